@@ -30,7 +30,7 @@ from meshwright.checkpoint.commit import being_read
 from meshwright.checkpoint.index import Record, SavedTensor, is_tensor, read_index, read_tensor
 from meshwright.checkpoint.manifest import OPTIMIZER, is_file_name
 from meshwright.checkpoint.on_ranks import on_every_rank
-from meshwright.checkpoint.state import MODEL
+from meshwright.checkpoint.state import AVERAGE, MODEL
 from meshwright.system.errors import ConfigError, StorageError
 from meshwright.system.files import Place, read_patiently
 
@@ -170,12 +170,21 @@ def restore(
             wanted = {k: v for k, v in wanted.items() if not k.startswith(f"{OPTIMIZER}.")}
         # a rank that was not there when the checkpoint was written keeps the RNG it has
         wanted = {k: v for k, v in wanted.items() if k in saved or not k.startswith("rng.")}
+        if not any(name.startswith(AVERAGE) for name in saved):  # they begin there
+            wanted = {k: v for k, v in wanted.items() if not k.startswith(AVERAGE)}
         for name, tensor in wanted.items():
             theirs = getattr(saved.get(name), "size", None)  # an object's has none
             if theirs != tensor.shape:
                 found = "is no tensor there" if name in saved else "is not in it"
                 if theirs is not None:
                     found = f"has shape {tuple(theirs)} there"
+                elif name.startswith(f"{OPTIMIZER}."):
+                    raise ConfigError(
+                        "optimizer.name",
+                        f"optimizer.name: checkpoint {folder} has no {name}: it was saved with "
+                        "another optimizer\n  fix: use that, or begin with a fresh one: "
+                        'checkpoint.exclude_from_loading = ["optimizer"]',
+                    )
                 raise ConfigError(
                     "checkpoint.folder",
                     f"checkpoint {folder} is of another model: {name} has shape "

@@ -1,5 +1,6 @@
 """The tensors of a checkpoint, by name: sharded as they are, keyed as in the plain model."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
-MODEL, OPTIMIZER, RNG = "model.", "optimizer.", "rng."
+MODEL, OPTIMIZER, RNG, AVERAGE = "model.", "optimizer.", "rng.", "average."
 
 HYPERPARAMETERS = "param_groups."
 """torch's name for them in an optimizer's flat state."""
@@ -25,10 +26,20 @@ class TrainingTensors:
 
     Only tensors, so that loading never unpickles an object. The optimizer's hyperparameters are
     not among them: they are the config's, and the learning rate is a function of the step.
+
+    Args:
+        average: running means of the weights, by their names; if there are any.
     """
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        rank: int,
+        average: Mapping[str, Tensor] | None = None,
+    ) -> None:
         self._model, self._optimizer, self._rank = model, optimizer, rank
+        self._average = average or {}
 
     def state_dict(self) -> dict[str, Tensor]:
         """Tensors that share memory with the model and the optimizer; RNG states are copies.
@@ -47,6 +58,7 @@ class TrainingTensors:
                     "tensors, and a resume would miss it"
                 )
             state[OPTIMIZER + key] = value
+        state |= {AVERAGE + name: tensor for name, tensor in self._average.items()}
         state[f"{RNG}cpu.rank_{self._rank}"] = torch.get_rng_state()
         if torch.cuda.is_initialized():
             state[f"{RNG}cuda.rank_{self._rank}"] = torch.cuda.get_rng_state()
@@ -54,8 +66,12 @@ class TrainingTensors:
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Load the tensors of `state_dict`, or another mesh's resharded to ours; without
-        any of the optimizer's, it starts fresh."""
+        any of the optimizer's, it starts fresh; without any means, they begin with the weights."""
         set_model_state_dict(self._model, _below(MODEL, state))
+        means = _below(AVERAGE, state) or dict(self._model.named_parameters())
+        with torch.no_grad():
+            for name, tensor in self._average.items():
+                tensor.copy_(means[name])
         if saved := _below(OPTIMIZER, state):
             whole = self._optimizer_state() | saved
             set_optimizer_state_dict(self._model, self._optimizer, whole, options=FLAT)
@@ -72,15 +88,24 @@ class TrainingTensors:
 
 
 class ModelTensors:
-    """The weights alone, in `dtype`: to start from, not to resume."""
+    """The weights alone, and their means, in `dtype`: to start from, not to resume."""
 
-    def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
-        self._model, self._dtype = model, dtype
+    def __init__(
+        self, model: nn.Module, dtype: torch.dtype, average: Mapping[str, Tensor] | None = None
+    ) -> None:
+        self._model, self._dtype, self._average = model, dtype, average or {}
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Copies where the type differs, under the names that `TrainingTensors` gives."""
+        """Copies where the type differs, under the names that `TrainingTensors` gives. Tensors that
+        are no parameters keep their types."""
         state: dict[str, Any] = get_model_state_dict(self._model)
-        return {MODEL + name: tensor.detach().to(self._dtype) for name, tensor in state.items()}
+        kept = {MODEL + name for name, _ in self._model.named_buffers()}
+        named = {MODEL + name: tensor for name, tensor in state.items()}
+        named |= {AVERAGE + name: tensor for name, tensor in self._average.items()}
+        return {
+            name: tensor.detach() if name in kept else tensor.detach().to(self._dtype)
+            for name, tensor in named.items()
+        }
 
 
 def _below(prefix: str, state: dict[str, Tensor]) -> dict[str, Any]:

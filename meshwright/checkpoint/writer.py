@@ -110,7 +110,7 @@ def write(
     unfinished: Path,
     manifest: Mapping[str, Any],
     copies: Mapping[str, Tensor] | None,
-    group: ProcessGroup,
+    group: ProcessGroup | None,
 ) -> None:
     """Write and publish a checkpoint. Collective over `group`.
 
@@ -120,6 +120,7 @@ def write(
         manifest: its content, apart from the records of files.
         copies: host copies of this rank's parts, whose values are written; None: those of
             `tensors`.
+        group: of the job; None: there is but this process.
 
     Raises:
         CheckpointException: on every rank, with each rank's error.

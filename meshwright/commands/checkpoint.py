@@ -23,12 +23,13 @@ from meshwright.checkpoint.manifest import MANIFEST, DamagedError, Manifest
 from meshwright.commands.options import CHECKPOINT, input_path
 from meshwright.commands.plain_text import align, flatten, human_bytes
 from meshwright.config.command_line import Parser
+from meshwright.parallelisms.rules.degrees import AXES
 from meshwright.system.errors import ConfigError
 from meshwright.system.files import Place
 
 COLUMNS = ("NAME", "SAVED", "SIZE", "TOKENS", "LOSS", "MESH", "STATE")
 
-ROLES = ("model", "optimizer", "rng")
+ROLES = ("model", "average", "optimizer", "rng")
 """First parts of tensors' names."""
 
 
@@ -94,6 +95,10 @@ def add_options_show(parser: Parser) -> None:
     parser.add_argument("--tensors", action="store_true", help="name every tensor")
 
 
+def _num_ranks(mesh: dict[str, int]) -> int:
+    return math.prod(mesh[axis] for axis in AXES)  # others arrange the same ranks again
+
+
 @readable()
 def run_show(given: Namespace) -> None:
     """Print the facts of one checkpoint."""
@@ -132,7 +137,7 @@ def _facts(
         yield f"  {key}", value
     if manifest["frozen"]:
         yield "frozen", f"{len(manifest['frozen'])} parameters, {manifest['frozen'][0]}, ..."
-    yield "mesh", f"{_mesh(manifest['mesh'])} ({math.prod(manifest['mesh'].values())} ranks)"
+    yield "mesh", f"{_mesh(manifest['mesh'])} ({_num_ranks(manifest['mesh'])} ranks)"
     for name, version in manifest["versions"].items():
         yield name, version
     yield "tokenizer", manifest["tokenizer_path"] or "unknown"

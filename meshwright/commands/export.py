@@ -31,6 +31,14 @@ def add_options(parser: Parser) -> None:
         default="5GB",
         help="most bytes per file: a number and KB, MB or GB (default: 5GB)",
     )
+    parser.add_argument(
+        "--average", action="store_true", help="export the mean of checkpoint.average"
+    )
+    parser.add_argument(
+        "--fused",
+        action="store_true",
+        help="stack experts, as transformers 5 has them in memory, where the hub has one by one",
+    )
     add_saved_model(parser)
     parser.add_argument(
         "--without-tokenizer", action="store_true", help="leave the tokenizer's files out"
@@ -49,6 +57,7 @@ def run(given: Namespace) -> None:
     from meshwright.checkpoint.conversion.export import export
     from meshwright.checkpoint.conversion.export_job import export_job, tokenizer_files
     from meshwright.checkpoint.find import open_checkpoint
+    from meshwright.checkpoint.state import AVERAGE, MODEL
     from meshwright.commands.saved import open_tokenizer, saved_spec
 
     max_shard_bytes = _bytes(given.max_shard_size)
@@ -68,6 +77,8 @@ def run(given: Namespace) -> None:
             files,
             dtype=getattr(torch, given.dtype),
             max_shard_bytes=max_shard_bytes,
+            prefix=AVERAGE if given.average else MODEL,
+            is_fused=given.fused,
         )
         export(job, given.out.absolute(), _say)
 

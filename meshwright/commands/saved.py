@@ -162,7 +162,8 @@ def build_model(source: TextSource, seq_len: int, dtype_name: str) -> Decoder:
         parameter.data = parameter.data.to(getattr(torch, dtype_name))
     model.to_empty(device=device)
     model.init_buffers()
-    source.weights.load(dict(model.named_parameters()))
+    model.init_state()
+    source.weights.load(model.state_dict(keep_vars=True))
     return model
 
 

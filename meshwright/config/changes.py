@@ -89,7 +89,7 @@ def changes(
         if old is not ABSENT:
             yield difference
             continue
-        for inner in differences({key: defaults.get(key, ABSENT)}, {key: new}):
+        for inner in differences({key: defaults.get(key)}, {key: new}):
             yield inner._replace(old=ABSENT)
 
 

@@ -29,7 +29,9 @@ def check_contradictions(config: JobConfig) -> None:
         ConfigError: naming the broken rules.
     """
     mistakes = Mistakes()
-    for rules in (_schedule, _checkpoints, _early_step, _compiler, _precision, _pipeline, _others):
+    for rules in (_schedule, _checkpoints, _average, _early_step):
+        mistakes.errors += rules(config)
+    for rules in (_compiler, _precision, _pipeline, _others):
         mistakes.errors += rules(config)
     mistakes.check()
 
@@ -70,6 +72,13 @@ def _checkpoints(c: JobConfig) -> Iterator[ConfigError]:
         rule = "nothing is loaded: checkpoint.initial_load_path is not given"
         fix = "name the folder there; or in model.flavor, which then gives dimensions and tokenizer"
         yield _error(c, "checkpoint.initial_load_in_hf", rule, f"{fix} too")
+
+
+def _average(c: JobConfig) -> Iterator[ConfigError]:
+    average = c.checkpoint.average
+    if average.decay is not None and average.window_tokens is not None:
+        rule = "checkpoint.average.decay gives the mean, too"
+        yield _error(c, "checkpoint.average.window_tokens", rule, ONE_OF_TWO)
 
 
 def _early_step(c: JobConfig) -> Iterator[ConfigError]:
@@ -217,6 +226,21 @@ IDLE_WHERE: tuple[tuple[str, Callable[[JobConfig], bool], str], ...] = (
         "the last save is a whole checkpoint",
     ),
     (
+        "optimizer.muon.momentum optimizer.muon.nesterov optimizer.muon.steps "
+        "optimizer.muon.coefficients optimizer.muon.lr_scale optimizer.muon.split_heads "
+        "optimizer.muon.dtype",
+        lambda c: (
+            {c.optimizer.name, *(group.optimizer for group in c.optimizer.groups)}
+            <= {"AdamW", "Adam", None}
+        ),
+        "no optimizer of matrices is chosen",
+    ),
+    (
+        "checkpoint.average.decay checkpoint.average.window_tokens",
+        lambda c: not (c.checkpoint.enable or c.validation.enable),
+        "the mean is neither saved nor validated",
+    ),
+    (
         "lr_scheduler.decay_type lr_scheduler.min_lr_factor",
         lambda c: c.num_decay_steps == 0,
         "no step is left for a decay",
@@ -259,5 +283,5 @@ def _switched_off(config: JobConfig) -> dict[str, str]:
         for name, section in config
         if getattr(section, "enable", None) is False
         for key in type(section).model_fields
-        if key != "enable" and not key.startswith("initial_load")
+        if key not in ("enable", "average") and not key.startswith("initial_load")
     }

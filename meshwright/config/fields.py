@@ -1,6 +1,7 @@
 """Finds the keys of a config and their documentation in its classes."""
 
 from collections.abc import Iterator
+from functools import reduce
 from typing import Any, NamedTuple, get_args, get_origin
 
 from pydantic.fields import FieldInfo
@@ -34,8 +35,7 @@ def find_section(key: Key) -> type[Section] | None:
 
 def value_of(config: JobConfig, key: str) -> object:
     """Return the value of a dotted key of a section."""
-    section, name = key.split(".")
-    return getattr(getattr(config, section), name)
+    return reduce(getattr, key.split("."), config)
 
 
 def is_flag(field: FieldInfo) -> bool:
@@ -46,14 +46,24 @@ def is_flag(field: FieldInfo) -> bool:
 def all_keys() -> Iterator[tuple[Key, FieldInfo]]:
     """Yield every key of every section, in order, without those inside lists of tables."""
     for name in JobConfig.model_fields:
-        section = find_section((name,))
-        assert section is not None
-        for key, field in section.model_fields.items():
-            yield (name, key), field
+        for key, field in _keys_below((name,)):
+            yield (name, *key), field
+
+
+def _keys_below(place: Key) -> Iterator[tuple[Key, FieldInfo]]:
+    """Yield the keys of the section at `place`, and those of a section in it in its place."""
+    section = find_section(place)
+    assert section is not None
+    for name, field in section.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+            for key, inner in _keys_below((*place, name)):
+                yield (name, *key), inner
+        else:
+            yield (name,), field
 
 
 class Entry(NamedTuple):
-    """A key: its name in the section, and its text in one line each."""
+    """A key: its name (dotted, if it is in a section of the section), and its text in a line."""
 
     name: str
     kind: str
@@ -70,14 +80,13 @@ def summary(section_name: str) -> str:
 
 def entries(section_name: str) -> Iterator[Entry]:
     """Yield the keys of a section, in order."""
-    section = find_section((section_name,))
-    assert section is not None
-    properties = section.model_json_schema()["properties"]
-    for name, field in section.model_fields.items():
+    for key, field in _keys_below((section_name,)):
+        section = find_section((section_name, *key[:-1]))
+        assert section is not None
         default = field.get_default(call_default_factory=True)
         yield Entry(
-            name,
-            _kind(properties[name]),
+            ".".join(key),
+            _kind(section.model_json_schema()["properties"][key[-1]]),
             "absent" if default is None else repr(default),
             " ".join((field.description or "").split()),
         )

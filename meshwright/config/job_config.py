@@ -18,7 +18,14 @@ from meshwright.config.section import (
     OfTraining,
     Section,
 )
-from meshwright.config.training import BadSteps, LRScheduler, Optimizer, Training, Validation
+from meshwright.config.training import (
+    BadSteps,
+    Experts,
+    LRScheduler,
+    Optimizer,
+    Training,
+    Validation,
+)
 
 
 class Job(Section, on_resume="none"):
@@ -80,6 +87,24 @@ class Model(Section, on_resume="model"):
 
     chat_template_path: OfData[InputPath] = ""
     """Jinja file that makes text of conversations. Absent: the tokenizer's own."""
+
+
+class Average(Section, on_resume="none"):
+    """[checkpoint.average] A running mean of the weights in fp32: validated beside them, and saved.
+    Off, unless one of the keys is given."""
+
+    decay: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Share of the mean that each step keeps, e.g. 0.999: mean = decay x mean + (1 - decay) x
+    weights."""
+
+    window_tokens: PositiveInt | None = None
+    """Tokens that the mean looks back over, instead of `decay`: that is then 1 - tokens of a step /
+    window_tokens."""
+
+    @property
+    def is_on(self) -> bool:
+        """Whether there is a mean."""
+        return self.decay is not None or self.window_tokens is not None
 
 
 class Checkpoint(Section, on_resume="none"):
@@ -153,6 +178,8 @@ class Checkpoint(Section, on_resume="none"):
     initial_load_in_hf: bool = False
     """`initial_load_path` is a model folder of Hugging Face's: config.json and safetensors. Absent,
     it is the folder that `model.flavor` names."""
+
+    average: Average = Average()
 
     @property
     def saves(self) -> bool:
@@ -237,6 +264,7 @@ class JobConfig(Section):
     optimizer: Optimizer = Optimizer()
     bad_steps: BadSteps = BadSteps()
     lr_scheduler: LRScheduler = LRScheduler()
+    experts: Experts = Experts()
     parallelism: Parallelism = Parallelism()
     activation_checkpoint: ActivationCheckpoint = ActivationCheckpoint()
     compile: Compile = Compile()

@@ -27,6 +27,11 @@ class Parallelism(Section, on_resume="none"):
     context_parallel_degree: PositiveInt = 1
     """Ranks that share each sequence; for sequences whose activations do not fit one device."""
 
+    expert_parallel_degree: PositiveInt = 1
+    """Ranks that share the experts of each layer; tokens travel to theirs and back. Not a factor of
+    the number of ranks: it divides data_parallel_shard x context_parallel x tensor_parallel, and
+    FSDP2 shards experts over the rest of these."""
+
     pipeline_parallel_degree: PositiveInt = 1
     """Ranks that share the layers; microbatches travel through them."""
 
@@ -78,9 +83,13 @@ SAVED_OPS = [
     "aten._scaled_dot_product_cudnn_attention",
     "aten._scaled_dot_product_flash_attention_for_cpu",
     "meshwright.cpu_attention",
+    "meshwright.grouped_matmul",
+    "meshwright.choose_experts",
+    "meshwright.exchange_counts",
     "higher_order.flex_attention",
     "higher_order.inductor_compiled_code",
     "_c10d_functional.reduce_scatter_tensor",
+    "_c10d_functional.all_to_all_single",
 ]
 
 

@@ -53,7 +53,9 @@ def _advice_on_key(inside: Key, name: str) -> Iterator[str]:
     theirs, bare = read_synonyms(), _bare(name)
     section = find_section(inside) if inside else None
     siblings = list(section.model_fields) if section else []
-    everywhere = [found for found, _ in all_keys()]
+    known = [found for found, _ in all_keys()]
+    plain = {found[-1] for found in known if len(found) == 2}  # which hide those further inside
+    everywhere = [found for found in known if len(found) == 2 or found[-1] not in plain]
     yield _did_you_mean(theirs.keys.get(_bare(".".join((*inside, name)))) if inside else None)
     yield _one_of((*inside, sibling) for sibling in siblings if sibling == _plain(name))
     parts_of = [(*inside, sibling) for sibling in siblings if f"_{name}_" in f"_{sibling}_"]

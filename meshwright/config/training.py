@@ -2,7 +2,14 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import (
+    AfterValidator,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+)
 
 from meshwright.config.section import (
     OUTPUT_PATH,
@@ -229,12 +236,51 @@ class ParameterGroup(Section, on_resume="training"):
     weight_decay: NonNegativeFloat | None = None
     """Instead of the parameter's usual one. Absent: the usual one."""
 
+    optimizer: str | None = None
+    """Optimizer of these parameters, as `optimizer.name`. Absent: the one of their role."""
+
+
+def _three(numbers: list[float]) -> list[float]:
+    if len(numbers) != 3:
+        raise ValueError(f"must be three numbers, [a, b, c], and these are {len(numbers)}")
+    return numbers
+
+
+class Muon(Section, on_resume="training"):
+    """[optimizer.muon] Momentum that is made orthogonal, matrix by matrix. Defaults of Jordan 2024
+    (kellerjordan.github.io/posts/muon), except `lr_scale`."""
+
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    """Decay per step of the gradient's running mean."""
+
+    nesterov: bool = True
+    """Use the gradient and the running mean after it, not the mean alone."""
+
+    steps: Annotated[int, Field(ge=1, le=20)] = 5
+    """Newton-Schulz steps."""
+
+    coefficients: Annotated[list[float], AfterValidator(_three)] = [3.4445, -4.7750, 2.0315]
+    """[a, b, c] of each step: X becomes a X + b (X X^T) X + c (X X^T)^2 X."""
+
+    lr_scale: Literal["match_rms_adamw", "spectral"] = "match_rms_adamw"
+    """Factor on the update of R x C numbers. match_rms_adamw: 0.2 sqrt(max(R, C)), so that lr and
+    weight decay of AdamW fit (Liu et al. 2025, arXiv:2502.16982). spectral: sqrt(max(1, R / C)),
+    for rates of about 0.02 (Jordan 2024)."""
+
+    split_heads: bool = False
+    """Make queries, keys and values orthogonal head by head, instead of all heads as one matrix."""
+
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Type of the Newton-Schulz steps, and of the matrices that ranks exchange."""
+
 
 class Optimizer(Section, on_resume="training"):
-    """[optimizer] Fused AdamW or Adam over master weights in `training.dtype`."""
+    """[optimizer] The update of master weights in `training.dtype`."""
 
-    name: Literal["AdamW", "Adam"] = "AdamW"
-    """AdamW subtracts weight decay from the weights, Adam adds it to the gradient."""
+    name: str = "AdamW"
+    """AdamW subtracts weight decay from the weights, Adam adds it to the gradient. muon: Muon for
+    the matrices in layers, AdamW for embedding, output, norms and biases.
+    `experimental.custom_import` may add one."""
 
     lr: PositiveFloat = 8e-4
     """Peak learning rate."""
@@ -256,12 +302,15 @@ class Optimizer(Section, on_resume="training"):
 
     groups: list[ParameterGroup] = []
     """Parameters with settings of their own: tables [[optimizer.groups]], each with `parameters`
-    (glob patterns of names, as in `model.frozen`), and `lr_scale` (a factor on the learning rate)
-    or `weight_decay`. The first group that matches a parameter counts."""
+    (glob patterns of names, as in `model.frozen`), and `lr_scale` (a factor on the learning rate),
+    `weight_decay` or `optimizer`. The first group that matches a parameter counts."""
+
+    muon: Muon = Muon()
 
     early_step_in_backward: Harmless[bool] = False
     """Update each parameter during backward, as soon as its gradient is final, and free that: the
-    gradients of the whole model are never in memory together. Needs `training.max_norm = inf`."""
+    gradients of the whole model are never in memory together. Needs `training.max_norm = inf`, and
+    optimizers that update element by element."""
 
 
 class BadSteps(Section, on_resume="training"):
@@ -283,6 +332,29 @@ class BadSteps(Section, on_resume="training"):
     spike_window: Annotated[int, Field(ge=2)] = 128
     """Good steps that the running means and deviations look back over; before there have been as
     many, no step is a spike."""
+
+
+class Experts(Section, on_resume="training"):
+    """[experts] How tokens are spread over the experts of a layer, in models that have some. No
+    setting depends on the mesh or on microbatches."""
+
+    balance_loss: NonNegativeFloat = 0.01
+    """Weight of the loss that evens loads out: mean over tokens, sum over experts, of load x share
+    of the score. An expert's load is its number of tokens over the mean, in the last step's global
+    batch. transformers' `router_aux_loss_coef` is stronger by the number of experts of a token."""
+
+    sequence_balance_loss: NonNegativeFloat = 0.0
+    """Weight of the same loss with the loads of each whole sequence, as DeepSeek-V3 has it. With
+    context or tensor parallelism it costs a small all-reduce per layer."""
+
+    bias_update_rate: NonNegativeFloat = 0.0
+    """Per step, add this to the bias of each expert with fewer tokens than the mean, and subtract
+    it from that of others; biases count in the choice of experts alone. DeepSeek-V3 has 0.001. Only
+    families whose files have a place for biases can be exported then."""
+
+    router_z_loss: NonNegativeFloat = 0.0
+    """Weight of the mean squared logarithm of the sum of exponentials of router logits, which keeps
+    them small. OLMoE has 0.001."""
 
 
 class LRScheduler(Section, on_resume="training"):

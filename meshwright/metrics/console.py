@@ -1,7 +1,6 @@
 """A run on the console: one line per logged step, and on a terminal a progress bar."""
 
 import json
-from collections import deque
 from contextlib import suppress
 
 from tqdm import tqdm
@@ -16,12 +15,9 @@ from meshwright.system.log import (
     set_bar,
 )
 
-NUM_RECENT = 10
-"""Records whose steps the time of a step is averaged over."""
-
 
 class Eta:
-    """Seconds to the end: steps as long as the last ones, and pauses as in all steps so far.
+    """Seconds to the end, if the rest takes as long per step as the steps so far, pauses included.
 
     The first record of a process is left out: compilation and warm-up are in it.
 
@@ -30,9 +26,7 @@ class Eta:
     """
 
     def __init__(self, steps: int) -> None:
-        self._steps, self._step, self._first = steps, 0, 0
-        self._recent: deque[tuple[int, float]] = deque(maxlen=NUM_RECENT)
-        self._paused_s = 0.0
+        self._steps, self._first, self._step, self._passed_s = steps, 0, 0, 0.0
 
     def add(self, record: Record) -> None:
         """Take the times of a record in."""
@@ -40,19 +34,16 @@ class Eta:
         if not before:
             self._first = self._step
             return
-        self._recent.append((self._step - before, record["time/step_s"]))
-        self._paused_s += record.get("time/validation_s", 0.0) + record.get(
-            "time/checkpoint_s", 0.0
-        )
+        pauses = (record.get(f"time/{pause}_s", 0.0) for pause in ("validation", "checkpoint"))
+        self._passed_s += (self._step - before) * record["time/step_s"] + sum(pauses)
 
     @property
     def seconds(self) -> float | None:
         """Seconds from the last record on; None until steps have been timed."""
-        left, num_steps = self._steps - self._step, sum(count for count, _ in self._recent)
-        if left == 0 or num_steps == 0:
+        left, taken = self._steps - self._step, self._step - self._first
+        if left == 0 or taken == 0:
             return None if left else 0.0
-        step_s = sum(count * seconds for count, seconds in self._recent) / num_steps
-        return left * (step_s + self._paused_s / (self._step - self._first))
+        return left * self._passed_s / taken
 
 
 HEADER_EVERY = 25
@@ -62,6 +53,7 @@ BOLD, DIM, CYAN, RESET = "\x1b[1m", "\x1b[2m", "\x1b[36m", "\x1b[0m"
 
 COLUMNS = (  # header, width, colour
     ("loss", 9, BOLD),
+    ("load", 6, ""),
     ("grad_norm", 10, ""),
     ("lr", 9, DIM),
     ("wps", 10, CYAN),
@@ -70,6 +62,11 @@ COLUMNS = (  # header, width, colour
     ("GiB", 7, ""),
     ("eta", 12, ""),
 )
+
+
+LOAD = "experts/load_max"
+"""Figure of the column "load", which is there for models that have it."""
+
 
 LEFT_OUT = ("TFLOP/s", "GiB", "lr")
 """Columns that a narrow console drops, in this order; metrics.jsonl has them."""
@@ -106,11 +103,7 @@ class Console:
         """
         self._steps, self._eta = steps, Eta(steps)
         self._num_lines = 0
-        self._columns = [*COLUMNS]
-        room = console_width(console_stream()) - len(f"{INDENT}step ") - self._step_width
-        for name in LEFT_OUT:
-            if sum(columns for _, columns, _ in self._columns) > room:
-                self._columns = [column for column in self._columns if column[0] != name]
+        self._columns: list[tuple[str, int, str]] = []
         self._bar: tqdm[None] | None = None
         stream = console_stream()
         if is_terminal(stream):
@@ -141,6 +134,8 @@ class Console:
         if self._bar is not None:
             self._bar.set_postfix_str(f"eta {left}", refresh=False)
         step, width = f"{record['step']}/{self._steps}", self._step_width
+        if self._num_lines == 0:
+            self._columns = self._fitting(record)
         if self._num_lines % HEADER_EVERY == 0:
             names = "".join(name.rjust(columns) for name, columns, _ in self._columns)
             logger.info("%s", f"{'step':>{width + 5}}{names}")
@@ -148,6 +143,7 @@ class Console:
         mfu = record.get("time/mfu_pct")
         texts = {
             "loss": _short(record["loss/train"]),
+            "load": f"{record.get(LOAD, 0):.2f}",
             "grad_norm": _short(record["optim/grad_norm"]),
             "lr": f"{record['optim/lr']:.2e}",
             "wps": f"{record['time/wps']:,.0f}",
@@ -163,6 +159,15 @@ class Console:
             coloured += f"{colour}{cell}{RESET}" if colour else cell
         logger.info("%s", plain, extra={"coloured": coloured})
         self._write_validation(record)
+
+    def _fitting(self, record: Record) -> list[tuple[str, int, str]]:
+        """Return the columns of which the record has figures, and for which there is room."""
+        found = [column for column in COLUMNS if column[0] != "load" or LOAD in record]
+        room = console_width(console_stream()) - len(f"{INDENT}step ") - self._step_width
+        for name in LEFT_OUT:
+            if sum(columns for _, columns, _ in found) > room:
+                found = [column for column in found if column[0] != name]
+        return found
 
     def _write_validation(self, record: Record) -> None:
         sets: dict[str, list[str]] = {}

@@ -27,6 +27,7 @@ def job_identity(config: JobConfig) -> dict[str, object]:
         "tensor_parallel",
         "context_parallel",
         "pipeline_parallel",
+        "expert_parallel",
     )
     return {
         **{f"parallelism.{of}_degree": getattr(parallelism, f"{of}_degree") for of in degrees},

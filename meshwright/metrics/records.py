@@ -5,7 +5,8 @@ from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
 Record = dict[str, float | int]
-"""`step`, and figures in groups: loss/, optim/, validation/, time/, memory/, data/."""
+"""`step`, and figures in groups: loss/, optim/, validation/, average/, time/, memory/,
+data/."""
 
 
 class Sink(Protocol):

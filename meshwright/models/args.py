@@ -2,12 +2,19 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar, Literal, Self
 
-from meshwright.models.table import AttentionSpec, BlockSpec, DecoderSpec, FeedForwardSpec, RopeSpec
+from meshwright.models.table import (
+    AttentionSpec,
+    DecoderSpec,
+    FeedForwardSpec,
+    LayerSpec,
+    MixtureSpec,
+    RopeSpec,
+)
 
 
 def divisors_of(number: int) -> str:
@@ -23,6 +30,10 @@ LARGEST = 2**31
 
 MOST_LAYERS = 10_000
 """Above this so is their number: each has its place in the table."""
+
+
+MOST_EXPERTS = 2**16
+"""Of a layer: the number of each fits in 16 bits of the key by which they are sorted."""
 
 
 STD = 0.02
@@ -127,6 +138,10 @@ class DecoderArgs(ABC):
         """Names of the modules that compute, in the order of the model."""
         return self.table.module_names
 
+    def small(self) -> dict[str, Any]:
+        """Return dimensions of the family's own of a model with few of everything, by name."""
+        return {}
+
     def parameter_names(self) -> Iterator[str]:
         """Yield the names of all parameters of the model, in its order."""
         yield from self.table.parameters
@@ -143,13 +158,16 @@ class DecoderArgs(ABC):
         out_std: float = STD,
         output_std: float = STD,
         rope_scaling: RopeScaling | None = None,
+        mixtures: Sequence[MixtureSpec | None] = (),
     ) -> DecoderSpec:
-        """Return a model of `n_layers` equal blocks, for `expand`.
+        """Return a model of `n_layers` layers, for `expand`.
 
         Args:
-            norm, qk_norm: as in `BlockSpec` and `AttentionSpec`.
+            norm, qk_norm: as in `LayerSpec` and `AttentionSpec`.
             out_std: of the initial values of matrices that end on the residual stream.
             output_std: as in `DecoderSpec`.
+            mixtures: of each layer, in the place of its feed-forward; None: it keeps that. Without
+                any, all layers are equal.
         """
         head_dim = self.head_dim or self.dim // self.n_heads
         attention = AttentionSpec(
@@ -163,15 +181,67 @@ class DecoderArgs(ABC):
             out_std=out_std,
         )
         feed_forward = FeedForwardSpec(self.dim, self.hidden_dim, std=STD, out_std=out_std)
-        block = BlockSpec(attention, feed_forward, norm, self.norm_eps)
+        layers = [
+            LayerSpec(attention, mixture or feed_forward, norm, self.norm_eps)
+            for mixture in mixtures or [None] * self.n_layers
+        ]
         scaling = astuple(rope_scaling) if rope_scaling else None
         return DecoderSpec(
             dim=self.dim,
             vocab_size=self.vocab_size,
-            blocks=(block,) * self.n_layers,
+            layers=tuple(layers),
             norm_eps=self.norm_eps,
             rope=RopeSpec(head_dim, self.rope_theta, scaling),
             tie_embeddings=self.tie_embeddings,
             std=STD,
             output_std=output_std,
+        )
+
+
+@dataclass(frozen=True)
+class ExpertArgs(DecoderArgs):
+    """The dimensions of a decoder whose layers have experts."""
+
+    n_experts: int = 8
+    """Experts E of a layer."""
+    n_active: int = 2
+    """Experts K that each token goes through."""
+    normalize_experts: bool = True
+    """The weights of a token's experts are divided by their sum."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_positive(self, "n_experts", "n_active")
+        if self.n_experts > MOST_EXPERTS:
+            raise ValueError(f"n_experts = {self.n_experts}: must be at most {MOST_EXPERTS}")
+        if self.n_active > self.n_experts:
+            raise ValueError(
+                f"n_active = {self.n_active}: must be at most n_experts = {self.n_experts}: "
+                f"use {self.n_experts}"
+            )
+        if self.n_active == 1 and self.normalize_experts:
+            raise ValueError(
+                "n_active = 1: with normalize_experts its weight is always 1, so the router does "
+                "not learn: use 2, or set normalize_experts = false"
+            )
+
+    def small(self) -> dict[str, Any]:
+        """As the base's."""
+        return {"n_experts": 8, "n_active": min(self.n_active, 3)}
+
+    def mixture(self, hidden_dim: int, out_std: float, **options: Any) -> MixtureSpec:
+        """Return the experts of a layer, each of inner width `hidden_dim`.
+
+        Args:
+            options: further fields of `MixtureSpec`.
+        """
+        return MixtureSpec(
+            dim=self.dim,
+            hidden_dim=hidden_dim,
+            n_experts=self.n_experts,
+            n_active=self.n_active,
+            normalizes=self.normalize_experts,
+            std=STD,
+            out_std=out_std,
+            **options,
         )

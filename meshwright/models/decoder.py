@@ -1,14 +1,17 @@
 """A decoder of any family, as plain single-device PyTorch."""
 
+from typing import Protocol
+
 import torch
 from torch import Tensor, nn
 
 from meshwright.models.args import DecoderArgs
 from meshwright.models.attention import Attention, rope_cache
 from meshwright.models.document_mask import Mask, build_mask, positions_in_document
-from meshwright.models.layers import Embedding, FeedForward, Linear, RMSNorm
+from meshwright.models.layers import Embedding, FeedForward, Linear, build_layer
 from meshwright.models.loss import SummedLoss
-from meshwright.models.table import BlockSpec
+from meshwright.models.mixture import Mixture
+from meshwright.models.table import LayerSpec, MixtureSpec, Parameter
 
 
 class Block(nn.Module):
@@ -18,20 +21,41 @@ class Block(nn.Module):
     Team 2024, arXiv:2501.00656, section 3.2).
     """
 
-    def __init__(self, spec: BlockSpec) -> None:
+    def __init__(self, spec: LayerSpec) -> None:
         super().__init__()
-        self.norm = spec.norm
-        self.attention_norm = RMSNorm(spec.attention.dim, eps=spec.norm_eps)
+        self.norm, modules = spec.norm, spec.modules
+        self.attention_norm = build_layer(modules["attention_norm"]["weight"], spec.norm_eps)
         self.attention = Attention(spec.attention)
-        self.ffn_norm = RMSNorm(spec.attention.dim, eps=spec.norm_eps)
-        self.feed_forward = FeedForward(spec.feed_forward)
+        self.ffn_norm = build_layer(modules["ffn_norm"]["weight"], spec.norm_eps)
+        self.feed_forward: FeedForward | Mixture = (
+            Mixture(spec.feed_forward)
+            if isinstance(spec.feed_forward, MixtureSpec)
+            else FeedForward(spec.feed_forward)
+        )
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask | None = None) -> Tensor:
-        """(B, S, D) -> (B, S, D)."""
+    def forward(
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        mask: Mask | None = None,
+        chosen: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
+        """(B, S, D) -> (B, S, D); with experts also the other results of `Mixture`.
+
+        Args:
+            chosen: as `Mixture` takes it.
+        """
         if self.norm == "post":
             x = x + self.attention_norm(self.attention(x, cos, sin, mask))
+            if isinstance(self.feed_forward, Mixture):
+                out, *others = self.feed_forward(x, chosen)
+                return x + self.ffn_norm(out), *others
             return x + self.ffn_norm(self.feed_forward(x))
         x = x + self.attention(self.attention_norm(x), cos, sin, mask)
+        if isinstance(self.feed_forward, Mixture):
+            out, *others = self.feed_forward(self.ffn_norm(x), chosen)
+            return x + out, *others
         return x + self.feed_forward(self.ffn_norm(x))
 
 
@@ -41,7 +65,8 @@ class Projection(Linear):
     `loss` knows how to multiply by the weight, so that tensor parallelism has one thing to replace.
     """
 
-    def __init__(self, dim: int, vocab_size: int) -> None:
+    def __init__(self, parameter: Parameter) -> None:
+        vocab_size, dim = parameter.shape
         super().__init__(dim, vocab_size)
         self.loss = SummedLoss()
 
@@ -70,6 +95,16 @@ def _project(loss: SummedLoss, x: Tensor, weight: Tensor, labels: Tensor | None)
     return loss.logits(x, weight) if labels is None else loss(x, weight, labels)
 
 
+class Routing(Protocol):
+    """Sees which experts tokens go through, and may prescribe it: to replay a run."""
+
+    def given(self, layer: str) -> Tensor | None:
+        """Return the experts to take, as `Mixture` takes them; None: the router's choice."""
+
+    def note(self, layer: str, choice: Tensor) -> None:
+        """Take note of the router's choice, (B S, K): of a rank's part of its sequences."""
+
+
 class Decoder(nn.Module):
     """Embedding, blocks, norm and output projection, with the loss.
 
@@ -85,23 +120,42 @@ class Decoder(nn.Module):
 
     cos: Tensor
     sin: Tensor
+    routing: Routing | None = None
 
     def __init__(self, args: DecoderArgs, seq_len: int) -> None:
         super().__init__()
         self.args, self.table, self.seq_len = args, args.table, seq_len
-        spec = self.table
-        self.tok_embeddings: Embedding | None = Embedding(spec.vocab_size, spec.dim)
-        self.layers = nn.ModuleDict({str(i): Block(block) for i, block in enumerate(spec.blocks)})
-        self.norm: nn.Module | None = RMSNorm(spec.dim, eps=spec.norm_eps)
+        self._mixtures = {str(number) for number in args.table.mixtures}
+        spec, modules = self.table, self.table.modules
+        embedding = build_layer(modules["tok_embeddings"]["weight"])
+        assert isinstance(embedding, Embedding)
+        self.tok_embeddings: Embedding | None = embedding
+        self.layers = nn.ModuleDict({str(i): Block(layer) for i, layer in enumerate(spec.layers)})
+        self.norm: nn.Module | None = build_layer(modules["norm"]["weight"], spec.norm_eps)
         self.output: Projection | TiedProjection | None = (
-            TiedProjection() if spec.tie_embeddings else Projection(spec.dim, spec.vocab_size)
+            TiedProjection() if spec.tie_embeddings else Projection(modules["output"]["weight"])
         )
         for name in ("cos", "sin"):  # fp32 whatever the parameters are: bf16 has no exact positions
             cache = torch.empty(seq_len, spec.rope.head_dim // 2, dtype=torch.float32)
             self.register_buffer(name, cache, persistent=False)
 
+    def mixtures(self) -> dict[int, Mixture]:
+        """Feed-forwards with experts, by the number of their layer in the model."""
+        found = {int(name): block.feed_forward for name, block in self.layers.items()}
+        return {number: part for number, part in found.items() if isinstance(part, Mixture)}
+
+    def init_state(self) -> None:
+        """Fill the table's state with its first values: not after a load, which gives others."""
+        for name, buffer in self.named_buffers():
+            if name in self.table.state:
+                buffer.fill_(self.table.state[name].value)
+
     def init_buffers(self) -> None:
-        """Fill the rotary cache, on the device where it is."""
+        """Fill buffers that no checkpoint holds, on the device where they are: the rotary cache,
+        and sums over a step."""
+        for mixture in self.mixtures().values():
+            mixture.counts.zero_()
+            mixture.figures.zero_()
         rope = self.table.rope
         cos, sin = rope_cache(
             self.seq_len, rope.head_dim, rope.theta, self.cos.device, scaling=rope.scaling
@@ -142,10 +196,25 @@ class Decoder(nn.Module):
             cos, sin = self.cos[: tokens.shape[1]], self.sin[: tokens.shape[1]]
         else:
             cos, sin = self.cos[positions], self.sin[positions]
-        for block in self.layers.values():
-            x = block(x, cos, sin, mask)
+        for name, block in self.layers.items():
+            x = self._through(name, block, x, (cos, sin, mask))
         if self.norm is not None:
             x = self.norm(x)
         if isinstance(self.output, TiedProjection):
             return self.output(x, table, labels)
         return x if self.output is None else self.output(x, labels)
+
+    def _through(
+        self, name: str, block: nn.Module, x: Tensor, others: tuple[Tensor, Tensor, Mask | None]
+    ) -> Tensor:
+        """(B, S, D) -> (B, S, D)."""
+        if name not in self._mixtures:
+            plain: Tensor = block(x, *others)
+            return plain
+        given = None if self.routing is None else self.routing.given(name)
+        x, choice, figures = block(x, *others, given)
+        if torch.is_grad_enabled():  # here and not in the block, which may be computed again
+            self.mixtures()[int(name)].note(choice if given is None else given, figures)
+        if self.routing is not None:
+            self.routing.note(name, choice)
+        return x

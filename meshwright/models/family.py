@@ -18,6 +18,20 @@ class ForeignTensor:
     are for one of (2i, 2i + 1)."""
     copies: tuple[str, ...] = ()
     """Other names under which the files may hold it once more."""
+    slices: tuple[str, ...] = ()
+    """If given, the files hold each slice of the first dimension under a name of its own, and
+    `name` is that of none."""
+    start: int = 0
+    """Where its part of the second dimension begins, if the files hold it with others in one."""
+    file_shape: tuple[int, ...] | None = None
+    """Shape of that one tensor."""
+
+    @property
+    def parts(self) -> dict[str, tuple[int, ...]]:
+        """Names and shapes in the files of the tensors that hold it."""
+        if self.slices:
+            return dict.fromkeys(self.slices, self.shape[1:])
+        return {self.name: self.file_shape or self.shape}
 
 
 @dataclass(frozen=True)
@@ -83,6 +97,26 @@ MODULES = {
 """Our name of a module and theirs, as most families have them; {} is the layer."""
 
 
+EXPERTS = {
+    "layers.{}.feed_forward.router": "model.layers.{}.mlp.gate",
+    "layers.{}.feed_forward.experts.w1": "model.layers.{}.mlp.experts.{expert}.gate_proj",
+    "layers.{}.feed_forward.experts.w2": "model.layers.{}.mlp.experts.{expert}.down_proj",
+    "layers.{}.feed_forward.experts.w3": "model.layers.{}.mlp.experts.{expert}.up_proj",
+}
+"""The same of experts in most families: {expert} is the expert's number. The files of the hub hold
+one tensor for each expert."""
+
+
+FUSED = {
+    "layers.{}.feed_forward.router": "model.layers.{}.mlp.gate.weight",
+    "layers.{}.feed_forward.experts.w1": "model.layers.{}.mlp.experts.gate_up_proj",
+    "layers.{}.feed_forward.experts.w2": "model.layers.{}.mlp.experts.down_proj",
+    "layers.{}.feed_forward.experts.w3": "model.layers.{}.mlp.experts.gate_up_proj",
+}
+"""Names of tensors in the other layout, that of transformers 5 in memory: (E, 2 F, D), w1 above
+w3, and (E, D, F)."""
+
+
 TIED = "tok_embeddings.weight"
 """Our parameter that is the output projection too, where embeddings are tied."""
 
@@ -104,6 +138,10 @@ SCALING = {
     "original_seq_len": "original_max_position_embeddings",
 }
 """Fields of `RopeScaling`, and the keys of rope_scaling or rope_parameters."""
+
+
+SAME = {"num_experts": "num_local_experts", "num_local_experts": "num_experts"}
+"""Keys, and the keys in their place that some versions of transformers write."""
 
 
 ROPE_KEYS = {"rope_type", "type", "rope_theta", *SCALING.values()}
@@ -131,25 +169,43 @@ class HuggingFaceForm:
     """Keys of config.json that can have but one value for our model; absent, they have it."""
     defaults: Mapping[str, object] = field(default_factory=dict)
     """Values of keys that are absent, where transformers has others than most families."""
+    integers: Mapping[str, str] = field(default_factory=dict)
+    """Our name of a dimension of the family's own, and its key."""
+    flags: Mapping[str, tuple[str, bool]] = field(default_factory=dict)
+    """The same of a switch, and its value where the key is absent."""
+    dense_layers: tuple[str, str] | None = None
+    """The same of the number of layers without experts; the key lists them. We have the first."""
     stretched_rope_type: str | None = None
     """rope_type of config.json where wavelengths are stretched, as `RopeScaling` says; None: they
     never are."""
 
-    def tensors(self, args: DecoderArgs) -> dict[str, ForeignTensor]:
-        """Return every parameter of the plain model, in its order."""
+    def tensors(self, args: DecoderArgs, *, is_fused: bool = False) -> dict[str, ForeignTensor]:
+        """Return every parameter of the plain model, in its order.
+
+        Args:
+            is_fused: experts as `FUSED` has them, and not one by one.
+        """
         found = {}
         for name, shape in args.parameter_shapes().items():
             module = name.removesuffix(".weight")
             layer = module.split(".")[1] if module.startswith("layers.") else ""
-            theirs = self.modules[module.replace(f".{layer}.", ".{}.", 1) if layer else module]
-            found[name] = ForeignTensor(
-                f"{theirs.format(layer)}.weight",
-                shape,
-                args.table.rope.head_dim if module.endswith(self.rotated) else None,
-                (f"{self.modules['output']}.weight",)
-                if name == TIED and args.tie_embeddings
-                else (),
-            )
+            key = module.replace(f".{layer}.", ".{}.", 1) if layer else module
+            theirs = self.modules[key]
+            if is_fused and key in FUSED:
+                found[name] = _fused(FUSED[key].format(layer), key, shape)
+            elif "{expert}" in theirs:
+                names = (theirs.format(layer, expert=index) for index in range(shape[0]))
+                slices = tuple(f"{own}.weight" for own in names)
+                found[name] = ForeignTensor(slices[0], shape, slices=slices)
+            else:
+                found[name] = ForeignTensor(
+                    f"{theirs.format(layer)}.weight",
+                    shape,
+                    args.table.rope.head_dim if module.endswith(self.rotated) else None,
+                    (f"{self.modules['output']}.weight",)
+                    if name == TIED and args.tie_embeddings
+                    else (),
+                )
         return found
 
     def is_needless(self, name: str) -> bool:
@@ -200,14 +256,25 @@ class HuggingFaceForm:
         scaling = self._read_scaling(rope, rope_key)
         if self.stretched_rope_type:
             found["rope_scaling"] = Dimension(rope_key, scaling)
+        for ours, (theirs, default) in self.flags.items():
+            value = config.get(theirs, default)
+            if type(value) is not bool:
+                raise ValueError(f"{theirs} is {value!r}, not true or false")
+            found[ours] = Dimension(theirs, value)
+        if self.dense_layers:
+            ours, theirs = self.dense_layers
+            dense = config.get(theirs) or []
+            if dense != [*range(len(dense))]:
+                raise ValueError(f"{theirs} is {dense!r}; this model has the first layers alone")
+            found[ours] = Dimension(theirs, len(dense))
         tied = config.get("tie_word_embeddings", False)
         found["tie_embeddings"] = Dimension("tie_word_embeddings", bool(tied))
         return found
 
     def _read_integers(self, config: Mapping[str, Any]) -> dict[str, Dimension]:
         found = {}
-        for ours, theirs in INTEGERS.items():
-            value = config.get(theirs)
+        for ours, theirs in {**INTEGERS, **self.integers}.items():
+            value = config.get(theirs, config.get(SAME.get(theirs, "")))
             if value is None and theirs == "num_key_value_heads":
                 value = config.get("num_attention_heads")
             found[ours] = Dimension(theirs, positive(theirs, value))
@@ -246,6 +313,8 @@ class HuggingFaceForm:
             "model_type": self.model_type,
             **self.fixed,
             **{theirs: getattr(args, ours) for ours, theirs in INTEGERS.items()},
+            **{theirs: getattr(args, ours) for ours, theirs in self.integers.items()},
+            **{theirs: getattr(args, ours) for ours, (theirs, _) in self.flags.items()},
             "head_dim": args.table.rope.head_dim,
             "rms_norm_eps": args.norm_eps,
             "rope_theta": args.rope_theta,
@@ -256,6 +325,9 @@ class HuggingFaceForm:
             "initializer_range": 0.02,
             "use_cache": True,
         }
+        if self.dense_layers:
+            ours, theirs = self.dense_layers
+            config[theirs] = [*range(getattr(args, ours))]
         if scaling := args.table.rope.scaling:
             stretching = RopeScaling(*scaling)
             table = {theirs: getattr(stretching, ours) for ours, theirs in SCALING.items()}
@@ -263,6 +335,15 @@ class HuggingFaceForm:
             stretched = round(stretching.factor * stretching.original_seq_len)
             config["max_position_embeddings"] = max(seq_len, stretched)
         return config
+
+
+def _fused(name: str, key: str, shape: tuple[int, ...]) -> ForeignTensor:
+    """Return one of our parameters in the layout of `FUSED`, whose key it has there."""
+    if not name.endswith("gate_up_proj"):
+        return ForeignTensor(name, shape)
+    experts, inner, dim = shape
+    start = inner if key.endswith("w3") else 0
+    return ForeignTensor(name, shape, start=start, file_shape=(experts, 2 * inner, dim))
 
 
 @dataclass(frozen=True)

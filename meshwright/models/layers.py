@@ -92,17 +92,25 @@ class _CastVectors(torch.autograd.Function):
         return of_table, None, None
 
 
-def add_layers(module: nn.Module, parameters: Mapping[str, Parameter], eps: float = 1e-5) -> None:
-    """Give `module` the layers that its part of the table names: a linear layer for a matrix, a
-    norm for a vector.
+def build_layer(parameter: Parameter, eps: float = 1e-5) -> nn.Module:
+    """Return the layer whose weight the table declares as `parameter`.
 
     Args:
-        eps: of the norms.
+        eps: of a norm.
     """
+    *rows, columns = parameter.shape
+    match parameter.layout:
+        case "embedding":
+            return Embedding(rows[0], columns)
+        case "on_sequence" | "on_heads" | "over_heads":
+            return RMSNorm(columns, eps=eps)
+    return Linear(columns, rows[0])
+
+
+def add_layers(module: nn.Module, parameters: Mapping[str, Parameter], eps: float = 1e-5) -> None:
+    """Give `module` the layers that its part of the table names."""
     for name, parameter in parameters.items():
-        *rows, columns = parameter.shape
-        layer = Linear(columns, *rows) if rows else RMSNorm(columns, eps=eps)
-        module.add_module(name.removesuffix(".weight"), layer)
+        module.add_module(name.removesuffix(".weight"), build_layer(parameter, eps))
 
 
 class FeedForward(nn.Module):

@@ -11,7 +11,15 @@ from functools import cached_property
 from typing import Literal
 
 Layout = Literal[
-    "embedding", "colwise", "rowwise", "on_sequence", "on_heads", "over_heads", "output"
+    "embedding",
+    "colwise",
+    "rowwise",
+    "on_sequence",
+    "on_tokens",
+    "on_heads",
+    "over_heads",
+    "experts",
+    "output",
 ]
 """How tensor parallelism holds a parameter. A rank has its part of the sequence between the
 modules of a block, and its part of the heads or of the inner width inside them.
@@ -20,10 +28,17 @@ modules of a block, and its part of the heads or of the inner width inside them.
     colwise: rows (output features) are cut; the module takes whole sequences.
     rowwise: columns (input features) are cut; results are summed over ranks.
     on_sequence: whole; the module works on the rank's part of the sequence, (B, S/tp, D).
+    on_tokens: whole; the module works on the rank's part of the sequence, (B S/tp, D).
     on_heads: whole; the module works on the rank's heads, (B, S, N/tp, H).
     over_heads: cut as the heads, (B, S, N H/tp); the module is a norm over the heads of all ranks.
+    experts: not cut by tensor parallelism, whose ranks share in the experts as others do: the first
+        dimension, one expert each, is cut over the ep axis.
     output: rows are cut, and so are the logits.
 """
+
+
+Role = Literal["embedding", "output", "norm", "bias", "matrix", "experts"]
+"""The use of a parameter. experts: matrices (E, R, C), one for each expert."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +58,26 @@ class Parameter:
     def numel(self) -> int:
         """Elements."""
         return math.prod(self.shape)
+
+    @property
+    def role(self) -> Role | None:
+        """Its use, if its shape and layout tell."""
+        if self.layout == "embedding" or self.layout == "output":
+            return self.layout
+        vector: Role = "norm" if self.std is None else "bias"
+        by_dimensions: dict[int, Role] = {1: vector, 2: "matrix", 3: "experts"}
+        return by_dimensions.get(len(self.shape))
+
+
+@dataclass(frozen=True)
+class State:
+    """A tensor of a module that is no parameter, but part of a checkpoint: the same on every rank
+    that has the module."""
+
+    shape: tuple[int, ...]
+    dtype: Literal["float32", "int64"]
+    value: float
+    """At the start, of every element."""
 
 
 @dataclass(frozen=True)
@@ -109,11 +144,77 @@ class FeedForwardSpec:
 
 
 @dataclass(frozen=True)
-class BlockSpec:
+class MixtureSpec:
+    """E gated feed-forwards of inner width F, of which each token goes through K. No biases."""
+
+    dim: int
+    hidden_dim: int
+    n_experts: int
+    n_active: int
+    """K."""
+    normalizes: bool
+    """The weights of a token's experts are divided by their sum, plus `normalizer_eps`."""
+    std: float
+    out_std: float
+    """Of the initial values of `w2`."""
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    """From the router's logits to scores, of which the highest choose, and weigh the results."""
+    normalizer_eps: float = 0.0
+    scale: float = 1.0
+    """Factor on the weights."""
+    n_groups: int = 1
+    """Groups of experts of equal size."""
+    n_active_groups: int = 1
+    """Groups that a token's experts are in."""
+    shared: FeedForwardSpec | None = None
+    """A feed-forward that every token goes through too."""
+
+    def __post_init__(self) -> None:
+        size, rest = divmod(self.n_experts, self.n_groups)
+        if rest or not self.n_active <= size * self.n_active_groups <= self.n_experts:
+            raise ValueError(
+                f"n_groups = {self.n_groups}: groups of n_experts = {self.n_experts} must be of "
+                f"equal size, and n_active_groups = {self.n_active_groups} of them have at least "
+                f"n_active = {self.n_active}"
+            )
+
+    @property
+    def experts(self) -> dict[str, Parameter]:
+        """Stacked parameters of the experts."""
+        inner = (self.n_experts, self.hidden_dim, self.dim)
+        outer = (self.n_experts, self.dim, self.hidden_dim)
+        share = self.n_active / self.n_experts
+        return {
+            "w1": Parameter(inner, "experts", self.std, share),
+            "w2": Parameter(outer, "experts", self.out_std, share),
+            "w3": Parameter(inner, "experts", self.std, share),
+        }
+
+    @property
+    def parameters(self) -> dict[str, Parameter]:
+        """By name in the module."""
+        shared = self.shared.parameters if self.shared else {}
+        return {
+            "router.weight": Parameter((self.n_experts, self.dim), "on_tokens", self.std),
+            **{f"experts.{name}": parameter for name, parameter in self.experts.items()},
+            **{f"shared.{name}": parameter for name, parameter in shared.items()},
+        }
+
+    @property
+    def state(self) -> dict[str, State]:
+        """By name in the module; `Mixture` has their meaning."""
+        return {
+            "bias": State((self.n_experts,), "float32", 0),
+            "load": State((self.n_experts,), "int64", 1),
+        }
+
+
+@dataclass(frozen=True)
+class LayerSpec:
     """A layer: attention and feed-forward, each with a norm, each added to the residual stream."""
 
     attention: AttentionSpec
-    feed_forward: FeedForwardSpec
+    feed_forward: FeedForwardSpec | MixtureSpec
     norm: Literal["pre", "post"]
     """Norms precede attention and feed-forward, or follow them."""
     norm_eps: float
@@ -147,7 +248,7 @@ class DecoderSpec:
 
     dim: int
     vocab_size: int
-    blocks: tuple[BlockSpec, ...]
+    layers: tuple[LayerSpec, ...]
     norm_eps: float
     rope: RopeSpec
     tie_embeddings: bool
@@ -156,16 +257,17 @@ class DecoderSpec:
     """Of the initial values of the output projection, and of an embedding that is that too."""
 
     @cached_property
-    def _modules(self) -> dict[str, dict[str, Parameter]]:
+    def modules(self) -> Mapping[str, Mapping[str, Parameter]]:
+        """Parameters by name in the module, by the module's name, in the order of the model."""
         matrix = (self.vocab_size, self.dim)
         embedding = Parameter(matrix, "embedding", self.std, 0)
         output = {"weight": Parameter(matrix, "output", self.output_std)}
         if self.tie_embeddings:  # looked up in, and multiplied by
             embedding, output = Parameter(matrix, "embedding", self.output_std), {}
         found = {"tok_embeddings": {"weight": embedding}}
-        for index, block in enumerate(self.blocks):
+        for index, layer in enumerate(self.layers):
             found[f"layers.{index}"] = {}
-            found |= {f"layers.{index}.{name}": own for name, own in block.modules.items()}
+            found |= {f"layers.{index}.{name}": own for name, own in layer.modules.items()}
         norm = {"weight": Parameter((self.dim,), "on_sequence", None, 0)}
         return found | {"norm": norm, "output": output}
 
@@ -174,17 +276,34 @@ class DecoderSpec:
         """Every parameter by its name, in the order of the model."""
         return {
             f"{module}.{name}": parameter
-            for module, own in self._modules.items()
+            for module, own in self.modules.items()
             for name, parameter in own.items()
         }
+
+    @cached_property
+    def state(self) -> Mapping[str, State]:
+        """Every tensor that is no parameter, but part of a checkpoint, by its name."""
+        return {
+            f"layers.{index}.feed_forward.{name}": state
+            for index, mixture in self.mixtures.items()
+            for name, state in mixture.state.items()
+        }
+
+    @cached_property
+    def mixtures(self) -> Mapping[int, MixtureSpec]:
+        """Feed-forwards with experts, by the number of their layer."""
+        found = {index: layer.feed_forward for index, layer in enumerate(self.layers)}
+        return {index: spec for index, spec in found.items() if isinstance(spec, MixtureSpec)}
 
     @cached_property
     def module_names(self) -> list[str]:
         """Names of the modules that compute, in the order of the model."""
         names = list[str]()
-        for module, own in self._modules.items():
+        for module, own in self.modules.items():
             names.append(module)
-            names += [f"{module}.{name.rpartition('.')[0]}" for name in own if "." in name]
+            inner = (name.split(".")[:-1] for name in own)
+            paths = (".".join(path[:depth]) for path in inner for depth in range(1, len(path) + 1))
+            names += dict.fromkeys(f"{module}.{path}" for path in paths)
         return names
 
     def linear_layers(self, tp: int = 1) -> dict[str, tuple[int, int]]:
@@ -205,12 +324,20 @@ class DecoderSpec:
     @property
     def head_dim(self) -> int:
         """Width of attention's heads: of the widest, if blocks differ."""
-        return max(block.attention.head_dim for block in self.blocks)
+        return max(layer.attention.head_dim for layer in self.layers)
 
     @property
     def num_params(self) -> int:
         """All parameters; tied embeddings count once."""
         return sum(parameter.numel for parameter in self.parameters.values())
+
+    @property
+    def num_active_params(self) -> int:
+        """Parameters that a token meets: all, but of the experts its own alone."""
+        return sum(
+            round(p.numel * p.token_share) if p.layout == "experts" else p.numel
+            for p in self.parameters.values()
+        )
 
     def num_params_of(self, module: str) -> int:
         """Parameters of `module` that are a matrix; its share in a stage's time and memory."""
@@ -226,7 +353,7 @@ class DecoderSpec:
         and of torchtitan; recomputation by activation checkpointing does not count.
         """
         multiplied = sum(p.numel * p.token_share for p in self.parameters.values())
-        pairs = sum(block.attention.flops_per_pair for block in self.blocks)
+        pairs = sum(layer.attention.flops_per_pair for layer in self.layers)
         return round(6 * multiplied) + pairs * seq_len
 
     @cached_property

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import (
 )
 
 from meshwright.config.parallelism import SAVED_OPS, ActivationCheckpoint
+from meshwright.models.mixture import Mixture
 from meshwright.system.errors import check
 
 Operator = Callable[..., Any]
@@ -26,6 +27,10 @@ Backend = Callable[[fx.GraphModule, list[Tensor]], Callable[..., Any]]
 MESHES_HAVE_NO_SIZE = "unsafe_treat_script_objects_as_zero_size"
 """Option of torch.compile, there in torch 2.13, not in 2.11: without it the compiler refuses to
 tell what memory a mesh takes."""
+
+
+KEPT = ("meshwright.choose_experts", "meshwright.exchange_counts")
+"""Operators whose results are kept in any mode: chosen again, experts might be others."""
 
 
 def apply_ac(blocks: nn.ModuleDict, options: ActivationCheckpoint) -> str:
@@ -42,12 +47,12 @@ def apply_ac(blocks: nn.ModuleDict, options: ActivationCheckpoint) -> str:
     """
     mode, selection = options.mode, options.selective_ac_option
     for number, block in blocks.items():
-        if mode == "full":
-            _recompute(block)
-        elif mode == "selective" and selection == "op":
-            _recompute(block, context_fn=_keeping(tuple(options.saved_ops)))
-        elif mode == "selective" and int(number) % int(selection) == 0:
-            _recompute(block)
+        names = KEPT if any(isinstance(part, Mixture) for part in block.modules()) else ()
+        if mode == "selective" and selection == "op":
+            names = tuple(dict.fromkeys([*names, *options.saved_ops]))
+        elif mode != "full" and (mode != "selective" or int(number) % int(selection) > 0):
+            continue
+        _recompute(block, **{"context_fn": _keeping(names)} if names else {})
     detail = {
         "selective": f" ({selection})",
         "memory_budget": f" ({options.memory_budget:g})",

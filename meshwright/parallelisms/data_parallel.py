@@ -1,8 +1,8 @@
 """FSDP2: parameters, gradients and optimizer states sharded over data-parallel ranks."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -11,9 +11,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshwright.config.parallelism import Parallelism
 from meshwright.config.training import Training
 from meshwright.models.decoder import Decoder, TiedProjection
+from meshwright.models.mixture import Experts
 from meshwright.parallelisms.meshes import Meshes
-from meshwright.parallelisms.shards import is_fsdp
-from meshwright.parallelisms.shared_memory import share_memory
+from meshwright.parallelisms.shards import is_dtensor, is_fsdp
+from meshwright.parallelisms.shared_memory import fsdp_groups, share_memory
+
+NUM_EXPERT_DIMS = 3
+"""Of the stacked weights of experts, and of no other parameter."""
+
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
@@ -96,7 +101,7 @@ def apply_fsdp(
         reshard_after_forward = "never"  # else every microbatch would gather them again
     param_dtype = getattr(torch, training.mixed_precision_param)
     kept = compute_in_fp32(model, fp32_modules, param_dtype)
-    shard = _sharding(mesh, training, kept)
+    shard = _sharding(meshes, training, kept)
     layers: list[list[FSDPModule]] = []  # in the order of forward; groups within a block follow it
     never = reshard_after_forward == "never"
     at_end = reshard_after_forward == "always"
@@ -126,10 +131,13 @@ def apply_fsdp(
     root = shard(model, reshard_after_forward=False)
     if parallelism.fsdp_prefetch_layers > 1:  # FSDP2 prefetches one by itself
         _prefetch(root, layers, parallelism.fsdp_prefetch_layers)
-    if mesh.size() > 1:  # over one rank, the default mean is the sum, and does not divide
+    used = [mesh] if meshes.experts is None else [mesh, meshes.experts]
+    if any(one.size() > 1 for one in used):
+        # over one rank, the default mean is the sum, and does not divide
         sum_gradients(model)
     ahead = parallelism.fsdp_prefetch_layers * max(map(len, layers))
-    is_shared = parallelism.fsdp_cpu_backend == "auto" and share_memory(model, mesh, ahead)
+    shares = parallelism.fsdp_cpu_backend == "auto"
+    is_shared = sum(shares and share_memory(model, one, ahead) for one in used) > 0
     return _describe(mesh, training) + "; through shared memory" * is_shared
 
 
@@ -139,8 +147,8 @@ class _Shard(Protocol):
     def __call__(self, *modules: nn.Module, reshard_after_forward: bool) -> "FSDPModule": ...
 
 
-def _sharding(mesh: DeviceMesh, training: Training, kept: Collection[nn.Module]) -> _Shard:
-    """Return a function that shards modules over `mesh` as one group.
+def _sharding(meshes: Meshes, training: Training, kept: Collection[nn.Module]) -> _Shard:
+    """Return a function that shards modules over FSDP's mesh as one group; experts, over theirs.
 
     Args:
         kept: modules that are not cast.
@@ -162,14 +170,17 @@ def _sharding(mesh: DeviceMesh, training: Training, kept: Collection[nn.Module])
         )
         for dtype in (getattr(torch, training.mixed_precision_param), torch.float32)
     )
-    offload = OffloadPolicy()
+    offload, mesh = OffloadPolicy(), meshes.fsdp
+    place = _placement(meshes)
     if training.enable_cpu_offload:
         # pinned, so that copies do not wait; torch pins by way of an accelerator, or raises
         offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
 
     def shard(*modules: nn.Module, reshard_after_forward: bool) -> "FSDPModule":
+        has_experts = any(isinstance(part, Experts) for m in modules for part in m.modules())
         return fully_shard(
             [*modules],
+            shard_placement_fn=place if has_experts else None,
             mesh=mesh,
             mp_policy=fp32_policy if modules[0] in kept else mixed_policy,
             offload_policy=offload,
@@ -177,6 +188,34 @@ def _sharding(mesh: DeviceMesh, training: Training, kept: Collection[nn.Module])
         )[0]
 
     return shard
+
+
+def _placement(meshes: Meshes) -> Callable[[nn.Parameter], Any]:
+    """Return how FSDP2 shards a parameter of a block with experts; only they have three dimensions.
+
+    It cuts them by expert, or within experts where these are fewer than ranks.
+    """
+    from torch.distributed.tensor import Shard  # with DTensors: 0.4 s
+
+    size = (meshes.experts or meshes.fsdp).size(-1)
+    info: Any = None
+    if meshes.experts is not None:
+        # Private names of a documented argument (2.13): if they move, every job whose experts have
+        # a mesh of their own stops here.
+        from torch.distributed.fsdp._fully_shard._fsdp_common import ShardPlacementResult
+        from torch.distributed.fsdp._fully_shard._fsdp_init import _get_mesh_info
+
+        info = _get_mesh_info(meshes.experts)
+
+    def place(parameter: nn.Parameter) -> Any:
+        if parameter.dim() != NUM_EXPERT_DIMS:
+            return None
+        count = parameter.to_local().shape[0] if is_dtensor(parameter) else parameter.shape[0]
+        is_within = count < size and parameter.shape[1] % size == 0
+        placement = Shard(1) if is_within else None
+        return placement if info is None else ShardPlacementResult(placement, info)
+
+    return place
 
 
 def _describe(mesh: DeviceMesh, training: Training) -> str:
@@ -222,16 +261,12 @@ def accumulate_in_reduce_dtype(model: nn.Module) -> None:
     FSDP2 does so itself once a module's inputs have their gradients. Schedules that split backward
     compute weight gradients later, and autograd then adds up microbatches in `param_dtype`.
     """
-    for module in model.modules():
-        if is_fsdp(module):
-            # Nothing public reaches these sums. If a name is gone, this raises; without it, bf16
-            # gradients of several microbatches are rounded after each (errors of 1e-3).
-            state = module._get_fsdp_state()
-            groups = getattr(state, "_fsdp_param_groups", None)  # not in torch 2.11
-            for group in [state._fsdp_param_group] if groups is None else groups:
-                for parameter in group.fsdp_params if group is not None else ():
-                    parameter.accumulate_unsharded_grad_if_needed()
-                    parameter.to_accumulated_grad_if_needed()
+    for group in fsdp_groups(model):
+        # Nothing public reaches these sums. If a name is gone, this raises; without it, bf16
+        # gradients of several microbatches are rounded after each (errors of 1e-3).
+        for parameter in group.fsdp_params:
+            parameter.accumulate_unsharded_grad_if_needed()
+            parameter.to_accumulated_grad_if_needed()
 
 
 def reset_after_no_grad(model: Decoder) -> None:

@@ -43,6 +43,7 @@ def initialize(model: Decoder, seed: int) -> None:
         else:
             fill_normal(local.detach(), std, seed, name, tuple(parameter.shape), offset)
     model.init_buffers()
+    model.init_state()
 
 
 def fill_normal(

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from meshwright.config.training import Training
 from meshwright.models.batch import Batch
 from meshwright.models.decoder import Decoder
+from meshwright.parallelisms.balance import Balance
 from meshwright.parallelisms.meshes import Meshes
 from meshwright.parallelisms.rules.stages import stages_of_rank
 from meshwright.parallelisms.shards import is_fsdp
@@ -28,10 +29,18 @@ class LocalModel(nn.Module):
     stages: tuple[Decoder, ...]
     """In the order of the model; without a pipeline one, the whole model."""
     pipeline: "Pipeline | None"
+    balance: Balance
+    """The part of a step that evens out the loads of experts."""
 
-    def __init__(self, stages: Sequence[Decoder], pipeline: "Pipeline | None" = None) -> None:
+    def __init__(
+        self,
+        stages: Sequence[Decoder],
+        pipeline: "Pipeline | None" = None,
+        bias_update_rate: float = 0.0,
+    ) -> None:
         super().__init__()
         self.stages, self.pipeline = tuple(stages), pipeline
+        self.balance = Balance(stages, bias_update_rate)
         self.layers = nn.ModuleDict()
         for stage in stages:
             self.layers.update(dict(stage.layers.items()))
@@ -105,6 +114,7 @@ def build_local_model(
     training: Training,
     schedule: str,
     device: torch.device,
+    bias_update_rate: float = 0.0,
 ) -> LocalModel:
     """Build this rank's stages on meta, cut and prepare them. Collective.
 
@@ -132,7 +142,7 @@ def build_local_model(
         for name, parameter in stages[index].named_parameters():
             parameter.requires_grad_(name not in parts.frozen)
     if num_stages == 1:
-        return LocalModel([stages[0]])
+        return LocalModel([stages[0]], None, bias_update_rate)
     from meshwright.parallelisms.pipeline import Pipeline  # torch's part takes a while
 
     pipeline = Pipeline(
@@ -144,7 +154,7 @@ def build_local_model(
         first_trained=first_trained,
         device=device,
     )
-    return LocalModel([*stages.values()], pipeline)
+    return LocalModel([*stages.values()], pipeline, bias_update_rate)
 
 
 def keep_modules(model: Decoder, names: Sequence[str]) -> None:

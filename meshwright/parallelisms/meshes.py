@@ -40,6 +40,20 @@ class Meshes:
     """Who holds which part of each matrix, and of the sequence between them."""
     pp: DeviceMesh
     """Who has which layers."""
+    stage: DeviceMesh
+    """All axes but pp as one: the ranks that together hold, and update, the same layers."""
+    experts: DeviceMesh | None = None
+    """As `fsdp`, for experts: the ranks of dp_shard, cp and tp, arranged as efsdp x ep. None: as
+    all other parameters, or there are no experts."""
+    ep: DeviceMesh | None = None
+    """Who has which experts: neighbouring ranks, which communicate most."""
+
+    @property
+    def all(self) -> list[DeviceMesh]:
+        """Meshes that have all of the groups between them."""
+        own = [self.experts, self.ep]
+        used = [self.world, self.parameters, self.dp, self.cp, self.loss, self.stage, *own]
+        return [mesh for mesh in used if mesh is not None]
 
 
 def build_meshes(dims: ParallelDims, device_type: str) -> Meshes:
@@ -47,25 +61,30 @@ def build_meshes(dims: ParallelDims, device_type: str) -> Meshes:
     degrees = {axis: getattr(dims, axis) for axis in AXES}
     ranks = torch.arange(dist.get_world_size()).reshape(list(degrees.values()))
     here = (ranks == dist.get_rank()).nonzero()[0].tolist()
-    groups: dict[tuple[str, ...], ProcessGroup] = {}
+    groups: dict[tuple[int, ...], ProcessGroup] = {}
 
     def group(*axes: str) -> ProcessGroup:
         """Return this rank's group of the ranks that differ along `axes` alone."""
         divided = tuple(axis for axis in axes if degrees[axis] > 1)
         where = zip(AXES, here, strict=True)
         members = ranks[tuple(slice(None) if axis in divided else at for axis, at in where)]
-        if members.numel() == ranks.numel():
+        return group_of(members, "_".join(divided) or "self")
+
+    def group_of(members: Tensor, name: str, *, is_own: bool = False) -> ProcessGroup:
+        """Return the group of these ranks; one that is its own is shared with no other mesh."""
+        if members.numel() == ranks.numel() and not is_own:
             assert dist.group.WORLD is not None
             return dist.group.WORLD
-        if divided not in groups:
+        key = (*members.flatten().tolist(), *[-1] * is_own)
+        if key not in groups:
             # Only its members make a group: otherwise every rank makes the groups of all others.
             # All ranks make theirs in the same order, so none waits for another in a circle.
-            groups[divided] = dist.new_group(
+            groups[key] = dist.new_group(
                 members.flatten().tolist(),
                 use_local_synchronization=True,
-                group_desc=f"mesh_{'_'.join(divided) or 'self'}",
+                group_desc=f"mesh_{name}",
             )
-        return groups[divided]
+        return groups[key]
 
     def line(name: str, *axes: str) -> DeviceMesh:
         return DeviceMesh.from_group(group(*axes), device_type, mesh_dim_names=(name,))
@@ -78,6 +97,22 @@ def build_meshes(dims: ParallelDims, device_type: str) -> Meshes:
         mesh_dim_names=("pp", "dp_replicate", "fsdp", "tp"),
     )
     copies = ("dp_replicate",) if dims.dp_replicate > 1 else ()
+    experts = None
+    if dims.has_own_experts:  # the same ranks in another arrangement
+        sparse = ranks.reshape(dims.pp, dims.dp_replicate, dims.efsdp, dims.ep)
+        pp, replica, shard, ep = (sparse == dist.get_rank()).nonzero()[0].tolist()
+        experts = DeviceMesh.from_group(
+            [
+                group("pp"),
+                group("dp_replicate"),
+                # FSDP2 tells the groups of a block apart by their process groups
+                group_of(sparse[pp, replica, :, ep], "efsdp", is_own=True),
+                group_of(sparse[pp, replica, shard], "ep"),
+            ],
+            device_type,
+            sparse,
+            mesh_dim_names=("pp", "dp_replicate", "efsdp", "ep"),
+        )
     return Meshes(
         world=line("world", *AXES),
         dp=line("dp", "dp_replicate", "dp_shard"),
@@ -87,6 +122,9 @@ def build_meshes(dims: ParallelDims, device_type: str) -> Meshes:
         fsdp=parameters[(*copies, "fsdp")],
         tp=parameters["tp"],
         pp=parameters["pp"],
+        stage=line("stage", "dp_replicate", "dp_shard", "cp", "tp"),
+        experts=experts[(*copies, "efsdp")] if experts else None,
+        ep=experts["ep"] if experts and dims.ep > 1 else None,
     )
 
 
@@ -124,11 +162,7 @@ def barrier() -> None:
 
 def set_timeout(meshes: Meshes, timeout_s: int) -> None:
     """From now on no collective, in any group of `meshes` or in the whole job, may take longer."""
-    groups = {
-        group.group_name: group
-        for mesh in (meshes.world, meshes.parameters, meshes.dp, meshes.cp, meshes.loss)
-        for group in mesh.get_all_groups()
-    }
+    groups = {group.group_name: group for mesh in meshes.all for group in mesh.get_all_groups()}
     for group in groups.values():
         _set_timeout(timedelta(seconds=timeout_s), group)
 

@@ -13,7 +13,7 @@ from torch.compiler import config
 
 from meshwright.config.job_config import needs_fsdp_alone, wants_cpu_attention
 from meshwright.config.parallelism import ActivationCheckpoint, Compile, Float8, Parallelism
-from meshwright.config.training import Training
+from meshwright.config.training import Experts, Training
 from meshwright.models.decoder import Decoder
 from meshwright.parallelisms import activation_checkpoint, context_parallel, data_parallel
 from meshwright.parallelisms.meshes import Meshes
@@ -104,6 +104,7 @@ def parallelize(
     recomputation: ActivationCheckpoint,
     compilation: Compile,
     float8_options: Float8,
+    experts: Experts,
     fp32_modules: Collection[str] = (),
     float8_layers: Collection[str] = (),
 ) -> list[str]:
@@ -111,7 +112,7 @@ def parallelize(
 
     0. Float8 layers, which take the place of others under the same names.
     1. Tensor parallelism first, because its plan finds submodules by their plain names, those of
-       the model's table.
+       the model's table. Then expert parallelism, of the parameters that it leaves alone.
     2. Context parallelism, inside of every wrapper of a block.
     3. Activation checkpointing before compile, so that the compiler sees the recomputation.
     4. Compile block by block, so that one graph serves every layer; and the loss. On CPUs, the
@@ -135,6 +136,12 @@ def parallelize(
         applied.append(tensor_parallel.apply_tp(model, meshes.tp))
         if parallelism.enable_async_tensor_parallel:
             applied.append(tensor_parallel.enable_async_tp(meshes.tp))
+    if model.table.mixtures:
+        from meshwright.parallelisms import expert_parallel  # operators, for experts alone
+
+        expert_parallel.balance(model, meshes, training, experts)
+        if meshes.ep is not None:
+            applied.append(expert_parallel.apply_ep(model, meshes.ep))
     if meshes.cp.size() > 1:
         applied.append(context_parallel.apply_cp(model, meshes.cp, training))
     if recomputation.mode != "none":

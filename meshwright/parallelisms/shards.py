@@ -6,6 +6,7 @@ imported, no object is of it.
 
 from __future__ import annotations
 
+import itertools
 import sys
 from typing import TYPE_CHECKING
 
@@ -45,3 +46,22 @@ def local_box(parameter: Tensor) -> tuple[Tensor, tuple[int, ...]]:
         parameter.shape, parameter.device_mesh, parameter.placements
     )
     return parameter.to_local(), tuple(offset)
+
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""Offset and shape of a part of a tensor."""
+
+
+def boxes_of_ranks(parameter: DTensor) -> dict[int, Box]:
+    """Return the part of `parameter` that each rank of its mesh holds, by global rank."""
+    # As private as `local_box`'s: that one tells of this rank alone. Without it, ranks would have
+    # to tell each other, in a collective.
+    from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
+
+    mesh, found = parameter.device_mesh, dict[int, Box]()
+    for coordinate in itertools.product(*map(range, mesh.shape)):
+        shape, offset = _compute_local_shape_and_global_offset(
+            parameter.shape, mesh.shape, list(coordinate), parameter.placements
+        )
+        found[int(mesh.mesh[coordinate])] = (tuple(offset), tuple(shape))
+    return found

@@ -12,8 +12,8 @@ import mmap
 import os
 import secrets
 import weakref
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -29,10 +29,10 @@ SPARE_SLOTS = 8
 
 
 def share_memory(model: nn.Module, mesh: DeviceMesh, ahead: int) -> bool:
-    """Let every FSDP group in `model` communicate through memory. Collective.
+    """Let every FSDP group of `model` over a mesh communicate through memory. Collective.
 
     Args:
-        mesh: of FSDP; its last axis cuts the parameters.
+        mesh: of FSDP2 for these groups; its last axis cuts the parameters.
         ahead: groups that are gathered before they are needed.
 
     Returns:
@@ -44,18 +44,30 @@ def share_memory(model: nn.Module, mesh: DeviceMesh, ahead: int) -> bool:
     if dist.get_backend(group) != "gloo":
         return False
     # the most that a gradient in fp32 takes on all ranks; the first has the largest shards
-    largest = sum(_padded_size(parameter, group.size()) for parameter in model.parameters())
+    groups = [own for own in fsdp_groups(model) if own.mesh_info.shard_process_group == group]
+    parameters = [own.sharded_param for of_group in groups for own in of_group.fsdp_params]
+    largest = sum(_padded_size(parameter, group.size()) for parameter in parameters)
     slot_bytes = -(-4 * group.size() * largest // mmap.PAGESIZE) * mmap.PAGESIZE
     slots = open_slots(group, SPARE_SLOTS + ahead, slot_bytes)
     if slots is None:
         return False
     gather, scatter = AllGather(slots), ReduceScatter(slots)
+    for own in groups:
+        # Any objects with these methods will do. FSDP2's setters refuse modules of two groups
+        # (2.13). If the names are gone, gloo is used: slower, and to the same results.
+        own._all_gather_comm, own._reduce_scatter_comm = gather, scatter
+    return True
+
+
+def fsdp_groups(model: nn.Module) -> Iterator[Any]:
+    """Yield FSDP2's groups of parameters: of a module that it shards there is one for each mesh."""
     for module in model.modules():
         if is_fsdp(module):
-            # any objects with these methods will do; FSDP2's base classes have no public name
-            module.set_custom_all_gather(gather)  # type: ignore[arg-type]
-            module.set_custom_reduce_scatter(scatter)  # type: ignore[arg-type]
-    return True
+            # Nothing public reaches them. If a name is gone, this raises.
+            state = module._get_fsdp_state()
+            groups = getattr(state, "_fsdp_param_groups", None)  # not in torch 2.11
+            groups = [state._fsdp_param_group] if groups is None else groups
+            yield from (group for group in groups if group is not None)
 
 
 def _padded_size(parameter: nn.Parameter, num_ranks: int) -> int:

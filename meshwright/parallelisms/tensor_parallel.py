@@ -117,6 +117,7 @@ def apply_tp(model: Decoder, mesh: DeviceMesh) -> str:
         "rowwise": RowwiseParallel(output_layouts=Shard(1)),
         # their output is added to the residual stream or rotated, which are plain tensors
         "on_sequence": SequenceParallel(use_local_output=True),
+        "on_tokens": SequenceParallel(sequence_dim=0, use_local_output=True),
         "on_heads": SequenceParallel(sequence_dim=2, use_local_output=True),
     }
     plan: dict[str, ParallelStyle] = {}
@@ -125,6 +126,8 @@ def apply_tp(model: Decoder, mesh: DeviceMesh) -> str:
         if parameter is None:
             raise ValueError(f"{name} has no layout: it is not in the table of the model")
         module = name.rpartition(".")[0]
+        if parameter.layout == "experts":
+            continue
         if parameter.layout == "over_heads":
             around, _, own = module.rpartition(".")
             norm = NormOverRanks(model.get_submodule(module), mesh)

@@ -58,8 +58,7 @@ def announce(plan: Plan, device: torch.device, launch: Launch) -> None:
     )
     if launch.host_settings:
         logger.info("chosen for this machine by the launcher: %s", launch.host_settings)
-    num_dims = {name: len(shape) for name, shape in shapes.items()}
-    logger.info("%s", describe(config.optimizer, num_dims, plan.frozen))
+    logger.info("%s", describe(config.optimizer, args.table.parameters, plan.frozen))
     num_tokens, num_steps = config.tokens_per_step, training.steps - plan.resume_step
     logger.info(
         "global batch: %d sequences, %s tokens (%d per rank x %s of data x %s)",

@@ -54,6 +54,7 @@ def build_model(
                 recomputation=config.activation_checkpoint,
                 compilation=config.compile,
                 float8_options=config.float8,
+                experts=config.experts,
                 fp32_modules=plan.fp32_modules,
                 float8_layers=plan.float8_layers,
             )
@@ -67,6 +68,7 @@ def build_model(
         meshes=meshes,
         training=training,
         schedule=config.parallelism.pipeline_parallel_schedule,
+        bias_update_rate=config.experts.bias_update_rate,
         device=device,
     )
     if model.pipeline is not None:
@@ -92,9 +94,10 @@ def initialize_weights(plan: Plan, model: LocalModel) -> None:
     start = time.perf_counter()
     with open_initial(config) as initial:
         reader = open_weights(initial, plan.family, plan.model_args)
-        reader.load(dict(model.named_parameters()))
-    for stage in model.stages:
-        stage.init_buffers()
+        for stage in model.stages:
+            stage.init_buffers()
+            stage.init_state()
+        reader.load(model.state_dict(keep_vars=True))
     path = initial.place.path
     logger.info("first weights from %s in %.1f s", path, time.perf_counter() - start)
 

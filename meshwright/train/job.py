@@ -267,6 +267,7 @@ def _figures(job: Job, vote: Vote, taken: Taken) -> dict[str, float]:
         "optim/lr": job.trainer.lr_at(step),
     }
     figures |= {f"data/epochs/{name}": count for name, count in data.epochs.items()}
+    figures |= {name: figure.item() for name, figure in result.figures.items()}
     figures |= job.bad_steps.figures
     if result.group_norms is not None:
         norms = zip(job.trainer.norm_groups, result.group_norms.tolist(), strict=True)
@@ -292,6 +293,10 @@ def _validate(job: Job, vote: Vote, step: int) -> dict[str, float]:
     with job.phase("validation", step):
         fail = partial(vote.fail, last_step=step)
         figures = job.validate(job.trainer.model, is_stopped, fail)
+        if job.trainer.average is not None:
+            with job.trainer.average.in_place():
+                of_mean = job.validate(job.trainer.model, is_stopped, fail)
+            figures |= {f"average/{name}": figure for name, figure in of_mean.items()}
         if job.write_texts is not None:
             job.reporter.add_texts(job.write_texts(job.trainer.model, is_stopped))
     return figures
@@ -329,7 +334,9 @@ def _save(job: Job, taken: Taken, *, is_last: bool, is_done: bool = False) -> No
         if is_done and config.last_save_model_only:
             from meshwright.checkpoint.state import ModelTensors
 
-            tensors = ModelTensors(job.trainer.model, getattr(torch, config.export_dtype))
+            average = None if job.trainer.average is None else job.trainer.average.tensors
+            dtype = getattr(torch, config.export_dtype)
+            tensors = ModelTensors(job.trainer.model, dtype, average)
             manifest["model_only"] = True
         job.checkpoints.save(taken.step, tensors, manifest, is_last)
 

@@ -7,7 +7,7 @@ calls it again, for users who start torchrun themselves.
 import importlib.util
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from meshwright.checkpoint import commit, find
@@ -37,6 +37,7 @@ from meshwright.parallelisms.rules.compile_choice import resolve_compile
 from meshwright.parallelisms.rules.degrees import (
     ParallelDims,
     check_divisible,
+    check_experts,
     resolve_auto_values,
 )
 from meshwright.parallelisms.rules.precision import (
@@ -47,7 +48,13 @@ from meshwright.parallelisms.rules.precision import (
 from meshwright.system.errors import Mistakes, check
 from meshwright.system.files import holds_folders
 from meshwright.system.modules import code_of
-from meshwright.train.optim.groups import find_names, idle_groups, names_by_group
+from meshwright.train.optim.groups import (
+    average_decay,
+    check_optimizers,
+    find_names,
+    idle_groups,
+    names_by_group,
+)
 from meshwright.train.resolve_model import extend_by, resolve_model
 
 
@@ -78,7 +85,6 @@ class Plan:
     family: Family
     model_args: DecoderArgs
     tokenizer: Tokenizer
-    dims: ParallelDims
     frozen: frozenset[str]
     """Names of the parameters that are not trained."""
     stage_modules: list[list[str]]
@@ -89,11 +95,28 @@ class Plan:
     """Names of the layers that multiply in float8."""
     least_bytes: dict[str, float]
     """Memory that the rank with most parameters surely needs on its device, by purpose."""
-    checkpoint_folder: Path
     resume_step: int
     """Step of the checkpoint to resume from; 0: there is none."""
     own_code: str
     """Hash of the module of `experimental.custom_import`, as it runs here; "": there is none."""
+
+    @property
+    def dims(self) -> ParallelDims:
+        """The degrees of the mesh."""
+        degrees = self.config.parallelism
+        return ParallelDims(
+            dp_replicate=degrees.data_parallel_replicate_degree,
+            dp_shard=degrees.data_parallel_shard_degree,
+            cp=degrees.context_parallel_degree,
+            tp=degrees.tensor_parallel_degree,
+            pp=degrees.pipeline_parallel_degree,
+            ep=degrees.expert_parallel_degree if self.model_args.table.mixtures else 0,
+        )
+
+    @property
+    def checkpoint_folder(self) -> Path:
+        """Where the job's checkpoints are."""
+        return Path(self.config.job.dump_folder) / self.config.checkpoint.folder
 
     @property
     def data_identity(self) -> dict[str, object]:
@@ -179,6 +202,7 @@ def preflight(
     family, model_args = resolve_model(config)
     config = changed(config, {"model": {"name": family.name}})
     check_divisible(config, model_args.table)
+    check_experts(config, model_args.table)
     fp32_modules = find_fp32_modules(config, model_args)
     config, compile_line = resolve_compile(config, model_args, fp32_modules, is_gpu=is_gpu)
     check_fp32_modules(config, fp32_modules)
@@ -187,7 +211,9 @@ def preflight(
     frozen = _find_frozen(config.model.frozen, model_args)
     config, least_bytes = _plan_memory(config, model_args, stage_modules, frozen, checks_memory)
     names_by_group(config.optimizer.groups, list(model_args.parameter_names()))
+    check_optimizers(config.optimizer, model_args.table.parameters)
     check_budgets(config.training)
+    average_decay(config)
     check(
         tokenizer.vocab_size <= model_args.vocab_size,
         "model.tokenizer_path",
@@ -196,10 +222,6 @@ def preflight(
         f"{model_args.vocab_size}",
         f"set model.args.vocab_size = {tokenizer.vocab_size}",
     )
-    folder = Path(config.job.dump_folder) / config.checkpoint.folder
-    resume_step = None
-    if config.checkpoint.enable and looks_at_files:
-        resume_step = find.choose_step(folder, config.checkpoint.load_step)
     plan = Plan(
         config=config,
         compile_line=compile_line,
@@ -207,26 +229,28 @@ def preflight(
         family=family,
         model_args=model_args,
         tokenizer=tokenizer,
-        dims=ParallelDims(
-            dp_replicate=config.parallelism.data_parallel_replicate_degree,
-            dp_shard=config.parallelism.data_parallel_shard_degree,
-            cp=config.parallelism.context_parallel_degree,
-            tp=config.parallelism.tensor_parallel_degree,
-            pp=config.parallelism.pipeline_parallel_degree,
-        ),
         frozen=frozen,
         stage_modules=stage_modules,
         fp32_modules=fp32_modules,
         float8_layers=float8_layers,
         least_bytes=least_bytes,
-        checkpoint_folder=folder,
-        resume_step=resume_step or 0,
+        resume_step=0,
         own_code=code_of(config.experimental.custom_import),
     )
-    if resume_step is not None:
-        resume_diff(plan).check()
-    elif looks_at_files:
-        check_initial(config.checkpoint, model_args, family)
+    return _look_at_files(plan) if looks_at_files else plan
+
+
+def _look_at_files(plan: Plan) -> Plan:
+    """Check the checkpoint to resume from, or the weights to start from; return the plan with the
+    step."""
+    step, config = None, plan.config.checkpoint
+    if config.enable:
+        step = find.choose_step(plan.checkpoint_folder, config.load_step)
+    if step is None:
+        check_initial(config, plan.model_args, plan.family)
+        return plan
+    plan = replace(plan, resume_step=step)
+    resume_diff(plan).check()
     return plan
 
 
@@ -337,8 +361,7 @@ def _plan_pipeline(config: JobConfig, args: DecoderArgs) -> list[list[str]]:
     )
     return stages.assign_modules(
         parallelism,
-        args.n_layers,
-        layer=args.table.num_params_of("layers.0"),
+        [args.table.num_params_of(f"layers.{index}") for index in range(args.n_layers)],
         embedding=args.table.num_params_of("tok_embeddings"),
         output=args.table.num_params_of("output"),
     )
@@ -356,7 +379,7 @@ def _plan_memory(
     Returns:
         The config without "auto", and the bytes that a rank surely needs, by purpose.
     """
-    load = memory.heaviest_load(config, args.parameter_shapes(), stage_modules, frozen)
+    load = memory.heaviest_load(config, args.table.parameters, stage_modules, frozen)
     config = memory.choose_reduction(config, load, config.num_microbatches)
     needed = memory.least_memory(config, load, config.num_microbatches)
     if config.job.device_memory_gib and checks_memory:

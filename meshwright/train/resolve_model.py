@@ -30,12 +30,17 @@ from meshwright.system.errors import (
 )
 from meshwright.system.files import Place
 from meshwright.system.modules import import_user_module
+from meshwright.train.optim.registry import OPTIMIZERS, ElementWise, MatrixWise
 
 IMPORT_KEY = "experimental.custom_import"
 
 KINDS: dict[str, tuple[str, Callable[[object], bool]]] = {
     "MODELS": ("Family", lambda value: isinstance(value, Family)),
     "DATASETS": ("DatasetSpec", lambda value: isinstance(value, DatasetSpec)),
+    "OPTIMIZERS": (
+        "ElementWise or MatrixWise",
+        lambda value: isinstance(value, ElementWise | MatrixWise),
+    ),
     "SINKS": ("Callable", callable),
 }
 """Tables that a module may have, by name; and the kind of their values."""
@@ -45,7 +50,7 @@ BuildSink = Callable[[JobConfig, Path], Any]
 
 
 def extend_by(name: str, key: str = IMPORT_KEY) -> None:
-    """Take over the models and datasets of a user's module.
+    """Take over the models, datasets and optimizers of a user's module.
 
     Args:
         name: as `experimental.custom_import`; "": none.
@@ -58,7 +63,7 @@ def extend_by(name: str, key: str = IMPORT_KEY) -> None:
         return
     module = _import(name, key)
     _table(module, name, "SINKS", key)  # built later, by the first rank
-    for table, known in (("MODELS", MODELS), ("DATASETS", DATASETS)):
+    for table, known in (("MODELS", MODELS), ("DATASETS", DATASETS), ("OPTIMIZERS", OPTIMIZERS)):
         for entry, value in _table(module, name, table, key).items():
             if known.setdefault(entry, value) is not value:
                 raise _error(name, f"{table} has {entry!r}, which is there already", key)

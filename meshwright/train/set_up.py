@@ -179,7 +179,7 @@ def _order_attention(plan: Plan, device: torch.device) -> list[str]:
     has_own = training.mask_documents or parallelism.context_parallel_degree > 1
     if device.type != "cuda" or has_own:
         return []
-    spec = plan.model_args.table.blocks[0].attention
+    spec = plan.model_args.table.layers[0].attention
     tp = parallelism.tensor_parallel_degree
     order, line = hardware.choose_attention(
         training.attention_kernel,
@@ -297,6 +297,8 @@ def _set_values(met: Met, trainer: Trainer, found: Manifest | None) -> Cursor:
     """Load the checkpoint `found`, or set the first values; return where its data begins."""
     if found is None:
         initialize_weights(met.plan, trainer.model)
+        if trainer.average is not None:
+            trainer.average.begin()
         return Cursor()
     cursor = place_in_data(met.plan, found, met.sources)
     met.checkpoints.load(trainer.tensors, found)

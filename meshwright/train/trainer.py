@@ -1,8 +1,8 @@
 """One optimizer step, and the `Trainer` that holds this rank's model and optimizer for it."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -19,7 +19,9 @@ from meshwright.parallelisms.meshes import Meshes
 from meshwright.parallelisms.shards import is_fsdp
 from meshwright.train.bad_steps import BadStepDetector
 from meshwright.train.build import build_model
+from meshwright.train.optim.average import Average
 from meshwright.train.optim.gradients import divisor_to_clip, group_of, local_square_sums
+from meshwright.train.optim.groups import average_decay
 from meshwright.train.optim.optimizers import (
     OptimizerInBackward,
     build_optimizer,
@@ -43,6 +45,8 @@ class StepResult:
     """() fp32: global norm before clipping, the same on every rank."""
     num_labels: Tensor
     """() int64: labels counted in the global batch."""
+    figures: Mapping[str, Tensor] = field(default_factory=dict)
+    """Further ones of the model, by name, each (); the same on every rank."""
     group_norms: Tensor | None = None
     """(G,) fp32: norms of groups of gradients before clipping, the same on every rank."""
 
@@ -54,6 +58,8 @@ class Sums(NamedTuple):
     """() fp32: mean over all counted labels of the global batch."""
     squares: Tensor
     """(1 + G,) fp32: squared norms of all gradients and of those of each group."""
+    of_model: Tensor
+    """fp32: of `Balance.sums`."""
 
     def over_ranks(self) -> "Sums":
         """Return the sums over the whole job. Collective: a single one, for every axis."""
@@ -89,6 +95,7 @@ def train_step(
     meshes: Meshes,
     detector: BadStepDetector,
     options: StepOptions,
+    average: Average | None = None,
     phases: Phases | None = None,
 ) -> StepResult:
     """Forward and backward over this rank's microbatches, clip, and update once.
@@ -108,6 +115,7 @@ def train_step(
             non-finite gradient then blocks only its own parameter, so the first bad step may leave
             the weights partly updated. Requires `max_norm` inf.
         step: counted from 1.
+        average: of the weights, to be updated.
         phases: records the time of each part of the step.
     """
     mark = phases.mark if phases is not None else lambda phase: None
@@ -133,7 +141,8 @@ def train_step(
         squares = early.square_sum.unsqueeze(0)
     mark("communication")
     # ranks of a tp group have the same loss; ranks without the last stage have none
-    sums = Sums(loss / meshes.tp.size(), squares).over_ranks()
+    balance, copies = model.balance, meshes.world.size() // meshes.pp.size()
+    sums = Sums(loss / meshes.tp.size(), squares, balance.sums(loss.device, copies)).over_ranks()
     mark("optimizer")
     loss, grad_norm = sums.loss, sums.squares[0].sqrt()
     is_held_back = detector.judge(step, loss, grad_norm, is_finite_here, num_labels)
@@ -142,9 +151,12 @@ def train_step(
         divisor = divisor_to_clip(grad_norm, options.max_norm) if is_clipped else None
         update(optimizer, is_held_back, divisor)
         optimizer.zero_grad()
+    if average is not None:
+        average.update(is_held_back)
+    figures = balance.after_step(sums.of_model, is_held_back)
     mark(None)
     group_norms = sums.squares[1:].sqrt() if options.norm_groups else None
-    return StepResult(loss, grad_norm, num_labels, group_norms)
+    return StepResult(loss, grad_norm, num_labels, figures, group_norms)
 
 
 def count_labels(batches: Sequence[Batch], meshes: Meshes) -> Tensor:
@@ -194,6 +206,7 @@ class Trainer:
     Attributes:
         model: its values are arbitrary until they are set or loaded.
         optimizer: built after the model was parallelised.
+        average: of the weights, if the config asks for it.
         lr_at: the learning rate at each step, counted from 1.
         norm_groups: parts of the model whose gradient norms are wanted, in order.
         phases: adds up the times of the parts of steps.
@@ -215,10 +228,17 @@ class Trainer:
         config = plan.config
         self._meshes = meshes
         self.model = build_model(plan, meshes, device, allocate=allocate)
-        self.optimizer = build_optimizer(self.model.named_parameters(), config.optimizer)
+        self.optimizer = build_optimizer(
+            self.model.named_parameters(),
+            config.optimizer,
+            plan.model_args.table.parameters,
+            meshes.stage.get_group(),
+        )
         is_early = config.optimizer.early_step_in_backward
         self._early = OptimizerInBackward(self.optimizer) if is_early else None
         self.lr_at = learning_rate(config)
+        decay = average_decay(config)
+        self.average = None if decay is None else Average(self.model, decay)
         self.phases = Phases(device, note)
         names = plan.model_args.parameter_names() if config.metrics.grad_norm_by_group else ()
         self.norm_groups = list(dict.fromkeys(map(group_of, names)))
@@ -236,7 +256,8 @@ class Trainer:
         """Everything that a checkpoint holds as tensors."""
         from meshwright.checkpoint.state import TrainingTensors  # takes up to 0.8 s
 
-        return TrainingTensors(self.model, self.optimizer, dist.get_rank())
+        average = None if self.average is None else self.average.tensors
+        return TrainingTensors(self.model, self.optimizer, dist.get_rank(), average)
 
     def step(
         self,
@@ -264,5 +285,6 @@ class Trainer:
             meshes=self._meshes,
             detector=detector,
             options=options,
+            average=self.average,
             phases=self.phases,
         )

@@ -234,7 +234,7 @@ def misspelled_key(draw: random.Random) -> Mutation | None:
 
 def wrong_section(draw: random.Random) -> Mutation | None:
     text = draw.choice(BASES)
-    section, key = draw.choice([found for found, _ in all_keys()])
+    section, key = draw.choice([found for found, _ in all_keys() if len(found) == 2])
     place = draw.choice(MOVES)
     if any(found == (place, key) for found, _ in all_keys()) or key == "config_file":
         return None

@@ -136,7 +136,10 @@ def _model_words(chance: random.Random, maybe: Maybe) -> list[str]:
     words += maybe(0.25, ARGS.format("tie_embeddings", "true"))
     words += maybe(0.3, ARGS.format("n_kv_heads", chance.choice([1, 8])))
     words += maybe(0.25, f"--model.frozen={chance.choice(FROZEN)}")
-    words += maybe(0.3, f"--optimizer.name={chance.choice(['Adam', 'AdamW'])}")
+    words += maybe(0.5, f"--optimizer.name={chance.choice(['Adam', 'AdamW', 'muon', 'muon'])}")
+    words += maybe(0.2, "--optimizer.muon.split_heads=true")
+    words += maybe(0.2, "--optimizer.muon.lr_scale=spectral")
+    words += maybe(0.2, "--checkpoint.average.decay=0.9")
     early = ["--training.max_norm=inf", "--optimizer.early_step_in_backward=true"]
     words += maybe(0.15, *early) or [f"--training.max_norm={chance.choice(['0.5', '1', 'inf'])}"]
     words += maybe(0.2, "--training.enable_cpu_offload=true")

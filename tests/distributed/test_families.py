@@ -91,7 +91,8 @@ def batch_of(is_packed: bool) -> Batch:
 
 def _compare_all(family: str, ranks: int) -> None:
     for mesh, option in CASES[ranks]:
-        dims = ParallelDims(**({"dp_replicate": 1, "dp_shard": 1} | mesh))
+        axes = {"dp_replicate": 1, "dp_shard": 1, "ep": int(bool(ARGS[family].table.mixtures))}
+        dims = ParallelDims(**(axes | mesh))
         compare(family, dims, OPTIONS[option], is_packed=option == "packed")
 
 

@@ -125,6 +125,26 @@ def test_all_ranks_pass_over_what_any_finds_damaged(on_ranks, tmp_path) -> None:
     on_ranks(2, _damage, str(tmp_path / "checkpoint"))
 
 
+def _begun_in_the_past(folder: str) -> None:
+    manager = make(folder)
+    for step in (5, 10):
+        save(manager, step)
+    if dist.get_rank() == 0:
+        (Path(folder) / "step-10.aside2").mkdir()
+    dist.barrier()
+    back = make(folder, load_step=5)
+    found = back.select_and_verify()
+    assert found is not None
+    with pytest.raises(ConfigError, match="step 10 has been set aside 3 times"):
+        back.load(State(0), found)
+    dist.barrier()
+    assert commit.saved_steps(Path(folder)) == [5, 10]
+
+
+def test_a_job_that_begins_in_the_past_for_ever_is_refused(on_ranks, tmp_path) -> None:
+    on_ranks(2, _begun_in_the_past, str(tmp_path / "checkpoint"))
+
+
 def _storage_fails(folder: str) -> None:
     """A file of the newest checkpoint cannot be read by one rank: once, or for good."""
     manager = make(folder)

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from meshwright.models.args import DecoderArgs, RopeScaling
+from meshwright.models.args import DecoderArgs, ExpertArgs, RopeScaling
 from meshwright.models.families import MODELS
 from meshwright.models.family import Family
 
@@ -25,6 +25,7 @@ def small(family: Family, vocab_size: int, **changes: object) -> DecoderArgs:
         "hidden_dim": 66,
         "vocab_size": vocab_size,
         "head_dim": 10 if debug.head_dim else None,
+        **debug.small(),
     }
     return dataclasses.replace(debug, **(dimensions | changes))
 
@@ -41,6 +42,10 @@ def cases(vocab_size: int) -> dict[str, DecoderArgs]:
         if family.hf.stretched_rope_type:
             variants["scaled"] = {"rope_scaling": SCALED}
             variants["mha-tied-scaled"] = variants["mha"] | variants["tied"] | variants["scaled"]
+        if isinstance(family.flavors["debugmodel"], ExpertArgs):
+            variants["few"] = {"n_experts": 3, "n_active": 2}
+        if name == "qwen3_moe":
+            variants["dense-first"] = {"n_dense_layers": 1, "normalize_experts": False}
         for variant, changes in variants.items():
             found[f"{name}-{variant}"] = small(family, vocab_size, **changes)
     return found

@@ -28,7 +28,8 @@ def transformers_model(args: DecoderArgs = SMALL, seed: int = 0) -> PreTrainedMo
     """With weights large enough that attention is not flat, norms among them."""
     written = family_of(args).hf.write_config(args, 64)
     written |= {"bos_token_id": 256, "eos_token_id": 257, "pad_token_id": None}
-    config = AutoConfig.for_model(written.pop("model_type"), **written)
+    kind = written.pop("model_type")
+    config = AutoConfig.for_model(kind, **written, experts_implementation="eager")
     model = AutoModelForCausalLM.from_config(config)
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
@@ -69,7 +70,7 @@ def save_checkpoint(
     prefix: str = "model.",
 ) -> Path:
     """The model's part of a checkpoint. Collective, if there are ranks."""
-    state = {f"{prefix}{name}": p.detach() for name, p in model.named_parameters()}
+    state = {f"{prefix}{name}": tensor for name, tensor in model.state_dict().items()}
     writer = dcp.FileSystemWriter(commit.unfinished_folder(folder, step))
     dcp.save(state, storage_writer=writer, no_dist=not dist.is_initialized())
     tokenizer = build_tokenizer(tokenizer_path)

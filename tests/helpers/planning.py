@@ -106,6 +106,10 @@ CASES = {
     "early step": Case(
         "dp_shard 2", "--optimizer.early_step_in_backward=true --training.max_norm=inf"
     ),
+    "muon and a mean": Case(
+        "dp_shard 2, tp 2",
+        "--optimizer.name=muon --checkpoint.enable=true --checkpoint.average.decay=0.9",
+    ),
     "fp32 modules": Case("dp_shard 2", '--training.fp32_modules=["output","layers.*.ffn_norm"]'),
     "uneven": Case("dp_shard 4", "--model.args.hidden_dim=330"),
     "documents": Case("dp_shard 2", "--training.mask_documents=true"),

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from meshwright.config.job_config import JobConfig
 from meshwright.config.parallelism import ActivationCheckpoint, Compile, Float8, Parallelism
 from meshwright.config.section import Section
-from meshwright.config.training import Training
+from meshwright.config.training import Experts, Training
 from meshwright.models.decoder import Decoder
 from meshwright.models.families.llama import LlamaArgs
 from meshwright.parallelisms.initialize import initialize
@@ -35,6 +35,10 @@ SECTIONS: dict[str, type[Section]] = {  # of the options that tests give
     "prefetch_layers": Parallelism,
     "fsdp_cpu_backend": Parallelism,
     "enable_async_tensor_parallel": Parallelism,
+    "balance_loss": Experts,
+    "sequence_balance_loss": Experts,
+    "bias_update_rate": Experts,
+    "router_z_loss": Experts,
     "ac_mode": ActivationCheckpoint,
     "selective_ac_option": ActivationCheckpoint,
     "saved_ops": ActivationCheckpoint,
@@ -116,6 +120,7 @@ def parallel_model(
             recomputation=sections[ActivationCheckpoint],
             compilation=sections[Compile],
             float8_options=float8,
+            experts=sections[Experts],
             fp32_modules=fp32_modules,
             float8_layers=find_float8_layers(JobConfig(float8=float8), args.table, fp32_modules),
         )
@@ -125,7 +130,7 @@ def parallel_model(
         functools.partial(Decoder, args, SEQ_LEN),
         prepare,
         ModelParts(
-            split_evenly(args.n_layers, num_stages, layer=1, embedding=0, output=0),
+            split_evenly([1] * args.n_layers, num_stages, embedding=0, output=0),
             frozen,
             fp32_modules,
         ),
@@ -133,6 +138,7 @@ def parallel_model(
         training=training,
         schedule=schedule,
         device=CPU,
+        bias_update_rate=sections[Experts].bias_update_rate,
     )
     for stage in model.stages:
         initialize(stage, seed)
@@ -160,4 +166,5 @@ def lines_on_one_rank(
         recomputation=ActivationCheckpoint(),
         compilation=Compile(backend="eager", **{"enable": False} | compilation),
         float8_options=Float8(),
+        experts=Experts(),
     )

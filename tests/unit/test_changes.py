@@ -113,7 +113,7 @@ def test_what_changes_training_is_warned_of_and_the_rest_listed(resume, caplog) 
             "lr_scheduler.decay_ratio = 0.1 (was absent)",
             "model.frozen = ['norm.weight'] (was [])",
             "optimizer.groups.0 = {'parameters': ['*norm.weight'], 'lr_scale': 0.5, "
-            "'weight_decay': None} (was absent)",
+            "'weight_decay': None, 'optimizer': None} (was absent)",
             "optimizer.lr = 0.001 (was 0.0008)",
             "training.dtype = 'bfloat16' (was 'float32')",
             "training.global_batch_size = 4 (was 2)",

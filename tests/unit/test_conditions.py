@@ -7,7 +7,7 @@ import pytest
 import tomli
 
 from meshwright.config.combinations import IDLE_BESIDE, IDLE_WHERE, idle_options
-from meshwright.config.fields import value_of
+from meshwright.config.fields import all_keys, find_field, value_of
 from meshwright.config.job_config import JobConfig, needs_fsdp_alone
 from meshwright.config.loader import load_config
 from meshwright.config.parallelism import Float8
@@ -20,11 +20,7 @@ from meshwright.train.preflight import preflight
 from tests.helpers.cli import check_job
 
 DEFAULTS = JobConfig()
-KEYS = [
-    f"{section}.{key}"
-    for section, field in JobConfig.model_fields.items()
-    for key in field.annotation.model_fields
-]
+KEYS = [".".join(key) for key, _ in all_keys()]
 JSON_SOURCE = f'[{{dataset="json",dataset_path="{__file__}",weight=1.0}}]'
 VALUES: dict[str, Any] = {
     "lr_scheduler.total_steps": 20_000,
@@ -38,10 +34,12 @@ VALUES: dict[str, Any] = {
     "validation.datasets": [{"dataset": "python_stdlib"}],
     "validation.sample_prompts": ["def "],
     "optimizer.groups": [{"parameters": ["norm.weight"]}],
+    "optimizer.muon.coefficients": [2.0, -1.5, 0.5],
     "parallelism.module_fqns_per_model_part": [["output"]],
     "activation_checkpoint.selective_ac_option": "2",
     "activation_checkpoint.saved_ops": ["aten.mm"],
     "checkpoint.exclude_from_loading": ["optimizer"],
+    "checkpoint.average.window_tokens": 10**9,
     "compile.enable": True,
     "float8.filter_fqns": ["attention"],
 }
@@ -52,9 +50,8 @@ def other_value(key: str) -> Any:
     """A valid value that is not the default."""
     if key in VALUES:
         return VALUES[key]
-    section, name = key.split(".")
-    default = value_of(DEFAULTS, key)
-    annotation = JobConfig.model_fields[section].annotation.model_fields[name].annotation
+    default, field = value_of(DEFAULTS, key), find_field(tuple(key.split(".")))
+    annotation = field.annotation
     if get_origin(annotation) in (Union, UnionType):
         annotation = get_args(annotation)[0]
     if get_origin(annotation) is Literal:
@@ -72,8 +69,11 @@ def config_with(**values: Any) -> JobConfig:
         "model": {"tokenizer_path": "bytes", "args": {"vocab_size": 258}},
     }
     for key, value in values.items():
-        section, name = key.split("__")
-        tables.setdefault(section, {})[name] = value
+        *sections, name = key.split("__")
+        table = tables
+        for section in sections:
+            table = table.setdefault(section, {})
+        table[name] = value
     return JobConfig.model_validate(tables)
 
 
@@ -115,6 +115,10 @@ AWAKE = by_key(
         "lr_scheduler: decay_type": "lr_scheduler.warmup_steps=2",
         "lr_scheduler: min_lr_factor": "lr_scheduler.decay_ratio=0.1",
         "optimizer: decay_norm_and_bias": "",
+        "optimizer: muon.momentum muon.nesterov muon.steps muon.coefficients muon.lr_scale "
+        "muon.split_heads muon.dtype": 'optimizer.name="muon"',
+        "checkpoint: average.decay": "checkpoint.enable=true",
+        "checkpoint: average.window_tokens": "validation.enable=true",
         "bad_steps: budget": 'bad_steps.policy="skip"',
         "bad_steps: spike_window": "bad_steps.spike_std=6.0",
         "activation_checkpoint: selective_ac_option saved_ops": "activation_checkpoint.mode="

@@ -283,8 +283,8 @@ def test_the_schema_that_is_shipped_is_the_config_s() -> None:
     for key, field in all_keys():
         if key == ("job", "config_file"):
             continue
-        section = find_section(key[:1]).__name__
-        declared = definitions[section]["properties"][key[1]]
+        section = find_section(key[:-1]).__name__
+        declared = definitions[section]["properties"][key[-1]]
         assert declared.get("description"), key
         assert field.is_required() or "default" in declared or field.default_factory, key
     assert definitions["Training"]["properties"]["steps"]["exclusiveMinimum"] == 0

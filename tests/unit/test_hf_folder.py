@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from meshwright.checkpoint.conversion.hf_folder import find_tensors
@@ -41,10 +41,11 @@ def test_in_and_out_again_is_equal_to_the_bit(args, tmp_path, capsys) -> None:
     assert was.keys() == now.keys()
     for name, tensor in was.items():
         assert torch.equal(tensor, now[name]), name
-    again = AutoModelForCausalLM.from_pretrained(out)
+    again = AutoModelForCausalLM.from_pretrained(out, config=theirs.config)
     assert torch.equal(again(tokens).logits, want)
     said = capsys.readouterr().out
-    assert f"compared {len(was)} tensors with the checkpoint's to the bit: equal" in said
+    count = len(args.table.parameters)
+    assert f"compared {count} tensors with the checkpoint's to the bit: equal" in said
     assert "compared logits of 256 tokens, in fp32, with transformers" in said
 
 
@@ -105,3 +106,51 @@ def test_a_tensor_in_another_file_than_the_index_says_is_refused(tmp_path) -> No
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     with pytest.raises(ConfigError, match="says that a is in 1.safetensors, but it is not"):
         find_tensors(Place("path", tmp_path))
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe-dense-first", "mixtral-gqa"])
+def test_fused_experts_are_written_and_read(name, tmp_path, capsys) -> None:
+    """As transformers has them in memory; a missing or a surplus tensor is refused."""
+    args = CASES[name]
+    theirs = transformers_model(args)
+    theirs.save_pretrained(tmp_path / "hf")
+    checkpoint = save_checkpoint(tmp_path, load_hf(tmp_path / "hf", args), args)
+    out = tmp_path / "out"
+    export([str(checkpoint), str(out), "--dtype", "float32", "--fused", "--max-shard-size", "30KB"])
+    now = tensors_of(out)
+    assert now.keys() == {name for name, _ in theirs.named_parameters()}
+    for key, parameter in theirs.named_parameters():
+        assert torch.equal(now[key], parameter), key
+    again = load_hf(out, args)
+    for key, parameter in load_hf(tmp_path / "hf", args).named_parameters():
+        assert torch.equal(parameter, dict(again.named_parameters())[key]), key
+
+
+@pytest.mark.parametrize("fused", [[], ["--fused"]], ids=["one-by-one", "fused"])
+def test_a_missing_or_surplus_expert_is_refused(fused, tmp_path) -> None:
+    args = CASES["olmoe-gqa"]
+    theirs = transformers_model(args)
+    theirs.save_pretrained(tmp_path / "hf")
+    checkpoint = save_checkpoint(tmp_path, load_hf(tmp_path / "hf", args), args)
+    export([str(checkpoint), str(tmp_path / "out"), *fused])
+    file = tmp_path / "out" / "model.safetensors"
+    whole = load_file(file)
+    key = next(name for name in whole if ".mlp.experts." in name and "down_proj" in name)
+    for content, message in (
+        ({k: v for k, v in whole.items() if k != key}, f"{key}, our layers.0.*is in none of"),
+        (whole | {key.replace("layers.0", "layers.7"): whole[key].clone()}, "has no place"),
+    ):
+        save_file(content, file, {"format": "pt"})
+        with pytest.raises(ConfigError, match=message):
+            load_hf(tmp_path / "out", args)
+
+
+def test_an_export_of_biases_is_refused(tmp_path) -> None:
+    """Which would choose other experts than training did."""
+    args = CASES["mixtral-gqa"]
+    model = load_hf(save_transformers(tmp_path / "hf", args), args)
+    model.layers["1"].feed_forward.bias[2] = 0.1
+    checkpoint = save_checkpoint(tmp_path, model, args)
+    with pytest.raises(ConfigError, match="layers.1.feed_forward.bias.*no place"):
+        export([str(checkpoint), str(tmp_path / "out")])
+    assert not (tmp_path / "out").exists()

@@ -29,7 +29,7 @@ def test_buffers_may_be_elsewhere_than_parameters() -> None:
 
 def one_rank() -> Mock:
     """Meshes with a rank along each axis."""
-    meshes = Mock()
+    meshes = Mock(experts=None, ep=None)
     meshes.pp.get_local_rank.return_value = 0
     for axis in (meshes.pp, meshes.tp, meshes.cp, meshes.world, meshes.fsdp):
         axis.size.return_value = axis.ndim = 1

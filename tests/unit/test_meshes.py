@@ -41,13 +41,13 @@ def meshes_of_rank(rank: int, dims: ParallelDims, monkeypatch) -> tuple[Meshes, 
 @pytest.mark.parametrize(
     ("dims", "num_groups"),
     [
-        (WHOLE, 7),  # dp, cp, loss, pp, dp_replicate, fsdp, tp
+        (WHOLE, 8),  # dp, cp, loss, pp, dp_replicate, fsdp, tp, stage
         (ParallelDims(dp_replicate=1, dp_shard=1), 0),
         (ParallelDims(dp_replicate=1, dp_shard=8), 1),  # of this rank alone
         (ParallelDims(dp_replicate=2, dp_shard=4), 3),
         (ParallelDims(dp_replicate=1, dp_shard=4, tp=2), 3),
         (ParallelDims(dp_replicate=1, dp_shard=2, cp=2, tp=2), 5),
-        (ParallelDims(dp_replicate=1, dp_shard=2, pp=2, tp=2), 4),
+        (ParallelDims(dp_replicate=1, dp_shard=2, pp=2, tp=2), 5),
     ],
 )
 @pytest.mark.usefixtures("_no_group")
@@ -76,7 +76,7 @@ def test_which_ranks_each_mesh_holds(monkeypatch) -> None:
     meshes, _ = meshes_of_rank(21, WHOLE, monkeypatch)
     held = {
         name: dist.get_process_group_ranks(getattr(meshes, name).get_group())
-        for name in ("world", "dp", "cp", "loss", "tp", "pp")
+        for name in ("world", "dp", "cp", "loss", "tp", "pp", "stage")
     }
     assert held == {
         "world": list(range(32)),
@@ -85,6 +85,7 @@ def test_which_ranks_each_mesh_holds(monkeypatch) -> None:
         "loss": [17, 19, 21, 23, 25, 27, 29, 31],
         "tp": [20, 21],
         "pp": [5, 21],
+        "stage": list(range(16, 32)),
     }
     copies, shards = meshes.fsdp.get_all_groups()
     assert dist.get_process_group_ranks(copies) == [21, 29]

@@ -31,7 +31,7 @@ def sizes(parts: list[list[str]]) -> list[int]:
 
 
 def test_layers_are_dealt_out_evenly_and_in_order() -> None:
-    parts = split_evenly(10, 4, layer=1, embedding=0, output=0)
+    parts = split_evenly([1] * 10, 4, embedding=0, output=0)
     assert sorted(sizes(parts)) == [2, 2, 3, 3]
     names = [name for part in parts for name in part]
     layers = [f"layers.{i}" for i in range(10)]
@@ -48,8 +48,12 @@ def test_layers_are_dealt_out_evenly_and_in_order() -> None:
     ],
 )
 def test_embedding_and_output_weigh(embedding, output, want) -> None:
-    parts = split_evenly(sum(want), 4, layer=100, embedding=embedding, output=output)
+    parts = split_evenly([100] * sum(want), 4, embedding=embedding, output=output)
     assert sizes(parts) == want
+
+
+def test_layers_of_different_cost_are_dealt_out_by_cost() -> None:
+    assert sizes(split_evenly([1, 1, 1, 9, 9, 9], 2, embedding=0, output=0)) == [4, 2]
 
 
 def test_a_large_vocabulary_takes_the_place_of_layers() -> None:

@@ -91,8 +91,8 @@ def test_an_error_is_known_of_the_device_of_published_runs() -> None:
     assert known == ["h100"]
 
 
-@pytest.mark.parametrize(
-    ("word", "peak"), [("h100", 67e12), ("a100", 19.5e12), ("mi300x", 163.4e12), ("b200", 75e12)]
-)
-def test_float32_has_a_peak_of_its_own(word, peak) -> None:
-    assert find_device(word).peak("float32") == peak < find_device(word).peak("bfloat16") / 7
+def test_float32_has_a_peak_of_its_own() -> None:
+    """Far below the one of bfloat16, and not a fixed part of it."""
+    parts = {device.peak("float32") / device.peak("bfloat16") for device in DEVICES.values()}
+    assert 0 < max(parts) < 1 / 7
+    assert len(parts) > 1

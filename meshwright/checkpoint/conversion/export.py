@@ -58,6 +58,9 @@ class Job:
     """Tokens that end a generated text: the EOS, and the token that ends a turn of a chat."""
     other_files: Mapping[str, Path | str]
     """Files to copy, or their content, by their names in the folder."""
+    is_fused: bool
+    """Write experts stacked, as transformers 5 has them in memory; otherwise one by one, as the hub
+    does."""
     encode: Callable[[str], list[int]] | None
     """Text to ids, without special tokens; None: no tokenizer is exported."""
     texts: Iterable[str]
@@ -115,7 +118,8 @@ def _write(job: Job, folder: Path, say: Callable[[str], None]) -> None:
     if GENERATION_CONFIG not in job.other_files:
         ends = {"eos_token_id": list(job.ends_of_text)} if len(job.ends_of_text) > 1 else {}
         _write_json(folder / GENERATION_CONFIG, dict(job.special_tokens) | ends)
-    tensors = job.form.tensors(job.args)
+    tensors = job.form.tensors(job.args, is_fused=job.is_fused)
+    _check_state(job)
     files = _write_weights(job, folder, tensors)
     size = sum(file.stat().st_size for file in files)
     in_files = f"{size:,} bytes in {numbered(len(files), 'file')}"
@@ -128,16 +132,32 @@ def _write(job: Job, folder: Path, say: Callable[[str], None]) -> None:
             sync_file(file.fileno(), path)
 
 
+def _check_state(job: Job) -> None:
+    """Check that no tensor matters for which the folder has no place.
+
+    Raises:
+        ConfigError: if experts were chosen by biases, too.
+    """
+    for name in job.args.table.state:
+        place = Place("CHECKPOINT", Path(name))
+        place.check(
+            not name.endswith(".bias") or not job.weights.read(name).any(),
+            "is a bias that counts in the choice of experts, and the family's files have no place "
+            "for it",
+            "train with experts.balance_loss instead of experts.bias_update_rate",
+        )
+
+
 def _write_weights(job: Job, folder: Path, tensors: Mapping[str, ForeignTensor]) -> list[Path]:
     """Write every tensor to `folder`, and the index if that takes several files."""
     shards: list[list[str]] = [[]]
     room = job.max_shard_bytes
-    for name, foreign in tensors.items():
-        size = math.prod(foreign.shape) * job.dtype.itemsize
+    for names in _by_tensor(tensors).values():
+        size = sum(math.prod(tensors[name].shape) for name in names) * job.dtype.itemsize
         if size > room and shards[-1]:
             shards.append([])
             room = job.max_shard_bytes
-        shards[-1].append(name)
+        shards[-1] += names
         room -= size
     files = [
         SINGLE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
@@ -148,13 +168,27 @@ def _write_weights(job: Job, folder: Path, tensors: Mapping[str, ForeignTensor])
     if len(shards) > 1:
         count = sum(math.prod(foreign.shape) for foreign in tensors.values())
         weight_map = {
-            tensors[name].name: file
+            part: file
             for file, names in zip(files, shards, strict=True)
             for name in names
+            for part in tensors[name].parts
         }
         total = {"total_size": count * job.dtype.itemsize}
         _write_json(folder / INDEX, {"metadata": total, "weight_map": weight_map})
     return [folder / file for file in files]
+
+
+def _by_tensor(tensors: Mapping[str, ForeignTensor]) -> dict[str, list[str]]:
+    """Return our names by the first tensor in the files that holds them."""
+    found: dict[str, list[str]] = {}
+    for name, foreign in tensors.items():
+        found.setdefault(foreign.name, []).append(name)
+    return found
+
+
+def _read(job: Job, name: str, foreign: ForeignTensor) -> Tensor:
+    tensor = job.weights.read(name).to(job.dtype)
+    return tensor if foreign.head_dim is None else halves(tensor, foreign.head_dim)
 
 
 def _write_file(job: Job, file: Path, tensors: Mapping[str, ForeignTensor]) -> None:
@@ -165,20 +199,19 @@ def _write_file(job: Job, file: Path, tensors: Mapping[str, ForeignTensor]) -> N
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers asks for the format
     end = 0
-    for foreign in tensors.values():
-        start, end = end, end + math.prod(foreign.shape) * job.dtype.itemsize
-        place = {"shape": foreign.shape, "data_offsets": (start, end)}
-        header[foreign.name] = {"dtype": TYPES[job.dtype], **place}
+    parts = {name: shape for theirs in tensors.values() for name, shape in theirs.parts.items()}
+    for name, shape in parts.items():
+        start, end = end, end + math.prod(shape) * job.dtype.itemsize
+        place = {"shape": shape, "data_offsets": (start, end)}
+        header[name] = {"dtype": TYPES[job.dtype], **place}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     try:
         with open(file, "wb") as content:
             content.write(struct.pack("<Q", len(text)) + text)
-            for name, foreign in tensors.items():
-                tensor = job.weights.read(name).to(job.dtype)
-                if foreign.head_dim is not None:
-                    tensor = halves(tensor, foreign.head_dim)
-                content.write(_bits(tensor).numpy().data)
+            for names in _by_tensor(tensors).values():  # of several, each expert's side by side
+                read = [_read(job, name, tensors[name]) for name in names]
+                content.write(_bits(torch.cat(read, 1) if len(read) > 1 else read[0]).numpy().data)
     except OSError as error:
         raise OSError(f"{file.name}: {error.strerror}") from None
 
@@ -290,12 +323,13 @@ def _logits_of_ours(job: Job, tokens: Tensor) -> Tensor:
     """In fp32, with one layer in memory at a time; where embeddings are tied, with all."""
     count = 1 if job.args.tie_embeddings else job.args.n_layers
     x = tokens
-    for modules in split_evenly(job.args.n_layers, count, layer=1, embedding=0, output=0):
+    for modules in split_evenly([1] * job.args.n_layers, count, embedding=0, output=0):
         with torch.device("meta"):
             stage = Decoder(job.args, NUM_TOKENS)
         keep_modules(stage, modules)
         stage.to_empty(device="cpu")
         stage.init_buffers()
+        stage.init_state()
         for name, parameter in stage.named_parameters():
             parameter.copy_(job.weights.read(name).to(job.dtype))
         x = stage(x)
@@ -307,8 +341,13 @@ def _logits_of_transformers(place: Place, tokens: Tensor) -> tuple[Tensor, str]:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     with quiet_torchao():  # which transformers imports here
+        # one expert after the other: its grouped matmul takes aligned widths alone
+        config = transformers.AutoConfig.from_pretrained(
+            place.path, local_files_only=True, experts_implementation="eager"
+        )
         model, report = transformers.AutoModelForCausalLM.from_pretrained(
             place.path,
+            config=config,
             dtype=torch.float32,
             local_files_only=True,
             use_safetensors=True,

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 
+from meshwright.checkpoint import state
 from meshwright.checkpoint.conversion.export import Job
 from meshwright.checkpoint.conversion.hf_folder import GENERATION_CONFIG
 from meshwright.checkpoint.find import saved_args
@@ -37,11 +38,14 @@ def export_job(
     *,
     dtype: torch.dtype,
     max_shard_bytes: int,
+    prefix: str = state.MODEL,
+    is_fused: bool = False,
 ) -> Job:
     """Return the job of exporting a checkpoint.
 
     Args:
         place: of the step's folder.
+        prefix: of the names of the weights there.
         files: of the tokenizer, by name; none: it is left out.
 
     Raises:
@@ -49,12 +53,13 @@ def export_job(
     """
     special = special_ids(tokenizer)
     return Job(
-        weights=CheckpointWeights(place),
+        weights=CheckpointWeights(place, saved_name=prefix.__add__),
         form=family.hf,
         args=saved_args(place, manifest, family.args),
         seq_len=int(manifest["data_identity"]["training.seq_len"]),
         dtype=dtype,
         max_shard_bytes=max_shard_bytes,
+        is_fused=is_fused,
         special_tokens={key: token for key, token in special.items() if token is not None},
         ends_of_text=sorted(
             {i for i in (tokenizer.eos_id, end_of_chat(tokenizer)) if i is not None}

@@ -16,8 +16,8 @@ from meshwright.models.family import Dimension, Family, ForeignTensor, HuggingFa
 from meshwright.system.errors import ConfigError
 from meshwright.system.files import Place
 
-ITEM_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
-"""Bytes of an element, of the types that a model's weights may have."""
+WEIGHT_TYPES = ("F32", "BF16", "F16")
+"""Types that a model's weights may have, as safetensors names them."""
 
 
 @dataclass(frozen=True)
@@ -215,33 +215,39 @@ def check_tensors(
     Raises:
         ConfigError: for the first that is missing, has another shape or type, or has no place.
     """
-    wanted = form.tensors(args)
+    layouts = [form.tensors(args, is_fused=is_fused) for is_fused in (False, True)]
+    wanted = max(layouts, key=lambda tensors: sum(t.name in stored for t in tensors.values()))
     for ours, theirs in wanted.items():
-        place.check(
-            theirs.name in stored,
-            f"{theirs.name}, our {ours}, is in none of its files",
-            "download or export the folder again"
-            + (", or set model.args.tie_embeddings = true" if ours == "output.weight" else ""),
-        )
-        for name in (theirs.name, *theirs.copies):
-            tensor = stored.get(name, stored[theirs.name])
+        for name, shape in theirs.parts.items():
             place.check(
-                tensor.shape == theirs.shape,
-                f"{name} in {tensor.file.name} has shape {tensor.shape}, not {theirs.shape}",
-                "its config.json is of another model",
+                name in stored,
+                f"{name}, our {ours}, is in none of its files",
+                "download or export the folder again"
+                + (", or set model.args.tie_embeddings = true" if ours == "output.weight" else ""),
             )
-            place.check(
-                tensor.dtype in ITEM_BYTES,
-                f"{name} in {tensor.file.name} is of type {tensor.dtype}, not "
-                f"{', '.join(ITEM_BYTES)}",
-            )
-    known = {name for theirs in wanted.values() for name in (theirs.name, *theirs.copies)}
+            _check_tensor(place, name, stored[name], shape)
+        for name in theirs.copies:
+            if name in stored:
+                _check_tensor(place, name, stored[name], theirs.shape)
+    known = {name for theirs in wanted.values() for name in (*theirs.parts, *theirs.copies)}
     others = [name for name in stored if name not in known and not form.is_needless(name)]
     place.check(
         not others,
         f"holds {others[0] if others else ''}, for which the model has no place",
     )
     return wanted
+
+
+def _check_tensor(place: Place, name: str, tensor: StoredTensor, shape: tuple[int, ...]) -> None:
+    place.check(
+        tensor.shape == shape,
+        f"{name} in {tensor.file.name} has shape {tensor.shape}, not {shape}",
+        "its config.json is of another model",
+    )
+    place.check(
+        tensor.dtype in WEIGHT_TYPES,
+        f"{name} in {tensor.file.name} is of type {tensor.dtype}, not {', '.join(WEIGHT_TYPES)}",
+    )
 
 
 def read_args(place: Place, form: HuggingFaceForm, kind: type[DecoderArgs]) -> DecoderArgs:

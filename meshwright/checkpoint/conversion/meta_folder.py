@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meshwright.checkpoint.conversion.hf_folder import ITEM_BYTES, StoredTensor, check_args
+from meshwright.checkpoint.conversion.hf_folder import WEIGHT_TYPES, StoredTensor, check_args
 from meshwright.checkpoint.index import Record, read_pickle
 from meshwright.models.args import DecoderArgs
 from meshwright.models.family import MetaForm
@@ -157,8 +157,8 @@ def _find_cut(
         )
         piece = pieces[name]
         place.check(
-            piece.dtype in ITEM_BYTES,
-            f"{name} in {piece.file.name} is of type {piece.dtype}, not {', '.join(ITEM_BYTES)}",
+            piece.dtype in WEIGHT_TYPES,
+            f"{name} in {piece.file.name} is of type {piece.dtype}, not {', '.join(WEIGHT_TYPES)}",
         )
     shapes = {pieces[name].shape for pieces in stored}
     number, first = len(stored), stored[0][name].shape

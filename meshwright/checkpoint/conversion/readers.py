@@ -80,13 +80,22 @@ class HuggingFaceWeights(ForeignWeights):
         except (OSError, SafetensorError) as error:
             raise place.error(str(error)) from None
 
+    def load(self, parameters: Mapping[str, Tensor]) -> None:
+        """As the base's. Tensors for which no family's files have a place stay as they are."""
+        super().load({name: t for name, t in parameters.items() if name in self._foreign})
+
     def read(self, name: str, shape: tuple[int, ...], offset: tuple[int, ...]) -> Tensor:
         foreign = self._foreign[name]
+        rest = [slice(start, start + size) for start, size in zip(offset, shape, strict=True)][1:]
+        if foreign.slices:
+            names = foreign.slices[offset[0] : offset[0] + shape[0]]
+            return torch.stack([self._slice(part, tuple(rest)) for part in names])
+        if foreign.file_shape:
+            rest[0] = slice(rest[0].start + foreign.start, rest[0].stop + foreign.start)
         head_dim = foreign.head_dim or 1
         # rows of a head lie in another order, so heads are read whole
         first = offset[0] // head_dim * head_dim
         end = -(-(offset[0] + shape[0]) // head_dim) * head_dim
-        rest = [slice(start, start + size) for start, size in zip(offset, shape, strict=True)][1:]
         box = self._slice(foreign.name, (slice(first, end), *rest))
         for copy in foreign.copies:
             if copy in self._stored:

@@ -114,6 +114,8 @@ def run_step(
         rank = Rank(plan, meshes, fake)
         scope.name_modules(rank.model.stages)
         note_shards(rank.model.parameters(), "parameters")
+        if (average := rank.trainer.average) is not None:
+            note_shards(average.tensors.values(), "parameters")
         for stage in rank.model.stages:  # the model itself has none
             ledger.note(stage.buffers(), "parameters")
 
@@ -267,7 +269,9 @@ def plan_job(config: JobConfig, world_size: int, *, is_gpu: bool) -> Plan:
             "training": {n: getattr(plain.training, n) for n in data & {*Training.model_fields}},
             "parallelism": {"enable_async_tensor_parallel": False},  # it changes no tensor
             "compile": {"enable": False},  # a plan is of eager blocks
-            "checkpoint": {"enable": checkpoint.enable, "async_mode": checkpoint.async_mode},
+            "checkpoint": {
+                name: getattr(checkpoint, name) for name in ("enable", "async_mode", "average")
+            },
         },
     )
     return preflight(config, world_size, is_gpu=is_gpu, checks_memory=False)

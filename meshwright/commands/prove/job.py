@@ -97,9 +97,9 @@ def show_attention(stage: Decoder) -> None:
     scores are of order 1, and depend on places. Queries and keys that are normalised make such
     scores by themselves: stretched as far, attention would be chaotic, and rounding would grow.
     """
-    is_normalised = any(block.attention.qk_norm for block in stage.table.blocks)
+    is_normalised = any(layer.attention.qk_norm for layer in stage.table.layers)
     stretch = STRETCH_NORMALISED if is_normalised else STRETCH
-    for cache in stage.buffers():  # (S, H/2) each
+    for cache in (stage.cos, stage.sin):  # (S, H/2) each
         cache *= torch.linspace(*stretch, len(cache)).unsqueeze(1)
 
 
@@ -111,7 +111,7 @@ def calm_post_norms(stage: Decoder) -> None:
     that begins at 0.02: so each rounding would grow from block to block. At these scales blocks add
     to the stream about as much as the blocks of other families do.
     """
-    if all(block.norm == "pre" for block in stage.table.blocks):
+    if all(layer.norm == "pre" for layer in stage.table.layers):
         return
     if stage.tok_embeddings is not None:
         stage.tok_embeddings.weight.mul_(EMBEDDING_SCALE)

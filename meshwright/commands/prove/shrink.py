@@ -5,7 +5,7 @@ import math
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
-from meshwright.config.job_config import Checkpoint, JobConfig, Metrics, Profiling, changed
+from meshwright.config.job_config import Average, Checkpoint, JobConfig, Metrics, Profiling, changed
 from meshwright.config.parallelism import ActivationCheckpoint, Compile, Parallelism
 from meshwright.config.section import BYTES
 from meshwright.config.training import Source, Validation
@@ -82,7 +82,14 @@ def _optimizer(config: JobConfig, names: Sequence[str]) -> dict[str, object]:
         "lr": min(config.optimizer.lr, highest_lr),
         "early_step_in_backward": False,
         "groups": groups,
+        # rounding of gradients by 1e-7 would flip numbers of bf16, and show a thousand times larger
+        "muon": config.optimizer.muon.model_copy(update={"dtype": "float32"}),
     }
+
+
+def _average(config: JobConfig) -> Average:
+    """Return a mean that six steps show, if the config asks for one."""
+    return Average(decay=0.5) if config.checkpoint.average.is_on else Average()
 
 
 def shrink(config: JobConfig, args: DecoderArgs) -> JobConfig:
@@ -148,7 +155,7 @@ def shrink(config: JobConfig, args: DecoderArgs) -> JobConfig:
             "activation_checkpoint": ActivationCheckpoint(),
             "compile": Compile(enable=False),  # cases say otherwise
             "validation": Validation(num_samples=NUM_VALIDATED),
-            "checkpoint": Checkpoint(),
+            "checkpoint": Checkpoint(average=_average(config)),
             "metrics": Metrics(enable_tensorboard=False),
             "profiling": Profiling(),
         }

@@ -19,6 +19,8 @@ OF_PRESETS = {
     "llama3": "meta-llama/Meta-Llama-3-8B",
     "llama3.1": "meta-llama/Llama-3.1-8B",
     "llama3.2": "meta-llama/Llama-3.2-1B",
+    "mixtral": "mistralai/Mixtral-8x7B-v0.1",
+    "olmoe": "allenai/OLMoE-1B-7B-0924",
     "olmo2": "allenai/OLMo-2-1124-7B",
     "qwen3": "Qwen/Qwen3-8B",
 }

@@ -124,24 +124,16 @@ def draw(chart: Chart) -> str:
     def x(step: float) -> float:
         return (step - first) / span
 
-    marks = "".join(
-        f'<line class="seam" x1="{WIDTH * x(s):.1f}" x2="{WIDTH * x(s):.1f}" y1="0" y2="{HEIGHT}"/>'
-        for s in chart.seams
-        if first <= s <= last
-    )
+    inside = [s for s in chart.seams if first <= s <= last]
+    marks = "".join(_line("seam", WIDTH * x(s), WIDTH * x(s), 0, HEIGHT) for s in inside)
+    inside = [s for s in chart.skipped if first <= s <= last]
     marks += "".join(
-        f'<line class="skipped" x1="{WIDTH * x(s):.1f}" x2="{WIDTH * x(s):.1f}" '
-        f'y1="{HEIGHT - 18}" y2="{HEIGHT}"/>'
-        for s in chart.skipped
-        if first <= s <= last
+        _line("skipped", WIDTH * x(s), WIDTH * x(s), HEIGHT - 18, HEIGHT) for s in inside
     )
     if chart.limit is not None and chart.limit <= max(values):
-        at = f"{_y(y, chart.limit):.1f}"
-        marks += f'<line class="limit" x1="0" x2="{WIDTH}" y1="{at}" y2="{at}"/>'
-    grid = "".join(
-        f'<line class="grid" x1="0" x2="{WIDTH}" y1="{_y(y, t):.1f}" y2="{_y(y, t):.1f}"/>'
-        for t in y.ticks()
-    )
+        at = _y(y, chart.limit)
+        marks += _line("limit", 0, WIDTH, at, at)
+    grid = "".join(_line("grid", 0, WIDTH, _y(y, t), _y(y, t)) for t in y.ticks())
     drawn = "".join(
         _shape(number, curve, curves[number - 1] if number else None, x, y, chart.is_stacked)
         for number, curve in enumerate(curves)
@@ -167,6 +159,10 @@ def draw(chart: Chart) -> str:
  aria-label="{escape(chart.title)}, {chart.x_name} {first} to {last}">{grid}{drawn}{marks}</svg>
 <div class="cross"></div><div class="tip"></div><div class="x">{x_labels}</div></div>
 </figure>"""
+
+
+def _line(kind: str, x1: float, x2: float, y1: float, y2: float) -> str:
+    return f'<line class="{kind}" x1="{x1:.1f}" x2="{x2:.1f}" y1="{y1:.1f}" y2="{y2:.1f}"/>'
 
 
 def _y(axis: _Axis, value: float) -> float:

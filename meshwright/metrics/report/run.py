@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,8 +27,6 @@ class Run:
     """Texts that the model wrote at validations."""
     config_text: str
     """TOML."""
-    best: Row | None
-    """The checkpoint with the lowest validation loss."""
     proof: Row | None
     """`proof.json` of `meshwright prove`."""
 
@@ -90,8 +88,7 @@ def read_run(folder: Path) -> Run:
         history=[row for row in _rows(folder / "history.jsonl") if "event" in row],
         skipped=_rows(folder / "skipped_steps.jsonl"),
         texts=[row for row in _rows(folder / "samples.jsonl") if "text" in row],
-        config_text=_read(folder / "config.toml", str, ""),
-        best=next((_table(file) for file in sorted(folder.glob("*/best.json"))), None),
+        config_text=_read(folder / "config.toml"),
         proof=_table(folder / "proof" / "proof.json"),
     )
 
@@ -99,7 +96,7 @@ def read_run(folder: Path) -> Run:
 def _rows(file: Path) -> list[dict[str, Any]]:
     """Lines of JSON that have a step; a line that a kill cut short is left out."""
     rows = []
-    for line in _read(file, str, "").splitlines():
+    for line in _read(file).splitlines():
         try:
             row = json.loads(line)
         except ValueError:
@@ -109,13 +106,17 @@ def _rows(file: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _table(file: Path) -> dict[str, Any] | None:
-    table = _read(file, json.loads, None)
+def _table(file: Path) -> Row | None:
+    try:
+        table = json.loads(_read(file))
+    except ValueError:
+        return None
     return table if isinstance(table, dict) else None
 
 
-def _read(file: Path, parse: Callable[[str], Any], otherwise: Any) -> Any:
+def _read(file: Path) -> str:
+    """Return the text of a file; "" if it cannot be read."""
     try:
-        return parse(file.read_text("utf-8"))
+        return file.read_text("utf-8")
     except (OSError, ValueError):
-        return otherwise
+        return ""

@@ -43,8 +43,6 @@ def texts(run: Run) -> str:
 
 def best_validation(run: Run) -> tuple[int, float] | None:
     """Return the step with the lowest mean of all validation losses, and that mean."""
-    if run.best is not None:
-        return int(run.best["step"]), float(run.best["validation_loss"])
     losses = [(validation_loss(row), int(row["step"])) for row in run.records]
     known = [(loss, step) for loss, step in losses if loss is not None]
     return min(known)[::-1] if known else None

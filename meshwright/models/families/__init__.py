@@ -11,6 +11,9 @@ FAMILIES: tuple[str, ...] = (
     "meshwright.models.families.llama",
     "meshwright.models.families.qwen3",
     "meshwright.models.families.olmo2",
+    "meshwright.models.families.qwen3_moe",
+    "meshwright.models.families.olmoe",
+    "meshwright.models.families.mixtral",
 )
 """Modules, free of torch, each with a `FAMILY` of the module's name. The first
 stays the first: see `FIRST`."""

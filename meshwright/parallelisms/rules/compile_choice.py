@@ -23,8 +23,10 @@ def recomputes_attention(config: JobConfig) -> bool:
 
 
 def recomputes_cut_attention(config: JobConfig) -> bool:
-    """Return whether backward computes attention again that tensor parallelism has cut."""
-    return config.parallelism.tensor_parallel_degree > 1 and recomputes_attention(config)
+    """Return whether backward computes attention again in graphs that have meshes."""
+    parallelism = config.parallelism
+    has_mesh = max(parallelism.tensor_parallel_degree, parallelism.expert_parallel_degree) > 1
+    return has_mesh and recomputes_attention(config)
 
 
 LEAST_FLOP = 100e12
@@ -96,7 +98,7 @@ def _obstacle(config: JobConfig, fp32_modules: Collection[str], *, is_gpu: bool)
     if splits_backward(parallelism):
         return f"{parallelism.pipeline_parallel_schedule} computes gradients in two passes"
     if recomputes_cut_attention(config) and not is_gpu:
-        return "recomputed attention under tensor parallelism can be compiled on GPUs alone"
+        return "recomputed attention under tensor or expert parallelism compiles on GPUs alone"
     return ""
 
 

@@ -2,11 +2,13 @@
 
 import math
 from dataclasses import asdict, dataclass
+from importlib import metadata
 
 from meshwright.config.job_config import JobConfig, changed
 from meshwright.models.args import divisors_of
 from meshwright.models.table import DecoderSpec
 from meshwright.parallelisms.rules.compile_choice import recomputes_cut_attention
+from meshwright.parallelisms.rules.stages import splits_backward
 from meshwright.system.errors import check
 
 ASYNC_TENSOR_PARALLEL = "parallelism.enable_async_tensor_parallel"
@@ -148,7 +150,7 @@ def check_device(
         or config.compile.backend == "eager",
         "activation_checkpoint.mode",
         config.activation_checkpoint.mode,
-        "torch cannot compile recomputed attention under tensor parallelism on a CPU",
+        "torch cannot compile recomputed attention under tensor or expert parallelism on a CPU",
         'set compile.enable = false, or use mode = "selective" with selective_ac_option = "op"',
     )
 
@@ -192,6 +194,63 @@ def check_divisible(config: JobConfig, model: DecoderSpec) -> None:
     )
 
 
+def check_experts(config: JobConfig, model: DecoderSpec) -> None:
+    """Check that the experts can be dealt out, and that every option has experts to act on.
+
+    Args:
+        config: without -1.
+
+    Raises:
+        ConfigError: naming the first that is wrong, and a value that would do.
+    """
+    key, p = "parallelism.expert_parallel_degree", config.parallelism
+    degree = p.expert_parallel_degree
+    if not model.mixtures:
+        check(degree == 1, key, degree, "the model has no experts", "leave it out")
+        given = sorted(config.experts.model_fields_set)
+        name = given[0] if given else "balance_loss"
+        value = getattr(config.experts, name)
+        check(not given, f"experts.{name}", value, "the model has no experts", "leave it out")
+        return
+    ranks = p.data_parallel_shard_degree * p.context_parallel_degree * p.tensor_parallel_degree
+    counts = [mixture.n_experts for mixture in model.mixtures.values()]
+    fix = f"use {divisors_of(math.gcd(ranks, *counts))}"
+    check(
+        ranks % degree == 0,
+        key,
+        degree,
+        f"must divide the {ranks} ranks of data_parallel_shard_degree x context_parallel_degree x "
+        "tensor_parallel_degree, among which experts are dealt out",
+        fix,
+    )
+    for count in counts:
+        rule = f"does not divide model.args.n_experts = {count}"
+        check(count % degree == 0, key, degree, rule, fix)
+    version = metadata.version("torch")
+    check(
+        max(degree, p.tensor_parallel_degree) == 1
+        or tuple(map(int, version.split(".")[:2])) >= (2, 13),
+        key if degree > 1 else "parallelism.tensor_parallel_degree",
+        max(degree, p.tensor_parallel_degree),
+        f"shards experts over another mesh than the rest of a layer, which torch {version} cannot",
+        "use torch 2.13, or set both degrees to 1",
+    )
+    check(
+        not config.float8.enable,
+        "float8.enable",
+        True,
+        "experts in float8 are not proved to train",
+        "leave it out",
+    )
+    check(
+        not splits_backward(p) or config.activation_checkpoint.mode == "none",
+        "parallelism.pipeline_parallel_schedule",
+        p.pipeline_parallel_schedule,
+        "goes backward twice, and recomputation keeps the chosen experts for one pass alone",
+        'choose Interleaved1F1B, or set activation_checkpoint.mode = "none"',
+    )
+
+
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """Outermost first: neighbouring ranks, which share a node, get the axes that communicate most."""
 
@@ -205,6 +264,19 @@ class ParallelDims:
     pp: int = 1
     cp: int = 1
     tp: int = 1
+    ep: int = 0
+    """Not an axis of its own: of the ranks along dp_shard, cp and tp, those that share the experts
+    of a layer, each with some of them. 0: the model has no experts."""
+
+    @property
+    def efsdp(self) -> int:
+        """Ranks that share each expert's parameters."""
+        return self.dp_shard * self.cp * self.tp // max(self.ep, 1)
+
+    @property
+    def has_own_experts(self) -> bool:
+        """Return whether experts lie on other ranks than the rest of a layer."""
+        return self.ep > 0 and max(self.ep, self.tp) > 1
 
     @property
     def dp(self) -> int:

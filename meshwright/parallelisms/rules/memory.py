@@ -1,10 +1,11 @@
 """The memory that a rank needs at the least, and how it keeps gradients. Free of torch."""
 
-import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from meshwright.config.job_config import JobConfig, changed
+from meshwright.config.parallelism import Parallelism
+from meshwright.models.table import Parameter
 from meshwright.parallelisms.rules.stages import stages_of_rank
 from meshwright.system.errors import check
 
@@ -36,37 +37,53 @@ class Load:
 
 def heaviest_load(
     config: JobConfig,
-    shapes: Mapping[str, Sequence[int]],
+    parameters: Mapping[str, Parameter],
     stage_modules: Sequence[Sequence[str]],
     frozen: Collection[str],
 ) -> Load:
     """The load of the rank of the pipeline that has most parameters.
 
     Args:
-        shapes: of all parameters, by name.
+        parameters: all, by name.
         stage_modules: modules of each stage.
         frozen: names of the parameters that are not trained.
     """
     parallelism = config.parallelism
-    stages: list[tuple[int, int]] = []  # parameters, trained
+    stages: list[tuple[int, int, int, int]] = []  # parameters, trained, and of both the gathered
     for modules in stage_modules:
         inside = tuple(f"{module}." for module in modules)
-        sizes = {
-            name: math.prod(shape) // (parallelism.tensor_parallel_degree if len(shape) > 1 else 1)
-            for name, shape in shapes.items()
-            if name.startswith(inside)
-        }
-        trained = sum(size for name, size in sizes.items() if name not in frozen)
-        stages.append((sum(sizes.values()), trained))
+        own = {name: p for name, p in parameters.items() if name.startswith(inside)}
+        trained = {name: p for name, p in own.items() if name not in frozen}
+        stages.append(
+            tuple(  # type: ignore[arg-type]  # four
+                sum(
+                    part.numel // _num_parts(parallelism, part, is_gathered) for part in of.values()
+                )
+                for is_gathered in (False, True)
+                for of in (own, trained)
+            )
+        )
     ranks, schedule = parallelism.pipeline_parallel_degree, parallelism.pipeline_parallel_schedule
     loads = []
     for rank in range(ranks):
         mine = [stages[index] for index in stages_of_rank(rank, ranks, len(stages), schedule)]
-        parameters, trained_by_stage = zip(*mine, strict=True)
+        held, trained_by_stage, gathered, gathered_and_trained = zip(*mine, strict=True)
         loads.append(
-            Load(sum(parameters), sum(trained_by_stage), max(trained_by_stage), max(parameters))
+            Load(sum(held), sum(trained_by_stage), max(gathered_and_trained), max(gathered))
         )
     return max(loads, key=lambda load: load.parameters)
+
+
+def _num_parts(parallelism: Parallelism, parameter: Parameter, is_gathered: bool) -> int:
+    """Return into how many a parameter is cut, before FSDP2 shards it over dp_shard x cp.
+
+    Args:
+        is_gathered: once FSDP2 has gathered it again.
+    """
+    tp = parallelism.tensor_parallel_degree
+    if parameter.layout == "experts":  # FSDP2 and ep share dp_shard x cp x tp
+        return parallelism.expert_parallel_degree if is_gathered else tp
+    return tp if len(parameter.shape) > 1 else 1
 
 
 def choose_reduction(config: JobConfig, load: Load, num_microbatches: int) -> JobConfig:
@@ -141,7 +158,8 @@ def least_memory(config: JobConfig, load: Load, num_microbatches: int) -> dict[s
     shard = load.trained * width / shards
     kept = {
         "weights": load.parameters * width / shards,
-        "optimizer": 2 * shard,  # two moments
+        # two moments; of a matrix-wise optimizer, one
+        "optimizer": (2 if config.optimizer.name in ("AdamW", "Adam") else 1) * shard,
     }
     in_step = 0 if config.optimizer.early_step_in_backward else shard
     return kept | (in_backward if gathered + whole > in_step else {"gradients": in_step})

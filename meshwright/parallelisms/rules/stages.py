@@ -1,9 +1,10 @@
 """The stages of a pipeline: which modules each has, and which rank has which. Free of torch."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from meshwright.config.job_config import JobConfig
 from meshwright.config.parallelism import Parallelism
@@ -143,12 +144,12 @@ def check_split_float8(config: JobConfig) -> None:
 
 
 def assign_modules(
-    parallelism: Parallelism, num_layers: int, *, layer: int, embedding: int, output: int
+    parallelism: Parallelism, layers: Sequence[int], *, embedding: int, output: int
 ) -> list[list[str]]:
     """Return the names of the modules of every stage: as the config says, else split evenly.
 
     Args:
-        layer, embedding, output: parameters of each.
+        layers, embedding, output: parameters of each.
 
     Raises:
         ConfigError: if there are fewer layers than stages, or the config leaves out a module,
@@ -156,6 +157,7 @@ def assign_modules(
     """
     key = "parallelism.module_fqns_per_model_part"
     given, stages = parallelism.module_fqns_per_model_part, num_stages(parallelism)
+    num_layers = len(layers)
     check(
         stages <= num_layers,
         "parallelism.pipeline_parallel_degree",
@@ -164,7 +166,7 @@ def assign_modules(
         f"use at most {num_layers * parallelism.pipeline_parallel_degree // stages}",
     )
     if not given or parallelism.pipeline_parallel_degree == 1:
-        return split_evenly(num_layers, stages, layer=layer, embedding=embedding, output=output)
+        return split_evenly(layers, stages, embedding=embedding, output=output)
     check(
         len(given) == stages,
         key,
@@ -220,7 +222,7 @@ def stages_of_rank(rank: int, num_ranks: int, num_stages: int, schedule: str) ->
 
 
 def split_evenly(
-    num_layers: int, num_stages: int, *, layer: int, embedding: int, output: int
+    layers: Sequence[int], num_stages: int, *, embedding: int, output: int
 ) -> list[list[str]]:
     """Return the names of the modules of each stage, so that the costliest stage is as cheap as can
     be.
@@ -228,10 +230,10 @@ def split_evenly(
     Every stage has at least one layer; the first also the embedding, the last also norm and output.
 
     Args:
-        layer, embedding, output: cost of each. With parameters as the cost, it stands for time in
+        layers, embedding, output: cost of each. With parameters as the cost, it stands for time in
             layers and output, and for memory in all three.
     """
-    bounds = _even_bounds(num_layers, num_stages, layer, embedding, output)
+    bounds = _even_bounds(tuple(layers), num_stages, embedding, output)
     parts = [[f"layers.{index}" for index in range(start, end)] for start, end in pairwise(bounds)]
     parts[0].insert(0, "tok_embeddings")
     parts[-1] += ["norm", "output"]
@@ -240,9 +242,10 @@ def split_evenly(
 
 @cache  # a search asks for the same split hundreds of times, 50 ms each for 126 layers
 def _even_bounds(
-    num_layers: int, num_stages: int, layer: int, embedding: int, output: int
+    layers: tuple[int, ...], num_stages: int, embedding: int, output: int
 ) -> tuple[int, ...]:
     """Return the first layer of each stage, and the number of layers."""
+    num_layers, before = len(layers), [0, *accumulate(layers)]  # costs of the first n layers
     heaviest = [0] * (num_layers + 1)  # of the best split of the first n layers into s stages
     squares = [0] * (num_layers + 1)  # its sum of squared costs: between equals, the most even
     starts: list[list[int]] = []  # by stage and n: where the last of those s stages begins
@@ -253,7 +256,7 @@ def _even_bounds(
             options = [
                 (max(heaviest[start], cost), squares[start] + cost**2, start)
                 for start in range(stage, end if stage else 1)
-                for cost in [(end - start) * layer + extra]
+                for cost in [before[end] - before[start] + extra]
             ]
             found[end] = min(options)
         heaviest, squares, begins = (list(column) for column in zip(*found, strict=True))

@@ -1,12 +1,19 @@
-"""Learning rate and weight decay of each parameter, by its name. Free of torch."""
+"""Optimizer, learning rate and weight decay of each parameter, by its name; and the decay of the
+mean of all. Free of torch."""
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
+from meshwright.config.job_config import JobConfig
 from meshwright.config.training import Optimizer, ParameterGroup
-from meshwright.system.errors import check
+from meshwright.models.table import Parameter
+from meshwright.system.errors import check, did_you_mean
+from meshwright.train.optim.registry import OPTIMIZERS, MatrixWise
+
+FALLBACK = "AdamW"
+"""Optimizer of the parameters that a matrix-wise one does not take by itself."""
 
 
 class Settings(NamedTuple):
@@ -43,6 +50,77 @@ def settings_of(name: str, num_dims: int, config: Optimizer) -> Settings:
         return Settings(1.0, decay)
     group = config.groups[index]
     return Settings(group.lr_scale, decay if group.weight_decay is None else group.weight_decay)
+
+
+def optimizer_of(name: str, parameter: Parameter | None, config: Optimizer) -> str:
+    """Return the name of a parameter's optimizer: its group's choice, or else by its role.
+
+    Args:
+        parameter: its declaration; None: every optimizer of `config` takes any parameter.
+    """
+    index = group_of(name, config.groups)
+    chosen = None if index is None else config.groups[index].optimizer
+    if chosen is not None:
+        return chosen
+    is_matrix = parameter is None or parameter.role in ("matrix", "experts")
+    is_for_all = not isinstance(OPTIMIZERS[config.name], MatrixWise)
+    return config.name if is_matrix or is_for_all else FALLBACK
+
+
+def heads_of(name: str, parameter: Parameter) -> int:
+    """Return into how many matrices `optimizer.muon.split_heads` cuts a parameter, by rows."""
+    is_projection = name.endswith((".wq.weight", ".wk.weight", ".wv.weight"))
+    return parameter.parts[1] if is_projection and parameter.parts else 1
+
+
+def check_optimizers(config: Optimizer, table: Mapping[str, Parameter]) -> dict[str, str]:
+    """Return the name of each parameter's optimizer.
+
+    Args:
+        table: declares every parameter of the model, by name.
+
+    Raises:
+        ConfigError: if there is no such optimizer, or a parameter has none that takes it.
+    """
+    key = "optimizer.name"
+    check(config.name in OPTIMIZERS, key, config.name, *_unknown(config.name))
+    for index, group in enumerate(config.groups):
+        if group.optimizer is not None:
+            key = f"optimizer.groups.{index}.optimizer"
+            known = group.optimizer in OPTIMIZERS
+            check(known, key, group.optimizer, *_unknown(group.optimizer))
+    found = {name: optimizer_of(name, one, config) for name, one in table.items()}
+    wholes = {name for name, one in OPTIMIZERS.items() if isinstance(one, MatrixWise)}
+    for name, parameter in table.items():
+        number = group_of(name, config.groups)
+        is_chosen = number is not None and config.groups[number].optimizer is not None
+        check(
+            parameter.role is not None or is_chosen or config.name not in wholes,
+            "optimizer.name",
+            config.name,
+            f"{name} of shape {parameter.shape} has no role that tells its optimizer",
+            f'add [[optimizer.groups]] with parameters = ["{name}"] and optimizer = "{FALLBACK}"',
+        )
+        check(
+            len(parameter.shape) in (2, 3) or found[name] not in wholes,
+            f"optimizer.groups.{number}.optimizer",
+            found[name],
+            f"is for matrices, and {name} has the shape {parameter.shape}",
+            f'match it in an earlier group with optimizer = "{FALLBACK}"',
+        )
+    used = sorted(wholes.intersection(found.values()))
+    check(
+        not (used and config.early_step_in_backward),
+        "optimizer.early_step_in_backward",
+        True,
+        f"{', '.join(used)} needs whole matrices of gradients, and ranks have parts at other times",
+        "leave it out",
+    )
+    return found
+
+
+def _unknown(name: str) -> tuple[str, str]:
+    return "no such optimizer", did_you_mean(name, OPTIMIZERS)
 
 
 def find_names(key: str, pattern: str, names: Sequence[str]) -> set[str]:
@@ -102,18 +180,38 @@ def fitted_groups(groups: Sequence[ParameterGroup], names: Sequence[str]) -> lis
     return [group for index, group in enumerate(fitted) if index in used]
 
 
-def describe(config: Optimizer, num_dims: Mapping[str, int], frozen: Iterable[str] = ()) -> str:
-    """Say how many parameters are trained with which settings.
+def describe(config: Optimizer, table: Mapping[str, Parameter], frozen: Iterable[str] = ()) -> str:
+    """Say how many parameters are trained by which optimizer with which settings.
 
     Args:
-        num_dims: dimensions of every parameter of the model, by name.
+        table: declares every parameter of the model, by name.
     """
     left_out = set(frozen)
-    counts = Counter(
-        settings_of(name, dims, config) for name, dims in num_dims.items() if name not in left_out
-    )
-    parts = []
-    for (lr_scale, weight_decay), count in counts.items():
-        scale = f", lr x {lr_scale:g}" if lr_scale != 1 else ""
-        parts.append(f"{count} parameters with weight decay {weight_decay:g}{scale}")
-    return f"{config.name}: {'; '.join(parts)}"
+    counts: dict[str, Counter[Settings]] = {}
+    for name, parameter in table.items():
+        if name not in left_out:
+            settings = settings_of(name, len(parameter.shape), config)
+            counts.setdefault(optimizer_of(name, parameter, config), Counter())[settings] += 1
+    lines = []
+    for optimizer, of_kind in counts.items():
+        parts = []
+        for (lr_scale, weight_decay), count in of_kind.items():
+            scale = f", lr x {lr_scale:g}" if lr_scale != 1 else ""
+            parts.append(f"{count} parameters with weight decay {weight_decay:g}{scale}")
+        lines.append(f"{optimizer}: {'; '.join(parts)}")
+    return ". ".join(lines)
+
+
+def average_decay(config: JobConfig) -> float | None:
+    """Return the share that `checkpoint.average` keeps per step; None: there is no mean.
+
+    Raises:
+        ConfigError: if a step has more tokens than its window.
+    """
+    decay, window = config.checkpoint.average.decay, config.checkpoint.average.window_tokens
+    if window is None:
+        return decay
+    tokens = config.training.global_batch_size * config.training.seq_len
+    rule, fix = "is no more than the tokens of one step", f"raise it above {tokens}"
+    check(window > tokens, "checkpoint.average.window_tokens", window, rule, fix)
+    return 1 - tokens / window

@@ -7,8 +7,8 @@ An optimizer of the table
 * is updated by `update` alone, which can have the kernel divide the gradients, and can hold an
   update back: parameters and state, its count of steps included, then stay bitwise the same, and
   the host does not learn of it;
-* updates a parameter from that parameter, its gradient and its state alone, so that
-  `OptimizerInBackward` may update one at a time;
+* updates a parameter from that parameter, its gradient and its state alone, and, if it is
+  `ElementWise`, each element so, which lets `OptimizerInBackward` update one at a time;
 * begins with a state of zeros, also if its first update is held back;
 * keeps every state as a tensor, in the parameter's layout or with one element: checkpoints hold
   nothing else (`checkpoint/state.py` refuses other state).
@@ -18,28 +18,28 @@ An optimizer of the table
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from inspect import unwrap
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from meshwright.config.job_config import JobConfig
 from meshwright.config.training import Optimizer
+from meshwright.models.table import Parameter
 from meshwright.parallelisms.shards import is_dtensor
 from meshwright.train.optim.gradients import local_square_sum
-from meshwright.train.optim.groups import Settings, settings_of
+from meshwright.train.optim.groups import Settings, heads_of, optimizer_of, settings_of
+from meshwright.train.optim.matrices import MatrixOptimizer
+from meshwright.train.optim.registry import OPTIMIZERS, ElementWise, Function, Groups
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
-
-Groups = list[dict[str, Any]]
-
-Build = Callable[[Groups, Optimizer], torch.optim.Optimizer]
-"""From parameter groups and the config to an optimizer: fused, with its own keys of the config."""
 
 Kind = TypeVar("Kind", bound=torch.optim.Optimizer)
 
@@ -56,27 +56,34 @@ def without_compiler(kind: type[Kind]) -> type[Kind]:
     return type(kind.__name__, (kind,), methods)
 
 
-def _adam(kind: type[torch.optim.Adam]) -> Build:
-    own = without_compiler(kind)
-
-    def build(groups: Groups, config: Optimizer) -> torch.optim.Optimizer:
-        betas = (config.beta1, config.beta2)
-        return own(groups, lr=config.lr, betas=betas, eps=config.eps, fused=True)
-
-    return build
+def _build(
+    kind: type[torch.optim.Adam], groups: Groups, config: Optimizer
+) -> torch.optim.Optimizer:
+    betas = (config.beta1, config.beta2)
+    return without_compiler(kind)(groups, lr=config.lr, betas=betas, eps=config.eps, fused=True)
 
 
-OPTIMIZERS: dict[str, Build] = {
-    "AdamW": _adam(torch.optim.AdamW),
-    "Adam": _adam(torch.optim.Adam),
-}
+build_adamw, build_adam = partial(_build, torch.optim.AdamW), partial(_build, torch.optim.Adam)
 
 LR_SCALE = "lr_scale"
 """Key of a parameter group: factor on the job's learning rate."""
 
+PART = "part"
+"""Key of a parameter group: number of its optimizer among `SeveralOptimizers`."""
+
+Group = dict[str, Any]
+
+
+def found(function: Function) -> Callable[..., Any]:
+    """Return a function of the registry."""
+    return resolve_name(function) if isinstance(function, str) else function
+
 
 def build_optimizer(
-    named_parameters: Iterable[tuple[str, nn.Parameter]], config: Optimizer
+    named_parameters: Iterable[tuple[str, nn.Parameter]],
+    config: Optimizer,
+    table: Mapping[str, Parameter] | None = None,
+    ranks: ProcessGroup | None = None,
 ) -> torch.optim.Optimizer:
     """Build the optimizer that `config` names, one parameter group for all of the same settings.
 
@@ -85,17 +92,67 @@ def build_optimizer(
 
     Args:
         named_parameters: with their names in the plain model; of a pipeline, this rank's.
+        table: declares them all; needed by optimizers that are not `ElementWise`.
+        ranks: that hold the same parameters; None: this one alone.
     """
-    by_settings: dict[Settings, list[nn.Parameter]] = defaultdict(list)
+    groups: dict[str, dict[Settings, Group]] = {}
+    heads: dict[nn.Parameter, int] = {}
     for name, parameter in named_parameters:
-        by_settings[settings_of(name, parameter.ndim, config)].append(parameter)
-    groups = [
-        {"params": parameters, "weight_decay": settings.weight_decay, LR_SCALE: settings.lr_scale}
-        for settings, parameters in by_settings.items()
-    ]
-    optimizer = OPTIMIZERS[config.name](groups, config)
+        chosen = optimizer_of(name, table[name] if table else None, config)
+        settings = settings_of(name, parameter.ndim, config)
+        group = {"weight_decay": settings.weight_decay, LR_SCALE: settings.lr_scale}
+        of_kind = groups.setdefault(chosen, {})
+        of_kind.setdefault(settings, {"params": [], **group})["params"].append(parameter)
+        if table and config.muon.split_heads:
+            heads[parameter] = heads_of(name, table[name])
+    parts: list[torch.optim.Optimizer] = []
+    for chosen, of_kind in groups.items():
+        entry, members = OPTIMIZERS[chosen], [*of_kind.values()]
+        if isinstance(entry, ElementWise):
+            parts.append(found(entry.build)(members, config))
+        else:
+            kind = without_compiler(MatrixOptimizer)
+            parts.append(
+                kind(members, found(entry.direction), entry.scale, config.muon, heads, ranks)
+            )
+    is_plain = len(parts) == 1 and not isinstance(parts[0], MatrixOptimizer)
+    optimizer = parts[0] if is_plain else without_compiler(SeveralOptimizers)(parts)
     set_learning_rate(optimizer, config.lr)
     return optimizer
+
+
+class SeveralOptimizers(torch.optim.Optimizer):
+    """Optimizers as one: each has groups of its own, and all of them one state.
+
+    Args:
+        parts: with their groups.
+    """
+
+    def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
+        groups = [
+            group | {PART: number}
+            for number, part in enumerate(parts)
+            for group in part.param_groups
+        ]
+        super().__init__(groups, {})
+        self._parts = parts
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Let each take its step, with what `update` told."""
+        for number, part in enumerate(self._parts):
+            # a load makes new ones of both
+            part.param_groups = [group for group in self.param_groups if group[PART] == number]
+            part.state = self.state
+            for name in ("found_inf", "grad_scale"):
+                if hasattr(self, name):
+                    setattr(part, name, getattr(self, name))
+                elif hasattr(part, name):
+                    delattr(part, name)
+            whole_matrices = isinstance(part, MatrixOptimizer)
+            with nullcontext() if whole_matrices else _on_local_shards(part):
+                if part.param_groups:
+                    part.step()
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
@@ -122,7 +179,8 @@ def update(
     optimizer.grad_scale = (  # type: ignore[attr-defined]
         None if divisor is None else divisor.to(parameter_device)
     )
-    with _on_local_shards(optimizer):
+    is_one = not isinstance(optimizer, SeveralOptimizers)  # these do so themselves
+    with _on_local_shards(optimizer) if is_one else nullcontext():
         optimizer.step()
     del optimizer.found_inf, optimizer.grad_scale  # type: ignore[attr-defined]
 

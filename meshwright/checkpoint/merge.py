@@ -1,0 +1,94 @@
+"""The weighted mean of several checkpoints' weights, tensor by tensor."""
+
+import secrets
+import shutil
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+
+from meshwright.checkpoint import commit
+from meshwright.checkpoint.find import Opened
+from meshwright.checkpoint.index import SavedTensor
+from meshwright.checkpoint.reader import CHUNK, CheckpointWeights
+from meshwright.checkpoint.writer import write
+from meshwright.system.errors import ConfigError
+
+
+class _Means(Mapping[str, Tensor]):
+    """Each mean is computed when it is asked for, so that one at a time is in memory."""
+
+    def __init__(
+        self,
+        parts: Sequence[CheckpointWeights],
+        shares: Sequence[float],
+        like: Mapping[str, Tensor],
+    ) -> None:
+        self._parts, self._shares, self._like = parts, shares, like
+        self._last = torch.empty(0)
+
+    def __getitem__(self, name: str) -> Tensor:
+        # it is written by now, but torch's writer keeps every tensor until the end (2.13)
+        self._last.untyped_storage().resize_(0)
+        like = self._like[name]
+        total = torch.zeros(like.numel(), dtype=torch.float64)
+        for part, share in zip(self._parts, self._shares, strict=True):
+            flat = part.read(name).flatten()
+            for start in range(0, len(flat), CHUNK):  # all of it in fp64 would be a third tensor
+                total[start : start + CHUNK] += flat[start : start + CHUNK].double() * share
+        self._last = total.to(like.dtype, copy=True)
+        return self._last.view(like.shape)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._like)
+
+    def __len__(self) -> int:
+        return len(self._like)
+
+
+def merge(
+    parts: Sequence[Opened],
+    shares: Sequence[float],
+    tensors: Mapping[str, SavedTensor],
+    folder: Path,
+) -> Path:
+    """Write a checkpoint of the sums of `parts` times `shares`, of their weights alone.
+
+    Added up in fp64 in the order of `parts` and rounded once, so the mesh of each does not show. It
+    holds a tensor in fp64 and another one at a time.
+
+    Args:
+        parts: of one model.
+        tensors: to merge, by name, each the same in all parts.
+        folder: where the step's folder is made: of the last part's step.
+
+    Returns:
+        the step's folder.
+
+    Raises:
+        ConfigError: if a part cannot be read, or the merge not be written; nothing of it is left.
+    """
+    manifest, steps = parts[-1].manifest, [part.manifest["step"] for part in parts]
+    facts = {key: value for key, value in manifest.items() if key not in ("files", "crc32")}
+    facts |= {"loss": None, "best_validation": None, "model_only": True}
+    facts["merged"] = {"steps": steps, "weights": [*shares]}
+    like = {
+        name: torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype), device="meta")
+        for name, tensor in tensors.items()
+    }
+    weights = [CheckpointWeights(part.place, saved_name=str) for part in parts]
+    unfinished = commit.unfinished_folder(folder, steps[-1], secrets.token_hex(8))
+    try:
+        with warnings.catch_warnings():  # that there is but one process
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")
+            write(like, unfinished, facts, _Means(weights, shares, like), None)
+    except CheckpointException as error:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        _, (failure, _) = error.failures.popitem()
+        if not isinstance(failure, OSError):
+            raise failure from None
+        raise ConfigError("--out", f"--out {folder}: cannot be written: {failure}") from None
+    return commit.step_folder(folder, steps[-1])

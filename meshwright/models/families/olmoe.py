@@ -1,0 +1,66 @@
+"""OLMoE as data. Free of torch.
+
+Source: Muennighoff et al. 2024, arXiv:2409.02060; dimensions come from the config.json of
+allenai/OLMoE-1B-7B-0924.
+"""
+
+from dataclasses import dataclass
+
+from meshwright.models.args import STD, ExpertArgs
+from meshwright.models.family import EXPERTS, MODULES, Family, HuggingFaceForm
+from meshwright.models.table import DecoderSpec
+
+
+@dataclass(frozen=True)
+class OlmoeArgs(ExpertArgs):
+    """Dimensions of an OLMoE; `hidden_dim` is the inner width of an expert."""
+
+    rope_theta: float = 10000.0
+    n_experts: int = 64
+    n_active: int = 8
+    normalize_experts: bool = False
+
+    def expand(self) -> DecoderSpec:
+        """Queries and keys are normalised over all heads of a token. All matrices start with the
+        same deviation (table 10)."""
+        mixture = self.mixture(self.hidden_dim, out_std=STD)
+        return self.decoder(qk_norm="all", mixtures=[mixture] * self.n_layers)
+
+
+FLAVORS: dict[str, OlmoeArgs] = {
+    "debugmodel": OlmoeArgs(
+        dim=256,
+        n_layers=6,
+        n_heads=8,
+        n_kv_heads=8,
+        hidden_dim=192,
+        vocab_size=2048,
+        n_experts=16,
+        n_active=4,
+    ),
+    "olmoe_1b_7b": OlmoeArgs(2048, 16, 16, 16, 1024, 50304),
+}
+
+
+FAMILY = Family(
+    name="olmoe",
+    args=OlmoeArgs,
+    flavors=FLAVORS,
+    hf=HuggingFaceForm(
+        model_type="olmoe",
+        architecture="OlmoeForCausalLM",
+        modules={
+            **MODULES,
+            **EXPERTS,
+            "layers.{}.attention_norm": "model.layers.{}.input_layernorm",
+            "layers.{}.attention.q_norm": "model.layers.{}.self_attn.q_norm",
+            "layers.{}.attention.k_norm": "model.layers.{}.self_attn.k_norm",
+            "layers.{}.ffn_norm": "model.layers.{}.post_attention_layernorm",
+        },
+        rotated=("attention.wq", "attention.wk", "attention.q_norm", "attention.k_norm"),
+        fixed={"hidden_act": "silu", "attention_bias": False, "clip_qkv": None},
+        defaults={"rms_norm_eps": 1e-5},
+        integers={"n_experts": "num_experts", "n_active": "num_experts_per_tok"},
+        flags={"normalize_experts": ("norm_topk_prob", False)},
+    ),
+)

@@ -1,0 +1,193 @@
+"""A feed-forward of many experts, of which each token goes through a few."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from meshwright.models.grouped import grouped_matmul
+from meshwright.models.layers import FeedForward
+from meshwright.models.router import (
+    BalanceLosses,
+    Router,
+    SumOverRanks,
+    choose_experts,
+    figures_of,
+    gradient_of_losses,
+    load_of_sequences,
+    mean_one,
+    tally,
+    with_gradient,
+)
+from meshwright.models.table import MixtureSpec
+
+Compute = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+"""As `feed_forward`."""
+
+
+class Experts(nn.Module):
+    """The experts' weights, one stacked tensor for each of a feed-forward's three.
+
+    `compute` takes the experts' inputs sorted by expert, so that expert parallelism has one thing
+    to replace.
+    """
+
+    w1: Tensor
+    w2: Tensor
+    w3: Tensor
+
+    def __init__(self, spec: MixtureSpec) -> None:
+        super().__init__()
+        for name, parameter in spec.experts.items():
+            self.register_parameter(name, nn.Parameter(torch.empty(parameter.shape)))
+        self.compute: Compute = feed_forward
+
+    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """(R, D) -> (R, D): the first counts[0] rows go through expert 0, and so on.
+
+        Args:
+            counts: (E,) int64; they add up to R.
+        """
+        return self.compute(rows, counts, self.w1, self.w2, self.w3)
+
+
+def feed_forward(rows: Tensor, counts: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
+    """SwiGLU of (R, D) rows that are sorted by expert; w1 and w3 are (E, F, D), w2 (E, D, F)."""
+    w1, w2, w3 = (weight.to(rows.dtype) for weight in (w1, w2, w3))
+    ends = counts.cumsum(0).to(torch.int32)
+    hidden = F.silu(grouped_matmul(rows, w1, ends)) * grouped_matmul(rows, w3, ends)
+    return grouped_matmul(hidden, w2, ends)
+
+
+class Mixture(nn.Module):
+    """Each token's output is the weighted sum of its K experts', and that of a shared one if any.
+
+    No token is dropped, however many choose one expert. Forward has no side effect: its block may
+    be computed again, and `Decoder` notes its results once. Source: Shazeer et al. 2017,
+    arXiv:1701.06538.
+
+    Attributes:
+        bias: (E,) fp32, added to scores for the choice alone; part of checkpoints.
+        load: (E,) int64, of the last step: tokens of each expert; part of checkpoints.
+        counts: (E,) int64, the same of this step so far, on this rank.
+        figures: (4,) fp32, `figures_of` this step so far, on this rank.
+        losses: of this layer.
+        sum_over_ranks: what context and sequence parallelism put in its place.
+    """
+
+    bias: Tensor
+    load: Tensor
+    counts: Tensor
+    figures: Tensor
+
+    def __init__(self, spec: MixtureSpec) -> None:
+        super().__init__()
+        self.spec = spec
+        self.router = Router(spec.dim, spec.n_experts)
+        self.experts = Experts(spec)
+        self.shared = FeedForward(spec.shared) if spec.shared else None
+        for name, state in spec.state.items():
+            dtype = getattr(torch, state.dtype)
+            self.register_buffer(name, torch.full(state.shape, state.value, dtype=dtype))
+        for name, width, dtype in (
+            ("counts", spec.n_experts, torch.int64),
+            ("figures", 4, torch.float32),
+        ):
+            self.register_buffer(name, torch.zeros(width, dtype=dtype), persistent=False)
+        self.losses = BalanceLosses()
+        self.sum_over_ranks: SumOverRanks = lambda counts: counts
+
+    def forward(self, x: Tensor, chosen: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """(B, S, D) -> (B, S, D), the router's choice of experts, (B S, K) int64, and `figures_of`.
+
+        Args:
+            chosen: (B S, K) experts to take in the place of the router's choice.
+        """
+        spec, tokens = self.spec, x.flatten(0, 1)
+        logits = self.router(tokens)
+        scores = logits.softmax(-1) if spec.scores == "softmax" else logits.sigmoid()
+        groups = spec.n_groups, spec.n_active_groups
+        choice = choose_experts(scores.detach() + self.bias, spec.n_active, *groups)
+        chosen = choice if chosen is None else chosen
+        weights = scores.gather(1, chosen)  # (T, K)
+        if spec.normalizes:
+            weights = weights / (weights.sum(-1, keepdim=True) + spec.normalizer_eps)
+        weights, figures = self._with_losses(weights, logits, scores.detach(), chosen, len(x))
+        order = chosen.flatten().argsort(stable=True)  # of slots (token, k), by expert
+        place = inverse(order)
+        rows = spread(tokens, order, place, spec.n_active)  # (T K, D)
+        out = self.experts(rows, tally(chosen, spec.n_experts))
+        slots = permute(out, place, order).unflatten(0, chosen.shape)  # (T, K, D)
+        y = torch.bmm((weights * spec.scale).to(x.dtype).unsqueeze(1), slots).view(x.shape)
+        return (y if self.shared is None else y + self.shared(x)), choice, figures
+
+    def _with_losses(
+        self, weights: Tensor, logits: Tensor, scores: Tensor, chosen: Tensor, n_sequences: int
+    ) -> tuple[Tensor, Tensor]:
+        """Return `weights`, in whose backward the layer's own losses reach `logits`; and
+        `figures_of`."""
+        losses, of_sequence = self.losses, None
+        of_batch = mean_one(self.load)
+        load = losses.batch * of_batch
+        if losses.sequence:
+            n_experts = self.spec.n_experts
+            loads = load_of_sequences(chosen, n_sequences, n_experts, self.sum_over_ranks)
+            of_sequence = loads.repeat_interleave(len(logits) // n_sequences, 0)
+            load = load + losses.sequence * of_sequence
+        if losses.batch or losses.sequence or losses.z:
+            is_softmax = self.spec.scores == "softmax"
+            gradient = gradient_of_losses(logits.detach(), scores, load, losses.z, is_softmax)
+            weights = with_gradient(weights, logits, gradient)
+        return weights, figures_of(logits.detach(), scores, of_batch, of_sequence)
+
+    @torch.no_grad()
+    def note(self, chosen: Tensor, figures: Tensor) -> None:
+        """Add a forward's results to those of the step; (B S, K) and (4,)."""
+        self.counts += tally(chosen, self.spec.n_experts)
+        self.figures += figures
+
+
+def inverse(order: Tensor) -> Tensor:  # (N,) int64, a permutation
+    """Return the permutation that undoes `order`."""
+    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+
+
+class _Spread(torch.autograd.Function):
+    """(T, D) -> (T K, D): each token's row at each of its K places. Backward reads, too, and adds
+    up each token's K gradients in their order: no atomic additions, whose order is arbitrary."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, order: Tensor, place: Tensor, n_active: int) -> Tensor:
+        ctx.save_for_backward(place)
+        ctx.n_active = n_active
+        return tokens.index_select(0, order // n_active)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        (place,) = ctx.saved_tensors
+        slots = grad.index_select(0, place).unflatten(0, (-1, ctx.n_active))
+        return slots.sum(1), None, None, None
+
+
+class _Permute(torch.autograd.Function):
+    """Rows in another order; backward reads by the inverse."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse)
+        return rows.index_select(0, order)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (inverse,) = ctx.saved_tensors
+        return grad.index_select(0, inverse), None, None
+
+
+# typed
+spread: Callable[[Tensor, Tensor, Tensor, int], Tensor] = _Spread.apply
+permute: Callable[[Tensor, Tensor, Tensor], Tensor] = _Permute.apply

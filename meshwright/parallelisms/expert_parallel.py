@@ -1,0 +1,148 @@
+"""Expert parallelism: each rank has some of the experts, and tokens travel to theirs and back."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.distributed._functional_collectives import (
+    all_reduce,
+    all_to_all_single,
+    wait_tensor,
+)
+from torch.distributed.device_mesh import DeviceMesh
+
+from meshwright.config.training import Experts, Training
+from meshwright.models.decoder import Decoder
+from meshwright.models.mixture import feed_forward, inverse, permute
+from meshwright.models.router import BalanceLosses
+from meshwright.parallelisms.meshes import Meshes
+from meshwright.parallelisms.shards import is_dtensor
+
+
+def balance(model: Decoder, meshes: Meshes, training: Training, options: Experts) -> None:
+    """Set the weights of the routers' own losses, and how they see whole sequences."""
+    tokens = training.global_batch_size * training.seq_len
+    losses = BalanceLosses(
+        options.balance_loss / tokens,
+        options.sequence_balance_loss / tokens,
+        options.router_z_loss / tokens,
+    )
+    groups = tuple(mesh for mesh in (meshes.cp, meshes.tp) if mesh.size() > 1)
+    shared = functools.partial(_sum_over, meshes=groups)  # one, so that layers share a graph
+    for mixture in model.mixtures().values():
+        mixture.losses = losses
+        if groups:
+            mixture.sum_over_ranks = shared
+
+
+def _sum_over(counts: Tensor, *, meshes: tuple[DeviceMesh, ...]) -> Tensor:
+    for mesh in meshes:
+        counts = wait_tensor(all_reduce(counts, "sum", (mesh, 0)))
+    return counts
+
+
+def apply_ep(model: Decoder, mesh: DeviceMesh) -> str:
+    """Cut the experts of `model` in place over `mesh`, the ep axis; best on the meta device.
+
+    Ranks of the axis have different tokens, whatever other axes those differ along. A rank sends
+    each token's row to the ranks of its experts and gets the results back: no token is dropped.
+    Source: Lepikhin et al. 2020, arXiv:2006.16668, section 3.
+
+    Returns:
+        A line for the log.
+    """
+    from torch.distributed.tensor import Shard, distribute_tensor  # takes 0.4 s
+
+    shared = functools.partial(exchanged, mesh=mesh)  # one for all, so that they share a graph
+    for mixture in model.mixtures().values():
+        experts = mixture.experts
+        for name, parameter in [*experts.named_parameters()]:
+            cut = nn.Parameter(distribute_tensor(parameter, mesh, [Shard(0)]))
+            experts.register_parameter(name, cut)
+        experts.compute = shared
+    return f"expert parallelism: experts cut in {mesh.size()}"
+
+
+def exchanged(
+    rows: Tensor, counts: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, *, mesh: DeviceMesh
+) -> Tensor:
+    """As `feed_forward`, but each expert's rows come from all ranks. Collective over `mesh`.
+
+    The host waits for the device once, in forward: it must know how many rows go where.
+    """
+    group, size = mesh.get_group(), mesh.size()
+    received, splits = exchange_counts(counts, group.group_name)
+    to, by = on_host(splits, len(rows))
+    # from (rank, expert) to (expert, rank), so that each expert's rows lie side by side
+    expert = torch.arange(received.shape[1], device=rows.device).repeat(size)
+    expert = expert.repeat_interleave(received.flatten(), output_size=sum(by))
+    order = expert.argsort(stable=True)
+    place = inverse(order)
+    arrived = permute(all_to_all(rows, by, to, group), order, place)
+    own = [weight.to_local() if is_dtensor(weight) else weight for weight in (w1, w2, w3)]
+    out = feed_forward(arrived, received.sum(0), *own)
+    return all_to_all(permute(out, place, order), to, by, group)
+
+
+# one operator, so that activation checkpointing keeps its results: backward does not ask again, nor
+# does the host wait for the device again
+@torch.library.custom_op("meshwright::exchange_counts", mutates_args=())
+def exchange_counts(counts: Tensor, group_name: str) -> tuple[Tensor, Tensor]:
+    """Tell every rank of a group how many rows it gets. Collective.
+
+    Args:
+        counts: (E,) int64, this rank's rows for each expert.
+
+    Returns:
+        (ranks, E / ranks): rows from each rank for each of this rank's experts; and on the host
+        (2, ranks): rows to and from each rank.
+    """
+    # private up to torch 2.13; without it, the group would have to be looked up by its ranks
+    group = dist.distributed_c10d._resolve_process_group(group_name)  # type: ignore[arg-type]
+    sent = counts.view(group.size(), -1)
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=group)
+    return received, torch.stack([sent.sum(1), received.sum(1)]).cpu()
+
+
+@exchange_counts.register_fake
+def _(counts: Tensor, group_name: str) -> tuple[Tensor, Tensor]:
+    size = dist.distributed_c10d._resolve_process_group(group_name).size()  # type: ignore[arg-type]
+    received = counts.new_empty(size, counts.shape[0] // size)
+    return received, counts.new_empty(2, size, device="cpu")
+
+
+def on_host(splits: Tensor, num_rows: int) -> list[list[int]]:  # (2, ranks) int64
+    """Return the values; planning, whose tensors have none, gives equal ones of this sum."""
+    found: list[list[int]] = splits.tolist()
+    return found
+
+
+class _AllToAll(torch.autograd.Function):
+    """Rows to and from every rank of a group; backward goes the other way.
+
+    Not torch's own function with a gradient, which is private. The operator gives a new tensor, so
+    that selective activation checkpointing can keep it.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, by: list[int], to: list[int], group: dist.ProcessGroup
+    ) -> Tensor:
+        ctx.by, ctx.to, ctx.group = by, to, group
+        return wait_tensor(all_to_all_single(rows.contiguous(), by, to, group))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        back = all_to_all_single(grad.contiguous(), ctx.to, ctx.by, ctx.group)
+        return wait_tensor(back), None, None, None
+
+
+all_to_all: Callable[[Tensor, list[int], list[int], dist.ProcessGroup], Tensor] = (
+    _AllToAll.apply  # typed
+)

@@ -1,0 +1,71 @@
+"""The running mean of the weights, for `checkpoint.average`."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from meshwright.parallelisms.data_parallel import reset_after_no_grad
+from meshwright.parallelisms.local_model import LocalModel
+from meshwright.parallelisms.shards import is_dtensor
+
+
+class Average:
+    """An exponential moving average of every parameter, in fp32, in its layout and place.
+
+    Args:
+        decay: share of the mean that an update keeps.
+    """
+
+    def __init__(self, model: LocalModel, decay: float) -> None:
+        self._model, self._decay = model, decay
+        self.tensors: dict[str, Tensor] = {
+            name: torch.empty_like(parameter, dtype=torch.float32, requires_grad=False)
+            for name, parameter in model.named_parameters()
+        }
+        """By the parameters' names; arbitrary until `begin`, or a load."""
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """Set the means to the weights."""
+        for name, parameter in self._model.named_parameters():
+            self.tensors[name].copy_(parameter)
+
+    @torch.no_grad()
+    def update(self, is_held_back: Tensor) -> None:
+        """Take in the weights after a step; not if that was held back.
+
+        Args:
+            is_held_back: () bool, on the device of the step.
+        """
+        for name, parameter in self._model.named_parameters():
+            mean, weight = _local(self.tensors[name]), _local(parameter)
+            # rounded once each, so shards of any mesh get the same bits; see `MatrixOptimizer`
+            new = mean * self._decay + weight.float() * (1 - self._decay)
+            mean.copy_(torch.where(is_held_back.to(mean.device), mean, new))
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Within, the model has the means as its weights. For forwards without gradients."""
+        kept = {}
+        self._reset()  # parameters that are still gathered would stay as they were
+        with torch.no_grad():
+            for name, parameter in self._model.named_parameters():
+                kept[name] = _local(parameter).clone()
+                _local(parameter).copy_(_local(self.tensors[name]))
+        try:
+            yield
+        finally:
+            self._reset()
+            with torch.no_grad():
+                for name, parameter in self._model.named_parameters():
+                    _local(parameter).copy_(kept[name])
+
+    def _reset(self) -> None:
+        for stage in self._model.stages:
+            reset_after_no_grad(stage)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if is_dtensor(tensor) else tensor

@@ -1,0 +1,149 @@
+"""Optimizers whose update of a matrix follows from the whole of it, wherever its parts are."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from meshwright.config.training import Muon
+from meshwright.parallelisms.shards import is_dtensor
+from meshwright.train.optim.exchange import Exchange
+
+MOMENTUM = "momentum"
+"""State of a matrix: the running mean of its gradients, in its type and layout."""
+
+
+class MatrixOptimizer(torch.optim.Optimizer):
+    """Momentum, then a function of whole matrices, then decoupled weight decay.
+
+    Everything but that function works on this rank's shards, in operations that are rounded once:
+    a fused multiply-add would round otherwise at the end of a vector, and so depend on the mesh.
+
+    Args:
+        groups: with `lr` and `weight_decay`.
+        direction, scale: as of `registry.MatrixWise`.
+        heads: number of matrices that a parameter consists of, row by row, if it is several.
+        ranks: that hold the same layers; None: this one alone.
+    """
+
+    found_inf: Tensor
+    """() fp32, while `optimizers.update` updates: not 0: hold it back."""
+
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        direction: Callable[[Tensor, Muon], Tensor],
+        scale: Callable[[int, int, Muon], float],
+        config: Muon,
+        heads: Mapping[nn.Parameter, int],
+        ranks: ProcessGroup | None,
+    ) -> None:
+        super().__init__(groups, {})
+        self._direction_of, self._scale = direction, scale
+        self._config, self._heads = config, heads
+        # now, since planning takes steps with fake tensors alone
+        self._trained = [p for g in groups for p in g["params"] if p.requires_grad]
+        self._exchange = Exchange(self._trained, ranks)
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update every matrix. Collective over the ranks that hold the same layers.
+
+        `found_inf` and `grad_scale` count as of torch's fused optimizers. Without the first, it is
+        torch that asks for the state, by a step of gradients 0: that makes it, and updates nothing,
+        since the function may have no value there, and other stages do not join.
+        """
+        for parameter in self._trained:
+            if MOMENTUM not in self.state[parameter]:
+                self.state[parameter][MOMENTUM] = torch.zeros_like(parameter)
+        if not self._trained or not hasattr(self, "found_inf"):
+            return
+        is_held_back = self.found_inf > 0
+        parts = [self._smoothed(parameter, is_held_back) for parameter in self._trained]
+        wholes = {
+            index: self._direction(self._trained[index], whole)
+            for index, whole in self._exchange.gather(parts).items()
+        }
+        updates = dict(zip(self._trained, self._exchange.scatter(wholes, parts[0]), strict=True))
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                scale = self._scale(*self._size(parameter), self._config)
+                factor = group["lr"] * scale
+                value = _local(parameter)
+                update = updates[parameter].to(value) * factor
+                decayed = value * (1 - group["lr"] * group["weight_decay"])
+                _replace(value, decayed.sub_(update), is_held_back)
+
+    def _smoothed(self, parameter: nn.Parameter, is_held_back: Tensor) -> Tensor:
+        """Take the gradient into the running mean; this rank's part of their matrix, on the device
+        of the exchange."""
+        momentum, mean = self._config.momentum, _local(self.state[parameter][MOMENTUM])
+        if parameter.grad is None:
+            smoothed = torch.zeros_like(mean)
+        else:
+            gradient = _local(parameter.grad)
+            if (divisor := getattr(self, "grad_scale", None)) is not None:
+                gradient /= divisor
+            share = gradient * (1 - momentum)
+            new = mean * momentum + share
+            smoothed = new * momentum + share if self._config.nesterov else new
+            _replace(mean, new, is_held_back)
+        device = parameter.device_mesh.device_type if is_dtensor(parameter) else mean.device
+        return smoothed.to(device, getattr(torch, self._config.dtype))
+
+    def _direction(self, parameter: nn.Parameter, whole: Tensor) -> Tensor:
+        # always (B, R, C) of the same numbers, and so the same kernels multiply it on any mesh
+        matrices = whole.view(-1, *self._size(parameter))
+        return self._direction_of(matrices, self._config).view(whole.shape)
+
+    def _size(self, parameter: nn.Parameter) -> tuple[int, int]:
+        """Return R and C of the matrices that a parameter consists of."""
+        return parameter.shape[-2] // self._heads.get(parameter, 1), parameter.shape[-1]
+
+
+def _replace(old: Tensor, new: Tensor, is_held_back: Tensor) -> None:
+    # bitwise unchanged if held back, also by numbers that are not finite
+    old.copy_(torch.where(is_held_back, old, new))
+
+
+def _local(value: Tensor) -> Tensor:
+    return value.to_local() if is_dtensor(value) else value
+
+
+EPS = 1e-7
+"""Least norm to divide by, as of `torch.optim.Muon`."""
+
+
+def orthogonalise(matrices: Tensor, coefficients: Sequence[float], steps: int) -> Tensor:
+    """Bring all singular values of each matrix near to 1, with the same singular vectors.
+
+    With the usual coefficients they come to lie between about 0.7 and 1.2, but those below about
+    1e-3 of the matrix's norm. Newton-Schulz iteration of degree 5. Source: Jordan 2024,
+    kellerjordan.github.io/posts/muon.
+
+    Args:
+        matrices: (B, R, C), in the type of the products.
+        coefficients: (a, b, c) of a X + b (X X^T) X + c (X X^T)^2 X.
+
+    Returns:
+        (B, R, C), of the same type.
+    """
+    a, b, c = coefficients
+    is_tall = matrices.size(1) > matrices.size(2)
+    x = matrices.mT.contiguous() if is_tall else matrices
+    # row by row: torch cuts the sum of a whole matrix up over threads, whose number then shows
+    norm = torch.linalg.vector_norm(torch.linalg.vector_norm(x.float(), dim=2), dim=1)
+    x = x / norm.clamp(min=EPS).to(x.dtype).view(-1, 1, 1)
+    for _ in range(steps):
+        squared = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(squared, squared, squared, beta=b, alpha=c), x, beta=a)
+    return x.mT.contiguous() if is_tall else x
+
+
+def orthogonal(matrices: Tensor, config: Muon) -> Tensor:
+    """Muon's `MatrixWise.direction`."""
+    return orthogonalise(matrices, config.coefficients, config.steps)

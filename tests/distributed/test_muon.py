@@ -1,0 +1,155 @@
+"""Muon on meshes: the same bits as one process, given the same gradients."""
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from meshwright.checkpoint.state import TrainingTensors
+from meshwright.config.training import Muon, Optimizer
+from meshwright.models.decoder import Decoder
+from meshwright.parallelisms.rules.degrees import ParallelDims
+from meshwright.parallelisms.shards import local_box
+from meshwright.train.optim.optimizers import build_optimizer, set_learning_rate, update
+from tests.helpers.tiny import TINY, parallel_model, plain_model, whole
+
+TABLE = TINY.table.parameters
+MATRICES = [name for name, parameter in TABLE.items() if parameter.role == "matrix"]
+AXES = ("dp_replicate", "dp_shard", "cp", "tp", "pp")
+# the second is held back; all but the first are clipped
+STEPS = ((False, None), (True, 3.0), (False, 1.5), (False, 1.0))
+
+Case = tuple[dict[str, int], dict[str, object], dict[str, object]]
+
+
+def config_of(options: dict[str, object]) -> Optimizer:
+    return Optimizer(name="muon", lr=0.02, muon=Muon(**options))
+
+
+def gradients(step: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return {name: torch.randn(one.shape, generator=generator) for name, one in TABLE.items()}
+
+
+def take_steps(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, numbers: range
+) -> dict[str, torch.Tensor]:
+    """This rank's matrices and their momenta afterwards."""
+    for number in numbers:
+        is_held_back, divisor = STEPS[number]
+        given = gradients(number)
+        for name, parameter in model.named_parameters():
+            if not parameter.requires_grad:
+                continue
+            parameter.grad = torch.empty_like(parameter)
+            mine, offset = local_box(parameter.grad)
+            part = given[name] * (divisor or 1)
+            for dim, (start, length) in enumerate(zip(offset, mine.shape, strict=True)):
+                part = part.narrow(dim, min(start, part.shape[dim]), length)
+            mine.copy_(part)
+        set_learning_rate(optimizer, 0.02 / (number + 1))
+        update(
+            optimizer,
+            torch.tensor(is_held_back),
+            None if divisor is None else torch.tensor(divisor),
+        )
+        optimizer.zero_grad()
+    return state_of(model, optimizer)
+
+
+def state_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    found = {}
+    for name, parameter in model.named_parameters():
+        if name in MATRICES and parameter.requires_grad:
+            found[name] = parameter
+            found[f"{name}.momentum"] = optimizer.state[parameter]["momentum"]
+    return found
+
+
+def alone(options: dict[str, object]) -> tuple[Decoder, torch.optim.Optimizer]:
+    model = plain_model()
+    return model, build_optimizer(model.named_parameters(), config_of(options), TABLE)
+
+
+def _meshes(cases: list[Case]) -> None:
+    for degrees, options, of_model in cases:
+        dims = ParallelDims(**dict.fromkeys(AXES, 1) | degrees)
+        model, meshes = parallel_model(dims, microbatches=(dims.pp, 1), **of_model)
+        optimizer = build_optimizer(
+            model.named_parameters(), config_of(options), TABLE, meshes.stage.get_group()
+        )
+        got = take_steps(model, optimizer, range(len(STEPS)))
+        want = take_steps(*alone(options), range(len(STEPS)))
+        start = dict(plain_model().named_parameters())
+        for key, tensor in got.items():
+            mine, offset = local_box(tensor)
+            theirs = want[key]
+            for dim, (first, length) in enumerate(zip(offset, mine.shape, strict=True)):
+                theirs = theirs.narrow(dim, min(first, theirs.shape[dim]), length)
+            assert torch.equal(mine, theirs), (degrees, options, key)
+            assert isinstance(tensor, DTensor)
+        frozen = of_model.get("frozen", ())
+        for name in MATRICES:
+            assert (name in got) == (name not in frozen) or dims.pp > 1
+            assert name in frozen or not torch.equal(want[name], start[name])
+
+
+def test_two_ranks_update_as_one_to_the_bit(on_ranks) -> None:
+    fp32 = {"dtype": "float32"}
+    on_ranks(
+        2,
+        _meshes,
+        [
+            *(({axis: 2}, {}, {}) for axis in AXES),
+            ({"tp": 2}, fp32 | {"split_heads": True}, {}),
+            ({"dp_shard": 2}, fp32 | {"nesterov": False, "lr_scale": "spectral"}, {}),
+            ({"dp_shard": 2}, {}, {"enable_cpu_offload": True}),
+            ({"dp_shard": 2}, {}, {"frozen": MATRICES[:3]}),
+        ],
+    )
+
+
+def test_four_ranks_update_as_one_to_the_bit(on_ranks) -> None:
+    pairs = [
+        ("dp_shard", "tp"),
+        ("dp_replicate", "dp_shard"),
+        ("dp_replicate", "tp"),
+        ("cp", "tp"),
+        ("pp", "tp"),
+        ("pp", "dp_shard"),
+    ]
+    on_ranks(
+        4,
+        _meshes,
+        [
+            ({"dp_shard": 4}, {}, {}),
+            ({"tp": 2, "dp_shard": 2}, {"split_heads": True, "dtype": "float32"}, {}),
+            *(({one: 2, other: 2}, {}, {}) for one, other in pairs),
+            ({"pp": 2, "dp_shard": 2}, {}, {"frozen": [n for n in TABLE if "layers.0" in n]}),
+        ],
+    )
+
+
+def _state_moves() -> None:
+    dims = ParallelDims(**dict.fromkeys(AXES, 1) | {"dp_shard": 2, "tp": 2})
+    model, meshes = parallel_model(dims)
+    ranks = meshes.stage.get_group()
+    optimizer = build_optimizer(model.named_parameters(), config_of({}), TABLE, ranks)
+    take_steps(model, optimizer, range(2))
+    saved = TrainingTensors(model, optimizer, 0).state_dict()
+    one, its_optimizer = alone({})
+    tensors = TrainingTensors(one, its_optimizer, 0)
+    tensors.load_state_dict({key: whole(tensor) for key, tensor in saved.items()})
+    for key, tensor in tensors.state_dict().items():
+        assert torch.equal(tensor, whole(saved[key])), key
+    want = take_steps(one, its_optimizer, range(2, 4))
+    # back, into a model and a state that hold something else
+    other, _ = parallel_model(dims, seed=1)
+    back = build_optimizer(other.named_parameters(), config_of({}), TABLE, ranks)
+    take_steps(other, back, range(1))
+    TrainingTensors(other, back, 0).load_state_dict(saved)
+    got = take_steps(other, back, range(2, 4))
+    for key, tensor in got.items():
+        assert torch.equal(whole(tensor), want[key]), key
+
+
+def test_a_state_of_four_ranks_continues_on_one_and_back_to_the_bit(on_ranks) -> None:
+    on_ranks(4, _state_moves)

@@ -1,0 +1,148 @@
+"""`meshwright checkpoint merge`: sums, weights, and everything that is refused."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from meshwright.checkpoint.manifest import read_manifest
+from meshwright.checkpoint.reader import CheckpointWeights
+from meshwright.commands.checkpoint_merge import shares_of
+from meshwright.config.job_config import JobConfig
+from meshwright.system.errors import ConfigError
+from meshwright.system.files import Place
+from meshwright.train.preflight import preflight
+from tests.helpers.checkpoints import set_manifest
+from tests.helpers.cli import checkpoint as main
+from tests.helpers.cli import command
+from tests.helpers.hf import SMALL, save_checkpoint
+from tests.helpers.tiny import plain_model
+
+STEPS = (5, 10, 20)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> Path:
+    """A dump folder of three steps with different weights."""
+    folder = tmp_path_factory.mktemp("run") / "checkpoint"
+    for step in STEPS:
+        save_checkpoint(folder, plain_model(SMALL, seed=step), SMALL, step)
+    return folder.parent
+
+
+def merge(run: Path, out: Path, steps: str = "5,10,20", weights: str = "mean") -> None:
+    main(["merge", str(run), "--steps", steps, "--weights", weights, "--out", str(out)])
+
+
+def weights_of(folder: Path) -> dict[str, torch.Tensor]:
+    model = plain_model(SMALL)
+    parameters = {name: torch.empty_like(p) for name, p in model.named_parameters()}
+    CheckpointWeights(Place("test", folder)).load(parameters)
+    return parameters
+
+
+@pytest.mark.parametrize(
+    ("text", "shares"),
+    [
+        ("mean", [1 / 3] * 3),
+        ("linear", [1 / 6, 2 / 6, 3 / 6]),
+        ("1-sqrt", [3**-0.5, (2 / 3) ** 0.5 - 3**-0.5, 1 - (2 / 3) ** 0.5]),
+        ("ema=0.75", [0.75**2, 0.25 * 0.75, 0.25]),
+        ("0.5,0.75,-0.25", [0.5, 0.75, -0.25]),
+    ],
+)
+def test_a_merge_is_the_sum_in_fp64_in_the_order_of_steps(
+    made, tmp_path, capsys, text, shares
+) -> None:
+    merge(made, tmp_path / "out", weights=text)
+    assert shares_of(text, 3) == pytest.approx(shares, abs=1e-15)
+    assert math.isclose(sum(shares), 1)
+    found = weights_of(tmp_path / "out/step-20")
+    models = [dict(plain_model(SMALL, seed=step).named_parameters()) for step in STEPS]
+    for name, got in found.items():
+        total = torch.zeros(got.shape, dtype=torch.float64)
+        for share, model in zip(shares_of(text, 3), models, strict=True):
+            total += model[name].detach().double() * share
+        assert torch.equal(got, total.float()), name
+    manifest = read_manifest(tmp_path / "out/step-20")
+    assert manifest["merged"] == {"steps": [5, 10, 20], "weights": shares_of(text, 3)}
+    assert manifest["model_only"]
+    assert f"{len(found)} tensors: " in capsys.readouterr().out
+
+
+def test_others_take_a_merge_and_a_resume_is_refused(made, tmp_path, capsys) -> None:
+    out = tmp_path / "run" / "checkpoint"
+    merge(made, out, steps="5,20")
+    main(["verify", str(out)])
+    args = {name: getattr(SMALL, name) for name in ("dim", "n_layers", "n_heads", "n_kv_heads")}
+    args |= {"hidden_dim": SMALL.hidden_dim, "vocab_size": SMALL.vocab_size}
+    tables = {
+        "model": {"tokenizer_path": "bytes", "args": args},
+        "job": {"dump_folder": str(tmp_path / "new")},
+        "checkpoint": {"initial_load_path": str(out)},
+    }
+    preflight(JobConfig.model_validate(tables), 1)
+    command("generate")([str(out), "--prompt", "a", "--max-new-tokens", "2"])
+    tables |= {"job": {"dump_folder": str(tmp_path / "run")}, "checkpoint": {"enable": True}}
+    with pytest.raises(ConfigError, match=r"the weights alone \(a merge of steps\), and\s+nothing"):
+        preflight(JobConfig.model_validate(tables), 1)
+
+
+@pytest.mark.parametrize(
+    ("steps", "weights", "says"),
+    [
+        ("5,7,8", "mean", "--steps = '7,8': not among .*\n  fix: those are 5, 10, 20"),
+        ("10,5", "mean", "must ascend.*\n  fix: write 5,10"),
+        ("5,5", "mean", "must ascend"),
+        ("5", "mean", "there is nothing to merge"),
+        ("5,x", "mean", "must be steps with commas"),
+        ("5,10", "0.5,0.6", "'0.5,0.6': sum to 1.1, not to 1"),
+        ("5,10", "0.5,0.2,0.3", "3 for 2 steps"),
+        ("5,10", "median", "not understood"),
+        ("5,10", "nan,1", "not understood"),
+        ("5,10", "ema=1.5", "must lie between 0 and 1"),
+    ],
+)
+def test_bad_steps_and_weights_are_one_error(made, tmp_path, steps, weights, says) -> None:
+    with pytest.raises(ConfigError, match=says):
+        merge(made, tmp_path / "out", steps, weights)
+    assert not (tmp_path / "out").exists()
+
+
+def test_parts_of_different_models_are_refused(made, tmp_path) -> None:
+    run = tmp_path / "run"
+    save_checkpoint(run, plain_model(SMALL), SMALL, 1)
+    save_checkpoint(run, plain_model(SMALL).bfloat16(), SMALL, 2)
+    wide = plain_model(SMALL)
+    wide.norm.weight = torch.nn.Parameter(torch.ones(7))
+    save_checkpoint(run, wide, SMALL, 3)
+    for step, key, value in (
+        (4, "model_name", "qwen3"),
+        (5, "model_args", {"dim": 8}),
+        (6, "data_identity", {"model.tokenizer_path": "other"}),
+    ):
+        set_manifest(save_checkpoint(run, plain_model(SMALL), SMALL, step), **{key: value})
+    for step, says in (
+        (2, "is bfloat16 .* there, and float32 .* in step-1"),
+        (3, "norm.weight is float32 7 there, and float32 32"),
+        (4, "is of another model than step-1: qwen3 instead of llama"),
+        (5, "is of another size than step-1"),
+        (6, "is of another tokenizer than step-1: other instead"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            merge(run, tmp_path / "out", f"1,{step}")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_that_is_taken_or_a_runs_own_is_refused(made, tmp_path) -> None:
+    merge(made, tmp_path / "out", "5,10")
+    with pytest.raises(ConfigError, match="step-10 is there\n  fix: name another"):
+        merge(made, tmp_path / "out", "5,10")
+    with pytest.raises(ConfigError, match="is inside of .*\n  fix: name a folder elsewhere"):
+        merge(made, made / "merged", "5,10")
+    with pytest.raises(ConfigError, match="no such folder"):
+        merge(tmp_path / "none", tmp_path / "other", "5,10")
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="cannot be written: .*Not a directory|File exists"):
+        merge(made, tmp_path / "file", "5,10")

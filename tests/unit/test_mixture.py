@@ -1,0 +1,274 @@
+"""Layers with experts on one process: the choice, the losses of a router, grouped matmuls, and the
+state that is no parameter."""
+
+import dataclasses
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import DeepseekV3Config
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
+
+from meshwright.config.loader import load_config
+from meshwright.config.parallelism import ActivationCheckpoint
+from meshwright.models.decoder import Decoder
+from meshwright.models.families.mixtral import MixtralArgs
+from meshwright.models.families.qwen3_moe import Qwen3MoeArgs
+from meshwright.models.grouped import grouped_matmul
+from meshwright.models.mixture import Mixture
+from meshwright.models.router import BalanceLosses, choose_experts
+from meshwright.models.table import FeedForwardSpec, MixtureSpec
+from meshwright.parallelisms.activation_checkpoint import apply_ac
+from meshwright.parallelisms.balance import Balance
+from meshwright.parallelisms.initialize import initialize
+from meshwright.system.errors import ConfigError
+from meshwright.train.preflight import preflight
+
+SMALL = MixtralArgs(32, 2, 4, 4, 24, 131, n_experts=6, n_active=2)
+SPEC = MixtureSpec(32, 24, 8, 3, normalizes=True, std=0.3, out_std=0.3)
+GROUPED = dataclasses.replace(
+    SPEC,
+    scores="sigmoid",
+    normalizer_eps=1e-20,
+    scale=2.5,
+    n_groups=4,
+    n_active_groups=2,
+    shared=FeedForwardSpec(32, 48, 0.3, 0.3),
+)
+
+
+def mixture_of(spec: MixtureSpec) -> Mixture:
+    torch.manual_seed(0)
+    mixture = Mixture(spec)
+    for parameter in mixture.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    for name, state in spec.state.items():
+        getattr(mixture, name).fill_(state.value)
+    mixture.counts.zero_()
+    mixture.figures.zero_()
+    return mixture
+
+
+def test_equal_scores_go_to_the_first_expert() -> None:
+    scores = torch.randint(-2, 3, (500, 16)).float() / 4
+    scores[0, :8], scores[0, 8:] = 0.0, -0.0
+    want = scores.sort(dim=-1, descending=True, stable=True).indices[:, :5]
+    assert torch.equal(choose_experts(scores, 5, 1, 1), want)
+    assert not torch.equal(scores.topk(5).indices, want)  # so the test can fail
+
+
+@pytest.mark.parametrize("widths", [(32, 24), (30, 22)], ids=["grouped", "loop"])
+def test_a_grouped_matmul_is_a_matmul_for_each_expert(widths) -> None:
+    """Groups of 0 rows and of 1 included."""
+    rows_in, out = widths
+    counts = torch.tensor([3, 0, 1, 7, 0])
+    rows = torch.randn(11, rows_in, requires_grad=True)
+    weight = torch.randn(5, out, rows_in, requires_grad=True)
+    got = grouped_matmul(rows, weight, counts.cumsum(0).int())
+    parts = rows.split(counts.tolist())
+    want = torch.cat([F.linear(part, own) for part, own in zip(parts, weight, strict=True)])
+    assert torch.allclose(got, want, rtol=1e-5, atol=1e-6)
+    upstream = torch.randn_like(got)
+    grads = torch.autograd.grad(got, (rows, weight), upstream)
+    for a, b in zip(grads, torch.autograd.grad(want, (rows, weight), upstream), strict=True):
+        assert torch.allclose(a, b, rtol=1e-5, atol=1e-6)
+    assert not grads[1][1].any()
+
+
+@pytest.mark.parametrize("spec", [SPEC, GROUPED], ids=["softmax", "sigmoid"])
+@pytest.mark.parametrize("losses", [(0.3, 0, 0), (0, 0.3, 0), (0, 0, 0.3), (0.1, 0.2, 0.3)])
+def test_a_routers_losses_have_the_gradients_of_autograd(spec, losses) -> None:
+    mixture, x = mixture_of(spec), torch.randn(3, 16, 32)
+    mixture.load.copy_(torch.arange(8) + 1)
+    upstream = torch.randn(3, 16, 32)
+    plain, choice, _ = mixture(x)
+    logits = mixture.router(x.flatten(0, 1))
+    scores = logits.softmax(-1) if spec.scores == "softmax" else logits.sigmoid()
+    share = (scores / scores.sum(-1, keepdim=True)).view(3, 16, 8)
+    batch, sequence, z = losses
+    counts = F.one_hot(choice.view(3, -1), 8).sum(1)  # (B, E)
+    by_sequence = (8 * counts / counts.sum(1, keepdim=True)).unsqueeze(1)
+    by_batch = 8 * mixture.load / mixture.load.sum()
+    own = (share * (batch * by_batch + sequence * by_sequence)).sum()
+    own = own + z * logits.logsumexp(-1).square().sum()
+    wanted = torch.autograd.grad((plain * upstream).sum() + own, mixture.router.weight)[0]
+    mixture.losses = BalanceLosses(batch, sequence, z)
+    out, _, figures = mixture(x)
+    (got,) = torch.autograd.grad((out * upstream).sum(), mixture.router.weight)
+    assert torch.equal(out, plain)
+    assert torch.allclose(got, wanted, rtol=1e-4, atol=1e-5)
+    assert figures[0].item() == pytest.approx((share * by_batch).sum().item(), rel=1e-5)
+    if sequence:
+        assert figures[1].item() == pytest.approx((share * by_sequence).sum().item(), rel=1e-5)
+
+
+def test_sigmoid_groups_bias_scale_and_a_shared_expert_equal_deepseek() -> None:
+    config = DeepseekV3Config(
+        hidden_size=32,
+        moe_intermediate_size=24,
+        n_routed_experts=8,
+        num_experts_per_tok=3,
+        n_group=4,
+        topk_group=2,
+        n_shared_experts=2,
+        routed_scaling_factor=2.5,
+        norm_topk_prob=True,
+        experts_implementation="eager",
+    )
+    ours, theirs = mixture_of(GROUPED), DeepseekV3MoE(config)
+    ours.bias.copy_(torch.randn(8) / 4)
+    state = {
+        "gate.weight": ours.router.weight,
+        "gate.e_score_correction_bias": ours.bias,
+        "experts.gate_up_proj": torch.cat([ours.experts.w1, ours.experts.w3], 1),
+        "experts.down_proj": ours.experts.w2,
+        "shared_experts.gate_proj.weight": ours.shared.w1.weight,
+        "shared_experts.down_proj.weight": ours.shared.w2.weight,
+        "shared_experts.up_proj.weight": ours.shared.w3.weight,
+    }
+    theirs.load_state_dict(state)
+    x = torch.randn(2, 16, 32)
+    got, want = ours(x)[0], theirs(x)
+    assert (got - want).abs().max() <= 1e-5 * want.abs().max()
+    for out in (got, want):
+        out.square().mean().backward()
+    for a, b in (
+        (ours.router.weight.grad, theirs.gate.weight.grad),
+        (ours.experts.w2.grad, theirs.experts.down_proj.grad),
+        (ours.shared.w1.weight.grad, theirs.shared_experts.gate_proj.weight.grad),
+    ):
+        assert (a - b).abs().max() <= 1e-5 * b.abs().max()
+
+
+def model_of(args: MixtralArgs = SMALL) -> Decoder:
+    model = Decoder(args, 16)
+    initialize(model, 0)
+    return model
+
+
+def test_state_is_in_the_table_and_only_first_values_reset_it() -> None:
+    model = model_of()
+    persistent = model.state_dict().keys() - dict(model.named_parameters()).keys()
+    assert persistent == model.table.state.keys()
+    state = model.state_dict()
+    for name, declared in model.table.state.items():
+        assert state[name].shape == declared.shape
+        assert str(state[name].dtype) == f"torch.{declared.dtype}"
+        assert (state[name] == declared.value).all()
+    model.layers["0"].feed_forward.bias.fill_(3)
+    model.init_buffers()  # as after a load
+    assert (model.layers["0"].feed_forward.bias == 3).all()
+    model.init_state()
+    assert not model.layers["0"].feed_forward.bias.any()
+
+
+@pytest.mark.parametrize("mode", ["none", "full"])
+def test_tokens_count_once_in_training_and_never_in_validation(mode) -> None:
+    model = model_of()
+    if mode == "full":
+        apply_ac(model.layers, ActivationCheckpoint(mode="full"))
+    tokens = torch.randint(131, (2, 16))
+    with torch.no_grad():
+        model(tokens)
+    for _ in range(2):
+        model(tokens).sum().backward()
+    for mixture in model.mixtures().values():
+        assert mixture.counts.sum() == 2 * 2 * 16 * SMALL.n_active
+
+
+def test_recomputation_keeps_the_chosen_experts(monkeypatch) -> None:
+    """Where the router would choose others the second time, as rounding may make it."""
+    model, tokens = model_of(), torch.randint(131, (2, 16))
+    model(tokens).square().mean().backward()
+    want = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    apply_ac(model.layers, ActivationCheckpoint(mode="full"))
+    loss = model(tokens).square().mean()
+    for mixture in model.mixtures().values():
+        mixture.bias.copy_(-torch.arange(6) * 10)  # which counts in the choice alone
+    loss.backward()
+    for parameter, grad in zip(model.parameters(), want, strict=True):
+        assert torch.allclose(parameter.grad, grad, rtol=1e-5, atol=1e-9)
+
+
+def test_a_step_that_is_held_back_moves_neither_bias_nor_load(monkeypatch) -> None:
+    monkeypatch.setattr("torch.distributed.all_reduce", lambda tensor: None)
+    model = model_of()
+    balance = Balance([model], 0.01)
+    for is_held_back in (True, False):
+        model(torch.randint(131, (2, 16))).sum().backward()
+        counts = {n: mixture.counts.clone() for n, mixture in model.mixtures().items()}
+        sums = balance.sums(torch.device("cpu"), 1)
+        figures = balance.after_step(sums, torch.tensor(is_held_back))
+        for number, mixture in model.mixtures().items():
+            assert not mixture.counts.any()
+            moved = 0 if is_held_back else 0.01 * (counts[number].float().mean() > counts[number])
+            moved = moved - (0 if is_held_back else 0.01 * (counts[number] > 2 * 16 * 2 / 6))
+            assert torch.allclose(mixture.bias, moved + torch.zeros(6))
+            assert torch.equal(
+                mixture.load, torch.ones(6).long() if is_held_back else counts[number]
+            )
+        loads = torch.stack([*counts.values()]) * 6 / (2 * 16 * 2)
+        assert figures["experts/load_max"].item() == pytest.approx(loads.max().item())
+        assert figures["experts/load_min"].item() == pytest.approx(loads.min().item())
+        assert figures["experts/without_tokens"].item() == (loads == 0).sum().item()
+
+
+@functools.cache
+def preflight_of(*words: str, world_size: int = 4) -> object:
+    given = ["--model.tokenizer_path=bytes", *words]
+    return preflight(load_config(given), world_size)
+
+
+MOE = "--model.name=qwen3_moe"
+EP = "--parallelism.expert_parallel_degree="
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ((EP + "2",), "the model has no experts"),
+        (("--experts.balance_loss=0.1",), "experts.balance_loss = 0.1: the model has no experts"),
+        ((MOE, EP + "3"), "(?s)must divide the 4 ranks .* use 1, 2 or 4"),
+        ((MOE, EP + "4", "--model.args.n_experts=6", "--model.args.n_active=2"), "use 1 or 2"),
+        ((MOE, "--model.args.n_active=17"), "n_active = 17: must be at most n_experts = 16"),
+        ((MOE, "--model.args.n_active=1"), "the router does not learn"),
+        ((MOE, "--model.args.n_dense_layers=6"), "below n_layers = 6"),
+        ((MOE, "--float8.enable=true", "--float8.emulate=true"), "experts in float8 are not"),
+        (
+            (
+                MOE,
+                "--parallelism.pipeline_parallel_degree=2",
+                "--parallelism.pipeline_parallel_schedule=ZBVZeroBubble",
+                "--activation_checkpoint.mode=full",
+                "--training.global_batch_size=16",
+                "--compile.enable=false",
+            ),
+            "goes backward twice",
+        ),
+    ],
+)
+def test_bad_input_is_refused_in_one_line(words, message) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        preflight_of(*words)
+    assert "fix:" in str(caught.value) or "use" in str(caught.value)
+
+
+def test_torch_before_2_13_cannot_shard_experts_over_another_mesh(monkeypatch) -> None:
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "2.11.0")
+    with pytest.raises(ConfigError, match="which torch 2.11.0 cannot"):
+        preflight(load_config(["--model.tokenizer_path=bytes", MOE, EP + "2"]), 2)
+
+
+@pytest.mark.parametrize("groups", [(3, 1), (16, 1), (8, 2), (4, 5)])
+def test_groups_that_cannot_be_are_refused(groups) -> None:
+    n_groups, n_active_groups = groups
+    with pytest.raises(ValueError, match=f"n_groups = {n_groups}: "):
+        dataclasses.replace(SPEC, n_groups=n_groups, n_active_groups=n_active_groups)
+
+
+def test_active_parameters_are_those_that_a_token_meets() -> None:
+    args = Qwen3MoeArgs(2048, 48, 32, 4, 6144, 151936, head_dim=128)
+    assert round(args.table.num_active_params / 1e9, 3) == 3.353

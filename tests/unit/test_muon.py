@@ -1,0 +1,192 @@
+"""Muon on one process: torch's own, roles of parameters, and bad input."""
+
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from meshwright.checkpoint.state import TrainingTensors
+from meshwright.config.job_config import JobConfig
+from meshwright.config.training import Muon, Optimizer, ParameterGroup
+from meshwright.models.table import Parameter
+from meshwright.system.errors import ConfigError
+from meshwright.train.optim.groups import check_optimizers, heads_of, optimizer_of
+from meshwright.train.optim.matrices import orthogonalise
+from meshwright.train.optim.optimizers import build_optimizer, set_learning_rate, update
+from meshwright.train.optim.registry import OPTIMIZERS, MatrixWise
+from meshwright.train.preflight import preflight
+from meshwright.train.resolve_model import extend_by
+from tests.helpers.tiny import TINY, plain_model
+
+GO = torch.tensor(False)
+TABLE = TINY.table.parameters
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+
+
+def set_gradients(model: nn.Module, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn(parameter.shape, generator=generator)
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize(
+    ("scale", "of_torch"), [("match_rms_adamw",) * 2, ("spectral", "original")]
+)
+def test_it_is_torchs_on_one_process(nesterov, scale, of_torch) -> None:
+    """But for rounding: torch uses fused operations, and norms in bf16."""
+    model, theirs = plain_model(), plain_model()
+    own = Muon(momentum=0.9, nesterov=nesterov, steps=4, lr_scale=scale)
+    config = Optimizer(name="muon", lr=0.01, weight_decay=0.2, muon=own)
+    optimizer = build_optimizer(model.named_parameters(), config, TABLE)
+    matrices = [p for name, p in theirs.named_parameters() if TABLE[name].role == "matrix"]
+    options = {"momentum": 0.9, "nesterov": nesterov, "ns_steps": 4, "adjust_lr_fn": of_torch}
+    muon = torch.optim.Muon(matrices, lr=0.01, weight_decay=0.2, **options)
+    others = [p for name, p in theirs.named_parameters() if TABLE[name].role != "matrix"]
+    decays = [0.2 if p.ndim > 1 else 0.0 for p in others]
+    groups = [{"params": [p], "weight_decay": d} for p, d in zip(others, decays, strict=True)]
+    adamw = torch.optim.AdamW(groups, lr=0.01, betas=(0.9, 0.95), eps=1e-8, fused=True)
+    for seed in range(3):
+        set_learning_rate(optimizer, 0.01)
+        set_gradients(model, seed)
+        set_gradients(theirs, seed)
+        update(optimizer, GO)
+        muon.step()
+        adamw.step()
+    start = dict(plain_model().named_parameters())
+    for (name, got), want in zip(model.named_parameters(), theirs.parameters(), strict=True):
+        if TABLE[name].role == "matrix":
+            error = (got - want).norm() / (want - start[name]).norm()
+            assert error < 2**-7, name  # an element of bf16 that falls to the other side: 2**-8
+        else:
+            assert torch.equal(got, want), name
+
+
+def test_singular_values_come_near_to_one() -> None:
+    torch.manual_seed(0)
+    for shape in ((3, 32, 32), (2, 16, 64), (2, 64, 16)):
+        found = torch.linalg.svdvals(orthogonalise(torch.randn(shape), COEFFICIENTS, 8))
+        assert ((found > 0.6) & (found < 1.3)).all()
+    assert not orthogonalise(torch.zeros(1, 4, 4), COEFFICIENTS, 5).any()
+
+
+def test_experts_and_heads_are_matrices_each() -> None:
+    """(E, F, D) as E matrices, and the rows of a head as one."""
+    config = Optimizer(name="muon", lr=0.1, weight_decay=0.0, muon=Muon(dtype="float32"))
+    experts = nn.Parameter(torch.zeros(3, 6, 4))
+    experts.grad = torch.randn(3, 6, 4, generator=torch.Generator().manual_seed(0))
+    table = {"w": Parameter((3, 6, 4), "colwise", 0.02)}
+    assert table["w"].role == "experts"
+    update(build_optimizer([("w", experts)], config, table), GO)
+    alone = [nn.Parameter(torch.zeros(6, 4)) for _ in range(3)]
+    for one, gradient in zip(alone, experts.grad, strict=True):
+        one.grad = gradient.clone()
+    one_by_one = {str(i): Parameter((6, 4), "colwise", 0.02) for i in range(3)}
+    optimizer = build_optimizer([(str(i), p) for i, p in enumerate(alone)], config, one_by_one)
+    update(optimizer, GO)
+    assert torch.equal(experts, torch.stack([*alone]))
+
+    name = "layers.0.attention.wq.weight"
+    split = config.model_copy(update={"muon": Muon(dtype="float32", split_heads=True)})
+    assert [heads_of(n, TABLE[n]) for n in (name, name.replace("wq", "wk"))] == [4, 2]
+    assert heads_of("layers.0.attention.wo.weight", TABLE["layers.0.attention.wo.weight"]) == 1
+    queries = nn.Parameter(torch.zeros(TABLE[name].shape))
+    queries.grad = torch.randn(queries.shape, generator=torch.Generator().manual_seed(1))
+    given = queries.grad.clone()
+    update(build_optimizer([(name, queries)], split, TABLE), GO)
+    want = orthogonalise(given.view(4, 8, 32), COEFFICIENTS, 5).view(32, 32)
+    scale = 0.1 * 0.2 * 32**0.5
+    torch.testing.assert_close(queries.detach(), -scale * want, rtol=1e-5, atol=1e-6)
+
+
+def test_the_role_chooses_and_a_group_overrules() -> None:
+    groups = [
+        ParameterGroup(parameters=["layers.0.*.w[123].weight"], optimizer="AdamW"),
+        ParameterGroup(parameters=["output.weight"], optimizer="muon"),
+    ]
+    config = Optimizer(name="muon", groups=groups)
+    found = check_optimizers(config, TABLE)
+    assert found["tok_embeddings.weight"] == found["norm.weight"] == "AdamW"
+    assert found["layers.0.feed_forward.w1.weight"] == "AdamW"
+    assert found["output.weight"] == found["layers.0.attention.wo.weight"] == "muon"
+    assert optimizer_of("norm.weight", TABLE["norm.weight"], Optimizer(name="Adam")) == "Adam"
+    assert check_optimizers(Optimizer(name="muon"), TABLE)["output.weight"] == "AdamW"
+    roles = {TABLE[name].role for name in TABLE}
+    assert roles == {"embedding", "output", "norm", "matrix"}
+    assert Parameter((4,), "colwise", 0.0).role == "bias"
+
+
+def group(pattern: str, optimizer: str) -> dict[str, object]:
+    return {"groups": [ParameterGroup(parameters=[pattern], optimizer=optimizer)]}
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"name": "Muon"}, "optimizer.name = 'Muon': no such optimizer\n  fix: did you mean muon"),
+        (group("norm.*", "muons"), "groups.0.optimizer = 'muons': no such optimizer"),
+        (group("norm.*", "muon"), r"optimizer = 'muon': is for matrices, and norm.weight has"),
+        ({"early_step_in_backward": True}, "early_step_in_backward = True: muon needs whole"),
+    ],
+)
+def test_bad_input_is_one_error(options, says) -> None:
+    config = Optimizer(**{"name": "muon"} | options)
+    with pytest.raises(ConfigError, match=says):
+        check_optimizers(config, TABLE)
+    training = JobConfig().training.model_copy(update={"max_norm": float("inf")})
+    model = JobConfig().model.model_copy(update={"tokenizer_path": "bytes"})
+    job = JobConfig(model=model, training=training, optimizer=config)
+    with pytest.raises(ConfigError, match=says):  # before any rank starts
+        preflight(job, 1)
+
+
+def test_a_parameter_whose_role_is_unknown_needs_a_group() -> None:
+    table = {"conv.weight": Parameter((4, 4, 3, 3), "colwise", 0.02)}
+    with pytest.raises(ConfigError, match=r"conv.weight of shape .* has no role .*\n  fix: add"):
+        check_optimizers(Optimizer(name="muon"), table)
+    assert check_optimizers(Optimizer(), table) == {"conv.weight": "AdamW"}
+    chosen = Optimizer(name="muon", **group("conv.*", "Adam"))
+    assert check_optimizers(chosen, table) == {"conv.weight": "Adam"}
+
+
+@pytest.mark.parametrize("wrong", [[1.0, 2.0], [1.0, 2.0, 3.0, 4.0]])
+def test_coefficients_are_three(wrong) -> None:
+    with pytest.raises(ValueError, match=f"must be three numbers.*these are {len(wrong)}"):
+        Muon(coefficients=wrong)
+
+
+def test_state_that_is_asked_for_changes_no_weight(monkeypatch) -> None:
+    """torch takes a step of gradients 0 for it, of which a direction may be no number."""
+    nan = MatrixWise(lambda matrices, _: matrices / matrices.norm(), lambda *_: 1.0)
+    monkeypatch.setitem(OPTIMIZERS, "nan", nan)
+    model = plain_model()
+    optimizer = build_optimizer(model.named_parameters(), Optimizer(name="nan"), TABLE)
+    saved = TrainingTensors(model, optimizer, 0).state_dict()
+    assert not saved["optimizer.state.layers.0.attention.wq.weight.momentum"].any()
+    for (name, got), want in zip(model.named_parameters(), plain_model().parameters(), strict=True):
+        assert torch.equal(got, want), name
+
+
+def test_a_module_of_the_users_adds_one(tmp_path, monkeypatch) -> None:
+    """The one of docs/extending.md."""
+    text = (Path(__file__).parents[2] / "docs/extending.md").read_text("utf-8")
+    (code,) = re.findall(r"<!-- test: optimizer -->\n```python\n(.*?)```", text, re.DOTALL)
+    (tmp_path / "mine.py").write_text(code, "utf-8")
+    monkeypatch.setattr("meshwright.train.optim.registry.OPTIMIZERS", OPTIMIZERS)
+    before = dict(OPTIMIZERS)
+    try:
+        extend_by(str(tmp_path / "mine.py"))
+        (name,) = OPTIMIZERS.keys() - before.keys()
+        config = Optimizer(name=name, lr=0.5, weight_decay=0.0, muon=Muon(momentum=0.0))
+        weight = nn.Parameter(torch.zeros(2, 2))
+        weight.grad = torch.tensor([[3.0, -4.0], [0.0, 1.0]])
+        table = {"w": dataclasses.replace(TABLE["layers.0.feed_forward.w1.weight"], shape=(2, 2))}
+        update(build_optimizer([("w", weight)], config, table), GO)
+        largest = weight.grad / 4.0
+        torch.testing.assert_close(weight.detach(), -0.5 * largest)
+    finally:
+        for added in OPTIMIZERS.keys() - before.keys():
+            del OPTIMIZERS[added]
