@@ -1,4 +1,5 @@
-"""`meshwright data`: the data of a job, its samples as text, and the caches of tokens."""
+"""`meshwright data`: the data of a job, its samples as text, the caches of tokens; and
+`meshwright tokenize`, which makes them."""
 
 import shutil
 import time
@@ -14,14 +15,21 @@ from meshwright.config.job_config import JobConfig
 from meshwright.config.loader import load_given
 from meshwright.datasets.encoding import Sample, SampleRules
 from meshwright.datasets.named_sources import entries, is_streamed, validation_entries, weights
-from meshwright.datasets.opening import CachedSource, OpenSource, open_training_data, recipe_of
+from meshwright.datasets.opening import (
+    CachedSource,
+    OpenSource,
+    StreamedSource,
+    open_training_data,
+    open_validation_data,
+    recipe_of,
+)
 from meshwright.datasets.stream import Cursor, SampleStream, find_samples
 from meshwright.datasets.token_cache.cache import TokenCache
 from meshwright.datasets.token_cache.claims import SILENCE_S
 from meshwright.datasets.token_cache.tokenizing import cache_folder, default_folder
 from meshwright.datasets.tokenizers.kinds import Tokenizer
 from meshwright.system.errors import ConfigError, check, config_error
-from meshwright.system.log import log_to_console
+from meshwright.system.log import log_to_console, logger
 from meshwright.train.preflight import check_data
 
 
@@ -227,3 +235,39 @@ def _remove(root: Path, name: str) -> None:
     (folder / "cache.npz").unlink(missing_ok=True)
     shutil.rmtree(folder)
     print(f"removed {folder}")
+
+
+def add_options_tokenize(parser: Parser) -> None:
+    """Options of `meshwright tokenize`."""
+    parser.add_argument(
+        "--workers", type=int, metavar="N", default=0, help="processes (default: one per core)"
+    )
+    parser.add_argument("--verify", action="store_true", help="read every byte, repair damage")
+    parser.add_argument("--quiet", action="store_true", help="print nothing for existing caches")
+
+
+def run_tokenize(given: Namespace) -> None:
+    """Tokenise the job's data that is not tokenised yet.
+
+    Raises:
+        ConfigError: if the config is wrong or its data cannot be read.
+    """
+    check(given.workers >= 0, "--workers", given.workers, "must be 0 or more")
+    log_to_console()
+    config = load_given(given)
+    check_data(config)
+    options = {"num_workers": given.workers, "check_all": given.verify}
+    sources = open_training_data(config, **options) + open_validation_data(config, **options)
+    for source in sources if not given.quiet else ():
+        if isinstance(source, StreamedSource):
+            logger.info("%s: streamed, %d shards", source.entry.name, source.num_shards)
+            continue
+        cache = source.cache
+        logger.info(
+            "%s: %s tokens of %s documents, %.2f bytes a token, in %s",
+            source.entry.name,
+            f"{cache.num_tokens:,}",
+            f"{cache.num_documents:,}",
+            cache.num_bytes / cache.num_tokens,
+            cache.folder,
+        )

@@ -59,7 +59,9 @@ COMMANDS = {
     ),
     "config diff": Command("config", "list the keys in which two configs differ", suffix="_diff"),
     "schema": Command("config", "print the JSON Schema of a config, for editors", suffix="_schema"),
-    "tokenize": Command("tokenize_data", "tokenise the data of a job", takes_config=True),
+    "tokenize": Command(
+        "data", "tokenise the data of a job", takes_config=True, suffix="_tokenize"
+    ),
     "data": Command(
         "data",
         "describe the data of a job, print its samples, list and remove token caches",

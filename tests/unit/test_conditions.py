@@ -30,6 +30,8 @@ VALUES: dict[str, Any] = {
     "training.datasets": [{"dataset": "python_stdlib", "weight": 1.0}],
     "training.dataset_format": "os.path:join",
     "training.fp32_modules": ["output"],
+    "training.dataset_where": ["a == 1"],
+    "validation.dataset_where": ["a == 1"],
     "validation.dataset": "json",
     "validation.datasets": [{"dataset": "python_stdlib"}],
     "validation.sample_prompts": ["def "],
@@ -92,6 +94,7 @@ def by_key(table: dict[str, str]) -> dict[str, str]:
     return {f"{section}.{key}": beside for section, keys, beside in rows for key in keys.split()}
 
 
+FILTERS = "dataset_separator dataset_where max_documents"
 AWAKE = by_key(
     {
         "parallelism: enable_async_tensor_parallel": "parallelism.tensor_parallel_degree=2",
@@ -107,7 +110,9 @@ AWAKE = by_key(
         "model: chat_template_path": JSON,
         "training: dataset_subset dataset_revision": 'training.dataset="c4"',
         "training: attention_kernel dataset_split dataset_mode token_cache_folder": "",
-        "training: shuffle_window max_bad_records stream_shards": STREAMED,
+        "training: shuffle_window stream_shards": STREAMED,
+        f"training: {FILTERS}": JSON,
+        f"validation: {FILTERS}": 'validation.enable=true validation.dataset="json"',
         f"validation: freq num_samples datasets {SOURCE}": "validation.enable=true "
         'validation.dataset="json"',
         "validation: dataset sample_prompts": "validation.enable=true",
@@ -138,7 +143,7 @@ AWAKE = by_key(
 """Beside which values each key that can be idle has an effect."""
 ASLEEP = by_key(
     {
-        f"training: {SOURCE}": f"training.datasets={JSON_SOURCE}",
+        f"training: {SOURCE} {FILTERS}": f"training.datasets={JSON_SOURCE}",
         "training: mixed_precision_reduce": 'training.mixed_precision_param="float32"',
         "training: fp32_modules": 'training.mixed_precision_param="float32"',
         "training: token_cache_folder": STREAMED,
