@@ -106,6 +106,6 @@ def test_pages_speak_plainly_to_the_reader() -> None:
 def test_a_page_says_whom_it_is_for_shows_an_example_and_leads_on(page: Path) -> None:
     text = page.read_text("utf-8")
     if page.name != "README.md":
-        assert re.match(r"# .+\n\n(Read this (if you|to)|For looking up) ", text)
+        assert re.match(r"# .+\n\n(Read this (if your?|to)|For looking up)\b", text)
     assert "```" in "".join(text.splitlines(keepends=True)[:30])
     assert text.rstrip().splitlines()[-1].startswith("Next: ")
