@@ -51,7 +51,8 @@ def options(parser: Parser) -> list[argparse.Action]:
 def form(action: argparse.Action) -> str:
     """An option with its value, or an argument, the same in every version of Python."""
     value = action.metavar or "|".join(action.choices or ()) or action.dest.upper()
-    return " ".join([*action.option_strings[-1:], *([] if action.nargs == 0 else [str(value)])])
+    value = value if isinstance(value, str) else " ".join(value)
+    return " ".join([*action.option_strings[-1:], *([] if action.nargs == 0 else [value])])
 
 
 def usage(action: argparse.Action) -> str:

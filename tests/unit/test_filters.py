@@ -149,12 +149,15 @@ def test_a_stream_ends_after_its_part_of_max_documents(most: int, data) -> None:
     assert all((whole.next_sample().tokens == tokens).all() for tokens in samples)
 
 
+FRACTION = ["--training.validation_fraction=0.1", "--validation.enable=true"]
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
         (['--training.dataset_where=["a == 1"]'], "dataset 'python_stdlib' has no rows"),
         (["--training.dataset_separator=x"], "dataset 'python_stdlib' is not \"text\""),
-        (["--training.validation_fraction=0.1"], "is given beside a dataset of [validation]"),
+        ([*FRACTION, "--validation.dataset=c4"], "is given beside a dataset of [validation]"),
     ],
 )
 def test_a_filter_that_a_source_does_not_have_is_refused(words, says) -> None:
