@@ -42,10 +42,13 @@ def announce(plan: Plan, device: torch.device, launch: Launch) -> None:
     shapes = args.parameter_shapes()
     num_trained = sum(math.prod(shape) for name, shape in shapes.items() if name not in plan.frozen)
     logger.info(
-        "%s %s: %s parameters%s",
+        "%s %s: %s parameters%s%s",
         config.model.name,
         config.model.flavor,
         f"{args.table.num_params:,}",
+        f", {args.table.num_active_params:,} of them active for a token"
+        if args.table.mixtures
+        else "",
         f", {num_trained:,} of them trained" if plan.frozen else "",
     )
     logger.info("%s", _describe_tokenizer(plan.tokenizer))

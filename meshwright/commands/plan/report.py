@@ -131,6 +131,8 @@ def to_json(
         "samples_per_step": training.global_batch_size,
         "tokens_per_step": tokens_per_step(plan),
         "microbatches": plan.num_microbatches,
+        "parameters": plan.model_args.table.num_params,
+        "active_parameters": plan.model_args.table.num_active_params,
         "flops_per_token_for_mfu": plan.model_args.table.flops_per_token(training.seq_len),
         "ranks": [asdict(rank) for rank in ranks],
         "remedies": list(remedies),
@@ -141,12 +143,17 @@ def to_text(plan: Plan, ranks: list[RankPlan], device: Device) -> str:
     """Return the plan for people."""
     shown, count, dims = neediest(ranks), plan.num_microbatches, plan.dims
     of = f" (of rank {shown.rank})" if len(ranks) > 1 else ""
+    table, active = plan.model_args.table, ""
+    if table.mixtures:
+        active = f", {_parameters(table.num_active_params)} of them active for a token,"
     lines = [
-        f"{shown.verdict}{of}: {_parameters(plan.model_args.table.num_params)} parameters on "
+        f"{shown.verdict}{of}: {_parameters(table.num_params)} parameters{active} on "
         f"{dims.num_ranks} x {device.name} ({str(dims) or 'one rank'})",
         f"{plan.config.training.global_batch_size} samples, {tokens_per_step(plan):,} tokens per "
         f"step, in {count} microbatch{'es' * (count > 1)} per rank",
     ]
+    if table.mixtures:
+        lines.append("every expert has equally many tokens: imbalance factor 1")
     for rank in ranks:
         lines += ["", *_rank_lines(rank, device)]
     if len(ranks) == 1 and dims.pp > 1:

@@ -34,7 +34,7 @@ from meshwright.config.training import Training, WeightedSource
 from meshwright.models import decoder, document_mask, loss
 from meshwright.models.attention import repeat_heads
 from meshwright.models.batch import Batch
-from meshwright.parallelisms import context_parallel
+from meshwright.parallelisms import context_parallel, expert_parallel
 from meshwright.parallelisms.local_model import allocate
 from meshwright.parallelisms.meshes import Meshes, build_meshes
 from meshwright.system.errors import check
@@ -81,10 +81,20 @@ def simulate(plan: Plan, rank: int, *, is_gpu: bool) -> Simulation:
     try:
         meshes = build_meshes(plan.dims, "cpu")
         fake = FakeTensorMode(allow_non_fake_inputs=True)
-        with as_gpu() if is_gpu else nullcontext(), torch_names.static_pipelines():
+        with ExitStack() as stack:
+            stack.enter_context(as_gpu() if is_gpu else nullcontext())
+            stack.enter_context(torch_names.static_pipelines())
+            stack.enter_context(mock.patch.object(expert_parallel, "on_host", even_splits))
             return run_step(plan, meshes, fake, is_gpu=is_gpu)
     finally:
         dist.destroy_process_group()
+
+
+def even_splits(splits: Tensor, num_rows: int) -> list[list[int]]:
+    """Do `on_host` where tensors have no values: as many rows to and from every rank."""
+    size = splits.shape[1]
+    each = [num_rows // size + (rank < num_rows % size) for rank in range(size)]
+    return [each, each]
 
 
 def run_step(

@@ -271,6 +271,10 @@ def _axes(meshes: Meshes) -> dict[str, tuple[str, range]]:
     """Axis and ranks of every group, by its name; a group of several axes has the first."""
     lines = {axis: getattr(meshes, axis) for axis in ("tp", "cp", "pp")}
     lines |= {axis: meshes.parameters[axis] for axis in ("dp_replicate", "fsdp")}
+    if meshes.experts is not None:
+        lines["efsdp"] = meshes.experts["efsdp"]
+    if meshes.ep is not None:
+        lines["ep"] = meshes.ep
     lines |= {axis: getattr(meshes, axis) for axis in ("loss", "dp", "world")}
     found: dict[str, tuple[str, range]] = {}
     for axis, mesh in lines.items():

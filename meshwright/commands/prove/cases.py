@@ -26,6 +26,11 @@ KEYS = {
 }
 """Config key of each axis of the mesh."""
 
+EP = "expert_parallel_degree"
+"""Key of a mesh's "ep": no axis, but of the ranks along `SHARING` those that share experts."""
+
+SHARING = ("dp_shard", "cp", "tp")
+
 SCHEDULE = "pipeline_parallel_schedule"
 STAGES, STAGES_PER_RANK = "module_fqns_per_model_part", "pipeline_parallel_stages_per_rank"
 RESHARD: tuple[Literal["always", "never"], ...] = ("always", "never")
@@ -57,7 +62,8 @@ class Case:
     @property
     def mesh(self) -> dict[str, int]:
         """Degrees above 1, by axis."""
-        degrees = {axis: getattr(self.config.parallelism, key) for axis, key in KEYS.items()}
+        keys = KEYS | {"ep": EP}
+        degrees = {axis: getattr(self.config.parallelism, key) for axis, key in keys.items()}
         return {axis: degree for axis, degree in degrees.items() if degree > 1}
 
 
@@ -73,6 +79,11 @@ def default_cases(config: JobConfig, small: JobConfig, args: DecoderArgs) -> lis
     shape = cases[0].mesh
     for axis in used:
         cases.append(_largest(f"{axis} alone", config, small, args, [axis], {}))
+    if args.table.mixtures:
+        for mesh in ({"dp_shard": 2}, {"dp_shard": 4}, {"dp_shard": 2, "tp": 2}):
+            if mesh.get("tp", 1) <= largest_tp(args):
+                cases.append(build_case("experts", small, mesh | {"ep": 2}))
+        cases.append(build_case("bf16", small, {"dp_shard": 2, "ep": 2}, kind="bf16"))
     modes: dict[str, dict[str, Any]] = {
         "checkpointed, full": {"activation_checkpoint": {"mode": "full"}},
         "checkpointed, selective": {"activation_checkpoint": {"mode": "selective"}},
@@ -108,6 +119,10 @@ def every_mesh(small: JobConfig, args: DecoderArgs) -> list[Case]:
             continue
         if mesh.get("tp", 1) <= largest_tp(args):
             cases.append(build_case("mesh", small, mesh))
+            most = math.prod(mesh.get(axis, 1) for axis in SHARING) if args.table.mixtures else 1
+            for ep in (2, 4, 8):
+                if ep <= most:
+                    cases.append(build_case("mesh", small, mesh | {"ep": ep}))
     each = {"fsdp_reduce_gradients": "every_microbatch"}  # "auto" of large models
     for mesh in ({"dp_shard": 2}, HSDP):
         name = "2 microbatches, each reduced"
@@ -162,7 +177,7 @@ def _own_cases(
 
 def own_options(config: JobConfig) -> dict[str, dict[str, Any]]:
     """Return the config's options, without its degrees and those tied to the size of the model."""
-    left_out = {*KEYS.values(), STAGES, STAGES_PER_RANK}
+    left_out = {*KEYS.values(), EP, STAGES, STAGES_PER_RANK}
     left_out.add("enable_async_tensor_parallel")  # needs GPUs
     if config.parallelism.pipeline_parallel_degree == 1:
         left_out.add(SCHEDULE)
@@ -215,7 +230,18 @@ def _degrees(parallelism: Parallelism, args: DecoderArgs, axes: Collection[str])
         power = 1 << (most.bit_length() - 1)
         fitting = min(wanted[axis], most) if axis == "pp" else math.gcd(wanted[axis], power)
         mesh[axis] = max(2, fitting)
-    return mesh
+    return _with_ep(mesh, getattr(parallelism, EP))
+
+
+def _with_ep(mesh: dict[str, int], degree: int) -> dict[str, int]:
+    """Return `mesh` with the largest part of an expert-parallel degree that its ranks allow."""
+    ep = math.gcd(degree, *[math.prod(mesh.get(axis, 1) for axis in SHARING)])
+    return mesh | ({"ep": ep} if ep > 1 else {})
+
+
+def num_ranks(mesh: Degrees) -> int:
+    """Return the ranks of a mesh; those of ep are others' ranks."""
+    return math.prod(degree for axis, degree in mesh.items() if axis != "ep")
 
 
 def can_run(case: Case) -> bool:
@@ -229,9 +255,10 @@ def can_run(case: Case) -> bool:
 
 def _compilable(shape: Degrees) -> Degrees:
     """`shape`, or the first axes of it at degree 2: eight compilers on one machine take minutes."""
-    if math.prod(shape.values()) <= 4:
+    if num_ranks(shape) <= 4:
         return shape
-    return dict.fromkeys(itertools.islice(shape, 2), 2)
+    axes = [axis for axis in shape if axis != "ep"]
+    return _with_ep(dict.fromkeys(axes[:2], 2), min(shape.get("ep", 1), 2))
 
 
 def _within_batch(shape: Degrees) -> Degrees:
@@ -259,7 +286,7 @@ def build_case(
     if kind == "bf16 sums" or ("pp" in mesh and not num_microbatches):
         num_microbatches = GLOBAL_BATCH // dp
     updates: dict[str, dict[str, Any]] = {key: dict(values) for key, values in sections.items()}
-    degrees = {key: mesh.get(axis, 1) for axis, key in KEYS.items()}
+    degrees = {key: mesh.get(axis, 1) for axis, key in [*KEYS.items(), ("ep", EP)]}
     updates["parallelism"] = updates.get("parallelism", {}) | degrees
     local = {"local_batch_size": GLOBAL_BATCH // (dp * max(num_microbatches, 1))}
     precision = FP32 if kind == "fp32" else {}
@@ -269,7 +296,7 @@ def build_case(
     updates["training"] = updates.get("training", {}) | local | precision
     config = changed(small, updates)
     shape = " x ".join(f"{axis} {degree}" for axis, degree in mesh.items())
-    return Case(f"{name}: {shape}" if shape else name, config, math.prod(mesh.values()), kind)
+    return Case(f"{name}: {shape}" if shape else name, config, num_ranks(mesh), kind)
 
 
 def distinct(cases: Iterable[Case]) -> list[Case]:

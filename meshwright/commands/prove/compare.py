@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from meshwright.commands.prove.measure import Measurement, ShardComparison
+from meshwright.commands.prove.measure import LATER_STEP, Measurement, ShardComparison
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,10 @@ class Bounds:
     """Of the steps after the first, when weights differ by rounding; and of
     the validation, which is after it."""
     later_grad_norm: float
+    later_gradient: float = math.inf
+    """As `gradient`, after two updates, of models with experts."""
+    other_choices: float = 1e-4
+    """Part of tokens whose router may choose other experts than one process's, by rounding."""
     rounding: float = 0.0
     """Added to `gradient`: times the parameter's own error of rounding, in the reference."""
 
@@ -31,15 +35,18 @@ class Bounds:
 BF16 = 2.0**-8
 """Unit roundoff of bfloat16: the largest relative error of one rounding."""
 
+OTHERS = 8 * BF16
+"""Part of tokens that may get other experts by rounding in bf16; 0.006 were seen in six steps."""
+
 NAMED = 3
 """Tensors of a checkpoint in one line."""
 
 BOUNDS = {
-    "fp32": Bounds(1e-5, 1e-4, 1e-4, 1e-3, 1e-5, 1e-4),
+    "fp32": Bounds(1e-5, 1e-4, 1e-4, 1e-3, 1e-5, 1e-4, later_gradient=1e-4),
     # products of the same numbers, whose sums are in fp32
-    "bf16 sums": Bounds(1e-5, 1e-4, 1e-4, 16 * BF16, BF16 / 8, BF16),
+    "bf16 sums": Bounds(1e-5, 1e-4, 1e-4, 16 * BF16, BF16 / 8, BF16, other_choices=OTHERS),
     # and of numbers that were added up in parts, and rounded
-    "bf16": Bounds(BF16, 4 * BF16, 1e-4, 0.5, BF16, 4 * BF16, rounding=2.0),
+    "bf16": Bounds(BF16, 4 * BF16, 1e-4, 0.5, BF16, 4 * BF16, other_choices=OTHERS, rounding=2.0),
     # rounded to numbers 16 times as far apart: errors are 4 times as large
     "float8 sums": Bounds(1e-5, 1e-4, 1e-4, 64 * BF16, BF16 / 2, 4 * BF16),
     "float8": Bounds(4 * BF16, 16 * BF16, 1e-4, 1.0, 4 * BF16, 16 * BF16, rounding=2.0),
@@ -64,6 +71,9 @@ class Verdict:
     """Name of the parameter."""
     update_error: float = 0.0
     validation_error: float = 0.0
+    later_gradient_error: float = 0.0
+    num_other_choices: int = 0
+    """Tokens, over all ranks and layers, whose router would have chosen other experts."""
     num_different_resumed: int = 0
     """Tensors and figures that a save and a resume have changed, over all ranks."""
 
@@ -82,6 +92,8 @@ class Reference:
     roundings: Mapping[str, float] = field(default_factory=dict)
     """Relative error of every parameter's gradient against one process in fp32: the largest among
     the layers' parameters of its name."""
+    later_gradient_norms: Mapping[str, float] = field(default_factory=dict)
+    """As `gradient_norms`, of the later step of a model with experts."""
 
 
 def compare(
@@ -100,6 +112,7 @@ def compare(
     )
     _compare_gradients(verdict, reference, ranks, bounds)
     _compare_updates(verdict, reference, ranks, bounds.update)
+    _compare_routers(verdict, reference, ranks, bounds)
     _compare_validation(verdict, seen, ranks, bounds.later_loss)
     _compare_resume(verdict, ranks)
     return verdict
@@ -194,6 +207,26 @@ def _compare_updates(
             f"update: wrong for {len(bad)} of {len(errors)} parameters; most for {name}, "
             f"relative error {error:.1e}"
         )
+
+
+def _compare_routers(
+    verdict: Verdict, reference: Reference, ranks: Sequence[Measurement], bounds: Bounds
+) -> None:
+    """Compare what routers of experts have seen and done; of other models nothing is measured."""
+    errors = _errors(reference.later_gradient_norms, [rank.later_gradients for rank in ranks])
+    verdict.later_gradient_error = _worst([0.0, *errors.values()])
+    for error, name in sorted(((error, name) for name, error in errors.items()), reverse=True):
+        if not error <= bounds.later_gradient:
+            text = f"gradient of {name} at step {LATER_STEP}: relative error {error:.1e}"
+            verdict.failures.append(text)
+    others, tokens = (sum(rank.other_choices[i] for rank in ranks) for i in (0, 1))
+    verdict.num_other_choices = others
+    if others > bounds.other_choices * tokens:
+        verdict.failures.append(f"experts: chosen otherwise for {others} of {tokens} tokens")
+    for number, rank in enumerate(ranks):
+        if rank.wrong_state:
+            names = ", ".join(rank.wrong_state[:NAMED])
+            verdict.failures.append(f"state: not as on one process: {names}, on rank {number}")
 
 
 def _errors(

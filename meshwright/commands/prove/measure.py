@@ -23,6 +23,14 @@ from meshwright.commands.prove.job import (
     open_source,
     show_attention,
 )
+from meshwright.commands.prove.replay import (
+    Choices,
+    Recording,
+    Replay,
+    router_state,
+    set_routing,
+    unbalance,
+)
 from meshwright.config.job_config import Checkpoint, JobConfig
 from meshwright.datasets.loader import whole_cursor
 from meshwright.datasets.opening import OpenSource
@@ -126,6 +134,8 @@ def different(mine: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> list[
 
 
 VALIDATED_STEP, SAVED_STEP, LAST_RESUMED_STEP = 1, 4, 6
+LATER_STEP = 3
+"""Whose gradients are compared as well, if there are experts: loads have then been summed."""
 
 Tensors = dict[str, Tensor]
 
@@ -154,6 +164,12 @@ class Measurement:
     """Initial ones, by name."""
     gradients: dict[str, ShardComparison] = field(default_factory=dict)
     """Of step 1, before clipping, by name."""
+    later_gradients: dict[str, ShardComparison] = field(default_factory=dict)
+    """Of step `LATER_STEP` of a model with experts, by name."""
+    wrong_state: list[str] = field(default_factory=list)
+    """Loads and biases of routers that differ in a bit after step `LAST_RESUMED_STEP`."""
+    other_choices: tuple[int, int] = (0, 0)
+    """Tokens whose router would have chosen other experts than it was told, of how many."""
     updates: dict[str, ShardComparison] = field(default_factory=dict)
     """Weights after step `LAST_RESUMED_STEP` minus initial ones, by name."""
     validation: dict[str, float] = field(default_factory=dict)
@@ -177,29 +193,36 @@ def record_reference(config: JobConfig, file: Path) -> Measurement:
     whole = {
         kind: {name: local_box(tensor)[0] for name, tensor in of.items()}
         for kind, of in tensors.items()
+        if kind != "choices"
     }
-    torch.save(whole, file)
+    torch.save(whole | {"choices": tensors["choices"]}, file)
     return measurement
 
 
 def measure(config: JobConfig, world_size: int, file: Path) -> Measurement:
     """Train on this rank's part of the mesh and compare with `file`. Collective."""
     reference = torch.load(file, weights_only=True)
-    measurement, tensors = _measure(config, world_size, file.parent)
+    measurement, tensors = _measure(config, world_size, file.parent, reference["choices"])
     measurement.weights = _boxes(tensors["weights"], reference["weights"])
     measurement.gradients = _boxes(tensors["gradients"], reference["gradients"])
     measurement.updates = _boxes(tensors["updates"], reference["updates"])
+    measurement.later_gradients = _boxes(tensors["later_gradients"], reference["later_gradients"])
+    own = tensors["state"]
+    whole = {name: reference["state"][name] for name in own}
+    measurement.wrong_state = different(own, whole)
     return measurement
 
 
 def _measure(
-    config: JobConfig, world_size: int, folder: Path
-) -> tuple[Measurement, dict[str, Tensors]]:
+    config: JobConfig, world_size: int, folder: Path, choices: Choices | None = None
+) -> tuple[Measurement, dict[str, Any]]:
     """Train, validate, save, and resume; and of this rank's parameters the "weights" and the
-    "gradients" at step 1, and the "updates", by which the first steps have changed them.
+    "gradients" at step 1, and the "updates", by which the first steps have changed them. Of models
+    with experts, too: "later_gradients", the routers' "state", and "choices".
 
     Args:
         folder: where the checkpoint goes, the same on every rank.
+        choices: of experts, to take; None: the routers'.
     """
     torch.compiler.reset()  # graphs of other cases in this process count against a limit
     plan = preflight(config, world_size)
@@ -217,10 +240,17 @@ def _measure(
         show_attention(stage)
         calm_post_norms(stage)
     weights = {name: _copy(parameter) for name, parameter in job.model.named_parameters()}
+    unbalance(job.model)
+    routing = _routing(plan, meshes, choices)
+    set_routing(job.model, routing)
     gradients, done = _keep_gradients(job.model, job.optimizer)
+    later: Tensors = {}
     validate = Validation(plan, [held_out], meshes, cpu)
     checkpoint = SmallCheckpoint(folder, world_size)
     for step in range(1, training.steps + 1):
+        routing.step = step
+        if step == LATER_STEP and plan.model_args.table.mixtures:
+            later, done = _keep_gradients(job.model, job.optimizer)
         loss, grad_norm = job.step(step, seen.samples)
         done()
         seen.losses.append(loss)
@@ -234,21 +264,39 @@ def _measure(
             wanted = {name: _copy(tensor) for name, tensor in job.state_dict().items()}
             now = dict(job.model.named_parameters())
             updates = {name: now[name].detach() - before for name, before in weights.items()}
+            state = router_state(job.model)
     job.close()
-    tensors = {"weights": weights, "gradients": gradients, "updates": updates}
+    seen.other_choices = routing.num_others, routing.num_tokens
+    tensors = {
+        "weights": weights,
+        "gradients": gradients,
+        "updates": updates,
+        "later_gradients": later,
+        "state": state,
+        "choices": routing.choices if isinstance(routing, Recording) else {},
+    }
     torch.compiler.reset()
     resumed, missing = checkpoint.resume(plan, meshes, source)
     seen.wrong_in_checkpoint = sorted({*seen.wrong_in_checkpoint, *missing})
     if resumed is None:
         return seen, tensors
     seen.wrong_after_load = different(resumed.state_dict(), saved)
+    routing = _routing(plan, meshes, choices)
+    set_routing(resumed.model, routing)
     for step in range(SAVED_STEP + 1, LAST_RESUMED_STEP + 1):
+        routing.step = step
         figures = resumed.step(step, seen.resumed_samples)
         if figures != (seen.losses[step - 1], seen.grad_norms[step - 1]):
             seen.wrong_after_resume.append(f"loss or gradient norm of step {step}")
     resumed.close()
     seen.wrong_after_resume += different(resumed.state_dict(), wanted)
     return seen, tensors
+
+
+def _routing(plan: Plan, meshes: Meshes, choices: Choices | None) -> Recording | Replay:
+    training = plan.config.training
+    shape = training.local_batch_size, training.seq_len
+    return Recording() if choices is None else Replay(choices, meshes, shape)
 
 
 def _fail(error: Exception) -> None:

@@ -107,8 +107,9 @@ def _record(run: Run, case: Case, file: Path, exact: Path | None = None) -> tupl
                 for name, gradient in gradients.items()
             }
         )
+    later = _norms(tensors["later_gradients"])
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors["weights"].items()}
-    return Reference(seen, shapes, norms, update_norms, roundings), file
+    return Reference(seen, shapes, norms, update_norms, roundings, later), file
 
 
 def _largest_of_layers(errors: Mapping[str, float]) -> dict[str, float]:

@@ -112,6 +112,7 @@ def shrink(config: JobConfig, args: DecoderArgs) -> JobConfig:
         hidden_dim=22 * max(tp, 2),  # divides by tp, but the rest not by 4 ranks
         vocab_size=VOCAB_SIZE,
         head_dim=OWN_HEAD_DIM if args.head_dim else HEAD_DIM,
+        **args.small(),
     )
     user_args = {name: value for name, value in config.model.args.items() if name in KEPT}
     dimensions = {name: value for name, value in vars(small_args).items() if name not in KEPT}

@@ -1,0 +1,113 @@
+"""Which experts tokens went through on one process, and the same again on a mesh.
+
+The choice of the highest scores is no continuous function: where two are nearly equal, rounding may
+turn them, and the loss with them. So a mesh is told the choices, and held to have made them itself.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from meshwright.parallelisms.context_parallel import local_positions
+from meshwright.parallelisms.local_model import LocalModel
+from meshwright.parallelisms.meshes import Meshes
+
+Choices = Mapping[int, Mapping[str, Tensor]]
+"""By step and layer: the experts of each token of the global batch, (tokens, K) int64."""
+
+
+class Recording:
+    """Notes the choices of one process, which has every token, in order."""
+
+    step = 0
+    num_others, num_tokens = 0, 0
+
+    def __init__(self) -> None:
+        self._parts: dict[int, dict[str, list[Tensor]]] = defaultdict(lambda: defaultdict(list))
+
+    def given(self, layer: str) -> Tensor | None:
+        """As `Routing`'s: the router chooses."""
+        return None
+
+    def note(self, layer: str, choice: Tensor) -> None:
+        """As `Routing`'s."""
+        if torch.is_grad_enabled():  # not in a validation
+            self._parts[self.step][layer].append(choice.detach().clone())
+
+    @property
+    def choices(self) -> Choices:
+        """The choices so far."""
+        return {
+            step: {layer: torch.cat(parts) for layer, parts in layers.items()}
+            for step, layers in self._parts.items()
+        }
+
+
+class Replay:
+    """Prescribes recorded choices to a rank, and counts tokens whose router has chosen others.
+
+    Every schedule takes the microbatches of a stage in their order, so the number of a call is that
+    of its microbatch.
+
+    Args:
+        shape: sequences of a rank's microbatch, and tokens of a whole sequence.
+    """
+
+    step = 0
+
+    def __init__(self, choices: Choices, meshes: Meshes, shape: tuple[int, int]) -> None:
+        self._choices, self._meshes, self._shape = choices, meshes, shape
+        self._calls = Counter[tuple[int, str]]()
+        self._given: dict[str, Tensor] = {}
+        self.num_tokens = self.num_others = 0
+
+    def given(self, layer: str) -> Tensor | None:
+        """As `Routing`'s."""
+        if not torch.is_grad_enabled():
+            return None
+        number = self._calls[self.step, layer]
+        self._calls[self.step, layer] += 1
+        self._given[layer] = self._part(self._choices[self.step][layer], number)
+        return self._given[layer]
+
+    def note(self, layer: str, choice: Tensor) -> None:
+        """As `Routing`'s."""
+        if torch.is_grad_enabled():  # as sets: the order of a token's experts is no choice
+            differ = choice.sort().values != self._given[layer].sort().values
+            self.num_others += int(differ.any(1).sum())
+            self.num_tokens += len(choice)
+
+    def _part(self, whole: Tensor, number: int) -> Tensor:
+        """Return this rank's tokens of its microbatch `number`, (B S / (cp tp), K)."""
+        size, seq_len = self._shape
+        meshes = self._meshes
+        first = (number * meshes.dp.size() + meshes.dp.get_local_rank()) * size
+        own = whole.unflatten(0, (-1, seq_len))[first : first + size]
+        own = own[:, local_positions(seq_len, meshes.cp, whole.device)]
+        return own.chunk(meshes.tp.size(), 1)[meshes.tp.get_local_rank()].flatten(0, 1)
+
+
+def set_routing(model: LocalModel, routing: Recording | Replay) -> None:
+    """Let `routing` see, and prescribe, the choices of every layer with experts."""
+    for stage in model.stages:
+        if stage.mixtures():
+            stage.routing = routing
+
+
+def unbalance(model: LocalModel) -> None:
+    """Give routers loads as if of a step before, uneven: at even ones losses have no gradient."""
+    for stage in model.stages:
+        for mixture in stage.mixtures().values():
+            mixture.load.copy_(torch.arange(1, len(mixture.load) + 1))
+
+
+def router_state(model: LocalModel) -> dict[str, Tensor]:
+    """Return copies of the routers' loads and biases, by name."""
+    return {
+        name: buffer.clone()
+        for stage in model.stages
+        for name, buffer in stage.named_buffers()
+        if name in stage.table.state
+    }
