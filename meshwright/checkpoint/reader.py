@@ -178,7 +178,7 @@ def restore(
                 found = "is no tensor there" if name in saved else "is not in it"
                 if theirs is not None:
                     found = f"has shape {tuple(theirs)} there"
-                elif name.startswith(f"{OPTIMIZER}."):
+                elif name not in saved and name.startswith(f"{OPTIMIZER}."):
                     raise ConfigError(
                         "optimizer.name",
                         f"optimizer.name: checkpoint {folder} has no {name}: it was saved with "

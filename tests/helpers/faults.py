@@ -217,8 +217,8 @@ def rotary_cache_in_bf16() -> Iterator[None]:
 def another_epsilon() -> Iterator[None]:
     """The optimizer has its own, a hundred times as large: only small gradients feel it."""
 
-    def build(parameters, config):
-        return build_optimizer(parameters, config.model_copy(update={"eps": 1e-6}))
+    def build(parameters, config, *others):
+        return build_optimizer(parameters, config.model_copy(update={"eps": 1e-6}), *others)
 
     with patch.object(trainer, "build_optimizer", build):
         yield
