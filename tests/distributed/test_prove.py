@@ -17,6 +17,7 @@ from meshwright.commands.prove.cases import (
     Case,
     Kind,
     build_case,
+    can_run,
     default_cases,
     every_mesh,
     reference_case,
@@ -118,6 +119,70 @@ def test_every_family_is_equal_and_its_norms_are_watched(verdict_of, family) -> 
     on_heads = [n for n, p in args_of(small).table.parameters.items() if p.layout == "on_heads"]
     for name in ("layers.1.ffn_norm.weight", *on_heads[:2]):
         assert any(name in text for text in gradients), name
+
+
+WITH_EXPERTS = small_job("--model.name=qwen3_moe", "--experts.balance_loss=0.1")
+
+
+@pytest.mark.parametrize("mesh", [{"tp": 2, "ep": 2}, *slow({"dp_shard": 2, "ep": 2}, {"pp": 2})])
+def test_experts_are_equal(verdict_of, mesh) -> None:
+    verdict = verdict_of(build_case("experts", WITH_EXPERTS, mesh), small=WITH_EXPERTS)
+    assert verdict.failures == []
+    assert 0 < verdict.later_gradient_error < 1e-5
+    assert verdict.num_other_choices == 0
+
+
+def test_experts_in_bf16_may_be_others_but_few(verdict_of) -> None:
+    case = build_case("experts", WITH_EXPERTS, {"dp_shard": 2, "ep": 2}, kind="bf16")
+    assert verdict_of(case, small=WITH_EXPERTS).failures == []
+
+
+@pytest.mark.parametrize(
+    ("fault", "mesh", "words"),
+    [
+        (
+            "router_gradients_of_own_tokens",
+            {"tp": 2},
+            [r"^gradient of layers.0.feed_forward.router.weight: "],
+        ),
+        ("rows_not_put_back", {"dp_shard": 2, "ep": 2}, ["^loss: .* at step 1 "]),
+        (
+            "loads_of_own_rank",
+            {"dp_shard": 2},
+            [
+                "^gradient of layers.0.feed_forward.router.weight at step 3: ",
+                "^state: .* layers.0.feed_forward.load",
+            ],
+        ),
+    ],
+)
+def test_faults_of_experts_are_named(verdict_of, fault, mesh, words) -> None:
+    case = build_case("experts", WITH_EXPERTS, mesh)
+    text = "\n".join(verdict_of(case, fault, WITH_EXPERTS).failures)
+    for pattern in words:
+        assert re.search(pattern, text, re.MULTILINE), text
+
+
+@pytest.mark.parametrize(
+    ("axes", "name"),
+    [
+        ({"dp_shard": 8}, "dp_shard 8 x ep 8"),
+        ({"tp": 2}, "dp_shard 2 x tp 2 x ep 4"),
+        ({"pp": 4}, "pp 4 x dp_shard 2 x ep 2"),
+    ],
+)
+def test_experts_stay_experts_and_their_degree_fits_the_ranks(axes, name) -> None:
+    words = [f"--parallelism.{KEYS[axis]}={degree}" for axis, degree in axes.items()]
+    words += ["--model.name=qwen3_moe", "--parallelism.expert_parallel_degree=8"]
+    config = load_config(words)
+    small = shrink(config, args_of(config))
+    assert small.model.args["n_experts"] == 8
+    cases = default_cases(config, small, args_of(config))
+    assert all(map(can_run, cases))
+    assert cases[0].mesh == {part.split()[0]: int(part.split()[1]) for part in name.split(" x ")}
+    every = every_mesh(small, args_of(config))
+    assert {case.mesh.get("ep", 1) for case in every} == {1, 2, 4, 8}
+    assert all(case.mesh.get("ep", 1) <= case.world_size <= 8 for case in every)
 
 
 def test_gradients_times_eight(verdict_of) -> None:

@@ -22,7 +22,13 @@ from meshwright.datasets.loader import Loader
 from meshwright.datasets.stream import Cursor
 from meshwright.models import decoder, loss
 from meshwright.models.loss import IGNORE, SummedLoss
-from meshwright.parallelisms import data_parallel, initialize, tensor_parallel
+from meshwright.parallelisms import (
+    balance,
+    data_parallel,
+    expert_parallel,
+    initialize,
+    tensor_parallel,
+)
 from meshwright.parallelisms.pipeline import Pipeline
 from meshwright.parallelisms.tensor_parallel import VocabularyParallelLoss
 from meshwright.train import trainer
@@ -87,6 +93,8 @@ def norm_gradients_of_own_tokens() -> Iterator[None]:
     class Forgetful(SequenceParallel):
         def _apply(self, module, mesh):
             module = super()._apply(module, mesh)
+            if isinstance(module, nn.Linear):  # a router
+                return module
             module._forward_pre_hooks.clear()
             module._forward_hooks.clear()
             # to_local takes the gradient for the same on every rank, as the weight is
@@ -96,6 +104,37 @@ def norm_gradients_of_own_tokens() -> Iterator[None]:
             return module
 
     with patch.object(tensor_parallel, "SequenceParallel", Forgetful):
+        yield
+
+
+@fault
+def router_gradients_of_own_tokens() -> Iterator[None]:
+    """The same of routers, each of which sees a part of the sequence."""
+
+    class Forgetful(SequenceParallel):
+        def _apply(self, module, mesh):
+            module = super()._apply(module, mesh)
+            if isinstance(module, nn.Linear):
+                module._forward_pre_hooks.clear()
+                module._forward_hooks.clear()
+                module.forward = lambda x: F.linear(x.float(), module.weight.to_local().float())
+            return module
+
+    with patch.object(tensor_parallel, "SequenceParallel", Forgetful):
+        yield
+
+
+@fault
+def rows_not_put_back() -> Iterator[None]:
+    """Rows go back from the experts by the order that they were sorted in, not by its inverse."""
+    with patch.object(expert_parallel, "inverse", lambda order: order):
+        yield
+
+
+@fault
+def loads_of_own_rank() -> Iterator[None]:
+    """The tokens of experts, not summed over ranks."""
+    with patch.object(balance, "dist", SimpleNamespace(all_reduce=lambda counts: None)):
         yield
 
 

@@ -92,3 +92,14 @@ def test_a_job_with_frozen_parameters_says_how_many_are_trained(
     announce.announce(plan, torch.device("cpu"), Launch())
     num_all = f"{plan.model_args.table.num_params:,}"
     assert f"llama debugmodel: {num_all} parameters{words}" in caplog.messages
+
+
+def test_a_job_with_experts_says_how_many_parameters_are_active(monkeypatch, caplog) -> None:
+    caplog.set_level("INFO", "meshwright")
+    ranks = SimpleNamespace(get_rank=lambda: 1, get_world_size=lambda: 1)
+    monkeypatch.setattr(announce, "dist", ranks)
+    plan = preflight(load_config(["--model.tokenizer_path=bytes", "--model.name=qwen3_moe"]), 1)
+    announce.announce(plan, torch.device("cpu"), Launch())
+    table = plan.model_args.table
+    words = f"{table.num_params:,} parameters, {table.num_active_params:,} of them active"
+    assert f"qwen3_moe debugmodel: {words} for a token" in caplog.messages

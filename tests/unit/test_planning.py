@@ -24,8 +24,16 @@ from meshwright.commands.plan.devices import (
 from meshwright.commands.plan.figures import Memory, Peak, StepTime, bubble
 from meshwright.commands.plan.ledger import AT_START, HOST, PURPOSES, Event, Item, Record
 from meshwright.commands.plan.predict import Figures, Need, beside_tensors, need_of
-from meshwright.commands.plan.report import _parameters, mfu, slowest, tokens_per_step
-from meshwright.commands.plan.simulate import as_gpu, plan_job
+from meshwright.commands.plan.report import (
+    _parameters,
+    mfu,
+    plan_rank,
+    slowest,
+    to_json,
+    to_text,
+    tokens_per_step,
+)
+from meshwright.commands.plan.simulate import as_gpu, even_splits, plan_job
 from meshwright.commands.plan.torch_names import FakeTensorMode
 from meshwright.commands.plan.trace import Moment
 from meshwright.config.job_config import JobConfig
@@ -312,3 +320,33 @@ def test_times_are_those_of_the_slowest_rank() -> None:
     unknown = SimpleNamespace(time=None)
     assert slowest([*ranks, unknown]) is ranks[1].time
     assert slowest([unknown]) is None
+
+
+def test_a_plan_of_experts_deals_their_rows_out_evenly() -> None:
+    words = ["--job.config_file=train_configs/debug_qwen3_moe.toml", "--compile.enable=false"]
+    words += ["--parallelism.tensor_parallel_degree=2", "--parallelism.expert_parallel_degree=4"]
+    words += ["--training.mixed_precision_param=float32"]
+    config = load_config([*words, "--training.local_batch_size=2", "--training.seq_len=128"])
+    h100 = find_device("h100")
+    plan = plan_job(config, 8, is_gpu=True)
+    rank = plan_rank(config, 8, 0, estimated(h100))
+    by_axis = {sent.axis: sent for sent in rank.traffic if sent.kind == "all_to_all"}
+    args, count = plan.model_args, plan.num_microbatches
+    rows = 2 * 128 // 2 * 4  # of a tp rank's half of the sequences, for 4 experts each
+    fp32, calls = 4, 4 * args.n_layers * count  # there and back, forward and backward
+    assert by_axis.keys() == {"ep"}
+    assert (by_axis["ep"].calls, by_axis["ep"].sent_bytes) == (
+        calls,
+        calls * rows * args.dim * fp32 * 3 / 4,  # a quarter stays on the rank
+    )
+    assert {"fsdp", "efsdp", "tp"} <= {sent.axis for sent in rank.traffic}
+    assert "unknown" not in {sent.axis for sent in rank.traffic}
+    text = to_text(plan, [rank], h100)
+    assert f"{_parameters(args.table.num_active_params)} of them active for a token" in text
+    assert "imbalance factor 1" in text
+    shown = to_json(plan, [rank], h100, [])
+    assert shown["active_parameters"] < shown["parameters"] == args.table.num_params
+
+
+def test_rows_that_do_not_divide_are_all_sent() -> None:
+    assert even_splits(torch.empty(2, 4, dtype=torch.int64), 10) == [[3, 3, 2, 2]] * 2

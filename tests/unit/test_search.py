@@ -21,7 +21,7 @@ from meshwright.commands.plan.search import (
     words_of,
 )
 from meshwright.commands.plan.simulate import plan_job
-from meshwright.config.job_config import JobConfig
+from meshwright.config.job_config import JobConfig, changed
 from meshwright.config.loader import load_config
 from meshwright.train.preflight import Plan
 
@@ -226,3 +226,15 @@ def test_all_layers_are_simulated_of_pipelines_and_of_named_layers(words, monkey
     config = load_config([DEBUG, "--model.args.n_layers=24", *words])
     predict(plan_job(config, 2, is_gpu=True), 0, RATES)
     assert depths == [24]
+
+
+def test_a_search_of_experts_keeps_their_degree() -> None:
+    words = ["--job.config_file=train_configs/debug_qwen3_moe.toml"]
+    words += ["--parallelism.expert_parallel_degree=4", "--training.seq_len=128"]
+    config = load_config([*words, "--training.global_batch_size=32"])
+    found = list(legal(config, 8, H100))
+    assert {plan.dims.ep for _, plan in found} == {4}
+    assert {plan.dims.pp for _, plan in found} == {1, 2}  # a stage needs 4 ranks for its experts
+    update, _ = found[0]
+    work = search.measure_work(changed(config, update), RATES)  # on few ranks, but no fewer
+    assert all(layer.seconds > 0 and layer.num_bytes > 0 for layer in work.layers)

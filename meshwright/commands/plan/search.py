@@ -42,7 +42,8 @@ AXES = {
     "cp": "context_parallel_degree",
     "pp": "pipeline_parallel_degree",
 }
-"""Axes whose degrees a search chooses, with their keys. FSDP takes the ranks that they leave."""
+"""Axes whose degrees a search chooses, with their keys. FSDP takes the ranks that they leave. The
+expert-parallel degree stays the config's: meshes whose ranks it does not divide are not tried."""
 
 ALONE: dict[str, Any] = {
     "pipeline_parallel_degree": 1,
@@ -183,8 +184,10 @@ def measure_work(config: JobConfig, device: Rates) -> Work:
     Args:
         config: of any candidate of the shape.
     """
-    ranks = 2 * math.prod(getattr(config.parallelism, AXES[axis]) for axis in AXES if axis != "pp")
-    update = {"parallelism": ALONE, "training": {"local_batch_size": 1, "global_batch_size": 2}}
+    cut = math.prod(getattr(config.parallelism, AXES[axis]) for axis in AXES if axis != "pp")
+    ranks = math.lcm(2 * cut, config.parallelism.expert_parallel_degree)
+    batch = {"local_batch_size": 1, "global_batch_size": ranks // cut}
+    update = {"parallelism": ALONE, "training": batch}
     plan = plan_job(changed(config, update), ranks, is_gpu=device.is_gpu)
     with suppress(ConfigError):  # if the config names layers that a shallow model lacks
         plan = at_depth(plan, device, 2 * period(config))
@@ -237,9 +240,17 @@ def _fsdp_seconds(plan: Plan, device: Rates) -> tuple[float, float]:
     reductions = count if parallelism.fsdp_reduce_gradients == "every_microbatch" else 1
     width = gathers * BYTES[training.mixed_precision_param]
     width += reductions * BYTES[training.mixed_precision_reduce]
-    moved = num_parameters(plan, 0) / dims.tp * width
+    moved = _num_gathered(plan) * width
     link = ring_width(range(0, shards * dims.tp, dims.tp), device)
     return 2 * moved / device.bytes_per_s, moved * (shards - 1) / shards / link
+
+
+def _num_gathered(plan: Plan) -> float:
+    """Return the parameters of the first rank's stages once FSDP2 has gathered them."""
+    inside = tuple(f"{name}." for name in modules_of(plan, 0))
+    parameters = plan.model_args.table.parameters.items()
+    own = [parameter for name, parameter in parameters if name.startswith(inside)]
+    return sum(p.numel / (plan.dims.ep if p.layout == "experts" else plan.dims.tp) for p in own)
 
 
 def _in_flight(plan: Plan) -> float:
