@@ -94,7 +94,9 @@ def check_sources(section: Training | Validation, key: str, *, looks_at_files: b
             fault = head_fault(entry, spec.find(entry)) if name in ROW_FORMATS else None
             if fault is not None:
                 fix = "correct it, or set training.max_bad_records to pass over such records"
-                if "no column" in str(fault):
+                if fault.key.endswith("dataset_where"):
+                    fix = "correct the condition, or leave it out"
+                elif "no column" in str(fault):
                     fix = f"set {entry.key}.dataset_column"
                 raise ConfigError(fault.key, f"{fault}\n  fix: {fix}")
         if entry.name in names:

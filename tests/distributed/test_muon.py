@@ -6,13 +6,14 @@ from torch.distributed.tensor import DTensor
 from meshwright.checkpoint.state import TrainingTensors
 from meshwright.config.training import Muon, Optimizer
 from meshwright.models.decoder import Decoder
+from meshwright.models.families.llama import LlamaArgs
 from meshwright.parallelisms.rules.degrees import ParallelDims
 from meshwright.parallelisms.shards import local_box
 from meshwright.train.optim.optimizers import build_optimizer, set_learning_rate, update
+from tests.distributed.test_experts import MIXED
 from tests.helpers.tiny import TINY, parallel_model, plain_model, whole
 
 TABLE = TINY.table.parameters
-MATRICES = [name for name, parameter in TABLE.items() if parameter.role == "matrix"]
 AXES = ("dp_replicate", "dp_shard", "cp", "tp", "pp")
 # the second is held back; all but the first are clipped
 STEPS = ((False, None), (True, 3.0), (False, 1.5), (False, 1.0))
@@ -24,18 +25,22 @@ def config_of(options: dict[str, object]) -> Optimizer:
     return Optimizer(name="muon", lr=0.02, muon=Muon(**options))
 
 
-def gradients(step: int) -> dict[str, torch.Tensor]:
+def gradients(step: int, args: LlamaArgs) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(step)
-    return {name: torch.randn(one.shape, generator=generator) for name, one in TABLE.items()}
+    table = args.table.parameters
+    return {name: torch.randn(one.shape, generator=generator) for name, one in table.items()}
 
 
 def take_steps(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, numbers: range
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    numbers: range,
+    args: LlamaArgs = TINY,
 ) -> dict[str, torch.Tensor]:
     """This rank's matrices and their momenta afterwards."""
     for number in numbers:
         is_held_back, divisor = STEPS[number]
-        given = gradients(number)
+        given = gradients(number, args)
         for name, parameter in model.named_parameters():
             if not parameter.requires_grad:
                 continue
@@ -52,33 +57,46 @@ def take_steps(
             None if divisor is None else torch.tensor(divisor),
         )
         optimizer.zero_grad()
-    return state_of(model, optimizer)
+    return state_of(model, optimizer, args)
 
 
-def state_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+def matrices(args: LlamaArgs) -> list[str]:
+    table = args.table.parameters
+    return [name for name, one in table.items() if one.role in ("matrix", "experts")]
+
+
+def state_of(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, args: LlamaArgs
+) -> dict[str, torch.Tensor]:
     found = {}
     for name, parameter in model.named_parameters():
-        if name in MATRICES and parameter.requires_grad:
+        if name in matrices(args) and parameter.requires_grad:
             found[name] = parameter
             found[f"{name}.momentum"] = optimizer.state[parameter]["momentum"]
     return found
 
 
-def alone(options: dict[str, object]) -> tuple[Decoder, torch.optim.Optimizer]:
-    model = plain_model()
-    return model, build_optimizer(model.named_parameters(), config_of(options), TABLE)
+def alone(
+    options: dict[str, object], args: LlamaArgs = TINY
+) -> tuple[Decoder, torch.optim.Optimizer]:
+    model, table = plain_model(args), args.table.parameters
+    return model, build_optimizer(model.named_parameters(), config_of(options), table)
 
 
 def _meshes(cases: list[Case]) -> None:
     for degrees, options, of_model in cases:
         dims = ParallelDims(**dict.fromkeys(AXES, 1) | degrees)
-        model, meshes = parallel_model(dims, microbatches=(dims.pp, 1), **of_model)
+        args = MIXED if dims.ep else TINY
+        model, meshes = parallel_model(dims, args, microbatches=(dims.pp, 1), **of_model)
         optimizer = build_optimizer(
-            model.named_parameters(), config_of(options), TABLE, meshes.stage.get_group()
+            model.named_parameters(),
+            config_of(options),
+            args.table.parameters,
+            meshes.stage.get_group(),
         )
-        got = take_steps(model, optimizer, range(len(STEPS)))
-        want = take_steps(*alone(options), range(len(STEPS)))
-        start = dict(plain_model().named_parameters())
+        got = take_steps(model, optimizer, range(len(STEPS)), args)
+        want = take_steps(*alone(options, args), range(len(STEPS)), args)
+        start = dict(plain_model(args).named_parameters())
         for key, tensor in got.items():
             mine, offset = local_box(tensor)
             theirs = want[key]
@@ -87,7 +105,7 @@ def _meshes(cases: list[Case]) -> None:
             assert torch.equal(mine, theirs), (degrees, options, key)
             assert isinstance(tensor, DTensor)
         frozen = of_model.get("frozen", ())
-        for name in MATRICES:
+        for name in matrices(args):
             assert (name in got) == (name not in frozen) or dims.pp > 1
             assert name in frozen or not torch.equal(want[name], start[name])
 
@@ -102,7 +120,7 @@ def test_two_ranks_update_as_one_to_the_bit(on_ranks) -> None:
             ({"tp": 2}, fp32 | {"split_heads": True}, {}),
             ({"dp_shard": 2}, fp32 | {"nesterov": False, "lr_scale": "spectral"}, {}),
             ({"dp_shard": 2}, {}, {"enable_cpu_offload": True}),
-            ({"dp_shard": 2}, {}, {"frozen": MATRICES[:3]}),
+            ({"dp_shard": 2}, {}, {"frozen": matrices(TINY)[:3]}),
         ],
     )
 
@@ -126,6 +144,19 @@ def test_four_ranks_update_as_one_to_the_bit(on_ranks) -> None:
             ({"pp": 2, "dp_shard": 2}, {}, {"frozen": [n for n in TABLE if "layers.0" in n]}),
         ],
     )
+
+
+def test_experts_are_updated_as_on_one_rank_to_the_bit(on_ranks) -> None:
+    meshes: list[dict[str, int]] = [
+        {"dp_shard": 4, "ep": 1},
+        {"dp_shard": 4, "ep": 2},  # an expert's matrices on one rank, a stack's on two each
+        {"dp_shard": 4, "ep": 4},
+        {"dp_replicate": 2, "dp_shard": 2, "ep": 2},
+        {"dp_shard": 2, "tp": 2, "ep": 2},
+        {"pp": 2, "tp": 2, "ep": 2},
+        {"cp": 2, "tp": 2, "ep": 4},
+    ]
+    on_ranks(4, _meshes, [(degrees, {}, {}) for degrees in meshes])
 
 
 def _state_moves() -> None:

@@ -15,6 +15,7 @@ import meshwright.checkpoint.conversion.export
 from meshwright.checkpoint.conversion import export_job
 from meshwright.checkpoint.retention import apply_retention
 from meshwright.datasets.tokenizers.kinds import build_tokenizer
+from meshwright.models.families.mixtral import MixtralArgs
 from meshwright.system.errors import ConfigError
 from tests.helpers.checkpoints import Trap, republish, set_manifest
 from tests.helpers.cli import export
@@ -61,6 +62,20 @@ def test_bfloat16_is_the_checkpoint_rounded(checkpoint, tmp_path, capsys) -> Non
     assert (config["bos_token_id"], config["eos_token_id"]) == (256, 257)
     assert LlamaForCausalLM.from_pretrained(tmp_path / "out", dtype="auto").dtype == torch.bfloat16
     assert "rounded to bfloat16, to the bit: equal" in capsys.readouterr().out
+
+
+def test_the_mean_of_a_model_with_experts(tmp_path) -> None:
+    """Biases and loads of routers have no mean: those of the model count."""
+    experts = MixtralArgs(32, 2, 4, 4, 24, 258, n_experts=4, n_active=2)
+    model = load_hf(save_transformers(tmp_path / "hf", experts), experts)
+    saved = {f"average.{name}": one for name, one in model.named_parameters()}
+    saved |= {f"model.{name}": one for name, one in model.named_buffers()}
+    both = torch.nn.Module()
+    both.state_dict = lambda: saved  # type: ignore[method-assign,assignment]
+    folder = save_checkpoint(tmp_path / "checkpoint", both, experts, prefix="")
+    export([str(folder), str(tmp_path / "out"), "--average", "--dtype", "float32"])
+    was, now = tensors_of(tmp_path / "hf"), tensors_of(tmp_path / "out")
+    assert any(torch.equal(tensor, now[name]) for name, tensor in was.items() if name in now)
 
 
 def test_without_transformers_logits_are_not_compared(

@@ -9,9 +9,10 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from meshwright.config.training import Source
+from meshwright.config.training import Source, Training
 from meshwright.datasets import rows
 from meshwright.datasets.files import Entry, local_files
+from meshwright.datasets.named_sources import check_sources
 from meshwright.datasets.rows import head_fault
 from meshwright.system.errors import ConfigError
 from tests.helpers.cli import check_job
@@ -120,3 +121,12 @@ def test_files_that_are_looked_at_are_spread_over_all(tmp_path, monkeypatch):
     files = local_files("json", entry)
     assert head_fault(entry, files) is None
     assert "4.jsonl:1: 'text' holds 1" in str(head_fault(entry, files[4:]))
+
+
+def test_a_condition_on_a_column_that_is_not_there_is_to_be_corrected(tmp_path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "a"}\n')
+    section = Training(
+        dataset="json", dataset_path=str(tmp_path / "a.jsonl"), dataset_where=["score > 1"]
+    )
+    with pytest.raises(ConfigError, match="(?s)no column 'score'.*fix: correct the condition"):
+        check_sources(section, "training")

@@ -238,6 +238,10 @@ EP = "--parallelism.expert_parallel_degree="
         ((MOE, "--model.args.n_dense_layers=6"), "below n_layers = 6"),
         ((MOE, "--float8.enable=true", "--float8.emulate=true"), "experts in float8 are not"),
         (
+            (MOE, "--optimizer.early_step_in_backward=true", "--training.max_norm=inf"),
+            "is not proved to train experts",
+        ),
+        (
             (
                 MOE,
                 "--parallelism.pipeline_parallel_degree=2",

@@ -45,17 +45,23 @@ def export_job(
 
     Args:
         place: of the step's folder.
-        prefix: of the names of the weights there.
+        prefix: of the names of the weights there; state that is not trained has that of the model.
         files: of the tokenizer, by name; none: it is left out.
 
     Raises:
         ConfigError: if the checkpoint cannot be read.
     """
     special = special_ids(tokenizer)
+    args = saved_args(place, manifest, family.args)
+    untrained = args.table.state  # without a mean
+
+    def saved_name(name: str) -> str:
+        return (state.MODEL if name in untrained else prefix) + name
+
     return Job(
-        weights=CheckpointWeights(place, saved_name=prefix.__add__),
+        weights=CheckpointWeights(place, saved_name),
         form=family.hf,
-        args=saved_args(place, manifest, family.args),
+        args=args,
         seq_len=int(manifest["data_identity"]["training.seq_len"]),
         dtype=dtype,
         max_shard_bytes=max_shard_bytes,

@@ -233,7 +233,12 @@ def join_parts(recipe: TokenizationSpec, parts: Sequence[Part], dtype: str) -> N
             if left <= 0:
                 break
     if not sum(per_part):
-        raise entry.error("dataset", "holds no text")
+        key = "training.validation_fraction"
+        sides = {True: f" in the part that {key} holds out", False: f" but what {key} holds out"}
+        part = sides[entry.is_held_out] if entry.held_out else ""
+        if getattr(entry.source, "dataset_where", ()):
+            part += ", or dataset_where passes over all of it"
+        raise entry.error("dataset", f"holds no text{part}")
     if parts[0].source:
         save_sources(folder, located)
     with whole_file(folder / LENGTHS) as file:

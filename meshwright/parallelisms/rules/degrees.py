@@ -242,6 +242,8 @@ def check_experts(config: JobConfig, model: DecoderSpec) -> None:
         "experts in float8 are not proved to train",
         "leave it out",
     )
+    key, rule = "optimizer.early_step_in_backward", "is not proved to train experts"
+    check(not config.optimizer.early_step_in_backward, key, True, rule, "leave it out")
     check(
         not splits_backward(p) or config.activation_checkpoint.mode == "none",
         "parallelism.pipeline_parallel_schedule",
