@@ -18,6 +18,8 @@ from meshwright.datasets.filters import conditions
 from meshwright.datasets.opening import StreamedSource
 from meshwright.datasets.rows import Item
 from meshwright.datasets.streamed import Shard, ShardPlace
+from meshwright.datasets.token_cache.spec import TokenizationSpec
+from meshwright.datasets.token_cache.tokenizing import open_cache
 from meshwright.datasets.tokenizers.kinds import build_tokenizer
 from meshwright.system.errors import ConfigError, RecordError
 from tests.helpers.cli import check_job
@@ -168,3 +170,17 @@ def test_a_filter_that_a_source_does_not_have_is_refused(words, says) -> None:
 
 def test_validation_reads_the_part_that_is_held_out() -> None:
     check_job(["debug_model", "--training.validation_fraction=0.1", "--validation.dataset="])
+
+
+@pytest.mark.parametrize("most", [1, 4, 5])
+def test_a_cache_ends_after_max_documents(most: int, data, tmp_path) -> None:
+    """Its bytes are those of the documents that it has."""
+    keys = {"max_documents": most, "dataset_where": ["lang == 'en'"]}
+    taken = [row["text"] for row in ROWS if row["lang"] == "en"][:most]
+    entry = Entry("training", "data", Source(**data, **keys))
+    cache = open_cache(TokenizationSpec(entry, BYTES), tmp_path / "_cache", num_workers=1)
+    assert cache.num_documents == len(taken)
+    assert cache.tokens(0, cache.num_tokens).tolist() == [
+        token for text in taken for token in (256, *text.encode(), 257)
+    ]
+    assert abs(cache.num_bytes - sum(map(len, taken))) <= 2 * len(ROWS)

@@ -225,7 +225,8 @@ def join_parts(recipe: TokenizationSpec, parts: Sequence[Part], dtype: str) -> N
         content.update(index["token_checksums"].tobytes())
         content.update(lengths.tobytes())
         blocks.add(lengths)
-        num_bytes += int(index["num_bytes"])
+        kept = int(lengths.sum(dtype=np.uint64)) / max(per_part[-1], 1)
+        num_bytes += round(int(index["num_bytes"]) * kept)  # of a part that is cut, its share
         num_bad += int(index["num_bad"])
         first_bad = first_bad or next(iter(index["bad"].tolist()), "")
         if left is not None:
@@ -235,10 +236,10 @@ def join_parts(recipe: TokenizationSpec, parts: Sequence[Part], dtype: str) -> N
     if not sum(per_part):
         key = "training.validation_fraction"
         sides = {True: f" in the part that {key} holds out", False: f" but what {key} holds out"}
-        part = sides[entry.is_held_out] if entry.held_out else ""
+        where = sides[entry.is_held_out] if entry.held_out else ""
         if getattr(entry.source, "dataset_where", ()):
-            part += ", or dataset_where passes over all of it"
-        raise entry.error("dataset", f"holds no text{part}")
+            where += ", or dataset_where passes over all of it"
+        raise entry.error("dataset", f"holds no text{where}")
     if parts[0].source:
         save_sources(folder, located)
     with whole_file(folder / LENGTHS) as file:
