@@ -4,6 +4,7 @@ loads and biases of routers to the bit."""
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from meshwright.parallelisms.rules.degrees import ParallelDims
 from meshwright.train.bad_steps import BadStepDetector
 from meshwright.train.trainer import StepOptions, StepResult, train_step
 from tests.helpers.rounding import adamw
+from tests.helpers.slow import slow, slow_but
 from tests.helpers.tiny import SEQ_LEN, parallel_model, plain_model, whole
 
 # the first layer has no experts, and 8 of them are cut by 1, 2, 4 or 8
@@ -249,12 +251,16 @@ def _run(on_ranks, world_size: int, axes: dict, num_microbatches: int, options: 
     on_ranks(world_size, equals_one_process, _dims(axes), num_microbatches, options, args)
 
 
-@pytest.mark.parametrize("case", ON_TWO.values(), ids=ON_TWO.keys())
+def cases(table: dict[str, Any]) -> dict[str, tuple[Any]]:
+    return {name: (case,) for name, case in table.items()}
+
+
+@pytest.mark.parametrize("case", slow_but("fsdp-ep tp-ep cp-ep pp no-rows", cases(ON_TWO)))
 def test_two_ranks_equal_one_process(on_ranks, case) -> None:
     _run(on_ranks, 2, *case)
 
 
-@pytest.mark.parametrize("case", ON_FOUR.values(), ids=ON_FOUR.keys())
+@pytest.mark.parametrize("case", slow_but("fsdp-tp-ep2 pp-fsdp-ep uneven", cases(ON_FOUR)))
 def test_four_ranks_equal_one_process(on_ranks, case) -> None:
     _run(on_ranks, 4, *case)
 
@@ -271,6 +277,7 @@ def _trains_in_bf16(dims: ParallelDims) -> None:
     take_steps(dims, 1, {"param_dtype": torch.bfloat16}, MIXED, look)
 
 
+@pytest.mark.slow
 def test_experts_train_in_bf16(on_ranks) -> None:
     on_ranks(2, _trains_in_bf16, _dims({"dp_shard": 2, "ep": 2}))
 
@@ -297,6 +304,7 @@ def _freezes(dims: ParallelDims) -> None:
     take_steps(dims, 1, {"frozen": FROZEN}, MIXED, look)
 
 
+@pytest.mark.slow
 def test_frozen_experts_and_routers_stay(on_ranks) -> None:
     on_ranks(2, _freezes, _dims({"dp_shard": 2, "ep": 2}))
 
@@ -351,7 +359,7 @@ MESHES = {
 PAIRS = [("ep4", "tp-ep"), ("tp-ep", "fsdp-tp-ep2"), ("hsdp", "ep4"), ("ep4", "1"), ("1", "tp-ep")]
 
 
-@pytest.mark.parametrize(("source", "target"), PAIRS)
+@pytest.mark.parametrize(("source", "target"), [PAIRS[1], *slow(PAIRS[0], *PAIRS[2:])])
 def test_a_checkpoint_goes_on_on_another_mesh(on_ranks, tmp_path, source, target) -> None:
     before, after = _dims(MESHES[source]), _dims(MESHES[target])
     saved, want = on_ranks(before.num_ranks, _save, before, {}, str(tmp_path))[0]

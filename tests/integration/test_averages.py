@@ -63,6 +63,7 @@ def test_a_mean_is_resumed_to_the_bit(tmp_path: Path) -> None:
     assert again == pytest.approx(found[0]["average/validation/loss"], rel=1e-6)
 
 
+@pytest.mark.slow
 def test_merges_from_three_meshes_are_the_same_bits(tmp_path: Path) -> None:
     """The same weights, saved on three meshes: two start from a run of dp_shard, and save anew."""
     first = tmp_path / "first"

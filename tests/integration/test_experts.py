@@ -73,6 +73,7 @@ def test_a_killed_job_resumes_to_the_bit(uninterrupted, config, tmp_path) -> Non
     assert losses(tmp_path) == losses(uninterrupted)
 
 
+@pytest.mark.slow
 def test_a_resume_without_expert_parallelism_continues(uninterrupted, config, tmp_path) -> None:
     shutil.copytree(uninterrupted / "checkpoint", tmp_path / "checkpoint")
     for step in (12,):
