@@ -21,6 +21,7 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
+from meshwright.checkpoint.commit import saved_steps
 from meshwright.checkpoint.manager import CheckpointManager
 from meshwright.checkpoint.manifest import NO_JOB
 from meshwright.checkpoint.state import TrainingTensors
@@ -86,7 +87,7 @@ def measure(mode: str, folder: Path, saves: int, args: LlamaArgs) -> None:
             start = time.perf_counter()
             manager.save(number, job.tensors, NO_JOB | {"step": number}, False)
             stalls.append(time.perf_counter() - start)
-            while manager.is_writing:
+            while number not in saved_steps(folder / "checkpoint"):
                 during.append(job.take_step())
             writes.append(time.perf_counter() - start)
         disk.append(dd(folder, size))

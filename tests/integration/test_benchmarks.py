@@ -21,6 +21,8 @@ CASES = {  # words, and what the output has
     "overhead": (["--steps=8", "--batch=1"], r"median ratio:\n\d\.\d+\n$"),
     "checkpoint": (["--saves=2", "--dim=64", "--layers=1"], r"disabled .*\n.*thread .*ratio to"),
     "data": (["rates", "--megabytes=1"], r"tokenise +ours, 2 .*\n(.*\n)*read +ours +\d"),
+    "readers": (["--megabytes=1", "--kinds=json", "--rounds=1"], r"json"),
+    "token_files": (["index", "--files=4", "--tokens=100", "--workers=1"], r"\d"),
     "gpu_speed": (["{folder}", "--tiny", "--jobs"], r"\d  memory, GB/s\n"),
 }
 
