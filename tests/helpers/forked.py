@@ -96,7 +96,7 @@ class ForkedRanks:
             # of several, a lower rank's comes first
             code = next((c for c in (running.pop(s).process.exitcode for s in ready) if c), 0)
         for rank in running.values():
-            rank.send_signal(signal.SIGKILL)
+            rank.process.kill()  # it may have ended in the meantime, which `kill` allows
         done = [rank.wait() for rank in self.ranks]
         assert code or not running, f"not over in {timeout_s} s: {done[0].stdout}"
         return subprocess.CompletedProcess(done[0].args, code, done[0].stdout, done[0].stderr)
