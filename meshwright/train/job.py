@@ -17,7 +17,6 @@ from meshwright.checkpoint.manager import HasState
 from meshwright.config.job_config import Checkpoint, JobConfig
 from meshwright.datasets.loader import StepData, num_bad_records, whole_cursor
 from meshwright.launch.heartbeat import heartbeat_of_this_rank
-from meshwright.metrics.planned import planned_memory
 from meshwright.metrics.profiling import Profiler
 from meshwright.metrics.records import Sink
 from meshwright.parallelisms.meshes import barrier, last_collectives, set_timeout
@@ -250,8 +249,6 @@ def _report(job: Job, vote: Vote, taken: Taken, due: Due) -> None:
     """Write the record of a step; waits for the device."""
     with job.phase("report", taken.step):
         figures = _figures(job, vote, taken)
-        if due.is_first:
-            figures |= planned_memory(job.plan.config, dist.get_world_size())
     if due.validate and job.validate is not None:
         figures |= _validate(job, vote, taken.step)
     with job.phase("report", taken.step):

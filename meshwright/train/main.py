@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from meshwright.config.loader import parse_config, read, with_lines
-from meshwright.metrics.planned import planned_ledger
 from meshwright.system import hardware
 from meshwright.system.errors import (
     EXIT_CODES,
@@ -126,9 +125,7 @@ def _run_command_line(launch: Launch, requests: Requests) -> bool:
     except ConfigError as error:
         raise with_lines(error, given) from None
     except torch.OutOfMemoryError as error:
-        lines = planned_ledger(config, world_size)
-        lines += ["to see where the memory goes, and which changes would fit:", f"  {_to_plan()}"]
-        error.add_note("\n".join(lines))
+        error.add_note(f"to see where memory goes, and which changes would fit:\n  {_to_plan()}")
         raise
     except Exception as error:
         is_of_compiler = type(error).__module__.startswith(COMPILERS)

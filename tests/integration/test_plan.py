@@ -17,7 +17,6 @@ from meshwright.commands.plan.search import legal
 from meshwright.commands.plan.simulate import plan_job
 from meshwright.config.job_config import changed
 from meshwright.config.loader import load_config
-from meshwright.metrics.planned import planned_memory
 from meshwright.system.errors import ConfigError
 
 PRESETS = Path(__file__).parents[2] / "train_configs"
@@ -50,15 +49,6 @@ def test_a_plan_is_json_and_a_page(tmp_path) -> None:
     assert all(one["peak_bytes"] < found["peak_bytes"] for one in found["remedies"])
     page = (tmp_path / "a.html").read_text()
     assert page.count("<polygon") == len(purposes)
-    (tmp_path / "plan.json").write_text(done.stdout)
-    config = load_config([str(DEBUG), *SMALL, f"--job.dump_folder={tmp_path}"])
-    figures = planned_memory(config, 2)
-    assert figures == {"memory/planned_gib": found["peak_bytes"] / 2**30}
-    assert planned_memory(config, 4) == {}
-    other = changed(config, {"model": {"args": {"n_layers": 3}}})
-    assert planned_memory(other, 2) == {}
-    (tmp_path / "plan.json").write_text("{")
-    assert planned_memory(config, 2) == {}
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,6 @@ from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 from meshwright.config.changes import to_json
 from meshwright.config.job_config import JobConfig, changed
 from meshwright.metrics.console import Console, Eta
-from meshwright.metrics.planned import PLAN, job_identity, planned_memory
 from meshwright.metrics.reporter import Phases, Reporter, Work
 from meshwright.metrics.sinks import JsonLines, Spared, TextLines, WholeRecords
 from meshwright.metrics.tensorboard_events import TensorBoard
@@ -350,20 +349,6 @@ def test_a_wandb_run_that_is_refused_is_a_config_error(wandb, monkeypatch, tmp_p
     monkeypatch.setattr(wandb, "init", refuse)
     with pytest.raises(ConfigError, match="permission denied\n  fix: wandb login"):
         WeightsAndBiases(tmp_path, {}, project="", entity="", name="", is_resumed=False)
-
-
-def test_the_plan_beside_a_job_gives_its_planned_peak(tmp_path, caplog) -> None:
-    """Another job's, or one of other ranks, is a warning."""
-    config = changed(JobConfig(), {"job": {"dump_folder": str(tmp_path)}})
-    assert planned_memory(config, 2) == {}
-    plan = {"world_size": 2, "peak_bytes": 3 * 2**30, "job": job_identity(config)}
-    (tmp_path / PLAN).write_text(json.dumps(plan))
-    assert planned_memory(config, 2) == {"memory/planned_gib": 3.0}
-    assert caplog.messages == []
-    longer = changed(config, {"training": {"seq_len": 64}})
-    for other, ranks, said in ((config, 4, "is for 2 ranks, not 4"), (longer, 2, "training.seq_l")):
-        assert planned_memory(other, ranks) == {}
-        assert said in caplog.messages[-1]
 
 
 RECORD = {

@@ -1,6 +1,5 @@
 """Parts of planning that need no simulation."""
 
-import json
 import sys
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -38,7 +37,6 @@ from meshwright.commands.plan.torch_names import FakeTensorMode
 from meshwright.commands.plan.trace import Moment
 from meshwright.config.job_config import JobConfig
 from meshwright.config.loader import load_config
-from meshwright.metrics.planned import job_identity
 from meshwright.models import loss
 from meshwright.system.errors import ConfigError
 from meshwright.system.processes import Launch, Requests
@@ -216,10 +214,7 @@ def test_the_verdict_depends_on_what_is_modelled_only_between_two_limits() -> No
     assert verdict(device, int(10 * GIB - low) + 2, modelled) == "does not fit"
 
 
-@pytest.mark.parametrize("has_plan", [False, True])
-def test_out_of_memory_says_what_is_planned_and_what_would_fit(
-    monkeypatch, tmp_path, has_plan
-) -> None:
+def test_out_of_memory_names_the_command_that_plans_the_job(monkeypatch, tmp_path) -> None:
     def run_out(*_: object, **__: object) -> bool:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
@@ -232,40 +227,10 @@ def test_out_of_memory_says_what_is_planned_and_what_would_fit(
     words = ["--job.config_file", "train_configs/debug_model.toml"]
     monkeypatch.setattr(sys, "argv", ["train.py", *words, "--job.dump_folder", f"{tmp_path}/a b"])
     monkeypatch.setenv("WORLD_SIZE", "2")
-    plan = {
-        "world_size": 2,
-        "rank": 1,
-        "verdict": "tight",
-        "device": {"name": "GPU of 10 GiB"},
-        "ranks": [
-            {
-                "rank": 1,
-                "peak": {
-                    "num_bytes": 11 * GIB,
-                    "by_purpose": {"parameters": 4 * GIB, "activations": 7 * GIB, "temporary": 0},
-                    "phase": "backward",
-                    "module": "layers.3",
-                },
-            }
-        ],
-        "remedies": [
-            {"change": "a.b = 1", "peak_bytes": 5 * GIB, "verdict": "fits"},
-            {"change": "c.d = 2", "peak_bytes": 10 * GIB, "verdict": "tight"},
-        ],
-    }
-    config = load_config([*words, f"--job.dump_folder={tmp_path}/a b"])
-    plan["job"] = job_identity(config)
-    if has_plan:
-        (tmp_path / "a b").mkdir()
-        (tmp_path / "a b" / "plan.json").write_text(json.dumps(plan))
     main.main(Launch(), Requests())
     assert codes == [1]
     command = f"--job.dump_folder '{tmp_path}/a b' --world-size 2 --device cpu"
     assert command in said[0]
-    parts = ("4.00 GiB parameters", "11.00 GiB of tensors", "layers.3", "a.b = 1  # 5.00 GiB")
-    assert all((part in said[0]) == has_plan for part in parts)
-    assert "c.d" not in said[0]
-    assert "temporary" not in said[0]
 
 
 def test_a_plan_for_gpus_takes_their_blocks_in_the_loss() -> None:

@@ -28,7 +28,6 @@ from meshwright.commands.plan.figures import (
 from meshwright.commands.plan.predict import beside_tensors, figures_of, stages_of
 from meshwright.commands.plan.simulate import plan_job, simulate
 from meshwright.config.job_config import JobConfig
-from meshwright.metrics.planned import job_identity
 from meshwright.metrics.report.charts import Chart, Curve, draw
 from meshwright.metrics.report.document import document
 from meshwright.train.preflight import Plan
@@ -123,7 +122,6 @@ def to_json(
         "mfu": time and mfu(plan, device, time.seconds),
         "fits": shown.verdict == "fits",
         "verdict": shown.verdict,
-        "job": job_identity(plan.config),
         "rank": shown.rank,
         "world_size": plan.dims.num_ranks,
         "device": asdict(device),
