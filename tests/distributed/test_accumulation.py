@@ -1,5 +1,6 @@
 """In which type the microbatches of a step are added up."""
 
+import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
 
@@ -33,6 +34,7 @@ def _differences() -> tuple[int, int]:
     return counts[0], counts[1]
 
 
+@pytest.mark.slow
 def test_bf16_reduction_adds_up_microbatches_in_fp32_if_each_is_reduced(on_ranks) -> None:
     for on_shards, whole in on_ranks(2, _differences):
         assert on_shards == 0

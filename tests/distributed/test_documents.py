@@ -57,7 +57,7 @@ def _packed_step(dims: ParallelDims, options: dict) -> None:
     _compare(packed_job(dims, options), DEEP if dims.pp > 1 else TINY)
 
 
-@pytest.mark.parametrize(("dims", "options"), slow_but("2d cp-full pp-zbv op", CASES))
+@pytest.mark.parametrize(("dims", "options"), slow_but("2d pp-zbv", CASES))
 def test_packed_documents_learn_as_they_do_alone(on_ranks, dims, options) -> None:
     on_ranks(dims.num_ranks, _packed_step, dims, options)
 

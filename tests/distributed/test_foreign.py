@@ -10,6 +10,7 @@ from meshwright.train.build import build_model, initialize_weights
 from meshwright.train.preflight import preflight
 from tests.helpers.foreign import EVEN, args_words, interleaved, save_meta, save_torchtitan
 from tests.helpers.hf import transformers_model
+from tests.helpers.slow import slow
 from tests.helpers.tiny import meshes_of, whole
 
 TINY = Path(__file__).parents[1] / "integration" / "tiny.toml"
@@ -61,7 +62,7 @@ def _start(ranks: int, folder: Path) -> None:
                 assert difference <= 1e-5 * wanted["logits"].abs().max(), kind
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [*slow(1), 2])
 def test_a_job_starts_from_a_folder_of_metas_or_torchtitans(on_ranks, tmp_path, ranks) -> None:
     theirs = transformers_model(EVEN)
     tensors = interleaved(theirs)

@@ -1,5 +1,6 @@
 """Muon on meshes: the same bits as one process, given the same gradients."""
 
+import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
@@ -125,6 +126,7 @@ def test_two_ranks_update_as_one_to_the_bit(on_ranks) -> None:
     )
 
 
+@pytest.mark.slow
 def test_four_ranks_update_as_one_to_the_bit(on_ranks) -> None:
     pairs = [
         ("dp_shard", "tp"),

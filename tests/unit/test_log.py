@@ -89,10 +89,11 @@ def test_warnings_have_a_colour_only_where_there_is_colour() -> None:
 def test_what_takes_long_says_so(monkeypatch, capsys) -> None:
     monkeypatch.setattr(log, "SPEAK_EVERY_S", 0.05)
     log_to_console()
+    start = time.monotonic()
     with busy("validating", lambda: "3 of 9 batches"):
         time.sleep(0.18)
     lines = capsys.readouterr().out.splitlines()
-    assert 1 <= len(lines) <= 3
+    assert 1 <= len(lines) <= (time.monotonic() - start) / 0.05
     assert all(line.endswith("validating: 0 s so far, 3 of 9 batches") for line in lines)
     time.sleep(0.1)
     assert capsys.readouterr().out == ""  # over

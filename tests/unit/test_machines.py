@@ -7,11 +7,13 @@ import random
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
+from meshwright.datasets.token_cache import claims
 from meshwright.datasets.token_cache.tokenizing import open_cache
 from tests.helpers.texts import TextsRecipe
 
@@ -35,6 +37,7 @@ MACHINE = """
 import fcntl, os, subprocess, sys, time
 from pathlib import Path
 from meshwright.datasets.encoding import Encoder
+from meshwright.datasets.token_cache import claims
 from meshwright.datasets.token_cache import claims
 from meshwright.datasets.token_cache.tokenizing import open_cache
 from tests.helpers.texts import TextsRecipe
@@ -89,3 +92,19 @@ def test_machines_make_one_cache_equal_to_the_bit(num_machines, num_killed, tmp_
     left = {name for name in found if ".unfinished" in name}
     assert len(left) <= num_killed
     assert {name: found[name] for name in found.keys() - left} == content_of(alone.folder)
+
+
+def test_a_claim_that_another_removed_does_not_come_back(tmp_path, monkeypatch) -> None:
+    removed = threading.Event()
+
+    def remove(_, path: Path) -> bool:  # between the look at a claim and its next number
+        path.unlink(missing_ok=True)
+        removed.set()
+        return True
+
+    monkeypatch.setattr(claims, "BEAT_S", 0.01)
+    monkeypatch.setattr(claims.Claims, "_is_ours", remove)
+    with claims.Claims(tmp_path) as held:
+        assert held.take("0")
+        assert removed.wait(60)
+    assert list(tmp_path.iterdir()) == []

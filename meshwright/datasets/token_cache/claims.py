@@ -77,10 +77,9 @@ class Claims:
 
     def release(self, name: str) -> None:
         """Give a claim back."""
-        with self._guard:
-            self._held.discard(name)
         path = self._folder / f"{name}.claim"
-        with suppress(OSError):
+        with self._guard, suppress(OSError):  # not while it is counted up
+            self._held.discard(name)
             if self._is_ours(path):
                 path.unlink()
 
@@ -137,12 +136,12 @@ class Claims:
         while not self._is_over.wait(BEAT_S):
             beat += 1
             with self._guard:
-                held = list(self._held)
-            for name in held:
-                path = self._folder / f"{name}.claim"
-                with suppress(OSError):  # the next one may succeed; seven may fail
-                    if self._is_ours(path):
-                        path.write_bytes(self._content(beat))
+                for name in self._held:
+                    path = self._folder / f"{name}.claim"
+                    with suppress(OSError):  # the next one may succeed; seven may fail
+                        if self._is_ours(path):
+                            with path.open("r+b") as file:  # one that is gone does not come back
+                                file.write(self._content(beat))
 
 
 def _is_gone(content: bytes) -> bool:
