@@ -107,4 +107,5 @@ def test_a_claim_that_another_removed_does_not_come_back(tmp_path, monkeypatch) 
     with claims.Claims(tmp_path) as held:
         assert held.take("0")
         assert removed.wait(60)
-    assert list(tmp_path.iterdir()) == []
+        with held._guard:
+            assert list(tmp_path.iterdir()) == []
