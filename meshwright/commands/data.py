@@ -23,7 +23,7 @@ from meshwright.datasets.opening import (
     open_validation_data,
     recipe_of,
 )
-from meshwright.datasets.stream import Cursor, SampleStream, find_samples
+from meshwright.datasets.stream import Cursor, SampleStream, cached_samples, find_samples
 from meshwright.datasets.token_cache.cache import TokenCache
 from meshwright.datasets.token_cache.claims import SILENCE_S
 from meshwright.datasets.token_cache.tokenizing import cache_folder, default_folder
@@ -98,7 +98,7 @@ def _overview(config: JobConfig, sources: Sequence[OpenSource]) -> Iterator[Row]
             yield source.entry.name, *unknown, f"{share:.2%}", "?", f"{source.num_shards} shards"
             continue
         cache = source.cache
-        per_epoch = cache.num_tokens // (training.seq_len + 1)
+        per_epoch = cached_samples(source, _rules(config)).samples_per_epoch
         yield (
             source.entry.name,
             f"{cache.num_documents:,}",
@@ -141,7 +141,8 @@ Found = Iterator[tuple[str, Sample]]
 def _print_samples(found: Found, tokenizer: Tokenizer) -> None:
     for name, sample in found:
         print(f"--- {name}")
-        print(tokenizer.decode(sample.tokens.tolist()))
+        tokens = sample.tokens.tolist()
+        print(tokenizer.decode(tokens[: len(tokens) - sample.padding]))
 
 
 def _rules(config: JobConfig) -> SampleRules:

@@ -37,6 +37,10 @@ class CachedSamples:
         epoch, position = divmod(index, self.samples_per_epoch)
         if self._seed is not None:
             position = permuted(position, self.samples_per_epoch, self._seed, epoch)
+        return self._sample(epoch, position)
+
+    def _sample(self, epoch: int, position: int) -> Sample:
+        """Sample `position` of an epoch, before samples are shuffled."""
         begin, missing = position * self._length, self._length
         pieces: list[Raw] = []
         block = int(self._cache.block_starts.searchsorted(begin, side="right")) - 1

@@ -71,7 +71,9 @@ class Sample:
 
     raw: Raw
     lengths: list[int]
-    """Of the pieces of documents that it is made of."""
+    """Of the pieces of documents that it is made of; the padding counts as one."""
+    padding: int = 0
+    """Tokens at its end that are of no document."""
 
     @property
     def tokens(self) -> npt.NDArray[np.int64]:
@@ -103,9 +105,17 @@ class SampleRules:
     """Records of streamed sources that may be passed over, in all shards that are read here."""
 
 
-def to_sample(pieces: Sequence[Raw]) -> Sample:
-    """Join pieces of documents, one after the other."""
-    return Sample(np.concatenate(pieces), [len(piece) for piece in pieces])
+def to_sample(pieces: Sequence[Raw], *, padded_to: int = 0) -> Sample:
+    """Join pieces of documents, one after the other.
+
+    Args:
+        padded_to: tokens that the sample has at least; the loss leaves out the padding.
+    """
+    lengths = [len(piece) for piece in pieces]
+    padding = max(padded_to - sum(lengths), 0)
+    if padding:
+        pieces, lengths = [*pieces, blank_sample(padding).raw], [*lengths, padding]
+    return Sample(np.concatenate(pieces), lengths, padding)
 
 
 def blank_sample(length: int) -> Sample:

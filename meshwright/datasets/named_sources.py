@@ -11,7 +11,7 @@ from meshwright.datasets.files import ROW_FORMATS, Entry
 from meshwright.datasets.rows import head_fault
 from meshwright.datasets.sources import check_path
 from meshwright.datasets.tokenizers.kinds import Tokenizer, prompt_tokens
-from meshwright.system.errors import ConfigError, check, did_you_mean
+from meshwright.system.errors import ConfigError, check, config_error, did_you_mean
 
 
 def entries(section: Training | Validation, key: str) -> list[Entry]:
@@ -89,6 +89,10 @@ def check_sources(section: Training | Validation, key: str, *, looks_at_files: b
             fix = f'{did_you_mean(name, DATASETS)} (one of the hub is written "owner/name")'
             raise entry.error("dataset", "no such dataset", fix)
         check_path(entry, spec, looks_at_files=looks_at_files)
+        if getattr(section, "packing", "cut") != "cut" and is_streamed(entry):
+            rule = f"{entry.name} is streamed, so the lengths of its documents are not known"
+            fix = f'set {entry.key}.dataset_mode = "cached", or leave packing out'
+            raise config_error("training.packing", "best_fit", rule, fix)
         passes_over = getattr(section, "max_bad_records", 0) > 0
         if looks_at_files and spec.path == "required" and not passes_over:
             fault = head_fault(entry, spec.find(entry)) if name in ROW_FORMATS else None

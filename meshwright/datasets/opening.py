@@ -10,6 +10,7 @@ from meshwright.datasets.encoding import Encoder
 from meshwright.datasets.files import ROW_FORMATS, DataFile, Entry, fingerprint, revision, sampled
 from meshwright.datasets.foreign_tokens import TokenFiles
 from meshwright.datasets.named_sources import entries, is_streamed, validation_entries
+from meshwright.datasets.packing import Packing, open_packing
 from meshwright.datasets.rows import Documents, LocalDocuments, local_layout
 from meshwright.datasets.storage.block_cache import block_cache
 from meshwright.datasets.storage.ranges import is_address
@@ -17,6 +18,7 @@ from meshwright.datasets.token_cache.cache import DamagedCacheError, TokenCache
 from meshwright.datasets.token_cache.spec import TokenizationSpec
 from meshwright.datasets.token_cache.tokenizing import default_folder, open_cache
 from meshwright.datasets.tokenizers.special_tokens import Ends
+from meshwright.system.log import logger
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,8 @@ class CachedSource:
     cache: TokenCache
     revision: str = ""
     """Commit of a dataset of the hub."""
+    packing: Packing | None = None
+    """None: documents are cut."""
 
     @property
     def content(self) -> str:
@@ -97,9 +101,25 @@ def open_training_data(
         ConfigError: if something cannot be read, or holds less than a sample.
     """
     return [
-        _open(entry, config, 1, num_workers, check_all)
+        _packed(_open(entry, config, 1, num_workers, check_all), config, check_all)
         for entry in entries(config.training, "training")
     ]
+
+
+def _packed(source: OpenSource, config: JobConfig, again: bool) -> OpenSource:
+    """Return a source of training with its packing, if documents are packed."""
+    if config.training.packing == "cut":
+        return source
+    assert isinstance(source, CachedSource)  # preflight has refused it
+    length = config.training.seq_len + 1
+    packing = open_packing(source.cache, length, again=again)
+    samples = int(packing.bin_starts[-1])
+    logger.info(
+        "%s: its documents fill %s sequences, with %.3g %% padding",
+        *(source.entry.name, f"{samples:,}"),
+        100 * (1 - source.cache.num_tokens / (samples * length)),
+    )
+    return replace(source, packing=packing)
 
 
 def open_validation_data(
@@ -136,7 +156,8 @@ def open_told(
         _open_as_told(entry, one, config, is_first_here)
         for entry, one in zip(named, told, strict=True)
     ]
-    return found[: len(of_training)], found[len(of_training) :]
+    count = len(of_training)
+    return [_packed(source, config, False) for source in found[:count]], found[count:]
 
 
 def _open_as_told(entry: Entry, told: Told, config: JobConfig, is_first_here: bool) -> OpenSource:

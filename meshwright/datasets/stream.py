@@ -9,6 +9,7 @@ from meshwright.datasets.cached import CachedSamples
 from meshwright.datasets.encoding import Sample, SampleRules
 from meshwright.datasets.opening import CachedSource, OpenSource
 from meshwright.datasets.order import Mixture
+from meshwright.datasets.packing import PackedSamples
 from meshwright.datasets.streamed import EndOfData, ShardPlace, StreamedSamples
 from meshwright.system.errors import RecordError
 from meshwright.system.log import logger
@@ -93,7 +94,7 @@ class SampleStream:
         self.names = ", ".join(self._names)
         for source in sources:
             if isinstance(source, CachedSource):
-                self._samples.append(CachedSamples(source.cache, rules.length, rules.seed))
+                self._samples.append(cached_samples(source, rules))
             else:
                 # keep only shards that this rank reads; its positions in the rest are stale
                 places = {
@@ -172,6 +173,13 @@ class SampleStream:
         return any(slot % common == shard % common for slot in self._slots)
 
 
+def cached_samples(source: CachedSource, rules: SampleRules) -> CachedSamples:
+    """Return the samples of a cached source, packed if it is."""
+    if source.packing is not None:
+        return PackedSamples(source.cache, source.packing, rules.seed)
+    return CachedSamples(source.cache, rules.length, rules.seed)
+
+
 def find_samples(
     source: OpenSource, first: int, last: int, rules: SampleRules, before: tuple[int, Cursor]
 ) -> Iterator[Sample]:
@@ -185,7 +193,7 @@ def find_samples(
             that place; (0, Cursor()) is the start.
     """
     if isinstance(source, CachedSource):
-        cached = CachedSamples(source.cache, rules.length, rules.seed)
+        cached = cached_samples(source, rules)
         yield from (cached.read(index) for index in range(first, last + 1))
         return
     count, cursor = before

@@ -131,8 +131,9 @@ class Plan:
                 | settings_of(source)
                 for number, source in enumerate(training.datasets)
             }
-        if training.validation_fraction:
-            named["training.validation_fraction"] = training.validation_fraction
+        for key in ("validation_fraction", "packing"):  # which older checkpoints lack
+            if key in training.model_dump(exclude_defaults=True):
+                named[f"training.{key}"] = getattr(training, key)
         return named | {
             "training.seq_len": training.seq_len,
             "training.seed": training.seed,
@@ -243,9 +244,8 @@ def preflight(
 def _look_at_files(plan: Plan) -> Plan:
     """Check the checkpoint to resume from, or the weights to start from; return the plan with the
     step."""
-    step, config = None, plan.config.checkpoint
-    if config.enable:
-        step = find.choose_step(plan.checkpoint_folder, config.load_step)
+    config = plan.config.checkpoint
+    step = find.choose_step(plan.checkpoint_folder, config.load_step) if config.enable else None
     if step is None:
         check_initial(config, plan.model_args, plan.family)
         return plan

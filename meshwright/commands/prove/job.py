@@ -14,6 +14,7 @@ from meshwright.config.training import Source, Training
 from meshwright.datasets.encoding import NO_LOSS, Encoder, Tokens
 from meshwright.datasets.files import Entry
 from meshwright.datasets.opening import CachedSource, OpenSource, StreamedSource
+from meshwright.datasets.packing import Packing
 from meshwright.datasets.rows import IndexedDocuments
 from meshwright.datasets.stream import Cursor
 from meshwright.datasets.token_cache.cache import BLOCK_DOCUMENTS, TokenCache
@@ -203,7 +204,10 @@ def open_source(training: Training, vocab_size: int, seed: int) -> OpenSource:
     entry = Entry("training", "synthetic", Source())
     pieces = documents(vocab_size, seed)
     if training.dataset_mode != "streamed":
-        return CachedSource(entry, MemoryCache(pieces))
+        cache = MemoryCache(pieces)
+        is_cut = training.packing == "cut"
+        packing = None if is_cut else Packing(cache, training.seq_len + 1)
+        return CachedSource(entry, cache, packing=packing)
     numbered = IndexedDocuments(len(pieces), str)
     shards, window = training.stream_shards, training.shuffle_window
     return StreamedSource(entry, numbered, _Numbered(pieces), shards, window, outline="")

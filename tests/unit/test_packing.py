@@ -1,0 +1,301 @@
+"""training.packing = "best_fit": whole documents, little padding, the same on any mesh."""
+
+import json
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from meshwright.config.changes import ABSENT, changes, config_defaults
+from meshwright.config.job_config import JobConfig
+from meshwright.config.loader import load_config
+from meshwright.datasets import packing
+from meshwright.datasets.encoding import NO_LOSS, Sample, SampleRules
+from meshwright.datasets.loader import to_batches
+from meshwright.datasets.opening import CachedSource, Told, open_told, open_training_data
+from meshwright.datasets.packing import (
+    PackedSamples,
+    Packing,
+    StoredPacking,
+    best_fit,
+    open_packing,
+)
+from meshwright.datasets.stream import Cursor, cached_samples, find_samples
+from meshwright.models.loss import IGNORE
+from meshwright.system.errors import ConfigError
+from meshwright.train.preflight import check_data, preflight
+from tests.helpers.cli import command
+from tests.helpers.texts import LENGTH, TEXTS, cached, encode
+from tests.unit.test_sample_stream import read_steps
+from tests.unit.test_token_files import MEGATRON, documents_of, open_tokens
+
+SEED = 11
+
+
+def simple_best_fit(lengths: list[int], capacity: int) -> list[list[int]]:
+    """The lengths in each bin: every bin is looked at for every piece."""
+    bins: list[list[int]] = []
+    for length in sorted(lengths, reverse=True):
+        rooms = [capacity - sum(bin_) for bin_ in bins]
+        fitting = [room for room in rooms if room >= length]
+        if fitting:
+            bins[rooms.index(min(fitting))].append(length)
+        else:
+            bins.append([length])
+    return bins
+
+
+@pytest.mark.parametrize("capacity", [1, 7, 64, 513])
+def test_best_fit_is_the_simple_one(capacity: int) -> None:
+    random = np.random.default_rng(SEED)
+    for count in (1, 2, 50, 400):
+        lengths = random.integers(1, capacity + 1, count)
+        bins = best_fit(lengths, capacity)
+        filled = np.bincount(bins, weights=lengths).astype(int).tolist()
+        # of bins with equal room, any may be taken: how full they become is the same
+        want = [sum(bin_) for bin_ in simple_best_fit(lengths.tolist(), capacity)]
+        assert sorted(filled) == sorted(want)
+
+
+def pieces_of(sample: Sample) -> list[tuple[int, ...]]:
+    """The pieces of documents in a sample, without its padding."""
+    assert len(sample.raw) == sum(sample.lengths) == LENGTH
+    lengths = sample.lengths[: -1 if sample.padding else None]
+    ends = np.cumsum(lengths)
+    assert ends[-1] == LENGTH - sample.padding
+    return [tuple(piece.tolist()) for piece in np.split(sample.tokens[: ends[-1]], ends[:-1])]
+
+
+def pieces_in(documents: Iterable[list[int]]) -> Counter[tuple[int, ...]]:
+    """The documents, those that are longer than a sample cut."""
+    return Counter(
+        tuple(document[begin : begin + LENGTH])
+        for document in documents
+        for begin in range(0, len(document), LENGTH)
+    )
+
+
+def with_packing(folder: Path, texts: tuple[str, ...] = TEXTS, name: str = "texts") -> CachedSource:
+    source = cached(folder, texts, name)
+    return replace(source, packing=open_packing(source.cache, LENGTH))
+
+
+@pytest.fixture
+def small_windows(monkeypatch) -> None:
+    """Of 4 documents, so that there are several."""
+    for module in ("token_cache.cache", "token_cache.writing"):
+        monkeypatch.setattr(f"meshwright.datasets.{module}.BLOCK_DOCUMENTS", 2)
+    monkeypatch.setattr(packing, "WINDOW", 2)
+
+
+def test_an_epoch_holds_every_document_once_and_whole(tmp_path, small_windows) -> None:
+    source = with_packing(tmp_path)
+    samples = PackedSamples(source.cache, source.packing, seed=SEED)
+    want = pieces_in(encode(text) for text in TEXTS)
+    orders = []
+    for epoch in range(3):
+        first = epoch * samples.samples_per_epoch
+        numbers = range(first, first + samples.samples_per_epoch)
+        order = [tuple(pieces_of(samples.read(number))) for number in numbers]
+        got = Counter(piece for pieces in order for piece in pieces)
+        assert got == want
+        orders.append(order)
+    assert orders[0] != orders[1] != orders[2]
+    # a sample keeps its documents, not their order
+    assert len({pieces for order in orders for pieces in order}) > len(set(orders[0]))
+    assert sorted(map(sorted, orders[0])) == sorted(map(sorted, orders[1]))
+    assert {len(pieces) for pieces in orders[0]} > {1}
+
+
+def test_windows_are_packed_apart(tmp_path, small_windows) -> None:
+    source = with_packing(tmp_path)
+    starts = source.packing.bin_starts
+    assert len(starts) == 3  # 9 documents, of which one is empty, in windows of 4
+    lengths = [len(encode(text)) for text in TEXTS if text]
+    for window, begin in enumerate((0, 4)):
+        pieces = [
+            min(length - at, LENGTH)
+            for length in lengths[begin : begin + 4]
+            for at in range(0, length, LENGTH)
+        ]
+        assert starts[window + 1] - starts[window] == len(simple_best_fit(pieces, LENGTH))
+
+
+def test_the_stored_packing_is_the_computed_one(tmp_path, small_windows) -> None:
+    cache = cached(tmp_path).cache
+    computed, stored = Packing(cache, LENGTH), open_packing(cache, LENGTH)
+    assert isinstance(stored, StoredPacking)
+    assert computed.bin_starts.tolist() == stored.bin_starts.tolist()
+    for window in range(len(stored.bin_starts) - 1):
+        assert computed.window(window).tolist() == stored.window(window).tolist()
+
+
+def test_a_packing_of_other_tokens_is_made_again(tmp_path, small_windows) -> None:
+    cache = cached(tmp_path).cache
+    open_packing(cache, LENGTH)
+    file = cache.folder / f"packed-{LENGTH}"
+    content = file.read_bytes()
+    file.write_bytes(bytes([content[0] ^ 1]) + content[1:])
+    with pytest.raises(ConfigError, match="damaged\n  fix: delete"):
+        open_packing(cache, LENGTH).window(0)
+    assert open_packing(cache, LENGTH, again=True).window(0).tobytes() in content
+    cache.content = "other"
+    file.unlink()
+    open_packing(cache, LENGTH).window(0)
+
+
+def test_without_room_for_files_it_stays_in_memory(tmp_path, monkeypatch, small_windows) -> None:
+    cache = cached(tmp_path).cache
+
+    def refuse(path: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(packing, "whole_file", refuse)
+    assert type(open_packing(cache, LENGTH)) is Packing
+
+
+@pytest.mark.parametrize("split", [(2, 2, 1), (4, 1, 1), (1, 1, 4), (2, 1, 2)])
+def test_batches_do_not_depend_on_their_split_nor_on_resumes(
+    split, tmp_path, small_windows
+) -> None:
+    source = with_packing(tmp_path)
+    sources = [source, with_packing(tmp_path, ("x" * 5, "yz", "w" * 21), "more")]
+    whole = read_steps(sources, [0.6, 0.4], (1, 4, 1), 12)
+    assert read_steps(sources, [0.6, 0.4], split, 12) == whole
+    assert read_steps(sources, [0.6, 0.4], split, 7, whole[4][1]) == whole[5:]
+
+
+def test_an_epoch_limit_is_every_sample_once(tmp_path, small_windows) -> None:
+    source = with_packing(tmp_path)
+    steps = read_steps([source], [1], (1, 1, 1), 1000, max_epochs=2)
+    assert len(steps) == 2 * source.packing.bin_starts[-1]
+
+
+@pytest.mark.parametrize("mask_documents", [False, True])
+def test_padding_has_no_loss(mask_documents, tmp_path, small_windows) -> None:
+    source = with_packing(tmp_path)
+    samples = PackedSamples(source.cache, source.packing, seed=SEED)
+    found = [samples.read(number) for number in range(samples.samples_per_epoch)]
+    assert any(sample.padding for sample in found)
+    (batch,) = to_batches(found, len(found), mask_documents)
+    for row, sample in enumerate(found):
+        own = LENGTH - sample.padding
+        assert (batch.labels[row, own - 1 :] == IGNORE).all()
+        labels = batch.labels[row, : own - 1]
+        starts = np.cumsum(sample.lengths)[: -1 if not sample.padding else -2] - 1
+        want = torch.from_numpy(sample.tokens[1:own].copy())
+        if mask_documents:
+            assert batch.documents is not None
+            assert batch.documents[row].tolist() == sample.documents[:-1].tolist()
+            want[starts] = IGNORE
+        assert torch.equal(labels, want)
+    assert int(batch.tokens.max()) < NO_LOSS
+
+
+def test_conversations_keep_their_labels(tmp_path) -> None:
+    turns = tuple(
+        [{"role": "user", "content": "u" * n}, {"role": "assistant", "content": "a" * n}]
+        for n in (1, 2, 3)
+    )
+    source = with_packing(tmp_path, turns)
+    samples = PackedSamples(source.cache, source.packing, seed=SEED)
+    found = [samples.read(number) for number in range(samples.samples_per_epoch)]
+    for sample in found:
+        has_loss = sample.tokens == ord("a")
+        assert sample.has_loss.tolist() == has_loss.tolist()
+    assert sum(int(sample.has_loss.sum()) for sample in found) == 6
+
+
+@pytest.mark.parametrize(
+    ("lengths", "most"),
+    [
+        # mean and deviation of the logarithm of tokens: web pages, short posts
+        ((6.3, 1.1), 0.002),
+        ((5.0, 0.6), 0.005),
+    ],
+)
+def test_a_window_of_usual_documents_has_under_one_percent_of_padding(lengths, most) -> None:
+    capacity, count = 2049, packing.WINDOW << 10
+    drawn = np.random.default_rng(SEED).lognormal(*lengths, count).astype(np.int64) + 2
+    pieces = np.concatenate([drawn[drawn >= capacity] % capacity, drawn[drawn < capacity]])
+    pieces = pieces[pieces > 0]  # whole samples of longer documents would only lower the share
+    bins = int(best_fit(pieces, capacity).max()) + 1
+    assert 0 <= 1 - pieces.sum() / (bins * capacity) < most < 0.01
+
+
+TOML = """
+[model]
+tokenizer_path = "bytes"
+args = {{ vocab_size = 258 }}
+
+[training]
+dataset = "json"
+dataset_path = "{folder}/texts.jsonl"
+seq_len = 7
+token_cache_folder = "{folder}/caches"
+packing = "{packing}"
+{more}
+"""
+
+
+def config_of(folder: Path, packing: str = "best_fit", more: str = "") -> JobConfig:
+    rows = (json.dumps({"text": text}) for text in TEXTS if text)
+    (folder / "texts.jsonl").write_text("\n".join(rows))
+    path = folder / "config.toml"
+    path.write_text(TOML.format(folder=folder, packing=packing, more=more))
+    return load_config(["--job.config_file", str(path)])
+
+
+def test_a_job_opens_its_data_packed(tmp_path) -> None:
+    config = config_of(tmp_path)
+    (source,) = open_training_data(config)
+    assert isinstance(source, CachedSource)
+    (told,), _ = open_told([Told.of(source)], config, is_first_here=True)
+    rules = SampleRules(LENGTH, SEED)
+    first, second = (
+        [sample.raw.tolist() for sample in find_samples(s, 0, 30, rules, (0, Cursor()))]
+        for s in (source, told)
+    )
+    assert first == second
+    pieces = [min(len(encode(t)) - at, 8) for t in TEXTS for at in range(0, len(encode(t)), 8)]
+    assert cached_samples(source, rules).samples_per_epoch == len(simple_best_fit(pieces, LENGTH))
+    (cut,) = open_training_data(config_of(tmp_path, "cut"))
+    assert isinstance(cut, CachedSource)
+    assert cut.packing is None
+    assert cut.content == source.content
+
+
+def test_the_data_command_prints_no_padding(tmp_path, capsys) -> None:
+    config_of(tmp_path, more="global_batch_size = 8")
+    command("data")([tmp_path / "config.toml"])
+    assert "sequences, with" in capsys.readouterr().out
+    command("data")([tmp_path / "config.toml", "--step", "1"])
+    printed = capsys.readouterr().out
+    assert "defghij" in printed
+    assert "\0" not in printed
+
+
+def test_a_stream_is_refused(tmp_path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_data(config_of(tmp_path, more='dataset_mode = "streamed"'))
+    assert caught.value.key == "training.packing"
+    assert 'fix: set training.dataset_mode = "cached"' in str(caught.value)
+
+
+def test_the_packing_belongs_to_the_data_of_a_resume(tmp_path) -> None:
+    packed, cut = (preflight(config_of(tmp_path, kind), 1) for kind in ("best_fit", "cut"))
+    (difference,) = changes(cut.data_identity, packed.data_identity, config_defaults())
+    assert difference == ("training.packing", ABSENT, "best_fit")
+
+
+def test_documents_of_megatron_are_packed(tmp_path) -> None:
+    cache = open_tokens(tmp_path, "megatron", MEGATRON / "small")
+    samples = PackedSamples(cache, open_packing(cache, LENGTH), SEED)
+    found = map(samples.read, range(samples.samples_per_epoch))
+    got = Counter(piece for sample in found for piece in pieces_of(sample))
+    assert got == pieces_in(documents_of(cache))
+    assert samples.samples_per_epoch == 3  # of 3 and 5 tokens, of 6, of 5
