@@ -8,6 +8,7 @@ import numpy as np
 from meshwright.datasets.encoding import Raw, Sample, to_sample
 from meshwright.datasets.order import permutation, permuted
 from meshwright.datasets.token_cache.cache import TokenCache
+from meshwright.datasets.token_cache.packing import Packing
 
 BLOCKS_KEPT = 64
 """Of 1024 documents each, some 80 KiB."""
@@ -74,3 +75,25 @@ class CachedSamples:
             order = permutation(len(lengths), self._seed, epoch, block)
             starts, lengths = starts[order], lengths[order]
         return starts.tolist(), np.cumsum(lengths).tolist()  # lists are quicker to look into
+
+
+class PackedSamples(CachedSamples):
+    """Samples of whole documents.
+
+    A sample has the same documents in every epoch; their order, and that of samples, differ.
+    """
+
+    def __init__(self, cache: TokenCache, packing: Packing, seed: int | None) -> None:
+        super().__init__(cache, packing.capacity, seed)
+        self._packing, self.samples_per_epoch = packing, int(packing.bin_starts[-1])
+
+    def _sample(self, epoch: int, position: int) -> Sample:
+        window = int(self._packing.bin_starts.searchsorted(position, side="right")) - 1
+        pieces, first = self._packing.window(window), int(self._packing.bin_starts[window])
+        bounds = pieces["bin"].searchsorted([position - first, position - first + 1])
+        own = pieces[slice(*bounds)]
+        if self._seed is not None:
+            own = own[permutation(len(own), self._seed, epoch, position)]
+        begins, ends = own["begin"].tolist(), (own["begin"] + own["length"]).tolist()
+        raw = [self._cache.tokens(*place) for place in zip(begins, ends, strict=True)]
+        return to_sample(raw, padded_to=self._length)

@@ -5,11 +5,10 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from meshwright.datasets.cached import CachedSamples
+from meshwright.datasets.cached import CachedSamples, PackedSamples
 from meshwright.datasets.encoding import Sample, SampleRules
 from meshwright.datasets.opening import CachedSource, OpenSource
 from meshwright.datasets.order import Mixture
-from meshwright.datasets.packing import PackedSamples
 from meshwright.datasets.streamed import EndOfData, ShardPlace, StreamedSamples
 from meshwright.system.errors import RecordError
 from meshwright.system.log import logger

@@ -13,18 +13,18 @@ import torch
 from meshwright.config.changes import ABSENT, changes, config_defaults
 from meshwright.config.job_config import JobConfig
 from meshwright.config.loader import load_config
-from meshwright.datasets import packing
+from meshwright.datasets.cached import PackedSamples
 from meshwright.datasets.encoding import NO_LOSS, Sample, SampleRules
 from meshwright.datasets.loader import to_batches
 from meshwright.datasets.opening import CachedSource, Told, open_told, open_training_data
-from meshwright.datasets.packing import (
-    PackedSamples,
+from meshwright.datasets.stream import Cursor, cached_samples, find_samples
+from meshwright.datasets.token_cache import packing
+from meshwright.datasets.token_cache.packing import (
     Packing,
     StoredPacking,
     best_fit,
     open_packing,
 )
-from meshwright.datasets.stream import Cursor, cached_samples, find_samples
 from meshwright.models.loss import IGNORE
 from meshwright.system.errors import ConfigError
 from meshwright.train.preflight import check_data, preflight

@@ -12,9 +12,6 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from meshwright.datasets.cached import CachedSamples
-from meshwright.datasets.encoding import Sample, to_sample
-from meshwright.datasets.order import permutation
 from meshwright.datasets.storage.ranges import RangeFile
 from meshwright.datasets.token_cache.cache import (
     CACHE_KEY,
@@ -188,25 +185,3 @@ def _num_bins(pieces: Pieces) -> int:
 
 def _starts(sizes: list[int]) -> npt.NDArray[np.int64]:
     return np.cumsum([0, *sizes], dtype=np.int64)
-
-
-class PackedSamples(CachedSamples):
-    """Samples of whole documents.
-
-    A sample has the same documents in every epoch; their order, and that of samples, differ.
-    """
-
-    def __init__(self, cache: TokenCache, packing: Packing, seed: int | None) -> None:
-        super().__init__(cache, packing.capacity, seed)
-        self._packing, self.samples_per_epoch = packing, int(packing.bin_starts[-1])
-
-    def _sample(self, epoch: int, position: int) -> Sample:
-        window = int(self._packing.bin_starts.searchsorted(position, side="right")) - 1
-        pieces, first = self._packing.window(window), int(self._packing.bin_starts[window])
-        bounds = pieces["bin"].searchsorted([position - first, position - first + 1])
-        own = pieces[slice(*bounds)]
-        if self._seed is not None:
-            own = own[permutation(len(own), self._seed, epoch, position)]
-        begins, ends = own["begin"].tolist(), (own["begin"] + own["length"]).tolist()
-        raw = [self._cache.tokens(*place) for place in zip(begins, ends, strict=True)]
-        return to_sample(raw, padded_to=self._length)
