@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
+from meshwright.config.optimizer import Optimizer
 from meshwright.config.parallelism import ActivationCheckpoint, Comm, Compile, Float8, Parallelism
 from meshwright.config.section import (
     OUTPUT_PATH,
@@ -18,14 +19,7 @@ from meshwright.config.section import (
     OfTraining,
     Section,
 )
-from meshwright.config.training import (
-    BadSteps,
-    Experts,
-    LRScheduler,
-    Optimizer,
-    Training,
-    Validation,
-)
+from meshwright.config.training import BadSteps, Experts, LRScheduler, Training, Validation
 
 
 class Job(Section, on_resume="none"):

@@ -5,7 +5,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from meshwright.checkpoint.state import TrainingTensors
-from meshwright.config.training import Muon, Optimizer
+from meshwright.config.optimizer import Muon, Optimizer
 from meshwright.models.decoder import Decoder
 from meshwright.models.families.llama import LlamaArgs
 from meshwright.parallelisms.rules.degrees import ParallelDims

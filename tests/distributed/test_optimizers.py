@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from meshwright.config.training import Optimizer
+from meshwright.config.optimizer import Optimizer
 from meshwright.parallelisms.local_model import LocalModel
 from meshwright.parallelisms.rules.degrees import ParallelDims
 from meshwright.train.optim.optimizers import build_optimizer, set_learning_rate, update

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import nn
 
-from meshwright.config.training import ParameterGroup
+from meshwright.config.optimizer import ParameterGroup
 
 GROUPS = [
     ParameterGroup(parameters=["*norm.weight"], lr_scale=0.5),

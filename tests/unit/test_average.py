@@ -5,7 +5,7 @@ import torch
 
 from meshwright.checkpoint.state import AVERAGE, ModelTensors, TrainingTensors
 from meshwright.config.job_config import JobConfig
-from meshwright.config.training import Optimizer
+from meshwright.config.optimizer import Optimizer
 from meshwright.parallelisms.local_model import LocalModel
 from meshwright.system.errors import ConfigError
 from meshwright.train.optim.average import Average

@@ -10,7 +10,7 @@ from torch import nn
 
 from meshwright.checkpoint.state import TrainingTensors
 from meshwright.config.job_config import JobConfig
-from meshwright.config.training import Muon, Optimizer, ParameterGroup
+from meshwright.config.optimizer import Muon, Optimizer, ParameterGroup
 from meshwright.models.table import Parameter
 from meshwright.system.errors import ConfigError
 from meshwright.train.optim.groups import check_optimizers, heads_of, optimizer_of

@@ -15,7 +15,7 @@ from torch import nn
 from meshwright.checkpoint.state import TrainingTensors
 from meshwright.commands.prove.shrink import shrink
 from meshwright.config.job_config import JobConfig
-from meshwright.config.training import Optimizer, ParameterGroup
+from meshwright.config.optimizer import Optimizer, ParameterGroup
 from meshwright.models.decoder import Decoder
 from meshwright.models.families.llama import FLAVORS
 from meshwright.system.errors import ConfigError

@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 from meshwright.config.job_config import JobConfig
-from meshwright.config.training import Optimizer, ParameterGroup
+from meshwright.config.optimizer import Optimizer, ParameterGroup
 from meshwright.models.table import Parameter
 from meshwright.system.errors import check, did_you_mean
 from meshwright.train.optim.registry import OPTIMIZERS, MatrixWise

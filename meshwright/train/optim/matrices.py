@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from meshwright.config.training import Muon
+from meshwright.config.optimizer import Muon
 from meshwright.parallelisms.shards import is_dtensor
 from meshwright.train.optim.exchange import Exchange
 

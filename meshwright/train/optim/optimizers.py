@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from meshwright.config.job_config import JobConfig
-from meshwright.config.training import Optimizer
+from meshwright.config.optimizer import Optimizer
 from meshwright.models.table import Parameter
 from meshwright.parallelisms.shards import is_dtensor
 from meshwright.train.optim.gradients import local_square_sum

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from meshwright.config.training import Muon
+from meshwright.config.optimizer import Muon
 
 Groups = list[dict[str, Any]]
 """Parameter groups, as torch's optimizers take them."""
