@@ -166,7 +166,9 @@ def _index_part(recipe: TokenizationSpec, files: TokenFiles, part: Part) -> None
     except (FormatError, OSError) as error:
         raise files.error(part.source, str(error)) from error
     facts = {"offset": np.int64(file.offset), "dtype": np.str_(file.dtype)}
-    _save_arrays(part.index, **index, **facts, stamp=np.str_(file.file.stamp))
+    # thousands of flushes take a minute; an index that a power cut damages is made again
+    with whole_file(part.index, is_flushed=False) as to:
+        np.savez(to, **index, **facts, stamp=np.str_(file.file.stamp))
 
 
 class _Checksummed:
@@ -211,28 +213,30 @@ def join_parts(recipe: TokenizationSpec, parts: Sequence[Part], dtype: str) -> N
     per_part, num_bytes, num_bad, first_bad = list[int](), 0, 0, ""
     blocks = _Blocks()
     located, content = list[Part](), hashlib.sha256()
-    for part in parts:  # one in memory at a time
-        index = read_index(part)
-        if part.source:
-            dtype = _one_type(recipe, index, dtype if located else "", part, parts)
-            place = int(index["offset"]), str(index["stamp"])
-            part = replace(part, offset=place[0], stamp=place[1])
-        if not located:
-            content.update(dtype.encode())
-        located.append(part)
-        per_part.append(int(index["lengths"].sum(dtype=np.uint64)))
-        lengths = index["lengths"][:left]
-        content.update(index["token_checksums"].tobytes())
-        content.update(lengths.tobytes())
-        blocks.add(lengths)
-        kept = int(lengths.sum(dtype=np.uint64)) / max(per_part[-1], 1)
-        num_bytes += round(int(index["num_bytes"]) * kept)  # of a part that is cut, its share
-        num_bad += int(index["num_bad"])
-        first_bad = first_bad or next(iter(index["bad"].tolist()), "")
-        if left is not None:
-            left -= len(lengths)
-            if left <= 0:
-                break
+    with whole_file(folder / LENGTHS) as file:
+        for part in parts:  # one in memory at a time
+            index = read_index(part)
+            if part.source:
+                dtype = _one_type(recipe, index, dtype if located else "", part, parts)
+                place = int(index["offset"]), str(index["stamp"])
+                part = replace(part, offset=place[0], stamp=place[1])
+            if not located:
+                content.update(dtype.encode())
+            located.append(part)
+            per_part.append(int(index["lengths"].sum(dtype=np.uint64)))
+            lengths = index["lengths"][:left]
+            content.update(index["token_checksums"].tobytes())
+            content.update(lengths.tobytes())
+            blocks.add(lengths)
+            file.write(lengths.astype("<u4").tobytes())
+            kept = int(lengths.sum(dtype=np.uint64)) / max(per_part[-1], 1)
+            num_bytes += round(int(index["num_bytes"]) * kept)  # of a part that is cut, its share
+            num_bad += int(index["num_bad"])
+            first_bad = first_bad or next(iter(index["bad"].tolist()), "")
+            if left is not None:
+                left -= len(lengths)
+                if left <= 0:
+                    break
     if not sum(per_part):
         key = "training.validation_fraction"
         sides = {True: f" in the part that {key} holds out", False: f" but what {key} holds out"}
@@ -242,9 +246,6 @@ def join_parts(recipe: TokenizationSpec, parts: Sequence[Part], dtype: str) -> N
         raise entry.error("dataset", f"holds no text{where}")
     if parts[0].source:
         save_sources(folder, located)
-    with whole_file(folder / LENGTHS) as file:
-        for part, count in zip(located, blocks.per_part, strict=True):
-            file.write(read_index(part)["lengths"][:count].astype("<u4").tobytes())
     _save_arrays(
         folder / "cache.npz",
         content=np.str_(content.hexdigest()[:16]),
