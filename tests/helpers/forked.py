@@ -3,7 +3,6 @@
 import gc
 import os
 import runpy
-import signal
 import subprocess
 import sys
 import time

@@ -77,10 +77,9 @@ class Claims:
 
     def release(self, name: str) -> None:
         """Give a claim back."""
-        with self._guard:
-            self._held.discard(name)
         path = self._folder / f"{name}.claim"
-        with suppress(OSError):
+        with self._guard, suppress(OSError):  # a beat would make it again
+            self._held.discard(name)
             if self._is_ours(path):
                 path.unlink()
 
@@ -136,12 +135,10 @@ class Claims:
         beat = 0
         while not self._is_over.wait(BEAT_S):
             beat += 1
-            with self._guard:
-                held = list(self._held)
-            for name in held:
+            for name in list(self._held):
                 path = self._folder / f"{name}.claim"
-                with suppress(OSError):  # the next one may succeed; seven may fail
-                    if self._is_ours(path):
+                with self._guard, suppress(OSError):  # the next one may succeed; seven may fail
+                    if name in self._held and self._is_ours(path):
                         path.write_bytes(self._content(beat))
 
 

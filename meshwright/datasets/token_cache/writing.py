@@ -167,8 +167,8 @@ def _index_part(recipe: TokenizationSpec, files: TokenFiles, part: Part) -> None
         raise files.error(part.source, str(error)) from error
     facts = {"offset": np.int64(file.offset), "dtype": np.str_(file.dtype)}
     # thousands of flushes take a minute; an index that a power cut damages is made again
-    with whole_file(part.index, is_flushed=False) as to:
-        np.savez(to, **index, **facts, stamp=np.str_(file.file.stamp))
+    stamp = np.str_(file.file.stamp)
+    _save_arrays(part.index, is_flushed=False, **index, **facts, stamp=stamp)
 
 
 class _Checksummed:
@@ -209,7 +209,7 @@ def join_parts(recipe: TokenizationSpec, parts: Sequence[Part], dtype: str) -> N
         ConfigError: if it is nothing, or files of others are of several types.
     """
     entry, folder = recipe.entry, parts[0].folder
-    left = getattr(entry.source, "max_documents", 0) or None
+    left = entry.source.max_documents or None
     per_part, num_bytes, num_bad, first_bad = list[int](), 0, 0, ""
     blocks = _Blocks()
     located, content = list[Part](), hashlib.sha256()
@@ -241,7 +241,7 @@ def join_parts(recipe: TokenizationSpec, parts: Sequence[Part], dtype: str) -> N
         key = "training.validation_fraction"
         sides = {True: f" in the part that {key} holds out", False: f" but what {key} holds out"}
         where = sides[entry.is_held_out] if entry.held_out else ""
-        if getattr(entry.source, "dataset_where", ()):
+        if entry.source.dataset_where:
             where += ", or dataset_where passes over all of it"
         raise entry.error("dataset", f"holds no text{where}")
     if parts[0].source:
@@ -310,7 +310,7 @@ def _starts(sizes: Any) -> Any:
     return np.concatenate([[0], np.cumsum(sizes, dtype=np.uint64)]).astype(np.uint64)
 
 
-def _save_arrays(path: Any, **arrays: Any) -> None:
+def _save_arrays(path: Any, *, is_flushed: bool = True, **arrays: Any) -> None:
     """Write an .npz."""
-    with whole_file(path) as file:
+    with whole_file(path, is_flushed=is_flushed) as file:
         np.savez(file, **arrays)
