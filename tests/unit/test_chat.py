@@ -11,8 +11,8 @@ from transformers import PreTrainedTokenizerFast
 
 from meshwright.datasets.conversations.chat import ChatTemplate
 from meshwright.datasets.conversations.template_file import find_template
+from meshwright.datasets.tokenizers.byte_level import special_tokens
 from meshwright.datasets.tokenizers.kinds import build_tokenizer
-from meshwright.datasets.tokenizers.tiktoken_file import special_tokens
 from meshwright.system.errors import ConfigError
 from tests.helpers.tokenizer_files import (
     byte_level_json,

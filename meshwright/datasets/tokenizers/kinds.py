@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Protocol
 
 from meshwright.config.section import BYTES
-from meshwright.datasets.tokenizers.special_tokens import OWN, Ends, well_formed
-from meshwright.datasets.tokenizers.tiktoken_ranks import is_tiktoken
+from meshwright.datasets.tokenizers.special_tokens import OWN, Ends, is_tiktoken, well_formed
 from meshwright.system.errors import ConfigError, check, config_error, where_it_ends
 
 PATH_KEY = "model.tokenizer_path"
@@ -200,14 +199,10 @@ def kind_of(file: Path, content: bytes) -> Callable[..., Tokenizer]:
 
     It imports the library of that kind alone: `check` waits for no other.
     """
-    if file.suffix == ".json" or content.lstrip().startswith(b"{"):
+    if file.suffix == ".json" or content.lstrip().startswith(b"{") or is_tiktoken(content):
         from meshwright.datasets.tokenizers.huggingface import HuggingFaceTokenizer
 
         return HuggingFaceTokenizer
-    if is_tiktoken(content):
-        from meshwright.datasets.tokenizers.tiktoken_file import TiktokenTokenizer
-
-        return TiktokenTokenizer
     from meshwright.datasets.tokenizers.sentencepiece_file import SentencePieceTokenizer
 
     return SentencePieceTokenizer

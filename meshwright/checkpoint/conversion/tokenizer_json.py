@@ -5,16 +5,16 @@ From a bare `tokenizer.model` they make one of their own: of a sentencepiece mod
 of a tiktoken file none at all.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import tokenizers
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import Regex, decoders, models, normalizers
 
+from meshwright.datasets.tokenizers.byte_level import merges, of_ranks, with_specials
 from meshwright.datasets.tokenizers.huggingface import HuggingFaceTokenizer
 from meshwright.datasets.tokenizers.kinds import ByteTokenizer, Tokenizer
 from meshwright.datasets.tokenizers.sentencepiece_file import SPACE, SentencePieceTokenizer
-from meshwright.datasets.tokenizers.tiktoken_file import SPLIT_PATTERN, TiktokenTokenizer
 
 BOS, EOS = "<s>", "</s>"
 """Of the byte tokenizer."""
@@ -28,29 +28,14 @@ def to_tokenizer_json(tokenizer: Tokenizer) -> str | None:
     """
     match tokenizer:
         case HuggingFaceTokenizer():
-            return None
+            return tokenizer.made
         case ByteTokenizer():
-            made = _of_ranks({bytes([byte]): byte for byte in range(256)}, None)
-        case TiktokenTokenizer():
-            made = _of_ranks(tokenizer.ranks, SPLIT_PATTERN)
+            made = of_ranks({bytes([byte]): byte for byte in range(256)}, None)
         case SentencePieceTokenizer():
             made = _of_pieces(tokenizer)
         case _:
             raise ValueError(f"a {type(tokenizer).__name__} is not known to be one")
-    specials = _specials(tokenizer)
-    in_order = [name for _, name in sorted(specials.items())]
-    made.add_special_tokens([AddedToken(name, normalized=False) for name in in_order])
-    for token_id, name in specials.items():
-        if made.token_to_id(name) != token_id:
-            raise ValueError(f"{name!r} would have the id {made.token_to_id(name)}, not {token_id}")
-    if tokenizer.bos_id is not None:
-        bos = specials[tokenizer.bos_id]
-        made.post_processor = processors.TemplateProcessing(
-            single=[bos, "$A"],
-            pair=[bos, "$A", bos, "$B"],
-            special_tokens=[(bos, tokenizer.bos_id)],
-        )
-    return made.to_str(pretty=True)
+    return with_specials(made, _specials(tokenizer), tokenizer.bos_id).to_str(pretty=True)
 
 
 def special_names(tokenizer: Tokenizer) -> dict[str, str]:
@@ -63,43 +48,9 @@ def special_names(tokenizer: Tokenizer) -> dict[str, str]:
             ids["unk_token"] = tokenizer.unknown_id
             pieces = tokenizer.special_pieces
             return {name: pieces[i] for name, i in ids.items() if i is not None and i in pieces}
-        case TiktokenTokenizer() | HuggingFaceTokenizer():
+        case HuggingFaceTokenizer():
             return dict(tokenizer.special_names)
     raise ValueError(f"a {type(tokenizer).__name__} is not known")
-
-
-def _of_ranks(ranks: dict[bytes, int], split_pattern: str | None) -> tokenizers.Tokenizer:
-    """Return a byte-level BPE. With a pattern, no token reaches over the end of a match."""
-    names = _byte_names()
-    named = {"".join(names[byte] for byte in token): rank for token, rank in ranks.items()}
-    in_order = sorted(named, key=named.__getitem__)
-    merges = _merges(in_order, named)
-    made = tokenizers.Tokenizer(models.BPE(vocab=named, merges=merges, ignore_merges=True))
-    steps: list[Any] = []
-    if split_pattern is not None:
-        steps.append(pre_tokenizers.Split(Regex(split_pattern), behavior="isolated"))
-    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
-    made.pre_tokenizer = pre_tokenizers.Sequence(steps)
-    made.decoder = decoders.ByteLevel()
-    return made
-
-
-def _merges(pieces: Iterable[str], ids: dict[str, int]) -> list[tuple[str, str]]:
-    """Return every pair of pieces that makes a piece, in the order in which pieces are
-    preferred."""
-    merges = []
-    for piece in pieces:
-        splits = ((piece[:cut], piece[cut:]) for cut in range(1, len(piece)))
-        pairs = [pair for pair in splits if pair[0] in ids and pair[1] in ids]
-        merges += sorted(pairs, key=lambda pair: (ids[pair[0]], ids[pair[1]]))
-    return merges
-
-
-def _byte_names() -> list[str]:
-    """Return the character that stands for each byte in a byte-level vocabulary: GPT-2's table."""
-    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    others = iter(range(256, 512))
-    return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
 
 
 def _of_pieces(tokenizer: SentencePieceTokenizer) -> tokenizers.Tokenizer:
@@ -122,7 +73,7 @@ def _of_pieces(tokenizer: SentencePieceTokenizer) -> tokenizers.Tokenizer:
         made = tokenizers.Tokenizer(
             models.BPE(
                 vocab=ids,
-                merges=_merges(usual, {piece: ids[piece] for piece in usual}),
+                merges=merges(usual, {piece: ids[piece] for piece in usual}),
                 unk_token=None if unknown is None else pieces[unknown][0],
                 fuse_unk=True,
                 byte_fallback=settings.has_byte_fallback,
@@ -190,6 +141,6 @@ def _specials(tokenizer: Tokenizer) -> dict[int, str]:
             return {256: BOS, 257: EOS}
         case SentencePieceTokenizer():
             return tokenizer.special_pieces
-        case TiktokenTokenizer() | HuggingFaceTokenizer():
+        case HuggingFaceTokenizer():
             return {token_id: name for name, token_id in tokenizer.special_ids.items()}
     raise ValueError(f"a {type(tokenizer).__name__} is not known")
