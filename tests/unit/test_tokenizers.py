@@ -365,7 +365,7 @@ def test_long_texts_are_not_too_long_for_tiktokens_pattern(files: dict[str, Path
 def test_neither_threads_nor_torch(files: dict[str, Path]) -> None:
     """Whoever tokenises does so in several processes: threads in each would be too many."""
     program = f"""
-import os, meshwright.datasets.conversations.chat
+import os, meshwright.datasets.tokenizers.chat
 from meshwright.datasets.tokenizers.kinds import build_tokenizer
 before = len(os.listdir("/proc/self/task"))
 tokenizer = build_tokenizer({str(files["byte-level"])!r})
