@@ -73,8 +73,8 @@ def sync_folder(folder: Path) -> None:
 
 
 @contextmanager
-def whole_file(path: Path) -> Iterator[BinaryIO]:
-    """Give a file that takes the name `path` once it is whole and on the disk.
+def whole_file(path: Path, *, is_flushed: bool = True) -> Iterator[BinaryIO]:
+    """Give a file that takes the name `path` once it is whole, and on the disk if `is_flushed`.
 
     After an error inside, it is gone, and `path` as before. Until then it has a name that no other
     process has: of any machine, for containers have the same small numbers.
@@ -84,8 +84,9 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
     try:
         with open(unfinished, "wb") as file:
             yield file
-            file.flush()
-            sync_file(file.fileno(), unfinished)
+            if is_flushed:
+                file.flush()
+                sync_file(file.fileno(), unfinished)
         unfinished.replace(path)
     finally:
         unfinished.unlink(missing_ok=True)

@@ -228,18 +228,23 @@ class RankFile(logging.FileHandler):
 
 
 @contextmanager
-def busy(task: str, progress: Callable[[], str] | None = None) -> Iterator[None]:
+def busy(
+    task: str, progress: Callable[[], str] | None = None, every_s: float | None = None
+) -> Iterator[None]:
     """Log every `SPEAK_EVERY_S` seconds that `task` is not done yet.
 
     Args:
-        progress: returns how far it is, e.g. "12 of 64 parts".
+        progress: returns how far it is, e.g. "12 of 64 parts"; "": nothing is to be logged.
+        every_s: seconds between two logs; None: `SPEAK_EVERY_S`.
     """
     is_done, start = threading.Event(), time.perf_counter()
 
     def speak() -> None:
-        while not is_done.wait(SPEAK_EVERY_S):
-            far = f", {progress()}" if progress else ""
-            logger.info("%s: %.0f s so far%s", task, time.perf_counter() - start, far)
+        while not is_done.wait(every_s or SPEAK_EVERY_S):
+            far = progress() if progress else None
+            if far != "":
+                seconds, far = time.perf_counter() - start, f", {far}" if far else ""
+                logger.info("%s: %.0f s so far%s", task, seconds, far)
 
     thread = threading.Thread(target=speak, name="busy", daemon=True)
     thread.start()

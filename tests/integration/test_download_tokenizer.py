@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.datasets.conversations.template_file import find_template
+from meshwright.datasets.tokenizers.kinds import find_template
 from tests.helpers.tokenizer_files import byte_level_json, tiktoken_model
 
 ROOT = Path(__file__).parents[2]

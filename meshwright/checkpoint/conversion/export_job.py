@@ -8,6 +8,11 @@ import torch
 from meshwright.checkpoint import state
 from meshwright.checkpoint.conversion.export import Job
 from meshwright.checkpoint.conversion.hf_folder import GENERATION_CONFIG
+from meshwright.checkpoint.conversion.tokenizer_json import (
+    samples,
+    special_names,
+    to_tokenizer_json,
+)
 from meshwright.checkpoint.find import saved_args
 from meshwright.checkpoint.manifest import Manifest
 from meshwright.checkpoint.reader import CheckpointWeights
@@ -15,7 +20,6 @@ from meshwright.config.section import BYTES
 from meshwright.datasets.tokenizers.huggingface import HuggingFaceTokenizer
 from meshwright.datasets.tokenizers.kinds import Tokenizer, end_of_chat, find_file, special_ids
 from meshwright.datasets.tokenizers.sentencepiece_file import SentencePieceTokenizer
-from meshwright.datasets.tokenizers.to_json import samples, special_names, to_tokenizer_json
 from meshwright.models.family import Family
 from meshwright.system.errors import config_error
 from meshwright.system.files import Place
@@ -95,7 +99,7 @@ def tokenizer_files(tokenizer: Tokenizer, path: str) -> dict[str, Path | str]:
         for name in (JSON, MODEL):
             files.pop(name, None)
         match tokenizer:
-            case HuggingFaceTokenizer():
+            case HuggingFaceTokenizer(made=None):
                 files[JSON] = file
             case SentencePieceTokenizer():
                 files[MODEL] = file  # llama.cpp prefers it

@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from meshwright.datasets import find_dataset
-from meshwright.datasets.conversations.template_file import find_template
 from meshwright.datasets.encoding import Conversation, Encoder
 from meshwright.datasets.files import DataFile, Entry, fingerprint
 from meshwright.datasets.foreign_tokens import TokenFiles
 from meshwright.datasets.rows import Documents
 from meshwright.datasets.sources import DatasetSpec
-from meshwright.datasets.tokenizers.kinds import Tokenizer, build_tokenizer
+from meshwright.datasets.tokenizers.kinds import Tokenizer, build_tokenizer, find_template
 from meshwright.datasets.tokenizers.special_tokens import OWN, Ends
 from meshwright.system.errors import ConfigError
 from meshwright.system.modules import code_of, import_user_module
@@ -75,7 +74,7 @@ class TokenizationSpec:
 
         def open_template() -> Conversation:
             # not at import: it needs jinja2, and few jobs have conversations
-            from meshwright.datasets.conversations.chat import ChatTemplate
+            from meshwright.datasets.tokenizers.chat import ChatTemplate
 
             template = find_template(self.tokenizer_path, self.chat_template_path)
             return ChatTemplate(tokenizer, template, now=TODAY)

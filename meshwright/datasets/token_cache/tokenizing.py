@@ -1,8 +1,8 @@
 """From documents to a token cache, once, by all cores of all machines."""
 
+import itertools
 import multiprocessing
 import os
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -43,6 +43,9 @@ from meshwright.system.processes import die_with_parent
 
 POLL_S, JOIN = 0.5, "join"
 """Seconds between two looks at the parts of others; the claim of who writes the index of all."""
+
+FILES_TOGETHER = 64
+"""Files of tokens that have one claim: looking at one takes no longer than claiming it."""
 
 
 def default_folder() -> Path:
@@ -93,8 +96,7 @@ def open_cache(
         cache = _open_if_good(folder, check_all, blocks)
         if cache is None:
             folder.mkdir(parents=True, exist_ok=True)
-            making = _Making(recipe, folder, num_workers, check_all, max_bad_records, blocks)
-            cache = making.run()
+            cache = _make(recipe, folder, num_workers, check_all, max_bad_records, blocks)
     except OSError as error:
         raise ConfigError(
             CACHE_KEY,
@@ -126,7 +128,7 @@ def _open_if_complete(folder: Path, blocks: BlockCache | None) -> TokenCache | N
 
 @dataclass(frozen=True)
 class _Todo:
-    """The parts of a cache, for a worker."""
+    """The parts of a cache, as every process that makes some of them knows them."""
 
     recipe: TokenizationSpec
     parts: Sequence[Part]
@@ -135,18 +137,22 @@ class _Todo:
     """State of the indices of parts that are there and are to be made again."""
     max_bad_records: int
 
+    @property
+    def folder(self) -> Path:
+        """Of the cache."""
+        return self.parts[0].folder
+
     def is_done(self, part: Part) -> bool:
         """Return whether somebody has made the part."""
         try:
-            found = part.index.stat()
+            return self.wrong.get(part.number) != _state(part)
         except FileNotFoundError:
             return False
-        return self.wrong.get(part.number) != (found.st_ino, found.st_mtime_ns)
 
     def left(self) -> list[Part]:
         """Return the parts that are not made; of `max_documents`, only those that are needed."""
-        most = getattr(self.recipe.entry.source, "max_documents", 0)
-        count, found, there = 0, [], set(os.listdir(self.parts[0].folder))
+        most = self.recipe.entry.source.max_documents
+        count, found, there = 0, [], set(os.listdir(self.folder))
         for part in self.parts:
             is_there = part.index.name in there
             if not (is_there and (part.number not in self.wrong or self.is_done(part))):
@@ -157,107 +163,35 @@ class _Todo:
                     break
         return found
 
+    def runs(self) -> Iterator[tuple[str, list[Part]]]:
+        """Yield the parts that are left by the name of their claim: some small files have one."""
+        size = FILES_TOGETHER if self.parts[0].source else 1
+        for number, run in itertools.groupby(self.left(), lambda part: part.number // size):
+            yield str(number), list(run)
 
-class _Making:
-    """One process of one machine that makes a cache, with workers."""
 
-    def __init__(
-        self,
-        recipe: TokenizationSpec,
-        folder: Path,
-        num_workers: int,
-        check_all: bool,
-        max_bad_records: int,
-        blocks: BlockCache | None,
-    ) -> None:
-        self._recipe, self._folder, self._check_all = recipe, folder, check_all
-        self._blocks, self._noted = blocks, read_notes(folder)
-        self._was_there = (folder / "cache.npz").exists()
-        documents, _ = open_source(recipe)
-        if isinstance(documents, TokenFiles):
-            files = documents.files
-            parts, dtype = [Part(folder, n, file.path) for n, file in enumerate(files)], ""
-        else:
-            parts = [Part(folder, number) for number in range(documents.parts)]
-            dtype = _dtype(recipe, documents.read_part(0))
-        wrong = {}
-        for part in parts:
-            checks = check_all or str(part.number) in self._noted
-            if not is_complete(recipe, part, dtype, checks) and part.index.exists():
-                state = part.index.stat()
-                wrong[part.number] = state.st_ino, state.st_mtime_ns
-        self._todo = _Todo(recipe, parts, dtype, wrong, max_bad_records)
-        self._num_workers = num_workers or count_cores()
+def _state(part: Part) -> tuple[int, int]:
+    found = part.index.stat()
+    return found.st_ino, found.st_mtime_ns
 
-    def run(self) -> TokenCache:
-        """Make what is missing, together with whoever else does, and open the cache."""
-        with Claims(self._folder) as claims:
-            remove_left_over(self._folder, now=claims.now())
-            missing = self._todo.left()
-            if missing:
-                self._tokenize(claims, missing)
-            return self._join(claims, has_made=bool(missing))
 
-    def _tokenize(self, claims: Claims, missing: Sequence[Part]) -> None:
-        todo, name = self._todo, self._recipe.entry.name
-        done = f", {len(todo.parts) - len(missing)} of {len(todo.parts)} parts are there"
-        num_workers = min(self._num_workers, len(missing))
-        logger.info(
-            "tokenising %s into %s by %s%s",
-            *(name, self._folder, numbered(num_workers, "process", "es")),
-            done * (len(missing) < len(todo.parts)),
-        )
-        with _shown(name, todo) as counts:
-            if num_workers == 1 or multiprocessing.current_process().daemon:  # has no children
-                _work(todo, claims, counts)
-            else:
-                self._by_workers(num_workers - 1, claims, counts)
-            while todo.left():  # others make them; or they are gone, and it is done here
-                time.sleep(POLL_S)
-                _work(todo, claims, counts)
-
-    def _by_workers(self, num_workers: int, claims: Claims, counts: "_Counts") -> None:
-        """Work beside other processes, which claim parts as this one does."""
-        # not forked: a rank has threads
-        context = multiprocessing.get_context("spawn")
-        given = (os.getpid(), *counts)
-        try:
-            with ProcessPoolExecutor(num_workers, context, _begin, given) as pool:
-                working = [pool.submit(_work_apart, self._todo) for _ in range(num_workers)]
-                try:
-                    _work(self._todo, claims, counts)
-                    for future in working:
-                        future.result()
-                except BaseException:
-                    counts.stop.value = 1
-                    raise
-        except BrokenProcessPool as error:
-            raise ConfigError(
-                CACHE_KEY,
-                "a process that tokenised was killed: for want of memory?"
-                "\n  fix: meshwright tokenize --workers 1; finished parts are kept",
-            ) from error
-
-    def _join(self, claims: Claims, has_made: bool) -> TokenCache:
-        """Write the index of the whole, or wait until another process has."""
-        is_wrong = has_made or self._check_all or LENGTHS in self._noted
-        try:
-            while True:
-                # of a new cache: another process that was faster may have joined it
-                if not (self._was_there and is_wrong):
-                    cache = _open_if_complete(self._folder, self._blocks)
-                    if cache is not None:
-                        break
-                if claims.take(JOIN):
-                    join_parts(self._recipe, self._todo.parts, self._todo.dtype)
-                    cache = TokenCache(self._folder, blocks=self._blocks)
-                    break
-                time.sleep(POLL_S)
-            (self._folder / DAMAGED).unlink(missing_ok=True)
-            return cache
-        except DamagedCacheError as damage:  # someone else writes here, or the disk is failing
-            what = f"{self._folder}: {damage}\n  fix: delete the folder"
-            raise ConfigError(CACHE_KEY, what) from damage
+def _todo(
+    recipe: TokenizationSpec, folder: Path, check_all: bool, noted: set[str], max_bad_records: int
+) -> _Todo:
+    documents, _ = open_source(recipe)
+    if isinstance(documents, TokenFiles):
+        parts = [Part(folder, n, file.path) for n, file in enumerate(documents.files)]
+        dtype = ""
+    else:
+        parts = [Part(folder, number) for number in range(documents.parts)]
+        dtype = _dtype(recipe, documents.read_part(0))
+    wrong = {
+        part.number: _state(part)
+        for part in parts
+        if not is_complete(recipe, part, dtype, check_all or str(part.number) in noted)
+        and part.index.exists()
+    }
+    return _Todo(recipe, parts, dtype, wrong, max_bad_records)
 
 
 def _dtype(recipe: TokenizationSpec, items: Iterator[Any]) -> str:
@@ -268,131 +202,138 @@ def _dtype(recipe: TokenizationSpec, items: Iterator[Any]) -> str:
     return "<u2" if vocab_size <= 1 << 16 and not is_chat else "<u4"
 
 
-@dataclass(frozen=True)
-class _Counts:
-    """What the processes of this machine have done so far, in memory that they share."""
+def _make(
+    recipe: TokenizationSpec,
+    folder: Path,
+    num_workers: int,
+    check_all: bool,
+    max_bad_records: int,
+    blocks: BlockCache | None,
+) -> TokenCache:
+    """Make what is missing, together with whoever else does, and open the cache."""
+    noted, was_there = read_notes(folder), (folder / "cache.npz").exists()
+    todo = _todo(recipe, folder, check_all, noted, max_bad_records)
+    with Claims(folder) as claims:
+        remove_left_over(folder, now=claims.now())
+        missing = len(todo.left())
+        if missing:
+            _tokenize(todo, claims, min(num_workers or count_cores(), missing), missing)
+        try:
+            # of a new cache: another process that was faster may have joined it
+            is_wrong = was_there and (missing or check_all or LENGTHS in noted)
+            cache = None if is_wrong else _open_if_complete(folder, blocks)
+            while cache is None:
+                if claims.take(JOIN):
+                    join_parts(recipe, todo.parts, todo.dtype)
+                    cache = TokenCache(folder, blocks=blocks)
+                else:
+                    time.sleep(POLL_S)
+                    cache = None if is_wrong else _open_if_complete(folder, blocks)
+        except DamagedCacheError as damage:  # someone else writes here, or the disk is failing
+            what = f"{folder}: {damage}\n  fix: delete the folder"
+            raise ConfigError(CACHE_KEY, what) from damage
+        (folder / DAMAGED).unlink(missing_ok=True)
+        return cache
 
-    bytes: Any
-    tokens: Any
-    stop: Any
-    """1: an error ends all."""
 
-    def __iter__(self) -> Iterator[Any]:
-        return iter((self.bytes, self.tokens, self.stop))
+def _tokenize(todo: _Todo, claims: Claims, num_workers: int, missing: int) -> None:
+    name, total = todo.recipe.entry.name, len(todo.parts)
+    done = f", {total - missing} of {total} parts are there" if missing < total else ""
+    words = name, todo.folder, numbered(num_workers, "process", "es"), done
+    logger.info("tokenising %s into %s by %s%s", *words)
+    if multiprocessing.current_process().daemon:  # it has no children
+        num_workers = 1
+    context = multiprocessing.get_context("spawn")  # not forked: a rank has threads
+    counts = context.RawArray("q", 1 + 2 * num_workers)
+    with _shown(name, todo, counts):
+        try:
+            given = (os.getpid(), counts)
+            with ProcessPoolExecutor(max(num_workers - 1, 1), context, _begin, given) as pool:
+                working = [pool.submit(_work_apart, todo, n) for n in range(1, num_workers)]
+                try:
+                    _work(todo, claims, counts, 0)
+                    for future in working:
+                        future.result()
+                except BaseException:
+                    counts[0] = 1
+                    raise
+        except BrokenProcessPool as error:
+            what = "a process that tokenised was killed: for want of memory?"
+            fix = "meshwright tokenize --workers 1; finished parts are kept"
+            raise ConfigError(CACHE_KEY, f"{what}\n  fix: {fix}") from error
+        while todo.left():  # others make them; or they are gone, and it is done here
+            time.sleep(POLL_S)
+            _work(todo, claims, counts, 0)
 
-    def advance(self, num_bytes: int, num_tokens: int) -> None:
-        """Add to them."""
-        with self.bytes.get_lock():
-            self.bytes.value += num_bytes
-            self.tokens.value += num_tokens
+
+_COUNTS: list[Any] = []
+"""In memory that the processes of this machine share: 1 if one has failed, which ends all; then the
+bytes and the tokens that each of them has done."""
 
 
-_MINE: list[_Counts] = []
-
-
-def _begin(parent: int, *counts: Any) -> None:
+def _begin(parent: int, counts: Any) -> None:
     die_with_parent(parent)
-    _MINE.append(_Counts(*counts))
+    _COUNTS.append(counts)
 
 
-def _work_apart(todo: _Todo) -> None:
-    with Claims(todo.parts[0].folder) as claims:
-        _work(todo, claims, _MINE[0])
+def _work_apart(todo: _Todo, worker: int) -> None:
+    with Claims(todo.folder) as claims:
+        _work(todo, claims, _COUNTS[0], worker)
 
 
-def _work(todo: _Todo, claims: Claims, counts: _Counts) -> None:
+def _work(todo: _Todo, claims: Claims, counts: Any, worker: int) -> None:
     """Make parts until none is left that nobody has claimed."""
+
+    def advance(num_bytes: int, num_tokens: int) -> None:
+        counts[1 + 2 * worker] += num_bytes
+        counts[2 + 2 * worker] += num_tokens
+
     has_made = True
     while has_made:
         has_made = False
-        for part in todo.left():
-            if counts.stop.value:
+        for name, run in todo.runs():
+            if counts[0]:
                 return
-            if todo.is_done(part) or not claims.take(str(part.number)):
+            if all(map(todo.is_done, run)) or not claims.take(name):
                 continue
             has_made = True
-            _make(todo, part, claims, counts)
-            if getattr(todo.recipe.entry.source, "max_documents", 0):
+            try:
+                for part in run:
+                    if not todo.is_done(part):  # somebody may have made it before the claim
+                        write_part(todo.recipe, part, todo.dtype, todo.max_bad_records, advance)
+            except BaseException:
+                counts[0] = 1
+                raise
+            finally:
+                claims.release(name)
+            if todo.recipe.entry.source.max_documents:
                 break  # fewer may be left than were
 
 
-def _make(todo: _Todo, part: Part, claims: Claims, counts: _Counts) -> None:
-    """Make a part that is claimed, unless somebody has made it before that."""
-    try:
-        if not todo.is_done(part):
-            pending = _Pending(counts)
-            write_part(todo.recipe, part, todo.dtype, todo.max_bad_records, pending.advance)
-            pending.flush()
-    except BaseException:
-        counts.stop.value = 1
-        raise
-    finally:
-        claims.release(str(part.number))
-
-
-class _Pending:
-    """Counts that are added up before they are told: the lock would cost more than the count."""
-
-    EVERY = 1 << 18
-
-    def __init__(self, counts: _Counts) -> None:
-        self._counts, self._bytes, self._tokens = counts, 0, 0
-
-    def advance(self, num_bytes: int, num_tokens: int) -> None:
-        """Add to the counts, at once or later."""
-        self._bytes += num_bytes
-        self._tokens += num_tokens
-        if self._bytes >= self.EVERY:
-            self.flush()
-
-    def flush(self) -> None:
-        """Add what is pending."""
-        self._counts.advance(self._bytes, self._tokens)
-        self._bytes = self._tokens = 0
-
-
 @contextmanager
-def _shown(name: str, todo: _Todo) -> Iterator[_Counts]:
+def _shown(name: str, todo: _Todo, counts: Any) -> Iterator[None]:
     """Show how far the making is: a bar on a terminal, lines elsewhere; at the end the sum."""
-    context = multiprocessing.get_context("spawn")
-    counts = _Counts(context.Value("q", 0), context.Value("q", 0), context.Value("b", 0))
     total, start = len(todo.parts), time.perf_counter()
     at_first = total - len(todo.left())
+    bar = tqdm(total=total, initial=at_first, unit="part", desc=name, disable=None)
 
     def rates() -> str:
         seconds = max(time.perf_counter() - start, 1e-3)
-        mb, tokens = counts.bytes.value / 1e6 / seconds, counts.tokens.value / seconds
+        mb, tokens = sum(counts[1::2]) / 1e6 / seconds, sum(counts[2::2]) / seconds
         return f"{mb:,.1f} MB/s" + (f", {tokens:,.0f} tokens/s" if tokens else "")
 
     def far() -> str:
         done, seconds = total - len(todo.left()), time.perf_counter() - start
         made = done - at_first
+        if not bar.disable:  # counted anew, as other machines make parts, too
+            bar.n = done
+            bar.set_postfix_str(rates())
+            return ""
         eta = f", about {seconds / made * (total - done):,.0f} s left" if made else ""
         return f"{done} of {total} parts, {rates()}{eta}"
 
-    bar = tqdm(total=total, initial=at_first, unit="part", desc=name, disable=None)
-    with bar, _refreshed(bar, todo, rates) if not bar.disable else busy(f"tokenising {name}", far):
-        yield counts
+    with bar, busy(f"tokenising {name}", far, None if bar.disable else POLL_S):
+        yield
+        far()
     seconds = time.perf_counter() - start
     logger.info("tokenised %s in %.1f s: %s here", name, seconds, rates())
-
-
-@contextmanager
-def _refreshed(bar: Any, todo: _Todo, rates: Any) -> Iterator[None]:
-    """Keep a bar up to date: other machines make parts, too."""
-    is_over = threading.Event()
-
-    def refresh() -> None:
-        while not is_over.wait(POLL_S):
-            bar.n = bar.total - len(todo.left())
-            bar.set_postfix_str(rates())
-
-    thread = threading.Thread(target=refresh, name="bar", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        is_over.set()
-        thread.join()
-        bar.n = bar.total - len(todo.left())
-        bar.refresh()

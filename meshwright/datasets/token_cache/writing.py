@@ -166,7 +166,9 @@ def _index_part(recipe: TokenizationSpec, files: TokenFiles, part: Part) -> None
     except (FormatError, OSError) as error:
         raise files.error(part.source, str(error)) from error
     facts = {"offset": np.int64(file.offset), "dtype": np.str_(file.dtype)}
-    _save_arrays(part.index, **index, **facts, stamp=np.str_(file.file.stamp))
+    # thousands of flushes take a minute; an index that a power cut damages is made again
+    stamp = np.str_(file.file.stamp)
+    _save_arrays(part.index, is_flushed=False, **index, **facts, stamp=stamp)
 
 
 class _Checksummed:
@@ -207,44 +209,43 @@ def join_parts(recipe: TokenizationSpec, parts: Sequence[Part], dtype: str) -> N
         ConfigError: if it is nothing, or files of others are of several types.
     """
     entry, folder = recipe.entry, parts[0].folder
-    left = getattr(entry.source, "max_documents", 0) or None
+    left = entry.source.max_documents or None
     per_part, num_bytes, num_bad, first_bad = list[int](), 0, 0, ""
     blocks = _Blocks()
     located, content = list[Part](), hashlib.sha256()
-    for part in parts:  # one in memory at a time
-        index = read_index(part)
-        if part.source:
-            dtype = _one_type(recipe, index, dtype if located else "", part, parts)
-            place = int(index["offset"]), str(index["stamp"])
-            part = replace(part, offset=place[0], stamp=place[1])
-        if not located:
-            content.update(dtype.encode())
-        located.append(part)
-        per_part.append(int(index["lengths"].sum(dtype=np.uint64)))
-        lengths = index["lengths"][:left]
-        content.update(index["token_checksums"].tobytes())
-        content.update(lengths.tobytes())
-        blocks.add(lengths)
-        kept = int(lengths.sum(dtype=np.uint64)) / max(per_part[-1], 1)
-        num_bytes += round(int(index["num_bytes"]) * kept)  # of a part that is cut, its share
-        num_bad += int(index["num_bad"])
-        first_bad = first_bad or next(iter(index["bad"].tolist()), "")
-        if left is not None:
-            left -= len(lengths)
-            if left <= 0:
-                break
+    with whole_file(folder / LENGTHS) as file:
+        for part in parts:  # one in memory at a time
+            index = read_index(part)
+            if part.source:
+                dtype = _one_type(recipe, index, dtype if located else "", part, parts)
+                place = int(index["offset"]), str(index["stamp"])
+                part = replace(part, offset=place[0], stamp=place[1])
+            if not located:
+                content.update(dtype.encode())
+            located.append(part)
+            per_part.append(int(index["lengths"].sum(dtype=np.uint64)))
+            lengths = index["lengths"][:left]
+            content.update(index["token_checksums"].tobytes())
+            content.update(lengths.tobytes())
+            blocks.add(lengths)
+            file.write(lengths.astype("<u4").tobytes())
+            kept = int(lengths.sum(dtype=np.uint64)) / max(per_part[-1], 1)
+            num_bytes += round(int(index["num_bytes"]) * kept)  # of a part that is cut, its share
+            num_bad += int(index["num_bad"])
+            first_bad = first_bad or next(iter(index["bad"].tolist()), "")
+            if left is not None:
+                left -= len(lengths)
+                if left <= 0:
+                    break
     if not sum(per_part):
         key = "training.validation_fraction"
         sides = {True: f" in the part that {key} holds out", False: f" but what {key} holds out"}
         where = sides[entry.is_held_out] if entry.held_out else ""
-        if getattr(entry.source, "dataset_where", ()):
+        if entry.source.dataset_where:
             where += ", or dataset_where passes over all of it"
         raise entry.error("dataset", f"holds no text{where}")
     if parts[0].source:
         save_sources(folder, located)
-    with whole_file(folder / LENGTHS) as file:
-        for part, count in zip(located, blocks.per_part, strict=True):
-            file.write(read_index(part)["lengths"][:count].astype("<u4").tobytes())
     _save_arrays(
         folder / "cache.npz",
         content=np.str_(content.hexdigest()[:16]),
@@ -309,7 +310,7 @@ def _starts(sizes: Any) -> Any:
     return np.concatenate([[0], np.cumsum(sizes, dtype=np.uint64)]).astype(np.uint64)
 
 
-def _save_arrays(path: Any, **arrays: Any) -> None:
+def _save_arrays(path: Any, *, is_flushed: bool = True, **arrays: Any) -> None:
     """Write an .npz."""
-    with whole_file(path) as file:
+    with whole_file(path, is_flushed=is_flushed) as file:
         np.savez(file, **arrays)

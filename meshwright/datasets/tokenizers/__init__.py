@@ -1,4 +1,4 @@
 """Tokenizers, one file for each kind, behind one interface.
 
-Chat templates are in `datasets/conversations`.
+`chat` makes tokens of conversations; `datasets/encoding` of documents.
 """

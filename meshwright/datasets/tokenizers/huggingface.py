@@ -1,4 +1,4 @@
-"""A `tokenizer.json` of Hugging Face."""
+"""A `tokenizer.json` of Hugging Face, or a file that one is made of."""
 
 import hashlib
 import json
@@ -9,10 +9,12 @@ from typing import Any
 
 import tokenizers
 
+from meshwright.datasets.tokenizers.byte_level import of_tiktoken
 from meshwright.datasets.tokenizers.special_tokens import (
     OWN,
     Ends,
     any_of,
+    is_tiktoken,
     special_names,
     split_at_specials,
     well_formed,
@@ -45,7 +47,7 @@ KNOW_NO_PLACE = {"Sequence", "Split", "Digits", "ByteLevel", "NFC", "NFD", "NFKC
 
 
 class HuggingFaceTokenizer:
-    """A `tokenizer.json`.
+    """A `tokenizer.json`, or a `tokenizer.model` of tiktoken.
 
     The file alone says which tokens stand around a document. BOS is the token that its own
     post-processor puts first, unless that is the EOS, which would separate documents twice. EOS is
@@ -60,7 +62,11 @@ class HuggingFaceTokenizer:
     def __init__(self, path: Path, ends: Ends = OWN) -> None:
         content = path.read_bytes()
         self.fingerprint = hashlib.sha256(content).hexdigest()[:16]
-        self._tokenizer = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
+        self.made: str | None = None
+        """Content of the tokenizer.json that the file was made, unless it is one."""
+        if is_tiktoken(content):
+            self.made = of_tiktoken(content).to_str(pretty=True)
+        self._tokenizer = tokenizers.Tokenizer.from_str(self.made or content.decode("utf-8"))
         first, last = self._added()
         _leave_text_alone(self._tokenizer)
         self.vocab_size: int = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1

@@ -1,4 +1,4 @@
-"""Text to token ids and back, whatever the tokenizer file."""
+"""Text to token ids and back, whatever the tokenizer file; and the chat template beside it."""
 
 import os
 from collections.abc import Callable
@@ -7,11 +7,16 @@ from pathlib import Path
 from typing import Protocol
 
 from meshwright.config.section import BYTES
-from meshwright.datasets.tokenizers.special_tokens import OWN, Ends, well_formed
-from meshwright.datasets.tokenizers.tiktoken_ranks import is_tiktoken
+from meshwright.datasets.tokenizers.special_tokens import (
+    OWN,
+    Ends,
+    is_tiktoken,
+    read_json_object,
+    well_formed,
+)
 from meshwright.system.errors import ConfigError, check, config_error, where_it_ends
 
-PATH_KEY = "model.tokenizer_path"
+PATH_KEY, TEMPLATE_KEY = "model.tokenizer_path", "model.chat_template_path"
 
 
 OF_PRESETS = {
@@ -200,14 +205,58 @@ def kind_of(file: Path, content: bytes) -> Callable[..., Tokenizer]:
 
     It imports the library of that kind alone: `check` waits for no other.
     """
-    if file.suffix == ".json" or content.lstrip().startswith(b"{"):
+    if file.suffix == ".json" or content.lstrip().startswith(b"{") or is_tiktoken(content):
         from meshwright.datasets.tokenizers.huggingface import HuggingFaceTokenizer
 
         return HuggingFaceTokenizer
-    if is_tiktoken(content):
-        from meshwright.datasets.tokenizers.tiktoken_file import TiktokenTokenizer
-
-        return TiktokenTokenizer
     from meshwright.datasets.tokenizers.sentencepiece_file import SentencePieceTokenizer
 
     return SentencePieceTokenizer
+
+
+def find_template(tokenizer_path: str, template_path: str = "") -> str:
+    """Return the template in the file `template_path`, else the one beside the tokenizer.
+
+    Beside it, chat_template.jinja goes before the "chat_template" of tokenizer_config.json, of
+    which, if it names several, the "default" is meant.
+
+    Raises:
+        ConfigError: if there is none.
+    """
+    if template_path:
+        return _read_template(Path(template_path))
+
+    def missing(what: str) -> ConfigError:
+        message = f"{PATH_KEY} = {tokenizer_path!r}: {what}"
+        fix = f"name a Jinja template in {TEMPLATE_KEY}"
+        return ConfigError(TEMPLATE_KEY, f"{message}\n  fix: {fix}")
+
+    if tokenizer_path == BYTES:
+        raise missing("has no chat template")
+    settings, _, template = BESIDE
+    tokenizer_file = find_file(tokenizer_path)
+    if (beside := tokenizer_file.with_name(template)).is_file():
+        return _read_template(beside)
+    try:
+        found = read_json_object(tokenizer_file.with_name(settings)).get("chat_template")
+    except ValueError as error:
+        raise config_error(PATH_KEY, tokenizer_path, str(error)) from error
+    if isinstance(found, list):
+        named = {t.get("name"): t.get("template") for t in found if isinstance(t, dict)}
+        found = named.get("default")
+        if not isinstance(found, str):
+            names = ", ".join(map(str, named))
+            raise missing(f"{settings} has the chat templates {names}, and none is the default")
+    if not isinstance(found, str) or not found.strip():
+        raise missing(f'no {template} beside it, and no "chat_template" in {settings}')
+    return found
+
+
+def _read_template(file: Path) -> str:
+    try:
+        template = file.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = str(error.strerror) if isinstance(error, OSError) else "is no UTF-8 text"
+        raise config_error(TEMPLATE_KEY, str(file), reason) from error
+    check(bool(template.strip()), TEMPLATE_KEY, str(file), "is empty")
+    return template

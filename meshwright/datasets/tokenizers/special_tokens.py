@@ -59,6 +59,15 @@ def read_json_object(file: Path) -> dict[str, object]:
     return value
 
 
+TIKTOKEN_LINE = re.compile(rb"([A-Za-z0-9+/]+={0,2}) (\d+)")
+
+
+def is_tiktoken(content: bytes) -> bool:
+    """Return whether the first line is a base64 token and its rank; no sentencepiece model begins
+    so."""
+    return TIKTOKEN_LINE.fullmatch(content.split(b"\n", 1)[0].rstrip(b"\r")) is not None
+
+
 def any_of(tokens: Collection[str]) -> re.Pattern[str]:
     """Matches each of `tokens`, the longest that fits."""
     longest_first = sorted(tokens, key=len, reverse=True)
@@ -92,8 +101,7 @@ def split_at_specials(
 def well_formed(text: str) -> str:
     """`text` with U+FFFD for every half of a surrogate pair that stands alone.
 
-    JSON can hold such halves ("\\ud83d"). tiktoken replaces them itself; tokenizers and
-    sentencepiece would end the run instead.
+    JSON can hold such halves ("\\ud83d"), which end the run in tokenizers and sentencepiece.
     """
     try:
         text.encode("utf-8")

@@ -2,13 +2,20 @@
 
 import json
 import re
+from collections.abc import Callable
 from datetime import datetime
 from itertools import pairwise
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
-from meshwright.datasets.conversations.template import compile_template
-from meshwright.datasets.conversations.template_file import TEMPLATE_KEY
-from meshwright.datasets.tokenizers.kinds import PATH_KEY, Tokenizer
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.runtime import Context
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from meshwright.datasets.tokenizers.huggingface import HuggingFaceTokenizer
+from meshwright.datasets.tokenizers.kinds import PATH_KEY, TEMPLATE_KEY, Tokenizer
 from meshwright.datasets.tokenizers.special_tokens import any_of, well_formed
 from meshwright.system.errors import ConfigError, RecordError
 
@@ -66,26 +73,6 @@ DATA_KEY = "training.dataset"
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 
-@runtime_checkable
-class ChatTokenizer(Tokenizer, Protocol):
-    """A tokenizer whose special tokens can be told from text."""
-
-    special_ids: dict[str, int]
-    """Id of each special token."""
-    special_names: dict[str, str]
-    """`bos_token`, `eos_token` and so on: which special token the family calls so."""
-
-    def encode_chat(self, text: str, breaks: list[int]) -> tuple[list[int], list[tuple[int, int]]]:
-        """Return the ids of `text`, and the characters [start, end) that each id has a part in.
-
-        Special tokens are parsed, except where they would reach over one of the positions
-        `breaks` (ascending).
-
-        Raises:
-            ValueError: if there are `breaks`, and this kind of tokenizer cannot heed them.
-        """
-
-
 class ChatTemplate:
     """Makes token ids of conversations as transformers' `apply_chat_template` does, but safely.
 
@@ -106,12 +93,11 @@ class ChatTemplate:
     """
 
     def __init__(self, tokenizer: Tokenizer, template: str, *, now: datetime | None = None) -> None:
-        if not isinstance(tokenizer, ChatTokenizer):
-            raise ConfigError(
-                PATH_KEY,
-                f"{PATH_KEY}: a {type(tokenizer).__name__} cannot parse the special tokens of a "
-                "chat template\n  fix: use a tokenizer.json, or a tiktoken tokenizer.model",
-            )
+        if not isinstance(tokenizer, HuggingFaceTokenizer):
+            what = "cannot parse the special tokens of a chat template"
+            fix = "use a tokenizer.json, or a tiktoken tokenizer.model"
+            kind = type(tokenizer).__name__
+            raise ConfigError(PATH_KEY, f"{PATH_KEY}: a {kind} {what}\n  fix: {fix}")
         self._tokenizer = tokenizer
         self._template = compile_template(template, now or datetime.now())
         self._has_generation_blocks = _GENERATION.search(template) is not None
@@ -257,3 +243,57 @@ def without_none(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: without_none(item) for key, item in value.items() if item is not None}
     return value
+
+
+def compile_template(source: str, now: datetime) -> jinja2.Template:
+    """Compile a template, in a sandbox with the functions that transformers offers to them.
+
+    `render` takes, besides the usual, `generation_marks`: two strings that are put around the text
+    that the template writes between {% generation %} and {% endgeneration %}.
+
+    Args:
+        now: the time that `strftime_now` formats.
+
+    Raises:
+        ConfigError: if it is no Jinja template.
+    """
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[_GenerationBlocks, "jinja2.ext.loopcontrols"],
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = now.strftime
+    try:
+        return environment.from_string(source)
+    except jinja2.TemplateSyntaxError as error:
+        raise ConfigError(
+            TEMPLATE_KEY,
+            f"{TEMPLATE_KEY}: the chat template is no Jinja template: line {error.lineno}: {error}",
+        ) from error
+
+
+class _GenerationBlocks(Extension):
+    """{% generation %} ... {% endgeneration %} around the model's text."""
+
+    tags = {"generation"}  # noqa: RUF012  (jinja2 declares it as a plain set)
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
+
+    @jinja2.pass_context
+    def _mark(self, context: Context, caller: Callable[[], str]) -> str:
+        start, end = context["generation_marks"]
+        return f"{start}{caller()}{end}"
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+    """Not Jinja's own, which escapes <, > and & for HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, **options)

@@ -5,16 +5,17 @@ From a bare `tokenizer.model` they make one of their own: of a sentencepiece mod
 of a tiktoken file none at all.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any
 
 import tokenizers
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import Regex, decoders, models, normalizers
 
+from meshwright.datasets.tokenizers.byte_level import merges, of_ranks, with_specials
 from meshwright.datasets.tokenizers.huggingface import HuggingFaceTokenizer
 from meshwright.datasets.tokenizers.kinds import ByteTokenizer, Tokenizer
 from meshwright.datasets.tokenizers.sentencepiece_file import SPACE, SentencePieceTokenizer
-from meshwright.datasets.tokenizers.tiktoken_file import SPLIT_PATTERN, TiktokenTokenizer
 
 BOS, EOS = "<s>", "</s>"
 """Of the byte tokenizer."""
@@ -28,29 +29,14 @@ def to_tokenizer_json(tokenizer: Tokenizer) -> str | None:
     """
     match tokenizer:
         case HuggingFaceTokenizer():
-            return None
+            return tokenizer.made
         case ByteTokenizer():
-            made = _of_ranks({bytes([byte]): byte for byte in range(256)}, None)
-        case TiktokenTokenizer():
-            made = _of_ranks(tokenizer.ranks, SPLIT_PATTERN)
+            made = of_ranks({bytes([byte]): byte for byte in range(256)}, None)
         case SentencePieceTokenizer():
             made = _of_pieces(tokenizer)
         case _:
             raise ValueError(f"a {type(tokenizer).__name__} is not known to be one")
-    specials = _specials(tokenizer)
-    in_order = [name for _, name in sorted(specials.items())]
-    made.add_special_tokens([AddedToken(name, normalized=False) for name in in_order])
-    for token_id, name in specials.items():
-        if made.token_to_id(name) != token_id:
-            raise ValueError(f"{name!r} would have the id {made.token_to_id(name)}, not {token_id}")
-    if tokenizer.bos_id is not None:
-        bos = specials[tokenizer.bos_id]
-        made.post_processor = processors.TemplateProcessing(
-            single=[bos, "$A"],
-            pair=[bos, "$A", bos, "$B"],
-            special_tokens=[(bos, tokenizer.bos_id)],
-        )
-    return made.to_str(pretty=True)
+    return with_specials(made, _specials(tokenizer), tokenizer.bos_id).to_str(pretty=True)
 
 
 def special_names(tokenizer: Tokenizer) -> dict[str, str]:
@@ -59,88 +45,67 @@ def special_names(tokenizer: Tokenizer) -> dict[str, str]:
         case ByteTokenizer():
             return {"bos_token": BOS, "eos_token": EOS}
         case SentencePieceTokenizer():
-            ids = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id}
-            ids["unk_token"] = tokenizer.unknown_id
-            pieces = tokenizer.special_pieces
-            return {name: pieces[i] for name, i in ids.items() if i is not None and i in pieces}
-        case TiktokenTokenizer() | HuggingFaceTokenizer():
+            specials = _specials(tokenizer)
+            unknown = (p.piece for p in _proto(tokenizer).pieces if p.type == p.UNKNOWN)
+            ends = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id}
+            found = {name: specials.get(-1 if i is None else i) for name, i in ends.items()}
+            found["unk_token"] = next(unknown, None)
+            return {name: piece for name, piece in found.items() if piece is not None}
+        case HuggingFaceTokenizer():
             return dict(tokenizer.special_names)
     raise ValueError(f"a {type(tokenizer).__name__} is not known")
 
 
-def _of_ranks(ranks: dict[bytes, int], split_pattern: str | None) -> tokenizers.Tokenizer:
-    """Return a byte-level BPE. With a pattern, no token reaches over the end of a match."""
-    names = _byte_names()
-    named = {"".join(names[byte] for byte in token): rank for token, rank in ranks.items()}
-    in_order = sorted(named, key=named.__getitem__)
-    merges = _merges(in_order, named)
-    made = tokenizers.Tokenizer(models.BPE(vocab=named, merges=merges, ignore_merges=True))
-    steps: list[Any] = []
-    if split_pattern is not None:
-        steps.append(pre_tokenizers.Split(Regex(split_pattern), behavior="isolated"))
-    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
-    made.pre_tokenizer = pre_tokenizers.Sequence(steps)
-    made.decoder = decoders.ByteLevel()
-    return made
+@lru_cache(1)
+def _proto(tokenizer: SentencePieceTokenizer) -> Any:
+    from sentencepiece.sentencepiece_model_pb2 import ModelProto  # here: of this kind alone
 
-
-def _merges(pieces: Iterable[str], ids: dict[str, int]) -> list[tuple[str, str]]:
-    """Return every pair of pieces that makes a piece, in the order in which pieces are
-    preferred."""
-    merges = []
-    for piece in pieces:
-        splits = ((piece[:cut], piece[cut:]) for cut in range(1, len(piece)))
-        pairs = [pair for pair in splits if pair[0] in ids and pair[1] in ids]
-        merges += sorted(pairs, key=lambda pair: (ids[pair[0]], ids[pair[1]]))
-    return merges
-
-
-def _byte_names() -> list[str]:
-    """Return the character that stands for each byte in a byte-level vocabulary: GPT-2's table."""
-    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    others = iter(range(256, 512))
-    return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
+    return ModelProto.FromString(tokenizer.content)
 
 
 def _of_pieces(tokenizer: SentencePieceTokenizer) -> tokenizers.Tokenizer:
-    settings = tokenizer.settings
-    pieces = tokenizer.pieces
-    ids = {piece: number for number, (piece, _) in enumerate(pieces)}
-    unknown = tokenizer.unknown_id
-    if settings.is_unigram:
-        never = min(score for _, score in pieces) - 1000.0  # sentencepiece has them out of its trie
+    model = _proto(tokenizer)
+    trainer, normalizer, pieces = model.trainer_spec, model.normalizer_spec, model.pieces
+    if trainer.model_type not in (trainer.UNIGRAM, trainer.BPE):
+        kind = trainer.model_type
+        raise ValueError(f"it is a sentencepiece model of kind {kind}, not unigram or BPE")
+    unknown = next((i for i, piece in enumerate(pieces) if piece.type == piece.UNKNOWN), None)
+    # the others are not found in text: sentencepiece has them out of its trie
+    usual = [piece.type in (piece.NORMAL, piece.USER_DEFINED) for piece in pieces]
+    if trainer.model_type == trainer.UNIGRAM:
+        never = min(piece.score for piece in pieces) - 1000.0
         scored = [
-            (piece, score if tokenizer.is_usual(number) else never)
-            for number, (piece, score) in enumerate(pieces)
+            (piece.piece, piece.score if is_usual else never)
+            for piece, is_usual in zip(pieces, usual, strict=True)
         ]
         made = tokenizers.Tokenizer(
-            models.Unigram(scored, unk_id=unknown, byte_fallback=settings.has_byte_fallback)
+            models.Unigram(scored, unk_id=unknown, byte_fallback=trainer.byte_fallback)
         )
     else:
-        order = sorted(range(len(pieces)), key=lambda number: (-pieces[number][1], number))
-        usual = [pieces[number][0] for number in order if tokenizer.is_usual(number)]
+        order = sorted(range(len(pieces)), key=lambda number: (-pieces[number].score, number))
+        ids = {pieces[number].piece: number for number in order if usual[number]}
         made = tokenizers.Tokenizer(
             models.BPE(
-                vocab=ids,
-                merges=_merges(usual, {piece: ids[piece] for piece in usual}),
-                unk_token=None if unknown is None else pieces[unknown][0],
+                vocab={piece.piece: number for number, piece in enumerate(pieces)},
+                merges=merges(ids, ids),
+                unk_token=None if unknown is None else pieces[unknown].piece,
                 fuse_unk=True,
-                byte_fallback=settings.has_byte_fallback,
+                byte_fallback=trainer.byte_fallback,
             )
         )
     steps: list[Any] = []
-    if settings.charsmap:
+    if normalizer.precompiled_charsmap:
         # it looks up the two characters of a line end as one; sentencepiece looks up each
         steps.append(normalizers.Replace("\r\n", "\n\n"))
-        steps.append(normalizers.Precompiled(settings.charsmap))
-    if settings.drops_extra_spaces:
+        steps.append(normalizers.Precompiled(normalizer.precompiled_charsmap))
+    if normalizer.remove_extra_whitespaces:
         edges = normalizers.Replace(Regex(r"\A +| +\z"), "")
         steps += [edges, normalizers.Replace(Regex(" {2,}"), " ")]
-    if settings.has_dummy_prefix:
+    if normalizer.add_dummy_prefix:
         steps.append(normalizers.Prepend(SPACE))
     steps.append(normalizers.Replace(" ", SPACE))
     made.normalizer = normalizers.Sequence(steps)
-    strip = [decoders.Strip(" ", 1, 0)] if settings.has_dummy_prefix else []
+    strip = [decoders.Strip(" ", 1, 0)] if normalizer.add_dummy_prefix else []
     made.decoder = decoders.Sequence(
         [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
     )
@@ -189,7 +154,8 @@ def _specials(tokenizer: Tokenizer) -> dict[int, str]:
         case ByteTokenizer():
             return {256: BOS, 257: EOS}
         case SentencePieceTokenizer():
-            return tokenizer.special_pieces
-        case TiktokenTokenizer() | HuggingFaceTokenizer():
+            pieces = enumerate(_proto(tokenizer).pieces)
+            return {i: p.piece for i, p in pieces if p.type in (p.CONTROL, p.UNKNOWN)}
+        case HuggingFaceTokenizer():
             return {token_id: name for name, token_id in tokenizer.special_ids.items()}
     raise ValueError(f"a {type(tokenizer).__name__} is not known")

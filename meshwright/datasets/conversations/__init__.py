@@ -1,4 +1,0 @@
-"""Chats as samples: messages, templates, and the tokens that count in the loss.
-
-Other rows become text in `datasets/sources`.
-"""
