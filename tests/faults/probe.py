@@ -19,7 +19,7 @@ import torch._dynamo
 import torch.distributed.checkpoint.state_dict
 import torch.distributed.fsdp
 import torch.distributed.pipelining
-import torch.distributed.tensor.parallel  # noqa: F401
+import torch.distributed.tensor.parallel
 
 from tests.faults.fault import Fault
 

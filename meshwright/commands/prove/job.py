@@ -125,6 +125,9 @@ def _hash(*parts: Tensor) -> str:
     return hashlib.sha256(data).hexdigest()[:16]
 
 
+SAVED_STEP = 4
+"""After which the small job is saved, and resumed."""
+
 NUM_DOCUMENTS = 1500
 """More than one block of a cache."""
 
@@ -207,3 +210,14 @@ def open_source(training: Training, vocab_size: int, seed: int) -> OpenSource:
     numbered = IndexedDocuments(len(pieces), str)
     shards, window = training.stream_shards, training.shuffle_window
     return StreamedSource(entry, numbered, _Numbered(pieces), shards, window, outline="")
+
+
+def first_cursor(source: OpenSource, training: Training) -> Cursor:
+    """Return where the small job begins to read: so near the end of an epoch of a cache that the
+    next one begins after the resume. A stream begins at its start."""
+    if not isinstance(source, CachedSource):
+        return Cursor()
+    batch = training.global_batch_size
+    batches = source.cache.num_tokens // (training.seq_len + 1) // batch
+    begin = (batches - SAVED_STEP) * batch
+    return Cursor(begin, (begin,))

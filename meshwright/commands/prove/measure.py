@@ -17,9 +17,11 @@ from meshwright.checkpoint.manager import CheckpointManager
 from meshwright.checkpoint.manifest import NO_JOB
 from meshwright.checkpoint.reader import CheckpointWeights, SafeCheckpointReader
 from meshwright.commands.prove.job import (
+    SAVED_STEP,
     Job,
     Vocabulary,
     calm_post_norms,
+    first_cursor,
     open_source,
     show_attention,
 )
@@ -133,7 +135,7 @@ def different(mine: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> list[
     ]
 
 
-VALIDATED_STEP, SAVED_STEP, LAST_RESUMED_STEP = 1, 4, 6
+VALIDATED_STEP, LAST_RESUMED_STEP = 1, 6
 LATER_STEP = 3
 """Whose gradients are compared as well, if there are experts: loads have then been summed."""
 
@@ -174,6 +176,8 @@ class Measurement:
     """Weights after step `LAST_RESUMED_STEP` minus initial ones, by name."""
     validation: dict[str, float] = field(default_factory=dict)
     """Figures of the validation, by name."""
+    unlike_before: list[str] = field(default_factory=list)
+    """Names of those that a second validation, right after it, has otherwise, to the bit."""
     wrong_in_checkpoint: list[str] = field(default_factory=list)
     """Tensors that differ, where this rank holds them, between the checkpoint and the job."""
     wrong_after_load: list[str] = field(default_factory=list)
@@ -234,7 +238,7 @@ def _measure(
     )
     torch.manual_seed(training.seed)
     meshes, cpu = _meshes(plan.dims, "cpu"), torch.device("cpu")
-    job = Job(plan, meshes, source)
+    job = Job(plan, meshes, source, first_cursor(source, training))
     for stage in job.model.stages:
         initialize(stage, training.seed)
         show_attention(stage)
@@ -257,6 +261,8 @@ def _measure(
         seen.grad_norms.append(grad_norm)
         if step == VALIDATED_STEP:  # and the steps after it show whether that disturbed anything
             seen.validation = validate(job.model, lambda: False, _fail)
+            again = validate(job.model, lambda: False, _fail)
+            seen.unlike_before = [name for name in again if again[name] != seen.validation[name]]
         if step == SAVED_STEP:
             seen.wrong_in_checkpoint = checkpoint.save(job, step)
             saved = {name: _copy(tensor) for name, tensor in job.state_dict().items()}
