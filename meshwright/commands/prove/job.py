@@ -51,6 +51,7 @@ class Job:
         self._plan, self._meshes = plan, meshes
         self._trainer = Trainer(plan, meshes, device)
         self.model, self.optimizer = self._trainer.model, self._trainer.optimizer
+        self.average = self._trainer.average
         self.cursor = cursor or Cursor()
         self._loader = build_loader(plan, [source], meshes, device, self.cursor)
         self._detector = BadStepDetector(device)

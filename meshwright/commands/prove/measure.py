@@ -16,6 +16,7 @@ from meshwright.checkpoint import commit
 from meshwright.checkpoint.manager import CheckpointManager
 from meshwright.checkpoint.manifest import NO_JOB
 from meshwright.checkpoint.reader import CheckpointWeights, SafeCheckpointReader
+from meshwright.checkpoint.state import AVERAGE
 from meshwright.commands.prove.job import (
     SAVED_STEP,
     Job,
@@ -173,7 +174,7 @@ class Measurement:
     other_choices: tuple[int, int] = (0, 0)
     """Tokens whose router would have chosen other experts than it was told, of how many."""
     updates: dict[str, ShardComparison] = field(default_factory=dict)
-    """Weights after step `LAST_RESUMED_STEP` minus initial ones, by name."""
+    """Weights after step `LAST_RESUMED_STEP`, and running means, minus initial ones, by name."""
     validation: dict[str, float] = field(default_factory=dict)
     """Figures of the validation, by name."""
     unlike_before: list[str] = field(default_factory=list)
@@ -221,8 +222,8 @@ def _measure(
     config: JobConfig, world_size: int, folder: Path, choices: Choices | None = None
 ) -> tuple[Measurement, dict[str, Any]]:
     """Train, validate, save, and resume; and of this rank's parameters the "weights" and the
-    "gradients" at step 1, and the "updates", by which the first steps have changed them. Of models
-    with experts, too: "later_gradients", the routers' "state", and "choices".
+    "gradients" at step 1, and the "updates", by which the first steps have changed them and their
+    running means. Of models with experts, too: "later_gradients", the routers' "state", "choices".
 
     Args:
         folder: where the checkpoint goes, the same on every rank.
@@ -243,6 +244,8 @@ def _measure(
         initialize(stage, training.seed)
         show_attention(stage)
         calm_post_norms(stage)
+    if job.average is not None:
+        job.average.begin()
     weights = {name: _copy(parameter) for name, parameter in job.model.named_parameters()}
     unbalance(job.model)
     routing = _routing(plan, meshes, choices)
@@ -268,8 +271,11 @@ def _measure(
             saved = {name: _copy(tensor) for name, tensor in job.state_dict().items()}
         if step == LAST_RESUMED_STEP:
             wanted = {name: _copy(tensor) for name, tensor in job.state_dict().items()}
-            now = dict(job.model.named_parameters())
-            updates = {name: now[name].detach() - before for name, before in weights.items()}
+            now = {name: p.detach() for name, p in job.model.named_parameters()}
+            updates = {name: now[name] - before for name, before in weights.items()}
+            for name, mean in wanted.items():
+                if (own := name.removeprefix(AVERAGE)) != name:
+                    updates[f"the mean of {own}"] = mean - weights[own]
             state = router_state(job.model)
     job.close()
     seen.other_choices = routing.num_others, routing.num_tokens
