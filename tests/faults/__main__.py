@@ -3,28 +3,49 @@
 import argparse
 import sys
 import time
+from pathlib import Path
 
 from tests.faults.catalogue import FAULTS
+from tests.faults.fault import Fault
 from tests.faults.probe import failures_of
+
+HEAD = "| fault | published | case | seconds | score | verdict |\n|---|---|---|---|---|---|\n"
+
+
+def row(fault: Fault, seconds: float, score: str, line: str) -> str:
+    """Return a row of the table."""
+    mesh = " x ".join(f"{axis} {degree}" for axis, degree in fault.mesh.items()) or "one process"
+    case = f"{fault.finder}: {mesh}" if fault.finder == "prove" else f"meshwright {fault.finder}"
+    extra = " ".join([*fault.words, *[fault.kind] * (fault.kind != "fp32")])
+    cells = (
+        f"{fault.name.replace('_', ' ')} | {fault.thread or 'no thread read'}",
+        f"{case}{', ' * bool(extra)}{extra} | {seconds:.1f} | {score} | {line[:110]}",
+    )
+    return f"| {' | '.join(cells)} |\n"
 
 
 def main() -> None:
     """Print a line for each; exit with 1 if one was not found, or a clean case fails."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="+", default=[], help="names")
+    parser.add_argument("--table", type=Path, help="file for a table in Markdown")
     parser.add_argument("--clean", action="store_true", help="the same cases without the faults")
     given = parser.parse_args()
     chosen = [fault for fault in FAULTS if not given.only or fault.name in given.only]
-    num_found = num_named = 0
+    num_found, num_named, rows = 0, 0, list[str]()
     for fault in chosen:
         start = time.perf_counter()
         lines = failures_of(fault, planted=not given.clean)
-        is_named = any(fault.named in line for line in lines)
+        naming = [line for line in lines if fault.named in line]
+        is_named = bool(naming)
         num_found, num_named = num_found + bool(lines), num_named + is_named
         score = "named" if is_named else "found" if lines else "clean" if given.clean else "BLIND"
         seconds = time.perf_counter() - start
         thread = fault.thread or "no thread"
         print(f"{score} {seconds:5.1f} s  {fault.name} ({thread})", flush=True)
+        rows.append(row(fault, seconds, score, (naming or lines or [""])[0]))
+        if given.table is not None:
+            given.table.write_text(HEAD + "".join(rows), "utf-8")
         for line in lines[:2]:
             print(f"          {line}", flush=True)
     print(f"{len(chosen)} cases: {num_found} found, {num_named} of them named")
