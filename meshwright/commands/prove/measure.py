@@ -16,7 +16,6 @@ from meshwright.checkpoint import commit
 from meshwright.checkpoint.manager import CheckpointManager
 from meshwright.checkpoint.manifest import NO_JOB
 from meshwright.checkpoint.reader import CheckpointWeights, SafeCheckpointReader
-from meshwright.checkpoint.state import AVERAGE
 from meshwright.commands.prove.job import (
     SAVED_STEP,
     Job,
@@ -240,12 +239,7 @@ def _measure(
     torch.manual_seed(training.seed)
     meshes, cpu = _meshes(plan.dims, "cpu"), torch.device("cpu")
     job = Job(plan, meshes, source, first_cursor(source, training))
-    for stage in job.model.stages:
-        initialize(stage, training.seed)
-        show_attention(stage)
-        calm_post_norms(stage)
-    if job.average is not None:
-        job.average.begin()
+    _begin(job, training.seed)
     weights = {name: _copy(parameter) for name, parameter in job.model.named_parameters()}
     unbalance(job.model)
     routing = _routing(plan, meshes, choices)
@@ -271,11 +265,7 @@ def _measure(
             saved = {name: _copy(tensor) for name, tensor in job.state_dict().items()}
         if step == LAST_RESUMED_STEP:
             wanted = {name: _copy(tensor) for name, tensor in job.state_dict().items()}
-            now = {name: p.detach() for name, p in job.model.named_parameters()}
-            updates = {name: now[name] - before for name, before in weights.items()}
-            for name, mean in wanted.items():
-                if (own := name.removeprefix(AVERAGE)) != name:
-                    updates[f"the mean of {own}"] = mean - weights[own]
+            updates = _updates(job, weights)
             state = router_state(job.model)
     job.close()
     seen.other_choices = routing.num_others, routing.num_tokens
@@ -303,6 +293,23 @@ def _measure(
     resumed.close()
     seen.wrong_after_resume += different(resumed.state_dict(), wanted)
     return seen, tensors
+
+
+def _begin(job: Job, seed: int) -> None:
+    for stage in job.model.stages:
+        initialize(stage, seed)
+        show_attention(stage)
+        calm_post_norms(stage)
+    if job.average is not None:
+        job.average.begin()
+
+
+def _updates(job: Job, weights: Tensors) -> Tensors:
+    """Return parameters, and their running means, minus `weights`."""
+    now = {name: parameter.detach() for name, parameter in job.model.named_parameters()}
+    updates = {name: now[name] - before for name, before in weights.items()}
+    means = {} if job.average is None else job.average.tensors
+    return updates | {f"the mean of {name}": mean - weights[name] for name, mean in means.items()}
 
 
 def _routing(plan: Plan, meshes: Meshes, choices: Choices | None) -> Recording | Replay:
