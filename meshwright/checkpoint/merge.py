@@ -34,6 +34,9 @@ class _Means(Mapping[str, Tensor]):
         # it is written by now, but torch's writer keeps every tensor until the end (2.13)
         self._last.untyped_storage().resize_(0)
         like = self._like[name]
+        if not like.is_floating_point():
+            self._last = self._parts[-1].read(name)
+            return self._last
         total = torch.zeros(like.numel(), dtype=torch.float64)
         for part, share in zip(self._parts, self._shares, strict=True):
             flat = part.read(name).flatten()
@@ -58,7 +61,8 @@ def merge(
     """Write a checkpoint of the sums of `parts` times `shares`, of their weights alone.
 
     Added up in fp64 in the order of `parts` and rounded once, so the mesh of each does not show. It
-    holds a tensor in fp64 and another one at a time.
+    holds a tensor in fp64 and another one at a time. Tensors of integers are the last part's: the
+    loads of experts count one step's tokens, and a mean of counts is the count of no step.
 
     Args:
         parts: of one model.

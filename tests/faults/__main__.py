@@ -1,84 +1,55 @@
 """Plant each fault, run the case that must find it, and print the score."""
 
 import argparse
-import json
-import os
-import shutil
-import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
-import meshwright
-from tests.faults.catalogue import FAULTS, Fault
+from tests.faults.catalogue import FAULTS
+from tests.faults.fault import Fault
+from tests.faults.probe import failures_of
 
-PACKAGE = Path(meshwright.__file__).parent
-PATIENCE_S = 300
+HEAD = "| fault | published | case | seconds | score | verdict |\n|---|---|---|---|---|---|\n"
 
 
-def plant(fault: Fault, folder: Path) -> None:
-    """Copy the package to `folder`, with the fault in it.
-
-    Raises:
-        ValueError: if its place has changed.
-    """
-    copy = shutil.copytree(
-        PACKAGE, folder / PACKAGE.name, ignore=shutil.ignore_patterns("__pycache__")
+def row(fault: Fault, seconds: float, score: str, line: str) -> str:
+    """Return a row of the table."""
+    mesh = " x ".join(f"{axis} {degree}" for axis, degree in fault.mesh.items()) or "one process"
+    case = f"{fault.finder}: {mesh}" if fault.finder == "prove" else f"meshwright {fault.finder}"
+    extra = " ".join([*fault.words, *[fault.kind] * (fault.kind != "fp32")])
+    cells = (
+        f"{fault.name.replace('_', ' ')} | {fault.thread or 'no thread read'}",
+        f"{case}{', ' * bool(extra)}{extra} | {seconds:.1f} | {score} | {line[:110]}",
     )
-    for name in ("train_configs", "assets", "tests"):
-        (folder / name).symlink_to(PACKAGE.parent / name)
-    file = copy / fault.file
-    text = file.read_text("utf-8")
-    if text.count(fault.old) != 1:
-        raise ValueError(f"{fault.name}: {fault.file} has changed; mend the patch")
-    file.write_text(text.replace(fault.old, fault.new), "utf-8")
-
-
-def failures_of(fault: Fault | None, case: Fault) -> list[str]:
-    """Return the lines of the verdict of `case` in a copy with `fault` in it; None: as it is."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = PACKAGE.parent
-        if fault is not None:
-            plant(fault, Path(folder))
-            path = Path(folder)
-        done = subprocess.run(
-            [sys.executable, "-m", "tests.faults.probe", case.name],
-            cwd=path,
-            env=os.environ | {"PYTHONPATH": str(path), "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            timeout=PATIENCE_S,
-            check=False,
-        )
-    if done.returncode:
-        return [f"stopped: {done.stderr.strip().splitlines()[-1]}"]
-    found: list[str] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    return f"| {' | '.join(cells)} |\n"
 
 
 def main() -> None:
     """Print a line for each; exit with 1 if one was not found, or a clean case fails."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", help="name of one")
+    parser.add_argument("--only", nargs="+", default=[], help="names")
+    parser.add_argument("--table", type=Path, help="file for a table in Markdown")
     parser.add_argument("--clean", action="store_true", help="the same cases without the faults")
     given = parser.parse_args()
-    chosen = [fault for fault in FAULTS if given.only in (None, fault.name)]
-    num_found = num_named = 0
+    chosen = [fault for fault in FAULTS if not given.only or fault.name in given.only]
+    num_found, num_named, rows = 0, 0, list[str]()
     for fault in chosen:
         start = time.perf_counter()
-        lines = failures_of(None if given.clean else fault, fault)
-        is_named = any(fault.named in line for line in lines)
+        lines = failures_of(fault, planted=not given.clean)
+        naming = [line for line in lines if fault.named in line]
+        is_named = bool(naming)
         num_found, num_named = num_found + bool(lines), num_named + is_named
-        score = "named" if is_named else "found" if lines else "NOT FOUND"
+        score = "named" if is_named else "found" if lines else "clean" if given.clean else "BLIND"
         seconds = time.perf_counter() - start
-        print(
-            f"{score:9} {seconds:5.1f} s  {fault.name} ({fault.thread or 'no thread'})", flush=True
-        )
+        thread = fault.thread or "no thread"
+        print(f"{score} {seconds:5.1f} s  {fault.name} ({thread})", flush=True)
+        rows.append(row(fault, seconds, score, (naming or lines or [""])[0]))
+        if given.table is not None:
+            given.table.write_text(HEAD + "".join(rows), "utf-8")
         for line in lines[:2]:
             print(f"          {line}", flush=True)
     print(f"{len(chosen)} cases: {num_found} found, {num_named} of them named")
-    sys.exit(num_found if given.clean else int(num_found < len(chosen)))
+    sys.exit(bool(num_found) if given.clean else num_found < len(chosen))
 
 
 if __name__ == "__main__":

@@ -1,28 +1,132 @@
-"""Run the case of a fault in whatever package is imported, and print its failures as JSON."""
+"""Run the case of a fault in a process of its own, whose package has the fault in it.
 
-import json
+Each is forked from one process that has imported torch, but nothing of the package.
+"""
+
+import multiprocessing
+import os
+import shutil
+import signal
+import subprocess
 import sys
+import tempfile
+import traceback
+from multiprocessing.connection import Connection
+from pathlib import Path
 
-from meshwright.commands.prove.cases import build_case
-from meshwright.commands.prove.prove import prove
-from meshwright.commands.prove.shrink import shrink
-from meshwright.config.loader import load_config
-from meshwright.train.resolve_model import resolve_model
-from tests.faults.catalogue import FAULTS
+import torch
+import torch._dynamo
+import torch.distributed.checkpoint.state_dict
+import torch.distributed.fsdp
+import torch.distributed.pipelining
+import torch.distributed.tensor.parallel
+
+from tests.faults.fault import Fault
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "meshwright"
+PATIENCE_S = 300
 
 
-def main() -> None:
-    """Take the fault's name from the command line."""
-    (fault,) = (fault for fault in FAULTS if fault.name == sys.argv[1])
+def plant(fault: Fault, folder: Path) -> None:
+    """Copy the package to `folder`, with the fault in it.
+
+    Raises:
+        ValueError: if its place has changed.
+    """
+    copy = shutil.copytree(
+        PACKAGE, folder / PACKAGE.name, ignore=shutil.ignore_patterns("__pycache__")
+    )
+    for name in ("train_configs", "assets"):
+        (folder / name).symlink_to(ROOT / name)
+    file = copy / fault.file
+    text = file.read_text("utf-8")
+    for old, new in ((fault.old, fault.new), *fault.also):
+        if text.count(old) != 1:
+            raise ValueError(f"{fault.name}: {fault.file} has changed; mend the patch")
+        text = text.replace(old, new)
+    file.write_text(text, "utf-8")
+
+
+def failures_of(fault: Fault, *, planted: bool = True) -> list[str]:
+    """Return what the fault's command says is wrong, in a copy with the fault or as it is."""
+    assert not any(name.startswith(PACKAGE.name) for name in sys.modules), "imported too early"
+    context = multiprocessing.get_context("fork")
+    with tempfile.TemporaryDirectory() as folder:
+        path = ROOT
+        if planted:
+            plant(fault, Path(folder))
+            path = Path(folder)
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_answer, args=(fault, path, theirs))
+        process.start()
+        theirs.close()
+        try:
+            if not ours.poll(PATIENCE_S):
+                return [f"stopped: no answer within {PATIENCE_S} s"]
+            found: list[str] = ours.recv()
+            return found
+        except EOFError:
+            return ["stopped: its process ended"]
+        finally:
+            if process.is_alive() and process.pid is not None:
+                os.killpg(process.pid, signal.SIGKILL)  # its ranks, too
+            process.join()
+
+
+def _answer(fault: Fault, path: Path, connection: Connection) -> None:
+    os.setsid()
+    sys.path.insert(0, str(path))
+    os.environ["PYTHONPATH"] = str(path)
+    torch.set_num_threads(1)
+    try:
+        found = _of_export() if fault.finder == "export" else _of_proof(fault)
+    except BaseException:
+        found = [f"stopped: {traceback.format_exc()}"]
+    connection.send(found)
+
+
+def _of_proof(fault: Fault) -> list[str]:
+    """Return the verdict's failures in the case of `fault`, as short as a proof can be."""
+    from meshwright.commands.prove import ranks
+    from meshwright.commands.prove.cases import build_case
+    from meshwright.commands.prove.measure import LAST_RESUMED_STEP
+    from meshwright.commands.prove.prove import prove
+    from meshwright.commands.prove.shrink import shrink
+    from meshwright.config.job_config import changed
+    from meshwright.config.loader import load_config
+    from meshwright.train.resolve_model import resolve_model
+
+    # ranks fork from here, and need not import anything again
+    ranks._start_method = lambda: multiprocessing.get_context("fork")  # type: ignore[assignment,return-value]
     config = load_config(["debug_model", *fault.words])
     _, args = resolve_model(config)
     small = shrink(config, args)
+    model = {"args": small.model.args | {"n_layers": fault.n_layers}}
+    small = changed(small, {"training": {"steps": LAST_RESUMED_STEP}, "model": model})
     case = build_case(
-        fault.name, small, fault.mesh, num_microbatches=fault.num_microbatches, kind=fault.kind
+        fault.name,
+        small,
+        fault.mesh,
+        num_microbatches=fault.num_microbatches,
+        kind=fault.kind,
+        **fault.sections,
     )
     (row,) = prove(small, [case])
-    print(json.dumps(row.verdict.failures))
+    assert not row.verdict.not_run, row.verdict.not_run
+    return row.verdict.failures
 
 
-if __name__ == "__main__":
-    main()
+def _of_export() -> list[str]:
+    """Train for a step, export, and return the error of `meshwright export`, if there is one."""
+    with tempfile.TemporaryDirectory() as folder:
+        job = ["train", "debug_model", "--job.dump_folder", folder, "--training.steps=1"]
+        job += ["--validation.enable=false", "--training.global_batch_size=2"]
+        job += ["--training.local_batch_size=1", "--training.seq_len=64"]
+        out = str(Path(folder) / "exported")
+        for words in (job, ["export", folder, out]):
+            command = [sys.executable, "-m", "meshwright.commands.main", *words]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            if done.returncode:
+                return done.stderr.strip().splitlines()
+    return []

@@ -33,6 +33,7 @@ from meshwright.parallelisms.pipeline import Pipeline
 from meshwright.parallelisms.tensor_parallel import VocabularyParallelLoss
 from meshwright.train import trainer
 from meshwright.train import trainer as step
+from meshwright.train.optim.average import Average
 from meshwright.train.optim.optimizers import build_optimizer
 
 FAULTS: dict[str, Callable[[], AbstractContextManager[None]]] = {}
@@ -341,6 +342,19 @@ def last_chunk_alone() -> Iterator[None]:
 def validation_of_own_samples() -> Iterator[None]:
     """Its figures are this rank's, not those of all."""
     with patch("meshwright.train.validation.dist", SimpleNamespace(all_reduce=lambda tensor: None)):
+        yield
+
+
+@fault
+def mean_of_first_stage_alone() -> Iterator[None]:
+    """The running means of other stages of a pipeline stay as they began."""
+    real = Average.update
+
+    def update(self, is_held_back):
+        if self._model.stages[0].tok_embeddings is not None:
+            real(self, is_held_back)
+
+    with patch.object(Average, "update", update):
         yield
 
 

@@ -22,6 +22,10 @@ CASES = {  # words, and what the output has
     "checkpoint": (["--saves=2", "--dim=64", "--layers=1"], r"disabled .*\n.*thread .*ratio to"),
     "data": (["rates", "--megabytes=1"], r"tokenise +ours, 2 .*\n(.*\n)*read +ours +\d"),
     "readers": (["--megabytes=1", "--kinds=json", "--rounds=1"], r"json"),
+    "muon": (
+        ["--dim=64", "--layers=1", "--rounds=1", "--steps=1"],
+        r"\| AdamW \| .* \| 0 \|\n\| Muon, owners \| .* \| [\d,]+ \|\n\| Muon, gather \| ",
+    ),
     "token_files": (["index", "--files=4", "--tokens=100", "--workers=1"], r"\d"),
     "gpu_speed": (["{folder}", "--tiny", "--jobs"], r"\d  memory, GB/s\n"),
 }

@@ -40,6 +40,34 @@ def test_the_job_stands_a_short_campaign(name: str, tmp_path: Path) -> None:
     assert re.search(end, result.stdout), result.stdout
 
 
+QUICK = (  # of faults that other frameworks had
+    *("norm_of_copies", "clipped_by_the_norm_of_a_stage", "averaged_once_more"),
+    *("mean_of_the_means_of_microbatches", "gradient_not_divided_in_a_pipeline"),
+    *("vocabulary_that_tp_does_not_divide", "keys_gathered_in_another_order"),
+    *("validation_reads_on", "second_epoch_without_its_first_part", "muon_of_shards"),
+    *("layers_numbered_anew_on_each_stage", "moments_lost_at_a_resume"),
+)
+
+
+@pytest.mark.parametrize(
+    ("words", "end"),
+    [
+        (["--only", *QUICK], "12 cases: 12 found, 12 of them named\n"),
+        (["--clean", "--only", *QUICK[:1], *QUICK[-1:]], "2 cases: 0 found, 0 of them named\n"),
+    ],
+)
+def test_faults_of_others_are_named(words: list[str], end: str, tmp_path: Path) -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "tests.faults", *words],
+        env=environment(TMPDIR=tmp_path, PYTHONPATH=ROOT),
+        capture_output=True,
+        text=True,
+        timeout=580,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert result.stdout.endswith(end), result.stdout
+
+
 def test_every_mutation_of_the_package_is_a_program() -> None:
     """Else each would be caught, by the first import."""
     for mutation in mutations.draw(seed=38):

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.__main__ import plant
-from tests.faults.catalogue import FAULTS, Fault
+from tests.faults.catalogue import FAULTS
+from tests.faults.fault import Fault
+from tests.faults.probe import plant
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)

@@ -71,6 +71,16 @@ def test_a_merge_is_the_sum_in_fp64_in_the_order_of_steps(
     assert f"{len(found)} tensors: " in capsys.readouterr().out
 
 
+def test_loads_of_experts_are_the_newest_steps(tmp_path) -> None:
+    for step, load in ((1, [1, 5]), (2, [2, 4])):
+        model = plain_model(SMALL)
+        model.register_buffer("load", torch.tensor(load))
+        save_checkpoint(tmp_path / "run", model, SMALL, step)
+    merge(tmp_path / "run", tmp_path / "out", "1,2", "linear")
+    found = CheckpointWeights(Place("test", tmp_path / "out/step-2"), str).read("model.load")
+    assert torch.equal(found, torch.tensor([2, 4]))  # and not 1.67 and 4.33, cut off
+
+
 def test_others_take_a_merge_and_a_resume_is_refused(made, tmp_path, capsys) -> None:
     out = tmp_path / "run" / "checkpoint"
     merge(made, out, steps="5,20")

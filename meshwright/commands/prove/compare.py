@@ -114,6 +114,11 @@ def compare(
     _compare_updates(verdict, reference, ranks, bounds.update)
     _compare_routers(verdict, reference, ranks, bounds)
     _compare_validation(verdict, seen, ranks, bounds.later_loss)
+    if wrong := [number for number, rank in enumerate(ranks) if rank.unlike_before]:
+        names = ", ".join(ranks[wrong[0]].unlike_before)
+        verdict.failures.append(
+            f"a second validation: differs from the first in {names}, on rank {_ranks(wrong)}"
+        )
     _compare_resume(verdict, ranks)
     return verdict
 

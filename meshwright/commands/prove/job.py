@@ -52,6 +52,7 @@ class Job:
         self._plan, self._meshes = plan, meshes
         self._trainer = Trainer(plan, meshes, device)
         self.model, self.optimizer = self._trainer.model, self._trainer.optimizer
+        self.average = self._trainer.average
         self.cursor = cursor or Cursor()
         self._loader = build_loader(plan, [source], meshes, device, self.cursor)
         self._detector = BadStepDetector(device)
@@ -125,6 +126,9 @@ def _hash(*parts: Tensor) -> str:
     data = torch.cat(parts).numpy().tobytes()
     return hashlib.sha256(data).hexdigest()[:16]
 
+
+SAVED_STEP = 4
+"""After which the small job is saved, and resumed."""
 
 NUM_DOCUMENTS = 1500
 """More than one block of a cache."""
@@ -211,3 +215,14 @@ def open_source(training: Training, vocab_size: int, seed: int) -> OpenSource:
     numbered = IndexedDocuments(len(pieces), str)
     shards, window = training.stream_shards, training.shuffle_window
     return StreamedSource(entry, numbered, _Numbered(pieces), shards, window, outline="")
+
+
+def first_cursor(source: OpenSource, training: Training) -> Cursor:
+    """Return where the small job begins to read: so near the end of an epoch of a cache that the
+    next one begins after the resume. A stream begins at its start."""
+    if not isinstance(source, CachedSource):
+        return Cursor()
+    batch = training.global_batch_size
+    batches = source.cache.num_tokens // (training.seq_len + 1) // batch
+    begin = (batches - SAVED_STEP) * batch
+    return Cursor(begin, (begin,))

@@ -17,9 +17,11 @@ from meshwright.checkpoint.manager import CheckpointManager
 from meshwright.checkpoint.manifest import NO_JOB
 from meshwright.checkpoint.reader import CheckpointWeights, SafeCheckpointReader
 from meshwright.commands.prove.job import (
+    SAVED_STEP,
     Job,
     Vocabulary,
     calm_post_norms,
+    first_cursor,
     open_source,
     show_attention,
 )
@@ -133,7 +135,7 @@ def different(mine: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> list[
     ]
 
 
-VALIDATED_STEP, SAVED_STEP, LAST_RESUMED_STEP = 1, 4, 6
+VALIDATED_STEP, LAST_RESUMED_STEP = 1, 6
 LATER_STEP = 3
 """Whose gradients are compared as well, if there are experts: loads have then been summed."""
 
@@ -171,9 +173,11 @@ class Measurement:
     other_choices: tuple[int, int] = (0, 0)
     """Tokens whose router would have chosen other experts than it was told, of how many."""
     updates: dict[str, ShardComparison] = field(default_factory=dict)
-    """Weights after step `LAST_RESUMED_STEP` minus initial ones, by name."""
+    """Weights after step `LAST_RESUMED_STEP`, and running means, minus initial ones, by name."""
     validation: dict[str, float] = field(default_factory=dict)
     """Figures of the validation, by name."""
+    unlike_before: list[str] = field(default_factory=list)
+    """Names of those that a second validation, right after it, has otherwise, to the bit."""
     wrong_in_checkpoint: list[str] = field(default_factory=list)
     """Tensors that differ, where this rank holds them, between the checkpoint and the job."""
     wrong_after_load: list[str] = field(default_factory=list)
@@ -217,8 +221,8 @@ def _measure(
     config: JobConfig, world_size: int, folder: Path, choices: Choices | None = None
 ) -> tuple[Measurement, dict[str, Any]]:
     """Train, validate, save, and resume; and of this rank's parameters the "weights" and the
-    "gradients" at step 1, and the "updates", by which the first steps have changed them. Of models
-    with experts, too: "later_gradients", the routers' "state", and "choices".
+    "gradients" at step 1, and the "updates", by which the first steps have changed them and their
+    running means. Of models with experts, too: "later_gradients", the routers' "state", "choices".
 
     Args:
         folder: where the checkpoint goes, the same on every rank.
@@ -234,11 +238,8 @@ def _measure(
     )
     torch.manual_seed(training.seed)
     meshes, cpu = _meshes(plan.dims, "cpu"), torch.device("cpu")
-    job = Job(plan, meshes, source)
-    for stage in job.model.stages:
-        initialize(stage, training.seed)
-        show_attention(stage)
-        calm_post_norms(stage)
+    job = Job(plan, meshes, source, first_cursor(source, training))
+    _begin(job, training.seed)
     weights = {name: _copy(parameter) for name, parameter in job.model.named_parameters()}
     unbalance(job.model)
     routing = _routing(plan, meshes, choices)
@@ -257,13 +258,14 @@ def _measure(
         seen.grad_norms.append(grad_norm)
         if step == VALIDATED_STEP:  # and the steps after it show whether that disturbed anything
             seen.validation = validate(job.model, lambda: False, _fail)
+            again = validate(job.model, lambda: False, _fail)
+            seen.unlike_before = [name for name in again if again[name] != seen.validation[name]]
         if step == SAVED_STEP:
             seen.wrong_in_checkpoint = checkpoint.save(job, step)
             saved = {name: _copy(tensor) for name, tensor in job.state_dict().items()}
         if step == LAST_RESUMED_STEP:
             wanted = {name: _copy(tensor) for name, tensor in job.state_dict().items()}
-            now = dict(job.model.named_parameters())
-            updates = {name: now[name].detach() - before for name, before in weights.items()}
+            updates = _updates(job, weights)
             state = router_state(job.model)
     job.close()
     seen.other_choices = routing.num_others, routing.num_tokens
@@ -291,6 +293,23 @@ def _measure(
     resumed.close()
     seen.wrong_after_resume += different(resumed.state_dict(), wanted)
     return seen, tensors
+
+
+def _begin(job: Job, seed: int) -> None:
+    for stage in job.model.stages:
+        initialize(stage, seed)
+        show_attention(stage)
+        calm_post_norms(stage)
+    if job.average is not None:
+        job.average.begin()
+
+
+def _updates(job: Job, weights: Tensors) -> Tensors:
+    """Return parameters, and their running means, minus `weights`."""
+    now = {name: parameter.detach() for name, parameter in job.model.named_parameters()}
+    updates = {name: now[name] - before for name, before in weights.items()}
+    means = {} if job.average is None else job.average.tensors
+    return updates | {f"the mean of {name}": mean - weights[name] for name, mean in means.items()}
 
 
 def _routing(plan: Plan, meshes: Meshes, choices: Choices | None) -> Recording | Replay:
