@@ -10,6 +10,7 @@ from meshwright.datasets import DATASETS, find_dataset
 from meshwright.datasets.files import ROW_FORMATS, Entry
 from meshwright.datasets.rows import head_fault
 from meshwright.datasets.sources import check_path
+from meshwright.datasets.storage.ranges import is_address
 from meshwright.datasets.tokenizers.kinds import Tokenizer, prompt_tokens
 from meshwright.system.errors import ConfigError, check, did_you_mean
 
@@ -33,6 +34,18 @@ def validation_entries(config: JobConfig) -> list[Entry]:
     if not config.training.validation_fraction:
         return entries(config.validation, "validation")
     return [replace(entry, is_held_out=True) for entry in entries(config.training, "training")]
+
+
+def other_data(config: JobConfig) -> str:
+    """Return a note if validation reads none of the datasets that training reads; or ""."""
+    trained, held_out = (
+        {entry.source.dataset for entry in found}
+        for found in (entries(config.training, ""), validation_entries(config))
+    )
+    if not held_out or trained & held_out:
+        return ""
+    names = (", ".join(sorted(group)) for group in (held_out, trained))
+    return "validation reads {}, and training {}".format(*names)
 
 
 def check_held_out(config: JobConfig) -> None:
@@ -64,6 +77,14 @@ def is_streamed(entry: Entry) -> bool:
     assert spec is not None
     mode = entry.source.dataset_mode
     return spec.is_large if mode == "auto" else mode == "streamed"
+
+
+def local_paths(entry: Entry) -> list[str]:
+    """Return the paths of the files of a source on this machine's disks; none of the hub's."""
+    spec = find_dataset(entry.source.dataset)
+    if spec is None or spec.path == "optional" or is_address(entry.source.dataset_path):
+        return []
+    return [file.path for file in spec.find(entry)]
 
 
 def check_sources(section: Training | Validation, key: str, *, looks_at_files: bool = True) -> None:

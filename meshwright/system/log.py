@@ -150,7 +150,8 @@ def console_width(stream: TextIO) -> int:
 def log_to_console(*, is_launched: bool = False, terminal: str = "") -> None:
     """Send the log of this rank to stdout, or its warnings alone if another rank says the same.
 
-    A record with `is_printed` (`extra`) is not shown: another process has shown it.
+    Records of `logger.debug` go to the log's file alone. So does a record with `is_printed`
+    (`extra`): another process has shown it.
 
     Args:
         is_launched: whether our launcher started this rank; it shows the ranks of LOG_RANK.
@@ -158,12 +159,11 @@ def log_to_console(*, is_launched: bool = False, terminal: str = "") -> None:
     """
     stream = _open_terminal(terminal) or sys.stdout
     handler = ConsoleHandler(stream)
-    if not _says_everything(is_launched):
-        handler.setLevel(logging.WARNING)
+    handler.setLevel(logging.INFO if _says_everything(is_launched) else logging.WARNING)
     handler.setFormatter(ConsoleFormatter(console_width(stream), has_colour=has_colour(stream)))
     handler.addFilter(lambda record: not getattr(record, "is_printed", False))
     logger.handlers = [handler]
-    logger.setLevel(logging.INFO)
+    logger.setLevel(logging.DEBUG)
     logger.propagate = False
 
 
