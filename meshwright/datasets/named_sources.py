@@ -57,7 +57,8 @@ def check_held_out(config: JobConfig) -> None:
         "training.validation_fraction",
         fraction,
         "is given beside a dataset of [validation]",
-        'leave out one of the two (validation.dataset = "" if the TOML that it extends gives it)',
+        "leave out one of the two (training.validation_fraction = 0 if a TOML that is extended "
+        "gives it)",
     )
 
 
@@ -100,7 +101,7 @@ def check_sources(section: Training | Validation, key: str, *, looks_at_files: b
         f"{key}.dataset",
         section.dataset,
         f"is given beside [[{key}.datasets]]",
-        f'leave out one of the two ({key}.dataset = "" if a TOML that this one extends gives it)',
+        "leave out one of the two",
     )
     names = set[str]()
     for entry in entries(section, key):
