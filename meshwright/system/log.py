@@ -8,7 +8,7 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Protocol, TextIO
@@ -84,6 +84,14 @@ def wrap(line: str, width: int, indent: str) -> str:
         break_on_hyphens=False,
         replace_whitespace=False,
     )
+
+
+def align(rows: Sequence[Sequence[object]]) -> str:
+    """One line a row, each column as wide as its widest, all but the first two spaces apart."""
+    texts = [[str(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
+    lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in texts)
+    return "\n".join(lines)
 
 
 def print_error(text: object) -> None:
