@@ -3,10 +3,11 @@
 import math
 import sys
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from meshwright.checkpoint import commit
 from meshwright.checkpoint.commit import being_read
@@ -21,11 +22,11 @@ from meshwright.checkpoint.find import (
 from meshwright.checkpoint.index import INDEX, SavedTensor, read_saved_tensors
 from meshwright.checkpoint.manifest import MANIFEST, DamagedError, Manifest
 from meshwright.commands.options import CHECKPOINT, input_path
-from meshwright.commands.plain_text import align, flatten, human_bytes
 from meshwright.config.command_line import Parser
 from meshwright.parallelisms.rules.degrees import AXES
 from meshwright.system.errors import ConfigError
 from meshwright.system.files import Place
+from meshwright.system.log import align
 
 COLUMNS = ("NAME", "SAVED", "SIZE", "TOKENS", "LOSS", "MESH", "STATE")
 
@@ -203,3 +204,24 @@ def _damage(checkpoint: Path) -> list[str]:
             return commit.verify(checkpoint, manifest, sorted(manifest["files"]))
     except DamagedError as error:
         return [error.what]
+
+
+def human_bytes(count: int) -> str:
+    """To three digits: 1.17 GB. Powers of 1000, without a space for awk's sake: 1.17GB."""
+    size, units = float(count), iter(("B", "KB", "MB", "GB"))
+    for unit in units:
+        if size < 999.5:
+            return f"{size:.{3}g}{unit}"
+        size /= 1000
+    return f"{size:,.4g}TB"
+
+
+def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Values of nested tables by dotted keys."""
+    flat: dict[str, Any] = {}
+    for key, value in table.items():
+        if isinstance(value, Mapping) and value:
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat

@@ -10,10 +10,10 @@ from meshwright.checkpoint.index import SavedTensor, read_saved_tensors
 from meshwright.checkpoint.manifest import Manifest
 from meshwright.commands.checkpoint import readable
 from meshwright.commands.options import CHECKPOINT, input_path
-from meshwright.commands.plain_text import align
 from meshwright.config.changes import ABSENT, differences
 from meshwright.config.command_line import Parser
 from meshwright.system.files import Place
+from meshwright.system.log import align
 
 if TYPE_CHECKING:
     from meshwright.checkpoint.reader import TensorDifference

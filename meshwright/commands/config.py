@@ -9,7 +9,6 @@ from textwrap import fill
 
 import tomli_w
 
-from meshwright.commands.plain_text import align
 from meshwright.config.changes import differences
 from meshwright.config.command_line import Parser
 from meshwright.config.fields import entries, find_field, json_schema, summary
@@ -18,7 +17,7 @@ from meshwright.config.loader import parse_config, preset_names, read, to_toml
 from meshwright.config.provenance import HEADER, Provenance
 from meshwright.config.suggest import suggest_key
 from meshwright.system.errors import check, config_error, did_you_mean
-from meshwright.system.log import wrap
+from meshwright.system.log import align, wrap
 
 
 def add_options(parser: Parser) -> None:

@@ -51,6 +51,10 @@ def run(given: Namespace) -> None:
     Raises:
         ConfigError: if the checkpoint cannot be exported.
     """
+    out, fix = given.out.absolute(), "name another folder, or remove it"
+    check(not out.exists(), "OUT", str(given.out), "exists already", fix)
+    max_shard_bytes = _bytes(given.max_shard_size)
+    _say(f"exporting {given.checkpoint} to {given.out} ...")
     # not at the top: torch takes a second
     import torch
 
@@ -60,7 +64,6 @@ def run(given: Namespace) -> None:
     from meshwright.checkpoint.state import AVERAGE, MODEL
     from meshwright.commands.saved import open_tokenizer, saved_spec
 
-    max_shard_bytes = _bytes(given.max_shard_size)
     extend_by(given.custom_import, "--custom-import")
     with open_checkpoint(Place("CHECKPOINT", given.checkpoint), _say) as (place, manifest):
         _say(f"checkpoint: {place.path}")
@@ -80,11 +83,11 @@ def run(given: Namespace) -> None:
             prefix=AVERAGE if given.average else MODEL,
             is_fused=given.fused,
         )
-        export(job, given.out.absolute(), _say)
+        export(job, out, _say)
 
 
 def _say(line: str) -> None:
-    print(wrap(line, console_width(sys.stdout), "  "))
+    print(wrap(line, console_width(sys.stdout), "  "), flush=True)
 
 
 def _bytes(size: str) -> int:

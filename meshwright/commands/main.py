@@ -49,6 +49,7 @@ COMMANDS = {
         "check a config, tokenise its data and train on all GPUs, or on 2 CPU ranks",
         takes_config=True,
     ),
+    "init": Command("init", "write a first TOML for your texts and this machine"),
     "check": Command("check", "check that a config can run", takes_config=True),
     "config": Command("config", "show every value of a config", takes_config=True),
     "config migrate": Command(

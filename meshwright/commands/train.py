@@ -8,6 +8,7 @@ import subprocess
 import sys
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from meshwright.commands.check import check_job
@@ -20,8 +21,9 @@ from meshwright.datasets.opening import (
     open_training_data,
     open_validation_data,
 )
-from meshwright.system.errors import ConfigError, check
-from meshwright.system.log import log_to_console
+from meshwright.datasets.stream import steps_of_data
+from meshwright.system.errors import ConfigError, check, numbered
+from meshwright.system.log import log_to_console, logger
 from meshwright.system.machine import Ranks, count_cores, count_ranks
 from meshwright.system.processes import OTHER_MALLOC, Launch, exit_when_asked
 
@@ -73,10 +75,17 @@ def run(given: Namespace) -> None:
     _check_gpus(ranks)
     rendezvous = _rendezvous(given, ranks)
     log_ranks = _log_ranks(given, ranks)
-    config = check_job(given, ranks).config
+    plan = check_job(given, ranks)
     log_to_console()
-    sources = open_training_data(config)  # which tokenises it, before ranks wait for that
-    sources += open_validation_data(config)
+    sources = open_training_data(plan.config)  # which tokenises it, before ranks wait for that
+    known = replace(plan, data_steps=steps_of_data(plan.config, sources))
+    for text in known.notes:
+        if text not in plan.notes:
+            logger.warning("%s", text)
+    sources += open_validation_data(plan.config)
+    where = f", of {ranks.machines} machines that meet at {_endpoint(given)}"
+    where *= ranks.machines > 1
+    logger.info("starting %s on this machine%s", numbered(ranks.per_machine, "rank"), where)
     os.environ.update(environment(ranks, os.environ))
     sys.stdout.flush()
     torchrun = [
@@ -139,11 +148,15 @@ def _check_gpus(ranks: Ranks) -> None:
     check(is_enough, "NGPU", ranks.per_machine, f"there are {ranks.gpus} GPUs", fix)
 
 
+def _endpoint(given: Namespace) -> str:
+    return given.rdzv_endpoint or os.environ.get("RDZV_ENDPOINT") or ""
+
+
 def _rendezvous(given: Namespace, ranks: Ranks) -> list[str]:
     """torchrun's options for how the machines of a job meet."""
     if ranks.machines == 1:
         return ["--standalone"]
-    endpoint = given.rdzv_endpoint or os.environ.get("RDZV_ENDPOINT")
+    endpoint = _endpoint(given)
     if not endpoint:
         raise ConfigError(
             "",

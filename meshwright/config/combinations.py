@@ -249,11 +249,12 @@ IDLE_WHERE: tuple[tuple[str, Callable[[JobConfig], bool], str], ...] = (
 """Keys, the configs in which they have no effect, and why."""
 
 
-def idle_options(config: JobConfig) -> Iterator[str]:
+def idle_options(config: JobConfig, steps: int) -> Iterator[str]:
     """Say which options differ from their default and have no effect, each once, and why.
 
     Args:
         config: with every -1 filled in.
+        steps: of the whole job.
     """
     reasons = _switched_off(config)
     for cause, is_met, keys in IDLE_BESIDE:
@@ -268,7 +269,7 @@ def idle_options(config: JobConfig) -> Iterator[str]:
         value = value_of(config, key)
         if value != value_of(defaults, key):
             yield f"{key} = {shown(value)} has no effect: {why}"
-    warmup, steps = config.lr_scheduler.warmup_steps, config.training.steps
+    warmup = config.lr_scheduler.warmup_steps
     if warmup > steps:
         yield (
             f"optimizer.lr = {config.optimizer.lr} is never reached: lr_scheduler.warmup_steps = "

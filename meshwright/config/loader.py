@@ -38,6 +38,7 @@ from meshwright.config.section import (
     Section,
 )
 from meshwright.config.torchtitan.translate import is_torchtitan, translate
+from meshwright.config.training import Source
 from meshwright.system.errors import (
     CombinedConfigError,
     ConfigError,
@@ -172,13 +173,15 @@ def read(given: Namespace) -> Written:
         path = find_config(given.config)
         raw = _read_toml(path, provenance, ())
         _set(raw, ("job", "config_file"), os.path.abspath(path))
+    given_here: dict[str, Any] = {}
     for key, text in given.overrides.items():
         _check_override(key, text)
         provenance.add_override(key)
         table: dict[str, Any] = {}
         _set(table, key, _from_text(text, find_field(key)))
         _resolve_paths(table, Path.cwd())
-        _merge(raw, table)
+        _merge(given_here, table)
+    _lay_over(raw, given_here, provenance)
     notes: list[str] = []
     if is_torchtitan(raw):
         try:
@@ -248,7 +251,7 @@ def _read_toml(path: Path, provenance: Provenance, seen: tuple[Path, ...]) -> di
         where = provenance.of("job.config_file")
         raise ConfigError("", f"{where}: job.config_file: belongs on the command line")
     _resolve_paths(raw, Path.cwd() if is_torchtitan(raw) else path.parent)
-    _merge(base, raw)
+    _lay_over(base, raw, provenance)
     return base
 
 
@@ -291,6 +294,22 @@ def _set(table: dict[str, Any], key: Key, value: object) -> None:
     for part in key[:-1]:
         table = table.setdefault(part, {})
     table[key[-1]] = value
+
+
+def _lay_over(base: dict[str, Any], over: Mapping[str, Any], provenance: Provenance) -> None:
+    """Lay `over` over `base`, in place; where it names other data, the inherited keys of the data
+    that `base` names go: they belong to those."""
+    default, holds_out = Source.model_fields["dataset"].default, False
+    for section in ("training", "validation"):  # in this order
+        here, inherited = over.get(section, {}), base.get(section)
+        is_other = here.get("dataset", default) != (inherited or {}).get("dataset", default)
+        names_other = "datasets" in here or ("dataset" in here and is_other)
+        if isinstance(inherited, dict) and (names_other or (holds_out and "dataset" not in here)):
+            for key in {*Source.model_fields, "datasets", "mix_file"} - {*here}:
+                inherited.pop(key, None)
+                provenance.forget((section, key))
+        holds_out = bool(here.get("validation_fraction"))
+    _merge(base, over)
 
 
 def _merge(base: dict[str, Any], over: Mapping[str, Any]) -> None:

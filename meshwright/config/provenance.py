@@ -62,7 +62,7 @@ class Provenance:
                 table = _split(header["key"])
                 if header["brackets"] == "[[":  # one more table of a list
                     if not counts[table]:  # which replaces that of a TOML below
-                        self._forget_below(table)
+                        self.forget(table)
                     counts[table] += 1
                     table = (*table, str(counts[table] - 1))
                 self._origins[table] = origin
@@ -73,7 +73,7 @@ class Provenance:
 
     def add_override(self, key: Key) -> None:
         """Note that the command line gave `key`."""
-        self._forget_below(key)
+        self.forget(key)
         self._origins[key] = Origin(f"--{'.'.join(key)}")
 
     def rename(self, origins: Mapping[str, str]) -> None:
@@ -81,8 +81,8 @@ class Provenance:
         for key, other in origins.items():
             self._origins[_split(key)] = self._nearest(other)[1]
 
-    def _forget_below(self, key: Key) -> None:
-        """Forget values written inside `key`."""
+    def forget(self, key: Key) -> None:
+        """Forget `key` and the values written inside it."""
         for inner in [inner for inner in self._origins if inner[: len(key)] == key]:
             del self._origins[inner]
 

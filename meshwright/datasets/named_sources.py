@@ -10,6 +10,7 @@ from meshwright.datasets import DATASETS, find_dataset
 from meshwright.datasets.files import ROW_FORMATS, Entry
 from meshwright.datasets.rows import head_fault
 from meshwright.datasets.sources import check_path
+from meshwright.datasets.storage.ranges import is_address
 from meshwright.datasets.tokenizers.kinds import Tokenizer, prompt_tokens
 from meshwright.system.errors import ConfigError, check, config_error, did_you_mean
 
@@ -35,6 +36,18 @@ def validation_entries(config: JobConfig) -> list[Entry]:
     return [replace(entry, is_held_out=True) for entry in entries(config.training, "training")]
 
 
+def other_data(config: JobConfig) -> str:
+    """Return a note if validation reads none of the datasets that training reads; or ""."""
+    trained, held_out = (
+        {entry.source.dataset for entry in found}
+        for found in (entries(config.training, ""), validation_entries(config))
+    )
+    if not held_out or trained & held_out:
+        return ""
+    names = (", ".join(sorted(group)) for group in (held_out, trained))
+    return "validation reads {}, and training {}".format(*names)
+
+
 def check_held_out(config: JobConfig) -> None:
     """Check that the validation has one source of documents, its own or the training's."""
     validation, fraction = config.validation, config.training.validation_fraction
@@ -44,7 +57,8 @@ def check_held_out(config: JobConfig) -> None:
         "training.validation_fraction",
         fraction,
         "is given beside a dataset of [validation]",
-        'leave out one of the two (validation.dataset = "" if the TOML that it extends gives it)',
+        "leave out one of the two (training.validation_fraction = 0 if a TOML that is extended "
+        "gives it)",
     )
 
 
@@ -66,6 +80,14 @@ def is_streamed(entry: Entry) -> bool:
     return spec.is_large if mode == "auto" else mode == "streamed"
 
 
+def local_paths(entry: Entry) -> list[str]:
+    """Return the paths of the files of a source on this machine's disks; none of the hub's."""
+    spec = find_dataset(entry.source.dataset)
+    if spec is None or spec.path == "optional" or is_address(entry.source.dataset_path):
+        return []
+    return [file.path for file in spec.find(entry)]
+
+
 def check_sources(section: Training | Validation, key: str, *, looks_at_files: bool = True) -> None:
     """Check that datasets are known, that their local files are there, and that figures can tell
     them apart.
@@ -79,7 +101,7 @@ def check_sources(section: Training | Validation, key: str, *, looks_at_files: b
         f"{key}.dataset",
         section.dataset,
         f"is given beside [[{key}.datasets]]",
-        f'leave out one of the two ({key}.dataset = "" if a TOML that this one extends gives it)',
+        "leave out one of the two",
     )
     names = set[str]()
     for entry in entries(section, key):

@@ -37,6 +37,11 @@ class CachedSource:
         """Equal where all its samples are."""
         return self.cache.content
 
+    def samples_per_epoch(self, length: int) -> int:
+        """Return how many samples of `length` tokens an epoch has; length includes the label."""
+        packing = self.packing
+        return self.cache.num_tokens // length if packing is None else int(packing.bin_starts[-1])
+
 
 @dataclass(frozen=True)
 class StreamedSource:
@@ -112,14 +117,14 @@ def _packed(source: OpenSource, config: JobConfig, again: bool) -> OpenSource:
         return source
     assert isinstance(source, CachedSource)  # preflight has refused it
     length = config.training.seq_len + 1
-    packing = open_packing(source.cache, length, again=again)
-    samples = int(packing.bin_starts[-1])
+    source = replace(source, packing=open_packing(source.cache, length, again=again))
+    samples = source.samples_per_epoch(length)
     logger.info(
         "%s: its documents fill %s sequences, with %.3g %% padding",
         *(source.entry.name, f"{samples:,}"),
         100 * (1 - source.cache.num_tokens / (samples * length)),
     )
-    return replace(source, packing=packing)
+    return source
 
 
 def open_validation_data(

@@ -7,7 +7,8 @@ import glob
 import os
 import sysconfig
 import tokenize
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -203,3 +204,24 @@ def check_path(entry: Entry, spec: DatasetSpec, *, looks_at_files: bool = True) 
     )
     if spec.has_rows or source.dataset_format:
         row_reader(entry)
+
+
+MOST_SUFFIXES = 4
+
+
+def by_suffix(paths: Iterable[str]) -> list[str]:
+    """Return how many files have each suffix: ["56 .txt", "1 .jsonl"]. Rare ones are added up."""
+    found = Counter(Path(path).suffix or "without suffix" for path in paths).most_common()
+    shown = [f"{count} {suffix}" for suffix, count in found[:MOST_SUFFIXES]]
+    others = sum(count for _, count in found[MOST_SUFFIXES:])
+    return [*shown, f"{others} others"] if others else shown
+
+
+def left_out(folder: str, taken: Collection[str]) -> Iterator[str]:
+    """Yield the files below a folder that are not taken; none if `folder` is no folder. Folders
+    that begin with . or _, and links to folders, are not looked into."""
+    taken = set(taken)
+    for parent, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if name[0] not in "._"]
+        paths = (os.path.join(parent, name) for name in names)
+        yield from (path for path in paths if path not in taken)

@@ -3,10 +3,13 @@
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from typing import Any
 
+from meshwright.config.job_config import JobConfig
 from meshwright.datasets.cached import CachedSamples, PackedSamples
 from meshwright.datasets.encoding import Sample, SampleRules
+from meshwright.datasets.named_sources import weights
 from meshwright.datasets.opening import CachedSource, OpenSource
 from meshwright.datasets.order import Mixture
 from meshwright.datasets.streamed import EndOfData, ShardPlace, StreamedSamples
@@ -177,6 +180,28 @@ def cached_samples(source: CachedSource, rules: SampleRules) -> CachedSamples:
     if source.packing is not None:
         return PackedSamples(source.cache, source.packing, rules.seed)
     return CachedSamples(source.cache, rules.length, rules.seed)
+def steps_of_data(config: JobConfig, sources: Sequence[OpenSource]) -> int:
+    """Return the last step that `training.max_epochs` leaves data for; 0 if that is not known:
+    there is no limit, or a source is streamed.
+
+    Of a mixture it may be a few more: each source has given less than one sample fewer than its
+    share.
+
+    Args:
+        config: with every -1 filled in.
+    """
+    training, most = config.training, 0
+    if not training.max_epochs:
+        return 0
+    shares = [Fraction(str(weight)) for weight in weights(training.datasets)]
+    behind = int(len(sources) > 1)
+    for source, share in zip(sources, shares, strict=True):
+        if not isinstance(source, CachedSource):
+            return 0
+        count = training.max_epochs * source.samples_per_epoch(training.seq_len + 1)
+        samples = math.ceil((count + behind) * sum(shares) / share) - behind
+        most = min(most, samples) if most else samples
+    return most // training.global_batch_size
 
 
 def find_samples(

@@ -61,7 +61,7 @@ def launch() -> None:
         args = parse_args(["--log-dir", folder, "--signals-to-handle", "", *sys.argv[1:]])
         told = replace(Launch.of_environment(), pid=os.getpid(), folder=folder)
         os.environ |= replace(told, terminal=_set_up_console(args)).as_variable()
-        machines = _say_start(args, Path(folder))
+        machines = _wait_for_machines(args, Path(folder))
         hearts = Path(folder) / HEARTBEATS
         watch = Watch(hearts, partial(_stderr_of, args), partial(_logs, args), logger.warning)
         try:
@@ -93,15 +93,9 @@ def _silence_torchrun() -> None:
             logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
-def _say_start(args: argparse.Namespace, folder: Path) -> int:
-    """Log how many ranks are started; return the number of machines that have to meet before."""
-    ending = "" if args.nproc_per_node == "1" else "s"
+def _wait_for_machines(args: argparse.Namespace, folder: Path) -> int:
+    """Log how long the others are waited for; return the number of machines that have to meet."""
     machines = 1 if args.standalone else int(args.nnodes)
-    if machines == 1:
-        logger.info("starting %s rank%s on this machine", args.nproc_per_node, ending)
-        return machines
-    words = "starting %s rank%s on this machine, of %d machines that meet at %s"
-    logger.info(words, args.nproc_per_node, ending, machines, args.rdzv_endpoint)
 
     def speak() -> None:
         begun = said = time.monotonic()
@@ -113,7 +107,8 @@ def _say_start(args: argparse.Namespace, folder: Path) -> int:
                     words = "waiting at %s for the other machines, %d in all: %.0f s so far"
                     logger.info(words, args.rdzv_endpoint, machines, now - begun)
 
-    threading.Thread(target=speak, name="rendezvous", daemon=True).start()
+    if machines > 1:
+        threading.Thread(target=speak, name="rendezvous", daemon=True).start()
     return machines
 
 

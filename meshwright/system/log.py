@@ -8,7 +8,7 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Protocol, TextIO
@@ -86,6 +86,14 @@ def wrap(line: str, width: int, indent: str) -> str:
     )
 
 
+def align(rows: Sequence[Sequence[object]]) -> str:
+    """One line a row, each column as wide as its widest, all but the first two spaces apart."""
+    texts = [[str(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
+    lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in texts)
+    return "\n".join(lines)
+
+
 def print_error(text: object) -> None:
     """Print a message to stderr, headed by our name, in lines that fit the console.
 
@@ -150,7 +158,8 @@ def console_width(stream: TextIO) -> int:
 def log_to_console(*, is_launched: bool = False, terminal: str = "") -> None:
     """Send the log of this rank to stdout, or its warnings alone if another rank says the same.
 
-    A record with `is_printed` (`extra`) is not shown: another process has shown it.
+    Records of `logger.debug` go to the log's file alone. So does a record with `is_printed`
+    (`extra`): another process has shown it.
 
     Args:
         is_launched: whether our launcher started this rank; it shows the ranks of LOG_RANK.
@@ -158,12 +167,11 @@ def log_to_console(*, is_launched: bool = False, terminal: str = "") -> None:
     """
     stream = _open_terminal(terminal) or sys.stdout
     handler = ConsoleHandler(stream)
-    if not _says_everything(is_launched):
-        handler.setLevel(logging.WARNING)
+    handler.setLevel(logging.INFO if _says_everything(is_launched) else logging.WARNING)
     handler.setFormatter(ConsoleFormatter(console_width(stream), has_colour=has_colour(stream)))
     handler.addFilter(lambda record: not getattr(record, "is_printed", False))
     logger.handlers = [handler]
-    logger.setLevel(logging.INFO)
+    logger.setLevel(logging.DEBUG)
     logger.propagate = False
 
 

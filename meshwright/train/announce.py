@@ -5,7 +5,7 @@ import platform
 import shlex
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,9 @@ import torch.distributed as dist
 import meshwright
 from meshwright.config.changes import to_json
 from meshwright.config.loader import to_toml
+from meshwright.datasets.named_sources import local_paths, weights
+from meshwright.datasets.opening import CachedSource, OpenSource
+from meshwright.datasets.sources import by_suffix, left_out
 from meshwright.datasets.tokenizers.kinds import Tokenizer, end_of_chat
 from meshwright.metrics import history
 from meshwright.metrics.console import duration
@@ -29,16 +32,58 @@ from meshwright.train.optim.groups import describe
 from meshwright.train.preflight import Plan
 
 
-def announce(plan: Plan, device: torch.device, launch: Launch) -> None:
-    """Describe the job in the log, and write its config to the dump folder."""
-    config, args, training = plan.config, plan.model_args, plan.config.training
+def announce(
+    plan: Plan,
+    device: torch.device,
+    launch: Launch,
+    sources: Sequence[OpenSource] = (),
+    held_out: Sequence[OpenSource] = (),
+) -> None:
+    """Describe the job in the log, and write its config to the dump folder.
+
+    The console gets the lines that differ from job to job. Details go to the log's file.
+    """
+    config, path = plan.config, Path(plan.config.job.dump_folder) / "config.toml"
     if config.job.description:
         logger.info("%s", config.job.description)
-    logger.info("config, where it differs from the defaults:")
+    logger.info("config: %s; every value: %s", Path(config.job.config_file).name or "none", path)
+    logger.debug("config, where it differs from the defaults:")
     for line in filter(None, to_toml(config, True).splitlines()):
-        logger.info("  %s", line)
+        logger.debug("  %s", line)
     for text in plan.notes:
         logger.info("%s", text, extra={"is_printed": launch.is_checked})
+    _announce_model(plan)
+    logger.info(
+        "%s (%s) on %s; torch %s",
+        numbered(dist.get_world_size(), "rank"),
+        str(plan.dims) or "no mesh",
+        hardware.device_name(device),
+        torch.__version__,
+    )
+    if launch.host_settings:
+        logger.debug("chosen for this machine by the launcher: %s", launch.host_settings)
+    if dist.get_rank() == 0:  # which looks at files
+        announce_data("data", sources)
+        announce_data("validation", held_out)
+    logger.info("%s", _describe_steps(plan, sources))
+    logger.info(
+        "global batch: %d sequences, %s tokens (%d x %s x %s)",
+        config.training.global_batch_size,
+        f"{config.tokens_per_step:,}",
+        config.training.local_batch_size,
+        numbered(plan.dims.dp, "rank"),
+        numbered(config.num_microbatches, "microbatch", "es"),
+    )
+    if dist.get_rank() == 0:
+        try:
+            with whole_file(path) as file:
+                file.write(to_toml(config).encode())
+        except OSError as error:  # a full disk: training can continue
+            logger.warning("%s cannot be written: %s", path, error)
+
+
+def _announce_model(plan: Plan) -> None:
+    config, args = plan.config, plan.model_args
     shapes = args.parameter_shapes()
     num_trained = sum(math.prod(shape) for name, shape in shapes.items() if name not in plan.frozen)
     logger.info(
@@ -52,41 +97,65 @@ def announce(plan: Plan, device: torch.device, launch: Launch) -> None:
         f", {num_trained:,} of them trained" if plan.frozen else "",
     )
     logger.info("%s", _describe_tokenizer(plan.tokenizer))
-    logger.info(
-        "%s (%s) on %s; torch %s",
-        numbered(dist.get_world_size(), "rank"),
-        str(plan.dims) or "no mesh",
-        hardware.device_name(device),
-        torch.__version__,
-    )
-    if launch.host_settings:
-        logger.info("chosen for this machine by the launcher: %s", launch.host_settings)
-    logger.info("%s", describe(config.optimizer, args.table.parameters, plan.frozen))
-    num_tokens, num_steps = config.tokens_per_step, training.steps - plan.resume_step
-    logger.info(
-        "global batch: %d sequences, %s tokens (%d per rank x %s of data x %s)",
-        training.global_batch_size,
-        f"{num_tokens:,}",
-        training.local_batch_size,
-        numbered(plan.dims.dp, "rank"),
-        numbered(config.num_microbatches, "microbatch", "es"),
-    )
-    logger.info("to train: %s tokens in %s steps", f"{num_tokens * num_steps:,}", f"{num_steps:,}")
+    logger.debug("%s", describe(config.optimizer, args.table.parameters, plan.frozen))
     parts = ", ".join(
         f"{purpose} {size / hardware.GIB:.3g}" for purpose, size in plan.least_bytes.items() if size
     )
-    logger.info(
+    logger.debug(
         "memory per rank before activations: %.3g GiB (%s)",
         sum(plan.least_bytes.values()) / hardware.GIB,
         parts,
     )
-    if dist.get_rank() == 0:
-        path = Path(config.job.dump_folder) / "config.toml"
-        try:
-            with whole_file(path) as file:
-                file.write(to_toml(config).encode())
-        except OSError as error:  # a full disk: training can continue
-            logger.warning("%s cannot be written: %s", path, error)
+
+
+def _describe_steps(plan: Plan, sources: Sequence[OpenSource]) -> str:
+    """Say how much is left to train, how often the job reads its data, and what ends it early."""
+    training, num_tokens = plan.config.training, plan.config.tokens_per_step
+    num_steps = plan.steps - plan.resume_step
+    words = f"to train: {num_tokens * num_steps:,} tokens in {num_steps:,} steps"
+    if plan.resume_step:
+        words += f" of {plan.steps:,}"
+    if epochs := sorted(_epochs(plan, sources)):
+        least, most = (f"{count:.3g}" for count in (epochs[0], epochs[-1]))
+        words += f", {least} epochs" if least == most else f", {least} to {most} epochs"
+    if plan.steps < training.steps:
+        words += f" (training.max_epochs = {training.max_epochs})"
+    return words
+
+
+def _epochs(plan: Plan, sources: Sequence[OpenSource]) -> Iterator[float]:
+    """Yield how often the whole job reads each source, of which that is known."""
+    training = plan.config.training
+    shares = weights(training.datasets)
+    for source, share in zip(sources, shares if sources else [], strict=True):
+        if isinstance(source, CachedSource):
+            samples = plan.steps * training.global_batch_size * share / sum(shares)
+            yield samples / source.samples_per_epoch(training.seq_len + 1)
+
+
+def announce_data(purpose: str, sources: Sequence[OpenSource]) -> None:
+    """Say in one line how much data there is, and which files beside it are left out."""
+    if not sources:
+        return
+    name, paths, skipped = sources[0].entry.name, list[str](), list[str]()
+    if len(sources) > 1:
+        names = [source.entry.name for source in sources]
+        name = f"{len(names)} sources ({', '.join(names[:4])}{', ...' * (len(names) > 4)})"
+    for source in sources:
+        files = local_paths(source.entry)
+        paths += files
+        skipped += left_out(source.entry.source.dataset_path, files)
+    parts = [numbered(len(paths), "file")] if paths else []
+    if len(kinds := by_suffix(paths)) > 1:
+        parts[0] += f" ({', '.join(kinds)})"
+    caches = [source.cache for source in sources if isinstance(source, CachedSource)]
+    if caches:
+        parts.append(numbered(sum(cache.num_documents for cache in caches), "document"))
+        parts.append(f"{sum(cache.num_tokens for cache in caches):,} tokens")
+    if len(caches) < len(sources):
+        parts.append(f"{len(sources) - len(caches)} streamed" if caches else "streamed")
+    rest = f"; left out: {', '.join(by_suffix(skipped))}" if skipped else ""
+    logger.info("%s: %s: %s%s", purpose, name, ", ".join(parts), rest)
 
 
 def _describe_tokenizer(tokenizer: Tokenizer) -> str:

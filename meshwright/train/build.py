@@ -74,7 +74,7 @@ def build_model(
     if model.pipeline is not None:
         logger.info("%s", model.pipeline.summary)
     for line in dict.fromkeys(applied):  # of all stages
-        logger.info("%s", line)
+        logger.debug("%s", line)
     return model
 
 
@@ -158,7 +158,7 @@ def build_reporter(
     )
     destinations, advance = [*extra_sinks], None
     if dist.get_rank() == 0:
-        console = Console(training.steps, plan.resume_step)
+        console = Console(plan.steps, plan.resume_step)
         destinations = [console, *_files(config, plan.resume_step), *extra_sinks]
         advance = console.advance
     return Reporter(work, device, phases, destinations, tokens_seen, advance, best_validation)
@@ -172,7 +172,7 @@ def _peak_flops_per_s(config: JobConfig, device: torch.device) -> float | None:
         tflops, source = peak.flops_per_s / 1e12, peak.source
     else:
         return None
-    logger.info("peak for mfu: %.4g TFLOP/s per device (%s)", tflops, source)
+    logger.debug("peak for mfu: %.4g TFLOP/s per device (%s)", tflops, source)
     return tflops * 1e12
 
 

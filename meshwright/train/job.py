@@ -350,9 +350,9 @@ def _end(job: Job, vote: Vote, step: int, is_done: bool) -> bool:
         raise_data_error(config.checkpoint, failures, step, is_new=is_new)
     if not is_done:
         if is_new:
-            check_resumes(config.checkpoint, f"after step {step} of {steps}: {reason}")
+            check_resumes(config.checkpoint, f"after step {step} of {job.plan.steps}: {reason}")
         words = "stopped after step %d of %d: %s; start it again to resume"
-        logger.info(words, step, steps, reason)
+        logger.info(words, step, job.plan.steps, reason)
         note_end(job.plan, step, f"stopped: {reason}")
     else:
         if step < steps:

@@ -24,9 +24,8 @@ from meshwright.datasets.named_sources import (
     check_sample_prompts,
     check_sources,
     check_validation_data,
-    entries,
     idle_source_options,
-    validation_entries,
+    other_data,
 )
 from meshwright.datasets.tokenizers.kinds import Tokenizer, build_tokenizer
 from meshwright.datasets.tokenizers.special_tokens import Ends
@@ -99,6 +98,14 @@ class Plan:
     """Step of the checkpoint to resume from; 0: there is none."""
     own_code: str
     """Hash of the module of `experimental.custom_import`, as it runs here; "": there is none."""
+    data_steps: int = 0
+    """Step before which `training.max_epochs` ends the data; 0: not known."""
+
+    @property
+    def steps(self) -> int:
+        """The last step, as far as that is known."""
+        steps = self.config.training.steps
+        return min(steps, self.data_steps or steps)
 
     @property
     def dims(self) -> ParallelDims:
@@ -143,31 +150,17 @@ class Plan:
     @property
     def notes(self) -> list[str]:
         """Lines that `meshwright check` prints, and the job when it starts."""
+        other = other_data(self.config)
         return [
-            line
-            for line in (self.batch_line, *self._other_data, self.compile_line, *self.idle_options)
-            if line
+            line for line in (self.batch_line, other, self.compile_line, *self.idle_options) if line
         ]
-
-    @property
-    def _other_data(self) -> list[str]:
-        """A line if validation reads none of the datasets that training reads."""
-        config = self.config
-        trained, held_out = (
-            {entry.source.dataset for entry in found}
-            for found in (entries(config.training, ""), validation_entries(config))
-        )
-        if not held_out or trained & held_out:
-            return []
-        names = (", ".join(sorted(group)) for group in (held_out, trained))
-        return ["validation reads {}, and training {}".format(*names)]
 
     @property
     def idle_options(self) -> list[str]:
         """Options that have no effect in this job, and why, one sentence each."""
         names, groups = list(self.model_args.parameter_names()), self.config.optimizer.groups
         return [
-            *idle_options(self.config),
+            *idle_options(self.config, self.steps),
             *idle_source_options(self.config),
             *idle_groups(groups, names, self.frozen),
         ]

@@ -35,7 +35,7 @@ from meshwright.datasets.opening import (
     open_training_data,
     open_validation_data,
 )
-from meshwright.datasets.stream import Cursor
+from meshwright.datasets.stream import Cursor, steps_of_data
 from meshwright.launch.heartbeat import Heartbeat
 from meshwright.metrics import history
 from meshwright.metrics.records import Sink
@@ -123,6 +123,7 @@ def meet(plan: Plan, heart: Heartbeat, launch: Launch) -> Met:
     attention = _order_attention(plan, device)
     checkpoints = CheckpointManager(plan.checkpoint_folder, plan.config.checkpoint)
     sources, held_out = _open_data(plan, checkpoints)
+    plan = replace(plan, data_steps=steps_of_data(plan.config, sources))
     check_agreement(plan, [*sources, *held_out])
     checkpoints.claim()
     return Met(plan, device, attention, sources, held_out, checkpoints, heart, launch)
@@ -209,7 +210,7 @@ def set_up(met: Met, extra_sinks: Sequence[Sink]) -> Job | None:
     log_to_file(dump_folder / "logs", dist.get_rank())
     if plan.resume_step == 0 and dist.get_rank() == 0:
         history.set_aside(dump_folder)
-    announce(plan, met.device, met.launch)
+    announce(plan, met.device, met.launch, met.sources, met.held_out)
     note_start(plan, met.device)
     if found is not None and dist.get_rank() == 0:
         resume_diff(plan, found).log(met.launch.is_checked and _is_newest(plan))

@@ -236,7 +236,7 @@ class Trainer:
         )
         is_early = config.optimizer.early_step_in_backward
         self._early = OptimizerInBackward(self.optimizer) if is_early else None
-        self.lr_at = learning_rate(config)
+        self.lr_at = learning_rate(config, plan.steps)
         decay = average_decay(config)
         self.average = None if decay is None else Average(self.model, decay)
         self.phases = Phases(device, note)

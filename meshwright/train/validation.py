@@ -310,7 +310,7 @@ class Validation:
         )
         num_samples = self._num_samples
         if isinstance(source, CachedSource) and num_samples == -1:
-            num_samples = source.cache.num_tokens // rules.length
+            num_samples = source.samples_per_epoch(rules.length)
         return padded_samples(stream, shape, num_samples)
 
 

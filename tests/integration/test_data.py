@@ -368,6 +368,7 @@ def test_an_epoch_limit_ends_the_job_in_order(tmp_path) -> None:
     arguments = (
         *("--training.dataset", "json", "--training.dataset_path", tmp_path / "data"),
         *("--training.max_epochs", 1, "--training.steps", 1000),
+        *("--lr_scheduler.warmup_steps", 200),
         "--checkpoint.last_save_model_only",
     )
     result = train_on_ranks(tmp_path / "out", *arguments, HF_DATASETS_CACHE=tmp_path / "hf_cache")
@@ -377,6 +378,12 @@ def test_an_epoch_limit_ends_the_job_in_order(tmp_path) -> None:
     assert 1 - 8 / (8 * last["step"]) < last["data/epochs/json"] <= 1
     assert (tmp_path / "out/checkpoint" / f"step-{last['step']}").exists()
     assert "the data ends here" in result.stdout
+    assert f"in {last['step']} steps, " in result.stdout  # not the thousand
+    assert "epochs (training.max_epochs = 1)" in result.stdout
+    assert f"is never reached: lr_scheduler.warmup_steps = 200, and the job has {last['step']}" in (
+        " ".join(result.stdout.split())
+    )
+    assert last["optim/lr"] == pytest.approx(4e-3 * last["step"] / 200)
     again = train_alone(tmp_path / "out", *arguments, HF_DATASETS_CACHE=tmp_path / "hf_cache")
     assert again.returncode == 0, again.stdout + again.stderr
     assert f"holds step {last['step']}, where the data ends" in again.stdout

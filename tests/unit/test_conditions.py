@@ -169,7 +169,7 @@ def settings(text: str) -> dict[str, Any]:
 def is_said_to_be_idle(key: str, beside: str) -> bool:
     value = {key.replace(".", "__"): other_value(key)}
     config = config_with(**ON_ONE_RANK | settings(beside) | value)
-    said = [*idle_options(config), *idle_source_options(config)]
+    said = [*idle_options(config, config.training.steps), *idle_source_options(config)]
     return any(text.startswith(f"{key} = ") for text in said)
 
 

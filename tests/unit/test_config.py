@@ -1,6 +1,7 @@
 """What a TOML and a command line come to, and what is said of those that come to nothing."""
 
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -491,6 +492,52 @@ def test_paths_of_a_mixture_start_at_its_toml(toml, tmp_path) -> None:
     again = load_config(toml(to_toml(config), "again.toml"))
     assert again.training == config.training
     assert again.validation == config.validation
+
+
+OTHER_DATA = """
+[training]
+dataset = "c4"
+dataset_subset = "de"
+max_epochs = 2
+[validation]
+enable = true
+dataset = "c4"
+dataset_split = "validation"
+freq = 7
+"""
+
+
+@pytest.mark.parametrize(
+    ("over", "training", "validation"),
+    [
+        ('[training]\ndataset = "text"\n', ("text", ""), ("c4", "validation")),
+        ('[training]\ndataset = "c4"\n', ("c4", "de"), ("c4", "validation")),
+        ('[training]\nsteps = 3\n', ("c4", "de"), ("c4", "validation")),
+        ('[training]\ndataset = "text"\ndataset_subset = "it"\n', ("text", "it"),
+         ("c4", "validation")),
+        ('[validation]\ndataset = "text"\n', ("c4", "de"), ("text", "train")),
+        ("[training]\nvalidation_fraction = 0.1\n", ("c4", "de"), ("python_stdlib", "train")),
+        ('[training]\nvalidation_fraction = 0.1\n[validation]\ndataset = "json"\n',
+         ("c4", "de"), ("json", "train")),
+        (HEAD + PART + "weight = 1\n", ("python_stdlib", ""), ("c4", "validation")),
+    ],
+)  # fmt: skip
+def test_other_data_drops_the_inherited_keys_of_the_data_before(
+    over, training, validation, toml
+) -> None:
+    """On the command line as in a TOML."""
+    toml(OTHER_DATA, "base.toml")
+    words = toml(f'extends = "base.toml"\n{over}')
+    if "[[" not in over:
+        tables = tomllib.loads(over).items()
+        given = [f"--{s}.{key}={value}" for s, table in tables for key, value in table.items()]
+        assert load_config([*toml(OTHER_DATA, "b.toml"), *given]).model_dump(
+            exclude={"job": {"config_file"}}
+        ) == load_config(words).model_dump(exclude={"job": {"config_file"}})
+    config = load_config(toml(f'extends = "base.toml"\n{over}'))
+    assert (config.training.dataset, config.training.dataset_subset) == training
+    assert (config.validation.dataset, config.validation.dataset_split) == validation
+    assert (config.training.max_epochs, config.validation.freq) == (2, 7)
 
 
 def test_a_list_that_is_replaced_leaves_no_lines_behind(toml) -> None:

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
@@ -11,6 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from meshwright.config.job_config import JobConfig
+from meshwright.config.training import Training
 from meshwright.datasets.cached import CachedSamples
 from meshwright.datasets.encoding import Encoder, SampleRules
 from meshwright.datasets.loader import (
@@ -29,6 +32,7 @@ from meshwright.datasets.stream import (
     bad_records,
     find_samples,
     merged,
+    steps_of_data,
 )
 from meshwright.datasets.streamed import EndOfData, ShardPlace
 from meshwright.datasets.tokenizers.kinds import ByteTokenizer
@@ -364,6 +368,33 @@ def test_an_epoch_limit_is_the_whole_epoch(tmp_path) -> None:
     per_epoch = source.cache.num_tokens // LENGTH
     steps = read_steps([source], [1], (1, 1, 1), n=1000, max_epochs=3)
     assert len(steps) == 3 * per_epoch
+
+
+@pytest.mark.parametrize("weights", [[1.0], [0.5, 0.3, 0.2], [1.0, 7.0], [2.0, 1.0, 1.0, 5.0]])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_the_step_at_which_an_epoch_limit_ends_the_job_is_known(weights, batch, tmp_path) -> None:
+    """Of a mixture, to within the draws between two of the source that ends it."""
+    sources = [
+        cached(tmp_path, LETTERS[: 2 + 3 * number], f"letters{number}")
+        for number in range(len(weights))
+    ]
+    parts = [{"dataset": "text", "weight": weight} for weight in weights]
+    config = JobConfig(
+        training=Training(
+            max_epochs=2,
+            seq_len=LENGTH - 1,
+            global_batch_size=batch,
+            datasets=parts if len(parts) > 1 else [],
+        )
+    )
+    known = steps_of_data(config, sources)
+    taken = len(read_steps(sources, weights, (1, batch, 1), n=1000, max_epochs=2))
+    assert 0 < taken < 1000
+    apart = math.ceil((sum(weights) / min(weights) + 1) / batch) if len(weights) > 1 else 0
+    assert known - apart <= taken <= known
+    assert steps_of_data(config, [*sources[1:], streamed()]) == 0
+    endless = config.model_copy(update={"training": Training(seq_len=LENGTH)})
+    assert steps_of_data(endless, sources) == 0
 
 
 def test_an_error_while_reading_ahead_reaches_the_reader() -> None:

@@ -90,9 +90,8 @@ def test_schedules_without_warmup_or_decay_or_of_few_steps() -> None:
 def test_the_beginning_of_a_longer_schedule() -> None:
     """`training.steps` cuts it off; without `total_steps` it would be squeezed in."""
     words = ["--lr_scheduler.warmup_steps=3", "--lr_scheduler.decay_type=cosine"]
-    long = learning_rate(load_config([*words, "--training.steps=50"]))
-    short = ["--training.steps=10", "--lr_scheduler.total_steps=50"]
-    begun = learning_rate(load_config([*words, *short]))
-    squeezed = learning_rate(load_config([*words, "--training.steps=10"]))
+    long = learning_rate(load_config(words), 50)
+    begun = learning_rate(load_config([*words, "--lr_scheduler.total_steps=50"]), 10)
+    squeezed = learning_rate(load_config(words), 10)
     assert [begun(step) for step in range(1, 11)] == [long(step) for step in range(1, 11)]
     assert squeezed(10) < begun(10)

@@ -36,12 +36,13 @@ def run(given: Namespace) -> None:
         ConfigError: if the config could not run on any number of ranks, or the output cannot be
             written.
     """
+    if not given.config:
+        raise ConfigError("", "CONFIG: not given\n  fix: name a TOML, or a preset")
+    print(f"proving {given.config} ...", flush=True)
     # not at the top: torch takes a second
     from meshwright.commands.prove import report
     from meshwright.commands.prove.prove import Row, prove
 
-    if not given.config:
-        raise ConfigError("", "CONFIG: not given\n  fix: name a TOML, or a preset")
     config = load_given(given)
     check_contradictions(config)
     check_installed("float8.enable", config.float8.enable, "torchao")

@@ -320,7 +320,7 @@ def warmup_stable_decay(
     decayed = step - 1 - (steps - decay_steps)
     if decayed <= 0:
         return 1.0
-    done = decayed / decay_steps
+    done = min(decayed / decay_steps, 1.0)  # a mixture with new weights may end later
     left = {
         "linear": 1 - done,
         "sqrt": 1 - math.sqrt(done),
@@ -329,12 +329,16 @@ def warmup_stable_decay(
     return min_lr_factor + (1 - min_lr_factor) * left
 
 
-def learning_rate(config: JobConfig) -> Callable[[int], float]:
-    """Return the learning rate at each step, counted from 1."""
+def learning_rate(config: JobConfig, steps: int) -> Callable[[int], float]:
+    """Return the learning rate at each step, counted from 1.
+
+    Args:
+        steps: of the whole job.
+    """
     schedule = config.lr_scheduler
     fraction = partial(
         warmup_stable_decay,
-        steps=schedule.total_steps or config.training.steps,
+        steps=schedule.total_steps or steps,
         warmup_steps=schedule.warmup_steps,
         decay_ratio=schedule.decay_ratio,
         decay_type=schedule.decay_type,

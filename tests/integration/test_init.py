@@ -1,0 +1,147 @@
+"""`meshwright init`: what it writes can be checked and trained, whatever the texts are like."""
+
+import json
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from meshwright.commands import init
+from meshwright.config.loader import load_config
+from meshwright.datasets.opening import open_training_data, open_validation_data
+from meshwright.system.errors import ConfigError
+from tests.helpers.cli import check_job, command
+from tests.helpers.jobs import launch, records, train_alone
+
+write_toml = command("init")
+
+TEXTS = [
+    f"Text {number} of many. " + "It says little, and says it often. " * 20 for number in range(60)
+]
+
+
+def as_files(folder: Path) -> None:
+    for number, text in enumerate(TEXTS):
+        (folder / f"{number}.md").write_text(text)
+    (folder / "page.html").write_text("left out")
+
+
+def as_one_file(folder: Path) -> None:
+    (folder / "all.txt").write_text("<|endoftext|>".join(TEXTS))
+
+
+def as_paragraphs(folder: Path) -> None:
+    (folder / "all.txt").write_text("\n\n".join(TEXTS))
+
+
+def as_rows(folder: Path) -> None:
+    rows = ({"id": str(number), "body": text} for number, text in enumerate(TEXTS))
+    (folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+
+
+def as_table(folder: Path) -> None:
+    table = pyarrow.table({"text": TEXTS, "number": [*range(len(TEXTS))]})
+    pyarrow.parquet.write_table(table, folder / "table.parquet")
+
+
+def as_code(folder: Path) -> None:
+    (folder / "deep").mkdir()
+    for number, text in enumerate(TEXTS):
+        (folder / "deep" / f"{number}.rs").write_text(text)
+
+
+KINDS = [as_files, as_one_file, as_paragraphs, as_rows, as_table, as_code]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "my texts").mkdir()
+    return tmp_path
+
+
+@pytest.mark.parametrize("gpus", [0, 2])
+@pytest.mark.parametrize("write", KINDS)
+def test_the_toml_passes_its_check(write, gpus, folder, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(init, "count_gpus", lambda: gpus)
+    write(folder / "my texts")
+    write_toml(["jobs.toml", "--from", "my texts"])
+    said = capsys.readouterr().out
+    assert said.startswith("looking at my texts ...\n")
+    assert ("left out: 1 .html" in said) == (write is as_files)
+    assert said.endswith("meshwright check jobs.toml\nmeshwright train jobs.toml\n")
+    check_job(["jobs.toml", "--ngpu", 2])
+    assert "jobs.toml can run" in capsys.readouterr().out
+    config = load_config(["jobs.toml"])
+    (source,), (held_out,) = open_training_data(config), open_validation_data(config)
+    # the separators, the columns and the files are right: each text is a document
+    assert source.cache.num_documents + held_out.cache.num_documents == len(TEXTS)
+    assert config.job.dump_folder == "outputs/jobs"
+    assert (config.training.seq_len == 1024) == (gpus > 0)
+
+
+def test_the_toml_trains_and_validates(folder) -> None:
+    as_one_file(folder / "my texts")
+    write_toml(["--from", "my texts/all.txt"])
+    small = (
+        "--model.args.n_layers=1",
+        "--validation.num_samples=2",
+        "--training.global_batch_size=2",
+        "--training.steps=2",
+    )
+    result = train_alone(folder / "out", *small, config=folder / "my_job.toml")
+    assert result.returncode == 0, result.stdout + result.stderr
+    last = records(folder / "out")[-1]
+    assert last["step"] == 2
+    assert last["validation/loss"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [[], ["--from", "my texts"]])
+def test_the_toml_trains_by_the_launcher(words, folder) -> None:
+    as_files(folder / "my texts")
+    write_toml(words)
+    variables = {"CONFIG_FILE": folder / "my_job.toml", "XDG_CACHE_HOME": folder / "cache"}
+    result = launch(folder / "out", "--training.steps=2", **variables)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "step 2/2" in result.stdout
+
+
+def test_a_file_that_is_there_stays(folder) -> None:
+    (folder / "my_job.toml").write_text("mine")
+    with pytest.raises(ConfigError, match="exists already"):
+        write_toml([])
+    assert (folder / "my_job.toml").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("chat.jsonl", '{"messages": [{"role": "user", "content": "Hi"}]}\n', "preset fine_tune"),
+        ("rows.jsonl", "no JSON\n", "rows.jsonl:1: not JSON"),
+        ("rows.jsonl", '{"number": 3}\n', "no column of text, but number"),
+        ("a.txt", "Too short.\n" * 20, "and a sequence of the preset takes 257"),
+        ("a.txt", "", "no text is there"),
+        ("a.npy", "tokens", "holds tokens"),
+        ("", "", "exists, but holds no"),
+    ],
+)
+def test_other_content_is_refused(name, content, says, folder) -> None:
+    path = Path("my texts", name or "nothing.txt")
+    if name:
+        path.write_text(content)
+    with pytest.raises(ConfigError, match=says):
+        write_toml(["--from", path])
+    assert not (folder / "my_job.toml").exists()
+
+
+def test_too_few_documents_are_not_held_out(folder, capsys) -> None:
+    (folder / "my texts" / "a.txt").write_text(" ".join(TEXTS))
+    write_toml(["--from", "my texts"])
+    config = load_config(["my_job.toml"])
+    assert not config.validation.enable
+    assert config.training.validation_fraction == 0
+    check_job(["my_job.toml"])
+    assert capsys.readouterr().out.splitlines()[-1].startswith("my_job.toml can run")
