@@ -72,6 +72,10 @@ def _checkpoints(c: JobConfig) -> Iterator[ConfigError]:
         rule = "nothing is loaded: checkpoint.initial_load_path is not given"
         fix = "name the folder there; or in model.flavor, which then gives dimensions and tokenizer"
         yield _error(c, "checkpoint.initial_load_in_hf", rule, f"{fix} too")
+    if checkpoint.initial_load_upcycle_noise is not None and not checkpoint.initial_load_path:
+        rule = "nothing is loaded: checkpoint.initial_load_path is not given"
+        fix = "name the dense model's folder there, or leave it out"
+        yield _error(c, "checkpoint.initial_load_upcycle_noise", rule, fix)
 
 
 def _average(c: JobConfig) -> Iterator[ConfigError]:

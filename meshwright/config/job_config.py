@@ -173,6 +173,12 @@ class Checkpoint(Section, on_resume="none"):
     """`initial_load_path` is a model folder of Hugging Face's: config.json and safetensors. Absent,
     it is the folder that `model.flavor` names."""
 
+    initial_load_upcycle_noise: NonNegativeFloat | None = None
+    """`initial_load_path` holds a dense model: Qwen3 for model.name = "qwen3_moe", Llama for
+    "mixtral". Each expert begins as a copy of its layer's feed-forward plus normal noise of this
+    deviation, as a share of that of fresh weights. Routers are fresh. Absent: the folder holds a
+    model of the same family."""
+
     average: Average = Average()
 
     @property

@@ -362,3 +362,6 @@ class Family:
     """Module that knows the form of Meta's folders; None: there are none of it."""
     torchtitan: TorchtitanForm | None = None
     """Module that knows the form of torchtitan's checkpoints; None: they cannot be read."""
+    dense: "Family | None" = None
+    """Family with a feed-forward where this one has experts, and otherwise the same parameters;
+    None: there is none."""

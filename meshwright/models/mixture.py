@@ -117,11 +117,10 @@ class Mixture(nn.Module):
             weights = weights / (weights.sum(-1, keepdim=True) + spec.normalizer_eps)
         weights, figures = self._with_losses(weights, logits, scores.detach(), chosen, len(x))
         order = chosen.flatten().argsort(stable=True)  # of slots (token, k), by expert
-        place = inverse(order)
-        rows = spread(tokens, order, place, spec.n_active)  # (T K, D)
+        place = inverse(order).view(chosen.shape)
+        rows = spread(tokens, order, place)  # (T K, D)
         out = self.experts(rows, tally(chosen, spec.n_experts))
-        slots = permute(out, place, order).unflatten(0, chosen.shape)  # (T, K, D)
-        y = torch.bmm((weights * spec.scale).to(x.dtype).unsqueeze(1), slots).view(x.shape)
+        y = combine(out, (weights * spec.scale).to(x.dtype), order, place).view(x.shape)
         return (y if self.shared is None else y + self.shared(x)), choice, figures
 
     def _with_losses(
@@ -156,21 +155,39 @@ def inverse(order: Tensor) -> Tensor:  # (N,) int64, a permutation
 
 
 class _Spread(torch.autograd.Function):
-    """(T, D) -> (T K, D): each token's row at each of its K places. Backward reads, too, and adds
-    up each token's K gradients in their order: no atomic additions, whose order is arbitrary."""
+    """(T, D) -> (T K, D): row i is that of slot order[i]'s token. Backward reads, too, and adds up
+    each token's K gradients in their order: no atomic additions, whose order is arbitrary."""
 
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, order: Tensor, place: Tensor, n_active: int) -> Tensor:
+    def forward(ctx: Any, tokens: Tensor, order: Tensor, place: Tensor) -> Tensor:
         ctx.save_for_backward(place)
-        ctx.n_active = n_active
-        return tokens.index_select(0, order // n_active)
+        return tokens.index_select(0, order // place.shape[1])
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (place,) = ctx.saved_tensors
-        slots = grad.index_select(0, place).unflatten(0, (-1, ctx.n_active))
-        return slots.sum(1), None, None, None
+        return F.embedding_bag(place, grad, mode="sum"), None, None
+
+
+class _Combine(torch.autograd.Function):
+    """(T K, D) -> (T, D): the sum of each token's K rows, which lie at `place`, in their order and
+    by their weights, (T, K). Nothing of K rows per token is made, but the gradient of `rows`."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weights: Tensor, order: Tensor, place: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, weights, order, place)
+        # detached: for a gradient of its own, torch would note more
+        rows, weights = rows.detach(), weights.detach()
+        return F.embedding_bag(place, rows, mode="sum", per_sample_weights=weights)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        rows, weights, order, place = ctx.saved_tensors
+        of_rows = grad.index_select(0, order // place.shape[1])
+        of_weights = torch.linalg.vecdot(of_rows, rows)[place]
+        return of_rows.mul_(weights.flatten()[order].unsqueeze(1)), of_weights, None, None
 
 
 class _Permute(torch.autograd.Function):
@@ -189,5 +206,6 @@ class _Permute(torch.autograd.Function):
 
 
 # typed
-spread: Callable[[Tensor, Tensor, Tensor, int], Tensor] = _Spread.apply
+spread: Callable[[Tensor, Tensor, Tensor], Tensor] = _Spread.apply
+combine: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] = _Combine.apply
 permute: Callable[[Tensor, Tensor, Tensor], Tensor] = _Permute.apply

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from meshwright.checkpoint.conversion.initial_load import family_there
 from meshwright.config.changes import to_json
 from meshwright.config.job_config import JobConfig
 from meshwright.config.loader import to_toml
@@ -90,10 +91,15 @@ def initialize_weights(plan: Plan, model: LocalModel) -> None:
             initialize(stage, plan.config.training.seed)
         return
     from meshwright.checkpoint.conversion.readers import open_initial, open_weights
+    from meshwright.checkpoint.conversion.upcycle import UpcycledWeights, Weights
 
-    start = time.perf_counter()
+    start, noise = time.perf_counter(), config.initial_load_upcycle_noise
     with open_initial(config) as initial:
-        reader = open_weights(initial, plan.family, plan.model_args)
+        there = family_there(config, plan.model_args, plan.family)
+        reader: Weights = open_weights(initial, *there)
+        if noise is not None:
+            table, seed = plan.model_args.table, plan.config.training.seed
+            reader = UpcycledWeights(reader, table, noise, seed)
         for stage in model.stages:
             stage.init_buffers()
             stage.init_state()

@@ -22,6 +22,7 @@ from tests.helpers.slow import slow
 WITH_FAULTS = "one GPU, with faults"
 OFFLOADED = "FSDP 8, CPU offload"
 EVERYDAY = ("FSDP 8", WITH_FAULTS)
+EP = tuple(name for name in CASES if "EP" in name)
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +45,7 @@ def kernel_of(name: str) -> str:
 
 
 @pytest.mark.parametrize(
-    "name", ["FSDP 8", *slow(*sorted(CASES.keys() - {"FSDP 8", WITH_FAULTS, OFFLOADED}))]
+    "name", ["FSDP 8", *slow(*sorted(CASES.keys() - {"FSDP 8", WITH_FAULTS, OFFLOADED, *EP}))]
 )
 def test_a_step_never_waits_and_all_is_on_the_device(figures, name: str) -> None:
     found = figures[name]
@@ -82,6 +83,19 @@ def test_faults_are_noticed(figures) -> None:
     assert copies == ["cpu to cuda (1,)", "cuda to cpu (2, 4, 64, 8)"]
     assert "math" in found["kernels"]
     assert any("_to_copy (2, 4, 64, 8)" in what for what in found["on_host"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EP)
+def test_expert_parallelism_waits_once_per_layer_and_forward(figures, name: str) -> None:
+    """For the numbers of rows to and from other ranks; never in backward or recomputation."""
+    found = figures[name]
+    assert "error" not in found, found["error"]
+    assert found["waits"] == {"exchange_counts": 2}  # of two layers
+    assert found["blocking_copies"] == {}
+    # rows go and come back, and so do their gradients
+    num_sent = 4 + ("full" in name) * 2
+    assert found["collectives"]["all_to_all_single"] == 2 * num_sent
 
 
 @pytest.mark.slow

@@ -130,6 +130,7 @@ def check_initial(config: Checkpoint, args: DecoderArgs, family: Family) -> None
     """
     if not config.initial_load_path:
         return
+    family, args = family_there(config, args, family)
     kind, place, manifest = find_initial(config)
     match kind:
         case "hf":
@@ -146,12 +147,47 @@ def check_initial(config: Checkpoint, args: DecoderArgs, family: Family) -> None
                 "model.name",
                 family.name,
                 f"{place.path} holds weights of the family {name!r}",
-                f'set model.name = "{name}", or start from another folder',
+                f'set model.name = "{name}", or start from another folder'
+                if config.initial_load_upcycle_noise is None
+                else "start from another folder",
             )
             saved = saved_args(place, manifest, type(args)).resolved
             names = [field.name for field in dataclasses.fields(saved)]
             there = {name: (f"model.args.{name}", getattr(saved, name)) for name in names}
             check_args(args, there, str(place.path))
+
+
+UPCYCLE_KEY = "checkpoint.initial_load_upcycle_noise"
+
+
+def family_there(
+    config: Checkpoint, args: DecoderArgs, family: Family
+) -> tuple[Family, DecoderArgs]:
+    """Return the family and the dimensions of the weights to start from: the model's, or the dense
+    ones whose feed-forwards become its experts.
+
+    Raises:
+        ConfigError: if there is no such dense model.
+    """
+    noise = config.initial_load_upcycle_noise
+    if noise is None:
+        return family, args
+    mixtures = args.table.mixtures.values()
+    check(bool(mixtures), UPCYCLE_KEY, noise, "the model has no experts", "leave it out")
+    dense = family.dense
+    rule = f"no dense family has the other layers of {family.name}"
+    check(dense is not None, UPCYCLE_KEY, noise, rule, "leave it out")
+    assert dense is not None
+    fields = dataclasses.fields(dense.args)
+    values = {field.name: getattr(args, field.name, None) for field in fields}
+    width = values["hidden_dim"]
+    for mixture in mixtures:
+        key, rule = "model.args.normalize_experts", "copies then add up to less than the original"
+        check(mixture.normalizes, key, False, rule, f"set {key} = true")
+        key, own = "model.args.expert_dim", mixture.hidden_dim
+        rule = f"must be that of the feed-forward to copy, model.args.hidden_dim = {width}"
+        check(own == width, key, own, rule, f"set {key} = {width}")
+    return dense, dense.args(**values)
 
 
 def meta_form(place: Place, family: Family) -> MetaForm:

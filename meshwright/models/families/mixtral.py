@@ -8,6 +8,7 @@ import math
 from dataclasses import dataclass
 
 from meshwright.models.args import STD, ExpertArgs
+from meshwright.models.families.llama import FAMILY as LLAMA
 from meshwright.models.family import MODULES, Family, HuggingFaceForm
 from meshwright.models.table import DecoderSpec
 
@@ -67,4 +68,5 @@ FAMILY = Family(
         defaults={"rms_norm_eps": 1e-5},
         integers={"n_experts": "num_local_experts", "n_active": "num_experts_per_tok"},
     ),
+    dense=LLAMA,
 )

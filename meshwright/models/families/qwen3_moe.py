@@ -92,4 +92,5 @@ FAMILY = Family(
         flags={"normalize_experts": ("norm_topk_prob", False)},
         dense_layers=("n_dense_layers", "mlp_only_layers"),
     ),
+    dense=QWEN3,
 )

@@ -63,6 +63,8 @@ def _checkpointed(mode: str, option: str = "op") -> tuple[str, ...]:
 
 FP32 = (f"{PRECISION}=float32",)
 DOCUMENTS = ("--training.mask_documents=true",)
+EXPERTS = ("--model.name=qwen3_moe",)
+EP = ("--parallelism.expert_parallel_degree=4",)
 
 ONE_GPU = {
     "one GPU": Case({}),
@@ -100,6 +102,14 @@ CASES = ONE_GPU | {
     "CP 4, heads of 30": Case({"dp_shard": 2, "cp": 4}, ("--model.args.dim=240",), rank=1),
     "CP 4, documents": Case({"dp_shard": 2, "cp": 4}, DOCUMENTS, rank=1),
     "PP 2 x FSDP 2, first rank": Case({"pp": 2, "dp_shard": 2}, microbatches=4),
+    "one GPU, experts": Case({}, EXPERTS),
+    "FSDP 8, EP 4": Case({"dp_shard": 8}, (*EXPERTS, *EP)),
+    "FSDP 8, EP 4, full recomputation": Case(
+        {"dp_shard": 8}, (*EXPERTS, *EP, *_checkpointed("full"))
+    ),
+    "FSDP 8, EP 4, selective by op": Case(
+        {"dp_shard": 8}, (*EXPERTS, *EP, *_checkpointed("selective"))
+    ),
     "one GPU, with faults": Case({}, is_faulty=True),
     "PP 2 x FSDP 2 x TP 2, last rank": Case(
         {"pp": 2, "dp_shard": 2, "tp": 2}, rank=7, microbatches=4

@@ -7,6 +7,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from meshwright.checkpoint.staging import Staging
 from meshwright.checkpoint.state import TrainingTensors
+from meshwright.commands.plan.simulate import even_splits
 from meshwright.config.loader import load_config
+from meshwright.parallelisms import expert_parallel
 from meshwright.parallelisms.meshes import Meshes, build_meshes
 from meshwright.train.preflight import Plan, preflight
 from tests.helpers.one_rank import OneRank
@@ -72,7 +75,7 @@ def simulate(case: Case) -> Figures:
     meshes = build_meshes(plan.dims, "cuda")
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     watch = Watch(fake)
-    with fake, watch:
+    with fake, watch, mock.patch.object(expert_parallel, "on_host", even_splits):
         return _run(case, plan, meshes, watch)
 
 

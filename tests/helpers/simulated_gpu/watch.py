@@ -123,9 +123,12 @@ class Watch(TorchDispatchMode):
             fake_cuda.kernels[KERNELS[name]] += 1
         if getattr(func, "namespace", "") == "_c10d_functional" and name != "wait_tensor":
             self.collectives[name] += 1
+        if name == "exchange_counts":  # it copies splits to the host
+            fake_cuda.host_waits[name] += 1
         if name.startswith("_fused_adam"):
             fake_cuda.stream_log.append(("updates", fake_cuda.current_stream().name))
-        if func in READS_BACK and isinstance(args[0], FakeTensor):
+        is_told = kwargs.get("output_size") is not None  # by the host, so the device is not asked
+        if func in READS_BACK and isinstance(args[0], FakeTensor) and not is_told:
             if args[0].is_cuda:
                 fake_cuda.host_waits[f"{name} at {fake_cuda.place()}"] += 1
             if func is aten._local_scalar_dense.default:

@@ -1,0 +1,83 @@
+"""Cost of a layer with experts over a dense one of equal active FLOPs, in processor seconds.
+
+Both feed-forwards see the same fp32 tokens, forward and backward, in turns, on one thread: processor
+time, unlike a clock's, hardly depends on other work of the machine. Each pair gives a ratio; the
+last line of a case is their median.
+
+    python benchmarks/experts.py
+    python benchmarks/experts.py --tokens 2048 --dim 512 --profile     (where the time goes)
+"""
+
+import argparse
+import time
+from collections.abc import Callable
+from statistics import median, quantiles
+
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+from meshwright.models.layers import FeedForward
+from meshwright.models.mixture import Mixture
+from meshwright.models.router import BalanceLosses
+from meshwright.models.table import FeedForwardSpec, MixtureSpec
+
+CASES = {"E 16, K 4": (16, 4), "E 64, K 8": (64, 8)}
+WARM_UP = 3  # pairs that are not counted
+STD = 0.02
+
+
+def layers_of(dim: int, n_experts: int, n_active: int) -> tuple[Mixture, FeedForward]:
+    """A mixture, and a feed-forward of as many multiplications per token, both initialised."""
+    hidden = 2 * dim
+    torch.manual_seed(0)
+    mixture = Mixture(
+        MixtureSpec(dim, hidden // n_active, n_experts, n_active, True, std=STD, out_std=STD)
+    )
+    mixture.losses = BalanceLosses(batch=1e-6)
+    dense = FeedForward(FeedForwardSpec(dim, hidden, std=STD, out_std=STD))
+    for parameter in [*mixture.parameters(), *dense.parameters()]:
+        nn.init.normal_(parameter, std=STD)
+    return mixture, dense
+
+
+def seconds_of(layer: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> float:
+    """Processor seconds of a forward and a backward."""
+    for parameter in layer.parameters() if isinstance(layer, nn.Module) else ():
+        parameter.grad = None
+    x.grad = None
+    upstream = torch.ones_like(x)
+    start = time.process_time()
+    out = layer(x)
+    (out[0] if isinstance(out, tuple) else out).backward(upstream)
+    return time.process_time() - start
+
+
+def main() -> None:
+    """Print each case's median seconds and ratio."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument("--dim", type=int, default=512)
+    parser.add_argument("--pairs", type=int, default=15)
+    parser.add_argument("--profile", action="store_true", help="print operators by their time")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    x = torch.randn(1, given.tokens, given.dim).requires_grad_()
+    for name, (n_experts, n_active) in CASES.items():
+        mixture, dense = layers_of(given.dim, n_experts, n_active)
+        pairs = [
+            (seconds_of(mixture, x), seconds_of(dense, x)) for _ in range(WARM_UP + given.pairs)
+        ][WARM_UP:]
+        if given.profile:
+            with profile(activities=[ProfilerActivity.CPU]) as profiler:
+                seconds_of(mixture, x)
+            print(profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=24))
+        ratios = [sparse / plain for sparse, plain in pairs]
+        low, _, high = quantiles(ratios, n=4)
+        sparse, plain = (1e3 * median(part) for part in zip(*pairs, strict=True))
+        print(f"{name}: experts {sparse:.0f} ms, dense {plain:.0f} ms, torch {torch.__version__}")
+        print(f"median ratio (quartiles {low:.2f} to {high:.2f}):\n{median(ratios):.3f}")
+
+
+if __name__ == "__main__":
+    main()

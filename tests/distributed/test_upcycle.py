@@ -1,0 +1,153 @@
+"""Models with experts that begin as copies of a dense model's feed-forwards: made by hand, on one
+process and on meshes, of each format."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+
+from meshwright.checkpoint.conversion.initial_load import check_initial, family_there
+from meshwright.checkpoint.conversion.readers import open_initial, open_weights
+from meshwright.checkpoint.conversion.upcycle import UpcycledWeights
+from meshwright.config.job_config import Checkpoint
+from meshwright.models.args import DecoderArgs
+from meshwright.models.decoder import Decoder
+from meshwright.models.families import MODELS
+from meshwright.models.families.llama import LlamaArgs
+from meshwright.models.families.mixtral import MixtralArgs
+from meshwright.models.families.olmoe import OlmoeArgs
+from meshwright.models.families.qwen3 import Qwen3Args
+from meshwright.models.families.qwen3_moe import Qwen3MoeArgs
+from meshwright.parallelisms.initialize import fill_normal
+from meshwright.parallelisms.rules.degrees import ParallelDims
+from meshwright.system.errors import ConfigError
+from tests.helpers.families import family_of
+from tests.helpers.hf import load_hf, save_checkpoint, save_transformers
+from tests.helpers.tiny import parallel_model, whole
+
+DENSE = Qwen3Args(32, 3, 4, 2, 24, 259, head_dim=8)
+SPARSE = Qwen3MoeArgs(
+    32, 3, 4, 2, 24, 259, head_dim=8, n_experts=4, n_active=2, expert_dim=24, n_dense_layers=1
+)
+MIXTRAL = MixtralArgs(32, 2, 4, 2, 24, 259, n_experts=4, n_active=2)
+LLAMA = LlamaArgs(32, 2, 4, 2, 24, 259, rope_theta=1000000.0)
+NOISE, SEED = 0.25, 7
+
+
+def load(parameters: dict, args: DecoderArgs, options: Checkpoint) -> None:
+    """As a job does it."""
+    with open_initial(options) as initial:
+        there = family_there(options, args, family_of(args))
+        noise = options.initial_load_upcycle_noise
+        UpcycledWeights(open_weights(initial, *there), args.table, noise, SEED).load(parameters)
+
+
+def by_hand(dense: Decoder, args: DecoderArgs) -> dict[str, torch.Tensor]:
+    source, found = dict(dense.named_parameters()), {}
+    for name, parameter in args.table.parameters.items():
+        fresh = torch.empty(parameter.shape)
+        if parameter.std is not None:
+            fill_normal(fresh, parameter.std, SEED, name, parameter.shape, (0,) * fresh.dim())
+        if ".router." in name:
+            found[name] = fresh
+        elif ".experts." in name:
+            copied = source[name.replace(".experts", "") + ".weight"].detach()
+            noise = torch.empty(parameter.shape)
+            std = parameter.std * NOISE
+            fill_normal(noise, std, SEED, name, parameter.shape, (0,) * fresh.dim())
+            assert torch.allclose(noise, fresh * NOISE, rtol=1e-6)
+            found[name] = torch.stack([copied] * len(fresh)) + noise
+        else:
+            found[name] = source[name].detach()
+    return found
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("dense")
+    hf = save_transformers(folder / "hf", DENSE)
+    ours = save_checkpoint(folder / "ours" / "checkpoint", load_hf(hf, DENSE), DENSE)
+    return {"hf": hf, "ours": ours.parent, "llama": save_transformers(folder / "llama", LLAMA)}
+
+
+def options_of(folders: dict[str, Path], kind: str, noise: float = NOISE) -> Checkpoint:
+    return Checkpoint(
+        initial_load_path=str(folders[kind]),
+        initial_load_in_hf=kind != "ours",
+        initial_load_upcycle_noise=noise,
+    )
+
+
+MESHES = {
+    "fsdp": ParallelDims(dp_replicate=1, dp_shard=2, ep=1),
+    "ep": ParallelDims(dp_replicate=1, dp_shard=2, ep=2),
+    "tp": ParallelDims(dp_replicate=1, dp_shard=1, tp=2, ep=1),
+    "pp": ParallelDims(dp_replicate=1, dp_shard=1, pp=2, ep=1),
+}
+
+
+def load_on_meshes(folders: dict[str, Path]) -> None:
+    want = by_hand(load_hf(folders["hf"], DENSE), SPARSE)
+    for mesh, dims in MESHES.items():
+        for kind in ("hf", "ours"):
+            model, _ = parallel_model(dims, SPARSE, seed=1, microbatches=(dims.pp, 1))
+            options = options_of(folders, kind)
+            check_initial(options, SPARSE, MODELS["qwen3_moe"])
+            load(model.state_dict(keep_vars=True), SPARSE, options)
+            for name, parameter in model.named_parameters():
+                assert torch.equal(whole(parameter), want[name]), f"{mesh}, {kind}: {name}"
+
+
+def test_experts_are_noisy_copies_of_the_same_bits_on_every_mesh(on_ranks, folders) -> None:
+    on_ranks(2, load_on_meshes, folders)
+
+
+def exact_copies(folders: dict[str, Path]) -> None:
+    for kind, dense, args in (("hf", DENSE, SPARSE), ("llama", LLAMA, MIXTRAL)):
+        options = options_of(folders, kind, noise=0)
+        model = Decoder(args, seq_len=64)
+        model.init_buffers()
+        model.init_state()
+        load(dict(model.named_parameters()), args, options)
+        tokens = torch.randint(259, (2, 64), generator=torch.Generator().manual_seed(0))
+        with torch.no_grad():
+            want, got = load_hf(folders[kind], dense)(tokens), model(tokens)
+        assert (got - want).abs().max() <= 1e-5 * want.abs().max()
+
+
+def test_without_noise_the_model_is_the_dense_one(on_ranks, folders) -> None:
+    on_ranks(1, exact_copies, folders)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (DENSE, "checkpoint.initial_load_upcycle_noise = 0.25: the model has no experts"),
+        (
+            OlmoeArgs(32, 2, 4, 4, 24, 259),
+            "checkpoint.initial_load_upcycle_noise = 0.25: no dense family has",
+        ),
+        (
+            dataclasses.replace(SPARSE, expert_dim=12),
+            "model.args.expert_dim = 12: must be that of the feed-forward to copy, "
+            "model.args.hidden_dim = 24\n  fix: set model.args.expert_dim = 24",
+        ),
+        (
+            dataclasses.replace(SPARSE, normalize_experts=False),
+            "fix: set model.args.normalize_experts = true",
+        ),
+        (dataclasses.replace(SPARSE, n_layers=2), "fix: set model.args.n_layers = 3"),
+    ],
+)
+def test_models_that_cannot_be_copied_are_refused_in_one_line(folders, args, message) -> None:
+    with pytest.raises(ConfigError) as error:
+        check_initial(options_of(folders, "hf"), args, family_of(args))
+    assert message in str(error.value)
+
+
+def test_a_folder_that_has_experts_already_is_refused(tmp_path) -> None:
+    folder = save_checkpoint(tmp_path / "checkpoint", Decoder(SPARSE, 64), SPARSE).parent
+    options = Checkpoint(initial_load_path=str(folder), initial_load_upcycle_noise=0.1)
+    with pytest.raises(ConfigError, match="holds weights of the family 'qwen3_moe'"):
+        check_initial(options, SPARSE, MODELS["qwen3_moe"])
