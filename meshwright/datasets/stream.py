@@ -180,6 +180,8 @@ def cached_samples(source: CachedSource, rules: SampleRules) -> CachedSamples:
     if source.packing is not None:
         return PackedSamples(source.cache, source.packing, rules.seed)
     return CachedSamples(source.cache, rules.length, rules.seed)
+
+
 def steps_of_data(config: JobConfig, sources: Sequence[OpenSource]) -> int:
     """Return the last step that `training.max_epochs` leaves data for; 0 if that is not known:
     there is no limit, or a source is streamed.

@@ -400,9 +400,7 @@ def test_where_templates_are_found(folder: Path, tmp_path: Path) -> None:
     config.write_text(json.dumps({"chat_template": named}))
     assert find_template(str(tokenizer)) == "three"
     config.write_text(json.dumps({"chat_template": named[:1]}))
-    with pytest.raises(
-        ConfigError, match="has the chat templates tool_use, and none"
-    ):
+    with pytest.raises(ConfigError, match="has the chat templates tool_use, and none"):
         find_template(str(tokenizer))
     (tmp_path / "chat_template.jinja").write_text("four")
     assert find_template(str(tokenizer)) == "four"

@@ -179,7 +179,7 @@ def family_there(
     check(dense is not None, UPCYCLE_KEY, noise, rule, "leave it out")
     assert dense is not None
     fields = dataclasses.fields(dense.args)
-    values = {field.name: getattr(args, field.name, None) for field in fields}
+    values: dict[str, Any] = {field.name: getattr(args, field.name, None) for field in fields}
     width = values["hidden_dim"]
     for mixture in mixtures:
         key, rule = "model.args.normalize_experts", "copies then add up to less than the original"
