@@ -1,8 +1,8 @@
 """Cost of a layer with experts over a dense one of equal active FLOPs, in processor seconds.
 
 Both feed-forwards see the same fp32 tokens, forward and backward, in turns, on one thread:
-processor time, unlike a clock's, hardly depends on other work of the machine. Each pair gives a ratio; the
-last line of a case is their median.
+processor time, unlike a clock's, hardly depends on other work of the machine. Each pair gives a
+ratio; the last line of a case is their median.
 
     python benchmarks/experts.py
     python benchmarks/experts.py --tokens 2048 --dim 512 --profile     (where the time goes)

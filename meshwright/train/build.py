@@ -90,6 +90,7 @@ def initialize_weights(plan: Plan, model: LocalModel) -> None:
         for stage in model.stages:
             initialize(stage, plan.config.training.seed)
         return
+    # late: few jobs start from the weights of another
     from meshwright.checkpoint.conversion.readers import open_initial, open_weights
     from meshwright.checkpoint.conversion.upcycle import UpcycledWeights, Weights
 

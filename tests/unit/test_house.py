@@ -36,7 +36,7 @@ FLOORS = (
     "commands",
 )
 FLOOR = {part: number for number, parts in enumerate(FLOORS) for part in parts.split()}
-MOST_FILES = 191
+MOST_FILES = 194
 """That hold code: an `__init__.py` of a docstring alone is not counted."""
 
 MOST_LINES, MOST_FILES_OF_FOLDER, MOST_LINES_OF_FUNCTION = 400, 15, 79
@@ -47,7 +47,6 @@ LATE_WITHOUT_A_REASON = {
     "launch/__main__.py": 1,
     "models/document_mask.py": 1,
     "system/hardware.py": 3,
-    "train/build.py": 1,
     "train/job.py": 1,
 }
 """The exceptions of today. A limit that they keep again fails, so that its line goes."""

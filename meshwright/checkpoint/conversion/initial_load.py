@@ -2,7 +2,7 @@
 
 import dataclasses
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from meshwright.checkpoint.conversion.hf_folder import check_args, check_hf_folder, is_hf_folder
 from meshwright.checkpoint.conversion.meta_folder import check_meta_folder, is_meta_folder

@@ -177,7 +177,7 @@ class Measurement:
     validation: dict[str, float] = field(default_factory=dict)
     """Figures of the validation, by name."""
     unlike_before: list[str] = field(default_factory=list)
-    """Names of those that a second validation, right after it, has otherwise, to the bit."""
+    """Names of figures that differ in a second validation, right after it."""
     wrong_in_checkpoint: list[str] = field(default_factory=list)
     """Tensors that differ, where this rank holds them, between the checkpoint and the job."""
     wrong_after_load: list[str] = field(default_factory=list)
