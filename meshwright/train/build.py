@@ -75,7 +75,7 @@ def build_model(
     if model.pipeline is not None:
         logger.info("%s", model.pipeline.summary)
     for line in dict.fromkeys(applied):  # of all stages
-        logger.debug("%s", line)
+        logger.info("%s", line)
     return model
 
 

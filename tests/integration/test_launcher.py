@@ -102,9 +102,8 @@ def test_loss_does_not_depend_on_the_number_of_ranks(uninterrupted: Path, tmp_pa
     assert result.returncode == 0, result.stdout + result.stderr
     assert result.stdout.count(" has no effect: ") == 3
     assert result.stdout.count("bad_steps.budget = 3 has no effect: ") == 1
-    assert "AdamW: 16 parameters with weight decay 0.1; 5 parameters with weight decay 0" in (
-        result.stdout
-    )
+    details = (tmp_path / "out" / "logs" / "rank_0.log").read_text()
+    assert "AdamW: 16 parameters with weight decay 0.1; 5 parameters with weight decay 0" in details
     assert_close(losses(tmp_path / "out"), losses(uninterrupted))
 
 
