@@ -1,6 +1,7 @@
 """Plant each fault, run the case that must find it, and print the score."""
 
 import argparse
+import signal
 import sys
 import time
 from pathlib import Path
@@ -31,15 +32,20 @@ def main() -> None:
     parser.add_argument("--table", type=Path, help="file for a table in Markdown")
     parser.add_argument("--clean", action="store_true", help="the same cases without the faults")
     given = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # and ends the case's processes
     chosen = [fault for fault in FAULTS if not given.only or fault.name in given.only]
     num_found, num_named, rows = 0, 0, list[str]()
     for fault in chosen:
         start = time.perf_counter()
-        lines = failures_of(fault, planted=not given.clean)
+        try:
+            lines, other = failures_of(fault, planted=not given.clean), "BLIND"
+        except TimeoutError:
+            lines, other = [], "LATE"
         naming = [line for line in lines if fault.named in line]
         is_named = bool(naming)
         num_found, num_named = num_found + bool(lines), num_named + is_named
-        score = "named" if is_named else "found" if lines else "clean" if given.clean else "BLIND"
+        other = "clean" if given.clean and other == "BLIND" else other
+        score = "named" if is_named else "found" if lines else other
         seconds = time.perf_counter() - start
         thread = fault.thread or "no thread"
         print(f"{score} {seconds:5.1f} s  {fault.name} ({thread})", flush=True)
