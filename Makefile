@@ -13,9 +13,9 @@ test:
 proof:
 	$(RUN) $$python -m meshwright.commands.main prove $(or $(ARGS),debug_model)
 
-docs: # the files made from the code; then the site, if mkdocs is installed
+docs: # the files made from the code; then the site
 	$(RUN) $$python -m scripts.config_reference > docs/config_reference.md
 	$(RUN) $$python -m scripts.command_reference > docs/commands.md
 	$(RUN) $$python -m meshwright.commands.main schema > train_configs/schema.json
 	$(RUN) $$python -m scripts.draw_house > docs/images/house.svg
-	$(RUN) if $$python -c 'import mkdocs' 2>/dev/null; then $$python -m mkdocs build --strict; fi
+	scripts/build_site.sh
