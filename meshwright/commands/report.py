@@ -1,31 +1,47 @@
-"""`meshwright report`: a run as one HTML file."""
+"""`meshwright report`: a run, or several in comparison, as one HTML file."""
 
 from argparse import Namespace
 
 from meshwright.commands.options import input_path, output_file
 from meshwright.config.command_line import Parser
+from meshwright.metrics.report.compare import comparison
 from meshwright.metrics.report.page import page
 from meshwright.metrics.report.run import read_run
+from meshwright.system.errors import check
+
+MOST_RUNS = 9
+"""Colours of a chart."""
 
 
 def add_options(parser: Parser) -> None:
     """Options of `meshwright report`."""
-    parser.add_argument("run_dir", type=input_path, metavar="RUN_DIR", help="a job.dump_folder")
+    parser.add_argument(
+        "run_dirs",
+        type=input_path,
+        metavar="RUN_DIR",
+        nargs="+",
+        help="a job.dump_folder; of several, all are compared with the first",
+    )
     parser.add_argument(
         "--output",
         type=output_file,
         metavar="FILE",
-        help="HTML file (default: RUN_DIR/report.html)",
+        help="HTML file (default: RUN_DIR/report.html; of several, compare.html in the first)",
     )
 
 
 def run(given: Namespace) -> None:
-    """Write the report of a dump folder.
+    """Write the report of a dump folder, or the comparison of several.
 
     Raises:
-        ConfigError: if the folder holds no run.
+        ConfigError: if a folder holds no run, or there are more than colours.
     """
-    read = read_run(given.run_dir)
-    output = given.output or given.run_dir / "report.html"
-    output.write_text(page(read), "utf-8")
+    folders = given.run_dirs
+    check(len(folders) <= MOST_RUNS, "RUN_DIR", len(folders), f"at most {MOST_RUNS}", "name fewer")
+    runs = [read_run(folder) for folder in folders]
+    name, text = (
+        ("report.html", page(runs[0])) if len(runs) == 1 else ("compare.html", comparison(runs))
+    )
+    output = given.output or folders[0] / name
+    output.write_text(text, "utf-8")
     print(output)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.config.job_config import JobConfig
-from meshwright.config.loader import to_toml
+from meshwright.config.loader import load_config, to_toml
 from meshwright.metrics.report.charts import Chart, Curve, draw, short, thin, ticks
 from meshwright.metrics.report.page import _totals
 from meshwright.metrics.report.run import read_run
@@ -179,3 +179,50 @@ def test_stacked_areas_lie_on_each_other() -> None:
 def test_odd_curves_can_be_drawn(points) -> None:
     assert "nan" not in draw(Chart("t", "", [Curve("a", points)]))
     assert draw(Chart("t", "", [Curve("a", [])])) == ""
+
+
+def run_of(folder: Path, losses: list[float], *overrides: str, tokens: int = 4096) -> Path:
+    folder.mkdir(parents=True)
+    rows = [
+        {
+            "step": step,
+            "loss/train": loss,
+            "validation/loss": loss + 1,
+            "data/tokens": step * tokens,
+        }
+        for step, loss in enumerate(losses, 1)
+    ]
+    lines(folder / "metrics.jsonl", rows)
+    (folder / "config.toml").write_text(to_toml(load_config(["debug_model", *overrides])))
+    return folder
+
+
+def test_several_runs_are_compared_where_weights_and_batches_were_equal(tmp_path, capsys) -> None:
+    a = run_of(tmp_path / "a/run", [8.0, 7.0, 6.0, 5.0])
+    b = run_of(tmp_path / "b/run", [8.0, 7.5, 6.0, 4.75], "--optimizer.lr=1e-4")
+    c = run_of(tmp_path / "c/run", [8.5, 7.0], "--training.seed=7", "--optimizer.lr=1e-4")
+    report([*map(str, (a, b, c))])
+    assert capsys.readouterr().out.split() == [str(a / "compare.html")]
+    page = (a / "compare.html").read_text()
+    checked = Checked()
+    checked.feed(page)
+    assert (checked.open, checked.addresses) == ([], [])
+    assert page.count('class="chart"') == 3  # losses, and the difference: no speed in these records
+    assert "b/run4+0 at step 10.5 at step 2-0.25 from step 4" in checked.text
+    assert "c/run is not compared: training.seed." in checked.text
+    assert "optimizer.lr0.0020.00010.0001" in checked.text  # a row of configs, a column for each
+    assert "training.seed" in checked.text
+
+
+def test_runs_of_other_batches_have_tokens_on_their_axis(tmp_path) -> None:
+    a = run_of(tmp_path / "a", [8.0, 7.0])
+    b = run_of(tmp_path / "b", [8.0, 7.0], "--training.global_batch_size=32", tokens=8192)
+    report([str(a), str(b), "--output", str(tmp_path / "c.html")])
+    page = (tmp_path / "c.html").read_text()
+    assert 'aria-label="Training loss, tokens 4096 to 16384"' in page
+    assert "b is not compared: training.global_batch_size." in page
+
+
+def test_too_many_runs_are_an_error(tmp_path) -> None:
+    with pytest.raises(ConfigError, match="RUN_DIR = 10: .*\n  fix: "):
+        report([str(tmp_path)] * 10)

@@ -30,6 +30,7 @@ h1 { font-size: 1.5rem; margin: 0; overflow-wrap: anywhere } h2 { font-size: 1.1
 .tile b { display: block; font-size: 1.25rem; font-variant-numeric: tabular-nums }
 .tile span { color: var(--soft); font-size: .82rem } .tile small { font-size: .8rem }
 .charts { display: grid; gap: .9rem; grid-template-columns: repeat(2, minmax(0, 1fr)) }
+.charts > :only-child { grid-column: 1 / -1 } .charts + .card { margin-top: .9rem }
 @media (max-width: 46rem) { .charts { grid-template-columns: minmax(0, 1fr) }
   main { padding: 1rem .7rem 3rem } .tiles { grid-template-columns: repeat(2, minmax(0, 1fr)) } }
 figcaption { font-weight: 600 } figcaption small { font-weight: 400; margin-left: .3rem }

@@ -1,8 +1,8 @@
 """Writes a run as one HTML page: curves, tables, texts."""
 
 import time
-import tomllib
 from bisect import bisect_left
+from collections.abc import Mapping, Sequence
 from html import escape
 from statistics import median
 from typing import Any
@@ -30,42 +30,57 @@ PARTS = {  # of a step
 }
 
 
+FROM_ZERO = {"starts_at_zero": True}
+FIGURES: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
+    ("Gradient norm", "before clipping", "optim/grad_norm", {}),
+    ("Throughput", "tokens per second and device", "time/wps", FROM_ZERO),
+    ("Learning rate", "", "optim/lr", FROM_ZERO),
+    ("Peak memory", "GiB, first rank", "memory/peak_gib", FROM_ZERO),
+)
+"""Charts of one metric: title, unit, name, options."""
+
+
 def page(run: Run) -> str:
     """Return the report of a run."""
     title = run.folder.resolve().name
-    config = _config(run)
+    config = run.config
     description = config.get("job", {}).get("description", "")
-    sections = (
-        ("", _charts(run)),
-        ("Time", _time_table(run)),
-        ("Validation", validation_table(run)),
-        ("Texts", texts(run)),
-        ("Starts and resumes", starts_table(run)),
-        ("Skipped steps", skipped_table(run)),
-        ("Proof", proof_table(run)),
-        ("Environment", environment_table(run)),
-        ("Config", config_table(run, config)),
-    )
-    body = "".join(
+    sections = {
+        "": _tiles(run, config),
+        "Curves": _charts(run),
+        "Time": _time_table(run),
+        "Validation": validation_table(run),
+        "Texts": texts(run),
+        "Starts and resumes": starts_table(run),
+        "Skipped steps": skipped_table(run),
+        "Proof": proof_table(run),
+        "Environment": environment_table(run),
+        "Config": config_table(run, config),
+    }
+    head = f"""<h1>{escape(title)}</h1>
+<p>{_state(run, config)} <span class="soft">{escape(description)}</span></p>"""
+    return document(title, f"{head}{body(sections)}{made([run])}")
+
+
+def body(sections: Mapping[str, str]) -> str:
+    """Return the sections that have content, by heading; "" is no heading."""
+    return "".join(
         (f"<h2>{heading}</h2>" if heading else "") + content
-        for heading, content in sections
+        for heading, content in sections.items()
         if content
     )
-    return document(
-        title,
-        f"""<h1>{escape(title)}</h1>
-<p>{_state(run, config)} <span class="soft">{escape(description)}</span></p>
-{_tiles(run, config)}{body}
-<p class="note">Made by meshwright report from {escape(str(run.folder))},
-{time.strftime("%Y-%m-%d %H:%M")}.</p>""",
-    )
 
 
-def _config(run: Run) -> dict[str, Any]:
-    try:
-        return tomllib.loads(run.config_text)
-    except tomllib.TOMLDecodeError:
-        return {}
+def made(runs: Sequence[Run]) -> str:
+    """Return the last line of a page."""
+    folders = escape(", ".join(str(run.folder) for run in runs))
+    when = time.strftime("%Y-%m-%d %H:%M")
+    return f'<p class="note">Made by meshwright report from {folders}, {when}.</p>'
+
+
+def validation_losses(run: Run) -> list[str]:
+    """Return the names of the losses of validations."""
+    return [name for name in run.names("validation/") if name.endswith("/loss")]
 
 
 def _state(run: Run, config: dict[str, Any]) -> str:
@@ -128,8 +143,7 @@ def _charts(run: Run) -> str:
     losses = [Curve("training", run.series("loss/train"))]
     losses += [
         Curve(name.removesuffix("/loss"), run.series(name), has_dots=True)
-        for name in run.names("validation/")
-        if name.endswith("/loss")
+        for name in validation_losses(run)
     ]
     parts = [Curve(label, run.series(name)) for name, label in PARTS.items()]
     parts = [part for part in parts if part.points]
@@ -138,29 +152,10 @@ def _charts(run: Run) -> str:
         Curve(name.removeprefix("optim/grad_norm/"), run.series(name))
         for name in run.names("optim/grad_norm/")
     ]
-    bits = [
-        Curve(name.removesuffix("/bits_per_byte"), run.series(name), has_dots=True)
-        for name in run.names("validation/")
-        if name.endswith("/bits_per_byte")
-    ]
     charts: tuple[tuple[str, str, list[Curve], dict[str, Any]], ...] = (
         ("Loss", "nats per token", losses, {}),
-        ("Gradient norm", "before clipping", [Curve("norm", run.series("optim/grad_norm"))], {}),
-        (
-            "Throughput",
-            "tokens per second and device",
-            [Curve("wps", run.series("time/wps"))],
-            {"starts_at_zero": True},
-        ),
+        *((title, unit, [Curve(name, run.series(name))], o) for title, unit, name, o in FIGURES),
         ("Time of a step", "seconds", parts, {"is_stacked": True}),
-        ("Learning rate", "", [Curve("lr", run.series("optim/lr"))], {"starts_at_zero": True}),
-        (
-            "Peak memory",
-            "GiB, first rank",
-            [Curve("memory", run.series("memory/peak_gib"))],
-            {"starts_at_zero": True},
-        ),
-        ("Validation", "bits per byte", bits, {}),
         *(
             ("Gradient norm by group", "before clipping", groups[first : first + 6], {})
             for first in range(0, len(groups), 6)
@@ -178,7 +173,7 @@ def _charts(run: Run) -> str:
     if skipped:
         legend.append("red marks: skipped steps")
     note = f'<p class="note">{"; ".join(legend).capitalize()}.</p>' if legend else ""
-    return f'<h2>Curves</h2><div class="charts">{drawn}</div>{note}'
+    return f'<div class="charts">{drawn}</div>{note}' if drawn else ""
 
 
 def _rest(run: Run) -> list[tuple[int, float]]:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,9 @@ from typing import Any
 from meshwright.system.errors import check
 
 Row = Mapping[str, Any]
+
+TOKENS = "data/tokens"
+"""The metric that counts the tokens of all steps so far."""
 
 
 @dataclass(frozen=True)
@@ -40,13 +44,17 @@ class Run:
         """Steps after which another process resumed."""
         return [int(row["step"]) for row in self.starts[1:]]
 
-    def series(self, name: str) -> list[tuple[int, float]]:
-        """Return the steps and values of a figure."""
-        return [
-            (int(row["step"]), float(row[name]))
-            for row in self.records
-            if row.get(name) is not None
-        ]
+    @property
+    def config(self) -> dict[str, Any]:
+        """The values of every key; none, if config.toml cannot be read."""
+        try:
+            return tomllib.loads(self.config_text)
+        except tomllib.TOMLDecodeError:
+            return {}
+
+    def series(self, name: str, x: str = "step") -> list[tuple[int, float]]:
+        """Return the steps, or values of `x`, and the values of a figure."""
+        return [(int(row[x]), float(row[name])) for row in self.records if name in row and x in row]
 
     def names(self, prefix: str) -> list[str]:
         """Return the figures whose names begin with `prefix`, in the order of appearance."""
@@ -55,9 +63,7 @@ class Run:
 
     def last(self, name: str) -> Any:
         """Return the newest value of a figure; None if there is none."""
-        return next(
-            (row[name] for row in reversed(self.records) if row.get(name) is not None), None
-        )
+        return next((row[name] for row in reversed(self.records) if name in row), None)
 
 
 def read_run(folder: Path) -> Run:
