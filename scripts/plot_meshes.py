@@ -11,6 +11,8 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from scripts.svg import picture, text
+
 STEPS = 40
 MESHES = {
     "1 process": {},
@@ -21,7 +23,7 @@ MESHES = {
     "FSDP 2 x TP 2": {"data_parallel_shard_degree": 2, "tensor_parallel_degree": 2},
 }
 """Degrees by the name in the picture; the first is the reference."""
-COLOURS = ("#888888", "#4c78d0", "#d0743c", "#3a9a5c", "#b04a9a", "#c0392b")
+COLOURS = ("#8c959f", "#2f81f7", "#e0823d", "#2da44e", "#bf4bce", "#e5534b")
 WIDTH, LEFT, RIGHT = 720, 64, 150
 TOP, UPPER, GAP, LOWER = 28, 210, 46, 130
 
@@ -55,31 +57,26 @@ def line(values: Sequence[float], low: float, high: float, top: float, height: f
 
 
 def drawing(runs: dict[str, list[float]]) -> Iterator[str]:
-    """Lines of an SVG: losses above, relative differences from one process below."""
+    """Elements of an SVG: losses above, relative differences from one process below."""
     (first, reference), *others = runs.items()
     low, high = math.floor(min(reference)), math.ceil(max(reference))
     below = TOP + UPPER + GAP
-    yield (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {below + LOWER + 34}" '
-        'font-family="sans-serif" font-size="12">'
-    )
-    yield (
-        "<style>text{fill:#333}.grid{stroke:#8884;stroke-width:1}polyline{fill:none}"
-        "@media (prefers-color-scheme:dark){text{fill:#ddd}}</style>"
-    )
-    yield f'<text x="{LEFT}" y="16">loss of one TOML on six meshes (nats per token)</text>'
+    yield text(LEFT, 16, "loss of one TOML on six meshes (nats per token)")
     for value in range(low, high + 1):
         yield from rule(TOP + (high - value) / (high - low) * UPPER, str(value))
     for i, (name, values) in enumerate(runs.items()):
-        style = f'stroke="{COLOURS[i]}" stroke-width="{9 - 1.5 * i if i < 5 else 1.2}"'
-        yield f'<polyline {style} points="{line(values, low, high, TOP, UPPER)}"/>'
+        # one wide curve, and the others as dashes side by side on it
+        dashes = f'stroke-width="3" stroke-dasharray="9 {9 * (len(others) - 1)}"'
+        style = f'{dashes} stroke-dashoffset="{-9 * i}"' if i else 'stroke-width="7" opacity="0.6"'
+        points = line(values, low, high, TOP, UPPER)
+        yield f'<polyline stroke="{COLOURS[i]}" {style} points="{points}"/>'
         y = TOP + 14 + 18 * i
-        box = f'x="{WIDTH - RIGHT + 16}" y="{y - 9}" width="12" height="8"'
-        yield f'<rect {box} fill="{COLOURS[i]}"/>'
-        yield f'<text x="{WIDTH - RIGHT + 34}" y="{y}">{name}</text>'
-    yield f'<text x="{LEFT}" y="{below - 10}">relative difference from {first}</text>'
+        key = f'x="{WIDTH - RIGHT + 16}" y="{y - 9}" width="12" height="8"'
+        yield f'<rect {key} fill="{COLOURS[i]}"/>'
+        yield text(WIDTH - RIGHT + 34, y, name)
+    yield text(LEFT, below - 10, f"relative difference from {first}")
     for power in range(-8, -3):
-        yield from rule(below + (-4 - power) / 4 * LOWER, f"1e{power}")
+        yield from rule(below + (-4 - power) / 4 * LOWER, f"1e{power}" if power > -8 else "equal")
     for i, (_, values) in enumerate(others, 1):
         differences = [
             math.log10(max(abs(mine - one) / one, 1e-8))
@@ -87,9 +84,8 @@ def drawing(runs: dict[str, list[float]]) -> Iterator[str]:
         ]
         points = line(differences, -8, -4, below, LOWER)
         yield f'<polyline stroke="{COLOURS[i]}" stroke-width="1.5" points="{points}"/>'
-    yield f'<text x="{LEFT}" y="{below + LOWER + 24}">step 1</text>'
-    yield f'<text x="{WIDTH - RIGHT}" y="{below + LOWER + 24}" text-anchor="end">{STEPS}</text>'
-    yield "</svg>"
+    yield text(LEFT, below + LOWER + 24, "step 1")
+    yield text(WIDTH - RIGHT, below + LOWER + 24, str(STEPS), centered=True)
 
 
 def rule(y: float, label: str) -> Iterator[str]:
@@ -107,4 +103,4 @@ if __name__ == "__main__":
         for mine, one in zip(values, runs["1 process"], strict=True)
     )
     print(f"largest relative difference: {largest:.1e}", file=sys.stderr)
-    print("\n".join(drawing(runs)))
+    print(picture(WIDTH, TOP + UPPER + GAP + LOWER + 34, drawing(runs)))
