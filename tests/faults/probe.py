@@ -37,9 +37,10 @@ def plant(fault: Fault, folder: Path) -> None:
     copy = shutil.copytree(
         PACKAGE, folder / PACKAGE.name, ignore=shutil.ignore_patterns("__pycache__")
     )
+    file = copy / fault.file
+    file.chmod(0o644)  # of a read-only checkout, too
     for name in ("train_configs", "assets"):
         (folder / name).symlink_to(ROOT / name)
-    file = copy / fault.file
     text = file.read_text("utf-8")
     for old, new in ((fault.old, fault.new), *fault.also):
         if text.count(old) != 1:

@@ -68,7 +68,7 @@ def test_a_model_is_exported_and_generates_with_its_module_alone(tmp_path, capsy
 
     out, prompt = tmp_path / "out", ("--prompt", "Once", "--max-new-tokens", "8")
     for command, options in ((export, (out,)), (generate_text, prompt)):
-        with pytest.raises(ConfigError, match=f"fix: --custom-import {module} "):
+        with pytest.raises(ConfigError, match=re.escape(f"fix: --custom-import {module} ")):
             command([checkpoint, *options])
     with pytest.raises(ConfigError, match="--custom-import = 'no.py': cannot be imported"):
         export([checkpoint, out, "--custom-import", "no.py"])
