@@ -226,7 +226,9 @@ def test_a_damaged_checkpoint_is_not_exported(checkpoint, tmp_path, capsys) -> N
     said = message(newer, tmp_path / "b")
     assert "is damaged: the content of __0_0.distcp has changed" in said
     flip_bit(checkpoint / "__0_0.distcp", 8 * 100_000)
-    assert "every checkpoint in it is damaged: step-6: " in message(tmp_path / "dump", tmp_path)
+    assert "every checkpoint in it is damaged: step-6: " in message(
+        tmp_path / "dump", tmp_path / "b"
+    )
     assert not (tmp_path / "b").exists()
 
 
