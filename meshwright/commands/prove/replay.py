@@ -58,7 +58,7 @@ class Replay:
     step = 0
 
     def __init__(self, choices: Choices, meshes: Meshes, shape: tuple[int, int]) -> None:
-        self._choices, self._meshes, self._shape = choices, meshes, shape
+        self.choices, self._meshes, self._shape = choices, meshes, shape
         self._calls = Counter[tuple[int, str]]()
         self._given: dict[str, Tensor] = {}
         self.num_tokens = self.num_others = 0
@@ -69,7 +69,7 @@ class Replay:
             return None
         number = self._calls[self.step, layer]
         self._calls[self.step, layer] += 1
-        self._given[layer] = self._part(self._choices[self.step][layer], number)
+        self._given[layer] = self._part(self.choices[self.step][layer], number)
         return self._given[layer]
 
     def note(self, layer: str, choice: Tensor) -> None:
@@ -101,6 +101,38 @@ def unbalance(model: LocalModel) -> None:
     for stage in model.stages:
         for mixture in stage.mixtures().values():
             mixture.load.copy_(torch.arange(1, len(mixture.load) + 1))
+
+
+class Books:
+    """Loads and biases as the recorded choices make them, counted here once more: a reference that
+    counts validation, recomputation or a part of the tokens would be wrong as the mesh is.
+
+    Args:
+        rate: `experts.bias_update_rate`.
+    """
+
+    def __init__(self, rate: float) -> None:
+        self._rate, self._biases = rate, dict[str, Tensor]()
+
+    def wrong(self, model: LocalModel, choices: Mapping[str, Tensor]) -> list[str]:
+        """Return the names of loads and biases that are others, to the bit, after a step.
+
+        Args:
+            choices: of the step, by layer.
+        """
+        found = []
+        state = router_state(model)
+        for name, load in state.items():
+            if not name.endswith(".load"):
+                continue
+            chosen = choices[name.split(".")[1]].flatten()
+            counts = torch.bincount(chosen, minlength=len(load))
+            name_of_bias = name.removesuffix("load") + "bias"
+            bias = self._biases.setdefault(name_of_bias, torch.zeros(len(load)))
+            bias += self._rate * (len(chosen) - counts * len(load)).sign()
+            found += [name] * (not torch.equal(load, counts))
+            found += [name_of_bias] * (not torch.equal(state[name_of_bias], bias))
+        return found
 
 
 def router_state(model: LocalModel) -> dict[str, Tensor]:
