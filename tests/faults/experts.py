@@ -53,7 +53,8 @@ MIXTURES: tuple[Fault, ...] = (
         "            mixture.sum_over_ranks = shared\n",
         "            mixture.sum_over_ranks = shared\n"
         "            mixture.register_forward_hook(lambda _, __, out: (\n"
-        "                out[0].flatten(0, 1).view(-1, *out[0].shape[::2]).transpose(0, 1), *out[1:]\n"
+        "                out[0].flatten(0, 1).view(-1, *out[0].shape[::2]).transpose(0, 1),\n"
+        "                *out[1:],\n"
         "            ))\n",
         {"tp": 2},
         "loss:",
@@ -202,7 +203,8 @@ MIXTURES: tuple[Fault, ...] = (
         MIXTURE,
         "        order = chosen.flatten()",
         "        if torch._C._current_graph_task_id() >= 0:\n"
-        "            self.counts += tally(chosen, spec.n_experts)\n"
+        "            with torch.utils._python_dispatch._disable_current_modes():\n"
+        "                self.counts += tally(chosen, spec.n_experts)\n"
         "        order = chosen.flatten()",
         {},
         "load",
