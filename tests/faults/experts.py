@@ -116,15 +116,6 @@ MIXTURES: tuple[Fault, ...] = (
         "experts.w",
     ),
     _fault(
-        "gradient_of_experts_is_a_mean_under_tp",
-        NO_THREAD,
-        "parallelisms/data_parallel.py",
-        "    if any(one.size() > 1 for one in used):",
-        "    if mesh.size() > 1:",
-        {"tp": 2},
-        "experts.w",
-    ),
-    _fault(
         "copies_of_experts_not_summed",
         "NVIDIA-NeMo/Automodel#3135",
         "parallelisms/data_parallel.py",
