@@ -2,15 +2,15 @@
 
 Both feed-forwards see the same fp32 tokens, forward and backward, in turns, on one thread:
 processor time, unlike a clock's, hardly depends on other work of the machine. Each pair gives a
-ratio; the last line of a case is their median.
+ratio; the last line of a case is their median. Give malloc the settings of a job's launcher:
 
+    export MALLOC_MMAP_THRESHOLD_=4294967296 MALLOC_TRIM_THRESHOLD_=8589934592
     python benchmarks/experts.py
     python benchmarks/experts.py --tokens 2048 --dim 512 --profile     (where the time goes)
 """
 
 import argparse
 import time
-from collections.abc import Callable
 from statistics import median, quantiles
 
 import torch
@@ -41,10 +41,9 @@ def layers_of(dim: int, n_experts: int, n_active: int) -> tuple[Mixture, FeedFor
     return mixture, dense
 
 
-def seconds_of(layer: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> float:
+def seconds_of(layer: nn.Module, x: torch.Tensor) -> float:
     """Processor seconds of a forward and a backward."""
-    for parameter in layer.parameters() if isinstance(layer, nn.Module) else ():
-        parameter.grad = None
+    layer.zero_grad()
     x.grad = None
     upstream = torch.ones_like(x)
     start = time.process_time()

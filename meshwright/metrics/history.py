@@ -13,7 +13,10 @@ FILE = "history.jsonl"
 
 Event = Literal["start", "end"]
 
-OF_A_RUN = ("metrics.jsonl", FILE, "samples.jsonl", "skipped_steps.jsonl", "config.toml")
+OF_A_RUN = (
+    *("metrics.jsonl", FILE, "samples.jsonl", "skipped_steps.jsonl", "experts.json"),
+    "config.toml",
+)
 """Files in the dump folder that a job which starts over begins again."""
 
 

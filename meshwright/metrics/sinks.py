@@ -3,7 +3,7 @@
 import json
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -108,6 +108,25 @@ class TextLines(JsonLines):
     def write_texts(self, step: int, texts: Texts) -> None:
         for prompt, text in texts.items():
             super().write({"step": step, "prompt": prompt, "text": text})
+
+
+class LoadsFile:
+    """The tokens of each expert in the last logged step, as one JSON object; models with experts
+    alone have it.
+
+    Args:
+        loads: returns them, by the number of the layer.
+    """
+
+    def __init__(self, path: Path, loads: Callable[[], Mapping[int, Sequence[int]]]) -> None:
+        self._path, self._loads = path, loads
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        if layers := self._loads():
+            self._path.write_text(json.dumps({"step": record["step"], "layers": layers}), "utf-8")
+
+    def close(self) -> None:
+        """The file is closed."""
 
 
 def _step_of(line: str) -> float:

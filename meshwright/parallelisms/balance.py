@@ -27,6 +27,14 @@ class Balance:
         table = next(iter(stages)).table
         self._specs = table.mixtures
         self._rows = {number: row for row, number in enumerate(table.mixtures)}
+        self._last = torch.zeros(0)
+
+    @property
+    def loads(self) -> dict[int, list[int]]:
+        """Tokens of each expert in the last step, by the number of the layer; waits for the
+        device."""
+        rows = zip(self._specs.items(), self._last.tolist(), strict=False)
+        return {number: row[: spec.n_experts] for (number, spec), row in rows}
 
     @torch.no_grad()
     def sums(self, device: torch.device, copies: int) -> Tensor:
@@ -64,6 +72,7 @@ class Balance:
         for number, mixture in self._mixtures.items():
             counts[self._rows[number], : len(mixture.counts)] = mixture.counts
         dist.all_reduce(counts)
+        self._last = counts
         for number, mixture in self._mixtures.items():
             load = counts[self._rows[number], : len(mixture.counts)]
             mixture.load.copy_(torch.where(is_held_back, mixture.load, load))

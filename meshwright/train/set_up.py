@@ -40,7 +40,7 @@ from meshwright.launch.heartbeat import Heartbeat
 from meshwright.metrics import history
 from meshwright.metrics.records import Sink
 from meshwright.metrics.reporter import Pause, Phase, Reporter
-from meshwright.metrics.sinks import Spared
+from meshwright.metrics.sinks import LoadsFile, Spared
 from meshwright.parallelisms.activation_checkpoint import find_ops
 from meshwright.parallelisms.meshes import Meshes, build_meshes, set_timeout, start_process_group
 from meshwright.parallelisms.rules.degrees import check_device
@@ -231,6 +231,10 @@ def _build(met: Met, found: Manifest | None, extra_sinks: Sequence[Sink], since:
         met.heart.beat(phase.replace("_", "/"))
 
     trainer = Trainer(plan, meshes, device, note=note)
+    if plan.model_args.table.mixtures and dist.get_rank() == 0:
+        file = Path(config.job.dump_folder) / "experts.json"
+        loads = partial(LoadsFile, file, lambda: trainer.model.balance.loads)
+        extra_sinks.append(Spared("experts.json", loads))
     met.checkpoints.guard(trainer.optimizer)
     cursor = _set_values(met, trainer, found)
     tokens_seen = found["tokens_seen"] if found else 0

@@ -27,6 +27,7 @@ CASES = {  # words, and what the output has
         r"\| AdamW \| .* \| 0 \|\n\| Muon, owners \| .* \| [\d,]+ \|\n\| Muon, gather \| ",
     ),
     "token_files": (["index", "--files=4", "--tokens=100", "--workers=1"], r"\d"),
+    "experts": (["--tokens=64", "--dim=64", "--pairs=2"], r"E 64, K 8: .*\n.*\n\d\.\d+\n$"),
     "gpu_speed": (["{folder}", "--tiny", "--jobs"], r"\d  memory, GB/s\n"),
 }
 

@@ -1,5 +1,6 @@
 """A whole job with experts on two ranks: its figures, a kill, and a resume on another mesh."""
 
+import json
 import shutil
 import signal
 import time
@@ -59,6 +60,13 @@ def test_the_figures_of_experts_are_reported(uninterrupted: Path) -> None:
     assert 0 < last["experts/entropy"] <= 2.08  # log 8
     assert 0 < last["experts/bias_range"] <= 2 * 11 * 0.001 + 1e-6
     assert last["experts/balance_loss"] == pytest.approx(1, rel=0.5)
+    loads = json.loads((uninterrupted / "experts.json").read_text())
+    assert loads["step"] == last["step"]
+    assert loads["layers"].keys() == {"0", "1"}
+    means = [sum(layer) / 8 for layer in loads["layers"].values()]
+    assert len(set(means)) == 1  # as many tokens in every layer
+    busiest = max(max(layer) for layer in loads["layers"].values())
+    assert busiest / means[0] == pytest.approx(last["experts/load_max"])
 
 
 def test_a_killed_job_resumes_to_the_bit(uninterrupted, config, tmp_path) -> None:

@@ -210,6 +210,7 @@ def test_a_step_that_is_held_back_moves_neither_bias_nor_load(monkeypatch) -> No
             assert torch.equal(
                 mixture.load, torch.ones(6).long() if is_held_back else counts[number]
             )
+        assert balance.loads == {number: own.tolist() for number, own in counts.items()}
         loads = torch.stack([*counts.values()]) * 6 / (2 * 16 * 2)
         assert figures["experts/load_max"].item() == pytest.approx(loads.max().item())
         assert figures["experts/load_min"].item() == pytest.approx(loads.min().item())
@@ -236,6 +237,10 @@ EP = "--parallelism.expert_parallel_degree="
         ((MOE, "--model.args.n_active=17"), "n_active = 17: must be at most n_experts = 16"),
         ((MOE, "--model.args.n_active=1"), "the router does not learn"),
         ((MOE, "--model.args.n_dense_layers=6"), "below n_layers = 6"),
+        (
+            (MOE, "--checkpoint.initial_load_upcycle_noise=0.1"),
+            "initial_load_upcycle_noise = 0.1: nothing is loaded",
+        ),
         ((MOE, "--float8.enable=true", "--float8.emulate=true"), "experts in float8 are not"),
         (
             (MOE, "--optimizer.early_step_in_backward=true", "--training.max_norm=inf"),

@@ -14,6 +14,8 @@ from meshwright.config.loader import load_config, to_toml
 from meshwright.metrics.report.charts import Chart, Curve, draw, short, thin, ticks
 from meshwright.metrics.report.page import _totals
 from meshwright.metrics.report.run import read_run
+from meshwright.metrics.report.tables import loads_map
+from meshwright.metrics.sinks import LoadsFile
 from meshwright.system.errors import ConfigError
 from tests.helpers.cli import command
 
@@ -117,6 +119,24 @@ def test_a_proof_in_the_folder_is_shown(folder) -> None:
     text = (folder / "a.html").read_text()
     assert "0 of 1 cases equal one process" in text
     assert "FAILED" in text
+
+
+def test_loads_of_experts_are_a_map_of_layers_and_experts(folder) -> None:
+    loads = LoadsFile(folder / "experts.json", lambda: {1: [0, 4, 2, 2], 3: [0, 0, 0, 99]})
+    loads.write({"step": 40, "loss/train": 1.0})
+    drawn = loads_map(read_run(folder))
+    # layer 1 has a mean of 2; all of layer 3 go to the last expert
+    cells = dict(re.findall('<path d="([^"]*)" fill-opacity="([^"]*)"/>', drawn))
+    places = {darkness: re.findall("M(. .)", path) for path, darkness in cells.items()}
+    assert places == {
+        "0.0": ["0 0", "0 1", "1 1", "2 1"],
+        "0.5": ["2 0", "3 0"],
+        "1.0": ["1 0", "3 1"],
+    }
+    report([str(folder), "--output", str(folder / "a.html")])
+    checked = Checked()
+    checked.feed((folder / "a.html").read_text())
+    assert "Step 40. A row for each layer, 1 to 3, a column for each of 4 experts" in checked.text
 
 
 def test_values_of_other_writers_that_are_not_finite_are_left_out(folder) -> None:

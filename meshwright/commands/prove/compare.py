@@ -232,6 +232,9 @@ def _compare_routers(
         if rank.wrong_state:
             names = ", ".join(rank.wrong_state[:NAMED])
             verdict.failures.append(f"state: not as on one process: {names}, on rank {number}")
+        if rank.wrong_counts:
+            names = ", ".join(rank.wrong_counts[:NAMED])
+            verdict.failures.append(f"state: not as the choices add up: {names}, on rank {number}")
 
 
 def _errors(

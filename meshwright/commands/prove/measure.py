@@ -170,6 +170,8 @@ class Measurement:
     """Of step `LATER_STEP` of a model with experts, by name."""
     wrong_state: list[str] = field(default_factory=list)
     """Loads and biases of routers that differ in a bit after step `LAST_RESUMED_STEP`."""
+    wrong_counts: list[str] = field(default_factory=list)
+    """Loads and biases that do not follow from the choices, step by step."""
     other_choices: tuple[int, int] = (0, 0)
     """Tokens whose router would have chosen other experts than it was told, of how many."""
     updates: dict[str, ShardComparison] = field(default_factory=dict)
@@ -254,6 +256,7 @@ def _measure(
             later, done = _keep_gradients(job.model, job.optimizer)
         loss, grad_norm = job.step(step, seen.samples)
         done()
+        seen.wrong_counts += routing.wrong_counts(job.model)
         seen.losses.append(loss)
         seen.grad_norms.append(grad_norm)
         if step == VALIDATED_STEP:  # and the steps after it show whether that disturbed anything
@@ -314,8 +317,11 @@ def _updates(job: Job, weights: Tensors) -> Tensors:
 
 def _routing(plan: Plan, meshes: Meshes, choices: Choices | None) -> Recording | Replay:
     training = plan.config.training
-    shape = training.local_batch_size, training.seq_len
-    return Recording() if choices is None else Replay(choices, meshes, shape)
+    shape, rate = (
+        (training.local_batch_size, training.seq_len),
+        plan.config.experts.bias_update_rate,
+    )
+    return Recording(rate) if choices is None else Replay(choices, meshes, shape, rate)
 
 
 def _fail(error: Exception) -> None:

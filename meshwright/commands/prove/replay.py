@@ -4,7 +4,7 @@ The choice of the highest scores is no continuous function: where two are nearly
 turn them, and the loss with them. So a mesh is told the choices, and held to have made them itself.
 """
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Mapping
 
 import torch
@@ -18,14 +18,45 @@ Choices = Mapping[int, Mapping[str, Tensor]]
 """By step and layer: the experts of each token of the global batch, (tokens, K) int64."""
 
 
-class Recording:
-    """Notes the choices of one process, which has every token, in order."""
+class Books:
+    """Loads and biases as the choices of a step make them, counted here once more: a reference that
+    counts validation, recomputation or a part of the tokens would be wrong as the mesh is.
+
+    Args:
+        rate: `experts.bias_update_rate`.
+    """
 
     step = 0
-    num_others, num_tokens = 0, 0
+    choices: Choices
 
-    def __init__(self) -> None:
-        self._parts: dict[int, dict[str, list[Tensor]]] = defaultdict(lambda: defaultdict(list))
+    def __init__(self, rate: float) -> None:
+        self._rate, self._biases = rate, dict[str, Tensor]()
+
+    def wrong_counts(self, model: LocalModel) -> list[str]:
+        """Return the names of loads and biases that are others, to the bit, after `step`."""
+        found, state = [], router_state(model)
+        for name, load in state.items():
+            if not name.endswith(".load"):
+                continue
+            chosen = self.choices[self.step][name.split(".")[1]].flatten()
+            counts = torch.bincount(chosen, minlength=len(load))
+            name_of_bias = name.removesuffix("load") + "bias"
+            bias = self._biases.setdefault(name_of_bias, torch.zeros(len(load)))
+            bias += self._rate * (len(chosen) - counts * len(load)).sign()
+            found += [name] * (not torch.equal(load, counts))
+            found += [name_of_bias] * (not torch.equal(state[name_of_bias], bias))
+        return found
+
+
+class Recording(Books):
+    """Notes the choices of one process, which has every token, in order."""
+
+    num_others, num_tokens = 0, 0
+    choices: dict[int, dict[str, Tensor]]
+
+    def __init__(self, rate: float) -> None:
+        super().__init__(rate)
+        self.choices = {}
 
     def given(self, layer: str) -> Tensor | None:
         """As `Routing`'s: the router chooses."""
@@ -34,18 +65,12 @@ class Recording:
     def note(self, layer: str, choice: Tensor) -> None:
         """As `Routing`'s."""
         if torch.is_grad_enabled():  # not in a validation
-            self._parts[self.step][layer].append(choice.detach().clone())
-
-    @property
-    def choices(self) -> Choices:
-        """The choices so far."""
-        return {
-            step: {layer: torch.cat(parts) for layer, parts in layers.items()}
-            for step, layers in self._parts.items()
-        }
+            layers = self.choices.setdefault(self.step, {})
+            before = [layers[layer]] if layer in layers else []
+            layers[layer] = torch.cat([*before, choice.detach()])
 
 
-class Replay:
+class Replay(Books):
     """Prescribes recorded choices to a rank, and counts tokens whose router has chosen others.
 
     Every schedule takes the microbatches of a stage in their order, so the number of a call is that
@@ -55,10 +80,11 @@ class Replay:
         shape: sequences of a rank's microbatch, and tokens of a whole sequence.
     """
 
-    step = 0
-
-    def __init__(self, choices: Choices, meshes: Meshes, shape: tuple[int, int]) -> None:
-        self._choices, self._meshes, self._shape = choices, meshes, shape
+    def __init__(
+        self, choices: Choices, meshes: Meshes, shape: tuple[int, int], rate: float
+    ) -> None:
+        super().__init__(rate)
+        self.choices, self._meshes, self._shape = choices, meshes, shape
         self._calls = Counter[tuple[int, str]]()
         self._given: dict[str, Tensor] = {}
         self.num_tokens = self.num_others = 0
@@ -69,7 +95,7 @@ class Replay:
             return None
         number = self._calls[self.step, layer]
         self._calls[self.step, layer] += 1
-        self._given[layer] = self._part(self._choices[self.step][layer], number)
+        self._given[layer] = self._part(self.choices[self.step][layer], number)
         return self._given[layer]
 
     def note(self, layer: str, choice: Tensor) -> None:

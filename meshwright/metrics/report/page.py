@@ -15,6 +15,7 @@ from meshwright.metrics.report.tables import (
     config_table,
     duration,
     environment_table,
+    loads_map,
     proof_table,
     skipped_table,
     starts_table,
@@ -48,6 +49,7 @@ def page(run: Run) -> str:
     sections = {
         "": _tiles(run, config),
         "Curves": _charts(run),
+        "Loads of experts": loads_map(run),
         "Time": _time_table(run),
         "Validation": validation_table(run),
         "Texts": texts(run),

@@ -33,6 +33,8 @@ class Run:
     """TOML."""
     proof: Row | None
     """`proof.json` of `meshwright prove`."""
+    loads: Row | None
+    """The tokens of each expert in one step: its "step", and "layers"."""
 
     @property
     def starts(self) -> list[Row]:
@@ -96,6 +98,7 @@ def read_run(folder: Path) -> Run:
         texts=[row for row in _rows(folder / "samples.jsonl") if "text" in row],
         config_text=_read(folder / "config.toml"),
         proof=_table(folder / "proof" / "proof.json"),
+        loads=_table(folder / "experts.json"),
     )
 
 

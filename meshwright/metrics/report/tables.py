@@ -1,6 +1,8 @@
 """The tables of a run's page, as HTML."""
 
 import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from html import escape
 from itertools import pairwise
 from typing import Any
@@ -161,3 +163,27 @@ def duration(seconds: float) -> str:
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
     return f"{hours} h {minute:02} min" if hours else f"{minute} min {second:02} s"
+
+
+def loads_map(run: Run) -> str:
+    """Return the tokens of each expert over the layer's mean, as a map: darker if more."""
+    if not run.loads:
+        return ""
+    layers: Mapping[str, Sequence[int]] = run.loads["layers"]
+    cells: dict[int, list[str]] = defaultdict(list)  # by darkness, 0 to 8, each one path
+    for y, counts in enumerate(layers.values()):
+        mean = sum(counts) / len(counts) or 1.0
+        for x, count in enumerate(counts):
+            cells[round(4 * min(count / mean, 2))].append(f"M{x} {y}h1v1h-1z")
+    paths = "".join(
+        f'<path d="{"".join(places)}" fill-opacity="{level / 8}"/>'
+        for level, places in sorted(cells.items())
+    )
+    columns, names = max(map(len, layers.values())), [*layers]
+    return (
+        f'<div class="card"><svg viewBox="0 0 {columns} {len(layers)}" fill="var(--c0)" '
+        f'preserveAspectRatio="none" style="width:100%;height:{len(layers)}rem">{paths}</svg>'
+        f'<p class="note">Step {run.loads["step"]:,}. A row for each layer, {names[0]} to '
+        f"{names[-1]}, a column for each of {columns} experts. Blank: hardly a token; "
+        "darkest: twice the mean or more.</p></div>"
+    )
