@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from meshwright.datasets.files import DataFile, Entry, beside
-from meshwright.datasets.storage.ranges import RangeFile
+from meshwright.datasets.storage import RangeFile
 from meshwright.datasets.tokenizers.kinds import Tokenizer
 from meshwright.system.errors import ConfigError
 

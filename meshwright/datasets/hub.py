@@ -3,12 +3,10 @@
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
-from gzip import BadGzipFile
-from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
-from meshwright.datasets.files import ChangedError, DataFile, Entry, described
+from meshwright.datasets.files import DataFile, Entry, described
 from meshwright.datasets.filters import Document, NoDocumentError
 from meshwright.datasets.rows import (
     Documents,
@@ -18,45 +16,8 @@ from meshwright.datasets.rows import (
     ToDocument,
     row_reader,
 )
-from meshwright.system.errors import PASSED_ON, ConfigError, StorageError
-from meshwright.system.files import LASTING
-
-NETWORK_CLIENTS = {"aiohttp", "fsspec", "httpcore", "httpx", "httpx2", "requests"}
-NETWORK_CLIENTS |= {"urllib", "urllib3"}
-
-
-STAYS = (
-    *(FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError),
-    *(BadGzipFile, ChangedError),
-)
-"""Errors of the operating system that another attempt does not mend."""
-
-
-TRY_LATER = (408, 425, 429)
-"""Answers of a server to a request that is right; those from 500 are others."""
-
-
-def may_pass(error: BaseException | None) -> bool:
-    """Return whether the error, or its cause, is one of a network or a file system that may be gone
-    later.
-
-    `datasets` makes a `FileNotFoundError` of a hub that does not answer, and hides the cause.
-    """
-    passes: bool | None = None
-    while error is not None:
-        status = getattr(getattr(error, "response", None), "status_code", None)
-        if isinstance(status, int):
-            return status >= 500 or status in TRY_LATER
-        if "OfflineModeIsEnabled" in repr(error):  # a variable of the user's
-            return False
-        is_of_network = type(error).__module__.partition(".")[0] in NETWORK_CLIENTS
-        if is_of_network or isinstance(error, ConnectionError | TimeoutError | HTTPException):
-            passes = True
-        elif isinstance(error, OSError) and passes is None:
-            # pyarrow's error of a damaged file is an OSError without a number
-            passes = not isinstance(error, STAYS) and error.errno not in LASTING
-        error = error.__cause__ or error.__context__
-    return bool(passes)
+from meshwright.system.errors import PASSED_ON, ConfigError, StorageError, first_line
+from meshwright.system.files import may_pass
 
 
 class StreamedRows:
@@ -186,4 +147,4 @@ def _reason(error: BaseException) -> str:
         )
     if isinstance(error, StopIteration | SchemaInferenceError):
         return "there is nothing in it"
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return first_line(error)

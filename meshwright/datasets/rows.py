@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import Any, Protocol, TypeGuard
 
-from meshwright.datasets.files import ChangedError, DataFile, Entry, Place, Range
+from meshwright.datasets.files import DataFile, Entry, Place, Range
 from meshwright.datasets.filters import Document, Messages, NoDocumentError, conditions, is_on_side
 from meshwright.datasets.readers import (
     Fault,
@@ -15,6 +15,7 @@ from meshwright.datasets.readers import (
     read,
     where,
 )
+from meshwright.datasets.storage import ChangedError
 from meshwright.system.errors import (
     PASSED_ON,
     ConfigError,

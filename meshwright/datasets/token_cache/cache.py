@@ -18,8 +18,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from meshwright.datasets.storage.block_cache import BlockCache
-from meshwright.datasets.storage.ranges import ChangedError, RangeFile, is_address
+from meshwright.datasets.storage import BlockCache, ChangedError, RangeFile, is_address
 from meshwright.system.errors import ConfigError
 from meshwright.system.files import warn_once, whole_file
 

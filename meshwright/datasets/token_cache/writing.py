@@ -14,7 +14,7 @@ import numpy.typing as npt
 from meshwright.datasets.encoding import NO_LOSS, Encoder
 from meshwright.datasets.foreign_tokens import FormatError, TokenFiles, index_tokens
 from meshwright.datasets.rows import Documents
-from meshwright.datasets.storage.ranges import RangeFile
+from meshwright.datasets.storage import RangeFile
 from meshwright.datasets.token_cache.cache import (
     BLOCK_BYTES,
     BLOCK_DOCUMENTS,
