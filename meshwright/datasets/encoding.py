@@ -14,7 +14,6 @@ from meshwright.system.errors import PASSED_ON, RecordError
 NO_LOSS = 1 << 31
 """Bit of a token that the loss leaves out, where it is the one to predict."""
 
-
 Tokens = npt.NDArray[np.uint32]
 
 

@@ -15,7 +15,6 @@ from meshwright.system.errors import RecordError, config_error, shortened
 
 Messages = list[dict[str, str]]
 
-
 Document = str | Messages
 """A text, or a conversation. An empty text is no document."""
 

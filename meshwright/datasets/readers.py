@@ -63,7 +63,6 @@ class Layout:
 
 Rows = Generator[tuple[Place, Row | Fault], None, None]
 
-
 END = Place(-1, 0)
 """After a fault that ends the file."""
 

@@ -277,7 +277,6 @@ def _list(row: dict[str, Any], key: str) -> list[dict[str, Any]]:
 
 FORMAT_NAMES = ", ".join(f'"{name}"' for name in FORMATS)
 
-
 ToDocument = Callable[[Row], Document]
 """Raises `NoDocumentError`. It gives "" for a row that is to be left out."""
 

@@ -33,7 +33,6 @@ from meshwright.system.log import logger
 
 Array = npt.NDArray[np.generic]
 
-
 Advance = Callable[[int, int], None]
 """Called with bytes of text, or of a file, and tokens that are done since the last call."""
 
