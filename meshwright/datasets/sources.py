@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from meshwright.datasets.documents import is_on_side, row_reader
 from meshwright.datasets.files import (
     DataFile,
     Entry,
@@ -21,14 +22,14 @@ from meshwright.datasets.files import (
     local_files,
     token_paths,
 )
-from meshwright.datasets.filters import is_on_side
-from meshwright.datasets.hub import hub_files, load_rows, subset_of
 from meshwright.datasets.rows import (
     Documents,
     IndexedDocuments,
     LocalDocuments,
+    hub_files,
+    load_rows,
     local_layout,
-    row_reader,
+    subset_of,
 )
 from meshwright.system.errors import check, config_error, numbered, where_it_ends
 from meshwright.system.log import logger
