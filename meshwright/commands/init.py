@@ -14,6 +14,7 @@ from meshwright.commands.options import output_file, readable
 from meshwright.config.command_line import Parser
 from meshwright.config.loader import load_config
 from meshwright.config.training import Source
+from meshwright.datasets.documents import is_on_side
 from meshwright.datasets.files import (
     PACKED,
     ROW_FORMATS,
@@ -24,7 +25,6 @@ from meshwright.datasets.files import (
     chunks,
     resolve,
 )
-from meshwright.datasets.filters import is_on_side
 from meshwright.datasets.readers import Fault, Layout, read
 from meshwright.datasets.rows import LocalDocuments, local_layout
 from meshwright.datasets.sources import by_suffix, left_out

@@ -7,13 +7,12 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from meshwright.datasets.filters import Document, Messages
+from meshwright.datasets.documents import Document, Messages
 from meshwright.datasets.tokenizers.kinds import PATH_KEY, Tokenizer
 from meshwright.system.errors import PASSED_ON, RecordError
 
 NO_LOSS = 1 << 31
 """Bit of a token that the loss leaves out, where it is the one to predict."""
-
 
 Tokens = npt.NDArray[np.uint32]
 

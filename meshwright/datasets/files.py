@@ -15,7 +15,8 @@ from typing import IO, Any, NamedTuple
 
 from meshwright.config.section import MODULE_OBJECT
 from meshwright.config.training import Source
-from meshwright.datasets.storage import ranges as storage
+from meshwright.datasets import storage
+from meshwright.datasets.storage import ChangedError
 from meshwright.system.errors import ConfigError, RecordError, config_error, where_it_ends
 from meshwright.system.log import logger
 
@@ -103,10 +104,6 @@ CHUNK = 1 << 18
 
 LONGEST = 1 << 28
 """Bytes of the longest line, document or JSON value: a reader's memory is a few times that."""
-
-
-class ChangedError(OSError):
-    """A file is not as it was when the job started."""
 
 
 def open_file(file: DataFile) -> IO[bytes]:

@@ -15,38 +15,30 @@ import numpy as np
 import numpy.typing as npt
 
 from meshwright.datasets.files import DataFile, Entry, beside
-from meshwright.datasets.storage.ranges import RangeFile
+from meshwright.datasets.storage import RangeFile
 from meshwright.datasets.tokenizers.kinds import Tokenizer
 from meshwright.system.errors import ConfigError
 
 MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
 
-
 MEGATRON_DTYPES = {4: "<u4", 5: "<u8", 8: "<u2"}
 """Codes of int32, int64 and uint16, Megatron's types of tokens; no id is negative."""
-
 
 LLM_C = {(20240520, 1): "<u2", (20240801, 7): "<u4"}
 """Magic number and version of llm.c's headers; a header has 256 numbers of 32 bits."""
 
-
 LLM_C_HEADER = 1024
 
-
 NUMPY_MAGIC = b"\x93NUMPY"
-
 
 NUMPY_DTYPES = {"<u2": "<u2", "<u4": "<u4", "<i4": "<u4", "<u8": "<u8", "<i8": "<u8"}
 """No id is negative: as a signed number, one would be larger than any vocabulary."""
 
-
 CHUNK = 1 << 23
 """Bytes looked at together."""
 
-
 ENOUGH_TOKENS = 64
 """Of which every second would not be 0 by chance."""
-
 
 Lengths = npt.NDArray[np.uint32]
 

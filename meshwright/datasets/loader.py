@@ -21,7 +21,6 @@ from meshwright.system.errors import DataError, config_error
 
 STEPS_AHEAD = 4
 
-
 CLOSE_WITHIN_S = 5.0
 """Seconds that `close` waits for a read to end: it may be waiting to try again."""
 

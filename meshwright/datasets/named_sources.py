@@ -10,7 +10,7 @@ from meshwright.datasets import DATASETS, find_dataset
 from meshwright.datasets.files import ROW_FORMATS, Entry
 from meshwright.datasets.rows import FORMATS, head_fault
 from meshwright.datasets.sources import check_path
-from meshwright.datasets.storage.ranges import is_address
+from meshwright.datasets.storage import is_address
 from meshwright.datasets.tokenizers.kinds import Tokenizer, find_template, prompt_tokens
 from meshwright.system.errors import ConfigError, check, config_error, did_you_mean
 

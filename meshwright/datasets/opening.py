@@ -11,8 +11,7 @@ from meshwright.datasets.files import ROW_FORMATS, DataFile, Entry, fingerprint,
 from meshwright.datasets.foreign_tokens import TokenFiles
 from meshwright.datasets.named_sources import entries, is_streamed, validation_entries
 from meshwright.datasets.rows import Documents, LocalDocuments, local_layout
-from meshwright.datasets.storage.block_cache import block_cache
-from meshwright.datasets.storage.ranges import is_address
+from meshwright.datasets.storage import block_cache, is_address
 from meshwright.datasets.token_cache.cache import DamagedCacheError, TokenCache
 from meshwright.datasets.token_cache.packing import Packing, open_packing
 from meshwright.datasets.token_cache.spec import TokenizationSpec

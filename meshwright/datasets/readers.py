@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 from meshwright.datasets.files import (
     CHUNK,
     LONGEST,
-    ChangedError,
     DataFile,
     Place,
     Range,
@@ -22,7 +21,8 @@ from meshwright.datasets.files import (
     is_packed,
     open_file,
 )
-from meshwright.system.errors import shortened
+from meshwright.datasets.storage import ChangedError
+from meshwright.system.errors import first_line, shortened
 
 Row = dict[str, Any]
 
@@ -63,7 +63,6 @@ class Layout:
 
 Rows = Generator[tuple[Place, Row | Fault], None, None]
 
-
 END = Place(-1, 0)
 """After a fault that ends the file."""
 
@@ -95,8 +94,7 @@ def read(part: Range, layout: Layout, after: Place | None = None) -> Rows:
             if isinstance(error, ChangedError) or getattr(error, "errno", None) is not None:
                 raise
             behind = f" after {where(part, layout, last)}" if last else ""
-            reason = (str(error).splitlines() or [type(error).__name__])[0]
-            yield END, Fault(part.file.path, f"cannot be read{behind}: {reason}")
+            yield END, Fault(part.file.path, f"cannot be read{behind}: {first_line(error)}")
 
 
 def where(part: Range, layout: Layout, place: Place) -> str:

@@ -1,12 +1,21 @@
-"""Documents: from rows of files, by a column or a function, in pieces that can be read again."""
+"""Documents in pieces that can be read again: of local files, and of the Hugging Face hub by its
+library `datasets`."""
 
-import os
+import copy
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
-from typing import Any, Protocol, TypeGuard
+from pathlib import Path
+from typing import Any
 
-from meshwright.datasets.files import ChangedError, DataFile, Entry, Place, Range
-from meshwright.datasets.filters import Document, Messages, NoDocumentError, conditions, is_on_side
+from meshwright.datasets.documents import (
+    Document,
+    NoDocumentError,
+    ToDocument,
+    conditions,
+    row_reader,
+)
+from meshwright.datasets.files import DataFile, Entry, Place, Range, described
 from meshwright.datasets.readers import (
     Fault,
     Layout,
@@ -15,51 +24,49 @@ from meshwright.datasets.readers import (
     read,
     where,
 )
+from meshwright.datasets.storage import ChangedError
 from meshwright.system.errors import (
     PASSED_ON,
     ConfigError,
     RecordError,
     StorageError,
-    shortened,
-    where_it_ends,
+    first_line,
 )
-from meshwright.system.files import LASTING
-from meshwright.system.modules import import_user_module
+from meshwright.system.files import LASTING, may_pass
 
 Item = Document | RecordError
 """A document, or why a record is none."""
 
 
-class Reader(Protocol):
+class Reader(Iterator[Item]):
     """Iterates over documents, and can be begun again where it is."""
-
-    def __iter__(self) -> Iterator[Item]: ...
-    def __next__(self) -> Item: ...
 
     @property
     def state(self) -> Any:
         """Stands, in JSON, for the place before the next document."""
+        raise NotImplementedError
 
 
-class Documents(Protocol):
+class Documents:
     """Documents that can be read again and again, in pieces. A record that cannot be read is
     yielded as its error, in its place."""
 
     max_shards: int
     """Most pieces that can be read independently of each other."""
 
-    @property
-    def parts(self) -> int:
-        """Pieces in which they are best tokenised, by one process each."""
+    parts: int
+    """Pieces in which they are best tokenised, by one process each."""
 
     def read_part(self, number: int) -> Iterator[Item]:
         """One of `parts`."""
+        return self.read(number, self.parts)
 
     def read(self, shard: int, num_shards: int, state: Any = None) -> Reader:
         """One of `num_shards` pieces, in its own order, from `state` on."""
+        raise NotImplementedError
 
 
-class IndexedDocuments:
+class IndexedDocuments(Documents):
     """Documents that can be had by index."""
 
     def __init__(self, size: int, get: Callable[[int], Document]) -> None:
@@ -69,27 +76,25 @@ class IndexedDocuments:
         few = 8 if size < 4096 else 64
         self.parts = max(min(size, few), -(-size // 2**18), 1)
 
-    def read_part(self, number: int) -> Iterator[Item]:
-        return self.read(number, self.parts)
-
     def read(self, shard: int, num_shards: int, state: Any = None) -> Reader:
         begin, end = (self._size * s // num_shards for s in (shard, shard + 1))
         return _IndexReader(self._get, begin if state is None else state, end)
 
 
-class _IndexReader:
+class _IndexReader(Reader):
     def __init__(self, get: Callable[[int], Document], begin: int, end: int) -> None:
-        self._get, self._end, self.state = get, end, begin
+        self._get, self._end, self._at = get, end, begin
 
-    def __iter__(self) -> Iterator[Item]:
-        return self
+    @property
+    def state(self) -> Any:
+        return self._at
 
     def __next__(self) -> Item:
-        if self.state >= self._end:
+        if self._at >= self._end:
             raise StopIteration
-        self.state += 1
+        self._at += 1
         try:
-            return self._get(self.state - 1)
+            return self._get(self._at - 1)
         except RecordError as error:
             return error
 
@@ -98,7 +103,7 @@ LEAST_PART, MOST_PART, MANY_PARTS = 1 << 21, 1 << 28, 256
 """Bytes of a part that one process tokenises, and parts that are enough for many cores."""
 
 
-class LocalDocuments:
+class LocalDocuments(Documents):
     """Documents of local files, read by `readers.py`."""
 
     def __init__(self, entry: Entry, files: Sequence[DataFile], layout: Layout) -> None:
@@ -107,19 +112,19 @@ class LocalDocuments:
         self.max_shards = len(files)
 
     @cached_property
-    def _parts(self) -> list[list[Range]]:
+    def _ranges(self) -> list[list[Range]]:
         size = sum(file.size for file in self._files) // MANY_PARTS
         try:
             return cut(self._files, self._layout, min(max(size, LEAST_PART), MOST_PART))
         except OSError as error:
             raise unreadable(self._entry, error) from error
 
-    @property
-    def parts(self) -> int:
-        return len(self._parts)
+    @cached_property
+    def parts(self) -> int:  # type: ignore[override]  # it reads heads of files
+        return len(self._ranges)
 
     def read_part(self, number: int) -> Iterator[Item]:
-        return _LocalReader(self._entry, self._to_document, self._parts[number], self._layout)
+        return _LocalReader(self._entry, self._to_document, self._ranges[number], self._layout)
 
     def read(self, shard: int, num_shards: int, state: Any = None) -> Reader:
         # in order, the first shards one more
@@ -130,7 +135,7 @@ class LocalDocuments:
         return _LocalReader(self._entry, self._to_document, ranges, self._layout, state)
 
 
-class _LocalReader:
+class _LocalReader(Reader):
     """Documents of ranges of files, one after the other.
 
     Its state is the number of the range and the place of the last row that was read there.
@@ -139,7 +144,7 @@ class _LocalReader:
     def __init__(
         self,
         entry: Entry,
-        to_document: "ToDocument",
+        to_document: ToDocument,
         ranges: Sequence[Range],
         layout: Layout,
         state: Any = None,
@@ -153,9 +158,6 @@ class _LocalReader:
     @property
     def state(self) -> Any:
         return [self._number, self._place and list(self._place)]
-
-    def __iter__(self) -> Iterator[Item]:
-        return self
 
     def __next__(self) -> Item:
         while self._number < len(self._ranges):
@@ -214,137 +216,125 @@ def local_layout(entry: Entry) -> Layout:
     return Layout(source.dataset, columns, source.dataset_separator)
 
 
-ROLES = {
-    **dict.fromkeys(("human", "user"), "user"),
-    **dict.fromkeys(("gpt", "assistant", "chatgpt", "model"), "assistant"),
-    "system": "system",
-}
-"""Speakers as ShareGPT and its like call them, and the roles of chat templates."""
+class StreamedRows(Documents):
+    """Rows of a Hugging Face `IterableDataset`, its files dealt out to shards."""
+
+    def __init__(self, rows: Any, entry: Entry, to_document: ToDocument) -> None:
+        self._rows, self._entry, self._to_document = rows, entry, to_document
+        self.max_shards = self.parts = rows.num_shards
+
+    def read(self, shard: int, num_shards: int, state: Any = None) -> Reader:
+        rows = self._rows.shard(num_shards, shard)
+        if state is not None:
+            rows.load_state_dict(copy.deepcopy(state))
+        return _RowReader(rows, self._entry, self._to_document, begun=state)
 
 
-def from_alpaca(row: dict[str, Any]) -> Messages:
-    """`instruction`, `input` (may be empty or absent) and `output`; `system`, if there is one."""
-    instruction, given = _text(row, "instruction"), row.get("input") or ""
-    prompt = f"{instruction}\n\n{given}" if given else instruction
-    turns = [{"role": "system", "content": _text(row, "system")}] if row.get("system") else []
-    return [
-        *turns,
-        {"role": "user", "content": prompt},
-        {"role": "assistant", "content": _text(row, "output")},
-    ]
+class _RowReader(Reader):
+    def __init__(self, rows: Any, entry: Entry, to_document: ToDocument, *, begun: Any) -> None:
+        """
+        Args:
+            begun: the state that `rows` has loaded; None: it is at its beginning.
+        """
+        self._rows, self._entry, self._to_document = rows, entry, to_document
+        self._iterator, self._count, self._begun = iter(rows), 0, begun
+
+    @property
+    def state(self) -> Any:
+        # up to the first row `datasets` gives the state of the beginning, whatever it has loaded
+        if self._count == 0 and self._begun is not None:
+            return self._begun
+        return self._rows.state_dict()
+
+    def __next__(self) -> Item:
+        with openable(self._entry):
+            row = next(self._iterator, None)
+        if row is None:
+            raise StopIteration
+        self._count += 1
+        try:
+            return self._to_document(row)
+        except NoDocumentError as error:
+            return error.of(self._entry, f"row {self._count} since the start")
 
 
-def from_sharegpt(row: dict[str, Any]) -> Messages:
-    """`conversations`: a list of {from: human, gpt or system; value}."""
-    turns = []
-    for turn in _list(row, "conversations"):
-        speaker = turn.get("from")
-        if speaker not in ROLES:
-            raise ValueError(f"from is {speaker!r}, not one of {', '.join(ROLES)}")
-        turns.append({"role": ROLES[speaker], "content": _text(turn, "value")})
-    return turns
+def load_rows(entry: Entry, streamed: bool, path: str, **options: Any) -> Documents:
+    """`datasets.load_dataset`, with its failures as ours."""
+    import datasets  # here, because it takes a second that other sources need not wait for
+
+    datasets.disable_progress_bars()
+    to_document = row_reader(entry)
+    with openable(entry):
+        rows = datasets.load_dataset(path, streaming=streamed, **options)
+        columns = rows.column_names or list(next(iter(rows), {}))
+    column = entry.source.dataset_column
+    if columns and not entry.source.dataset_format and column not in columns:
+        raise entry.error("dataset_column", "no such column", f"choose from {', '.join(columns)}")
+    if streamed:
+        return StreamedRows(rows, entry, to_document)
+
+    def get(index: int) -> Document:
+        with openable(entry):
+            row = rows[index]
+        try:
+            return to_document(row)
+        except NoDocumentError as error:
+            raise error.of(entry, f"row {index}") from error
+
+    return IndexedDocuments(len(rows), get)
 
 
-def from_messages(row: dict[str, Any]) -> Messages:
-    """`messages`: a list of {role, content}, as chat interfaces have them."""
-    return [
-        {"role": _text(turn, "role"), "content": _text(turn, "content")}
-        for turn in _list(row, "messages")
-    ]
+def hub_files(repository: str, subset: str, entry: Entry) -> list[DataFile]:
+    """Addresses, with the revision, of the files of one split; or paths of a local copy."""
+    path = entry.source.dataset_path
+    if path:
+        found = sorted(str(p) for p in Path(path).rglob("*") if p.is_file()) or [path]
+        return [described(file) for file in found]
+    import datasets  # here, because it takes a second that other sources need not wait for
+
+    with openable(entry):
+        revision = entry.source.dataset_revision or None
+        builder = datasets.load_dataset_builder(
+            repository, subset_of(entry, subset), revision=revision
+        )
+        found = builder.config.data_files[entry.source.dataset_split]
+        return [DataFile(str(file)) for file in found]
 
 
-FORMATS: dict[str, Callable[[dict[str, Any]], Messages]] = {
-    "alpaca": from_alpaca,
-    "sharegpt": from_sharegpt,
-    "messages": from_messages,
-}
-"""By the name that `dataset_format` gives."""
+def subset_of(entry: Entry, usual: str) -> str | None:
+    return entry.source.dataset_subset or usual or None
 
 
-def _text(row: dict[str, Any], key: str) -> str:
-    if not isinstance(row.get(key), str):
-        raise ValueError(f"its {key!r} is {row.get(key)!r}, not a text")
-    return str(row[key])
-
-
-def _list(row: dict[str, Any], key: str) -> list[dict[str, Any]]:
-    turns = row.get(key)
-    if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
-        raise ValueError(f"its {key!r} is no list of tables; it has {', '.join(row)}")
-    return turns
-
-
-FORMAT_NAMES = ", ".join(f'"{name}"' for name in FORMATS)
-
-
-ToDocument = Callable[[Row], Document]
-"""Raises `NoDocumentError`. It gives "" for a row that is to be left out."""
-
-
-def row_reader(entry: Entry) -> ToDocument:
-    """Return how the rows of `entry` become documents: by its function, or its column.
-
-    Raises:
-        ConfigError: if the function cannot be found, or a condition cannot be read.
-    """
-    column, format_name = entry.source.dataset_column, entry.source.dataset_format
-    function = _load_function(entry) if format_name else None
-    wanted, key = conditions(entry), "dataset_format" if format_name else "dataset_column"
-
-    def to_document(row: Row) -> Document:
-        for condition in wanted:
-            if not condition.holds(row):
-                return ""
-        if function is None:
-            if column not in row:
-                names = ", ".join(row) or "none"
-                raise NoDocumentError(key, f"no column {column!r}, but {names}")
-            document = row[column]
-        else:
-            try:
-                document = function(row)
-            except PASSED_ON:
-                raise
-            except BaseException as error:  # whatever the user's function raises
-                raise NoDocumentError(key, f"{type(error).__name__}: {error}") from error
-        if not is_document(document):
-            holds = "the function returns" if function else f"{column!r} holds"
-            what = "which is neither text nor a list of {role, content}"
-            raise NoDocumentError(key, f"{holds} {shortened(document)}, {what}")
-        return document if not entry.held_out or is_on_side(entry, document) else ""
-
-    return to_document
-
-
-def is_document(value: object) -> TypeGuard[Document]:
-    """Return whether it is a text or a conversation."""
-    return isinstance(value, str) or _are_messages(value)
-
-
-def _are_messages(value: object) -> bool:
-    return isinstance(value, list) and all(
-        isinstance(turn, dict)
-        and isinstance(turn.get("role"), str)
-        and isinstance(turn.get("content"), str)
-        for turn in value
-    )
-
-
-def _load_function(entry: Entry) -> Callable[[dict[str, Any]], Any]:
-    name = entry.source.dataset_format
-    if name in FORMATS:
-        return FORMATS[name]
-    place, _, attribute = name.rpartition(":")
+@contextmanager
+def openable(entry: Entry) -> Iterator[None]:
+    """Whatever a reader or network client of `datasets` raises becomes a `ConfigError`; or a
+    `StorageError`, which a scheduler starts again, if it may pass."""
+    key = "dataset_path" if entry.source.dataset_path else "dataset"
     try:
-        function = getattr(import_user_module(place), attribute)
-    except PASSED_ON:
+        yield
+    except (ConfigError, *PASSED_ON):
         raise
-    except BaseException as error:  # importing runs the user's code
-        fix = f'write "package.module:function" or "path/to/file.py:function", or {FORMAT_NAMES}'
-        if place.endswith(".py") and not os.path.exists(place):
-            fix = where_it_ends(place)
-        message = f"cannot be imported: {type(error).__name__}: {error}"
-        raise entry.error("dataset_format", message, fix) from error
-    if not callable(function):
-        raise entry.error("dataset_format", f"is a {type(function).__name__}, not a function")
-    return function
+    except BaseException as error:
+        if may_pass(error):
+            fix = "run the same command again when the network or the file system answers"
+            raise StorageError(
+                str(entry.error(key, f"cannot be read now: {_reason(error)}", fix))
+            ) from error
+        raise entry.error(key, f"cannot be opened: {_reason(error)}") from error
+
+
+def _reason(error: BaseException) -> str:
+    """Return the first line of the innermost cause."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    from datasets.arrow_writer import SchemaInferenceError  # here, as above
+    from datasets.config import HF_DATASETS_CACHE
+
+    if isinstance(error, OSError) and Path(HF_DATASETS_CACHE).is_relative_to(str(error.filename)):
+        return (
+            f"{error.filename}, the cache of Hugging Face: {error.strerror}\n"
+            "  fix: set the variable HF_HOME to a folder that you can write to"
+        )
+    if isinstance(error, StopIteration | SchemaInferenceError):
+        return "there is nothing in it"
+    return first_line(error)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from meshwright.datasets.documents import is_on_side, row_reader
 from meshwright.datasets.files import (
     DataFile,
     Entry,
@@ -21,16 +22,16 @@ from meshwright.datasets.files import (
     local_files,
     token_paths,
 )
-from meshwright.datasets.filters import is_on_side
-from meshwright.datasets.hub import hub_files, load_rows, subset_of
 from meshwright.datasets.rows import (
     Documents,
     IndexedDocuments,
     LocalDocuments,
+    hub_files,
+    load_rows,
     local_layout,
-    row_reader,
+    subset_of,
 )
-from meshwright.system.errors import check, config_error, numbered, where_it_ends
+from meshwright.system.errors import check, numbered, where_it_ends
 from meshwright.system.log import logger
 
 if TYPE_CHECKING:
@@ -141,65 +142,48 @@ def check_path(entry: Entry, spec: DatasetSpec, *, looks_at_files: bool = True) 
     Raises:
         ConfigError: naming the first that is not.
     """
-    source = entry.source
+    source, is_hub = entry.source, spec.path == "optional"
     name, path = source.dataset, source.dataset_path
-    key = f"{entry.key}.dataset_path"
-    check(
-        bool(path) or spec.path != "required",
-        key,
-        path,
-        f"dataset {name!r} needs it",
-        "name a file, a folder or a glob",
-    )
-    check(
-        not path or spec.path != "none", key, path, f"dataset {name!r} reads no path", "leave out"
-    )
-    is_hub = spec.path == "optional"
-    check(
-        not (is_hub and glob.has_magic(path)),
-        key,
-        path,
-        "a copy of a dataset of the hub cannot be read from a folder with *, ? or [ in its path",
-        "rename the folder",
-    )
-    if spec.path == "required" and looks_at_files:
+    of_it, out = f"dataset {name!r}", "leave it out"
+
+    def refuse(is_wrong: object, key: str, rule: str, fix: str = out) -> None:
+        if is_wrong:
+            raise entry.error(key, rule, fix)
+
+    needs_path, has_none = spec.path == "required", spec.path == "none"
+    fix = "name a file, a folder or a glob"
+    refuse(needs_path and not path, "dataset_path", f"{of_it} needs it", fix)
+    refuse(has_none and path, "dataset_path", f"{of_it} reads no path")
+    rule = "a copy of a dataset of the hub cannot be read from a folder with *, ? or [ in its path"
+    refuse(is_hub and glob.has_magic(path), "dataset_path", rule, "rename the folder")
+    if needs_path and looks_at_files:
         spec.files(entry)
     elif path and looks_at_files and not Path(path).exists():
-        raise config_error(key, path, "no such file or folder", where_it_ends(path))
-    if spec.has_tokens and source.dataset_mode == "streamed":
-        raise entry.error("dataset_mode", "tokens are read where they lie", "leave it out")
-    if source.dataset_subset and not is_hub:
-        raise entry.error("dataset_subset", f"dataset {name!r} has no subsets", "leave it out")
-    if source.dataset_revision and (not is_hub or path):
-        what = "a local copy has" if is_hub else f"dataset {name!r} has"
-        raise entry.error("dataset_revision", f"{what} no revisions", "leave it out")
-    splits = None if is_hub else ("train", "validation") if spec.path == "none" else ("train",)
-    if splits and source.dataset_split not in splits:
-        fix = f'set {entry.key}.dataset_split = "{splits[0]}"'
-        what = f"dataset {name!r} has only {' and '.join(splits)}"
-        raise entry.error("dataset_split", what, fix)
-    check(
-        spec.has_rows or not source.dataset_where,
-        *(f"{entry.key}.dataset_where", source.dataset_where),
-        f"dataset {name!r} has no rows",
-        "leave it out",
+        refuse(True, "dataset_path", "no such file or folder", where_it_ends(path))
+    is_streamed, rule = source.dataset_mode == "streamed", "tokens are read where they lie"
+    refuse(spec.has_tokens and is_streamed, "dataset_mode", rule)
+    refuse(source.dataset_subset and not is_hub, "dataset_subset", f"{of_it} has no subsets")
+    rule = f"{'a local copy' if is_hub else of_it} has no revisions"
+    refuse(source.dataset_revision and (not is_hub or path), "dataset_revision", rule)
+    splits = ("train", "validation") if has_none else ("train",)
+    rule, fix = (
+        f"{of_it} has only {' and '.join(splits)}",
+        f'set {entry.key}.dataset_split = "train"',
     )
-    check(
-        name == "text" or not source.dataset_separator,
-        *(f"{entry.key}.dataset_separator", source.dataset_separator),
-        f'dataset {name!r} is not "text"',
-        "leave it out",
+    refuse(not is_hub and source.dataset_split not in splits, "dataset_split", rule, fix)
+    rule = f"{of_it} has no rows"
+    refuse(source.dataset_where and not spec.has_rows, "dataset_where", rule)
+    rule = f'{of_it} is not "text"'
+    refuse(source.dataset_separator and name != "text", "dataset_separator", rule)
+    rule, fix = (
+        f"{of_it} holds tokens, which are read where they lie",
+        f"{out}, or bound training.steps",
     )
-    check(
-        not spec.has_tokens or not source.max_documents,
-        *(f"{entry.key}.max_documents", source.max_documents),
-        f"dataset {name!r} holds tokens, which are read where they lie",
-        "leave it out, or bound training.steps",
-    )
+    refuse(source.max_documents and spec.has_tokens, "max_documents", rule, fix)
     check(
         not entry.held_out or spec.has_rows or name == "python_stdlib",
         *("training.validation_fraction", entry.held_out),
-        f"dataset {name!r} has no rows that could be held out",
+        f"{of_it} has no rows that could be held out",
         "name a dataset in [validation] instead",
     )
     if spec.has_rows or source.dataset_format:

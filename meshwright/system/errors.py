@@ -140,6 +140,11 @@ def config_error(key: str, value: object, rule: str, fix: str = "") -> ConfigErr
     return ConfigError(key, f"{key} = {value!r}: {rule}" + (f"\n  fix: {fix}" if fix else ""))
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or its name."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
 def shortened(value: object) -> str:
     """Return a value for a message."""
     text = repr(value)

@@ -13,8 +13,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from http.client import HTTPException
 from pathlib import Path
 from typing import IO, Any, BinaryIO, TypeVar
+from urllib.error import HTTPError
 
 from meshwright.system.errors import ConfigError, StorageError, config_error
 from meshwright.system.log import logger
@@ -144,28 +146,63 @@ def _machine_digits() -> str:
     return f"{zlib.crc32(words.encode()):08x}"
 
 
-def read_patiently(path: Path, read: Callable[[], T]) -> T:
+CLIENTS = {"aiohttp", "fsspec", "httpcore", "httpcore2", "httpx", "httpx2", "requests"}
+CLIENTS |= {"urllib", "urllib3", "botocore", "aiobotocore", "gcsfs", "google"}
+"""Modules whose errors are of a connection, unless they say otherwise."""
+
+TRY_LATER = (408, 425, 429)
+"""Answers of a server to a request that is right; those from 500 are others."""
+
+
+def may_pass(error: BaseException | None) -> bool:
+    """Return whether the error, or its cause, is one of a network or a file system that may be gone
+    later.
+
+    `datasets` makes a `FileNotFoundError` of a hub that does not answer, and hides the cause.
+    """
+    passes: bool | None = None
+    while error is not None:
+        status = getattr(getattr(error, "response", error), "status_code", None)
+        status = error.code if isinstance(error, HTTPError) else status
+        if isinstance(status, int):
+            return status >= 500 or status in TRY_LATER
+        if "OfflineModeIsEnabled" in repr(error):  # a variable of the user's
+            return False
+        is_of_network = type(error).__module__.partition(".")[0] in CLIENTS
+        if is_of_network or isinstance(error, ConnectionError | TimeoutError | HTTPException):
+            passes = True
+        elif isinstance(error, OSError) and passes is None:
+            # pyarrow's error of a damaged file is an OSError without a number
+            is_answer = isinstance(error, (*ABSENT, PermissionError))
+            passes = not is_answer and error.errno not in LASTING
+        error = error.__cause__ or error.__context__
+    return bool(passes)
+
+
+def read_patiently(path: Path | str, read: Callable[[], T]) -> T:
     """Return `read()`, which reads `path`; call it again after growing waits if that fails.
 
     A server that restarts or a stale handle says nothing about a file's content. A permission is
-    not waited for, since it takes a person to give it.
+    not waited for, since it takes a person to give it. An error that does not pass is raised.
 
     Raises:
         StorageError: if the errors stay.
         ConfigError: if this user may not read it.
-        OSError: one of `ABSENT`, at once.
     """
     for wait_s in (*RETRY_AFTER_S, None):
         try:
             return read()
         except ABSENT:
             raise
-        except OSError as error:
+        except PermissionError as error:
             what = f"{path} cannot be read: {error.strerror or error}"
-            if isinstance(error, PermissionError):
-                raise ConfigError("", f"{what}\n  fix: let this user read it") from error
+            raise ConfigError("", f"{what}\n  fix: let this user read it") from error
+        except Exception as error:  # whatever a client of a storage raises
+            if not may_pass(error):
+                raise
+            what = f"{path} cannot be read: {getattr(error, 'strerror', None) or error}"
             if wait_s is None:
-                fix = "run the same command again when the file system answers"
+                fix = "run the same command again when the storage answers"
                 raise StorageError(f"{what}\n  fix: {fix}") from error
             logger.warning("%s; trying again in %g s", what, wait_s)
             time.sleep(wait_s)

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from meshwright.config.section import BYTES
 from meshwright.config.training import Source
+from meshwright.datasets.documents import Document, Messages
 from meshwright.datasets.encoding import Encoder
 from meshwright.datasets.files import Entry
-from meshwright.datasets.filters import Document, Messages
 from meshwright.datasets.opening import CachedSource, StreamedSource
 from meshwright.datasets.rows import IndexedDocuments
 from meshwright.datasets.token_cache.tokenizing import open_cache

@@ -12,9 +12,9 @@ from pyarrow import parquet
 from meshwright.config.section import BYTES
 from meshwright.config.training import Source
 from meshwright.datasets import find_dataset
+from meshwright.datasets.documents import conditions
 from meshwright.datasets.encoding import Encoder, SampleRules
 from meshwright.datasets.files import Entry, fingerprint, settings_of
-from meshwright.datasets.filters import conditions
 from meshwright.datasets.opening import StreamedSource
 from meshwright.datasets.rows import Item
 from meshwright.datasets.streamed import Shard, ShardPlace

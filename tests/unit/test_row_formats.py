@@ -3,9 +3,8 @@ from typing import Any
 import pytest
 
 from meshwright.config.training import Source
+from meshwright.datasets.documents import NoDocumentError, row_reader
 from meshwright.datasets.files import Entry
-from meshwright.datasets.filters import NoDocumentError
-from meshwright.datasets.rows import row_reader
 from meshwright.system.errors import ConfigError
 
 HELLO = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "hi"}]

@@ -16,15 +16,15 @@ from meshwright.config.section import BYTES
 from meshwright.config.training import Source
 from meshwright.datasets import find_dataset
 from meshwright.datasets.cached import CachedSamples
+from meshwright.datasets.documents import Document
 from meshwright.datasets.files import Entry, fingerprint, local_files, revision
-from meshwright.datasets.filters import Document
-from meshwright.datasets.hub import _reason, may_pass
-from meshwright.datasets.rows import Documents, IndexedDocuments
+from meshwright.datasets.rows import Documents, IndexedDocuments, _reason
 from meshwright.datasets.sources import check_path
 from meshwright.datasets.token_cache.spec import TokenizationSpec
 from meshwright.datasets.token_cache.tokenizing import open_cache
 from meshwright.datasets.tokenizers.kinds import build_tokenizer
 from meshwright.system.errors import ConfigError, RecordError
+from meshwright.system.files import may_pass
 from tests.helpers.tokenizer_files import byte_level_json
 
 ROWS = [{"text": f"document {i}", "other": i} for i in range(7)]

@@ -20,15 +20,14 @@ from fsspec.registry import _registry as fsspec_registry
 
 from meshwright.config.section import BYTES
 from meshwright.config.training import Source
+from meshwright.datasets import storage
 from meshwright.datasets.cached import CachedSamples
 from meshwright.datasets.files import Entry
-from meshwright.datasets.storage import ranges as storage
-from meshwright.datasets.storage import remote
-from meshwright.datasets.storage.block_cache import BlockCache
-from meshwright.datasets.storage.ranges import ChangedError, RangeFile, open_stream
+from meshwright.datasets.storage import BlockCache, ChangedError, RangeFile, open_stream
 from meshwright.datasets.token_cache.cache import TokenCache
 from meshwright.datasets.token_cache.spec import TokenizationSpec
 from meshwright.datasets.token_cache.tokenizing import open_cache
+from meshwright.system import files
 from meshwright.system.errors import ConfigError, StorageError
 
 EOS = 257
@@ -89,7 +88,7 @@ class Server:
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    monkeypatch.setattr(storage, "RETRY_AFTER_S", (0.0,) * 6)
+    monkeypatch.setattr(files, "RETRY_AFTER_S", (0.0,) * 6)
     monkeypatch.setattr(storage, "TIMEOUT_S", 0.5)
     server = Server()
     yield server
@@ -242,13 +241,14 @@ def test_lines_of_json_are_tokenised_as_from_the_disk(server, tmp_path) -> None:
 
 def test_a_stream_can_be_sought_in_and_notices_a_change(server) -> None:
     server.files["a"] = content = random.Random(0).randbytes(1 << 16)
-    with open_stream(f"{server.address}/a", 100) as stream:
+    with open_stream(f"{server.address}/a") as stream:
+        stream.seek(100)
         assert stream.read(10) == content[100:110]
         stream.seek(-5, 2)
         assert stream.read() == content[-5:]
     stream = open_stream(f"{server.address}/a")
     server.files["a"] = content[:-1]
-    with pytest.raises(ConfigError, match="has changed"):
+    with pytest.raises(ChangedError, match="has changed"):
         stream.read()
 
 
@@ -272,15 +272,11 @@ class Bucket(MemoryFileSystem):
 
 @pytest.fixture
 def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
-    monkeypatch.setattr(storage, "RETRY_AFTER_S", (0.0,) * 6)
+    monkeypatch.setattr(files, "RETRY_AFTER_S", (0.0,) * 6)
     fsspec.register_implementation("s3", Bucket, clobber=True)
-    remote.of_scheme.cache_clear()
-    remote.file_system.cache_clear()
     yield Bucket()
     Bucket.store.clear()
     fsspec_registry.pop("s3")
-    remote.of_scheme.cache_clear()
-    remote.file_system.cache_clear()
 
 
 def test_a_folder_of_a_bucket_gives_the_batches_of_the_disk(bucket, tmp_path) -> None:
@@ -298,14 +294,12 @@ def test_a_folder_of_a_bucket_gives_the_batches_of_the_disk(bucket, tmp_path) ->
 
 
 def test_a_bucket_needs_its_package(monkeypatch) -> None:
-    remote.of_scheme.cache_clear()
-    remote.file_system.cache_clear()
 
     def missing(scheme: str) -> None:
         raise ImportError(f"Install s3fs to access {scheme}")
 
     monkeypatch.setattr(fsspec, "filesystem", missing)
-    with pytest.raises(ConfigError, match="s3:// needs a package .*\n  fix: pip install s3fs$"):
+    with pytest.raises(ConfigError, match="s3:// needs a package .*\n  fix: Install s3fs"):
         storage.find_files("s3://bucket/data", (".npy",))
 
 

@@ -22,7 +22,7 @@ from meshwright.config.training import Source
 from meshwright.datasets.cached import CachedSamples
 from meshwright.datasets.files import Entry
 from meshwright.datasets.rows import IndexedDocuments
-from meshwright.datasets.storage.ranges import DESCRIPTORS, RangeFile
+from meshwright.datasets.storage import DESCRIPTORS, RangeFile
 from meshwright.datasets.token_cache import tokenizing
 from meshwright.datasets.token_cache.cache import DamagedCacheError, Part, TokenCache
 from meshwright.datasets.token_cache.spec import TokenizationSpec
@@ -365,15 +365,15 @@ def test_only_what_is_surely_dead_is_removed(tmp_path) -> None:
 
 def wrong_in_memory(monkeypatch, name: str, position: int) -> None:
     """The system's memory of a file has a wrong bit; the disk has not."""
-    real = RangeFile.fetch
+    real = RangeFile.read
 
-    def fetch(self: RangeFile, begin: int, size: int) -> bytes:
+    def read(self: RangeFile, begin: int, size: int) -> bytes:
         content = bytearray(real(self, begin, size))
         if Path(self.path).name == name and begin <= position < begin + len(content):
             content[position - begin] ^= 1
         return bytes(content)
 
-    monkeypatch.setattr(RangeFile, "fetch", fetch)
+    monkeypatch.setattr(RangeFile, "read", read)
 
 
 @pytest.mark.parametrize("name", ["00000.tokens", "lengths"])

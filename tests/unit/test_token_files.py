@@ -131,15 +131,15 @@ def test_samples_are_those_of_a_cache_of_our_own(tmp_path: Path) -> None:
 
 def test_each_file_is_opened_once_however_many_there_are(tmp_path: Path, monkeypatch) -> None:
     opened: list[str] = []
-    really = os.open
+    really = open
 
-    def note(path: Any, *rest: Any, **options: Any) -> int:
+    def note(path: Any, *rest: Any, **options: Any) -> Any:
         opened.append(str(path))
         return really(path, *rest, **options)
 
-    monkeypatch.setattr(os, "open", note)
     for number in range(6):
         write_kind("numpy", tmp_path / f"a{number}", DOCUMENTS)
+    monkeypatch.setattr("builtins.open", note)
     open_tokens(tmp_path, "tokens", tmp_path / "*.npy")
     assert sorted(path for path in opened if path.endswith(".npy")) == [
         str(tmp_path / f"a{number}.npy") for number in range(6)

@@ -18,22 +18,18 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from meshwright.datasets.storage.block_cache import BlockCache
-from meshwright.datasets.storage.ranges import ChangedError, RangeFile, is_address
+from meshwright.datasets.storage import BlockCache, ChangedError, RangeFile, is_address
 from meshwright.system.errors import ConfigError
 from meshwright.system.files import warn_once, whole_file
 
 BLOCK_BYTES = 1 << 16
 """Tokens are checked in blocks of this many bytes."""
 
-
 BLOCK_DOCUMENTS = 1 << 10
 """Lengths of documents are checked, and documents shuffled, in blocks of this many."""
 
-
 OF_PART = ("lengths", "token_checksums", "num_bytes")
 """Arrays that are kept of each part,"""
-
 
 OF_CACHE = (
     *("content", "num_bytes", "num_documents", "dtype"),
@@ -41,23 +37,17 @@ OF_CACHE = (
 )
 """and of the whole."""
 
-
 CACHE_KEY = "training.token_cache_folder"
-
 
 SOURCES = "sources.json"
 
-
 LENGTHS = "lengths"
-
 
 DAMAGED = "damaged"
 """Notes of readers, a line each: numbers of parts, or `LENGTHS`, whose content is wrong. The next
 job looks into them; others may be reading the files meanwhile."""
 
-
 Lengths = npt.NDArray[np.uint32]
-
 
 Starts = npt.NDArray[np.int64]
 

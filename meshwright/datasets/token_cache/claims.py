@@ -22,7 +22,6 @@ from meshwright.system.files import is_running, this_machine
 BEAT_S = 5.0
 """Between two numbers."""
 
-
 SILENCE_S = 40.0
 """A claim whose number has not changed for so long is of a process that is gone."""
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from meshwright.datasets.storage.ranges import RangeFile
+from meshwright.datasets.storage import RangeFile
 from meshwright.datasets.token_cache.cache import (
     CACHE_KEY,
     DamagedCacheError,

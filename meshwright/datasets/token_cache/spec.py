@@ -21,7 +21,6 @@ TODAY = datetime(2024, 7, 26)
 """For chat templates that write the date, so that a conversation is the same tokens tomorrow. It is
 the date that Meta's templates fall back to."""
 
-
 FORMAT = 1
 """Of the files; another number is another cache."""
 

@@ -15,7 +15,7 @@ from typing import Any
 from tqdm import tqdm
 
 from meshwright.datasets.foreign_tokens import TokenFiles
-from meshwright.datasets.storage.block_cache import BlockCache
+from meshwright.datasets.storage import BlockCache
 from meshwright.datasets.token_cache.cache import (
     CACHE_KEY,
     DAMAGED,

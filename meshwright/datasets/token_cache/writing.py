@@ -14,7 +14,7 @@ import numpy.typing as npt
 from meshwright.datasets.encoding import NO_LOSS, Encoder
 from meshwright.datasets.foreign_tokens import FormatError, TokenFiles, index_tokens
 from meshwright.datasets.rows import Documents
-from meshwright.datasets.storage.ranges import RangeFile
+from meshwright.datasets.storage import RangeFile
 from meshwright.datasets.token_cache.cache import (
     BLOCK_BYTES,
     BLOCK_DOCUMENTS,
@@ -32,7 +32,6 @@ from meshwright.system.files import whole_file
 from meshwright.system.log import logger
 
 Array = npt.NDArray[np.generic]
-
 
 Advance = Callable[[int, int], None]
 """Called with bytes of text, or of a file, and tokens that are done since the last call."""
@@ -65,7 +64,7 @@ def write_part(
     lengths, num_bytes, bad = list[int](), 0, list[RecordError]()
     has_flags = np.dtype(dtype).itemsize == 4
     with whole_file(part.own) as raw_file:
-        file = _Checksummed(raw_file)
+        file = _Checksummed(raw_file, BLOCK_BYTES)
         for document in documents.read_part(part.number):
             try:
                 if isinstance(document, RecordError):
@@ -86,11 +85,11 @@ def write_part(
                 size = _num_bytes(document)
                 num_bytes += size
                 advance(size, len(tokens))
-        token_checksums = file.finish()
+        file.flush()
     _save_arrays(
         part.index,
         lengths=np.array(lengths, np.uint32),
-        token_checksums=np.array(token_checksums, np.uint32),
+        token_checksums=np.array(file.checksums, np.uint32),
         num_bytes=np.int64(num_bytes),
         num_bad=np.int64(len(bad)),
         bad=np.array([str(error) for error in bad[:MESSAGES_KEPT]], np.str_),
@@ -126,9 +125,7 @@ def is_complete(
         files, _ = open_source(recipe)
         assert isinstance(files, TokenFiles)
         if "offset" not in index:  # of an earlier version
-            vocab_size = recipe.tokenizer.vocab_size
-            head = files.open_one(part.number, vocab_size)
-            index |= {"offset": np.array(head.offset), "dtype": np.array(head.dtype)}
+            return False
         offset, dtype = int(index["offset"]), str(index["dtype"])
         found = files.files[part.number].size
     else:
@@ -173,27 +170,27 @@ def _index_part(recipe: TokenizationSpec, files: TokenFiles, part: Part) -> None
 
 class _Checksummed:
     """Takes the checksum of each block in memory, before it is written, not of the bytes a disk
-    has made of it."""
+    has made of it; and the sum of its numbers, if they are lengths."""
 
-    def __init__(self, file: BinaryIO) -> None:
-        self._file, self._pending = file, bytearray()
-        self._checksums: list[int] = []
+    def __init__(self, file: BinaryIO, block_bytes: int, *, is_of_lengths: bool = False) -> None:
+        self._file, self._block_bytes, self._pending = file, block_bytes, bytearray()
+        self._is_of_lengths = is_of_lengths
+        self.checksums, self.sums = list[int](), list[int]()
 
     def write(self, content: bytes) -> None:
         self._pending += content
-        while len(self._pending) >= BLOCK_BYTES:
-            self._write(bytes(self._pending[:BLOCK_BYTES]))
-            del self._pending[:BLOCK_BYTES]
+        while len(self._pending) >= self._block_bytes:
+            self.flush()
 
-    def finish(self) -> list[int]:
-        """Write the rest; the checksums of all blocks."""
-        if self._pending:
-            self._write(bytes(self._pending))
-            self._pending.clear()
-        return self._checksums
-
-    def _write(self, block: bytes) -> None:
-        self._checksums.append(zlib.crc32(block))
+    def flush(self) -> None:
+        """Write a block, or the rest."""
+        block = bytes(self._pending[: self._block_bytes])
+        del self._pending[: self._block_bytes]
+        if not block:
+            return
+        self.checksums.append(zlib.crc32(block))
+        if self._is_of_lengths:
+            self.sums.append(int(np.frombuffer(block, "<u4").sum(dtype=np.uint64)))
         self._file.write(block)
 
 
@@ -210,33 +207,36 @@ def join_parts(recipe: TokenizationSpec, parts: Sequence[Part], dtype: str) -> N
     """
     entry, folder = recipe.entry, parts[0].folder
     left = entry.source.max_documents or None
-    per_part, num_bytes, num_bad, first_bad = list[int](), 0, 0, ""
-    blocks = _Blocks()
+    per_part, num_bytes, num_documents, num_bad, first_bad = list[int](), 0, 0, 0, ""
     located, content = list[Part](), hashlib.sha256()
-    with whole_file(folder / LENGTHS) as file:
+    with whole_file(folder / LENGTHS) as raw_file:
+        file = _Checksummed(raw_file, 4 * BLOCK_DOCUMENTS, is_of_lengths=True)
         for part in parts:  # one in memory at a time
             index = read_index(part)
             if part.source:
-                dtype = _one_type(recipe, index, dtype if located else "", part, parts)
-                place = int(index["offset"]), str(index["stamp"])
-                part = replace(part, offset=place[0], stamp=place[1])
+                first, dtype = dtype, str(index["dtype"])
+                if located and dtype != first:
+                    what = f"is of type {dtype}, and {parts[0].source} of {first}"
+                    raise entry.error("dataset_path", f"{part.source}: {what}")
+                part = replace(part, offset=int(index["offset"]), stamp=str(index["stamp"]))
             if not located:
                 content.update(dtype.encode())
             located.append(part)
             per_part.append(int(index["lengths"].sum(dtype=np.uint64)))
-            lengths = index["lengths"][:left]
+            lengths = index["lengths"][:left].astype("<u4")
             content.update(index["token_checksums"].tobytes())
             content.update(lengths.tobytes())
-            blocks.add(lengths)
-            file.write(lengths.astype("<u4").tobytes())
+            file.write(lengths.tobytes())
             kept = int(lengths.sum(dtype=np.uint64)) / max(per_part[-1], 1)
             num_bytes += round(int(index["num_bytes"]) * kept)  # of a part that is cut, its share
+            num_documents += len(lengths)
             num_bad += int(index["num_bad"])
             first_bad = first_bad or next(iter(index["bad"].tolist()), "")
             if left is not None:
                 left -= len(lengths)
                 if left <= 0:
                     break
+        file.flush()
     if not sum(per_part):
         key = "training.validation_fraction"
         sides = {True: f" in the part that {key} holds out", False: f" but what {key} holds out"}
@@ -250,59 +250,14 @@ def join_parts(recipe: TokenizationSpec, parts: Sequence[Part], dtype: str) -> N
         folder / "cache.npz",
         content=np.str_(content.hexdigest()[:16]),
         num_bytes=np.int64(num_bytes),
-        num_documents=np.int64(sum(blocks.per_part)),
+        num_documents=np.int64(num_documents),
         dtype=np.str_(dtype),
         part_starts=_starts(per_part),
-        block_starts=_starts(blocks.sums),
-        length_checksums=np.array(blocks.checksums, np.uint32),
+        block_starts=_starts(file.sums),
+        length_checksums=np.array(file.checksums, np.uint32),
         num_bad=np.int64(num_bad),
         first_bad=np.str_(first_bad),
     )
-
-
-def _one_type(
-    recipe: TokenizationSpec, index: dict[str, Any], first: str, part: Part, parts: Sequence[Part]
-) -> str:
-    dtype = str(index["dtype"])
-    if first and dtype != first:
-        what = f"is of type {dtype}, and {parts[0].source} of {first}"
-        raise recipe.entry.error("dataset_path", f"{part.source}: {what}")
-    return dtype
-
-
-class _Blocks:
-    """Sums and checksums of the lengths of documents, block by block."""
-
-    def __init__(self) -> None:
-        self.per_part = list[int]()
-        self._sums, self._checksums = list[int](), list[int]()
-        self._pending = np.empty(0, np.uint32)
-
-    def add(self, lengths: npt.NDArray[Any]) -> None:
-        """Take the lengths of one part."""
-        self.per_part.append(len(lengths))
-        self._pending = np.concatenate([self._pending, lengths.astype("<u4")])
-        whole = len(self._pending) // BLOCK_DOCUMENTS * BLOCK_DOCUMENTS
-        self._take(self._pending[:whole])
-        self._pending = self._pending[whole:]
-
-    def _take(self, lengths: npt.NDArray[Any]) -> None:
-        for begin in range(0, len(lengths), BLOCK_DOCUMENTS):
-            block = lengths[begin : begin + BLOCK_DOCUMENTS]
-            self._sums.append(int(block.sum(dtype=np.uint64)))
-            self._checksums.append(zlib.crc32(block.tobytes()))
-
-    @property
-    def sums(self) -> list[int]:
-        """Tokens of each block, with the last one, which is shorter."""
-        rest = [int(self._pending.sum(dtype=np.uint64))] if len(self._pending) else []
-        return self._sums + rest
-
-    @property
-    def checksums(self) -> list[int]:
-        """Of each block."""
-        rest = [zlib.crc32(self._pending.tobytes())] if len(self._pending) else []
-        return self._checksums + rest
 
 
 def _starts(sizes: Any) -> Any:

@@ -69,7 +69,6 @@ def overlaps(places: list[tuple[int, int]], spans: list[tuple[int, int]]) -> lis
 
 DATA_KEY = "training.dataset"
 
-
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 

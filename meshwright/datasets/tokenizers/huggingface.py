@@ -25,7 +25,6 @@ from meshwright.system.errors import ConfigError
 # for each core; whoever tokenises in several processes has use for one in each.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-
 KNOWN_EOS = (
     "<|end_of_text|>",
     "</s>",
@@ -34,13 +33,10 @@ KNOWN_EOS = (
     "<\uff5cend\u2581of\u2581sentence\uff5c>",
 )
 
-
 SPACE = "\u2581"  # a space in a piece of those kinds that are not byte-level
-
 
 SPEAK_FOR_THEMSELVES = {"Sequence", "Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}
 """Decoders under which a piece is its text, with `SPACE` for a space and <0x0A> for a byte."""
-
 
 KNOW_NO_PLACE = {"Sequence", "Split", "Digits", "ByteLevel", "NFC", "NFD", "NFKC", "NFKD"}
 """Normalizers and pre-tokenizers that treat a text alike after a special token and at its start."""

@@ -18,7 +18,6 @@ from meshwright.system.errors import ConfigError, check, config_error, where_it_
 
 PATH_KEY, TEMPLATE_KEY = "model.tokenizer_path", "model.chat_template_path"
 
-
 OF_PRESETS = {
     "llama2": "meta-llama/Llama-2-7b-hf",
     "llama3": "meta-llama/Meta-Llama-3-8B",
@@ -31,9 +30,7 @@ OF_PRESETS = {
 }
 """Repositories on the Hugging Face hub, by the folder in assets/tokenizers that presets name."""
 
-
 FILE_NAMES = ("tokenizer.json", "tokenizer.model", "original/tokenizer.model")
-
 
 BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 """Files beside a tokenizer that say how it is used."""

@@ -18,7 +18,6 @@ class Ends(NamedTuple):
 OWN = Ends()
 """The tokenizer's own."""
 
-
 NAME_FILES = ("tokenizer_config.json", "special_tokens_map.json")
 
 
