@@ -7,8 +7,9 @@ from meshwright.config.changes import shown
 from meshwright.config.job_config import JobConfig, Model
 from meshwright.config.training import Source, Training, Validation, WeightedSource
 from meshwright.datasets import DATASETS, find_dataset
+from meshwright.datasets.documents import FORMATS
 from meshwright.datasets.files import ROW_FORMATS, Entry
-from meshwright.datasets.rows import FORMATS, head_fault
+from meshwright.datasets.rows import head_fault
 from meshwright.datasets.sources import check_path
 from meshwright.datasets.storage import is_address
 from meshwright.datasets.tokenizers.kinds import Tokenizer, find_template, prompt_tokens

@@ -49,7 +49,8 @@ class Meeting:
                     wait_for_workers=False,
                 )
                 self._store = dist.PrefixStore(self._prefix, store)
-                self._store.append("all", f"{self._me} ")
+                # which the types of torch leave out (2.13)
+                self._store.append("all", f"{self._me} ")  # type: ignore[attr-defined]
             self._store.add(self._me, 1)
 
     def _here(self) -> list[str]:
