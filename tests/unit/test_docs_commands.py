@@ -9,6 +9,8 @@ import pytest
 
 from meshwright.commands.main import COMMANDS, build_parser
 from meshwright.config.command_line import parse
+from meshwright.config.fields import find_field
+from meshwright.config.job_config import JobConfig
 from meshwright.config.loader import load_config, preset_names
 from meshwright.system.errors import ConfigError
 from tests.helpers.cli import check_job
@@ -108,6 +110,48 @@ def test_a_printed_toml_has_keys_and_values_that_are_valid(text: str, tmp_path: 
     (tmp_path / "a.toml").write_text(text.replace('"debug_model.toml"', '"debug_model"'))
     (tmp_path / "mix.txt").write_text("1.0 a.jsonl\n")
     load_config([str(tmp_path / "a.toml")])
+
+
+KEY = re.compile(r"(?:--)?((\w+)\.[\w.]+)(?:(?: = |=| )([^ ]{2,}|\[.*\]))?")
+FOREIGN = {"compare.md"}
+"""Pages with keys of others."""
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_key_within_a_text_is_there_and_takes_its_value(page: Path) -> None:
+    """`section.key`, `section.key = value`, `--section.key value`."""
+    for code in re.findall(r"`([^`]+)`", BLOCK.sub("", page.read_text("utf-8"))):
+        match = KEY.fullmatch(" ".join(code.split()))
+        if not match or match[2] not in JobConfig.model_fields or page.name in FOREIGN:
+            continue
+        is_file = match[1].endswith((".py", ".json", ".jsonl"))
+        assert is_file or find_field(tuple(match[1].split("."))), code
+        if match[3] and "1e5" not in match[3]:  # the sign of that one is the point
+            load_config(["debug_model", f"--{match[1]}={match[3].strip(chr(34))}"])
+
+
+def test_jobs_of_different_pages_have_different_folders() -> None:
+    """A reader who follows one page after the other gets no job that is refused."""
+    found = [
+        (folder, page.name)
+        for page in PAGES
+        for language, block in BLOCK.findall(page.read_text("utf-8"))
+        if language == "toml"
+        for folder in re.findall(r'^dump_folder = "(.*?)"', block, re.MULTILINE)
+    ]
+    assert len(found) >= 4
+    assert len({folder for folder, _ in found}) == len(found), found
+
+
+def test_a_printed_module_is_python() -> None:
+    """Those with a name are run by test_extension.py."""
+    pages = [page.read_text("utf-8") for page in PAGES]
+    blocks = [
+        block for page in pages for language, block in BLOCK.findall(page) if language == "python"
+    ]
+    assert len(blocks) >= 7
+    for block in blocks:
+        compile(block, "block", "exec")
 
 
 def test_the_first_job_of_one_s_own_runs_after_the_first_command(tmp_path: Path) -> None:
