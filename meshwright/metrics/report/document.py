@@ -17,20 +17,20 @@ CSS = """
 body { margin: 0; background: var(--paper); color: var(--ink);
   font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif }
 main { max-width: 76rem; margin: 0 auto; padding: 1.5rem 1rem 4rem }
-h1 { font-size: 1.5rem; margin: 0; overflow-wrap: anywhere } h2 { font-size: 1.15rem;
+h1 { font-size: 1.5rem; margin: 0 0 .6rem; overflow-wrap: anywhere } h2 { font-size: 1.15rem;
   margin: 2.2rem 0 .7rem } p { margin: .3rem 0 } small, .note, .soft { color: var(--soft) }
 .note { font-size: .85rem } a { color: var(--c0) }
 .pill { display: inline-block; padding: .05rem .6rem; border-radius: 1rem; font-size: .85rem;
   border: 1px solid currentColor } .good { color: var(--good) } .warn { color: var(--warn) }
 .bad { color: var(--bad) }
-.tiles { display: grid; gap: .7rem; grid-template-columns: repeat(auto-fill, minmax(8.2rem, 1fr));
+.tiles { display: grid; gap: .7rem; grid-template-columns: repeat(auto-fit, minmax(8.2rem, 1fr));
   margin-top: 1rem }
 .tile, .chart, .card { background: var(--card); border: 1px solid var(--line);
   border-radius: .6rem; padding: .7rem .9rem; margin: 0; min-width: 0 }
-.tile b { display: block; font-size: 1.25rem; font-variant-numeric: tabular-nums }
+.tile b { display: block; font-size: 1.2rem; white-space: nowrap; font-variant-numeric: tabular-nums }
 .tile span { color: var(--soft); font-size: .82rem } .tile small { font-size: .8rem }
 .charts { display: grid; gap: .9rem; grid-template-columns: repeat(2, minmax(0, 1fr)) }
-.charts > :only-child { grid-column: 1 / -1 } .charts + .card { margin-top: .9rem }
+.charts > :only-child { grid-column: 1 / -1 } .charts + .card, .card + .card { margin-top: .9rem }
 @media (max-width: 46rem) { .charts { grid-template-columns: minmax(0, 1fr) }
   main { padding: 1rem .7rem 3rem } .tiles { grid-template-columns: repeat(2, minmax(0, 1fr)) } }
 figcaption { font-weight: 600 } figcaption small { font-weight: 400; margin-left: .3rem }
