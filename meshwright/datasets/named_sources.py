@@ -4,14 +4,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from meshwright.config.changes import shown
-from meshwright.config.job_config import JobConfig
+from meshwright.config.job_config import JobConfig, Model
 from meshwright.config.training import Source, Training, Validation, WeightedSource
 from meshwright.datasets import DATASETS, find_dataset
 from meshwright.datasets.files import ROW_FORMATS, Entry
-from meshwright.datasets.rows import head_fault
+from meshwright.datasets.rows import FORMATS, head_fault
 from meshwright.datasets.sources import check_path
 from meshwright.datasets.storage.ranges import is_address
-from meshwright.datasets.tokenizers.kinds import Tokenizer, prompt_tokens
+from meshwright.datasets.tokenizers.kinds import Tokenizer, find_template, prompt_tokens
 from meshwright.system.errors import ConfigError, check, config_error, did_you_mean
 
 
@@ -144,6 +144,12 @@ def check_mixture(sources: Sequence[WeightedSource]) -> None:
             raise ConfigError(
                 key, f"{key}: weights and tokens are mixed\n  fix: give all the same of the two"
             )
+
+
+def check_template(training: Training, model: Model) -> None:
+    """Check that there is a chat template, if a format of the data makes conversations."""
+    if any(entry.source.dataset_format in FORMATS for entry in entries(training, "training")):
+        find_template(model.tokenizer_path, model.chat_template_path)
 
 
 def check_budgets(training: Training) -> None:

@@ -23,6 +23,7 @@ from meshwright.datasets.named_sources import (
     check_mixture,
     check_sample_prompts,
     check_sources,
+    check_template,
     check_validation_data,
     idle_source_options,
     other_data,
@@ -314,6 +315,7 @@ def check_data(config: JobConfig, *, looks_at_files: bool = True) -> Tokenizer:
     with mistakes.collect():
         model = config.model
         tokenizer = build_tokenizer(model.tokenizer_path, Ends(model.bos_token, model.eos_token))
+        check_template(config.training, model)
     with mistakes.collect():
         check_sources(config.training, "training", looks_at_files=looks_at_files)
         check_mixture(config.training.datasets)

@@ -119,7 +119,9 @@ def resolve_model(config: JobConfig) -> tuple[Family, DecoderArgs]:
         args = read_args(place, family.hf, family.args)
     else:
         sizes = family.flavors
-        check(flavor in sizes, "model.flavor", flavor, "no such size", did_you_mean(flavor, sizes))
+        is_folder = f"write ./{flavor} for the folder" if Path(flavor).is_dir() else ""
+        fix = is_folder or did_you_mean(flavor, sizes)
+        check(flavor in sizes, "model.flavor", flavor, "no such size", fix)
         args = sizes[flavor]
     merged = dataclasses.asdict(args) | config.model.args
     try:

@@ -130,3 +130,20 @@ def test_a_condition_on_a_column_that_is_not_there_is_to_be_corrected(tmp_path) 
     )
     with pytest.raises(ConfigError, match="(?s)no column 'score'.*fix: correct the condition"):
         check_sources(section, "training")
+
+
+def test_conversations_without_a_chat_template_are_refused_before_they_are_read(tmp_path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"messages": [{"role": "user", "content": "a"}]}')
+    (tmp_path / "chat.jinja").write_text("{{ messages }}")
+    data = ("training.dataset=json", f"training.dataset_path={tmp_path}/rows.jsonl")
+    job = ["debug_model", *(f"--{key}" for key in (*data, "training.dataset_format=messages"))]
+    with pytest.raises(ConfigError, match="no chat_template.jinja beside it"):
+        check_job(job)
+    check_job([*job, f"--model.chat_template_path={tmp_path}/chat.jinja"])
+
+
+def test_a_folder_that_is_taken_for_a_size_is_named(tmp_path, monkeypatch) -> None:
+    (tmp_path / "mine").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="no such size\n  fix: write ./mine for the folder"):
+        check_job(["debug_model", "--model.flavor=mine"])

@@ -27,7 +27,8 @@ h1 { font-size: 1.5rem; margin: 0 0 .6rem; overflow-wrap: anywhere } h2 { font-s
   margin-top: 1rem }
 .tile, .chart, .card { background: var(--card); border: 1px solid var(--line);
   border-radius: .6rem; padding: .7rem .9rem; margin: 0; min-width: 0 }
-.tile b { display: block; font-size: 1.2rem; white-space: nowrap; font-variant-numeric: tabular-nums }
+.tile b { display: block; font-size: 1.2rem; white-space: nowrap;
+  font-variant-numeric: tabular-nums }
 .tile span { color: var(--soft); font-size: .82rem } .tile small { font-size: .8rem }
 .charts { display: grid; gap: .9rem; grid-template-columns: repeat(2, minmax(0, 1fr)) }
 .charts > :only-child { grid-column: 1 / -1 } .charts + .card, .card + .card { margin-top: .9rem }
