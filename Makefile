@@ -18,4 +18,5 @@ docs: # the files made from the code; then the site
 	$(RUN) $$python -m scripts.command_reference > docs/commands.md
 	$(RUN) $$python -m meshwright.commands.main schema > train_configs/schema.json
 	$(RUN) $$python -m scripts.draw_house > docs/images/house.svg
+	$(RUN) for name in job pieces; do $$python -m scripts.draw_diagrams $$name > docs/images/$$name.svg; done
 	scripts/build_site.sh

@@ -21,7 +21,7 @@ from meshwright.parallelisms import activation_checkpoint, parallelize, tensor_p
 from meshwright.parallelisms.cpu_kernels import attention as cpu_attention
 from meshwright.train.optim import exchange, gradients, groups, matrices, optimizers
 from meshwright.train.stop import Vote
-from scripts import draw_house
+from scripts import draw_diagrams, draw_house
 
 PACKAGE = Path(meshwright.__file__).parent
 FILES = {file.relative_to(PACKAGE).as_posix(): file for file in sorted(PACKAGE.rglob("*.py"))}
@@ -218,9 +218,11 @@ def test_a_compiled_graph_is_of_the_code_that_it_is_made_of() -> None:
         assert inside.parts[0] in parallelize.FOLDERS
 
 
-def test_the_drawing_is_up_to_date() -> None:
-    """Otherwise: python -m scripts.draw_house > docs/images/house.svg"""
-    drawing = PACKAGE.parent / "docs/images/house.svg"
-    assert drawing.read_text("utf-8") == draw_house.draw() + "\n"
+def test_the_drawings_are_up_to_date() -> None:
+    """Otherwise: make docs."""
+    images = PACKAGE.parent / "docs/images"
+    assert (images / "house.svg").read_text("utf-8") == draw_house.draw() + "\n"
+    assert (images / "job.svg").read_text("utf-8") == draw_diagrams.job() + "\n"
+    assert (images / "pieces.svg").read_text("utf-8") == draw_diagrams.pieces() + "\n"
     for files in draw_house.WAYS.values():
         assert FILES.keys() >= {*files}
