@@ -264,11 +264,9 @@ MIXTURES: tuple[Fault, ...] = (
     _fault(
         "experts_not_loaded",
         "3626 (of its class)",
-        "checkpoint/state.py",
-        "        set_model_state_dict(self._model, _below(MODEL, state))",
-        "        own = get_model_state_dict(self._model)\n"
-        '        kept = {name: t for name, t in own.items() if ".experts." in name}\n'
-        "        set_model_state_dict(self._model, _below(MODEL, state) | kept)",
+        "checkpoint/reader.py",
+        "            dcp.load(wanted, storage",
+        '            dcp.load({k: v for k, v in wanted.items() if ".experts." not in k}, storage',
         EP,
         "experts.w",
     ),

@@ -3,6 +3,7 @@ state that is no parameter."""
 
 import dataclasses
 import functools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 from transformers import DeepseekV3Config
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
 
+from meshwright.commands.prove.replay import Recording
 from meshwright.config.loader import load_config
 from meshwright.config.parallelism import ActivationCheckpoint
 from meshwright.models.decoder import Decoder
@@ -215,6 +217,25 @@ def test_a_step_that_is_held_back_moves_neither_bias_nor_load(monkeypatch) -> No
         assert figures["experts/load_max"].item() == pytest.approx(loads.max().item())
         assert figures["experts/load_min"].item() == pytest.approx(loads.min().item())
         assert figures["experts/without_tokens"].item() == (loads == 0).sum().item()
+
+
+def test_a_proof_counts_loads_and_biases_once_more(monkeypatch) -> None:
+    monkeypatch.setattr("torch.distributed.all_reduce", lambda tensor: None)
+    model, books = model_of(), Recording(0.01)
+    local = SimpleNamespace(stages=[model])
+    balance, model.routing = Balance([model], 0.01), books
+    for step, fault in enumerate((None, None, "load", "bias"), 1):
+        books.step = step
+        for _ in range(2):  # microbatches
+            model(torch.randint(131, (2, 16))).sum().backward()
+        if fault == "load":
+            with torch.no_grad():  # as a validation that counts
+                model.layers["1"].feed_forward.counts += 1
+        if fault == "bias":
+            model.layers["1"].feed_forward.bias += 0.01
+        balance.after_step(balance.sums(torch.device("cpu"), 1), torch.tensor(False))
+        wrong = books.wrong_counts(local)
+        assert wrong == ([f"layers.1.feed_forward.{fault}"] if fault else [])
 
 
 @functools.cache
