@@ -45,8 +45,10 @@ STATES = (
         "validation_reads_on",
         "pytorch/torchtitan#2637, pytorch/torchtitan#2791",
         "train/validation.py",
-        "        stream = SampleStream(\n",
-        '        self._stream = stream = getattr(self, "_stream", None) or SampleStream(\n',
+        "        stream = SampleStream(\n            [source], [1], Cursor(), rules,",
+        '        begin = self.read_before = getattr(self, "read_before", -16) + 16\n'
+        "        stream = SampleStream(\n"
+        "            [source], [1], Cursor(begin, (begin,)), rules,",
         {"dp_shard": 2},
         "validation/loss",
     ),
