@@ -92,7 +92,8 @@ REDUCTIONS = (
         "pytorch/torchtitan#4167",
         "train/validation.py",
         "return torch.stack([loss.double(), num_labels.double(), num_bytes.double()])",
-        "return torch.stack([loss.double() / num_labels, num_labels > 0, num_bytes.double()])",
+        "mean = loss.double() / num_labels.clamp(min=1)\n"
+        "    return torch.stack([mean, num_labels > 0, num_bytes.double()])",
         {"dp_shard": 2},
         "validation/loss:",
     ),
