@@ -20,7 +20,8 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.run import parse_args, run
 
 from meshwright.config.loader import load_config
-from meshwright.launch.heartbeat import HEARTBEATS
+from meshwright.launch.heartbeat import HEARTBEATS, LOOK_EVERY_S
+from meshwright.launch.meeting import Meeting
 from meshwright.launch.watch import Watch, tail, try_to_write
 from meshwright.metrics.history import note_missing_end
 from meshwright.system.errors import EXIT_INTERRUPTED, EXIT_STOPPED, ConfigError
@@ -94,18 +95,17 @@ def _silence_torchrun() -> None:
 
 
 def _wait_for_machines(args: argparse.Namespace, folder: Path) -> int:
-    """Log how long the others are waited for; return the number of machines that have to meet."""
+    """Log which of the others are waited for; return the number of machines that have to meet."""
     machines = 1 if args.standalone else int(args.nnodes)
 
     def speak() -> None:
-        begun = said = time.monotonic()
+        begun, meeting = time.monotonic(), Meeting(args.rdzv_endpoint, machines, args.rdzv_id)
         with suppress(OSError):  # the folder goes with the job
             while not _has_ranks(folder):
-                time.sleep(0.1)
-                if (now := time.monotonic()) - said >= SPEAK_EVERY_S:
-                    said = now
-                    words = "waiting at %s for the other machines, %d in all: %.0f s so far"
-                    logger.info(words, args.rdzv_endpoint, machines, now - begun)
+                meeting.come()
+                if (waited_s := time.monotonic() - begun) >= SPEAK_EVERY_S * (meeting.said + 1):
+                    logger.info("%s: %.0f s so far", meeting.describe(), waited_s)
+                time.sleep(LOOK_EVERY_S)
 
     if machines > 1:
         threading.Thread(target=speak, name="rendezvous", daemon=True).start()
@@ -188,9 +188,13 @@ def _report(error: ChildFailedError, request: Path, args: argparse.Namespace, wa
     how = f"was killed by {failure.signal_name()}" if end.code < 0 else f"failed (exit {code})"
     if end.code in BY_TORCHRUN:
         how = "was ended by SIGTERM"
-    _note_end(args, watch, f"failed: rank {end.rank} {how}{where}")
-    _show_details(end, failure, args)
     hint = "; most often there is too little memory: dmesg" * (end.code == -signal.SIGKILL)
+    if end.has_lost_peer:  # it has not failed by itself
+        how = "lost its connection to another rank"
+        hint = "; look for the first failure on the consoles of all machines (traceback: the logs)"
+    else:
+        _show_details(end, failure, args)
+    _note_end(args, watch, f"failed: rank {end.rank} {how}{where}")
     print_error(f"rank {end.rank} {how}{where}{hint}")
     if asked:
         print_error("the job was asked to stop, but failed before it saved")
@@ -217,13 +221,8 @@ def _end(rank: int, failure: ProcessFailure) -> RankEnd:
 
 
 def _show_details(end: RankEnd, failure: ProcessFailure, args: argparse.Namespace) -> None:
-    """Print the traceback of a rank that failed, or the end of its stderr; or where to look."""
-    if end.has_lost_peer:
-        print_error(
-            f"rank {end.rank} lost its connection to another rank, which may have failed on "
-            "another machine: look at the consoles of all machines (the traceback is in the logs)"
-        )
-    elif text := _traceback(failure):
+    """Print the traceback of a rank that failed by itself, or the end of its stderr."""
+    if text := _traceback(failure):
         _print(text)
     else:
         _show_stderr(end.rank, failure, args)

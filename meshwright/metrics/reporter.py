@@ -156,8 +156,11 @@ class Reporter:
             "time/step_s": step_s,
             "time/data_s": self._data_s / self._steps,
         }
-        if self._work.peak_flops_per_s is not None:
-            record["time/mfu_pct"] = 100 * flops_per_s / self._work.peak_flops_per_s
+        peak = self._work.peak_flops_per_s
+        if (
+            peak is not None and flops_per_s <= peak
+        ):  # otherwise the peak is wrong, and so is the part
+            record["time/mfu_pct"] = 100 * flops_per_s / peak
         for phase, seconds in self._phases.take().items():
             record[f"time/{phase}_s"] = seconds / self._steps
         for pause, seconds in self._paused.items():

@@ -37,6 +37,17 @@ class Kept(list):
 WORK = Work(tokens_per_step=1, flops_per_token=1, num_devices=1, peak_flops_per_s=None)
 
 
+def test_a_share_of_a_peak_that_is_too_low_is_left_out() -> None:
+    work = Work(tokens_per_step=1000, flops_per_token=600, num_devices=1, peak_flops_per_s=1e-3)
+    sink, phases = Kept(), Phases(torch.device("cpu"))
+    reporter = Reporter(work, torch.device("cpu"), phases, [sink], tokens_seen=0)
+    reporter.count(1, data_s=0.0)
+    reporter.report(1, {})
+    (record,) = sink
+    assert record["time/tflops"] > 0
+    assert "time/mfu_pct" not in record
+
+
 def test_rates_follow_from_tokens_time_and_flops(monkeypatch) -> None:
     now = 100.0
     monkeypatch.setattr("time.perf_counter", lambda: now)

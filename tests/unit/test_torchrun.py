@@ -3,16 +3,19 @@
 import json
 import os
 import signal
+import socket
 import sys
 from argparse import Namespace
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from meshwright.launch import torchrun
+from meshwright.launch import meeting, torchrun
 from meshwright.launch.heartbeat import Heartbeat
+from meshwright.launch.meeting import Meeting
 from meshwright.launch.torchrun import PREFIX, _ask_to_stop, _report, _set_up_console
 from meshwright.launch.watch import Watch
 from meshwright.metrics import history
@@ -59,14 +62,40 @@ def test_nobody_need_read_that_a_job_is_asked_to_stop(tmp_path: Path) -> None:
     assert (tmp_path / "stop").read_text() == "SIGINT"
 
 
-def test_a_launcher_that_waits_for_others_says_where(tmp_path, monkeypatch, caplog) -> None:
+def test_a_launcher_that_waits_says_where_and_for_whom(tmp_path, monkeypatch, caplog) -> None:
     caplog.set_level("INFO", "meshwright")
-    monkeypatch.setattr(torchrun, "SPEAK_EVERY_S", 0.1)
-    given = Namespace(standalone=False, nnodes="2", nproc_per_node="8", rdzv_endpoint="node1:2")
-    assert torchrun._wait_for_machines(given, tmp_path) == 2
-    wait_for(lambda: "s so far" in caplog.text, "a line", seconds=5)
+    monkeypatch.setattr(torchrun, "SPEAK_EVERY_S", 0.2)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    at = f"127.0.0.1:{port}"
+    given = Namespace(standalone=False, nnodes="3", rdzv_endpoint=at, rdzv_id="job")
+    assert torchrun._wait_for_machines(given, tmp_path) == 3
+    alone = f"waiting at {at}, where no machine answers yet: "
+    wait_for(lambda: alone in caplog.text, "a line", seconds=20)
+    store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    here = socket.gethostname()
+    wait_for(lambda: f"1 of 3 machines are here ({here})" in caplog.text, "a line", seconds=20)
     (tmp_path / "logs_of_ranks").mkdir()
-    assert "waiting at node1:2 for the other machines, 2 in all: 0 s so far" in caplog.text
+    del store
+
+
+def test_a_machine_that_has_left_the_meeting_is_not_counted(monkeypatch) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    at = f"127.0.0.1:{store.port}"
+    monkeypatch.setattr("socket.gethostname", lambda: "node1")
+    monkeypatch.setattr(meeting, "_of_slurm", lambda: ["node1", "node2", "node3"])
+    mine = Meeting(at, 3, "job")
+    monkeypatch.setattr("socket.gethostname", lambda: "node2")
+    other = Meeting(at, 3, "job")
+    Meeting(at, 3, "another job").come()
+    for both in (True, False):
+        mine.come()
+        if both:
+            other.come()
+        here = ("2", "node1, node2", "node3") if both else ("1", "node1", "node2, node3")
+        words = "waiting at {}: {} of 3 machines are here ({}); missing: {}"
+        assert mine.describe() == words.format(at, *here)
 
 
 def failure(folder: Path, rank: int, code: int, callstack: str, when: float) -> ProcessFailure:
@@ -103,7 +132,8 @@ def test_a_rank_that_lost_another_is_not_called_the_cause(tmp_path, capsys) -> N
     assert capsys.readouterr().err == "callstack of 1\nmeshwright: rank 1 failed (exit 1)\n"
     assert report(tmp_path, {0: failures[0]}) == 1
     said = capsys.readouterr().err
-    assert "rank 0 lost its connection to another rank" in said
+    assert said.startswith("meshwright: rank 0 lost its connection to another rank; look for ")
+    assert "failed" not in said
     assert "Traceback" not in said
 
 
