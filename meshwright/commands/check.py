@@ -23,12 +23,9 @@ def run(given: Namespace) -> None:
     """
     ranks = count_ranks(given, start_here=False)
     plan = check_job(given, ranks)
-    config, training = plan.config, plan.config.training
-    print(
-        f"{given.config} can run: {plan.model_args.table.num_params:,} parameters, "
-        f"{numbered(ranks.total, 'rank')}, {training.global_batch_size:,} sequences of "
-        f"{training.seq_len:,} tokens per step, to {config.job.dump_folder}"
-    )
+    config, parameters = plan.config, f"{plan.model_args.table.num_params:,} parameters"
+    steps = f"{config.training.steps:,} steps of {config.tokens_per_step:,} tokens"
+    print(f"{given.config} can run: {parameters}, {numbered(ranks.total, 'rank')}, {steps}")
 
 
 def check_job(given: Namespace, ranks: Ranks) -> Plan:

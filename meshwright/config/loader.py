@@ -108,6 +108,9 @@ def follow_folder(raw: dict[str, Any]) -> None:
         raw["checkpoint"] = {"initial_load_path": flavor} | dict(checkpoint)
 
 
+ROWS = ("json", "parquet", "arrow")
+"""Datasets whose rows the same keys describe."""
+
 OF_FUNCTION = re.compile(r"(?<=\.py):\w+$")
 """The end of `path/to/file.py:function`."""
 
@@ -302,9 +305,12 @@ def _lay_over(base: dict[str, Any], over: Mapping[str, Any], provenance: Provena
     default, holds_out = Source.model_fields["dataset"].default, False
     for section in ("training", "validation"):  # in this order
         here, inherited = over.get(section, {}), base.get(section)
-        is_other = here.get("dataset", default) != (inherited or {}).get("dataset", default)
-        names_other = "datasets" in here or ("dataset" in here and is_other)
-        if isinstance(inherited, dict) and (names_other or (holds_out and "dataset" not in here)):
+        named = (inherited or {}).get("dataset", default)
+        names_other = "datasets" in here or here.get("dataset", named) != named
+        # a preset that says how rows are to be read, of files that it does not name
+        is_template = named in ROWS and not (inherited or {}).get("dataset_path")
+        goes = (names_other and not is_template) or (holds_out and "dataset" not in here)
+        if isinstance(inherited, dict) and goes:
             for key in {*Source.model_fields, "datasets", "mix_file"} - {*here}:
                 inherited.pop(key, None)
                 provenance.forget((section, key))

@@ -157,9 +157,7 @@ class Reporter:
             "time/data_s": self._data_s / self._steps,
         }
         peak = self._work.peak_flops_per_s
-        if (
-            peak is not None and flops_per_s <= peak
-        ):  # otherwise the peak is wrong, and so is the part
+        if peak is not None and flops_per_s <= peak:  # otherwise the peak is too low
             record["time/mfu_pct"] = 100 * flops_per_s / peak
         for phase, seconds in self._phases.take().items():
             record[f"time/{phase}_s"] = seconds / self._steps

@@ -236,8 +236,8 @@ def test_a_config_of_defaults_says_nothing(tmp_path, capsys, monkeypatch) -> Non
     words += ["--training.global_batch_size=16"]
     check_job(["--ngpu", "2", *words, "--job.dump_folder", str(tmp_path)])
     assert capsys.readouterr().out == (
-        f"{tmp_path / 'a.toml'} can run: 4,854,016 parameters, 2 ranks, 16 sequences of 2,048 "
-        f"tokens per step, to {tmp_path}\n"
+        f"{tmp_path / 'a.toml'} can run: 4,854,016 parameters, 2 ranks, 10,000 steps of 32,768 "
+        "tokens\n"
     )
 
 

@@ -540,6 +540,12 @@ def test_other_data_drops_the_inherited_keys_of_the_data_before(
     assert (config.training.max_epochs, config.validation.freq) == (2, 7)
 
 
+def test_a_preset_for_rows_of_files_that_it_does_not_name_keeps_its_keys(toml) -> None:
+    words = '[training]\ndataset = "parquet"\ndataset_path = "rows"\n'
+    config = load_config(toml(f'extends = "fine_tune"\n{words}'))
+    assert (config.training.dataset, config.training.dataset_format) == ("parquet", "messages")
+
+
 def test_a_list_that_is_replaced_leaves_no_lines_behind(toml) -> None:
     toml(HEAD + PART + 'weight = 1\nname = "x"\n', "base.toml")
     child = 'extends = "base.toml"\n[[training.datasets]]\ndataset = "json"\nweight = 1\n'
