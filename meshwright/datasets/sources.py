@@ -166,20 +166,15 @@ def check_path(entry: Entry, spec: DatasetSpec, *, looks_at_files: bool = True) 
     rule = f"{'a local copy' if is_hub else of_it} has no revisions"
     refuse(source.dataset_revision and (not is_hub or path), "dataset_revision", rule)
     splits = ("train", "validation") if has_none else ("train",)
-    rule, fix = (
-        f"{of_it} has only {' and '.join(splits)}",
-        f'set {entry.key}.dataset_split = "train"',
-    )
+    rule = f"{of_it} has only {' and '.join(splits)}"
+    fix = f'set {entry.key}.dataset_split = "train"'
     refuse(not is_hub and source.dataset_split not in splits, "dataset_split", rule, fix)
     rule = f"{of_it} has no rows"
     refuse(source.dataset_where and not spec.has_rows, "dataset_where", rule)
     rule = f'{of_it} is not "text"'
     refuse(source.dataset_separator and name != "text", "dataset_separator", rule)
-    rule, fix = (
-        f"{of_it} holds tokens, which are read where they lie",
-        f"{out}, or bound training.steps",
-    )
-    refuse(source.max_documents and spec.has_tokens, "max_documents", rule, fix)
+    rule, fix = f"{of_it} holds tokens, which are read where they lie", "bound training.steps"
+    refuse(source.max_documents and spec.has_tokens, "max_documents", rule, f"{out}, or {fix}")
     check(
         not entry.held_out or spec.has_rows or name == "python_stdlib",
         *("training.validation_fraction", entry.held_out),

@@ -14,6 +14,7 @@ from meshwright.datasets.opening import CachedSource, OpenSource
 from meshwright.datasets.order import Mixture
 from meshwright.datasets.streamed import EndOfData, ShardPlace, StreamedSamples
 from meshwright.system.errors import RecordError
+from meshwright.system.files import warn_once
 from meshwright.system.log import logger
 
 
@@ -93,6 +94,7 @@ class SampleStream:
         self._batch, self._slots = batch, frozenset(slots)
         self._samples: list[CachedSamples | StreamedSamples] = []
         self._names = [source.entry.name for source in sources]
+        self._reads_all = len(sources) > 1 or rules.max_epochs > 0
         self.names = ", ".join(self._names)
         for source in sources:
             if isinstance(source, CachedSource):
@@ -106,6 +108,11 @@ class SampleStream:
                 }
                 streamed = StreamedSamples(source, rules, pass_over=self._pass_over, places=places)
                 self._samples.append(streamed)
+                if self._reads_all and len(self._slots) < batch:
+                    name, times = source.entry.name, batch // max(len(self._slots), 1)
+                    what = f"{name} is streamed, and each of {times} ranks reads and tokenises it"
+                    fix = 'set its dataset_mode = "cached" to tokenise it once'
+                    warn_once(f"{what} whole, in a mixture or with max_epochs; {fix}")
 
     @property
     def cursor(self) -> Cursor:
@@ -169,7 +176,7 @@ class SampleStream:
         job is not sample i of its source, so any shard may be needed. With `max_epochs`, every rank
         reads every shard, so that all reach the end at the same sample.
         """
-        if len(self._names) > 1 or self.rules.max_epochs > 0:
+        if self._reads_all:
             return True
         common = math.gcd(self._batch, num_shards)
         return any(slot % common == shard % common for slot in self._slots)

@@ -486,6 +486,15 @@ def test_a_stream_in_a_mixture_is_read_whole(weights, tmp_path) -> None:
     assert letters <= seen
 
 
+@pytest.mark.parametrize(("num_ranks", "max_epochs"), [(1, 1), (4, 0), (4, 1)])
+def test_what_each_rank_reads_whole_is_said(num_ranks, max_epochs, caplog) -> None:
+    rules, slots = SampleRules(LENGTH, 0, max_epochs), range(8 // num_ranks)
+    source = streamed(name=f"stream {num_ranks} {max_epochs}")  # a warning is given once
+    SampleStream([source], [1], Cursor(), rules, batch=8, slots=slots)
+    is_said = "each of 4 ranks reads and tokenises it whole" in caplog.text
+    assert is_said == (num_ranks > 1 and max_epochs > 0)
+
+
 def test_an_error_concerns_the_step_that_it_is_met_in(tmp_path) -> None:
     """Steps before it are handed out, though they are read ahead."""
 
