@@ -225,7 +225,7 @@ def to_html(plan: Plan, ranks: list[RankPlan], device: Device) -> str:
     return document(
         title,
         f'<h1>{escape(title)}</h1><h2>Memory</h2><div class="charts">{curves}</div>'
-        f'<div class="card"><pre>{escape(to_text(plan, ranks, device))}</pre></div>',
+        f'<div class="card scroll"><pre>{escape(to_text(plan, ranks, device))}</pre></div>',
     )
 
 

@@ -57,11 +57,12 @@ figcaption { font-weight: 600 } figcaption small { font-weight: 400; margin-left
 .tip { position: absolute; top: .2rem; display: none; pointer-events: none; z-index: 1;
   background: var(--ink); color: var(--paper); border-radius: .4rem; padding: .25rem .55rem;
   font-size: .8rem; white-space: pre; font-variant-numeric: tabular-nums }
-.scroll { overflow-x: auto } table { border-collapse: collapse; width: 100%; font-size: .88rem;
+.scroll { overflow-x: auto } .scroll pre { white-space: pre }
+table { border-collapse: collapse; width: 100%; font-size: .88rem;
   font-variant-numeric: tabular-nums } th, td { text-align: left; padding: .3rem .8rem .3rem 0;
   border-bottom: 1px solid var(--line); vertical-align: top } th { color: var(--soft);
   font-weight: 500; white-space: nowrap } tr:last-child td { border-bottom: 0 }
-td.wide { min-width: 14rem } pre { white-space: pre-wrap; overflow-wrap: anywhere; margin: .4rem 0;
+pre { white-space: pre-wrap; overflow-wrap: anywhere; margin: .4rem 0;
   font: .82rem/1.5 ui-monospace, Menlo, Consolas, monospace } summary { cursor: pointer }
 @media print { .chart, .card, .tile { break-inside: avoid } }
 """
