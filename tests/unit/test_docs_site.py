@@ -61,6 +61,16 @@ def test_every_page_is_in_the_site_once() -> None:
     assert sorted(_files(config["nav"])) == [str(page.relative_to(DOCS)) for page in PAGES]
 
 
+def test_the_search_needs_no_network() -> None:
+    """Unless a script is named, the theme loads one from elsewhere to search in files."""
+    config = yaml.safe_load((ROOT / "mkdocs.yml").read_text("utf-8"))
+    (script,) = config["extra"]["polyfills"]
+    assert "iframe-worker" in script
+    assert (DOCS / script).is_file()
+    assert {"search", "offline"} <= {*config["plugins"]}
+    assert config["theme"]["font"] is False
+
+
 def test_the_page_of_tasks_has_all_of_them() -> None:
     """On GitHub it stands in the place of the site's navigation."""
     named = {link.partition("#")[0] for link in links(DOCS / "README.md") if ".md" in link}
