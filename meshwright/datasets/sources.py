@@ -101,7 +101,7 @@ def open_local(kind: str, entry: Entry, streamed: bool) -> Documents:
     """Open local files."""
     files = local_files(kind, entry)
     size = sum(file.size for file in files) / 1e9
-    logger.info("%s: %s, %.3g GB", entry.name, numbered(len(files), "file"), size)
+    logger.debug("%s: %s, %.3g GB", entry.name, numbered(len(files), "file"), size)
     return LocalDocuments(entry, files, local_layout(entry))
 
 

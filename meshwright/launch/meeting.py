@@ -49,15 +49,15 @@ class Meeting:
                     wait_for_workers=False,
                 )
                 self._store = dist.PrefixStore(self._prefix, store)
-                # which the types of torch leave out (2.13)
-                self._store.append("all", f"{self._me} ")  # type: ignore[attr-defined]
+                self._store.set(f"machine {self._store.add('count', 1)}", self._me)
             self._store.add(self._me, 1)
 
     def _here(self) -> list[str]:
         """Return the machines that have counted since the last call, this one first."""
         if self._store is None:
             return []
-        names = dict.fromkeys([self._me, *self._store.get("all").decode().split()])
+        told = [f"machine {number}" for number in range(1, self._store.add("count", 0) + 1)]
+        names = dict.fromkeys([self._me, *(self._store.get(key).decode() for key in told)])
         counts = {name: self._store.add(name, 0) for name in names}
         before, self._counts = self._counts, counts
         return [name for name in names if counts[name] != before.get(name, 0)]

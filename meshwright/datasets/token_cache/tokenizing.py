@@ -239,8 +239,8 @@ def _make(
 def _tokenize(todo: _Todo, claims: Claims, num_workers: int, missing: int) -> None:
     name, total = todo.recipe.entry.name, len(todo.parts)
     done = f", {total - missing} of {total} parts are there" if missing < total else ""
-    words = name, todo.folder, numbered(num_workers, "process", "es"), done
-    logger.info("tokenising %s into %s by %s%s", *words)
+    logger.info("tokenising %s by %s%s", name, numbered(num_workers, "process", "es"), done)
+    logger.debug("into %s", todo.folder)
     if multiprocessing.current_process().daemon:  # it has no children
         num_workers = 1
     context = multiprocessing.get_context("spawn")  # not forked: a rank has threads
