@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from meshwright.datasets.files import DataFile, Entry, beside
+from meshwright.datasets.files import DataFile, Entry, beside, described, open_file
 from meshwright.datasets.storage import RangeFile
 from meshwright.datasets.tokenizers.kinds import Tokenizer
 from meshwright.system.errors import ConfigError
@@ -176,11 +176,8 @@ def _of_documents(found: DataFile, dtype: str, lengths: npt.NDArray[np.int64]) -
 
 
 def _whole(path: str) -> bytes:
-    file, content, begin = RangeFile(path), list[bytes](), 0
-    while chunk := file.read(begin, CHUNK):
-        content.append(chunk)
-        begin += len(chunk)
-    return b"".join(content)
+    with open_file(described(path)) as file:
+        return file.read()
 
 
 def open_array(found: DataFile, bare: str) -> TokenFile:

@@ -188,8 +188,13 @@ def unreadable(entry: Entry, error: OSError) -> ConfigError | StorageError:
     what = f"{error.filename}: {error.strerror}" if error.filename else str(error)
     if isinstance(error, ChangedError) or error.errno in LASTING:
         return entry.error("dataset_path", f"cannot be read: {what}", "restore it")
-    fix = "run the same command again when the file system answers"
-    return StorageError(str(entry.error("dataset_path", f"cannot be read now: {what}", fix)))
+    return _unreadable_now(entry, "dataset_path", what)
+
+
+def _unreadable_now(entry: Entry, key: str, what: str) -> StorageError:
+    """A scheduler starts a job that ends by it again."""
+    fix = "run the same command again when the network or the file system answers"
+    return StorageError(str(entry.error(key, f"cannot be read now: {what}", fix)))
 
 
 MOST_HEADS = 64
@@ -316,10 +321,7 @@ def openable(entry: Entry) -> Iterator[None]:
         raise
     except BaseException as error:
         if may_pass(error):
-            fix = "run the same command again when the network or the file system answers"
-            raise StorageError(
-                str(entry.error(key, f"cannot be read now: {_reason(error)}", fix))
-            ) from error
+            raise _unreadable_now(entry, key, _reason(error)) from error
         raise entry.error(key, f"cannot be opened: {_reason(error)}") from error
 
 

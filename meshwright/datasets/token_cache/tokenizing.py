@@ -93,7 +93,9 @@ def open_cache(
     open_source.cache_clear()  # a file may have changed since
     folder = cache_folder(recipe, root)
     try:
-        cache = _open_if_good(folder, check_all, blocks)
+        # unless somebody asks, or has asked, to look at its content
+        is_good = not check_all and not (folder / DAMAGED).exists()
+        cache = _open_if_complete(folder, blocks) if is_good else None
         if cache is None:
             folder.mkdir(parents=True, exist_ok=True)
             cache = _make(recipe, folder, num_workers, check_all, max_bad_records, blocks)
@@ -107,13 +109,6 @@ def open_cache(
     if cache.num_bad > max_bad_records:
         raise too_many_bad_records(cache.num_bad, cache.first_bad)
     return cache
-
-
-def _open_if_good(folder: Path, check_all: bool, blocks: BlockCache | None) -> TokenCache | None:
-    """Return the cache if nobody asks or has asked to look at its content."""
-    if check_all or (folder / DAMAGED).exists():
-        return None
-    return _open_if_complete(folder, blocks)
 
 
 def _open_if_complete(folder: Path, blocks: BlockCache | None) -> TokenCache | None:
