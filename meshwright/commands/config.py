@@ -5,7 +5,7 @@ import sys
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterator
-from textwrap import fill
+from textwrap import fill, shorten
 
 import tomli_w
 
@@ -13,7 +13,7 @@ from meshwright.config.changes import differences
 from meshwright.config.command_line import Parser
 from meshwright.config.fields import entries, find_field, json_schema, summary
 from meshwright.config.job_config import JobConfig
-from meshwright.config.loader import parse_config, preset_names, read, to_toml
+from meshwright.config.loader import FOLDER, parse_config, preset_names, read, to_toml
 from meshwright.config.provenance import HEADER, Provenance
 from meshwright.config.suggest import suggest_key
 from meshwright.system.errors import check, config_error, did_you_mean
@@ -29,13 +29,18 @@ def add_options(parser: Parser) -> None:
         metavar="NAME",
         help="document every key, or those of a section, or one key",
     )
-    parser.add_argument("--presets", action="store_true", help="list the presets")
+    parser.add_argument(
+        "--presets", action="store_true", help="list the presets, each with its purpose"
+    )
 
 
 def run(given: Namespace) -> None:
     """Print the config as TOML, each value with its origin; or the presets; or the help."""
     if given.presets:
-        print("\n".join(preset_names()))
+        for name in preset_names():
+            # a preset begins with the line of its schema, and then says for what it is
+            about = (FOLDER / f"{name}.toml").read_text("utf-8").splitlines()[1].removeprefix("# ")
+            print(f"{name:<16} {shorten(about, 62, placeholder=' ...')}")
     elif given.help is not None:
         print("\n".join(_documentation(given.help)))
     else:

@@ -1,13 +1,16 @@
 """The plan in every preset's header."""
 
 import re
+from pathlib import Path
 
 import pytest
 
 from meshwright.commands.plan.devices import find_device
+from tests.helpers.cli import command as cli
 from tests.helpers.presets import DEVICE, PEAK, command, fingerprint, peak_gib, presets
 
 PRESETS = dict(presets())
+TOMLS = Path(__file__).parents[2] / "train_configs"
 LEAST_PART = 0.55
 """Of a device's memory that tensors take at the peak: smaller batches cost speed for nothing."""
 
@@ -38,3 +41,12 @@ def test_a_plan_in_a_header_is_still_the_plan() -> None:
     found = PEAK.search(path.read_text())
     assert found is not None
     assert f"{peak_gib(path, PRESETS[path]):.1f}" == found[1]
+
+
+def test_the_list_of_presets_says_what_each_is_for(capsys) -> None:
+    cli("config")(["--presets"])
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == len(list(TOMLS.glob("*.toml")))
+    assert "llama3_8b        Llama 3 8B: pre-training on C4, 8 GPUs of 80 GB." in lines
+    assert max(map(len, lines)) < 80
+    assert all(re.match(r"[\w.]+ +[A-Z]", line) for line in lines)
