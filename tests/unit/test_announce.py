@@ -115,6 +115,7 @@ def test_a_start_says_how_much_data_there_is_and_what_is_left_out(tmp_path, capl
         (folder / name).write_text(f"{name} says this and that. " * 30)
     words = ["--model.tokenizer_path=bytes", "--training.seq_len=64", "--training.dataset=text"]
     words += [f"--training.dataset_path={folder}", "--training.global_batch_size=2"]
+    words += ["--training.local_batch_size=2"]
     words += [f"--training.token_cache_folder={tmp_path}/cache", "--training.max_epochs=2"]
     config = load_config(words)
     sources = open_training_data(config, num_workers=1)
