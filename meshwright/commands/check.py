@@ -2,6 +2,7 @@
 
 import os
 from argparse import Namespace
+from collections.abc import Sequence
 
 from meshwright.commands.options import add_ranks
 from meshwright.config.loader import read
@@ -41,9 +42,9 @@ def check_job(given: Namespace, ranks: Ranks) -> Plan:
     """
     given.config = given.config or os.environ.get("CONFIG_FILE") or DEFAULT_PRESET
     written = read(given)
-    for note in written.notes:
+    if written.notes:
         log_to_console()
-        logger.info("%s", note)
+        _log_translation(written.notes, given.config)
     plan = preflight(written.config(), ranks.total, is_gpu=ranks.gpus != 0)
     # of a preset's keys that the user's TOML makes idle, nothing is to be done
     is_inherited = written.provenance.is_inherited
@@ -59,6 +60,16 @@ def check_job(given: Namespace, ranks: Ranks) -> Plan:
     if plan.resume_step:
         resume_diff(plan).log()
     return plan
+
+
+def _log_translation(notes: Sequence[str], name: str) -> None:
+    """Log the notes on a TOML of torchtitan's; keys without effect are only counted."""
+    told = [note for note in notes if ": without effect: " not in note]
+    for note in told:
+        logger.info("%s", note)
+    if count := len(notes) - len(told):
+        words = "%s without effect here; this lists them: meshwright config migrate %s"
+        logger.info(words, numbered(count, "key"), name)
 
 
 def _slow_type(ranks: Ranks, dtype: str) -> str:

@@ -190,7 +190,7 @@ MOST_SUFFIXES = 4
 
 def by_suffix(paths: Iterable[str]) -> list[str]:
     """Return how many files have each suffix: ["56 .txt", "1 .jsonl"]. Rare ones are added up."""
-    found = Counter(Path(path).suffix or "without suffix" for path in paths).most_common()
+    found = Counter(sorted(Path(path).suffix or "without suffix" for path in paths)).most_common()
     shown = [f"{count} {suffix}" for suffix, count in found[:MOST_SUFFIXES]]
     others = sum(count for _, count in found[MOST_SUFFIXES:])
     return [*shown, f"{others} others"] if others else shown

@@ -112,7 +112,7 @@ def _describe_steps(plan: Plan, sources: Sequence[OpenSource]) -> str:
     """Say how much is left to train, how often the job reads its data, and what ends it early."""
     training, num_tokens = plan.config.training, plan.config.tokens_per_step
     num_steps = plan.steps - plan.resume_step
-    words = f"to train: {num_tokens * num_steps:,} tokens in {num_steps:,} steps"
+    words = f"to train: {num_tokens * num_steps:,} tokens in {numbered(num_steps, 'step')}"
     if plan.resume_step:
         words += f" of {plan.steps:,}"
     if epochs := sorted(_epochs(plan, sources)):

@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from meshwright.config.loader import load_config
+from meshwright.datasets.opening import open_training_data
+from meshwright.datasets.stream import steps_of_data
 from meshwright.metrics import history
 from meshwright.system.log import log_to_console
 from meshwright.system.processes import Launch
@@ -103,3 +105,31 @@ def test_a_job_with_experts_says_how_many_parameters_are_active(monkeypatch, cap
     table = plan.model_args.table
     words = f"{table.num_params:,} parameters, {table.num_active_params:,} of them active"
     assert f"qwen3_moe debugmodel: {words} for a token" in caplog.messages
+
+
+def test_a_start_says_how_much_data_there_is_and_what_is_left_out(tmp_path, caplog) -> None:
+    caplog.set_level("INFO", "meshwright")
+    folder = tmp_path / "texts"
+    (folder / ".git").mkdir(parents=True)
+    for name in ("a.txt", "b.txt", "c.md", "d.html", "e.TXT", ".f.txt", "g", ".git/h.txt"):
+        (folder / name).write_text(f"{name} says this and that. " * 30)
+    words = ["--model.tokenizer_path=bytes", "--training.seq_len=64", "--training.dataset=text"]
+    words += [f"--training.dataset_path={folder}", "--training.global_batch_size=2"]
+    words += ["--training.local_batch_size=2"]
+    words += [f"--training.token_cache_folder={tmp_path}/cache", "--training.max_epochs=2"]
+    config = load_config(words)
+    sources = open_training_data(config, num_workers=1)
+    caplog.clear()
+    announce.announce_data("data", sources)
+    tokens = sources[0].cache.num_tokens
+    assert caplog.messages == [
+        f"data: text: 3 files (2 .txt, 1 .md), 3 documents, {tokens:,} tokens; "
+        "left out: 1 .TXT, 1 .html, 1 .txt, 1 without suffix"
+    ]
+    plan = dataclasses.replace(preflight(config, 1), data_steps=steps_of_data(config, sources))
+    steps = 2 * (tokens // 65) // 2
+    said = announce._describe_steps(plan, sources)
+    start = f"to train: {steps * 2 * 64:,} tokens in {steps} steps"
+    assert said == f"{start}, 2 epochs (training.max_epochs = 2)"
+    resumed = announce._describe_steps(dataclasses.replace(plan, resume_step=steps - 1), sources)
+    assert resumed.startswith(f"to train: 128 tokens in 1 step of {steps}, ")
