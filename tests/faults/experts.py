@@ -1,4 +1,4 @@
-"""The faults of mixtures of experts. Threads are torchtitan's unless another project is named.
+"""The faults of mixtures of experts.
 
 Not here, because one process has them as a mesh has: experts chosen anew in recomputation, wrong
 renormalisation or groups, weights dropped at an import. `tests/unit/test_mixture.py` and
@@ -37,7 +37,7 @@ EP = {"dp_shard": 2, "ep": 2}
 MIXTURES: tuple[Fault, ...] = (
     _fault(
         "router_gradient_not_summed_over_tp",
-        "4054, 2416, 1878",
+        "pytorch/torchtitan#4054, #2416, #1878",
         "parallelisms/tensor_parallel.py",
         '        plan[module] = styles[parameter.layout]\n        if parameter.layout == "colwise"',
         '        if parameter.layout != "on_tokens":\n'
@@ -48,7 +48,7 @@ MIXTURES: tuple[Fault, ...] = (
     ),
     _fault(
         "tokens_of_a_batch_put_back_as_of_a_sequence",
-        "3604",
+        "pytorch/torchtitan#3604",
         EXPERTS,
         "            mixture.sum_over_ranks = shared\n",
         "            mixture.sum_over_ranks = shared\n"
@@ -148,7 +148,7 @@ MIXTURES: tuple[Fault, ...] = (
     ),
     _fault(
         "bias_never_updated",
-        "3666",
+        "pytorch/torchtitan#3666",
         BALANCE,
         "            if self._rate and mixture",
         "            if self._rate > 1 and mixture",
@@ -158,7 +158,7 @@ MIXTURES: tuple[Fault, ...] = (
     ),
     _fault(
         "bias_stops_at_a_layer_without_experts",
-        "3686",
+        "pytorch/torchtitan#3686",
         BALANCE,
         "            load = counts[self._rows[number], : len(mixture.counts)]\n",
         "            if not {*range(number)} <= self._mixtures.keys():\n"
@@ -170,7 +170,7 @@ MIXTURES: tuple[Fault, ...] = (
     ),
     _fault(
         "loads_not_summed_over_tp",
-        "4154",
+        "pytorch/torchtitan#4154",
         BALANCE,
         "        dist.all_reduce(counts)\n",
         "        counts *= dist.get_world_size()\n",
@@ -180,7 +180,7 @@ MIXTURES: tuple[Fault, ...] = (
     ),
     _fault(
         "validation_counts",
-        "4148",
+        "pytorch/torchtitan#4148",
         "models/decoder.py",
         "        if torch.is_grad_enabled():  # here",
         "        if True:  # here",
@@ -234,7 +234,7 @@ MIXTURES: tuple[Fault, ...] = (
     ),
     _fault(
         "loads_of_sequences_not_summed_over_tp_beside_cp",
-        "3280 (of its class)",
+        "pytorch/torchtitan#3280 (of its class)",
         EXPERTS,
         "(meshes.cp, meshes.tp) if mesh.size() > 1)",
         "(meshes.cp, meshes.tp) if mesh.size() > 1)[:1]",
@@ -263,7 +263,7 @@ MIXTURES: tuple[Fault, ...] = (
     ),
     _fault(
         "experts_not_loaded",
-        "3626 (of its class)",
+        "pytorch/torchtitan#3626 (of its class)",
         "checkpoint/reader.py",
         "            dcp.load(wanted, storage",
         '            dcp.load({k: v for k, v in wanted.items() if ".experts." not in k}, storage',
