@@ -4,23 +4,23 @@ import sys
 from argparse import Namespace
 from pathlib import Path
 
-from meshwright.commands.options import output_folder
+from meshwright.commands.options import add_stage, of_stage, output_folder
 from meshwright.commands.prove.cases import default_cases, distinct, every_mesh
 from meshwright.commands.prove.shrink import shrink
-from meshwright.config.combinations import check_contradictions
+from meshwright.config.combinations import check_contradictions, check_installed
 from meshwright.config.command_line import Parser
 from meshwright.config.loader import load_given
 from meshwright.parallelisms.rules.compile_choice import why_no_compiler
 from meshwright.parallelisms.rules.degrees import check_divisible
 from meshwright.parallelisms.rules.stages import assign_modules, check_split_float8
 from meshwright.system.errors import ConfigError, check
-from meshwright.train.preflight import check_installed
 from meshwright.train.resolve_model import resolve_model
 
 
 def add_options(parser: Parser) -> None:
     """Options of `meshwright prove`."""
     parser.add_argument("--every-mesh", action="store_true", help="try every mesh of 8 ranks")
+    add_stage(parser)
     parser.add_argument(
         "--output",
         type=output_folder,
@@ -43,7 +43,7 @@ def run(given: Namespace) -> None:
     from meshwright.commands.prove import report
     from meshwright.commands.prove.prove import Row, prove
 
-    config = load_given(given)
+    config = of_stage(load_given(given), given.stage)
     check_contradictions(config)
     check_installed("float8.enable", config.float8.enable, "torchao")
     check_split_float8(config)
