@@ -212,8 +212,9 @@ def row_reader(entry: Entry) -> ToDocument:
                 raise NoDocumentError(key, f"{type(error).__name__}: {error}") from error
         if not is_document(document):
             holds = "the function returns" if function else f"{column!r} holds"
+            found = "null" if document is None else shortened(document)
             what = "which is neither text nor a list of {role, content}"
-            raise NoDocumentError(key, f"{holds} {shortened(document)}, {what}")
+            raise NoDocumentError(key, f"{holds} {found}, {what}")
         return document if not entry.held_out or is_on_side(entry, document) else ""
 
     return to_document

@@ -279,7 +279,7 @@ BROKEN = {
     "a number": ("m.json", b'{"text": "a"}\n{"text": 3}\n', ":2: 'text' holds 3, which is"),
     "only numbers": ("m.jsonl", b'{"text": 3}\n', ":1: 'text' holds 3, which is neither"),
     "an object": ("m.jsonl", b'{"text": {"k": 1}}\n', ":1: 'text' holds {'k': 1}, which is"),
-    "no text": ("m.jsonl", b'{"text": "a"}\n{"text": null}\n', ":2: 'text' holds None, which"),
+    "no text": ("m.jsonl", b'{"text": "a"}\n{"text": null}\n', ":2: 'text' holds null, which"),
     "cut gzip": ("m.json.gz", GZIPPED[:-200], ": cannot be read: Truncated compressed stream"),
     "damaged gzip": (
         "m.json.gz",

@@ -98,10 +98,8 @@ def write_part(
 
 def too_many_bad_records(count: int, first: str) -> RecordError:
     """Return the error of a cached source in which too many records are no documents."""
-    if count == 1:
-        return RecordError("training.max_bad_records", first)
-    message = f"{first}\n  ({count:,} records are no documents)"
-    fix = "correct them, or set training.max_bad_records to pass over so many"
+    message = first if count == 1 else f"{first}\n  ({count:,} records are no documents)"
+    fix = f"correct the data, or pass over such records: training.max_bad_records = {count}"
     return RecordError("training.max_bad_records", f"{message}\n  fix: {fix}")
 
 
