@@ -23,7 +23,7 @@ import torch.distributed.tensor.parallel
 
 from tests.faults.fault import Fault
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "meshwright"
 PATIENCE_S = 900
 
