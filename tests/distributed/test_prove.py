@@ -156,7 +156,7 @@ def test_muon_and_averages_of_experts_are_equal(verdict_of, mesh, fault) -> None
         assert 0 < verdict.update_error < 1e-3
     else:
         (failure,) = verdict.failures
-        assert re.search("update: wrong for .*; most for the mean of layers.2", failure)
+        assert re.search("update: wrong for .*; most for the mean of layers.[12]", failure)
 
 
 def test_experts_in_bf16_may_be_others_but_few(verdict_of) -> None:
