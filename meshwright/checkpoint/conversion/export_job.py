@@ -18,8 +18,13 @@ from meshwright.checkpoint.manifest import Manifest
 from meshwright.checkpoint.reader import CheckpointWeights
 from meshwright.config.section import BYTES
 from meshwright.datasets.tokenizers.huggingface import HuggingFaceTokenizer
-from meshwright.datasets.tokenizers.kinds import Tokenizer, end_of_chat, find_file, special_ids
-from meshwright.datasets.tokenizers.sentencepiece_file import SentencePieceTokenizer
+from meshwright.datasets.tokenizers.kinds import (
+    SentencePieceTokenizer,
+    Tokenizer,
+    end_of_chat,
+    find_file,
+    special_ids,
+)
 from meshwright.models.family import Family
 from meshwright.system.errors import config_error
 from meshwright.system.files import Place

@@ -14,8 +14,8 @@ from tokenizers import Regex, decoders, models, normalizers
 
 from meshwright.datasets.tokenizers.byte_level import merges, of_ranks, with_specials
 from meshwright.datasets.tokenizers.huggingface import HuggingFaceTokenizer
-from meshwright.datasets.tokenizers.kinds import ByteTokenizer, Tokenizer
-from meshwright.datasets.tokenizers.sentencepiece_file import SPACE, SentencePieceTokenizer
+from meshwright.datasets.tokenizers.kinds import ByteTokenizer, SentencePieceTokenizer, Tokenizer
+from meshwright.datasets.tokenizers.special_tokens import SPACE
 
 BOS, EOS = "<s>", "</s>"
 """Of the byte tokenizer."""

@@ -1,4 +1,4 @@
-"""Tokenizers, one file for each kind, behind one interface.
+"""Tokenizers behind one interface, and the chat templates that go with them.
 
 `chat` makes tokens of conversations; `datasets/encoding` of documents.
 """

@@ -12,6 +12,7 @@ import tokenizers
 from meshwright.datasets.tokenizers.byte_level import of_tiktoken
 from meshwright.datasets.tokenizers.special_tokens import (
     OWN,
+    SPACE,
     Ends,
     any_of,
     is_tiktoken,
@@ -32,8 +33,6 @@ KNOWN_EOS = (
     "<eos>",
     "<\uff5cend\u2581of\u2581sentence\uff5c>",
 )
-
-SPACE = "\u2581"  # a space in a piece of those kinds that are not byte-level
 
 SPEAK_FOR_THEMSELVES = {"Sequence", "Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}
 """Decoders under which a piece is its text, with `SPACE` for a space and <0x0A> for a byte."""

@@ -1,7 +1,7 @@
 """Text to token ids and back, whatever the tokenizer file; and the chat template beside it."""
 
+import hashlib
 import os
-from collections.abc import Callable
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Protocol
@@ -9,6 +9,7 @@ from typing import Protocol
 from meshwright.config.section import BYTES
 from meshwright.datasets.tokenizers.special_tokens import (
     OWN,
+    SPACE,
     Ends,
     is_tiktoken,
     read_json_object,
@@ -88,6 +89,42 @@ class ByteTokenizer:
         return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
 
 
+class SentencePieceTokenizer:
+    """A `tokenizer.model` of sentencepiece. Control tokens in text are just text to it."""
+
+    def __init__(self, path: Path) -> None:
+        import sentencepiece  # here: `check` waits for no library of another kind
+
+        self.content = path.read_bytes()
+        self.fingerprint = hashlib.sha256(self.content).hexdigest()[:16]
+        self._model = sentencepiece.SentencePieceProcessor(model_proto=self.content)
+        self.vocab_size: int = self._model.vocab_size()
+        # sentencepiece says -1 for a token it lacks
+        ends = (self._model.bos_id(), self._model.eos_id())
+        self.bos_id, self.eos_id = (None if token_id < 0 else token_id for token_id in ends)
+
+    @cached_property
+    def token_bytes(self) -> list[int]:
+        return [self._bytes_of(i) for i in range(self.vocab_size)]
+
+    def _bytes_of(self, token_id: int) -> int:
+        if self._model.is_byte(token_id):
+            return 1
+        # an unknown piece stands for a run of characters of any length, so for none in particular
+        if self._model.is_control(token_id) or self._model.is_unknown(token_id):
+            return 0
+        piece: str = self._model.id_to_piece(token_id)
+        return len(piece.replace(SPACE, " ").encode("utf-8"))
+
+    def encode(self, text: str) -> list[int]:
+        ids: list[int] = self._model.encode(well_formed(text))
+        return ids
+
+    def decode(self, ids: list[int]) -> str:
+        text: str = self._model.decode([i for i in ids if i < self.vocab_size])
+        return text
+
+
 def build_tokenizer(path: str, ends: Ends = OWN) -> Tokenizer:
     """Build the tokenizer in the file `path`, or in the folder `path` under its usual name.
 
@@ -122,16 +159,20 @@ def _build(file: Path, ends: Ends, states: tuple[tuple[int, int, int], ...]) -> 
     """
     content = file.read_bytes()
     check(bool(content.strip()), PATH_KEY, str(file), "is empty", "download it again")
-    kind = kind_of(file, content)
+    # two kinds are called `tokenizer.model`: the content tells
+    is_json = file.suffix == ".json" or content.lstrip().startswith(b"{")
+    name = "HuggingFaceTokenizer" if is_json or is_tiktoken(content) else "SentencePieceTokenizer"
     try:
-        if kind.__name__ == "HuggingFaceTokenizer":  # it finds them by itself
-            return kind(file, ends)
-        return _with_ends(kind(file), ends, str(file))
+        if name == "SentencePieceTokenizer":
+            return _with_ends(SentencePieceTokenizer(file), ends, str(file))
+        from meshwright.datasets.tokenizers.huggingface import HuggingFaceTokenizer  # as above
+
+        return HuggingFaceTokenizer(file, ends)  # it finds them by itself
     except ConfigError:
         raise
     except Exception as error:  # tokenizers raises bare Exception, sentencepiece RuntimeError
         reason = str(error).strip() or type(error).__name__
-        raise config_error(PATH_KEY, str(file), f"not a {kind.__name__}: {reason}") from error
+        raise config_error(PATH_KEY, str(file), f"not a {name}: {reason}") from error
 
 
 def _with_ends(tokenizer: Tokenizer, ends: Ends, path: str) -> Tokenizer:
@@ -195,20 +236,6 @@ def _download(file: Path) -> str:
     # those beside it name BOS, EOS and the chat template; of several, a missing one is no error
     names = " ".join(dict.fromkeys((file.name, *BESIDE)))
     return f"hf download {repository} {names} --local-dir {os.path.relpath(folder)}"
-
-
-def kind_of(file: Path, content: bytes) -> Callable[..., Tokenizer]:
-    """Return the class of the file's kind. Two are called `tokenizer.model`: the content tells.
-
-    It imports the library of that kind alone: `check` waits for no other.
-    """
-    if file.suffix == ".json" or content.lstrip().startswith(b"{") or is_tiktoken(content):
-        from meshwright.datasets.tokenizers.huggingface import HuggingFaceTokenizer
-
-        return HuggingFaceTokenizer
-    from meshwright.datasets.tokenizers.sentencepiece_file import SentencePieceTokenizer
-
-    return SentencePieceTokenizer
 
 
 def find_template(tokenizer_path: str, template_path: str = "") -> str:

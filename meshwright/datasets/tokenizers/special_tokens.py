@@ -15,6 +15,9 @@ class Ends(NamedTuple):
     eos: str | None = None
 
 
+SPACE = "\u2581"
+"""A space in a piece of the kinds that are not byte-level."""
+
 OWN = Ends()
 """The tokenizer's own."""
 
