@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import os
+import shlex
 from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -115,7 +116,8 @@ def run(given: Namespace) -> None:
     lines = _toml(out, corpus, scale)
     out.write_text("".join(f"{line.removesuffix('# ').rstrip()}\n" for line in lines), "utf-8")
     print(f"wrote {out}: {scale}\n")
-    print(f"meshwright check {out}\nmeshwright train {out}")
+    name = shlex.quote(str(out))
+    print(f"meshwright check {name}\nmeshwright train {name}")
 
 
 @dataclass(frozen=True)
@@ -148,7 +150,7 @@ def scale_for(num_tokens: int) -> Scale:
     gpus, cores, preset = count_gpus(), count_cores(), load_config([PRESET]).training
     batch, seq_len = preset.global_batch_size, preset.seq_len
     if gpus:
-        batch, seq_len = GPU_BATCH * max(gpus, 4), GPU_SEQ_LEN
+        batch, seq_len = GPU_BATCH * gpus * math.ceil(4 / gpus), GPU_SEQ_LEN
     per_step = batch * seq_len
     steps = EPOCHS * num_tokens // per_step
     if not gpus:

@@ -71,7 +71,9 @@ class Meeting:
             here, self._store = [], None
         if not here:
             return f"waiting at {self._endpoint}, where no machine answers yet"
-        missing = [name for name in _of_slurm() if name not in here]
+        # one of the two may write the domain, too
+        short = {name.partition(".")[0] for name in here}
+        missing = [name for name in _of_slurm() if name.partition(".")[0] not in short]
         rest = f"; missing: {', '.join(missing)}" if missing else ""
         came = f"{len(here)} of {self._machines} machines are here ({', '.join(here)})"
         return f"waiting at {self._endpoint}: {came}{rest}"

@@ -1,6 +1,7 @@
 """`meshwright init`: what it writes can be checked and trained, whatever the texts are like."""
 
 import json
+import shlex
 from pathlib import Path
 
 import pyarrow
@@ -80,6 +81,20 @@ def test_the_toml_passes_its_check(write, gpus, folder, monkeypatch, capsys) -> 
     assert source.cache.num_documents + held_out.cache.num_documents == len(TEXTS)
     assert config.job.dump_folder == "outputs/jobs"
     assert (config.training.seq_len == 1024) == (gpus > 0)
+
+
+@pytest.mark.parametrize("gpus", range(1, 10))
+def test_the_batch_is_of_whole_microbatches(gpus, monkeypatch) -> None:
+    monkeypatch.setattr(init, "count_gpus", lambda: gpus)
+    batch = init.scale_for(1_000_000).batch
+    assert batch % (init.GPU_BATCH * gpus) == 0
+    assert batch >= 4 * init.GPU_BATCH
+
+
+def test_commands_to_copy_are_words_of_a_shell(folder, capsys) -> None:
+    write_toml(["my job.toml"])
+    words = [shlex.split(line) for line in capsys.readouterr().out.splitlines()[-2:]]
+    assert words == [["meshwright", name, "my job.toml"] for name in ("check", "train")]
 
 
 def test_the_toml_trains_and_validates(folder) -> None:

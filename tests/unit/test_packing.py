@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 import torch
 
+from meshwright.commands.prove import job as prove_job
 from meshwright.config.changes import ABSENT, changes, config_defaults
 from meshwright.config.job_config import JobConfig
 from meshwright.config.loader import load_config
+from meshwright.config.training import Training
 from meshwright.datasets.cached import PackedSamples
 from meshwright.datasets.encoding import NO_LOSS, Sample, SampleRules
 from meshwright.datasets.loader import to_batches
@@ -132,6 +134,25 @@ def test_the_stored_packing_is_the_computed_one(tmp_path, small_windows) -> None
     assert computed.bin_starts.tolist() == stored.bin_starts.tolist()
     for window in range(len(stored.bin_starts) - 1):
         assert computed.window(window).tolist() == stored.window(window).tolist()
+
+
+@pytest.mark.parametrize("size", [None, 20])
+def test_a_packing_that_is_not_whole_is_made_again(size, tmp_path, small_windows) -> None:
+    cache = cached(tmp_path).cache
+    open_packing(cache, LENGTH)
+    file = cache.folder / f"packed-{LENGTH}"
+    content = file.read_bytes()
+    file.unlink() if size is None else file.write_bytes(content[:size])
+    assert open_packing(cache, LENGTH).window(0).tobytes() in content
+    assert file.read_bytes() == content
+
+
+def test_the_small_job_of_prove_goes_on_in_the_next_epoch() -> None:
+    for kind in ("cut", "best_fit"):
+        training = Training(packing=kind, seq_len=31, global_batch_size=8)
+        source = prove_job.open_source(training, 256, SEED)
+        left = source.samples_per_epoch(32) - prove_job.first_cursor(source, training).sample
+        assert 0 <= left - prove_job.SAVED_STEP * 8 < 8, kind
 
 
 def test_a_packing_of_other_tokens_is_made_again(tmp_path, small_windows) -> None:

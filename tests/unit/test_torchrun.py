@@ -98,6 +98,15 @@ def test_a_machine_that_has_left_the_meeting_is_not_counted(monkeypatch) -> None
         assert mine.describe() == words.format(at, *here)
 
 
+def test_a_machine_is_here_with_its_domain_or_without(monkeypatch) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setattr("socket.gethostname", lambda: "node1.cluster.example")
+    monkeypatch.setattr(meeting, "_of_slurm", lambda: ["node1", "node2.cluster.example"])
+    mine = Meeting(f"127.0.0.1:{store.port}", 2, "job")
+    mine.come()
+    assert mine.describe().endswith("; missing: node2.cluster.example")
+
+
 def failure(folder: Path, rank: int, code: int, callstack: str, when: float) -> ProcessFailure:
     """As torchrun knows it from the file that the rank has written."""
     file = folder / f"{rank}.json"

@@ -223,6 +223,6 @@ def first_cursor(source: OpenSource, training: Training) -> Cursor:
     if not isinstance(source, CachedSource):
         return Cursor()
     batch = training.global_batch_size
-    batches = source.cache.num_tokens // (training.seq_len + 1) // batch
+    batches = source.samples_per_epoch(training.seq_len + 1) // batch
     begin = (batches - SAVED_STEP) * batch
     return Cursor(begin, (begin,))

@@ -110,7 +110,7 @@ class StoredPacking(Packing):
     """The same, read from two files in the folder of the cache.
 
     Raises:
-        DamagedCacheError: if they are not there, or pack other tokens.
+        DamagedCacheError: if they are not there or not whole, or pack other tokens.
     """
 
     def __init__(self, cache: TokenCache, capacity: int) -> None:
@@ -121,6 +121,9 @@ class StoredPacking(Packing):
         self.capacity = capacity
         self.bin_starts = arrays["bin_starts"].astype(np.int64)
         self._starts = arrays["piece_starts"].astype(np.int64)
+        size = self._path.stat().st_size if self._path.exists() else -1
+        if size != self._starts[-1] * PIECE.itemsize:
+            raise DamagedCacheError(f"{self._path.name} is not whole")
         self._checksums, self._file = arrays["checksums"], RangeFile(str(self._path))
         self.window = functools.lru_cache(WINDOWS_KEPT)(self._read)
 
