@@ -20,7 +20,7 @@ from meshwright.datasets.loader import StepData, num_bad_records, whole_cursor
 from meshwright.launch.heartbeat import heartbeat_of_this_rank
 from meshwright.metrics.profiling import Profiler
 from meshwright.metrics.records import Sink
-from meshwright.parallelisms.meshes import barrier, last_collectives, set_timeout
+from meshwright.parallelisms.meshes import Meshes, barrier, last_collectives, set_timeout
 from meshwright.system.hardware import ordered_attention
 from meshwright.system.log import busy, logger
 from meshwright.system.processes import Launch, Requests
@@ -121,6 +121,7 @@ def run(
     heart = heartbeat_of_this_rank(launch.folder)
     heart.answer(last_collectives)
     last, begun, is_done, stage = plan.stages[-1], time.monotonic(), True, plan
+    meshes: Meshes | None = None
     while is_done:
         heart.limit(stage.config.comm.init_timeout_seconds, "comm.init_timeout_seconds")
         heart.beat(meeting := "meeting the other ranks, opening the data")
@@ -132,19 +133,19 @@ def run(
             heart.beat("set-up")
             with heart.guard(), busy("set-up"):
                 prepare_export(last.config)
-                job = set_up(met, extra_sinks)
+                job = set_up(met, extra_sinks, meshes)
             if job is not None:
                 begun = time.monotonic() if stage is plan else begun
                 with ordered_attention(job.attention):
                     is_done = _train(job, requests, begun)
-            following = None if job is None else job.plan.next
+            following = job and job.plan.next
         finally:
             met.checkpoints.release()
-        if following is None:
+        if job is None or following is None:
             break
         # from the checkpoint of this stage, whichever it began with
         config = changed(following.config, {"checkpoint": {"load_step": -1}})
-        stage, job = replace(following, config=config), None
+        stage, meshes, job = replace(following, config=config), job.meshes, None
         _forget()
     rank = dist.get_rank()
     dist.destroy_process_group()

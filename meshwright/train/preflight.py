@@ -181,7 +181,7 @@ class Plan:
         """Options that have no effect in this job, and why, one sentence each."""
         names, groups = list(self.model_args.parameter_names()), self.config.optimizer.groups
         return [
-            *idle_options(self.config, self.steps),
+            *idle_options(self.config, self.stages[-1].steps),
             *idle_source_options(self.config),
             *idle_groups(groups, names, self.frozen),
         ]

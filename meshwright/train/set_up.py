@@ -196,11 +196,13 @@ def _order_attention(plan: Plan, device: torch.device) -> list[str]:
     return order
 
 
-def set_up(met: Met, extra_sinks: Sequence[Sink]) -> Job | None:
+def set_up(met: Met, extra_sinks: Sequence[Sink], meshes: Meshes | None = None) -> Job | None:
     """Resume or begin: build every part of the job. None if its last step is done already.
 
     Args:
         extra_sinks: in addition to the config's.
+        meshes: of the stage before: NCCL would keep memory for groups made anew. None: they are
+            made.
     """
     since = time.perf_counter()
     met, found = _resume_or_begin(met)
@@ -218,16 +220,18 @@ def set_up(met: Met, extra_sinks: Sequence[Sink]) -> Job | None:
     if found is not None and dist.get_rank() == 0:
         resume_diff(plan, found).log(met.launch.is_checked and _is_newest(plan))
     with note_failure(plan, lambda: plan.resume_step):
-        return _build(met, found, extra_sinks, since)
+        meshes = meshes or build_meshes(plan.dims, met.device.type)
+        return _build(met, found, extra_sinks, meshes, since)
 
 
-def _build(met: Met, found: Manifest | None, extra_sinks: Sequence[Sink], since: float) -> Job:
+def _build(
+    met: Met, found: Manifest | None, extra_sinks: Sequence[Sink], meshes: Meshes, since: float
+) -> Job:
     """Build the parts of a job that resumes from `found`, or begins."""
     plan, config, device = met.plan, met.plan.config, met.device
     extra_sinks = [*extra_sinks, *_user_sinks(config)]
     torch.manual_seed(config.training.seed)
     gc.disable()  # a collection on one rank makes all others wait: they collect together
-    meshes = build_meshes(plan.dims, device.type)
     set_timeout(meshes, config.comm.init_timeout_seconds)
 
     def note(phase: Phase) -> None:

@@ -1,6 +1,7 @@
 """A job of three stages equals three jobs joined by hand, to the bit, also through kills."""
 
 import json
+import os
 import random
 import shutil
 import signal
@@ -10,6 +11,7 @@ import pytest
 
 from meshwright.checkpoint import commit
 from tests.helpers.compare_checkpoints import assert_same_tensors
+from tests.helpers.forked import Forked
 from tests.helpers.jobs import (
     CONFIG,
     ROOT,
@@ -162,3 +164,30 @@ def test_stages_are_jobs_joined_by_hand(ranks: int, folder: Path) -> None:
 
     train(folder / "staged.toml", elsewhere, 3 - ranks)
     assert_close(losses(elsewhere), want)
+
+
+SHARED = """
+import os, sys
+from meshwright.config.loader import load_config
+from meshwright.train import set_up
+from meshwright.train.job import run
+from meshwright.train.preflight import preflight
+
+if __name__ == "__main__":  # the job tokenises, by processes that import this again
+    made, build = [], set_up.build_meshes
+    set_up.build_meshes = lambda *given: made.append(given) or build(*given)
+    plan = preflight(load_config(["--job.config_file", *sys.argv[1:]]), 1)
+    print("result", run(plan), "meshes", len(made))
+    sys.stdout.flush()
+    os._exit(0)
+"""
+
+
+@pytest.mark.slow
+def test_stages_share_their_process_groups(folder: Path, tmp_path: Path) -> None:
+    """NCCL keeps some hundred MiB for each group, also when nobody holds it any more."""
+    (script := tmp_path / "shared.py").write_text(SHARED)
+    words = [folder / "staged.toml", "--job.dump_folder", tmp_path / "out", "--training.steps", 17]
+    done = Forked([script, *words], os.environ, cwd=ROOT).wait()
+    assert "result True meshes 1\n" in done.stdout, done.stdout + done.stderr
+    assert [row["step"] for row in records(tmp_path / "out")] == [*range(1, 18)]

@@ -8,7 +8,7 @@ import pytest
 
 from meshwright.commands.options import of_stage
 from meshwright.config.changes import changes, config_defaults, to_json
-from meshwright.config.job_config import JobConfig
+from meshwright.config.job_config import JobConfig, changed
 from meshwright.config.loader import load_config
 from meshwright.config.stages import staged
 from meshwright.datasets.opening import CachedSource
@@ -233,6 +233,13 @@ def test_a_command_takes_one_stage(tmp_path) -> None:
     with pytest.raises(ConfigError, match="the job has 3 stages"):
         of_stage(config, 4)
     assert of_stage(config_of(tmp_path, ""), 1).training.steps == 24
+
+
+def test_a_warmup_may_end_in_a_later_stage(tmp_path) -> None:
+    for warmup, is_idle in ((20, False), (30, True)):
+        config = changed(config_of(tmp_path), {"lr_scheduler": {"warmup_steps": warmup}})
+        notes = preflight(config, 1, looks_at_files=False).notes
+        assert any("is never reached" in note for note in notes) == is_idle
 
 
 def test_check_looks_at_every_stage(tmp_path, capsys) -> None:
