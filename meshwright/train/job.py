@@ -138,7 +138,7 @@ def run(
                 begun = time.monotonic() if stage is plan else begun
                 with ordered_attention(job.attention):
                     is_done = _train(job, requests, begun)
-            following = job and job.plan.next
+            following = None if job is None else job.plan.next
         finally:
             met.checkpoints.release()
         if job is None or following is None:
