@@ -103,6 +103,23 @@ def test_experts_are_noisy_copies_of_the_same_bits_on_every_mesh(on_ranks, folde
     on_ranks(2, load_on_meshes, folders)
 
 
+def load_parts_of_experts(folders: dict[str, Path]) -> None:
+    """Of fewer experts than ranks share them, FSDP2 cuts each within."""
+    args = dataclasses.replace(SPARSE, n_experts=2)
+    want = by_hand(load_hf(folders["hf"], DENSE), args)
+    model, _ = parallel_model(ParallelDims(dp_replicate=1, dp_shard=4, ep=2), args, seed=1)
+    load(model.state_dict(keep_vars=True), args, options_of(folders, "hf"))
+    for name, parameter in model.named_parameters():
+        assert torch.equal(whole(parameter), want[name]), name
+        if ".experts." in name:
+            assert parameter.to_local().shape[1] < parameter.shape[1]
+
+
+@pytest.mark.slow
+def test_a_rank_may_keep_a_part_of_each_expert(on_ranks, folders) -> None:
+    on_ranks(4, load_parts_of_experts, folders)
+
+
 def exact_copies(folders: dict[str, Path]) -> None:
     for kind, dense, args in (("hf", DENSE, SPARSE), ("llama", LLAMA, MIXTRAL)):
         options = options_of(folders, kind, noise=0)

@@ -1,6 +1,8 @@
 """`meshwright init`: what it writes can be checked and trained, whatever the texts are like."""
 
+import gzip
 import json
+import random
 import shlex
 from pathlib import Path
 
@@ -150,6 +152,26 @@ def test_other_content_is_refused(name, content, says, folder) -> None:
     with pytest.raises(ConfigError, match=says):
         write_toml(["--from", path])
     assert not (folder / "my_job.toml").exists()
+
+
+def test_documents_that_are_all_on_one_side_are_not_held_out(folder) -> None:
+    text = " ".join(f"{number} is a number." for number in range(300))
+    for number in range(25):  # a hash of the text decides, so copies stay together
+        (folder / "my texts" / f"{number}.txt").write_text(text)
+    assert init.look_at("my texts").held_out == 0
+
+
+def test_the_tokens_of_a_packed_file_are_not_its_bytes(folder, monkeypatch) -> None:
+    rng = random.Random(5)
+    words = [f"{rng.randrange(16**4):x}" for _ in range(3000)]
+    rows = "".join(
+        json.dumps({"text": " ".join(rng.choices(words, k=200))}) + "\n" for _ in range(100)
+    )
+    (folder / "all.jsonl").write_text(rows)
+    (folder / "all.jsonl.gz").write_bytes(gzip.compress(rows.encode()))
+    want = init.look_at("all.jsonl").num_tokens
+    monkeypatch.setattr(init, "SAMPLE_BYTES", 10_000)
+    assert 0.7 * want < init.look_at("all.jsonl.gz").num_tokens < 1.5 * want
 
 
 def test_too_few_documents_are_not_held_out(folder, capsys) -> None:

@@ -13,7 +13,7 @@ from transformers import DeepseekV3Config
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
 
 from meshwright.commands.prove.replay import Recording
-from meshwright.config.loader import load_config
+from meshwright.config.loader import load_config, to_toml
 from meshwright.config.parallelism import ActivationCheckpoint
 from meshwright.models.decoder import Decoder
 from meshwright.models.families.mixtral import MixtralArgs
@@ -242,6 +242,16 @@ def test_a_proof_counts_loads_and_biases_once_more(monkeypatch) -> None:
 def preflight_of(*words: str, world_size: int = 4) -> object:
     given = ["--model.tokenizer_path=bytes", *words]
     return preflight(load_config(given), world_size)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
+def test_the_config_of_a_job_is_a_config(name, tmp_path) -> None:
+    """It gives the options of experts also where there are none."""
+    words = (f"--model.name={name}", f"--job.dump_folder={tmp_path / 'out'}")
+    config = preflight_of(*words).config
+    (path := tmp_path / "config.toml").write_text(to_toml(config))
+    again = preflight(load_config([str(path)]), 4).config
+    assert again.model_dump(exclude={"job"}) == config.model_dump(exclude={"job"})
 
 
 MOE = "--model.name=qwen3_moe"
