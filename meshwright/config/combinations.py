@@ -1,19 +1,23 @@
-"""Rules between keys of a config, on any mesh: contradictions, and options without effect.
+"""Rules of a config on any mesh: contradictions, options without effect, needs of this machine.
 
 A contradiction is an error: add an `if` that yields it. An option without effect, such as
 `pipeline_parallel_schedule` without a pipeline, is reported, not refused, because the same TOML may
 run on another mesh: add a row to a table.
 """
 
+import importlib.util
+import os
 from collections.abc import Callable, Iterator
 from math import inf
+from pathlib import Path
 from typing import Any
 
 from meshwright.config.changes import shown
 from meshwright.config.fields import value_of
 from meshwright.config.job_config import JobConfig, suits_cpu_attention
 from meshwright.config.training import Source
-from meshwright.system.errors import ConfigError, Mistakes, config_error
+from meshwright.system.errors import ConfigError, Mistakes, check, config_error
+from meshwright.system.files import holds_folders
 
 WITHOUT_PIPELINE = "leave it out, or set parallelism.pipeline_parallel_degree = 1"
 
@@ -290,3 +294,32 @@ def _switched_off(config: JobConfig) -> dict[str, str]:
         for key in type(section).model_fields
         if key not in ("enable", "average") and not key.startswith("initial_load")
     }
+
+
+def check_writable(folder: str) -> None:
+    """Check that `job.dump_folder` is, or can be made, a folder to write to; leave no trace."""
+    existing = Path(folder).absolute()
+    while not os.path.exists(existing):
+        existing = existing.parent
+    check(
+        existing.is_dir() and os.access(existing, os.W_OK | os.X_OK) and holds_folders(existing),
+        "job.dump_folder",
+        folder,
+        f"{existing} is not a folder that can be written to",
+        "name another folder",
+    )
+
+
+EXTRAS = {"wandb": "wandb", "torchao": "float8"}
+"""Extras of pyproject.toml that install these packages."""
+
+
+def check_installed(key: str, is_on: bool, package: str) -> None:
+    """Check that the package that the option `key` needs is there."""
+    check(
+        not is_on or importlib.util.find_spec(package) is not None,
+        key,
+        True,
+        f"{package} is not installed",
+        f"pip install 'meshwright[{EXTRAS[package]}]'",
+    )

@@ -91,6 +91,49 @@ class WeightedSource(NamedSource):
     """Tokens to take from it in the whole job, instead of a weight."""
 
 
+class Stage(Section, on_resume="none"):
+    """[[training.stages]] A part of the job. Its keys replace those of the whole job."""
+
+    until_tokens: PositiveInt | None = None
+    """Tokens of the job, earlier stages included, with which the stage ends: at the first step that
+    reaches them. Of every stage but the last, which takes the rest of `training.steps`."""
+
+    datasets: list[WeightedSource] = []
+    """Data sets in the place of the job's: tables [[training.stages.datasets]]. A source that has
+    the name and the content of one of the stage before continues where that was."""
+
+    weights: dict[str, PositiveFloat] = {}
+    """Other weights of the job's `datasets`, by name: {web = 0.2, code = 0.8}."""
+
+    seq_len: PositiveInt | None = None
+    """As `training.seq_len`. With another one, every source begins with its first sample."""
+
+    global_batch_size: PositiveInt | None = None
+    """As `training.global_batch_size`."""
+
+    local_batch_size: PositiveInt | None = None
+    """As `training.local_batch_size`."""
+
+    lr: PositiveFloat | None = None
+    """As `optimizer.lr`."""
+
+    warmup_steps: NonNegativeInt | None = None
+    """As `lr_scheduler.warmup_steps`: steps count from the start of the job, as in all keys of the
+    schedule."""
+
+    total_steps: PositiveInt | None = None
+    """As `lr_scheduler.total_steps`. Absent: that, or `training.steps` of the whole job."""
+
+    decay_ratio: Annotated[float, Field(ge=0, le=1)] | None = None
+    """As `lr_scheduler.decay_ratio`."""
+
+    decay_type: Literal["linear", "sqrt", "cosine"] | None = None
+    """As `lr_scheduler.decay_type`."""
+
+    min_lr_factor: Annotated[float, Field(ge=0, le=1)] | None = None
+    """As `lr_scheduler.min_lr_factor`."""
+
+
 class Training(Source):
     """[training] Data, batch, length and precision."""
 
@@ -144,6 +187,11 @@ class Training(Source):
     block_cache_gib: Harmless[PositiveFloat] = 16.0
     """Most GiB of `token_cache_folder` that keep blocks of token files in object storage; the
     oldest are deleted beyond it. Per machine."""
+
+    stages: Harmless[list[Stage]] = []
+    """Parts of the job, one after the other: tables [[training.stages]], each with `until_tokens`,
+    where it ends, and keys that differ in it: `datasets` or `weights`, `seq_len`, batch sizes, and
+    keys of the schedule."""
 
     local_batch_size: Harmless[PositiveInt] = 8
     """Sequences per data-parallel rank and microbatch: as many as fit the memory."""

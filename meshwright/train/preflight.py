@@ -4,8 +4,6 @@ Free of torch: the launcher calls it first, so a mistake is reported at once. Ev
 calls it again, for users who start torchrun themselves.
 """
 
-import importlib.util
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,7 +12,12 @@ from meshwright.checkpoint import commit, find
 from meshwright.checkpoint.conversion.initial_load import check_initial
 from meshwright.checkpoint.manifest import Manifest, read_manifest
 from meshwright.checkpoint.resume_diff import ResumeDiff, find_resume_diff
-from meshwright.config.combinations import check_contradictions, idle_options
+from meshwright.config.combinations import (
+    check_contradictions,
+    check_installed,
+    check_writable,
+    idle_options,
+)
 from meshwright.config.job_config import JobConfig, changed
 from meshwright.datasets.files import LATER, settings_of
 from meshwright.datasets.named_sources import (
@@ -46,7 +49,6 @@ from meshwright.parallelisms.rules.precision import (
     find_fp32_modules,
 )
 from meshwright.system.errors import Mistakes, check
-from meshwright.system.files import holds_folders
 from meshwright.system.modules import code_of
 from meshwright.train.optim.groups import (
     average_decay,
@@ -56,20 +58,6 @@ from meshwright.train.optim.groups import (
     names_by_group,
 )
 from meshwright.train.resolve_model import extend_by, resolve_model
-
-
-def check_writable(folder: str) -> None:
-    """Check that `job.dump_folder` is, or can be made, a folder to write to; leave no trace."""
-    existing = Path(folder).absolute()
-    while not os.path.exists(existing):
-        existing = existing.parent
-    check(
-        existing.is_dir() and os.access(existing, os.W_OK | os.X_OK) and holds_folders(existing),
-        "job.dump_folder",
-        folder,
-        f"{existing} is not a folder that can be written to",
-        "name another folder",
-    )
 
 
 @dataclass(frozen=True)
@@ -284,21 +272,6 @@ def check_alone(config: JobConfig, *, looks_at_files: bool = True) -> Tokenizer:
         check_writable(config.job.dump_folder)
     mistakes.check()
     return tokenizer
-
-
-EXTRAS = {"wandb": "wandb", "torchao": "float8"}
-"""Extras of pyproject.toml that install these packages."""
-
-
-def check_installed(key: str, is_on: bool, package: str) -> None:
-    """Check that the package that the option `key` needs is there."""
-    check(
-        not is_on or importlib.util.find_spec(package) is not None,
-        key,
-        True,
-        f"{package} is not installed",
-        f"pip install 'meshwright[{EXTRAS[package]}]'",
-    )
 
 
 def check_data(config: JobConfig, *, looks_at_files: bool = True) -> Tokenizer:

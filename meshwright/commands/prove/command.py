@@ -7,14 +7,13 @@ from pathlib import Path
 from meshwright.commands.options import output_folder
 from meshwright.commands.prove.cases import default_cases, distinct, every_mesh
 from meshwright.commands.prove.shrink import shrink
-from meshwright.config.combinations import check_contradictions
+from meshwright.config.combinations import check_contradictions, check_installed
 from meshwright.config.command_line import Parser
 from meshwright.config.loader import load_given
 from meshwright.parallelisms.rules.compile_choice import why_no_compiler
 from meshwright.parallelisms.rules.degrees import check_divisible
 from meshwright.parallelisms.rules.stages import assign_modules, check_split_float8
 from meshwright.system.errors import ConfigError, check
-from meshwright.train.preflight import check_installed
 from meshwright.train.resolve_model import resolve_model
 
 
