@@ -86,6 +86,8 @@ class Manifest(TypedDict):
     """Hash of the module of `experimental.custom_import`; "": there was none."""
     model_only: NotRequired[bool]
     """It holds the weights alone. Absent: all that a resume needs."""
+    stage: NotRequired[int]
+    """Of `training.stages`, from 1 on."""
     data_ended: NotRequired[bool]
     """There was no data for another step."""
 

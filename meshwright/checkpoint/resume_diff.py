@@ -143,6 +143,8 @@ def find_resume_diff(
     data_identity: Mapping[str, object],
     frozen: Collection[str],
     own_code: str,
+    *,
+    begins_stage: bool = False,
 ) -> ResumeDiff:
     """Compare a job with the one that saved the checkpoint that `manifest` is of.
 
@@ -151,8 +153,11 @@ def find_resume_diff(
         data_identity: everything, apart from the documents, that determines the sample stream.
         frozen: names of parameters.
         own_code: as the manifest's.
+        begins_stage: the checkpoint ends the stage before, which may have had other data.
     """
     excluded, defaults = left_out(config.checkpoint, manifest), config_defaults()
+    if begins_stage:
+        excluded |= {DATALOADER}
     model = [*_model_changes(manifest, config, args)]
     identity = [*changes(manifest["data_identity"], data_identity, defaults)]
     weights = [difference for difference in identity if effect_of(difference.key) == "training"]

@@ -23,9 +23,14 @@ def run(given: Namespace) -> None:
     """
     ranks = count_ranks(given, start_here=False)
     plan = check_job(given, ranks)
-    config, parameters = plan.config, f"{plan.model_args.table.num_params:,} parameters"
-    steps = f"{config.training.steps:,} steps of {config.tokens_per_step:,} tokens"
-    print(f"{given.config} can run: {parameters}, {numbered(ranks.total, 'rank')}, {steps}")
+    parameters = f"{plan.model_args.table.num_params:,} parameters"
+    can_run = f"{given.config} can run: {parameters}, {numbered(ranks.total, 'rank')}"
+    for stage in plan.stages:
+        config = stage.config
+        num_steps = config.training.steps - stage.begins_after
+        steps = f"{num_steps:,} steps of {config.tokens_per_step:,} tokens"
+        ends = f", stage {stage.stage} to step {config.training.steps:,}" * (len(plan.stages) > 1)
+        print(f"{can_run}, {steps}{ends}")
 
 
 def check_job(given: Namespace, ranks: Ranks) -> Plan:

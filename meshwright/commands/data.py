@@ -10,9 +10,11 @@ from pathlib import Path
 import numpy as np
 
 from meshwright.checkpoint import commit
+from meshwright.commands.options import add_stage, of_stage
 from meshwright.config.command_line import Parser
 from meshwright.config.job_config import JobConfig
 from meshwright.config.loader import load_given
+from meshwright.config.stages import staged
 from meshwright.datasets.encoding import Sample, SampleRules
 from meshwright.datasets.named_sources import entries, is_streamed, validation_entries, weights
 from meshwright.datasets.opening import (
@@ -42,6 +44,7 @@ def add_options(parser: Parser) -> None:
         metavar=("NAME", "FIRST", "LAST"),
         help="print samples of a source, by its name and their indices in skipped_steps.jsonl",
     )
+    add_stage(parser)
     parser.add_argument("--caches", action="store_true", help="list all token caches of the folder")
     parser.add_argument("--remove", metavar="NAME", help="remove the cache that --caches names so")
 
@@ -52,7 +55,8 @@ def run(given: Namespace) -> None:
     Raises:
         ConfigError: if the config is wrong, its data cannot be read, or there is no such cache.
     """
-    config = load_given(given)
+    whole = load_given(given)
+    config = of_stage(whole, given.stage)
     root = Path(config.training.token_cache_folder or default_folder())
     if given.remove is not None:
         _remove(root, given.remove)
@@ -66,6 +70,9 @@ def run(given: Namespace) -> None:
     if given.samples is not None:
         _print_samples(_of_source(config, sources, *given.samples), tokenizer)
     elif given.step is not None:
+        fix = "use --samples"
+        has_stages = bool(whole.training.stages)
+        check(not has_stages, "--step", given.step, "its place follows from earlier stages", fix)
         _print_samples(_of_step(config, sources, given.step), tokenizer)
     else:
         _print_table(_overview(config, sources))
@@ -255,10 +262,12 @@ def run_tokenize(given: Namespace) -> None:
     """
     check(given.workers >= 0, "--workers", given.workers, "must be 0 or more")
     log_to_console()
-    config = load_given(given)
-    check_data(config)
-    options = {"num_workers": given.workers, "check_all": given.verify}
-    sources = open_training_data(config, **options) + open_validation_data(config, **options)
+    configs = staged(load_given(given))
+    options, sources = {"num_workers": given.workers, "check_all": given.verify}, []
+    for config in configs:
+        check_data(config)
+        sources += open_training_data(config, **options)
+    sources += open_validation_data(configs[0], **options)
     for source in sources if not given.quiet else ():
         if isinstance(source, StreamedSource):
             logger.info("%s: streamed, %d shards", source.entry.name, source.num_shards)

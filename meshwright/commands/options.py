@@ -6,7 +6,9 @@ from argparse import ArgumentTypeError
 from pathlib import Path
 
 from meshwright.config.command_line import Parser
-from meshwright.system.errors import out_of_reach
+from meshwright.config.job_config import JobConfig
+from meshwright.config.stages import staged
+from meshwright.system.errors import check, numbered, out_of_reach
 
 ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
@@ -53,6 +55,25 @@ def output_file(text: str) -> Path:
     if path.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
         raise ArgumentTypeError(f"{text!r}: cannot be written")
     return path
+
+
+def add_stage(parser: Parser) -> None:
+    """Option for one stage of a job that has several."""
+    parser.add_argument(
+        "--stage", type=int, default=1, metavar="N", help="of [[training.stages]] (default: 1)"
+    )
+
+
+def of_stage(config: JobConfig, stage: int) -> JobConfig:
+    """Return the config of one stage of a job, as a job without stages.
+
+    Raises:
+        ConfigError: if there is no such stage.
+    """
+    configs = staged(config)
+    rule = f"the job has {numbered(len(configs), 'stage')}"
+    check(1 <= stage <= len(configs), "--stage", stage, rule, "name one of them")
+    return configs[stage - 1]
 
 
 def add_ranks(parser: Parser) -> None:

@@ -82,6 +82,8 @@ def run(given: Namespace) -> None:
     for text in known.notes:
         if text not in plan.notes:
             logger.warning("%s", text)
+    for stage in plan.stages[1:]:
+        sources += open_training_data(stage.config)
     sources += open_validation_data(plan.config)
     where = f", of {ranks.machines} machines that meet at {_endpoint(given)}"
     where *= ranks.machines > 1

@@ -216,7 +216,10 @@ def log_to_file(folder: Path, rank: int) -> None:
     except OSError as error:  # checks of permissions did not see it: a quota, /proc, ...
         message = f"job.dump_folder: {folder} cannot be made: {error.strerror}"
         raise ConfigError("job.dump_folder", message) from None
-    handler = RankFile(folder / f"rank_{rank}.log")
+    path = (folder / f"rank_{rank}.log").absolute()
+    if str(path) in {getattr(handler, "baseFilename", "") for handler in logger.handlers}:
+        return  # an earlier stage of the job
+    handler = RankFile(path)
     handler.setFormatter(FILE_FORMAT)
     logger.addHandler(handler)
     assert handler.stream is not None  # it is opened at once

@@ -46,6 +46,9 @@ def announce(
     config, path = plan.config, Path(plan.config.job.dump_folder) / "config.toml"
     if config.job.description:
         logger.info("%s", config.job.description)
+    if (last := plan.stages[-1].stage) > 1:
+        steps = f"steps {plan.begins_after + 1:,} to {config.training.steps:,}"
+        logger.info("stage %d of %d: %s", plan.stage, last, steps)
     logger.info("config: %s; every value: %s", Path(config.job.config_file).name or "none", path)
     logger.debug("config, where it differs from the defaults:")
     for line in filter(None, to_toml(config, True).splitlines()):

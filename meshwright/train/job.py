@@ -1,10 +1,11 @@
 """The job, top to bottom: the ranks meet, set up, loop over steps, and end together."""
 
 import gc
+import sys
 import time
 from collections.abc import Sequence
 from contextlib import closing, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.checkpoint.manager import HasState
-from meshwright.config.job_config import Checkpoint, JobConfig
+from meshwright.config.job_config import Checkpoint, JobConfig, changed
 from meshwright.datasets.loader import StepData, num_bad_records, whole_cursor
 from meshwright.launch.heartbeat import heartbeat_of_this_rank
 from meshwright.metrics.profiling import Profiler
@@ -118,33 +119,55 @@ def run(
             return run(plan, extra_sinks, requests, launch)
     launch = launch or Launch()
     heart = heartbeat_of_this_rank(launch.folder)
-    heart.limit(plan.config.comm.init_timeout_seconds, "comm.init_timeout_seconds")
     heart.answer(last_collectives)
-    meeting = "meeting the other ranks, opening the data"
-    heart.beat(meeting)
-    with heart.guard(), busy(meeting):
-        met = meet(plan, heart, launch)
-    rank, is_done = dist.get_rank(), True
-    try:
-        if rank == 0:
-            remove_stop_file(Path(plan.config.job.dump_folder))
-        heart.beat("set-up")
-        with heart.guard(), busy("set-up"):
-            prepare_export(plan.config)
-            job = set_up(met, extra_sinks)
-        if job is None:
-            dist.destroy_process_group()
-        else:
-            with ordered_attention(met.attention):
-                is_done = _train(job, requests)
-        heart.limit(0, "")  # nobody waits for the export
-        return is_done and (rank > 0 or export_at_end(plan, requests))
-    finally:
-        met.checkpoints.release()
+    last, begun, is_done, stage = plan.stages[-1], time.monotonic(), True, plan
+    while is_done:
+        heart.limit(stage.config.comm.init_timeout_seconds, "comm.init_timeout_seconds")
+        heart.beat(meeting := "meeting the other ranks, opening the data")
+        with heart.guard(), busy(meeting):
+            met = meet(stage, heart, launch)
+        try:
+            if stage is plan and dist.get_rank() == 0:
+                remove_stop_file(Path(plan.config.job.dump_folder))
+            heart.beat("set-up")
+            with heart.guard(), busy("set-up"):
+                prepare_export(last.config)
+                job = set_up(met, extra_sinks)
+            if job is not None:
+                begun = time.monotonic() if stage is plan else begun
+                with ordered_attention(job.attention):
+                    is_done = _train(job, requests, begun)
+            following = None if job is None else job.plan.next
+        finally:
+            met.checkpoints.release()
+        if following is None:
+            break
+        # from the checkpoint of this stage, whichever it began with
+        config = changed(following.config, {"checkpoint": {"load_step": -1}})
+        stage, job = replace(following, config=config), None
+        _forget()
+    rank = dist.get_rank()
+    dist.destroy_process_group()
+    heart.limit(0, "")  # nobody waits for the export
+    return is_done and (rank > 0 or export_at_end(last, requests))
 
 
-def _train(job: Job, requests: Requests) -> bool:
-    """Take the steps and save the last; return whether none is left."""
+def _forget() -> None:
+    """Free the model of a stage before that of the next is built, and its compiled graphs: the next
+    would be taken for a change of shapes, and compiled for all."""
+    gc.collect()
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def _train(job: Job, requests: Requests, begun: float) -> bool:
+    """Take the steps of a stage and save the last; return whether none is left.
+
+    Args:
+        begun: when the first step of this process was about to begin, by `time.monotonic`.
+    """
     config, dump_folder = job.plan.config, Path(job.plan.config.job.dump_folder)
     rank, step = dist.get_rank(), job.plan.resume_step
     with (
@@ -152,7 +175,7 @@ def _train(job: Job, requests: Requests) -> bool:
         note_failure(job.plan, lambda: job.reporter.step),
         closing(job.reporter),
     ):
-        vote = Vote(dump_folder, config.job.max_run_seconds, requests)
+        vote = Vote(dump_folder, config.job.max_run_seconds, requests, begun)
         with (
             Profiler(config.profiling, dump_folder, rank, step) as profiler,
             job.checkpoints,
@@ -341,7 +364,8 @@ def _save(job: Job, taken: Taken, *, is_last: bool, is_done: bool = False) -> No
 def _end(job: Job, vote: Vote, step: int, is_done: bool) -> bool:
     """Close the parts, and say how it ended; return whether the last step is done."""
     config, steps, reason = job.plan.config, job.plan.config.training.steps, vote.decision.reason
-    is_new = step > job.plan.resume_step
+    is_new, following = step > job.plan.resume_step, job.plan.next
+    is_done = is_done and not (reason and following)
     job.loader.close()
     job.bad_steps.close()
     if reason:
@@ -354,11 +378,13 @@ def _end(job: Job, vote: Vote, step: int, is_done: bool) -> bool:
         words = "stopped after step %d of %d: %s; start it again to resume"
         logger.info(words, step, job.plan.steps, reason)
         note_end(job.plan, step, f"stopped: {reason}")
+    elif following is not None:
+        logger.info("stage %d ends with step %d", job.plan.stage, step)
+        note_end(job.plan, step, f"finished stage {job.plan.stage}")
     else:
         if step < steps:
             logger.info("the data ends here: training.max_epochs = %d", config.training.max_epochs)
         announce_end(job.plan, job.reporter, step, time.perf_counter() - job.since)
         note_end(job.plan, step, "finished")
     barrier()  # the first rank to leave with an error has torchrun end the others
-    dist.destroy_process_group()
     return is_done

@@ -19,6 +19,7 @@ from meshwright.config.combinations import (
     idle_options,
 )
 from meshwright.config.job_config import JobConfig, changed
+from meshwright.config.stages import error_of_stage, staged
 from meshwright.datasets.files import LATER, settings_of
 from meshwright.datasets.named_sources import (
     check_budgets,
@@ -48,7 +49,7 @@ from meshwright.parallelisms.rules.precision import (
     find_float8_layers,
     find_fp32_modules,
 )
-from meshwright.system.errors import Mistakes, check
+from meshwright.system.errors import ConfigError, Mistakes, check
 from meshwright.system.modules import code_of
 from meshwright.train.optim.groups import (
     average_decay,
@@ -87,8 +88,39 @@ class Plan:
     """Step of the checkpoint to resume from; 0: there is none."""
     own_code: str
     """Hash of the module of `experimental.custom_import`, as it runs here; "": there is none."""
+    stage: int = 1
+    """Of the job, from 1 on; `config` is its own."""
+    begins_after: int = 0
+    """The last step of the stage before it."""
+    next: "Plan | None" = None
+    """The stage after it."""
     data_steps: int = 0
     """Step before which `training.max_epochs` ends the data; 0: not known."""
+
+    @property
+    def stages(self) -> "list[Plan]":
+        """This stage and all that follow."""
+        return [self] if self.next is None else [self, *self.next.stages]
+
+    def at(self, step: int) -> "Plan":
+        """Return the stage that continues after `step`."""
+        is_over = step >= self.config.training.steps
+        return self.next.at(step) if is_over and self.next is not None else self
+
+    def begins_with(self, saved: Manifest) -> bool:
+        """Return whether the stage begins with a checkpoint, which the stage before it has saved.
+
+        Raises:
+            ConfigError: if the checkpoint is of another stage, and does not end it.
+        """
+        step, was = saved["step"], saved.get("stage", 1)
+        is_end = was < self.stage and step == self.begins_after
+        if was == self.stage or is_end:
+            return is_end
+        key, here = "training.stages", f"step {step} is one of stage {self.stage}"
+        message = f"{key}: {here}, and its checkpoint was saved in stage {was}"
+        fix = "give earlier stages the ends that they had, or use another job.dump_folder"
+        raise ConfigError(key, f"{message}\n  fix: {fix}")
 
     @property
     def steps(self) -> int:
@@ -168,7 +200,7 @@ def preflight(
     looks_at_files: bool = True,
     checks_memory: bool = True,
 ) -> Plan:
-    """Check `config` for a job of `world_size` ranks.
+    """Check `config` for a job of `world_size` ranks; each of its stages.
 
     Args:
         is_gpu: ranks train on GPUs, as far as is known here.
@@ -176,9 +208,30 @@ def preflight(
             ranks of a job leave it to the first, once they can talk.
         checks_memory: refuse a job that surely does not fit `job.device_memory_gib`.
 
+    Returns:
+        The plan of the stage that the job continues with, as far as files were looked at.
+
     Raises:
         ConfigError: for the first thing that would keep it from running.
     """
+    plans, plan = list[Plan](), None
+    for number, one in enumerate(staged(config)):
+        try:
+            found = _preflight_stage(one, world_size, is_gpu, looks_at_files, checks_memory)
+        except ConfigError as error:
+            raise error_of_stage(error, config, number) from None
+        begins_after = plans[-1].config.training.steps if plans else 0
+        plans.append(replace(found, stage=number + 1, begins_after=begins_after))
+    for found in reversed(plans):
+        plan = replace(found, next=plan)
+    assert plan is not None
+    return _look_at_files(plan) if looks_at_files else plan
+
+
+def _preflight_stage(
+    config: JobConfig, world_size: int, is_gpu: bool, looks_at_files: bool, checks_memory: bool
+) -> Plan:
+    """Check one stage, apart from the checkpoint that it continues from."""
     tokenizer = check_alone(config, looks_at_files=looks_at_files)
     given_batch = config.training.global_batch_size
     config = resolve_auto_values(config, world_size, stages.num_stages(config.parallelism))
@@ -189,10 +242,12 @@ def preflight(
     fp32_modules = find_fp32_modules(config, model_args)
     config, compile_line = resolve_compile(config, model_args, fp32_modules, is_gpu=is_gpu)
     check_fp32_modules(config, fp32_modules)
-    stage_modules = _plan_pipeline(config, model_args)
+    stage_modules = stages.plan_pipeline(config, model_args)
     float8_layers = find_float8_layers(config, model_args.table, fp32_modules)
     frozen = _find_frozen(config.model.frozen, model_args)
-    config, least_bytes = _plan_memory(config, model_args, stage_modules, frozen, checks_memory)
+    config, least_bytes = memory.plan_memory(
+        config, model_args, stage_modules, frozen, checks_memory
+    )
     names_by_group(config.optimizer.groups, list(model_args.parameter_names()))
     check_optimizers(config.optimizer, model_args.table.parameters)
     check_budgets(config.training)
@@ -205,7 +260,7 @@ def preflight(
         f"{model_args.vocab_size}",
         f"set model.args.vocab_size = {tokenizer.vocab_size}",
     )
-    plan = Plan(
+    return Plan(
         config=config,
         compile_line=compile_line,
         batch_line=_batch_line(given_batch, config.training.global_batch_size, world_size),
@@ -220,18 +275,17 @@ def preflight(
         resume_step=0,
         own_code=code_of(config.experimental.custom_import),
     )
-    return _look_at_files(plan) if looks_at_files else plan
 
 
 def _look_at_files(plan: Plan) -> Plan:
-    """Check the checkpoint to resume from, or the weights to start from; return the plan with the
-    step."""
+    """Check the checkpoint to resume from, or the weights to start from; return the plan of its
+    stage, with the step."""
     config = plan.config.checkpoint
     step = find.choose_step(plan.checkpoint_folder, config.load_step) if config.enable else None
     if step is None:
         check_initial(config, plan.model_args, plan.family)
         return plan
-    plan = replace(plan, resume_step=step)
+    plan = replace(plan.at(step), resume_step=step)
     resume_diff(plan).check()
     return plan
 
@@ -312,49 +366,6 @@ def _find_frozen(patterns: Sequence[str], args: DecoderArgs) -> frozenset[str]:
     return frozenset(frozen)
 
 
-def _plan_pipeline(config: JobConfig, args: DecoderArgs) -> list[list[str]]:
-    """Check that the model can run as the pipeline that is asked for; the modules of each stage."""
-    parallelism = config.parallelism
-    stages.check_schedule(
-        config,
-        num_microbatches=config.num_microbatches,
-        per_microbatch=config.num_data_ranks * config.training.local_batch_size,
-    )
-    check(
-        parallelism.pipeline_parallel_degree == 1 or not args.tie_embeddings,
-        "parallelism.pipeline_parallel_degree",
-        parallelism.pipeline_parallel_degree,
-        "the first and the last stage would share the embedding (model.args.tie_embeddings)",
-        "set it to 1, or model.args.tie_embeddings = false",
-    )
-    return stages.assign_modules(
-        parallelism,
-        [args.table.num_params_of(f"layers.{index}") for index in range(args.n_layers)],
-        embedding=args.table.num_params_of("tok_embeddings"),
-        output=args.table.num_params_of("output"),
-    )
-
-
-def _plan_memory(
-    config: JobConfig,
-    args: DecoderArgs,
-    stage_modules: Sequence[Sequence[str]],
-    frozen: frozenset[str],
-    checks_memory: bool,
-) -> tuple[JobConfig, dict[str, float]]:
-    """Choose how gradients are kept, and check that a rank fits the device that is named.
-
-    Returns:
-        The config without "auto", and the bytes that a rank surely needs, by purpose.
-    """
-    load = memory.heaviest_load(config, args.table.parameters, stage_modules, frozen)
-    config = memory.choose_reduction(config, load, config.num_microbatches)
-    needed = memory.least_memory(config, load, config.num_microbatches)
-    if config.job.device_memory_gib and checks_memory:
-        memory.check_memory(config, needed, config.job.device_memory_gib)
-    return config, needed
-
-
 def resume_diff(plan: Plan, manifest: Manifest | None = None) -> ResumeDiff:
     """Return how the job differs from the one that saved the checkpoint to resume from.
 
@@ -365,4 +376,13 @@ def resume_diff(plan: Plan, manifest: Manifest | None = None) -> ResumeDiff:
     manifest = read_manifest(checkpoint) if manifest is None else manifest
     data = plan.data_identity
     config, args, frozen = plan.config, plan.model_args, plan.frozen
-    return find_resume_diff(manifest, checkpoint, config, args, data, frozen, plan.own_code)
+    return find_resume_diff(
+        manifest,
+        checkpoint,
+        config,
+        args,
+        data,
+        frozen,
+        plan.own_code,
+        begins_stage=plan.begins_with(manifest),
+    )

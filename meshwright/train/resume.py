@@ -65,6 +65,7 @@ def manifest_of(
             **{name: version(name) for name in ("tokenizers", "datasets")},
         },
         "config": to_json(plan.config),
+        "stage": plan.stage,
     }
 
 
@@ -119,6 +120,8 @@ def place_in_data(plan: Plan, saved: Manifest, sources: Sequence[OpenSource]) ->
     """
     if DATALOADER in left_out(plan.config.checkpoint, saved):
         return Cursor()
+    if plan.begins_with(saved):
+        return _place_in_stage(plan, saved, sources)
     for source in sources:
         was = saved["data_content"].get(source.entry.name)
         if was != source.content:
@@ -140,6 +143,21 @@ def place_in_data(plan: Plan, saved: Manifest, sources: Sequence[OpenSource]) ->
     if (passed_over := sum(bad_records(cursor).values())) > allowed:
         raise too_many_bad_records(passed_over, allowed)
     return cursor.reweighted() if resume_diff(plan, saved).is_reweighted else cursor
+
+
+def _place_in_stage(plan: Plan, saved: Manifest, sources: Sequence[OpenSource]) -> Cursor:
+    """Return where the first step of a stage begins to read: in a source that the stage before had
+    too, where that one stopped."""
+    cursor = Cursor.from_json(saved["data"])
+    if saved["data_identity"] == plan.data_identity:
+        return cursor
+    if saved["data_identity"]["training.seq_len"] != plan.config.training.seq_len:
+        return Cursor()
+    before = dict(zip(saved["data_content"], cursor.counts, strict=True))
+    kept = {s.entry.name for s in sources if saved["data_content"].get(s.entry.name) == s.content}
+    counts = tuple(before[s.entry.name] if s.entry.name in kept else 0 for s in sources)
+    places = {name: place for name, place in cursor.places.items() if name in kept}
+    return Cursor(cursor.sample, counts, places, weighted_from=counts)
 
 
 def too_many_bad_records(count: int, allowed: int) -> ConfigError:

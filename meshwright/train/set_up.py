@@ -120,11 +120,10 @@ def meet(plan: Plan, heart: Heartbeat, launch: Launch) -> Met:
         ConfigError: on every rank, if ranks run different jobs, or another job has the folder.
     """
     device = _start(plan, launch.num_gpus)
-    attention = _order_attention(plan, device)
     checkpoints = CheckpointManager(plan.checkpoint_folder, plan.config.checkpoint)
+    attention = _order_attention(plan, device)
     sources, held_out = _open_data(plan, checkpoints)
     plan = replace(plan, data_steps=steps_of_data(plan.config, sources))
-    check_agreement(plan, [*sources, *held_out])
     checkpoints.claim()
     return Met(plan, device, attention, sources, held_out, checkpoints, heart, launch)
 
@@ -132,7 +131,7 @@ def meet(plan: Plan, heart: Heartbeat, launch: Launch) -> Met:
 def _open_data(
     plan: Plan, checkpoints: CheckpointManager
 ) -> tuple[Sequence[OpenSource], Sequence[OpenSource]]:
-    """Open the training and the validation data. Collective.
+    """Open the training and the validation data, and compare the ranks' jobs. Collective.
 
     The first rank looks for files, revisions and caches, and tells the others.
     """
@@ -143,10 +142,12 @@ def _open_data(
         return [Told.of(source) for sources in opened for source in sources]
 
     told = checkpoints.tell(find)
-    if opened:
-        return opened[0], opened[1]
-    is_first_here = os.environ.get("LOCAL_RANK", "0") == "0"
-    return open_told(told, plan.config, is_first_here=is_first_here)
+    if not opened:
+        is_first_here = os.environ.get("LOCAL_RANK", "0") == "0"
+        opened.extend(open_told(told, plan.config, is_first_here=is_first_here))
+    sources, held_out = opened
+    check_agreement(plan, [*sources, *held_out])
+    return sources, held_out
 
 
 def _start(plan: Plan, num_gpus: int) -> torch.device:
@@ -167,9 +168,11 @@ def _start(plan: Plan, num_gpus: int) -> torch.device:
         has_float8=hardware.has_float8(device),
     )
     if device.type == "cuda":
-        check_memory(config, plan.least_bytes, hardware.memory_gib(device))
+        for stage in plan.stages:
+            check_memory(stage.config, stage.least_bytes, hardware.memory_gib(device))
     find_ops(config.activation_checkpoint.saved_ops)
-    start_process_group(device, config.comm.init_timeout_seconds)
+    if not dist.is_initialized():  # it is for a later stage
+        start_process_group(device, config.comm.init_timeout_seconds)
     return device
 
 
@@ -278,7 +281,13 @@ def _resume_or_begin(met: Met) -> tuple[Met, Manifest | None]:
         ConfigError: if the checkpoint does not suit the config, or the first weights do not.
     """
     found = met.checkpoints.select_and_verify()
-    plan = replace(met.plan, resume_step=found["step"] if found else 0)
+    step = found["step"] if found else 0
+    plan = met.plan.at(step)
+    if plan is not met.plan:
+        sources, held_out = _open_data(plan, met.checkpoints)
+        attention = _order_attention(plan, met.device)
+        met = replace(met, attention=attention, sources=sources, held_out=held_out)
+    plan = replace(plan, resume_step=step)
     if found is not None:
         resume_diff(plan, found).check()
     else:

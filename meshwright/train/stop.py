@@ -55,11 +55,14 @@ class Vote:
 
     Args:
         folder: where the stop file and the profile file may appear.
-        max_run_s: seconds from now after which the job is to stop; 0: none.
+        max_run_s: seconds after `begun` at which the job is to stop; 0: none.
         requests: signals that this rank gets, and its launcher's.
+        begun: by `time.monotonic`; None: now.
     """
 
-    def __init__(self, folder: Path, max_run_s: int, requests: Requests) -> None:
+    def __init__(
+        self, folder: Path, max_run_s: int, requests: Requests, begun: float | None = None
+    ) -> None:
         self._stop_file, self._max_run_s = folder / STOP_FILE, max_run_s
         self._profile_file: Path | None = folder / PROFILE_FILE
         self._requests = requests
@@ -74,7 +77,8 @@ class Vote:
         self._own_last_step, self._asked = NO_LIMIT, 0
         self._wants_trace = self._takes_trace = False
         self._is_first_rank = dist.get_rank() == 0
-        self._begun = self._look_at = time.monotonic()
+        self._look_at = time.monotonic()
+        self._begun = self._look_at if begun is None else begun
         self.limit = VOTE_TIMEOUT
         self._group = dist.new_group(backend="gloo", timeout=VOTE_TIMEOUT)
         # the reason; the last step, negative; whether a trace is wanted

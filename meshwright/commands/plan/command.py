@@ -4,7 +4,7 @@ import contextlib
 import sys
 from argparse import Namespace
 
-from meshwright.commands.options import output_file
+from meshwright.commands.options import add_stage, of_stage, output_file
 from meshwright.commands.plan.devices import DEVICES, find_device
 from meshwright.config.command_line import Parser
 from meshwright.config.loader import load_given
@@ -25,6 +25,7 @@ def add_options(parser: Parser) -> None:
         "--rank", type=int, metavar="R", help="a rank to simulate (default: those that need most)"
     )
     parser.add_argument("--all-stages", action="store_true", help="one rank of every stage")
+    add_stage(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--html", type=output_file, metavar="FILE", help="write a page, too")
     parser.add_argument("--search", action="store_true", help="find the best mesh and modes")
@@ -47,7 +48,7 @@ def run(given: Namespace) -> None:
         what = "searching a mesh" if given.search else "planning"
         ranks = f"{given.world_size} rank{'s' * (given.world_size > 1)}"
         print(f"{what} for {given.config} on {ranks} ...", flush=True)  # the rest takes seconds
-        config = load_given(given)
+        config = of_stage(load_given(given), given.stage)
         # not at the top: it needs torch, which `--help` and the checks so far do not
         from meshwright.commands.plan import plan
 

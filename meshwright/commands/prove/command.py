@@ -4,7 +4,7 @@ import sys
 from argparse import Namespace
 from pathlib import Path
 
-from meshwright.commands.options import output_folder
+from meshwright.commands.options import add_stage, of_stage, output_folder
 from meshwright.commands.prove.cases import default_cases, distinct, every_mesh
 from meshwright.commands.prove.shrink import shrink
 from meshwright.config.combinations import check_contradictions, check_installed
@@ -20,6 +20,7 @@ from meshwright.train.resolve_model import resolve_model
 def add_options(parser: Parser) -> None:
     """Options of `meshwright prove`."""
     parser.add_argument("--every-mesh", action="store_true", help="try every mesh of 8 ranks")
+    add_stage(parser)
     parser.add_argument(
         "--output",
         type=output_folder,
@@ -42,7 +43,7 @@ def run(given: Namespace) -> None:
     from meshwright.commands.prove import report
     from meshwright.commands.prove.prove import Row, prove
 
-    config = load_given(given)
+    config = of_stage(load_given(given), given.stage)
     check_contradictions(config)
     check_installed("float8.enable", config.float8.enable, "torchao")
     check_split_float8(config)

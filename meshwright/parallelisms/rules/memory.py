@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from meshwright.config.job_config import JobConfig, changed
 from meshwright.config.parallelism import Parallelism
+from meshwright.models.args import DecoderArgs
 from meshwright.models.table import Parameter
 from meshwright.parallelisms.rules.stages import stages_of_rank
 from meshwright.system.errors import check
@@ -196,3 +197,23 @@ def check_memory(config: JobConfig, needed: Mapping[str, float], device_gib: flo
 def _num_shards(config: JobConfig) -> int:
     parallelism = config.parallelism
     return parallelism.data_parallel_shard_degree * parallelism.context_parallel_degree
+
+
+def plan_memory(
+    config: JobConfig,
+    args: DecoderArgs,
+    stage_modules: Sequence[Sequence[str]],
+    frozen: frozenset[str],
+    checks_memory: bool,
+) -> tuple[JobConfig, dict[str, float]]:
+    """Choose how gradients are kept, and check that a rank fits the device that is named.
+
+    Returns:
+        The config without "auto", and the bytes that a rank surely needs, by purpose.
+    """
+    load = heaviest_load(config, args.table.parameters, stage_modules, frozen)
+    config = choose_reduction(config, load, config.num_microbatches)
+    needed = least_memory(config, load, config.num_microbatches)
+    if config.job.device_memory_gib and checks_memory:
+        check_memory(config, needed, config.job.device_memory_gib)
+    return config, needed

@@ -8,6 +8,7 @@ from itertools import accumulate, pairwise
 
 from meshwright.config.job_config import JobConfig
 from meshwright.config.parallelism import Parallelism
+from meshwright.models.args import DecoderArgs
 from meshwright.system.errors import check, did_you_mean
 
 
@@ -265,3 +266,26 @@ def _even_bounds(
     for begins in reversed(starts):
         bounds.insert(0, begins[bounds[0]])
     return tuple(bounds)
+
+
+def plan_pipeline(config: JobConfig, args: DecoderArgs) -> list[list[str]]:
+    """Check that the model can run as the pipeline that is asked for; the modules of each stage."""
+    parallelism = config.parallelism
+    check_schedule(
+        config,
+        num_microbatches=config.num_microbatches,
+        per_microbatch=config.num_data_ranks * config.training.local_batch_size,
+    )
+    check(
+        parallelism.pipeline_parallel_degree == 1 or not args.tie_embeddings,
+        "parallelism.pipeline_parallel_degree",
+        parallelism.pipeline_parallel_degree,
+        "the first and the last stage would share the embedding (model.args.tie_embeddings)",
+        "set it to 1, or model.args.tie_embeddings = false",
+    )
+    return assign_modules(
+        parallelism,
+        [args.table.num_params_of(f"layers.{index}") for index in range(args.n_layers)],
+        embedding=args.table.num_params_of("tok_embeddings"),
+        output=args.table.num_params_of("output"),
+    )
