@@ -190,8 +190,10 @@ class Training(Source):
 
     stages: Harmless[list[Stage]] = []
     """Parts of the job, one after the other: tables [[training.stages]], each with `until_tokens`,
-    where it ends, and keys that differ in it: `datasets` or `weights`, `seq_len`, batch sizes, and
-    keys of the schedule."""
+    the tokens of the job with which it ends (the last one has none), and keys that differ in it:
+    `datasets`, or `weights` of the job's by name; `seq_len`, `global_batch_size`,
+    `local_batch_size`; `lr`, `warmup_steps`, `total_steps`, `decay_ratio`, `decay_type`,
+    `min_lr_factor`."""
 
     local_batch_size: Harmless[PositiveInt] = 8
     """Sequences per data-parallel rank and microbatch: as many as fit the memory."""

@@ -1,17 +1,23 @@
 """[[training.stages]]: one config per stage, its errors, and the place in the data at its start."""
 
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from meshwright.commands.options import of_stage
 from meshwright.config.changes import changes, config_defaults, to_json
 from meshwright.config.job_config import JobConfig
 from meshwright.config.loader import load_config
 from meshwright.config.stages import staged
+from meshwright.datasets.opening import CachedSource
+from meshwright.datasets.stream import Cursor
 from meshwright.system.errors import ConfigError
 from meshwright.train.preflight import Plan, preflight
 from meshwright.train.resume import place_in_data
-from tests.helpers.texts import LENGTH, TEXTS, cached
+from tests.helpers.cli import command
+from tests.helpers.texts import TEXTS, cached
 
 TOML = """
 [job]
@@ -107,7 +113,12 @@ def test_each_stage_is_a_config(tmp_path) -> None:
         (THREE.replace("3072", "1024"), "", "1.until_tokens", "fix: set it to more than 1024"),
         (THREE, "max_epochs = 2", "training.max_epochs", "fix: leave it out"),
         (THREE.replace("b = 4", "z = 4"), "", "1.weights", "name one of a, b"),
-        (THREE.replace("until_tokens = 3072", "until_tokens = 30720"), "", "steps", "more than 124"),
+        (
+            THREE.replace("until_tokens = 3072", "until_tokens = 30720"),
+            "",
+            "steps",
+            "more than 124",
+        ),
     ],
 )
 def test_stages_that_cannot_follow_each_other_are_refused(
@@ -137,7 +148,9 @@ def test_a_job_with_stages_saves_and_has_a_batch(tmp_path) -> None:
 
 def test_an_error_names_the_stage_and_its_key(tmp_path) -> None:
     sources = ""
-    stages = THREE.replace("weights = { a = 1, b = 4 }\n", "").replace('name = "c"', 'dataset = "no"')
+    stages = THREE.replace("weights = { a = 1, b = 4 }\n", "").replace(
+        'name = "c"', 'dataset = "no"'
+    )
     with pytest.raises(ConfigError) as caught:
         preflight(config_of(tmp_path, stages, sources=sources), 1)
     assert caught.value.key == "training.stages.2.datasets.0.dataset"
@@ -146,3 +159,86 @@ def test_an_error_names_the_stage_and_its_key(tmp_path) -> None:
     with pytest.raises(ConfigError) as caught:
         preflight(config_of(tmp_path, stages, sources=sources), 1)
     assert caught.value.key == "training.stages.1.global_batch_size"
+
+
+MORE = THREE.replace("seq_len = 32\n", "").replace(
+    'name = "c"\nweight = 1',
+    'name = "b"\nweight = 1\n[[training.stages.datasets]]\nname = "c"\nweight = 1',
+)
+
+
+def saved_by(plan: Plan, sources: list[CachedSource], cursor: Cursor) -> Any:
+    """The parts of its manifest that concern the place in the data."""
+    return {
+        "step": plan.config.training.steps,
+        "stage": plan.stage,
+        "data": asdict(cursor),
+        "data_identity": plan.data_identity,
+        "data_content": {source.entry.name: source.content for source in sources},
+        "data_revisions": {},
+        "config": {},
+    }
+
+
+def test_a_source_continues_in_the_next_stage(tmp_path) -> None:
+    plans = preflight(config_of(tmp_path, MORE), 1, looks_at_files=False).stages
+    a, b, c = (cached(tmp_path, (*TEXTS, name), name) for name in "abc")
+    at = Cursor(sample=64, counts=(48, 16))
+    # other weights hold from here on
+    found = place_in_data(plans[1], saved_by(plans[0], [a, b], at), [a, b])
+    assert found == Cursor(64, (48, 16), {}, weighted_from=(48, 16))
+    # the third stage has b and c
+    found = place_in_data(plans[2], saved_by(plans[1], [a, b], at), [b, c])
+    assert found == Cursor(64, (16, 0), {}, weighted_from=(16, 0))
+    # a source of that name with other text is another
+    other = cached(tmp_path, TEXTS[1:], "b")
+    found = place_in_data(plans[2], saved_by(plans[1], [a, other], at), [b, c])
+    assert found.counts == (0, 0)
+
+
+def test_data_that_stays_goes_on_as_if_there_were_no_stage(tmp_path) -> None:
+    stages = "[[training.stages]]\nuntil_tokens = 1000\n[[training.stages]]\nlr = 1e-3"
+    plans = preflight(config_of(tmp_path, stages), 1, looks_at_files=False).stages
+    a, b = (cached(tmp_path, (*TEXTS, name), name) for name in "ab")
+    at = Cursor(64, (48, 16), {}, weighted_from=(1, 2))
+    assert place_in_data(plans[1], saved_by(plans[0], [a, b], at), [a, b]) == at
+
+
+def test_another_length_begins_with_the_first_sample(tmp_path) -> None:
+    stages = "[[training.stages]]\nuntil_tokens = 1000\n[[training.stages]]\nseq_len = 32"
+    plans = preflight(config_of(tmp_path, stages), 1, looks_at_files=False).stages
+    a, b = (cached(tmp_path, (*TEXTS, name), name) for name in "ab")
+    saved = saved_by(plans[0], [a, b], Cursor(64, (48, 16)))
+    assert place_in_data(plans[1], saved, [a, b]) == Cursor()
+
+
+def test_the_stage_follows_from_the_step(tmp_path) -> None:
+    plan = preflight(config_of(tmp_path), 1, looks_at_files=False)
+    assert [one.begins_after for one in plan.stages] == [0, 8, 16]
+    assert [plan.at(step).stage for step in (0, 7, 8, 15, 16, 24)] == [1, 1, 2, 2, 3, 3]
+
+
+def test_a_checkpoint_of_a_stage_that_has_moved_is_refused(tmp_path) -> None:
+    second = preflight(config_of(tmp_path), 1, looks_at_files=False).stages[1]
+    for step, stage, begins in ((8, 1, True), (9, 2, False), (8, 2, False)):
+        assert second.begins_with({"step": step, "stage": stage}) is begins
+    for step, stage in ((10, 1), (8, 3)):
+        with pytest.raises(ConfigError, match="ends that they had"):
+            second.begins_with({"step": step, "stage": stage})
+
+
+def test_a_command_takes_one_stage(tmp_path) -> None:
+    config = config_of(tmp_path)
+    assert of_stage(config, 2) == staged(config)[1]
+    with pytest.raises(ConfigError, match="the job has 3 stages"):
+        of_stage(config, 4)
+    assert of_stage(config_of(tmp_path, ""), 1).training.steps == 24
+
+
+def test_check_looks_at_every_stage(tmp_path, capsys) -> None:
+    config_of(tmp_path)
+    command("check")([tmp_path / "config.toml", "--ngpu", "2"])
+    printed = capsys.readouterr().out
+    assert "stage 1 to step 8" in printed
+    assert "stage 3 to step 24" in printed
+    assert "8 steps of 128 tokens, stage 3" in printed
