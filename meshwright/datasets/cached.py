@@ -80,7 +80,7 @@ class CachedSamples:
 class PackedSamples(CachedSamples):
     """Samples of whole documents.
 
-    A sample has the same documents in every epoch; their order, and that of samples, differ.
+    A sample has the same documents in every epoch. Their order and the order of samples differ.
     """
 
     def __init__(self, cache: TokenCache, packing: Packing, seed: int | None) -> None:

@@ -153,8 +153,8 @@ def run(
 
 
 def _forget() -> None:
-    """Free the model of a stage before that of the next is built, and its compiled graphs: the next
-    would be taken for a change of shapes, and compiled for all."""
+    """Free the model of a stage before the next one is built, and its compiled graphs: another
+    sequence length would be taken for a shape that changes, and compiled for all lengths."""
     gc.collect()
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()

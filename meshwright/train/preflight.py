@@ -99,7 +99,7 @@ class Plan:
 
     @property
     def stages(self) -> "list[Plan]":
-        """This stage and all that follow."""
+        """This stage and the later ones."""
         return [self] if self.next is None else [self, *self.next.stages]
 
     def at(self, step: int) -> "Plan":
