@@ -242,6 +242,7 @@ def test_a_mixture_may_go_on_with_other_weights(resume, caplog) -> None:
     manifest = read_manifest(drift.checkpoint)
     manifest["data"] = {"sample": 8, "counts": [2, 6], "places": {}}
     plan = Mock(config=drift.config, checkpoint_folder=drift.checkpoint.parent)
+    plan.begins_with.return_value = False
     for is_reweighted, begin in ((True, (2, 6)), (False, ())):
         with patch(
             "meshwright.train.resume.resume_diff", return_value=Mock(is_reweighted=is_reweighted)

@@ -32,7 +32,9 @@ def error_of(**saved: object) -> str:
     """What a resume says where the data has changed since."""
     entry = Entry("training", "name", Source(dataset="owner/name"))
     source = SimpleNamespace(entry=entry, content="new", revision=NEW)
-    plan = SimpleNamespace(config=SimpleNamespace(checkpoint=Checkpoint()))
+    plan = SimpleNamespace(
+        config=SimpleNamespace(checkpoint=Checkpoint()), begins_with=lambda saved: False
+    )
     manifest = BARE | {"data_content": {"name": "old"}, **saved}
     with pytest.raises(ConfigError, match="new now, old then") as error:
         place_in_data(plan, manifest, [source])
@@ -58,7 +60,10 @@ def opened(*words: str) -> StreamedSource:
 def place_of(source: StreamedSource, content: str) -> Cursor:
     """Where a job resumes that was saved with `content`."""
     plan = SimpleNamespace(
-        config=SimpleNamespace(checkpoint=Checkpoint(), training=SimpleNamespace(max_bad_records=0))
+        config=SimpleNamespace(
+            checkpoint=Checkpoint(), training=SimpleNamespace(max_bad_records=0)
+        ),
+        begins_with=lambda saved: False,
     )
     data = {"sample": 3, "counts": [3], "places": {}}
     saved = BARE | {"data_content": {source.entry.name: content}, "data": data}
