@@ -80,7 +80,7 @@ def announce(
     if dist.get_rank() == 0:
         try:
             with whole_file(path) as file:
-                file.write(to_toml(config).encode())
+                file.write(to_toml(plan.staged or config).encode())
         except OSError as error:  # a full disk: training can continue
             logger.warning("%s cannot be written: %s", path, error)
 

@@ -94,6 +94,8 @@ class Plan:
     """The last step of the stage before it."""
     next: "Plan | None" = None
     """The stage after it."""
+    staged: JobConfig | None = None
+    """The config of a job with stages, as it was given."""
     data_steps: int = 0
     """Step before which `training.max_epochs` ends the data; 0: not known."""
 
@@ -178,7 +180,14 @@ class Plan:
 
     @property
     def idle_options(self) -> list[str]:
-        """Options that have no effect in this job, and why, one sentence each."""
+        """Options that have no effect in this stage or a later one, and why, one sentence each."""
+        if self.next is None:
+            return self._idle_options
+        later = {line.partition(" = ")[0] for line in self.next.idle_options}
+        return [line for line in self._idle_options if line.partition(" = ")[0] in later]
+
+    @property
+    def _idle_options(self) -> list[str]:
         names, groups = list(self.model_args.parameter_names()), self.config.optimizer.groups
         return [
             *idle_options(self.config, self.stages[-1].steps),
@@ -223,7 +232,7 @@ def preflight(
         begins_after = plans[-1].config.training.steps if plans else 0
         plans.append(replace(found, stage=number + 1, begins_after=begins_after))
     for found in reversed(plans):
-        plan = replace(found, next=plan)
+        plan = replace(found, next=plan, staged=config if len(plans) > 1 else None)
     assert plan is not None
     return _look_at_files(plan) if looks_at_files else plan
 

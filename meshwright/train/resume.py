@@ -95,9 +95,8 @@ def best_of(
     tokenizer = "model.tokenizer_path"
     if saved["data_identity"].get(tokenizer) != plan.data_identity[tokenizer]:
         differ.add(tokenizer)
-    was = saved["validation_content"]
-    same = (was.get(source.entry.name, source.content) == source.content for source in held_out)
-    if not differ and not all(same):
+    now = {source.entry.name: source.content for source in held_out}
+    if not differ and held_out and now != saved["validation_content"]:
         differ.add("content of the validation data")
     if differ:
         logger.info(

@@ -121,11 +121,18 @@ def meet(plan: Plan, heart: Heartbeat, launch: Launch) -> Met:
     """
     device = _start(plan, launch.num_gpus)
     checkpoints = CheckpointManager(plan.checkpoint_folder, plan.config.checkpoint)
+    if plan.next is not None:  # data of a stage that is over may be gone
+        plan = plan.at(checkpoints.tell(lambda: _likely_step(plan)))
     attention = _order_attention(plan, device)
     sources, held_out = _open_data(plan, checkpoints)
     plan = replace(plan, data_steps=steps_of_data(plan.config, sources))
     checkpoints.claim()
     return Met(plan, device, attention, sources, held_out, checkpoints, heart, launch)
+
+
+def _likely_step(plan: Plan) -> int:
+    """Return the step that the job probably resumes from: the content is not verified yet."""
+    return find.choose_step(plan.checkpoint_folder, plan.config.checkpoint.load_step) or 0
 
 
 def _open_data(

@@ -5,11 +5,13 @@ import os
 import random
 import shutil
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from meshwright.checkpoint import commit
+from meshwright.config.loader import load_config
 from tests.helpers.compare_checkpoints import assert_same_tensors
 from tests.helpers.forked import Forked
 from tests.helpers.jobs import (
@@ -125,8 +127,8 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
-def train(config: Path, out: Path, ranks: int) -> None:
-    done = train_on_ranks(out, ranks=ranks, config=config)
+def train(config: Path, out: Path, ranks: int, *words: str) -> None:
+    done = train_on_ranks(out, *words, ranks=ranks, config=config)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -145,8 +147,10 @@ def test_stages_are_jobs_joined_by_hand(ranks: int, folder: Path) -> None:
     assert_same_tensors(staged / "checkpoint/step-24", by_hand / "checkpoint/step-24")
 
     (folder / f"notes{ranks}").mkdir()
+    later = ("--checkpoint.async_mode", "thread")
     job = start_on_ranks(
         killed,
+        *later,
         ranks=ranks,
         config=folder / "staged.toml",
         script=ROOT / "tests/helpers/hashing_train.py",
@@ -158,7 +162,7 @@ def test_stages_are_jobs_joined_by_hand(ranks: int, folder: Path) -> None:
     job.ranks[0].send_signal(signal.SIGKILL)
     assert job.wait().returncode == -signal.SIGKILL
     elsewhere = shutil.copytree(killed, folder / f"elsewhere{ranks}")
-    train(folder / "staged.toml", killed, ranks)
+    train(folder / "staged.toml", killed, ranks, *later)
     assert losses(killed) == want
     assert_same_tensors(killed / "checkpoint/step-24", by_hand / "checkpoint/step-24")
 
@@ -166,28 +170,73 @@ def test_stages_are_jobs_joined_by_hand(ranks: int, folder: Path) -> None:
     assert_close(losses(elsewhere), want)
 
 
-SHARED = """
+ALONE = """
 import os, sys
 from meshwright.config.loader import load_config
+from meshwright.system.log import log_to_console
+from meshwright.system.processes import Requests
 from meshwright.train import set_up
 from meshwright.train.job import run
 from meshwright.train.preflight import preflight
 
+class Stop:
+    def write(self, record):
+        if record["step"] == int(os.environ.get("ASK_AFTER", 0)):
+            requests.name = "SIGTERM"  # the vote during the next step hears of it
+
+    def close(self):
+        pass
+
 if __name__ == "__main__":  # the job tokenises, by processes that import this again
+    log_to_console()
     made, build = [], set_up.build_meshes
     set_up.build_meshes = lambda *given: made.append(given) or build(*given)
-    plan = preflight(load_config(["--job.config_file", *sys.argv[1:]]), 1)
-    print("result", run(plan), "meshes", len(made))
+    plan = preflight(load_config(["--job.config_file", *sys.argv[1:]]), 1, looks_at_files=False)
+    with Requests() as requests:
+        print("result", run(plan, [Stop()], requests), "meshes", len(made))
     sys.stdout.flush()
     os._exit(0)
 """
 
 
+@pytest.fixture
+def alone(folder: Path, tmp_path: Path) -> Callable[..., str]:
+    """Runs the staged job in one process, into `tmp_path`/out; returns its output."""
+    (script := tmp_path / "alone.py").write_text(ALONE)
+    paths = {"--job.dump_folder": "out", "--training.token_cache_folder": "caches"}
+    words = [word for key, name in paths.items() for word in (key, tmp_path / name)]
+
+    def start(*more: object, **variables: object) -> str:
+        command = [script, folder / "staged.toml", *words, *more]
+        done = Forked(command, os.environ | variables, cwd=ROOT).wait()
+        return done.stdout + done.stderr
+
+    return start
+
+
 @pytest.mark.slow
-def test_stages_share_their_process_groups(folder: Path, tmp_path: Path) -> None:
+def test_stages_share_their_process_groups(alone: Callable[..., str], tmp_path: Path) -> None:
     """NCCL keeps some hundred MiB for each group, also when nobody holds it any more."""
-    (script := tmp_path / "shared.py").write_text(SHARED)
-    words = [folder / "staged.toml", "--job.dump_folder", tmp_path / "out", "--training.steps", 17]
-    done = Forked([script, *words], os.environ, cwd=ROOT).wait()
-    assert "result True meshes 1\n" in done.stdout, done.stdout + done.stderr
+    output = alone("--training.steps", 17)
+    assert "result True meshes 1\n" in output, output
     assert [row["step"] for row in records(tmp_path / "out")] == [*range(1, 18)]
+
+
+@pytest.mark.slow
+def test_a_stop_at_the_end_of_a_stage(alone: Callable[..., str], tmp_path: Path) -> None:
+    out, steps = tmp_path / "out", [*range(1, 25)]
+    output = alone(ASK_AFTER="7")
+    assert "stopped after step 8 of 8: SIGTERM" in output, output
+    assert "result False meshes 1\n" in output
+    assert [row["step"] for row in records(out)] == steps[:8]
+    output = alone("--training.steps", 17)
+    assert "stage 2 of 3: steps 9 to 16" in output, output
+    shutil.rmtree(tmp_path / "caches")
+    output = alone()
+    assert "stage 3 of 3: steps 17 to 24" in output, output
+    assert [row["step"] for row in records(out)] == steps
+    assert len([*(tmp_path / "caches").iterdir()]) == 2  # the third stage has no source b
+    # every value of the whole job
+    written = load_config(["--job.config_file", str(out / "config.toml")])
+    assert [stage.until_tokens for stage in written.training.stages] == [1000, 3072, None]
+    assert (written.training.seq_len, written.training.steps) == (16, 24)

@@ -1,5 +1,6 @@
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -188,6 +189,8 @@ def test_the_best_validation_counts_as_long_as_its_texts_are_the_same(tmp_path, 
     saved = noted(plan, [before], best=(20, 3.5))
     assert best_of(saved, plan, [before]) == (20, 3.5)
     assert best_of(saved, plan, [after]) is None
+    more = replace(after, entry=replace(after.entry, name="more"))
+    assert best_of(saved, plan, [before, more]) is None
     said = [r.getMessage() for r in caplog.records]
-    assert said.count(FORGOTTEN + "content of the validation data") == 1
+    assert said.count(FORGOTTEN + "content of the validation data") == 2
     assert best_of(saved, plan, []) == (20, 3.5)  # it is not validated now

@@ -242,6 +242,21 @@ def test_a_warmup_may_end_in_a_later_stage(tmp_path) -> None:
         assert any("is never reached" in note for note in notes) == is_idle
 
 
+def test_an_option_that_one_stage_uses_has_an_effect(tmp_path) -> None:
+    (tmp_path / "c.jsonl").write_text('{"text": "one"}\n')
+    rows = 'dataset = "json"\ndataset_path = "c.jsonl"\ndataset_mode = "{}"\nweight = 1\n'
+    training = f'token_cache_folder = "{tmp_path}"'
+    for mode, is_idle in (("cached", False), ("streamed", True)):
+        stages = "[[training.stages]]\nuntil_tokens = 1000\n[[training.stages]]\n"
+        stages += "[[training.stages.datasets]]\n" + rows.format(mode)
+        sources = "[[training.datasets]]\n" + rows.format("streamed")
+        config = config_of(tmp_path, stages, training, sources)
+        config = changed(config, {"validation": {"enable": False}})
+        plan = preflight(config, 1)
+        assert any("token_cache_folder" in note for note in plan.notes) == is_idle
+        assert plan.staged == config
+
+
 def test_check_looks_at_every_stage(tmp_path, capsys) -> None:
     config_of(tmp_path)
     command("check")([tmp_path / "config.toml", "--ngpu", "2"])
