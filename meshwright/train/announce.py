@@ -213,6 +213,7 @@ def note_start(plan: Plan, device: torch.device) -> None:
         return
     facts: dict[str, Any] = {
         "ranks": dist.get_world_size(),
+        "stage": plan.stage,
         "mesh": str(plan.dims) or "no mesh",
         "host": socket.gethostname(),
         "system": platform.platform(),

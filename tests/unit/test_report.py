@@ -84,6 +84,18 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def test_a_stage_that_begins_is_no_resume(folder) -> None:
+    starts = [{"event": "start", "step": 10 * n, "unix_s": 1.0, "stage": n} for n in (1, 2, 3)]
+    for last, words in ((2, ""), (3, "resumed once")):
+        rows = [*starts, {**starts[-1], "step": 35, "stage": 3}][: last + 1]
+        lines(folder / "history.jsonl", rows)
+        report([str(folder)])
+        page = (folder / "report.html").read_text()
+        assert words in page
+        assert ("resumed" in page) == bool(words)
+        assert "Dashed lines: resumes and new stages" in page
+
+
 def lines(file: Path, rows: list) -> None:
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
 

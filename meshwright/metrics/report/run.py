@@ -43,8 +43,13 @@ class Run:
 
     @property
     def resumed_steps(self) -> list[int]:
-        """Steps after which another process resumed."""
+        """Steps after which another process resumed, or another stage began."""
         return [int(row["step"]) for row in self.starts[1:]]
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of the job that have begun."""
+        return len({row.get("stage", 1) for row in self.starts})
 
     @property
     def config(self) -> dict[str, Any]:

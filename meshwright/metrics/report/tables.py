@@ -72,7 +72,7 @@ def starts_table(run: Run) -> str:
             ]
         )
     changes = "".join(
-        f"<p>Changed at the resume after step {new['step']:,}:</p><pre>{escape(text)}</pre>"
+        f"<p>Changed after step {new['step']:,}:</p><pre>{escape(text)}</pre>"
         for old, new in pairwise(run.starts)
         if (text := _changes(old.get("config", {}), new.get("config", {})))
     )
