@@ -1,18 +1,31 @@
-"""Measure Muon's update beside AdamW's on ranks that share every matrix (FSDP2).
+"""Measure Muon beside AdamW: the cost of an update, and the loss at a grid of learning rates.
 
-    python -m benchmarks.muon --ranks 2 --dim 512 --layers 8 --rounds 3
+    python -m benchmarks.muon cost --ranks 2 --dim 512 --layers 8 --rounds 3
+    python -m benchmarks.muon grid outputs/muon.jsonl
 
-"owners" is what jobs do: each matrix goes to one rank, which computes its update. "gather" is the
-usual way: every rank gathers every matrix and computes every update. Cases run in turns. Seconds
-are of the processor, the mean over ranks, since other programs may run. Bytes are those that a rank
-sends to others for the update.
+cost: on ranks that share every matrix (FSDP2). "owners" is what jobs do: each matrix goes to one
+rank, which computes its update. "gather" is the usual way: every rank gathers every matrix and
+computes every update. Cases run in turns. Seconds are of the processor, the mean over ranks, since
+other programs may run. Bytes are those that a rank sends to others for the update.
+
+grid: the debug preset from start to end, a process on one core for each optimizer, rate and seed.
+The validation loss after the last step is added to the file when a run ends, so the same command
+continues after a stop. The first seed tries all rates; the others begin with the best ones.
 """
 
 import argparse
+import json
+import os
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from itertools import zip_longest
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -105,15 +118,8 @@ def measure(case: str, words: list[str], steps: int) -> tuple[float, float, int]
     )
 
 
-def main() -> None:
+def cost(given: argparse.Namespace) -> None:
     """Run all cases in turns, and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--dim", type=int, default=512)
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=4, help="of each round")
-    given = parser.parse_args()
     shape = {"dim": given.dim, "n_layers": given.layers, "n_heads": 4, "n_kv_heads": 4}
     words = ["debug_model", "--training.seq_len=128", "--training.local_batch_size=1"]
     words += [f"--training.global_batch_size={given.ranks}"]
@@ -133,6 +139,90 @@ def main() -> None:
     for case, rounds in found.items():
         step, update, sent = map(statistics.median, zip(*rounds, strict=True))
         print(f"| {case} | {step:.3f} | {update:.4f} | {int(sent):,} |")
+
+
+ROOT = Path(__file__).parents[1]
+RATES = "5e-4,1e-3,2e-3,4e-3,8e-3"
+PRESET = ("--training.local_batch_size=16", "--validation.freq=1000", "--checkpoint.enable=false")
+"""The global batch at once, one validation, and no files beside the metrics."""
+Run = tuple[str, str, str]
+"""Optimizer, learning rate, seed."""
+
+
+def train(run: Run, words: Sequence[str]) -> float:
+    """Train the debug preset by itself on one core; its validation loss after the last step."""
+    name, rate, seed = run
+    keys = [f"--optimizer.name={name}", f"--optimizer.lr={rate}", f"--training.seed={seed}"]
+    with tempfile.TemporaryDirectory() as folder:
+        config = ROOT / "train_configs/debug_model.toml"
+        command = [sys.executable, "-m", "meshwright.train", "--job.config_file", str(config)]
+        command += [f"--job.dump_folder={folder}", *PRESET, *keys, *words]
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        subprocess.run(command, env=environment, check=True, capture_output=True)
+        lines = Path(folder, "metrics.jsonl").read_text("utf-8").splitlines()
+    return float(json.loads(lines[-1])["validation/loss"])
+
+
+def grid(given: argparse.Namespace) -> None:
+    """Take the runs that `given.file` lacks, and print a table of all."""
+    file: Path = given.file
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.touch()
+    kept = [json.loads(line) for line in file.read_text("utf-8").splitlines()]
+    found: dict[Run, float] = {
+        tuple(run): loss for run, words, loss in kept if words == given.words
+    }
+    rates = {"AdamW": given.adamw.split(","), "muon": given.muon.split(",")}
+
+    def take(run: Run) -> None:
+        found[run] = train(run, given.words)
+        with file.open("a", encoding="utf-8") as results:
+            results.write(json.dumps([run, given.words, found[run]]) + "\n")
+
+    def mean(name: str, rate: str) -> float:
+        losses = [loss for run, loss in found.items() if run[:2] == (name, rate)]
+        return statistics.mean(losses) if losses else float("inf")
+
+    for seed in given.seeds.split(","):
+        best_first = [sorted(rates[name], key=lambda rate: mean(name, rate)) for name in rates]
+        runs = [
+            (name, rate, seed)
+            for pair in zip_longest(*best_first)
+            for name, rate in zip(rates, pair, strict=True)
+            if rate
+        ]
+        with ThreadPoolExecutor(given.jobs) as pool:
+            list(pool.map(take, [run for run in runs if run not in found]))
+    print("| optimizer | rate | mean | by seed |\n|---|---|---|---|")
+    for name in rates:
+        for rate in rates[name]:
+            losses = [
+                f"{loss:.3f}" for run, loss in sorted(found.items()) if run[:2] == (name, rate)
+            ]
+            print(f"| {name} | {rate} | {mean(name, rate):.3f} | {', '.join(losses)} |")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    commands = parser.add_subparsers(required=True)
+    of_cost = commands.add_parser("cost", help="of an update, in processor seconds and bytes")
+    of_cost.set_defaults(run=cost)
+    of_cost.add_argument("--ranks", type=int, default=2)
+    of_cost.add_argument("--dim", type=int, default=512)
+    of_cost.add_argument("--layers", type=int, default=8)
+    of_cost.add_argument("--rounds", type=int, default=3)
+    of_cost.add_argument("--steps", type=int, default=4, help="of each round")
+    of_grid = commands.add_parser("grid", help="validation losses at a grid of learning rates")
+    of_grid.set_defaults(run=grid)
+    of_grid.add_argument("file", type=Path, help="where losses are kept, a line for each run")
+    of_grid.add_argument("--adamw", default=RATES, help="its learning rates")
+    of_grid.add_argument("--muon", default=RATES)
+    of_grid.add_argument("--seeds", default="0,1,2")
+    of_grid.add_argument("--jobs", type=int, default=2, help="runs at a time")
+    of_grid.add_argument("--words", nargs="*", default=[], help="more keys, as section.key=value")
+    given = parser.parse_args()
+    given.words = [f"--{word}" for word in given.words]
+    given.run(given)
 
 
 if __name__ == "__main__":
