@@ -49,29 +49,31 @@ def check_job(given: Namespace, ranks: Ranks) -> Plan:
     written = read(given)
     if written.notes:
         log_to_console()
-        _log_translation(written.notes, given.config)
+        log_translation(written.notes, given.config)
     plan = preflight(written.config(), ranks.total, is_gpu=ranks.gpus != 0)
     # of a preset's keys that the user's TOML makes idle, nothing is to be done
     is_inherited = written.provenance.is_inherited
     idle = {text for text in plan.idle_options if is_inherited(text.partition(" = ")[0])}
     notes = [text for text in plan.notes if text not in idle]
+    notes.sort(key=lambda text: "has no effect" not in text)  # the last are read first
     slow = _slow_type(ranks, plan.config.training.mixed_precision_param)
     if slow or notes or plan.resume_step:
         log_to_console()
-    if slow:
-        logger.warning("%s", slow)
     for text in notes:
         logger.info("%s", text)
+    if slow:
+        logger.warning("%s", slow)
     if plan.resume_step:
         resume_diff(plan).log()
     return plan
 
 
-def _log_translation(notes: Sequence[str], name: str) -> None:
+def log_translation(notes: Sequence[str], name: str) -> None:
     """Log the notes on a TOML of torchtitan's; keys without effect are only counted."""
     told = [note for note in notes if ": without effect: " not in note]
+    logger.info("%s has torchtitan's keys. Changed:", os.path.normpath(name))
     for note in told:
-        logger.info("%s", note)
+        logger.info("  %s", note)
     if count := len(notes) - len(told):
         words = "%s without effect here; this lists them: meshwright config migrate %s"
         logger.info(words, numbered(count, "key"), name)

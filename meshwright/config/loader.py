@@ -121,7 +121,7 @@ class Written(NamedTuple):
     raw: dict[str, Any]
     provenance: Provenance
     notes: list[str]
-    """Notes on keys of a TOML of torchtitan's, each with its place."""
+    """Notes on keys of a TOML of torchtitan's, each with its line."""
 
     def config(self) -> JobConfig:
         """Return the config, if every value is valid by itself.
@@ -192,7 +192,7 @@ def read(given: Namespace) -> Written:
         except ConfigError as error:
             raise ConfigError("", provenance.explain(error)) from None
         provenance.rename(origins)
-        notes = [f"{provenance.of(key)} {key}: {text}".strip() for key, text in of_keys]
+        notes = [f"{provenance.place(key)}: {text}" for key, text in of_keys]
     follow_folder(raw)
     follow_mix(raw)
     return Written(raw, provenance, notes)

@@ -325,7 +325,7 @@ def test_what_needs_a_gpu_is_refused_before_anything_is_written(tmp_path: Path) 
     )
     assert result.returncode == 2, result.stdout + result.stderr
     key = "parallelism.enable_async_tensor_parallel"
-    assert result.stderr.startswith(f"meshwright: --{key} = True: ")
+    assert result.stderr.startswith(f"meshwright: --{key} = true: ")
     assert result.stderr.count("needs GPUs, and this machine trains on its cpu") == 1
     assert not folder.exists()
 

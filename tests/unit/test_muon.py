@@ -129,7 +129,7 @@ def group(pattern: str, optimizer: str) -> dict[str, object]:
         ({"name": "Muon"}, "optimizer.name = 'Muon': no such optimizer\n  fix: did you mean muon"),
         (group("norm.*", "muons"), "groups.0.optimizer = 'muons': no such optimizer"),
         (group("norm.*", "muon"), r"optimizer = 'muon': is for matrices, and norm.weight has"),
-        ({"early_step_in_backward": True}, "early_step_in_backward = True: muon needs whole"),
+        ({"early_step_in_backward": True}, "early_step_in_backward = true: muon needs whole"),
     ],
 )
 def test_bad_input_is_one_error(options, says) -> None:
