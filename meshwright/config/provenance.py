@@ -10,7 +10,7 @@ from typing import NamedTuple
 import tomli
 
 from meshwright.config.fields import Key
-from meshwright.system.errors import CombinedConfigError, ConfigError, UnknownKeyError
+from meshwright.system.errors import CombinedConfigError, ConfigError, RecordError, UnknownKeyError
 
 HEADER = re.compile(
     r"\s*(?P<brackets>\[\[?)\s*(?P<key>(?:[\w. -]|\"[^\"]*\"|'[^']*')+?)\s*\]\]?\s*(?:#.*)?$"
@@ -129,7 +129,7 @@ class Provenance:
         if isinstance(error, CombinedConfigError):
             return "\n".join(map(self.explain, sorted(error.errors, key=self._place)))
         parts, (where, line) = self._nearest(error.key)
-        if not where:
+        if not where or isinstance(error, RecordError):  # whose place is in the data
             return str(error)
         head, *fixes = str(error).split("\n")
         if where == f"--{error.key}" and head.startswith(error.key):

@@ -137,7 +137,9 @@ def check(ok: bool, key: str, value: object, rule: str, fix: str = "") -> None:
 
 def config_error(key: str, value: object, rule: str, fix: str = "") -> ConfigError:
     """Return the error of a key whose value breaks `rule`."""
-    return ConfigError(key, f"{key} = {as_toml(value)}: {rule}" + (f"\n  fix: {fix}" if fix else ""))
+    return ConfigError(
+        key, f"{key} = {as_toml(value)}: {rule}" + (f"\n  fix: {fix}" if fix else "")
+    )
 
 
 def as_toml(value: object) -> str:

@@ -70,7 +70,7 @@ def test_a_model_is_exported_and_generates_with_its_module_alone(tmp_path, capsy
     for command, options in ((export, (out,)), (generate_text, prompt)):
         with pytest.raises(ConfigError, match=re.escape(f"fix: --custom-import {module} ")):
             command([checkpoint, *options])
-    with pytest.raises(ConfigError, match="--custom-import = 'no.py': cannot be imported"):
+    with pytest.raises(ConfigError, match="--custom-import = 'no.py': no such file"):
         export([checkpoint, out, "--custom-import", "no.py"])
     own = ("--custom-import", module)
     export([checkpoint, out, "--dtype", "float32", *own])
