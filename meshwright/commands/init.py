@@ -156,8 +156,8 @@ class Scale:
 
     @property
     def often(self) -> int:
-        """Steps between validations, and between saves."""
-        return max(self.steps // 3, 1)
+        """Steps between validations, and between saves: three, with those after the last."""
+        return math.ceil(self.steps / 3)
 
     def __str__(self) -> str:
         steps = f"{self.steps:,} steps of {self.batch * self.seq_len:,} tokens"
@@ -211,7 +211,9 @@ def look_at(path: str) -> Corpus:
     part = "".join(texts)[:TOKENISED_BYTES]
     num_tokens = round(whole * len(tokenizer.encode(part)) / len(part.encode()))
     sample = preset.training.seq_len + 1
-    rule = f"holds about {num_tokens:,} tokens, and a sequence of the preset takes {sample}"
+    rule = (
+        f"holds about {numbered(num_tokens, 'token')}, and a sequence of the preset takes {sample}"
+    )
     check(num_tokens >= 2 * sample, "--from", path, rule, "add texts")
     if held_out * num_tokens < LEAST_SAMPLES * sample:
         held_out = 0.0
