@@ -4,6 +4,7 @@ import os
 from argparse import Namespace
 from collections.abc import Sequence
 
+from meshwright.checkpoint.claim import holder
 from meshwright.commands.options import add_ranks
 from meshwright.config.loader import read
 from meshwright.system.errors import numbered
@@ -26,10 +27,15 @@ def run(given: Namespace) -> None:
     plan = check_job(given, ranks)
     parameters = f"{plan.model_args.table.num_params:,} parameters"
     can_run = f"{given.config} can run: {parameters}, {numbered(ranks.total, 'rank')}"
+    if plan.resume_step and resume_diff(plan).is_done:
+        holds = f"{plan.checkpoint_folder} holds step {plan.resume_step:,}, its last"
+        print(f"{given.config} has nothing to do: {holds}")
+        return
     for stage in plan.stages:
         config = stage.config
-        num_steps = config.training.steps - stage.begins_after
-        steps = f"{num_steps:,} steps of {config.tokens_per_step:,} tokens"
+        num_steps = config.training.steps - max(stage.begins_after, plan.resume_step)
+        after = f" after step {plan.resume_step:,}" * (stage is plan and plan.resume_step > 0)
+        steps = f"{numbered(num_steps, 'step')} of {config.tokens_per_step:,} tokens{after}"
         ends = f", stage {stage.stage} to step {config.training.steps:,}" * (len(plan.stages) > 1)
         print(f"{can_run}, {steps}{ends}")
 
@@ -57,7 +63,9 @@ def check_job(given: Namespace, ranks: Ranks) -> Plan:
     notes = [text for text in plan.notes if text not in idle]
     notes.sort(key=lambda text: "has no effect" not in text)  # the last are read first
     slow = _slow_type(ranks, plan.config.training.mixed_precision_param)
-    if slow or notes or plan.resume_step:
+    owner = holder(plan.checkpoint_folder) if plan.config.checkpoint.saves else None
+    is_taken = owner is not None and owner.is_here and not owner.is_gone
+    if slow or notes or plan.resume_step or is_taken:
         log_to_console()
     for text in notes:
         logger.info("%s", text)
@@ -65,6 +73,9 @@ def check_job(given: Namespace, ranks: Ranks) -> Plan:
         logger.warning("%s", slow)
     if plan.resume_step:
         resume_diff(plan).log()
+    if is_taken:
+        words = "a job that runs writes to %s: %s\n  fix: start another when it has ended"
+        logger.warning(words, plan.checkpoint_folder, owner)
     return plan
 
 
