@@ -4,6 +4,7 @@ import os
 from argparse import Namespace
 from collections.abc import Sequence
 
+from meshwright.checkpoint.claim import holder
 from meshwright.commands.options import add_ranks
 from meshwright.config.loader import read
 from meshwright.system.errors import numbered
@@ -26,10 +27,15 @@ def run(given: Namespace) -> None:
     plan = check_job(given, ranks)
     parameters = f"{plan.model_args.table.num_params:,} parameters"
     can_run = f"{given.config} can run: {parameters}, {numbered(ranks.total, 'rank')}"
+    if plan.resume_step and resume_diff(plan).is_done:
+        holds = f"{plan.checkpoint_folder} holds step {plan.resume_step:,}, its last"
+        print(f"{given.config} has nothing to do: {holds}")
+        return
     for stage in plan.stages:
         config = stage.config
-        num_steps = config.training.steps - stage.begins_after
-        steps = f"{num_steps:,} steps of {config.tokens_per_step:,} tokens"
+        num_steps = config.training.steps - max(stage.begins_after, plan.resume_step)
+        after = f" after step {plan.resume_step:,}" * (stage is plan and plan.resume_step > 0)
+        steps = f"{numbered(num_steps, 'step')} of {config.tokens_per_step:,} tokens{after}"
         ends = f", stage {stage.stage} to step {config.training.steps:,}" * (len(plan.stages) > 1)
         print(f"{can_run}, {steps}{ends}")
 
@@ -49,29 +55,36 @@ def check_job(given: Namespace, ranks: Ranks) -> Plan:
     written = read(given)
     if written.notes:
         log_to_console()
-        _log_translation(written.notes, given.config)
+        log_translation(written.notes, given.config)
     plan = preflight(written.config(), ranks.total, is_gpu=ranks.gpus != 0)
     # of a preset's keys that the user's TOML makes idle, nothing is to be done
     is_inherited = written.provenance.is_inherited
     idle = {text for text in plan.idle_options if is_inherited(text.partition(" = ")[0])}
     notes = [text for text in plan.notes if text not in idle]
+    notes.sort(key=lambda text: "has no effect" not in text)  # the last are read first
     slow = _slow_type(ranks, plan.config.training.mixed_precision_param)
-    if slow or notes or plan.resume_step:
+    owner = holder(plan.checkpoint_folder) if plan.config.checkpoint.saves else None
+    is_taken = owner is not None and owner.is_here and not owner.is_gone
+    if slow or notes or plan.resume_step or is_taken:
         log_to_console()
-    if slow:
-        logger.warning("%s", slow)
     for text in notes:
         logger.info("%s", text)
+    if slow:
+        logger.warning("%s", slow)
     if plan.resume_step:
         resume_diff(plan).log()
+    if is_taken:
+        words = "a job that runs writes to %s: %s\n  fix: start another when it has ended"
+        logger.warning(words, plan.checkpoint_folder, owner)
     return plan
 
 
-def _log_translation(notes: Sequence[str], name: str) -> None:
+def log_translation(notes: Sequence[str], name: str) -> None:
     """Log the notes on a TOML of torchtitan's; keys without effect are only counted."""
     told = [note for note in notes if ": without effect: " not in note]
+    logger.info("%s has torchtitan's keys. Changed:", os.path.normpath(name))
     for note in told:
-        logger.info("%s", note)
+        logger.info("  %s", note)
     if count := len(notes) - len(told):
         words = "%s without effect here; this lists them: meshwright config migrate %s"
         logger.info(words, numbered(count, "key"), name)

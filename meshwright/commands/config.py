@@ -1,6 +1,7 @@
 """`meshwright config`: the values of a config and their origin, and the meaning of every key."""
 
 import json
+import os
 import sys
 from argparse import Namespace
 from collections import Counter
@@ -129,7 +130,9 @@ def run_migrate(given: Namespace) -> None:
     config, notes = written.config(), written.notes
     fix = "name a TOML with its model.name and model.flavor, as qwen3 and 8B"
     check(bool(notes), "CONFIG", given.config, "is not torchtitan's", fix)
-    print("# Translated from torchtitan 0.2.2's keys. Absent keys have Meshwright's defaults.\n#")
+    name = os.path.normpath(given.config)
+    print(f"# {name}, translated from torchtitan 0.2.2's keys.")
+    print("# Absent keys have Meshwright's defaults.\n#")
     for note in notes:
         print(wrap(f"# {note}", 100, "#     "))  # paths stay whole
     table = config.model_dump(exclude_unset=True, exclude_none=True)

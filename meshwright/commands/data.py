@@ -31,7 +31,7 @@ from meshwright.datasets.token_cache.claims import SILENCE_S
 from meshwright.datasets.token_cache.tokenizing import cache_folder, default_folder
 from meshwright.datasets.tokenizers.kinds import Tokenizer
 from meshwright.system.errors import ConfigError, check, config_error
-from meshwright.system.log import log_to_console, logger
+from meshwright.system.log import align, log_to_console, logger
 from meshwright.train.preflight import check_data
 
 
@@ -77,18 +77,18 @@ def run(given: Namespace) -> None:
     else:
         _print_table(_overview(config, sources))
         _print_table(_lengths(sources))
+        for source in sources:
+            if isinstance(source, CachedSource):
+                print(f"{source.entry.name}: {source.cache.folder}")
+            else:
+                print(f"{source.entry.name}: streamed in {source.num_shards} shards")
 
 
 Row = Sequence[str]
 
 
 def _print_table(rows: Iterator[Row]) -> None:
-    table = list(rows)
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    for row in table:
-        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        print("  ".join(cells).rstrip())
-    print()
+    print(align(list(rows)), end="\n\n")
 
 
 def _overview(config: JobConfig, sources: Sequence[OpenSource]) -> Iterator[Row]:
@@ -97,12 +97,12 @@ def _overview(config: JobConfig, sources: Sequence[OpenSource]) -> Iterator[Row]
     of_each = weights(training.datasets)
     batch = training.global_batch_size
     samples = training.steps * batch if batch > 0 else None
-    yield "source", "documents", "tokens", "bytes/token", "left out", "share", "epochs", "place"
+    yield "source", "documents", "tokens", "bytes/token", "left out", "share", "epochs"
     for source, weight in zip(sources, of_each, strict=True):
         share = weight / sum(of_each)
         if not isinstance(source, CachedSource):
             unknown = ("streamed", "?", "?", "?")
-            yield source.entry.name, *unknown, f"{share:.2%}", "?", f"{source.num_shards} shards"
+            yield source.entry.name, *unknown, f"{share:.2%}", "?"
             continue
         cache = source.cache
         per_epoch = cached_samples(source, _rules(config)).samples_per_epoch
@@ -114,7 +114,6 @@ def _overview(config: JobConfig, sources: Sequence[OpenSource]) -> Iterator[Row]
             f"{cache.num_bad:,}",
             f"{share:.2%}",
             f"{samples * share / per_epoch:.2f}" if samples else "?",
-            str(cache.folder),
         )
 
 

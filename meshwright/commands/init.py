@@ -30,13 +30,23 @@ from meshwright.datasets.readers import Fault, Layout, read
 from meshwright.datasets.rows import LocalDocuments, local_layout
 from meshwright.datasets.sources import by_suffix, left_out
 from meshwright.datasets.tokenizers.kinds import build_tokenizer
-from meshwright.system.errors import ConfigError, check, numbered, where_it_ends
+from meshwright.system.errors import (
+    ConfigError,
+    check,
+    config_error,
+    numbered,
+    shortened,
+    where_it_ends,
+)
 from meshwright.system.machine import count_cores, count_gpus
 
 PRESET = "debug_model"
 
 SAMPLE_BYTES, TOKENISED_BYTES = 1 << 20, 1 << 17
 """Of the text that is looked at, and of that the part that is tokenised: 0.1 s each."""
+
+LOOKED_AT = 100
+"""Rows among which one has to hold text."""
 
 FEW = 20
 """Documents that are too few for a part of them to be held out: files are cut into more."""
@@ -59,7 +69,8 @@ are validated on."""
 GPU_BATCH, GPU_SEQ_LEN = 8, 1024
 
 GPU_MODEL = {"dim": 768, "n_layers": 12, "n_heads": 12, "n_kv_heads": 12, "hidden_dim": 2048}
-"""On a GPU: 88 M parameters with the preset's tokenizer, which take 10 GiB."""
+"""On a GPU: 88 M parameters with the preset's tokenizer. `meshwright plan` says 4.7 to 5.5 GiB for
+one H100."""
 
 
 @dataclass(frozen=True)
@@ -72,13 +83,10 @@ class Corpus:
     num_tokens: int
     held_out: float
     """Part of the documents to validate on; 0: there are too few."""
+    num_to_train: int
+    """Tokens that are not held out."""
     left_out: list[str]
     """Files beside them, by suffix."""
-
-    @property
-    def num_to_train(self) -> int:
-        """Tokens that are not held out."""
-        return round(self.num_tokens * (1 - self.held_out))
 
     def __str__(self) -> str:
         rest = f"; left out: {', '.join(self.left_out)}" if self.left_out else ""
@@ -89,7 +97,14 @@ class Corpus:
 
 def add_options(parser: Parser) -> None:
     """Options of `meshwright init`."""
-    parser.add_argument("out", nargs="?", default="my_job.toml", type=output_file, metavar="OUT")
+    parser.add_argument(
+        "out",
+        nargs="?",
+        default="my_job.toml",
+        type=output_file,
+        metavar="OUT",
+        help="the TOML to write (default: my_job.toml)",
+    )
     parser.add_argument(
         "--from",
         dest="corpus",
@@ -103,7 +118,7 @@ def run(given: Namespace) -> None:
     """Write the TOML, and say which commands come next.
 
     Raises:
-        ConfigError: if the file is there already, or no text is found.
+        ConfigError: if the file is there already or cannot be written, or no text is found.
     """
     out: Path = given.out
     check(not out.exists(), "OUT", str(out), "exists already", "name another file, or remove it")
@@ -114,7 +129,12 @@ def run(given: Namespace) -> None:
         print(corpus)
     scale = scale_for(STDLIB_TOKENS if corpus is None else corpus.num_to_train)
     lines = _toml(out, corpus, scale)
-    out.write_text("".join(f"{line.removesuffix('# ').rstrip()}\n" for line in lines), "utf-8")
+    text = "".join(f"{line.removesuffix('# ').rstrip()}\n" for line in lines)
+    try:
+        out.write_text(text, "utf-8")
+    except OSError as error:  # as below /proc, where the folder promises too much
+        rule = f"cannot be written: {error.strerror}"
+        raise config_error("OUT", str(out), rule, "name another file") from None
     print(f"wrote {out}: {scale}\n")
     name = shlex.quote(str(out))
     print(f"meshwright check {name}\nmeshwright train {name}")
@@ -136,13 +156,13 @@ class Scale:
 
     @property
     def often(self) -> int:
-        """Steps between validations, and between saves."""
-        return max(self.steps // 3, 1)
+        """Steps between validations, and between saves: three, with those after the last."""
+        return math.ceil(self.steps / 3)
 
     def __str__(self) -> str:
         steps = f"{self.steps:,} steps of {self.batch * self.seq_len:,} tokens"
-        time = f", about {numbered(self.minutes, 'minute')} on {self.machine}" * (self.minutes > 0)
-        return f"{steps}, {self.epochs:.2g} epochs{time}"
+        time = f" and {numbered(self.minutes, 'minute')} on {self.machine}" * (self.minutes > 0)
+        return f"{steps}, about {self.epochs:.2g} epochs{time}"
 
 
 def scale_for(num_tokens: int) -> Scale:
@@ -183,20 +203,24 @@ def look_at(path: str) -> Corpus:
     if kind == "text" and not source.dataset_separator:
         count = len(files)
     held_out = 0.2 if count < 1000 else 0.05 if count < 20_000 else 0.01
-    sides = {is_on_side(Entry("", "", source, held_out, True), text) for text in texts}
-    if count < FEW or (is_all and len(sides) < 2):
+    aside = [text for text in texts if is_on_side(Entry("", "", source, held_out, True), text)]
+    if count < FEW or (is_all and len(aside) in (0, len(texts))):
         held_out = 0.0
     preset = load_config([PRESET])
     tokenizer = build_tokenizer(preset.model.tokenizer_path)
     part = "".join(texts)[:TOKENISED_BYTES]
     num_tokens = round(whole * len(tokenizer.encode(part)) / len(part.encode()))
     sample = preset.training.seq_len + 1
-    rule = f"holds about {num_tokens:,} tokens, and a sequence of the preset takes {sample}"
+    rule = (
+        f"holds about {numbered(num_tokens, 'token')}, and a sequence of the preset takes {sample}"
+    )
     check(num_tokens >= 2 * sample, "--from", path, rule, "add texts")
     if held_out * num_tokens < LEAST_SAMPLES * sample:
         held_out = 0.0
+    share = sum(len(text.encode()) for text in aside) / size if is_all and held_out else held_out
     skipped = by_suffix(left_out(path, [file.path for file in files]))
-    return Corpus(source, files, count, num_tokens, held_out, skipped)
+    to_train = round(num_tokens * (1 - share))
+    return Corpus(source, files, count, num_tokens, held_out, to_train, skipped)
 
 
 def _find_files(path: str) -> tuple[str, str, list[DataFile]]:
@@ -217,7 +241,8 @@ def _find_files(path: str) -> tuple[str, str, list[DataFile]]:
     if not os.path.exists(path) and not any(found.values()):
         fix = where_it_ends(path)
     check(kind in ROW_FORMATS, "--from", path, "holds tokens", "see docs/data.md for such files")
-    check(any(file.size for file in found[kind]), "--from", path, "no text is there", fix)
+    rule = "has no text: every file is empty" if found[kind] else "no text is there"
+    check(any(file.size for file in found[kind]), "--from", path, rule, fix)
     return kind, path, [file for file in found[kind] if file.size]
 
 
@@ -231,22 +256,24 @@ def _separator(files: list[DataFile]) -> str:
 
 
 def _column(kind: str, file: DataFile) -> str:
-    """Return the column with the text: "text", or the longest of the first row."""
-    rows = read(Range(file), Layout(kind))
-    row: Any = next((row for _, row in rows), {})
-    if isinstance(row, Fault):
-        raise ConfigError("", f"{row}\n  fix: correct it, or name other files")
-    is_chat = any(isinstance(value, list) for value in row.values())
-    texts = {key: value for key, value in row.items() if isinstance(value, str)}
-    if "text" in texts:
-        return "text"
-    fix = "for conversations, begin with the preset fine_tune (docs/fine_tuning.md)"
-    check(
-        bool(texts) and not is_chat,
-        *("--from", file.path, f"its first row has no column of text, but {', '.join(row)}"),
-        fix,
-    )
-    return max(texts, key=lambda key: len(texts[key]))
+    """Return the column with the text: "text", or the longest of the first row that has some."""
+    first: dict[str, Any] = {}
+    for _, row in itertools.islice(read(Range(file), Layout(kind)), LOOKED_AT):
+        if isinstance(row, Fault):
+            raise ConfigError("", f"{row}\n  fix: correct it, or name other files")
+        first = first or row
+        texts = {key: value for key, value in row.items() if isinstance(value, str) and value}
+        if "text" in texts:
+            return "text"
+        if any(isinstance(value, list) for value in row.values()):
+            rule = f"its rows are no texts, but hold {', '.join(row)}"
+            fix = "for conversations, begin with the preset fine_tune (docs/fine_tuning.md)"
+            raise config_error("--from", file.path, rule, fix)
+        if texts:
+            return max(texts, key=lambda key: len(texts[key]))
+    held = ", ".join(f"{key} = {shortened(value)}" for key, value in first.items())
+    rule = f"no column holds text; its first row has {held}" if held else "holds no row"
+    raise config_error("--from", file.path, rule, "name files whose rows hold text")
 
 
 def _sample(entry: Entry, files: list[DataFile]) -> tuple[list[str], bool]:
@@ -284,7 +311,7 @@ def _lines_of(corpus: Corpus, folder: Path) -> Iterator[str]:
 
 
 def _line(key: str, value: object, comment: str) -> str:
-    return f"{key} = {json.dumps(value, ensure_ascii=False)}".ljust(34) + f"# {comment}"
+    return f"{key} = {json.dumps(value, ensure_ascii=False)}".ljust(33) + f" # {comment}"
 
 
 def _toml(out: Path, corpus: Corpus | None, scale: Scale) -> Iterator[str]:
@@ -307,7 +334,7 @@ def _toml(out: Path, corpus: Corpus | None, scale: Scale) -> Iterator[str]:
         yield _line("local_batch_size", GPU_BATCH, "sequences per GPU and microbatch")
         yield _line("global_batch_size", scale.batch, "sequences per step")
         yield _line("mixed_precision_param", "bfloat16", "type of the matmuls")
-    yield _line("steps", scale.steps, f"{scale.epochs:.2g} epochs")
+    yield _line("steps", scale.steps, f"about {scale.epochs:.2g} epochs")
     yield "\n[validation]"
     has_validation = corpus is None or corpus.held_out > 0
     yield _line("enable", has_validation, "" if has_validation else "too little to hold out")

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 from argparse import ArgumentTypeError
 from pathlib import Path
 
@@ -38,7 +39,7 @@ def output_folder(text: str) -> Path:
         ArgumentTypeError: for an address: as a path, "s3://bucket" is a folder called "s3:".
     """
     if ADDRESS.match(text):
-        raise ArgumentTypeError(f"{text!r} is an address; write to a folder, and copy that")
+        raise ArgumentTypeError(f"{text!r} is an address\n  fix: write to a folder, and copy that")
     return input_path(text)
 
 
@@ -51,9 +52,10 @@ def output_file(text: str) -> Path:
     path = output_folder(text)
     folder = path.absolute().parent
     if not folder.is_dir():
-        raise ArgumentTypeError(f"{text!r}: there is no folder {folder}")
+        fix = f"make it: mkdir -p {shlex.quote(str(folder))}"
+        raise ArgumentTypeError(f"{text!r}: there is no folder {folder}\n  fix: {fix}")
     if path.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
-        raise ArgumentTypeError(f"{text!r}: cannot be written")
+        raise ArgumentTypeError(f"{text!r}: cannot be written\n  fix: name another file")
     return path
 
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from meshwright.config.fields import find_field, find_section
 from meshwright.config.job_config import JobConfig
 from meshwright.config.section import OnResume
+from meshwright.system.errors import as_toml
 
 LONGEST_SHOWN = 100
 
@@ -51,7 +52,7 @@ def shown(value: object) -> str:
     """Return a value as a person would write it, cut where it is long."""
     if value is ABSENT or value is None:
         return "absent"
-    text = "inf" if value == "Infinity" else repr(value)
+    text = "inf" if value == "Infinity" else as_toml(value)
     return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}..."
 
 

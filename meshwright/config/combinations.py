@@ -226,7 +226,7 @@ IDLE_WHERE: tuple[tuple[str, Callable[[JobConfig], bool], str], ...] = (
     (
         "profiling.profile_freq",
         lambda c: not (c.profiling.enable_profiling or c.profiling.enable_memory_snapshot),
-        "profiling.enable_profiling = False",
+        "profiling.enable_profiling = false",
     ),
     (
         "checkpoint.export_dtype",
@@ -288,7 +288,7 @@ def idle_options(config: JobConfig, steps: int) -> Iterator[str]:
 def _switched_off(config: JobConfig) -> dict[str, str]:
     """Return the keys of sections that are off, and why; first weights are loaded all the same."""
     return {
-        f"{name}.{key}": f"{name}.enable = False"
+        f"{name}.{key}": f"{name}.enable = false"
         for name, section in config
         if getattr(section, "enable", None) is False
         for key in type(section).model_fields

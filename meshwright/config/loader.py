@@ -86,7 +86,7 @@ def find_config(name: str, folder: Path = Path()) -> Path:
             "", f"{name}: no such file\n  fix: {where_it_ends(os.path.normpath(path))}"
         )
     here = [file.name for file in folder.glob("*.toml")]
-    near = get_close_matches(name, here, n=1, cutoff=0.75)
+    near = [f"{name}.toml"] if f"{name}.toml" in here else get_close_matches(name, here, 1, 0.75)
     fix = f"did you mean {near[0]}?" if near else did_you_mean(stem, preset_names())
     raise ConfigError("", f"{name}: neither a file here nor a preset\n  fix: {fix}")
 
@@ -121,7 +121,7 @@ class Written(NamedTuple):
     raw: dict[str, Any]
     provenance: Provenance
     notes: list[str]
-    """Notes on keys of a TOML of torchtitan's, each with its place."""
+    """Notes on keys of a TOML of torchtitan's, each with its line."""
 
     def config(self) -> JobConfig:
         """Return the config, if every value is valid by itself.
@@ -192,7 +192,7 @@ def read(given: Namespace) -> Written:
         except ConfigError as error:
             raise ConfigError("", provenance.explain(error)) from None
         provenance.rename(origins)
-        notes = [f"{provenance.of(key)} {key}: {text}".strip() for key, text in of_keys]
+        notes = [f"{provenance.place(key)}: {text}" for key, text in of_keys]
     follow_folder(raw)
     follow_mix(raw)
     return Written(raw, provenance, notes)
@@ -239,6 +239,8 @@ def _read_toml(path: Path, provenance: Provenance, seen: tuple[Path, ...]) -> di
     extends = raw.pop("extends", None)
     if isinstance(extends, str):
         base = _read_toml(_find_base(extends, path, text), provenance, (*seen, path))
+        base.get("job", {}).pop("description", None)  # of another job
+        provenance.forget(("job", "description"))
     provenance.add_toml(path, text)
     if not isinstance(extends, str | None):
         where = provenance.of("extends")

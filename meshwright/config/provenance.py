@@ -10,7 +10,7 @@ from typing import NamedTuple
 import tomli
 
 from meshwright.config.fields import Key
-from meshwright.system.errors import CombinedConfigError, ConfigError, UnknownKeyError
+from meshwright.system.errors import CombinedConfigError, ConfigError, RecordError, UnknownKeyError
 
 HEADER = re.compile(
     r"\s*(?P<brackets>\[\[?)\s*(?P<key>(?:[\w. -]|\"[^\"]*\"|'[^']*')+?)\s*\]\]?\s*(?:#.*)?$"
@@ -90,6 +90,14 @@ class Provenance:
         """Return where `key`, or else the nearest table around it, was given; "" if nowhere."""
         return self._nearest(key)[1].where
 
+    def place(self, key: str) -> str:
+        """Return `key` with its place for a list of notes that is headed by the user's TOML."""
+        where = self.of(key)
+        file, _, line = where.rpartition(":")
+        if where == f"--{key}":
+            return where
+        return f"line {line}, {key}" if file == self._outermost else f"{where} {key}".strip()
+
     def origin(self, key: str) -> str:
         """Return where the value of `key`, or a part of it, was given; "default" if nowhere."""
         parts = tuple(key.split("."))
@@ -121,7 +129,7 @@ class Provenance:
         if isinstance(error, CombinedConfigError):
             return "\n".join(map(self.explain, sorted(error.errors, key=self._place)))
         parts, (where, line) = self._nearest(error.key)
-        if not where:
+        if not where or isinstance(error, RecordError):  # whose place is in the data
             return str(error)
         head, *fixes = str(error).split("\n")
         if where == f"--{error.key}" and head.startswith(error.key):
@@ -173,4 +181,4 @@ def _split(dotted: str) -> Key:
 def shown_path(path: Path) -> str:
     """Return the path as a person would write it here."""
     relative = os.path.relpath(path)
-    return str(path) if relative.startswith("..") else relative
+    return os.path.normpath(path) if relative.startswith("..") else relative

@@ -17,7 +17,13 @@ from meshwright.config.section import MODULE_OBJECT
 from meshwright.config.training import Source
 from meshwright.datasets import storage
 from meshwright.datasets.storage import ChangedError
-from meshwright.system.errors import ConfigError, RecordError, config_error, where_it_ends
+from meshwright.system.errors import (
+    ConfigError,
+    RecordError,
+    as_toml,
+    config_error,
+    where_it_ends,
+)
 from meshwright.system.log import logger
 
 PACKED = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".lz4": "lz4"}
@@ -63,9 +69,9 @@ class Entry:
         return config_error(f"{self.key}.{key}", getattr(self.source, key), what, fix)
 
     def record_error(self, key: str, what: str) -> RecordError:
-        """That a record is at fault, as `key` of this source has it read."""
-        error = self.error(key, what)
-        return RecordError(error.key, str(error))
+        """That a record is at fault, as `key` of this source has it read. Its place comes first."""
+        name, value = f"{self.key}.{key}", getattr(self.source, key)
+        return RecordError(name, f"{what} ({name} = {as_toml(value)})")
 
 
 @dataclass(frozen=True)

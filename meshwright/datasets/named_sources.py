@@ -13,7 +13,7 @@ from meshwright.datasets.rows import head_fault
 from meshwright.datasets.sources import check_path
 from meshwright.datasets.storage import is_address
 from meshwright.datasets.tokenizers.kinds import Tokenizer, find_template, prompt_tokens
-from meshwright.system.errors import ConfigError, check, config_error, did_you_mean
+from meshwright.system.errors import ConfigError, RecordError, check, config_error, did_you_mean
 
 
 def entries(section: Training | Validation, key: str) -> list[Entry]:
@@ -125,7 +125,7 @@ def check_sources(section: Training | Validation, key: str, *, looks_at_files: b
                     fix = "correct the condition, or leave it out"
                 elif "no column" in str(fault):
                     fix = f"set {entry.key}.dataset_column"
-                raise ConfigError(fault.key, f"{fault}\n  fix: {fix}")
+                raise RecordError(fault.key, f"{fault}\n  fix: {fix}")
         if entry.name in names:
             message = f"{entry.key}.name: another dataset is called {entry.name} too"
             raise ConfigError(f"{entry.key}.name", f"{message}\n  fix: give it another name")

@@ -137,7 +137,14 @@ def check(ok: bool, key: str, value: object, rule: str, fix: str = "") -> None:
 
 def config_error(key: str, value: object, rule: str, fix: str = "") -> ConfigError:
     """Return the error of a key whose value breaks `rule`."""
-    return ConfigError(key, f"{key} = {value!r}: {rule}" + (f"\n  fix: {fix}" if fix else ""))
+    return ConfigError(
+        key, f"{key} = {as_toml(value)}: {rule}" + (f"\n  fix: {fix}" if fix else "")
+    )
+
+
+def as_toml(value: object) -> str:
+    """Return a value as a TOML has it, where text may stand in single quotes, too."""
+    return repr(value).lower() if isinstance(value, bool) else repr(value)
 
 
 def first_line(error: BaseException) -> str:
@@ -147,7 +154,7 @@ def first_line(error: BaseException) -> str:
 
 def shortened(value: object) -> str:
     """Return a value for a message."""
-    text = repr(value)
+    text = as_toml(value)
     return text if len(text) < 80 else f"{text[:77]}..."
 
 

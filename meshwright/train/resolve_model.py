@@ -27,6 +27,7 @@ from meshwright.system.errors import (
     check,
     config_error,
     did_you_mean,
+    where_it_ends,
 )
 from meshwright.system.files import Place
 from meshwright.system.modules import import_user_module
@@ -69,6 +70,10 @@ def extend_by(name: str, key: str = IMPORT_KEY) -> None:
                 raise _error(name, f"{table} has {entry!r}, which is there already", key)
 
 
+def _other_model(name: str) -> str:
+    return f"{did_you_mean(name, MODELS)} docs/extending.md shows how to add one"
+
+
 def user_sinks(config: JobConfig) -> dict[str, BuildSink]:
     """Return the functions that build the user's sinks, by name."""
     name = config.experimental.custom_import
@@ -82,6 +87,8 @@ def _import(name: str, key: str = IMPORT_KEY) -> ModuleType:
         fix = ""
         if isinstance(error, ModuleNotFoundError) and error.name == name.partition(".")[0]:
             fix = 'install it, or name its file: "path/to/file.py"'
+        elif name.endswith(".py") and not Path(name).exists():
+            raise _error(name, "no such file", key, where_it_ends(name)) from None
         what = f"cannot be imported: {type(error).__name__}: {error}"
         raise _error(name, what, key, fix) from error
 
@@ -110,7 +117,7 @@ def resolve_model(config: JobConfig) -> tuple[Family, DecoderArgs]:
     """
     extend_by(config.experimental.custom_import)
     name, flavor = config.model.name, config.model.flavor
-    check(name in MODELS, "model.name", name, "no such model", did_you_mean(name, MODELS))
+    check(name in MODELS, "model.name", name, "no such model", _other_model(name))
     family = MODELS[name]
     if is_path(flavor):
         place = Place("model.flavor", Path(flavor))

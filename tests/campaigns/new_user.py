@@ -28,7 +28,15 @@ def commands(page: Path) -> Iterator[str]:
         if part["name"]:
             yield f"cat > {part['name']} <<'END'\n{part['file']}END"
         else:
-            yield from (line for line in part["shell"].splitlines() if line.strip())
+            lines = part["shell"].replace("\\\n", " ").splitlines()
+            yield from (" ".join(line.split()) for line in lines if line.strip())
+
+
+def example(name: str) -> str:
+    """The module of docs/extending.md that is called so."""
+    text = (ROOT / "docs/extending.md").read_text("utf-8")
+    (code,) = re.findall(rf"<!-- test: {name} -->\n```python\n(.*?)```", text, re.DOTALL)
+    return code
 
 
 def main() -> None:

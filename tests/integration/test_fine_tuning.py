@@ -16,10 +16,10 @@ from meshwright.datasets.tokenizers.kinds import build_tokenizer
 from meshwright.system.errors import ConfigError
 from meshwright.system.files import Place
 from meshwright.system.modules import code_of
+from tests.campaigns.new_user import example
 from tests.helpers.hf import SMALL, save_transformers, tensors_of
 from tests.helpers.jobs import ROOT, losses, train_alone
 from tests.helpers.tokenizer_files import byte_level_json
-from tests.unit.test_extension import example
 
 PRESET = ROOT / "train_configs" / "fine_tune.toml"
 TEMPLATE = (

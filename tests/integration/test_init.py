@@ -138,9 +138,10 @@ def test_a_file_that_is_there_stays(folder) -> None:
     [
         ("chat.jsonl", '{"messages": [{"role": "user", "content": "Hi"}]}\n', "preset fine_tune"),
         ("rows.jsonl", "no JSON\n", "rows.jsonl:1: not JSON"),
-        ("rows.jsonl", '{"number": 3}\n', "no column of text, but number"),
+        ("rows.jsonl", '{"text": 3}\n', "no column holds text; its first row has text = 3"),
+        ("rows.jsonl", "\n\n", "holds no row"),
+        ("rows.jsonl", "", "every file is empty"),
         ("a.txt", "Too short.\n" * 20, "and a sequence of the preset takes 257"),
-        ("a.txt", "", "no text is there"),
         ("a.npy", "tokens", "holds tokens"),
         ("", "", "exists, but holds no"),
     ],
@@ -152,6 +153,32 @@ def test_other_content_is_refused(name, content, says, folder) -> None:
     with pytest.raises(ConfigError, match=says):
         write_toml(["--from", path])
     assert not (folder / "my_job.toml").exists()
+
+
+def test_rows_without_text_may_come_before_one_with_text(folder) -> None:
+    rows = [{"text": None}, {"text": ""}, *({"text": text} for text in TEXTS)]
+    (folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    assert init.look_at("rows.jsonl").source.dataset_column == "text"
+
+
+@pytest.mark.parametrize(
+    ("out", "says"),
+    [
+        ("there/a.toml", "fix: make it: mkdir -p "),
+        ("/proc/a.toml", "cannot be written"),
+    ],
+)
+def test_a_file_that_cannot_be_made_is_named(out, says, folder) -> None:
+    with pytest.raises(ConfigError, match=f"(?s){says}"):
+        write_toml([out])
+
+
+def test_the_epochs_are_of_the_documents_that_are_not_held_out(folder) -> None:
+    as_files(folder / "my texts")
+    found = init.look_at("my texts")
+    write_toml(["--from", "my texts"])
+    (source,) = open_training_data(load_config(["my_job.toml"]))
+    assert abs(found.num_to_train / source.cache.num_tokens - 1) < 0.05
 
 
 def test_documents_that_are_all_on_one_side_are_not_held_out(folder) -> None:

@@ -251,7 +251,7 @@ def sound(tmp_path_factory) -> Path:
         ),
         (
             config(tie_word_embeddings=True),
-            ("model.args.tie_embeddings = False", "fix: set model.args.tie_embeddings = true"),
+            ("model.args.tie_embeddings = false", "fix: set model.args.tie_embeddings = true"),
         ),
     ],
     ids=lambda value: getattr(value, "__name__", None),

@@ -17,7 +17,9 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from meshwright.checkpoint import commit
+from meshwright.checkpoint.claim import Claim, new_nonce
 from meshwright.config.loader import load_config
+from tests.helpers.cli import check_job
 from tests.helpers.files import flip_bit, tree
 from tests.helpers.forked import Forked
 from tests.helpers.jobs import (
@@ -90,6 +92,23 @@ def test_a_finished_run_says_so_and_can_be_extended(uninterrupted: Path) -> None
     assert "nothing to do" in result.stdout
     assert "raise training.steps" in result.stdout
     assert (uninterrupted / "metrics.jsonl").read_text() == before
+
+
+def test_check_says_what_is_left_to_train(uninterrupted: Path, tmp_path: Path, capsys) -> None:
+    words = [CONFIG, "--ngpu", 2, "--job.dump_folder"]
+    check_job([*words, uninterrupted])
+    said = f"has nothing to do: {uninterrupted / 'checkpoint'} holds step 20, its last"
+    assert capsys.readouterr().out.strip().endswith(said)
+    check_job([*words, uninterrupted, "--training.steps", 23])
+    assert re.search(r", 3 steps of \d+ tokens after step 20$", capsys.readouterr().out.strip())
+    (tmp_path / "checkpoint").mkdir()
+    claim = Claim(tmp_path / "checkpoint", new_nonce())
+    claim.take()
+    check_job([*words, tmp_path])
+    claim.give_back()
+    assert f"{tmp_path / 'checkpoint'}: process {os.getpid()} on " in capsys.readouterr().out
+    check_job([*words, tmp_path])
+    assert "process" not in capsys.readouterr().out
 
 
 def test_loss_does_not_depend_on_the_number_of_ranks(uninterrupted: Path, tmp_path: Path) -> None:
@@ -325,7 +344,7 @@ def test_what_needs_a_gpu_is_refused_before_anything_is_written(tmp_path: Path) 
     )
     assert result.returncode == 2, result.stdout + result.stderr
     key = "parallelism.enable_async_tensor_parallel"
-    assert result.stderr.startswith(f"meshwright: --{key} = True: ")
+    assert result.stderr.startswith(f"meshwright: --{key} = true: ")
     assert result.stderr.count("needs GPUs, and this machine trains on its cpu") == 1
     assert not folder.exists()
 

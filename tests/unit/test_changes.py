@@ -126,7 +126,7 @@ def test_what_changes_training_is_warned_of_and_the_rest_listed(resume, caplog) 
         "parallelism.fsdp_reduce_gradients = 'last_microbatch' (was 'auto'), "
         "activation_checkpoint.saved_ops = ['aten.mm'] (was ['aten.mm', 'aten._scaled"
     )
-    assert "compile.enable = True (was False), " in harmless
+    assert "compile.enable = true (was false), " in harmless
     assert "validation.datasets.0 = {" in harmless
     assert harmless.endswith("metrics.log_freq = 5 (was 10)")
     assert level == logging.INFO
@@ -297,7 +297,7 @@ def test_a_config_of_another_version_is_no_obstacle(resume, caplog) -> None:
         "a key less: fp8 = absent (was {'enable': True})",
     ):
         assert f"resuming step-5 with {text}" in texts
-    assert "validation.enable = True (was absent)" in texts[-1]
+    assert "validation.enable = true (was absent)" in texts[-1]
     assert "optimizer.eps" not in json.dumps(texts)
 
 

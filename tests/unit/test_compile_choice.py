@@ -276,7 +276,7 @@ def test_check_says_it_once(tmp_path, capsys) -> None:
 
 def test_what_is_beside_it_is_idle_only_if_the_job_is_eager(plan_of) -> None:
     words = ["--compile.cpu_attention=torch"]
-    text = "compile.cpu_attention = 'torch' has no effect: compile.enable = False"
+    text = "compile.cpu_attention = 'torch' has no effect: compile.enable = false"
     assert text in plan_of(*words).notes
     assert text not in plan_of(*LONG, *words).notes
 

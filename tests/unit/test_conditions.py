@@ -215,7 +215,7 @@ def test_the_same_toml_runs_where_its_options_have_nothing_to_act_on(
     tp, pp = (f"parallelism.{axis}_parallel_degree = 1" for axis in ("tensor", "pipeline"))
     given = "[['tok_embeddings', 'layers.0'], ['norm', 'output']]"
     assert lines == [
-        f"parallelism.enable_async_tensor_parallel = True has no effect: {tp}",
+        f"parallelism.enable_async_tensor_parallel = true has no effect: {tp}",
         f"parallelism.pipeline_parallel_schedule = 'Interleaved1F1B' has no effect: {pp}",
         f"parallelism.module_fqns_per_model_part = {given} has no effect: {pp}",
         "optimizer.lr = 0.0008 is never reached: lr_scheduler.warmup_steps = 200, and the job has "
@@ -248,7 +248,7 @@ def test_of_keys_without_effect_only_the_user_s_own_are_told(tmp_path, capsys) -
     check_job(words)
     assert "has no effect" not in capsys.readouterr().out
     check_job([*words, "--validation.num_samples", 9])
-    said = "validation.num_samples = 9 has no effect: validation.enable = False"
+    said = "validation.num_samples = 9 has no effect: validation.enable = false"
     assert capsys.readouterr().out.count(said) == 1
 
 

@@ -101,7 +101,7 @@ def test_resolved_config_loads_to_itself(toml, tmp_path) -> None:
         ("[training]\nsteps = -3\n", 2, "training.steps = -3"),
         ("[training]\nlocal_batch_size = 0\n", 2, "training.local_batch_size = 0"),
         ("[training]\nseq_len = 0\n", 2, "training.seq_len = 0"),
-        ("[training]\nsteps = true\n", 2, "training.steps = True"),
+        ("[training]\nsteps = true\n", 2, "training.steps = true"),
         ("[optimizer]\nlr = nan\n", 2, "optimizer.lr = nan"),
         ('[lr_scheduler]\ndecay_type = "x"\n', 2, "'linear', 'sqrt' or 'cosine'"),
         ('extends = ["base.toml"]\n', 1, "must be the path of one TOML"),

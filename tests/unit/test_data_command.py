@@ -64,7 +64,9 @@ def test_the_overview_adds_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert rows[1][6] == f"{40 * 4 * 0.75 / (5700 // 70):.2f}"
     assert rows[2][:2] == ["second", "100"]
     assert rows[2][5] == "25.00%"
-    assert rows[-2] == ["first", *["57"] * 5]
+    assert rows[-4] == ["first", *["57"] * 5]
+    assert [row[0] for row in rows[-2:]] == ["first:", "second:"]
+    assert Path(rows[-1][1]).is_dir()
 
 
 @pytest.mark.parametrize("mode", ["cached", "streamed"])

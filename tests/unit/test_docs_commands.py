@@ -29,6 +29,8 @@ OTHERS = {
 }
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 ASSIGNMENT = re.compile(r"[A-Z_]+=.*", re.DOTALL)
+PRINTED = {name for page in PAGES for name in re.findall(r"<!-- file: (\S+) -->", page.read_text())}
+"""Files that a page lets its reader make."""
 ANSWER = "# meshwright: "
 """The console's answer to the command above: it is wrong, to show that."""
 
@@ -227,7 +229,7 @@ def _check_python(words: Sequence[str]) -> None:
     elif words[0] == "-m" and "." in words[1]:
         file = ROOT / words[1].replace(".", "/")
         assert file.is_dir() or file.with_suffix(".py").is_file()
-    elif words[0].endswith(".py"):
+    elif words[0].endswith(".py") and words[0] not in PRINTED:
         text = (ROOT / words[0]).read_text("utf-8")
         for option in (word.partition("=")[0] for word in words if word.startswith("--")):
             name = option.removeprefix("--").replace("-", "[-_]")

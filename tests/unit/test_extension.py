@@ -15,19 +15,12 @@ from meshwright.models.family import Family
 from meshwright.system.errors import ConfigError
 from meshwright.train.preflight import preflight
 from meshwright.train.resolve_model import extend_by, user_sinks
+from tests.campaigns.new_user import example
 from tests.helpers.checkpoints import set_manifest
 from tests.helpers.cli import export, generate_text
 from tests.helpers.families import small
 from tests.helpers.hf import load_hf, save_checkpoint, save_transformers, tensors_of
 from tests.unit import test_families
-
-DOCS = Path(__file__).parents[2] / "docs"
-
-
-def example(name: str) -> str:
-    text = (DOCS / "extending.md").read_text("utf-8")
-    (code,) = re.findall(rf"<!-- test: {name} -->\n```python\n(.*?)```", text, re.DOTALL)
-    return code
 
 
 @pytest.fixture(autouse=True)
@@ -70,7 +63,7 @@ def test_a_model_is_exported_and_generates_with_its_module_alone(tmp_path, capsy
     for command, options in ((export, (out,)), (generate_text, prompt)):
         with pytest.raises(ConfigError, match=re.escape(f"fix: --custom-import {module} ")):
             command([checkpoint, *options])
-    with pytest.raises(ConfigError, match="--custom-import = 'no.py': cannot be imported"):
+    with pytest.raises(ConfigError, match="--custom-import = 'no.py': no such file"):
         export([checkpoint, out, "--custom-import", "no.py"])
     own = ("--custom-import", module)
     export([checkpoint, out, "--dtype", "float32", *own])

@@ -2,10 +2,12 @@
 
 import json
 import pickle
+import re
 from pathlib import Path
 
 import pytest
 
+from meshwright.commands.main import run
 from meshwright.config.fields import FILE, all_keys, find_section, json_schema
 from meshwright.config.job_config import JobConfig
 from meshwright.config.loader import load_config
@@ -316,3 +318,31 @@ def test_the_first_line_of_a_preset_names_the_schema(path) -> None:
 )
 def test_every_missing_file_has_a_fix(message, line, fix) -> None:
     assert fix in message(f"[training]\n{line}\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "near"),
+    [
+        (["check", "my_job"], "my_job.toml"),
+        (["check", "my_jbo.toml"], "my_job.toml"),
+        (["check", "./here/my_jbo.toml"], "HERE/here/my_job.toml"),
+        (["check", "my_job.toml", "--experimental.custom_import=my_prats.py"], "HERE/my_parts.py"),
+        (["check", "my_job.toml", "--model.flavor=./my_modle"], "HERE/my_model"),
+        (["report", "my_modle"], "HERE/my_model"),
+    ],
+)
+def test_a_name_that_is_nearly_there_is_guessed(words, near, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for path in ("my_job.toml", "my_parts.py", "here/my_job.toml", "my_model/config.json"):
+        Path(path).parent.mkdir(exist_ok=True)
+        Path(path).touch()
+    with pytest.raises(ConfigError) as error:
+        run(words)
+    said = re.sub(r"\s+", " ", str(error.value))
+    assert f"fix: did you mean {near.replace('HERE', str(tmp_path))}?" in said
+
+
+def test_a_job_has_not_the_description_of_the_one_that_it_extends(tmp_path) -> None:
+    (tmp_path / "a.toml").write_text('extends = "debug_model"\n')
+    assert load_config(["debug_model"]).job.description
+    assert not load_config([str(tmp_path / "a.toml")]).job.description

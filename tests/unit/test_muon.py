@@ -1,8 +1,6 @@
 """Muon on one process: torch's own, roles of parameters, and bad input."""
 
 import dataclasses
-import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +17,7 @@ from meshwright.train.optim.optimizers import build_optimizer, set_learning_rate
 from meshwright.train.optim.registry import OPTIMIZERS, MatrixWise
 from meshwright.train.preflight import preflight
 from meshwright.train.resolve_model import extend_by
+from tests.campaigns.new_user import example
 from tests.helpers.tiny import TINY, plain_model
 
 GO = torch.tensor(False)
@@ -129,7 +128,7 @@ def group(pattern: str, optimizer: str) -> dict[str, object]:
         ({"name": "Muon"}, "optimizer.name = 'Muon': no such optimizer\n  fix: did you mean muon"),
         (group("norm.*", "muons"), "groups.0.optimizer = 'muons': no such optimizer"),
         (group("norm.*", "muon"), r"optimizer = 'muon': is for matrices, and norm.weight has"),
-        ({"early_step_in_backward": True}, "early_step_in_backward = True: muon needs whole"),
+        ({"early_step_in_backward": True}, "early_step_in_backward = true: muon needs whole"),
     ],
 )
 def test_bad_input_is_one_error(options, says) -> None:
@@ -172,9 +171,7 @@ def test_state_that_is_asked_for_changes_no_weight(monkeypatch) -> None:
 
 def test_a_module_of_the_users_adds_one(tmp_path, monkeypatch) -> None:
     """The one of docs/extending.md."""
-    text = (Path(__file__).parents[2] / "docs/extending.md").read_text("utf-8")
-    (code,) = re.findall(r"<!-- test: optimizer -->\n```python\n(.*?)```", text, re.DOTALL)
-    (tmp_path / "mine.py").write_text(code, "utf-8")
+    (tmp_path / "mine.py").write_text(example("optimizer"), "utf-8")
     monkeypatch.setattr("meshwright.train.optim.registry.OPTIMIZERS", OPTIMIZERS)
     before = dict(OPTIMIZERS)
     try:

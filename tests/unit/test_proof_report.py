@@ -62,7 +62,7 @@ def test_a_case_without_a_compiler_is_not_run(monkeypatch, tmp_path) -> None:
     assert summary(rows, 2) == "1 of 2 cases equal one process, 1 not run"
     write(tmp_path, small, rows, num_cases=2)
     assert json.loads((tmp_path / "proof.json").read_text())["proved"] is False
-    with pytest.raises(ConfigError, match="mask_documents = True: .* there is no C.. compiler"):
+    with pytest.raises(ConfigError, match="mask_documents = true: .* there is no C.. compiler"):
         prove(["debug_model", "--training.mask_documents=true"])
 
 

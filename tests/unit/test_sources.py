@@ -164,7 +164,7 @@ def test_globs_and_columns(folder: Path) -> None:
     keys = {"dataset": "json", "dataset_path": f"{folder}/b*.jsonl"}
     assert read_all(open_documents(**keys)) == TEXTS[4:]
     with pytest.raises(
-        ConfigError, match="dataset_column = 'txt'.*no column 'txt', but text, other"
+        ConfigError, match="no column 'txt', but text, other .training.dataset_column = 'txt'"
     ):
         read_all(open_documents(**keys, dataset_column="txt"))
 

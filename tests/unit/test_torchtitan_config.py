@@ -1,4 +1,5 @@
 import json
+import re
 import tomllib
 from contextlib import suppress
 from fnmatch import fnmatchcase
@@ -101,7 +102,7 @@ def test_files_with_every_key_of_theirs_pass_the_check(
     words = ["--job.config_file", str(path), *words]
     config = load_config(words)
     preflight(config, ranks)
-    assert any("model.flavor" in note and f"{name}.toml:" in note for note in notes_of(words))
+    assert any(re.match(r"line \d+, model\.flavor: ", note) for note in notes_of(words))
 
 
 @pytest.mark.parametrize("name", ["debug_model", "llama3_8b", "llama3_70b", "llama3_405b"])
@@ -121,6 +122,27 @@ def test_a_migrated_file_loads_to_the_same_config(name: str, tmp_path: Path, cap
     comments = " ".join(migrated.read_text().split("\n\n[", 1)[0].replace("\n#", "").split())
     for note in notes_of(words):
         assert note in comments
+
+
+def test_check_lists_the_changes_by_line_and_ends_with_what_can_be_done(
+    tmp_path, monkeypatch, capsys
+) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    table = {"training": {"dataset": "python_stdlib"}, "checkpoint": {"interval": 7}}
+    text = given({**table, "compile": {"enable": False, "components": ["model"]}})
+    (tmp_path / "theirs.toml").write_text(text)
+    run_command(["check", "../here/../theirs.toml", "--ngpu", "2", "--model.tokenizer_path=bytes"])
+    said = re.sub(r"\n {9,}", " ", capsys.readouterr().out).splitlines()
+    *lines, _ = [line.split(" ", 1)[1] for line in said]
+    assert lines[0] == "../theirs.toml has torchtitan's keys. Changed:"
+    assert lines[1] == "  line 2, model.name: 'llama3' is 'llama'"
+    assert lines[-3].endswith("this lists them: meshwright config migrate ../here/../theirs.toml")
+    assert lines[-2].startswith("checkpoint.interval = 7 has no effect: ")
+    assert lines[-1].startswith("training.global_batch_size = -1: ")
+    assert sum("theirs.toml" in line for line in lines) == 2
+    why = "compile.components: without effect: compile.enable is off"
+    assert any(note.endswith(why) for note in notes_of(["../theirs.toml"]))
 
 
 def test_only_theirs_are_migrated() -> None:

@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 
 from meshwright.models.args import DecoderArgs
 from meshwright.models.family import Dimension, Family, ForeignTensor, HuggingFaceForm
-from meshwright.system.errors import ConfigError
+from meshwright.system.errors import ConfigError, where_it_ends
 from meshwright.system.files import Place
 
 WEIGHT_TYPES = ("F32", "BF16", "F16")
@@ -150,7 +150,7 @@ def read_dimensions(place: Place, form: HuggingFaceForm) -> dict[str, Dimension]
 
 
 def _read_config(place: Place) -> dict[str, Any]:
-    place.check(place.path.is_dir(), "no such folder")
+    place.check(place.path.is_dir(), "no such folder", where_it_ends(place.path))
     place.check(is_hf_folder(place.path), f"holds no {CONFIG}", "name a folder of Hugging Face's")
     return place.read_json(CONFIG)
 

@@ -138,6 +138,15 @@ IDLE: dict[str, str] = {
 }
 """Their key, as a glob pattern, and why it has no effect here. A row of `REFUSED` goes first."""
 
+SPENT: dict[str, str] = {
+    "model.converters": "it names none",
+    "parallelism.pipeline_parallel_microbatch_size": "there is no pipeline",
+    "validation.steps": "-1 is all of the data, as here",
+    "validation.local_batch_size": "a rank validates on training.local_batch_size at once",
+    "validation.seq_len": "it is training's",
+}
+"""A key that a function of translate.py read, and why nothing follows from the value it has."""
+
 
 class Refusal(NamedTuple):
     """A key of theirs that is not supported."""

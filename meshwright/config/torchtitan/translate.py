@@ -145,7 +145,7 @@ def translate(raw: Mapping[str, Any], folder: Path) -> Translation:
     noted = {note.key for note in job.notes}
     for key, _ in flat(raw):
         if key not in table and key not in noted:
-            job.note(key, "without effect: its feature is off, or its value is the usual one")
+            job.note(key, f"without effect: {rules.SPENT.get(key, 'its value is the usual one')}")
     return Translation(nested(table), job.notes, job.origins)
 
 
@@ -198,7 +198,7 @@ def _model(job: Job) -> None:
 def _tokenizer(job: Job, folder: Path) -> None:
     theirs, ours = "model.hf_assets_path", "model.tokenizer_path"
     path = str(folder / str(job.given.pop(theirs, "tests/assets/tokenizer")))
-    job.put(ours, path, theirs, f"renamed: {ours}, from the working directory")
+    job.put(ours, path, theirs, f"here {ours}, from the working directory")
     key = "checkpoint.initial_load_path"
     if job.is_on("checkpoint.initial_load_in_hf") and not job.given.get(key):
         job.given.pop(key, None)
@@ -279,8 +279,10 @@ def _schedule(job: Job) -> None:
 
 def _compile(job: Job) -> None:
     key = "compile.components"
+    if not job.is_on("compile.enable") and job.given.pop(key, None) is not None:
+        job.note(key, "without effect: compile.enable is off")
     components = job.given.pop(key, ["model"])
-    if not job.is_on("compile.enable") or not isinstance(components, list):
+    if not isinstance(components, list):
         return
     if "model" not in components:
         job.given["compile.enable"] = False
@@ -315,7 +317,7 @@ def _float8(job: Job) -> None:
     job.put("float8.filter_fqns", names, key, text)
     emulate = f"{prefix}emulate"
     if emulate in job.given:
-        job.put("float8.emulate", job.given.pop(emulate), emulate, "renamed: float8.emulate")
+        job.put("float8.emulate", job.given.pop(emulate), emulate, "here float8.emulate")
     for name in ("enable_fsdp_float8_all_gather", "precompute_float8_dynamic_scale_for_fsdp"):
         if job.given.pop(prefix + name, False):
             text = "without effect: parameters are gathered in training.mixed_precision_param"
@@ -326,7 +328,7 @@ def _tables(job: Job) -> None:
     """Apply the tables of keys, values and defaults."""
     for theirs, ours in rules.RENAMED.items():
         if theirs in job.given:
-            job.put(ours, job.given.pop(theirs), theirs, f"renamed: {ours}")
+            job.put(ours, job.given.pop(theirs), theirs, f"here {ours}")
     for key, values in rules.VALUES.items():
         value = job.given.get(key)
         if isinstance(value, str) and value in values:

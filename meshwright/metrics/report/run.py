@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meshwright.system.errors import check
+from meshwright.system.errors import check, where_it_ends
 
 Row = Mapping[str, Any]
 
@@ -80,6 +80,7 @@ def read_run(folder: Path) -> Run:
         ConfigError: if it holds no metrics.jsonl.
     """
     metrics = folder / "metrics.jsonl"
+    check(folder.is_dir(), "RUN_DIR", str(folder), "no such folder", where_it_ends(folder))
     check(
         metrics.is_file(),
         "RUN_DIR",
