@@ -47,12 +47,12 @@ def ours(kind: str, path: Path) -> Iterator[str]:
     """Yield documents by our readers."""
     from meshwright.config.training import Source
     from meshwright.datasets.files import Entry, described
-    from meshwright.datasets.rows import LocalDocuments, local_layout
+    from meshwright.datasets.rows import LocalDocuments
 
     separator = "\n" if kind == "text" else ""
     source = Source(dataset=kind, dataset_path=str(path), dataset_separator=separator)
     entry = Entry("training", kind, source)
-    documents = LocalDocuments(entry, [described(str(path))], local_layout(entry))
+    documents = LocalDocuments(entry, [described(str(path))])
     for part in range(documents.parts):
         for item in documents.read_part(part):
             assert isinstance(item, str)

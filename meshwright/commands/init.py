@@ -27,7 +27,7 @@ from meshwright.datasets.files import (
     resolve,
 )
 from meshwright.datasets.readers import Fault, Layout, read
-from meshwright.datasets.rows import LocalDocuments, local_layout
+from meshwright.datasets.rows import LocalDocuments
 from meshwright.datasets.sources import by_suffix, left_out
 from meshwright.datasets.tokenizers.kinds import build_tokenizer
 from meshwright.system.errors import (
@@ -278,7 +278,7 @@ def _column(kind: str, file: DataFile) -> str:
 
 def _sample(entry: Entry, files: list[DataFile]) -> tuple[list[str], bool]:
     """Return the first documents, and whether they are all."""
-    documents = LocalDocuments(entry, files, local_layout(entry))
+    documents = LocalDocuments(entry, files)
     items = itertools.chain.from_iterable(map(documents.read_part, range(documents.parts)))
     texts, size = list[str](), 0
     for item in items:

@@ -10,7 +10,7 @@ from meshwright.datasets.encoding import Encoder
 from meshwright.datasets.files import ROW_FORMATS, DataFile, Entry, fingerprint, revision, sampled
 from meshwright.datasets.foreign_tokens import TokenFiles
 from meshwright.datasets.named_sources import entries, is_streamed, validation_entries
-from meshwright.datasets.rows import Documents, LocalDocuments, local_layout
+from meshwright.datasets.rows import Documents, LocalDocuments
 from meshwright.datasets.storage import block_cache, is_address
 from meshwright.datasets.token_cache.cache import DamagedCacheError, TokenCache
 from meshwright.datasets.token_cache.packing import Packing, open_packing
@@ -184,7 +184,7 @@ def _open_as_told(entry: Entry, told: Told, config: JobConfig, is_first_here: bo
             except OSError as error:
                 fix = "give all machines the same files"
                 raise entry.error("dataset_path", str(error), fix) from error
-        documents: Documents = LocalDocuments(entry, told.files, local_layout(entry))
+        documents: Documents = LocalDocuments(entry, told.files)
     else:
         if facts["revision"]:  # which may have moved on by now
             source = entry.source.model_copy(update={"dataset_revision": facts["revision"]})

@@ -106,8 +106,8 @@ LEAST_PART, MOST_PART, MANY_PARTS = 1 << 21, 1 << 28, 256
 class LocalDocuments(Documents):
     """Documents of local files, read by `readers.py`."""
 
-    def __init__(self, entry: Entry, files: Sequence[DataFile], layout: Layout) -> None:
-        self._entry, self._files, self._layout = entry, files, layout
+    def __init__(self, entry: Entry, files: Sequence[DataFile]) -> None:
+        self._entry, self._files, self._layout = entry, files, _layout(entry)
         self._to_document = row_reader(entry)
         self.max_shards = len(files)
 
@@ -204,15 +204,16 @@ def head_fault(entry: Entry, files: Sequence[DataFile]) -> RecordError | None:
     """Read the first row of some of `files`, evenly spread, and return the first error."""
     if not any(file.size for file in files):
         return entry.record_error("dataset_path", f"{files[0].path}: is empty")
-    layout, to_document = local_layout(entry), row_reader(entry)
-    for file in files[:: -(-len(files) // MOST_HEADS)]:
-        item = next(_LocalReader(entry, to_document, [Range(file)], layout), None)
+    heads = files[:: -(-len(files) // MOST_HEADS)]
+    documents = LocalDocuments(entry, heads)
+    for number in range(len(heads)):
+        item = next(documents.read(number, len(heads)), None)
         if isinstance(item, RecordError):
             return item
     return None
 
 
-def local_layout(entry: Entry) -> Layout:
+def _layout(entry: Entry) -> Layout:
     """Return how the files of a source hold rows, and which columns of them are read."""
     source, columns = entry.source, None
     if not source.dataset_format:

@@ -28,7 +28,6 @@ from meshwright.datasets.rows import (
     LocalDocuments,
     hub_files,
     load_rows,
-    local_layout,
     subset_of,
 )
 from meshwright.system.errors import check, numbered, where_it_ends
@@ -102,7 +101,7 @@ def open_local(kind: str, entry: Entry, streamed: bool) -> Documents:
     files = local_files(kind, entry)
     size = sum(file.size for file in files) / 1e9
     logger.debug("%s: %s, %.3g GB", entry.name, numbered(len(files), "file"), size)
-    return LocalDocuments(entry, files, local_layout(entry))
+    return LocalDocuments(entry, files)
 
 
 def open_tokens(kind: str, entry: Entry, streamed: bool) -> "TokenFiles":

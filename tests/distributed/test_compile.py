@@ -15,6 +15,7 @@ from meshwright.parallelisms.rules.degrees import ParallelDims
 from tests.distributed.test_step import steps_on_mesh
 from tests.helpers.compiler import needs_compiler
 from tests.helpers.job import DEEP, SCHEDULES, Job, mesh
+from tests.helpers.slow import slow
 from tests.helpers.tiny import TINY, parallel_model
 
 FSDP = mesh(dp_shard=2)
@@ -151,12 +152,12 @@ REASON = attention.why_not(16, torch.bfloat16)
 
 
 @pytest.mark.skipif(REASON != "", reason=REASON)
-def test_attentions_kernel_on_cpus_changes_rounding_alone(on_ranks) -> None:
-    for dims, options in ((TP, AOT | OP), (FSDP, AOT | FULL)):
-        for own, torchs in on_ranks(2, _with_kernel_and_without, dims, options):
-            assert own[0] == torchs[0]
-            assert own[1:] != torchs[1:]
-            assert own[1:] == pytest.approx(torchs[1:], rel=2e-3)
+@pytest.mark.parametrize(("dims", "options"), [(FSDP, AOT | FULL), *slow((TP, AOT | OP))])
+def test_attentions_kernel_on_cpus_changes_rounding_alone(on_ranks, dims, options) -> None:
+    for own, torchs in on_ranks(2, _with_kernel_and_without, dims, options):
+        assert own[0] == torchs[0]
+        assert own[1:] != torchs[1:]
+        assert own[1:] == pytest.approx(torchs[1:], rel=2e-3)
 
 
 def _has_kernel_unless_a_rank_lacks_it() -> list[bool]:

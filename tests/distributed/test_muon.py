@@ -148,6 +148,7 @@ def test_four_ranks_update_as_one_to_the_bit(on_ranks) -> None:
     )
 
 
+@pytest.mark.slow
 def test_experts_are_updated_as_on_one_rank_to_the_bit(on_ranks) -> None:
     meshes: list[dict[str, int]] = [
         {"dp_shard": 4, "ep": 1},

@@ -13,28 +13,28 @@ from meshwright.commands.plan.ledger import PURPOSES
 from meshwright.commands.plan.simulate import run_step
 from meshwright.parallelisms.meshes import build_meshes
 from tests.helpers.planning import CASES, Case, operators
+from tests.helpers.slow import slow
 
-EXACT = (
-    "FSDP 2 x TP 2",
-    "selective by op",
-    "accumulation, reduced once",
-    "reshard never",
-    "1F1B, a long step",
-)
+EVERYDAY = "FSDP 2 x TP 2"
+SLOW = ("selective by op", "accumulation, reduced once", "reshard never", "1F1B, a long step")
 """The rest: benchmarks/planning.py."""
 PEAK_IN_LOSS = ("FSDP 2 x TP 2", "accumulation, reduced once")
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
-def figures() -> dict[str, dict[str, object]]:
-    """Of the cases, simulated and allocated, in processes without another process group."""
-    words = [sys.executable, "-m", "tests.helpers.planning", *EXACT, *REAL]
+def figures(request) -> dict[str, dict[str, object]]:
+    """Of the cases that tests need, simulated and allocated, in processes without another process
+    group."""
+    mine = [item for item in request.session.items if item.path == request.path]
+    has_slow = any(item.get_closest_marker("slow") for item in mine)
+    names = [EVERYDAY, *REAL, *(SLOW if has_slow else ())]
+    words = [sys.executable, "-m", "tests.helpers.planning", *names]
     done = subprocess.run(words, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
     return dict(json.loads(line) for line in done.stdout.splitlines())
 
 
-@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("name", [EVERYDAY, *slow(*SLOW)])
 def test_a_plan_is_what_torch_allocates(name, figures) -> None:
     found = figures[name]
     assert "error" not in found, found.get("error")
@@ -104,12 +104,16 @@ def test_flops_and_traffic_equal_hand_counts(figures) -> None:
     # layer and the output, whose weights are kept
     assert sent["fsdp", "all_gather"] == (bf16 + again - last) / 2
     assert sent["fsdp", "reduce_scatter"] == fp32 / 2
-    calls = {
-        (row["axis"], row["kind"]): row["calls"] for row in figures["reshard never"]["traffic"]
-    }
-    assert calls["fsdp", "all_gather"] == args.n_layers + 2  # in a step of three microbatches
 
 
+@pytest.mark.slow
+def test_parameters_that_stay_gathered_are_gathered_once_a_step(figures) -> None:
+    n_layers, found = CASES["reshard never"].plan().model_args.n_layers, figures["reshard never"]
+    calls = {(row["axis"], row["kind"]): row["calls"] for row in found["traffic"]}
+    assert calls["fsdp", "all_gather"] == n_layers + 2  # in a step of three microbatches
+
+
+@pytest.mark.slow
 def test_purposes_are_all_used_by_some_job(figures) -> None:
     found = {purpose for one in figures.values() for purpose, n in one["by_purpose"].items() if n}
     assert found >= set(PURPOSES) - {"unattributed"}

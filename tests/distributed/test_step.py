@@ -587,9 +587,16 @@ def _frugal_and_not(cases: list[tuple[dict, bool]]) -> list[bool]:
     ]
 
 
-def test_fewer_gathers_and_waits_change_no_bit(on_ranks) -> None:
-    policies = ({}, NEVER, NEVER | {"ac_mode": "full"}, NEVER | {"enable_cpu_offload": True})
-    cases = [(options, every) for options in policies for every in (False, True)]
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({}, NEVER | {"ac_mode": "full"}),
+        *slow(NEVER, NEVER | {"enable_cpu_offload": True}),
+    ],
+    ids=str,
+)
+def test_fewer_gathers_and_waits_change_no_bit(on_ranks, options) -> None:
+    cases = [(options, every) for every in (False, True)]
     assert on_ranks(2, _frugal_and_not, cases) == [[True] * len(cases)] * 2
 
 

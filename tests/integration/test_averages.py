@@ -11,6 +11,7 @@ from tests.helpers.compare_checkpoints import assert_same_tensors, tensors
 from tests.helpers.hf import tensors_of
 from tests.helpers.jobs import records, train_on_ranks
 
+pytestmark = pytest.mark.slow
 DECAY = 0.5
 COMMON = ("--checkpoint.interval", 2, "--checkpoint.keep_latest_k", 0)
 STILL = ("--optimizer.lr", 1e-30, "--optimizer.weight_decay", 0)
@@ -63,7 +64,6 @@ def test_a_mean_is_resumed_to_the_bit(tmp_path: Path) -> None:
     assert again == pytest.approx(found[0]["average/validation/loss"], rel=1e-6)
 
 
-@pytest.mark.slow
 def test_merges_from_three_meshes_are_the_same_bits(tmp_path: Path) -> None:
     """The same weights, saved on three meshes: two start from a run of dp_shard, and save anew."""
     first = tmp_path / "first"

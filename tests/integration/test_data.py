@@ -21,10 +21,8 @@ from tests.helpers.files import flip_bit
 from tests.helpers.jobs import (
     CONFIG,
     ROOT,
-    assert_close,
     environment,
     launch,
-    losses,
     records,
     start_on_ranks,
     train_alone,
@@ -172,10 +170,7 @@ def test_a_bad_line_saves_and_may_be_passed_over(tmp_path: Path) -> None:
     result = train_alone(folder, *options, *leave, **environ)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "passed over a record (1): training.dataset_path" in result.stdout
-    whole = train_alone(tmp_path / "whole", *options, *leave, **environ)
-    assert whole.returncode == 0, whole.stdout + whole.stderr
     assert records(folder)[-1]["data/bad_records"] == 1
-    assert_close(losses(folder), losses(tmp_path / "whole"))
 
 
 def test_a_validation_that_fails_costs_no_step(tmp_path: Path) -> None:

@@ -69,6 +69,7 @@ def test_the_figures_of_experts_are_reported(uninterrupted: Path) -> None:
     assert busiest / means[0] == pytest.approx(last["experts/load_max"])
 
 
+@pytest.mark.slow
 def test_a_killed_job_resumes_to_the_bit(uninterrupted, config, tmp_path) -> None:
     job = start_on_ranks(tmp_path, *EP, config=config)
     deadline = time.monotonic() + 120

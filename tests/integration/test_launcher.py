@@ -381,6 +381,7 @@ def test_a_validation_that_is_the_best_so_far_is_saved(tmp_path: Path) -> None:
     assert json.loads((folder / "checkpoint" / "best.json").read_text())["step"] == 9
 
 
+@pytest.mark.slow
 def test_the_traceback_of_a_rank_that_fails_is_shown(tmp_path: Path) -> None:
     """Here: the log folder of rank 1, whose console is not shown, cannot be written."""
     (tmp_path / "out" / "logs" / "rank_1.log").mkdir(parents=True)

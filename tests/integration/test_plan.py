@@ -28,6 +28,7 @@ SMALL = [
 ]
 
 
+@pytest.mark.slow
 def test_a_plan_is_json_and_a_page(tmp_path) -> None:
     """Without a tokenizer and data, and for a device that is too small: with remedies."""
     words = ["--world-size", "2", "--device", "0.4", "--json", "--html", str(tmp_path / "a.html")]
@@ -98,10 +99,13 @@ def test_the_worst_rank_of_a_pipeline_has_the_verdict(capsys) -> None:
     assert found["peak_bytes"] == last["peak"]["num_bytes"]
 
 
-def test_an_estimated_time_has_an_error(capsys) -> None:
+def test_an_estimated_time_has_an_error(tmp_path, capsys) -> None:
     words = ["plan", str(DEBUG), *SMALL, "--world-size=1", "--device=h100", "--no-remedies"]
-    run([*words, "--json"])
+    run([*words, "--json", "--html", str(tmp_path / "a.html")])
     found = json.loads(capsys.readouterr().out)
+    purposes = found["ranks"][0]["peak"]["by_purpose"]
+    assert found["peak_bytes"] == sum(purposes.values())
+    assert (tmp_path / "a.html").read_text().count("<polygon") == len(purposes)
     assert 0 < found["step_seconds"] == found["ranks"][0]["time"]["seconds"] < 100
     assert 0 < found["mfu"] <= 1
     assert found["step_seconds_error"] == ERROR
@@ -131,6 +135,7 @@ def test_a_search_prints_the_best_and_its_toml(monkeypatch, capsys) -> None:
     assert set(tomllib.loads(found["toml"])) <= {"parallelism", "activation_checkpoint", "training"}
 
 
+@pytest.mark.slow
 def test_an_estimate_is_near_the_simulation() -> None:
     """Every kind of mesh, schedule and mode; `python -m benchmarks.planning --search` has more."""
     words = ["--model.args.dim=2048", "--model.args.n_layers=2", "--model.args.vocab_size=2048"]
@@ -162,6 +167,7 @@ def peaks(words: list[str]) -> tuple[int, int]:
     return first.peak_bytes, whole.peak_bytes
 
 
+@pytest.mark.slow
 def test_two_shallow_depths_have_the_peak_of_all_layers() -> None:
     """Of three microbatches, whose gradients grow with the layers, too."""
     words = ["--training.global_batch_size=12", "--training.local_batch_size=2"]

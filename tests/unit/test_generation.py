@@ -16,12 +16,16 @@ from tests.helpers.checkpoints import set_manifest
 from tests.helpers.cli import export, generate_text
 from tests.helpers.files import flip_bit
 from tests.helpers.hf import CASES, SMALL, load_hf, save_checkpoint, save_transformers
+from tests.helpers.slow import slow_but
 
 FP32 = ["--dtype", "float32"]
 PROMPT = "def f(x):"
 
 
-@pytest.mark.parametrize("args", CASES.values(), ids=CASES.keys())
+EVERYDAY = "llama-gqa llama-mha-tied-scaled qwen3-tied olmo2-gqa qwen3_moe-dense-first mixtral-gqa"
+
+
+@pytest.mark.parametrize("args", slow_but(EVERYDAY, {name: [args] for name, args in CASES.items()}))
 def test_greedy_equals_transformers(args, tmp_path) -> None:
     model = load_hf(save_transformers(tmp_path / "hf", args), args)
     export([str(save_checkpoint(tmp_path, model, args)), str(tmp_path / "out"), *FP32])

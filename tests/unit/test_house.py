@@ -9,8 +9,6 @@ from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
-import pytest
-
 import meshwright
 from meshwright.commands.plan import trace
 from meshwright.launch import hang
@@ -81,34 +79,31 @@ def test_files_folders_and_functions_stay_small() -> None:
     assert sum(bool(code_of(name)) for name in FILES) <= MOST_FILES
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_a_module_begins_with_a_sentence(name: str) -> None:
-    text = ast.get_docstring(parsed(name))
-    assert text, "no docstring"
-    first = text.split("\n\n")[0]
-    assert re.match(r"[\w`]", first), first
-    assert re.search(r"\w.*[.\]]$", first, re.DOTALL), first  # ] ends a usage line
+def test_a_module_begins_with_a_sentence() -> None:
+    for name in FILES:
+        first = (ast.get_docstring(parsed(name)) or "").split("\n\n")[0]
+        assert re.match(r"[\w`]", first), (name, first)
+        assert re.search(r"\w.*[.\]]$", first, re.DOTALL), (name, first)  # ] ends a usage line
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_no_file_only_forwards(name: str) -> None:
+def test_no_file_only_forwards() -> None:
     """A file that imports does something with it: more than other names for the same things."""
-    code = code_of(name)
-    forwards = [
-        isinstance(node, (ast.Import, ast.ImportFrom))
-        or (isinstance(node, ast.Assign) and isinstance(node.value, (ast.Name, ast.Attribute)))
-        or ast.unparse(node).startswith("__all__")
-        for node in code
-    ]
-    assert not (code and all(forwards))
+    for name in FILES:
+        forwards = [
+            isinstance(node, (ast.Import, ast.ImportFrom))
+            or (isinstance(node, ast.Assign) and isinstance(node.value, (ast.Name, ast.Attribute)))
+            or ast.unparse(node).startswith("__all__")
+            for node in code_of(name)
+        ]
+        assert not (forwards and all(forwards)), name
 
 
-@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
-def test_a_folder_says_its_subject(folder: Path) -> None:
+def test_a_folder_says_its_subject() -> None:
     """In one to four sentences, of which one says the things that are elsewhere."""
-    name = (folder / "__init__.py").relative_to(PACKAGE).as_posix()
-    text = ast.get_docstring(parsed(name)) or ""
-    assert 1 <= len(re.findall(r"\.(?=\s|$)", text)) <= 4, text
+    for folder in FOLDERS:
+        name = (folder / "__init__.py").relative_to(PACKAGE).as_posix()
+        text = ast.get_docstring(parsed(name)) or ""
+        assert 1 <= len(re.findall(r"\.(?=\s|$)", text)) <= 4, (name, text)
 
 
 def imported_by(name: str) -> Iterator[str]:
@@ -139,23 +134,23 @@ def files_in(folder: Path) -> dict[str, Path]:
     return {name: file for name, file in FILES.items() if file.is_relative_to(folder)}
 
 
-@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
-def test_imports_inside_a_folder_have_no_circle(folder: Path) -> None:
+def test_imports_inside_a_folder_have_no_circle() -> None:
     """Imports in functions count, since a late one may be there to hide a circle."""
-    try:
-        TopologicalSorter(graph_of(folder)).prepare()
-    except CycleError as error:
-        raise AssertionError(f"{folder.name}: {' imports '.join(error.args[1])}") from None
+    for folder in FOLDERS:
+        try:
+            TopologicalSorter(graph_of(folder)).prepare()
+        except CycleError as error:
+            raise AssertionError(f"{folder.name}: {' imports '.join(error.args[1])}") from None
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_imports_point_down(name: str) -> None:
+def test_imports_point_down() -> None:
     """A part may import parts of lower floors only; a new part must be given a floor."""
-    here = Path(name).parts[0]
-    for module in imported_by(name) if here in FLOOR else ():
-        package, there, *_ = [*module.split("."), ""]
-        if package == PACKAGE.name and there in FLOOR:
-            assert there == here or FLOOR[there] < FLOOR[here], f"{here} may not import {there}"
+    for name in FILES:
+        here = Path(name).parts[0]
+        for module in imported_by(name) if here in FLOOR else ():
+            package, there, *_ = [*module.split("."), ""]
+            if package == PACKAGE.name and there in FLOOR:
+                assert there == here or FLOOR[there] < FLOOR[here], f"{name} imports {module}"
 
 
 def test_every_part_has_a_floor() -> None:

@@ -15,6 +15,7 @@ import pytest
 
 from meshwright.datasets.token_cache import claims
 from meshwright.datasets.token_cache.tokenizing import open_cache
+from tests.helpers.slow import slow
 from tests.helpers.texts import TextsRecipe
 
 UNSHARE = ["unshare", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc"]
@@ -69,7 +70,7 @@ def content_of(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-@pytest.mark.parametrize(("num_machines", "num_killed"), [(2, 0), (2, 1), (4, 2)])
+@pytest.mark.parametrize(("num_machines", "num_killed"), [(2, 0), (2, 1), *slow((4, 2))])
 def test_machines_make_one_cache_equal_to_the_bit(num_machines, num_killed, tmp_path) -> None:
     rng = random.Random(num_machines)
     alone = open_cache(TextsRecipe(TEXTS), tmp_path / "alone", num_workers=1)

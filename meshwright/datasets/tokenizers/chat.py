@@ -17,7 +17,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from meshwright.datasets.tokenizers.huggingface import HuggingFaceTokenizer
 from meshwright.datasets.tokenizers.kinds import PATH_KEY, TEMPLATE_KEY, Tokenizer
 from meshwright.datasets.tokenizers.special_tokens import any_of, well_formed
-from meshwright.system.errors import ConfigError, RecordError
+from meshwright.system.errors import ConfigError, RecordError, first_line, shortened
 
 NONCHARACTERS = [chr(code) for code in range(0xFDD0, 0xFDF0)]
 """Unicode keeps them for marks within a program: no text that is interchanged should hold them."""
@@ -169,8 +169,7 @@ class ChatTemplate:
                 **self._tokenizer.special_names,
             )
         except Exception as error:  # a template is a program: TypeError and all are its errors
-            first_line = str(error).strip().split("\n")[0] or type(error).__name__
-            raise ValueError(f"is refused by the chat template: {first_line}") from error
+            raise ValueError(f"is refused by the chat template: {first_line(error)}") from error
 
     def _mark_by_prefixes(self, messages: list[Any], marks: Marks) -> str:
         """Return the text, with marks around the part that each message of the assistant adds."""
@@ -213,21 +212,16 @@ class ChatTemplate:
 def check_messages(messages: object) -> None:
     """Raise ValueError unless it is a list of messages, one of them the assistant's."""
     if not isinstance(messages, list) or not messages:
-        raise ValueError(f"is not a list of messages, but {_short(messages)}")
+        raise ValueError(f"is not a list of messages, but {shortened(messages)}")
     for number, message in enumerate(messages, 1):
         if not isinstance(message, dict):
-            raise ValueError(f"has a message {number} that is not a table: {_short(message)}")
+            raise ValueError(f"has a message {number} that is not a table: {shortened(message)}")
         for key in ("role", "content"):
             if not isinstance(message.get(key), str):
-                raise ValueError(f"has a message {number} without a {key!r}: {_short(message)}")
+                raise ValueError(f"has a message {number} without a {key!r}: {shortened(message)}")
     roles = [message["role"] for message in messages]
     if "assistant" not in roles:
         raise ValueError(f"has no message whose role is 'assistant', but {', '.join(roles)}")
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def without_none(value: Any) -> Any:

@@ -138,17 +138,10 @@ def build_tokenizer(path: str, ends: Ends = OWN) -> Tokenizer:
         return _with_ends(ByteTokenizer(), ends, path)
     file = find_file(path)
     beside = [file, *(file.with_name(name) for name in BESIDE)]
-    found = [stat for stat in map(_stat, beside) if stat]
+    found = [file.stat() for file in beside if file.exists()]
     return _build(
         file, ends, tuple((stat.st_mtime_ns, stat.st_size, stat.st_ino) for stat in found)
     )
-
-
-def _stat(file: Path) -> os.stat_result | None:
-    try:
-        return file.stat()
-    except FileNotFoundError:
-        return None
 
 
 @lru_cache(4)  # every source needs it, and a vocabulary of 128k takes seconds
