@@ -20,14 +20,14 @@ from tests.helpers.rounding import adamw
 from tests.helpers.slow import slow_but
 from tests.helpers.tiny import SEQ_LEN, parallel_model, plain_model, whole
 
-# the first layer, and so the first stage of a pipeline, has no experts
+# two layers, and so the first stage of a pipeline, have no experts
 ARGS = Qwen3MoeArgs(
     *(32, 4, 4, 4, 64, 131),
     head_dim=8,
     n_experts=8,
     n_active=3,
     expert_dim=24,
-    n_dense_layers=1,
+    n_dense_layers=2,
 )
 GLOBAL_BATCH = 8
 
@@ -51,7 +51,7 @@ def drawn() -> tuple[Tensor, Tensor, dict[int, Tensor]]:
     generator = torch.Generator().manual_seed(5)
     tokens, labels = torch.randint(131, (2, GLOBAL_BATCH, SEQ_LEN), generator=generator)
     shape = GLOBAL_BATCH, SEQ_LEN, ARGS.n_experts
-    chances = {number: torch.rand(shape, generator=generator) for number in (1, 2, 3)}
+    chances = {number: torch.rand(shape, generator=generator) for number in (2, 3)}
     return tokens, labels, {n: c.topk(ARGS.n_active).indices for n, c in chances.items()}
 
 
@@ -108,7 +108,7 @@ def records_and_replays(dims: ParallelDims, num_microbatches: int, options: dict
         assert torch.equal(mixture.load, told[number].flatten().bincount(minlength=8))
     axes = dims.dp * dims.cp * dims.tp
     assert replay.num_tokens == len(mixtures) * GLOBAL_BATCH * SEQ_LEN // axes
-    assert replay.num_others > 0.9 * replay.num_tokens  # 1 of 56 sets is the router's
+    assert replay.num_others >= 0.9 * replay.num_tokens  # 1 of 56 sets is the router's
     assert not mixtures or replay.gap > 1e-3
     assert all(stage.routing is None for stage in model.stages)
 
@@ -139,11 +139,11 @@ def test_a_mesh_records_and_replays_as_one_process(on_ranks, case) -> None:
 
 
 def too_few() -> None:
-    model, meshes = parallel_model(ParallelDims(1, 1), dataclasses.replace(ARGS, n_layers=2))
+    model, meshes = parallel_model(ParallelDims(1, 1), dataclasses.replace(ARGS, n_layers=3))
     (tokens, _, told), short = drawn(), {}
-    for choices in (short, {1: told[1][:1]}):
+    for choices in (short, {2: told[2][:1]}):
         with (
-            pytest.raises(ValueError, match="layer 1: choices of [01] sequences, but 2 go through"),
+            pytest.raises(ValueError, match="layer 2: choices of [01] sequences, but 2 go through"),
             replay_choices(model.stages, choices, meshes),
         ):
             model.stages[0](tokens[:2])
