@@ -40,7 +40,7 @@ class Block(nn.Module):
         sin: Tensor,
         mask: Mask | None = None,
         chosen: Tensor | None = None,
-    ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
+    ) -> Tensor | tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """(B, S, D) -> (B, S, D); with experts also the other results of `Mixture`.
 
         Args:
@@ -98,11 +98,15 @@ def _project(loss: SummedLoss, x: Tensor, weight: Tensor, labels: Tensor | None)
 class Routing(Protocol):
     """Sees which experts tokens go through, and may prescribe it: to replay a run."""
 
-    def given(self, layer: str) -> Tensor | None:
-        """Return the experts to take, as `Mixture` takes them; None: the router's choice."""
+    def given(self, layer: int, num_sequences: int) -> Tensor | None:
+        """Return the experts to take, (B, S, K) int64; None: the router's choice."""
 
-    def note(self, layer: str, choice: Tensor) -> None:
-        """Take note of the router's choice, (B S, K): of a rank's part of its sequences."""
+    def note(self, layer: int, choice: Tensor, gap: Tensor | None) -> None:
+        """Take note of the router's choice, (B, S, K): of a rank's part of its sequences.
+
+        Args:
+            gap: () fp32, of `Mixture`, if experts were given.
+        """
 
 
 class Decoder(nn.Module):
@@ -211,10 +215,12 @@ class Decoder(nn.Module):
         if name not in self._mixtures:
             plain: Tensor = block(x, *others)
             return plain
-        given = None if self.routing is None else self.routing.given(name)
-        x, choice, figures = block(x, *others, given)
+        given, number, shape = None, int(name), (len(x), -1)
+        if self.routing is not None and (own := self.routing.given(number, len(x))) is not None:
+            given = own.flatten(0, 1)
+        x, choice, figures, gap = block(x, *others, given)
         if torch.is_grad_enabled():  # here and not in the block, which may be computed again
-            self.mixtures()[int(name)].note(choice if given is None else given, figures)
+            self.mixtures()[number].note(choice if given is None else given, figures)
         if self.routing is not None:
-            self.routing.note(name, choice)
+            self.routing.note(number, choice.unflatten(0, shape), gap)
         return x

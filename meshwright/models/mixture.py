@@ -100,18 +100,27 @@ class Mixture(nn.Module):
         self.losses = BalanceLosses()
         self.sum_over_ranks: SumOverRanks = lambda counts: counts
 
-    def forward(self, x: Tensor, chosen: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(
+        self, x: Tensor, chosen: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """(B, S, D) -> (B, S, D), the router's choice of experts, (B S, K) int64, and `figures_of`.
 
         Args:
-            chosen: (B S, K) experts to take in the place of the router's choice.
+            chosen: (B S, K) experts to take in the place of the router's choice. Then the last
+                result is by how much, at most, the lowest score of a token's choice is above the
+                lowest of its given experts, () fp32; otherwise None.
         """
         spec, tokens = self.spec, x.flatten(0, 1)
         logits = self.router(tokens)
         scores = logits.softmax(-1) if spec.scores == "softmax" else logits.sigmoid()
         groups = spec.n_groups, spec.n_active_groups
-        choice = choose_experts(scores.detach() + self.bias, spec.n_active, *groups)
-        chosen = choice if chosen is None else chosen
+        biased, gap = scores.detach() + self.bias, None
+        choice = choose_experts(biased, spec.n_active, *groups)
+        if chosen is None:
+            chosen = choice
+        else:
+            lowest = (biased.gather(1, experts).amin(1) for experts in (choice, chosen))
+            gap = torch.sub(*lowest).amax()
         weights = scores.gather(1, chosen)  # (T, K)
         if spec.normalizes:
             weights = weights / (weights.sum(-1, keepdim=True) + spec.normalizer_eps)
@@ -121,7 +130,7 @@ class Mixture(nn.Module):
         rows = spread(tokens, order, place)  # (T K, D)
         out = self.experts(rows, tally(chosen, spec.n_experts))
         y = combine(out, (weights * spec.scale).to(x.dtype), order, place).view(x.shape)
-        return (y if self.shared is None else y + self.shared(x)), choice, figures
+        return (y if self.shared is None else y + self.shared(x)), choice, figures, gap
 
     def _with_losses(
         self, weights: Tensor, logits: Tensor, scores: Tensor, chosen: Tensor, n_sequences: int

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import DeepseekV3Config
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
 
-from meshwright.commands.prove.replay import Recording
+from meshwright.commands.prove.job import Books
 from meshwright.config.loader import load_config, to_toml
 from meshwright.config.parallelism import ActivationCheckpoint
 from meshwright.models.decoder import Decoder
@@ -85,7 +85,7 @@ def test_a_routers_losses_have_the_gradients_of_autograd(spec, losses) -> None:
     mixture, x = mixture_of(spec), torch.randn(3, 16, 32)
     mixture.load.copy_(torch.arange(8) + 1)
     upstream = torch.randn(3, 16, 32)
-    plain, choice, _ = mixture(x)
+    plain, choice, *_ = mixture(x)
     logits = mixture.router(x.flatten(0, 1))
     scores = logits.softmax(-1) if spec.scores == "softmax" else logits.sigmoid()
     share = (scores / scores.sum(-1, keepdim=True)).view(3, 16, 8)
@@ -97,7 +97,7 @@ def test_a_routers_losses_have_the_gradients_of_autograd(spec, losses) -> None:
     own = own + z * logits.logsumexp(-1).square().sum()
     wanted = torch.autograd.grad((plain * upstream).sum() + own, mixture.router.weight)[0]
     mixture.losses = BalanceLosses(batch, sequence, z)
-    out, _, figures = mixture(x)
+    out, _, figures, _ = mixture(x)
     (got,) = torch.autograd.grad((out * upstream).sum(), mixture.router.weight)
     assert torch.equal(out, plain)
     assert torch.allclose(got, wanted, rtol=1e-4, atol=1e-5)
@@ -221,11 +221,14 @@ def test_a_step_that_is_held_back_moves_neither_bias_nor_load(monkeypatch) -> No
 
 def test_a_proof_counts_loads_and_biases_once_more(monkeypatch) -> None:
     monkeypatch.setattr("torch.distributed.all_reduce", lambda tensor: None)
-    model, books = model_of(), Recording(0.01)
+    model, books = model_of(), Books(0.01)
     local = SimpleNamespace(stages=[model])
-    balance, model.routing = Balance([model], 0.01), books
-    for step, fault in enumerate((None, None, "load", "bias"), 1):
-        books.step = step
+    balance, seen = Balance([model], 0.01), list[tuple[int, torch.Tensor]]()
+    model.routing = SimpleNamespace(
+        given=lambda *_: None, note=lambda layer, choice, _: seen.append((layer, choice))
+    )
+    for fault in (None, None, "load", "bias"):
+        seen.clear()
         for _ in range(2):  # microbatches
             model(torch.randint(131, (2, 16))).sum().backward()
         if fault == "load":
@@ -234,7 +237,9 @@ def test_a_proof_counts_loads_and_biases_once_more(monkeypatch) -> None:
         if fault == "bias":
             model.layers["1"].feed_forward.bias += 0.01
         balance.after_step(balance.sums(torch.device("cpu"), 1), torch.tensor(False))
-        wrong = books.wrong_counts(local)
+        layers = {number for number, _ in seen}
+        choices = {n: torch.cat([c for number, c in seen if number == n]) for n in layers}
+        wrong = books.wrong_counts(local, choices)
         assert wrong == ([f"layers.1.feed_forward.{fault}"] if fault else [])
 
 

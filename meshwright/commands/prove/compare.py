@@ -28,6 +28,8 @@ class Bounds:
     """As `gradient`, after two updates, of models with experts."""
     other_choices: float = 1e-4
     """Part of tokens whose router may choose other experts than one process's, by rounding."""
+    choice_gap: float = math.inf
+    """By how much a score of such a choice may be above a score of one process's."""
     rounding: float = 0.0
     """Added to `gradient`: times the parameter's own error of rounding, in the reference."""
 
@@ -42,7 +44,7 @@ NAMED = 3
 """Tensors of a checkpoint in one line."""
 
 BOUNDS = {
-    "fp32": Bounds(1e-5, 1e-4, 1e-4, 1e-3, 1e-5, 1e-4, later_gradient=1e-4),
+    "fp32": Bounds(1e-5, 1e-4, 1e-4, 1e-3, 1e-5, 1e-4, later_gradient=1e-4, choice_gap=1e-5),
     # products of the same numbers, whose sums are in fp32
     "bf16 sums": Bounds(1e-5, 1e-4, 1e-4, 16 * BF16, BF16 / 8, BF16, other_choices=OTHERS),
     # and of numbers that were added up in parts, and rounded
@@ -228,6 +230,9 @@ def _compare_routers(
     verdict.num_other_choices = others
     if others > bounds.other_choices * tokens:
         verdict.failures.append(f"experts: chosen otherwise for {others} of {tokens} tokens")
+    gap = _worst(rank.choice_gap for rank in ranks)
+    if not gap <= bounds.choice_gap:
+        verdict.failures.append(f"experts: chosen otherwise where scores differ by {gap:.1e}")
     for number, rank in enumerate(ranks):
         if rank.wrong_state:
             names = ", ".join(rank.wrong_state[:NAMED])

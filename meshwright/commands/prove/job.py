@@ -20,7 +20,9 @@ from meshwright.datasets.token_cache.cache import BLOCK_DOCUMENTS, TokenCache
 from meshwright.datasets.token_cache.packing import Packing
 from meshwright.datasets.tokenizers.kinds import ByteTokenizer
 from meshwright.models.decoder import Decoder
+from meshwright.parallelisms.local_model import LocalModel
 from meshwright.parallelisms.meshes import Meshes
+from meshwright.parallelisms.replay import Choices
 from meshwright.train.bad_steps import BadStepDetector
 from meshwright.train.build import build_loader
 from meshwright.train.preflight import Plan
@@ -103,6 +105,54 @@ def show_attention(stage: Decoder) -> None:
     stretch = STRETCH_NORMALISED if is_normalised else STRETCH
     for cache in (stage.cos, stage.sin):  # (S, H/2) each
         cache *= torch.linspace(*stretch, len(cache)).unsqueeze(1)
+
+
+def unbalance(model: LocalModel) -> None:
+    """Give routers loads as if of a step before, uneven: at even ones losses have no gradient."""
+    for stage in model.stages:
+        for mixture in stage.mixtures().values():
+            mixture.load.copy_(torch.arange(1, len(mixture.load) + 1))
+
+
+def router_state(model: LocalModel) -> dict[str, Tensor]:
+    """Return copies of the routers' loads and biases, by name."""
+    return {
+        name: buffer.clone()
+        for stage in model.stages
+        for name, buffer in stage.named_buffers()
+        if name in stage.table.state
+    }
+
+
+class Books:
+    """Loads and biases as the choices of a step make them, counted here once more: a reference that
+    counts validation, recomputation or a part of the tokens would be wrong as the mesh is.
+
+    Args:
+        rate: `experts.bias_update_rate`.
+    """
+
+    def __init__(self, rate: float) -> None:
+        self._rate, self._biases = rate, dict[str, Tensor]()
+
+    def wrong_counts(self, model: LocalModel, choices: Choices) -> list[str]:
+        """Return the names of loads and biases that are others, to the bit.
+
+        Args:
+            choices: of the step that was taken last.
+        """
+        found, state = [], router_state(model)
+        for name, load in state.items():
+            if not name.endswith(".load"):
+                continue
+            chosen = choices[int(name.split(".")[1])].flatten()
+            counts = torch.bincount(chosen, minlength=len(load))
+            name_of_bias = name.removesuffix("load") + "bias"
+            bias = self._biases.setdefault(name_of_bias, torch.zeros(len(load)))
+            bias += self._rate * (len(chosen) - counts * len(load)).sign()
+            found += [name] * (not torch.equal(load, counts))
+            found += [name_of_bias] * (not torch.equal(state[name_of_bias], bias))
+        return found
 
 
 @torch.no_grad()

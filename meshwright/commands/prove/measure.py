@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import shutil
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,19 +19,14 @@ from meshwright.checkpoint.manifest import NO_JOB
 from meshwright.checkpoint.reader import CheckpointWeights, SafeCheckpointReader
 from meshwright.commands.prove.job import (
     SAVED_STEP,
+    Books,
     Job,
     Vocabulary,
     calm_post_norms,
     first_cursor,
     open_source,
-    show_attention,
-)
-from meshwright.commands.prove.replay import (
-    Choices,
-    Recording,
-    Replay,
     router_state,
-    set_routing,
+    show_attention,
     unbalance,
 )
 from meshwright.config.job_config import Checkpoint, JobConfig
@@ -40,6 +36,7 @@ from meshwright.datasets.stream import Cursor
 from meshwright.parallelisms.initialize import initialize
 from meshwright.parallelisms.local_model import LocalModel
 from meshwright.parallelisms.meshes import Meshes, build_meshes
+from meshwright.parallelisms.replay import Choices, Replay, record_choices, replay_choices
 from meshwright.parallelisms.shards import local_box
 from meshwright.system.files import Place
 from meshwright.train.preflight import Plan, preflight
@@ -174,6 +171,8 @@ class Measurement:
     """Loads and biases that do not follow from the choices, step by step."""
     other_choices: tuple[int, int] = (0, 0)
     """Tokens whose router would have chosen other experts than it was told, of how many."""
+    choice_gap: float = 0.0
+    """By how much, at most, one of its scores is above a given expert's."""
     updates: dict[str, ShardComparison] = field(default_factory=dict)
     """Weights after step `LAST_RESUMED_STEP`, and running means, minus initial ones, by name."""
     validation: dict[str, float] = field(default_factory=dict)
@@ -195,7 +194,7 @@ _meshes = functools.cache(build_meshes)  # groups are never freed: one set for a
 
 def record_reference(config: JobConfig, file: Path) -> Measurement:
     """Train on this one process; write weights, gradients and updates to `file`."""
-    measurement, tensors = _measure(config, 1, file.parent)
+    measurement, tensors = _measure(config, 1, file.parent, {})
     whole = {
         kind: {name: local_box(tensor)[0] for name, tensor in of.items()}
         for kind, of in tensors.items()
@@ -220,7 +219,7 @@ def measure(config: JobConfig, world_size: int, file: Path) -> Measurement:
 
 
 def _measure(
-    config: JobConfig, world_size: int, folder: Path, choices: Choices | None = None
+    config: JobConfig, world_size: int, folder: Path, told: Mapping[int, Choices]
 ) -> tuple[Measurement, dict[str, Any]]:
     """Train, validate, save, and resume; and of this rank's parameters the "weights" and the
     "gradients" at step 1, and the "updates", by which the first steps have changed them and their
@@ -228,7 +227,7 @@ def _measure(
 
     Args:
         folder: where the checkpoint goes, the same on every rank.
-        choices: of experts, to take; None: the routers'.
+        told: experts to take, by step; steps that are not in it take the routers' choices.
     """
     torch.compiler.reset()  # graphs of other cases in this process count against a limit
     plan = preflight(config, world_size)
@@ -244,19 +243,23 @@ def _measure(
     _begin(job, training.seed)
     weights = {name: _copy(parameter) for name, parameter in job.model.named_parameters()}
     unbalance(job.model)
-    routing = _routing(plan, meshes, choices)
-    set_routing(job.model, routing)
+    books = Books(plan.config.experts.bias_update_rate)
+    choices, replays = dict(told), list[Replay]()
     gradients, done = _keep_gradients(job.model, job.optimizer)
     later: Tensors = {}
     validate = Validation(plan, [held_out], meshes, cpu)
     checkpoint = SmallCheckpoint(folder, world_size)
     for step in range(1, training.steps + 1):
-        routing.step = step
         if step == LATER_STEP and plan.model_args.table.mixtures:
             later, done = _keep_gradients(job.model, job.optimizer)
-        loss, grad_norm = job.step(step, seen.samples)
+        with _routed(job, meshes, choices.get(step)) as routed:
+            loss, grad_norm = job.step(step, seen.samples)
+        if isinstance(routed, Replay):
+            replays.append(routed)
+        else:
+            choices[step] = routed
         done()
-        seen.wrong_counts += routing.wrong_counts(job.model)
+        seen.wrong_counts += books.wrong_counts(job.model, choices[step])
         seen.losses.append(loss)
         seen.grad_norms.append(grad_norm)
         if step == VALIDATED_STEP:  # and the steps after it show whether that disturbed anything
@@ -271,14 +274,16 @@ def _measure(
             updates = _updates(job, weights)
             state = router_state(job.model)
     job.close()
-    seen.other_choices = routing.num_others, routing.num_tokens
+    num_tokens = sum(replay.num_tokens for replay in replays)
+    seen.other_choices = sum(int(replay.num_others) for replay in replays), num_tokens
+    seen.choice_gap = max((replay.gap.item() for replay in replays), default=0.0)
     tensors = {
         "weights": weights,
         "gradients": gradients,
         "updates": updates,
         "later_gradients": later,
         "state": state,
-        "choices": routing.choices if isinstance(routing, Recording) else {},
+        "choices": choices,
     }
     torch.compiler.reset()
     resumed, missing = checkpoint.resume(plan, meshes, source)
@@ -286,11 +291,9 @@ def _measure(
     if resumed is None:
         return seen, tensors
     seen.wrong_after_load = different(resumed.state_dict(), saved)
-    routing = _routing(plan, meshes, choices)
-    set_routing(resumed.model, routing)
     for step in range(SAVED_STEP + 1, LAST_RESUMED_STEP + 1):
-        routing.step = step
-        figures = resumed.step(step, seen.resumed_samples)
+        with _routed(resumed, meshes, choices[step]):
+            figures = resumed.step(step, seen.resumed_samples)
         if figures != (seen.losses[step - 1], seen.grad_norms[step - 1]):
             seen.wrong_after_resume.append(f"loss or gradient norm of step {step}")
     resumed.close()
@@ -309,19 +312,29 @@ def _begin(job: Job, seed: int) -> None:
 
 def _updates(job: Job, weights: Tensors) -> Tensors:
     """Return parameters, and their running means, minus `weights`."""
-    now = {name: parameter.detach() for name, parameter in job.model.named_parameters()}
-    updates = {name: now[name] - before for name, before in weights.items()}
+    now = dict(job.model.named_parameters())
+    updates = {name: _minus(now[name], before) for name, before in weights.items()}
     means = {} if job.average is None else job.average.tensors
-    return updates | {f"the mean of {name}": mean - weights[name] for name, mean in means.items()}
+    return updates | {
+        f"the mean of {name}": _minus(mean, weights[name]) for name, mean in means.items()
+    }
 
 
-def _routing(plan: Plan, meshes: Meshes, choices: Choices | None) -> Recording | Replay:
-    training = plan.config.training
-    shape, rate = (
-        (training.local_batch_size, training.seq_len),
-        plan.config.experts.bias_update_rate,
-    )
-    return Recording(rate) if choices is None else Replay(choices, meshes, shape, rate)
+def _minus(after: Tensor, before: Tensor) -> Tensor:
+    """Subtract this rank's parts: DTensor would first plan it anew for every shape and mesh, which
+    takes seconds."""
+    difference = _copy(after)
+    local_box(difference)[0].sub_(local_box(before)[0])
+    return difference
+
+
+def _routed(
+    job: Job, meshes: Meshes, choices: Choices | None
+) -> AbstractContextManager[dict[int, Tensor] | Replay]:
+    stages = job.model.stages
+    if choices is None:
+        return record_choices(stages, meshes)
+    return replay_choices(stages, choices, meshes)
 
 
 def _fail(error: Exception) -> None:

@@ -1,0 +1,167 @@
+"""Which experts tokens go through: recorded on one mesh, and taken again on any.
+
+The choice of the highest scores is no continuous function: where two are nearly equal, rounding may
+turn them, and the loss with them.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshwright.models.decoder import Decoder, Routing
+from meshwright.parallelisms.context_parallel import local_positions
+from meshwright.parallelisms.meshes import Meshes
+
+Choices = Mapping[int, Tensor]
+"""By number of the layer: the experts of each token, (sequences, S, K) int64, with sequences of
+the global batch in their order."""
+
+
+class Recording:
+    """Notes the choices of this rank's microbatches."""
+
+    def __init__(self) -> None:
+        self._calls = defaultdict[int, list[Tensor]](list)
+
+    def given(self, layer: int, num_sequences: int) -> Tensor | None:
+        """As `Routing`'s: the router chooses."""
+        return None
+
+    def note(self, layer: int, choice: Tensor, gap: Tensor | None) -> None:
+        """As `Routing`'s."""
+        self._calls[layer].append(choice)
+
+    def whole(self, model: Decoder, meshes: Meshes) -> dict[int, Tensor]:
+        """Return the choices of all ranks. Collective over the job.
+
+        Args:
+            model: a stage of it.
+        """
+        parts = {layer: torch.stack(calls) for layer, calls in self._calls.items()}
+        # ranks whose layers have no experts learn it from the others
+        shape = [0, 0, 0] if not parts else [*next(iter(parts.values())).shape[:3]]
+        sizes = torch.tensor(shape, device=meshes.world.device_type)
+        dist.all_reduce(sizes, dist.ReduceOp.MAX)
+        calls, size, own_len = sizes.tolist()
+        seq_len = own_len * meshes.cp.size() * meshes.tp.size()
+        found = {}
+        for layer, spec in model.table.mixtures.items():
+            shape = [calls * meshes.dp.size() * size, seq_len, spec.n_active]
+            found[layer] = torch.zeros(shape, dtype=torch.int64, device=sizes.device)
+            if layer in parts:
+                at = _positions(seq_len, meshes, sizes.device)
+                _of_rank(found[layer], size, meshes)[:, :, at] = parts[layer]
+            dist.all_reduce(found[layer])  # each token is on one rank
+        return found
+
+
+class Replay:
+    """Prescribes choices to a rank, and counts tokens whose router has chosen others.
+
+    Every schedule takes the microbatches of a stage in their order, so the number of a call is that
+    of its microbatch.
+
+    Attributes:
+        num_tokens: of this rank so far, over its layers.
+        num_others: () int64: those whose router would have chosen other experts, as a set.
+        gap: () fp32: by how much, at most, a score of its choice is above one of the given experts.
+    """
+
+    def __init__(self, choices: Choices, meshes: Meshes) -> None:
+        self._choices, self._meshes = choices, meshes
+        self._calls = Counter[int]()
+        self._given: dict[int, Tensor] = {}
+        self.num_tokens, device = 0, meshes.world.device_type
+        self.num_others = torch.zeros((), dtype=torch.int64, device=device)
+        self.gap = torch.zeros((), device=device)
+
+    def given(self, layer: int, num_sequences: int) -> Tensor:
+        """As `Routing`'s.
+
+        Raises:
+            ValueError: if there are fewer choices than sequences, or none of the layer.
+        """
+        number, whole = self._calls[layer], self._choices.get(layer)
+        self._calls[layer] += 1
+        wanted = (number + 1) * num_sequences * self._meshes.dp.size()
+        there = 0 if whole is None else len(whole)
+        if whole is None or there < wanted:
+            raise ValueError(
+                f"layer {layer}: choices of {there} sequences, but {wanted} go through"
+            )
+        own = _of_rank(whole[:wanted], num_sequences, self._meshes)[number]
+        at = _positions(whole.shape[1], self._meshes, whole.device)
+        self._given[layer] = own[:, at].to(self.gap.device)
+        return self._given[layer]
+
+    def note(self, layer: int, choice: Tensor, gap: Tensor | None) -> None:
+        """As `Routing`'s."""
+        assert gap is not None  # the experts were given
+        differ = choice.sort().values != self._given[layer].sort().values
+        self.num_others += differ.any(-1).sum()
+        self.num_tokens += choice[..., 0].numel()
+        self.gap = torch.maximum(self.gap, gap)
+
+
+def _of_rank(whole: Tensor, size: int, meshes: Meshes) -> Tensor:
+    """(sequences, S, K) -> (microbatches, size, S, K), a view: the sequences of this rank."""
+    return whole.unflatten(0, (-1, meshes.dp.size(), size))[:, meshes.dp.get_local_rank()]
+
+
+def _positions(seq_len: int, meshes: Meshes, device: torch.device) -> Tensor:
+    """(S / (cp tp),) int64: where the tokens that this rank routes are in their sequences."""
+    own = local_positions(seq_len, meshes.cp, device)
+    return own.chunk(meshes.tp.size())[meshes.tp.get_local_rank()]
+
+
+@contextmanager
+def _routed(stages: Sequence[Decoder], routing: Routing) -> Iterator[None]:
+    for stage in stages:
+        stage.routing = routing
+    try:
+        yield
+    finally:
+        for stage in stages:
+            stage.routing = None
+
+
+@contextmanager
+def record_choices(stages: Sequence[Decoder], meshes: Meshes) -> Iterator[dict[int, Tensor]]:
+    """Record which experts the tokens of all forwards within go through.
+
+    Recomputation is not recorded. Collective over the job.
+
+    Args:
+        stages: of a `LocalModel`; its forwards within have one shape.
+
+    Yields:
+        `Choices`, empty up to the end. Every rank gets those of all.
+    """
+    recording, found = Recording(), dict[int, Tensor]()
+    with _routed(stages, recording):
+        yield found
+    found.update(recording.whole(stages[0], meshes))
+
+
+@contextmanager
+def replay_choices(stages: Sequence[Decoder], choices: Choices, meshes: Meshes) -> Iterator[Replay]:
+    """Let tokens of the forwards within go through the experts `choices`, and not the router's.
+
+    The scores that weight the experts, and the gradients, are the router's own: of ids alone a
+    model learns as it would by itself. For example, training then takes the experts of a rollout
+    (Ma et al. 2025, arXiv:2510.11370).
+
+    Args:
+        stages: of a `LocalModel`, on any mesh.
+        choices: the same on every rank; the forwards within begin at the first sequence.
+
+    Yields:
+        How often, and how far, routers would have chosen otherwise.
+    """
+    replay = Replay(choices, meshes)
+    with _routed(stages, replay):
+        yield replay

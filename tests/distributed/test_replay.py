@@ -1,0 +1,154 @@
+"""Choices of experts that a mesh records, and others that it is told, against one process in plain
+PyTorch."""
+
+import dataclasses
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from meshwright.models.batch import Batch
+from meshwright.models.families.qwen3_moe import Qwen3MoeArgs
+from meshwright.models.loss import IGNORE
+from meshwright.parallelisms.replay import record_choices, replay_choices
+from meshwright.parallelisms.rules.degrees import ParallelDims
+from meshwright.train.bad_steps import BadStepDetector
+from meshwright.train.trainer import StepOptions, train_step
+from tests.helpers.rounding import adamw
+from tests.helpers.slow import slow_but
+from tests.helpers.tiny import SEQ_LEN, parallel_model, plain_model, whole
+
+# two layers, and so the first stage of a pipeline, have no experts
+ARGS = Qwen3MoeArgs(
+    *(32, 4, 4, 4, 64, 131),
+    head_dim=8,
+    n_experts=8,
+    n_active=3,
+    expert_dim=24,
+    n_dense_layers=2,
+)
+GLOBAL_BATCH = 8
+
+
+class Told:
+    """As `Routing`, of one process that takes the whole batch at once."""
+
+    def __init__(self, choices: dict[int, Tensor] | None = None) -> None:
+        self.choices, self.seen = choices, dict[int, Tensor]()
+
+    def given(self, layer: int, num_sequences: int) -> Tensor | None:
+        return self.choices and self.choices[layer]
+
+    def note(self, layer: int, choice: Tensor, gap: Tensor | None) -> None:
+        self.seen[layer] = choice
+
+
+@functools.cache
+def drawn() -> tuple[Tensor, Tensor, dict[int, Tensor]]:
+    """Tokens, labels, and experts that no router would choose."""
+    generator = torch.Generator().manual_seed(5)
+    tokens, labels = torch.randint(131, (2, GLOBAL_BATCH, SEQ_LEN), generator=generator)
+    shape = GLOBAL_BATCH, SEQ_LEN, ARGS.n_experts
+    chances = {number: torch.rand(shape, generator=generator) for number in (2, 3)}
+    return tokens, labels, {n: c.topk(ARGS.n_active).indices for n, c in chances.items()}
+
+
+@functools.cache
+def reference() -> tuple[list[float], dict[str, Tensor], dict[int, Tensor]]:
+    """Losses of a free step and of a told one; the latter's gradients; the former's choices."""
+    model = plain_model(ARGS)
+    optimizer, losses, routings = adamw(model), [], [Told(), Told(drawn()[2])]
+    for model.routing in routings:
+        optimizer.zero_grad()
+        tokens, labels, _ = drawn()
+        loss = F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten(), ignore_index=IGNORE)
+        loss.backward()
+        gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, gradients, routings[0].seen
+
+
+def records_and_replays(dims: ParallelDims, num_microbatches: int, options: dict) -> None:
+    losses, gradients, chosen = reference()
+    tokens, labels, told = drawn()
+    size = GLOBAL_BATCH // (dims.dp * num_microbatches)
+    options = {"microbatches": (num_microbatches, size), "balance_loss": 0.0} | options
+    model, meshes = parallel_model(dims, ARGS, **options)
+    optimizer, detector = adamw(model), BadStepDetector(torch.device("cpu"))
+    names, seen = {p: name for name, p in model.named_parameters()}, {}
+
+    def keep(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            seen[names[parameter]] = parameter.grad.clone()
+
+    optimizer.register_step_pre_hook(keep)
+
+    def step(number: int) -> float:
+        rank, ranks = meshes.dp.get_local_rank(), meshes.dp.size()
+        parts = (part.split(size)[rank::ranks] for part in (tokens, labels))
+        batches, to = [*map(Batch, *parts)], StepOptions()
+        more = {"meshes": meshes, "detector": detector, "options": to}
+        return train_step(model, batches, optimizer, step=number, **more).loss.item()
+
+    with record_choices(model.stages, meshes) as choices:
+        assert step(1) == pytest.approx(losses[0], rel=1e-5)
+    assert choices.keys() == chosen.keys()
+    for number, experts in chosen.items():
+        assert torch.equal(choices[number].sort().values, experts.sort().values)
+    with replay_choices(model.stages, told, meshes) as replay:
+        assert step(2) == pytest.approx(losses[1], rel=1e-5)
+    for name, got in seen.items():
+        want = gradients[name]
+        assert (whole(got) - want).norm() <= 1e-4 * want.norm(), name
+    mixtures = {n: m for stage in model.stages for n, m in stage.mixtures().items()}
+    for number, mixture in mixtures.items():
+        assert torch.equal(mixture.load, told[number].flatten().bincount(minlength=8))
+    axes = dims.dp * dims.cp * dims.tp
+    assert replay.num_tokens == len(mixtures) * GLOBAL_BATCH * SEQ_LEN // axes
+    assert replay.num_others >= 0.9 * replay.num_tokens  # 1 of 56 sets is the router's
+    assert not mixtures or replay.gap > 1e-3
+    assert all(stage.routing is None for stage in model.stages)
+
+
+CASES = {
+    "one": ({}, 2, {}),
+    "tp-ep-ac": ({"tp": 2, "ep": 2}, 2, {"ac_mode": "full"}),
+    "tp-ep-ac-op": ({"tp": 2, "ep": 2}, 1, {"ac_mode": "selective", "selective_ac_option": "op"}),
+    "cp-ep": ({"cp": 2, "ep": 2}, 2, {}),
+    "pp": ({"pp": 2}, 4, {}),
+    "compiled": ({"dp_shard": 2, "ep": 2}, 1, {"compile_backend": "aot_eager"}),
+    "hsdp-ep": ({"dp_replicate": 2, "dp_shard": 2, "ep": 2}, 2, {}),
+    "cp-tp-ep4": ({"cp": 2, "tp": 2, "ep": 4}, 1, {"ac_mode": "full"}),
+    "pp-tp-ep": ({"pp": 2, "tp": 2, "ep": 2}, 2, {}),
+    "interleaved": (
+        {"pp": 2, "dp_shard": 2},
+        4,
+        {"schedule": "ZBVZeroBubble", "stages_per_rank": 2},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", slow_but("tp-ep-ac pp", {k: (v,) for k, v in CASES.items()}))
+def test_a_mesh_records_and_replays_as_one_process(on_ranks, case) -> None:
+    axes, num_microbatches, options = case
+    dims = ParallelDims(**{"dp_replicate": 1, "dp_shard": 1, "ep": 1} | axes)
+    on_ranks(dims.num_ranks, records_and_replays, dims, num_microbatches, options)
+
+
+def too_few() -> None:
+    model, meshes = parallel_model(ParallelDims(1, 1), dataclasses.replace(ARGS, n_layers=3))
+    (tokens, _, told), short = drawn(), {}
+    for choices in (short, {2: told[2][:1]}):
+        with (
+            pytest.raises(ValueError, match="layer 2: choices of [01] sequences, but 2 go through"),
+            replay_choices(model.stages, choices, meshes),
+        ):
+            model.stages[0](tokens[:2])
+        assert model.stages[0].routing is None
+
+
+def test_choices_of_too_few_sequences_are_refused(on_ranks) -> None:
+    on_ranks(1, too_few)
