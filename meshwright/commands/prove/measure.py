@@ -288,17 +288,21 @@ def _measure(
     torch.compiler.reset()
     resumed, missing = checkpoint.resume(plan, meshes, source)
     seen.wrong_in_checkpoint = sorted({*seen.wrong_in_checkpoint, *missing})
-    if resumed is None:
-        return seen, tensors
-    seen.wrong_after_load = different(resumed.state_dict(), saved)
+    if resumed is not None:
+        seen.wrong_after_load = different(resumed.state_dict(), saved)
+        _go_on(resumed, meshes, choices, seen)
+        seen.wrong_after_resume += different(resumed.state_dict(), wanted)
+    return seen, tensors
+
+
+def _go_on(resumed: Job, meshes: Meshes, choices: Mapping[int, Choices], seen: Measurement) -> None:
+    """Take the steps after the saved one again; `seen` gets their samples, and what is unlike."""
     for step in range(SAVED_STEP + 1, LAST_RESUMED_STEP + 1):
         with _routed(resumed, meshes, choices[step]):
             figures = resumed.step(step, seen.resumed_samples)
         if figures != (seen.losses[step - 1], seen.grad_norms[step - 1]):
             seen.wrong_after_resume.append(f"loss or gradient norm of step {step}")
     resumed.close()
-    seen.wrong_after_resume += different(resumed.state_dict(), wanted)
-    return seen, tensors
 
 
 def _begin(job: Job, seed: int) -> None:
