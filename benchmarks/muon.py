@@ -37,6 +37,7 @@ from meshwright.commands.prove.ranks import RankPool
 from meshwright.config.loader import load_config
 from meshwright.parallelisms.initialize import initialize
 from meshwright.parallelisms.meshes import build_meshes
+from meshwright.parallelisms.shards import part_of_box
 from meshwright.train import trainer
 from meshwright.train.optim import exchange, matrices
 from meshwright.train.preflight import preflight
@@ -48,30 +49,20 @@ CASES = {"AdamW": "AdamW", "Muon, owners": "muon", "Muon, gather": "muon"}
 class GatherEverywhere(exchange.Exchange):
     """Every rank has every matrix, and so every result."""
 
-    def gather(self, parts: Sequence[Tensor]) -> dict[int, Tensor]:
-        """As the base's, of all matrices."""
-        givers = [
-            [exchange._first_copies(boxes, rank) for rank in range(self._size)]
-            for boxes in self._boxes
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self._owned = [*range(len(self._shapes))]
+        moves = [
+            exchange.Move(i, giver, owner, boxes[giver])
+            for i, boxes in enumerate(self._boxes)
+            for owner in boxes
+            for giver in exchange.first_copies(boxes, owner)
         ]
-        sent = [
-            [part for i, part in enumerate(parts) if self._me in givers[i][rank]]
-            for rank in range(self._size)
-        ]
-        from_rank = {
-            rank: [i for i in range(len(parts)) if rank in givers[i][self._me]]
-            for rank in range(self._size)
-        }
-        awaited = {r: [self._boxes[i][r][1] for i in found] for r, found in from_rank.items()}
-        found = {i: parts[0].new_empty(shape) for i, shape in enumerate(self._shapes)}
-        for rank, received in self._swap(sent, awaited, like=parts[0]).items():
-            for index, part in zip(from_rank[rank], received, strict=True):
-                exchange._part(found[index], self._boxes[index][rank]).copy_(part)
-        return found
+        self._in = [move for move in moves if self._me in (move.sender, move.receiver)]
 
     def scatter(self, wholes: Mapping[int, Tensor], like: Tensor) -> list[Tensor]:
         """Take the own part of every result."""
-        return [exchange._part(wholes[i], b[self._me]) for i, b in enumerate(self._boxes)]
+        return [part_of_box(wholes[i], boxes[self._me]) for i, boxes in enumerate(self._boxes)]
 
 
 def measure(case: str, words: list[str], steps: int) -> tuple[float, float, int]:
@@ -143,14 +134,14 @@ def cost(given: argparse.Namespace) -> None:
 
 ROOT = Path(__file__).parents[1]
 RATES = "5e-4,1e-3,2e-3,4e-3,8e-3"
-PRESET = ("--training.local_batch_size=16", "--validation.freq=1000", "--checkpoint.enable=false")
-"""The global batch at once, one validation, and no files beside the metrics."""
+PRESET = ("--validation.freq=1000", "--checkpoint.enable=false")
+"""Without more than one validation, and without files beside the metrics."""
 Run = tuple[str, str, str]
 """Optimizer, learning rate, seed."""
 
 
 def train(run: Run, words: Sequence[str]) -> float:
-    """Train the debug preset by itself on one core; its validation loss after the last step."""
+    """Train the debug preset by itself on one core; return its last validation loss."""
     name, rate, seed = run
     keys = [f"--optimizer.name={name}", f"--optimizer.lr={rate}", f"--training.seed={seed}"]
     with tempfile.TemporaryDirectory() as folder:
@@ -158,7 +149,7 @@ def train(run: Run, words: Sequence[str]) -> float:
         command = [sys.executable, "-m", "meshwright.train", "--job.config_file", str(config)]
         command += [f"--job.dump_folder={folder}", *PRESET, *keys, *words]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        subprocess.run(command, env=environment, check=True, capture_output=True)
+        subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL)
         lines = Path(folder, "metrics.jsonl").read_text("utf-8").splitlines()
     return float(json.loads(lines[-1])["validation/loss"])
 
@@ -166,40 +157,35 @@ def train(run: Run, words: Sequence[str]) -> float:
 def grid(given: argparse.Namespace) -> None:
     """Take the runs that `given.file` lacks, and print a table of all."""
     file: Path = given.file
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.touch()
-    kept = [json.loads(line) for line in file.read_text("utf-8").splitlines()]
-    found: dict[Run, float] = {
-        tuple(run): loss for run, words, loss in kept if words == given.words
-    }
+    words = [f"--training.{name}_batch_size={given.batch}" for name in ("global", "local")]
+    words += [f"--training.steps={given.steps}"]
+    lines = file.read_text("utf-8").splitlines() if file.exists() else []
+    kept = [json.loads(line) for line in lines]
+    found: dict[Run, float] = {tuple(run): loss for run, of, loss in kept if of == words}
     rates = {"AdamW": given.adamw.split(","), "muon": given.muon.split(",")}
 
     def take(run: Run) -> None:
-        found[run] = train(run, given.words)
+        found[run] = train(run, words)
         with file.open("a", encoding="utf-8") as results:
-            results.write(json.dumps([run, given.words, found[run]]) + "\n")
+            results.write(json.dumps([run, words, found[run]]) + "\n")
 
-    def mean(name: str, rate: str) -> float:
-        losses = [loss for run, loss in found.items() if run[:2] == (name, rate)]
-        return statistics.mean(losses) if losses else float("inf")
+    def losses(*of: str) -> list[float]:
+        return [loss for run, loss in sorted(found.items()) if run[:2] == of]
+
+    def mean(*of: str) -> float:
+        return statistics.mean(losses(*of) or [float("inf")])
 
     for seed in given.seeds.split(","):
         best_first = [sorted(rates[name], key=lambda rate: mean(name, rate)) for name in rates]
-        runs = [
-            (name, rate, seed)
-            for pair in zip_longest(*best_first)
-            for name, rate in zip(rates, pair, strict=True)
-            if rate
-        ]
+        pairs = [zip(rates, pair, strict=True) for pair in zip_longest(*best_first)]
+        runs = [(name, rate, seed) for pair in pairs for name, rate in pair if rate]
         with ThreadPoolExecutor(given.jobs) as pool:
             list(pool.map(take, [run for run in runs if run not in found]))
     print("| optimizer | rate | mean | by seed |\n|---|---|---|---|")
     for name in rates:
         for rate in rates[name]:
-            losses = [
-                f"{loss:.3f}" for run, loss in sorted(found.items()) if run[:2] == (name, rate)
-            ]
-            print(f"| {name} | {rate} | {mean(name, rate):.3f} | {', '.join(losses)} |")
+            by_seed = ", ".join(f"{loss:.3f}" for loss in losses(name, rate))
+            print(f"| {name} | {rate} | {mean(name, rate):.3f} | {by_seed} |")
 
 
 def main() -> None:
@@ -219,9 +205,9 @@ def main() -> None:
     of_grid.add_argument("--muon", default=RATES)
     of_grid.add_argument("--seeds", default="0,1,2")
     of_grid.add_argument("--jobs", type=int, default=2, help="runs at a time")
-    of_grid.add_argument("--words", nargs="*", default=[], help="more keys, as section.key=value")
+    of_grid.add_argument("--batch", type=int, default=16, help="sequences per step")
+    of_grid.add_argument("--steps", type=int, default=120)
     given = parser.parse_args()
-    given.words = [f"--{word}" for word in given.words]
     given.run(given)
 
 

@@ -34,6 +34,11 @@ def _classes(module: str, name: str) -> type | tuple[()]:
     return found
 
 
+def local_shard(value: Tensor) -> Tensor:
+    """Return this rank's shard of `value`, or all of it."""
+    return value.to_local() if is_dtensor(value) else value
+
+
 def local_box(parameter: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     """Return this rank's shard of `parameter` (or all of it), and its offset in the whole."""
     if not is_dtensor(parameter):
@@ -50,6 +55,13 @@ def local_box(parameter: Tensor) -> tuple[Tensor, tuple[int, ...]]:
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Offset and shape of a part of a tensor."""
+
+
+def part_of_box(whole: Tensor, box: Box) -> Tensor:
+    """Return the view of `whole` that is its part `box`."""
+    for dim, (start, length) in enumerate(zip(*box, strict=True)):
+        whole = whole.narrow(dim, min(start, whole.shape[dim]), length)
+    return whole
 
 
 def boxes_of_ranks(parameter: DTensor) -> dict[int, Box]:

@@ -9,7 +9,7 @@ from meshwright.config.optimizer import Muon, Optimizer
 from meshwright.models.decoder import Decoder
 from meshwright.models.families.llama import LlamaArgs
 from meshwright.parallelisms.rules.degrees import ParallelDims
-from meshwright.parallelisms.shards import local_box
+from meshwright.parallelisms.shards import local_box, part_of_box
 from meshwright.train.optim.optimizers import build_optimizer, set_learning_rate, update
 from tests.distributed.test_experts import MIXED
 from tests.helpers.tiny import TINY, parallel_model, plain_model, whole
@@ -48,9 +48,7 @@ def take_steps(
             parameter.grad = torch.empty_like(parameter)
             mine, offset = local_box(parameter.grad)
             part = given[name] * (divisor or 1)
-            for dim, (start, length) in enumerate(zip(offset, mine.shape, strict=True)):
-                part = part.narrow(dim, min(start, part.shape[dim]), length)
-            mine.copy_(part)
+            mine.copy_(part_of_box(part, (offset, mine.shape)))
         set_learning_rate(optimizer, 0.02 / (number + 1))
         update(
             optimizer,
@@ -100,9 +98,7 @@ def _meshes(cases: list[Case]) -> None:
         start = dict(plain_model(args).named_parameters())
         for key, tensor in got.items():
             mine, offset = local_box(tensor)
-            theirs = want[key]
-            for dim, (first, length) in enumerate(zip(offset, mine.shape, strict=True)):
-                theirs = theirs.narrow(dim, min(first, theirs.shape[dim]), length)
+            theirs = part_of_box(want[key], (offset, mine.shape))
             assert torch.equal(mine, theirs), (degrees, options, key)
             assert isinstance(tensor, DTensor)
         frozen = of_model.get("frozen", ())

@@ -65,11 +65,11 @@ STATES = (
         "muon_of_shards",
         "deepspeedai/DeepSpeed#8437",
         "train/optim/matrices.py",
-        "        wholes = {\n",
+        "        wholes = self._exchange.gather(parts)\n",
         "        found = [p.unsqueeze(0) for p in parts]\n"
         "        found = [self._direction_of(p, self._config)[0] for p in found]\n"
         "        self._exchange.scatter = lambda *_: found  # type: ignore[method-assign]\n"
-        "        wholes = {\n",
+        "        wholes = self._exchange.gather(parts)\n",
         {"tp": 2},
         "update:",
         ["--optimizer.name=muon"],

@@ -23,7 +23,7 @@ CASES = {  # words, and what the output has
     "data": (["rates", "--megabytes=1"], r"tokenise +ours, 2 .*\n(.*\n)*read +ours +\d"),
     "readers": (["--megabytes=1", "--kinds=json", "--rounds=1"], r"json"),
     "muon": (
-        ["--dim=64", "--layers=1", "--rounds=1", "--steps=1"],
+        ["cost", "--dim=64", "--layers=1", "--rounds=1", "--steps=1"],
         r"\| AdamW \| .* \| 0 \|\n\| Muon, owners \| .* \| [\d,]+ \|\n\| Muon, gather \| ",
     ),
     "token_files": (["index", "--files=4", "--tokens=100", "--workers=1"], r"\d"),
@@ -51,6 +51,15 @@ def test_a_benchmark_prints_its_figure(name: str, tmp_path: Path) -> None:
         name, *(word.replace("{folder}", str(tmp_path)) for word in words), folder=tmp_path
     )
     assert re.search(figure, output), output
+
+
+def test_a_grid_of_rates_keeps_finished_runs(tmp_path: Path) -> None:
+    words = ["grid", str(tmp_path / "runs"), "--muon=2e-3", "--batch=1", "--steps=1", "--seeds=0"]
+    for rates, count in (("1e-3", 2), ("1e-3,2e-3", 3)):
+        output = run("muon", *words, f"--adamw={rates}", folder=tmp_path)
+        assert len((tmp_path / "runs").read_text().splitlines()) == count
+    losses = re.findall(r"\| \w+ \| \de-3 \| (\d\.\d+) \| \1 \|\n", output)
+    assert len(losses) == 3
 
 
 def test_the_wait_for_data_of_a_finished_job_is_added_up(tmp_path: Path) -> None:

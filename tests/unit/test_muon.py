@@ -22,7 +22,6 @@ from tests.helpers.tiny import TINY, plain_model
 
 GO = torch.tensor(False)
 TABLE = TINY.table.parameters
-COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 
 def set_gradients(model: nn.Module, seed: int) -> None:
@@ -67,9 +66,9 @@ def test_it_is_torchs_on_one_process(nesterov, scale, of_torch) -> None:
 def test_singular_values_come_near_to_one() -> None:
     torch.manual_seed(0)
     for shape in ((3, 32, 32), (2, 16, 64), (2, 64, 16)):
-        found = torch.linalg.svdvals(orthogonalise(torch.randn(shape), COEFFICIENTS, 8))
+        found = torch.linalg.svdvals(orthogonalise(torch.randn(shape), Muon(steps=8)))
         assert ((found > 0.6) & (found < 1.3)).all()
-    assert not orthogonalise(torch.zeros(1, 4, 4), COEFFICIENTS, 5).any()
+    assert not orthogonalise(torch.zeros(1, 4, 4), Muon()).any()
 
 
 def test_experts_and_heads_are_matrices_each() -> None:
@@ -96,7 +95,7 @@ def test_experts_and_heads_are_matrices_each() -> None:
     queries.grad = torch.randn(queries.shape, generator=torch.Generator().manual_seed(1))
     given = queries.grad.clone()
     update(build_optimizer([(name, queries)], split, TABLE), GO)
-    want = orthogonalise(given.view(4, 8, 32), COEFFICIENTS, 5).view(32, 32)
+    want = orthogonalise(given.view(4, 8, 32), Muon()).view(32, 32)
     scale = 0.1 * 0.2 * 32**0.5
     torch.testing.assert_close(queries.detach(), -scale * want, rtol=1e-5, atol=1e-6)
 

@@ -37,7 +37,7 @@ from meshwright.parallelisms.initialize import initialize
 from meshwright.parallelisms.local_model import LocalModel
 from meshwright.parallelisms.meshes import Meshes, build_meshes
 from meshwright.parallelisms.replay import Choices, Replay, record_choices, replay_choices
-from meshwright.parallelisms.shards import local_box
+from meshwright.parallelisms.shards import local_box, part_of_box
 from meshwright.system.files import Place
 from meshwright.train.preflight import Plan, preflight
 from meshwright.train.validation import Validation
@@ -115,9 +115,7 @@ def _names(checkpoint: Path) -> set[str]:
 def part_of(whole: Tensor, like: Tensor) -> Tensor:
     """Return the part of `whole` that this rank holds of `like`, which is sharded or not."""
     mine, offset = local_box(like)
-    for dim, (start, length) in enumerate(zip(offset, mine.shape, strict=True)):
-        whole = whole.narrow(dim, min(start, whole.shape[dim]), length)
-    return whole
+    return part_of_box(whole, (offset, tuple(mine.shape)))
 
 
 def different(mine: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> list[str]:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from meshwright.parallelisms.data_parallel import reset_after_no_grad
 from meshwright.parallelisms.local_model import LocalModel
-from meshwright.parallelisms.shards import is_dtensor
+from meshwright.parallelisms.shards import local_shard
 
 
 class Average:
@@ -40,7 +40,7 @@ class Average:
             is_held_back: () bool, on the device of the step.
         """
         for name, parameter in self._model.named_parameters():
-            mean, weight = _local(self.tensors[name]), _local(parameter)
+            mean, weight = local_shard(self.tensors[name]), local_shard(parameter)
             # rounded once each, so shards of any mesh get the same bits; see `MatrixOptimizer`
             new = mean * self._decay + weight.float() * (1 - self._decay)
             mean.copy_(torch.where(is_held_back.to(mean.device), mean, new))
@@ -52,20 +52,16 @@ class Average:
         self._reset()  # parameters that are still gathered would stay as they were
         with torch.no_grad():
             for name, parameter in self._model.named_parameters():
-                kept[name] = _local(parameter).clone()
-                _local(parameter).copy_(_local(self.tensors[name]))
+                kept[name] = local_shard(parameter).clone()
+                local_shard(parameter).copy_(local_shard(self.tensors[name]))
         try:
             yield
         finally:
             self._reset()
             with torch.no_grad():
                 for name, parameter in self._model.named_parameters():
-                    _local(parameter).copy_(kept[name])
+                    local_shard(parameter).copy_(kept[name])
 
     def _reset(self) -> None:
         for stage in self._model.stages:
             reset_after_no_grad(stage)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if is_dtensor(tensor) else tensor

@@ -1,14 +1,24 @@
 """Whole matrices out of the ranks' parts: each is on one rank, its owner, for a moment."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from meshwright.parallelisms.shards import Box, boxes_of_ranks, is_dtensor
+from meshwright.parallelisms.shards import Box, boxes_of_ranks, is_dtensor, part_of_box
+
+
+class Move(NamedTuple):
+    """A part of a matrix on its way. Ranks are those in the group."""
+
+    matrix: int
+    sender: int
+    receiver: int
+    box: Box
 
 
 class Exchange:
@@ -34,13 +44,15 @@ class Exchange:
             whole: Box = ((0,) * matrix.dim(), tuple(matrix.shape))
             boxes = boxes_of_ranks(matrix) if is_dtensor(matrix) else dict.fromkeys(ranks, whole)
             self._boxes.append({ranks.index(rank): box for rank, box in boxes.items()})
-        self._owners = self._share_out()
-        self.owned = [i for i, owner in enumerate(self._owners) if owner == self._me]
-        """Indices of the matrices that this rank computes."""
-        self._givers = [
-            _first_copies(boxes, owner)
-            for boxes, owner in zip(self._boxes, self._owners, strict=True)
-        ]
+        owners = self._share_out()
+        self._owned = [i for i, owner in enumerate(owners) if owner == self._me]
+        self._in, self._back = list[Move](), list[Move]()
+        """The moves that concern this rank."""
+        for i, (boxes, owner) in enumerate(zip(self._boxes, owners, strict=True)):
+            there = [Move(i, rank, owner, boxes[rank]) for rank in first_copies(boxes, owner)]
+            back = [Move(i, owner, rank, box) for rank, box in boxes.items()]
+            self._in += [move for move in there if self._me in move[1:3]]
+            self._back += [move for move in back if self._me in move[1:3]]
 
     def _share_out(self) -> list[int]:
         """Give each matrix, the costliest first, to the rank that has least to compute so far."""
@@ -59,19 +71,9 @@ class Exchange:
         """
         if self._size == 1:
             return dict(enumerate(parts))
-        sent: list[list[Tensor]] = [[] for _ in range(self._size)]
-        for index, part in enumerate(parts):
-            if self._me in self._givers[index]:
-                sent[self._owners[index]].append(part)
-        awaited = {
-            rank: [self._boxes[i][rank][1] for i in self.owned if rank in self._givers[i]]
-            for rank in range(self._size)
-        }
-        found = {i: parts[0].new_empty(self._shapes[i]) for i in self.owned}
-        for rank, received in self._swap(sent, awaited, like=parts[0]).items():
-            mine = [i for i in self.owned if rank in self._givers[i]]
-            for index, part in zip(mine, received, strict=True):
-                _part(found[index], self._boxes[index][rank]).copy_(part)
+        found = {i: parts[0].new_empty(self._shapes[i]) for i in self._owned}
+        for move, part in self._swap(self._in, lambda move: parts[move.matrix], parts[0]):
+            part_of_box(found[move.matrix], move.box).copy_(part)
         return found
 
     def scatter(self, wholes: Mapping[int, Tensor], like: Tensor) -> list[Tensor]:
@@ -83,61 +85,34 @@ class Exchange:
         """
         if self._size == 1:
             return [wholes[index] for index in range(len(self._shapes))]
-        sent = [
-            [_part(wholes[i], self._boxes[i][rank]) for i in self.owned if rank in self._boxes[i]]
-            for rank in range(self._size)
-        ]
-        by_owner = {
-            rank: [i for i, owner in enumerate(self._owners) if owner == rank]
-            for rank in range(self._size)
-        }
-        awaited = {
-            rank: [self._boxes[index][self._me][1] for index in owned]
-            for rank, owned in by_owner.items()
-        }
-        found = {
-            index: part
-            for rank, received in self._swap(sent, awaited, like).items()
-            for index, part in zip(by_owner[rank], received, strict=True)
-        }
+        moved = self._swap(self._back, lambda m: part_of_box(wholes[m.matrix], m.box), like)
+        found = {move.matrix: part for move, part in moved}
         return [found[index] for index in range(len(self._shapes))]
 
     def _swap(
-        self,
-        sent: Sequence[Sequence[Tensor]],
-        awaited: Mapping[int, Sequence[tuple[int, ...]]],
-        like: Tensor,
-    ) -> dict[int, Sequence[Tensor]]:
-        """Send tensors to each rank, and receive from each those of the shapes `awaited`."""
-        flat = [part.reshape(-1) for of_rank in sent for part in of_rank]
-        sizes = [[math.prod(shape) for shape in awaited[rank]] for rank in range(self._size)]
-        outgoing = torch.cat(flat) if flat else like.new_empty(0)
-        incoming = like.new_empty(sum(map(sum, sizes)))
-        dist.all_to_all_single(
-            incoming,
-            outgoing,
-            [sum(size) for size in sizes],
-            [sum(part.numel() for part in of_rank) for of_rank in sent],
-            self._group,
-        )
-        pieces = iter(incoming.split([n for size in sizes for n in size]))
-        return {
-            rank: [next(pieces).view(shape) for shape in awaited[rank]]
-            for rank in range(self._size)
-        }
+        self, moves: Sequence[Move], content: Callable[[Move], Tensor], like: Tensor
+    ) -> Iterator[tuple[Move, Tensor]]:
+        """Send the `content` of moves, and yield moves to this rank with theirs."""
+        # a sort keeps the order of two ranks' moves, so both sides have the same
+        sent = sorted((m for m in moves if m.sender == self._me), key=lambda m: m.receiver)
+        awaited = sorted((m for m in moves if m.receiver == self._me), key=lambda m: m.sender)
+        out_sizes, in_sizes = [0] * self._size, [0] * self._size
+        for move in sent:
+            out_sizes[move.receiver] += math.prod(move.box[1])
+        for move in awaited:
+            in_sizes[move.sender] += math.prod(move.box[1])
+        outgoing = torch.cat([like.new_empty(0), *(content(m).reshape(-1) for m in sent)])
+        incoming = like.new_empty(sum(in_sizes))
+        dist.all_to_all_single(incoming, outgoing, in_sizes, out_sizes, self._group)
+        pieces = incoming.split([math.prod(move.box[1]) for move in awaited])
+        for move, piece in zip(awaited, pieces, strict=True):
+            yield move, piece.view(move.box[1])
 
 
-def _first_copies(boxes: Mapping[int, Box], owner: int) -> set[int]:
+def first_copies(boxes: Mapping[int, Box], owner: int) -> set[int]:
     """Return the ranks, one for each different part, that give it to the owner: itself before
     others, and otherwise the nearest."""
     nearest: dict[Box, int] = {}
     for rank in sorted(boxes, key=lambda rank: (abs(rank - owner), rank)):
         nearest.setdefault(boxes[rank], rank)
     return set(nearest.values())
-
-
-def _part(whole: Tensor, box: Box) -> Tensor:
-    offset, shape = box
-    for dim, (start, length) in enumerate(zip(offset, shape, strict=True)):
-        whole = whole.narrow(dim, min(start, whole.shape[dim]), length)
-    return whole

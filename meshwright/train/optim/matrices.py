@@ -1,6 +1,6 @@
 """Optimizers whose update of a matrix follows from the whole of it, wherever its parts are."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from meshwright.config.optimizer import Muon
-from meshwright.parallelisms.shards import is_dtensor
+from meshwright.parallelisms.shards import is_dtensor, local_shard
 from meshwright.train.optim.exchange import Exchange
 
 MOMENTUM = "momentum"
@@ -62,30 +62,26 @@ class MatrixOptimizer(torch.optim.Optimizer):
             return
         is_held_back = self.found_inf > 0
         parts = [self._smoothed(parameter, is_held_back) for parameter in self._trained]
-        wholes = {
-            index: self._direction(self._trained[index], whole)
-            for index, whole in self._exchange.gather(parts).items()
-        }
+        wholes = self._exchange.gather(parts)
+        wholes = {i: self._direction(self._trained[i], whole) for i, whole in wholes.items()}
         updates = dict(zip(self._trained, self._exchange.scatter(wholes, parts[0]), strict=True))
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is None:
                     continue
-                scale = self._scale(*self._size(parameter), self._config)
-                factor = group["lr"] * scale
-                value = _local(parameter)
+                factor = group["lr"] * self._scale(*self._size(parameter), self._config)
+                value = local_shard(parameter)
                 update = updates[parameter].to(value) * factor
                 decayed = value * (1 - group["lr"] * group["weight_decay"])
                 _replace(value, decayed.sub_(update), is_held_back)
 
     def _smoothed(self, parameter: nn.Parameter, is_held_back: Tensor) -> Tensor:
-        """Take the gradient into the running mean; this rank's part of their matrix, on the device
-        of the exchange."""
-        momentum, mean = self._config.momentum, _local(self.state[parameter][MOMENTUM])
+        """Take the gradient into the running mean; return this rank's part, where it is sent."""
+        momentum, mean = self._config.momentum, local_shard(self.state[parameter][MOMENTUM])
         if parameter.grad is None:
             smoothed = torch.zeros_like(mean)
         else:
-            gradient = _local(parameter.grad)
+            gradient = local_shard(parameter.grad)
             if (divisor := getattr(self, "grad_scale", None)) is not None:
                 gradient /= divisor
             share = gradient * (1 - momentum)
@@ -110,15 +106,7 @@ def _replace(old: Tensor, new: Tensor, is_held_back: Tensor) -> None:
     old.copy_(torch.where(is_held_back, old, new))
 
 
-def _local(value: Tensor) -> Tensor:
-    return value.to_local() if is_dtensor(value) else value
-
-
-EPS = 1e-7
-"""Least norm to divide by, as of `torch.optim.Muon`."""
-
-
-def orthogonalise(matrices: Tensor, coefficients: Sequence[float], steps: int) -> Tensor:
+def orthogonalise(matrices: Tensor, config: Muon) -> Tensor:
     """Bring all singular values of each matrix near to 1, with the same singular vectors.
 
     With the usual coefficients they come to lie between about 0.7 and 1.2, but those below about
@@ -127,23 +115,17 @@ def orthogonalise(matrices: Tensor, coefficients: Sequence[float], steps: int) -
 
     Args:
         matrices: (B, R, C), in the type of the products.
-        coefficients: (a, b, c) of a X + b (X X^T) X + c (X X^T)^2 X.
 
     Returns:
         (B, R, C), of the same type.
     """
-    a, b, c = coefficients
+    a, b, c = config.coefficients
     is_tall = matrices.size(1) > matrices.size(2)
     x = matrices.mT.contiguous() if is_tall else matrices
     # row by row: torch cuts the sum of a whole matrix up over threads, whose number then shows
     norm = torch.linalg.vector_norm(torch.linalg.vector_norm(x.float(), dim=2), dim=1)
-    x = x / norm.clamp(min=EPS).to(x.dtype).view(-1, 1, 1)
-    for _ in range(steps):
+    x = x / norm.clamp(min=1e-7).to(x.dtype).view(-1, 1, 1)  # as torch.optim.Muon
+    for _ in range(config.steps):
         squared = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(squared, squared, squared, beta=b, alpha=c), x, beta=a)
     return x.mT.contiguous() if is_tall else x
-
-
-def orthogonal(matrices: Tensor, config: Muon) -> Tensor:
-    """Muon's `MatrixWise.direction`."""
-    return orthogonalise(matrices, config.coefficients, config.steps)

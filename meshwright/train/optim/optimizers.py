@@ -32,7 +32,7 @@ from torch.distributed import ProcessGroup
 from meshwright.config.job_config import JobConfig
 from meshwright.config.optimizer import Optimizer
 from meshwright.models.table import Parameter
-from meshwright.parallelisms.shards import is_dtensor
+from meshwright.parallelisms.shards import is_dtensor, local_shard
 from meshwright.train.optim.gradients import local_square_sum
 from meshwright.train.optim.groups import Settings, heads_of, optimizer_of, settings_of
 from meshwright.train.optim.matrices import MatrixOptimizer
@@ -202,11 +202,11 @@ def _on_local_shards(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         optimizer.param_groups, optimizer.state = [], defaultdict(dict)
         for group in groups:
             parameters = [p for p in group["params"] if p.grad is not None]
-            local = [_local(parameter).detach() for parameter in parameters]
+            local = [local_shard(parameter).detach() for parameter in parameters]
             for shard, parameter in zip(local, parameters, strict=True):
-                shard.grad = _local(parameter.grad)
+                shard.grad = local_shard(parameter.grad)
                 slots = states[parameter]
-                optimizer.state[shard] = {key: _local(value) for key, value in slots.items()}
+                optimizer.state[shard] = {key: local_shard(value) for key, value in slots.items()}
                 shards[shard] = parameter
             optimizer.param_groups.append(group | {"params": local})
 
@@ -228,17 +228,13 @@ def _on_local_shards(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         optimizer.param_groups, optimizer.state = groups, states
 
 
-def _local(value: Tensor) -> Tensor:
-    return value.to_local() if is_dtensor(value) else value
-
-
 def _like(parameter: "DTensor", shard: Tensor) -> Tensor:
     """Return the DTensor of all ranks' `shard`, laid out as `parameter`.
 
     Not by `DTensor.from_local`: it would move the shard of an offloaded parameter to the device.
     """
     whole = torch.empty_like(parameter, dtype=shard.dtype)
-    _local(whole).copy_(shard)
+    local_shard(whole).copy_(shard)
     return whole
 
 

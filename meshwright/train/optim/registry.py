@@ -42,10 +42,8 @@ def _scale(rows: int, columns: int, config: Muon) -> float:
     return 0.2 * float(max(rows, columns)) ** 0.5
 
 
-HERE = "meshwright.train.optim"
-
 OPTIMIZERS: dict[str, ElementWise | MatrixWise] = {
-    "AdamW": ElementWise(f"{HERE}.optimizers:build_adamw"),
-    "Adam": ElementWise(f"{HERE}.optimizers:build_adam"),
-    "muon": MatrixWise(f"{HERE}.matrices:orthogonal", _scale),
+    "AdamW": ElementWise("meshwright.train.optim.optimizers:build_adamw"),
+    "Adam": ElementWise("meshwright.train.optim.optimizers:build_adam"),
+    "muon": MatrixWise("meshwright.train.optim.matrices:orthogonalise", _scale),
 }
