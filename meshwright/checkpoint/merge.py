@@ -18,6 +18,23 @@ from meshwright.checkpoint.writer import write
 from meshwright.system.errors import ConfigError
 
 
+def _adding(total: Tensor, share: float) -> Tensor:
+    """Return `total`, for a load: each part of a saved tensor is added to it times `share`.
+
+    torch's reader makes a tensor of each part, and copies it. The sum needs no copy.
+    """
+
+    class Sum(Tensor):
+        def copy_(self, part: Tensor) -> Tensor:  # type: ignore[override]
+            rows = max(1, CHUNK // max(1, part[:1].numel() if part.dim() else 1))
+            sums, parts = (torch.atleast_1d(tensor).split(rows) for tensor in (self, part))
+            for some, added in zip(sums, parts, strict=True):
+                some.add_(added.double() * share)  # all of it in fp64 would be a third tensor
+            return self
+
+    return total.as_subclass(Sum)
+
+
 class _Means(Mapping[str, Tensor]):
     """Each mean is computed when it is asked for, so that one at a time is in memory."""
 
@@ -37,13 +54,11 @@ class _Means(Mapping[str, Tensor]):
         if not like.is_floating_point():
             self._last = self._parts[-1].read(name)
             return self._last
-        total = torch.zeros(like.numel(), dtype=torch.float64)
+        total = torch.zeros(like.shape, dtype=torch.float64)
         for part, share in zip(self._parts, self._shares, strict=True):
-            flat = part.read(name).flatten()
-            for start in range(0, len(flat), CHUNK):  # all of it in fp64 would be a third tensor
-                total[start : start + CHUNK] += flat[start : start + CHUNK].double() * share
+            part.load({name: _adding(total, share)})
         self._last = total.to(like.dtype, copy=True)
-        return self._last.view(like.shape)
+        return self._last
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._like)
