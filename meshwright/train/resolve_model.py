@@ -30,7 +30,7 @@ from meshwright.system.errors import (
     where_it_ends,
 )
 from meshwright.system.files import Place
-from meshwright.system.modules import import_user_module
+from meshwright.system.modules import import_user_module, line_of
 from meshwright.train.optim.registry import OPTIMIZERS, ElementWise, MatrixWise
 
 IMPORT_KEY = "experimental.custom_import"
@@ -89,7 +89,9 @@ def _import(name: str, key: str = IMPORT_KEY) -> ModuleType:
             fix = 'install it, or name its file: "path/to/file.py"'
         elif name.endswith(".py") and not Path(name).exists():
             raise _error(name, "no such file", key, where_it_ends(name)) from None
-        what = f"cannot be imported: {type(error).__name__}: {error}"
+        elif name.endswith(".py"):
+            fix = "correct it; docs/extending.md has examples"
+        what = f"cannot be imported: {type(error).__name__}: {error}{line_of(error, name)}"
         raise _error(name, what, key, fix) from error
 
 
