@@ -210,9 +210,7 @@ def row_reader(entry: Entry) -> ToDocument:
             except PASSED_ON:
                 raise
             except BaseException as error:  # whatever the user's function raises
-                line = line_of(
-                    error, getattr(getattr(function, "__code__", None), "co_filename", None)
-                )
+                line = line_of(error, format_name.rpartition(":")[0])
                 what = f"{type(error).__name__}: {error}{line}; the row has {', '.join(row)}"
                 raise NoDocumentError(key, what) from error
         if not is_document(document):

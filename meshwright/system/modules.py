@@ -37,7 +37,7 @@ def import_user_module(name: str) -> ModuleType:
     return module
 
 
-def line_of(error: BaseException, file: str | None) -> str:
+def line_of(error: BaseException, file: str) -> str:
     """Return " (FILE:LINE)" of the last line there that raised `error`; "" if none did."""
     frames = traceback.extract_tb(error.__traceback__)
     lines = [frame.lineno for frame in frames if frame.filename == file]
