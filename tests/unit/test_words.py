@@ -94,6 +94,7 @@ def test_pages_speak_plainly_to_the_reader() -> None:
     in_tables = sum(len(re.findall(r"\S*\w\S*", row)) for row in rows)
     assert per_1000(r"\byou(?:r|rs)?\b") >= 3
     assert per_1000("for example") >= 0.8
+    assert per_1000(STAND_INS) <= 0.15
     assert blocks >= 5
     assert share("[;:]") <= 0.30
     assert len(PASSIVE.findall(prose)) / len(sentences) <= 0.18
