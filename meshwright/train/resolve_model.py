@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from collections.abc import Callable, Mapping
+from difflib import get_close_matches
 from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
@@ -71,7 +72,9 @@ def extend_by(name: str, key: str = IMPORT_KEY) -> None:
 
 
 def _other_model(name: str) -> str:
-    return f"{did_you_mean(name, MODELS)} docs/extending.md shows how to add one"
+    if near := get_close_matches(name, MODELS, n=1, cutoff=0.88):  # mistral is no mixtral
+        return f"did you mean {near[0]}?"
+    return f"choose from {', '.join(sorted(MODELS))}, or add one: docs/extending.md"
 
 
 def user_sinks(config: JobConfig) -> dict[str, BuildSink]:
