@@ -75,7 +75,8 @@ def run(given: Namespace) -> None:
         check(not has_stages, "--step", given.step, "its place follows from earlier stages", fix)
         _print_samples(_of_step(config, sources, given.step), tokenizer)
     else:
-        _print_table(_overview(config, sources))
+        before = of_stage(whole, given.stage - 1).training.steps if given.stage > 1 else 0
+        _print_table(_overview(config, sources, config.training.steps - before))
         _print_table(_lengths(sources))
         for source in sources:
             if isinstance(source, CachedSource):
@@ -91,12 +92,12 @@ def _print_table(rows: Iterator[Row]) -> None:
     print(align(list(rows)), end="\n\n")
 
 
-def _overview(config: JobConfig, sources: Sequence[OpenSource]) -> Iterator[Row]:
-    """Yield a row for each source, under its heading."""
+def _overview(config: JobConfig, sources: Sequence[OpenSource], steps: int) -> Iterator[Row]:
+    """Yield a row for each source, under its heading; `steps` are of the stage."""
     training = config.training
     of_each = weights(training.datasets)
     batch = training.global_batch_size
-    samples = training.steps * batch if batch > 0 else None
+    samples = steps * batch if batch > 0 else None
     yield "source", "documents", "tokens", "bytes/token", "left out", "share", "epochs"
     for source, weight in zip(sources, of_each, strict=True):
         share = weight / sum(of_each)

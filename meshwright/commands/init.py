@@ -320,7 +320,6 @@ def _toml(out: Path, corpus: Corpus | None, scale: Scale) -> Iterator[str]:
     yield _line("extends", PRESET, "a preset; meshwright config --presets lists them")
     yield "\n[job]"
     yield _line("dump_folder", f"outputs/{out.stem}", "checkpoints, logs and figures")
-    yield _line("description", out.stem, "for the log")
     if scale.is_gpu:
         yield "\n[model.args]"
         yield from (_line(key, size, "") for key, size in GPU_MODEL.items())

@@ -1,7 +1,7 @@
 """Finds the keys of a config and their documentation in its classes."""
 
 from collections.abc import Iterator
-from functools import reduce
+from functools import cache, reduce
 from typing import Any, NamedTuple, get_args, get_origin
 
 from pydantic.fields import FieldInfo
@@ -86,10 +86,15 @@ def entries(section_name: str) -> Iterator[Entry]:
         default = field.get_default(call_default_factory=True)
         yield Entry(
             ".".join(key),
-            _kind(section.model_json_schema()["properties"][key[-1]]),
+            _kind(_properties(section)[key[-1]]),
             "absent" if default is None else repr(default),
             " ".join((field.description or "").split()),
         )
+
+
+@cache
+def _properties(section: type[Section]) -> dict[str, Any]:
+    return dict(section.model_json_schema()["properties"])
 
 
 def _kind(schema: dict[str, Any]) -> str:

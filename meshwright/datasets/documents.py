@@ -16,10 +16,11 @@ from meshwright.system.errors import (
     PASSED_ON,
     RecordError,
     config_error,
+    did_you_mean,
     shortened,
     where_it_ends,
 )
-from meshwright.system.modules import import_user_module
+from meshwright.system.modules import import_user_module, line_of
 
 Messages = list[dict[str, str]]
 
@@ -209,7 +210,9 @@ def row_reader(entry: Entry) -> ToDocument:
             except PASSED_ON:
                 raise
             except BaseException as error:  # whatever the user's function raises
-                raise NoDocumentError(key, f"{type(error).__name__}: {error}") from error
+                line = line_of(error, format_name.rpartition(":")[0])
+                what = f"{type(error).__name__}: {error}{line}; the row has {', '.join(row)}"
+                raise NoDocumentError(key, what) from error
         if not is_document(document):
             holds = "the function returns" if function else f"{column!r} holds"
             found = "null" if document is None else shortened(document)
@@ -240,7 +243,8 @@ def _load_function(entry: Entry) -> Callable[[dict[str, Any]], Any]:
         return FORMATS[name]
     place, _, attribute = name.rpartition(":")
     try:
-        function = getattr(import_user_module(place), attribute)
+        module = import_user_module(place)
+        function = getattr(module, attribute, None)
     except PASSED_ON:
         raise
     except BaseException as error:  # importing runs the user's code
@@ -248,8 +252,11 @@ def _load_function(entry: Entry) -> Callable[[dict[str, Any]], Any]:
         fix = f'write "package.module:function" or "path/to/file.py:function", or {formats}'
         if place.endswith(".py") and not os.path.exists(place):
             fix = where_it_ends(place)
-        message = f"cannot be imported: {type(error).__name__}: {error}"
+        message = f"cannot be imported: {type(error).__name__}: {error}{line_of(error, place)}"
         raise entry.error("dataset_format", message, fix) from error
+    if function is None:
+        names = [name for name, value in vars(module).items() if callable(value)]
+        raise entry.error("dataset_format", f"has no {attribute}", did_you_mean(attribute, names))
     if not callable(function):
         raise entry.error("dataset_format", f"is a {type(function).__name__}, not a function")
     return function

@@ -161,7 +161,8 @@ def shortened(value: object) -> str:
 def did_you_mean(wrong: str, valid: Iterable[str]) -> str:
     """Return a hint for the name `wrong`: the nearest of `valid`, or all of them."""
     valid = sorted(valid)
-    near = get_close_matches(wrong, valid, n=1, cutoff=0.75)  # below, guesses mislead
+    near = [name for name in valid if name.lower() == wrong.lower()]
+    near = near or get_close_matches(wrong, valid, n=1, cutoff=0.75)  # below, guesses mislead
     near = near or [name for name in valid if name.lower().endswith(f"_{wrong.lower()}")]
     return f"did you mean {' or '.join(near)}?" if near else f"choose from {', '.join(valid)}"
 

@@ -4,6 +4,7 @@ import gc
 import hashlib
 import importlib.util
 import sys
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,6 +35,13 @@ def import_user_module(name: str) -> ModuleType:
         del sys.modules[own_name]
         raise
     return module
+
+
+def line_of(error: BaseException, file: str) -> str:
+    """Return " (FILE:LINE)" of the last line there that raised `error`; "" if none did."""
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if frame.filename == file]
+    return f" ({file}:{lines[-1]})" if lines else ""
 
 
 def code_of(name: str) -> str:

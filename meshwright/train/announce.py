@@ -46,9 +46,9 @@ def announce(
     config, path = plan.config, Path(plan.config.job.dump_folder) / "config.toml"
     if config.job.description:
         logger.info("%s", config.job.description)
-    if (last := plan.stages[-1].stage) > 1:
-        steps = f"steps {plan.begins_after + 1:,} to {config.training.steps:,}"
-        logger.info("stage %d of %d: %s", plan.stage, last, steps)
+    if (last := plan.stages[-1]).stage > 1:
+        steps = f"steps {plan.begins_after + 1:,} to {config.training.steps:,} of {last.steps:,}"
+        logger.info("stage %d of %d: %s; the eta is its own", plan.stage, last.stage, steps)
     logger.info("config: %s; every value: %s", Path(config.job.config_file).name or "none", path)
     logger.debug("config, where it differs from the defaults:")
     for line in filter(None, to_toml(config, True).splitlines()):
@@ -127,12 +127,13 @@ def _describe_steps(plan: Plan, sources: Sequence[OpenSource]) -> str:
 
 
 def _epochs(plan: Plan, sources: Sequence[OpenSource]) -> Iterator[float]:
-    """Yield how often the whole job reads each source, of which that is known."""
+    """Yield how often the whole stage reads each source, of which that is known."""
     training = plan.config.training
     shares = weights(training.datasets)
     for source, share in zip(sources, shares if sources else [], strict=True):
         if isinstance(source, CachedSource):
-            samples = plan.steps * training.global_batch_size * share / sum(shares)
+            num_steps = plan.steps - plan.begins_after
+            samples = num_steps * training.global_batch_size * share / sum(shares)
             yield samples / source.samples_per_epoch(training.seq_len + 1)
 
 

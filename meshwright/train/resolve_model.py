@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from collections.abc import Callable, Mapping
+from difflib import get_close_matches
 from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
@@ -30,7 +31,7 @@ from meshwright.system.errors import (
     where_it_ends,
 )
 from meshwright.system.files import Place
-from meshwright.system.modules import import_user_module
+from meshwright.system.modules import import_user_module, line_of
 from meshwright.train.optim.registry import OPTIMIZERS, ElementWise, MatrixWise
 
 IMPORT_KEY = "experimental.custom_import"
@@ -71,7 +72,9 @@ def extend_by(name: str, key: str = IMPORT_KEY) -> None:
 
 
 def _other_model(name: str) -> str:
-    return f"{did_you_mean(name, MODELS)} docs/extending.md shows how to add one"
+    if near := get_close_matches(name, MODELS, n=1, cutoff=0.88):  # mistral is no mixtral
+        return f"did you mean {near[0]}?"
+    return f"choose from {', '.join(sorted(MODELS))}, or add one: docs/extending.md"
 
 
 def user_sinks(config: JobConfig) -> dict[str, BuildSink]:
@@ -89,7 +92,9 @@ def _import(name: str, key: str = IMPORT_KEY) -> ModuleType:
             fix = 'install it, or name its file: "path/to/file.py"'
         elif name.endswith(".py") and not Path(name).exists():
             raise _error(name, "no such file", key, where_it_ends(name)) from None
-        what = f"cannot be imported: {type(error).__name__}: {error}"
+        elif name.endswith(".py"):
+            fix = "correct it; docs/extending.md has examples"
+        what = f"cannot be imported: {type(error).__name__}: {error}{line_of(error, name)}"
         raise _error(name, what, key, fix) from error
 
 

@@ -327,9 +327,9 @@ def out_of_bounds(draw: random.Random) -> Mutation | None:
 
 
 CHOICES = (
-    ("optimizer", "name", "adamw", 'write "AdamW"'),
-    ("optimizer", "name", "Adamw", 'write "AdamW"'),
-    ("optimizer", "name", "sgd", "'AdamW' or 'Adam'"),
+    ("optimizer", "name", "adamw", "did you mean AdamW?"),
+    ("optimizer", "name", "Adamw", "did you mean AdamW?"),
+    ("optimizer", "name", "sgd", "choose from Adam, AdamW, muon"),
     ("training", "mixed_precision_param", "bf16", 'write "bfloat16"'),
     ("training", "mixed_precision_param", "fp32", 'write "float32"'),
     ("training", "mixed_precision_param", "float16", "'float32' or 'bfloat16'"),
@@ -339,7 +339,7 @@ CHOICES = (
     ("activation_checkpoint", "mode", "selectiv", 'write "selective"'),
     ("compile", "backend", "Inductor", 'write "inductor"'),
     ("model", "name", "lama", "did you mean llama?"),
-    ("model", "name", "mistral", "choose from llama, olmo2, qwen3"),
+    ("model", "name", "mistral", "or add one: docs/extending.md"),
     ("model", "flavor", "debug_model", "did you mean debugmodel?"),
     ("training", "dataset", "python-stdlib", "did you mean python_stdlib?"),
     ("training", "dataset", "openwebtext", "choose from"),
@@ -368,7 +368,7 @@ RULES = (
     ("training", "tokenizer_pth", "0", "unknown key training.tokenizer_pth", "tokenizer_path"),
     ("model", "tokenizer_path", '"no/tokenizer.model"', "no such file", "check the path"),
     ("model", "tokenizer_path", f'"{TOKENIZER}x"', "no such file", f"did you mean {TOKENIZER}"),
-    ("training", "dataset_path", '"/tmp"', "reads no path", "leave out"),
+    ("training", "dataset_path", '"/tmp"', "reads no path", "leave it out"),
     ("lr_scheduler", "decay_ratio", "0.999", "do not fit in", "lower it"),
     ("job", "dump_folder", '"s3://bucket/run"', "begins an address", "mount it"),
     (

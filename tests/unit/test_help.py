@@ -12,7 +12,7 @@ from meshwright.config.fields import FILE, all_keys, find_section, json_schema
 from meshwright.config.job_config import JobConfig
 from meshwright.config.loader import load_config
 from meshwright.config.suggest import read_synonyms, suggest_key, suggest_section
-from meshwright.system.errors import CombinedConfigError, ConfigError
+from meshwright.system.errors import CombinedConfigError, ConfigError, did_you_mean
 from scripts import config_reference
 from tests.campaigns.config_mutations import RULES, judge, message_of, mutations
 from tests.helpers.cli import check_job
@@ -346,3 +346,7 @@ def test_a_job_has_not_the_description_of_the_one_that_it_extends(tmp_path) -> N
     (tmp_path / "a.toml").write_text('extends = "debug_model"\n')
     assert load_config(["debug_model"]).job.description
     assert not load_config([str(tmp_path / "a.toml")]).job.description
+
+
+def test_a_name_in_other_letters_is_meant_before_one_that_is_near() -> None:
+    assert did_you_mean("Adamw", ["Adam", "AdamW"]) == "did you mean AdamW?"

@@ -1,10 +1,12 @@
 """[[training.stages]]: one config per stage, its errors, and the place in the data at its start."""
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from meshwright.commands.options import of_stage
 from meshwright.config.changes import changes, config_defaults, to_json
@@ -14,6 +16,8 @@ from meshwright.config.stages import staged
 from meshwright.datasets.opening import CachedSource
 from meshwright.datasets.stream import Cursor
 from meshwright.system.errors import ConfigError
+from meshwright.system.processes import Launch
+from meshwright.train import announce
 from meshwright.train.preflight import Plan, preflight
 from meshwright.train.resume import place_in_data
 from tests.helpers.cli import command
@@ -264,3 +268,19 @@ def test_check_looks_at_every_stage(tmp_path, capsys) -> None:
     assert "stage 1 to step 8" in printed
     assert "stage 3 to step 24" in printed
     assert "8 steps of 128 tokens, stage 3" in printed
+
+
+def test_a_stage_says_its_own_steps_and_how_often_it_reads_its_data(
+    tmp_path, caplog, monkeypatch
+) -> None:
+    caplog.set_level("INFO", "meshwright")
+    ranks = SimpleNamespace(get_rank=lambda: 1, get_world_size=lambda: 1)
+    monkeypatch.setattr(announce, "dist", ranks)
+    sources = [cached(tmp_path, (*TEXTS, name), name) for name in "ab"]
+    second = preflight(config_of(tmp_path), 1, looks_at_files=False).stages[1]
+    announce.announce(replace(second, resume_step=8), torch.device("cpu"), Launch(), sources)
+    assert "stage 2 of 3: steps 9 to 16 of 24; the eta is its own" in caplog.messages
+    each = zip((1 / 5, 4 / 5), sources, strict=True)
+    reads = [8 * 16 * share / source.samples_per_epoch(17) for share, source in each]
+    epochs = " to ".join(f"{count:.3g}" for count in sorted(reads))
+    assert f"to train: 2,048 tokens in 8 steps of 16, {epochs} epochs" in caplog.messages

@@ -94,6 +94,7 @@ def test_pages_speak_plainly_to_the_reader() -> None:
     in_tables = sum(len(re.findall(r"\S*\w\S*", row)) for row in rows)
     assert per_1000(r"\byou(?:r|rs)?\b") >= 3
     assert per_1000("for example") >= 0.8
+    assert per_1000(STAND_INS) <= 0.15
     assert blocks >= 5
     assert share("[;:]") <= 0.30
     assert len(PASSIVE.findall(prose)) / len(sentences) <= 0.18
@@ -109,3 +110,8 @@ def test_a_page_says_whom_it_is_for_shows_an_example_and_leads_on(page: Path) ->
         assert re.match(r"# .+\n\n(Read this (if your?|to)|For looking up)\b", text)
     assert "```" in "".join(text.splitlines(keepends=True)[:30])
     assert text.rstrip().splitlines()[-1].startswith("Next: ")
+
+
+def test_a_release_is_told_in_300_words() -> None:
+    _, *releases = (ROOT / "CHANGELOG.md").read_text("utf-8").split("\n## ")
+    assert all(len(release.split()) <= 300 for release in releases)
