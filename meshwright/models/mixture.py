@@ -107,8 +107,8 @@ class Mixture(nn.Module):
 
         Args:
             chosen: (B S, K) experts to take in the place of the router's choice. Then the last
-                result is by how much, at most, the lowest score of a token's choice is above the
-                lowest of its given experts, () fp32; otherwise None.
+                result is by how much, at most, the scores of a token's choice and of its given
+                experts differ in sum, () fp32; otherwise None.
         """
         spec, tokens = self.spec, x.flatten(0, 1)
         logits = self.router(tokens)
@@ -119,8 +119,7 @@ class Mixture(nn.Module):
         if chosen is None:
             chosen = choice
         else:
-            lowest = (biased.gather(1, experts).amin(1) for experts in (choice, chosen))
-            gap = torch.sub(*lowest).amax()
+            gap = (biased.gather(1, choice).sum(1) - biased.gather(1, chosen).sum(1)).abs().amax()
         weights = scores.gather(1, chosen)  # (T, K)
         if spec.normalizes:
             weights = weights / (weights.sum(-1, keepdim=True) + spec.normalizer_eps)

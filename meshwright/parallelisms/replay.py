@@ -68,7 +68,7 @@ class Replay:
     Attributes:
         num_tokens: of this rank so far, over its layers.
         num_others: () int64: those whose router would have chosen other experts, as a set.
-        gap: () fp32: by how much, at most, a score of its choice is above one of the given experts.
+        gap: () fp32: by how much, at most, their scores differ from those of the given experts.
     """
 
     def __init__(self, choices: Choices, meshes: Meshes) -> None:

@@ -3,6 +3,7 @@
     python -m tests.campaigns.random_configs --configs 60 --seed 1
     python -m tests.campaigns.random_configs --configs 60 --seed 1 --skip 40      (the last 20)
     python -m tests.campaigns.random_configs --configs 60 --seed 1 --only 17      (that one again)
+    python -m tests.campaigns.random_configs --configs 60 --seed 1 --experts      (all with experts)
 
 Draws a mesh, a schedule, policies, precision, documents, accumulation, frozen and tied parameters,
 activation checkpointing, compilation, offload and more, as words of a command line. Half have Muon.
@@ -21,7 +22,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from meshwright.commands.prove.cases import HSDP, KEYS, Case, Kind, build_case, own_options
+from meshwright.commands.prove.cases import (
+    HSDP,
+    KEYS,
+    SHARING,
+    Case,
+    Kind,
+    build_case,
+    own_options,
+)
 from meshwright.commands.prove.compare import BF16, BOUNDS, Bounds, Reference, compare
 from meshwright.commands.prove.measure import LAST_RESUMED_STEP, measure
 from meshwright.commands.prove.prove import record_references
@@ -40,6 +49,7 @@ PATIENCE_S = 600
 COMPILED = 0.06
 """Odds: a compiled config takes ten times as long."""
 ARGS = "--model.args.{}={}"
+SPARSE = ("mixtral", "olmoe", "qwen3_moe")
 FROZEN = (["tok_embeddings.*"], ["layers.0.*"], ["*norm.weight"], ["*.wq.*", "*.w2.*"])
 FP32 = (["output"], ["norm"], ["layers.*.attention_norm"], ["layers.1", "output"])
 
@@ -54,12 +64,17 @@ class Drawn:
     case: Case
 
 
-def draw(seed: int, number: int, most_ranks: int) -> Drawn:
+def draw(seed: int, number: int, most_ranks: int, has_experts: bool = False) -> Drawn:
     """The config of that number: a function of the arguments."""
     chance = random.Random(f"{seed} {number}")
     mesh = _mesh(chance, most_ranks)
+    if has_experts:
+        sharing = math.prod(mesh.get(axis, 1) for axis in SHARING)
+        ep = chance.choice([n for n in (1, 2, 2, 4, 4, 8) if n <= sharing])
+        mesh |= {"ep": ep} if ep > 1 else {}
     while True:  # until all the rest goes together with the mesh
         words, microbatches = _words(chance, mesh), _microbatches(chance, mesh)
+        words += _words_of_experts(chance, mesh.get("ep", 1)) if has_experts else []
         try:
             config = load_config(words)
             case, small = _case(config, mesh, microbatches, f"config {number}")
@@ -83,7 +98,7 @@ def _case(
     if training.mixed_precision_param == "bfloat16":
         is_exact = training.mixed_precision_reduce == "float32"
         is_exact = is_exact and not config.compile.is_on
-        kind = "bf16 sums" if is_exact and not {"cp", "tp"} & mesh.keys() else "bf16"
+        kind = "bf16 sums" if is_exact and not {"cp", "tp", "ep"} & mesh.keys() else "bf16"
     per_rank = config.parallelism.pipeline_parallel_stages_per_rank
     options["parallelism"]["pipeline_parallel_stages_per_rank"] = per_rank
     case = build_case(name, small, mesh, num_microbatches=microbatches, kind=kind, **options)
@@ -121,7 +136,7 @@ def _words(chance: random.Random, mesh: dict[str, int]) -> list[str]:
     def maybe(odds: float, *words: str) -> list[str]:
         return [*words] if chance.random() < odds else []
 
-    words = [f"--parallelism.{KEYS[axis]}={degree}" for axis, degree in mesh.items()]
+    words = [f"--parallelism.{KEYS[axis]}={mesh[axis]}" for axis in KEYS if axis in mesh]
     policy = chance.choice(["default", "always", "never"])
     words += maybe(0.6, f"--parallelism.fsdp_reshard_after_forward={policy}")
     if "pp" in mesh:
@@ -165,6 +180,24 @@ def _model_words(chance: random.Random, maybe: Maybe) -> list[str]:
         backend = chance.choice(["aot_eager", "aot_eager", "eager", "inductor"])
         words.append(f"--compile.backend={backend}")
     return words
+
+
+def _words_of_experts(chance: random.Random, ep: int) -> list[str]:
+    num_active, family = chance.choice((1, 2, 3)), chance.choice(SPARSE)
+    # one expert's share of one is 1: its router has no gradient
+    normalizes = num_active > 1 and chance.random() < 0.5
+    words = [f"--model.name={family}", ARGS.format("n_active", num_active)]
+    words.append(ARGS.format("normalize_experts", str(normalizes).lower()))
+    if family == "qwen3_moe":
+        words.append(ARGS.format("n_dense_layers", chance.choice((0, 1))))
+    for key, weight in (
+        ("balance_loss", 0.1),
+        ("sequence_balance_loss", 0.1),
+        ("router_z_loss", 0.01),
+        ("bias_update_rate", 0.01),
+    ):
+        words.append(f"--experts.{key}={chance.choice((0, weight))}")
+    return [*words, f"--parallelism.expert_parallel_degree={ep}"]
 
 
 class Judge:
@@ -214,10 +247,11 @@ def main() -> None:
     parser.add_argument("--only", type=int, help="number of the config to run, from 0")
     parser.add_argument("--skip", type=int, default=0, help="the first so many")
     parser.add_argument("--most-ranks", type=int, default=8)
+    parser.add_argument("--experts", action="store_true", help="only models with experts")
     options = parser.parse_args()
     print(f"seed {options.seed}, up to {options.most_ranks} ranks", flush=True)
     numbers = range(options.skip, options.configs) if options.only is None else [options.only]
-    drawn = [draw(options.seed, number, options.most_ranks) for number in numbers]
+    drawn = [draw(options.seed, number, options.most_ranks, options.experts) for number in numbers]
     drawn.sort(key=lambda d: (d.case.world_size, str(d.case.mesh)))  # groups are made once
     wrong = [number for number, failures in run(drawn) if failures]
     print(f"{len(drawn)} configs, seed {options.seed}: {len(wrong)} wrong {wrong or ''}".rstrip())

@@ -174,6 +174,11 @@ def test_experts_in_bf16_may_be_others_but_few(verdict_of) -> None:
             [r"^gradient of layers.0.feed_forward.router.weight: "],
         ),
         *slow(
+            (
+                "a_token_goes_to_its_worst_expert",
+                {"dp_shard": 2},
+                ["^experts: chosen otherwise where scores differ by "],
+            ),
             ("rows_not_put_back", {"dp_shard": 2, "ep": 2}, ["^loss: .* at step 1 "]),
             (
                 "loads_of_own_rank",

@@ -20,7 +20,7 @@ from meshwright.checkpoint.state import OPTIMIZER, TrainingTensors
 from meshwright.datasets import loader
 from meshwright.datasets.loader import Loader
 from meshwright.datasets.stream import Cursor
-from meshwright.models import decoder, loss
+from meshwright.models import decoder, loss, mixture
 from meshwright.models.loss import IGNORE, SummedLoss
 from meshwright.parallelisms import (
     balance,
@@ -342,6 +342,22 @@ def last_chunk_alone() -> Iterator[None]:
 def validation_of_own_samples() -> Iterator[None]:
     """Its figures are this rank's, not those of all."""
     with patch("meshwright.train.validation.dist", SimpleNamespace(all_reduce=lambda tensor: None)):
+        yield
+
+
+@fault
+def a_token_goes_to_its_worst_expert() -> Iterator[None]:
+    """Of one token the last of its experts, once on rank 0: fewer than 1 of 10,000."""
+    real, is_due = mixture.choose_experts, torch.distributed.get_rank() == 0
+
+    def choose(scores, *options):
+        nonlocal is_due
+        choice = real(scores, *options)
+        if is_due and torch.is_grad_enabled():
+            is_due, choice[0, -1] = False, scores[0].argmin()
+        return choice
+
+    with patch.object(mixture, "choose_experts", choose):
         yield
 
 

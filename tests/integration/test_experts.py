@@ -93,3 +93,27 @@ def test_a_resume_without_expert_parallelism_continues(uninterrupted, config, tm
     for step, (loss, norm) in losses(tmp_path).items():
         assert loss == pytest.approx(want[step][0], rel=1e-5), step
         assert norm == pytest.approx(want[step][1], rel=1e-4), step
+
+
+QWEN3 = ("--model.name", "qwen3", "--model.args.head_dim", 8)
+MIXED = (
+    *("--model.name", "qwen3_moe", "--model.args.head_dim", 8, "--model.args.expert_dim", 64),
+    *("--model.args.n_experts", 8, "--model.args.n_active", 2, *EP),
+)
+
+
+@pytest.mark.slow
+def test_a_dense_job_goes_on_with_experts(tmp_path) -> None:
+    train_alone(tmp_path / "dense", *QWEN3, "--training.steps", 30).check_returncode()
+    load = ("--checkpoint.initial_load_path", tmp_path / "dense")
+    train_alone(tmp_path / "more", *QWEN3, *load).check_returncode()
+    dense, found = losses(tmp_path / "more"), {}
+    for noise in (0, 0.1):
+        folder = tmp_path / f"noise {noise}"
+        words = *MIXED, *load, "--checkpoint.initial_load_upcycle_noise", noise
+        train_on_ranks(folder, *words).check_returncode()
+        found[noise] = losses(folder)
+    assert losses(tmp_path / "dense")[1][0] > 1.3 * dense[1][0]  # a fresh model is far from it
+    assert found[0][1][0] == pytest.approx(dense[1][0], rel=1e-5)
+    for step, (loss, _) in found[0.1].items():
+        assert loss == pytest.approx(dense[step][0], rel=1e-2), step

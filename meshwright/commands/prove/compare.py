@@ -29,7 +29,7 @@ class Bounds:
     other_choices: float = 1e-4
     """Part of tokens whose router may choose other experts than one process's, by rounding."""
     choice_gap: float = math.inf
-    """By how much a score of such a choice may be above a score of one process's."""
+    """By how much scores of such a choice may differ from those of one process's choice."""
     rounding: float = 0.0
     """Added to `gradient`: times the parameter's own error of rounding, in the reference."""
 
