@@ -113,7 +113,7 @@ def run(given: Namespace) -> None:
 
 
 def environment(ranks: Ranks, inherited: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that the ranks need beside those that they inherit."""
+    """Return the variables that the ranks need beside the inherited ones."""
     chosen = host_settings(ranks, inherited)
     told = Launch(
         is_checked=True,  # the check's notes are not repeated

@@ -42,7 +42,7 @@ class Provenance:
     def __init__(self) -> None:
         self._origins: dict[Key, Origin] = {}
         self._outermost = ""
-        """The TOML that was added last: the others are those that it extends."""
+        """The TOML that was added last: the others are the ones below it."""
 
     def add_toml(self, path: Path, text: str) -> None:
         """Note the line of every table and key in `text`; inline tables count as one key.

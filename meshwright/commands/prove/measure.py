@@ -170,7 +170,7 @@ class Measurement:
     other_choices: tuple[int, int] = (0, 0)
     """Tokens whose router would have chosen other experts than it was told, of how many."""
     choice_gap: float = 0.0
-    """By how much, at most, scores of such a choice differ from those that it was told."""
+    """By how much, at most, scores of such a choice differ from the scores that were told."""
     updates: dict[str, ShardComparison] = field(default_factory=dict)
     """Weights after step `LAST_RESUMED_STEP`, and running means, minus initial ones, by name."""
     validation: dict[str, float] = field(default_factory=dict)

@@ -145,7 +145,7 @@ class _Todo:
             return False
 
     def left(self) -> list[Part]:
-        """Return the parts that are not made; of `max_documents`, only those that are needed."""
+        """Return the parts that are not made; of `max_documents`, only the needed ones."""
         most = self.recipe.entry.source.max_documents
         count, found, there = 0, [], set(os.listdir(self.folder))
         for part in self.parts:
