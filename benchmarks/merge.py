@@ -29,13 +29,13 @@ from meshwright.system.files import Place
 
 ROOT = Path(__file__).parents[1]
 SMALL = {"dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 4, "hidden_dim": 176}
-STEPS = (160, 170, 180, 190, 200)
+STEPS = (220, 240, 260, 280, 300)
 """Of the checkpoints that are merged; the last ends the job."""
 JOB = (
     *(f"--model.args.{name}={value}" for name, value in SMALL.items()),
     *("--training.seq_len=128", "--training.global_batch_size=4", "--training.local_batch_size=4"),
-    *("--lr_scheduler.decay_ratio=0", "--checkpoint.interval=10", "--checkpoint.keep_latest_k=0"),
-    *("--validation.freq=10", "--metrics.enable_tensorboard=false"),
+    *("--lr_scheduler.decay_ratio=0", "--checkpoint.interval=20", "--checkpoint.keep_latest_k=0"),
+    *("--validation.freq=20", "--metrics.enable_tensorboard=false"),
 )
 STILL = (
     *("--optimizer.lr=1e-30", "--optimizer.weight_decay=0", "--training.steps=1"),
@@ -86,6 +86,7 @@ def losses(given: argparse.Namespace) -> None:
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
             words = [f"--training.seed={seed}", f"--training.steps={STEPS[-1]}"]
+            words.append(f"--optimizer.lr={given.lr}")
             of_step = validate(folder / "job", *words)
             parts = [of_step[step] for step in STEPS]
             steps, out = ",".join(map(str, STEPS)), folder / "merged"
@@ -110,6 +111,7 @@ def main() -> None:
     of_losses = commands.add_parser("losses", help="of merged weights, and of their parts")
     of_losses.set_defaults(run=losses)
     of_losses.add_argument("--seeds", default="0,1,2,3,4")
+    of_losses.add_argument("--lr", type=float, default=8e-3, help="so high that losses fluctuate")
     given = parser.parse_args()
     given.run(given)
 
