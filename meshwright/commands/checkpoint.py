@@ -86,8 +86,8 @@ def _loss(manifest: Manifest) -> str:
 
 
 def _mesh(mesh: dict[str, int]) -> str:
-    """Degrees above one: dp_shard=4,tp=2."""
-    return ",".join(f"{axis}={degree}" for axis, degree in mesh.items() if degree > 1) or "1"
+    """Degrees above one, as the console has them: dp_shard 4 x tp 2."""
+    return " x ".join(f"{axis} {size}" for axis, size in mesh.items() if size > 1) or "no mesh"
 
 
 def add_options_show(parser: Parser) -> None:

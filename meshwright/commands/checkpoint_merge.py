@@ -51,6 +51,7 @@ def run(given: Namespace) -> None:
         f"is inside of {given.run}, where a job's checkpoints are looked for",
         "name a folder elsewhere",
     )
+    print(f"merging {len(steps)} checkpoints of {given.run} ...", flush=True)
     with ExitStack() as held:
         parts = [held.enter_context(open_checkpoint(folder, print)) for folder in folders]
         tensors = common_tensors(parts)

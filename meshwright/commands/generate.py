@@ -1,6 +1,7 @@
 """`meshwright generate`: text from a checkpoint, or from a model folder of Hugging Face."""
 
 import math
+import sys
 from argparse import Namespace
 from collections.abc import Iterator
 from functools import partial
@@ -61,6 +62,7 @@ def run(given: Namespace) -> None:
     check(is_finite, "--temperature", given.temperature, "must be 0 or more")
     check(0 < given.top_p <= 1, "--top-p", given.top_p, "must be above 0 and at most 1")
     check(0 <= given.seed < 2**63, "--seed", given.seed, "must be 0 or more, and below 2^63")
+    print(f"reading {given.source} ...", file=sys.stderr, flush=True)  # the text alone is stdout's
     # not at the top: torch takes a second
     from meshwright.commands.saved import SOURCE, build_model, encode_prompt, open_source
     from meshwright.models.generation import NotFiniteError, generate, greedy, sampler

@@ -14,7 +14,9 @@ from meshwright.checkpoint import commit
 from meshwright.checkpoint import find as survey
 from meshwright.checkpoint.find import find_candidates
 from meshwright.checkpoint.retention import apply_retention
+from meshwright.commands.checkpoint import _mesh
 from meshwright.models.decoder import Decoder
+from meshwright.parallelisms.rules.degrees import ParallelDims
 from meshwright.system.errors import ConfigError
 from meshwright.system.files import Place
 from tests.helpers.checkpoints import set_manifest
@@ -318,3 +320,8 @@ def test_models_of_other_formats_are_no_checkpoints(tmp_path) -> None:
     place, step = Place("FOLDER", tmp_path), tmp_path / "checkpoint/step-7"
     assert find_candidates(place) == [step]
     assert survey.find_entries(place) == [step]
+
+
+def test_a_mesh_is_written_as_on_the_console() -> None:
+    dims = ParallelDims(dp_replicate=1, dp_shard=4, tp=2)
+    assert _mesh(dataclasses.asdict(dims)) == str(dims) == "dp_shard 4 x tp 2"

@@ -22,7 +22,7 @@ from meshwright.system.errors import (
 )
 from meshwright.system.machine import Ranks
 from scripts import command_reference
-from tests.helpers.cli import check_job, command
+from tests.helpers.cli import check_job, command, generate_text
 
 ROOT = Path(__file__).parents[2]
 DEBUG = str(ROOT / "train_configs" / "debug_model.toml")
@@ -297,6 +297,12 @@ def test_a_type_that_the_cpu_is_slow_in_is_told(
     check_job([DEBUG, "--training.mixed_precision_param", dtype])
     said = "".join(capsys.readouterr())
     assert ('fix: training.mixed_precision_param = "float32"' in said) == is_said
+
+
+def test_generate_says_a_word_before_torch_is_loaded(capsys) -> None:
+    with pytest.raises(ConfigError, match="no such folder"):
+        generate_text(["nothere", "--prompt", "x"])
+    assert capsys.readouterr().err == "reading nothere ...\n"
 
 
 def test_check_takes_the_config_that_train_takes(monkeypatch, capsys) -> None:

@@ -241,7 +241,7 @@ def test_several_runs_are_compared_where_weights_and_batches_were_equal(tmp_path
     assert (checked.open, checked.addresses) == ([], [])
     assert page.count('class="chart"') == 3  # losses, and the difference: no speed in these records
     assert "b/run4+0 at step 10.5 at step 2-0.25 from step 4" in checked.text
-    assert "c/run is not compared: training.seed." in checked.text
+    assert "c/run is not compared: another training.seed." in checked.text
     assert "optimizer.lr0.0020.00010.0001" in checked.text  # a row of configs, a column for each
     assert "training.seed" in checked.text
 
@@ -252,7 +252,7 @@ def test_runs_of_other_batches_have_tokens_on_their_axis(tmp_path) -> None:
     report([str(a), str(b), "--output", str(tmp_path / "c.html")])
     page = (tmp_path / "c.html").read_text()
     assert 'aria-label="Training loss, tokens 4096 to 16384"' in page
-    assert "b is not compared: training.global_batch_size." in page
+    assert "b is not compared: another training.global_batch_size." in page
 
 
 def test_too_many_runs_are_an_error(tmp_path) -> None:

@@ -232,7 +232,8 @@ def _make(
 
 
 def _tokenize(todo: _Todo, claims: Claims, num_workers: int, missing: int) -> None:
-    name, total = todo.recipe.entry.name, len(todo.parts)
+    entry, total = todo.recipe.entry, len(todo.parts)
+    name = f"{entry.name} for validation" if entry.key.startswith("validation") else entry.name
     done = f", {total - missing} of {total} parts are there" if missing < total else ""
     logger.info("tokenising %s by %s%s", name, numbered(num_workers, "process", "es"), done)
     logger.debug("into %s", todo.folder)

@@ -94,7 +94,7 @@ def _pairs(named: Named) -> str:
         apart = [d.key for d in differences(base.config, run.config) if _is_decisive(d)]
         points = [(s, v - losses[s]) for s, v in run.series("loss/train") if s in losses]
         if apart or not points:
-            why = ", ".join(apart) or "no step is in both logs"
+            why = ", ".join(f"another {key}" for key in apart) or "no step is in both logs"
             notes += f'<p class="note">{escape(name)} is not compared: {escape(why)}.</p>'
             continue
         curves.append(Curve(name, points))
