@@ -65,8 +65,13 @@ def _cast_around(module: nn.Module, output_dtype: torch.dtype) -> None:
             x.float() if isinstance(x, Tensor) and x.is_floating_point() else x for x in inputs
         )
 
-    def lower_output(module: nn.Module, inputs: tuple[object, ...], output: Tensor) -> Tensor:
-        return output.to(output_dtype)
+    def lower_output(
+        module: nn.Module, inputs: tuple[object, ...], output: Tensor | tuple[Tensor, ...]
+    ) -> Tensor | tuple[Tensor, ...]:
+        if isinstance(output, Tensor):
+            return output.to(output_dtype)
+        first, *of_routers = output  # of a layer with experts
+        return first.to(output_dtype), *of_routers
 
     # before the hooks of tensor parallelism, whose collectives are then in fp32, too; and eager,
     # else a compiled block would have a graph for each

@@ -24,6 +24,7 @@ from meshwright.models.router import BalanceLosses, choose_experts
 from meshwright.models.table import FeedForwardSpec, MixtureSpec
 from meshwright.parallelisms.activation_checkpoint import apply_ac
 from meshwright.parallelisms.balance import Balance
+from meshwright.parallelisms.data_parallel import compute_in_fp32
 from meshwright.parallelisms.initialize import initialize
 from meshwright.system.errors import ConfigError
 from meshwright.train.preflight import preflight
@@ -241,6 +242,20 @@ def test_a_proof_counts_loads_and_biases_once_more(monkeypatch) -> None:
         choices = {n: torch.cat([c for number, c in seen if number == n]) for n in layers}
         wrong = books.wrong_counts(local, choices)
         assert wrong == ([f"layers.1.feed_forward.{fault}"] if fault else [])
+
+
+@pytest.mark.parametrize("name", ["layers.1", "layers.1.feed_forward"])
+def test_a_layer_with_experts_may_compute_in_fp32_beside_bf16(name) -> None:
+    model, x = model_of(), torch.randn(2, 16, 32).bfloat16()
+    part = model.get_submodule(name)
+    inputs = (model.cos[:16], model.sin[:16]) if name == "layers.1" else ()
+    wanted, choice, figures, _ = part(x.float(), *inputs)
+    compute_in_fp32(model, [name], torch.bfloat16)
+    found = part(x, *inputs)
+    assert found[0].dtype is torch.bfloat16
+    assert torch.equal(found[0], wanted.bfloat16())
+    assert torch.equal(found[1], choice)
+    assert torch.equal(found[2], figures)
 
 
 @functools.cache
