@@ -179,15 +179,6 @@ def test_experts_in_bf16_may_be_others_but_few(verdict_of) -> None:
                 {"dp_shard": 2},
                 ["^experts: chosen otherwise where scores differ by "],
             ),
-            ("rows_not_put_back", {"dp_shard": 2, "ep": 2}, ["^loss: .* at step 1 "]),
-            (
-                "loads_of_own_rank",
-                {"dp_shard": 2},
-                [
-                    "^gradient of layers.0.feed_forward.router.weight at step 3: ",
-                    "^state: .* layers.0.feed_forward.load",
-                ],
-            ),
         ),
     ],
 )
@@ -236,27 +227,12 @@ def test_a_missing_sum_on_tp(verdict_of) -> None:
 
 
 @pytest.mark.slow
-def test_the_same_initial_values_on_every_tp_rank(verdict_of) -> None:
-    verdict = verdict_of(case_on(tp=2), "same_values_on_every_tp_rank")
-    wrong = [text for text in verdict.failures if text.startswith("initial ")]
-    assert "initial layers.0.attention.wq.weight: differs on rank 1" in wrong
-    assert not any("norm" in text for text in wrong)  # held whole, and right
-
-
-@pytest.mark.slow
 def test_swapped_microbatches(verdict_of) -> None:
     case = case_on(dp_shard=2)
     config = changed(case.config, {"training": {"local_batch_size": 2}})
     verdict = verdict_of(dataclasses.replace(case, config=config), "swapped_microbatches")
     (failure,) = verdict.failures  # the sum over microbatches, and so all else, is the same
     assert failure.startswith("batches: 48 samples differ; the first is sample 0 of step 1, on ")
-
-
-@pytest.mark.slow
-def test_labels_off_by_one_at_a_cp_boundary(verdict_of) -> None:
-    verdict = verdict_of(case_on(cp=2), "labels_shifted_after_the_cut")
-    assert verdict.num_different_weights == verdict.num_different_samples == 0
-    assert re.search(r"^loss: .* at step 1 ", "\n".join(verdict.failures), re.MULTILINE)
 
 
 @pytest.mark.parametrize(
@@ -271,11 +247,8 @@ def test_labels_off_by_one_at_a_cp_boundary(verdict_of) -> None:
             ("another_epsilon", {"dp_shard": 2}, ["update: wrong for .* of 30 parameters"]),
             ("mean_of_means", {"pp": 2}, [r"gradient norm: .* at step 1 ", "gradient of layers"]),
             ("upper_ids_clamped", {"tp": 2}, ["loss: .* at step 1 ", "gradient of tok_embeddings"]),
-            ("upper_labels_ignored", {"tp": 2}, ["loss: .* at step 1 ", "gradient of output"]),
-            ("states_of_own_rows", {"tp": 2}, ["gradient of layers.2", "gradient of norm"]),
             ("last_chunk_alone", {"dp_shard": 2}, ["gradient of output"]),
             ("validation_counts_padding", {"dp_shard": 2}, ["validation/loss: "]),
-            ("resume_without_optimizer", {"dp_shard": 2}, ["loaded: .* optimizer.state.*exp_avg"]),
             (
                 "rows_saved_in_another_order",
                 {"dp_shard": 2},
@@ -288,7 +261,7 @@ def test_planted_faults_are_named(verdict_of, fault, mesh, words) -> None:
     text = "\n".join(verdict_of(case_on(**mesh), fault).failures)
     for pattern in words:
         assert re.search(pattern, text), text
-    if words[0].startswith(("validation", "loaded", "resume", "checkpoint")):
+    if words[0].startswith(("validation", "resume", "checkpoint")):
         assert "gradient of" not in text  # training itself is right
 
 
@@ -297,9 +270,7 @@ def test_planted_faults_are_named(verdict_of, fault, mesh, words) -> None:
     [
         ("attention_across_documents", {"cp": 2}),
         ("none", {"cp": 2}),
-        *slow(
-            ("positions_not_restarted", {"cp": 2}), ("documents_lost_by_the_pipeline", {"pp": 2})
-        ),
+        *slow(("positions_not_restarted", {"cp": 2})),
     ],
 )
 def test_documents_that_are_not_kept_apart(verdict_of, fault, mesh) -> None:
@@ -316,7 +287,6 @@ def test_documents_that_are_not_kept_apart(verdict_of, fault, mesh) -> None:
         *slow(
             ("none", HSDP, None),
             ("loss_in_bf16", {"dp_shard": 2}, "gradient of output"),
-            ("rotary_cache_in_bf16", {"dp_shard": 2}, "gradient of layers.0.attention.wq"),
             ("weights_kept_in_bf16", {"dp_shard": 2}, "update: wrong for "),
         ),
     ],
@@ -351,13 +321,8 @@ def test_bf16_where_products_are_cut(verdict_of) -> None:
     assert 1e-3 < verdict.gradient_error < 0.05
 
 
-@pytest.mark.parametrize("fault", ["none", *slow("places_of_own_shards_saved")])
-def test_a_stream_on_a_mesh(verdict_of, fault) -> None:
-    verdict = verdict_of(case_on(STREAMED, dp_shard=2), fault, STREAMED)
-    if fault == "none":
-        assert verdict.failures == []
-    else:
-        assert "samples" in "\n".join(verdict.failures)
+def test_a_stream_on_a_mesh(verdict_of) -> None:
+    assert verdict_of(case_on(STREAMED, dp_shard=2), small=STREAMED).failures == []
 
 
 def break_off(config: JobConfig, world_size: int, file: Path) -> Measurement:

@@ -1,4 +1,8 @@
-"""Mistakes that parallel training has been known to make, each planted while a function runs."""
+"""Mistakes that parallel training has been known to make, each planted while a function runs.
+
+They are planted in ranks that live on, so a case takes a second or two. `tests/faults` has many
+more, each in a copy of the package.
+"""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -12,24 +16,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import fsdp
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.parallel import RowwiseParallel, SequenceParallel
 
 from meshwright.checkpoint.manager import CheckpointManager
-from meshwright.checkpoint.state import OPTIMIZER, TrainingTensors
+from meshwright.checkpoint.state import OPTIMIZER
 from meshwright.datasets import loader
 from meshwright.datasets.loader import Loader
 from meshwright.datasets.stream import Cursor
 from meshwright.models import decoder, loss, mixture
 from meshwright.models.loss import IGNORE, SummedLoss
 from meshwright.parallelisms import (
-    balance,
     data_parallel,
-    expert_parallel,
-    initialize,
     tensor_parallel,
 )
-from meshwright.parallelisms.pipeline import Pipeline
 from meshwright.parallelisms.tensor_parallel import VocabularyParallelLoss
 from meshwright.train import trainer
 from meshwright.train import trainer as step
@@ -75,19 +75,6 @@ def no_sum_over_tp() -> Iterator[None]:
 
 
 @fault
-def same_values_on_every_tp_rank() -> Iterator[None]:
-    """Each rank fills its shard as if it held the first."""
-    real = initialize.local_box
-
-    def at_the_start(parameter):
-        local, offset = real(parameter)
-        return local, (0,) * len(offset)
-
-    with patch.object(initialize, "local_box", at_the_start):
-        yield
-
-
-@fault
 def norm_gradients_of_own_tokens() -> Iterator[None]:
     """Norms on a part of the sequence, whose weights get the gradient of that part alone."""
 
@@ -126,20 +113,6 @@ def router_gradients_of_own_tokens() -> Iterator[None]:
 
 
 @fault
-def rows_not_put_back() -> Iterator[None]:
-    """Rows go back from the experts by the order that they were sorted in, not by its inverse."""
-    with patch.object(expert_parallel, "inverse", lambda order: order):
-        yield
-
-
-@fault
-def loads_of_own_rank() -> Iterator[None]:
-    """The tokens of experts, not summed over ranks."""
-    with patch.object(balance, "dist", SimpleNamespace(all_reduce=lambda counts: None)):
-        yield
-
-
-@fault
 def swapped_microbatches() -> Iterator[None]:
     """The same samples in another order."""
     real = Loader._next_step
@@ -149,20 +122,6 @@ def swapped_microbatches() -> Iterator[None]:
         return dataclasses.replace(step, batches=step.batches[::-1])
 
     with patch.object(Loader, "_next_step", swapped):
-        yield
-
-
-@fault
-def labels_shifted_after_the_cut() -> Iterator[None]:
-    """The label of a chunk's last token is the next token of this rank, not of the sequence."""
-
-    def shifted(labels):
-        labels = labels.clone()
-        middle = labels.shape[1] // 2
-        labels[:, middle - 1] = labels[:, middle]
-        return labels
-
-    with _trained_on(shifted):
         yield
 
 
@@ -181,7 +140,7 @@ def mean_of_means() -> Iterator[None]:
         num_microbatches = 8 // len(labels)  # over all ranks
         return total * counted[-1] / (own * num_microbatches)
 
-    with patch.object(step, "count_labels", count), _trained_on(result=averaged):
+    with patch.object(step, "count_labels", count), _changed_loss(averaged):
         yield
 
 
@@ -205,19 +164,6 @@ def positions_not_restarted() -> Iterator[None]:
 
 
 @fault
-def documents_lost_by_the_pipeline() -> Iterator[None]:
-    """Stages get no documents."""
-    real = Pipeline.run
-
-    def run(self, batches, *others):
-        bare = [dataclasses.replace(batch, documents=None) for batch in batches]
-        return real(self, bare, *others)
-
-    with patch.object(Pipeline, "run", run):
-        yield
-
-
-@fault
 def gradients_summed_in_bf16() -> Iterator[None]:
     """Over ranks, where fp32 was asked for."""
     real = fsdp.MixedPrecisionPolicy
@@ -237,19 +183,6 @@ def loss_in_bf16() -> Iterator[None]:
         return logits.bfloat16().logsumexp(-1).float()
 
     with patch.object(loss, "_log_sums_in_blocks", low):
-        yield
-
-
-@fault
-def rotary_cache_in_bf16() -> Iterator[None]:
-    """Cast with the parameters."""
-    real = decoder.Decoder.init_buffers
-
-    def low(self):
-        real(self)
-        self.cos.copy_(self.cos.bfloat16())
-
-    with patch.object(decoder.Decoder, "init_buffers", low):
         yield
 
 
@@ -295,14 +228,6 @@ def upper_ids_clamped() -> Iterator[None]:
 
 
 @fault
-def upper_labels_ignored() -> Iterator[None]:
-    """Labels from 128 on do not count."""
-
-    with _trained_on(lambda labels: labels.where(labels < 128, IGNORE)):
-        yield
-
-
-@fault
 def softmax_of_own_rows() -> Iterator[None]:
     """Of this rank's part of the vocabulary, where it was to be of the whole."""
     real = VocabularyParallelLoss.join
@@ -311,18 +236,6 @@ def softmax_of_own_rows() -> Iterator[None]:
         return log_sum, real(self, log_sum, own)[1]
 
     with patch.object(VocabularyParallelLoss, "join", join):
-        yield
-
-
-@fault
-def states_of_own_rows() -> Iterator[None]:
-    """Gradients of hidden states are not summed over parts of the vocabulary."""
-
-    def gathered(self, x):
-        whole = DTensor.from_local(x, self.mesh, [Shard(1)]).redistribute(placements=[Replicate()])
-        return whole.to_local()
-
-    with patch.object(VocabularyParallelLoss, "_gathered", gathered):
         yield
 
 
@@ -387,18 +300,6 @@ def validation_counts_padding() -> Iterator[None]:
 
 
 @fault
-def resume_without_optimizer() -> Iterator[None]:
-    """Its state begins anew."""
-    real = TrainingTensors.load_state_dict
-
-    def weights_only(self, state):
-        real(self, {name: t for name, t in state.items() if not name.startswith(OPTIMIZER)})
-
-    with patch.object(TrainingTensors, "load_state_dict", weights_only):
-        yield
-
-
-@fault
 def resume_a_batch_late() -> Iterator[None]:
     """The cursor is that of the batch after."""
     real = Cursor.from_json
@@ -408,13 +309,6 @@ def resume_a_batch_late() -> Iterator[None]:
         return dataclasses.replace(cursor, sample=cursor.sample + 8, counts=(cursor.counts[0] + 8,))
 
     with patch.object(Cursor, "from_json", late):
-        yield
-
-
-@fault
-def places_of_own_shards_saved() -> Iterator[None]:
-    """A stream's cursor lacks the shards that only other ranks read."""
-    with patch("meshwright.commands.prove.measure.whole_cursor", lambda cursor: cursor):
         yield
 
 
@@ -465,23 +359,19 @@ def loss_times(factor: float) -> Iterator[None]:
     Not one of `FAULTS`: it is for a single step.
     """
 
-    with _trained_on(result=lambda total, _: factor * total):
+    with _changed_loss(lambda total, _: factor * total):
         yield
 
 
 @contextmanager
-def _trained_on(
-    change: Callable[[Tensor], Tensor] = lambda labels: labels,
-    *,
-    result: Callable[[Tensor, Tensor], Tensor] = lambda total, _: total,
-) -> Iterator[None]:
-    """In training, the loss is of changed labels, or is changed with its labels at hand."""
+def _changed_loss(change: Callable[[Tensor, Tensor], Tensor]) -> Iterator[None]:
+    """In training, the loss is what `change` makes of it and of its labels."""
     real = decoder.Decoder.forward
 
     def forward(self, tokens, labels=None, **named):
         if labels is None or self.output is None or not torch.is_grad_enabled():
             return real(self, tokens, labels, **named)
-        return result(real(self, tokens, change(labels), **named), labels)
+        return change(real(self, tokens, labels, **named), labels)
 
     with patch.object(decoder.Decoder, "forward", forward):
         yield

@@ -20,13 +20,11 @@ CASES = {  # words, and what the output has
     "attention": (["--sizes=1x64", "--repeats=2", "--dtype=float32"], r"own +forward|no kernel: "),
     "overhead": (["--steps=8", "--batch=1"], r"median ratio:\n\d\.\d+\n$"),
     "checkpoint": (["--saves=2", "--dim=64", "--layers=1"], r"disabled .*\n.*thread .*ratio to"),
-    "data": (["rates", "--megabytes=1"], r"tokenise +ours, 2 .*\n(.*\n)*read +ours +\d"),
-    "readers": (["--megabytes=1", "--kinds=json", "--rounds=1"], r"json"),
+    "data": (["tokens", "--megabytes=1", "--rounds=1"], r"ours +(.*) in (.*\n)*.*map +\1 in "),
     "muon": (
         ["cost", "--dim=64", "--layers=1", "--rounds=1", "--steps=1"],
         r"\| AdamW \| .* \| 0 \|\n\| Muon, owners \| .* \| [\d,]+ \|\n\| Muon, gather \| ",
     ),
-    "token_files": (["index", "--files=4", "--tokens=100", "--workers=1"], r"\d"),
     "experts": (["--tokens=64", "--dim=64", "--pairs=2"], r"E 64, K 8: .*\n.*\n\d\.\d+\n$"),
     "gpu_speed": (["{folder}", "--tiny", "--jobs"], r"\d  memory, GB/s\n"),
 }
@@ -66,6 +64,12 @@ def test_the_wait_for_data_of_a_finished_job_is_added_up(tmp_path: Path) -> None
     metrics = tmp_path / "metrics.jsonl"
     metrics.write_text('{"time/data_s": 0.01, "time/step_s": 0.5}\n' * 4)
     assert "data: 2.0000 % of 4 logged steps" in run("data", "share", str(metrics), folder=tmp_path)
+
+
+@pytest.mark.parametrize("what", ["rows", "samples", "index"])
+def test_data_is_measured_in_every_way(what: str, tmp_path: Path) -> None:
+    words = ("--kind=text", "--megabytes=1", "--files=4", "--tokens=100", "--rounds=1")
+    assert re.search(r"ours +\d.* in ", run("data", what, *words, folder=tmp_path))
 
 
 def test_every_benchmark_has_a_case() -> None:

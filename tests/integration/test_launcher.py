@@ -299,17 +299,6 @@ def test_an_early_step_says_what_a_bad_step_leaves(tmp_path: Path) -> None:
     assert not (folder / "checkpoint").exists()
 
 
-def test_less_data_than_a_sample_is_a_config_error(tmp_path: Path) -> None:
-    """It shows only when the data is read."""
-    data = tmp_path / "data.txt"
-    data.write_text("too short")
-    words = ("--training.dataset", "text", "--training.dataset_path", data)
-    result = train_alone(tmp_path / "out", *words)
-    assert result.returncode == 2
-    assert "give 0 samples of 65, and 1 are needed" in result.stderr
-    assert not (tmp_path / "out").exists()
-
-
 def test_an_op_that_torch_lacks_is_found_before_anything_is_written(tmp_path: Path) -> None:
     """Only torch knows; though both ranks find it, it is said once."""
     folder = tmp_path / "out"

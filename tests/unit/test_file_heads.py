@@ -32,6 +32,7 @@ def arrow_of(table: pyarrow.Table, open_writer: Callable[..., Any]) -> bytes:
 
 
 TABLE = pyarrow.table({"content": ["a b"], "context": ["c"]})
+TABLE_AS_FILE = arrow_of(TABLE, pyarrow.ipc.new_file)
 JSONL = b'{"text": "a b"}\n'
 
 
@@ -40,45 +41,18 @@ JSONL = b'{"text": "a b"}\n'
     [
         ("json", {"a.jsonl": b""}, "a.jsonl: is empty"),
         ("json", {"a.jsonl": b"", "b.jsonl": JSONL}, ""),
-        ("json", {"a.jsonl": b"\n{'text'}\n"}, "a.jsonl:2: not JSON: "),
-        (
-            "json",
-            {"a.jsonl": b'{"txt": "a"}\n'},
-            "a.jsonl:1: no column 'text', but txt",
-        ),
-        ("json", {"a.jsonl": b"[1]\n"}, "a.jsonl:1: not a JSON object, but [1]"),
-        ("json", {"a.jsonl": JSONL, "b.jsonl": b"{]\n"}, "b.jsonl:1: not JSON: "),
+        ("json", {"a.jsonl": JSONL, "b.jsonl": b"\n{]\n"}, "b.jsonl:2: not JSON: "),
         ("json", {"a.json": b'[\n{"text": "a"}\n]'}, ""),
         ("json", {"a.jsonl": b'{"text": "' + b"a" * 2**17 + b'"}\n'}, ""),
         ("json", {"a.jsonl.gz": gzip.compress(JSONL)}, ""),
         ("json", {"a.jsonl.gz": gzip.compress(b"{}\n")}, "a.jsonl.gz:1: no column 'text'"),
-        ("json", {"a.jsonl.gz": JSONL}, "a.jsonl.gz: cannot be read: zlib inflate failed"),
-        ("text", {"a.txt": b"a\nb\xe9c\n"}, "a.txt: not UTF-8: line 2, byte 2, 0xe9"),
         ("text", {"a.txt": "\u00e9".encode() * 2**15 + b"a"}, ""),
-        (
-            "parquet",
-            {"a.parquet": b"PAR1 and no more"},
-            "a.parquet: cannot be read: Parquet magic",
-        ),
-        (
-            "parquet",
-            {"a.parquet": parquet_of(TABLE)},
-            "a.parquet, row 0 of row group 0: no",
-        ),
-        ("arrow", {"a.arrow": b"no more"}, "a.arrow: cannot be read: "),
-        (
-            "arrow",
-            {"a.arrow": arrow_of(TABLE, pyarrow.ipc.new_file)},
-            "a.arrow, row 0 of batch 0: no",
-        ),
-        (
-            "arrow",
-            {"a.arrow": arrow_of(TABLE, pyarrow.ipc.new_stream)},
-            "a.arrow, row 0 of batch 0: no",
-        ),
+        ("parquet", {"a.parquet": b"PAR1 and no more"}, "a.parquet: cannot be read: Parquet magic"),
+        ("arrow", {"a.arrow": TABLE_AS_FILE}, "a.arrow, row 0 of batch 0: no column 'text'"),
     ],
 )
 def test_a_check_looks_at_the_head_of_each_file(dataset, files, says, tmp_path) -> None:
+    """By the readers, whose faults are in test_sources.py."""
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
     toml = f"""extends = "debug_model"\nvalidation.enable = false

@@ -36,8 +36,9 @@ def entry(**keys: object) -> Entry:
     return Entry("training", "data", Source(**keys))
 
 
-def open_documents(streamed: bool = False, **keys: object) -> Documents:
-    return find_dataset(keys["dataset"]).open(entry(**keys), streamed)
+def open_documents(**keys: object) -> Documents:
+    """For local files it makes no difference whether they are to be streamed."""
+    return find_dataset(keys["dataset"]).open(entry(**keys), streamed=False)
 
 
 def read_all(documents: Documents, num_shards: int = 1) -> list[Document]:
@@ -71,22 +72,20 @@ def write(kind: str, folder: Path) -> None:
             (folder / f"{i}.txt").write_text(row["text"])
 
 
-@pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize("kind", ["json", "parquet", "text", "arrow"])
-def test_local_files(kind: str, streamed: bool, folder: Path) -> None:
+def test_local_files(kind: str, folder: Path) -> None:
     write(kind, folder)
-    documents = open_documents(streamed, dataset=kind, dataset_path=str(folder))
+    documents = open_documents(dataset=kind, dataset_path=str(folder))
     assert read_all(documents) == TEXTS
     assert read_all(documents, documents.max_shards) == TEXTS
     assert documents.max_shards == {"json": 2, "text": 7}.get(kind, 1)
     assert [doc for n in range(documents.parts) for doc in documents.read_part(n)] == TEXTS
 
 
-@pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize("kind", ["json", "parquet", "text", "arrow"])
-def test_a_reader_begins_again_where_it_was(kind: str, streamed: bool, folder: Path) -> None:
+def test_a_reader_begins_again_where_it_was(kind: str, folder: Path) -> None:
     write(kind, folder)
-    documents = open_documents(streamed, dataset=kind, dataset_path=str(folder))
+    documents = open_documents(dataset=kind, dataset_path=str(folder))
     for count in range(8):
         reader = documents.read(0, 1)
         first = [next(reader) for _ in range(count)]
@@ -100,7 +99,7 @@ def test_a_reader_begins_again_where_it_was(kind: str, streamed: bool, folder: P
 def test_of_lines_only_the_bad_ones_are_lost(folder: Path) -> None:
     lines = [json.dumps({"text": text}) for text in TEXTS]
     (folder / "a.jsonl").write_text("\n".join([*lines[:3], '{"text": ', "", "3", *lines[3:]]))
-    documents = open_documents(True, dataset="json", dataset_path=str(folder))
+    documents = open_documents(dataset="json", dataset_path=str(folder))
     read = list(documents.read(0, 1))
     assert [*read[:3], *read[5:]] == TEXTS
     assert f"{folder}/a.jsonl:4: not JSON: Expecting value" in str(read[3])
@@ -187,16 +186,15 @@ constant = 3
 """
 
 
-@pytest.mark.parametrize("streamed", [False, True])
-def test_a_function_makes_documents_of_rows(streamed, folder: Path, monkeypatch) -> None:
+def test_a_function_makes_documents_of_rows(folder: Path, monkeypatch) -> None:
     write("json", folder)
     (folder / "my_formats.py").write_text(FORMAT)
     monkeypatch.syspath_prepend(folder)
     keys = {"dataset": "json", "dataset_path": str(folder / "*.jsonl")}
     want = [f"{i}: document {i}" for i in range(7)]
     for name in ("my_formats:numbered", f"{folder}/my_formats.py:numbered"):
-        assert read_all(open_documents(streamed, **keys, dataset_format=name)) == want
-    turns = read_all(open_documents(streamed, **keys, dataset_format="my_formats:turns"))
+        assert read_all(open_documents(**keys, dataset_format=name)) == want
+    turns = read_all(open_documents(**keys, dataset_format="my_formats:turns"))
     assert turns[2][0] == {"role": "user", "content": "document 2"}
 
 
@@ -234,10 +232,9 @@ def test_a_function_that_fails_names_the_row(name: str, end: str, folder: Path) 
 @pytest.mark.parametrize(
     "value", [None, 3, ["text"], [{"role": "user"}], [{"role": "user", "content": 1}]]
 )
-@pytest.mark.parametrize("streamed", [False, True])
-def test_a_row_without_text_is_named(value, streamed, folder: Path) -> None:
+def test_a_row_without_text_is_named(value, folder: Path) -> None:
     (folder / "a.jsonl").write_text(json.dumps({"text": value}) + "\n")
-    documents = open_documents(streamed, dataset="json", dataset_path=str(folder))
+    documents = open_documents(dataset="json", dataset_path=str(folder))
     with pytest.raises(ConfigError, match="a.jsonl:1: 'text' holds .* which is neither text nor"):
         read_all(documents)
 
@@ -249,13 +246,12 @@ def test_conversations_are_documents(folder: Path) -> None:
     assert read_all(open_documents(**keys)) == [turns]
 
 
-@pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize("suffix", ["json", "jsonl"])
-def test_files_may_differ_in_columns_that_are_not_read(streamed, suffix, folder: Path) -> None:
+def test_files_may_differ_in_columns_that_are_not_read(suffix, folder: Path) -> None:
     rows = ['{"text": "a"}\n', '{"text": "b", "more": 1}\n', '\n{"more": "x", "text": "c"}\n']
     for number, row in enumerate(rows):
         (folder / f"{number}.{suffix}").write_text(row)
-    documents = open_documents(streamed, dataset="json", dataset_path=str(folder))
+    documents = open_documents(dataset="json", dataset_path=str(folder))
     assert [text for text in read_all(documents) if text] == ["a", "b", "c"]
 
 
@@ -298,9 +294,8 @@ BROKEN = {
 }
 
 
-@pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize("fault", BROKEN)
-def test_the_error_names_the_broken_file(fault: str, streamed: bool, folder: Path) -> None:
+def test_the_error_names_the_broken_file(fault: str, folder: Path) -> None:
     """And the line, between files that are in order."""
     name, content, message = BROKEN[fault]
     (folder / name).write_bytes(content)
@@ -315,13 +310,12 @@ def test_the_error_names_the_broken_file(fault: str, streamed: bool, folder: Pat
         else:
             path.write_text('{"text": "fine"}\n' if kind == "json" else "fine")
     with pytest.raises(ConfigError) as caught:
-        read_all(open_documents(streamed, dataset=kind, dataset_path=str(folder)), 1)
+        read_all(open_documents(dataset=kind, dataset_path=str(folder)))
     assert f"{folder / name}{message}" in str(caught.value)
     assert caught.value.key in ("training.dataset_path", "training.dataset_column")
 
 
-@pytest.mark.parametrize("streamed", [False, True])
-def test_a_path_that_is_there_is_no_pattern(streamed: bool, folder: Path) -> None:
+def test_a_path_that_is_there_is_no_pattern(folder: Path) -> None:
     inner = folder / "run[1]?*"
     inner.mkdir()
     for name in ("a[0].jsonl", "a0.jsonl", "b.jsonl"):
@@ -333,7 +327,7 @@ def test_a_path_that_is_there_is_no_pattern(streamed: bool, folder: Path) -> Non
         inner / "[ab].jsonl": ["b.jsonl"],
     }
     for path, want in cases.items():
-        documents = open_documents(streamed, dataset="json", dataset_path=str(path))
+        documents = open_documents(dataset="json", dataset_path=str(path))
         assert read_all(documents) == want, path
 
 
@@ -341,14 +335,15 @@ def test_a_path_that_is_there_is_no_pattern(streamed: bool, folder: Path) -> Non
 def test_datasets_of_the_hub_are_read_from_a_local_copy(name: str, folder: Path) -> None:
     write("json", folder)
     for streamed in (True, False):
-        documents = open_documents(streamed, dataset=name, dataset_path=str(folder))
+        source = entry(dataset=name, dataset_path=str(folder))
+        documents = find_dataset(name).open(source, streamed)
         assert read_all(documents) == TEXTS
 
 
 @pytest.mark.parametrize("name", ["c4", "slimpajama", "someone/something"])
 def test_the_hub_out_of_reach_is_a_config_error(name: str, folder: Path) -> None:
     with pytest.raises(ConfigError, match=f"training.dataset = '{name}': cannot be opened"):
-        open_documents(True, dataset=name)
+        find_dataset(name).open(entry(dataset=name), streamed=True)
 
 
 def test_the_standard_library_is_text_and_without_its_tests() -> None:
