@@ -1,7 +1,9 @@
 """Ranks start soon, wait without work, and are missed if they die."""
 
 import os
+import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -50,3 +52,13 @@ def _die() -> None:
 def test_a_rank_that_dies_is_missed_at_once() -> None:
     with pytest.raises(RankError, match="rank 1: its process ended"):
         RankPool(2).run(_die)
+
+
+def test_a_rank_that_dies_before_it_reads_is_missed_too() -> None:
+    """Its end of the pipe still holds the function: the system then says reset, not the end."""
+    pool = RankPool(1)
+    pid = pool.run(os.getpid)[0]
+    os.kill(pid, signal.SIGSTOP)
+    threading.Timer(0.2, os.kill, (pid, signal.SIGKILL)).start()
+    with pytest.raises(RankError, match="rank 0: its process ended"):
+        pool.run(os.getpid)

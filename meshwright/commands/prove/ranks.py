@@ -73,7 +73,7 @@ class RankPool:
                 rank = self._connections.index(ready)
                 try:
                     is_ok, results[rank] = ready.recv()
-                except EOFError:
+                except (EOFError, ConnectionResetError):  # the latter: it has not read its work
                     is_ok, results[rank] = False, "its process ended"
                 if not is_ok:
                     self.close()
