@@ -144,15 +144,14 @@ class SeveralOptimizers(torch.optim.Optimizer):
             # a load makes new ones of both
             part.param_groups = [group for group in self.param_groups if group[PART] == number]
             part.state = self.state
-            for name in ("found_inf", "grad_scale"):
-                if hasattr(self, name):
-                    setattr(part, name, getattr(self, name))
-                elif hasattr(part, name):
-                    delattr(part, name)
+            told = {k: v for k, v in vars(self).items() if k in ("found_inf", "grad_scale")}
+            vars(part).update(told)
             whole_matrices = isinstance(part, MatrixOptimizer)
             with nullcontext() if whole_matrices else _on_local_shards(part):
                 if part.param_groups:
                     part.step()
+            for name in told:  # a tensor that nobody needs until the next step
+                delattr(part, name)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
