@@ -28,8 +28,7 @@ def run(given: Namespace) -> None:
     parameters = f"{plan.model_args.table.num_params:,} parameters"
     can_run = f"{given.config} can run: {parameters}, {numbered(ranks.total, 'rank')}"
     if plan.resume_step and resume_diff(plan).is_done:
-        holds = f"{plan.checkpoint_folder} holds step {plan.resume_step:,}, its last"
-        print(f"{given.config} has nothing to do: {holds}")
+        print(f"{given.config} has nothing to do")
         return
     for stage in plan.stages:
         config = stage.config
@@ -72,7 +71,10 @@ def check_job(given: Namespace, ranks: Ranks) -> Plan:
     if slow:
         logger.warning("%s", slow)
     if plan.resume_step:
-        resume_diff(plan).log()
+        diff = resume_diff(plan)
+        diff.log()
+        if diff.is_done:  # ranks take seconds to say so
+            logger.info("%s holds step %d, the last", plan.checkpoint_folder, plan.resume_step)
     if is_taken:
         words = "a job that runs writes to %s: %s\n  fix: start another when it has ended"
         logger.warning(words, plan.checkpoint_folder, owner)

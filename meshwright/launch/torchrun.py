@@ -180,7 +180,8 @@ def _report(error: ChildFailedError, request: Path, args: argparse.Namespace, wa
         return code
     if code in OWN_CODES:
         message = _recorded(failure).get("message")
-        if message and not _is_shown(failure.local_rank, args):  # otherwise it has said it itself
+        shown = [one for one in error.failures.values() if _is_shown(one.local_rank, args)]
+        if message and message not in [_recorded(one).get("message") for one in shown]:
             print_error(f"rank {end.rank}: {message}")
         return code
     place = watch.last_place(end.rank)

@@ -185,3 +185,14 @@ def test_published_steps_take_the_estimated_time() -> None:
     for index, (speed, gib) in predict.in_processes([(one,) for one in rows], plan_published, 2):
         assert rows[index].tokens_per_s / speed == pytest.approx(1, abs=ERROR)
         assert not rows[index].gib or gib / rows[index].gib == pytest.approx(1, abs=0.1)
+
+
+@pytest.mark.parametrize(("words", "num_lines"), [([], 2), (["--json"], 1)])
+def test_a_line_fits_the_console_and_json_stays_whole(
+    words, num_lines, monkeypatch, capsys
+) -> None:
+    text = " ".join(["tokens/s"] * 12)
+    monkeypatch.setenv("MESHWRIGHT_COLUMNS", "80")
+    monkeypatch.setattr("meshwright.commands.plan.plan.plan", lambda config, given: text)
+    run(["plan", "debug_model", "--world-size", "2", "--device", "cpu", *words])
+    assert len(capsys.readouterr().out.splitlines()) == num_lines

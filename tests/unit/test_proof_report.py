@@ -24,9 +24,18 @@ def small_job(*words: str) -> JobConfig:
     return shrink(config, resolve_model(config)[1])
 
 
-def test_rows_fit_a_console_of_100_columns() -> None:
+@pytest.mark.parametrize("columns", [80, 100])
+def test_rows_fit_a_console(columns, monkeypatch) -> None:
+    monkeypatch.setenv("MESHWRIGHT_COLUMNS", str(columns))
+    row = ("mesh: dp_shard 2 x tp 2", *("1" * 6 for _ in COLUMNS[1:-1]), "FAILED")
+    table = "\n".join([line(" 1/87", COLUMNS), line(" 1/87", row)]).splitlines()
+    assert all(len(text) <= columns for text in table)
+    assert table[0].index("verdict") == table[-1].index("FAILED")
+    assert len(table) == 2 + (columns == 80)
+
+
+def test_a_long_name_has_a_line_of_its_own() -> None:
     row = ("mesh: dp_shard 2 x tp 2", *("1" * 7 for _ in COLUMNS[1:-1]), "FAILED")
-    assert all(len(text) <= 100 for text in (line(" 1/87", COLUMNS), line(" 1/87", row)))
     assert line("1/8", row).startswith(f"1/8  {row[0]}")
     assert line("1/8", row).endswith("FAILED")
     name = "InterleavedZeroBubble, reshard never: pp 2 x dp_shard 2"

@@ -164,6 +164,9 @@ def test_an_error_of_a_rank_that_is_not_shown_is_said(tmp_path, capsys) -> None:
     assert capsys.readouterr().err == "meshwright: rank 0: it is bad\n"
     assert report(tmp_path, failures, local_ranks_filter="0,1") == EXIT_CONFIG
     assert capsys.readouterr().err == ""
+    failures[1] = failure(tmp_path, 1, EXIT_CONFIG, "", 0.5)  # the first, with the same words
+    assert report(tmp_path, failures, local_ranks_filter="0") == EXIT_CONFIG
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("first_rank", [0, 2])

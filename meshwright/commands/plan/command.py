@@ -9,6 +9,7 @@ from meshwright.commands.plan.devices import DEVICES, find_device
 from meshwright.config.command_line import Parser
 from meshwright.config.loader import load_given
 from meshwright.system.errors import ConfigError, check
+from meshwright.system.log import console_width, wrap
 from meshwright.system.machine import count_cores
 
 
@@ -53,7 +54,8 @@ def run(given: Namespace) -> None:
         from meshwright.commands.plan import plan
 
         text = (plan.search if given.search else plan.plan)(config, given)
-    print(text)
+    width = console_width(sys.stdout)
+    print(text if given.json else "\n".join(wrap(line, width, "  ") for line in text.split("\n")))
 
 
 def _check(given: Namespace) -> None:

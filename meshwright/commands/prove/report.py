@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import sys
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from meshwright.commands.prove.compare import BOUNDS
 from meshwright.commands.prove.prove import Row
 from meshwright.config.job_config import JobConfig
 from meshwright.system.errors import config_error
+from meshwright.system.log import console_width
 
 COLUMNS = (
     *("case", "ranks", "weights", "batches", "loss", "norm", "gradient", "of", "update"),
@@ -94,10 +96,12 @@ def line(number: str, texts: Sequence[str]) -> str:
         number: of the case, e.g. "3/11".
     """
     shown = dict(zip(COLUMNS, texts, strict=True))
-    name = shown["case"]
-    if len(name) > ON_CONSOLE["case"]:
+    name, others = shown["case"], sum(ON_CONSOLE.values()) - ON_CONSOLE["case"]
+    room = console_width(sys.stdout) - len(number) - others - 2 * len(ON_CONSOLE)
+    widths = ON_CONSOLE | {"case": min(room, ON_CONSOLE["case"])}
+    if len(name) > widths["case"]:
         return f"{number}  {name}\n{line(' ' * len(number), ['', *texts[1:]])}"
-    row = "  ".join(shown[column].ljust(width) for column, width in ON_CONSOLE.items())
+    row = "  ".join(shown[column].ljust(width) for column, width in widths.items())
     return f"{number}  {row}".rstrip()
 
 
