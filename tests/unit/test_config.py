@@ -268,6 +268,11 @@ BUDGET = "--activation_checkpoint.mode memory_budget"
             'or set activation_checkpoint.mode = "full"',
         ),
         (
+            "--model.name qwen3_moe "
+            '--training.fp32_modules ["*norm"] --activation_checkpoint.mode full',
+            'or set activation_checkpoint.mode = "none"',
+        ),
+        (
             "--training.dtype bfloat16 --training.mixed_precision_param float32",
             'set training.mixed_precision_param = "bfloat16"',
         ),

@@ -220,9 +220,11 @@ def test_a_step_that_is_held_back_moves_neither_bias_nor_load(monkeypatch) -> No
         assert figures["experts/without_tokens"].item() == (loads == 0).sum().item()
 
 
-def test_a_proof_counts_loads_and_biases_once_more(monkeypatch) -> None:
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_a_proof_counts_loads_and_biases_once_more(monkeypatch, is_frozen) -> None:
     monkeypatch.setattr("torch.distributed.all_reduce", lambda tensor: None)
     model, books = model_of(), Books(0.01)
+    model.layers["0"].feed_forward.router.weight.requires_grad_(not is_frozen)
     local = SimpleNamespace(stages=[model])
     balance, seen = Balance([model], 0.01), list[tuple[int, torch.Tensor]]()
     model.routing = SimpleNamespace(

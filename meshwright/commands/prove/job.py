@@ -141,17 +141,16 @@ class Books:
         Args:
             choices: of the step that was taken last.
         """
-        found, state = [], router_state(model)
-        for name, load in state.items():
-            if not name.endswith(".load"):
-                continue
-            chosen = choices[int(name.split(".")[1])].flatten()
-            counts = torch.bincount(chosen, minlength=len(load))
-            name_of_bias = name.removesuffix("load") + "bias"
-            bias = self._biases.setdefault(name_of_bias, torch.zeros(len(load)))
-            bias += self._rate * (len(chosen) - counts * len(load)).sign()
-            found += [name] * (not torch.equal(load, counts))
-            found += [name_of_bias] * (not torch.equal(state[name_of_bias], bias))
+        found = []
+        mixtures = [pair for stage in model.stages for pair in stage.mixtures().items()]
+        for number, mixture in mixtures:
+            chosen, name = choices[number].flatten(), f"layers.{number}.feed_forward"
+            counts = torch.bincount(chosen, minlength=len(mixture.load))
+            bias = self._biases.setdefault(name, torch.zeros(len(counts)))
+            if mixture.router.weight.requires_grad:  # a frozen router keeps its choice
+                bias += self._rate * (len(chosen) - counts * len(counts)).sign()
+            found += [f"{name}.load"] * (not torch.equal(mixture.load, counts))
+            found += [f"{name}.bias"] * (not torch.equal(mixture.bias, bias))
         return found
 
 

@@ -43,12 +43,15 @@ def has_part_of_block(modules: Iterable[str]) -> bool:
     return any(name.count(".") > 1 for name in modules)
 
 
-def check_fp32_modules(config: JobConfig, fp32_modules: Sequence[str]) -> None:
+def check_fp32_modules(
+    config: JobConfig, fp32_modules: Sequence[str], *, has_experts: bool
+) -> None:
     """Check that modules inside a block may stay fp32.
 
     Args:
         config: with `compile.enable` resolved.
         fp32_modules: the result of `find_fp32_modules`.
+        has_experts: recomputation then keeps some results in any mode.
 
     Raises:
         ConfigError: if the block is compiled, or its operations are counted.
@@ -63,14 +66,18 @@ def check_fp32_modules(config: JobConfig, fp32_modules: Sequence[str]) -> None:
         "names modules inside a block, where torch.compile cannot trace FSDP's hooks",
         f"{whole_blocks}set compile.enable = false",
     )
-    checkpoint = config.activation_checkpoint
+    checkpoint, counter, other = config.activation_checkpoint, "", "full"
+    if has_experts and checkpoint.mode in ("selective", "full"):
+        counter, other = "a block with experts", "none"
+    elif (checkpoint.mode, checkpoint.selective_ac_option) == ("selective", "op"):
+        counter = 'activation_checkpoint.selective_ac_option = "op"'
     check(
-        not has_inside or (checkpoint.mode, checkpoint.selective_ac_option) != ("selective", "op"),
+        not (has_inside and counter),
         key,
         patterns,
         "names modules inside a block, where FSDP's operations differ when it is recomputed, and "
-        'activation_checkpoint.selective_ac_option = "op" counts them',
-        f'{whole_blocks}set activation_checkpoint.mode = "full"',
+        f"{counter} counts them",
+        f'{whole_blocks}set activation_checkpoint.mode = "{other}"',
     )
 
 
