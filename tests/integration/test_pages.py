@@ -24,7 +24,7 @@ STORIES = {
 }
 FILES = {"README": ROOT / "README.md", "README of docs": ROOT / "docs/README.md"}
 ELSEWHERE = {
-    "the network": ("git clone *", "pip install *", "hf *", "*download_tokenizer*", "*Llama-3*"),
+    "the network": ("git clone *", "pip install *", "hf *", "*Llama-3*"),
     "a gated tokenizer": ("meshwright check llama3*", "meshwright train llama3*"),
     "GPUs, Slurm, other frameworks": ("*sbatch *", "scripts/gpu_smoke.sh*", "*benchmarks/*"),
     "the environment of the tests": ("source .venv/bin/activate*",),

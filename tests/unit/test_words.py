@@ -79,9 +79,7 @@ def test_pages_speak_plainly_to_the_reader() -> None:
     texts = [page.read_text("utf-8") for page in PAGES]
     prose = "\n\n".join(map(plain, texts))
     words = len(prose.split())
-    sentences = [
-        part for part in re.split(r"(?<=[.!?:])\s+|\n\n|\n\* |\n\d\. ", prose) if part.split()
-    ]
+    sentences = [part for part in re.split(SENTENCE_ENDS, prose) if part.split()]
 
     def share(pattern: str) -> float:
         return sum(bool(re.search(pattern, sentence)) for sentence in sentences) / len(sentences)
