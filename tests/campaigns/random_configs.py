@@ -6,9 +6,9 @@
     python -m tests.campaigns.random_configs --configs 60 --seed 1 --experts      (all with experts)
 
 Draws a mesh, a schedule, policies, precision, documents, accumulation, frozen and tied parameters,
-activation checkpointing, compilation, offload and more, as words of a command line. Half have Muon.
-What a real job would be refused is drawn again. Prints a line for each config, and exits with 1 if
-one is wrong.
+activation checkpointing, compilation, offload and more, as words of a command line. Two in five
+have Muon. What a real job would be refused is drawn again. Prints a line for each config, and exits
+with 1 if one is wrong.
 """
 
 import argparse
