@@ -155,10 +155,8 @@ def test_a_bad_line_saves_and_may_be_passed_over(tmp_path: Path) -> None:
     assert result.returncode == 5, result.stdout + result.stderr
     assert "Traceback" not in result.stdout + result.stderr
     (step,) = {row["step"] for row in records(folder)[-1:]}
-    assert (
-        f"the data cannot be read after step {step}: rank 1: training.dataset_path" in result.stdout
-    )
-    assert "1.jsonl:21: not JSON" in result.stdout
+    place = f"{tmp_path}/data/1.jsonl:21: not JSON"
+    assert f"the data cannot be read after step {step}: rank 1: {place}" in result.stdout
     assert commit.saved_steps(folder / "checkpoint")[-1] == step
 
     again = train_alone(folder, *options, **environ)  # a scheduler would go in circles
@@ -169,7 +167,7 @@ def test_a_bad_line_saves_and_may_be_passed_over(tmp_path: Path) -> None:
     leave = ("--training.max_bad_records", 1)
     result = train_alone(folder, *options, *leave, **environ)
     assert result.returncode == 0, result.stdout + result.stderr
-    assert "passed over a record (1): training.dataset_path" in result.stdout
+    assert f"passed over a record (1): {place}" in result.stdout
     assert records(folder)[-1]["data/bad_records"] == 1
 
 
