@@ -24,7 +24,7 @@ def test_a_debug_job_of_torchtitan_trains(tmp_path: Path) -> None:
     words = [f"--{key}={value}" for key, value in keys.items()]
     done = train_alone(tmp_path / "dump", *words, config=TOML, XDG_CACHE_HOME=tmp_path / "cache")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "debug_model.toml:23 model.flavor: 'debugmodel' is 'debugmodel' with n_heads = 16" in (
+    assert "line 23, model.flavor: 'debugmodel' is 'debugmodel' with n_heads = 16" in (
         " ".join(done.stdout.split())
     )
     assert losses(tmp_path / "dump").keys() == {1, 2, 3}

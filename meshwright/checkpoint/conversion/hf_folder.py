@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 
 from meshwright.models.args import DecoderArgs
 from meshwright.models.family import Dimension, Family, ForeignTensor, HuggingFaceForm
-from meshwright.system.errors import ConfigError, where_it_ends
+from meshwright.system.errors import ConfigError, as_toml, where_it_ends
 from meshwright.system.files import Place
 
 WEIGHT_TYPES = ("F32", "BF16", "F16")
@@ -189,7 +189,7 @@ def check_args(args: DecoderArgs, there: Mapping[str, tuple[str, Any]], file: st
 
 def _shown(value: object) -> str:
     table = dataclasses.asdict(value) if dataclasses.is_dataclass(value) else value  # type: ignore[arg-type]
-    return "none" if table is None else repr(table)
+    return "none" if table is None else as_toml(table)
 
 
 def _fix(name: str, value: object) -> str:
