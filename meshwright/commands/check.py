@@ -55,12 +55,13 @@ def check_job(given: Namespace, ranks: Ranks) -> Plan:
     if written.notes:
         log_to_console()
         log_translation(written.notes, given.config)
-    plan = preflight(written.config(), ranks.total, is_gpu=ranks.gpus != 0)
-    # of a preset's keys that the user's TOML makes idle, nothing is to be done
-    is_inherited = written.provenance.is_inherited
-    idle = {text for text in plan.idle_options if is_inherited(text.partition(" = ")[0])}
-    notes = [text for text in plan.notes if text not in idle]
-    notes.sort(key=lambda text: "has no effect" not in text)  # the last are read first
+    plan = preflight(
+        written.config(),
+        ranks.total,
+        is_gpu=ranks.gpus != 0,
+        is_inherited=written.provenance.is_inherited,
+    )
+    notes = sorted(plan.notes, key=lambda text: "has no effect" not in text)  # last ones are read
     slow = _slow_type(ranks, plan.config.training.mixed_precision_param)
     owner = holder(plan.checkpoint_folder) if plan.config.checkpoint.saves else None
     is_taken = owner is not None and owner.is_here and not owner.is_gone

@@ -120,7 +120,13 @@ def _run_command_line(launch: Launch, requests: Requests) -> bool:
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     plan: Plan | None = None
     try:
-        plan = preflight(config, world_size, is_gpu=torch.cuda.is_available(), looks_at_files=False)
+        plan = preflight(
+            config,
+            world_size,
+            is_gpu=torch.cuda.is_available(),
+            looks_at_files=False,
+            is_inherited=written.provenance.is_inherited,
+        )
         return run(plan, requests=requests, launch=launch)
     except ConfigError as error:
         raise with_lines(error, given) from None

@@ -4,7 +4,7 @@ Free of torch: the launcher calls it first, so a mistake is reported at once. Ev
 calls it again, for users who start torchrun themselves.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -96,6 +96,8 @@ class Plan:
     """The stage after it."""
     staged: JobConfig | None = None
     """The config of a job with stages, as it was given."""
+    is_inherited: Callable[[str], bool] = lambda key: False
+    """Whether a preset gave a key: where it has no effect, the user has nothing to do."""
     data_steps: int = 0
     """Step before which `training.max_epochs` ends the data; 0: not known."""
 
@@ -189,11 +191,12 @@ class Plan:
     @property
     def _idle_options(self) -> list[str]:
         names, groups = list(self.model_args.parameter_names()), self.config.optimizer.groups
-        return [
+        found = (
             *idle_options(self.config, self.stages[-1].steps),
             *idle_source_options(self.config),
             *idle_groups(groups, names, self.frozen),
-        ]
+        )
+        return [line for line in found if not self.is_inherited(line.partition(" = ")[0])]
 
     @property
     def num_microbatches(self) -> int:
@@ -208,6 +211,7 @@ def preflight(
     is_gpu: bool = False,
     looks_at_files: bool = True,
     checks_memory: bool = True,
+    is_inherited: Callable[[str], bool] = lambda key: False,
 ) -> Plan:
     """Check `config` for a job of `world_size` ranks; each of its stages.
 
@@ -216,6 +220,7 @@ def preflight(
         looks_at_files: also check the checkpoint to resume from, or the weights to start from. The
             ranks of a job leave it to the first, once they can talk.
         checks_memory: refuse a job that surely does not fit `job.device_memory_gib`.
+        is_inherited: as the plan's.
 
     Returns:
         The plan of the stage that the job continues with, as far as files were looked at.
@@ -230,7 +235,8 @@ def preflight(
         except ConfigError as error:
             raise error_of_stage(error, config, number) from None
         begins_after = plans[-1].config.training.steps if plans else 0
-        plans.append(replace(found, stage=number + 1, begins_after=begins_after))
+        found = replace(found, stage=number + 1, is_inherited=is_inherited)
+        plans.append(replace(found, begins_after=begins_after))
     for found in reversed(plans):
         plan = replace(found, next=plan, staged=config if len(plans) > 1 else None)
     assert plan is not None
