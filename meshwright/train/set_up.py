@@ -71,6 +71,9 @@ class Met:
     """A job whose ranks have met: they agree on it, its data is open, its folder claimed."""
 
     plan: Plan
+    """Of the stage that the job probably continues with; in `Job`, surely."""
+    whole: Plan
+    """Of the first stage that it may continue with: the newest checkpoint may be damaged."""
     device: torch.device
     attention: Sequence[str]
     """torch's kernels of attention in the order in which they are to be tried; empty: its own."""
@@ -119,7 +122,7 @@ def meet(plan: Plan, heart: Heartbeat, launch: Launch) -> Met:
     Raises:
         ConfigError: on every rank, if ranks run different jobs, or another job has the folder.
     """
-    device = _start(plan, launch.num_gpus)
+    whole, device = plan, _start(plan, launch.num_gpus)
     checkpoints = CheckpointManager(plan.checkpoint_folder, plan.config.checkpoint)
     if plan.next is not None:  # data of a stage that is over may be gone
         plan = plan.at(checkpoints.tell(lambda: _likely_step(plan)))
@@ -127,7 +130,7 @@ def meet(plan: Plan, heart: Heartbeat, launch: Launch) -> Met:
     sources, held_out = _open_data(plan, checkpoints)
     plan = replace(plan, data_steps=steps_of_data(plan.config, sources))
     checkpoints.claim()
-    return Met(plan, device, attention, sources, held_out, checkpoints, heart, launch)
+    return Met(plan, whole, device, attention, sources, held_out, checkpoints, heart, launch)
 
 
 def _likely_step(plan: Plan) -> int:
@@ -293,8 +296,9 @@ def _resume_or_begin(met: Met) -> tuple[Met, Manifest | None]:
     """
     found = met.checkpoints.select_and_verify()
     step = found["step"] if found else 0
-    plan = met.plan.at(step)
-    if plan is not met.plan:
+    plan = met.plan
+    if (right := met.whole.at(step)).stage != plan.stage:  # a damaged checkpoint was passed over
+        plan = right
         sources, held_out = _open_data(plan, met.checkpoints)
         attention = _order_attention(plan, met.device)
         met = replace(met, attention=attention, sources=sources, held_out=held_out)

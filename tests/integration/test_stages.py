@@ -13,6 +13,7 @@ import pytest
 from meshwright.checkpoint import commit
 from meshwright.config.loader import load_config
 from tests.helpers.compare_checkpoints import assert_same_tensors
+from tests.helpers.files import flip_bit
 from tests.helpers.forked import Forked
 from tests.helpers.jobs import (
     CONFIG,
@@ -240,3 +241,17 @@ def test_a_stop_at_the_end_of_a_stage(alone: Callable[..., str], tmp_path: Path)
     written = load_config(["--job.config_file", str(out / "config.toml")])
     assert [stage.until_tokens for stage in written.training.stages] == [1000, 3072, None]
     assert (written.training.seq_len, written.training.steps) == (16, 24)
+
+
+@pytest.mark.slow
+def test_a_stage_whose_end_is_damaged_goes_on(alone: Callable[..., str], tmp_path: Path) -> None:
+    """The newest checkpoint seems to end the stage; the one that is resumed from does not."""
+    out = tmp_path / "out"
+    output = alone(ASK_AFTER="7")
+    assert "stopped after step 8 of 8: SIGTERM" in output, output
+    (file,) = (out / "checkpoint/step-8").glob("*.distcp")
+    flip_bit(file, file.stat().st_size // 2)
+    output = alone("--training.steps", 17)
+    assert "stage 1 of 3: steps 1 to 8" in output, output
+    assert "result True meshes 1\n" in output, output
+    assert losses(out).keys() == {*range(1, 18)}
