@@ -262,14 +262,14 @@ def _column(kind: str, file: DataFile) -> str:
         if isinstance(row, Fault):
             raise ConfigError("", f"{row}\n  fix: correct it, or name other files")
         first = first or row
-        texts = {key: value for key, value in row.items() if isinstance(value, str) and value}
-        if "text" in texts:
+        if isinstance(row.get("text"), str):
             return "text"
+        texts = {key: value for key, value in row.items() if isinstance(value, str) and value}
         if any(isinstance(value, list) for value in row.values()):
             rule = f"its rows are no texts, but hold {', '.join(row)}"
             fix = "for conversations, begin with the preset fine_tune (docs/fine_tuning.md)"
             raise config_error("--from", file.path, rule, fix)
-        if texts:
+        if texts and row.get("text", "") is not None:  # null: another row may have it
             return max(texts, key=lambda key: len(texts[key]))
     held = ", ".join(f"{key} = {shortened(value)}" for key, value in first.items())
     rule = f"no column holds text; its first row has {held}" if held else "holds no row"
