@@ -44,6 +44,12 @@ def test_a_long_name_has_a_line_of_its_own() -> None:
     assert rest.index("FAILED") == line("1/8", row).index("FAILED")
 
 
+def test_a_console_may_be_narrower_than_the_columns(monkeypatch) -> None:
+    monkeypatch.setenv("MESHWRIGHT_COLUMNS", "40")
+    name, rest = line("1/8", ("weights", *("1" for _ in COLUMNS[1:-1]), "FAILED")).splitlines()
+    assert (name, rest.split()) == ("1/8  weights", ["1"] * 5 + ["FAILED"])
+
+
 def test_an_unfinished_proof_proves_nothing(tmp_path) -> None:
     small = JobConfig()
     rows = [Row(reference_case(small), Verdict(), 1.0)]

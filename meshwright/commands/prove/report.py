@@ -98,7 +98,7 @@ def line(number: str, texts: Sequence[str]) -> str:
     shown = dict(zip(COLUMNS, texts, strict=True))
     name, others = shown["case"], sum(ON_CONSOLE.values()) - ON_CONSOLE["case"]
     room = console_width(sys.stdout) - len(number) - others - 2 * len(ON_CONSOLE)
-    widths = ON_CONSOLE | {"case": min(room, ON_CONSOLE["case"])}
+    widths = ON_CONSOLE | {"case": max(0, min(room, ON_CONSOLE["case"]))}
     if len(name) > widths["case"]:
         return f"{number}  {name}\n{line(' ' * len(number), ['', *texts[1:]])}"
     row = "  ".join(shown[column].ljust(width) for column, width in widths.items())
