@@ -393,6 +393,7 @@ def to_toml(config: JobConfig, only_changes: bool = False) -> str:
     table = config.model_dump(exclude_none=True, exclude_defaults=only_changes)
     table.get("job", {}).pop("config_file", None)
     for section in ("training", "validation"):
-        if table.get(section, {}).get("datasets"):
-            table[section]["dataset"] = ""  # its default would be refused beside them
+        keys = table.get(section, {})
+        if keys.get("datasets") and keys.get("dataset"):
+            del keys["dataset"]  # the default, which would be refused beside them
     return tomli_w.dumps({name: section for name, section in table.items() if section})

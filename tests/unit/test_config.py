@@ -501,10 +501,14 @@ def test_paths_of_a_mixture_start_at_its_toml(toml, tmp_path) -> None:
 
 def test_the_written_config_of_a_mixture_can_run(toml, tmp_path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "one"}\n')
-    part = '[[training.datasets]]\ndataset = "json"\ndataset_path = "a.jsonl"\nweight = 1\n'
+    keys = 'dataset = "json"\ndataset_path = "a.jsonl"\n'
+    part = f"[[training.datasets]]\nweight = 1\n{keys}"
+    part += f'[validation]\nenable = true\n[[validation.datasets]]\nname = "a"\n{keys}'
     config = load_config(toml(f'extends = "debug_model"\n{part}'))
     again = load_config(toml(to_toml(config), "again.toml"))
     assert preflight(again, 1).config.training.datasets == config.training.datasets
+    # equal in each key: the best validation of the job would no longer count
+    assert (again.training, again.validation) == (config.training, config.validation)
 
 
 OTHER_DATA = """
