@@ -518,6 +518,13 @@ def test_the_written_config_of_a_mixture_can_run(toml, tmp_path) -> None:
     assert (again.training, again.validation) == (config.training, config.validation)
 
 
+def test_an_error_of_a_record_begins_with_its_place_in_the_data(toml, tmp_path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"body": "one"}\n')
+    keys = '[training]\ndataset = "json"\ndataset_path = "a.jsonl"\n'
+    said = error_of(toml(f'extends = "debug_model"\n{keys}'))
+    assert said.startswith(f"{tmp_path}/a.jsonl:1"), said
+
+
 OTHER_DATA = """
 [training]
 dataset = "c4"

@@ -10,7 +10,7 @@ import pytest
 from meshwright.commands.main import run
 from meshwright.config.fields import FILE, all_keys, find_section, json_schema
 from meshwright.config.job_config import JobConfig
-from meshwright.config.loader import load_config
+from meshwright.config.loader import load_config, parse_config, read
 from meshwright.config.suggest import read_synonyms, suggest_key, suggest_section
 from meshwright.system.errors import CombinedConfigError, ConfigError, did_you_mean
 from scripts import config_reference
@@ -345,7 +345,9 @@ def test_a_name_that_is_nearly_there_is_guessed(words, near, tmp_path, monkeypat
 def test_a_job_has_not_the_description_of_the_one_that_it_extends(tmp_path) -> None:
     (tmp_path / "a.toml").write_text('extends = "debug_model"\n')
     assert load_config(["debug_model"]).job.description
-    assert not load_config([str(tmp_path / "a.toml")]).job.description
+    written = read(parse_config([str(tmp_path / "a.toml")]))
+    assert not written.config().job.description
+    assert written.provenance.origin("job.description") == "default"
 
 
 def test_a_name_in_other_letters_is_meant_before_one_that_is_near() -> None:
