@@ -108,6 +108,8 @@ def test_files_with_every_key_of_theirs_pass_the_check(
     config = load_config(words)
     preflight(config, ranks)
     assert any(re.match(r"line \d+, model\.flavor: ", note) for note in notes_of(words))
+    notes = notes_of([*words, "--validation.steps", "-1"])
+    assert any(note.startswith("--validation.steps: without effect") for note in notes)
 
 
 @pytest.mark.parametrize("name", ["debug_model", "llama3_8b", "llama3_70b", "llama3_405b"])
