@@ -140,7 +140,7 @@ def batch_shape(plan: Plan, meshes: Meshes) -> BatchShape:
     """Return how the global batch is dealt out over ranks and microbatches."""
     return BatchShape(
         local_batch_size=plan.config.training.local_batch_size,
-        num_microbatches=plan.num_microbatches,
+        num_microbatches=plan.config.num_microbatches,
         dp_rank=meshes.dp.get_local_rank(),
         dp_size=plan.dims.dp,
     )

@@ -198,11 +198,6 @@ class Plan:
         )
         return [line for line in found if not self.is_inherited(line.partition(" = ")[0])]
 
-    @property
-    def num_microbatches(self) -> int:
-        """Per rank and optimizer step."""
-        return self.config.num_microbatches
-
 
 def preflight(
     config: JobConfig,

@@ -30,7 +30,7 @@ class OneRank:
         shape = (training.local_batch_size, training.seq_len)
         generator = torch.Generator().manual_seed(seed)
         found = []
-        for _ in range(self.plan.num_microbatches):
+        for _ in range(self.plan.config.num_microbatches):
             tokens = torch.randint(self.plan.model_args.vocab_size, shape, generator=generator)
             documents = None
             if training.mask_documents:

@@ -146,7 +146,7 @@ def allocated(case: Case) -> int:
         profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler,
     ):
         rank = Rank(plan, meshes, None)
-        batches = rank.batches(plan.num_microbatches)
+        batches = rank.batches(plan.config.num_microbatches)
         with record_function(STEPS):
             rank.step(1, batches)
             rank.step(2, batches)

@@ -65,7 +65,7 @@ def test_a_pipeline_waits_as_its_schedule_does(schedule, backward, part) -> None
         f"--parallelism.pipeline_parallel_schedule={schedule}",
     ]
     plan = plan_job(load_config(words), 4, is_gpu=True)
-    assert plan.num_microbatches == 8
+    assert plan.config.num_microbatches == 8
     assert bubble(plan, backward) == pytest.approx(part)
     assert bubble(plan_job(load_config([DEBUG]), 4, is_gpu=True), backward) == 0
 
@@ -296,7 +296,7 @@ def test_a_plan_of_experts_deals_their_rows_out_evenly() -> None:
     plan = plan_job(config, 8, is_gpu=True)
     rank = plan_rank(config, 8, 0, estimated(h100))
     by_axis = {sent.axis: sent for sent in rank.traffic if sent.kind == "all_to_all"}
-    args, count = plan.model_args, plan.num_microbatches
+    args, count = plan.model_args, plan.config.num_microbatches
     rows = 2 * 128 // 2 * 4  # of a tp rank's half of the sequences, for 4 experts each
     fp32, calls = 4, 4 * args.n_layers * count  # there and back, forward and backward
     assert by_axis.keys() == {"ep"}

@@ -53,11 +53,11 @@ def test_only_fsdp_gathers_beside_computation(is_fsdp, waits) -> None:
     plan = plan_job(
         load_config(["--job.config_file=train_configs/debug_model.toml"]), 2, is_gpu=True
     )
-    step = Simulation(Record(), [gather, *matmuls], 1, plan.num_microbatches - 1)
+    step = Simulation(Record(), [gather, *matmuls], 1, plan.config.num_microbatches - 1)
     matmul, waited = (entry_seconds(one, rates) for one in (matmuls[0], gather))
     found = step_time(step, plan, rates)
     each = 2 * matmul + waits * waited
-    assert found.seconds == pytest.approx(plan.num_microbatches * each)
+    assert found.seconds == pytest.approx(plan.config.num_microbatches * each)
 
 
 def test_compiled_blocks_move_fewer_bytes_between_pointwise_operators() -> None:

@@ -70,7 +70,7 @@ def test_an_estimate_counts_the_sequences_and_layers_of_a_rank() -> None:
         schedule = plan.config.parallelism.pipeline_parallel_schedule
         if ranks in (1, 2) and not schedule.startswith("ZB"):
             per_rank = len(plan.stage_modules) // ranks
-            idle = (ranks - 1) / (per_rank * plan.num_microbatches + ranks - 1)
+            idle = (ranks - 1) / (per_rank * plan.config.num_microbatches + ranks - 1)
             # stages need not be even: those of the first rank may have a layer less
             least = (of_rank - per_rank) * sequences * 1e-3 / (1 - idle)
             assert least <= added <= (of_rank + per_rank) * sequences * 1e-3 / (1 - idle)
@@ -81,7 +81,7 @@ def test_an_estimate_counts_the_sequences_and_layers_of_a_rank() -> None:
 def test_an_estimate_counts_the_microbatches_in_flight() -> None:
     """1F1B: one per rank. Interleaved1F1B: 3 p - 1 stages' forwards, of 2 per rank."""
     for plan in _plans():
-        ranks, count = plan.dims.pp, plan.num_microbatches
+        ranks, count = plan.dims.pp, plan.config.num_microbatches
         schedule = plan.config.parallelism.pipeline_parallel_schedule if ranks > 1 else ""
         in_flight = {
             "": 1.0,
@@ -121,7 +121,7 @@ def test_parameters_that_are_kept_are_gathered_once_per_microbatch() -> None:
         if keeps_gathered(plan) and plan.dims.pp == 1 and plan.dims.dp_shard > 1:
             other = by_words[words.removesuffix(", gathered parameters kept")]
             kept, freed = (estimate(one, work(), RATES)[0] for one in (plan, other))
-            count = plan.num_microbatches
+            count = plan.config.num_microbatches
             assert freed / kept == pytest.approx((count * 4 + 4) / (count * 2 + 4))
             seen += 1
     assert seen > 10

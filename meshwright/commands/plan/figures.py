@@ -275,4 +275,4 @@ def bubble(plan: Plan, backward: float) -> float:
     wait = ranks - 1.0
     if SCHEDULES[schedule].splits_backward:
         wait *= max(1 - backward, backward / 2)
-    return wait / (len(plan.stage_modules) // ranks * plan.num_microbatches + wait)
+    return wait / (len(plan.stage_modules) // ranks * plan.config.num_microbatches + wait)

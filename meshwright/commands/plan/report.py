@@ -128,7 +128,7 @@ def to_json(
         "mesh": asdict(plan.dims),
         "samples_per_step": training.global_batch_size,
         "tokens_per_step": tokens_per_step(plan),
-        "microbatches": plan.num_microbatches,
+        "microbatches": plan.config.num_microbatches,
         "parameters": plan.model_args.table.num_params,
         "active_parameters": plan.model_args.table.num_active_params,
         "flops_per_token_for_mfu": plan.model_args.table.flops_per_token(training.seq_len),
@@ -139,7 +139,7 @@ def to_json(
 
 def to_text(plan: Plan, ranks: list[RankPlan], device: Device) -> str:
     """Return the plan for people."""
-    shown, count, dims = neediest(ranks), plan.num_microbatches, plan.dims
+    shown, count, dims = neediest(ranks), plan.config.num_microbatches, plan.dims
     of = f" (of rank {shown.rank})" if len(ranks) > 1 else ""
     table, active = plan.model_args.table, ""
     if table.mixtures:

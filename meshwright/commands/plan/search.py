@@ -209,7 +209,11 @@ def measure_work(config: JobConfig, device: Rates) -> Work:
 
 def estimate(plan: Plan, work: Work, device: Rates) -> tuple[float, float]:
     """Return a candidate's seconds per step, and bytes that its first rank surely has at once."""
-    dims, count, size = plan.dims, plan.num_microbatches, plan.config.training.local_batch_size
+    dims, count, size = (
+        plan.dims,
+        plan.config.num_microbatches,
+        plan.config.training.local_batch_size,
+    )
     ends = [modules_of(plan, rank) for rank in (0, dims.num_ranks // dims.pp * (dims.pp - 1))]
     layers = [[work.layers[n % len(work.layers)] for n in _numbers(names)] for names in ends]
     copies, sent = _fsdp_seconds(plan, device)
@@ -232,7 +236,7 @@ def _fsdp_seconds(plan: Plan, device: Rates) -> tuple[float, float]:
     """Return the time of FSDP's copies into and out of its buffers, and of its collectives, on the
     first rank."""
     training, dims, parallelism = plan.config.training, plan.dims, plan.config.parallelism
-    count, shards = plan.num_microbatches, dims.dp_shard * dims.cp
+    count, shards = plan.config.num_microbatches, dims.dp_shard * dims.cp
     if shards == 1:
         return 0.0, 0.0
     # in a pipeline, gathered weights stay until the end of the step
@@ -257,7 +261,7 @@ def _in_flight(plan: Plan) -> float:
     """Return the most microbatches whose activations the first rank keeps at once, in parts that
     are stages."""
     ranks, schedule = plan.dims.pp, plan.config.parallelism.pipeline_parallel_schedule
-    count, per_rank = plan.num_microbatches, len(plan.stage_modules) // plan.dims.pp
+    count, per_rank = plan.config.num_microbatches, len(plan.stage_modules) // plan.dims.pp
     if schedule != "Interleaved1F1B":
         return min(ranks, count)
     ahead = (per_rank - 1) * ranks + 2 * (ranks - 1) + 1  # then one for each backward
@@ -277,7 +281,7 @@ def _least_bytes(plan: Plan, activations: float) -> float:
     """
     least, in_flight = plan.least_bytes, _in_flight(plan)
     whole = least.get("gathered weights", 0.0)
-    if plan.num_microbatches > in_flight:
+    if plan.config.num_microbatches > in_flight:
         whole += least.get("whole gradients", 0.0)
     state = least.get("weights", 0.0) + least.get("optimizer", 0.0)
     return max(sum(least.values()), state + whole + in_flight * activations)

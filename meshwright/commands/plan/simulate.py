@@ -106,7 +106,7 @@ def run_step(
         is_gpu: offloaded tensors are not in the planned memory.
         fake: mode of the tensors; None: real ones.
     """
-    simulated, num_microbatches = num_simulated(plan), plan.num_microbatches
+    simulated, num_microbatches = num_simulated(plan), plan.config.num_microbatches
     is_early = plan.config.optimizer.early_step_in_backward
     # a CPU plans for itself: there, offloaded tensors are in the memory that is planned
     is_offloaded = is_gpu and plan.config.training.enable_cpu_offload
@@ -155,7 +155,7 @@ def run_step(
 
 def with_microbatches(plan: Plan, count: int) -> Plan:
     """Return `plan` with `count` microbatches in a step."""
-    batch = plan.config.training.global_batch_size // plan.num_microbatches * count
+    batch = plan.config.training.global_batch_size // plan.config.num_microbatches * count
     config = changed(plan.config, {"training": {"global_batch_size": batch}})
     return replace(plan, config=config)
 
@@ -169,11 +169,11 @@ def num_simulated(plan: Plan) -> int:
     """
     ranks, schedule = plan.dims.pp, plan.config.parallelism.pipeline_parallel_schedule
     if ranks == 1:
-        return min(plan.num_microbatches, 3)
+        return min(plan.config.num_microbatches, 3)
     steady = {"1F1B": ranks + 2, "Interleaved1F1B": 3 * ranks}.get(schedule)
     # microbatches are left out in whole rounds over the ranks, as Interleaved1F1B takes them
-    left_out = max(0, plan.num_microbatches - steady) // ranks * ranks if steady else 0
-    return plan.num_microbatches - left_out
+    left_out = max(0, plan.config.num_microbatches - steady) // ranks * ranks if steady else 0
+    return plan.config.num_microbatches - left_out
 
 
 class Rank:
