@@ -82,7 +82,7 @@ def test_a_schedule_without_a_pipeline_leaves_the_model_whole(schedule) -> None:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_batch_that_is_not_given_fills_the_stages_once(schedule) -> None:
     made = plan(f"{SCHEDULE}={schedule}")
-    assert made.num_microbatches == len(made.stage_modules)
+    assert made.config.num_microbatches == len(made.stage_modules)
 
 
 def test_stages_are_cut_as_the_user_says() -> None:
