@@ -208,13 +208,17 @@ def announce_end(plan: Plan, reporter: Reporter, step: int, seconds: float) -> N
         logger.info("  %s", command, extra={"is_command": True})
 
 
-def note_start(plan: Plan, device: torch.device) -> None:
-    """Add this process to the history of the run."""
+def note_start(plan: Plan, device: torch.device, *, is_new_stage: bool) -> None:
+    """Add this start to the history of the run.
+
+    Args:
+        is_new_stage: this process has trained the stage before, so it is no resume.
+    """
     if dist.get_rank() > 0:
         return
     facts: dict[str, Any] = {
         "ranks": dist.get_world_size(),
-        "stage": plan.stage,
+        "is_new_stage": is_new_stage,
         "mesh": str(plan.dims) or "no mesh",
         "host": socket.gethostname(),
         "system": platform.platform(),

@@ -226,7 +226,7 @@ def set_up(met: Met, extra_sinks: Sequence[Sink], meshes: Meshes | None = None) 
     if plan.resume_step == 0 and dist.get_rank() == 0:
         history.set_aside(dump_folder)
     announce(plan, met.device, met.launch, met.sources, met.held_out)
-    note_start(plan, met.device)
+    note_start(plan, met.device, is_new_stage=meshes is not None)
     if found is not None and dist.get_rank() == 0:
         resume_diff(plan, found).log(met.launch.is_checked and _is_newest(plan))
     with note_failure(plan, lambda: plan.resume_step):

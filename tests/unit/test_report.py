@@ -85,9 +85,10 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_a_stage_that_begins_is_no_resume(folder) -> None:
-    starts = [{"event": "start", "step": 10 * n, "unix_s": 1.0, "stage": n} for n in (1, 2, 3)]
-    for last, words in ((2, ""), (3, "resumed once")):
-        rows = [*starts, {**starts[-1], "step": 35, "stage": 3}][: last + 1]
+    begun = {"event": "start", "unix_s": 1.0, "step": 10}
+    for is_new_stage, words in ((True, ""), (False, "resumed once")):
+        rows = [{**begun, "step": 0}, {**begun, "is_new_stage": True}]
+        rows.append({**begun, "is_new_stage": is_new_stage})
         lines(folder / "history.jsonl", rows)
         report([str(folder)])
         page = (folder / "report.html").read_text()

@@ -127,7 +127,7 @@ def _tiles(run: Run, config: dict[str, Any]) -> str:
         add("peak memory", f"{max(memory):.2f} GiB", "first rank")
     seconds = sum(_totals(run).values())
     if seconds:
-        resumes = len(run.resumed_steps) - (run.num_stages - 1)
+        resumes = len(run.resumed_steps) - run.num_new_stages
         add(
             "training time",
             duration(seconds),
@@ -171,7 +171,7 @@ def _charts(run: Run) -> str:
     )
     legend = []
     if seams:
-        legend.append("dashed lines: resumes" + " and new stages" * (run.num_stages > 1))
+        legend.append("dashed lines: resumes" + " and new stages" * (run.num_new_stages > 0))
     if skipped:
         legend.append("red marks: skipped steps")
     note = f'<p class="note">{"; ".join(legend).capitalize()}.</p>' if legend else ""

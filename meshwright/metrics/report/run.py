@@ -47,9 +47,9 @@ class Run:
         return [int(row["step"]) for row in self.starts[1:]]
 
     @property
-    def num_stages(self) -> int:
-        """Stages of the job that have begun."""
-        return len({row.get("stage", 1) for row in self.starts})
+    def num_new_stages(self) -> int:
+        """Stages that a process began after it had trained the one before."""
+        return sum(row.get("is_new_stage", False) for row in self.starts)
 
     @property
     def config(self) -> dict[str, Any]:
