@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.models.decoder import Decoder, Routing
+from meshwright.models.table import MixtureSpec
 from meshwright.parallelisms.context_parallel import local_positions
 from meshwright.parallelisms.meshes import Meshes
 
@@ -118,6 +119,20 @@ def _positions(seq_len: int, meshes: Meshes, device: torch.device) -> Tensor:
     return own.chunk(meshes.tp.size())[meshes.tp.get_local_rank()]
 
 
+def _check(layer: int, chosen: Tensor, spec: MixtureSpec) -> None:
+    """Check that `chosen`, of one layer, are different experts of it for each token."""
+    if chosen.ndim != 3 or chosen.shape[2] != spec.n_active or chosen.dtype != torch.int64:
+        given = f"{chosen.dtype} of shape {(*chosen.shape,)}"
+        raise ValueError(
+            f"layer {layer}: choices are (sequences, S, {spec.n_active}) int64, not {given}"
+        )
+    ids = chosen.sort().values
+    if ids.numel() and not (ids.min() >= 0 and ids.max() < spec.n_experts):
+        raise ValueError(f"layer {layer}: experts are 0 to {spec.n_experts - 1}")
+    if (ids.diff() == 0).any():
+        raise ValueError(f"layer {layer}: a token has the same expert twice")
+
+
 @contextmanager
 def _routed(stages: Sequence[Decoder], routing: Routing) -> Iterator[None]:
     for stage in stages:
@@ -161,7 +176,13 @@ def replay_choices(stages: Sequence[Decoder], choices: Choices, meshes: Meshes) 
 
     Yields:
         How often, and how far, routers would have chosen otherwise.
+
+    Raises:
+        ValueError: if choices are none of the model.
     """
+    for layer, spec in stages[0].table.mixtures.items():
+        if layer in choices:
+            _check(layer, choices[layer], spec)
     replay = Replay(choices, meshes)
     with _routed(stages, replay):
         yield replay

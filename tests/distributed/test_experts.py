@@ -23,22 +23,8 @@ from meshwright.train.bad_steps import BadStepDetector
 from meshwright.train.trainer import StepOptions, StepResult, train_step
 from tests.helpers.rounding import adamw
 from tests.helpers.slow import slow, slow_but
-from tests.helpers.tiny import SEQ_LEN, parallel_model, plain_model, whole
+from tests.helpers.tiny import MIXED, SEQ_LEN, parallel_model, plain_model, whole
 
-# the first layer has no experts, and 8 of them are cut by 1, 2, 4 or 8
-MIXED = Qwen3MoeArgs(
-    dim=32,
-    n_layers=3,
-    n_heads=4,
-    n_kv_heads=4,
-    hidden_dim=64,
-    vocab_size=131,
-    head_dim=8,
-    n_experts=8,
-    n_active=3,
-    expert_dim=24,
-    n_dense_layers=1,
-)
 STEPS, GLOBAL_BATCH = 3, 8
 KEPT = (1, 3)  # steps whose gradients are compared: at the first, biases are 0
 OPTIONS = {

@@ -14,8 +14,7 @@ from meshwright.models.families.llama import LlamaArgs
 from meshwright.parallelisms.rules.degrees import ParallelDims
 from meshwright.parallelisms.shards import local_box, part_of_box
 from meshwright.train.optim.optimizers import build_optimizer, set_learning_rate, update
-from tests.distributed.test_experts import MIXED
-from tests.helpers.tiny import TINY, parallel_model, plain_model, whole
+from tests.helpers.tiny import MIXED, TINY, parallel_model, plain_model, whole
 
 TABLE = TINY.table.parameters
 AXES = ("dp_replicate", "dp_shard", "cp", "tp", "pp")

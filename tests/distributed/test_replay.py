@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright.models.batch import Batch
-from meshwright.models.families.qwen3_moe import Qwen3MoeArgs
 from meshwright.models.loss import IGNORE
 from meshwright.parallelisms.replay import record_choices, replay_choices
 from meshwright.parallelisms.rules.degrees import ParallelDims
@@ -18,17 +17,10 @@ from meshwright.train.bad_steps import BadStepDetector
 from meshwright.train.trainer import StepOptions, train_step
 from tests.helpers.rounding import adamw
 from tests.helpers.slow import slow_but
-from tests.helpers.tiny import SEQ_LEN, parallel_model, plain_model, whole
+from tests.helpers.tiny import MIXED, SEQ_LEN, parallel_model, plain_model, whole
 
 # two layers, and so the first stage of a pipeline, have no experts
-ARGS = Qwen3MoeArgs(
-    *(32, 4, 4, 4, 64, 131),
-    head_dim=8,
-    n_experts=8,
-    n_active=3,
-    expert_dim=24,
-    n_dense_layers=2,
-)
+ARGS = dataclasses.replace(MIXED, n_layers=4, n_dense_layers=2)
 GLOBAL_BATCH = 8
 
 
@@ -138,17 +130,26 @@ def test_a_mesh_records_and_replays_as_one_process(on_ranks, case) -> None:
     on_ranks(dims.num_ranks, records_and_replays, dims, num_microbatches, options)
 
 
-def too_few() -> None:
+def refused() -> None:
     model, meshes = parallel_model(ParallelDims(1, 1), dataclasses.replace(ARGS, n_layers=3))
-    (tokens, _, told), short = drawn(), {}
-    for choices in (short, {2: told[2][:1]}):
+    tokens, _, told = drawn()
+    experts, few = told[2], "choices of [01] sequences, but 2 go through"
+    for wrong, words in (
+        ({}, few),
+        ({2: experts[:1]}, few),
+        ({2: experts[..., :2]}, r"choices are \(sequences, S, 3\) int64, not torch.int64 of shape"),
+        ({2: experts.float()}, "choices are .* int64, not torch.float32"),
+        ({2: experts + 1}, "experts are 0 to 7"),
+        ({2: experts - 1}, "experts are 0 to 7"),
+        ({2: experts[..., [0, 1, 0]]}, "a token has the same expert twice"),
+    ):
         with (
-            pytest.raises(ValueError, match="layer 2: choices of [01] sequences, but 2 go through"),
-            replay_choices(model.stages, choices, meshes),
+            pytest.raises(ValueError, match=f"layer 2: {words}"),
+            replay_choices(model.stages, wrong, meshes),
         ):
             model.stages[0](tokens[:2])
         assert model.stages[0].routing is None
 
 
-def test_choices_of_too_few_sequences_are_refused(on_ranks) -> None:
-    on_ranks(1, too_few)
+def test_choices_that_do_not_fit_are_refused(on_ranks) -> None:
+    on_ranks(1, refused)

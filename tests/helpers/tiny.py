@@ -15,6 +15,7 @@ from meshwright.config.section import Section
 from meshwright.config.training import Experts, Training
 from meshwright.models.decoder import Decoder
 from meshwright.models.families.llama import LlamaArgs
+from meshwright.models.families.qwen3_moe import Qwen3MoeArgs
 from meshwright.parallelisms.initialize import initialize
 from meshwright.parallelisms.local_model import LocalModel, ModelParts, allocate, build_local_model
 from meshwright.parallelisms.meshes import Meshes, build_meshes
@@ -26,6 +27,20 @@ from meshwright.parallelisms.rules.stages import split_evenly
 # 131 rows, and 66 inner ones, leave uneven shards on 2 or on 4 ranks
 TINY = LlamaArgs(dim=32, n_layers=3, n_heads=4, n_kv_heads=2, hidden_dim=66, vocab_size=131)
 TIED = dataclasses.replace(TINY, tie_embeddings=True)
+# the first layer has no experts, and 8 of them are cut by 1, 2, 4 or 8
+MIXED = Qwen3MoeArgs(
+    dim=32,
+    n_layers=3,
+    n_heads=4,
+    n_kv_heads=4,
+    hidden_dim=64,
+    vocab_size=131,
+    head_dim=8,
+    n_experts=8,
+    n_active=3,
+    expert_dim=24,
+    n_dense_layers=1,
+)
 SEQ_LEN = 16
 CPU = torch.device("cpu")
 

@@ -1,11 +1,14 @@
 """A proof on a console and in its files: also an unfinished one, and a case that cannot run."""
 
 import json
+import math
+from dataclasses import replace
 
 import pytest
 
 from meshwright.commands.prove.cases import build_case, reference_case
-from meshwright.commands.prove.compare import Verdict
+from meshwright.commands.prove.compare import Reference, Verdict, compare
+from meshwright.commands.prove.measure import Measurement, ShardComparison
 from meshwright.commands.prove.prove import Row, _why_not
 from meshwright.commands.prove.report import COLUMNS, cells, line, summary, write
 from meshwright.commands.prove.shrink import HIGHEST_LR, shrink
@@ -92,3 +95,13 @@ def test_the_small_job_has_a_rate_at_which_rounding_does_not_grow(lr, small) -> 
     assert small_job(f"--optimizer.lr={lr}").optimizer.lr == small
     groups = '--optimizer.groups=[{parameters = ["output.weight"], lr_scale = 10.0}]'
     assert small_job(f"--optimizer.lr={lr}", groups).optimizer.lr == min(lr, HIGHEST_LR / 10)
+
+
+@pytest.mark.parametrize(("gap", "is_named"), [(9e-6, False), (2e-5, True), (math.nan, True)])
+def test_other_choices_are_named_where_scores_differ_by_more_than_rounding(gap, is_named) -> None:
+    same = {"w": ShardComparison((0,), (1,), 0, 0.0)}
+    seen = Measurement([2.0], [1.0], weights=same, gradients=same, updates=same)
+    reference = Reference(seen, {"w": (1,)}, {"w": 1.0}, {"w": 1.0})
+    failures = compare(reference, [replace(seen, choice_gap=gap)]).failures
+    words = f"experts: chosen otherwise where scores differ by {gap:.1e}"
+    assert failures == [words] * is_named

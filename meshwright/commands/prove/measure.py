@@ -274,7 +274,10 @@ def _measure(
     job.close()
     num_tokens = sum(replay.num_tokens for replay in replays)
     seen.other_choices = sum(int(replay.num_others) for replay in replays), num_tokens
-    seen.choice_gap = max((replay.gap.item() for replay in replays), default=0.0)
+    # torch's maximum keeps what is no number
+    seen.choice_gap = (
+        torch.stack([torch.zeros(()), *(replay.gap for replay in replays)]).max().item()
+    )
     tensors = {
         "weights": weights,
         "gradients": gradients,
