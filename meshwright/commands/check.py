@@ -54,7 +54,7 @@ def check_job(given: Namespace, ranks: Ranks) -> Plan:
     written = read(given)
     if written.notes:
         log_to_console()
-        log_translation(written.notes, given.config)
+        _log_translation(written.notes, given.config)
     plan = preflight(
         written.config(),
         ranks.total,
@@ -82,7 +82,7 @@ def check_job(given: Namespace, ranks: Ranks) -> Plan:
     return plan
 
 
-def log_translation(notes: Sequence[str], name: str) -> None:
+def _log_translation(notes: Sequence[str], name: str) -> None:
     """Log the notes on a TOML of torchtitan's; keys without effect are only counted."""
     told = [note for note in notes if ": without effect: " not in note]
     logger.info("%s has torchtitan's keys. Changed:", os.path.normpath(name))

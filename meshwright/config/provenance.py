@@ -92,10 +92,12 @@ class Provenance:
 
     def place(self, key: str) -> str:
         """Return `key` with its place for a list of notes that is headed by the user's TOML."""
-        where = self.of(key)
-        file, _, line = where.rpartition(":")
+        parts, (where, _) = self._nearest(key)
         if where == f"--{key}":
             return where
+        if ".".join(parts) != key:  # it has another framework's default
+            return key
+        file, _, line = where.rpartition(":")
         return f"line {line}, {key}" if file == self._outermost else f"{where} {key}".strip()
 
     def origin(self, key: str) -> str:

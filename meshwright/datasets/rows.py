@@ -2,6 +2,7 @@
 library `datasets`."""
 
 import copy
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -42,12 +43,12 @@ class Reader(Iterator[Item]):
     """Iterates over documents, and can be begun again where it is."""
 
     @property
+    @abstractmethod
     def state(self) -> Any:
         """Stands, in JSON, for the place before the next document."""
-        raise NotImplementedError
 
 
-class Documents:
+class Documents(ABC):
     """Documents that can be read again and again, in pieces. A record that cannot be read is
     yielded as its error, in its place."""
 
@@ -61,9 +62,9 @@ class Documents:
         """One of `parts`."""
         return self.read(number, self.parts)
 
+    @abstractmethod
     def read(self, shard: int, num_shards: int, state: Any = None) -> Reader:
         """One of `num_shards` pieces, in its own order, from `state` on."""
-        raise NotImplementedError
 
 
 class IndexedDocuments(Documents):

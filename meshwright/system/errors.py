@@ -158,11 +158,15 @@ def shortened(value: object) -> str:
     return text if len(text) < 80 else f"{text[:77]}..."
 
 
-def did_you_mean(wrong: str, valid: Iterable[str]) -> str:
-    """Return a hint for the name `wrong`: the nearest of `valid`, or all of them."""
+def did_you_mean(wrong: str, valid: Iterable[str], alike: float = 0.75) -> str:
+    """Return a hint for the name `wrong`: the nearest of `valid`, or all of them.
+
+    Args:
+        alike: least share of equal letters; below 0.75, guesses mislead.
+    """
     valid = sorted(valid)
     near = [name for name in valid if name.lower() == wrong.lower()]
-    near = near or get_close_matches(wrong, valid, n=1, cutoff=0.75)  # below, guesses mislead
+    near = near or get_close_matches(wrong, valid, n=1, cutoff=alike)
     near = near or [name for name in valid if name.lower().endswith(f"_{wrong.lower()}")]
     return f"did you mean {' or '.join(near)}?" if near else f"choose from {', '.join(valid)}"
 

@@ -230,10 +230,10 @@ def preflight(
         except ConfigError as error:
             raise error_of_stage(error, config, number) from None
         begins_after = plans[-1].config.training.steps if plans else 0
-        found = replace(found, stage=number + 1, is_inherited=is_inherited)
-        plans.append(replace(found, begins_after=begins_after))
+        plans.append(replace(found, stage=number + 1, begins_after=begins_after))
     for found in reversed(plans):
-        plan = replace(found, next=plan, staged=config if len(plans) > 1 else None)
+        whole = config if len(plans) > 1 else None
+        plan = replace(found, next=plan, staged=whole, is_inherited=is_inherited)
     assert plan is not None
     return _look_at_files(plan) if looks_at_files else plan
 

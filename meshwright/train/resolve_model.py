@@ -3,7 +3,6 @@
 import dataclasses
 import json
 from collections.abc import Callable, Mapping
-from difflib import get_close_matches
 from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
@@ -71,12 +70,6 @@ def extend_by(name: str, key: str = IMPORT_KEY) -> None:
                 raise _error(name, f"{table} has {entry!r}, which is there already", key)
 
 
-def _other_model(name: str) -> str:
-    if near := get_close_matches(name, MODELS, n=1, cutoff=0.88):  # mistral is no mixtral
-        return f"did you mean {near[0]}?"
-    return f"choose from {', '.join(sorted(MODELS))}, or add one: docs/extending.md"
-
-
 def user_sinks(config: JobConfig) -> dict[str, BuildSink]:
     """Return the functions that build the user's sinks, by name."""
     name = config.experimental.custom_import
@@ -122,7 +115,8 @@ def resolve_model(config: JobConfig) -> tuple[Family, DecoderArgs]:
     """
     extend_by(config.experimental.custom_import)
     name, flavor = config.model.name, config.model.flavor
-    check(name in MODELS, "model.name", name, "no such model", _other_model(name))
+    fix = f"{did_you_mean(name, MODELS, 0.88)} (docs/extending.md adds one)"  # mistral, not mixtral
+    check(name in MODELS, "model.name", name, "no such model", fix)
     family = MODELS[name]
     if is_path(flavor):
         place = Place("model.flavor", Path(flavor))

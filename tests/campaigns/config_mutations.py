@@ -339,7 +339,7 @@ CHOICES = (
     ("activation_checkpoint", "mode", "selectiv", 'write "selective"'),
     ("compile", "backend", "Inductor", 'write "inductor"'),
     ("model", "name", "lama", "did you mean llama?"),
-    ("model", "name", "mistral", "or add one: docs/extending.md"),
+    ("model", "name", "mistral", "(docs/extending.md adds one)"),
     ("model", "flavor", "debug_model", "did you mean debugmodel?"),
     ("training", "dataset", "python-stdlib", "did you mean python_stdlib?"),
     ("training", "dataset", "openwebtext", "choose from"),

@@ -152,6 +152,11 @@ def test_check_lists_the_changes_by_line_and_ends_with_what_can_be_done(
     assert any(note.endswith(why) for note in notes_of(["../theirs.toml"]))
 
 
+def test_a_key_that_was_not_written_has_no_line(tmp_path) -> None:
+    (toml := tmp_path / "theirs.toml").write_text(given({"training": {"steps": 5}}))
+    assert any(note.startswith("training.dataset: ") for note in notes_of([str(toml)]))
+
+
 def test_only_theirs_are_migrated() -> None:
     with pytest.raises(ConfigError, match="is not torchtitan's"):
         run_command(["config", "migrate", "debug_model"])

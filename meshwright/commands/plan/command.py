@@ -54,8 +54,9 @@ def run(given: Namespace) -> None:
         from meshwright.commands.plan import plan
 
         text = (plan.search if given.search else plan.plan)(config, given)
-    width = console_width(sys.stdout)
-    print(text if given.json else "\n".join(wrap(line, width, "  ") for line in text.split("\n")))
+    width, lines = console_width(sys.stdout), text.split("\n")
+    rows = [line if "  " in line.strip() else wrap(line, width, "  ") for line in lines]
+    print(text if given.json else "\n".join(rows))  # rows of tables stay whole
 
 
 def _check(given: Namespace) -> None:
