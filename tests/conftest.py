@@ -20,7 +20,9 @@ from typing import Any
 import pytest
 
 from meshwright.commands.prove.ranks import RankPool
+from meshwright.parallelisms.rules.degrees import ParallelDims
 from meshwright.system.log import logger
+from tests.helpers import needs
 
 RunOnRanks = Callable[..., list[Any]]
 
@@ -90,6 +92,8 @@ def on_ranks(_pools: dict[int, RankPool]) -> RunOnRanks:
     """`on_ranks(n, fn, *args)`: run on n gloo ranks, and return what each gave."""
 
     def run(world_size: int, fn: Callable[..., Any], *args: object) -> list[Any]:
+        if any(isinstance(arg, ParallelDims) and arg.has_own_experts for arg in args):
+            needs.skip_without_mesh_of_experts()
         pool = _pools.pop(world_size, None) or RankPool(world_size)
         results = pool.run(fn, *args)
         _pools[world_size] = pool  # only if it is still in order

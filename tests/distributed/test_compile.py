@@ -13,8 +13,8 @@ from meshwright.parallelisms.activation_checkpoint import MESHES_HAVE_NO_SIZE
 from meshwright.parallelisms.cpu_kernels import attention
 from meshwright.parallelisms.rules.degrees import ParallelDims
 from tests.distributed.test_step import steps_on_mesh
-from tests.helpers.compiler import needs_compiler
 from tests.helpers.job import DEEP, SCHEDULES, Job, mesh
+from tests.helpers.needs import needs_compiler
 from tests.helpers.slow import slow
 from tests.helpers.tiny import TINY, parallel_model
 

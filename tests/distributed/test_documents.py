@@ -7,8 +7,8 @@ import pytest
 from meshwright.models.families.llama import LlamaArgs
 from meshwright.parallelisms.rules.degrees import ParallelDims
 from tests.distributed.test_compile import Graphs
-from tests.helpers.compiler import needs_compiler
 from tests.helpers.job import DEEP, SCHEDULES, Job, mesh
+from tests.helpers.needs import needs_compiler
 from tests.helpers.packed import packed, reference
 from tests.helpers.rounding import gradient_bound
 from tests.helpers.slow import slow_but

@@ -35,6 +35,7 @@ from meshwright.parallelisms.rules.stages import SCHEDULES
 from meshwright.train.preflight import preflight
 from meshwright.train.resolve_model import resolve_model
 from tests.helpers.faults import FAULTS, MOMENT
+from tests.helpers.needs import skip_without_mesh_of_experts
 from tests.helpers.slow import slow, slow_but
 
 PRESETS = Path(__file__).parents[2] / "train_configs"
@@ -84,6 +85,8 @@ def case_on(small: JobConfig = SMALL, kind: Kind = "fp32", **mesh: int) -> Case:
 @pytest.fixture
 def verdict_of(on_ranks, references, folder):
     def run(case: Case, fault: str = "none", small: JobConfig = SMALL) -> Verdict:
+        if not can_run(case):
+            skip_without_mesh_of_experts()
         key, n = f"{small.model_dump_json()} {case.kind}", case.world_size
         if key not in references:
             mine = folder / str(len(references))
@@ -202,6 +205,7 @@ def test_experts_stay_experts_and_their_degree_fits_the_ranks(axes, name) -> Non
     words += ["--model.name=qwen3_moe", "--parallelism.expert_parallel_degree=8"]
     config = load_config(words)
     small = shrink(config, args_of(config))
+    skip_without_mesh_of_experts()
     assert small.model.args["n_experts"] == 8
     cases = default_cases(config, small, args_of(config))
     assert all(map(can_run, cases))
@@ -382,6 +386,8 @@ def test_every_case_of_every_preset_can_run(preset) -> None:
     text = preset.read_text()
     config = load_config(["--job.config_file", str(preset)])
     args = args_of(config)
+    if args.table.mixtures:
+        skip_without_mesh_of_experts()
     small = shrink(config, args)
     cases = default_cases(config, small, args) + every_mesh(small, args)
     assert len({case.name for case in cases}) > 16

@@ -12,8 +12,8 @@ from meshwright.parallelisms.rules.degrees import ParallelDims
 from tests.distributed.test_manager import contents
 from tests.distributed.test_resharding import held
 from tests.helpers.checkpoints import BARE
-from tests.helpers.compiler import needs_compiler
 from tests.helpers.job import SCHEDULES, Job, assert_equal
+from tests.helpers.needs import needs_compiler
 from tests.helpers.rounding import adamw
 
 FSDP = ParallelDims(dp_replicate=1, dp_shard=2)

@@ -20,10 +20,11 @@ from meshwright.models.families.olmoe import OlmoeArgs
 from meshwright.models.families.qwen3 import Qwen3Args
 from meshwright.models.families.qwen3_moe import Qwen3MoeArgs
 from meshwright.parallelisms.initialize import fill_normal
-from meshwright.parallelisms.rules.degrees import ParallelDims
+from meshwright.parallelisms.rules.degrees import ParallelDims, shards_experts_apart
 from meshwright.system.errors import ConfigError
 from tests.helpers.families import family_of
 from tests.helpers.hf import load_hf, save_checkpoint, save_transformers
+from tests.helpers.needs import skip_without_mesh_of_experts
 from tests.helpers.tiny import parallel_model, whole
 
 DENSE = Qwen3Args(32, 3, 4, 2, 24, 259, head_dim=8)
@@ -90,6 +91,8 @@ MESHES = {
 def load_on_meshes(folders: dict[str, Path]) -> None:
     want = by_hand(load_hf(folders["hf"], DENSE), SPARSE)
     for mesh, dims in MESHES.items():
+        if dims.has_own_experts and not shards_experts_apart():
+            continue
         for kind in ("hf", "ours"):
             model, _ = parallel_model(dims, SPARSE, seed=1, microbatches=(dims.pp, 1))
             options = options_of(folders, kind)
@@ -117,6 +120,7 @@ def load_parts_of_experts(folders: dict[str, Path]) -> None:
 
 @pytest.mark.slow
 def test_a_rank_may_keep_a_part_of_each_expert(on_ranks, folders) -> None:
+    skip_without_mesh_of_experts()
     on_ranks(4, load_parts_of_experts, folders)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.jobs import losses, records, start_on_ranks, train_alone, train_on_ranks
+from tests.helpers.needs import skip_without_mesh_of_experts
 
 TOML = """
 extends = "{tiny}"
@@ -48,6 +49,7 @@ def config(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def uninterrupted(config, tmp_path_factory) -> Path:
+    skip_without_mesh_of_experts()
     folder = tmp_path_factory.mktemp("uninterrupted")
     train_on_ranks(folder, *EP, config=config).check_returncode()
     return folder
@@ -104,6 +106,7 @@ MIXED = (
 
 @pytest.mark.slow
 def test_a_dense_job_goes_on_with_experts(tmp_path) -> None:
+    skip_without_mesh_of_experts()
     train_alone(tmp_path / "dense", *QWEN3, "--training.steps", 30).check_returncode()
     load = ("--checkpoint.initial_load_path", tmp_path / "dense")
     train_alone(tmp_path / "more", *QWEN3, *load).check_returncode()

@@ -21,7 +21,7 @@ from meshwright.parallelisms.activation_checkpoint import (
     keep_within_budget,
 )
 from meshwright.system.errors import ConfigError
-from tests.helpers.compiler import needs_compiler
+from tests.helpers.needs import needs_compiler
 from tests.helpers.tiny import SEQ_LEN, TINY, plain_model
 
 TOKENS = torch.randint(TINY.vocab_size, (2, SEQ_LEN), generator=torch.Generator().manual_seed(0))

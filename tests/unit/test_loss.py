@@ -19,7 +19,7 @@ from meshwright.parallelisms.meshes import build_meshes
 from meshwright.parallelisms.tensor_parallel import VocabularyParallelLoss
 from meshwright.train.build import build_model
 from meshwright.train.preflight import preflight
-from tests.helpers.compiler import needs_compiler
+from tests.helpers.needs import needs_compiler
 from tests.helpers.tiny import TIED, TINY, plain_model
 
 BATCH, SEQ_LEN, DIM, VOCAB = 2, 13, 8, 37

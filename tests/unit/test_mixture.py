@@ -12,7 +12,9 @@ from torch import nn
 from transformers import DeepseekV3Config
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
 
+from meshwright.commands.prove.cases import can_run, default_cases, every_mesh
 from meshwright.commands.prove.job import Books
+from meshwright.commands.prove.shrink import shrink
 from meshwright.config.loader import load_config, to_toml
 from meshwright.config.parallelism import ActivationCheckpoint
 from meshwright.models.decoder import Decoder
@@ -28,6 +30,7 @@ from meshwright.parallelisms.data_parallel import compute_in_fp32
 from meshwright.parallelisms.initialize import initialize
 from meshwright.system.errors import ConfigError
 from meshwright.train.preflight import preflight
+from meshwright.train.resolve_model import resolve_model
 
 SMALL = MixtralArgs(32, 2, 4, 4, 24, 131, n_experts=6, n_active=2)
 SPEC = MixtureSpec(32, 24, 8, 3, normalizes=True, std=0.3, out_std=0.3)
@@ -322,6 +325,12 @@ def test_torch_before_2_13_cannot_shard_experts_over_another_mesh(monkeypatch) -
     monkeypatch.setattr("importlib.metadata.version", lambda name: "2.11.0")
     with pytest.raises(ConfigError, match="which torch 2.11.0 cannot"):
         preflight(load_config(["--model.tokenizer_path=bytes", MOE, EP + "2"]), 2)
+    config = load_config([MOE])  # prove takes the meshes that are left
+    args = resolve_model(config)[1]
+    small = shrink(config, args)
+    for cases in (default_cases(config, small, args), every_mesh(small, args)):
+        assert cases
+        assert all(map(can_run, cases))
 
 
 @pytest.mark.parametrize("groups", [(3, 1), (16, 1), (8, 2), (4, 5)])

@@ -42,6 +42,7 @@ from meshwright.system.errors import ConfigError
 from meshwright.system.processes import Launch, Requests
 from meshwright.train import main
 from meshwright.train.preflight import Plan
+from tests.helpers.needs import skip_without_mesh_of_experts
 
 DEBUG = "--job.config_file=train_configs/debug_model.toml"
 
@@ -288,6 +289,7 @@ def test_times_are_those_of_the_slowest_rank() -> None:
 
 
 def test_a_plan_of_experts_deals_their_rows_out_evenly() -> None:
+    skip_without_mesh_of_experts()
     words = ["--job.config_file=train_configs/debug_qwen3_moe.toml", "--compile.enable=false"]
     words += ["--parallelism.tensor_parallel_degree=2", "--parallelism.expert_parallel_degree=4"]
     words += ["--training.mixed_precision_param=float32"]

@@ -24,6 +24,7 @@ from meshwright.commands.plan.simulate import plan_job
 from meshwright.config.job_config import JobConfig, changed
 from meshwright.config.loader import load_config
 from meshwright.train.preflight import Plan
+from tests.helpers.needs import skip_without_mesh_of_experts
 
 H100 = find_device("h100")
 RATES = estimated(H100)
@@ -229,6 +230,7 @@ def test_all_layers_are_simulated_of_pipelines_and_of_named_layers(words, monkey
 
 
 def test_a_search_of_experts_keeps_their_degree() -> None:
+    skip_without_mesh_of_experts()
     words = ["--job.config_file=train_configs/debug_qwen3_moe.toml"]
     words += ["--parallelism.expert_parallel_degree=4", "--training.seq_len=128"]
     config = load_config([*words, "--training.global_batch_size=32"])

@@ -11,6 +11,7 @@ from meshwright.config.job_config import JobConfig, changed
 from meshwright.config.parallelism import Parallelism
 from meshwright.models.args import DecoderArgs
 from meshwright.parallelisms.rules.compile_choice import recomputes_attention
+from meshwright.parallelisms.rules.degrees import shards_experts_apart
 from meshwright.parallelisms.rules.stages import SCHEDULES
 from meshwright.system.errors import ConfigError
 from meshwright.train.preflight import preflight
@@ -104,7 +105,7 @@ def default_cases(config: JobConfig, small: JobConfig, args: DecoderArgs) -> lis
         for name, sections in modes.items():
             case = build_case(f"float8, {name}", small, {"dp_shard": 2}, kind="bf16", **sections)
             cases.append(case)
-    return distinct(cases)
+    return _within_torch(cases, args)
 
 
 def every_mesh(small: JobConfig, args: DecoderArgs) -> list[Case]:
@@ -143,7 +144,16 @@ def every_mesh(small: JobConfig, args: DecoderArgs) -> list[Case]:
     for mesh in ({"tp": 2}, {"cp": 2}, {"dp_shard": 2, "tp": 2}, {"pp": 2, "cp": 2}):
         if mesh.get("tp", 1) <= largest_tp(args):
             cases.append(build_case("bf16", small, mesh, kind="bf16"))
-    return distinct(case for case in cases if not (args.tie_embeddings and "pp" in case.mesh))
+    cases = [case for case in cases if not (args.tie_embeddings and "pp" in case.mesh)]
+    return _within_torch(cases, args)
+
+
+def _within_torch(cases: Iterable[Case], args: DecoderArgs) -> list[Case]:
+    """Return distinct cases; without those of experts on a mesh of their own if torch is too old,
+    which no job of the config could be."""
+    if args.table.mixtures and not shards_experts_apart():
+        cases = (case for case in cases if not {"tp", "ep"} & case.mesh.keys())
+    return distinct(cases)
 
 
 def _used_axes(config: JobConfig, args: DecoderArgs) -> list[str]:

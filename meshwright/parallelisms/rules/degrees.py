@@ -194,6 +194,11 @@ def check_divisible(config: JobConfig, model: DecoderSpec) -> None:
     )
 
 
+def shards_experts_apart() -> bool:
+    """Return whether FSDP2 of this torch may shard experts over a mesh of their own."""
+    return tuple(map(int, metadata.version("torch").split(".")[:2])) >= (2, 13)
+
+
 def check_experts(config: JobConfig, model: DecoderSpec) -> None:
     """Check that the experts can be dealt out, and that every option has experts to act on.
 
@@ -227,13 +232,12 @@ def check_experts(config: JobConfig, model: DecoderSpec) -> None:
     for count in counts:
         rule = f"does not divide model.args.n_experts = {count}"
         check(count % degree == 0, key, degree, rule, fix)
-    version = metadata.version("torch")
     check(
-        max(degree, p.tensor_parallel_degree) == 1
-        or tuple(map(int, version.split(".")[:2])) >= (2, 13),
+        max(degree, p.tensor_parallel_degree) == 1 or shards_experts_apart(),
         key if degree > 1 else "parallelism.tensor_parallel_degree",
         max(degree, p.tensor_parallel_degree),
-        f"shards experts over another mesh than the rest of a layer, which torch {version} cannot",
+        f"shards experts over another mesh than the rest of a layer, which torch "
+        f"{metadata.version('torch')} cannot",
         "use torch 2.13, or set both degrees to 1",
     )
     check(
