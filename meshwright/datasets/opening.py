@@ -7,11 +7,11 @@ from pathlib import Path
 
 from meshwright.config.job_config import JobConfig
 from meshwright.datasets.encoding import Encoder
-from meshwright.datasets.files import ROW_FORMATS, DataFile, Entry, fingerprint, revision, sampled
+from meshwright.datasets.files import ROW_FORMATS, Entry, fingerprint, revision, sampled
 from meshwright.datasets.foreign_tokens import TokenFiles
 from meshwright.datasets.named_sources import entries, is_streamed, validation_entries
 from meshwright.datasets.rows import Documents, LocalDocuments
-from meshwright.datasets.storage import block_cache, is_address
+from meshwright.datasets.storage import DataFile, block_cache, is_address
 from meshwright.datasets.token_cache.cache import DamagedCacheError, TokenCache
 from meshwright.datasets.token_cache.packing import Packing, open_packing
 from meshwright.datasets.token_cache.spec import TokenizationSpec

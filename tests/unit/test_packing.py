@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from meshwright.commands.prove import job as prove_job
-from meshwright.config.changes import ABSENT, changes, config_defaults
+from meshwright.config.changes import changes, config_defaults
 from meshwright.config.job_config import JobConfig
 from meshwright.config.loader import load_config
 from meshwright.config.training import Training
@@ -310,7 +310,7 @@ def test_a_stream_is_refused(tmp_path) -> None:
 def test_the_packing_belongs_to_the_data_of_a_resume(tmp_path) -> None:
     packed, cut = (preflight(config_of(tmp_path, kind), 1) for kind in ("best_fit", "cut"))
     (difference,) = changes(cut.data_identity, packed.data_identity, config_defaults())
-    assert difference == ("training.packing", ABSENT, "best_fit")
+    assert difference == ("training.packing", "cut", "best_fit")
 
 
 def test_documents_of_megatron_are_packed(tmp_path) -> None:

@@ -20,10 +20,11 @@ from meshwright.datasets.token_cache.cache import (
     CACHE_KEY,
     DAMAGED,
     LENGTHS,
+    OF_PART,
     DamagedCacheError,
     Part,
     TokenCache,
-    read_index,
+    load_arrays,
     read_notes,
 )
 from meshwright.datasets.token_cache.claims import Claims
@@ -57,13 +58,7 @@ def default_folder() -> Path:
 def cache_folder(recipe: TokenizationSpec, root: Path) -> Path:
     """Return the folder of a source's cache; it need not be there."""
     name = recipe.entry.source.dataset.replace("/", "--")
-    folder = root / f"{name}-{recipe.identity()}"
-    before = getattr(recipe, "identity_before", None)
-    if before is not None and not folder.exists():
-        earlier = root / f"{name}-{before()}"
-        if (earlier / "cache.npz").exists():  # jobs that began with it resume with it
-            return earlier
-    return folder
+    return root / f"{name}-{recipe.identity()}"
 
 
 def open_cache(
@@ -153,7 +148,7 @@ class _Todo:
             if not (is_there and (part.number not in self.wrong or self.is_done(part))):
                 found.append(part)
             elif most and not found:
-                count += len(read_index(part)["lengths"])
+                count += len(load_arrays(part.index, OF_PART)["lengths"])
                 if count >= most:
                     break
         return found
@@ -183,7 +178,7 @@ def _todo(
     wrong = {
         part.number: _state(part)
         for part in parts
-        if not is_complete(recipe, part, dtype, check_all or str(part.number) in noted)
+        if not is_complete(recipe, part, check_all or str(part.number) in noted)
         and part.index.exists()
     }
     return _Todo(recipe, parts, dtype, wrong, max_bad_records)
@@ -219,7 +214,7 @@ def _make(
             cache = None if is_wrong else _open_if_complete(folder, blocks)
             while cache is None:
                 if claims.take(JOIN):
-                    join_parts(recipe, todo.parts, todo.dtype)
+                    join_parts(recipe, todo.parts)
                     cache = TokenCache(folder, blocks=blocks)
                 else:
                     time.sleep(POLL_S)
