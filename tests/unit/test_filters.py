@@ -117,7 +117,7 @@ def shards(data: dict[str, str], place: list[ShardPlace], **keys: Any) -> list[S
     entry = Entry("training", "data", Source(**data, **keys))
     documents = find_dataset(data["dataset"]).open(entry, True)
     encoder = Encoder(build_tokenizer(BYTES), lambda: pytest.fail("no chat"))
-    source = StreamedSource(entry, documents, encoder, len(place), 4, "")
+    source = StreamedSource(entry, documents, encoder, len(place), 4)
     rules = SampleRules(8, 0, max_epochs=2)
 
     def never(error: RecordError) -> None:
