@@ -9,7 +9,6 @@ import math
 import operator
 import pickle
 from collections import OrderedDict
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -34,34 +33,14 @@ class Record:
 
 
 class _InertUnpickler(pickle.Unpickler):
-    def __init__(self, content: bytes, is_allowed: Callable[[str, str], bool]) -> None:
-        super().__init__(io.BytesIO(content))
-        self._is_allowed = is_allowed
+    """Makes dicts, lists, numbers and text as they are, all else a `Record`, or a class of them."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("collections", "OrderedDict"):
             return OrderedDict
-        if not self._is_allowed(module, name):
+        if not _is_allowed(module, name):
             raise pickle.UnpicklingError(f"it names {module}.{name}, which is no data")
         return type(name, (Record,), {"called": f"{module}.{name}"})
-
-    def persistent_load(self, pid: Any) -> Any:
-        return pid
-
-
-def read_pickle(content: bytes, is_allowed: Callable[[str, str], bool]) -> Any:
-    """Dicts, lists, numbers and text as they are, all else as a `Record`, or a class of them.
-
-    Args:
-        is_allowed: whether the pickle may have a name (module, name) in it.
-
-    Raises:
-        ValueError: if it may not, or makes no sense.
-    """
-    try:
-        return _InertUnpickler(content, is_allowed).load()
-    except Exception as error:  # a damaged pickle raises any exception
-        raise ValueError(str(error) or type(error).__name__) from None
 
 
 INDEX = ".metadata"
@@ -137,7 +116,11 @@ def read_index(checkpoint: Path) -> Record:
         OSError: if it is not there.
         ValueError: if it is damaged, or names anything but data.
     """
-    index = read_pickle((checkpoint / INDEX).read_bytes(), _is_allowed)
+    content = (checkpoint / INDEX).read_bytes()
+    try:
+        index = _InertUnpickler(io.BytesIO(content)).load()
+    except Exception as error:  # a damaged pickle raises any exception
+        raise ValueError(str(error) or type(error).__name__) from None
     if not isinstance(index, Record):
         raise ValueError("it is no index of a checkpoint")
     return index
