@@ -27,9 +27,9 @@ from meshwright.datasets.opening import (
 )
 from meshwright.datasets.stream import Cursor, SampleStream, cached_samples, find_samples
 from meshwright.datasets.token_cache.cache import TokenCache
-from meshwright.datasets.token_cache.claims import SILENCE_S
 from meshwright.datasets.token_cache.tokenizing import cache_folder, default_folder
 from meshwright.datasets.tokenizers.kinds import Tokenizer
+from meshwright.system.claims import SILENCE_S
 from meshwright.system.errors import ConfigError, check, config_error
 from meshwright.system.log import align, log_to_console, logger
 from meshwright.train.preflight import check_data

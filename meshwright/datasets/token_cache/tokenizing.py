@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,6 @@ from meshwright.datasets.token_cache.cache import (
     load_arrays,
     read_notes,
 )
-from meshwright.datasets.token_cache.claims import Claims
 from meshwright.datasets.token_cache.spec import TokenizationSpec
 from meshwright.datasets.token_cache.writing import (
     is_complete,
@@ -36,6 +35,7 @@ from meshwright.datasets.token_cache.writing import (
     too_many_bad_records,
     write_part,
 )
+from meshwright.system.claims import Claim
 from meshwright.system.errors import ConfigError, numbered
 from meshwright.system.files import remove_left_over
 from meshwright.system.log import busy, logger
@@ -114,6 +114,34 @@ def _open_if_complete(folder: Path, blocks: BlockCache | None) -> TokenCache | N
     except DamagedCacheError as damage:
         logger.warning("token cache %s is damaged (%s): made again", folder, damage)
         return None
+
+
+class Claims:
+    """The claims of this process on parts of a cache.
+
+    They save work, and nothing else depends on them: if two processes make a part, both write the
+    same bytes under names of their own, and the last one gives it its name.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._claims = folder, dict[str, Claim]()
+
+    def __enter__(self) -> "Claims":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for name in self._claims:
+            self.release(name)
+
+    def take(self, name: str) -> bool:
+        """Claim `name`, also from a process that is gone; return whether it is ours."""
+        claim = self._claims.setdefault(name, Claim(self._folder / f"{name}.claim"))
+        return claim.take()
+
+    def release(self, name: str) -> None:
+        """Give a claim back."""
+        with suppress(OSError):  # it is another's work by then
+            self._claims[name].give_back()
 
 
 @dataclass(frozen=True)
@@ -204,7 +232,7 @@ def _make(
     noted, was_there = read_notes(folder), (folder / "cache.npz").exists()
     todo = _todo(recipe, folder, check_all, noted, max_bad_records)
     with Claims(folder) as claims:
-        remove_left_over(folder, now=claims.now())
+        remove_left_over(folder)
         missing = len(todo.left())
         if missing:
             _tokenize(todo, claims, min(num_workers or count_cores(), missing), missing)
