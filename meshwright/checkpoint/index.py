@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from meshwright.system.files import Place
+
 
 class Record:
     """A call that was not made. Each function named has a class of its own, derived from this."""
@@ -93,20 +95,29 @@ class SavedTensor:
         """Of its elements together."""
         return self.numel * ITEM_BYTES.get(self.dtype, 0)
 
+    @property
+    def size(self) -> str:
+        """Its shape in words: 16x32."""
+        return "x".join(map(str, self.shape)) or "scalar"
 
-def read_saved_tensors(checkpoint: Path) -> dict[str, SavedTensor]:
+    def __str__(self) -> str:
+        return f"{self.dtype} {self.size}"
+
+
+def read_saved_tensors(place: Place) -> dict[str, SavedTensor]:
     """Return every tensor of the checkpoint, by name; other entries are left out.
 
     Raises:
-        OSError: if the index is not there.
-        ValueError: if it is damaged, or names anything but data.
+        ConfigError: if the index is not there, is damaged, or names anything but data.
     """
-    index = read_index(checkpoint)
     try:
-        entries: dict[str, Any] = index.state["state_dict_metadata"]
+        entries: dict[str, Any] = read_index(place.path).state["state_dict_metadata"]
         return {name: read_tensor(entry) for name, entry in entries.items() if is_tensor(entry)}
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
     except (AttributeError, KeyError, TypeError, IndexError):
-        raise ValueError("it is no index of a checkpoint") from None
+        reason = "it is no index of a checkpoint"
+    raise place.error(f"{INDEX} cannot be read, the index of its tensors: {reason}")
 
 
 def read_index(checkpoint: Path) -> Record:

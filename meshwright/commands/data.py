@@ -251,7 +251,6 @@ def add_options_tokenize(parser: Parser) -> None:
         "--workers", type=int, metavar="N", default=0, help="processes (default: one per core)"
     )
     parser.add_argument("--verify", action="store_true", help="read every byte, repair damage")
-    parser.add_argument("--quiet", action="store_true", help="print nothing for existing caches")
 
 
 def run_tokenize(given: Namespace) -> None:
@@ -268,7 +267,7 @@ def run_tokenize(given: Namespace) -> None:
         check_data(config)
         sources += open_training_data(config, **options)
     sources += open_validation_data(configs[0], **options)
-    for source in sources if not given.quiet else ():
+    for source in sources:
         if isinstance(source, StreamedSource):
             logger.info("%s: streamed, %d shards", source.entry.name, source.num_shards)
             continue
