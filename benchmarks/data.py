@@ -30,8 +30,9 @@ import numpy as np
 
 from meshwright.config.section import BYTES
 from meshwright.config.training import Source
-from meshwright.datasets.files import Entry, described
+from meshwright.datasets.files import Entry
 from meshwright.datasets.rows import LocalDocuments
+from meshwright.datasets.storage import stat
 from meshwright.datasets.token_cache.cache import TokenCache
 from meshwright.datasets.token_cache.spec import TokenizationSpec
 from meshwright.datasets.token_cache.tokenizing import open_cache
@@ -106,7 +107,7 @@ def rows(folder: Path) -> Iterator[int]:
     separator = "\n" if kind == "text" else ""
     source = Source(dataset=kind, dataset_path=str(path), dataset_separator=separator)
     yield 0
-    documents = LocalDocuments(Entry("training", kind, source), [described(str(path))])
+    documents = LocalDocuments(Entry("training", kind, source), [stat(str(path))])
     for part in range(documents.parts):
         for item in documents.read_part(part):
             assert isinstance(item, str)

@@ -56,7 +56,12 @@ def memory(given: argparse.Namespace) -> None:
         parts = [Opened(Place("benchmark", path), read_manifest(path)) for path in paths]
         Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
         before = _status("VmRSS")
-        merge(parts, [0.5, 0.25, 0.25], read_saved_tensors(paths[0]), Path(folder, "merged"))
+        merge(
+            parts,
+            [0.5, 0.25, 0.25],
+            read_saved_tensors(Place("", paths[0])),
+            Path(folder, "merged"),
+        )
         tensors_in_peak = (_status("VmHWM") - before) / given.megabytes
     print(f"{tensors_in_peak:.2f} tensors of {given.megabytes} MiB")
 

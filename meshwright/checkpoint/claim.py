@@ -1,35 +1,20 @@
 """Lets one job at a time write checkpoints into a folder: a file there names it. Free of torch.
 
-Only the first rank of a job has to do with it. The file is `job.lock`: whose it is, its machine and
-its process. A job runs as long as the file's time of change moves on, which the job sees to every
-few seconds; on the machine of the job the system also says whether its process is gone. No lock of
-the file system is needed: NFS and its like have them, or not, or on one machine alone.
+Only the first rank of a job has to do with it. The file is `job.lock`.
 """
 
-import json
 import os
 import secrets
-import socket
-import threading
 import time
 from contextlib import suppress
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NamedTuple
 
-from pydantic import TypeAdapter, ValidationError
-
+from meshwright.system import claims
+from meshwright.system.claims import Owner, State, read
 from meshwright.system.errors import ConfigError
-from meshwright.system.files import is_running, this_machine, whole_file
 from meshwright.system.log import logger
 
 FILE = "job.lock"
-
-BEAT_S = 10.0
-"""Between two changes of the file's time."""
-
-SILENCE_S = 40.0
-"""A job whose file has not changed for so long is gone."""
 
 GRACE_S = 5.0
 """For so long a running job is waited for: it may be about to end."""
@@ -44,44 +29,16 @@ class TakenOverError(OSError):
     """Another job writes to the folder by now."""
 
 
-@dataclass(frozen=True)
-class Owner:
-    """A job that writes checkpoints."""
-
-    host: str
-    machine: str
-    """Equal where process numbers mean the same: one boot of a kernel, one namespace of them."""
-    pid: int
-    job: str
-    nonce: str
-    """12 hexadecimal digits, with which all names of its unfinished checkpoints begin."""
-
-    @property
-    def is_here(self) -> bool:
-        """Whether this machine knows its process."""
-        return bool(self.machine) and self.machine == this_machine()
-
-    @property
-    def is_gone(self) -> bool:
-        """Whether its process has surely ended."""
-        return self.is_here and not is_running(self.pid)
-
-    def __str__(self) -> str:
-        return f"process {self.pid} on {self.host}" + (f" (job {self.job})" if self.job else "")
-
-
-_OWNER = TypeAdapter(Owner)
-
-
 class Claim:
-    """The right of this process to write checkpoints into `folder`; kept alive by a thread."""
+    """The right of this process to write checkpoints into `folder`.
+
+    Args:
+        nonce: 12 hexadecimal digits, with which all names of its unfinished checkpoints begin.
+    """
 
     def __init__(self, folder: Path, nonce: str) -> None:
-        self._folder, self._file = folder, folder / FILE
         job = next((os.environ[name] for name in JOB_IDS if os.environ.get(name)), "")
-        self._me = Owner(socket.gethostname(), this_machine(), os.getpid(), job, nonce)
-        self._is_over = threading.Event()
-        self._beating: threading.Thread | None = None
+        self._folder, self._claim = folder, claims.Claim(folder / FILE, nonce, job)
 
     def take(self) -> None:
         """Become the folder's job; wait a little for another to end, or to prove gone.
@@ -90,93 +47,43 @@ class Claim:
             ConfigError: if another job runs.
             OSError: if the folder cannot be written, or something else has the file's name.
         """
-        begun = changed = time.monotonic()
+        begun, file, me = time.monotonic(), self._claim.file, self._claim.owner
         seen: State | None = None
         has_beaten = False
-        while not self._create():
-            time.sleep(POLL_S)
-            now, state = time.monotonic(), _read(self._file)
+        while not self._claim.take():
+            state, is_late = read(file), time.monotonic() - begun > GRACE_S
             owner = None if state is None else state.owner
             if owner is None:  # between a job that ends and one that begins; or it is a user's
-                if now - begun > GRACE_S:
-                    raise FileExistsError(f"{self._file} exists, and no job wrote it")
-                continue
-            if state != seen:
-                has_beaten, changed, seen = seen is not None, now, state
-            is_earlier = owner.is_here and owner.pid == self._me.pid  # a job of this process
-            if owner.is_gone or is_earlier or now - changed > SILENCE_S:
-                self._replace(seen)
-                break
-            if has_beaten and now - begun > GRACE_S:
-                self._refuse(owner)
-            if changed == now:
+                if is_late:
+                    raise FileExistsError(f"{file} exists, and no job wrote it")
+            elif owner.pid == me.pid and owner.is_here:  # an earlier job of this process
+                file.unlink(missing_ok=True)
+            elif state != seen:
+                has_beaten, seen = seen is not None, state
                 logger.info("waiting for %s, which writes checkpoints to %s", owner, self._folder)
-        self._beating = threading.Thread(target=self._beat, name="claim", daemon=True)
-        self._beating.start()
+            if has_beaten and is_late:
+                self._refuse(owner)
+            time.sleep(POLL_S)
 
     def give_back(self) -> None:
         """Let another job have the folder, and remove that if it is empty.
 
         Does nothing if the folder was not taken, or was taken over.
         """
-        self._is_over.set()
-        if self._beating is None:
-            return
-        self._beating.join()
-        self._beating = None
         try:
-            if holder(self._folder) == self._me:
-                self._file.unlink()
+            if self._claim.give_back():
                 with suppress(OSError):  # it holds checkpoints
                     self._folder.rmdir()
         except OSError as error:
-            logger.warning("%s could not be removed: %s", self._file, error)
-
-    def _create(self) -> bool:
-        """Make the file; whether there was none. Its content comes a moment after its name."""
-        try:
-            file = open(self._file, "xb")  # noqa: SIM115
-        except FileExistsError:
-            return False
-        try:
-            with file:
-                file.write(self._content())
-        except BaseException:  # the disk is full
-            self._file.unlink(missing_ok=True)
-            raise
-        return True
-
-    def _replace(self, seen: "State | None") -> None:
-        """Put our name in the place of one that is gone.
-
-        Two jobs may do so at once. Both then look whose name is there; and the first to lose would
-        find out at its next save, for nothing is published without `check_claim`.
-        """
-        if _read(self._file) == seen:
-            with whole_file(self._file) as file:
-                file.write(self._content())
-        time.sleep(POLL_S)
-        if (owner := holder(self._folder)) != self._me:
-            self._refuse(owner)
+            logger.warning("%s could not be removed: %s", self._claim.file, error)
 
     def _refuse(self, owner: Owner | None) -> None:
         raise ConfigError(
             "job.dump_folder",
             f"job.dump_folder: another job writes checkpoints to {self._folder}: "
             f"{owner or 'unknown'}\n  fix: wait until it has ended, or use another "
-            f"job.dump_folder; if you know that it has ended, remove {self._file}",
+            f"job.dump_folder; if you know that it has ended, remove {self._claim.file}",
         )
-
-    def _content(self) -> bytes:
-        return (json.dumps(asdict(self._me), indent=2) + "\n").encode()
-
-    def _beat(self) -> None:
-        while not self._is_over.wait(BEAT_S):
-            try:
-                if holder(self._folder) == self._me:
-                    os.utime(self._file)
-            except OSError:
-                pass  # the next one may succeed; four may fail
 
 
 def new_nonce() -> str:
@@ -199,25 +106,5 @@ def check_claim(folder: Path, nonce: str) -> None:
 
 def holder(folder: Path) -> Owner | None:
     """Return the job that has claimed `folder`, if there is one that can be read."""
-    state = _read(folder / FILE)
+    state = read(folder / FILE)
     return None if state is None else state.owner
-
-
-class State(NamedTuple):
-    """The file, as it is now."""
-
-    owner: Owner | None
-    """None: it names none."""
-    changed_ns: int
-
-
-def _read(file: Path) -> State | None:
-    """Return the file's state. It is opened: NFS then asks the server."""
-    try:
-        with open(file, "rb") as stream:
-            content, changed_ns = stream.read(), os.fstat(stream.fileno()).st_mtime_ns
-        return State(_OWNER.validate_json(content), changed_ns)
-    except OSError:
-        return None
-    except ValidationError:
-        return State(None, changed_ns)

@@ -9,10 +9,11 @@ import math
 import operator
 import pickle
 from collections import OrderedDict
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
+
+from meshwright.system.files import Place
 
 
 class Record:
@@ -34,34 +35,14 @@ class Record:
 
 
 class _InertUnpickler(pickle.Unpickler):
-    def __init__(self, content: bytes, is_allowed: Callable[[str, str], bool]) -> None:
-        super().__init__(io.BytesIO(content))
-        self._is_allowed = is_allowed
+    """Makes dicts, lists, numbers and text as they are, all else a `Record`, or a class of them."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("collections", "OrderedDict"):
             return OrderedDict
-        if not self._is_allowed(module, name):
+        if not _is_allowed(module, name):
             raise pickle.UnpicklingError(f"it names {module}.{name}, which is no data")
         return type(name, (Record,), {"called": f"{module}.{name}"})
-
-    def persistent_load(self, pid: Any) -> Any:
-        return pid
-
-
-def read_pickle(content: bytes, is_allowed: Callable[[str, str], bool]) -> Any:
-    """Dicts, lists, numbers and text as they are, all else as a `Record`, or a class of them.
-
-    Args:
-        is_allowed: whether the pickle may have a name (module, name) in it.
-
-    Raises:
-        ValueError: if it may not, or makes no sense.
-    """
-    try:
-        return _InertUnpickler(content, is_allowed).load()
-    except Exception as error:  # a damaged pickle raises any exception
-        raise ValueError(str(error) or type(error).__name__) from None
 
 
 INDEX = ".metadata"
@@ -114,20 +95,29 @@ class SavedTensor:
         """Of its elements together."""
         return self.numel * ITEM_BYTES.get(self.dtype, 0)
 
+    @property
+    def size(self) -> str:
+        """Its shape in words: 16x32."""
+        return "x".join(map(str, self.shape)) or "scalar"
 
-def read_saved_tensors(checkpoint: Path) -> dict[str, SavedTensor]:
+    def __str__(self) -> str:
+        return f"{self.dtype} {self.size}"
+
+
+def read_saved_tensors(place: Place) -> dict[str, SavedTensor]:
     """Return every tensor of the checkpoint, by name; other entries are left out.
 
     Raises:
-        OSError: if the index is not there.
-        ValueError: if it is damaged, or names anything but data.
+        ConfigError: if the index is not there, is damaged, or names anything but data.
     """
-    index = read_index(checkpoint)
     try:
-        entries: dict[str, Any] = index.state["state_dict_metadata"]
+        entries: dict[str, Any] = read_index(place.path).state["state_dict_metadata"]
         return {name: read_tensor(entry) for name, entry in entries.items() if is_tensor(entry)}
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
     except (AttributeError, KeyError, TypeError, IndexError):
-        raise ValueError("it is no index of a checkpoint") from None
+        reason = "it is no index of a checkpoint"
+    raise place.error(f"{INDEX} cannot be read, the index of its tensors: {reason}")
 
 
 def read_index(checkpoint: Path) -> Record:
@@ -137,7 +127,11 @@ def read_index(checkpoint: Path) -> Record:
         OSError: if it is not there.
         ValueError: if it is damaged, or names anything but data.
     """
-    index = read_pickle((checkpoint / INDEX).read_bytes(), _is_allowed)
+    content = (checkpoint / INDEX).read_bytes()
+    try:
+        index = _InertUnpickler(io.BytesIO(content)).load()
+    except Exception as error:  # a damaged pickle raises any exception
+        raise ValueError(str(error) or type(error).__name__) from None
     if not isinstance(index, Record):
         raise ValueError("it is no index of a checkpoint")
     return index

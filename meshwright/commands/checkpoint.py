@@ -106,10 +106,7 @@ def run_show(given: Namespace) -> None:
     place = Place("CHECKPOINT", given.checkpoint)
     with open_checkpoint(place, print, names=[INDEX]) as (found, manifest):
         entry = look_at(found.path)
-        try:
-            tensors = read_saved_tensors(found.path)
-        except (OSError, ValueError) as error:
-            raise found.error(f"the index of its tensors cannot be read: {error}") from None
+        tensors = read_saved_tensors(found)
         try:
             facts = list(_facts(entry, manifest, tensors))
         except (ValueError, TypeError, KeyError, AttributeError) as error:  # whoever made it lied
@@ -117,7 +114,7 @@ def run_show(given: Namespace) -> None:
         print(align(facts))
     if given.tensors:
         rows = [
-            (name, "x".join(map(str, tensor.shape)) or "scalar", tensor.dtype, tensor.num_bytes)
+            (name, tensor.size, tensor.dtype, tensor.num_bytes)
             for name, tensor in sorted(tensors.items())
         ]
         print("\n" + align([("TENSOR", "SHAPE", "TYPE", "BYTES"), *rows]))

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from meshwright.checkpoint.find import open_checkpoint
-from meshwright.checkpoint.index import SavedTensor, read_saved_tensors
+from meshwright.checkpoint.index import read_saved_tensors
 from meshwright.checkpoint.manifest import Manifest
 from meshwright.commands.checkpoint import readable
 from meshwright.commands.options import CHECKPOINT, input_path
@@ -71,7 +71,7 @@ def _diff_tensors(a: Place, b: Place) -> bool:
     # not at the top: torch takes a second
     from meshwright.checkpoint.reader import CheckpointWeights, compare_tensors
 
-    there = _saved(a), _saved(b)
+    there = read_saved_tensors(a), read_saved_tensors(b)
     comparable = {n: t for n, t in there[0].items() if there[1].get(n) == t}
     unlike = sorted(n for n in there[0].keys() & there[1].keys() if n not in comparable)
     missing = [sorted(there[i].keys() - there[1 - i].keys()) for i in (0, 1)]
@@ -81,7 +81,7 @@ def _diff_tensors(a: Place, b: Place) -> bool:
     equal = len(comparable) - len(rows)
     print(f"\ntensors: {equal} of {len(there[0].keys() | there[1].keys())} are equal to the bit")
     for name in unlike:
-        print(f"  {name}: {_shown(there[0][name])} in A, {_shown(there[1][name])} in B")
+        print(f"  {name}: {there[0][name]} in A, {there[1][name]} in B")
     for names, which in zip(missing, "AB", strict=True):
         for name in names:
             # every rank has its own: on another mesh there are others
@@ -93,19 +93,8 @@ def _diff_tensors(a: Place, b: Place) -> bool:
     return not (rows or unlike or lost)
 
 
-def _saved(place: Place) -> dict[str, SavedTensor]:
-    try:
-        return read_saved_tensors(place.path)
-    except (OSError, ValueError) as error:
-        raise place.error(f"the index of its tensors cannot be read: {error}") from None
-
-
 def _is_of_rank(name: str) -> bool:
     return name.startswith("rng.")
-
-
-def _shown(tensor: SavedTensor) -> str:
-    return f"{tensor.dtype} {'x'.join(map(str, tensor.shape)) or 'scalar'}"
 
 
 def _row(d: "TensorDifference") -> tuple[object, ...]:

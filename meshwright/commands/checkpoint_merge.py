@@ -160,22 +160,12 @@ def common_tensors(parts: Sequence[Opened]) -> Mapping[str, SavedTensor]:
             other.check(ours == theirs, rule, "merge steps of one run")
         differ = [name for name in {**first, **there} if first.get(name) != there.get(name)]
         if differ:
-            ours, theirs = (shown(of.get(differ[0])) for of in (first, there))
+            ours, theirs = (of.get(differ[0], "absent") for of in (first, there))
             rule = f"{differ[0]} is {theirs} there, and {ours} in {place.path.name}"
             raise other.error(rule, "merge steps of one model and type")
     return first
 
 
 def _weights(place: Place) -> dict[str, SavedTensor]:
-    try:
-        saved = read_saved_tensors(place.path)
-    except (OSError, ValueError) as error:
-        raise place.error(f"the index of its tensors cannot be read: {error}") from None
+    saved = read_saved_tensors(place)
     return {name: tensor for name, tensor in saved.items() if name.startswith("model.")}
-
-
-def shown(tensor: SavedTensor | None) -> str:
-    """Type and shape of a tensor."""
-    if tensor is None:
-        return "absent"
-    return f"{tensor.dtype} {'x'.join(map(str, tensor.shape)) or 'scalar'}"

@@ -27,9 +27,9 @@ from meshwright.datasets.opening import (
 )
 from meshwright.datasets.stream import Cursor, SampleStream, cached_samples, find_samples
 from meshwright.datasets.token_cache.cache import TokenCache
-from meshwright.datasets.token_cache.claims import SILENCE_S
 from meshwright.datasets.token_cache.tokenizing import cache_folder, default_folder
 from meshwright.datasets.tokenizers.kinds import Tokenizer
+from meshwright.system.claims import SILENCE_S
 from meshwright.system.errors import ConfigError, check, config_error
 from meshwright.system.log import align, log_to_console, logger
 from meshwright.train.preflight import check_data
@@ -251,7 +251,6 @@ def add_options_tokenize(parser: Parser) -> None:
         "--workers", type=int, metavar="N", default=0, help="processes (default: one per core)"
     )
     parser.add_argument("--verify", action="store_true", help="read every byte, repair damage")
-    parser.add_argument("--quiet", action="store_true", help="print nothing for existing caches")
 
 
 def run_tokenize(given: Namespace) -> None:
@@ -268,7 +267,7 @@ def run_tokenize(given: Namespace) -> None:
         check_data(config)
         sources += open_training_data(config, **options)
     sources += open_validation_data(configs[0], **options)
-    for source in sources if not given.quiet else ():
+    for source in sources:
         if isinstance(source, StreamedSource):
             logger.info("%s: streamed, %d shards", source.entry.name, source.num_shards)
             continue

@@ -20,7 +20,6 @@ from meshwright.datasets.files import (
     PACKED,
     ROW_FORMATS,
     SUFFIXES,
-    DataFile,
     Entry,
     Range,
     chunks,
@@ -29,6 +28,7 @@ from meshwright.datasets.files import (
 from meshwright.datasets.readers import Fault, Layout, read
 from meshwright.datasets.rows import LocalDocuments
 from meshwright.datasets.sources import by_suffix, left_out
+from meshwright.datasets.storage import DataFile
 from meshwright.datasets.tokenizers.kinds import build_tokenizer
 from meshwright.system.errors import (
     ConfigError,

@@ -13,6 +13,7 @@ import torch
 from meshwright.checkpoint.conversion.hf_folder import (
     CONFIG,
     GENERATION_CONFIG,
+    find_family,
     is_hf_folder,
     read_args,
 )
@@ -119,11 +120,7 @@ def _open_hf(place: Place, tokenizer_path: str | None) -> TextSource:
         raise no_checkpoint(place)
     fix = "name a job.dump_folder, a step's folder in it, or a model folder"
     place.check(is_hf_folder(place.path), f"holds neither a checkpoint nor {CONFIG}", fix)
-    family = place.read_json(CONFIG).get("model_type")
-    specs = [spec for spec in MODELS.values() if family == spec.hf.model_type]
-    known = ", ".join(spec.hf.model_type for spec in MODELS.values())
-    place.check(bool(specs), f"is of a model {family!r}, not of one of {known}")
-    spec = specs[0]
+    spec = find_family(place, list(MODELS.values()))
     args = read_args(place, spec.hf, spec.args)
     path = tokenizer_path or str(place.path)
     try:

@@ -11,12 +11,19 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, NamedTuple
 
 from meshwright.config.section import MODULE_OBJECT
 from meshwright.config.training import Source
-from meshwright.datasets import storage
-from meshwright.datasets.storage import ChangedError
+from meshwright.datasets.storage import (
+    ChangedError,
+    DataFile,
+    find_files,
+    is_address,
+    open_stream,
+    stat,
+    stat_all,
+)
 from meshwright.system.errors import (
     ConfigError,
     RecordError,
@@ -74,18 +81,6 @@ class Entry:
         return RecordError(name, f"{what} ({name} = {as_toml(value)})")
 
 
-@dataclass(frozen=True)
-class DataFile:
-    """A file as it was when the job looked for it."""
-
-    path: str
-    """Or an address."""
-    size: int = -1
-    """Bytes; -1: unknown, of a file on the hub."""
-    changed: int = 0
-    """Time of its last change in nanoseconds, or 0."""
-
-
 class Place(NamedTuple):
     """Where a row is in its file."""
 
@@ -119,10 +114,10 @@ def open_file(file: DataFile) -> IO[bytes]:
         ChangedError: if it is gone, or has another size than when the job looked for it.
         OSError: if it cannot be read now.
     """
-    if storage.is_address(file.path):
-        if described(file.path) != file:
+    if is_address(file.path):
+        if stat(file.path) != file:
             raise ChangedError(f"{file.path}: has changed since the job started")
-        return storage.open_stream(file.path)
+        return open_stream(file.path)
     try:
         opened = open(file.path, "rb")  # noqa: SIM115  the caller closes it
     except FileNotFoundError as error:
@@ -199,8 +194,8 @@ def resolve(path: str, suffixes: Sequence[str]) -> list[DataFile]:
     Returns:
         The files in the order of their paths; an empty list if there are none.
     """
-    if storage.is_address(path):
-        return described_all(storage.find_files(path, tuple(suffixes)))
+    if is_address(path):
+        return stat_all(find_files(path, tuple(suffixes)))
     if os.path.isdir(path):
         found = [file for file in _below(path) if file.endswith(tuple(suffixes))]
     elif os.path.exists(path):
@@ -221,20 +216,7 @@ def resolve(path: str, suffixes: Sequence[str]) -> list[DataFile]:
                 for file in glob.glob(os.path.join(glob.escape(literal), pattern))
                 if not any(map(_is_left_out, file.split("/")[-len(parts) :], parts))
             ]
-    return [described(file) for file in sorted(found) if os.path.isfile(file)]
-
-
-def described(path: str) -> DataFile:
-    """Return a file as it is now."""
-    return described_all([path])[0]
-
-
-def described_all(paths: Sequence[str]) -> list[DataFile]:
-    """Return files as they are now; of object storage, many at once."""
-    return [
-        DataFile(path, found.size, found.changed)
-        for path, found in zip(paths, storage.stat_all(paths), strict=True)
-    ]
+    return [stat(file) for file in sorted(found) if os.path.isfile(file)]
 
 
 def beside(path: str, suffix: str) -> str:
@@ -246,12 +228,12 @@ def _below(folder: str) -> Iterator[str]:
     """Yield the files below a folder; a folder that links lead to again is read once."""
     seen = set[tuple[int, int]]()
     for parent, folders, names in os.walk(folder or ".", followlinks=True):
-        stat = os.stat(parent)
-        if (stat.st_dev, stat.st_ino) in seen:
+        state = os.stat(parent)
+        if (state.st_dev, state.st_ino) in seen:
             logger.warning("%s: a link to a folder that is read already; left out", parent)
             folders.clear()
             continue
-        seen.add((stat.st_dev, stat.st_ino))
+        seen.add((state.st_dev, state.st_ino))
         folders[:] = sorted(name for name in folders if name[0] not in "._")
         parent = parent if folder else os.path.relpath(parent)
         yield from (os.path.join(parent, name) for name in names if not _is_left_out(name))
@@ -302,7 +284,7 @@ def token_files(kind: str, entry: Entry) -> list[DataFile]:
         name = beside(file.path, ".idx") if kind == "megatron" else f"{file.path}.index"
         if kind == "megatron" or file.path.endswith(".ds"):
             try:
-                indices.append(described(name))
+                indices.append(stat(name))
             except FileNotFoundError:
                 if kind == "megatron":
                     raise entry.error("dataset_path", f"there is no {name}") from None
@@ -315,47 +297,33 @@ def token_paths(kind: str, entry: Entry) -> list[DataFile]:
     if kind != "megatron":
         return local_files(kind, entry)
     with suppress(FileNotFoundError, ConfigError):
-        return [described(f"{path}.bin")]  # Megatron names both files without their endings
+        return [stat(f"{path}.bin")]  # Megatron names both files without their endings
     if path.endswith((".bin", ".idx")):
         with suppress(FileNotFoundError):
-            return [described(beside(path, ".bin"))]
+            return [stat(beside(path, ".bin"))]
     found = {beside(file.path, ".bin") for file in local_files(kind, entry)}
-    return described_all(sorted(found))
+    return stat_all(sorted(found))
 
 
-ALWAYS = {"dataset", "dataset_subset", "dataset_split", "dataset_column"}
-"""Settings that name the documents, and have stood in the names of caches from the beginning."""
-
-LATER = {"dataset_separator", "dataset_where", "max_documents"}
-"""As above; they stand there only if they are set."""
-
-
-def settings_of(source: Source) -> dict[str, Any]:
-    """Return the settings that name the documents."""
-    return source.model_dump(include=ALWAYS) | source.model_dump(
-        include=LATER, exclude_defaults=True
-    )
+OF_DOCUMENTS = {
+    *("dataset", "dataset_subset", "dataset_split", "dataset_column"),
+    *("dataset_separator", "dataset_where", "max_documents"),
+}
+"""Settings that name the documents."""
 
 
-def fingerprint(
-    entry: Entry,
-    files: Sequence[DataFile],
-    *,
-    is_portable: bool = False,
-    version: int = READERS_VERSION,
-) -> str:
+def fingerprint(entry: Entry, files: Sequence[DataFile], *, is_portable: bool = False) -> str:
     """Changes with whatever changes the documents: settings, files, the formatting function.
 
     Local files count with their paths, sizes and times of change, not their content.
 
     Args:
         is_portable: they count with names and sizes, which a copy on another machine has too.
-        version: of the readers of local files; 0: before they had a number.
     """
     source = entry.source
-    parts = [repr(sorted(source.model_dump(include=ALWAYS).items()))]
+    parts = [repr(sorted(source.model_dump(include=OF_DOCUMENTS).items()))]
     for file in files:
-        exact = f"{file.path} {file.changed}"
+        exact = f"{file.path} {file.stamp}"
         name = os.path.basename(file.path) if is_portable else exact
         parts.append(f"{name} {file.size}" if file.size >= 0 else file.path)
     if name := source.dataset_format:
@@ -365,10 +333,8 @@ def fingerprint(
             place = (spec.origin if spec else None) or place
         parts.append(function)
         parts.append(Path(place).read_text("utf-8") if os.path.isfile(place) else place)
-    if source.dataset in ROW_FORMATS and version:
-        parts.append(f"readers {version}")
-    if later := source.model_dump(include=LATER, exclude_defaults=True):
-        parts.append(repr(sorted(later.items())))
+    if source.dataset in ROW_FORMATS:
+        parts.append(f"readers {READERS_VERSION}")
     if entry.held_out:
         parts.append(f"held out {entry.held_out} {entry.is_held_out}")
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]

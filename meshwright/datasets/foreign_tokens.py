@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from meshwright.datasets.files import DataFile, Entry, beside, described, open_file
-from meshwright.datasets.storage import RangeFile
+from meshwright.datasets.files import Entry, beside, open_file
+from meshwright.datasets.storage import DataFile, RangeFile, stat
 from meshwright.datasets.tokenizers.kinds import Tokenizer
 from meshwright.system.errors import ConfigError
 
@@ -176,7 +176,7 @@ def _of_documents(found: DataFile, dtype: str, lengths: npt.NDArray[np.int64]) -
 
 
 def _whole(path: str) -> bytes:
-    with open_file(described(path)) as file:
+    with open_file(stat(path)) as file:
         return file.read()
 
 

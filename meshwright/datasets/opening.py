@@ -1,17 +1,17 @@
 """The sources that a config names, opened."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from meshwright.config.job_config import JobConfig
 from meshwright.datasets.encoding import Encoder
-from meshwright.datasets.files import ROW_FORMATS, DataFile, Entry, fingerprint, revision, sampled
+from meshwright.datasets.files import ROW_FORMATS, Entry, fingerprint, revision, sampled
 from meshwright.datasets.foreign_tokens import TokenFiles
 from meshwright.datasets.named_sources import entries, is_streamed, validation_entries
 from meshwright.datasets.rows import Documents, LocalDocuments
-from meshwright.datasets.storage import block_cache, is_address
+from meshwright.datasets.storage import DataFile, block_cache, is_address
 from meshwright.datasets.token_cache.cache import DamagedCacheError, TokenCache
 from meshwright.datasets.token_cache.packing import Packing, open_packing
 from meshwright.datasets.token_cache.spec import TokenizationSpec
@@ -21,13 +21,31 @@ from meshwright.system.log import logger
 
 
 @dataclass(frozen=True)
+class Found:
+    """The facts of a source that one process of a job finds, and tells the others: they look for
+    nothing."""
+
+    revision: str = ""
+    """Commit of a dataset of the hub."""
+    cache: str = ""
+    """Name of its token cache; "": it is streamed, and has the following."""
+    outline: str = ""
+    """Hash of its settings and of the names and sizes of its files."""
+    sampled: str = ""
+    """Hash of a little of their content."""
+    method: str = ""
+    """Hash of the user's code, the tokenizer and the chat template that make its tokens."""
+    files: Sequence[DataFile] = ()
+    """As they were when the job looked for them."""
+
+
+@dataclass(frozen=True)
 class CachedSource:
     """Any sample of it can be read."""
 
     entry: Entry
     cache: TokenCache
-    revision: str = ""
-    """Commit of a dataset of the hub."""
+    found: Found = Found()
     packing: Packing | None = None
     """None: documents are cut."""
 
@@ -52,44 +70,16 @@ class StreamedSource:
     num_shards: int
     window: int
     """Documents that are shuffled together."""
-    outline: str
-    """Hash of its settings and of the names and sizes of its files."""
-    sampled: str = ""
-    """Hash of a little of their content."""
-    revision: str = ""
-    """Commit of a dataset of the hub."""
-    method: str = ""
-    """Hash of the user's code, the tokenizer and the chat template that make its tokens."""
-    files: Sequence[DataFile] = ()
-    """As they were when the job looked for them."""
+    found: Found = Found()
 
     @property
     def content(self) -> str:
         """The facts known without reading all of it."""
-        shards = f"{self.num_shards} shards, {self.window} documents a window"
-        return f"{shards}, {self.outline}, {self.sampled}, {self.method}"
+        shards, found = f"{self.num_shards} shards, {self.window} documents a window", self.found
+        return f"{shards}, {found.outline}, {found.sampled}, {found.method}"
 
 
 OpenSource = CachedSource | StreamedSource
-
-
-@dataclass(frozen=True)
-class Told:
-    """A source as one process of a job has found it: the others look for nothing."""
-
-    facts: Mapping[str, str]
-    """`revision`; of a streamed source also `outline`, `sampled` and `method`."""
-    cache: str = ""
-    """Name of its token cache; "": it is streamed."""
-    files: Sequence[DataFile] = ()
-
-    @classmethod
-    def of(cls, source: OpenSource) -> "Told":
-        """Return the words for the other processes."""
-        if isinstance(source, CachedSource):
-            return cls({"revision": source.revision}, source.cache.folder.name)
-        names = ("revision", "outline", "sampled", "method")
-        return cls({name: getattr(source, name) for name in names}, "", source.files)
 
 
 def open_training_data(
@@ -143,7 +133,7 @@ def open_validation_data(
 
 
 def open_told(
-    told: Sequence[Told], config: JobConfig, *, is_first_here: bool
+    told: Sequence[Found], config: JobConfig, *, is_first_here: bool
 ) -> tuple[list[OpenSource], list[OpenSource]]:
     """Open the training and the validation data that another process of the job has found.
 
@@ -164,8 +154,8 @@ def open_told(
     return [_packed(source, config, False) for source in found[:count]], found[count:]
 
 
-def _open_as_told(entry: Entry, told: Told, config: JobConfig, is_first_here: bool) -> OpenSource:
-    training, recipe, facts = config.training, recipe_of(entry, config), dict(told.facts)
+def _open_as_told(entry: Entry, told: Found, config: JobConfig, is_first_here: bool) -> OpenSource:
+    training, recipe = config.training, recipe_of(entry, config)
     if told.cache:
         root = Path(training.token_cache_folder or default_folder())
         blocks = block_cache(root, training.block_cache_gib)
@@ -173,26 +163,26 @@ def _open_as_told(entry: Entry, told: Told, config: JobConfig, is_first_here: bo
             cache = TokenCache(root / told.cache, looks_at_parts=is_first_here, blocks=blocks)
         except (DamagedCacheError, OSError):  # this machine has caches of its own
             return _open(entry, config, 1, 0, False)
-        return CachedSource(entry, cache, facts["revision"])
+        return CachedSource(entry, cache, told)
     if entry.source.dataset in ROW_FORMATS:
         first = told.files[0].path
         if not (is_address(first) or os.path.exists(first)):  # this machine has a copy elsewhere
             return _open(entry, config, 1, 0, False)
         if is_first_here:
             try:
-                facts["sampled"] = sampled(told.files)
+                told = replace(told, sampled=sampled(told.files))
             except OSError as error:
                 fix = "give all machines the same files"
                 raise entry.error("dataset_path", str(error), fix) from error
         documents: Documents = LocalDocuments(entry, told.files)
     else:
-        if facts["revision"]:  # which may have moved on by now
-            source = entry.source.model_copy(update={"dataset_revision": facts["revision"]})
+        if told.revision:  # which may have moved on by now
+            source = entry.source.model_copy(update={"dataset_revision": told.revision})
             recipe = replace(recipe, entry=replace(entry, source=source))
         opened = recipe.open(streamed=True)
         assert not isinstance(opened, TokenFiles)  # they are cached
         documents = opened
-    return _streamed(entry, recipe, documents, config, told.files, facts)
+    return _streamed(entry, recipe, documents, config, told)
 
 
 def _streamed(
@@ -200,19 +190,12 @@ def _streamed(
     recipe: TokenizationSpec,
     documents: Documents,
     config: JobConfig,
-    files: Sequence[DataFile],
-    facts: Mapping[str, str],
+    found: Found,
 ) -> StreamedSource:
     shards = config.training.stream_shards
-    return StreamedSource(
-        entry,
-        documents,
-        recipe.encoder(),
-        num_shards=min(shards, documents.max_shards, entry.source.max_documents or shards),
-        window=config.training.shuffle_window,
-        files=files,
-        **facts,
-    )
+    num_shards = min(shards, documents.max_shards, entry.source.max_documents or shards)
+    window = config.training.shuffle_window
+    return StreamedSource(entry, documents, recipe.encoder(), num_shards, window, found)
 
 
 def recipe_of(entry: Entry, config: JobConfig) -> TokenizationSpec:
@@ -250,14 +233,16 @@ def _open(
                 "add data, or lower training.seq_len"
                 + (" or validation.num_samples" if needed > 1 else ""),
             )
-        return CachedSource(entry, cache, revision(recipe.files()) if recipe.is_of_hub else "")
+        commit = revision(recipe.files()) if recipe.is_of_hub else ""
+        return CachedSource(entry, cache, Found(commit, cache.folder.name))
     documents = recipe.open(streamed=True)
     assert not isinstance(documents, TokenFiles)  # preflight has refused it
     files = recipe.files()
-    facts = {
-        "outline": fingerprint(entry, files, is_portable=True),
-        "sampled": sampled(files),
-        "revision": revision(files) if recipe.is_of_hub else "",
-        "method": recipe.method(),
-    }
-    return _streamed(entry, recipe, documents, config, files, facts)
+    found = Found(
+        revision(files) if recipe.is_of_hub else "",
+        outline=fingerprint(entry, files, is_portable=True),
+        sampled=sampled(files),
+        method=recipe.method(),
+        files=files,
+    )
+    return _streamed(entry, recipe, documents, config, found)

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 from meshwright.datasets.files import (
     CHUNK,
     LONGEST,
-    DataFile,
     Place,
     Range,
     chunks,
@@ -21,7 +20,7 @@ from meshwright.datasets.files import (
     is_packed,
     open_file,
 )
-from meshwright.datasets.storage import ChangedError
+from meshwright.datasets.storage import ChangedError, DataFile
 from meshwright.system.errors import first_line, shortened
 
 Row = dict[str, Any]

@@ -16,7 +16,7 @@ from meshwright.datasets.documents import (
     conditions,
     row_reader,
 )
-from meshwright.datasets.files import DataFile, Entry, Place, Range, described
+from meshwright.datasets.files import Entry, Place, Range
 from meshwright.datasets.readers import (
     Fault,
     Layout,
@@ -25,7 +25,7 @@ from meshwright.datasets.readers import (
     read,
     where,
 )
-from meshwright.datasets.storage import ChangedError
+from meshwright.datasets.storage import ChangedError, DataFile, stat
 from meshwright.system.errors import (
     PASSED_ON,
     ConfigError,
@@ -296,7 +296,7 @@ def hub_files(repository: str, subset: str, entry: Entry) -> list[DataFile]:
     path = entry.source.dataset_path
     if path:
         found = sorted(str(p) for p in Path(path).rglob("*") if p.is_file()) or [path]
-        return [described(file) for file in found]
+        return [stat(file) for file in found]
     import datasets  # here, because it takes a second that other sources need not wait for
 
     with openable(entry):

@@ -14,14 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from meshwright.datasets.documents import is_on_side, row_reader
-from meshwright.datasets.files import (
-    DataFile,
-    Entry,
-    described,
-    fingerprint,
-    local_files,
-    token_paths,
-)
+from meshwright.datasets.files import Entry, fingerprint, local_files, token_paths
 from meshwright.datasets.rows import (
     Documents,
     IndexedDocuments,
@@ -30,6 +23,7 @@ from meshwright.datasets.rows import (
     load_rows,
     subset_of,
 )
+from meshwright.datasets.storage import DataFile, stat
 from meshwright.system.errors import check, numbered, where_it_ends
 from meshwright.system.log import logger
 
@@ -60,7 +54,7 @@ class DatasetSpec:
         return [
             file
             if isinstance(file, DataFile)
-            else described(file)
+            else stat(file)
             if os.path.exists(file)
             else DataFile(file)
             for file in self.files(entry)
@@ -77,7 +71,7 @@ def stdlib_files(entry: Entry) -> list[DataFile]:
         files += [path for path in paths if os.path.getsize(path) > 0]
     files.sort()
     held_out = entry.source.dataset_split == "validation"
-    return [described(file) for n, file in enumerate(files) if (n % 20 == 10) == held_out]
+    return [stat(file) for n, file in enumerate(files) if (n % 20 == 10) == held_out]
 
 
 def open_stdlib(entry: Entry, streamed: bool) -> Documents:

@@ -40,20 +40,16 @@ class ChangedError(OSError):
 
 
 @dataclass(frozen=True)
-class Stat:
-    """A file as its storage describes it."""
+class DataFile:
+    """A file as it was when the job looked for it."""
 
-    size: int
-    """Bytes."""
-    stamp: str
-    """Another one, if the content has changed; "": the storage does not say."""
-
-    @property
-    def changed(self) -> int:
-        """A number in place of the stamp: of a local file, the time of its change."""
-        if self.stamp.isdecimal():
-            return int(self.stamp)
-        return int.from_bytes(blake2b(self.stamp.encode(), digest_size=6).digest(), "big")
+    path: str
+    """Or an address."""
+    size: int = -1
+    """Bytes; -1: unknown, of a file on the hub."""
+    stamp: str = ""
+    """Another one, if the content has changed: of a local file, the time of its last change in
+    nanoseconds. "": the storage does not say."""
 
 
 def is_address(path: str) -> bool:
@@ -61,7 +57,7 @@ def is_address(path: str) -> bool:
     return ADDRESS.match(path) is not None
 
 
-def stat(path: str) -> Stat:
+def stat(path: str) -> DataFile:
     """Look at one file.
 
     Raises:
@@ -71,11 +67,11 @@ def stat(path: str) -> Stat:
     """
     if not is_address(path):
         found = os.stat(path)
-        return Stat(found.st_size, str(found.st_mtime_ns))
+        return DataFile(path, found.st_size, str(found.st_mtime_ns))
     return _patiently(path, lambda: _look(path))
 
 
-def stat_all(paths: Sequence[str]) -> list[Stat]:
+def stat_all(paths: Sequence[str]) -> list[DataFile]:
     """Look at many files, those of object storage by many requests at once."""
     if not any(map(is_address, paths)):
         return list(map(stat, paths))
@@ -324,7 +320,7 @@ STAMPS = (
 """Fields of fsspec's descriptions that another content changes, the surest first."""
 
 
-def _look(address: str) -> Stat:
+def _look(address: str) -> DataFile:
     if address.startswith(("http://", "https://")):
         return _ask(address, 0, 1)[1]
     files = _file_system(address)
@@ -333,13 +329,13 @@ def _look(address: str) -> Stat:
     if found.get("type") == "directory":
         raise IsADirectoryError(f"{address} is a folder")
     stamp = next((f"{name} {found[name]}" for name in STAMPS if found.get(name)), "")
-    return Stat(int(found["size"]), stamp)
+    return DataFile(address, int(found["size"]), stamp)
 
 
 CONTENT_RANGE = re.compile(r"bytes (?:(\d+)-(\d+)|\*)/(\d+)")
 
 
-def _ask(address: str, begin: int, size: int) -> tuple[bytes, Stat]:
+def _ask(address: str, begin: int, size: int) -> tuple[bytes, DataFile]:
     """Return the bytes of a range that a web server gives, and the whole content as it says.
 
     Source: RFC 9110, sections 14 (ranges) and 8.8 (validators).
@@ -363,7 +359,7 @@ def _ask(address: str, begin: int, size: int) -> tuple[bytes, Stat]:
             raise ConfigError("", f"{what}\n  fix: download the file")
         stamp = answer.headers.get("ETag") or answer.headers.get("Last-Modified") or ""
         content = answer.read() if answer.status == 206 else b""
-        return content, Stat(int(said[3]), str(stamp))
+        return content, DataFile(address, int(said[3]), str(stamp))
 
 
 def _patiently(path: str, read: Callable[[], T]) -> T:

@@ -218,25 +218,15 @@ def find_samples(
 ) -> Iterator[Sample]:
     """Samples `first` to `last` of `source`, as the job reads them; counted over all epochs.
 
-    Samples of a cached source are read at once. Of a streamed one, the shards that hold them are
-    read from `before` on.
+    Samples of a cached source are read at once. A streamed one is read from `before` on.
 
     Args:
         before: how many samples of the source, at most `first`, had been read at some place, and
             that place; (0, Cursor()) is the start.
     """
-    if isinstance(source, CachedSource):
-        cached = cached_samples(source, rules)
-        yield from (cached.read(index) for index in range(first, last + 1))
-        return
-    count, cursor = before
-    places: dict[int, ShardPlace] = dict(cursor.places.get(source.entry.name, {}))
-    # of bad records, the job has decided already
-    streamed = StreamedSamples(source, rules, pass_over=lambda error: None, places=places)
-    # sample i is the next one of shard i modulo their number
-    wanted = {index % source.num_shards for index in range(first, last + 1)}
-    for index in range(count, last + 1):
-        if index % source.num_shards in wanted:
-            sample = streamed.read(index % source.num_shards)
-            if index >= first:
-                yield sample
+    count, cursor = (first, Cursor()) if isinstance(source, CachedSource) else before
+    start, wanted = Cursor(count, (count,), cursor.places), range(first, last + 1)
+    stream = SampleStream([source], [1], start, rules, batch=1 << 62, slots=wanted)
+    for _ in range(count, last + 1):
+        if (sample := stream.next_sample()) is not None:
+            yield sample

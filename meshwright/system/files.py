@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import cache
 from http.client import HTTPException
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import IO, Any, BinaryIO, TypeVar
 from urllib.error import HTTPError
 
@@ -100,12 +101,10 @@ DEAD_AFTER_S = 86_400
 """A file that another machine has not written to for so long was left by a process that is gone."""
 
 
-def remove_left_over(folder: Path, now: float) -> None:
-    """Remove files that `whole_file` began in `folder`, and whose process is surely gone.
-
-    Args:
-        now: the time of a file that has just been touched there: clocks of machines differ.
-    """
+def remove_left_over(folder: Path) -> None:
+    """Remove files that `whole_file` began in `folder`, and whose process is surely gone."""
+    with TemporaryFile(dir=folder) as file:
+        now = os.fstat(file.fileno()).st_mtime  # by the clock of the file system
     for path in folder.glob("*.unfinished"):
         name = UNFINISHED.fullmatch(path.name)
         is_dead = bool(name and name[1] == _machine_digits() and not is_running(int(name[2])))

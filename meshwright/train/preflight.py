@@ -20,7 +20,7 @@ from meshwright.config.combinations import (
 )
 from meshwright.config.job_config import JobConfig, changed
 from meshwright.config.stages import error_of_stage, staged
-from meshwright.datasets.files import LATER, settings_of
+from meshwright.datasets.files import OF_DOCUMENTS
 from meshwright.datasets.named_sources import (
     check_budgets,
     check_held_out,
@@ -154,19 +154,17 @@ class Plan:
     def data_identity(self) -> dict[str, object]:
         """Everything, apart from the documents, that determines the sample stream."""
         training = self.config.training
-        named = {f"training.{key}": value for key, value in settings_of(training).items()}
+        documents = training.model_dump(include=OF_DOCUMENTS)
+        named: dict[str, object] = {f"training.{key}": documents[key] for key in documents}
         if training.datasets:
+            places = {"dataset_path", "dataset_format", "dataset_revision"}
             named = {
-                f"training.datasets.{number}": source.model_dump(
-                    exclude={"dataset_path", "dataset_format", "dataset_revision", *LATER}
-                )
-                | settings_of(source)
+                f"training.datasets.{number}": source.model_dump(exclude=places)
                 for number, source in enumerate(training.datasets)
             }
-        for key in ("validation_fraction", "packing"):  # which older checkpoints lack
-            if key in training.model_dump(exclude_defaults=True):
-                named[f"training.{key}"] = getattr(training, key)
         return named | {
+            "training.validation_fraction": training.validation_fraction,
+            "training.packing": training.packing,
             "training.seq_len": training.seq_len,
             "training.seed": training.seed,
             "model.tokenizer_path": self.tokenizer.fingerprint,

@@ -50,7 +50,7 @@ def manifest_of(
         "data_identity": plan.data_identity,
         "data_content": {source.entry.name: source.content for source in sources},
         "validation_content": {source.entry.name: source.content for source in held_out},
-        "data_revisions": {source.entry.name: source.revision for source in sources},
+        "data_revisions": {source.entry.name: source.found.revision for source in sources},
         "model_name": plan.config.model.name,
         "model_args": dataclasses.asdict(plan.model_args),
         "tokenizer_path": plan.config.model.tokenizer_path,
@@ -126,7 +126,7 @@ def place_in_data(plan: Plan, saved: Manifest, sources: Sequence[OpenSource]) ->
         if was != source.content:
             commit = saved["data_revisions"].get(source.entry.name, "")
             pin = ""
-            if commit not in ("", source.revision):
+            if commit not in ("", source.found.revision):
                 pin = f"set {source.entry.key}.dataset_revision = {commit!r}; or "
             raise source.entry.error(
                 "dataset",

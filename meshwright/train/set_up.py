@@ -29,8 +29,8 @@ from meshwright.checkpoint.manifest import Manifest
 from meshwright.config.job_config import JobConfig
 from meshwright.datasets.loader import Loader
 from meshwright.datasets.opening import (
+    Found,
     OpenSource,
-    Told,
     open_told,
     open_training_data,
     open_validation_data,
@@ -147,9 +147,9 @@ def _open_data(
     """
     opened: list[Sequence[OpenSource]] = []
 
-    def find() -> list[Told]:
+    def find() -> list[Found]:
         opened.extend([open_training_data(plan.config), open_validation_data(plan.config)])
-        return [Told.of(source) for sources in opened for source in sources]
+        return [source.found for sources in opened for source in sources]
 
     told = checkpoints.tell(find)
     if not opened:

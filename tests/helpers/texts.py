@@ -88,4 +88,4 @@ def streamed(
 ) -> StreamedSource:
     documents = IndexedDocuments(len(texts), get or texts.__getitem__)
     encoder = Encoder(ByteTokenizer(), Turns)
-    return StreamedSource(entry(name), documents, encoder, num_shards, window, outline="")
+    return StreamedSource(entry(name), documents, encoder, num_shards, window)

@@ -80,7 +80,9 @@ def test_from_a_folder_to_a_folder(tmp_path: Path) -> None:
     own_code = read_manifest(dump / "checkpoint" / "step-1").get("own_code")
     assert own_code == code_of(str(tmp_path / "mine.py"))
 
-    whole, last = (read_saved_tensors(dump / "checkpoint" / f"step-{step}") for step in (1, 2))
+    whole, last = (
+        read_saved_tensors(Place("", dump / "checkpoint" / f"step-{step}")) for step in (1, 2)
+    )
     assert any(name.startswith("optimizer.") for name in whole)
     assert {name.partition(".")[0] for name in last} == {"model"}
     assert {tensor.dtype for tensor in last.values()} == {"bfloat16"}

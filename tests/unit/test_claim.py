@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -15,15 +16,16 @@ import pytest
 
 from meshwright.checkpoint import claim, commit
 from meshwright.checkpoint.claim import FILE, Claim, TakenOverError, holder, new_nonce
+from meshwright.system import claims
 from meshwright.system.errors import ConfigError
 from tests.unit.test_commit import save
 
 OTHER = """
 import sys, time
 from pathlib import Path
-from meshwright.checkpoint import claim
 from meshwright.checkpoint.claim import Claim
-claim.BEAT_S = 0.1
+from meshwright.system import claims
+claims.BEAT_S = 0.1
 Claim(Path(sys.argv[1]), sys.argv[2]).take()
 print("taken", flush=True)
 time.sleep(600)
@@ -32,8 +34,12 @@ time.sleep(600)
 
 @pytest.fixture(autouse=True)
 def _fast(monkeypatch) -> None:
-    for name, seconds in {"BEAT_S": 0.1, "SILENCE_S": 0.6, "GRACE_S": 0.3, "POLL_S": 0.02}.items():
-        monkeypatch.setattr(claim, name, seconds)
+    for module, times in (
+        (claims, {"BEAT_S": 0.1, "SILENCE_S": 0.6}),
+        (claim, {"GRACE_S": 0.3, "POLL_S": 0.02}),
+    ):
+        for name, seconds in times.items():
+            monkeypatch.setattr(module, name, seconds)
 
 
 @contextmanager
@@ -63,7 +69,7 @@ def test_a_job_that_runs_is_named_and_one_that_was_killed_is_replaced(tmp_path: 
         ours = Claim(tmp_path, new_nonce())
         begun = time.monotonic()
         ours.take()
-        assert time.monotonic() - begun < claim.SILENCE_S
+        assert time.monotonic() - begun < claims.SILENCE_S
         assert holder(tmp_path).pid == os.getpid()
         ours.give_back()
     assert not tmp_path.exists()  # it was empty again
@@ -79,7 +85,7 @@ def test_a_killed_job_whose_number_another_process_has_is_replaced_after_a_silen
     (tmp_path / FILE).write_text(json.dumps(content | {"pid": os.getppid()}))
     ours, begun = Claim(tmp_path, new_nonce()), time.monotonic()
     ours.take()
-    assert time.monotonic() - begun > claim.SILENCE_S
+    assert time.monotonic() - begun > claims.SILENCE_S
     ours.give_back()
 
 
@@ -100,8 +106,7 @@ def on_another_machine(folder: Path) -> str:
 
 
 def test_a_job_on_another_machine_runs_while_its_file_is_touched(tmp_path: Path) -> None:
-    theirs = Claim(tmp_path, new_nonce())
-    theirs._create()
+    claims.Claim(tmp_path / FILE)._create()
     on_another_machine(tmp_path)
     is_over = threading.Event()
 
@@ -117,9 +122,9 @@ def test_a_job_on_another_machine_runs_while_its_file_is_touched(tmp_path: Path)
     beating.join()
     ours, begun = Claim(tmp_path, new_nonce()), time.monotonic()
     ours.take()
-    assert time.monotonic() - begun > claim.SILENCE_S
+    assert time.monotonic() - begun > claims.SILENCE_S
     before = (tmp_path / FILE).stat().st_mtime_ns
-    time.sleep(3 * claim.BEAT_S)
+    time.sleep(3 * claims.BEAT_S)
     assert (tmp_path / FILE).stat().st_mtime_ns > before  # and so does ours
     ours.give_back()
 
@@ -128,24 +133,13 @@ def test_of_two_that_replace_the_same_one_job_remains(tmp_path: Path) -> None:
     with another_job(tmp_path) as job:
         job.kill()
         job.wait()
-    claims = [Claim(tmp_path, new_nonce()) for _ in range(4)]
-    # in one process all are the same job but for the nonce
-    refused = []
-
-    def take(one: Claim) -> None:
-        try:
-            one._replace(claim._read(tmp_path / FILE))
-        except ConfigError:
-            refused.append(one)
-
-    threads = [threading.Thread(target=take, args=(one,)) for one in claims]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(refused) == 3
-    (winner,) = set(claims) - set(refused)
-    assert holder(tmp_path) == winner._me
+    ours = [claims.Claim(tmp_path / FILE) for _ in range(4)]
+    with ThreadPoolExecutor(4) as threads:
+        taken = list(threads.map(claims.Claim.take, ours))
+    (winner,) = [one for one, is_taken in zip(ours, taken, strict=True) if is_taken]
+    assert holder(tmp_path) == winner.owner
+    assert [path.name for path in tmp_path.iterdir()] == [FILE]
+    winner.give_back()
 
 
 def test_what_is_not_a_jobs_is_left_alone(tmp_path: Path) -> None:
@@ -179,16 +173,13 @@ def test_a_full_disk_leaves_no_half_of_a_file_and_stops_no_save(
         job.kill()
         job.wait()
 
-    def refuse(claim: Claim) -> bytes:
+    save(tmp_path, 5)  # though the file is of another job: it is gone
+
+    def refuse(owner: claims.Owner) -> dict[str, str]:
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as full:
-        full.setattr(Claim, "_content", refuse)
+        full.setattr(claims, "asdict", refuse)
         with pytest.raises(OSError, match="No space left"):
             Claim(tmp_path, new_nonce()).take()
-        assert [path.name for path in tmp_path.iterdir()] == [FILE]
-        save(tmp_path, 5)  # though the file is of another job: it is gone
-        (tmp_path / FILE).unlink()
-        with pytest.raises(OSError, match="No space left"):
-            Claim(tmp_path, new_nonce()).take()
-    assert not (tmp_path / FILE).exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["step-5"]

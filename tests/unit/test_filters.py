@@ -14,7 +14,7 @@ from meshwright.config.training import Source
 from meshwright.datasets import find_dataset
 from meshwright.datasets.documents import conditions
 from meshwright.datasets.encoding import Encoder, SampleRules
-from meshwright.datasets.files import Entry, fingerprint, settings_of
+from meshwright.datasets.files import Entry, fingerprint
 from meshwright.datasets.opening import StreamedSource
 from meshwright.datasets.rows import Item
 from meshwright.datasets.streamed import Shard, ShardPlace
@@ -105,25 +105,19 @@ def test_a_held_out_part_is_the_same_in_any_order_and_kind_of_file(tmp_path: Pat
     assert sides[0] == sides[1]
 
 
-def test_a_side_has_a_cache_of_its_own_and_old_names_stay(data) -> None:
+def test_a_side_has_a_cache_of_its_own(data) -> None:
     source = Source(**data)
     sides = [Entry("t", "", source, *held) for held in ((), (0.1, False), (0.1, True), (0.2, True))]
     assert len({fingerprint(entry, []) for entry in sides}) == 4
     later = [{"max_documents": 3}, {"dataset_where": ["a == 1"]}]
     assert len({fingerprint(Entry("t", "", Source(**data, **k)), []) for k in [{}, *later]}) == 3
-    # as every cache of the hub was called before there were such keys
-    hub = Entry("training", "", Source(dataset="c4"))
-    assert fingerprint(hub, []) == fingerprint(hub, [], version=0) == "1b3fd9b71a203d32"
-    assert settings_of(source).keys() == {
-        *("dataset", "dataset_subset", "dataset_split", "dataset_column")
-    }
 
 
 def shards(data: dict[str, str], place: list[ShardPlace], **keys: Any) -> list[Shard]:
     entry = Entry("training", "data", Source(**data, **keys))
     documents = find_dataset(data["dataset"]).open(entry, True)
     encoder = Encoder(build_tokenizer(BYTES), lambda: pytest.fail("no chat"))
-    source = StreamedSource(entry, documents, encoder, len(place), 4, "")
+    source = StreamedSource(entry, documents, encoder, len(place), 4)
     rules = SampleRules(8, 0, max_epochs=2)
 
     def never(error: RecordError) -> None:

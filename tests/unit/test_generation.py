@@ -149,7 +149,7 @@ def test_what_cannot_be_generated_from(tmp_path) -> None:
     assert "--max-new-tokens = 0" in message(folder, *bytes_, "--max-new-tokens", 0)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"model_type": "gpt2"}))
-    assert "is of a model 'gpt2', not of one of llama" in message(folder, *bytes_)
+    assert "model_type is 'gpt2', not one of llama" in message(folder, *bytes_)
 
 
 @pytest.mark.parametrize("temperature", [1e-40, 1e-300, 5e-324])

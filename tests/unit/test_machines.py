@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.datasets.token_cache import claims
 from meshwright.datasets.token_cache.tokenizing import open_cache
+from meshwright.system import claims
 from tests.helpers.slow import slow
 from tests.helpers.texts import TextsRecipe
 
@@ -38,9 +38,8 @@ MACHINE = """
 import fcntl, os, subprocess, sys, time
 from pathlib import Path
 from meshwright.datasets.encoding import Encoder
-from meshwright.datasets.token_cache import claims
-from meshwright.datasets.token_cache import claims
 from meshwright.datasets.token_cache.tokenizing import open_cache
+from meshwright.system import claims
 from tests.helpers.texts import TextsRecipe
 from tests.unit.test_machines import TEXTS
 
@@ -98,15 +97,16 @@ def test_machines_make_one_cache_equal_to_the_bit(num_machines, num_killed, tmp_
 def test_a_claim_that_another_removed_does_not_come_back(tmp_path, monkeypatch) -> None:
     removed = threading.Event()
 
-    def remove(_, path: Path) -> bool:  # between the look at a claim and its next number
-        path.unlink(missing_ok=True)
+    def remove(claim: claims.Claim) -> bool:  # between the look at a claim and its next beat
+        claim.file.unlink(missing_ok=True)
         removed.set()
         return True
 
     monkeypatch.setattr(claims, "BEAT_S", 0.01)
-    monkeypatch.setattr(claims.Claims, "_is_ours", remove)
-    with claims.Claims(tmp_path) as held:
-        assert held.take("0")
-        assert removed.wait(60)
-        with held._guard:
-            assert list(tmp_path.iterdir()) == []
+    monkeypatch.setattr(claims.Claim, "_is_ours", remove)
+    claim = claims.Claim(tmp_path / "0.claim")
+    assert claim.take()
+    assert removed.wait(60)
+    claim._is_over.set()
+    claim._beating.join()
+    assert list(tmp_path.iterdir()) == []

@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from meshwright.commands.prove import job as prove_job
-from meshwright.config.changes import ABSENT, changes, config_defaults
+from meshwright.config.changes import changes, config_defaults
 from meshwright.config.job_config import JobConfig
 from meshwright.config.loader import load_config
 from meshwright.config.training import Training
 from meshwright.datasets.cached import PackedSamples
 from meshwright.datasets.encoding import NO_LOSS, Sample, SampleRules
 from meshwright.datasets.loader import to_batches
-from meshwright.datasets.opening import CachedSource, Told, open_told, open_training_data
+from meshwright.datasets.opening import CachedSource, open_told, open_training_data
 from meshwright.datasets.stream import Cursor, cached_samples, find_samples
 from meshwright.datasets.token_cache import packing
 from meshwright.datasets.token_cache.packing import (
@@ -275,7 +275,7 @@ def test_a_job_opens_its_data_packed(tmp_path) -> None:
     config = config_of(tmp_path)
     (source,) = open_training_data(config)
     assert isinstance(source, CachedSource)
-    (told,), _ = open_told([Told.of(source)], config, is_first_here=True)
+    (told,), _ = open_told([source.found], config, is_first_here=True)
     rules = SampleRules(LENGTH, SEED)
     first, second = (
         [sample.raw.tolist() for sample in find_samples(s, 0, 30, rules, (0, Cursor()))]
@@ -310,7 +310,7 @@ def test_a_stream_is_refused(tmp_path) -> None:
 def test_the_packing_belongs_to_the_data_of_a_resume(tmp_path) -> None:
     packed, cut = (preflight(config_of(tmp_path, kind), 1) for kind in ("best_fit", "cut"))
     (difference,) = changes(cut.data_identity, packed.data_identity, config_defaults())
-    assert difference == ("training.packing", ABSENT, "best_fit")
+    assert difference == ("training.packing", "cut", "best_fit")
 
 
 def test_documents_of_megatron_are_packed(tmp_path) -> None:

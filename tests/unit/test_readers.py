@@ -16,13 +16,12 @@ from meshwright.datasets import files, readers
 from meshwright.datasets.files import (
     PACKED,
     SUFFIXES,
-    ChangedError,
     Place,
     Range,
-    described,
     resolve,
 )
 from meshwright.datasets.readers import END, Fault, Layout, cut, read
+from meshwright.datasets.storage import ChangedError, stat
 
 SEED = 32
 BOM = b"\xef\xbb\xbf"
@@ -89,12 +88,12 @@ def compress(path: Path, content: bytes) -> None:
 
 
 def rows_of(path: Path, layout: Layout) -> list[tuple[Place, Any]]:
-    return list(read(Range(described(str(path))), layout))
+    return list(read(Range(stat(str(path))), layout))
 
 
 def check_everywhere(path: Path, layout: Layout, whole: list[tuple[Place, Any]]) -> None:
     """The rest from every place on is the rest of the whole; so is the sum of all parts."""
-    file = described(str(path))
+    file = stat(str(path))
     for index, (place, _) in list(enumerate(whole))[:: len(whole) // 6 + 1]:
         rest = list(read(Range(file), layout, Place(*json.loads(json.dumps(place)))))
         assert rest == whole[index + 1 :], (path, place)
@@ -215,11 +214,12 @@ def test_a_table_with_a_text_that_is_not_utf8(tmp_path: Path) -> None:
 
 PEAK = """
 import re, sys
-from meshwright.datasets.files import Range, described
+from meshwright.datasets.files import Range
+from meshwright.datasets.storage import stat
 from meshwright.datasets.readers import Layout, read
 peaks = []
 for path in sys.argv[1:]:
-    assert sum(1 for _ in read(Range(described(path)), Layout("parquet", ("text",)))) > 9
+    assert sum(1 for _ in read(Range(stat(path)), Layout("parquet", ("text",)))) > 9
     # not ru_maxrss, which begins with that of the process that started this one
     peaks.append(int(re.search(r"VmHWM:\\s*(\\d+) kB", open("/proc/self/status").read())[1]))
 print(peaks[1] - peaks[0])
@@ -259,9 +259,9 @@ def test_a_packed_file_that_is_cut_off_ends_with_a_fault(packed, kept, tmp_path,
     assert found[-1][0] == END
     assert "cannot be read" in str(found[-1][1])
     for place in (found[0][0], found[-2][0]) if len(found) > 1 else ():
-        rest = list(read(Range(described(str(path))), Layout("json"), place))
+        rest = list(read(Range(stat(str(path))), Layout("json"), place))
         assert [row for _, row in rest] == [row for p, row in found if p > place or p == END]
-    assert list(read(Range(described(str(path))), Layout("json"), END)) == []
+    assert list(read(Range(stat(str(path))), Layout("json"), END)) == []
 
 
 @pytest.mark.parametrize("suffix", [".parquet", ".arrow"])
@@ -356,7 +356,7 @@ def test_links_and_names_that_are_no_data(tmp_path: Path, caplog) -> None:
 def test_a_file_that_changes_under_the_job(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "a"}\n' * 1000)
-    file = described(str(path))
+    file = stat(str(path))
     rows = read(Range(file), Layout("json"))
     assert next(rows)[1] == {"text": "a"}
     path.rename(tmp_path / "b.jsonl")

@@ -35,11 +35,7 @@ def find_names(place: Place, form: TorchtitanForm, args: DecoderArgs) -> dict[st
     Raises:
         ConfigError: naming every tensor that is missing, has another shape, or has no place.
     """
-    try:
-        saved = read_saved_tensors(place.path)
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise place.error(f"{INDEX} cannot be read: {reason}") from None
+    saved = read_saved_tensors(place)
     place.check(
         not any(name.startswith("rng.") for name in saved),
         f"is a checkpoint of meshwright's that is damaged: it has no {MANIFEST}",

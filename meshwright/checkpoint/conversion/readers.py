@@ -1,6 +1,5 @@
 """Reads a job's first weights on any mesh: each rank reads its shards of the folder."""
 
-import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -129,17 +128,7 @@ class MetaWeights(ForeignWeights):
     def __init__(self, place: Place, form: MetaForm, args: DecoderArgs) -> None:
         self._place, self._form, self._args = place, form, args
         pieces = check_meta_folder(place, form, args)
-        self._cut = pieces.cut
-        self._files = [self._map(file) for file in pieces.files]
-
-    def _map(self, file: Path) -> dict[str, Tensor]:
-        try:  # mapped into memory: unused parts are not read
-            tensors: dict[str, Tensor] = torch.load(
-                file, map_location="cpu", mmap=True, weights_only=True
-            )
-        except (OSError, RuntimeError, pickle.UnpicklingError) as error:
-            raise self._place.error(f"{file.name}: {error}") from None
-        return tensors
+        self._cut, self._files = pieces.cut, [*pieces.files.values()]
 
     def read(self, name: str, shape: tuple[int, ...], offset: tuple[int, ...]) -> Tensor:
         box, copy = self._read(name, shape, offset), self._form.copy_of(name, self._args)

@@ -263,7 +263,7 @@ def open_source(training: Training, vocab_size: int, seed: int) -> OpenSource:
         return CachedSource(entry, cache, packing=packing)
     numbered = IndexedDocuments(len(pieces), str)
     shards, window = training.stream_shards, training.shuffle_window
-    return StreamedSource(entry, numbered, _Numbered(pieces), shards, window, outline="")
+    return StreamedSource(entry, numbered, _Numbered(pieces), shards, window)
 
 
 def first_cursor(source: OpenSource, training: Training) -> Cursor:

@@ -1,16 +1,13 @@
 """Real gloo ranks: processes that are started once and then run many functions."""
 
 import gc
-import multiprocessing
 import os
-import sys
 import tempfile
 import threading
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkServerContext, SpawnContext
 from typing import Any
 
 import torch
@@ -40,7 +37,10 @@ class RankPool:
     """
 
     def __init__(self, world_size: int, timeout_s: int = 60) -> None:
-        self.world_size, context = world_size, _start_method()
+        # ranks fork from one process that imported torch, has no thread and computes nothing:
+        # each would take 4 s of a core to import it by itself
+        context = fork_server("meshwright.commands.prove.measure", *IMPORTED_BY_RANKS)
+        self.world_size = world_size
         self._folder = tempfile.TemporaryDirectory()
         # the ranks meet at a file: a free port is a race
         url = f"file://{self._folder.name}/meet"
@@ -86,16 +86,6 @@ class RankPool:
             process.kill()
             process.join()
         self._folder.cleanup()
-
-
-def _start_method() -> ForkServerContext | SpawnContext:
-    """Ranks fork from one process that imported torch, has no thread and computes nothing.
-
-    Each would take 4 s of a core to import it by itself. Only Linux's libraries bear a fork.
-    """
-    if not sys.platform.startswith("linux"):
-        return multiprocessing.get_context("spawn")
-    return fork_server("meshwright.commands.prove.measure", *IMPORTED_BY_RANKS)
 
 
 def _share_one_gloo_thread() -> None:

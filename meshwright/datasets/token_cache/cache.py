@@ -3,15 +3,14 @@
 A cache is a folder. Of each part, which one process wrote: `00000.tokens`, the ids of its documents
 one after the other, uint16 or uint32; and `00000.npz`, the lengths of the documents and checksums.
 Of the whole: `lengths`, uint32; and `cache.npz`, which is there only if all else is. Where the
-tokens are files of others, `sources.json` has the path or address of each part's, the byte it
-begins at, and the stamp of its content in object storage.
+tokens are files of others, it has the path or address of each part's, the byte it begins at, and
+the stamp of its content in object storage.
 """
 
 import errno
 import functools
-import json
 import zlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +19,7 @@ import numpy.typing as npt
 
 from meshwright.datasets.storage import BlockCache, ChangedError, RangeFile, is_address
 from meshwright.system.errors import ConfigError
-from meshwright.system.files import warn_once, whole_file
+from meshwright.system.files import warn_once
 
 BLOCK_BYTES = 1 << 16
 """Tokens are checked in blocks of this many bytes."""
@@ -28,18 +27,20 @@ BLOCK_BYTES = 1 << 16
 BLOCK_DOCUMENTS = 1 << 10
 """Lengths of documents are checked, and documents shuffled, in blocks of this many."""
 
-OF_PART = ("lengths", "token_checksums", "num_bytes")
+OF_PART = (
+    *("lengths", "token_checksums", "num_bytes", "dtype", "offset", "stamp"),
+    *("num_bad", "bad"),
+)
 """Arrays that are kept of each part,"""
 
 OF_CACHE = (
     *("content", "num_bytes", "num_documents", "dtype"),
     *("part_starts", "block_starts", "length_checksums"),
+    *("sources", "offsets", "stamps", "num_bad", "first_bad"),
 )
 """and of the whole."""
 
 CACHE_KEY = "training.token_cache_folder"
-
-SOURCES = "sources.json"
 
 LENGTHS = "lengths"
 
@@ -85,42 +86,6 @@ class Part:
         return self.folder / f"{self.number:05}.npz"
 
 
-def read_index(part: Part) -> dict[str, npt.NDArray[np.generic]]:
-    """Return the arrays of a part's index.
-
-    Raises:
-        DamagedCacheError: if it is not whole.
-    """
-    found = load_arrays(part.index, OF_PART, ("offset", "dtype", "stamp", "num_bad", "bad"))
-    # parts of earlier versions have no bad records
-    return {"num_bad": np.zeros((), np.int64), "bad": np.empty(0, np.str_), **found}
-
-
-def save_sources(folder: Path, parts: Sequence[Part]) -> None:
-    """Note where the tokens of `parts` are."""
-    sources = [{"path": part.source, "offset": part.offset, "stamp": part.stamp} for part in parts]
-    with whole_file(folder / SOURCES) as file:
-        file.write(json.dumps(sources).encode())
-
-
-def _parts(folder: Path, count: int) -> list[Part]:
-    """Return the parts of a cache.
-
-    Raises:
-        DamagedCacheError: if it is not known where their tokens are.
-    """
-    if not (folder / SOURCES).exists():
-        return [Part(folder, number) for number in range(count)]
-    try:
-        sources = json.loads((folder / SOURCES).read_text("utf-8"))
-        found = [(s["path"], int(s["offset"]), s.get("stamp", "")) for s in sources]
-    except (ValueError, KeyError, TypeError) as error:
-        raise DamagedCacheError(f"{SOURCES}: {error}") from error
-    if len(found) != count:
-        raise DamagedCacheError(f"{SOURCES} has {len(found)} of {count} parts")
-    return [Part(folder, number, *place) for number, place in enumerate(found)]
-
-
 def read_notes(folder: Path) -> set[str]:
     """Return the content of `DAMAGED`."""
     try:
@@ -136,21 +101,15 @@ def changed_source(part: Part, what: str) -> ConfigError:
     return ConfigError(CACHE_KEY, f"{message}\n  fix: {fix}")
 
 
-def load_arrays(
-    path: Path, names: Collection[str], also: Collection[str] = ()
-) -> dict[str, npt.NDArray[np.generic]]:
+def load_arrays(path: Path, names: Collection[str]) -> dict[str, npt.NDArray[np.generic]]:
     """Return the arrays `names` of an .npz, whose format has checksums of its own.
-
-    Args:
-        also: names of arrays that caches of earlier versions lack.
 
     Raises:
         DamagedCacheError: if it is not whole, or is not there.
     """
     try:
         with np.load(path, allow_pickle=False) as arrays:
-            there = [name for name in also if name in arrays]
-            return {name: arrays[name] for name in (*names, *there)}
+            return {name: arrays[name] for name in names}
     except Exception as error:  # zipfile and numpy raise a dozen kinds over a flipped bit
         if isinstance(error, OSError) and error.errno not in (errno.ENOENT, errno.EINVAL, None):
             raise  # it was not read
@@ -176,14 +135,14 @@ class TokenCache:
         self, folder: Path, *, looks_at_parts: bool = True, blocks: BlockCache | None = None
     ) -> None:
         self.folder = folder
-        arrays = load_arrays(folder / "cache.npz", OF_CACHE, ("num_bad", "first_bad"))
+        arrays = load_arrays(folder / "cache.npz", OF_CACHE)
         self.content = str(arrays["content"])
         """Hash: equal where all tokens of all documents are."""
         self.num_bytes = int(arrays["num_bytes"])
         """Of the text, in UTF-8."""
-        self.num_bad = int(arrays.get("num_bad", 0))
+        self.num_bad = int(arrays["num_bad"])
         """Records that are no documents, and were passed over,"""
-        self.first_bad = str(arrays.get("first_bad", ""))
+        self.first_bad = str(arrays["first_bad"])
         """and the first of them, as an error."""
         self.block_starts: Starts = arrays["block_starts"].astype(np.int64)
         """(blocks + 1,) first token of each block of documents."""
@@ -192,7 +151,9 @@ class TokenCache:
         self.num_tokens = int(self.block_starts[-1])
         self.num_documents = int(arrays["num_documents"])
         self._dtype = np.dtype(str(arrays["dtype"]))
-        self._parts = _parts(folder, len(self._part_starts) - 1)
+        columns = (arrays[name].tolist() for name in ("sources", "offsets", "stamps"))
+        places = enumerate(zip(*columns, strict=True))
+        self._parts = [Part(folder, number, *place) for number, place in places]
         if looks_at_parts:
             sizes = np.diff(self._part_starts) * self._dtype.itemsize
             for part, size in zip(self._parts, sizes.tolist(), strict=True):

@@ -8,10 +8,11 @@ from datetime import datetime
 
 from meshwright.datasets import find_dataset
 from meshwright.datasets.encoding import Conversation, Encoder
-from meshwright.datasets.files import DataFile, Entry, fingerprint
+from meshwright.datasets.files import Entry, fingerprint
 from meshwright.datasets.foreign_tokens import TokenFiles
 from meshwright.datasets.rows import Documents
 from meshwright.datasets.sources import DatasetSpec
+from meshwright.datasets.storage import DataFile
 from meshwright.datasets.tokenizers.kinds import Tokenizer, build_tokenizer, find_template
 from meshwright.datasets.tokenizers.special_tokens import OWN, Ends
 from meshwright.system.errors import ConfigError
@@ -21,7 +22,7 @@ TODAY = datetime(2024, 7, 26)
 """For chat templates that write the date, so that a conversation is the same tokens tomorrow. It is
 the date that Meta's templates fall back to."""
 
-FORMAT = 1
+FORMAT = 2
 """Of the files; another number is another cache."""
 
 
@@ -92,11 +93,6 @@ class TokenizationSpec:
     def identity(self) -> str:
         """Hash of the documents, the code that makes them, the tokenizer and the chat template."""
         return short_hash([FORMAT, fingerprint(self.entry, self.files()), *self._method])
-
-    def identity_before(self) -> str:
-        """Return the same as it was before local files had readers of their own."""
-        files = fingerprint(self.entry, self.files(), version=0)
-        return short_hash([FORMAT, files, *self._method])
 
     def method(self) -> str:
         """Hash of the same without the documents."""

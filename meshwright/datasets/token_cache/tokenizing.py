@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,13 +20,13 @@ from meshwright.datasets.token_cache.cache import (
     CACHE_KEY,
     DAMAGED,
     LENGTHS,
+    OF_PART,
     DamagedCacheError,
     Part,
     TokenCache,
-    read_index,
+    load_arrays,
     read_notes,
 )
-from meshwright.datasets.token_cache.claims import Claims
 from meshwright.datasets.token_cache.spec import TokenizationSpec
 from meshwright.datasets.token_cache.writing import (
     is_complete,
@@ -35,6 +35,7 @@ from meshwright.datasets.token_cache.writing import (
     too_many_bad_records,
     write_part,
 )
+from meshwright.system.claims import Claim
 from meshwright.system.errors import ConfigError, numbered
 from meshwright.system.files import remove_left_over
 from meshwright.system.log import busy, logger
@@ -57,13 +58,7 @@ def default_folder() -> Path:
 def cache_folder(recipe: TokenizationSpec, root: Path) -> Path:
     """Return the folder of a source's cache; it need not be there."""
     name = recipe.entry.source.dataset.replace("/", "--")
-    folder = root / f"{name}-{recipe.identity()}"
-    before = getattr(recipe, "identity_before", None)
-    if before is not None and not folder.exists():
-        earlier = root / f"{name}-{before()}"
-        if (earlier / "cache.npz").exists():  # jobs that began with it resume with it
-            return earlier
-    return folder
+    return root / f"{name}-{recipe.identity()}"
 
 
 def open_cache(
@@ -121,6 +116,34 @@ def _open_if_complete(folder: Path, blocks: BlockCache | None) -> TokenCache | N
         return None
 
 
+class Claims:
+    """The claims of this process on parts of a cache.
+
+    They save work, and nothing else depends on them: if two processes make a part, both write the
+    same bytes under names of their own, and the last one gives it its name.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._claims = folder, dict[str, Claim]()
+
+    def __enter__(self) -> "Claims":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for name in self._claims:
+            self.release(name)
+
+    def take(self, name: str) -> bool:
+        """Claim `name`, also from a process that is gone; return whether it is ours."""
+        claim = self._claims.setdefault(name, Claim(self._folder / f"{name}.claim"))
+        return claim.take()
+
+    def release(self, name: str) -> None:
+        """Give a claim back."""
+        with suppress(OSError):  # it is another's work by then
+            self._claims[name].give_back()
+
+
 @dataclass(frozen=True)
 class _Todo:
     """The parts of a cache, as every process that makes some of them knows them."""
@@ -153,7 +176,7 @@ class _Todo:
             if not (is_there and (part.number not in self.wrong or self.is_done(part))):
                 found.append(part)
             elif most and not found:
-                count += len(read_index(part)["lengths"])
+                count += len(load_arrays(part.index, OF_PART)["lengths"])
                 if count >= most:
                     break
         return found
@@ -183,7 +206,7 @@ def _todo(
     wrong = {
         part.number: _state(part)
         for part in parts
-        if not is_complete(recipe, part, dtype, check_all or str(part.number) in noted)
+        if not is_complete(recipe, part, check_all or str(part.number) in noted)
         and part.index.exists()
     }
     return _Todo(recipe, parts, dtype, wrong, max_bad_records)
@@ -209,7 +232,7 @@ def _make(
     noted, was_there = read_notes(folder), (folder / "cache.npz").exists()
     todo = _todo(recipe, folder, check_all, noted, max_bad_records)
     with Claims(folder) as claims:
-        remove_left_over(folder, now=claims.now())
+        remove_left_over(folder)
         missing = len(todo.left())
         if missing:
             _tokenize(todo, claims, min(num_workers or count_cores(), missing), missing)
@@ -219,7 +242,7 @@ def _make(
             cache = None if is_wrong else _open_if_complete(folder, blocks)
             while cache is None:
                 if claims.take(JOIN):
-                    join_parts(recipe, todo.parts, todo.dtype)
+                    join_parts(recipe, todo.parts)
                     cache = TokenCache(folder, blocks=blocks)
                 else:
                     time.sleep(POLL_S)

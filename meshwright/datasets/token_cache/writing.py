@@ -5,7 +5,6 @@ import hashlib
 import os
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -19,11 +18,11 @@ from meshwright.datasets.token_cache.cache import (
     BLOCK_BYTES,
     BLOCK_DOCUMENTS,
     LENGTHS,
+    OF_PART,
     DamagedCacheError,
     Part,
     changed_source,
-    read_index,
-    save_sources,
+    load_arrays,
 )
 from meshwright.datasets.token_cache.spec import TokenizationSpec
 from meshwright.datasets.tokenizers.special_tokens import well_formed
@@ -91,6 +90,9 @@ def write_part(
         lengths=np.array(lengths, np.uint32),
         token_checksums=np.array(file.checksums, np.uint32),
         num_bytes=np.int64(num_bytes),
+        dtype=np.str_(dtype),
+        offset=np.int64(0),
+        stamp=np.str_(""),
         num_bad=np.int64(len(bad)),
         bad=np.array([str(error) for error in bad[:MESSAGES_KEPT]], np.str_),
     )
@@ -103,9 +105,7 @@ def too_many_bad_records(count: int, first: str) -> RecordError:
     return RecordError("training.max_bad_records", f"{message}\n  fix: {fix}")
 
 
-def is_complete(
-    recipe: TokenizationSpec, part: Part, dtype: str, checks_content: bool = False
-) -> bool:
+def is_complete(recipe: TokenizationSpec, part: Part, checks_content: bool = False) -> bool:
     """Return whether a part is there as it was written. Nothing is deleted: others may read it.
 
     Raises:
@@ -114,24 +114,21 @@ def is_complete(
     if not part.index.exists():
         return False
     try:
-        index = read_index(part)
+        index = load_arrays(part.index, OF_PART)
     except DamagedCacheError as damage:
         logger.warning("token cache %s is damaged (%s): made again", part.folder, damage)
         return False
-    offset = part.offset
     if part.source:
         files, _ = open_source(recipe)
         assert isinstance(files, TokenFiles)
-        if "offset" not in index:  # of an earlier version
-            return False
-        offset, dtype = int(index["offset"]), str(index["dtype"])
         found = files.files[part.number].size
     else:
         found = part.own.stat().st_size if part.own.exists() else -1
-    size = int(index["lengths"].sum(dtype=np.uint64)) * np.dtype(dtype).itemsize
+    offset, item = int(index["offset"]), np.dtype(str(index["dtype"])).itemsize
+    size = int(index["lengths"].sum(dtype=np.uint64)) * item
     is_same = found == offset + size
     if is_same and checks_content:
-        file = RangeFile(part.tokens, str(index.get("stamp", "")))
+        file = RangeFile(part.tokens, str(index["stamp"]))
         is_same = _has_checksums(file, offset, size, index["token_checksums"])
     if is_same:
         return True
@@ -160,10 +157,17 @@ def _index_part(recipe: TokenizationSpec, files: TokenFiles, part: Part) -> None
         index = index_tokens(file, tokenizer, BLOCK_BYTES)
     except (FormatError, OSError) as error:
         raise files.error(part.source, str(error)) from error
-    facts = {"offset": np.int64(file.offset), "dtype": np.str_(file.dtype)}
     # thousands of flushes take a minute; an index that a power cut damages is made again
-    stamp = np.str_(file.file.stamp)
-    _save_arrays(part.index, is_flushed=False, **index, **facts, stamp=stamp)
+    _save_arrays(
+        part.index,
+        is_flushed=False,
+        **index,
+        dtype=np.str_(file.dtype),
+        offset=np.int64(file.offset),
+        stamp=np.str_(file.file.stamp),
+        num_bad=np.int64(0),
+        bad=np.empty(0, np.str_),
+    )
 
 
 class _Checksummed:
@@ -197,7 +201,7 @@ def _num_bytes(document: Any) -> int:
     return sum(len(well_formed(text).encode()) for text in texts)
 
 
-def join_parts(recipe: TokenizationSpec, parts: Sequence[Part], dtype: str) -> None:
+def join_parts(recipe: TokenizationSpec, parts: Sequence[Part]) -> None:
     """Merge the part indices into the index of the cache; the lengths are never all in memory.
 
     Raises:
@@ -206,20 +210,18 @@ def join_parts(recipe: TokenizationSpec, parts: Sequence[Part], dtype: str) -> N
     entry, folder = recipe.entry, parts[0].folder
     left = entry.source.max_documents or None
     per_part, num_bytes, num_documents, num_bad, first_bad = list[int](), 0, 0, 0, ""
-    located, content = list[Part](), hashlib.sha256()
+    located, content, dtype = list[tuple[str, int, str]](), hashlib.sha256(), ""
     with whole_file(folder / LENGTHS) as raw_file:
         file = _Checksummed(raw_file, 4 * BLOCK_DOCUMENTS, is_of_lengths=True)
         for part in parts:  # one in memory at a time
-            index = read_index(part)
-            if part.source:
-                first, dtype = dtype, str(index["dtype"])
-                if located and dtype != first:
-                    what = f"is of type {dtype}, and {parts[0].source} of {first}"
-                    raise entry.error("dataset_path", f"{part.source}: {what}")
-                part = replace(part, offset=int(index["offset"]), stamp=str(index["stamp"]))
+            index = load_arrays(part.index, OF_PART)
+            first, dtype = dtype, str(index["dtype"])
+            if located and dtype != first:
+                what = f"is of type {dtype}, and {parts[0].source} of {first}"
+                raise entry.error("dataset_path", f"{part.source}: {what}")
             if not located:
                 content.update(dtype.encode())
-            located.append(part)
+            located.append((part.source, int(index["offset"]), str(index["stamp"])))
             per_part.append(int(index["lengths"].sum(dtype=np.uint64)))
             lengths = index["lengths"][:left].astype("<u4")
             content.update(index["token_checksums"].tobytes())
@@ -242,8 +244,7 @@ def join_parts(recipe: TokenizationSpec, parts: Sequence[Part], dtype: str) -> N
         if entry.source.dataset_where:
             where += ", or dataset_where passes over all of it"
         raise entry.error("dataset", f"holds no text{where}")
-    if parts[0].source:
-        save_sources(folder, located)
+    sources, offsets, stamps = (np.array(column) for column in zip(*located, strict=True))
     _save_arrays(
         folder / "cache.npz",
         content=np.str_(content.hexdigest()[:16]),
@@ -253,6 +254,9 @@ def join_parts(recipe: TokenizationSpec, parts: Sequence[Part], dtype: str) -> N
         part_starts=_starts(per_part),
         block_starts=_starts(file.sums),
         length_checksums=np.array(file.checksums, np.uint32),
+        sources=sources,
+        offsets=offsets,
+        stamps=stamps,
         num_bad=np.int64(num_bad),
         first_bad=np.str_(first_bad),
     )
