@@ -14,6 +14,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="meshwright_tests_")
 
 from collections.abc import Callable, Iterator
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -96,3 +97,18 @@ def on_ranks(_pools: dict[int, RankPool]) -> RunOnRanks:
         return results
 
     return run
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    if item.get_closest_marker("ranks") and "on_ranks" not in item.fixturenames:
+        item.fixturenames.append("on_ranks")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """A test marked `ranks(n)` runs on each of n ranks, with the same arguments."""
+    if (marker := pyfuncitem.get_closest_marker("ranks")) is None:
+        return None
+    given, test = pyfuncitem.funcargs, pyfuncitem.function
+    given["on_ranks"](*marker.args, test, *(given[name] for name in signature(test).parameters))
+    return True
