@@ -23,7 +23,7 @@ from meshwright.checkpoint.retention import (
     mark_best,
     set_aside_later,
 )
-from meshwright.system.errors import ConfigError, StorageError
+from meshwright.system.errors import EXIT_CODES, EXIT_DATA, ConfigError, StorageError
 from tests.helpers.checkpoints import BARE, set_manifest
 from tests.helpers.files import NOT_THERE, failing_reads, flip_bit, leave_out_flock_and_fsync, tree
 
@@ -146,6 +146,7 @@ def test_a_read_error_is_no_damage_and_discards_nothing(tmp_path: Path, name, nu
         with pytest.raises(raised), being_read(newest):
             commit.verify(newest, manifest, ["tensors"])
     assert tree(tmp_path) == before
+    assert EXIT_CODES[StorageError] == EXIT_DATA
 
 
 def test_a_file_that_another_machine_shows_late_is_no_damage(tmp_path: Path) -> None:
