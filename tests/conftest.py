@@ -14,15 +14,15 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="meshwright_tests_")
 
 from collections.abc import Callable, Iterator
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from meshwright.commands.prove.ranks import RankPool
-from meshwright.parallelisms.rules.degrees import ParallelDims
+from meshwright.commands.prove.ranks import RankError, RankPool
 from meshwright.system.log import logger
-from tests.helpers import needs
+from tests.helpers.needs import skip_without_mesh_of_experts
 
 RunOnRanks = Callable[..., list[Any]]
 
@@ -92,11 +92,29 @@ def on_ranks(_pools: dict[int, RankPool]) -> RunOnRanks:
     """`on_ranks(n, fn, *args)`: run on n gloo ranks, and return what each gave."""
 
     def run(world_size: int, fn: Callable[..., Any], *args: object) -> list[Any]:
-        if any(isinstance(arg, ParallelDims) and arg.has_own_experts for arg in args):
-            needs.skip_without_mesh_of_experts()
         pool = _pools.pop(world_size, None) or RankPool(world_size)
-        results = pool.run(fn, *args)
+        try:
+            results = pool.run(fn, *args)
+        except RankError as error:
+            if "ShardPlacementResult" in str(error):  # which FSDP2 of torch before 2.13 lacks
+                skip_without_mesh_of_experts()
+            raise
         _pools[world_size] = pool  # only if it is still in order
         return results
 
     return run
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    if item.get_closest_marker("ranks") and "on_ranks" not in item.fixturenames:
+        item.fixturenames.append("on_ranks")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """A test marked `ranks(n)` runs on each of n ranks, with the same arguments."""
+    if (marker := pyfuncitem.get_closest_marker("ranks")) is None:
+        return None
+    given, test = pyfuncitem.funcargs, pyfuncitem.function
+    given["on_ranks"](*marker.args, test, *(given[name] for name in signature(test).parameters))
+    return True

@@ -43,7 +43,8 @@ def test_one_device_and_generation_keep_the_contract(key_width, value_width) -> 
     torch.testing.assert_close(torch.cat([before, last], dim=2), want)
 
 
-def _compare_over_ranks() -> None:
+@pytest.mark.ranks(2)
+def test_context_parallelism_keeps_the_contract() -> None:
     mesh = meshes_of(ParallelDims(dp_replicate=1, dp_shard=1, cp=2), "cpu").cp
     positions = local_positions(SEQ_LEN, mesh, torch.device("cpu"))
     documents = torch.tensor([[0] * 5 + [1] * 11, [0] * 16])
@@ -64,7 +65,3 @@ def _compare_over_ranks() -> None:
             got.square().sum().backward()
             for mine, theirs in zip(own, whole, strict=True):
                 torch.testing.assert_close(mine.grad, theirs.grad[:, :, positions])
-
-
-def test_context_parallelism_keeps_the_contract(on_ranks) -> None:
-    on_ranks(2, _compare_over_ranks)

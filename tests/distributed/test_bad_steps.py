@@ -134,17 +134,18 @@ def test_a_skipped_step_leaves_all_as_it_was(on_ranks, dims, microbatches, optio
         assert [bad[0] for bad in found] == [(4, rank < ranks - 1) for rank in range(ranks)]
 
 
-def _log(folder: str) -> None:
+@pytest.mark.ranks(2)
+def test_what_was_skipped_is_said_once_with_its_samples(tmp_path: Path) -> None:
     """A mixture of two sources in global batches of 8; skipped on both ranks, found on one."""
     rank = dist.get_rank()
     config = BadSteps(policy="skip", budget=3, spike_std=6, spike_window=2)
     if rank == 0:
-        Path(folder, FILE).write_text('{"step": 40}\n{"step": 42}\n')  # by a run that was killed
+        (tmp_path / FILE).write_text('{"step": 40}\n{"step": 42}\n')  # by a run that was killed
     saved = None
 
     def start(step: int, counts: tuple[int, ...]) -> BadStepReporter:
         sources, cursor = ["books", "code"], Cursor(sum(counts), counts)
-        place = {"folder": Path(folder), "sources": sources, "step": step, "cursor": cursor}
+        place = {"folder": tmp_path, "sources": sources, "step": step, "cursor": cursor}
         return BadStepReporter(config, CPU, is_early=False, saved=saved, **place)
 
     def step(
@@ -197,7 +198,7 @@ def _log(folder: str) -> None:
     )
     log.close()
     dist.barrier()
-    records = [json.loads(line) for line in Path(folder, FILE).read_text().splitlines()]
+    records = [json.loads(line) for line in (tmp_path / FILE).read_text().splitlines()]
     assert [record["step"] for record in records] == [40, 43, 45, 47]
     assert records[1] | {"reason": ""} == {
         "step": 43,
@@ -211,7 +212,3 @@ def _log(folder: str) -> None:
         "grad_norm_deviation": 0.0,
         "samples": {"books": [310, 314], "code": [26, 28]},
     }
-
-
-def test_what_was_skipped_is_said_once_with_its_samples(on_ranks, tmp_path) -> None:
-    on_ranks(2, _log, str(tmp_path))

@@ -111,32 +111,33 @@ def test_fp32_blocks_have_a_graph_and_the_others_one(on_ranks, tmp_path) -> None
     assert on_ranks(2, graphs_of_steps, *arguments) == [(2 + LOSS, 0)] * 2
 
 
-def _graphs_of_evaluation(dims: ParallelDims) -> list[int]:
-    graphs = Graphs()
-    job = Job(dims, compile_backend="aot_eager")
-    counts = []
-    for step in (1, 2):
-        job.take_step(step)
-        counts.append(graphs.new())
-        with torch.no_grad():
-            for _ in range(2):
-                job.forward(step)
-                counts.append(graphs.new())
-    return counts
-
-
 @pytest.mark.slow
-def test_a_forward_without_gradient_is_compiled_once_more(on_ranks) -> None:
+@pytest.mark.ranks(2)
+def test_a_forward_without_gradient_is_compiled_once_more() -> None:
     for dims in (FSDP, TP):
-        want = [1 + LOSS, 1, 0, 0, 0, 0]
-        assert on_ranks(2, _graphs_of_evaluation, dims) == [want] * 2
+        graphs, counts = Graphs(), []
+        job = Job(dims, compile_backend="aot_eager")
+        for step in (1, 2):
+            job.take_step(step)
+            counts.append(graphs.new())
+            with torch.no_grad():
+                for _ in range(2):
+                    job.forward(step)
+                    counts.append(graphs.new())
+        assert counts == [1 + LOSS, 1, 0, 0, 0, 0]
 
 
 HEADS_OF_16 = dataclasses.replace(TINY, dim=64)
 
 
-def _with_kernel_and_without(dims: ParallelDims, options: dict) -> list[tuple[int, float, float]]:
-    """Graphs, loss and gradient norm of a step in bf16, by `compile.cpu_attention`."""
+REASON = attention.why_not(16, torch.bfloat16)
+
+
+@pytest.mark.skipif(REASON != "", reason=REASON)
+@pytest.mark.parametrize(("dims", "options"), [(FSDP, AOT | FULL), *slow((TP, AOT | OP))])
+@pytest.mark.ranks(2)
+def test_attentions_kernel_on_cpus_changes_rounding_alone(dims, options) -> None:
+    """Graphs, loss and gradient norm of a step in bf16."""
     found = []
     for kernel in ("auto", "torch"):
         graphs = Graphs()
@@ -145,34 +146,18 @@ def _with_kernel_and_without(dims: ParallelDims, options: dict) -> list[tuple[in
         )
         result = job.take_step(1)
         found.append((graphs.new(), float(result.loss), float(result.grad_norm)))
-    return found
+    own, torchs = found
+    assert own[0] == torchs[0]
+    assert own[1:] != torchs[1:]
+    assert own[1:] == pytest.approx(torchs[1:], rel=2e-3)
 
 
-REASON = attention.why_not(16, torch.bfloat16)
-
-
-@pytest.mark.skipif(REASON != "", reason=REASON)
-@pytest.mark.parametrize(("dims", "options"), [(FSDP, AOT | FULL), *slow((TP, AOT | OP))])
-def test_attentions_kernel_on_cpus_changes_rounding_alone(on_ranks, dims, options) -> None:
-    for own, torchs in on_ranks(2, _with_kernel_and_without, dims, options):
-        assert own[0] == torchs[0]
-        assert own[1:] != torchs[1:]
-        assert own[1:] == pytest.approx(torchs[1:], rel=2e-3)
-
-
-def _has_kernel_unless_a_rank_lacks_it() -> list[bool]:
-    """Whether this rank's blocks have attention's kernel: of a job where all can, and where the
-    second rank cannot."""
-    found = []
+@pytest.mark.ranks(2)
+def test_all_ranks_have_attentions_kernel_or_none() -> None:
+    """In a job where all can have it, and where the second rank cannot."""
     for lacking in (None, 1):
         reason = "of a test" * (dist.get_rank() == lacking)
         with patch.object(attention, "why_not", lambda *_, reason=reason: reason):
             model, _ = parallel_model(FSDP, compile_backend="eager")
         cores = [block.attention.core for block in model.stages[0].layers.values()]
-        (has_it,) = {core.forward is attention.attend for core in cores}
-        found.append(has_it)
-    return found
-
-
-def test_all_ranks_have_attentions_kernel_or_none(on_ranks) -> None:
-    assert on_ranks(2, _has_kernel_unless_a_rank_lacks_it) == [[True, False]] * 2
+        assert {core.forward is attention.attend for core in cores} == {lacking is None}

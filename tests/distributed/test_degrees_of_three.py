@@ -23,7 +23,10 @@ CASES = [
 ]
 
 
-def check_axis(axis: str, options: dict[str, str]) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize(("axis", "options"), CASES, ids=["replicate", "fsdp", "cp", "tp", "pp"])
+@pytest.mark.ranks(3)
+def test_a_degree_of_three_equals_plain_pytorch(axis: str, options: dict[str, str]) -> None:
     # a pipeline's stages are made for one length
     length = SEQ_LEN if axis == "pp" else LENGTH
     batch_of = functools.partial(global_batch, sequences=SEQUENCES, length=length)
@@ -41,9 +44,3 @@ def check_axis(axis: str, options: dict[str, str]) -> None:
         assert_updated_alike(
             whole(parameter), weights[name], initial[name], name, args=ARGS, num_steps=STEPS
         )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("axis", "options"), CASES, ids=["replicate", "fsdp", "cp", "tp", "pp"])
-def test_a_degree_of_three_equals_plain_pytorch(on_ranks, axis, options) -> None:
-    on_ranks(3, check_axis, axis, options)

@@ -57,6 +57,12 @@ class State:
         self.step.fill_(value)
 
 
+@pytest.fixture
+def folder(tmp_path) -> str:
+    """Two that are to be made."""
+    return str(tmp_path / "dump" / "checkpoint")
+
+
 def make(folder: str, **options: object) -> CheckpointManager:
     return CheckpointManager(Path(folder), Checkpoint(enable=True, **options))
 
@@ -85,7 +91,8 @@ def logged() -> Iterator[list[str]]:
         logger.removeHandler(handler)
 
 
-def _damage(folder: str) -> None:
+@pytest.mark.ranks(2)
+def test_all_ranks_pass_over_what_any_finds_damaged(folder: str) -> None:
     manager = make(folder)
     for step in (5, 10, 15, 20):
         save(manager, step)
@@ -121,11 +128,8 @@ def _damage(folder: str) -> None:
     assert commit.saved_steps(checkpoint) == [5]  # the others are set aside
 
 
-def test_all_ranks_pass_over_what_any_finds_damaged(on_ranks, tmp_path) -> None:
-    on_ranks(2, _damage, str(tmp_path / "checkpoint"))
-
-
-def _begun_in_the_past(folder: str) -> None:
+@pytest.mark.ranks(2)
+def test_a_job_that_begins_in_the_past_for_ever_is_refused(folder: str) -> None:
     manager = make(folder)
     for step in (5, 10):
         save(manager, step)
@@ -141,11 +145,8 @@ def _begun_in_the_past(folder: str) -> None:
     assert commit.saved_steps(Path(folder)) == [5, 10]
 
 
-def test_a_job_that_begins_in_the_past_for_ever_is_refused(on_ranks, tmp_path) -> None:
-    on_ranks(2, _begun_in_the_past, str(tmp_path / "checkpoint"))
-
-
-def _storage_fails(folder: str) -> None:
+@pytest.mark.ranks(2)
+def test_a_read_error_of_one_rank_discards_no_checkpoint(folder: str) -> None:
     """A file of the newest checkpoint cannot be read by one rank: once, or for good."""
     manager = make(folder)
     for step in (5, 10):
@@ -173,11 +174,8 @@ def _storage_fails(folder: str) -> None:
     assert tree(Path(folder)) == before
 
 
-def test_a_read_error_of_one_rank_discards_no_checkpoint(on_ranks, tmp_path) -> None:
-    on_ranks(2, _storage_fails, str(tmp_path / "checkpoint"))
-
-
-def _refuse_code(folder: str) -> None:
+@pytest.mark.ranks(2)
+def test_an_index_that_names_code_is_refused_and_not_run(folder: str) -> None:
     path, manager = Path(folder), make(folder)
     for step, what in ((5, "it names pathlib"), (10, "optimizer.step .* is no tensor there")):
         save(manager, step)
@@ -199,11 +197,8 @@ def _refuse_code(folder: str) -> None:
     assert not (path / "sprung").exists()
 
 
-def test_an_index_that_names_code_is_refused_and_not_run(on_ranks, tmp_path) -> None:
-    on_ranks(2, _refuse_code, str(tmp_path / "checkpoint"))
-
-
-def _one_rank_fails(folder: str) -> None:
+@pytest.mark.ranks(2)
+def test_a_save_that_fails_on_one_rank_fails_on_all(folder: str) -> None:
     rank, path = dist.get_rank(), Path(folder)
 
     def full() -> object:
@@ -233,24 +228,18 @@ def _one_rank_fails(folder: str) -> None:
     assert commit.saved_steps(path) == [10, 15]
 
 
-def test_a_save_that_fails_on_one_rank_fails_on_all(on_ranks, tmp_path) -> None:
-    on_ranks(2, _one_rank_fails, str(tmp_path / "checkpoint"))
-
-
-def _no_folder(parent: str) -> None:
-    (Path(parent) / "file").touch()
+@pytest.mark.ranks(2)
+def test_a_folder_that_cannot_be_made_is_a_warning(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
     dist.barrier()
     with logged() as messages:
-        save(make(f"{parent}/file/checkpoint"), 5)
+        save(make(f"{tmp_path}/file/checkpoint"), 5)
     assert "rank 0: [Errno 17] File exists" in messages[0]
-
-
-def test_a_folder_that_cannot_be_made_is_a_warning(on_ranks, tmp_path) -> None:
-    on_ranks(2, _no_folder, str(tmp_path))
     assert tree(tmp_path) == {"file"}
 
 
-def _fail_late(folder: str) -> None:
+@pytest.mark.ranks(2)
+def test_what_fails_at_the_end_of_a_save_leaves_nothing(folder: str) -> None:
     manager = make(folder)
     save(manager, 5)
     dist.barrier()
@@ -265,10 +254,6 @@ def _fail_late(folder: str) -> None:
         pytest.raises(RuntimeError, match="saving step 10"),
     ):
         save(manager, 10)
-
-
-def test_what_fails_at_the_end_of_a_save_leaves_nothing(on_ranks, tmp_path) -> None:
-    on_ranks(2, _fail_late, str(tmp_path / "checkpoint"))
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -304,7 +289,10 @@ def test_a_save_in_the_background_is_the_same_to_the_bit(on_ranks, tmp_path) -> 
     assert [name for name in want if got[name] != want[name]] == []
 
 
-def _preallocate(folder: str) -> None:
+@pytest.mark.ranks(2)
+def test_the_memory_for_saves_is_taken_beforehand_and_only_where_there_are_saves(
+    folder: str,
+) -> None:
     state = State(1)
     with make(folder, async_mode="thread") as manager:
         manager.prepare_saves(state)
@@ -314,13 +302,8 @@ def _preallocate(folder: str) -> None:
     assert make(folder, async_mode="thread", load_only=True)._staging is None
 
 
-def test_the_memory_for_saves_is_taken_beforehand_and_only_where_there_are_saves(
-    on_ranks, tmp_path
-) -> None:
-    on_ranks(2, _preallocate, str(tmp_path / "checkpoint"))
-
-
-def _fail_in_the_background(folder: str) -> None:
+@pytest.mark.ranks(2)
+def test_what_fails_in_the_background_is_said(folder: str) -> None:
     rank = dist.get_rank()
 
     def full() -> AbstractContextManager[None]:
@@ -371,10 +354,6 @@ def _fail_in_the_background(folder: str) -> None:
     assert commit.saved_steps(Path(folder)) == [5, 25, 30]
 
 
-def test_what_fails_in_the_background_is_said(on_ranks, tmp_path) -> None:
-    on_ranks(2, _fail_in_the_background, str(tmp_path / "checkpoint"))
-
-
 @contextmanager
 def recorded() -> Iterator[list[tuple[float, str, str, int]]]:
     """When this process flushes what (and how long it then is), renames and makes folders."""
@@ -406,7 +385,8 @@ def recorded() -> Iterator[list[tuple[float, str, str, int]]]:
         yield events
 
 
-def _order(folder: str) -> None:
+@pytest.mark.ranks(2)
+def test_everything_is_on_the_disk_before_it_gets_its_name(folder: str) -> None:
     manager, final = make(folder), Path(folder) / "step-5"
     with recorded() as mine:
         save(manager, 5)
@@ -434,11 +414,8 @@ def _order(folder: str) -> None:
         assert when("make", made) < when("flush", made.parent)
 
 
-def test_everything_is_on_the_disk_before_it_gets_its_name(on_ranks, tmp_path) -> None:
-    on_ranks(2, _order, str(tmp_path / "dump" / "checkpoint"))
-
-
-def _taken_over(folder: str) -> None:
+@pytest.mark.ranks(2)
+def test_a_job_whose_folder_was_taken_over_ends(folder: str) -> None:
     manager, path = make(folder), Path(folder)
     manager.claim()
     save(manager, 5)
@@ -461,11 +438,8 @@ def _taken_over(folder: str) -> None:
         make(folder).claim()
 
 
-def test_a_job_whose_folder_was_taken_over_ends(on_ranks, tmp_path) -> None:
-    on_ranks(2, _taken_over, str(tmp_path / "checkpoint"))
-
-
-def _delete_slowly(folder: str) -> None:
+@pytest.mark.ranks(2)
+def test_old_checkpoints_are_deleted_beside_training(folder: str) -> None:
     remove, begun = shutil.rmtree, time.monotonic()
 
     def slow(path: Path, **options: object) -> None:
@@ -482,11 +456,8 @@ def _delete_slowly(folder: str) -> None:
     assert [path.name for path in Path(folder).iterdir()] == ["step-15"]
 
 
-def test_old_checkpoints_are_deleted_beside_training(on_ranks, tmp_path) -> None:
-    on_ranks(2, _delete_slowly, str(tmp_path / "checkpoint"))
-
-
-def _cannot_set_aside(folder: str) -> None:
+@pytest.mark.ranks(2)
+def test_a_later_checkpoint_that_stays_is_an_error_on_every_rank(folder: str) -> None:
     manager = make(folder)
     for step in (5, 10):
         save(manager, step)
@@ -501,17 +472,10 @@ def _cannot_set_aside(folder: str) -> None:
         earlier.load(State(0), found)
 
 
-def test_a_later_checkpoint_that_stays_is_an_error_on_every_rank(on_ranks, tmp_path) -> None:
-    on_ranks(2, _cannot_set_aside, str(tmp_path / "checkpoint"))
-
-
-def _first_rank_cannot_read() -> None:
+@pytest.mark.ranks(2)
+def test_an_error_of_the_first_rank_is_one_on_every_rank() -> None:
     def find() -> None:
         raise StorageError("gone")
 
     with pytest.raises(StorageError, match="gone"):
         on_first_rank(find, dist.group.WORLD)
-
-
-def test_an_error_of_the_first_rank_is_one_on_every_rank(on_ranks) -> None:
-    on_ranks(2, _first_rank_cannot_read)

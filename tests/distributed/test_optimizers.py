@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 
+import pytest
 import torch
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
@@ -65,14 +66,12 @@ def _groups_on(dims: ParallelDims, is_early: bool) -> None:
         assert torch.equal(whole(after[key]), whole(tensor)), key
 
 
-def _groups(cases: list[tuple[dict[str, int], bool]]) -> None:
-    for degrees, is_early in cases:
-        _groups_on(mesh(**degrees), is_early)
-
-
-def test_groups_on_two_ranks_are_those_of_plain_torch(on_ranks) -> None:
-    early = [({axis: 2}, True) for axis in ("dp_shard", "tp")]
-    on_ranks(2, _groups, [*(({axis: 2}, False) for axis in ("dp_shard", "tp", "cp", "pp")), *early])
+@pytest.mark.ranks(2)
+def test_groups_on_two_ranks_are_those_of_plain_torch() -> None:
+    for axis in ("dp_shard", "tp", "cp", "pp"):
+        _groups_on(mesh(**{axis: 2}), is_early=False)
+        if axis in ("dp_shard", "tp"):
+            _groups_on(mesh(**{axis: 2}), is_early=True)
 
 
 class _Kernels(TorchDispatchMode):
@@ -87,7 +86,8 @@ class _Kernels(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
 
-def _updates_shards() -> None:
+@pytest.mark.ranks(2)
+def test_the_kernel_gets_shards_and_the_state_is_laid_out_as_parameters() -> None:
     model, _ = parallel_model(mesh(dp_shard=2))
     optimizer = build_optimizer(model.named_parameters(), CONFIG)
     groups = [[*group["params"]] for group in optimizer.param_groups]
@@ -113,13 +113,9 @@ def _updates_shards() -> None:
                 assert slots[slot].to_local().count_nonzero() == parameter.to_local().numel()
 
 
-def test_the_kernel_gets_shards_and_the_state_is_laid_out_as_parameters(on_ranks) -> None:
-    on_ranks(2, _updates_shards)
-
-
-def _growth_of_updates() -> tuple[list[float], float]:
-    """Most memory that each of two updates takes beyond that before it, and that of the largest
-    parameter, in bytes of this rank's parameters."""
+@pytest.mark.ranks(2)
+def test_the_first_update_makes_the_state_once() -> None:
+    """By the most memory that each of two takes, relative to this rank's parameters."""
     dims = mesh(dp_shard=2)
     args = dataclasses.replace(TINY, dim=256, n_layers=4, hidden_dim=512)
     model, _ = parallel_model(dims, args)
@@ -137,10 +133,7 @@ def _growth_of_updates() -> tuple[list[float], float]:
         )
         most = max(itertools.accumulate(num_bytes for _, num_bytes in changes))
         found.append(most / sum(shards))
-    return found, max(shards) / sum(shards)
-
-
-def test_the_first_update_makes_the_state_once(on_ranks) -> None:
-    for (first, second), largest in on_ranks(2, _growth_of_updates):
-        assert 2 <= first < 2 + largest + 0.05  # two moments; one of them is copied at a time
-        assert second < 0.05
+    first, second = found
+    # two moments; one of them is copied at a time
+    assert 2 <= first < 2 + max(shards) / sum(shards) + 0.05
+    assert second < 0.05

@@ -130,7 +130,8 @@ def test_a_mesh_records_and_replays_as_one_process(on_ranks, case) -> None:
     on_ranks(dims.num_ranks, records_and_replays, dims, num_microbatches, options)
 
 
-def refused() -> None:
+@pytest.mark.ranks(1)
+def test_choices_that_do_not_fit_are_refused() -> None:
     model, meshes = parallel_model(ParallelDims(1, 1), dataclasses.replace(ARGS, n_layers=3))
     tokens, _, told = drawn()
     experts, few = told[2], "choices of [01] sequences, but 2 go through"
@@ -149,7 +150,3 @@ def refused() -> None:
         ):
             model.stages[0](tokens[:2])
         assert model.stages[0].routing is None
-
-
-def test_choices_that_do_not_fit_are_refused(on_ranks) -> None:
-    on_ranks(1, refused)

@@ -10,10 +10,10 @@ import torch.distributed.checkpoint as dcp
 from tests.helpers.job import DEEP, SCHEDULES, Job, mesh
 from tests.helpers.rounding import assert_updated_alike
 from tests.helpers.slow import slow_but
-from tests.helpers.tiny import whole
+from tests.helpers.tiny import MIXED, whole
 
 Tensors = dict[str, torch.Tensor]
-
+EXPERTS = {"args": MIXED, "balance_loss": 0.5, "bias_update_rate": 0.01}
 
 MESHES = {
     "fsdp2": (mesh(dp_shard=2), {}),
@@ -24,6 +24,11 @@ MESHES = {
     "cp-tp": (mesh(cp=2, tp=2), {}),
     "pp-interleaved": (mesh(dp_shard=2, pp=2), SCHEDULES["Interleaved1F1B"]),
     "pp-zbv": (mesh(dp_shard=2, pp=2), SCHEDULES["ZBVZeroBubble"]),
+    "moe": (mesh(ep=1), EXPERTS),
+    "moe-ep4": (mesh(dp_shard=4, ep=4), EXPERTS),
+    "moe-tp-ep": (mesh(tp=2, ep=2), EXPERTS),
+    "moe-fsdp-tp-ep": (mesh(dp_shard=2, tp=2, ep=2), EXPERTS),
+    "moe-hsdp": (mesh(dp_replicate=2, dp_shard=2, ep=2), EXPERTS),
 }
 PAIRS = {  # every mesh is reached, and every axis is left
     f"{source}->{target}": (source, target)
@@ -35,9 +40,14 @@ PAIRS = {  # every mesh is reached, and every axis is left
         ("fsdp4", "cp-tp"),
         ("pp-interleaved", "fsdp2"),
         ("hsdp", "tp2"),
+        ("moe-ep4", "moe-tp-ep"),
+        ("moe-tp-ep", "moe-fsdp-tp-ep"),
+        ("moe-hsdp", "moe-ep4"),
+        ("moe-ep4", "moe"),
+        ("moe", "moe-tp-ep"),
     )
 }
-EVERYDAY = "2d->pp-interleaved pp-interleaved->fsdp2 hsdp->tp2"
+EVERYDAY = "2d->pp-interleaved pp-interleaved->fsdp2 hsdp->tp2 moe-tp-ep->moe-fsdp-tp-ep"
 
 
 def ranks_of(name: str) -> int:
@@ -47,7 +57,7 @@ def ranks_of(name: str) -> int:
 
 def job_on(name: str, seed: int = 0) -> Job:
     dims, options = MESHES[name]
-    return Job(dims, seed, num_microbatches=4 if dims.pp > 1 else 1, args=DEEP, **options)
+    return Job(dims, seed, 4 if dims.pp > 1 else 1, **{"args": DEEP} | options)
 
 
 def held(job: Job) -> Tensors:
@@ -78,6 +88,8 @@ def _resume(name: str, folder: str) -> tuple[Tensors, Tensors]:
     state = {k: v for k, v in job.tensors.state_dict().items() if not k.startswith("rng.")}
     dcp.load(state, checkpoint_id=folder)
     job.tensors.load_state_dict(state)
+    for stage in job.model.stages:
+        stage.init_buffers()
     found = held(job)
     job.take_step(3)
     dist.barrier()
@@ -109,7 +121,9 @@ def test_a_checkpoint_goes_on_on_another_mesh(source, target, on_ranks, saved) -
     results = on_ranks(ranks_of(target), _resume, target, str(folder))
     found = merge(results, 0)
     assert found.keys() == at_save.keys()
+    assert any(name.endswith("feed_forward.bias") for name in found) == ("moe" in source)
     for name, tensor in at_save.items():
         assert torch.equal(found[name], tensor), name
     for name, tensor in merge(results, 1).items():
-        assert_updated_alike(tensor, a_step_later[name], at_save[name], name, args=DEEP)
+        args = MIXED if "moe" in source else DEEP
+        assert_updated_alike(tensor, a_step_later[name], at_save[name], name, args=args)

@@ -71,7 +71,9 @@ def test_resumed_three_times_it_is_the_same_to_the_bit(on_ranks, dims, options, 
     assert [name for name in want | got if got.get(name) != want.get(name)] == []
 
 
-def _change_dtype(folder: str) -> None:
+@pytest.mark.ranks(2)
+def test_a_resume_in_another_dtype_rounds_weights_and_optimizer(tmp_path: Path) -> None:
+    """Once, to the nearest; into fp32 nothing is lost."""
     for number, (before, after) in enumerate(
         [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)]
     ):
@@ -79,7 +81,7 @@ def _change_dtype(folder: str) -> None:
             Job(FSDP, seed, param_dtype=torch.bfloat16, master_dtype=dtype)
             for seed, dtype in enumerate((before, after))
         ]
-        manager = manager_of(Path(folder, str(number)))
+        manager = manager_of(tmp_path / str(number))
         for step in (1, 2):
             jobs[0].take_step(step)
         save(manager, jobs[0], 2)
@@ -99,13 +101,9 @@ def _change_dtype(folder: str) -> None:
         assert now["optimizer.state.norm.weight.step"] == 3
 
 
-def test_a_resume_in_another_dtype_rounds_weights_and_optimizer(on_ranks, tmp_path) -> None:
-    """Once, to the nearest; into fp32 nothing is lost."""
-    on_ranks(2, _change_dtype, str(tmp_path))
-
-
-def _leave_out_optimizer(folder: str) -> None:
-    manager, job = manager_of(Path(folder)), Job(FSDP)
+@pytest.mark.ranks(2)
+def test_an_optimizer_that_is_not_loaded_begins_anew_once(tmp_path: Path) -> None:
+    manager, job = manager_of(tmp_path), Job(FSDP)
     for step in (1, 2):
         job.take_step(step)
     save(manager, job, 2)
@@ -113,7 +111,7 @@ def _leave_out_optimizer(folder: str) -> None:
     want, got = Job(FSDP, seed=1), Job(FSDP, seed=1)
     load(manager, want, 2)
     want.optimizer = adamw(want.model)
-    excluding = manager_of(Path(folder), exclude_from_loading=["optimizer"])
+    excluding = manager_of(tmp_path, exclude_from_loading=["optimizer"])
     load(excluding, got, 2)
     assert_equal(got.weights(), want.weights())
     for job in (want, got):
@@ -127,7 +125,3 @@ def _leave_out_optimizer(folder: str) -> None:
     again = Job(FSDP, seed=1)
     load(excluding, again, 3)
     assert_equal(held(again), held(got))
-
-
-def test_an_optimizer_that_is_not_loaded_begins_anew_once(on_ranks, tmp_path) -> None:
-    on_ranks(2, _leave_out_optimizer, str(tmp_path))

@@ -30,39 +30,24 @@ def _train(**options: object) -> tuple[int, list[torch.Tensor]]:
     return calls, [*figures, *job.weights().values()]
 
 
-def _compare() -> dict[str, object]:
+@pytest.mark.ranks(RANKS)
+def test_two_ranks_share_memory_and_give_the_bits_of_gloo() -> None:
     calls, tensors = _train()
     calls_of_gloo, tensors_of_gloo = _train(fsdp_cpu_backend="gloo")
+    assert calls == 0 < calls_of_gloo
+    assert all(map(torch.equal, tensors, tensors_of_gloo))
     _, tensors_ahead = _train(prefetch_layers=3, reshard_after_forward="always")
+    assert all(map(torch.equal, tensors_ahead, tensors_of_gloo))
     modules = TINY.table.linear_layers()  # each a group of its own
-    groups_ahead, _ = _train(prefetch_layers=3, fp32_modules=modules.keys())
+    assert _train(prefetch_layers=3, fp32_modules=modules.keys())[0] == 0
     forbidden = patch.object(mmap, "mmap", side_effect=OSError)
     with forbidden if dist.get_rank() == 1 else nullcontext():
-        calls_without_memory, _ = _train()
-    return {
-        "shared": calls,
-        "gloo": calls_of_gloo > 0,
-        "one rank has no memory": calls_without_memory == calls_of_gloo,
-        "equal": all(map(torch.equal, tensors, tensors_of_gloo)),
-        "equal, gathered ahead": all(map(torch.equal, tensors_ahead, tensors_of_gloo)),
-        "many groups, gathered ahead": groups_ahead,
-    }
+        assert _train()[0] == calls_of_gloo
 
 
-def test_two_ranks_share_memory_and_give_the_bits_of_gloo(on_ranks) -> None:
-    want = {
-        "shared": 0,
-        "gloo": True,
-        "one rank has no memory": True,
-        "equal": True,
-        "equal, gathered ahead": True,
-        "many groups, gathered ahead": 0,
-    }
-    assert on_ranks(RANKS, _compare) == [want] * RANKS
-
-
-def _slots_taken() -> list[int]:
-    """Return the slot of each tensor; rank 1 keeps the first longer than rank 0."""
+@pytest.mark.ranks(RANKS)
+def test_a_slot_is_taken_again_once_no_rank_uses_it() -> None:
+    """Rank 1 keeps the first longer than rank 0."""
     memory = np.zeros((4, mmap.PAGESIZE), np.uint8)
     slots = Slots(memory, dist.group.WORLD)
 
@@ -79,15 +64,13 @@ def _slots_taken() -> list[int]:
     kept = None
     third, fourth, fifth = take()[1], take()[1], take()[1]
     del view
-    return [first, second, third, fourth, fifth, take()[1], take()[1]]
+    taken = [first, second, third, fourth, fifth, take()[1], take()[1]]
+    assert taken == [0, 1, 2, 0, 2, 0, 1]
 
 
-def test_a_slot_is_taken_again_once_no_rank_uses_it(on_ranks) -> None:
-    assert on_ranks(RANKS, _slots_taken) == [[0, 1, 2, 0, 2, 0, 1]] * RANKS
-
-
-def _written_by_all() -> list[int]:
-    """Return a byte of each rank, in the second slot; ranks differ in the size that they want."""
+@pytest.mark.ranks(RANKS)
+def test_the_first_rank_decides_where_slots_are() -> None:
+    """Ranks differ in the size that they want, and write to the second slot."""
     slots = open_slots(dist.group.WORLD, 3, mmap.PAGESIZE * (RANKS - dist.get_rank()))
     assert slots is not None
     kept, tensor = slots.take(1), slots.take(RANKS)
@@ -96,19 +79,11 @@ def _written_by_all() -> list[int]:
     size = RANKS * mmap.PAGESIZE
     with pytest.raises(RuntimeError, match=f"{size + 1} bytes do not fit in 3 slots of {size}"):
         slots.take(size + len(kept))
-    return tensor.tolist()
+    assert tensor.tolist() == [7, 8]
 
 
-def test_the_first_rank_decides_where_slots_are(on_ranks) -> None:
-    assert on_ranks(RANKS, _written_by_all) == [[7, 8]] * RANKS
-
-
-def _different_sizes() -> str:
+@pytest.mark.ranks(RANKS)
+def test_ranks_in_different_collectives_raise() -> None:
     slots = Slots(np.zeros((4, mmap.PAGESIZE), np.uint8), dist.group.WORLD)
-    with pytest.raises(RuntimeError, match=r"\[64, 128\] bytes") as raised:
+    with pytest.raises(RuntimeError, match=r"\[64, 128\] bytes"):
         slots.meet(slots.take(64 * (1 + dist.get_rank())))
-    return str(raised.value)
-
-
-def test_ranks_in_different_collectives_raise(on_ranks) -> None:
-    assert len({*on_ranks(RANKS, _different_sizes)}) == 1

@@ -1,6 +1,7 @@
 """What a checkpoint holds: under which names, and that it brings back the same bits."""
 
 from collections.abc import Collection
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,26 +23,24 @@ def keys(trained: Collection[str]) -> set[str]:
     }
 
 
-def _resume_frozen(folder: str) -> None:
+@pytest.mark.ranks(2)
+def test_frozen_parameters_are_saved_without_optimizer_state(tmp_path: Path) -> None:
     options = frozen("tok_embeddings.*", "layers.0.*", "*norm.weight")
     dims = mesh(dp_shard=2)
     job = Job(dims, **options)
     job.take_step(1)
     trained = set(TINY.parameter_names()) - options["frozen"]
     assert job.tensors.state_dict().keys() == keys(trained)
-    job.save(folder)
+    job.save(tmp_path)
     job.take_step(2)
     resumed = Job(dims, seed=1, **options)
-    resumed.load(folder)
+    resumed.load(tmp_path)
     resumed.take_step(2)
     assert_equal(resumed.weights(), job.weights())
 
 
-def test_frozen_parameters_are_saved_without_optimizer_state(on_ranks, tmp_path) -> None:
-    on_ranks(2, _resume_frozen, str(tmp_path / "a"))
-
-
-def _change_early_step(folder: str) -> None:
+@pytest.mark.ranks(2)
+def test_a_resume_may_begin_or_end_to_step_early(tmp_path: Path) -> None:
     """Every other way to take the two steps, one before a resume and one after."""
     dims = mesh(dp_shard=2)
     ends = []
@@ -50,18 +49,14 @@ def _change_early_step(folder: str) -> None:
         job.take_step(1)
         names = {*job.tensors.state_dict()}
         assert names == keys(set(TINY.parameter_names()))
-        job.save(f"{folder}/{first}")
+        job.save(f"{tmp_path}/{first}")
         for second in (False, True):
             resumed = Job(dims, seed=1, is_early=second)
-            resumed.load(f"{folder}/{first}")
+            resumed.load(f"{tmp_path}/{first}")
             resumed.take_step(2)
             ends.append(resumed.weights())
     for end in ends[1:]:
         assert_equal(end, ends[0])
-
-
-def test_a_resume_may_begin_or_end_to_step_early(on_ranks, tmp_path) -> None:
-    on_ranks(2, _change_early_step, str(tmp_path))
 
 
 def _shapes(dims: ParallelDims, options: dict, args: LlamaArgs) -> dict[str, tuple[int, ...]]:
@@ -102,11 +97,9 @@ def test_names_and_shapes_are_those_of_the_plain_model(on_ranks, dims, options) 
         assert all(shapes.keys() >= want.keys() for shapes in by_rank)
 
 
-def _two_models(folder: str) -> None:
-    meshes = {
-        "tp": mesh(tp=2),
-        "fsdp": mesh(dp_shard=2),
-    }
+@pytest.mark.ranks(2)
+def test_two_models_in_one_process_leave_each_other_alone(tmp_path: Path) -> None:
+    meshes = {"tp": mesh(tp=2), "fsdp": mesh(dp_shard=2)}
     alone: dict[str, list[dict[str, torch.Tensor]]] = {}
     for seed, (name, dims) in enumerate(meshes.items()):
         job = Job(dims, seed)
@@ -124,19 +117,15 @@ def _two_models(folder: str) -> None:
     for job in jobs.values():
         job.take_step(1)
     for name, job in jobs.items():
-        job.save(f"{folder}/{name}")
+        job.save(f"{tmp_path}/{name}")
     check_weights({"tp": 1, "fsdp": 1})
     for job in jobs.values():
         job.take_step(2)
     check_weights({"tp": 2, "fsdp": 2})
-    jobs["tp"].load(f"{folder}/tp")
+    jobs["tp"].load(f"{tmp_path}/tp")
     check_weights({"tp": 1, "fsdp": 2})
     jobs["tp"].take_step(2)
-    jobs["fsdp"].load(f"{folder}/fsdp")
+    jobs["fsdp"].load(f"{tmp_path}/fsdp")
     check_weights({"tp": 2, "fsdp": 1})
     jobs["fsdp"].take_step(2)
     check_weights({"tp": 2, "fsdp": 2})
-
-
-def test_two_models_in_one_process_leave_each_other_alone(on_ranks, tmp_path) -> None:
-    on_ranks(2, _two_models, str(tmp_path))

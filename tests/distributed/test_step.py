@@ -7,9 +7,11 @@ products.
 
 import dataclasses
 import functools
+import itertools
 import warnings
 from collections import Counter
 from collections.abc import Collection
+from typing import Any
 
 import pytest
 import torch
@@ -23,6 +25,8 @@ from meshwright.config.training import BadSteps
 from meshwright.models.batch import Batch
 from meshwright.models.families.llama import LlamaArgs
 from meshwright.models.loss import IGNORE
+from meshwright.parallelisms.local_model import LocalModel
+from meshwright.parallelisms.rules import stages
 from meshwright.parallelisms.rules.degrees import ParallelDims
 from meshwright.train.bad_steps import BadStepDetector
 from tests.helpers.fsdp import parameter_groups
@@ -90,6 +94,9 @@ def steps_on_mesh(
             assert got_norms == pytest.approx(want_norms, rel=10 * FIGURES_BOUND, abs=1e-7)
         got = (result.loss.item(), result.grad_norm.item())
         assert got == pytest.approx(want, rel=FIGURES_BOUND), f"step {step}: {got}, not {want}"
+    if options.get("enable_cpu_offload"):
+        for group in groups_of(job.model):
+            assert group.offload_policy == CPUOffloadPolicy(pin_memory=False), group
     initial = initial_weights(args)
     for name, parameter in job.model.named_parameters():
         weights = whole(parameter), want_weights[name], initial[name]
@@ -98,6 +105,13 @@ def steps_on_mesh(
         else:
             assert torch.equal(weights[0], weights[2]), name
     assert job.detector.num_bad() == 0
+
+
+def groups_of(model: LocalModel) -> list[Any]:
+    """What FSDP2 gathers together, in every stage."""
+    assert all(isinstance(stage, FSDPModule) for stage in model.stages)
+    modules = (module for stage in model.stages for module in stage.modules())
+    return [g for m in modules if isinstance(m, FSDPModule) for g in parameter_groups(m)]
 
 
 AXES = {"dp_replicate", "dp_shard", "cp", "tp", "pp"}
@@ -122,6 +136,8 @@ EVERY_OTHER = {"ac_mode": "selective", "selective_ac_option": "2"}
 ONE, ZBV, INTERLEAVED = (
     {"pp": 2} | SCHEDULES[name] for name in ("1F1B", "ZBVZeroBubble", "Interleaved1F1B")
 )
+OFFLOAD = {"enable_cpu_offload": True}
+LAYERS_8 = dataclasses.replace(DEEP, n_layers=8)
 BEGIN = frozen("tok_embeddings.*", "layers.0.*")
 SCATTERED = frozen("*norm.weight", "*.wq.weight")
 END = frozen("layers.2.*", "norm.weight", "output.weight")
@@ -172,6 +188,9 @@ CASES = {
     "early, tied": case(early=True, args=TIED),
     "early, fsdp": case(early=True, dp_shard=2),
     "early, ZBVZeroBubble": case(early=True, **ZBV),
+    "offloaded": case(**OFFLOAD),
+    "offloaded, fsdp": case(dp_shard=2, **OFFLOAD),
+    "offloaded, pp": case(2, pp=2, **OFFLOAD),
 }
 SLOW_CASES = {
     "fsdp4": case(dp_shard=4),
@@ -198,6 +217,24 @@ SLOW_CASES = {
     "early, copies": case(early=True, dp_replicate=2),
     "early, fsdp-tp": case(early=True, dp_shard=2, tp=2),
     "early, 1F1B": case(early=True, **ONE),
+    "offloaded, copies": case(dp_replicate=2, **OFFLOAD),
+    "offloaded, fsdp-tp": case(dp_shard=2, tp=2, **OFFLOAD),
+    "offloaded, ZBVZeroBubble": case(dp_shard=2, **ZBV, **OFFLOAD),
+    **{
+        f"{name}, fsdp, {policy}": case(
+            pp=2, dp_shard=2, reshard_after_forward=policy, **SCHEDULES[name]
+        )
+        for name, policy in itertools.product(SCHEDULES, ("always", "never"))
+        # refused by check_schedule: torch loses gradients
+        if not (stages.SCHEDULES[name].splits_backward and policy == "always")
+    },
+    # with more than three stages on a rank, torch itself frees a stage between its two passes
+    **{
+        f"{name}, 4 stages a rank": case(
+            pp=2, dp_shard=2, args=LAYERS_8, schedule=name, stages_per_rank=4
+        )
+        for name in ("Interleaved1F1B", "InterleavedZeroBubble")
+    },
 }
 
 
@@ -207,42 +244,18 @@ def test_loss_norms_and_weights_equal_plain_pytorch(on_ranks, name) -> None:
     on_ranks(dims.num_ranks, steps_on_mesh, dims, *others)
 
 
-def _offloaded_steps(dims: ParallelDims, num_microbatches: int) -> None:
-    model, _ = parallel_model(dims, microbatches=(dims.pp, 1), enable_cpu_offload=True)
-    for stage in model.stages:
-        assert isinstance(stage, FSDPModule)
-        for module in stage.modules():
-            if isinstance(module, FSDPModule):
-                for group in parameter_groups(module):
-                    assert group.offload_policy == CPUOffloadPolicy(pin_memory=False), group
-    steps_on_mesh(dims, num_microbatches, {"enable_cpu_offload": True})
-
-
-@pytest.mark.parametrize(
-    ("replicate", "shard", "tp", "pp"),
-    [(1, 1, 1, 1), (1, 2, 1, 1), (1, 1, 1, 2), *slow((2, 1, 1, 1), (1, 2, 2, 1))],
-)
-def test_offloading_does_not_change_the_numbers(on_ranks, replicate, shard, tp, pp) -> None:
-    dims = ParallelDims(dp_replicate=replicate, dp_shard=shard, tp=tp, pp=pp)
-    on_ranks(replicate * shard * tp * pp, _offloaded_steps, dims, 2)
-
-
-def _most_gradients() -> int:
-    """That an update found in memory, itself included."""
+@pytest.mark.ranks(2)
+def test_an_early_step_leaves_no_gradient_in_memory() -> None:
     job, found = Job(mesh(dp_shard=2), is_early=True), []
     job.optimizer.register_step_pre_hook(
         lambda *_: found.append(sum(p.grad is not None for p in job.model.parameters()))
     )
     job.take_step()
-    assert len(found) == len(list(job.model.parameters()))
-    return max(found)
+    assert found == [1] * len(list(job.model.parameters()))
 
 
-def test_an_early_step_leaves_no_gradient_in_memory(on_ranks) -> None:
-    assert on_ranks(2, _most_gradients) == [1, 1]
-
-
-def _bf16_loss() -> None:
+@pytest.mark.ranks(2)
+def test_bf16_parameters_fp32_master_weights() -> None:
     job = Job(mesh(dp_shard=2), param_dtype=torch.bfloat16)
     seen = []
     hook = job.model.layers["1"].attention.register_forward_pre_hook(
@@ -259,10 +272,6 @@ def _bf16_loss() -> None:
     assert result.grad_norm.item() == pytest.approx(want_norm, rel=1e-2)
 
 
-def test_bf16_parameters_fp32_master_weights(on_ranks) -> None:
-    on_ranks(2, _bf16_loss)
-
-
 def _bf16_figures(pp: int) -> tuple[float, float]:
     """Loss and gradient norm of two microbatches of four sequences, none of them divided."""
     dims = mesh(pp=pp)
@@ -276,7 +285,9 @@ def test_casts_survive_the_cut_into_stages(on_ranks) -> None:
         assert figures == pytest.approx(alone, rel=1e-6)  # bf16 that differed would show at 1e-3
 
 
-def _async_tensor_parallelism() -> None:
+@pytest.mark.ranks(2)
+def test_async_tensor_parallelism_is_left_to_inductor() -> None:
+    """It takes a GPU to see what that makes of it."""
     dims = mesh(tp=2)
     with torch._inductor.config.patch(_micro_pipeline_tp=False):
         _, meshes = parallel_model(dims)
@@ -289,10 +300,6 @@ def _async_tensor_parallelism() -> None:
         assert torch._inductor.config._micro_pipeline_tp
         if torch.__version__ < (2, 14):  # by 2.15 memory is symmetric unasked, and on GPUs alone
             assert is_symm_mem_enabled_for_group(group)
-
-
-def test_async_tensor_parallelism_is_left_to_inductor(on_ranks) -> None:
-    on_ranks(2, _async_tensor_parallelism)  # what inductor makes of it takes a GPU to see
 
 
 FP32_MODULES = ("layers.0", "layers.1.attention", "layers.1.ffn_norm", "layers.2.attention.core")
@@ -330,14 +337,12 @@ def _assert_dtype(name: str, dtype: torch.dtype, module: torch.nn.Module, inputs
 
 
 def _step_with_fp32_modules(
-    dims: ParallelDims,
-    fp32_modules: tuple[str, ...],
-    options: dict,
-    tolerance: float,
-    args: LlamaArgs = TINY,
+    dims: ParallelDims, num_microbatches: int, options: dict, args: LlamaArgs, *_: bool
 ) -> None:
-    options = {"param_dtype": torch.bfloat16, "fp32_modules": fp32_modules} | options
-    job = Job(dims, 0, 4 if args is DEEP else 2, args=args, **options)
+    # the others multiply by parts of a matrix or of the keys, which bf16 shows
+    tolerance = 1e-5 if dims.tp == dims.cp == 1 else 1e-4
+    fp32_modules = options.setdefault("fp32_modules", FP32_MODULES)
+    job = Job(dims, 0, num_microbatches, args=args, param_dtype=torch.bfloat16, **options)
     inside = tuple(f"{name}." for name in fp32_modules)
     for name, module in job.model.named_modules():
         if isinstance(module, torch.nn.Linear | torch.nn.RMSNorm):
@@ -349,45 +354,28 @@ def _step_with_fp32_modules(
     assert got[1] == pytest.approx(want[1], rel=100 * tolerance)
 
 
-@pytest.mark.parametrize(
-    ("fp32_modules", "replicate", "shard", "cp", "pp"),
-    [
-        *[((), 1, 2, 1, 1), (FP32_MODULES, 1, 1, 1, 1), (FP32_MODULES, 1, 2, 1, 1)],
-        *[(FP32_MODULES, 2, 1, 1, 1), (FP32_MODULES, 1, 1, 2, 1), (FP32_MODULES, 1, 1, 1, 2)],
-    ],
-)
-def test_fp32_modules_in_a_bf16_model(on_ranks, fp32_modules, replicate, shard, cp, pp) -> None:
-    dims = ParallelDims(dp_replicate=replicate, dp_shard=shard, cp=cp, pp=pp)
-    ranks = replicate * shard * cp * pp
-    # context parallelism multiplies by parts of the keys, which bf16 shows
-    on_ranks(ranks, _step_with_fp32_modules, dims, fp32_modules, {}, 1e-5 if cp == 1 else 1e-4)
+WITH_FP32_MODULES = {
+    "one": case(),
+    "no such modules": case(dp_shard=2, fp32_modules=()),
+    "fsdp": case(dp_shard=2),
+    "copies": case(dp_replicate=2),
+    "cp": case(cp=2),
+    "fsdp-tp": case(dp_shard=2, tp=2),
+    "pp": case(2, args=TINY, pp=2),
+    "Interleaved1F1B": case(**INTERLEAVED),
+    "ZBVZeroBubble": case(**ZBV),
+    "recomputed": case(dp_shard=2, ac_mode="full"),
+    "every other block recomputed": case(dp_shard=2, **EVERY_OTHER),
+    "gathered ahead, recomputed": case(dp_shard=2, prefetch_layers=2, ac_mode="full"),
+    "always resharded": case(dp_shard=2, reshard_after_forward="always"),
+    "offloaded": case(dp_shard=2, **OFFLOAD),
+}
 
 
-@pytest.mark.parametrize("schedule", ["Interleaved1F1B", "ZBVZeroBubble"])
-def test_fp32_modules_in_a_pipeline(on_ranks, schedule) -> None:
-    dims = mesh(pp=2)
-    on_ranks(2, _step_with_fp32_modules, dims, FP32_MODULES, SCHEDULES[schedule], 1e-5, DEEP)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"ac_mode": "full"},
-        {"ac_mode": "selective", "selective_ac_option": "2"},
-        {"prefetch_layers": 2, "ac_mode": "full"},
-        {"reshard_after_forward": "always"},
-        {"enable_cpu_offload": True},
-    ],
-    ids=lambda options: "-".join(options),
-)
-def test_fp32_modules_with_other_options(on_ranks, options) -> None:
-    dims = mesh(dp_shard=2)
-    on_ranks(2, _step_with_fp32_modules, dims, FP32_MODULES, options, 1e-5)
-
-
-def test_fp32_modules_with_tensor_parallelism(on_ranks) -> None:
-    dims = mesh(dp_shard=2, tp=2)
-    on_ranks(4, _step_with_fp32_modules, dims, FP32_MODULES, {}, 1e-4)
+@pytest.mark.parametrize("name", WITH_FP32_MODULES)
+def test_fp32_modules_in_a_bf16_model(on_ranks, name) -> None:
+    dims, *others = WITH_FP32_MODULES[name]
+    on_ranks(dims.num_ranks, _step_with_fp32_modules, dims, *others)
 
 
 class DtypesOfReduceScatter(TorchDispatchMode):
@@ -403,22 +391,14 @@ class DtypesOfReduceScatter(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _sums_over_tp(fp32_modules: tuple[str, ...]) -> list[torch.dtype]:
-    model, _ = parallel_model(
-        mesh(tp=2),
-        param_dtype=torch.bfloat16,
-        fp32_modules=fp32_modules,
-    )
-    loss = model.stages[0](*global_batch(1))
-    with DtypesOfReduceScatter() as seen:
-        loss.backward()
-    return [dtype for dtype in seen.dtypes if dtype == torch.float32]
-
-
-def test_gradients_of_fp32_modules_are_summed_over_tp_in_fp32(on_ranks) -> None:
+@pytest.mark.ranks(2)
+def test_gradients_of_fp32_modules_are_summed_over_tp_in_fp32() -> None:
     for modules in ((), ("output",), ("output", "layers.1.feed_forward")):
-        for in_fp32 in on_ranks(2, _sums_over_tp, modules):
-            assert len(in_fp32) == len(modules)
+        model, _ = parallel_model(mesh(tp=2), param_dtype=torch.bfloat16, fp32_modules=modules)
+        loss = model.stages[0](*global_batch(1))
+        with DtypesOfReduceScatter() as seen:
+            loss.backward()
+        assert seen.dtypes.count(torch.float32) == len(modules)
 
 
 def _fp32_modules_among_bf16_master_weights(dims: ParallelDims) -> None:
@@ -475,7 +455,9 @@ class NoSync(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _step_without_sync(is_early: bool) -> None:
+@pytest.mark.parametrize("is_early", [False, True], ids=["late", "early"])
+@pytest.mark.ranks(2)
+def test_a_step_reads_no_value_from_the_device(is_early: bool) -> None:
     config = BadSteps(policy="skip", spike_std=0.1, spike_window=2)
     detector = None if is_early else BadStepDetector(CPU, config)
     job = Job(mesh(dp_shard=2), is_early=is_early, detector=detector)
@@ -485,11 +467,6 @@ def _step_without_sync(is_early: bool) -> None:
     for step in range(1, 6):
         with NoSync():
             job.take_step(step, batches, max_norm=float("inf") if is_early else 0.5)
-
-
-@pytest.mark.parametrize("is_early", [False, True], ids=["late", "early"])
-def test_a_step_reads_no_value_from_the_device(on_ranks, is_early) -> None:
-    on_ranks(2, _step_without_sync, is_early)
 
 
 class CountCollectives(TorchDispatchMode):
@@ -568,10 +545,7 @@ def _figures_and_weights(options: dict, is_frugal: bool, every: bool) -> list[to
         result = job.take_step(step, reshard_every_microbatch=not is_frugal, **step_options)
         figures += [result.loss, result.grad_norm]
     assert said == [False, False, False, True] * STEPS
-    for stage in model.stages:
-        for module in stage.modules():
-            if isinstance(module, FSDPModule):
-                assert all(group.is_sharded for group in parameter_groups(module))
+    assert all(group.is_sharded for group in groups_of(model))
     return figures + [whole(parameter) for parameter in model.parameters()]
 
 
@@ -626,25 +600,16 @@ def _gathered_when_blocks_compute(args: LlamaArgs, ahead: int) -> tuple[list[int
     return forward, [count - before for count in backward]
 
 
+@pytest.mark.parametrize("args", [TINY, TIED], ids=["untied", "tied"])
 @pytest.mark.parametrize("ahead", [1, 2, 3])
-def test_layers_are_gathered_ahead(on_ranks, ahead) -> None:
-    args = dataclasses.replace(TINY, n_layers=5)
-    # in forward the embedding comes before the blocks, in backward the output, and the embedding is
-    # not gathered. FSDP2's own
-    # prefetching waits in forward for the next module, which a GPU's queue makes one ahead
-    early = ahead if ahead > 1 else 0
-    forward = [min(2 + block + early, 7) for block in range(5)]
-    backward = [min(2 + block + ahead, 6) for block in range(5)]
-    for seen in on_ranks(2, _gathered_when_blocks_compute, args, ahead):
-        assert seen == (forward, backward)
-
-
-@pytest.mark.parametrize("ahead", [1, 2, 3])
-def test_layers_are_gathered_ahead_with_tied_embeddings(on_ranks, ahead) -> None:
-    args = dataclasses.replace(TIED, n_layers=5)
-    early = ahead if ahead > 1 else 0
-    forward = [min(2 + block + early, 6) for block in range(5)]
-    backward = [min(1 + block + ahead, 5) for block in range(5)]  # the embedding is still there
+def test_layers_are_gathered_ahead(on_ranks, ahead, args) -> None:
+    # in forward the embedding comes before the blocks; in backward the output, which is still there
+    # if it is the embedding. FSDP2's own prefetching waits in forward for the next module, which a
+    # GPU's queue makes one ahead
+    early, untied = ahead if ahead > 1 else 0, not args.tie_embeddings
+    forward = [min(2 + block + early, 6 + untied) for block in range(5)]
+    backward = [min(1 + untied + block + ahead, 5 + untied) for block in range(5)]
+    args = dataclasses.replace(args, n_layers=5)
     for seen in on_ranks(2, _gathered_when_blocks_compute, args, ahead):
         assert seen == (forward, backward)
 

@@ -24,7 +24,6 @@ from meshwright.parallelisms.rules.degrees import ParallelDims, shards_experts_a
 from meshwright.system.errors import ConfigError
 from tests.helpers.families import family_of
 from tests.helpers.hf import load_hf, save_checkpoint, save_transformers
-from tests.helpers.needs import skip_without_mesh_of_experts
 from tests.helpers.tiny import parallel_model, whole
 
 DENSE = Qwen3Args(32, 3, 4, 2, 24, 259, head_dim=8)
@@ -88,7 +87,8 @@ MESHES = {
 }
 
 
-def load_on_meshes(folders: dict[str, Path]) -> None:
+@pytest.mark.ranks(2)
+def test_experts_are_noisy_copies_of_the_same_bits_on_every_mesh(folders: dict[str, Path]) -> None:
     want = by_hand(load_hf(folders["hf"], DENSE), SPARSE)
     for mesh, dims in MESHES.items():
         if dims.has_own_experts and not shards_experts_apart():
@@ -102,11 +102,9 @@ def load_on_meshes(folders: dict[str, Path]) -> None:
                 assert torch.equal(whole(parameter), want[name]), f"{mesh}, {kind}: {name}"
 
 
-def test_experts_are_noisy_copies_of_the_same_bits_on_every_mesh(on_ranks, folders) -> None:
-    on_ranks(2, load_on_meshes, folders)
-
-
-def load_parts_of_experts(folders: dict[str, Path]) -> None:
+@pytest.mark.slow
+@pytest.mark.ranks(4)
+def test_a_rank_may_keep_a_part_of_each_expert(folders: dict[str, Path]) -> None:
     """Of fewer experts than ranks share them, FSDP2 cuts each within."""
     args = dataclasses.replace(SPARSE, n_experts=2)
     want = by_hand(load_hf(folders["hf"], DENSE), args)
@@ -118,13 +116,8 @@ def load_parts_of_experts(folders: dict[str, Path]) -> None:
             assert parameter.to_local().shape[1] < parameter.shape[1]
 
 
-@pytest.mark.slow
-def test_a_rank_may_keep_a_part_of_each_expert(on_ranks, folders) -> None:
-    skip_without_mesh_of_experts()
-    on_ranks(4, load_parts_of_experts, folders)
-
-
-def exact_copies(folders: dict[str, Path]) -> None:
+@pytest.mark.ranks(1)
+def test_without_noise_the_model_is_the_dense_one(folders: dict[str, Path]) -> None:
     for kind, dense, args in (("hf", DENSE, SPARSE), ("llama", LLAMA, MIXTRAL)):
         options = options_of(folders, kind, noise=0)
         model = Decoder(args, seq_len=64)
@@ -135,10 +128,6 @@ def exact_copies(folders: dict[str, Path]) -> None:
         with torch.no_grad():
             want, got = load_hf(folders[kind], dense)(tokens), model(tokens)
         assert (got - want).abs().max() <= 1e-5 * want.abs().max()
-
-
-def test_without_noise_the_model_is_the_dense_one(on_ranks, folders) -> None:
-    on_ranks(1, exact_copies, folders)
 
 
 @pytest.mark.parametrize(

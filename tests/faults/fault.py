@@ -4,8 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-NO_THREAD = ""
-
 
 @dataclass(frozen=True)
 class Fault:
@@ -13,11 +11,11 @@ class Fault:
 
     name: str
     thread: str
-    """Where it was published; `NO_THREAD`: of a known class, but no thread was read."""
+    """Where it was published; empty: of a known class, but no thread was read."""
     file: str
     """In the package."""
-    old: str
-    new: str
+    patch: list[tuple[str, str]]
+    """Texts that the file has once, and those in their place."""
     mesh: dict[str, int]
     """Of the shortest case of `prove` that must find it."""
     named: str
@@ -29,7 +27,5 @@ class Fault:
     n_layers: int = 3
     sections: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Keys of the case, as `build_case` takes them."""
-    also: tuple[tuple[str, str], ...] = ()
-    """Further replacements in the same file, old and new."""
     finder: Literal["prove", "export"] = "prove"
     """The command that must find it."""

@@ -28,12 +28,22 @@ PACKAGE = ROOT / "meshwright"
 PATIENCE_S = 900
 
 
-def plant(fault: Fault, folder: Path) -> None:
-    """Copy the package to `folder`, with the fault in it.
+def patched(fault: Fault) -> str:
+    """Return the text of its file with the fault in it.
 
     Raises:
         ValueError: if its place has changed.
     """
+    text = (PACKAGE / fault.file).read_text("utf-8")
+    for old, new in fault.patch:
+        if text.count(old) != 1:
+            raise ValueError(f"{fault.name}: {fault.file} has changed; mend the patch")
+        text = text.replace(old, new)
+    return text
+
+
+def plant(fault: Fault, folder: Path) -> None:
+    """Copy the package to `folder`, with the fault in it."""
     copy = shutil.copytree(
         PACKAGE, folder / PACKAGE.name, ignore=shutil.ignore_patterns("__pycache__")
     )
@@ -41,12 +51,7 @@ def plant(fault: Fault, folder: Path) -> None:
     file.chmod(0o644)  # of a read-only checkout, too
     for name in ("train_configs", "assets"):
         (folder / name).symlink_to(ROOT / name)
-    text = file.read_text("utf-8")
-    for old, new in ((fault.old, fault.new), *fault.also):
-        if text.count(old) != 1:
-            raise ValueError(f"{fault.name}: {fault.file} has changed; mend the patch")
-        text = text.replace(old, new)
-    file.write_text(text, "utf-8")
+    file.write_text(patched(fault), "utf-8")
 
 
 def failures_of(fault: Fault, *, planted: bool = True) -> list[str]:

@@ -140,7 +140,8 @@ class Job:
 
         def keep(*_: object) -> None:
             for name, parameter in self.model.named_parameters():
-                gradients[name] = whole(parameter.grad).clone()
+                if parameter.grad is not None:
+                    gradients[name] = whole(parameter.grad).clone()
 
         self.optimizer.register_step_pre_hook(keep)
         return gradients

@@ -28,12 +28,10 @@ DEBUG = str(Path(__file__).parents[2] / "train_configs/debug_model.toml")
 LONG = ["--training.steps=50000"]
 TWO_BY_TENSORS = ["--parallelism.tensor_parallel_degree=2"]
 FULL = ["--activation_checkpoint.mode=full"]
-SPLIT = [
-    "--parallelism.pipeline_parallel_degree=2",
-    "--parallelism.pipeline_parallel_schedule=ZBVZeroBubble",
-]
+SPLIT = ["--parallelism.pipeline_parallel_degree=2"]
+SPLIT += ["--parallelism.pipeline_parallel_schedule=ZBVZeroBubble"]
 INSIDE = ['--training.fp32_modules=["layers.0.attention"]']
-INSIDE.append("--training.mixed_precision_param=bfloat16")
+INSIDE += ["--training.mixed_precision_param=bfloat16"]
 
 
 @pytest.fixture(autouse=True)
@@ -87,7 +85,12 @@ def test_the_work_of_the_whole_job_decides(plan_of) -> None:
     assert plan_of(*deeper).config.compile.enable is True
 
 
-def test_the_mesh_does_not_decide(plan_of) -> None:
+def test_neither_the_mesh_nor_a_value_that_is_given_decides(plan_of) -> None:
+    for value in (True, False):
+        for words in ([], LONG):
+            plan = plan_of(*words, f"--compile.enable={str(value).lower()}")
+            assert plan.config.compile.enable is value
+            assert plan.compile_line == ""
     words = [*LONG, "--training.global_batch_size=16", "--training.local_batch_size=1"]
     for ranks in (1, 2, 8):
         plan = plan_of(*words, ranks=ranks)
@@ -100,12 +103,7 @@ def test_the_mesh_does_not_decide(plan_of) -> None:
     [
         (INSIDE, 1, "training.fp32_modules names modules inside a block", "inside a block"),
         (SPLIT, 2, "ZBVZeroBubble computes gradients in two passes", "which compiled blocks"),
-        (
-            [*TWO_BY_TENSORS, *FULL],
-            2,
-            "recomputed attention under tensor or expert parallelism",
-            "",
-        ),
+        ([*TWO_BY_TENSORS, *FULL], 2, "recomputed attention under tensor or expert", ""),
         (["--compile.backend=aot_eager"], 1, '"aot_eager" makes no step faster', ""),
     ],
 )
@@ -172,19 +170,16 @@ def test_an_error_of_the_compiler_names_the_way_out(plan_of, monkeypatch) -> Non
     assert notes[1:] == ["", ""]
 
 
-def test_on_macos_the_job_is_eager(plan_of, monkeypatch) -> None:
-    monkeypatch.setattr("sys.platform", "darwin")
-    assert plan_of(*LONG).config.compile.enable is False
-
-
-def test_without_pythons_headers_the_job_is_eager(plan_of, tmp_path) -> None:
-    (tmp_path / "include/Python.h").unlink()
+def test_machines_that_cannot_compile_are_eager(plan_of, monkeypatch, tmp_path) -> None:
+    """On macOS; without Python's headers; with a torch that cannot be linked."""
+    with monkeypatch.context() as on_macos:
+        on_macos.setattr("sys.platform", "darwin")
+        assert plan_of(*LONG).config.compile.enable is False
+    (headers := tmp_path / "include/Python.h").unlink()
     plan = plan_of(*LONG)
     assert plan.config.compile.enable is False
     assert "Python's headers for C++ are not installed" in plan.compile_line
-
-
-def test_torch_below_a_folder_with_a_blank_is_not_linked(plan_of, monkeypatch) -> None:
+    headers.touch()
     monkeypatch.setattr(compile_choice, "_torch_file", lambda: "/home/me/my work/torch/__init__.py")
     plan = plan_of(*LONG)
     assert plan.config.compile.enable is False
@@ -199,11 +194,8 @@ ASYNC_TP = [*TWO_BY_TENSORS, "--parallelism.enable_async_tensor_parallel"]
 def test_an_option_that_needs_it_compiles_the_smallest_job(plan_of, compiler) -> None:
     """As true would: with its errors, and on a machine that cannot."""
     compiler.unlink()
-    for words, ranks in (
-        ([BUDGET], 1),
-        (ASYNC_TP, 2),
-        ([BUDGET, "--compile.backend=aot_eager"], 1),
-    ):
+    budget_by = [BUDGET, "--compile.backend=aot_eager"]
+    for words, ranks in (([BUDGET], 1), (ASYNC_TP, 2), (budget_by, 1)):
         plan = plan_of("--training.steps=1", *words, ranks=ranks)
         assert plan.config.compile.enable is True
         assert "needs it" in plan.compile_line
@@ -214,54 +206,35 @@ def test_an_option_that_needs_it_compiles_the_smallest_job(plan_of, compiler) ->
         plan_of(BUDGET, *INSIDE)
 
 
-@pytest.mark.parametrize("value", [True, False])
-def test_a_value_that_is_given_stays(plan_of, value) -> None:
-    for words in ([], LONG):
-        plan = plan_of(*words, f"--compile.enable={str(value).lower()}")
-        assert plan.config.compile.enable is value
-        assert plan.compile_line == ""
-
-
-@pytest.mark.parametrize(
-    ("words", "value"),
-    [
-        ([], "auto"),
-        (["--compile.enable"], True),
-        (["--compile.enable", "--training.steps", "3"], True),
-        (["--compile.enable", "True"], True),
-        (["--compile.enable=false"], False),
-        (["--compile.enable", "auto"], "auto"),
-        (["--compile.enable", '"auto"'], "auto"),
-    ],
-)
-def test_every_way_to_write_it(words, value, tmp_path) -> None:
-    config = load_config(words)
-    assert config.compile.enable is value or config.compile.enable == value == "auto"
+def test_every_way_to_write_it(tmp_path) -> None:
     path = tmp_path / "again.toml"
-    path.write_text(to_toml(config))
-    assert load_config([str(path)]).compile == config.compile
-    assert JobConfig.model_validate(to_json(config)).compile == config.compile
-
-
-@pytest.mark.parametrize(
-    ("text", "fix"),
-    [
-        ('"true"', "write true, without quotes"),
-        ('"off"', "write false, without quotes"),
-        ("1", "write true, without quotes"),
+    key = "--compile.enable"
+    for words, value in (
+        *(([], "auto"), ([key, "auto"], "auto"), ([key, '"auto"'], "auto")),
+        *(([key], True), ([key, "True"], True), ([key, "--training.steps", "3"], True)),
+        ([f"{key}=false"], False),
+    ):
+        config = load_config(words)
+        assert config.compile.enable is value or config.compile.enable == value == "auto"
+        path.write_text(to_toml(config))
+        assert load_config([str(path)]).compile == config.compile
+        assert JobConfig.model_validate(to_json(config)).compile == config.compile
+    for text, meant in (
+        ('"true"', "true"),
+        ('"off"', "false"),
+        ("1", "true"),
         ('"atuo"', ""),
         ("[true]", ""),
-    ],
-)
-def test_another_value_is_one_mistake(text, fix, tmp_path) -> None:
-    path = tmp_path / "a.toml"
-    path.write_text(f"[compile]\nenable = {text}\n")
-    with pytest.raises(ConfigError) as caught:
-        load_config([str(path)])
-    said = str(caught.value)
-    assert said.count("compile.enable = ") == 1
-    assert 'must be true, false or "auto"' in said
-    assert ("fix: " + fix in said) if fix else "fix: " not in said
+    ):
+        path.write_text(f"[compile]\nenable = {text}\n")
+        with pytest.raises(ConfigError) as caught:
+            load_config([str(path)])
+        said = str(caught.value)
+        assert said.count("compile.enable = ") == 1
+        assert 'must be true, false or "auto"' in said
+        assert said.partition("fix: ")[2] == (f"write {meant}, without quotes" if meant else ""), (
+            text
+        )
 
 
 def test_check_says_it_once(tmp_path, capsys) -> None:
@@ -307,12 +280,9 @@ def test_a_proof_says_where_it_is_eager_against_the_config(value, name) -> None:
     assert default_cases(config, shrink(config, args), args)[0].name.split(":")[0] == name
 
 
-def test_a_plan_is_of_eager_blocks() -> None:
+def test_recomputed_attention_that_is_cut_is_compiled_on_gpus_but_not_in_a_plan() -> None:
     config = load_config([DEBUG, *LONG])
     assert plan_job(config, 1, is_gpu=True).config.compile.enable is False
-
-
-def test_recomputed_attention_that_is_cut_is_compiled_on_gpus() -> None:
     config = load_config([DEBUG, *LONG, *FULL, *TWO_BY_TENSORS])
     for is_gpu in (False, True):
         assert preflight(config, 2, is_gpu=is_gpu).config.compile.enable is is_gpu

@@ -127,28 +127,22 @@ PATH_KEYS = (
 )
 
 
-@pytest.mark.parametrize("key", PATH_KEYS)
-def test_an_address_is_no_path(toml, key) -> None:
+def test_an_address_is_no_path_but_of_data(toml) -> None:
     """It would be a folder called "s3:"."""
-    section, name = key.split(".")
-    for arguments in (
-        ["--" + key, "s3://bucket/a"],
-        toml(f'[{section}]\n{name} = "s3://bucket/a"\n'),
-    ):
-        assert f"{key} = 's3://bucket/a': s3:// begins an address" in error_of(arguments)
+    for key in PATH_KEYS:
+        section, name = key.split(".")
+        for arguments in (
+            ["--" + key, "s3://bucket/a"],
+            toml(f'[{section}]\n{name} = "s3://bucket/a"\n'),
+        ):
+            assert f"{key} = 's3://bucket/a': s3:// begins an address" in error_of(arguments)
     inside = '[[training.datasets]]\ndataset = "json"\ndataset_format = "hf://a/b"\n'
     assert "training.datasets.0.dataset_format = 'hf://a/b'" in error_of(toml(inside))
-
-
-def test_data_may_have_an_address(toml) -> None:
     for address in ("s3://bucket/a", "https://host/a.npy"):
         config = load_config(toml(f'[training]\ndataset_path = "{address}"'))
         assert config.training.dataset_path == address
     wrong = toml('[training]\ndataset_path = "file:///a"\n')
     assert "fix: leave out file://" in error_of(wrong)
-
-
-def test_every_path_key_is_among_those() -> None:
     named = {
         f"{section}.{name}"
         for section, table in JobConfig.model_fields.items()
@@ -165,169 +159,123 @@ PIPELINE = "--parallelism.pipeline_parallel_degree 2"
 BUDGET = "--activation_checkpoint.mode memory_budget"
 
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        ("--training.stepz 3", "--training.stepz: unknown key training.stepz"),
-        ("--training.steps", "--training.steps: needs a value\n  fix: --training.steps VALUE"),
-        ("--training.steps 3 --training.steps=3", "--training.steps: given twice"),
-        ("--compile.enable --compile.enable=false", "--compile.enable: given twice"),
-        ("--training.steps many", "--training.steps = 'many': must be a whole"),
-        ("training.steps=3", "expected --section.key value\n  fix: write --training.steps=3"),
-        ("--training.steps.x 3", "training.steps = {'x': 3}: must be a whole number"),
-        ("--training.seed 007", "--training.seed = '007': must be a whole number\n  fix: write 7"),
-        ("--optimizer.lr -1e-3", "--optimizer.lr = -0.001: should be greater than 0"),
-        ("--compile.enable my.toml", "fix: write --compile.enable=true my.toml"),
-        ("--training.datasets.0.weight 2", "fix: write all of training.datasets in the TOML"),
-        ("--model.frozen [norm.*,out]", """quote it for the shell: '["norm.*", "out"]'"""),
-        ("--lr_scheduler.decay_type constant", "set lr_scheduler.decay_ratio = 0"),
-        ("--training.compile true", "did you mean compile.enable?"),
-        ("--compile", "did you mean --compile.enable?"),
-        ("--parallelism.fsdp false", "data_parallel_shard_degree (1: nothing is sharded)"),
-        ("--model.trainable []", "list the others, which are not trained, in model.frozen"),
-        ("--model.flavor 8B", "did you mean llama3.1_8b or llama3_8b?"),
-        ("--parallelism.tensor_parallel_degree 3", "the other given degrees multiply to 3"),
-        ("--model.name lama", "did you mean llama?"),
-        ("--model.flavor llama3_9b", "did you mean llama3_8b?"),
-        ("--model.args.n_layer 2", "did you mean n_layers?"),
-        ("--model.args.n_layers two", "model.args.n_layers = 'two'"),
-        ("--model.args.n_kv_heads 3", "n_kv_heads = 3: must divide n_heads = 8"),
-        ("--model.args.dim 36", "must be a multiple of 2 * n_heads = 16"),
-        ("--model.args.vocab_size 1000", "set model.args.vocab_size = 2048"),
-        ("--model.tokenizer_path /no/such.model", "no such file or folder"),
-        (f"--model.tokenizer_path {DEBUG}", "not a SentencePieceTokenizer"),
-        ("--model.tokenizer_path /proc/self", "holds no tokenizer.json or tokenizer.model"),
-        ('--model.frozen ["layer.*"]', "model.frozen = 'layer.*': matches no parameter"),
-        ('--model.frozen ["tok*","*.weight"]', "leaves no parameter to train"),
-        ("--optimizer.groups [{lr_scale=2.0}]", "optimizer.groups.0.parameters: must be given"),
-        (
-            "--optimizer.groups [{parameters=['*.bias']}]",
-            "--optimizer.groups: optimizer.groups.0.parameters = '*.bias': matches no parameter",
-        ),
-        (
-            "--optimizer.groups [{parameters=['norm.*'],lr_scale=0}]",
-            "optimizer.groups.0.lr_scale = 0: should be greater than 0",
-        ),
-        (
-            "--model.frozen norm.weight",
-            "model.frozen = 'norm.weight': must be a list\n  fix: write [\"norm.weight\"]",
-        ),
-        ("--training.dataset c5", "choose from arrow, c4, fineweb, "),
-        ("--training.dataset s3://bucket/a", 'is written "owner/name"'),
-        ("--training.dataset json", "dataset 'json' needs it"),
-        ("--training.dataset json --training.dataset_path /no/such.json", "no such file or folder"),
-        ("--training.dataset_path /tmp", "dataset 'python_stdlib' reads no path"),
-        ("--training.global_batch_size 6", "must be a positive multiple of 4 = 2 data"),
-        ("--training.global_batch_size 0", "must be a positive multiple of 4 = 2 data"),
-        ("--parallelism.data_parallel_shard_degree 3", "multiply to 3, but there are 2 ranks"),
-        ("--parallelism.data_parallel_shard_degree 0", "set it to -1"),
-        ("--parallelism.data_parallel_replicate_degree 3", "which does not divide 2 ranks"),
-        ("--parallelism.tensor_parallel_degree 3", "which does not divide 2 ranks"),
-        (
-            "--parallelism.tensor_parallel_degree 2 --model.args.n_kv_heads 1",
-            "does not divide n_kv_heads = 1\n  fix: use 1",
-        ),
-        (
-            "--parallelism.tensor_parallel_degree 2 --training.seq_len 255",
-            "does not divide training.seq_len = 255",
-        ),
-        (
-            "--parallelism.context_parallel_degree 2 --training.seq_len 254",
-            "the nearest training.seq_len is 256",
-        ),
-        ("--model.args.rope_theta -1", "rope_theta = -1.0: must be positive"),
-        ("--model.args.norm_eps nan", "norm_eps = nan: must be positive"),
-        ("--model.args.rope_scaling.factor 0", "factor = 0.0: must be positive"),
-        ("--training.seed 99999999999999999999", "training.seed = 99999999999999999999"),
-        (
-            '--checkpoint.enable --checkpoint.exclude_from_loading ["lr_scheduler"]',
-            "exclude_from_loading.0 = 'lr_scheduler': should be 'optimizer' or 'dataloader'",
-        ),
-        (
-            '--checkpoint.enable=false --checkpoint.exclude_from_loading ["optimizer"]',
-            "nothing is loaded while checkpoint.enable is false",
-        ),
-        (f"{ASYNC_TP} --compile.enable=false", "nothing is compiled by inductor"),
-        (f"{ASYNC_TP} --compile.backend=aot_eager", "nothing is compiled by inductor"),
-        (f"{ASYNC_TP} --compile.enable --compile.backend eager", "nothing is compiled by inductor"),
-        (
-            '--training.fp32_modules ["layers.0.atention"]',
-            "matches no module\n  fix: did you mean layers.*.attention?",
-        ),
-        ('--training.fp32_modules ["layers"]', "matches no module"),
-        (
-            '--training.fp32_modules ["out*"] --model.args.tie_embeddings true',
-            "which are one matrix",
-        ),
-        (
-            '--training.fp32_modules ["layers.0.*"] --compile.enable',
-            'name whole blocks, as "layers.0", or set compile.enable = false',
-        ),
-        (
-            '--training.fp32_modules ["*norm"] --activation_checkpoint.mode selective',
-            'or set activation_checkpoint.mode = "full"',
-        ),
-        (
-            "--model.name qwen3_moe "
-            '--training.fp32_modules ["*norm"] --activation_checkpoint.mode full',
-            'or set activation_checkpoint.mode = "none"',
-        ),
-        (
-            "--training.dtype bfloat16 --training.mixed_precision_param float32",
-            'set training.mixed_precision_param = "bfloat16"',
-        ),
-        (f"{PIPELINE} --parallelism.fsdp_prefetch_layers 2", "so nothing is gathered ahead"),
-        (
-            f"{PIPELINE} --parallelism.fsdp_reduce_gradients every_microbatch",
-            "a pipeline's schedule reduces gradients once",
-        ),
-        ("--checkpoint.enable=false --checkpoint.load_step 5", "nothing is loaded while"),
-        ("--checkpoint.enable=false --job.max_run_seconds 60", "would be lost"),
-        ("--lr_scheduler.total_steps=119", "the schedule ends before training.steps = 120"),
-        (
-            "--lr_scheduler.total_steps=200 --lr_scheduler.decay_ratio=0.95",
-            "do not fit in lr_scheduler.total_steps = 200 after 20",
-        ),
-        ("--lr_scheduler.decay_ratio 0.95", "do not fit in 120 after 20"),
-        (
-            "--profiling.profile_freq 2",
-            "profiler_warmup 3 + profiler_active 1\n  fix: raise it to their sum or more",
-        ),
-        ("--optimizer.early_step_in_backward", "max_norm = 1.0 cannot be kept"),
-        (
-            f"{EARLY} --parallelism.fsdp_reduce_gradients every_microbatch",
-            "would update with the gradients of one microbatch",
-        ),
-        (f"{EARLY} --bad_steps.policy skip", "bad_steps.policy = 'skip': optimizer.early_step"),
-        (f"{EARLY} --bad_steps.spike_std 6", "bad_steps.spike_std = 6.0: optimizer.early_step"),
-        ("--bad_steps.budget 0", "bad_steps.budget = 0: should be greater than or"),
-        (
-            "--activation_checkpoint.mode memory_budget --compile.enable=false",
-            "set compile.enable = true",
-        ),
-        (
-            "--activation_checkpoint.mode memory_budget --compile.backend=eager",
-            "backend eager does not",
-        ),
-        (
-            f"{BUDGET} --compile.enable=true --compile.backend=eager",
-            "backend eager does not",
-        ),
-        ("--activation_checkpoint.memory_budget 1.5", "memory_budget = 1.5"),
-        ('--activation_checkpoint.saved_ops ["mm"]', "saved_ops.0 = 'mm': string should"),
-        ("--activation_checkpoint.selective_ac_option 0", "selective_ac_option = '0'"),
-        (f"--job.dump_folder {DEBUG}/x", "is not a folder that can be written to"),
-        ("--checkpoint.load_step 5", "not among the checkpoints"),
-        ("--metrics.enable_wandb", "pip install 'meshwright[wandb]'"),
-    ],
-)
-def test_mistakes_on_the_command_line(words, says, tmp_path, monkeypatch) -> None:
+MISTAKES = f"""
+--training.stepz 3 => --training.stepz: unknown key training.stepz
+--training.steps => --training.steps: needs a value fix: --training.steps VALUE
+--training.steps 3 --training.steps=3 => --training.steps: given twice
+--compile.enable --compile.enable=false => --compile.enable: given twice
+--training.steps many => --training.steps = 'many': must be a whole
+training.steps=3 => expected --section.key value fix: write --training.steps=3
+--training.steps.x 3 => training.steps = {{'x': 3}}: must be a whole number
+--training.seed 007 => --training.seed = '007': must be a whole number fix: write 7
+--optimizer.lr -1e-3 => --optimizer.lr = -0.001: should be greater than 0
+--compile.enable my.toml => fix: write --compile.enable=true my.toml
+--training.datasets.0.weight 2 => fix: write all of training.datasets in the TOML
+--model.frozen [norm.*,out] => quote it for the shell: '["norm.*", "out"]'
+--lr_scheduler.decay_type constant => set lr_scheduler.decay_ratio = 0
+--training.compile true => did you mean compile.enable?
+--compile => did you mean --compile.enable?
+--parallelism.fsdp false => data_parallel_shard_degree (1: nothing is sharded)
+--model.trainable [] => list the others, which are not trained, in model.frozen
+--model.flavor 8B => did you mean llama3.1_8b or llama3_8b?
+--parallelism.tensor_parallel_degree 3 => the other given degrees multiply to 3
+--model.name lama => did you mean llama?
+--model.flavor llama3_9b => did you mean llama3_8b?
+--model.args.n_layer 2 => did you mean n_layers?
+--model.args.n_layers two => model.args.n_layers = 'two'
+--model.args.n_kv_heads 3 => n_kv_heads = 3: must divide n_heads = 8
+--model.args.dim 36 => must be a multiple of 2 * n_heads = 16
+--model.args.vocab_size 1000 => set model.args.vocab_size = 2048
+--model.tokenizer_path /no/such.model => no such file or folder
+--model.tokenizer_path {DEBUG} => not a SentencePieceTokenizer
+--model.tokenizer_path /proc/self => holds no tokenizer.json or tokenizer.model
+--model.frozen ["layer.*"] => model.frozen = 'layer.*': matches no parameter
+--model.frozen ["tok*","*.weight"] => leaves no parameter to train
+--optimizer.groups [{{lr_scale=2.0}}] => optimizer.groups.0.parameters: must be given
+--optimizer.groups [{{parameters=['*.bias']}}]
+    => --optimizer.groups: optimizer.groups.0.parameters = '*.bias': matches no parameter
+--optimizer.groups [{{parameters=['norm.*'],lr_scale=0}}]
+    => optimizer.groups.0.lr_scale = 0: should be greater than 0
+--model.frozen norm.weight
+    => model.frozen = 'norm.weight': must be a list fix: write ["norm.weight"]
+--training.dataset c5 => choose from arrow, c4, fineweb,
+--training.dataset s3://bucket/a => is written "owner/name"
+--training.dataset json => dataset 'json' needs it
+--training.dataset json --training.dataset_path /no/such.json => no such file or folder
+--training.dataset_path /tmp => dataset 'python_stdlib' reads no path
+--training.global_batch_size 6 => must be a positive multiple of 4 = 2 data
+--training.global_batch_size 0 => must be a positive multiple of 4 = 2 data
+--parallelism.data_parallel_shard_degree 3 => multiply to 3, but there are 2 ranks
+--parallelism.data_parallel_shard_degree 0 => set it to -1
+--parallelism.data_parallel_replicate_degree 3 => which does not divide 2 ranks
+--parallelism.tensor_parallel_degree 3 => which does not divide 2 ranks
+--parallelism.tensor_parallel_degree 2 --model.args.n_kv_heads 1
+    => does not divide n_kv_heads = 1 fix: use 1
+--parallelism.tensor_parallel_degree 2 --training.seq_len 255
+    => does not divide training.seq_len = 255
+--parallelism.context_parallel_degree 2 --training.seq_len 254
+    => the nearest training.seq_len is 256
+--model.args.rope_theta -1 => rope_theta = -1.0: must be positive
+--model.args.norm_eps nan => norm_eps = nan: must be positive
+--model.args.rope_scaling.factor 0 => factor = 0.0: must be positive
+--training.seed 99999999999999999999 => training.seed = 99999999999999999999
+--checkpoint.enable --checkpoint.exclude_from_loading ["lr_scheduler"]
+    => exclude_from_loading.0 = 'lr_scheduler': should be 'optimizer' or 'dataloader'
+--checkpoint.enable=false --checkpoint.exclude_from_loading ["optimizer"]
+    => nothing is loaded while checkpoint.enable is false
+{ASYNC_TP} --compile.enable=false => nothing is compiled by inductor
+{ASYNC_TP} --compile.backend=aot_eager => nothing is compiled by inductor
+{ASYNC_TP} --compile.enable --compile.backend eager => nothing is compiled by inductor
+--training.fp32_modules ["layers.0.atention"]
+    => matches no module fix: did you mean layers.*.attention?
+--training.fp32_modules ["layers"] => matches no module
+--training.fp32_modules ["out*"] --model.args.tie_embeddings true => which are one matrix
+--training.fp32_modules ["layers.0.*"] --compile.enable
+    => name whole blocks, as "layers.0", or set compile.enable = false
+--training.fp32_modules ["*norm"] --activation_checkpoint.mode selective
+    => or set activation_checkpoint.mode = "full"
+--model.name qwen3_moe --training.fp32_modules ["*norm"] --activation_checkpoint.mode full
+    => or set activation_checkpoint.mode = "none"
+--training.dtype bfloat16 --training.mixed_precision_param float32
+    => set training.mixed_precision_param = "bfloat16"
+{PIPELINE} --parallelism.fsdp_prefetch_layers 2 => so nothing is gathered ahead
+{PIPELINE} --parallelism.fsdp_reduce_gradients every_microbatch
+    => a pipeline's schedule reduces gradients once
+--checkpoint.enable=false --checkpoint.load_step 5 => nothing is loaded while
+--checkpoint.enable=false --job.max_run_seconds 60 => would be lost
+--lr_scheduler.total_steps=119 => the schedule ends before training.steps = 120
+--lr_scheduler.total_steps=200 --lr_scheduler.decay_ratio=0.95
+    => do not fit in lr_scheduler.total_steps = 200 after 20
+--lr_scheduler.decay_ratio 0.95 => do not fit in 120 after 20
+--profiling.profile_freq 2
+    => profiler_warmup 3 + profiler_active 1 fix: raise it to their sum or more
+--optimizer.early_step_in_backward => max_norm = 1.0 cannot be kept
+{EARLY} --parallelism.fsdp_reduce_gradients every_microbatch
+    => would update with the gradients of one microbatch
+{EARLY} --bad_steps.policy skip => bad_steps.policy = 'skip': optimizer.early_step
+{EARLY} --bad_steps.spike_std 6 => bad_steps.spike_std = 6.0: optimizer.early_step
+--bad_steps.budget 0 => bad_steps.budget = 0: should be greater than or
+--activation_checkpoint.mode memory_budget --compile.enable=false => set compile.enable = true
+--activation_checkpoint.mode memory_budget --compile.backend=eager => backend eager does not
+{BUDGET} --compile.enable=true --compile.backend=eager => backend eager does not
+--activation_checkpoint.memory_budget 1.5 => memory_budget = 1.5
+--activation_checkpoint.saved_ops ["mm"] => saved_ops.0 = 'mm': string should
+--activation_checkpoint.selective_ac_option 0 => selective_ac_option = '0'
+--job.dump_folder {DEBUG}/x => is not a folder that can be written to
+--checkpoint.load_step 5 => not among the checkpoints
+--metrics.enable_wandb => pip install 'meshwright[wandb]'
+"""
+
+
+@pytest.mark.parametrize("mistake", MISTAKES.replace("\n    =>", " =>").strip().splitlines())
+def test_mistakes_on_the_command_line(mistake, tmp_path, monkeypatch) -> None:
+    words, says = mistake.split(" => ")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)  # no wandb
     base = ["--job.config_file", str(DEBUG)]
     if "--job.dump_folder" not in words:
         base += ["--job.dump_folder", str(tmp_path / "out")]
     error = error_of([*base, *words.split(" ")], ranks=2)
-    assert says in error
+    assert says in " ".join(error.split())
     assert not (tmp_path / "out").exists()
 
 
@@ -353,70 +301,54 @@ def test_parts_of_a_block_with_experts_may_be_fp32_if_nothing_is_recomputed(tmp_
     assert preflight(config, 1).fp32_modules == ["layers.0.ffn_norm"]
 
 
+TP = "--compile.enable --parallelism.tensor_parallel_degree=2"
+SELECTIVE = "--activation_checkpoint.mode=selective --activation_checkpoint."
+RECOMPUTED = "cannot compile recomputed attention under tensor"
+DOCUMENTS = f"--training.mask_documents --{PIPELINE[2:]} --parallelism.pipeline_parallel_schedule="
+
+
 @pytest.mark.parametrize(
-    "words",
+    ("device", "says", "words", "fine"),
     [
-        ["--activation_checkpoint.mode=full"],
-        ["--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=2"],
-        ["--activation_checkpoint.mode=selective", '--activation_checkpoint.saved_ops=["aten.mm"]'],
+        (
+            "cpu",
+            RECOMPUTED,
+            f"{TP} --activation_checkpoint.mode=full",
+            [TP, "--activation_checkpoint.mode=full --compile.enable"],
+        ),
+        ("cpu", RECOMPUTED, f"{TP} {SELECTIVE}selective_ac_option=2", []),
+        ("cpu", RECOMPUTED, f'{TP} {SELECTIVE}saved_ops=["aten.mm"]', []),
+        (
+            "cpu",
+            "needs GPUs, and this machine trains on its cpu",
+            f"{ASYNC_TP} --compile.enable",
+            [],
+        ),
+        ("cpu", "is a kernel of GPUs, and this", "--training.attention_kernel=flash", []),
+        ("cuda", "not known to work with a", f"{DOCUMENTS}ZBVZeroBubble", [f"{DOCUMENTS}1F1B"]),
     ],
 )
-def test_what_torch_cannot_compile_on_a_cpu(words) -> None:
-    compiled = ["--parallelism.tensor_parallel_degree=2", "--compile.enable"]
-    config = load_config([*words, *compiled])
-    with pytest.raises(ConfigError, match="cannot compile recomputed attention under tensor"):
-        check_device(config, "cpu")
-    check_device(config, "cuda")
-    check_device(load_config(compiled), "cpu")
-    check_device(load_config([*words, compiled[1]]), "cpu")
-
-
-def test_async_tensor_parallelism_needs_a_gpu() -> None:
-    config = load_config([*ASYNC_TP.split(), "--compile.enable"])
-    check_device(config, "cuda")
-    with pytest.raises(ConfigError, match="needs GPUs, and this machine trains on its cpu"):
-        check_device(config, "cpu")
-
-
-def test_a_kernel_of_attention_on_gpus_needs_one() -> None:
-    config = load_config(["--training.attention_kernel=flash"])
-    check_device(config, "cuda")
-    with pytest.raises(
-        ConfigError, match="is a kernel of GPUs, and this machine trains on its cpu"
-    ):
-        check_device(config, "cpu")
+def test_what_one_of_the_devices_cannot(device, says, words, fine) -> None:
+    with pytest.raises(ConfigError, match=says):
+        check_device(load_config(words.split()), device)
+    check_device(load_config(words.split()), "cuda" if device == "cpu" else "cpu")
+    for words in fine:
+        check_device(load_config(words.split()), device)
 
 
 def test_a_missing_toml_is_named() -> None:
     assert "no/such.toml: no such file" in error_of(["--job.config_file", "no/such.toml"])
 
 
-@pytest.mark.parametrize(
-    "path", sorted((ROOT / "train_configs").glob("*.toml")), ids=lambda p: p.stem
-)
-def test_every_preset_loads_and_says_what_it_is_for(path: Path) -> None:
-    config = load_config(["--job.config_file", str(path)])
-    assert config.model.flavor in MODELS[config.model.name].flavors
-    assert config.training.global_batch_size > 0  # the same batches on any number of ranks
-    head = path.read_text().split("[", 1)[0]
-    assert f"CONFIG_FILE=train_configs/{path.name}" in head
-
-
-def test_every_flavor_has_a_preset() -> None:
-    presets = (ROOT / "train_configs").glob("*.toml")
-    models = [load_config(["--job.config_file", str(preset)]).model for preset in presets]
-    flavors = {(name, flavor) for name, family in MODELS.items() for flavor in family.flavors}
-    assert {(model.name, model.flavor) for model in models} == flavors
-
-
-def test_documents_and_two_backwards_are_refused_on_a_gpu() -> None:
-    words = ["--training.mask_documents", "--parallelism.pipeline_parallel_degree=2"]
-    key = "--parallelism.pipeline_parallel_schedule"
-    config = load_config([*words, f"{key}=ZBVZeroBubble"])
-    check_device(config, "cpu")
-    with pytest.raises(ConfigError, match="not known to work with a schedule that goes backward"):
-        check_device(config, "cuda")
-    check_device(load_config([*words, f"{key}=1F1B"]), "cuda")
+def test_every_flavor_has_a_preset_that_says_what_it_is_for() -> None:
+    models = set()
+    for path in (ROOT / "train_configs").glob("*.toml"):
+        config = load_config(["--job.config_file", str(path)])
+        models.add((config.model.name, config.model.flavor))
+        assert config.training.global_batch_size > 0, path  # the same batches on any ranks
+        head = path.read_text().split("[", 1)[0]
+        assert f"CONFIG_FILE=train_configs/{path.name}" in head
+    assert models == {(name, flavor) for name, one in MODELS.items() for flavor in one.flavors}
 
 
 def test_updates_in_backward_wait_for_offloaded_gradients() -> None:

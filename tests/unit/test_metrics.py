@@ -7,6 +7,8 @@ import math
 import resource
 import sys
 import types
+from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -35,14 +37,21 @@ class Kept(list):
 
 
 WORK = Work(tokens_per_step=1, flops_per_token=1, num_devices=1, peak_flops_per_s=None)
+CPU = torch.device("cpu")
+
+
+def reporter_to(*sinks: object, work: Work = WORK, **options: object) -> Reporter:
+    return Reporter(work, CPU, Phases(CPU), [*sinks], **{"tokens_seen": 0} | options)
+
+
+def report(reporter: Reporter, step: int, **figures: float) -> None:
+    reporter.count(step, data_s=0.0)
+    reporter.report(step, figures)
 
 
 def test_a_share_of_a_peak_that_is_too_low_is_left_out() -> None:
     work = Work(tokens_per_step=1000, flops_per_token=600, num_devices=1, peak_flops_per_s=1e-3)
-    sink, phases = Kept(), Phases(torch.device("cpu"))
-    reporter = Reporter(work, torch.device("cpu"), phases, [sink], tokens_seen=0)
-    reporter.count(1, data_s=0.0)
-    reporter.report(1, {})
+    report(reporter_to(sink := Kept(), work=work), 1)
     (record,) = sink
     assert record["time/tflops"] > 0
     assert "time/mfu_pct" not in record
@@ -52,9 +61,8 @@ def test_rates_follow_from_tokens_time_and_flops(monkeypatch) -> None:
     now = 100.0
     monkeypatch.setattr("time.perf_counter", lambda: now)
     work = Work(tokens_per_step=1000, flops_per_token=600, num_devices=4, peak_flops_per_s=1e6)
-    sink = Kept()
-    phases, cpu = Phases(torch.device("cpu")), torch.device("cpu")
-    reporter = Reporter(work, cpu, phases, [sink], tokens_seen=5000)
+    sink, phases = Kept(), Phases(CPU)
+    reporter = Reporter(work, CPU, phases, [sink], tokens_seen=5000)
     for step in (6, 7):
         now += 0.2
         phases.mark("optimizer")
@@ -76,8 +84,7 @@ def test_rates_follow_from_tokens_time_and_flops(monkeypatch) -> None:
     with reporter.paused(None):
         now += 7.0
     now += 0.25
-    reporter.count(8, data_s=0.0)
-    reporter.report(8, {"loss/train": 2.0})
+    report(reporter, 8, **{"loss/train": 2.0})
     assert sink[1]["time/step_s"] == pytest.approx(0.25)  # since the last record alone
     assert sink[1].keys() == record.keys() - {"time/validation_s", "time/optimizer_s"}
 
@@ -120,18 +127,13 @@ def test_what_is_not_finite_is_null_in_json(tmp_path) -> None:
 
 
 def test_the_best_validation_is_the_lowest_mean_and_outlives_a_resume() -> None:
-    cpu = torch.device("cpu")
-    reporter = Reporter(WORK, cpu, Phases(cpu), [], tokens_seen=0, best_validation=(10, 4.0))
-
-    def report(step: int, *losses: float) -> bool:
-        reporter.count(step, data_s=0.0)
-        reporter.report(step, {f"validation/{n}/loss": loss for n, loss in enumerate(losses)})
-        return reporter.is_best(step)
-
-    assert not report(11)
-    assert not report(20, 3.0, 6.0)
-    assert report(30, 3.5, 4.0)
-    assert not report(40, math.nan, 1.0)
+    reporter = reporter_to(best_validation=(10, 4.0))
+    for step, losses, is_best in (
+        *((11, [], False), (20, [3.0, 6.0], False), (30, [3.5, 4.0], True)),
+        (40, [math.nan, 1.0], False),
+    ):
+        report(reporter, step, **{f"validation/{n}/loss": loss for n, loss in enumerate(losses)})
+        assert reporter.is_best(step) == is_best, step
     assert reporter.best_validation == (30, 3.75)
 
 
@@ -143,9 +145,9 @@ def test_texts_follow_the_record_of_their_step_in_sinks_that_take_them() -> None
         def write_texts(self, step, texts) -> None:
             self.append((step, texts))
 
-    cpu, figures, both = torch.device("cpu"), Kept(), WithTexts()
+    figures, both = Kept(), WithTexts()
     sinks = [figures, both, Spared("a", lambda: both), Spared("b", lambda: figures)]
-    reporter = Reporter(WORK, cpu, Phases(cpu), sinks, tokens_seen=0)
+    reporter = reporter_to(*sinks)
     for step in (1, 2):
         reporter.count(step, data_s=0.0)
         if step == 1:
@@ -160,9 +162,7 @@ def test_texts_are_written_as_they_are(tmp_path, wandb, caplog) -> None:
     caplog.set_level(logging.INFO, "meshwright")
     lines = TextLines(tmp_path / "samples.jsonl", resumed_step=0)
     events = TensorBoard(tmp_path, 0, "", {})
-    tracked = WeightsAndBiases(tmp_path, {}, project="", entity="", name="", is_resumed=False)
-    sinks = (lines, events, tracked, Console(10, step=0))
-    for sink in sinks:
+    for sink in (lines, events, tracked(tmp_path), Console(10, step=0)):
         sink.write({"step": 3, "time/step_s": 1.0, **RECORD})
         sink.write_texts(3, TEXTS)
         sink.close()
@@ -180,30 +180,13 @@ def test_texts_are_written_as_they_are(tmp_path, wandb, caplog) -> None:
     assert (tmp_path / "samples.jsonl").read_text() == ""
 
 
-class Full:
-    """Fails until there is room."""
-
-    def __init__(self, room: list) -> None:
-        self._room = room
-
-    def write(self, record) -> None:
-        if not self._room:
-            raise OSError(28, "No space left on device")
-        self._room.append(record)
-
-    def close(self) -> None:
-        return
-
-
 def test_a_sink_that_fails_warns_once_and_is_tried_again(caplog) -> None:
-    room: list = []
-    logging.getLogger("meshwright").propagate = True
-    sink = Spared("a.jsonl", lambda: Full(room))
-    for _ in range(3):
-        sink.write({"step": 1})
-    room.append("some")
-    sink.write({"step": 2})
-    assert room == ["some", {"step": 2}]
+    full = OSError(28, "No space left on device")
+    file = Mock(write=Mock(side_effect=[full, full, full, None]))
+    sink = Spared("a.jsonl", lambda: file)
+    for step in (1, 2, 3, 4):
+        sink.write({"step": step})
+    assert file.write.call_args.args == ({"step": 4},)
     assert caplog.messages == [
         "a.jsonl cannot be written: [Errno 28] No space left on device; training continues"
     ]
@@ -225,34 +208,23 @@ def test_a_record_is_written_whole_or_not_at_all(tmp_path) -> None:
     assert (tmp_path / "a").read_bytes() == b"12345\n6\n"
 
 
-@pytest.mark.parametrize(
-    ("name", "peak"),
-    [
-        ("NVIDIA H100 80GB HBM3", 989e12),
-        ("NVIDIA H100 PCIe", 756e12),
-        ("NVIDIA H200", 989e12),
-        ("NVIDIA GH200 480GB", 989e12),
-        ("NVIDIA A100-SXM4-80GB", 312e12),
-    ],
-)
-def test_mfu_takes_the_published_peak_of_a_gpu(monkeypatch, name: str, peak: float) -> None:
-    monkeypatch.setattr(hardware, "device_name", lambda device: name)
-    found = hardware.peak_of(torch.device("cuda"), torch.bfloat16)
-    assert found.flops_per_s == peak
-    assert hardware.peak_of(torch.device("cuda"), torch.float32) is None
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["NVIDIA RTX A1000", "NVIDIA GB200", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "Intel(R) Xeon(R)"],
-)
-def test_a_device_that_is_not_in_the_table_has_no_peak_but_the_users(monkeypatch, name) -> None:
+def test_mfu_takes_the_published_peak_of_a_device_or_the_users(monkeypatch) -> None:
     """A peak that is measured while the machine is busy gives an MFU above 100 %."""
-    monkeypatch.setattr(hardware, "device_name", lambda device: name)
-    config, cpu = JobConfig(), torch.device("cpu")
-    assert _peak_flops_per_s(config, cpu) is None
-    given = changed(config, {"metrics": {"peak_tflops": 165.2}})
-    assert _peak_flops_per_s(given, cpu) == pytest.approx(165.2e12)
+    config, unknown = JobConfig(), None
+    for name, tflops in (
+        *(("NVIDIA H100 80GB HBM3", 989), ("NVIDIA H100 PCIe", 756), ("NVIDIA H200", 989)),
+        *(("NVIDIA GH200 480GB", 989), ("NVIDIA A100-SXM4-80GB", 312)),
+        *(("NVIDIA RTX A1000", unknown), ("NVIDIA GB200", unknown)),
+        *(("NVIDIA H100 80GB HBM3 MIG 1g.10gb", unknown), ("Intel(R) Xeon(R)", unknown)),
+    ):
+        monkeypatch.setattr(hardware, "device_name", lambda device, name=name: name)
+        found = hardware.peak_of(torch.device("cuda"), torch.bfloat16)
+        assert (found and found.flops_per_s) == (tflops and tflops * 1e12), name
+        assert hardware.peak_of(torch.device("cuda"), torch.float32) is None
+        if tflops is unknown:
+            assert _peak_flops_per_s(config, CPU) is None
+            given = changed(config, {"metrics": {"peak_tflops": 165.2}})
+            assert _peak_flops_per_s(given, CPU) == pytest.approx(165.2e12)
 
 
 def test_time_left_counts_pauses_and_not_the_first_record() -> None:
@@ -303,10 +275,14 @@ def wandb(monkeypatch):
     return module
 
 
+def tracked(folder: Path, config: object = (), **options: object) -> WeightsAndBiases:
+    given = {"project": "", "entity": "", "name": "", "is_resumed": False} | options
+    return WeightsAndBiases(folder, dict(config), **given)
+
+
 def test_a_resumed_job_continues_its_wandb_run(wandb, tmp_path) -> None:
     def train(first: int, last: int, is_resumed: bool) -> None:
-        options = {"project": "p", "entity": "", "name": "n", "is_resumed": is_resumed}
-        sink = WeightsAndBiases(tmp_path, {"lr": 1}, **options)
+        sink = tracked(tmp_path, {"lr": 1}, project="p", name="n", is_resumed=is_resumed)
         for step in range(first, last + 1):
             sink.write({"step": step, "loss/train": float(step)})
         sink.close()
@@ -339,9 +315,7 @@ def test_every_logger_is_closed_and_a_run_that_fails_is_shown_as_failed(wandb, t
             raise RuntimeError("its own fault")
 
     def close(*others: Kept) -> None:
-        tracked = WeightsAndBiases(tmp_path, {}, project="", entity="", name="", is_resumed=False)
-        cpu = torch.device("cpu")
-        Reporter(WORK, cpu, Phases(cpu), [*others, tracked], tokens_seen=0).close()
+        reporter_to(*others, tracked(tmp_path)).close()
 
     close()
     with pytest.raises(RuntimeError, match="its own fault"):
@@ -354,12 +328,9 @@ def test_every_logger_is_closed_and_a_run_that_fails_is_shown_as_failed(wandb, t
 
 
 def test_a_wandb_run_that_is_refused_is_a_config_error(wandb, monkeypatch, tmp_path) -> None:
-    def refuse(**_: object) -> None:
-        raise wandb.Error("permission denied")
-
-    monkeypatch.setattr(wandb, "init", refuse)
+    monkeypatch.setattr(wandb, "init", Mock(side_effect=wandb.Error("permission denied")))
     with pytest.raises(ConfigError, match="permission denied\n  fix: wandb login"):
-        WeightsAndBiases(tmp_path, {}, project="", entity="", name="", is_resumed=False)
+        tracked(tmp_path)
 
 
 RECORD = {
