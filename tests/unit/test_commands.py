@@ -1,5 +1,6 @@
 """The command line: one table of commands, every one of them with help, in any order of words."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -216,9 +217,23 @@ def test_config_diff_shows_keys_that_differ_and_exits_with_1(capsys) -> None:
     with pytest.raises(SystemExit) as end:
         command("config diff")(["debug_model", "debug_model_2d"])
     assert end.value.code == 1
-    rows = capsys.readouterr().out.splitlines()
-    (row,) = [row for row in rows if row.startswith("parallelism.tensor_parallel_degree")]
-    assert row.split()[1:4] == ["1", "2", "default"]
+    lines = capsys.readouterr().out.splitlines()
+    at = lines.index("parallelism.tensor_parallel_degree")
+    assert lines[at + 1] == "  A: 1 (default)"
+    assert re.fullmatch(r"  B: 2 \(.*debug_model_2d.toml:12\)", lines[at + 2])
+
+
+def test_config_diff_fits_80_columns(tmp_path, capsys, monkeypatch) -> None:
+    monkeypatch.setenv("MESHWRIGHT_COLUMNS", "80")
+    monkeypatch.chdir(tmp_path)
+    path = "/" + "/".join(["folder"] * 9)
+    for name in "ab":
+        Path(f"{name * 20}.toml").write_text(f'[job]\ndump_folder = "{path}/{name}"\n')
+    with pytest.raises(SystemExit):
+        command("config diff")(["a" * 20 + ".toml", "b" * 20 + ".toml"])
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert f"  B: '{path}/b'" in lines
 
 
 def test_help_of_a_section_shows_it_alone(capsys) -> None:
