@@ -18,7 +18,7 @@ from meshwright.config.loader import FOLDER, parse_config, preset_names, read, t
 from meshwright.config.provenance import HEADER, Provenance
 from meshwright.config.suggest import suggest_key
 from meshwright.system.errors import check, config_error, did_you_mean
-from meshwright.system.log import align, wrap
+from meshwright.system.log import console_width, wrap
 
 
 def add_options(parser: Parser) -> None:
@@ -60,11 +60,15 @@ def run_diff(given: Namespace) -> None:
     both = [read(parse_config([name])) for name in (given.a, given.b)]
     a, b = (written.config().model_dump(exclude={"job": {"config_file"}}) for written in both)
     of_a, of_b = (written.provenance.origin for written in both)
-    rows = [(d.key, repr(d.old), repr(d.new), of_a(d.key), of_b(d.key)) for d in differences(a, b)]
-    if not rows:
+    found = list(differences(a, b))
+    if not found:
         print("equal")
         return
-    print(align([("KEY", "A", "B", "A FROM", "B FROM"), *rows]))
+    width = console_width(sys.stdout)
+    for each in found:  # a table of two values and two files would be wider than a console
+        print(each.key)
+        for name, value, origin in (("A", each.old, of_a), ("B", each.new, of_b)):
+            print(wrap(f"  {name}: {value!r} ({origin(each.key)})", width, "     "))
     sys.exit(1)
 
 

@@ -1,37 +1,15 @@
 """`meshwright data`: the data of a job, its samples as text, the caches of tokens; and
 `meshwright tokenize`, which makes them."""
 
-import shutil
-import time
+import sys
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
-from pathlib import Path
 
-import numpy as np
-
-from meshwright.checkpoint import commit
 from meshwright.commands.options import add_stage, of_stage
 from meshwright.config.command_line import Parser
-from meshwright.config.job_config import JobConfig
 from meshwright.config.loader import load_given
 from meshwright.config.stages import staged
-from meshwright.datasets.encoding import Sample, SampleRules
-from meshwright.datasets.named_sources import entries, is_streamed, validation_entries, weights
-from meshwright.datasets.opening import (
-    CachedSource,
-    OpenSource,
-    StreamedSource,
-    open_training_data,
-    open_validation_data,
-    recipe_of,
-)
-from meshwright.datasets.stream import Cursor, SampleStream, cached_samples, find_samples
-from meshwright.datasets.token_cache.cache import TokenCache
-from meshwright.datasets.token_cache.tokenizing import cache_folder, default_folder
-from meshwright.datasets.tokenizers.kinds import Tokenizer
-from meshwright.system.claims import SILENCE_S
-from meshwright.system.errors import ConfigError, check, config_error
-from meshwright.system.log import align, log_to_console, logger
+from meshwright.system.errors import check
+from meshwright.system.log import log_to_console, logger
 from meshwright.train.preflight import check_data
 
 
@@ -57,192 +35,35 @@ def run(given: Namespace) -> None:
     """
     whole = load_given(given)
     config = of_stage(whole, given.stage)
-    root = Path(config.training.token_cache_folder or default_folder())
+    _say_first(given)
+    # not at the top: numpy takes as long as all before
+    from meshwright.commands import data_views as views
+    from meshwright.datasets.opening import open_training_data
+
     if given.remove is not None:
-        _remove(root, given.remove)
+        views.remove(config, given.remove)
         return
     tokenizer = check_data(config)
     if given.caches:
-        _print_table(_caches(config, root))
+        views.print_caches(config)
         return
     log_to_console()
     sources = open_training_data(config)
     if given.samples is not None:
-        _print_samples(_of_source(config, sources, *given.samples), tokenizer)
+        views.print_samples(views.of_source(config, sources, *given.samples), tokenizer)
     elif given.step is not None:
         fix = "use --samples"
         has_stages = bool(whole.training.stages)
         check(not has_stages, "--step", given.step, "its place follows from earlier stages", fix)
-        _print_samples(_of_step(config, sources, given.step), tokenizer)
+        views.print_samples(views.of_step(config, sources, given.step), tokenizer)
     else:
         before = of_stage(whole, given.stage - 1).training.steps if given.stage > 1 else 0
-        _print_table(_overview(config, sources, config.training.steps - before))
-        _print_table(_lengths(sources))
-        for source in sources:
-            if isinstance(source, CachedSource):
-                print(f"{source.entry.name}: {source.cache.folder}")
-            else:
-                print(f"{source.entry.name}: streamed in {source.num_shards} shards")
+        views.print_overview(config, sources, config.training.steps - before)
 
 
-Row = Sequence[str]
-
-
-def _print_table(rows: Iterator[Row]) -> None:
-    print(align(list(rows)), end="\n\n")
-
-
-def _overview(config: JobConfig, sources: Sequence[OpenSource], steps: int) -> Iterator[Row]:
-    """Yield a row for each source, under its heading; `steps` are of the stage."""
-    training = config.training
-    of_each = weights(training.datasets)
-    batch = training.global_batch_size
-    samples = steps * batch if batch > 0 else None
-    yield "source", "documents", "tokens", "bytes/token", "left out", "share", "epochs"
-    for source, weight in zip(sources, of_each, strict=True):
-        share = weight / sum(of_each)
-        if not isinstance(source, CachedSource):
-            unknown = ("streamed", "?", "?", "?")
-            yield source.entry.name, *unknown, f"{share:.2%}", "?"
-            continue
-        cache = source.cache
-        per_epoch = cached_samples(source, _rules(config)).samples_per_epoch
-        yield (
-            source.entry.name,
-            f"{cache.num_documents:,}",
-            f"{cache.num_tokens:,}",
-            f"{cache.num_bytes / cache.num_tokens:.2f}",
-            f"{cache.num_bad:,}",
-            f"{share:.2%}",
-            f"{samples * share / per_epoch:.2f}" if samples else "?",
-        )
-
-
-POINTS = (0.1, 0.5, 0.9, 0.99)
-"""Parts of the documents that are at most so long."""
-
-
-BLOCKS_LOOKED_AT = 256
-"""Of 1024 documents each, evenly spread: more say no more of the lengths."""
-
-
-def _lengths(sources: Sequence[OpenSource]) -> Iterator[Row]:
-    """Yield the lengths of documents of each cached source, under a heading."""
-    yield "tokens of a document", *(f"{point:.0%}" for point in POINTS), "longest seen"
-    for source in sources:
-        if isinstance(source, CachedSource):
-            lengths = _some_lengths(source.cache)
-            found = np.quantile(lengths, POINTS, method="lower").tolist()
-            yield source.entry.name, *(f"{n:,}" for n in found), f"{lengths.max():,}"
-
-
-def _some_lengths(cache: TokenCache) -> np.ndarray:
-    num_blocks = len(cache.block_starts) - 1
-    step = -(-num_blocks // BLOCKS_LOOKED_AT)
-    return np.concatenate([cache.lengths(block) for block in range(0, num_blocks, step)])
-
-
-Found = Iterator[tuple[str, Sample]]
-
-
-def _print_samples(found: Found, tokenizer: Tokenizer) -> None:
-    for name, sample in found:
-        print(f"--- {name}")
-        tokens = sample.tokens.tolist()
-        print(tokenizer.decode(tokens[: len(tokens) - sample.padding]))
-
-
-def _rules(config: JobConfig) -> SampleRules:
-    training = config.training
-    # of bad records, the job decides
-    return SampleRules(training.seq_len + 1, training.seed, max_bad_records=1 << 62)
-
-
-def _cursors(config: JobConfig) -> Iterator[Cursor]:
-    """Yield the places in the data that checkpoints of the job hold, the first one first."""
-    yield Cursor()
-    folder = Path(config.job.dump_folder) / config.checkpoint.folder
-    for step in commit.saved_steps(folder):
-        yield Cursor.from_json(commit.inspect(commit.step_folder(folder, step))["data"])
-
-
-def _of_step(config: JobConfig, sources: Sequence[OpenSource], step: int) -> Found:
-    """Yield the samples of a step, in their order in the global batch."""
-    training = config.training
-    batch = training.global_batch_size
-    check(1 <= step <= training.steps, "--step", step, f"is not from 1 to {training.steps}")
-    fix = "set it: the samples of a step depend on it"
-    check(batch > 0, "training.global_batch_size", batch, "follows the number of ranks", fix)
-    first = (step - 1) * batch
-    before = [cursor for cursor in _cursors(config) if cursor.sample <= first][-1]
-    stream = SampleStream(
-        sources,
-        weights(training.datasets),
-        before,
-        _rules(config),
-        batch=1 << 62,
-        slots=range(first, first + batch),
-    )
-    for index in range(before.sample, first + batch):
-        counts = stream.cursor.counts
-        sample = stream.next_sample()
-        if sample is not None:
-            drawn = [a != b for a, b in zip(counts, stream.cursor.counts, strict=True)].index(True)
-            name = sources[drawn].entry.name
-            yield f"step {step}, sample {index - first}: {name} {counts[drawn]}", sample
-
-
-def _of_source(
-    config: JobConfig, sources: Sequence[OpenSource], name: str, first: str, last: str
-) -> Found:
-    """Yield samples of one source. Of a streamed one, everything since the last checkpoint before
-    them is read again."""
-    names = [source.entry.name for source in sources]
-    check(name in names, "--samples", name, f"is not one of {', '.join(names)}")
-    is_range = first.isdecimal() and last.isdecimal() and int(first) <= int(last)
-    check(is_range, "--samples", f"{first} {last}", "are not two indices, the first one first")
-    number, begin = names.index(name), int(first)
-    before = (0, Cursor())
-    for cursor in _cursors(config):
-        if cursor.counts and cursor.counts[number] <= begin:
-            before = cursor.counts[number], cursor
-    found = find_samples(sources[number], begin, int(last), _rules(config), before)
-    for index, sample in enumerate(found, begin):
-        yield f"sample {index} of {name}", sample
-
-
-def _caches(config: JobConfig, root: Path) -> Iterator[Row]:
-    """Yield a row for each cache below `root`, under a heading."""
-    used = {
-        cache_folder(recipe_of(entry, config), root).name: entry.name
-        for entry in (*entries(config.training, "training"), *validation_entries(config))
-        if not is_streamed(entry)
-    }
-    yield f"cache in {root}", "GB", "made", "state", "of this config"
-    for folder in sorted(root.glob("*/")):
-        if folder.name == "blocks" or not any(folder.glob("*.npz")):
-            continue
-        size = sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
-        made = time.strftime("%Y-%m-%d", time.localtime(folder.stat().st_mtime))
-        state = "complete" if (folder / "cache.npz").exists() else "unfinished"
-        yield folder.name, f"{size / 1e9:,.3f}", made, state, used.get(folder.name, "")
-
-
-def _remove(root: Path, name: str) -> None:
-    """Remove one cache: it can be made again, and a job that reads it would stop."""
-    folder = root / name
-    is_one = folder.parent == root and (any(folder.glob("*.npz")) or name == "blocks")
-    if not is_one or not folder.is_dir():
-        raise config_error("--remove", name, f"is no cache in {root}", "see --caches for the names")
-    for claim in folder.glob("*.claim"):
-        age = time.time() - claim.stat().st_mtime
-        if age < SILENCE_S:
-            fix = "stop it, or wait until it has ended"
-            raise ConfigError("--remove", f"a job is writing to {folder}\n  fix: {fix}")
-    # first the file without which it is no cache: an interruption leaves none that looks whole
-    (folder / "cache.npz").unlink(missing_ok=True)
-    shutil.rmtree(folder)
-    print(f"removed {folder}")
+def _say_first(given: Namespace) -> None:
+    """Print what follows: imports, and many files, take a while. stdout is for the data alone."""
+    print(f"reading the data of {given.config or 'a job'} ...", file=sys.stderr, flush=True)
 
 
 def add_options_tokenize(parser: Parser) -> None:
@@ -262,6 +83,14 @@ def run_tokenize(given: Namespace) -> None:
     check(given.workers >= 0, "--workers", given.workers, "must be 0 or more")
     log_to_console()
     configs = staged(load_given(given))
+    _say_first(given)
+    # not at the top: see `run`
+    from meshwright.datasets.opening import (
+        StreamedSource,
+        open_training_data,
+        open_validation_data,
+    )
+
     options, sources = {"num_workers": given.workers, "check_all": given.verify}, []
     for config in configs:
         check_data(config)

@@ -87,7 +87,7 @@ COMMANDS = {
     "checkpoint verify": Command(
         "checkpoint", "compare every byte with its checksum", suffix="_verify"
     ),
-    "checkpoint diff": Command("checkpoint_diff", "compare two checkpoints"),
+    "checkpoint diff": Command("checkpoint", "compare two checkpoints", suffix="_diff"),
     "checkpoint merge": Command("checkpoint_merge", "average the weights of several steps"),
     "export": Command("export", "write a checkpoint for Hugging Face"),
     "generate": Command("generate", "generate text"),

@@ -10,22 +10,19 @@ from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from meshwright.commands.check import check_job
 from meshwright.commands.options import add_ranks
 from meshwright.config.command_line import Parser
 from meshwright.config.loader import find_config
-from meshwright.datasets.opening import (
-    CachedSource,
-    OpenSource,
-    open_training_data,
-    open_validation_data,
-)
-from meshwright.datasets.stream import steps_of_data
 from meshwright.system.errors import ConfigError, check, numbered
 from meshwright.system.log import log_to_console, logger
 from meshwright.system.machine import Ranks, count_cores, count_ranks
 from meshwright.system.processes import OTHER_MALLOC, Launch, exit_when_asked
+
+if TYPE_CHECKING:
+    from meshwright.datasets.opening import OpenSource
 
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(4 << 30), "MALLOC_TRIM_THRESHOLD_": str(8 << 30)}
 """glibc's: sizes in bytes from which it gives memory back."""
@@ -77,6 +74,10 @@ def run(given: Namespace) -> None:
     log_ranks = _log_ranks(given, ranks)
     plan = check_job(given, ranks)
     log_to_console()
+    # not at the top: numpy takes as long as all checks, which come first
+    from meshwright.datasets.opening import open_training_data, open_validation_data
+    from meshwright.datasets.stream import steps_of_data
+
     sources = open_training_data(plan.config)  # which tokenises it, before ranks wait for that
     known = replace(plan, data_steps=steps_of_data(plan.config, sources))
     for text in known.notes:
@@ -179,11 +180,13 @@ def _rendezvous(given: Namespace, ranks: Ranks) -> list[str]:
     ]
 
 
-def _patience(ranks: Ranks, sources: Sequence[OpenSource]) -> list[str]:
+def _patience(ranks: Ranks, sources: "Sequence[OpenSource]") -> list[str]:
     """torchrun's options for how long this machine waits: others may have no tokens yet, and the
     one that they meet at, too. torchrun would give up after 60 s where that one is late."""
     if ranks.machines == 1:
         return []
+    from meshwright.datasets.opening import CachedSource  # not at the top: see `run`
+
     tokens = sum(source.cache.num_tokens for source in sources if isinstance(source, CachedSource))
     seconds = MEET_WITHIN_S + math.ceil(tokens / (TOKENS_PER_CORE_S * count_cores()))
     return ["--rdzv-conf", f"join_timeout={seconds},read_timeout={seconds}"]

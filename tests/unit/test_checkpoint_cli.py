@@ -5,7 +5,6 @@ import errno
 import json
 import shutil
 from pathlib import Path
-from pkgutil import resolve_name
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ from meshwright.checkpoint import commit
 from meshwright.checkpoint import find as survey
 from meshwright.checkpoint.find import find_candidates
 from meshwright.checkpoint.retention import apply_retention
+from meshwright.commands import checkpoint
 from meshwright.commands.checkpoint import _mesh
 from meshwright.models.decoder import Decoder
 from meshwright.parallelisms.rules.degrees import ParallelDims
@@ -132,23 +132,17 @@ def test_a_checkpoint_is_not_deleted_while_it_is_read(made, capsys, monkeypatch)
     assert kept == [5]
 
 
-@pytest.mark.parametrize(
-    ("command", "reads"),
-    [
-        ("show", "meshwright.commands.checkpoint.read_saved_tensors"),
-        ("diff", "meshwright.commands.checkpoint_diff.read_saved_tensors"),
-    ],
-)
-def test_show_and_diff_keep_what_they_read(made, tmp_path, capsys, monkeypatch, command, reads):
+@pytest.mark.parametrize("command", ["show", "diff"])
+def test_show_and_diff_keep_what_they_read(made, tmp_path, capsys, monkeypatch, command) -> None:
     folder = Path(shutil.copytree(made, tmp_path / "copy"))
     other = shutil.copytree(made / "step-10", tmp_path / "step-10")
-    kept, real = [], resolve_name(reads.rpartition(".")[0]).read_saved_tensors
+    kept, real = [], checkpoint.read_saved_tensors
 
-    def retire_then_read(checkpoint: Path) -> dict:
+    def retire_then_read(path: Path) -> dict:
         kept.extend(apply_retention(folder, 1))
-        return real(checkpoint)
+        return real(path)
 
-    monkeypatch.setattr(reads, retire_then_read)
+    monkeypatch.setattr(checkpoint, "read_saved_tensors", retire_then_read)
     run(capsys, command, folder / "step-5", *([other] if command == "diff" else []))
     assert 5 in kept
     assert commit.saved_steps(folder) == [5, 10, 15]  # 10 is the newest good one

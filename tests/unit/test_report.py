@@ -126,12 +126,20 @@ def test_a_report_is_one_whole_file_with_everything_in_it(folder, capsys) -> Non
 def test_a_proof_in_the_folder_is_shown(folder) -> None:
     (folder / "proof").mkdir()
     case = {"name": "tp 2", "ranks": 2, "loss_error": 1e-7, "gradient_error": 0.5}
-    proof = {"proved": False, "cases": [case | {"failures": ["gradient"]}]}
-    (folder / "proof" / "proof.json").write_text(json.dumps(proof))
-    report([str(folder), "--output", str(folder / "a.html")])
-    text = (folder / "a.html").read_text()
-    assert "0 of 1 cases equal one process" in text
+    cases = [case, case | {"failures": ["gradient"]}, case | {"not_run": "no compiler"}]
+    for shown, first in ((1, "warn"), (2, "bad"), (3, "bad")):
+        proof = {"num_cases": 4, "cases": cases[:shown]}  # it is written after each case
+        (folder / "proof" / "proof.json").write_text(json.dumps(proof))
+        report([str(folder), "--output", str(folder / "a.html")])
+        text = (folder / "a.html").read_text()
+        num_not_run = {1: 3, 2: 2, 3: 2}[shown]
+        words = f"1 of 4 cases equal one process, {num_not_run} not run"
+        assert f'<p class="{first}">{words}</p>' in text
     assert "FAILED" in text
+    (folder / "proof" / "proof.json").write_text(json.dumps({"cases": [case]}))
+    report([str(folder), "--output", str(folder / "a.html")])
+    whole = '<p class="good">1 of 1 cases equal one process</p>'
+    assert whole in (folder / "a.html").read_text()
 
 
 def test_loads_of_experts_are_a_map_of_layers_and_experts(folder) -> None:

@@ -1,7 +1,7 @@
 """The tables of a run's page, as HTML."""
 
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from html import escape
 from itertools import pairwise
@@ -102,16 +102,19 @@ def proof_table(run: Run) -> str:
     if run.proof is None:
         return ""
     cases = run.proof.get("cases", [])
-    num_equal = sum(_verdict(case) == "equal" for case in cases)
+    counts = Counter(map(_verdict, cases))
     num_cases = run.proof.get("num_cases", len(cases))
-    kind = "good" if run.proof.get("proved") else "bad"
-    text = f"{num_equal} of {num_cases} cases equal one process"
+    num_not_run = num_cases - counts["equal"] - counts["FAILED"]
+    kind = "bad" if counts["FAILED"] else "warn" if num_not_run else "good"
+    text = f"{counts['equal']} of {num_cases} cases equal one process"
+    text += f", {num_not_run} not run" if num_not_run else ""
     rows = [
-        [case["name"], str(case["ranks"]), number(case.get("loss_error")),
-         number(case.get("gradient_error")), _verdict(case)]
+        [case["name"], _verdict(case), str(case["ranks"]), number(case.get("loss_error")),
+         number(case.get("gradient_error"))]
         for case in cases
     ]  # fmt: skip
-    cells = table(("case", "ranks", "loss error", "gradient error", "verdict"), rows)
+    # a phone shows the first columns
+    cells = table(("case", "verdict", "ranks", "loss error", "gradient error"), rows)
     return f'<p class="{kind}">{text}</p><details><summary>Every case</summary>{cells}</details>'
 
 
