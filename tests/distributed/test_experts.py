@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-import torch.nn.functional as F
 
 from meshwright.checkpoint.state import TrainingTensors
 from meshwright.models.batch import Batch
 from meshwright.models.decoder import Decoder
 from meshwright.models.families.qwen3_moe import Qwen3MoeArgs
-from meshwright.models.loss import IGNORE
+from meshwright.models.loss import IGNORE, PADDING, has_loss
 from meshwright.models.router import BalanceLosses
 from meshwright.parallelisms.local_model import LocalModel
 from meshwright.parallelisms.rules.degrees import ParallelDims
@@ -26,6 +25,7 @@ from tests.helpers.slow import slow, slow_but
 from tests.helpers.tiny import MIXED, SEQ_LEN, parallel_model, plain_model, whole
 
 STEPS, GLOBAL_BATCH = 3, 8
+NUM_TOKENS = (GLOBAL_BATCH - 2) * SEQ_LEN + 5 + SEQ_LEN // 2  # without padding
 KEPT = (1, 3)  # steps whose gradients are compared: at the first, biases are 0
 OPTIONS = {
     "balance_loss": 0.5,
@@ -42,6 +42,7 @@ def global_batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     tokens = torch.randint(131, (GLOBAL_BATCH, SEQ_LEN), generator=generator)
     labels = torch.randint(131, (GLOBAL_BATCH, SEQ_LEN), generator=generator)
     labels[0], labels[1, 3:] = IGNORE, IGNORE
+    labels[2, 5:], labels[6, SEQ_LEN // 2 :] = PADDING, PADDING
     return tokens, labels
 
 
@@ -76,7 +77,7 @@ def reference(
         )
     for step in range(1, STEPS + 1):
         tokens, labels = global_batch(step)
-        loss = F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten(), ignore_index=IGNORE)
+        loss = model(tokens, labels) / has_loss(labels).sum()
         loss.backward()
         losses.append(loss.item())
         if step in KEPT:
@@ -85,6 +86,7 @@ def reference(
         optimizer.step()
         optimizer.zero_grad()
         for mixture in model.mixtures().values():
+            assert mixture.counts.sum() == NUM_TOKENS * args.n_active
             assert not crowds or mixture.counts[args.n_active :].sum() == 0
             mixture.load.copy_(mixture.counts)
             mean = mixture.counts.sum() / len(mixture.counts)
@@ -258,7 +260,7 @@ def _trains_in_bf16(dims: ParallelDims) -> None:
     def look(step: int, model: LocalModel, result: StepResult, seen: Tensors) -> None:
         assert result.loss.item() == pytest.approx(wanted[step - 1], rel=2e-2), step
         for mixture in model.stages[0].mixtures().values():
-            assert mixture.load.sum() == GLOBAL_BATCH * SEQ_LEN * MIXED.n_active
+            assert mixture.load.sum() == NUM_TOKENS * MIXED.n_active
 
     take_steps(dims, 1, {"param_dtype": torch.bfloat16}, MIXED, look)
 

@@ -11,6 +11,7 @@ from tests.faults.fault import NO_THREAD, Fault
 
 SPARSE = "--model.name=qwen3_moe"
 BIAS = (SPARSE, "--experts.bias_update_rate=0.01")
+PACKED = (*BIAS, "--training.packing=best_fit")
 BLOCKED: dict[str, Any] = {"activation_checkpoint": {"mode": "full"}}
 
 
@@ -201,6 +202,36 @@ MIXTURES: tuple[Fault, ...] = (
         "load",
         BIAS,
         sections=BLOCKED,
+    ),
+    _fault(
+        "padding_counts",
+        "NVIDIA/Megatron-LM#1984, pytorch/torchtitan#4594",
+        "models/decoder.py",
+        "(labels != PADDING)",
+        "(labels != PADDING - 1)",
+        {"dp_shard": 2},
+        "load",
+        PACKED,
+    ),
+    _fault(
+        "padding_of_another_part_of_the_sequence",
+        NO_THREAD,
+        EXPERTS,
+        "[meshes.tp.get_local_rank()]",
+        "[0]",
+        {"tp": 2},
+        "load",
+        PACKED,
+    ),
+    _fault(
+        "balance_loss_of_padding",
+        "NVIDIA/Megatron-LM#1984",
+        MIXTURE,
+        "            if counted is not None:\n",
+        "            if counted is not None and len(chosen) < 256:\n",
+        {"dp_shard": 2},
+        "router.weight",
+        PACKED,
     ),
     _fault(
         "sums_of_loads_never_begin_anew",

@@ -73,7 +73,7 @@ REDUCTIONS = (
         "meta-pytorch/torchtune#1875, PrimeIntellect-ai/prime-rl#583",
         "train/trainer.py",
         "        share = total / num_labels\n",
-        "        share = total / ((batch.labels != IGNORE).sum() * len(batches))\n",
+        "        share = total / (has_loss(batch.labels).sum() * len(batches))\n",
         {},
         "loss:",
         num_microbatches=2,
