@@ -19,7 +19,7 @@ from meshwright.checkpoint.find import (
     no_checkpoint,
     open_checkpoint,
 )
-from meshwright.checkpoint.index import INDEX, read_saved_tensors
+from meshwright.checkpoint.index import INDEX, SavedTensor, read_saved_tensors
 from meshwright.checkpoint.manifest import MANIFEST, DamagedError, Manifest
 from meshwright.commands.options import CHECKPOINT, input_path
 from meshwright.config.changes import ABSENT, differences
@@ -290,7 +290,7 @@ def _diff_tensors(a: Place, b: Place) -> bool:
     equal = len(comparable) - len(rows)
     print(f"\ntensors: {equal} of {len(there[0].keys() | there[1].keys())} are equal to the bit")
     for name in unlike:
-        print(f"  {name}: {_type_of(there[0][name])} in A, {_type_of(there[1][name])} in B")
+        print(f"  {name}: {there[0][name]} in A, {there[1][name]} in B")
     for names, which in zip(missing, "AB", strict=True):
         for name in names:
             # every rank has its own: on another mesh there are others
@@ -304,10 +304,6 @@ def _diff_tensors(a: Place, b: Place) -> bool:
 
 def _is_of_rank(name: str) -> bool:
     return name.startswith("rng.")
-
-
-def _type_of(tensor: SavedTensor) -> str:
-    return f"{tensor.dtype} {'x'.join(map(str, tensor.shape)) or 'scalar'}"
 
 
 def _difference(d: "TensorDifference") -> tuple[object, ...]:

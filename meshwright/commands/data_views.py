@@ -14,9 +14,9 @@ from meshwright.datasets.named_sources import entries, is_streamed, validation_e
 from meshwright.datasets.opening import CachedSource, OpenSource, recipe_of
 from meshwright.datasets.stream import Cursor, SampleStream, cached_samples, find_samples
 from meshwright.datasets.token_cache.cache import TokenCache
-from meshwright.system.claims import SILENCE_S
 from meshwright.datasets.token_cache.tokenizing import cache_folder, default_folder
 from meshwright.datasets.tokenizers.kinds import Tokenizer
+from meshwright.system.claims import SILENCE_S
 from meshwright.system.errors import ConfigError, check, config_error
 from meshwright.system.log import align
 

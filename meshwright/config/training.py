@@ -160,7 +160,8 @@ class Training(Source):
     """How documents become sequences. cut: they are laid end to end, and cut every `seq_len` + 1
     tokens. best_fit: a document that fits a sequence is never cut. In windows of 16,384 documents,
     the longest first, each joins the sequence that it leaves the least room in. The rest of a
-    sequence is padding, which the loss leaves out. Needs cached sources. Validation always cuts."""
+    sequence is padding, which the loss and the balance of experts leave out. Needs cached sources.
+    Validation always cuts."""
 
     mask_documents: OfTraining[bool] = False
     """Keep the documents in a sequence apart: attention stays inside each, positions restart at 0,

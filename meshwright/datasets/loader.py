@@ -16,7 +16,7 @@ from meshwright.datasets.encoding import NO_LOSS, Sample, blank_sample
 from meshwright.datasets.stream import Cursor, SampleStream, bad_records, merged
 from meshwright.datasets.streamed import EndOfData
 from meshwright.models.batch import Batch
-from meshwright.models.loss import IGNORE
+from meshwright.models.loss import IGNORE, PADDING
 from meshwright.system.errors import DataError, config_error
 
 STEPS_AHEAD = 4
@@ -204,5 +204,7 @@ def to_batches(samples: Sequence[Sample], size: int, mask_documents: bool) -> li
         # the first token of a document cannot be foreseen
         labels[documents[:, 1:] != documents[:, :-1]] = IGNORE
         parts.append(np.ascontiguousarray(documents[:, :-1]))
+    for row, sample in enumerate(samples):
+        labels[row, raw.shape[1] - sample.padding :] = PADDING
     split = zip(*(torch.from_numpy(part).split(size) for part in parts), strict=True)
     return [Batch(*tensors) for tensors in split]

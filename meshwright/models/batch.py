@@ -14,7 +14,8 @@ class Batch:
     tokens: Tensor
     """(B, S) int64."""
     labels: Tensor
-    """(B, S) int64: the token that follows; the loss's `IGNORE` where that is not to be learned."""
+    """(B, S) int64: the token that follows; the loss's `IGNORE` where that is not to be learned,
+    and its `PADDING` where the position has no token."""
     documents: Tensor | None = None
     """(B, S) int32: which document of its sequence each token belongs to, rising from 0. None:
     attention does not stop between documents. Not cut where context parallelism cuts the others."""

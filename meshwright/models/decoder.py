@@ -1,5 +1,6 @@
 """A decoder of any family, as plain single-device PyTorch."""
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -9,7 +10,7 @@ from meshwright.models.args import DecoderArgs
 from meshwright.models.attention import Attention, rope_cache
 from meshwright.models.document_mask import Mask, build_mask, positions_in_document
 from meshwright.models.layers import Embedding, FeedForward, Linear, build_layer
-from meshwright.models.loss import SummedLoss
+from meshwright.models.loss import PADDING, SummedLoss
 from meshwright.models.mixture import Mixture
 from meshwright.models.table import LayerSpec, MixtureSpec, Parameter
 
@@ -40,21 +41,22 @@ class Block(nn.Module):
         sin: Tensor,
         mask: Mask | None = None,
         chosen: Tensor | None = None,
+        counted: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """(B, S, D) -> (B, S, D); with experts also the other results of `Mixture`.
 
         Args:
-            chosen: as `Mixture` takes it.
+            chosen, counted: as `Mixture` takes them.
         """
         if self.norm == "post":
             x = x + self.attention_norm(self.attention(x, cos, sin, mask))
             if isinstance(self.feed_forward, Mixture):
-                out, *others = self.feed_forward(x, chosen)
+                out, *others = self.feed_forward(x, chosen, counted)
                 return x + self.ffn_norm(out), *others
             return x + self.ffn_norm(self.feed_forward(x))
         x = x + self.attention(self.attention_norm(x), cos, sin, mask)
         if isinstance(self.feed_forward, Mixture):
-            out, *others = self.feed_forward(self.ffn_norm(x), chosen)
+            out, *others = self.feed_forward(self.ffn_norm(x), chosen, counted)
             return x + out, *others
         return x + self.feed_forward(self.ffn_norm(x))
 
@@ -120,6 +122,9 @@ class Decoder(nn.Module):
     Args:
         args: dimensions.
         seq_len: longest sequence it will see; sizes the rotary cache.
+
+    Attributes:
+        own_part: of (B, S), the part whose routers are here; sequence parallelism replaces it.
     """
 
     cos: Tensor
@@ -129,6 +134,7 @@ class Decoder(nn.Module):
     def __init__(self, args: DecoderArgs, seq_len: int) -> None:
         super().__init__()
         self.args, self.table, self.seq_len = args, args.table, seq_len
+        self.own_part: Callable[[Tensor], Tensor] = lambda of_tokens: of_tokens
         self._mixtures = {str(number) for number in args.table.mixtures}
         spec, modules = self.table, self.table.modules
         embedding = build_layer(modules["tok_embeddings"]["weight"])
@@ -180,8 +186,8 @@ class Decoder(nn.Module):
         A stage without the embedding takes (B, S, D) instead; one without the output gives it.
 
         Args:
-            labels: (B, S) int64, as `SummedLoss` takes them; of no use to a stage without the
-                output.
+            labels: (B, S) int64, as `SummedLoss` takes them. A stage without the output needs
+                them for its routers, which do not count padding.
             positions: (S,) or (B, S) int64 of the tokens in their sequence, else 0 .. S-1.
             documents: (B, S) int: which document of its sequence each position belongs to, rising
                 from 0. Attention then stops between them, and the positions that it rotates by
@@ -200,8 +206,11 @@ class Decoder(nn.Module):
             cos, sin = self.cos[: tokens.shape[1]], self.sin[: tokens.shape[1]]
         else:
             cos, sin = self.cos[positions], self.sin[positions]
+        counted = None
+        if labels is not None and self._mixtures:
+            counted = self.own_part(labels != PADDING).flatten()
         for name, block in self.layers.items():
-            x = self._through(name, block, x, (cos, sin, mask))
+            x = self._through(name, block, x, (cos, sin, mask), counted)
         if self.norm is not None:
             x = self.norm(x)
         if isinstance(self.output, TiedProjection):
@@ -209,7 +218,12 @@ class Decoder(nn.Module):
         return x if self.output is None else self.output(x, labels)
 
     def _through(
-        self, name: str, block: nn.Module, x: Tensor, others: tuple[Tensor, Tensor, Mask | None]
+        self,
+        name: str,
+        block: nn.Module,
+        x: Tensor,
+        others: tuple[Tensor, Tensor, Mask | None],
+        counted: Tensor | None,
     ) -> Tensor:
         """(B, S, D) -> (B, S, D)."""
         if name not in self._mixtures:
@@ -218,9 +232,9 @@ class Decoder(nn.Module):
         given, number, shape = None, int(name), (len(x), -1)
         if self.routing is not None and (own := self.routing.given(number, len(x))) is not None:
             given = own.flatten(0, 1)
-        x, choice, figures, gap = block(x, *others, given)
+        x, choice, figures, gap = block(x, *others, given, counted)
         if torch.is_grad_enabled():  # here and not in the block, which may be computed again
-            self.mixtures()[number].note(choice if given is None else given, figures)
+            self.mixtures()[number].note(choice if given is None else given, figures, counted)
         if self.routing is not None:
             self.routing.note(number, choice.unflatten(0, shape), gap)
         return x

@@ -17,6 +17,9 @@ from torch.autograd.function import once_differentiable
 IGNORE = -100
 """Label of a position without loss."""
 
+PADDING = -101
+"""Label of a position that is no token: without loss, and routers do not count it."""
+
 
 SMALL_LOGITS = 1 << 24
 """Elements of logits that need not be cut further: 32 MiB in bf16."""
@@ -67,8 +70,8 @@ class SummedLoss:
         """(B, S, D), (V, D), (B, S) -> () fp32; differentiable once, by `x` and `weight`.
 
         Args:
-            labels: int64; `IGNORE` marks positions without loss. The loss of any other label that
-                is not in the vocabulary is infinite.
+            labels: int64; `IGNORE` and `PADDING` mark positions without loss. The loss of any other
+                label that is not in the vocabulary is infinite.
 
         Raises:
             ValueError: if `labels` is not `x` without its last dimension.
@@ -170,7 +173,7 @@ def _differentiate(
     of_weight = torch.empty_like(weight, dtype=torch.float32) if needs_weight else None
     for start in range(0, len(x), chunk_tokens):
         chunk = slice(start, start + chunk_tokens)
-        is_counted, places = labels[chunk] != IGNORE, labels[chunk] - first
+        is_counted, places = has_loss(labels[chunk]), labels[chunk] - first
         logits = torch.mm(x[chunk], weight.t(), out=memory[: len(places)])
         log_sum, own = loss.measure(logits, places)
         log_sum_of_all, own_of_all = loss.join(log_sum, own)
@@ -211,6 +214,11 @@ class _WithGradient(torch.autograd.Function):
                 product = part * grad  # copying rounds, too
                 into.copy_(product if ctx.dtype == ctx.rounded_to else product.to(ctx.rounded_to))
         return scaled, None, None
+
+
+def has_loss(labels: Tensor) -> Tensor:
+    """Return whether each label counts in the loss."""
+    return (labels != IGNORE) & (labels != PADDING)
 
 
 def rows_at(x: Tensor, at: Tensor | None) -> Tensor:

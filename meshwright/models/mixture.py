@@ -71,7 +71,8 @@ class Mixture(nn.Module):
 
     Attributes:
         bias: (E,) fp32, added to scores for the choice alone; part of checkpoints.
-        load: (E,) int64, of the last step: tokens of each expert; part of checkpoints.
+        load: (E,) int64, of the last step: tokens of each expert, but for padding; part of
+            checkpoints.
         counts: (E,) int64, the same of this step so far, on this rank.
         figures: (4,) fp32, `figures_of` this step so far, on this rank.
         losses: of this layer.
@@ -101,7 +102,7 @@ class Mixture(nn.Module):
         self.sum_over_ranks: SumOverRanks = lambda counts: counts
 
     def forward(
-        self, x: Tensor, chosen: Tensor | None = None
+        self, x: Tensor, chosen: Tensor | None = None, counted: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """(B, S, D) -> (B, S, D), the router's choice of experts, (B S, K) int64, and `figures_of`.
 
@@ -109,6 +110,7 @@ class Mixture(nn.Module):
             chosen: (B S, K) experts to take in the place of the router's choice. Then the last
                 result is by how much, at most, the scores of a token's choice and of its given
                 experts differ in sum, () fp32; otherwise None.
+            counted: (B S,) bool, tokens that count in loads and losses; None: all.
         """
         spec, tokens = self.spec, x.flatten(0, 1)
         logits = self.router(tokens)
@@ -123,7 +125,9 @@ class Mixture(nn.Module):
         weights = scores.gather(1, chosen)  # (T, K)
         if spec.normalizes:
             weights = weights / (weights.sum(-1, keepdim=True) + spec.normalizer_eps)
-        weights, figures = self._with_losses(weights, logits, scores.detach(), chosen, len(x))
+        weights, figures = self._with_losses(
+            weights, logits, scores.detach(), chosen, len(x), counted
+        )
         order = chosen.flatten().argsort(stable=True)  # of slots (token, k), by expert
         place = inverse(order).view(chosen.shape)
         rows = spread(tokens, order, place)  # (T K, D)
@@ -132,7 +136,13 @@ class Mixture(nn.Module):
         return (y if self.shared is None else y + self.shared(x)), choice, figures, gap
 
     def _with_losses(
-        self, weights: Tensor, logits: Tensor, scores: Tensor, chosen: Tensor, n_sequences: int
+        self,
+        weights: Tensor,
+        logits: Tensor,
+        scores: Tensor,
+        chosen: Tensor,
+        n_sequences: int,
+        counted: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """Return `weights`, in whose backward the layer's own losses reach `logits`; and
         `figures_of`."""
@@ -141,19 +151,21 @@ class Mixture(nn.Module):
         load = losses.batch * of_batch
         if losses.sequence:
             n_experts = self.spec.n_experts
-            loads = load_of_sequences(chosen, n_sequences, n_experts, self.sum_over_ranks)
+            loads = load_of_sequences(chosen, n_sequences, n_experts, self.sum_over_ranks, counted)
             of_sequence = loads.repeat_interleave(len(logits) // n_sequences, 0)
             load = load + losses.sequence * of_sequence
         if losses.batch or losses.sequence or losses.z:
             is_softmax = self.spec.scores == "softmax"
             gradient = gradient_of_losses(logits.detach(), scores, load, losses.z, is_softmax)
+            if counted is not None:
+                gradient = gradient * counted.unsqueeze(1)
             weights = with_gradient(weights, logits, gradient)
-        return weights, figures_of(logits.detach(), scores, of_batch, of_sequence)
+        return weights, figures_of(logits.detach(), scores, of_batch, of_sequence, counted)
 
     @torch.no_grad()
-    def note(self, chosen: Tensor, figures: Tensor) -> None:
-        """Add a forward's results to those of the step; (B S, K) and (4,)."""
-        self.counts += tally(chosen, self.spec.n_experts)
+    def note(self, chosen: Tensor, figures: Tensor, counted: Tensor | None) -> None:
+        """Add a forward's results to those of the step; (B S, K), (4,) and (B S,)."""
+        self.counts += tally(chosen, self.spec.n_experts, counted)
         self.figures += figures
 
 

@@ -57,10 +57,16 @@ def _highest(scores: Tensor, count: int) -> Tensor:
     return ((ordered << 16) | number).topk(count).indices
 
 
-def tally(chosen: Tensor, n_experts: int) -> Tensor:
-    """(..., K) -> (E,) int64: how often each expert was chosen."""
-    ones = torch.ones_like(chosen).flatten()
-    return ones.new_zeros(n_experts).scatter_add_(0, chosen.flatten(), ones)
+def tally(chosen: Tensor, n_experts: int, counted: Tensor | None = None) -> Tensor:
+    """(T, K) -> (E,) int64: how often each expert was chosen.
+
+    Args:
+        counted: (T,) bool, tokens that count; None: all.
+    """
+    ones = torch.ones_like(chosen)
+    if counted is not None:
+        ones = ones * counted.unsqueeze(1)
+    return chosen.new_zeros(n_experts).scatter_add_(0, chosen.flatten(), ones.flatten())
 
 
 @dataclass(frozen=True)
@@ -87,13 +93,17 @@ SumOverRanks = Callable[[Tensor], Tensor]
 
 @torch.no_grad()
 def load_of_sequences(
-    chosen: Tensor, n_sequences: int, n_experts: int, sum_over_ranks: SumOverRanks
+    chosen: Tensor,
+    n_sequences: int,
+    n_experts: int,
+    sum_over_ranks: SumOverRanks,
+    counted: Tensor | None = None,
 ) -> Tensor:
     """(B S, K) -> (B, E) fp32: how many tokens of each whole sequence chose each expert, over the
-    mean."""
+    mean; `counted` as `tally` takes it."""
     row = torch.arange(n_sequences, device=chosen.device).view(-1, 1, 1) * n_experts
-    numbered = (chosen.unflatten(0, (n_sequences, -1)) + row).flatten()
-    counts = tally(numbered, n_sequences * n_experts).view(n_sequences, n_experts)
+    numbered = (chosen.unflatten(0, (n_sequences, -1)) + row).flatten(0, 1)
+    counts = tally(numbered, n_sequences * n_experts, counted).view(n_sequences, n_experts)
     return mean_one(sum_over_ranks(counts))
 
 
@@ -124,7 +134,11 @@ def gradient_of_losses(
 
 @torch.no_grad()
 def figures_of(
-    logits: Tensor, scores: Tensor, of_batch: Tensor, of_sequence: Tensor | None
+    logits: Tensor,
+    scores: Tensor,
+    of_batch: Tensor,
+    of_sequence: Tensor | None,
+    counted: Tensor | None = None,
 ) -> Tensor:
     """(4,) fp32, sums over tokens: of load x share of score by the batch's load and by the
     sequence's, of the squared logsumexp, and of the entropy of shares.
@@ -132,9 +146,12 @@ def figures_of(
     Args:
         of_batch: (E,) loads.
         of_sequence: (T, E), of each token's sequence; None: no loss needs it.
+        counted: as `tally` takes it.
     """
-    share = scores / scores.sum(-1, keepdim=True)
-    batch, z = (share * of_batch).sum(), logits.logsumexp(-1).square().sum()
+    share, z = scores / scores.sum(-1, keepdim=True), logits.logsumexp(-1).square()
+    if counted is not None:
+        share, z = share * counted.unsqueeze(1), z * counted
+    batch, z = (share * of_batch).sum(), z.sum()
     sequence = torch.zeros_like(z) if of_sequence is None else (share * of_sequence).sum()
     return torch.stack([batch, sequence, z, -torch.special.xlogy(share, share).sum()])
 

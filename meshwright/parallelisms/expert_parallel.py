@@ -24,7 +24,7 @@ from meshwright.parallelisms.shards import is_dtensor
 
 
 def balance(model: Decoder, meshes: Meshes, training: Training, options: Experts) -> None:
-    """Set the weights of the routers' own losses, and how they see whole sequences."""
+    """Set the weights of the routers' own losses, and how routers see sequences that are cut."""
     tokens = training.global_batch_size * training.seq_len
     losses = BalanceLosses(
         options.balance_loss / tokens,
@@ -33,6 +33,7 @@ def balance(model: Decoder, meshes: Meshes, training: Training, options: Experts
     )
     groups = tuple(mesh for mesh in (meshes.cp, meshes.tp) if mesh.size() > 1)
     shared = functools.partial(_sum_over, meshes=groups)  # one, so that layers share a graph
+    model.own_part = lambda x: x.chunk(meshes.tp.size(), 1)[meshes.tp.get_local_rank()]
     for mixture in model.mixtures().values():
         mixture.losses = losses
         if groups:

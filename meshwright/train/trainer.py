@@ -12,7 +12,7 @@ from torch import Tensor
 from meshwright.metrics.reporter import Phase, Phases
 from meshwright.models.batch import Batch
 from meshwright.models.decoder import Decoder
-from meshwright.models.loss import IGNORE
+from meshwright.models.loss import has_loss
 from meshwright.parallelisms.context_parallel import local_part, local_positions
 from meshwright.parallelisms.local_model import Allocate, LocalModel, allocate
 from meshwright.parallelisms.meshes import Meshes
@@ -166,7 +166,7 @@ def count_labels(batches: Sequence[Batch], meshes: Meshes) -> Tensor:
     every label, however unevenly the ignored ones fall; averaging per-rank means would not: a rank
     with few labels would weigh as much as a full one. See docs/how_it_works.md.
     """
-    num_labels = torch.stack([(batch.labels != IGNORE).sum() for batch in batches]).sum()
+    num_labels = torch.stack([has_loss(batch.labels).sum() for batch in batches]).sum()
     dist.all_reduce(num_labels, group=meshes.loss.get_group())
     return num_labels
 

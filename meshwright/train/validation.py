@@ -15,7 +15,7 @@ from meshwright.datasets.opening import CachedSource, OpenSource
 from meshwright.datasets.stream import Cursor, SampleStream
 from meshwright.datasets.tokenizers.kinds import prompt_tokens
 from meshwright.models.batch import Batch
-from meshwright.models.loss import IGNORE, SummedLoss
+from meshwright.models.loss import IGNORE, SummedLoss, has_loss
 from meshwright.parallelisms.context_parallel import local_part, local_positions
 from meshwright.parallelisms.data_parallel import reset_after_no_grad
 from meshwright.parallelisms.local_model import LocalModel
@@ -32,7 +32,7 @@ class Evaluation:
     loss: float
     """Nats per counted label, every label weighing the same; nan if none counts."""
     num_labels: int
-    """Number of labels that are not `IGNORE`."""
+    """Number of labels that count."""
     num_bytes: int
     """Of text that they stand for."""
 
@@ -101,7 +101,7 @@ def evaluate(
 
 def _figures(loss: Tensor, labels: Tensor, token_bytes: Tensor) -> Tensor:
     """Loss, labels and bytes of a microbatch: (3,) fp64, which counts exactly up to 2^53."""
-    is_counted = labels != IGNORE
+    is_counted = has_loss(labels)
     num_labels = is_counted.sum()
     num_bytes = (token_bytes[labels.where(is_counted, 0)] * is_counted).sum()
     return torch.stack([loss.double(), num_labels.double(), num_bytes.double()])
@@ -125,7 +125,7 @@ class NextToken(SummedLoss):
     def __call__(self, x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         """(B, S, D), (V, D), (B, S) -> (B,) int64: the likeliest token after the position whose
         label counts; `NONE` in a sequence without such a label."""
-        is_wanted = labels != IGNORE
+        is_wanted = has_loss(labels)
         logits = self._loss.logits(x, weight, is_wanted.int().argmax(1))  # (B, 1, V)
         return logits[:, 0].argmax(-1).where(is_wanted.any(1), NONE)
 

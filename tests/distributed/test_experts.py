@@ -6,11 +6,11 @@ import functools
 
 import pytest
 import torch
-import torch.nn.functional as F
 
+from meshwright.models.batch import Batch
 from meshwright.models.decoder import Decoder
 from meshwright.models.families.qwen3_moe import Qwen3MoeArgs
-from meshwright.models.loss import IGNORE
+from meshwright.models.loss import PADDING, has_loss
 from meshwright.models.router import BalanceLosses
 from tests.helpers.job import GLOBAL_BATCH, SCHEDULES, Job, global_batch, mesh
 from tests.helpers.rounding import adamw
@@ -18,6 +18,7 @@ from tests.helpers.slow import slow_but
 from tests.helpers.tiny import MIXED, SEQ_LEN, plain_model, whole
 
 STEPS = 3
+NUM_TOKENS = (GLOBAL_BATCH - 2) * SEQ_LEN + 5 + SEQ_LEN // 2  # without padding
 KEPT = (1, 3)  # steps whose gradients are compared: at the first, biases are 0
 OPTIONS = {
     "balance_loss": 0.5,
@@ -26,6 +27,12 @@ OPTIONS = {
     "bias_update_rate": 0.01,
 }
 Tensors = dict[str, torch.Tensor]
+
+
+def padded(step: int) -> Batch:
+    tokens, labels = global_batch(step)
+    labels[2, 5:], labels[6, SEQ_LEN // 2 :] = PADDING, PADDING
+    return Batch(tokens, labels)
 
 
 @torch.no_grad()
@@ -58,8 +65,8 @@ def reference(
             OPTIONS["router_z_loss"] / tokens_per_step,
         )
     for step in range(1, STEPS + 1):
-        tokens, labels = global_batch(step)
-        loss = F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten(), ignore_index=IGNORE)
+        batch = padded(step)
+        loss = model(batch.tokens, batch.labels) / has_loss(batch.labels).sum()
         loss.backward()
         losses.append(loss.item())
         if step in KEPT:
@@ -68,6 +75,7 @@ def reference(
         optimizer.step()
         optimizer.zero_grad()
         for mixture in model.mixtures().values():
+            assert mixture.counts.sum() == NUM_TOKENS * args.n_active
             assert not crowds or mixture.counts[args.n_active :].sum() == 0
             mixture.load.copy_(mixture.counts)
             mean = mixture.counts.sum() / len(mixture.counts)
@@ -98,7 +106,7 @@ def equals_one_process(axes: dict[str, int], num_microbatches: int, options: dic
     job = job_on(axes, num_microbatches, **options)
     seen = job.whole_gradients()
     for step in range(1, STEPS + 1):
-        result = job.take_step(step, max_norm=0.5)
+        result = job.take_step(step, job.part(padded(step)), max_norm=0.5)
         assert result.loss.item() == pytest.approx(losses[step - 1], rel=1e-5), step
         own = state_of(job.model)
         assert own or "pp" in axes
@@ -158,10 +166,10 @@ def test_experts_train_in_bf16() -> None:
     """Nearly as in fp32: choices may differ where scores are nearly equal."""
     job = job_on({"dp_shard": 2, "ep": 2}, param_dtype=torch.bfloat16)
     for step, want in enumerate(reference(MIXED)[0], 1):
-        loss = job.take_step(step, max_norm=0.5).loss
+        loss = job.take_step(step, job.part(padded(step)), max_norm=0.5).loss
         assert loss.item() == pytest.approx(want, rel=2e-2), step
         for mixture in job.model.stages[0].mixtures().values():
-            assert mixture.load.sum() == GLOBAL_BATCH * SEQ_LEN * MIXED.n_active
+            assert mixture.load.sum() == NUM_TOKENS * MIXED.n_active
 
 
 FROZEN = frozenset(
@@ -176,7 +184,7 @@ def test_frozen_experts_and_routers_stay() -> None:
     job = job_on({"dp_shard": 2, "ep": 2}, frozen=FROZEN)
     seen = job.whole_gradients()
     for step in range(1, STEPS + 1):
-        job.take_step(step, max_norm=0.5)
+        job.take_step(step, job.part(padded(step)), max_norm=0.5)
         assert not FROZEN & seen.keys()
         own = dict(job.model.named_parameters())
         for name in FROZEN:

@@ -5,14 +5,18 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from unittest import mock
 
 import pytest
+import torch
 
+from meshwright.commands.plan import simulate
 from meshwright.commands.plan.figures import Memory, flops, traffic
 from meshwright.commands.plan.ledger import PURPOSES
-from meshwright.commands.plan.simulate import run_step
+from meshwright.commands.plan.predict import in_processes
 from meshwright.parallelisms.meshes import build_meshes
-from tests.helpers.planning import CASES, Case, operators
+from meshwright.parallelisms.shards import local_box
+from tests.helpers.planning import CASES, OF_EXPERTS, Case, operators, planned
 from tests.helpers.slow import slow
 
 EVERYDAY = "FSDP 2 x TP 2"
@@ -49,10 +53,11 @@ def test_a_plan_is_what_torch_allocates(name, figures) -> None:
 REAL = ("FSDP 2",)
 
 
-def _on_a_real_rank(case: Case) -> dict[str, object]:
+def _on_a_real_rank(case: Case, rank: type[simulate.Rank] = simulate.Rank) -> dict[str, object]:
     """Of this gloo rank, by the same ledger."""
     plan = case.plan()
-    simulation = run_step(plan, build_meshes(plan.dims, "cpu"), None)
+    with mock.patch.object(simulate, "Rank", rank):
+        simulation = simulate.run_step(plan, build_meshes(plan.dims, "cpu"), None)
     totals = Counter()
     for event in simulation.record.events:
         totals[simulation.record.items[event.item].purpose] += event.delta
@@ -81,6 +86,33 @@ def test_a_plan_is_what_real_ranks_have_and_send(name, figures, on_ranks) -> Non
     assert planned["operators"].keys() == real["operators"].keys()
     for kind in planned["operators"].keys() - of_gloo:
         assert planned["operators"][kind] == real["operators"][kind], kind
+
+
+class _Crowded(simulate.Rank):
+    """Whose scores are equal: every token goes to the first experts, which are on rank 0."""
+
+    @torch.no_grad()
+    def __init__(self, *given: object) -> None:
+        super().__init__(*given)
+        for parameter in self.model.parameters():
+            local_box(parameter)[0].zero_()
+        for stage in self.model.stages:
+            stage.init_state()
+
+
+@pytest.mark.slow
+def test_the_worst_imbalance_is_what_a_rank_with_all_tokens_has(on_ranks) -> None:
+    cases = [Case("dp_shard 2", OF_EXPERTS, imbalance=f) for f in (1.0, 1.5, 2.0)]
+    real = on_ranks(2, _on_a_real_rank, cases[0], _Crowded)
+    tasks = [(case,) for case in cases]
+    of_cases = dict(in_processes(tasks, planned, 2))
+    even, between, worst = (of_cases[i] for i in range(3))
+    peaks = [one["peak"] for one in real]
+    assert abs(worst["planned"] / peaks[0] - 1) <= 0.005
+    assert peaks[1] < even["planned"] < between["planned"] < worst["planned"]
+    assert worst["flops"] == real[0]["flops"]
+    assert worst["traffic"] == real[0]["traffic"]
+    assert simulate.worst_imbalance(cases[0].plan()) == 2
 
 
 def test_flops_and_traffic_equal_hand_counts(figures) -> None:

@@ -49,6 +49,7 @@ class Case:
     """Command line."""
     rank: int = 0
     microbatches: int = 1
+    imbalance: float = 1.0
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -136,6 +137,10 @@ CASES = {
 }
 
 
+OF_EXPERTS = "--model.name=qwen3_moe --parallelism.expert_parallel_degree=2"
+"""Of 16 experts each token takes 4: all of them on one of two ranks, if it is unlucky."""
+
+
 def allocated(case: Case) -> int:
     """Return the most bytes that torch's allocator has given at once, in steps 1 and 2."""
     plan = case.plan()
@@ -167,7 +172,7 @@ def allocated(case: Case) -> int:
 def planned(case: Case) -> dict[str, object]:
     """Return the plan's peak and its ledger."""
     plan = case.plan()
-    found = simulate(plan, case.rank, is_gpu=False)
+    found = simulate(plan, case.rank, is_gpu=False, imbalance=case.imbalance)
     peak = Memory(found.record).peak
     return {
         "planned": peak.num_bytes,

@@ -65,6 +65,8 @@ def test_a_plan_is_json_and_a_page(tmp_path) -> None:
         (["--device", "h100", "--world-size", "3"], "global_batch_size"),
         (["--device=h100", "--world-size=2", "--search", "--html=a"], "--html = .* a --search"),
         (["--device=h100", "--world-size=2", "--search", "--all-stages"], "--all-stages = true"),
+        (["--device=h100", "--world-size=2", "--imbalance=0.5"], "so at least 1"),
+        (["--device=h100", "--world-size=2", "--imbalance=1.5"], "at most 1 times the mean"),
         (["--device=4", "--world-size=2", "--search"], "--device = .* no known rates to rank by"),
         (
             ["--device=h100", "--world-size=2", "--activation_checkpoint.mode=memory_budget"],

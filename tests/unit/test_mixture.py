@@ -94,14 +94,17 @@ def test_a_routers_losses_have_the_gradients_of_autograd(spec, losses) -> None:
     scores = logits.softmax(-1) if spec.scores == "softmax" else logits.sigmoid()
     share = (scores / scores.sum(-1, keepdim=True)).view(3, 16, 8)
     batch, sequence, z = losses
-    counts = F.one_hot(choice.view(3, -1), 8).sum(1)  # (B, E)
+    counted = torch.rand(48) < 0.7
+    share = share * counted.view(3, 16, 1)
+    chosen = F.one_hot(choice, 8).sum(1) * counted.unsqueeze(1)
+    counts = chosen.view(3, 16, 8).sum(1)  # (B, E)
     by_sequence = (8 * counts / counts.sum(1, keepdim=True)).unsqueeze(1)
     by_batch = 8 * mixture.load / mixture.load.sum()
     own = (share * (batch * by_batch + sequence * by_sequence)).sum()
-    own = own + z * logits.logsumexp(-1).square().sum()
+    own = own + z * logits[counted].logsumexp(-1).square().sum()
     wanted = torch.autograd.grad((plain * upstream).sum() + own, mixture.router.weight)[0]
     mixture.losses = BalanceLosses(batch, sequence, z)
-    out, _, figures, _ = mixture(x)
+    out, _, figures, _ = mixture(x, counted=counted)
     (got,) = torch.autograd.grad((out * upstream).sum(), mixture.router.weight)
     assert torch.equal(out, plain)
     assert torch.allclose(got, wanted, rtol=1e-4, atol=1e-5)
@@ -245,7 +248,7 @@ def test_a_proof_counts_loads_and_biases_once_more(monkeypatch, is_frozen) -> No
         balance.after_step(balance.sums(torch.device("cpu"), 1), torch.tensor(False))
         layers = {number for number, _ in seen}
         choices = {n: torch.cat([c for number, c in seen if number == n]) for n in layers}
-        wrong = books.wrong_counts(local, choices)
+        wrong = books.wrong_counts(local, choices, torch.ones(len(choices[0]), dtype=torch.bool))
         assert wrong == ([f"layers.1.feed_forward.{fault}"] if fault else [])
 
 

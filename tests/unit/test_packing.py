@@ -27,7 +27,7 @@ from meshwright.datasets.token_cache.packing import (
     best_fit,
     open_packing,
 )
-from meshwright.models.loss import IGNORE
+from meshwright.models.loss import IGNORE, PADDING
 from meshwright.system.errors import ConfigError
 from meshwright.train.preflight import check_data, preflight
 from tests.helpers.cli import command
@@ -205,7 +205,7 @@ def test_padding_has_no_loss(mask_documents, tmp_path, small_windows) -> None:
     (batch,) = to_batches(found, len(found), mask_documents)
     for row, sample in enumerate(found):
         own = LENGTH - sample.padding
-        assert (batch.labels[row, own - 1 :] == IGNORE).all()
+        assert batch.labels[row, own - 1 :].tolist() == [IGNORE, *[PADDING] * sample.padding][:-1]
         labels = batch.labels[row, : own - 1]
         starts = np.cumsum(sample.lengths)[: -1 if not sample.padding else -2] - 1
         want = torch.from_numpy(sample.tokens[1:own].copy())

@@ -32,7 +32,7 @@ from meshwright.commands.plan.report import (
     to_text,
     tokens_per_step,
 )
-from meshwright.commands.plan.simulate import as_gpu, even_splits, plan_job
+from meshwright.commands.plan.simulate import as_gpu, deal, plan_job
 from meshwright.commands.plan.torch_names import FakeTensorMode
 from meshwright.commands.plan.trace import Moment
 from meshwright.config.job_config import JobConfig
@@ -292,11 +292,11 @@ def test_a_plan_of_experts_deals_their_rows_out_evenly() -> None:
     skip_without_mesh_of_experts()
     words = ["--job.config_file=train_configs/debug_qwen3_moe.toml", "--compile.enable=false"]
     words += ["--parallelism.tensor_parallel_degree=2", "--parallelism.expert_parallel_degree=4"]
-    words += ["--training.mixed_precision_param=float32"]
+    words += ["--training.mixed_precision_param=float32", "--model.args.n_layers=2"]
     config = load_config([*words, "--training.local_batch_size=2", "--training.seq_len=128"])
     h100 = find_device("h100")
     plan = plan_job(config, 8, is_gpu=True)
-    rank = plan_rank(config, 8, 0, estimated(h100))
+    rank, crowded = (plan_rank(config, 8, 0, estimated(h100, imbalance=f)) for f in (1, 2))
     by_axis = {sent.axis: sent for sent in rank.traffic if sent.kind == "all_to_all"}
     args, count = plan.model_args, plan.config.num_microbatches
     rows = 2 * 128 // 2 * 4  # of a tp rank's half of the sequences, for 4 experts each
@@ -310,10 +310,18 @@ def test_a_plan_of_experts_deals_their_rows_out_evenly() -> None:
     assert "unknown" not in {sent.axis for sent in rank.traffic}
     text = to_text(plan, [rank], h100)
     assert f"{_parameters(args.table.num_active_params)} of them active for a token" in text
-    assert "imbalance factor 1" in text
+    assert "experts of a rank get 1 times the mean" in text
+    assert "experts of a rank get 2 times the mean" in to_text(plan, [crowded], h100)
+    assert crowded.peak.num_bytes > rank.peak.num_bytes
+    assert crowded.time.seconds > rank.time.seconds
+    rows_of_step = args.n_layers * count * rows
+    of_experts = 2 * 3 * args.dim * args.expert_dim * rows_of_step  # of three matrices, forward
+    more = crowded.flops["matrices, forward"] - rank.flops["matrices, forward"]
+    assert more == of_experts
     shown = to_json(plan, [rank], h100, [])
     assert shown["active_parameters"] < shown["parameters"] == args.table.num_params
 
 
 def test_rows_that_do_not_divide_are_all_sent() -> None:
-    assert even_splits(torch.empty(2, 4, dtype=torch.int64), 10) == [[3, 3, 2, 2]] * 2
+    assert deal(torch.empty(2, 4, dtype=torch.int64), 10) == [[3, 3, 2, 2]] * 2
+    assert deal(torch.empty(2, 4, dtype=torch.int64), 10, 1.5) == [[3, 3, 2, 2], [5, 5, 3, 3]]

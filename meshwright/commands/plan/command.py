@@ -27,6 +27,13 @@ def add_options(parser: Parser) -> None:
     )
     parser.add_argument("--all-stages", action="store_true", help="one rank of every stage")
     add_stage(parser)
+    parser.add_argument(
+        "--imbalance",
+        type=float,
+        metavar="F",
+        default=1.0,
+        help="rows of the busiest rank's experts, over the mean (default: 1)",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--html", type=output_file, metavar="FILE", help="write a page, too")
     parser.add_argument("--search", action="store_true", help="find the best mesh and modes")
@@ -70,6 +77,8 @@ def _check(given: Namespace) -> None:
         if not value:
             raise ConfigError("", f"{key}: not given\n  fix: {fix}")
     ranks, rank = given.world_size, given.rank
+    rule = "is the rows of the busiest rank over their mean, so at least 1"
+    check(given.imbalance >= 1, "--imbalance", given.imbalance, rule, "--imbalance 1.5, say")
     check(ranks > 0, "--world-size", ranks, "must be positive", "8, say")
     rule = f"must be below {ranks}, the number of ranks, and not negative"
     check(rank is None or 0 <= rank < ranks, "--rank", rank, rule, "--rank 0")

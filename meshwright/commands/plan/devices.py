@@ -114,9 +114,11 @@ class Rates(Device):
 
     fused: float = 1.0
     """See `FUSED`."""
+    imbalance: float = 1.0
+    """As `simulate` takes it: it belongs to the job, and slows its ranks down."""
 
 
-def estimated(device: Device, *, is_compiled: bool = True) -> Rates:
+def estimated(device: Device, *, is_compiled: bool = True, imbalance: float = 1.0) -> Rates:
     """Return the parts of a device's data sheet that published runs reach on H100s."""
     reached = {
         "flops_per_s": MATMUL * device.flops_per_s,
@@ -125,7 +127,7 @@ def estimated(device: Device, *, is_compiled: bool = True) -> Rates:
         "link_bytes_per_s": LINK * device.link_bytes_per_s,
         "network_bytes_per_s": NETWORK * device.network_bytes_per_s,
     }
-    return Rates(**vars(device) | reached, fused=FUSED if is_compiled else 1.0)
+    return Rates(**vars(device) | reached, fused=FUSED if is_compiled else 1.0, imbalance=imbalance)
 
 
 def error_of_time(device: Device) -> float | None:

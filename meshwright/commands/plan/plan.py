@@ -18,10 +18,10 @@ from meshwright.commands.plan import search as searching
 from meshwright.commands.plan.devices import GIB, Device, Rates, estimated, find_device
 from meshwright.commands.plan.predict import Need, in_processes, need_of, telling_ranks
 from meshwright.commands.plan.report import RankPlan
-from meshwright.commands.plan.simulate import plan_job
+from meshwright.commands.plan.simulate import plan_job, worst_imbalance
 from meshwright.config.job_config import JobConfig, Update, changed
 from meshwright.parallelisms.rules.compile_choice import resolve_compile
-from meshwright.system.errors import ConfigError, numbered
+from meshwright.system.errors import ConfigError, check, numbered
 from meshwright.train.preflight import Plan
 
 T = TypeVar("T")
@@ -37,7 +37,11 @@ def plan(config: JobConfig, given: Namespace) -> str:
     world_size = given.world_size
     device = find_device(given.device, world_size)
     job = plan_job(config, world_size, is_gpu=device.is_gpu)
-    rates = _rates(config, job, device)
+    worst = worst_imbalance(job)
+    rule = f"experts of a rank of this job get at most {worst:g} times the mean of rows"
+    fix = f"--imbalance {worst:g}"
+    check(given.imbalance <= worst, "--imbalance", given.imbalance, rule, fix)
+    rates = _rates(config, job, device, given.imbalance)
     ranks = telling_ranks(job) if given.rank is None else [given.rank]
     if given.all_stages:
         ranks = [*range(0, world_size, world_size // job.dims.pp)]
@@ -73,12 +77,12 @@ def search(config: JobConfig, given: Namespace) -> str:
     """
     device = find_device(given.device, given.world_size)
     job = plan_job(config, given.world_size, is_gpu=device.is_gpu)
-    rates = _rates(config, job, device)
+    rates = _rates(config, job, device, given.imbalance)
     found = searching.find(config, given.world_size, rates, given.workers)
     return json.dumps(asdict(found), indent=1) if given.json else searching.to_text(found)
 
 
-def _rates(config: JobConfig, job: Plan, device: Device) -> Rates:
+def _rates(config: JobConfig, job: Plan, device: Device, imbalance: float) -> Rates:
     """Return the rates of blocks that are compiled if the job's will be; a plan is of eager ones.
 
     Args:
@@ -87,7 +91,8 @@ def _rates(config: JobConfig, job: Plan, device: Device) -> Rates:
     batch = job.config.training.global_batch_size
     whole = changed(config, {"training": {"global_batch_size": batch}})
     resolved, _ = resolve_compile(whole, job.model_args, job.fp32_modules, is_gpu=device.is_gpu)
-    return estimated(device, is_compiled=resolved.compile.enable is True)
+    is_compiled = resolved.compile.enable is True
+    return estimated(device, is_compiled=is_compiled, imbalance=imbalance)
 
 
 @dataclass(frozen=True)

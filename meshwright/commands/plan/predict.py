@@ -49,7 +49,7 @@ class Figures:
 
 def measure(plan: Plan, rank: int, device: Rates) -> Figures:
     """Simulate `rank` of `plan`."""
-    simulation = simulate(plan, rank, is_gpu=device.is_gpu)
+    simulation = simulate(plan, rank, is_gpu=device.is_gpu, imbalance=device.imbalance)
     return figures_of(simulation, step_time(simulation, plan, device))
 
 

@@ -50,6 +50,8 @@ class RankPlan:
     """None: nothing is published of the device."""
     simulated: int
     """Microbatches that were simulated."""
+    imbalance: float
+    """As `simulate` takes it."""
     curve: list[dict[str, int]]
 
     @property
@@ -61,7 +63,7 @@ class RankPlan:
 def plan_rank(config: JobConfig, world_size: int, rank: int, device: Rates) -> RankPlan:
     """Return the figures of one rank, simulated in this process."""
     plan = plan_job(config, world_size, is_gpu=device.is_gpu)
-    simulation = simulate(plan, rank, is_gpu=device.is_gpu)
+    simulation = simulate(plan, rank, is_gpu=device.is_gpu, imbalance=device.imbalance)
     memory, time = Memory(simulation.record), step_time(simulation, plan, device)
     modelled = beside_tensors(figures_of(simulation, time), plan, device)
     return RankPlan(
@@ -75,6 +77,7 @@ def plan_rank(config: JobConfig, world_size: int, rank: int, device: Rates) -> R
         flops(simulation),
         time,
         simulation.simulated,
+        device.imbalance,
         memory.curve(),
     )
 
@@ -151,7 +154,7 @@ def to_text(plan: Plan, ranks: list[RankPlan], device: Device) -> str:
         f"step, in {count} microbatch{'es' * (count > 1)} per rank",
     ]
     if table.mixtures:
-        lines.append("every expert has equally many tokens: imbalance factor 1")
+        lines.append(f"experts of a rank get {shown.imbalance:g} times the mean of rows")
     for rank in ranks:
         lines += ["", *_rank_lines(rank, device)]
     if len(ranks) == 1 and dims.pp > 1:

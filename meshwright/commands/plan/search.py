@@ -41,9 +41,9 @@ AXES = {
     "tp": "tensor_parallel_degree",
     "cp": "context_parallel_degree",
     "pp": "pipeline_parallel_degree",
+    "ep": "expert_parallel_degree",
 }
-"""Axes whose degrees a search chooses, with their keys. FSDP takes the ranks that they leave. The
-expert-parallel degree stays the config's: meshes whose ranks it does not divide are not tried."""
+"""Axes whose degrees a search chooses, with their keys. FSDP takes the ranks that they leave."""
 
 ALONE: dict[str, Any] = {
     "pipeline_parallel_degree": 1,
@@ -78,13 +78,15 @@ def legal(config: JobConfig, ranks: int, device: Device) -> Iterator[Candidate]:
     batch = {"training": {"global_batch_size": plan.config.training.global_batch_size}}
     whole = changed(config, batch)
     config, _ = resolve_compile(whole, plan.model_args, plan.fp32_modules, is_gpu=device.is_gpu)
-    for update in _updates(config, ranks, device):
+    num_experts = math.gcd(*(m.n_experts for m in plan.model_args.table.mixtures.values())) or 1
+    for update in _updates(config, ranks, device, num_experts):
         with suppress(ConfigError):
             yield update, plan_job(changed(config, update), ranks, is_gpu=device.is_gpu)
 
 
-def _updates(config: JobConfig, ranks: int, device: Device) -> Iterator[Update]:
-    """Yield powers of two: tensor parallelism within a node, pipelines of up to 16 ranks.
+def _updates(config: JobConfig, ranks: int, device: Device, num_experts: int) -> Iterator[Update]:
+    """Yield powers of two: tensor parallelism within a node, pipelines of up to 16 ranks; and of
+    expert parallelism no ranks, the config's, as many as a node has, and the most.
 
     Copies (HSDP) are not tried: they send and keep more, and the latency that they spare large
     groups is in no rate.
@@ -93,15 +95,18 @@ def _updates(config: JobConfig, ranks: int, device: Device) -> Iterator[Update]:
     most = {"tp": min(device.per_node, 8), "cp": longest, "pp": 16}
     powers = [1 << i for i in range(ranks.bit_length())]
     sizes = sorted({1, 2, 4, config.training.local_batch_size})
-    for degrees in product(*([n for n in powers if n <= most[axis]] for axis in AXES)):
-        mesh = dict(zip(AXES, degrees, strict=True))
+    own, batch = config.parallelism.expert_parallel_degree, config.training.global_batch_size
+    for degrees in product(*([n for n in powers if n <= most[axis]] for axis in most)):
+        mesh = dict(zip(most, degrees, strict=True))
         if ranks % math.prod(degrees):
             continue
         schedules = _schedules(config) if mesh["pp"] > 1 else [""]
-        for schedule, size, mode, keeps in product(schedules, sizes, MODES, (True, False)):
+        largest = math.gcd(num_experts, ranks // mesh["pp"])
+        shared = {1, own, math.gcd(largest, device.per_node), largest}
+        choices = product(schedules, sizes, MODES, (True, False), sorted(shared))
+        for schedule, size, mode, keeps, mesh["ep"] in choices:
             # "default" keeps gathered parameters in a pipeline, and frees them without one
             policy = "never" if keeps else "always"
-            batch = config.training.global_batch_size
             parallelism = ALONE | {
                 **{key: mesh[axis] for axis, key in AXES.items()},
                 "fsdp_reshard_after_forward": "default" if keeps == (mesh["pp"] > 1) else policy,
@@ -184,14 +189,14 @@ def measure_work(config: JobConfig, device: Rates) -> Work:
     Args:
         config: of any candidate of the shape.
     """
-    cut = math.prod(getattr(config.parallelism, AXES[axis]) for axis in AXES if axis != "pp")
+    cut = math.prod(getattr(config.parallelism, AXES[axis]) for axis in ("tp", "cp"))
     ranks = math.lcm(2 * cut, config.parallelism.expert_parallel_degree)
     batch = {"local_batch_size": 1, "global_batch_size": ranks // cut}
     update = {"parallelism": ALONE, "training": batch}
     plan = plan_job(changed(config, update), ranks, is_gpu=device.is_gpu)
     with suppress(ConfigError):  # if the config names layers that a shallow model lacks
         plan = at_depth(plan, device, 2 * period(config))
-    simulation = simulate(plan, 0, is_gpu=device.is_gpu)
+    simulation = simulate(plan, 0, is_gpu=device.is_gpu, imbalance=device.imbalance)
     seconds, kept = defaultdict[int | str, float](float), defaultdict[int, float](float)
     for entry in simulation.entries:
         part = UPDATE if entry.at.phase == UPDATE else layer_of(entry.at.module)
@@ -237,24 +242,26 @@ def _fsdp_seconds(plan: Plan, device: Rates) -> tuple[float, float]:
     first rank."""
     training, dims, parallelism = plan.config.training, plan.dims, plan.config.parallelism
     count, shards = plan.config.num_microbatches, dims.dp_shard * dims.cp
-    if shards == 1:
-        return 0.0, 0.0
     # in a pipeline, gathered weights stay until the end of the step
     gathers = (1 if dims.pp > 1 else count) if keeps_gathered(plan) else 2 * count
     reductions = count if parallelism.fsdp_reduce_gradients == "every_microbatch" else 1
     width = gathers * BYTES[training.mixed_precision_param]
     width += reductions * BYTES[training.mixed_precision_reduce]
-    moved = _num_gathered(plan) * width
+    parts = zip(_num_gathered(plan), (shards, dims.efsdp), strict=True)
+    moved = [(width * number, ranks) for number, ranks in parts if ranks > 1]
     link = ring_width(range(0, shards * dims.tp, dims.tp), device)
-    return 2 * moved / device.bytes_per_s, moved * (shards - 1) / shards / link
+    sent = sum(size * (ranks - 1) / ranks for size, ranks in moved)
+    return 2 * sum(size for size, _ in moved) / device.bytes_per_s, sent / link
 
 
-def _num_gathered(plan: Plan) -> float:
-    """Return the parameters of the first rank's stages once FSDP2 has gathered them."""
+def _num_gathered(plan: Plan) -> tuple[float, float]:
+    """Return the parameters of the first rank's stages once FSDP2 has gathered them, but for
+    experts; and of these."""
     inside = tuple(f"{name}." for name in modules_of(plan, 0))
     parameters = plan.model_args.table.parameters.items()
     own = [parameter for name, parameter in parameters if name.startswith(inside)]
-    return sum(p.numel / (plan.dims.ep if p.layout == "experts" else plan.dims.tp) for p in own)
+    experts = sum(p.numel for p in own if p.layout == "experts")
+    return (sum(p.numel for p in own) - experts) / plan.dims.tp, experts / max(plan.dims.ep, 1)
 
 
 def _in_flight(plan: Plan) -> float:

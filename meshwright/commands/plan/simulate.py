@@ -7,10 +7,12 @@ of the simulated GPU compares the two.
 
 from __future__ import annotations
 
+import math
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -71,12 +73,15 @@ class Simulation:
             yield (1 + self.left_out if entry.at.microbatch == self.repeated else 1), entry
 
 
-def simulate(plan: Plan, rank: int, *, is_gpu: bool) -> Simulation:
+def simulate(plan: Plan, rank: int, *, is_gpu: bool, imbalance: float = 1.0) -> Simulation:
     """Simulate a step of `rank` on fake tensors.
 
     Args:
         is_gpu: choose kernels as on a GPU.
+        imbalance: rows of the rank's experts over the mean of all ranks, in every layer; more than
+            `worst_imbalance` counts as that.
     """
+    dealt = partial(deal, imbalance=min(imbalance, worst_imbalance(plan)))
     torch_names.start_fake_process_group(rank, plan.dims.num_ranks)
     try:
         meshes = build_meshes(plan.dims, "cpu")
@@ -84,17 +89,25 @@ def simulate(plan: Plan, rank: int, *, is_gpu: bool) -> Simulation:
         with ExitStack() as stack:
             stack.enter_context(as_gpu() if is_gpu else nullcontext())
             stack.enter_context(torch_names.static_pipelines())
-            stack.enter_context(mock.patch.object(expert_parallel, "on_host", even_splits))
+            stack.enter_context(mock.patch.object(expert_parallel, "on_host", dealt))
             return run_step(plan, meshes, fake, is_gpu=is_gpu)
     finally:
         dist.destroy_process_group()
 
 
-def even_splits(splits: Tensor, num_rows: int) -> list[list[int]]:
-    """Do `on_host` where tensors have no values: as many rows to and from every rank."""
+def worst_imbalance(plan: Plan) -> float:
+    """Return `simulate`'s imbalance if every token goes to the same experts, on one rank if they
+    fit there; 1: no rank can have more rows than others."""
+    mixtures = plan.model_args.table.mixtures.values()
+    return min([max(plan.dims.ep, 1.0), *(one.n_experts / one.n_active for one in mixtures)])
+
+
+def deal(splits: Tensor, num_rows: int, imbalance: float = 1.0) -> list[list[int]]:
+    """Do `on_host` where tensors have no values: as many rows to every rank, and `imbalance` times
+    as many from each."""
     size = splits.shape[1]
     each = [num_rows // size + (rank < num_rows % size) for rank in range(size)]
-    return [each, each]
+    return [each, [math.ceil(imbalance * rows) for rows in each]]
 
 
 def run_step(

@@ -20,6 +20,7 @@ from meshwright.datasets.token_cache.cache import BLOCK_DOCUMENTS, TokenCache
 from meshwright.datasets.token_cache.packing import Packing
 from meshwright.datasets.tokenizers.kinds import ByteTokenizer
 from meshwright.models.decoder import Decoder
+from meshwright.models.loss import PADDING
 from meshwright.parallelisms.local_model import LocalModel
 from meshwright.parallelisms.meshes import Meshes
 from meshwright.parallelisms.replay import Choices
@@ -45,6 +46,9 @@ class Job:
     Args:
         source: in the place of the config's.
         cursor: where it begins to read.
+
+    Attributes:
+        is_token: of each position of this rank's last step, (sequences, S) bool: no padding.
     """
 
     def __init__(
@@ -67,6 +71,7 @@ class Job:
         """
         data, dims = next(self._loader), self._plan.dims
         self.cursor = data.cursor
+        self.is_token = torch.cat([batch.labels for batch in data.batches]) != PADDING
         for number, batch in enumerate(data.batches):
             first = (number * dims.dp + self._meshes.dp.get_local_rank()) * len(batch.tokens)
             parts = [p for p in (batch.tokens, batch.labels, batch.documents) if p is not None]
@@ -126,7 +131,7 @@ def router_state(model: LocalModel) -> dict[str, Tensor]:
 
 class Books:
     """Loads and biases as the choices of a step make them, counted here once more: a reference that
-    counts validation, recomputation or a part of the tokens would be wrong as the mesh is.
+    counts validation, recomputation, padding or a part of the tokens would be wrong as the mesh is.
 
     Args:
         rate: `experts.bias_update_rate`.
@@ -135,16 +140,17 @@ class Books:
     def __init__(self, rate: float) -> None:
         self._rate, self._biases = rate, dict[str, Tensor]()
 
-    def wrong_counts(self, model: LocalModel, choices: Choices) -> list[str]:
+    def wrong_counts(self, model: LocalModel, choices: Choices, is_token: Tensor) -> list[str]:
         """Return the names of loads and biases that are others, to the bit.
 
         Args:
             choices: of the step that was taken last.
+            is_token: (sequences, S) bool, of all ranks.
         """
         found = []
         mixtures = [pair for stage in model.stages for pair in stage.mixtures().items()]
         for number, mixture in mixtures:
-            chosen, name = choices[number].flatten(), f"layers.{number}.feed_forward"
+            chosen, name = choices[number][is_token].flatten(), f"layers.{number}.feed_forward"
             counts = torch.bincount(chosen, minlength=len(mixture.load))
             bias = self._biases.setdefault(name, torch.zeros(len(counts)))
             if mixture.router.weight.requires_grad:  # a frozen router keeps its choice
@@ -185,12 +191,15 @@ NUM_DOCUMENTS = 1500
 SHORTEST, LONGEST = 3, 20
 """Tokens of a document."""
 
+SHORTEST_PACKED = 14
+"""Where documents are packed: then a third of the samples have padding."""
+
 MISSING = (0.0, 0.0, 0.5, 1.0)
 """Share of a document's tokens that are no labels; each document draws one of these."""
 
 
 @lru_cache(maxsize=8)  # a rank has one case after another, and most have the same data
-def documents(vocab_size: int, seed: int) -> list[Tokens]:
+def documents(vocab_size: int, seed: int, shortest: int = SHORTEST) -> list[Tokens]:
     """uint32 ids from the whole vocabulary, some with `NO_LOSS`.
 
     The next id is mostly the last one plus a number that the document keeps: attention within a
@@ -199,7 +208,7 @@ def documents(vocab_size: int, seed: int) -> list[Tokens]:
     random = np.random.default_rng(seed)
     found = []
     for _ in range(NUM_DOCUMENTS):
-        length = random.integers(SHORTEST, LONGEST + 1)
+        length = random.integers(shortest, LONGEST + 1)
         ids = random.integers(vocab_size) + random.integers(1, 8) * np.arange(length)
         ids = np.where(random.random(length) < 0.2, random.integers(vocab_size, size=length), ids)
         is_missing = random.random(length) < random.choice(MISSING)
@@ -255,10 +264,10 @@ class Vocabulary(ByteTokenizer):
 def open_source(training: Training, vocab_size: int, seed: int) -> OpenSource:
     """Documents in memory, streamed or not as `training` says."""
     entry = Entry("training", "synthetic", Source())
-    pieces = documents(vocab_size, seed)
+    is_cut = training.packing == "cut"
+    pieces = documents(vocab_size, seed, SHORTEST if is_cut else SHORTEST_PACKED)
     if training.dataset_mode != "streamed":
         cache = MemoryCache(pieces)
-        is_cut = training.packing == "cut"
         packing = None if is_cut else Packing(cache, training.seq_len + 1)
         return CachedSource(entry, cache, packing=packing)
     numbered = IndexedDocuments(len(pieces), str)

@@ -217,7 +217,7 @@ def measure(config: JobConfig, world_size: int, file: Path) -> Measurement:
 
 
 def _measure(
-    config: JobConfig, world_size: int, folder: Path, told: Mapping[int, Choices]
+    config: JobConfig, world_size: int, folder: Path, told: Mapping[int, tuple[Choices, Tensor]]
 ) -> tuple[Measurement, dict[str, Any]]:
     """Train, validate, save, and resume; and of this rank's parameters the "weights" and the
     "gradients" at step 1, and the "updates", by which the first steps have changed them and their
@@ -225,7 +225,8 @@ def _measure(
 
     Args:
         folder: where the checkpoint goes, the same on every rank.
-        told: experts to take, by step; steps that are not in it take the routers' choices.
+        told: experts to take, and which positions are tokens, by step; steps that are not in it
+            take the routers' choices.
     """
     torch.compiler.reset()  # graphs of other cases in this process count against a limit
     plan = preflight(config, world_size)
@@ -250,14 +251,14 @@ def _measure(
     for step in range(1, training.steps + 1):
         if step == LATER_STEP and plan.model_args.table.mixtures:
             later, done = _keep_gradients(job.model, job.optimizer)
-        with _routed(job, meshes, choices.get(step)) as routed:
+        with _routed(job, meshes, choices[step][0] if step in told else None) as routed:
             loss, grad_norm = job.step(step, seen.samples)
         if isinstance(routed, Replay):
             replays.append(routed)
         else:
-            choices[step] = routed
+            choices[step] = routed, job.is_token
         done()
-        seen.wrong_counts += books.wrong_counts(job.model, choices[step])
+        seen.wrong_counts += books.wrong_counts(job.model, *choices[step])
         seen.losses.append(loss)
         seen.grad_norms.append(grad_norm)
         if step == VALIDATED_STEP:  # and the steps after it show whether that disturbed anything
@@ -296,10 +297,15 @@ def _measure(
     return seen, tensors
 
 
-def _go_on(resumed: Job, meshes: Meshes, choices: Mapping[int, Choices], seen: Measurement) -> None:
+def _go_on(
+    resumed: Job,
+    meshes: Meshes,
+    choices: Mapping[int, tuple[Choices, Tensor]],
+    seen: Measurement,
+) -> None:
     """Take the steps after the saved one again; `seen` gets their samples, and what is unlike."""
     for step in range(SAVED_STEP + 1, LAST_RESUMED_STEP + 1):
-        with _routed(resumed, meshes, choices[step]):
+        with _routed(resumed, meshes, choices[step][0]):
             figures = resumed.step(step, seen.resumed_samples)
         if figures != (seen.losses[step - 1], seen.grad_norms[step - 1]):
             seen.wrong_after_resume.append(f"loss or gradient norm of step {step}")

@@ -21,7 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from meshwright.checkpoint.staging import Staging
 from meshwright.checkpoint.state import TrainingTensors
-from meshwright.commands.plan.simulate import even_splits
+from meshwright.commands.plan.simulate import deal
 from meshwright.config.loader import load_config
 from meshwright.parallelisms import expert_parallel
 from meshwright.parallelisms.meshes import Meshes, build_meshes
@@ -75,7 +75,7 @@ def simulate(case: Case) -> Figures:
     meshes = build_meshes(plan.dims, "cuda")
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     watch = Watch(fake)
-    with fake, watch, mock.patch.object(expert_parallel, "on_host", even_splits):
+    with fake, watch, mock.patch.object(expert_parallel, "on_host", deal):
         return _run(case, plan, meshes, watch)
 
 
