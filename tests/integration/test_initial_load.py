@@ -277,7 +277,7 @@ def test_a_folder_that_is_wrong_is_refused_before_any_rank_starts(
 def test_the_kind_of_the_folder_is_not_guessed(tmp_path) -> None:
     folder = save_transformers(tmp_path / "hf")
     checkpoint = save_checkpoint(tmp_path / "other" / "checkpoint", load_hf(folder), SMALL)
-    job = f"--ngpu 2 --job.config_file {CONFIG} --job.dump_folder {tmp_path}/out".split()
+    job = ["--ngpu", "2", "--job.config_file", CONFIG, "--job.dump_folder", tmp_path / "out"]
 
     def message(path: Path | str, in_hf: bool, **changed: object) -> str:
         options = {"checkpoint__initial_load_path": path, "checkpoint__initial_load_in_hf": in_hf}

@@ -21,7 +21,7 @@ from tests.helpers.cli import check_job
 
 DEFAULTS = JobConfig()
 KEYS = [".".join(key) for key, _ in all_keys()]
-JSON_SOURCE = f'[{{dataset="json",dataset_path="{__file__}",weight=1.0}}]'
+JSON_SOURCE = '[{dataset="json",dataset_path="x",weight=1.0}]'
 VALUES: dict[str, Any] = {
     "lr_scheduler.total_steps": 20_000,
     "model.flavor": "llama3_8b",

@@ -187,7 +187,7 @@ training.steps=3 => expected --section.key value fix: write --training.steps=3
 --model.args.dim 36 => must be a multiple of 2 * n_heads = 16
 --model.args.vocab_size 1000 => set model.args.vocab_size = 2048
 --model.tokenizer_path /no/such.model => no such file or folder
---model.tokenizer_path {DEBUG} => not a SentencePieceTokenizer
+--model.tokenizer_path PRESET => not a SentencePieceTokenizer
 --model.tokenizer_path /proc/self => holds no tokenizer.json or tokenizer.model
 --model.frozen ["layer.*"] => model.frozen = 'layer.*': matches no parameter
 --model.frozen ["tok*","*.weight"] => leaves no parameter to train
@@ -261,7 +261,7 @@ training.steps=3 => expected --section.key value fix: write --training.steps=3
 --activation_checkpoint.memory_budget 1.5 => memory_budget = 1.5
 --activation_checkpoint.saved_ops ["mm"] => saved_ops.0 = 'mm': string should
 --activation_checkpoint.selective_ac_option 0 => selective_ac_option = '0'
---job.dump_folder {DEBUG}/x => is not a folder that can be written to
+--job.dump_folder PRESET/x => is not a folder that can be written to
 --checkpoint.load_step 5 => not among the checkpoints
 --metrics.enable_wandb => pip install 'meshwright[wandb]'
 """
@@ -274,7 +274,8 @@ def test_mistakes_on_the_command_line(mistake, tmp_path, monkeypatch) -> None:
     base = ["--job.config_file", str(DEBUG)]
     if "--job.dump_folder" not in words:
         base += ["--job.dump_folder", str(tmp_path / "out")]
-    error = error_of([*base, *words.split(" ")], ranks=2)
+    base += (word.replace("PRESET", str(DEBUG)) for word in words.split(" "))  # with blanks
+    error = error_of(base, ranks=2)
     assert says in " ".join(error.split())
     assert not (tmp_path / "out").exists()
 
