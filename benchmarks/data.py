@@ -1,4 +1,4 @@
-"""Data: how fast it is read, tokenised, sampled and indexed, beside Hugging Face `datasets`.
+"""Data: how fast it is read, tokenised, sampled and indexed, beside `datasets` and Megatron-LM.
 
     python -m benchmarks.data rows --megabytes 200 --kind parquet       files to documents
     python -m benchmarks.data tokens --megabytes 32                     documents to tokens
@@ -8,7 +8,8 @@
 
 Documents are files of Python's standard library, again and again. Each way runs in a process of its
 own, in turns, with one worker. Processor seconds change less by other load than seconds do; the
-peak of memory is above that of the process before the work.
+peak of memory is above that of the process before the work. Megatron-LM needs
+`pip install --no-deps megatron-core` and `transformers`.
 """
 
 import argparse
@@ -163,6 +164,22 @@ def tokens_of_map(folder: Path) -> Iterator[int]:
     yield sum(len(ids) for some in mapped.with_format("numpy").iter(1000) for ids in some["ids"])
 
 
+def tokens_of_megatron(folder: Path) -> Iterator[int]:
+    """Tokens as `tools/preprocess_data.py` of Megatron-LM makes them: its tokenizer, its writer."""
+    from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
+    from megatron.core.tokenizers.text.libraries import HuggingFaceTokenizer
+
+    made = HuggingFaceTokenizer(str(folder), eos_token="<|endoftext|>")
+    to = folder / f"megatron-{os.getpid()}"
+    builder = IndexedDatasetBuilder(str(to.with_suffix(".bin")), DType.optimal_dtype(8192))
+    yield 0
+    for line in corpus_of(folder)[1].open():
+        ids = [*made.text_to_ids(json.loads(line)["text"]), 0]
+        builder.add_document(ids, [len(ids)])
+        yield len(ids)
+    builder.finalize(str(to.with_suffix(".idx")))
+
+
 def tokens_alone(folder: Path) -> Iterator[int]:
     """Tokens of texts in memory, one after the other: no way can be faster with this tokenizer."""
     encode = build_tokenizer(str(folder / "tokenizer.json")).encode
@@ -220,7 +237,12 @@ def index(folder: Path) -> Iterator[int]:
 
 WAYS: dict[str, dict[str, Way]] = {
     "rows": {"ours": rows, "datasets.map": rows_of_map},
-    "tokens": {"ours": tokens, "datasets.map": tokens_of_map, "tokenizer alone": tokens_alone},
+    "tokens": {
+        "ours": tokens,
+        "datasets.map": tokens_of_map,
+        "tokenizer alone": tokens_alone,
+        "Megatron-LM": tokens_of_megatron,
+    },
     "samples": {"ours": samples, "DataLoader": samples_of_loader},
     "index": {"ours": index},
 }
@@ -241,7 +263,11 @@ def peak_mib() -> float:
 def run_one(what: str, way: str, folder: Path) -> None:
     """Print the figures of one way."""
     work, count, first = WAYS[what][way](folder), 0, 0.0
-    next(work)
+    try:
+        next(work)
+    except ImportError as error:
+        print(f"{what:8} {way:16} left out: no {error.name}", flush=True)
+        return
     peak, used, start = peak_mib(), cpu_seconds(), time.perf_counter()
     for done in work:
         first = first or cpu_seconds() - used
