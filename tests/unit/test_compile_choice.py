@@ -47,7 +47,6 @@ def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
     (folder / "gcc").symlink_to(program)
     monkeypatch.setenv("PATH", str(folder))
-    monkeypatch.setattr(compile_choice.sys, "platform", "linux")
     (headers := tmp_path / "include").mkdir()
     (headers / "Python.h").touch()
     monkeypatch.setattr(compile_choice.sysconfig, "get_path", lambda *_: str(headers))
@@ -170,11 +169,6 @@ def test_an_error_of_the_compiler_names_the_way_out(plan_of, monkeypatch) -> Non
         notes.append("".join(getattr(caught.value, "__notes__", [])))
     assert notes[0].endswith("fix: compile.enable = false")
     assert notes[1:] == ["", ""]
-
-
-def test_on_macos_the_job_is_eager(plan_of, monkeypatch) -> None:
-    monkeypatch.setattr("sys.platform", "darwin")
-    assert plan_of(*LONG).config.compile.enable is False
 
 
 def test_without_pythons_headers_the_job_is_eager(plan_of, tmp_path) -> None:
