@@ -3,7 +3,7 @@
 import math
 import sys
 from argparse import Namespace
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
@@ -141,7 +141,7 @@ def _facts(
     yield "loss", _loss(manifest)
     parameters = sum(t.numel for name, t in tensors.items() if name.startswith("model."))
     yield "model", f"{manifest['model_name']}, {parameters:,} parameters"
-    for key, value in flatten(manifest["model_args"]).items():
+    for key, value in manifest["model_args"].items():
         yield f"  {key}", value
     if manifest["frozen"]:
         yield "frozen", f"{len(manifest['frozen'])} parameters, {manifest['frozen'][0]}, ..."
@@ -221,17 +221,6 @@ def human_bytes(count: int) -> str:
             return f"{size:.{3}g}{unit}"
         size /= 1000
     return f"{size:,.4g}TB"
-
-
-def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Values of nested tables by dotted keys."""
-    flat: dict[str, Any] = {}
-    for key, value in table.items():
-        if isinstance(value, Mapping) and value:
-            flat |= flatten(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
 
 
 def add_options_diff(parser: Parser) -> None:

@@ -58,8 +58,8 @@ def run(given: Namespace) -> None:
     # not at the top: torch takes a second
     import torch
 
-    from meshwright.checkpoint.conversion.export import export
-    from meshwright.checkpoint.conversion.export_job import export_job, tokenizer_files
+    from meshwright.checkpoint.conversion.export import Job, export
+    from meshwright.checkpoint.conversion.export_job import tokenizer_files
     from meshwright.checkpoint.find import open_checkpoint
     from meshwright.checkpoint.state import AVERAGE, MODEL
     from meshwright.commands.saved import open_tokenizer, saved_spec
@@ -72,7 +72,7 @@ def run(given: Namespace) -> None:
         if not given.without_tokenizer:
             files = tokenizer_files(tokenizer, path)
             _say(f"tokenizer: {path}, as {', '.join(files)}")
-        job = export_job(
+        job = Job(
             place,
             manifest,
             saved_spec(place, manifest),

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
+from operator import length_hint
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from meshwright.datasets.readers import (
     Fault,
     Layout,
     Row,
+    Rows,
     cut,
     read,
     where,
@@ -40,12 +42,22 @@ Item = Document | RecordError
 
 
 class Reader(Iterator[Item]):
-    """Iterates over documents, and can be begun again where it is."""
+    """Iterates over documents, and can be begun again where it is.
+
+    Args:
+        state: returns a value that stands, in JSON, for the place before the next document.
+    """
+
+    def __init__(self, items: Iterator[Item], state: Callable[[], Any]) -> None:
+        self._items, self._state = items, state
 
     @property
-    @abstractmethod
     def state(self) -> Any:
-        """Stands, in JSON, for the place before the next document."""
+        """The place before the next document."""
+        return self._state()
+
+    def __next__(self) -> Item:
+        return next(self._items)
 
 
 class Documents(ABC):
@@ -79,23 +91,12 @@ class IndexedDocuments(Documents):
 
     def read(self, shard: int, num_shards: int, state: Any = None) -> Reader:
         begin, end = (self._size * s // num_shards for s in (shard, shard + 1))
-        return _IndexReader(self._get, begin if state is None else state, end)
+        rest = iter(range(begin if state is None else state, end))
+        return Reader(map(self._item, rest), lambda: end - length_hint(rest))
 
-
-class _IndexReader(Reader):
-    def __init__(self, get: Callable[[int], Document], begin: int, end: int) -> None:
-        self._get, self._end, self._at = get, end, begin
-
-    @property
-    def state(self) -> Any:
-        return self._at
-
-    def __next__(self) -> Item:
-        if self._at >= self._end:
-            raise StopIteration
-        self._at += 1
+    def _item(self, index: int) -> Item:
         try:
-            return self._get(self._at - 1)
+            return self._get(index)
         except RecordError as error:
             return error
 
@@ -125,55 +126,34 @@ class LocalDocuments(Documents):
         return len(self._ranges)
 
     def read_part(self, number: int) -> Iterator[Item]:
-        return _LocalReader(self._entry, self._to_document, self._ranges[number], self._layout)
+        return self._items(self._ranges[number], [0, None])
 
     def read(self, shard: int, num_shards: int, state: Any = None) -> Reader:
         # in order, the first shards one more
         size, more = divmod(len(self._files), num_shards)
         begin = shard * size + min(shard, more)
-        files = self._files[begin : begin + size + (shard < more)]
-        ranges = [Range(file) for file in files]
-        return _LocalReader(self._entry, self._to_document, ranges, self._layout, state)
+        ranges = [Range(file) for file in self._files[begin : begin + size + (shard < more)]]
+        at: list[Any] = [state[0], state[1] and Place(*state[1])] if state else [0, None]
+        return Reader(self._items(ranges, at), lambda: [at[0], at[1] and list(at[1])])
 
+    def _items(self, ranges: Sequence[Range], at: list[Any]) -> Iterator[Item]:
+        """Yield the documents of ranges of files, one after the other.
 
-class _LocalReader(Reader):
-    """Documents of ranges of files, one after the other.
+        Args:
+            at: number of the range, and place of the last row that was read there; kept up to date.
+        """
+        for number, part in enumerate(ranges[at[0] :], at[0]):
+            rows = read(part, self._layout, at[1])
+            while found := self._next(rows):
+                at[1], row = found
+                yield self._item(part, at[1], row)
+            at[:] = number + 1, None
 
-    Its state is the number of the range and the place of the last row that was read there.
-    """
-
-    def __init__(
-        self,
-        entry: Entry,
-        to_document: ToDocument,
-        ranges: Sequence[Range],
-        layout: Layout,
-        state: Any = None,
-    ) -> None:
-        self._entry, self._to_document = entry, to_document
-        self._ranges, self._layout = ranges, layout
-        self._number: int = state[0] if state else 0
-        self._place = Place(*state[1]) if state and state[1] else None
-        self._rows: Iterator[tuple[Place, Row | Fault]] | None = None
-
-    @property
-    def state(self) -> Any:
-        return [self._number, self._place and list(self._place)]
-
-    def __next__(self) -> Item:
-        while self._number < len(self._ranges):
-            part = self._ranges[self._number]
-            if self._rows is None:
-                self._rows = read(part, self._layout, self._place)
-            try:
-                found = next(self._rows, None)
-            except OSError as error:
-                raise unreadable(self._entry, error) from error
-            if found is not None:
-                self._place, row = found
-                return self._item(part, self._place, row)
-            self._number, self._place, self._rows = self._number + 1, None, None
-        raise StopIteration
+    def _next(self, rows: Rows) -> tuple[Place, Row | Fault] | None:
+        try:
+            return next(rows, None)
+        except OSError as error:
+            raise unreadable(self._entry, error) from error
 
     def _item(self, part: Range, place: Place, row: Row | Fault) -> Item:
         if isinstance(row, Fault):
@@ -234,35 +214,24 @@ class StreamedRows(Documents):
         rows = self._rows.shard(num_shards, shard)
         if state is not None:
             rows.load_state_dict(copy.deepcopy(state))
-        return _RowReader(rows, self._entry, self._to_document, begun=state)
+        count, iterator = 0, iter(rows)
 
+        def items() -> Iterator[Item]:
+            nonlocal count
+            while (row := self._next(iterator)) is not None:
+                count += 1
+                try:
+                    item: Item = self._to_document(row)
+                except NoDocumentError as error:
+                    item = error.of(self._entry, f"row {count} since the start")
+                yield item
 
-class _RowReader(Reader):
-    def __init__(self, rows: Any, entry: Entry, to_document: ToDocument, *, begun: Any) -> None:
-        """
-        Args:
-            begun: the state that `rows` has loaded; None: it is at its beginning.
-        """
-        self._rows, self._entry, self._to_document = rows, entry, to_document
-        self._iterator, self._count, self._begun = iter(rows), 0, begun
-
-    @property
-    def state(self) -> Any:
         # up to the first row `datasets` gives the state of the beginning, whatever it has loaded
-        if self._count == 0 and self._begun is not None:
-            return self._begun
-        return self._rows.state_dict()
+        return Reader(items(), lambda: rows.state_dict() if count or state is None else state)
 
-    def __next__(self) -> Item:
+    def _next(self, rows: Iterator[Row]) -> Row | None:
         with openable(self._entry):
-            row = next(self._iterator, None)
-        if row is None:
-            raise StopIteration
-        self._count += 1
-        try:
-            return self._to_document(row)
-        except NoDocumentError as error:
-            return error.of(self._entry, f"row {self._count} since the start")
+            return next(rows, None)
 
 
 def load_rows(entry: Entry, streamed: bool, path: str, **options: Any) -> Documents:

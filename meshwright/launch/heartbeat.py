@@ -11,7 +11,6 @@ import os
 import re
 import signal
 import struct
-import sys
 import threading
 import time
 import traceback
@@ -26,7 +25,7 @@ from meshwright.system.errors import EXIT_CODES
 HEARTBEATS = "heartbeats"
 """Folder in the launcher's, on each machine. The first rank there makes it."""
 
-STACKS_SIGNAL = signal.SIGRTMIN + 1 if sys.platform == "linux" else signal.SIGUSR2
+STACKS_SIGNAL = signal.SIGRTMIN + 1
 """Has a rank write its stacks for the launcher. SIGUSR2 is the user's, and writes to the log."""
 
 EXAMINE = "examine"
@@ -173,7 +172,7 @@ def heartbeat_of_this_rank(folder: str) -> Heartbeat:
         folder: the launcher's, as `Launch` has it.
     """
     env = os.environ
-    if not folder or env.get("WORLD_SIZE", "1") == "1" or sys.platform != "linux":
+    if not folder or env.get("WORLD_SIZE", "1") == "1":
         return Heartbeat()
     facts: dict[str, Any] = {"rank": int(env["RANK"]), "world_size": int(env["WORLD_SIZE"])}
     facts |= {"local_rank": int(env["LOCAL_RANK"]), "machine": int(env["GROUP_RANK"])}

@@ -3,7 +3,6 @@
 import os
 import re
 import resource
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -115,8 +114,7 @@ def peak_memory_gib(device: torch.device) -> float:
     """Most memory this rank held: reserved on the device, or resident where that is the CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_reserved(device) / GIB
-    unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss, in bytes
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GIB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB
 
 
 def make_deterministic() -> None:

@@ -6,7 +6,6 @@ import multiprocessing.util
 import os
 import select
 import signal
-import sys
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -272,13 +271,11 @@ def _later(seconds: float, action: object) -> None:
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when its parent dies, SIGKILL included (Linux only).
+    """Have the kernel kill this process when its parent dies, SIGKILL included.
 
     Args:
         parent: process number of who started it: it may have died by now.
     """
-    if sys.platform != "linux":
-        return
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)

@@ -110,8 +110,8 @@ def export_last(plan: Plan) -> None:
         SaveError: if it cannot be written, or is not what was saved.
     """
     # not above: other jobs would import them before their first step
-    from meshwright.checkpoint.conversion.export import export
-    from meshwright.checkpoint.conversion.export_job import export_job, tokenizer_files
+    from meshwright.checkpoint.conversion.export import Job, export
+    from meshwright.checkpoint.conversion.export_job import tokenizer_files
 
     config = plan.config
     place = Place("checkpoint.last_save_in_hf", plan.checkpoint_folder)
@@ -120,7 +120,7 @@ def export_last(plan: Plan) -> None:
             out = Path(config.job.dump_folder).absolute() / "hf" / found.path.name
             if out.exists():
                 return
-            job = export_job(
+            job = Job(
                 found,
                 manifest,
                 plan.family,

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import sys
 import threading
 import time
 from pathlib import Path
@@ -35,7 +34,6 @@ def _origin() -> tuple[int, int]:
     return parent, len(list(Path(f"/proc/{parent}/task").iterdir()))
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="ranks fork on Linux alone")
 def test_ranks_fork_from_one_process_that_has_no_threads(on_ranks) -> None:
     (first, threads), other = on_ranks(2, _origin)
     assert other == (first, threads)

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -101,7 +102,8 @@ def test_a_job_that_is_about_to_end_is_waited_for(tmp_path: Path, monkeypatch) -
 def on_another_machine(folder: Path) -> str:
     """Rewrite the file as if a machine that cannot be seen from here had made it."""
     content = json.loads((folder / FILE).read_text())
-    (folder / FILE).write_text(json.dumps(content | {"machine": "another boot", "host": "far"}))
+    theirs = {"machine": "another boot", "host": "far", "pid": 2**30}  # no number of ours
+    (folder / FILE).write_text(json.dumps(content | theirs))
     return content["nonce"]
 
 
@@ -114,7 +116,7 @@ def test_a_job_on_another_machine_runs_while_its_file_is_touched(tmp_path: Path)
         while not is_over.wait(0.1):
             os.utime(tmp_path / FILE)
 
-    beating = threading.Thread(target=touch)
+    beating = threading.Thread(target=touch, daemon=True)
     beating.start()
     with pytest.raises(ConfigError, match="process .* on far"):
         Claim(tmp_path, new_nonce()).take()
@@ -140,6 +142,18 @@ def test_of_two_that_replace_the_same_one_job_remains(tmp_path: Path) -> None:
     assert holder(tmp_path) == winner.owner
     assert [path.name for path in tmp_path.iterdir()] == [FILE]
     winner.give_back()
+
+
+def test_a_claim_that_is_new_by_the_time_it_is_moved_is_put_back(tmp_path, monkeypatch) -> None:
+    theirs = claims.Claim(tmp_path / FILE)
+    assert theirs.take()
+    dead = claims.State(replace(theirs.owner, pid=2**30), 0)
+    seen, real = iter([dead]), claims.read
+    monkeypatch.setattr(claims, "read", lambda file: next(seen, None) or real(file))
+    assert not claims.Claim(tmp_path / FILE).take()
+    assert holder(tmp_path) == theirs.owner
+    assert [path.name for path in tmp_path.iterdir()] == [FILE]
+    theirs.give_back()
 
 
 def test_what_is_not_a_jobs_is_left_alone(tmp_path: Path) -> None:

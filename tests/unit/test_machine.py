@@ -1,7 +1,6 @@
 """How many GPUs and cores this machine has for a job, also where its driver is ill."""
 
 import os
-import sys
 from argparse import Namespace
 from contextlib import suppress
 from importlib.machinery import ModuleSpec
@@ -145,7 +144,6 @@ def test_the_gpu_of_an_amd_laptop_is_none_for_a_torch_without_rocm(
     assert count_gpus() == count
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="looks at Linux's control groups")
 @pytest.mark.parametrize(
     ("outer", "inner", "count"),
     [
@@ -165,7 +163,6 @@ def test_cores_are_those_that_the_quota_grants(monkeypatch, tmp_path, outer, inn
     assert count_cores() == count
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="looks at Linux's control groups")
 def test_memory_is_at_most_the_limit_of_every_control_group_above(monkeypatch, tmp_path) -> None:
     monkeypatch.setattr(machine, "CGROUPS", tmp_path)
     monkeypatch.setattr(machine, "OWN_CGROUP", tmp_path / "own")

@@ -21,11 +21,12 @@ from meshwright.datasets.loader import to_batches
 from meshwright.datasets.opening import CachedSource, open_told, open_training_data
 from meshwright.datasets.stream import Cursor, cached_samples, find_samples
 from meshwright.datasets.token_cache import packing
+from meshwright.datasets.token_cache.cache import DamagedCacheError
 from meshwright.datasets.token_cache.packing import (
-    Packing,
-    StoredPacking,
     best_fit,
     open_packing,
+    packed_in_memory,
+    stored_packing,
 )
 from meshwright.models.loss import IGNORE, PADDING
 from meshwright.system.errors import ConfigError
@@ -129,8 +130,8 @@ def test_windows_are_packed_apart(tmp_path, small_windows) -> None:
 
 def test_the_stored_packing_is_the_computed_one(tmp_path, small_windows) -> None:
     cache = cached(tmp_path).cache
-    computed, stored = Packing(cache, LENGTH), open_packing(cache, LENGTH)
-    assert isinstance(stored, StoredPacking)
+    open_packing(cache, LENGTH)
+    computed, stored = packed_in_memory(cache, LENGTH), stored_packing(cache, LENGTH)
     assert computed.bin_starts.tolist() == stored.bin_starts.tolist()
     for window in range(len(stored.bin_starts) - 1):
         assert computed.window(window).tolist() == stored.window(window).tolist()
@@ -176,7 +177,10 @@ def test_without_room_for_files_it_stays_in_memory(tmp_path, monkeypatch, small_
         raise PermissionError(13, "Permission denied", str(path))
 
     monkeypatch.setattr(packing, "whole_file", refuse)
-    assert type(open_packing(cache, LENGTH)) is Packing
+    found, starts = open_packing(cache, LENGTH), packed_in_memory(cache, LENGTH).bin_starts
+    assert found.bin_starts.tolist() == starts.tolist()
+    with pytest.raises(DamagedCacheError):
+        stored_packing(cache, LENGTH)
 
 
 @pytest.mark.parametrize("split", [(2, 2, 1), (4, 1, 1), (1, 1, 4), (2, 1, 2)])

@@ -14,7 +14,6 @@ from meshwright.commands.prove.report import COLUMNS, cells, line, summary, writ
 from meshwright.commands.prove.shrink import HIGHEST_LR, shrink
 from meshwright.config.job_config import JobConfig
 from meshwright.config.loader import load_config
-from meshwright.parallelisms.rules import compile_choice
 from meshwright.system.errors import ConfigError
 from meshwright.train.resolve_model import resolve_model
 from tests.helpers.cli import command
@@ -68,7 +67,6 @@ def test_a_case_without_a_compiler_is_not_run(monkeypatch, tmp_path) -> None:
     small = small_job("--parallelism.data_parallel_shard_degree=2")
     compiled = build_case("compiled", small, {"dp_shard": 2}, compile={"enable": True})
     eager = build_case("mesh", small, {"dp_shard": 2})
-    monkeypatch.setattr(compile_choice.sys, "platform", "linux")
     monkeypatch.setenv("CXX", "none")
     assert _why_not(eager) == ""
     reason = _why_not(compiled)

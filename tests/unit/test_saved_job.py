@@ -32,7 +32,8 @@ FORGOTTEN = (
 def error_of(**saved: object) -> str:
     """What a resume says where the data has changed since."""
     entry = Entry("training", "name", Source(dataset="owner/name"))
-    source = SimpleNamespace(entry=entry, content="new", revision=NEW)
+    found = SimpleNamespace(revision=NEW)
+    source = SimpleNamespace(entry=entry, content="new", found=found)
     plan = SimpleNamespace(
         config=SimpleNamespace(checkpoint=Checkpoint()), begins_with=lambda saved: False
     )

@@ -7,8 +7,7 @@ import math
 import secrets
 import shutil
 import struct
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +18,14 @@ from torch import Tensor
 from meshwright.checkpoint.commit import UNFINISHED
 from meshwright.checkpoint.conversion.hf_folder import CONFIG, GENERATION_CONFIG, INDEX, SINGLE
 from meshwright.checkpoint.conversion.readers import HuggingFaceWeights, halves
+from meshwright.checkpoint.conversion.tokenizer_json import samples
+from meshwright.checkpoint.find import saved_args
+from meshwright.checkpoint.manifest import Manifest
 from meshwright.checkpoint.reader import CheckpointWeights
-from meshwright.models.args import DecoderArgs
+from meshwright.checkpoint.state import MODEL
+from meshwright.datasets.tokenizers.kinds import Tokenizer, end_of_chat, special_ids
 from meshwright.models.decoder import Decoder
-from meshwright.models.family import ForeignTensor, HuggingFaceForm
+from meshwright.models.family import Family, ForeignTensor
 from meshwright.parallelisms.local_model import keep_modules
 from meshwright.parallelisms.parallelize import quiet_torchao
 from meshwright.parallelisms.rules.stages import split_evenly
@@ -41,30 +44,46 @@ TYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 LEAVE_OUT = "export without it (--without-tokenizer), and encode text as training did"
 
 
-@dataclass(frozen=True)
 class Job:
-    """An export."""
+    """An export of a checkpoint.
 
-    weights: CheckpointWeights
-    form: HuggingFaceForm
-    args: DecoderArgs
-    seq_len: int
-    """Tokens of a sequence of training."""
-    dtype: torch.dtype
-    max_shard_bytes: int
-    special_tokens: Mapping[str, int]
-    """bos_token_id, eos_token_id."""
-    ends_of_text: Sequence[int]
-    """Tokens that end a generated text: the EOS, and the token that ends a turn of a chat."""
-    other_files: Mapping[str, Path | str]
-    """Files to copy, or their content, by their names in the folder."""
-    is_fused: bool
-    """Write experts stacked, as transformers 5 has them in memory; otherwise one by one, as the hub
-    does."""
-    encode: Callable[[str], list[int]] | None
-    """Text to ids, without special tokens; None: no tokenizer is exported."""
-    texts: Iterable[str]
-    """To compare ids on."""
+    Args:
+        place: of the step's folder.
+        other_files: of the tokenizer: files to copy, or their content, by their names in the
+            folder; none: it is left out.
+        prefix: of the names of the weights there; state that is not trained has that of the model.
+        is_fused: write experts stacked, as transformers 5 has them in memory; otherwise one by one,
+            as the hub does.
+
+    Raises:
+        ConfigError: if the checkpoint cannot be read.
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        manifest: Manifest,
+        family: Family,
+        tokenizer: Tokenizer,
+        other_files: Mapping[str, Path | str],
+        *,
+        dtype: torch.dtype,
+        max_shard_bytes: int,
+        prefix: str = MODEL,
+        is_fused: bool = False,
+    ) -> None:
+        self.form, self.args = family.hf, saved_args(place, manifest, family.args)
+        untrained = self.args.table.state  # without a mean
+        self.weights = CheckpointWeights(
+            place, lambda name: (MODEL if name in untrained else prefix) + name
+        )
+        self.seq_len = int(manifest["data_identity"]["training.seq_len"])
+        self.dtype, self.max_shard_bytes, self.is_fused = dtype, max_shard_bytes, is_fused
+        self.tokenizer, self.other_files = tokenizer, other_files
+        ends = {tokenizer.eos_id, end_of_chat(tokenizer)}
+        self.ends_of_text = sorted(token for token in ends if token is not None)
+        special = special_ids(tokenizer)
+        self.special_tokens = {key: token for key, token in special.items() if token is not None}
 
 
 def export(job: Job, out: Path, say: Callable[[str], None]) -> None:
@@ -235,25 +254,23 @@ def _verify(job: Job, place: Place, say: Callable[[str], None]) -> None:
         del want, got
     rounded = "" if job.dtype == torch.float32 else f", rounded to {_name(job.dtype)},"
     say(f"compared {len(tensors)} tensors with the checkpoint's{rounded} to the bit: equal")
-    if job.encode is not None:
-        _verify_tokenizer(job, job.encode, place, say)
+    if job.other_files:
+        _verify_tokenizer(job, place, say)
     if importlib.util.find_spec("transformers") is None:
         say("did not compare logits: transformers is not installed")
     else:
         _verify_logits(job, place, say)
 
 
-def _verify_tokenizer(
-    job: Job, encode: Callable[[str], list[int]], place: Place, say: Callable[[str], None]
-) -> None:
+def _verify_tokenizer(job: Job, place: Place, say: Callable[[str], None]) -> None:
     """Hold the folder's tokenizer against the one of training, on ids and on special tokens."""
     try:
         theirs, special, by = _read_tokenizer(place.path)
     except Exception as error:  # whatever a library makes of a file
         raise place.error(f"its tokenizer cannot be read: {error}", LEAVE_OUT) from None
     count = 0
-    for text in job.texts:
-        want, got = encode(text), theirs(text)
+    for text in samples(job.tokenizer):
+        want, got = job.tokenizer.encode(text), theirs(text)
         where = next((i for i, (a, b) in enumerate(zip(want, got, strict=False)) if a != b), 0)
         place.check(
             got == want,

@@ -1,31 +1,20 @@
-"""Collects what an export needs: a checkpoint's weights and dimensions, and tokenizer files."""
+"""The files of a tokenizer in an exported folder, by the names that Hugging Face has."""
 
 import json
 from pathlib import Path
 
-import torch
-
-from meshwright.checkpoint import state
-from meshwright.checkpoint.conversion.export import Job
 from meshwright.checkpoint.conversion.hf_folder import GENERATION_CONFIG
 from meshwright.checkpoint.conversion.tokenizer_json import (
-    samples,
     special_names,
     to_tokenizer_json,
 )
-from meshwright.checkpoint.find import saved_args
-from meshwright.checkpoint.manifest import Manifest
-from meshwright.checkpoint.reader import CheckpointWeights
 from meshwright.config.section import BYTES
 from meshwright.datasets.tokenizers.huggingface import HuggingFaceTokenizer
 from meshwright.datasets.tokenizers.kinds import (
     SentencePieceTokenizer,
     Tokenizer,
-    end_of_chat,
     find_file,
-    special_ids,
 )
-from meshwright.models.family import Family
 from meshwright.system.errors import config_error
 from meshwright.system.files import Place
 
@@ -36,53 +25,6 @@ FILES = (
     *("chat_template.jinja", GENERATION_CONFIG),
 )
 """Files of a Hugging Face folder besides its weights and config.json."""
-
-
-def export_job(
-    place: Place,
-    manifest: Manifest,
-    family: Family,
-    tokenizer: Tokenizer,
-    files: dict[str, Path | str],
-    *,
-    dtype: torch.dtype,
-    max_shard_bytes: int,
-    prefix: str = state.MODEL,
-    is_fused: bool = False,
-) -> Job:
-    """Return the job of exporting a checkpoint.
-
-    Args:
-        place: of the step's folder.
-        prefix: of the names of the weights there; state that is not trained has that of the model.
-        files: of the tokenizer, by name; none: it is left out.
-
-    Raises:
-        ConfigError: if the checkpoint cannot be read.
-    """
-    special = special_ids(tokenizer)
-    args = saved_args(place, manifest, family.args)
-    untrained = args.table.state  # without a mean
-
-    def saved_name(name: str) -> str:
-        return (state.MODEL if name in untrained else prefix) + name
-
-    return Job(
-        weights=CheckpointWeights(place, saved_name),
-        form=family.hf,
-        args=args,
-        seq_len=int(manifest["data_identity"]["training.seq_len"]),
-        dtype=dtype,
-        max_shard_bytes=max_shard_bytes,
-        is_fused=is_fused,
-        special_tokens={key: token for key, token in special.items() if token is not None},
-        ends_of_text=sorted(
-            {i for i in (tokenizer.eos_id, end_of_chat(tokenizer)) if i is not None}
-        ),
-        other_files=files,
-        encode=tokenizer.encode if files else None,
-        texts=samples(tokenizer),
-    )
 
 
 def tokenizer_files(tokenizer: Tokenizer, path: str) -> dict[str, Path | str]:

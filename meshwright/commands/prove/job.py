@@ -17,7 +17,7 @@ from meshwright.datasets.opening import CachedSource, OpenSource, StreamedSource
 from meshwright.datasets.rows import IndexedDocuments
 from meshwright.datasets.stream import Cursor
 from meshwright.datasets.token_cache.cache import BLOCK_DOCUMENTS, TokenCache
-from meshwright.datasets.token_cache.packing import Packing
+from meshwright.datasets.token_cache.packing import packed_in_memory
 from meshwright.datasets.tokenizers.kinds import ByteTokenizer
 from meshwright.models.decoder import Decoder
 from meshwright.models.loss import PADDING
@@ -268,7 +268,7 @@ def open_source(training: Training, vocab_size: int, seed: int) -> OpenSource:
     pieces = documents(vocab_size, seed, SHORTEST if is_cut else SHORTEST_PACKED)
     if training.dataset_mode != "streamed":
         cache = MemoryCache(pieces)
-        packing = None if is_cut else Packing(cache, training.seq_len + 1)
+        packing = None if is_cut else packed_in_memory(cache, training.seq_len + 1)
         return CachedSource(entry, cache, packing=packing)
     numbered = IndexedDocuments(len(pieces), str)
     shards, window = training.stream_shards, training.shuffle_window

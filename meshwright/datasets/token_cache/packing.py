@@ -6,7 +6,9 @@ Source: Ding et al. 2024, "Fewer Truncations Improve Language Modeling" (arXiv:2
 
 import functools
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -90,7 +92,7 @@ def pack(cache: TokenCache, capacity: int) -> Iterator[Pieces]:
 
 
 class Packing:
-    """The samples of a cache, packed; in memory. A window is computed whenever it is asked for.
+    """The samples of a cache, packed.
 
     Attributes:
         capacity: tokens of a sample.
@@ -98,42 +100,43 @@ class Packing:
         window: returns the pieces of a window, by sample.
     """
 
-    def __init__(self, cache: TokenCache, capacity: int) -> None:
-        self.capacity = capacity
-        self.bin_starts = _starts([_num_bins(pieces) for pieces in pack(cache, capacity)])
-        self.window = functools.lru_cache(WINDOWS_KEPT)(
-            functools.partial(pack_window, cache, capacity=capacity)
-        )
+    def __init__(
+        self, capacity: int, bin_starts: npt.NDArray[np.int64], window: Callable[[int], Pieces]
+    ) -> None:
+        self.capacity, self.bin_starts = capacity, bin_starts
+        self.window = functools.lru_cache(WINDOWS_KEPT)(window)
 
 
-class StoredPacking(Packing):
-    """The same, read from two files in the folder of the cache.
+def packed_in_memory(cache: TokenCache, capacity: int) -> Packing:
+    """Pack a cache. A window is computed whenever it is asked for."""
+    bin_starts = _starts([_num_bins(pieces) for pieces in pack(cache, capacity)])
+    return Packing(capacity, bin_starts, partial(pack_window, cache, capacity=capacity))
+
+
+def stored_packing(cache: TokenCache, capacity: int) -> Packing:
+    """Return the same, read from two files in the folder of the cache.
 
     Raises:
         DamagedCacheError: if they are not there or not whole, or pack other tokens.
     """
+    path = _path(cache, capacity)
+    arrays = load_arrays(path.with_suffix(".npz"), OF_PACKING)
+    if str(arrays["content"]) != cache.content:
+        raise DamagedCacheError(f"{path.name} packs other tokens")
+    starts = arrays["piece_starts"].astype(np.int64) * PIECE.itemsize
+    if not path.exists() or path.stat().st_size != starts[-1]:
+        raise DamagedCacheError(f"{path.name} is not whole")
+    checksums, file = arrays["checksums"], RangeFile(str(path))
 
-    def __init__(self, cache: TokenCache, capacity: int) -> None:
-        self._path = _path(cache, capacity)
-        arrays = load_arrays(self._path.with_suffix(".npz"), OF_PACKING)
-        if str(arrays["content"]) != cache.content:
-            raise DamagedCacheError(f"{self._path.name} packs other tokens")
-        self.capacity = capacity
-        self.bin_starts = arrays["bin_starts"].astype(np.int64)
-        self._starts = arrays["piece_starts"].astype(np.int64)
-        size = self._path.stat().st_size if self._path.exists() else -1
-        if size != self._starts[-1] * PIECE.itemsize:
-            raise DamagedCacheError(f"{self._path.name} is not whole")
-        self._checksums, self._file = arrays["checksums"], RangeFile(str(self._path))
-        self.window = functools.lru_cache(WINDOWS_KEPT)(self._read)
-
-    def _read(self, window: int) -> Pieces:
-        begin, end = (int(start) * PIECE.itemsize for start in self._starts[window : window + 2])
-        content = self._file.read(begin, end - begin)
-        if zlib.crc32(content) != self._checksums[window]:
-            fix = f"delete {self._path.with_suffix('.npz')}, and run the same command again"
-            raise ConfigError(CACHE_KEY, f"{self._path}: damaged\n  fix: {fix}")
+    def read(window: int) -> Pieces:
+        begin, end = starts[window : window + 2].tolist()
+        content = file.read(begin, end - begin)
+        if zlib.crc32(content) != checksums[window]:
+            fix = f"delete {path.with_suffix('.npz')}, and run the same command again"
+            raise ConfigError(CACHE_KEY, f"{path}: damaged\n  fix: {fix}")
         return np.frombuffer(content, PIECE)
+
+    return Packing(capacity, arrays["bin_starts"].astype(np.int64), read)
 
 
 def open_packing(cache: TokenCache, capacity: int, *, again: bool = False) -> Packing:
@@ -144,17 +147,15 @@ def open_packing(cache: TokenCache, capacity: int, *, again: bool = False) -> Pa
         again: make it in any case.
     """
     if not again:
-        try:
-            return StoredPacking(cache, capacity)
-        except DamagedCacheError:
-            pass
+        with suppress(DamagedCacheError):
+            return stored_packing(cache, capacity)
     try:
         with busy(f"packing {cache.num_documents:,} documents"):
             _store(cache, capacity)
     except OSError as error:
         warn_once(f"{cache.folder}: {error.strerror or error}: each rank packs documents by itself")
-        return Packing(cache, capacity)
-    return StoredPacking(cache, capacity)
+        return packed_in_memory(cache, capacity)
+    return stored_packing(cache, capacity)
 
 
 def _store(cache: TokenCache, capacity: int) -> None:

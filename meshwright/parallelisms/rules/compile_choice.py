@@ -3,7 +3,6 @@
 import importlib.util
 import os
 import shutil
-import sys
 import sysconfig
 from collections.abc import Collection
 from pathlib import Path
@@ -108,8 +107,6 @@ def why_no_compiler(is_gpu: bool = False) -> str:
     It looks where inductor does (torch/_inductor: config.py, cpp.cxx; cpp_builder.py,
     `_get_python_include_dirs`), and Triton, which compiles for GPUs (triton/runtime/build.py).
     """
-    if sys.platform == "darwin":  # clang++ may be there without what it needs
-        return "compiled blocks were not tried on macOS"
     compiler = os.environ.get("CXX", "g++")
     if shutil.which(compiler) is None:
         return f"there is no C++ compiler {compiler!r} (CXX names another)"
