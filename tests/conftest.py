@@ -112,9 +112,15 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """A test marked `ranks(n)` runs on each of n ranks, with the same arguments."""
+    """A test marked `ranks(n)` runs on each of n ranks, with the same arguments.
+
+    n may be the name of one of them that says it: a number or `ParallelDims`.
+    """
     if (marker := pyfuncitem.get_closest_marker("ranks")) is None:
         return None
     given, test = pyfuncitem.funcargs, pyfuncitem.function
-    given["on_ranks"](*marker.args, test, *(given[name] for name in signature(test).parameters))
+    (ranks,) = marker.args
+    ranks = given[ranks] if isinstance(ranks, str) else ranks
+    arguments = [given[name] for name in signature(test).parameters]
+    given["on_ranks"](getattr(ranks, "num_ranks", ranks), test, *arguments)
     return True

@@ -6,7 +6,7 @@ import pytest
 
 from meshwright.models.families.llama import LlamaArgs
 from meshwright.parallelisms.rules.degrees import ParallelDims
-from tests.distributed.test_compile import Graphs
+from tests.distributed.test_compile import INDUCTOR, Graphs
 from tests.helpers.job import DEEP, SCHEDULES, Job, mesh
 from tests.helpers.needs import needs_compiler
 from tests.helpers.packed import packed, reference
@@ -53,17 +53,18 @@ def _compare(job: Job, args: LlamaArgs) -> None:
         assert error <= gradient_bound(args), f"{name}: {error:.1e}"
 
 
-def _packed_step(dims: ParallelDims, options: dict) -> None:
+@pytest.mark.parametrize(
+    ("dims", "options"),
+    [*slow_but("2d pp-zbv", CASES), pytest.param(FSDP, INDUCTOR, marks=needs_compiler)],
+)
+@pytest.mark.ranks("dims")
+def test_packed_documents_learn_as_they_do_alone(dims, options) -> None:
     _compare(packed_job(dims, options), DEEP if dims.pp > 1 else TINY)
 
 
-@pytest.mark.parametrize(("dims", "options"), slow_but("2d pp-zbv", CASES))
-def test_packed_documents_learn_as_they_do_alone(on_ranks, dims, options) -> None:
-    on_ranks(dims.num_ranks, _packed_step, dims, options)
-
-
-def _compiled_packed_steps(dims: ParallelDims, options: dict) -> tuple[int, int]:
-    """Graphs of the first step, less the loss's two, and of two with other documents."""
+@pytest.mark.parametrize(("dims", "options"), slow_but("fsdp-op", COMPILED))
+@pytest.mark.ranks("dims")
+def test_other_documents_are_not_compiled_anew(dims, options) -> None:
     graphs = Graphs()
     job = packed_job(dims, {"compile_backend": "aot_eager", **options})
     _compare(job, DEEP if dims.pp > 1 else TINY)
@@ -71,15 +72,4 @@ def _compiled_packed_steps(dims: ParallelDims, options: dict) -> tuple[int, int]
     for step in (2, 3):
         take_packed_step(job, step)
     num_of_loss = 2 * any(stage.output is not None for stage in job.model.stages)
-    return first - num_of_loss, graphs.new()
-
-
-@pytest.mark.parametrize(("dims", "options"), slow_but("fsdp-op", COMPILED))
-def test_other_documents_are_not_compiled_anew(on_ranks, dims, options) -> None:
-    ranks = dims.num_ranks
-    assert on_ranks(ranks, _compiled_packed_steps, dims, options) == [(1, 0)] * ranks
-
-
-@needs_compiler
-def test_packed_documents_compiled_by_inductor(on_ranks) -> None:
-    on_ranks(2, _packed_step, FSDP, {"compile_backend": "inductor"})
+    assert (first - num_of_loss, graphs.new()) == (1, 0)

@@ -94,22 +94,17 @@ def batch_of(is_packed: bool) -> Batch:
     return Batch(tokens, labels, None)
 
 
-def _compare_all(family: str, ranks: int) -> None:
+@pytest.mark.parametrize(
+    ("family", "ranks"), [EVERYDAY, *slow(*(pair for pair in ALL if pair != EVERYDAY))]
+)
+@pytest.mark.ranks("ranks")
+def test_every_mesh_has_the_initial_values_loss_and_gradients_of_one_device(family, ranks) -> None:
     for mesh, option in CASES[ranks]:
         axes = {"dp_replicate": 1, "dp_shard": 1, "ep": int(bool(ARGS[family].table.mixtures))}
         dims = ParallelDims(**(axes | mesh))
         if dims.has_own_experts and not shards_experts_apart():
             continue
         compare(family, dims, OPTIONS[option], is_packed=option == "packed")
-
-
-@pytest.mark.parametrize(
-    ("family", "ranks"), [EVERYDAY, *slow(*(pair for pair in ALL if pair != EVERYDAY))]
-)
-def test_every_mesh_has_the_initial_values_loss_and_gradients_of_one_device(
-    on_ranks, family, ranks
-) -> None:
-    on_ranks(ranks, _compare_all, family, ranks)
 
 
 @pytest.mark.ranks(2)

@@ -45,7 +45,12 @@ class Shapes(TorchDispatchMode):
         return output
 
 
-def _attend_to_the_whole(cp: int, dtype: torch.dtype, tolerance: float) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 5e-3)], ids=str
+)
+@pytest.mark.parametrize("cp", [2, 4])
+@pytest.mark.ranks("cp")
+def test_it_is_attention_to_the_whole_sequence(cp, dtype, tolerance) -> None:
     mesh = meshes_of(ParallelDims(dp_replicate=1, dp_shard=1, cp=cp), "cpu").cp
     *inputs, grad = _inputs(dtype)
     positions = local_positions(SEQ_LEN, mesh, grad.device)
@@ -62,17 +67,10 @@ def _attend_to_the_whole(cp: int, dtype: torch.dtype, tolerance: float) -> None:
         assert error < tolerance, f"{name}: {error}"
 
 
-@pytest.mark.parametrize(
-    ("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 5e-3)], ids=str
-)
-@pytest.mark.parametrize("cp", [2, 4])
-def test_it_is_attention_to_the_whole_sequence(on_ranks, cp, dtype, tolerance) -> None:
-    on_ranks(cp, _attend_to_the_whole, cp, dtype, tolerance)
-
-
-def _kept_and_results(cp: int) -> tuple[int, bool]:
-    """Most elements of a tensor that is kept for backward, eager or compiled; whether the two give
-    the same bits."""
+@pytest.mark.ranks(4)
+def test_a_rank_keeps_its_own_keys_alone() -> None:
+    """Eager or compiled, which give the same bits."""
+    cp = 4
     mesh = meshes_of(ParallelDims(dp_replicate=1, dp_shard=1, cp=cp), "cpu").cp
     *inputs, grad = _inputs(torch.bfloat16)
     positions, sizes = local_positions(SEQ_LEN, mesh, grad.device), []
@@ -90,15 +88,8 @@ def _kept_and_results(cp: int) -> tuple[int, bool]:
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
             output = attention(*own)
         results.append([output, *torch.autograd.grad(output, own, grad[:, :, positions])])
-    return max(sizes), all(map(torch.equal, *results))
-
-
-def test_a_rank_keeps_its_own_keys_alone(on_ranks) -> None:
-    cp = 4
-    queries = 2 * 4 * (SEQ_LEN // cp) * 8
-    for most, are_equal in on_ranks(cp, _kept_and_results, cp):
-        assert most <= queries  # whole keys have twice as many elements
-        assert are_equal
+    assert max(sizes) <= 2 * 4 * (SEQ_LEN // cp) * 8  # queries: whole keys have twice as many
+    assert all(map(torch.equal, *results))
 
 
 @pytest.mark.parametrize("rank", [0, 1])

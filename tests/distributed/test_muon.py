@@ -11,9 +11,10 @@ from meshwright.checkpoint.state import TrainingTensors
 from meshwright.config.optimizer import Muon, Optimizer
 from meshwright.models.decoder import Decoder
 from meshwright.models.families.llama import LlamaArgs
-from meshwright.parallelisms.rules.degrees import ParallelDims
 from meshwright.parallelisms.shards import local_box, part_of_box
 from meshwright.train.optim.optimizers import build_optimizer, set_learning_rate, update
+from tests.helpers.job import mesh
+from tests.helpers.slow import slow
 from tests.helpers.tiny import MIXED, TINY, parallel_model, plain_model, whole
 
 TABLE = TINY.table.parameters
@@ -87,7 +88,7 @@ def alone(
 def _meshes(cases: list[Case]) -> None:
     of_one = dict[str, dict[str, torch.Tensor]]()
     for degrees, options, of_model in cases:
-        dims = ParallelDims(**dict.fromkeys(AXES, 1) | degrees)
+        dims = mesh(**degrees)
         args = MIXED if dims.ep else TINY
         model, meshes = parallel_model(dims, args, microbatches=(dims.pp, 1), **of_model)
         optimizer = build_optimizer(
@@ -112,41 +113,29 @@ def _meshes(cases: list[Case]) -> None:
             assert name in frozen or not torch.equal(want[name], start[name])
 
 
-def test_two_ranks_update_as_one_to_the_bit(on_ranks) -> None:
-    fp32 = {"dtype": "float32"}
-    on_ranks(
-        2,
-        _meshes,
-        [
-            *(({axis: 2}, {}, {}) for axis in AXES),
-            ({"tp": 2}, fp32 | {"split_heads": True}, {}),
-            ({"dp_shard": 2}, fp32 | {"nesterov": False, "lr_scale": "spectral"}, {}),
-            ({"dp_shard": 2}, {}, {"enable_cpu_offload": True}),
-            ({"dp_shard": 2}, {}, {"frozen": matrices(TINY)[:3]}),
-        ],
-    )
+FP32 = {"dtype": "float32"}
+ON_TWO = [
+    *(({axis: 2}, {}, {}) for axis in AXES),
+    ({"tp": 2}, FP32 | {"split_heads": True}, {}),
+    ({"dp_shard": 2}, FP32 | {"nesterov": False, "lr_scale": "spectral"}, {}),
+    ({"dp_shard": 2}, {}, {"enable_cpu_offload": True}),
+    ({"dp_shard": 2}, {}, {"frozen": matrices(TINY)[:3]}),
+]
+PAIRS = (
+    *(("dp_shard", "tp"), ("dp_replicate", "dp_shard"), ("dp_replicate", "tp")),
+    *(("cp", "tp"), ("pp", "tp"), ("pp", "dp_shard")),
+)
+ON_FOUR = [
+    ({"dp_shard": 4}, {}, {}),
+    ({"tp": 2, "dp_shard": 2}, FP32 | {"split_heads": True}, {}),
+    *(({one: 2, other: 2}, {}, {}) for one, other in PAIRS),
+    ({"pp": 2, "dp_shard": 2}, {}, {"frozen": [n for n in TABLE if "layers.0" in n]}),
+]
 
 
-@pytest.mark.slow
-def test_four_ranks_update_as_one_to_the_bit(on_ranks) -> None:
-    pairs = [
-        ("dp_shard", "tp"),
-        ("dp_replicate", "dp_shard"),
-        ("dp_replicate", "tp"),
-        ("cp", "tp"),
-        ("pp", "tp"),
-        ("pp", "dp_shard"),
-    ]
-    on_ranks(
-        4,
-        _meshes,
-        [
-            ({"dp_shard": 4}, {}, {}),
-            ({"tp": 2, "dp_shard": 2}, {"split_heads": True, "dtype": "float32"}, {}),
-            *(({one: 2, other: 2}, {}, {}) for one, other in pairs),
-            ({"pp": 2, "dp_shard": 2}, {}, {"frozen": [n for n in TABLE if "layers.0" in n]}),
-        ],
-    )
+@pytest.mark.parametrize(("ranks", "cases"), [(2, ON_TWO), *slow((4, ON_FOUR))])
+def test_ranks_update_as_one_to_the_bit(on_ranks, ranks, cases) -> None:
+    on_ranks(ranks, _meshes, cases)
 
 
 @pytest.mark.slow
@@ -155,10 +144,10 @@ def test_all_meshes_of_eight_ranks_update_as_one_to_the_bit(on_ranks) -> None:
     most = {"pp": 2, "cp": 4, "tp": 2}
     sizes = itertools.product((1, 2, 4, 8), repeat=len(AXES))
     meshes = [dict(zip(AXES, degrees, strict=True)) for degrees in sizes]
-    whole = [mesh for mesh in meshes if math.prod(mesh.values()) == 8]
+    whole = [degrees for degrees in meshes if math.prod(degrees.values()) == 8]
     possible = [m for m in whole if all(m[axis] <= degree for axis, degree in most.items())]
     assert len(possible) > 20
-    on_ranks(8, _meshes, [(mesh, {}, {}) for mesh in possible])
+    on_ranks(8, _meshes, [(degrees, {}, {}) for degrees in possible])
 
 
 @pytest.mark.slow
@@ -175,8 +164,15 @@ def test_experts_are_updated_as_on_one_rank_to_the_bit(on_ranks) -> None:
     on_ranks(4, _meshes, [(degrees, {}, {}) for degrees in meshes])
 
 
-def _state_moves(degrees: dict[str, int]) -> None:
-    dims = ParallelDims(**dict.fromkeys(AXES, 1) | degrees)
+@pytest.mark.parametrize(
+    "dims",
+    [
+        mesh(dp_shard=2, tp=2),
+        *slow(mesh(dp_replicate=2, dp_shard=2, tp=2), mesh(dp_shard=8)),
+    ],
+)
+@pytest.mark.ranks("dims")
+def test_a_state_continues_on_one_rank_and_back_to_the_bit(dims) -> None:
     model, meshes = parallel_model(dims)
     ranks = meshes.stage.get_group()
     optimizer = build_optimizer(model.named_parameters(), config_of({}), TABLE, ranks)
@@ -196,15 +192,3 @@ def _state_moves(degrees: dict[str, int]) -> None:
     got = take_steps(other, back, range(2, 4))
     for key, tensor in got.items():
         assert torch.equal(whole(tensor), want[key]), key
-
-
-@pytest.mark.parametrize(
-    ("ranks", "degrees"),
-    [
-        (4, {"dp_shard": 2, "tp": 2}),
-        pytest.param(8, {"dp_replicate": 2, "dp_shard": 2, "tp": 2}, marks=pytest.mark.slow),
-        pytest.param(8, {"dp_shard": 8}, marks=pytest.mark.slow),
-    ],
-)
-def test_a_state_continues_on_one_rank_and_back_to_the_bit(on_ranks, ranks, degrees) -> None:
-    on_ranks(ranks, _state_moves, degrees)

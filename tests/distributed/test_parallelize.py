@@ -1,6 +1,7 @@
 """The log says what was applied to a model."""
 
 import logging
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,29 +16,12 @@ from tests.helpers.tiny import meshes_of
 FSDP = "FSDP2: parameters cut in {}; computes in {}, reduces in float32; through shared memory"
 
 
-def _build(options: dict[str, str], world_size: int) -> list[str]:
-    words = ["--job.config_file", "tests/integration/tiny.toml"]
-    words += [word for key, value in options.items() for word in (f"--{key}", value)]
-    plan = preflight(load_config(words), world_size)
-    level = logger.level
-    logger.setLevel(logging.INFO)
-    with logged() as messages:
-        build_model(plan, meshes_of(plan.dims, "cpu"), torch.device("cpu"))
-    logger.setLevel(level)
-    return messages
-
-
 @pytest.mark.parametrize(
-    ("options", "lines"),
+    ("words", "lines"),
     [
         (
-            {
-                "parallelism.tensor_parallel_degree": "2",
-                "parallelism.context_parallel_degree": "2",
-                "activation_checkpoint.mode": "selective",
-                "compile.enable": "true",
-                "compile.backend": "aot_eager",
-            },
+            "--parallelism.tensor_parallel_degree=2 --parallelism.context_parallel_degree=2 "
+            "--activation_checkpoint.mode=selective --compile.enable --compile.backend=aot_eager",
             [
                 "tensor parallelism: matrices, and the sequence between them, cut in 2",
                 "context parallelism: sequences cut in 2; keys and values are gathered",
@@ -47,13 +31,9 @@ def _build(options: dict[str, str], world_size: int) -> list[str]:
             ],
         ),
         (
-            {
-                "model.args.n_layers": "4",
-                "parallelism.pipeline_parallel_degree": "2",
-                "parallelism.pipeline_parallel_schedule": "Interleaved1F1B",
-                "activation_checkpoint.mode": "full",
-                "training.mixed_precision_param": "bfloat16",
-            },
+            "--model.args.n_layers=4 --parallelism.pipeline_parallel_degree=2 "
+            "--parallelism.pipeline_parallel_schedule=Interleaved1F1B "
+            "--activation_checkpoint.mode=full --training.mixed_precision_param=bfloat16",
             [
                 "pipeline: 4 stages on 2 ranks, Interleaved1F1B, 2 microbatches",
                 "activation checkpointing: full",  # once, not of each stage
@@ -63,5 +43,10 @@ def _build(options: dict[str, str], world_size: int) -> list[str]:
     ],
     ids=["tp-cp", "pp"],
 )
-def test_each_parallelism_is_in_the_log_once(on_ranks, options, lines) -> None:
-    assert on_ranks(4, _build, options, 4) == [lines] * 4
+@pytest.mark.ranks(4)
+def test_each_parallelism_is_in_the_log_once(words, lines) -> None:
+    config = load_config(["--job.config_file", "tests/integration/tiny.toml", *words.split()])
+    plan = preflight(config, 4)
+    with patch.object(logger, "level", logging.INFO), logged() as messages:
+        build_model(plan, meshes_of(plan.dims, "cpu"), torch.device("cpu"))
+    assert messages == lines

@@ -1,7 +1,5 @@
 """One rank in bf16 without FSDP2: the same numbers as with it."""
 
-import functools
-
 import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
@@ -41,7 +39,20 @@ def _with_fsdp(meshes: Meshes, tie: bool, fp32_modules: tuple[str, ...]) -> Deco
     return model
 
 
-def _compare(tie: bool, fp32_modules: tuple[str, ...], ac_mode: str, compile_backend: str | None):
+@pytest.mark.parametrize(
+    ("tie", "fp32_modules", "ac_mode", "compile_backend"),
+    [
+        (False, (), "none", None),
+        (True, (), "full", None),
+        (False, ("tok_embeddings", "layers.0.attention_norm", "output"), "none", None),
+        (False, ("layers.1", "norm"), "selective", None),
+        (True, (), "none", "eager"),
+    ],
+)
+@pytest.mark.ranks(1)
+def test_one_rank_computes_in_bf16_as_fsdp_does(
+    tie, fp32_modules, ac_mode, compile_backend
+) -> None:
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(TINY.vocab_size, (4, 2, SEQ_LEN + 1), generator=generator)
     batches = [Batch(part[:, :-1], part[:, 1:], None) for part in tokens]
@@ -61,19 +72,3 @@ def _compare(tie: bool, fp32_modules: tuple[str, ...], ac_mode: str, compile_bac
     for name, gradient in own.items():
         assert gradient.dtype == torch.float32
         assert torch.equal(gradient, expected[name]), name
-
-
-@pytest.mark.parametrize(
-    ("tie", "fp32_modules", "ac_mode", "compile_backend"),
-    [
-        (False, (), "none", None),
-        (True, (), "full", None),
-        (False, ("tok_embeddings", "layers.0.attention_norm", "output"), "none", None),
-        (False, ("layers.1", "norm"), "selective", None),
-        (True, (), "none", "eager"),
-    ],
-)
-def test_one_rank_computes_in_bf16_as_fsdp_does(
-    on_ranks, tie, fp32_modules, ac_mode, compile_backend
-) -> None:
-    on_ranks(1, functools.partial(_compare, tie, fp32_modules, ac_mode, compile_backend))

@@ -13,15 +13,13 @@ from meshwright.models.batch import Batch
 from meshwright.models.loss import IGNORE
 from meshwright.parallelisms.replay import record_choices, replay_choices
 from meshwright.parallelisms.rules.degrees import ParallelDims
-from meshwright.train.bad_steps import BadStepDetector
-from meshwright.train.trainer import StepOptions, train_step
+from tests.helpers.job import GLOBAL_BATCH, SCHEDULES, Job, mesh
 from tests.helpers.rounding import adamw
 from tests.helpers.slow import slow_but
-from tests.helpers.tiny import MIXED, SEQ_LEN, parallel_model, plain_model, whole
+from tests.helpers.tiny import MIXED, SEQ_LEN, parallel_model, plain_model
 
 # two layers, and so the first stage of a pipeline, have no experts
 ARGS = dataclasses.replace(MIXED, n_layers=4, n_dense_layers=2)
-GLOBAL_BATCH = 8
 
 
 class Told:
@@ -63,27 +61,15 @@ def reference() -> tuple[list[float], dict[str, Tensor], dict[int, Tensor]]:
     return losses, gradients, routings[0].seen
 
 
-def records_and_replays(dims: ParallelDims, num_microbatches: int, options: dict) -> None:
+def records_and_replays(axes: dict[str, int], num_microbatches: int, options: dict) -> None:
     losses, gradients, chosen = reference()
     tokens, labels, told = drawn()
-    size = GLOBAL_BATCH // (dims.dp * num_microbatches)
-    options = {"microbatches": (num_microbatches, size), "balance_loss": 0.0} | options
-    model, meshes = parallel_model(dims, ARGS, **options)
-    optimizer, detector = adamw(model), BadStepDetector(torch.device("cpu"))
-    names, seen = {p: name for name, p in model.named_parameters()}, {}
-
-    def keep(optimizer: torch.optim.Optimizer, *_: object) -> None:
-        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-            seen[names[parameter]] = parameter.grad.clone()
-
-    optimizer.register_step_pre_hook(keep)
+    dims = mesh(**{"ep": 1} | axes)
+    job = Job(dims, 0, num_microbatches, args=ARGS, **{"balance_loss": 0.0} | options)
+    model, meshes, seen = job.model, job.meshes, job.whole_gradients()
 
     def step(number: int) -> float:
-        rank, ranks = meshes.dp.get_local_rank(), meshes.dp.size()
-        parts = (part.split(size)[rank::ranks] for part in (tokens, labels))
-        batches, to = [*map(Batch, *parts)], StepOptions()
-        more = {"meshes": meshes, "detector": detector, "options": to}
-        return train_step(model, batches, optimizer, step=number, **more).loss.item()
+        return job.take_step(number, job.part(Batch(tokens, labels))).loss.item()
 
     with record_choices(model.stages, meshes) as choices:
         assert step(1) == pytest.approx(losses[0], rel=1e-5)
@@ -94,7 +80,7 @@ def records_and_replays(dims: ParallelDims, num_microbatches: int, options: dict
         assert step(2) == pytest.approx(losses[1], rel=1e-5)
     for name, got in seen.items():
         want = gradients[name]
-        assert (whole(got) - want).norm() <= 1e-4 * want.norm(), name
+        assert (got - want).norm() <= 1e-4 * want.norm(), name
     mixtures = {n: m for stage in model.stages for n, m in stage.mixtures().items()}
     for number, mixture in mixtures.items():
         assert torch.equal(mixture.load, told[number].flatten().bincount(minlength=8))
@@ -115,19 +101,16 @@ CASES = {
     "hsdp-ep": ({"dp_replicate": 2, "dp_shard": 2, "ep": 2}, 2, {}),
     "cp-tp-ep4": ({"cp": 2, "tp": 2, "ep": 4}, 1, {"ac_mode": "full"}),
     "pp-tp-ep": ({"pp": 2, "tp": 2, "ep": 2}, 2, {}),
-    "interleaved": (
-        {"pp": 2, "dp_shard": 2},
-        4,
-        {"schedule": "ZBVZeroBubble", "stages_per_rank": 2},
-    ),
+    "interleaved": ({"pp": 2, "dp_shard": 2}, 4, SCHEDULES["ZBVZeroBubble"]),
 }
 
 
-@pytest.mark.parametrize("case", slow_but("tp-ep-ac pp", {k: (v,) for k, v in CASES.items()}))
-def test_a_mesh_records_and_replays_as_one_process(on_ranks, case) -> None:
-    axes, num_microbatches, options = case
-    dims = ParallelDims(**{"dp_replicate": 1, "dp_shard": 1, "ep": 1} | axes)
-    on_ranks(dims.num_ranks, records_and_replays, dims, num_microbatches, options)
+@pytest.mark.parametrize(("axes", "num_microbatches", "options"), slow_but("tp-ep-ac pp", CASES))
+def test_a_mesh_records_and_replays_as_one_process(
+    on_ranks, axes, num_microbatches, options
+) -> None:
+    ranks = mesh(**axes).num_ranks
+    on_ranks(ranks, records_and_replays, axes, num_microbatches, options)
 
 
 @pytest.mark.ranks(1)

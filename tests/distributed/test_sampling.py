@@ -37,15 +37,6 @@ def reference(args: LlamaArgs) -> list[list[int]]:
     return texts
 
 
-def _texts(dims, options: dict, eos_id: int) -> list:
-    """Without and with an end, and with the mask of packed documents."""
-    job = job_of(dims, options)
-    texts = [texts_of(job), texts_of(job, eos_id=eos_id), texts_of(job, mask_documents=True)]
-    outputs = [stage.output for stage in job.model.stages if stage.output is not None]
-    assert not any(isinstance(output.loss, NextToken) for output in outputs)
-    return texts
-
-
 MESHES = {
     "fsdp": (FSDP, {}),
     "tied-tp": (TP, {"args": TIED}),
@@ -57,20 +48,22 @@ MESHES = {
 
 
 @pytest.mark.parametrize(("dims", "options"), slow_but("tied-tp cp DualPipeV", MESHES))
-def test_texts_are_those_of_plain_pytorch(on_ranks, dims, options) -> None:
+@pytest.mark.ranks("dims")
+def test_texts_are_those_of_plain_pytorch(dims, options) -> None:
+    """Without and with an end, and with the mask of packed documents."""
     want = reference(args_of(dims, options))
     eos_id = want[1][3]
     cut = [text[: text.index(eos_id)] if eos_id in text else text for text in want]
     assert len(cut[1]) <= 3 < max(map(len, cut))
-    for whole, ended, masked in on_ranks(dims.num_ranks, _texts, dims, options, eos_id):
-        assert whole == masked == want
-        assert ended == cut
+    job = job_of(dims, options)
+    assert texts_of(job) == texts_of(job, mask_documents=True) == want
+    assert texts_of(job, eos_id=eos_id) == cut
+    outputs = [stage.output for stage in job.model.stages if stage.output is not None]
+    assert not any(isinstance(output.loss, NextToken) for output in outputs)
 
 
-def _stopped(dims) -> tuple[object, int]:
+@pytest.mark.ranks(2)
+def test_a_job_that_is_asked_to_stop_does_not_wait_for_texts() -> None:
     asked = iter([False, False, True, True])
-    return texts_of(job_of(dims, {}), is_stopped=lambda: next(asked)), len(list(asked))
-
-
-def test_a_job_that_is_asked_to_stop_does_not_wait_for_texts(on_ranks) -> None:
-    assert on_ranks(2, _stopped, FSDP) == [(None, 1)] * 2
+    assert texts_of(job_of(FSDP, {}), is_stopped=lambda: next(asked)) is None
+    assert len([*asked]) == 1

@@ -11,7 +11,6 @@ import itertools
 import warnings
 from collections import Counter
 from collections.abc import Collection
-from typing import Any
 
 import pytest
 import torch
@@ -25,11 +24,10 @@ from meshwright.config.training import BadSteps
 from meshwright.models.batch import Batch
 from meshwright.models.families.llama import LlamaArgs
 from meshwright.models.loss import IGNORE
-from meshwright.parallelisms.local_model import LocalModel
 from meshwright.parallelisms.rules import stages
 from meshwright.parallelisms.rules.degrees import ParallelDims
 from meshwright.train.bad_steps import BadStepDetector
-from tests.helpers.fsdp import parameter_groups
+from tests.helpers.fsdp import groups_of
 from tests.helpers.job import DEEP, SCHEDULES, Job, frozen, global_batch, mesh, plain_steps
 from tests.helpers.rounding import FIGURES_BOUND, adamw, assert_updated_alike
 from tests.helpers.slow import slow
@@ -105,13 +103,6 @@ def steps_on_mesh(
         else:
             assert torch.equal(weights[0], weights[2]), name
     assert job.detector.num_bad() == 0
-
-
-def groups_of(model: LocalModel) -> list[Any]:
-    """What FSDP2 gathers together, in every stage."""
-    assert all(isinstance(stage, FSDPModule) for stage in model.stages)
-    modules = (module for stage in model.stages for module in stage.modules())
-    return [g for m in modules if isinstance(m, FSDPModule) for g in parameter_groups(m)]
 
 
 AXES = {"dp_replicate", "dp_shard", "cp", "tp", "pp"}
@@ -401,7 +392,9 @@ def test_gradients_of_fp32_modules_are_summed_over_tp_in_fp32() -> None:
         assert seen.dtypes.count(torch.float32) == len(modules)
 
 
-def _fp32_modules_among_bf16_master_weights(dims: ParallelDims) -> None:
+@pytest.mark.parametrize("dims", [mesh(), mesh(dp_shard=2, tp=2)], ids=str)
+@pytest.mark.ranks("dims")
+def test_fp32_modules_among_bf16_master_weights(dims) -> None:
     bf16, fp32_modules = torch.bfloat16, ("layers.0", "layers.1.ffn_norm", "output")
     job = Job(dims, param_dtype=bf16, master_dtype=bf16, fp32_modules=fp32_modules)
     for name, parameter in job.model.named_parameters():
@@ -413,15 +406,11 @@ def _fp32_modules_among_bf16_master_weights(dims: ParallelDims) -> None:
     assert result.grad_norm.item() == pytest.approx(want_norm, rel=1e-2)
 
 
-@pytest.mark.parametrize(("shard", "tp"), [(1, 1), (2, 2)])
-def test_fp32_modules_among_bf16_master_weights(on_ranks, shard, tp) -> None:
-    dims = mesh(dp_shard=shard, tp=tp)
-    on_ranks(shard * tp, _fp32_modules_among_bf16_master_weights, dims)
-
-
-def _train_in_bf16(dims: ParallelDims, num_microbatches: int) -> None:
+@pytest.mark.parametrize("dims", [mesh(), mesh(dp_shard=2, tp=2), mesh(pp=2)], ids=str)
+@pytest.mark.ranks("dims")
+def test_bf16_master_weights_train_within_their_rounding(dims) -> None:
     bf16 = torch.bfloat16
-    job = Job(dims, 0, num_microbatches, param_dtype=bf16, master_dtype=bf16)
+    job = Job(dims, 0, 2, param_dtype=bf16, master_dtype=bf16)
     model = job.model
     for step, want in enumerate(reference(TINY)[0], 1):
         result = job.take_step(step, max_norm=0.5)
@@ -435,12 +424,6 @@ def _train_in_bf16(dims: ParallelDims, num_microbatches: int) -> None:
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
     for stage in model.stages:
         assert {buffer.dtype for buffer in stage.buffers()} == {torch.float32}
-
-
-@pytest.mark.parametrize(("shard", "tp", "pp"), [(1, 1, 1), (2, 2, 1), (1, 1, 2)])
-def test_bf16_master_weights_train_within_their_rounding(on_ranks, shard, tp, pp) -> None:
-    dims = mesh(dp_shard=shard, tp=tp, pp=pp)
-    on_ranks(shard * tp * pp, _train_in_bf16, dims, 2)
 
 
 class NoSync(TorchDispatchMode):
@@ -549,18 +532,6 @@ def _figures_and_weights(options: dict, is_frugal: bool, every: bool) -> list[to
     return figures + [whole(parameter) for parameter in model.parameters()]
 
 
-def _frugal_and_not(cases: list[tuple[dict, bool]]) -> list[bool]:
-    return [
-        all(
-            map(
-                torch.equal,
-                *(_figures_and_weights(options, is_frugal, every) for is_frugal in (True, False)),
-            )
-        )
-        for options, every in cases
-    ]
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -569,9 +540,11 @@ def _frugal_and_not(cases: list[tuple[dict, bool]]) -> list[bool]:
     ],
     ids=str,
 )
-def test_fewer_gathers_and_waits_change_no_bit(on_ranks, options) -> None:
-    cases = [(options, every) for every in (False, True)]
-    assert on_ranks(2, _frugal_and_not, cases) == [[True] * len(cases)] * 2
+@pytest.mark.ranks(2)
+def test_fewer_gathers_and_waits_change_no_bit(options) -> None:
+    for every in (False, True):
+        found = (_figures_and_weights(options, is_frugal, every) for is_frugal in (True, False))
+        assert all(map(torch.equal, *found)), every
 
 
 def _gathered_when_blocks_compute(args: LlamaArgs, ahead: int) -> tuple[list[int], list[int]]:
@@ -614,23 +587,27 @@ def test_layers_are_gathered_ahead(on_ranks, ahead, args) -> None:
         assert seen == (forward, backward)
 
 
-def _gradients_sent(options: dict) -> int:
+@pytest.mark.skipif(torch.__version__ < (2, 13), reason="torch sends gradients to every stage")
+@pytest.mark.parametrize(
+    ("options", "num_sent"), [({}, 4), (frozen("tok_embeddings.*", "layers.[01].*"), 0)]
+)
+@pytest.mark.ranks(2)
+def test_frozen_stages_are_sent_no_gradients(options, num_sent) -> None:
     """By the second stage of two, in a step with four microbatches."""
     job = Job(mesh(pp=2), 0, 4, **options)
     for step in (1, 2):  # the first is preceded by messages about what there is to send
         with CountCollectives() as counter:
             job.take_step(step, max_norm=0.5)
-    return counter.counts["send"] if job.meshes.pp.get_local_rank() == 1 else 0
+    assert job.meshes.pp.get_local_rank() == 0 or counter.counts["send"] == num_sent
 
 
-@pytest.mark.skipif(torch.__version__ < (2, 13), reason="torch sends gradients to every stage")
-def test_frozen_stages_are_sent_no_gradients(on_ranks) -> None:
-    assert on_ranks(2, _gradients_sent, {}) == [0, 4]
-    assert on_ranks(2, _gradients_sent, frozen("tok_embeddings.*", "layers.[01].*")) == [0, 0]
+@pytest.mark.parametrize("is_early", [False, True], ids=["late", "early"])
+@pytest.mark.ranks(2)
+def test_a_non_finite_loss_stops_updates_and_is_traced_to_its_rank(is_early) -> None:
+    """Rank 1 meets a label whose loss is infinite at step 2; then all is well again.
 
-
-def _bad_second_step(is_early: bool) -> list[tuple[int, bool]]:
-    """Rank 1 meets a label whose loss is infinite at step 2; then all is well again."""
+    Early, it happens to make every gradient non-finite; what is kept else is not promised.
+    """
     job = Job(mesh(dp_shard=2), is_early=is_early)
     root, detector, weights = job.model.stages[0], job.detector, []
     for step in (1, 2, 3):
@@ -642,10 +619,5 @@ def _bad_second_step(is_early: bool) -> list[tuple[int, bool]]:
     for after_1, after_2, after_3 in zip(*weights, strict=True):
         assert torch.equal(after_1, after_2)
         assert torch.equal(after_1, after_3)
-    return [(bad.step, bad.is_finite_here) for bad in detector.bad_steps(0, detector.num_bad())]
-
-
-@pytest.mark.parametrize("is_early", [False, True], ids=["late", "early"])
-def test_a_non_finite_loss_stops_updates_and_is_traced_to_its_rank(on_ranks, is_early) -> None:
-    """Early, it happens to make every gradient non-finite; what is kept else is not promised."""
-    assert on_ranks(2, _bad_second_step, is_early) == [[(2, True)], [(2, False)]]
+    bad_steps = detector.bad_steps(0, detector.num_bad())
+    assert [(bad.step, bad.is_finite_here) for bad in bad_steps] == [(2, dist.get_rank() == 0)]

@@ -9,7 +9,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import fully_shard
 
 from meshwright.config.loader import load_config
 from meshwright.config.training import Source
@@ -24,7 +24,7 @@ from meshwright.train.preflight import preflight
 from meshwright.train.validation import Evaluation, continue_prompts, evaluate
 from tests.distributed.test_compile import Graphs
 from tests.distributed.test_step import CountCollectives
-from tests.helpers.fsdp import parameter_groups
+from tests.helpers.fsdp import groups_of
 from tests.helpers.job import DEEP, SCHEDULES, Job, assert_equal, global_batch
 from tests.helpers.packed import one_by_one, packed
 from tests.helpers.slow import slow_but
@@ -192,17 +192,6 @@ def _training(dims: ParallelDims, options: dict, is_evaluated: bool) -> dict[str
     return _state(job)
 
 
-def _train_twice(dims: ParallelDims, options: dict) -> int:
-    """How many graphs more are compiled with evaluations."""
-    states, graphs = [], []
-    for is_evaluated in (True, False):
-        counter = Graphs()
-        states.append(_training(dims, options, is_evaluated))
-        graphs.append(counter.new())
-    assert_equal(*states)
-    return graphs[0] - graphs[1]
-
-
 TRAINING = {
     "fsdp-always": (FSDP, {"reshard_after_forward": "always"}),
     "fsdp-never": (FSDP, {"reshard_after_forward": "never"}),
@@ -226,9 +215,16 @@ TRAINING = {
     ("dims", "options"),
     slow_but("fsdp-never offload tp cp-op Interleaved1F1B pp-early", TRAINING),
 )
-def test_training_is_to_the_bit_that_without_evaluation_and_texts(on_ranks, dims, options) -> None:
-    more = 1 if "compile_backend" in options else 0  # all evaluations have one graph in common
-    assert on_ranks(dims.num_ranks, _train_twice, dims, options) == [more] * dims.num_ranks
+@pytest.mark.ranks("dims")
+def test_training_is_to_the_bit_that_without_evaluation_and_texts(dims, options) -> None:
+    states, graphs = [], []
+    for is_evaluated in (True, False):
+        counter = Graphs()
+        states.append(_training(dims, options, is_evaluated))
+        graphs.append(counter.new())
+    assert_equal(*states)
+    # all evaluations have one graph in common
+    assert graphs[0] - graphs[1] == ("compile_backend" in options)
 
 
 def _gathered_in_steps(dims: ParallelDims, options: dict, is_evaluated: bool) -> list[int]:
@@ -244,10 +240,7 @@ def _gathered_in_steps(dims: ParallelDims, options: dict, is_evaluated: bool) ->
             texts_of(job, num_tokens=2)
         for stage in job.model.stages:
             assert not fully_shard.state(stage)._comm_ctx.post_forward_order
-            for module in stage.modules():
-                if isinstance(module, FSDPModule):
-                    for group in parameter_groups(module):
-                        assert group.is_sharded
+        assert all(group.is_sharded for group in groups_of(job.model))
     return counts
 
 
@@ -256,7 +249,7 @@ def _gathered_in_steps(dims: ParallelDims, options: dict, is_evaluated: bool) ->
     [(FSDP, {}), (dataclasses.replace(FSDP, pp=2), SCHEDULES["1F1B"])],
     ids=["fsdp", "pp"],
 )
-def test_a_step_after_an_evaluation_gathers_no_more(on_ranks, dims, options) -> None:
-    ranks = dims.num_ranks
-    got, want = (on_ranks(ranks, _gathered_in_steps, dims, options, flag) for flag in (True, False))
+@pytest.mark.ranks("dims")
+def test_a_step_after_an_evaluation_gathers_no_more(dims, options) -> None:
+    got, want = (_gathered_in_steps(dims, options, is_evaluated) for is_evaluated in (True, False))
     assert got == want

@@ -30,8 +30,12 @@ from tests.unit.test_activation_checkpoint import CountOps
 
 ON = Float8(enable=True, emulate=True)
 LARGE = dataclasses.replace(TINY, dim=64, hidden_dim=96)  # multiples of 16, alone and cut in two
-BATCH = Training(seq_len=16, local_batch_size=1)
+BATCH, ODD = (Training(seq_len=length, local_batch_size=1) for length in (16, 9))
 WORDS = ("--model.tokenizer_path=bytes", "--model.args.vocab_size=258", "--float8.enable=true")
+
+
+COMPILED = "--compile.enable=true"
+ASYNC = "--parallelism.enable_async_tensor_parallel=true"
 
 
 def layers_of(
@@ -63,12 +67,7 @@ def test_modules_in_fp32_are_left_out() -> None:
         ({"filter_fqns": ["wkv"]}, TINY, BATCH, "filter_fqns = 'wkv': is part of no layer's name"),
         ({"filter_fqns": ["layers"]}, TINY, BATCH, "leaves no layer"),
         ({"emulate": False}, TINY, BATCH, "a rank's part of layers.0.feed_forward.w1 is 66 x 32"),
-        (
-            {"emulate": False},
-            LARGE,
-            Training(seq_len=9, local_batch_size=1),
-            "a rank has 9 tokens of a microbatch",
-        ),
+        ({"emulate": False}, LARGE, ODD, "a rank has 9 tokens of a microbatch"),
     ],
 )
 def test_layers_that_float8_cannot_have_are_refused(options, args, training, says: str) -> None:
@@ -79,12 +78,13 @@ def test_layers_that_float8_cannot_have_are_refused(options, args, training, say
 def test_a_ranks_part_is_counted() -> None:
     options = Float8(enable=True)
     assert layers_of(options, args=LARGE, training=BATCH)
-    four = JobConfig(float8=options, training=BATCH, parallelism={"tensor_parallel_degree": 4})
-    with pytest.raises(ConfigError, match="layers.0.feed_forward.w1 is 24 x 64"):
-        find_float8_layers(four, LARGE.table, ())
-    halves = JobConfig(float8=options, training=BATCH, parallelism={"context_parallel_degree": 2})
-    with pytest.raises(ConfigError, match="a rank has 8 tokens of a microbatch"):
-        find_float8_layers(halves, LARGE.table, ())
+    for axis, degree, says in (
+        ("tensor", 4, "layers.0.feed_forward.w1 is 24 x 64"),
+        ("context", 2, "a rank has 8 tokens of a microbatch"),
+    ):
+        cut = Parallelism(**{f"{axis}_parallel_degree": degree})
+        with pytest.raises(ConfigError, match=says):
+            layers_of(options, args=LARGE, training=BATCH, parallelism=cut)
 
 
 def test_float8_needs_a_gpu_that_has_it_or_emulation() -> None:
@@ -126,30 +126,14 @@ def test_without_torchao_a_job_does_not_start(monkeypatch) -> None:
     ("words", "says"),
     [
         (["--training.mixed_precision_param=float32"], "results of float8 products are bfloat16"),
-        (
-            ["--activation_checkpoint.mode=memory_budget", "--compile.enable=true"],
-            "memory_budget': is not known to work with float8.enable",
-        ),
-        (
-            [
-                *("--parallelism.enable_async_tensor_parallel=true", "--compile.enable=true"),
-                "--parallelism.tensor_parallel_degree=2",
-            ],
-            "not known to work with float8.enable",
-        ),
+        ([COMPILED, "--activation_checkpoint.mode=memory_budget"], "memory_budget': is not known"),
+        ([COMPILED, ASYNC, "--parallelism.tensor_parallel_degree=2"], "not known to work with fl"),
     ],
 )
 def test_combinations_that_are_refused(words: list[str], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         check_contradictions(load_config([*WORDS, *words]))
-
-
-def test_asynchronous_tensor_parallelism_is_idle_on_one_rank() -> None:
-    words = ("--parallelism.enable_async_tensor_parallel=true", "--compile.enable=true")
-    check_contradictions(load_config([*WORDS, *words]))
-
-
-def test_the_planner_refuses_it() -> None:
+    check_contradictions(load_config([*WORDS, COMPILED, ASYNC]))  # idle on one rank
     with pytest.raises(ConfigError, match="does not count the casts to float8"):
         plan_job(load_config([*WORDS]), 1, is_gpu=True)
 
@@ -243,13 +227,11 @@ def test_compiled_rows_are_rounded_as_eager_ones(monkeypatch, backend, keeps_cas
     assert seen == [{"fullgraph": True, "backend": backend}] * TINY.n_layers
 
 
+BY_TENSOR = ON.model_copy(update={"recipe_name": "tensorwise"})
+
+
 @pytest.mark.parametrize(
-    ("options", "keeps_casts"),
-    [
-        (ON, True),
-        (Float8(), False),
-        (ON.model_copy(update={"recipe_name": "tensorwise"}), False),
-    ],
+    ("options", "keeps_casts"), [(ON, True), (Float8(), False), (BY_TENSOR, False)]
 )
 def test_casts_are_kept_for_rows_alone(monkeypatch, options: Float8, keeps_casts: bool) -> None:
     seen = list[bool]()

@@ -55,12 +55,9 @@ with heart.guard():
 
 @pytest.fixture(autouse=True)
 def _in_a_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, seconds in {
-        "LOOK_EVERY_S": 0.1,
-        "ANSWER_S": 0.8,  # ranks look for the question every half second
-        "ASK_MACHINES_EVERY_S": 0.2,
-        "WARN_AFTER_S": 0.5,
-    }.items():
+    # ranks look for the question every half second
+    times = {"LOOK_EVERY_S": 0.1, "ANSWER_S": 0.8, "ASK_MACHINES_EVERY_S": 0.2, "WARN_AFTER_S": 0.5}
+    for name, seconds in times.items():
         monkeypatch.setattr(watch, name, seconds)
 
 
@@ -80,10 +77,16 @@ def start(tmp_path: Path) -> Iterator:
         yield begin
 
 
+def watching(folder: Path, **given: object) -> Watch:
+    """A launcher that has no rank's stderr, and forgets what it would say."""
+    options = {"stderr": lambda rank: None, "reports": lambda: folder, "say": lambda text: None}
+    return Watch(folder, *(options | given).values())
+
+
 def judge(folder: Path, stderr: Path | None = None, wait_s: float = 8.0) -> tuple[str, float]:
     """Watch until there is a verdict; return it and the seconds it took."""
     begun = time.monotonic()
-    with Watch(folder, lambda rank: stderr, lambda: folder, lambda text: None) as launcher:
+    with watching(folder, stderr=lambda rank: stderr) as launcher:
         while launcher.verdict is None and time.monotonic() - begun < wait_s:
             time.sleep(0.05)
     return "\n".join(launcher.verdict or []), time.monotonic() - begun
@@ -122,7 +125,7 @@ def test_a_folder_that_does_not_answer_delays_the_verdict_for_seconds(tmp_path, 
     rank = start(0, "wait")
     start(1, "wait")
     os.kill(rank.pid, signal.SIGSTOP)
-    with Watch(tmp_path, lambda rank: None, lambda: time.sleep(30) or tmp_path, print) as launcher:
+    with watching(tmp_path, reports=lambda: time.sleep(30) or tmp_path) as launcher:
         assert rank.wait(8) == -signal.SIGKILL
     assert launcher.verdict[-1].startswith("rank 0 (on ")
     assert not any("stacks of all ranks" in line for line in launcher.verdict)
@@ -158,7 +161,7 @@ def test_a_rank_that_nccl_aborts_at_the_limit_is_no_cause(tmp_path: Path, start,
 def test_a_job_that_may_go_on_is_not_ended(tmp_path: Path, start, way: str, count: int) -> None:
     """A rank that keeps the others waiting is named, once. Not if all may be at work."""
     ranks, said = [start(0, "wait"), start(1, way)], []
-    with Watch(tmp_path, lambda rank: None, lambda: tmp_path, said.append) as launcher:
+    with watching(tmp_path, say=said.append) as launcher:
         time.sleep(LIMIT_S + watch.WARN_AFTER_S + 2 * watch.ANSWER_S + 0.5)
     assert launcher.verdict is None
     assert [rank.poll() for rank in ranks] == [None, None]
@@ -178,8 +181,7 @@ def test_machines_tell_each_other(tmp_path: Path, start) -> None:
     os.kill(ranks[1].pid, signal.SIGSTOP)
     with ExitStack() as stack:
         launchers = [
-            stack.enter_context(Watch(f, lambda rank: None, lambda: tmp_path, print))
-            for f in folders
+            stack.enter_context(watching(folder, reports=lambda: tmp_path)) for folder in folders
         ]
         end = time.monotonic() + 15
         while time.monotonic() < end and any(w.verdict is None for w in launchers):
@@ -278,8 +280,7 @@ def test_without_a_difference_nobody_is_blamed() -> None:
 
 
 def test_a_rank_that_was_stopped_twice_for_a_while_may_go_on(tmp_path, monkeypatch) -> None:
-    launcher = Watch(tmp_path, lambda rank: None, lambda: tmp_path, print)
-    found = []
+    launcher, found = watching(tmp_path), []
     for now, state in ((0.0, "T"), (0.4, "T"), (0.5, "S"), (0.6, "T"), (1.0, "T"), (1.2, "T")):
         monkeypatch.setattr(watch, "state_of", lambda pid, state=state: state)
         found.append(launcher._is_hung([BEAT], now))
@@ -292,15 +293,8 @@ def test_what_the_question_does_to_a_rank_is_not_its_state(tmp_path: Path) -> No
         while state_of(rank.pid) != "S":
             time.sleep(0.01)
         Heartbeat(tmp_path, {"rank": 0, "pid": rank.pid})
-        launcher = Watch(tmp_path, lambda rank: None, lambda: tmp_path, print)
-        (evidence,) = launcher._examine(read_beats(tmp_path))
+        (evidence,) = watching(tmp_path)._examine(read_beats(tmp_path))
     assert (rank.returncode, evidence.state) == (-heartbeat.STACKS_SIGNAL, "S")
-
-
-def test_beats_are_in_the_order_of_ranks(tmp_path: Path) -> None:
-    for rank in (10, 0, 2):
-        Heartbeat(tmp_path, {"rank": rank})
-    assert [beat.rank for beat in read_beats(tmp_path)] == [0, 2, 10]
 
 
 def test_a_beat_is_cheap(tmp_path: Path) -> None:
@@ -315,10 +309,12 @@ def test_a_beat_is_cheap(tmp_path: Path) -> None:
     assert state_of(beat.pid) == "R"
 
 
-def test_a_phase_is_told_whole(tmp_path: Path) -> None:
-    heart, phase = Heartbeat(tmp_path, {"rank": 0}), "meeting the other ranks, opening the data"
-    heart.beat(phase)
-    assert [beat.phase for beat in read_beats(tmp_path)] == [phase]
+def test_a_phase_is_told_whole_and_beats_are_in_the_order_of_ranks(tmp_path: Path) -> None:
+    phase = "meeting the other ranks, opening the data"
+    for rank in (10, 0, 2):
+        (heart := Heartbeat(tmp_path, {"rank": rank})).beat(phase)
+    found = [(beat.rank, beat.phase) for beat in read_beats(tmp_path)]
+    assert found == [(0, phase), (2, phase), (10, phase)]
     with pytest.raises(AssertionError):  # it would be cut off in every message
         heart.beat("x" * 65)
 

@@ -289,38 +289,30 @@ EP = "--parallelism.expert_parallel_degree="
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ((EP + "2",), "the model has no experts"),
-        (("--experts.balance_loss=0.1",), "experts.balance_loss = 0.1: the model has no experts"),
-        ((MOE, EP + "3"), "(?s)must divide the 4 ranks .* use 1, 2 or 4"),
-        ((MOE, EP + "4", "--model.args.n_experts=6", "--model.args.n_active=2"), "use 1 or 2"),
-        ((MOE, "--model.args.n_active=17"), "n_active = 17: must be at most n_experts = 16"),
-        ((MOE, "--model.args.n_active=1"), "the router does not learn"),
-        ((MOE, "--model.args.n_dense_layers=6"), "below n_layers = 6"),
+        (f"{EP}2", "the model has no experts"),
+        ("--experts.balance_loss=0.1", "experts.balance_loss = 0.1: the model has no experts"),
+        (f"{MOE} {EP}3", "(?s)must divide the 4 ranks .* use 1, 2 or 4"),
+        (f"{MOE} {EP}4 --model.args.n_experts=6 --model.args.n_active=2", "use 1 or 2"),
+        (f"{MOE} --model.args.n_active=17", "n_active = 17: must be at most n_experts = 16"),
+        (f"{MOE} --model.args.n_active=1", "the router does not learn"),
+        (f"{MOE} --model.args.n_dense_layers=6", "below n_layers = 6"),
+        (f"{MOE} --checkpoint.initial_load_upcycle_noise=0.1", "noise = 0.1: nothing is loaded"),
+        (f"{MOE} --float8.enable=true --float8.emulate=true", "experts in float8 are not"),
         (
-            (MOE, "--checkpoint.initial_load_upcycle_noise=0.1"),
-            "initial_load_upcycle_noise = 0.1: nothing is loaded",
-        ),
-        ((MOE, "--float8.enable=true", "--float8.emulate=true"), "experts in float8 are not"),
-        (
-            (MOE, "--optimizer.early_step_in_backward=true", "--training.max_norm=inf"),
+            f"{MOE} --optimizer.early_step_in_backward=true --training.max_norm=inf",
             "is not proved to train experts",
         ),
         (
-            (
-                MOE,
-                "--parallelism.pipeline_parallel_degree=2",
-                "--parallelism.pipeline_parallel_schedule=ZBVZeroBubble",
-                "--activation_checkpoint.mode=full",
-                "--training.global_batch_size=16",
-                "--compile.enable=false",
-            ),
+            f"{MOE} --parallelism.pipeline_parallel_degree=2 --activation_checkpoint.mode=full "
+            "--parallelism.pipeline_parallel_schedule=ZBVZeroBubble --compile.enable=false "
+            "--training.global_batch_size=16",
             "goes backward twice",
         ),
     ],
 )
 def test_bad_input_is_refused_in_one_line(words, message) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
-        preflight_of(*words)
+        preflight_of(*words.split())
     assert "fix:" in str(caught.value) or "use" in str(caught.value)
 
 

@@ -38,21 +38,13 @@ def test_layers_are_dealt_out_evenly_and_in_order() -> None:
     assert names == ["tok_embeddings", *layers, "norm", "output"]
 
 
-@pytest.mark.parametrize(
-    ("embedding", "output", "want"),
-    [
-        (0, 200, [4, 4, 4, 2]),
-        (100, 100, [3, 4, 4, 3]),
-        (200, 0, [2, 4, 4, 4]),
-        (900, 900, [1, 6, 6, 1]),
-    ],
-)
-def test_embedding_and_output_weigh(embedding, output, want) -> None:
-    parts = split_evenly([100] * sum(want), 4, embedding=embedding, output=output)
-    assert sizes(parts) == want
-
-
-def test_layers_of_different_cost_are_dealt_out_by_cost() -> None:
+def test_embedding_output_and_dear_layers_weigh() -> None:
+    for embedding, output, want in (
+        *((0, 200, [4, 4, 4, 2]), (100, 100, [3, 4, 4, 3])),
+        *((200, 0, [2, 4, 4, 4]), (900, 900, [1, 6, 6, 1])),
+    ):
+        parts = split_evenly([100] * sum(want), 4, embedding=embedding, output=output)
+        assert sizes(parts) == want
     assert sizes(split_evenly([1, 1, 1, 9, 9, 9], 2, embedding=0, output=0)) == [4, 2]
 
 
@@ -72,24 +64,19 @@ def test_which_rank_has_which_stages(schedule, want) -> None:
     assert [stages_of_rank(rank, 2, stages, schedule) for rank in (0, 1)] == want
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_a_schedule_without_a_pipeline_leaves_the_model_whole(schedule) -> None:
-    words = ("parallelism.pipeline_parallel_degree=1", f"{SCHEDULE}={schedule}")
-    made = plan(*words, world_size=1)
-    assert stages_of_rank(0, 1, len(made.stage_modules), schedule) == [0]
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_a_batch_that_is_not_given_fills_the_stages_once(schedule) -> None:
-    made = plan(f"{SCHEDULE}={schedule}")
-    assert made.config.num_microbatches == len(made.stage_modules)
+def test_a_batch_that_is_not_given_fills_the_stages_once() -> None:
+    """Without a pipeline, the model is whole by any schedule."""
+    for schedule in SCHEDULES:
+        made = plan(f"{SCHEDULE}={schedule}")
+        assert made.config.num_microbatches == len(made.stage_modules), schedule
+        words = ("parallelism.pipeline_parallel_degree=1", f"{SCHEDULE}={schedule}")
+        made = plan(*words, world_size=1)
+        assert stages_of_rank(0, 1, len(made.stage_modules), schedule) == [0], schedule
 
 
 def test_stages_are_cut_as_the_user_says() -> None:
-    parts = [
-        ["tok_embeddings", "layers.0"],
-        [f"layers.{i}" for i in range(1, 6)] + ["norm", "output"],
-    ]
+    layers = [f"layers.{i}" for i in range(6)]
+    parts = [["tok_embeddings", layers[0]], [*layers[1:], "norm", "output"]]
     assert plan(f"{PARTS}={parts}").stage_modules == parts
 
 
@@ -98,93 +85,44 @@ def _parts(*parts: str) -> str:
 
 
 LAYERS = "layers.0 layers.1 layers.2 layers.3 layers.4 layers.5"
+PER_RANK = "parallelism.pipeline_parallel_stages_per_rank"
+ALWAYS = "parallelism.fsdp_reshard_after_forward=always"
+MISTAKES = f"""
+training.global_batch_size=1 => 1F1B needs at least one a stage, 2 => the nearest is 2
+training.global_batch_size=5 {SCHEDULE}=Interleaved1F1B
+    => needs at least one a rank, 2, and full rounds over the ranks => the nearest is 6
+training.global_batch_size=3 {SCHEDULE}=DualPipeV => at least one a stage, 4 => the nearest is 4
+training.global_batch_size=1 {SCHEDULE}=GPipe => at least one a rank, 2 => the nearest is 2
+model.args.n_layers=1 => makes 2 stages, but the model has 1 layers => use at most 1
+{PER_RANK}=2 => schedule 1F1B takes 1 => set it to 1, or choose another
+{SCHEDULE}=ZBVZeroBubble {PER_RANK}=3 => schedule ZBVZeroBubble takes 2 => set it to 2
+{SCHEDULE}=ZBVZeroBubble compile.enable=true => which compiled blocks cannot => set compile
+{SCHEDULE}=ZBVZeroBubble activation_checkpoint.mode=selective
+    => saves by op is gone after the first => selective_ac_option = "2"
+model.args.tie_embeddings=true => would share the embedding => model.args.tie_embeddings = false
+"""
+OF_PARTS = {
+    (f"tok_embeddings {LAYERS} norm output",): "has 1 parts for 2 stages => merge or split parts",
+    ("tok_embeddings layers.0", "layers.1 layers.2 norm output"): "3 is there 0 times => name it",
+    ("tok_embeddings layer.0", "layers.1 norm output"): "no such module => did you mean layers.0?",
+    ("tok_embeddings layers.1 layers.0 layers.2 layers.3", "layers.4 layers.5 norm output"): (
+        "is not in the order of the model => the order is"
+    ),
+    ("tok_embeddings", f"{LAYERS} norm output"): "a stage needs a layer => ",
+    (f"tok_embeddings {LAYERS} norm", "output"): "a stage needs a layer => ",
+}
+CASES = [
+    *(line.split(" => ") for line in MISTAKES.replace("\n    =>", " =>").strip().splitlines()),
+    *([_parts(*parts), *text.split(" => ")] for parts, text in OF_PARTS.items()),
+    *(
+        [f"{SCHEDULE}={name} {ALWAYS}", "torch would lose gradients", '"Interleaved1F1B"']
+        for name, schedule in SCHEDULES.items()
+        if schedule.splits_backward
+    ),
+]
 
 
-@pytest.mark.parametrize(
-    ("words", "says", "fix"),
-    [
-        (
-            "training.global_batch_size=1",
-            "makes 1 microbatches of 1 sequences; 1F1B needs at least one a stage, 2",
-            "the nearest is 2",
-        ),
-        (
-            f"training.global_batch_size=5 {SCHEDULE}=Interleaved1F1B",
-            "needs at least one a rank, 2, and full rounds over the ranks",
-            "the nearest is 6",
-        ),
-        (
-            f"training.global_batch_size=3 {SCHEDULE}=DualPipeV",
-            "DualPipeV needs at least one a stage, 4",
-            "the nearest is 4",
-        ),
-        (
-            f"training.global_batch_size=1 {SCHEDULE}=GPipe",
-            "GPipe needs at least one a rank, 2",
-            "the nearest is 2",
-        ),
-        ("model.args.n_layers=1", "makes 2 stages, but the model has 1 layers", "use at most 1"),
-        (
-            "parallelism.pipeline_parallel_stages_per_rank=2",
-            "schedule 1F1B takes 1",
-            "set it to 1, or choose another",
-        ),
-        (
-            f"{SCHEDULE}=ZBVZeroBubble parallelism.pipeline_parallel_stages_per_rank=3",
-            "schedule ZBVZeroBubble takes 2",
-            "set it to 2",
-        ),
-        (
-            f"{SCHEDULE}=ZBVZeroBubble compile.enable=true",
-            "which compiled blocks cannot",
-            "set compile.enable = false",
-        ),
-        (
-            f"{SCHEDULE}=ZBVZeroBubble activation_checkpoint.mode=selective",
-            "saves by op is gone after the first",
-            'selective_ac_option = "2"',
-        ),
-        *(
-            (
-                f"{SCHEDULE}={name} parallelism.fsdp_reshard_after_forward=always",
-                "torch would lose gradients of the weights freed after forward",
-                'leave it out, or set pipeline_parallel_schedule = "Interleaved1F1B"',
-            )
-            for name, schedule in SCHEDULES.items()
-            if schedule.splits_backward
-        ),
-        (
-            "model.args.tie_embeddings=true",
-            "would share the embedding",
-            "model.args.tie_embeddings = false",
-        ),
-        (
-            _parts(f"tok_embeddings {LAYERS} norm output"),
-            "has 1 parts for 2 stages",
-            "merge or split parts",
-        ),
-        (
-            _parts("tok_embeddings layers.0", "layers.1 layers.2 norm output"),
-            "layers.3 is there 0 times",
-            "name it once",
-        ),
-        (
-            _parts("tok_embeddings layer.0", "layers.1 norm output"),
-            "no such module",
-            "did you mean layers.0?",
-        ),
-        (
-            _parts(
-                f"tok_embeddings {LAYERS}".replace("layers.0 layers.1", "layers.1 layers.0"),
-                "norm output",
-            ),
-            "is not in the order of the model",
-            "the order is",
-        ),
-        (_parts("tok_embeddings", f"{LAYERS} norm output"), "a stage needs a layer", ""),
-        (_parts(f"tok_embeddings {LAYERS} norm", "output"), "a stage needs a layer", ""),
-    ],
-)
+@pytest.mark.parametrize(("words", "says", "fix"), CASES)
 def test_a_pipeline_that_cannot_be_is_refused_with_a_fix(words, says, fix) -> None:
     with pytest.raises(ConfigError) as error:
         plan(*([words] if words.startswith(PARTS) else words.split()))

@@ -118,27 +118,21 @@ def failure(folder: Path, rank: int, code: int, callstack: str, when: float) -> 
 
 def report(folder: Path, failures: dict[int, ProcessFailure], **given: object) -> int:
     watch = Watch(folder, lambda rank: None, lambda: folder, print)
-    args = Namespace(**{"local_ranks_filter": "0", "log_dir": str(folder), **given})
+    words = ["--job.dump_folder", str(folder)]
+    defaults = {"local_ranks_filter": "0", "log_dir": str(folder), "training_script_args": words}
+    args = Namespace(**defaults | given)
     return _report(ChildFailedError("job", failures), folder / "stop", args, watch)
 
 
-def test_of_ranks_that_fail_in_the_same_second_the_first_is_the_cause(tmp_path, capsys) -> None:
-    failures = {
-        rank: failure(tmp_path, rank, 1, f"callstack of {rank}", when)
-        for rank, when in ((0, 1000.6), (1, 1000.2), (2, 1000.9))
-    }
-    assert report(tmp_path, failures) == 1
-    assert capsys.readouterr().err == "callstack of 1\nmeshwright: rank 1 failed (exit 1)\n"
-
-
-def test_a_rank_that_lost_another_is_not_called_the_cause(tmp_path, capsys) -> None:
+def test_the_first_to_fail_is_the_cause_but_no_rank_that_lost_another(tmp_path, capsys) -> None:
+    """Also of those that fail in the same second."""
     lost = "RuntimeError: [/gloo/transport/tcp/pair.cc:547] Connection closed by peer [::1]:1"
-    failures = {
-        0: failure(tmp_path, 0, 1, f"Traceback\n{lost}", 1000.0),
-        1: failure(tmp_path, 1, 1, "callstack of 1", 1000.9),
-    }
-    assert report(tmp_path, failures) == 1
-    assert capsys.readouterr().err == "callstack of 1\nmeshwright: rank 1 failed (exit 1)\n"
+    of_one = failure(tmp_path, 1, 1, "callstack of 1", 1000.2)
+    for callstack, when in (("callstack of 0", 1000.6), (f"Traceback\n{lost}", 1000.0)):
+        last = failure(tmp_path, 2, 1, "callstack of 2", 1000.9)
+        failures = {0: failure(tmp_path, 0, 1, callstack, when), 1: of_one, 2: last}
+        assert report(tmp_path, failures) == 1
+        assert capsys.readouterr().err == "callstack of 1\nmeshwright: rank 1 failed (exit 1)\n"
     assert report(tmp_path, {0: failures[0]}) == 1
     said = capsys.readouterr().err
     assert said.startswith("meshwright: rank 0 lost its connection to another rank; look for ")
@@ -176,13 +170,9 @@ def test_the_launcher_of_the_first_rank_notes_the_end_of_ranks_that_were_killed(
     hearts = [Heartbeat(tmp_path, {"rank": first_rank + rank}) for rank in (0, 1)]
     for heart in hearts:
         heart.beat("data", 7)
-    watch = Watch(tmp_path, lambda rank: None, lambda: tmp_path, print)
     history.note(tmp_path, 5, "start", {})
     failed = first_rank + 1
-    killed = {failed: ProcessFailure(failed, 7, -signal.SIGKILL, "")}
-    words = ["--job.dump_folder", str(tmp_path)]
-    given = Namespace(training_script_args=words, log_dir=str(tmp_path), local_ranks_filter="0")
-    assert _report(ChildFailedError("job", killed), tmp_path / "stop", given, watch) == 137
+    assert report(tmp_path, {failed: ProcessFailure(failed, 7, -signal.SIGKILL, "")}) == 137
     how = f"rank {failed} was killed by SIGKILL, in data of step 7"
     hint = "; most often there is too little memory: dmesg"
     assert capsys.readouterr().err == f"meshwright: {how}{hint}\n"
@@ -212,12 +202,10 @@ def test_the_rank_that_is_shown_writes_to_the_launcher_s_terminal(monkeypatch) -
 
 def test_a_stop_before_the_first_step_is_in_the_history(tmp_path, capsys) -> None:
     Heartbeat(tmp_path, {"rank": 0}).beat("data", 0)
-    watch = Watch(tmp_path, lambda rank: None, lambda: tmp_path, print)
     history.note(tmp_path, 0, "start", {})
     (tmp_path / "stop").write_text("SIGTERM")
     words = ["-u", "-P", "-m", "meshwright.train", "--job.dump_folder", str(tmp_path)]
-    given = Namespace(training_script_args=words, log_dir=str(tmp_path), local_ranks_filter="0")
     ended = {0: failure(tmp_path, 0, 75, "", 1.0)}
-    assert _report(ChildFailedError("job", ended), tmp_path / "stop", given, watch) == 75
+    assert report(tmp_path, ended, training_script_args=words) == 75
     _, end = map(json.loads, (tmp_path / "history.jsonl").read_text().splitlines())
     assert (end["event"], end["reason"]) == ("end", "stopped: SIGTERM")
