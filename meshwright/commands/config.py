@@ -6,7 +6,7 @@ import sys
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterator
-from textwrap import fill, shorten
+from textwrap import fill
 
 import tomli_w
 
@@ -38,10 +38,11 @@ def add_options(parser: Parser) -> None:
 def run(given: Namespace) -> None:
     """Print the config as TOML, each value with its origin; or the presets; or the help."""
     if given.presets:
+        width = console_width(sys.stdout)
         for name in preset_names():
             # a preset begins with the line of its schema, and then says for what it is
             about = (FOLDER / f"{name}.toml").read_text("utf-8").splitlines()[1].removeprefix("# ")
-            print(f"{name:<16} {shorten(about, 62, placeholder=' ...')}")
+            print(wrap(f"{name:<16} {about}", width, " " * 17))
     elif given.help is not None:
         print("\n".join(_documentation(given.help)))
     else:

@@ -17,6 +17,7 @@ from meshwright.metrics.report.run import read_run
 from meshwright.metrics.report.tables import loads_map
 from meshwright.metrics.sinks import LoadsFile
 from meshwright.system.errors import ConfigError
+from scripts import take_picture
 from tests.helpers.cli import command
 
 report = command("report")
@@ -138,8 +139,12 @@ def test_a_proof_in_the_folder_is_shown(folder) -> None:
     assert "FAILED" in text
     (folder / "proof" / "proof.json").write_text(json.dumps({"cases": [case]}))
     report([str(folder), "--output", str(folder / "a.html")])
-    whole = '<p class="good">1 of 1 cases equal one process</p>'
-    assert whole in (folder / "a.html").read_text()
+    page = (folder / "a.html").read_text()
+    whole = '<h2>Proof</h2><p class="good">1 of 1 cases equal one process</p>'
+    assert whole in page
+    alone = take_picture.cut(page, "Proof")  # as the picture of docs/correctness.md has it
+    assert (alone.count("<h2>"), alone.count("<details open>")) == (1, 1)
+    assert whole in alone
 
 
 def test_loads_of_experts_are_a_map_of_layers_and_experts(folder) -> None:
