@@ -249,7 +249,7 @@ def _preflight_stage(
     check_experts(config, model_args.table)
     fp32_modules = find_fp32_modules(config, model_args)
     config, compile_line = resolve_compile(config, model_args, fp32_modules, is_gpu=is_gpu)
-    check_fp32_modules(config, fp32_modules, has_experts=bool(model_args.table.mixtures))
+    check_fp32_modules(config, fp32_modules, model_args.table)
     stage_modules = stages.plan_pipeline(config, model_args)
     float8_layers = find_float8_layers(config, model_args.table, fp32_modules)
     frozen = _find_frozen(config.model.frozen, model_args)

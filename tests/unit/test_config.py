@@ -298,8 +298,9 @@ def test_fp32_modules_are_found_by_pattern_once(patterns, found, tmp_path) -> No
 def test_parts_of_a_block_with_experts_may_be_fp32_if_nothing_is_recomputed(tmp_path) -> None:
     words = ["debug_qwen3_moe", "--job.dump_folder", str(tmp_path)]
     words += ["--training.fp32_modules", '["layers.0.ffn_norm"]']
-    config = load_config([*words, "--activation_checkpoint.mode", "none"])
-    assert preflight(config, 1).fp32_modules == ["layers.0.ffn_norm"]
+    for others in (["none"], ["full", "--model.args.n_dense_layers=1"]):  # layer 0 is dense
+        config = load_config([*words, "--activation_checkpoint.mode", *others])
+        assert preflight(config, 1).fp32_modules == ["layers.0.ffn_norm"]
 
 
 TP = "--compile.enable --parallelism.tensor_parallel_degree=2"

@@ -43,41 +43,39 @@ def has_part_of_block(modules: Iterable[str]) -> bool:
     return any(name.count(".") > 1 for name in modules)
 
 
-def check_fp32_modules(
-    config: JobConfig, fp32_modules: Sequence[str], *, has_experts: bool
-) -> None:
+def check_fp32_modules(config: JobConfig, fp32_modules: Sequence[str], model: DecoderSpec) -> None:
     """Check that modules inside a block may stay fp32.
 
     Args:
         config: with `compile.enable` resolved.
         fp32_modules: the result of `find_fp32_modules`.
-        has_experts: recomputation then keeps some results in any mode.
+        model: of layers with experts recomputation keeps some results in any mode.
 
     Raises:
         ConfigError: if the block is compiled, or its operations are counted.
     """
     key, patterns = "training.fp32_modules", config.training.fp32_modules
     whole_blocks = 'name whole blocks, as "layers.0", or '
-    has_inside = has_part_of_block(fp32_modules)
+    inside = [name for name in fp32_modules if has_part_of_block([name])]
     check(
-        not (has_inside and config.compile.is_on),
+        not (inside and config.compile.is_on),
         key,
         patterns,
         "names modules inside a block, where torch.compile cannot trace FSDP's hooks",
         f"{whole_blocks}set compile.enable = false",
     )
-    checkpoint, counter, other = config.activation_checkpoint, "", "full"
-    if has_experts and checkpoint.mode in ("selective", "full"):
-        counter, other = "a block with experts", "none"
-    elif (checkpoint.mode, checkpoint.selective_ac_option) == ("selective", "op"):
-        counter = 'activation_checkpoint.selective_ac_option = "op"'
+    checkpoint, counter = config.activation_checkpoint, "a block with experts"
+    has_experts = any(int(name.split(".")[1]) in model.mixtures for name in inside)
+    is_counted = has_experts and checkpoint.mode in ("selective", "full")
+    if (checkpoint.mode, checkpoint.selective_ac_option) == ("selective", "op"):
+        counter, is_counted = 'activation_checkpoint.selective_ac_option = "op"', bool(inside)
     check(
-        not (has_inside and counter),
+        not is_counted,
         key,
         patterns,
         "names modules inside a block, where FSDP's operations differ when it is recomputed, and "
         f"{counter} counts them",
-        f'{whole_blocks}set activation_checkpoint.mode = "{other}"',
+        f'{whole_blocks}set activation_checkpoint.mode = "{"none" if has_experts else "full"}"',
     )
 
 
