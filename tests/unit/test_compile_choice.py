@@ -169,8 +169,9 @@ def test_an_error_of_the_compiler_names_the_way_out(plan_of, monkeypatch) -> Non
     assert notes[1:] == ["", ""]
 
 
-def test_without_pythons_headers_the_job_is_eager(plan_of, tmp_path) -> None:
-    (tmp_path / "include/Python.h").unlink()
+def test_machines_that_cannot_compile_are_eager(plan_of, monkeypatch, tmp_path) -> None:
+    """Without Python's headers; with a torch that cannot be linked."""
+    (headers := tmp_path / "include/Python.h").unlink()
     plan = plan_of(*LONG)
     assert plan.config.compile.enable is False
     assert "Python's headers for C++ are not installed" in plan.compile_line
