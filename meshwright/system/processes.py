@@ -2,7 +2,6 @@
 
 import ctypes
 import json
-import multiprocessing.util
 import os
 import select
 import signal
@@ -12,13 +11,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
-from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from types import FrameType
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from meshwright.system.errors import EXIT_INTERRUPTED, StopRequested
 from meshwright.system.exit_codes import code_of_request
+
+if TYPE_CHECKING:
+    from multiprocessing.context import ForkServerContext
 
 STOP_SIGNALS = (signal.SIGHUP, signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
 """A terminal that closes; signals that Slurm and others send some time before they kill; Ctrl-C."""
@@ -285,11 +286,13 @@ SOCKET_PATH, SOCKET_NAME = 107, len("/pymp-12345678/listener-12345678")
 """Bytes that Linux takes of a socket's path, and those that multiprocessing adds to a folder."""
 
 
-def fork_server(*modules: str) -> ForkServerContext:
+def fork_server(*modules: str) -> "ForkServerContext":
     """Return what starts processes as forks of one that has imported `modules`.
 
     Its socket is below the temporary folder, or below /tmp where that one's path is too long.
     """
+    import multiprocessing.util  # not at the top: most commands start no process
+
     if len(os.fsencode(tempfile.gettempdir())) + SOCKET_NAME > SOCKET_PATH:
         before, tempfile.tempdir = tempfile.tempdir, "/tmp"
         try:

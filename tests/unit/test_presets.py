@@ -45,6 +45,4 @@ def test_the_list_of_presets_says_what_each_is_for(capsys, monkeypatch) -> None:
     lines = out.replace("\n" + " " * 17, " ").splitlines()
     assert len(lines) == len(list(TOMLS.glob("*.toml")))
     assert "llama3_8b        Llama 3 8B: pre-training on C4, 8 GPUs of 80 GB." in lines
-    assert all(re.match(r"[\w.]+ +[A-Z].*[^.]\.$", line) for line in lines), (
-        lines
-    )  # whole sentences
+    assert all(re.match(r"[\w.]+ +[A-Z].*[^.]\.$", line) for line in lines), out
