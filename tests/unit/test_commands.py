@@ -64,7 +64,7 @@ FIRST_WORDS = {
     "prove debug_model": "proving",
     "tokenize debug_model": "reading",
 }
-SLOW = {"torch", "numpy", "ssl", "datasets", "pyarrow", "jinja2", "tokenizers", "tiktoken"}
+SLOW = {"torch", "numpy", "ssl", "multiprocessing", "datasets", "tiktoken", "jinja2", "tokenizers"}
 UNTIL_A_WORD = """
 import os, sys
 from meshwright.commands import check  # once for all
