@@ -203,7 +203,7 @@ def _rank_lines(rank: RankPlan, device: Device) -> list[str]:
     for sent in rank.traffic:
         where = "in a node" if sent.is_in_node else "across nodes"
         lines.append(row(f"{sent.axis} {sent.kind}, {where}", sent.calls, _gib(sent.sent_bytes)))
-    lines.append(f"  {'TFLOP per step':32}")
+    lines.append("  TFLOP per step")
     return lines + [row(kind, f"{count / 1e12:.3f}") for kind, count in rank.flops.items()]
 
 
