@@ -11,7 +11,7 @@ ratio; the last line of a case is their median. Give malloc the settings of a jo
 With --step it is a step of a Qwen3-MoE of four such layers, with AdamW, over one of transformers
 with the same weights and batch, by each of its implementations of experts:
 
-    python -m benchmarks.experts --step --pairs 7
+    python -m benchmarks.experts --step --pairs 7 --tokens 512
 """
 
 import argparse
