@@ -61,6 +61,13 @@ def test_a_grid_of_rates_keeps_finished_runs(tmp_path: Path) -> None:
     assert len(losses) == 3
 
 
+def test_a_step_beside_transformers_has_its_loss(tmp_path: Path) -> None:
+    words = ("--step", "--tokens=256", "--dim=128", "--pairs=1")
+    output = run("experts", *words, folder=tmp_path)
+    losses = [*map(float, re.findall(r"(?:ours|eager|grouped_mm) (\d\.\d+)", output))]
+    assert losses == pytest.approx([losses[0]] * 3 + [losses[3]] * 3, rel=1e-5)
+
+
 def test_the_wait_for_data_of_a_finished_job_is_added_up(tmp_path: Path) -> None:
     metrics = tmp_path / "metrics.jsonl"
     metrics.write_text('{"time/data_s": 0.01, "time/step_s": 0.5}\n' * 4)
