@@ -127,7 +127,7 @@ class ChatTemplate:
 
     def _encode(self, messages: list[dict[str, str]]) -> tuple[list[int], list[bool]]:
         marks = free_marks(messages)
-        safe = [self._wall_off(without_none(message), marks.wall) for message in messages]
+        safe = [self._wall_off(message, marks.wall) for message in messages]
         if self._has_generation_blocks:
             marked = self._render(safe, marks)
         else:
@@ -140,11 +140,15 @@ class ChatTemplate:
         return ids, counts
 
     def _wall_off(self, value: Any, wall: str) -> Any:
-        """`value` with a wall inside of every special token in its strings.
+        """`value` with a wall inside of every special token in its strings, which fit for UTF-8;
+        without the keys that it has no value for.
 
-        Unless the template takes it out, which none has reason to, the token cannot be parsed.
+        Unless the template takes the wall out, which none has reason to, the token cannot be
+        parsed. A table's column holds None where a row lacks a key; templates ask whether the key
+        is there.
         """
         if isinstance(value, str):
+            value = well_formed(value)
             if any(token in value for token in self._too_short):
                 raise ValueError("holds a special token of one character, which no wall can split")
             found = [match.start() + 1 for match in self._special_start.finditer(value)]
@@ -153,7 +157,8 @@ class ChatTemplate:
         if isinstance(value, list):
             return [self._wall_off(item, wall) for item in value]
         if isinstance(value, dict):
-            return {key: self._wall_off(item, wall) for key, item in value.items()}
+            there = {key: item for key, item in value.items() if item is not None}
+            return {key: self._wall_off(item, wall) for key, item in there.items()}
         return value
 
     def _render(self, messages: list[Any], marks: Marks, prompt: bool = False) -> str:
@@ -222,20 +227,6 @@ def check_messages(messages: object) -> None:
     roles = [message["role"] for message in messages]
     if "assistant" not in roles:
         raise ValueError(f"has no message whose role is 'assistant', but {', '.join(roles)}")
-
-
-def without_none(value: Any) -> Any:
-    """Return a message without the keys that it has no value for; its strings fit for UTF-8.
-
-    A table's column holds None where a row lacks a key; templates ask whether the key is there.
-    """
-    if isinstance(value, str):
-        return well_formed(value)
-    if isinstance(value, list):
-        return [without_none(item) for item in value]
-    if isinstance(value, dict):
-        return {key: without_none(item) for key, item in value.items() if item is not None}
-    return value
 
 
 def compile_template(source: str, now: datetime) -> jinja2.Template:
