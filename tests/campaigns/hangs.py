@@ -65,7 +65,7 @@ def stalled(
         torchrun = ["--standalone", "--nproc-per-node", str(ranks), "--local-ranks-filter", "0"]
         words = [
             *(sys.executable, "-u", "-m", "meshwright.launch.__main__", *torchrun, "--tee", "3"),
-            *(str(ROOT / "tests/helpers/stalling_train.py"), "--job.config_file"),
+            *(str(ROOT / "tests/campaigns/stalling_train.py"), "--job.config_file"),
             *(str(folder / "job.toml"), "--job.dump_folder", str(folder / "out")),
             *("--training.local_batch_size", "1", "--checkpoint.interval", str(STEP)),
             *("--comm.train_timeout_seconds", str(limit_s), "--training.steps", "100"),

@@ -40,29 +40,34 @@ def data(folder: Path, text: str = TEXT, name: str = "a.jsonl") -> Path:
     return folder / name
 
 
+def words_of(folder: Path, data: Path, cache: str = "cache", **more: str) -> list[str]:
+    """Of a job on lines of JSON; `__` stands for the dot of a key."""
+    keys = {
+        "job.config_file": "tests/integration/tiny.toml",
+        "model.tokenizer_path": "bytes",
+        "training.dataset": "json",
+        "training.dataset_path": str(data),
+        "training.token_cache_folder": str(folder / cache),
+        "job.dump_folder": str(folder / "out"),
+    }
+    keys |= {key.replace("__", "."): value for key, value in more.items()}
+    return [word for key, value in keys.items() for word in (f"--{key}", value)]
+
+
 def difference(folder: Path, case: str) -> str:
     """What two ranks say, of which the second differs in `case`."""
     rank = dist.get_rank()
     is_other = rank == 1
-    words = {
-        "--job.config_file": "tests/integration/tiny.toml",
-        "--model.tokenizer_path": "bytes",
-        "--training.dataset": "json",
-        "--training.dataset_path": str(data(folder / str(rank))),  # a copy on each machine
-        "--training.token_cache_folder": str(folder / f"cache{rank}"),
-        "--job.dump_folder": str(folder / "out"),
-    }
-    if is_other and case == "cached data":
+    more, own = {}, data(folder / str(rank))  # a copy on each machine
+    if is_other and case in ("cached data", "streamed, of equal size"):
         data(folder / str(rank), TEXT.replace("text 7 ", "text 8 "))
     if case.startswith("streamed"):
-        words["--training.dataset_mode"] = "streamed"
-    if is_other and case == "streamed, of equal size":
-        data(folder / str(rank), TEXT.replace("text 7 ", "text 8 "))
+        more["training__dataset_mode"] = "streamed"
     if is_other and case == "streamed, of other size":
         data(folder / str(rank), TEXT + TEXT)
     if is_other and case == "a key":
-        words["--optimizer.lr"] = "1e-4"
-    config = load_config([word for pair in words.items() for word in pair])
+        more["optimizer__lr"] = "1e-4"
+    config = load_config(words_of(folder, own, f"cache{rank}", **more))
     plan = preflight(config, 2)
     if is_other and case == "tokenizer":
         plan = dataclasses.replace(plan, tokenizer=Other())
@@ -155,13 +160,8 @@ def test_data_on_two_machines(tmp_path: Path, is_shared: bool) -> None:
     processes = []
     for rank in range(2):
         text = TEXT if is_shared or rank == 0 else TEXT.replace("text 7 ", "text 8 ")
-        words = (
-            *("--job.config_file", "tests/integration/tiny.toml", "--training.steps", "2"),
-            *("--model.tokenizer_path", "bytes", "--training.dataset", "json"),
-            *("--training.dataset_path", data(tmp_path / f"machine{rank}", text)),
-            *("--training.token_cache_folder", tmp_path / f"cache{rank}"),
-            *("--job.dump_folder", tmp_path / "out"),
-        )
+        own = data(tmp_path / f"machine{rank}", text)
+        words = words_of(tmp_path, own, f"cache{rank}", training__steps="2")
         variables = {
             "RANK": str(rank),
             "WORLD_SIZE": "2",
@@ -248,16 +248,7 @@ def opened(folder: Path, mode: str) -> tuple[int, list[str], list[int]]:
         looked.append(path)
         return real(path, suffixes)
 
-    words = {
-        "--job.config_file": "tests/integration/tiny.toml",
-        "--model.tokenizer_path": "bytes",
-        "--training.dataset": "json",
-        "--training.dataset_path": str(folder / "data"),
-        "--training.dataset_mode": mode,
-        "--training.token_cache_folder": str(folder / "cache"),
-        "--job.dump_folder": str(folder / "out"),
-    }
-    config = load_config([word for pair in words.items() for word in pair])
+    config = load_config(words_of(folder, folder / "data", training__dataset_mode=mode))
     with patch.object(files, "resolve", note):
         plan = preflight(config, dist.get_world_size(), looks_at_files=False)
         manager = CheckpointManager(plan.checkpoint_folder, plan.config.checkpoint)

@@ -121,19 +121,15 @@ def test_halves_of_matrices_are_off_by_rounding(run) -> None:
     assert not are_within(run(HALVES, fault="no_sum_over_tp"))
 
 
-def _count_all_reduces(dims: ParallelDims) -> int:
-    """Of a forward and a backward."""
+@pytest.mark.ranks(2)
+def test_halves_have_the_scales_of_whole_rows() -> None:
+    """Of input and weight for 2 products cut along the sum; of weight and gradient for 3 others."""
     float8 = Float8(enable=True, emulate=True)
-    local, _ = parallel_model(dims, param_dtype=torch.bfloat16, float8=float8)
+    local, _ = parallel_model(HALVES, param_dtype=torch.bfloat16, float8=float8)
     (model,) = local.stages
     tokens = torch.zeros(1, SEQ_LEN, dtype=torch.int64)
     with CommDebugMode() as communication:
         model(tokens, tokens).backward()
-    return communication.get_comm_counts()[torch.ops.c10d_functional.all_reduce]
-
-
-def test_halves_have_the_scales_of_whole_rows(on_ranks) -> None:
-    """Of input and weight for 2 products cut along the sum; of weight and gradient for 3 others."""
+    count = communication.get_comm_counts()[torch.ops.c10d_functional.all_reduce]
     gradients_of_norms = 2 * TINY.n_layers + 1
-    for count in on_ranks(2, functools.partial(_count_all_reduces, HALVES)):
-        assert count == 10 * TINY.n_layers + gradients_of_norms
+    assert count == 10 * TINY.n_layers + gradients_of_norms

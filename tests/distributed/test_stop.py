@@ -4,6 +4,7 @@ import os
 import signal
 import time
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
@@ -78,11 +79,8 @@ def test_all_ranks_stop_at_the_step_that_one_is_asked_at(on_ranks, tmp_path, way
 
 
 def _without_delay(folder: Path, way: str) -> tuple[int, str]:
-    preemption.LOOK_EVERY_S, before = 0.0, preemption.LOOK_EVERY_S
-    try:
+    with patch.object(preemption, "LOOK_EVERY_S", 0.0):
         return steps_until_stopped(folder, way)
-    finally:
-        preemption.LOOK_EVERY_S = before
 
 
 def test_all_ranks_stop_where_the_data_of_one_ends(on_ranks, tmp_path) -> None:
@@ -95,6 +93,7 @@ def test_who_is_not_asked_takes_all_steps(on_ranks, tmp_path: Path) -> None:
     assert on_ranks(2, steps_until_stopped, tmp_path, "") == [(STEPS, ""), (STEPS, "")]
 
 
+@patch.object(preemption, "LOOK_EVERY_S", 0.01)
 def steps_of_traces(folder: Path) -> list[int]:
     """Steps after which a trace is to begin; rank 0's folder gets the file twice."""
     traced, rank = [], dist.get_rank()
@@ -110,16 +109,8 @@ def steps_of_traces(folder: Path) -> list[int]:
     return traced
 
 
-def _traces_without_delay(folder: Path) -> list[int]:
-    preemption.LOOK_EVERY_S, before = 0.01, preemption.LOOK_EVERY_S
-    try:
-        return steps_of_traces(folder)
-    finally:
-        preemption.LOOK_EVERY_S = before
-
-
 def test_all_ranks_trace_the_same_steps_once_per_request(on_ranks, tmp_path: Path) -> None:
-    traced, other = on_ranks(2, _traces_without_delay, tmp_path)
+    traced, other = on_ranks(2, steps_of_traces, tmp_path)
     assert traced == other
     assert len(traced) == 2
     assert 3 <= traced[0] < 30 <= traced[1]

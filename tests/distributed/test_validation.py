@@ -25,16 +25,12 @@ from meshwright.train.validation import Evaluation, continue_prompts, evaluate
 from tests.distributed.test_compile import Graphs
 from tests.distributed.test_step import CountCollectives
 from tests.helpers.fsdp import groups_of
-from tests.helpers.job import DEEP, SCHEDULES, Job, assert_equal, global_batch
+from tests.helpers.job import DEEP, SCHEDULES, Job, assert_equal, global_batch, mesh
 from tests.helpers.packed import one_by_one, packed
 from tests.helpers.slow import slow_but
 from tests.helpers.tiny import SEQ_LEN, TIED, TINY, plain_model
 
-ALONE = ParallelDims(dp_replicate=1, dp_shard=1)
-FSDP = dataclasses.replace(ALONE, dp_shard=2)
-TP = dataclasses.replace(ALONE, tp=2)
-CP = dataclasses.replace(ALONE, cp=2)
-PP = dataclasses.replace(ALONE, pp=2)
+FSDP, TP, CP, PP = (mesh(**{axis: 2}) for axis in ("dp_shard", "tp", "cp", "pp"))
 PACKED = [packed(1), packed(2)]
 TOKEN_BYTES = (torch.arange(TINY.vocab_size) + 1) % 5  # token 0 has some, too
 

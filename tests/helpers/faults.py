@@ -26,13 +26,9 @@ from meshwright.datasets.loader import Loader
 from meshwright.datasets.stream import Cursor
 from meshwright.models import decoder, loss, mixture
 from meshwright.models.loss import IGNORE, SummedLoss
-from meshwright.parallelisms import (
-    data_parallel,
-    tensor_parallel,
-)
+from meshwright.parallelisms import data_parallel, tensor_parallel
 from meshwright.parallelisms.tensor_parallel import VocabularyParallelLoss
 from meshwright.train import trainer
-from meshwright.train import trainer as step
 from meshwright.train.optim.average import Average
 from meshwright.train.optim.optimizers import build_optimizer
 
@@ -77,39 +73,34 @@ def no_sum_over_tp() -> Iterator[None]:
 @fault
 def norm_gradients_of_own_tokens() -> Iterator[None]:
     """Norms on a part of the sequence, whose weights get the gradient of that part alone."""
-
-    class Forgetful(SequenceParallel):
-        def _apply(self, module, mesh):
-            module = super()._apply(module, mesh)
-            if isinstance(module, nn.Linear):  # a router
-                return module
-            module._forward_pre_hooks.clear()
-            module._forward_hooks.clear()
-            # to_local takes the gradient for the same on every rank, as the weight is
-            module.forward = lambda x: F.rms_norm(
-                x, x.shape[-1:], module.weight.to_local(), module.eps
-            )
-            return module
-
-    with patch.object(tensor_parallel, "SequenceParallel", Forgetful):
+    with _sees_own_tokens(is_router=False):
         yield
 
 
 @fault
 def router_gradients_of_own_tokens() -> Iterator[None]:
     """The same of routers, each of which sees a part of the sequence."""
+    with _sees_own_tokens(is_router=True):
+        yield
 
+
+def _sees_own_tokens(is_router: bool) -> AbstractContextManager[object]:
     class Forgetful(SequenceParallel):
         def _apply(self, module, mesh):
             module = super()._apply(module, mesh)
-            if isinstance(module, nn.Linear):
+
+            def forward(x):  # to_local takes the gradient for the same on all ranks, as the weight
+                if is_router:
+                    return F.linear(x.float(), module.weight.to_local().float())
+                return F.rms_norm(x, x.shape[-1:], module.weight.to_local(), module.eps)
+
+            if isinstance(module, nn.Linear) == is_router:
                 module._forward_pre_hooks.clear()
                 module._forward_hooks.clear()
-                module.forward = lambda x: F.linear(x.float(), module.weight.to_local().float())
+                module.forward = forward
             return module
 
-    with patch.object(tensor_parallel, "SequenceParallel", Forgetful):
-        yield
+    return patch.object(tensor_parallel, "SequenceParallel", Forgetful)
 
 
 @fault
@@ -129,7 +120,7 @@ def swapped_microbatches() -> Iterator[None]:
 def mean_of_means() -> Iterator[None]:
     """Each rank's microbatch is divided by its own number of labels, and the means averaged."""
 
-    real, counted = step.count_labels, []
+    real, counted = trainer.count_labels, []
 
     def count(*inputs):
         counted.append(real(*inputs))
@@ -140,7 +131,7 @@ def mean_of_means() -> Iterator[None]:
         num_microbatches = 8 // len(labels)  # over all ranks
         return total * counted[-1] / (own * num_microbatches)
 
-    with patch.object(step, "count_labels", count), _changed_loss(averaged):
+    with patch.object(trainer, "count_labels", count), _changed_loss(averaged):
         yield
 
 

@@ -8,6 +8,7 @@ The real run is one process with real tensors under the fake process group, and 
 from __future__ import annotations
 
 import json
+import math
 import sys
 import traceback
 from collections import Counter
@@ -22,6 +23,7 @@ from meshwright.commands.plan.figures import Memory, flops, traffic
 from meshwright.commands.plan.predict import in_processes
 from meshwright.commands.plan.simulate import Rank, Simulation, plan_job, simulate
 from meshwright.commands.plan.trace import Operator
+from meshwright.commands.prove.cases import KEYS
 from meshwright.config.loader import load_config
 from meshwright.parallelisms.meshes import build_meshes
 from meshwright.train.preflight import Plan
@@ -60,22 +62,12 @@ class Case:
     @property
     def world_size(self) -> int:
         """Ranks of the job."""
-        size = 1
-        for degree in self.sizes.values():
-            size *= degree
-        return size
+        return math.prod(self.sizes.values())
 
     def plan(self) -> Plan:
         """The job, checked."""
-        keys = {
-            "dp_shard": "data_parallel_shard_degree",
-            "dp_replicate": "data_parallel_replicate_degree",
-            "tp": "tensor_parallel_degree",
-            "cp": "context_parallel_degree",
-            "pp": "pipeline_parallel_degree",
-        }
         values: dict[str, object] = dict(BASE)
-        values |= {f"parallelism.{keys[axis]}": size for axis, size in self.sizes.items()}
+        values |= {f"parallelism.{KEYS[axis]}": size for axis, size in self.sizes.items()}
         values |= (word.removeprefix("--").split("=", 1) for word in self.options.split())
         dp = self.sizes["dp_shard"] * self.sizes.get("dp_replicate", 1)
         batch = int(str(values["training.local_batch_size"])) * dp * self.microbatches

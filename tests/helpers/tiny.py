@@ -44,23 +44,8 @@ MIXED = Qwen3MoeArgs(
 SEQ_LEN = 16
 CPU = torch.device("cpu")
 
-SECTIONS: dict[str, type[Section]] = {  # of the options that tests give
-    "loss_chunk_tokens": Training,
-    "reshard_after_forward": Parallelism,
-    "prefetch_layers": Parallelism,
-    "fsdp_cpu_backend": Parallelism,
-    "enable_async_tensor_parallel": Parallelism,
-    "balance_loss": Experts,
-    "sequence_balance_loss": Experts,
-    "bias_update_rate": Experts,
-    "router_z_loss": Experts,
-    "ac_mode": ActivationCheckpoint,
-    "selective_ac_option": ActivationCheckpoint,
-    "saved_ops": ActivationCheckpoint,
-    "memory_budget": ActivationCheckpoint,
-    "compile_backend": Compile,
-    "cpu_attention": Compile,
-}
+SECTIONS = (Training, Parallelism, Experts, ActivationCheckpoint, Compile)
+"""Which have the options that tests give."""
 KEYS = {  # where they differ from the options' names
     "reshard_after_forward": "fsdp_reshard_after_forward",
     "prefetch_layers": "fsdp_prefetch_layers",
@@ -105,14 +90,14 @@ def parallel_model(
 
     Args:
         microbatches: their number, and the sequences in each (needed for a pipeline).
-        options: as the keys of `SECTIONS`.
+        options: as the keys of the sections.
     """
     meshes = meshes_of(dims, "cpu")
     num_stages = dims.pp * stages_per_rank
-    given: dict[type[Section], dict[str, object]] = {section: {} for section in SECTIONS.values()}
+    given: dict[type[Section], dict[str, object]] = {section: {} for section in SECTIONS}
     for option, value in options.items():
-        key, section = KEYS.get(option, option), SECTIONS[option]
-        given[section][key] = value
+        key = KEYS.get(option, option)
+        given[next(section for section in SECTIONS if key in section.model_fields)][key] = value
     given[Compile]["enable"] = bool(options.get("compile_backend"))
     sections = {section: section(**values) for section, values in given.items()}
     training = Training(

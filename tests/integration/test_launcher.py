@@ -221,26 +221,20 @@ def press_ctrl_c(folder: Path, times: int) -> tuple[int, str, float]:
     return process.returncode, errors, time.monotonic() - start
 
 
-def test_ctrl_c_saves_and_stops(tmp_path: Path) -> None:
+@pytest.mark.parametrize("times", [1, *slow(2)])
+def test_ctrl_c_saves_and_stops_and_a_second_ends_the_job_at_once(tmp_path, times) -> None:
     folder = tmp_path / "out"
-    code, errors, _ = press_ctrl_c(folder, 1)
-    assert code == 75
-    assert errors == "meshwright: SIGINT: the job saves and stops; again: killed\n"
-    (*_, step) = commit.saved_steps(folder / "checkpoint")
-    assert step == max(losses(folder))
-
-
-@pytest.mark.slow
-def test_a_second_ctrl_c_ends_the_job_at_once(tmp_path: Path) -> None:
-    folder = tmp_path / "out"
-    code, errors, seconds = press_ctrl_c(folder, 2)
-    assert code == 130
-    assert errors.splitlines()[1:] == [
-        "meshwright: SIGINT: killed; the steps since the last checkpoint are lost"
-    ]
-    assert seconds < 5
-    assert "Traceback" not in errors
-    assert not ranks_of(folder)
+    code, errors, seconds = press_ctrl_c(folder, times)
+    said = ["meshwright: SIGINT: the job saves and stops; again: killed"]
+    if times == 2:
+        said += ["meshwright: SIGINT: killed; the steps since the last checkpoint are lost"]
+        assert seconds < 5
+        assert not ranks_of(folder)
+    else:
+        (*_, step) = commit.saved_steps(folder / "checkpoint")
+        assert step == max(losses(folder))
+    assert code == (75, 130)[times - 1]
+    assert errors.splitlines()[times - 1 :] == said[times - 1 :]
 
 
 def check_stacks(process: subprocess.Popen, folder: Path) -> None:
@@ -321,6 +315,9 @@ def test_a_bad_config_is_one_line_and_no_rank(tmp_path: Path) -> None:
         "meshwright: --training.step: unknown key training.step\n"
         "  fix: did you mean training.steps?\n"
     )
+    result = launch(tmp_path / "out", NNODES=2)  # which need an endpoint
+    assert result.returncode == 2
+    assert "RDZV_ENDPOINT" in result.stderr
     assert not (tmp_path / "out").exists()
 
 
@@ -389,12 +386,8 @@ def test_two_machines_meet_and_train_as_one(uninterrupted: Path, tmp_path: Path)
         endpoint = f"localhost:{probe.getsockname()[1]}"
     folder = tmp_path / "out"
     variables = environment(NNODES=2, NGPU=1, RDZV_ENDPOINT=endpoint)
-    launchers = [
-        subprocess.Popen(
-            command(folder), env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-        )
-        for _ in range(2)
-    ]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    launchers = [subprocess.Popen(command(folder), env=variables, **pipes) for _ in range(2)]
     outputs = [launcher.communicate(timeout=120)[0] for launcher in launchers]
     assert [launcher.returncode for launcher in launchers] == [0, 0], outputs
     assert_close(losses(folder), losses(uninterrupted))  # other threads a rank, other rounding
@@ -494,11 +487,7 @@ def test_a_full_disk_costs_checkpoints_but_no_steps(uninterrupted: Path, tmp_pat
     with small_disk(checkpoints, size="5m"):  # of 2 MB each
         result = train_on_ranks(folder, "--checkpoint.keep_latest_k", 3)
         assert result.returncode == 4, result.stdout + result.stderr
-        for said in (
-            "15 could not be written: rank",
-            "No space left on device",
-            "training continues",
-        ):
+        for said in ("15 could not be written: rank", "training continues"):
             assert said in result.stdout
         assert result.stdout.count("No space left on device") == 2  # for steps 15 and 20
         assert "it was the last of the job" in result.stdout
@@ -591,9 +580,3 @@ def test_a_kill_while_saving_in_the_background_leaves_only_good_checkpoints(
     assert f"resumed from {checkpoints}/step-{steps[-1]} " in again.stdout
     assert losses(folder) == losses(uninterrupted)
     assert sorted(p.name for p in checkpoints.iterdir()) == ["step-19", "step-20"]
-
-
-def test_several_machines_need_an_endpoint(tmp_path: Path) -> None:
-    result = launch(tmp_path / "out", NNODES=2)
-    assert result.returncode == 2
-    assert "RDZV_ENDPOINT" in result.stderr

@@ -58,10 +58,7 @@ def test_a_plan_is_json_and_a_page(tmp_path) -> None:
         (["--world-size", "2"], "--device"),
         (["--device", "h100"], "--world-size"),
         (["--device", "h1000", "--world-size", "2"], "no such device"),
-        (
-            ["--device", "h100", "--world-size", "2", "--rank", "2"],
-            "must be below 2, the number of ranks",
-        ),
+        (["--device=h100", "--world-size=2", "--rank=2"], "must be below 2, the number of ranks"),
         (["--device", "h100", "--world-size", "3"], "global_batch_size"),
         (["--device=h100", "--world-size=2", "--search", "--html=a"], "--html = .* a --search"),
         (["--device=h100", "--world-size=2", "--search", "--all-stages"], "--all-stages = true"),
@@ -83,10 +80,8 @@ def test_mistakes_are_named(words, what) -> None:
 
 def test_the_worst_rank_of_a_pipeline_has_the_verdict(capsys) -> None:
     """The first has one layer, the last five and the loss."""
-    parts = [
-        ["tok_embeddings", "layers.0"],
-        [*(f"layers.{i}" for i in range(1, 6)), "norm", "output"],
-    ]
+    layers = [f"layers.{i}" for i in range(6)]
+    parts = [["tok_embeddings", layers[0]], [*layers[1:], "norm", "output"]]
     words = [
         *("--parallelism.pipeline_parallel_degree=2", "--training.global_batch_size=96"),
         *("--training.local_batch_size=48", "--training.seq_len=2048"),

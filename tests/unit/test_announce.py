@@ -80,31 +80,24 @@ def test_the_tokens_of_the_end_are_those_of_its_time(tmp_path, caplog) -> None:
 
 
 @pytest.mark.parametrize(
-    ("frozen", "words"), [([], ""), (["layers.*", "tok_*"], ", 524,544 of them trained")]
+    ("option", "words"),
+    [
+        ("--model.name=llama", ""),
+        ('--model.frozen=["layers.*", "tok_*"]', ", 524,544 of them trained"),
+        ("--model.name=qwen3_moe", ", {:,} of them active for a token"),
+    ],
 )
-def test_a_job_with_frozen_parameters_says_how_many_are_trained(
-    frozen, words, monkeypatch, caplog
+def test_a_job_says_how_many_parameters_are_trained_or_active(
+    option, words, monkeypatch, caplog
 ) -> None:
     caplog.set_level("INFO", "meshwright")
     ranks = SimpleNamespace(get_rank=lambda: 1, get_world_size=lambda: 1)
     monkeypatch.setattr(announce, "dist", ranks)
-    words_of_job = ["--model.tokenizer_path=bytes", f"--model.frozen={json.dumps(frozen)}"]
-    config = load_config(words_of_job)
-    plan = preflight(config, 1)
-    announce.announce(plan, torch.device("cpu"), Launch())
-    num_all = f"{plan.model_args.table.num_params:,}"
-    assert f"llama debugmodel: {num_all} parameters{words}" in caplog.messages
-
-
-def test_a_job_with_experts_says_how_many_parameters_are_active(monkeypatch, caplog) -> None:
-    caplog.set_level("INFO", "meshwright")
-    ranks = SimpleNamespace(get_rank=lambda: 1, get_world_size=lambda: 1)
-    monkeypatch.setattr(announce, "dist", ranks)
-    plan = preflight(load_config(["--model.tokenizer_path=bytes", "--model.name=qwen3_moe"]), 1)
+    plan = preflight(load_config(["--model.tokenizer_path=bytes", option]), 1)
     announce.announce(plan, torch.device("cpu"), Launch())
     table = plan.model_args.table
-    words = f"{table.num_params:,} parameters, {table.num_active_params:,} of them active"
-    assert f"qwen3_moe debugmodel: {words} for a token" in caplog.messages
+    said = f"debugmodel: {table.num_params:,} parameters{words.format(table.num_active_params)}"
+    assert f"{plan.config.model.name} {said}" in caplog.messages
 
 
 def test_a_start_says_how_much_data_there_is_and_what_is_left_out(tmp_path, caplog) -> None:

@@ -5,6 +5,7 @@ import errno
 import json
 import shutil
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -185,20 +186,16 @@ def test_ls_takes_what_it_finds(made, capsys, monkeypatch, tmp_path) -> None:
         return entry
 
     monkeypatch.setattr("meshwright.commands.checkpoint.look_at", look_and_delete)
-    assert [line.split()[0] for line in run(capsys, "ls", folder)[1]][:2] == [
-        "NAME",
-        "step-8.aside0",
-    ]
-
-    def forbid(path: Path) -> survey.FoundCheckpoint:
-        raise PermissionError(errno.EACCES, "Permission denied", str(path))
-
-    monkeypatch.setattr("meshwright.commands.checkpoint.look_at", forbid)
+    names = [line.split()[0] for line in run(capsys, "ls", folder)[1]]
+    assert names[:2] == ["NAME", "step-8.aside0"]
+    path = str(folder / "step-8.aside0")
+    forbidden = Mock(side_effect=PermissionError(errno.EACCES, "Permission denied", path))
+    monkeypatch.setattr("meshwright.commands.checkpoint.look_at", forbidden)
     with pytest.raises(ConfigError, match="step-8.aside0: Permission denied"):
         run(capsys, "ls", folder)
 
 
-def changed(model: Decoder) -> Decoder:
+def changed() -> Decoder:
     model = plain_model(SMALL)
     with torch.no_grad():
         model.layers["1"].attention.wk.weight[3, 7] += 0.25
@@ -215,19 +212,20 @@ def rows_of(lines: list[str]) -> dict[str, list[str]]:
 def test_diff_of_tensors_says_how_many_by_how_much_and_where(made, tmp_path, capsys) -> None:
     assert run(capsys, "diff", made / "step-5", made / "step-10", "--tensors")[0] == 0
     a = save_checkpoint(tmp_path / "a", plain_model(SMALL), SMALL)
-    b = save_checkpoint(tmp_path / "b", changed(plain_model(SMALL)), SMALL)
+    b = save_checkpoint(tmp_path / "b", changed(), SMALL)
     code, lines = run(capsys, "diff", a, b)
     assert code == 1
     total = len(list(SMALL.parameter_names()))
     assert f"tensors: {total - 3} of {total} are equal to the bit" in lines
     rows = rows_of(lines)
-    assert rows.keys() == {
+    keys = (
         "model.layers.1.attention.wk.weight",
         "model.norm.weight",
         "model.layers.0.ffn_norm.weight",
-    }
+    )
+    assert rows.keys() == {*keys}
     was = float(plain_model(SMALL).layers["1"].attention.wk.weight[3, 7].detach())
-    row = rows["model.layers.1.attention.wk.weight"]
+    row = rows[keys[0]]
     assert row[:3] == ["1", "512", "0.25"]
     assert row[4] == "3,7"
     assert [float(value) for value in row[5:]] == pytest.approx([was, was + 0.25], rel=1e-6)

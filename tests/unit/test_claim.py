@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -56,6 +57,12 @@ def another_job(folder: Path) -> Iterator[subprocess.Popen]:
         job.wait()
 
 
+def leave_claim_of_a_killed_job(folder: Path) -> None:
+    with another_job(folder) as job:
+        job.kill()
+        job.wait()
+
+
 def test_a_job_that_runs_is_named_and_one_that_was_killed_is_replaced(tmp_path: Path) -> None:
     with another_job(tmp_path) as job:
         with pytest.raises(ConfigError) as error:
@@ -79,9 +86,7 @@ def test_a_job_that_runs_is_named_and_one_that_was_killed_is_replaced(tmp_path: 
 def test_a_killed_job_whose_number_another_process_has_is_replaced_after_a_silence(
     tmp_path: Path,
 ) -> None:
-    with another_job(tmp_path) as job:
-        job.kill()
-        job.wait()
+    leave_claim_of_a_killed_job(tmp_path)
     content = json.loads((tmp_path / FILE).read_text())
     (tmp_path / FILE).write_text(json.dumps(content | {"pid": os.getppid()}))
     ours, begun = Claim(tmp_path, new_nonce()), time.monotonic()
@@ -132,9 +137,7 @@ def test_a_job_on_another_machine_runs_while_its_file_is_touched(tmp_path: Path)
 
 
 def test_of_two_that_replace_the_same_one_job_remains(tmp_path: Path) -> None:
-    with another_job(tmp_path) as job:
-        job.kill()
-        job.wait()
+    leave_claim_of_a_killed_job(tmp_path)
     ours = [claims.Claim(tmp_path / FILE) for _ in range(4)]
     with ThreadPoolExecutor(4) as threads:
         taken = list(threads.map(claims.Claim.take, ours))
@@ -180,20 +183,10 @@ def test_a_job_that_was_replaced_publishes_nothing(tmp_path: Path) -> None:
     assert (tmp_path / FILE).exists()  # it is the other's
 
 
-def test_a_full_disk_leaves_no_half_of_a_file_and_stops_no_save(
-    tmp_path: Path, monkeypatch
-) -> None:
-    with another_job(tmp_path) as job:
-        job.kill()
-        job.wait()
-
+def test_a_full_disk_leaves_no_half_of_a_file_and_stops_no_save(tmp_path: Path) -> None:
+    leave_claim_of_a_killed_job(tmp_path)
     save(tmp_path, 5)  # though the file is of another job: it is gone
-
-    def refuse(owner: claims.Owner) -> dict[str, str]:
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as full:
-        full.setattr(claims, "asdict", refuse)
-        with pytest.raises(OSError, match="No space left"):
-            Claim(tmp_path, new_nonce()).take()
+    full = patch.object(claims, "asdict", side_effect=OSError(28, "No space left on device"))
+    with full, pytest.raises(OSError, match="No space left"):
+        Claim(tmp_path, new_nonce()).take()
     assert [path.name for path in tmp_path.iterdir()] == ["step-5"]

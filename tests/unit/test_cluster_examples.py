@@ -72,20 +72,20 @@ def test_the_launcher_gets_the_machines(cluster: str, tmp_path: Path, monkeypatc
     assert rendezvous[rendezvous.index("--rdzv-id") + 1] == "llama3-8b"
 
 
-@pytest.mark.parametrize("endpoint", ["node1", "node1:", ":29500", "node1:port", "node1:99999"])
-def test_machines_meet_at_a_host_and_a_port(endpoint: str) -> None:
+def test_machines_meet_at_a_host_and_a_port() -> None:
     """Without a port they would wait at another one than was opened for them."""
-    words = ["--nnodes", "2", "--rdzv-endpoint", endpoint]
-    options = parse(build_parser("train", words), words)
-    with pytest.raises(ConfigError, match="must be host:port\n  fix: write .*:29500") as caught:
-        _rendezvous(options, count_ranks(options))
-    assert f"RDZV_ENDPOINT = {endpoint!r}" in str(caught.value)
+    for endpoint in ("node1", "node1:", ":29500", "node1:port", "node1:99999"):
+        words = ["--nnodes", "2", "--rdzv-endpoint", endpoint]
+        options = parse(build_parser("train", words), words)
+        with pytest.raises(ConfigError, match="must be host:port\n  fix: write .*:29500") as caught:
+            _rendezvous(options, count_ranks(options))
+        assert f"RDZV_ENDPOINT = {endpoint!r}" in str(caught.value)
 
 
-@pytest.mark.parametrize(("given", "want"), [("0 1", "0,1"), ("0,,1,", "0,1"), ("1", "1")])
-def test_the_ranks_whose_log_is_shown(given: str, want: str) -> None:
-    options = parse(build_parser("train", []), ["--log-rank", given])
-    assert _log_ranks(options, Ranks(2, 1, 0)) == want
+def test_the_ranks_whose_log_is_shown() -> None:
+    for given, want in (("0 1", "0,1"), ("0,,1,", "0,1"), ("1", "1")):
+        options = parse(build_parser("train", []), ["--log-rank", given])
+        assert _log_ranks(options, Ranks(2, 1, 0)) == want
     with pytest.raises(ConfigError, match="must be ranks from 0 to 0"):
         _log_ranks(parse(build_parser("train", []), ["--log-rank", ","]), Ranks(1, 1, 0))
 
@@ -115,14 +115,9 @@ def test_machines_wait_until_the_others_have_made_their_tokens(monkeypatch) -> N
     words = _patience(Ranks(per_machine=1, machines=2, gpus=0), [*sources, Mock(StreamedSource)])
     backend = ["--nnodes", "2", "--rdzv-backend", "c10d"]
     config, *_ = config_from_args(parse_args([*backend, *words, "train.py"]))
-    seconds = 600 + 2526  # 1.01 billion tokens by 4 cores
+    given = RendezvousParameters("c10d", "node0:1", "id", 1, 2, **config.rdzv_configs)
     for name in ("join_timeout", "read_timeout"):
-        assert (
-            RendezvousParameters("c10d", "node0:1", "id", 1, 2, **config.rdzv_configs).get_as_int(
-                name
-            )
-            == seconds
-        )
+        assert given.get_as_int(name) == 600 + 2526  # 1.01 billion tokens by 4 cores
     assert _patience(Ranks(per_machine=8, machines=1, gpus=8), sources) == []
 
 

@@ -282,18 +282,14 @@ def test_a_group_of_frozen_parameters_is_idle(tmp_path) -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("dtype", "param", "reduce", "needs"),
-    [
-        ("float32", "float32", "float32", False),
-        ("float32", "bfloat16", "float32", False),
-        ("float32", "bfloat16", "bfloat16", True),
-        ("bfloat16", "bfloat16", "float32", True),  # autograd would add up in bf16
-    ],
-)
-def test_one_rank_needs_fsdp_for_other_sums_than_in_fp32(dtype, param, reduce, needs) -> None:
-    types = {"mixed_precision_param": param, "mixed_precision_reduce": reduce}
-    training, off = Training(dtype=dtype, **types), Float8()
-    assert needs_fsdp_alone(training, off) == needs
-    assert needs_fsdp_alone(training.model_copy(update={"enable_cpu_offload": True}), off)
-    assert needs_fsdp_alone(training, Float8(enable=True))
+def test_one_rank_needs_fsdp_for_other_sums_than_in_fp32() -> None:
+    fp32, bf16 = "float32", "bfloat16"
+    for dtype, param, reduce, needs in (
+        *((fp32, fp32, fp32, False), (fp32, bf16, fp32, False), (fp32, bf16, bf16, True)),
+        (bf16, bf16, fp32, True),  # autograd would add up in bf16
+    ):
+        types = {"mixed_precision_param": param, "mixed_precision_reduce": reduce}
+        training, off = Training(dtype=dtype, **types), Float8()
+        assert needs_fsdp_alone(training, off) == needs, (dtype, param, reduce)
+        assert needs_fsdp_alone(training.model_copy(update={"enable_cpu_offload": True}), off)
+        assert needs_fsdp_alone(training, Float8(enable=True))

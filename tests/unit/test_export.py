@@ -167,25 +167,17 @@ def test_a_checkpoint_that_would_run_code_is_refused(checkpoint, tmp_path) -> No
 def test_a_wrong_permutation_is_noticed(checkpoint, tmp_path, monkeypatch) -> None:
     """Even one that our own reader has too, and so would undo."""
     out = tmp_path / "out"
-    monkeypatch.setattr(
-        "meshwright.checkpoint.conversion.export.halves", lambda tensor, head_dim: tensor
-    )
+    conversion = "meshwright.checkpoint.conversion"
+    monkeypatch.setattr(f"{conversion}.export.halves", lambda tensor, head_dim: tensor)
     assert "wq.weight differs from the checkpoint" in message(checkpoint, out)
-    monkeypatch.setattr(
-        "meshwright.checkpoint.conversion.readers.pairs", lambda tensor, head_dim: tensor
-    )
+    monkeypatch.setattr(f"{conversion}.readers.pairs", lambda tensor, head_dim: tensor)
     said = message(checkpoint, out)
     assert "its logits by transformers" in said
     assert not list(tmp_path.glob("out*"))
 
 
 @pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("rope_scaling", None),
-        ("rope_theta", 10000.0),
-        ("rms_norm_eps", 1e-3),
-    ],
+    ("key", "value"), [("rope_scaling", None), ("rope_theta", 10000.0), ("rms_norm_eps", 1e-3)]
 )
 def test_a_wrong_config_is_noticed(checkpoint, tmp_path, monkeypatch, key, value) -> None:
     write = meshwright.checkpoint.conversion.export._write_json
@@ -266,12 +258,10 @@ def _make_tokenizer(kind: str, folder: Path) -> str:
             return str(tiktoken_model(folder / "tokenizer.model", source))
         case "byte-level":
             return str(byte_level_json(folder / "tokenizer.json", ["<s>", "</s>"]))
+    default = {"normalization_rule_name": "nmt_nfkc", "remove_extra_whitespaces": True}
     options = {
         "bpe": {},
-        "bpe-default": {
-            "normalization_rule_name": "nmt_nfkc",
-            "remove_extra_whitespaces": True,
-        },
+        "bpe-default": default,
         "bpe-no-prefix": {"add_dummy_prefix": False},
         "unigram": {"model_type": "unigram", "vocab_size": 350, "byte_fallback": True},
     }[kind]

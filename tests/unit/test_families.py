@@ -167,32 +167,16 @@ def test_names_and_initial_values_of_llama_do_not_change_between_releases() -> N
         assert digest.hexdigest()[:16] == pinned
 
 
-PUBLISHED = {  # billions of parameters
-    "llama2_7b": 6.738,
-    "llama2_13b": 13.016,
-    "llama2_70b": 68.977,
-    "llama3_1b": 1.236,
-    "llama3_3b": 3.213,
-    "llama3_8b": 8.030,
-    "llama3.1_8b": 8.030,
-    "llama3_70b": 70.554,
-    "llama3.1_70b": 70.554,
-    "llama3.1_405b": 405.853,
-    "qwen3_0.6b": 0.596,
-    "qwen3_1.7b": 1.721,
-    "qwen3_4b": 4.022,
-    "qwen3_8b": 8.191,
-    "qwen3_14b": 14.768,
-    "qwen3_32b": 32.762,
-    "olmo2_1b": 1.485,
-    "olmo2_7b": 7.299,
-    "olmo2_13b": 13.716,
-    "olmo2_32b": 32.234,
-    "qwen3_30b_a3b": 30.532,
-    "qwen3_235b_a22b": 235.094,
-    "olmoe_1b_7b": 6.919,
-    "mixtral_8x7b": 46.703,
-}
+SIZES = """
+llama2_7b 6.738, llama2_13b 13.016, llama2_70b 68.977, llama3_1b 1.236, llama3_3b 3.213,
+llama3_8b 8.030, llama3.1_8b 8.030, llama3_70b 70.554, llama3.1_70b 70.554,
+llama3.1_405b 405.853, qwen3_0.6b 0.596, qwen3_1.7b 1.721, qwen3_4b 4.022, qwen3_8b 8.191,
+qwen3_14b 14.768, qwen3_32b 32.762, olmo2_1b 1.485, olmo2_7b 7.299, olmo2_13b 13.716,
+olmo2_32b 32.234, qwen3_30b_a3b 30.532, qwen3_235b_a22b 235.094, olmoe_1b_7b 6.919,
+mixtral_8x7b 46.703
+"""
+PUBLISHED = {name: float(size) for name, size in map(str.split, SIZES.split(","))}
+"""Billions of parameters."""
 
 
 @pytest.mark.parametrize("family", MODELS.values(), ids=MODELS.keys())

@@ -43,16 +43,11 @@ def noise(size: int, seed: int = 0) -> list[float]:
 
 @pytest.mark.parametrize("window", [2, 4, 100])
 def test_mean_and_variance_are_sums_over_all_good_steps_with_their_weights(window) -> None:
-    detector, losses, norms = (
-        BadStepDetector(CPU, spikes(std=1e6, window=window)),
-        noise(30),
-        noise(30, 1),
-    )
+    detector = BadStepDetector(CPU, spikes(std=1e6, window=window))
+    losses, norms = noise(30), noise(30, 1)
     judge(detector, losses, norms)
-    steps = [1 / min(n, window) for n in range(1, 31)]
-    weights = np.array(
-        [w * math.prod(1 - later for later in steps[n:]) for n, w in enumerate(steps, 1)]
-    )
+    steps = np.array([1 / min(n, window) for n in range(1, 31)])
+    weights = np.array([w * np.prod(1 - steps[n:]) for n, w in enumerate(steps, 1)])
     assert weights.sum() == pytest.approx(1)
     figures = np.array([losses, norms])
     mean = figures @ weights

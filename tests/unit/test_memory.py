@@ -32,16 +32,10 @@ def plan(ranks: int = 8, batch: int = 16, **keys: object) -> Plan:
     return preflight(config, ranks)
 
 
-def reduction(*args: int, **keys: object) -> str:
-    return plan(*args, **keys).config.parallelism.fsdp_reduce_gradients
-
-
 ONCE, EVERY = "last_microbatch", "every_microbatch"
 REDUCTION = "parallelism__fsdp_reduce_gradients"
-SHARD, REPLICATE = (
-    "parallelism__data_parallel_shard_degree",
-    ("parallelism__data_parallel_replicate_degree"),
-)
+SHARD = "parallelism__data_parallel_shard_degree"
+REPLICATE = "parallelism__data_parallel_replicate_degree"
 PIPELINE = {"parallelism__pipeline_parallel_degree": 2}
 BF16_SUMS = {"training__mixed_precision_reduce": "bfloat16"}
 BF16_WEIGHTS = {"training__dtype": "bfloat16"}
@@ -72,24 +66,18 @@ SMALL = {"model__flavor": "llama3_1b"}
     ],
 )
 def test_how_gradients_are_reduced(want, ranks, batch, keys) -> None:
-    assert reduction(ranks, batch, **keys) == want
+    assert plan(ranks, batch, **keys).config.parallelism.fsdp_reduce_gradients == want
 
 
-@pytest.mark.parametrize(
-    "keys",
-    [
-        {REDUCTION: ONCE},
-        {SHARD: 4, REPLICATE: 2},
-        {SHARD: 4, REPLICATE: 2, REDUCTION: EVERY},
-        PIPELINE,
-        EARLY,
+def test_microbatches_are_not_added_up_in_bfloat16() -> None:
+    copies = {SHARD: 4, REPLICATE: 2}
+    for keys in (
+        *({REDUCTION: ONCE}, copies, copies | {REDUCTION: EVERY}, PIPELINE, EARLY),
         BF16_WEIGHTS | {REDUCTION: EVERY},
-    ],
-)
-def test_microbatches_are_not_added_up_in_bfloat16(keys) -> None:
-    with pytest.raises(ConfigError, match="would also add up the . microbatches") as error:
-        plan(8, 32, **keys, **BF16_SUMS)
-    assert error.value.key == "training.mixed_precision_reduce"
+    ):
+        with pytest.raises(ConfigError, match="would also add up the . microbatches") as error:
+            plan(8, 32, **keys, **BF16_SUMS)
+        assert error.value.key == "training.mixed_precision_reduce"
 
 
 P = 8_030_261_248  # parameters of Llama 3 8B

@@ -4,7 +4,6 @@ import io
 import json
 import logging
 import math
-import resource
 import sys
 import types
 from pathlib import Path
@@ -26,6 +25,7 @@ from meshwright.system import hardware
 from meshwright.system.errors import ConfigError
 from meshwright.system.log import log_to_console
 from meshwright.train.build import _files, _peak_flops_per_s
+from tests.helpers.files import no_room
 
 
 class Kept(list):
@@ -196,15 +196,11 @@ def test_a_record_is_written_whole_or_not_at_all(tmp_path) -> None:
     """Past the limit, the first part of a record would still fit."""
     file = WholeRecords(tmp_path / "a")
     file.append(b"12345\n")
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (10, limits[1]))
-    try:
+    with no_room(10):
         with pytest.raises(OSError, match="File too large"):
             file.append(b"67890\n")
         assert (tmp_path / "a").read_bytes() == b"12345\n"
         file.append(b"6\n")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert (tmp_path / "a").read_bytes() == b"12345\n6\n"
 
 

@@ -85,11 +85,10 @@ def build(model: Decoder, config: Optimizer) -> torch.optim.Optimizer:
 @pytest.mark.parametrize("decay_norm_and_bias", [False, True])
 def test_groups_are_those_of_plain_torch(element_wise, is_early, decay_norm_and_bias) -> None:
     model, theirs = plain_model(), plain_model()
-    name = element_wise
-    config = options(name, decay_norm_and_bias=decay_norm_and_bias)
+    config = options(element_wise, decay_norm_and_bias=decay_norm_and_bias)
     optimizer = build(model, config)
     groups = plain_groups(theirs, 0.1, norm_decay=0.1 if decay_norm_and_bias else 0.0)
-    plain = found(OPTIMIZERS[name].build)([group for group, _ in groups], config)
+    plain = found(OPTIMIZERS[element_wise].build)([group for group, _ in groups], config)
     assert plain.defaults.get("betas") in (None, (config.beta1, config.beta2))
     assert plain.defaults.get("eps") in (None, config.eps)
     early = OptimizerInBackward(optimizer) if is_early else None
@@ -152,11 +151,10 @@ def test_gradients_are_divided_on_the_way(name) -> None:
 
 def test_each_parameter_is_updated_from_its_own_gradient_and_state(element_wise) -> None:
     """What the optimizer in backward relies on."""
-    name = element_wise
     model = plain_model()
-    optimizer = build(model, options(name))
+    optimizer = build(model, options(element_wise))
     alone = copy.deepcopy(model)
-    one = build(alone, options(name))
+    one = build(alone, options(element_wise))
     for seed in (1, 2):
         set_gradients(model, seed)
         set_gradients(alone, seed)
@@ -276,11 +274,10 @@ def test_none_imports_the_compiler() -> None:
 
 def test_a_step_of_torchs_unfused_optimizer_is_as_torchs(element_wise) -> None:
     """It updates parameters in place, which autograd allows only where it does not record."""
-    name = element_wise
     model, theirs = plain_model(), plain_model()
-    kind = type(build(model, options(name)))
+    kind = type(build(model, options(element_wise)))
     ours = kind(model.parameters(), lr=0.01)
-    plain = getattr(torch.optim, name)(theirs.parameters(), lr=0.01)
+    plain = getattr(torch.optim, element_wise)(theirs.parameters(), lr=0.01)
     for seed in range(2):
         for each, optimizer in ((model, ours), (theirs, plain)):
             set_gradients(each, seed)
@@ -288,4 +285,4 @@ def test_a_step_of_torchs_unfused_optimizer_is_as_torchs(element_wise) -> None:
             optimizer.zero_grad()
     assert all(map(torch.equal, model.parameters(), theirs.parameters()))
     assert all(parameter.grad is None for parameter in model.parameters())
-    assert type(ours).__name__ == name
+    assert type(ours).__name__ == element_wise

@@ -116,11 +116,9 @@ def test_a_plan_counts_the_copy_of_an_asynchronous_save() -> None:
     figures = Figures({"": float(GIB)}, 1.0, 0.0)
 
     def staged(*more: str) -> list[str]:
-        config = load_config([*words, *more])
-        plan = plan_job(config, 2, is_gpu=False)
-        return [
-            x.what for x in beside_tensors(figures, plan, find_device("cpu")) if x.low == x.high
-        ]
+        plan = plan_job(load_config([*words, *more]), 2, is_gpu=False)
+        parts = beside_tensors(figures, plan, find_device("cpu"))
+        return [part.what for part in parts if part.low == part.high]
 
     assert staged("--checkpoint.enable=true") == ["copy of an asynchronous save"]
     assert staged("--checkpoint.enable=false") == []
@@ -201,11 +199,6 @@ def test_bytes_of_a_step_are_told_by_purpose_module_and_place() -> None:
     assert memory.rounded_peak() == 3 * 512
 
 
-def test_parameters_have_a_unit_of_their_size() -> None:
-    counts = (5_770_000, 8_030_261_248, 70_553_706_496, 405_853_388_800)
-    assert [_parameters(one) for one in counts] == ["5.77 M", "8.03 B", "70.6 B", "406 B"]
-
-
 def test_the_verdict_depends_on_what_is_modelled_only_between_two_limits() -> None:
     device = Device("", 10.0)
     modelled = on_gpu(0, 0, num_groups=1)
@@ -252,10 +245,8 @@ def test_a_plan_for_gpus_keeps_of_a_norm_its_input_and_a_number_per_row() -> Non
             found.add((tensor.shape, tensor.dtype))
             return tensor
 
-        inputs = [
-            torch.empty(shape, dtype=torch.bfloat16, requires_grad=True)
-            for shape in ((2, 8, 16), (16,))
-        ]
+        shapes = ((2, 8, 16), (16,))
+        inputs = [torch.empty(s, dtype=torch.bfloat16, requires_grad=True) for s in shapes]
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             y = functional.rms_norm(inputs[0], (16,), inputs[1], 1e-5)
         gradients = torch.autograd.grad(y, inputs, torch.empty_like(y))
@@ -272,16 +263,15 @@ def test_a_plan_for_gpus_keeps_of_a_norm_its_input_and_a_number_per_row() -> Non
         assert ((2, 8, 16), torch.float32) in kept()
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_mfu_is_against_the_peak_of_the_dtype(dtype) -> None:
-    config = load_config([DEBUG, f"--training.mixed_precision_param={dtype}"])
-    plan, device = plan_job(config, 2, is_gpu=True), find_device("h100")
-    per_token = plan.model_args.table.flops_per_token(plan.config.training.seq_len)
-    flops = tokens_per_step(plan) / 2 * per_token
-    assert mfu(plan, device, 2.0) == pytest.approx(flops / 2.0 / device.peak(dtype))
-
-
-def test_times_are_those_of_the_slowest_rank() -> None:
+def test_figures_of_a_report() -> None:
+    for dtype in ("bfloat16", "float32"):  # MFU is against its peak
+        config = load_config([DEBUG, f"--training.mixed_precision_param={dtype}"])
+        plan, device = plan_job(config, 2, is_gpu=True), find_device("h100")
+        per_token = plan.model_args.table.flops_per_token(plan.config.training.seq_len)
+        flops = tokens_per_step(plan) / 2 * per_token
+        assert mfu(plan, device, 2.0) == pytest.approx(flops / 2.0 / device.peak(dtype))
+    counts = (5_770_000, 8_030_261_248, 70_553_706_496, 405_853_388_800)
+    assert [_parameters(one) for one in counts] == ["5.77 M", "8.03 B", "70.6 B", "406 B"]
     ranks = [SimpleNamespace(time=StepTime(seconds, 0.0, 0.0, 0.0)) for seconds in (1.0, 2.0)]
     unknown = SimpleNamespace(time=None)
     assert slowest([*ranks, unknown]) is ranks[1].time

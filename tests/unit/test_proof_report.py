@@ -26,17 +26,15 @@ def small_job(*words: str) -> JobConfig:
     return shrink(config, resolve_model(config)[1])
 
 
-@pytest.mark.parametrize("columns", [80, 100])
-def test_rows_fit_a_console(columns, monkeypatch) -> None:
-    monkeypatch.setenv("MESHWRIGHT_COLUMNS", str(columns))
+def test_rows_fit_a_console_and_a_long_name_has_a_line_of_its_own(monkeypatch) -> None:
     row = ("mesh: dp_shard 2 x tp 2", *("1" * 6 for _ in COLUMNS[1:-1]), "FAILED")
-    table = "\n".join([line(" 1/87", COLUMNS), line(" 1/87", row)]).splitlines()
-    assert all(len(text) <= columns for text in table)
-    assert table[0].index("verdict") == table[-1].index("FAILED")
-    assert len(table) == 2 + (columns == 80)
-
-
-def test_a_long_name_has_a_line_of_its_own() -> None:
+    for columns in (80, 100):
+        monkeypatch.setenv("MESHWRIGHT_COLUMNS", str(columns))
+        table = "\n".join([line(" 1/87", COLUMNS), line(" 1/87", row)]).splitlines()
+        assert all(len(text) <= columns for text in table)
+        assert table[0].index("verdict") == table[-1].index("FAILED")
+        assert len(table) == 2 + (columns == 80)
+    monkeypatch.undo()
     row = ("mesh: dp_shard 2 x tp 2", *("1" * 7 for _ in COLUMNS[1:-1]), "FAILED")
     assert line("1/8", row).startswith(f"1/8  {row[0]}")
     assert line("1/8", row).endswith("FAILED")
@@ -44,9 +42,6 @@ def test_a_long_name_has_a_line_of_its_own() -> None:
     own_line, rest = line("1/8", (name, *row[1:])).splitlines()
     assert own_line == f"1/8  {name}"
     assert rest.index("FAILED") == line("1/8", row).index("FAILED")
-
-
-def test_a_console_may_be_narrower_than_the_columns(monkeypatch) -> None:
     monkeypatch.setenv("MESHWRIGHT_COLUMNS", "40")
     name, rest = line("1/8", ("weights", *("1" for _ in COLUMNS[1:-1]), "FAILED")).splitlines()
     assert (name, rest.split()) == ("1/8  weights", ["1"] * 5 + ["FAILED"])

@@ -89,52 +89,32 @@ def test_a_tensor_larger_than_any_memory_is_one_error(tmp_path: Path) -> None:
         CheckpointWeights(Place("A", tmp_path), saved_name=str).read("a")
 
 
-def forge_size(metadata) -> None:
-    metadata.state_dict_metadata["a"].size = torch.Size([2**31])
-
-
-def forge_chunk(metadata) -> None:
-    forge_size(metadata)
-    metadata.state_dict_metadata["a"].chunks[0].sizes = torch.Size([2**31])
-
-
-def forge_bytes(metadata) -> None:
-    """As many elements as there are bytes."""
-    tensor, (place,) = metadata.state_dict_metadata["a"], metadata.storage_data.values()
-    tensor.size = tensor.chunks[0].sizes = torch.Size([place.length])
-
-
-def forge_length(metadata) -> None:
-    forge_chunk(metadata)
-    for place in metadata.storage_data.values():
-        place.length = 2**34
-
-
-def forge_offset(metadata) -> None:
-    for place in metadata.storage_data.values():
-        place.offset = -1
-
-
-def lose_part(metadata) -> None:
-    metadata.storage_data.clear()
-
-
 @pytest.mark.parametrize(
-    ("forge", "message"),
+    ("what", "message"),
     [
-        (forge_size, "the parts of a are not all of it"),
-        (forge_chunk, "a is larger than its .* bytes"),
-        (forge_bytes, "a is larger than its .* bytes"),
-        (forge_length, "a is said to be outside of __0_0.distcp"),
-        (forge_offset, "a is said to be outside of __0_0.distcp"),
-        (lose_part, "a part of a is in no file"),
+        ("size", "the parts of a are not all of it"),
+        ("size of chunk", "a is larger than its .* bytes"),
+        ("size of chunk, an element per byte", "a is larger than its .* bytes"),
+        ("size of chunk, length", "a is said to be outside of __0_0.distcp"),
+        ("offset", "a is said to be outside of __0_0.distcp"),
+        ("part", "a part of a is in no file"),
     ],
 )
-def test_forged_sizes_are_one_error(forge, message: str, tmp_path: Path) -> None:
+def test_forged_sizes_are_one_error(what, message: str, tmp_path: Path) -> None:
     """Memory of that size would be taken, and what is not read of it stay as it was."""
     index = save(tmp_path)
     metadata = pickle.loads(index.read_bytes())
-    forge(metadata)
+    tensor, (place,) = metadata.state_dict_metadata["a"], metadata.storage_data.values()
+    if "size" in what:
+        tensor.size = torch.Size([place.length if "per byte" in what else 2**31])
+    if "chunk" in what:
+        tensor.chunks[0].sizes = tensor.size
+    if "length" in what:
+        place.length = 2**34
+    if what == "offset":
+        place.offset = -1
+    if what == "part":
+        metadata.storage_data.clear()
     index.write_bytes(pickle.dumps(metadata))
     with pytest.raises(ValueError, match=message):
         SafeCheckpointReader(tmp_path)

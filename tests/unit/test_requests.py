@@ -43,15 +43,17 @@ CHILD = """
 """
 
 
-def rank(folder: Path, work: str, number: int = 0, mode: str = "raise", **given: str):
-    """Exit code and output of a rank that gets a signal; with `given`, of torchrun's."""
+def rank(folder: Path, work: str, *numbers: int, mode: str = "raise", **given: str):
+    """Exit code and output of a rank that gets signals; with `given`, of torchrun's."""
     launcher = str(folder) if given else ""
     (script := folder / "rank.py").write_text(RANK.format(mode=mode, work=work, launcher=launcher))
     process = Forked([script], os.environ | given)
-    if number:
+    if numbers:
         process.wait_for_line("ready")
+    for number in numbers:
         process.send_signal(number)
-    done = process.wait(timeout_s=10)
+        time.sleep(0.5 * (len(numbers) > 1))
+    done = process.wait(timeout_s=20)
     return done.returncode, done.stdout.removeprefix("ready\n").strip()
 
 
@@ -72,15 +74,12 @@ def test_it_waits_for_what_there_is_to_save(tmp_path: Path) -> None:
     assert rank(tmp_path, HELD, signal.SIGTERM) == (0, "saved False\nraised SIGTERM 75")
 
 
-def test_the_launcher_s_request_is_heard_in_every_phase(tmp_path: Path) -> None:
-    (tmp_path / STOP).write_text("SIGUSR1")
-    assert rank(tmp_path, SLEEP, TORCHELASTIC_RUN_ID="1") == (0, "raised SIGUSR1 75")
-
-
-def test_torchrun_s_sigterm_is_no_request(tmp_path: Path) -> None:
+def test_the_launcher_s_request_is_heard_but_torchrun_s_sigterm_is_none(tmp_path: Path) -> None:
     """It ends the ranks of a job that has failed."""
     ended = rank(tmp_path, SLEEP, signal.SIGTERM, TORCHELASTIC_RUN_ID="1")
     assert ended == (0, "raised SIGTERM 143")
+    (tmp_path / STOP).write_text("SIGUSR1")
+    assert rank(tmp_path, SLEEP, TORCHELASTIC_RUN_ID="1") == (0, "raised SIGUSR1 75")
 
 
 def test_a_process_that_a_library_forks_ends_as_usual(tmp_path: Path) -> None:
@@ -110,12 +109,4 @@ def test_the_launcher_is_told_of_the_first_step(tmp_path: Path) -> None:
 
 def test_a_second_ctrl_c_ends_what_is_being_saved(tmp_path: Path) -> None:
     work = HELD.replace("time.sleep(1)", "time.sleep(8)")
-    (script := tmp_path / "rank.py").write_text(RANK.format(mode="raise", work=work, launcher=""))
-    process = Forked([script], os.environ)
-    process.wait_for_line("ready")
-    process.send_signal(signal.SIGINT)
-    time.sleep(0.5)
-    process.send_signal(signal.SIGINT)
-    done = process.wait(timeout_s=20)
-    assert done.returncode == 130
-    assert "saved" not in done.stdout
+    assert rank(tmp_path, work, signal.SIGINT, signal.SIGINT) == (130, "")

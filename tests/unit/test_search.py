@@ -212,21 +212,15 @@ def test_layers_are_added_along_the_line_through_two_depths(layers, words, monke
     assert found.seconds == pytest.approx(whole.seconds)
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["--parallelism.pipeline_parallel_degree=2"],
-        ['--model.frozen=["layers.20.*"]'],  # shallow models lack it
-    ],
-)
-def test_all_layers_are_simulated_of_pipelines_and_of_named_layers(words, monkeypatch) -> None:
+def test_all_layers_are_simulated_of_pipelines_and_of_named_layers(monkeypatch) -> None:
+    """Shallow models lack the latter."""
     depths = []
-    monkeypatch.setattr(
-        predicting, "measure", lambda plan, *_: depths.append(plan.model_args.n_layers)
-    )
-    config = load_config([DEBUG, "--model.args.n_layers=24", *words])
-    predict(plan_job(config, 2, is_gpu=True), 0, RATES)
-    assert depths == [24]
+    note = lambda plan, *_: depths.append(plan.model_args.n_layers)  # noqa: E731
+    monkeypatch.setattr(predicting, "measure", note)
+    for word in ("--parallelism.pipeline_parallel_degree=2", '--model.frozen=["layers.20.*"]'):
+        config = load_config([DEBUG, "--model.args.n_layers=24", word])
+        predict(plan_job(config, 2, is_gpu=True), 0, RATES)
+    assert depths == [24, 24]
 
 
 def test_a_search_of_experts_tries_their_degrees(monkeypatch) -> None:

@@ -1,3 +1,4 @@
+import itertools
 import json
 import re
 import tomllib
@@ -152,14 +153,11 @@ def test_check_lists_the_changes_by_line_and_ends_with_what_can_be_done(
     assert any(note.endswith(why) for note in notes_of(["../theirs.toml"]))
 
 
-def test_a_key_that_was_not_written_has_no_line(tmp_path) -> None:
-    (toml := tmp_path / "theirs.toml").write_text(given({"training": {"steps": 5}}))
-    assert any(note.startswith("training.dataset: ") for note in notes_of([str(toml)]))
-
-
-def test_only_theirs_are_migrated() -> None:
+def test_a_key_that_was_not_written_has_no_line_and_ours_are_not_migrated(tmp_path) -> None:
     with pytest.raises(ConfigError, match="is not torchtitan's"):
         run_command(["config", "migrate", "debug_model"])
+    (toml := tmp_path / "theirs.toml").write_text(given({"training": {"steps": 5}}))
+    assert any(note.startswith("training.dataset: ") for note in notes_of([str(toml)]))
 
 
 def test_float8_layers_are_those_of_theirs() -> None:
@@ -211,9 +209,6 @@ def test_flavors_mean_what_they_mean_there(tmp_path: Path) -> None:
         names = ["dim", "n_layers", "n_heads", "n_kv_heads", "hidden_dim", "vocab_size"]
         found = *(getattr(args, name) for name in names), args.rope_scaling.factor
         assert found == sizes
-
-
-def test_a_masking_flavor_masks_documents(tmp_path: Path) -> None:
     config, _ = load(tmp_path, given({}, flavor="8B_flex"))
     assert (config.model.flavor, config.training.mask_documents) == ("llama3.1_8b", True)
 
@@ -306,38 +301,27 @@ def test_a_mistake_is_reported_at_the_line_of_their_key(tmp_path: Path) -> None:
         load(tmp_path, text)
 
 
-@pytest.mark.parametrize(
-    ("model", "is_theirs"),
-    [
-        ({"name": "llama3"}, True),
-        ({"name": "llama3", "flavor": "8B"}, True),
-        ({"name": "deepseek_v3", "flavor": "16B"}, True),
-        ({"name": "qwen3", "flavor": "0.6B"}, True),
-        ({"hf_assets_path": "x"}, True),
-        ({"name": "qwen3", "flavor": "debugmodel"}, False),
-        ({"name": "llama", "flavor": "llama3_8b"}, False),
-        ({"name": "llama3", "flavor": "llama3_8b"}, False),
-        ({"flavor": "8B"}, False),
-        ({}, False),
-    ],
-)
-def test_whose_a_config_is(model: dict[str, str], is_theirs: bool) -> None:
-    assert is_torchtitan({"model": model}) == is_theirs
+def test_whose_a_config_is() -> None:
+    for name, flavor, is_theirs in (
+        *(("llama3", "", True), ("llama3", "8B", True), ("deepseek_v3", "16B", True)),
+        *(("qwen3", "0.6B", True), ("qwen3", "debugmodel", False), ("llama", "llama3_8b", False)),
+        *(("llama3", "llama3_8b", False), ("", "8B", False), ("", "", False)),
+    ):
+        model = {"name": name, "flavor": flavor}
+        given = {key: value for key, value in model.items() if value}
+        assert is_torchtitan({"model": given}) == is_theirs, given
+    assert is_torchtitan({"model": {"hf_assets_path": "x"}})
+    for path in (FOLDER.parents[1] / "train_configs").glob("*.toml"):
+        assert not is_torchtitan(tomllib.loads(path.read_text()))
 
 
-@pytest.mark.parametrize("value", ["x", 1.5, True, [], {"a": 1}])
-def test_a_value_of_another_type_is_a_config_error_at_most(value: object, tmp_path: Path) -> None:
-    for key in KEYS:
+def test_a_value_of_another_type_is_a_config_error_at_most(tmp_path: Path) -> None:
+    for key, value in itertools.product(KEYS, ("x", 1.5, True, [], {"a": 1})):
         degrees = {"pipeline_parallel_degree": 2, "data_parallel_shard_degree": 2}
         raw = with_key(key, value, parallelism=degrees)
         if is_torchtitan(raw):
             with suppress(ConfigError):
                 translate(raw, tmp_path)
-
-
-def test_ours_are_left_alone() -> None:
-    for path in (FOLDER.parents[1] / "train_configs").glob("*.toml"):
-        assert not is_torchtitan(tomllib.loads(path.read_text()))
 
 
 def test_a_config_of_ours_may_extend_one_of_theirs(tmp_path: Path) -> None:

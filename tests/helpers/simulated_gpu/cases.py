@@ -1,5 +1,6 @@
 """The jobs that are simulated: meshes, and what a config can switch on."""
 
+import math
 import tempfile
 from dataclasses import dataclass
 
@@ -23,10 +24,7 @@ class Case:
 
     @property
     def world_size(self) -> int:
-        size = 1
-        for degree in self.mesh.values():
-            size *= degree
-        return size
+        return math.prod(self.mesh.values())
 
     @property
     def words(self) -> list[str]:
@@ -77,9 +75,7 @@ CASES = ONE_GPU | {
     "FSDP 8": Case({"dp_shard": 8}),
     "FSDP 8, accumulation": Case({"dp_shard": 8}, microbatches=2),
     "FSDP 8, every microbatch reduced": Case(
-        {"dp_shard": 8},
-        ("--parallelism.fsdp_reduce_gradients=every_microbatch",),
-        microbatches=2,
+        {"dp_shard": 8}, ("--parallelism.fsdp_reduce_gradients=every_microbatch",), microbatches=2
     ),
     "FSDP 8, selective by op": Case({"dp_shard": 8}, _checkpointed("selective")),
     "FSDP 8, CPU offload": Case({"dp_shard": 8}, ("--training.enable_cpu_offload=true",)),

@@ -1,4 +1,4 @@
-"""One rank of a job on a simulated GPU, by the trainer's own functions; see `worker.py`."""
+"""One rank of a job on a simulated GPU, by the trainer's own functions; see `run.py`."""
 
 import contextlib
 import json
