@@ -114,7 +114,8 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     """A test marked `ranks(n)` runs on each of n ranks, with the same arguments.
 
-    n may be the name of one of them that says it: a number or `ParallelDims`.
+    n may be the name of one of them that says it: a number or `ParallelDims`. Such a test cannot
+    skip itself.
     """
     if (marker := pyfuncitem.get_closest_marker("ranks")) is None:
         return None

@@ -35,7 +35,8 @@ def run(given: Namespace) -> None:
     """
     whole = load_given(given)
     config = of_stage(whole, given.stage)
-    _say_first(given)
+    if given.remove is None and not given.caches:
+        _say_first(given)
     # not at the top: numpy takes as long as all before
     from meshwright.commands import data_views as views
     from meshwright.datasets.opening import open_training_data

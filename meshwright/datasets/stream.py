@@ -226,7 +226,9 @@ def find_samples(
     """
     count, cursor = (first, Cursor()) if isinstance(source, CachedSource) else before
     start, wanted = Cursor(count, (count,), cursor.places), range(first, last + 1)
-    stream = SampleStream([source], [1], start, rules, batch=1 << 62, slots=wanted)
+    # a batch that no sample ends, and a multiple of the shards: only these are told apart
+    size = (1 if isinstance(source, CachedSource) else source.num_shards) << 40
+    stream = SampleStream([source], [1], start, rules, batch=size, slots=wanted)
     for _ in range(count, last + 1):
         if (sample := stream.next_sample()) is not None:
             yield sample

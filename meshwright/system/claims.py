@@ -71,8 +71,11 @@ def read(file: Path) -> State | None:
     try:
         found = json.loads(content)
         host, machine, job, nonce = (str(found[n]) for n in ("host", "machine", "job", "nonce"))
-        return State(Owner(host, machine, int(found["pid"]), job, nonce), changed_ns)
-    except (ValueError, KeyError, TypeError, RecursionError):
+        pid = int(found["pid"])
+        is_number = 0 < pid < 1 << 31
+        owner = Owner(host, machine, pid, job, nonce) if is_number else None
+        return State(owner, changed_ns)
+    except (ValueError, KeyError, TypeError, RecursionError, OverflowError):
         return State(None, changed_ns)
 
 
@@ -152,8 +155,12 @@ class Claim:
         try:
             self.file.rename(own)
             if read(own) != state:
-                with suppress(OSError):
+                try:
                     os.link(own, self.file)
+                except FileExistsError:  # a third one was faster
+                    pass
+                except OSError:  # a file system without links
+                    own.rename(self.file)
                 return False
         except FileNotFoundError:
             return True

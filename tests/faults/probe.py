@@ -13,6 +13,7 @@ import tempfile
 import traceback
 from multiprocessing.connection import Connection
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 import torch._dynamo
@@ -108,7 +109,7 @@ def _of_proof(fault: Fault) -> list[str]:
     from meshwright.train.resolve_model import resolve_model
 
     # ranks fork from here, and need not import anything again
-    ranks._start_method = lambda: multiprocessing.get_context("fork")  # type: ignore[assignment,return-value]
+    patch.object(ranks, "fork_server", lambda *_: multiprocessing.get_context("fork")).start()
     config = load_config(["debug_model", *fault.words])
     _, args = resolve_model(config)
     small = shrink(config, args)

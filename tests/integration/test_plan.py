@@ -63,7 +63,20 @@ def test_a_plan_is_json_and_a_page(tmp_path) -> None:
         (["--device=h100", "--world-size=2", "--search", "--html=a"], "--html = .* a --search"),
         (["--device=h100", "--world-size=2", "--search", "--all-stages"], "--all-stages = true"),
         (["--device=h100", "--world-size=2", "--imbalance=0.5"], "so at least 1"),
-        (["--device=h100", "--world-size=2", "--imbalance=1.5"], "at most 1 times the mean"),
+        (["--device=h100", "--world-size=2", "--imbalance=1.5"], "at most 1.0 times the mean"),
+        (
+            ["--device=h100", "--world-size=2", "--search", "--imbalance=1.5"],
+            "--imbalance = 1.5: the model has no experts",
+        ),
+        (
+            # 64 / 6, rounded down: the fix must be one that is taken
+            [
+                *("--device=h100", "--world-size=16", "--imbalance=20", "--model.name=olmoe"),
+                *("--model.flavor=olmoe_1b_7b", "--model.args.n_active=6"),
+                *("--parallelism.expert_parallel_degree=16", "--training.global_batch_size=32"),
+            ],
+            "fix: --imbalance 10.666$",
+        ),
         (["--device=4", "--world-size=2", "--search"], "--device = .* no known rates to rank by"),
         (
             ["--device=h100", "--world-size=2", "--activation_checkpoint.mode=memory_budget"],

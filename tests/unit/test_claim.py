@@ -1,5 +1,6 @@
 """One job at a time writes to a folder of checkpoints."""
 
+import errno
 import json
 import os
 import signal
@@ -12,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 
@@ -147,7 +148,12 @@ def test_of_two_that_replace_the_same_one_job_remains(tmp_path: Path) -> None:
     winner.give_back()
 
 
-def test_a_claim_that_is_new_by_the_time_it_is_moved_is_put_back(tmp_path, monkeypatch) -> None:
+@pytest.mark.parametrize("has_links", [True, False])
+def test_a_claim_that_is_new_by_the_time_it_is_moved_is_put_back(
+    tmp_path, monkeypatch, has_links
+) -> None:
+    if not has_links:
+        monkeypatch.setattr("os.link", Mock(side_effect=OSError(errno.EOPNOTSUPP, "no links")))
     theirs = claims.Claim(tmp_path / FILE)
     assert theirs.take()
     dead = claims.State(replace(theirs.owner, pid=2**30), 0)
@@ -165,8 +171,10 @@ def test_what_is_not_a_jobs_is_left_alone(tmp_path: Path) -> None:
         Claim(tmp_path, new_nonce()).take()
     assert (tmp_path / FILE).read_text() == "a user's"
     save(tmp_path, 5)  # and keeps nothing from being saved
-    (tmp_path / FILE).write_text("[" * 100_000)
-    assert holder(tmp_path) is None
+    owner = '{"host": "a", "machine": "", "job": "", "nonce": "b", "pid": %s}'
+    for content in ("[" * 100_000, owner % "1e400", owner % ("9" * 20)):
+        (tmp_path / FILE).write_text(content)
+        assert holder(tmp_path) is None
 
 
 def test_a_job_that_was_replaced_publishes_nothing(tmp_path: Path) -> None:

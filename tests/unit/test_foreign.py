@@ -1,5 +1,6 @@
 """Folders of Meta's and torchtitan's that are not what a job is to start from."""
 
+import argparse
 import dataclasses
 import json
 import math
@@ -156,6 +157,11 @@ def encrypted(folder: Path) -> None:
         (lambda f: first(f).write_bytes(pickle.dumps(TRAP)), ("00.pth cannot be read as tensors",)),
         (edit(x=TRAP), ("as tensors: Unsupported global", "getattr")),
         (edit(x=[1]), ("as tensors: it is no dict of tensors",)),
+        (lambda f: torch.save([torch.ones(2)], first(f)), ("tensors: it is no dict of tensors",)),
+        (
+            lambda f: torch.save({"x": argparse.Namespace()}, first(f)),
+            ("as tensors: Unsupported global: GLOBAL argparse.Namespace", "default.\n  fix: "),
+        ),
         (
             lambda f: first(f).write_bytes(first(f).read_bytes()[:-100]),
             ("consolidated.00.pth cannot be read as tensors",),

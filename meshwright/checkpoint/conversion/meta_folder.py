@@ -87,12 +87,16 @@ def _map(place: Place, file: Path) -> "dict[str, Tensor]":
     fix = "download it again, or save its dict of tensors with torch.save"
     try:
         tensors = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
-        if not all(isinstance(value, torch.Tensor) for value in dict(tensors).values()):
+        values = tensors.values() if isinstance(tensors, dict) else (None,)
+        if not all(isinstance(value, torch.Tensor) for value in values):
             raise ValueError("it is no dict of tensors")
-        return dict(tensors)
+        return {str(name): value for name, value in tensors.items()}
     except Exception as error:  # a damaged file raises any exception
-        # without torch's advice to let the file run code
-        reason = str(error).rpartition("WeightsUnpickler error: ")[2].partition("\n")[0]
+        reason = str(error).rpartition("WeightsUnpickler error: ")[2]
+        # without torch's advice to let the file run code, which it gives before or after
+        if reason.startswith("Weights only load failed"):
+            reason = reason.partition("\n")[2].strip()
+        reason = reason.partition("\n")[0].partition(" Please use")[0] or type(error).__name__
         raise place.error(f"{file.name} cannot be read as tensors: {reason}", fix) from None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from argparse import Namespace
 from collections.abc import Iterable
@@ -37,10 +38,9 @@ def plan(config: JobConfig, given: Namespace) -> str:
     world_size = given.world_size
     device = find_device(given.device, world_size)
     job = plan_job(config, world_size, is_gpu=device.is_gpu)
-    worst = worst_imbalance(job)
-    rule = f"experts of a rank of this job get at most {worst:g} times the mean of rows"
-    fix = f"--imbalance {worst:g}"
-    check(given.imbalance <= worst, "--imbalance", given.imbalance, rule, fix)
+    worst = math.floor(1000 * worst_imbalance(job)) / 1000
+    rule = f"experts of a rank of this job get at most {worst} times the mean of rows"
+    check(given.imbalance <= worst, "--imbalance", given.imbalance, rule, f"--imbalance {worst}")
     rates = _rates(config, job, device, given.imbalance)
     ranks = telling_ranks(job) if given.rank is None else [given.rank]
     if given.all_stages:
@@ -77,6 +77,9 @@ def search(config: JobConfig, given: Namespace) -> str:
     """
     device = find_device(given.device, given.world_size)
     job = plan_job(config, given.world_size, is_gpu=device.is_gpu)
+    rule = "the model has no experts"
+    is_used = given.imbalance == 1 or job.model_args.table.mixtures
+    check(bool(is_used), "--imbalance", given.imbalance, rule, "leave it out")
     rates = _rates(config, job, device, given.imbalance)
     found = searching.find(config, given.world_size, rates, given.workers)
     return json.dumps(asdict(found), indent=1) if given.json else searching.to_text(found)

@@ -74,7 +74,9 @@ class RankPool:
                 try:
                     is_ok, results[rank] = ready.recv()
                 except (EOFError, ConnectionResetError):  # the latter: it has not read its work
-                    is_ok, results[rank] = False, "its process ended"
+                    self._processes[rank].join(5)
+                    code = self._processes[rank].exitcode  # -6: SIGABRT, by an error in C++
+                    is_ok, results[rank] = False, f"its process ended (exit code {code})"
                 if not is_ok:
                     self.close()
                     raise RankError(f"rank {rank}: {results[rank]}")
