@@ -140,6 +140,7 @@ def test_a_job_on_another_machine_runs_while_its_file_is_touched(tmp_path: Path)
 def test_of_two_that_replace_the_same_one_job_remains(tmp_path: Path) -> None:
     leave_claim_of_a_killed_job(tmp_path)
     ours = [claims.Claim(tmp_path / FILE) for _ in range(4)]
+    assert len({one.owner.nonce for one in ours}) == 4
     with ThreadPoolExecutor(4) as threads:
         taken = list(threads.map(claims.Claim.take, ours))
     (winner,) = [one for one, is_taken in zip(ours, taken, strict=True) if is_taken]

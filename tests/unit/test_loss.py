@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.config.loader import load_config
 from meshwright.models import loss
-from meshwright.models.loss import IGNORE, SummedLoss
+from meshwright.models.loss import IGNORE, PADDING, SummedLoss
 from meshwright.parallelisms.meshes import build_meshes
 from meshwright.parallelisms.tensor_parallel import VocabularyParallelLoss
 from meshwright.train.build import build_model
@@ -162,9 +162,10 @@ def test_each_gradient_can_be_had_once() -> None:
 
 def test_labels_that_count_for_nothing_and_labels_that_are_none() -> None:
     x, weight, labels = inputs()
-    total = SummedLoss(7)(x, weight, torch.full_like(labels, IGNORE))
-    assert total == 0
-    assert not any(grad.any() for grad in gradients(total, x, weight))
+    for label in (IGNORE, PADDING):
+        total = SummedLoss(7)(x, weight, torch.full_like(labels, label))
+        assert total == 0
+        assert not any(grad.any() for grad in gradients(total, x, weight))
     for wrong in (VOCAB, -1):  # not in silence: the step is bad
         labels[1, 1] = wrong
         assert SummedLoss(7)(x, weight, labels) == torch.inf

@@ -81,6 +81,13 @@ def test_names_that_no_file_can_have(open_folder: Path) -> None:
     check_errors(found, "~nouser/x", ": there is no user nouser")
 
 
+def test_a_path_may_start_at_the_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    config = load_config(["--model.tokenizer_path=~/tokens", "--job.dump_folder=~/runs"])
+    assert config.model.tokenizer_path == "/home/me/tokens"
+    assert config.job.dump_folder == "/home/me/runs"
+
+
 def errors_as_nobody(path: str, folder: Path) -> dict[str, str]:
     """As root the suite may enter every folder, so a forked child becomes nobody."""
     (mine := folder / "mine").mkdir()

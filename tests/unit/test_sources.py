@@ -19,12 +19,12 @@ from meshwright.datasets import find_dataset
 from meshwright.datasets.cached import CachedSamples
 from meshwright.datasets.documents import Document
 from meshwright.datasets.files import Entry, fingerprint, local_files, revision
-from meshwright.datasets.rows import Documents, IndexedDocuments, _reason
+from meshwright.datasets.rows import Documents, IndexedDocuments, _reason, unreadable
 from meshwright.datasets.sources import check_path
 from meshwright.datasets.token_cache.spec import TokenizationSpec
 from meshwright.datasets.token_cache.tokenizing import open_cache
 from meshwright.datasets.tokenizers.kinds import build_tokenizer
-from meshwright.system.errors import ConfigError, RecordError
+from meshwright.system.errors import ConfigError, RecordError, StorageError
 from meshwright.system.files import may_pass
 from tests.helpers.tokenizer_files import byte_level_json
 
@@ -150,6 +150,13 @@ def test_errors_that_may_pass(error: Exception, passes: bool) -> None:
     wrapped = ConfigError("training.dataset", "cannot be opened")
     wrapped.__cause__ = error
     assert may_pass(wrapped) is passes
+
+
+@pytest.mark.parametrize(
+    ("number", "kind"), [(116, StorageError), (36, ConfigError), (None, ConfigError)]
+)
+def test_an_error_that_stays_asks_for_no_other_start(number: int | None, kind: type) -> None:
+    assert type(unreadable(entry(dataset="json"), OSError(number, "why"))) is kind
 
 
 def test_indexed_documents_are_cut_evenly() -> None:
@@ -436,6 +443,9 @@ def test_conversations_without_a_template_are_an_error(folder: Path) -> None:
         recipe = TokenizationSpec(Entry("training", "chat", source), tokenizer_path)
         with pytest.raises(ConfigError, match="model\\.(chat_template|tokenizer)_path"):
             open_cache(recipe, folder / "cache", num_workers=1)
+    (own := folder / "chat.jinja").write_text(CHATML)
+    recipe = TokenizationSpec(Entry("training", "chat", source), str(tokenizer_file), str(own))
+    assert open_cache(recipe, folder / "cache", num_workers=1).num_documents == 1
 
 
 def test_the_subset_of_a_local_copy(folder: Path) -> None:
