@@ -68,7 +68,7 @@ Step = Callable[[], tuple[float, float]]
 
 def steps_of(dim: int, n_experts: int, n_active: int, tokens: int) -> dict[str, Step]:
     """Ours, and that of each implementation of transformers."""
-    from tests.unit.test_families import in_transformers, random_model  # needs transformers
+    from tests.helpers.hf import in_transformers, random_model  # needs transformers
 
     sizes = {"n_experts": n_experts, "n_active": n_active, "expert_dim": 2 * dim // n_active}
     args = Qwen3MoeArgs(dim, 4, dim // 64, dim // 128, 2 * dim, VOCAB_SIZE, head_dim=64, **sizes)

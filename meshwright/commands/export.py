@@ -59,7 +59,7 @@ def run(given: Namespace) -> None:
     import torch
 
     from meshwright.checkpoint.conversion.export import Job, export
-    from meshwright.checkpoint.conversion.export_job import tokenizer_files
+    from meshwright.checkpoint.conversion.tokenizer_files import tokenizer_files
     from meshwright.checkpoint.find import open_checkpoint
     from meshwright.checkpoint.state import AVERAGE, MODEL
     from meshwright.commands.saved import open_tokenizer, saved_spec

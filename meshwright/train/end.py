@@ -97,7 +97,7 @@ def prepare_export(config: JobConfig) -> None:
     """Import what `export_last` will need, if it is asked for: files may change during the job."""
     if config.checkpoint.last_save_in_hf:
         import_module("meshwright.checkpoint.conversion.export")
-        import_module("meshwright.checkpoint.conversion.export_job")
+        import_module("meshwright.checkpoint.conversion.tokenizer_files")
 
 
 def export_last(plan: Plan) -> None:
@@ -111,7 +111,7 @@ def export_last(plan: Plan) -> None:
     """
     # not above: other jobs would import them before their first step
     from meshwright.checkpoint.conversion.export import Job, export
-    from meshwright.checkpoint.conversion.export_job import tokenizer_files
+    from meshwright.checkpoint.conversion.tokenizer_files import tokenizer_files
 
     config = plan.config
     place = Place("checkpoint.last_save_in_hf", plan.checkpoint_folder)

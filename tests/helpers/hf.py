@@ -11,7 +11,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from meshwright.checkpoint import commit
-from meshwright.checkpoint.conversion.readers import HuggingFaceWeights
+from meshwright.checkpoint.conversion.readers import HuggingFaceWeights, halves
 from meshwright.datasets.tokenizers.kinds import build_tokenizer, special_ids
 from meshwright.models.args import DecoderArgs
 from meshwright.models.decoder import Decoder
@@ -24,17 +24,51 @@ CASES = cases(vocab_size=259)
 SMALL = CASES["llama-gqa"]
 
 
+def _unfilled(args: DecoderArgs, **special: int) -> PreTrainedModel:
+    written = family_of(args).hf.write_config(args, 64) | {"pad_token_id": None} | special
+    # its grouped implementation cannot do with widths that are no multiples of 16 bytes
+    config = AutoConfig.for_model(**written, experts_implementation="eager")
+    return AutoModelForCausalLM.from_config(config)
+
+
 def transformers_model(args: DecoderArgs = SMALL, seed: int = 0) -> PreTrainedModel:
     """With weights large enough that attention is not flat, norms among them."""
-    written = family_of(args).hf.write_config(args, 64)
-    written |= {"bos_token_id": 256, "eos_token_id": 257, "pad_token_id": None}
-    kind = written.pop("model_type")
-    config = AutoConfig.for_model(kind, **written, experts_implementation="eager")
-    model = AutoModelForCausalLM.from_config(config)
+    model = _unfilled(args, bos_token_id=256, eos_token_id=257)
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.3, generator=generator)
     return model.eval()
+
+
+def random_model(args: DecoderArgs, seq_len: int = 32) -> Decoder:
+    """With larger values than initial ones, so that attention is not flat, norms among them."""
+    torch.manual_seed(0)
+    model = Decoder(args, seq_len)
+    model.init_buffers()
+    model.init_state()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+def in_transformers(ours: Decoder) -> PreTrainedModel:
+    """The same function, by the config.json and the names that an export would write."""
+    theirs = _unfilled(ours.args)
+    tensors = their_tensors(ours, dict(ours.named_parameters()))
+    assert {name for name, _ in theirs.named_parameters()} == tensors.keys()
+    theirs.load_state_dict(tensors, strict=False)  # a tied output has two names there
+    return theirs
+
+
+def their_tensors(ours: Decoder, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """`tensors` by transformers' names, and in its order of rows."""
+    found = {}
+    for name, foreign in family_of(ours.args).hf.tensors(ours.args, is_fused=True).items():
+        tensor = tensors[name].detach()
+        tensor = halves(tensor, foreign.head_dim) if foreign.head_dim else tensor
+        before = found.get(foreign.name)  # w1, to which w3 comes
+        found[foreign.name] = tensor if before is None else torch.cat([before, tensor], 1)
+    return found
 
 
 def save_transformers(

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 import meshwright.checkpoint.conversion.export
-from meshwright.checkpoint.conversion import export_job
+from meshwright.checkpoint.conversion import tokenizer_files
 from meshwright.checkpoint.retention import apply_retention
 from meshwright.datasets.tokenizers.kinds import build_tokenizer
 from meshwright.models.families.mixtral import MixtralArgs
@@ -323,12 +323,12 @@ def test_a_tokenizer_with_other_ids_is_refused(tmp_path, monkeypatch) -> None:
     args = dataclasses.replace(SMALL, n_layers=1, vocab_size=400)
     model = load_hf(save_transformers(tmp_path / "hf", args), args)
     checkpoint = save_checkpoint(tmp_path / "checkpoint", model, args, tokenizer_path=path)
-    real = export_job.tokenizer_files
+    real = tokenizer_files.tokenizer_files
 
     def bare(*given: object) -> dict[str, Path | str]:
         return {name: f for name, f in real(*given).items() if name == "tokenizer.model"}
 
-    monkeypatch.setattr(export_job, "tokenizer_files", bare)
+    monkeypatch.setattr(tokenizer_files, "tokenizer_files", bare)
     said = message(checkpoint, tmp_path / "out")
     assert "(AutoTokenizer) gives other ids for" in said
     assert "fix: export without it (--without-tokenizer)" in said

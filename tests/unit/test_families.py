@@ -9,55 +9,20 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
-from meshwright.checkpoint.conversion.readers import halves
 from meshwright.config.job_config import JobConfig
 from meshwright.models.args import DecoderArgs
 from meshwright.models.decoder import Decoder
 from meshwright.models.families import FIRST, MODELS
 from meshwright.models.families.llama import LlamaArgs
 from meshwright.parallelisms.initialize import initialize
-from tests.helpers.families import cases, family_of
+from tests.helpers.families import cases
+from tests.helpers.hf import in_transformers, random_model, their_tensors
 from tests.helpers.tiny import SEQ_LEN
 
 CASES = cases(vocab_size=131)
 every_case = pytest.mark.parametrize("args", CASES.values(), ids=CASES.keys())
-
-
-def random_model(args: DecoderArgs, seq_len: int = 32) -> Decoder:
-    """With larger values than initial ones, so that attention is not flat, norms among them."""
-    torch.manual_seed(0)
-    model = Decoder(args, seq_len)
-    model.init_buffers()
-    model.init_state()
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
-    return model
-
-
-def in_transformers(ours: Decoder) -> PreTrainedModel:
-    """The same function, by the config.json and the names that an export would write."""
-    form = family_of(ours.args).hf
-    config = form.write_config(ours.args, 64) | {"pad_token_id": None}
-    theirs = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(**config, experts_implementation="eager")
-    )  # its grouped one cannot do with widths that are no multiples of 16 bytes
-    tensors = their_tensors(ours, dict(ours.named_parameters()))
-    assert {name for name, _ in theirs.named_parameters()} == tensors.keys()
-    theirs.load_state_dict(tensors, strict=False)  # a tied output has two names there
-    return theirs
-
-
-def their_tensors(ours: Decoder, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """`tensors` by transformers' names, and in its order of rows."""
-    found = {}
-    for name, foreign in family_of(ours.args).hf.tensors(ours.args, is_fused=True).items():
-        tensor = tensors[name].detach()
-        tensor = halves(tensor, foreign.head_dim) if foreign.head_dim else tensor
-        before = found.get(foreign.name)  # w1, to which w3 comes
-        found[foreign.name] = tensor if before is None else torch.cat([before, tensor], 1)
-    return found
 
 
 def assert_gradients_equal(ours: Decoder, theirs: PreTrainedModel) -> None:
