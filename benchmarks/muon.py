@@ -39,24 +39,24 @@ from meshwright.parallelisms.initialize import initialize
 from meshwright.parallelisms.meshes import build_meshes
 from meshwright.parallelisms.shards import part_of_box
 from meshwright.train import trainer
-from meshwright.train.optim import exchange, matrices
+from meshwright.train.optim import matrices
 from meshwright.train.preflight import preflight
 
 WARM_UP = 2
 CASES = {"AdamW": "AdamW", "Muon, owners": "muon", "Muon, gather": "muon"}
 
 
-class GatherEverywhere(exchange.Exchange):
+class GatherEverywhere(matrices.Exchange):
     """Every rank has every matrix, and so every result."""
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
         self._owned = [*range(len(self._shapes))]
         moves = [
-            exchange.Move(i, giver, owner, boxes[giver])
+            matrices.Move(i, giver, owner, boxes[giver])
             for i, boxes in enumerate(self._boxes)
             for owner in boxes
-            for giver in exchange.first_copies(boxes, owner)
+            for giver in matrices.first_copies(boxes, owner)
         ]
         self._in = [move for move in moves if self._me in (move.sender, move.receiver)]
 
@@ -86,11 +86,11 @@ def measure(case: str, words: list[str], steps: int) -> tuple[float, float, int]
         sent.append(others * out.element_size())
         real_swap(into, out, in_, sizes, group)
 
-    kind = GatherEverywhere if case == "Muon, gather" else exchange.Exchange
+    kind = GatherEverywhere if case == "Muon, gather" else matrices.Exchange
     with (
         patch.object(trainer, "update", update),
         patch.object(matrices, "Exchange", kind),
-        patch.object(exchange.dist, "all_to_all_single", swap),
+        patch.object(matrices.dist, "all_to_all_single", swap),
     ):
         source = open_source(config.training, plan.model_args.vocab_size, 0)
         job = Job(plan, meshes, source)

@@ -28,7 +28,6 @@ from meshwright.system.errors import StopRequested, numbered
 from meshwright.system.files import whole_file
 from meshwright.system.log import logger
 from meshwright.system.processes import Launch
-from meshwright.train.optim.groups import describe
 from meshwright.train.preflight import Plan
 
 
@@ -100,15 +99,6 @@ def _announce_model(plan: Plan) -> None:
         f", {num_trained:,} of them trained" if plan.frozen else "",
     )
     logger.info("%s", _describe_tokenizer(plan.tokenizer))
-    logger.debug("%s", describe(config.optimizer, args.table.parameters, plan.frozen))
-    parts = ", ".join(
-        f"{purpose} {size / hardware.GIB:.3g}" for purpose, size in plan.least_bytes.items() if size
-    )
-    logger.debug(
-        "memory per rank before activations: %.3g GiB (%s)",
-        sum(plan.least_bytes.values()) / hardware.GIB,
-        parts,
-    )
 
 
 def _describe_steps(plan: Plan, sources: Sequence[OpenSource]) -> str:

@@ -51,7 +51,7 @@ from meshwright.parallelisms.rules.precision import (
 )
 from meshwright.system.errors import ConfigError, Mistakes, check
 from meshwright.system.modules import code_of
-from meshwright.train.optim.groups import (
+from meshwright.train.optim.registry import (
     average_decay,
     check_optimizers,
     find_names,

@@ -21,7 +21,6 @@ from meshwright.train.bad_steps import BadStepDetector
 from meshwright.train.build import build_model
 from meshwright.train.optim.average import Average
 from meshwright.train.optim.gradients import divisor_to_clip, group_of, local_square_sums
-from meshwright.train.optim.groups import average_decay
 from meshwright.train.optim.optimizers import (
     OptimizerInBackward,
     build_optimizer,
@@ -29,6 +28,7 @@ from meshwright.train.optim.optimizers import (
     set_learning_rate,
     update,
 )
+from meshwright.train.optim.registry import average_decay
 from meshwright.train.preflight import Plan
 
 if TYPE_CHECKING:

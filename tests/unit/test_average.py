@@ -9,8 +9,8 @@ from meshwright.config.optimizer import Optimizer
 from meshwright.parallelisms.local_model import LocalModel
 from meshwright.system.errors import ConfigError
 from meshwright.train.optim.average import Average
-from meshwright.train.optim.groups import average_decay
 from meshwright.train.optim.optimizers import build_optimizer
+from meshwright.train.optim.registry import average_decay
 from meshwright.train.preflight import preflight
 from tests.helpers.tiny import plain_model
 

@@ -17,7 +17,7 @@ from meshwright.models import attention, decoder, layers, loss, table
 from meshwright.models.families import llama
 from meshwright.parallelisms import activation_checkpoint, parallelize, tensor_parallel
 from meshwright.parallelisms.cpu_kernels import attention as cpu_attention
-from meshwright.train.optim import exchange, gradients, groups, matrices, optimizers
+from meshwright.train.optim import gradients, matrices, optimizers, registry
 from meshwright.train.stop import Vote
 from scripts import draw_diagrams, draw_house
 
@@ -198,7 +198,7 @@ def test_a_rank_in_a_vote_waits_for_others() -> None:
 def test_the_plan_knows_the_loss_and_the_optimizers() -> None:
     """Or logits would count as temporary, and an update as anything else, in every plan."""
     assert trace._kind_of(file_of(loss.SummedLoss), "f")[0] == trace.LOSS
-    for module in (optimizers, groups, matrices, exchange):
+    for module in (optimizers, registry, matrices):
         assert trace._kind_of(file_of(module), "f")[0] == trace.UPDATE
     for module in (decoder, gradients):  # the norm of gradients comes before the update
         assert trace._kind_of(file_of(module), "f")[0] not in (trace.LOSS, trace.UPDATE)

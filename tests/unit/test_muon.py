@@ -11,10 +11,15 @@ from meshwright.config.job_config import JobConfig
 from meshwright.config.optimizer import Muon, Optimizer, ParameterGroup
 from meshwright.models.table import Parameter
 from meshwright.system.errors import ConfigError
-from meshwright.train.optim.groups import check_optimizers, heads_of, optimizer_of
 from meshwright.train.optim.matrices import orthogonalise
 from meshwright.train.optim.optimizers import build_optimizer, set_learning_rate, update
-from meshwright.train.optim.registry import OPTIMIZERS, MatrixWise
+from meshwright.train.optim.registry import (
+    OPTIMIZERS,
+    MatrixWise,
+    check_optimizers,
+    heads_of,
+    optimizer_of,
+)
 from meshwright.train.preflight import preflight
 from meshwright.train.resolve_model import extend_by
 from tests.campaigns.new_user import example

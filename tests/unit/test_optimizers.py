@@ -20,7 +20,6 @@ from meshwright.models.decoder import Decoder
 from meshwright.models.families.llama import FLAVORS
 from meshwright.system.errors import ConfigError
 from meshwright.train.optim import optimizers
-from meshwright.train.optim.groups import describe, fitted_groups, names_by_group, settings_of
 from meshwright.train.optim.optimizers import (
     OptimizerInBackward,
     build_optimizer,
@@ -28,7 +27,13 @@ from meshwright.train.optim.optimizers import (
     set_learning_rate,
     update,
 )
-from meshwright.train.optim.registry import OPTIMIZERS, ElementWise
+from meshwright.train.optim.registry import (
+    OPTIMIZERS,
+    ElementWise,
+    fitted_groups,
+    names_by_group,
+    settings_of,
+)
 from meshwright.train.preflight import preflight
 from tests.helpers.optimizers import GROUPS, plain_groups
 from tests.helpers.tiny import SEQ_LEN, TINY, plain_model
@@ -244,18 +249,6 @@ def test_groups_of_a_larger_model_are_fitted_to_a_smaller() -> None:
     assert len(names_by_group(fitted, NAMES)) == 2
     large = FLAVORS["llama3_8b"]
     preflight(shrink(JobConfig(optimizer=Optimizer(groups=groups)), large), 1)
-
-
-def test_settings_are_counted_in_the_log() -> None:
-    table = TINY.table.parameters
-    assert describe(Optimizer(), table) == (
-        "AdamW: 23 parameters with weight decay 0.1; 7 parameters with weight decay 0"
-    )
-    said = describe(Optimizer(groups=GROUPS), table, frozen={"tok_embeddings.weight"})
-    assert said == (  # the embedding, the only one of its group, is frozen
-        "AdamW: 7 parameters with weight decay 0, lr x 0.5; "
-        "7 parameters with weight decay 0.1, lr x 0.25; 15 parameters with weight decay 0.1"
-    )
 
 
 def test_none_imports_the_compiler() -> None:

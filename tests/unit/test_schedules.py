@@ -7,17 +7,15 @@ import torch
 from torch.optim import lr_scheduler as theirs
 
 from meshwright.config.loader import load_config
+from meshwright.config.training import LRScheduler
 from meshwright.train.optim.optimizers import learning_rate, warmup_stable_decay
 
 STEPS, WARMUP = 100, 10
 
 
 def ours(**options) -> list[float]:
-    defaults = {"decay_ratio": None, "decay_type": "linear", "min_lr_factor": 0.0}
-    return [
-        warmup_stable_decay(step, steps=STEPS, warmup_steps=WARMUP, **{**defaults, **options})
-        for step in range(1, STEPS + 1)
-    ]
+    schedule = LRScheduler(warmup_steps=WARMUP, **options)
+    return [warmup_stable_decay(step, STEPS, schedule) for step in range(1, STEPS + 1)]
 
 
 def of_torch(build) -> list[float]:
@@ -77,14 +75,13 @@ def test_rates_follow_torchtitans_formula(decay_type, left, min_lr_factor, decay
 
 
 def test_schedules_without_warmup_or_decay_or_of_few_steps() -> None:
-    rate = warmup_stable_decay
-    common = {"decay_type": "linear", "min_lr_factor": 0.2}
-    assert rate(1, steps=9, warmup_steps=0, decay_ratio=0.0, **common) == 1.0
-    assert rate(9, steps=9, warmup_steps=0, decay_ratio=0.0, **common) == 1.0
-    assert rate(9, steps=9, warmup_steps=0, decay_ratio=None, **common) == pytest.approx(
-        0.2 + 0.8 / 9
-    )
-    assert rate(3, steps=4, warmup_steps=30, decay_ratio=None, **common) == pytest.approx(0.1)
+    def rate(step: int, steps: int, **options) -> float:
+        return warmup_stable_decay(step, steps, LRScheduler(min_lr_factor=0.2, **options))
+
+    assert rate(1, 9, warmup_steps=0, decay_ratio=0.0) == 1.0
+    assert rate(9, 9, warmup_steps=0, decay_ratio=0.0) == 1.0
+    assert rate(9, 9, warmup_steps=0) == pytest.approx(0.2 + 0.8 / 9)
+    assert rate(3, 4, warmup_steps=30) == pytest.approx(0.1)
 
 
 def test_the_beginning_of_a_longer_schedule() -> None:

@@ -140,7 +140,7 @@ def _kind_of(file: str, name: str) -> tuple[str, str]:
         return BACKWARD, ""
     if file.startswith(f"{TORCH}/distributed/pipelining/") and "recv" in name:
         return "receive", "communication buffers"
-    ours = (f"{OURS}/train/optim/{f}.py" for f in ("optimizers", "groups", "matrices", "exchange"))
+    ours = (f"{OURS}/train/optim/{f}.py" for f in ("optimizers", "registry", "matrices"))
     if file.startswith((f"{TORCH}/optim/", *ours)):
         return UPDATE, ""
     if file == f"{OURS}/models/loss.py":

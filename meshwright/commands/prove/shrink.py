@@ -12,7 +12,7 @@ from meshwright.config.training import Source, Validation
 from meshwright.datasets import find_dataset
 from meshwright.datasets.named_sources import entries, is_streamed
 from meshwright.models.args import DecoderArgs
-from meshwright.train.optim.groups import fitted_groups
+from meshwright.train.optim.registry import fitted_groups
 
 GLOBAL_BATCH = 8  # sequences: one for each of 8 data-parallel ranks
 SEQ_LEN, STEPS = 32, 10

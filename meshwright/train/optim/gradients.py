@@ -14,21 +14,6 @@ from meshwright.parallelisms.shards import is_dtensor
 CPU_CHUNK = 1 << 15  # elements that are added up in one go
 
 
-def local_square_sum(parameters: Iterable[nn.Parameter], device: torch.device) -> Tensor:
-    """Return this rank's share of the squared 2-norm of all gradients; over all ranks it adds up to
-    it.
-
-    Each element counts once: a gradient that n ranks have in full counts 1/n on each of them.
-
-    Args:
-        device: where the result is wanted; gradients may be on another.
-
-    Returns:
-        () fp32. Parameters without a gradient count nothing.
-    """
-    return local_square_sums((("", parameter) for parameter in parameters), (), device)[0]
-
-
 def group_of(name: str) -> str:
     """Return the part of the model that a parameter belongs to, e.g. "layers.3" or "output"."""
     parts = name.split(".")
@@ -39,10 +24,14 @@ def group_of(name: str) -> str:
 def local_square_sums(
     parameters: Iterable[tuple[str, nn.Parameter]], groups: Sequence[str], device: torch.device
 ) -> Tensor:
-    """Return `local_square_sum`, and the same of each of `groups`, in one pass over gradients.
+    """Return this rank's share of the squared 2-norm of all gradients, and of each of `groups`.
+
+    Over all ranks the shares add up to the squares. Each element counts once: a gradient that n
+    ranks have in full counts 1/n on each of them.
 
     Args:
-        parameters: with their names.
+        parameters: with their names. Those without a gradient count nothing.
+        device: where the result is wanted; gradients may be on another.
 
     Returns:
         (1 + G,) fp32; 0 of a group that is elsewhere. The first is to the bit that without groups.
@@ -73,9 +62,6 @@ def divisor_to_clip(norm: Tensor, max_norm: float) -> Tensor:
     """Return the divisor, at least 1, that scales gradients of a norm down to `max_norm`: () fp32.
 
     Source: `torch.nn.utils.clip_grads_with_norm_`, 1e-6 included.
-
-    Args:
-        norm: () fp32, of the gradients of all ranks.
     """
     return ((norm + 1e-6) / max_norm).clamp(min=1.0)
 

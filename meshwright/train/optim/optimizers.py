@@ -23,7 +23,7 @@ from contextlib import contextmanager, nullcontext
 from functools import partial
 from inspect import unwrap
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -31,12 +31,21 @@ from torch.distributed import ProcessGroup
 
 from meshwright.config.job_config import JobConfig
 from meshwright.config.optimizer import Optimizer
+from meshwright.config.training import LRScheduler
 from meshwright.models.table import Parameter
 from meshwright.parallelisms.shards import is_dtensor, local_shard
-from meshwright.train.optim.gradients import local_square_sum
-from meshwright.train.optim.groups import Settings, heads_of, optimizer_of, settings_of
+from meshwright.train.optim.gradients import local_square_sums
 from meshwright.train.optim.matrices import MatrixOptimizer
-from meshwright.train.optim.registry import OPTIMIZERS, ElementWise, Function, Groups
+from meshwright.train.optim.registry import (
+    OPTIMIZERS,
+    ElementWise,
+    Function,
+    Groups,
+    Settings,
+    heads_of,
+    optimizer_of,
+    settings_of,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -48,8 +57,7 @@ def without_compiler(kind: type[Kind]) -> type[Kind]:
     """Return a class as `kind`, but whose methods do not import torch's compiler.
 
     torch wraps them so that the compiler leaves them alone, and imports it to that end: 0.8 s of
-    the time to the first step, in vain since nothing compiled calls them. If torch no longer keeps
-    the functions within its wrappers, they are the methods again.
+    the time to the first step. If torch no longer does, they are the methods again.
     """
     methods = {name: unwrap(getattr(kind, name)) for name in ("add_param_group", "zero_grad")}
     methods["step"] = torch.no_grad()(unwrap(kind.step))  # as torch's wrapper does
@@ -87,8 +95,7 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """Build the optimizer that `config` names, one parameter group for all of the same settings.
 
-    To be built after the parameters are sharded. Fused: one kernel for each group, which reads on
-    the device whether the update is held back.
+    To be built after the parameters are sharded.
 
     Args:
         named_parameters: with their names in the plain model; of a pipeline, this rank's.
@@ -122,11 +129,7 @@ def build_optimizer(
 
 
 class SeveralOptimizers(torch.optim.Optimizer):
-    """Optimizers as one: each has groups of its own, and all of them one state.
-
-    Args:
-        parts: with their groups.
-    """
+    """Optimizers as one: each has groups of its own, and all of them one state."""
 
     def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
         groups = [
@@ -189,9 +192,8 @@ def _on_local_shards(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Let a step of `optimizer` see this rank's shards instead of DTensors.
 
     Each update needs nothing of other shards (the contract), so the result is the same. For
-    DTensors torch first works out how each list of them may be sharded, with whole-size tensors,
-    and asks again at every step. Between steps parameters and states are DTensors, as checkpoints
-    need.
+    DTensors torch works out at every step how each list of them may be sharded, with whole-size
+    tensors. Between steps parameters and states are DTensors, as checkpoints need.
     """
     groups, states = optimizer.param_groups, optimizer.state
     shards: dict[Tensor, nn.Parameter] = {}
@@ -241,13 +243,10 @@ class OptimizerInBackward:
     """Makes `optimizer` update each parameter as soon as its gradient is final, and frees that.
 
     Its state and learning rate stay where they are, so checkpoints are the same with or without.
-
-    Args:
-        optimizer: of `build_optimizer`.
     """
 
     square_sum: Tensor
-    """() fp32: of the gradients of this step so far, as `local_square_sum` defines it."""
+    """() fp32: of the gradients of this step so far, as of `local_square_sums`."""
     gradients_are_final: bool
     """Whether a gradient that is computed now is its parameter's last in this step. Where FSDP2
     reduces gradients, it hands over no other."""
@@ -272,7 +271,7 @@ class OptimizerInBackward:
     def _update(self, group: int, parameter: nn.Parameter) -> None:
         if not self.gradients_are_final:
             return
-        square_sum = local_square_sum([parameter], self.square_sum.device)
+        square_sum = local_square_sums([("", parameter)], (), self.square_sum.device)[0]
         self.square_sum += square_sum
         optimizer = self._optimizer
         # gradients of other parameters and ranks are not known yet
@@ -284,19 +283,8 @@ class OptimizerInBackward:
         parameter.grad = None
 
 
-DecayType = Literal["linear", "sqrt", "cosine"]
-
-
-def warmup_stable_decay(
-    step: int,
-    *,
-    steps: int,
-    warmup_steps: int,
-    decay_ratio: float | None,
-    decay_type: DecayType,
-    min_lr_factor: float,
-) -> float:
-    """Fraction of the peak learning rate at optimizer step `step`, counted from 1.
+def warmup_stable_decay(step: int, steps: int, schedule: LRScheduler) -> float:
+    """Return the fraction of the peak learning rate at a step, counted from 1.
 
     Linear from 0 to the peak over `warmup_steps`, then the peak, then down. Step 0 would have 0 and
     step `steps` + 1 would have `min_lr_factor`, so no step has a rate of 0: with D steps of decay,
@@ -307,11 +295,11 @@ def warmup_stable_decay(
 
     Args:
         steps: of the whole job.
-        decay_ratio: part of `steps` spent decaying; None: all steps after the warm-up.
     """
+    warmup_steps, ratio = schedule.warmup_steps, schedule.decay_ratio
     if step <= warmup_steps:
         return step / warmup_steps
-    decay_steps = steps - warmup_steps if decay_ratio is None else round(steps * decay_ratio)
+    decay_steps = steps - warmup_steps if ratio is None else round(steps * ratio)
     decayed = step - 1 - (steps - decay_steps)
     if decayed <= 0:
         return 1.0
@@ -320,23 +308,12 @@ def warmup_stable_decay(
         "linear": 1 - done,
         "sqrt": 1 - math.sqrt(done),
         "cosine": 0.5 * (1 + math.cos(math.pi * done)),
-    }[decay_type]
-    return min_lr_factor + (1 - min_lr_factor) * left
+    }[schedule.decay_type]
+    return schedule.min_lr_factor + (1 - schedule.min_lr_factor) * left
 
 
 def learning_rate(config: JobConfig, steps: int) -> Callable[[int], float]:
-    """Return the learning rate at each step, counted from 1.
-
-    Args:
-        steps: of the whole job.
-    """
+    """Return the learning rate at each step of a job of `steps`, counted from 1."""
     schedule = config.lr_scheduler
-    fraction = partial(
-        warmup_stable_decay,
-        steps=schedule.total_steps or steps,
-        warmup_steps=schedule.warmup_steps,
-        decay_ratio=schedule.decay_ratio,
-        decay_type=schedule.decay_type,
-        min_lr_factor=schedule.min_lr_factor,
-    )
-    return lambda step: config.optimizer.lr * fraction(step)
+    steps = schedule.total_steps or steps
+    return lambda step: config.optimizer.lr * warmup_stable_decay(step, steps, schedule)

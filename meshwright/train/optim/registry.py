@@ -1,10 +1,15 @@
-"""The optimizers by name, and the part of a parameter that each must see. Free of torch."""
+"""The optimizers by name; optimizer, learning rate and weight decay of each parameter, by its name;
+and the decay of the mean of all. Free of torch."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple
 
-from meshwright.config.optimizer import Muon
+from meshwright.config.job_config import JobConfig
+from meshwright.config.optimizer import Muon, Optimizer, ParameterGroup
+from meshwright.models.table import Parameter
+from meshwright.system.errors import check, did_you_mean
 
 Groups = list[dict[str, Any]]
 """Parameter groups, as torch's optimizers take them."""
@@ -47,3 +52,178 @@ OPTIMIZERS: dict[str, ElementWise | MatrixWise] = {
     "Adam": ElementWise("meshwright.train.optim.optimizers:build_adam"),
     "muon": MatrixWise("meshwright.train.optim.matrices:orthogonalise", _scale),
 }
+
+FALLBACK = "AdamW"
+"""Optimizer of the parameters that a matrix-wise one does not take by itself."""
+
+
+class Settings(NamedTuple):
+    """Settings of one parameter."""
+
+    lr_scale: float
+    """Factor on the job's learning rate."""
+    weight_decay: float
+
+
+def group_of(name: str, groups: Sequence[ParameterGroup]) -> int | None:
+    """Return the index of the first group with a pattern that matches `name`; None: no group."""
+    for index, group in enumerate(groups):
+        if any(fnmatchcase(name, pattern) for pattern in group.parameters):
+            return index
+    return None
+
+
+def settings_of(name: str, num_dims: int, config: Optimizer) -> Settings:
+    """Return the settings of a parameter with this name in the plain model.
+
+    A parameter of one dimension (a norm's weight, a bias) has no weight decay by default: nothing
+    grows with it that decay would bound, and decay would pull a norm's scale to 0. Embeddings have
+    it. So do transformers' Trainer, Megatron-LM and nanoGPT; torchtitan decays every parameter, and
+    OLMo 2 all but the embeddings.
+
+    Args:
+        num_dims: of the whole parameter.
+    """
+    has_decay = num_dims > 1 or config.decay_norm_and_bias
+    decay = config.weight_decay if has_decay else 0.0
+    index = group_of(name, config.groups)
+    if index is None:
+        return Settings(1.0, decay)
+    group = config.groups[index]
+    return Settings(group.lr_scale, decay if group.weight_decay is None else group.weight_decay)
+
+
+def optimizer_of(name: str, parameter: Parameter | None, config: Optimizer) -> str:
+    """Return the name of a parameter's optimizer: its group's choice, or else by its role.
+
+    Args:
+        parameter: its declaration; None: every optimizer of `config` takes any parameter.
+    """
+    index = group_of(name, config.groups)
+    chosen = None if index is None else config.groups[index].optimizer
+    if chosen is not None:
+        return chosen
+    is_matrix = parameter is None or parameter.role in ("matrix", "experts")
+    is_for_all = not isinstance(OPTIMIZERS[config.name], MatrixWise)
+    return config.name if is_matrix or is_for_all else FALLBACK
+
+
+def heads_of(name: str, parameter: Parameter) -> int:
+    """Return into how many matrices `optimizer.muon.split_heads` cuts a parameter, by rows."""
+    is_projection = name.endswith((".wq.weight", ".wk.weight", ".wv.weight"))
+    return parameter.parts[1] if is_projection and parameter.parts else 1
+
+
+def check_optimizers(config: Optimizer, table: Mapping[str, Parameter]) -> dict[str, str]:
+    """Return the name of each parameter's optimizer.
+
+    Args:
+        table: declares every parameter of the model, by name.
+
+    Raises:
+        ConfigError: if there is no such optimizer, or a parameter has none that takes it.
+    """
+    chosen = {f"optimizer.groups.{i}.optimizer": g.optimizer for i, g in enumerate(config.groups)}
+    for key, name in ({"optimizer.name": config.name} | chosen).items():
+        is_known = name is None or name in OPTIMIZERS
+        check(is_known, key, name, "no such optimizer", did_you_mean(name or "", OPTIMIZERS))
+    found = {name: optimizer_of(name, one, config) for name, one in table.items()}
+    wholes = {name for name, one in OPTIMIZERS.items() if isinstance(one, MatrixWise)}
+    for name, parameter in table.items():
+        number = group_of(name, config.groups)
+        is_chosen = number is not None and config.groups[number].optimizer is not None
+        check(
+            parameter.role is not None or is_chosen or config.name not in wholes,
+            "optimizer.name",
+            config.name,
+            f"{name} of shape {parameter.shape} has no role that tells its optimizer",
+            f'add [[optimizer.groups]] with parameters = ["{name}"] and optimizer = "{FALLBACK}"',
+        )
+        check(
+            len(parameter.shape) in (2, 3) or found[name] not in wholes,
+            f"optimizer.groups.{number}.optimizer",
+            found[name],
+            f"is for matrices, and {name} has the shape {parameter.shape}",
+            f'match it in an earlier group with optimizer = "{FALLBACK}"',
+        )
+    used = sorted(wholes.intersection(found.values()))
+    check(
+        not (used and config.early_step_in_backward),
+        "optimizer.early_step_in_backward",
+        True,
+        f"{', '.join(used)} needs whole matrices of gradients, and ranks have parts at other times",
+        "leave it out",
+    )
+    return found
+
+
+def find_names(key: str, pattern: str, names: Sequence[str]) -> set[str]:
+    """Return the parameters that a pattern of `key` matches.
+
+    Raises:
+        ConfigError: if there are none.
+    """
+    found = {name for name in names if fnmatchcase(name, pattern)}
+    shown = f"{names[0]}, {names[1]}, ..., {names[-1]}"
+    check(bool(found), key, pattern, "matches no parameter", f"their names are {shown}")
+    return found
+
+
+def names_by_group(groups: Sequence[ParameterGroup], names: Sequence[str]) -> list[set[str]]:
+    """Return the names of the parameters in each group.
+
+    Raises:
+        ConfigError: if a pattern matches no parameter, or a group gets none because earlier groups
+            match all of its.
+    """
+    members: list[set[str]] = [set() for _ in groups]
+    for name in names:
+        index = group_of(name, groups)
+        if index is not None:
+            members[index].add(name)
+    for index, group in enumerate(groups):
+        key = f"optimizer.groups.{index}.parameters"
+        for pattern in group.parameters:
+            find_names(key, pattern, names)
+        check(
+            bool(members[index]),
+            key,
+            group.parameters,
+            "matches only parameters of the groups before it, and the first match counts",
+            "put this group before them",
+        )
+    return members
+
+
+def idle_groups(
+    groups: Sequence[ParameterGroup], names: Sequence[str], frozen: Collection[str]
+) -> Iterator[str]:
+    """Say which groups have no parameter that is trained."""
+    for index, members in enumerate(names_by_group(groups, names)):
+        if members.issubset(frozen):
+            yield f"optimizer.groups.{index} has no effect: model.frozen has all its parameters"
+
+
+def fitted_groups(groups: Sequence[ParameterGroup], names: Sequence[str]) -> list[ParameterGroup]:
+    """Return the groups that match something in a model of fewer parameters, `names`."""
+    fitted = []
+    for group in groups:
+        patterns = [p for p in group.parameters if any(fnmatchcase(name, p) for name in names)]
+        fitted.append(group.model_copy(update={"parameters": patterns}))
+    used = {group_of(name, fitted) for name in names}
+    return [group for index, group in enumerate(fitted) if index in used]
+
+
+def average_decay(config: JobConfig) -> float | None:
+    """Return the share that `checkpoint.average` keeps per step; None: there is no mean.
+
+    Raises:
+        ConfigError: if a step has more tokens than its window.
+    """
+    decay, window = config.checkpoint.average.decay, config.checkpoint.average.window_tokens
+    if window is None:
+        return decay
+    tokens = config.training.global_batch_size * config.training.seq_len
+    rule, fix = "is no more than the tokens of one step", f"raise it above {tokens}"
+    check(window > tokens, "checkpoint.average.window_tokens", window, rule, fix)
+    return 1 - tokens / window
