@@ -17,43 +17,29 @@ from meshwright.metrics.sinks import JsonLines, Spared
 from meshwright.system.errors import TrainingError
 from meshwright.system.log import logger
 
-FIGURES = ("loss", "grad_norm")
-"""The observed figures, in this order wherever there are two of something."""
-
 
 @dataclass(frozen=True)
 class BadStep:
-    """One step whose update was held back, and why."""
+    """One step whose update was held back, and why. Of two numbers, the loss's is the first, the
+    gradient norm's the second."""
 
     step: int
     values: tuple[float, float]
     means: tuple[float, float]
     """Running ones, of the good steps before it."""
     deviations: tuple[float, float]
-    limits: tuple[float, float]
-    """A value above its limit is a spike; inf: none would be."""
     is_finite_here: bool
     """Whether the loss on this rank's own samples was."""
     num_labels: int
     """Labels of the global batch that count; 0: there is no mean of them."""
 
-    @classmethod
-    def of_row(cls, row: list[float]) -> "BadStep":
-        """Undo `BadStepDetector._row`."""
-        step, *numbers, is_finite_here, num_labels = row
-        values, means, deviations, limits = ((numbers[i], numbers[i + 1]) for i in range(0, 8, 2))
-        return cls(
-            int(step), values, means, deviations, limits, bool(is_finite_here), int(num_labels)
-        )
-
 
 class BadStepDetector:
     """Judges each step on the device, by its global loss and gradient norm.
 
-    A bad step is one whose figures are not finite, or one of whose figures is more than
-    `spike_std` standard deviations above its running mean. Its update is held back. Once there are
-    more of them than are allowed, so is every update that follows: the weights stay those before
-    the step that was one too many, until the host looks.
+    The update of a bad step is held back. Once there are more of them than are allowed, so is every
+    update that follows: the weights stay those before the step that was one too many, until the
+    host looks.
 
     The running mean and variance are of good steps alone: exponentially weighted with 1/n for the
     n-th and 1/`spike_window` from step `spike_window` on, before which nothing is a spike. So they
@@ -62,10 +48,10 @@ class BadStepDetector:
     Welford's 1962 algorithm. Skipping steps whose loss or norm is k deviations off is the rule
     of OLMo-core's SkipStepOptimizer, which keeps a whole window.
 
-    All ranks see the same figures, so they judge alike. Every tensor is small and on the device.
+    All ranks see the same figures, so they judge alike.
 
     Args:
-        config: policy "stop" allows no bad step. None: the default, which is that.
+        config: None: the default, which allows no bad step.
         num_before: steps that were skipped before this process; they count towards the budget. If
             they have used it up, the next one stops the job.
         statistics: of the checkpoint that is resumed from.
@@ -79,12 +65,13 @@ class BadStepDetector:
         statistics: Mapping[str, Any] | None = None,
     ) -> None:
         config = config or BadSteps()
-        self._allowed = max(config.budget - num_before, 0) if config.policy == "skip" else 0
+        self.allowed = max(config.budget - num_before, 0) if config.policy == "skip" else 0
+        """Bad steps of this process that do not end the job."""
         self._spike_std, self._window = config.spike_std, config.spike_window
         self._num_bad = torch.zeros((), dtype=torch.int64, device=device)
         # one row a bad step, one for the step that is too many, and one that is written at every
         # step and counts only if it was bad: doubles, which hold every step's number
-        self._rows = torch.zeros(self._allowed + 2, 11, dtype=torch.float64, device=device)
+        self._rows = torch.zeros(self.allowed + 2, 9, dtype=torch.float64, device=device)
         # while spikes are not looked for, statistics would grow old
         known = (statistics or {}) if config.spike_std else {}
         self._num_good = torch.full((), known.get("num_good", 0), device=device)
@@ -97,7 +84,7 @@ class BadStepDetector:
     @property
     def is_stopped(self) -> Tensor:
         """() bool: more steps were bad than are allowed, and no update is made any more."""
-        return self._num_bad > self._allowed
+        return self._num_bad > self.allowed
 
     def judge(
         self,
@@ -110,7 +97,6 @@ class BadStepDetector:
         """Note a step's figures. Waits for nothing.
 
         Args:
-            step: counted from 1.
             loss: () fp32, the same on every rank.
             grad_norm: () fp32, the same on every rank.
             is_finite_here: () bool: whether the loss on this rank's own samples is finite.
@@ -121,32 +107,20 @@ class BadStepDetector:
         """
         values = torch.stack([loss, grad_norm])
         deviation = self._variance.sqrt()
-        limit = torch.full_like(self._mean, math.inf)
+        is_good = torch.isfinite(values)
         if self._spike_std:
-            # limits stay inf during the warm-up
-            limit = self._mean + self._spike_std * deviation
-            limit = limit.masked_fill(self._num_good < self._window, math.inf)
-        is_good = (torch.isfinite(values) & (values <= limit)).all()
+            is_warming_up = self._num_good < self._window
+            is_good &= (values <= self._mean + self._spike_std * deviation) | is_warming_up
+        is_good = is_good.all()
         is_bad = torch.logical_not(is_good)
-        row = self._row(step, values, deviation, limit, is_finite_here, num_labels)
+        number = torch.full((1,), step, dtype=self._rows.dtype, device=values.device)
+        rest = is_finite_here.view(1), num_labels.view(1)
+        row = torch.cat([number, values, self._mean, deviation, *rest])
         self._rows.index_copy_(0, self._num_bad.view(1), row.view(1, -1))
-        self._num_bad += is_bad & (self._num_bad <= self._allowed)
+        self._num_bad += is_bad & (self._num_bad <= self.allowed)
         if self._spike_std:
             self._take_in(values, is_good)
         return is_bad | self.is_stopped
-
-    def _row(
-        self,
-        step: int,
-        values: Tensor,
-        deviation: Tensor,
-        limit: Tensor,
-        is_finite_here: Tensor,
-        num_labels: Tensor,
-    ) -> Tensor:
-        number = torch.full((1,), step, dtype=self._rows.dtype, device=values.device)
-        rest = is_finite_here.view(1), num_labels.view(1)
-        return torch.cat([number, values, self._mean, deviation, limit, *rest])
 
     def _take_in(self, values: Tensor, is_good: Tensor) -> None:
         """Move mean and variance towards `values`, if they are good."""
@@ -159,19 +133,16 @@ class BadStepDetector:
         self._mean = torch.where(is_good, mean, self._mean)
         self._variance = torch.where(is_good, variance, self._variance)
 
-    def num_bad(self) -> int:
-        """Bad steps that this process has counted. Waits for the device."""
-        return int(self._num_bad.item())
-
-    def bad_steps(self, first: int, last: int) -> list[BadStep]:
-        """Return the bad steps of this process from number `first` to before `last`. Waits for the
-        device."""
-        return [BadStep.of_row(row) for row in self._rows[first:last].tolist()]
-
-    def is_too_many(self, number: int) -> bool:
-        """Return whether the `number`-th bad step of this process, from 0, is one more than is
-        allowed."""
-        return number >= self._allowed
+    def bad_steps(self, first: int = 0) -> list[BadStep]:
+        """Return the bad steps of this process, without the `first` ones. Waits for the device."""
+        num_bad = int(self._num_bad.item())
+        rows = self._rows[first:num_bad].tolist() if num_bad > first else []
+        return [
+            BadStep(
+                int(step), (loss, norm), (mean, its_mean), (std, its_std), bool(here), int(labels)
+            )
+            for step, loss, norm, mean, its_mean, std, its_std, here, labels in rows
+        ]
 
     def statistics(self) -> dict[str, Any]:
         """For a checkpoint of any mesh: JSON from which they come back to the bit. Waits for the
@@ -191,7 +162,7 @@ class BadStepReporter:
 
     Args:
         is_early: parameters are updated during backward, before loss and norm are known.
-        folder: gets `FILE`, from the first rank, without records of steps after `cursor`'s.
+        folder: gets `FILE`, from the first rank, without records of steps after `step`.
         sources: names of the sources of samples.
         step: the last that was taken before this process.
         cursor: where the samples of the next one begin.
@@ -224,11 +195,11 @@ class BadStepReporter:
 
     @property
     def figures(self) -> dict[str, float]:
-        """For reports: steps skipped so far, as of the last `look`."""
+        """For reports: steps skipped so far, as of the last `raise_or_report`."""
         return {"optim/skipped_steps": len(self._skipped)} if self._config.policy == "skip" else {}
 
     def state(self) -> dict[str, Any]:
-        """Return the state for a checkpoint, on any mesh: JSON. Call after `look`."""
+        """Return the state for a checkpoint, on any mesh: JSON. Call after `raise_or_report`."""
         return {"skipped": list(self._skipped), "statistics": self.detector.statistics()}
 
     def count(self, step: int, cursor: Cursor) -> None:
@@ -242,14 +213,11 @@ class BadStepReporter:
         Raises:
             TrainingError: on every rank, if there were more bad steps than allowed.
         """
-        num_bad = self.detector.num_bad()
-        if num_bad > self._num_seen:
-            bad_steps = self.detector.bad_steps(self._num_seen, num_bad)
-            for number, (bad, ranks) in enumerate(_with_ranks(bad_steps), self._num_seen):
-                if self.detector.is_too_many(number):
-                    raise TrainingError(self._why_it_ends(bad, ranks))
-                self._report(bad, ranks)
-            self._num_seen = num_bad
+        for bad, ranks in _with_ranks(self.detector.bad_steps(self._num_seen)):
+            if self._num_seen >= self.detector.allowed:
+                raise TrainingError(self._why_it_ends(bad, ranks))
+            self._report(bad, ranks)
+            self._num_seen += 1
         last = max(self._counts)
         self._counts = {last: self._counts[last]}
 
@@ -259,7 +227,6 @@ class BadStepReporter:
             self._file.close()
 
     def _report(self, bad: BadStep, ranks: Sequence[int]) -> None:
-        """One step that was skipped."""
         self._skipped.append(bad.step)
         if self._file is None:  # the first rank says it
             return
@@ -273,7 +240,7 @@ class BadStepReporter:
             _in_words(ranges),
         )
         record: dict[str, Any] = {"step": bad.step, "reason": reason, "ranks": list(ranks)}
-        for index, name in enumerate(FIGURES):
+        for index, name in enumerate(("loss", "grad_norm")):
             record[name] = bad.values[index]
             record[f"{name}_mean"] = bad.means[index]
             record[f"{name}_deviation"] = bad.deviations[index]
@@ -293,7 +260,7 @@ class BadStepReporter:
             f"deviations of {bad.deviations[index]:.3g} above its running mean "
             f"{bad.means[index]:.5g})"
             for index, name in enumerate(("loss", "gradient norm"))
-            if bad.values[index] > bad.limits[index]
+            if bad.values[index] > bad.means[index] + self._config.spike_std * bad.deviations[index]
         )
 
     def _samples(self, step: int) -> dict[str, tuple[int, int]]:

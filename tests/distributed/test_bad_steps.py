@@ -97,10 +97,10 @@ def _skips(
         assert_updated_alike(
             whole(parameter), plain[name], initial[name], name, args=args, num_steps=STEPS
         )
-    bad_steps = run.detector.bad_steps(0, run.detector.num_bad())
+    bad_steps = run.detector.bad_steps()
     statistics = run.detector.statistics()
     run.run_step(STEPS + 1, has_labels=False)
-    assert [bad.num_labels > 0 for bad in run.detector.bad_steps(0, 3)] == [True, True, False]
+    assert [bad.num_labels > 0 for bad in run.detector.bad_steps()] == [True, True, False]
     return [(bad.step, bad.is_finite_here) for bad in bad_steps], statistics
 
 
