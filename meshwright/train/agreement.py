@@ -13,7 +13,6 @@ import torch.distributed as dist
 
 import meshwright
 from meshwright.config.changes import differences, shown, to_json
-from meshwright.datasets.opening import OpenSource
 from meshwright.datasets.token_cache.spec import short_hash, tokenizer_parts
 from meshwright.system.errors import ConfigError, in_ranges
 from meshwright.train.preflight import Plan
@@ -34,8 +33,8 @@ OWN_PATHS = {
 """Keys that may differ between machines: only the files they lead to must be the same."""
 
 
-def check_agreement(plan: Plan, sources: Sequence[OpenSource]) -> None:
-    """Compare this rank's job with the others'. Collective.
+def check_agreement(plan: Plan) -> None:
+    """Compare this rank's job with the others', apart from the data. Collective.
 
     Raises:
         ConfigError: on every rank, naming the ranks that differ, in which part, and from which.
@@ -48,7 +47,6 @@ def check_agreement(plan: Plan, sources: Sequence[OpenSource]) -> None:
             "code": f"meshwright {meshwright.__version__}, source {_source_hash()}, "
             f"torch {torch.__version__}",
             "model.tokenizer_path": short_hash(of_tokenizer),
-            **{f"{source.entry.key}.dataset": source.content for source in sources},
             "experimental.custom_import": plan.own_code,
         }
     )

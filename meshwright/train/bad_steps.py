@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from meshwright.config.job_config import JobConfig
 from meshwright.config.training import BadSteps
 from meshwright.datasets.stream import Cursor
 from meshwright.metrics.sinks import JsonLines, Spared
@@ -161,8 +162,7 @@ class BadStepReporter:
     """Reports steps that were skipped, once each, and ends the job at one that is too many.
 
     Args:
-        is_early: parameters are updated during backward, before loss and norm are known.
-        folder: gets `FILE`, from the first rank, without records of steps after `step`.
+        config: `FILE` in its dump folder loses records of steps after `step`.
         sources: names of the sources of samples.
         step: the last that was taken before this process.
         cursor: where the samples of the next one begin.
@@ -171,27 +171,29 @@ class BadStepReporter:
 
     def __init__(
         self,
-        config: BadSteps,
+        config: JobConfig,
         device: torch.device,
         *,
-        is_early: bool,
-        folder: Path,
         sources: Sequence[str],
         step: int,
         cursor: Cursor,
         saved: Mapping[str, Any] | None = None,
     ) -> None:
         saved = saved or {}
-        self._config, self._is_early, self._sources = config, is_early, sources
+        self._config, self._sources = config.bad_steps, sources
+        self._is_early = config.optimizer.early_step_in_backward
         self._skipped: list[int] = list(saved.get("skipped", ()))
-        self.detector = BadStepDetector(device, config, len(self._skipped), saved.get("statistics"))
+        self.detector = BadStepDetector(
+            device, self._config, len(self._skipped), saved.get("statistics")
+        )
         self._num_seen = 0
         # by step: how many samples of each source had been read behind it
         self._counts = {step: cursor.counts or (0,) * len(sources)}
         self._file: Spared | None = None
-        is_wanted = config.policy == "skip" or (folder / FILE).exists()
+        path = Path(config.job.dump_folder) / FILE
+        is_wanted = self._config.policy == "skip" or path.exists()
         if is_wanted and dist.get_rank() == 0:
-            self._file = Spared(FILE, partial(JsonLines, folder / FILE, step))
+            self._file = Spared(FILE, partial(JsonLines, path, step))
 
     @property
     def figures(self) -> dict[str, float]:

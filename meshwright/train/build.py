@@ -4,11 +4,13 @@ import time
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from meshwright.checkpoint.conversion.initial_load import family_there
+from meshwright.checkpoint.manifest import Manifest
 from meshwright.config.changes import to_json
 from meshwright.config.job_config import JobConfig
 from meshwright.config.loader import to_toml
@@ -20,7 +22,7 @@ from meshwright.datasets.stream import Cursor, SampleStream
 from meshwright.metrics import sinks
 from meshwright.metrics.console import Console
 from meshwright.metrics.records import Sink
-from meshwright.metrics.reporter import Phases, Reporter, Work
+from meshwright.metrics.reporter import Reporter, Work
 from meshwright.metrics.weights_and_biases import WeightsAndBiases
 from meshwright.models.decoder import Decoder
 from meshwright.parallelisms.initialize import initialize
@@ -36,6 +38,11 @@ from meshwright.parallelisms.parallelize import parallelize
 from meshwright.system.hardware import peak_of
 from meshwright.system.log import logger
 from meshwright.train.preflight import Plan
+from meshwright.train.resolve_model import user_sinks
+from meshwright.train.resume import best_of
+
+if TYPE_CHECKING:
+    from meshwright.train.trainer import Trainer
 
 
 def build_model(
@@ -149,26 +156,40 @@ def batch_shape(plan: Plan, meshes: Meshes) -> BatchShape:
 def build_reporter(
     plan: Plan,
     device: torch.device,
-    phases: Phases,
+    trainer: "Trainer",
+    found: Manifest | None,
+    held_out: Sequence[OpenSource],
     extra_sinks: Sequence[Sink],
-    tokens_seen: int,
-    best_validation: tuple[int, float] | None,
 ) -> Reporter:
-    """Return the figures of the job; its first rank writes them."""
+    """Return the figures of the job, which continues from `found`; its first rank writes them."""
     config = plan.config
-    training = config.training
     work = Work(
         tokens_per_step=config.tokens_per_step,
-        flops_per_token=plan.model_args.table.flops_per_token(training.seq_len),
+        flops_per_token=plan.model_args.table.flops_per_token(config.training.seq_len),
         num_devices=dist.get_world_size(),
         peak_flops_per_s=_peak_flops_per_s(config, device),
     )
     destinations, advance = [*extra_sinks], None
     if dist.get_rank() == 0:
         console = Console(plan.steps, plan.resume_step)
-        destinations = [console, *_files(config, plan.resume_step), *extra_sinks]
+        files = _files(config, plan.resume_step)
+        destinations = [console, *files, *extra_sinks, *_other_sinks(plan, trainer)]
         advance = console.advance
-    return Reporter(work, device, phases, destinations, tokens_seen, advance, best_validation)
+    tokens_seen = found["tokens_seen"] if found else 0
+    best = best_of(found, plan, held_out) if found else None
+    return Reporter(work, device, trainer.phases, destinations, tokens_seen, advance, best)
+
+
+def _other_sinks(plan: Plan, trainer: "Trainer") -> Iterator[Sink]:
+    """Yield the sinks of the user's own module, and the one of loads of experts; an `OSError` of
+    theirs is a warning."""
+    folder = Path(plan.config.job.dump_folder)
+    for name, build in user_sinks(plan.config).items():
+        yield sinks.Spared(name, partial(build, plan.config, folder))
+    if plan.model_args.table.mixtures:
+        file, balance = folder / "experts.json", trainer.model.balance
+        loads = partial(sinks.LoadsFile, file, lambda: balance.loads)
+        yield sinks.Spared(file.name, loads)
 
 
 def _peak_flops_per_s(config: JobConfig, device: torch.device) -> float | None:

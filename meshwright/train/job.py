@@ -37,6 +37,7 @@ from meshwright.train.resume import manifest_of, too_many_bad_records
 from meshwright.train.set_up import Job, meet, set_up
 from meshwright.train.stop import Vote, remove_stop_file
 from meshwright.train.trainer import StepResult
+from meshwright.train.validation import write_texts
 
 
 @dataclass(frozen=True)
@@ -124,23 +125,23 @@ def run(
     meshes: Meshes | None = None
     while is_done:
         heart.limit(stage.config.comm.init_timeout_seconds, "comm.init_timeout_seconds")
-        heart.beat(meeting := "meeting the other ranks, opening the data")
+        heart.beat(meeting := "meeting the other ranks")
         with heart.guard(), busy(meeting):
-            met = meet(stage, heart, launch)
+            device, checkpoints = meet(stage, launch)
         try:
             if stage is plan and dist.get_rank() == 0:
                 remove_stop_file(Path(plan.config.job.dump_folder))
             heart.beat("set-up")
             with heart.guard(), busy("set-up"):
                 prepare_export(last.config)
-                job = set_up(met, extra_sinks, meshes)
+                job = set_up(stage, device, checkpoints, heart, launch, extra_sinks, meshes)
             if job is not None:
                 begun = time.monotonic() if stage is plan else begun
                 with ordered_attention(job.attention):
                     is_done = _train(job, requests, begun)
             following = None if job is None else job.plan.next
         finally:
-            met.checkpoints.release()
+            checkpoints.release()
         if job is None or following is None:
             break
         # from the checkpoint of this stage, whichever it began with
@@ -318,8 +319,9 @@ def _validate(job: Job, vote: Vote, step: int) -> dict[str, float]:
             with job.trainer.average.in_place():
                 of_mean = job.validate(job.trainer.model, is_stopped, fail)
             figures |= {f"average/{name}": figure for name, figure in of_mean.items()}
-        if job.write_texts is not None:
-            job.reporter.add_texts(job.write_texts(job.trainer.model, is_stopped))
+        if job.plan.config.validation.sample_prompts:
+            texts = write_texts(job.plan, job.meshes, job.trainer.model, is_stopped)
+            job.reporter.add_texts(texts)
     return figures
 
 

@@ -2,12 +2,12 @@
 
 The order matters:
 
-1. `meet`: start the process group, open the data, compare the jobs of all ranks, claim the
-   checkpoints' folder.
+1. `meet`: start the process group, compare the jobs of all ranks, claim the checkpoints' folder.
 2. `_resume_or_begin`: choose and verify the checkpoint; every later message names its step.
-3. `set_up`: begin the log file and the history, now that the job will train.
-4. `_build`: seed, stop garbage collection, build the meshes; then the model and its optimizer.
-5. `_set_values`: load the checkpoint or the first weights; then the loader can begin at its place.
+3. `_open_data`: of the stage that the checkpoint decides, for data of earlier ones may be gone.
+4. Begin the log file and the history, now that the job will train.
+5. Seed, stop garbage collection, build the meshes, then the model and its optimizer; load the
+   checkpoint or the first weights; then the loader can begin at its place.
 """
 
 import gc
@@ -16,17 +16,14 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from meshwright.checkpoint import find
 from meshwright.checkpoint.conversion.initial_load import check_initial
 from meshwright.checkpoint.manager import CheckpointManager
 from meshwright.checkpoint.manifest import Manifest
-from meshwright.config.job_config import JobConfig
 from meshwright.datasets.loader import Loader
 from meshwright.datasets.opening import (
     Found,
@@ -39,8 +36,7 @@ from meshwright.datasets.stream import Cursor, steps_of_data
 from meshwright.launch.heartbeat import Heartbeat
 from meshwright.metrics import history
 from meshwright.metrics.records import Sink
-from meshwright.metrics.reporter import Pause, Phase, Reporter
-from meshwright.metrics.sinks import LoadsFile, Spared
+from meshwright.metrics.reporter import Pause, Reporter
 from meshwright.parallelisms.activation_checkpoint import find_ops
 from meshwright.parallelisms.meshes import Meshes, build_meshes, set_timeout, start_process_group
 from meshwright.parallelisms.rules.degrees import check_device
@@ -48,15 +44,14 @@ from meshwright.parallelisms.rules.memory import check_memory
 from meshwright.system import hardware
 from meshwright.system.log import busy, log_to_file, logger
 from meshwright.system.processes import Launch
-from meshwright.train.agreement import check_agreement
+from meshwright.train.agreement import check_agreement, check_same
 from meshwright.train.announce import announce, note_failure, note_start
 from meshwright.train.bad_steps import BadStepReporter
 from meshwright.train.build import build_loader, build_reporter, initialize_weights
 from meshwright.train.preflight import Plan, resume_diff
-from meshwright.train.resolve_model import user_sinks
-from meshwright.train.resume import best_of, place_in_data
+from meshwright.train.resume import place_in_data
 from meshwright.train.trainer import Trainer
-from meshwright.train.validation import Validation, WriteTexts, build_sampling
+from meshwright.train.validation import Validation
 
 PAUSES: dict[str, Pause | None] = {
     "validation": "validation",
@@ -67,13 +62,10 @@ PAUSES: dict[str, Pause | None] = {
 
 
 @dataclass(frozen=True)
-class Met:
-    """A job whose ranks have met: they agree on it, its data is open, its folder claimed."""
+class Job:
+    """The parts of one rank's job, ready for the step after `plan.resume_step`."""
 
     plan: Plan
-    """Of the stage that the job probably continues with; in `Job`, surely."""
-    whole: Plan
-    """Of the first stage that it may continue with: the newest checkpoint may be damaged."""
     device: torch.device
     attention: Sequence[str]
     """torch's kernels of attention in the order in which they are to be tried; empty: its own."""
@@ -81,19 +73,11 @@ class Met:
     held_out: Sequence[OpenSource]
     checkpoints: CheckpointManager
     heart: Heartbeat
-    launch: Launch
-
-
-@dataclass(frozen=True)
-class Job(Met):
-    """The parts of one rank's job, ready for the step after `plan.resume_step`."""
-
     meshes: Meshes
     trainer: Trainer
     loader: Loader
     reporter: Reporter
     validate: Validation | None
-    write_texts: WriteTexts | None
     bad_steps: BadStepReporter
     since: float
     """`time.perf_counter()` when its set-up began."""
@@ -116,32 +100,129 @@ class Job(Met):
             yield
 
 
-def meet(plan: Plan, heart: Heartbeat, launch: Launch) -> Met:
-    """Have the ranks meet, open the data and claim the folder of checkpoints. Collective.
+def meet(plan: Plan, launch: Launch) -> tuple[torch.device, CheckpointManager]:
+    """Have the ranks meet, and claim the folder of checkpoints. Collective.
 
     Raises:
         ConfigError: on every rank, if ranks run different jobs, or another job has the folder.
     """
-    whole, device = plan, _start(plan, launch.num_gpus)
-    checkpoints = CheckpointManager(plan.checkpoint_folder, plan.config.checkpoint)
-    if plan.next is not None:  # data of a stage that is over may be gone
-        plan = plan.at(checkpoints.tell(lambda: _likely_step(plan)))
-    attention = _order_attention(plan, device)
-    sources, held_out = _open_data(plan, checkpoints)
-    plan = replace(plan, data_steps=steps_of_data(plan.config, sources))
+    config = plan.config
+    if config.training.deterministic:
+        hardware.make_deterministic()
+    device = hardware.pick_device(int(os.environ.get("LOCAL_RANK", "0")), launch.num_gpus)
+    check_device(
+        config,
+        device.type,
+        # pytorch pull request 180666; a TorchVersion compares as a version, not as text
+        waits_for_offload=torch.__version__ >= "2.13",
+        has_float8=hardware.has_float8(device),
+    )
+    if device.type == "cuda":
+        for stage in plan.stages:
+            check_memory(stage.config, stage.least_bytes, hardware.memory_gib(device))
+    find_ops(config.activation_checkpoint.saved_ops)
+    if not dist.is_initialized():  # it is for a later stage
+        start_process_group(device, config.comm.init_timeout_seconds)
+    check_agreement(plan)
+    checkpoints = CheckpointManager(plan.checkpoint_folder, config.checkpoint)
     checkpoints.claim()
-    return Met(plan, whole, device, attention, sources, held_out, checkpoints, heart, launch)
+    return device, checkpoints
 
 
-def _likely_step(plan: Plan) -> int:
-    """Return the step that the job probably resumes from: the content is not verified yet."""
-    return find.choose_step(plan.checkpoint_folder, plan.config.checkpoint.load_step) or 0
+def set_up(
+    plan: Plan,
+    device: torch.device,
+    checkpoints: CheckpointManager,
+    heart: Heartbeat,
+    launch: Launch,
+    extra_sinks: Sequence[Sink],
+    meshes: Meshes | None = None,
+) -> Job | None:
+    """Resume or begin: build every part of the job. None if its last step is done already.
+
+    Args:
+        plan: of the first stage that it may continue with.
+        extra_sinks: in addition to the config's.
+        meshes: of the stage before: NCCL would keep memory for groups made anew. None: they are
+            made.
+    """
+    since = time.perf_counter()
+    plan, found = _resume_or_begin(plan, checkpoints)
+    heart.beat("opening the data")
+    sources, held_out = _open_data(plan, checkpoints)
+    heart.beat("set-up")
+    plan = replace(plan, data_steps=steps_of_data(plan.config, sources))
+    has_steps, cursor = plan.resume_step < plan.config.training.steps, Cursor()
+    if found is not None and has_steps:
+        cursor = place_in_data(plan, found, sources)
+    difference = None if found is None else resume_diff(plan, found)
+    if difference is not None and difference.is_done:
+        _say_done(plan)
+        return None
+    dump_folder = Path(plan.config.job.dump_folder)
+    log_to_file(dump_folder / "logs", dist.get_rank())
+    if plan.resume_step == 0 and dist.get_rank() == 0:
+        history.set_aside(dump_folder)
+    announce(plan, device, launch, sources, held_out)
+    note_start(plan, device, is_new_stage=meshes is not None)
+    if difference is not None and dist.get_rank() == 0:
+        difference.log(launch.is_checked)
+    with note_failure(plan, lambda: plan.resume_step):
+        torch.manual_seed(plan.config.training.seed)
+        gc.disable()  # a collection on one rank makes all others wait: they collect together
+        meshes = meshes or build_meshes(plan.dims, device.type)
+        set_timeout(meshes, plan.config.comm.init_timeout_seconds)
+        trainer = Trainer(
+            plan, meshes, device, note=lambda phase: heart.beat(phase.replace("_", "/"))
+        )
+        checkpoints.guard(trainer.optimizer)
+        _set_values(plan, checkpoints, trainer, found)
+        return Job(
+            plan=plan,
+            device=device,
+            attention=_order_attention(plan, device),
+            sources=sources,
+            held_out=held_out,
+            checkpoints=checkpoints,
+            heart=heart,
+            meshes=meshes,
+            trainer=trainer,
+            loader=build_loader(plan, sources, meshes, device, cursor),
+            reporter=build_reporter(plan, device, trainer, found, held_out, extra_sinks),
+            validate=Validation(plan, held_out, meshes, device) if held_out else None,
+            bad_steps=BadStepReporter(
+                plan.config,
+                device,
+                sources=[source.entry.name for source in sources],
+                step=plan.resume_step,
+                cursor=cursor,
+                saved=found["bad_steps"] if found else None,
+            ),
+            since=since,
+        )
+
+
+def _resume_or_begin(plan: Plan, checkpoints: CheckpointManager) -> tuple[Plan, Manifest | None]:
+    """Return the plan of the stage and step that the job resumes from, and the manifest there.
+
+    Raises:
+        ConfigError: if the checkpoint does not suit the config, or the first weights do not.
+    """
+    found = checkpoints.select_and_verify()
+    if found is None:
+        checkpoints.tell(
+            lambda: check_initial(plan.config.checkpoint, plan.model_args, plan.family)
+        )
+        return plan, None
+    plan = replace(plan.at(found["step"]), resume_step=found["step"])
+    resume_diff(plan, found).check()
+    return plan, found
 
 
 def _open_data(
     plan: Plan, checkpoints: CheckpointManager
 ) -> tuple[Sequence[OpenSource], Sequence[OpenSource]]:
-    """Open the training and the validation data, and compare the ranks' jobs. Collective.
+    """Open the training and the validation data, the same on every rank. Collective.
 
     The first rank looks for files, revisions and caches, and tells the others.
     """
@@ -156,34 +237,8 @@ def _open_data(
         is_first_here = os.environ.get("LOCAL_RANK", "0") == "0"
         opened.extend(open_told(told, plan.config, is_first_here=is_first_here))
     sources, held_out = opened
-    check_agreement(plan, [*sources, *held_out])
+    check_same({f"{source.entry.key}.dataset": source.content for source in (*sources, *held_out)})
     return sources, held_out
-
-
-def _start(plan: Plan, num_gpus: int) -> torch.device:
-    """Check the plan against the device, and have the ranks meet.
-
-    Args:
-        num_gpus: that the driver lists; 0: not known.
-    """
-    config = plan.config
-    if config.training.deterministic:
-        hardware.make_deterministic()
-    device = hardware.pick_device(int(os.environ.get("LOCAL_RANK", "0")), num_gpus)
-    check_device(
-        config,
-        device.type,
-        # pytorch pull request 180666; a TorchVersion compares as a version, not as text
-        waits_for_offload=torch.__version__ >= "2.13",
-        has_float8=hardware.has_float8(device),
-    )
-    if device.type == "cuda":
-        for stage in plan.stages:
-            check_memory(stage.config, stage.least_bytes, hardware.memory_gib(device))
-    find_ops(config.activation_checkpoint.saved_ops)
-    if not dist.is_initialized():  # it is for a later stage
-        start_process_group(device, config.comm.init_timeout_seconds)
-    return device
 
 
 def _order_attention(plan: Plan, device: torch.device) -> list[str]:
@@ -206,79 +261,6 @@ def _order_attention(plan: Plan, device: torch.device) -> list[str]:
     return order
 
 
-def set_up(met: Met, extra_sinks: Sequence[Sink], meshes: Meshes | None = None) -> Job | None:
-    """Resume or begin: build every part of the job. None if its last step is done already.
-
-    Args:
-        extra_sinks: in addition to the config's.
-        meshes: of the stage before: NCCL would keep memory for groups made anew. None: they are
-            made.
-    """
-    since = time.perf_counter()
-    met, found = _resume_or_begin(met)
-    plan, dump_folder = met.plan, Path(met.plan.config.job.dump_folder)
-    if found is not None and resume_diff(plan, found).is_done:
-        if plan.resume_step < plan.config.training.steps:
-            place_in_data(plan, found, met.sources)  # raises if it is other data, which may go on
-        _say_done(plan)
-        return None
-    log_to_file(dump_folder / "logs", dist.get_rank())
-    if plan.resume_step == 0 and dist.get_rank() == 0:
-        history.set_aside(dump_folder)
-    announce(plan, met.device, met.launch, met.sources, met.held_out)
-    note_start(plan, met.device, is_new_stage=meshes is not None)
-    if found is not None and dist.get_rank() == 0:
-        resume_diff(plan, found).log(met.launch.is_checked and _is_newest(plan))
-    with note_failure(plan, lambda: plan.resume_step):
-        meshes = meshes or build_meshes(plan.dims, met.device.type)
-        return _build(met, found, extra_sinks, meshes, since)
-
-
-def _build(
-    met: Met, found: Manifest | None, extra_sinks: Sequence[Sink], meshes: Meshes, since: float
-) -> Job:
-    """Build the parts of a job that resumes from `found`, or begins."""
-    plan, config, device = met.plan, met.plan.config, met.device
-    extra_sinks = [*extra_sinks, *_user_sinks(config)]
-    torch.manual_seed(config.training.seed)
-    gc.disable()  # a collection on one rank makes all others wait: they collect together
-    set_timeout(meshes, config.comm.init_timeout_seconds)
-
-    def note(phase: Phase) -> None:
-        met.heart.beat(phase.replace("_", "/"))
-
-    trainer = Trainer(plan, meshes, device, note=note)
-    if plan.model_args.table.mixtures and dist.get_rank() == 0:
-        file = Path(config.job.dump_folder) / "experts.json"
-        loads = partial(LoadsFile, file, lambda: trainer.model.balance.loads)
-        extra_sinks.append(Spared("experts.json", loads))
-    met.checkpoints.guard(trainer.optimizer)
-    cursor = _set_values(met, trainer, found)
-    tokens_seen = found["tokens_seen"] if found else 0
-    best = best_of(found, plan, met.held_out) if found else None
-    writes_texts = met.held_out and config.validation.sample_prompts
-    return Job(
-        **vars(met),
-        meshes=meshes,
-        trainer=trainer,
-        loader=build_loader(plan, met.sources, meshes, device, cursor),
-        reporter=build_reporter(plan, device, trainer.phases, extra_sinks, tokens_seen, best),
-        validate=Validation(plan, met.held_out, meshes, device) if met.held_out else None,
-        write_texts=build_sampling(plan, meshes) if writes_texts else None,
-        bad_steps=BadStepReporter(
-            config.bad_steps,
-            device,
-            is_early=config.optimizer.early_step_in_backward,
-            folder=Path(config.job.dump_folder),
-            sources=[source.entry.name for source in met.sources],
-            step=plan.resume_step,
-            cursor=cursor,
-            saved=found["bad_steps"] if found else None,
-        ),
-        since=since,
-    )
-
-
 def _say_done(plan: Plan) -> None:
     step, steps = plan.resume_step, plan.config.training.steps
     key, what = "training.steps", f"step {step} of {steps}"
@@ -288,55 +270,15 @@ def _say_done(plan: Plan) -> None:
     logger.info(words + "job.dump_folder.", plan.checkpoint_folder, what, key)
 
 
-def _resume_or_begin(met: Met) -> tuple[Met, Manifest | None]:
-    """Return the job with the step it resumes from, and the manifest of that checkpoint, if any.
-
-    Raises:
-        ConfigError: if the checkpoint does not suit the config, or the first weights do not.
-    """
-    found = met.checkpoints.select_and_verify()
-    step = found["step"] if found else 0
-    plan = met.plan
-    if (right := met.whole.at(step)).stage != plan.stage:  # a damaged checkpoint was passed over
-        plan = right
-        sources, held_out = _open_data(plan, met.checkpoints)
-        attention = _order_attention(plan, met.device)
-        met = replace(met, attention=attention, sources=sources, held_out=held_out)
-    plan = replace(plan, resume_step=step)
-    if found is not None:
-        resume_diff(plan, found).check()
-    else:
-        met.checkpoints.tell(
-            lambda: check_initial(plan.config.checkpoint, plan.model_args, plan.family)
-        )
-    return replace(met, plan=plan), found
-
-
-def _user_sinks(config: JobConfig) -> list[Sink]:
-    """Sinks of the user's own module, for the first rank; an `OSError` of theirs is a warning."""
-    if dist.get_rank() > 0:
-        return []
-    folder = Path(config.job.dump_folder)
-    return [
-        Spared(name, partial(build, config, folder)) for name, build in user_sinks(config).items()
-    ]
-
-
-def _set_values(met: Met, trainer: Trainer, found: Manifest | None) -> Cursor:
-    """Load the checkpoint `found`, or set the first values; return where its data begins."""
+def _set_values(
+    plan: Plan, checkpoints: CheckpointManager, trainer: Trainer, found: Manifest | None
+) -> None:
+    """Load the checkpoint `found`, or set the first values."""
     if found is None:
-        initialize_weights(met.plan, trainer.model)
+        initialize_weights(plan, trainer.model)
         if trainer.average is not None:
             trainer.average.begin()
-        return Cursor()
-    cursor = place_in_data(met.plan, found, met.sources)
-    met.checkpoints.load(trainer.tensors, found)
+        return
+    checkpoints.load(trainer.tensors, found)
     for stage in trainer.model.stages:
         stage.init_buffers()
-    return cursor
-
-
-def _is_newest(plan: Plan) -> bool:
-    """Return whether `meshwright check`, which verifies no content, saw the same checkpoint."""
-    load_step = plan.config.checkpoint.load_step
-    return plan.resume_step == find.choose_step(plan.checkpoint_folder, load_step)

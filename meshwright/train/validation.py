@@ -329,29 +329,22 @@ def _until_stopped(
         yield batches
 
 
-WriteTexts = Callable[[LocalModel, Callable[[], bool]], dict[str, str]]
-"""Continues prompts: texts by prompt; none if it was stopped."""
-
-
-def build_sampling(plan: Plan, meshes: Meshes) -> WriteTexts:
-    """Return a function that continues `validation.sample_prompts`."""
+def write_texts(
+    plan: Plan, meshes: Meshes, model: LocalModel, is_stopped: Callable[[], bool]
+) -> dict[str, str]:
+    """Continue `validation.sample_prompts`; return texts by prompt, none if it was stopped."""
     validation, training, tokenizer = plan.config.validation, plan.config.training, plan.tokenizer
-    prompts = [prompt_tokens(tokenizer, text) for text in validation.sample_prompts]
-
-    def write_texts(model: LocalModel, is_stopped: Callable[[], bool]) -> dict[str, str]:
-        continued = continue_prompts(
-            model,
-            prompts,
-            meshes,
-            shape=(training.local_batch_size, training.seq_len),
-            num_tokens=validation.sample_tokens,
-            eos_id=tokenizer.eos_id,
-            mask_documents=training.mask_documents,
-            is_stopped=is_stopped,
-        )
-        return {
-            text: tokenizer.decode([*tokenizer.encode(text), *tokens])
-            for text, tokens in zip(validation.sample_prompts, continued or [], strict=False)
-        }
-
-    return write_texts
+    continued = continue_prompts(
+        model,
+        [prompt_tokens(tokenizer, text) for text in validation.sample_prompts],
+        meshes,
+        shape=(training.local_batch_size, training.seq_len),
+        num_tokens=validation.sample_tokens,
+        eos_id=tokenizer.eos_id,
+        mask_documents=training.mask_documents,
+        is_stopped=is_stopped,
+    )
+    return {
+        text: tokenizer.decode([*tokenizer.encode(text), *tokens])
+        for text, tokens in zip(validation.sample_prompts, continued or [], strict=False)
+    }

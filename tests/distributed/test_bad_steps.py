@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from meshwright.config.job_config import JobConfig
 from meshwright.config.training import BadSteps
 from meshwright.datasets.stream import Cursor
 from meshwright.models.batch import Batch
@@ -138,15 +139,16 @@ def test_a_skipped_step_leaves_all_as_it_was(on_ranks, dims, microbatches, optio
 def test_what_was_skipped_is_said_once_with_its_samples(tmp_path: Path) -> None:
     """A mixture of two sources in global batches of 8; skipped on both ranks, found on one."""
     rank = dist.get_rank()
-    config = BadSteps(policy="skip", budget=3, spike_std=6, spike_window=2)
+    bad_steps = BadSteps(policy="skip", budget=3, spike_std=6, spike_window=2)
+    config = JobConfig(bad_steps=bad_steps, job={"dump_folder": str(tmp_path)})
     if rank == 0:
         (tmp_path / FILE).write_text('{"step": 40}\n{"step": 42}\n')  # by a run that was killed
     saved = None
 
     def start(step: int, counts: tuple[int, ...]) -> BadStepReporter:
         sources, cursor = ["books", "code"], Cursor(sum(counts), counts)
-        place = {"folder": tmp_path, "sources": sources, "step": step, "cursor": cursor}
-        return BadStepReporter(config, CPU, is_early=False, saved=saved, **place)
+        place = {"sources": sources, "step": step, "cursor": cursor}
+        return BadStepReporter(config, CPU, saved=saved, **place)
 
     def step(
         log: BadStepReporter, number: int, loss: float, counts: tuple[int, int], labels: int = 8

@@ -52,8 +52,7 @@ def test_prompts_and_their_texts_are_decoded_together(monkeypatch) -> None:
         return next(found)
 
     monkeypatch.setattr(parts, "continue_prompts", continue_prompts)
-    write_texts = parts.build_sampling(plan, None)
-    texts = [write_texts(None, lambda: False) for _ in range(2)]
+    texts = [parts.write_texts(plan, None, None, lambda: False) for _ in range(2)]
     assert texts == [{"one": "one two three", "one two": "one two three"}, {}]
     assert seen == [([[0, 1], [0, 1, 2]], 2, EOS)] * 2
 
