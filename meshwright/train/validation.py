@@ -62,15 +62,14 @@ def evaluate(
 ) -> Evaluation:
     """Return the loss of `model` on `steps`; nothing that training will find is changed.
 
-    Waits for the device once, at the end. Collective: every rank of the job must call it, with as
-    many steps.
+    Waits for the device once, at the end. Collective, with as many steps on every rank.
 
     Args:
         model: as `train_step` takes it, between two steps. It is not switched to `eval()`, since
             nothing in it would differ.
         steps: each with the microbatches of a training step, as many and of the same shapes, on
-            the device; ranks that differ along pp, cp or tp alone have the same. What is missing
-            is filled up with sequences whose labels are all `IGNORE`.
+            the device; ranks that differ along pp, cp or tp alone have the same. Missing sequences
+            are filled up with some whose labels are all `IGNORE`.
         token_bytes: (V,) int on the device: bytes of text that each token stands for.
     """
     device = torch.device(meshes.world.device_type)
@@ -112,11 +111,7 @@ NONE = -1
 
 
 class NextToken(SummedLoss):
-    """Replaces a model's loss, and chooses a token for each sequence.
-
-    Args:
-        loss: computes the logits, of all of the vocabulary.
-    """
+    """Replaces a model's loss, whose logits choose a token for each sequence."""
 
     def __init__(self, loss: SummedLoss) -> None:
         super().__init__()
@@ -144,7 +139,7 @@ def continue_prompts(
 ) -> list[list[int]] | None:
     """Return the likeliest tokens after each prompt; None if the job was asked to stop meanwhile.
 
-    The state of training is unchanged. Collective: every rank of the job must call it.
+    The state of training is unchanged. Collective.
 
     Args:
         model: as `evaluate` takes it.
@@ -154,53 +149,48 @@ def continue_prompts(
         mask_documents: give attention the mask that it has in training.
         is_stopped: a collective, asked before each token.
     """
+    rows = [list(prompt) for prompt in prompts]
     positions = local_positions(shape[1], meshes.cp, torch.device(meshes.world.device_type))
 
-    def choose(rows: Sequence[Sequence[int]]) -> list[int] | None:
+    def choose(some: Sequence[Sequence[int]]) -> list[int] | None:
         if is_stopped():
             return None
-        batch = _batch(rows, shape, positions.device, mask_documents)
-        return _choose(model, batch, positions, meshes)
+        return _next_tokens(model, _batch(some, shape, mask_documents), positions, meshes)
 
-    texts: list[list[int]] = []
     with _chooses_tokens(model):
-        for first in range(0, len(prompts), shape[0]):
-            found = _continue(prompts[first : first + shape[0]], choose, num_tokens, eos_id)
-            if found is None:
-                break
-            texts += found
+        is_whole = all(
+            _continue(rows[first : first + shape[0]], choose, num_tokens, eos_id)
+            for first in range(0, len(rows), shape[0])
+        )
     for stage in model.stages:
         reset_after_no_grad(stage)
-    return texts if len(texts) == len(prompts) else None
-
-
-def _continue(
-    prompts: Sequence[Sequence[int]],
-    choose: Callable[[Sequence[Sequence[int]]], list[int] | None],
-    num_tokens: int,
-    eos_id: int | None,
-) -> list[list[int]] | None:
-    """Return the tokens that `choose` puts after each prompt; None once it gives none."""
-    rows, ended = [list(prompt) for prompt in prompts], [False] * len(prompts)
-    for _ in range(num_tokens):
-        chosen = choose(rows)
-        if chosen is None:
-            return None
-        for number, row in enumerate(rows):
-            ended[number] |= chosen[number] == eos_id
-            if not ended[number]:
-                row.append(chosen[number])
-        if all(ended):
-            break
+    if not is_whole:
+        return None
     return [row[len(prompt) :] for row, prompt in zip(rows, prompts, strict=True)]
 
 
-def _batch(
-    rows: Sequence[Sequence[int]],
-    shape: tuple[int, int],
-    device: torch.device,
-    mask_documents: bool,
-) -> Batch:
+def _continue(
+    rows: Sequence[list[int]],
+    choose: Callable[[Sequence[Sequence[int]]], list[int] | None],
+    num_tokens: int,
+    eos_id: int | None,
+) -> bool:
+    """Put the tokens that `choose` gives behind each of `rows`; return False once it gives none."""
+    ended = [False] * len(rows)
+    for _ in range(num_tokens):
+        chosen = choose(rows)
+        if chosen is None:
+            return False
+        for number, (row, token) in enumerate(zip(rows, chosen, strict=False)):
+            ended[number] |= token == eos_id
+            if not ended[number]:
+                row.append(token)
+        if all(ended):
+            break
+    return True
+
+
+def _batch(rows: Sequence[Sequence[int]], shape: tuple[int, int], mask_documents: bool) -> Batch:
     """Return a microbatch whose only labels that count are at the ends of `rows`; causal attention
     does not see the padding after them."""
     tokens, labels = torch.zeros(shape, dtype=torch.int64), torch.full(shape, IGNORE)
@@ -208,16 +198,17 @@ def _batch(
         tokens[number, : len(row)] = torch.tensor(row)
         labels[number, len(row) - 1] = 0
     documents = torch.zeros(shape, dtype=torch.int32) if mask_documents else None
-    return Batch(tokens, labels, documents).to(device)
+    return Batch(tokens, labels, documents)
 
 
-def _choose(model: LocalModel, batch: Batch, positions: Tensor, meshes: Meshes) -> list[int]:
+def _next_tokens(model: LocalModel, batch: Batch, positions: Tensor, meshes: Meshes) -> list[int]:
     """Return the next token of each sequence, the same on every rank."""
     chosen = torch.full((len(batch.tokens),), NONE, device=positions.device)
 
     def take(tokens: Tensor, _: Batch) -> None:
         chosen.copy_(tokens)
 
+    batch = batch.to(positions.device)
     if meshes.cp.size() > 1:
         batch = local_part(batch, positions)
     model.forward_all([batch], positions, take)

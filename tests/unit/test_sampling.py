@@ -15,7 +15,9 @@ EOS = 9
 
 def test_a_text_stays_ended_while_another_continues() -> None:
     chosen = iter([[EOS, 1], [2, 3], [4, EOS], [5, 6]])
-    assert _continue([[0], [0, 0]], lambda rows: next(chosen), 4, EOS) == [[], [1, 3]]
+    rows = [[0], [0, 0]]
+    assert _continue(rows, lambda rows: next(chosen), 4, EOS)
+    assert rows == [[0], [0, 0, 1, 3]]
     assert next(chosen) == [5, 6]  # not asked for once all have ended
 
 
