@@ -37,7 +37,7 @@ def check_agreement(plan: Plan) -> None:
     """Compare this rank's job with the others', apart from the data. Collective.
 
     Raises:
-        ConfigError: on every rank, naming the ranks that differ, in which part, and from which.
+        ConfigError: as `check_same`.
     """
     model = plan.config.model
     of_tokenizer = tokenizer_parts(plan.tokenizer, model.tokenizer_path, model.chat_template_path)
@@ -61,7 +61,7 @@ def check_same(facts: Mapping[str, str]) -> None:
         facts: by the key of the config that they belong to, if there is one.
 
     Raises:
-        ConfigError: as `check_agreement`.
+        ConfigError: on every rank, naming the ranks that differ, in which part, and from which.
     """
     digests = [""] * dist.get_world_size()
     text = json.dumps(facts, sort_keys=True)
@@ -71,44 +71,38 @@ def check_same(facts: Mapping[str, str]) -> None:
     mine = (socket.gethostname(), dict(facts))
     gathered: list[tuple[str, dict[str, str]]] = [mine] * len(digests)
     dist.all_gather_object(gathered, mine)
-    hosts = [host for host, _ in gathered]
-    lines, first = list[str](), ""
+
+    def named(ranks: Sequence[int]) -> str:
+        hosts = sorted({gathered[rank][0] for rank in ranks})
+        return f"rank {in_ranges(ranks)} (on {', '.join(hosts[:3])}{', ...' * (len(hosts) > 3)})"
+
+    found = list[tuple[str, str]]()
     for name in sorted({name for _, of_rank in gathered for name in of_rank}):
-        ranks = defaultdict[str, list[int]](list)
+        by_value = defaultdict[str, list[int]](list)
         for rank, (_, of_rank) in enumerate(gathered):
-            ranks[of_rank.get(name, "nothing")].append(rank)
-        groups = sorted(ranks.items(), key=lambda group: (-len(group[1]), group[1]))
-        found = list(_differences(name, groups, hosts))
-        if found and not first:
-            first = name
-        lines += found
-    if lines:
-        text = "\n  ".join(["ranks do not run the same job:", *lines])
+            by_value[of_rank.get(name, "nothing")].append(rank)
+        # most ranks, or the first, are what others differ from
+        (usual, most), *others = sorted(by_value.items(), key=lambda one: (-len(one[1]), one[1]))
+        found += [
+            (name, f"{key}: {named(ranks)}: {here}; {named(most)}: {there}")
+            for value, ranks in others
+            for key, here, there in _differences(name, value, usual)
+        ]
+    if found:
+        text = "\n  ".join(["ranks do not run the same job:", *(line for _, line in found)])
         fix = "give all machines the same code, config, tokenizer and data"
-        raise ConfigError("" if first in (CONFIG, "code") else first, f"{text}\n  fix: {fix}")
+        key = "" if found[0][0] in (CONFIG, "code") else found[0][0]
+        raise ConfigError(key, f"{text}\n  fix: {fix}")
 
 
-def _differences(
-    name: str, groups: Sequence[tuple[str, list[int]]], hosts: Sequence[str]
-) -> Iterator[str]:
-    """Yield lines on one fact: how other groups differ from that of most ranks, or of the first."""
-    (usual, usual_ranks), *others = groups
-    to_whom = _named(usual_ranks, hosts)
-    for value, ranks in others:
-        who = _named(ranks, hosts)
-        if name != CONFIG:
-            yield f"{name}: {who}: {value}; {to_whom}: {usual}"
-            continue
-        for key, old, new in differences(json.loads(usual), json.loads(value)):
-            if key.rpartition(".")[2] not in OWN_PATHS:
-                hint = COMPILE_HINT if key == "compile.enable" else ""
-                yield f"{key}: {who}: {shown(new)}; {to_whom}: {shown(old)}{hint}"
-
-
-def _named(ranks: Sequence[int], hosts: Sequence[str]) -> str:
-    there = sorted({hosts[rank] for rank in ranks})
-    more = f" and {len(there) - 3} more" if len(there) > 3 else ""
-    return f"rank {in_ranges(ranks)} (on {', '.join(there[:3])}{more})"
+def _differences(name: str, value: str, usual: str) -> Iterator[tuple[str, str, str]]:
+    """Yield what differs in one fact, and both of its values."""
+    if name != CONFIG:
+        yield name, value, usual
+        return
+    for key, old, new in differences(json.loads(usual), json.loads(value)):
+        if key.rpartition(".")[2] not in OWN_PATHS:
+            yield key, shown(new), shown(old) + COMPILE_HINT * (key == "compile.enable")
 
 
 @functools.cache

@@ -97,7 +97,7 @@ class Plan:
     staged: JobConfig | None = None
     """The config of a job with stages, as it was given."""
     is_inherited: Callable[[str], bool] = lambda key: False
-    """Whether a preset gave a key: where it has no effect, the user has nothing to do."""
+    """Whether a preset gave a key: if it has no effect, the user has nothing to do."""
     data_steps: int = 0
     """Step before which `training.max_epochs` ends the data; 0: not known."""
 
@@ -173,28 +173,21 @@ class Plan:
     @property
     def notes(self) -> list[str]:
         """Lines that `meshwright check` prints, and the job when it starts."""
-        other = other_data(self.config)
-        return [
-            line for line in (self.batch_line, other, self.compile_line, *self.idle_options) if line
-        ]
+        lines = (self.batch_line, other_data(self.config), self.compile_line)
+        return [*filter(None, lines), *self.idle_options.values()]
 
     @property
-    def idle_options(self) -> list[str]:
-        """Options that have no effect in this stage or a later one, and why, one sentence each."""
-        if self.next is None:
-            return self._idle_options
-        later = {line.partition(" = ")[0] for line in self.next.idle_options}
-        return [line for line in self._idle_options if line.partition(" = ")[0] in later]
-
-    @property
-    def _idle_options(self) -> list[str]:
+    def idle_options(self) -> dict[str, str]:
+        """Options that have no effect in this stage or a later one, and a sentence why."""
         names, groups = list(self.model_args.parameter_names()), self.config.optimizer.groups
         found = (
             *idle_options(self.config, self.stages[-1].steps),
             *idle_source_options(self.config),
             *idle_groups(groups, names, self.frozen),
         )
-        return [line for line in found if not self.is_inherited(line.partition(" = ")[0])]
+        lines = {line.partition(" = ")[0]: line for line in found}
+        later = lines if self.next is None else self.next.idle_options
+        return {k: line for k, line in lines.items() if k in later and not self.is_inherited(k)}
 
 
 def preflight(
@@ -241,7 +234,7 @@ def _preflight_stage(
 ) -> Plan:
     """Check one stage, apart from the checkpoint that it continues from."""
     tokenizer = check_alone(config, looks_at_files=looks_at_files)
-    given_batch = config.training.global_batch_size
+    follows_ranks = config.training.global_batch_size == -1 and world_size > 1
     config = resolve_auto_values(config, world_size, stages.num_stages(config.parallelism))
     family, model_args = resolve_model(config)
     config = changed(config, {"model": {"name": family.name}})
@@ -268,10 +261,15 @@ def _preflight_stage(
         f"{model_args.vocab_size}",
         f"set model.args.vocab_size = {tokenizer.vocab_size}",
     )
+    batch = config.training.global_batch_size
+    batch_line = (
+        f"training.global_batch_size = -1: the batch follows the number of ranks, here {batch} "
+        f"sequences per step; set it to {batch} for the same result on any mesh"
+    )
     return Plan(
         config=config,
         compile_line=compile_line,
-        batch_line=_batch_line(given_batch, config.training.global_batch_size, world_size),
+        batch_line=batch_line if follows_ranks else "",
         family=family,
         model_args=model_args,
         tokenizer=tokenizer,
@@ -298,26 +296,14 @@ def _look_at_files(plan: Plan) -> Plan:
     return plan
 
 
-def _batch_line(given: int, resolved: int, world_size: int) -> str:
-    if given != -1 or world_size == 1:
-        return ""
-    return (
-        f"training.global_batch_size = -1: the batch follows the number of ranks, here {resolved} "
-        f"sequences per step; set it to {resolved} for the same result on any mesh"
-    )
-
-
 def check_alone(config: JobConfig, *, looks_at_files: bool = True) -> Tokenizer:
-    """Check values that need no others, and rules between keys; report all faults together.
+    """Check values that need no others, and rules between keys; return the tokenizer.
 
     Args:
         looks_at_files: also at the first row of local data.
 
-    Returns:
-        The tokenizer.
-
     Raises:
-        ConfigError: for every fault.
+        ConfigError: for all faults together.
     """
     mistakes = Mistakes()
     with mistakes.collect():
@@ -337,14 +323,7 @@ def check_alone(config: JobConfig, *, looks_at_files: bool = True) -> Tokenizer:
 
 
 def check_data(config: JobConfig, *, looks_at_files: bool = True) -> Tokenizer:
-    """Check the data as far as possible without reading it; return the tokenizer.
-
-    Args:
-        looks_at_files: as of `check_alone`.
-
-    Raises:
-        ConfigError: for every fault.
-    """
+    """Check the data as far as possible without reading it, as `check_alone` does."""
     extend_by(config.experimental.custom_import)
     mistakes = Mistakes()
     with mistakes.collect():
@@ -366,7 +345,7 @@ def check_data(config: JobConfig, *, looks_at_files: bool = True) -> Tokenizer:
 
 
 def _find_frozen(patterns: Sequence[str], args: DecoderArgs) -> frozenset[str]:
-    """Return the names of the parameters that `model.frozen` means; some are left to be trained."""
+    """Return the names of the parameters that `model.frozen` means."""
     key, names, frozen = "model.frozen", list(args.parameter_names()), set[str]()
     for pattern in patterns:
         frozen |= find_names(key, pattern, names)
@@ -382,15 +361,6 @@ def resume_diff(plan: Plan, manifest: Manifest | None = None) -> ResumeDiff:
     """
     checkpoint = commit.step_folder(plan.checkpoint_folder, plan.resume_step)
     manifest = read_manifest(checkpoint) if manifest is None else manifest
-    data = plan.data_identity
-    config, args, frozen = plan.config, plan.model_args, plan.frozen
-    return find_resume_diff(
-        manifest,
-        checkpoint,
-        config,
-        args,
-        data,
-        frozen,
-        plan.own_code,
-        begins_stage=plan.begins_with(manifest),
-    )
+    job = plan.config, plan.model_args, plan.data_identity, plan.frozen, plan.own_code
+    begins_stage = plan.begins_with(manifest)
+    return find_resume_diff(manifest, checkpoint, *job, begins_stage=begins_stage)
