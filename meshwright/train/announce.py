@@ -54,14 +54,11 @@ def announce(
         logger.debug("  %s", line)
     for text in plan.notes:
         logger.info("%s", text, extra={"is_printed": launch.is_checked})
-    _announce_model(plan)
-    logger.info(
-        "%s (%s) on %s; torch %s",
-        numbered(dist.get_world_size(), "rank"),
-        str(plan.dims) or "no mesh",
-        hardware.device_name(device),
-        torch.__version__,
-    )
+    logger.info("%s", _describe_model(plan))
+    logger.info("%s", _describe_tokenizer(plan.tokenizer))
+    ranks, mesh = numbered(dist.get_world_size(), "rank"), str(plan.dims) or "no mesh"
+    device_name = hardware.device_name(device)
+    logger.info("%s (%s) on %s; torch %s", ranks, mesh, device_name, torch.__version__)
     if launch.host_settings:
         logger.debug("chosen for this machine by the launcher: %s", launch.host_settings)
     if dist.get_rank() == 0:  # which looks at files
@@ -84,21 +81,16 @@ def announce(
             logger.warning("%s cannot be written: %s", path, error)
 
 
-def _announce_model(plan: Plan) -> None:
-    config, args = plan.config, plan.model_args
-    shapes = args.parameter_shapes()
-    num_trained = sum(math.prod(shape) for name, shape in shapes.items() if name not in plan.frozen)
-    logger.info(
-        "%s %s: %s parameters%s%s",
-        config.model.name,
-        config.model.flavor,
-        f"{args.table.num_params:,}",
-        f", {args.table.num_active_params:,} of them active for a token"
-        if args.table.mixtures
-        else "",
-        f", {num_trained:,} of them trained" if plan.frozen else "",
-    )
-    logger.info("%s", _describe_tokenizer(plan.tokenizer))
+def _describe_model(plan: Plan) -> str:
+    model, table = plan.config.model, plan.model_args.table
+    words = f"{model.name} {model.flavor}: {table.num_params:,} parameters"
+    if table.mixtures:
+        words += f", {table.num_active_params:,} of them active for a token"
+    if plan.frozen:
+        shapes = plan.model_args.parameter_shapes().items()
+        trained = sum(math.prod(shape) for name, shape in shapes if name not in plan.frozen)
+        words += f", {trained:,} of them trained"
+    return words
 
 
 def _describe_steps(plan: Plan, sources: Sequence[OpenSource]) -> str:
@@ -159,21 +151,16 @@ def _describe_tokenizer(tokenizer: Tokenizer) -> str:
         f"{name} {'none' if i is None else f'{i} {tokenizer.decode([i])}'.strip()}"
         for name, i in ids.items()
     )
+    words = f"tokenizer: {tokenizer.vocab_size:,} tokens, {shown}"
     named = end_of_chat(tokenizer)
-    other = ""
     if named not in (None, tokenizer.eos_id):
-        other = (
-            f"; tokenizer_config.json names {tokenizer.decode([named])}: model.eos_token sets it"
-        )
-    return f"tokenizer: {tokenizer.vocab_size:,} tokens, {shown}{other}"
+        other = tokenizer.decode([named])
+        words += f"; tokenizer_config.json names {other}: model.eos_token sets it"
+    return words
 
 
 def announce_end(plan: Plan, reporter: Reporter, step: int, seconds: float) -> None:
-    """Log a finished job's results, and the commands that use them.
-
-    Args:
-        step: the last; the data may have ended before `training.steps`.
-    """
+    """Log a finished job's results, and the commands that use them."""
     tokens = plan.config.tokens_per_step * (step - plan.resume_step)
     earlier = f"; {reporter.tokens_seen:,} since step 1" if plan.resume_step else ""
     logger.info("finished: %s tokens in %s%s", f"{tokens:,}", duration(seconds), earlier)
@@ -199,11 +186,7 @@ def announce_end(plan: Plan, reporter: Reporter, step: int, seconds: float) -> N
 
 
 def note_start(plan: Plan, device: torch.device, *, is_new_stage: bool) -> None:
-    """Add this start to the history of the run.
-
-    Args:
-        is_new_stage: this process has trained the stage before, so it is no resume.
-    """
+    """Add this start to the history of the run; it is no resume if it `is_new_stage`."""
     if dist.get_rank() > 0:
         return
     facts: dict[str, Any] = {
@@ -234,12 +217,10 @@ def note_failure(plan: Plan, step: Callable[[], int]) -> Iterator[None]:
     """
     try:
         yield
-    except StopRequested as asked:
-        note_end(plan, max(step(), plan.resume_step), f"stopped: {asked}")
-        raise
-    except Exception as error:
+    except (Exception, StopRequested) as error:
+        how = "stopped" if isinstance(error, StopRequested) else "failed"
         reason = str(error).partition("\n")[0] or type(error).__name__
-        note_end(plan, max(step(), plan.resume_step), f"failed: {reason}")
+        note_end(plan, max(step(), plan.resume_step), f"{how}: {reason}")
         raise
 
 

@@ -125,22 +125,19 @@ def build_loader(
 ) -> Loader:
     """Return this rank's batches, from `cursor` on."""
     training, shape = plan.config.training, batch_shape(plan, meshes)
+    rules = SampleRules(
+        training.seq_len + 1, training.seed, training.max_epochs, training.max_bad_records
+    )
     stream = SampleStream(
         sources,
         weights(training.datasets),
         cursor,
-        SampleRules(
-            training.seq_len + 1, training.seed, training.max_epochs, training.max_bad_records
-        ),
+        rules,
         batch=shape.global_batch_size,
         slots=shape.slots,
     )
-    return Loader(
-        stream,
-        shape,
-        mask_documents=training.mask_documents,
-        pin_memory=device.type == "cuda",
-    )
+    is_gpu = device.type == "cuda"
+    return Loader(stream, shape, mask_documents=training.mask_documents, pin_memory=is_gpu)
 
 
 def batch_shape(plan: Plan, meshes: Meshes) -> BatchShape:

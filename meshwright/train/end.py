@@ -29,13 +29,12 @@ def raise_data_error(
 
     Args:
         failures: their errors, by rank.
-        is_new: this process has taken steps, so starting it again makes progress. Otherwise an
-            error of the data is a config error: a scheduler that restarts the job would loop
-            forever.
+        is_new: this process has taken steps, so starting it again makes progress.
 
     Raises:
         StorageError: if the process has taken no step, and the error may pass.
-        ConfigError: if it has taken no step, and the error stays.
+        ConfigError: if it has taken no step, and the error stays: a scheduler that restarts the job
+            would loop forever.
         TrainingError: as `check_resumes`.
         DataError: otherwise.
     """
@@ -53,15 +52,12 @@ def raise_data_error(
 def check_resumes(config: Checkpoint, stopped: str) -> None:
     """Check that the same command, run again, resumes from here.
 
-    Otherwise a scheduler that restarts the job would loop forever.
-
     Raises:
         TrainingError: naming the key that prevents it.
     """
-    if not config.enable:
-        raise TrainingError(f"{stopped}; nothing was saved, because checkpoint.enable = false")
-    if config.load_only:
-        raise TrainingError(f"{stopped}; nothing was saved, because checkpoint.load_only = true")
+    if not config.saves:
+        why = "checkpoint.load_only = true" if config.enable else "checkpoint.enable = false"
+        raise TrainingError(f"{stopped}; nothing was saved, because {why}")
     if config.load_step != -1:
         raise TrainingError(
             f"{stopped}; it is saved, but checkpoint.load_step = {config.load_step} would begin "
@@ -80,7 +76,10 @@ MAX_SHARD_BYTES = 5 * 10**9
 
 
 def export_at_end(plan: Plan, requests: Requests) -> bool:
-    """Export the last checkpoint if the config asks for it. False: a request to stop ends it."""
+    """Export the last checkpoint if the config asks for it. False: a request to stop ends it.
+
+    To be called by one rank, when no other needs it any longer.
+    """
     config = plan.config.checkpoint
     if not (config.last_save_in_hf and config.saves):
         return True
@@ -101,10 +100,7 @@ def prepare_export(config: JobConfig) -> None:
 
 
 def export_last(plan: Plan) -> None:
-    """Export the newest checkpoint to {dump_folder}/hf, as `checkpoint.last_save_in_hf` asks.
-
-    To be called by one rank, when no other needs it any longer. Does nothing if the folder is
-    there already.
+    """Export the newest checkpoint to {dump_folder}/hf, unless it is there already.
 
     Raises:
         SaveError: if it cannot be written, or is not what was saved.

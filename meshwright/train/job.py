@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.checkpoint.manager import HasState
-from meshwright.config.job_config import Checkpoint, JobConfig, changed
+from meshwright.config.job_config import JobConfig, changed
 from meshwright.datasets.loader import StepData, num_bad_records, whole_cursor
 from meshwright.launch.heartbeat import heartbeat_of_this_rank
 from meshwright.metrics.profiling import Profiler
@@ -60,27 +60,19 @@ class Due:
         return self.log or self.save or self.stop
 
 
-def _is_save_step(step: int, config: Checkpoint) -> bool:
-    return step % config.interval == 0 or (step == 1 and config.enable_first_step_checkpoint)
-
-
 def due_after(
     step: int, config: JobConfig, *, is_first: bool, is_last: bool, is_asked_to_stop: bool
 ) -> Due:
-    """Decide.
-
-    Args:
-        is_last: there is no step after this one, or no data for it.
-        is_asked_to_stop: as all ranks have agreed.
-    """
+    """Decide; `is_last`: there is no step after this one, or no data for it."""
     validate = config.validation.enable and (is_last or step % config.validation.freq == 0)
-    stop = is_last or is_asked_to_stop
+    stop, saves = is_last or is_asked_to_stop, config.checkpoint
+    is_save_step = step % saves.interval == 0 or (step == 1 and saves.enable_first_step_checkpoint)
     return Due(
         is_first=is_first,
         stop=stop,
         validate=validate,
         log=is_first or stop or validate or step % config.metrics.log_freq == 0,
-        save=config.checkpoint.saves and not stop and _is_save_step(step, config.checkpoint),
+        save=saves.saves and not stop and is_save_step,
         collect_garbage=step % config.training.gc_freq == 0,
     )
 
@@ -103,7 +95,7 @@ def run(
     """Train from the start or the last checkpoint to the last step, or until asked to stop.
 
     Args:
-        extra_sinks: get every record after the sinks that the config asks for.
+        extra_sinks: in addition to the config's.
         requests: to stop; None: only signals from now on.
         launch: as our launcher tells it; None: there is none.
 
@@ -168,7 +160,7 @@ def _train(job: Job, requests: Requests, begun: float) -> bool:
     """Take the steps of a stage and save the last; return whether none is left.
 
     Args:
-        begun: when the first step of this process was about to begin, by `time.monotonic`.
+        begun: `time.monotonic()` before the first step of this process.
     """
     config, dump_folder = job.plan.config, Path(job.plan.config.job.dump_folder)
     rank, step = dist.get_rank(), job.plan.resume_step
@@ -357,7 +349,7 @@ def _save(job: Job, taken: Taken, *, is_last: bool, is_done: bool = False) -> No
         if is_done and config.last_save_model_only:
             from meshwright.checkpoint.state import ModelTensors
 
-            average = None if job.trainer.average is None else job.trainer.average.tensors
+            average = job.trainer.average and job.trainer.average.tensors
             dtype = getattr(torch, config.export_dtype)
             tensors = ModelTensors(job.trainer.model, dtype, average)
             manifest["model_only"] = True

@@ -30,12 +30,7 @@ from meshwright.train.preflight import Plan, preflight
 
 
 def main(launch: Launch, requests: Requests) -> None:
-    """Run the job that the command line describes; leave with its exit code.
-
-    Args:
-        launch: as the launcher tells it.
-        requests: to stop, since the process began.
-    """
+    """Run the job that the command line describes; leave with its exit code."""
     if dist.is_torchelastic_launched():  # torchrun gives every rank a session of its own, so
         # nothing else would end it; without torchrun it may outlive its shell
         die_with_parent(launch.pid or os.getppid())

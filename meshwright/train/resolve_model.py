@@ -51,14 +51,10 @@ BuildSink = Callable[[JobConfig, Path], Any]
 
 
 def extend_by(name: str, key: str = IMPORT_KEY) -> None:
-    """Take over the models, datasets and optimizers of a user's module.
-
-    Args:
-        name: as `experimental.custom_import`; "": none.
-        key: that gave it, for errors.
+    """Take over the models, datasets and optimizers of a user's module, if there is one.
 
     Raises:
-        ConfigError: if it cannot be imported, or takes a name that is ours.
+        ConfigError: of `key`, if it cannot be imported, or takes a name that is ours.
     """
     if not name:
         return
@@ -141,23 +137,16 @@ def resolve_model(config: JobConfig) -> tuple[Family, DecoderArgs]:
 @lru_cache
 def _decode(kind: type[DecoderArgs], text: str) -> DecoderArgs:
     """Return the dimensions in `text`: JSON, because strict validation of a dict wants dataclasses
-    in it, not tables.
-
-    Cached, because a search checks a thousand jobs with one model, whose table is made once, then.
-
-    Raises:
-        ValidationError: if they are not dimensions of that kind.
-    """
+    in it, not tables. A search checks a thousand jobs with one model, whose table is made once."""
     return TypeAdapter(kind).validate_json(text, strict=True)
 
 
 def _args_mistake(mistake: ErrorDetails, args: DecoderArgs) -> ConfigError:
-    """One thing that is wrong with `model.args`."""
     key = ".".join(["model.args", *map(str, mistake["loc"])])
     if mistake["type"] == "unexpected_keyword_argument":
         valid = [field.name for field in dataclasses.fields(args)]
         fix = did_you_mean(str(mistake["loc"][-1]), valid) if len(mistake["loc"]) == 1 else ""
-        return UnknownKeyError(key, f"unknown key {key}" + (f"\n  fix: {fix}" if fix else ""))
+        return UnknownKeyError(key, f"unknown key {key}" + f"\n  fix: {fix}" * bool(fix))
     if mistake["type"] != "value_error":
         return explain_value(key, mistake)
     message = mistake["msg"].removeprefix("Value error, ")  # it begins with the name of a dimension

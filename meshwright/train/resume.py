@@ -35,7 +35,6 @@ def manifest_of(
     """Return the manifest of a checkpoint.
 
     Args:
-        held_out: sources that it is validated on.
         cursor: where the next step's samples begin, of all ranks.
         bad_steps: `BadStepReporter.state()`.
         best_validation: the step with the lowest validation loss so far, and that loss.
@@ -80,34 +79,24 @@ VALIDATED_ON = {
 def best_of(
     saved: Manifest, plan: Plan, held_out: Sequence[OpenSource]
 ) -> tuple[int, float] | None:
-    """Return the best validation that a checkpoint knows of.
-
-    None if there is none, or it was of other data: no loss of this job compares with it.
-    """
-    best = saved["best_validation"]
-    if best is None:
+    """Return the best validation that a checkpoint knows of; None if it was of other data, too: no
+    loss of this job compares with it."""
+    if saved["best_validation"] is None:
         return None
-    step, loss, defaults = int(best[0]), best[1], config_defaults()
-    differ = {
-        ".".join(key.split(".")[:2])
-        for key, _, _ in changes(saved["config"], to_json(plan.config), defaults)
-    } & VALIDATED_ON
+    step, loss = saved["best_validation"]
+    changed = changes(saved["config"], to_json(plan.config), config_defaults())
+    differ = {".".join(key.split(".")[:2]) for key, _, _ in changed} & VALIDATED_ON
     tokenizer = "model.tokenizer_path"
     if saved["data_identity"].get(tokenizer) != plan.data_identity[tokenizer]:
         differ.add(tokenizer)
     now = {source.entry.name: source.content for source in held_out}
     if not differ and held_out and now != saved["validation_content"]:
         differ.add("content of the validation data")
-    if differ:
-        logger.info(
-            "the best validation loss so far, %.4f at step %d, no longer counts: it was measured "
-            "with other %s",
-            loss,
-            step,
-            ", ".join(sorted(differ)),
-        )
-        return None
-    return step, loss
+    if not differ:
+        return int(step), loss
+    words = "the best validation loss so far, %.4f at step %d, no longer counts: it was measured "
+    logger.info(words + "with other %s", loss, step, ", ".join(sorted(differ)))
+    return None
 
 
 def place_in_data(plan: Plan, saved: Manifest, sources: Sequence[OpenSource]) -> Cursor:
@@ -125,9 +114,8 @@ def place_in_data(plan: Plan, saved: Manifest, sources: Sequence[OpenSource]) ->
         was = saved["data_content"].get(source.entry.name)
         if was != source.content:
             commit = saved["data_revisions"].get(source.entry.name, "")
-            pin = ""
-            if commit not in ("", source.found.revision):
-                pin = f"set {source.entry.key}.dataset_revision = {commit!r}; or "
+            is_other = commit not in ("", source.found.revision)
+            pin = f"set {source.entry.key}.dataset_revision = {commit!r}; or " * is_other
             raise source.entry.error(
                 "dataset",
                 f"its content is not what it was when the checkpoint was saved: {source.content} "

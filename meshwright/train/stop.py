@@ -49,10 +49,6 @@ class Vote:
     `cast` begins a vote, and `result` ends it. Collective: every rank calls both as often. Once the
     ranks have decided to stop, both do nothing.
 
-    Attributes:
-        decision: the newest.
-        limit: on waiting for the votes of other ranks.
-
     Args:
         folder: where the stop file and the profile file may appear.
         max_run_s: seconds after `begun` at which the job is to stop; 0: none.
@@ -80,6 +76,7 @@ class Vote:
         self._look_at = time.monotonic()
         self._begun = self._look_at if begun is None else begun
         self.limit = VOTE_TIMEOUT
+        """On waiting for the votes of other ranks."""
         self._group = dist.new_group(backend="gloo", timeout=VOTE_TIMEOUT)
         # the reason; the last step, negative; whether a trace is wanted
         self._votes = torch.zeros(3, dtype=torch.int64)
@@ -135,13 +132,12 @@ class Vote:
 
     def clear_stop_file(self) -> None:
         """Remove the stop file, for it has had its effect."""
-        if dist.get_rank() == 0:
-            try:
-                self._stop_file.unlink(missing_ok=True)
-            except OSError as error:
-                logger.warning(
-                    "%s has to be removed before the job can resume: %s", STOP_FILE, error
-                )
+        if dist.get_rank() > 0:
+            return
+        try:
+            self._stop_file.unlink(missing_ok=True)
+        except OSError as error:
+            logger.warning("%s has to be removed before the job can resume: %s", STOP_FILE, error)
 
     def _look(self) -> None:
         """Note requests to stop that are not signals."""
@@ -149,12 +145,10 @@ class Vote:
         if now < self._look_at:
             return
         self._look_at = now + LOOK_EVERY_S
-        asked = 0
         if self._max_run_s and now - self._begun >= self._max_run_s:
-            asked = 1
+            self._asked = max(self._asked, 1)
         if os.path.exists(self._stop_file):  # no, where a file system fails for a moment
-            asked = 2
-        self._asked = max(self._asked, asked)
+            self._asked = max(self._asked, 2)
         if self._is_first_rank and self._profile_file is not None:
             self._wants_trace = self._remove_profile_file(self._profile_file)
 

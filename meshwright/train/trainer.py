@@ -101,10 +101,9 @@ def train_step(
     """Forward and backward over this rank's microbatches, clip, and update once.
 
     The host never waits for the device, unless parameters are offloaded; callers copy results to
-    the host when they need them. If the global loss or gradient norm is bad, `detector` records the
-    step and the update is skipped; weights and optimizer state are bitwise unchanged. Once the
-    budget of bad steps is exceeded, all later updates are skipped too. Collective: every rank of
-    the job must call it, with the same number of microbatches.
+    the host when they need them. If `detector` finds the step bad, weights and optimizer state are
+    bitwise unchanged. Collective: every rank of the job must call it, with the same number of
+    microbatches.
 
     Args:
         model: from `parallelize`: gradients summed over ranks, not averaged.
@@ -115,8 +114,6 @@ def train_step(
             non-finite gradient then blocks only its own parameter, so the first bad step may leave
             the weights partly updated. Requires `max_norm` inf.
         step: counted from 1.
-        average: of the weights, to be updated.
-        phases: records the time of each part of the step.
     """
     mark = phases.mark if phases is not None else lambda phase: None
     mark("communication")
@@ -162,9 +159,8 @@ def train_step(
 def count_labels(batches: Sequence[Batch], meshes: Meshes) -> Tensor:
     """Return how many labels of the global batch count: () int64. Collective.
 
-    The loss is divided by it, once. Then adding up over ranks and microbatches gives the mean over
-    every label, however unevenly the ignored ones fall; averaging per-rank means would not: a rank
-    with few labels would weigh as much as a full one. See docs/how_it_works.md.
+    The loss is divided by it, once. A mean of the ranks' means would weigh a rank with few labels
+    as much as a full one. See docs/how_it_works.md.
     """
     num_labels = torch.stack([has_loss(batch.labels).sum() for batch in batches]).sum()
     dist.all_reduce(num_labels, group=meshes.loss.get_group())
@@ -205,8 +201,6 @@ class Trainer:
 
     Attributes:
         model: its values are arbitrary until they are set or loaded.
-        optimizer: built after the model was parallelised.
-        average: of the weights, if the config asks for it.
         lr_at: the learning rate at each step, counted from 1.
         norm_groups: parts of the model whose gradient norms are wanted, in order.
         phases: adds up the times of the parts of steps.
@@ -266,10 +260,9 @@ class Trainer:
         detector: BadStepDetector,
         max_norm: float | None = None,
     ) -> StepResult:
-        """Take the optimizer step of that number.
+        """Take the optimizer step of that number, as `train_step`.
 
         Args:
-            batches: as `train_step` takes them.
             max_norm: in the place of the config's.
         """
         set_learning_rate(self.optimizer, self.lr_at(step))
