@@ -210,11 +210,7 @@ def note_start(plan: Plan, device: torch.device, *, is_new_stage: bool) -> None:
 
 @contextmanager
 def note_failure(plan: Plan, step: Callable[[], int]) -> Iterator[None]:
-    """Add an error, or a request to stop, that ends this process to the history of the run.
-
-    Args:
-        step: returns the last step that was taken.
-    """
+    """Add an error, or a request to stop, that ends this process after `step()` to the history."""
     try:
         yield
     except (Exception, StopRequested) as error:

@@ -40,16 +40,13 @@ class BadStepDetector:
 
     The update of a bad step is held back. Once there are more of them than are allowed, so is every
     update that follows: the weights stay those before the step that was one too many, until the
-    host looks.
+    host looks. All ranks see the same figures, so they judge alike.
 
     The running mean and variance are of good steps alone: exponentially weighted with 1/n for the
-    n-th and 1/`spike_window` from step `spike_window` on, before which nothing is a spike. So they
-    are first over all steps, then over an exponential window. Source: Finch
-    2009, "Incremental calculation of weighted mean and variance", the last part; with 1/n it is
-    Welford's 1962 algorithm. Skipping steps whose loss or norm is k deviations off is the rule
+    n-th and 1/`spike_window` from step `spike_window` on, before which nothing is a spike. Source:
+    Finch 2009, "Incremental calculation of weighted mean and variance", the last part; with 1/n it
+    is Welford's 1962 algorithm. Skipping steps whose loss or norm is k deviations off is the rule
     of OLMo-core's SkipStepOptimizer, which keeps a whole window.
-
-    All ranks see the same figures, so they judge alike.
 
     Args:
         config: None: the default, which allows no bad step.
@@ -98,10 +95,8 @@ class BadStepDetector:
         """Note a step's figures. Waits for nothing.
 
         Args:
-            loss: () fp32, the same on every rank.
-            grad_norm: () fp32, the same on every rank.
+            loss, grad_norm: () fp32, the same on every rank; so is `num_labels`, () int64.
             is_finite_here: () bool: whether the loss on this rank's own samples is finite.
-            num_labels: () int64, the same on every rank.
 
         Returns:
             () bool: whether its update is to be held back.
@@ -291,10 +286,8 @@ class BadStepReporter:
 
 
 def _with_ranks(bad_steps: Sequence[BadStep]) -> list[tuple[BadStep, list[int]]]:
-    """Return each step with the ranks on whose samples its loss was not finite.
-
-    Collective if any loss was not finite.
-    """
+    """Return each step with the ranks on whose samples its loss was not finite. Collective if any
+    was not."""
     mine = [bad.is_finite_here for bad in bad_steps]
     is_finite: list[list[bool]] = [mine]
     if not all(math.isfinite(bad.values[0]) for bad in bad_steps):

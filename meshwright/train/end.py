@@ -50,11 +50,7 @@ def raise_data_error(
 
 
 def check_resumes(config: Checkpoint, stopped: str) -> None:
-    """Check that the same command, run again, resumes from here.
-
-    Raises:
-        TrainingError: naming the key that prevents it.
-    """
+    """Raise `TrainingError` if the same command, run again, would not resume from here."""
     if not config.saves:
         why = "checkpoint.load_only = true" if config.enable else "checkpoint.enable = false"
         raise TrainingError(f"{stopped}; nothing was saved, because {why}")
@@ -76,10 +72,7 @@ MAX_SHARD_BYTES = 5 * 10**9
 
 
 def export_at_end(plan: Plan, requests: Requests) -> bool:
-    """Export the last checkpoint if the config asks for it. False: a request to stop ends it.
-
-    To be called by one rank, when no other needs it any longer.
-    """
+    """Export the last checkpoint if the config asks for it. False: a request to stop ends it."""
     config = plan.config.checkpoint
     if not (config.last_save_in_hf and config.saves):
         return True
@@ -100,11 +93,8 @@ def prepare_export(config: JobConfig) -> None:
 
 
 def export_last(plan: Plan) -> None:
-    """Export the newest checkpoint to {dump_folder}/hf, unless it is there already.
-
-    Raises:
-        SaveError: if it cannot be written, or is not what was saved.
-    """
+    """Export the newest checkpoint to {dump_folder}/hf, unless it is there already; `SaveError` if
+    it cannot be written, or is not what was saved."""
     # not above: other jobs would import them before their first step
     from meshwright.checkpoint.conversion.export import Job, export
     from meshwright.checkpoint.conversion.tokenizer_files import tokenizer_files

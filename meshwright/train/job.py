@@ -44,8 +44,6 @@ from meshwright.train.validation import write_texts
 class Due:
     """The work after a step, decided once and alike on every rank."""
 
-    is_first: bool
-    """The first step of this process: it has compiled, and its figures are logged."""
     stop: bool
     """The job ends with this step; it is saved at the end."""
     validate: bool
@@ -68,7 +66,6 @@ def due_after(
     stop, saves = is_last or is_asked_to_stop, config.checkpoint
     is_save_step = step % saves.interval == 0 or (step == 1 and saves.enable_first_step_checkpoint)
     return Due(
-        is_first=is_first,
         stop=stop,
         validate=validate,
         log=is_first or stop or validate or step % config.metrics.log_freq == 0,
@@ -157,11 +154,7 @@ def _forget() -> None:
 
 
 def _train(job: Job, requests: Requests, begun: float) -> bool:
-    """Take the steps of a stage and save the last; return whether none is left.
-
-    Args:
-        begun: `time.monotonic()` before the first step of this process.
-    """
+    """Take the steps of a stage and save the last; return whether none is left."""
     config, dump_folder = job.plan.config, Path(job.plan.config.job.dump_folder)
     rank, step = dist.get_rank(), job.plan.resume_step
     with (
@@ -186,12 +179,8 @@ def _train(job: Job, requests: Requests, begun: float) -> bool:
 def _loop(
     job: Job, vote: Vote, profiler: Profiler, requests: Requests
 ) -> tuple[Taken | None, bool]:
-    """Take steps until none is left or the ranks decide to stop.
-
-    Returns:
-        The last step of this process, and whether none comes after it: all are taken, or the data
-        has ended.
-    """
+    """Take steps until the ranks decide to stop or none is left; return the last one, and whether
+    none is left: all are taken, or the data has ended."""
     config, step, taken, is_last = job.plan.config, job.plan.resume_step, None, False
     waited_s = _fetch(job, vote, step)
     vote.cast()
@@ -243,11 +232,8 @@ def _loop(
 
 
 def _fetch(job: Job, vote: Vote, step: int) -> float:
-    """Fetch the data of the two steps after `step`; return the seconds waited.
-
-    If this rank cannot, its vote during the first of the two steps says so, and no rank takes the
-    second.
-    """
+    """Fetch the data of the two steps after `step`; return the seconds waited. If this rank cannot,
+    its vote during the first of the two says so, and no rank takes the second."""
     start, wanted = time.perf_counter(), min(2, job.plan.config.training.steps - step)
     with job.phase("data", step + 1):
         count = job.loader.fetch(wanted)

@@ -112,11 +112,8 @@ class Plan:
         return self.next.at(step) if is_over and self.next is not None else self
 
     def begins_with(self, saved: Manifest) -> bool:
-        """Return whether the stage begins with a checkpoint, which the stage before it has saved.
-
-        Raises:
-            ConfigError: if the checkpoint is of another stage, and does not end it.
-        """
+        """Return whether the stage begins with a checkpoint, which the stage before it has saved;
+        `ConfigError` if the checkpoint is of another stage, and does not end it."""
         step, was = saved["step"], saved.get("stage", 1)
         is_end = was < self.stage and step == self.begins_after
         if was == self.stage or is_end:
@@ -354,11 +351,8 @@ def _find_frozen(patterns: Sequence[str], args: DecoderArgs) -> frozenset[str]:
 
 
 def resume_diff(plan: Plan, manifest: Manifest | None = None) -> ResumeDiff:
-    """Return how the job differs from the one that saved the checkpoint to resume from.
-
-    Args:
-        manifest: of that checkpoint, if it has been read.
-    """
+    """Return how the job differs from the one that saved the checkpoint to resume from, whose
+    manifest may have been read."""
     checkpoint = commit.step_folder(plan.checkpoint_folder, plan.resume_step)
     manifest = read_manifest(checkpoint) if manifest is None else manifest
     job = plan.config, plan.model_args, plan.data_identity, plan.frozen, plan.own_code

@@ -51,11 +51,8 @@ BuildSink = Callable[[JobConfig, Path], Any]
 
 
 def extend_by(name: str, key: str = IMPORT_KEY) -> None:
-    """Take over the models, datasets and optimizers of a user's module, if there is one.
-
-    Raises:
-        ConfigError: of `key`, if it cannot be imported, or takes a name that is ours.
-    """
+    """Take over the models, datasets and optimizers of a user's module, if there is one;
+    `ConfigError` of `key` if it cannot be imported, or takes a name that is ours."""
     if not name:
         return
     module = _import(name, key)

@@ -36,7 +36,6 @@ def manifest_of(
 
     Args:
         cursor: where the next step's samples begin, of all ranks.
-        bad_steps: `BadStepReporter.state()`.
         best_validation: the step with the lowest validation loss so far, and that loss.
     """
     return {
@@ -100,8 +99,7 @@ def best_of(
 
 
 def place_in_data(plan: Plan, saved: Manifest, sources: Sequence[OpenSource]) -> Cursor:
-    """Return where a resume continues to read; it means something only in the data it was noted
-    for.
+    """Return where a resume continues to read.
 
     Raises:
         ConfigError: if the data is other data now, or too many records were passed over.

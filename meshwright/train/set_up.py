@@ -10,10 +10,15 @@ The order matters:
    checkpoint or the first weights; then the loader can begin at its place.
 """
 
+import functools
 import gc
+import hashlib
+import json
 import os
+import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,9 +26,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+import meshwright
 from meshwright.checkpoint.conversion.initial_load import check_initial
 from meshwright.checkpoint.manager import CheckpointManager
 from meshwright.checkpoint.manifest import Manifest
+from meshwright.config.changes import differences, shown, to_json
 from meshwright.datasets.loader import Loader
 from meshwright.datasets.opening import (
     Found,
@@ -33,6 +40,7 @@ from meshwright.datasets.opening import (
     open_validation_data,
 )
 from meshwright.datasets.stream import Cursor, steps_of_data
+from meshwright.datasets.token_cache.spec import short_hash, tokenizer_parts
 from meshwright.launch.heartbeat import Heartbeat
 from meshwright.metrics import history
 from meshwright.metrics.records import Sink
@@ -42,9 +50,9 @@ from meshwright.parallelisms.meshes import Meshes, build_meshes, set_timeout, st
 from meshwright.parallelisms.rules.degrees import check_device
 from meshwright.parallelisms.rules.memory import check_memory
 from meshwright.system import hardware
+from meshwright.system.errors import ConfigError, in_ranges
 from meshwright.system.log import busy, log_to_file, logger
 from meshwright.system.processes import Launch
-from meshwright.train.agreement import check_agreement, check_same
 from meshwright.train.announce import announce, note_failure, note_start
 from meshwright.train.bad_steps import BadStepReporter
 from meshwright.train.build import build_loader, build_reporter, initialize_weights
@@ -59,6 +67,22 @@ PAUSES: dict[str, Pause | None] = {
     "preparing saves": None,
 }
 """Phases that rates leave out, and the figure that the time of each adds to, if any."""
+
+
+CONFIG = "config"
+
+COMPILE_HINT = ' ("auto" asks each machine for a C++ compiler; false runs on all machines)'
+
+OWN_PATHS = {
+    "config_file",
+    "dump_folder",
+    "token_cache_folder",
+    "tokenizer_path",
+    "chat_template_path",
+    "dataset_path",
+    "dataset_format",
+}
+"""Keys that may differ between machines: only the files they lead to must be the same."""
 
 
 @dataclass(frozen=True)
@@ -143,8 +167,7 @@ def set_up(
     Args:
         plan: of the first stage that it may continue with.
         extra_sinks: in addition to the config's.
-        meshes: of the stage before: NCCL would keep memory for groups made anew. None: they are
-            made.
+        meshes: of the stage before, if any: NCCL would keep memory for groups made anew.
     """
     since = time.perf_counter()
     plan, found = _resume_or_begin(plan, checkpoints)
@@ -222,10 +245,8 @@ def _resume_or_begin(plan: Plan, checkpoints: CheckpointManager) -> tuple[Plan, 
 def _open_data(
     plan: Plan, checkpoints: CheckpointManager
 ) -> tuple[Sequence[OpenSource], Sequence[OpenSource]]:
-    """Open the training and the validation data, the same on every rank. Collective.
-
-    The first rank looks for files, revisions and caches, and tells the others.
-    """
+    """Open the training and the validation data: the first rank looks for files, revisions and
+    caches, and tells the others. Collective."""
     opened: list[Sequence[OpenSource]] = []
 
     def find() -> list[Found]:
@@ -239,6 +260,80 @@ def _open_data(
     sources, held_out = opened
     check_same({f"{source.entry.key}.dataset": source.content for source in (*sources, *held_out)})
     return sources, held_out
+
+
+def check_agreement(plan: Plan) -> None:
+    """Compare this rank's job, apart from the data, with the others', by `check_same`."""
+    model = plan.config.model
+    of_tokenizer = tokenizer_parts(plan.tokenizer, model.tokenizer_path, model.chat_template_path)
+    check_same(
+        {
+            CONFIG: json.dumps(to_json(plan.config)),
+            "code": f"meshwright {meshwright.__version__}, source {_source_hash()}, "
+            f"torch {torch.__version__}",
+            "model.tokenizer_path": short_hash(of_tokenizer),
+            "experimental.custom_import": plan.own_code,
+        }
+    )
+
+
+def check_same(facts: Mapping[str, str]) -> None:
+    """Raise unless every rank gives the same facts. Collective.
+
+    A digest is gathered first: the facts of 16,384 ranks would be 61 MiB on each of them.
+
+    Raises:
+        ConfigError: on every rank, naming the ranks that differ, in which part, and from which.
+    """
+    digests = [""] * dist.get_world_size()
+    text = json.dumps(facts, sort_keys=True)
+    dist.all_gather_object(digests, hashlib.sha256(text.encode()).hexdigest())
+    if all(digest == digests[0] for digest in digests):
+        return
+    mine = (socket.gethostname(), dict(facts))
+    gathered: list[tuple[str, dict[str, str]]] = [mine] * len(digests)
+    dist.all_gather_object(gathered, mine)
+
+    def named(ranks: Sequence[int]) -> str:
+        hosts = sorted({gathered[rank][0] for rank in ranks})
+        return f"rank {in_ranges(ranks)} (on {', '.join(hosts[:3])}{', ...' * (len(hosts) > 3)})"
+
+    found = list[tuple[str, str]]()
+    for name in sorted({name for _, of_rank in gathered for name in of_rank}):
+        by_value = defaultdict[str, list[int]](list)
+        for rank, (_, of_rank) in enumerate(gathered):
+            by_value[of_rank.get(name, "nothing")].append(rank)
+        # most ranks, or the first, are what others differ from
+        (usual, most), *others = sorted(by_value.items(), key=lambda one: (-len(one[1]), one[1]))
+        found += [
+            (name, f"{key}: {named(ranks)}: {here}; {named(most)}: {there}")
+            for value, ranks in others
+            for key, here, there in _differences(name, value, usual)
+        ]
+    if found:
+        text = "\n  ".join(["ranks do not run the same job:", *(line for _, line in found)])
+        fix = "give all machines the same code, config, tokenizer and data"
+        key = "" if found[0][0] in (CONFIG, "code") else found[0][0]
+        raise ConfigError(key, f"{text}\n  fix: {fix}")
+
+
+def _differences(name: str, value: str, usual: str) -> Iterator[tuple[str, str, str]]:
+    """Yield what differs in one fact, and both of its values."""
+    if name != CONFIG:
+        yield name, value, usual
+        return
+    for key, old, new in differences(json.loads(usual), json.loads(value)):
+        if key.rpartition(".")[2] not in OWN_PATHS:
+            yield key, shown(new), shown(old) + COMPILE_HINT * (key == "compile.enable")
+
+
+@functools.cache
+def _source_hash() -> str:
+    """Return a hash of every source file of the package."""
+    folder, found = Path(meshwright.__file__).parent, hashlib.sha256()
+    for path in sorted([*folder.rglob("*.py"), *folder.rglob("*.cpp")]):
+        found.update(f"{path.relative_to(folder)}\0".encode() + path.read_bytes())
+    return found.hexdigest()[:16]
 
 
 def _order_attention(plan: Plan, device: torch.device) -> list[str]:

@@ -175,10 +175,7 @@ def _accumulate(
     early: OptimizerInBackward | None,
     options: StepOptions,
 ) -> Tensor:
-    """Forward and backward of one microbatch after the other; their share of the mean loss.
-
-    An exception leaves FSDP2's flags as for that microbatch: the model is then not used again.
-    """
+    """Forward and backward of one microbatch after the other; their share of the mean loss."""
     loss = torch.zeros((), device=positions.device)
     for index, batch in enumerate(batches):
         is_last = index == len(batches) - 1
@@ -215,10 +212,7 @@ class Trainer:
         allocate: Allocate = allocate,
         note: Callable[[Phase], None] | None = None,
     ) -> None:
-        """
-        Args:
-            note: gets each phase of each step as it begins.
-        """
+        """`note` gets each phase of each step as it begins."""
         config = plan.config
         self._meshes = meshes
         self.model = build_model(plan, meshes, device, allocate=allocate)
@@ -260,11 +254,7 @@ class Trainer:
         detector: BadStepDetector,
         max_norm: float | None = None,
     ) -> StepResult:
-        """Take the optimizer step of that number, as `train_step`.
-
-        Args:
-            max_norm: in the place of the config's.
-        """
+        """Take the optimizer step of that number; `max_norm` takes the place of the config's."""
         set_learning_rate(self.optimizer, self.lr_at(step))
         options = self._options
         if max_norm is not None:

@@ -261,11 +261,8 @@ class Validation:
     def __call__(
         self, model: LocalModel, is_stopped: Callable[[], bool], fail: Fail
     ) -> dict[str, float]:
-        """Return the figures by name, without those of a source that it was stopped in.
-
-        Args:
-            is_stopped: a collective, asked before each step.
-        """
+        """Return the figures by name, without those of a source that it was stopped in: that is
+        asked before each step, a collective."""
         figures: dict[str, float] = {}
         for source in self._sources:
             steps = _until_stopped(self._steps(source), is_stopped, fail)

@@ -21,10 +21,9 @@ from meshwright.datasets import files
 from meshwright.datasets.encoding import SampleRules
 from meshwright.datasets.stream import Cursor, SampleStream
 from meshwright.system.errors import ConfigError, in_ranges
-from meshwright.train import agreement
-from meshwright.train.agreement import check_agreement
+from meshwright.train import set_up
 from meshwright.train.preflight import preflight
-from meshwright.train.set_up import _open_data
+from meshwright.train.set_up import _open_data, check_agreement, check_same
 from tests.helpers.checkpoints import BARE
 from tests.helpers.forked import Forked
 from tests.helpers.slow import slow
@@ -72,8 +71,8 @@ def difference(folder: Path, case: str) -> str:
         plan = dataclasses.replace(plan, tokenizer=Other())
     if is_other and case == "own code":
         plan = dataclasses.replace(plan, own_code="other")
-    code = "0" if is_other and case == "code" else agreement._source_hash()
-    with patch.object(agreement, "_source_hash", lambda: code):
+    code = "0" if is_other and case == "code" else set_up._source_hash()
+    with patch.object(set_up, "_source_hash", lambda: code):
         try:
             check_agreement(plan)
             manager = CheckpointManager(plan.checkpoint_folder, plan.config.checkpoint)
@@ -130,7 +129,7 @@ def test_the_few_differ_from_the_many(monkeypatch) -> None:
     monkeypatch.setattr(dist, "get_world_size", lambda: len(there))
     monkeypatch.setattr(dist, "all_gather_object", gather)
     with pytest.raises(ConfigError) as error:
-        agreement.check_same({})
+        check_same({})
     assert "code: rank 0 (on a): 1; rank 1-3 (on b, c, d): 2\n" in str(error.value)
 
 
@@ -143,7 +142,7 @@ def test_ranks_that_agree_gather_their_facts_no_further_than_a_digest(monkeypatc
 
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(dist, "all_gather_object", gather)
-    agreement.check_same({"config": "x" * 4000})
+    check_same({"config": "x" * 4000})
     assert len(sent) == 1
     assert len(pickle.dumps(sent[0])) < 100
 
@@ -237,7 +236,7 @@ def test_the_code_is_all_that_is_run(monkeypatch, tmp_path, name) -> None:
     hashes = set()
     for text in ("", "1"):
         (tmp_path / name).write_text(text)
-        hashes.add(agreement._source_hash.__wrapped__())
+        hashes.add(set_up._source_hash.__wrapped__())
     assert len(hashes) == 2
 
 

@@ -12,11 +12,8 @@ from meshwright.parallelisms.shards import local_shard
 
 
 class Average:
-    """An exponential moving average of every parameter, in fp32, in its layout and place.
-
-    Args:
-        decay: share of the mean that an update keeps.
-    """
+    """An exponential moving average of every parameter, in fp32, in its layout and place. `decay`
+    is the share of the mean that an update keeps."""
 
     def __init__(self, model: LocalModel, decay: float) -> None:
         self._model, self._decay = model, decay
@@ -34,11 +31,7 @@ class Average:
 
     @torch.no_grad()
     def update(self, is_held_back: Tensor) -> None:
-        """Take in the weights after a step; not if that was held back.
-
-        Args:
-            is_held_back: () bool, on the device of the step.
-        """
+        """Take in the weights after a step; not if that was held back: () bool, on its device."""
         for name, parameter in self._model.named_parameters():
             mean, weight = local_shard(self.tensors[name]), local_shard(parameter)
             # rounded once each, so shards of any mesh get the same bits; see `MatrixOptimizer`

@@ -74,11 +74,7 @@ class Exchange:
         return owners
 
     def gather(self, parts: Sequence[Tensor]) -> dict[int, Tensor]:
-        """Return the whole of each matrix that this rank owns, by index. Collective.
-
-        Args:
-            parts: this rank's of every matrix, of one type.
-        """
+        """Return each matrix that this rank owns, by index, from parts of one type. Collective."""
         if self._size == 1:
             return dict(enumerate(parts))
         found = {i: parts[0].new_empty(self._shapes[i]) for i in self._owned}
@@ -87,11 +83,8 @@ class Exchange:
         return found
 
     def scatter(self, wholes: Mapping[int, Tensor], like: Tensor) -> list[Tensor]:
-        """Return this rank's part of every matrix, of `wholes` by their owners. Collective.
-
-        Args:
-            like: a tensor of their type and device.
-        """
+        """Return this rank's part of every matrix; `wholes` are this rank's, of the type and on the
+        device of `like`. Collective."""
         if self._size == 1:
             return [wholes[index] for index in range(len(self._shapes))]
         moved = self._swap(self._back, lambda m: part_of_box(wholes[m.matrix], m.box), like)
@@ -225,10 +218,7 @@ def orthogonalise(matrices: Tensor, config: Muon) -> Tensor:
     kellerjordan.github.io/posts/muon.
 
     Args:
-        matrices: (B, R, C), in the type of the products.
-
-    Returns:
-        (B, R, C), of the same type.
+        matrices: (B, R, C), in the type of the products; so is the result.
     """
     a, b, c = config.coefficients
     is_tall = matrices.size(1) > matrices.size(2)

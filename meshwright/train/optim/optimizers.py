@@ -56,8 +56,8 @@ Kind = TypeVar("Kind", bound=torch.optim.Optimizer)
 def without_compiler(kind: type[Kind]) -> type[Kind]:
     """Return a class as `kind`, but whose methods do not import torch's compiler.
 
-    torch wraps them so that the compiler leaves them alone, and imports it to that end: 0.8 s of
-    the time to the first step. If torch no longer does, they are the methods again.
+    torch's wrappers, which have the compiler leave them alone, import it: 0.8 s of the time to the
+    first step. If torch no longer wraps them, they are the methods again.
     """
     methods = {name: unwrap(getattr(kind, name)) for name in ("add_param_group", "zero_grad")}
     methods["step"] = torch.no_grad()(unwrap(kind.step))  # as torch's wrapper does
@@ -230,10 +230,8 @@ def _on_local_shards(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 def _like(parameter: "DTensor", shard: Tensor) -> Tensor:
-    """Return the DTensor of all ranks' `shard`, laid out as `parameter`.
-
-    Not by `DTensor.from_local`: it would move the shard of an offloaded parameter to the device.
-    """
+    """Return the DTensor of all ranks' `shard`, laid out as `parameter`."""
+    # `DTensor.from_local` would move the shard of an offloaded parameter to the device
     whole = torch.empty_like(parameter, dtype=shard.dtype)
     local_shard(whole).copy_(shard)
     return whole
@@ -259,11 +257,7 @@ class OptimizerInBackward:
                     parameter.register_post_accumulate_grad_hook(partial(self._update, index))
 
     def begin(self, is_held_back: Tensor) -> None:
-        """A step begins.
-
-        Args:
-            is_held_back: () bool: no parameter is to change in this step.
-        """
+        """Begin a step, in which no parameter is to change if `is_held_back`, () bool."""
         self._is_held_back = is_held_back
         self.square_sum = torch.zeros((), device=is_held_back.device)
         self.gradients_are_final = True
@@ -284,7 +278,7 @@ class OptimizerInBackward:
 
 
 def warmup_stable_decay(step: int, steps: int, schedule: LRScheduler) -> float:
-    """Return the fraction of the peak learning rate at a step, counted from 1.
+    """Return the fraction of the peak learning rate at a step of `steps`, counted from 1.
 
     Linear from 0 to the peak over `warmup_steps`, then the peak, then down. Step 0 would have 0 and
     step `steps` + 1 would have `min_lr_factor`, so no step has a rate of 0: with D steps of decay,
@@ -292,9 +286,6 @@ def warmup_stable_decay(step: int, steps: int, schedule: LRScheduler) -> float:
 
     Source: Hu et al. 2024, arXiv:2404.06395 (warm-up, stable, decay); "sqrt" is 1 - sqrt(part
     decayed), of Haegele et al. 2024, arXiv:2405.18392.
-
-    Args:
-        steps: of the whole job.
     """
     warmup_steps, ratio = schedule.warmup_steps, schedule.decay_ratio
     if step <= warmup_steps:

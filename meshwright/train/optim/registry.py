@@ -80,9 +80,6 @@ def settings_of(name: str, num_dims: int, config: Optimizer) -> Settings:
     grows with it that decay would bound, and decay would pull a norm's scale to 0. Embeddings have
     it. So do transformers' Trainer, Megatron-LM and nanoGPT; torchtitan decays every parameter, and
     OLMo 2 all but the embeddings.
-
-    Args:
-        num_dims: of the whole parameter.
     """
     has_decay = num_dims > 1 or config.decay_norm_and_bias
     decay = config.weight_decay if has_decay else 0.0
@@ -116,9 +113,6 @@ def heads_of(name: str, parameter: Parameter) -> int:
 
 def check_optimizers(config: Optimizer, table: Mapping[str, Parameter]) -> dict[str, str]:
     """Return the name of each parameter's optimizer.
-
-    Args:
-        table: declares every parameter of the model, by name.
 
     Raises:
         ConfigError: if there is no such optimizer, or a parameter has none that takes it.
@@ -158,11 +152,7 @@ def check_optimizers(config: Optimizer, table: Mapping[str, Parameter]) -> dict[
 
 
 def find_names(key: str, pattern: str, names: Sequence[str]) -> set[str]:
-    """Return the parameters that a pattern of `key` matches.
-
-    Raises:
-        ConfigError: if there are none.
-    """
+    """Return the parameters that a pattern of `key` matches; `ConfigError` if there are none."""
     found = {name for name in names if fnmatchcase(name, pattern)}
     shown = f"{names[0]}, {names[1]}, ..., {names[-1]}"
     check(bool(found), key, pattern, "matches no parameter", f"their names are {shown}")
@@ -215,11 +205,8 @@ def fitted_groups(groups: Sequence[ParameterGroup], names: Sequence[str]) -> lis
 
 
 def average_decay(config: JobConfig) -> float | None:
-    """Return the share that `checkpoint.average` keeps per step; None: there is no mean.
-
-    Raises:
-        ConfigError: if a step has more tokens than its window.
-    """
+    """Return the share that `checkpoint.average` keeps per step, None without a mean; `ConfigError`
+    if a step has more tokens than its window."""
     decay, window = config.checkpoint.average.decay, config.checkpoint.average.window_tokens
     if window is None:
         return decay
