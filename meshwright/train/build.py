@@ -4,7 +4,6 @@ import time
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -22,7 +21,7 @@ from meshwright.datasets.stream import Cursor, SampleStream
 from meshwright.metrics import sinks
 from meshwright.metrics.console import Console
 from meshwright.metrics.records import Sink
-from meshwright.metrics.reporter import Reporter, Work
+from meshwright.metrics.reporter import Phases, Reporter, Work
 from meshwright.metrics.weights_and_biases import WeightsAndBiases
 from meshwright.models.decoder import Decoder
 from meshwright.parallelisms.initialize import initialize
@@ -40,9 +39,6 @@ from meshwright.system.log import logger
 from meshwright.train.preflight import Plan
 from meshwright.train.resolve_model import user_sinks
 from meshwright.train.resume import best_of
-
-if TYPE_CHECKING:
-    from meshwright.train.trainer import Trainer
 
 
 def build_model(
@@ -153,7 +149,8 @@ def batch_shape(plan: Plan, meshes: Meshes) -> BatchShape:
 def build_reporter(
     plan: Plan,
     device: torch.device,
-    trainer: "Trainer",
+    phases: Phases,
+    model: LocalModel,
     found: Manifest | None,
     held_out: Sequence[OpenSource],
     extra_sinks: Sequence[Sink],
@@ -170,22 +167,22 @@ def build_reporter(
     if dist.get_rank() == 0:
         console = Console(plan.steps, plan.resume_step)
         files = _files(config, plan.resume_step)
-        destinations = [console, *files, *extra_sinks, *_other_sinks(plan, trainer)]
+        destinations = [console, *files, *extra_sinks, *_other_sinks(plan, model)]
         advance = console.advance
     tokens_seen = found["tokens_seen"] if found else 0
     best = best_of(found, plan, held_out) if found else None
-    return Reporter(work, device, trainer.phases, destinations, tokens_seen, advance, best)
+    return Reporter(work, device, phases, destinations, tokens_seen, advance, best)
 
 
-def _other_sinks(plan: Plan, trainer: "Trainer") -> Iterator[Sink]:
+def _other_sinks(plan: Plan, model: LocalModel) -> Iterator[Sink]:
     """Yield the sinks of the user's own module, and the one of loads of experts; an `OSError` of
     theirs is a warning."""
     folder = Path(plan.config.job.dump_folder)
     for name, build in user_sinks(plan.config).items():
         yield sinks.Spared(name, partial(build, plan.config, folder))
     if plan.model_args.table.mixtures:
-        file, balance = folder / "experts.json", trainer.model.balance
-        loads = partial(sinks.LoadsFile, file, lambda: balance.loads)
+        file = folder / "experts.json"
+        loads = partial(sinks.LoadsFile, file, lambda: model.balance.loads)
         yield sinks.Spared(file.name, loads)
 
 

@@ -211,7 +211,9 @@ def set_up(
             meshes=meshes,
             trainer=trainer,
             loader=build_loader(plan, sources, meshes, device, cursor),
-            reporter=build_reporter(plan, device, trainer, found, held_out, extra_sinks),
+            reporter=build_reporter(
+                plan, device, trainer.phases, trainer.model, found, held_out, extra_sinks
+            ),
             validate=Validation(plan, held_out, meshes, device) if held_out else None,
             bad_steps=BadStepReporter(
                 plan.config,
