@@ -60,7 +60,7 @@ class Vote:
         self, folder: Path, max_run_s: int, requests: Requests, begun: float | None = None
     ) -> None:
         self._stop_file, self._max_run_s = folder / STOP_FILE, max_run_s
-        self._profile_file: Path | None = folder / PROFILE_FILE
+        self._profile_file = folder / PROFILE_FILE
         self._requests = requests
         self._reasons = (  # a vote is the place of a reason in here; the highest wins
             "",
@@ -149,21 +149,10 @@ class Vote:
             self._asked = max(self._asked, 1)
         if os.path.exists(self._stop_file):  # no, where a file system fails for a moment
             self._asked = max(self._asked, 2)
-        if self._is_first_rank and self._profile_file is not None:
-            self._wants_trace = self._remove_profile_file(self._profile_file)
-
-    def _remove_profile_file(self, path: Path) -> bool:
-        """Return whether it was there."""
-        try:
-            path.unlink()
-        except FileNotFoundError:
-            return False
-        except OSError as error:
-            if os.path.exists(path):  # or a file system fails for a moment
-                self._profile_file = None
-                logger.warning("%s cannot be removed, so it has no effect: %s", path, error)
-            return False
-        return True
+        if self._is_first_rank:
+            with suppress(OSError):  # it is not there, or a file system fails for a moment
+                self._profile_file.unlink()
+                self._wants_trace = True
 
 
 def remove_stop_file(folder: Path) -> None:
