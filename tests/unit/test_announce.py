@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from meshwright.config.loader import load_config
-from meshwright.datasets.opening import open_training_data, open_validation_data
+from meshwright.datasets.opening import open_training_data
 from meshwright.datasets.stream import steps_of_data
 from meshwright.metrics import history
 from meshwright.system.log import log_to_console
@@ -126,13 +126,3 @@ def test_a_start_says_how_much_data_there_is_and_what_is_left_out(tmp_path, capl
     assert said == f"{start}, 2 epochs (training.max_epochs = 2)"
     resumed = announce._describe_steps(dataclasses.replace(plan, resume_step=steps - 1), sources)
     assert resumed.startswith(f"to train: 128 tokens in 1 step of {steps}, ")
-
-
-def test_the_tokens_of_validation_are_told_apart(tmp_path, caplog) -> None:
-    caplog.set_level("INFO", "meshwright")
-    (tmp_path / "a.txt").write_text("This and that. " * 30)
-    words = ["--model.tokenizer_path=bytes", "--training.seq_len=64", "--validation.enable"]
-    words += [f"--training.token_cache_folder={tmp_path}/cache", "--validation.dataset=text"]
-    words += [f"--validation.dataset_path={tmp_path}/a.txt"]
-    open_validation_data(load_config(words))
-    assert "tokenising text for validation by 1 process" in caplog.messages

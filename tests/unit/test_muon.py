@@ -18,7 +18,6 @@ from meshwright.train.optim.registry import (
     MatrixWise,
     check_optimizers,
     heads_of,
-    optimizer_of,
 )
 from meshwright.train.preflight import preflight
 from meshwright.train.resolve_model import extend_by
@@ -115,7 +114,7 @@ def test_the_role_chooses_and_a_group_overrules() -> None:
     assert found["tok_embeddings.weight"] == found["norm.weight"] == "AdamW"
     assert found["layers.0.feed_forward.w1.weight"] == "AdamW"
     assert found["output.weight"] == found["layers.0.attention.wo.weight"] == "muon"
-    assert optimizer_of("norm.weight", TABLE["norm.weight"], Optimizer(name="Adam")) == "Adam"
+    assert check_optimizers(Optimizer(name="Adam"), TABLE)["norm.weight"] == "Adam"
     assert check_optimizers(Optimizer(name="muon"), TABLE)["output.weight"] == "AdamW"
     roles = {TABLE[name].role for name in TABLE}
     assert roles == {"embedding", "output", "norm", "matrix"}

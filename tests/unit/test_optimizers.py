@@ -19,7 +19,7 @@ from meshwright.config.optimizer import Optimizer, ParameterGroup
 from meshwright.models.decoder import Decoder
 from meshwright.models.families.llama import FLAVORS
 from meshwright.system.errors import ConfigError
-from meshwright.train.optim import optimizers
+from meshwright.train.optim import optimizers, registry
 from meshwright.train.optim.optimizers import (
     OptimizerInBackward,
     build_optimizer,
@@ -32,7 +32,6 @@ from meshwright.train.optim.registry import (
     ElementWise,
     fitted_groups,
     names_by_group,
-    settings_of,
 )
 from meshwright.train.preflight import preflight
 from tests.helpers.optimizers import GROUPS, plain_groups
@@ -214,6 +213,9 @@ def test_state_that_a_checkpoint_would_drop_is_an_error(name) -> None:
 
 
 def test_the_first_group_that_matches_counts() -> None:
+    def settings_of(*given: object) -> tuple[float, float]:
+        return registry.settings_of(*given)[1:]
+
     config = Optimizer(weight_decay=0.2, groups=GROUPS)
     assert settings_of("layers.0.attention.wq.weight", 2, config) == (0.25, 0.2)
     assert settings_of("layers.1.attention.wq.weight", 2, config) == (1.0, 0.2)

@@ -43,7 +43,6 @@ from meshwright.train.optim.registry import (
     Groups,
     Settings,
     heads_of,
-    optimizer_of,
     settings_of,
 )
 
@@ -102,19 +101,18 @@ def build_optimizer(
         table: declares them all; needed by optimizers that are not `ElementWise`.
         ranks: that hold the same parameters; None: this one alone.
     """
-    groups: dict[str, dict[Settings, Group]] = {}
+    groups: dict[Settings, Group] = {}
     heads: dict[nn.Parameter, int] = {}
     for name, parameter in named_parameters:
-        chosen = optimizer_of(name, table[name] if table else None, config)
-        settings = settings_of(name, parameter.ndim, config)
+        settings = settings_of(name, parameter.ndim, config, table[name] if table else None)
         group = {"weight_decay": settings.weight_decay, LR_SCALE: settings.lr_scale}
-        of_kind = groups.setdefault(chosen, {})
-        of_kind.setdefault(settings, {"params": [], **group})["params"].append(parameter)
+        groups.setdefault(settings, {"params": [], **group})["params"].append(parameter)
         if table and config.muon.split_heads:
             heads[parameter] = heads_of(name, table[name])
     parts: list[torch.optim.Optimizer] = []
-    for chosen, of_kind in groups.items():
-        entry, members = OPTIMIZERS[chosen], [*of_kind.values()]
+    for name in dict.fromkeys(settings.optimizer for settings in groups):
+        members = [group for settings, group in groups.items() if settings.optimizer == name]
+        entry = OPTIMIZERS[name]
         if isinstance(entry, ElementWise):
             parts.append(found(entry.build)(members, config))
         else:

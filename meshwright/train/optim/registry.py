@@ -60,6 +60,7 @@ FALLBACK = "AdamW"
 class Settings(NamedTuple):
     """Settings of one parameter."""
 
+    optimizer: str
     lr_scale: float
     """Factor on the job's learning rate."""
     weight_decay: float
@@ -73,36 +74,31 @@ def group_of(name: str, groups: Sequence[ParameterGroup]) -> int | None:
     return None
 
 
-def settings_of(name: str, num_dims: int, config: Optimizer) -> Settings:
-    """Return the settings of a parameter with this name in the plain model.
+def settings_of(
+    name: str, num_dims: int, config: Optimizer, declared: Parameter | None = None
+) -> Settings:
+    """Return the settings of a parameter with this name in the plain model: those of its group, or
+    else the optimizer of its role.
 
     A parameter of one dimension (a norm's weight, a bias) has no weight decay by default: nothing
     grows with it that decay would bound, and decay would pull a norm's scale to 0. Embeddings have
     it. So do transformers' Trainer, Megatron-LM and nanoGPT; torchtitan decays every parameter, and
     OLMo 2 all but the embeddings.
+
+    Args:
+        declared: in the model's table; None: every optimizer of `config` takes any parameter.
     """
     has_decay = num_dims > 1 or config.decay_norm_and_bias
     decay = config.weight_decay if has_decay else 0.0
+    is_matrix = declared is None or declared.role in ("matrix", "experts")
+    is_for_all = not isinstance(OPTIMIZERS[config.name], MatrixWise)
+    usual = Settings(config.name if is_matrix or is_for_all else FALLBACK, 1.0, decay)
     index = group_of(name, config.groups)
     if index is None:
-        return Settings(1.0, decay)
+        return usual
     group = config.groups[index]
-    return Settings(group.lr_scale, decay if group.weight_decay is None else group.weight_decay)
-
-
-def optimizer_of(name: str, parameter: Parameter | None, config: Optimizer) -> str:
-    """Return the name of a parameter's optimizer: its group's choice, or else by its role.
-
-    Args:
-        parameter: its declaration; None: every optimizer of `config` takes any parameter.
-    """
-    index = group_of(name, config.groups)
-    chosen = None if index is None else config.groups[index].optimizer
-    if chosen is not None:
-        return chosen
-    is_matrix = parameter is None or parameter.role in ("matrix", "experts")
-    is_for_all = not isinstance(OPTIMIZERS[config.name], MatrixWise)
-    return config.name if is_matrix or is_for_all else FALLBACK
+    own_decay = decay if group.weight_decay is None else group.weight_decay
+    return Settings(group.optimizer or usual.optimizer, group.lr_scale, own_decay)
 
 
 def heads_of(name: str, parameter: Parameter) -> int:
@@ -121,7 +117,10 @@ def check_optimizers(config: Optimizer, table: Mapping[str, Parameter]) -> dict[
     for key, name in ({"optimizer.name": config.name} | chosen).items():
         is_known = name is None or name in OPTIMIZERS
         check(is_known, key, name, "no such optimizer", did_you_mean(name or "", OPTIMIZERS))
-    found = {name: optimizer_of(name, one, config) for name, one in table.items()}
+    found = {
+        name: settings_of(name, len(one.shape), config, one).optimizer
+        for name, one in table.items()
+    }
     wholes = {name for name, one in OPTIMIZERS.items() if isinstance(one, MatrixWise)}
     for name, parameter in table.items():
         number = group_of(name, config.groups)
