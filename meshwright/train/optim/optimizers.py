@@ -23,7 +23,7 @@ from contextlib import contextmanager, nullcontext
 from functools import partial
 from inspect import unwrap
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -45,9 +45,6 @@ from meshwright.train.optim.registry import (
     heads_of,
     settings_of,
 )
-
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
 
 Kind = TypeVar("Kind", bound=torch.optim.Optimizer)
 
@@ -220,19 +217,14 @@ def _on_local_shards(optimizer: torch.optim.Optimizer) -> Iterator[None]:
                 if key in states[parameter]:
                     continue
                 if is_dtensor(parameter) and value.shape == shard.shape:
-                    value = _like(parameter, value)
+                    # `DTensor.from_local` would move an offloaded one to the device
+                    whole = torch.empty_like(parameter, dtype=value.dtype)
+                    local_shard(whole).copy_(value)
+                    value = whole
                 states[parameter][key] = value  # of the first step
     finally:
         hook.remove()
         optimizer.param_groups, optimizer.state = groups, states
-
-
-def _like(parameter: "DTensor", shard: Tensor) -> Tensor:
-    """Return the DTensor of all ranks' `shard`, laid out as `parameter`."""
-    # `DTensor.from_local` would move the shard of an offloaded parameter to the device
-    whole = torch.empty_like(parameter, dtype=shard.dtype)
-    local_shard(whole).copy_(shard)
-    return whole
 
 
 class OptimizerInBackward:
