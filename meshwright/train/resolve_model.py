@@ -35,16 +35,13 @@ from meshwright.train.optim.registry import OPTIMIZERS, ElementWise, MatrixWise
 
 IMPORT_KEY = "experimental.custom_import"
 
-KINDS: dict[str, tuple[str, Callable[[object], bool]]] = {
-    "MODELS": ("Family", lambda value: isinstance(value, Family)),
-    "DATASETS": ("DatasetSpec", lambda value: isinstance(value, DatasetSpec)),
-    "OPTIMIZERS": (
-        "ElementWise or MatrixWise",
-        lambda value: isinstance(value, ElementWise | MatrixWise),
-    ),
-    "SINKS": ("Callable", callable),
+TABLES: dict[str, tuple[dict[str, Any] | None, tuple[type, ...]]] = {
+    "MODELS": (MODELS, (Family,)),
+    "DATASETS": (DATASETS, (DatasetSpec,)),
+    "OPTIMIZERS": (OPTIMIZERS, (ElementWise, MatrixWise)),
+    "SINKS": (None, (Callable,)),  # type: ignore[dict-item] # built later, by the first rank
 }
-"""Tables that a module may have, by name; and the kind of their values."""
+"""Tables that a module may have, by name: ours that they extend, and the kinds of their values."""
 
 BuildSink = Callable[[JobConfig, Path], Any]
 """From the config and the dump folder to a sink: `write(record)` and `close()`."""
@@ -55,21 +52,19 @@ def extend_by(name: str, key: str = IMPORT_KEY) -> None:
     `ConfigError` of `key` if it cannot be imported, or takes a name that is ours."""
     if not name:
         return
-    module = _import(name, key)
-    _table(module, name, "SINKS", key)  # built later, by the first rank
-    for table, known in (("MODELS", MODELS), ("DATASETS", DATASETS), ("OPTIMIZERS", OPTIMIZERS)):
-        for entry, value in _table(module, name, table, key).items():
-            if known.setdefault(entry, value) is not value:
+    for table, (known, _) in TABLES.items():
+        for entry, value in _table(name, table, key).items():
+            if known is not None and known.setdefault(entry, value) is not value:
                 raise _error(name, f"{table} has {entry!r}, which is there already", key)
 
 
 def user_sinks(config: JobConfig) -> dict[str, BuildSink]:
     """Return the functions that build the user's sinks, by name."""
     name = config.experimental.custom_import
-    return dict(_table(_import(name), name, "SINKS")) if name else {}
+    return dict(_table(name, "SINKS", IMPORT_KEY)) if name else {}
 
 
-def _import(name: str, key: str = IMPORT_KEY) -> ModuleType:
+def _import(name: str, key: str) -> ModuleType:
     try:
         return import_user_module(name)
     except (Exception, SystemExit) as error:  # importing runs the user's code
@@ -84,13 +79,13 @@ def _import(name: str, key: str = IMPORT_KEY) -> ModuleType:
         raise _error(name, what, key, fix) from error
 
 
-def _table(module: ModuleType, name: str, table: str, key: str = IMPORT_KEY) -> Mapping[str, Any]:
-    found = getattr(module, table, {})
-    kind, is_of_kind = KINDS[table]
+def _table(name: str, table: str, key: str) -> Mapping[str, Any]:
+    found, (_, kinds) = getattr(_import(name, key), table, {}), TABLES[table]
     is_table = isinstance(found, Mapping) and all(
-        isinstance(entry, str) and is_of_kind(value) for entry, value in found.items()
+        isinstance(entry, str) and isinstance(value, kinds) for entry, value in found.items()
     )
     if not is_table:
+        kind = " or ".join(one.__name__ for one in kinds)
         raise _error(name, f"{table} must be a dict from names to {kind}", key)
     return found
 
