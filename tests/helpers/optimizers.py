@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from torch import nn
 
 from meshwright.config.optimizer import ParameterGroup
@@ -33,3 +34,10 @@ def plain_groups(
         ({"params": first, "weight_decay": decay}, 0.25),
         ({"params": others, "weight_decay": decay}, 1.0),
     ]
+
+
+def set_gradients(model: nn.Module, seed: int) -> None:
+    """Give every parameter a gradient of normal numbers."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn(parameter.shape, generator=generator)

@@ -22,16 +22,11 @@ from meshwright.train.optim.registry import (
 from meshwright.train.preflight import preflight
 from meshwright.train.resolve_model import extend_by
 from tests.campaigns.new_user import example
+from tests.helpers.optimizers import set_gradients
 from tests.helpers.tiny import TINY, plain_model
 
 GO = torch.tensor(False)
 TABLE = TINY.table.parameters
-
-
-def set_gradients(model: nn.Module, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    for parameter in model.parameters():
-        parameter.grad = torch.randn(parameter.shape, generator=generator)
 
 
 @pytest.mark.parametrize("nesterov", [False, True])

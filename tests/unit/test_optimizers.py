@@ -34,7 +34,7 @@ from meshwright.train.optim.registry import (
     names_by_group,
 )
 from meshwright.train.preflight import preflight
-from tests.helpers.optimizers import GROUPS, plain_groups
+from tests.helpers.optimizers import GROUPS, plain_groups, set_gradients
 from tests.helpers.tiny import SEQ_LEN, TINY, plain_model
 
 GO, HOLD = torch.tensor(False), torch.tensor(True)
@@ -45,12 +45,6 @@ LRS = (1e-2, 3e-3, 5e-4)
 def options(name: str, **values: object) -> Optimizer:
     config = Optimizer(lr=LRS[0], weight_decay=0.1, groups=GROUPS, **values)
     return config.model_copy(update={"name": name})  # unchecked: the recipe's is no name of ours
-
-
-def set_gradients(model: Decoder, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    for parameter in model.parameters():
-        parameter.grad = torch.randn(parameter.shape, generator=generator)
 
 
 def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
