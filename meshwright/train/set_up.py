@@ -69,22 +69,6 @@ PAUSES: dict[str, Pause | None] = {
 """Phases that rates leave out, and the figure that the time of each adds to, if any."""
 
 
-CONFIG = "config"
-
-COMPILE_HINT = ' ("auto" asks each machine for a C++ compiler; false runs on all machines)'
-
-OWN_PATHS = {
-    "config_file",
-    "dump_folder",
-    "token_cache_folder",
-    "tokenizer_path",
-    "chat_template_path",
-    "dataset_path",
-    "dataset_format",
-}
-"""Keys that may differ between machines: only the files they lead to must be the same."""
-
-
 @dataclass(frozen=True)
 class Job:
     """The parts of one rank's job, ready for the step after `plan.resume_step`."""
@@ -262,6 +246,22 @@ def _open_data(
     sources, held_out = opened
     check_same({f"{source.entry.key}.dataset": source.content for source in (*sources, *held_out)})
     return sources, held_out
+
+
+CONFIG = "config"
+
+COMPILE_HINT = ' ("auto" asks each machine for a C++ compiler; false runs on all machines)'
+
+OWN_PATHS = {
+    "config_file",
+    "dump_folder",
+    "token_cache_folder",
+    "tokenizer_path",
+    "chat_template_path",
+    "dataset_path",
+    "dataset_format",
+}
+"""Keys that may differ between machines: only the files they lead to must be the same."""
 
 
 def check_agreement(plan: Plan) -> None:
