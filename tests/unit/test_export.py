@@ -159,8 +159,7 @@ def test_a_checkpoint_that_would_run_code_is_refused(checkpoint, tmp_path) -> No
     (checkpoint / ".metadata").write_bytes(pickle.dumps(Trap(tmp_path / "trap_was_run")))
     republish(checkpoint.parent, 5)
     said = message(checkpoint, tmp_path / "out")
-    assert "cannot be read: it names" in said
-    assert "which is no data" in said
+    assert ".metadata cannot be read" in said
     assert not (tmp_path / "trap_was_run").exists()
 
 
