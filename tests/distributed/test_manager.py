@@ -118,7 +118,7 @@ def test_all_ranks_pass_over_what_any_finds_damaged(folder: str) -> None:
     assert of_sizes is not None
     assert of_sizes["step"] == 20
     for step in (10, 15, 20):
-        with pytest.raises(ConfigError, match=f"step-{step} is damaged"):
+        with pytest.raises(ConfigError, match=f"step-{step}': is damaged"):
             make(folder, load_step=step).select_and_verify()
     state = State(0)
     manager.load(state, found)
