@@ -30,18 +30,18 @@ class Choice(NamedTuple):
 
 
 def choose_newest(
-    candidates: Iterable[Path],
-    damaged: Mapping[Path, str],
-    error_of: Callable[[dict[Path, str], str], ConfigError],
+    place: Place, candidates: Iterable[Path], damaged: Mapping[Path, str]
 ) -> Choice | None:
     """Return the first of `candidates` whose files are all there in full; None if there are none.
 
     Their content is not read; see `commit.verify`.
 
     Args:
+        place: of the one that is named, or of the folder that holds them.
         damaged: checkpoints that are known to be, and how.
-        error_of: makes the error to raise if all are damaged: gets the damage of each, and all of
-            it in words.
+
+    Raises:
+        ConfigError: if all are damaged: starting over would be a surprise.
     """
     passed_over: dict[Path, str] = {}
     for path in candidates:
@@ -51,9 +51,11 @@ def choose_newest(
             return Choice(path, inspect(path), passed_over)
         except DamagedError as error:
             passed_over[path] = error.what
-    if passed_over:
-        each = "; ".join(f"{path.name}: {what}" for path, what in passed_over.items())
-        raise error_of(passed_over, each)
+    if place.path in passed_over:
+        raise place.error(f"is damaged: {passed_over[place.path]}", "name another step's folder")
+    each = "; ".join(f"{path.name}: {what}" for path, what in passed_over.items())
+    fix = "restore one of them, or name another folder"
+    place.check(not passed_over, f"every checkpoint in it is damaged: {each}", fix)
     return None
 
 
@@ -63,32 +65,18 @@ def choose(
     """Return the checkpoint of `load_step`; if -1, as `choose_newest` of those in `folder`.
 
     Raises:
-        ConfigError: if `load_step` is not there or damaged, or if every checkpoint is damaged:
-            starting over would be a surprise.
+        ConfigError: if `load_step` is not there or damaged, or if every checkpoint is damaged.
     """
-    steps = saved_steps(folder)
+    steps, place = saved_steps(folder), Place("job.dump_folder", folder)
     if load_step != -1:
         there = ", ".join(map(str, steps)) or "none"
-        check(
-            load_step in steps,
-            "checkpoint.load_step",
-            load_step,
-            f"not among the checkpoints in {folder}: {there}",
-            "name one of them, or -1 for the newest",
-        )
-
-    def error_of(passed_over: dict[Path, str], each: str) -> ConfigError:
-        if load_step != -1:
-            return DamagedError(*passed_over.popitem())
-        return ConfigError(
-            "job.dump_folder",
-            f"every checkpoint in {folder} is damaged: {each}"
-            "\n  fix: restore one of them, or use another job.dump_folder to start over",
-        )
-
-    wanted = reversed(steps) if load_step == -1 else [load_step]
-    paths = (commit.step_folder(folder, step) for step in wanted)
-    return choose_newest(paths, damaged or {}, error_of)
+        rule = f"not among the checkpoints in {folder}: {there}"
+        fix = "name one of them, or -1 for the newest"
+        check(load_step in steps, "checkpoint.load_step", load_step, rule, fix)
+        steps = [load_step]
+        place = Place("checkpoint.load_step", commit.step_folder(folder, load_step))
+    paths = (commit.step_folder(folder, step) for step in reversed(steps))
+    return choose_newest(place, paths, damaged or {})
 
 
 def choose_step(folder: Path, load_step: int) -> int | None:
@@ -163,20 +151,9 @@ def no_checkpoint(place: Place) -> ConfigError:
 
 
 def find_checkpoint(place: Place, damaged: Mapping[Path, str]) -> Choice | None:
-    """Return the step's folder that `place` is, or as `choose_newest` of those in it.
-
-    Raises:
-        ConfigError: if the one that is named is damaged, or all are.
-    """
-    candidates = find_candidates(place)
-
-    def error_of(passed_over: dict[Path, str], each: str) -> ConfigError:
-        if candidates == [place.path]:
-            what = passed_over[place.path]
-            return place.error(f"is damaged: {what}", "name another step's folder")
-        return place.error(f"every checkpoint in it is damaged: {each}")
-
-    return choose_newest(candidates, damaged, error_of)
+    """Return the step's folder that `place` is, or as `choose_newest` of those in it; raises as
+    both."""
+    return choose_newest(place, find_candidates(place), damaged)
 
 
 class Opened(NamedTuple):

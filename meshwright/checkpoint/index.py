@@ -1,7 +1,8 @@
-"""Reads the index of a checkpoint: which tensors it holds. Free of torch.
+"""Reads the index of a checkpoint: its tensors, and where their parts lie. Free of torch.
 
-The index, `.metadata`, is a pickle of torch.distributed.checkpoint.metadata.Metadata; its
-`state_dict_metadata` has the shape and the type of every tensor by name.
+The index, `.metadata`, is a pickle of torch.distributed.checkpoint.metadata.Metadata. Its
+`state_dict_metadata` has type, shape and chunks of every tensor by name, its `storage_data` the
+place of each chunk. It is read as data: to unpickle it can run code, or change torch's classes.
 """
 
 import io
@@ -9,11 +10,12 @@ import math
 import operator
 import pickle
 from collections import OrderedDict
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from meshwright.system.files import Place
+from meshwright.checkpoint.manifest import is_file_name
+from meshwright.system.errors import StorageError
+from meshwright.system.files import Place, read_patiently
 
 
 class Record:
@@ -40,34 +42,10 @@ class _InertUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("collections", "OrderedDict"):
             return OrderedDict
-        if not _is_allowed(module, name):
-            raise pickle.UnpicklingError(f"it names {module}.{name}, which is no data")
         return type(name, (Record,), {"called": f"{module}.{name}"})
 
 
 INDEX = ".metadata"
-
-METADATA = "torch.distributed.checkpoint.metadata"
-
-PATHLIB = ("pathlib", "pathlib._local")
-"""Where Python's paths are; the second in 3.13 alone."""
-
-PLAIN_DATA = {
-    ("torch", "Size"),
-    ("torch.serialization", "_get_layout"),
-    *((module, name) for module in PATHLIB for name in ("PosixPath", "WindowsPath")),
-    ("collections", "OrderedDict"),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    *(
-        (METADATA, name)
-        for name in (
-            *("Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata"),
-            *("BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties"),
-            "_MEM_FORMAT_ENCODING",
-        )
-    ),
-}
-"""The classes in the index of a checkpoint of tensors, beside numbers and names of types."""
 
 ITEM_BYTES = {
     **dict.fromkeys(("uint8", "int8", "bool", "float8_e4m3fn", "float8_e5m2"), 1),
@@ -78,12 +56,27 @@ ITEM_BYTES = {
 
 
 @dataclass(frozen=True)
+class Chunk:
+    """A part of a tensor, as one rank wrote it: a file of torch.save's within a file."""
+
+    offset: tuple[int, ...]
+    """In the tensor."""
+    shape: tuple[int, ...]
+    file: str
+    start: int
+    """Its first byte in the file."""
+    length: int
+    """In bytes."""
+
+
+@dataclass(frozen=True)
 class SavedTensor:
     """A tensor's entry in the index."""
 
     dtype: str
     """As torch calls it: float32, bfloat16, ..."""
     shape: tuple[int, ...]
+    chunks: tuple[Chunk, ...] = field(compare=False)
 
     @property
     def numel(self) -> int:
@@ -93,7 +86,7 @@ class SavedTensor:
     @property
     def num_bytes(self) -> int:
         """Of its elements together."""
-        return self.numel * ITEM_BYTES.get(self.dtype, 0)
+        return self.numel * ITEM_BYTES[self.dtype]
 
     @property
     def size(self) -> str:
@@ -108,52 +101,61 @@ def read_saved_tensors(place: Place) -> dict[str, SavedTensor]:
     """Return every tensor of the checkpoint, by name; other entries are left out.
 
     Raises:
-        ConfigError: if the index is not there, is damaged, or names anything but data.
+        StorageError: if the index cannot be read now.
+        ConfigError: if it is not there, is damaged, or names a file outside of the folder.
     """
+    file = place.path / INDEX
     try:
-        entries: dict[str, Any] = read_index(place.path).state["state_dict_metadata"]
-        return {name: read_tensor(entry) for name, entry in entries.items() if is_tensor(entry)}
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
+        index = _InertUnpickler(io.BytesIO(read_patiently(file, file.read_bytes))).load().state
+        where = {_place_key(key.state): entry.state for key, entry in index["storage_data"].items()}
+        return {
+            name: _read_tensor(name, entry.state, where)
+            for name, entry in index["state_dict_metadata"].items()
+            if entry.called.endswith(".TensorStorageMetadata")
+        }
+    except StorageError:
+        raise
     except (AttributeError, KeyError, TypeError, IndexError):
         reason = "it is no index of a checkpoint"
+    except Exception as error:  # a damaged pickle raises any exception
+        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
     raise place.error(f"{INDEX} cannot be read, the index of its tensors: {reason}")
 
 
-def read_index(checkpoint: Path) -> Record:
-    """Return the index, of which nothing has been made but `Record`s.
-
-    Raises:
-        OSError: if it is not there.
-        ValueError: if it is damaged, or names anything but data.
-    """
-    content = (checkpoint / INDEX).read_bytes()
-    try:
-        index = _InertUnpickler(io.BytesIO(content)).load()
-    except Exception as error:  # a damaged pickle raises any exception
-        raise ValueError(str(error) or type(error).__name__) from None
-    if not isinstance(index, Record):
-        raise ValueError("it is no index of a checkpoint")
-    return index
-
-
-def _is_allowed(module: str, name: str) -> bool:
-    is_member = (module, name) == ("builtins", "getattr")  # of an enumeration, in Python 3.11.2
-    return (module, name) in PLAIN_DATA or is_member or (module == "torch" and name in ITEM_BYTES)
-
-
-def is_tensor(entry: Record) -> bool:
-    """Return whether an entry of the index's `state_dict_metadata` is a tensor's, not an
-    object's."""
-    return entry.called == f"{METADATA}.TensorStorageMetadata"
-
-
-def read_tensor(entry: Record) -> SavedTensor:
+def _read_tensor(name: str, entry: Any, where: dict[Any, Any]) -> SavedTensor:
     """Parse the entry of a tensor.
 
+    A forged size would be memory that nothing fills.
+
     Raises:
-        AttributeError, KeyError, TypeError, IndexError: if it is none.
+        ValueError: if it is not made of its chunks, or those have no place in files of the folder.
+        AttributeError, KeyError, TypeError, IndexError: if it is no entry.
     """
-    dtype: type[Record] = entry.state["properties"].state[0]
-    shape = tuple(map(operator.index, entry.state["size"].arguments[0]))
-    return SavedTensor(dtype.called.removeprefix("torch."), shape)
+    dtype = entry["properties"].state[0].called.removeprefix("torch.")
+    chunks = []
+    for chunk in entry["chunks"]:
+        offset, shape = _numbers(chunk.state["offsets"]), _numbers(chunk.state["sizes"])
+        place = where.get((name, offset))
+        if place is None:
+            raise ValueError(f"a part of {name} is in no file")
+        file, start, length = place["relative_path"], place["offset"], place["length"]
+        if not is_file_name(file):
+            raise ValueError(f"it names {file!r}, which is no file of its folder")
+        if place.get("transform_descriptors"):
+            raise ValueError(f"{name} is compressed")
+        if start < 0 or math.prod(shape) * ITEM_BYTES[dtype] > length:
+            raise ValueError(f"{name} is larger than its {length:,} bytes")
+        chunks.append(Chunk(offset, shape, file, start, length))
+    found = SavedTensor(dtype, _numbers(entry["size"]), tuple(chunks))
+    if sum(math.prod(chunk.shape) for chunk in chunks) != found.numel:
+        raise ValueError(f"the parts of {name} are not all of it")
+    return found
+
+
+def _place_key(state: dict[str, Any]) -> tuple[str, tuple[int, ...] | None]:
+    offset = state.get("offset")
+    return state["fqn"], None if offset is None else _numbers(offset)
+
+
+def _numbers(size: Record) -> tuple[int, ...]:
+    return tuple(map(operator.index, size.arguments[0]))

@@ -8,7 +8,7 @@ from datetime import timedelta
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,21 +28,11 @@ from meshwright.system.log import logger
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.api import CheckpointException
 
+    from meshwright.checkpoint.state import ModelTensors, TrainingTensors
+
 CHECKPOINT_TIMEOUT = timedelta(hours=1)
 
 T = TypeVar("T")
-
-
-class HasState(Protocol):
-    """A state to save: a flat dict of tensors, DTensors among them."""
-
-    def state_dict(self) -> dict[str, Tensor]: ...
-
-
-class HasTensors(HasState, Protocol):
-    """A state to save and load."""
-
-    def load_state_dict(self, state: dict[str, Tensor]) -> None: ...
 
 
 class CheckpointManager:
@@ -143,7 +133,7 @@ class CheckpointManager:
         """As `on_first_rank`; the ranks may wait for as long as a checkpoint takes."""
         return on_first_rank(find, self._group)
 
-    def load(self, state: HasTensors, manifest: Manifest) -> None:
+    def load(self, state: "TrainingTensors", manifest: Manifest) -> None:
         """Restore `state` in place from the checkpoint that `select_and_verify` chose, without the
         parts that `exclude_from_loading` leaves out: `state` is then not given them.
 
@@ -153,8 +143,8 @@ class CheckpointManager:
             manifest: the result of `select_and_verify`.
 
         Raises:
-            ConfigError: if its index names anything but data, or a tensor is missing or has another
-                shape, and `state` is as it was; or if a later one cannot be set aside.
+            ConfigError: if a tensor is missing, has another shape, or is damaged; or if a later
+                checkpoint cannot be set aside.
         """
         from meshwright.checkpoint.reader import restore
 
@@ -186,7 +176,7 @@ class CheckpointManager:
                 "them",
             ) from None
 
-    def prepare_saves(self, state: HasTensors) -> None:
+    def prepare_saves(self, state: "TrainingTensors") -> None:
         """Import the modules that saves need, and preallocate, in a background thread, the host
         memory that async saves copy into.
 
@@ -205,7 +195,13 @@ class CheckpointManager:
         if staging is not None:
             optimizer.register_step_pre_hook(lambda *_: staging.hold_update())
 
-    def save(self, step: int, state: HasState, manifest: Mapping[str, Any], is_last: bool) -> None:
+    def save(
+        self,
+        step: int,
+        state: "TrainingTensors | ModelTensors",
+        manifest: Mapping[str, Any],
+        is_last: bool,
+    ) -> None:
         """Write a checkpoint; it gets its name only when it is complete.
 
         With an `async_mode`, first wait for the previous save, then copy the tensors and return. A

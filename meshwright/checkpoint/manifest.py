@@ -126,17 +126,14 @@ def from_json(text: bytes) -> Manifest:
     """Parse and check a manifest.
 
     Raises:
-        ValueError: if it is damaged.
+        ValueError, RecursionError: if it is damaged.
         ConfigError: if it is of a version that is not known here.
     """
-    try:
-        raw = json.loads(text)
-        if not isinstance(raw, dict):
-            raise ValueError("is no table")
-        if text != to_json(raw):
-            raise ValueError("has changed since it was written")
-    except RecursionError:
-        raise ValueError("has tables in tables without end") from None
+    raw = json.loads(text)
+    if not isinstance(raw, dict):
+        raise ValueError("is no table")
+    if text != to_json(raw):
+        raise ValueError("has changed since it was written")
     version = raw.get("version")
     if isinstance(version, int) and version > VERSION:
         raise ConfigError(
@@ -175,7 +172,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
         return from_json(text)
     except ConfigError as error:
         raise ConfigError(error.key, f"checkpoint {checkpoint}: {error}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DamagedError(checkpoint, f"{MANIFEST}: {error}") from None
 
 

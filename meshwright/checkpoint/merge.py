@@ -4,6 +4,7 @@ import secrets
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,32 +19,12 @@ from meshwright.checkpoint.writer import write
 from meshwright.system.errors import ConfigError
 
 
-def _add(part: CheckpointWeights, name: str, total: Tensor, share: float) -> None:
-    """Add a saved tensor times `share` to `total`, without the memory of a whole copy.
-
-    torch's reader makes a tensor of each saved part, and calls the target's `copy_` with it (2.11
-    to 2.13). That is no promise of torch's, so what was added is counted.
-
-    Raises:
-        RuntimeError: if torch has filled `total` in another way.
-    """
-    num_added = 0
-
-    class Sum(Tensor):
-        def copy_(self, part: Tensor) -> Tensor:  # type: ignore[override]
-            nonlocal num_added
-            rows = max(1, CHUNK // max(1, part[:1].numel() if part.dim() else 1))
-            sums, parts = (torch.atleast_1d(tensor).split(rows) for tensor in (self, part))
-            for some, added in zip(sums, parts, strict=True):
-                some.add_(added.double() * share)  # all of it in fp64 would be a third tensor
-            num_added += part.numel()
-            return self
-
-    part.load({name: total.as_subclass(Sum)})
-    if num_added != total.numel():
-        raise RuntimeError(
-            f"torch {torch.__version__} reads {name} in a way that cannot be added up"
-        )
+def _add(share: float, total: Tensor, part: Tensor) -> None:
+    """Add `part` times `share` to `total`; all of it in fp64 would be a third tensor."""
+    rows = max(1, CHUNK // max(1, part[:1].numel() if part.dim() else 1))
+    sums, parts = (torch.atleast_1d(tensor).split(rows) for tensor in (total, part))
+    for some, added in zip(sums, parts, strict=True):
+        some.add_(added.double() * share)
 
 
 class _Means(Mapping[str, Tensor]):
@@ -67,7 +48,7 @@ class _Means(Mapping[str, Tensor]):
             return self._last
         total = torch.zeros(like.shape, dtype=torch.float64)
         for part, share in zip(self._parts, self._shares, strict=True):
-            _add(part, name, total, share)
+            part.load({name: total}, put=partial(_add, share))
         self._last = total.to(like.dtype, copy=True)
         return self._last
 

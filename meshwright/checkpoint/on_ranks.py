@@ -16,6 +16,7 @@ from meshwright.checkpoint.commit import being_read
 from meshwright.checkpoint.find import Choice, select
 from meshwright.checkpoint.manifest import DamagedError
 from meshwright.system.errors import ConfigError, StorageError, in_ranges
+from meshwright.system.files import Place
 from meshwright.system.log import logger
 
 T = TypeVar("T")
@@ -124,25 +125,20 @@ def check_shared(folder: Path, nonce: str, group: dist.ProcessGroup) -> None:
     Raises:
         ConfigError: on every rank, if one does not see it.
     """
-    mine = (_sees_claim(folder, nonce), socket.gethostname())
-    seen = [mine] * dist.get_world_size()
-    dist.all_gather_object(seen, mine, group=group)
-    blind = [rank for rank, (sees, _) in enumerate(seen) if not sees]
-    hosts = ", ".join(sorted({seen[rank][1] for rank in blind}))
-    if blind:
-        raise ConfigError(
-            "job.dump_folder",
-            f"job.dump_folder: rank {in_ranges(blind)} (on {hosts}) does not see what rank 0 "
-            f"(on {seen[0][1]}) writes to {folder}"
-            "\n  fix: put job.dump_folder on a file system that all machines share",
-        )
 
+    def find_blind_host() -> str:
+        end = time.monotonic() + SEEN_WITHIN_S
+        while (owner := holder(folder)) is None or owner.nonce != nonce:
+            if time.monotonic() > end:
+                return socket.gethostname()
+            time.sleep(0.2)
+        return ""
 
-def _sees_claim(folder: Path, nonce: str) -> bool:
-    """Return whether the claim is there, or appears in time."""
-    end = time.monotonic() + SEEN_WITHIN_S
-    while (owner := holder(folder)) is None or owner.nonce != nonce:
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.2)
-    return True
+    hosts = on_every_rank(find_blind_host, group)
+    blind = [rank for rank, host in enumerate(hosts) if host]
+    Place("job.dump_folder", folder).check(
+        not blind,
+        f"rank {in_ranges(blind)} (on {', '.join(sorted({*hosts} - {''}))}) does not see what "
+        "rank 0 writes there",
+        "name a folder on a file system that all machines share",
+    )

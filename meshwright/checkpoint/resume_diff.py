@@ -39,7 +39,6 @@ class ResumeDiff:
     """There is nothing left to train: no step, or no data."""
     lacks_optimizer: bool
     """It holds the weights alone, and there is something left to train."""
-    why_alone: str
     trained_now: list[str]
     """Parameters that are frozen no longer, and have no optimizer state there."""
     is_reweighted: bool
@@ -61,8 +60,7 @@ class ResumeDiff:
             raise config_error(
                 "training.steps",
                 self.config.training.steps,
-                f"checkpoint {self.checkpoint} holds the weights alone ({self.why_alone}), and "
-                "nothing resumes from that",
+                f"checkpoint {self.checkpoint} holds the weights alone: nothing resumes from that",
                 "set checkpoint.load_step to an earlier step; or begin with a fresh "
                 'optimizer: checkpoint.exclude_from_loading = ["optimizer"]',
             )
@@ -183,7 +181,6 @@ def find_resume_diff(
         lacks_optimizer=OPTIMIZER not in excluded
         and bool(manifest.get("model_only"))
         and not is_done,
-        why_alone="a merge of steps" if "merged" in manifest else "checkpoint.last_save_model_only",
         trained_now=[] if OPTIMIZER in excluded else trained_now,
         is_reweighted=bool(weights),
         on_training=on_training,

@@ -92,9 +92,7 @@ def _say(line: str) -> None:
 
 def _bytes(size: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]B)", size)
+    count = round(float(match[1]) * UNITS[match[2]]) if match else 0
     fix = "write a number and KB, MB or GB, as 5GB"
-    check(match is not None, "--max-shard-size", size, "is not a file size", fix)
-    assert match is not None
-    count = round(float(match[1]) * UNITS[match[2]])
-    check(count > 0, "--max-shard-size", size, "must be positive", fix)
+    check(count > 0, "--max-shard-size", size, "is not a file size", fix)
     return count

@@ -20,7 +20,7 @@ from meshwright.checkpoint.conversion.hf_folder import (
 from meshwright.checkpoint.conversion.readers import HuggingFaceWeights
 from meshwright.checkpoint.find import find_candidates, no_checkpoint, open_checkpoint, saved_args
 from meshwright.checkpoint.manifest import Manifest
-from meshwright.checkpoint.reader import CheckpointWeights
+from meshwright.checkpoint.reader import CheckpointWeights, Weights
 from meshwright.datasets.tokenizers.kinds import (
     Tokenizer,
     build_tokenizer,
@@ -45,7 +45,7 @@ class TextSource:
     """The parts that make text."""
 
     args: DecoderArgs
-    weights: CheckpointWeights | HuggingFaceWeights
+    weights: Weights
     tokenizer: Tokenizer
     stop: frozenset[int]
     """Tokens that end a text."""

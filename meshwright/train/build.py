@@ -94,20 +94,21 @@ def initialize_weights(plan: Plan, model: LocalModel) -> None:
             initialize(stage, plan.config.training.seed)
         return
     # late: few jobs start from the weights of another
-    from meshwright.checkpoint.conversion.readers import open_initial, open_weights
-    from meshwright.checkpoint.conversion.upcycle import UpcycledWeights, Weights
+    from meshwright.checkpoint.conversion.readers import load_upcycled, open_initial, open_weights
 
     start, noise = time.perf_counter(), config.initial_load_upcycle_noise
     with open_initial(config) as initial:
         there = family_there(config, plan.model_args, plan.family)
-        reader: Weights = open_weights(initial, *there)
-        if noise is not None:
-            table, seed = plan.model_args.table, plan.config.training.seed
-            reader = UpcycledWeights(reader, table, noise, seed)
+        weights = open_weights(initial, *there)
         for stage in model.stages:
             stage.init_buffers()
             stage.init_state()
-        reader.load(model.state_dict(keep_vars=True))
+        tensors = model.state_dict(keep_vars=True)
+        if noise is None:
+            weights.load(tensors)
+        else:
+            table, seed = plan.model_args.table, plan.config.training.seed
+            load_upcycled(weights, table, noise, seed, tensors)
     path = initial.place.path
     logger.info("first weights from %s in %.1f s", path, time.perf_counter() - start)
 

@@ -9,12 +9,11 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.distributed as dist
 
-from meshwright.checkpoint.manager import HasState
 from meshwright.config.job_config import JobConfig, changed
 from meshwright.datasets.loader import StepData, num_bad_records, whole_cursor
 from meshwright.launch.heartbeat import heartbeat_of_this_rank
@@ -38,6 +37,9 @@ from meshwright.train.set_up import Job, meet, set_up
 from meshwright.train.stop import Vote, remove_stop_file
 from meshwright.train.trainer import StepResult
 from meshwright.train.validation import write_texts
+
+if TYPE_CHECKING:
+    from meshwright.checkpoint.state import ModelTensors, TrainingTensors
 
 
 @dataclass(frozen=True)
@@ -331,9 +333,9 @@ def _save(job: Job, taken: Taken, *, is_last: bool, is_done: bool = False) -> No
         )
         if is_done and taken.step < job.plan.config.training.steps:
             manifest["data_ended"] = True
-        tensors: HasState = job.trainer.tensors
+        tensors: "TrainingTensors | ModelTensors" = job.trainer.tensors
         if is_done and config.last_save_model_only:
-            from meshwright.checkpoint.state import ModelTensors
+            from meshwright.checkpoint.state import ModelTensors  # late, as the trainer's
 
             average = job.trainer.average and job.trainer.average.tensors
             dtype = getattr(torch, config.export_dtype)

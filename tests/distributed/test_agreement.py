@@ -223,7 +223,7 @@ def shared_by_all(folder: Path) -> tuple[object, int]:
 def test_the_first_rank_chooses_a_checkpoint_in_a_folder_that_all_see(on_ranks, tmp_path) -> None:
     host, (first, second) = socket.gethostname(), on_ranks(2, own_folder, tmp_path)
     assert second == first.replace(str(tmp_path / "0"), str(tmp_path / "1"))
-    assert f"rank 1 (on {host}) does not see what rank 0 (on {host}) writes to" in first
+    assert f"rank 1 (on {host}) does not see what rank 0 writes there" in first
     left = {path.name for path in tmp_path.rglob("*")}
     assert left == {"0", "checkpoint", "step-5", commit.MANIFEST}
     assert on_ranks(2, shared_by_all, tmp_path / "shared") == [(5, 1), (5, 0)]

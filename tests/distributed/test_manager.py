@@ -118,7 +118,7 @@ def test_all_ranks_pass_over_what_any_finds_damaged(folder: str) -> None:
     assert of_sizes is not None
     assert of_sizes["step"] == 20
     for step in (10, 15, 20):
-        with pytest.raises(ConfigError, match=f"step-{step} is damaged"):
+        with pytest.raises(ConfigError, match=f"step-{step}': is damaged"):
             make(folder, load_step=step).select_and_verify()
     state = State(0)
     manager.load(state, found)
@@ -177,7 +177,7 @@ def test_a_read_error_of_one_rank_discards_no_checkpoint(folder: str) -> None:
 @pytest.mark.ranks(2)
 def test_an_index_that_names_code_is_refused_and_not_run(folder: str) -> None:
     path, manager = Path(folder), make(folder)
-    for step, what in ((5, "it names pathlib"), (10, "optimizer.step .* is no tensor there")):
+    for step, what in ((5, "it is no index of a checkpoint"), (10, "saved with another")):
         save(manager, step)
         settle(manager)  # it would tidy what `republish` makes
         if dist.get_rank() == 0:

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from meshwright.checkpoint.conversion.initial_load import check_initial, family_there
-from meshwright.checkpoint.conversion.readers import open_initial, open_weights
-from meshwright.checkpoint.conversion.upcycle import UpcycledWeights
+from meshwright.checkpoint.conversion.readers import load_upcycled, open_initial, open_weights
 from meshwright.config.job_config import Checkpoint
 from meshwright.models.args import DecoderArgs
 from meshwright.models.decoder import Decoder
@@ -40,7 +39,7 @@ def load(parameters: dict, args: DecoderArgs, options: Checkpoint) -> None:
     with open_initial(options) as initial:
         there = family_there(options, args, family_of(args))
         noise = options.initial_load_upcycle_noise
-        UpcycledWeights(open_weights(initial, *there), args.table, noise, SEED).load(parameters)
+        load_upcycled(open_weights(initial, *there), args.table, noise, SEED, parameters)
 
 
 def by_hand(dense: Decoder, args: DecoderArgs) -> dict[str, torch.Tensor]:

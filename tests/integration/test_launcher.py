@@ -548,7 +548,7 @@ def test_a_damaged_checkpoint_that_was_named_is_one_error(uninterrupted: Path, t
         result = train(folder, "--checkpoint.load_step", step)
         assert result.returncode == 2, result.stdout + result.stderr
         assert result.stderr.count("meshwright:") == 1
-        assert f"step-{step} is damaged: " in result.stderr
+        assert f"step-{step}': is damaged: " in result.stderr
         assert what in result.stderr
         assert "Traceback" not in result.stderr
     assert tree(folder) == before

@@ -188,7 +188,7 @@ HARM: dict[str, Callable[[Path], object]] = {
     "checkpoint.json: is no table": with_manifest("[]"),
     "checkpoint.json: data_identity: field required": lose_key,
     "json: step: input should be a valid integer": lambda c: set_manifest(c, step="x"),
-    "has tables in tables without end": with_manifest('{"data": ' * 100_000),
+    "maximum recursion depth": with_manifest('{"data": ' * 100_000),
     "it was saved as step-20, and has been renamed": lambda c: set_manifest(c, step=20),
 }
 """By a part of the message."""
@@ -203,7 +203,7 @@ def test_a_damaged_checkpoint_is_passed_over_unless_it_was_named(tmp_path: Path,
     assert (choice.path.name, choice.manifest["step"]) == ("step-10", 10)
     assert list(choice.passed_over) == [tmp_path / "step-15"]
     assert says in choice.passed_over[tmp_path / "step-15"]
-    with pytest.raises(ConfigError, match="load_step: checkpoint .*step-15 is damaged") as error:
+    with pytest.raises(ConfigError, match="load_step = '.*step-15': is damaged") as error:
         find.choose(tmp_path, 15)
     assert says in str(error.value)
 
@@ -211,7 +211,7 @@ def test_a_damaged_checkpoint_is_passed_over_unless_it_was_named(tmp_path: Path,
     choice = find.choose(tmp_path, -1, damaged)
     assert choice.path.name == "step-5"
     assert [path.name for path in choice.passed_over] == ["step-15", "step-10"]
-    with pytest.raises(ConfigError, match="every checkpoint in .* step-5: worse") as error:
+    with pytest.raises(ConfigError, match="every checkpoint in it .* step-5: worse") as error:
         find.choose(tmp_path, -1, damaged | {tmp_path / "step-5": "worse"})
     assert error.value.key == "job.dump_folder"
 

@@ -142,7 +142,7 @@ def test_what_cannot_be_exported(checkpoint, tmp_path) -> None:
     assert "holds no checkpoint" in message(tmp_path / "hf", out)
     said = message(checkpoint, out, "--max-shard-size", "5")
     assert "--max-shard-size = '5': is not a file size" in said
-    assert "must be positive" in message(checkpoint, out, "--max-shard-size", "0GB")
+    assert "is not a file size" in message(checkpoint, out, "--max-shard-size", "0GB")
     assert "exists already" in message(checkpoint, tmp_path / "hf")
     (tmp_path / "file").touch()
     assert "cannot be written" in message(checkpoint, tmp_path / "file" / "out")
@@ -159,8 +159,7 @@ def test_a_checkpoint_that_would_run_code_is_refused(checkpoint, tmp_path) -> No
     (checkpoint / ".metadata").write_bytes(pickle.dumps(Trap(tmp_path / "trap_was_run")))
     republish(checkpoint.parent, 5)
     said = message(checkpoint, tmp_path / "out")
-    assert "cannot be read: it names" in said
-    assert "which is no data" in said
+    assert ".metadata cannot be read" in said
     assert not (tmp_path / "trap_was_run").exists()
 
 

@@ -1,11 +1,9 @@
 """Folders of Meta's and torchtitan's that are not what a job is to start from."""
 
-import argparse
 import dataclasses
 import json
 import math
 import pickle
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -135,39 +133,18 @@ def edit(**changed: object):
     return change
 
 
-def compressed(folder: Path) -> None:
-    """Of some KiB, it may become gigabytes in memory."""
-    with zipfile.ZipFile(first(folder), "w", zipfile.ZIP_DEFLATED) as archive:
-        archive.writestr("a/data.pkl", bytes(2**20))
-
-
-def encrypted(folder: Path) -> None:
-    with zipfile.ZipFile(first(folder), "w") as archive:
-        archive.writestr("a/data.pkl", b"")
-    content = bytearray(first(folder).read_bytes())
-    content[6] |= 1
-    content[content.index(b"PK\x01\x02") + 8] |= 1
-    first(folder).write_bytes(content)
-
-
 @pytest.mark.parametrize(
     ("damage", "parts"),
     [
-        (old_format, ("consolidated.00.pth cannot be read as tensors", "fix: ")),
-        (lambda f: first(f).write_bytes(pickle.dumps(TRAP)), ("00.pth cannot be read as tensors",)),
-        (edit(x=TRAP), ("as tensors: Unsupported global", "getattr")),
-        (edit(x=[1]), ("as tensors: it is no dict of tensors",)),
-        (lambda f: torch.save([torch.ones(2)], first(f)), ("tensors: it is no dict of tensors",)),
-        (
-            lambda f: torch.save({"x": argparse.Namespace()}, first(f)),
-            ("as tensors: Unsupported global: GLOBAL argparse.Namespace", "default.\n  fix: "),
-        ),
+        (old_format, ("consolidated.00.pth is no dict of tensors, or is damaged", "fix: ")),
+        (lambda f: first(f).write_bytes(pickle.dumps(TRAP)), ("00.pth is no dict of tensors",)),
+        (edit(x=TRAP), ("00.pth is no dict of tensors",)),
+        (edit(x=[1]), ("00.pth is no dict of tensors",)),
+        (lambda f: torch.save([torch.ones(2)], first(f)), ("00.pth is no dict of tensors",)),
         (
             lambda f: first(f).write_bytes(first(f).read_bytes()[:-100]),
-            ("consolidated.00.pth cannot be read as tensors",),
+            ("consolidated.00.pth is no dict of tensors, or is damaged",),
         ),
-        (compressed, ("consolidated.00.pth cannot be read as tensors",)),
-        (encrypted, ("consolidated.00.pth cannot be read as tensors",)),
         (
             lambda f: (f / "consolidated.01.pth").unlink(),
             ("has shape (129, 32) in its 1 files", "neither all of (258, 32) nor"),

@@ -6,19 +6,21 @@ import json
 import math
 import secrets
 import shutil
-import struct
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 import torch
+from huggingface_hub import split_state_dict_into_shards_factory
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor
 
 from meshwright.checkpoint.commit import UNFINISHED
-from meshwright.checkpoint.conversion.hf_folder import CONFIG, GENERATION_CONFIG, INDEX, SINGLE
+from meshwright.checkpoint.conversion.hf_folder import CONFIG, GENERATION_CONFIG, INDEX
 from meshwright.checkpoint.conversion.readers import HuggingFaceWeights, halves
-from meshwright.checkpoint.conversion.tokenizer_json import samples
+from meshwright.checkpoint.conversion.tokenizer_files import samples
 from meshwright.checkpoint.find import saved_args
 from meshwright.checkpoint.manifest import Manifest
 from meshwright.checkpoint.reader import CheckpointWeights
@@ -29,7 +31,6 @@ from meshwright.models.family import Family, ForeignTensor
 from meshwright.parallelisms.local_model import keep_modules
 from meshwright.parallelisms.parallelize import quiet_torchao
 from meshwright.parallelisms.rules.stages import split_evenly
-from meshwright.system.errors import numbered
 from meshwright.system.files import Place, make_folder, sync_file, sync_folder
 
 NUM_TOKENS = 256
@@ -37,9 +38,6 @@ NUM_TOKENS = 256
 TOLERANCE = 1e-3
 """Of the largest logit: both sides compute in fp32 on the same weights, in another order; a wrong
 permutation, rotation or constant gives more by far."""
-
-TYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-"""safetensors' names of the types to export."""
 
 LEAVE_OUT = "export without it (--without-tokenizer), and encode text as training did"
 
@@ -89,8 +87,8 @@ class Job:
 def export(job: Job, out: Path, say: Callable[[str], None]) -> None:
     """Write the folder `out`, which appears when it is complete and has been compared.
 
-    In memory there are at most one tensor, or one layer in fp32; while transformers computes
-    logits, the whole model in fp32.
+    In memory there are at most the tensors of a file, or one layer in fp32; while transformers
+    computes logits, the whole model in fp32.
 
     Args:
         say: is called with a line for each thing done.
@@ -139,10 +137,9 @@ def _write(job: Job, folder: Path, say: Callable[[str], None]) -> None:
         _write_json(folder / GENERATION_CONFIG, dict(job.special_tokens) | ends)
     tensors = job.form.tensors(job.args, is_fused=job.is_fused)
     _check_state(job)
-    files = _write_weights(job, folder, tensors)
-    size = sum(file.stat().st_size for file in files)
-    in_files = f"{size:,} bytes in {numbered(len(files), 'file')}"
-    say(f"wrote {len(tensors)} tensors, {in_files}, as {_name(job.dtype)}")
+    _write_weights(job, folder, tensors)
+    size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    say(f"wrote {len(tensors)} tensors, {size:,} bytes, as {_name(job.dtype)}")
     for path in (*sorted(folder.rglob("*"), reverse=True), folder):  # files before their folder
         if path.is_dir():
             sync_folder(path)
@@ -167,72 +164,37 @@ def _check_state(job: Job) -> None:
         )
 
 
-def _write_weights(job: Job, folder: Path, tensors: Mapping[str, ForeignTensor]) -> list[Path]:
+def _write_weights(job: Job, folder: Path, tensors: Mapping[str, ForeignTensor]) -> None:
     """Write every tensor to `folder`, and the index if that takes several files."""
-    shards: list[list[str]] = [[]]
-    room = job.max_shard_bytes
-    for names in _by_tensor(tensors).values():
-        size = sum(math.prod(tensors[name].shape) for name in names) * job.dtype.itemsize
-        if size > room and shards[-1]:
-            shards.append([])
-            room = job.max_shard_bytes
-        shards[-1] += names
-        room -= size
-    files = [
-        SINGLE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
-        for number in range(1, len(shards) + 1)
-    ]
-    for file, names in zip(files, shards, strict=True):
-        _write_file(job, folder / file, {name: tensors[name] for name in names})
-    if len(shards) > 1:
-        count = sum(math.prod(foreign.shape) for foreign in tensors.values())
-        weight_map = {
-            part: file
-            for file, names in zip(files, shards, strict=True)
-            for name in names
-            for part in tensors[name].parts
-        }
-        total = {"total_size": count * job.dtype.itemsize}
-        _write_json(folder / INDEX, {"metadata": total, "weight_map": weight_map})
-    return [folder / file for file in files]
+    shapes = {name: shape for theirs in tensors.values() for name, shape in theirs.parts.items()}
+    split = split_state_dict_into_shards_factory(
+        shapes,
+        get_storage_size=lambda shape: math.prod(shape) * job.dtype.itemsize,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=job.max_shard_bytes,
+    )
+    for file, names in split.filename_to_tensors.items():
+        wanted, found = {*names}, dict[str, Tensor]()
+        for name, foreign in tensors.items():
+            if not wanted.isdisjoint(foreign.parts):
+                for part, tensor in _read(job, name, foreign).items():
+                    before = found.get(part)  # a part of a fused one
+                    found[part] = tensor if before is None else torch.cat([before, tensor], 1)
+        try:  # transformers asks for the format
+            save_file({name: found[name] for name in names}, folder / file, {"format": "pt"})
+        except SafetensorError as error:
+            raise OSError(f"{file}: {error}") from None
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        _write_json(folder / INDEX, index)
 
 
-def _by_tensor(tensors: Mapping[str, ForeignTensor]) -> dict[str, list[str]]:
-    """Return our names by the first tensor in the files that holds them."""
-    found: dict[str, list[str]] = {}
-    for name, foreign in tensors.items():
-        found.setdefault(foreign.name, []).append(name)
-    return found
-
-
-def _read(job: Job, name: str, foreign: ForeignTensor) -> Tensor:
+def _read(job: Job, name: str, foreign: ForeignTensor) -> dict[str, Tensor]:
+    """Return one of our tensors by the names that the files have for it."""
     tensor = job.weights.read(name).to(job.dtype)
-    return tensor if foreign.head_dim is None else halves(tensor, foreign.head_dim)
-
-
-def _write_file(job: Job, file: Path, tensors: Mapping[str, ForeignTensor]) -> None:
-    """Write a safetensors file, one tensor in memory at a time; safetensors' own writer takes all
-    of them at once.
-
-    Format: https://github.com/huggingface/safetensors, "Format".
-    """
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers asks for the format
-    end = 0
-    parts = {name: shape for theirs in tensors.values() for name, shape in theirs.parts.items()}
-    for name, shape in parts.items():
-        start, end = end, end + math.prod(shape) * job.dtype.itemsize
-        place = {"shape": shape, "data_offsets": (start, end)}
-        header[name] = {"dtype": TYPES[job.dtype], **place}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    try:
-        with open(file, "wb") as content:
-            content.write(struct.pack("<Q", len(text)) + text)
-            for names in _by_tensor(tensors).values():  # of several, each expert's side by side
-                read = [_read(job, name, tensors[name]) for name in names]
-                content.write(_bits(torch.cat(read, 1) if len(read) > 1 else read[0]).numpy().data)
-    except OSError as error:
-        raise OSError(f"{file.name}: {error.strerror}") from None
+    if foreign.slices:
+        return dict(zip(foreign.slices, tensor, strict=True))
+    return {foreign.name: tensor if foreign.head_dim is None else halves(tensor, foreign.head_dim)}
 
 
 def _write_json(file: Path, content: Mapping[str, Any]) -> None:
@@ -245,9 +207,9 @@ def _verify(job: Job, place: Place, say: Callable[[str], None]) -> None:
     tensors = job.form.tensors(job.args)
     for name, foreign in tensors.items():
         want = job.weights.read(name).to(job.dtype)
-        got = written.read(name, foreign.shape, (0,) * len(foreign.shape))
+        written.load({name: (got := torch.empty(foreign.shape, dtype=job.dtype))})
         place.check(
-            got.dtype == want.dtype and torch.equal(_bits(got), _bits(want)),
+            torch.equal(_bits(got), _bits(want)),
             f"{name} differs from the checkpoint",
             "export again; if it stays so, the disk or meshwright is at fault",
         )

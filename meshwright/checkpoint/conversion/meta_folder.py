@@ -7,7 +7,7 @@ dimension, and all of every norm.
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,16 +24,6 @@ PARAMS = "params.json"
 WEIGHTS = re.compile(r"consolidated\.(\d+)\.pth")
 
 
-@dataclass(frozen=True)
-class Pieces:
-    """The tensors of a folder."""
-
-    files: "dict[str, dict[str, Tensor]]"
-    """By file and name, mapped into memory."""
-    cut: Mapping[str, int | None]
-    """By name: the dimension along which each file holds a piece; None: each holds all of it."""
-
-
 def is_meta_folder(path: Path) -> bool:
     """Return whether `path` looks like a model folder of Meta's."""
     return (path / PARAMS).is_file() and bool(_weight_files(path))
@@ -46,8 +36,12 @@ def _weight_files(folder: Path) -> list[Path]:
     return [files[number] for number in sorted(files)]
 
 
-def check_meta_folder(place: Place, form: MetaForm, args: DecoderArgs) -> Pieces:
-    """Check that the folder is of a model with `args`, and whole.
+Parts = list[tuple[tuple[int, ...], "Tensor"]]
+"""Of a tensor: each with its offset in the whole, mapped into memory."""
+
+
+def check_meta_folder(place: Place, form: MetaForm, args: DecoderArgs) -> dict[str, Parts]:
+    """Check that the folder is of a model with `args`, and whole; return its tensors.
 
     Raises:
         ConfigError: naming every dimension that differs, or the first tensor.
@@ -68,12 +62,12 @@ def check_meta_folder(place: Place, form: MetaForm, args: DecoderArgs) -> Pieces
     for name, shape in list(wanted.items()):
         if (copy := form.copy_of(name, args)) and copy in next(iter(files.values())):
             wanted[copy] = shape
-    cut = {name: _find_cut(place, name, shape, files) for name, shape in wanted.items()}
+    found = {name: _find_parts(place, name, shape, files) for name, shape in wanted.items()}
     names = set().union(*files.values()) - wanted.keys()
     others = sorted(name for name in names if not form.is_needless(name))
     rule = f"holds {others[0] if others else ''}, for which the model has no place"
     place.check(not others, rule)
-    return Pieces(files, cut)
+    return found
 
 
 TYPES = ("torch.float32", "torch.bfloat16", "torch.float16")
@@ -84,46 +78,42 @@ def _map(place: Place, file: Path) -> "dict[str, Tensor]":
     """Return the tensors of a file, mapped into memory: unused parts are not read."""
     import torch  # here: no check of another job waits for it
 
-    fix = "download it again, or save its dict of tensors with torch.save"
     try:
         tensors = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
-        values = tensors.values() if isinstance(tensors, dict) else (None,)
-        if not all(isinstance(value, torch.Tensor) for value in values):
-            raise ValueError("it is no dict of tensors")
-        return {str(name): value for name, value in tensors.items()}
-    except Exception as error:  # a damaged file raises any exception
-        reason = str(error).rpartition("WeightsUnpickler error: ")[2]
-        # without torch's advice to let the file run code, which it gives before or after
-        if reason.startswith("Weights only load failed"):
-            reason = reason.partition("\n")[2].strip()
-        reason = reason.partition("\n")[0].partition(" Please use")[0] or type(error).__name__
-        raise place.error(f"{file.name} cannot be read as tensors: {reason}", fix) from None
+        found = {str(name): value for name, value in tensors.items()}
+        is_good = all(isinstance(value, torch.Tensor) for value in found.values())
+    except Exception:  # a damaged file raises any; torch's text advises to let the file run code
+        is_good = False
+    place.check(
+        is_good,
+        f"{file.name} is no dict of tensors, or is damaged",
+        "download it again, or save its dict of tensors with torch.save",
+    )
+    return found
 
 
-def _find_cut(
+def _find_parts(
     place: Place, name: str, shape: tuple[int, ...], files: "Mapping[str, Mapping[str, Tensor]]"
-) -> int | None:
-    """Return the dimension along which the files hold pieces of a tensor: the embedding is cut
-    along its width in files of 2023, along the vocabulary in later ones, so shapes decide."""
+) -> Parts:
+    """Return the parts of a tensor. The embedding is cut along its width in files of 2023, along
+    the vocabulary in later ones, so shapes decide."""
     tie = ", or set model.args.tie_embeddings = true" if name == "output.weight" else ""
     for file, tensors in files.items():
         rule = f"{name} is not in {file}"
         place.check(name in tensors, rule, f"download the folder again{tie}")
         kind, rule = str(tensors[name].dtype), f"not of {', '.join(TYPES)}"
         place.check(kind in TYPES, f"{name} in {file} is of {kind}, {rule}")
-    shapes = {tuple(tensors[name].shape) for tensors in files.values()}
-    number, first = len(files), tensors[name].shape
-    if shapes == {shape}:
-        return None
-    cut = [
-        dim
-        for dim, size in enumerate(first)
-        if shapes == {(*shape[:dim], size, *shape[dim + 1 :])} and size * number == shape[dim]
-    ]
-    place.check(
-        bool(cut),
-        f"{name} has shape {', '.join(map(str, sorted(shapes)))} in its {number} files, which is "
-        f"neither all of {shape} nor a piece of it",
+    parts = [tensors[name] for tensors in files.values()]
+    if all(tuple(part.shape) == shape for part in parts):
+        return [((0,) * len(shape), parts[0])]
+    for dim, length in enumerate(shape):
+        size = (*shape[:dim], length // len(parts), *shape[dim + 1 :])
+        if length % len(parts) == 0 and all(tuple(part.shape) == size for part in parts):
+            offsets = ((*(0,) * dim, n * size[dim], *(0,) * len(shape[dim + 1 :])) for n in count())
+            return [*zip(offsets, parts, strict=False)]
+    shapes = ", ".join(sorted({str(tuple(part.shape)) for part in parts}))
+    raise place.error(
+        f"{name} has shape {shapes} in its {len(parts)} files, which is neither all of {shape} nor "
+        "a piece of it",
         f"download the missing files, if there are more, or the {PARAMS} that belongs to them",
     )
-    return cut[0]

@@ -1,8 +1,8 @@
-"""Reads a job's first weights on any mesh: each rank reads its shards of the folder."""
+"""Reads a job's first weights on any mesh: each rank reads its shards of a folder."""
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -24,92 +24,99 @@ from meshwright.checkpoint.conversion.initial_load import (
 from meshwright.checkpoint.conversion.meta_folder import check_meta_folder
 from meshwright.checkpoint.find import find_checkpoint
 from meshwright.checkpoint.on_ranks import on_first_rank, select_on_ranks
-from meshwright.checkpoint.reader import CheckpointWeights
+from meshwright.checkpoint.reader import CheckpointWeights, Piece, Put, Weights
 from meshwright.config.job_config import Checkpoint
 from meshwright.models.args import DecoderArgs
-from meshwright.models.family import Family, HuggingFaceForm, MetaForm
-from meshwright.parallelisms.shards import local_box
+from meshwright.models.family import Family, ForeignTensor, HuggingFaceForm, MetaForm
+from meshwright.models.table import DecoderSpec
+from meshwright.parallelisms.initialize import fill_normal
+from meshwright.parallelisms.shards import Box, local_box, local_shard, part_of_box
+from meshwright.system.errors import check
 from meshwright.system.files import Place
 
 READING_TIMEOUT = timedelta(hours=1)
 
 
-class ForeignWeights(ABC):
-    """The weights in another's folder, in boxes and under our names.
+class ForeignWeights(Weights):
+    """The weights in another's folder.
 
-    Raises:
-        ConfigError: if they are not the weights of a model with `args`.
+    Args:
+        copies: names under which the files may hold a tensor once more, by its name.
     """
 
-    @abstractmethod
-    def read(self, name: str, shape: tuple[int, ...], offset: tuple[int, ...]) -> Tensor:
-        """Return the box of `shape` at `offset` in the parameter `name`, in the type it is stored
-        in.
+    def __init__(self, copies: Mapping[str, Sequence[str]]) -> None:
+        self._copies = copies
 
-        Raises:
-            ConfigError: if a copy that the files hold of the parameter differs from it.
-        """
-
-    @torch.no_grad()
-    def load(self, parameters: Mapping[str, Tensor]) -> None:
-        """Fill `parameters`, plain or sharded, by their names in the plain model, in place.
-
-        Beside them there is one tensor's local part in memory, and of queries and keys up to two
-        heads more. Not collective.
-
-        Raises:
-            ConfigError: as `read` does.
-        """
-        for name, parameter in parameters.items():
-            local, offset = local_box(parameter)
-            if local.numel():
-                local.copy_(self.read(name, tuple(local.shape), offset))
+    def load(self, tensors: Mapping[str, Tensor], put: Put = Tensor.copy_) -> None:
+        """As the base's. Raises `ConfigError` too if a copy differs."""
+        super().load(tensors, put)
+        for name in tensors.keys() & self._copies.keys():
+            for copy in self._copies[name]:
+                other = torch.empty_like(tensors[name])
+                super().load({copy: other})
+                check(
+                    torch.equal(local_shard(other), local_shard(tensors[name])),
+                    LOAD_KEY,
+                    copy,
+                    f"differs from {name}, of which it should be a copy: embeddings are tied",
+                    "set model.args.tie_embeddings = false (in a config.json tie_word_embeddings)",
+                )
 
 
 class HuggingFaceWeights(ForeignWeights):
     """The weights of a model folder of Hugging Face."""
 
     def __init__(self, place: Place, form: HuggingFaceForm, args: DecoderArgs) -> None:
-        self._place = place
         self._stored = find_tensors(place)
         self._foreign = check_tensors(place, form, args, self._stored)
+        copies = {
+            name: [copy for copy in foreign.copies if copy in self._stored]
+            for name, foreign in self._foreign.items()
+        }
+        for name, names in copies.items():
+            self._foreign |= {copy: replace(self._foreign[name], name=copy) for copy in names}
+        super().__init__(copies)
         files = {tensor.file for tensor in self._stored.values()}
         try:  # they are mapped, not read
             self._open = {file: safe_open(file, framework="pt") for file in files}
         except (OSError, SafetensorError) as error:
             raise place.error(str(error)) from None
 
-    def load(self, parameters: Mapping[str, Tensor]) -> None:
+    def load(self, tensors: Mapping[str, Tensor], put: Put = Tensor.copy_) -> None:
         """As the base's. Tensors for which no family's files have a place stay as they are."""
-        super().load({name: t for name, t in parameters.items() if name in self._foreign})
+        super().load({name: t for name, t in tensors.items() if name in self._foreign}, put)
 
-    def read(self, name: str, shape: tuple[int, ...], offset: tuple[int, ...]) -> Tensor:
+    def pieces(self, name: str) -> Iterator[Piece]:
         foreign = self._foreign[name]
-        rest = [slice(start, start + size) for start, size in zip(offset, shape, strict=True)][1:]
-        if foreign.slices:
-            names = foreign.slices[offset[0] : offset[0] + shape[0]]
-            return torch.stack([self._slice(part, tuple(rest)) for part in names])
+        start = (0,) * len(foreign.shape)
+        if not foreign.slices:
+            yield Piece((start, foreign.shape), partial(self._read, foreign))
+        for number, part in enumerate(foreign.slices):
+            place = (number, *start[1:]), (1, *foreign.shape[1:])
+            yield Piece(place, partial(self._read_expert, part))
+
+    def _read_expert(self, name: str, box: Box) -> Tensor:
+        return self._slice(name, _slices(box)[1:]).unsqueeze(0)
+
+    def _read(self, foreign: ForeignTensor, box: Box) -> Tensor:
+        rows, *rest = _slices(box)
         if foreign.file_shape:
             rest[0] = slice(rest[0].start + foreign.start, rest[0].stop + foreign.start)
         head_dim = foreign.head_dim or 1
         # rows of a head lie in another order, so heads are read whole
-        first = offset[0] // head_dim * head_dim
-        end = -(-(offset[0] + shape[0]) // head_dim) * head_dim
-        box = self._slice(foreign.name, (slice(first, end), *rest))
-        for copy in foreign.copies:
-            if copy in self._stored:
-                self._place.check(
-                    torch.equal(box, self._slice(copy, (slice(first, end), *rest))),
-                    f"{copy} differs from {foreign.name}, but config.json says that they are one",
-                    "set tie_word_embeddings = false in it, if they are two",
-                )
+        first, end = rows.start // head_dim * head_dim, -(-rows.stop // head_dim) * head_dim
+        read = self._slice(foreign.name, (slice(first, end), *rest))
         if foreign.head_dim is not None:
-            box = pairs(box, foreign.head_dim)
-        return box[offset[0] - first :][: shape[0]]
+            read = pairs(read, foreign.head_dim)
+        return read[rows.start - first : rows.stop - first]
 
     def _slice(self, name: str, box: tuple[slice, ...]) -> Tensor:
         tensor: Tensor = self._open[self._stored[name].file].get_slice(name)[box]  # type: ignore[no-untyped-call]
         return tensor
+
+
+def _slices(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(start, start + length) for start, length in zip(*box, strict=True))
 
 
 def pairs(halves: Tensor, head_dim: int) -> Tensor:
@@ -123,47 +130,19 @@ def halves(pairs: Tensor, head_dim: int) -> Tensor:
 
 
 class MetaWeights(ForeignWeights):
-    """The weights of a model folder of Meta's, put together of the pieces in its files."""
+    """The weights of a model folder of Meta's."""
 
     def __init__(self, place: Place, form: MetaForm, args: DecoderArgs) -> None:
-        self._place, self._form, self._args = place, form, args
-        pieces = check_meta_folder(place, form, args)
-        self._cut, self._files = pieces.cut, [*pieces.files.values()]
+        self._parts = check_meta_folder(place, form, args)
+        copies = {name: form.copy_of(name, args) for name in self._parts}
+        super().__init__({name: [copy] for name, copy in copies.items() if copy in self._parts})
 
-    def read(self, name: str, shape: tuple[int, ...], offset: tuple[int, ...]) -> Tensor:
-        box, copy = self._read(name, shape, offset), self._form.copy_of(name, self._args)
-        if copy is not None and copy in self._cut:
-            self._place.check(
-                torch.equal(box, self._read(copy, shape, offset)),
-                f"{copy} differs from {name}, but model.args.tie_embeddings says that they are one",
-                "set model.args.tie_embeddings = false",
-            )
-        return box
-
-    def _read(self, name: str, shape: tuple[int, ...], offset: tuple[int, ...]) -> Tensor:
-        cut = self._cut[name]
-        if cut is None:
-            return _box(self._files[0][name], shape, offset)
-        parts, start = [], 0
-        for tensors in self._files:
-            piece = tensors[name]
-            begin = max(offset[cut], start)
-            end = min(offset[cut] + shape[cut], start + piece.shape[cut])
-            if begin < end:
-                part_shape = (*shape[:cut], end - begin, *shape[cut + 1 :])
-                part_offset = (*offset[:cut], begin - start, *offset[cut + 1 :])
-                parts.append(_box(piece, part_shape, part_offset))
-            start += piece.shape[cut]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, cut)
+    def pieces(self, name: str) -> Iterator[Piece]:
+        for offset, tensor in self._parts[name]:
+            yield Piece((offset, tuple(tensor.shape)), partial(part_of_box, tensor))
 
 
-def _box(tensor: Tensor, shape: tuple[int, ...], offset: tuple[int, ...]) -> Tensor:
-    return tensor[tuple(slice(o, o + size) for o, size in zip(offset, shape, strict=True))]
-
-
-def open_weights(
-    initial: InitialWeights, family: Family, args: DecoderArgs
-) -> ForeignWeights | CheckpointWeights:
+def open_weights(initial: InitialWeights, family: Family, args: DecoderArgs) -> Weights:
     """Return the reader of `initial`, for a model of `family` with `args`.
 
     Raises:
@@ -205,3 +184,41 @@ def open_initial(config: Checkpoint) -> Iterator[InitialWeights]:
             yield initial
     finally:
         dist.destroy_process_group(group)
+
+
+@torch.no_grad()
+def load_upcycled(
+    dense: Weights, table: DecoderSpec, noise: float, seed: int, parameters: Mapping[str, Tensor]
+) -> None:
+    """Fill a model with experts, each a copy of its layer's dense feed-forward with noise.
+
+    Routers are fresh, and their state stays as it is. The noise, as all that is fresh, depends on
+    the seed, the parameter's name and the element's index alone, so no mesh changes a bit. In
+    addition to `parameters` there is one matrix of a feed-forward in memory. Not collective.
+
+    Source: Komatsuzaki et al. 2022, arXiv:2212.05055.
+
+    Args:
+        dense: weights of the dense model.
+        table: of the model with experts.
+        noise: its deviation, as a share of that of fresh weights.
+        parameters: plain or sharded, by their names in the plain model.
+
+    Raises:
+        ConfigError: as `dense.load` does.
+    """
+    names = [name for name in parameters if name not in table.state]
+    new = [name for name in names if ".experts." in name or ".router." in name]
+    dense.load({name: parameters[name] for name in names if name not in new})
+    for name in new:
+        shape, (local, offset) = tuple(parameters[name].shape), local_box(parameters[name])
+        if not local.numel():
+            continue
+        is_copy, std = ".experts." in name, table.parameters[name].std
+        assert std is not None
+        fill_normal(local, std * (noise if is_copy else 1), seed, name, shape, offset)
+        if is_copy:
+            whole = torch.empty(shape[1:])
+            dense.load({name.replace(".experts.", ".") + ".weight": whole})
+            box = offset[1:], tuple(local.shape[1:])
+            local.add_(part_of_box(whole, box).to(local.device))

@@ -1,20 +1,25 @@
-"""The files of a tokenizer in an exported folder, by the names that Hugging Face has."""
+"""The files of a tokenizer in an exported folder, by the names that Hugging Face has.
+
+transformers, vLLM and llama.cpp read a `tokenizer.json` as it stands. From a bare `tokenizer.model`
+they make one of their own: of a sentencepiece model with other ids (transformers 5.23 decodes no
+line end by the one class that gives the same), of a tiktoken file none at all.
+"""
 
 import json
+from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import Regex, decoders, models, normalizers
 
 from meshwright.checkpoint.conversion.hf_folder import GENERATION_CONFIG
-from meshwright.checkpoint.conversion.tokenizer_json import (
-    special_names,
-    to_tokenizer_json,
-)
 from meshwright.config.section import BYTES
+from meshwright.datasets.tokenizers.byte_level import merges, of_ranks, with_specials
 from meshwright.datasets.tokenizers.huggingface import HuggingFaceTokenizer
-from meshwright.datasets.tokenizers.kinds import (
-    SentencePieceTokenizer,
-    Tokenizer,
-    find_file,
-)
+from meshwright.datasets.tokenizers.kinds import SentencePieceTokenizer, Tokenizer, find_file
+from meshwright.datasets.tokenizers.special_tokens import SPACE
 from meshwright.system.errors import config_error
 from meshwright.system.files import Place
 
@@ -75,3 +80,140 @@ def tokenizer_files(tokenizer: Tokenizer, path: str) -> dict[str, Path | str]:
             settings |= {} if template is None else {"chat_template": template}
     files[SETTINGS] = json.dumps(settings, indent=2) + "\n"
     return files
+
+
+BOS, EOS = "<s>", "</s>"
+"""Of the byte tokenizer."""
+
+
+def to_tokenizer_json(tokenizer: Tokenizer) -> str | None:
+    """Return the content of a tokenizer.json that gives the same ids; None if it is one already.
+
+    Raises:
+        ValueError: if there is no such file.
+    """
+    if isinstance(tokenizer, HuggingFaceTokenizer):
+        return tokenizer.made
+    if isinstance(tokenizer, SentencePieceTokenizer):
+        made = _of_pieces(tokenizer)
+    else:
+        made = of_ranks({bytes([byte]): byte for byte in range(256)}, None)
+    return with_specials(made, _specials(tokenizer), tokenizer.bos_id).to_str(pretty=True)
+
+
+def special_names(tokenizer: Tokenizer) -> dict[str, str]:
+    """Return bos_token, eos_token and unk_token, as tokenizer_config.json wants them."""
+    if isinstance(tokenizer, HuggingFaceTokenizer):
+        return dict(tokenizer.special_names)
+    specials = _specials(tokenizer)
+    found = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id}
+    if isinstance(tokenizer, SentencePieceTokenizer):
+        found["unk_token"] = _unknown(tokenizer)
+    return {name: specials[token] for name, token in found.items() if token is not None}
+
+
+@lru_cache(1)
+def _proto(tokenizer: SentencePieceTokenizer) -> Any:
+    from sentencepiece.sentencepiece_model_pb2 import ModelProto  # here: of this kind alone
+
+    return ModelProto.FromString(tokenizer.content)
+
+
+def _unknown(tokenizer: SentencePieceTokenizer) -> int | None:
+    pieces = enumerate(_proto(tokenizer).pieces)
+    return next((i for i, piece in pieces if piece.type == piece.UNKNOWN), None)
+
+
+def _of_pieces(tokenizer: SentencePieceTokenizer) -> tokenizers.Tokenizer:
+    model = _proto(tokenizer)
+    trainer, normalizer, pieces = model.trainer_spec, model.normalizer_spec, model.pieces
+    if trainer.model_type not in (trainer.UNIGRAM, trainer.BPE):
+        kind = trainer.model_type
+        raise ValueError(f"it is a sentencepiece model of kind {kind}, not unigram or BPE")
+    unknown = _unknown(tokenizer)
+    # the others are not found in text: sentencepiece has them out of its trie
+    usual = [piece.type in (piece.NORMAL, piece.USER_DEFINED) for piece in pieces]
+    if trainer.model_type == trainer.UNIGRAM:
+        never = min(piece.score for piece in pieces) - 1000.0
+        scored = [
+            (piece.piece, piece.score if is_usual else never)
+            for piece, is_usual in zip(pieces, usual, strict=True)
+        ]
+        made = tokenizers.Tokenizer(
+            models.Unigram(scored, unk_id=unknown, byte_fallback=trainer.byte_fallback)
+        )
+    else:
+        order = sorted(range(len(pieces)), key=lambda number: (-pieces[number].score, number))
+        ids = {pieces[number].piece: number for number in order if usual[number]}
+        made = tokenizers.Tokenizer(
+            models.BPE(
+                vocab={piece.piece: number for number, piece in enumerate(pieces)},
+                merges=merges(ids, ids),
+                unk_token=None if unknown is None else pieces[unknown].piece,
+                fuse_unk=True,
+                byte_fallback=trainer.byte_fallback,
+            )
+        )
+    steps: list[Any] = []
+    if normalizer.precompiled_charsmap:
+        # it looks up the two characters of a line end as one; sentencepiece looks up each
+        steps.append(normalizers.Replace("\r\n", "\n\n"))
+        steps.append(normalizers.Precompiled(normalizer.precompiled_charsmap))
+    if normalizer.remove_extra_whitespaces:
+        edges = normalizers.Replace(Regex(r"\A +| +\z"), "")
+        steps += [edges, normalizers.Replace(Regex(" {2,}"), " ")]
+    if normalizer.add_dummy_prefix:
+        steps.append(normalizers.Prepend(SPACE))
+    steps.append(normalizers.Replace(" ", SPACE))
+    made.normalizer = normalizers.Sequence(steps)
+    strip = [decoders.Strip(" ", 1, 0)] if normalizer.add_dummy_prefix else []
+    made.decoder = decoders.Sequence(
+        [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+    )
+    return made
+
+
+SAMPLES = (
+    'def f(x):\n    """Grüße, 世界"""\n\treturn  x**2  # 1234567\n\n\nclass  A:\n        pass\n',
+    "plain ASCII text, it's what we've got; they'LL see",
+    "汉字和标点。没有空格",
+    "😀👩‍👩‍👧‍👦🇩🇪 é é",
+    " ",
+    " begins with a space, ends with one ",
+    "   \n\n\n \t\t\r\n  ",
+    "0123456789" * 7 + " 1 22 333 4444",
+    "\n" * 50 + "a" + " " * 99 + "b" + "\t" * 33,
+    "a\x00b\x1c\x1d\x85\u2028\ufeff\u3000\xa0",
+    "עברית العربية हिन्दी ไทย",
+    "https://example.org/a_b?c=d&e=%20 <a href='x'>y</a> {\"k\": [1, 2.5e-3]}",
+)
+"""Texts that are hard on tokenizers: cuts, runs of white space, bytes without a piece."""
+
+
+MOST_IDS = 20_000
+"""Of a larger vocabulary, as many ids spread over it are sampled."""
+
+
+def samples(tokenizer: Tokenizer) -> Iterator[str]:
+    """Yield `SAMPLES`, and texts of the pieces of the vocabulary, in their order and in another. No
+    text holds a special token."""
+    specials = _specials(tokenizer)
+    step = max(1, tokenizer.vocab_size // MOST_IDS)
+    ids = [i for i in range(0, tokenizer.vocab_size, step) if i not in specials]
+    scattered = [ids[i * 7919 % len(ids)] for i in range(len(ids))]
+    texts = [*SAMPLES]
+    for order in (ids, scattered):
+        texts += [tokenizer.decode(order[i : i + 64]) for i in range(0, len(order), 64)]
+    for text in (text.replace("\N{REPLACEMENT CHARACTER}", "") for text in texts):
+        if not any(name in text for name in specials.values()):
+            yield text
+
+
+def _specials(tokenizer: Tokenizer) -> dict[int, str]:
+    """Special tokens, by id."""
+    if isinstance(tokenizer, HuggingFaceTokenizer):
+        return {token_id: name for name, token_id in tokenizer.special_ids.items()}
+    if isinstance(tokenizer, SentencePieceTokenizer):
+        pieces = enumerate(_proto(tokenizer).pieces)
+        return {i: p.piece for i, p in pieces if p.type in (p.CONTROL, p.UNKNOWN)}
+    return {256: BOS, 257: EOS}

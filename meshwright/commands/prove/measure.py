@@ -14,9 +14,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.checkpoint import commit
+from meshwright.checkpoint.index import read_saved_tensors
 from meshwright.checkpoint.manager import CheckpointManager
 from meshwright.checkpoint.manifest import NO_JOB
-from meshwright.checkpoint.reader import CheckpointWeights, SafeCheckpointReader
+from meshwright.checkpoint.reader import CheckpointWeights
 from meshwright.commands.prove.job import (
     SAVED_STEP,
     Books,
@@ -109,7 +110,7 @@ class SmallCheckpoint:
 
 
 def _names(checkpoint: Path) -> set[str]:
-    return {*SafeCheckpointReader(checkpoint).read_metadata().state_dict_metadata}
+    return {*read_saved_tensors(Place("proof", checkpoint))}
 
 
 def part_of(whole: Tensor, like: Tensor) -> Tensor:
