@@ -52,7 +52,6 @@ def test_help_of_every_command(capsys) -> None:
 
 FIRST_WORDS = {
     "check debug_model": "debug_model can run",
-    "completion bash": "# meshwright completion",  # which has the options of all commands
     "config debug_model": "[job]",
     "data debug_model": "reading",
     "export . x": "exporting",
@@ -244,30 +243,6 @@ def test_help_of_a_section_or_a_key_shows_it_alone(capsys) -> None:
     for wrong in ("lr", "training.lr", "optimizer.lrr"):
         with pytest.raises(ConfigError, match="no such section or key\n  fix: did you mean optim"):
             command("config")(["--help", wrong])
-
-
-@pytest.mark.parametrize("name", ["bash", "zsh"])
-def test_the_shell_completes_commands_keys_and_values(name, tmp_path, capsys) -> None:
-    command("completion")([name])
-    script = tmp_path / "completion"
-    script.write_text(capsys.readouterr().out.replace("autoload", ": autoload"))
-
-    def complete(*words: str) -> list[str]:
-        line = " ".join(f"'{word}'" for word in words)
-        code = f"COMP_WORDS=({line}); COMP_CWORD={len(words) - 1}; _meshwright"
-        show = 'printf "%s\\n" "${COMPREPLY[@]}"'
-        stubs = "bashcompinit() { :; }; compinit() { :; }"
-        words = ["bash", "-c", f"{stubs}; . {script}; {code}; {show}"]
-        result = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path)
-        assert result.stderr == ""
-        return result.stdout.split()
-
-    assert complete("meshwright", "che") == ["check", "checkpoint"]
-    assert complete("meshwright", "checkpoint", "v") == ["verify"]
-    assert complete("meshwright", "check", "--compile.enab") == ["--compile.enable"]
-    assert complete("meshwright", "train", "llama3_8") == ["llama3_8b"]
-    assert complete("meshwright", "check", "--lr_scheduler.decay_type", "c") == ["cosine"]
-    assert complete("meshwright", "export", "a", "b", "--dt") == ["--dtype"]
 
 
 def test_files_that_cannot_be_written_are_refused_before_work(tmp_path) -> None:
