@@ -150,7 +150,7 @@ def _in_our_spelling(words: Sequence[str], options: Sequence[str]) -> Iterator[s
 
 def _check_option(word: str, options: Sequence[str], *, takes_config: bool) -> None:
     """Refuse a word that is near to an option, or that a command without CONFIG does not know."""
-    from meshwright.config.suggest import nearest  # pydantic takes 0.1 s
+    from meshwright.config.explain import nearest  # pydantic takes 0.1 s
 
     name, equals, value = word.partition("=")
     for near in nearest(name, options) if name.startswith("--") and "." not in name else ():
@@ -180,7 +180,7 @@ def _refuse(word: str, words: Sequence[str], config: str | None = None) -> NoRet
     elif name in ("--config", "--config-file", "--config_file"):
         fix = "write the path of the TOML alone, or --job.config_file PATH"
     elif name.startswith("--"):
-        from meshwright.config.suggest import suggest_key  # as above: pydantic takes 0.1 s
+        from meshwright.config.explain import suggest_key  # as above: pydantic takes 0.1 s
 
         fix = suggest_key([bare]).replace("did you mean ", "did you mean --")
     elif config:

@@ -17,12 +17,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from meshwright.config.command_line import Parser, add_config, parse
-from meshwright.config.explain import (
-    explain_encoding,
-    explain_mistake,
-    explain_sections,
-    explain_syntax,
-)
+from meshwright.config.explain import explain_mistake, explain_syntax
 from meshwright.config.fields import Key, find_field, is_flag
 from meshwright.config.job_config import JobConfig
 from meshwright.config.mix_file import follow_mix
@@ -245,9 +240,6 @@ def _read_toml(path: Path, provenance: Provenance, seen: tuple[Path, ...]) -> di
     if not isinstance(extends, str | None):
         where = provenance.of("extends")
         raise ConfigError("", f"{where}: extends = {extends!r}: must be the path of one TOML")
-    known = [name for name in raw if name in JobConfig.model_fields]
-    if not known and (fault := explain_sections(list(raw))):
-        raise ConfigError("", f"{shown_path(path)}: {fault}")
     for name in JobConfig.model_fields:  # else a table of the base, or an override, would hide it
         if not isinstance(raw.get(name, {}), dict):
             where = provenance.of(name)
@@ -268,7 +260,9 @@ def _read_text(path: Path) -> str:
     try:
         return path.read_text("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise explain_encoding(error, shown) from None
+        line, byte = error.object.count(b"\n", 0, error.start) + 1, error.object[error.start]
+        rule = f"cannot be read as UTF-8: it has byte 0x{byte:02x}"
+        raise ConfigError("", f"{shown}:{line}: {rule}\n  fix: save it as UTF-8") from None
     except OSError as error:
         raise ConfigError("", f"{shown}: cannot be read: {error.strerror}") from None
 
