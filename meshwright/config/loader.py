@@ -20,7 +20,6 @@ from meshwright.config.command_line import Parser, add_config, parse
 from meshwright.config.explain import explain_mistake, explain_syntax
 from meshwright.config.fields import Key, find_field
 from meshwright.config.job_config import JobConfig
-from meshwright.config.mix_file import follow_mix
 from meshwright.config.provenance import Provenance, shown_path
 from meshwright.config.section import (
     ADDRESS,
@@ -92,13 +91,51 @@ def is_path(value: str) -> bool:
 def follow_folder(raw: dict[str, Any]) -> None:
     """Take the tokenizer from the folder that `model.flavor` names, and the first weights if
     `checkpoint.initial_load_in_hf` asks for some, in place, unless they are given."""
-    model, checkpoint = raw.get("model"), raw.get("checkpoint")
-    flavor = model.get("flavor") if isinstance(model, Mapping) else None
+    model, checkpoint = raw.get("model", {}), raw.get("checkpoint", {})
+    flavor = model.get("flavor")
     if not (isinstance(flavor, str) and is_path(flavor)):
         return
-    raw["model"] = {"tokenizer_path": flavor} | raw["model"]
-    if isinstance(checkpoint, Mapping) and checkpoint.get("initial_load_in_hf") is True:
-        raw["checkpoint"] = {"initial_load_path": flavor} | dict(checkpoint)
+    raw["model"] = {"tokenizer_path": flavor} | model
+    if checkpoint.get("initial_load_in_hf") is True:
+        raw["checkpoint"] = {"initial_load_path": flavor} | checkpoint
+
+
+MIX_FILE = "training.mix_file"
+
+PART = re.compile(r"\s*(?P<weight>(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?)\s+(?P<path>\S.*?)\s*")
+
+
+def follow_mix(raw: dict[str, Any]) -> None:
+    """Write the lines of `training.mix_file` as tables of `training.datasets`, in place. Each gets
+    the other keys of a source from `[training]`, and the path as its name.
+
+    Raises:
+        ConfigError: if the file cannot be read, or a line is not a weight and a path.
+    """
+    training = raw.get("training", {})
+    path = training.get("mix_file")
+    if not (isinstance(path, str) and path):
+        return
+    for other in ("datasets", "dataset_path"):
+        rule = f"is given beside training.{other}"
+        check(not training.get(other), MIX_FILE, path, rule, "leave out one")
+    fix = 'say of which kind its files are, e.g. training.dataset = "json"'
+    check(bool(training.get("dataset")), MIX_FILE, path, "needs training.dataset", fix)
+    shared = {key: training.pop(key) for key in Source.model_fields if key in training}
+    training["datasets"], folder = [], Path(training.pop("mix_file")).parent
+    for number, line in enumerate(_read_text(Path(path), MIX_FILE).split("\n"), 1):
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        part = PART.fullmatch(line)
+        if part is None or not float(part["weight"]) > 0:
+            fix = "write a positive weight, a space and a path, e.g. `0.7 web/*.jsonl`"
+            message = f"{path}:{number}: {line.strip()!r} is not a weight and a path\n  fix: {fix}"
+            raise ConfigError(MIX_FILE, message)
+        place = os.path.normpath(folder / os.path.expanduser(part["path"]))
+        own = {"weight": float(part["weight"]), "dataset_path": place, "name": part["path"]}
+        training["datasets"].append(shared | own)
+    fix = "write lines like `0.7 web/*.jsonl`"
+    check(bool(training["datasets"]), MIX_FILE, path, "names no files", fix)
 
 
 ROWS = ("json", "parquet", "arrow")
@@ -138,7 +175,7 @@ def load_config(words: Sequence[str]) -> JobConfig:
     Raises:
         ConfigError: with one entry per mistake, each saying where it was made.
     """
-    return load_given(parse_config(words))
+    return read(parse_config(words)).config()
 
 
 def parse_config(words: Sequence[str]) -> Namespace:
@@ -149,11 +186,7 @@ def parse_config(words: Sequence[str]) -> Namespace:
 
 
 def load_given(given: Namespace) -> JobConfig:
-    """Read the TOML `given.config` ("": none), lay `given.overrides` over it, check every value.
-
-    Raises:
-        ConfigError: with one entry per mistake, each saying where it was made.
-    """
+    """Load the config of a parsed command line; raises as `load_config`."""
     return read(given).config()
 
 
@@ -239,19 +272,20 @@ def _read_toml(path: Path, provenance: Provenance, seen: tuple[Path, ...]) -> di
     return base
 
 
-def _read_text(path: Path) -> str:
-    """Return the text of a TOML, without the mark that some editors put before it."""
+def _read_text(path: Path, key: str = "") -> str:
+    """Return the text of the file that `key` names, without the mark that some editors put before
+    it."""
     shown = shown_path(path)
     if path.is_dir():
-        raise ConfigError("", f"{shown}: is a folder\n  fix: name a TOML in it")
+        raise ConfigError(key, f"{shown}: is a folder\n  fix: name a file in it")
     try:
         return path.read_text("utf-8-sig")
     except UnicodeDecodeError as error:
         line, byte = error.object.count(b"\n", 0, error.start) + 1, error.object[error.start]
         rule = f"cannot be read as UTF-8: it has byte 0x{byte:02x}"
-        raise ConfigError("", f"{shown}:{line}: {rule}\n  fix: save it as UTF-8") from None
+        raise ConfigError(key, f"{shown}:{line}: {rule}\n  fix: save it as UTF-8") from None
     except OSError as error:
-        raise ConfigError("", f"{shown}: cannot be read: {error.strerror}") from None
+        raise ConfigError(key, f"{shown}: cannot be read: {error.strerror}") from None
 
 
 def _from_text(text: str, field: FieldInfo | None) -> object:

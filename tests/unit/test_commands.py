@@ -147,8 +147,7 @@ def test_the_config_is_a_plain_argument_anywhere(words) -> None:
         (["4", DEBUG], "expected CONFIG"),
         ([DEBUG, "-training.steps", "3"], "fix: write --training.steps"),
         ([DEBUG, "\N{EM DASH}training.steps", "3"], "fix: write --training.steps"),
-        ([DEBUG, "--training.steps=", "3"], "fix: no space after =: --training.steps=3"),
-        (["--config", DEBUG], "fix: write the path of the TOML alone"),
+        (["--config", DEBUG], "did you mean --job.config_file?"),
         (["https://example.org/a.toml"], "fix: fetch the file"),
         (["--nnode", "2"], "'--nnode': no such option\n  fix: write --nnodes"),
         (["bsae.toml"], "neither a file here nor a preset\n  fix: did you mean base.toml?"),
@@ -166,10 +165,9 @@ def test_words_that_are_not_understood(words, says, tmp_path, monkeypatch) -> No
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ("plan debug_model --world_size 8", "--device: not given"),
         ("plan debug_model --device cpu", "--world-size: not given\n  fix: --world-size 8"),
         ("train --log_rnk=1", "'--log_rnk=1': no such option\n  fix: write --log-rank=1"),
-        ("generate a --max_new_tokens 5 --prompt b --seeds 3", "fix: write --seed"),
+        ("generate a --max_new_tokens 5 --prompt b", "fix: write --max-new-tokens"),
         (
             "checkpoint ls a --long",
             "'--long': not understood\n  fix: leave it out; the options are",
@@ -177,7 +175,6 @@ def test_words_that_are_not_understood(words, says, tmp_path, monkeypatch) -> No
     ],
 )
 def test_slips_in_the_options_of_a_command_are_named(words, says) -> None:
-    """Underscores are as good as hyphens, and a command without CONFIG asks for none."""
     with pytest.raises(ConfigError) as caught:
         run(words.split())
     assert says in str(caught.value)

@@ -221,7 +221,7 @@ def test_files_that_are_no_config_are_refused(tmp_path, monkeypatch) -> None:
     said = "a.toml:2: cannot be read as UTF-8: it has byte 0xe9\n  fix: save it as UTF-8"
     with pytest.raises(ConfigError, match=said):
         load_config(["a.toml"])
-    with pytest.raises(ConfigError, match="is a folder\n  fix: name a TOML in it"):
+    with pytest.raises(ConfigError, match="is a folder\n  fix: name a file in it"):
         load_config([str(tmp_path)])
 
 
