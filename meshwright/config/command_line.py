@@ -58,13 +58,14 @@ def add_config(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:
         help="a TOML file, or a preset by name (meshwright config --presets lists them)",
     )
     for name in {match["key"] for word in words if (match := OVERRIDE.fullmatch(word))}:
+        of_flag: dict[str, Any] = {"nargs": "?", "const": "true"}
         parser.add_argument(
             f"--{name}",
             action="append",  # to see one that is given twice
             dest=name,
             default=argparse.SUPPRESS,
             help=argparse.SUPPRESS,
-            **({} if _needs_value(name) else {"nargs": "?", "const": "true"}),
+            **({} if _needs_value(name) else of_flag),
         )
 
 

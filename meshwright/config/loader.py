@@ -18,7 +18,7 @@ from pydantic.fields import FieldInfo
 
 from meshwright.config.command_line import Parser, add_config, parse
 from meshwright.config.explain import explain_mistake, explain_syntax
-from meshwright.config.fields import Key, find_field
+from meshwright.config.fields import Key, find_field, set_value
 from meshwright.config.job_config import JobConfig
 from meshwright.config.provenance import Provenance, shown_path
 from meshwright.config.section import (
@@ -208,20 +208,21 @@ def _read(given: Namespace, provenance: Provenance) -> Written:
     if given.config:
         path = find_config(given.config)
         raw = _read_toml(path, provenance, ())
-        _set(raw, ("job", "config_file"), os.path.abspath(path))
+        set_value(raw, ("job", "config_file"), os.path.abspath(path))
     given_here: dict[str, Any] = {}
     for key, text in given.overrides.items():
         provenance.add_override(key)
         table: dict[str, Any] = {}
-        _set(table, key, _from_text(text, find_field(key)))
+        set_value(table, key, _from_text(text, find_field(key)))
         _resolve_paths(table, Path.cwd())
         _merge(given_here, table)
     _lay_over(raw, given_here, provenance)
     notes: list[str] = []
     if is_torchtitan(raw):
-        raw, of_keys, origins = translate(raw, Path.cwd())
-        provenance.rename(origins)
-        notes = [f"{provenance.place(key)}: {text}" for key, text in of_keys]
+        job = translate(raw, Path.cwd())
+        raw = job.table
+        provenance.rename(job.origins)
+        notes = [f"{provenance.place(key)}: {text}" for key, text in job.notes]
     follow_folder(raw)
     follow_mix(raw)
     return Written(raw, provenance, notes)
@@ -298,12 +299,6 @@ def _from_text(text: str, field: FieldInfo | None) -> object:
         return tomli.loads(f"value = {text}")["value"]
     except tomli.TOMLDecodeError:
         return text
-
-
-def _set(table: dict[str, Any], key: Key, value: object) -> None:
-    for part in key[:-1]:
-        table = table.setdefault(part, {})
-    table[key[-1]] = value
 
 
 def _lay_over(base: dict[str, Any], over: Mapping[str, Any], provenance: Provenance) -> None:
