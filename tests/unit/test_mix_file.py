@@ -67,9 +67,7 @@ def test_a_file_that_is_no_mixture_is_refused(text, words, says, tmp_path: Path)
 
 
 def test_a_mixture_needs_a_file_and_a_kind(tmp_path: Path) -> None:
-    with pytest.raises(
-        ConfigError, match="mix_file: /no/such: cannot be read: No such"
-    ):
+    with pytest.raises(ConfigError, match="mix_file: /no/such: cannot be read: No such"):
         load_config(["--training.mix_file=/no/such", "--training.dataset=json"])
     with pytest.raises(ConfigError, match=r"needs training.dataset\n  fix: say of which kind"):
         load_config([f"--training.mix_file={tmp_path}"])

@@ -185,7 +185,9 @@ def test_float8_keys_are_translated(tmp_path: Path) -> None:
         left_out = ["layers.0.", *Float8().filter_fqns]
         assert config.float8 == Float8(enable=True, filter_fqns=left_out, emulate=True)
     theirs["recipe_name"] = "rowwise_with_gw_hp"
-    with pytest.raises(ConfigError, match="recipe_name = 'rowwise_with_gw_hp': should be 'rowwise'"):
+    with pytest.raises(
+        ConfigError, match="recipe_name = 'rowwise_with_gw_hp': should be 'rowwise'"
+    ):
         load(tmp_path, given(table, converters=["float8"]))
     for others in (["mx"], [{}], "float8"):
         with pytest.raises(ConfigError, match="model.converters.*only float8 layers"):
