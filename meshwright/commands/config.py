@@ -12,11 +12,11 @@ import tomli_w
 
 from meshwright.config.changes import differences
 from meshwright.config.command_line import Parser
+from meshwright.config.explain import suggest_key
 from meshwright.config.fields import entries, find_field, json_schema, summary
 from meshwright.config.job_config import JobConfig
 from meshwright.config.loader import FOLDER, parse_config, preset_names, read, to_toml
 from meshwright.config.provenance import HEADER, Provenance
-from meshwright.config.suggest import suggest_key
 from meshwright.system.errors import check, config_error, did_you_mean
 from meshwright.system.log import console_width, wrap
 

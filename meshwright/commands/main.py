@@ -91,7 +91,6 @@ COMMANDS = {
     "checkpoint merge": Command("checkpoint_merge", "average the weights of several steps"),
     "export": Command("export", "write a checkpoint for Hugging Face"),
     "generate": Command("generate", "generate text"),
-    "completion": Command("completion", "print a script for bash or zsh"),
 }
 """By name, of one word or two."""
 

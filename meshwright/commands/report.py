@@ -4,6 +4,9 @@ from argparse import Namespace
 
 from meshwright.commands.options import input_path, output_file
 from meshwright.config.command_line import Parser
+from meshwright.metrics.report.compare import comparison
+from meshwright.metrics.report.page import page
+from meshwright.metrics.report.run import read_run
 from meshwright.system.errors import check
 
 MOST_RUNS = 9
@@ -33,11 +36,6 @@ def run(given: Namespace) -> None:
     Raises:
         ConfigError: if a folder holds no run, or there are more than colours.
     """
-    # not at the top: completion reads the options of every command, each time a shell starts
-    from meshwright.metrics.report.compare import comparison
-    from meshwright.metrics.report.page import page
-    from meshwright.metrics.report.run import read_run
-
     folders = given.run_dirs
     check(len(folders) <= MOST_RUNS, "RUN_DIR", len(folders), f"at most {MOST_RUNS}", "name fewer")
     runs = [read_run(folder) for folder in folders]

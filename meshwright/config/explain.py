@@ -1,22 +1,29 @@
-"""Turns the mistakes that pydantic and the TOML parser find into messages with a fix."""
+"""Turns mistakes in keys, values and TOML into messages with a fix, or says nothing of a fix."""
 
 import json
 import math
 import re
 import unicodedata
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from difflib import get_close_matches
+from functools import cache
+from pathlib import Path
 
 import tomli
 import tomli_w
 from pydantic_core import ErrorDetails
 
-from meshwright.config.fields import all_keys, find_section
+from meshwright.config.fields import Key, all_keys, find_section
 from meshwright.config.job_config import JobConfig
-from meshwright.config.provenance import ASSIGNMENT, HEADER, underline
-from meshwright.config.suggest import nearest, suggest_key, suggest_section
+from meshwright.config.provenance import underline
 from meshwright.system.errors import ConfigError, UnknownKeyError, config_error
 
-THOUSANDS = re.compile(r"[1-9]\d{0,2}(,\d{3})+")
+ALIKE = 0.74
+"""Least share of equal letters of a typing error: "anme" and "name" have 0.75."""
+
+ALIKE_SYNONYM = 0.88
+
+THOUSANDS = r"[1-9]\d{0,2}(,\d{3})+"
 
 YES, NO = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 
@@ -59,11 +66,10 @@ def explain_mistake(mistake: ErrorDetails) -> ConfigError:
     location = [str(part) for part in mistake["loc"]]
     key, kind, value = ".".join(location), mistake["type"], mistake["input"]
     if kind == "extra_forbidden":
-        if len(location) == 1 and isinstance(value, Mapping):
-            return UnknownKeyError(
-                key, f"unknown section {key}\n  fix: {suggest_section(key, value)}"
-            )
-        return UnknownKeyError(key, f"unknown key {key}\n  fix: {suggest_key(location)}")
+        is_section = len(location) == 1 and isinstance(value, Mapping)
+        fix = suggest_section(key, value) if is_section else suggest_key(location)
+        what = "section" if is_section else "key"
+        return UnknownKeyError(key, f"unknown {what} {key}\n  fix: {fix}")
     if kind == "missing":
         return ConfigError(key, f"{key}: {RULES[kind]}")
     return explain_value(key, mistake)
@@ -74,15 +80,14 @@ def explain_value(key: str, mistake: ErrorDetails) -> ConfigError:
     kind, value = mistake["type"], mistake["input"]
     message = mistake["msg"].removeprefix("Value error, ").removeprefix("Input ")
     rule = RULES.get(kind) or message[0].lower() + message[1:]
-    fix = INSTEAD.get((key, str(value).lower())) or _right_spelling(
-        kind, value, mistake.get("ctx", {})
-    )
+    choices = re.findall(r"'([^']*)'", str(mistake.get("ctx", {}).get("expected", "")))
+    fix = INSTEAD.get((key, str(value).lower())) or _right_spelling(kind, value, choices)
     if kind == "list_type" and isinstance(value, Mapping) and find_section(tuple(key.split("."))):
         fix = f"write [[{key}]], in two brackets"
     return config_error(key, value, rule, fix)
 
 
-def _right_spelling(kind: str, value: object, context: Mapping[str, object]) -> str:
+def _right_spelling(kind: str, value: object, choices: Sequence[str]) -> str:
     """Return how the value has to be written; "" if that cannot be known."""
     match kind:
         case "int_type" | "int_from_float" | "float_type":
@@ -99,7 +104,6 @@ def _right_spelling(kind: str, value: object, context: Mapping[str, object]) -> 
         case "list_type" if isinstance(value, str | int | float):
             return f"write [{_toml(value)}]"
         case "literal_error":
-            choices = re.findall(r"'([^']*)'", str(context.get("expected", "")))
             word = SAME_VALUES.get(str(value).lower(), str(value))
             near = nearest(word, choices, may_lack_digits=True)
             return f'write "{near[0]}"' if near else ""
@@ -107,95 +111,62 @@ def _right_spelling(kind: str, value: object, context: Mapping[str, object]) -> 
 
 
 def _as_number(value: object, whole: bool) -> str:
-    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], int | float):
-        return f"write {value[0]}"
     text = str(value).strip()
-    if THOUSANDS.fullmatch(text):  # of the command line, where text has no quotes
-        return f"write {text.replace(',', '')}"
+    if fix := _rewritten(text, NUMBERS):  # of the command line, where text has no quotes
+        return fix
     try:
-        number = float(text.replace("_", ""))
+        number = float(text)
     except ValueError:
         return ""
-    if isinstance(value, bool) or not math.isfinite(number):
+    if not math.isfinite(number):
         return ""
     if number.is_integer() and whole:
         is_quoted = value == str(int(number))  # other text may come from the command line
         return f"write {int(number)}" + (", without quotes" if is_quoted else "")
-    if not whole:
-        return f"write {text}, without quotes"
-    return f"the nearest is {round(number)}"
+    return f"the nearest is {round(number)}" if whole else f"write {text}, without quotes"
 
 
 def _toml(value: object) -> str:
     return tomli_w.dumps({"value": value}).partition("= ")[2].strip()
 
 
-def explain_sections(names: Sequence[str]) -> str:
-    """Return the fault of a TOML, if none of its sections is ours or near to one of ours."""
-    advice = [suggest_section(name, []) for name in names]
-    if len(names) < 2 or any("did you mean" in text for text in advice):
-        return ""
-    sections = advice[0].removeprefix("leave it out; ")
-    return f"has no section of ours, only {', '.join(names)}\n  fix: {sections}"
-
-
-UNQUOTED = re.compile(r"^(?P<key>\s*[\w.\"'-]+\s*=\s*)(?P<value>[^#\n]*?)\s*(#.*)?$")
-
 DOUBLE, SINGLE = "\u201c\u201d\u201e\u201f\u00ab\u00bb", "\u2018\u2019\u201a\u201b"
 
 STRAIGHT = str.maketrans(DOUBLE + SINGLE, '"' * len(DOUBLE) + "'" * len(SINGLE))
 """Quotes of word processors and web pages, and ours."""
+
+NUMBERS = (
+    (r"(\d[\d_]*)[kK]", r"write \g<1>000"),
+    (r"([+-]?\d+),(\d+)", r"write \1.\2"),
+    (r"([+-]?\d+)\.([eE].*)?", r"write \1.0\2"),
+    (r"([+-]?)(\.\d.*)", r"write \g<1>0\2"),
+)
+
+SLIPS = (
+    (r"(?i:none|null|nil|~|)", "leave the key out: it then has its default"),
+    (rf"(?i:{'|'.join(YES)})", "write true"),
+    (rf"(?i:{'|'.join(NO)})", "write false"),
+    *NUMBERS,
+    (r'"([^"\']*\\[^"\']*)"', r"write it in single quotes, which leave \\ alone: '\1'"),
+    (r"(\"{3}|'{3}|\"|')([^\"']*)[\"']?", r"close the quote: \1\2\1"),
+    (r"\[[^\]]*", "close the list: ]"),
+    (r"([A-Za-z/~.][^\"'\\]*)", r'quote it: "\1"'),
+    (r"([A-Za-z/~.][^\"']*)", r"quote it: '\1'"),
+)
+"""Patterns of values that are not TOML, and how to write them; the first counts."""
 
 
 def explain_syntax(error: tomli.TOMLDecodeError, path: str) -> ConfigError:
     """Return the error of a TOML that cannot be parsed: the line, a caret, the right spelling."""
     lines = error.doc.split("\n")
     number, column = min(error.lineno, len(lines)), error.colno - 1
+    if not lines[number - 1].strip() and number > 1:  # the end of the line came too early
+        number -= 1
+        column = len(lines[number - 1]) - 1
     line = lines[number - 1]
-    if not line.strip() and number > 1:  # the end of the line, or of the file, came too early
-        number, line = number - 1, lines[number - 2]
-        column = len(line) - 1
-    message, fix = error.msg, _right_line(line)
-    if first := _line_that_wrote_it_first(lines[:number]):
-        is_table = bool(HEADER.match(line) and HEADER.match(lines[first - 1]))
-        message = f"{'the table' if is_table else 'the key'} is in line {first}, too"
-        fix = f"move its keys to line {first}" if is_table else "leave out one of the two"
-        column = len(line) - len(line.lstrip())
-    return ConfigError(
-        "",
-        "\n".join(
-            [
-                f"{path}:{number}: not TOML: {message}",
-                *underline(line, column, column + 1),
-                *([f"  fix: {fix}"] if fix else []),
-            ]
-        ),
-    )
-
-
-def _line_that_wrote_it_first(lines: Sequence[str]) -> int:
-    """Return the number of the line that has the key, or the table, of the last line; 0 if none."""
-    table, wrote = "", dict[str, int]()
-    first = 0
-    for number, line in enumerate(lines, 1):
-        if header := HEADER.match(line):
-            if header["brackets"] == "[[":  # one more table of a list
-                wrote = {name: n for name, n in wrote.items() if not name.startswith(header["key"])}
-            table = name = header["key"]
-            is_again = header["brackets"] == "["
-        elif assignment := ASSIGNMENT.match(line):
-            name, is_again = f"{table}.{assignment['key']}", True
-        else:
-            name, is_again = "", False
-        first = wrote.setdefault(name, number) if is_again else number
-    return first if first < len(lines) else 0
-
-
-def explain_encoding(error: UnicodeDecodeError, path: str) -> ConfigError:
-    """Return the error of a file that is not UTF-8: the line, and the way to correct it."""
-    place = f"{path}:{error.object.count(10, 0, error.start) + 1}"
-    found = f"it has byte 0x{error.object[error.start]:02x}"
-    return ConfigError("", f"{place}: cannot be read as UTF-8: {found}\n  fix: save it as UTF-8")
+    pointer = underline(line, column, column + 1)
+    fixes = [f"  fix: {fix}"] if (fix := _right_line(line)) else []
+    return ConfigError("", "\n".join([f"{path}:{number}: not TOML: {error.msg}", *pointer, *fixes]))
 
 
 def _right_line(line: str) -> str:
@@ -203,44 +174,26 @@ def _right_line(line: str) -> str:
     stripped = line.strip(" \t\r")  # other spaces are wrong
     if stripped.startswith(("//", "--", ";", "/*")):
         return "a comment begins with #"
-    plain = unicodedata.normalize("NFKC", stripped).translate(STRAIGHT).strip()
-    if plain != stripped and _is_toml(plain):
-        return f"write it in plain characters: {plain}"
-    if stripped[-1:] in (",", ";") and _is_toml(stripped[:-1]):
-        return f"write {stripped[:-1].rstrip()}"
-    if yaml := re.fullmatch(r"(?P<key>[\w.]+)(:\s*|\s*==\s*)(?P<value>[^:].*)?", stripped):
-        key, value = yaml["key"], yaml["value"]
-        if key.rpartition(".")[2] in {found[-1] for found, _ in all_keys()} and value:
-            return f"write {key} = {value}"
-        return f"write [{key}]" if key in JobConfig.model_fields and not value else ""
-    found = UNQUOTED.match(line)
-    return _right_value(found["value"].strip()) if found else ""
+    candidates = [
+        unicodedata.normalize("NFKC", stripped).translate(STRAIGHT).strip(),
+        stripped.rstrip(",;").rstrip(),
+        re.sub(r"^([\w.]+)(:|\s*==)\s*", r"\1 = ", stripped),  # YAML, Python
+    ]
+    if stripped.removesuffix(":") in JobConfig.model_fields:
+        candidates.append(f"[{stripped.removesuffix(':')}]")
+    for candidate in candidates:
+        if candidate != stripped and _is_toml(candidate):
+            return f"write {candidate}"
+    value = re.match(r"[\w.\"'-]+\s*=\s*([^#\n]*)", stripped)
+    return _rewritten(value[1].strip(), SLIPS) if value else ""
 
 
-def _right_value(value: str) -> str:
-    """Return how the value has to be written; "" if that cannot be known."""
-    if value.lower() in ("none", "null", "nil", "~", ""):
-        return "leave the key out: it then has its default"
-    if value.lower() in (*YES, *NO):
-        return f"write {'true' if value.lower() in YES else 'false'}"
-    if thousands := re.fullmatch(r"(\d[\d_]*)k", value.lower()):
-        return f"write {thousands[1]}000"
-    if THOUSANDS.fullmatch(value):
+def _rewritten(value: str, rules: Iterable[tuple[str, str]]) -> str:
+    """Return the advice of the first rule that the value matches; "" if there is none."""
+    if re.fullmatch(THOUSANDS, value):
         return f"write {value.replace(',', '_')}"
-    if re.fullmatch(r"[+-]?\d+,\d+", value):
-        return f"write {value.replace(',', '.')}"
-    if re.fullmatch(r"[+-]?(\d+\.|\.\d+)([eE][+-]?\d+)?", value):  # 1. and .5
-        return f"write {float(value)!r}"
-    if re.fullmatch(r'"[^"\']*\\[^"\']*"', value):
-        return f"write it in single quotes, which leave \\ alone: '{value[1:-1]}'"
-    if value[0] in "\"'" and not value.endswith(value[0]):
-        quote = value[:3] if value.startswith(value[0] * 3) else value[0]
-        return f"close the quote: {value.rstrip(chr(34) + chr(39))}{quote}"
-    if value[0] == "[" and value.count("[") > value.count("]"):
-        return "close the list: ]"
-    if re.fullmatch(r"[A-Za-z/~.][^\"']*", value):
-        return f"quote it: '{value}'" if "\\" in value else f'quote it: "{value}"'
-    return ""
+    found = ((re.fullmatch(pattern, value), advice) for pattern, advice in rules)
+    return next((match.expand(advice) for match, advice in found if match), "")
 
 
 def _is_toml(line: str) -> bool:
@@ -249,3 +202,103 @@ def _is_toml(line: str) -> bool:
     except tomli.TOMLDecodeError:
         return False
     return True
+
+
+@cache
+def read_synonyms() -> dict[str, dict[str, str]]:
+    """Return the tables of `synonyms.toml`, each from another framework's name, in small letters
+    without underscores, to ours."""
+    tables = tomli.loads(Path(__file__).with_name("synonyms.toml").read_text("utf-8"))
+    return {
+        title: {_bare(name): ours for ours, names in table.items() for name in names.split()}
+        for title, table in tables.items()
+    }
+
+
+def suggest_key(key: Sequence[str]) -> str:
+    """Return advice on an unknown key, as the text of a `fix:` line.
+
+    Args:
+        key: its parts: section, ..., name; or the name alone if it stands outside a section.
+    """
+    *tables, name = key
+    if advice := read_synonyms()["advice"].get(_bare(name)):
+        return advice
+    if meant := next(filter(None, _meant(tuple(tables), name)), ""):
+        return f"did you mean {meant}?"
+    if name in JobConfig.model_fields:
+        return f"did you mean {name}.enable?" if "enable" in _keys_of(name) else f"write [{name}]"
+    place = tables[0] if tables and tables[0] in JobConfig.model_fields else ""
+    of_which = f"the keys of [{place}]" if place else "every key"
+    help_of = f"meshwright config --help {place}".strip()
+    return f"leave it out; `{help_of}` documents {of_which}"
+
+
+def _meant(inside: Key, name: str) -> Iterator[str]:
+    """Yield the key, or keys, that may be meant, the surest first; "" where a rule knows none."""
+    synonyms, bare = read_synonyms()["keys"], _bare(name)
+    section = find_section(inside) if inside else None
+    siblings = list(section.model_fields) if section else []
+    known = [found for found, _ in all_keys()]
+    plain = {found[-1] for found in known if len(found) == 2}  # which hide those further inside
+    everywhere = [found for found in known if len(found) == 2 or found[-1] not in plain]
+    yield synonyms.get(_bare(".".join((*inside, name))), "") if inside else ""
+    yield _either((*inside, sibling) for sibling in siblings if _bare(sibling) == bare)
+    parts_of = [(*inside, sibling) for sibling in siblings if f"_{name}_" in f"_{sibling}_"]
+    yield _either(parts_of + [found for found in everywhere if _bare(found[-1]) == bare])
+    target = synonyms.get(bare, "")  # of one key: the key of that name in this section, if it has
+    last = target.rpartition(".")[2]
+    yield ".".join((*inside, last)) if last in siblings and " " not in target else target
+    yield _either((*inside, near) for near in nearest(name, siblings))
+    near_anywhere = nearest(name, {found[-1] for found in everywhere})
+    yield _either(found for found in everywhere if found[-1] in near_anywhere)
+    long = [word for word in synonyms if len(word) > 5 and "." not in word]
+    yield from (synonyms[near] for near in nearest(bare, long, ALIKE_SYNONYM))
+
+
+def suggest_section(name: str, keys: Iterable[str]) -> str:
+    """Return advice on an unknown section with these keys, as the text of a `fix:` line."""
+    sections, wanted = list(JobConfig.model_fields), set(keys)
+    holding = [section for section in sections if wanted and wanted <= _keys_of(section)]
+    theirs = read_synonyms()["sections"].get(_bare(name))
+    guesses = [theirs] if theirs else nearest(name, sections) or holding
+    if len(guesses) == 1:
+        return f"did you mean {guesses[0]}?"
+    return f"leave it out; the sections are {', '.join(sections)}"
+
+
+def nearest(
+    wrong: str, valid: Iterable[str], alike: float = ALIKE, *, may_lack_digits: bool = False
+) -> list[str]:
+    """Return the one of `valid` that `wrong` is a typing error of; empty if there is none.
+
+    Args:
+        may_lack_digits: "bfloat" may be "bfloat16". Otherwise digits have to be equal: beta1 is no
+            typing error of beta2, nor size_8b of size_3b.
+    """
+    digits = re.sub(r"\D", "", wrong)
+    may_be = {
+        _spelled(name): name
+        for name in valid
+        if re.sub(r"\D", "", name) == digits or (may_lack_digits and not digits)
+    }
+    return [may_be[near] for near in get_close_matches(_spelled(wrong), may_be, 1, alike)]
+
+
+def _either(keys: Iterable[Key]) -> str:
+    return " or ".join(sorted({".".join(key) for key in keys}))
+
+
+def _keys_of(section: str) -> set[str]:
+    declared = find_section((section,))
+    assert declared is not None
+    return set(declared.model_fields)
+
+
+def _bare(name: str) -> str:
+    """As keys are compared: `seq-len`, `Seq_Len` and `seqLen` are one."""
+    return _spelled(name).replace("_", "")
+
+
+def _spelled(name: str) -> str:
+    return name.lower().replace("-", "_")

@@ -38,6 +38,13 @@ def value_of(config: JobConfig, key: str) -> object:
     return reduce(getattr, key.split("."), config)
 
 
+def set_value(table: dict[str, Any], key: Key, value: object) -> None:
+    """Set the value of a key in a raw config."""
+    for part in key[:-1]:
+        table = table.setdefault(part, {})
+    table[key[-1]] = value
+
+
 def is_flag(field: FieldInfo) -> bool:
     """Return whether the key may be true or false."""
     return bool in (field.annotation, *get_args(field.annotation))

@@ -17,15 +17,9 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from meshwright.config.command_line import Parser, add_config, parse
-from meshwright.config.explain import (
-    explain_encoding,
-    explain_mistake,
-    explain_sections,
-    explain_syntax,
-)
-from meshwright.config.fields import Key, find_field, is_flag
+from meshwright.config.explain import explain_mistake, explain_syntax
+from meshwright.config.fields import Key, find_field, set_value
 from meshwright.config.job_config import JobConfig
-from meshwright.config.mix_file import follow_mix
 from meshwright.config.provenance import Provenance, shown_path
 from meshwright.config.section import (
     ADDRESS,
@@ -35,13 +29,13 @@ from meshwright.config.section import (
     MODULE_OBJECT,
     OUTPUT_PATH,
     PATH_OR_NAME,
-    Section,
 )
 from meshwright.config.torchtitan.translate import is_torchtitan, translate
 from meshwright.config.training import Source
 from meshwright.system.errors import (
     CombinedConfigError,
     ConfigError,
+    check,
     did_you_mean,
     out_of_reach,
     where_it_ends,
@@ -73,21 +67,19 @@ def find_config(name: str, folder: Path = Path()) -> Path:
     written = os.path.expanduser(name)
     if why := out_of_reach(written if written.startswith("~") else folder / written):
         raise ConfigError("", f"{name}: {why}")
-    path, stem = folder / written, name.removesuffix(".toml")
-    is_preset = stem in preset_names()
-    if path.exists() and not (is_preset and path.is_dir()):
+    path, stem, presets = folder / written, name.removesuffix(".toml"), preset_names()
+    if path.exists() and not (stem in presets and path.is_dir()):
         return path
-    if is_preset:
+    if stem in presets:
         return FOLDER.resolve() / f"{stem}.toml"
     if "://" in name:
         raise ConfigError("", f"{name}: is an address\n  fix: fetch the file, and name its path")
     if Path(name).parent != Path():
-        raise ConfigError(
-            "", f"{name}: no such file\n  fix: {where_it_ends(os.path.normpath(path))}"
-        )
-    here = [file.name for file in folder.glob("*.toml")]
-    near = [f"{name}.toml"] if f"{name}.toml" in here else get_close_matches(name, here, 1, 0.75)
-    fix = f"did you mean {near[0]}?" if near else did_you_mean(stem, preset_names())
+        fix = where_it_ends(os.path.normpath(path))
+        raise ConfigError("", f"{name}: no such file\n  fix: {fix}")
+    here = {file.stem: file.name for file in folder.glob("*.toml")}
+    near = get_close_matches(stem, here, 1, 0.75)
+    fix = f"did you mean {here[near[0]]}?" if near else did_you_mean(stem, presets)
     raise ConfigError("", f"{name}: neither a file here nor a preset\n  fix: {fix}")
 
 
@@ -99,13 +91,51 @@ def is_path(value: str) -> bool:
 def follow_folder(raw: dict[str, Any]) -> None:
     """Take the tokenizer from the folder that `model.flavor` names, and the first weights if
     `checkpoint.initial_load_in_hf` asks for some, in place, unless they are given."""
-    model, checkpoint = raw.get("model"), raw.get("checkpoint")
-    flavor = model.get("flavor") if isinstance(model, Mapping) else None
+    model, checkpoint = raw.get("model", {}), raw.get("checkpoint", {})
+    flavor = model.get("flavor")
     if not (isinstance(flavor, str) and is_path(flavor)):
         return
-    raw["model"] = {"tokenizer_path": flavor} | raw["model"]
-    if isinstance(checkpoint, Mapping) and checkpoint.get("initial_load_in_hf") is True:
-        raw["checkpoint"] = {"initial_load_path": flavor} | dict(checkpoint)
+    raw["model"] = {"tokenizer_path": flavor} | model
+    if checkpoint.get("initial_load_in_hf") is True:
+        raw["checkpoint"] = {"initial_load_path": flavor} | checkpoint
+
+
+MIX_FILE = "training.mix_file"
+
+PART = re.compile(r"\s*(?P<weight>(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?)\s+(?P<path>\S.*?)\s*")
+
+
+def follow_mix(raw: dict[str, Any]) -> None:
+    """Write the lines of `training.mix_file` as tables of `training.datasets`, in place. Each gets
+    the other keys of a source from `[training]`, and the path as its name.
+
+    Raises:
+        ConfigError: if the file cannot be read, or a line is not a weight and a path.
+    """
+    training = raw.get("training", {})
+    path = training.get("mix_file")
+    if not (isinstance(path, str) and path):
+        return
+    for other in ("datasets", "dataset_path"):
+        rule = f"is given beside training.{other}"
+        check(not training.get(other), MIX_FILE, path, rule, "leave out one")
+    fix = 'say of which kind its files are, e.g. training.dataset = "json"'
+    check(bool(training.get("dataset")), MIX_FILE, path, "needs training.dataset", fix)
+    shared = {key: training.pop(key) for key in Source.model_fields if key in training}
+    training["datasets"], folder = [], Path(training.pop("mix_file")).parent
+    for number, line in enumerate(_read_text(Path(path), MIX_FILE).split("\n"), 1):
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        part = PART.fullmatch(line)
+        if part is None or not float(part["weight"]) > 0:
+            fix = "write a positive weight, a space and a path, e.g. `0.7 web/*.jsonl`"
+            message = f"{path}:{number}: {line.strip()!r} is not a weight and a path\n  fix: {fix}"
+            raise ConfigError(MIX_FILE, message)
+        place = os.path.normpath(folder / os.path.expanduser(part["path"]))
+        own = {"weight": float(part["weight"]), "dataset_path": place, "name": part["path"]}
+        training["datasets"].append(shared | own)
+    fix = "write lines like `0.7 web/*.jsonl`"
+    check(bool(training["datasets"]), MIX_FILE, path, "names no files", fix)
 
 
 ROWS = ("json", "parquet", "arrow")
@@ -145,7 +175,7 @@ def load_config(words: Sequence[str]) -> JobConfig:
     Raises:
         ConfigError: with one entry per mistake, each saying where it was made.
     """
-    return load_given(parse_config(words))
+    return read(parse_config(words)).config()
 
 
 def parse_config(words: Sequence[str]) -> Namespace:
@@ -156,11 +186,7 @@ def parse_config(words: Sequence[str]) -> Namespace:
 
 
 def load_given(given: Namespace) -> JobConfig:
-    """Read the TOML `given.config` ("": none), lay `given.overrides` over it, check every value.
-
-    Raises:
-        ConfigError: with one entry per mistake, each saying where it was made.
-    """
+    """Load the config of a parsed command line; raises as `load_config`."""
     return read(given).config()
 
 
@@ -171,28 +197,32 @@ def read(given: Namespace) -> Written:
         ConfigError: if the TOML cannot be read.
     """
     provenance = Provenance()
+    try:
+        return _read(given, provenance)
+    except ConfigError as error:
+        raise ConfigError("", provenance.explain(error)) from None
+
+
+def _read(given: Namespace, provenance: Provenance) -> Written:
     raw: dict[str, Any] = {}
     if given.config:
         path = find_config(given.config)
         raw = _read_toml(path, provenance, ())
-        _set(raw, ("job", "config_file"), os.path.abspath(path))
+        set_value(raw, ("job", "config_file"), os.path.abspath(path))
     given_here: dict[str, Any] = {}
     for key, text in given.overrides.items():
-        _check_override(key, text)
         provenance.add_override(key)
         table: dict[str, Any] = {}
-        _set(table, key, _from_text(text, find_field(key)))
+        set_value(table, key, _from_text(text, find_field(key)))
         _resolve_paths(table, Path.cwd())
         _merge(given_here, table)
     _lay_over(raw, given_here, provenance)
     notes: list[str] = []
     if is_torchtitan(raw):
-        try:
-            raw, of_keys, origins = translate(raw, Path.cwd())
-        except ConfigError as error:
-            raise ConfigError("", provenance.explain(error)) from None
-        provenance.rename(origins)
-        notes = [f"{provenance.place(key)}: {text}" for key, text in of_keys]
+        job = translate(raw, Path.cwd())
+        raw = job.table
+        provenance.rename(job.origins)
+        notes = [f"{provenance.place(key)}: {text}" for key, text in job.notes]
     follow_folder(raw)
     follow_mix(raw)
     return Written(raw, provenance, notes)
@@ -209,20 +239,6 @@ def with_lines(error: ConfigError, given: Namespace) -> ConfigError:
     return ConfigError("", read(given).provenance.explain(error))
 
 
-def _check_override(key: Key, text: str) -> None:
-    """Refuse a part of a list, and a flag that has taken the CONFIG after it for its value."""
-    name, field = ".".join(key), find_field(key)
-    if number := next((n for n, part in enumerate(key) if part.isdecimal()), 0):
-        fix = f"write all of {'.'.join(key[:number])} in the TOML"
-        raise ConfigError(
-            "", f"--{name}: the command line replaces a list as a whole\n  fix: {fix}"
-        )
-    is_config = text.endswith(".toml") or text in preset_names()
-    if field is not None and is_flag(field) and is_config:
-        what = f"--{name} = {text!r}: must be true or false"
-        raise ConfigError("", f"{what}\n  fix: write --{name}=true {text}")
-
-
 def _read_toml(path: Path, provenance: Provenance, seen: tuple[Path, ...]) -> dict[str, Any]:
     """Return the TOML at `path` over the one that its top-level `extends = "base.toml"` names."""
     path = path.absolute()
@@ -235,52 +251,42 @@ def _read_toml(path: Path, provenance: Provenance, seen: tuple[Path, ...]) -> di
         raw = tomli.loads(text)
     except tomli.TOMLDecodeError as error:
         raise explain_syntax(error, shown_path(path)) from None
+    provenance.add_toml(path, text)
     base: dict[str, Any] = {}
-    extends = raw.pop("extends", None)
-    if isinstance(extends, str):
-        base = _read_toml(_find_base(extends, path, text), provenance, (*seen, path))
+    if (extends := raw.pop("extends", None)) is not None:
+        check(isinstance(extends, str), "extends", extends, "must be the path of one TOML")
+        try:
+            below = find_config(extends, path.parent)
+        except ConfigError as error:
+            raise ConfigError("extends", str(error)) from None
+        base = _read_toml(below, provenance, (*seen, path))
         base.get("job", {}).pop("description", None)  # of another job
         provenance.forget(("job", "description"))
-    provenance.add_toml(path, text)
-    if not isinstance(extends, str | None):
-        where = provenance.of("extends")
-        raise ConfigError("", f"{where}: extends = {extends!r}: must be the path of one TOML")
-    known = [name for name in raw if name in JobConfig.model_fields]
-    if not known and (fault := explain_sections(list(raw))):
-        raise ConfigError("", f"{shown_path(path)}: {fault}")
+        provenance.add_toml(path, text)  # again, over those of the base
     for name in JobConfig.model_fields:  # else a table of the base, or an override, would hide it
-        if not isinstance(raw.get(name, {}), dict):
-            where = provenance.of(name)
-            raise ConfigError("", f"{where}: {name} = {raw[name]!r}: must be a table, [{name}]")
-    if "config_file" in raw.get("job", {}):
-        where = provenance.of("job.config_file")
-        raise ConfigError("", f"{where}: job.config_file: belongs on the command line")
+        table = raw.get(name, {})
+        check(isinstance(table, dict), name, table, f"must be a table, [{name}]")
+    file = raw.get("job", {}).get("config_file")
+    check(file is None, "job.config_file", file, "belongs on the command line")
     _resolve_paths(raw, Path.cwd() if is_torchtitan(raw) else path.parent)
     _lay_over(base, raw, provenance)
     return base
 
 
-def _read_text(path: Path) -> str:
-    """Return the text of a TOML, without the mark that some editors put before it."""
+def _read_text(path: Path, key: str = "") -> str:
+    """Return the text of the file that `key` names, without the mark that some editors put before
+    it."""
     shown = shown_path(path)
     if path.is_dir():
-        raise ConfigError("", f"{shown}: is a folder\n  fix: name a TOML in it")
+        raise ConfigError(key, f"{shown}: is a folder\n  fix: name a file in it")
     try:
         return path.read_text("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise explain_encoding(error, shown) from None
+        line, byte = error.object.count(b"\n", 0, error.start) + 1, error.object[error.start]
+        rule = f"cannot be read as UTF-8: it has byte 0x{byte:02x}"
+        raise ConfigError(key, f"{shown}:{line}: {rule}\n  fix: save it as UTF-8") from None
     except OSError as error:
-        raise ConfigError("", f"{shown}: cannot be read: {error.strerror}") from None
-
-
-def _find_base(extends: str, path: Path, text: str) -> Path:
-    """Return the TOML that the one at `path` extends: a file next to it, or a preset."""
-    try:
-        return find_config(extends, path.parent)
-    except ConfigError as error:
-        provenance = Provenance()
-        provenance.add_toml(path, text)
-        raise ConfigError("", provenance.explain(ConfigError("extends", str(error)))) from None
+        raise ConfigError(key, f"{shown}: cannot be read: {error.strerror}") from None
 
 
 def _from_text(text: str, field: FieldInfo | None) -> object:
@@ -293,12 +299,6 @@ def _from_text(text: str, field: FieldInfo | None) -> object:
         return tomli.loads(f"value = {text}")["value"]
     except tomli.TOMLDecodeError:
         return text
-
-
-def _set(table: dict[str, Any], key: Key, value: object) -> None:
-    for part in key[:-1]:
-        table = table.setdefault(part, {})
-    table[key[-1]] = value
 
 
 def _lay_over(base: dict[str, Any], over: Mapping[str, Any], provenance: Provenance) -> None:
@@ -329,28 +329,31 @@ def _merge(base: dict[str, Any], over: Mapping[str, Any]) -> None:
             base[key] = value
 
 
-def _resolve_paths(raw: dict[str, Any], folder: Path, table: Key = ()) -> None:
-    """Expand ~ in every path in `raw`, in place; a relative input path starts at `folder`."""
+def _paths(
+    raw: dict[str, Any], place: Key = ()
+) -> Iterator[tuple[Key, dict[str, Any], set[object]]]:
+    """Yield the key of every path of local files in `raw`, its table, and its marks."""
     for name, value in raw.items():
-        key = (*table, name)
+        key, field = (*place, name), find_field((*place, name))
         if isinstance(value, dict):
-            _resolve_paths(value, folder, key)
-        elif isinstance(value, list):
-            for inner in value:
-                if isinstance(inner, dict):
-                    _resolve_paths(inner, folder, key)
-        field = find_field(key)
-        if field is None or not (isinstance(value, str) and value):
+            yield from _paths(value, key)
+        for number, inner in enumerate(value if isinstance(value, list) else ()):
+            if isinstance(inner, dict):
+                yield from _paths(inner, (*key, str(number)))
+        if field is None or LOCAL_PATH not in field.metadata or not isinstance(value, str):
             continue
-        if ADDRESS.match(value):  # kept as it was written, or refused
-            continue
-        if PATH_OR_NAME in field.metadata and not is_path(value):
-            continue
-        if INPUT_PATH in field.metadata and value != BYTES and not MODULE_OBJECT.fullmatch(value):
-            value = os.path.expanduser(value)
-            raw[name] = value if value.startswith("~") else os.path.normpath(folder / value)
-        elif OUTPUT_PATH in field.metadata:
-            raw[name] = os.path.expanduser(value)
+        is_name = value in ("", BYTES) or MODULE_OBJECT.fullmatch(value) or ADDRESS.match(value)
+        if not (is_name or (PATH_OR_NAME in field.metadata and not is_path(value))):
+            yield key, raw, set(field.metadata)
+
+
+def _resolve_paths(raw: dict[str, Any], folder: Path) -> None:
+    """Expand ~ in every path in `raw`, in place; a relative input path starts at `folder`."""
+    for (*_, name), table, marks in [*_paths(raw)]:
+        if marks & {INPUT_PATH, OUTPUT_PATH}:
+            table[name] = os.path.expanduser(table[name])
+        if INPUT_PATH in marks and not table[name].startswith("~"):
+            table[name] = os.path.normpath(folder / table[name])
 
 
 def unreadable_paths(config: JobConfig) -> list[ConfigError]:
@@ -359,32 +362,14 @@ def unreadable_paths(config: JobConfig) -> list[ConfigError]:
     A path that does not exist is none of them.
     """
     errors, closed = list[ConfigError](), set[Path]()
-    for key, value, field in _values(config, ()):
-        if not (isinstance(value, str) and value and LOCAL_PATH in field.metadata):
-            continue
-        if PATH_OR_NAME in field.metadata and not is_path(value):
-            continue
-        if ADDRESS.match(value):  # of object storage
-            continue
-        is_inside = not {INPUT_PATH, OUTPUT_PATH} & set(field.metadata)
-        path = Path(config.job.dump_folder if is_inside else "", OF_FUNCTION.sub("", value))
-        is_new = closed.isdisjoint({path, *path.parents})
-        if is_new and (why := out_of_reach(path)):
-            errors.append(ConfigError(key, f"{key} = {value!r}: {why}"))
+    for key, table, marks in _paths(config.model_dump()):
+        value, name = table[key[-1]], ".".join(key)
+        folder = "" if marks & {INPUT_PATH, OUTPUT_PATH} else config.job.dump_folder
+        path = Path(folder, OF_FUNCTION.sub("", value))
+        if closed.isdisjoint({path, *path.parents}) and (why := out_of_reach(path)):
+            errors.append(ConfigError(name, f"{name} = {value!r}: {why}"))
             closed.add(path)
     return errors
-
-
-def _values(section: Section, table: Key) -> Iterator[tuple[str, object, FieldInfo]]:
-    """Yield every key of a section and of those in it, its value and its declaration."""
-    for name, field in type(section).model_fields.items():
-        value = getattr(section, name)
-        yield ".".join((*table, name)), value, field
-        inner = value if isinstance(value, list) else [value]
-        for number, one in enumerate(inner):
-            if isinstance(one, Section):
-                place = (*table, name, str(number)) if isinstance(value, list) else (*table, name)
-                yield from _values(one, place)
 
 
 def to_toml(config: JobConfig, only_changes: bool = False) -> str:

@@ -7,8 +7,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import tomli
-
 from meshwright.config.fields import Key
 from meshwright.system.errors import CombinedConfigError, ConfigError, RecordError, UnknownKeyError
 
@@ -17,6 +15,9 @@ HEADER = re.compile(
 )
 
 ASSIGNMENT = re.compile(r"\s*(?P<key>[\w.\"' -]+?)\s*=\s*")
+
+VALUE = re.compile(r"""(?:"[^"]*"|'[^']*'|[^#"']|["'].*)*""")
+"""As far as a comment, or to the end of a line where a string goes on in the next."""
 
 MOST_COLUMNS = 96
 
@@ -91,14 +92,12 @@ class Provenance:
         return self._nearest(key)[1].where
 
     def place(self, key: str) -> str:
-        """Return `key` with its place for a list of notes that is headed by the user's TOML."""
+        """Return `key` after its place, for a list of notes that is headed by the user's TOML."""
         parts, (where, _) = self._nearest(key)
-        if where == f"--{key}":
-            return where
         if ".".join(parts) != key:  # it has another framework's default
             return key
-        file, _, line = where.rpartition(":")
-        return f"line {line}, {key}" if file == self._outermost else f"{where} {key}".strip()
+        where = where.replace(f"{self._outermost}:", "line ")
+        return where if where == f"--{key}" else f"{where}, {key}"
 
     def origin(self, key: str) -> str:
         """Return where the value of `key`, or a part of it, was given; "default" if nowhere."""
@@ -142,17 +141,14 @@ class Provenance:
 
 def _pointer(line: str, at_key: bool) -> list[str]:
     """Return the line, and carets under its key or its value; nothing if it is no assignment."""
-    assignment, header = ASSIGNMENT.match(line), HEADER.match(line)
-    if assignment is not None and not header:
-        value = _without_comment(line[assignment.end() :])
-        start, end = assignment.end(), assignment.end() + len(value)
-        if at_key:
-            start, end = assignment.span("key")
-    elif header and at_key:
-        start, end = header.span("key")
-    else:
-        return []
-    return underline(line, start, end)
+    header, assignment = HEADER.match(line), ASSIGNMENT.match(line)
+    if at_key and (found := header or assignment):
+        return underline(line, *found.span("key"))
+    if assignment:
+        value = VALUE.match(line, assignment.end())
+        assert value is not None  # it may be empty
+        return underline(line, value.start(), value.start() + len(value[0].rstrip()))
+    return []
 
 
 def underline(line: str, start: int, end: int) -> list[str]:
@@ -162,18 +158,6 @@ def underline(line: str, start: int, end: int) -> list[str]:
     start = min(start - indent, MOST_COLUMNS - 1)
     width = max(1, min(end - indent, MOST_COLUMNS) - start)
     return [f"    {shown}", f"    {' ' * start}{'^' * width}"]
-
-
-def _without_comment(text: str) -> str:
-    """Return the value at the start of `text`; all of it, if it continues in the next line."""
-    ends = [number for number, character in enumerate(text) if character == "#"]
-    for end in ends:
-        try:
-            tomli.loads(f"value = {text[:end]}")
-        except tomli.TOMLDecodeError:  # this # is inside a string
-            continue
-        return text[:end].rstrip()
-    return text.rstrip()
 
 
 def _split(dotted: str) -> Key:

@@ -161,16 +161,16 @@ BUDGET = "--activation_checkpoint.mode memory_budget"
 
 MISTAKES = f"""
 --training.stepz 3 => --training.stepz: unknown key training.stepz
---training.steps => --training.steps: needs a value fix: --training.steps VALUE
+--training.steps => --training.steps: needs a value fix: write --training.steps=VALUE
 --training.steps 3 --training.steps=3 => --training.steps: given twice
 --compile.enable --compile.enable=false => --compile.enable: given twice
 --training.steps many => --training.steps = 'many': must be a whole
 training.steps=3 => expected --section.key value fix: write --training.steps=3
 --training.steps.x 3 => training.steps = {{'x': 3}}: must be a whole number
 --training.seed 007 => --training.seed = '007': must be a whole number fix: write 7
---optimizer.lr -1e-3 => --optimizer.lr = -0.001: should be greater than 0
---compile.enable my.toml => fix: write --compile.enable=true my.toml
---training.datasets.0.weight 2 => fix: write all of training.datasets in the TOML
+--optimizer.lr=-1e-3 => --optimizer.lr = -0.001: should be greater than 0
+--compile.enable my.toml => --compile.enable = 'my.toml': must be true, false or "auto"
+--training.datasets.0.weight 2 => training.datasets = {{'0': {{'weight': 2}}}}: must be a list
 --model.frozen [norm.*,out] => quote it for the shell: '["norm.*", "out"]'
 --lr_scheduler.decay_type constant => set lr_scheduler.decay_ratio = 0
 --training.compile true => did you mean compile.enable?

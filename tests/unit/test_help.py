@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from meshwright.commands.main import run
+from meshwright.config.explain import read_synonyms, suggest_key, suggest_section
 from meshwright.config.fields import FILE, all_keys, find_section, json_schema
 from meshwright.config.job_config import JobConfig
 from meshwright.config.loader import load_config, parse_config, read
-from meshwright.config.suggest import read_synonyms, suggest_key, suggest_section
 from meshwright.system.errors import CombinedConfigError, ConfigError, did_you_mean
 from scripts import config_reference
 from tests.campaigns.config_mutations import RULES, judge, message_of, mutations
@@ -82,11 +82,11 @@ def test_advice_on_a_section() -> None:
 
 def test_every_synonym_names_a_key() -> None:
     known = {".".join(key) for key, _ in all_keys()}
-    for theirs, target in read_synonyms().keys.items():
+    for theirs, target in read_synonyms()["keys"].items():
         for word in target.replace(" (", " or (").split(" or "):
             keys = [] if word.startswith("(") else word.split(" and ")
             assert all(k in known or k.startswith("model.args.") for k in keys), (theirs, target)
-    assert set(read_synonyms().sections.values()) <= JobConfig.model_fields.keys()
+    assert set(read_synonyms()["sections"].values()) <= JobConfig.model_fields.keys()
 
 
 def test_all_faults_at_once_each_with_its_line_and_a_caret(message) -> None:
@@ -159,20 +159,20 @@ def test_a_name_that_is_near_a_preset_or_a_file(tmp_path) -> None:
         ("lr: 3", "write lr = 3"),
         ("// words", "a comment begins with #"),
         ("x = [1, 2", "close the list"),
-        ("x = \u201ca\u201d", 'write it in plain characters: x = "a"'),
-        ("x = \u2018a\u2019", "write it in plain characters: x = 'a'"),
-        ("x \uff1d \uff02a\uff02", 'write it in plain characters: x = "a"'),
+        ("x = \u201ca\u201d", 'write x = "a"'),
+        ("x = \u2018a\u2019", "write x = 'a'"),
+        ("x \uff1d \uff02a\uff02", 'write x = "a"'),
         ("lr = 0,001", "write 0.001"),
         ("steps = 3,", "write steps = 3"),
         ("steps = 3;", "write steps = 3"),
         (r'path = "C:\Users"', r"write it in single quotes, which leave \ alone: 'C:\Users'"),
         ("model:", "write [model]"),
         ("steps == 3", "write steps = 3"),
-        ("lr = .5e-3", "write 0.0005"),
+        ("lr = .5e-3", "write 0.5e-3"),
         ("lr = 1.", "write 1.0"),
         ('x = """a', 'close the quote: """a"""'),
         ("x = 'a\"", "close the quote: 'a'"),
-        ("\u00a0steps = 3", "write it in plain characters: steps = 3"),
+        ("\u00a0steps = 3", "write steps = 3"),
     ],
 )
 def test_a_slip_in_toml_gets_the_right_spelling(message, line, fix) -> None:
@@ -196,23 +196,12 @@ def test_a_value_of_the_wrong_kind_is_one_mistake(message) -> None:
     assert said.count("dataset_path =") == 2
 
 
-def test_what_is_written_twice(message) -> None:
-    groups = "[[optimizer.groups]]\neps = 1\n" * 2
-    for text, line, what in (
-        ("[training]\nsteps = 3\nsteps = 4\n", 4, "key is in line 3"),
-        ("[training]\n[model]\n[training]\n", 4, "table is in line 2"),
-        (f"{groups}eps = 2\n", 6, "key is in line 5"),
-    ):
-        assert message(text).startswith(f"a.toml:{line}: not TOML: the {what}, too")
-
-
 @pytest.mark.parametrize(
     ("text", "says"),
     [
         ("[model.args]\ndim = '256'\n", "a.toml:3: model.args.dim = '256': must be a whole number"),
         ("[model.args]\nn_layers = 99999\n", "a.toml:3: model.args.n_layers = 99999: must be at"),
         ("[optimizer.groups]\nparameters = []\n", "fix: write [[optimizer.groups]]"),
-        ("[training]\nseq_len = [512]\n", "fix: write 512"),
         ("[job]\ndump_folder = ''\n", "job.dump_folder = '': must not be empty"),
         (f"[training]\nsteps = {2**63}\n", "must be a number of 64 bits"),
         (f"[training]\nseed = {-(2**63) - 1}\n", "must be a number of 64 bits"),
@@ -228,18 +217,11 @@ def test_values_of_the_wrong_kind_are_named_with_a_fix(message, text, says) -> N
 
 def test_files_that_are_no_config_are_refused(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
-    for content, says in (
-        (b"\n# caf\xe9", "a.toml:2: cannot be read as UTF-8: it has byte 0xe9\n  fix: save it as"),
-        (
-            b"[project]\nname = 'x'\n[tool.ruff]\n",
-            "a.toml: has no section of ours, only project, to",
-        ),
-    ):
-        Path("a.toml").write_bytes(content)
-        with pytest.raises(ConfigError) as caught:
-            load_config(["a.toml"])
-        assert str(caught.value).startswith(says)
-    with pytest.raises(ConfigError, match="is a folder\n  fix: name a TOML in it"):
+    Path("a.toml").write_bytes(b"\n# caf\xe9")
+    said = "a.toml:2: cannot be read as UTF-8: it has byte 0xe9\n  fix: save it as UTF-8"
+    with pytest.raises(ConfigError, match=said):
+        load_config(["a.toml"])
+    with pytest.raises(ConfigError, match="is a folder\n  fix: name a file in it"):
         load_config([str(tmp_path)])
 
 

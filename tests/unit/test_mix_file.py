@@ -21,10 +21,7 @@ def mixed(folder: Path, text: str, *words: str) -> list[tuple[str, str, float]]:
 
 
 def test_each_line_is_a_source(tmp_path: Path) -> None:
-    text = (
-        "# weight path\n\ufeff".replace("\ufeff", "")
-        + "0.7 web/*.jsonl\n\n 3  my code/**/*.zst\n1e-1 /far\n"
-    )
+    text = "# weight path\n0.7 web/*.jsonl\n\n 3  my code/**/*.zst\n1e-1 /far\n"
     assert mixed(tmp_path, text) == [
         ("web/*.jsonl", f"{tmp_path}/web/*.jsonl", 0.7),
         ("my code/**/*.zst", f"{tmp_path}/my code/**/*.zst", 3.0),
@@ -55,7 +52,7 @@ def test_it_is_the_same_as_tables(tmp_path: Path) -> None:
         ("inf a\n", (), "'inf a' is not"),
         ("0.5\n", (), "'0.5' is not"),
         ("# none\n", (), "names no files"),
-        ("1 a\n", ("--training.dataset_path=b",), "is given beside dataset_path"),
+        ("1 a\n", ("--training.dataset_path=b",), "is given beside training.dataset_path"),
         (
             "1 a\n",
             ('--training.datasets=[{"dataset": "c4"}]',),
@@ -70,7 +67,7 @@ def test_a_file_that_is_no_mixture_is_refused(text, words, says, tmp_path: Path)
 
 
 def test_a_mixture_needs_a_file_and_a_kind(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"training\.mix_file = .*cannot be read: No such file"):
+    with pytest.raises(ConfigError, match="mix_file: /no/such: cannot be read: No such"):
         load_config(["--training.mix_file=/no/such", "--training.dataset=json"])
     with pytest.raises(ConfigError, match=r"needs training.dataset\n  fix: say of which kind"):
         load_config([f"--training.mix_file={tmp_path}"])

@@ -4,7 +4,7 @@ A key that no table names has the same name and meaning here. Source: torchtitan
 `torchtitan/config/job_config.py` (149 keys) and `torchtitan/models/*/__init__.py` (flavors).
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 FLAVORS: dict[tuple[str, str], tuple[str, str, dict[str, Any]]] = {
     ("llama3", "debugmodel"): (
@@ -60,27 +60,21 @@ VALUES: dict[str, dict[str, str]] = {
 """Values with another name here, by key."""
 
 
-class Default(NamedTuple):
-    """A value that torchtitan has where a TOML says nothing, and we have not."""
-
-    value: object
-    beside: tuple[str, object] | None = None
-    """It has an effect only where this key of ours has this value."""
-
-
-DEFAULTS: dict[str, Default] = {
-    "activation_checkpoint.mode": Default("selective"),
-    "activation_checkpoint.selective_ac_option": Default(
-        "2", ("activation_checkpoint.mode", "selective")
-    ),
-    "checkpoint.last_save_model_only": Default(True, ("checkpoint.enable", True)),
-    "compile.enable": Default(False),
-    "metrics.enable_tensorboard": Default(False),
+DEFAULTS: dict[str, tuple[object, str, object]] = {
+    "activation_checkpoint.mode": ("selective", "", None),
+    "activation_checkpoint.selective_ac_option": ("2", "activation_checkpoint.mode", "selective"),
+    "checkpoint.last_save_model_only": (True, "checkpoint.enable", True),
+    "compile.enable": (False, "", None),
+    "float8.recipe_name": ("tensorwise", "float8.enable", True),
+    "float8.filter_fqns": ([], "float8.enable", True),
+    "metrics.enable_tensorboard": (False, "", None),
     # no key there: weight decay applies to every parameter
-    "optimizer.decay_norm_and_bias": Default(True),
-    "validation.freq": Default(10, ("validation.enable", True)),
+    "optimizer.decay_norm_and_bias": (True, "", None),
+    "validation.freq": (10, "validation.enable", True),
 }
-"""By our key, in the order in which they are stated."""
+"""Values that torchtitan has where a TOML says nothing, and we have not; by our key, in the order
+in which they are stated. Each with the key and the value of ours beside which alone it has an
+effect, if there is one."""
 
 FLOAT8 = ("float8", "quantize.linear.float8")
 """Names of the converter to float8 layers."""
@@ -89,104 +83,88 @@ SMALL_LAYERS = "auto_filter_small_kn"
 """Among the layers to leave out there: those too small to gain. In models of the sizes above these
 are the projections of keys and values."""
 
-NO_CONVERTER = "it matters only to a converter that model.converters does not name"
-
-NO_EXPERTS = "it matters only to mixtures of experts"
-
-NO_TORCHFT = "it matters only to fault_tolerance.enable"
-
-OWN_LOADER = "data is read by a thread of each rank, which reads ahead"
-
-OWN_CUT = "a pipeline's stages are even in parameters, or as module_fqns_per_model_part says"
-
-RECOMPUTATION = "it changes what recomputation costs or checks, not its result"
-
-NO_RECORDER = "NCCL's flight recorder is set by TORCH_FR_BUFFER_SIZE and TORCH_FR_DUMP_TEMP_FILE"
-
 IDLE: dict[str, str] = {
-    "job.print_config": "the log shows the config, where it differs from the defaults",
-    "job.save_config_file": "the whole config is always in {dump_folder}/config.toml",
-    "metrics.disable_color_printing": "NO_COLOR=1 in the environment turns colour off",
-    "metrics.save_for_all_ranks": "figures are of all ranks, and the first writes them",
-    "model.print_after_conversion": "the log has a line about the conversion",
-    "optimizer.implementation": "the optimizer is always fused",
-    "training.gc_debug": "no tensor is kept by a circle of references",
-    "training.dataloader.*": OWN_LOADER,
-    "validation.dataloader.*": OWN_LOADER,
-    "parallelism.pipeline_parallel_first_stage_less_layers": OWN_CUT,
-    "parallelism.pipeline_parallel_last_stage_less_layers": OWN_CUT,
-    "parallelism.pipeline_parallel_layers_per_stage": OWN_CUT,
-    "parallelism.pipeline_parallel_expert_parallel_overlap": NO_EXPERTS,
-    "parallelism.context_parallel_load_balancer": "each rank has an early and a late chunk",
-    "parallelism.context_parallel_rotate_method": "keys and values are gathered",
-    "parallelism.disable_loss_parallel": "each rank computes the loss on its part of the logits",
-    "parallelism.expert_tensor_parallel_degree": NO_EXPERTS,
-    "parallelism.expert_parallel_comm_backend": NO_EXPERTS,
-    "checkpoint.enable_ft_dataloader_checkpoints": NO_TORCHFT,
-    "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns": "saved_ops decides",
-    "activation_checkpoint.early_stop": RECOMPUTATION,
-    "activation_checkpoint.visualize_memory_budget_pareto": RECOMPUTATION,
-    "activation_checkpoint.preserve_rng_state": "no block is random",
-    "activation_checkpoint.determinism_check": RECOMPUTATION,
-    "activation_checkpoint.debug": RECOMPUTATION,
-    "quantize.*": NO_CONVERTER,
-    "comm.trace_buf_size": NO_RECORDER,
-    "comm.save_traces_*": NO_RECORDER,
-    "memory_estimation.disable_fake_mode": "it matters only to memory_estimation.enable",
-    "fault_tolerance.*": NO_TORCHFT,
-    "debug.moe_force_load_balance": NO_EXPERTS,
+    pattern: why
+    for why, patterns in {
+        "the log shows the config, where it differs from the defaults": "job.print_config",
+        "the whole config is always in {dump_folder}/config.toml": "job.save_config_file",
+        "NO_COLOR=1 in the environment turns colour off": "metrics.disable_color_printing",
+        "figures are of all ranks, and the first writes them": "metrics.save_for_all_ranks",
+        "the log has a line about the conversion": "model.print_after_conversion",
+        "the optimizer is always fused": "optimizer.implementation",
+        "no tensor is kept by a circle of references": "training.gc_debug",
+        "data is read by a thread of each rank, which reads ahead": "training.dataloader.* "
+        "validation.dataloader.*",
+        "a pipeline's stages are even in parameters, or as module_fqns_per_model_part says": (
+            "parallelism.pipeline_parallel_*_stage_less_layers "
+            "parallelism.pipeline_parallel_layers_per_stage"
+        ),
+        "each rank has an early and a late chunk": "parallelism.context_parallel_load_balancer",
+        "keys and values are gathered": "parallelism.context_parallel_rotate_method",
+        "each rank computes the loss on its part of the logits": (
+            "parallelism.disable_loss_parallel"
+        ),
+        "it matters only to mixtures of experts": (
+            "parallelism.pipeline_parallel_expert_parallel_overlap "
+            "parallelism.expert_tensor_parallel_degree parallelism.expert_parallel_comm_backend "
+            "debug.moe_force_load_balance"
+        ),
+        "saved_ops decides": ("activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns"),
+        "it changes what recomputation costs or checks, not its result": (
+            "activation_checkpoint.early_stop activation_checkpoint.determinism_check "
+            "activation_checkpoint.visualize_memory_budget_pareto activation_checkpoint.debug"
+        ),
+        "no block is random": "activation_checkpoint.preserve_rng_state",
+        "parameters are gathered in training.mixed_precision_param": (
+            "quantize.linear.float8.enable_fsdp_float8_all_gather "
+            "quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp"
+        ),
+        "it matters only to a converter that model.converters does not name": "quantize.*",
+        "NCCL's flight recorder is set by TORCH_FR_BUFFER_SIZE and TORCH_FR_DUMP_TEMP_FILE": (
+            "comm.trace_buf_size comm.save_traces_*"
+        ),
+        "it matters only to memory_estimation.enable": "memory_estimation.disable_fake_mode",
+        "it matters only to fault_tolerance.enable": "fault_tolerance.* "
+        "checkpoint.enable_ft_dataloader_checkpoints",
+    }.items()
+    for pattern in patterns.split()
 }
 """Their key, as a glob pattern, and why it has no effect here. A row of `REFUSED` goes first."""
 
-SPENT: dict[str, str] = {
-    "model.converters": "it names none",
-    "parallelism.pipeline_parallel_microbatch_size": "there is no pipeline",
-    "validation.steps": "-1 is all of the data, as here",
-    "validation.local_batch_size": "a rank validates on training.local_batch_size at once",
-    "validation.seq_len": "it is training's",
-}
-"""A key that a function of translate.py read, and why nothing follows from the value it has."""
-
-
-class Refusal(NamedTuple):
-    """A key of theirs that is not supported."""
-
-    harmless: tuple[object, ...]
-    """Values that ask for nothing."""
-    rule: str
-    fix: str
-
-
 LEAVE_OUT = "leave it out"
 
-REFUSED: dict[str, Refusal] = {
-    "job.custom_config_module": Refusal(
-        ("",), "keys of your own are not supported", "see experimental.custom_import in the docs"
+REFUSED: dict[str, tuple[object, str, str]] = {
+    "job.custom_config_module": (
+        *("", "keys of your own are not supported"),
+        "see experimental.custom_import in the docs",
     ),
-    "parallelism.pipeline_parallel_schedule_csv": Refusal(
-        ("",), "schedules from a file are not supported", "use pipeline_parallel_schedule"
+    "parallelism.pipeline_parallel_schedule_csv": (
+        *("", "schedules from a file are not supported"),
+        "use pipeline_parallel_schedule",
     ),
-    "checkpoint.initial_load_model_only": Refusal(
-        (True,),
-        "a job starts from the weights of another, not from its optimizer and data",
+    "checkpoint.initial_load_model_only": (
+        *(True, "a job starts from the weights of another, not from its optimizer and data"),
         "to resume that job, use its job.dump_folder",
     ),
-    "checkpoint.initial_load_in_hf_quantized": Refusal(
-        (False,), "quantized weights are not read", "convert them to bfloat16 safetensors"
+    "checkpoint.initial_load_in_hf_quantized": (
+        *(False, "quantized weights are not read"),
+        "convert them to bfloat16 safetensors",
     ),
-    "checkpoint.create_seed_checkpoint": Refusal(
-        (False,), "training.seed gives the same first weights on every mesh", LEAVE_OUT
+    "checkpoint.create_seed_checkpoint": (
+        *(False, "training.seed gives the same first weights on every mesh"),
+        LEAVE_OUT,
     ),
-    "comm.mode": Refusal(("default",), "only real communication is supported", LEAVE_OUT),
-    "memory_estimation.enable": Refusal(
-        (False,), "a job that surely does not fit job.device_memory_gib is refused", LEAVE_OUT
+    "comm.mode": ("default", "only real communication is supported", LEAVE_OUT),
+    "memory_estimation.enable": (
+        *(False, "a job that surely does not fit job.device_memory_gib is refused"),
+        LEAVE_OUT,
     ),
-    "fault_tolerance.enable": Refusal((False,), "torchft is not supported", LEAVE_OUT),
-    "experimental.custom_args_module": Refusal(
-        ("",), "keys of your own are not supported", LEAVE_OUT
-    ),
-    "debug.deterministic_warn_only": Refusal(
-        (False,), "training.deterministic raises where an operation is not", LEAVE_OUT
+    "fault_tolerance.enable": (False, "torchft is not supported", LEAVE_OUT),
+    "experimental.custom_args_module": ("", "keys of your own are not supported", LEAVE_OUT),
+    "debug.deterministic_warn_only": (
+        *(False, "training.deterministic raises where an operation is not"),
+        LEAVE_OUT,
     ),
 }
-"""Keys that ask for a feature that Meshwright lacks."""
+"""Keys that ask for a feature that Meshwright lacks: the value that asks for nothing, the rule and
+the fix."""

@@ -6,8 +6,9 @@ The translated table states torchtitan's defaults where ours differ, so it means
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+from meshwright.config.fields import set_value
 from meshwright.config.parallelism import Float8
 from meshwright.config.torchtitan import rules
 from meshwright.system.errors import CombinedConfigError, ConfigError
@@ -15,25 +16,28 @@ from meshwright.system.errors import CombinedConfigError, ConfigError
 Table = dict[str, Any]
 
 
-class Note(NamedTuple):
-    """A note on a key of theirs: its name or meaning here."""
-
-    key: str
-    text: str
-
-
 class Job:
-    """Dotted keys of theirs, and the keys of ours that have come of them.
+    """A TOML of torchtitan's on its way to ours, in dotted keys.
 
     Attributes:
         given: keys that no rule has taken yet; the keys left at the end mean the same here.
+        notes: a key of theirs, and its name or meaning here.
+        origins: our key, and the key of theirs that it comes from, where they differ.
     """
 
     def __init__(self, given: Table) -> None:
         self.given = given
         self.ours: Table = {}
-        self.notes: list[Note] = []
+        self.notes: list[tuple[str, str]] = []
         self.origins: dict[str, str] = {}
+
+    @property
+    def table(self) -> Table:
+        """The TOML as ours."""
+        table: Table = {}
+        for key, value in (self.ours | self.given).items():
+            set_value(table, tuple(key.split(".")), value)
+        return table
 
     def is_on(self, key: str) -> bool:
         return self.given.get(key) is True
@@ -46,7 +50,7 @@ class Job:
         return value
 
     def note(self, key: str, text: str) -> None:
-        self.notes.append(Note(key, text))
+        self.notes.append((key, text))
 
     def put(self, key: str, value: Any, origin: str, text: str) -> None:
         """Give our `key` a value that comes from `origin`, unless `key` is given too."""
@@ -74,30 +78,9 @@ def flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
             yield f"{prefix}{name}", value
 
 
-def nested(keys: Mapping[str, Any]) -> Table:
-    """Return the table of dotted keys."""
-    table: Table = {}
-    for key, value in keys.items():
-        *tables, name = key.split(".")
-        inner = table
-        for part in tables:
-            inner = inner.setdefault(part, {})
-        inner[name] = value
-    return table
-
-
 NAMES = {name for name, _ in rules.FLAVORS}
 
 MICROBATCH = "parallelism.pipeline_parallel_microbatch_size"
-
-
-class Translation(NamedTuple):
-    """A torchtitan TOML as ours."""
-
-    table: Table
-    notes: list[Note]
-    origins: dict[str, str]
-    """Our key, and the key of theirs that it comes from, where they differ."""
 
 
 def is_torchtitan(raw: Mapping[str, Any]) -> bool:
@@ -112,16 +95,15 @@ def is_torchtitan(raw: Mapping[str, Any]) -> bool:
         return True
     if name not in NAMES:
         return False
-    is_theirs = (
-        name == rules.DEFAULT_NAME or flavor != "debugmodel"
-    )  # there is a debugmodel of both
+    # there is a debugmodel of both
+    is_theirs = name == rules.DEFAULT_NAME or flavor != "debugmodel"
     return "hf_assets_path" in model or (
         "name" in model and is_theirs and _find_flavor(name, flavor) is not None
     )
 
 
-def translate(raw: Mapping[str, Any], folder: Path) -> Translation:
-    """Turn the table of a torchtitan TOML into one of ours; keys of ours in it count as they are.
+def translate(raw: Mapping[str, Any], folder: Path) -> Job:
+    """Turn a TOML of torchtitan's into one of ours; keys of ours in it count as they are.
 
     Args:
         folder: where relative paths start: torchtitan's start at the working directory.
@@ -141,24 +123,22 @@ def translate(raw: Mapping[str, Any], folder: Path) -> Translation:
     _compile(job)
     _float8(job)
     _tables(job)
-    table = job.ours | job.given
-    noted = {note.key for note in job.notes}
-    for key, _ in flat(raw):
-        if key not in table and key not in noted:
-            job.note(key, f"without effect: {rules.SPENT.get(key, 'its value is the usual one')}")
-    return Translation(nested(table), job.notes, job.origins)
+    noted = {key for key, _ in job.notes} | (job.ours | job.given).keys()
+    for key in [key for key, _ in flat(raw) if key not in noted]:
+        job.note(key, "without effect: nothing here follows from it")
+    return job
 
 
 def _refuse(job: Job) -> None:
     errors = []
-    for key, refusal in rules.REFUSED.items():
+    for key, (harmless, rule, fix) in rules.REFUSED.items():
         if key not in job.given:
             continue
         value = job.given.pop(key)
-        if value in refusal.harmless:
+        if value == harmless:
             job.note(key, "without effect: it asks for nothing")
         else:
-            errors.append(error_of(key, value, refusal.rule, refusal.fix))
+            errors.append(error_of(key, value, rule, fix))
     if errors:
         raise CombinedConfigError(errors)
 
@@ -222,25 +202,16 @@ def _dataset(job: Job, section: str, default: str, folder: Path) -> None:
 
 
 def _validation(job: Job) -> None:
-    steps = job.number("validation.steps", -1)
-    batch = job.number("validation.local_batch_size", 8)
-    length = job.number("validation.seq_len", 2048)
-    trained = job.number("training.seq_len", 2048)
-    for name in ("steps", "local_batch_size", "seq_len"):
+    key, ours = "validation.steps", "validation.num_samples"
+    steps, batch = job.number(key, -1), job.number("validation.local_batch_size", 8)
+    for name in ("steps", "local_batch_size", "seq_len"):  # the length is training's
         job.given.pop(f"validation.{name}", None)
-    if length != trained and job.is_on("validation.enable"):
-        text = f"sequences have training.seq_len = {trained}, not {length}"
-        job.note("validation.seq_len", text)
     if steps == -1:  # all of the data, as here
         return
-    key, ours = "validation.steps", "validation.num_samples"
-    shards = job.number("parallelism.data_parallel_shard_degree", -1)
-    ranks = job.number("parallelism.data_parallel_replicate_degree", 1) * max(shards, 1)
-    count = steps * batch * ranks
-    text = f"x {batch} sequences x {ranks} data-parallel ranks: {ours} = {count}"
-    if shards == -1:
-        text = f"x {batch} sequences of one rank: {ours} = {count}, on any number of ranks"
-    job.put(ours, count, key, text)
+    shards = max(job.number("parallelism.data_parallel_shard_degree", -1), 1)
+    ranks = job.number("parallelism.data_parallel_replicate_degree", 1) * shards
+    text = f"x {batch} sequences x {ranks} data-parallel ranks, of which -1 is one"
+    job.put(ours, steps * batch * ranks, key, f"{text}: {ours} = {steps * batch * ranks}")
 
 
 def _pipeline(job: Job) -> None:
@@ -292,7 +263,7 @@ def _compile(job: Job) -> None:
 
 
 def _float8(job: Job) -> None:
-    key, prefix = "model.converters", "quantize.linear.float8."
+    key = "model.converters"
     converters = job.given.pop(key, [])
     if not converters:
         return
@@ -300,28 +271,17 @@ def _float8(job: Job) -> None:
         rule = "only float8 layers are supported, not MX, and not mixtures of experts"
         raise error_of(key, converters, rule, f'set it to ["{rules.FLOAT8[0]}"], or to []')
     job.put("float8.enable", True, key, "float8.enable = true")
-    recipe = job.given.pop(f"{prefix}recipe_name", None) or "tensorwise"  # their default
-    if recipe == "rowwise_with_gw_hp":
-        rule, fix = "gradients of weights are in float8, too", 'use "rowwise"'
-        raise error_of(f"{prefix}recipe_name", recipe, rule, fix)
-    text = f"{recipe!r}: float8.recipe_name; absent it is tensorwise there"
-    job.put("float8.recipe_name", recipe, f"{prefix}recipe_name", text)
-    key = f"{prefix}filter_fqns"
-    left_out = job.given.pop(key, [])
-    if not isinstance(left_out, list):
-        raise error_of(key, left_out, "must be a list of names", "write it in brackets")
-    names = [name for name in left_out if name not in ("output", rules.SMALL_LAYERS)]
-    if rules.SMALL_LAYERS in left_out:
-        names += Float8().filter_fqns
-    text = f"float8.filter_fqns = {names}; the output never multiplies in float8"
-    job.put("float8.filter_fqns", names, key, text)
-    emulate = f"{prefix}emulate"
-    if emulate in job.given:
-        job.put("float8.emulate", job.given.pop(emulate), emulate, "here float8.emulate")
-    for name in ("enable_fsdp_float8_all_gather", "precompute_float8_dynamic_scale_for_fsdp"):
-        if job.given.pop(prefix + name, False):
-            text = "without effect: parameters are gathered in training.mixed_precision_param"
-            job.note(prefix + name, text)
+    prefix = "quantize.linear.float8."
+    left_out = job.given.get(f"{prefix}filter_fqns")
+    if isinstance(left_out, list):
+        names = [name for name in left_out if name not in ("output", rules.SMALL_LAYERS)]
+        small = Float8().filter_fqns if rules.SMALL_LAYERS in left_out else []
+        job.given[f"{prefix}filter_fqns"] = names + small  # the output is never in float8
+    for name in ("recipe_name", "filter_fqns", "emulate"):
+        theirs, ours = f"{prefix}{name}", f"float8.{name}"
+        if theirs in job.given:
+            value = job.given.pop(theirs)
+            job.put(ours, value, theirs, f"here {ours} = {value!r}")
 
 
 def _tables(job: Job) -> None:
@@ -340,9 +300,8 @@ def _tables(job: Job) -> None:
                 del job.given[key]
                 job.note(key, f"without effect: {why}")
                 break
-    for key, default in rules.DEFAULTS.items():
-        table = job.ours | job.given
-        is_needed = default.beside is None or table.get(default.beside[0]) == default.beside[1]
-        if key not in table and is_needed:
-            job.ours[key] = default.value
-            job.note(key, f"{default.value!r}, torchtitan's default, is stated")
+    for key, (value, beside, wanted) in rules.DEFAULTS.items():
+        keys = job.ours | job.given
+        if key not in keys and keys.get(beside) == wanted:
+            job.ours[key] = value
+            job.note(key, f"{value!r}, torchtitan's default, is stated")
