@@ -24,11 +24,13 @@ from meshwright.launch.heartbeat import HEARTBEATS, LOOK_EVERY_S
 from meshwright.launch.machines import Meeting
 from meshwright.launch.watch import Watch, in_time, tail
 from meshwright.metrics.history import note_missing_end
-from meshwright.system.errors import EXIT_INTERRUPTED, EXIT_STOPPED, ConfigError
-from meshwright.system.exit_codes import (
+from meshwright.system.errors import (
     BY_TORCHRUN,
+    EXIT_CODES,
+    EXIT_INTERRUPTED,
+    EXIT_STOPPED,
     LOST_PEER,
-    OWN_CODES,
+    ConfigError,
     RankEnd,
     cause,
     code_of_request,
@@ -53,7 +55,7 @@ TAIL_LINES, TAIL_BYTES = 20, 2**20
 
 
 def launch() -> None:
-    """Run the command line; exit as `exit_codes.py` says.
+    """Run the command line; exit as `exit_code` says.
 
     A signal that asks to stop is left to the ranks, by way of a file; a second Ctrl-C kills them.
     """
@@ -191,7 +193,7 @@ def _report(error: ChildFailedError, request: Path, args: argparse.Namespace, wa
             print_error(before_training(asked or "a request to stop"))
             _note_end(args, watch, f"stopped: {asked or 'a request to stop'}")
         return code
-    if code in OWN_CODES:
+    if code in EXIT_CODES.values():
         message = _recorded(failure).get("message")
         shown = [one for one in error.failures.values() if _is_shown(one.local_rank, args)]
         if message and message not in [_recorded(one).get("message") for one in shown]:

@@ -15,8 +15,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Literal
 
-from meshwright.system.errors import EXIT_INTERRUPTED, StopRequested
-from meshwright.system.exit_codes import code_of_request
+from meshwright.system.errors import EXIT_INTERRUPTED, StopRequested, code_of_request
 
 if TYPE_CHECKING:
     from multiprocessing.context import ForkServerContext
