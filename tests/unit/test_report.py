@@ -210,12 +210,14 @@ def test_a_long_curve_keeps_its_extremes() -> None:
 
 
 def test_stacked_areas_lie_on_each_other() -> None:
+    """The sum is drawn first; the lower area then covers its own part."""
     curves = [Curve("a", [(0, 1.0), (10, 1.0)]), Curve("b", [(0, 3.0), (10, 3.0)])]
     drawn = draw(Chart("t", "s", curves, is_stacked=True))
-    a, b = re.findall('points="([^"]*)"', drawn)
-    assert a.split()[:2] == b.split()[:1:-1]  # the upper edge of one is the lower of the other
-    heights = [300 - float(points.split(",")[1].split()[0]) for points in (a, b)]
-    assert heights[1] == pytest.approx(4 * heights[0], rel=1e-2)
+    areas = re.findall('class="area (c.)" points="([^"]*)"', drawn)
+    assert [color for color, _ in areas] == ["c1", "c0"]
+    heights = [300 - float(points.split(",")[1].split()[0]) for _, points in areas]
+    assert heights[0] == pytest.approx(4 * heights[1], rel=1e-2)
+    assert all(points.endswith("1000.0,300.0 0.0,300.0") for _, points in areas)
 
 
 def test_odd_curves_can_be_drawn() -> None:
