@@ -87,7 +87,7 @@ def folder(tmp_path: Path) -> Path:
 
 def test_a_stage_that_begins_is_no_resume(folder) -> None:
     begun = {"event": "start", "unix_s": 1.0, "step": 10}
-    for is_new_stage, words in ((True, ""), (False, "resumed once")):
+    for is_new_stage, words in ((True, ""), (False, "resumed 1x")):
         rows = [{**begun, "step": 0}, {**begun, "is_new_stage": True}]
         rows.append({**begun, "is_new_stage": is_new_stage})
         lines(folder / "history.jsonl", rows)
@@ -113,15 +113,15 @@ def test_a_report_is_one_whole_file_with_everything_in_it(folder, capsys) -> Non
     assert "http" not in page
     assert page.count('class="chart"') == 5  # no memory, no bits per byte in these records
     assert page.count('class="seam"') == page.count('class="skipped"') == 5
-    for words in ("finished", "step 40: finished", "resumed once", "2 on <node>", "6.2500"):
+    for words in ("finished", "step 40: finished", "resumed 1x", "2 on <node>", "6.2500"):
         assert words in checked.text
     assert "optimizer.lr: 0.001 -> 0.0005" in checked.text  # changed at the resume
     assert "non-finite loss on rank 1" in checked.text
     assert "stdlib 48 to 55" in checked.text
     assert "Step 20:20\n  <b>Step 40:40\n  <b>All are in samples.jsonl" in checked.text
     # 40 steps of 0.5 s, two validations, one save
-    assert "31.0 s" in checked.text
-    assert re.search("forward \\+ backward16.0 s51.6%", checked.text)
+    assert "0:00:31" in checked.text
+    assert re.search("forward \\+ backward0:00:1651.6%", checked.text)
 
 
 def test_a_proof_in_the_folder_is_shown(folder) -> None:
