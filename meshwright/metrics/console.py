@@ -5,7 +5,7 @@ from contextlib import suppress
 
 from tqdm import tqdm
 
-from meshwright.metrics.records import Record, Texts
+from meshwright.metrics.sinks import Record, Texts
 from meshwright.system.log import (
     INDENT,
     console_stream,

@@ -19,9 +19,7 @@ from meshwright.datasets.opening import OpenSource
 from meshwright.datasets.stream import Cursor, SampleStream
 from meshwright.metrics import sinks
 from meshwright.metrics.console import Console
-from meshwright.metrics.records import Sink
 from meshwright.metrics.reporter import Phases, Reporter, Work
-from meshwright.metrics.weights_and_biases import WeightsAndBiases
 from meshwright.models.decoder import Decoder
 from meshwright.parallelisms.initialize import initialize
 from meshwright.parallelisms.local_model import (
@@ -150,7 +148,7 @@ def build_reporter(
     plan: Plan,
     device: torch.device,
     phases: Phases,
-    extra_sinks: Sequence[Sink],
+    extra_sinks: Sequence[sinks.Sink],
     tokens_seen: int,
     best_validation: tuple[int, float] | None,
 ) -> Reporter:
@@ -183,7 +181,7 @@ def _peak_flops_per_s(config: JobConfig, device: torch.device) -> float | None:
     return tflops * 1e12
 
 
-def _files(config: JobConfig, resumed_step: int) -> Iterator[Sink]:
+def _files(config: JobConfig, resumed_step: int) -> Iterator[sinks.Sink]:
     """Yield every sink that the config asks for in addition to the console."""
     metrics, dump_folder = config.metrics, Path(config.job.dump_folder)
     lines = partial(sinks.JsonLines, dump_folder / "metrics.jsonl", resumed_step)
@@ -193,10 +191,10 @@ def _files(config: JobConfig, resumed_step: int) -> Iterator[Sink]:
     if writes_texts or samples.exists():  # to remove an earlier run's after the step to resume from
         texts = partial(sinks.TextLines, samples, resumed_step)
         yield sinks.Spared("samples.jsonl", texts)
-    if metrics.enable_tensorboard:
+    if metrics.enable_tensorboard or metrics.enable_wandb:
         # 0.1 s, which other ranks and jobs without it need not spend
-        from meshwright.metrics.tensorboard_events import TensorBoard
-
+        from meshwright.metrics.trackers import TensorBoard, WeightsAndBiases
+    if metrics.enable_tensorboard:
         folder = dump_folder / metrics.save_tb_folder
         values = {
             f"{section}.{key}": value

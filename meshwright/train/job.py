@@ -19,7 +19,7 @@ from meshwright.config.job_config import Checkpoint, JobConfig, changed
 from meshwright.datasets.loader import StepData, num_bad_records, whole_cursor
 from meshwright.launch.heartbeat import heartbeat_of_this_rank
 from meshwright.metrics.profiling import Profiler
-from meshwright.metrics.records import Sink
+from meshwright.metrics.sinks import Sink
 from meshwright.parallelisms.meshes import Meshes, barrier, last_collectives, set_timeout
 from meshwright.system.hardware import ordered_attention
 from meshwright.system.log import busy, logger

@@ -38,9 +38,8 @@ from meshwright.datasets.opening import (
 from meshwright.datasets.stream import Cursor, steps_of_data
 from meshwright.launch.heartbeat import Heartbeat
 from meshwright.metrics import history
-from meshwright.metrics.records import Sink
 from meshwright.metrics.reporter import Pause, Phase, Reporter
-from meshwright.metrics.sinks import LoadsFile, Spared
+from meshwright.metrics.sinks import LoadsFile, Sink, Spared
 from meshwright.parallelisms.activation_checkpoint import find_ops
 from meshwright.parallelisms.meshes import Meshes, build_meshes, set_timeout, start_process_group
 from meshwright.parallelisms.rules.degrees import check_device

@@ -19,8 +19,7 @@ from meshwright.config.job_config import JobConfig, changed
 from meshwright.metrics.console import Console, Eta
 from meshwright.metrics.reporter import Phases, Reporter, Work
 from meshwright.metrics.sinks import JsonLines, Spared, TextLines, WholeRecords
-from meshwright.metrics.tensorboard_events import TensorBoard
-from meshwright.metrics.weights_and_biases import WeightsAndBiases
+from meshwright.metrics.trackers import TensorBoard, WeightsAndBiases
 from meshwright.system import hardware
 from meshwright.system.errors import ConfigError
 from meshwright.system.log import log_to_console

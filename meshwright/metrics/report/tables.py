@@ -10,9 +10,9 @@ from typing import Any
 from meshwright.config.changes import differences, shown
 from meshwright.config.job_config import JobConfig
 from meshwright.metrics.console import duration
-from meshwright.metrics.records import validation_loss
 from meshwright.metrics.report.document import table
 from meshwright.metrics.report.run import Run
+from meshwright.metrics.sinks import validation_loss
 
 
 def validation_table(run: Run) -> str:
