@@ -8,11 +8,11 @@ from tqdm import tqdm
 from meshwright.metrics.sinks import Record, Texts
 from meshwright.system.log import (
     INDENT,
+    ConsoleHandler,
     console_stream,
     console_width,
     is_terminal,
     logger,
-    set_bar,
 )
 
 
@@ -105,7 +105,7 @@ class Console:
                 mininterval=0.5,
                 bar_format="{percentage:3.0f}% {bar} step {n_fmt}/{total_fmt}{postfix}",
             )
-            set_bar(self._bar)
+            ConsoleHandler.bar = self._bar
 
     def advance(self, step: int) -> None:
         """Move the bar on: `step` has been handed to the device."""
@@ -163,7 +163,7 @@ class Console:
 
     def close(self) -> None:
         if self._bar is not None:
-            set_bar(None)
+            ConsoleHandler.bar = None
             with suppress(OSError):
                 self._bar.close()
 

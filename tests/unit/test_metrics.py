@@ -390,7 +390,9 @@ def test_colour_and_bar_are_for_terminals(monkeypatch) -> None:
     monkeypatch.setenv("NO_COLOR", "1")
     terminal.truncate(0)
     log_to_console()
-    Console(10, step=0).write({"step": 5, "time/step_s": 1.0, **RECORD})
+    console = Console(10, step=0)
+    console.write({"step": 5, "time/step_s": 1.0, **RECORD})
+    console.close()
     assert "\x1b[1m" not in terminal.getvalue()
 
 
