@@ -172,13 +172,14 @@ def build_reporter(
 def _peak_flops_per_s(config: JobConfig, device: torch.device) -> float | None:
     """Return the peak that MFU is a part of, and log it; None if nobody has given it."""
     if config.metrics.peak_tflops:
-        tflops, source = config.metrics.peak_tflops, "metrics.peak_tflops"
-    elif peak := peak_of(device, getattr(torch, config.training.mixed_precision_param)):
-        tflops, source = peak.flops_per_s / 1e12, peak.source
+        peak, source = config.metrics.peak_tflops * 1e12, "metrics.peak_tflops"
     else:
-        return None
-    logger.debug("peak for mfu: %.4g TFLOP/s per device (%s)", tflops, source)
-    return tflops * 1e12
+        found = peak_of(device, getattr(torch, config.training.mixed_precision_param))
+        if found is None:
+            return None
+        peak, source = found
+    logger.debug("peak for mfu: %.4g TFLOP/s per device (%s)", peak / 1e12, source)
+    return peak
 
 
 def _files(config: JobConfig, resumed_step: int) -> Iterator[sinks.Sink]:
