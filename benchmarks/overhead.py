@@ -21,7 +21,7 @@ import torch
 from meshwright.config.loader import load_config
 from meshwright.datasets.cached import CachedSamples
 from meshwright.datasets.opening import CachedSource, open_training_data
-from meshwright.metrics.records import Record
+from meshwright.metrics.sinks import Record
 from meshwright.models.decoder import Decoder
 from meshwright.parallelisms.initialize import initialize
 from meshwright.system import hardware

@@ -21,14 +21,16 @@ from torch.distributed.run import parse_args, run
 
 from meshwright.config.loader import load_config
 from meshwright.launch.heartbeat import HEARTBEATS, LOOK_EVERY_S
-from meshwright.launch.meeting import Meeting
-from meshwright.launch.watch import Watch, tail, try_to_write
+from meshwright.launch.machines import Meeting
+from meshwright.launch.watch import Watch, in_time, tail
 from meshwright.metrics.history import note_missing_end
-from meshwright.system.errors import EXIT_INTERRUPTED, EXIT_STOPPED, ConfigError
-from meshwright.system.exit_codes import (
+from meshwright.system.errors import (
     BY_TORCHRUN,
+    EXIT_CODES,
+    EXIT_INTERRUPTED,
+    EXIT_STOPPED,
     LOST_PEER,
-    OWN_CODES,
+    ConfigError,
     RankEnd,
     cause,
     code_of_request,
@@ -40,9 +42,20 @@ from meshwright.system.processes import STOP, TRAINED, Launch, before_training, 
 PREFIX = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
 """torchrun's environment variable for the beginning of every line of a rank."""
 
+RANKS = "meshwright.train"
+"""The module that a rank runs."""
+
+STDERR = "*/attempt_*/{}/stderr.log"
+"""Where torchrun's --tee copies the stderr of a rank to: LOG_DIR/JOB/attempt_N/LOCAL_RANK."""
+
+FAULT = "Fatal Python error"
+"""How Python begins to say where it was when C++ ended it."""
+
+TAIL_LINES, TAIL_BYTES = 20, 2**20
+
 
 def launch() -> None:
-    """Run the command line; exit as `exit_codes.py` says.
+    """Run the command line; exit as `exit_code` says.
 
     A signal that asks to stop is left to the ranks, by way of a file; a second Ctrl-C kills them.
     """
@@ -99,11 +112,13 @@ def _wait_for_machines(args: argparse.Namespace, folder: Path) -> int:
     machines = 1 if args.standalone else int(args.nnodes)
 
     def speak() -> None:
-        begun, meeting = time.monotonic(), Meeting(args.rdzv_endpoint, machines, args.rdzv_id)
+        begun, due_s = time.monotonic(), SPEAK_EVERY_S
+        meeting = Meeting(args.rdzv_endpoint, machines, args.rdzv_id)
         with suppress(OSError):  # the folder goes with the job
             while not _has_ranks(folder):
                 meeting.come()
-                if (waited_s := time.monotonic() - begun) >= SPEAK_EVERY_S * (meeting.said + 1):
+                if (waited_s := time.monotonic() - begun) >= due_s:
+                    due_s += SPEAK_EVERY_S
                     logger.info("%s: %.0f s so far", meeting.describe(), waited_s)
                 time.sleep(LOOK_EVERY_S)
 
@@ -178,14 +193,14 @@ def _report(error: ChildFailedError, request: Path, args: argparse.Namespace, wa
             print_error(before_training(asked or "a request to stop"))
             _note_end(args, watch, f"stopped: {asked or 'a request to stop'}")
         return code
-    if code in OWN_CODES:
+    if code in EXIT_CODES.values():
         message = _recorded(failure).get("message")
         shown = [one for one in error.failures.values() if _is_shown(one.local_rank, args)]
         if message and message not in [_recorded(one).get("message") for one in shown]:
             print_error(f"rank {end.rank}: {message}")
         return code
-    place = watch.last_place(end.rank)
-    where = f", in {place}" if place else ""
+    beat = watch.last_beat(end.rank)
+    where = f", in {beat.place}" if beat else ""
     how = f"was killed by {failure.signal_name()}" if end.code < 0 else f"failed (exit {code})"
     if end.code in BY_TORCHRUN:
         how = "was ended by SIGTERM"
@@ -236,22 +251,8 @@ def _print(*lines: str) -> None:
 
 def _note_end(args: argparse.Namespace, watch: Watch, reason: str) -> None:
     """Add the end to the history of the run, if its first rank was here and could not."""
-    step = watch.last_step(0)
-    if step is not None:
-        try_to_write(lambda: note_missing_end(_logs(args).parent, step, reason, watch.began))
-
-
-TAIL_LINES = 20
-
-TAIL_BYTES = 2**20
-
-RANKS = "meshwright.train"
-"""The module that a rank runs."""
-STDERR = "*/attempt_*/{}/stderr.log"
-"""Where torchrun's --tee copies the stderr of a rank to: LOG_DIR/JOB/attempt_N/LOCAL_RANK."""
-
-FAULT = "Fatal Python error"
-"""How Python begins to say where it was when C++ ended it."""
+    if (beat := watch.last_beat(0)) is not None:
+        in_time(lambda: note_missing_end(_logs(args).parent, beat.step, reason, watch.began))
 
 
 def _show_stderr(rank: int, failure: ProcessFailure, args: argparse.Namespace) -> None:
@@ -271,22 +272,15 @@ def _show_stderr(rank: int, failure: ProcessFailure, args: argparse.Namespace) -
             (folder / f"stderr_{number}.log").write_text(end, "utf-8")
         where = f" ({folder}/stderr_*.log)"
     if not _is_shown(failure.local_rank, args):
-        before, fault, after = ends[rank].rpartition(FAULT)
-        lines = (before or after).splitlines()[-TAIL_LINES:]
-        if fault:
-            lines += (fault + after).splitlines()[:TAIL_LINES]
+        before, *fault = ends[rank].partition(FAULT)
+        lines = before.splitlines()[-TAIL_LINES:] + "".join(fault).splitlines()[:TAIL_LINES]
         if lines:
             print_error(f"the end of rank {rank}'s stderr{where}:")
             _print(*lines)
 
 
 def _logs(args: argparse.Namespace) -> Path:
-    """Return the job's folder of logs, which is made if need be.
-
-    Raises:
-        OSError: if it cannot be made.
-        ConfigError: if the job's own config cannot be read any more.
-    """
+    """Make the job's folder of logs; raise ConfigError if its config cannot be read any more."""
     words = args.training_script_args
     if RANKS in words:  # `python -m meshwright.train`, as `meshwright train` starts ranks
         words = words[words.index(RANKS) + 1 :]

@@ -1,36 +1,34 @@
-"""The launcher's thread that watches the ranks of its machine, and ends a job that hangs."""
+"""The launcher's thread that watches the ranks of its machine, and ends a job that hangs.
 
-import json
+It names the rank that the others wait for, from evidence about every rank.
+"""
+
 import os
+import re
 import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
-from datetime import timedelta
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
-import torch.distributed as dist
-
-from meshwright.launch.hang import STOPPED, Evidence, culprits, report, verdict
 from meshwright.launch.heartbeat import EXAMINE, LOOK_EVERY_S, STACKS_SIGNAL, Beat, read_beats
-from meshwright.system.errors import ConfigError
+from meshwright.launch.machines import Machines
+from meshwright.system.errors import ConfigError, in_ranges
+
+T = TypeVar("T")
 
 ANSWER_S = 1.5
 """Seconds that ranks get to write their stacks and last collectives."""
-
-MACHINES_S = 8.0
-"""Seconds that other machines get to tell of their ranks."""
 
 WRITE_S = 3.0
 """Seconds to write the report."""
 
 ASK_MACHINES_EVERY_S = 2.0
-
-LONGEST_GAP_S = 5.0
-"""Between two looks; after a longer one this process was stopped itself, and so was the job."""
 
 ABORTED = "Watchdog caught collective operation timeout"
 """NCCL's last words on stderr before it aborts a rank: torch, ProcessGroupNCCL.cpp."""
@@ -42,6 +40,113 @@ WARN_AFTER_S = 3.0
 """Seconds beyond the limit: a timeout of the ranks' own, which says more, comes first."""
 
 TAIL_BYTES = 2**16
+
+STOPPED, GONE = ("T", "t"), ("", "Z")
+"""States of /proc/PID/stat: by a signal or a debugger; ended."""
+
+MEANINGS = {
+    "T": "stopped by a signal (SIGSTOP)",
+    "t": "stopped by a debugger",
+    "D": "in the kernel, as for a disk that does not answer",
+    "R": "computing",
+    "S": "asleep",
+    **dict.fromkeys(GONE, "dead"),
+}
+
+WAITS_IN = re.compile(
+    r"/(torch/distributed/[\w/]+|meshwright/train/stop|concurrent/futures/\w+)\.py$"
+)
+"""Files in whose functions a rank waits for others."""
+
+FRAMES_SEEN = 4
+"""Of the main thread, from the innermost, to see whether it waits for others."""
+
+FRAME = re.compile(r'File "(?P<file>.*)", line \d+ in ')
+
+THREAD = re.compile(r"[Tt]hread 0x")
+
+
+@dataclass(frozen=True)
+class Evidence(Beat):
+    """The last that is known of a rank."""
+
+    host: str
+    age_s: float
+    """Seconds since it entered the phase."""
+    state: str
+    """Its letter in /proc/PID/stat; "" if the process is gone."""
+    stacks: str
+    collectives: str
+
+    @property
+    def files(self) -> list[str]:
+        """Files of the main thread's innermost frames; none if there are no stacks."""
+        *_, last = THREAD.split(self.stacks)  # faulthandler writes the oldest, the main one, last
+        return FRAME.findall(last)[:FRAMES_SEEN]
+
+    @property
+    def waits(self) -> bool:
+        """Whether it waits for other ranks."""
+        return bool(self.failed) or any(map(WAITS_IN.search, self.files))
+
+    def __str__(self) -> str:
+        meaning = MEANINGS.get(self.state, self.state)
+        return f"in {self.place}, entered {self.age_s:.0f} s ago: {meaning}"
+
+
+def culprits(evidence: Sequence[Evidence]) -> list[Evidence]:
+    """Return the ranks that the others wait for; none if that cannot be told."""
+    counts = [rank.count for rank in evidence]
+    by_weight = (
+        [rank for rank in evidence if rank.state in STOPPED],
+        [rank for rank in evidence if rank.count == min(counts) < max(counts)],
+        [rank for rank in evidence if rank.files and not rank.waits],
+        [rank for rank in evidence if rank.state == "D"],
+    )
+    return next((found for found in by_weight if 0 < len(found) < max(len(evidence), 2)), [])
+
+
+def verdict(evidence: Sequence[Evidence], num_ranks: int, where: str) -> list[str]:
+    """Return the message about a hang, the cause last.
+
+    Args:
+        num_ranks: of the whole job; the ones without evidence are on machines that do not answer.
+        where: file with the stacks; "" if there is none.
+    """
+    silent = set(range(num_ranks)) - {rank.rank for rank in evidence}
+    guilty = culprits(evidence)
+    if silent and not any(rank.state in STOPPED for rank in evidence):
+        guilty = []
+        cause = [f"the job hangs, and nothing is heard of {_ranks(silent)}"]
+    elif guilty:
+        cause = [f"rank {rank.rank} (on {rank.host}) hangs {rank}" for rank in guilty]
+    else:
+        cause = ["ranks hang, and none is behind the others or does anything but wait"]
+    others = [rank for rank in evidence if rank not in guilty]
+    lines = [
+        f"{_ranks(rank.rank for rank in others if rank.place == place)}: in {place}"
+        for place in dict.fromkeys(rank.place for rank in others)
+    ]
+    if where:
+        lines.append(f"stacks of all ranks: {where}")
+    if limit := next((r for r in evidence if r.limit_key), None):
+        lines.append(f"the limit on waiting: {limit.limit_key} = {limit.limit_s:g} s")
+    return lines + cause
+
+
+def _ranks(ranks: Iterable[int]) -> str:
+    ranks = list(ranks)
+    return f"rank{'s' * (len(ranks) > 1)} {in_ranges(ranks)}"
+
+
+def report(evidence: Sequence[Evidence]) -> str:
+    """Return everything known, as text: state, stacks and last collectives of every rank."""
+    parts = []
+    for rank in evidence:
+        stacks = rank.stacks or "(it wrote no stacks)"
+        texts = (f"rank {rank.rank} on {rank.host}: {rank}", rank.failed, stacks, rank.collectives)
+        parts += [*filter(None, texts), ""]
+    return "\n".join(parts)
 
 
 class Watch:
@@ -68,9 +173,9 @@ class Watch:
         self.verdict: list[str] | None = None
         self.began = time.time()
         self._folder, self._stderr, self._reports, self._say = folder, stderr, reports, say
-        self._stopped_since: dict[int, float] = {}
+        self._stopped_s: dict[int, float] = {}
         self._warned: set[tuple[int, int]] = set()
-        self._looked_at = self._asked_at = time.monotonic()
+        self._asked_at = time.monotonic()
         self._machines: Machines | None = None
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
@@ -83,46 +188,35 @@ class Watch:
         self._ended.set()
         self._thread.join()  # a verdict under way is finished
 
-    def last_place(self, rank: int) -> str:
-        """Return the last known phase and step of a rank; "" if there is none."""
-        beat = self._last_beat(rank)
-        return beat.place if beat is not None else ""
-
-    def last_step(self, rank: int) -> int | None:
-        """Return the step that a rank was in; None if it was not on this machine, or alone."""
-        beat = self._last_beat(rank)
-        return beat.step if beat is not None else None
-
-    def _last_beat(self, rank: int) -> Beat | None:
+    def last_beat(self, rank: int) -> Beat | None:
+        """Return the last beat of a rank; None if it was not on this machine, or alone."""
         return next((beat for beat in read_beats(self._folder) if beat.rank == rank), None)
 
     def _run(self) -> None:
         while not self._ended.wait(LOOK_EVERY_S):
-            now = time.monotonic()
-            if now - self._looked_at > LONGEST_GAP_S:
-                self._stopped_since.clear()
-            self._looked_at = now
             beats = read_beats(self._folder)
-            if beats and self._is_hung(beats, now):
+            if beats and self._is_hung(beats):
                 self._conclude(beats)
                 return
 
-    def _is_hung(self, beats: Sequence[Beat], now: float) -> bool:
+    def _is_hung(self, beats: Sequence[Beat]) -> bool:
+        now = time.monotonic()
         for beat in beats:
             state = state_of(beat.pid)
-            if beat.failed:
+            # by the number of looks: if the whole job is stopped, there are none
+            stopped_s = self._stopped_s.get(beat.rank, 0.0) + LOOK_EVERY_S
+            self._stopped_s[beat.rank] = stopped_s if state in STOPPED else 0.0
+            if beat.failed or self._stopped_s[beat.rank] >= beat.limit_s > 0:
                 return True
-            if state and state in STOPPED:
-                since = self._stopped_since.setdefault(beat.rank, now)
-                if now - since >= beat.limit_s > 0:
-                    return True
-            else:
-                self._stopped_since.pop(beat.rank, None)
             waited_s = now - beat.since
-            if state in ("", "Z") and waited_s >= NEARLY * beat.limit_s > 0 and self._aborted(beat):
+            if state in GONE and waited_s >= NEARLY * beat.limit_s > 0 and self._aborted(beat):
                 return True
         self._warn(beats, now)
-        return self._machine_found_one(beats[0], now)
+        if now - self._asked_at < ASK_MACHINES_EVERY_S:
+            return False
+        self._asked_at = now
+        others = self._others(beats[0])
+        return others is not None and others.is_trouble()
 
     def _aborted(self, beat: Beat) -> bool:
         path = self._stderr(beat.facts["local_rank"])
@@ -144,14 +238,11 @@ class Watch:
                 f"{rank.limit_key}; the others wait for it (its state: {rank.state or 'dead'})"
             )
 
-    def _machine_found_one(self, beat: Beat, now: float) -> bool:
-        if beat.facts["machines"] < 2 or now - self._asked_at < ASK_MACHINES_EVERY_S:
-            return False
-        self._asked_at = now
-        if self._machines is None:
+    def _others(self, beat: Beat) -> Machines | None:
+        if self._machines is None and beat.facts["machines"] > 1:
             with suppress(RuntimeError):  # it is there once torchrun has begun, and not at its end
-                self._machines = Machines(beat)
-        return self._machines is not None and self._machines.is_trouble()
+                self._machines = Machines(beat.facts)
+        return self._machines
 
     def _examine(self, beats: Sequence[Beat]) -> list[Evidence]:
         """Have the ranks here write their stacks and last collectives, and collect everything."""
@@ -163,91 +254,34 @@ class Watch:
                 _kill(beat.pid, STACKS_SIGNAL)
         time.sleep(ANSWER_S)
         return [
-            _evidence(beat, self._folder, states[beat.rank]) for beat in read_beats(self._folder)
+            Evidence(
+                **vars(beat),
+                host=socket.gethostname(),
+                age_s=time.monotonic() - beat.since,
+                state=states[beat.rank],
+                stacks=_read(self._folder / f"rank_{beat.rank}.stacks"),
+                collectives=_read(self._folder / f"rank_{beat.rank}.collectives"),
+            )
+            for beat in read_beats(self._folder)
         ]
 
     def _conclude(self, beats: Sequence[Beat]) -> None:
-        is_stopped = {beat.pid for beat in beats if state_of(beat.pid) == "T"}
         evidence = self._examine(beats)
-        if is_stopped:  # with the signal that is pending it writes its stacks; then it is ended
-            for pid in is_stopped:
-                _kill(pid, signal.SIGCONT)
-            time.sleep(ANSWER_S / 3)
-            evidence = [
-                replace(rank, stacks=_read(self._folder / f"rank_{rank.rank}.stacks"))
-                for rank in evidence
-            ]
-        facts = beats[0].facts
-        if facts["machines"] > 1:
+        if (others := self._others(beats[0])) is not None:
             with suppress(RuntimeError):
-                self._machines = self._machines or Machines(beats[0])
-                evidence = self._machines.exchange(evidence)
-        where = self._write(f"hang_{facts['machine']}.txt", report(evidence))
+                told = others.exchange([asdict(rank) for rank in evidence])
+                evidence = sorted((Evidence(**rank) for rank in told), key=lambda rank: rank.rank)
+        facts = beats[0].facts
+        name = f"hang_{facts['machine']}.txt"
+        where = in_time(partial(self._write, name, report(evidence))) or ""
         self.verdict = verdict(evidence, facts["world_size"], where)
         for beat in beats:
             _kill(beat.pid, signal.SIGKILL)
 
     def _write(self, name: str, text: str) -> str:
-        """Write a report; return its path, or "" if that fails or takes too long."""
-        written: list[str] = []
-
-        def write() -> None:
-            path = self._reports() / name
-            path.write_text(text, "utf-8")
-            written.append(str(path))
-
-        try_to_write(write)
-        return written[0] if written else ""
-
-
-class Machines:
-    """The launchers of the other machines, by way of the store that torchrun has for the ranks.
-
-    Raises:
-        RuntimeError: (every method) if the store does not answer.
-    """
-
-    def __init__(self, beat: Beat) -> None:
-        host, port = beat.facts["store"]
-        timeout = timedelta(seconds=MACHINES_S)
-        store = dist.TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
-        self._store = dist.PrefixStore("meshwright_hang", store)
-        self._machine, self._count = beat.facts["machine"], beat.facts["machines"]
-
-    def is_trouble(self) -> bool:
-        """Return whether any machine has found a hang. A store that is gone is not one."""
-        with suppress(RuntimeError):
-            return bool(self._store.check(["trouble"]))
-        return False
-
-    def exchange(self, evidence: Sequence[Evidence]) -> list[Evidence]:
-        """Send the others the evidence on the ranks here; return all evidence in time."""
-        self._store.set("trouble", "yes")
-        self._store.set(f"of {self._machine}", json.dumps([asdict(rank) for rank in evidence]))
-        keys = {f"of {machine}" for machine in range(self._count)}
-        told: list[Evidence] = []
-        end = time.monotonic() + MACHINES_S
-        while keys and time.monotonic() < end:
-            for key in [key for key in keys if self._store.check([key])]:
-                told += [Evidence(**rank) for rank in json.loads(self._store.get(key))]
-                keys.remove(key)
-            time.sleep(LOOK_EVERY_S / 5)
-        with suppress(RuntimeError):  # the store ends with the launcher that has it, so wait
-            self._store.add("done", 1)
-            while self._store.add("done", 0) < self._count and time.monotonic() < end:
-                time.sleep(LOOK_EVERY_S / 5)
-        return sorted(told, key=lambda rank: rank.rank)
-
-
-def _evidence(beat: Beat, folder: Path, state: str) -> Evidence:
-    return Evidence(
-        **vars(beat),
-        host=socket.gethostname(),
-        age_s=time.monotonic() - beat.since,
-        state=state,
-        stacks=_read(folder / f"rank_{beat.rank}.stacks"),
-        collectives=_read(folder / f"rank_{beat.rank}.collectives"),
-    )
+        path = self._reports() / name
+        path.write_text(text, "utf-8")
+        return str(path)
 
 
 def state_of(pid: int) -> str:
@@ -275,13 +309,16 @@ def _kill(pid: int, number: int) -> None:
         os.kill(pid, number)
 
 
-def try_to_write(write: Callable[[], None]) -> None:
-    """Call `write`, and wait for seconds at most: the file system may be the cause of a hang."""
+def in_time(write: Callable[[], T]) -> T | None:
+    """Return `write()`; None if it fails or takes too long: the file system may be the cause of a
+    hang."""
+    results: list[T] = []
 
     def run() -> None:
         with suppress(OSError, ConfigError):
-            write()
+            results.append(write())
 
     thread = threading.Thread(target=run, name="report", daemon=True)
     thread.start()
     thread.join(WRITE_S)
+    return results[0] if results else None

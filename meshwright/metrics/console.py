@@ -5,14 +5,14 @@ from contextlib import suppress
 
 from tqdm import tqdm
 
-from meshwright.metrics.records import Record, Texts
+from meshwright.metrics.sinks import Record, Texts
 from meshwright.system.log import (
     INDENT,
+    ConsoleHandler,
     console_stream,
     console_width,
     is_terminal,
     logger,
-    set_bar,
 )
 
 
@@ -51,22 +51,21 @@ HEADER_EVERY = 25
 
 BOLD, DIM, CYAN, RESET = "\x1b[1m", "\x1b[2m", "\x1b[36m", "\x1b[0m"
 
-COLUMNS = (  # header, width, colour
-    ("loss", 9, BOLD),
-    ("load", 6, ""),
-    ("grad_norm", 10, ""),
-    ("lr", 9, DIM),
-    ("wps", 10, CYAN),
-    ("mfu", 6, ""),
-    ("TFLOP/s", 8, DIM),
-    ("GiB", 7, ""),
-    ("eta", 12, ""),
-)
-
+COLUMNS = {
+    "loss": (9, BOLD),
+    "load": (6, ""),
+    "grad_norm": (10, ""),
+    "lr": (9, DIM),
+    "wps": (10, CYAN),
+    "mfu": (6, ""),
+    "TFLOP/s": (8, DIM),
+    "GiB": (7, ""),
+    "eta": (12, ""),
+}
+"""Width and colour of each column, by its header."""
 
 LOAD = "experts/load_max"
 """Figure of the column "load", which is there for models that have it."""
-
 
 LEFT_OUT = ("TFLOP/s", "GiB", "lr")
 """Columns that a narrow console drops, in this order; metrics.jsonl has them."""
@@ -79,31 +78,21 @@ def duration(seconds: float | None) -> str:
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
     days, hour = divmod(hours, 24)
-    return (
-        f"{days}d {hour:02}:{minute:02}:{second:02}" if days else f"{hour}:{minute:02}:{second:02}"
-    )
+    return f"{f'{days}d {hour:02}' if days else hour}:{minute:02}:{second:02}"
 
 
 def _short(value: float) -> str:
     return f"{value:.4f}" if abs(value) < 1000 else f"{value:.2e}"
 
 
-def _flops(value: float) -> str:
-    return f"{value:.3f}" if value < 10 else f"{value:.1f}"
-
-
 class Console:
     """Shows records as a table, validations below, and how far the job is."""
 
     def __init__(self, steps: int, step: int) -> None:
-        """
-        Args:
-            steps: of the whole job.
-            step: the last one before this process.
-        """
+        """`steps`: of the whole job; `step`: the last one before this process."""
         self._steps, self._eta = steps, Eta(steps)
         self._num_lines = 0
-        self._columns: list[tuple[str, int, str]] = []
+        self._columns: list[str] = []
         self._bar: tqdm[None] | None = None
         stream = console_stream()
         if is_terminal(stream):
@@ -116,11 +105,7 @@ class Console:
                 mininterval=0.5,
                 bar_format="{percentage:3.0f}% {bar} step {n_fmt}/{total_fmt}{postfix}",
             )
-            set_bar(self._bar)
-
-    @property
-    def _step_width(self) -> int:
-        return 2 * len(str(self._steps)) + 1
+            ConsoleHandler.bar = self._bar
 
     def advance(self, step: int) -> None:
         """Move the bar on: `step` has been handed to the device."""
@@ -133,14 +118,15 @@ class Console:
         left = duration(self._eta.seconds)
         if self._bar is not None:
             self._bar.set_postfix_str(f"eta {left}", refresh=False)
-        step, width = f"{record['step']}/{self._steps}", self._step_width
+        width = 2 * len(str(self._steps)) + 1
+        step = f"{record['step']}/{self._steps}".rjust(width)
         if self._num_lines == 0:
-            self._columns = self._fitting(record)
+            self._columns = _fitting(record, len(f"{INDENT}step ") + width)
         if self._num_lines % HEADER_EVERY == 0:
-            names = "".join(name.rjust(columns) for name, columns, _ in self._columns)
+            names = "".join(name.rjust(COLUMNS[name][0]) for name in self._columns)
             logger.info("%s", f"{'step':>{width + 5}}{names}")
         self._num_lines += 1
-        mfu = record.get("time/mfu_pct")
+        mfu, tflops = record.get("time/mfu_pct"), record["time/tflops"]
         texts = {
             "loss": _short(record["loss/train"]),
             "load": f"{record.get(LOAD, 0):.2f}",
@@ -148,26 +134,18 @@ class Console:
             "lr": f"{record['optim/lr']:.2e}",
             "wps": f"{record['time/wps']:,.0f}",
             "mfu": "-" if mfu is None else f"{mfu:.1f}%",
-            "TFLOP/s": _flops(record["time/tflops"]),
+            "TFLOP/s": f"{tflops:.{3 if tflops < 10 else 1}f}",
             "GiB": f"{record['memory/peak_gib']:.2f}",
             "eta": left,
         }
-        plain, coloured = f"step {step:>{width}}", f"step {BOLD}{step:>{width}}{RESET}"
-        for name, columns, colour in self._columns:
+        plain, coloured = f"step {step}", f"step {BOLD}{step}{RESET}"
+        for name in self._columns:
+            columns, colour = COLUMNS[name]
             cell = f" {texts[name]:>{columns - 1}}"
             plain += cell
             coloured += f"{colour}{cell}{RESET}" if colour else cell
         logger.info("%s", plain, extra={"coloured": coloured})
         self._write_validation(record)
-
-    def _fitting(self, record: Record) -> list[tuple[str, int, str]]:
-        """Return the columns of which the record has figures, and for which there is room."""
-        found = [column for column in COLUMNS if column[0] != "load" or LOAD in record]
-        room = console_width(console_stream()) - len(f"{INDENT}step ") - self._step_width
-        for name in LEFT_OUT:
-            if sum(columns for _, columns, _ in found) > room:
-                found = [column for column in found if column[0] != name]
-        return found
 
     def _write_validation(self, record: Record) -> None:
         sets: dict[str, list[str]] = {}
@@ -185,6 +163,15 @@ class Console:
 
     def close(self) -> None:
         if self._bar is not None:
-            set_bar(None)
+            ConsoleHandler.bar = None
             with suppress(OSError):
                 self._bar.close()
+
+
+def _fitting(record: Record, used: int) -> list[str]:
+    """Return the columns of which the record has figures, and for which there is room."""
+    found = [name for name in COLUMNS if name != "load" or LOAD in record]
+    for name in LEFT_OUT:
+        if used + sum(COLUMNS[shown][0] for shown in found) > console_width(console_stream()):
+            found.remove(name)
+    return found

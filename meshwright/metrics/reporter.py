@@ -10,7 +10,7 @@ from typing import Literal
 
 import torch
 
-from meshwright.metrics.records import Record, Sink, Texts, TextSink, validation_loss
+from meshwright.metrics.sinks import Record, Sink, Texts, TextSink, validation_loss
 from meshwright.system import hardware
 from meshwright.system.log import logger
 

@@ -1,4 +1,4 @@
-"""Sinks that write records to files: each record whole, and none twice."""
+"""The record of a logged step, and the sinks that write it to files: whole, and never twice."""
 
 import json
 import math
@@ -6,11 +6,47 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
-from meshwright.metrics.records import Record, Sink, Texts, TextSink
 from meshwright.system.files import whole_file
 from meshwright.system.log import logger
+
+Record = dict[str, float | int]
+"""`step`, and the figures of that step; docs/monitoring.md explains each name."""
+
+
+class Sink(Protocol):
+    """Takes one record per logged step."""
+
+    def write(self, record: Record) -> None:
+        """`record["step"]` is the step; the rest are its figures."""
+
+    def close(self) -> None:
+        """Nothing is written afterwards."""
+
+
+Texts = Mapping[str, str]
+"""Texts that the model wrote, by their prompts, with which they begin."""
+
+
+@runtime_checkable
+class TextSink(Protocol):
+    """A sink that takes texts, too."""
+
+    def write_texts(self, step: int, texts: Texts) -> None:
+        """Take the texts of a validation, after the record of its step."""
+
+
+def validation_loss(figures: Mapping[str, Any]) -> float | None:
+    """Return the mean loss of all validation sets; None if there is none, or one is not finite."""
+    losses = [
+        value
+        for name, value in figures.items()
+        if name.startswith("validation/") and name.endswith("/loss")
+    ]
+    if not losses or not all(value is not None and math.isfinite(value) for value in losses):
+        return None
+    return float(sum(losses) / len(losses))
 
 
 class Spared:

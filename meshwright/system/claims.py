@@ -32,7 +32,7 @@ class Owner:
 
     host: str
     machine: str
-    """Equal where process numbers mean the same: one boot of a kernel, one namespace of them."""
+    """As `this_machine` says."""
     pid: int
     job: str
     """As the user knows it; or ""."""
@@ -69,13 +69,8 @@ def read(file: Path) -> State | None:
     except OSError:
         return None
     try:
-        found = json.loads(content)
-        host, machine, job, nonce = (str(found[n]) for n in ("host", "machine", "job", "nonce"))
-        pid = int(found["pid"])
-        is_number = 0 < pid < 1 << 31
-        owner = Owner(host, machine, pid, job, nonce) if is_number else None
-        return State(owner, changed_ns)
-    except (ValueError, KeyError, TypeError, RecursionError, OverflowError):
+        return State(Owner(**json.loads(content)), changed_ns)
+    except (ValueError, TypeError):
         return State(None, changed_ns)
 
 
@@ -88,9 +83,8 @@ class Claim:
     """
 
     def __init__(self, file: Path, nonce: str = "", job: str = "") -> None:
-        self.file, pid = file, os.getpid()
-        nonce = nonce or secrets.token_hex(6)
-        self.owner = Owner(socket.gethostname(), this_machine(), pid, job, nonce)
+        self.file, nonce = file, nonce or secrets.token_hex(6)
+        self.owner = Owner(socket.gethostname(), this_machine(), os.getpid(), job, nonce)
         self._seen: tuple[State | None, float] = None, 0.0
         self._is_over = threading.Event()
         self._beating: threading.Thread | None = None
@@ -129,12 +123,12 @@ class Claim:
     def _create(self) -> bool:
         """Make the file; whether there was none. Its content comes a moment after its name."""
         try:
-            file = open(self.file, "xb")  # noqa: SIM115
+            file = open(self.file, "x", encoding="utf-8")  # noqa: SIM115
         except FileExistsError:
             return False
         try:
             with file:
-                file.write((json.dumps(asdict(self.owner), indent=2) + "\n").encode())
+                json.dump(asdict(self.owner), file, indent=2)
         except BaseException:  # the disk is full
             self.file.unlink(missing_ok=True)
             raise

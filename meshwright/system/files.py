@@ -31,7 +31,6 @@ RETRY_AFTER_S = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
 ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 """Errors that are answers: there is no such file."""
 
-
 LASTING = frozenset(
     {None, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL}
 )
@@ -60,13 +59,7 @@ def sync_file(descriptor: int, path: Path) -> None:
 
 def sync_folder(folder: Path) -> None:
     """Flush the names in `folder` to the disk; see `sync_file`."""
-    try:
-        descriptor = os.open(folder, os.O_RDONLY)
-    except OSError as error:
-        if error.errno not in UNSUPPORTED:
-            raise
-        warn_once(f"the file system at {mount_of(folder)} cannot open a folder: {error.strerror}")
-        return
+    descriptor = os.open(folder, os.O_RDONLY)
     try:
         sync_file(descriptor, folder)
     finally:
@@ -128,8 +121,8 @@ def is_running(pid: int) -> bool:
 
 @cache
 def this_machine() -> str:
-    """Return words that are equal where process numbers mean the same: one boot of a kernel, one
-    namespace of them. "" where the system does not say."""
+    """Return words that are equal where process numbers mean the same, in one boot of a kernel and
+    one namespace of them. "" where the system does not say."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"
@@ -138,7 +131,7 @@ def this_machine() -> str:
 
 
 def _machine_digits() -> str:
-    """8 hexadecimal digits, to tell machines apart; random where the system does not say."""
+    """8 hexadecimal digits of this machine; random where the system does not say."""
     words = f"{socket.gethostname()} {this_machine()}" if this_machine() else secrets.token_hex(8)
     return f"{zlib.crc32(words.encode()):08x}"
 

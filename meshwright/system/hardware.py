@@ -5,7 +5,6 @@ import re
 import resource
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,6 @@ def pick_device(local_rank: int, num_expected: int = 0) -> torch.device:
     """Return this rank's GPU (NVIDIA's, or AMD's, which torch calls cuda too), made current; else
     the CPU.
 
-    Not a Mac's: no backend of torch.distributed serves it.
-
     Args:
         num_expected: GPUs that the driver lists; 0: not known.
 
@@ -29,23 +26,14 @@ def pick_device(local_rank: int, num_expected: int = 0) -> torch.device:
         ConfigError: if torch sees none of them, or too few for this rank.
     """
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    check(
-        num_gpus > 0 or num_expected == 0,
-        "GPUs",
-        num_expected,
-        f"torch {torch.__version__} (CUDA {torch.version.cuda}) can use none of them",
-        "install a torch built for the driver that nvidia-smi shows, or set CUDA_VISIBLE_DEVICES= "
-        "to train on the CPU",
-    )
+    rule = f"torch {torch.__version__} (CUDA {torch.version.cuda}) can use none of them"
+    fix = "install a torch built for the driver that nvidia-smi shows, or set CUDA_VISIBLE_DEVICES="
+    fix += " to train on the CPU"
+    check(num_gpus > 0 or num_expected == 0, "GPUs", num_expected, rule, fix)
     if num_gpus == 0:
         return torch.device("cpu")
-    check(
-        local_rank < num_gpus,
-        "LOCAL_RANK",
-        local_rank,
-        f"torch can use {num_gpus} GPUs",
-        "start no more ranks on a machine than that",
-    )
+    rule, fix = f"torch can use {num_gpus} GPUs", "start no more ranks on a machine than that"
+    check(local_rank < num_gpus, "LOCAL_RANK", local_rank, rule, fix)
     torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)
 
@@ -54,11 +42,8 @@ def device_name(device: torch.device) -> str:
     """Return the model name, e.g. "NVIDIA H100 80GB HBM3"."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    if device.type == "cpu" and Path("/proc/cpuinfo").exists():
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return device.type
+    found = re.search(r"^model name\s*: (.*)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    return found[1] if found else device.type
 
 
 # Word in the name that the driver reports (first match wins) -> dense bf16 FLOP/s, and the vendor's
@@ -78,24 +63,14 @@ PEAKS: tuple[tuple[str, float, str], ...] = (
 )
 
 
-@dataclass(frozen=True)
-class Peak:
-    """Highest rate of matrix products on one device."""
-
-    flops_per_s: float
-    source: str
-    """The vendor's document."""
-
-
-def peak_of(device: torch.device, dtype: torch.dtype) -> Peak | None:
-    """Return the published dense peak for bf16; None for other types, and devices that are not in
-    the table, such as CPUs."""
+def peak_of(device: torch.device, dtype: torch.dtype) -> tuple[float, str] | None:
+    """Return the published dense peak for bf16 in FLOP/s, and the vendor's document; None for other
+    types, and devices that are not in the table, such as CPUs."""
     name = device_name(device)
-    is_whole = not re.search(r"\bMIG\b", name)  # otherwise it is a slice of the named device
-    for words, flops_per_s, source in PEAKS if dtype == torch.bfloat16 and is_whole else ():
-        if re.search(rf"\b{words}\b", name):
-            return Peak(flops_per_s, source)
-    return None
+    if dtype != torch.bfloat16 or re.search(r"\bMIG\b", name):  # a slice of the named device
+        return None
+    found = ((peak, source) for words, peak, source in PEAKS if re.search(rf"\b{words}\b", name))
+    return next(found, None)
 
 
 def has_float8(device: torch.device) -> bool:

@@ -11,13 +11,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Protocol, TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from meshwright.system.errors import ConfigError
 
-logger = logging.getLogger("meshwright")
+if TYPE_CHECKING:
+    from tqdm import tqdm
 
-FILE_FORMAT = logging.Formatter("%(asctime)s %(message)s", datefmt="%Y-%m-%d %H:%M:%S")
+logger = logging.getLogger("meshwright")
 
 WIDTH = 100
 """Columns of a line on the console, at most."""
@@ -35,23 +36,16 @@ SPEAK_EVERY_S = 10.0
 RED, YELLOW, RESET = "\x1b[31m", "\x1b[33m", "\x1b[0m"
 
 
-class Bar(Protocol):
-    """A progress bar in the last line of a terminal."""
-
-    def clear(self) -> object: ...
-    def refresh(self) -> object: ...
-
-
 class ConsoleFormatter(logging.Formatter):
     """The time of day and the message, in lines of at most `width` columns.
 
-    A word that is longer, such as a path, stays whole: it may be wanted for copying. Of a record
-    with `coloured` (`extra`), a console with colour shows that text instead. A record with
-    `is_command` is a line to copy: it has no time, and stays whole.
+    A longer word, such as a path, stays whole, for copying. Of a record with `coloured` (`extra`),
+    a console with colour shows that text instead. A record with `is_command` is a line to copy: it
+    has no time, and stays whole.
     """
 
     def __init__(self, width: int, *, has_colour: bool) -> None:
-        super().__init__("%(asctime)s %(message)s", datefmt="%H:%M:%S")
+        super().__init__("%(asctime)s %(message)s", "%H:%M:%S")
         self._width, self._has_colour = width, has_colour
 
     def format(self, record: logging.LogRecord) -> str:
@@ -61,15 +55,12 @@ class ConsoleFormatter(logging.Formatter):
             return f"{self.formatTime(record, self.datefmt)} {record.coloured}"
         text = super().format(record)
         if not record.exc_info:  # a traceback's lines are places to find
-            lines = (self._wrap(line) for line in text.split("\n"))
+            lines = (wrap(line, self._width, INDENT + "  ") for line in text.split("\n"))
             text = "\n".join(lines)
         if self._has_colour and record.levelno >= logging.WARNING:
             colour = RED if record.levelno >= logging.ERROR else YELLOW
             text = f"{colour}{text}{RESET}"
         return text
-
-    def _wrap(self, line: str) -> str:
-        return wrap(line, self._width, INDENT + "  ")
 
 
 def wrap(line: str, width: int, indent: str) -> str:
@@ -112,14 +103,15 @@ class ConsoleHandler(logging.StreamHandler[TextIO]):
     A console that is gone, as a terminal that was closed, takes nothing more, and ends nothing.
     """
 
-    bar: Bar | None = None
+    bar: "tqdm[None] | None" = None
+    """In the last line of the terminal; of all consoles."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
             if self.bar is not None:
                 self.bar.clear()
                 if record.levelno >= logging.ERROR:
-                    self.bar = None
+                    ConsoleHandler.bar = None
             super().emit(record)
             if self.bar is not None:
                 self.bar.refresh()
@@ -128,7 +120,7 @@ class ConsoleHandler(logging.StreamHandler[TextIO]):
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  logging's name
         if isinstance(sys.exception(), OSError):
-            self.bar = None
+            ConsoleHandler.bar = None
         else:
             super().handleError(record)
 
@@ -145,14 +137,11 @@ def has_colour(stream: TextIO) -> bool:
 
 def console_width(stream: TextIO) -> int:
     """Return the columns of a line on `stream`."""
-    try:
+    with suppress(KeyError, ValueError):
         return max(int(os.environ[COLUMNS]), 40)
-    except (KeyError, ValueError):
-        pass
-    try:
+    with suppress(OSError, ValueError):  # it is no terminal
         return min(WIDTH, os.get_terminal_size(stream.fileno()).columns or WIDTH)
-    except (OSError, ValueError):  # it is no terminal
-        return WIDTH
+    return WIDTH
 
 
 def log_to_console(*, is_launched: bool = False, terminal: str = "") -> None:
@@ -166,21 +155,17 @@ def log_to_console(*, is_launched: bool = False, terminal: str = "") -> None:
         terminal: of the launcher, as `Launch` names it.
     """
     stream = _open_terminal(terminal) or sys.stdout
-    handler = ConsoleHandler(stream)
-    handler.setLevel(logging.INFO if _says_everything(is_launched) else logging.WARNING)
+    handler, env = ConsoleHandler(stream), os.environ
+    # the first rank, or a rank that the user has asked for: our launcher shows local rank 0 of each
+    # machine by default, and others for --log-rank alone
+    says_all = env.get("RANK", "0") == "0" or "LOG_RANK" in env
+    says_all |= is_launched and env.get("LOCAL_RANK") != "0"
+    handler.setLevel(logging.INFO if says_all else logging.WARNING)
     handler.setFormatter(ConsoleFormatter(console_width(stream), has_colour=has_colour(stream)))
     handler.addFilter(lambda record: not getattr(record, "is_printed", False))
     logger.handlers = [handler]
     logger.setLevel(logging.DEBUG)
     logger.propagate = False
-
-
-def _says_everything(is_launched: bool) -> bool:
-    """Return whether this is the first rank, or a rank that the user has asked for."""
-    if os.environ.get("RANK", "0") == "0" or "LOG_RANK" in os.environ:
-        return True
-    # the launcher shows local rank 0 of each machine by default, and others for --log-rank alone
-    return is_launched and os.environ.get("LOCAL_RANK") != "0"
 
 
 def _open_terminal(terminal: str) -> TextIO | None:
@@ -196,17 +181,8 @@ def _open_terminal(terminal: str) -> TextIO | None:
 
 def console_stream() -> TextIO:
     """Return where the console's log goes."""
-    for handler in logger.handlers:
-        if isinstance(handler, ConsoleHandler):
-            return handler.stream
-    return sys.stdout
-
-
-def set_bar(bar: Bar | None) -> None:
-    """Have messages on the console appear above `bar`. None: there is none any more."""
-    for handler in logger.handlers:
-        if isinstance(handler, ConsoleHandler):
-            handler.bar = bar
+    found = (handler.stream for handler in logger.handlers if isinstance(handler, ConsoleHandler))
+    return next(found, sys.stdout)
 
 
 def log_to_file(folder: Path, rank: int) -> None:
@@ -220,7 +196,7 @@ def log_to_file(folder: Path, rank: int) -> None:
     if str(path) in {getattr(handler, "baseFilename", "") for handler in logger.handlers}:
         return  # an earlier stage of the job
     handler = RankFile(path)
-    handler.setFormatter(FILE_FORMAT)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%Y-%m-%d %H:%M:%S"))
     logger.addHandler(handler)
     assert handler.stream is not None  # it is opened at once
     # written in C, so also by a rank that hangs in a collective or a compiler

@@ -99,21 +99,20 @@ def _count_visible(devices: str) -> int:
 
 
 def _count_nvidia_gpus() -> int:
-    command = ["nvidia-smi", "-L"]
-    pipe = subprocess.PIPE
+    command, pipe = ["nvidia-smi", "-L"], subprocess.PIPE
     try:
         asked = subprocess.Popen(command, stdout=pipe, stderr=subprocess.STDOUT, text=True)
     except OSError:  # there is no driver
         return 0
+    fault = ""
     try:
         said, _ = asked.communicate(timeout=NVIDIA_SMI_S)
+        if asked.returncode != 0 and "no devices" not in said.lower():  # this job is given none
+            fault = f"failed with exit code {asked.returncode}: {' '.join(said.split())}"
     except subprocess.TimeoutExpired:
         asked.kill()  # not waited for: a process that hangs in the driver cannot be killed
         fault = f"does not answer within {NVIDIA_SMI_S:g} s"
-        raise ConfigError("", f"nvidia-smi -L: {fault}\n  fix: {REPAIR}") from None
-    if asked.returncode != 0 and "no devices" not in said.lower():  # this job is given none
-        words = " ".join(said.split())
-        fault = f"failed with exit code {asked.returncode}: {words}"
+    if fault:
         raise ConfigError("", f"nvidia-smi -L: {fault}\n  fix: {REPAIR}")
     return sum(line.startswith("GPU") for line in said.splitlines())
 
@@ -155,10 +154,8 @@ def _is_amd_gpu(node: Path) -> bool:
 def count_cores() -> int:
     """Return the cores that this process may use at a time: of its affinity, within the quota of
     its container or job."""
-    limits = [len(os.sched_getaffinity(0))]
-    for quota, period in _limits("cpu.max"):
-        limits.append(int(quota) // int(period))
-    return max(1, min(limits))
+    quotas = (int(quota) // int(period) for quota, period in _limits("cpu.max"))
+    return max(1, min([len(os.sched_getaffinity(0)), *quotas]))
 
 
 def machine_bytes() -> int:
@@ -171,34 +168,23 @@ def machine_bytes() -> int:
 def _limits(file: str) -> Iterator[list[str]]:
     """Yield the words of `file` in each control group (version 2) around this process that sets a
     limit there."""
-    try:
-        lines = OWN_CGROUP.read_text().splitlines()
-    except OSError:  # not Linux
-        return
-    groups = [line.removeprefix("0::/") for line in lines if line.startswith("0::/")]
-    for group in (CGROUPS / name for name in groups):
-        for folder in (group, *group.parents):
-            if not folder.is_relative_to(CGROUPS):
-                break
-            with suppress(OSError):  # as at the root: it has none
-                words = (folder / file).read_text().split()
-                if words[0] != "max":
-                    yield words
+    lines = OWN_CGROUP.read_text().splitlines()
+    own = next((line[4:] for line in lines if line.startswith("0::/")), "")
+    for folder in (CGROUPS / own, *(CGROUPS / own).parents):
+        with suppress(OSError):  # as at the root: it has none
+            words = (folder / file).read_text().split()
+            if words[0] != "max":
+                yield words
 
 
 def why_bf16_is_slow() -> str:
     """Return why this machine's CPU multiplies slower in bfloat16 than in float32; empty: it does
     not, or the system does not say."""
-    try:
-        lines = [line.partition(":") for line in CPU_INFO.read_text().splitlines()]
-    except OSError:  # not Linux
-        return ""
+    lines = [line.partition(":") for line in CPU_INFO.read_text().splitlines()]
     found = {name.strip(): value.split() for name, _, value in reversed(lines)}
     flags = {*found.get("flags", []), *found.get("Features", [])}
     if flags and not BF16_INSTRUCTIONS & flags:
-        return (
-            "this CPU has no instructions for it, and multiplies up to 40 times faster in float32"
-        )
+        return "this CPU has no instructions for it: float32 is up to 40 times as fast"
     is_intel = found.get("vendor_id") == ["GenuineIntel"]
     if is_intel and "avx512_bf16" in flags and "amx_bf16" not in flags:
         # a Xeon of model 207: 88 GFLOP/s within a core's cache, against 175 in float32

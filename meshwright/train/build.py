@@ -20,9 +20,7 @@ from meshwright.datasets.opening import OpenSource
 from meshwright.datasets.stream import Cursor, SampleStream
 from meshwright.metrics import sinks
 from meshwright.metrics.console import Console
-from meshwright.metrics.records import Sink
 from meshwright.metrics.reporter import Phases, Reporter, Work
-from meshwright.metrics.weights_and_biases import WeightsAndBiases
 from meshwright.models.decoder import Decoder
 from meshwright.parallelisms.initialize import initialize
 from meshwright.parallelisms.local_model import (
@@ -154,7 +152,7 @@ def build_reporter(
     model: LocalModel,
     found: Manifest | None,
     held_out: Sequence[OpenSource],
-    extra_sinks: Sequence[Sink],
+    extra_sinks: Sequence[sinks.Sink],
 ) -> Reporter:
     """Return the figures of the job, which continues from `found`; its first rank writes them."""
     config = plan.config
@@ -175,7 +173,7 @@ def build_reporter(
     return Reporter(work, device, phases, destinations, tokens_seen, advance, best)
 
 
-def _other_sinks(plan: Plan, model: LocalModel) -> Iterator[Sink]:
+def _other_sinks(plan: Plan, model: LocalModel) -> Iterator[sinks.Sink]:
     """Yield the sinks of the user's own module, and the one of loads of experts; an `OSError` of
     theirs is a warning."""
     folder = Path(plan.config.job.dump_folder)
@@ -190,16 +188,17 @@ def _other_sinks(plan: Plan, model: LocalModel) -> Iterator[Sink]:
 def _peak_flops_per_s(config: JobConfig, device: torch.device) -> float | None:
     """Return the peak that MFU is a part of, and log it; None if nobody has given it."""
     if config.metrics.peak_tflops:
-        tflops, source = config.metrics.peak_tflops, "metrics.peak_tflops"
-    elif peak := peak_of(device, getattr(torch, config.training.mixed_precision_param)):
-        tflops, source = peak.flops_per_s / 1e12, peak.source
+        peak, source = config.metrics.peak_tflops * 1e12, "metrics.peak_tflops"
     else:
-        return None
-    logger.debug("peak for mfu: %.4g TFLOP/s per device (%s)", tflops, source)
-    return tflops * 1e12
+        found = peak_of(device, getattr(torch, config.training.mixed_precision_param))
+        if found is None:
+            return None
+        peak, source = found
+    logger.debug("peak for mfu: %.4g TFLOP/s per device (%s)", peak / 1e12, source)
+    return peak
 
 
-def _files(config: JobConfig, resumed_step: int) -> Iterator[Sink]:
+def _files(config: JobConfig, resumed_step: int) -> Iterator[sinks.Sink]:
     """Yield every sink that the config asks for in addition to the console."""
     metrics, dump_folder = config.metrics, Path(config.job.dump_folder)
     lines = partial(sinks.JsonLines, dump_folder / "metrics.jsonl", resumed_step)
@@ -209,10 +208,10 @@ def _files(config: JobConfig, resumed_step: int) -> Iterator[Sink]:
     if writes_texts or samples.exists():  # to remove an earlier run's after the step to resume from
         texts = partial(sinks.TextLines, samples, resumed_step)
         yield sinks.Spared("samples.jsonl", texts)
-    if metrics.enable_tensorboard:
+    if metrics.enable_tensorboard or metrics.enable_wandb:
         # 0.1 s, which other ranks and jobs without it need not spend
-        from meshwright.metrics.tensorboard_events import TensorBoard
-
+        from meshwright.metrics.trackers import TensorBoard, WeightsAndBiases
+    if metrics.enable_tensorboard:
         folder = dump_folder / metrics.save_tb_folder
         values = {
             f"{section}.{key}": value

@@ -18,7 +18,7 @@ from meshwright.config.job_config import JobConfig, changed
 from meshwright.datasets.loader import StepData, num_bad_records, whole_cursor
 from meshwright.launch.heartbeat import heartbeat_of_this_rank
 from meshwright.metrics.profiling import Profiler
-from meshwright.metrics.records import Sink
+from meshwright.metrics.sinks import Sink
 from meshwright.parallelisms.meshes import Meshes, barrier, last_collectives, set_timeout
 from meshwright.system.hardware import ordered_attention
 from meshwright.system.log import busy, logger
@@ -333,15 +333,20 @@ def _save(job: Job, taken: Taken, *, is_last: bool, is_done: bool = False) -> No
         )
         if is_done and taken.step < job.plan.config.training.steps:
             manifest["data_ended"] = True
-        tensors: "TrainingTensors | ModelTensors" = job.trainer.tensors
+        tensors: TrainingTensors | ModelTensors = job.trainer.tensors
         if is_done and config.last_save_model_only:
-            from meshwright.checkpoint.state import ModelTensors  # late, as the trainer's
-
-            average = job.trainer.average and job.trainer.average.tensors
-            dtype = getattr(torch, config.export_dtype)
-            tensors = ModelTensors(job.trainer.model, dtype, average)
+            tensors = _weights(job)
             manifest["model_only"] = True
         job.checkpoints.save(taken.step, tensors, manifest, is_last)
+
+
+def _weights(job: Job) -> "ModelTensors":
+    """Return the weights and their running mean, in the type of an export."""
+    from meshwright.checkpoint.state import ModelTensors  # late, as the trainer's
+
+    average = job.trainer.average and job.trainer.average.tensors
+    dtype = getattr(torch, job.plan.config.checkpoint.export_dtype)
+    return ModelTensors(job.trainer.model, dtype, average)
 
 
 def _end(job: Job, vote: Vote, step: int, is_done: bool) -> bool:

@@ -16,13 +16,13 @@ from meshwright.system.errors import (
     EXIT_CODES,
     EXIT_CONFIG,
     EXIT_STOPPED,
+    LOST_PEER,
     ConfigError,
     DataError,
     SaveError,
     StopRequested,
     TrainingError,
 )
-from meshwright.system.exit_codes import LOST_PEER
 from meshwright.system.log import logger, print_error
 from meshwright.system.processes import Launch, Requests, before_training, die_with_parent
 from meshwright.train.job import run

@@ -43,8 +43,8 @@ from meshwright.datasets.stream import Cursor, steps_of_data
 from meshwright.datasets.token_cache.spec import short_hash, tokenizer_parts
 from meshwright.launch.heartbeat import Heartbeat
 from meshwright.metrics import history
-from meshwright.metrics.records import Sink
 from meshwright.metrics.reporter import Pause, Reporter
+from meshwright.metrics.sinks import Sink
 from meshwright.parallelisms.activation_checkpoint import find_ops
 from meshwright.parallelisms.meshes import Meshes, build_meshes, set_timeout, start_process_group
 from meshwright.parallelisms.rules.degrees import check_device

@@ -14,7 +14,6 @@ from meshwright.config.parallelism import Float8
 from meshwright.config.training import Training
 from meshwright.datasets.named_sources import idle_source_options
 from meshwright.parallelisms.rules.degrees import check_device
-from meshwright.system import machine
 from meshwright.system.errors import ConfigError
 from meshwright.train.preflight import preflight
 from tests.helpers.cli import check_job
@@ -205,7 +204,7 @@ module_fqns_per_model_part = [["tok_embeddings", "layers.0"], ["norm", "output"]
 def test_the_same_toml_runs_where_its_options_have_nothing_to_act_on(
     tmp_path, capsys, monkeypatch
 ) -> None:
-    monkeypatch.setattr(machine, "CPU_INFO", tmp_path / "of a CPU fast in bfloat16")
+    monkeypatch.setattr("meshwright.commands.check.why_bf16_is_slow", lambda: "")
     (tmp_path / "a.toml").write_text(MESH_OPTIONS)
     words = ["--job.config_file", str(tmp_path / "a.toml"), "--job.dump_folder", str(tmp_path)]
     check_job(["--ngpu", "1", *words])
@@ -230,7 +229,7 @@ def test_the_same_toml_runs_where_its_options_have_nothing_to_act_on(
 
 
 def test_a_config_of_defaults_says_nothing(tmp_path, capsys, monkeypatch) -> None:
-    monkeypatch.setattr(machine, "CPU_INFO", tmp_path / "of a CPU fast in bfloat16")
+    monkeypatch.setattr("meshwright.commands.check.why_bf16_is_slow", lambda: "")
     (tmp_path / "a.toml").write_text('[model]\ntokenizer_path = "bytes"\nargs.vocab_size = 258\n')
     words = [tmp_path / "a.toml", "--compile.enable=false"]  # the default compiles so long a job
     words += ["--training.global_batch_size=16"]

@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from meshwright.system.exit_codes import LOST_PEER, RankEnd, cause, exit_code
+from meshwright.system.errors import LOST_PEER, RankEnd, cause, exit_code
 
 KILLED, TERMINATED = -signal.SIGKILL, -signal.SIGTERM
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import meshwright
 from meshwright.commands.plan import trace
-from meshwright.launch import hang
+from meshwright.launch import watch
 from meshwright.launch.heartbeat import Beat
 from meshwright.models import attention, decoder, layers, loss, table
 from meshwright.models.families import llama
@@ -34,7 +34,7 @@ FLOORS = (
     "commands",
 )
 FLOOR = {part: number for number, parts in enumerate(FLOORS) for part in parts.split()}
-MOST_FILES = 192
+MOST_FILES = 188
 """That hold code: an `__init__.py` of a docstring alone is not counted."""
 
 MOST_LINES, MOST_FILES_OF_FOLDER, MOST_LINES_OF_FUNCTION = 400, 15, 79
@@ -190,9 +190,11 @@ def test_a_rank_in_a_vote_waits_for_others() -> None:
     where = file_of(Vote)
     stacks = f'Thread 0x1 (most recent call first):\n  File "{where}", line 1 in f'
     beat = Beat(0, 1, 1, 1, "", 0.0, 0.0, "", "", {})
-    rank = hang.Evidence(**vars(beat), host="", age_s=0.0, state="S", stacks=stacks, collectives="")
+    rank = watch.Evidence(
+        **vars(beat), host="", age_s=0.0, state="S", stacks=stacks, collectives=""
+    )
     assert rank.waits
-    assert not replace(rank, stacks=stacks.replace(where, file_of(hang))).waits
+    assert not replace(rank, stacks=stacks.replace(where, file_of(watch))).waits
 
 
 def test_the_plan_knows_the_loss_and_the_optimizers() -> None:

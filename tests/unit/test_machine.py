@@ -161,8 +161,8 @@ def test_memory_is_at_most_the_limit_of_every_control_group_above(monkeypatch, t
     monkeypatch.setattr(machine, "CGROUPS", tmp_path)
     monkeypatch.setattr(machine, "OWN_CGROUP", tmp_path / "own")
     whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    assert machine.machine_bytes() == whole
     (tmp_path / "own").write_text("0::/batch/job_5\n")
+    assert machine.machine_bytes() == whole
     (tmp_path / "batch/job_5").mkdir(parents=True)
     (tmp_path / "batch/job_5/memory.max").write_text("max\n")
     assert machine.machine_bytes() == whole

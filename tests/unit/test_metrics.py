@@ -19,8 +19,7 @@ from meshwright.config.job_config import JobConfig, changed
 from meshwright.metrics.console import Console, Eta
 from meshwright.metrics.reporter import Phases, Reporter, Work
 from meshwright.metrics.sinks import JsonLines, Spared, TextLines, WholeRecords
-from meshwright.metrics.tensorboard_events import TensorBoard
-from meshwright.metrics.weights_and_biases import WeightsAndBiases
+from meshwright.metrics.trackers import TensorBoard, WeightsAndBiases
 from meshwright.system import hardware
 from meshwright.system.errors import ConfigError
 from meshwright.system.log import log_to_console
@@ -215,7 +214,7 @@ def test_mfu_takes_the_published_peak_of_a_device_or_the_users(monkeypatch) -> N
     ):
         monkeypatch.setattr(hardware, "device_name", lambda device, name=name: name)
         found = hardware.peak_of(torch.device("cuda"), torch.bfloat16)
-        assert (found and found.flops_per_s) == (tflops and tflops * 1e12), name
+        assert (found and found[0]) == (tflops and tflops * 1e12), name
         assert hardware.peak_of(torch.device("cuda"), torch.float32) is None
         if tflops is unknown:
             assert _peak_flops_per_s(config, CPU) is None
@@ -391,7 +390,9 @@ def test_colour_and_bar_are_for_terminals(monkeypatch) -> None:
     monkeypatch.setenv("NO_COLOR", "1")
     terminal.truncate(0)
     log_to_console()
-    Console(10, step=0).write({"step": 5, "time/step_s": 1.0, **RECORD})
+    console = Console(10, step=0)
+    console.write({"step": 5, "time/step_s": 1.0, **RECORD})
+    console.close()
     assert "\x1b[1m" not in terminal.getvalue()
 
 

@@ -87,7 +87,7 @@ def folder(tmp_path: Path) -> Path:
 
 def test_a_stage_that_begins_is_no_resume(folder) -> None:
     begun = {"event": "start", "unix_s": 1.0, "step": 10}
-    for is_new_stage, words in ((True, ""), (False, "resumed once")):
+    for is_new_stage, words in ((True, ""), (False, "resumed 1x")):
         rows = [{**begun, "step": 0}, {**begun, "is_new_stage": True}]
         rows.append({**begun, "is_new_stage": is_new_stage})
         lines(folder / "history.jsonl", rows)
@@ -113,15 +113,15 @@ def test_a_report_is_one_whole_file_with_everything_in_it(folder, capsys) -> Non
     assert "http" not in page
     assert page.count('class="chart"') == 5  # no memory, no bits per byte in these records
     assert page.count('class="seam"') == page.count('class="skipped"') == 5
-    for words in ("finished", "step 40: finished", "resumed once", "2 on <node>", "6.2500"):
+    for words in ("finished", "step 40: finished", "resumed 1x", "2 on <node>", "6.2500"):
         assert words in checked.text
     assert "optimizer.lr: 0.001 -> 0.0005" in checked.text  # changed at the resume
     assert "non-finite loss on rank 1" in checked.text
     assert "stdlib 48 to 55" in checked.text
     assert "Step 20:20\n  <b>Step 40:40\n  <b>All are in samples.jsonl" in checked.text
     # 40 steps of 0.5 s, two validations, one save
-    assert "31.0 s" in checked.text
-    assert re.search("forward \\+ backward16.0 s51.6%", checked.text)
+    assert "0:00:31" in checked.text
+    assert re.search("forward \\+ backward0:00:1651.6%", checked.text)
 
 
 def test_a_proof_in_the_folder_is_shown(folder) -> None:
@@ -210,12 +210,14 @@ def test_a_long_curve_keeps_its_extremes() -> None:
 
 
 def test_stacked_areas_lie_on_each_other() -> None:
+    """The sum is drawn first; the lower area then covers its own part."""
     curves = [Curve("a", [(0, 1.0), (10, 1.0)]), Curve("b", [(0, 3.0), (10, 3.0)])]
     drawn = draw(Chart("t", "s", curves, is_stacked=True))
-    a, b = re.findall('points="([^"]*)"', drawn)
-    assert a.split()[:2] == b.split()[:1:-1]  # the upper edge of one is the lower of the other
-    heights = [300 - float(points.split(",")[1].split()[0]) for points in (a, b)]
-    assert heights[1] == pytest.approx(4 * heights[0], rel=1e-2)
+    areas = re.findall('class="area (c.)" points="([^"]*)"', drawn)
+    assert [color for color, _ in areas] == ["c1", "c0"]
+    heights = [300 - float(points.split(",")[1].split()[0]) for _, points in areas]
+    assert heights[0] == pytest.approx(4 * heights[1], rel=1e-2)
+    assert all(points.endswith("1000.0,300.0 0.0,300.0") for _, points in areas)
 
 
 def test_odd_curves_can_be_drawn() -> None:

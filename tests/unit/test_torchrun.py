@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from meshwright.launch import meeting, torchrun
+from meshwright.launch import machines, torchrun
 from meshwright.launch.heartbeat import Heartbeat
-from meshwright.launch.meeting import Meeting
+from meshwright.launch.machines import Meeting
 from meshwright.launch.torchrun import PREFIX, _ask_to_stop, _report, _set_up_console
 from meshwright.launch.watch import Watch
 from meshwright.metrics import history
@@ -84,7 +84,7 @@ def test_a_machine_that_has_left_the_meeting_is_not_counted(monkeypatch) -> None
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     at = f"127.0.0.1:{store.port}"
     monkeypatch.setattr("socket.gethostname", lambda: "node1")
-    monkeypatch.setattr(meeting, "_of_slurm", lambda: ["node1", "node2", "node3"])
+    monkeypatch.setattr(machines, "_of_slurm", lambda: ["node1", "node2", "node3"])
     mine = Meeting(at, 3, "job")
     monkeypatch.setattr("socket.gethostname", lambda: "node2")
     other = Meeting(at, 3, "job")
@@ -101,7 +101,7 @@ def test_a_machine_that_has_left_the_meeting_is_not_counted(monkeypatch) -> None
 def test_a_machine_is_here_with_its_domain_or_without(monkeypatch) -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     monkeypatch.setattr("socket.gethostname", lambda: "node1.cluster.example")
-    monkeypatch.setattr(meeting, "_of_slurm", lambda: ["node1", "node2.cluster.example"])
+    monkeypatch.setattr(machines, "_of_slurm", lambda: ["node1", "node2.cluster.example"])
     mine = Meeting(f"127.0.0.1:{store.port}", 2, "job")
     mine.come()
     assert mine.describe().endswith("; missing: node2.cluster.example")

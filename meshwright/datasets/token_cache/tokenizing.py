@@ -5,10 +5,10 @@ import multiprocessing
 import os
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnContext
 from pathlib import Path
 from typing import Any
 
@@ -263,41 +263,51 @@ def _tokenize(todo: _Todo, claims: Claims, num_workers: int, missing: int) -> No
     if multiprocessing.current_process().daemon:  # it has no children
         num_workers = 1
     context = multiprocessing.get_context("spawn")  # not forked: a rank has threads
+    # in memory that they share: 1 if one has failed, which ends all; then the bytes and the tokens
+    # that each of them has done
     counts = context.RawArray("q", 1 + 2 * num_workers)
     with _shown(name, todo, counts):
+        # no pool: its locks would be left behind by a Ctrl-C, which ends this process at once
+        workers = [_start(context, todo, counts, number) for number in range(1, num_workers)]
         try:
-            given = (os.getpid(), counts)
-            with ProcessPoolExecutor(max(num_workers - 1, 1), context, _begin, given) as pool:
-                working = [pool.submit(_work_apart, todo, n) for n in range(1, num_workers)]
-                try:
-                    _work(todo, claims, counts, 0)
-                    for future in working:
-                        future.result()
-                except BaseException:
-                    counts[0] = 1
-                    raise
-        except BrokenProcessPool as error:
+            _work(todo, claims, counts, 0)
+            for _, answers in workers:
+                if (error := answers.recv()) is not None:
+                    raise error
+        except BaseException as error:
+            counts[0] = 1
+            if not isinstance(error, EOFError):
+                raise
             what = "a process that tokenised was killed: for want of memory?"
             fix = "meshwright tokenize --workers 1; finished parts are kept"
             raise ConfigError(CACHE_KEY, f"{what}\n  fix: {fix}") from error
+        finally:
+            for process, _ in workers:
+                process.join()
         while todo.left():  # others make them; or they are gone, and it is done here
             time.sleep(POLL_S)
             _work(todo, claims, counts, 0)
 
 
-_COUNTS: list[Any] = []
-"""In memory that the processes of this machine share: 1 if one has failed, which ends all; then the
-bytes and the tokens that each of them has done."""
+def _start(context: SpawnContext, todo: _Todo, counts: Any, worker: int) -> tuple[Any, Connection]:
+    """Start a process that makes parts; return it and where its error, or None, comes from."""
+    answers, answer = context.Pipe(duplex=False)
+    given = (os.getpid(), todo, counts, worker, answer)
+    process = context.Process(target=_work_apart, args=given)
+    process.start()
+    answer.close()  # or its end would not be noticed
+    return process, answers
 
 
-def _begin(parent: int, counts: Any) -> None:
+def _work_apart(parent: int, todo: _Todo, counts: Any, worker: int, answer: Connection) -> None:
     die_with_parent(parent)
-    _COUNTS.append(counts)
-
-
-def _work_apart(todo: _Todo, worker: int) -> None:
-    with Claims(todo.folder) as claims:
-        _work(todo, claims, _COUNTS[0], worker)
+    try:
+        with Claims(todo.folder) as claims:
+            _work(todo, claims, counts, worker)
+    except BaseException as error:  # Ctrl-C comes to this process, too
+        answer.send(error)
+    else:
+        answer.send(None)
 
 
 def _work(todo: _Todo, claims: Claims, counts: Any, worker: int) -> None:

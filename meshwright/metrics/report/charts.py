@@ -46,12 +46,10 @@ class Chart:
 def short(value: float) -> str:
     """Return a number as a person would write it."""
     size = abs(value)
-    for limit, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
-        if size >= limit:
-            return f"{value / (1e3 if unit == 'k' else limit):.3g}{unit}"
-    if size and size < 1e-3:
-        return f"{value:.2g}"
-    return f"{value:.4g}"
+    for unit, suffix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if size >= max(unit, 1e4):
+            return f"{value / unit:.3g}{suffix}"
+    return f"{value:.2g}" if 0 < size < 1e-3 else f"{value:.4g}"
 
 
 def ticks(low: float, high: float, count: int = 4) -> list[float]:
@@ -76,34 +74,23 @@ def thin(points: Points) -> Points:
     return kept
 
 
-class _Axis:
-    """From values to places between 0 and 1."""
-
-    def __init__(self, values: Sequence[float], *, starts_at_zero: bool, is_log: bool) -> None:
-        low, high = min(values), max(values)
-        if starts_at_zero:
-            low = min(low, 0.0)
-        if low == high:
-            low, high = low - (abs(low) * 0.1 or 1.0), high + (abs(high) * 0.1 or 1.0)
-        self.is_log = is_log
-        if is_log:
-            low, high = math.log10(low), math.log10(high)
-        margin = (high - low) * 0.05
-        self._low = low if starts_at_zero and not is_log else low - margin
-        self._high = high + margin
-
-    def place(self, value: float) -> float:
-        value = math.log10(value) if self.is_log else value
-        return (value - self._low) / (self._high - self._low)
-
-    def ticks(self) -> list[float]:
-        if not self.is_log:
-            return ticks(self._low, self._high)
-        powers = range(math.ceil(self._low), math.floor(self._high) + 1)
-        many = [10.0**power for power in powers]
-        if len(many) >= 2:
-            return many[:: math.ceil(len(many) / 5)]
-        return [10**exponent for exponent in ticks(self._low, self._high, 3)]
+def _scale(
+    values: Sequence[float], *, from_zero: bool, is_log: bool
+) -> tuple[Callable[[float], float], list[float]]:
+    """Return the place of a value above the lower edge, 0 to 1, and the values to label."""
+    change = math.log10 if is_log else float
+    low, high = change(min(values)), change(max(values))
+    if from_zero:
+        low = min(low, 0.0)
+    if low == high:
+        low, high = low - (abs(low) * 0.1 or 1.0), high + (abs(high) * 0.1 or 1.0)
+    margin = (high - low) * 0.05
+    low, high = low - margin * (not from_zero), high + margin
+    labels = ticks(low, high)
+    if is_log:
+        powers = [10.0**power for power in range(math.ceil(low), math.floor(high) + 1)]
+        labels = powers[:: math.ceil(len(powers) / 5)]
+    return lambda value: (change(value) - low) / (high - low), labels
 
 
 def draw(chart: Chart) -> str:
@@ -115,58 +102,52 @@ def draw(chart: Chart) -> str:
         curves = _stacked(curves)
     steps = [step for curve in curves for step, _ in curve.points]
     values = [value for curve in curves for _, value in curve.points]
-    zero = chart.starts_at_zero or chart.is_stacked
-    is_log = not zero and min(values) > 0 and max(values) / min(values) > 100
-    y = _Axis(values, starts_at_zero=zero, is_log=is_log)
+    from_zero = chart.starts_at_zero or chart.is_stacked
+    is_log = not from_zero and min(values) > 0 and max(values) / min(values) > 100
+    place, labels = _scale(values, from_zero=from_zero, is_log=is_log)
     first, last = min(steps), max(steps)
-    span = max(last - first, 1)
 
     def x(step: float) -> float:
-        return (step - first) / span
+        return WIDTH * (step - first) / max(last - first, 1)
 
-    inside = [s for s in chart.seams if first <= s <= last]
-    marks = "".join(_line("seam", WIDTH * x(s), WIDTH * x(s), 0, HEIGHT) for s in inside)
-    inside = [s for s in chart.skipped if first <= s <= last]
-    marks += "".join(
-        _line("skipped", WIDTH * x(s), WIDTH * x(s), HEIGHT - 18, HEIGHT) for s in inside
-    )
+    def y(value: float) -> float:
+        return HEIGHT * (1 - place(value))
+
+    drawn = "".join(_line("grid", 0, WIDTH, y(t), y(t)) for t in labels)
+    shapes = [_shape(n, curve, x, y, chart.is_stacked) for n, curve in enumerate(curves)]
+    if chart.is_stacked:  # each covers the lower part of the next
+        shapes.reverse()
+    drawn += "".join(shapes)
+    for kind, marked, top in (("seam", chart.seams, 0.0), ("skipped", chart.skipped, HEIGHT - 18)):
+        inside = (x(step) for step in marked if first <= step <= last)
+        drawn += "".join(_line(kind, at, at, top, HEIGHT) for at in inside)
     if chart.limit is not None and chart.limit <= max(values):
-        at = _y(y, chart.limit)
-        marks += _line("limit", 0, WIDTH, at, at)
-    grid = "".join(_line("grid", 0, WIDTH, _y(y, t), _y(y, t)) for t in y.ticks())
-    drawn = "".join(
-        _shape(number, curve, curves[number - 1] if number else None, x, y, chart.is_stacked)
-        for number, curve in enumerate(curves)
-    )
+        drawn += _line("limit", 0, WIDTH, y(chart.limit), y(chart.limit))
     y_labels = "".join(
-        f'<span style="top:{100 * (1 - y.place(t)):.2f}%">{short(t)}</span>' for t in y.ticks()
+        f'<span style="top:{100 * (1 - place(t)):.2f}%">{short(t)}</span>' for t in labels
     )
     x_ticks = [t for t in ticks(first, last) if t == round(t)] if last > first else [first]
-    x_labels = "".join(f'<span style="left:{100 * x(t):.2f}%">{short(t)}</span>' for t in x_ticks)
-    legend = ""
-    if len(curves) > 1:
-        keys = (
-            f'<span><i class="c{number}"></i>{escape(curve.name)}</span>'
-            for number, curve in enumerate(curves)
-        )
-        legend = f'<p class="legend">{"".join(keys)}</p>'
+    x_labels = "".join(
+        f'<span style="left:{100 * x(t) / WIDTH:.2f}%">{short(t)}</span>' for t in x_ticks
+    )
+    names = "".join(
+        f'<span><i class="c{number}"></i>{escape(curve.name)}</span>'
+        for number, curve in enumerate(curves)
+    )
+    legend = f'<p class="legend">{names}</p>' if len(curves) > 1 else ""
     scale = ", logarithmic" if is_log else ""
     data = escape(json.dumps(_for_tooltip(chart, first, last)), quote=True)
     return f"""<figure class="chart" data-chart="{data}">
 <figcaption>{escape(chart.title)} <small>{escape(chart.unit)}{scale}</small></figcaption>{legend}
 <div class="plot"><div class="y">{y_labels}</div>
 <svg viewBox="0 0 {WIDTH:g} {HEIGHT:g}" preserveAspectRatio="none" role="img"
- aria-label="{escape(chart.title)}, {chart.x_name} {first} to {last}">{grid}{drawn}{marks}</svg>
+ aria-label="{escape(chart.title)}, {chart.x_name} {first} to {last}">{drawn}</svg>
 <div class="cross"></div><div class="tip"></div><div class="x">{x_labels}</div></div>
 </figure>"""
 
 
 def _line(kind: str, x1: float, x2: float, y1: float, y2: float) -> str:
     return f'<line class="{kind}" x1="{x1:.1f}" x2="{x2:.1f}" y1="{y1:.1f}" y2="{y2:.1f}"/>'
-
-
-def _y(axis: _Axis, value: float) -> float:
-    return HEIGHT * (1 - axis.place(value))
 
 
 def _stacked(curves: Sequence[Curve]) -> list[Curve]:
@@ -183,28 +164,22 @@ def _stacked(curves: Sequence[Curve]) -> list[Curve]:
 def _shape(
     number: int,
     curve: Curve,
-    below: Curve | None,
     x: Callable[[float], float],
-    y: _Axis,
+    y: Callable[[float], float],
     is_area: bool,
 ) -> str:
-    points = curve.points if is_area else thin(curve.points)
-    if is_area and len(points) > MOST_POINTS:  # both edges keep the same steps
-        points = points[:: math.ceil(len(points) / MOST_POINTS)]
-
-    def path(points: Points) -> str:
-        return " ".join(f"{WIDTH * x(s):.1f},{_y(y, v):.1f}" for s, v in points)
-
+    points = [(x(step), y(value)) for step, value in thin(curve.points)]
+    path = " ".join(f"{a:.1f},{b:.1f}" for a, b in points)
     if is_area:
-        floor = dict(below.points) if below else {}
-        edge = [(step, floor.get(step, 0.0)) for step, _ in reversed(points)]
-        return f'<polygon class="area c{number}" points="{path(points)} {path(edge)}"/>'
+        ground = " ".join(
+            f"{x(step):.1f},{y(0):.1f}" for step, _ in (curve.points[-1], curve.points[0])
+        )
+        return f'<polygon class="area c{number}" points="{path} {ground}"/>'
     dots = ""
     if curve.has_dots or len(points) == 1:
         # a line of no length with round ends stays a circle however the drawing is stretched
-        ends = ((WIDTH * x(s), _y(y, v)) for s, v in points)
-        dots = "".join(f'<path class="dot c{number}" d="M{a:.1f},{b:.1f}h0"/>' for a, b in ends)
-    return f'<polyline class="curve c{number}" points="{path(points)}"/>{dots}'
+        dots = "".join(f'<path class="dot c{number}" d="M{a:.1f},{b:.1f}h0"/>' for a, b in points)
+    return f'<polyline class="curve c{number}" points="{path}"/>{dots}'
 
 
 def _for_tooltip(chart: Chart, first: int, last: int) -> dict[str, object]:

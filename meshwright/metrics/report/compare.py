@@ -48,8 +48,7 @@ def _summary(named: Named) -> str:
     rows = []
     for name, run in named:
         best = best_validation(run)
-        speeds = [value for _, value in run.series("time/wps")]
-        memory = [value for _, value in run.series("memory/peak_gib")]
+        speeds, memory = run.values("time/wps"), run.values("memory/peak_gib")
         rows.append(
             [
                 name,

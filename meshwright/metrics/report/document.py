@@ -1,8 +1,7 @@
 """The frame of an HTML page that needs no other file: style, script, tables."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from html import escape
-from itertools import repeat
 
 CSS = """
 :root { color-scheme: light dark; --paper: #fbfbfa; --card: #fff; --ink: #1d2330; --soft: #667085;
@@ -99,12 +98,7 @@ for (const figure of document.querySelectorAll(".chart")) {
 
 
 def document(title: str, body: str) -> str:
-    """Return a page.
-
-    Args:
-        title: plain text.
-        body: HTML.
-    """
+    """Return a page with a plain title and a body of HTML."""
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
@@ -114,19 +108,10 @@ def document(title: str, body: str) -> str:
 """
 
 
-def table(
-    head: Sequence[str], rows: Iterable[Sequence[str]], classes: Iterable[str] | None = None
-) -> str:
-    """Return a table in a card; nothing without rows.
-
-    Args:
-        classes: "good", "bad" or "" for each row.
-    """
-    lines = "".join(
-        f'<tr class="{kind}">' + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>"
-        for kind, row in zip(classes or repeat(""), rows, strict=False)
-    )
-    if not lines:
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table in a card; nothing without rows."""
+    if not rows:
         return ""
-    top = "<tr>" + "".join(f"<th>{escape(name)}</th>" for name in head) + "</tr>" if head else ""
-    return f'<div class="card scroll"><table>{top}{lines}</table></div>'
+    lines = [f"<th>{'</th><th>'.join(map(escape, head))}</th>"] if head else []
+    lines += [f"<td>{'</td><td>'.join(map(escape, row))}</td>" for row in rows]
+    return f'<div class="card scroll"><table><tr>{"</tr><tr>".join(lines)}</tr></table></div>'

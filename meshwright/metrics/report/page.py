@@ -1,19 +1,19 @@
 """Writes a run as one HTML page: curves, tables, texts."""
 
 import time
-from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from html import escape
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
+from meshwright.metrics.console import duration
 from meshwright.metrics.report.charts import Chart, Curve, draw, short
 from meshwright.metrics.report.document import document, table
-from meshwright.metrics.report.run import Run
+from meshwright.metrics.report.run import TOKENS, Row, Run
 from meshwright.metrics.report.tables import (
     best_validation,
     config_table,
-    duration,
     environment_table,
     loads_map,
     proof_table,
@@ -99,40 +99,26 @@ def _state(run: Run, config: dict[str, Any]) -> str:
 
 
 def _tiles(run: Run, config: dict[str, Any]) -> str:
-    tiles: list[tuple[str, str, str]] = []
-
-    def add(name: str, value: str, detail: str = "") -> None:
-        tiles.append((name, value, detail))
-
-    steps = config.get("training", {}).get("steps", "?")
-    add("step", f"{run.last('step') or 0:,}", f"of {steps:,}" if isinstance(steps, int) else "")
-    tokens = run.last("data/tokens")
-    if tokens is not None:
-        add("tokens", short(tokens), f"{tokens:,}")
-    if run.last("loss/train") is not None:
-        add("training loss", f"{run.last('loss/train'):.4f}", "nats per token")
-    best = best_validation(run)
-    if best is not None:
-        add("best validation loss", f"{best[1]:.4f}", f"at step {best[0]:,}")
-    speeds = [value for _, value in run.series("time/wps")]
-    if speeds:
-        add("tokens per second", f"{median(speeds):,.0f}", "per device, median")
-    shares = [value for _, value in run.series("time/mfu_pct")]
-    if shares:
-        flops = [value for _, value in run.series("time/tflops")]
-        detail = f"{median(flops):.4g} TFLOP/s per device" if flops else "median"
-        add("MFU", f"{median(shares):.1f}%", detail)
-    memory = [value for _, value in run.series("memory/peak_gib")]
-    if memory:
-        add("peak memory", f"{max(memory):.2f} GiB", "first rank")
-    seconds = sum(_totals(run).values())
-    if seconds:
-        resumes = len(run.resumed_steps) - run.num_new_stages
-        add(
-            "training time",
-            duration(seconds),
-            f"resumed {resumes} times" if resumes > 1 else "resumed once" * resumes,
-        )
+    steps = config.get("training", {}).get("steps")
+    of_steps = f"of {steps:,}" if isinstance(steps, int) else ""
+    tiles = [("step", f"{run.last('step') or 0:,}", of_steps)]
+    if (tokens := run.last(TOKENS)) is not None:
+        tiles.append(("tokens", short(tokens), f"{tokens:,}"))
+    if (loss := run.last("loss/train")) is not None:
+        tiles.append(("training loss", f"{loss:.4f}", "nats per token"))
+    if (best := best_validation(run)) is not None:
+        tiles.append(("best validation loss", f"{best[1]:.4f}", f"at step {best[0]:,}"))
+    if speeds := run.values("time/wps"):
+        tiles.append(("tokens per second", f"{median(speeds):,.0f}", "per device, median"))
+    if shares := run.values("time/mfu_pct"):
+        detail = f"{median(run.values('time/tflops')):.4g} TFLOP/s per device"
+        tiles.append(("MFU", f"{median(shares):.1f}%", detail))
+    if memory := run.values("memory/peak_gib"):
+        tiles.append(("peak memory", f"{max(memory):.2f} GiB", "first rank"))
+    if seconds := sum(_totals(run).values()):
+        resumes = sum(not start.get("is_new_stage") for start in run.starts[1:])
+        detail = f"resumed {resumes}x" if resumes else ""
+        tiles.append(("training time", duration(seconds), detail))
     cells = "".join(
         f'<div class="tile"><span>{escape(name)}</span><b>{escape(value)}</b>'
         f"<small>{escape(detail)}</small></div>"
@@ -149,7 +135,8 @@ def _charts(run: Run) -> str:
     ]
     parts = [Curve(label, run.series(name)) for name, label in PARTS.items()]
     parts = [part for part in parts if part.points]
-    parts.append(Curve("other", _rest(run)))
+    rest = [(row["step"], _other(row)) for row in run.records if "time/step_s" in row]
+    parts.append(Curve("other", rest))
     groups = [
         Curve(name.removeprefix("optim/grad_norm/"), run.series(name))
         for name in run.names("optim/grad_norm/")
@@ -169,36 +156,25 @@ def _charts(run: Run) -> str:
         draw(Chart(title, unit, curves, seams, skipped, **options))
         for title, unit, curves, options in charts
     )
-    legend = []
-    if seams:
-        legend.append("dashed lines: resumes" + " and new stages" * (run.num_new_stages > 0))
-    if skipped:
-        legend.append("red marks: skipped steps")
-    note = f'<p class="note">{"; ".join(legend).capitalize()}.</p>' if legend else ""
+    note = '<p class="note">Dashed lines: resumes and new stages; red marks: skipped steps.</p>'
     return f'<div class="charts">{drawn}</div>{note}' if drawn else ""
 
 
-def _rest(run: Run) -> list[tuple[int, float]]:
+def _other(row: Row) -> float:
     """Return the seconds of a step in none of its parts."""
-    return [
-        (int(row["step"]), max(row["time/step_s"] - sum(row.get(part, 0.0) for part in PARTS), 0.0))
-        for row in run.records
-        if "time/step_s" in row
-    ]
+    return max(row.get("time/step_s", 0.0) - sum(row.get(part, 0.0) for part in PARTS), 0.0)
 
 
 def _totals(run: Run) -> dict[str, float]:
     """Return the seconds of all logged steps by kind of work."""
     totals = dict.fromkeys([*PARTS.values(), "other in steps", "validation", "checkpoints"], 0.0)
-    before, seams = 0, sorted(run.resumed_steps)
+    begins = {0, *run.resumed_steps, *(row["step"] for row in run.records)}
+    before = {end: begin for begin, end in pairwise(sorted(begins))}
     for row in run.records:
-        step = int(row["step"])
-        before = max([before, *seams[: bisect_left(seams, step)][-1:]])
-        count, before = step - before, step
+        count = row["step"] - before[row["step"]]
         for name, label in PARTS.items():
             totals[label] += row.get(name, 0.0) * count
-        inside = sum(row.get(name, 0.0) for name in PARTS)
-        totals["other in steps"] += max(row.get("time/step_s", 0.0) - inside, 0.0) * count
+        totals["other in steps"] += _other(row) * count
         totals["validation"] += row.get("time/validation_s", 0.0)
         totals["checkpoints"] += row.get("time/checkpoint_s", 0.0)
     return totals
@@ -214,8 +190,5 @@ def _time_table(run: Run) -> str:
         for name, seconds in totals.items()
         if seconds
     ]
-    note = (
-        "On the first rank, summed over logged steps: starts and the last save are not in it. "
-        "Collectives inside forward and backward count there."
-    )
+    note = "On the first rank, summed over logged steps: starts and the last save are not in it."
     return table((), rows) + f'<p class="note">{note}</p>'

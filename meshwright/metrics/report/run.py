@@ -47,11 +47,6 @@ class Run:
         return [int(row["step"]) for row in self.starts[1:]]
 
     @property
-    def num_new_stages(self) -> int:
-        """Stages that a process began after it had trained the one before."""
-        return sum(row.get("is_new_stage", False) for row in self.starts)
-
-    @property
     def config(self) -> dict[str, Any]:
         """The values of every key; none, if config.toml cannot be read."""
         try:
@@ -62,6 +57,10 @@ class Run:
     def series(self, name: str, x: str = "step") -> list[tuple[int, float]]:
         """Return the steps, or values of `x`, and the values of a figure."""
         return [(int(row[x]), float(row[name])) for row in self.records if name in row and x in row]
+
+    def values(self, name: str) -> list[float]:
+        """Return the values of a figure."""
+        return [value for _, value in self.series(name)]
 
     def names(self, prefix: str) -> list[str]:
         """Return the figures whose names begin with `prefix`, in the order of appearance."""
@@ -81,13 +80,8 @@ def read_run(folder: Path) -> Run:
     """
     metrics = folder / "metrics.jsonl"
     check(folder.is_dir(), "RUN_DIR", str(folder), "no such folder", where_it_ends(folder))
-    check(
-        metrics.is_file(),
-        "RUN_DIR",
-        str(folder),
-        "holds no metrics.jsonl",
-        "name the job.dump_folder of a run",
-    )
+    rule, fix = "holds no metrics.jsonl", "name the job.dump_folder of a run"
+    check(metrics.is_file(), "RUN_DIR", str(folder), rule, fix)
     records = [
         {
             name: value

@@ -9,9 +9,10 @@ from typing import Any
 
 from meshwright.config.changes import differences, shown
 from meshwright.config.job_config import JobConfig
-from meshwright.metrics.records import validation_loss
+from meshwright.metrics.console import duration
 from meshwright.metrics.report.document import table
 from meshwright.metrics.report.run import Run
+from meshwright.metrics.sinks import validation_loss
 
 
 def validation_table(run: Run) -> str:
@@ -158,14 +159,6 @@ def config_table(run: Run, config: dict[str, Any]) -> str:
 
 def number(value: Any) -> str:
     return "-" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def duration(seconds: float) -> str:
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes, second = divmod(round(seconds), 60)
-    hours, minute = divmod(minutes, 60)
-    return f"{hours} h {minute:02} min" if hours else f"{minute} min {second:02} s"
 
 
 def loads_map(run: Run) -> str:

@@ -1,0 +1,136 @@
+"""The launchers of a job's machines, as they tell each other in torchrun's store."""
+
+import json
+import os
+import socket
+import subprocess
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+MEET_S = 1.0
+"""Seconds that the store gets to answer while machines meet: it is on one of them."""
+
+TELL_S = 8.0
+"""Seconds that other machines get to tell of their ranks."""
+
+LOOK_AGAIN_S = 0.1
+
+SCONTROL_S = 5.0
+
+
+def _connect(host: str, port: int, timeout_s: float, prefix: str) -> dist.Store:
+    timeout = timedelta(seconds=timeout_s)
+    store = dist.TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
+    return dist.PrefixStore(prefix, store)
+
+
+class Meeting:
+    """The machines that have come, for the one who waits there.
+
+    Each counts up a number of its own in the store, so a machine that has left is seen to be still.
+
+    Args:
+        endpoint: host:port of the store.
+        machines: that have to come.
+        name: of the job there.
+    """
+
+    def __init__(self, endpoint: str, machines: int, name: str) -> None:
+        self._endpoint, self._machines, self._prefix = endpoint, machines, f"machines of {name}"
+        self._me = f"{socket.gethostname()}:{os.getpid()}"
+        self._store: dist.Store | None = None
+        self._counts: dict[str, int] = {}
+
+    def come(self) -> None:
+        """Tell the others that this machine is here and waits."""
+        with suppress(RuntimeError, OSError):  # it does not answer, yet or any more
+            if self._store is None:
+                host, _, port = self._endpoint.rpartition(":")
+                # torch would print a page of C++ where nobody listens
+                socket.create_connection((host, int(port)), MEET_S).close()
+                self._store = _connect(host, int(port), MEET_S, self._prefix)
+                self._store.set(f"machine {self._store.add('count', 1)}", self._me)
+            self._store.add(self._me, 1)
+
+    def _here(self) -> list[str]:
+        """Return the machines that have counted since the last call, this one first."""
+        if self._store is None:
+            return []
+        told = [f"machine {number}" for number in range(1, self._store.add("count", 0) + 1)]
+        names = dict.fromkeys([self._me, *(self._store.get(key).decode() for key in told)])
+        before, self._counts = self._counts, {name: self._store.add(name, 0) for name in names}
+        return [name for name in names if self._counts[name] != before.get(name, 0)]
+
+    def describe(self) -> str:
+        """Say where this machine waits, which machines have come, and which have not."""
+        try:
+            here = [name.partition(":")[0] for name in self._here()]
+        except RuntimeError:
+            here, self._store = [], None
+        if not here:
+            return f"waiting at {self._endpoint}, where no machine answers yet"
+        # one of the two may write the domain, too
+        short = {name.partition(".")[0] for name in here}
+        missing = [name for name in _of_slurm() if name.partition(".")[0] not in short]
+        rest = f"; missing: {', '.join(missing)}" if missing else ""
+        came = f"{len(here)} of {self._machines} machines are here ({', '.join(here)})"
+        return f"waiting at {self._endpoint}: {came}{rest}"
+
+
+def _of_slurm() -> list[str]:
+    """Return the names of the machines that Slurm has given this job; none without Slurm."""
+    command = ["scontrol", "show", "hostnames", os.environ.get("SLURM_JOB_NODELIST", "")]
+    if not command[-1]:
+        return []
+    try:
+        told = subprocess.run(
+            command, capture_output=True, text=True, timeout=SCONTROL_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return told.stdout.split()
+
+
+class Machines:
+    """The launchers of the other machines, while ranks run.
+
+    Args:
+        facts: of a rank here.
+
+    Raises:
+        RuntimeError: (every method) if the store does not answer.
+    """
+
+    def __init__(self, facts: Mapping[str, Any]) -> None:
+        self._machine, self._count = facts["machine"], facts["machines"]
+        host, port = facts["store"]
+        self._store = _connect(host, port, TELL_S, "meshwright_hang")
+
+    def is_trouble(self) -> bool:
+        """Return whether any machine has found a hang. A store that is gone is not one."""
+        with suppress(RuntimeError):
+            return bool(self._store.check(["trouble"]))
+        return False
+
+    def exchange(self, ranks: list[Any]) -> list[Any]:
+        """Send the others what is known of the ranks here; return what is told of all in time."""
+        self._store.set("trouble", "yes")
+        self._store.set(f"of {self._machine}", json.dumps(ranks))
+        keys = {f"of {machine}" for machine in range(self._count)}
+        told: list[Any] = []
+        end = time.monotonic() + TELL_S
+        while keys and time.monotonic() < end:
+            for key in [key for key in keys if self._store.check([key])]:
+                told += json.loads(self._store.get(key))
+                keys.remove(key)
+            time.sleep(LOOK_AGAIN_S)
+        with suppress(RuntimeError):  # the store ends with the launcher that has it, so wait
+            self._store.add("done", 1)
+            while self._store.add("done", 0) < self._count and time.monotonic() < end:
+                time.sleep(LOOK_AGAIN_S)
+        return told
