@@ -24,23 +24,20 @@ from meshwright.models.router import (
 )
 from meshwright.models.table import MixtureSpec
 
-Compute = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+Compute = Callable[..., Tensor]
 """As `feed_forward`."""
 
 
 class Experts(nn.Module):
-    """The experts' weights, one stacked tensor for each of a feed-forward's three.
+    """The experts' weights, one stacked tensor for each of a feed-forward's three; and biases.
 
     `compute` takes the experts' inputs sorted by expert, so that expert parallelism has one thing
     to replace.
     """
 
-    w1: Tensor
-    w2: Tensor
-    w3: Tensor
-
     def __init__(self, spec: MixtureSpec) -> None:
         super().__init__()
+        self.names, self.activation = tuple(spec.experts), spec.activation
         for name, parameter in spec.experts.items():
             self.register_parameter(name, nn.Parameter(torch.empty(parameter.shape)))
         self.compute: Compute = feed_forward
@@ -51,15 +48,35 @@ class Experts(nn.Module):
         Args:
             counts: (E,) int64; they add up to R.
         """
-        return self.compute(rows, counts, self.w1, self.w2, self.w3)
+        weights = [getattr(self, name) for name in self.names]
+        return self.compute(rows, counts, self.activation, *weights)
 
 
-def feed_forward(rows: Tensor, counts: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
-    """SwiGLU of (R, D) rows that are sorted by expert; w1 and w3 are (E, F, D), w2 (E, D, F)."""
-    w1, w2, w3 = (weight.to(rows.dtype) for weight in (w1, w2, w3))
+def feed_forward(rows: Tensor, counts: Tensor, activation: str, *weights: Tensor) -> Tensor:
+    """Gated feed-forward of (R, D) rows that are sorted by expert.
+
+    Args:
+        activation: as in `MixtureSpec`.
+        weights: w1, w2 and w3, and maybe their biases: (E, F, D), (E, D, F), (E, F, D), (E, F),
+            (E, D) and (E, F).
+    """
+    w1, w2, w3, *biases = (weight.to(rows.dtype) for weight in weights)
     ends = counts.cumsum(0).to(torch.int32)
-    hidden = F.silu(grouped_matmul(rows, w1, ends)) * grouped_matmul(rows, w3, ends)
-    return grouped_matmul(hidden, w2, ends)
+    gate, up = grouped_matmul(rows, w1, ends), grouped_matmul(rows, w3, ends)
+    if biases:
+        expert = torch.arange(len(counts), device=counts.device)
+        expert = expert.repeat_interleave(counts, output_size=len(rows))
+        gate, up = (add_bias(x, b, expert, ends) for x, b in ((gate, biases[0]), (up, biases[2])))
+    hidden = F.silu(gate) * up if activation == "swiglu" else clamped_swiglu(gate, up)
+    out = grouped_matmul(hidden, w2, ends)
+    return add_bias(out, biases[1], expert, ends) if biases else out
+
+
+def clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """(up + 1) gate sigmoid(1.702 gate), where no input is large. Source: OpenAI 2025,
+    arXiv:2508.10925, and its published code."""
+    gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+    return (up + 1) * (gate * torch.sigmoid(1.702 * gate))
 
 
 class Mixture(nn.Module):
@@ -87,7 +104,7 @@ class Mixture(nn.Module):
     def __init__(self, spec: MixtureSpec) -> None:
         super().__init__()
         self.spec = spec
-        self.router = Router(spec.dim, spec.n_experts)
+        self.router = Router(spec.dim, spec.n_experts, bias=spec.bias_std is not None)
         self.experts = Experts(spec)
         self.shared = FeedForward(spec.shared) if spec.shared else None
         for name, state in spec.state.items():
@@ -210,6 +227,24 @@ class _Combine(torch.autograd.Function):
         return of_rows.mul_(weights.flatten()[order].unsqueeze(1)), of_weights, None, None
 
 
+class _AddBias(torch.autograd.Function):
+    """(R, F) + (E, F) -> (R, F): to rows that are sorted by expert, their experts' biases. Backward
+    adds up the rows of each expert in their order."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, bias: Tensor, expert: Tensor, ends: Tensor) -> Tensor:
+        ctx.save_for_backward(ends)
+        return rows + bias.index_select(0, expert)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        (ends,) = ctx.saved_tensors
+        starts = F.pad(ends[:-1], (1, 0)).long()
+        every = torch.arange(len(grad), device=grad.device)
+        return grad, F.embedding_bag(every, grad.contiguous(), starts, mode="sum"), None, None
+
+
 class _Permute(torch.autograd.Function):
     """Rows in another order; backward reads by the inverse."""
 
@@ -228,4 +263,5 @@ class _Permute(torch.autograd.Function):
 # typed
 spread: Callable[[Tensor, Tensor, Tensor], Tensor] = _Spread.apply
 combine: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] = _Combine.apply
+add_bias: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] = _AddBias.apply
 permute: Callable[[Tensor, Tensor, Tensor], Tensor] = _Permute.apply

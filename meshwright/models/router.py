@@ -13,12 +13,12 @@ from torch.autograd.function import once_differentiable
 class Router(nn.Linear):
     """Logits of the experts, in fp32 whatever the type of the activations."""
 
-    def __init__(self, dim: int, n_experts: int) -> None:
-        super().__init__(dim, n_experts, bias=False)
+    bias: Tensor | None  # type: ignore[assignment]  # which torch's class has too
 
     def forward(self, x: Tensor) -> Tensor:  # (T, D) -> (T, E) fp32
         # rounded first: FSDP2 gives the rounded weight, one process alone the fp32 one
-        return F.linear(x.float(), self.weight.to(x.dtype).float())
+        bias = None if self.bias is None else self.bias.to(x.dtype).float()
+        return F.linear(x.float(), self.weight.to(x.dtype).float(), bias)
 
 
 # an operator, so that activation checkpointing can keep its result: a choice that is made again

@@ -20,7 +20,7 @@ from meshwright.models.decoder import Decoder
 from meshwright.models.mixture import feed_forward, inverse, permute
 from meshwright.models.router import BalanceLosses
 from meshwright.parallelisms.meshes import Meshes
-from meshwright.parallelisms.shards import is_dtensor
+from meshwright.parallelisms.shards import local_shard
 
 
 def balance(model: Decoder, meshes: Meshes, training: Training, options: Experts) -> None:
@@ -69,7 +69,7 @@ def apply_ep(model: Decoder, mesh: DeviceMesh) -> str:
 
 
 def exchanged(
-    rows: Tensor, counts: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, *, mesh: DeviceMesh
+    rows: Tensor, counts: Tensor, activation: str, *weights: Tensor, mesh: DeviceMesh
 ) -> Tensor:
     """As `feed_forward`, but each expert's rows come from all ranks. Collective over `mesh`.
 
@@ -84,8 +84,8 @@ def exchanged(
     order = expert.argsort(stable=True)
     place = inverse(order)
     arrived = permute(all_to_all(rows, by, to, group), order, place)
-    own = [weight.to_local() if is_dtensor(weight) else weight for weight in (w1, w2, w3)]
-    out = feed_forward(arrived, received.sum(0), *own)
+    own = map(local_shard, weights)
+    out = feed_forward(arrived, received.sum(0), activation, *own)
     return all_to_all(permute(out, place, order), to, by, group)
 
 
