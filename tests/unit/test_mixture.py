@@ -22,13 +22,12 @@ from meshwright.config.parallelism import ActivationCheckpoint
 from meshwright.models.decoder import Decoder
 from meshwright.models.families.mixtral import MixtralArgs
 from meshwright.models.families.qwen3_moe import Qwen3MoeArgs
-from meshwright.models.grouped import grouped_matmul
-from meshwright.models.mixture import Mixture
+from meshwright.models.mixture import Mixture, grouped_matmul
 from meshwright.models.router import BalanceLosses, choose_experts
 from meshwright.models.table import FeedForwardSpec, LayerSpec, MixtureSpec
 from meshwright.parallelisms.activation_checkpoint import apply_ac
-from meshwright.parallelisms.balance import Balance
 from meshwright.parallelisms.data_parallel import compute_in_fp32
+from meshwright.parallelisms.expert_parallel import Balance
 from meshwright.parallelisms.initialize import initialize
 from meshwright.system.errors import ConfigError
 from meshwright.train.preflight import preflight
