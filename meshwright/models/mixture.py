@@ -7,43 +7,35 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.utils.flop_counter import register_flop_formula
 
-from meshwright.models.grouped import grouped_matmul
 from meshwright.models.layers import FeedForward
 from meshwright.models.router import (
     BalanceLosses,
     Router,
-    SumOverRanks,
     choose_experts,
-    figures_of,
-    gradient_of_losses,
     load_of_sequences,
     mean_one,
+    own_losses,
     tally,
     with_gradient,
 )
 from meshwright.models.table import MixtureSpec
 
-Compute = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
-"""As `feed_forward`."""
-
 
 class Experts(nn.Module):
-    """The experts' weights, one stacked tensor for each of a feed-forward's three.
+    """The experts' weights, one stacked tensor for each of a feed-forward's three; and biases.
 
     `compute` takes the experts' inputs sorted by expert, so that expert parallelism has one thing
     to replace.
     """
 
-    w1: Tensor
-    w2: Tensor
-    w3: Tensor
-
     def __init__(self, spec: MixtureSpec) -> None:
         super().__init__()
+        self.names, self.activation = tuple(spec.experts), spec.activation
         for name, parameter in spec.experts.items():
             self.register_parameter(name, nn.Parameter(torch.empty(parameter.shape)))
-        self.compute: Compute = feed_forward
+        self.compute: Callable[..., Tensor] = feed_forward
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """(R, D) -> (R, D): the first counts[0] rows go through expert 0, and so on.
@@ -51,15 +43,35 @@ class Experts(nn.Module):
         Args:
             counts: (E,) int64; they add up to R.
         """
-        return self.compute(rows, counts, self.w1, self.w2, self.w3)
+        weights = [getattr(self, name) for name in self.names]
+        return self.compute(rows, counts, self.activation, *weights)
 
 
-def feed_forward(rows: Tensor, counts: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
-    """SwiGLU of (R, D) rows that are sorted by expert; w1 and w3 are (E, F, D), w2 (E, D, F)."""
-    w1, w2, w3 = (weight.to(rows.dtype) for weight in (w1, w2, w3))
+def feed_forward(rows: Tensor, counts: Tensor, activation: str, *weights: Tensor) -> Tensor:
+    """Gated feed-forward of (R, D) rows that are sorted by expert.
+
+    Args:
+        activation: as in `MixtureSpec`.
+        weights: w1, w2 and w3, and maybe their biases: (E, F, D), (E, D, F), (E, F, D), (E, F),
+            (E, D) and (E, F).
+    """
+    w1, w2, w3, *biases = (weight.to(rows.dtype) for weight in weights)
     ends = counts.cumsum(0).to(torch.int32)
-    hidden = F.silu(grouped_matmul(rows, w1, ends)) * grouped_matmul(rows, w3, ends)
-    return grouped_matmul(hidden, w2, ends)
+    gate, up = grouped_matmul(rows, w1, ends), grouped_matmul(rows, w3, ends)
+    if biases:
+        expert = torch.arange(len(counts), device=counts.device)
+        expert = expert.repeat_interleave(counts, output_size=len(rows))
+        gate, up = (add_bias(x, b, expert, ends) for x, b in ((gate, biases[0]), (up, biases[2])))
+    hidden = F.silu(gate) * up if activation == "swiglu" else clamped_swiglu(gate, up)
+    out = grouped_matmul(hidden, w2, ends)
+    return add_bias(out, biases[1], expert, ends) if biases else out
+
+
+def clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """(up + 1) gate sigmoid(1.702 gate), where no input is large. Source: OpenAI 2025,
+    arXiv:2508.10925, and its published code."""
+    gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+    return (up + 1) * (gate * torch.sigmoid(1.702 * gate))
 
 
 class Mixture(nn.Module):
@@ -74,9 +86,9 @@ class Mixture(nn.Module):
         load: (E,) int64, of the last step: tokens of each expert, but for padding; part of
             checkpoints.
         counts: (E,) int64, the same of this step so far, on this rank.
-        figures: (4,) fp32, `figures_of` this step so far, on this rank.
+        figures: (4,) fp32, of `own_losses` in this step so far, on this rank.
         losses: of this layer.
-        sum_over_ranks: what context and sequence parallelism put in its place.
+        sum_over_ranks: adds up integers over the ranks that have parts of the same sequences.
     """
 
     bias: Tensor
@@ -87,24 +99,22 @@ class Mixture(nn.Module):
     def __init__(self, spec: MixtureSpec) -> None:
         super().__init__()
         self.spec = spec
-        self.router = Router(spec.dim, spec.n_experts)
+        self.router = Router(spec.dim, spec.n_experts, bias=spec.bias_std is not None)
         self.experts = Experts(spec)
         self.shared = FeedForward(spec.shared) if spec.shared else None
         for name, state in spec.state.items():
             dtype = getattr(torch, state.dtype)
             self.register_buffer(name, torch.full(state.shape, state.value, dtype=dtype))
-        for name, width, dtype in (
-            ("counts", spec.n_experts, torch.int64),
-            ("figures", 4, torch.float32),
-        ):
-            self.register_buffer(name, torch.zeros(width, dtype=dtype), persistent=False)
+        counts = torch.zeros(spec.n_experts, dtype=torch.int64)
+        self.register_buffer("counts", counts, persistent=False)
+        self.register_buffer("figures", torch.zeros(4), persistent=False)
         self.losses = BalanceLosses()
-        self.sum_over_ranks: SumOverRanks = lambda counts: counts
+        self.sum_over_ranks: Callable[[Tensor], Tensor] = lambda counts: counts
 
     def forward(
         self, x: Tensor, chosen: Tensor | None = None, counted: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """(B, S, D) -> (B, S, D), the router's choice of experts, (B S, K) int64, and `figures_of`.
+        """(B, S, D) -> (B, S, D), the router's choice of experts, (B S, K) int64, and figures.
 
         Args:
             chosen: (B S, K) experts to take in the place of the router's choice. Then the last
@@ -114,10 +124,10 @@ class Mixture(nn.Module):
         """
         spec, tokens = self.spec, x.flatten(0, 1)
         logits = self.router(tokens)
-        scores = logits.softmax(-1) if spec.scores == "softmax" else logits.sigmoid()
-        groups = spec.n_groups, spec.n_active_groups
+        is_softmax = spec.scores == "softmax"
+        scores = logits.softmax(-1) if is_softmax else logits.sigmoid()
         biased, gap = scores.detach() + self.bias, None
-        choice = choose_experts(biased, spec.n_active, *groups)
+        choice = choose_experts(biased, spec.n_active, spec.n_groups, spec.n_active_groups)
         if chosen is None:
             chosen = choice
         else:
@@ -125,42 +135,22 @@ class Mixture(nn.Module):
         weights = scores.gather(1, chosen)  # (T, K)
         if spec.normalizes:
             weights = weights / (weights.sum(-1, keepdim=True) + spec.normalizer_eps)
-        weights, figures = self._with_losses(
-            weights, logits, scores.detach(), chosen, len(x), counted
+        losses, of_batch, of_sequence = self.losses, mean_one(self.load), None
+        if losses.sequence:
+            of_sequence = load_of_sequences(
+                chosen, len(x), spec.n_experts, self.sum_over_ranks, counted
+            )
+        gradient, figures = own_losses(
+            logits, scores, losses, of_batch, of_sequence, counted, is_softmax=is_softmax
         )
+        if losses.batch or losses.sequence or losses.z:
+            weights = with_gradient(weights, logits, gradient)
         order = chosen.flatten().argsort(stable=True)  # of slots (token, k), by expert
         place = inverse(order).view(chosen.shape)
         rows = spread(tokens, order, place)  # (T K, D)
         out = self.experts(rows, tally(chosen, spec.n_experts))
         y = combine(out, (weights * spec.scale).to(x.dtype), order, place).view(x.shape)
         return (y if self.shared is None else y + self.shared(x)), choice, figures, gap
-
-    def _with_losses(
-        self,
-        weights: Tensor,
-        logits: Tensor,
-        scores: Tensor,
-        chosen: Tensor,
-        n_sequences: int,
-        counted: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        """Return `weights`, in whose backward the layer's own losses reach `logits`; and
-        `figures_of`."""
-        losses, of_sequence = self.losses, None
-        of_batch = mean_one(self.load)
-        load = losses.batch * of_batch
-        if losses.sequence:
-            n_experts = self.spec.n_experts
-            loads = load_of_sequences(chosen, n_sequences, n_experts, self.sum_over_ranks, counted)
-            of_sequence = loads.repeat_interleave(len(logits) // n_sequences, 0)
-            load = load + losses.sequence * of_sequence
-        if losses.batch or losses.sequence or losses.z:
-            is_softmax = self.spec.scores == "softmax"
-            gradient = gradient_of_losses(logits.detach(), scores, load, losses.z, is_softmax)
-            if counted is not None:
-                gradient = gradient * counted.unsqueeze(1)
-            weights = with_gradient(weights, logits, gradient)
-        return weights, figures_of(logits.detach(), scores, of_batch, of_sequence, counted)
 
     @torch.no_grad()
     def note(self, chosen: Tensor, figures: Tensor, counted: Tensor | None) -> None:
@@ -210,6 +200,24 @@ class _Combine(torch.autograd.Function):
         return of_rows.mul_(weights.flatten()[order].unsqueeze(1)), of_weights, None, None
 
 
+class _AddBias(torch.autograd.Function):
+    """(R, F) + (E, F) -> (R, F): to rows that are sorted by expert, their experts' biases. Backward
+    adds up the rows of each expert in their order."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, bias: Tensor, expert: Tensor, ends: Tensor) -> Tensor:
+        ctx.save_for_backward(ends)
+        return rows + bias.index_select(0, expert)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        (ends,) = ctx.saved_tensors
+        starts = F.pad(ends[:-1], (1, 0)).long()
+        every = torch.arange(len(grad), device=grad.device)
+        return grad, F.embedding_bag(every, grad.contiguous(), starts, mode="sum"), None, None
+
+
 class _Permute(torch.autograd.Function):
     """Rows in another order; backward reads by the inverse."""
 
@@ -228,4 +236,89 @@ class _Permute(torch.autograd.Function):
 # typed
 spread: Callable[[Tensor, Tensor, Tensor], Tensor] = _Spread.apply
 combine: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] = _Combine.apply
+add_bias: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] = _AddBias.apply
 permute: Callable[[Tensor, Tensor, Tensor], Tensor] = _Permute.apply
+
+
+ALIGNMENT = 16
+"""Bytes: torch's grouped matmul takes rows whose stride is a multiple (2.13)."""
+
+
+GROUPED_TYPES = {"cpu": (torch.float32, torch.bfloat16), "cuda": (torch.bfloat16,)}
+"""Types that torch multiplies in groups, by device."""
+
+
+# torch's own, under a name that compiles and is traced in fp32 too: its shape rule takes bf16 alone
+# (2.13)
+@torch.library.custom_op("meshwright::grouped_matmul", mutates_args=())
+def grouped_matmul(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """(R, in), (E, out, in) -> (R, out): rows up to ends[0] by weight[0], and so on.
+
+    Args:
+        ends: (E,) int32, ascending; the last is R.
+    """
+    if _is_grouped(rows, weight.shape[1], weight.shape[2]):
+        return F.grouped_mm(rows, weight.transpose(-2, -1), offs=ends)
+    parts = rows.split(_sizes(ends))
+    return torch.cat([part @ own.t() for part, own in zip(parts, weight, strict=True)])
+
+
+@torch.library.custom_op("meshwright::grouped_matmul_backward", mutates_args=())
+def grouped_matmul_backward(
+    grad: Tensor, rows: Tensor, weight: Tensor, ends: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Gradients by rows and weight; an expert without rows has a gradient of zeros."""
+    grad = grad.contiguous()  # an expanded one, as of a sum, is refused
+    if _is_grouped(rows, weight.shape[1], weight.shape[2]):
+        of_rows = F.grouped_mm(grad, weight, offs=ends)
+        return of_rows, F.grouped_mm(grad.t(), rows, offs=ends)
+    sizes = _sizes(ends)
+    grads, parts = grad.split(sizes), rows.split(sizes)
+    of_rows = torch.cat([part @ own for part, own in zip(grads, weight, strict=True)])
+    of_weight = [own.t() @ part for own, part in zip(grads, parts, strict=True)]
+    return of_rows, torch.stack(of_weight)
+
+
+def _is_grouped(rows: Tensor, *sizes: int) -> bool:
+    """Return whether torch multiplies such rows in groups; otherwise a loop does, to equal
+    results."""
+    is_aligned = all(size * rows.itemsize % ALIGNMENT == 0 for size in sizes)
+    has_type = rows.dtype in GROUPED_TYPES.get(rows.device.type, ())
+    return is_aligned and has_type and hasattr(F, "grouped_mm")
+
+
+def _sizes(ends: Tensor) -> list[int]:
+    return ends.diff(prepend=ends.new_zeros(1)).tolist()
+
+
+@grouped_matmul.register_fake
+def _(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    return rows.new_empty(rows.shape[0], weight.shape[1])
+
+
+@grouped_matmul_backward.register_fake
+def _(grad: Tensor, rows: Tensor, weight: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(rows), torch.empty_like(weight)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    return *grouped_matmul_backward(grad, *ctx.saved_tensors), None
+
+
+grouped_matmul.register_autograd(_differentiate, setup_context=_save)
+
+
+@register_flop_formula(torch.ops.meshwright.grouped_matmul)
+def _flops(rows: tuple[int, ...], weight: tuple[int, ...], *_: Any, **__: Any) -> int:
+    return 2 * rows[0] * weight[1] * weight[2]
+
+
+@register_flop_formula(torch.ops.meshwright.grouped_matmul_backward)
+def _backward_flops(
+    grad: tuple[int, ...], rows: tuple[int, ...], weight: tuple[int, ...], *_: Any, **__: Any
+) -> int:
+    return 2 * _flops(rows, weight)

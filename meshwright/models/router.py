@@ -13,12 +13,12 @@ from torch.autograd.function import once_differentiable
 class Router(nn.Linear):
     """Logits of the experts, in fp32 whatever the type of the activations."""
 
-    def __init__(self, dim: int, n_experts: int) -> None:
-        super().__init__(dim, n_experts, bias=False)
+    bias: Tensor | None  # type: ignore[assignment]  # which torch's class has too
 
     def forward(self, x: Tensor) -> Tensor:  # (T, D) -> (T, E) fp32
         # rounded first: FSDP2 gives the rounded weight, one process alone the fp32 one
-        return F.linear(x.float(), self.weight.to(x.dtype).float())
+        bias = None if self.bias is None else self.bias.to(x.dtype).float()
+        return F.linear(x.float(), self.weight.to(x.dtype).float(), bias)
 
 
 # an operator, so that activation checkpointing can keep its result: a choice that is made again
@@ -87,24 +87,20 @@ class BalanceLosses:
     arXiv:2202.08906, equation 5."""
 
 
-SumOverRanks = Callable[[Tensor], Tensor]
-"""Adds up integers over the ranks that have parts of the same sequences."""
-
-
 @torch.no_grad()
 def load_of_sequences(
     chosen: Tensor,
     n_sequences: int,
     n_experts: int,
-    sum_over_ranks: SumOverRanks,
-    counted: Tensor | None = None,
+    sum_over_ranks: Callable[[Tensor], Tensor],
+    counted: Tensor | None,
 ) -> Tensor:
-    """(B S, K) -> (B, E) fp32: how many tokens of each whole sequence chose each expert, over the
-    mean; `counted` as `tally` takes it."""
+    """(B S, K) -> (B S, E) fp32: how many tokens of each token's whole sequence chose each expert,
+    over the mean; `counted` as `tally` takes it."""
     row = torch.arange(n_sequences, device=chosen.device).view(-1, 1, 1) * n_experts
     numbered = (chosen.unflatten(0, (n_sequences, -1)) + row).flatten(0, 1)
     counts = tally(numbered, n_sequences * n_experts, counted).view(n_sequences, n_experts)
-    return mean_one(sum_over_ranks(counts))
+    return mean_one(sum_over_ranks(counts)).repeat_interleave(len(chosen) // n_sequences, 0)
 
 
 def mean_one(counts: Tensor) -> Tensor:
@@ -114,46 +110,43 @@ def mean_one(counts: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def gradient_of_losses(
-    logits: Tensor, scores: Tensor, load: Tensor, z: float, is_softmax: bool
-) -> Tensor:
-    """(T, E): the gradient by `logits` of the sum over tokens and experts of load x share of score,
-    and of z x logsumexp^2.
-
-    Args:
-        load: (T, E) or (E,), with the losses' weights.
-    """
-    share = scores / scores.sum(-1, keepdim=True)
-    gradient = share * (load - (share * load).sum(-1, keepdim=True))
-    if not is_softmax:
-        gradient = gradient * (1 - scores)
-    if z:
-        gradient = gradient + 2 * z * logits.logsumexp(-1, keepdim=True) * logits.softmax(-1)
-    return gradient
-
-
-@torch.no_grad()
-def figures_of(
+def own_losses(
     logits: Tensor,
     scores: Tensor,
+    losses: BalanceLosses,
     of_batch: Tensor,
     of_sequence: Tensor | None,
-    counted: Tensor | None = None,
-) -> Tensor:
-    """(4,) fp32, sums over tokens: of load x share of score by the batch's load and by the
+    counted: Tensor | None,
+    *,
+    is_softmax: bool,
+) -> tuple[Tensor, Tensor]:
+    """Return the gradient of `losses` by `logits`, (T, E), and figures of the losses, (4,) fp32.
+
+    The figures are sums over tokens: of load x share of score by the batch's load and by the
     sequence's, of the squared logsumexp, and of the entropy of shares.
 
     Args:
+        logits, scores: (T, E).
         of_batch: (E,) loads.
         of_sequence: (T, E), of each token's sequence; None: no loss needs it.
         counted: as `tally` takes it.
     """
-    share, z = scores / scores.sum(-1, keepdim=True), logits.logsumexp(-1).square()
+    share, log_sum = scores / scores.sum(-1, keepdim=True), logits.logsumexp(-1, keepdim=True)
+    load = losses.batch * of_batch
+    if of_sequence is not None:
+        load = load + losses.sequence * of_sequence
+    gradient = share * (load - (share * load).sum(-1, keepdim=True))
+    if not is_softmax:
+        gradient = gradient * (1 - scores)
+    if losses.z:
+        gradient = gradient + 2 * losses.z * log_sum * logits.softmax(-1)
+    z = log_sum.square()
     if counted is not None:
-        share, z = share * counted.unsqueeze(1), z * counted
+        gradient, share, z = (part * counted.unsqueeze(1) for part in (gradient, share, z))
     batch, z = (share * of_batch).sum(), z.sum()
     sequence = torch.zeros_like(z) if of_sequence is None else (share * of_sequence).sum()
-    return torch.stack([batch, sequence, z, -torch.special.xlogy(share, share).sum()])
+    entropy = -torch.special.xlogy(share, share).sum()
+    return gradient, torch.stack([batch, sequence, z, entropy])
 
 
 class _WithGradient(torch.autograd.Function):

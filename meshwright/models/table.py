@@ -50,7 +50,7 @@ class Parameter:
     std: float | None
     """Standard deviation of its initial values; None: they are one."""
     token_share: float = 1.0
-    """Share of tokens that it multiplies as a matrix; 0: a norm, or a table to look up in."""
+    """Share of tokens that it multiplies as a matrix; 0: a vector, or a table to look up in."""
     parts: tuple[str, int] | None = None
     """Key in `model.args` of the parts that only whole can be cut apart, and their number."""
 
@@ -65,7 +65,8 @@ class Parameter:
         if self.layout == "embedding" or self.layout == "output":
             return self.layout
         vector: Role = "norm" if self.std is None else "bias"
-        by_dimensions: dict[int, Role] = {1: vector, 2: "matrix", 3: "experts"}
+        plane: Role = vector if self.layout == "experts" else "matrix"
+        by_dimensions: dict[int, Role] = {1: vector, 2: plane, 3: "experts"}
         return by_dimensions.get(len(self.shape))
 
 
@@ -145,7 +146,7 @@ class FeedForwardSpec:
 
 @dataclass(frozen=True)
 class MixtureSpec:
-    """E gated feed-forwards of inner width F, of which each token goes through K. No biases."""
+    """E gated feed-forwards of inner width F, of which each token goes through K."""
 
     dim: int
     hidden_dim: int
@@ -168,6 +169,11 @@ class MixtureSpec:
     """Groups that a token's experts are in."""
     shared: FeedForwardSpec | None = None
     """A feed-forward that every token goes through too."""
+    activation: Literal["swiglu", "clamped_swiglu"] = "swiglu"
+    """Between the projections of an expert; `mixture.clamped_swiglu` is the second."""
+    bias_std: float | None = None
+    """Of the initial values of biases of the router, and of all projections of the experts; None:
+    there are no biases."""
 
     def __post_init__(self) -> None:
         size, rest = divmod(self.n_experts, self.n_groups)
@@ -184,18 +190,25 @@ class MixtureSpec:
         inner = (self.n_experts, self.hidden_dim, self.dim)
         outer = (self.n_experts, self.dim, self.hidden_dim)
         share = self.n_active / self.n_experts
-        return {
+        found = {
             "w1": Parameter(inner, "experts", self.std, share),
             "w2": Parameter(outer, "experts", self.out_std, share),
             "w3": Parameter(inner, "experts", self.std, share),
         }
+        if self.bias_std is not None:
+            shapes = {"b1": inner[:2], "b2": outer[:2], "b3": inner[:2]}
+            found |= {n: Parameter(s, "experts", self.bias_std, 0) for n, s in shapes.items()}
+        return found
 
     @property
     def parameters(self) -> dict[str, Parameter]:
         """By name in the module."""
         shared = self.shared.parameters if self.shared else {}
+        router = {"weight": Parameter((self.n_experts, self.dim), "on_tokens", self.std)}
+        if self.bias_std is not None:
+            router["bias"] = Parameter((self.n_experts,), "on_tokens", self.bias_std, 0)
         return {
-            "router.weight": Parameter((self.n_experts, self.dim), "on_tokens", self.std),
+            **{f"router.{name}": parameter for name, parameter in router.items()},
             **{f"experts.{name}": parameter for name, parameter in self.experts.items()},
             **{f"shared.{name}": parameter for name, parameter in shared.items()},
         }
@@ -334,15 +347,17 @@ class DecoderSpec:
     @property
     def num_active_params(self) -> int:
         """Parameters that a token meets: all, but of the experts its own alone."""
-        return sum(
-            round(p.numel * p.token_share) if p.layout == "experts" else p.numel
-            for p in self.parameters.values()
+        idle = (
+            parameter.numel // spec.n_experts * (spec.n_experts - spec.n_active)
+            for spec in self.mixtures.values()
+            for parameter in spec.experts.values()
         )
+        return self.num_params - sum(idle)
 
     def num_params_of(self, module: str) -> int:
         """Parameters of `module` that are a matrix; its share in a stage's time and memory."""
         own = [p for name, p in self.parameters.items() if name.startswith(f"{module}.")]
-        return sum(parameter.numel for parameter in own if len(parameter.shape) > 1)
+        return sum(p.numel for p in own if p.role not in ("norm", "bias"))
 
     def flops_per_token(self, seq_len: int) -> int:
         """Floating point operations of forward and backward, per token of a sequence of `seq_len`.

@@ -16,10 +16,6 @@ from meshwright.parallelisms.meshes import Meshes
 from meshwright.parallelisms.shards import is_dtensor, is_fsdp
 from meshwright.parallelisms.shared_memory import fsdp_groups, share_memory
 
-NUM_EXPERT_DIMS = 3
-"""Of the stacked weights of experts, and of no other parameter."""
-
-
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
 
@@ -182,10 +178,11 @@ def _sharding(meshes: Meshes, training: Training, kept: Collection[nn.Module]) -
         offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
 
     def shard(*modules: nn.Module, reshard_after_forward: bool) -> "FSDPModule":
-        has_experts = any(isinstance(part, Experts) for m in modules for part in m.modules())
+        parts = [part for m in modules for part in m.modules() if isinstance(part, Experts)]
+        stacked = {parameter for part in parts for parameter in part.parameters()}
         return fully_shard(
             [*modules],
-            shard_placement_fn=place if has_experts else None,
+            shard_placement_fn=(lambda p: place(p) if p in stacked else None) if parts else None,
             mesh=mesh,
             mp_policy=fp32_policy if modules[0] in kept else mixed_policy,
             offload_policy=offload,
@@ -196,10 +193,8 @@ def _sharding(meshes: Meshes, training: Training, kept: Collection[nn.Module]) -
 
 
 def _placement(meshes: Meshes) -> Callable[[nn.Parameter], Any]:
-    """Return how FSDP2 shards a parameter of a block with experts; only they have three dimensions.
-
-    It cuts them by expert, or within experts where these are fewer than ranks.
-    """
+    """Return how FSDP2 shards a parameter of experts: by expert, or within experts where these are
+    fewer than ranks."""
     from torch.distributed.tensor import Shard  # with DTensors: 0.4 s
 
     size = (meshes.experts or meshes.fsdp).size(-1)
@@ -213,8 +208,6 @@ def _placement(meshes: Meshes) -> Callable[[nn.Parameter], Any]:
         info = _get_mesh_info(meshes.experts)
 
     def place(parameter: nn.Parameter) -> Any:
-        if parameter.dim() != NUM_EXPERT_DIMS:
-            return None
         count = parameter.to_local().shape[0] if is_dtensor(parameter) else parameter.shape[0]
         is_within = count < size and parameter.shape[1] % size == 0
         placement = Shard(1) if is_within else None

@@ -1,7 +1,10 @@
-"""Expert parallelism: each rank has some of the experts, and tokens travel to theirs and back."""
+"""Expert parallelism: each rank has some of the experts, and tokens travel to theirs and back.
+
+And the balance of their loads: what routers know of other ranks, and the end of a step.
+"""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,9 +21,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshwright.config.training import Experts, Training
 from meshwright.models.decoder import Decoder
 from meshwright.models.mixture import feed_forward, inverse, permute
-from meshwright.models.router import BalanceLosses
+from meshwright.models.router import BalanceLosses, mean_one
 from meshwright.parallelisms.meshes import Meshes
-from meshwright.parallelisms.shards import is_dtensor
+from meshwright.parallelisms.shards import local_shard
 
 
 def balance(model: Decoder, meshes: Meshes, training: Training, options: Experts) -> None:
@@ -32,18 +35,16 @@ def balance(model: Decoder, meshes: Meshes, training: Training, options: Experts
         options.router_z_loss / tokens,
     )
     groups = tuple(mesh for mesh in (meshes.cp, meshes.tp) if mesh.size() > 1)
-    shared = functools.partial(_sum_over, meshes=groups)  # one, so that layers share a graph
+
+    def sum_over_ranks(counts: Tensor) -> Tensor:
+        for mesh in groups:
+            counts = wait_tensor(all_reduce(counts, "sum", (mesh, 0)))
+        return counts
+
     model.own_part = lambda x: x.chunk(meshes.tp.size(), 1)[meshes.tp.get_local_rank()]
     for mixture in model.mixtures().values():
         mixture.losses = losses
-        if groups:
-            mixture.sum_over_ranks = shared
-
-
-def _sum_over(counts: Tensor, *, meshes: tuple[DeviceMesh, ...]) -> Tensor:
-    for mesh in meshes:
-        counts = wait_tensor(all_reduce(counts, "sum", (mesh, 0)))
-    return counts
+        mixture.sum_over_ranks = sum_over_ranks
 
 
 def apply_ep(model: Decoder, mesh: DeviceMesh) -> str:
@@ -69,7 +70,7 @@ def apply_ep(model: Decoder, mesh: DeviceMesh) -> str:
 
 
 def exchanged(
-    rows: Tensor, counts: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, *, mesh: DeviceMesh
+    rows: Tensor, counts: Tensor, activation: str, *weights: Tensor, mesh: DeviceMesh
 ) -> Tensor:
     """As `feed_forward`, but each expert's rows come from all ranks. Collective over `mesh`.
 
@@ -84,8 +85,8 @@ def exchanged(
     order = expert.argsort(stable=True)
     place = inverse(order)
     arrived = permute(all_to_all(rows, by, to, group), order, place)
-    own = [weight.to_local() if is_dtensor(weight) else weight for weight in (w1, w2, w3)]
-    out = feed_forward(arrived, received.sum(0), *own)
+    own = map(local_shard, weights)
+    out = feed_forward(arrived, received.sum(0), activation, *own)
     return all_to_all(permute(out, place, order), to, by, group)
 
 
@@ -147,3 +148,88 @@ class _AllToAll(torch.autograd.Function):
 all_to_all: Callable[[Tensor, list[int], list[int], dist.ProcessGroup], Tensor] = (
     _AllToAll.apply  # typed
 )
+
+
+class Balance:
+    """The end of a step for the routers in a rank's stages.
+
+    Every sum goes over all ranks of the job: each token of a layer is on one of them.
+
+    Args:
+        bias_update_rate: as in the config's section `experts`; 0: biases stay.
+    """
+
+    def __init__(self, stages: Sequence[Decoder], bias_update_rate: float = 0.0) -> None:
+        self._rate, self._specs = bias_update_rate, stages[0].table.mixtures
+        self._mixtures = {n: own for stage in stages for n, own in stage.mixtures().items()}
+        self._rows = {number: row for row, number in enumerate(self._specs)}
+        self._last = torch.zeros(0)
+
+    @property
+    def loads(self) -> dict[int, list[int]]:
+        """Tokens of each expert in the last step, by the number of the layer; waits for the
+        device."""
+        rows = zip(self._specs.items(), self._last.tolist(), strict=False)
+        return {number: row[: spec.n_experts] for (number, spec), row in rows}
+
+    @torch.no_grad()
+    def sums(self, device: torch.device, copies: int) -> Tensor:
+        """(layers with experts, 5) fp32, this rank's summands of figures; dense models have none.
+
+        Args:
+            copies: ranks that have the same layers.
+        """
+        found = torch.zeros(len(self._rows), 5, device=device)
+        for number, mixture in self._mixtures.items():
+            spread = mixture.bias.max() - mixture.bias.min()
+            found[self._rows[number]] = torch.cat([mixture.figures, (spread / copies).view(1)])
+        return found
+
+    @torch.no_grad()
+    def after_step(self, sums: Tensor, is_held_back: Tensor) -> Mapping[str, Tensor]:
+        """Give routers the loads of the step, unless its update was held back, and begin the next.
+        Collective, if the model has experts.
+
+        Biases of experts with fewer tokens than the mean rise by the rate, those of others fall.
+        Source: Wang et al. 2024, arXiv:2408.15664, algorithm 1. Loads are integers, so biases are
+        bitwise identical on every mesh.
+
+        Args:
+            sums: of every rank, added up.
+            is_held_back: () bool.
+
+        Returns:
+            Figures by name, each (), the same on every rank.
+        """
+        if not self._rows:
+            return {}
+        width = max(spec.n_experts for spec in self._specs.values())
+        counts = torch.zeros(len(self._rows), width, dtype=torch.int64, device=sums.device)
+        for number, mixture in self._mixtures.items():
+            counts[self._rows[number], : len(mixture.counts)] = mixture.counts
+        dist.all_reduce(counts)
+        self._last = counts
+        for number, mixture in self._mixtures.items():
+            load = counts[self._rows[number], : len(mixture.counts)]
+            mixture.load.copy_(torch.where(is_held_back, mixture.load, load))
+            if self._rate and mixture.router.weight.requires_grad:
+                missing = (load.sum() - load * len(load)).sign()
+                moved = mixture.bias + self._rate * missing
+                mixture.bias.copy_(torch.where(is_held_back, mixture.bias, moved))
+            mixture.counts.zero_()
+            mixture.figures.zero_()
+        specs = self._specs.values()
+        rows = [(row[: spec.n_experts], spec) for row, spec in zip(counts, specs, strict=True)]
+        loads = torch.cat([mean_one(row) for row, _ in rows])
+        tokens = torch.stack([row.sum() / spec.n_active for row, spec in rows]).unsqueeze(1)
+        batch, sequence, z, entropy = (sums[:, :4] / tokens).mean(0)
+        return {
+            "experts/load_max": loads.max(),
+            "experts/load_min": loads.min(),
+            "experts/without_tokens": (loads == 0).sum(),
+            "experts/entropy": entropy,
+            "experts/bias_range": sums[:, 4].max(),
+            "experts/balance_loss": batch,
+            "experts/sequence_balance_loss": sequence,
+            "experts/router_z_loss": z,
+        }

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from meshwright.config.training import Training
 from meshwright.models.batch import Batch
 from meshwright.models.decoder import Decoder
-from meshwright.parallelisms.balance import Balance
+from meshwright.parallelisms.expert_parallel import Balance
 from meshwright.parallelisms.meshes import Meshes
 from meshwright.parallelisms.rules.stages import stages_of_rank
 from meshwright.parallelisms.shards import is_fsdp

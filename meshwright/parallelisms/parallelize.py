@@ -15,7 +15,12 @@ from meshwright.config.job_config import needs_fsdp_alone, wants_cpu_attention
 from meshwright.config.parallelism import ActivationCheckpoint, Compile, Float8, Parallelism
 from meshwright.config.training import Experts, Training
 from meshwright.models.decoder import Decoder
-from meshwright.parallelisms import activation_checkpoint, context_parallel, data_parallel
+from meshwright.parallelisms import (
+    activation_checkpoint,
+    context_parallel,
+    data_parallel,
+    expert_parallel,
+)
 from meshwright.parallelisms.meshes import Meshes
 
 
@@ -137,8 +142,6 @@ def parallelize(
         if parallelism.enable_async_tensor_parallel:
             applied.append(tensor_parallel.enable_async_tp(meshes.tp))
     if model.table.mixtures:
-        from meshwright.parallelisms import expert_parallel  # operators, for experts alone
-
         expert_parallel.balance(model, meshes, training, experts)
         if meshes.ep is not None:
             applied.append(expert_parallel.apply_ep(model, meshes.ep))

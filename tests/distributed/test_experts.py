@@ -3,6 +3,7 @@ loads and biases of routers to the bit."""
 
 import dataclasses
 import functools
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from meshwright.models.decoder import Decoder
 from meshwright.models.families.qwen3_moe import Qwen3MoeArgs
 from meshwright.models.loss import PADDING, has_loss
 from meshwright.models.router import BalanceLosses
+from meshwright.models.table import MixtureSpec
 from tests.helpers.job import GLOBAL_BATCH, SCHEDULES, Job, global_batch, mesh
 from tests.helpers.rounding import adamw
 from tests.helpers.slow import slow_but
@@ -27,6 +29,18 @@ OPTIONS = {
     "bias_update_rate": 0.01,
 }
 Tensors = dict[str, torch.Tensor]
+
+
+@dataclasses.dataclass(frozen=True)
+class BiasedArgs(Qwen3MoeArgs):
+    """With the experts of gpt-oss; biases do not start at zero."""
+
+    def mixture(self, hidden_dim: int, out_std: float, **options: Any) -> MixtureSpec:
+        options |= {"activation": "clamped_swiglu", "bias_std": 0.5}
+        return super().mixture(hidden_dim, out_std, **options)
+
+
+BIASED = BiasedArgs(**dataclasses.asdict(MIXED))
 
 
 def padded(step: int) -> Batch:
@@ -101,7 +115,8 @@ def job_on(
 
 
 def equals_one_process(axes: dict[str, int], num_microbatches: int, options: dict) -> None:
-    options["args"] = args = dataclasses.replace(MIXED, **options.get("args", {}))
+    base = options.pop("base", MIXED)
+    options["args"] = args = dataclasses.replace(base, **options.get("args", {}))
     losses, gradients, states = reference(args, options.get("crowds", False))
     job = job_on(axes, num_microbatches, **options)
     seen = job.whole_gradients()
@@ -131,6 +146,9 @@ CASES = {
     "copies": ({"dp_replicate": 2}, 1, {}),
     "pp": ({"pp": 2}, 2, PIPELINE),
     "zero-bubble": ({"pp": 2}, 4, SCHEDULES["ZBVZeroBubble"] | {"args": {"n_layers": 5}}),
+    "biases-fsdp": ({"dp_shard": 2}, 1, {"base": BIASED, "ac_mode": "full"}),
+    "biases-tp": ({"tp": 2}, 1, {"base": BIASED}),
+    "biases": ({"tp": 2, "ep": 2}, 1, {"base": BIASED, "compile_backend": "aot_eager"}),
     "ac": ({"dp_shard": 2, "ep": 2}, 1, {"ac_mode": "full"}),
     "ac-op": ({"tp": 2, "ep": 2}, 1, BY_OP),
     "offload": ({"dp_shard": 2, "ep": 2}, 1, {"enable_cpu_offload": True}),
@@ -142,6 +160,12 @@ CASES = {
     "fsdp-ep4": ({"dp_shard": 4, "ep": 4}, 1, {}),
     "fsdp-tp-ep2": ({"dp_shard": 2, "tp": 2, "ep": 2}, 2, {}),
     "fsdp-tp-ep4": ({"dp_shard": 2, "tp": 2, "ep": 4}, 1, {"ac_mode": "full"}),
+    "biases-fsdp-tp-ep": ({"dp_shard": 2, "tp": 2, "ep": 2}, 2, {"base": BIASED}),
+    "biases-within": (
+        {"dp_shard": 4, "ep": 2},
+        1,
+        {"base": BIASED, "args": {"n_experts": 2, "n_active": 2}},
+    ),
     "hsdp-ep": ({"dp_replicate": 2, "dp_shard": 2, "ep": 2}, 1, {}),
     "cp-tp-ep4": ({"cp": 2, "tp": 2, "ep": 4}, 1, {}),
     "pp-fsdp-ep": ({"pp": 2, "dp_shard": 2, "ep": 2}, 2, PIPELINE),
@@ -151,7 +175,7 @@ CASES = {
 }
 
 
-EVERYDAY = "fsdp-ep tp-ep cp-ep pp no-rows fsdp-tp-ep2 pp-fsdp-ep uneven"
+EVERYDAY = "fsdp-ep tp-ep cp-ep pp no-rows biases-fsdp-tp-ep pp-fsdp-ep uneven"
 
 
 @pytest.mark.parametrize(("axes", "num_microbatches", "options"), slow_but(EVERYDAY, CASES))

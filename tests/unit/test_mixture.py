@@ -3,14 +3,16 @@ state that is no parameter."""
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import DeepseekV3Config
+from transformers import DeepseekV3Config, GptOssConfig
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
 
 from meshwright.commands.prove.cases import can_run, default_cases, every_mesh
 from meshwright.commands.prove.job import Books
@@ -20,13 +22,12 @@ from meshwright.config.parallelism import ActivationCheckpoint
 from meshwright.models.decoder import Decoder
 from meshwright.models.families.mixtral import MixtralArgs
 from meshwright.models.families.qwen3_moe import Qwen3MoeArgs
-from meshwright.models.grouped import grouped_matmul
-from meshwright.models.mixture import Mixture
+from meshwright.models.mixture import Mixture, grouped_matmul
 from meshwright.models.router import BalanceLosses, choose_experts
-from meshwright.models.table import FeedForwardSpec, MixtureSpec
+from meshwright.models.table import FeedForwardSpec, LayerSpec, MixtureSpec
 from meshwright.parallelisms.activation_checkpoint import apply_ac
-from meshwright.parallelisms.balance import Balance
 from meshwright.parallelisms.data_parallel import compute_in_fp32
+from meshwright.parallelisms.expert_parallel import Balance
 from meshwright.parallelisms.initialize import initialize
 from meshwright.system.errors import ConfigError
 from meshwright.train.preflight import preflight
@@ -43,6 +44,7 @@ GROUPED = dataclasses.replace(
     n_active_groups=2,
     shared=FeedForwardSpec(32, 48, 0.3, 0.3),
 )
+BIASED = dataclasses.replace(SPEC, activation="clamped_swiglu", bias_std=0.3)
 
 
 def mixture_of(spec: MixtureSpec) -> Mixture:
@@ -126,29 +128,71 @@ def test_sigmoid_groups_bias_scale_and_a_shared_expert_equal_deepseek() -> None:
         norm_topk_prob=True,
         experts_implementation="eager",
     )
-    ours, theirs = mixture_of(GROUPED), DeepseekV3MoE(config)
+    ours = mixture_of(GROUPED)
     ours.bias.copy_(torch.randn(8) / 4)
-    state = {
-        "gate.weight": ours.router.weight,
-        "gate.e_score_correction_bias": ours.bias,
-        "experts.gate_up_proj": torch.cat([ours.experts.w1, ours.experts.w3], 1),
-        "experts.down_proj": ours.experts.w2,
-        "shared_experts.gate_proj.weight": ours.shared.w1.weight,
-        "shared_experts.down_proj.weight": ours.shared.w2.weight,
-        "shared_experts.up_proj.weight": ours.shared.w3.weight,
-    }
-    theirs.load_state_dict(state)
-    x = torch.randn(2, 16, 32)
-    got, want = ours(x)[0], theirs(x)
-    assert (got - want).abs().max() <= 1e-5 * want.abs().max()
+
+    def exported(own: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {
+            "gate.weight": own["router.weight"],
+            "experts.gate_up_proj": torch.cat([own["experts.w1"], own["experts.w3"]], 1),
+            "experts.down_proj": own["experts.w2"],
+            "shared_experts.gate_proj.weight": own["shared.w1.weight"],
+            "shared_experts.down_proj.weight": own["shared.w2.weight"],
+            "shared_experts.up_proj.weight": own["shared.w3.weight"],
+        }
+
+    theirs = DeepseekV3MoE(config)
+    theirs.gate.e_score_correction_bias.copy_(ours.bias)
+    assert_equal(ours, theirs, exported)
+
+
+@pytest.mark.parametrize("widths", [(32, 24), (30, 22)], ids=["grouped", "loop"])
+def test_biases_and_a_clamped_activation_equal_gpt_oss(widths) -> None:
+    dim, inner = widths
+    config = GptOssConfig(
+        hidden_size=dim,
+        intermediate_size=inner,
+        num_local_experts=8,
+        num_experts_per_tok=3,
+        experts_implementation="eager",
+    )
+
+    def exported(own: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        gate_up = torch.stack([own["experts.w1"], own["experts.w3"]], 2)  # (E, F, 2, D)
+        biases = torch.stack([own["experts.b1"], own["experts.b3"]], 2)
+        return {
+            "router.weight": own["router.weight"],
+            "router.bias": own["router.bias"],
+            "experts.gate_up_proj": gate_up.flatten(1, 2).mT,
+            "experts.gate_up_proj_bias": biases.flatten(1, 2),
+            "experts.down_proj": own["experts.w2"].mT,
+            "experts.down_proj_bias": own["experts.b2"],
+        }
+
+    ours = mixture_of(dataclasses.replace(BIASED, dim=dim, hidden_dim=inner))
+    assert_equal(ours, GptOssMLP(config), exported, scale=5)  # so that inputs are clamped
+
+
+def assert_equal(
+    ours: Mixture,
+    theirs: nn.Module,
+    exported: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]],
+    scale: float = 1.0,
+) -> None:
+    """Outputs, and gradients of the input and of every parameter, as `exported` has them."""
+    theirs.load_state_dict(exported(dict(ours.named_parameters())), strict=False)
+    xs = [(torch.randn(2, 16, ours.spec.dim) * scale).requires_grad_()]
+    xs.append(xs[0].detach().clone().requires_grad_())
+    got, want = ours(xs[0])[0], theirs(xs[1])
+    want = want[0] if isinstance(want, tuple) else want
+    upstream = torch.randn_like(got)
     for out in (got, want):
-        out.square().mean().backward()
-    for a, b in (
-        (ours.router.weight.grad, theirs.gate.weight.grad),
-        (ours.experts.w2.grad, theirs.experts.down_proj.grad),
-        (ours.shared.w1.weight.grad, theirs.shared_experts.gate_proj.weight.grad),
-    ):
-        assert (a - b).abs().max() <= 1e-5 * b.abs().max()
+        out.backward(upstream)
+    pairs = {"output": (got, want), "input": (xs[0].grad, xs[1].grad)}
+    grads = exported({name: parameter.grad for name, parameter in ours.named_parameters()})
+    pairs |= {name: (grads[name], p.grad) for name, p in theirs.named_parameters()}
+    for name, (a, b) in pairs.items():
+        assert (a - b).abs().max() <= 1e-5 * b.abs().max(), name
 
 
 def model_of(args: MixtralArgs = SMALL) -> Decoder:
@@ -338,3 +382,8 @@ def test_groups_that_cannot_be_are_refused(groups) -> None:
 def test_active_parameters_are_those_that_a_token_meets() -> None:
     args = Qwen3MoeArgs(2048, 48, 32, 4, 6144, 151936, head_dim=128)
     assert round(args.table.num_active_params / 1e9, 3) == 3.353
+    layer = LayerSpec(SMALL.table.layers[0].attention, BIASED, "pre", 1e-5)
+    table = dataclasses.replace(SMALL.table, layers=(layer,))
+    idle = 5 * (3 * 24 * 32 + 24 + 32 + 24)  # 8 experts, of which a token meets 3
+    assert table.num_params - table.num_active_params == idle
+    assert table.parameters["layers.0.feed_forward.experts.b2"].role == "bias"
