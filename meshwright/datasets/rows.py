@@ -207,11 +207,11 @@ class StreamedRows(Documents):
     """Rows of a Hugging Face `IterableDataset`, its files dealt out to shards."""
 
     def __init__(self, rows: Any, entry: Entry, to_document: ToDocument) -> None:
-        self._rows, self._entry, self._to_document = rows, entry, to_document
+        self.rows, self._entry, self._to_document = rows, entry, to_document
         self.max_shards = self.parts = rows.num_shards
 
     def read(self, shard: int, num_shards: int, state: Any = None) -> Reader:
-        rows = self._rows.shard(num_shards, shard)
+        rows = self.rows.shard(num_shards, shard)
         if state is not None:
             rows.load_state_dict(copy.deepcopy(state))
         count, iterator = 0, iter(rows)

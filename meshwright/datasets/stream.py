@@ -67,6 +67,15 @@ def merged(cursors: Sequence[Cursor]) -> Cursor:
     return replace(first, places=places)
 
 
+def mixture_at(cursor: Cursor, weights: Sequence[float]) -> tuple[tuple[int, ...], Mixture]:
+    """Return how many samples came from each source before the present weights, and the mixture
+    that has drawn the samples between those and the cursor."""
+    before = cursor.weighted_from or (0,) * len(weights)
+    counts = cursor.counts or before
+    drawn = [count - start for count, start in zip(counts, before, strict=True)]
+    return before, Mixture(weights, drawn)
+
+
 class SampleStream:
     """The samples of all sources, one after the other, from a cursor on.
 
@@ -87,10 +96,7 @@ class SampleStream:
     ) -> None:
         self.rules = rules
         self._sample, self._weighted_from = cursor.sample, cursor.weighted_from
-        before = cursor.weighted_from or (0,) * len(sources)
-        counts = cursor.counts or before
-        drawn = [count - start for count, start in zip(counts, before, strict=True)]
-        self._before, self._mixture = before, Mixture(weights, drawn)
+        self._before, self._mixture = mixture_at(cursor, weights)
         self._batch, self._slots = batch, frozenset(slots)
         self._samples: list[CachedSamples | StreamedSamples] = []
         self._names = [source.entry.name for source in sources]
