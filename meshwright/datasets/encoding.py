@@ -7,7 +7,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from meshwright.datasets.documents import Document, Messages
+from meshwright.datasets.rows import Document, Messages
 from meshwright.datasets.tokenizers.kinds import PATH_KEY, Tokenizer
 from meshwright.system.errors import PASSED_ON, RecordError
 

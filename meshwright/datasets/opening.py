@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.config.job_config import JobConfig
-from meshwright.datasets.documents import row_reader
 from meshwright.datasets.encoding import Encoder
 from meshwright.datasets.files import ROW_FORMATS, Entry, fingerprint, revision, sampled
 from meshwright.datasets.foreign_tokens import TokenFiles
 from meshwright.datasets.named_sources import entries, is_streamed, validation_entries
-from meshwright.datasets.rows import Documents, LocalDocuments, StreamedRows
+from meshwright.datasets.rows import Documents, LocalDocuments
+from meshwright.datasets.sources import StreamedRows
 from meshwright.datasets.storage import DataFile, block_cache, is_address
 from meshwright.datasets.token_cache.cache import DamagedCacheError, TokenCache
 from meshwright.datasets.token_cache.packing import Packing, open_packing
@@ -180,7 +180,7 @@ def _open_as_told(entry: Entry, told: Found, config: JobConfig, is_first_here: b
                 raise entry.error("dataset_path", str(error), fix) from error
         documents: Documents = LocalDocuments(entry, told.files)
     elif told.rows is not None:
-        documents = StreamedRows(told.rows, entry, row_reader(entry))
+        documents = StreamedRows(told.rows, entry)
     else:
         opened = recipe.open(streamed=True)
         assert not isinstance(opened, TokenFiles)  # they are cached

@@ -12,7 +12,7 @@ from meshwright.config.training import Source
 from meshwright.datasets import find_dataset
 from meshwright.datasets.cached import CachedSamples
 from meshwright.datasets.files import Entry
-from meshwright.datasets.sources import check_path
+from meshwright.datasets.named_sources import check_path
 from meshwright.datasets.token_cache.cache import TokenCache
 from meshwright.datasets.token_cache.spec import TokenizationSpec
 from meshwright.datasets.token_cache.tokenizing import open_cache

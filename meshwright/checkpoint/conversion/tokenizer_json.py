@@ -12,8 +12,12 @@ from typing import Any
 import tokenizers
 from tokenizers import Regex, decoders, models, normalizers
 
-from meshwright.datasets.tokenizers.byte_level import merges, of_ranks, with_specials
-from meshwright.datasets.tokenizers.huggingface import HuggingFaceTokenizer
+from meshwright.datasets.tokenizers.huggingface import (
+    HuggingFaceTokenizer,
+    merges,
+    of_ranks,
+    with_specials,
+)
 from meshwright.datasets.tokenizers.kinds import ByteTokenizer, SentencePieceTokenizer, Tokenizer
 from meshwright.datasets.tokenizers.special_tokens import SPACE
 
