@@ -9,9 +9,9 @@ import numpy as np
 
 from meshwright.checkpoint import commit
 from meshwright.config.job_config import JobConfig
-from meshwright.datasets.encoding import Sample, SampleRules
 from meshwright.datasets.named_sources import entries, is_streamed, validation_entries, weights
 from meshwright.datasets.opening import CachedSource, OpenSource, recipe_of
+from meshwright.datasets.samples import Sample, SampleRules
 from meshwright.datasets.stream import Cursor, cached_samples, find_samples, mixture_at
 from meshwright.datasets.token_cache.cache import TokenCache
 from meshwright.datasets.token_cache.tokenizing import cache_folder, default_folder

@@ -7,16 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.config.job_config import JobConfig
-from meshwright.datasets.encoding import Encoder
+from meshwright.datasets.encoding import Encoder, TokenizationSpec
 from meshwright.datasets.files import ROW_FORMATS, Entry, fingerprint, revision, sampled
 from meshwright.datasets.foreign_tokens import TokenFiles
 from meshwright.datasets.named_sources import entries, is_streamed, validation_entries
 from meshwright.datasets.rows import Documents, LocalDocuments
+from meshwright.datasets.samples import Packing, open_packing
 from meshwright.datasets.sources import StreamedRows
 from meshwright.datasets.storage import DataFile, block_cache, is_address
 from meshwright.datasets.token_cache.cache import DamagedCacheError, TokenCache
-from meshwright.datasets.token_cache.packing import Packing, open_packing
-from meshwright.datasets.token_cache.spec import TokenizationSpec
 from meshwright.datasets.token_cache.tokenizing import default_folder, open_cache
 from meshwright.datasets.tokenizers.special_tokens import Ends
 from meshwright.system.log import logger

@@ -7,11 +7,10 @@ from fractions import Fraction
 from typing import Any
 
 from meshwright.config.job_config import JobConfig
-from meshwright.datasets.cached import CachedSamples, PackedSamples
-from meshwright.datasets.encoding import Sample, SampleRules
 from meshwright.datasets.named_sources import weights
 from meshwright.datasets.opening import CachedSource, OpenSource
 from meshwright.datasets.order import Mixture
+from meshwright.datasets.samples import CachedSamples, PackedSamples, Sample, SampleRules
 from meshwright.datasets.streamed import EndOfData, ShardPlace, StreamedSamples
 from meshwright.system.errors import RecordError
 from meshwright.system.files import warn_once

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from meshwright.datasets.encoding import Sample, SampleRules, to_sample
 from meshwright.datasets.opening import StreamedSource
 from meshwright.datasets.order import permutation
 from meshwright.datasets.rows import Item, Reader
+from meshwright.datasets.samples import Sample, SampleRules, to_sample
 from meshwright.system.errors import RecordError
 from meshwright.system.files import RETRY_AFTER_S, may_pass
 from meshwright.system.log import logger

@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 import meshwright
 from meshwright.config.changes import differences, shown, to_json
+from meshwright.datasets.encoding import short_hash, tokenizer_parts
 from meshwright.datasets.opening import OpenSource
-from meshwright.datasets.token_cache.spec import short_hash, tokenizer_parts
 from meshwright.system.errors import ConfigError, in_ranges
 from meshwright.train.preflight import Plan
 

@@ -20,8 +20,8 @@ from meshwright.checkpoint.manager import CheckpointManager
 from meshwright.config.job_config import Checkpoint
 from meshwright.config.loader import load_config
 from meshwright.datasets import files
-from meshwright.datasets.encoding import SampleRules
 from meshwright.datasets.opening import open_training_data
+from meshwright.datasets.samples import SampleRules
 from meshwright.datasets.stream import Cursor, SampleStream
 from meshwright.system.errors import ConfigError, in_ranges
 from meshwright.train import agreement

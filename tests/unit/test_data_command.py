@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from meshwright.config.loader import load_config
-from meshwright.datasets.encoding import SampleRules
 from meshwright.datasets.named_sources import weights
 from meshwright.datasets.opening import open_training_data
+from meshwright.datasets.samples import SampleRules
 from meshwright.datasets.stream import Cursor, SampleStream
 from meshwright.datasets.streamed import StreamedSamples
 from meshwright.system.errors import ConfigError

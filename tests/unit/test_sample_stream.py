@@ -14,8 +14,7 @@ import torch
 
 from meshwright.config.job_config import JobConfig
 from meshwright.config.training import Training
-from meshwright.datasets.cached import CachedSamples
-from meshwright.datasets.encoding import Encoder, SampleRules
+from meshwright.datasets.encoding import Encoder
 from meshwright.datasets.loader import (
     BatchShape,
     Loader,
@@ -27,6 +26,7 @@ from meshwright.datasets.loader import (
 from meshwright.datasets.opening import OpenSource
 from meshwright.datasets.order import permutation, permuted
 from meshwright.datasets.rows import Item
+from meshwright.datasets.samples import CachedSamples, SampleRules
 from meshwright.datasets.stream import (
     Cursor,
     SampleStream,

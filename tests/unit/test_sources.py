@@ -16,12 +16,12 @@ from pyarrow import parquet
 from meshwright.config.section import BYTES
 from meshwright.config.training import Source
 from meshwright.datasets import find_dataset
-from meshwright.datasets.cached import CachedSamples
+from meshwright.datasets.encoding import TokenizationSpec
 from meshwright.datasets.files import Entry, fingerprint, local_files, revision
 from meshwright.datasets.named_sources import check_path
 from meshwright.datasets.rows import Document, Documents, IndexedDocuments, unreadable
+from meshwright.datasets.samples import CachedSamples
 from meshwright.datasets.sources import _reason
-from meshwright.datasets.token_cache.spec import TokenizationSpec
 from meshwright.datasets.token_cache.tokenizing import open_cache
 from meshwright.datasets.tokenizers.kinds import build_tokenizer
 from meshwright.system.errors import ConfigError, RecordError, StorageError

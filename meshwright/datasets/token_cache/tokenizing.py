@@ -14,6 +14,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from meshwright.datasets.encoding import TokenizationSpec
 from meshwright.datasets.foreign_tokens import TokenFiles
 from meshwright.datasets.storage import BlockCache
 from meshwright.datasets.token_cache.cache import (
@@ -27,7 +28,6 @@ from meshwright.datasets.token_cache.cache import (
     load_arrays,
     read_notes,
 )
-from meshwright.datasets.token_cache.spec import TokenizationSpec
 from meshwright.datasets.token_cache.writing import (
     is_complete,
     join_parts,

@@ -10,7 +10,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from meshwright.datasets.encoding import NO_LOSS, Encoder
+from meshwright.datasets.encoding import NO_LOSS, Encoder, TokenizationSpec
 from meshwright.datasets.foreign_tokens import FormatError, TokenFiles, index_tokens
 from meshwright.datasets.rows import Documents
 from meshwright.datasets.storage import RangeFile
@@ -24,7 +24,6 @@ from meshwright.datasets.token_cache.cache import (
     changed_source,
     load_arrays,
 )
-from meshwright.datasets.token_cache.spec import TokenizationSpec
 from meshwright.datasets.tokenizers.special_tokens import well_formed
 from meshwright.system.errors import RecordError
 from meshwright.system.files import whole_file
