@@ -15,6 +15,7 @@ from meshwright.config.changes import changes, config_defaults
 from meshwright.config.job_config import JobConfig
 from meshwright.config.loader import load_config
 from meshwright.config.training import Training
+from meshwright.datasets import samples as packing
 from meshwright.datasets.encoding import NO_LOSS
 from meshwright.datasets.loader import to_batches
 from meshwright.datasets.opening import CachedSource, open_told, open_training_data
@@ -28,7 +29,6 @@ from meshwright.datasets.samples import (
     stored_packing,
 )
 from meshwright.datasets.stream import Cursor, cached_samples, find_samples
-from meshwright.datasets import samples as packing
 from meshwright.datasets.token_cache.cache import DamagedCacheError
 from meshwright.models.loss import IGNORE, PADDING
 from meshwright.system.errors import ConfigError
