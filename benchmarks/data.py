@@ -31,11 +31,11 @@ import numpy as np
 
 from meshwright.config.section import BYTES
 from meshwright.config.training import Source
+from meshwright.datasets.encoding import TokenizationSpec
 from meshwright.datasets.files import Entry
 from meshwright.datasets.rows import LocalDocuments
 from meshwright.datasets.storage import stat
 from meshwright.datasets.token_cache.cache import TokenCache
-from meshwright.datasets.token_cache.spec import TokenizationSpec
 from meshwright.datasets.token_cache.tokenizing import open_cache
 from meshwright.datasets.tokenizers.kinds import build_tokenizer
 
@@ -190,9 +190,9 @@ def tokens_alone(folder: Path) -> Iterator[int]:
 
 def samples(folder: Path) -> Iterator[int]:
     """Tokens of random samples as tensors, by our loader; the first batch is read before."""
-    from meshwright.datasets.encoding import SampleRules
     from meshwright.datasets.loader import BatchShape, Loader
     from meshwright.datasets.opening import CachedSource
+    from meshwright.datasets.samples import SampleRules
     from meshwright.datasets.stream import Cursor, SampleStream
 
     source = CachedSource(Entry("training", "json", Source()), tokenised(folder, "cache"))

@@ -19,8 +19,8 @@ from statistics import median, quantiles
 import torch
 
 from meshwright.config.loader import load_config
-from meshwright.datasets.cached import CachedSamples
 from meshwright.datasets.opening import CachedSource, open_training_data
+from meshwright.datasets.samples import CachedSamples
 from meshwright.metrics.sinks import Record
 from meshwright.models.decoder import Decoder
 from meshwright.parallelisms.initialize import initialize

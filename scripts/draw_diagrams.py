@@ -18,7 +18,7 @@ JOB = {  # column, row: title, about it, its file
     (2, 0): ("preflight", "all ranks agree on the job", "train/preflight.py"),
     (3, 0): ("set-up", "the mesh, then these parts", "train/set_up.py"),
     (0, 1): ("texts", "files, the hub, tokens", "datasets/sources.py"),
-    (1, 1): ("tokens", "once, in a cache; or a stream", "datasets/cached.py"),
+    (1, 1): ("tokens", "once, in a cache; or a stream", "datasets/encoding.py"),
     (2, 1): ("samples", "sample i, on any mesh", "datasets/stream.py"),
     (3, 1): ("batch of a rank", "its slots of the global batch", "datasets/loader.py"),
     (0, 2): ("family", "a table of parameters", "models/table.py"),

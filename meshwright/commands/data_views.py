@@ -9,10 +9,10 @@ import numpy as np
 
 from meshwright.checkpoint import commit
 from meshwright.config.job_config import JobConfig
-from meshwright.datasets.encoding import Sample, SampleRules
 from meshwright.datasets.named_sources import entries, is_streamed, validation_entries, weights
 from meshwright.datasets.opening import CachedSource, OpenSource, recipe_of
-from meshwright.datasets.stream import Cursor, SampleStream, cached_samples, find_samples
+from meshwright.datasets.samples import Sample, SampleRules
+from meshwright.datasets.stream import Cursor, cached_samples, find_samples, mixture_at
 from meshwright.datasets.token_cache.cache import TokenCache
 from meshwright.datasets.token_cache.tokenizing import cache_folder, default_folder
 from meshwright.datasets.tokenizers.kinds import Tokenizer
@@ -126,21 +126,18 @@ def of_step(config: JobConfig, sources: Sequence[OpenSource], step: int) -> Foun
     check(batch > 0, "training.global_batch_size", batch, "follows the number of ranks", fix)
     first = (step - 1) * batch
     before = [cursor for cursor in _cursors(config) if cursor.sample <= first][-1]
-    stream = SampleStream(
-        sources,
-        weights(training.datasets),
-        before,
-        _rules(config),
-        batch=1 << 62,
-        slots=range(first, first + batch),
-    )
-    for index in range(before.sample, first + batch):
-        counts = stream.cursor.counts
-        sample = stream.next_sample()
-        if sample is not None:
-            drawn = [a != b for a, b in zip(counts, stream.cursor.counts, strict=True)].index(True)
-            name = sources[drawn].entry.name
-            yield f"step {step}, sample {index - first}: {name} {counts[drawn]}", sample
+    since, mixture = mixture_at(before, weights(training.datasets))
+    for _ in range(before.sample, first):
+        mixture.draw()
+    begins = [sum(pair) for pair in zip(since, mixture.counts, strict=True)]
+    drawn = [mixture.draw() for _ in range(batch)]
+    rules, found = _rules(config), list[Iterator[Sample]]()
+    for number, begin in enumerate(begins):
+        read, last = (before.counts or since)[number], begin + drawn.count(number) - 1
+        found.append(find_samples(sources[number], begin, last, rules, (read, before)))
+    for index, number in enumerate(drawn):
+        place = f"{sources[number].entry.name} {begins[number] + drawn[:index].count(number)}"
+        yield f"step {step}, sample {index}: {place}", next(found[number])
 
 
 def of_source(

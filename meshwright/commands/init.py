@@ -15,7 +15,6 @@ from meshwright.commands.options import output_file, readable
 from meshwright.config.command_line import Parser
 from meshwright.config.loader import load_config
 from meshwright.config.training import Source
-from meshwright.datasets.documents import is_on_side
 from meshwright.datasets.files import (
     PACKED,
     ROW_FORMATS,
@@ -26,7 +25,7 @@ from meshwright.datasets.files import (
     resolve,
 )
 from meshwright.datasets.readers import Fault, Layout, read
-from meshwright.datasets.rows import LocalDocuments
+from meshwright.datasets.rows import LocalDocuments, is_on_side
 from meshwright.datasets.sources import by_suffix, left_out
 from meshwright.datasets.storage import DataFile
 from meshwright.datasets.tokenizers.kinds import build_tokenizer

@@ -7,9 +7,9 @@ keys that choose one are in `config/training.py`.
 from functools import partial
 
 from meshwright.datasets.files import local_files, token_files
-from meshwright.datasets.rows import hub_files
 from meshwright.datasets.sources import (
     DatasetSpec,
+    hub_files,
     open_hub,
     open_local,
     open_stdlib,

@@ -1,15 +1,30 @@
-"""One sample: tokens of equal number, cut from documents."""
+"""Documents to tokens, and everything that they depend on."""
 
-from collections.abc import Callable, Sequence
+import hashlib
+import json
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from meshwright.datasets.documents import Document, Messages
-from meshwright.datasets.tokenizers.kinds import PATH_KEY, Tokenizer
-from meshwright.system.errors import PASSED_ON, RecordError
+from meshwright.datasets import find_dataset
+from meshwright.datasets.files import Entry, fingerprint
+from meshwright.datasets.foreign_tokens import TokenFiles
+from meshwright.datasets.rows import Document, Documents, Messages
+from meshwright.datasets.sources import DatasetSpec
+from meshwright.datasets.storage import DataFile
+from meshwright.datasets.tokenizers.kinds import (
+    PATH_KEY,
+    Tokenizer,
+    build_tokenizer,
+    find_template,
+)
+from meshwright.datasets.tokenizers.special_tokens import OWN, Ends
+from meshwright.system.errors import PASSED_ON, ConfigError, RecordError
+from meshwright.system.modules import code_of, import_user_module
 
 NO_LOSS = 1 << 31
 """Bit of a token that the loss leaves out, where it is the one to predict."""
@@ -60,63 +75,104 @@ class Encoder:
             raise RecordError(PATH_KEY, what) from None
 
 
-Raw = npt.NDArray[np.unsignedinteger]
-"""Ids as they are kept: of 16 bits, or of 32 of which `NO_LOSS` is one."""
+TODAY = datetime(2024, 7, 26)
+"""For chat templates that write the date, so that a conversation is the same tokens tomorrow. It is
+the date that Meta's templates fall back to."""
+
+FORMAT = 2
+"""Of the files; another number is another cache."""
 
 
 @dataclass(frozen=True)
-class Sample:
-    """S + 1 tokens, of which each but the first is the label of the one before."""
+class TokenizationSpec:
+    """Everything that the tokens of a source depend on."""
 
-    raw: Raw
-    lengths: list[int]
-    """Of the pieces of documents that it is made of; the padding counts as one."""
-    padding: int = 0
-    """Tokens at its end that are of no document."""
-
-    @property
-    def tokens(self) -> npt.NDArray[np.int64]:
-        """Ids."""
-        return self.raw.astype(np.int64) & ~NO_LOSS
+    entry: Entry
+    tokenizer_path: str
+    chat_template_path: str = ""
+    custom_import: str = ""
+    """Module of the user's that may have the dataset: a process that tokenises imports it anew."""
+    ends: Ends = OWN
+    """Tokens around a document that the config names."""
 
     @property
-    def has_loss(self) -> npt.NDArray[np.bool_]:
-        """Whether the loss counts the token, as a label."""
-        return self.raw.astype(np.int64) & NO_LOSS == 0
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer; it is built once in a process."""
+        return build_tokenizer(self.tokenizer_path, self.ends)
 
     @property
-    def documents(self) -> npt.NDArray[np.int32]:
-        """Which document of the sample a token belongs to: 0, 1, ..."""
-        return np.repeat(np.arange(len(self.lengths), dtype=np.int32), self.lengths)
+    def _spec(self) -> DatasetSpec:
+        name = self.entry.source.dataset
+        found = self._own_datasets.get(name, find_dataset(name))
+        assert found is not None  # preflight has looked
+        return found
+
+    @property
+    def _own_datasets(self) -> Mapping[str, DatasetSpec]:
+        """Of the user's module."""
+        module = import_user_module(self.custom_import) if self.custom_import else None
+        found: Mapping[str, DatasetSpec] = getattr(module, "DATASETS", {})
+        return found
+
+    @property
+    def _own_code(self) -> list[str]:
+        """Hash of the user's module, if the dataset is from there."""
+        is_own = self.entry.source.dataset in self._own_datasets
+        code = code_of(self.custom_import) if is_own else ""
+        return [code] if code else []
+
+    def open(self, streamed: bool) -> Documents | TokenFiles:
+        """Return the documents."""
+        return self._spec.open(self.entry, streamed)
+
+    def encoder(self) -> Encoder:
+        """Return the encoder of its documents."""
+        tokenizer = self.tokenizer
+
+        def open_template() -> Conversation:
+            # not at import: it needs jinja2, and few jobs have conversations
+            from meshwright.datasets.tokenizers.chat import ChatTemplate
+
+            template = find_template(self.tokenizer_path, self.chat_template_path)
+            return ChatTemplate(tokenizer, template, now=TODAY)
+
+        return Encoder(tokenizer, open_template)
+
+    def files(self) -> list[DataFile]:
+        """Find the files: a walk over folders, or requests to the hub."""
+        return self._spec.find(self.entry)
+
+    @property
+    def is_of_hub(self) -> bool:
+        """Whether its files are addresses of the hub."""
+        return self._spec.path == "optional" and not self.entry.source.dataset_path
+
+    def identity(self) -> str:
+        """Hash of the documents, the code that makes them, the tokenizer and the chat template."""
+        return short_hash([FORMAT, fingerprint(self.entry, self.files()), *self._method])
+
+    def method(self) -> str:
+        """Hash of the same without the documents."""
+        return short_hash(self._method)
+
+    @property
+    def _method(self) -> list[object]:
+        tokenizer = self.tokenizer
+        parts = tokenizer_parts(tokenizer, self.tokenizer_path, self.chat_template_path)
+        return [*parts, *self._own_code]
 
 
-@dataclass(frozen=True)
-class SampleRules:
-    """How samples are made of sources: the same for all sources of a job, and on all ranks."""
-
-    length: int
-    """Tokens of a sample."""
-    seed: int | None
-    """Of every shuffle; None: samples of caches come in the order in which they lie."""
-    max_epochs: int = 0
-    """Times that a source may be read; 0: no limit."""
-    max_bad_records: int = 0
-    """Records of streamed sources that may be passed over, in all shards that are read here."""
+def tokenizer_parts(
+    tokenizer: Tokenizer, tokenizer_path: str, chat_template_path: str
+) -> list[object]:
+    """Return everything about a tokenizer that the tokens of a document depend on, for JSON."""
+    try:
+        template = find_template(tokenizer_path, chat_template_path)
+    except ConfigError:  # it matters only if there are conversations, and is raised then
+        template = ""
+    return [tokenizer.fingerprint, tokenizer.bos_id, tokenizer.eos_id, template]
 
 
-def to_sample(pieces: Sequence[Raw], *, padded_to: int = 0) -> Sample:
-    """Join pieces of documents, one after the other.
-
-    Args:
-        padded_to: tokens that the sample has at least; the loss leaves out the padding.
-    """
-    lengths = [len(piece) for piece in pieces]
-    padding = max(padded_to - sum(lengths), 0)
-    if padding:
-        pieces, lengths = [*pieces, blank_sample(padding).raw], [*lengths, padding]
-    return Sample(np.concatenate(pieces), lengths, padding)
-
-
-def blank_sample(length: int) -> Sample:
-    """Return a sample that the loss leaves out."""
-    return Sample(np.full(length, NO_LOSS, np.uint32), [length])
+def short_hash(parts: list[object]) -> str:
+    """Return 16 hexadecimal digits that tell lists of JSON values apart."""
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from meshwright.datasets.encoding import NO_LOSS, Sample, blank_sample
+from meshwright.datasets.encoding import NO_LOSS
+from meshwright.datasets.samples import Sample, blank_sample
 from meshwright.datasets.stream import Cursor, SampleStream, bad_records, merged
 from meshwright.datasets.streamed import EndOfData
 from meshwright.models.batch import Batch

@@ -1,19 +1,27 @@
 """The sources that a config names. Free of torch and numpy."""
 
+import glob
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from meshwright.config.changes import shown
 from meshwright.config.job_config import JobConfig, Model
 from meshwright.config.training import Source, Training, Validation, WeightedSource
 from meshwright.datasets import DATASETS, find_dataset
-from meshwright.datasets.documents import FORMATS
 from meshwright.datasets.files import ROW_FORMATS, Entry
-from meshwright.datasets.rows import head_fault
-from meshwright.datasets.sources import check_path
-from meshwright.datasets.storage import is_address
+from meshwright.datasets.rows import FORMATS, LocalDocuments, row_reader
+from meshwright.datasets.sources import DatasetSpec
+from meshwright.datasets.storage import DataFile, is_address
 from meshwright.datasets.tokenizers.kinds import Tokenizer, find_template, prompt_tokens
-from meshwright.system.errors import ConfigError, RecordError, check, config_error, did_you_mean
+from meshwright.system.errors import (
+    ConfigError,
+    RecordError,
+    check,
+    config_error,
+    did_you_mean,
+    where_it_ends,
+)
 
 
 def entries(section: Training | Validation, key: str) -> list[Entry]:
@@ -130,6 +138,74 @@ def check_sources(section: Training | Validation, key: str, *, looks_at_files: b
             message = f"{entry.key}.name: another dataset is called {entry.name} too"
             raise ConfigError(f"{entry.key}.name", f"{message}\n  fix: give it another name")
         names.add(entry.name)
+
+
+MOST_HEADS = 64
+
+
+def head_fault(entry: Entry, files: Sequence[DataFile]) -> RecordError | None:
+    """Read the first row of some of `files`, evenly spread, and return the first error."""
+    if not any(file.size for file in files):
+        return entry.record_error("dataset_path", f"{files[0].path}: is empty")
+    heads = files[:: -(-len(files) // MOST_HEADS)]
+    documents = LocalDocuments(entry, heads)
+    for number in range(len(heads)):
+        item = next(documents.read(number, len(heads)), None)
+        if isinstance(item, RecordError):
+            return item
+    return None
+
+
+def check_path(entry: Entry, spec: DatasetSpec, *, looks_at_files: bool = True) -> None:
+    """Check that `dataset_path`, subset and split suit the dataset, and are there.
+
+    Args:
+        looks_at_files: also whether they are there.
+
+    Raises:
+        ConfigError: naming the first that is not.
+    """
+    source, is_hub = entry.source, spec.path == "optional"
+    name, path = source.dataset, source.dataset_path
+    of_it, out = f"dataset {name!r}", "leave it out"
+
+    def refuse(is_wrong: object, key: str, rule: str, fix: str = out) -> None:
+        if is_wrong:
+            raise entry.error(key, rule, fix)
+
+    needs_path, has_none = spec.path == "required", spec.path == "none"
+    fix = "name a file, a folder or a glob"
+    refuse(needs_path and not path, "dataset_path", f"{of_it} needs it", fix)
+    refuse(has_none and path, "dataset_path", f"{of_it} reads no path")
+    rule = "a copy of a dataset of the hub cannot be read from a folder with *, ? or [ in its path"
+    refuse(is_hub and glob.has_magic(path), "dataset_path", rule, "rename the folder")
+    if needs_path and looks_at_files:
+        spec.files(entry)
+    elif path and looks_at_files and not Path(path).exists():
+        refuse(True, "dataset_path", "no such file or folder", where_it_ends(path))
+    is_streamed, rule = source.dataset_mode == "streamed", "tokens are read where they lie"
+    refuse(spec.has_tokens and is_streamed, "dataset_mode", rule)
+    refuse(source.dataset_subset and not is_hub, "dataset_subset", f"{of_it} has no subsets")
+    rule = f"{'a local copy' if is_hub else of_it} has no revisions"
+    refuse(source.dataset_revision and (not is_hub or path), "dataset_revision", rule)
+    splits = ("train", "validation") if has_none else ("train",)
+    rule = f"{of_it} has only {' and '.join(splits)}"
+    fix = f'set {entry.key}.dataset_split = "train"'
+    refuse(not is_hub and source.dataset_split not in splits, "dataset_split", rule, fix)
+    rule = f"{of_it} has no rows"
+    refuse(source.dataset_where and not spec.has_rows, "dataset_where", rule)
+    rule = f'{of_it} is not "text"'
+    refuse(source.dataset_separator and name != "text", "dataset_separator", rule)
+    rule, fix = f"{of_it} holds tokens, which are read where they lie", "bound training.steps"
+    refuse(source.max_documents and spec.has_tokens, "max_documents", rule, f"{out}, or {fix}")
+    check(
+        not entry.held_out or spec.has_rows or name == "python_stdlib",
+        *("training.validation_fraction", entry.held_out),
+        f"{of_it} has no rows that could be held out",
+        "name a dataset in [validation] instead",
+    )
+    if spec.has_rows or source.dataset_format:
+        row_reader(entry)
 
 
 def check_mixture(sources: Sequence[WeightedSource]) -> None:

@@ -4,17 +4,18 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from meshwright.config.job_config import JobConfig
-from meshwright.datasets.encoding import Encoder
+from meshwright.datasets.encoding import Encoder, TokenizationSpec
 from meshwright.datasets.files import ROW_FORMATS, Entry, fingerprint, revision, sampled
 from meshwright.datasets.foreign_tokens import TokenFiles
 from meshwright.datasets.named_sources import entries, is_streamed, validation_entries
 from meshwright.datasets.rows import Documents, LocalDocuments
+from meshwright.datasets.samples import Packing, open_packing
+from meshwright.datasets.sources import StreamedRows
 from meshwright.datasets.storage import DataFile, block_cache, is_address
 from meshwright.datasets.token_cache.cache import DamagedCacheError, TokenCache
-from meshwright.datasets.token_cache.packing import Packing, open_packing
-from meshwright.datasets.token_cache.spec import TokenizationSpec
 from meshwright.datasets.token_cache.tokenizing import default_folder, open_cache
 from meshwright.datasets.tokenizers.special_tokens import Ends
 from meshwright.system.log import logger
@@ -37,6 +38,8 @@ class Found:
     """Hash of the user's code, the tokenizer and the chat template that make its tokens."""
     files: Sequence[DataFile] = ()
     """As they were when the job looked for them."""
+    rows: Any = None
+    """Of a stream of the hub, its `IterableDataset`: it knows the addresses of its files."""
 
 
 @dataclass(frozen=True)
@@ -175,10 +178,9 @@ def _open_as_told(entry: Entry, told: Found, config: JobConfig, is_first_here: b
                 fix = "give all machines the same files"
                 raise entry.error("dataset_path", str(error), fix) from error
         documents: Documents = LocalDocuments(entry, told.files)
+    elif told.rows is not None:
+        documents = StreamedRows(told.rows, entry)
     else:
-        if told.revision:  # which may have moved on by now
-            source = entry.source.model_copy(update={"dataset_revision": told.revision})
-            recipe = replace(recipe, entry=replace(entry, source=source))
         opened = recipe.open(streamed=True)
         assert not isinstance(opened, TokenFiles)  # they are cached
         documents = opened
@@ -244,5 +246,6 @@ def _open(
         sampled=sampled(files),
         method=recipe.method(),
         files=files,
+        rows=documents.rows if recipe.is_of_hub and isinstance(documents, StreamedRows) else None,
     )
     return _streamed(entry, recipe, documents, config, found)

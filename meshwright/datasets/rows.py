@@ -1,44 +1,261 @@
-"""Documents in pieces that can be read again: of local files, and of the Hugging Face hub by its
-library `datasets`."""
+"""Rows to documents: by a column or a function, those that are wanted, in pieces that can be read
+again."""
 
-import copy
+import ast
+import hashlib
+import json
+import operator
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cached_property
 from operator import length_hint
-from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
-from meshwright.datasets.documents import (
-    Document,
-    NoDocumentError,
-    ToDocument,
-    conditions,
-    row_reader,
-)
 from meshwright.datasets.files import Entry, Place, Range
-from meshwright.datasets.readers import (
-    Fault,
-    Layout,
-    Row,
-    Rows,
-    cut,
-    read,
-    where,
-)
-from meshwright.datasets.storage import ChangedError, DataFile, stat
+from meshwright.datasets.readers import Fault, Layout, Row, cut, read, where
+from meshwright.datasets.storage import ChangedError, DataFile
 from meshwright.system.errors import (
     PASSED_ON,
     ConfigError,
     RecordError,
     StorageError,
-    first_line,
+    config_error,
+    did_you_mean,
+    shortened,
 )
-from meshwright.system.files import LASTING, may_pass
+from meshwright.system.files import LASTING
+from meshwright.system.modules import import_user_module, line_of
+
+Messages = list[dict[str, str]]
+
+Document = str | Messages
+"""A text, or a conversation. An empty text is no document."""
+
+
+class NoDocumentError(ValueError):
+    """A row holds no document: the key of the source that has it read so, and why."""
+
+
+def is_on_side(entry: Entry, document: Document) -> bool:
+    """Return whether a document is of the part of the source that is meant, by its content alone:
+    two that are equal are in the same part, whatever their order."""
+    content = document if isinstance(document, str) else json.dumps(document)
+    digest = hashlib.blake2b(content.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    return (int.from_bytes(digest, "little") < entry.held_out * 2**64) == entry.is_held_out
+
+
+CONDITION = re.compile(
+    r"\s*(?:len\((?P<sized>[^()]+)\)|(?P<column>[^()<>=!]+?))\s*(?P<sign>[=!<>]=|<|>)\s*(?P<value>.+)"
+)
+
+SIGNS: dict[str, Callable[[Any, Any], Any]] = {
+    "==": operator.eq,
+    "!=": operator.ne,
+    "<": operator.lt,
+    "<=": operator.le,
+    ">": operator.gt,
+    ">=": operator.ge,
+}
+
+
+@dataclass(frozen=True)
+class Condition:
+    """A rule for rows: a column, or its length, compared with a value."""
+
+    column: str
+    """Or columns of columns: `meta.language`."""
+    is_length: bool
+    sign: str
+    value: Any
+
+    def holds(self, row: Row) -> bool:
+        """Return whether the row is wanted.
+
+        Raises:
+            NoDocumentError: if it has not the column, or another type of value in it.
+        """
+        found: Any = row
+        names = [self.column] if self.column in row else self.column.split(".")
+        for name in names:
+            if not isinstance(found, dict) or name not in found:
+                reason = f"no column {self.column!r}, but {', '.join(row) or 'none'}"
+                raise NoDocumentError("dataset_where", reason)
+            found = found[name]
+        try:
+            found = len(found) if self.is_length else found
+            return bool(SIGNS[self.sign](found, self.value))
+        except TypeError as error:
+            what = f"{self.column!r} is {shortened(found)}: {error}"
+            raise NoDocumentError("dataset_where", what) from error
+
+
+def conditions(entry: Entry) -> list[Condition]:
+    """Return the conditions of `dataset_where`.
+
+    Raises:
+        ConfigError: if one cannot be read.
+    """
+    found = []
+    for number, text in enumerate(entry.source.dataset_where):
+        key = f"{entry.key}.dataset_where.{number}"
+        rule = "must be a column, or len(column), then ==, !=, <, <=, > or >=, then a value"
+        fix = """write it like "language == 'en'", "score >= 3" or "len(text) > 200\""""
+        if not (match := CONDITION.fullmatch(text)):
+            raise config_error(key, text, rule, fix)
+        names = {"true": True, "false": False, "null": None}
+        value = match["value"].strip()
+        try:
+            value = names[value] if value in names else ast.literal_eval(value)
+        except (ValueError, SyntaxError) as error:
+            raise config_error(key, text, f"{value} is no value", fix) from error
+        column = (match["sized"] or match["column"]).strip()
+        found.append(Condition(column, bool(match["sized"]), match["sign"], value))
+    return found
+
+
+ROLES = {
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "assistant", "chatgpt", "model"), "assistant"),
+    "system": "system",
+}
+"""Speakers as ShareGPT and its like call them, and the roles of chat templates."""
+
+
+def from_alpaca(row: dict[str, Any]) -> Messages:
+    """`instruction`, `input` (may be empty or absent) and `output`; `system`, if there is one."""
+    instruction, given = _text(row, "instruction"), row.get("input") or ""
+    prompt = f"{instruction}\n\n{given}" if given else instruction
+    turns = [{"role": "system", "content": _text(row, "system")}] if row.get("system") else []
+    return [
+        *turns,
+        {"role": "user", "content": prompt},
+        {"role": "assistant", "content": _text(row, "output")},
+    ]
+
+
+def from_sharegpt(row: dict[str, Any]) -> Messages:
+    """`conversations`: a list of {from: human, gpt or system; value}."""
+    turns = []
+    for turn in _list(row, "conversations"):
+        speaker = turn.get("from")
+        if speaker not in ROLES:
+            raise ValueError(f"from is {speaker!r}, not one of {', '.join(ROLES)}")
+        turns.append({"role": ROLES[speaker], "content": _text(turn, "value")})
+    return turns
+
+
+def from_messages(row: dict[str, Any]) -> Messages:
+    """`messages`: a list of {role, content}, as chat interfaces have them."""
+    return [
+        {"role": _text(turn, "role"), "content": _text(turn, "content")}
+        for turn in _list(row, "messages")
+    ]
+
+
+FORMATS: dict[str, Callable[[dict[str, Any]], Messages]] = {
+    "alpaca": from_alpaca,
+    "sharegpt": from_sharegpt,
+    "messages": from_messages,
+}
+"""By the name that `dataset_format` gives."""
+
+
+def _text(row: dict[str, Any], key: str) -> str:
+    if not isinstance(row.get(key), str):
+        raise ValueError(f"its {key!r} is {row.get(key)!r}, not a text")
+    return str(row[key])
+
+
+def _list(row: dict[str, Any], key: str) -> list[dict[str, Any]]:
+    turns = row.get(key)
+    if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
+        raise ValueError(f"its {key!r} is no list of tables; it has {', '.join(row)}")
+    return turns
+
 
 Item = Document | RecordError
 """A document, or why a record is none."""
+
+ToItem = Callable[[Row, str], Item]
+"""Of a row and words for its place. It gives "" for a row that is to be left out."""
+
+
+def row_reader(entry: Entry) -> ToItem:
+    """Return how the rows of `entry` become documents: by its function, or its column.
+
+    Raises:
+        ConfigError: if the function cannot be found, or a condition cannot be read.
+    """
+    column, format_name = entry.source.dataset_column, entry.source.dataset_format
+    function = _load_function(entry) if format_name else None
+    wanted, key = conditions(entry), "dataset_format" if format_name else "dataset_column"
+
+    def to_document(row: Row) -> Document:
+        for condition in wanted:
+            if not condition.holds(row):
+                return ""
+        if function is None:
+            if column not in row:
+                names = ", ".join(row) or "none"
+                raise NoDocumentError(key, f"no column {column!r}, but {names}")
+            document = row[column]
+        else:
+            try:
+                document = function(row)
+            except PASSED_ON:
+                raise
+            except BaseException as error:  # whatever the user's function raises
+                line = line_of(error, format_name.rpartition(":")[0])
+                what = f"{type(error).__name__}: {error}{line}; the row has {', '.join(row)}"
+                raise NoDocumentError(key, what) from error
+        if not is_document(document):
+            holds = "the function returns" if function else f"{column!r} holds"
+            found = "null" if document is None else shortened(document)
+            what = "which is neither text nor a list of {role, content}"
+            raise NoDocumentError(key, f"{holds} {found}, {what}")
+        return document if not entry.held_out or is_on_side(entry, document) else ""
+
+    def to_item(row: Row, place: str) -> Item:
+        try:
+            return to_document(row)
+        except NoDocumentError as error:
+            key, reason = error.args
+            return entry.record_error(key, f"{place}: {reason}")
+
+    return to_item
+
+
+def is_document(value: object) -> TypeGuard[Document]:
+    """Return whether it is a text or a conversation."""
+    return isinstance(value, str) or (
+        isinstance(value, list)
+        and all(isinstance(turn, dict) for turn in value)
+        and all(isinstance(turn.get(key), str) for turn in value for key in ("role", "content"))
+    )
+
+
+def _load_function(entry: Entry) -> Callable[[dict[str, Any]], Any]:
+    name = entry.source.dataset_format
+    if name in FORMATS:
+        return FORMATS[name]
+    place, _, attribute = name.rpartition(":")
+    try:
+        module = import_user_module(place)
+    except PASSED_ON:
+        raise
+    except BaseException as error:  # importing runs the user's code
+        formats = ", ".join(f'"{name}"' for name in FORMATS)
+        fix = f'write "package.module:function" or "path/to/file.py:function", or {formats}'
+        message = f"cannot be imported: {type(error).__name__}: {error}{line_of(error, place)}"
+        raise entry.error("dataset_format", message, fix) from error
+    function = getattr(module, attribute, None)
+    if not callable(function):
+        names = [name for name, value in vars(module).items() if callable(value)]
+        fix = did_you_mean(attribute, names)
+        raise entry.error("dataset_format", f"has no function {attribute}", fix)
+    return function
 
 
 class Reader(Iterator[Item]):
@@ -82,7 +299,7 @@ class Documents(ABC):
 class IndexedDocuments(Documents):
     """Documents that can be had by index."""
 
-    def __init__(self, size: int, get: Callable[[int], Document]) -> None:
+    def __init__(self, size: int, get: Callable[[int], Item]) -> None:
         self._size, self._get = size, get
         self.max_shards = max(size, 1)
         # some for each process, and none larger than a few hundred MB of tokens
@@ -92,13 +309,7 @@ class IndexedDocuments(Documents):
     def read(self, shard: int, num_shards: int, state: Any = None) -> Reader:
         begin, end = (self._size * s // num_shards for s in (shard, shard + 1))
         rest = iter(range(begin if state is None else state, end))
-        return Reader(map(self._item, rest), lambda: end - length_hint(rest))
-
-    def _item(self, index: int) -> Item:
-        try:
-            return self._get(index)
-        except RecordError as error:
-            return error
+        return Reader(map(self._get, rest), lambda: end - length_hint(rest))
 
 
 LEAST_PART, MOST_PART, MANY_PARTS = 1 << 21, 1 << 28, 256
@@ -110,7 +321,7 @@ class LocalDocuments(Documents):
 
     def __init__(self, entry: Entry, files: Sequence[DataFile]) -> None:
         self._entry, self._files, self._layout = entry, files, _layout(entry)
-        self._to_document = row_reader(entry)
+        self._to_item = row_reader(entry)
         self.max_shards = len(files)
 
     @cached_property
@@ -142,26 +353,17 @@ class LocalDocuments(Documents):
         Args:
             at: number of the range, and place of the last row that was read there; kept up to date.
         """
-        for number, part in enumerate(ranges[at[0] :], at[0]):
-            rows = read(part, self._layout, at[1])
-            while found := self._next(rows):
-                at[1], row = found
-                yield self._item(part, at[1], row)
-            at[:] = number + 1, None
-
-    def _next(self, rows: Rows) -> tuple[Place, Row | Fault] | None:
         try:
-            return next(rows, None)
+            for number, part in enumerate(ranges[at[0] :], at[0]):
+                for place, row in read(part, self._layout, at[1]):
+                    at[1] = place
+                    if isinstance(row, Fault):
+                        yield self._entry.record_error("dataset_path", str(row))
+                    else:
+                        yield self._to_item(row, where(part, self._layout, place))
+                at[:] = number + 1, None
         except OSError as error:
             raise unreadable(self._entry, error) from error
-
-    def _item(self, part: Range, place: Place, row: Row | Fault) -> Item:
-        if isinstance(row, Fault):
-            return self._entry.record_error("dataset_path", str(row))
-        try:
-            return self._to_document(row)
-        except NoDocumentError as error:
-            return error.of(self._entry, where(part, self._layout, place))
 
 
 def unreadable(entry: Entry, error: OSError) -> ConfigError | StorageError:
@@ -169,29 +371,13 @@ def unreadable(entry: Entry, error: OSError) -> ConfigError | StorageError:
     what = f"{error.filename}: {error.strerror}" if error.filename else str(error)
     if isinstance(error, ChangedError) or error.errno in LASTING:
         return entry.error("dataset_path", f"cannot be read: {what}", "restore it")
-    return _unreadable_now(entry, "dataset_path", what)
+    return unreadable_now(entry, "dataset_path", what)
 
 
-def _unreadable_now(entry: Entry, key: str, what: str) -> StorageError:
+def unreadable_now(entry: Entry, key: str, what: str) -> StorageError:
     """A scheduler starts a job that ends by it again."""
     fix = "run the same command again when the network or the file system answers"
     return StorageError(str(entry.error(key, f"cannot be read now: {what}", fix)))
-
-
-MOST_HEADS = 64
-
-
-def head_fault(entry: Entry, files: Sequence[DataFile]) -> RecordError | None:
-    """Read the first row of some of `files`, evenly spread, and return the first error."""
-    if not any(file.size for file in files):
-        return entry.record_error("dataset_path", f"{files[0].path}: is empty")
-    heads = files[:: -(-len(files) // MOST_HEADS)]
-    documents = LocalDocuments(entry, heads)
-    for number in range(len(heads)):
-        item = next(documents.read(number, len(heads)), None)
-        if isinstance(item, RecordError):
-            return item
-    return None
 
 
 def _layout(entry: Entry) -> Layout:
@@ -201,113 +387,3 @@ def _layout(entry: Entry) -> Layout:
         wanted = [source.dataset_column, *(c.column.partition(".")[0] for c in conditions(entry))]
         columns = tuple(dict.fromkeys(wanted))
     return Layout(source.dataset, columns, source.dataset_separator)
-
-
-class StreamedRows(Documents):
-    """Rows of a Hugging Face `IterableDataset`, its files dealt out to shards."""
-
-    def __init__(self, rows: Any, entry: Entry, to_document: ToDocument) -> None:
-        self._rows, self._entry, self._to_document = rows, entry, to_document
-        self.max_shards = self.parts = rows.num_shards
-
-    def read(self, shard: int, num_shards: int, state: Any = None) -> Reader:
-        rows = self._rows.shard(num_shards, shard)
-        if state is not None:
-            rows.load_state_dict(copy.deepcopy(state))
-        count, iterator = 0, iter(rows)
-
-        def items() -> Iterator[Item]:
-            nonlocal count
-            while (row := self._next(iterator)) is not None:
-                count += 1
-                try:
-                    item: Item = self._to_document(row)
-                except NoDocumentError as error:
-                    item = error.of(self._entry, f"row {count} since the start")
-                yield item
-
-        # up to the first row `datasets` gives the state of the beginning, whatever it has loaded
-        return Reader(items(), lambda: rows.state_dict() if count or state is None else state)
-
-    def _next(self, rows: Iterator[Row]) -> Row | None:
-        with openable(self._entry):
-            return next(rows, None)
-
-
-def load_rows(entry: Entry, streamed: bool, path: str, **options: Any) -> Documents:
-    """`datasets.load_dataset`, with its failures as ours."""
-    import datasets  # here, because it takes a second that other sources need not wait for
-
-    datasets.disable_progress_bars()
-    to_document = row_reader(entry)
-    with openable(entry):
-        rows = datasets.load_dataset(path, streaming=streamed, **options)
-        columns = rows.column_names or list(next(iter(rows), {}))
-    column = entry.source.dataset_column
-    if columns and not entry.source.dataset_format and column not in columns:
-        raise entry.error("dataset_column", "no such column", f"choose from {', '.join(columns)}")
-    if streamed:
-        return StreamedRows(rows, entry, to_document)
-
-    def get(index: int) -> Document:
-        with openable(entry):
-            row = rows[index]
-        try:
-            return to_document(row)
-        except NoDocumentError as error:
-            raise error.of(entry, f"row {index}") from error
-
-    return IndexedDocuments(len(rows), get)
-
-
-def hub_files(repository: str, subset: str, entry: Entry) -> list[DataFile]:
-    """Addresses, with the revision, of the files of one split; or paths of a local copy."""
-    path = entry.source.dataset_path
-    if path:
-        found = sorted(str(p) for p in Path(path).rglob("*") if p.is_file()) or [path]
-        return [stat(file) for file in found]
-    import datasets  # here, because it takes a second that other sources need not wait for
-
-    with openable(entry):
-        revision = entry.source.dataset_revision or None
-        builder = datasets.load_dataset_builder(
-            repository, subset_of(entry, subset), revision=revision
-        )
-        found = builder.config.data_files[entry.source.dataset_split]
-        return [DataFile(str(file)) for file in found]
-
-
-def subset_of(entry: Entry, usual: str) -> str | None:
-    return entry.source.dataset_subset or usual or None
-
-
-@contextmanager
-def openable(entry: Entry) -> Iterator[None]:
-    """Whatever a reader or network client of `datasets` raises becomes a `ConfigError`; or a
-    `StorageError`, which a scheduler starts again, if it may pass."""
-    key = "dataset_path" if entry.source.dataset_path else "dataset"
-    try:
-        yield
-    except (ConfigError, *PASSED_ON):
-        raise
-    except BaseException as error:
-        if may_pass(error):
-            raise _unreadable_now(entry, key, _reason(error)) from error
-        raise entry.error(key, f"cannot be opened: {_reason(error)}") from error
-
-
-def _reason(error: BaseException) -> str:
-    """Return the first line of the innermost cause."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    from datasets.arrow_writer import SchemaInferenceError  # here, as above
-    from datasets.config import HF_DATASETS_CACHE
-
-    if isinstance(error, OSError) and Path(HF_DATASETS_CACHE).is_relative_to(str(error.filename)):
-        return (
-            f"{error.filename}, the cache of Hugging Face: {error.strerror}\n"
-            "  fix: set the variable HF_HOME to a folder that you can write to"
-        )
-    if isinstance(error, StopIteration | SchemaInferenceError):
-        return "there is nothing in it"
-    return first_line(error)

@@ -3,28 +3,32 @@
 Tokenising their documents is in `datasets/tokenizers` and `datasets/token_cache`.
 """
 
-import glob
+import copy
 import os
 import sysconfig
 import tokenize
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from meshwright.datasets.documents import is_on_side, row_reader
 from meshwright.datasets.files import Entry, fingerprint, local_files, token_paths
+from meshwright.datasets.readers import Row
 from meshwright.datasets.rows import (
     Documents,
     IndexedDocuments,
+    Item,
     LocalDocuments,
-    hub_files,
-    load_rows,
-    subset_of,
+    Reader,
+    is_on_side,
+    row_reader,
+    unreadable_now,
 )
 from meshwright.datasets.storage import DataFile, stat
-from meshwright.system.errors import check, numbered, where_it_ends
+from meshwright.system.errors import PASSED_ON, ConfigError, first_line, numbered
+from meshwright.system.files import may_pass
 from meshwright.system.log import logger
 
 if TYPE_CHECKING:
@@ -78,13 +82,13 @@ def open_stdlib(entry: Entry, streamed: bool) -> Documents:
     """Open the standard library: each file is a document."""
     files = stdlib_files(entry)
 
-    def read(index: int) -> str:
+    def read(index: int) -> Item:
         path = files[index].path
         try:
             with tokenize.open(path) as file:  # heeds the file's own coding line
                 text = file.read()
         except (SyntaxError, UnicodeDecodeError) as error:
-            raise entry.record_error("dataset", f"{path}: {error}") from error
+            return entry.record_error("dataset", f"{path}: {error}")
         return text if not entry.held_out or is_on_side(entry, text) else ""
 
     return IndexedDocuments(len(files), read)
@@ -107,75 +111,118 @@ def open_tokens(kind: str, entry: Entry, streamed: bool) -> "TokenFiles":
     return TokenFiles(entry, token_paths(kind, entry))
 
 
+class StreamedRows(Documents):
+    """Rows of a Hugging Face `IterableDataset`, its files dealt out to shards."""
+
+    def __init__(self, rows: Any, entry: Entry) -> None:
+        self.rows, self._entry, self._to_item = rows, entry, row_reader(entry)
+        self.max_shards = self.parts = rows.num_shards
+
+    def read(self, shard: int, num_shards: int, state: Any = None) -> Reader:
+        rows = self.rows.shard(num_shards, shard)
+        if state is not None:
+            rows.load_state_dict(copy.deepcopy(state))
+        count, iterator = 0, iter(rows)
+
+        def items() -> Iterator[Item]:
+            nonlocal count
+            while (row := self._next(iterator)) is not None:
+                count += 1
+                yield self._to_item(row, f"row {count} since the start")
+
+        # up to the first row `datasets` gives the state of the beginning, whatever it has loaded
+        return Reader(items(), lambda: rows.state_dict() if count or state is None else state)
+
+    def _next(self, rows: Iterator[Row]) -> Row | None:
+        with openable(self._entry):
+            return next(rows, None)
+
+
 def open_hub(repository: str, subset: str, entry: Entry, streamed: bool) -> Documents:
     """Open a dataset of the Hugging Face hub, or a local copy of it."""
-    split = entry.source.dataset_split
-    if path := entry.source.dataset_path:
-        name = entry.source.dataset_subset or None
-        kept_in = _arrow_folder(entry, hub_files(repository, subset, entry))
-        return load_rows(entry, streamed, path, name=name, split=split, cache_dir=kept_in)
-    name, revision = subset_of(entry, subset), entry.source.dataset_revision or None
-    return load_rows(entry, streamed, repository, name=name, split=split, revision=revision)
-
-
-def _arrow_folder(entry: Entry, files: list[DataFile]) -> str:
-    """Cache of `datasets` for local files, which it would not rebuild for a file
-    that has changed but not its time."""
     import datasets  # here, because it takes a second that other sources need not wait for
 
-    return os.path.join(datasets.config.HF_DATASETS_CACHE, fingerprint(entry, files))
+    datasets.disable_progress_bars()
+    source, to_item = entry.source, row_reader(entry)
+    options = {"name": subset_of(entry, subset), "revision": source.dataset_revision or None}
+    if source.dataset_path:
+        # its own cache is not made again for a file that has changed, but not its time
+        made_of = fingerprint(entry, hub_files(repository, subset, entry))
+        folder = os.path.join(datasets.config.HF_DATASETS_CACHE, made_of)
+        options = {"name": source.dataset_subset or None, "cache_dir": folder}
+    with openable(entry):
+        rows = datasets.load_dataset(
+            source.dataset_path or repository,
+            split=source.dataset_split,
+            streaming=streamed,
+            **options,
+        )
+        columns = rows.column_names or list(next(iter(rows), {}))
+    column = source.dataset_column
+    if columns and not source.dataset_format and column not in columns:
+        raise entry.error("dataset_column", "no such column", f"choose from {', '.join(columns)}")
+    if streamed:
+        return StreamedRows(rows, entry)
+
+    def get(index: int) -> Item:
+        with openable(entry):
+            row = rows[index]
+        return to_item(row, f"row {index}")
+
+    return IndexedDocuments(len(rows), get)
 
 
-def check_path(entry: Entry, spec: DatasetSpec, *, looks_at_files: bool = True) -> None:
-    """Check that `dataset_path`, subset and split suit the dataset, and are there.
+def hub_files(repository: str, subset: str, entry: Entry) -> list[DataFile]:
+    """Addresses, with the revision, of the files of one split; or paths of a local copy."""
+    path = entry.source.dataset_path
+    if path:
+        found = sorted(str(p) for p in Path(path).rglob("*") if p.is_file()) or [path]
+        return [stat(file) for file in found]
+    import datasets  # here, because it takes a second that other sources need not wait for
 
-    Args:
-        looks_at_files: also whether they are there.
+    with openable(entry):
+        revision = entry.source.dataset_revision or None
+        builder = datasets.load_dataset_builder(
+            repository, subset_of(entry, subset), revision=revision
+        )
+        found = builder.config.data_files[entry.source.dataset_split]
+        return [DataFile(str(file)) for file in found]
 
-    Raises:
-        ConfigError: naming the first that is not.
-    """
-    source, is_hub = entry.source, spec.path == "optional"
-    name, path = source.dataset, source.dataset_path
-    of_it, out = f"dataset {name!r}", "leave it out"
 
-    def refuse(is_wrong: object, key: str, rule: str, fix: str = out) -> None:
-        if is_wrong:
-            raise entry.error(key, rule, fix)
+def subset_of(entry: Entry, usual: str) -> str | None:
+    return entry.source.dataset_subset or usual or None
 
-    needs_path, has_none = spec.path == "required", spec.path == "none"
-    fix = "name a file, a folder or a glob"
-    refuse(needs_path and not path, "dataset_path", f"{of_it} needs it", fix)
-    refuse(has_none and path, "dataset_path", f"{of_it} reads no path")
-    rule = "a copy of a dataset of the hub cannot be read from a folder with *, ? or [ in its path"
-    refuse(is_hub and glob.has_magic(path), "dataset_path", rule, "rename the folder")
-    if needs_path and looks_at_files:
-        spec.files(entry)
-    elif path and looks_at_files and not Path(path).exists():
-        refuse(True, "dataset_path", "no such file or folder", where_it_ends(path))
-    is_streamed, rule = source.dataset_mode == "streamed", "tokens are read where they lie"
-    refuse(spec.has_tokens and is_streamed, "dataset_mode", rule)
-    refuse(source.dataset_subset and not is_hub, "dataset_subset", f"{of_it} has no subsets")
-    rule = f"{'a local copy' if is_hub else of_it} has no revisions"
-    refuse(source.dataset_revision and (not is_hub or path), "dataset_revision", rule)
-    splits = ("train", "validation") if has_none else ("train",)
-    rule = f"{of_it} has only {' and '.join(splits)}"
-    fix = f'set {entry.key}.dataset_split = "train"'
-    refuse(not is_hub and source.dataset_split not in splits, "dataset_split", rule, fix)
-    rule = f"{of_it} has no rows"
-    refuse(source.dataset_where and not spec.has_rows, "dataset_where", rule)
-    rule = f'{of_it} is not "text"'
-    refuse(source.dataset_separator and name != "text", "dataset_separator", rule)
-    rule, fix = f"{of_it} holds tokens, which are read where they lie", "bound training.steps"
-    refuse(source.max_documents and spec.has_tokens, "max_documents", rule, f"{out}, or {fix}")
-    check(
-        not entry.held_out or spec.has_rows or name == "python_stdlib",
-        *("training.validation_fraction", entry.held_out),
-        f"{of_it} has no rows that could be held out",
-        "name a dataset in [validation] instead",
-    )
-    if spec.has_rows or source.dataset_format:
-        row_reader(entry)
+
+@contextmanager
+def openable(entry: Entry) -> Iterator[None]:
+    """Whatever a reader or network client of `datasets` raises becomes a `ConfigError`; or a
+    `StorageError`, which a scheduler starts again, if it may pass."""
+    key = "dataset_path" if entry.source.dataset_path else "dataset"
+    try:
+        yield
+    except (ConfigError, *PASSED_ON):
+        raise
+    except BaseException as error:
+        if may_pass(error):
+            raise unreadable_now(entry, key, _reason(error)) from error
+        raise entry.error(key, f"cannot be opened: {_reason(error)}") from error
+
+
+def _reason(error: BaseException) -> str:
+    """Return the first line of the innermost cause."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    from datasets.arrow_writer import SchemaInferenceError  # here, as above
+    from datasets.config import HF_DATASETS_CACHE
+
+    if isinstance(error, OSError) and Path(HF_DATASETS_CACHE).is_relative_to(str(error.filename)):
+        return (
+            f"{error.filename}, the cache of Hugging Face: {error.strerror}\n"
+            "  fix: set the variable HF_HOME to a folder that you can write to"
+        )
+    if isinstance(error, StopIteration | SchemaInferenceError):
+        return "there is nothing in it"
+    return first_line(error)
 
 
 MOST_SUFFIXES = 4

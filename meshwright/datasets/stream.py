@@ -7,11 +7,10 @@ from fractions import Fraction
 from typing import Any
 
 from meshwright.config.job_config import JobConfig
-from meshwright.datasets.cached import CachedSamples, PackedSamples
-from meshwright.datasets.encoding import Sample, SampleRules
 from meshwright.datasets.named_sources import weights
 from meshwright.datasets.opening import CachedSource, OpenSource
 from meshwright.datasets.order import Mixture
+from meshwright.datasets.samples import CachedSamples, PackedSamples, Sample, SampleRules
 from meshwright.datasets.streamed import EndOfData, ShardPlace, StreamedSamples
 from meshwright.system.errors import RecordError
 from meshwright.system.files import warn_once
@@ -67,6 +66,15 @@ def merged(cursors: Sequence[Cursor]) -> Cursor:
     return replace(first, places=places)
 
 
+def mixture_at(cursor: Cursor, weights: Sequence[float]) -> tuple[tuple[int, ...], Mixture]:
+    """Return how many samples came from each source before the present weights, and the mixture
+    that has drawn the samples between those and the cursor."""
+    before = cursor.weighted_from or (0,) * len(weights)
+    counts = cursor.counts or before
+    drawn = [count - start for count, start in zip(counts, before, strict=True)]
+    return before, Mixture(weights, drawn)
+
+
 class SampleStream:
     """The samples of all sources, one after the other, from a cursor on.
 
@@ -87,10 +95,7 @@ class SampleStream:
     ) -> None:
         self.rules = rules
         self._sample, self._weighted_from = cursor.sample, cursor.weighted_from
-        before = cursor.weighted_from or (0,) * len(sources)
-        counts = cursor.counts or before
-        drawn = [count - start for count, start in zip(counts, before, strict=True)]
-        self._before, self._mixture = before, Mixture(weights, drawn)
+        self._before, self._mixture = mixture_at(cursor, weights)
         self._batch, self._slots = batch, frozenset(slots)
         self._samples: list[CachedSamples | StreamedSamples] = []
         self._names = [source.entry.name for source in sources]

@@ -4,16 +4,16 @@ import functools
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from meshwright.datasets.encoding import Sample, SampleRules, to_sample
 from meshwright.datasets.opening import StreamedSource
 from meshwright.datasets.order import permutation
 from meshwright.datasets.rows import Item, Reader
+from meshwright.datasets.samples import Sample, SampleRules, to_sample
 from meshwright.system.errors import RecordError
 from meshwright.system.files import RETRY_AFTER_S, may_pass
 from meshwright.system.log import logger
@@ -26,7 +26,7 @@ class EndOfData(Exception):  # noqa: N818  an end like StopIteration, no error
     """A source has been read as often as it may be."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class ShardPlace:
     """A place in one shard, for a resume. Only its window is read again."""
 
@@ -62,30 +62,18 @@ class Shard:
         place: ShardPlace,
     ) -> None:
         self._source, self._number, self._rules = source, number, rules
+        self._pass_over, self._at = pass_over, replace(place)
         self._has_documents = False
-        self._pass_over, self._bad_records = pass_over, place.bad_records
         self._reader: Reader | None = None
-        self._window_state = place.window_state
-        self._epoch, self._window_number = place.epoch, place.window
-        self._taken = place.taken
         most, shards = source.entry.source.max_documents, source.num_shards
         self._most = most // shards + (number < most % shards) if most else math.inf
         self._fill_window()
-        self._document, self._used = place.document, place.used
-        self._tokens = self._encode(place.document)
+        self._tokens = self._encode()
 
     @property
     def place(self) -> ShardPlace:
         """Where the next sample begins."""
-        return ShardPlace(
-            self._epoch,
-            self._window_number,
-            self._window_state,
-            self._document,
-            self._used,
-            self._bad_records,
-            self._taken,
-        )
+        return replace(self._at)
 
     def next_sample(self) -> Sample:
         """Return the next `length` tokens.
@@ -95,16 +83,16 @@ class Shard:
             ConfigError: if there are none in a whole epoch.
         """
         pieces: list[npt.NDArray[np.unsignedinteger]] = []
-        missing, first_epoch = self._rules.length, self._epoch
+        at, missing, first_epoch = self._at, self._rules.length, self._at.epoch
         while missing:
-            piece = self._tokens[self._used : self._used + missing]
+            piece = self._tokens[at.used : at.used + missing]
             if len(piece):
                 pieces.append(piece)
-            self._used += len(piece)
+            at.used += len(piece)
             missing -= len(piece)
             if missing:
                 self._next_document()
-                if self._epoch > first_epoch + 1:  # the whole epoch between went in
+                if at.epoch > first_epoch + 1:  # the whole epoch between went in
                     raise self._source.entry.error(
                         "dataset",
                         f"one of {self._source.num_shards} shards of it holds less than one sample "
@@ -114,30 +102,29 @@ class Shard:
         return to_sample(pieces)
 
     def _next_document(self) -> None:
-        self._bad_records += self._is_bad
-        self._document, self._used = self._document + 1, 0
-        if self._document >= len(self._shuffled):
-            self._document, self._window_number = 0, self._window_number + 1
-            self._taken += _count(self._shuffled)
+        at = self._at
+        at.bad_records += self._is_bad
+        at.document, at.used = at.document + 1, 0
+        if at.document >= len(self._shuffled):
+            at.document, at.window, at.taken = 0, at.window + 1, at.taken + _count(self._shuffled)
             self._fill_window()
             if not self._shuffled:
                 self._begin_epoch()
-        self._tokens = self._encode(self._document)
+        self._tokens = self._encode()
 
     def _begin_epoch(self) -> None:
         if not self._has_documents:
             raise self._source.entry.error("dataset", "holds no text in one of its shards")
-        self._epoch, self._window_number = self._epoch + 1, 0
-        if self._epoch == self._rules.max_epochs:
+        at, self._reader = self._at, None
+        at.epoch, at.window, at.window_state, at.taken = at.epoch + 1, 0, None, 0
+        if at.epoch == self._rules.max_epochs:
             raise EndOfData
-        self._reader, self._window_state, self._taken = None, None, 0
         self._fill_window()
 
     def _fill_window(self) -> None:
-        documents = self._read_window()
-        order = permutation(
-            len(documents), self._rules.seed or 0, self._epoch, self._number, self._window_number
-        )
+        documents, at = self._read_window(), self._at
+        key = (self._rules.seed or 0, at.epoch, self._number, at.window)
+        order = permutation(len(documents), *key)
         self._shuffled = [documents[index] for index in order]
         self._has_documents = self._has_documents or bool(documents)
 
@@ -162,10 +149,10 @@ class Shard:
     def _try_window(self) -> list[Item]:
         if self._reader is None:
             self._reader = self._source.documents.read(
-                self._number, self._source.num_shards, self._window_state
+                self._number, self._source.num_shards, self._at.window_state
             )
-        self._window_state = self._reader.state
-        documents, taken = list[Item](), self._taken
+        self._at.window_state = self._reader.state
+        documents, taken = list[Item](), self._at.taken
         while len(documents) < self._source.window and taken < self._most:
             try:
                 documents.append(next(self._reader))
@@ -174,11 +161,11 @@ class Shard:
             taken += _count(documents[-1:])
         return documents
 
-    def _encode(self, document: int) -> npt.NDArray[np.uint32]:
+    def _encode(self) -> npt.NDArray[np.uint32]:
         self._is_bad = False
         if not self._shuffled:  # a shard without a document
             return np.empty(0, np.uint32)
-        found = self._shuffled[document]
+        found = self._shuffled[self._at.document]
         try:
             if isinstance(found, RecordError):
                 raise found

@@ -13,10 +13,10 @@ from meshwright.checkpoint.manifest import Manifest
 from meshwright.config.changes import to_json
 from meshwright.config.job_config import JobConfig
 from meshwright.config.loader import to_toml
-from meshwright.datasets.encoding import SampleRules
 from meshwright.datasets.loader import BatchShape, Loader
 from meshwright.datasets.named_sources import weights
 from meshwright.datasets.opening import OpenSource
+from meshwright.datasets.samples import SampleRules
 from meshwright.datasets.stream import Cursor, SampleStream
 from meshwright.metrics import sinks
 from meshwright.metrics.console import Console

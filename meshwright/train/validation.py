@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.datasets.encoding import Sample, SampleRules
 from meshwright.datasets.loader import padded_samples, to_batches
 from meshwright.datasets.opening import CachedSource, OpenSource
+from meshwright.datasets.samples import Sample, SampleRules
 from meshwright.datasets.stream import Cursor, SampleStream
 from meshwright.datasets.tokenizers.kinds import prompt_tokens
 from meshwright.models.batch import Batch

@@ -7,8 +7,10 @@ import pickle
 import socket
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
+import datasets
 import pytest
 import torch.distributed as dist
 
@@ -18,7 +20,7 @@ from meshwright.checkpoint.manager import CheckpointManager
 from meshwright.config.job_config import Checkpoint
 from meshwright.config.loader import load_config
 from meshwright.datasets import files
-from meshwright.datasets.encoding import SampleRules
+from meshwright.datasets.samples import SampleRules
 from meshwright.datasets.stream import Cursor, SampleStream
 from meshwright.system.errors import ConfigError, in_ranges
 from meshwright.train import set_up
@@ -243,14 +245,31 @@ def test_the_code_is_all_that_is_run(monkeypatch, tmp_path, name) -> None:
 def opened(folder: Path, mode: str) -> tuple[int, list[str], list[int]]:
     """How often this rank looked for files, what its sources hold, and its first tokens."""
     looked: list[str] = []
-    real = files.resolve
+    resolve, load = files.resolve, datasets.load_dataset
 
     def note(path: str, suffixes: Sequence[str]) -> list[files.DataFile]:
         looked.append(path)
-        return real(path, suffixes)
+        return resolve(path, suffixes)
 
-    config = load_config(words_of(folder, folder / "data", training__dataset_mode=mode))
-    with patch.object(files, "resolve", note):
+    def load_builder(name: str, subset: str | None, revision: str | None = None) -> object:
+        looked.append(name)
+        address = f"hf://datasets/{name}@{'1' * 40}/a.jsonl"
+        return SimpleNamespace(config=SimpleNamespace(data_files={"train": [address]}))
+
+    def load_hub(path: str, split: str, streaming: bool, **_: object) -> object:
+        looked.append(path)
+        lines = str(folder / "data" / "a.jsonl")
+        return load("json", data_files=lines, split=split, streaming=streaming)
+
+    keys = {"training__dataset_mode": mode}
+    if mode == "hub":
+        keys = {"training__dataset": "owner/name", "training__dataset_path": ""}
+    config = load_config(words_of(folder, folder / "data", **keys))
+    with (
+        patch.object(files, "resolve", note),
+        patch.object(datasets, "load_dataset_builder", load_builder),
+        patch.object(datasets, "load_dataset", load_hub),
+    ):
         plan = preflight(config, dist.get_world_size(), looks_at_files=False)
         manager = CheckpointManager(plan.checkpoint_folder, plan.config.checkpoint)
         with patch.dict(os.environ, LOCAL_RANK=str(dist.get_rank())):
@@ -263,7 +282,7 @@ def opened(folder: Path, mode: str) -> tuple[int, list[str], list[int]]:
     return len(looked), contents, sample.tokens.tolist()
 
 
-@pytest.mark.parametrize("mode", ["cached", "streamed"])
+@pytest.mark.parametrize("mode", ["cached", "streamed", "hub"])
 def test_only_the_first_rank_looks_for_files(on_ranks, tmp_path, mode) -> None:
     data(tmp_path / "data")
     first, *others = on_ranks(4, opened, tmp_path, mode)

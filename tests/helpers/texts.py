@@ -8,11 +8,10 @@ from pathlib import Path
 
 from meshwright.config.section import BYTES
 from meshwright.config.training import Source
-from meshwright.datasets.documents import Document, Messages
 from meshwright.datasets.encoding import Encoder
 from meshwright.datasets.files import Entry
 from meshwright.datasets.opening import CachedSource, StreamedSource
-from meshwright.datasets.rows import IndexedDocuments
+from meshwright.datasets.rows import Document, IndexedDocuments, Item, Messages
 from meshwright.datasets.token_cache.tokenizing import open_cache
 from meshwright.datasets.tokenizers.kinds import ByteTokenizer
 
@@ -84,7 +83,7 @@ def streamed(
     num_shards: int = 3,
     window: int = 2,
     name: str = "stream",
-    get: Callable[[int], Document] | None = None,
+    get: Callable[[int], Item] | None = None,
 ) -> StreamedSource:
     documents = IndexedDocuments(len(texts), get or texts.__getitem__)
     encoder = Encoder(ByteTokenizer(), Turns)

@@ -19,7 +19,7 @@ from tokenizers import (
     trainers,
 )
 
-from meshwright.datasets.tokenizers.byte_level import SPLIT_PATTERN, special_tokens
+from meshwright.datasets.tokenizers.huggingface import SPLIT_PATTERN, special_tokens
 
 CODE = (
     'def f(x):\n    """Grüße, 世界 <s>"""\n\treturn  x**2  # 1234567\n\n\nclass  A:\n        pass\n'

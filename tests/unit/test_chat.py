@@ -9,8 +9,8 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, processors
 from transformers import PreTrainedTokenizerFast
 
-from meshwright.datasets.tokenizers.byte_level import special_tokens
 from meshwright.datasets.tokenizers.chat import ChatTemplate
+from meshwright.datasets.tokenizers.huggingface import special_tokens
 from meshwright.datasets.tokenizers.kinds import build_tokenizer, find_template
 from meshwright.system.errors import ConfigError
 from tests.helpers.tokenizer_files import (

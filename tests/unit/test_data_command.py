@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 from meshwright.config.loader import load_config
-from meshwright.datasets.encoding import SampleRules
 from meshwright.datasets.named_sources import weights
 from meshwright.datasets.opening import open_training_data
+from meshwright.datasets.samples import SampleRules
 from meshwright.datasets.stream import Cursor, SampleStream
+from meshwright.datasets.streamed import StreamedSamples
 from meshwright.system.errors import ConfigError
 from tests.helpers.cli import command
 
@@ -88,6 +89,22 @@ def test_the_samples_of_a_step_are_those_of_the_job(mode, tmp_path, capsys) -> N
         assert text.partition("\n")[2] == f"{told}\n"
         name = "first" if "first" in told else "second"
         assert text.partition(": ")[2].startswith(name)
+
+
+def test_a_step_reads_its_own_shards_alone(tmp_path, monkeypatch, capsys) -> None:
+    for number in range(6):
+        rows = [json.dumps({"text": f"file {number}\n" * 20}) + "\n"] * 9
+        (tmp_path / f"{number}.jsonl").write_text("".join(rows))
+    opened, read = [], StreamedSamples.read
+    monkeypatch.setattr(StreamedSamples, "read", lambda *of: opened.append(of[1]) or read(*of))
+    config = write(tmp_path)
+    words = {"dataset": "json", "dataset_path": tmp_path, "dataset_mode": "streamed"}
+    text = CONFIG[: CONFIG.index("[[training")].format(folder=tmp_path).replace("= 4", "= 2")
+    config.write_text(text + "".join(f'{key} = "{value}"\n' for key, value in words.items()))
+    (tmp_path / "first.jsonl").unlink(), (tmp_path / "second.jsonl").unlink()
+    data([config, "--step", "2"])
+    assert set(opened) == {2, 3}
+    assert "file 2" in capsys.readouterr().out
 
 
 def test_samples_of_a_source_by_their_indices(tmp_path, capsys) -> None:

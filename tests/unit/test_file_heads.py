@@ -10,10 +10,9 @@ import pytest
 from pyarrow import parquet
 
 from meshwright.config.training import Source, Training
-from meshwright.datasets import rows
+from meshwright.datasets import named_sources
 from meshwright.datasets.files import Entry, local_files
-from meshwright.datasets.named_sources import check_sources
-from meshwright.datasets.rows import head_fault
+from meshwright.datasets.named_sources import check_sources, head_fault
 from meshwright.system.errors import ConfigError
 from tests.helpers.cli import check_job
 
@@ -86,7 +85,7 @@ def test_bad_records_that_may_be_passed_over_are_no_fault_of_the_head(tmp_path) 
 
 
 def test_files_that_are_looked_at_are_spread_over_all(tmp_path, monkeypatch):
-    monkeypatch.setattr(rows, "MOST_HEADS", 2)
+    monkeypatch.setattr(named_sources, "MOST_HEADS", 2)
     for number in range(5):
         (tmp_path / f"{number}.jsonl").write_text(
             '{"text": 1}\n' if number in (1, 2, 4) else JSONL.decode()

@@ -15,19 +15,21 @@ from meshwright.config.changes import changes, config_defaults
 from meshwright.config.job_config import JobConfig
 from meshwright.config.loader import load_config
 from meshwright.config.training import Training
-from meshwright.datasets.cached import PackedSamples
-from meshwright.datasets.encoding import NO_LOSS, Sample, SampleRules
+from meshwright.datasets import samples as packing
+from meshwright.datasets.encoding import NO_LOSS
 from meshwright.datasets.loader import to_batches
 from meshwright.datasets.opening import CachedSource, open_told, open_training_data
-from meshwright.datasets.stream import Cursor, cached_samples, find_samples
-from meshwright.datasets.token_cache import packing
-from meshwright.datasets.token_cache.cache import DamagedCacheError
-from meshwright.datasets.token_cache.packing import (
+from meshwright.datasets.samples import (
+    PackedSamples,
+    Sample,
+    SampleRules,
     best_fit,
     open_packing,
     packed_in_memory,
     stored_packing,
 )
+from meshwright.datasets.stream import Cursor, cached_samples, find_samples
+from meshwright.datasets.token_cache.cache import DamagedCacheError
 from meshwright.models.loss import IGNORE, PADDING
 from meshwright.system.errors import ConfigError
 from meshwright.train.preflight import check_data, preflight

@@ -3,9 +3,9 @@ from typing import Any
 import pytest
 
 from meshwright.config.training import Source
-from meshwright.datasets.documents import NoDocumentError, row_reader
 from meshwright.datasets.files import Entry
-from meshwright.system.errors import ConfigError
+from meshwright.datasets.rows import row_reader
+from meshwright.system.errors import ConfigError, RecordError
 
 HELLO = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "hi"}]
 SYSTEM = {"role": "system", "content": "be brief"}
@@ -13,7 +13,7 @@ SYSTEM = {"role": "system", "content": "be brief"}
 
 def read(name: str, row: dict[str, Any]) -> object:
     entry = Entry("training", "data", Source(dataset="json", dataset_format=name))
-    return row_reader(entry)(row)
+    return row_reader(entry)(row, "a.jsonl:1")
 
 
 @pytest.mark.parametrize(
@@ -59,8 +59,9 @@ def test_rows_become_conversations(name: str, row: dict[str, Any], wanted: objec
     ],
 )
 def test_rows_of_another_format_are_named(name: str, row: dict[str, Any], message: str) -> None:
-    with pytest.raises(NoDocumentError, match=message):
-        read(name, row)
+    found = read(name, row)
+    assert isinstance(found, RecordError)
+    assert message in str(found)
 
 
 def test_a_format_that_is_not_there_names_those_that_are() -> None:

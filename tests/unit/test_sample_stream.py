@@ -14,8 +14,7 @@ import torch
 
 from meshwright.config.job_config import JobConfig
 from meshwright.config.training import Training
-from meshwright.datasets.cached import CachedSamples
-from meshwright.datasets.encoding import Encoder, SampleRules
+from meshwright.datasets.encoding import Encoder
 from meshwright.datasets.loader import (
     BatchShape,
     Loader,
@@ -26,6 +25,8 @@ from meshwright.datasets.loader import (
 )
 from meshwright.datasets.opening import OpenSource
 from meshwright.datasets.order import permutation, permuted
+from meshwright.datasets.rows import Item
+from meshwright.datasets.samples import CachedSamples, SampleRules
 from meshwright.datasets.stream import (
     Cursor,
     SampleStream,
@@ -516,10 +517,10 @@ def test_an_error_concerns_the_step_that_it_is_met_in(tmp_path) -> None:
 BAD = (3, 4, 11, 17)
 
 
-def with_errors(texts: tuple[str, ...], bad: Collection[int]) -> Callable[[int], str]:
-    def get(index: int) -> str:
+def with_errors(texts: tuple[str, ...], bad: Collection[int]) -> Callable[[int], Item]:
+    def get(index: int) -> Item:
         if index in bad:
-            raise RecordError("training.dataset_path", f"row {index} is bad")
+            return RecordError("training.dataset_path", f"row {index} is bad")
         return texts[index]
 
     return get

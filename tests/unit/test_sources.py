@@ -16,12 +16,12 @@ from pyarrow import parquet
 from meshwright.config.section import BYTES
 from meshwright.config.training import Source
 from meshwright.datasets import find_dataset
-from meshwright.datasets.cached import CachedSamples
-from meshwright.datasets.documents import Document
+from meshwright.datasets.encoding import TokenizationSpec
 from meshwright.datasets.files import Entry, fingerprint, local_files, revision
-from meshwright.datasets.rows import Documents, IndexedDocuments, _reason, unreadable
-from meshwright.datasets.sources import check_path
-from meshwright.datasets.token_cache.spec import TokenizationSpec
+from meshwright.datasets.named_sources import check_path
+from meshwright.datasets.rows import Document, Documents, IndexedDocuments, unreadable
+from meshwright.datasets.samples import CachedSamples
+from meshwright.datasets.sources import _reason
 from meshwright.datasets.token_cache.tokenizing import open_cache
 from meshwright.datasets.tokenizers.kinds import build_tokenizer
 from meshwright.system.errors import ConfigError, RecordError, StorageError
@@ -208,11 +208,11 @@ def test_a_function_makes_documents_of_rows(folder: Path, monkeypatch) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("my_formats2:turn", "has no turn\n  fix: did you mean turns"),
+        ("my_formats2:turn", "has no function turn\n  fix: did you mean turns"),
         ("no_such_module:f", "cannot be imported: ModuleNotFoundError"),
         ("/no/such.py:f", "cannot be imported: FileNotFoundError"),
         ("nonsense", "cannot be imported"),
-        ("my_formats2:constant", "is a int, not a function"),
+        ("my_formats2:constant", "has no function constant"),
     ],
 )
 def test_a_function_that_is_not_there(name, message, folder: Path, monkeypatch) -> None:

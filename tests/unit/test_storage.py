@@ -21,11 +21,11 @@ from fsspec.registry import _registry as fsspec_registry
 from meshwright.config.section import BYTES
 from meshwright.config.training import Source
 from meshwright.datasets import storage
-from meshwright.datasets.cached import CachedSamples
+from meshwright.datasets.encoding import TokenizationSpec
 from meshwright.datasets.files import Entry
+from meshwright.datasets.samples import CachedSamples
 from meshwright.datasets.storage import BlockCache, ChangedError, RangeFile, open_stream
 from meshwright.datasets.token_cache.cache import TokenCache
-from meshwright.datasets.token_cache.spec import TokenizationSpec
 from meshwright.datasets.token_cache.tokenizing import open_cache
 from meshwright.system import files
 from meshwright.system.errors import ConfigError, StorageError

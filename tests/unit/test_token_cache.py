@@ -19,13 +19,13 @@ import pytest
 
 from meshwright.config.section import BYTES
 from meshwright.config.training import Source
-from meshwright.datasets.cached import CachedSamples
+from meshwright.datasets.encoding import TokenizationSpec
 from meshwright.datasets.files import Entry
 from meshwright.datasets.rows import IndexedDocuments
+from meshwright.datasets.samples import CachedSamples
 from meshwright.datasets.storage import DESCRIPTORS, RangeFile
 from meshwright.datasets.token_cache import tokenizing
 from meshwright.datasets.token_cache.cache import DamagedCacheError, Part, TokenCache
-from meshwright.datasets.token_cache.spec import TokenizationSpec
 from meshwright.datasets.token_cache.tokenizing import open_cache
 from meshwright.system.errors import ConfigError
 from meshwright.system.files import whole_file

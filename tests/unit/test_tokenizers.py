@@ -25,7 +25,7 @@ from transformers import LlamaTokenizer, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import TikTokenConverter
 
 from meshwright.config.section import BYTES
-from meshwright.datasets.tokenizers import byte_level
+from meshwright.datasets.tokenizers import huggingface
 from meshwright.datasets.tokenizers.kinds import build_tokenizer, end_of_chat
 from meshwright.datasets.tokenizers.special_tokens import Ends
 from meshwright.system.errors import ConfigError
@@ -108,13 +108,13 @@ def test_a_tiktoken_file_gives_the_ids_of_transformers(files: dict[str, Path]) -
     for text in TEXTS:
         assert ours.encode(text) == theirs.encode(text, add_special_tokens=False).ids, text
         assert ours.decode(ours.encode(text)) == text
-    for token in byte_level.special_tokens():
+    for token in huggingface.special_tokens():
         assert ours.special_ids[token] == theirs.token_to_id(token)
     assert ours.vocab_size == theirs.get_vocab_size()
 
 
 def test_the_split_pattern_is_the_one_of_transformers() -> None:
-    assert TikTokenConverter(vocab_file="").pattern == byte_level.SPLIT_PATTERN
+    assert TikTokenConverter(vocab_file="").pattern == huggingface.SPLIT_PATTERN
 
 
 def test_a_sentencepiece_model_gives_the_ids_of_its_library(files: dict[str, Path]) -> None:
@@ -136,7 +136,7 @@ def test_a_sentencepiece_model_gives_the_ids_of_transformers(tmp_path: Path) -> 
 
 def test_llama_3s_special_tokens_have_its_ids() -> None:
     """Llama 3.1's, as its tokenizer_config.json lists them, after 128000 ranks."""
-    ids = {t: 128_000 + i for i, t in enumerate(byte_level.special_tokens())}
+    ids = {t: 128_000 + i for i, t in enumerate(huggingface.special_tokens())}
     assert len(ids) == 256
     known = {
         "<|begin_of_text|>": 128000,
@@ -352,7 +352,7 @@ def test_long_texts_are_not_too_long_for_tiktokens_pattern(files: dict[str, Path
     tokenizer = build_tokenizer(str(files["tiktoken"]))
     plain = tiktoken.Encoding(
         "plain",
-        pat_str=byte_level.SPLIT_PATTERN,
+        pat_str=huggingface.SPLIT_PATTERN,
         mergeable_ranks=load_tiktoken_bpe(str(files["tiktoken"])),
         special_tokens={},
     )

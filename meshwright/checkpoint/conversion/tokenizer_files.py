@@ -16,8 +16,12 @@ from tokenizers import Regex, decoders, models, normalizers
 
 from meshwright.checkpoint.conversion.hf_folder import GENERATION_CONFIG
 from meshwright.config.section import BYTES
-from meshwright.datasets.tokenizers.byte_level import merges, of_ranks, with_specials
-from meshwright.datasets.tokenizers.huggingface import HuggingFaceTokenizer
+from meshwright.datasets.tokenizers.huggingface import (
+    HuggingFaceTokenizer,
+    merges,
+    of_ranks,
+    with_specials,
+)
 from meshwright.datasets.tokenizers.kinds import SentencePieceTokenizer, Tokenizer, find_file
 from meshwright.datasets.tokenizers.special_tokens import SPACE
 from meshwright.system.errors import config_error

@@ -15,9 +15,9 @@ from meshwright.datasets.encoding import NO_LOSS, Encoder, Tokens
 from meshwright.datasets.files import Entry
 from meshwright.datasets.opening import CachedSource, OpenSource, StreamedSource
 from meshwright.datasets.rows import IndexedDocuments
+from meshwright.datasets.samples import packed_in_memory
 from meshwright.datasets.stream import Cursor
 from meshwright.datasets.token_cache.cache import BLOCK_DOCUMENTS, TokenCache
-from meshwright.datasets.token_cache.packing import packed_in_memory
 from meshwright.datasets.tokenizers.kinds import ByteTokenizer
 from meshwright.models.decoder import Decoder
 from meshwright.models.loss import PADDING

@@ -14,6 +14,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from meshwright.datasets.encoding import TokenizationSpec
 from meshwright.datasets.foreign_tokens import TokenFiles
 from meshwright.datasets.storage import BlockCache
 from meshwright.datasets.token_cache.cache import (
@@ -27,7 +28,6 @@ from meshwright.datasets.token_cache.cache import (
     load_arrays,
     read_notes,
 )
-from meshwright.datasets.token_cache.spec import TokenizationSpec
 from meshwright.datasets.token_cache.writing import (
     is_complete,
     join_parts,
@@ -116,32 +116,24 @@ def _open_if_complete(folder: Path, blocks: BlockCache | None) -> TokenCache | N
         return None
 
 
-class Claims:
-    """The claims of this process on parts of a cache.
+class Claims(dict[str, Claim]):
+    """The claims of this process on parts of a cache, by name.
 
     They save work, and nothing else depends on them: if two processes make a part, both write the
     same bytes under names of their own, and the last one gives it its name.
     """
 
     def __init__(self, folder: Path) -> None:
-        self._folder, self._claims = folder, dict[str, Claim]()
+        super().__init__()
+        self._folder = folder
 
-    def __enter__(self) -> "Claims":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for name in self._claims:
-            self.release(name)
-
-    def take(self, name: str) -> bool:
-        """Claim `name`, also from a process that is gone; return whether it is ours."""
-        claim = self._claims.setdefault(name, Claim(self._folder / f"{name}.claim"))
-        return claim.take()
+    def __missing__(self, name: str) -> Claim:
+        return self.setdefault(name, Claim(self._folder / f"{name}.claim"))
 
     def release(self, name: str) -> None:
         """Give a claim back."""
         with suppress(OSError):  # it is another's work by then
-            self._claims[name].give_back()
+            self[name].give_back()
 
 
 @dataclass(frozen=True)
@@ -230,28 +222,26 @@ def _make(
 ) -> TokenCache:
     """Make what is missing, together with whoever else does, and open the cache."""
     noted, was_there = read_notes(folder), (folder / "cache.npz").exists()
-    todo = _todo(recipe, folder, check_all, noted, max_bad_records)
-    with Claims(folder) as claims:
-        remove_left_over(folder)
-        missing = len(todo.left())
-        if missing:
-            _tokenize(todo, claims, min(num_workers or count_cores(), missing), missing)
-        try:
-            # of a new cache: another process that was faster may have joined it
-            is_wrong = was_there and (missing or check_all or LENGTHS in noted)
-            cache = None if is_wrong else _open_if_complete(folder, blocks)
-            while cache is None:
-                if claims.take(JOIN):
-                    join_parts(recipe, todo.parts)
-                    cache = TokenCache(folder, blocks=blocks)
-                else:
-                    time.sleep(POLL_S)
-                    cache = None if is_wrong else _open_if_complete(folder, blocks)
-        except DamagedCacheError as damage:  # someone else writes here, or the disk is failing
-            what = f"{folder}: {damage}\n  fix: delete the folder"
-            raise ConfigError(CACHE_KEY, what) from damage
-        (folder / DAMAGED).unlink(missing_ok=True)
-        return cache
+    todo, claims = _todo(recipe, folder, check_all, noted, max_bad_records), Claims(folder)
+    remove_left_over(folder)
+    missing = len(todo.left())
+    if missing:
+        _tokenize(todo, claims, min(num_workers or count_cores(), missing), missing)
+    # of a new cache: another process that was faster may have joined it
+    is_wrong = was_there and (missing or check_all or LENGTHS in noted)
+    try:
+        while (cache := None if is_wrong else _open_if_complete(folder, blocks)) is None:
+            if claims[JOIN].take():
+                join_parts(recipe, todo.parts)
+                cache = TokenCache(folder, blocks=blocks)
+                break
+            time.sleep(POLL_S)
+    except DamagedCacheError as damage:  # someone else writes here, or the disk is failing
+        raise ConfigError(CACHE_KEY, f"{folder}: {damage}\n  fix: delete the folder") from damage
+    finally:
+        claims.release(JOIN)
+    (folder / DAMAGED).unlink(missing_ok=True)
+    return cache
 
 
 def _tokenize(todo: _Todo, claims: Claims, num_workers: int, missing: int) -> None:
@@ -302,8 +292,7 @@ def _start(context: SpawnContext, todo: _Todo, counts: Any, worker: int) -> tupl
 def _work_apart(parent: int, todo: _Todo, counts: Any, worker: int, answer: Connection) -> None:
     die_with_parent(parent)
     try:
-        with Claims(todo.folder) as claims:
-            _work(todo, claims, counts, worker)
+        _work(todo, Claims(todo.folder), counts, worker)
     except BaseException as error:  # Ctrl-C comes to this process, too
         answer.send(error)
     else:
@@ -323,7 +312,7 @@ def _work(todo: _Todo, claims: Claims, counts: Any, worker: int) -> None:
         for name, run in todo.runs():
             if counts[0]:
                 return
-            if all(map(todo.is_done, run)) or not claims.take(name):
+            if all(map(todo.is_done, run)) or not claims[name].take():
                 continue
             has_made = True
             try:

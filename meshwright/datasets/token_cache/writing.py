@@ -10,7 +10,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from meshwright.datasets.encoding import NO_LOSS, Encoder
+from meshwright.datasets.encoding import NO_LOSS, Encoder, TokenizationSpec
 from meshwright.datasets.foreign_tokens import FormatError, TokenFiles, index_tokens
 from meshwright.datasets.rows import Documents
 from meshwright.datasets.storage import RangeFile
@@ -24,7 +24,6 @@ from meshwright.datasets.token_cache.cache import (
     changed_source,
     load_arrays,
 )
-from meshwright.datasets.token_cache.spec import TokenizationSpec
 from meshwright.datasets.tokenizers.special_tokens import well_formed
 from meshwright.system.errors import RecordError
 from meshwright.system.files import whole_file
@@ -140,13 +139,10 @@ def is_complete(recipe: TokenizationSpec, part: Part, checks_content: bool = Fal
 
 def _has_checksums(file: RangeFile, offset: int, size: int, expected: Array) -> bool:
     blocks = range(0, size, BLOCK_BYTES)
-    if len(blocks) != len(expected):
-        return False
-    for begin, wanted in zip(blocks, expected, strict=True):
-        length = min(BLOCK_BYTES, size - begin)
-        if zlib.crc32(file.read(offset + begin, length)) != wanted:
-            return False
-    return True
+    return len(blocks) == len(expected) and all(
+        zlib.crc32(file.read(offset + begin, min(BLOCK_BYTES, size - begin))) == wanted
+        for begin, wanted in zip(blocks, expected, strict=True)
+    )
 
 
 def _index_part(recipe: TokenizationSpec, files: TokenFiles, part: Part) -> None:
@@ -238,12 +234,10 @@ def join_parts(recipe: TokenizationSpec, parts: Sequence[Part]) -> None:
                     break
         file.flush()
     if not sum(per_part):
-        key = "training.validation_fraction"
-        sides = {True: f" in the part that {key} holds out", False: f" but what {key} holds out"}
-        where = sides[entry.is_held_out] if entry.held_out else ""
-        if entry.source.dataset_where:
-            where += ", or dataset_where passes over all of it"
-        raise entry.error("dataset", f"holds no text{where}")
+        keys = ["validation_fraction"] * bool(entry.held_out)
+        keys += ["dataset_where"] * bool(entry.source.dataset_where)
+        given = f" that {' and '.join(keys)} leave" if keys else ""
+        raise entry.error("dataset", f"holds no text{given}")
     sources, offsets, stamps = (np.array(column) for column in zip(*located, strict=True))
     _save_arrays(
         folder / "cache.npz",

@@ -1,0 +1,348 @@
+"""Samples: tokens of equal number. Of a token cache, any of them at once, in an order that differs
+each epoch; its documents are cut, or packed whole.
+
+Source of the packing: Ding et al. 2024, "Fewer Truncations Improve Language Modeling"
+(arXiv:2404.10830), section 3, in windows. A document that is longer than a sample is cut into
+samples and a rest.
+"""
+
+import functools
+import zlib
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from meshwright.datasets.encoding import NO_LOSS
+from meshwright.datasets.order import permutation, permuted
+from meshwright.datasets.storage import RangeFile
+from meshwright.datasets.token_cache.cache import (
+    CACHE_KEY,
+    DamagedCacheError,
+    TokenCache,
+    load_arrays,
+)
+from meshwright.system.errors import ConfigError
+from meshwright.system.files import warn_once, whole_file
+from meshwright.system.log import busy
+
+Raw = npt.NDArray[np.unsignedinteger]
+"""Ids as they are kept: of 16 bits, or of 32 of which `NO_LOSS` is one."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """S + 1 tokens, of which each but the first is the label of the one before."""
+
+    raw: Raw
+    lengths: list[int]
+    """Of the pieces of documents that it is made of; the padding counts as one."""
+    padding: int = 0
+    """Tokens at its end that are of no document."""
+
+    @property
+    def tokens(self) -> npt.NDArray[np.int64]:
+        """Ids."""
+        return self.raw.astype(np.int64) & ~NO_LOSS
+
+    @property
+    def has_loss(self) -> npt.NDArray[np.bool_]:
+        """Whether the loss counts the token, as a label."""
+        return self.raw.astype(np.int64) & NO_LOSS == 0
+
+    @property
+    def documents(self) -> npt.NDArray[np.int32]:
+        """Which document of the sample a token belongs to: 0, 1, ..."""
+        return np.repeat(np.arange(len(self.lengths), dtype=np.int32), self.lengths)
+
+
+@dataclass(frozen=True)
+class SampleRules:
+    """How samples are made of sources: the same for all sources of a job, and on all ranks."""
+
+    length: int
+    """Tokens of a sample."""
+    seed: int | None
+    """Of every shuffle; None: samples of caches come in the order in which they lie."""
+    max_epochs: int = 0
+    """Times that a source may be read; 0: no limit."""
+    max_bad_records: int = 0
+    """Records of streamed sources that may be passed over, in all shards that are read here."""
+
+
+def to_sample(pieces: Sequence[Raw], *, padded_to: int = 0) -> Sample:
+    """Join pieces of documents, one after the other.
+
+    Args:
+        padded_to: tokens that the sample has at least; the loss leaves out the padding.
+    """
+    lengths = [len(piece) for piece in pieces]
+    padding = max(padded_to - sum(lengths), 0)
+    if padding:
+        pieces, lengths = [*pieces, blank_sample(padding).raw], [*lengths, padding]
+    return Sample(np.concatenate(pieces), lengths, padding)
+
+
+def blank_sample(length: int) -> Sample:
+    """Return a sample that the loss leaves out."""
+    return Sample(np.full(length, NO_LOSS, np.uint32), [length])
+
+
+BLOCKS_KEPT = 64
+"""Of 1024 documents each, some 80 KiB."""
+
+
+class CachedSamples:
+    """Sample n of all epochs is a pure function of the cache, the seed and n.
+
+    In each epoch documents are shuffled in blocks of `token_cache.BLOCK_DOCUMENTS`, laid end to
+    end, cut into samples, and those shuffled as a whole. A block has the same number of tokens in
+    any order: so the place of a sample is known without adding up the lengths of all documents
+    before it, and neither time nor memory grows with the data. The rest at an epoch's end is
+    less than a sample.
+
+    Args:
+        length: tokens of a sample.
+        seed: of the order; None: documents and samples stay as they lie.
+    """
+
+    def __init__(self, cache: TokenCache, length: int, seed: int | None) -> None:
+        self._cache, self._length, self._seed = cache, length, seed
+        self.samples_per_epoch = cache.num_tokens // length
+        self._block = functools.lru_cache(BLOCKS_KEPT)(self._shuffled_block)
+
+    def read(self, index: int) -> Sample:
+        """Sample `index`, counted over all epochs."""
+        epoch, position = divmod(index, self.samples_per_epoch)
+        if self._seed is not None:
+            position = permuted(position, self.samples_per_epoch, self._seed, epoch)
+        return self._sample(epoch, position)
+
+    def _sample(self, epoch: int, position: int) -> Sample:
+        """Sample `position` of an epoch, before samples are shuffled."""
+        begin, missing = position * self._length, self._length
+        pieces: list[Raw] = []
+        block = int(self._cache.block_starts.searchsorted(begin, side="right")) - 1
+        while missing:
+            first = int(self._cache.block_starts[block])
+            found = self._read_block(epoch, block, begin - first, missing)
+            count = sum(map(len, found))
+            pieces, missing = pieces + found, missing - count
+            begin, block = begin + count, block + 1
+        return to_sample(pieces)
+
+    def _read_block(self, epoch: int, block: int, begin: int, count: int) -> list[Raw]:
+        """Up to `count` tokens of a shuffled block from its token `begin` on, by document."""
+        starts, ends = self._block(epoch, block)
+        pieces = []
+        document = bisect_right(ends, begin)
+        while count and document < len(ends):
+            # where the document lies, moved to where the sample begins in it
+            shift = starts[document] - (ends[document - 1] if document else 0)
+            end = min(begin + count, ends[document])
+            pieces.append(self._cache.tokens(shift + begin, shift + end))
+            count, begin, document = count - (end - begin), end, document + 1
+        return pieces
+
+    def _shuffled_block(self, epoch: int, block: int) -> tuple[list[int], list[int]]:
+        """Return where each document, in this epoch's order, begins in the cache, and where it ends
+        in the block."""
+        lengths = self._cache.lengths(block).astype(np.int64)
+        starts = self._cache.block_starts[block] + np.cumsum(lengths) - lengths
+        if self._seed is not None:
+            order = permutation(len(lengths), self._seed, epoch, block)
+            starts, lengths = starts[order], lengths[order]
+        return starts.tolist(), np.cumsum(lengths).tolist()  # lists are quicker to look into
+
+
+WINDOW = 16
+"""Blocks of 1024 documents that are packed together. In a smaller window, the last sample, which
+is mostly padding, would count more."""
+
+WINDOWS_KEPT = 64
+"""In memory, of some 256 KiB each."""
+
+PIECE = np.dtype([("begin", "<i8"), ("length", "<u4"), ("bin", "<u4")])
+"""Tokens that stay together: where they begin in the cache, and in which sample of the window they
+are."""
+
+Pieces = npt.NDArray[np.void]
+"""Of dtype `PIECE`."""
+
+OF_PACKING = ("content", "bin_starts", "piece_starts", "checksums")
+
+
+def best_fit(lengths: npt.NDArray[np.int64], capacity: int) -> npt.NDArray[np.uint32]:
+    """Return the bin of each piece: the longest first, each in the bin that it leaves the least
+    room in.
+
+    Args:
+        lengths: from 1 to `capacity`.
+    """
+    rooms: list[list[int]] = [[] for _ in range(capacity)]  # bins, by their room
+    some, count = 0, 0  # bit r of `some`: there is a bin with room r
+    found = np.empty(len(lengths), np.uint32)
+    for piece in np.argsort(-lengths, kind="stable").tolist():
+        length = int(lengths[piece])
+        fitting = some >> length
+        if fitting:
+            room = length + (fitting & -fitting).bit_length() - 1
+            bin_ = rooms[room].pop()
+            if not rooms[room]:
+                some ^= 1 << room
+        else:
+            room, bin_, count = capacity, count, count + 1
+        found[piece], room = bin_, room - length
+        if room:
+            rooms[room].append(bin_)
+            some |= 1 << room
+    return found
+
+
+def pack_window(cache: TokenCache, window: int, capacity: int) -> Pieces:
+    """Return the pieces of all documents of a window, by sample."""
+    blocks = range(window * WINDOW, min((window + 1) * WINDOW, len(cache.block_starts) - 1))
+    lengths = np.concatenate([cache.lengths(block) for block in blocks]).astype(np.int64)
+    begins = cache.block_starts[blocks[0]] + np.cumsum(lengths) - lengths
+    per_document = -(-lengths // capacity)
+    document = np.repeat(np.arange(len(lengths)), per_document)
+    # of each piece, how many of its document are before it
+    number = np.arange(len(document)) - (np.cumsum(per_document) - per_document)[document]
+    pieces = np.empty(len(document), PIECE)
+    pieces["begin"] = begins[document] + number * capacity
+    pieces["length"] = np.minimum(lengths[document] - number * capacity, capacity)
+    pieces["bin"] = best_fit(pieces["length"].astype(np.int64), capacity)
+    return pieces[np.argsort(pieces["bin"], kind="stable")]
+
+
+def pack(cache: TokenCache, capacity: int) -> Iterator[Pieces]:
+    """Yield the pieces of every window, by sample."""
+    for window in range(-(-(len(cache.block_starts) - 1) // WINDOW)):
+        yield pack_window(cache, window, capacity)
+
+
+class Packing:
+    """The samples of a cache, packed.
+
+    Attributes:
+        capacity: tokens of a sample.
+        bin_starts: (windows + 1,) samples before each window.
+        window: returns the pieces of a window, by sample.
+    """
+
+    def __init__(
+        self, capacity: int, bin_starts: npt.NDArray[np.int64], window: Callable[[int], Pieces]
+    ) -> None:
+        self.capacity, self.bin_starts = capacity, bin_starts
+        self.window = functools.lru_cache(WINDOWS_KEPT)(window)
+
+
+def packed_in_memory(cache: TokenCache, capacity: int) -> Packing:
+    """Pack a cache. A window is computed whenever it is asked for."""
+    bin_starts = _starts([_num_bins(pieces) for pieces in pack(cache, capacity)])
+    return Packing(capacity, bin_starts, partial(pack_window, cache, capacity=capacity))
+
+
+def stored_packing(cache: TokenCache, capacity: int) -> Packing:
+    """Return the same, read from two files in the folder of the cache.
+
+    Raises:
+        DamagedCacheError: if they are not there or not whole, or pack other tokens.
+    """
+    path = _path(cache, capacity)
+    arrays = load_arrays(path.with_suffix(".npz"), OF_PACKING)
+    if str(arrays["content"]) != cache.content:
+        raise DamagedCacheError(f"{path.name} packs other tokens")
+    starts = arrays["piece_starts"].astype(np.int64) * PIECE.itemsize
+    if not path.exists() or path.stat().st_size != starts[-1]:
+        raise DamagedCacheError(f"{path.name} is not whole")
+    checksums, file = arrays["checksums"], RangeFile(str(path))
+
+    def read(window: int) -> Pieces:
+        begin, end = starts[window : window + 2].tolist()
+        content = file.read(begin, end - begin)
+        if zlib.crc32(content) != checksums[window]:
+            fix = f"delete {path.with_suffix('.npz')}, and run the same command again"
+            raise ConfigError(CACHE_KEY, f"{path}: damaged\n  fix: {fix}")
+        return np.frombuffer(content, PIECE)
+
+    return Packing(capacity, arrays["bin_starts"].astype(np.int64), read)
+
+
+def open_packing(cache: TokenCache, capacity: int, *, again: bool = False) -> Packing:
+    """Open the packing of a cache into samples of `capacity` tokens; first make it, if it is not
+    there. Processes that make it at the same time write the same files.
+
+    Args:
+        again: make it in any case.
+    """
+    if not again:
+        with suppress(DamagedCacheError):
+            return stored_packing(cache, capacity)
+    try:
+        with busy(f"packing {cache.num_documents:,} documents"):
+            _store(cache, capacity)
+    except OSError as error:
+        warn_once(f"{cache.folder}: {error.strerror or error}: each rank packs documents by itself")
+        return packed_in_memory(cache, capacity)
+    return stored_packing(cache, capacity)
+
+
+def _store(cache: TokenCache, capacity: int) -> None:
+    path = _path(cache, capacity)
+    bins, lengths, checksums = list[int](), list[int](), list[int]()
+    with whole_file(path) as file:
+        for pieces in pack(cache, capacity):
+            content = pieces.tobytes()
+            bins.append(_num_bins(pieces))
+            lengths.append(len(pieces))
+            checksums.append(zlib.crc32(content))
+            file.write(content)
+    with whole_file(path.with_suffix(".npz")) as file:
+        np.savez(
+            file,
+            content=np.str_(cache.content),
+            bin_starts=_starts(bins),
+            piece_starts=_starts(lengths),
+            checksums=np.array(checksums, np.uint32),
+        )
+
+
+def _path(cache: TokenCache, capacity: int) -> Path:
+    """Return the file of all pieces; their starts and checksums are in an .npz beside it."""
+    return cache.folder / f"packed-{capacity}"
+
+
+def _num_bins(pieces: Pieces) -> int:
+    return int(pieces["bin"][-1]) + 1 if len(pieces) else 0
+
+
+def _starts(sizes: list[int]) -> npt.NDArray[np.int64]:
+    return np.cumsum([0, *sizes], dtype=np.int64)
+
+
+class PackedSamples(CachedSamples):
+    """Samples of whole documents.
+
+    A sample has the same documents in every epoch. Their order and the order of samples differ.
+    """
+
+    def __init__(self, cache: TokenCache, packing: Packing, seed: int | None) -> None:
+        super().__init__(cache, packing.capacity, seed)
+        self._packing, self.samples_per_epoch = packing, int(packing.bin_starts[-1])
+
+    def _sample(self, epoch: int, position: int) -> Sample:
+        window = int(self._packing.bin_starts.searchsorted(position, side="right")) - 1
+        pieces, first = self._packing.window(window), int(self._packing.bin_starts[window])
+        bounds = pieces["bin"].searchsorted([position - first, position - first + 1])
+        own = pieces[slice(*bounds)]
+        if self._seed is not None:
+            own = own[permutation(len(own), self._seed, epoch, position)]
+        begins, ends = own["begin"].tolist(), (own["begin"] + own["length"]).tolist()
+        raw = [self._cache.tokens(*place) for place in zip(begins, ends, strict=True)]
+        return to_sample(raw, padded_to=self._length)
