@@ -2,7 +2,7 @@
 
 A process for each `checkpoint.async_mode` trains a Llama with the trainer's own parts and saves
 again and again. The stall is the time that `save` keeps the step from. The disk is measured in the
-same minute by `dd` with `conv=fsync`, which writes as many bytes, before and after every save.
+same minute: as many bytes in one stream, with fsync, before and after every save.
 
     python benchmarks/checkpoint.py --saves 5 --folder /a/disk
     python benchmarks/checkpoint.py --saves 2 --layers 1 --dim 64      (a small one)
@@ -12,7 +12,6 @@ import argparse
 import multiprocessing
 import os
 import shutil
-import subprocess
 import tempfile
 import time
 from pathlib import Path
@@ -52,19 +51,14 @@ class Job:
         return time.perf_counter() - start
 
 
-def dd(folder: Path, num_bytes: int) -> float:
-    """Return the bytes per second that the disk takes in one stream, fsync included.
-
-    Random bytes, from a file that the page cache holds: some disks are faster with zeros.
-    """
-    source, file = folder / "random", folder / "dd"
-    if not source.exists():
-        with source.open("wb") as out:
-            for _ in range(-(-num_bytes // 2**20)):
-                out.write(os.urandom(2**20))
+def disk_rate(folder: Path, num_bytes: int) -> float:
+    """Return the bytes per second that the disk takes in one stream, fsync included."""
+    block, file = os.urandom(2**20), folder / "stream"  # some disks are faster with zeros
     start = time.perf_counter()
-    command = ["dd", f"if={source}", f"of={file}", "bs=1M", "conv=fsync"]
-    subprocess.run(command, check=True, capture_output=True)
+    with file.open("wb", buffering=0) as out:
+        for _ in range(-(-num_bytes // len(block))):
+            out.write(block)
+        os.fsync(out)
     seconds = time.perf_counter() - start
     file.unlink()
     return num_bytes / seconds
@@ -76,30 +70,29 @@ def measure(mode: str, folder: Path, saves: int, args: LlamaArgs) -> None:
     job = Job(args)
     size = sum(tensor.nbytes for tensor in job.tensors.state_dict().values())
     step_s = median(job.take_step() for _ in range(5))
-    stalls, writes, disk, during = [], [], [], []
+    stalls, writes, disk = [], [], []
     config = Checkpoint(enable=True, async_mode=mode, keep_latest_k=1)
     shutil.rmtree(folder / "checkpoint", ignore_errors=True)
     manager = CheckpointManager(folder / "checkpoint", config)
     with manager:
         manager.prepare_saves(job.tensors)
         for number in range(1, saves + 1):
-            disk.append(dd(folder, size))
+            disk.append(disk_rate(folder, size))
             start = time.perf_counter()
             manager.save(number, job.tensors, NO_JOB | {"step": number}, False)
             stalls.append(time.perf_counter() - start)
             while number not in saved_steps(folder / "checkpoint"):
-                during.append(job.take_step())
+                job.take_step()
             writes.append(time.perf_counter() - start)
-        disk.append(dd(folder, size))
+        disk.append(disk_rate(folder, size))
     found = CheckpointManager(folder / "checkpoint", config).select_and_verify()
     assert found is not None
     start = time.perf_counter()
     manager.load(job.tensors, found)
     load_s = time.perf_counter() - start
     stall_s, rate = median(stalls[1:]), size / median(writes[1:])
-    meanwhile = f", {median(during):.3f} s while a thread writes" if during else ""
     print(
-        f"{mode:9} {size / 1e9:.2f} GB, a step {step_s:.3f} s{meanwhile}; stall {stall_s:.3f} s = "
+        f"{mode:9} {size / 1e9:.2f} GB, a step {step_s:.3f} s; stall {stall_s:.3f} s = "
         f"{stall_s / step_s:.2f} steps (first {stalls[0]:.3f} s); a save {rate / 1e6:.0f} MB/s, "
         f"ratio to the disk {rate / median(disk):.2f}; load {size / load_s / 1e6:.0f} MB/s",
         flush=True,

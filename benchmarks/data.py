@@ -1,10 +1,6 @@
-"""Data: how fast it is read, tokenised, sampled and indexed, beside `datasets` and Megatron-LM.
+"""Tokens: how fast documents become them, beside `datasets.map`, Megatron-LM and no framework.
 
-    python -m benchmarks.data rows --megabytes 200 --kind parquet       files to documents
-    python -m benchmarks.data tokens --megabytes 32                     documents to tokens
-    python -m benchmarks.data samples --megabytes 32                    tokens to random batches
-    python -m benchmarks.data index --files 5000                        files of tokens of others
-    python -m benchmarks.data share outputs/debug_model/metrics.jsonl   of a finished job
+    python -m benchmarks.data --megabytes 32
 
 Documents are files of Python's standard library, again and again. Each way runs in a process of its
 own, in turns, with one worker. Processor seconds change less by other load than seconds do; the
@@ -17,57 +13,36 @@ import itertools
 import json
 import os
 import re
-import resource
 import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
-import numpy as np
-
-from meshwright.config.section import BYTES
 from meshwright.config.training import Source
 from meshwright.datasets.encoding import TokenizationSpec
 from meshwright.datasets.files import Entry
-from meshwright.datasets.rows import LocalDocuments
-from meshwright.datasets.storage import stat
-from meshwright.datasets.token_cache.cache import TokenCache
 from meshwright.datasets.token_cache.tokenizing import open_cache
 from meshwright.datasets.tokenizers.kinds import build_tokenizer
 
-KINDS = ("json", "parquet", "text")
-LENGTH, BATCH = 513, 8
-"""Tokens of a sample; samples of a batch."""
-
-Way = Callable[[Path], Iterator[int]]
-"""Does the work with the files of a folder; yields how much is done: at first 0, when it is ready
-to begin."""
+CORPUS = "corpus.json"
+"""The file with the documents in the folder that each way is given. A way yields 0 when it is ready
+to begin, and then the tokens that are done."""
 
 
-def write_corpus(folder: Path, kind: str, megabytes: int) -> None:
-    """Write documents in one file; Parquet in a single row group, as pyarrow does."""
+def write_corpus(path: Path, megabytes: int) -> None:
+    """Write JSON lines, no two of them equal."""
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
-    texts, size = list[str](), 0
-    for number, file in enumerate(itertools.cycle(files)):
-        texts.append(f"# {number}\n{file.read_text('utf-8', 'replace')}")  # no two are equal
-        size += len(texts[-1])
-        if size > megabytes * 1e6:
-            break
-    path = folder / f"corpus.{kind}"
-    if kind == "json":
-        with path.open("w") as file:
-            file.writelines(json.dumps({"text": text}) + "\n" for text in texts)
-    elif kind == "text":
-        path.write_text("\n".join(texts))
-    else:
-        import pyarrow
-        from pyarrow import parquet
-
-        parquet.write_table(pyarrow.table({"text": texts}), path)
+    size = 0
+    with path.open("w") as corpus:
+        for number, file in enumerate(itertools.cycle(files)):
+            text = f"# {number}\n{file.read_text('utf-8', 'replace')}"
+            corpus.write(json.dumps({"text": text}) + "\n")
+            size += len(text)
+            if size > megabytes * 1e6:
+                return
 
 
 def train_bpe(folder: Path) -> None:
@@ -86,77 +61,25 @@ def train_bpe(folder: Path) -> None:
     made.save(str(folder / "tokenizer.json"))
 
 
-def write_tokens(folder: Path, files: int, tokens: int) -> None:
-    """Write shards of random bytes as numpy arrays, each document with an EOS."""
-    rng = np.random.default_rng(0)
-    (folder / "tokens").mkdir()
-    for number in range(files):
-        ids = rng.integers(0, 256, tokens).astype("<u2")
-        ids[rng.integers(0, tokens, tokens // 500)] = ids[-1] = 257
-        np.save(folder / f"tokens/{number:05}.npy", ids)
-
-
-def corpus_of(folder: Path) -> tuple[str, Path]:
-    """Return the kind and the path of the documents."""
-    (path,) = folder.glob("corpus.*")
-    return path.suffix[1:], path
-
-
-def rows(folder: Path) -> Iterator[int]:
-    """Documents by our readers."""
-    kind, path = corpus_of(folder)
-    separator = "\n" if kind == "text" else ""
-    source = Source(dataset=kind, dataset_path=str(path), dataset_separator=separator)
-    yield 0
-    documents = LocalDocuments(Entry("training", kind, source), [stat(str(path))])
-    for part in range(documents.parts):
-        for item in documents.read_part(part):
-            assert isinstance(item, str)
-            yield 1
-
-
-def loaded(folder: Path) -> Any:
-    """Return the documents as `datasets` has them, which converts them to a file of Arrow first."""
-    import datasets
-
-    datasets.disable_progress_bars()
-    kind, path = corpus_of(folder)
-    cache = str(folder / f"hf-{os.getpid()}")
-    return datasets.load_dataset(kind, data_files=str(path), split="train", cache_dir=cache)
-
-
-def rows_of_map(folder: Path) -> Iterator[int]:
-    """Documents as `datasets.map` passes them to a function, in batches."""
-    import datasets  # noqa: F401  not timed
-
-    yield 0
-    found = loaded(folder)
-    names = found.column_names
-    mapped = found.map(lambda b: {"n": [1] * len(b["text"])}, batched=True, remove_columns=names)
-    yield from (len(batch["n"]) for batch in mapped.iter(1000))
-
-
-def tokenised(folder: Path, name: str) -> TokenCache:
-    """Return a token cache of the documents; it is made, if it is not there."""
-    kind, path = corpus_of(folder)
-    entry = Entry("training", kind, Source(dataset=kind, dataset_path=str(path)))
-    recipe = TokenizationSpec(entry, str(folder / "tokenizer.json"))
-    return open_cache(recipe, folder / name, num_workers=1)
-
-
 def tokens(folder: Path) -> Iterator[int]:
     """Tokens in a cache."""
+    source = Source(dataset="json", dataset_path=str(folder / CORPUS))
+    recipe = TokenizationSpec(Entry("training", "json", source), str(folder / "tokenizer.json"))
     yield 0
-    yield tokenised(folder, f"cache-{os.getpid()}").num_tokens
+    yield open_cache(recipe, folder / f"cache-{os.getpid()}", num_workers=1).num_tokens
 
 
 def tokens_of_map(folder: Path) -> Iterator[int]:
-    """Tokens as the course of Hugging Face makes them."""
+    """Tokens as the course of Hugging Face makes them; documents become a file of Arrow first."""
+    import datasets
     from tokenizers import Tokenizer
 
+    datasets.disable_progress_bars()
     encode = Tokenizer.from_file(str(folder / "tokenizer.json")).encode_batch
+    path, cache = str(folder / CORPUS), str(folder / f"hf-{os.getpid()}")
     yield 0
-    mapped = loaded(folder).map(
+    loaded = datasets.load_dataset("json", data_files=path, split="train", cache_dir=cache)
+    mapped = loaded.map(
         lambda batch: {"ids": [[*found.ids, 0] for found in encode(batch["text"])]},
         batched=True,
         remove_columns=["text"],
@@ -173,7 +96,7 @@ def tokens_of_megatron(folder: Path) -> Iterator[int]:
     to = folder / f"megatron-{os.getpid()}"
     builder = IndexedDatasetBuilder(str(to.with_suffix(".bin")), DType.optimal_dtype(8192))
     yield 0
-    for line in corpus_of(folder)[1].open():
+    for line in (folder / CORPUS).open():
         ids = [*made.text_to_ids(json.loads(line)["text"]), 0]
         builder.add_document(ids, [len(ids)])
         yield len(ids)
@@ -183,75 +106,22 @@ def tokens_of_megatron(folder: Path) -> Iterator[int]:
 def tokens_alone(folder: Path) -> Iterator[int]:
     """Tokens of texts in memory, one after the other: no way can be faster with this tokenizer."""
     encode = build_tokenizer(str(folder / "tokenizer.json")).encode
-    texts = [json.loads(line)["text"] for line in corpus_of(folder)[1].open()]
+    texts = [json.loads(line)["text"] for line in (folder / CORPUS).open()]
     yield 0
     yield sum(len(encode(text)) + 1 for text in texts)
 
 
-def samples(folder: Path) -> Iterator[int]:
-    """Tokens of random samples as tensors, by our loader; the first batch is read before."""
-    from meshwright.datasets.loader import BatchShape, Loader
-    from meshwright.datasets.opening import CachedSource
-    from meshwright.datasets.samples import SampleRules
-    from meshwright.datasets.stream import Cursor, SampleStream
-
-    source = CachedSource(Entry("training", "json", Source()), tokenised(folder, "cache"))
-    shape, rules = BatchShape(BATCH, 1, 0, 1), SampleRules(LENGTH, 0, max_epochs=1)
-    stream = SampleStream([source], [1], Cursor(), rules, batch=BATCH, slots=shape.slots)
-    steps = Loader(stream, shape, mask_documents=False, pin_memory=False)
-    next(steps)
-    yield 0
-    for _ in steps:
-        yield BATCH * LENGTH
-
-
-def samples_of_loader(folder: Path) -> Iterator[int]:
-    """The same by torch's DataLoader without workers, of rows of `datasets`."""
-    import datasets
-    from torch.utils.data import DataLoader
-
-    cache = tokenised(folder, "cache")
-    ids = np.concatenate([np.fromfile(p, "<u2") for p in sorted(cache.folder.glob("*.tokens"))])
-    whole = ids[: len(ids) // LENGTH * LENGTH].reshape(-1, LENGTH).astype(np.int64)
-    batches = iter(
-        DataLoader(
-            datasets.Dataset.from_dict({"ids": list(whole)}).with_format("torch"),  # type: ignore[arg-type]
-            BATCH,
-            shuffle=True,
-        )
-    )
-    next(batches)
-    yield 0
-    for batch in batches:
-        yield batch["ids"].numel()
-
-
-def index(folder: Path) -> Iterator[int]:
-    """Files of tokens of others."""
-    source = Source(dataset="tokens", dataset_path=str(folder / "tokens"))
-    yield 0
-    recipe = TokenizationSpec(Entry("training", "tokens", source), BYTES)
-    open_cache(recipe, folder / f"cache-{os.getpid()}", num_workers=1)
-    yield len(list((folder / "tokens").iterdir()))
-
-
-WAYS: dict[str, dict[str, Way]] = {
-    "rows": {"ours": rows, "datasets.map": rows_of_map},
-    "tokens": {
-        "ours": tokens,
-        "datasets.map": tokens_of_map,
-        "tokenizer alone": tokens_alone,
-        "Megatron-LM": tokens_of_megatron,
-    },
-    "samples": {"ours": samples, "DataLoader": samples_of_loader},
-    "index": {"ours": index},
+WAYS = {
+    "ours": tokens,
+    "datasets.map": tokens_of_map,
+    "tokenizer alone": tokens_alone,
+    "Megatron-LM": tokens_of_megatron,
 }
 
 
 def cpu_seconds() -> float:
     """Of this process and of those that it has waited for."""
-    used = [resource.getrusage(w) for w in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(one.ru_utime + one.ru_stime for one in used)
+    return sum(os.times()[:4])
 
 
 def peak_mib() -> float:
@@ -260,59 +130,39 @@ def peak_mib() -> float:
     return int(found[1]) / 1024 if found else 0.0
 
 
-def run_one(what: str, way: str, folder: Path) -> None:
+def run_one(way: str, folder: Path) -> None:
     """Print the figures of one way."""
-    work, count, first = WAYS[what][way](folder), 0, 0.0
+    work = WAYS[way](folder)
     try:
         next(work)
     except ImportError as error:
-        print(f"{what:8} {way:16} left out: no {error.name}", flush=True)
+        print(f"{way:16} left out: no {error.name}", flush=True)
         return
     peak, used, start = peak_mib(), cpu_seconds(), time.perf_counter()
-    for done in work:
-        first = first or cpu_seconds() - used
-        count += done
+    count = sum(work)
     seconds, used = time.perf_counter() - start, cpu_seconds() - used
-    size = sum(path.stat().st_size for path in folder.glob("corpus.*")) / 1e6
-    rate = f"{size / used:7.1f} MB/s " if what in ("rows", "tokens") else ""
-    figures = f"in {seconds:7.2f} s, {used:7.2f} s of the processor (the first after {first:.3f})"
-    per_s = f"{count / used:13,.0f}/s {rate}{peak_mib() - peak:5.0f} MiB"
-    print(f"{what:8} {way:16} {count:11,} {figures} {per_s}", flush=True)
-
-
-def share(metrics: Path) -> None:
-    """Print the share of a finished job's steps that they waited for data."""
-    records = [json.loads(line) for line in metrics.read_text().splitlines()]
-    waited, taken = (sum(row[key] for row in records) for key in ("time/data_s", "time/step_s"))
-    print(f"data: {100 * waited / taken:.4f} % of {len(records)} logged steps")
+    figures = f"in {seconds:7.2f} s, {used:7.2f} s of the processor"
+    per_s = f"{count / used:13,.0f}/s {peak_mib() - peak:5.0f} MiB"
+    print(f"{way:16} {count:11,} {figures} {per_s}", flush=True)
 
 
 def main() -> None:
-    """Measure all ways in turns, or read a finished job."""
+    """Measure all ways in turns."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("what", choices=[*WAYS, "share"])
-    parser.add_argument("metrics", type=Path, nargs="?", help="of a finished job")
-    parser.add_argument("--kind", choices=KINDS, default="json", help="of rows")
-    for flag, default in (("megabytes", 32), ("files", 1000), ("tokens", 5000), ("rounds", 2)):
-        parser.add_argument(f"--{flag}", type=int, default=default)
+    parser.add_argument("--megabytes", type=int, default=32)
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
     given = parser.parse_args()
-    if given.what == "share":
-        share(given.metrics)
-        return
     if given.one:
-        run_one(given.what, given.one[0], Path(given.one[1]))
+        run_one(given.one[0], Path(given.one[1]))
         return
     with TemporaryDirectory() as name:
         folder = Path(name)
-        if given.what == "index":
-            write_tokens(folder, given.files, given.tokens)
-        else:
-            write_corpus(folder, given.kind if given.what == "rows" else "json", given.megabytes)
-            train_bpe(folder)
+        write_corpus(folder / CORPUS, given.megabytes)
+        train_bpe(folder)
         for _ in range(given.rounds):
-            for way in WAYS[given.what]:
-                words = [sys.executable, "-m", "benchmarks.data", given.what, "--one", way, name]
+            for way in WAYS:
+                words = [sys.executable, "-m", "benchmarks.data", "--one", way, name]
                 subprocess.run(words, check=True)
 
 

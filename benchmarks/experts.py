@@ -6,7 +6,6 @@ ratio; the last line of a case is their median. Give malloc the settings of a jo
 
     export MALLOC_MMAP_THRESHOLD_=4294967296 MALLOC_TRIM_THRESHOLD_=8589934592
     python benchmarks/experts.py
-    python benchmarks/experts.py --tokens 2048 --dim 512 --profile     (where the time goes)
 
 With --step it is a step of a Qwen3-MoE of four such layers, with AdamW, over one of transformers
 with the same weights and batch, by each of its implementations of experts:
@@ -22,7 +21,6 @@ from statistics import median, quantiles
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
 
 from meshwright.models.decoder import Decoder
 from meshwright.models.families.qwen3_moe import Qwen3MoeArgs
@@ -120,7 +118,6 @@ def main() -> None:
     parser.add_argument("--dim", type=int, default=512)
     parser.add_argument("--pairs", type=int, default=15)
     parser.add_argument("--step", action="store_true", help="a step beside transformers")
-    parser.add_argument("--profile", action="store_true", help="print operators by their time")
     given = parser.parse_args()
     torch.set_num_threads(1)
     x = torch.randn(1, given.tokens, given.dim).requires_grad_()
@@ -133,10 +130,6 @@ def main() -> None:
         pairs = [
             (seconds_of(mixture, x), seconds_of(dense, x)) for _ in range(WARM_UP + given.pairs)
         ][WARM_UP:]
-        if given.profile:
-            with profile(activities=[ProfilerActivity.CPU]) as profiler:
-                seconds_of(mixture, x)
-            print(profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=24))
         ratios = [sparse / plain for sparse, plain in pairs]
         low, _, high = quantiles(ratios, n=4)
         sparse, plain = (1e3 * median(part) for part in zip(*pairs, strict=True))

@@ -1,10 +1,10 @@
 """What a GPU does with a Llama 3 8B cut to 6 layers, and the rates that a plan assumes of it.
 
 Rates: matmuls of the model's shapes, attention by each kernel, memory, launches, copies from the
-host. Jobs by `meshwright train`, compiled, at several batch sizes and in float8: MFU, memory of the
-first step and of later ones, and from a trace the share of time that the compute stream idles, its
-longest gaps, and the kernels. One table, and FOLDER/speed.json, which is written after every part;
-a part that fails is an entry, and the next one runs.
+host. Jobs by `meshwright train`, compiled, at several batch sizes and in float8: MFU, reserved
+memory, and from a trace the share of time that the compute stream idles, its longest gaps, and the
+kernels. One table, and FOLDER/speed.json, which is written after every part; a part that fails is
+an entry, and the next one runs.
 
     python benchmarks/gpu_speed.py [FOLDER]                (one H100: about 12 minutes)
     python benchmarks/gpu_speed.py [FOLDER] --tiny         (tiny sizes, for any machine)
@@ -17,7 +17,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -60,90 +59,41 @@ MOST = 12
 """Rows of a list."""
 
 
-class StepMemory:
-    """A sink that notes the most memory of each step by itself; a job imports it from this file."""
-
-    def __init__(self, config: object, dump_folder: Path) -> None:
-        self.path = dump_folder / "step_memory.jsonl"
-        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-    def write(self, record: Mapping[str, Any]) -> None:
-        """Note the peak since the last record, and look for a new one."""
-        gib = hardware.peak_memory_gib(self.device)
-        peaks = {"reserved_gib": gib, "allocated_gib": gib}  # a CPU counts one kind, since start
-        if self.device.type == "cuda":
-            peaks["allocated_gib"] = torch.cuda.max_memory_allocated() / hardware.GIB
-            torch.cuda.reset_peak_memory_stats()
-        with self.path.open("a") as file:
-            file.write(json.dumps({"step": record["step"], **peaks}) + "\n")
-
-    def close(self) -> None:
-        """Nothing to flush."""
-
-
-SINKS = {"step_memory": StepMemory}
-"""For `experimental.custom_import`."""
-
-
 def stream_use(events: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return how the device was used in a Chrome trace; empty: nothing ran on one.
 
-    The compute stream is the one with the most time in kernels other than NCCL's. Communication is
-    exposed while a kernel of NCCL runs and the compute stream idles.
+    The compute stream is the one with the most time in kernels.
     """
     work = [e for e in events if e.get("ph") == "X" and e.get("cat") in OF_DEVICE]
-    kernels = [e for e in work if e["cat"] == "kernel" and not is_nccl(e)]
-    of_streams: Counter[int] = Counter()
-    for event in kernels:
-        of_streams[event["args"]["stream"]] += event["dur"]
-    if not of_streams:
+    of_streams, times = Counter[int](), Counter[str]()
+    for event in work:
+        if event["cat"] == "kernel":
+            of_streams[event["args"]["stream"]] += event["dur"]
+            times[event["name"]] += event["dur"]
+    if not times:
         return {}
     stream = of_streams.most_common(1)[0][0]
-    computes = sorted((e for e in work if e["args"]["stream"] == stream), key=lambda e: e["ts"])
-    gaps = []
-    last = computes[0]
-    for event in computes[1:]:
-        start, end = last["ts"] + last["dur"], event["ts"]
-        if end > start:
-            gaps.append((start, end, last["name"], event["name"]))
-        if event["ts"] + event["dur"] > start:
-            last = event
-    window = last["ts"] + last["dur"] - computes[0]["ts"]
-    idle = sum(end - start for start, end, _, _ in gaps)
-    exposed = covered(gaps, [(e["ts"], e["ts"] + e["dur"]) for e in work if is_nccl(e)])
-    times: Counter[str] = Counter()
-    for event in kernels:
-        times[event["name"]] += event["dur"]
-    longest = sorted(gaps, key=lambda gap: gap[0] - gap[1])[:MOST]
+    first, *others = sorted(
+        (e for e in work if e["args"]["stream"] == stream), key=lambda e: e["ts"]
+    )
+    gaps, last, end = list[dict[str, Any]](), first, first["ts"] + first["dur"]
+    for event in others:
+        if event["ts"] > end:
+            names = {"after": last["name"][:100], "before": event["name"][:100]}
+            gaps.append({"us": event["ts"] - end, **names})
+        if event["ts"] + event["dur"] > end:
+            last, end = event, event["ts"] + event["dur"]
+    window = end - first["ts"]
     return {
         "window_ms": window / 1e3,
-        "idle_pct": 100 * idle / window,
-        "exposed_communication_pct": 100 * exposed / window,
-        "longest_gaps": [
-            {"us": end - start, "after": before[:100], "before": after[:100]}
-            for start, end, before, after in longest
-        ],
+        "idle_pct": 100 * sum(gap["us"] for gap in gaps) / window,
+        "longest_gaps": sorted(gaps, key=lambda gap: -gap["us"])[:MOST],
         "kernels": [
             {"ms": us / 1e3, "pct": 100 * us / times.total(), "name": name[:160]}
             for name, us in times.most_common(MOST)
         ],
         "attention_kernels": [n[:160] for n in times if any(w in n.lower() for w in ATTENTION)],
     }
-
-
-def is_nccl(event: Mapping[str, Any]) -> bool:
-    """Return whether an event is a kernel of NCCL."""
-    return "nccl" in event["name"].lower()
-
-
-def covered(gaps: Sequence[tuple[float, float, str, str]], spans: list[Any]) -> float:
-    """Return the length of the gaps during which one of the spans (start, end) lasts."""
-    total = 0.0
-    for reached, last, _, _ in gaps:
-        for start, end in sorted(spans):
-            total += max(0.0, min(end, last) - max(start, reached))
-            reached = max(reached, min(end, last))
-    return total
 
 
 def measure_rates(work: Workload, device: torch.device) -> dict[str, float | str]:
@@ -163,7 +113,9 @@ def measure_rates(work: Workload, device: torch.device) -> dict[str, float | str
     host = torch.empty(size, pin_memory=device.type == "cuda")
     copy_s = best_s(lambda: into.copy_(host, non_blocking=True), device)
     found["host to device, GB/s"] = host.nbytes / copy_s / 1e9
-    found["launch by the host, us"] = launch_us(device)
+    x, count = torch.zeros(1, device=device), 500  # in a row, which the device keeps up with
+    launches_s = best_s(lambda: [x.add_(1) for _ in range(count)], device)
+    found["launch by the host, us"] = launches_s / count * 1e6
     return found
 
 
@@ -200,16 +152,10 @@ def attention_rates(work: Workload, backend: str, options: dict[str, Any]) -> di
     }
 
 
-def launch_us(device: torch.device) -> float:
-    """Return the host's time for one operator, of many in a row that the device keeps up with."""
-    x, count = torch.zeros(1, device=device), 500
-    return best_s(lambda: [x.add_(1) for _ in range(count)], device) / count * 1e6
-
-
-def job_words(work: Workload, folder: Path, steps: int, ranks: int) -> dict[str, object]:
+def job_words(work: Workload, folder: Path, steps: int) -> dict[str, object]:
     """Return the keys of a job whose every step is reported, and whose last ones are traced."""
     return job_keys(replace(work, steps=steps), folder) | {
-        "training.global_batch_size": work.batch * ranks,
+        "training.global_batch_size": work.batch,
         "lr_scheduler.warmup_steps": 2,
         "activation_checkpoint.mode": "selective",
         "checkpoint.enable": "false",
@@ -218,19 +164,17 @@ def job_words(work: Workload, folder: Path, steps: int, ranks: int) -> dict[str,
         "profiling.profile_freq": steps,
         "profiling.profiler_warmup": 1,
         "profiling.profiler_active": TRACED,
-        "experimental.custom_import": Path(__file__).resolve(),
     }
 
 
 def run_job(
-    work: Workload, folder: Path, extra: Mapping[str, object], *, ranks: int = 1, steps: int = 14
+    work: Workload, folder: Path, extra: Mapping[str, object], *, steps: int = 14
 ) -> dict[str, Any]:
     """Run a job by `meshwright train`; return its figures, or its error."""
-    words = job_words(work, folder.resolve(), steps, ranks) | extra
+    words = job_words(work, folder.resolve(), steps) | extra
     command = [sys.executable, "-m", "meshwright.commands.main", "train", "debug_model"]
     command += [f"--{key}={value}" for key, value in words.items()]
-    env = os.environ | {"NGPU": str(ranks), "PYTHONPATH": str(ROOT)}
-    start = time.monotonic()
+    env = os.environ | {"NGPU": "1", "PYTHONPATH": str(ROOT)}
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "output.txt").open("w+") as file:
         # at the limit it is killed, and its ranks die with it
@@ -240,41 +184,29 @@ def run_job(
         end = file.read().strip()[-1500:]
     if code != 0:
         return {"error": end or f"nothing was printed in {LIMIT_S} s", "exit_code": code}
-    return read_job(folder, steps) | {"whole_job_s": time.monotonic() - start}
+    return read_job(folder, steps)
 
 
 def read_job(folder: Path, steps: int) -> dict[str, Any]:
     """Return the figures of a job: medians of the steps that are neither first nor traced."""
-
-    def lines(name: str) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in (folder / name).read_text().splitlines()]
-
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     steady = range(WARM_UP + 1, steps - TRACED)  # the profiler warms up in the step before
-    records = [record for record in lines("metrics.jsonl") if record["step"] in steady]
+    records = [record for record in lines if record["step"] in steady]
     found: dict[str, Any] = {
         key: median(record[key] for record in records)
-        for key in ("time/step_s", "time/wps", "time/tflops", "time/mfu_pct")
+        for key in ("time/step_s", "time/wps", "time/tflops", "time/mfu_pct", "memory/peak_gib")
         if all(record.get(key) is not None for record in records)
     }
-    memory = {line["step"]: line for line in lines("step_memory.jsonl")}
-    for kind in ("allocated_gib", "reserved_gib"):
-        found[f"step_1_{kind}"] = memory[1][kind]
-        found[f"steady_{kind}"] = max(memory[step][kind] for step in steady)
     (trace,) = folder.glob("profile_traces/*/rank_0.json")
     found["trace"] = str(trace)
-    found["operators"] = trace.with_suffix(".txt").read_text()
     return found | stream_use(json.loads(trace.read_text())["traceEvents"])
 
 
-def jobs_of(work: Workload) -> dict[str, tuple[Workload, dict[str, str], int]]:
-    """Return workload, further keys and ranks of each job, by name."""
-    one, two, four = (replace(work, batch=batch) for batch in (1, 2, 4))
+def jobs_of(work: Workload) -> dict[str, tuple[Workload, dict[str, str]]]:
+    """Return workload and further keys of each job, by name."""
     float8 = {"float8.enable": "true", "float8.emulate": str(work == TINY).lower()}
-    jobs = {"batch 1": (one, {}, 1), "batch 2": (two, {}, 1), "batch 4": (four, {}, 1)}
-    jobs["batch 2, float8"] = (two, float8, 1)
-    if torch.cuda.device_count() > 1:
-        jobs["batch 2, FSDP on 2 GPUs"] = (two, {}, 2)
-    return jobs
+    jobs = {f"batch {n}": (replace(work, batch=n), dict[str, str]()) for n in (1, 2, 4)}
+    return jobs | {"batch 2, float8": (replace(work, batch=2), float8)}
 
 
 def show(result: Mapping[str, Any]) -> None:
@@ -293,10 +225,7 @@ def show(result: Mapping[str, Any]) -> None:
         "time/step_s": "step s",
         "time/mfu_pct": "MFU %",
         "idle_pct": "idle %",
-        "exposed_communication_pct": "exposed %",
-        "step_1_allocated_gib": "step 1 GiB",
-        "steady_allocated_gib": "later GiB",
-        "steady_reserved_gib": "reserved",
+        "memory/peak_gib": "GiB",
     }
     print("".join(f"{title:>12}" for title in columns.values()))
     for job, figures in result.get("jobs", {}).items():
@@ -333,10 +262,9 @@ def main() -> None:
     if device.type == "cuda":
         torch.cuda.empty_cache()  # for the jobs
     for name in given.jobs:
-        sizes, keys, ranks = jobs[name]
         print(f"{name} ...", file=sys.stderr, flush=True)
         folder = given.folder / name.replace(", ", "_").replace(" ", "_")
-        result["jobs"][name] = run_job(sizes, folder, keys, ranks=ranks)
+        result["jobs"][name] = run_job(jobs[name][0], folder, jobs[name][1])
         save()
     show(result)
     sys.exit(any("error" in figures for figures in result["jobs"].values()))

@@ -14,7 +14,7 @@ import argparse
 import tempfile
 import time
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import median
 
 import torch
 
@@ -104,12 +104,9 @@ def main() -> None:
         bare = BareLoop(plan, args.batch, args.steps)
         run(plan, extra_sinks=[bare])
     pairs = bare.pairs[WARM_UP:]
-    tokens = args.batch * SEQ_LEN
     for name, seconds in zip(("trainer", "bare"), zip(*pairs, strict=True), strict=True):
-        low, middle, high = (tokens / q for q in reversed(quantiles(seconds, n=4)))
-        print(f"{name:8} {middle:8.0f} tokens/s (quartiles {low:.0f} to {high:.0f})")
-    name, threads = hardware.device_name(bare.device), torch.get_num_threads()
-    print(f"{len(pairs)} pairs on {name}, {threads} threads, torch {torch.__version__}")
+        print(f"{name:8} {args.batch * SEQ_LEN / median(seconds):8.0f} tokens/s")
+    print(f"{len(pairs)} pairs on {hardware.device_name(bare.device)}, torch {torch.__version__}")
     print(f"median ratio:\n{median(bare_s / trainer_s for trainer_s, bare_s in pairs):.3f}")
 
 

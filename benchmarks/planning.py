@@ -3,12 +3,9 @@
     python -m benchmarks.planning [CASE ...]
     python -m benchmarks.planning --presets [NAME ...]
     python -m benchmarks.planning --published
-    python -m benchmarks.planning --search
 
 --presets plans every preset, or those named, and writes the plan into its header. --published
-compares step times and memory with figures that others published of jobs on H100s. --search
-simulates every candidate of a small space, and compares the best at several limits of memory with
-the one that a search finds.
+compares step times and memory with figures that others published of jobs on H100s.
 
 Each case is one rank on the CPU, of the small model of tests/helpers/planning.py: planned on fake
 tensors, and run with real tensors under the fake process group; the peak is that of steps 1 and 2.
@@ -19,7 +16,6 @@ import json
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
@@ -30,16 +26,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from meshwright.commands.plan import search
 from meshwright.commands.plan.devices import FRAGMENTED, GIB, Device, estimated, find_device
-from meshwright.commands.plan.predict import Need, in_processes, need_of, predict
+from meshwright.commands.plan.predict import in_processes, predict
 from meshwright.commands.plan.report import tokens_per_step
 from meshwright.commands.plan.simulate import plan_job
 from meshwright.config.job_config import changed
 from meshwright.config.loader import load_config
 from meshwright.models.loss import SummedLoss
 from meshwright.parallelisms import activation_checkpoint
-from meshwright.system.errors import ConfigError
 from tests.helpers.presets import ROOT, peak_gib, presets, with_plan
 
 H100 = find_device("h100")
@@ -141,24 +135,12 @@ PUBLISHED = [
         *("llama2_7b", 64, (8, 2048), f"{FULL} {_mpt(8192, 80, 64, 21845)}", 1039),
     ),
 ]
-# not compiled, so that schedules that split backward are searched, too
-SEARCHED = (
-    "--job.config_file=train_configs/debug_model.toml --training.mixed_precision_param=bfloat16 "
-    "--training.seq_len=1024 --training.local_batch_size=1 --training.global_batch_size=8 "
-    "--model.args.dim=2048 --model.args.n_layers=4 --model.args.n_heads=16 "
-    "--model.args.n_kv_heads=8 --model.args.vocab_size=32768 --compile.enable=false"
-)
-"""A job of four ranks."""
-LIMITS = (2, 2.5, 3, 3.5, 4, 5, 6, 8, 12, 80)
-"""GiB of the device of a search."""
 
 
 def main() -> None:
     mode, names = "".join(sys.argv[1:2]), sys.argv[2:]
     if mode == "--presets":
         write_presets(names)
-    elif mode == "--search":
-        compare_searches()
     elif mode == "--published":
         compare_published()
     else:
@@ -216,12 +198,11 @@ def plan_published(one: Published) -> tuple[float, float]:
     job = plan_job(config, one.ranks, is_gpu=True)
     device = estimated(one.device, is_compiled=one.is_compiled)
     with ExitStack() as stack:
+        patch = mock.patch.object
         if one.is_torchtitan:
-            stack.enter_context(
-                mock.patch.object(activation_checkpoint, "_contexts", _every_second)
-            )
+            stack.enter_context(patch(activation_checkpoint, "_contexts", _every_second))
         if one.is_torchtitan and job.dims.tp == 1:
-            stack.enter_context(mock.patch.object(SummedLoss, "__call__", _whole_logits))
+            stack.enter_context(patch(SummedLoss, "__call__", _whole_logits))
         found = predict(job, 0, device)
     tokens = tokens_per_step(job) / one.ranks
     reserved = found.rounded_bytes + 0.5 * FRAGMENTED * found.peak_bytes
@@ -245,51 +226,6 @@ def _every_second(names: tuple[str, ...]) -> object:
 def _whole_logits(_: SummedLoss, x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     logits = F.linear(x, weight.to(x.dtype)).flatten(0, 1).float()
     return F.cross_entropy(logits, labels.flatten(), reduction="sum")
-
-
-def compare_searches() -> None:
-    """Print the best step time of all candidates, and of a search, at every limit of memory."""
-    config, h100 = load_config(SEARCHED.split()), estimated(H100)
-    candidates = list(search.legal(config, 4, h100))
-    plans = [plan for _, plan in candidates]
-    estimates = search.estimate_all(plans, h100, 2)
-    needs: dict[int, Need] = {}
-    for index, need in in_processes([(plan.config, 4, h100) for plan in plans], need_of, 2):
-        assert isinstance(need, Need), need
-        needs[id(plans[index].config)] = need
-        seconds, num_bytes = estimates[index]
-        print(
-            f"{seconds / need.seconds:.3f} of {need.seconds:.4f} s, "
-            f"{num_bytes / need.peak_bytes:.3f} of {need.peak_bytes / GIB:.2f} GiB: "
-            f"{search.words_of(plans[index])}",
-            flush=True,
-        )
-    for gib in LIMITS:
-        device = replace(h100, memory_gib=float(gib))
-        fitting = [one for one in needs.values() if one.needed_bytes <= gib * GIB]
-        best = min((one.seconds for one in fitting), default=None)
-
-        def known(tasks: list[Any], _: object, __: int) -> Iterator[tuple[int, Need]]:
-            for index, (config, _, device) in enumerate(tasks):
-                need = needs[id(config)]
-                fits = need.needed_bytes <= device.memory_gib * GIB
-                yield index, replace(need, verdict="fits" if fits else "tight")
-
-        with (
-            mock.patch.object(search, "legal", return_value=candidates),
-            mock.patch.object(search, "estimate_all", return_value=estimates),
-            mock.patch.object(search, "in_processes", known),
-        ):
-            try:
-                found = search.find(config, 4, device, 2)
-            except ConfigError as error:
-                print(f"{gib} GiB: {len(fitting)} fit; {error}")
-                continue
-        by_search = found.ranked[0].step_seconds
-        print(
-            f"{gib} GiB: {len(fitting)} fit, best {best} s; by search {by_search} s, "
-            f"{found.simulated} simulated, {found.too_large} surely too large"
-        )
 
 
 if __name__ == "__main__":

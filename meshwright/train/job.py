@@ -344,7 +344,7 @@ def _weights(job: Job) -> "ModelTensors":
     """Return the weights and their running mean, in the type of an export."""
     from meshwright.checkpoint.state import ModelTensors  # late, as the trainer's
 
-    average = job.trainer.average and job.trainer.average.tensors
+    average = None if job.trainer.average is None else job.trainer.average.tensors
     dtype = getattr(torch, job.plan.config.checkpoint.export_dtype)
     return ModelTensors(job.trainer.model, dtype, average)
 

@@ -147,7 +147,7 @@ def test_a_search_prints_the_best_and_its_toml(monkeypatch, capsys) -> None:
 
 @pytest.mark.slow
 def test_an_estimate_is_near_the_simulation() -> None:
-    """Every kind of mesh, schedule and mode; `python -m benchmarks.planning --search` has more."""
+    """Of a mesh, a pipeline and the modes; benchmarks/results/plans.md has more."""
     words = ["--model.args.dim=2048", "--model.args.n_layers=2", "--model.args.vocab_size=2048"]
     h100 = estimated(find_device("h100"))
     config = load_config([str(DEBUG), "--training.seq_len=2048", *words])

@@ -24,7 +24,6 @@ def test_gaps_of_the_compute_stream_are_found_in_a_trace() -> None:
         {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "ts": 0, "dur": 5000},
         {"ph": "M", "name": "process_name", "args": {}},
         event("gemm", 1000, 400),
-        event("ncclDevKernel_AllGather", 1200, 400, stream=20),  # 200 beside gemm, 200 exposed
         event("flash_fwd_kernel", 1700, 200),
         event("Memset", 1900, 50, cat="gpu_memset"),
         event("gemm", 1920, 80),  # begins before the last one ends
@@ -33,7 +32,6 @@ def test_gaps_of_the_compute_stream_are_found_in_a_trace() -> None:
     found = gpu_speed.stream_use(trace)
     assert found["window_ms"] == 1.0
     assert found["idle_pct"] == pytest.approx(30)
-    assert found["exposed_communication_pct"] == pytest.approx(20)
     assert found["longest_gaps"] == [{"us": 300, "after": "gemm", "before": "flash_fwd_kernel"}]
     assert [kernel["name"] for kernel in found["kernels"]] == ["gemm", "flash_fwd_kernel"]
     assert found["kernels"][0]["ms"] == 0.49
@@ -69,9 +67,8 @@ def test_a_tiny_job_leaves_its_figures_and_one_that_fails_its_error(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     found = gpu_speed.run_job(gpu_speed.TINY, tmp_path / "good", {}, steps=7)
     assert "error" not in found, found["error"]
-    for key in ("time/step_s", "time/wps", "step_1_allocated_gib", "steady_reserved_gib"):
+    for key in ("time/step_s", "time/wps", "memory/peak_gib"):
         assert found[key] > 0
-    assert "Self CPU time total" in found["operators"]
     bad = gpu_speed.run_job(gpu_speed.TINY, tmp_path / "bad", {"training.seq_len": -1}, steps=7)
     assert bad["exit_code"] == 2
     assert "training.seq_len" in bad["error"]
