@@ -31,6 +31,7 @@ from meshwright.checkpoint.conversion.initial_load import check_initial
 from meshwright.checkpoint.manager import CheckpointManager
 from meshwright.checkpoint.manifest import Manifest
 from meshwright.config.changes import differences, shown, to_json
+from meshwright.datasets.encoding import short_hash, tokenizer_parts
 from meshwright.datasets.loader import Loader
 from meshwright.datasets.opening import (
     Found,
@@ -40,7 +41,6 @@ from meshwright.datasets.opening import (
     open_validation_data,
 )
 from meshwright.datasets.stream import Cursor, steps_of_data
-from meshwright.datasets.token_cache.spec import short_hash, tokenizer_parts
 from meshwright.launch.heartbeat import Heartbeat
 from meshwright.metrics import history
 from meshwright.metrics.reporter import Pause, Reporter
