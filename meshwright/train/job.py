@@ -335,7 +335,7 @@ def _save(job: Job, taken: Taken, *, is_last: bool, is_done: bool = False) -> No
         if is_done and config.last_save_model_only:
             from meshwright.checkpoint.state import ModelTensors
 
-            average = job.trainer.average and job.trainer.average.tensors
+            average = None if job.trainer.average is None else job.trainer.average.tensors
             dtype = getattr(torch, config.export_dtype)
             tensors = ModelTensors(job.trainer.model, dtype, average)
             manifest["model_only"] = True
