@@ -94,29 +94,25 @@ def _describe_model(plan: Plan) -> str:
 
 
 def _describe_steps(plan: Plan, sources: Sequence[OpenSource]) -> str:
-    """Say how much is left to train, how often the job reads its data, and what ends it early."""
+    """Say how much is left to train, how often the stage reads its data, and what ends it early."""
     training, num_tokens = plan.config.training, plan.config.tokens_per_step
     num_steps = plan.steps - plan.resume_step
     words = f"to train: {num_tokens * num_steps:,} tokens in {numbered(num_steps, 'step')}"
     if plan.resume_step:
         words += f" of {plan.steps:,}"
-    if epochs := sorted(_epochs(plan, sources)):
+    shares = weights(training.datasets)
+    num_samples = training.global_batch_size * (plan.steps - plan.begins_after)
+    epochs = sorted(
+        num_samples * share / sum(shares) / source.samples_per_epoch(training.seq_len + 1)
+        for source, share in zip(sources, shares, strict=False)  # other ranks have no sources
+        if isinstance(source, CachedSource)
+    )
+    if epochs:
         least, most = (f"{count:.3g}" for count in (epochs[0], epochs[-1]))
         words += f", {least} epochs" if least == most else f", {least} to {most} epochs"
     if plan.steps < training.steps:
         words += f" (training.max_epochs = {training.max_epochs})"
     return words
-
-
-def _epochs(plan: Plan, sources: Sequence[OpenSource]) -> Iterator[float]:
-    """Yield how often the whole stage reads each source, of which that is known."""
-    training = plan.config.training
-    shares = weights(training.datasets)
-    for source, share in zip(sources, shares if sources else [], strict=True):
-        if isinstance(source, CachedSource):
-            num_steps = plan.steps - plan.begins_after
-            samples = num_steps * training.global_batch_size * share / sum(shares)
-            yield samples / source.samples_per_epoch(training.seq_len + 1)
 
 
 def announce_data(purpose: str, sources: Sequence[OpenSource]) -> None:

@@ -131,9 +131,9 @@ def train_step(
         loss = _accumulate(model.stages[0], batches, positions, num_labels, early, options)
     is_finite_here = torch.isfinite(loss)
 
-    parameters = dict(model.named_parameters()) if early is None else {}  # a walk, so once
     if early is None:
-        squares = local_square_sums(parameters.items(), options.norm_groups, loss.device)
+        named = model.named_parameters()
+        squares = local_square_sums(named, options.norm_groups, loss.device)
     else:
         squares = early.square_sum.unsqueeze(0)
     mark("communication")

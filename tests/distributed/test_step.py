@@ -263,19 +263,6 @@ def test_bf16_parameters_fp32_master_weights() -> None:
     assert result.grad_norm.item() == pytest.approx(want_norm, rel=1e-2)
 
 
-def _bf16_figures(pp: int) -> tuple[float, float]:
-    """Loss and gradient norm of two microbatches of four sequences, none of them divided."""
-    dims = mesh(pp=pp)
-    result = Job(dims, 0, 2, args=DEEP, param_dtype=torch.bfloat16).take_step(max_norm=0.5)
-    return result.loss.item(), result.grad_norm.item()
-
-
-def test_casts_survive_the_cut_into_stages(on_ranks) -> None:
-    (alone,) = on_ranks(1, _bf16_figures, 1)
-    for figures in on_ranks(2, _bf16_figures, 2):
-        assert figures == pytest.approx(alone, rel=1e-6)  # bf16 that differed would show at 1e-3
-
-
 @pytest.mark.ranks(2)
 def test_async_tensor_parallelism_is_left_to_inductor() -> None:
     """It takes a GPU to see what that makes of it."""

@@ -1,6 +1,5 @@
 """Parameter groups by name, and every optimizer of the table held to its contract."""
 
-import copy
 import io
 import re
 import subprocess
@@ -145,27 +144,6 @@ def test_gradients_are_divided_on_the_way(name) -> None:
     for steps in ([(4, four), (4, four)], [(4, four), (1, None)]):  # none is left to the next step
         found = trained(steps)
         assert all(torch.equal(found[key], want[key]) for key in want)
-
-
-def test_each_parameter_is_updated_from_its_own_gradient_and_state(element_wise) -> None:
-    """What the optimizer in backward relies on."""
-    model = plain_model()
-    optimizer = build(model, options(element_wise))
-    alone = copy.deepcopy(model)
-    one = build(alone, options(element_wise))
-    for seed in (1, 2):
-        set_gradients(model, seed)
-        set_gradients(alone, seed)
-        update(optimizer, GO)
-        groups = one.param_groups
-        for group in groups:
-            for parameter in group["params"]:
-                one.param_groups = [group | {"params": [parameter]}]
-                update(one, GO)
-        one.param_groups = groups
-    want, got = tensors_of(model, optimizer), tensors_of(alone, one)
-    assert want.keys() == got.keys()
-    assert all(torch.equal(want[key], got[key]) for key in want)
 
 
 def test_every_state_is_saved_and_comes_back_into_other_groups(name) -> None:

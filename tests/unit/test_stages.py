@@ -135,18 +135,15 @@ def test_stages_that_cannot_follow_each_other_are_refused(
 
 
 def test_a_job_with_stages_saves_and_has_a_batch(tmp_path) -> None:
-    for word, new, key in (
-        ("enable = true", "enable = false", "training.stages"),
-        ("global_batch_size = 8", "", "training.global_batch_size"),
-        ("weight = 1\n[[training.stages]]", "tokens = 9\n[[training.stages]]", "training.stages"),
+    config = config_of(tmp_path)
+    tokens = SOURCES.replace("weight = 1\n", "tokens = 9\n")
+    for wrong, key in (
+        (changed(config, {"checkpoint": {"enable": False}}), "training.stages"),
+        (changed(config, {"training": {"global_batch_size": -1}}), "training.global_batch_size"),
+        (config_of(tmp_path, sources=tokens), "training.stages"),
     ):
-        path = tmp_path / "config.toml"
-        config_of(tmp_path)
-        text = path.read_text()
-        assert word in text.replace("\n\n", "\n")
-        path.write_text(text.replace("\n\n", "\n").replace(word, new, 1))
         with pytest.raises(ConfigError) as caught:
-            staged(load_config(["--job.config_file", str(path)]))
+            staged(wrong)
         assert caught.value.key == key
 
 

@@ -23,17 +23,21 @@ class Average:
         }
         """By the parameters' names; arbitrary until `begin`, or a load."""
 
+    def _shards(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield this rank's part of each mean, and of its weight."""
+        for name, parameter in self._model.named_parameters():
+            yield local_shard(self.tensors[name]), local_shard(parameter)
+
     @torch.no_grad()
     def begin(self) -> None:
         """Set the means to the weights."""
-        for name, parameter in self._model.named_parameters():
-            self.tensors[name].copy_(parameter)
+        for mean, weight in self._shards():
+            mean.copy_(weight)
 
     @torch.no_grad()
     def update(self, is_held_back: Tensor) -> None:
         """Take in the weights after a step; not if that was held back: () bool, on its device."""
-        for name, parameter in self._model.named_parameters():
-            mean, weight = local_shard(self.tensors[name]), local_shard(parameter)
+        for mean, weight in self._shards():
             # rounded once each, so shards of any mesh get the same bits; see `MatrixOptimizer`
             new = mean * self._decay + weight.float() * (1 - self._decay)
             mean.copy_(torch.where(is_held_back.to(mean.device), mean, new))
@@ -41,19 +45,19 @@ class Average:
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """Within, the model has the means as its weights. For forwards without gradients."""
-        kept = {}
+        kept = []
         self._reset()  # parameters that are still gathered would stay as they were
         with torch.no_grad():
-            for name, parameter in self._model.named_parameters():
-                kept[name] = local_shard(parameter).clone()
-                local_shard(parameter).copy_(local_shard(self.tensors[name]))
+            for mean, weight in self._shards():
+                kept.append(weight.clone())
+                weight.copy_(mean)
         try:
             yield
         finally:
             self._reset()
             with torch.no_grad():
-                for name, parameter in self._model.named_parameters():
-                    local_shard(parameter).copy_(kept[name])
+                for (_, weight), before in zip(self._shards(), kept, strict=True):
+                    weight.copy_(before)
 
     def _reset(self) -> None:
         for stage in self._model.stages:
