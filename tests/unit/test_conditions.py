@@ -180,7 +180,9 @@ def test_an_option_is_idle_only_where_it_has_no_effect(key: str) -> None:
 
 
 def test_every_row_of_the_table_is_tested() -> None:
-    rows = {f"{cause.split('.')[0]}.{k}" for cause, _, keys in IDLE_BESIDE for k in keys.split()}
+    rows = {
+        f"{cause.split('.')[0]}.{k}" for cause, keys in IDLE_BESIDE.items() for k in keys.split()
+    }
     rows |= {key for keys, _, _ in IDLE_WHERE for key in keys.split()}
     assert rows <= AWAKE.keys() <= set(KEYS)
 
