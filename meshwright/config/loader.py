@@ -372,10 +372,13 @@ def unreadable_paths(config: JobConfig) -> list[ConfigError]:
     return errors
 
 
-def to_toml(config: JobConfig, only_changes: bool = False) -> str:
-    """Return the config as TOML that loads to the same config; or only values that are not
-    defaults."""
-    table = config.model_dump(exclude_none=True, exclude_defaults=only_changes)
+def to_toml(config: JobConfig, **leaving_out: bool) -> str:
+    """Return the config as TOML that loads to the same config.
+
+    Args:
+        leaving_out: `exclude_defaults` or `exclude_unset`, as pydantic's `model_dump` has them.
+    """
+    table = config.model_dump(exclude_none=True, **leaving_out)
     table.get("job", {}).pop("config_file", None)
     for section in ("training", "validation"):
         keys = table.get(section, {})
