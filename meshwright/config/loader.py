@@ -372,13 +372,14 @@ def unreadable_paths(config: JobConfig) -> list[ConfigError]:
     return errors
 
 
-def to_toml(config: JobConfig, **leaving_out: bool) -> str:
-    """Return the config as TOML that loads to the same config.
-
-    Args:
-        leaving_out: `exclude_defaults` or `exclude_unset`, as pydantic's `model_dump` has them.
-    """
-    table = config.model_dump(exclude_none=True, **leaving_out)
+def to_toml(
+    config: JobConfig, *, exclude_defaults: bool = False, exclude_unset: bool = False
+) -> str:
+    """Return the config as TOML that loads to the same config; without defaults, or without keys
+    that were not given."""
+    table = config.model_dump(
+        exclude_none=True, exclude_defaults=exclude_defaults, exclude_unset=exclude_unset
+    )
     table.get("job", {}).pop("config_file", None)
     for section in ("training", "validation"):
         keys = table.get(section, {})
