@@ -15,7 +15,6 @@ from meshwright.config.training import Training
 from meshwright.datasets.named_sources import idle_source_options
 from meshwright.parallelisms.rules.degrees import check_device
 from meshwright.system import machine
-from meshwright.system.errors import ConfigError
 from meshwright.train.preflight import preflight
 from tests.helpers.cli import check_job
 
@@ -223,12 +222,8 @@ def test_the_same_toml_runs_where_its_options_have_nothing_to_act_on(
         "optimizer.lr = 0.0008 is never reached: lr_scheduler.warmup_steps = 200, and the job has "
         "100",
     ]
-    plan = preflight(load_config(words), 1)
     for device_type in ("cpu", "cuda"):
-        check_device(plan.config, device_type)
-    eager = [*words, "--compile.enable=false", "--parallelism.tensor_parallel_degree=2"]
-    with pytest.raises(ConfigError, match="nothing is compiled by inductor"):
-        check_job(["--ngpu", "2", *eager])
+        check_device(preflight(load_config(words), 1).config, device_type)
 
 
 def test_a_config_of_defaults_says_nothing(tmp_path, capsys, monkeypatch) -> None:

@@ -90,20 +90,8 @@ def test_resolved_config_loads_to_itself(toml, tmp_path) -> None:
 @pytest.mark.parametrize(
     ("text", "line", "says"),
     [
-        ("[trainin]\nsteps = 3\n", 1, "unknown section trainin\n  fix: did you mean training?"),
-        (
-            "[training]\nstep = 3\n",
-            2,
-            "unknown key training.step\n  fix: did you mean training.steps?",
-        ),
-        ('[training]\n\nsteps = "3"\n', 3, "training.steps = '3': must be a whole number"),
-        ("[training]\nsteps = 0\n", 2, "training.steps = 0: should be greater than 0"),
-        ("[training]\nsteps = -3\n", 2, "training.steps = -3"),
-        ("[training]\nlocal_batch_size = 0\n", 2, "training.local_batch_size = 0"),
-        ("[training]\nseq_len = 0\n", 2, "training.seq_len = 0"),
-        ("[training]\nsteps = true\n", 2, "training.steps = true"),
+        ("[training]\n\nsteps = true\n", 3, "training.steps = true"),
         ("[optimizer]\nlr = nan\n", 2, "optimizer.lr = nan"),
-        ('[lr_scheduler]\ndecay_type = "x"\n', 2, "'linear', 'sqrt' or 'cosine'"),
         ('extends = ["base.toml"]\n', 1, "must be the path of one TOML"),
         ("job = 3\n", 1, "job = 3: must be a table, [job]"),
         ('[job]\nconfig_file = "b.toml"\n', 2, "belongs on the command line"),
