@@ -226,6 +226,8 @@ training.steps=3 => expected --section.key value fix: write --training.steps=3
     => or set activation_checkpoint.mode = "none"
 --training.dtype bfloat16 --training.mixed_precision_param float32
     => set training.mixed_precision_param = "bfloat16"
+--float8.enable --training.mixed_precision_param float32
+    => products are bfloat16, and training.mixed_precision_param is float32
 {PIPELINE} --parallelism.fsdp_prefetch_layers 2 => so nothing is gathered ahead
 {PIPELINE} --parallelism.fsdp_reduce_gradients every_microbatch
     => a pipeline's schedule reduces gradients once

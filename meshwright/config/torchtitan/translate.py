@@ -208,7 +208,7 @@ def _validation(job: Job) -> None:
         return
     shards = max(job.number("parallelism.data_parallel_shard_degree", -1), 1)
     ranks = job.number("parallelism.data_parallel_replicate_degree", 1) * shards
-    text = f"x {batch} sequences x {ranks} data-parallel ranks, of which -1 is one"
+    text = f"x {batch} sequences x {ranks} data-parallel ranks (-1 counts as 1)"
     job.put(ours, steps * batch * ranks, key, f"{text}: {ours} = {steps * batch * ranks}")
 
 
