@@ -85,6 +85,7 @@ def test_resolved_config_loads_to_itself(toml, tmp_path) -> None:
     assert again.model_dump(exclude={"job"}) == resolved.model_dump(exclude={"job"})
     assert again.parallelism.data_parallel_shard_degree == 2
     assert again.training.global_batch_size == 16
+    assert 'dataset = "c4"' in to_toml(load_config(["--training.dataset=c4"]))
 
 
 @pytest.mark.parametrize(
