@@ -8,8 +8,6 @@ from collections import Counter
 from collections.abc import Iterator
 from textwrap import fill
 
-import tomli_w
-
 from meshwright.config.changes import differences
 from meshwright.config.command_line import Parser
 from meshwright.config.explain import suggest_key
@@ -140,10 +138,7 @@ def run_migrate(given: Namespace) -> None:
     print("# Absent keys have Meshwright's defaults.\n#")
     for note in notes:
         print(wrap(f"# {note}", 100, "#     "))  # paths stay whole
-    table = config.model_dump(exclude_unset=True, exclude_none=True)
-    table.get("job", {}).pop("config_file", None)
-    sections = {name: section for name, section in table.items() if section}
-    print(f"\n{tomli_w.dumps(sections)}", end="")
+    print(f"\n{to_toml(config, exclude_unset=True)}", end="")
 
 
 def run_schema(given: Namespace) -> None:

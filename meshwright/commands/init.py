@@ -9,7 +9,6 @@ from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from meshwright.commands.options import output_file, readable
 from meshwright.config.command_line import Parser
@@ -26,17 +25,9 @@ from meshwright.datasets.files import (
 )
 from meshwright.datasets.readers import Fault, Layout, read
 from meshwright.datasets.rows import LocalDocuments, is_on_side
-from meshwright.datasets.sources import by_suffix, left_out
 from meshwright.datasets.storage import DataFile
 from meshwright.datasets.tokenizers.kinds import build_tokenizer
-from meshwright.system.errors import (
-    ConfigError,
-    check,
-    config_error,
-    numbered,
-    shortened,
-    where_it_ends,
-)
+from meshwright.system.errors import ConfigError, check, config_error, numbered, where_it_ends
 from meshwright.system.machine import count_cores, count_gpus
 
 PRESET = "debug_model"
@@ -77,21 +68,18 @@ class Corpus:
     """The data, as far as a look at a part of it tells."""
 
     source: Source
-    files: list[DataFile]
+    num_files: int
     num_documents: int
     num_tokens: int
     held_out: float
     """Part of the documents to validate on; 0: there are too few."""
     num_to_train: int
     """Tokens that are not held out."""
-    left_out: list[str]
-    """Files beside them, by suffix."""
 
     def __str__(self) -> str:
-        rest = f"; left out: {', '.join(self.left_out)}" if self.left_out else ""
         documents = f"about {numbered(self.num_documents, 'document')}"
-        files = numbered(len(self.files), "file")
-        return f"{files} of {self.source.dataset}, {documents}, {self.num_tokens:,} tokens{rest}"
+        files = numbered(self.num_files, "file")
+        return f"{files} of {self.source.dataset}, {documents}, {self.num_tokens:,} tokens"
 
 
 def add_options(parser: Parser) -> None:
@@ -117,7 +105,7 @@ def run(given: Namespace) -> None:
     """Write the TOML, and say which commands come next.
 
     Raises:
-        ConfigError: if the file is there already or cannot be written, or no text is found.
+        ConfigError: if the file is there already, or no text is found.
     """
     out: Path = given.out
     check(not out.exists(), "OUT", str(out), "exists already", "name another file, or remove it")
@@ -128,12 +116,7 @@ def run(given: Namespace) -> None:
         print(corpus)
     scale = scale_for(STDLIB_TOKENS if corpus is None else corpus.num_to_train)
     lines = _toml(out, corpus, scale)
-    text = "".join(f"{line.removesuffix('# ').rstrip()}\n" for line in lines)
-    try:
-        out.write_text(text, "utf-8")
-    except OSError as error:  # as below /proc, where the folder promises too much
-        rule = f"cannot be written: {error.strerror}"
-        raise config_error("OUT", str(out), rule, "name another file") from None
+    out.write_text("".join(f"{line.removesuffix('# ').rstrip()}\n" for line in lines), "utf-8")
     print(f"wrote {out}: {scale}\n")
     name = shlex.quote(str(out))
     print(f"meshwright check {name}\nmeshwright train {name}")
@@ -152,11 +135,6 @@ class Scale:
     epochs: float
     minutes: int
     """About; 0: not known."""
-
-    @property
-    def often(self) -> int:
-        """Steps between validations, and between saves: three, with those after the last."""
-        return math.ceil(self.steps / 3)
 
     def __str__(self) -> str:
         steps = f"{self.steps:,} steps of {self.batch * self.seq_len:,} tokens"
@@ -187,7 +165,7 @@ def look_at(path: str) -> Corpus:
     Raises:
         ConfigError: if they hold none, or tokens, or conversations.
     """
-    kind, path, files = _find_files(path)
+    kind, files = _find_files(path)
     source = Source(dataset=kind, dataset_path=path)
     if kind == "text" and len(files) < FEW:
         source = source.model_copy(update={"dataset_separator": _separator(files)})
@@ -203,46 +181,37 @@ def look_at(path: str) -> Corpus:
         count = len(files)
     held_out = 0.2 if count < 1000 else 0.05 if count < 20_000 else 0.01
     aside = [text for text in texts if is_on_side(Entry("", "", source, held_out, True), text)]
-    if count < FEW or (is_all and len(aside) in (0, len(texts))):
-        held_out = 0.0
     preset = load_config([PRESET])
     tokenizer = build_tokenizer(preset.model.tokenizer_path)
     part = "".join(texts)[:TOKENISED_BYTES]
     num_tokens = round(whole * len(tokenizer.encode(part)) / len(part.encode()))
     sample = preset.training.seq_len + 1
-    rule = (
-        f"holds about {numbered(num_tokens, 'token')}, and a sequence of the preset takes {sample}"
-    )
+    rule = f"holds {numbered(num_tokens, 'token')}, and a sequence of the preset takes {sample}"
     check(num_tokens >= 2 * sample, "--from", path, rule, "add texts")
-    if held_out * num_tokens < LEAST_SAMPLES * sample:
+    is_one_side = is_all and len(aside) in (0, len(texts))
+    if count < FEW or is_one_side or held_out * num_tokens < LEAST_SAMPLES * sample:
         held_out = 0.0
     share = sum(len(text.encode()) for text in aside) / size if is_all and held_out else held_out
-    skipped = by_suffix(left_out(path, [file.path for file in files]))
     to_train = round(num_tokens * (1 - share))
-    return Corpus(source, files, count, num_tokens, held_out, to_train, skipped)
+    return Corpus(source, len(files), count, num_tokens, held_out, to_train)
 
 
-def _find_files(path: str) -> tuple[str, str, list[DataFile]]:
-    """Return how the files at a path hold text, the path or a glob of them, and the files."""
-    found = {kind: resolve(path, SUFFIXES[kind]) for kind in ROW_FORMATS}
+def _find_files(path: str) -> tuple[str, list[DataFile]]:
+    """Return how the files at a path hold text, and those that are not empty."""
     if os.path.isdir(path):
-        others = by_suffix(left_out(path, [f.path for files in found.values() for f in files]))
-        if not any(found.values()) and others and "." in others[0]:  # as of a folder of .py
-            path = os.path.join(path, "**", f"*{others[0].split()[1]}")
-            return "text", path, resolve(path, ())
+        found = {kind: resolve(path, SUFFIXES[kind]) for kind in ROW_FORMATS}
         kind = max(found, key=lambda kind: sum(file.size for file in found[kind]))
+        files = found[kind]
     else:
-        first = found["text"][0].path if found["text"] else path
-        kinds = [kind for kind in SUFFIXES if first.endswith(SUFFIXES[kind])]
-        kind = kinds[0] if kinds else "text"
-        found.setdefault(kind, [])
-    fix = "name a file, a folder or a glob of texts, JSON, Parquet or Arrow"
-    if not os.path.exists(path) and not any(found.values()):
-        fix = where_it_ends(path)
+        files = resolve(path, ())
+        first = files[0].path if files else path
+        kind = next((kind for kind in SUFFIXES if first.endswith(SUFFIXES[kind])), "text")
     check(kind in ROW_FORMATS, "--from", path, "holds tokens", "see docs/data.md for such files")
-    rule = "has no text: every file is empty" if found[kind] else "no text is there"
-    check(any(file.size for file in found[kind]), "--from", path, rule, fix)
-    return kind, path, [file for file in found[kind] if file.size]
+    fix = "name a file, a folder or a glob of texts, JSON, Parquet or Arrow"
+    fix = fix if files or os.path.exists(path) else where_it_ends(path)
+    files = [file for file in files if file.size]
+    check(bool(files), "--from", path, "no text is there", fix)
+    return kind, files
 
 
 def _separator(files: list[DataFile]) -> str:
@@ -256,11 +225,9 @@ def _separator(files: list[DataFile]) -> str:
 
 def _column(kind: str, file: DataFile) -> str:
     """Return the column with the text: "text", or the longest of the first row that has some."""
-    first: dict[str, Any] = {}
     for _, row in itertools.islice(read(Range(file), Layout(kind)), LOOKED_AT):
         if isinstance(row, Fault):
             raise ConfigError("", f"{row}\n  fix: correct it, or name other files")
-        first = first or row
         if isinstance(row.get("text"), str):
             return "text"
         texts = {key: value for key, value in row.items() if isinstance(value, str) and value}
@@ -270,9 +237,8 @@ def _column(kind: str, file: DataFile) -> str:
             raise config_error("--from", file.path, rule, fix)
         if texts and row.get("text", "") is not None:  # null: another row may have it
             return max(texts, key=lambda key: len(texts[key]))
-    held = ", ".join(f"{key} = {shortened(value)}" for key, value in first.items())
-    rule = f"no column holds text; its first row has {held}" if held else "holds no row"
-    raise config_error("--from", file.path, rule, "name files whose rows hold text")
+    fix = "name files whose rows hold text"
+    raise config_error("--from", file.path, "no column holds text", fix)
 
 
 def _sample(entry: Entry, files: list[DataFile]) -> tuple[list[str], bool]:
@@ -294,12 +260,48 @@ def _text_bytes(file: DataFile) -> int:
     return file.size * (PACKED_BY if is_packed else 1)
 
 
-def _lines_of(corpus: Corpus, folder: Path) -> Iterator[str]:
-    """Yield the lines of [training] that name the data. Its path starts at `folder`."""
+def _toml(out: Path, corpus: Corpus | None, scale: Scale) -> Iterator[str]:
+    """Yield the lines of the TOML."""
+    yield f"# A first job, for {scale.machine}. All keys: meshwright config --help"
+    yield _line("extends", PRESET, "a preset; meshwright config --presets lists them")
+    yield "\n[job]"
+    yield _line("dump_folder", f"outputs/{out.stem}", "checkpoints, logs and figures")
+    if scale.is_gpu:
+        yield "\n[model.args]"
+        yield from (_line(key, size, "") for key, size in GPU_MODEL.items())
+    yield "\n[training]"
+    yield from _data(corpus, out.absolute().parent)
+    if scale.is_gpu:
+        yield _line("seq_len", scale.seq_len, "tokens")
+        yield _line("local_batch_size", GPU_BATCH, "sequences per GPU and microbatch")
+        yield _line("global_batch_size", scale.batch, "sequences per step")
+        yield _line("mixed_precision_param", "bfloat16", "type of the matmuls")
+    yield _line("steps", scale.steps, f"about {scale.epochs:.2g} epochs")
+    yield "\n[validation]"
+    has_validation = corpus is None or corpus.held_out > 0
+    often = math.ceil(scale.steps / 3)  # with that after the last step, three times
+    yield _line("enable", has_validation, "" if has_validation else "too little to hold out")
+    if has_validation:
+        yield _line("freq", often, "steps; and after the last")
+        held_out = corpus.held_out * corpus.num_tokens if corpus else math.inf
+        is_small = held_out < ALL_BELOW * (scale.seq_len + 1)
+        yield _line("num_samples", -1 if is_small else 64, "sequences; -1: all that is held out")
+    yield "\n[lr_scheduler]"
+    warmup = min(20, max(scale.steps // 5, 1))
+    yield _line("warmup_steps", warmup, "steps until optimizer.lr is reached")
+    yield "\n[checkpoint]"
+    yield _line("interval", often, "steps; the last is always saved")
+
+
+def _data(corpus: Corpus | None, folder: Path) -> Iterator[str]:
+    """Yield the lines that name the data. Its path starts at `folder`."""
+    if corpus is None:
+        yield _line("dataset", "python_stdlib", "of the running Python, for trying")
+        return
     source, path = corpus.source, os.path.relpath(corpus.source.dataset_path, folder)
     if path.startswith(".."):
         path = os.path.abspath(source.dataset_path)
-    yield _line("dataset", source.dataset, f"{numbered(len(corpus.files), 'file')}")
+    yield _line("dataset", source.dataset, numbered(corpus.num_files, "file"))
     yield _line("dataset_path", path, "relative to this file")
     if source.dataset_separator:
         yield _line("dataset_separator", source.dataset_separator, "between two documents")
@@ -311,38 +313,3 @@ def _lines_of(corpus: Corpus, folder: Path) -> Iterator[str]:
 
 def _line(key: str, value: object, comment: str) -> str:
     return f"{key} = {json.dumps(value, ensure_ascii=False)}".ljust(33) + f" # {comment}"
-
-
-def _toml(out: Path, corpus: Corpus | None, scale: Scale) -> Iterator[str]:
-    """Yield the lines of the TOML."""
-    yield f"# A first job, for {scale.machine}. All keys: meshwright config --help"
-    yield _line("extends", PRESET, "a preset; meshwright config --presets lists them")
-    yield "\n[job]"
-    yield _line("dump_folder", f"outputs/{out.stem}", "checkpoints, logs and figures")
-    if scale.is_gpu:
-        yield "\n[model.args]"
-        yield from (_line(key, size, "") for key, size in GPU_MODEL.items())
-    yield "\n[training]"
-    if corpus is None:
-        yield _line("dataset", "python_stdlib", "of the running Python, for trying")
-    else:
-        yield from _lines_of(corpus, out.absolute().parent)
-    if scale.is_gpu:
-        yield _line("seq_len", scale.seq_len, "tokens")
-        yield _line("local_batch_size", GPU_BATCH, "sequences per GPU and microbatch")
-        yield _line("global_batch_size", scale.batch, "sequences per step")
-        yield _line("mixed_precision_param", "bfloat16", "type of the matmuls")
-    yield _line("steps", scale.steps, f"about {scale.epochs:.2g} epochs")
-    yield "\n[validation]"
-    has_validation = corpus is None or corpus.held_out > 0
-    yield _line("enable", has_validation, "" if has_validation else "too little to hold out")
-    if has_validation:
-        yield _line("freq", scale.often, "steps; and after the last")
-        held_out = corpus.held_out * corpus.num_tokens if corpus else math.inf
-        is_small = held_out < ALL_BELOW * (scale.seq_len + 1)
-        yield _line("num_samples", -1 if is_small else 64, "sequences; -1: all that is held out")
-    yield "\n[lr_scheduler]"
-    warmup = min(20, max(scale.steps // 5, 1))
-    yield _line("warmup_steps", warmup, "steps until optimizer.lr is reached")
-    yield "\n[checkpoint]"
-    yield _line("interval", scale.often, "steps; the last is always saved")

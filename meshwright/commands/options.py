@@ -1,17 +1,15 @@
 """Options that several commands have, and kinds of their values."""
 
 import os
-import re
 import shlex
 from argparse import ArgumentTypeError
 from pathlib import Path
 
 from meshwright.config.command_line import Parser
 from meshwright.config.job_config import JobConfig
+from meshwright.config.section import ADDRESS
 from meshwright.config.stages import staged
 from meshwright.system.errors import check, numbered, out_of_reach
-
-ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
 CHECKPOINT = "a step's folder, or a dump folder: its newest"
 

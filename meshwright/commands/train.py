@@ -32,15 +32,12 @@ WAITING = {"GOMP_SPINCOUNT": "10000"}
 
 OTHER_WAITING = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 
-
 MEET_WITHIN_S = 600
 """Seconds that a machine waits for the others, beside those for their data; torchrun's default."""
-
 
 TOKENS_PER_CORE_S = 100_000
 """Another machine makes its tokens at least as fast: a tenth of the debug job's on a core of a Xeon
 (`meshwright tokenize debug_model`: 1.1 million)."""
-
 
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
@@ -100,17 +97,12 @@ def run(given: Namespace) -> None:
         *_numa_binding(ranks),
         "--no-python",
     ]
-    rank = [
-        sys.executable,
-        "-u",
-        "-P",
-        "-m",
-        "meshwright.train",
-    ]  # -P: as it finds modules, not the folder
-    words = [*rank, "--job.config_file", str(find_config(given.config)), *_overrides(given)]
+    # -P: as it finds modules, not the folder
     # -u: torchrun does not flush the lines of ranks that it hands on: files got them in blocks
-    python = [sys.executable, "-u", "-P", "-m", "meshwright.launch"]
-    os.execv(sys.executable, [*python, *torchrun, *words])
+    python = [sys.executable, "-u", "-P", "-m"]
+    words = ["--job.config_file", str(find_config(given.config)), *_overrides(given)]
+    rank = [*python, "meshwright.train", *words]
+    os.execv(sys.executable, [*python, "meshwright.launch", *torchrun, *rank])
 
 
 def environment(ranks: Ranks, inherited: Mapping[str, str]) -> dict[str, str]:
@@ -160,17 +152,11 @@ def _rendezvous(given: Namespace, ranks: Ranks) -> list[str]:
     if ranks.machines == 1:
         return ["--standalone"]
     endpoint = _endpoint(given)
-    if not endpoint:
-        raise ConfigError(
-            "",
-            f"RDZV_ENDPOINT: not set, but there are {ranks.machines} machines\n"
-            "  fix: set it to host:port of one of the machines, the same on all",
-        )
     host, _, port = endpoint.rpartition(":")
     check(
         bool(host) and port.isdecimal() and 0 < int(port) < 2**16,
-        *("RDZV_ENDPOINT", endpoint, "must be host:port"),
-        f"write {host or endpoint.strip(':') or 'node1'}:29500, the same on all machines",
+        *("RDZV_ENDPOINT", endpoint, f"must be host:port of one of the {ranks.machines} machines"),
+        f"write {host or endpoint.strip(':') or 'node1'}:29500, the same on all",
     )
     _check_host_name()
     name = given.rdzv_id or os.environ.get("RDZV_ID") or "meshwright"

@@ -10,11 +10,11 @@ import os
 from collections.abc import Callable, Iterator
 from math import inf
 from pathlib import Path
-from typing import Any
 
 from meshwright.config.changes import shown
 from meshwright.config.fields import value_of
 from meshwright.config.job_config import JobConfig, suits_cpu_attention
+from meshwright.config.optimizer import Muon
 from meshwright.config.training import Source
 from meshwright.system.errors import ConfigError, Mistakes, check, config_error
 from meshwright.system.files import holds_folders
@@ -33,9 +33,7 @@ def check_contradictions(config: JobConfig) -> None:
         ConfigError: naming the broken rules.
     """
     mistakes = Mistakes()
-    for rules in (_schedule, _checkpoints, _average, _early_step):
-        mistakes.errors += rules(config)
-    for rules in (_compiler, _precision, _pipeline, _others):
+    for rules in (_schedule, _checkpoints, _early_step, _compiler, _precision, _pipeline, _others):
         mistakes.errors += rules(config)
     mistakes.check()
 
@@ -59,11 +57,12 @@ def _schedule(c: JobConfig) -> Iterator[ConfigError]:
 
 def _checkpoints(c: JobConfig) -> Iterator[ConfigError]:
     checkpoint, is_off = c.checkpoint, not c.checkpoint.enable
-    nothing_is_loaded = "nothing is loaded while checkpoint.enable is false"
-    if checkpoint.load_step != -1 and is_off:
-        yield _error(c, "checkpoint.load_step", nothing_is_loaded, ENABLE_CHECKPOINTS)
-    if checkpoint.exclude_from_loading and is_off:
-        yield _error(c, "checkpoint.exclude_from_loading", nothing_is_loaded, ENABLE_CHECKPOINTS)
+    if is_off:
+        rule = "nothing is loaded while checkpoint.enable is false"
+        if checkpoint.load_step != -1:
+            yield _error(c, "checkpoint.load_step", rule, ENABLE_CHECKPOINTS)
+        if checkpoint.exclude_from_loading:
+            yield _error(c, "checkpoint.exclude_from_loading", rule, ENABLE_CHECKPOINTS)
     if checkpoint.keep_best and not c.validation.enable:
         rule, fix = "without validation no checkpoint is the best", "or leave it out"
         yield _error(c, "checkpoint.keep_best", rule, f"set validation.enable = true, {fix}")
@@ -72,18 +71,15 @@ def _checkpoints(c: JobConfig) -> Iterator[ConfigError]:
         rule = f"the steps trained by then would be lost: checkpoint.{key} is {value}"
         fix = ENABLE_CHECKPOINTS if is_off else "set checkpoint.load_only = false"
         yield _error(c, "job.max_run_seconds", rule, fix)
-    if checkpoint.initial_load_in_hf and not checkpoint.initial_load_path:
+    if not checkpoint.initial_load_path:
         rule = "nothing is loaded: checkpoint.initial_load_path is not given"
-        fix = "name the folder there; or in model.flavor, which then gives dimensions and tokenizer"
-        yield _error(c, "checkpoint.initial_load_in_hf", rule, f"{fix} too")
-    if checkpoint.initial_load_upcycle_noise is not None and not checkpoint.initial_load_path:
-        rule = "nothing is loaded: checkpoint.initial_load_path is not given"
-        fix = "name the dense model's folder there, or leave it out"
-        yield _error(c, "checkpoint.initial_load_upcycle_noise", rule, fix)
-
-
-def _average(c: JobConfig) -> Iterator[ConfigError]:
-    average = c.checkpoint.average
+        if checkpoint.initial_load_in_hf:
+            fix = "name the folder there; or in model.flavor, which then gives dimensions and"
+            yield _error(c, "checkpoint.initial_load_in_hf", rule, f"{fix} tokenizer too")
+        if checkpoint.initial_load_upcycle_noise is not None:
+            fix = "name the dense model's folder there, or leave it out"
+            yield _error(c, "checkpoint.initial_load_upcycle_noise", rule, fix)
+    average = checkpoint.average
     if average.decay is not None and average.window_tokens is not None:
         rule = "checkpoint.average.decay gives the mean, too"
         yield _error(c, "checkpoint.average.window_tokens", rule, ONE_OF_TWO)
@@ -165,40 +161,25 @@ def _others(c: JobConfig) -> Iterator[ConfigError]:
 SOURCE_KEYS = " ".join(key for key in Source.model_fields if key != "dataset")
 
 
-def _is_one(value: object) -> bool:
-    return value == 1
-
-
-def _is_off(value: object) -> bool:
-    return not value
-
-
-IDLE_BESIDE: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
-    ("parallelism.tensor_parallel_degree", _is_one, "enable_async_tensor_parallel"),
-    (
-        "parallelism.pipeline_parallel_degree",
-        _is_one,
-        "pipeline_parallel_schedule pipeline_parallel_stages_per_rank module_fqns_per_model_part",
-    ),
-    ("training.mixed_precision_param", lambda dtype: dtype == "float32", "fp32_modules"),
-    ("training.datasets", bool, SOURCE_KEYS),
-    ("validation.sample_prompts", _is_off, "sample_tokens"),
-    ("validation.datasets", bool, SOURCE_KEYS),
-    ("optimizer.weight_decay", _is_off, "decay_norm_and_bias"),
-    ("bad_steps.policy", lambda policy: policy == "stop", "budget"),
-    ("bad_steps.spike_std", _is_off, "spike_window"),
-    (
-        "activation_checkpoint.mode",
-        lambda mode: mode != "selective",
-        "selective_ac_option saved_ops",
-    ),
-    ("activation_checkpoint.selective_ac_option", lambda option: option != "op", "saved_ops"),
-    ("activation_checkpoint.mode", lambda mode: mode != "memory_budget", "memory_budget"),
-    ("checkpoint.keep_latest_k", _is_off, "keep_every_n_steps"),
-    ("metrics.enable_tensorboard", _is_off, "save_tb_folder"),
-    ("metrics.enable_wandb", _is_off, "wandb_project wandb_entity wandb_name"),
-)
-"""A key, which of its values disable other keys of its section, and those keys."""
+IDLE_BESIDE = {
+    "parallelism.tensor_parallel_degree = 1": "enable_async_tensor_parallel",
+    "parallelism.pipeline_parallel_degree = 1": "pipeline_parallel_schedule "
+    "pipeline_parallel_stages_per_rank module_fqns_per_model_part",
+    "training.mixed_precision_param = 'float32'": "fp32_modules",
+    "training.datasets != []": SOURCE_KEYS,
+    "validation.sample_prompts = []": "sample_tokens",
+    "validation.datasets != []": SOURCE_KEYS,
+    "optimizer.weight_decay = 0.0": "decay_norm_and_bias",
+    "bad_steps.policy = 'stop'": "budget",
+    "bad_steps.spike_std = 0.0": "spike_window",
+    "activation_checkpoint.mode != 'selective'": "selective_ac_option saved_ops",
+    "activation_checkpoint.selective_ac_option != 'op'": "saved_ops",
+    "activation_checkpoint.mode != 'memory_budget'": "memory_budget",
+    "checkpoint.keep_latest_k = 0": "keep_every_n_steps",
+    "metrics.enable_tensorboard = false": "save_tb_folder",
+    "metrics.enable_wandb = false": "wandb_project wandb_entity wandb_name",
+}
+"""The value of a key that disables other keys of its section, and those keys."""
 
 IDLE_WHERE: tuple[tuple[str, Callable[[JobConfig], bool], str], ...] = (
     (
@@ -234,9 +215,7 @@ IDLE_WHERE: tuple[tuple[str, Callable[[JobConfig], bool], str], ...] = (
         "the last save is a whole checkpoint",
     ),
     (
-        "optimizer.muon.momentum optimizer.muon.nesterov optimizer.muon.steps "
-        "optimizer.muon.coefficients optimizer.muon.lr_scale optimizer.muon.split_heads "
-        "optimizer.muon.dtype",
+        " ".join(f"optimizer.muon.{key}" for key in Muon.model_fields),
         lambda c: (
             {c.optimizer.name, *(group.optimizer for group in c.optimizer.groups)}
             <= {"AdamW", "Adam", None}
@@ -265,10 +244,11 @@ def idle_options(config: JobConfig, steps: int) -> Iterator[str]:
         steps: of the whole job.
     """
     reasons = _switched_off(config)
-    for cause, is_met, keys in IDLE_BESIDE:
-        value, (section, _) = value_of(config, cause), cause.split(".")
-        for key in keys.split() if is_met(value) else ():
-            reasons.setdefault(f"{section}.{key}", f"{cause} = {shown(value)}")
+    for condition, keys in IDLE_BESIDE.items():
+        cause, sign, wanted = condition.split(" ", 2)
+        here, section = shown(value_of(config, cause)), cause.split(".")[0]
+        for key in keys.split() if (here == wanted) == (sign == "=") else ():
+            reasons.setdefault(f"{section}.{key}", f"{cause} = {here}")
     for keys, is_met, why in IDLE_WHERE:
         for key in keys.split() if is_met(config) else ():
             reasons.setdefault(key, why)

@@ -22,14 +22,14 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, prog: str, description: str = "") -> None:
         self.options: list[str] = []
-        """Those of the command, without the keys of a config."""
+        """Their names, for advice."""
         # "resolve": `config` has a --help of its own
         super().__init__(
             prog, description=description, allow_abbrev=False, conflict_handler="resolve"
         )
 
     def add_argument(self, *names: Any, **settings: Any) -> argparse.Action:
-        self.options += [name for name in names if name.startswith("--") and "." not in name]
+        self.options += [name for name in names if name.startswith("--")]
         return super().add_argument(*names, **settings)
 
     def error(self, message: str) -> NoReturn:

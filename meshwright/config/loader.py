@@ -372,10 +372,14 @@ def unreadable_paths(config: JobConfig) -> list[ConfigError]:
     return errors
 
 
-def to_toml(config: JobConfig, only_changes: bool = False) -> str:
-    """Return the config as TOML that loads to the same config; or only values that are not
-    defaults."""
-    table = config.model_dump(exclude_none=True, exclude_defaults=only_changes)
+def to_toml(
+    config: JobConfig, *, exclude_defaults: bool = False, exclude_unset: bool = False
+) -> str:
+    """Return the config as TOML that loads to the same config; without defaults, or without keys
+    that were not given."""
+    table = config.model_dump(
+        exclude_none=True, exclude_defaults=exclude_defaults, exclude_unset=exclude_unset
+    )
     table.get("job", {}).pop("config_file", None)
     for section in ("training", "validation"):
         keys = table.get(section, {})

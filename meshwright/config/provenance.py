@@ -3,7 +3,7 @@
 import os
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -87,7 +87,7 @@ class Provenance:
         for inner in [inner for inner in self._origins if inner[: len(key)] == key]:
             del self._origins[inner]
 
-    def of(self, key: str | Sequence[str | int]) -> str:
+    def of(self, key: str) -> str:
         """Return where `key`, or else the nearest table around it, was given; "" if nowhere."""
         return self._nearest(key)[1].where
 
@@ -113,8 +113,8 @@ class Provenance:
         where = self.origin(key)
         return where.rpartition(":")[0] not in ("", self._outermost)
 
-    def _nearest(self, key: str | Sequence[str | int]) -> tuple[Key, Origin]:
-        parts = tuple(key.split(".") if isinstance(key, str) else map(str, key))
+    def _nearest(self, key: str) -> tuple[Key, Origin]:
+        parts = tuple(key.split("."))
         while parts and parts not in self._origins:
             parts = parts[:-1]
         return parts, self._origins.get(parts, Origin(""))

@@ -7,12 +7,10 @@ from meshwright.config.training import Source, Stage
 from meshwright.system.errors import CombinedConfigError, ConfigError, check, config_error
 
 PLACES = {
-    **dict.fromkeys(("datasets", "seq_len", "global_batch_size", "local_batch_size"), "training"),
-    "lr": "optimizer",
-    **dict.fromkeys(
-        ("warmup_steps", "total_steps", "decay_ratio", "decay_type", "min_lr_factor"),
-        "lr_scheduler",
-    ),
+    key: name
+    for name, section in JobConfig()
+    for key in Stage.model_fields
+    if name in ("training", "optimizer", "lr_scheduler") and key in type(section).model_fields
 }
 """The section of each key that a stage may replace."""
 
@@ -53,26 +51,20 @@ def staged(config: JobConfig) -> list[JobConfig]:
 
 def _check_job(config: JobConfig) -> None:
     """Check the rest of the job: each stage continues from the checkpoint of the one before."""
-    training, is_saved = config.training, config.checkpoint.saves
-    key = "training.stages"
-    if not is_saved:
+    training, key = config.training, "training.stages"
+    if not config.checkpoint.saves:
         rule = "each stage begins with the checkpoint of the one before, and nothing is saved"
         fix = "set checkpoint.enable = true, and checkpoint.load_only = false"
         raise ConfigError(key, f"{key}: {rule}\n  fix: {fix}")
-    if training.max_epochs:
-        rule = "with stages, tokens end a stage, not the data"
-        raise config_error("training.max_epochs", training.max_epochs, rule, "leave it out")
-    if training.global_batch_size < 1:
-        rule, fix = "the tokens of a step decide where stages end", "set it"
-        given = training.global_batch_size
-        raise config_error("training.global_batch_size", given, rule, fix)
-    if any(source.tokens for source in (*training.datasets, *_all_sources(config))):
+    epochs, batch = training.max_epochs, training.global_batch_size
+    rule = "with stages, tokens end a stage, not the data"
+    check(not epochs, "training.max_epochs", epochs, rule, "leave it out")
+    rule = "the tokens of a step decide where stages end"
+    check(batch >= 1, "training.global_batch_size", batch, rule, "set it")
+    sources = [source for stage in training.stages for source in stage.datasets]
+    if any(source.tokens for source in (*training.datasets, *sources)):
         rule = "a budget of tokens is one of the whole job, which stages divide"
         raise ConfigError(key, f"{key}: {rule}\n  fix: give weight in place of tokens")
-
-
-def _all_sources(config: JobConfig) -> list[Any]:
-    return [source for stage in config.training.stages for source in stage.datasets]
 
 
 def _check_end(key: str, until: int | None, tokens: int, is_last: bool) -> None:

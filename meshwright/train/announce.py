@@ -50,7 +50,7 @@ def announce(
         logger.info("stage %d of %d: %s; the eta is its own", plan.stage, last.stage, steps)
     logger.info("config: %s; every value: %s", Path(config.job.config_file).name or "none", path)
     logger.debug("config, where it differs from the defaults:")
-    for line in filter(None, to_toml(config, True).splitlines()):
+    for line in filter(None, to_toml(config, exclude_defaults=True).splitlines()):
         logger.debug("  %s", line)
     for text in plan.notes:
         logger.info("%s", text, extra={"is_printed": launch.is_checked})

@@ -24,7 +24,7 @@ from meshwright.system.errors import (
 )
 from meshwright.system.machine import Ranks
 from scripts import command_reference
-from tests.helpers.cli import check_job, command, generate_text
+from tests.helpers.cli import check_job, command
 
 ROOT = Path(__file__).parents[2]
 DEBUG = str(ROOT / "train_configs" / "debug_model.toml")
@@ -216,19 +216,6 @@ def test_config_diff_shows_keys_that_differ_and_exits_with_1(capsys) -> None:
     assert re.fullmatch(r"  B: 2 \(.*debug_model_2d.toml:12\)", lines[at + 2])
 
 
-def test_config_diff_fits_80_columns(tmp_path, capsys, monkeypatch) -> None:
-    monkeypatch.setenv("MESHWRIGHT_COLUMNS", "80")
-    monkeypatch.chdir(tmp_path)
-    path = "/" + "/".join(["folder"] * 9)
-    for name in "ab":
-        Path(f"{name * 20}.toml").write_text(f'[job]\ndump_folder = "{path}/{name}"\n')
-    with pytest.raises(SystemExit):
-        command("config diff")(["a" * 20 + ".toml", "b" * 20 + ".toml"])
-    lines = capsys.readouterr().out.splitlines()
-    assert max(map(len, lines)) <= 80
-    assert f"  B: '{path}/b'" in lines
-
-
 def test_help_of_a_section_or_a_key_shows_it_alone(capsys) -> None:
     command("config")(["--help", "comm"])
     out = capsys.readouterr().out
@@ -293,12 +280,6 @@ def test_a_type_that_the_cpu_is_slow_in_is_told(
     check_job([DEBUG, "--training.mixed_precision_param", dtype])
     said = "".join(capsys.readouterr())
     assert ('fix: training.mixed_precision_param = "float32"' in said) == is_said
-
-
-def test_generate_says_a_word_before_torch_is_loaded(capsys) -> None:
-    with pytest.raises(ConfigError, match="no such folder"):
-        generate_text(["nothere", "--prompt", "x"])
-    assert capsys.readouterr().err == "reading nothere ...\n"
 
 
 def test_check_takes_the_config_that_train_takes(monkeypatch, capsys) -> None:

@@ -14,7 +14,6 @@ from meshwright.config.parallelism import Float8
 from meshwright.config.training import Training
 from meshwright.datasets.named_sources import idle_source_options
 from meshwright.parallelisms.rules.degrees import check_device
-from meshwright.system.errors import ConfigError
 from meshwright.train.preflight import preflight
 from tests.helpers.cli import check_job
 
@@ -179,7 +178,9 @@ def test_an_option_is_idle_only_where_it_has_no_effect(key: str) -> None:
 
 
 def test_every_row_of_the_table_is_tested() -> None:
-    rows = {f"{cause.split('.')[0]}.{k}" for cause, _, keys in IDLE_BESIDE for k in keys.split()}
+    rows = {
+        f"{cause.split('.')[0]}.{k}" for cause, keys in IDLE_BESIDE.items() for k in keys.split()
+    }
     rows |= {key for keys, _, _ in IDLE_WHERE for key in keys.split()}
     assert rows <= AWAKE.keys() <= set(KEYS)
 
@@ -220,12 +221,8 @@ def test_the_same_toml_runs_where_its_options_have_nothing_to_act_on(
         "optimizer.lr = 0.0008 is never reached: lr_scheduler.warmup_steps = 200, and the job has "
         "100",
     ]
-    plan = preflight(load_config(words), 1)
     for device_type in ("cpu", "cuda"):
-        check_device(plan.config, device_type)
-    eager = [*words, "--compile.enable=false", "--parallelism.tensor_parallel_degree=2"]
-    with pytest.raises(ConfigError, match="nothing is compiled by inductor"):
-        check_job(["--ngpu", "2", *eager])
+        check_device(preflight(load_config(words), 1).config, device_type)
 
 
 def test_a_config_of_defaults_says_nothing(tmp_path, capsys, monkeypatch) -> None:

@@ -85,25 +85,14 @@ def test_resolved_config_loads_to_itself(toml, tmp_path) -> None:
     assert again.model_dump(exclude={"job"}) == resolved.model_dump(exclude={"job"})
     assert again.parallelism.data_parallel_shard_degree == 2
     assert again.training.global_batch_size == 16
+    assert 'dataset = "c4"' in to_toml(load_config(["--training.dataset=c4"]))
 
 
 @pytest.mark.parametrize(
     ("text", "line", "says"),
     [
-        ("[trainin]\nsteps = 3\n", 1, "unknown section trainin\n  fix: did you mean training?"),
-        (
-            "[training]\nstep = 3\n",
-            2,
-            "unknown key training.step\n  fix: did you mean training.steps?",
-        ),
-        ('[training]\n\nsteps = "3"\n', 3, "training.steps = '3': must be a whole number"),
-        ("[training]\nsteps = 0\n", 2, "training.steps = 0: should be greater than 0"),
-        ("[training]\nsteps = -3\n", 2, "training.steps = -3"),
-        ("[training]\nlocal_batch_size = 0\n", 2, "training.local_batch_size = 0"),
-        ("[training]\nseq_len = 0\n", 2, "training.seq_len = 0"),
-        ("[training]\nsteps = true\n", 2, "training.steps = true"),
+        ("[training]\n\nsteps = true\n", 3, "training.steps = true"),
         ("[optimizer]\nlr = nan\n", 2, "optimizer.lr = nan"),
-        ('[lr_scheduler]\ndecay_type = "x"\n', 2, "'linear', 'sqrt' or 'cosine'"),
         ('extends = ["base.toml"]\n', 1, "must be the path of one TOML"),
         ("job = 3\n", 1, "job = 3: must be a table, [job]"),
         ('[job]\nconfig_file = "b.toml"\n', 2, "belongs on the command line"),
@@ -238,6 +227,8 @@ training.steps=3 => expected --section.key value fix: write --training.steps=3
     => or set activation_checkpoint.mode = "none"
 --training.dtype bfloat16 --training.mixed_precision_param float32
     => set training.mixed_precision_param = "bfloat16"
+--float8.enable --training.mixed_precision_param float32
+    => products are bfloat16, and training.mixed_precision_param is float32
 {PIPELINE} --parallelism.fsdp_prefetch_layers 2 => so nothing is gathered ahead
 {PIPELINE} --parallelism.fsdp_reduce_gradients every_microbatch
     => a pipeline's schedule reduces gradients once

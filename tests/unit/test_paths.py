@@ -81,6 +81,12 @@ def test_names_that_no_file_can_have(open_folder: Path) -> None:
     check_errors(found, "~nouser/x", ": there is no user nouser")
 
 
+def test_a_folder_that_no_one_can_reach_is_named_once() -> None:
+    inside = f"--training.dataset_path={TOO_LONG}/a.jsonl"
+    error = error_of(["check", "debug_model", f"--job.dump_folder={TOO_LONG}", inside])
+    assert error.count("file name too long") == 1
+
+
 def test_a_path_may_start_at_the_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/me")
     config = load_config(["--model.tokenizer_path=~/tokens", "--job.dump_folder=~/runs"])

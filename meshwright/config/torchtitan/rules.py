@@ -86,46 +86,30 @@ are the projections of keys and values."""
 IDLE: dict[str, str] = {
     pattern: why
     for why, patterns in {
-        "the log shows the config, where it differs from the defaults": "job.print_config",
-        "the whole config is always in {dump_folder}/config.toml": "job.save_config_file",
+        "Meshwright decides it by itself": """
+            job.print_config job.save_config_file metrics.save_for_all_ranks
+            model.print_after_conversion optimizer.implementation training.gc_debug
+            training.dataloader.* validation.dataloader.*
+            parallelism.context_parallel_load_balancer parallelism.context_parallel_rotate_method
+            parallelism.disable_loss_parallel
+            activation_checkpoint.early_stop activation_checkpoint.determinism_check
+            activation_checkpoint.preserve_rng_state activation_checkpoint.debug
+            activation_checkpoint.visualize_memory_budget_pareto
+            quantize.linear.float8.enable_fsdp_float8_all_gather
+            quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp""",
+        "it matters only to a feature that the job does not use": """
+            parallelism.pipeline_parallel_expert_parallel_overlap
+            parallelism.expert_tensor_parallel_degree parallelism.expert_parallel_comm_backend
+            debug.moe_force_load_balance memory_estimation.disable_fake_mode quantize.*
+            fault_tolerance.* checkpoint.enable_ft_dataloader_checkpoints""",
+        "a pipeline's stages are even in parameters, or as module_fqns_per_model_part says": """
+            parallelism.pipeline_parallel_*_stage_less_layers
+            parallelism.pipeline_parallel_layers_per_stage""",
+        "activation_checkpoint.saved_ops decides": """
+            activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns""",
         "NO_COLOR=1 in the environment turns colour off": "metrics.disable_color_printing",
-        "figures are of all ranks, and the first writes them": "metrics.save_for_all_ranks",
-        "the log has a line about the conversion": "model.print_after_conversion",
-        "the optimizer is always fused": "optimizer.implementation",
-        "no tensor is kept by a circle of references": "training.gc_debug",
-        "data is read by a thread of each rank, which reads ahead": "training.dataloader.* "
-        "validation.dataloader.*",
-        "a pipeline's stages are even in parameters, or as module_fqns_per_model_part says": (
-            "parallelism.pipeline_parallel_*_stage_less_layers "
-            "parallelism.pipeline_parallel_layers_per_stage"
-        ),
-        "each rank has an early and a late chunk": "parallelism.context_parallel_load_balancer",
-        "keys and values are gathered": "parallelism.context_parallel_rotate_method",
-        "each rank computes the loss on its part of the logits": (
-            "parallelism.disable_loss_parallel"
-        ),
-        "it matters only to mixtures of experts": (
-            "parallelism.pipeline_parallel_expert_parallel_overlap "
-            "parallelism.expert_tensor_parallel_degree parallelism.expert_parallel_comm_backend "
-            "debug.moe_force_load_balance"
-        ),
-        "saved_ops decides": ("activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns"),
-        "it changes what recomputation costs or checks, not its result": (
-            "activation_checkpoint.early_stop activation_checkpoint.determinism_check "
-            "activation_checkpoint.visualize_memory_budget_pareto activation_checkpoint.debug"
-        ),
-        "no block is random": "activation_checkpoint.preserve_rng_state",
-        "parameters are gathered in training.mixed_precision_param": (
-            "quantize.linear.float8.enable_fsdp_float8_all_gather "
-            "quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp"
-        ),
-        "it matters only to a converter that model.converters does not name": "quantize.*",
-        "NCCL's flight recorder is set by TORCH_FR_BUFFER_SIZE and TORCH_FR_DUMP_TEMP_FILE": (
-            "comm.trace_buf_size comm.save_traces_*"
-        ),
-        "it matters only to memory_estimation.enable": "memory_estimation.disable_fake_mode",
-        "it matters only to fault_tolerance.enable": "fault_tolerance.* "
-        "checkpoint.enable_ft_dataloader_checkpoints",
+        "NCCL's flight recorder is set by TORCH_FR_BUFFER_SIZE and TORCH_FR_DUMP_TEMP_FILE": """
+            comm.trace_buf_size comm.save_traces_*""",
     }.items()
     for pattern in patterns.split()
 }

@@ -85,9 +85,7 @@ MICROBATCH = "parallelism.pipeline_parallel_microbatch_size"
 
 def is_torchtitan(raw: Mapping[str, Any]) -> bool:
     """Return whether a table names its model, or its tokenizer's folder, as torchtitan does."""
-    model = raw.get("model")
-    if not isinstance(model, Mapping):
-        return False
+    model = raw.get("model", {})
     name, flavor = model.get("name", rules.DEFAULT_NAME), model.get("flavor", "debugmodel")
     if not (isinstance(name, str) and isinstance(flavor, str)):
         return False
@@ -191,14 +189,14 @@ def _dataset(job: Job, section: str, default: str, folder: Path) -> None:
     if job.given.get(f"{key}s") or not (is_used or key in job.given):
         return
     name = job.given.setdefault(key, default)
-    if name == "c4_test":
-        del job.given[key]
-        job.put(key, "json", key, f"'c4_test' is 'json', with {key}_path")
-        job.given.setdefault(f"{key}_path", str(folder / "tests/assets/c4_test"))
-    elif name == "c4_validation":
-        del job.given[key]
-        job.put(key, "c4", key, f"'c4_validation' is 'c4', with {key}_split")
-        job.given.setdefault(f"{key}_split", "validation")
+    others = {
+        "c4_test": ("json", f"{key}_path", str(folder / "tests/assets/c4_test")),
+        "c4_validation": ("c4", f"{key}_split", "validation"),
+    }
+    if isinstance(name, str) and name in others:
+        ours, beside, value = others[job.given.pop(key)]
+        job.put(key, ours, key, f"{name!r} is {ours!r}, with {beside}")
+        job.given.setdefault(beside, value)
 
 
 def _validation(job: Job) -> None:
@@ -210,7 +208,7 @@ def _validation(job: Job) -> None:
         return
     shards = max(job.number("parallelism.data_parallel_shard_degree", -1), 1)
     ranks = job.number("parallelism.data_parallel_replicate_degree", 1) * shards
-    text = f"x {batch} sequences x {ranks} data-parallel ranks, of which -1 is one"
+    text = f"x {batch} sequences x {ranks} data-parallel ranks (-1 counts as 1)"
     job.put(ours, steps * batch * ranks, key, f"{text}: {ours} = {steps * batch * ranks}")
 
 
