@@ -46,10 +46,6 @@ def test_the_exit_code_of_a_job(codes, asked, has_trained, want) -> None:
     assert exit_code(ends[::-1], asked, has_trained=has_trained) == want
 
 
-def test_a_hang_is_a_hang_whatever_its_ranks_say() -> None:
-    assert exit_code([RankEnd(0, KILLED)], "SIGTERM", has_trained=True, is_hung=True) == 6
-
-
 def test_a_rank_that_lost_another_is_not_the_cause() -> None:
     victim, culprit = RankEnd(0, 1, 1.0, has_lost_peer=True), RankEnd(1, 1, 2.0)
     assert cause([victim, culprit]) == culprit
