@@ -12,7 +12,6 @@ from unittest.mock import Mock
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from meshwright.config.changes import to_json
 from meshwright.config.job_config import JobConfig, changed
@@ -102,8 +101,7 @@ def test_a_resumed_run_leaves_no_step_twice(tmp_path) -> None:
 
 def test_tensorboard_hides_steps_after_the_one_resumed_from(tmp_path) -> None:
     for resumed_step, steps in ((0, (1, 2, 3, 4)), (2, (3,))):
-        values = {"optimizer.lr": 2e-3, "training.datasets": []}
-        sink = TensorBoard(tmp_path, resumed_step, "[optimizer]\nlr = 2e-3", values)
+        sink = TensorBoard(tmp_path, resumed_step, "[optimizer]\nlr = 2e-3")
         for step in steps:
             sink.write({"step": step, "loss": float(resumed_step)})
         sink.close()
@@ -113,9 +111,6 @@ def test_tensorboard_hides_steps_after_the_one_resumed_from(tmp_path) -> None:
     texts = events.Tensors("config/text_summary")
     assert [text.step for text in texts] == [0, 2]  # one per start
     assert b"lr = 2e-3" in texts[0].tensor_proto.string_val[0]
-    data = events.summary_metadata["_hparams_/session_start_info"].plugin_data.content
-    start = HParamsPluginData.FromString(data).session_start_info
-    assert start.hparams["optimizer.lr"].number_value == 2e-3
 
 
 def test_what_is_not_finite_is_null_in_json(tmp_path) -> None:
@@ -157,11 +152,11 @@ def test_texts_follow_the_record_of_their_step_in_sinks_that_take_them() -> None
     assert seen == [1, (1, TEXTS), 1, (1, TEXTS), 2, 2]
 
 
-def test_texts_are_written_as_they_are(tmp_path, wandb, caplog) -> None:
+def test_texts_are_written_as_they_are(tmp_path, caplog) -> None:
     caplog.set_level(logging.INFO, "meshwright")
     lines = TextLines(tmp_path / "samples.jsonl", resumed_step=0)
-    events = TensorBoard(tmp_path, 0, "", {})
-    for sink in (lines, events, tracked(tmp_path), Console(10, step=0)):
+    events = TensorBoard(tmp_path, 0, "")
+    for sink in (lines, events, Console(10, step=0)):
         sink.write({"step": 3, "time/step_s": 1.0, **RECORD})
         sink.write_texts(3, TEXTS)
         sink.close()
@@ -172,8 +167,6 @@ def test_texts_are_written_as_they_are(tmp_path, wandb, caplog) -> None:
     (event,) = read.Tensors("validation/text/0/text_summary")
     assert event.step == 3
     assert event.tensor_proto.string_val[0] == b"    def f(x):\n        return x\n"
-    ((_, (step, logged)),) = wandb.runs.values()
-    assert (step, logged["validation/texts"][1]) == (3, [list(row) for row in TEXTS.items()])
     assert r'text: "def f(x):\n    return x"' in caplog.messages
     TextLines(tmp_path / "samples.jsonl", resumed_step=2).close()
     assert (tmp_path / "samples.jsonl").read_text() == ""
@@ -253,8 +246,7 @@ def wandb(monkeypatch):
             return self.history[-1][0] + 1 if self.history else 0
 
         def log(self, figures, step) -> None:
-            same = [step] == [row[0] for row in self.history[-1:]]  # is added to it
-            assert same or step >= self.step, "W&B drops it"
+            assert step >= self.step, "W&B drops it"
             self.history.append((step, figures))
 
         def finish(self, exit_code) -> None:
@@ -265,7 +257,6 @@ def wandb(monkeypatch):
         return Run(module.runs.setdefault(arguments["id"], []))
 
     module.init = init
-    module.Table = lambda columns, data: (columns, data)
     monkeypatch.setitem(sys.modules, "wandb", module)
     return module
 
