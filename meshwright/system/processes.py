@@ -7,7 +7,7 @@ import select
 import signal
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -250,40 +250,31 @@ class Requests:
             os._exit(128 + signal.SIGTERM)
 
 
-def _later(seconds: float, action: object) -> None:
-    timer = threading.Timer(seconds, action)  # type: ignore[arg-type]
+def _later(seconds: float, action: Callable[[], None]) -> None:
+    timer = threading.Timer(seconds, action)
     timer.daemon = True
     timer.start()
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when its parent dies, SIGKILL included.
-
-    Args:
-        parent: process number of who started it: it may have died by now.
-    """
+    """Have the kernel kill this process when its parent dies, SIGKILL included, or has died."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-SOCKET_PATH, SOCKET_NAME = 107, len("/pymp-12345678/listener-12345678")
-"""Bytes that Linux takes of a socket's path, and those that multiprocessing adds to a folder."""
+LONGEST_FOLDER = 107 - len("/pymp-12345678/listener-12345678")
+"""Bytes that Linux takes of a socket's path, less those that multiprocessing adds to a folder."""
 
 
 def fork_server(*modules: str) -> "ForkServerContext":
-    """Return what starts processes as forks of one that has imported `modules`.
-
-    Its socket is below the temporary folder, or below /tmp where that one's path is too long.
-    """
+    """Return the context that starts processes as forks of one that has imported `modules`."""
     import multiprocessing.util  # not at the top: most commands start no process
 
-    if len(os.fsencode(tempfile.gettempdir())) + SOCKET_NAME > SOCKET_PATH:
-        before, tempfile.tempdir = tempfile.tempdir, "/tmp"
-        try:
-            multiprocessing.util.get_temp_dir()  # which it then keeps
-        finally:
-            tempfile.tempdir = before
+    if len(os.fsencode(before := tempfile.gettempdir())) > LONGEST_FOLDER:
+        tempfile.tempdir = "/tmp"
+        multiprocessing.util.get_temp_dir()  # which it then keeps
+        tempfile.tempdir = before
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*modules])
     return context
