@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Literal
@@ -138,12 +139,17 @@ class Requests:
         self._wakeup_before = signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
         self._is_entered = True
         # a process that a library forks must not write its own signals into our pipe
-        os.register_at_fork(after_in_child=self._restore)
+        os.register_at_fork(
+            before=partial(self._mask, signal.SIG_BLOCK),
+            after_in_parent=partial(self._mask, signal.SIG_UNBLOCK),
+            after_in_child=self._forget,
+        )
         threading.Thread(target=self._listen, name="requests", daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._restore()
+        self._is_entered = False
         os.close(self._write_end)  # ends the thread
 
     @property
@@ -181,11 +187,19 @@ class Requests:
                 (self._folder / TRAINED).touch()
 
     def _restore(self) -> None:
-        """Have signals end this process, or one that was forked from it, as usual."""
+        signal.set_wakeup_fd(self._wakeup_before)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _mask(self, how: int) -> None:
         if self._is_entered:
-            signal.set_wakeup_fd(self._wakeup_before)
-            for number, handler in self._before.items():
-                signal.signal(number, handler)
+            signal.pthread_sigmask(how, STOP_SIGNALS)
+
+    def _forget(self) -> None:
+        """Have a process that was forked from this one end by signals as usual."""
+        if self._is_entered:
+            self._restore()
+            self._mask(signal.SIG_UNBLOCK)
             self._is_entered = False
 
     def _listen(self) -> None:
