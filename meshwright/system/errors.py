@@ -185,8 +185,6 @@ def exit_code(ends: Sequence[RankEnd], asked: str = "", *, has_trained: bool) ->
         asked: the signal that asked the launcher to stop the job; "": none did.
         has_trained: the ranks have taken a step since the start.
     """
-    if not ends:
-        return 0
     code = cause(ends).code
     if code in (*EXIT_CODES.values(), EXIT_STOPPED, EXIT_INTERRUPTED):
         return code

@@ -12,8 +12,6 @@ KILLED, TERMINATED = -signal.SIGKILL, -signal.SIGTERM
 @pytest.mark.parametrize(
     ("codes", "asked", "has_trained", "want"),
     [
-        ([], "", True, 0),
-        ([], "SIGTERM", True, 0),  # it came after the last save
         # asked, and saved
         ([75, 75], "SIGTERM", True, 75),
         ([75, 75], "SIGINT", True, 75),

@@ -15,7 +15,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from meshwright.config.changes import to_json
 from meshwright.config.job_config import JobConfig, changed
-from meshwright.metrics.console import Console, Eta
+from meshwright.metrics.console import Console
 from meshwright.metrics.reporter import Phases, Reporter, Work
 from meshwright.metrics.sinks import JsonLines, Spared, TextLines, WholeRecords
 from meshwright.metrics.trackers import TensorBoard, WeightsAndBiases
@@ -157,7 +157,7 @@ def test_texts_are_written_as_they_are(tmp_path, caplog) -> None:
     lines = TextLines(tmp_path / "samples.jsonl", resumed_step=0)
     events = TensorBoard(tmp_path, 0, "")
     for sink in (lines, events, Console(10, step=0)):
-        sink.write({"step": 3, "time/step_s": 1.0, **RECORD})
+        sink.write({"step": 3, **RECORD})
         sink.write_texts(3, TEXTS)
         sink.close()
     rows = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
@@ -215,19 +215,12 @@ def test_mfu_takes_the_published_peak_of_a_device_or_the_users(monkeypatch) -> N
             assert _peak_flops_per_s(given, CPU) == pytest.approx(165.2e12)
 
 
-def test_time_left_counts_pauses_and_not_the_first_record() -> None:
-    eta = Eta(steps=100)
-    assert eta.seconds is None
-    eta.add({"step": 1, "time/step_s": 60.0, "time/validation_s": 99.0})  # compiles
-    assert eta.seconds is None
-    eta.add({"step": 20, "time/step_s": 2.0})
-    assert eta.seconds == pytest.approx(80 * 2.0)
-    eta.add({"step": 41, "time/step_s": 2.0, "time/validation_s": 7.0})
-    assert eta.seconds == pytest.approx(59 * (2.0 + 7.0 / 40))
-    eta.add({"step": 51, "time/step_s": 2.0, "time/checkpoint_s": 5.0})
-    assert eta.seconds == pytest.approx(49 * (2.0 + 12.0 / 50))
-    eta.add({"step": 100, "time/step_s": 2.0, "time/validation_s": 14.0})
-    assert eta.seconds == 0
+def test_time_left_counts_pauses_and_not_the_first_record(monkeypatch) -> None:
+    console = Console(100, step=0)
+    for now, step, left in ((60, 1, None), (98, 20, 80 * 2.0), (147, 41, 59 * 87 / 40)):
+        monkeypatch.setattr("time.monotonic", lambda now=now: float(now))
+        assert console._seconds_left(step) == (left and pytest.approx(left))
+    assert console._seconds_left(100) == 0
 
 
 @pytest.fixture
@@ -337,7 +330,8 @@ def test_console_lines_are_aligned_and_fit(capsys, monkeypatch) -> None:
     log_to_console()
     console = Console(1_000_000, step=0)
     for step in (1, 500_000, 999_999):
-        console.write({"step": step, "time/step_s": 1.0, **RECORD})
+        monkeypatch.setattr("time.monotonic", lambda step=step: float(step))  # a second each
+        console.write({"step": step, **RECORD})
     console.close()
     header, *lines = capsys.readouterr().out.splitlines()
     steps = [line for line in lines if " step " in line]
@@ -358,7 +352,7 @@ def test_a_narrow_console_goes_without_columns(capsys, monkeypatch) -> None:
     log_to_console()
     record = {name: value for name, value in RECORD.items() if "mfu" not in name}
     for steps in (120, 100_000):
-        Console(steps, step=0).write({"step": 1, "time/step_s": 1.0, **record})
+        Console(steps, step=0).write({"step": 1, **record})
         header, line, *_ = capsys.readouterr().out.splitlines()
         assert len(header) == len(line) <= 80
         names = ["loss", "grad_norm", "lr", "wps", "mfu", "eta"]
@@ -374,7 +368,7 @@ def test_colour_and_bar_are_for_terminals(monkeypatch) -> None:
     log_to_console()
     console = Console(10, step=0)
     console.advance(5)
-    console.write({"step": 5, "time/step_s": 1.0, **RECORD})
+    console.write({"step": 5, **RECORD})
     console.close()
     assert "\x1b[1m" in terminal.getvalue()
     assert "step 5/10, eta" in terminal.getvalue()  # the bar
@@ -382,7 +376,7 @@ def test_colour_and_bar_are_for_terminals(monkeypatch) -> None:
     terminal.truncate(0)
     log_to_console()
     console = Console(10, step=0)
-    console.write({"step": 5, "time/step_s": 1.0, **RECORD})
+    console.write({"step": 5, **RECORD})
     console.close()
     assert "\x1b[1m" not in terminal.getvalue()
 
