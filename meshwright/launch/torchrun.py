@@ -78,7 +78,7 @@ def launch() -> None:
         os.environ |= replace(told, terminal=_set_up_console(args)).as_variable()
         _wait_for_machines(args, Path(folder))
         hearts = Path(folder) / HEARTBEATS
-        watch = Watch(hearts, partial(_stderr_of, args), partial(_logs, args), logger.warning)
+        watch = Watch(hearts, partial(_stderr_of, args), partial(_logs, args))
         try:
             with watch:
                 run(args)

@@ -78,8 +78,8 @@ def start(tmp_path: Path) -> Iterator:
 
 
 def watching(folder: Path, **given: object) -> Watch:
-    """A launcher that has no rank's stderr, and forgets what it would say."""
-    options = {"stderr": lambda rank: None, "reports": lambda: folder, "say": lambda text: None}
+    """A launcher that has no rank's stderr."""
+    options = {"stderr": lambda rank: None, "reports": lambda: folder}
     return Watch(folder, *(options | given).values())
 
 
@@ -158,15 +158,15 @@ def test_a_rank_that_nccl_aborts_at_the_limit_is_no_cause(tmp_path: Path, start,
 
 
 @pytest.mark.parametrize(("way", "count"), [("loop", 0), ("behind", 1)])
-def test_a_job_that_may_go_on_is_not_ended(tmp_path: Path, start, way: str, count: int) -> None:
+def test_a_job_that_may_go_on_is_not_ended(tmp_path, start, caplog, way: str, count: int) -> None:
     """A rank that keeps the others waiting is named, once. Not if all may be at work."""
-    ranks, said = [start(0, "wait"), start(1, way)], []
-    with watching(tmp_path, say=said.append) as launcher:
+    ranks = [start(0, "wait"), start(1, way)]
+    with watching(tmp_path) as launcher:
         time.sleep(LIMIT_S + watch.WARN_AFTER_S + 2 * watch.ANSWER_S + 0.5)
     assert launcher.verdict is None
     assert [rank.poll() for rank in ranks] == [None, None]
-    assert len(said) == count
-    assert all("rank 1 has been in data of step 7 for" in text for text in said)
+    assert len(caplog.messages) == count
+    assert all("rank 1 has been in data of step 7 for" in text for text in caplog.messages)
 
 
 def test_machines_tell_each_other(tmp_path: Path, start) -> None:
