@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch.distributed as dist
@@ -203,27 +204,15 @@ ONE = Evidence(**vars(BEAT), host="a", age_s=9.0, state="S", stacks=WAITS, colle
 SAME = [replace(ONE, rank=rank) for rank in range(4)]
 
 
-class SlowReads:
-    """A store whose answers take longer than the others wait between two looks."""
-
-    def __init__(self, store: dist.Store) -> None:
-        self._store = store
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._store, name)
-
-    def get(self, key: str) -> bytes:
-        time.sleep(0.4)
-        return self._store.get(key)
-
-
 def test_a_launcher_stays_until_the_others_have_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """The store ends with the launcher that has it."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     facts = {"store": ["127.0.0.1", store.port], "machines": 2}
     first, late = (Machines({**facts, "machine": machine}) for machine in (0, 1))
     monkeypatch.setattr(machines, "LOOK_AGAIN_S", 0.01)
-    monkeypatch.setattr(late, "_store", SlowReads(late._store))
+    real = late._store  # its answers take longer than the others wait between two looks
+    slow = Mock(wraps=real, get=lambda key: time.sleep(0.4) or real.get(key))
+    monkeypatch.setattr(late, "_store", slow)
     read = []
     thread = threading.Thread(target=lambda: read.extend(late.exchange(["b"])))
     thread.start()
