@@ -36,9 +36,16 @@ LAYOUT = struct.Struct("<qqdd64s48s200s")
 
 PHASE_BYTES = 64
 
-FACTS_AT = 512
+FACTS_AT, SIZE = 512, 2048
 
-SIZE = 2048
+FACTS = {
+    "rank": "RANK",
+    "world_size": "WORLD_SIZE",
+    "local_rank": "LOCAL_RANK",
+    "machine": "GROUP_RANK",
+    "machines": "GROUP_WORLD_SIZE",
+}
+"""torchrun's environment variables."""
 
 LOOK_EVERY_S = 0.5
 
@@ -91,20 +98,17 @@ class Heartbeat:
         if folder is None:
             return
         facts = {"pid": os.getpid(), **(facts or {})}
-        rank = facts["rank"]
         folder.mkdir(exist_ok=True)
-        path = folder / f"rank_{rank}.beat"
+        path = folder / f"rank_{facts['rank']}.beat"
         unfinished = path.with_suffix(".new")
-        unfinished.write_bytes(b"\0" * FACTS_AT + json.dumps(facts).encode())
+        unfinished.write_bytes((b"\0" * FACTS_AT + json.dumps(facts).encode()).ljust(SIZE, b"\0"))
         with unfinished.open("r+b") as file:
-            file.truncate(SIZE)
             self._map = mmap.mmap(file.fileno(), SIZE)
         self._write(b"")
-        self._stacks = (folder / f"rank_{rank}.stacks").open("w", encoding="utf-8")
+        self._stacks = path.with_suffix(".stacks").open("w", encoding="utf-8")
         faulthandler.register(STACKS_SIGNAL, file=self._stacks)
-        unfinished.replace(
-            path
-        )  # last: a rank with this file is sent the signal, and must handle it
+        # last: a rank with this file is sent the signal, and must handle it
+        unfinished.replace(path)
 
     def beat(self, phase: str, step: int | None = None) -> None:
         """Note that this rank enters `phase`. All ranks do so alike, in the same order.
@@ -174,9 +178,7 @@ def heartbeat_of_this_rank(folder: str) -> Heartbeat:
     env = os.environ
     if not folder or env.get("WORLD_SIZE", "1") == "1":
         return Heartbeat()
-    facts: dict[str, Any] = {"rank": int(env["RANK"]), "world_size": int(env["WORLD_SIZE"])}
-    facts |= {"local_rank": int(env["LOCAL_RANK"]), "machine": int(env["GROUP_RANK"])}
-    facts |= {"machines": int(env["GROUP_WORLD_SIZE"])}
+    facts: dict[str, Any] = {name: int(env[variable]) for name, variable in FACTS.items()}
     facts |= {"store": [env["MASTER_ADDR"], int(env["MASTER_PORT"])]}
     try:
         return Heartbeat(Path(folder) / HEARTBEATS, facts)

@@ -27,6 +27,7 @@ from meshwright.metrics.history import note_missing_end
 from meshwright.system.errors import (
     BY_TORCHRUN,
     EXIT_CODES,
+    EXIT_HANG,
     EXIT_INTERRUPTED,
     EXIT_STOPPED,
     LOST_PEER,
@@ -75,9 +76,9 @@ def launch() -> None:
         args = parse_args(["--log-dir", folder, "--signals-to-handle", "", *sys.argv[1:]])
         told = replace(Launch.of_environment(), pid=os.getpid(), folder=folder)
         os.environ |= replace(told, terminal=_set_up_console(args)).as_variable()
-        machines = _wait_for_machines(args, Path(folder))
+        _wait_for_machines(args, Path(folder))
         hearts = Path(folder) / HEARTBEATS
-        watch = Watch(hearts, partial(_stderr_of, args), partial(_logs, args), logger.warning)
+        watch = Watch(hearts, partial(_stderr_of, args), partial(_logs, args))
         try:
             with watch:
                 run(args)
@@ -86,7 +87,7 @@ def launch() -> None:
                 _note_end(args, watch, f"hung: {watch.verdict[-1]}")
                 for line in watch.verdict:
                     print_error(line)
-                sys.exit(exit_code([], has_trained=True, is_hung=True))
+                sys.exit(EXIT_HANG)
             sys.exit(_report(error, request, args, watch))
         except SignalException as signalled:
             lost = "the steps since the last checkpoint are lost" * _has_trained(request)
@@ -94,7 +95,7 @@ def launch() -> None:
             sys.exit(128 + signal.Signals[str(signalled)])
         except RendezvousError as error:
             print_error(
-                f"the {machines} machines did not meet at {args.rdzv_endpoint}: {error}\n"
+                f"the {args.nnodes} machines did not meet at {args.rdzv_endpoint}: {error}\n"
                 "  fix: start the same command on all of them"
             )
             sys.exit(1)
@@ -107,13 +108,12 @@ def _silence_torchrun() -> None:
             logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
-def _wait_for_machines(args: argparse.Namespace, folder: Path) -> int:
-    """Log which of the others are waited for; return the number of machines that have to meet."""
-    machines = 1 if args.standalone else int(args.nnodes)
+def _wait_for_machines(args: argparse.Namespace, folder: Path) -> None:
+    """Log which of the other machines are waited for, in a thread, until there are ranks."""
 
     def speak() -> None:
         begun, due_s = time.monotonic(), SPEAK_EVERY_S
-        meeting = Meeting(args.rdzv_endpoint, machines, args.rdzv_id)
+        meeting = Meeting(args.rdzv_endpoint, int(args.nnodes), args.rdzv_id)
         with suppress(OSError):  # the folder goes with the job
             while not _has_ranks(folder):
                 meeting.come()
@@ -122,9 +122,8 @@ def _wait_for_machines(args: argparse.Namespace, folder: Path) -> int:
                     logger.info("%s: %.0f s so far", meeting.describe(), waited_s)
                 time.sleep(LOOK_EVERY_S)
 
-    if machines > 1:
+    if not args.standalone and int(args.nnodes) > 1:
         threading.Thread(target=speak, name="rendezvous", daemon=True).start()
-    return machines
 
 
 def _set_up_console(args: argparse.Namespace) -> str:
@@ -208,8 +207,10 @@ def _report(error: ChildFailedError, request: Path, args: argparse.Namespace, wa
     if end.has_lost_peer:  # it has not failed by itself
         how = "lost its connection to another rank"
         hint = "; look for the first failure on the consoles of all machines (traceback: the logs)"
+    elif text := _traceback(failure):
+        _print(text)
     else:
-        _show_details(end, failure, args)
+        _show_stderr(end.rank, failure, args)
     _note_end(args, watch, f"failed: rank {end.rank} {how}{where}")
     print_error(f"rank {end.rank} {how}{where}{hint}")
     if asked:
@@ -234,14 +235,6 @@ def _end(rank: int, failure: ProcessFailure) -> RankEnd:
     except OSError:
         when = failure.timestamp
     return RankEnd(rank, failure.exitcode, when, bool(LOST_PEER.search(_traceback(failure))))
-
-
-def _show_details(end: RankEnd, failure: ProcessFailure, args: argparse.Namespace) -> None:
-    """Print the traceback of a rank that failed by itself, or the end of its stderr."""
-    if text := _traceback(failure):
-        _print(text)
-    else:
-        _show_stderr(end.rank, failure, args)
 
 
 def _print(*lines: str) -> None:

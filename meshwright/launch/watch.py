@@ -19,6 +19,7 @@ from typing import TypeVar
 from meshwright.launch.heartbeat import EXAMINE, LOOK_EVERY_S, STACKS_SIGNAL, Beat, read_beats
 from meshwright.launch.machines import Machines
 from meshwright.system.errors import ConfigError, in_ranges
+from meshwright.system.log import logger
 
 T = TypeVar("T")
 
@@ -160,19 +161,14 @@ class Watch:
         folder: of the heartbeats.
         stderr: returns the file with the stderr of a rank, by its number on this machine.
         reports: returns the folder for the stacks.
-        say: gets warnings.
     """
 
     def __init__(
-        self,
-        folder: Path,
-        stderr: Callable[[int], Path | None],
-        reports: Callable[[], Path],
-        say: Callable[[str], None],
+        self, folder: Path, stderr: Callable[[int], Path | None], reports: Callable[[], Path]
     ) -> None:
         self.verdict: list[str] | None = None
         self.began = time.time()
-        self._folder, self._stderr, self._reports, self._say = folder, stderr, reports, say
+        self._folder, self._stderr, self._reports = folder, stderr, reports
         self._stopped_s: dict[int, float] = {}
         self._warned: set[tuple[int, int]] = set()
         self._asked_at = time.monotonic()
@@ -233,9 +229,10 @@ class Watch:
             return
         self._warned |= new
         for rank in culprits(self._examine(beats)):
-            self._say(
-                f"rank {rank.rank} has been in {rank.place} for {rank.age_s:.0f} s, longer than "
-                f"{rank.limit_key}; the others wait for it (its state: {rank.state or 'dead'})"
+            logger.warning(
+                "rank %d has been in %s for %.0f s, longer than %s; the others wait for it "
+                "(its state: %s)",
+                *(rank.rank, rank.place, rank.age_s, rank.limit_key, rank.state or "dead"),
             )
 
     def _others(self, beat: Beat) -> Machines | None:

@@ -1,6 +1,7 @@
 """A run on the console: one line per logged step, and on a terminal a progress bar."""
 
 import json
+import time
 from contextlib import suppress
 
 from tqdm import tqdm
@@ -14,37 +15,6 @@ from meshwright.system.log import (
     is_terminal,
     logger,
 )
-
-
-class Eta:
-    """Seconds to the end, if the rest takes as long per step as the steps so far, pauses included.
-
-    The first record of a process is left out: compilation and warm-up are in it.
-
-    Args:
-        steps: of the whole job.
-    """
-
-    def __init__(self, steps: int) -> None:
-        self._steps, self._first, self._step, self._passed_s = steps, 0, 0, 0.0
-
-    def add(self, record: Record) -> None:
-        """Take the times of a record in."""
-        before, self._step = self._step, int(record["step"])
-        if not before:
-            self._first = self._step
-            return
-        pauses = (record.get(f"time/{pause}_s", 0.0) for pause in ("validation", "checkpoint"))
-        self._passed_s += (self._step - before) * record["time/step_s"] + sum(pauses)
-
-    @property
-    def seconds(self) -> float | None:
-        """Seconds from the last record on; None until steps have been timed."""
-        left, taken = self._steps - self._step, self._step - self._first
-        if left == 0 or taken == 0:
-            return None if left else 0.0
-        return left * self._passed_s / taken
-
 
 HEADER_EVERY = 25
 """Lines from one header to the next."""
@@ -90,8 +60,8 @@ class Console:
 
     def __init__(self, steps: int, step: int) -> None:
         """`steps`: of the whole job; `step`: the last one before this process."""
-        self._steps, self._eta = steps, Eta(steps)
-        self._num_lines = 0
+        self._steps, self._num_lines = steps, 0
+        self._begun: tuple[int, float] | None = None
         self._columns: list[str] = []
         self._bar: tqdm[None] | None = None
         stream = console_stream()
@@ -114,8 +84,7 @@ class Console:
                 self._bar.update(step - self._bar.n)
 
     def write(self, record: Record) -> None:
-        self._eta.add(record)
-        left = duration(self._eta.seconds)
+        left = duration(self._seconds_left(int(record["step"])))
         if self._bar is not None:
             self._bar.set_postfix_str(f"eta {left}", refresh=False)
         width = 2 * len(str(self._steps)) + 1
@@ -146,6 +115,15 @@ class Console:
             coloured += f"{colour}{cell}{RESET}" if colour else cell
         logger.info("%s", plain, extra={"coloured": coloured})
         self._write_validation(record)
+
+    def _seconds_left(self, step: int) -> float | None:
+        """Return the seconds to the end, if steps take as long as those since the first record of
+        this process, pauses included: compilation and warm-up are before. None: not known yet."""
+        now = time.monotonic()
+        first, since = self._begun = self._begun or (step, now)
+        if step in (first, self._steps):
+            return 0.0 if step == self._steps else None
+        return (self._steps - step) * (now - since) / (step - first)
 
     def _write_validation(self, record: Record) -> None:
         sets: dict[str, list[str]] = {}

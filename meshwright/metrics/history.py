@@ -13,10 +13,8 @@ FILE = "history.jsonl"
 
 Event = Literal["start", "end"]
 
-OF_A_RUN = (
-    *("metrics.jsonl", FILE, "samples.jsonl", "skipped_steps.jsonl", "experts.json"),
-    "config.toml",
-)
+OF_A_RUN = ["metrics.jsonl", FILE, "samples.jsonl", "skipped_steps.jsonl", "experts.json"]
+OF_A_RUN += ["config.toml"]
 """Files in the dump folder that a job which starts over begins again."""
 
 
@@ -40,11 +38,7 @@ def set_aside(folder: Path) -> None:
 
 
 def note(folder: Path, step: int, event: Event, facts: Mapping[str, Any]) -> None:
-    """Append an event. A job that starts over, at step 0, begins a new file.
-
-    Args:
-        facts: anything that JSON can hold.
-    """
+    """Append an event, with facts for JSON. A job that starts over at step 0 begins a new file."""
     line = json.dumps({"event": event, "step": step, "unix_s": round(time.time(), 1), **facts})
     is_new = event == "start" and step == 0
     try:

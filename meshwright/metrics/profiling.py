@@ -1,15 +1,13 @@
-"""Profiles single steps, and takes snapshots of GPU memory; each gets a summary as text."""
+"""Profiles single steps, with a summary as text, and takes snapshots of GPU memory."""
 
-import pickle
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from meshwright.config.job_config import Profiling
-from meshwright.system.hardware import GIB
 from meshwright.system.log import logger
 
 MOST_EVENTS = 100_000
@@ -17,8 +15,6 @@ MOST_EVENTS = 100_000
 
 LARGEST = 15
 """Rows of a summary."""
-
-TORCH = Path(torch.__file__).parent
 
 
 class Profiler:
@@ -115,68 +111,31 @@ class Profiler:
         events = profiler.key_averages()
         place = "device" if any(event.self_device_time_total for event in events) else "cpu"
         table = events.table(sort_by=f"self_{place}_time_total", row_limit=LARGEST)
-        _write("trace", path, profiler.export_chrome_trace, table)
+
+        def write() -> None:
+            path.with_suffix(".txt").write_text(table)
+            profiler.export_chrome_trace(str(path))
+
+        _write("trace", path, write)
 
     def _write_snapshot(self, name: str) -> None:
         path = self._folder / name / f"rank_{self._rank}.pickle"
-        snapshot = torch.cuda.memory._snapshot()
-        # as torch's _dump_snapshot, which would look up the names of all frames once more
-        content = pickle.dumps(snapshot)
-        summary = summarize_memory(snapshot)
-        _write("memory snapshot", path, lambda file: Path(file).write_bytes(content), summary)
-
-
-def summarize_memory(snapshot: Mapping[str, Any]) -> str:
-    """Return the lines of code that hold the most memory.
-
-    Args:
-        snapshot: of `torch.cuda.memory._snapshot`: segments of blocks, each with its size in bytes,
-            its state, and the frames that asked for it, innermost first.
-    """
-    sizes: Counter[str] = Counter()
-    counts: Counter[str] = Counter()
-    free = 0
-    for block in (block for segment in snapshot["segments"] for block in segment["blocks"]):
-        if block["state"] != "active_allocated":
-            free += block["size"]
-            continue
-        place = _place(block.get("frames", []))
-        sizes[place] += block["size"]
-        counts[place] += 1
-    lines = [
-        f"memory in use: {sizes.total() / GIB:.3f} GiB; reserved and free: {free / GIB:.3f} GiB",
-        "by the line that asked for it:",
-    ]
-    lines += [
-        f"{size / GIB:10.3f} GiB {counts[place]:6d} x  {place}"
-        for place, size in sizes.most_common(LARGEST)
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def _place(frames: Sequence[Mapping[str, Any]]) -> str:
-    """Return the innermost line of Python, outside torch if there is one."""
-    lines = [frame for frame in frames if frame["filename"].endswith(".py")]
-    own = [frame for frame in lines if not Path(frame["filename"]).is_relative_to(TORCH)]
-    if not lines:
-        return "unknown: allocated before recording began"
-    frame = (own or lines)[0]
-    return f"{frame['filename']}:{frame['line']} {frame['name']}"
+        dump = partial(torch.cuda.memory._dump_snapshot, str(path))
+        _write("memory snapshot", path, dump)
 
 
 def _record(is_on: bool) -> None:
-    # private, but torch's documented way to record: docs.pytorch.org, "Understanding CUDA Memory
-    # Usage"; if it goes, jobs with this key fail at their start
+    # private, as _dump_snapshot, but torch's documented way to record: docs.pytorch.org,
+    # "Understanding CUDA Memory Usage"; if it goes, jobs with this key fail at their start
     options: dict[str, Any] = {"max_entries": MOST_EVENTS} if is_on else {"enabled": None}
     torch.cuda.memory._record_memory_history(**options)
 
 
-def _write(what: str, path: Path, write: Callable[[str], object], summary: str) -> None:
-    """Write a file and its summary; warn if that fails."""
+def _write(what: str, path: Path, write: Callable[[], object]) -> None:
+    """Write a file; warn if that fails."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.with_suffix(".txt").write_text(summary)
-        write(str(path))
+        write()
     except OSError as error:
         logger.warning("%s %s cannot be written: %s", what, path, error)
     else:

@@ -2,7 +2,6 @@
 
 import sys
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,9 +14,6 @@ from meshwright.system import hardware
 from meshwright.system.log import logger
 
 Phase = Literal["forward_backward", "communication", "optimizer"]
-
-LONGEST_QUEUE = 64
-"""Marks on a GPU that may wait. Beyond it, finished marks are read."""
 
 
 class Phases:
@@ -36,7 +32,7 @@ class Phases:
         self._seconds: dict[Phase, float] = {}
         self._phase: Phase | None = None
         self._since: float | torch.cuda.Event = 0.0
-        self._queue: deque[tuple[Phase, torch.cuda.Event, torch.cuda.Event]] = deque()
+        self._events: list[tuple[Phase, torch.cuda.Event, torch.cuda.Event]] = []
 
     def mark(self, phase: Phase | None) -> None:
         """End the phase under way, and begin `phase`. None: nothing that is timed follows."""
@@ -54,22 +50,16 @@ class Phases:
                 self._add(self._phase, now - self._since)
             else:
                 assert isinstance(self._since, torch.cuda.Event)
-                self._queue.append((self._phase, self._since, now))
-                while len(self._queue) > LONGEST_QUEUE and self._queue[0][2].query():
-                    self._read()
+                self._events.append((self._phase, self._since, now))
         self._phase, self._since = phase, now
 
     def take(self) -> dict[Phase, float]:
         """Return the seconds of each phase since the last call. Waits for the device's marks."""
-        while self._queue:
-            self._queue[0][2].synchronize()
-            self._read()
-        seconds, self._seconds = self._seconds, {}
+        for phase, start, end in self._events:
+            end.synchronize()
+            self._add(phase, start.elapsed_time(end) / 1000)
+        seconds, self._seconds, self._events = self._seconds, {}, []
         return seconds
-
-    def _read(self) -> None:
-        phase, start, end = self._queue.popleft()
-        self._add(phase, start.elapsed_time(end) / 1000)
 
     def _add(self, phase: Phase, seconds: float) -> None:
         self._seconds[phase] = self._seconds.get(phase, 0.0) + seconds
@@ -111,24 +101,18 @@ class Reporter:
         advance: Callable[[int], None] | None = None,
         best_validation: tuple[int, float] | None = None,
     ) -> None:
-        """
-        Args:
-            phases: has the times of the parts of a step.
-            advance: gets the number of every step, once it has been handed to the device.
-            best_validation: of the job before this process.
-        """
+        """`advance`: gets the number of every step, once it has been handed to the device."""
         self._work, self._device, self._sinks = work, device, sinks
         self._advance = advance
         self.tokens_seen = tokens_seen
         self.step = 0
         self.best_validation = best_validation
         self._phases = phases
-        self._paused: dict[Pause | None, float] = {}
         self._restart()
 
     def _restart(self) -> None:
         self._steps, self._data_s = 0, 0.0
-        self._paused = {}
+        self._paused: dict[Pause | None, float] = {}
         self._texts: Texts = {}
         self._since = time.perf_counter()
 

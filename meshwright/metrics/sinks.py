@@ -50,12 +50,7 @@ def validation_loss(figures: Mapping[str, Any]) -> float | None:
 
 
 class Spared:
-    """A sink whose files may fail: it warns once, and tries again with every record.
-
-    Args:
-        name: of the destination, for the warning.
-        make: the sink.
-    """
+    """A sink whose files may fail: it warns once, and tries again with every record."""
 
     def __init__(self, name: str, make: Callable[[], Sink]) -> None:
         self._name, self._make = name, make
@@ -147,12 +142,7 @@ class TextLines(JsonLines):
 
 
 class LoadsFile:
-    """The tokens of each expert in the last logged step, as one JSON object; models with experts
-    alone have it.
-
-    Args:
-        loads: returns them, by the number of the layer.
-    """
+    """The tokens of each expert in the last logged step, by layer, as one JSON object."""
 
     def __init__(self, path: Path, loads: Callable[[], Mapping[int, Sequence[int]]]) -> None:
         self._path, self._loads = path, loads

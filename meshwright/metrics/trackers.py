@@ -18,35 +18,19 @@ from torch.utils.tensorboard import summary as protos
 from meshwright.metrics.sinks import Record, Texts, WholeRecords
 from meshwright.system.errors import config_error
 
-SCALARS = (bool, int, float, str)
-
-SHOWN_BESIDE = ("loss/train", "validation/loss")
-"""Figures in the table of hyperparameters."""
-
 RUN_ID = "wandb_run_id"
 """File in the dump folder that names the run of W&B, so that a resumed job continues it."""
 
 
 class TensorBoard:
-    """TensorBoard's scalars, hyperparameters and the config as text.
+    """TensorBoard's scalars, and texts: the config as TOML, and the model's.
 
     It hides events of an earlier run after the step to resume from.
 
     Not torch's SummaryWriter, whose thread writes half a record to a full disk, and dies of it.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        resumed_step: int,
-        config_text: str,
-        hyperparameters: Mapping[str, Any],
-    ) -> None:
-        """
-        Args:
-            config_text: TOML.
-            hyperparameters: by dotted key; lists and tables are shown as text.
-        """
+    def __init__(self, folder: Path, resumed_step: int, config_text: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         # as SummaryWriter names it; TensorBoard looks for "tfevents"
         name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{os.getpid()}"
@@ -55,11 +39,6 @@ class TensorBoard:
             self._add(0, file_version="brain.Event:2")
             self._add(resumed_step + 1, session_log=SessionLog(status=SessionLog.START))
             self._add(resumed_step, summary=_text("config", config_text))
-            values = {
-                k: v if isinstance(v, SCALARS) else str(v) for k, v in hyperparameters.items()
-            }
-            for proto in protos.hparams(values, dict.fromkeys(SHOWN_BESIDE, 0)):
-                self._add(resumed_step, summary=proto)
         except OSError:
             (folder / name).unlink()
             raise
@@ -137,18 +116,11 @@ class WeightsAndBiases:
             fix = "wandb login, or set WANDB_MODE=offline"
             raise config_error("metrics.enable_wandb", True, str(error), fix) from None
         self._next_step = int(self._run.step)
-        self._table = wandb.Table
 
     def write(self, record: Record) -> None:
         step = int(record["step"])
         if step >= self._next_step:
             self._run.log({k: v for k, v in record.items() if k != "step"}, step=step)
-
-    def write_texts(self, step: int, texts: Texts) -> None:
-        if step >= self._next_step:
-            rows = [list(row) for row in texts.items()]
-            table = self._table(columns=["prompt", "text"], data=rows)
-            self._run.log({"validation/texts": table}, step=step)
 
     def close(self) -> None:
         # an error that ends the job is on its way: W&B shows the run as failed

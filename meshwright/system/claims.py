@@ -75,12 +75,7 @@ def read(file: Path) -> State | None:
 
 
 class Claim:
-    """The right of this process to a file; kept alive by a thread while it has it.
-
-    Args:
-        nonce: of its owner; "": a new one.
-        job: of its owner.
-    """
+    """The right of this process to a file; kept alive by a thread while it has it."""
 
     def __init__(self, file: Path, nonce: str = "", job: str = "") -> None:
         self.file, nonce = file, nonce or secrets.token_hex(6)

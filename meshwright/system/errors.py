@@ -177,21 +177,14 @@ def cause(ends: Sequence[RankEnd]) -> RankEnd:
     return min(ends, key=suspicion)
 
 
-def exit_code(
-    ends: Sequence[RankEnd], asked: str = "", *, has_trained: bool, is_hung: bool = False
-) -> int:
-    """Return the exit code of a job.
+def exit_code(ends: Sequence[RankEnd], asked: str = "", *, has_trained: bool) -> int:
+    """Return the exit code of a job that does not hang.
 
     Args:
         ends: of the ranks that did not end with 0.
         asked: the signal that asked the launcher to stop the job; "": none did.
         has_trained: the ranks have taken a step since the start.
-        is_hung: the launcher has ended the ranks because one hangs.
     """
-    if is_hung:
-        return EXIT_HANG
-    if not ends:
-        return 0
     code = cause(ends).code
     if code in (*EXIT_CODES.values(), EXIT_STOPPED, EXIT_INTERRUPTED):
         return code

@@ -117,13 +117,7 @@ SDPA_BACKENDS = {
 def attention_order(
     kernel: str, *, capability: tuple[int, int], cudnn: int, seq_len: int, is_deterministic: bool
 ) -> list[str]:
-    """Return torch's kernels of attention in the order in which they are to be tried.
-
-    Args:
-        kernel: `training.attention_kernel`.
-        capability: of the GPU.
-        cudnn: version; 0: there is none.
-    """
+    """Return torch's kernels of attention in the order to try them in; `cudnn`: 0 without it."""
     is_right = cudnn >= RIGHT_CUDNN or (cudnn > 0 and seq_len % 128 == 0)
     is_fastest = capability[0] in (9, 10) and not is_deterministic
     is_first = kernel == "cudnn" or (kernel == "auto" and is_fastest)

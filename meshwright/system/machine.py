@@ -55,8 +55,7 @@ def count_ranks(given: Namespace, *, start_here: bool = True) -> Ranks:
     """Return the ranks that the options --ngpu and --nnodes, or NGPU and NNODES, ask for.
 
     Args:
-        start_here: on this machine. Otherwise its GPUs are only counted if nothing names the ranks
-            per machine.
+        start_here: otherwise GPUs are only counted if nothing names the ranks per machine.
 
     Raises:
         ConfigError: if they are no positive numbers, or the driver fails.

@@ -7,9 +7,10 @@ import select
 import signal
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Literal
@@ -138,12 +139,17 @@ class Requests:
         self._wakeup_before = signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
         self._is_entered = True
         # a process that a library forks must not write its own signals into our pipe
-        os.register_at_fork(after_in_child=self._restore)
+        os.register_at_fork(
+            before=partial(self._mask, signal.SIG_BLOCK),
+            after_in_parent=partial(self._mask, signal.SIG_UNBLOCK),
+            after_in_child=self._forget,
+        )
         threading.Thread(target=self._listen, name="requests", daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._restore()
+        self._is_entered = False
         os.close(self._write_end)  # ends the thread
 
     @property
@@ -181,11 +187,19 @@ class Requests:
                 (self._folder / TRAINED).touch()
 
     def _restore(self) -> None:
-        """Have signals end this process, or one that was forked from it, as usual."""
+        signal.set_wakeup_fd(self._wakeup_before)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _mask(self, how: int) -> None:
         if self._is_entered:
-            signal.set_wakeup_fd(self._wakeup_before)
-            for number, handler in self._before.items():
-                signal.signal(number, handler)
+            signal.pthread_sigmask(how, STOP_SIGNALS)
+
+    def _forget(self) -> None:
+        """Have a process that was forked from this one end by signals as usual."""
+        if self._is_entered:
+            self._restore()
+            self._mask(signal.SIG_UNBLOCK)
             self._is_entered = False
 
     def _listen(self) -> None:
@@ -250,40 +264,31 @@ class Requests:
             os._exit(128 + signal.SIGTERM)
 
 
-def _later(seconds: float, action: object) -> None:
-    timer = threading.Timer(seconds, action)  # type: ignore[arg-type]
+def _later(seconds: float, action: Callable[[], None]) -> None:
+    timer = threading.Timer(seconds, action)
     timer.daemon = True
     timer.start()
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when its parent dies, SIGKILL included.
-
-    Args:
-        parent: process number of who started it: it may have died by now.
-    """
+    """Have the kernel kill this process when its parent dies, SIGKILL included, or has died."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-SOCKET_PATH, SOCKET_NAME = 107, len("/pymp-12345678/listener-12345678")
-"""Bytes that Linux takes of a socket's path, and those that multiprocessing adds to a folder."""
+LONGEST_FOLDER = 107 - len("/pymp-12345678/listener-12345678")
+"""Bytes that Linux takes of a socket's path, less those that multiprocessing adds to a folder."""
 
 
 def fork_server(*modules: str) -> "ForkServerContext":
-    """Return what starts processes as forks of one that has imported `modules`.
-
-    Its socket is below the temporary folder, or below /tmp where that one's path is too long.
-    """
+    """Return the context that starts processes as forks of one that has imported `modules`."""
     import multiprocessing.util  # not at the top: most commands start no process
 
-    if len(os.fsencode(tempfile.gettempdir())) + SOCKET_NAME > SOCKET_PATH:
-        before, tempfile.tempdir = tempfile.tempdir, "/tmp"
-        try:
-            multiprocessing.util.get_temp_dir()  # which it then keeps
-        finally:
-            tempfile.tempdir = before
+    if len(os.fsencode(before := tempfile.gettempdir())) > LONGEST_FOLDER:
+        tempfile.tempdir = "/tmp"
+        multiprocessing.util.get_temp_dir()  # which it then keeps
+        tempfile.tempdir = before
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*modules])
     return context

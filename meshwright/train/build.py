@@ -213,12 +213,7 @@ def _files(config: JobConfig, resumed_step: int) -> Iterator[sinks.Sink]:
         from meshwright.metrics.trackers import TensorBoard, WeightsAndBiases
     if metrics.enable_tensorboard:
         folder = dump_folder / metrics.save_tb_folder
-        values = {
-            f"{section}.{key}": value
-            for section, table in to_json(config).items()
-            for key, value in table.items()
-        }
-        events = partial(TensorBoard, folder, resumed_step, to_toml(config), values)
+        events = partial(TensorBoard, folder, resumed_step, to_toml(config))
         yield sinks.Spared(f"{folder}, for TensorBoard,", events)
     if metrics.enable_wandb:
         tracked = partial(

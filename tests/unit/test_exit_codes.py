@@ -12,8 +12,6 @@ KILLED, TERMINATED = -signal.SIGKILL, -signal.SIGTERM
 @pytest.mark.parametrize(
     ("codes", "asked", "has_trained", "want"),
     [
-        ([], "", True, 0),
-        ([], "SIGTERM", True, 0),  # it came after the last save
         # asked, and saved
         ([75, 75], "SIGTERM", True, 75),
         ([75, 75], "SIGINT", True, 75),
@@ -44,10 +42,6 @@ def test_the_exit_code_of_a_job(codes, asked, has_trained, want) -> None:
     ends = [RankEnd(rank, code) for rank, code in enumerate(codes)]
     assert exit_code(ends, asked, has_trained=has_trained) == want
     assert exit_code(ends[::-1], asked, has_trained=has_trained) == want
-
-
-def test_a_hang_is_a_hang_whatever_its_ranks_say() -> None:
-    assert exit_code([RankEnd(0, KILLED)], "SIGTERM", has_trained=True, is_hung=True) == 6
 
 
 def test_a_rank_that_lost_another_is_not_the_cause() -> None:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch.distributed as dist
@@ -78,8 +79,8 @@ def start(tmp_path: Path) -> Iterator:
 
 
 def watching(folder: Path, **given: object) -> Watch:
-    """A launcher that has no rank's stderr, and forgets what it would say."""
-    options = {"stderr": lambda rank: None, "reports": lambda: folder, "say": lambda text: None}
+    """A launcher that has no rank's stderr."""
+    options = {"stderr": lambda rank: None, "reports": lambda: folder}
     return Watch(folder, *(options | given).values())
 
 
@@ -158,15 +159,15 @@ def test_a_rank_that_nccl_aborts_at_the_limit_is_no_cause(tmp_path: Path, start,
 
 
 @pytest.mark.parametrize(("way", "count"), [("loop", 0), ("behind", 1)])
-def test_a_job_that_may_go_on_is_not_ended(tmp_path: Path, start, way: str, count: int) -> None:
+def test_a_job_that_may_go_on_is_not_ended(tmp_path, start, caplog, way: str, count: int) -> None:
     """A rank that keeps the others waiting is named, once. Not if all may be at work."""
-    ranks, said = [start(0, "wait"), start(1, way)], []
-    with watching(tmp_path, say=said.append) as launcher:
+    ranks = [start(0, "wait"), start(1, way)]
+    with watching(tmp_path) as launcher:
         time.sleep(LIMIT_S + watch.WARN_AFTER_S + 2 * watch.ANSWER_S + 0.5)
     assert launcher.verdict is None
     assert [rank.poll() for rank in ranks] == [None, None]
-    assert len(said) == count
-    assert all("rank 1 has been in data of step 7 for" in text for text in said)
+    assert len(caplog.messages) == count
+    assert all("rank 1 has been in data of step 7 for" in text for text in caplog.messages)
 
 
 def test_machines_tell_each_other(tmp_path: Path, start) -> None:
@@ -203,27 +204,15 @@ ONE = Evidence(**vars(BEAT), host="a", age_s=9.0, state="S", stacks=WAITS, colle
 SAME = [replace(ONE, rank=rank) for rank in range(4)]
 
 
-class SlowReads:
-    """A store whose answers take longer than the others wait between two looks."""
-
-    def __init__(self, store: dist.Store) -> None:
-        self._store = store
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._store, name)
-
-    def get(self, key: str) -> bytes:
-        time.sleep(0.4)
-        return self._store.get(key)
-
-
 def test_a_launcher_stays_until_the_others_have_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """The store ends with the launcher that has it."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     facts = {"store": ["127.0.0.1", store.port], "machines": 2}
     first, late = (Machines({**facts, "machine": machine}) for machine in (0, 1))
     monkeypatch.setattr(machines, "LOOK_AGAIN_S", 0.01)
-    monkeypatch.setattr(late, "_store", SlowReads(late._store))
+    real = late._store  # its answers take longer than the others wait between two looks
+    slow = Mock(wraps=real, get=lambda key: time.sleep(0.4) or real.get(key))
+    monkeypatch.setattr(late, "_store", slow)
     read = []
     thread = threading.Thread(target=lambda: read.extend(late.exchange(["b"])))
     thread.start()

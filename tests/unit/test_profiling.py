@@ -1,17 +1,13 @@
 """Traces and snapshots of GPU memory: when they are written, and their summaries."""
 
 import json
-import pickle
 from pathlib import Path
 
 import pytest
 import torch
 
-import meshwright
 from meshwright.config.job_config import Profiling
-from meshwright.metrics.profiling import Profiler, summarize_memory
-
-SNAPSHOT: dict[str, list[object]] = {"segments": []}
+from meshwright.metrics.profiling import Profiler
 
 
 @pytest.fixture
@@ -22,7 +18,8 @@ def recorded(monkeypatch) -> list[object]:
     monkeypatch.setattr(
         torch.cuda.memory, "_record_memory_history", lambda **options: asked.append(options)
     )
-    monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda: SNAPSHOT)
+    dump = lambda path: Path(path).write_bytes(b"its memory")  # noqa: E731
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", dump)
     return asked
 
 
@@ -40,7 +37,6 @@ def test_snapshots_by_the_step_of_the_job(recorded, tmp_path) -> None:
     folder = tmp_path / "memory_snapshot"
     assert written(folder) == {"step_6/rank_2.pickle", "step_9/rank_2.pickle"}
     assert recorded == [{"max_entries": 100_000}, {"enabled": None}]
-    assert pickle.loads((folder / "step_6/rank_2.pickle").read_bytes()) == SNAPSHOT
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("full"), ValueError("other")])
@@ -102,24 +98,3 @@ def test_on_a_gpu_a_request_gives_the_memory_too(recorded, tmp_path) -> None:
             profiler.step()
     assert written(tmp_path / "memory_snapshot") == {"step_1/rank_0.pickle"}
     assert recorded == [{"max_entries": 100_000}, {"enabled": None}]
-
-
-def test_the_summary_of_memory_names_lines_of_code() -> None:
-    frames = [
-        {"filename": "??", "line": 0, "name": "c10::alloc"},
-        {"filename": (torchs := torch.nn.__file__), "line": 1, "name": "forward"},
-        {"filename": (ours := meshwright.__file__), "line": 7, "name": "train_step"},
-    ]
-
-    def block(gib: float, state: str = "active_allocated", frames: list = frames) -> dict:
-        return {"size": int(gib * 2**30), "state": state, "frames": frames}
-
-    blocks = [block(1), block(0.5), block(0.25, frames=frames[:2]), block(3, frames=[])]
-    text = summarize_memory({"segments": [{"blocks": blocks}, {"blocks": [block(2, "inactive")]}]})
-    assert text.splitlines() == [
-        "memory in use: 4.750 GiB; reserved and free: 2.000 GiB",
-        "by the line that asked for it:",
-        "     3.000 GiB      1 x  unknown: allocated before recording began",
-        f"     1.500 GiB      2 x  {ours}:7 train_step",
-        f"     0.250 GiB      1 x  {torchs}:1 forward",
-    ]

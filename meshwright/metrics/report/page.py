@@ -157,6 +157,7 @@ def _charts(run: Run) -> str:
         for title, unit, curves, options in charts
     )
     note = '<p class="note">Dashed lines: resumes and new stages; red marks: skipped steps.</p>'
+    note *= bool(seams or skipped)
     return f'<div class="charts">{drawn}</div>{note}' if drawn else ""
 
 

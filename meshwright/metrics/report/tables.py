@@ -17,18 +17,15 @@ from meshwright.metrics.sinks import validation_loss
 
 def validation_table(run: Run) -> str:
     names = run.names("validation/")
-    rows = [row for row in run.records if any(name in row for name in names)]
-    best = best_validation(run)
+    best, _ = best_validation(run) or (None, None)
     head = ["step", *(name.removeprefix("validation/").replace("_", " ") for name in names)]
-    cells = []
-    for row in rows:
-        mark = " best" if best is not None and row["step"] == best[0] else ""
-        values = [number(row.get(name)) for name in names]
-        cells.append([f"{row['step']:,}{mark}", *values])
-    if len(cells) > 20:
-        hidden = f"<p class='note'>The last 20 of {len(cells)}; all are in metrics.jsonl.</p>"
-        return table(head, cells[-20:]) + hidden
-    return table(head, cells)
+    cells = [
+        [f"{row['step']:,}{' best' * (row['step'] == best)}", *(number(row.get(n)) for n in names)]
+        for row in run.records
+        if any(name in row for name in names)
+    ]
+    hidden = f"<p class='note'>The last 20 of {len(cells)}; all are in metrics.jsonl.</p>"
+    return table(head, cells[-20:]) + hidden * (len(cells) > 20)
 
 
 def texts(run: Run) -> str:
@@ -133,7 +130,7 @@ def environment_table(run: Run) -> str:
         ("mesh", last.get("mesh")),
         ("host of the first rank", last.get("host")),
         ("system", last.get("system")),
-        *((f"{name}", version) for name, version in last.get("versions", {}).items()),
+        *last.get("versions", {}).items(),
         ("parameters", f"{last['parameters']:,}" if "parameters" in last else None),
         ("command", last.get("command")),
     ]
