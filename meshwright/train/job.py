@@ -353,13 +353,13 @@ def _save(job: Job, taken: Taken, *, is_last: bool, is_done: bool = False) -> No
         )
         if is_done and taken.step < job.plan.config.training.steps:
             manifest["data_ended"] = True
-        tensors: "TrainingTensors | ModelTensors" = job.trainer.tensors
+        tensors: TrainingTensors | ModelTensors = job.trainer.tensors
         if is_done and config.last_save_model_only:
-            from meshwright.checkpoint.state import ModelTensors  # late, as the trainer's
+            from meshwright.checkpoint import state  # late, as the trainer's
 
             average = None if job.trainer.average is None else job.trainer.average.tensors
             dtype = getattr(torch, config.export_dtype)
-            tensors = ModelTensors(job.trainer.model, dtype, average)
+            tensors = state.ModelTensors(job.trainer.model, dtype, average)
             manifest["model_only"] = True
         job.checkpoints.save(taken.step, tensors, manifest, is_last)
 

@@ -179,29 +179,19 @@ def check_args(args: DecoderArgs, there: Mapping[str, tuple[str, Any]], file: st
         if ours == theirs:
             continue
         keys.append(f"model.args.{name}")
-        messages.append(
-            f"{keys[-1]} = {_shown(ours)}: {file} has {key} = {_shown(theirs)}"
-            f"\n  fix: {_fix(name, theirs)}"
-        )
+        fix = f"set {keys[-1]} = {_as_toml(theirs)}"
+        if theirs is None:
+            fix = f"choose a model.flavor without {name}"
+        what = f"{keys[-1]} = {_as_toml(ours)}: {file} has {key} = {_as_toml(theirs)}"
+        messages.append(f"{what}\n  fix: {fix}")
     if messages:
         raise ConfigError(keys[0], "\n".join(messages))
 
 
-def _shown(value: object) -> str:
-    table = dataclasses.asdict(value) if dataclasses.is_dataclass(value) else value  # type: ignore[arg-type]
-    return "none" if table is None else as_toml(table)
-
-
-def _fix(name: str, value: object) -> str:
-    key = f"model.args.{name}"
-    if isinstance(value, bool):
-        return f"set {key} = {str(value).lower()}"
-    if value is None:
-        return f"choose a model.flavor without {name}"
-    if dataclasses.is_dataclass(value):
-        table = dataclasses.asdict(value)  # type: ignore[arg-type]
-        return f"set {key} = {{ {', '.join(f'{k} = {v}' for k, v in table.items())} }}"
-    return f"set {key} = {value}"
+def _as_toml(value: object) -> str:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return f"{{ {', '.join(f'{k} = {v}' for k, v in dataclasses.asdict(value).items())} }}"
+    return "none" if value is None else as_toml(value)
 
 
 def check_tensors(

@@ -1,6 +1,7 @@
 """Finds and checks the folder of `checkpoint.initial_load_path`, in any format. No torch."""
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -16,7 +17,7 @@ from meshwright.checkpoint.index import INDEX, SavedTensor, read_saved_tensors
 from meshwright.checkpoint.manifest import MANIFEST, Manifest
 from meshwright.config.job_config import Checkpoint
 from meshwright.models.args import DecoderArgs
-from meshwright.models.family import Family, MetaForm, TorchtitanForm
+from meshwright.models.family import Family
 from meshwright.system.errors import check, where_it_ends
 from meshwright.system.files import Place
 
@@ -29,44 +30,53 @@ def is_torchtitan_folder(path: Path) -> bool:
     return (path / INDEX).is_file() and not (path / MANIFEST).exists()
 
 
-def find_names(place: Place, form: TorchtitanForm, args: DecoderArgs) -> dict[str, str]:
-    """Return the name there of each parameter of the model with `args`.
+OF_MODEL = ("tok_embeddings.", "layers.", "norm.", "output.", "lm_head.")
+"""Beginnings of parameters' names in torchtitan's checkpoints, after the prefix."""
+
+
+def find_names(place: Place, family: Family, args: DecoderArgs) -> dict[str, str]:
+    """Return the name in torchtitan's checkpoint of each parameter of the model with `args`.
 
     Raises:
         ConfigError: naming every tensor that is missing, has another shape, or has no place.
     """
+    if (renamed := family.torchtitan) is None:
+        fix = "export it to Hugging Face's form there, and set checkpoint.initial_load_in_hf = true"
+        raise place.error(f"is torchtitan's, whose form of {family.name} cannot be read", fix)
     saved = read_saved_tensors(place)
     place.check(
         not any(name.startswith("rng.") for name in saved),
         f"is a checkpoint of meshwright's that is damaged: it has no {MANIFEST}",
         "name another step's folder",
     )
-    shapes = args.parameter_shapes()
-    prefix = next((p for p in form.PREFIXES if _of_model(saved, p, form)), "")
+    # a saved whole state has the model beside the rest, or below "model"
+    prefix = next((p for p in ("", "model.") if _of_model(saved, p)), "")
+
+    def names_there(ours: str) -> list[str]:
+        others = [ours.replace(*names) for names in renamed.items() if names[0] in ours]
+        return [prefix + name for name in (ours, *others)]
+
     found, wrong = {}, []
-    for ours, shape in shapes.items():
-        theirs = next((name for name in form.names(ours) if prefix + name in saved), None)
+    for ours, shape in args.parameter_shapes().items():
+        theirs = next((name for name in names_there(ours) if name in saved), None)
         if theirs is None:
             wrong.append(f"{prefix}{ours} is not there")
-            continue
-        found[ours] = prefix + theirs
-        if saved[found[ours]].shape != shape:
-            wrong.append(f"{found[ours]} has shape {saved[found[ours]].shape} there, not {shape}")
-    tied = {prefix + name for name in form.names("output.weight")} if args.tie_embeddings else set()
-    others = sorted(_of_model(saved, prefix, form) - set(found.values()) - tied)
+        elif saved[theirs].shape != shape:
+            wrong.append(f"{theirs} has shape {saved[theirs].shape} there, not {shape}")
+        found[ours] = theirs or ""
+    tied = {*names_there("output.weight")} if args.tie_embeddings else set()
+    others = sorted(_of_model(saved, prefix) - {*found.values()} - tied)
     wrong += [f"{name} has no place in the model" for name in others]
-    more = f" (and {len(wrong) - SHOWN} more)" if len(wrong) > SHOWN else ""
     place.check(
         not wrong,
-        f"is a checkpoint of torchtitan's, or of another model: {'; '.join(wrong[:SHOWN])}{more}",
+        f"is a checkpoint of torchtitan's, or of another model: {'; '.join(wrong[:SHOWN])}",
         "set model.flavor and model.args to the model that it is of",
     )
     return found
 
 
-def _of_model(saved: dict[str, SavedTensor], prefix: str, form: TorchtitanForm) -> set[str]:
-    starts = tuple(prefix + start for start in form.OF_MODEL)
-    return {name for name in saved if name.startswith(starts)}
+def _of_model(saved: Mapping[str, SavedTensor], prefix: str) -> set[str]:
+    return {name for name in saved if name.startswith(tuple(prefix + start for start in OF_MODEL))}
 
 
 LOAD_KEY = "checkpoint.initial_load_path"
@@ -132,9 +142,9 @@ def check_initial(config: Checkpoint, args: DecoderArgs, family: Family) -> None
         case "hf":
             check_hf_folder(place, family.hf, args)
         case "meta":
-            check_meta_folder(place, meta_form(place, family), args)
+            check_meta_folder(place, family, args)
         case "torchtitan":
-            find_names(place, torchtitan_form(place, family), args)
+            find_names(place, family, args)
         case "ours":
             assert manifest is not None
             name = manifest["model_name"]
@@ -184,20 +194,3 @@ def family_there(
         rule = f"must be that of the feed-forward to copy, model.args.hidden_dim = {width}"
         check(own == width, key, own, rule, f"set {key} = {width}")
     return dense, dense.args(**values)
-
-
-def meta_form(place: Place, family: Family) -> MetaForm:
-    """Return the form of Meta's folders of the model's family; raises `ConfigError` if there is
-    none."""
-    if family.meta is None:
-        raise place.error(f"is a folder of Meta's, and Meta has no {family.name}")
-    return family.meta
-
-
-def torchtitan_form(place: Place, family: Family) -> TorchtitanForm:
-    """Return the form of torchtitan's checkpoints of the family; raises `ConfigError` if it is
-    unknown."""
-    if family.torchtitan is None:
-        fix = "export it to Hugging Face's form there, and set checkpoint.initial_load_in_hf = true"
-        raise place.error(f"is torchtitan's, whose form of {family.name} cannot be read", fix)
-    return family.torchtitan

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from meshwright.checkpoint.conversion.hf_folder import check_args
 from meshwright.models.args import DecoderArgs
-from meshwright.models.family import MetaForm
+from meshwright.models.family import TIED, Family
 from meshwright.system.files import Place
 
 if TYPE_CHECKING:
@@ -40,35 +40,37 @@ Parts = list[tuple[tuple[int, ...], "Tensor"]]
 """Of a tensor: each with its offset in the whole, mapped into memory."""
 
 
-def check_meta_folder(place: Place, form: MetaForm, args: DecoderArgs) -> dict[str, Parts]:
-    """Check that the folder is of a model with `args`, and whole; return its tensors.
+def check_meta_folder(place: Place, family: Family, args: DecoderArgs) -> dict[str, Parts]:
+    """Check that the folder is of a model of `family` with `args`, and whole; return its tensors.
 
     Raises:
         ConfigError: naming every dimension that differs, or the first tensor.
     """
-    params = place.read_json(PARAMS)
+    if family.meta is None:
+        raise place.error(f"is a folder of Meta's, and Meta has no {family.name}")
     try:
-        there = form.read_params(params)
+        there = family.meta(place.read_json(PARAMS))
     except ValueError as error:
         raise place.error(f"{PARAMS}: {error}") from None
-    differ = {
-        name: (dimension.key, dimension.value)
-        for name, dimension in there.items()
-        if not form.same(name, getattr(args.resolved, name), dimension.value)
-    }
-    check_args(args, differ, str(place.path / PARAMS))
+    found = {name: (dimension.key, dimension.value) for name, dimension in there.items()}
+    scaling = getattr(args, "rope_scaling", None)
+    if scaling and found["rope_scaling"][1]:  # it does not say by how much
+        del found["rope_scaling"]
+    check_args(args, found, str(place.path / PARAMS))
     files = {file.name: _map(place, file) for file in _weight_files(place.path)}
     wanted = args.parameter_shapes()
-    for name, shape in list(wanted.items()):
-        if (copy := form.copy_of(name, args)) and copy in next(iter(files.values())):
-            wanted[copy] = shape
-    found = {name: _find_parts(place, name, shape, files) for name, shape in wanted.items()}
-    names = set().union(*files.values()) - wanted.keys()
-    others = sorted(name for name in names if not form.is_needless(name))
+    names = set().union(*files.values())
+    if args.tie_embeddings and COPY in names:
+        wanted[COPY] = wanted[TIED]
+    parts = {name: _find_parts(place, name, shape, files) for name, shape in wanted.items()}
+    others = sorted(names - wanted.keys() - {"rope.freqs"})  # which follow from params.json
     rule = f"holds {others[0] if others else ''}, for which the model has no place"
     place.check(not others, rule)
-    return found
+    return parts
 
+
+COPY = "output.weight"
+"""In the files even where it is the embedding once more."""
 
 TYPES = ("torch.float32", "torch.bfloat16", "torch.float16")
 """That weights may have."""
