@@ -9,8 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from meshwright.checkpoint.conversion.initial_load import check_initial, find_initial
-from meshwright.checkpoint.conversion.meta_folder import _weight_files
+from meshwright.checkpoint.conversion.initial_load import (
+    _weight_files,
+    check_initial,
+    find_initial,
+)
 from meshwright.checkpoint.conversion.readers import MetaWeights
 from meshwright.config.job_config import Checkpoint
 from meshwright.models.args import RopeScaling

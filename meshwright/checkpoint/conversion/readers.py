@@ -14,12 +14,13 @@ from torch import Tensor
 
 from meshwright.checkpoint.conversion.hf_folder import check_tensors, find_tensors
 from meshwright.checkpoint.conversion.initial_load import (
+    COPY,
     LOAD_KEY,
     InitialWeights,
+    check_meta_folder,
     find_initial,
     find_names,
 )
-from meshwright.checkpoint.conversion.meta_folder import COPY, check_meta_folder
 from meshwright.checkpoint.find import find_checkpoint
 from meshwright.checkpoint.on_ranks import on_first_rank, select_on_ranks
 from meshwright.checkpoint.reader import CheckpointWeights, Piece, Put, Weights
