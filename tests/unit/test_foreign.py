@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from meshwright.checkpoint.conversion.initial_load import (
-    _weight_files,
     check_initial,
     find_initial,
 )
@@ -183,13 +182,6 @@ def load_meta(folder: Path, args: LlamaArgs) -> Decoder:
     model = Decoder(args, seq_len=64)
     MetaWeights(Place("folder", folder), FAMILY, args).load(dict(model.named_parameters()))
     return model
-
-
-def test_files_of_metas_are_in_the_order_of_their_numbers(tmp_path) -> None:
-    for number in range(12):
-        (tmp_path / f"consolidated.{number}.pth").touch()
-    names = [file.name for file in _weight_files(tmp_path)]
-    assert names == [f"consolidated.{number}.pth" for number in range(12)]
 
 
 def test_tied_embeddings_must_be_equal_where_they_are_written_twice(tmp_path) -> None:

@@ -6,7 +6,6 @@ of every matrix, cut along one dimension, and all of every norm.
 """
 
 import dataclasses
-import re
 from collections.abc import Mapping
 from itertools import count
 from pathlib import Path
@@ -90,19 +89,12 @@ def _of_model(saved: Mapping[str, SavedTensor], prefix: str) -> set[str]:
 
 PARAMS = "params.json"
 
-WEIGHTS = re.compile(r"consolidated\.(\d+)\.pth")
+WEIGHTS = "consolidated.*.pth"
 
 
 def is_meta_folder(path: Path) -> bool:
     """Return whether `path` looks like a model folder of Meta's."""
-    return (path / PARAMS).is_file() and bool(_weight_files(path))
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    """In the order of Meta's ranks."""
-    numbered = {path: WEIGHTS.fullmatch(path.name) for path in folder.iterdir()}
-    files = {int(match[1]): path for path, match in numbered.items() if match}
-    return [files[number] for number in sorted(files)]
+    return (path / PARAMS).is_file() and any(path.glob(WEIGHTS))
 
 
 Parts = list[tuple[tuple[int, ...], "Tensor"]]
@@ -126,7 +118,7 @@ def check_meta_folder(place: Place, family: Family, args: DecoderArgs) -> dict[s
     if scaling and found["rope_scaling"][1]:  # it does not say by how much
         del found["rope_scaling"]
     check_args(args, found, str(place.path / PARAMS))
-    files = {file.name: _map(place, file) for file in _weight_files(place.path)}
+    files = {file.name: _map(place, file) for file in sorted(place.path.glob(WEIGHTS))}
     wanted = args.parameter_shapes()
     names = set().union(*files.values())
     if args.tie_embeddings and COPY in names:
