@@ -113,10 +113,7 @@ class CheckpointManager:
 
     def select_and_verify(self) -> Manifest | None:
         """Choose the checkpoint to resume from, and verify it as `checkpoint.verify` says; return
-        its manifest.
-
-        Damaged checkpoints are passed over for the newest good one: see `select_on_ranks`. None:
-        there is none.
+        its manifest, or None if there is none. Passes over damaged ones.
 
         Raises:
             ConfigError: if the one that `load_step` names is damaged, or all are.
@@ -134,13 +131,8 @@ class CheckpointManager:
         return on_first_rank(find, self._group)
 
     def load(self, state: "TrainingTensors", manifest: Manifest) -> None:
-        """Restore `state` in place from the checkpoint that `select_and_verify` chose, without the
-        parts that `exclude_from_loading` leaves out: `state` is then not given them.
-
-        Later ones, damaged or not wanted, are set aside.
-
-        Args:
-            manifest: the result of `select_and_verify`.
+        """Restore `state` in place from the checkpoint of `manifest`, which `select_and_verify` has
+        returned, but for the parts that `exclude_from_loading` names; set aside later checkpoints.
 
         Raises:
             ConfigError: if a tensor is missing, has another shape, or is damaged; or if a later
@@ -177,14 +169,12 @@ class CheckpointManager:
             ) from None
 
     def prepare_saves(self, state: "TrainingTensors") -> None:
-        """Import the modules that saves need, and preallocate, in a background thread, the host
-        memory that async saves copy into.
+        """Import the modules that saves need (later, other versions may have been installed), and
+        begin to preallocate the host memory that async saves copy into.
 
         Call after the first step, when the optimizer has state; otherwise the first save does both.
-        By then, other versions of packages may have been installed.
         """
         import_module("meshwright.checkpoint.writer")
-
         if self._staging is not None:
             self._wait()
             self._in_flight = self._writing.submit(self._staging.preallocate, state.state_dict())
@@ -257,8 +247,8 @@ class CheckpointManager:
         staging: Staging | None,
         is_last: bool,
     ) -> None:
-        """Write `tensors`, or their copies in `staging`. In the background, nothing else may use
-        the process group meanwhile."""
+        """Write `tensors`, or their copies in `staging`. Nothing else may use the process group
+        meanwhile."""
         from torch.distributed.checkpoint.api import CheckpointException
 
         from meshwright.checkpoint.writer import write

@@ -73,7 +73,7 @@ def find_tensors(place: Place) -> dict[str, StoredTensor]:
 
 
 def _read_header(place: Place, name: str) -> dict[str, StoredTensor]:
-    """Return every tensor in a file, which has to be whole: its header covers it to the last byte."""
+    """Return every tensor in a file; its header has to cover it to the last byte."""
     file = place.path / name
     place.check(file.is_file(), f"{name} is missing, which {INDEX} names", AGAIN)
     try:
