@@ -14,7 +14,6 @@ from meshwright.checkpoint import commit
 from meshwright.checkpoint import find as survey
 from meshwright.checkpoint.find import find_candidates
 from meshwright.checkpoint.retention import apply_retention
-from meshwright.commands import checkpoint
 from meshwright.commands.checkpoint import _mesh
 from meshwright.models.decoder import Decoder
 from meshwright.parallelisms.rules.degrees import ParallelDims
@@ -131,22 +130,6 @@ def test_a_checkpoint_is_not_deleted_while_it_is_read(made, capsys, monkeypatch)
         shutil.rmtree(made)
         copy.rename(made)
     assert kept == [5]
-
-
-@pytest.mark.parametrize("command", ["show", "diff"])
-def test_show_and_diff_keep_what_they_read(made, tmp_path, capsys, monkeypatch, command) -> None:
-    folder = Path(shutil.copytree(made, tmp_path / "copy"))
-    other = shutil.copytree(made / "step-10", tmp_path / "step-10")
-    kept, real = [], checkpoint.read_saved_tensors
-
-    def retire_then_read(path: Path) -> dict:
-        kept.extend(apply_retention(folder, 1))
-        return real(path)
-
-    monkeypatch.setattr(checkpoint, "read_saved_tensors", retire_then_read)
-    run(capsys, command, folder / "step-5", *([other] if command == "diff" else []))
-    assert 5 in kept
-    assert commit.saved_steps(folder) == [5, 10, 15]  # 10 is the newest good one
 
 
 def test_a_damaged_checkpoint_is_neither_shown_nor_compared(made, tmp_path, capsys) -> None:

@@ -3,7 +3,6 @@
 import dataclasses
 import importlib.util
 import json
-import pickle
 import shutil
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from meshwright.checkpoint.retention import apply_retention
 from meshwright.datasets.tokenizers.kinds import build_tokenizer
 from meshwright.models.families.mixtral import MixtralArgs
 from meshwright.system.errors import ConfigError
-from tests.helpers.checkpoints import Trap, republish, set_manifest
+from tests.helpers.checkpoints import set_manifest
 from tests.helpers.cli import export
 from tests.helpers.files import flip_bit, no_room, tree
 from tests.helpers.hf import (
@@ -153,14 +152,6 @@ def test_what_cannot_be_exported(checkpoint, tmp_path) -> None:
     shard.unlink()
     assert "is damaged: __0_0.distcp: No such file" in message(checkpoint, out)
     assert not list(tmp_path.glob("out*"))
-
-
-def test_a_checkpoint_that_would_run_code_is_refused(checkpoint, tmp_path) -> None:
-    (checkpoint / ".metadata").write_bytes(pickle.dumps(Trap(tmp_path / "trap_was_run")))
-    republish(checkpoint.parent, 5)
-    said = message(checkpoint, tmp_path / "out")
-    assert ".metadata cannot be read" in said
-    assert not (tmp_path / "trap_was_run").exists()
 
 
 def test_a_wrong_permutation_is_noticed(checkpoint, tmp_path, monkeypatch) -> None:
