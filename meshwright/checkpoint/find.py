@@ -205,7 +205,7 @@ def saved_args(place: Place, manifest: Manifest, kind: type[DecoderArgs]) -> Dec
     return args
 
 
-STATES = {"unfinished": "unfinished", "deleted": "being deleted", "aside": "set aside"}
+STATES = {"unfinished": "unfinished", "deleted": "being deleted"}
 
 
 @dataclass(frozen=True)
@@ -232,14 +232,13 @@ def look_at(path: Path) -> FoundCheckpoint:
     name = NAME.fullmatch(path.name)
     if name and name["state"]:
         return FoundCheckpoint(path, STATES[name["state"]], num_bytes, None)
-    is_aside = bool(name and name["aside"])
-    state = STATES["aside"] if is_aside else "complete"
     manifest: Manifest | None = None
+    state = "set aside" if name and name["aside"] else "complete"
     try:
         manifest = read_manifest(path)
         inspect(path)
     except DamagedError as error:
-        state = f"{state}, damaged: {error.what}" if is_aside else f"damaged: {error.what}"
+        state = f"damaged: {error.what}"
     except ConfigError:
         state = "of a later version of meshwright"
     return FoundCheckpoint(path, state, num_bytes, manifest)

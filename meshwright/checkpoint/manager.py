@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
 from importlib import import_module
@@ -21,7 +21,7 @@ from meshwright.checkpoint.on_ranks import check_shared, on_first_rank, select_o
 from meshwright.checkpoint.retention import Retention, check_gets_on, set_aside_later
 from meshwright.checkpoint.staging import Staging
 from meshwright.config.job_config import Checkpoint
-from meshwright.system.errors import ConfigError, SaveError, StorageError
+from meshwright.system.errors import ConfigError, SaveError
 from meshwright.system.files import make_folder
 from meshwright.system.log import logger
 
@@ -283,11 +283,7 @@ class CheckpointManager:
             raise SaveError(f"{what}; it was the last of the job. Make room, and start it again")
         if self._config.on_save_failure == "stop":
             raise SaveError(f'{what} (checkpoint.on_save_failure = "stop")')
-        steps: list[int] = []
-        with suppress(StorageError):  # the folder cannot be read either
-            steps = commit.saved_steps(self._folder)
-        newest = f"the newest is of step {steps[-1]}" if steps else "there is none so far"
-        logger.warning("%s; training continues; %s", what, newest)
+        logger.warning("%s; training continues", what)
 
 
 def _on_this_device() -> tuple[Callable[[int], None], tuple[int]] | tuple[()]:
