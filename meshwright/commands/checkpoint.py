@@ -9,6 +9,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from tqdm import tqdm
+
 from meshwright.checkpoint import commit
 from meshwright.checkpoint.commit import being_read
 from meshwright.checkpoint.find import (
@@ -76,12 +78,16 @@ def run_ls(given: Namespace) -> None:
 
 
 def _row(entry: FoundCheckpoint) -> tuple[object, ...]:
-    size = human_bytes(entry.num_bytes)
+    size = _size(entry.num_bytes)
     if entry.manifest is None:
         return entry.path.name, _date(entry.path), size, "-", "-", "-"
     tokens = f"{entry.manifest['tokens_seen']:,}"
     when = _date(entry.path / MANIFEST)
     return entry.path.name, when, size, tokens, _loss(entry.manifest), _mesh(entry.manifest["mesh"])
+
+
+def _size(num_bytes: int) -> str:
+    return str(tqdm.format_sizeof(num_bytes, "B"))
 
 
 def _date(path: Path) -> str:
@@ -140,7 +146,7 @@ def _facts(
     yield from _data(manifest)
     for role in ROLES:
         of_role = [t for name, t in tensors.items() if name.startswith(f"{role}.")]
-        size = human_bytes(sum(t.num_bytes for t in of_role))
+        size = _size(sum(t.num_bytes for t in of_role))
         types = ", ".join(sorted({t.dtype for t in of_role}))
         yield f"{role} tensors", f"{len(of_role)}, {size}, {types}" if of_role else "none"
     for name, record in manifest["files"].items():
@@ -196,16 +202,6 @@ def _damage(checkpoint: Path) -> list[str]:
             return commit.verify(checkpoint, manifest, sorted(manifest["files"]))
     except DamagedError as error:
         return [error.what]
-
-
-def human_bytes(count: int) -> str:
-    """To three digits: 1.17 GB. Powers of 1000, without a space for awk's sake: 1.17GB."""
-    size, units = float(count), iter(("B", "KB", "MB", "GB"))
-    for unit in units:
-        if size < 999.5:
-            return f"{size:.{3}g}{unit}"
-        size /= 1000
-    return f"{size:,.4g}TB"
 
 
 def add_options_diff(parser: Parser) -> None:
