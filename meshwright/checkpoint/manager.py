@@ -257,7 +257,7 @@ class CheckpointManager:
         try:
             if staging is not None:
                 staging.wait()
-            copies = None if staging is None else staging.tensors
+            copies = None if staging is None else staging.tensors.__getitem__
             write(tensors, unfinished, manifest, copies, self._group)
         except CheckpointException as error:
             self._give_up(step, error, is_last)
