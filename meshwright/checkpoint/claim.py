@@ -66,10 +66,8 @@ class Claim:
             time.sleep(POLL_S)
 
     def give_back(self) -> None:
-        """Let another job have the folder, and remove that if it is empty.
-
-        Does nothing if the folder was not taken, or was taken over.
-        """
+        """Let another job have the folder, and remove that if it is empty. Does nothing if it was
+        not taken, or was taken over."""
         try:
             if self._claim.give_back():
                 with suppress(OSError):  # it holds checkpoints
@@ -92,13 +90,8 @@ def new_nonce() -> str:
 
 
 def check_claim(folder: Path, nonce: str) -> None:
-    """Check that no job but the one with `nonce` has claimed `folder`, and still runs.
-
-    (On a full disk the file could not be written; a killed job's file may be there.)
-
-    Raises:
-        TakenOverError: if one has.
-    """
+    """Raise `TakenOverError` if a job that runs, and is not the one with `nonce`, has claimed
+    `folder`. There may be no claim (the disk was full), or a killed job's."""
     owner = holder(folder)
     if owner is not None and not (nonce.startswith(owner.nonce) or owner.is_gone):
         raise TakenOverError(f"another job writes checkpoints to {folder} now: {owner}")

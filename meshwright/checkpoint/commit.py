@@ -95,11 +95,8 @@ def step_folder(folder: Path, step: int) -> Path:
 
 
 def unfinished_folder(folder: Path, step: int, nonce: str = NO_NONCE) -> Path:
-    """Return where the checkpoint of `step` is while it is written; never taken for a checkpoint.
-
-    Args:
-        nonce: 16 hexadecimal digits that no other save has.
-    """
+    """Return where the checkpoint of `step` is while it is written. `nonce`: 16 hexadecimal digits
+    that no other save has."""
     return folder / f"step-{step}.{nonce}{UNFINISHED}"
 
 
@@ -125,10 +122,7 @@ def inspect(checkpoint: Path) -> Manifest:
 
 
 def verify(checkpoint: Path, manifest: Manifest, names: Sequence[str]) -> list[str]:
-    """Read the files `names`, which `inspect` has seen, from first to last byte.
-
-    Returns:
-        A description of each fault.
+    """Read the files `names`, which `inspect` has seen, to the last byte; return every fault.
 
     Raises:
         StorageError: if one cannot be read now, or is not to be seen on this machine.
@@ -179,11 +173,8 @@ def publish(unfinished: Path, manifest: Mapping[str, Any], files: Mapping[str, F
 
 
 def set_aside(path: Path) -> Path:
-    """Rename a checkpoint, or a path named like one, so that it counts no longer.
-
-    Returns:
-        Its new name: one that was free.
-    """
+    """Rename a checkpoint, or a path named like one, so that it counts no longer; return where it
+    is."""
     names = (path.with_name(f"{path.name}.aside{number}") for number in count())
     free = next(name for name in names if not os.path.lexists(name))
     return path.rename(free)
@@ -195,10 +186,7 @@ RISK = "a checkpoint may be deleted while it is read"
 
 @contextmanager
 def being_read(checkpoint: Path) -> Iterator[None]:
-    """Keep every job's retention from deleting `checkpoint` meanwhile.
-
-    A shared flock on its manifest. On a file system without flock there is no protection, and the
-    log says so.
+    """Keep every job's retention from deleting `checkpoint`, by a shared flock on its manifest.
 
     Raises:
         DamagedError: if it is not there, or no longer.

@@ -32,13 +32,12 @@ class Choice(NamedTuple):
 def choose_newest(
     place: Place, candidates: Iterable[Path], damaged: Mapping[Path, str]
 ) -> Choice | None:
-    """Return the first of `candidates` whose files are all there in full; None if there are none.
-
-    Their content is not read; see `commit.verify`.
+    """Return the first of `candidates` whose files are all there in full, though their content is
+    not read; None if there are no candidates.
 
     Args:
         place: of the one that is named, or of the folder that holds them.
-        damaged: checkpoints that are known to be, and how.
+        damaged: checkpoints whose content is known to be damaged, and how.
 
     Raises:
         ConfigError: if all are damaged: starting over would be a surprise.
@@ -62,11 +61,8 @@ def choose_newest(
 def choose(
     folder: Path, load_step: int, damaged: Mapping[Path, str] | None = None
 ) -> Choice | None:
-    """Return the checkpoint of `load_step`; if -1, as `choose_newest` of those in `folder`.
-
-    Raises:
-        ConfigError: if `load_step` is not there or damaged, or if every checkpoint is damaged.
-    """
+    """Return the checkpoint of `load_step`; if -1, as `choose_newest` of those in `folder`. Raises
+    `ConfigError` too if it is not there."""
     steps, place = saved_steps(folder), Place("job.dump_folder", folder)
     if load_step != -1:
         there = ", ".join(map(str, steps)) or "none"
@@ -104,12 +100,9 @@ def select(
 
 
 def find_entries(place: Place) -> list[Path]:
-    """Return the step's folder that `place` is, or all in it, or all in a folder in it (which is
-    how a dump folder has them), by step and name, whatever has become of them.
-
-    Raises:
-        ConfigError: if several folders in it hold some.
-    """
+    """Return the step's folder that `place` is, or all in it or in a folder in it (a dump folder),
+    by step and name, whatever has become of them. Raises `ConfigError` if several folders in it
+    hold some."""
     path = place.path
     if not path.is_dir():
         return []
@@ -124,12 +117,8 @@ def find_entries(place: Place) -> list[Path]:
 
 
 def find_candidates(place: Place) -> list[Path]:
-    """Return the step's folder that `place` is, or all complete ones of `find_entries`, the newest
-    first.
-
-    Raises:
-        ConfigError: if it is not complete, or several folders in it hold some.
-    """
+    """Return the complete ones of `find_entries`, the newest first; raises as that, and if `place`
+    is one that is not complete."""
     check_complete(place)
     found = find_entries(place)
     if found == [place.path]:
@@ -168,10 +157,8 @@ class Opened(NamedTuple):
 def open_checkpoint(
     place: Place, say: Callable[[str], None], names: Sequence[str] | None = None
 ) -> Iterator[Opened]:
-    """Give the checkpoint that `place` means, every byte of which was compared with its checksum,
-    and keep every job's retention from deleting it meanwhile.
-
-    In a folder of several it is the newest that is good.
+    """Give the checkpoint that `place` means, in a folder of several the newest good one. Its
+    content was compared with its checksums, and no job's retention deletes it meanwhile.
 
     Args:
         say: is told which are passed over, and why.
@@ -199,10 +186,7 @@ def open_checkpoint(
 
 
 def saved_args(place: Place, manifest: Manifest, kind: type[DecoderArgs]) -> DecoderArgs:
-    """Return the dimensions of the model that the checkpoint is of.
-
-    Args:
-        kind: the args class of its family.
+    """Return the dimensions of the model that the checkpoint is of, of the family's class `kind`.
 
     Raises:
         ConfigError: if it does not say, or says more than its files can hold.
@@ -221,7 +205,7 @@ def saved_args(place: Place, manifest: Manifest, kind: type[DecoderArgs]) -> Dec
     return args
 
 
-STATES = {"unfinished": "unfinished", "deleted": "being deleted", "aside": "set aside"}
+STATES = {"unfinished": "unfinished", "deleted": "being deleted"}
 
 
 @dataclass(frozen=True)
@@ -248,14 +232,13 @@ def look_at(path: Path) -> FoundCheckpoint:
     name = NAME.fullmatch(path.name)
     if name and name["state"]:
         return FoundCheckpoint(path, STATES[name["state"]], num_bytes, None)
-    is_aside = bool(name and name["aside"])
-    state = STATES["aside"] if is_aside else "complete"
     manifest: Manifest | None = None
+    state = "set aside" if name and name["aside"] else "complete"
     try:
         manifest = read_manifest(path)
         inspect(path)
     except DamagedError as error:
-        state = f"{state}, damaged: {error.what}" if is_aside else f"damaged: {error.what}"
+        state = f"damaged: {error.what}"
     except ConfigError:
         state = "of a later version of meshwright"
     return FoundCheckpoint(path, state, num_bytes, manifest)

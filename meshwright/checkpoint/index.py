@@ -13,7 +13,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from meshwright.checkpoint.manifest import is_file_name
+from meshwright.checkpoint.manifest import check_file_name
 from meshwright.system.errors import StorageError
 from meshwright.system.files import Place, read_patiently
 
@@ -139,8 +139,7 @@ def _read_tensor(name: str, entry: Any, where: dict[Any, Any]) -> SavedTensor:
         if place is None:
             raise ValueError(f"a part of {name} is in no file")
         file, start, length = place["relative_path"], place["offset"], place["length"]
-        if not is_file_name(file):
-            raise ValueError(f"it names {file!r}, which is no file of its folder")
+        check_file_name(file)
         if place.get("transform_descriptors"):
             raise ValueError(f"{name} is compressed")
         if start < 0 or math.prod(shape) * ITEM_BYTES[dtype] > length:

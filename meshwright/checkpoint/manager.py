@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
 from importlib import import_module
@@ -21,7 +21,7 @@ from meshwright.checkpoint.on_ranks import check_shared, on_first_rank, select_o
 from meshwright.checkpoint.retention import Retention, check_gets_on, set_aside_later
 from meshwright.checkpoint.staging import Staging
 from meshwright.config.job_config import Checkpoint
-from meshwright.system.errors import ConfigError, SaveError, StorageError
+from meshwright.system.errors import ConfigError, SaveError
 from meshwright.system.files import make_folder
 from meshwright.system.log import logger
 
@@ -113,10 +113,7 @@ class CheckpointManager:
 
     def select_and_verify(self) -> Manifest | None:
         """Choose the checkpoint to resume from, and verify it as `checkpoint.verify` says; return
-        its manifest.
-
-        Damaged checkpoints are passed over for the newest good one: see `select_on_ranks`. None:
-        there is none.
+        its manifest, or None if there is none. Passes over damaged ones.
 
         Raises:
             ConfigError: if the one that `load_step` names is damaged, or all are.
@@ -134,13 +131,8 @@ class CheckpointManager:
         return on_first_rank(find, self._group)
 
     def load(self, state: "TrainingTensors", manifest: Manifest) -> None:
-        """Restore `state` in place from the checkpoint that `select_and_verify` chose, without the
-        parts that `exclude_from_loading` leaves out: `state` is then not given them.
-
-        Later ones, damaged or not wanted, are set aside.
-
-        Args:
-            manifest: the result of `select_and_verify`.
+        """Restore `state` in place from the checkpoint of `manifest`, which `select_and_verify` has
+        returned, but for the parts that `exclude_from_loading` names; set aside later checkpoints.
 
         Raises:
             ConfigError: if a tensor is missing, has another shape, or is damaged; or if a later
@@ -177,14 +169,12 @@ class CheckpointManager:
             ) from None
 
     def prepare_saves(self, state: "TrainingTensors") -> None:
-        """Import the modules that saves need, and preallocate, in a background thread, the host
-        memory that async saves copy into.
+        """Import the modules that saves need (later, other versions may have been installed), and
+        begin to preallocate the host memory that async saves copy into.
 
         Call after the first step, when the optimizer has state; otherwise the first save does both.
-        By then, other versions of packages may have been installed.
         """
         import_module("meshwright.checkpoint.writer")
-
         if self._staging is not None:
             self._wait()
             self._in_flight = self._writing.submit(self._staging.preallocate, state.state_dict())
@@ -257,8 +247,8 @@ class CheckpointManager:
         staging: Staging | None,
         is_last: bool,
     ) -> None:
-        """Write `tensors`, or their copies in `staging`. In the background, nothing else may use
-        the process group meanwhile."""
+        """Write `tensors`, or their copies in `staging`. Nothing else may use the process group
+        meanwhile."""
         from torch.distributed.checkpoint.api import CheckpointException
 
         from meshwright.checkpoint.writer import write
@@ -267,7 +257,7 @@ class CheckpointManager:
         try:
             if staging is not None:
                 staging.wait()
-            copies = None if staging is None else staging.tensors
+            copies = None if staging is None else staging.tensors.__getitem__
             write(tensors, unfinished, manifest, copies, self._group)
         except CheckpointException as error:
             self._give_up(step, error, is_last)
@@ -293,11 +283,7 @@ class CheckpointManager:
             raise SaveError(f"{what}; it was the last of the job. Make room, and start it again")
         if self._config.on_save_failure == "stop":
             raise SaveError(f'{what} (checkpoint.on_save_failure = "stop")')
-        steps: list[int] = []
-        with suppress(StorageError):  # the folder cannot be read either
-            steps = commit.saved_steps(self._folder)
-        newest = f"the newest is of step {steps[-1]}" if steps else "there is none so far"
-        logger.warning("%s; training continues; %s", what, newest)
+        logger.warning("%s; training continues", what)
 
 
 def _on_this_device() -> tuple[Callable[[int], None], tuple[int]] | tuple[()]:

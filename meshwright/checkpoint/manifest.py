@@ -26,14 +26,10 @@ VERSION = 1
 """Of the format."""
 
 
-def is_file_name(name: str) -> bool:
-    """Return whether a file of this name is in the folder itself: manifests may be forged."""
-    return Path(name).name == name and name not in ("", "..")
-
-
-def _check_file_name(name: str) -> str:
-    if not is_file_name(name):
-        raise ValueError("is no file of its folder")
+def check_file_name(name: str) -> str:
+    """Raise `ValueError` unless a file of this name is in the folder itself: it may be forged."""
+    if Path(name).name != name or name in ("", ".."):
+        raise ValueError(f"it names {name!r}, which is no file of its folder")
     return name
 
 
@@ -75,7 +71,7 @@ class Manifest(TypedDict):
     """Degrees by axis."""
     versions: dict[str, str]
     config: dict[str, Any]
-    files: dict[Annotated[str, AfterValidator(_check_file_name)], FileRecord]
+    files: dict[Annotated[str, AfterValidator(check_file_name)], FileRecord]
     data_revisions: dict[str, str]
     """Commits of datasets of the hub, by source; "" for others."""
     validation_content: dict[str, str]
@@ -182,9 +178,8 @@ OPTIMIZER, DATALOADER = "optimizer", "dataloader"
 def left_out(config: Checkpoint, manifest: Manifest) -> frozenset[str]:
     """Return the parts that `exclude_from_loading` leaves out of the checkpoint with `manifest`.
 
-    It applies to the first resume only. A checkpoint that was saved with the same setting is loaded
-    in full, so that later restarts of the same job keep their progress. If `load_step` names the
-    checkpoint, it applies again.
+    A checkpoint that was saved with the same setting is loaded in full, so that restarts keep their
+    progress, unless `load_step` names it.
     """
     wanted = frozenset(config.exclude_from_loading)
     if config.load_step != -1:

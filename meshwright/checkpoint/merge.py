@@ -3,7 +3,7 @@
 import secrets
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -25,38 +25,6 @@ def _add(share: float, total: Tensor, part: Tensor) -> None:
     sums, parts = (torch.atleast_1d(tensor).split(rows) for tensor in (total, part))
     for some, added in zip(sums, parts, strict=True):
         some.add_(added.double() * share)
-
-
-class _Means(Mapping[str, Tensor]):
-    """Each mean is computed when it is asked for, so that one at a time is in memory."""
-
-    def __init__(
-        self,
-        parts: Sequence[CheckpointWeights],
-        shares: Sequence[float],
-        like: Mapping[str, Tensor],
-    ) -> None:
-        self._parts, self._shares, self._like = parts, shares, like
-        self._last = torch.empty(0)
-
-    def __getitem__(self, name: str) -> Tensor:
-        # it is written by now, but torch's writer keeps every tensor until the end (2.13)
-        self._last.untyped_storage().resize_(0)
-        like = self._like[name]
-        if not like.is_floating_point():
-            self._last = self._parts[-1].read(name)
-            return self._last
-        total = torch.zeros(like.shape, dtype=torch.float64)
-        for part, share in zip(self._parts, self._shares, strict=True):
-            part.load({name: total}, put=partial(_add, share))
-        self._last = total.to(like.dtype, copy=True)
-        return self._last
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._like)
-
-    def __len__(self) -> int:
-        return len(self._like)
 
 
 def merge(
@@ -91,11 +59,26 @@ def merge(
         for name, tensor in tensors.items()
     }
     weights = [CheckpointWeights(part.place, saved_name=str) for part in parts]
+    last = torch.empty(0)
+
+    def mean_of(name: str) -> Tensor:
+        nonlocal last
+        # it is written by now, but torch's writer keeps every tensor until the end (2.13)
+        last.untyped_storage().resize_(0)
+        if not like[name].is_floating_point():
+            last = weights[-1].read(name)
+            return last
+        total = torch.zeros(like[name].shape, dtype=torch.float64)
+        for part, share in zip(weights, shares, strict=True):
+            part.load({name: total}, put=partial(_add, share))
+        last = total.to(like[name].dtype, copy=True)
+        return last
+
     unfinished = commit.unfinished_folder(folder, steps[-1], secrets.token_hex(8))
     try:
         with warnings.catch_warnings():  # that there is but one process
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
-            write(like, unfinished, facts, _Means(weights, shares, like), None)
+            write(like, unfinished, facts, mean_of, None)
     except CheckpointException as error:
         shutil.rmtree(unfinished, ignore_errors=True)
         _, (failure, _) = error.failures.popitem()

@@ -23,13 +23,8 @@ T = TypeVar("T")
 
 
 def on_first_rank(find: Callable[[], T], group: dist.ProcessGroup) -> T:
-    """Call `find` on the first rank alone; return its result on every rank.
-
-    Collective: every rank of `group`, which is the whole job, must call it.
-
-    Raises:
-        ConfigError, StorageError: on every rank, if `find` does.
-    """
+    """Call `find` on the first rank alone; return its result, or raise its `ConfigError` or
+    `StorageError`, on every rank. Collective over `group`, which is the whole job."""
     told: list[Any] = [None]
     if dist.get_rank() == 0:
         try:
@@ -52,8 +47,8 @@ def select_on_ranks(
     """Return the checkpoint that `find` chooses, of which every byte that its manifest names was
     compared with its checksum if `is_read`: each rank reads a part of the files.
 
-    A damaged one is named in the log, and `find` is asked again. Collective: every rank of `group`,
-    which is the whole job, must call it.
+    A damaged one is named in the log, and `find` is asked again. Collective over `group`, which is
+    the whole job.
 
     Args:
         find: is called on the first rank with the folders that are damaged, and how.
@@ -88,11 +83,8 @@ def _verify(choice: Choice, held: ExitStack, is_read: bool) -> list[str]:
 
 
 def on_every_rank(find: Callable[[], T], group: dist.ProcessGroup) -> list[T]:
-    """Call `find` on every rank; return all results, by rank. Collective, as `on_first_rank`.
-
-    Raises:
-        ConfigError, StorageError: on every rank, if `find` does on one.
-    """
+    """Call `find` on every rank; return all results, by rank, or raise the `ConfigError` or
+    `StorageError` of one. Collective, as `on_first_rank`."""
     here: T | ConfigError | StorageError
     try:
         here = find()
@@ -115,16 +107,8 @@ SEEN_WITHIN_S = 10.0
 
 
 def check_shared(folder: Path, nonce: str, group: dist.ProcessGroup) -> None:
-    """Check that all ranks see the claim on `folder` that the first rank has made.
-
-    Collective: every rank of `group`, which is the whole job, must call it.
-
-    Args:
-        nonce: of the claim.
-
-    Raises:
-        ConfigError: on every rank, if one does not see it.
-    """
+    """Raise `ConfigError` on every rank if one does not see the claim on `folder` that the first
+    rank has made, with `nonce`. Collective over `group`, which is the whole job."""
 
     def find_blind_host() -> str:
         end = time.monotonic() + SEEN_WITHIN_S

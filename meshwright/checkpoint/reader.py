@@ -208,8 +208,6 @@ class TensorDifference:
     numel: int
     largest: float
     """Of |a - b|; infinite where one is not a number."""
-    relative: float
-    """Largest of |a - b| / max(|a|, |b|)."""
     index: tuple[int, ...]
     """Where |a - b| is largest."""
     a: float
@@ -218,23 +216,22 @@ class TensorDifference:
 
 
 def compare_tensors(
-    a: CheckpointWeights, b: CheckpointWeights, names: Mapping[str, SavedTensor]
-) -> Iterator[TensorDifference | None]:
-    """For each of `names`, which both have in one shape and type: their difference, if any.
-
-    Raises:
-        ConfigError: if one cannot be read.
-    """
+    a: CheckpointWeights, b: CheckpointWeights, names: Iterable[str]
+) -> Iterator[TensorDifference]:
+    """Yield the difference, if there is any, of each of `names`, which both have in one shape and
+    type; raises as `CheckpointWeights.read`."""
     for name in names:
-        yield _compare(name, a.read(name), b.read(name))
+        if difference := _compare(name, a.read(name), b.read(name)):
+            yield difference
 
 
 def _compare(name: str, a: Tensor, b: Tensor) -> TensorDifference | None:
-    count, largest, relative, place = 0, -1.0, 0.0, 0
+    count, largest, place = 0, -1.0, 0
     flat_a, flat_b = a.flatten(), b.flatten()
     for start in range(0, a.numel(), CHUNK):
         some_a, some_b = flat_a[start : start + CHUNK], flat_b[start : start + CHUNK]
-        differ = _bits_differ(some_a, some_b)
+        bytes_differ = some_a.view(torch.uint8) != some_b.view(torch.uint8)
+        differ = bytes_differ.view(-1, a.element_size()).any(dim=1)
         if not (unequal := int(differ.sum())):
             continue
         count += unequal
@@ -243,9 +240,6 @@ def _compare(name: str, a: Tensor, b: Tensor) -> TensorDifference | None:
         apart = (wide_a - wide_b).abs()
         apart[(wide_a == wide_b) | (wide_a.isnan() & wide_b.isnan())] = 0.0
         apart.nan_to_num_(nan=torch.inf, posinf=torch.inf)
-        scale = torch.maximum(wide_a.abs(), wide_b.abs())
-        ratio = torch.where(apart == 0, 0.0, apart / scale).nan_to_num_(nan=torch.inf)
-        relative = max(relative, float(ratio.max()))
         where = int(apart.argmax())
         if float(apart[where]) > largest:
             largest = float(apart[where])
@@ -254,10 +248,4 @@ def _compare(name: str, a: Tensor, b: Tensor) -> TensorDifference | None:
         return None
     index = tuple(int(i) for i in torch.unravel_index(torch.tensor(place), a.shape))
     values = float(flat_a[place]), float(flat_b[place])
-    return TensorDifference(name, count, a.numel(), largest, relative, index, *values)
-
-
-def _bits_differ(a: Tensor, b: Tensor) -> Tensor:
-    """By element, whether any bit does."""
-    size = a.element_size()
-    return (a.view(torch.uint8) != b.view(torch.uint8)).view(-1, size).any(dim=1)
+    return TensorDifference(name, count, a.numel(), largest, index, *values)

@@ -39,7 +39,7 @@ class Retention:
         self._kept = keep_latest_k, keep_every_n_steps
         self._keep_best = keep_best
         self._thread = ThreadPoolExecutor(1, "retention")
-        self._tasks: list[Future[None]] = []
+        self._last: Future[None] | None = None
         self.nonce = ""
         """Of the save under way, whose folder is not to be deleted."""
 
@@ -54,13 +54,11 @@ class Retention:
 
     def wait(self) -> None:
         """Wait until the deletions under way are done."""
-        tasks, self._tasks = self._tasks, []
-        for task in tasks:
-            task.result()
+        if self._last is not None:
+            self._last.result()
 
     def _submit(self, task: Callable[[], None]) -> None:
-        self._tasks = [task for task in self._tasks if not task.done() or task.exception()]
-        self._tasks.append(self._thread.submit(self._run, task))
+        self._last = self._thread.submit(self._run, task)
 
     def _run(self, task: Callable[[], None]) -> None:
         try:
@@ -109,15 +107,12 @@ def _marked(folder: Path, steps: Sequence[int]) -> int | None:
 def apply_retention(
     folder: Path, keep_latest_k: int, keep_every_n_steps: int = 0, best: int | None = None
 ) -> list[int]:
-    """Delete checkpoints that are no longer wanted.
+    """Delete checkpoints that are no longer wanted; return the steps of those being read, which go
+    another time.
 
-    Kept are the newest `keep_latest_k` (0: all), multiples of `keep_every_n_steps`, `best`, the
-    newest that is whole and whose loss was finite, and those being read: they go another time.
-    A link, a folder without a manifest, and a checkpoint of another step that was renamed are a
-    user's: they are neither counted nor deleted.
-
-    Returns:
-        Steps of checkpoints that are kept only because they are read.
+    Kept are the newest `keep_latest_k` (0: all), multiples of `keep_every_n_steps`, `best`, and the
+    newest that is whole and whose loss was finite. A link, a folder without a manifest, and a
+    checkpoint that was renamed are a user's: they are neither counted nor deleted.
     """
     if keep_latest_k == 0:
         return []
@@ -162,11 +157,8 @@ def _is_good(checkpoint: Path) -> bool:
 
 
 def _delete(checkpoint: Path) -> bool:
-    """Delete a checkpoint; if killed meanwhile, the rest no longer counts as one.
-
-    Returns:
-        False if someone reads it.
-    """
+    """Delete a checkpoint, unless someone reads it: then return False. If killed meanwhile, the
+    rest no longer counts as one."""
     # writable, for NFS gives an exclusive lock for nothing else
     with open(checkpoint / MANIFEST, "r+b") as file:
         if not lock(file, fcntl.LOCK_EX, checkpoint / MANIFEST, RISK):
@@ -191,13 +183,10 @@ MOST_ASIDE = 3
 
 
 def check_gets_on(folder: Path, step: int) -> None:
-    """Check that a job which `load_step` has begin at `step` is not begun there again and again.
+    """Raise `ConfigError` if a checkpoint after `step` has been set aside `MOST_ASIDE` times.
 
-    A scheduler that restarts it would have every start throw away what the one before has trained,
-    and fill the disk with it.
-
-    Raises:
-        ConfigError: if a later checkpoint has been set aside `MOST_ASIDE` times.
+    A scheduler that restarts a job with `load_step` would have every start throw away the steps of
+    the one before, and fill the disk with them.
     """
     for each in saved_steps(folder):
         path = step_folder(folder, each)

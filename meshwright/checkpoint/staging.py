@@ -1,7 +1,6 @@
 """Copies a rank's tensors to host memory, so that training continues while they are written."""
 
 import mmap
-from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import accumulate
@@ -9,15 +8,10 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from meshwright.parallelisms.shards import is_dtensor
+from meshwright.parallelisms.shards import local_shard
 from meshwright.system.log import logger
 
 ALIGNMENT = 64  # bytes, of a cache line
-
-
-def _local(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return this rank's part of each."""
-    return {k: v.to_local() if is_dtensor(v) else v for k, v in state.items()}
 
 
 Layout = dict[str, tuple[torch.dtype, torch.Size, tuple[int, ...]]]
@@ -46,7 +40,7 @@ class Staging:
 
     def preallocate(self, state: Mapping[str, Tensor]) -> None:
         """Take the memory for a copy of `state`: slow the first time, so not for a step to do."""
-        self._allocate(_lay_out(_local(state)))
+        self._allocate(_lay_out({name: local_shard(tensor) for name, tensor in state.items()}))
         for tensor in self.tensors.values():
             tensor.zero_()  # the system gives pages when they are touched
 
@@ -56,18 +50,16 @@ class Staging:
         Returns before a device has done so: see `wait`. The device copies during its other work,
         so `hold_update` has to be called before `state` changes.
         """
-        local = _local(state)
+        local = {name: local_shard(tensor) for name, tensor in state.items()}
         layout = _lay_out(local)
         if layout != self._layout:
             self._allocate(layout)
-        by_device: dict[torch.device, list[str]] = defaultdict(list)
-        for name, tensor in local.items():
-            by_device[tensor.device].append(name)
         self._copied = []
-        for device, names in by_device.items():
+        for device in {tensor.device for tensor in local.values()}:
             with torch.no_grad(), self._beside_its_work(device):
-                for name in names:
-                    self.tensors[name].copy_(local[name], non_blocking=True)
+                for name, tensor in local.items():
+                    if tensor.device == device:
+                        self.tensors[name].copy_(tensor, non_blocking=True)
 
     @contextmanager
     def _beside_its_work(self, device: torch.device) -> Iterator[None]:

@@ -6,7 +6,7 @@ gathered by `dcp.save` and raised on all.
 
 import io
 import os
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -94,22 +94,22 @@ class CommittingWriter(dcp.FileSystemWriter):
 
 
 class StagedPlanner(DefaultSavePlanner):
-    """Plans from the tensors of the job, of which it reads no value; writes their copies."""
+    """Plans from the tensors of the job, of which it reads no value; writes others for them."""
 
-    def __init__(self, copies: Mapping[str, Tensor]) -> None:
+    def __init__(self, value_of: Callable[[str], Tensor]) -> None:
         super().__init__()
-        self._copies = copies
+        self._value_of = value_of
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
-        """Return the copy, whichever part of the tensor it is: a rank holds one part of each."""
-        return self._copies[index.fqn]
+        """Return the value, whichever part of the tensor it is: a rank holds one part of each."""
+        return self._value_of(index.fqn)
 
 
 def write(
     tensors: dict[str, Tensor],
     unfinished: Path,
     manifest: Mapping[str, Any],
-    copies: Mapping[str, Tensor] | None,
+    value_of: Callable[[str], Tensor] | None,
     group: ProcessGroup | None,
 ) -> None:
     """Write and publish a checkpoint. Collective over `group`.
@@ -118,8 +118,8 @@ def write(
         tensors: the job's, by name.
         unfinished: the folder to write, as `CommittingWriter` takes it.
         manifest: its content, apart from the records of files.
-        copies: host copies of this rank's parts, whose values are written; None: those of
-            `tensors`.
+        value_of: gives the values of this rank's part of a tensor, in host memory, when it is to be
+            written; None: `tensors` have them.
         group: of the job; None: there is but this process.
 
     Raises:
@@ -129,8 +129,8 @@ def write(
     # 2.11 and 2.13 have every later one fail with KeyError
     dcp.save(
         tensors,
-        storage_writer=CommittingWriter(unfinished, manifest, is_staged=copies is not None),
-        planner=None if copies is None else StagedPlanner(copies),
+        storage_writer=CommittingWriter(unfinished, manifest, is_staged=value_of is not None),
+        planner=None if value_of is None else StagedPlanner(value_of),
         process_group=group,
     )
 

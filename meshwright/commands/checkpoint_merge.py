@@ -6,14 +6,16 @@ from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from itertools import pairwise
+from typing import Any
 
 from meshwright.checkpoint import commit
 from meshwright.checkpoint.find import Opened, find_entries, no_checkpoint, open_checkpoint
 from meshwright.checkpoint.index import SavedTensor, read_saved_tensors
+from meshwright.checkpoint.manifest import Manifest
 from meshwright.commands.checkpoint import readable
 from meshwright.commands.options import input_path, output_folder
 from meshwright.config.command_line import Parser
-from meshwright.system.errors import check
+from meshwright.system.errors import check, config_error
 from meshwright.system.files import Place
 
 KINDS = "mean, linear, 1-sqrt, ema=0.9, or numbers as 0.25,0.75"
@@ -43,14 +45,10 @@ def run(given: Namespace) -> None:
     folders = _folders(place, steps)
     out = given.out.absolute()
     final = commit.step_folder(out, steps[-1])
-    check(not final.exists(), "--out", str(given.out), f"{final} is there", "name another folder")
-    check(
-        not out.is_relative_to(given.run.absolute()),
-        "--out",
-        str(given.out),
-        f"is inside of {given.run}, where a job's checkpoints are looked for",
-        "name a folder elsewhere",
-    )
+    target = Place("--out", given.out)
+    target.check(not final.exists(), f"{final} is there", "name another folder")
+    rule = f"is inside of {given.run}, where a job's checkpoints are looked for"
+    target.check(not out.is_relative_to(given.run.absolute()), rule, "name a folder elsewhere")
     print(f"merging {len(steps)} checkpoints of {given.run} ...", flush=True)
     with ExitStack() as held:
         parts = [held.enter_context(open_checkpoint(folder, print)) for folder in folders]
@@ -66,13 +64,11 @@ def run(given: Namespace) -> None:
 
 def _steps(text: str) -> list[int]:
     words = text.split(",")
-    are_steps = all(re.fullmatch(r"0|[1-9]\d{0,17}", word) for word in words)
-    check(are_steps, "--steps", text, "must be steps with commas between", "write 800,900,1000")
-    steps = [int(word) for word in words]
-    ascend = all(a < b for a, b in pairwise(steps))
-    fix = f"write {','.join(map(str, sorted(set(steps))))}"
-    check(ascend, "--steps", text, "must ascend, since their order is the order of the sum", fix)
-    check(len(steps) > 1, "--steps", text, "there is nothing to merge", "name two steps or more")
+    steps = [int(word) for word in words if re.fullmatch(r"0|[1-9]\d{0,17}", word)]
+    # their order is the order of the sum
+    is_good = len(steps) == len(words) > 1 and all(a < b for a, b in pairwise(steps))
+    rule = "must be two steps or more, in ascending order, with commas between"
+    check(is_good, "--steps", text, rule, "write 800,900,1000")
     return steps
 
 
@@ -95,48 +91,31 @@ def shares_of(text: str, count: int) -> list[float]:
     if text == "1-sqrt":
         return [math.sqrt(i / count) - math.sqrt((i - 1) / count) for i in numbers]
     name, _, number = text.partition("=")
-    given = [_number(word) for word in (number if name == "ema" else text).split(",")]
-    fix = f"write {KINDS}"
-    check(not any(map(math.isnan, given)), "--weights", text, "not understood", fix)
-    if name == "ema":
-        decay = given[0]
-        is_one = len(given) == 1 and 0 < decay < 1
-        check(is_one, "--weights", text, "the decay must lie between 0 and 1", "write ema=0.9")
-        return [decay ** (count - 1), *((1 - decay) * decay ** (count - i) for i in numbers[1:])]
-    fix = f"write {count} numbers"
-    check(len(given) == count, "--weights", text, f"{len(given)} for {count} steps", fix)
-    total = math.fsum(given)
-    fix = "divide them by their sum"
-    check(abs(total - 1) < 1e-6, "--weights", text, f"sum to {total:g}, not to 1", fix)
-    return given
-
-
-def _number(word: str) -> float:
     try:
-        number = float(word)
+        given = [float(word) for word in (number if name == "ema" else text).split(",")]
     except ValueError:
-        return math.nan
-    return number if math.isfinite(number) else math.nan
+        raise config_error("--weights", text, "not understood", f"write {KINDS}") from None
+    if name == "ema":
+        decay, *others = given
+        rule = "one decay between 0 and 1 is needed"
+        check(not others and 0 < decay < 1, "--weights", text, rule, "write ema=0.9")
+        return [decay ** (count - 1), *((1 - decay) * decay ** (count - i) for i in numbers[1:])]
+    rule = f"{len(given)} numbers for {count} steps, which sum to {sum(given):g}, not to 1"
+    is_good = len(given) == count and abs(math.fsum(given) - 1) < 1e-6
+    check(is_good, "--weights", text, rule, "write a number for each, and divide them by their sum")
+    return given
 
 
 def _folders(place: Place, steps: Sequence[int]) -> list[Place]:
     """Return where the checkpoint of each step is."""
-    complete = {
-        step: path
-        for path in find_entries(place)
-        if (step := commit.step_of(path.name)) is not None
-    }
-    if not complete:
+    found = {commit.step_of(path.name): path for path in find_entries(place)}
+    found.pop(None, None)
+    if not found:
         raise no_checkpoint(place)
-    missing = [step for step in steps if step not in complete]
-    check(
-        not missing,
-        "--steps",
-        ",".join(map(str, missing)),
-        f"not among the checkpoints in {place.path}",
-        f"those are {', '.join(map(str, complete))}",
-    )
-    return [Place(place.key, complete[step]) for step in steps]
+    missing = ",".join(str(step) for step in steps if step not in found)
+    rule = f"not among the checkpoints in {place.path}"
+    check(not missing, "--steps", missing, rule, f"those are {', '.join(map(str, found))}")
+    return [Place(place.key, found[step]) for step in steps]
 
 
 def common_tensors(parts: Sequence[Opened]) -> Mapping[str, SavedTensor]:
@@ -145,25 +124,28 @@ def common_tensors(parts: Sequence[Opened]) -> Mapping[str, SavedTensor]:
     Raises:
         ConfigError: if they are of different models, types or vocabularies.
     """
-    found = [_weights(part.place) for part in parts]
-    first, (place, manifest) = found[0], parts[0]
-    for there, (other, facts) in zip(found[1:], parts[1:], strict=True):
-        for what, ours, theirs in (
-            ("model", manifest["model_name"], facts["model_name"]),
-            ("size", manifest["model_args"], facts["model_args"]),
-            (
-                "tokenizer",
-                *(m["data_identity"].get("model.tokenizer_path") for m in (manifest, facts)),
-            ),
-        ):
-            rule = f"is of another {what} than {place.path.name}: {theirs} instead of {ours}"
-            other.check(ours == theirs, rule, "merge steps of one run")
-        differ = [name for name in {**first, **there} if first.get(name) != there.get(name)]
+    first, *others = parts
+    facts, tensors = _facts(first.manifest), _weights(first.place)
+    for place, manifest in others:
+        for what, theirs in _facts(manifest).items():
+            ours, name = facts[what], first.place.path.name
+            rule = f"is of another {what} than {name}: {theirs} instead of {ours}"
+            place.check(theirs == ours, rule, "merge steps of one run")
+        there = _weights(place)
+        differ = [name for name in {**tensors, **there} if tensors.get(name) != there.get(name)]
         if differ:
-            ours, theirs = (of.get(differ[0], "absent") for of in (first, there))
-            rule = f"{differ[0]} is {theirs} there, and {ours} in {place.path.name}"
-            raise other.error(rule, "merge steps of one model and type")
-    return first
+            ours, theirs = (of.get(differ[0], "absent") for of in (tensors, there))
+            rule = f"{differ[0]} is {theirs} there, and {ours} in {first.place.path.name}"
+            raise place.error(rule, "merge steps of one model and type")
+    return tensors
+
+
+def _facts(manifest: Manifest) -> dict[str, Any]:
+    return {
+        "model": manifest["model_name"],
+        "size": manifest["model_args"],
+        "tokenizer": manifest["data_identity"].get("model.tokenizer_path"),
+    }
 
 
 def _weights(place: Place) -> dict[str, SavedTensor]:

@@ -5,6 +5,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Iterator
 from functools import partial
+from itertools import takewhile
 
 from meshwright.commands.options import CHECKPOINT, add_saved_model, input_path
 from meshwright.config.command_line import Parser
@@ -86,16 +87,13 @@ def _print_text(
     tokenizer: Tokenizer, stop: frozenset[int], prompt: str, tokens: Iterator[int]
 ) -> None:
     """Print `prompt` and the text of `tokens`, as they come."""
-    new = list[int]()
-    shown = tokenizer.decode(tokenizer.encode(prompt))
+    ids = tokenizer.encode(prompt)
+    shown = tokenizer.decode(ids)
     print(shown, end="", flush=True)
-    for token in tokens:
-        if token in stop:
-            break
-        new.append(token)
-        text = tokenizer.decode([*tokenizer.encode(prompt), *new])
+    for token in takewhile(lambda token: token not in stop, tokens):
+        ids.append(token)
+        text = tokenizer.decode(ids)
         if not text.endswith("\N{REPLACEMENT CHARACTER}"):  # a character may be incomplete yet
             print(text[len(shown) :], end="", flush=True)
             shown = text
-    text = tokenizer.decode([*tokenizer.encode(prompt), *new])
-    print(text[len(shown) :])
+    print(tokenizer.decode(ids)[len(shown) :])

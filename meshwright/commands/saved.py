@@ -28,13 +28,13 @@ from meshwright.datasets.tokenizers.kinds import (
     prompt_tokens,
     special_ids,
 )
-from meshwright.datasets.tokenizers.special_tokens import Ends
+from meshwright.datasets.tokenizers.special_tokens import OWN, Ends
 from meshwright.models.args import DecoderArgs
 from meshwright.models.decoder import Decoder
 from meshwright.models.families import MODELS
 from meshwright.models.family import Family
 from meshwright.system import hardware
-from meshwright.system.errors import ConfigError, check, config_error
+from meshwright.system.errors import ConfigError, check, config_error, first_line
 from meshwright.system.files import Place
 
 SOURCE = "CHECKPOINT_OR_HF_FOLDER"
@@ -74,33 +74,25 @@ def open_tokenizer(place: Place, manifest: Manifest, given: str | None) -> tuple
         ConfigError: if it is not there, or another.
     """
     path = given or manifest["tokenizer_path"]
+    model = manifest["config"].get("model", {})
+    ends = Ends(model.get("bos_token"), model.get("eos_token"))
     fix = "name the tokenizer that it was trained with: --tokenizer PATH"
-    try:
-        model = manifest["config"].get("model", {})
-        tokenizer = build_tokenizer(path, Ends(model.get("bos_token"), model.get("eos_token")))
-    except ConfigError as error:
-        reason = str(error).partition("\n")[0]
-        raise config_error("--tokenizer", path, reason, fix) from None
-    trained_with = manifest["data_identity"].get("model.tokenizer_path")
-    check(
-        tokenizer.fingerprint == trained_with,
-        "--tokenizer",
-        path,
-        f"is not what checkpoint {place.path} was trained with: {tokenizer.fingerprint} instead of "
-        f"{trained_with}",
-        fix,
-    )
-    found = special_ids(tokenizer)
-    used = manifest["special_tokens"]
-    check(
-        found == used,
-        "--tokenizer",
-        path,
-        f"has other special tokens than checkpoint {place.path} was trained with: {found} instead "
-        f"of {used}",
-        "use the version of Meshwright that trained it",
-    )
+    tokenizer = _build_tokenizer(path, ends, fix)
+    then, now = manifest["data_identity"].get("model.tokenizer_path"), tokenizer.fingerprint
+    rule = f"is not what checkpoint {place.path} was trained with: {now} instead of {then}"
+    check(now == then, "--tokenizer", path, rule, fix)
+    used, found = manifest["special_tokens"], special_ids(tokenizer)
+    rule = f"has other special tokens than in the training of {place.path}: {found}, not {used}"
+    fix = "use the version of Meshwright that trained it"
+    check(found == used, "--tokenizer", path, rule, fix)
     return tokenizer, path
+
+
+def _build_tokenizer(path: str, ends: Ends, fix: str) -> Tokenizer:
+    try:
+        return build_tokenizer(path, ends)
+    except ConfigError as error:
+        raise config_error("--tokenizer", path, first_line(error), fix) from None
 
 
 @contextmanager
@@ -122,15 +114,10 @@ def _open_hf(place: Place, tokenizer_path: str | None) -> TextSource:
     place.check(is_hf_folder(place.path), f"holds neither a checkpoint nor {CONFIG}", fix)
     spec = find_family(place, list(MODELS.values()))
     args = read_args(place, spec.hf, spec.args)
-    path = tokenizer_path or str(place.path)
-    try:
-        tokenizer = build_tokenizer(path)
-    except ConfigError as error:
-        reason = str(error).partition("\n")[0]
-        fix = "name it: --tokenizer PATH (or bytes)"
-        raise config_error("--tokenizer", path, reason, fix) from None
-    weights_there = HuggingFaceWeights(place, spec.hf, args)
-    return TextSource(args, weights_there, tokenizer, _eos(tokenizer) | _stops(place))
+    fix = "name it: --tokenizer PATH (or bytes)"
+    tokenizer = _build_tokenizer(tokenizer_path or str(place.path), OWN, fix)
+    weights = HuggingFaceWeights(place, spec.hf, args)
+    return TextSource(args, weights, tokenizer, _eos(tokenizer) | _stops(place))
 
 
 def _eos(tokenizer: Tokenizer) -> frozenset[int]:

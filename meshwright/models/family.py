@@ -1,8 +1,8 @@
 """All in which model families differ, one record each. Free of torch."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from meshwright.models.args import DecoderArgs, RopeScaling
 
@@ -48,38 +48,6 @@ def positive(key: str, value: object) -> int:
     if type(value) is not int or value < 1:
         raise ValueError(f"{key} is {value!r}, not a positive integer")
     return value
-
-
-class MetaForm(Protocol):
-    """A model family in the form of Meta's folders: names of tensors are ours, others its keys."""
-
-    def read_params(self, params: Mapping[str, Any]) -> dict[str, Dimension]:
-        """Read a params.json as the dimensions of our model, by our names, as far as it has them.
-
-        Raises:
-            ValueError: if our model is not that function, or a key is missing.
-        """
-
-    def same(self, name: str, ours: object, theirs: object) -> bool:
-        """Return whether the dimension `name` equals the one that `read_params` gives."""
-
-    def copy_of(self, name: str, args: DecoderArgs) -> str | None:
-        """Under which other name the files may hold the parameter `name` once more."""
-
-    def is_needless(self, name: str) -> bool:
-        """Return whether a tensor that no parameter is made of may be in the files all the same."""
-
-
-class TorchtitanForm(Protocol):
-    """A model family in the form of torchtitan's checkpoints, which differ from ours in names."""
-
-    PREFIXES: tuple[str, ...]
-    """An optional prefix of all names."""
-    OF_MODEL: tuple[str, ...]
-    """The beginnings of parameters' names, after the prefix; others are not the model's."""
-
-    def names(self, ours: str) -> Iterator[str]:
-        """Its versions' names of our parameter, without prefix."""
 
 
 MODULES = {
@@ -358,10 +326,12 @@ class Family:
     """Sizes by name, a `debugmodel` for CPUs among them."""
     hf: HuggingFaceForm
     """How Hugging Face has it."""
-    meta: MetaForm | None = None
-    """Module that knows the form of Meta's folders; None: there are none of it."""
-    torchtitan: TorchtitanForm | None = None
-    """Module that knows the form of torchtitan's checkpoints; None: they cannot be read."""
+    meta: Callable[[Mapping[str, Any]], dict[str, Dimension]] | None = None
+    """Reads the params.json of Meta's folders, as far as it has our dimensions. Raises `ValueError`
+    if it is of another function, or a key is missing. None: Meta has no such model."""
+    torchtitan: Mapping[str, str] | None = None
+    """Parts of our tensors' names, and their names in some versions of torchtitan; None: its
+    checkpoints cannot be read."""
     dense: "Family | None" = None
     """Family with a feed-forward where this one has experts, and otherwise the same parameters;
     None: there is none."""

@@ -335,18 +335,13 @@ def _save(job: Job, taken: Taken, *, is_last: bool, is_done: bool = False) -> No
             manifest["data_ended"] = True
         tensors: TrainingTensors | ModelTensors = job.trainer.tensors
         if is_done and config.last_save_model_only:
-            tensors = _weights(job)
+            from meshwright.checkpoint import state  # late, as the trainer's
+
+            average = None if job.trainer.average is None else job.trainer.average.tensors
+            dtype = getattr(torch, config.export_dtype)
+            tensors = state.ModelTensors(job.trainer.model, dtype, average)
             manifest["model_only"] = True
         job.checkpoints.save(taken.step, tensors, manifest, is_last)
-
-
-def _weights(job: Job) -> "ModelTensors":
-    """Return the weights and their running mean, in the type of an export."""
-    from meshwright.checkpoint.state import ModelTensors  # late, as the trainer's
-
-    average = None if job.trainer.average is None else job.trainer.average.tensors
-    dtype = getattr(torch, job.plan.config.checkpoint.export_dtype)
-    return ModelTensors(job.trainer.model, dtype, average)
 
 
 def _end(job: Job, vote: Vote, step: int, is_done: bool) -> bool:

@@ -7,10 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from meshwright.models.families.llama import LlamaArgs
-from meshwright.parallelisms.rules.degrees import ParallelDims
-from tests.helpers.job import DEEP, SCHEDULES, Job, assert_equal, frozen, mesh
-from tests.helpers.tiny import TINY, plain_model
+from tests.helpers.job import Job, assert_equal, frozen, mesh
+from tests.helpers.tiny import TINY
 
 
 def keys(trained: Collection[str]) -> set[str]:
@@ -57,44 +55,6 @@ def test_a_resume_may_begin_or_end_to_step_early(tmp_path: Path) -> None:
             ends.append(resumed.weights())
     for end in ends[1:]:
         assert_equal(end, ends[0])
-
-
-def _shapes(dims: ParallelDims, options: dict, args: LlamaArgs) -> dict[str, tuple[int, ...]]:
-    torch.compiler.reset()  # graphs of other tests would make sizes symbolic
-    job = Job(dims, num_microbatches=4 if dims.pp > 1 else 1, args=args, **options)
-    job.take_step(1)
-    return {name: tuple(tensor.shape) for name, tensor in job.tensors.state_dict().items()}
-
-
-@pytest.mark.parametrize(
-    ("dims", "options"),
-    [
-        (mesh(), {}),
-        (mesh(dp_shard=2), {"compile_backend": "eager", "ac_mode": "full"}),
-        (ParallelDims(dp_replicate=2, dp_shard=2), {}),
-        (mesh(dp_shard=2, tp=2), {"compile_backend": "eager"}),
-        (mesh(cp=2), {}),
-        (mesh(pp=2), SCHEDULES["1F1B"]),
-        (mesh(pp=2), SCHEDULES["Interleaved1F1B"]),
-        (mesh(dp_shard=2, pp=2), SCHEDULES["ZBVZeroBubble"]),
-    ],
-    ids=["1", "fsdp", "hsdp", "2d", "cp", "pp", "pp-interleaved", "pp-zbv-fsdp"],
-)
-def test_names_and_shapes_are_those_of_the_plain_model(on_ranks, dims, options) -> None:
-    by_rank = on_ranks(dims.num_ranks, _shapes, dims, options, DEEP)
-    held = {name: shape for shapes in by_rank for name, shape in shapes.items()}
-    parameters = {name: tuple(p.shape) for name, p in plain_model(DEEP).named_parameters()}
-    want = {f"model.{name}": shape for name, shape in parameters.items()}
-    for name, shape in parameters.items():
-        state = {"step": (), "exp_avg": shape, "exp_avg_sq": shape}
-        want |= {f"optimizer.state.{name}.{key}": shape for key, shape in state.items()}
-    random_states = {name for name in held if name.startswith("rng.")}
-    assert random_states == {f"rng.cpu.rank_{rank}" for rank in range(dims.num_ranks)}
-    assert {name: shape for name, shape in held.items() if name not in random_states} == want
-    if dims.num_ranks == dims.pp == 2:  # stages have every tensor once
-        assert not by_rank[0].keys() & by_rank[1].keys()
-    if dims.pp == 1:
-        assert all(shapes.keys() >= want.keys() for shapes in by_rank)
 
 
 @pytest.mark.ranks(2)

@@ -14,7 +14,6 @@ from meshwright.checkpoint import commit
 from meshwright.checkpoint import find as survey
 from meshwright.checkpoint.find import find_candidates
 from meshwright.checkpoint.retention import apply_retention
-from meshwright.commands import checkpoint
 from meshwright.commands.checkpoint import _mesh
 from meshwright.models.decoder import Decoder
 from meshwright.parallelisms.rules.degrees import ParallelDims
@@ -80,7 +79,7 @@ def test_show_says_what_a_checkpoint_is(made, capsys) -> None:
     assert facts["step"].endswith(" 10")
     assert facts["loss"].endswith(" 1.5000")
     assert "  n_kv_heads       2" in lines
-    assert any(line.startswith("  __0_0.distcp ") and "crc32" in line for line in lines)
+    assert "crc32" in facts["__0_0.distcp"]
     row = next(line for line in lines if line.startswith("model.layers.1.attention.wk.weight"))
     assert row.split()[1:] == ["16x32", "float32", "2048"]
     with pytest.raises(ConfigError, match="is damaged: .metadata: No such file"):
@@ -133,22 +132,6 @@ def test_a_checkpoint_is_not_deleted_while_it_is_read(made, capsys, monkeypatch)
     assert kept == [5]
 
 
-@pytest.mark.parametrize("command", ["show", "diff"])
-def test_show_and_diff_keep_what_they_read(made, tmp_path, capsys, monkeypatch, command) -> None:
-    folder = Path(shutil.copytree(made, tmp_path / "copy"))
-    other = shutil.copytree(made / "step-10", tmp_path / "step-10")
-    kept, real = [], checkpoint.read_saved_tensors
-
-    def retire_then_read(path: Path) -> dict:
-        kept.extend(apply_retention(folder, 1))
-        return real(path)
-
-    monkeypatch.setattr(checkpoint, "read_saved_tensors", retire_then_read)
-    run(capsys, command, folder / "step-5", *([other] if command == "diff" else []))
-    assert 5 in kept
-    assert commit.saved_steps(folder) == [5, 10, 15]  # 10 is the newest good one
-
-
 def test_a_damaged_checkpoint_is_neither_shown_nor_compared(made, tmp_path, capsys) -> None:
     folder = Path(shutil.copytree(made, tmp_path / "copy"))
     shutil.rmtree(folder / "step-15")
@@ -161,13 +144,6 @@ def test_a_damaged_checkpoint_is_neither_shown_nor_compared(made, tmp_path, caps
     code, lines = run(capsys, "show", folder)  # of which the tensors' content is not read
     assert code == 0
     assert lines[0].endswith("step-10")
-
-
-def test_a_forged_manifest_is_one_error(made, tmp_path, capsys) -> None:
-    copy = Path(shutil.copytree(made / "step-5", tmp_path / "step-5"))
-    set_manifest(copy, data={"sample": "many", "counts": 3})
-    with pytest.raises(ConfigError, match="checkpoint.json makes no sense"):
-        run(capsys, "show", copy)
 
 
 def test_ls_takes_what_it_finds(made, capsys, monkeypatch, tmp_path) -> None:
@@ -227,11 +203,10 @@ def test_diff_of_tensors_says_how_many_by_how_much_and_where(made, tmp_path, cap
     was = float(plain_model(SMALL).layers["1"].attention.wk.weight[3, 7].detach())
     row = rows[keys[0]]
     assert row[:3] == ["1", "512", "0.25"]
-    assert row[4] == "3,7"
-    assert [float(value) for value in row[5:]] == pytest.approx([was, was + 0.25], rel=1e-6)
-    assert float(row[3]) == pytest.approx(0.25 / max(abs(was), abs(was + 0.25)), rel=1e-2)
-    assert rows["model.norm.weight"] == ["1", "32", "inf", "inf", "4", "1", "nan"]
-    assert rows["model.layers.0.ffn_norm.weight"][2:4] == ["1", "1"]
+    assert row[3] == "3,7"
+    assert [float(value) for value in row[4:]] == pytest.approx([was, was + 0.25], rel=1e-6)
+    assert rows["model.norm.weight"] == ["1", "32", "inf", "4", "1", "nan"]
+    assert rows["model.layers.0.ffn_norm.weight"][2] == "1"
 
 
 def test_diff_compares_bits_and_finds_the_largest_in_any_chunk(monkeypatch) -> None:
@@ -248,7 +223,7 @@ def test_diff_compares_bits_and_finds_the_largest_in_any_chunk(monkeypatch) -> N
     b[2, 3] += 3
     b[1, 0] -= 2
     found = compare._compare("x", a, b)
-    assert (found.count, found.largest, found.relative) == (4, 3.0, 0.5)
+    assert (found.count, found.largest) == (4, 3.0)
     assert (found.index, found.a, found.b) == ((2, 3), 11.0, 14.0)
     assert compare._compare("x", torch.tensor(1.0), torch.tensor(2.0)).index == ()
 
@@ -259,7 +234,7 @@ def test_diff_names_what_one_of_them_lacks(made, tmp_path, capsys) -> None:
     set_manifest(b, config={"training": {"steps": 3}, "added": 1})
     code, lines = run(capsys, "diff", made / "step-5", b)
     assert code == 1
-    assert "  model.layers.2.ffn_norm.weight: in A alone" in lines
+    assert "  model.layers.2.ffn_norm.weight: float32 32 in A, absent in B" in lines
     assert (
         "  model.layers.0.feed_forward.w1.weight: float32 66x32 in A, float32 64x32 in B" in lines
     )
@@ -299,7 +274,7 @@ def test_ranks_that_the_other_mesh_lacks_are_no_difference(tmp_path, capsys) -> 
         folders.append(save_checkpoint(tmp_path / str(ranks), model, SMALL, prefix="rng.cpu."))
     code, lines = run(capsys, "diff", *folders)
     assert code == 0, lines
-    assert any(line.startswith("  rng.cpu.rank_1: in B alone") for line in lines)
+    assert any("  rng.cpu.rank_1: absent in A, " in line for line in lines)
     manifest = json.loads((folders[1] / "checkpoint.json").read_text())
     assert manifest["files"]["__0_0.distcp"]["crc32"]  # which differ, and count for nothing
 

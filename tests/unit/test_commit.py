@@ -18,10 +18,8 @@ from meshwright.checkpoint.manifest import MANIFEST, DamagedError, read_manifest
 from meshwright.checkpoint.retention import (
     Retention,
     apply_retention,
-    check_gets_on,
     clean_up,
     mark_best,
-    set_aside_later,
 )
 from meshwright.system.errors import EXIT_CODES, EXIT_DATA, ConfigError, StorageError
 from tests.helpers.checkpoints import BARE, set_manifest
@@ -82,29 +80,6 @@ def test_a_step_saved_again_takes_the_name_and_deletes_nothing(tmp_path: Path) -
     found = {path.name: (path / "tensors").read_text() for path in tmp_path.iterdir()}
     assert found == {"step-5": "third", "step-5.aside0": "first", "step-5.aside1": "second"}
     assert commit.saved_steps(tmp_path) == [5]
-
-
-def test_later_checkpoints_are_set_aside(tmp_path: Path) -> None:
-    save_all(tmp_path, 4, 6, 8)
-    assert len(set_aside_later(tmp_path, 4)) == 2
-    save(tmp_path, 5)
-    apply_retention(tmp_path, 1)
-    assert commit.saved_steps(tmp_path) == [5]
-    assert (tmp_path / "step-8.aside0").is_dir()
-
-
-def test_a_job_is_not_begun_in_the_past_for_ever(tmp_path: Path) -> None:
-    """As a scheduler would that restarts a job with `load_step`."""
-    for _ in range(3):
-        for step in (4, 8):
-            save(tmp_path, step)
-        check_gets_on(tmp_path, 4)
-        set_aside_later(tmp_path, 4)
-    check_gets_on(tmp_path, 4)  # nothing would be set aside
-    save(tmp_path, 8)
-    with pytest.raises(ConfigError, match="step 8 has been set aside 3 times"):
-        check_gets_on(tmp_path, 4)
-    check_gets_on(tmp_path, 8)
 
 
 def test_a_bit_flipped_anywhere_is_found(tmp_path: Path) -> None:
@@ -299,8 +274,6 @@ def test_what_is_deleted_while_it_is_opened_is_not_read(tmp_path, is_saved_again
         {"../outside": {"bytes": 3, "crc32": "00000000"}},
         {"..": {"bytes": 3, "crc32": "00000000"}},
         {"a": 3},
-        {"a": {"bytes": 3}},
-        {"a": {"bytes": "3", "crc32": "00000000"}},
         {"a": {"bytes": -3, "crc32": "00000000"}},
     ],
 )

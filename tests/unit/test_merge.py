@@ -113,15 +113,14 @@ def test_others_take_a_merge_and_a_resume_is_refused(made, tmp_path, capsys) -> 
     ("steps", "weights", "says"),
     [
         ("5,7,8", "mean", "--steps = '7,8': not among .*\n  fix: those are 5, 10, 20"),
-        ("10,5", "mean", "must ascend.*\n  fix: write 5,10"),
-        ("5,5", "mean", "must ascend"),
-        ("5", "mean", "there is nothing to merge"),
-        ("5,x", "mean", "must be steps with commas"),
-        ("5,10", "0.5,0.6", "'0.5,0.6': sum to 1.1, not to 1"),
-        ("5,10", "0.5,0.2,0.3", "3 for 2 steps"),
+        ("10,5", "mean", "in ascending order"),
+        ("5", "mean", "must be two steps or more"),
+        ("5,x", "mean", "with commas between"),
+        ("5,10", "0.5,0.6", "which sum to 1.1, not to 1"),
+        ("5,10", "0.5,0.2,0.3", "3 numbers for 2 steps"),
         ("5,10", "median", "not understood"),
-        ("5,10", "nan,1", "not understood"),
-        ("5,10", "ema=1.5", "must lie between 0 and 1"),
+        ("5,10", "nan,1", "which sum to nan"),
+        ("5,10", "ema=1.5", "one decay between 0 and 1"),
     ],
 )
 def test_bad_steps_and_weights_are_one_error(made, tmp_path, steps, weights, says) -> None:

@@ -1,6 +1,5 @@
 """Export a checkpoint as a model folder of Hugging Face, and compare the two."""
 
-import glob
 import importlib.util
 import json
 import math
@@ -100,9 +99,6 @@ def export(job: Job, out: Path, say: Callable[[str], None]) -> None:
     place.check(not out.exists(), "exists already", "name another folder, or remove it")
     unfinished = out.with_name(f"{out.name}.{secrets.token_hex(8)}{UNFINISHED}")
     try:
-        name = f"{glob.escape(out.name)}.{'[0-9a-f]' * 16}{UNFINISHED}"
-        for left in sorted(out.parent.glob(name)):
-            say(f"an export that was killed, or still runs, has left {left}")
         make_folder(out.parent)
         unfinished.mkdir()
         try:

@@ -30,27 +30,6 @@ class StoredTensor:
     shape: tuple[int, ...]
 
 
-def read_header(file: Path) -> dict[str, StoredTensor]:
-    """Return every tensor in `file`.
-
-    Raises:
-        OSError: if it cannot be read.
-        ValueError: if it is not a safetensors file, or not a whole one: the header has to cover
-            the file to its last byte.
-    """
-    file.open("rb").close()  # for its own error: to safetensors every failure is a missing file
-    try:
-        with safe_open(file, framework="numpy") as content:
-            slices = {name: content.get_slice(name) for name in content.keys()}  # noqa: SIM118
-            return {
-                name: StoredTensor(file, tensor.get_dtype(), tuple(tensor.get_shape()))
-                for name, tensor in slices.items()
-            }
-    except SafetensorError as error:
-        reason = str(error).removeprefix("Error while deserializing header: ")
-        raise ValueError(f"is damaged, or is not a safetensors file: {reason}") from None
-
-
 CONFIG = "config.json"
 
 GENERATION_CONFIG = "generation_config.json"
@@ -58,6 +37,8 @@ GENERATION_CONFIG = "generation_config.json"
 SINGLE = "model.safetensors"
 
 INDEX = "model.safetensors.index.json"
+
+AGAIN = "download or export the folder again"
 
 
 def is_hf_folder(path: Path) -> bool:
@@ -82,24 +63,29 @@ def find_tensors(place: Place) -> dict[str, StoredTensor]:
     else:
         _check_single(place)
         weight_map = {}
-    files = sorted(set(weight_map.values())) or [SINGLE]
     found: dict[str, StoredTensor] = {}
-    for name in files:
-        again = "download or export the folder again"
-        place.check((folder / name).is_file(), f"{name} is missing, which {INDEX} names", again)
-        try:
-            found |= read_header(folder / name)
-        except OSError as error:
-            raise place.error(f"{name} cannot be read: {error.strerror}") from None
-        except ValueError as error:
-            raise place.error(f"{name} {error}", again) from None
+    for name in sorted({*weight_map.values()}) or [SINGLE]:
+        found |= _read_header(place, name)
     for name, file in weight_map.items():
-        place.check(
-            name in found and found[name].file.name == file,
-            f"{INDEX} says that {name} is in {file}, but it is not",
-            "download or export the folder again",
-        )
+        is_there = name in found and found[name].file.name == file
+        place.check(is_there, f"{INDEX} says that {name} is in {file}, but it is not", AGAIN)
     return found
+
+
+def _read_header(place: Place, name: str) -> dict[str, StoredTensor]:
+    """Return every tensor in a file; its header has to cover it to the last byte."""
+    file = place.path / name
+    place.check(file.is_file(), f"{name} is missing, which {INDEX} names", AGAIN)
+    try:
+        with safe_open(file, framework="numpy") as content:
+            slices = {name: content.get_slice(name) for name in content.keys()}  # noqa: SIM118
+            return {
+                name: StoredTensor(file, tensor.get_dtype(), tuple(tensor.get_shape()))
+                for name, tensor in slices.items()
+            }
+    except (OSError, SafetensorError) as error:
+        rule = f"{name} is damaged, or is not a safetensors file: {error}"
+        raise place.error(rule, AGAIN) from None
 
 
 def _check_single(place: Place) -> None:
@@ -179,29 +165,19 @@ def check_args(args: DecoderArgs, there: Mapping[str, tuple[str, Any]], file: st
         if ours == theirs:
             continue
         keys.append(f"model.args.{name}")
-        messages.append(
-            f"{keys[-1]} = {_shown(ours)}: {file} has {key} = {_shown(theirs)}"
-            f"\n  fix: {_fix(name, theirs)}"
-        )
+        fix = f"set {keys[-1]} = {_as_toml(theirs)}"
+        if theirs is None:
+            fix = f"choose a model.flavor without {name}"
+        what = f"{keys[-1]} = {_as_toml(ours)}: {file} has {key} = {_as_toml(theirs)}"
+        messages.append(f"{what}\n  fix: {fix}")
     if messages:
         raise ConfigError(keys[0], "\n".join(messages))
 
 
-def _shown(value: object) -> str:
-    table = dataclasses.asdict(value) if dataclasses.is_dataclass(value) else value  # type: ignore[arg-type]
-    return "none" if table is None else as_toml(table)
-
-
-def _fix(name: str, value: object) -> str:
-    key = f"model.args.{name}"
-    if isinstance(value, bool):
-        return f"set {key} = {str(value).lower()}"
-    if value is None:
-        return f"choose a model.flavor without {name}"
-    if dataclasses.is_dataclass(value):
-        table = dataclasses.asdict(value)  # type: ignore[arg-type]
-        return f"set {key} = {{ {', '.join(f'{k} = {v}' for k, v in table.items())} }}"
-    return f"set {key} = {value}"
+def _as_toml(value: object) -> str:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return f"{{ {', '.join(f'{k} = {v}' for k, v in dataclasses.asdict(value).items())} }}"
+    return "none" if value is None else as_toml(value)
 
 
 def check_tensors(
@@ -222,7 +198,7 @@ def check_tensors(
             place.check(
                 name in stored,
                 f"{name}, our {ours}, is in none of its files",
-                "download or export the folder again"
+                AGAIN
                 + (", or set model.args.tie_embeddings = true" if ours == "output.weight" else ""),
             )
             _check_tensor(place, name, stored[name], shape)

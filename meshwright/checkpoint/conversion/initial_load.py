@@ -1,11 +1,17 @@
-"""Finds and checks the folder of `checkpoint.initial_load_path`, in any format. No torch."""
+"""Finds and checks the folder of `checkpoint.initial_load_path`, in any format.
+
+Free of torch, apart from Meta's format: `params.json`, and `consolidated.00.pth`, `.01.pth`, ...,
+a file for each rank of the tensor parallelism that Meta runs the model with. A file holds its piece
+of every matrix, cut along one dimension, and all of every norm.
+"""
 
 import dataclasses
+from collections.abc import Mapping
+from itertools import count
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from meshwright.checkpoint.conversion.hf_folder import check_args, check_hf_folder, is_hf_folder
-from meshwright.checkpoint.conversion.meta_folder import check_meta_folder, is_meta_folder
 from meshwright.checkpoint.find import (
     check_complete,
     find_candidates,
@@ -16,9 +22,12 @@ from meshwright.checkpoint.index import INDEX, SavedTensor, read_saved_tensors
 from meshwright.checkpoint.manifest import MANIFEST, Manifest
 from meshwright.config.job_config import Checkpoint
 from meshwright.models.args import DecoderArgs
-from meshwright.models.family import Family, MetaForm, TorchtitanForm
+from meshwright.models.family import TIED, Family
 from meshwright.system.errors import check, where_it_ends
 from meshwright.system.files import Place
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 SHOWN = 10
 """Tensors that an error names at most."""
@@ -29,44 +38,148 @@ def is_torchtitan_folder(path: Path) -> bool:
     return (path / INDEX).is_file() and not (path / MANIFEST).exists()
 
 
-def find_names(place: Place, form: TorchtitanForm, args: DecoderArgs) -> dict[str, str]:
-    """Return the name there of each parameter of the model with `args`.
+OF_MODEL = ("tok_embeddings.", "layers.", "norm.", "output.", "lm_head.")
+"""Beginnings of parameters' names in torchtitan's checkpoints, after the prefix."""
+
+
+def find_names(place: Place, family: Family, args: DecoderArgs) -> dict[str, str]:
+    """Return the name in torchtitan's checkpoint of each parameter of the model with `args`.
 
     Raises:
         ConfigError: naming every tensor that is missing, has another shape, or has no place.
     """
+    if (renamed := family.torchtitan) is None:
+        fix = "export it to Hugging Face's form there, and set checkpoint.initial_load_in_hf = true"
+        raise place.error(f"is torchtitan's, whose form of {family.name} cannot be read", fix)
     saved = read_saved_tensors(place)
     place.check(
         not any(name.startswith("rng.") for name in saved),
         f"is a checkpoint of meshwright's that is damaged: it has no {MANIFEST}",
         "name another step's folder",
     )
-    shapes = args.parameter_shapes()
-    prefix = next((p for p in form.PREFIXES if _of_model(saved, p, form)), "")
+    # a saved whole state has the model beside the rest, or below "model"
+    prefix = next((p for p in ("", "model.") if _of_model(saved, p)), "")
+
+    def names_there(ours: str) -> list[str]:
+        others = [ours.replace(*names) for names in renamed.items() if names[0] in ours]
+        return [prefix + name for name in (ours, *others)]
+
     found, wrong = {}, []
-    for ours, shape in shapes.items():
-        theirs = next((name for name in form.names(ours) if prefix + name in saved), None)
+    for ours, shape in args.parameter_shapes().items():
+        theirs = next((name for name in names_there(ours) if name in saved), None)
         if theirs is None:
             wrong.append(f"{prefix}{ours} is not there")
-            continue
-        found[ours] = prefix + theirs
-        if saved[found[ours]].shape != shape:
-            wrong.append(f"{found[ours]} has shape {saved[found[ours]].shape} there, not {shape}")
-    tied = {prefix + name for name in form.names("output.weight")} if args.tie_embeddings else set()
-    others = sorted(_of_model(saved, prefix, form) - set(found.values()) - tied)
+        elif saved[theirs].shape != shape:
+            wrong.append(f"{theirs} has shape {saved[theirs].shape} there, not {shape}")
+        found[ours] = theirs or ""
+    tied = {*names_there("output.weight")} if args.tie_embeddings else set()
+    others = sorted(_of_model(saved, prefix) - {*found.values()} - tied)
     wrong += [f"{name} has no place in the model" for name in others]
-    more = f" (and {len(wrong) - SHOWN} more)" if len(wrong) > SHOWN else ""
     place.check(
         not wrong,
-        f"is a checkpoint of torchtitan's, or of another model: {'; '.join(wrong[:SHOWN])}{more}",
+        f"is a checkpoint of torchtitan's, or of another model: {'; '.join(wrong[:SHOWN])}",
         "set model.flavor and model.args to the model that it is of",
     )
     return found
 
 
-def _of_model(saved: dict[str, SavedTensor], prefix: str, form: TorchtitanForm) -> set[str]:
-    starts = tuple(prefix + start for start in form.OF_MODEL)
-    return {name for name in saved if name.startswith(starts)}
+def _of_model(saved: Mapping[str, SavedTensor], prefix: str) -> set[str]:
+    return {name for name in saved if name.startswith(tuple(prefix + start for start in OF_MODEL))}
+
+
+PARAMS = "params.json"
+
+WEIGHTS = "consolidated.*.pth"
+
+
+def is_meta_folder(path: Path) -> bool:
+    """Return whether `path` looks like a model folder of Meta's."""
+    return (path / PARAMS).is_file() and any(path.glob(WEIGHTS))
+
+
+Parts = list[tuple[tuple[int, ...], "Tensor"]]
+"""Of a tensor: each with its offset in the whole, mapped into memory."""
+
+
+def check_meta_folder(place: Place, family: Family, args: DecoderArgs) -> dict[str, Parts]:
+    """Check that the folder is of a model of `family` with `args`, and whole; return its tensors.
+
+    Raises:
+        ConfigError: naming every dimension that differs, or the first tensor.
+    """
+    if family.meta is None:
+        raise place.error(f"is a folder of Meta's, and Meta has no {family.name}")
+    try:
+        there = family.meta(place.read_json(PARAMS))
+    except ValueError as error:
+        raise place.error(f"{PARAMS}: {error}") from None
+    found = {name: (dimension.key, dimension.value) for name, dimension in there.items()}
+    scaling = getattr(args, "rope_scaling", None)
+    if scaling and found["rope_scaling"][1]:  # it does not say by how much
+        del found["rope_scaling"]
+    check_args(args, found, str(place.path / PARAMS))
+    files = {file.name: _map(place, file) for file in sorted(place.path.glob(WEIGHTS))}
+    wanted = args.parameter_shapes()
+    names = set().union(*files.values())
+    if args.tie_embeddings and COPY in names:
+        wanted[COPY] = wanted[TIED]
+    parts = {name: _find_parts(place, name, shape, files) for name, shape in wanted.items()}
+    others = sorted(names - wanted.keys() - {"rope.freqs"})  # which follow from params.json
+    rule = f"holds {others[0] if others else ''}, for which the model has no place"
+    place.check(not others, rule)
+    return parts
+
+
+COPY = "output.weight"
+"""In the files even where it is the embedding once more."""
+
+TYPES = ("torch.float32", "torch.bfloat16", "torch.float16")
+"""That weights may have."""
+
+
+def _map(place: Place, file: Path) -> "dict[str, Tensor]":
+    """Return the tensors of a file, mapped into memory: unused parts are not read."""
+    import torch  # here: no check of another job waits for it
+
+    try:
+        tensors = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+        found = {str(name): value for name, value in tensors.items()}
+        is_good = all(isinstance(value, torch.Tensor) for value in found.values())
+    except Exception:  # a damaged file raises any; torch's text advises to let the file run code
+        is_good = False
+    place.check(
+        is_good,
+        f"{file.name} is no dict of tensors, or is damaged",
+        "download it again, or save its dict of tensors with torch.save",
+    )
+    return found
+
+
+def _find_parts(
+    place: Place, name: str, shape: tuple[int, ...], files: "Mapping[str, Mapping[str, Tensor]]"
+) -> Parts:
+    """Return the parts of a tensor. The embedding is cut along its width in files of 2023, along
+    the vocabulary in later ones, so shapes decide."""
+    tie = ", or set model.args.tie_embeddings = true" if name == "output.weight" else ""
+    for file, tensors in files.items():
+        rule = f"{name} is not in {file}"
+        place.check(name in tensors, rule, f"download the folder again{tie}")
+        kind, rule = str(tensors[name].dtype), f"not of {', '.join(TYPES)}"
+        place.check(kind in TYPES, f"{name} in {file} is of {kind}, {rule}")
+    parts = [tensors[name] for tensors in files.values()]
+    if all(tuple(part.shape) == shape for part in parts):
+        return [((0,) * len(shape), parts[0])]
+    for dim, length in enumerate(shape):
+        size = (*shape[:dim], length // len(parts), *shape[dim + 1 :])
+        if length % len(parts) == 0 and all(tuple(part.shape) == size for part in parts):
+            offsets = ((*(0,) * dim, n * size[dim], *(0,) * len(shape[dim + 1 :])) for n in count())
+            return [*zip(offsets, parts, strict=False)]
+    shapes = ", ".join(sorted({str(tuple(part.shape)) for part in parts}))
+    raise place.error(
+        f"{name} has shape {shapes} in its {len(parts)} files, which is neither all of {shape} nor "
+        "a piece of it",
+        f"download the missing files, if there are more, or the {PARAMS} that belongs to them",
+    )
 
 
 LOAD_KEY = "checkpoint.initial_load_path"
@@ -132,9 +245,9 @@ def check_initial(config: Checkpoint, args: DecoderArgs, family: Family) -> None
         case "hf":
             check_hf_folder(place, family.hf, args)
         case "meta":
-            check_meta_folder(place, meta_form(place, family), args)
+            check_meta_folder(place, family, args)
         case "torchtitan":
-            find_names(place, torchtitan_form(place, family), args)
+            find_names(place, family, args)
         case "ours":
             assert manifest is not None
             name = manifest["model_name"]
@@ -184,20 +297,3 @@ def family_there(
         rule = f"must be that of the feed-forward to copy, model.args.hidden_dim = {width}"
         check(own == width, key, own, rule, f"set {key} = {width}")
     return dense, dense.args(**values)
-
-
-def meta_form(place: Place, family: Family) -> MetaForm:
-    """Return the form of Meta's folders of the model's family; raises `ConfigError` if there is
-    none."""
-    if family.meta is None:
-        raise place.error(f"is a folder of Meta's, and Meta has no {family.name}")
-    return family.meta
-
-
-def torchtitan_form(place: Place, family: Family) -> TorchtitanForm:
-    """Return the form of torchtitan's checkpoints of the family; raises `ConfigError` if it is
-    unknown."""
-    if family.torchtitan is None:
-        fix = "export it to Hugging Face's form there, and set checkpoint.initial_load_in_hf = true"
-        raise place.error(f"is torchtitan's, whose form of {family.name} cannot be read", fix)
-    return family.torchtitan

@@ -14,20 +14,19 @@ from torch import Tensor
 
 from meshwright.checkpoint.conversion.hf_folder import check_tensors, find_tensors
 from meshwright.checkpoint.conversion.initial_load import (
+    COPY,
     LOAD_KEY,
     InitialWeights,
+    check_meta_folder,
     find_initial,
     find_names,
-    meta_form,
-    torchtitan_form,
 )
-from meshwright.checkpoint.conversion.meta_folder import check_meta_folder
 from meshwright.checkpoint.find import find_checkpoint
 from meshwright.checkpoint.on_ranks import on_first_rank, select_on_ranks
 from meshwright.checkpoint.reader import CheckpointWeights, Piece, Put, Weights
 from meshwright.config.job_config import Checkpoint
 from meshwright.models.args import DecoderArgs
-from meshwright.models.family import Family, ForeignTensor, HuggingFaceForm, MetaForm
+from meshwright.models.family import TIED, Family, ForeignTensor, HuggingFaceForm
 from meshwright.models.table import DecoderSpec
 from meshwright.parallelisms.initialize import fill_normal
 from meshwright.parallelisms.shards import Box, local_box, local_shard, part_of_box
@@ -132,10 +131,10 @@ def halves(pairs: Tensor, head_dim: int) -> Tensor:
 class MetaWeights(ForeignWeights):
     """The weights of a model folder of Meta's."""
 
-    def __init__(self, place: Place, form: MetaForm, args: DecoderArgs) -> None:
-        self._parts = check_meta_folder(place, form, args)
-        copies = {name: form.copy_of(name, args) for name in self._parts}
-        super().__init__({name: [copy] for name, copy in copies.items() if copy in self._parts})
+    def __init__(self, place: Place, family: Family, args: DecoderArgs) -> None:
+        self._parts = check_meta_folder(place, family, args)
+        is_twice = args.tie_embeddings and COPY in self._parts
+        super().__init__({TIED: [COPY]} if is_twice else {})
 
     def pieces(self, name: str) -> Iterator[Piece]:
         for offset, tensor in self._parts[name]:
@@ -153,9 +152,9 @@ def open_weights(initial: InitialWeights, family: Family, args: DecoderArgs) -> 
         case "hf":
             return HuggingFaceWeights(place, family.hf, args)
         case "meta":
-            return MetaWeights(place, meta_form(place, family), args)
+            return MetaWeights(place, family, args)
         case "torchtitan":
-            names = find_names(place, torchtitan_form(place, family), args)
+            names = find_names(place, family, args)
             return CheckpointWeights(place, names.__getitem__)
         case "ours":
             return CheckpointWeights(place)

@@ -4,18 +4,13 @@ Source: Touvron et al. 2023, arXiv:2307.09288; Llama Team 2024, arXiv:2407.21783
 """
 
 import math
-import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from meshwright.models.args import STD, DecoderArgs, RopeScaling
 from meshwright.models.family import MODULES, Dimension, Family, HuggingFaceForm, positive
 from meshwright.models.table import DecoderSpec
-
-TIED = "output.weight"
-"""Written out in the files even where it is the embedding once more."""
-
 
 INTEGERS = ("dim", "n_layers", "n_heads", "n_kv_heads")
 
@@ -29,7 +24,7 @@ OTHER_MODELS = ("quantization_args", "lora_args", "moe_args", "vision_model", "v
 
 
 def read_params(params: Mapping[str, Any]) -> dict[str, Dimension]:
-    """Our dimensions, except the ones that only the tensors give; see `MetaForm`."""
+    """Return our dimensions, except the ones that only the tensors give; see `Family.meta`."""
     for key in OTHER_MODELS:
         if params.get(key) not in (None, -1):
             raise ValueError(f"{key} is {params[key]!r}: it is of another kind of model")
@@ -69,46 +64,13 @@ def _hidden_dim(params: Mapping[str, Any]) -> int:
     return -(-hidden // multiple_of) * multiple_of
 
 
-def same(name: str, ours: object, theirs: object) -> bool:
-    """Return whether a dimension of ours agrees with params.json; see `MetaForm`."""
-    if name == "rope_scaling":  # it does not say by how much: 8 times in Llama 3.1, 32 in 3.2
-        return (ours is None) == (theirs is None)
-    return ours == theirs
-
-
-def copy_of(name: str, args: DecoderArgs) -> str | None:
-    """Under which other name the files may hold the parameter once more; see `MetaForm`."""
-    return TIED if args.tie_embeddings and name == "tok_embeddings.weight" else None
-
-
-def is_needless(name: str) -> bool:
-    """Values that follow from params.json; see `MetaForm`."""
-    return name == "rope.freqs"
-
-
-PREFIXES: tuple[str, ...] = ("", "model.")
-"""Possible prefixes: a saved whole state has the model beside the rest, or below "model"."""
-
-
-RENAMED = {
+TORCHTITAN = {
     "attention.wq.": "attention.qkv_linear.wq.",
     "attention.wk.": "attention.qkv_linear.wk.",
     "attention.wv.": "attention.qkv_linear.wv.",
     "output.": "lm_head.",
 }
 """Parts of our names, and their names from its version 0.3 on."""
-
-
-OF_MODEL: tuple[str, ...] = ("tok_embeddings.", "layers.", "norm.", "output.", "lm_head.")
-"""Beginnings of parameters' names."""
-
-
-def names(ours: str) -> Iterator[str]:
-    """Yield a parameter's possible names there, without prefix; see `TorchtitanForm`."""
-    yield ours
-    for part, renamed in RENAMED.items():
-        if part in ours:
-            yield ours.replace(part, renamed)
 
 
 @dataclass(frozen=True)
@@ -175,6 +137,6 @@ FAMILY = Family(
         defaults={"rms_norm_eps": 1e-6},
         stretched_rope_type="llama3",
     ),
-    meta=sys.modules[__name__],
-    torchtitan=sys.modules[__name__],
+    meta=read_params,
+    torchtitan=TORCHTITAN,
 )
