@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshwright.models.args import STD, DecoderArgs, RopeScaling
-from meshwright.models.family import MODULES, Dimension, Family, HuggingFaceForm, positive
+from meshwright.models.family import MODULES, Dimension, Family, HuggingFaceForm, number, positive
 from meshwright.models.table import DecoderSpec
 
 TIED = "output.weight"
@@ -29,7 +29,11 @@ OTHER_MODELS = ("quantization_args", "lora_args", "moe_args", "vision_model", "v
 
 
 def read_params(params: Mapping[str, Any]) -> dict[str, Dimension]:
-    """Our dimensions, except the ones that only the tensors give; see `MetaForm`."""
+    """Read a params.json as the dimensions of our model, by our names, as far as it has them.
+
+    Raises:
+        ValueError: if our model is not that function, or a key is missing.
+    """
     for key in OTHER_MODELS:
         if params.get(key) not in (None, -1):
             raise ValueError(f"{key} is {params[key]!r}: it is of another kind of model")
@@ -45,10 +49,7 @@ def read_params(params: Mapping[str, Any]) -> dict[str, Dimension]:
     if vocab_size != -1:  # which is for the tokenizer to say
         found["vocab_size"] = Dimension("vocab_size", positive("vocab_size", vocab_size))
     for key, default in NUMBERS.items():
-        value = params.get(key, default)
-        if type(value) not in (int, float):
-            raise ValueError(f"{key} is {value!r}, not a number")
-        found[key] = Dimension(key, float(value))
+        found[key] = Dimension(key, number(key, params.get(key, default)))
     found["hidden_dim"] = Dimension(
         "a feed-forward width, by dim, multiple_of and ffn_dim_multiplier,", _hidden_dim(params)
     )
@@ -61,28 +62,27 @@ def _hidden_dim(params: Mapping[str, Any]) -> int:
     """Two thirds of 4 D, times the multiplier, up to the next multiple; truncated at each step."""
     multiple_of = positive("multiple_of", params.get("multiple_of", 256))
     multiplier = params.get("ffn_dim_multiplier")
-    if multiplier is None:
-        multiplier = 1
-    if type(multiplier) not in (int, float) or not 0 < multiplier < math.inf:
+    multiplier = number("ffn_dim_multiplier", 1 if multiplier is None else multiplier)
+    if not 0 < multiplier < math.inf:
         raise ValueError(f"ffn_dim_multiplier is {multiplier!r}, not a positive number")
     hidden = int(multiplier * int(2 * 4 * params["dim"] / 3))
     return -(-hidden // multiple_of) * multiple_of
 
 
 def same(name: str, ours: object, theirs: object) -> bool:
-    """Return whether a dimension of ours agrees with params.json; see `MetaForm`."""
+    """Return whether the dimension `name` equals the one that `read_params` gives."""
     if name == "rope_scaling":  # it does not say by how much: 8 times in Llama 3.1, 32 in 3.2
         return (ours is None) == (theirs is None)
     return ours == theirs
 
 
 def copy_of(name: str, args: DecoderArgs) -> str | None:
-    """Under which other name the files may hold the parameter once more; see `MetaForm`."""
+    """Under which other name the files may hold the parameter `name` once more."""
     return TIED if args.tie_embeddings and name == "tok_embeddings.weight" else None
 
 
 def is_needless(name: str) -> bool:
-    """Values that follow from params.json; see `MetaForm`."""
+    """Return whether a tensor that no parameter is made of may be in the files all the same."""
     return name == "rope.freqs"
 
 
@@ -104,7 +104,7 @@ OF_MODEL: tuple[str, ...] = ("tok_embeddings.", "layers.", "norm.", "output.", "
 
 
 def names(ours: str) -> Iterator[str]:
-    """Yield a parameter's possible names there, without prefix; see `TorchtitanForm`."""
+    """Yield torchtitan's names of our parameter in its versions, without prefix."""
     yield ours
     for part, renamed in RENAMED.items():
         if part in ours:
