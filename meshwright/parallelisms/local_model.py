@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.config.training import Training
-from meshwright.models.batch import Batch
 from meshwright.models.decoder import Decoder
+from meshwright.models.loss import Batch
 from meshwright.parallelisms.expert_parallel import Balance
 from meshwright.parallelisms.meshes import Meshes
 from meshwright.parallelisms.rules.stages import stages_of_rank

@@ -11,8 +11,8 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
 from meshwright.config.training import Training
-from meshwright.models.batch import Batch
 from meshwright.models.decoder import Decoder
+from meshwright.models.loss import Batch
 from meshwright.parallelisms.data_parallel import accumulate_in_reduce_dtype
 from meshwright.parallelisms.meshes import Meshes
 from meshwright.parallelisms.rules.stages import SCHEDULES, stages_of_rank

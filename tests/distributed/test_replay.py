@@ -9,8 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshwright.models.batch import Batch
-from meshwright.models.loss import IGNORE
+from meshwright.models.loss import IGNORE, Batch
 from meshwright.parallelisms.replay import record_choices, replay_choices
 from meshwright.parallelisms.rules.degrees import ParallelDims
 from tests.helpers.job import GLOBAL_BATCH, SCHEDULES, Job, mesh
