@@ -16,8 +16,7 @@ from meshwright.datasets.encoding import NO_LOSS
 from meshwright.datasets.samples import Sample, blank_sample
 from meshwright.datasets.stream import Cursor, SampleStream, bad_records, merged
 from meshwright.datasets.streamed import EndOfData
-from meshwright.models.batch import Batch
-from meshwright.models.loss import IGNORE, PADDING
+from meshwright.models.loss import IGNORE, PADDING, Batch
 from meshwright.system.errors import DataError, config_error
 
 STEPS_AHEAD = 4

@@ -50,6 +50,13 @@ def positive(key: str, value: object) -> int:
     return value
 
 
+def number(key: str, value: object) -> float:
+    """Return the value of a file's key; raise `ValueError` unless it is a number."""
+    if type(value) not in (int, float):
+        raise ValueError(f"{key} is {value!r}, not a number")
+    return float(value)  # type: ignore[arg-type]  # a number, as was just seen
+
+
 MODULES = {
     "tok_embeddings": "model.embed_tokens",
     "layers.{}.attention.wq": "model.layers.{}.self_attn.q_proj",
@@ -162,17 +169,16 @@ class HuggingFaceForm:
             if is_fused and key in FUSED:
                 found[name] = _fused(FUSED[key].format(layer), key, shape)
             elif "{expert}" in theirs:
-                names = (theirs.format(layer, expert=index) for index in range(shape[0]))
-                slices = tuple(f"{own}.weight" for own in names)
+                theirs += ".weight"
+                slices = tuple(theirs.format(layer, expert=index) for index in range(shape[0]))
                 found[name] = ForeignTensor(slices[0], shape, slices=slices)
             else:
+                is_tied = name == TIED and args.tie_embeddings
                 found[name] = ForeignTensor(
                     f"{theirs.format(layer)}.weight",
                     shape,
                     args.table.rope.head_dim if module.endswith(self.rotated) else None,
-                    (f"{self.modules['output']}.weight",)
-                    if name == TIED and args.tie_embeddings
-                    else (),
+                    (f"{self.modules['output']}.weight",) if is_tied else (),
                 )
         return found
 
@@ -197,30 +203,20 @@ class HuggingFaceForm:
             raise ValueError("quantization_config: the weights are quantized")
         if config.get(PARTIAL) not in (None, 1):
             raise ValueError(f"{PARTIAL} is {config[PARTIAL]!r}, which this model has not")
-        layer_types = config.get("layer_types") or []
-        if not isinstance(layer_types, list):
-            raise ValueError(f"layer_types is {layer_types!r}, not a list")
-        for kind in layer_types:
-            if kind != "full_attention":
-                raise ValueError(f"layer_types has {kind!r}; this model has full_attention alone")
+        if {*(config.get("layer_types") or [])} - {"full_attention"}:
+            kinds = config["layer_types"]
+            raise ValueError(f"layer_types is {kinds!r}; this model has full_attention alone")
         found = self._read_integers(config)
-        rope, rope_key = config.get("rope_parameters"), "rope_parameters"
-        if rope is None:
-            rope, rope_key = config.get("rope_scaling"), "rope_scaling"
-        rope = rope or {}
+        is_new = config.get("rope_parameters") is not None
+        rope_key = "rope_parameters" if is_new else "rope_scaling"
+        rope = config.get(rope_key) or {}
         if not isinstance(rope, Mapping):
             raise ValueError(f"{rope_key} is {rope!r}, not a table")
-        theta_key = "rope_parameters.rope_theta" if "rope_theta" in rope else "rope_theta"
         theta = rope.get("rope_theta", config.get("rope_theta", 10000.0))
         eps = config.get("rms_norm_eps", self.defaults.get("rms_norm_eps", 1e-6))
-        numbers = {
-            "norm_eps": Dimension("rms_norm_eps", eps),
-            "rope_theta": Dimension(theta_key, theta),
-        }
-        for name, dimension in numbers.items():
-            if type(dimension.value) not in (int, float):
-                raise ValueError(f"{dimension.key} is {dimension.value!r}, not a number")
-            found[name] = Dimension(dimension.key, float(dimension.value))
+        theta_key = f"{rope_key}.rope_theta" if "rope_theta" in rope else "rope_theta"
+        found["norm_eps"] = Dimension("rms_norm_eps", number("rms_norm_eps", eps))
+        found["rope_theta"] = Dimension(theta_key, number(theta_key, theta))
         scaling = self._read_scaling(rope, rope_key)
         if self.stretched_rope_type:
             found["rope_scaling"] = Dimension(rope_key, scaling)
@@ -263,11 +259,9 @@ class HuggingFaceForm:
                 raise ValueError(f"{rope_key}.{key} is {value!r}, which this model has not")
         if kind == "default":
             return None
-        values = {ours: rope.get(theirs) for ours, theirs in SCALING.items()}
-        for ours, value in values.items():
-            if type(value) not in (int, float):
-                raise ValueError(f"{rope_key}.{SCALING[ours]} is {value!r}, not a number")
-        return RopeScaling(**values)  # type: ignore[arg-type]  # numbers, as was just seen
+        for theirs in SCALING.values():
+            number(f"{rope_key}.{theirs}", rope.get(theirs))
+        return RopeScaling(**{ours: rope[theirs] for ours, theirs in SCALING.items()})
 
     def write_config(self, args: DecoderArgs, seq_len: int) -> dict[str, Any]:
         """config.json, in the spelling that transformers 4 and 5 both read, without the storage
@@ -280,8 +274,7 @@ class HuggingFaceForm:
             "architectures": [self.architecture],
             "model_type": self.model_type,
             **self.fixed,
-            **{theirs: getattr(args, ours) for ours, theirs in INTEGERS.items()},
-            **{theirs: getattr(args, ours) for ours, theirs in self.integers.items()},
+            **{key: getattr(args, ours) for ours, key in {**INTEGERS, **self.integers}.items()},
             **{theirs: getattr(args, ours) for ours, (theirs, _) in self.flags.items()},
             "head_dim": args.table.rope.head_dim,
             "rms_norm_eps": args.norm_eps,

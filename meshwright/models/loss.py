@@ -1,4 +1,6 @@
-"""The next-token loss of hidden states, in chunks of tokens: whole logits never exist.
+"""A microbatch, and the next-token loss of its hidden states, in chunks of tokens.
+
+Whole logits never exist.
 
 The gradient of a chunk's logits is computed at once, and multiplied into the gradients of the
 hidden states and of the weight: nothing is computed twice. Source: Hsu et al. 2024,
@@ -7,6 +9,7 @@ its own type, and has chunks as large as the hidden states.
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,6 +22,37 @@ IGNORE = -100
 
 PADDING = -101
 """Label of a position that is no token: without loss, and routers do not count it."""
+
+
+@dataclass(frozen=True, eq=False)  # tensors that are equal are not one truth value
+class Batch:
+    """One microbatch of a rank."""
+
+    tokens: Tensor
+    """(B, S) int64."""
+    labels: Tensor
+    """(B, S) int64: the token that follows; `IGNORE` where that is not to be learned,
+    and `PADDING` where the position has no token."""
+    documents: Tensor | None = None
+    """(B, S) int32: which document of its sequence each token belongs to, rising from 0. None:
+    attention does not stop between documents. Not cut where context parallelism cuts the others."""
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> "Batch":
+        """Return the same on `device`."""
+        return self._each(lambda part: part.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> "Batch":
+        """Return the same in page-locked memory, from where copies to a device need not wait."""
+        return self._each(Tensor.pin_memory)
+
+    def send(self, device: torch.device) -> "Batch":
+        """Return the same on `device`; the host does not wait for it."""
+        batch = self.pin_memory() if device.type == "cuda" else self
+        return batch.to(device, non_blocking=True)
+
+    def _each(self, move: Callable[[Tensor], Tensor]) -> "Batch":
+        documents = None if self.documents is None else move(self.documents)
+        return Batch(move(self.tokens), move(self.labels), documents)
 
 
 SMALL_LOGITS = 1 << 24

@@ -22,8 +22,6 @@ Operator = Callable[..., Any]
 
 
 Backend = Callable[[fx.GraphModule, list[Tensor]], Callable[..., Any]]
-
-
 MESHES_HAVE_NO_SIZE = "unsafe_treat_script_objects_as_zero_size"
 """Option of torch.compile, there in torch 2.13, not in 2.11: without it the compiler refuses to
 tell what memory a mesh takes."""
@@ -98,8 +96,7 @@ def keep_within_budget(backend: str, memory_budget: float, has_meshes: bool = Fa
 
 @functools.cache  # blocks with the same function share a compiled graph
 def _keeping(names: tuple[str, ...]) -> Callable[[], object]:
-    """Return the `context_fn` of `checkpoint` that keeps outputs of the operators with these
-    names."""
+    """Return the `context_fn` of `checkpoint` that keeps outputs of these operators."""
     # names, and not their operators, some of which torch.compile does not know
     contexts = functools.partial(_contexts, names)
     # by this torch.compile's cache tells policies apart; without it, it keeps no graph

@@ -11,10 +11,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention.flex_attention import BlockMask
 
 from meshwright.config.training import Training
-from meshwright.models.attention import repeat_heads
-from meshwright.models.batch import Batch
+from meshwright.models.attention import Mask, masked_attention, repeat_heads
 from meshwright.models.decoder import Decoder
-from meshwright.models.document_mask import Mask, masked_attention
+from meshwright.models.loss import Batch
 from meshwright.parallelisms.meshes import all_gather, reduce_scatter
 
 SEQUENCE = 2
@@ -185,9 +184,7 @@ def attend_in_chunks(
 
     Args:
         q: (B, N, S/cp, H), the two chunks one after the other.
-        k: (B, K, S, H), all of them, in the order of positions; K divides N.
-        v: as `k`.
-        scale: of products of queries with keys.
+        k, v: (B, K, S, H), in the order of positions; K divides N.
     """
     flash = FLASH[q.device.type].forward
     outputs, sums = [], []
@@ -269,21 +266,18 @@ def _scatter(x: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 aten = torch.ops.aten
+Tensors = tuple[Tensor, ...]
 
 
 # Operators, since no public function of torch gives the logarithms on every device. Arguments by
 # position: the compiler takes one called `out` for a place to write to.
-def _backward_on_cpu(
-    tensors: tuple[Tensor, ...], is_causal: bool, scale: float
-) -> tuple[Tensor, ...]:
+def _backward_on_cpu(tensors: Tensors, is_causal: bool, scale: float) -> Tensors:
     return aten._scaled_dot_product_flash_attention_for_cpu_backward(
         *tensors, 0.0, is_causal, scale=scale
     )
 
 
-def _backward_on_gpu(
-    tensors: tuple[Tensor, ...], is_causal: bool, scale: float
-) -> tuple[Tensor, ...]:
+def _backward_on_gpu(tensors: Tensors, is_causal: bool, scale: float) -> Tensors:
     _, q, k, *_ = tensors
     lengths = None, None, q.shape[SEQUENCE], k.shape[SEQUENCE]
     # for dropout; without it nothing looks (flash_api.cpp, mha_bwd)
@@ -296,9 +290,9 @@ def _backward_on_gpu(
 class Flash(NamedTuple):
     """Flash attention of a device."""
 
-    forward: Callable[..., tuple[Tensor, ...]]
+    forward: Callable[..., Tensors]
     """(q, k, v, is_causal=, scale=) -> output, logarithms of the sums of exponential scores, ..."""
-    backward: Callable[[tuple[Tensor, ...], bool, float], tuple[Tensor, ...]]
+    backward: Callable[[Tensors, bool, float], Tensors]
     """(gradient of the output, q, k, v, output, logarithms), is_causal, scale -> gradients."""
     dtypes: tuple[torch.dtype, ...]
 

@@ -21,15 +21,8 @@ if TYPE_CHECKING:
 
 
 def compute_in(model: Decoder, name: str, fp32_modules: Collection[str] = ()) -> str:
-    """Make the layers of a whole model on one rank compute in a type, as `apply_fsdp` would.
-
-    Args:
-        name: of the type, e.g. "bfloat16".
-        fp32_modules: as `apply_fsdp` takes them.
-
-    Returns:
-        A line for the log.
-    """
+    """Make the layers of a whole model on one rank compute in the type `name`, as `apply_fsdp`
+    would; return a line for the log."""
     dtype = getattr(torch, name)
     kept = compute_in_fp32(model, fp32_modules, dtype)
     assert model.tok_embeddings is not None
@@ -41,13 +34,8 @@ def compute_in(model: Decoder, name: str, fp32_modules: Collection[str] = ()) ->
 def compute_in_fp32(
     model: Decoder, names: Collection[str], param_dtype: torch.dtype
 ) -> set[nn.Module]:
-    """Cast inputs of the modules of these names to fp32, and their outputs to `param_dtype`.
-
-    FSDP2 can do so too, but not in torch 2.11 where backward computes the module again.
-
-    Returns:
-        the modules.
-    """
+    """Cast inputs of the modules of these names to fp32, and their outputs to `param_dtype`; return
+    the modules. FSDP2 can do so too, but not in torch 2.11 where backward computes them again."""
     modules = {module for name, module in model.named_modules() if name in names}
     for module in modules:  # the loss takes fp32 logits as they are
         _cast_around(module, torch.float32 if module is model.output else param_dtype)
@@ -55,7 +43,6 @@ def compute_in_fp32(
 
 
 def _cast_around(module: nn.Module, output_dtype: torch.dtype) -> None:
-
     def raise_inputs(module: nn.Module, inputs: tuple[object, ...]) -> tuple[object, ...]:
         return tuple(
             x.float() if isinstance(x, Tensor) and x.is_floating_point() else x for x in inputs
@@ -149,11 +136,7 @@ class _Shard(Protocol):
 
 
 def _sharding(meshes: Meshes, training: Training, kept: Collection[nn.Module]) -> _Shard:
-    """Return a function that shards modules over FSDP's mesh as one group; experts, over theirs.
-
-    Args:
-        kept: modules that are not cast.
-    """
+    """Return a function that shards modules over FSDP's mesh as one group; experts, over theirs."""
     from torch.distributed.fsdp import (  # takes 0.8 s, which few single ranks need
         CPUOffloadPolicy,
         MixedPrecisionPolicy,
@@ -230,9 +213,8 @@ def _describe(mesh: DeviceMesh, training: Training) -> str:
 def _prefetch(root: "FSDPModule", layers: Sequence[Sequence["FSDPModule"]], ahead: int) -> None:
     """Make each layer gather the next `ahead` of them too, before it computes.
 
-    Args:
-        layers: groups of each, in the order of forward, the one around the others first. Without
-            `root`, which forward and backward both meet first (a tied embedding is in its group).
+    `layers` has the groups of each, the one around the others first, without `root`, which forward
+    and backward both meet first (a tied embedding is in its group).
     """
     forward = [[root], *layers]
     backward = [[root], *([first, *reversed(within)] for first, *within in reversed(layers))]

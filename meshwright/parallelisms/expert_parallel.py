@@ -85,7 +85,7 @@ def exchanged(
     order = expert.argsort(stable=True)
     place = inverse(order)
     arrived = permute(all_to_all(rows, by, to, group), order, place)
-    own = map(local_shard, weights)
+    own = [local_shard(weight) for weight in weights]
     out = feed_forward(arrived, received.sum(0), activation, *own)
     return all_to_all(permute(out, place, order), to, by, group)
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.config.training import Training
-from meshwright.models.batch import Batch
 from meshwright.models.decoder import Decoder
+from meshwright.models.loss import Batch
 from meshwright.parallelisms.expert_parallel import Balance
 from meshwright.parallelisms.meshes import Meshes
 from meshwright.parallelisms.rules.stages import stages_of_rank
@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 class LocalModel(nn.Module):
     """This rank's stages, and a view of all their parameters under the plain model's names.
 
-    It has no forward: a step calls `stages[0]`, or `pipeline` where there is one; `forward_all`
-    does so without a backward to follow.
+    It has no forward: a step calls `stages[0]`, or `pipeline` where there is one.
     """
 
     stages: tuple[Decoder, ...]
@@ -51,10 +50,9 @@ class LocalModel(nn.Module):
     def forward_all(
         self, batches: Sequence[Batch], positions: Tensor, take: Callable[[Tensor, Batch], None]
     ) -> None:
-        """Forward of every microbatch, for its loss: to be called without gradients.
+        """Forward of every microbatch, for its loss: to be called without gradients. Collective.
 
-        After the last call, `reset_after_no_grad` is due. Collective: every rank of the job must
-        call it.
+        After the last call, `reset_after_no_grad` is due.
 
         Args:
             batches: tokens and labels are (B, S/cp).
@@ -116,10 +114,7 @@ def build_local_model(
     device: torch.device,
     bias_update_rate: float = 0.0,
 ) -> LocalModel:
-    """Build this rank's stages on meta, cut and prepare them. Collective.
-
-    Values are arbitrary yet. Parameters are in `training.dtype`, as the optimizer sees them;
-    buffers keep their own.
+    """Build this rank's stages on meta, cut and prepare them. Values are arbitrary yet. Collective.
 
     Args:
         build: the whole model.
@@ -146,10 +141,7 @@ def build_local_model(
     from meshwright.parallelisms.pipeline import Pipeline  # torch's part takes a while
 
     pipeline = Pipeline(
-        stages,
-        num_stages,
-        meshes,
-        training,
+        *(stages, num_stages, meshes, training),
         schedule=schedule,
         first_trained=first_trained,
         device=device,
@@ -168,14 +160,9 @@ def keep_modules(model: Decoder, names: Sequence[str]) -> None:
 
 
 def _first_trained(model: Decoder, parts: ModelParts) -> int:
-    """Index of the first stage that has a parameter to train.
-
-    Args:
-        model: the whole.
-    """
+    """Index of the first stage of the whole `model` that has a parameter to train."""
+    trained = [name for name, _ in model.named_parameters() if name not in parts.frozen]
     for index, modules in enumerate(parts.stages):
-        for module in modules:
-            parameters = model.get_submodule(module).named_parameters(prefix=module)
-            if any(name not in parts.frozen for name, _ in parameters):
-                return index
+        if any(name.startswith(tuple(f"{module}." for module in modules)) for name in trained):
+            return index
     raise ValueError("every parameter is frozen")

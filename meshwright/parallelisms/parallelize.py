@@ -45,12 +45,7 @@ def apply_float8(model: Decoder, names: Collection[str], options: Float8) -> str
     Parameters keep their names and types. A layer rounds its input, its weight and the gradient of
     its output to e4m3 (tensorwise: the gradient to e5m2), each scaled to the range of the type,
     and the products are bf16. Source: Micikevicius et al. 2022, arXiv:2209.05433 (the types).
-
-    Args:
-        names: of the whole model's layers; a stage of a pipeline takes its own.
-
-    Returns:
-        A line for the log.
+    A stage of a pipeline takes its own of the `names`. Return a line for the log.
     """
     with quiet_torchao():  # here, for it is optional, and its import takes 2 s
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
@@ -182,13 +177,7 @@ def _compile(
     has_meshes: bool,
     keeps_casts: bool,
 ) -> str:
-    """Compile every block and the loss by the backend of that name.
-
-    Args:
-        keeps_casts: inductor rounds to bf16 wherever eager blocks do. Otherwise a norm and the
-            scales of its rows may come from different numbers: with rowwise float8 losses became
-            NaN on GPUs (pytorch issue 150859).
-    """
+    """Compile every block and the loss by the backend of that name."""
     tell_code_apart()
     backend: str | activation_checkpoint.Backend = name
     if recomputation.mode == "memory_budget":
@@ -196,6 +185,9 @@ def _compile(
             name, recomputation.memory_budget, has_meshes=has_meshes
         )
     for block in model.layers.values():
+        # inductor then rounds to bf16 wherever eager blocks do. Otherwise a norm and the scales of
+        # its rows may come from different numbers: with rowwise float8 losses became NaN on GPUs
+        # (pytorch issue 150859).
         if keeps_casts and backend == "inductor":
             block.compile(fullgraph=True, options={"emulate_precision_casts": True})
         else:

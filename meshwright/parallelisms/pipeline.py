@@ -1,80 +1,21 @@
 """Pipeline parallelism: each rank has some of the layers, and microbatches travel through them."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
 from meshwright.config.training import Training
-from meshwright.models.batch import Batch
 from meshwright.models.decoder import Decoder
+from meshwright.models.loss import Batch
 from meshwright.parallelisms.data_parallel import accumulate_in_reduce_dtype
 from meshwright.parallelisms.meshes import Meshes
 from meshwright.parallelisms.rules.stages import SCHEDULES, stages_of_rank
-
-
-def forward_all(
-    stages: Mapping[int, Decoder],
-    ranks: Sequence[int],
-    batches: Sequence[Batch],
-    positions: Tensor,
-    activation: Tensor,
-    *,
-    group: ProcessGroup,
-    take: Callable[[Tensor, Batch], None],
-) -> None:
-    """Send every microbatch through all stages; at each beat every one moves on by one stage.
-
-    So in beat t stage s has microbatch t - s. All messages of a beat are exchanged at once and
-    in the order of stages, hence two ranks cannot wait for each other. Collective over `group`.
-
-    Args:
-        stages: this rank's, by index.
-        ranks: of each stage, within `group`.
-        positions: (S/cp,) int64 of the tokens.
-        activation: (B, S/cp/tp, D), a stage's output; only its shape and type count.
-        take: called with the summed loss of each microbatch, on the rank of the last stage.
-    """
-    rank = dist.get_rank(group)
-    inputs: dict[int, Tensor] = {}  # of the next beat, by stage
-    for beat in range(len(batches) + len(ranks) - 1):
-        outputs: dict[int, Tensor] = {}
-        for index, stage in stages.items():
-            if 0 <= beat - index < len(batches):
-                batch = batches[beat - index]
-                x = batch.tokens if index == 0 else inputs.pop(index)
-                # a row for each sequence, as in training, where torch cuts them into microbatches:
-                # compiled blocks are then given the same shapes
-                rows = positions.expand(len(batch.tokens), -1)
-                outputs[index] = stage(x, batch.labels, positions=rows, documents=batch.documents)
-                if index == len(ranks) - 1:
-                    take(outputs.pop(index), batch)
-        operations: list[dist.P2POp] = []
-        for index in range(len(ranks) - 1):  # from each stage to the next
-            if not 0 <= beat - index < len(batches):
-                continue
-            source, target = ranks[index], ranks[index + 1]
-            if rank == source == target:
-                inputs[index + 1] = outputs[index]
-            elif rank == source:
-                sent = outputs[index].contiguous()
-                operations.append(
-                    dist.P2POp(dist.isend, sent, group=group, tag=index, group_peer=target)
-                )
-            elif rank == target:
-                inputs[index + 1] = torch.empty_like(activation, device=positions.device)
-                operations.append(
-                    dist.P2POp(
-                        dist.irecv, inputs[index + 1], group=group, tag=index, group_peer=source
-                    )
-                )
-        if operations:
-            for work in dist.batch_isend_irecv(operations):
-                work.wait()
 
 
 class Stage(PipelineStage):
@@ -136,10 +77,8 @@ class Pipeline:
         # Nothing before `first_trained` needs a gradient. Schedules that split backward get one all
         # the same: torch finds no gradients of weights where the input needs none (2.13).
         needs_gradient = 1 if SCHEDULES[schedule].splits_backward else first_trained + 1
-        passed_on = [  # to each stage
-            activation.detach().requires_grad_(index >= needs_gradient)
-            for index in range(num_stages)
-        ]
+        indices = range(num_stages)
+        passed_on = [activation.detach().requires_grad_(i >= needs_gradient) for i in indices]
         wrapped = [
             Stage(
                 module,
@@ -153,16 +92,17 @@ class Pipeline:
             for index, module in stages.items()
         ]
         cls = get_schedule_class(schedule)
+        self._num_labels = torch.empty(())
         self.schedule = cls(
             wrapped[0] if issubclass(cls, PipelineScheduleSingle) else wrapped,
             num_microbatches,
-            loss_fn=self._share,
+            loss_fn=lambda loss, _: loss / self._num_labels,
             scale_grads=False,  # the loss is divided once, by the global number of labels
         )
         self.stages, self._group = stages, mesh.get_group()
         self._ranks = [
             rank
-            for index in range(num_stages)
+            for index in indices
             for rank in range(mesh.size())
             if index in stages_of_rank(rank, mesh.size(), num_stages, schedule)
         ]
@@ -174,22 +114,16 @@ class Pipeline:
         )
         """A line for the log."""
         self._has_last = num_stages - 1 in stages
-        self._num_labels = torch.empty(())
         # the first call of an NCCL group needs all of its ranks (torch's batch_isend_irecv), and a
         # schedule's first messages are between two
         dist.all_reduce(torch.zeros((), device=device), group=self._group)
 
-    def _share(self, loss: Tensor, labels: Tensor) -> Tensor:
-        """Return the share of the mean loss that `loss`, of a microbatch, makes."""
-        return loss / self._num_labels
-
     def run(self, batches: Sequence[Batch], positions: Tensor, num_labels: Tensor) -> Tensor:
         """Forward and backward of every microbatch, gradients communicated once at the end.
-
-        Collective: every rank of the pp axis must call it.
+        Collective over the pp axis.
 
         Args:
-            batches: the microbatches, the same on all ranks; tokens and labels are (B, S/cp).
+            batches: the same on all its ranks; tokens and labels are (B, S/cp).
             positions: (S/cp,) int64 of the tokens.
             num_labels: () labels that count, over all data-parallel ranks and microbatches.
 
@@ -221,20 +155,41 @@ class Pipeline:
     def forward_all(
         self, batches: Sequence[Batch], positions: Tensor, take: Callable[[Tensor, Batch], None]
     ) -> None:
-        """Forward of every microbatch, for its loss: to be called without gradients.
+        """As `LocalModel.forward_all`; at each beat every microbatch moves on by one stage.
 
-        Collective: every rank of the pp axis must call it.
-
-        Args:
-            batches, positions: as `run`'s.
-            take: called with the summed loss of each microbatch, where the last stage is.
+        So in beat t stage s has microbatch t - s. All messages of a beat are exchanged at once and
+        in the order of stages, hence two ranks cannot wait for each other.
         """
-        forward_all(
-            self.stages,
-            self._ranks,
-            batches,
-            positions,
-            self.activation,
-            group=self._group,
-            take=take,
-        )
+        rank, ranks = dist.get_rank(self._group), self._ranks
+        message = partial(dist.P2POp, group=self._group)
+        inputs: dict[int, Tensor] = {}  # of the next beat, by stage
+        for beat in range(len(batches) + len(ranks) - 1):
+            outputs: dict[int, Tensor] = {}
+            for index, stage in self.stages.items():
+                if 0 <= beat - index < len(batches):
+                    batch = batches[beat - index]
+                    x = batch.tokens if index == 0 else inputs.pop(index)
+                    # a row for each sequence, as in training, where torch cuts them into
+                    # microbatches: compiled blocks are then given the same shapes
+                    rows = positions.expand(len(batch.tokens), -1)
+                    out = stage(x, batch.labels, positions=rows, documents=batch.documents)
+                    if index == len(ranks) - 1:
+                        take(out, batch)
+                    else:
+                        outputs[index] = out.contiguous()
+            messages: list[dist.P2POp] = []
+            for index, (source, target) in enumerate(pairwise(ranks)):  # from each to the next
+                if not 0 <= beat - index < len(batches):
+                    continue
+                if rank == source == target:
+                    inputs[index + 1] = outputs[index]
+                elif rank == source:
+                    messages.append(
+                        message(dist.isend, outputs[index], tag=index, group_peer=target)
+                    )
+                elif rank == target:
+                    received = torch.empty_like(self.activation, device=positions.device)
+                    inputs[index + 1] = received
+                    messages.append(message(dist.irecv, received, tag=index, group_peer=source))
+            for work in dist.batch_isend_irecv(messages) if messages else ():
+                work.wait()

@@ -22,26 +22,19 @@ Choices = Mapping[int, Tensor]
 the global batch in their order."""
 
 
-class Recording:
-    """Notes the choices of this rank's microbatches."""
-
+class _Recording:
     def __init__(self) -> None:
         self._calls = defaultdict[int, list[Tensor]](list)
 
-    def given(self, layer: int, num_sequences: int) -> Tensor | None:
+    def given(self, layer: int, num_sequences: int) -> None:
         """As `Routing`'s: the router chooses."""
-        return None
 
     def note(self, layer: int, choice: Tensor, gap: Tensor | None) -> None:
         """As `Routing`'s."""
         self._calls[layer].append(choice)
 
     def whole(self, model: Decoder, meshes: Meshes) -> dict[int, Tensor]:
-        """Return the choices of all ranks. Collective over the job.
-
-        Args:
-            model: a stage of it.
-        """
+        """Return the choices of all ranks, from a stage of each. Collective over the job."""
         parts = {layer: torch.stack(calls) for layer, calls in self._calls.items()}
         # ranks whose layers have no experts learn it from the others
         shape = [0, 0, 0] if not parts else [*next(iter(parts.values())).shape[:3]]
@@ -63,8 +56,7 @@ class Recording:
 class Replay:
     """Prescribes choices to a rank, and counts tokens whose router has chosen others.
 
-    Every schedule takes the microbatches of a stage in their order, so the number of a call is that
-    of its microbatch.
+    Every schedule takes the microbatches of a stage in their order.
 
     Attributes:
         num_tokens: of this rank so far, over its layers.
@@ -121,16 +113,14 @@ def _positions(seq_len: int, meshes: Meshes, device: torch.device) -> Tensor:
 
 def _check(layer: int, chosen: Tensor, spec: MixtureSpec) -> None:
     """Check that `chosen`, of one layer, are different experts of it for each token."""
-    if chosen.ndim != 3 or chosen.shape[2] != spec.n_active or chosen.dtype != torch.int64:
-        given = f"{chosen.dtype} of shape {(*chosen.shape,)}"
-        raise ValueError(
-            f"layer {layer}: choices are (sequences, S, {spec.n_active}) int64, not {given}"
-        )
+    is_whole = chosen.ndim == 3 and chosen.shape[2] == spec.n_active and chosen.dtype == torch.int64
     ids = chosen.sort().values
-    if ids.numel() and not (ids.min() >= 0 and ids.max() < spec.n_experts):
-        raise ValueError(f"layer {layer}: experts are 0 to {spec.n_experts - 1}")
-    if (ids.diff() == 0).any():
-        raise ValueError(f"layer {layer}: a token has the same expert twice")
+    is_expert = (ids >= 0) & (ids < spec.n_experts)
+    if not is_whole or not is_expert.all() or (ids.diff() == 0).any():
+        raise ValueError(
+            f"layer {layer}: choices are (sequences, S, {spec.n_active}) int64, for each token "
+            f"different experts of 0 to {spec.n_experts - 1}"
+        )
 
 
 @contextmanager
@@ -154,9 +144,9 @@ def record_choices(stages: Sequence[Decoder], meshes: Meshes) -> Iterator[dict[i
         stages: of a `LocalModel`; its forwards within have one shape.
 
     Yields:
-        `Choices`, empty up to the end. Every rank gets those of all.
+        `Choices` of all ranks, empty up to the end.
     """
-    recording, found = Recording(), dict[int, Tensor]()
+    recording, found = _Recording(), dict[int, Tensor]()
     with _routed(stages, recording):
         yield found
     found.update(recording.whole(stages[0], meshes))

@@ -36,7 +36,7 @@ def share_memory(model: nn.Module, mesh: DeviceMesh, ahead: int) -> bool:
         ahead: groups that are gathered before they are needed.
 
     Returns:
-        Whether they do: several CPU ranks of gloo do that can map memory of one another.
+        Whether they do: CPU ranks of gloo do that can map memory of one another.
     """
     if mesh.size(-1) == 1 or mesh.device_type != "cpu":
         return False
@@ -82,10 +82,7 @@ def open_slots(group: dist.ProcessGroup, count: int, slot_bytes: int) -> Slots |
     """Return memory that all ranks of `group` share; None if they cannot. Collective.
 
     It is a file without a name, so nothing remains of it when the last rank ends, in whatever way.
-    A page of it takes memory once it is written.
-
-    Args:
-        slot_bytes: on the first rank of `group`; whatever the others give.
+    The first rank's `slot_bytes` count. A page takes memory once it is written.
     """
     offer = _make_file(count, slot_bytes) if group.rank() == 0 else None
     offers = [offer]
@@ -99,18 +96,15 @@ def open_slots(group: dist.ProcessGroup, count: int, slot_bytes: int) -> Slots |
 
 
 class File(NamedTuple):
-    """A file without a name, of the process that made it.
-
-    Attributes:
-        number: its descriptor there.
-        token: bytes at its start, random, by which others know it.
-        shape: of the slots: how many there are, and bytes of each.
-    """
+    """A file without a name, of the process that made it."""
 
     process: int
     number: int
+    """Its descriptor there."""
     token: bytes
+    """Random, at its start, by which others know it."""
     shape: tuple[int, int]
+    """Number of slots, and bytes of each."""
 
 
 def _make_file(count: int, slot_bytes: int) -> File | None:

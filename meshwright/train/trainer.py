@@ -10,9 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.metrics.reporter import Phase, Phases
-from meshwright.models.batch import Batch
 from meshwright.models.decoder import Decoder
-from meshwright.models.loss import has_loss
+from meshwright.models.loss import Batch, has_loss
 from meshwright.parallelisms.context_parallel import local_part, local_positions
 from meshwright.parallelisms.local_model import Allocate, LocalModel, allocate
 from meshwright.parallelisms.meshes import Meshes

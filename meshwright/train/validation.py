@@ -14,8 +14,7 @@ from meshwright.datasets.opening import CachedSource, OpenSource
 from meshwright.datasets.samples import Sample, SampleRules
 from meshwright.datasets.stream import Cursor, SampleStream
 from meshwright.datasets.tokenizers.kinds import prompt_tokens
-from meshwright.models.batch import Batch
-from meshwright.models.loss import IGNORE, SummedLoss, has_loss
+from meshwright.models.loss import IGNORE, Batch, SummedLoss, has_loss
 from meshwright.parallelisms.context_parallel import local_part, local_positions
 from meshwright.parallelisms.data_parallel import reset_after_no_grad
 from meshwright.parallelisms.local_model import LocalModel

@@ -10,9 +10,8 @@ import torch.distributed as dist
 from meshwright.config.job_config import JobConfig
 from meshwright.config.training import BadSteps
 from meshwright.datasets.stream import Cursor
-from meshwright.models.batch import Batch
 from meshwright.models.families.llama import LlamaArgs
-from meshwright.models.loss import IGNORE
+from meshwright.models.loss import IGNORE, Batch
 from meshwright.parallelisms.rules.degrees import ParallelDims
 from meshwright.system.errors import TrainingError
 from meshwright.train.bad_steps import FILE, BadStepDetector, BadStepReporter

@@ -5,7 +5,7 @@ import functools
 
 import pytest
 
-from meshwright.models.batch import Batch
+from meshwright.models.loss import Batch
 from meshwright.parallelisms.rules.degrees import ParallelDims
 from tests.helpers.job import Job, global_batch, plain_steps
 from tests.helpers.rounding import FIGURES_BOUND, adamw, assert_updated_alike

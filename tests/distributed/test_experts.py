@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright.models.batch import Batch
 from meshwright.models.decoder import Decoder
 from meshwright.models.families.qwen3_moe import Qwen3MoeArgs
-from meshwright.models.loss import PADDING, has_loss
+from meshwright.models.loss import PADDING, Batch, has_loss
 from meshwright.models.router import BalanceLosses
 from meshwright.models.table import MixtureSpec
 from tests.helpers.job import GLOBAL_BATCH, SCHEDULES, Job, global_batch, mesh

@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from meshwright.models.batch import Batch
 from meshwright.models.decoder import Decoder
 from meshwright.models.families import MODELS
+from meshwright.models.loss import Batch
 from meshwright.parallelisms.initialize import fill_normal
 from meshwright.parallelisms.local_model import LocalModel
 from meshwright.parallelisms.rules.degrees import ParallelDims, shards_experts_apart

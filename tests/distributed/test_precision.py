@@ -6,8 +6,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from meshwright.config.parallelism import Parallelism
 from meshwright.config.training import Training
-from meshwright.models.batch import Batch
 from meshwright.models.decoder import Decoder
+from meshwright.models.loss import Batch
 from meshwright.parallelisms.data_parallel import apply_fsdp
 from meshwright.parallelisms.initialize import initialize
 from meshwright.parallelisms.meshes import Meshes

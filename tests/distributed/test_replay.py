@@ -9,8 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshwright.models.batch import Batch
-from meshwright.models.loss import IGNORE
+from meshwright.models.loss import IGNORE, Batch
 from meshwright.parallelisms.replay import record_choices, replay_choices
 from meshwright.parallelisms.rules.degrees import ParallelDims
 from tests.helpers.job import GLOBAL_BATCH, SCHEDULES, Job, mesh
@@ -118,14 +117,15 @@ def test_choices_that_do_not_fit_are_refused() -> None:
     model, meshes = parallel_model(ParallelDims(1, 1), dataclasses.replace(ARGS, n_layers=3))
     tokens, _, told = drawn()
     experts, few = told[2], "choices of [01] sequences, but 2 go through"
+    rule = r"choices are \(sequences, S, 3\) int64, .* different experts of 0 to 7"
     for wrong, words in (
         ({}, few),
         ({2: experts[:1]}, few),
-        ({2: experts[..., :2]}, r"choices are \(sequences, S, 3\) int64, not torch.int64 of shape"),
-        ({2: experts.float()}, "choices are .* int64, not torch.float32"),
-        ({2: experts + 1}, "experts are 0 to 7"),
-        ({2: experts - 1}, "experts are 0 to 7"),
-        ({2: experts[..., [0, 1, 0]]}, "a token has the same expert twice"),
+        ({2: experts[..., :2]}, rule),
+        ({2: experts.float()}, rule),
+        ({2: experts + 1}, rule),
+        ({2: experts - 1}, rule),
+        ({2: experts[..., [0, 1, 0]]}, rule),
     ):
         with (
             pytest.raises(ValueError, match=f"layer 2: {words}"),

@@ -21,9 +21,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.config.training import BadSteps
-from meshwright.models.batch import Batch
 from meshwright.models.families.llama import LlamaArgs
-from meshwright.models.loss import IGNORE
+from meshwright.models.loss import IGNORE, Batch
 from meshwright.parallelisms.rules import stages
 from meshwright.parallelisms.rules.degrees import ParallelDims
 from meshwright.train.bad_steps import BadStepDetector

@@ -15,9 +15,8 @@ from meshwright.config.loader import load_config
 from meshwright.config.training import Source
 from meshwright.datasets.files import Entry
 from meshwright.datasets.opening import CachedSource
-from meshwright.models.batch import Batch
 from meshwright.models.families.llama import LlamaArgs
-from meshwright.models.loss import IGNORE
+from meshwright.models.loss import IGNORE, Batch
 from meshwright.parallelisms.rules.degrees import ParallelDims
 from meshwright.train import validation as parts
 from meshwright.train.preflight import preflight

@@ -11,9 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from meshwright.checkpoint.state import TrainingTensors
-from meshwright.models.batch import Batch
 from meshwright.models.families.llama import LlamaArgs
-from meshwright.models.loss import IGNORE
+from meshwright.models.loss import IGNORE, Batch
 from meshwright.parallelisms.local_model import LocalModel
 from meshwright.parallelisms.meshes import Meshes
 from meshwright.parallelisms.rules.degrees import ParallelDims

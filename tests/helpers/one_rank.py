@@ -2,7 +2,7 @@
 
 import torch
 
-from meshwright.models.batch import Batch
+from meshwright.models.loss import Batch
 from meshwright.parallelisms.initialize import initialize
 from meshwright.parallelisms.meshes import Meshes
 from meshwright.train.bad_steps import BadStepDetector

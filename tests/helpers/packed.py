@@ -5,10 +5,9 @@ import functools
 import torch
 import torch.nn.functional as F
 
-from meshwright.models.batch import Batch
 from meshwright.models.decoder import Decoder
 from meshwright.models.families.llama import LlamaArgs
-from meshwright.models.loss import IGNORE
+from meshwright.models.loss import IGNORE, Batch
 from tests.helpers.tiny import SEQ_LEN, TINY, plain_model
 
 # lengths, by sequence: one token, a whole sequence, ends on and off the cuts of 2 and of 4 cp ranks

@@ -317,7 +317,7 @@ DOCUMENTS = f"--training.mask_documents --{PIPELINE[2:]} --parallelism.pipeline_
             f"{ASYNC_TP} --compile.enable",
             [],
         ),
-        ("cpu", "is a kernel of GPUs, and this", "--training.attention_kernel=flash", []),
+        ("cpu", "needs GPUs, and this", "--training.attention_kernel=flash", []),
         ("cuda", "not known to work with a", f"{DOCUMENTS}ZBVZeroBubble", [f"{DOCUMENTS}1F1B"]),
     ],
 )

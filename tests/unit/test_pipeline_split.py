@@ -103,10 +103,12 @@ model.args.tie_embeddings=true => would share the embedding => model.args.tie_em
 """
 OF_PARTS = {
     (f"tok_embeddings {LAYERS} norm output",): "has 1 parts for 2 stages => merge or split parts",
-    ("tok_embeddings layers.0", "layers.1 layers.2 norm output"): "3 is there 0 times => name it",
+    ("tok_embeddings layers.0", "layers.1 layers.2 norm output"): (
+        "does not name every module once => write tok_embeddings, layers.0, ..., "
+    ),
     ("tok_embeddings layer.0", "layers.1 norm output"): "no such module => did you mean layers.0?",
     ("tok_embeddings layers.1 layers.0 layers.2 layers.3", "layers.4 layers.5 norm output"): (
-        "is not in the order of the model => the order is"
+        "does not name every module once, in the order of the model => write"
     ),
     ("tok_embeddings", f"{LAYERS} norm output"): "a stage needs a layer => ",
     (f"tok_embeddings {LAYERS} norm", "output"): "a stage needs a layer => ",

@@ -37,8 +37,7 @@ from meshwright.datasets.stream import (
 )
 from meshwright.datasets.streamed import EndOfData, ShardPlace
 from meshwright.datasets.tokenizers.kinds import ByteTokenizer
-from meshwright.models.batch import Batch
-from meshwright.models.loss import IGNORE
+from meshwright.models.loss import IGNORE, Batch
 from meshwright.system.errors import ConfigError, DataError, RecordError, StopRequested
 from tests.helpers.texts import BOS, EOS, LENGTH, TEXTS, cached, encode, streamed
 

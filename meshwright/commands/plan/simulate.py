@@ -33,9 +33,9 @@ from meshwright.commands.plan.trace import Entry, Scope, Trace
 from meshwright.config.job_config import JobConfig, changed
 from meshwright.config.section import BYTES
 from meshwright.config.training import Training, WeightedSource
-from meshwright.models import decoder, document_mask, loss
+from meshwright.models import attention, decoder, loss
 from meshwright.models.attention import repeat_heads
-from meshwright.models.batch import Batch
+from meshwright.models.loss import Batch
 from meshwright.parallelisms import context_parallel, expert_parallel
 from meshwright.parallelisms.local_model import allocate
 from meshwright.parallelisms.meshes import Meshes, build_meshes
@@ -318,7 +318,7 @@ def as_gpu() -> Iterator[None]:
         (F, "rms_norm", rms_norm),
         (context_parallel, "FLASH", {"cpu": context_parallel.FLASH["cuda"]}),
         (decoder, "build_mask", _block_mask),
-        (document_mask, "flex_attention", flex_attention_operator),
+        (attention, "flex_attention", flex_attention_operator),
         (loss, "BLOCKS", {"cpu": loss.BLOCKS["cuda"]}),
     )
     with ExitStack() as stack:
@@ -380,7 +380,7 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def _block_mask(documents: Tensor, positions: Tensor | None = None) -> BlockMask:
-    """Make a mask of the size of `document_mask.block_mask`, without the dense one that the
+    """Make a mask of the size of `attention.block_mask`, without the dense one that the
     compiler spares a GPU."""
     batch, keys = documents.shape
     queries = keys if positions is None else positions.shape[-1]

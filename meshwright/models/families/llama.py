@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshwright.models.args import STD, DecoderArgs, RopeScaling
-from meshwright.models.family import MODULES, Dimension, Family, HuggingFaceForm, positive
+from meshwright.models.family import MODULES, Dimension, Family, HuggingFaceForm, number, positive
 from meshwright.models.table import DecoderSpec
 
 INTEGERS = ("dim", "n_layers", "n_heads", "n_kv_heads")
@@ -40,10 +40,7 @@ def read_params(params: Mapping[str, Any]) -> dict[str, Dimension]:
     if vocab_size != -1:  # which is for the tokenizer to say
         found["vocab_size"] = Dimension("vocab_size", positive("vocab_size", vocab_size))
     for key, default in NUMBERS.items():
-        value = params.get(key, default)
-        if type(value) not in (int, float):
-            raise ValueError(f"{key} is {value!r}, not a number")
-        found[key] = Dimension(key, float(value))
+        found[key] = Dimension(key, number(key, params.get(key, default)))
     found["hidden_dim"] = Dimension(
         "a feed-forward width, by dim, multiple_of and ffn_dim_multiplier,", _hidden_dim(params)
     )
@@ -56,9 +53,8 @@ def _hidden_dim(params: Mapping[str, Any]) -> int:
     """Two thirds of 4 D, times the multiplier, up to the next multiple; truncated at each step."""
     multiple_of = positive("multiple_of", params.get("multiple_of", 256))
     multiplier = params.get("ffn_dim_multiplier")
-    if multiplier is None:
-        multiplier = 1
-    if type(multiplier) not in (int, float) or not 0 < multiplier < math.inf:
+    multiplier = number("ffn_dim_multiplier", 1 if multiplier is None else multiplier)
+    if not 0 < multiplier < math.inf:
         raise ValueError(f"ffn_dim_multiplier is {multiplier!r}, not a positive number")
     hidden = int(multiplier * int(2 * 4 * params["dim"] / 3))
     return -(-hidden // multiple_of) * multiple_of

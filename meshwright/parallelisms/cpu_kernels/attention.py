@@ -14,18 +14,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.models.attention import causal_attention
+from meshwright.models.attention import Mask, causal_attention, masked_attention
 from meshwright.models.decoder import Decoder
-from meshwright.models.document_mask import Mask, masked_attention
 
 SOURCES = [Path(__file__).with_name(name) for name in ("products.cpp", "attention.cpp")]
 """Compiled as one file."""
 
 
-FLAGS = (
-    *("-ftree-loop-vectorize", "-fno-math-errno", "-ffp-contract=fast"),
+FLAGS = [
+    "-ftree-loop-vectorize",
+    "-fno-math-errno",
+    "-ffp-contract=fast",
     "-mprefer-vector-width=512",
-)
+]
 """Of the compiler, after inductor's, whose own code is written as vectors already."""
 
 
@@ -33,10 +34,7 @@ BF16_FLAG = "-mavx512bf16"
 """Of the compiler, where a CPU has these instructions: machines that share a cache stay apart."""
 
 
-INSTRUCTIONS = {
-    torch.bfloat16: ("amx_bf16", "avx512_bf16"),
-    torch.float32: ("avx2",),
-}
+INSTRUCTIONS = {torch.bfloat16: ("amx_bf16", "avx512_bf16"), torch.float32: ("avx2",)}
 """For each type that the kernel computes in, those of which a CPU needs one."""
 
 
@@ -63,18 +61,14 @@ def why_not(width: int, dtype: torch.dtype) -> str:
 
 @cache
 def _kernel() -> ctypes.CDLL:
-    """Compile the kernel, unless its library lies in the cache of torch.compile, and load it.
-
-    Raises:
-        Exception: of any kind: no compiler, no headers, a full disk, or other torch inside.
-    """
+    """Compile the kernel, unless its library lies in the cache of torch.compile, and load it."""
     # private: inductor's own way from C++ to a library, with its lock between processes. If it
     # changes, jobs go without the kernel, and the log says why.
     from torch._inductor import config, cpu_vec_isa
     from torch._inductor.codecache import CppCodeCache  # not at import, which would take a second
 
     has_bf16 = torch.cpu.get_capabilities().get("avx512_bf16", False)
-    flags = (*FLAGS, BF16_FLAG) if has_bf16 else FLAGS
+    flags = (*FLAGS, *[BF16_FLAG] * has_bf16)
     # the cache knows texts and commands, not what another torch's headers make of them
     text = "".join([f"// torch {torch.__version__}\n", *(path.read_text() for path in SOURCES)])
     try:
@@ -143,7 +137,7 @@ def takes(q: Tensor, k: Tensor, v: Tensor) -> bool:
 def cpu_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Return the output, in the shape of q, and the logarithm of each query's sum of exponentials,
     (B, N, S) fp32; equal bits for any number of threads."""
-    out, logsumexp = _outputs(q)
+    out, logsumexp = _like(q), q.new_empty(q.shape[:-1], dtype=torch.float32)
     _call(_kernel().attend, [q, k, v], [out], logsumexp, k.shape[1], scale)
     return out, logsumexp
 
@@ -180,7 +174,7 @@ cpu_attention.register_autograd(_differentiate, setup_context=_save)
 
 @cpu_attention.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    return _outputs(q)
+    return _like(q), q.new_empty(q.shape[:-1], dtype=torch.float32)
 
 
 @cpu_attention_backward.register_fake
@@ -190,15 +184,10 @@ def _(
     return _like(q), _like(k), _like(v)
 
 
-def _outputs(q: Tensor) -> tuple[Tensor, Tensor]:
-    return _like(q), q.new_empty(q.shape[:-1], dtype=torch.float32)
-
-
 def _like(heads: Tensor) -> Tensor:
     """Empty, and as the layers beside attention have heads: (B, S, heads, H) in memory."""
-    return torch.empty_like(heads.transpose(1, 2), memory_format=torch.contiguous_format).transpose(
-        1, 2
-    )
+    found = torch.empty_like(heads.transpose(1, 2), memory_format=torch.contiguous_format)
+    return found.transpose(1, 2)
 
 
 def _call(
@@ -209,14 +198,7 @@ def _call(
     num_kv_heads: int,
     scale: float,
 ) -> None:
-    """Call a function of the kernel.
-
-    Args:
-        inputs: (B, heads, S, H) each; the first has all heads.
-
-    Raises:
-        RuntimeError: if it fails, for lack of memory.
-    """
+    """Call a function of the kernel with (B, heads, S, H) each; the first has all heads."""
     heads = [*(x if x.stride(-1) == 1 else x.contiguous() for x in inputs), *outputs]
     strides = [stride for x in heads for stride in x.stride()[:3]]
     batch, num_heads, length, width = heads[0].shape

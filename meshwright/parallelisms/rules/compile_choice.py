@@ -40,9 +40,8 @@ def resolve_compile(
     "auto" compiles if an option needs the compiler, as if true were given. Otherwise it compiles if
 
     - the job computes `LEAST_FLOP` or more over all of its steps, as MFU counts them,
-    - inductor compiles, since the other backends make no step faster,
-    - no other option is incompatible with compiled blocks, and
-    - this machine has the compilers that inductor starts.
+    - the backend is inductor, since others make no step faster, and the machine has its compilers,
+    - and no other option is incompatible with compiled blocks.
 
     On two CPU cores the first compilation took 31 s, and compiled steps were 1.46 times as fast: it
     paid after 100 s of eager steps, or 21 TFLOP. `LEAST_FLOP` leaves a factor of 5 for slower

@@ -26,13 +26,8 @@ def resolve_auto_values(config: JobConfig, world_size: int, num_stages: int) -> 
     parallelism = config.parallelism
     key = "parallelism.data_parallel_shard_degree"
     shard = parallelism.data_parallel_shard_degree
-    degrees = {
-        f"parallelism.{axis}_degree": getattr(parallelism, f"{axis}_degree")
-        for axis in (
-            *("data_parallel_replicate", "context_parallel"),
-            *("tensor_parallel", "pipeline_parallel"),
-        )
-    }
+    axes = ("data_parallel_replicate", "context_parallel", "tensor_parallel", "pipeline_parallel")
+    degrees = {f"parallelism.{a}_degree": getattr(parallelism, f"{a}_degree") for a in axes}
     others = math.prod(degrees.values())
     if shard == -1:
         # the one that is too many by itself, or else the largest
@@ -95,32 +90,22 @@ def check_device(
     Raises:
         ConfigError: naming the first that is broken.
     """
+    parallelism, leave = config.parallelism, "leave it out"
     check(
         has_float8 or not config.float8.enable or config.float8.emulate,
         "float8.enable",
         True,
         "needs NVIDIA GPUs of compute capability 8.9 or newer (Ada, Hopper, Blackwell)",
-        "leave it out; or set float8.emulate = true, which is slow, to try it",
+        f"{leave}; or set float8.emulate = true, which is slow, to try it",
     )
-    is_on = config.parallelism.enable_async_tensor_parallel
-    is_on = is_on and config.parallelism.tensor_parallel_degree > 1  # otherwise it is idle
+    is_idle = parallelism.tensor_parallel_degree == 1
+    is_on = parallelism.enable_async_tensor_parallel and not is_idle
+    rule = f"needs GPUs, and this machine trains on its {device_type}"
+    is_gpu, kernel = device_type == "cuda", config.training.attention_kernel
+    check(is_gpu or not is_on, ASYNC_TENSOR_PARALLEL, is_on, rule, leave)
+    check(is_gpu or kernel == "auto", "training.attention_kernel", kernel, rule, leave)
     check(
-        not is_on or device_type == "cuda",
-        ASYNC_TENSOR_PARALLEL,
-        is_on,
-        f"needs GPUs, and this machine trains on its {device_type}",
-        "leave it out",
-    )
-    kernel = config.training.attention_kernel
-    check(
-        kernel == "auto" or device_type == "cuda",
-        "training.attention_kernel",
-        kernel,
-        f"is a kernel of GPUs, and this machine trains on its {device_type}",
-        "leave it out",
-    )
-    check(
-        device_type != "cuda"
+        not is_gpu
         or waits_for_offload
         or not (config.optimizer.early_step_in_backward and config.training.enable_cpu_offload),
         "optimizer.early_step_in_backward",
@@ -129,9 +114,8 @@ def check_device(
         "the GPU (torch before 2.13)",
         "use torch 2.13 or newer, or leave one of the two out",
     )
-    parallelism = config.parallelism
     check(
-        device_type != "cuda"
+        not is_gpu
         or not config.training.mask_documents
         or parallelism.pipeline_parallel_degree == 1
         or parallelism.pipeline_parallel_schedule in ("GPipe", "1F1B", "Interleaved1F1B"),
@@ -208,27 +192,23 @@ def check_experts(config: JobConfig, model: DecoderSpec) -> None:
     Raises:
         ConfigError: naming the first that is wrong, and a value that would do.
     """
-    key, p = "parallelism.expert_parallel_degree", config.parallelism
+    key, p, leave = "parallelism.expert_parallel_degree", config.parallelism, "leave it out"
     degree = p.expert_parallel_degree
     if not model.mixtures:
-        check(degree == 1, key, degree, "the model has no experts", "leave it out")
         # the config.toml of a job gives every key
-        given = sorted(config.experts.model_dump(exclude_defaults=True))
-        name = given[0] if given else "balance_loss"
-        value = getattr(config.experts, name)
-        check(not given, f"experts.{name}", value, "the model has no experts", "leave it out")
+        given = config.experts.model_dump(exclude_defaults=True)
+        options = {key: degree} if degree > 1 else {f"experts.{k}": v for k, v in given.items()}
+        for name, value in options.items():
+            check(False, name, value, "the model has no experts", leave)
         return
     ranks = p.data_parallel_shard_degree * p.context_parallel_degree * p.tensor_parallel_degree
     counts = [mixture.n_experts for mixture in model.mixtures.values()]
     fix = f"use {divisors_of(math.gcd(ranks, *counts))}"
-    check(
-        ranks % degree == 0,
-        key,
-        degree,
+    rule = (
         f"must divide the {ranks} ranks of data_parallel_shard_degree x context_parallel_degree x "
-        "tensor_parallel_degree, among which experts are dealt out",
-        fix,
+        "tensor_parallel_degree, among which experts are dealt out"
     )
+    check(ranks % degree == 0, key, degree, rule, fix)
     for count in counts:
         rule = f"does not divide model.args.n_experts = {count}"
         check(count % degree == 0, key, degree, rule, fix)
@@ -240,15 +220,10 @@ def check_experts(config: JobConfig, model: DecoderSpec) -> None:
         f"{metadata.version('torch')} cannot",
         "use torch 2.13, or set both degrees to 1",
     )
-    check(
-        not config.float8.enable,
-        "float8.enable",
-        True,
-        "experts in float8 are not proved to train",
-        "leave it out",
-    )
+    rule = "experts in float8 are not proved to train"
+    check(not config.float8.enable, "float8.enable", True, rule, leave)
     key, rule = "optimizer.early_step_in_backward", "is not proved to train experts"
-    check(not config.optimizer.early_step_in_backward, key, True, rule, "leave it out")
+    check(not config.optimizer.early_step_in_backward, key, True, rule, leave)
     check(
         not splits_backward(p) or config.activation_checkpoint.mode == "none",
         "parallelism.pipeline_parallel_schedule",
