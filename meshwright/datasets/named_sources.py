@@ -47,14 +47,13 @@ def validation_entries(config: JobConfig) -> list[Entry]:
 
 def other_data(config: JobConfig) -> str:
     """Return a note if validation reads none of the datasets that training reads; or ""."""
-    trained, held_out = (
-        {entry.source.dataset for entry in found}
-        for found in (entries(config.training, ""), validation_entries(config))
-    )
+    trained = {entry.source.dataset for entry in entries(config.training, "")}
+    held_out = {entry.source.dataset for entry in validation_entries(config)}
     if not held_out or trained & held_out:
         return ""
-    names = (", ".join(sorted(group)) for group in (held_out, trained))
-    return "validation reads {}, and training {}".format(*names)
+    return (
+        f"validation reads {', '.join(sorted(held_out))}, and training {', '.join(sorted(trained))}"
+    )
 
 
 def check_held_out(config: JobConfig) -> None:
@@ -98,12 +97,8 @@ def local_paths(entry: Entry) -> list[str]:
 
 
 def check_sources(section: Training | Validation, key: str, *, looks_at_files: bool = True) -> None:
-    """Check that datasets are known, that their local files are there, and that figures can tell
-    them apart.
-
-    Args:
-        looks_at_files: also at the first row of each.
-    """
+    """Check that datasets are known and have names of their own, and that local files are there; if
+    it `looks_at_files`, also their first rows."""
     is_single = "dataset" in section.model_fields_set and section.dataset
     check(
         not (section.datasets and is_single),
@@ -125,8 +120,8 @@ def check_sources(section: Training | Validation, key: str, *, looks_at_files: b
             fix = f'set {entry.key}.dataset_mode = "cached", or leave packing out'
             raise config_error("training.packing", "best_fit", rule, fix)
         passes_over = getattr(section, "max_bad_records", 0) > 0
-        if looks_at_files and spec.path == "required" and not passes_over:
-            fault = head_fault(entry, spec.find(entry)) if name in ROW_FORMATS else None
+        if looks_at_files and name in ROW_FORMATS and not passes_over:
+            fault = head_fault(entry, spec.find(entry))
             if fault is not None:
                 fix = "correct it, or set training.max_bad_records to pass over such records"
                 if fault.key.endswith("dataset_where"):
@@ -134,9 +129,8 @@ def check_sources(section: Training | Validation, key: str, *, looks_at_files: b
                 elif "no column" in str(fault):
                     fix = f"set {entry.key}.dataset_column"
                 raise RecordError(fault.key, f"{fault}\n  fix: {fix}")
-        if entry.name in names:
-            message = f"{entry.key}.name: another dataset is called {entry.name} too"
-            raise ConfigError(f"{entry.key}.name", f"{message}\n  fix: give it another name")
+        rule = "another dataset is called so, too"
+        check(entry.name not in names, f"{entry.key}.name", entry.name, rule, "give it another")
         names.add(entry.name)
 
 
@@ -157,14 +151,8 @@ def head_fault(entry: Entry, files: Sequence[DataFile]) -> RecordError | None:
 
 
 def check_path(entry: Entry, spec: DatasetSpec, *, looks_at_files: bool = True) -> None:
-    """Check that `dataset_path`, subset and split suit the dataset, and are there.
-
-    Args:
-        looks_at_files: also whether they are there.
-
-    Raises:
-        ConfigError: naming the first that is not.
-    """
+    """Check that path, subset, split and filters suit the dataset; and, if it `looks_at_files`,
+    that the path is there."""
     source, is_hub = entry.source, spec.path == "optional"
     name, path = source.dataset, source.dataset_path
     of_it, out = f"dataset {name!r}", "leave it out"
@@ -273,30 +261,27 @@ def check_validation_data(config: JobConfig) -> None:
 
 
 def idle_source_options(config: JobConfig) -> Iterator[str]:
-    """Say which keys differ from their default and have no effect, and why.
-
-    Args:
-        config: whose datasets are known.
-    """
+    """Say which keys differ from their default and have no effect, and why."""
     training = entries(config.training, "training")
     held_out = validation_entries(config)
-    have_rows = set()
+    have_rows = False
     for entry in (*training, *held_out):
         spec = find_dataset(entry.source.dataset)
-        assert spec is not None
-        have_rows.add(spec.path != "none" and not spec.has_tokens)
-        why, keys = "is read by dataset_format", ["dataset_column"]
-        if spec.path == "none":
-            why, keys = "has no rows", ["dataset_column", "dataset_format"]
-        elif spec.has_tokens:
-            why, keys = "holds tokens", ["dataset_column", "dataset_format"]
-        elif not entry.source.dataset_format:
-            continue
+        assert spec is not None  # check_sources has looked
+        why, keys = (
+            "is read by dataset_format",
+            ["dataset_column"] * bool(entry.source.dataset_format),
+        )
+        if spec.path == "none" or spec.has_tokens:
+            why = "holds tokens" if spec.has_tokens else "has no rows"
+            keys = ["dataset_column", "dataset_format"]
+        else:
+            have_rows = True
         for key in keys:
             value = getattr(entry.source, key)
             if value != Source.model_fields[key].default:
                 yield f"{entry.key}.{key} = {shown(value)} has no effect: {entry.name} {why}"
-    if have_rows == {False} and config.model.chat_template_path:
+    if not have_rows and config.model.chat_template_path:
         path = config.model.chat_template_path
         yield f"model.chat_template_path = {shown(path)} has no effect: no source has conversations"
     are_streamed = {is_streamed(entry) for entry in training}

@@ -225,20 +225,15 @@ def _reason(error: BaseException) -> str:
     return first_line(error)
 
 
-MOST_SUFFIXES = 4
-
-
 def by_suffix(paths: Iterable[str]) -> list[str]:
-    """Return how many files have each suffix: ["56 .txt", "1 .jsonl"]. Rare ones are added up."""
+    """Return how many files have each suffix: ["56 .txt", "1 .jsonl"]."""
     found = Counter(sorted(Path(path).suffix or "without suffix" for path in paths)).most_common()
-    shown = [f"{count} {suffix}" for suffix, count in found[:MOST_SUFFIXES]]
-    others = sum(count for _, count in found[MOST_SUFFIXES:])
-    return [*shown, f"{others} others"] if others else shown
+    return [f"{count} {suffix}" for suffix, count in found]
 
 
 def left_out(folder: str, taken: Collection[str]) -> Iterator[str]:
-    """Yield the files below a folder that are not taken; none if `folder` is no folder. Folders
-    that begin with . or _, and links to folders, are not looked into."""
+    """Yield the files below a folder that are not taken. Folders that begin with . or _, and links
+    to folders, are not looked into."""
     taken = set(taken)
     for parent, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if name[0] not in "._"]

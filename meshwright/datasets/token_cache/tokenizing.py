@@ -78,8 +78,6 @@ def open_cache(
     Args:
         num_workers: processes that tokenise; 0: one a core.
         check_all: hold everything against its checksums now, not when it is read.
-        max_bad_records: records that may be passed over.
-        blocks: keeps what is read of object storage.
 
     Raises:
         ConfigError: if documents cannot be read, hold nothing, or there is no room for tokens; or

@@ -167,8 +167,8 @@ def _index_part(recipe: TokenizationSpec, files: TokenFiles, part: Part) -> None
 
 
 class _Checksummed:
-    """Takes the checksum of each block in memory, before it is written, not of the bytes a disk
-    has made of it; and the sum of its numbers, if they are lengths."""
+    """Writes blocks, and takes the checksum of each as it is in memory; and the sum of its numbers,
+    if they are lengths."""
 
     def __init__(self, file: BinaryIO, block_bytes: int, *, is_of_lengths: bool = False) -> None:
         self._file, self._block_bytes, self._pending = file, block_bytes, bytearray()

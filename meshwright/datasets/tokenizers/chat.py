@@ -17,7 +17,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from meshwright.datasets.tokenizers.huggingface import HuggingFaceTokenizer
 from meshwright.datasets.tokenizers.kinds import PATH_KEY, TEMPLATE_KEY, Tokenizer
 from meshwright.datasets.tokenizers.special_tokens import any_of, well_formed
-from meshwright.system.errors import ConfigError, RecordError, first_line, shortened
+from meshwright.system.errors import ConfigError, RecordError, first_line
 
 NONCHARACTERS = [chr(code) for code in range(0xFDD0, 0xFDF0)]
 """Unicode keeps them for marks within a program: no text that is interchanged should hold them."""
@@ -115,8 +115,8 @@ class ChatTemplate:
             where: file and row, for the message of an error.
 
         Raises:
-            ConfigError: if it is no such list, the assistant writes nothing in it, the template
-                refuses it, or the assistant's text cannot be told from the rest.
+            RecordError: if the assistant writes nothing in it, the template refuses it, or the
+                assistant's text cannot be told from the rest.
         """
         try:
             check_messages(messages)
@@ -140,13 +140,9 @@ class ChatTemplate:
         return ids, counts
 
     def _wall_off(self, value: Any, wall: str) -> Any:
-        """`value` with a wall inside of every special token in its strings, which fit for UTF-8;
-        without the keys that it has no value for.
-
-        Unless the template takes the wall out, which none has reason to, the token cannot be
-        parsed. A table's column holds None where a row lacks a key; templates ask whether the key
-        is there.
-        """
+        """`value` with a wall inside of every special token in its strings, so that it cannot be
+        parsed; without the keys that it has no value for: a table's column holds None where a row
+        lacks a key, and templates ask whether the key is there."""
         if isinstance(value, str):
             value = well_formed(value)
             if any(token in value for token in self._too_short):
@@ -162,8 +158,7 @@ class ChatTemplate:
         return value
 
     def _render(self, messages: list[Any], marks: Marks, prompt: bool = False) -> str:
-        """Return the text, with the marks for {% generation %} in it; `prompt` asks for an
-        answer."""
+        """Return the text, with the marks for {% generation %} in it."""
         try:
             return self._template.render(
                 messages=messages,
@@ -214,29 +209,19 @@ class ChatTemplate:
             )
 
 
-def check_messages(messages: object) -> None:
-    """Raise ValueError unless it is a list of messages, one of them the assistant's."""
-    if not isinstance(messages, list) or not messages:
-        raise ValueError(f"is not a list of messages, but {shortened(messages)}")
-    for number, message in enumerate(messages, 1):
-        if not isinstance(message, dict):
-            raise ValueError(f"has a message {number} that is not a table: {shortened(message)}")
-        for key in ("role", "content"):
-            if not isinstance(message.get(key), str):
-                raise ValueError(f"has a message {number} without a {key!r}: {shortened(message)}")
+def check_messages(messages: list[dict[str, str]]) -> None:
+    """Raise ValueError unless one of the messages is the assistant's."""
     roles = [message["role"] for message in messages]
     if "assistant" not in roles:
-        raise ValueError(f"has no message whose role is 'assistant', but {', '.join(roles)}")
+        there = ", ".join(roles) or "none at all"
+        raise ValueError(f"has no message whose role is 'assistant', but {there}")
 
 
 def compile_template(source: str, now: datetime) -> jinja2.Template:
     """Compile a template, in a sandbox with the functions that transformers offers to them.
 
     `render` takes, besides the usual, `generation_marks`: two strings that are put around the text
-    that the template writes between {% generation %} and {% endgeneration %}.
-
-    Args:
-        now: the time that `strftime_now` formats.
+    of {% generation %} blocks. `strftime_now` formats `now`.
 
     Raises:
         ConfigError: if it is no Jinja template.
