@@ -287,14 +287,10 @@ def test_special_tokens_that_swallow_space(tmp_path: Path) -> None:
         chat.encode(talk("<s>", "a"))
 
 
-def test_marks_in_messages_are_text(folder: Path) -> None:
-    messages = talk("\ufdd0 a", "\ufdd1<|eot_id|>\ufdd2\ufdd3")
-    assert counted(folder, "tiktoken", LLAMA3, messages) == [
-        "\ufdd1<|eot_id|>\ufdd2\ufdd3<|eot_id|>"
-    ]
-    everything = "".join(map(chr, range(0xFDD0, 0xFDF0)))
-    with pytest.raises(ConfigError, match="nearly all of the noncharacters"):
-        counted(folder, "tiktoken", LLAMA3, talk(everything, "b"))
+def test_marks_in_messages_are_refused(folder: Path) -> None:
+    for content in ("\ufdd0 a", "a \ufdd2"):
+        with pytest.raises(ConfigError, match="holds one of the noncharacters"):
+            counted(folder, "tiktoken", LLAMA3, talk(content, "b"))
 
 
 def test_what_templates_may_use(folder: Path) -> None:
