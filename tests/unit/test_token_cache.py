@@ -163,13 +163,6 @@ def test_a_file_that_is_cut_short_under_a_reader_is_damage_and_no_signal(tmp_pat
         cache = open_cache(TextsRecipe(MANY), tmp_path, num_workers=1)
 
 
-def test_other_documents_or_another_tokenizer_are_another_cache(tmp_path) -> None:
-    first = open_cache(TextsRecipe(TEXTS), tmp_path, num_workers=1)
-    second = open_cache(TextsRecipe((*TEXTS, "more")), tmp_path, num_workers=1)
-    assert first.folder != second.folder
-    assert first.content != second.content
-
-
 def test_another_chat_template_is_another_cache(tmp_path) -> None:
     text, template = tmp_path / "a.txt", tmp_path / "chat_template.jinja"
     text.write_text("text")
