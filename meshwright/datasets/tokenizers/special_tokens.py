@@ -62,8 +62,7 @@ TIKTOKEN_LINE = re.compile(rb"([A-Za-z0-9+/]+={0,2}) (\d+)")
 
 
 def is_tiktoken(content: bytes) -> bool:
-    """Return whether the first line is a base64 token and its rank; no sentencepiece model begins
-    so."""
+    """Return whether the first line is a base64 token and its rank, unlike in other models."""
     return TIKTOKEN_LINE.fullmatch(content.split(b"\n", 1)[0].rstrip(b"\r")) is not None
 
 
