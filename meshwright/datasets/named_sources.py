@@ -5,6 +5,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from pydantic import BaseModel
+
 from meshwright.config.changes import shown
 from meshwright.config.job_config import JobConfig, Model
 from meshwright.config.training import Source, Training, Validation, WeightedSource
@@ -262,36 +264,27 @@ def check_validation_data(config: JobConfig) -> None:
 
 def idle_source_options(config: JobConfig) -> Iterator[str]:
     """Say which keys differ from their default and have no effect, and why."""
-    training = entries(config.training, "training")
-    held_out = validation_entries(config)
-    have_rows = False
+    training, held_out = entries(config.training, "training"), validation_entries(config)
+    idle, have_rows = list[tuple[str, BaseModel, str, str]](), False
     for entry in (*training, *held_out):
         spec = find_dataset(entry.source.dataset)
         assert spec is not None  # check_sources has looked
-        why, keys = (
-            "is read by dataset_format",
-            ["dataset_column"] * bool(entry.source.dataset_format),
-        )
-        if spec.path == "none" or spec.has_tokens:
-            why = "holds tokens" if spec.has_tokens else "has no rows"
-            keys = ["dataset_column", "dataset_format"]
-        else:
-            have_rows = True
-        for key in keys:
-            value = getattr(entry.source, key)
-            if value != Source.model_fields[key].default:
-                yield f"{entry.key}.{key} = {shown(value)} has no effect: {entry.name} {why}"
-    if not have_rows and config.model.chat_template_path:
-        path = config.model.chat_template_path
-        yield f"model.chat_template_path = {shown(path)} has no effect: no source has conversations"
-    are_streamed = {is_streamed(entry) for entry in training}
-    any_streamed = are_streamed | {is_streamed(entry) for entry in held_out}
-    unused = []
-    if True not in are_streamed:
-        unused += [(key, "no source is streamed") for key in ("shuffle_window", "stream_shards")]
-    if any_streamed == {True}:
-        unused.append(("token_cache_folder", "every source is streamed"))
-    for key, why in unused:
-        value = getattr(config.training, key)
-        if value != Training.model_fields[key].default:
-            yield f"training.{key} = {shown(value)} has no effect: {why}"
+        keys, why = ["dataset_column", "dataset_format"], "has no rows"
+        if spec.has_tokens:
+            why = "holds tokens"
+        elif spec.path != "none":
+            have_rows, why = True, "is read by dataset_format"
+            keys = keys[:1] if entry.source.dataset_format else []
+        idle += [(entry.key, entry.source, key, f"{entry.name} {why}") for key in keys]
+    if not have_rows:
+        idle.append(("model", config.model, "chat_template_path", "no source has conversations"))
+    if not any(map(is_streamed, training)):
+        why, keys = "no source is streamed", ["shuffle_window", "stream_shards"]
+        idle += [("training", config.training, key, why) for key in keys]
+    if all(map(is_streamed, [*training, *held_out])):
+        why = "every source is streamed"
+        idle.append(("training", config.training, "token_cache_folder", why))
+    for table, section, key, why in idle:
+        value = getattr(section, key)
+        if value != type(section).model_fields[key].default:
+            yield f"{table}.{key} = {shown(value)} has no effect: {why}"

@@ -144,7 +144,8 @@ def open_hub(repository: str, subset: str, entry: Entry, streamed: bool) -> Docu
 
     datasets.disable_progress_bars()
     source, to_item = entry.source, row_reader(entry)
-    options = {"name": subset_of(entry, subset), "revision": source.dataset_revision or None}
+    name = source.dataset_subset or subset or None
+    options = {"name": name, "revision": source.dataset_revision or None}
     if source.dataset_path:
         # its own cache is not made again for a file that has changed, but not its time
         made_of = fingerprint(entry, hub_files(repository, subset, entry))
@@ -180,17 +181,11 @@ def hub_files(repository: str, subset: str, entry: Entry) -> list[DataFile]:
         return [stat(file) for file in found]
     import datasets  # here, because it takes a second that other sources need not wait for
 
+    name, revision = entry.source.dataset_subset or subset or None, entry.source.dataset_revision
     with openable(entry):
-        revision = entry.source.dataset_revision or None
-        builder = datasets.load_dataset_builder(
-            repository, subset_of(entry, subset), revision=revision
-        )
+        builder = datasets.load_dataset_builder(repository, name, revision=revision or None)
         found = builder.config.data_files[entry.source.dataset_split]
         return [DataFile(str(file)) for file in found]
-
-
-def subset_of(entry: Entry, usual: str) -> str | None:
-    return entry.source.dataset_subset or usual or None
 
 
 @contextmanager
@@ -213,13 +208,7 @@ def _reason(error: BaseException) -> str:
     while error.__cause__ is not None:
         error = error.__cause__
     from datasets.arrow_writer import SchemaInferenceError  # here, as above
-    from datasets.config import HF_DATASETS_CACHE
 
-    if isinstance(error, OSError) and Path(HF_DATASETS_CACHE).is_relative_to(str(error.filename)):
-        return (
-            f"{error.filename}, the cache of Hugging Face: {error.strerror}\n"
-            "  fix: set the variable HF_HOME to a folder that you can write to"
-        )
     if isinstance(error, StopIteration | SchemaInferenceError):
         return "there is nothing in it"
     return first_line(error)

@@ -21,7 +21,6 @@ from meshwright.datasets.files import Entry, fingerprint, local_files, revision
 from meshwright.datasets.named_sources import check_path
 from meshwright.datasets.rows import Document, Documents, IndexedDocuments, unreadable
 from meshwright.datasets.samples import CachedSamples
-from meshwright.datasets.sources import _reason
 from meshwright.datasets.token_cache.tokenizing import open_cache
 from meshwright.datasets.tokenizers.kinds import build_tokenizer
 from meshwright.system.errors import ConfigError, RecordError, StorageError
@@ -505,13 +504,3 @@ def test_a_revision_of_the_hub_is_pinned_and_known(hub, folder: Path) -> None:
     assert hub["revision"] == COMMITS[0]
     newest.open(streamed=False)
     assert hub["revision"] is None
-
-
-def test_a_cache_that_cannot_be_made_names_its_variable() -> None:
-    """As below a home that is read-only; the error is of the first folder that is missing."""
-    folder = str(Path(datasets.config.HF_DATASETS_CACHE).parents[1])
-    assert _reason(PermissionError(13, "Permission denied", folder)) == (
-        f"{folder}, the cache of Hugging Face: Permission denied\n"
-        "  fix: set the variable HF_HOME to a folder that you can write to"
-    )
-    assert "HF_HOME" not in _reason(PermissionError(13, "Permission denied", "/data/a.json"))
