@@ -97,7 +97,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
 
 def documents() -> list[list[int]]:
     rng = np.random.default_rng(0)
-    return [[*rng.integers(0, 256, n).tolist(), EOS] for n in rng.integers(1, 2000, 400)]
+    return [[*rng.integers(0, 256, n).tolist(), EOS] for n in rng.integers(1, 2000, 150)]
 
 
 def save(folder: Path) -> Path:
