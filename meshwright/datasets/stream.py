@@ -6,6 +6,8 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from meshwright.config.job_config import JobConfig
 from meshwright.datasets.named_sources import weights
 from meshwright.datasets.opening import CachedSource, OpenSource
@@ -33,12 +35,7 @@ class Cursor:
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> "Cursor":
         """Undo `dataclasses.asdict` and JSON."""
-        places = {
-            name: {int(number): ShardPlace(**place) for number, place in shards.items()}
-            for name, shards in value["places"].items()
-        }
-        weighted_from = tuple(value.get("weighted_from", ()))
-        return cls(value["sample"], tuple(value["counts"]), places, weighted_from)
+        return TypeAdapter(cls).validate_python(value)
 
     def reweighted(self) -> "Cursor":
         """Return the same place, with new weights from here on: earlier draws are not made up

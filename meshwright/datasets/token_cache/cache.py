@@ -86,14 +86,6 @@ class Part:
         return self.folder / f"{self.number:05}.npz"
 
 
-def read_notes(folder: Path) -> set[str]:
-    """Return the content of `DAMAGED`."""
-    try:
-        return set((folder / DAMAGED).read_text("utf-8").split())
-    except FileNotFoundError:
-        return set()
-
-
 def changed_source(part: Part, what: str) -> ConfigError:
     """Return the error of a file of others that is not as it was: only its owner knows why."""
     fix = f"restore it, or delete {part.folder} to accept it as it is"

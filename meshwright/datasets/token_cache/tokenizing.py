@@ -26,7 +26,6 @@ from meshwright.datasets.token_cache.cache import (
     Part,
     TokenCache,
     load_arrays,
-    read_notes,
 )
 from meshwright.datasets.token_cache.writing import (
     is_complete,
@@ -219,7 +218,8 @@ def _make(
     blocks: BlockCache | None,
 ) -> TokenCache:
     """Make what is missing, together with whoever else does, and open the cache."""
-    noted, was_there = read_notes(folder), (folder / "cache.npz").exists()
+    damaged, was_there = folder / DAMAGED, (folder / "cache.npz").exists()
+    noted = set(damaged.read_text("utf-8").split()) if damaged.exists() else set[str]()
     todo, claims = _todo(recipe, folder, check_all, noted, max_bad_records), Claims(folder)
     remove_left_over(folder)
     missing = len(todo.left())
@@ -238,7 +238,7 @@ def _make(
         raise ConfigError(CACHE_KEY, f"{folder}: {damage}\n  fix: delete the folder") from damage
     finally:
         claims.release(JOIN)
-    (folder / DAMAGED).unlink(missing_ok=True)
+    damaged.unlink(missing_ok=True)
     return cache
 
 

@@ -29,8 +29,6 @@ from meshwright.system.errors import RecordError
 from meshwright.system.files import whole_file
 from meshwright.system.log import logger
 
-Array = npt.NDArray[np.generic]
-
 Advance = Callable[[int, int], None]
 """Called with bytes of text, or of a file, and tokens that are done since the last call."""
 
@@ -137,7 +135,9 @@ def is_complete(recipe: TokenizationSpec, part: Part, checks_content: bool = Fal
     return False
 
 
-def _has_checksums(file: RangeFile, offset: int, size: int, expected: Array) -> bool:
+def _has_checksums(
+    file: RangeFile, offset: int, size: int, expected: npt.NDArray[np.generic]
+) -> bool:
     blocks = range(0, size, BLOCK_BYTES)
     return len(blocks) == len(expected) and all(
         zlib.crc32(file.read(offset + begin, min(BLOCK_BYTES, size - begin))) == wanted
