@@ -2,7 +2,7 @@
 
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +23,7 @@ from meshwright.system.log import align
 Row = Sequence[str]
 
 
-def _print_table(rows: Iterator[Row]) -> None:
+def _print_table(rows: Iterable[Row]) -> None:
     print(align(list(rows)), end="\n\n")
 
 
@@ -159,29 +159,27 @@ def of_source(
         yield f"sample {index} of {name}", sample
 
 
-def print_caches(config: JobConfig) -> None:
-    """Print a row for each cache beside the job's."""
-    _print_table(_caches(config, _root(config)))
-
-
 def _root(config: JobConfig) -> Path:
     return Path(config.training.token_cache_folder or default_folder())
 
 
-def _caches(config: JobConfig, root: Path) -> Iterator[Row]:
+def print_caches(config: JobConfig) -> None:
+    """Print a row for each cache beside the job's."""
+    root = _root(config)
+    rows: list[Row] = [(f"cache in {root}", "GB", "made", "state", "of this config")]
     used = {
         cache_folder(recipe_of(entry, config), root).name: entry.name
         for entry in (*entries(config.training, "training"), *validation_entries(config))
         if not is_streamed(entry)
     }
-    yield f"cache in {root}", "GB", "made", "state", "of this config"
     for folder in sorted(root.glob("*/")):
         if folder.name == "blocks" or not any(folder.glob("*.npz")):
             continue
         size = sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
         made = time.strftime("%Y-%m-%d", time.localtime(folder.stat().st_mtime))
         state = "complete" if (folder / "cache.npz").exists() else "unfinished"
-        yield folder.name, f"{size / 1e9:,.3f}", made, state, used.get(folder.name, "")
+        rows.append((folder.name, f"{size / 1e9:,.3f}", made, state, used.get(folder.name, "")))
+    _print_table(rows)
 
 
 def remove(config: JobConfig, name: str) -> None:

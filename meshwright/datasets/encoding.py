@@ -1,11 +1,12 @@
 """Documents to tokens, and everything that they depend on."""
 
+import functools
 import hashlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +14,7 @@ import numpy.typing as npt
 from meshwright.datasets import find_dataset
 from meshwright.datasets.files import Entry, fingerprint
 from meshwright.datasets.foreign_tokens import TokenFiles
-from meshwright.datasets.rows import Document, Documents, Messages
+from meshwright.datasets.rows import Document, Documents
 from meshwright.datasets.sources import DatasetSpec
 from meshwright.datasets.storage import DataFile
 from meshwright.datasets.tokenizers.kinds import (
@@ -26,18 +27,13 @@ from meshwright.datasets.tokenizers.special_tokens import OWN, Ends
 from meshwright.system.errors import PASSED_ON, ConfigError, RecordError
 from meshwright.system.modules import code_of, import_user_module
 
+if TYPE_CHECKING:
+    from meshwright.datasets.tokenizers.chat import ChatTemplate
+
 NO_LOSS = 1 << 31
 """Bit of a token that the loss leaves out, where it is the one to predict."""
 
 Tokens = npt.NDArray[np.uint32]
-
-
-class Conversation(Protocol):
-    """Makes tokens of conversations."""
-
-    def encode(self, messages: Messages, where: str) -> tuple[list[int], list[bool]]:
-        """Return the ids, special ones included; and whether the loss counts each. `where` is for
-        errors."""
 
 
 class Encoder:
@@ -47,9 +43,8 @@ class Encoder:
         open_template: called if there is a conversation; it may raise that there is no template.
     """
 
-    def __init__(self, tokenizer: Tokenizer, open_template: Callable[[], Conversation]) -> None:
-        self._tokenizer, self._open_template = tokenizer, open_template
-        self._template: Conversation | None = None
+    def __init__(self, tokenizer: Tokenizer, open_template: "Callable[[], ChatTemplate]") -> None:
+        self._tokenizer, self._template = tokenizer, functools.cache(open_template)
         self._before = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
         self._after = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
 
@@ -58,10 +53,8 @@ class Encoder:
         if isinstance(document, str):
             ids = self._encode_text(document) if document else []
             return np.array([*self._before, *ids, *self._after] if ids else [], np.uint32)
-        if self._template is None:
-            self._template = self._open_template()
         begins = repr(document[0]["content"][:40]) if document else "empty"
-        ids, counts = self._template.encode(document, begins)
+        ids, counts = self._template().encode(document, begins)
         return np.where(counts, ids, np.bitwise_or(ids, NO_LOSS)).astype(np.uint32)
 
     def _encode_text(self, text: str) -> list[int]:
@@ -129,7 +122,7 @@ class TokenizationSpec:
         """Return the encoder of its documents."""
         tokenizer = self.tokenizer
 
-        def open_template() -> Conversation:
+        def open_template() -> "ChatTemplate":
             # not at import: it needs jinja2, and few jobs have conversations
             from meshwright.datasets.tokenizers.chat import ChatTemplate
 

@@ -82,7 +82,7 @@ class Entry:
 
 
 class Place(NamedTuple):
-    """Where a row is in its file."""
+    """Of a row in its file."""
 
     at: int
     """Byte, before compression; row group of Parquet; batch of Arrow; 0 in a single JSON value."""
@@ -135,12 +135,9 @@ def is_packed(file: DataFile) -> bool:
 
 
 def chunks(file: DataFile, at: int) -> Iterator[bytes | Exception]:
-    """Yield the content of a file from a byte on, decompressed if its name says so. At the end
-    comes b"", or the error of a damaged file.
-
-    Compressed files are read from their beginning, always by the same pieces: where the error comes
-    does not depend on the place.
-    """
+    """Yield the content of a file from a byte on, decompressed if its name says so; at the end b"",
+    or the error of a damaged file. Compressed ones are read from their beginning, always by the
+    same pieces: where the error comes does not depend on the place."""
     codec = PACKED.get(os.path.splitext(file.path)[1])
     with open_file(file) as opened:
         if codec is None:
@@ -184,15 +181,10 @@ def content_of(file: DataFile) -> bytes:
 def resolve(path: str, suffixes: Sequence[str]) -> list[DataFile]:
     """Return the file `path`, the files below the folder `path`, or the files that fit the glob.
 
-    A path that exists is taken as it is, even with a `*` in it. Links are followed. Below a folder,
-    names that begin with `.` or `_` are left out, as are Arrow's own `cache-*.arrow`.
-
-    Args:
-        path: a file, a folder or a glob, in which `**` stands for any number of folders.
-        suffixes: of the files wanted below a folder.
-
-    Returns:
-        The files in the order of their paths; an empty list if there are none.
+    They come in the order of their paths. In a glob, `**` stands for any number of folders. A path
+    that exists is taken as it is, even with a `*` in it. Links are followed. Below a folder, only
+    `suffixes` are wanted; names that begin with `.` or `_` are left out, as are Arrow's own
+    `cache-*.arrow`.
     """
     if is_address(path):
         return stat_all(find_files(path, tuple(suffixes)))
@@ -205,15 +197,15 @@ def resolve(path: str, suffixes: Sequence[str]) -> list[DataFile]:
         while literal and not os.path.exists(literal):
             literal = os.path.dirname(literal)
         pattern = path[len(literal) :].lstrip("/")
-        if "**" in pattern.split("/"):
-            wanted = pattern.split("/")
+        parts = pattern.split("/")
+        if "**" in parts:
             names = ((file, os.path.relpath(file, literal or ".")) for file in _below(literal))
-            found = [file for file, name in names if _fits(name.split("/"), wanted)]
+            found = [file for file, name in names if _fits(name.split("/"), parts)]
         else:
-            parts = pattern.split("/")
+            matches = glob.glob(os.path.join(glob.escape(literal), pattern))
             found = [
                 file
-                for file in glob.glob(os.path.join(glob.escape(literal), pattern))
+                for file in matches
                 if not any(map(_is_left_out, file.split("/")[-len(parts) :], parts))
             ]
     return [stat(file) for file in sorted(found) if os.path.isfile(file)]
@@ -315,10 +307,8 @@ OF_DOCUMENTS = {
 def fingerprint(entry: Entry, files: Sequence[DataFile], *, is_portable: bool = False) -> str:
     """Changes with whatever changes the documents: settings, files, the formatting function.
 
-    Local files count with their paths, sizes and times of change, not their content.
-
-    Args:
-        is_portable: they count with names and sizes, which a copy on another machine has too.
+    Local files count with their paths, sizes and times of change, not their content; if
+    `is_portable`, with names and sizes, which a copy on another machine has too.
     """
     source = entry.source
     parts = [repr(sorted(source.model_dump(include=OF_DOCUMENTS).items()))]

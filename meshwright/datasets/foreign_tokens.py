@@ -85,11 +85,8 @@ class TokenFiles:
         self.parts = len(files)
 
     def open_one(self, number: int, vocab_size: int) -> TokenFile:
-        """Look at the head of one file.
-
-        Args:
-            vocab_size: of the tokenizer; files without a header are of the smallest unsigned type
-                that holds it, as OLMo-core and nanoGPT have it.
+        """Look at the head of one file. One without a header is of the smallest unsigned type that
+        holds the vocabulary, as OLMo-core and nanoGPT have it.
 
         Raises:
             ConfigError: if it has another format.
@@ -134,12 +131,9 @@ def open_megatron(found: DataFile) -> TokenFile:
     places = np.frombuffer(index, "<i8", num_sequences, ends[1])
     bounds = np.frombuffer(index, "<i8", num_bounds, ends[2])
     starts = np.concatenate([[0], np.cumsum(sizes)])
-    is_whole = (
-        (sizes >= 0).all()
-        and np.array_equal(places, starts[:-1] * np.dtype(dtype).itemsize)
-        and found.size == starts[-1] * np.dtype(dtype).itemsize
-    )
-    if not is_whole:
+    item = np.dtype(dtype).itemsize
+    is_of_file = np.array_equal(places, starts[:-1] * item) and found.size == starts[-1] * item
+    if not (is_of_file and (sizes >= 0).all()):
         raise FormatError("its index is of another file, or sequences do not follow each other")
     is_sorted = bounds[0] == 0 and bounds[-1] == num_sequences and (np.diff(bounds) >= 0).all()
     if not is_sorted:
@@ -169,7 +163,7 @@ def open_datatrove(found: DataFile, bare: str) -> TokenFile:
 
 
 def _of_documents(found: DataFile, dtype: str, lengths: npt.NDArray[np.int64]) -> TokenFile:
-    if lengths.size and lengths.max() >= 1 << 32:
+    if lengths.max(initial=0) >= 1 << 32:
         raise FormatError("has a document of 2^32 tokens or more")
     of_documents = lengths[lengths > 0].astype(np.uint32)
     return TokenFile(RangeFile(found.path), found.size, 0, dtype, of_documents)
@@ -208,12 +202,10 @@ def _numpy_header(file: RangeFile, head: bytes) -> tuple[tuple[int, ...], str, i
     """Return the shape, the type and where the array begins."""
     is_short = head[6:8] == b"\x01\x00"
     length = struct.unpack_from("<H" if is_short else "<I", head, 8)[0]
-    if length > 1 << 16:
-        raise FormatError("its header is damaged")
-    stream = io.BytesIO(file.read(0, 12 + length))
-    read = np.lib.format.read_array_header_1_0
-    if np.lib.format.read_magic(stream) != (1, 0):
-        read = np.lib.format.read_array_header_2_0
+    stream = io.BytesIO(file.read(0, 12 + min(length, 1 << 16)))
+    header = np.lib.format
+    is_first = header.read_magic(stream) == (1, 0)
+    read = header.read_array_header_1_0 if is_first else header.read_array_header_2_0
     try:
         shape, _, dtype = read(stream)
     except ValueError as error:

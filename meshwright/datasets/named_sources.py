@@ -5,6 +5,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from pydantic import BaseModel
+
 from meshwright.config.changes import shown
 from meshwright.config.job_config import JobConfig, Model
 from meshwright.config.training import Source, Training, Validation, WeightedSource
@@ -47,14 +49,13 @@ def validation_entries(config: JobConfig) -> list[Entry]:
 
 def other_data(config: JobConfig) -> str:
     """Return a note if validation reads none of the datasets that training reads; or ""."""
-    trained, held_out = (
-        {entry.source.dataset for entry in found}
-        for found in (entries(config.training, ""), validation_entries(config))
-    )
+    trained = {entry.source.dataset for entry in entries(config.training, "")}
+    held_out = {entry.source.dataset for entry in validation_entries(config)}
     if not held_out or trained & held_out:
         return ""
-    names = (", ".join(sorted(group)) for group in (held_out, trained))
-    return "validation reads {}, and training {}".format(*names)
+    return (
+        f"validation reads {', '.join(sorted(held_out))}, and training {', '.join(sorted(trained))}"
+    )
 
 
 def check_held_out(config: JobConfig) -> None:
@@ -98,12 +99,8 @@ def local_paths(entry: Entry) -> list[str]:
 
 
 def check_sources(section: Training | Validation, key: str, *, looks_at_files: bool = True) -> None:
-    """Check that datasets are known, that their local files are there, and that figures can tell
-    them apart.
-
-    Args:
-        looks_at_files: also at the first row of each.
-    """
+    """Check that datasets are known and have names of their own, and that local files are there; if
+    it `looks_at_files`, also their first rows."""
     is_single = "dataset" in section.model_fields_set and section.dataset
     check(
         not (section.datasets and is_single),
@@ -125,8 +122,8 @@ def check_sources(section: Training | Validation, key: str, *, looks_at_files: b
             fix = f'set {entry.key}.dataset_mode = "cached", or leave packing out'
             raise config_error("training.packing", "best_fit", rule, fix)
         passes_over = getattr(section, "max_bad_records", 0) > 0
-        if looks_at_files and spec.path == "required" and not passes_over:
-            fault = head_fault(entry, spec.find(entry)) if name in ROW_FORMATS else None
+        if looks_at_files and name in ROW_FORMATS and not passes_over:
+            fault = head_fault(entry, spec.find(entry))
             if fault is not None:
                 fix = "correct it, or set training.max_bad_records to pass over such records"
                 if fault.key.endswith("dataset_where"):
@@ -134,9 +131,8 @@ def check_sources(section: Training | Validation, key: str, *, looks_at_files: b
                 elif "no column" in str(fault):
                     fix = f"set {entry.key}.dataset_column"
                 raise RecordError(fault.key, f"{fault}\n  fix: {fix}")
-        if entry.name in names:
-            message = f"{entry.key}.name: another dataset is called {entry.name} too"
-            raise ConfigError(f"{entry.key}.name", f"{message}\n  fix: give it another name")
+        rule = "another dataset is called so, too"
+        check(entry.name not in names, f"{entry.key}.name", entry.name, rule, "give it another")
         names.add(entry.name)
 
 
@@ -157,14 +153,8 @@ def head_fault(entry: Entry, files: Sequence[DataFile]) -> RecordError | None:
 
 
 def check_path(entry: Entry, spec: DatasetSpec, *, looks_at_files: bool = True) -> None:
-    """Check that `dataset_path`, subset and split suit the dataset, and are there.
-
-    Args:
-        looks_at_files: also whether they are there.
-
-    Raises:
-        ConfigError: naming the first that is not.
-    """
+    """Check that path, subset, split and filters suit the dataset; and, if it `looks_at_files`,
+    that the path is there."""
     source, is_hub = entry.source, spec.path == "optional"
     name, path = source.dataset, source.dataset_path
     of_it, out = f"dataset {name!r}", "leave it out"
@@ -273,40 +263,28 @@ def check_validation_data(config: JobConfig) -> None:
 
 
 def idle_source_options(config: JobConfig) -> Iterator[str]:
-    """Say which keys differ from their default and have no effect, and why.
-
-    Args:
-        config: whose datasets are known.
-    """
-    training = entries(config.training, "training")
-    held_out = validation_entries(config)
-    have_rows = set()
+    """Say which keys differ from their default and have no effect, and why."""
+    training, held_out = entries(config.training, "training"), validation_entries(config)
+    idle, have_rows = list[tuple[str, BaseModel, str, str]](), False
     for entry in (*training, *held_out):
         spec = find_dataset(entry.source.dataset)
-        assert spec is not None
-        have_rows.add(spec.path != "none" and not spec.has_tokens)
-        why, keys = "is read by dataset_format", ["dataset_column"]
-        if spec.path == "none":
-            why, keys = "has no rows", ["dataset_column", "dataset_format"]
-        elif spec.has_tokens:
-            why, keys = "holds tokens", ["dataset_column", "dataset_format"]
-        elif not entry.source.dataset_format:
-            continue
-        for key in keys:
-            value = getattr(entry.source, key)
-            if value != Source.model_fields[key].default:
-                yield f"{entry.key}.{key} = {shown(value)} has no effect: {entry.name} {why}"
-    if have_rows == {False} and config.model.chat_template_path:
-        path = config.model.chat_template_path
-        yield f"model.chat_template_path = {shown(path)} has no effect: no source has conversations"
-    are_streamed = {is_streamed(entry) for entry in training}
-    any_streamed = are_streamed | {is_streamed(entry) for entry in held_out}
-    unused = []
-    if True not in are_streamed:
-        unused += [(key, "no source is streamed") for key in ("shuffle_window", "stream_shards")]
-    if any_streamed == {True}:
-        unused.append(("token_cache_folder", "every source is streamed"))
-    for key, why in unused:
-        value = getattr(config.training, key)
-        if value != Training.model_fields[key].default:
-            yield f"training.{key} = {shown(value)} has no effect: {why}"
+        assert spec is not None  # check_sources has looked
+        keys, why = ["dataset_column", "dataset_format"], "has no rows"
+        if spec.has_tokens:
+            why = "holds tokens"
+        elif spec.path != "none":
+            have_rows, why = True, "is read by dataset_format"
+            keys = keys[:1] if entry.source.dataset_format else []
+        idle += [(entry.key, entry.source, key, f"{entry.name} {why}") for key in keys]
+    if not have_rows:
+        idle.append(("model", config.model, "chat_template_path", "no source has conversations"))
+    if not any(map(is_streamed, training)):
+        why, keys = "no source is streamed", ["shuffle_window", "stream_shards"]
+        idle += [("training", config.training, key, why) for key in keys]
+    if all(map(is_streamed, [*training, *held_out])):
+        why = "every source is streamed"
+        idle.append(("training", config.training, "token_cache_folder", why))
+    for table, section, key, why in idle:
+        value = getattr(section, key)
+        if value != type(section).model_fields[key].default:
+            yield f"{table}.{key} = {shown(value)} has no effect: {why}"

@@ -14,7 +14,7 @@ from meshwright.datasets.named_sources import entries, is_streamed, validation_e
 from meshwright.datasets.rows import Documents, LocalDocuments
 from meshwright.datasets.samples import Packing, open_packing
 from meshwright.datasets.sources import StreamedRows
-from meshwright.datasets.storage import DataFile, block_cache, is_address
+from meshwright.datasets.storage import BlockCache, DataFile, is_address
 from meshwright.datasets.token_cache.cache import DamagedCacheError, TokenCache
 from meshwright.datasets.token_cache.tokenizing import default_folder, open_cache
 from meshwright.datasets.tokenizers.special_tokens import Ends
@@ -158,46 +158,44 @@ def open_told(
 
 
 def _open_as_told(entry: Entry, told: Found, config: JobConfig, is_first_here: bool) -> OpenSource:
-    training, recipe = config.training, recipe_of(entry, config)
+    recipe, is_local = recipe_of(entry, config), entry.source.dataset in ROW_FORMATS
     if told.cache:
-        root = Path(training.token_cache_folder or default_folder())
-        blocks = block_cache(root, training.block_cache_gib)
+        root, blocks = _caches(config)
         try:
             cache = TokenCache(root / told.cache, looks_at_parts=is_first_here, blocks=blocks)
         except (DamagedCacheError, OSError):  # this machine has caches of its own
             return _open(entry, config, 1, 0, False)
         return CachedSource(entry, cache, told)
-    if entry.source.dataset in ROW_FORMATS:
-        first = told.files[0].path
-        if not (is_address(first) or os.path.exists(first)):  # this machine has a copy elsewhere
-            return _open(entry, config, 1, 0, False)
-        if is_first_here:
-            try:
-                told = replace(told, sampled=sampled(told.files))
-            except OSError as error:
-                fix = "give all machines the same files"
-                raise entry.error("dataset_path", str(error), fix) from error
-        documents: Documents = LocalDocuments(entry, told.files)
-    elif told.rows is not None:
-        documents = StreamedRows(told.rows, entry)
-    else:
-        opened = recipe.open(streamed=True)
-        assert not isinstance(opened, TokenFiles)  # they are cached
-        documents = opened
-    return _streamed(entry, recipe, documents, config, told)
+    if told.rows is not None:
+        return _streamed(recipe, StreamedRows(told.rows, entry), config, told)
+    if not is_local:
+        return _streamed(recipe, recipe.open(streamed=True), config, told)
+    first = told.files[0].path
+    if not (is_address(first) or os.path.exists(first)):  # this machine has a copy elsewhere
+        return _open(entry, config, 1, 0, False)
+    if is_first_here:
+        try:
+            told = replace(told, sampled=sampled(told.files))
+        except OSError as error:
+            fix = "give all machines the same files"
+            raise entry.error("dataset_path", str(error), fix) from error
+    return _streamed(recipe, LocalDocuments(entry, told.files), config, told)
 
 
 def _streamed(
-    entry: Entry,
-    recipe: TokenizationSpec,
-    documents: Documents,
-    config: JobConfig,
-    found: Found,
+    recipe: TokenizationSpec, documents: Documents | TokenFiles, config: JobConfig, found: Found
 ) -> StreamedSource:
-    shards = config.training.stream_shards
+    assert not isinstance(documents, TokenFiles)  # preflight has refused it
+    entry, shards = recipe.entry, config.training.stream_shards
     num_shards = min(shards, documents.max_shards, entry.source.max_documents or shards)
     window = config.training.shuffle_window
     return StreamedSource(entry, documents, recipe.encoder(), num_shards, window, found)
+
+
+def _caches(config: JobConfig) -> tuple[Path, BlockCache]:
+    """Return the folder of token caches, and the cache of blocks of object storage in it."""
+    root = Path(config.training.token_cache_folder or default_folder())
+    return root, BlockCache(root / "blocks", int(config.training.block_cache_gib * (1 << 30)))
 
 
 def recipe_of(entry: Entry, config: JobConfig) -> TokenizationSpec:
@@ -215,30 +213,25 @@ def recipe_of(entry: Entry, config: JobConfig) -> TokenizationSpec:
 def _open(
     entry: Entry, config: JobConfig, needed: int, num_workers: int, check_all: bool
 ) -> OpenSource:
-    training, recipe = config.training, recipe_of(entry, config)
+    recipe, length = recipe_of(entry, config), config.training.seq_len + 1
     if not is_streamed(entry):
-        folder = Path(training.token_cache_folder or default_folder())
+        root, blocks = _caches(config)
         cache = open_cache(
             recipe,
-            folder,
+            root,
             num_workers=num_workers,
             check_all=check_all,
-            max_bad_records=training.max_bad_records,
-            blocks=block_cache(folder, training.block_cache_gib),
+            max_bad_records=config.training.max_bad_records,
+            blocks=blocks,
         )
-        length = training.seq_len + 1
-        if cache.num_tokens // length < needed:
-            raise entry.error(
-                "dataset",
-                f"its {cache.num_tokens:,} tokens give {cache.num_tokens // length} samples of "
-                f"{length}, and {needed} are needed",
-                "add data, or lower training.seq_len"
-                + (" or validation.num_samples" if needed > 1 else ""),
-            )
+        if (samples := cache.num_tokens // length) < needed:
+            key = " or validation.num_samples" * (needed > 1)
+            what = f"its {cache.num_tokens:,} tokens give {samples} samples of {length}"
+            fix = f"add data, or lower training.seq_len{key}"
+            raise entry.error("dataset", f"{what}, and {needed} are needed", fix)
         commit = revision(recipe.files()) if recipe.is_of_hub else ""
         return CachedSource(entry, cache, Found(commit, cache.folder.name))
     documents = recipe.open(streamed=True)
-    assert not isinstance(documents, TokenFiles)  # preflight has refused it
     files = recipe.files()
     found = Found(
         revision(files) if recipe.is_of_hub else "",
@@ -248,4 +241,4 @@ def _open(
         files=files,
         rows=documents.rows if recipe.is_of_hub and isinstance(documents, StreamedRows) else None,
     )
-    return _streamed(entry, recipe, documents, config, found)
+    return _streamed(recipe, documents, config, found)

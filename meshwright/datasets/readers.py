@@ -62,6 +62,9 @@ class Layout:
 
 Rows = Generator[tuple[Place, Row | Fault], None, None]
 
+Found = Generator[tuple[Place, Row | Fault | str], None, None]
+"""The same; a text is the reason why the row at the place cannot be read."""
+
 END = Place(-1, 0)
 """After a fault that ends the file."""
 
@@ -86,6 +89,7 @@ def read(part: Range, layout: Layout, after: Place | None = None) -> Rows:
         try:
             for place, row in rows:
                 if place != after:
+                    row = Fault(where(part, layout, place), row) if isinstance(row, str) else row
                     yield place, row
                 last = place
         except (OSError, ValueError, EOFError) as error:
@@ -107,44 +111,44 @@ def where(part: Range, layout: Layout, place: Place) -> str:
     return f"{path}, byte {place.at}" if part.begin else f"{path}:{place.number + 1}"
 
 
-def _json(part: Range, layout: Layout, after: Place | None) -> Rows:
+def _json(part: Range, layout: Layout, after: Place | None) -> Found:
     """Yield objects: one per line, or those of a file that is one JSON value in several lines."""
     if not _has_lines(part.file):
         yield from _json_value(part, after)
         return
     for place, line in _pieces(part, NEWLINE, after):
         if line is None or line.strip():
-            yield place, _row(_object_of, line, part, layout, place)
+            yield place, _row(_object_of, line)
 
 
-def _row(
-    make: Callable[[bytes], Row], piece: bytes | None, part: Range, layout: Layout, place: Place
-) -> Row | Fault:
-    """Return the row that `make` makes of a piece of a file; None: of one that is too long."""
+def _row(make: Callable[[bytes], Row], piece: bytes | None) -> Row | str:
+    """Return the row that `make` makes of a piece of a file, or why it is none."""
     if piece is None:
-        return Fault(where(part, layout, place), f"longer than {LONGEST >> 20} MiB")
+        return f"longer than {LONGEST >> 20} MiB"
     try:
         return make(piece)
     except RecursionError:
-        reason = "nested too deeply"
+        return "nested too deeply"
     except json.JSONDecodeError as error:
-        reason = f"not JSON: {error.msg}, character {error.pos + 1}"
+        return f"not JSON: {error.msg}, character {error.pos + 1}"
     except UnicodeDecodeError as error:
         before = error.object[: error.start]
         line = f"line {before.count(NEWLINE) + 1}, " if NEWLINE in before else ""
         byte = error.start - before.rfind(NEWLINE)
         code = f"0x{error.object[error.start]:02x}"
-        reason = f"not UTF-8: {line}byte {byte}, {code}: {error.reason}"
+        return f"not UTF-8: {line}byte {byte}, {code}: {error.reason}"
     except ValueError as error:
-        reason = str(error)
-    return Fault(where(part, layout, place), reason)
+        return str(error)
 
 
 def _object_of(line: bytes) -> Row:
-    row = json.loads(line.decode())
-    if not isinstance(row, dict):
-        raise ValueError(f"not a JSON object, but {shortened(row)}")
-    return row
+    return _object(json.loads(line.decode()))
+
+
+def _object(value: Any) -> Row:
+    if not isinstance(value, dict):
+        raise ValueError(f"not a JSON object, but {shortened(value)}")
+    return value
 
 
 def _has_lines(file: DataFile) -> bool:
@@ -161,7 +165,7 @@ def _has_lines(file: DataFile) -> bool:
     return True
 
 
-def _json_value(part: Range, after: Place | None) -> Rows:
+def _json_value(part: Range, after: Place | None) -> Found:
     """Yield the objects of a file that is one list or one object, which is read as a whole."""
     try:
         value = json.loads(content_of(part.file).decode())
@@ -170,17 +174,16 @@ def _json_value(part: Range, after: Place | None) -> Rows:
     for number, row in enumerate(value if isinstance(value, list) else [value]):
         if after and number < after.number:
             continue
-        if not isinstance(row, dict):
-            what = f"not a JSON object, but {shortened(row)}"
-            row = Fault(f"{part.file.path}, row {number}", what)
-        yield Place(0, number), row
+        try:
+            yield Place(0, number), _object(row)
+        except ValueError as error:
+            yield Place(0, number), Fault(f"{part.file.path}, row {number}", str(error))
 
 
-def _text(part: Range, layout: Layout, after: Place | None) -> Rows:
-    """Yield {"text": document}: a file as it is, or the text between separators without the line
-    ends around it."""
+def _text(part: Range, layout: Layout, after: Place | None) -> Found:
+    """Yield files as they are, or the texts between separators without line ends around them."""
     if not layout.separator:
-        yield Place(0, 0), _row(_text_of, content_of(part.file), part, layout, Place(0, 0))
+        yield Place(0, 0), _row(_text_of, content_of(part.file))
         return
     is_by_paragraph = layout.separator == PARAGRAPH
     separator = layout.separator.encode()
@@ -189,12 +192,11 @@ def _text(part: Range, layout: Layout, after: Place | None) -> Rows:
         if piece is not None:
             piece = piece.strip(b"\r\n")
         if piece != b"":
-            yield place, _row(_text_of, piece, part, layout, place)
+            yield place, _row(_text_of, piece)
 
 
 def _paragraphs(part: Range, after: Place | None) -> Iterator[tuple[Place, bytes | None]]:
-    """Yield the runs of lines between empty ones; a run belongs to the range of the last empty line
-    before it."""
+    """Yield runs of lines; one belongs to the range of the last empty line before it."""
     held, size, begin = list[bytes](), 0, Place(0, 0)
     is_owned = after is not None or not part.begin
     for place, line in _pieces(part._replace(end=None), NEWLINE, after):
@@ -229,11 +231,8 @@ def _pieces(
     for chunk in chunks(part.file, at):
         pending += [chunk] if isinstance(chunk, bytes) else []
         # joined when they are as long as the rest, so that a long piece is not copied for each
-        if (
-            isinstance(chunk, bytes)
-            and chunk
-            and len(pending) * CHUNK < min(len(rest), MOST_JOINED)
-        ):
+        is_long = len(pending) * CHUNK < min(len(rest), MOST_JOINED)
+        if is_long and chunk and isinstance(chunk, bytes):
             continue
         content = b"".join([rest, *pending])
         pending.clear()
@@ -260,7 +259,7 @@ def _pieces(
         yield Place(at, number), None if dropped else rest
 
 
-def _parquet(part: Range, layout: Layout, after: Place | None) -> Rows:
+def _parquet(part: Range, layout: Layout, after: Place | None) -> Found:
     import pyarrow.parquet as parquet  # here, as above
 
     with (
@@ -276,10 +275,10 @@ def _parquet(part: Range, layout: Layout, after: Place | None) -> Rows:
                 rows, row_groups=[group], columns=columns, use_threads=False
             )
             begin = after.number if after and group == first else 0
-            yield from _of_batches(batches, group, begin, part, layout)
+            yield from _of_batches(batches, group, begin)
 
 
-def _arrow(part: Range, layout: Layout, after: Place | None) -> Rows:
+def _arrow(part: Range, layout: Layout, after: Place | None) -> Found:
     import pyarrow as arrow  # as above
 
     with open_file(part.file) as opened:
@@ -298,22 +297,19 @@ def _arrow(part: Range, layout: Layout, after: Place | None) -> Rows:
             step = _rows_at_once(batch.nbytes, batch.num_rows)
             slices = (batch.slice(at, step) for at in range(0, batch.num_rows, step))
             first = after.number if after and number == begin else 0
-            yield from _of_batches(slices, number, first, part, layout)
+            yield from _of_batches(slices, number, first)
 
 
 def _present(layout: Layout, names: Sequence[str]) -> list[str] | None:
-    """Return the wanted columns that a table has; None: all, also if it has none of them."""
+    """Wanted columns that a table has; None: all, also if it has none of them."""
     return [name for name in names if name in (layout.columns or ())] or None
 
 
 def _rows_at_once(num_bytes: int, num_rows: int) -> int:
-    """Return how many rows of a table are decoded together."""
     return min(max(BATCH_BYTES * num_rows // max(num_bytes, 1), 1), 1024)
 
 
-def _of_batches(
-    batches: Iterator[Any], group: int, begin: int, part: Range, layout: Layout
-) -> Rows:
+def _of_batches(batches: Iterator[Any], group: int, begin: int) -> Found:
     """Yield the rows of a row group, or a batch, from row `begin` on."""
     number = 0
     for batch in batches:
@@ -322,9 +318,8 @@ def _of_batches(
         batch = batch.slice(skipped)
         rows = _checked_rows(batch)
         for index in range(batch.num_rows):
-            place = Place(group, number)
             row = rows[index : index + 1] if rows else _checked_rows(batch.slice(index, 1))
-            yield place, row[0] if row else Fault(where(part, layout, place), "is damaged text")
+            yield Place(group, number), row[0] if row else "is damaged text"
             number += 1
 
 
@@ -338,7 +333,7 @@ def _checked_rows(batch: Any) -> list[Row] | None:
         return None
 
 
-_READERS: dict[str, Callable[[Range, Layout, Place | None], Rows]] = {
+_READERS: dict[str, Callable[[Range, Layout, Place | None], Found]] = {
     "json": _json,
     "text": _text,
     "parquet": _parquet,
@@ -366,8 +361,6 @@ def cut(files: Sequence[DataFile], layout: Layout, part_bytes: int) -> list[list
 
 
 def _split(file: DataFile, layout: Layout, part_bytes: int) -> list[Range]:
-    """Return ranges of a large file."""
-    pieces = -(-file.size // part_bytes)
     end = 0
     if layout.format == "parquet":
         import pyarrow.parquet as parquet  # as above
@@ -376,10 +369,10 @@ def _split(file: DataFile, layout: Layout, part_bytes: int) -> list[Range]:
             with open_file(file) as opened:
                 end = parquet.read_metadata(opened).num_row_groups
         except ValueError:  # its reader says so
-            end = 0
+            pass
     elif _can_be_cut(file, layout):
         end = file.size
-    pieces = min(pieces, end)
+    pieces = min(-(-file.size // part_bytes), end)
     if pieces < 2:
         return [Range(file)]
     return [Range(file, end * n // pieces, end * (n + 1) // pieces) for n in range(pieces)]

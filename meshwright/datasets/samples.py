@@ -100,15 +100,10 @@ BLOCKS_KEPT = 64
 class CachedSamples:
     """Sample n of all epochs is a pure function of the cache, the seed and n.
 
-    In each epoch documents are shuffled in blocks of `token_cache.BLOCK_DOCUMENTS`, laid end to
-    end, cut into samples, and those shuffled as a whole. A block has the same number of tokens in
-    any order: so the place of a sample is known without adding up the lengths of all documents
-    before it, and neither time nor memory grows with the data. The rest at an epoch's end is
-    less than a sample.
-
-    Args:
-        length: tokens of a sample.
-        seed: of the order; None: documents and samples stay as they lie.
+    In each epoch documents are shuffled in blocks of `BLOCK_DOCUMENTS`, laid end to end, cut into
+    samples of `length` tokens, and those shuffled as a whole; without a seed, all stays as it lies.
+    A block has the same number of tokens in any order, so neither time nor memory grows with the
+    data. The rest at an epoch's end is less than a sample.
     """
 
     def __init__(self, cache: TokenCache, length: int, seed: int | None) -> None:
@@ -227,13 +222,8 @@ def pack(cache: TokenCache, capacity: int) -> Iterator[Pieces]:
 
 
 class Packing:
-    """The samples of a cache, packed.
-
-    Attributes:
-        capacity: tokens of a sample.
-        bin_starts: (windows + 1,) samples before each window.
-        window: returns the pieces of a window, by sample.
-    """
+    """The samples of a cache, of `capacity` tokens, packed. `bin_starts`, (windows + 1,), are the
+    samples before each window; `window` returns its pieces, by sample."""
 
     def __init__(
         self, capacity: int, bin_starts: npt.NDArray[np.int64], window: Callable[[int], Pieces]
@@ -327,10 +317,7 @@ def _starts(sizes: list[int]) -> npt.NDArray[np.int64]:
 
 
 class PackedSamples(CachedSamples):
-    """Samples of whole documents.
-
-    A sample has the same documents in every epoch. Their order and the order of samples differ.
-    """
+    """Samples of whole documents: the same ones in every epoch, in another order."""
 
     def __init__(self, cache: TokenCache, packing: Packing, seed: int | None) -> None:
         super().__init__(cache, packing.capacity, seed)

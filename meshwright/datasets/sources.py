@@ -55,14 +55,12 @@ class DatasetSpec:
 
     def find(self, entry: Entry) -> list[DataFile]:
         """Return its files as they are now."""
-        return [
-            file
-            if isinstance(file, DataFile)
-            else stat(file)
-            if os.path.exists(file)
-            else DataFile(file)
-            for file in self.files(entry)
-        ]
+        files = (f if isinstance(f, DataFile) else _stat(f) for f in self.files(entry))
+        return list(files)
+
+
+def _stat(path: str) -> DataFile:
+    return stat(path) if os.path.exists(path) else DataFile(path)
 
 
 def stdlib_files(entry: Entry) -> list[DataFile]:
@@ -144,7 +142,8 @@ def open_hub(repository: str, subset: str, entry: Entry, streamed: bool) -> Docu
 
     datasets.disable_progress_bars()
     source, to_item = entry.source, row_reader(entry)
-    options = {"name": subset_of(entry, subset), "revision": source.dataset_revision or None}
+    name = source.dataset_subset or subset or None
+    options = {"name": name, "revision": source.dataset_revision or None}
     if source.dataset_path:
         # its own cache is not made again for a file that has changed, but not its time
         made_of = fingerprint(entry, hub_files(repository, subset, entry))
@@ -180,17 +179,11 @@ def hub_files(repository: str, subset: str, entry: Entry) -> list[DataFile]:
         return [stat(file) for file in found]
     import datasets  # here, because it takes a second that other sources need not wait for
 
+    name, revision = entry.source.dataset_subset or subset or None, entry.source.dataset_revision
     with openable(entry):
-        revision = entry.source.dataset_revision or None
-        builder = datasets.load_dataset_builder(
-            repository, subset_of(entry, subset), revision=revision
-        )
+        builder = datasets.load_dataset_builder(repository, name, revision=revision or None)
         found = builder.config.data_files[entry.source.dataset_split]
         return [DataFile(str(file)) for file in found]
-
-
-def subset_of(entry: Entry, usual: str) -> str | None:
-    return entry.source.dataset_subset or usual or None
 
 
 @contextmanager
@@ -213,32 +206,21 @@ def _reason(error: BaseException) -> str:
     while error.__cause__ is not None:
         error = error.__cause__
     from datasets.arrow_writer import SchemaInferenceError  # here, as above
-    from datasets.config import HF_DATASETS_CACHE
 
-    if isinstance(error, OSError) and Path(HF_DATASETS_CACHE).is_relative_to(str(error.filename)):
-        return (
-            f"{error.filename}, the cache of Hugging Face: {error.strerror}\n"
-            "  fix: set the variable HF_HOME to a folder that you can write to"
-        )
     if isinstance(error, StopIteration | SchemaInferenceError):
         return "there is nothing in it"
     return first_line(error)
 
 
-MOST_SUFFIXES = 4
-
-
 def by_suffix(paths: Iterable[str]) -> list[str]:
-    """Return how many files have each suffix: ["56 .txt", "1 .jsonl"]. Rare ones are added up."""
+    """Return how many files have each suffix: ["56 .txt", "1 .jsonl"]."""
     found = Counter(sorted(Path(path).suffix or "without suffix" for path in paths)).most_common()
-    shown = [f"{count} {suffix}" for suffix, count in found[:MOST_SUFFIXES]]
-    others = sum(count for _, count in found[MOST_SUFFIXES:])
-    return [*shown, f"{others} others"] if others else shown
+    return [f"{count} {suffix}" for suffix, count in found]
 
 
 def left_out(folder: str, taken: Collection[str]) -> Iterator[str]:
-    """Yield the files below a folder that are not taken; none if `folder` is no folder. Folders
-    that begin with . or _, and links to folders, are not looked into."""
+    """Yield the files below a folder that are not taken. Folders that begin with . or _, and links
+    to folders, are not looked into."""
     taken = set(taken)
     for parent, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if name[0] not in "._"]

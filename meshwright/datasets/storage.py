@@ -78,7 +78,7 @@ def stat_all(paths: Sequence[str]) -> list[DataFile]:
 
 
 def find_files(address: str, suffixes: tuple[str, ...]) -> list[str]:
-    """Return the files that an address stands for: itself, those below it that end in one of
+    """Return the files that an address stands for: itself, the ones below it that end in one of
     `suffixes`, or its glob. A name below it that begins with "." or "_" is left out.
 
     Raises:
@@ -104,13 +104,11 @@ def find_files(address: str, suffixes: tuple[str, ...]) -> list[str]:
 
 
 class RangeFile:
-    """One file, of which any bytes can be read.
-
-    A local one takes one of `DESCRIPTORS` descriptors, which all such files share.
+    """One file, of which any bytes can be read. Local ones share `DESCRIPTORS` descriptors.
 
     Args:
         stamp: of the content that is wanted; "": the content at the first read.
-        cache: keeps what is read of object storage; None: nothing is kept.
+        cache: of blocks of object storage, if they are kept.
     """
 
     _numbers = itertools.count()
@@ -180,11 +178,8 @@ class RangeFile:
 
 
 class BlockCache:
-    """Blocks of files in object storage, in a folder that all processes of a machine share.
-
-    Args:
-        limit: bytes; blocks that were written first are deleted beyond it.
-    """
+    """Blocks of files in object storage, in a folder that all processes of a machine share. Beyond
+    `limit` bytes, the blocks that were written first are deleted."""
 
     BLOCK = 1 << 18
 
@@ -244,11 +239,6 @@ class BlockCache:
             size -= of_one
 
 
-def block_cache(root: Path, gib: float) -> BlockCache:
-    """Return the cache of blocks of object storage that goes with token caches below `root`."""
-    return BlockCache(root / "blocks", int(gib * (1 << 30)))
-
-
 def open_stream(path: str) -> IO[bytes]:
     """Open a file in object storage; it can be sought in.
 
@@ -306,14 +296,8 @@ def _file_system(address: str) -> Any:
 
 
 STAMPS = (
-    "ETag",
-    "etag",
-    "md5Hash",
-    "blob_id",
-    "checksum",
-    "LastModified",
-    "last_modified",
-    "mtime",
+    *("ETag", "etag", "md5Hash", "blob_id", "checksum"),
+    *("LastModified", "last_modified", "mtime"),
 )
 """Fields of fsspec's descriptions that another content changes, the surest first."""
 

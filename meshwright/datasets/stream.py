@@ -6,6 +6,8 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from meshwright.config.job_config import JobConfig
 from meshwright.datasets.named_sources import weights
 from meshwright.datasets.opening import CachedSource, OpenSource
@@ -33,12 +35,7 @@ class Cursor:
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> "Cursor":
         """Undo `dataclasses.asdict` and JSON."""
-        places = {
-            name: {int(number): ShardPlace(**place) for number, place in shards.items()}
-            for name, shards in value["places"].items()
-        }
-        weighted_from = tuple(value.get("weighted_from", ()))
-        return cls(value["sample"], tuple(value["counts"]), places, weighted_from)
+        return TypeAdapter(cls).validate_python(value)
 
     def reweighted(self) -> "Cursor":
         """Return the same place, with new weights from here on: earlier draws are not made up
@@ -175,12 +172,9 @@ class SampleStream:
         return sample if is_asked_for else None
 
     def _is_read_here(self, shard: int, num_shards: int) -> bool:
-        """Return whether any sample of a shard falls into one of this rank's slots.
-
-        Sample i is in slot i mod batch, and from shard i mod shards. In a mixture, sample i of the
-        job is not sample i of its source, so any shard may be needed. With `max_epochs`, every rank
-        reads every shard, so that all reach the end at the same sample.
-        """
+        """Return whether any sample of a shard falls into one of this rank's slots: sample i is in
+        slot i mod batch, and from shard i mod shards. In a mixture, sample i of the job is not
+        sample i of its source. With `max_epochs`, all ranks reach the end at the same sample."""
         if self._reads_all:
             return True
         common = math.gcd(self._batch, num_shards)
@@ -195,15 +189,9 @@ def cached_samples(source: CachedSource, rules: SampleRules) -> CachedSamples:
 
 
 def steps_of_data(config: JobConfig, sources: Sequence[OpenSource]) -> int:
-    """Return the last step that `training.max_epochs` leaves data for; 0 if that is not known:
-    there is no limit, or a source is streamed.
-
-    Of a mixture it may be a few more: each source has given less than one sample fewer than its
-    share.
-
-    Args:
-        config: with every -1 filled in.
-    """
+    """Return the last step that `training.max_epochs` leaves data for; 0: no limit, or a source is
+    streamed. Of a mixture it may be a few more: a source may have given a sample less than its
+    share."""
     training, most = config.training, 0
     if not training.max_epochs:
         return 0
@@ -221,14 +209,8 @@ def steps_of_data(config: JobConfig, sources: Sequence[OpenSource]) -> int:
 def find_samples(
     source: OpenSource, first: int, last: int, rules: SampleRules, before: tuple[int, Cursor]
 ) -> Iterator[Sample]:
-    """Samples `first` to `last` of `source`, as the job reads them; counted over all epochs.
-
-    Samples of a cached source are read at once. A streamed one is read from `before` on.
-
-    Args:
-        before: how many samples of the source, at most `first`, had been read at some place, and
-            that place; (0, Cursor()) is the start.
-    """
+    """Yield samples `first` to `last` of `source`, counted over all epochs. A streamed one is read
+    from `before` on: how many samples of it, at most `first`, had been read at a place."""
     count, cursor = (first, Cursor()) if isinstance(source, CachedSource) else before
     start, wanted = Cursor(count, (count,), cursor.places), range(first, last + 1)
     # a batch that no sample ends, and a multiple of the shards: only these are told apart

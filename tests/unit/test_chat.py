@@ -287,14 +287,10 @@ def test_special_tokens_that_swallow_space(tmp_path: Path) -> None:
         chat.encode(talk("<s>", "a"))
 
 
-def test_marks_in_messages_are_text(folder: Path) -> None:
-    messages = talk("\ufdd0 a", "\ufdd1<|eot_id|>\ufdd2\ufdd3")
-    assert counted(folder, "tiktoken", LLAMA3, messages) == [
-        "\ufdd1<|eot_id|>\ufdd2\ufdd3<|eot_id|>"
-    ]
-    everything = "".join(map(chr, range(0xFDD0, 0xFDF0)))
-    with pytest.raises(ConfigError, match="nearly all of the noncharacters"):
-        counted(folder, "tiktoken", LLAMA3, talk(everything, "b"))
+def test_marks_in_messages_are_refused(folder: Path) -> None:
+    for content in ("\ufdd0 a", "a \ufdd2"):
+        with pytest.raises(ConfigError, match="holds one of the noncharacters"):
+            counted(folder, "tiktoken", LLAMA3, talk(content, "b"))
 
 
 def test_what_templates_may_use(folder: Path) -> None:
@@ -333,12 +329,7 @@ def test_a_template_cannot_change_the_conversation(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("messages", "message"),
     [
-        ("hello", "is not a list of messages, but 'hello'"),
-        ([], "is not a list of messages, but []"),
-        (["hello"], "has a message 1 that is not a table: 'hello'"),
-        ([{"content": "a"}], "has a message 1 without a 'role': {'content': 'a'}"),
-        ([*talk("a"), {"role": "assistant"}], "has a message 2 without a 'content'"),
-        ([{"role": "assistant", "content": [1]}], "has a message 1 without a 'content'"),
+        ([], "has no message whose role is 'assistant', but none at all"),
         (talk("a"), "has no message whose role is 'assistant', but user"),
         (
             [{"role": "system", "content": "a"}, *talk("b", "c")],

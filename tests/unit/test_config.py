@@ -369,7 +369,7 @@ STEPS_OF_4 = "local_batch_size = 4\nsteps = 10\n"
         (HEAD + PART + "wieght = 1\n", "fix: did you mean training.datasets.0.weight?"),
         (
             HEAD + PART + "weight = 1\n" + PART + "weight = 2\n",
-            "a.toml:9: training.datasets.1.name: another dataset is called python_stdlib too",
+            "training.datasets.1.name = 'python_stdlib': another dataset is called so, too",
         ),
         (
             HEAD + PART + "weight = 1\n" + PART + 'name = "b"\ntokens = 2\n',

@@ -141,6 +141,11 @@ def test_a_sample_knows_its_documents(tmp_path, small_blocks) -> None:
 # samples of a stream
 
 
+def on_one_rank(source: OpenSource, length: int = LENGTH, **rules: int) -> SampleStream:
+    rules = SampleRules(length, **({"seed": 0} | rules))
+    return SampleStream([source], [1], Cursor(), rules, batch=1, slots=[0])
+
+
 def take(source: OpenSource, n: int, cursor: Cursor = Cursor(), **options) -> list:
     """Samples from `cursor` on, each with the cursor behind it."""
     keywords = {"batch": 1, "slots": [0]} | options
@@ -177,10 +182,7 @@ def test_a_sample_can_be_looked_up_by_its_index(kind, tmp_path) -> None:
 
 def test_a_stream_holds_every_token_once_an_epoch() -> None:
     source = streamed(num_shards=1, window=3)
-    order = SampleStream(
-        [source], [1], Cursor(), SampleRules(length=1, seed=0, max_epochs=3), batch=1, slots=[0]
-    )
-    tokens = Counter()
+    order, tokens = on_one_rank(source, 1, max_epochs=3), Counter()
 
     def read_on() -> None:
         while True:
@@ -194,18 +196,8 @@ def test_a_stream_holds_every_token_once_an_epoch() -> None:
 
 def test_a_window_shuffles_and_differs_each_epoch() -> None:
     source = streamed(LETTERS, num_shards=1, window=10)
-    letters = [
-        int(sample.tokens[1])
-        for sample in (
-            order.next_sample()
-            for order in [
-                SampleStream(
-                    [source], [1], Cursor(), SampleRules(length=52, seed=0), batch=1, slots=[0]
-                )
-            ]
-            for _ in range(52)
-        )
-    ]
+    order = on_one_rank(source, 52)
+    letters = [int(order.next_sample().tokens[1]) for _ in range(52)]
     first, second = letters[:26], letters[26:]
     assert sorted(first) == sorted(second) == [ord(text[0]) for text in LETTERS]
     assert first != second
@@ -397,22 +389,10 @@ def test_the_step_at_which_an_epoch_limit_ends_the_job_is_known(weights, batch, 
     assert steps_of_data(endless, sources) == 0
 
 
-def test_an_error_while_reading_ahead_reaches_the_reader() -> None:
-    short = streamed(("a",), num_shards=1)
-    with pytest.raises(ConfigError, match="less than one sample"):
-        read_steps([short], [1], (1, 1, 1), n=1)
-
-
-def batches_of(source: OpenSource, mask_documents: bool, has_seed: bool = True) -> list[Batch]:
+def batches_of(source: OpenSource, mask_documents: bool) -> list[Batch]:
     shape = BatchShape(4, 1, 0, 1)
-    order = SampleStream(
-        [source],
-        [1],
-        Cursor(),
-        SampleRules(length=LENGTH, seed=0, max_epochs=1),
-        batch=4,
-        slots=shape.slots,
-    )
+    rules = SampleRules(LENGTH, seed=0, max_epochs=1)
+    order = SampleStream([source], [1], Cursor(), rules, batch=4, slots=shape.slots)
     loader = Loader(order, shape, mask_documents=mask_documents, pin_memory=False)
     return [batch for data in loader for batch in data.batches]
 
@@ -445,14 +425,8 @@ def test_padded_samples_are_the_same_samples_on_any_number_of_ranks(dp_size, tmp
     rows, labels = [], 0
     for rank in range(dp_size):
         shape = BatchShape(4 // dp_size, 1, rank, dp_size)
-        order = SampleStream(
-            [cached(tmp_path)],
-            [1],
-            Cursor(),
-            SampleRules(length=LENGTH, seed=None),
-            batch=4,
-            slots=shape.slots,
-        )
+        rules, slots = SampleRules(LENGTH, seed=None), shape.slots
+        order = SampleStream([cached(tmp_path)], [1], Cursor(), rules, batch=4, slots=slots)
         padded = padded_samples(order, shape, 7)
         steps = [to_batches(samples, shape.local_batch_size, False) for samples in padded]
         assert [[batch.tokens.shape for batch in step] for step in steps] == [
@@ -472,14 +446,8 @@ def test_a_stream_in_a_mixture_is_read_whole(weights, tmp_path) -> None:
     """Draws are periodic: by the job's number of the sample, some shards would never be read."""
     source = streamed(LETTERS, num_shards=8, window=2)
     letters = {ord(text[0]) for text in LETTERS}
-    order = SampleStream(
-        [cached(tmp_path), source],
-        weights,
-        Cursor(),
-        SampleRules(length=LENGTH, seed=0),
-        batch=8,
-        slots=range(8),
-    )
+    sources, rules = [cached(tmp_path), source], SampleRules(LENGTH, seed=0)
+    order = SampleStream(sources, weights, Cursor(), rules, batch=8, slots=range(8))
     seen = set[int]()
     while order.epochs["stream"] < 1:
         seen |= set(order.next_sample().tokens.tolist())
@@ -493,24 +461,6 @@ def test_what_each_rank_reads_whole_is_said(num_ranks, max_epochs, caplog) -> No
     SampleStream([source], [1], Cursor(), rules, batch=8, slots=slots)
     is_said = "each of 4 ranks reads and tokenises it whole" in caplog.text
     assert is_said == (num_ranks > 1 and max_epochs > 0)
-
-
-def test_an_error_concerns_the_step_that_it_is_met_in(tmp_path) -> None:
-    """Steps before it are handed out, though they are read ahead."""
-
-    def get(index: int) -> str:
-        if index == 3:
-            raise ConfigError("training.dataset", "row 3 is bad")
-        return "abcdef"
-
-    source = streamed(("",) * 6, num_shards=1, window=1, get=get)
-    shape = BatchShape(1, 1, 0, 1)
-    order = SampleStream([source], [1], Cursor(), SampleRules(length=8, seed=0), batch=1, slots=[0])
-    loader = Loader(order, shape, mask_documents=False, pin_memory=False)
-    for _ in range(3):
-        next(loader)
-    with pytest.raises(ConfigError, match="row 3 is bad"):
-        next(loader)
 
 
 BAD = (3, 4, 11, 17)
@@ -546,14 +496,7 @@ def test_records_are_passed_over_on_any_mesh_and_after_resumes(split) -> None:
 def test_no_more_records_are_passed_over_than_may_be() -> None:
     for allowed, error in ((4, None), (3, "is bad"), (0, "is bad")):
         source = streamed(LETTERS, num_shards=1, window=26, get=with_errors(LETTERS, BAD))
-        order = SampleStream(
-            [source],
-            [1],
-            Cursor(),
-            SampleRules(length=8, seed=0, max_epochs=1, max_bad_records=allowed),
-            batch=1,
-            slots=[0],
-        )
+        order = on_one_rank(source, max_epochs=1, max_bad_records=allowed)
         samples = iter(order.next_sample, None)
         with pytest.raises(RecordError if error else EndOfData, match=error):
             list(samples)
@@ -603,7 +546,7 @@ def test_whatever_ends_the_thread_that_reads_is_said(end: BaseException) -> None
         return "abcdef"
 
     source = streamed(("",) * 6, num_shards=1, window=1, get=get)
-    order = SampleStream([source], [1], Cursor(), SampleRules(8, None), batch=1, slots=[0])
+    order = on_one_rank(source)
     loader = Loader(order, BatchShape(1, 1, 0, 1), mask_documents=False, pin_memory=False)
     waiting = threading.Thread(target=loader.fetch, args=(9,), daemon=True)
     waiting.start()
@@ -631,14 +574,17 @@ def test_a_request_to_stop_is_no_fault_of_a_tokenizer(monkeypatch) -> None:
         Encoder(ByteTokenizer(), interrupted).encode("ab")
 
 
-def test_steps_are_fetched_ahead_of_an_error() -> None:
-    source = streamed(
-        ("abcdef",) * 6, num_shards=1, window=1, get=with_errors(("abcdef",) * 6, [3])
-    )
-    order = SampleStream([source], [1], Cursor(), SampleRules(length=8, seed=0), batch=1, slots=[0])
-    loader = Loader(order, BatchShape(1, 1, 0, 1), mask_documents=False, pin_memory=False)
+def test_steps_before_an_error_are_handed_out() -> None:
+    """Though they are read ahead."""
+    texts = ("abcdef",) * 6
+    source = streamed(texts, num_shards=1, window=1, get=with_errors(texts, [3]))
+    order, shape = on_one_rank(source), BatchShape(1, 1, 0, 1)
+    loader = Loader(order, shape, mask_documents=False, pin_memory=False)
     assert loader.fetch(2) == 2
     next(loader)
     assert loader.error is None
     assert loader.fetch(5) == 2
     assert str(loader.error) == "row 3 is bad"
+    next(loader), next(loader)
+    with pytest.raises(RecordError, match="row 3 is bad"):
+        next(loader)

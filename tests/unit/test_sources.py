@@ -21,7 +21,6 @@ from meshwright.datasets.files import Entry, fingerprint, local_files, revision
 from meshwright.datasets.named_sources import check_path
 from meshwright.datasets.rows import Document, Documents, IndexedDocuments, unreadable
 from meshwright.datasets.samples import CachedSamples
-from meshwright.datasets.sources import _reason
 from meshwright.datasets.token_cache.tokenizing import open_cache
 from meshwright.datasets.tokenizers.kinds import build_tokenizer
 from meshwright.system.errors import ConfigError, RecordError, StorageError
@@ -362,6 +361,9 @@ def test_the_standard_library_is_text_and_without_its_tests() -> None:
     assert set(held_out).isdisjoint(texts)
 
 
+OLD = {"dataset_revision": "main"}
+
+
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
@@ -372,6 +374,8 @@ def test_the_standard_library_is_text_and_without_its_tests() -> None:
         ({"dataset": "json", "dataset_path": "/no/such"}, "no such file or folder"),
         ({"dataset": "c4", "dataset_path": "/no/such"}, "no such file"),
         ({"dataset": "c4", "dataset_path": "/no/[such]"}, "fix: rename the folder"),
+        ({"dataset": "json", "dataset_path": __file__, **OLD}, "dataset 'json' has no revisions"),
+        ({"dataset": "c4", "dataset_path": __file__, **OLD}, "a local copy has no revisions"),
     ],
 )
 def test_what_a_dataset_does_not_read(keys, message) -> None:
@@ -463,39 +467,6 @@ def test_the_subset_of_a_local_copy(folder: Path) -> None:
         open_documents(**keys, dataset_subset="fr")
 
 
-OTHER_CALLABLES = """
-from __future__ import annotations
-
-import dataclasses
-import functools
-
-
-@dataclasses.dataclass
-class Format:
-    prefix: str = "a"
-
-    def __call__(self, row):
-        return self.prefix + row["text"]
-
-
-instance = Format()
-partial = functools.partial(Format.__call__, instance)
-"""
-
-
-def test_whatever_can_be_called_makes_documents(folder: Path) -> None:
-    write("json", folder)
-    (folder / "formats.py").write_text(OTHER_CALLABLES)
-    keys = {"dataset": "json", "dataset_path": str(folder / "*.jsonl")}
-    for name in ("instance", "partial"):
-        keys["dataset_format"] = f"{folder}/formats.py:{name}"
-        assert read_all(open_documents(**keys))[0] == "adocument 0"
-        before = fingerprint(entry(**keys), [])
-        (folder / "formats.py").write_text(OTHER_CALLABLES + "# changed\n")
-        assert fingerprint(entry(**keys), []) != before
-        (folder / "formats.py").write_text(OTHER_CALLABLES)
-
-
 COMMITS = ("1" * 40, "2" * 40)
 
 
@@ -533,25 +504,3 @@ def test_a_revision_of_the_hub_is_pinned_and_known(hub, folder: Path) -> None:
     assert hub["revision"] == COMMITS[0]
     newest.open(streamed=False)
     assert hub["revision"] is None
-
-
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [
-        ({"dataset": "json", "dataset_path": __file__}, "dataset 'json' has no revisions"),
-        ({"dataset": "c4", "dataset_path": __file__}, "a local copy has no revisions"),
-    ],
-)
-def test_local_files_have_no_revision(keys, message) -> None:
-    with pytest.raises(ConfigError, match=message):
-        check_path(entry(**keys, dataset_revision="main"), find_dataset(keys["dataset"]))
-
-
-def test_a_cache_that_cannot_be_made_names_its_variable() -> None:
-    """As below a home that is read-only; the error is of the first folder that is missing."""
-    folder = str(Path(datasets.config.HF_DATASETS_CACHE).parents[1])
-    assert _reason(PermissionError(13, "Permission denied", folder)) == (
-        f"{folder}, the cache of Hugging Face: Permission denied\n"
-        "  fix: set the variable HF_HOME to a folder that you can write to"
-    )
-    assert "HF_HOME" not in _reason(PermissionError(13, "Permission denied", "/data/a.json"))

@@ -141,13 +141,7 @@ def test_llama_3s_special_tokens_have_its_ids() -> None:
     known = {
         "<|begin_of_text|>": 128000,
         "<|end_of_text|>": 128001,
-        "<|reserved_special_token_0|>": 128002,
-        "<|reserved_special_token_1|>": 128003,
-        "<|finetune_right_pad_id|>": 128004,
-        "<|reserved_special_token_2|>": 128005,
         "<|start_header_id|>": 128006,
-        "<|end_header_id|>": 128007,
-        "<|eom_id|>": 128008,
         "<|eot_id|>": 128009,
         "<|python_tag|>": 128010,
         "<|reserved_special_token_3|>": 128011,

@@ -86,14 +86,6 @@ class Part:
         return self.folder / f"{self.number:05}.npz"
 
 
-def read_notes(folder: Path) -> set[str]:
-    """Return the content of `DAMAGED`."""
-    try:
-        return set((folder / DAMAGED).read_text("utf-8").split())
-    except FileNotFoundError:
-        return set()
-
-
 def changed_source(part: Part, what: str) -> ConfigError:
     """Return the error of a file of others that is not as it was: only its owner knows why."""
     fix = f"restore it, or delete {part.folder} to accept it as it is"
@@ -122,10 +114,9 @@ class TokenCache:
     The first read of a block verifies its checksum, so that no token is ever wrong.
 
     Args:
-        folder: of the cache.
         looks_at_parts: also look whether every file of tokens has its size. Where another process
             of the job has done so, reading finds a file that is cut short.
-        blocks: keeps blocks of tokens that lie in object storage.
+        blocks: of tokens that lie in object storage.
 
     Raises:
         DamagedCacheError: if it is not complete: a file is missing, or has not the size it had.
@@ -140,10 +131,8 @@ class TokenCache:
         """Hash: equal where all tokens of all documents are."""
         self.num_bytes = int(arrays["num_bytes"])
         """Of the text, in UTF-8."""
-        self.num_bad = int(arrays["num_bad"])
-        """Records that are no documents, and were passed over,"""
-        self.first_bad = str(arrays["first_bad"])
-        """and the first of them, as an error."""
+        self.num_bad, self.first_bad = int(arrays["num_bad"]), str(arrays["first_bad"])
+        """Records that are no documents, and were passed over; the first of them, as an error."""
         self.block_starts: Starts = arrays["block_starts"].astype(np.int64)
         """(blocks + 1,) first token of each block of documents."""
         self._length_checksums = arrays["length_checksums"]

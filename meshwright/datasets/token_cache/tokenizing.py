@@ -26,7 +26,6 @@ from meshwright.datasets.token_cache.cache import (
     Part,
     TokenCache,
     load_arrays,
-    read_notes,
 )
 from meshwright.datasets.token_cache.writing import (
     is_complete,
@@ -78,8 +77,6 @@ def open_cache(
     Args:
         num_workers: processes that tokenise; 0: one a core.
         check_all: hold everything against its checksums now, not when it is read.
-        max_bad_records: records that may be passed over.
-        blocks: keeps what is read of object storage.
 
     Raises:
         ConfigError: if documents cannot be read, hold nothing, or there is no room for tokens; or
@@ -221,7 +218,8 @@ def _make(
     blocks: BlockCache | None,
 ) -> TokenCache:
     """Make what is missing, together with whoever else does, and open the cache."""
-    noted, was_there = read_notes(folder), (folder / "cache.npz").exists()
+    damaged, was_there = folder / DAMAGED, (folder / "cache.npz").exists()
+    noted = set(damaged.read_text("utf-8").split()) if damaged.exists() else set[str]()
     todo, claims = _todo(recipe, folder, check_all, noted, max_bad_records), Claims(folder)
     remove_left_over(folder)
     missing = len(todo.left())
@@ -240,7 +238,7 @@ def _make(
         raise ConfigError(CACHE_KEY, f"{folder}: {damage}\n  fix: delete the folder") from damage
     finally:
         claims.release(JOIN)
-    (folder / DAMAGED).unlink(missing_ok=True)
+    damaged.unlink(missing_ok=True)
     return cache
 
 

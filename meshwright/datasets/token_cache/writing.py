@@ -29,8 +29,6 @@ from meshwright.system.errors import RecordError
 from meshwright.system.files import whole_file
 from meshwright.system.log import logger
 
-Array = npt.NDArray[np.generic]
-
 Advance = Callable[[int, int], None]
 """Called with bytes of text, or of a file, and tokens that are done since the last call."""
 
@@ -137,7 +135,9 @@ def is_complete(recipe: TokenizationSpec, part: Part, checks_content: bool = Fal
     return False
 
 
-def _has_checksums(file: RangeFile, offset: int, size: int, expected: Array) -> bool:
+def _has_checksums(
+    file: RangeFile, offset: int, size: int, expected: npt.NDArray[np.generic]
+) -> bool:
     blocks = range(0, size, BLOCK_BYTES)
     return len(blocks) == len(expected) and all(
         zlib.crc32(file.read(offset + begin, min(BLOCK_BYTES, size - begin))) == wanted
@@ -167,8 +167,8 @@ def _index_part(recipe: TokenizationSpec, files: TokenFiles, part: Part) -> None
 
 
 class _Checksummed:
-    """Takes the checksum of each block in memory, before it is written, not of the bytes a disk
-    has made of it; and the sum of its numbers, if they are lengths."""
+    """Writes blocks, and takes the checksum of each as it is in memory; and the sum of its numbers,
+    if they are lengths."""
 
     def __init__(self, file: BinaryIO, block_bytes: int, *, is_of_lengths: bool = False) -> None:
         self._file, self._block_bytes, self._pending = file, block_bytes, bytearray()

@@ -5,49 +5,32 @@ import re
 from collections.abc import Callable
 from datetime import datetime
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
-from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from meshwright.datasets.tokenizers.huggingface import HuggingFaceTokenizer
 from meshwright.datasets.tokenizers.kinds import PATH_KEY, TEMPLATE_KEY, Tokenizer
 from meshwright.datasets.tokenizers.special_tokens import any_of, well_formed
-from meshwright.system.errors import ConfigError, RecordError, first_line, shortened
+from meshwright.system.errors import ConfigError, RecordError, first_line
 
-NONCHARACTERS = [chr(code) for code in range(0xFDD0, 0xFDF0)]
-"""Unicode keeps them for marks within a program: no text that is interchanged should hold them."""
+START, END, WALL = "\ufdd0", "\ufdd1", "\ufdd2"
+"""Marks put into a text before it is rendered, and taken out after: before and after the words of
+the assistant, and within text that looks like a special token and is not. Unicode keeps these
+noncharacters for marks within a program."""
 
-
-class Marks(NamedTuple):
-    """Characters put into a text before it is rendered, and taken out after."""
-
-    start: str
-    """Before the assistant's text."""
-    end: str
-    """After it."""
-    wall: str
-    """Within text that looks like a special token and is not."""
+_MARKS = re.compile(f"([{START}{END}{WALL}])")
 
 
-def free_marks(messages: object) -> Marks:
-    """Three characters that `messages` do not hold."""
-    used = json.dumps(messages, ensure_ascii=False, default=str)
-    free = [character for character in NONCHARACTERS if character not in used]
-    if len(free) < 3:
-        raise ValueError("holds nearly all of the noncharacters U+FDD0 to U+FDEF")
-    return Marks(*free[:3])
-
-
-def take_out(marked: str, marks: Marks) -> tuple[str, list[list[int]]]:
+def take_out(marked: str) -> tuple[str, list[list[int]]]:
     """Return the text without marks, and where in it each of the three was."""
-    places: dict[str, list[int]] = {mark: [] for mark in marks}
+    places: dict[str, list[int]] = {START: [], END: [], WALL: []}
     parts, length = [], 0
-    for part in re.split(f"([{''.join(marks)}])", marked):
+    for part in _MARKS.split(marked):
         if part in places:
             places[part].append(length)
         else:
@@ -115,8 +98,8 @@ class ChatTemplate:
             where: file and row, for the message of an error.
 
         Raises:
-            ConfigError: if it is no such list, the assistant writes nothing in it, the template
-                refuses it, or the assistant's text cannot be told from the rest.
+            RecordError: if the assistant writes nothing in it, the template refuses it, or the
+                assistant's text cannot be told from the rest.
         """
         try:
             check_messages(messages)
@@ -126,66 +109,58 @@ class ChatTemplate:
             raise RecordError(DATA_KEY, f"{DATA_KEY}: {at}the conversation {error}") from error
 
     def _encode(self, messages: list[dict[str, str]]) -> tuple[list[int], list[bool]]:
-        marks = free_marks(messages)
-        safe = [self._wall_off(message, marks.wall) for message in messages]
-        if self._has_generation_blocks:
-            marked = self._render(safe, marks)
-        else:
-            marked = self._mark_by_prefixes(safe, marks)
-        text, [starts, ends, walls] = take_out(marked, marks)
+        safe = [self._wall_off(message) for message in messages]
+        render = self._render if self._has_generation_blocks else self._mark_by_prefixes
+        text, [starts, ends, walls] = take_out(render(safe))
         ids, places = self._tokenizer.encode_chat(text, walls)
         counts = overlaps(places, list(zip(starts, ends, strict=True)))
         if not any(counts):
             raise ValueError("has no token that the assistant wrote, so no loss")
         return ids, counts
 
-    def _wall_off(self, value: Any, wall: str) -> Any:
-        """`value` with a wall inside of every special token in its strings, which fit for UTF-8;
-        without the keys that it has no value for.
-
-        Unless the template takes the wall out, which none has reason to, the token cannot be
-        parsed. A table's column holds None where a row lacks a key; templates ask whether the key
-        is there.
-        """
+    def _wall_off(self, value: Any) -> Any:
+        """`value` with a wall inside of every special token in its strings, so that it cannot be
+        parsed; without the keys that it has no value for: a table's column holds None where a row
+        lacks a key, and templates ask whether the key is there."""
         if isinstance(value, str):
             value = well_formed(value)
+            if _MARKS.search(value):
+                raise ValueError("holds one of the noncharacters U+FDD0 to U+FDD2")
             if any(token in value for token in self._too_short):
                 raise ValueError("holds a special token of one character, which no wall can split")
             found = [match.start() + 1 for match in self._special_start.finditer(value)]
             cuts = [0, *found, len(value)]
-            return wall.join(value[a:b] for a, b in pairwise(cuts))
+            return WALL.join(value[a:b] for a, b in pairwise(cuts))
         if isinstance(value, list):
-            return [self._wall_off(item, wall) for item in value]
+            return [self._wall_off(item) for item in value]
         if isinstance(value, dict):
             there = {key: item for key, item in value.items() if item is not None}
-            return {key: self._wall_off(item, wall) for key, item in there.items()}
+            return {key: self._wall_off(item) for key, item in there.items()}
         return value
 
-    def _render(self, messages: list[Any], marks: Marks, prompt: bool = False) -> str:
-        """Return the text, with the marks for {% generation %} in it; `prompt` asks for an
-        answer."""
+    def _render(self, messages: list[Any], prompt: bool = False) -> str:
+        """Return the text, with the marks for {% generation %} in it."""
         try:
             return self._template.render(
                 messages=messages,
                 tools=None,
                 documents=None,
                 add_generation_prompt=prompt,
-                generation_marks=(marks.start, marks.end),
                 **self._tokenizer.special_names,
             )
         except Exception as error:  # a template is a program: TypeError and all are its errors
             raise ValueError(f"is refused by the chat template: {first_line(error)}") from error
 
-    def _mark_by_prefixes(self, messages: list[Any], marks: Marks) -> str:
+    def _mark_by_prefixes(self, messages: list[Any]) -> str:
         """Return the text, with marks around the part that each message of the assistant adds."""
-        whole = self._render(messages, marks)
+        whole = self._render(messages)
         parts, done = [], 0
         for k, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            before = self._render(messages[:k], marks, prompt=True)
+            before = self._render(messages[:k], prompt=True)
             last = k + 1 == len(messages)
-            after = whole if last else self._render(messages[: k + 1], marks)
+            after = whole if last else self._render(messages[: k + 1])
             if not (len(before) >= done and after.startswith(before) and whole.startswith(after)):
                 raise ValueError(
                     f"shows that the chat template writes what is before message {k + 1} otherwise "
@@ -193,19 +168,17 @@ class ChatTemplate:
                     f"\n  fix: give {TEMPLATE_KEY} a template with {{% generation %}} blocks"
                 )
             written = after[len(before) :]
-            self._check_header(messages[:k], message["content"], written, before, marks)
+            self._check_header(messages[:k], message["content"], written, before)
             space = self._space_after_turn.search(written)
             stop = len(after) - (len(space[1]) if space else 0)
-            parts += [whole[done : len(before)], marks.start, whole[len(before) : stop], marks.end]
+            parts += [whole[done : len(before)], START, whole[len(before) : stop], END]
             done = stop
         return "".join([*parts, whole[done:]])
 
-    def _check_header(
-        self, before_it: list[Any], content: str, written: str, before: str, marks: Marks
-    ) -> None:
+    def _check_header(self, before_it: list[Any], content: str, written: str, before: str) -> None:
         """A template that ignores `add_generation_prompt` writes its header among the answer."""
         header = written[: max(written.find(content.strip()), 0)]
-        if header.strip() and self._render(before_it, marks) == before:
+        if header.strip() and self._render(before_it) == before:
             raise ValueError(
                 f"shows that the chat template ignores add_generation_prompt, so its {header!r} "
                 "would count as the assistant's"
@@ -214,29 +187,19 @@ class ChatTemplate:
             )
 
 
-def check_messages(messages: object) -> None:
-    """Raise ValueError unless it is a list of messages, one of them the assistant's."""
-    if not isinstance(messages, list) or not messages:
-        raise ValueError(f"is not a list of messages, but {shortened(messages)}")
-    for number, message in enumerate(messages, 1):
-        if not isinstance(message, dict):
-            raise ValueError(f"has a message {number} that is not a table: {shortened(message)}")
-        for key in ("role", "content"):
-            if not isinstance(message.get(key), str):
-                raise ValueError(f"has a message {number} without a {key!r}: {shortened(message)}")
+def check_messages(messages: list[dict[str, str]]) -> None:
+    """Raise ValueError unless one of the messages is the assistant's."""
     roles = [message["role"] for message in messages]
     if "assistant" not in roles:
-        raise ValueError(f"has no message whose role is 'assistant', but {', '.join(roles)}")
+        there = ", ".join(roles) or "none at all"
+        raise ValueError(f"has no message whose role is 'assistant', but {there}")
 
 
 def compile_template(source: str, now: datetime) -> jinja2.Template:
     """Compile a template, in a sandbox with the functions that transformers offers to them.
 
-    `render` takes, besides the usual, `generation_marks`: two strings that are put around the text
-    that the template writes between {% generation %} and {% endgeneration %}.
-
-    Args:
-        now: the time that `strftime_now` formats.
+    The text of {% generation %} blocks gets `START` and `END` around it. `strftime_now` formats
+    `now`.
 
     Raises:
         ConfigError: if it is no Jinja template.
@@ -268,10 +231,8 @@ class _GenerationBlocks(Extension):
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
 
-    @jinja2.pass_context
-    def _mark(self, context: Context, caller: Callable[[], str]) -> str:
-        start, end = context["generation_marks"]
-        return f"{start}{caller()}{end}"
+    def _mark(self, caller: Callable[[], str]) -> str:
+        return f"{START}{caller()}{END}"
 
 
 def _raise_exception(message: str) -> None:

@@ -69,12 +69,12 @@ class HuggingFaceTokenizer:
         first, last = self._added()
         _leave_text_alone(self._tokenizer)
         self.vocab_size: int = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
-        names = special_names(path)
-        eos_id = self._named(ends.eos) if ends.eos is not None else last
-        if ends.eos is None and eos_id is None:
-            eos_id = self._find_eos(names.get("eos_token"))
-        bos_id = self._named(ends.bos) if ends.bos is not None else first
-        self.eos_id, self.bos_id = eos_id, None if bos_id == eos_id else bos_id
+        names, by_config = special_names(path), "model.bos_token or model.eos_token names"
+        bos_id = first if ends.bos is None else self._id_of(ends.bos, by_config)
+        self.eos_id = last if ends.eos is None else self._id_of(ends.eos, by_config)
+        if ends.eos is None and last is None:
+            self.eos_id = self._find_eos(names.get("eos_token"))
+        self.bos_id = None if bos_id == self.eos_id else bos_id
         self._make_special([i for i in (self.bos_id, self.eos_id) if i is not None])
         for name, token_id in (("bos_token", self.bos_id), ("eos_token", self.eos_id)):
             if token_id is not None:
@@ -102,11 +102,11 @@ class HuggingFaceTokenizer:
         start, end = starts[0], starts[0] + len(plain)
         return (whole[0] if start else None), (whole[-1] if end < len(whole) else None)
 
-    def _named(self, token: str) -> int | None:
-        """Return the id of a token that the config names; None for ""."""
+    def _id_of(self, token: str | None, named: str) -> int | None:
+        """Return the id of a token that something names; None for none."""
         token_id: int | None = self._tokenizer.token_to_id(token) if token else None
         if token and token_id is None:
-            raise ValueError(f"lacks {token!r}, which model.bos_token or model.eos_token names")
+            raise ValueError(f"lacks {token!r}, which {named}")
         return token_id
 
     def _find_eos(self, named: str | None) -> int | None:
@@ -114,18 +114,8 @@ class HuggingFaceTokenizer:
         special = {token.content for token in added if token.special}
         known = [token for token in KNOWN_EOS if self._tokenizer.token_to_id(token) is not None]
         # "</s>" may be HTML to a tokenizer that has another EOS
-        found = [
-            *(token for token in known if token in special),
-            *known,
-            *([named] if named else []),
-        ]
-        for token in found:
-            token_id: int | None = self._tokenizer.token_to_id(token)
-            if token_id is not None:
-                return token_id
-        if named:
-            raise ValueError(f"lacks {named!r}, which a file beside it names as eos_token")
-        return None
+        best = next((token for token in known if token in special), next(iter(known), named))
+        return self._id_of(best, "a file beside it names as eos_token")
 
     def _make_special(self, ids: list[int]) -> None:
         """Some files list BOS and EOS as ordinary tokens, and so would find them in text."""

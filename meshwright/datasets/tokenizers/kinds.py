@@ -53,9 +53,8 @@ class Tokenizer(Protocol):
     def token_bytes(self) -> list[int]:
         """Bytes of UTF-8 text that each of the `vocab_size` ids stands for; 0 for special tokens.
 
-        Over the ids of a text they add up to its bytes, exactly for byte-level kinds. sentencepiece
-        and its like may count a space more, which they put before a text, and count the text as
-        they normalise it.
+        Over the ids of a text they add up to its bytes, exactly for byte-level kinds. Others count
+        the text as they normalise it, with a space before it.
 
         Raises:
             ConfigError: if the tokenizer does not tell.
@@ -66,8 +65,7 @@ class Tokenizer(Protocol):
         text."""
 
     def decode(self, ids: list[int]) -> str:
-        """Return the text of `ids`; those from `vocab_size` on, which a larger model may choose,
-        have none."""
+        """Return the text of `ids`; ids from `vocab_size` on, of a larger model, have none."""
 
 
 class ByteTokenizer:
@@ -128,9 +126,6 @@ class SentencePieceTokenizer:
 def build_tokenizer(path: str, ends: Ends = OWN) -> Tokenizer:
     """Build the tokenizer in the file `path`, or in the folder `path` under its usual name.
 
-    Args:
-        ends: tokens around a document, where they are to be others than its own.
-
     Raises:
         ConfigError: if there is none, or it cannot be read, or lacks one of `ends`.
     """
@@ -138,18 +133,13 @@ def build_tokenizer(path: str, ends: Ends = OWN) -> Tokenizer:
         return _with_ends(ByteTokenizer(), ends, path)
     file = find_file(path)
     beside = [file, *(file.with_name(name) for name in BESIDE)]
-    found = [file.stat() for file in beside if file.exists()]
-    return _build(
-        file, ends, tuple((stat.st_mtime_ns, stat.st_size, stat.st_ino) for stat in found)
-    )
+    found = (file.stat() for file in beside if file.exists())
+    return _build(file, ends, tuple((it.st_mtime_ns, it.st_size, it.st_ino) for it in found))
 
 
 @lru_cache(4)  # every source needs it, and a vocabulary of 128k takes seconds
 def _build(file: Path, ends: Ends, states: tuple[tuple[int, int, int], ...]) -> Tokenizer:
-    """
-    Args:
-        states: of the file and those beside it: if one changes, it is another tokenizer.
-    """
+    """`states` of the file and those beside it: if one changes, it is another tokenizer."""
     content = file.read_bytes()
     check(bool(content.strip()), PATH_KEY, str(file), "is empty", "download it again")
     # two kinds are called `tokenizer.model`: the content tells
@@ -203,11 +193,8 @@ def find_file(path: str) -> Path:
         ConfigError: if there is none.
     """
     if not path:
-        raise ConfigError(
-            PATH_KEY,
-            f"{PATH_KEY}: not given\n  fix: name a tokenizer.model, a tokenizer.json, or their "
-            f"folder; or {BYTES!r}, which needs no file",
-        )
+        fix = f"name a tokenizer.model, a tokenizer.json or their folder; or {BYTES!r}"
+        raise ConfigError(PATH_KEY, f"{PATH_KEY}: not given\n  fix: {fix}")
     file = Path(path)
     if file.is_dir():
         inside = [file / name for name in FILE_NAMES if (file / name).is_file()]
@@ -232,10 +219,8 @@ def _download(file: Path) -> str:
 
 
 def find_template(tokenizer_path: str, template_path: str = "") -> str:
-    """Return the template in the file `template_path`, else the one beside the tokenizer.
-
-    Beside it, chat_template.jinja goes before the "chat_template" of tokenizer_config.json, of
-    which, if it names several, the "default" is meant.
+    """Return the template in the file `template_path`, otherwise the one beside the tokenizer:
+    chat_template.jinja, or the "chat_template" of tokenizer_config.json; of several, the "default".
 
     Raises:
         ConfigError: if there is none.

@@ -25,11 +25,8 @@ NAME_FILES = ("tokenizer_config.json", "special_tokens_map.json")
 
 
 def special_names(tokenizer_file: Path) -> dict[str, str | None]:
-    """Return the tokens that the files beside `tokenizer_file` call `bos_token`, `eos_token` and so
-    on.
-
-    None where a file says that the family has no such token. The first of `NAME_FILES` that names
-    a token decides.
+    """Return the tokens that files beside `tokenizer_file` call `bos_token` and so on; None: the
+    family has no such token. The first of `NAME_FILES` that names one decides.
 
     Raises:
         ValueError: if one of them cannot be read.
@@ -65,8 +62,7 @@ TIKTOKEN_LINE = re.compile(rb"([A-Za-z0-9+/]+={0,2}) (\d+)")
 
 
 def is_tiktoken(content: bytes) -> bool:
-    """Return whether the first line is a base64 token and its rank; no sentencepiece model begins
-    so."""
+    """Return whether the first line is a base64 token and its rank, unlike in other models."""
     return TIKTOKEN_LINE.fullmatch(content.split(b"\n", 1)[0].rstrip(b"\r")) is not None
 
 
