@@ -113,7 +113,7 @@ def test_on_cpus_slots_malloc_and_asynchronous_saves_count() -> None:
 
 def test_a_plan_counts_the_copy_of_an_asynchronous_save() -> None:
     words = ["--job.config_file=train_configs/debug_model.toml", "--checkpoint.async_mode=thread"]
-    figures = Figures({"": float(GIB)}, 1.0, 0.0)
+    figures = Figures({"": float(GIB)}, 0.0)
 
     def staged(*more: str) -> list[str]:
         plan = plan_job(load_config([*words, *more]), 2, is_gpu=False)
@@ -132,7 +132,7 @@ def test_a_remedy_has_the_verdict_of_its_neediest_rank_and_its_own_groups(monkey
     def predicted(plan: Plan, rank: int, *_: object) -> Figures:
         is_piped = plan.dims.pp > 1
         size, groups = ((5.0, 9.0)[rank] * GIB, 2) if is_piped else (20.0 * GIB, 1)
-        return Figures({"": size}, 1.0, 2.0 - rank, groups)
+        return Figures({"": size}, 2.0 - rank, groups)
 
     def at_once(tasks: list[tuple], function: Callable, _: int) -> Iterator[tuple[int, Need]]:
         for index, task in enumerate(tasks):
@@ -143,7 +143,7 @@ def test_a_remedy_has_the_verdict_of_its_neediest_rank_and_its_own_groups(monkey
     config = load_config([DEBUG])
     job = plan_job(config, 2, is_gpu=True)
     shown = SimpleNamespace(peak=SimpleNamespace(num_bytes=20 * GIB))
-    high = sum(x.high for x in on_gpu(9 * GIB, 9 * GIB, 2)) / GIB
+    high = sum(x.high for x in on_gpu(9 * GIB, 2)) / GIB
     for room, word in ((high, "fits"), (high - 0.01, "tight"), (0.0, "does not fit")):
         (found,) = command.find_remedies(job, shown, estimated(Device("", 9 + room + 1e-6)), 1)
         assert "pipeline_parallel_degree = 2" in found.change
@@ -152,7 +152,7 @@ def test_a_remedy_has_the_verdict_of_its_neediest_rank_and_its_own_groups(monkey
 
 def test_a_job_needs_the_memory_of_one_rank_and_the_time_of_another(monkeypatch) -> None:
     def predicted(_: Plan, rank: int, *__: object) -> Figures:
-        return Figures({"": (1.0 + rank) * GIB}, 1.0, 2.0 - rank)
+        return Figures({"": (1.0 + rank) * GIB}, 2.0 - rank)
 
     monkeypatch.setattr(predicting, "predict", predicted)
     config = load_config([DEBUG, "--parallelism.pipeline_parallel_degree=2"])
@@ -196,12 +196,11 @@ def test_bytes_of_a_step_are_told_by_purpose_module_and_place() -> None:
     assert memory.most() == dict.fromkeys(PURPOSES, 0) | found
     assert [sum(moment.values()) for moment in memory.curve()] == [10, 15, 15, 10]
     assert set(memory.by_place().values()) == {4, 10, 15}
-    assert memory.rounded_peak() == 3 * 512
 
 
 def test_the_verdict_depends_on_what_is_modelled_only_between_two_limits() -> None:
     device = Device("", 10.0)
-    modelled = on_gpu(0, 0, num_groups=1)
+    modelled = on_gpu(0, num_groups=1)
     low, high = (sum(getattr(part, end) for part in modelled) for end in ("low", "high"))
     assert verdict(device, int(10 * GIB - high), modelled) == "fits"
     assert verdict(device, int(10 * GIB - high) + 2, modelled) == "tight"

@@ -200,7 +200,7 @@ def test_layers_are_added_along_the_line_through_two_depths(layers, words, monke
         depth = plan.model_args.n_layers
         recomputed = sum(i % predicting.period(plan.config) == 0 for i in range(depth))
         depths.append(depth)
-        return Figures({"a": 100 + 7 * depth, "b": 3 * depth + recomputed}, 1.0, 1 + 2 * depth)
+        return Figures({"a": 100 + 7 * depth, "b": 3 * depth + recomputed}, 1 + 2 * depth)
 
     monkeypatch.setattr(predicting, "measure", linear)
     config = load_config([DEBUG, f"--model.args.n_layers={layers}", *words])

@@ -158,16 +158,15 @@ SLOTS_USED = 3
 gathered ahead for backward, and reduced."""
 
 
-def on_gpu(peak: int, rounded: int, num_groups: int) -> list[Overhead]:
+def on_gpu(peak: int, num_groups: int) -> list[Overhead]:
     """Model a rank's memory of a GPU besides its tensors.
 
     Args:
-        peak, rounded: bytes of tensors, as they are, and as the CUDA allocator rounds them.
+        peak: bytes of tensors. Rounded up as the CUDA allocator does, they are 1e-6 more.
         num_groups: process groups of more than one rank, each with an NCCL communicator.
     """
     mib = 2**20
     return [
-        Overhead("allocator: rounding", rounded - peak, rounded - peak),
         Overhead("allocator: fragmentation", 0.0, FRAGMENTED * peak),
         Overhead("CUDA context and kernels", 0.4 * GIB, 0.8 * GIB),
         Overhead("cuBLAS and attention workspaces", 32 * mib, 256 * mib),

@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 from meshwright.commands.plan.devices import Device, Overhead, Rates, on_cpu, on_gpu, verdict
 from meshwright.commands.plan.figures import Memory, StepTime, step_time
 from meshwright.commands.plan.simulate import Simulation, plan_job, simulate
-from meshwright.commands.plan.trace import Collective
 from meshwright.config.job_config import JobConfig, changed
 from meshwright.parallelisms.rules.stages import stages_of_rank
 from meshwright.system.errors import ConfigError
@@ -27,8 +26,6 @@ class Figures:
 
     peaks: Mapping[str, float]
     """Most bytes at every place of the step."""
-    rounding: float
-    """How much more the CUDA allocator takes for them, as a factor of the peak."""
     seconds: float
     """Of a step; 0 without rates."""
     num_groups: int = 0
@@ -41,11 +38,6 @@ class Figures:
         """Of tensors."""
         return round(max(self.peaks.values()))
 
-    @property
-    def rounded_bytes(self) -> int:
-        """The same, as the CUDA allocator rounds tensors."""
-        return round(self.peak_bytes * self.rounding)
-
 
 def measure(plan: Plan, rank: int, device: Rates) -> Figures:
     """Simulate `rank` of `plan`."""
@@ -55,11 +47,9 @@ def measure(plan: Plan, rank: int, device: Rates) -> Figures:
 
 def figures_of(simulation: Simulation, time: StepTime | None) -> Figures:
     """Return the figures of a simulation."""
-    memory = Memory(simulation.record)
-    collectives = [one for one in simulation.entries if isinstance(one, Collective)]
+    collectives = [one for one in simulation.entries if one.axis]
     return Figures(
-        memory.by_place(),
-        memory.rounded_peak() / memory.peak.num_bytes,
+        Memory(simulation.record).by_place(),
         time.seconds if time else 0.0,
         len({one.axis for one in collectives}),
         max((one.num_bytes for one in collectives if one.is_fsdp), default=0),
@@ -70,7 +60,7 @@ def beside_tensors(figures: Figures, plan: Plan, device: Device) -> list[Overhea
     """Model the memory that a rank of `plan` needs besides its tensors."""
     peak, checkpoint = figures.peak_bytes, plan.config.checkpoint
     if device.is_gpu:
-        return on_gpu(peak, figures.rounded_bytes, figures.num_groups)
+        return on_gpu(peak, figures.num_groups)
     is_staged = checkpoint.enable and checkpoint.async_mode == "thread"
     saved = sum(plan.least_bytes.get(name, 0.0) for name in ("weights", "optimizer"))
     is_gloo = plan.config.parallelism.fsdp_cpu_backend == "gloo"

@@ -381,7 +381,7 @@ def estimate_all(plans: Sequence[Plan], device: Rates, workers: int) -> list[tup
 def may_fit(num_bytes: float, plan: Plan, device: Device) -> bool:
     """Return whether a rank with at least so many bytes of tensors might fit."""
     peak, groups = round(num_bytes), sum(size > 1 for size in vars(plan.dims).values())
-    return verdict(device, peak, on_gpu(peak, peak, groups)) == "fits"
+    return verdict(device, peak, on_gpu(peak, groups)) == "fits"
 
 
 def to_text(found: Found) -> str:
