@@ -97,18 +97,11 @@ def test_ranks_on_cpus_share_this_machine(monkeypatch) -> None:
     assert seen == 2 * [("cpu", 4)]
 
 
-def test_on_cpus_slots_malloc_and_asynchronous_saves_count() -> None:
-    """Llama of 140 M on two ranks, as it was measured: 1.58 GiB of tensors."""
-    peak, largest = int(1.58 * GIB), 256 << 20
-    parts = {
-        "shared": on_cpu(peak, largest),
-        "gloo": on_cpu(peak, largest, is_gloo=True),
-        "async": on_cpu(peak, staged=GIB),
-    }
-    high = {name: peak / GIB + sum(x.high for x in found) / GIB for name, found in parts.items()}
-    assert 3.43 < high["shared"] < 1.2 * 3.43
-    assert 4.50 < high["gloo"] < 1.2 * 4.50
-    assert parts["async"][-1].low == parts["async"][-1].high == GIB
+def test_on_cpus_malloc_counts() -> None:
+    """Llama of 140 M on two ranks, as it was measured with gloo: 1.58 GiB of tensors."""
+    peak = int(1.58 * GIB)
+    high = peak / GIB + sum(x.high for x in on_cpu(peak)) / GIB
+    assert 4.50 < high < 1.2 * 4.50
 
 
 def test_a_plan_counts_the_copy_of_an_asynchronous_save() -> None:

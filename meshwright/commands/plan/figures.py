@@ -198,12 +198,12 @@ class StepTime:
 
 
 def step_time(simulation: Simulation, plan: Plan, device: Rates) -> StepTime | None:
-    """Replay the step's entries in two streams, computation and FSDP2's communication.
+    """Replay the step's entries in two streams, computation and FSDP2's communication; None:
+    nothing is published of the device.
 
     FSDP2 issues an all-gather ahead, so it begins as soon as the one before it was taken out of its
     buffer; the copy out of the buffer waits for it. A reduce-scatter begins when its gradients are
     there, and the end of backward waits for the last. Every other collective is waited for.
-    None: nothing is published of the device.
     """
     if not device.flops_per_s:
         return None

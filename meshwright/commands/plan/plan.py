@@ -6,13 +6,11 @@ import json
 import math
 import sys
 from argparse import Namespace
-from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import tomli_w
-from tqdm import tqdm
 
 from meshwright.commands.plan import report
 from meshwright.commands.plan import search as searching
@@ -24,8 +22,6 @@ from meshwright.config.job_config import JobConfig, Update, changed
 from meshwright.parallelisms.rules.compile_choice import resolve_compile
 from meshwright.system.errors import ConfigError, check, numbered
 from meshwright.train.preflight import Plan
-
-T = TypeVar("T")
 
 
 def plan(config: JobConfig, given: Namespace) -> str:
@@ -50,8 +46,8 @@ def plan(config: JobConfig, given: Namespace) -> str:
         found = [report.plan_rank(*tasks[0])]
     else:
         found = []
-        ended = in_processes(tasks, report.plan_rank, given.workers)
-        for _, result in sorted(counted(ended, "simulated ranks", len(tasks))):
+        ended = in_processes(tasks, report.plan_rank, given.workers, "simulated ranks")
+        for _, result in sorted(ended):
             if isinstance(result, ConfigError):
                 raise result
             found.append(result)
@@ -107,12 +103,6 @@ class Remedy:
     verdict: str
 
 
-def counted(ended: Iterable[T], what: str, count: int) -> Iterable[T]:
-    """Show on a terminal how many of `count` tasks have ended: "tried: 3 of 11"."""
-    shown = "{desc}: {n_fmt} of {total_fmt}"
-    return tqdm(ended, what, count, leave=False, file=sys.stderr, disable=None, bar_format=shown)
-
-
 def find_remedies(job: Plan, shown: RankPlan, device: Rates, workers: int) -> list[Remedy]:
     """Try every change that this job can take, from two shallow depths each; the lowest first.
 
@@ -129,8 +119,7 @@ def find_remedies(job: Plan, shown: RankPlan, device: Rates, workers: int) -> li
         print(said, file=sys.stderr, flush=True)
     tasks = [(config, ranks, device) for config in configs.values()]
     changes, found = list(configs), list[Remedy]()
-    ended = in_processes(tasks, need_of, workers)
-    for index, need in counted(ended, "tried", len(tasks)):
+    for index, need in in_processes(tasks, need_of, workers, "tried"):
         if isinstance(need, Need) and need.peak_bytes < 0.99 * shown.peak.num_bytes:
             found.append(Remedy(changes[index], need.peak_bytes, need.verdict))
     return sorted(found, key=lambda one: one.peak_bytes)

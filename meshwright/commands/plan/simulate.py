@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -58,7 +58,7 @@ class Simulation:
     entries: list[Entry]
     """In the order of the program."""
     simulated: int
-    """Microbatches that were simulated."""
+    """Microbatches."""
     left_out: int = 0
     """Microbatches of the step that repeat one of them."""
 
@@ -248,20 +248,13 @@ def plan_job(config: JobConfig, world_size: int, *, is_gpu: bool) -> Plan:
     Raises:
         ConfigError: if the job cannot run, or if only the compiler knows its memory.
     """
-    check(
-        config.activation_checkpoint.mode != "memory_budget",
-        "activation_checkpoint.mode",
-        "memory_budget",
-        "only the compiler knows what it keeps",
-        'plan mode = "none" for the most, and "full" for the least',
-    )
-    check(
-        not config.float8.enable,
-        "float8.enable",
-        True,
-        "a plan does not count the casts to float8, nor the speed of its products",
-        "plan without it: weights, gradients and optimizer take the same memory",
-    )
+    mode, key = config.activation_checkpoint.mode, "activation_checkpoint.mode"
+    rule = "only the compiler knows what it keeps"
+    fix = 'plan mode = "none" for the most, and "full" for the least'
+    check(mode != "memory_budget", key, mode, rule, fix)
+    rule = "a plan does not count the casts to float8, nor the speed of its products"
+    fix = "plan without it: weights, gradients and optimizer take the same memory"
+    check(not config.float8.enable, "float8.enable", True, rule, fix)
     plain, checkpoint = JobConfig(), config.checkpoint
     data = {*WeightedSource.model_fields, "datasets", "max_epochs", "max_bad_records"}
     sections = ("compile", "validation", "checkpoint", "metrics", "profiling")
@@ -297,15 +290,15 @@ def as_gpu() -> Iterator[None]:
     replaced: tuple[tuple[Any, str, Any], ...] = (
         (gradients, "CPU_CHUNK", 1 << 60),  # GPUs take the norm of a whole gradient
         (F, "scaled_dot_product_attention", _attention),
-        (F, "rms_norm", rms_norm),
+        (F, "rms_norm", RMSNorm.apply),
         (context_parallel, "FLASH", {"cpu": context_parallel.FLASH["cuda"]}),
         (decoder, "build_mask", _block_mask),
         (document_mask, "flex_attention", flex_attention_operator),
         (loss, "BLOCKS", {"cpu": loss.BLOCKS["cuda"]}),
     )
     with ExitStack() as stack:
-        for owner, name, value in replaced:
-            stack.enter_context(mock.patch.object(owner, name, value))
+        for one in replaced:
+            stack.enter_context(mock.patch.object(*one))
         yield
 
 
@@ -326,23 +319,15 @@ def _attention(
         return _on_cpu(q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     if q.dtype == torch.float32:
         k, v = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1])
-        return aten._scaled_dot_product_efficient_attention(
-            q, k, v, None, True, dropout_p, is_causal, scale=scale
-        )[0]
-    return aten._scaled_dot_product_flash_attention(
-        q, k, v, dropout_p, is_causal, False, scale=scale
-    )[0]
+        kernel, more = aten._scaled_dot_product_efficient_attention, (None, True)
+        return kernel(q, k, v, *more, dropout_p, is_causal, scale=scale)[0]
+    kernel = aten._scaled_dot_product_flash_attention
+    return kernel(q, k, v, dropout_p, is_causal, False, scale=scale)[0]
 
 
-def rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor, eps: float) -> Tensor:
-    """Do `F.rms_norm` by the kernel of a GPU."""
-    apply: Callable[..., Tensor] = _RMSNorm.apply
-    return apply(x, shape, weight, eps)
-
-
-class _RMSNorm(torch.autograd.Function):
-    """The kernel keeps its input and one number per row. CPUs have no such kernel: the operators in
-    its place keep several tensors of the input's size in fp32 (torch 2.13)."""
+class RMSNorm(torch.autograd.Function):
+    """`F.rms_norm` by the kernel of a GPU, which keeps its input and one number per row. On CPUs
+    several operators keep tensors of the input's size in fp32 (torch 2.13)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, shape: Sequence[int], weight: Tensor, eps: float) -> Tensor:
@@ -355,9 +340,8 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, Tensor, None]:
         x, scale, weight = ctx.saved_tensors
-        of_x, of_weight = aten._fused_rms_norm_backward(
-            grad, x, ctx.shape, scale, weight, [True, True]
-        )
+        inputs = (grad, x, ctx.shape, scale, weight)
+        of_x, of_weight = aten._fused_rms_norm_backward(*inputs, [True, True])
         return of_x, None, of_weight, None
 
 
@@ -370,10 +354,7 @@ def _block_mask(documents: Tensor, positions: Tensor | None = None) -> BlockMask
     counts = documents.new_zeros(batch, 1, rows, dtype=torch.int32)
     indices = documents.new_zeros(batch, 1, rows, columns, dtype=torch.int32)
     return BlockMask.from_kv_blocks(
-        counts,
-        indices,
-        counts.clone(),
-        indices.clone(),
+        *(counts, indices, counts.clone(), indices.clone()),
         BLOCK_SIZE=BLOCK,
         mask_mod=lambda b, head, query, key: documents[b, query] == documents[b, key],
         seq_lengths=(queries, keys),
