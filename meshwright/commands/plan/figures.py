@@ -116,7 +116,7 @@ def one_of_all_layers(module: str) -> str:
     return re.sub(r"\blayers\.\d+", "layers.*", module) or "(model)"
 
 
-@dataclass(frozen=True)
+@dataclass
 class Traffic:
     """One rank's messages along one axis by one kind of collective, per step."""
 
@@ -129,17 +129,14 @@ class Traffic:
 
 def traffic(simulation: Simulation, ranks_per_node: int) -> list[Traffic]:
     """Return the traffic of a step, the largest first."""
-    calls, sent = Counter[tuple[str, str, bool]](), Counter[tuple[str, str, bool]]()
+    rows: dict[tuple[str, str, bool], Traffic] = {}
     for times, entry in simulation.whole_step():
         if entry.axis:
-            key = (entry.axis, entry.name, is_in_node(entry.ranks, ranks_per_node))
-            calls[key] += times
-            sent[key] += round(times * entry.sent_bytes)
-    rows = [
-        Traffic(axis, kind, calls[axis, kind, near], size, near)
-        for (axis, kind, near), size in sent.items()
-    ]
-    return sorted(rows, key=lambda row: -row.sent_bytes)
+            axis, kind, near = entry.axis, entry.name, is_in_node(entry.ranks, ranks_per_node)
+            row = rows.setdefault((axis, kind, near), Traffic(axis, kind, 0, 0, near))
+            row.calls += times
+            row.sent_bytes += round(times * entry.sent_bytes)
+    return sorted(rows.values(), key=lambda row: -row.sent_bytes)
 
 
 def flops(simulation: Simulation) -> dict[str, int]:

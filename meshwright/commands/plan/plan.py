@@ -15,11 +15,16 @@ import tomli_w
 from meshwright.commands.plan import report
 from meshwright.commands.plan import search as searching
 from meshwright.commands.plan.devices import GIB, Device, Rates, estimated, find_device
-from meshwright.commands.plan.predict import Need, in_processes, need_of, telling_ranks
+from meshwright.commands.plan.predict import (
+    Need,
+    in_processes,
+    need_of,
+    telling_ranks,
+    with_compile,
+)
 from meshwright.commands.plan.report import RankPlan
 from meshwright.commands.plan.simulate import plan_job, worst_imbalance
 from meshwright.config.job_config import JobConfig, Update, changed
-from meshwright.parallelisms.rules.compile_choice import resolve_compile
 from meshwright.system.errors import ConfigError, check, numbered
 from meshwright.train.preflight import Plan
 
@@ -82,15 +87,8 @@ def search(config: JobConfig, given: Namespace) -> str:
 
 
 def _rates(config: JobConfig, job: Plan, device: Device, imbalance: float) -> Rates:
-    """Return the rates of blocks that are compiled if the job's will be; a plan is of eager ones.
-
-    Args:
-        config: that of the job, as it was given.
-    """
-    batch = job.config.training.global_batch_size
-    whole = changed(config, {"training": {"global_batch_size": batch}})
-    resolved, _ = resolve_compile(whole, job.model_args, job.fp32_modules, is_gpu=device.is_gpu)
-    is_compiled = resolved.compile.enable is True
+    """Return the rates of blocks that are compiled if the job's will be."""
+    is_compiled = with_compile(config, job, device).compile.enable is True
     return estimated(device, is_compiled=is_compiled, imbalance=imbalance)
 
 

@@ -16,6 +16,7 @@ from meshwright.commands.plan.devices import Device, Overhead, Rates, on_cpu, on
 from meshwright.commands.plan.figures import Memory, StepTime, step_time
 from meshwright.commands.plan.simulate import Simulation, plan_job, simulate
 from meshwright.config.job_config import JobConfig, changed
+from meshwright.parallelisms.rules.compile_choice import resolve_compile
 from meshwright.parallelisms.rules.stages import stages_of_rank
 from meshwright.system.errors import ConfigError
 from meshwright.system.processes import fork_server
@@ -148,6 +149,15 @@ def period(config: JobConfig) -> int:
     option = config.activation_checkpoint.selective_ac_option
     is_counted = config.activation_checkpoint.mode == "selective" and option != "op"
     return int(option) if is_counted else 1
+
+
+def with_compile(config: JobConfig, plan: Plan, device: Device) -> JobConfig:
+    """Return the config of a job, as it was given, with the batch and the use of the compiler that
+    follow; `plan` is the job's, whose blocks are eager."""
+    batch = plan.config.training.global_batch_size
+    config = changed(config, {"training": {"global_batch_size": batch}})
+    args, modules = plan.model_args, plan.fp32_modules
+    return resolve_compile(config, args, modules, is_gpu=device.is_gpu)[0]
 
 
 def at_depth(plan: Plan, device: Device, layers: int) -> Plan:

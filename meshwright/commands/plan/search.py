@@ -7,7 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from itertools import product
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -24,12 +24,12 @@ from meshwright.commands.plan.predict import (
     need_of,
     num_parameters,
     period,
+    with_compile,
 )
 from meshwright.commands.plan.report import tokens_per_step
 from meshwright.commands.plan.simulate import plan_job, simulate
 from meshwright.commands.plan.trace import FORWARD, UPDATE
 from meshwright.config.job_config import JobConfig, Update, changed
-from meshwright.parallelisms.rules.compile_choice import resolve_compile
 from meshwright.parallelisms.rules.memory import BYTES
 from meshwright.parallelisms.rules.stages import SCHEDULES
 from meshwright.system.errors import ConfigError, check
@@ -62,7 +62,6 @@ LONG = 16384
 SIMULATED = 8
 """Candidates that fit, of a search."""
 
-
 Candidate = tuple[Update, Plan]
 """Keys to change, and the job with them."""
 
@@ -73,9 +72,7 @@ def legal(config: JobConfig, ranks: int, device: Device) -> Iterator[Candidate]:
     The global batch stays the config's, so more tokens per second are a shorter step.
     """
     plan = plan_job(config, ranks, is_gpu=device.is_gpu)
-    batch = {"training": {"global_batch_size": plan.config.training.global_batch_size}}
-    whole = changed(config, batch)
-    config, _ = resolve_compile(whole, plan.model_args, plan.fp32_modules, is_gpu=device.is_gpu)
+    config = with_compile(config, plan, device)
     num_experts = math.gcd(*(m.n_experts for m in plan.model_args.table.mixtures.values())) or 1
     for update in _updates(config, ranks, device, num_experts):
         with suppress(ConfigError):
@@ -135,11 +132,11 @@ def words_of(plan: Plan) -> str:
 
 
 def _schedules(config: JobConfig) -> list[str]:
-    """Return the schedules to try. GPipe waits as long as 1F1B and keeps more. A plan leaves
-    compilation out, which schedules that split backward do not allow."""
+    """Return the schedules to try. GPipe waits as long as 1F1B and keeps more. Schedules that split
+    backward are not compiled."""
     names = ["1F1B", "Interleaved1F1B", "ZBVZeroBubble"]
-    is_split_refused = config.compile.is_on
-    return [name for name in names if not (is_split_refused and SCHEDULES[name].splits_backward)]
+    is_compiled = config.compile.is_on
+    return [name for name in names if not (is_compiled and SCHEDULES[name].splits_backward)]
 
 
 def difference(old: JobConfig, update: Update) -> str:
@@ -160,8 +157,7 @@ class Layer(NamedTuple):
     """Activations that its forward leaves behind for backward."""
 
 
-@dataclass(frozen=True)
-class Work:
+class Work(NamedTuple):
     """Time and memory of one sequence on one rank of a model, and of its optimizer."""
 
     layers: Sequence[Layer]
@@ -252,11 +248,7 @@ def _least_bytes(plan: Plan, activations: float) -> float:
     would not fit.
 
     At the end of the last forward in flight these are its state, its gathered weights, the
-    gradients of earlier microbatches, and the activations of its layers. The loss and the layer
-    that runs come on top.
-
-    Args:
-        activations: of a microbatch, in all layers.
+    gradients of earlier microbatches, and the `activations` of its layers, per microbatch.
     """
     least, ranks, count = plan.least_bytes, plan.dims.pp, plan.config.num_microbatches
     in_flight: float = min(ranks, count)
@@ -271,14 +263,13 @@ def _least_bytes(plan: Plan, activations: float) -> float:
     return max(sum(least.values()), state + whole + in_flight * activations)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, order=True)
 class Simulated:
-    """A candidate, simulated."""
+    """A simulated candidate, in words. The best sorts first."""
 
     step_seconds: float
     peak_bytes: int
     candidate: str
-    """In words. Fields are in the order that the best are sorted by."""
     tokens_per_second: float
 
 
@@ -287,12 +278,11 @@ class Found:
     """A search's outcome."""
 
     candidates: int
-    """Legal ones."""
     too_large: int
     """By their estimates."""
     simulated: int
     ranked: list[Simulated]
-    """Simulated ones that fit; best first."""
+    """The ones that fit; best first."""
     seconds: float
     source: str
     """Of the rates."""
@@ -328,7 +318,7 @@ def find(config: JobConfig, ranks: int, device: Rates, workers: int) -> Found:
                 one = Simulated(need.seconds, need.peak_bytes, words, speed)
                 found.append((one, update))
     check(bool(found), "--device", device.name, f"none of {len(candidates)} candidates fits")
-    found.sort(key=lambda pair: astuple(pair[0]))
+    found.sort(key=itemgetter(0))
     return Found(
         len(candidates),
         len(candidates) - len(fitting),
