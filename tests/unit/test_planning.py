@@ -127,7 +127,7 @@ def test_a_remedy_has_the_verdict_of_its_neediest_rank_and_its_own_groups(monkey
         size, groups = ((5.0, 9.0)[rank] * GIB, 2) if is_piped else (20.0 * GIB, 1)
         return Figures({"": size}, 2.0 - rank, groups)
 
-    def at_once(tasks: list[tuple], function: Callable, _: int) -> Iterator[tuple[int, Need]]:
+    def at_once(tasks: list[tuple], function: Callable, *_: object) -> Iterator[tuple[int, Need]]:
         for index, task in enumerate(tasks):
             yield index, function(*task)
 

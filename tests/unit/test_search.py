@@ -146,7 +146,7 @@ def asked(monkeypatch) -> list[Plan]:
     def seconds(plan: Plan) -> float:
         return 1.0 + MODES.index(plan.config.activation_checkpoint.mode) + 0.01 * plan.dims.tp
 
-    def at_once(tasks: list[tuple], function: Callable, _: int) -> Iterator[tuple[int, Need]]:
+    def at_once(tasks: list[tuple], function: Callable, *_: object) -> Iterator[tuple[int, Need]]:
         assert function is search.need_of
         for index, (config, *_) in enumerate(tasks):
             found.append(plan := plans[id(config)])
