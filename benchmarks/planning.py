@@ -205,7 +205,7 @@ def plan_published(one: Published) -> tuple[float, float]:
             stack.enter_context(patch(SummedLoss, "__call__", _whole_logits))
         found = predict(job, 0, device)
     tokens = tokens_per_step(job) / one.ranks
-    reserved = found.rounded_bytes + 0.5 * FRAGMENTED * found.peak_bytes
+    reserved = (1 + 0.5 * FRAGMENTED) * found.peak_bytes
     return tokens / found.seconds, reserved / GIB
 
 

@@ -5,6 +5,7 @@ divisibility follow from here. Free of torch, so that a config is checked before
 """
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -354,10 +355,16 @@ class DecoderSpec:
         )
         return self.num_params - sum(idle)
 
-    def num_params_of(self, module: str) -> int:
-        """Parameters of `module` that are a matrix; its share in a stage's time and memory."""
-        own = [p for name, p in self.parameters.items() if name.startswith(f"{module}.")]
-        return sum(p.numel for p in own if p.role not in ("norm", "bias"))
+    @cached_property
+    def in_matrices(self) -> Mapping[str, int]:
+        """Parameters in matrices of each layer, of "tok_embeddings" and of "output": its share in a
+        stage's time and memory."""
+        found = Counter[str]()
+        for name, parameter in self.parameters.items():
+            first, second, *_ = name.split(".")
+            module = f"{first}.{second}" if first == "layers" else first
+            found[module] += parameter.numel * (parameter.role not in ("norm", "bias"))
+        return found
 
     def flops_per_token(self, seq_len: int) -> int:
         """Floating point operations of forward and backward, per token of a sequence of `seq_len`.

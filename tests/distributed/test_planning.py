@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
@@ -16,6 +17,7 @@ from meshwright.commands.plan.ledger import PURPOSES
 from meshwright.commands.plan.predict import in_processes
 from meshwright.parallelisms.meshes import build_meshes
 from meshwright.parallelisms.shards import local_box
+from meshwright.train.trainer import Trainer
 from tests.helpers.planning import CASES, OF_EXPERTS, Case, operators, planned
 from tests.helpers.slow import slow
 
@@ -53,10 +55,10 @@ def test_a_plan_is_what_torch_allocates(name, figures) -> None:
 REAL = ("FSDP 2",)
 
 
-def _on_a_real_rank(case: Case, rank: type[simulate.Rank] = simulate.Rank) -> dict[str, object]:
+def _on_a_real_rank(case: Case, build: Callable = simulate.build_trainer) -> dict[str, object]:
     """Of this gloo rank, by the same ledger."""
     plan = case.plan()
-    with mock.patch.object(simulate, "Rank", rank):
+    with mock.patch.object(simulate, "build_trainer", build):
         simulation = simulate.run_step(plan, build_meshes(plan.dims, "cpu"), None)
     totals = Counter()
     for event in simulation.record.events:
@@ -88,22 +90,24 @@ def test_a_plan_is_what_real_ranks_have_and_send(name, figures, on_ranks) -> Non
         assert planned["operators"][kind] == real["operators"][kind], kind
 
 
-class _Crowded(simulate.Rank):
-    """Whose scores are equal: every token goes to the first experts, which are on rank 0."""
+_build_trainer = simulate.build_trainer
 
-    @torch.no_grad()
-    def __init__(self, *given: object) -> None:
-        super().__init__(*given)
-        for parameter in self.model.parameters():
-            local_box(parameter)[0].zero_()
-        for stage in self.model.stages:
-            stage.init_state()
+
+@torch.no_grad()
+def _crowded(*given: object) -> Trainer:
+    """Whose scores are equal: every token goes to the first experts, which are on rank 0."""
+    trainer = _build_trainer(*given)
+    for parameter in trainer.model.parameters():
+        local_box(parameter)[0].zero_()
+    for stage in trainer.model.stages:
+        stage.init_state()
+    return trainer
 
 
 @pytest.mark.slow
 def test_the_worst_imbalance_is_what_a_rank_with_all_tokens_has(on_ranks) -> None:
     cases = [Case("dp_shard 2", OF_EXPERTS, imbalance=f) for f in (1.0, 1.5, 2.0)]
-    real = on_ranks(2, _on_a_real_rank, cases[0], _Crowded)
+    real = on_ranks(2, _on_a_real_rank, cases[0], _crowded)
     tasks = [(case,) for case in cases]
     of_cases = dict(in_processes(tasks, planned, 2))
     even, between, worst = (of_cases[i] for i in range(3))

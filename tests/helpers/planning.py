@@ -12,6 +12,7 @@ import math
 import sys
 import traceback
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 
 import torch
@@ -21,11 +22,17 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from meshwright.commands.plan import torch_names
 from meshwright.commands.plan.figures import Memory, flops, traffic
 from meshwright.commands.plan.predict import in_processes
-from meshwright.commands.plan.simulate import Rank, Simulation, plan_job, simulate
-from meshwright.commands.plan.trace import Operator
+from meshwright.commands.plan.simulate import (
+    Simulation,
+    build_trainer,
+    make_batches,
+    plan_job,
+    simulate,
+)
 from meshwright.commands.prove.cases import KEYS
 from meshwright.config.loader import load_config
 from meshwright.parallelisms.meshes import build_meshes
+from meshwright.train.bad_steps import BadStepDetector
 from meshwright.train.preflight import Plan
 
 BASE = {
@@ -142,11 +149,12 @@ def allocated(case: Case) -> int:
         torch_names.static_pipelines(),
         profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler,
     ):
-        rank = Rank(plan, meshes, None)
-        batches = rank.batches(plan.config.num_microbatches)
+        trainer = build_trainer(plan, meshes, nullcontext())
+        batches = make_batches(plan, plan.config.num_microbatches)
+        detector = BadStepDetector(torch.device("cpu"), plan.config.bad_steps)
         with record_function(STEPS):
-            rank.step(1, batches)
-            rank.step(2, batches)
+            for step in (1, 2):
+                trainer.step(step, batches, detector)
     dist.destroy_process_group()
     events = profiler.profiler.kineto_results.events()
     begin = next(event.start_ns() for event in events if event.name() == STEPS)
@@ -178,7 +186,7 @@ def planned(case: Case) -> dict[str, object]:
 
 def operators(found: Simulation) -> dict[str, int]:
     """Return how many there are of each kind."""
-    kinds = (f"{one.name} {one.dtype}" for one in found.entries if isinstance(one, Operator))
+    kinds = (f"{one.name} {one.dtype}" for one in found.entries if not one.axis)
     return dict(Counter(kinds))
 
 

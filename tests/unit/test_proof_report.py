@@ -8,7 +8,7 @@ import pytest
 
 from meshwright.commands.prove.cases import build_case, reference_case
 from meshwright.commands.prove.compare import Reference, Verdict, compare
-from meshwright.commands.prove.measure import Measurement, ShardComparison
+from meshwright.commands.prove.measure import COMPARED, Measurement, ShardComparison
 from meshwright.commands.prove.prove import Row, _why_not
 from meshwright.commands.prove.report import COLUMNS, cells, line, summary, write
 from meshwright.commands.prove.shrink import HIGHEST_LR, shrink
@@ -93,8 +93,8 @@ def test_the_small_job_has_a_rate_at_which_rounding_does_not_grow(lr, small) -> 
 @pytest.mark.parametrize(("gap", "is_named"), [(9e-6, False), (2e-5, True), (math.nan, True)])
 def test_other_choices_are_named_where_scores_differ_by_more_than_rounding(gap, is_named) -> None:
     same = {"w": ShardComparison((0,), (1,), 0, 0.0)}
-    seen = Measurement([2.0], [1.0], weights=same, gradients=same, updates=same)
-    reference = Reference(seen, {"w": (1,)}, {"w": 1.0}, {"w": 1.0})
+    seen = Measurement([2.0], [1.0], shards=dict.fromkeys(COMPARED, same))
+    reference = Reference(seen, {"w": (1,)}, {kind: {"w": 1.0} for kind in COMPARED})
     failures = compare(reference, [replace(seen, choice_gap=gap)]).failures
     words = f"experts: chosen otherwise where scores differ by {gap:.1e}"
     assert failures == [words] * is_named

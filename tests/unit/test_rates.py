@@ -14,15 +14,19 @@ from meshwright.commands.plan.devices import (
 from meshwright.commands.plan.figures import entry_seconds, ring_width, step_time
 from meshwright.commands.plan.ledger import Record
 from meshwright.commands.plan.simulate import Simulation, plan_job
-from meshwright.commands.plan.trace import Collective, Moment, Operator
+from meshwright.commands.plan.trace import Entry, Moment
 from meshwright.config.loader import load_config
 
 H100 = find_device("h100")
 AT = Moment("forward", "", 1)
 
 
-def _operator(name: str, dtype: str, num_bytes: int, flops: int) -> Operator:
-    return Operator(name, AT, flops, num_bytes, dtype, is_fsdp=False)
+def _operator(name: str, dtype: str, num_bytes: int, flops: int) -> Entry:
+    return Entry(name, AT, False, num_bytes, flops, dtype)
+
+
+def _collective(kind: str, ranks: range, sent_bytes: float, *, is_fsdp: bool) -> Entry:
+    return Entry(kind, AT, is_fsdp, 0, axis="fsdp", ranks=ranks, sent_bytes=sent_bytes)
 
 
 @pytest.mark.parametrize(
@@ -41,7 +45,7 @@ def test_a_group_uses_the_network_cards_of_its_ranks_in_a_node(ranks, is_message
     rates = replace(estimated(H100), link_bytes_per_s=450e9, network_bytes_per_s=50e9)
     assert ring_width(ranks, rates, is_message=is_message) == pytest.approx(width)
     kind = "send" if is_message else "all_gather"
-    entry = Collective(kind, "fsdp", ranks, 0, 1e9, AT, is_fsdp=True)
+    entry = _collective(kind, ranks, 1e9, is_fsdp=True)
     assert entry_seconds(entry, rates) == pytest.approx(COLLECTIVE_S + 1e9 / width)
 
 
@@ -49,7 +53,7 @@ def test_a_group_uses_the_network_cards_of_its_ranks_in_a_node(ranks, is_message
 def test_only_fsdp_gathers_beside_computation(is_fsdp, waits) -> None:
     rates = estimated(H100)
     matmuls = [_operator("mm", "bfloat16", 8, 10**12) for _ in range(2)]
-    gather = Collective("all_gather", "", range(2), 0, 1e6, AT, is_fsdp=is_fsdp)
+    gather = _collective("all_gather", range(2), 1e6, is_fsdp=is_fsdp)
     plan = plan_job(
         load_config(["--job.config_file=train_configs/debug_model.toml"]), 2, is_gpu=True
     )

@@ -146,7 +146,7 @@ def asked(monkeypatch) -> list[Plan]:
     def seconds(plan: Plan) -> float:
         return 1.0 + MODES.index(plan.config.activation_checkpoint.mode) + 0.01 * plan.dims.tp
 
-    def at_once(tasks: list[tuple], function: Callable, _: int) -> Iterator[tuple[int, Need]]:
+    def at_once(tasks: list[tuple], function: Callable, *_: object) -> Iterator[tuple[int, Need]]:
         assert function is search.need_of
         for index, (config, *_) in enumerate(tasks):
             found.append(plan := plans[id(config)])
@@ -200,7 +200,7 @@ def test_layers_are_added_along_the_line_through_two_depths(layers, words, monke
         depth = plan.model_args.n_layers
         recomputed = sum(i % predicting.period(plan.config) == 0 for i in range(depth))
         depths.append(depth)
-        return Figures({"a": 100 + 7 * depth, "b": 3 * depth + recomputed}, 1.0, 1 + 2 * depth)
+        return Figures({"a": 100 + 7 * depth, "b": 3 * depth + recomputed}, 1 + 2 * depth)
 
     monkeypatch.setattr(predicting, "measure", linear)
     config = load_config([DEBUG, f"--model.args.n_layers={layers}", *words])

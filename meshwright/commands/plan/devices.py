@@ -59,8 +59,6 @@ DEVICES = {
     ),
 }  # fmt: skip
 
-NAMES = (*DEVICES, "cpu")
-
 
 def find_device(word: str, ranks: int = 1) -> Device:
     """Return the device that --device names: one of the table, "cpu", or GiB of some GPU.
@@ -80,18 +78,17 @@ def find_device(word: str, ranks: int = 1) -> Device:
         gib = float(word)
     except ValueError:
         gib = 0.0
-    check(gib > 0, "--device", word, "no such device", f"use {', '.join(NAMES)}, or GiB of a GPU")
+    fix = f"use {', '.join(DEVICES)}, cpu, or GiB of a GPU"
+    check(gib > 0, "--device", word, "no such device", fix)
     return Device(f"GPU of {gib:g} GiB", gib)
 
 
 MATMUL, ATTENTION = 0.6, 0.45
 """Parts of the bf16 FLOP/s of the data sheet that matmuls and attention reach in a step."""
 
-LINK, NETWORK = 0.75, 0.75
-"""Parts of the bytes/s of links in a node, and of network cards, that NCCL reaches."""
-
-STREAM = 0.8
-"""Part of the memory's bytes/s that operators without FLOPs reach."""
+NCCL, STREAM = 0.75, 0.8
+"""Parts of the bytes/s of links and network cards that NCCL reaches, and of the memory's that
+operators without FLOPs do."""
 
 FUSED = 0.5
 """Part of its bytes that a pointwise operator of a block moves, once it is compiled with its
@@ -120,13 +117,9 @@ class Rates(Device):
 
 def estimated(device: Device, *, is_compiled: bool = True, imbalance: float = 1.0) -> Rates:
     """Return the parts of a device's data sheet that published runs reach on H100s."""
-    reached = {
-        "flops_per_s": MATMUL * device.flops_per_s,
-        "fp32_flops_per_s": MATMUL * device.fp32_flops_per_s,
-        "bytes_per_s": STREAM * device.bytes_per_s,
-        "link_bytes_per_s": LINK * device.link_bytes_per_s,
-        "network_bytes_per_s": NETWORK * device.network_bytes_per_s,
-    }
+    parts = {"flops_per_s": MATMUL, "fp32_flops_per_s": MATMUL, "bytes_per_s": STREAM}
+    parts |= {"link_bytes_per_s": NCCL, "network_bytes_per_s": NCCL}
+    reached = {name: part * getattr(device, name) for name, part in parts.items()}
     return Rates(**vars(device) | reached, fused=FUSED if is_compiled else 1.0, imbalance=imbalance)
 
 
@@ -148,26 +141,21 @@ class Overhead:
 FRAGMENTED = 0.05
 """Most that the CUDA allocator loses between blocks, as a part of the peak."""
 
-MALLOC_KEEPS, MALLOC_KEEPS_BY_GLOO = 0.4, 1.5
-"""Most that malloc keeps of freed tensors, as a part of the peak, with the launcher's thresholds:
-at a vocabulary of 131,072 it was 0.33 with shared memory, and 1.44 where gloo's own buffers come
-and go between the tensors."""
-
-SLOTS_USED = 3
-"""Slots of shared memory that the largest tensor of FSDP2 may have been in: gathered for forward,
-gathered ahead for backward, and reduced."""
+MALLOC_KEEPS = 1.5
+"""Most that malloc and shared memory keep of freed tensors, as a part of the peak, with the
+launcher's thresholds: at a vocabulary of 131,072 it was 1.44 with gloo, whose own buffers come and
+go between the tensors, and less with shared memory."""
 
 
-def on_gpu(peak: int, rounded: int, num_groups: int) -> list[Overhead]:
+def on_gpu(peak: int, num_groups: int) -> list[Overhead]:
     """Model a rank's memory of a GPU besides its tensors.
 
     Args:
-        peak, rounded: bytes of tensors, as they are, and as the CUDA allocator rounds them.
+        peak: bytes of tensors. Rounded up as the CUDA allocator does, they are 1e-6 more.
         num_groups: process groups of more than one rank, each with an NCCL communicator.
     """
     mib = 2**20
     return [
-        Overhead("allocator: rounding", rounded - peak, rounded - peak),
         Overhead("allocator: fragmentation", 0.0, FRAGMENTED * peak),
         Overhead("CUDA context and kernels", 0.4 * GIB, 0.8 * GIB),
         Overhead("cuBLAS and attention workspaces", 32 * mib, 256 * mib),
@@ -175,22 +163,17 @@ def on_gpu(peak: int, rounded: int, num_groups: int) -> list[Overhead]:
     ]
 
 
-def on_cpu(peak: int, fsdp: int = 0, staged: int = 0, *, is_gloo: bool = False) -> list[Overhead]:
+def on_cpu(peak: int, staged: int = 0) -> list[Overhead]:
     """Model a rank's memory of a CPU besides its tensors.
 
     Args:
         peak: bytes of tensors.
-        fsdp: bytes of the largest tensor that FSDP2 communicates.
         staged: bytes of the copy that an asynchronous save is written from.
-        is_gloo: FSDP2's tensors go through gloo, and not through shared memory.
     """
-    kept = MALLOC_KEEPS_BY_GLOO if is_gloo and fsdp else MALLOC_KEEPS
     found = [
         Overhead("Python and torch", 0.4 * GIB, 1.0 * GIB),
-        Overhead("freed blocks that malloc keeps", 0.0, kept * peak),
+        Overhead("freed blocks that malloc keeps", 0.0, MALLOC_KEEPS * peak),
     ]
-    if fsdp and not is_gloo:  # pages that were written once stay, whether their slot is in use
-        found.append(Overhead("slots of shared memory", 0.0, float(SLOTS_USED * fsdp)))
     if staged:
         found.append(Overhead("copy of an asynchronous save", float(staged), float(staged)))
     return found

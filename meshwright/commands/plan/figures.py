@@ -12,18 +12,9 @@ import numpy as np
 from meshwright.commands.plan.devices import ATTENTION, COLLECTIVE_S, LAUNCH_S, MATMUL, Rates
 from meshwright.commands.plan.ledger import AT_START, PURPOSES, Record
 from meshwright.commands.plan.simulate import Simulation
-from meshwright.commands.plan.trace import (
-    Collective,
-    Entry,
-    Operator,
-    is_in_node,
-    ranks_in_node,
-)
+from meshwright.commands.plan.trace import Entry, is_in_node, ranks_in_node
 from meshwright.parallelisms.rules.stages import SCHEDULES
 from meshwright.train.preflight import Plan
-
-ROUNDING = 512
-"""Bytes that the CUDA allocator rounds every tensor up to (c10/cuda/CUDACachingAllocator)."""
 
 POINTS = 400
 """Of the curve."""
@@ -113,17 +104,6 @@ class Memory:
             found[key] = max(found.get(key, 0), total)
         return found
 
-    def rounded_peak(self) -> int:
-        """Return the peak with every tensor rounded up as the CUDA allocator does."""
-        sizes = [0] * len(self._record.items)
-        total = highest = 0
-        for event in self._record.events:
-            before = -(-sizes[event.item] // ROUNDING)
-            sizes[event.item] += event.delta
-            total += ROUNDING * (-(-sizes[event.item] // ROUNDING) - before)
-            highest = max(highest, total)
-        return highest
-
 
 def layer_of(module: str) -> int:
     """Return the number of the layer that the module is in, or -1."""
@@ -136,7 +116,7 @@ def one_of_all_layers(module: str) -> str:
     return re.sub(r"\blayers\.\d+", "layers.*", module) or "(model)"
 
 
-@dataclass(frozen=True)
+@dataclass
 class Traffic:
     """One rank's messages along one axis by one kind of collective, per step."""
 
@@ -149,24 +129,21 @@ class Traffic:
 
 def traffic(simulation: Simulation, ranks_per_node: int) -> list[Traffic]:
     """Return the traffic of a step, the largest first."""
-    calls, sent = Counter[tuple[str, str, bool]](), Counter[tuple[str, str, bool]]()
+    rows: dict[tuple[str, str, bool], Traffic] = {}
     for times, entry in simulation.whole_step():
-        if isinstance(entry, Collective):
-            key = (entry.axis, entry.kind, is_in_node(entry.ranks, ranks_per_node))
-            calls[key] += times
-            sent[key] += round(times * entry.sent_bytes)
-    rows = [
-        Traffic(axis, kind, calls[axis, kind, near], size, near)
-        for (axis, kind, near), size in sent.items()
-    ]
-    return sorted(rows, key=lambda row: -row.sent_bytes)
+        if entry.axis:
+            axis, kind, near = entry.axis, entry.name, is_in_node(entry.ranks, ranks_per_node)
+            row = rows.setdefault((axis, kind, near), Traffic(axis, kind, 0, 0, near))
+            row.calls += times
+            row.sent_bytes += round(times * entry.sent_bytes)
+    return sorted(rows.values(), key=lambda row: -row.sent_bytes)
 
 
 def flops(simulation: Simulation) -> dict[str, int]:
     """Return the FLOPs of one rank's step, by phase, attention apart from matrix products."""
     found = Counter[str]()
     for times, entry in simulation.whole_step():
-        if isinstance(entry, Operator) and entry.flops:
+        if entry.flops:
             kind = "attention" if "attention" in entry.name else "matrices"
             found[f"{kind}, {entry.at.phase}"] += times * entry.flops
     return dict(sorted(found.items()))
@@ -182,8 +159,8 @@ def entry_seconds(entry: Entry, device: Rates) -> float:
     An operator takes the larger of the times for its FLOPs and for its bytes; a collective that of
     a ring over its slowest link.
     """
-    if isinstance(entry, Collective):
-        width = ring_width(entry.ranks, device, is_message=entry.kind == "send")
+    if entry.axis:
+        width = ring_width(entry.ranks, device, is_message=entry.name == "send")
         return COLLECTIVE_S + entry.sent_bytes / width
     flops, num_bytes = float(entry.flops), float(entry.num_bytes)
     if "attention" in entry.name:
@@ -218,12 +195,12 @@ class StepTime:
 
 
 def step_time(simulation: Simulation, plan: Plan, device: Rates) -> StepTime | None:
-    """Replay the step's entries in two streams, computation and FSDP2's communication.
+    """Replay the step's entries in two streams, computation and FSDP2's communication; None:
+    nothing is published of the device.
 
     FSDP2 issues an all-gather ahead, so it begins as soon as the one before it was taken out of its
     buffer; the copy out of the buffer waits for it. A reduce-scatter begins when its gradients are
     there, and the end of backward waits for the last. Every other collective is waited for.
-    None: nothing is published of the device.
     """
     if not device.flops_per_s:
         return None
@@ -233,16 +210,17 @@ def step_time(simulation: Simulation, plan: Plan, device: Rates) -> StepTime | N
     last = simulation.entries[-1]
     for entry in simulation.entries:
         before, seconds = now, entry_seconds(entry, device)
-        if isinstance(entry, Operator):
-            if entry.is_copy_out and gathers:
+        if not entry.axis:
+            is_copy_out = entry.is_fsdp and entry.name == "split_with_sizes_copy"
+            if is_copy_out and gathers:
                 now = max(now, gathers.pop(0))
             now += seconds
             compute += seconds
-            if entry.is_copy_out:
+            if is_copy_out:
                 copied_out = now
             if entry.at.phase == "update":
                 now = max(now, comm)
-        elif entry.is_fsdp and entry.kind == "all_gather":
+        elif entry.is_fsdp and entry.name == "all_gather":
             comm = max(comm, copied_out) + seconds
             gathers.append(comm)
         elif entry.is_fsdp:

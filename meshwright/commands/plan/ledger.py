@@ -1,9 +1,8 @@
 """Counts the bytes of live tensors, operator by operator, and attributes each tensor to a purpose.
 
-A tensor's purpose may become known late: a gradient is one when the optimizer meets it, an
-activation when the forward that made it is over and it is still there. So the ledger notes births,
-sizes and deaths, and purposes are settled when the step is over. Every event then has a purpose,
-and purposes sum to the total at every event.
+A purpose may become known late: a gradient is one when the optimizer meets it, an activation when
+the forward that made it is over and it is still there. So the ledger notes births, sizes and
+deaths, and purposes are settled when the step is over.
 """
 
 from __future__ import annotations
@@ -11,9 +10,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -52,6 +49,8 @@ class Item:
     purpose: str
     operator: str
     born: Moment
+    num_bytes: int = 0
+    """Now."""
 
 
 class Event(NamedTuple):
@@ -74,9 +73,6 @@ class Record:
         self.events = [e for e in self.events if self.items[e.item].purpose != purpose]
 
 
-Seen = Callable[[Any, Any, Any, Any], None]
-
-
 class Ledger(torch_names.TorchDispatchMode):
     """Within, every tensor is counted.
 
@@ -92,18 +88,20 @@ class Ledger(torch_names.TorchDispatchMode):
     """Flex attention is one: without it torch refuses to run it within this mode."""
 
     def __init__(
-        self, scope: Scope, seen: Seen, fake: FakeTensorMode | None, *, has_copies: bool
+        self,
+        scope: Scope,
+        seen: Callable[[Any, Any, Any, Any], None],
+        fake: FakeTensorMode | None,
+        *,
+        has_copies: bool,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._seen, self._has_copies = seen, has_copies
         self._scope, self._fake = scope, fake
-        self._number: dict[int, int] = {}  # storage -> index in items
-        self._size: dict[int, int] = {}
-        self._references: dict[int, weakref.ref[Any]] = {}
+        self._live: dict[int, int] = {}  # storage -> index in items
         self._pending: list[int] = []  # made by the forward that runs
         self._place = AT_START
         self._is_shadow = False
-        self._stack = ExitStack()
         self.record = Record()
 
     @classmethod
@@ -114,11 +112,12 @@ class Ledger(torch_names.TorchDispatchMode):
     def begin(self) -> None:
         """Begin a new record, with the tensors that live now as its first events."""
         old, self.record = self.record, Record()
-        for new, (key, number) in enumerate(self._number.items()):
-            old.items[number].born = AT_START
-            self.record.items.append(old.items[number])
-            self.record.events.append(Event(new, self._size[key], AT_START))
-            self._number[key] = new
+        for new, (key, number) in enumerate(self._live.items()):
+            item = old.items[number]
+            item.born = AT_START
+            self.record.items.append(item)
+            self.record.events.append(Event(new, item.num_bytes, AT_START))
+            self._live[key] = new
         self._pending.clear()
 
     def note(self, tensors: Iterable[Tensor], purpose: str) -> None:
@@ -126,56 +125,44 @@ class Ledger(torch_names.TorchDispatchMode):
         for tensor in tensors:
             self._count(tensor, purpose, "")
             key = torch_names.storage_key(_plain(tensor).untyped_storage())
-            if key in self._number:
-                self.record.items[self._number[key]].purpose = purpose
+            if key in self._live:
+                self.record.items[self._live[key]].purpose = purpose
 
-    def __enter__(self) -> Ledger:
-        self._stack.enter_context(torch_names.resizes_seen(self._resized))
-        self._stack.enter_context(torch_names.shadows_marked(self._mark_shadow))
-        super().__enter__()  # type: ignore[no-untyped-call]
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
-        self._stack.close()
-
-    def _mark_shadow(self, is_shadow: bool) -> None:
+    def mark_shadow(self, is_shadow: bool) -> None:
+        """Count no tensors until the next call. For `torch_names.shadows_marked`."""
         self._is_shadow = is_shadow
 
-    def _resized(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
+    def resize(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
+        """Note the new size of a storage. For `torch_names.resizes_seen`."""
         self._set_size(torch_names.storage_key(storage), num_bytes)
 
     def _set_size(self, key: int, num_bytes: int) -> None:
-        """Note the size of a storage that is counted; others are none of ours."""
-        if key in self._number:
-            delta = num_bytes - self._size.get(key, 0)
-            self._size[key] = num_bytes
-            self.record.events.append(Event(self._number[key], delta, self._place))
+        if key in self._live:  # others are none of ours
+            item = self.record.items[self._live[key]]
+            delta, item.num_bytes = num_bytes - item.num_bytes, num_bytes
+            self.record.events.append(Event(self._live[key], delta, self._place))
 
     def _count(self, tensor: Tensor, purpose: str, operator: str) -> None:
         tensor = _plain(tensor)
         mode = tensor.fake_mode if isinstance(tensor, FakeTensor) else None
         storage = tensor.untyped_storage()
         key = torch_names.storage_key(storage)
-        if tensor.device.type == "meta" or mode is not self._fake or key in self._number:
+        if tensor.device.type == "meta" or mode is not self._fake or key in self._live:
             return
-        self._number[key] = len(self.record.items)
+        self._live[key] = len(self.record.items)
         self.record.items.append(Item(purpose, operator, self._place))
-        self._references[key] = weakref.ref(storage, partial(self._free, key))
+        weakref.finalize(storage, self._free, key)
         self._set_size(key, storage.nbytes())
         if self._scope.phase in (FORWARD, AGAIN):
             self._pending.append(key)
 
-    def _free(self, key: int, _: object) -> None:
+    def _free(self, key: int) -> None:
         self._set_size(key, 0)
-        for table in (self._references, self._number, self._size):
-            table.pop(key, None)
+        self._live.pop(key, None)
 
     def settle(self) -> None:
         """Attribute tensors that a forward made and left behind to its activations."""
-        for item in (
-            self.record.items[self._number[k]] for k in self._pending if k in self._number
-        ):
+        for item in (self.record.items[self._live[k]] for k in self._pending if k in self._live):
             if item.purpose in ("temporary", "communication buffers"):
                 item.purpose = "activations"
         self._pending.clear()

@@ -6,26 +6,27 @@ import json
 import math
 import sys
 from argparse import Namespace
-from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import tomli_w
-from tqdm import tqdm
 
 from meshwright.commands.plan import report
 from meshwright.commands.plan import search as searching
 from meshwright.commands.plan.devices import GIB, Device, Rates, estimated, find_device
-from meshwright.commands.plan.predict import Need, in_processes, need_of, telling_ranks
+from meshwright.commands.plan.predict import (
+    Need,
+    in_processes,
+    need_of,
+    telling_ranks,
+    with_compile,
+)
 from meshwright.commands.plan.report import RankPlan
 from meshwright.commands.plan.simulate import plan_job, worst_imbalance
 from meshwright.config.job_config import JobConfig, Update, changed
-from meshwright.parallelisms.rules.compile_choice import resolve_compile
 from meshwright.system.errors import ConfigError, check, numbered
 from meshwright.train.preflight import Plan
-
-T = TypeVar("T")
 
 
 def plan(config: JobConfig, given: Namespace) -> str:
@@ -50,8 +51,8 @@ def plan(config: JobConfig, given: Namespace) -> str:
         found = [report.plan_rank(*tasks[0])]
     else:
         found = []
-        ended = in_processes(tasks, report.plan_rank, given.workers)
-        for _, result in sorted(counted(ended, "simulated ranks", len(tasks))):
+        ended = in_processes(tasks, report.plan_rank, given.workers, "simulated ranks")
+        for _, result in sorted(ended):
             if isinstance(result, ConfigError):
                 raise result
             found.append(result)
@@ -86,15 +87,8 @@ def search(config: JobConfig, given: Namespace) -> str:
 
 
 def _rates(config: JobConfig, job: Plan, device: Device, imbalance: float) -> Rates:
-    """Return the rates of blocks that are compiled if the job's will be; a plan is of eager ones.
-
-    Args:
-        config: that of the job, as it was given.
-    """
-    batch = job.config.training.global_batch_size
-    whole = changed(config, {"training": {"global_batch_size": batch}})
-    resolved, _ = resolve_compile(whole, job.model_args, job.fp32_modules, is_gpu=device.is_gpu)
-    is_compiled = resolved.compile.enable is True
+    """Return the rates of blocks that are compiled if the job's will be."""
+    is_compiled = with_compile(config, job, device).compile.enable is True
     return estimated(device, is_compiled=is_compiled, imbalance=imbalance)
 
 
@@ -105,12 +99,6 @@ class Remedy:
     change: str
     peak_bytes: int
     verdict: str
-
-
-def counted(ended: Iterable[T], what: str, count: int) -> Iterable[T]:
-    """Show on a terminal how many of `count` tasks have ended: "tried: 3 of 11"."""
-    shown = "{desc}: {n_fmt} of {total_fmt}"
-    return tqdm(ended, what, count, leave=False, file=sys.stderr, disable=None, bar_format=shown)
 
 
 def find_remedies(job: Plan, shown: RankPlan, device: Rates, workers: int) -> list[Remedy]:
@@ -129,8 +117,7 @@ def find_remedies(job: Plan, shown: RankPlan, device: Rates, workers: int) -> li
         print(said, file=sys.stderr, flush=True)
     tasks = [(config, ranks, device) for config in configs.values()]
     changes, found = list(configs), list[Remedy]()
-    ended = in_processes(tasks, need_of, workers)
-    for index, need in counted(ended, "tried", len(tasks)):
+    for index, need in in_processes(tasks, need_of, workers, "tried"):
         if isinstance(need, Need) and need.peak_bytes < 0.99 * shown.peak.num_bytes:
             found.append(Remedy(changes[index], need.peak_bytes, need.verdict))
     return sorted(found, key=lambda one: one.peak_bytes)

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
+
+from tqdm import tqdm
 
 from meshwright.commands.plan.devices import Device, Overhead, Rates, on_cpu, on_gpu, verdict
 from meshwright.commands.plan.figures import Memory, StepTime, step_time
 from meshwright.commands.plan.simulate import Simulation, plan_job, simulate
-from meshwright.commands.plan.trace import Collective
 from meshwright.config.job_config import JobConfig, changed
+from meshwright.parallelisms.rules.compile_choice import resolve_compile
 from meshwright.parallelisms.rules.stages import stages_of_rank
 from meshwright.system.errors import ConfigError
 from meshwright.system.processes import fork_server
@@ -27,24 +31,15 @@ class Figures:
 
     peaks: Mapping[str, float]
     """Most bytes at every place of the step."""
-    rounding: float
-    """How much more the CUDA allocator takes for them, as a factor of the peak."""
     seconds: float
     """Of a step; 0 without rates."""
     num_groups: int = 0
     """Process groups that communicate: one for each axis."""
-    fsdp_bytes: int = 0
-    """Of the largest tensor that FSDP2 gathers or reduces."""
 
     @property
     def peak_bytes(self) -> int:
         """Of tensors."""
         return round(max(self.peaks.values()))
-
-    @property
-    def rounded_bytes(self) -> int:
-        """The same, as the CUDA allocator rounds tensors."""
-        return round(self.peak_bytes * self.rounding)
 
 
 def measure(plan: Plan, rank: int, device: Rates) -> Figures:
@@ -55,26 +50,19 @@ def measure(plan: Plan, rank: int, device: Rates) -> Figures:
 
 def figures_of(simulation: Simulation, time: StepTime | None) -> Figures:
     """Return the figures of a simulation."""
-    memory = Memory(simulation.record)
-    collectives = [one for one in simulation.entries if isinstance(one, Collective)]
-    return Figures(
-        memory.by_place(),
-        memory.rounded_peak() / memory.peak.num_bytes,
-        time.seconds if time else 0.0,
-        len({one.axis for one in collectives}),
-        max((one.num_bytes for one in collectives if one.is_fsdp), default=0),
-    )
+    axes = {entry.axis for entry in simulation.entries} - {""}
+    places = Memory(simulation.record).by_place()
+    return Figures(places, time.seconds if time else 0.0, len(axes))
 
 
 def beside_tensors(figures: Figures, plan: Plan, device: Device) -> list[Overhead]:
     """Model the memory that a rank of `plan` needs besides its tensors."""
     peak, checkpoint = figures.peak_bytes, plan.config.checkpoint
     if device.is_gpu:
-        return on_gpu(peak, figures.rounded_bytes, figures.num_groups)
+        return on_gpu(peak, figures.num_groups)
     is_staged = checkpoint.enable and checkpoint.async_mode == "thread"
     saved = sum(plan.least_bytes.get(name, 0.0) for name in ("weights", "optimizer"))
-    is_gloo = plan.config.parallelism.fsdp_cpu_backend == "gloo"
-    return on_cpu(peak, figures.fsdp_bytes, round(saved) * is_staged, is_gloo=is_gloo)
+    return on_cpu(peak, round(saved) * is_staged)
 
 
 def predict(plan: Plan, rank: int, device: Rates) -> Figures:
@@ -84,14 +72,13 @@ def predict(plan: Plan, rank: int, device: Rates) -> Figures:
     # from 4 on there is a layer with the usual neighbours: the next is gathered ahead of it, while
     # the gradients of the one before are reduced
     few = 4 * step + depth % step
-    if plan.dims.pp > 1 or depth <= few + step:
+    depths: list[Plan] = []
+    if plan.dims.pp == 1 and depth > few + step:
+        with suppress(ConfigError):  # if the config names layers that a shallow model lacks
+            depths = [at_depth(plan, device, layers) for layers in (few, few + step)]
+    if not depths:
         return measure(plan, rank, device)
-    try:
-        shallow, deeper = (at_depth(plan, device, layers) for layers in (few, few + step))
-    except ConfigError:  # the config names layers that a shallow model lacks
-        return measure(plan, rank, device)
-    first = measure(shallow, rank, device)
-    second = measure(deeper, rank, device)
+    first, second = (measure(one, rank, device) for one in depths)
 
     def along(at_few: float, at_more: float) -> float:
         return at_few + (at_more - at_few) * (depth - few) / step
@@ -115,8 +102,7 @@ class Need:
 
 
 def need_of(config: JobConfig, world_size: int, device: Rates) -> Need:
-    """Plan a job, and predict the ranks that need most: for a process of its own, as a plan cannot
-    be sent to one.
+    """Plan a job, and predict the ranks that need most: for a process of its own.
 
     Raises:
         ConfigError: if the job cannot run.
@@ -133,9 +119,8 @@ def need_of(config: JobConfig, world_size: int, device: Rates) -> Need:
 
 
 def telling_ranks(plan: Plan) -> list[int]:
-    """Return the ranks that tell whether a job fits: the first, and of a pipeline also the first of
-    its last rank and of the rank with most parameters. The others have shards as large or smaller.
-    """
+    """Return the ranks that tell whether a job fits: the first, and of a pipeline also the last and
+    the one with most parameters. The others have shards as large or smaller."""
     firsts = range(0, plan.dims.num_ranks, plan.dims.num_ranks // plan.dims.pp)
     return sorted({0, firsts[-1], max(firsts, key=lambda rank: num_parameters(plan, rank))})
 
@@ -166,6 +151,15 @@ def period(config: JobConfig) -> int:
     return int(option) if is_counted else 1
 
 
+def with_compile(config: JobConfig, plan: Plan, device: Device) -> JobConfig:
+    """Return the config of a job, as it was given, with the batch and the use of the compiler that
+    follow; `plan` is the job's, whose blocks are eager."""
+    batch = plan.config.training.global_batch_size
+    config = changed(config, {"training": {"global_batch_size": batch}})
+    args, modules = plan.model_args, plan.fp32_modules
+    return resolve_compile(config, args, modules, is_gpu=device.is_gpu)[0]
+
+
 def at_depth(plan: Plan, device: Device, layers: int) -> Plan:
     """Return the same job, without a pipeline, with a model of `layers` layers.
 
@@ -182,16 +176,21 @@ def at_depth(plan: Plan, device: Device, layers: int) -> Plan:
 
 
 def in_processes(
-    tasks: Sequence[tuple[Any, ...]], function: Callable[..., Result], workers: int
+    tasks: Sequence[tuple[Any, ...]], function: Callable[..., Result], workers: int, what: str = ""
 ) -> Iterator[tuple[int, Result | ConfigError]]:
     """Run `function` with each of `tasks`, in a new process for each; yield as they end.
 
     torch keeps meshes of groups that are gone in caches. Processes are forks of one that has
     imported torch, and has no threads.
+
+    Args:
+        what: shown on a terminal with how many have ended: "tried: 3 of 11"; "": nothing is.
     """
+    shown = {"bar_format": "{desc}: {n_fmt} of {total_fmt}", "disable": None if what else True}
     with ProcessPoolExecutor(workers, fork_server(__name__), max_tasks_per_child=1) as pool:
         calls = {pool.submit(_call, function, task): i for i, task in enumerate(tasks)}
-        for call in as_completed(calls):
+        ended = as_completed(calls)
+        for call in tqdm(ended, what, len(tasks), leave=False, file=sys.stderr, **shown):
             yield calls[call], call.result()
 
 

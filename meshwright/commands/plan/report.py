@@ -7,24 +7,9 @@ from dataclasses import asdict, dataclass
 from html import escape
 from typing import Any
 
-from meshwright.commands.plan.devices import (
-    GIB,
-    SOURCE,
-    Device,
-    Overhead,
-    Rates,
-    error_of_time,
-    verdict,
-)
-from meshwright.commands.plan.figures import (
-    Memory,
-    Peak,
-    StepTime,
-    Traffic,
-    flops,
-    step_time,
-    traffic,
-)
+from meshwright.commands.plan import devices, figures
+from meshwright.commands.plan.devices import GIB, SOURCE, Device, error_of_time
+from meshwright.commands.plan.figures import StepTime
 from meshwright.commands.plan.predict import beside_tensors, figures_of, stages_of
 from meshwright.commands.plan.simulate import plan_job, simulate
 from meshwright.config.job_config import JobConfig
@@ -39,12 +24,12 @@ class RankPlan:
 
     rank: int
     stages: list[int]
-    peak: Peak
+    peak: figures.Peak
     most: dict[str, int]
     """Most bytes of each purpose over the step."""
-    overheads: list[Overhead]
+    overheads: list[devices.Overhead]
     verdict: str
-    traffic: list[Traffic]
+    traffic: list[figures.Traffic]
     flops: dict[str, int]
     time: StepTime | None
     """None: nothing is published of the device."""
@@ -60,11 +45,11 @@ class RankPlan:
         return self.peak.num_bytes + sum(part.high for part in self.overheads)
 
 
-def plan_rank(config: JobConfig, world_size: int, rank: int, device: Rates) -> RankPlan:
+def plan_rank(config: JobConfig, world_size: int, rank: int, device: devices.Rates) -> RankPlan:
     """Return the figures of one rank, simulated in this process."""
     plan = plan_job(config, world_size, is_gpu=device.is_gpu)
     simulation = simulate(plan, rank, is_gpu=device.is_gpu, imbalance=device.imbalance)
-    memory, time = Memory(simulation.record), step_time(simulation, plan, device)
+    memory, time = figures.Memory(simulation.record), figures.step_time(simulation, plan, device)
     modelled = beside_tensors(figures_of(simulation, time), plan, device)
     return RankPlan(
         rank,
@@ -72,9 +57,9 @@ def plan_rank(config: JobConfig, world_size: int, rank: int, device: Rates) -> R
         memory.peak,
         memory.most(),
         modelled,
-        verdict(device, memory.peak.num_bytes, modelled),
-        traffic(simulation, device.per_node),
-        flops(simulation),
+        devices.verdict(device, memory.peak.num_bytes, modelled),
+        figures.traffic(simulation, device.per_node),
+        figures.flops(simulation),
         time,
         simulation.simulated,
         device.imbalance,

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import math
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from itertools import product
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import tomli_w
-from tqdm import tqdm
 
 from meshwright.commands.plan.devices import GIB, SOURCE, Device, Rates, on_gpu, verdict
 from meshwright.commands.plan.figures import bubble, entry_seconds, layer_of, ring_width
@@ -26,12 +24,12 @@ from meshwright.commands.plan.predict import (
     need_of,
     num_parameters,
     period,
+    with_compile,
 )
 from meshwright.commands.plan.report import tokens_per_step
 from meshwright.commands.plan.simulate import plan_job, simulate
 from meshwright.commands.plan.trace import FORWARD, UPDATE
 from meshwright.config.job_config import JobConfig, Update, changed
-from meshwright.parallelisms.rules.compile_choice import resolve_compile
 from meshwright.parallelisms.rules.memory import BYTES
 from meshwright.parallelisms.rules.stages import SCHEDULES
 from meshwright.system.errors import ConfigError, check
@@ -64,7 +62,6 @@ LONG = 16384
 SIMULATED = 8
 """Candidates that fit, of a search."""
 
-
 Candidate = tuple[Update, Plan]
 """Keys to change, and the job with them."""
 
@@ -75,9 +72,7 @@ def legal(config: JobConfig, ranks: int, device: Device) -> Iterator[Candidate]:
     The global batch stays the config's, so more tokens per second are a shorter step.
     """
     plan = plan_job(config, ranks, is_gpu=device.is_gpu)
-    batch = {"training": {"global_batch_size": plan.config.training.global_batch_size}}
-    whole = changed(config, batch)
-    config, _ = resolve_compile(whole, plan.model_args, plan.fp32_modules, is_gpu=device.is_gpu)
+    config = with_compile(config, plan, device)
     num_experts = math.gcd(*(m.n_experts for m in plan.model_args.table.mixtures.values())) or 1
     for update in _updates(config, ranks, device, num_experts):
         with suppress(ConfigError):
@@ -137,11 +132,11 @@ def words_of(plan: Plan) -> str:
 
 
 def _schedules(config: JobConfig) -> list[str]:
-    """Return the schedules to try. GPipe waits as long as 1F1B and keeps more. A plan leaves
-    compilation out, which schedules that split backward do not allow."""
+    """Return the schedules to try. GPipe waits as long as 1F1B and keeps more. Schedules that split
+    backward are not compiled."""
     names = ["1F1B", "Interleaved1F1B", "ZBVZeroBubble"]
-    is_split_refused = config.compile.is_on
-    return [name for name in names if not (is_split_refused and SCHEDULES[name].splits_backward)]
+    is_compiled = config.compile.is_on
+    return [name for name in names if not (is_compiled and SCHEDULES[name].splits_backward)]
 
 
 def difference(old: JobConfig, update: Update) -> str:
@@ -153,19 +148,16 @@ def difference(old: JobConfig, update: Update) -> str:
     return tomli_w.dumps({name: keys for name, keys in found.items() if keys})
 
 
-@dataclass(frozen=True)
-class Layer:
-    """Time and memory of one sequence in a layer, on one rank; without FSDP's traffic, which
-    depends on the ranks and not on the sequences."""
+class Layer(NamedTuple):
+    """Time and memory of one sequence in a layer, on one rank."""
 
     seconds: float
-    """Forward, backward and recomputation."""
+    """Forward, backward and recomputation; without FSDP's traffic, which depends on the ranks."""
     num_bytes: float
     """Activations that its forward leaves behind for backward."""
 
 
-@dataclass(frozen=True)
-class Work:
+class Work(NamedTuple):
     """Time and memory of one sequence on one rank of a model, and of its optimizer."""
 
     layers: Sequence[Layer]
@@ -214,32 +206,24 @@ def measure_work(config: JobConfig, device: Rates) -> Work:
 
 def estimate(plan: Plan, work: Work, device: Rates) -> tuple[float, float]:
     """Return a candidate's seconds per step, and bytes that its first rank surely has at once."""
-    dims, count, size = (
-        plan.dims,
-        plan.config.num_microbatches,
-        plan.config.training.local_batch_size,
-    )
-    ends = [modules_of(plan, rank) for rank in (0, dims.num_ranks // dims.pp * (dims.pp - 1))]
-    layers = [[work.layers[n % len(work.layers)] for n in _numbers(names)] for names in ends]
+    dims, size = plan.dims, plan.config.training.local_batch_size
+    busy, num_bytes = list[float](), list[float]()
+    for rank in (0, dims.num_ranks // dims.pp * (dims.pp - 1)):
+        names = modules_of(plan, rank)
+        numbers = [number for name in names if (number := layer_of(name)) >= 0]
+        layers = [work.layers[number % len(work.layers)] for number in numbers]
+        seconds = sum(one.seconds for one in layers) + ("output" in names) * work.rest_s
+        busy.append(plan.config.num_microbatches * size * seconds)
+        num_bytes.append(size * sum(one.num_bytes for one in layers))
     copies, sent = _fsdp_seconds(plan, device)
-    busy = copies + max(
-        count * size * (sum(one.seconds for one in of) + ("output" in names) * work.rest_s)
-        for of, names in zip(layers, ends, strict=True)
-    )
     parameters = num_parameters(plan, 0) / (dims.tp * dims.dp_shard * dims.cp)
     backward = 0.75 if plan.config.activation_checkpoint.mode == "full" else 2 / 3
-    seconds = max(busy, sent) / (1 - bubble(plan, backward)) + work.update_s * parameters
-    return seconds, _least_bytes(plan, size * sum(one.num_bytes for one in layers[0]))
-
-
-def _numbers(names: Sequence[str]) -> list[int]:
-    """Return the numbers of the layers among the modules."""
-    return [number for name in names if (number := layer_of(name)) >= 0]
+    seconds = max(copies + max(busy), sent) / (1 - bubble(plan, backward))
+    return seconds + work.update_s * parameters, _least_bytes(plan, num_bytes[0])
 
 
 def _fsdp_seconds(plan: Plan, device: Rates) -> tuple[float, float]:
-    """Return the time of FSDP's copies into and out of its buffers, and of its collectives, on the
-    first rank."""
+    """Return the time of FSDP's copies and of its collectives, on the first rank."""
     training, dims, parallelism = plan.config.training, plan.dims, plan.config.parallelism
     count, shards = plan.config.num_microbatches, dims.dp_shard * dims.cp
     # in a pipeline, gathered weights stay until the end of the step
@@ -247,32 +231,16 @@ def _fsdp_seconds(plan: Plan, device: Rates) -> tuple[float, float]:
     reductions = count if parallelism.fsdp_reduce_gradients == "every_microbatch" else 1
     width = gathers * BYTES[training.mixed_precision_param]
     width += reductions * BYTES[training.mixed_precision_reduce]
-    parts = zip(_num_gathered(plan), (shards, dims.efsdp), strict=True)
-    moved = [(width * number, ranks) for number, ranks in parts if ranks > 1]
-    link = ring_width(range(0, shards * dims.tp, dims.tp), device)
-    sent = sum(size * (ranks - 1) / ranks for size, ranks in moved)
-    return 2 * sum(size for size, _ in moved) / device.bytes_per_s, sent / link
-
-
-def _num_gathered(plan: Plan) -> tuple[float, float]:
-    """Return the parameters of the first rank's stages once FSDP2 has gathered them, but for
-    experts; and of these."""
     inside = tuple(f"{name}." for name in modules_of(plan, 0))
     parameters = plan.model_args.table.parameters.items()
     own = [parameter for name, parameter in parameters if name.startswith(inside)]
     experts = sum(p.numel for p in own if p.layout == "experts")
-    return (sum(p.numel for p in own) - experts) / plan.dims.tp, experts / max(plan.dims.ep, 1)
-
-
-def _in_flight(plan: Plan) -> float:
-    """Return the most microbatches whose activations the first rank keeps at once, in parts that
-    are stages."""
-    ranks, schedule = plan.dims.pp, plan.config.parallelism.pipeline_parallel_schedule
-    count, per_rank = plan.config.num_microbatches, len(plan.stage_modules) // plan.dims.pp
-    if schedule != "Interleaved1F1B":
-        return min(ranks, count)
-    ahead = (per_rank - 1) * ranks + 2 * (ranks - 1) + 1  # then one for each backward
-    return min(ahead, count * per_rank) / per_rank
+    others = sum(p.numel for p in own) - experts
+    parts = ((others / dims.tp, shards), (experts / max(dims.ep, 1), dims.efsdp))
+    moved = [(width * number, ranks) for number, ranks in parts if ranks > 1]
+    link = ring_width(range(0, shards * dims.tp, dims.tp), device)
+    sent = sum(size * (ranks - 1) / ranks for size, ranks in moved)
+    return 2 * sum(size for size, _ in moved) / device.bytes_per_s, sent / link
 
 
 def _least_bytes(plan: Plan, activations: float) -> float:
@@ -280,28 +248,28 @@ def _least_bytes(plan: Plan, activations: float) -> float:
     would not fit.
 
     At the end of the last forward in flight these are its state, its gathered weights, the
-    gradients of earlier microbatches, and the activations of its layers. The loss and the layer
-    that runs come on top.
-
-    Args:
-        activations: of a microbatch, in all layers.
+    gradients of earlier microbatches, and the `activations` of its layers, per microbatch.
     """
-    least, in_flight = plan.least_bytes, _in_flight(plan)
+    least, ranks, count = plan.least_bytes, plan.dims.pp, plan.config.num_microbatches
+    in_flight: float = min(ranks, count)
+    if plan.config.parallelism.pipeline_parallel_schedule == "Interleaved1F1B":
+        per_rank = len(plan.stage_modules) // ranks
+        ahead = (per_rank - 1) * ranks + 2 * (ranks - 1) + 1  # then one for each backward
+        in_flight = min(ahead, count * per_rank) / per_rank
     whole = least.get("gathered weights", 0.0)
-    if plan.config.num_microbatches > in_flight:
+    if count > in_flight:
         whole += least.get("whole gradients", 0.0)
     state = least.get("weights", 0.0) + least.get("optimizer", 0.0)
     return max(sum(least.values()), state + whole + in_flight * activations)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, order=True)
 class Simulated:
-    """A candidate, simulated."""
+    """A simulated candidate, in words. The best sorts first."""
 
     step_seconds: float
     peak_bytes: int
     candidate: str
-    """In words. Fields are in the order that the best are sorted by."""
     tokens_per_second: float
 
 
@@ -310,12 +278,11 @@ class Found:
     """A search's outcome."""
 
     candidates: int
-    """Legal ones."""
     too_large: int
     """By their estimates."""
     simulated: int
     ranked: list[Simulated]
-    """Simulated ones that fit; best first."""
+    """The ones that fit; best first."""
     seconds: float
     source: str
     """Of the rates."""
@@ -332,28 +299,26 @@ def find(config: JobConfig, ranks: int, device: Rates, workers: int) -> Found:
     start = time.perf_counter()
     candidates = list(legal(config, ranks, device))
     estimates = estimate_all([plan for _, plan in candidates], device, workers)
-    fitting = [
-        (seconds, words_of(plan), update, plan)
-        for (update, plan), (seconds, size) in zip(candidates, estimates, strict=True)
-        if may_fit(size, plan, device)
-    ]
+    fitting = []
+    for (update, plan), (seconds, size) in zip(candidates, estimates, strict=True):
+        peak, groups = round(size), sum(degree > 1 for degree in vars(plan.dims).values())
+        if verdict(device, peak, on_gpu(peak, groups)) == "fits":  # it might
+            fitting.append((seconds, words_of(plan), update, plan))
     queue = sorted(fitting, key=itemgetter(0, 1))
     found: list[tuple[Simulated, Update]] = []
-    with tqdm(total=SIMULATED, desc="simulated", disable=None, file=sys.stderr) as bar:
-        while queue and len(found) < SIMULATED:
-            missing = SIMULATED - len(found)
-            now, queue = queue[:missing], queue[missing:]
-            tasks = [(plan.config, ranks, device) for *_, plan in now]
-            for index, need in in_processes(tasks, need_of, workers):
-                assert isinstance(need, Need), need
-                if need.verdict == "fits":
-                    _, words, update, plan = now[index]
-                    speed = tokens_per_step(plan) / need.seconds
-                    one = Simulated(need.seconds, need.peak_bytes, words, speed)
-                    found.append((one, update))
-                    bar.update()
+    while queue and len(found) < SIMULATED:
+        missing = SIMULATED - len(found)
+        now, queue = queue[:missing], queue[missing:]
+        tasks = [(plan.config, ranks, device) for *_, plan in now]
+        for index, need in in_processes(tasks, need_of, workers, "simulated candidates"):
+            assert isinstance(need, Need), need
+            if need.verdict == "fits":
+                _, words, update, plan = now[index]
+                speed = tokens_per_step(plan) / need.seconds
+                one = Simulated(need.seconds, need.peak_bytes, words, speed)
+                found.append((one, update))
     check(bool(found), "--device", device.name, f"none of {len(candidates)} candidates fits")
-    found.sort(key=lambda pair: astuple(pair[0]))
+    found.sort(key=itemgetter(0))
     return Found(
         len(candidates),
         len(candidates) - len(fitting),
@@ -369,19 +334,11 @@ def estimate_all(plans: Sequence[Plan], device: Rates, workers: int) -> list[tup
     """Measure the work of every shape once, and estimate all candidates."""
     configs = {shape_of(plan): plan.config for plan in plans}
     tasks, shapes = [(config, device) for config in configs.values()], [*configs]
-    works = {shapes[i]: work for i, work in in_processes(tasks, measure_work, workers)}
-    found = []
-    for plan in plans:
-        work = works[shape_of(plan)]
+    works = dict[tuple[object, ...], Work]()
+    for index, work in in_processes(tasks, measure_work, workers, "simulated layers"):
         assert isinstance(work, Work), work
-        found.append(estimate(plan, work, device))
-    return found
-
-
-def may_fit(num_bytes: float, plan: Plan, device: Device) -> bool:
-    """Return whether a rank with at least so many bytes of tensors might fit."""
-    peak, groups = round(num_bytes), sum(size > 1 for size in vars(plan.dims).values())
-    return verdict(device, peak, on_gpu(peak, peak, groups)) == "fits"
+        works[shapes[index]] = work
+    return [estimate(plan, works[shape_of(plan)], device) for plan in plans]
 
 
 def to_text(found: Found) -> str:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -37,7 +37,7 @@ from meshwright.models import attention, decoder, loss
 from meshwright.models.attention import repeat_heads
 from meshwright.models.loss import Batch
 from meshwright.parallelisms import context_parallel, expert_parallel
-from meshwright.parallelisms.local_model import allocate
+from meshwright.parallelisms.local_model import LocalModel, allocate
 from meshwright.parallelisms.meshes import Meshes, build_meshes
 from meshwright.system.errors import check
 from meshwright.train.bad_steps import BadStepDetector
@@ -58,7 +58,7 @@ class Simulation:
     entries: list[Entry]
     """In the order of the program."""
     simulated: int
-    """Microbatches that were simulated."""
+    """Microbatches."""
     left_out: int = 0
     """Microbatches of the step that repeat one of them."""
 
@@ -85,12 +85,12 @@ def simulate(plan: Plan, rank: int, *, is_gpu: bool, imbalance: float = 1.0) -> 
     torch_names.start_fake_process_group(rank, plan.dims.num_ranks)
     try:
         meshes = build_meshes(plan.dims, "cpu")
-        fake = FakeTensorMode(allow_non_fake_inputs=True)
-        with ExitStack() as stack:
-            stack.enter_context(as_gpu() if is_gpu else nullcontext())
-            stack.enter_context(torch_names.static_pipelines())
-            stack.enter_context(mock.patch.object(expert_parallel, "on_host", dealt))
-            return run_step(plan, meshes, fake, is_gpu=is_gpu)
+        with (
+            as_gpu() if is_gpu else nullcontext(),
+            torch_names.static_pipelines(),
+            mock.patch.object(expert_parallel, "on_host", dealt),
+        ):
+            return run_step(plan, meshes, FakeTensorMode(allow_non_fake_inputs=True), is_gpu=is_gpu)
     finally:
         dist.destroy_process_group()
 
@@ -120,11 +120,13 @@ def run_step(
         fake: mode of the tensors; None: real ones.
     """
     simulated, num_microbatches = num_simulated(plan), plan.config.num_microbatches
-    is_early = plan.config.optimizer.early_step_in_backward
+    is_early, mode = plan.config.optimizer.early_step_in_backward, fake or nullcontext()
     # a CPU plans for itself: there, offloaded tensors are in the memory that is planned
     is_offloaded = is_gpu and plan.config.training.enable_cpu_offload
     if plan.dims.pp > 1:  # a schedule is made for a number of microbatches
-        plan = with_microbatches(plan, simulated)
+        samples = plan.config.training.global_batch_size // num_microbatches * simulated
+        shorter = changed(plan.config, {"training": {"global_batch_size": samples}})
+        plan = replace(plan, config=shorter)
     scope = Scope()
     trace = Trace(meshes, scope)
     ledger = Ledger(scope, trace.see, fake, has_copies=not is_gpu)
@@ -133,44 +135,45 @@ def run_step(
         there = (tensor for tensor in tensors if isinstance(tensor, Tensor))
         ledger.note(there, HOST if is_offloaded else purpose)
 
-    with scope, ledger:
-        rank = Rank(plan, meshes, fake)
-        scope.name_modules(rank.model.stages)
-        note_shards(rank.model.parameters(), "parameters")
-        if (average := rank.trainer.average) is not None:
-            note_shards(average.tensors.values(), "parameters")
-        for stage in rank.model.stages:  # the model itself has none
+    with (
+        torch_names.resizes_seen(ledger.resize),
+        torch_names.shadows_marked(ledger.mark_shadow),
+        scope,
+        ledger,
+    ):
+        trainer = build_trainer(plan, meshes, mode)
+        model, optimizer = trainer.model, trainer.optimizer
+        scope.name_modules(model.stages)
+        note_shards(model.parameters(), "parameters")
+        if trainer.average is not None:
+            note_shards(trainer.average.tensors.values(), "parameters")
+        for stage in model.stages:  # the model itself has none
             ledger.note(stage.buffers(), "parameters")
 
         def note_gradients(*_: object) -> None:
-            for group in rank.optimizer.param_groups:
+            for group in optimizer.param_groups:
                 note_shards((p.grad for p in group["params"]), "gradients")
 
-        rank.optimizer.register_step_pre_hook(note_gradients)
-        batches = rank.batches(num_microbatches)
-        left_out = rank.buffers_of(num_microbatches - simulated) if plan.dims.pp > 1 else []
-        ledger.note(left_out, "communication buffers")
-        for batch in batches:
-            ledger.note((x for x in vars(batch).values() if x is not None), "activations")
-        if not is_early:  # it would have all gradients at once
-            ledger.begin()  # the first update is in the plan: making its state takes memory
-        rank.give_optimizer_state()
-        for state in rank.optimizer.state.values():
-            note_shards(state.values(), "optimizer")
-        trace.begin()
-        if is_early:
-            ledger.begin()
-        rank.step(2, batches[:simulated])
+        optimizer.register_step_pre_hook(note_gradients)
+        with mode:
+            detector = BadStepDetector(CPU, plan.config.bad_steps)
+            batches = make_batches(plan, num_microbatches)
+            kept = list(_pipeline_buffers(plan, model, num_microbatches - simulated))
+            ledger.note(kept, "communication buffers")
+            for batch in batches:
+                ledger.note((x for x in vars(batch).values() if x is not None), "activations")
+            if not is_early:  # it would have all gradients at once
+                ledger.begin()  # the first update is in the plan: making its state takes memory
+            _give_state(model, optimizer)
+            for state in optimizer.state.values():
+                note_shards(state.values(), "optimizer")
+            trace.entries.clear()
+            if is_early:
+                ledger.begin()
+            trainer.step(2, batches[:simulated], detector)
         ledger.settle()
     ledger.record.leave_out(HOST)
     return Simulation(ledger.record, trace.entries, simulated, num_microbatches - simulated)
-
-
-def with_microbatches(plan: Plan, count: int) -> Plan:
-    """Return `plan` with `count` microbatches in a step."""
-    batch = plan.config.training.global_batch_size // plan.config.num_microbatches * count
-    config = changed(plan.config, {"training": {"global_batch_size": batch}})
-    return replace(plan, config=config)
 
 
 def num_simulated(plan: Plan) -> int:
@@ -189,75 +192,54 @@ def num_simulated(plan: Plan) -> int:
     return plan.config.num_microbatches - left_out
 
 
-class Rank:
-    """The trainer of this rank, and its batches.
+def build_trainer(plan: Plan, meshes: Meshes, mode: AbstractContextManager[Any]) -> Trainer:
+    """Build the trainer of this rank: its tensors in `mode`, and meshes and modules outside."""
 
-    Args:
-        fake: None: tensors are real; their values are arbitrary.
+    def allocate_in_mode(model: nn.Module, parameters: torch.device, buffers: torch.device) -> None:
+        with mode:
+            allocate(model, parameters, buffers)
+
+    return Trainer(plan, meshes, CPU, allocate=allocate_in_mode)
+
+
+def make_batches(plan: Plan, count: int) -> list[Batch]:
+    """Return `count` microbatches, with three documents in each sequence if they are masked."""
+    training, found = plan.config.training, list[Batch]()
+    shape = (training.local_batch_size, training.seq_len)
+    for _ in range(count):
+        tokens = torch.zeros(shape, dtype=torch.int64)
+        documents = None
+        if training.mask_documents:
+            documents = (torch.arange(shape[1]) * 3 // shape[1]).int().repeat(shape[0], 1)
+        found.append(Batch(tokens, torch.zeros_like(tokens), documents))
+    return found
+
+
+def _give_state(model: LocalModel, optimizer: torch.optim.Optimizer) -> None:
+    """Make the state that the optimizer has after its first step, by an update without one."""
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.grad = torch.zeros_like(parameter)
+    update(optimizer, torch.ones((), dtype=torch.bool))
+    optimizer.zero_grad()
+
+
+def _pipeline_buffers(plan: Plan, model: LocalModel, left_out: int) -> Iterator[Tensor]:
+    """Yield the memory that a pipeline keeps for each of `left_out` microbatches.
+
+    torch makes buffers for the activations and gradients that a stage receives, for every
+    microbatch at the start; and a step makes one batch of all.
     """
-
-    def __init__(self, plan: Plan, meshes: Meshes, fake: FakeTensorMode | None) -> None:
-        self._plan = plan
-        self._mode = fake or nullcontext()
-
-        def allocate_in_mode(
-            model: nn.Module, parameters: torch.device, buffers: torch.device
-        ) -> None:
-            with self._mode:
-                allocate(model, parameters, buffers)
-
-        # meshes and modules outside of fake mode, which is for tensors with memory
-        self.trainer = Trainer(plan, meshes, CPU, allocate=allocate_in_mode)
-        self.model, self.optimizer = self.trainer.model, self.trainer.optimizer
-        with self._mode:
-            self.detector = BadStepDetector(CPU, plan.config.bad_steps)
-
-    def batches(self, count: int) -> list[Batch]:
-        """`count` microbatches, with three documents in each sequence if they are masked."""
-        training = self._plan.config.training
-        shape = (training.local_batch_size, training.seq_len)
-        with self._mode:
-            found = []
-            for _ in range(count):
-                tokens = torch.zeros(shape, dtype=torch.int64)
-                documents = None
-                if training.mask_documents:
-                    documents = (torch.arange(shape[1]) * 3 // shape[1]).int().repeat(shape[0], 1)
-                found.append(Batch(tokens, torch.zeros_like(tokens), documents))
-            return found
-
-    def give_optimizer_state(self) -> None:
-        """Make the state that the optimizer has after its first step, by an update without one."""
-        with self._mode:
-            for parameter in self.model.parameters():
-                if parameter.requires_grad:
-                    parameter.grad = torch.zeros_like(parameter)
-            update(self.optimizer, torch.ones((), dtype=torch.bool))
-            self.optimizer.zero_grad()
-
-    def buffers_of(self, left_out: int) -> list[Tensor]:
-        """Return the memory that a pipeline keeps for each of `left_out` microbatches.
-
-        torch makes buffers for the activations and gradients that a stage receives, for every
-        microbatch at the start; and a step makes one batch of all.
-        """
-        training, pipeline = self._plan.config.training, self.model.pipeline
-        assert pipeline is not None
-        last, found = len(self._plan.stage_modules) - 1, list[Tensor]()
-        batch = (training.local_batch_size, training.seq_len // self._plan.dims.cp)
-        received = sum((index > 0) + (index < last) for index in pipeline.stages)
-        with self._mode:
-            for _ in range(left_out):
-                found += [torch.empty(batch, dtype=torch.int64) for _ in range(2)]
-                found += [
-                    torch.empty_like(pipeline.activation, device=CPU) for _ in range(received)
-                ]
-        return found
-
-    def step(self, number: int, batches: list[Batch]) -> None:
-        """Take one optimizer step, as the job does."""
-        with self._mode:
-            self.trainer.step(number, batches, self.detector)
+    if model.pipeline is None:
+        return
+    training, last = plan.config.training, len(plan.stage_modules) - 1
+    batch = (training.local_batch_size, training.seq_len // plan.dims.cp)
+    received = sum((index > 0) + (index < last) for index in model.pipeline.stages)
+    for _ in range(left_out):
+        yield from (torch.empty(batch, dtype=torch.int64) for _ in range(2))
+        yield from (
+            torch.empty_like(model.pipeline.activation, device=CPU) for _ in range(received)
+        )
 
 
 def plan_job(config: JobConfig, world_size: int, *, is_gpu: bool) -> Plan:
@@ -266,20 +248,13 @@ def plan_job(config: JobConfig, world_size: int, *, is_gpu: bool) -> Plan:
     Raises:
         ConfigError: if the job cannot run, or if only the compiler knows its memory.
     """
-    check(
-        config.activation_checkpoint.mode != "memory_budget",
-        "activation_checkpoint.mode",
-        "memory_budget",
-        "only the compiler knows what it keeps",
-        'plan mode = "none" for the most, and "full" for the least',
-    )
-    check(
-        not config.float8.enable,
-        "float8.enable",
-        True,
-        "a plan does not count the casts to float8, nor the speed of its products",
-        "plan without it: weights, gradients and optimizer take the same memory",
-    )
+    mode, key = config.activation_checkpoint.mode, "activation_checkpoint.mode"
+    rule = "only the compiler knows what it keeps"
+    fix = 'plan mode = "none" for the most, and "full" for the least'
+    check(mode != "memory_budget", key, mode, rule, fix)
+    rule = "a plan does not count the casts to float8, nor the speed of its products"
+    fix = "plan without it: weights, gradients and optimizer take the same memory"
+    check(not config.float8.enable, "float8.enable", True, rule, fix)
     plain, checkpoint = JobConfig(), config.checkpoint
     data = {*WeightedSource.model_fields, "datasets", "max_epochs", "max_bad_records"}
     sections = ("compile", "validation", "checkpoint", "metrics", "profiling")
@@ -315,15 +290,15 @@ def as_gpu() -> Iterator[None]:
     replaced: tuple[tuple[Any, str, Any], ...] = (
         (gradients, "CPU_CHUNK", 1 << 60),  # GPUs take the norm of a whole gradient
         (F, "scaled_dot_product_attention", _attention),
-        (F, "rms_norm", rms_norm),
+        (F, "rms_norm", RMSNorm.apply),
         (context_parallel, "FLASH", {"cpu": context_parallel.FLASH["cuda"]}),
         (decoder, "build_mask", _block_mask),
         (attention, "flex_attention", flex_attention_operator),
         (loss, "BLOCKS", {"cpu": loss.BLOCKS["cuda"]}),
     )
     with ExitStack() as stack:
-        for owner, name, value in replaced:
-            stack.enter_context(mock.patch.object(owner, name, value))
+        for one in replaced:
+            stack.enter_context(mock.patch.object(*one))
         yield
 
 
@@ -344,23 +319,15 @@ def _attention(
         return _on_cpu(q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     if q.dtype == torch.float32:
         k, v = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1])
-        return aten._scaled_dot_product_efficient_attention(
-            q, k, v, None, True, dropout_p, is_causal, scale=scale
-        )[0]
-    return aten._scaled_dot_product_flash_attention(
-        q, k, v, dropout_p, is_causal, False, scale=scale
-    )[0]
+        kernel, more = aten._scaled_dot_product_efficient_attention, (None, True)
+        return kernel(q, k, v, *more, dropout_p, is_causal, scale=scale)[0]
+    kernel = aten._scaled_dot_product_flash_attention
+    return kernel(q, k, v, dropout_p, is_causal, False, scale=scale)[0]
 
 
-def rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor, eps: float) -> Tensor:
-    """Do `F.rms_norm` by the kernel of a GPU."""
-    apply: Callable[..., Tensor] = _RMSNorm.apply
-    return apply(x, shape, weight, eps)
-
-
-class _RMSNorm(torch.autograd.Function):
-    """The kernel keeps its input and one number per row. CPUs have no such kernel: the operators in
-    its place keep several tensors of the input's size in fp32 (torch 2.13)."""
+class RMSNorm(torch.autograd.Function):
+    """`F.rms_norm` by the kernel of a GPU, which keeps its input and one number per row. On CPUs
+    several operators keep tensors of the input's size in fp32 (torch 2.13)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, shape: Sequence[int], weight: Tensor, eps: float) -> Tensor:
@@ -373,9 +340,8 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, Tensor, None]:
         x, scale, weight = ctx.saved_tensors
-        of_x, of_weight = aten._fused_rms_norm_backward(
-            grad, x, ctx.shape, scale, weight, [True, True]
-        )
+        inputs = (grad, x, ctx.shape, scale, weight)
+        of_x, of_weight = aten._fused_rms_norm_backward(*inputs, [True, True])
         return of_x, None, of_weight, None
 
 
@@ -388,10 +354,7 @@ def _block_mask(documents: Tensor, positions: Tensor | None = None) -> BlockMask
     counts = documents.new_zeros(batch, 1, rows, dtype=torch.int32)
     indices = documents.new_zeros(batch, 1, rows, columns, dtype=torch.int32)
     return BlockMask.from_kv_blocks(
-        counts,
-        indices,
-        counts.clone(),
-        indices.clone(),
+        *(counts, indices, counts.clone(), indices.clone()),
         BLOCK_SIZE=BLOCK,
         mask_mod=lambda b, head, query, key: documents[b, query] == documents[b, key],
         seq_lengths=(queries, keys),

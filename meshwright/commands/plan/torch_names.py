@@ -54,8 +54,7 @@ def below_autograd() -> AbstractContextManager[object]:
 
     Gone: AttributeError at the first norm of a plan for GPUs.
     """
-    below: AbstractContextManager[object] = torch._C._AutoDispatchBelowAutograd()
-    return below
+    return torch._C._AutoDispatchBelowAutograd()
 
 
 def group_name(argument: object) -> str | None:
@@ -120,10 +119,8 @@ def static_pipelines() -> Iterator[None]:
             stage._inference_mode = mode
         return mode
 
-    patch: AbstractContextManager[object] = nullcontext()
-    if hasattr(schedules._PipelineSchedule, "_warmup_p2p"):
-        patch = mock.patch.object(schedules._PipelineSchedule, "_warmup_p2p", warm_up)
-    with patch:
+    owner, name = schedules._PipelineSchedule, "_warmup_p2p"
+    with mock.patch.object(owner, name, warm_up) if hasattr(owner, name) else nullcontext():
         yield
 
 

@@ -43,11 +43,8 @@ class Moment(NamedTuple):
 
 
 class Scope:
-    """Follows modules by hooks, and the rest by looking at the frames of the Python stack.
-
-    Frames are told apart by the names of files, so if torch moves one, bytes get another purpose
-    but no count changes.
-    """
+    """Follows modules by hooks, and the rest by the frames of the Python stack: by names of files,
+    so if torch moves one, bytes get another purpose but no count changes."""
 
     def __init__(self) -> None:
         self.phase, self.module, self.purpose, self.microbatch = OTHER, "", "unattributed", 0
@@ -164,43 +161,25 @@ SENT = {"broadcast": 1, "send": 1, "recv": 0}
 
 
 @dataclass(frozen=True)
-class Operator:
-    """One operator of this rank."""
+class Entry:
+    """One operator of this rank, or one collective or message."""
 
     name: str
     at: Moment
-    flops: int
+    is_fsdp: bool
+    """It is one of FSDP2's own. A collective then overlaps with computation."""
+    num_bytes: int
+    """Of all tensors that an operator reads and writes; of the larger of a collective's input and
+    output."""
+    flops: int = 0
     """Of matrix products and attention; a multiply-add is two."""
-    num_bytes: int
-    """Of all tensors that it reads and writes."""
-    dtype: str
-    is_fsdp: bool
-    """It is one of FSDP2's own."""
-
-    @property
-    def is_copy_out(self) -> bool:
-        """It takes parameters out of FSDP2's gathered buffer, so it waits for the gather."""
-        return self.is_fsdp and self.name == "split_with_sizes_copy"
-
-
-@dataclass(frozen=True)
-class Collective:
-    """One collective, or message, of this rank."""
-
-    kind: str
-    axis: str
-    ranks: range
-    """Of the group: along an axis of the mesh they are evenly spaced."""
-    num_bytes: int
-    """Of the larger of input and output, on one rank."""
-    sent_bytes: float
+    dtype: str = ""
+    axis: str = ""
+    """Of a collective; "": it is an operator."""
+    ranks: range = range(1)
+    """Of a collective's group: along an axis of the mesh they are evenly spaced."""
+    sent_bytes: float = 0.0
     """That this rank sends, in a ring."""
-    at: Moment
-    is_fsdp: bool
-    """It is FSDP2's, and overlaps with computation."""
-
-
-Entry = Operator | Collective
 
 
 def is_in_node(ranks: range, per_node: int) -> bool:
@@ -219,10 +198,6 @@ class Trace:
 
     def __init__(self, meshes: Meshes, scope: Scope) -> None:
         self._groups, self._scope = _axes(meshes), scope
-        self.begin()
-
-    def begin(self) -> None:
-        """Forget all entries."""
         self.entries: list[Entry] = []
 
     def see(self, func: Any, args: Any, kwargs: Any, output: Any) -> None:
@@ -235,16 +210,12 @@ class Trace:
         outputs = [x for x in torch_names.tree_iter(output) if isinstance(x, Tensor)]
         leaves = {id(x): x for x in torch_names.tree_iter((args, kwargs, output))}.values()
         first = next((x for x in outputs if x.is_floating_point()), None)
-        self.entries.append(
-            Operator(
-                getattr(func, "__name__", str(func)).partition(".")[0],
-                self._scope.moment,
-                _flops(func, args, kwargs, output),
-                sum(x.numel() * x.element_size() for x in leaves if isinstance(x, Tensor)),
-                str(first.dtype if first is not None else "").removeprefix("torch."),
-                self._scope.is_fsdp,
-            )
-        )
+        name = getattr(func, "__name__", str(func)).partition(".")[0]
+        size = sum(x.numel() * x.element_size() for x in leaves if isinstance(x, Tensor))
+        flops = _flops(func, args, kwargs, output)
+        dtype = str(first.dtype if first is not None else "").removeprefix("torch.")
+        scope = self._scope
+        self.entries.append(Entry(name, scope.moment, scope.is_fsdp, size, flops, dtype))
 
     def _see_collective(self, func: Any, args: Any, output: Any) -> None:
         name = func.__name__.partition(".")[0]
@@ -257,7 +228,8 @@ class Trace:
         size = max((x.numel() * x.element_size() for x in tensors), default=0)
         part, scope = (len(ranks) - 1) / len(ranks), self._scope
         sent = size * (IN_RINGS[kind] * part if kind in IN_RINGS else float(SENT[kind]))
-        self.entries.append(Collective(kind, axis, ranks, size, sent, scope.moment, scope.is_fsdp))
+        found = Entry(kind, scope.moment, scope.is_fsdp, size, 0, "", axis, ranks, sent)
+        self.entries.append(found)
 
     def _group(self, args: Any) -> tuple[str, range]:
         for argument in args:

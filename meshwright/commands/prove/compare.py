@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from meshwright.commands.prove.measure import LATER_STEP, Measurement, ShardComparison
+from meshwright.commands.prove.measure import LATER_STEP, Measurement
 
 
 @dataclass(frozen=True)
@@ -87,15 +87,11 @@ class Reference:
     seen: Measurement
     shapes: Mapping[str, tuple[int, ...]]
     """Of every parameter."""
-    gradient_norms: Mapping[str, float]
-    """2-norm of every parameter's gradient."""
-    update_norms: Mapping[str, float]
-    """2-norm of every parameter's change by the first steps."""
+    norms: Mapping[str, Mapping[str, float]]
+    """2-norms, by kind, of `COMPARED`, and by name."""
     roundings: Mapping[str, float] = field(default_factory=dict)
     """Relative error of every parameter's gradient against one process in fp32: the largest among
     the layers' parameters of its name."""
-    later_gradient_norms: Mapping[str, float] = field(default_factory=dict)
-    """As `gradient_norms`, of the later step of a model with experts."""
 
 
 def compare(
@@ -127,7 +123,8 @@ def compare(
 
 def _compare_weights(verdict: Verdict, reference: Reference, ranks: Sequence[Measurement]) -> None:
     for name, shape in reference.shapes.items():
-        boxes = [(i, rank.weights[name]) for i, rank in enumerate(ranks) if name in rank.weights]
+        weights = [(i, rank.shards["weights"]) for i, rank in enumerate(ranks)]
+        boxes = [(i, shards[name]) for i, shards in weights if name in shards]
         held = {(box.offset, box.shape) for _, box in boxes}
         num_held = sum(math.prod(shape) for _, shape in held)
         if num_held != math.prod(shape):
@@ -190,7 +187,7 @@ def _compare_series(
 def _compare_gradients(
     verdict: Verdict, reference: Reference, ranks: Sequence[Measurement], bounds: Bounds
 ) -> None:
-    errors = _errors(reference.gradient_norms, [rank.gradients for rank in ranks])
+    errors = _errors("gradients", reference, ranks)
     bad = []
     for name, error in errors.items():
         if not error <= verdict.gradient_error:
@@ -205,7 +202,7 @@ def _compare_gradients(
 def _compare_updates(
     verdict: Verdict, reference: Reference, ranks: Sequence[Measurement], bound: float
 ) -> None:
-    errors = _errors(reference.update_norms, [rank.updates for rank in ranks])
+    errors = _errors("updates", reference, ranks)
     verdict.update_error = _worst(errors.values())
     bad = [(error, name) for name, error in errors.items() if not error <= bound]
     if bad:
@@ -220,7 +217,7 @@ def _compare_routers(
     verdict: Verdict, reference: Reference, ranks: Sequence[Measurement], bounds: Bounds
 ) -> None:
     """Compare what routers of experts have seen and done; of other models nothing is measured."""
-    errors = _errors(reference.later_gradient_norms, [rank.later_gradients for rank in ranks])
+    errors = _errors("later_gradients", reference, ranks)
     verdict.later_gradient_error = _worst([0.0, *errors.values()])
     for error, name in sorted(((error, name) for name, error in errors.items()), reverse=True):
         if not error <= bounds.later_gradient:
@@ -234,23 +231,22 @@ def _compare_routers(
     if not gap <= bounds.choice_gap:
         verdict.failures.append(f"experts: chosen otherwise where scores differ by {gap:.1e}")
     for number, rank in enumerate(ranks):
-        if rank.wrong_state:
-            names = ", ".join(rank.wrong_state[:NAMED])
-            verdict.failures.append(f"state: not as on one process: {names}, on rank {number}")
-        if rank.wrong_counts:
-            names = ", ".join(rank.wrong_counts[:NAMED])
-            verdict.failures.append(f"state: not as the choices add up: {names}, on rank {number}")
+        for what, wrong in (
+            ("as on one process", rank.wrong_state),
+            ("as the choices add up", rank.wrong_counts),
+        ):
+            if wrong:
+                names = ", ".join(wrong[:NAMED])
+                verdict.failures.append(f"state: not {what}: {names}, on rank {number}")
 
 
-def _errors(
-    norms: Mapping[str, float], ranks: Sequence[Mapping[str, ShardComparison]]
-) -> dict[str, float]:
-    """Return the relative error of every tensor, put together from the ranks' shards."""
+def _errors(kind: str, reference: Reference, ranks: Sequence[Measurement]) -> dict[str, float]:
+    """Return the relative error of every tensor of a kind, put together from the ranks' shards."""
     errors = {}
-    for name, norm in norms.items():
+    for name, norm in reference.norms[kind].items():
         worst: dict[tuple[int, ...], float] = {}  # of the ranks that hold the same part
-        for boxes in ranks:
-            if (box := boxes.get(name)) is not None:
+        for rank in ranks:
+            if (box := rank.shards[kind].get(name)) is not None:
                 worst[box.offset] = _worst([worst.get(box.offset, 0.0), box.error])
         errors[name] = _relative(math.sqrt(sum(worst.values())), norm)
     return errors

@@ -135,6 +135,11 @@ VALIDATED_STEP, LAST_RESUMED_STEP = 1, 6
 LATER_STEP = 3
 """Whose gradients are compared as well, if there are experts: loads have then been summed."""
 
+COMPARED = ("weights", "gradients", "updates", "later_gradients")
+"""Initial weights; gradients of step 1, before clipping; weights after step `LAST_RESUMED_STEP`,
+and running means, minus initial ones; of a model with experts, gradients of step `LATER_STEP`."""
+
+MEAN_OF = "the mean of "
 Tensors = dict[str, Tensor]
 
 
@@ -158,12 +163,8 @@ class Measurement:
     grad_norms: list[float] = field(default_factory=list)
     samples: dict[tuple[int, int], str] = field(default_factory=dict)
     """By step and index in the global batch: hash of the sample."""
-    weights: dict[str, ShardComparison] = field(default_factory=dict)
-    """Initial ones, by name."""
-    gradients: dict[str, ShardComparison] = field(default_factory=dict)
-    """Of step 1, before clipping, by name."""
-    later_gradients: dict[str, ShardComparison] = field(default_factory=dict)
-    """Of step `LATER_STEP` of a model with experts, by name."""
+    shards: dict[str, dict[str, ShardComparison]] = field(default_factory=dict)
+    """By kind, of `COMPARED`, and name."""
     wrong_state: list[str] = field(default_factory=list)
     """Loads and biases of routers that differ in a bit after step `LAST_RESUMED_STEP`."""
     wrong_counts: list[str] = field(default_factory=list)
@@ -172,8 +173,6 @@ class Measurement:
     """Tokens whose router would have chosen other experts than it was told, of how many."""
     choice_gap: float = 0.0
     """By how much, at most, scores of such a choice differ from the scores that were told."""
-    updates: dict[str, ShardComparison] = field(default_factory=dict)
-    """Weights after step `LAST_RESUMED_STEP`, and running means, minus initial ones, by name."""
     validation: dict[str, float] = field(default_factory=dict)
     """Figures of the validation, by name."""
     unlike_before: list[str] = field(default_factory=list)
@@ -207,10 +206,7 @@ def measure(config: JobConfig, world_size: int, file: Path) -> Measurement:
     """Train on this rank's part of the mesh and compare with `file`. Collective."""
     reference = torch.load(file, weights_only=True)
     measurement, tensors = _measure(config, world_size, file.parent, reference["choices"])
-    measurement.weights = _boxes(tensors["weights"], reference["weights"])
-    measurement.gradients = _boxes(tensors["gradients"], reference["gradients"])
-    measurement.updates = _boxes(tensors["updates"], reference["updates"])
-    measurement.later_gradients = _boxes(tensors["later_gradients"], reference["later_gradients"])
+    measurement.shards = {kind: _boxes(tensors[kind], reference[kind]) for kind in COMPARED}
     own = tensors["state"]
     whole = {name: reference["state"][name] for name in own}
     measurement.wrong_state = different(own, whole)
@@ -220,9 +216,8 @@ def measure(config: JobConfig, world_size: int, file: Path) -> Measurement:
 def _measure(
     config: JobConfig, world_size: int, folder: Path, told: Mapping[int, tuple[Choices, Tensor]]
 ) -> tuple[Measurement, dict[str, Any]]:
-    """Train, validate, save, and resume; and of this rank's parameters the "weights" and the
-    "gradients" at step 1, and the "updates", by which the first steps have changed them and their
-    running means. Of models with experts, too: "later_gradients", the routers' "state", "choices".
+    """Train, validate, save, and resume; return this rank's tensors of each kind in `COMPARED`, the
+    routers' "state" and "choices", too.
 
     Args:
         folder: where the checkpoint goes, the same on every rank.
@@ -276,10 +271,8 @@ def _measure(
     job.close()
     num_tokens = sum(replay.num_tokens for replay in replays)
     seen.other_choices = sum(int(replay.num_others) for replay in replays), num_tokens
-    # torch's maximum keeps what is no number
-    seen.choice_gap = (
-        torch.stack([torch.zeros(()), *(replay.gap for replay in replays)]).max().item()
-    )
+    gaps = [torch.zeros(()), *(replay.gap for replay in replays)]
+    seen.choice_gap = torch.stack(gaps).max().item()  # which keeps NaN
     tensors = {
         "weights": weights,
         "gradients": gradients,
@@ -323,21 +316,17 @@ def _begin(job: Job, seed: int) -> None:
 
 
 def _updates(job: Job, weights: Tensors) -> Tensors:
-    """Return parameters, and their running means, minus `weights`."""
-    now = dict(job.model.named_parameters())
-    updates = {name: _minus(now[name], before) for name, before in weights.items()}
-    means = {} if job.average is None else job.average.tensors
-    return updates | {
-        f"the mean of {name}": _minus(mean, weights[name]) for name, mean in means.items()
-    }
+    """Return parameters, and their running means, minus `weights`.
 
-
-def _minus(after: Tensor, before: Tensor) -> Tensor:
-    """Subtract this rank's parts: DTensor would first plan it anew for every shape and mesh, which
-    takes seconds."""
-    difference = _copy(after)
-    local_box(difference)[0].sub_(local_box(before)[0])
-    return difference
+    This rank's parts: DTensor would plan a difference for every shape and mesh, for seconds.
+    """
+    updates: Tensors = {name: _copy(p) for name, p in job.model.named_parameters()}
+    if job.average is not None:
+        means = job.average.tensors.items()
+        updates |= {f"{MEAN_OF}{name}": _copy(mean) for name, mean in means}
+    for name, after in updates.items():
+        local_box(after)[0].sub_(local_box(weights[name.removeprefix(MEAN_OF)])[0])
+    return updates
 
 
 def _routed(

@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from meshwright.commands.prove.cases import Case, Kind, reference_case
 from meshwright.commands.prove.compare import BOUNDS, Reference, Verdict, compare
-from meshwright.commands.prove.measure import Measure, measure, record_reference
+from meshwright.commands.prove.measure import COMPARED, Measure, measure, record_reference
 from meshwright.commands.prove.ranks import RankError, RankPool
 from meshwright.config.job_config import JobConfig
 from meshwright.parallelisms.rules.compile_choice import why_no_compiler
@@ -95,21 +94,18 @@ def _record(run: Run, case: Case, file: Path, exact: Path | None = None) -> tupl
     """
     (seen,) = run(record_reference, case.config, file)
     tensors = torch.load(file, weights_only=True)
-    gradients = tensors["gradients"]
-    norms, update_norms = _norms(gradients), _norms(tensors["updates"])
+    norms = {
+        kind: {name: tensor.double().norm().item() for name, tensor in tensors[kind].items()}
+        for kind in COMPARED
+    }
     roundings: dict[str, float] = {}
     if exact is not None:
         in_fp32 = torch.load(exact, weights_only=True)["gradients"]
-        roundings = _largest_of_layers(
-            {
-                name: (gradient.double() - in_fp32[name].double()).norm().item()
-                / (norms[name] or 1)
-                for name, gradient in gradients.items()
-            }
-        )
-    later = _norms(tensors["later_gradients"])
+        for name, gradient in tensors["gradients"].items():
+            difference = (gradient.double() - in_fp32[name].double()).norm().item()
+            roundings[name] = difference / (norms["gradients"][name] or 1)
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors["weights"].items()}
-    return Reference(seen, shapes, norms, update_norms, roundings, later), file
+    return Reference(seen, shapes, norms, _largest_of_layers(roundings)), file
 
 
 def _largest_of_layers(errors: Mapping[str, float]) -> dict[str, float]:
@@ -122,7 +118,3 @@ def _largest_of_layers(errors: Mapping[str, float]) -> dict[str, float]:
     for name, error in errors.items():
         largest[layers[name]] = max(error, largest.get(layers[name], 0.0))
     return {name: largest[layer] for name, layer in layers.items()}
-
-
-def _norms(tensors: Mapping[str, Tensor]) -> dict[str, float]:
-    return {name: tensor.double().norm().item() for name, tensor in tensors.items()}

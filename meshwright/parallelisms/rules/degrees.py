@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import asdict, dataclass
+from functools import cache
 from importlib import metadata
 
 from meshwright.config.job_config import JobConfig, changed
@@ -178,6 +179,7 @@ def check_divisible(config: JobConfig, model: DecoderSpec) -> None:
     )
 
 
+@cache  # it reads a file, and a search asks for every candidate
 def shards_experts_apart() -> bool:
     """Return whether FSDP2 of this torch may shard experts over a mesh of their own."""
     return tuple(map(int, metadata.version("torch").split(".")[:2])) >= (2, 13)

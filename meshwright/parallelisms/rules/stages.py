@@ -133,12 +133,13 @@ def check_split_float8(config: JobConfig) -> None:
 
     Up to 2.11, `stage_backward_weight` takes only nodes of torch's own (2.12 was not tried).
     """
-    name, version = config.parallelism.pipeline_parallel_schedule, metadata.version("torch")
+    if not (config.float8.enable and splits_backward(config.parallelism)):
+        return
+    version = metadata.version("torch")
     check(
-        not (config.float8.enable and splits_backward(config.parallelism))
-        or tuple(map(int, version.split(".")[:2])) >= (2, 13),
+        tuple(map(int, version.split(".")[:2])) >= (2, 13),
         "parallelism.pipeline_parallel_schedule",
-        name,
+        config.parallelism.pipeline_parallel_schedule,
         f"computes gradients in two passes, which torch {version} cannot in float8 layers",
         "use torch 2.13, or choose Interleaved1F1B",
     )
@@ -281,7 +282,7 @@ def plan_pipeline(config: JobConfig, args: DecoderArgs) -> list[list[str]]:
     )
     return assign_modules(
         parallelism,
-        [args.table.num_params_of(f"layers.{index}") for index in range(args.n_layers)],
-        embedding=args.table.num_params_of("tok_embeddings"),
-        output=args.table.num_params_of("output"),
+        [args.table.in_matrices[f"layers.{index}"] for index in range(args.n_layers)],
+        embedding=args.table.in_matrices["tok_embeddings"],
+        output=args.table.in_matrices["output"],
     )

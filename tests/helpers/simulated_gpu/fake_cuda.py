@@ -24,7 +24,7 @@ from torch.nn.attention import bias
 from torch.nn.attention import flex_attention as flex
 
 import meshwright
-from meshwright.commands.plan.simulate import rms_norm
+from meshwright.commands.plan.simulate import RMSNorm
 from meshwright.commands.plan.torch_names import flex_attention_operator
 from meshwright.models import attention
 
@@ -188,7 +188,7 @@ def install() -> None:
     F.scaled_dot_product_attention = _attention
     attention._compiled = _uncompiled
     if torch.version.cuda is None:  # such a build has no kernels: several operators do it
-        F.rms_norm = rms_norm
+        F.rms_norm = RMSNorm.apply
         _kernels_of_gpu.impl("silu_backward", lambda grad, x: torch.empty_like(x), "CUDA")
     # torch's build for CUDA would allocate on it at the first fake tensor
     fake_tensor.init_gpu_context = lambda device: None
