@@ -210,14 +210,17 @@ def press_ctrl_c(folder: Path, times: int) -> tuple[int, str, float]:
             process_group=0,  # as a terminal's, which sends it to every process of the group
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
-    wait_for(lambda: (folder / "metrics.jsonl").exists() and records(folder), "the first step")
-    # a file gets its line at once, too, though none follows that would fill a block
-    wait_for(lambda: "loss" in console.read_text(), "the line of the first step", seconds=3)
-    start = time.monotonic()
-    for _ in range(times):
-        os.killpg(process.pid, signal.SIGINT)
-        time.sleep(0.1)
-    _, errors = process.communicate(timeout=60)
+    try:
+        wait_for(lambda: (folder / "metrics.jsonl").exists() and records(folder), "the first step")
+        # a file gets its line at once, too, though none follows that would fill a block
+        wait_for(lambda: "loss" in console.read_text(), "the line of the first step", seconds=3)
+        start = time.monotonic()
+        for _ in range(times):
+            os.killpg(process.pid, signal.SIGINT)
+            time.sleep(0.1)
+        _, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()  # on a machine that was too slow, it trains on
     return process.returncode, errors, time.monotonic() - start
 
 
