@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from operator import length_hint
+from pathlib import Path
 from typing import Any, TypeGuard
 
 from meshwright.datasets.files import Entry, Place, Range
@@ -24,6 +25,7 @@ from meshwright.system.errors import (
     config_error,
     did_you_mean,
     shortened,
+    where_it_ends,
 )
 from meshwright.system.files import LASTING
 from meshwright.system.modules import import_user_module, line_of
@@ -248,6 +250,8 @@ def _load_function(entry: Entry) -> Callable[[dict[str, Any]], Any]:
     except BaseException as error:  # importing runs the user's code
         formats = ", ".join(f'"{name}"' for name in FORMATS)
         fix = f'write "package.module:function" or "path/to/file.py:function", or {formats}'
+        if place.endswith(".py") and not Path(place).exists():
+            fix = where_it_ends(place)
         message = f"cannot be imported: {type(error).__name__}: {error}{line_of(error, place)}"
         raise entry.error("dataset_format", message, fix) from error
     function = getattr(module, attribute, None)
