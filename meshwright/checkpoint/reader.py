@@ -79,6 +79,9 @@ class Weights(ABC):
             put(target, piece.read(_within(part, piece.box)))
 
 
+OTHER = "name a checkpoint of this model"
+
+
 class CheckpointWeights(Weights):
     """Tensors in a step's folder, of ours or of any torch.distributed.checkpoint.
 
@@ -104,7 +107,7 @@ class CheckpointWeights(Weights):
         for name, tensor in tensors.items():
             theirs, ours = self._find(name).shape, tuple(tensor.shape)
             rule = f"{self._saved_name(name)} has shape {theirs} there, not {ours}"
-            self._place.check(theirs == ours, rule)
+            self._place.check(theirs == ours, rule, OTHER)
         try:
             super().load(tensors, put)
         finally:
@@ -126,7 +129,7 @@ class CheckpointWeights(Weights):
 
     def _find(self, name: str) -> SavedTensor:
         saved_name = self._saved_name(name)
-        self._place.check(saved_name in self.saved, f"the checkpoint has no {saved_name}")
+        self._place.check(saved_name in self.saved, f"the checkpoint has no {saved_name}", OTHER)
         return self.saved[saved_name]
 
     def _read(self, chunk: Chunk, box: Box) -> Tensor:

@@ -30,7 +30,6 @@ from meshwright.models.family import TIED, Family, ForeignTensor, HuggingFaceFor
 from meshwright.models.table import DecoderSpec
 from meshwright.parallelisms.initialize import fill_normal
 from meshwright.parallelisms.shards import Box, local_box, local_shard, part_of_box
-from meshwright.system.errors import check
 from meshwright.system.files import Place
 
 READING_TIMEOUT = timedelta(hours=1)
@@ -43,8 +42,8 @@ class ForeignWeights(Weights):
         copies: names under which the files may hold a tensor once more, by its name.
     """
 
-    def __init__(self, copies: Mapping[str, Sequence[str]]) -> None:
-        self._copies = copies
+    def __init__(self, place: Place, copies: Mapping[str, Sequence[str]]) -> None:
+        self._place, self._copies = place, copies
 
     def load(self, tensors: Mapping[str, Tensor], put: Put = Tensor.copy_) -> None:
         """As the base's. Raises `ConfigError` too if a copy differs."""
@@ -53,11 +52,9 @@ class ForeignWeights(Weights):
             for copy in self._copies[name]:
                 other = torch.empty_like(tensors[name])
                 super().load({copy: other})
-                check(
+                self._place.check(
                     torch.equal(local_shard(other), local_shard(tensors[name])),
-                    LOAD_KEY,
-                    copy,
-                    f"differs from {name}, of which it should be a copy: embeddings are tied",
+                    f"{copy} differs from {name}, of which it is a copy where embeddings are tied",
                     "set model.args.tie_embeddings = false (in a config.json tie_word_embeddings)",
                 )
 
@@ -74,7 +71,7 @@ class HuggingFaceWeights(ForeignWeights):
         }
         for name, names in copies.items():
             self._foreign |= {copy: replace(self._foreign[name], name=copy) for copy in names}
-        super().__init__(copies)
+        super().__init__(place, copies)
         files = {tensor.file for tensor in self._stored.values()}
         try:  # they are mapped, not read
             self._open = {file: safe_open(file, framework="pt") for file in files}
@@ -134,7 +131,7 @@ class MetaWeights(ForeignWeights):
     def __init__(self, place: Place, family: Family, args: DecoderArgs) -> None:
         self._parts = check_meta_folder(place, family, args)
         is_twice = args.tie_embeddings and COPY in self._parts
-        super().__init__({TIED: [COPY]} if is_twice else {})
+        super().__init__(place, {TIED: [COPY]} if is_twice else {})
 
     def pieces(self, name: str) -> Iterator[Piece]:
         for offset, tensor in self._parts[name]:
