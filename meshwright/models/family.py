@@ -66,10 +66,17 @@ MODULES = {
     "layers.{}.feed_forward.w1": "model.layers.{}.mlp.gate_proj",
     "layers.{}.feed_forward.w2": "model.layers.{}.mlp.down_proj",
     "layers.{}.feed_forward.w3": "model.layers.{}.mlp.up_proj",
+    "layers.{}.attention.q_norm": "model.layers.{}.self_attn.q_norm",
+    "layers.{}.attention.k_norm": "model.layers.{}.self_attn.k_norm",
+    "layers.{}.attention_norm": "model.layers.{}.input_layernorm",
+    "layers.{}.ffn_norm": "model.layers.{}.post_attention_layernorm",
     "norm": "model.norm",
     "output": "lm_head",
 }
 """Our name of a module and theirs, as most families have them; {} is the layer."""
+
+
+ROTATED = ("attention.wq", "attention.wk", "attention.q_norm", "attention.k_norm")
 
 
 EXPERTS = {
@@ -135,13 +142,13 @@ class HuggingFaceForm:
     """The family's name in config.json."""
     architecture: str
     """Its class in transformers."""
-    modules: Mapping[str, str]
-    """Our name of a module and theirs; {} is the layer."""
-    rotated: tuple[str, ...]
-    """Ends of the names of our modules whose rows are turned by position: transformers pairs row i
-    of a head with i + H/2, Meta and we pair 2i with 2i + 1."""
     fixed: Mapping[str, object]
     """Keys of config.json that can have but one value for our model; absent, they have it."""
+    modules: Mapping[str, str] = field(default_factory=lambda: MODULES)
+    """Our name of a module and theirs, with names that a model may lack; {} is the layer."""
+    rotated: tuple[str, ...] = ROTATED
+    """Ends of the names of our modules whose rows are turned by position: transformers pairs row i
+    of a head with i + H/2, Meta and we pair 2i with 2i + 1."""
     defaults: Mapping[str, object] = field(default_factory=dict)
     """Values of keys that are absent, where transformers has others than most families."""
     integers: Mapping[str, str] = field(default_factory=dict)

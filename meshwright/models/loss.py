@@ -195,8 +195,7 @@ def _differentiate(
     chunk_tokens: int,
     needed: list[bool],
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return the loss and, from the same pass, its gradients by `x` and (in fp32) by `weight`; all
-    arguments are of one type."""
+    """Return the loss and, from the same pass, its gradients by `x` and (in fp32) by `weight`."""
     needs_x, needs_weight = needed
     of_x = torch.empty_like(x) if needs_x else None
     losses = torch.empty(len(x), dtype=torch.float32, device=x.device)
@@ -244,7 +243,8 @@ class _WithGradient(torch.autograd.Function):
             factor = grad if grad.device.type == "cpu" else grad.view([1] * gradient.dim())
             torch.mul(gradient, factor, out=scaled)
         else:
-            for part, into in zip(_blocks(gradient), _blocks(scaled), strict=True):
+            size = _small_block_size(gradient)
+            for part, into in zip(gradient.split(size), scaled.split(size), strict=True):
                 product = part * grad  # copying rounds, too
                 into.copy_(product if ctx.dtype == ctx.rounded_to else product.to(ctx.rounded_to))
         return scaled, None, None
@@ -297,10 +297,6 @@ def _with_scratch(logits: Tensor, per_token: Tensor) -> Iterator[tuple[Tensor, T
     scratch = torch.empty(min(size, len(logits)), logits.shape[1], device=logits.device)
     for block, part in zip(logits.split(size), per_token.split(size), strict=True):
         yield block, part, scratch[: len(block)]
-
-
-def _blocks(matrix: Tensor) -> tuple[Tensor, ...]:
-    return matrix.split(_small_block_size(matrix))
 
 
 def _block_size(matrix: Tensor) -> int:

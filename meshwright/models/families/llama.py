@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshwright.models.args import STD, DecoderArgs, RopeScaling
-from meshwright.models.family import MODULES, Dimension, Family, HuggingFaceForm, number, positive
+from meshwright.models.family import Dimension, Family, HuggingFaceForm, number, positive
 from meshwright.models.table import DecoderSpec
 
 INTEGERS = ("dim", "n_layers", "n_heads", "n_kv_heads")
@@ -123,12 +123,6 @@ FAMILY = Family(
     hf=HuggingFaceForm(
         model_type="llama",
         architecture="LlamaForCausalLM",
-        modules={
-            **MODULES,
-            "layers.{}.attention_norm": "model.layers.{}.input_layernorm",
-            "layers.{}.ffn_norm": "model.layers.{}.post_attention_layernorm",
-        },
-        rotated=("attention.wq", "attention.wk"),
         fixed={"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
         defaults={"rms_norm_eps": 1e-6},
         stretched_rope_type="llama3",

@@ -47,12 +47,9 @@ FAMILY = Family(
         architecture="Olmo2ForCausalLM",
         modules={
             **MODULES,
-            "layers.{}.attention.q_norm": "model.layers.{}.self_attn.q_norm",
-            "layers.{}.attention.k_norm": "model.layers.{}.self_attn.k_norm",
             "layers.{}.attention_norm": "model.layers.{}.post_attention_layernorm",
             "layers.{}.ffn_norm": "model.layers.{}.post_feedforward_layernorm",
         },
-        rotated=("attention.wq", "attention.wk", "attention.q_norm", "attention.k_norm"),
         fixed={"hidden_act": "silu", "attention_bias": False},
         defaults={"rms_norm_eps": 1e-5},
     ),

@@ -49,15 +49,7 @@ FAMILY = Family(
     hf=HuggingFaceForm(
         model_type="olmoe",
         architecture="OlmoeForCausalLM",
-        modules={
-            **MODULES,
-            **EXPERTS,
-            "layers.{}.attention_norm": "model.layers.{}.input_layernorm",
-            "layers.{}.attention.q_norm": "model.layers.{}.self_attn.q_norm",
-            "layers.{}.attention.k_norm": "model.layers.{}.self_attn.k_norm",
-            "layers.{}.ffn_norm": "model.layers.{}.post_attention_layernorm",
-        },
-        rotated=("attention.wq", "attention.wk", "attention.q_norm", "attention.k_norm"),
+        modules={**MODULES, **EXPERTS},
         fixed={"hidden_act": "silu", "attention_bias": False, "clip_qkv": None},
         defaults={"rms_norm_eps": 1e-5},
         integers={"n_experts": "num_experts", "n_active": "num_experts_per_tok"},

@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass
 
 from meshwright.models.args import STD, DecoderArgs
-from meshwright.models.family import MODULES, Family, HuggingFaceForm
+from meshwright.models.family import Family, HuggingFaceForm
 from meshwright.models.table import DecoderSpec
 
 
@@ -53,14 +53,6 @@ FAMILY = Family(
     hf=HuggingFaceForm(
         model_type="qwen3",
         architecture="Qwen3ForCausalLM",
-        modules={
-            **MODULES,
-            "layers.{}.attention_norm": "model.layers.{}.input_layernorm",
-            "layers.{}.attention.q_norm": "model.layers.{}.self_attn.q_norm",
-            "layers.{}.attention.k_norm": "model.layers.{}.self_attn.k_norm",
-            "layers.{}.ffn_norm": "model.layers.{}.post_attention_layernorm",
-        },
-        rotated=("attention.wq", "attention.wk", "attention.q_norm", "attention.k_norm"),
         fixed={"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False},
         defaults={"head_dim": 128, "rms_norm_eps": 1e-6},
     ),

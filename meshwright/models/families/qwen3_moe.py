@@ -10,7 +10,7 @@ from typing import Any
 
 from meshwright.models.args import STD, ExpertArgs, check_positive
 from meshwright.models.families.qwen3 import FAMILY as QWEN3
-from meshwright.models.family import EXPERTS, Family, HuggingFaceForm
+from meshwright.models.family import EXPERTS, MODULES, Family, HuggingFaceForm
 from meshwright.models.table import DecoderSpec
 
 
@@ -80,8 +80,7 @@ FAMILY = Family(
     hf=HuggingFaceForm(
         model_type="qwen3_moe",
         architecture="Qwen3MoeForCausalLM",
-        modules={**QWEN3.hf.modules, **EXPERTS},
-        rotated=QWEN3.hf.rotated,
+        modules={**MODULES, **EXPERTS},
         fixed={**QWEN3.hf.fixed, "decoder_sparse_step": 1},
         defaults=QWEN3.hf.defaults,
         integers={
