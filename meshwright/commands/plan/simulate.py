@@ -340,8 +340,9 @@ class RMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, Tensor, None]:
         x, scale, weight = ctx.saved_tensors
-        inputs = (grad, x, ctx.shape, scale, weight)
-        of_x, of_weight = aten._fused_rms_norm_backward(*inputs, [True, True])
+        of_x, of_weight = aten._fused_rms_norm_backward(
+            grad, x, ctx.shape, scale, weight, [True, True]
+        )
         return of_x, None, of_weight, None
 
 
