@@ -171,6 +171,23 @@ def test_ls_takes_what_it_finds(made, capsys, monkeypatch, tmp_path) -> None:
         run(capsys, "ls", folder)
 
 
+def test_verify_calls_no_checkpoint_damaged_that_a_job_deletes(
+    made, capsys, monkeypatch, tmp_path
+) -> None:
+    folder = Path(shutil.copytree(made, tmp_path / "copy" / made.name))
+    shutil.rmtree(folder / "step-15")  # which is damaged
+    inspect = commit.inspect
+
+    def inspect_late(path: Path) -> dict:
+        if path.name == "step-5":
+            shutil.rmtree(path)
+        return inspect(path)
+
+    monkeypatch.setattr(commit, "inspect", inspect_late)
+    code, lines = run(capsys, "verify", folder.parent)
+    assert (code, lines) == (0, ["step-5: deleted meanwhile", "step-10: good"])
+
+
 def changed() -> Decoder:
     model = plain_model(SMALL)
     with torch.no_grad():

@@ -223,6 +223,16 @@ def test_a_launcher_stays_until_the_others_have_read(monkeypatch: pytest.MonkeyP
     assert sorted(read) == ["a", "b"]
 
 
+def test_only_what_another_machine_has_told_is_trouble(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(watch, "ASK_MACHINES_EVERY_S", 0)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    facts = {"store": ["127.0.0.1", store.port], "machines": 2, "machine": 0}
+    launcher, beat = watching(tmp_path), replace(BEAT, facts=facts)
+    assert not launcher._is_hung([beat])
+    store.set("meshwright_hang/trouble", "yes")
+    assert launcher._is_hung([beat])
+
+
 @pytest.mark.parametrize(
     ("change", "others"),
     [
