@@ -22,7 +22,6 @@ from meshwright.checkpoint.retention import Retention, check_gets_on, set_aside_
 from meshwright.checkpoint.staging import Staging
 from meshwright.config.job_config import Checkpoint
 from meshwright.system.errors import ConfigError, SaveError
-from meshwright.system.files import make_folder
 from meshwright.system.log import logger
 
 if TYPE_CHECKING:
@@ -95,7 +94,6 @@ class CheckpointManager:
 
     def _claim_folder(self) -> bool:
         try:
-            make_folder(self._folder)
             self._claim.take()
             self._retention.clean_up()
             return True

@@ -210,8 +210,8 @@ class HuggingFaceForm:
             raise ValueError("quantization_config: the weights are quantized")
         if config.get(PARTIAL) not in (None, 1):
             raise ValueError(f"{PARTIAL} is {config[PARTIAL]!r}, which this model has not")
-        if {*(config.get("layer_types") or [])} - {"full_attention"}:
-            kinds = config["layer_types"]
+        kinds = config.get("layer_types") or []
+        if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
             raise ValueError(f"layer_types is {kinds!r}; this model has full_attention alone")
         found = self._read_integers(config)
         is_new = config.get("rope_parameters") is not None
