@@ -97,6 +97,35 @@ def test_any_number_of_processes_makes_the_same_cache(tmp_path) -> None:
     assert documents_of(caches[0]) == documents_of(caches[1])
 
 
+BAD = """
+import multiprocessing, time
+from meshwright.datasets.rows import IndexedDocuments
+from meshwright.datasets.sources import DatasetSpec
+
+
+def get(index):
+    if multiprocessing.parent_process() is None:
+        time.sleep(0.01)  # the others come first
+        return "text"
+    time.sleep(0.5)
+    raise ValueError("x" * 1_000_000)
+
+
+DATASETS = {"own": DatasetSpec(lambda *_: IndexedDocuments(4000, get), lambda entry: [])}
+"""
+
+
+@pytest.mark.slow
+def test_long_errors_of_several_processes_end_all(tmp_path) -> None:
+    """A process would wait for ever for someone to read the second one."""
+    (tmp_path / "own.py").write_text(BAD)
+    entry = Entry("training", "own", Source(dataset="own"))
+    recipe = TokenizationSpec(entry, BYTES, custom_import=str(tmp_path / "own.py"))
+    with pytest.raises(ValueError, match="xxx") as caught:
+        open_cache(recipe, tmp_path / "cache", num_workers=3)
+    assert "own.py" in caught.value.__notes__[0]  # where it was raised
+
+
 def test_what_is_there_is_not_made_again(tmp_path) -> None:
     note = tmp_path / "opened"
     recipe = TextsRecipe(MANY, opened_note=str(note))

@@ -4,6 +4,7 @@ import itertools
 import multiprocessing
 import os
 import time
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -270,7 +271,8 @@ def _tokenize(todo: _Todo, claims: Claims, num_workers: int, missing: int) -> No
             fix = "meshwright tokenize --workers 1; finished parts are kept"
             raise ConfigError(CACHE_KEY, f"{what}\n  fix: {fix}") from error
         finally:
-            for process, _ in workers:
+            for process, answers in workers:
+                answers.close()  # or one whose long error nobody reads would wait for ever
                 process.join()
         while todo.left():  # others make them; or they are gone, and it is done here
             time.sleep(POLL_S)
@@ -289,12 +291,14 @@ def _start(context: SpawnContext, todo: _Todo, counts: Any, worker: int) -> tupl
 
 def _work_apart(parent: int, todo: _Todo, counts: Any, worker: int, answer: Connection) -> None:
     die_with_parent(parent)
+    found = None
     try:
         _work(todo, Claims(todo.folder), counts, worker)
     except BaseException as error:  # Ctrl-C comes to this process, too
-        answer.send(error)
-    else:
-        answer.send(None)
+        error.add_note("".join(traceback.format_exception(error)))  # it is lost on the way
+        found = error
+    with suppress(BrokenPipeError):  # another error came first
+        answer.send(found)
 
 
 def _work(todo: _Todo, claims: Claims, counts: Any, worker: int) -> None:
