@@ -60,6 +60,8 @@ def test_bfloat16_is_the_checkpoint_rounded(checkpoint, tmp_path, capsys) -> Non
     assert config["max_position_embeddings"] == 128  # 8 times 16
     assert (config["bos_token_id"], config["eos_token_id"]) == (256, 257)
     assert LlamaForCausalLM.from_pretrained(tmp_path / "out", dtype="auto").dtype == torch.bfloat16
+    modes = {file.stat().st_mode for file in (tmp_path / "out").glob("*.*")}
+    assert len(modes) == 1  # whoever may read the config may read the weights
     assert "rounded to bfloat16, to the bit: equal" in capsys.readouterr().out
 
 

@@ -180,6 +180,7 @@ def _write_weights(job: Job, folder: Path, tensors: Mapping[str, ForeignTensor])
             save_file({name: found[name] for name in names}, folder / file, {"format": "pt"})
         except SafetensorError as error:
             raise OSError(f"{file}: {error}") from None
+        shutil.copymode(folder / CONFIG, folder / file)  # safetensors lets nobody else read it
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         _write_json(folder / INDEX, index)
