@@ -19,7 +19,7 @@ from meshwright.checkpoint.on_ranks import on_every_rank
 from meshwright.checkpoint.state import AVERAGE, MODEL
 from meshwright.parallelisms.shards import Box, local_box, part_of_box
 from meshwright.system.errors import ConfigError, StorageError
-from meshwright.system.files import Place
+from meshwright.system.files import ABSENT, Place
 
 
 @dataclass(frozen=True)
@@ -145,6 +145,9 @@ class CheckpointWeights(Weights):
             tensor = torch.load(cast(IO[bytes], view), map_location="cpu", weights_only=True)
             if tuple(tensor.shape) != chunk.shape:
                 raise ValueError(f"{chunk.file} has shape {tuple(tensor.shape)}, not {chunk.shape}")
+        except ABSENT as error:
+            rule = f"{chunk.file} cannot be read: {error.strerror}"
+            raise self._place.error(rule, "copy the folder again") from None
         except OSError as error:
             what = f"{path} cannot be read: {error.strerror}"
             raise StorageError(f"{what}\n  fix: run the same command again") from None

@@ -5,6 +5,7 @@ import json
 import math
 import pickle
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -254,3 +255,20 @@ def test_a_checkpoint_of_ours_of_another_family_or_size_is_refused(tmp_path) -> 
     with pytest.raises(ConfigError, match="holds weights of the family 'qwen3'") as error:
         check(checkpoint)
     assert error.value.key == "model.name"
+
+
+def test_files_of_metas_are_in_the_order_of_their_numbers(tmp_path) -> None:
+    """In another order the parts of a matrix would be joined wrongly, without a word."""
+    whole = load_meta(save_meta(tmp_path / "whole", TENSORS, files=2), EVEN).state_dict()
+    for old, new in (("00", "9"), ("01", "10")):
+        file = tmp_path / "whole" / f"consolidated.{old}.pth"
+        file.rename(file.with_name(f"consolidated.{new}.pth"))
+    found = load_meta(tmp_path / "whole", EVEN).state_dict()
+    assert all(torch.equal(tensor, found[name]) for name, tensor in whole.items())
+
+
+def test_a_file_of_metas_that_may_not_be_read_is_not_damaged(tmp_path, monkeypatch) -> None:
+    folder = save_meta(tmp_path / "meta", TENSORS)
+    error = PermissionError(13, "Permission denied")
+    monkeypatch.setattr(torch, "load", Mock(side_effect=error))
+    assert "consolidated.00.pth cannot be read: Permission denied" in refusal(folder)

@@ -1,6 +1,8 @@
 """Model folders of Hugging Face: in, out, and what is wrong with them."""
 
 import json
+from pathlib import Path
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -154,3 +156,14 @@ def test_an_export_of_biases_is_refused(tmp_path) -> None:
     with pytest.raises(ConfigError, match="layers.1.feed_forward.bias.*no place"):
         export([str(checkpoint), str(tmp_path / "out")])
     assert not (tmp_path / "out").exists()
+
+
+def test_a_file_that_may_not_be_read_is_not_damaged(tmp_path) -> None:
+    """safetensors would say that there is none."""
+    save_file({"a": torch.ones(1)}, tmp_path / "model.safetensors")
+    denied = Mock(side_effect=PermissionError(13, "Permission denied"))
+    with (
+        patch.object(Path, "open", denied),
+        pytest.raises(ConfigError, match="model.safetensors cannot be read: Permission denied"),
+    ):
+        find_tensors(Place("folder", tmp_path))

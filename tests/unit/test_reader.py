@@ -114,3 +114,10 @@ def test_forged_sizes_are_one_error(what, message: str, tmp_path: Path) -> None:
     index.write_bytes(pickle.dumps(metadata))
     said = refusal(tmp_path)
     assert message.replace(" .* bytes", "") in said
+
+
+def test_a_file_that_is_gone_does_not_come_back(tmp_path: Path) -> None:
+    """As of a folder of torchtitan's that was copied in part: no scheduler need try again."""
+    save(tmp_path)
+    (tmp_path / "__0_0.distcp").unlink()
+    assert "__0_0.distcp cannot be read: No such file" in refusal(tmp_path)

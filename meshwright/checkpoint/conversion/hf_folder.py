@@ -77,13 +77,16 @@ def _read_header(place: Place, name: str) -> dict[str, StoredTensor]:
     file = place.path / name
     place.check(file.is_file(), f"{name} is missing, which {INDEX} names", AGAIN)
     try:
+        file.open("rb").close()  # for its own error: to safetensors every failure is a missing file
         with safe_open(file, framework="numpy") as content:
             slices = {name: content.get_slice(name) for name in content.keys()}  # noqa: SIM118
             return {
                 name: StoredTensor(file, tensor.get_dtype(), tuple(tensor.get_shape()))
                 for name, tensor in slices.items()
             }
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
+        raise place.error(f"{name} cannot be read: {error.strerror}") from None
+    except SafetensorError as error:
         rule = f"{name} is damaged, or is not a safetensors file: {error}"
         raise place.error(rule, AGAIN) from None
 

@@ -97,6 +97,11 @@ def is_meta_folder(path: Path) -> bool:
     return (path / PARAMS).is_file() and any(path.glob(WEIGHTS))
 
 
+def _in_order(folder: Path) -> list[Path]:
+    """Return the files by their numbers, which may lack zeros in front."""
+    return sorted(folder.glob(WEIGHTS), key=lambda file: (len(file.name), file.name))
+
+
 Parts = list[tuple[tuple[int, ...], "Tensor"]]
 """Of a tensor: each with its offset in the whole, mapped into memory."""
 
@@ -118,7 +123,7 @@ def check_meta_folder(place: Place, family: Family, args: DecoderArgs) -> dict[s
     if scaling and found["rope_scaling"][1]:  # it does not say by how much
         del found["rope_scaling"]
     check_args(args, found, str(place.path / PARAMS))
-    files = {file.name: _map(place, file) for file in sorted(place.path.glob(WEIGHTS))}
+    files = {file.name: _map(place, file) for file in _in_order(place.path)}
     wanted = args.parameter_shapes()
     names = set().union(*files.values())
     if args.tie_embeddings and COPY in names:
@@ -145,6 +150,8 @@ def _map(place: Place, file: Path) -> "dict[str, Tensor]":
         tensors = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
         found = {str(name): value for name, value in tensors.items()}
         is_good = all(isinstance(value, torch.Tensor) for value in found.values())
+    except OSError as error:
+        raise place.error(f"{file.name} cannot be read: {error.strerror or error}") from None
     except Exception:  # a damaged file raises any; torch's text advises to let the file run code
         is_good = False
     place.check(
