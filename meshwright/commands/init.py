@@ -105,7 +105,7 @@ def run(given: Namespace) -> None:
     """Write the TOML, and say which commands come next.
 
     Raises:
-        ConfigError: if the file is there already, or no text is found.
+        ConfigError: if the file is there already or cannot be written, or no text is found.
     """
     out: Path = given.out
     check(not out.exists(), "OUT", str(out), "exists already", "name another file, or remove it")
@@ -116,7 +116,12 @@ def run(given: Namespace) -> None:
         print(corpus)
     scale = scale_for(STDLIB_TOKENS if corpus is None else corpus.num_to_train)
     lines = _toml(out, corpus, scale)
-    out.write_text("".join(f"{line.removesuffix('# ').rstrip()}\n" for line in lines), "utf-8")
+    text = "".join(f"{line.removesuffix('# ').rstrip()}\n" for line in lines)
+    try:
+        out.write_text(text, "utf-8")
+    except OSError as error:  # a full disk; or /proc, where the folder promises too much
+        rule = f"cannot be written: {error.strerror}"
+        raise config_error("OUT", str(out), rule, "name another file") from None
     print(f"wrote {out}: {scale}\n")
     name = shlex.quote(str(out))
     print(f"meshwright check {name}\nmeshwright train {name}")
