@@ -15,7 +15,7 @@ from pydantic_core import ErrorDetails
 
 from meshwright.config.fields import Key, all_keys, find_section
 from meshwright.config.job_config import JobConfig
-from meshwright.config.provenance import underline
+from meshwright.config.provenance import ASSIGNMENT, HEADER, underline
 from meshwright.system.errors import ConfigError, UnknownKeyError, config_error
 
 ALIKE = 0.74
@@ -164,9 +164,25 @@ def explain_syntax(error: tomli.TOMLDecodeError, path: str) -> ConfigError:
         number -= 1
         column = len(lines[number - 1]) - 1
     line = lines[number - 1]
+    message = error.msg
+    if message.startswith("Cannot") and (first := _written_before(lines[:number])):
+        message, column = f"line {first} has it, too", len(line) - len(line.lstrip())
     pointer = underline(line, column, column + 1)
     fixes = [f"  fix: {fix}"] if (fix := _right_line(line)) else []
-    return ConfigError("", "\n".join([f"{path}:{number}: not TOML: {error.msg}", *pointer, *fixes]))
+    return ConfigError("", "\n".join([f"{path}:{number}: not TOML: {message}", *pointer, *fixes]))
+
+
+def _written_before(lines: Sequence[str]) -> int:
+    """Return the number of the line that has the table, or the key, of the last line; or 0."""
+    pattern = HEADER if HEADER.match(lines[-1]) else ASSIGNMENT
+    last = pattern.match(lines[-1])
+    for number in range(len(lines) - 1, 0, -1):
+        there = pattern.match(lines[number - 1])
+        if last and there and there["key"] == last["key"]:
+            return number
+        if pattern is ASSIGNMENT and HEADER.match(lines[number - 1]):
+            break  # of another table
+    return 0
 
 
 def _right_line(line: str) -> str:

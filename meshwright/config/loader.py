@@ -18,7 +18,7 @@ from pydantic.fields import FieldInfo
 
 from meshwright.config.command_line import Parser, add_config, parse
 from meshwright.config.explain import explain_mistake, explain_syntax
-from meshwright.config.fields import Key, find_field, set_value
+from meshwright.config.fields import Key, find_field, is_flag, set_value
 from meshwright.config.job_config import JobConfig
 from meshwright.config.provenance import Provenance, shown_path
 from meshwright.config.section import (
@@ -211,6 +211,7 @@ def _read(given: Namespace, provenance: Provenance) -> Written:
         set_value(raw, ("job", "config_file"), os.path.abspath(path))
     given_here: dict[str, Any] = {}
     for key, text in given.overrides.items():
+        _check_override(key, text)
         provenance.add_override(key)
         table: dict[str, Any] = {}
         set_value(table, key, _from_text(text, find_field(key)))
@@ -237,6 +238,18 @@ def with_lines(error: ConfigError, given: Namespace) -> ConfigError:
     if not any(key.partition(".")[0] in JobConfig.model_fields for key in keys):
         return error
     return ConfigError("", read(given).provenance.explain(error))
+
+
+def _check_override(key: Key, text: str) -> None:
+    """Refuse a part of a list, and a flag that has taken the CONFIG after it for its value."""
+    name, field = f"--{'.'.join(key)}", find_field(key)
+    if number := next((n for n, part in enumerate(key) if part.isdecimal()), 0):
+        fix = f"write all of {'.'.join(key[:number])} in the TOML"
+        rule = "the command line replaces a list as a whole"
+        raise ConfigError("", f"{name}: {rule}\n  fix: {fix}")
+    if field and is_flag(field) and (text.endswith(".toml") or text in preset_names()):
+        what = f"{name} = {text!r}: is no value of it, but a CONFIG"
+        raise ConfigError("", f"{what}\n  fix: write {name}=true {text}")
 
 
 def _read_toml(path: Path, provenance: Provenance, seen: tuple[Path, ...]) -> dict[str, Any]:

@@ -158,8 +158,8 @@ training.steps=3 => expected --section.key value fix: write --training.steps=3
 --training.steps.x 3 => training.steps = {{'x': 3}}: must be a whole number
 --training.seed 007 => --training.seed = '007': must be a whole number fix: write 7
 --optimizer.lr=-1e-3 => --optimizer.lr = -0.001: should be greater than 0
---compile.enable my.toml => --compile.enable = 'my.toml': must be true, false or "auto"
---training.datasets.0.weight 2 => training.datasets = {{'0': {{'weight': 2}}}}: must be a list
+--compile.enable my.toml => but a CONFIG fix: write --compile.enable=true my.toml
+--training.datasets.0.weight 2 => fix: write all of training.datasets in the TOML
 --model.frozen [norm.*,out] => quote it for the shell: '["norm.*", "out"]'
 --lr_scheduler.decay_type constant => set lr_scheduler.decay_ratio = 0
 --training.compile true => did you mean compile.enable?
@@ -516,3 +516,20 @@ def test_divisors_of_a_slip_of_the_finger_are_found_at_once() -> None:
         found = divisors_of(number).replace(" or ", ", ").split(", ")
         assert found == [str(n) for n in range(1, number + 1) if number % n == 0]
     assert divisors_of(2**31 - 1) == "1 or 2147483647"
+
+
+@pytest.mark.parametrize(
+    ("text", "place"),
+    [
+        ("[training]\nsteps = 3\n# more\nsteps = 4\n", "a.toml:4: not TOML: line 2 has it, too"),
+        ("[training]\n[model]\n[training]\n", "a.toml:3: not TOML: line 1 has it, too"),
+        ("[a]\nx = 1\n[b]\nx = 1\ny = 2\ny = 3\n", "a.toml:6: not TOML: line 5 has it, too"),
+        ("x = 1\n[a]\ny = 1\ny.x = 2\n", "a.toml:4: not TOML: Cannot"),
+    ],
+)
+def test_what_is_written_twice_is_named_with_both_lines(text, place, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a.toml").write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load_config(["a.toml"])
+    assert str(caught.value).startswith(place)
