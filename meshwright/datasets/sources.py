@@ -206,16 +206,27 @@ def _reason(error: BaseException) -> str:
     while error.__cause__ is not None:
         error = error.__cause__
     from datasets.arrow_writer import SchemaInferenceError  # here, as above
+    from datasets.config import HF_DATASETS_CACHE
 
+    if isinstance(error, OSError) and Path(HF_DATASETS_CACHE).is_relative_to(str(error.filename)):
+        return (
+            f"{error.filename}, the cache of Hugging Face: {error.strerror}\n"
+            "  fix: set the variable HF_HOME to a folder that you can write to"
+        )
     if isinstance(error, StopIteration | SchemaInferenceError):
         return "there is nothing in it"
     return first_line(error)
 
 
+MOST_SUFFIXES = 4
+
+
 def by_suffix(paths: Iterable[str]) -> list[str]:
-    """Return how many files have each suffix: ["56 .txt", "1 .jsonl"]."""
+    """Return how many files have each suffix: ["56 .txt", "1 .jsonl"]. Rare ones are added up."""
     found = Counter(sorted(Path(path).suffix or "without suffix" for path in paths)).most_common()
-    return [f"{count} {suffix}" for suffix, count in found]
+    shown = [f"{count} {suffix}" for suffix, count in found[:MOST_SUFFIXES]]
+    others = sum(count for _, count in found[MOST_SUFFIXES:])
+    return [*shown, f"{others} others"] if others else shown
 
 
 def left_out(folder: str, taken: Collection[str]) -> Iterator[str]:

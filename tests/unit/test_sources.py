@@ -21,6 +21,7 @@ from meshwright.datasets.files import Entry, fingerprint, local_files, revision
 from meshwright.datasets.named_sources import check_path
 from meshwright.datasets.rows import Document, Documents, IndexedDocuments, unreadable
 from meshwright.datasets.samples import CachedSamples
+from meshwright.datasets.sources import by_suffix, openable
 from meshwright.datasets.token_cache.tokenizing import open_cache
 from meshwright.datasets.tokenizers.kinds import build_tokenizer
 from meshwright.system.errors import ConfigError, RecordError, StorageError
@@ -504,3 +505,17 @@ def test_a_revision_of_the_hub_is_pinned_and_known(hub, folder: Path) -> None:
     assert hub["revision"] == COMMITS[0]
     newest.open(streamed=False)
     assert hub["revision"] is None
+
+
+def test_a_cache_that_cannot_be_made_names_its_variable() -> None:
+    """As below a home that is read-only; the error is of the first folder that is missing."""
+    folder = str(Path(datasets.config.HF_DATASETS_CACHE).parents[1])
+    rule = "the cache of Hugging Face.*\n  fix: set .* HF_HOME"
+    with pytest.raises(ConfigError, match=rule), openable(entry(dataset="c4")):
+        raise PermissionError(13, "Permission denied", folder)
+
+
+def test_rare_suffixes_are_added_up() -> None:
+    """A folder of shards may have thousands: data.0001, data.0002, ..."""
+    paths = ["a.txt", *(f"data.{number:04}" for number in range(1000))]
+    assert by_suffix([*paths, "b.txt"]) == ["2 .txt", "1 .0000", "1 .0001", "1 .0002", "997 others"]
