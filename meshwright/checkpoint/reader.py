@@ -19,7 +19,7 @@ from meshwright.checkpoint.on_ranks import on_every_rank
 from meshwright.checkpoint.state import AVERAGE, MODEL
 from meshwright.parallelisms.shards import Box, local_box, part_of_box
 from meshwright.system.errors import ConfigError, StorageError
-from meshwright.system.files import ABSENT, Place
+from meshwright.system.files import Place, may_pass
 
 
 @dataclass(frozen=True)
@@ -145,12 +145,12 @@ class CheckpointWeights(Weights):
             tensor = torch.load(cast(IO[bytes], view), map_location="cpu", weights_only=True)
             if tuple(tensor.shape) != chunk.shape:
                 raise ValueError(f"{chunk.file} has shape {tuple(tensor.shape)}, not {chunk.shape}")
-        except ABSENT as error:
-            rule = f"{chunk.file} cannot be read: {error.strerror}"
-            raise self._place.error(rule, "copy the folder again") from None
         except OSError as error:
-            what = f"{path} cannot be read: {error.strerror}"
-            raise StorageError(f"{what}\n  fix: run the same command again") from None
+            what = f"cannot be read: {error.strerror or error}"
+            if not may_pass(error):
+                fix = "copy the folder again, so that this user may read all of it"
+                raise self._place.error(f"{chunk.file} {what}", fix) from None
+            raise StorageError(f"{path} {what}\n  fix: run the same command again") from None
         except Exception as error:  # a damaged pickle raises any exception
             raise self._place.error(f"cannot be read: {error}") from None
         return part_of_box(tensor, box)

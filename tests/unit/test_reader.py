@@ -3,6 +3,7 @@
 import io
 import pickle
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -116,8 +117,9 @@ def test_forged_sizes_are_one_error(what, message: str, tmp_path: Path) -> None:
     assert message.replace(" .* bytes", "") in said
 
 
-def test_a_file_that_is_gone_does_not_come_back(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [FileNotFoundError, PermissionError])
+def test_a_file_that_is_gone_does_not_come_back(kind, tmp_path: Path, monkeypatch) -> None:
     """As of a folder of torchtitan's that was copied in part: no scheduler need try again."""
     save(tmp_path)
-    (tmp_path / "__0_0.distcp").unlink()
-    assert "__0_0.distcp cannot be read: No such file" in refusal(tmp_path)
+    monkeypatch.setattr(torch, "load", Mock(side_effect=kind(2, "No such file")))
+    assert "__0_0.distcp cannot be read: No such file\n  fix: copy" in refusal(tmp_path)
