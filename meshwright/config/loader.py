@@ -287,8 +287,7 @@ def _read_toml(path: Path, provenance: Provenance, seen: tuple[Path, ...]) -> di
 
 
 def _read_text(path: Path, key: str = "") -> str:
-    """Return the text of the file that `key` names, without the mark that some editors put before
-    it."""
+    """Return the text of the file that `key` names, without a mark that editors put before it."""
     shown = shown_path(path)
     if path.is_dir():
         raise ConfigError(key, f"{shown}: is a folder\n  fix: name a file in it")

@@ -231,10 +231,11 @@ def test_values_are_renamed(tmp_path: Path) -> None:
     table: dict[str, Any] = {
         "checkpoint": {"enable": True, "async_mode": "async_with_pinned_mem"},
         "debug": {"seed": 7, "deterministic": True},
-        "validation": {"enable": True, "steps": 5, "local_batch_size": 4},
+        "validation": {"enable": True, "steps": 5, "local_batch_size": 4, "seq_len": 512},
         "parallelism": {"data_parallel_shard_degree": 2, "data_parallel_replicate_degree": 3},
     }
-    config, _ = load(tmp_path, given(table, hf_assets_path="there"))
+    config, notes = load(tmp_path, given(table, hf_assets_path="there"))
+    assert "sequences have training.seq_len = 2048, not 512" in " ".join(notes)
     assert config.checkpoint.async_mode == "thread"
     assert (config.training.seed, config.training.deterministic) == (7, True)
     assert config.validation.num_samples == 5 * 4 * 2 * 3

@@ -202,7 +202,11 @@ def _dataset(job: Job, section: str, default: str, folder: Path) -> None:
 def _validation(job: Job) -> None:
     key, ours = "validation.steps", "validation.num_samples"
     steps, batch = job.number(key, -1), job.number("validation.local_batch_size", 8)
-    for name in ("steps", "local_batch_size", "seq_len"):  # the length is training's
+    trained, length = job.number("training.seq_len", 2048), job.number("validation.seq_len", 2048)
+    if length != trained and job.is_on("validation.enable"):
+        text = f"sequences have training.seq_len = {trained}, not {length}"
+        job.note("validation.seq_len", text)
+    for name in ("steps", "local_batch_size", "seq_len"):
         job.given.pop(f"validation.{name}", None)
     if steps == -1:  # all of the data, as here
         return
