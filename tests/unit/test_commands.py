@@ -147,7 +147,7 @@ def test_the_config_is_a_plain_argument_anywhere(words) -> None:
         (["4", DEBUG], "expected CONFIG"),
         ([DEBUG, "-training.steps", "3"], "fix: write --training.steps"),
         ([DEBUG, "\N{EM DASH}training.steps", "3"], "fix: write --training.steps"),
-        (["--config", DEBUG], "did you mean --job.config_file?"),
+        (["--config", DEBUG], "fix: name the TOML alone on the command line"),
         (["https://example.org/a.toml"], "fix: fetch the file"),
         (["--nnode", "2"], "'--nnode': no such option\n  fix: write --nnodes"),
         (["bsae.toml"], "neither a file here nor a preset\n  fix: did you mean base.toml?"),
