@@ -25,6 +25,7 @@ from meshwright.datasets.files import (
 )
 from meshwright.datasets.readers import Fault, Layout, read
 from meshwright.datasets.rows import LocalDocuments, is_on_side
+from meshwright.datasets.sources import by_suffix, left_out
 from meshwright.datasets.storage import DataFile
 from meshwright.datasets.tokenizers.kinds import build_tokenizer
 from meshwright.system.errors import ConfigError, check, config_error, numbered, where_it_ends
@@ -75,11 +76,14 @@ class Corpus:
     """Part of the documents to validate on; 0: there are too few."""
     num_to_train: int
     """Tokens that are not held out."""
+    left_out: list[str]
+    """Files beside them, by suffix."""
 
     def __str__(self) -> str:
+        rest = f"; left out: {', '.join(self.left_out)}" if self.left_out else ""
         documents = f"about {numbered(self.num_documents, 'document')}"
         files = numbered(self.num_files, "file")
-        return f"{files} of {self.source.dataset}, {documents}, {self.num_tokens:,} tokens"
+        return f"{files} of {self.source.dataset}, {documents}, {self.num_tokens:,} tokens{rest}"
 
 
 def add_options(parser: Parser) -> None:
@@ -170,7 +174,7 @@ def look_at(path: str) -> Corpus:
     Raises:
         ConfigError: if they hold none, or tokens, or conversations.
     """
-    kind, files = _find_files(path)
+    kind, path, files = _find_files(path)
     source = Source(dataset=kind, dataset_path=path)
     if kind == "text" and len(files) < FEW:
         source = source.model_copy(update={"dataset_separator": _separator(files)})
@@ -198,13 +202,19 @@ def look_at(path: str) -> Corpus:
         held_out = 0.0
     share = sum(len(text.encode()) for text in aside) / size if is_all and held_out else held_out
     to_train = round(num_tokens * (1 - share))
-    return Corpus(source, len(files), count, num_tokens, held_out, to_train)
+    others = by_suffix(left_out(path, [file.path for file in files]))
+    return Corpus(source, len(files), count, num_tokens, held_out, to_train, others)
 
 
-def _find_files(path: str) -> tuple[str, list[DataFile]]:
-    """Return how the files at a path hold text, and those that are not empty."""
+def _find_files(path: str) -> tuple[str, str, list[DataFile]]:
+    """Return how the files at a path hold text, the path or a glob of them, and those that are not
+    empty."""
     if os.path.isdir(path):
         found = {kind: resolve(path, SUFFIXES[kind]) for kind in ROW_FORMATS}
+        others = by_suffix(left_out(path, []))
+        if not any(found.values()) and others and "." in others[0]:  # as of a folder of .py
+            path = os.path.join(path, "**", f"*{others[0].split()[1]}")
+            found["text"] = resolve(path, ())
         kind = max(found, key=lambda kind: sum(file.size for file in found[kind]))
         files = found[kind]
     else:
@@ -216,7 +226,7 @@ def _find_files(path: str) -> tuple[str, list[DataFile]]:
     fix = fix if files or os.path.exists(path) else where_it_ends(path)
     files = [file for file in files if file.size]
     check(bool(files), "--from", path, "no text is there", fix)
-    return kind, files
+    return kind, path, files
 
 
 def _separator(files: list[DataFile]) -> str:

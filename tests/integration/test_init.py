@@ -27,6 +27,7 @@ TEXTS = [
 def as_files(folder: Path) -> None:
     for number, text in enumerate(TEXTS):
         (folder / f"{number}.md").write_text(text)
+    (folder / "page.html").write_text("left out")
 
 
 def as_one_file(folder: Path) -> None:
@@ -47,7 +48,13 @@ def as_table(folder: Path) -> None:
     pyarrow.parquet.write_table(table, folder / "table.parquet")
 
 
-KINDS = [as_files, as_one_file, as_paragraphs, as_rows, as_table]
+def as_code(folder: Path) -> None:
+    (folder / "deep").mkdir()
+    for number, text in enumerate(TEXTS):
+        (folder / "deep" / f"{number}.rs").write_text(text)
+
+
+KINDS = [as_files, as_one_file, as_paragraphs, as_rows, as_table, as_code]
 
 
 @pytest.fixture
@@ -66,6 +73,7 @@ def test_the_toml_passes_its_check(write, gpus, folder, monkeypatch, capsys) -> 
     write_toml(["jobs.toml", "--from", "my texts"])
     said = capsys.readouterr().out
     assert said.startswith("looking at my texts ...\n")
+    assert ("left out: 1 .html" in said) == (write is as_files)
     assert said.endswith("meshwright check jobs.toml\nmeshwright train jobs.toml\n")
     check_job(["jobs.toml", "--ngpu", 2])
     assert "jobs.toml can run" in capsys.readouterr().out

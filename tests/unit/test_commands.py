@@ -216,6 +216,19 @@ def test_config_diff_shows_keys_that_differ_and_exits_with_1(capsys) -> None:
     assert re.fullmatch(r"  B: 2 \(.*debug_model_2d.toml:12\)", lines[at + 2])
 
 
+def test_config_diff_fits_80_columns(tmp_path, capsys, monkeypatch) -> None:
+    monkeypatch.setenv("MESHWRIGHT_COLUMNS", "80")
+    monkeypatch.chdir(tmp_path)
+    path = "/" + "/".join(["folder"] * 9)
+    for name in "ab":
+        Path(f"{name * 20}.toml").write_text(f'[job]\ndump_folder = "{path}/{name}"\n')
+    with pytest.raises(SystemExit):
+        command("config diff")(["a" * 20 + ".toml", "b" * 20 + ".toml"])
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert f"  B: '{path}/b'" in lines
+
+
 def test_help_of_a_section_or_a_key_shows_it_alone(capsys) -> None:
     command("config")(["--help", "comm"])
     out = capsys.readouterr().out
