@@ -82,7 +82,7 @@ class Optimizer(Section, on_resume="training"):
     """Weight decay of parameters with two dimensions: matrices and embeddings."""
 
     decay_norm_and_bias: bool = False
-    """Apply weight decay to parameters with one dimension too: weights of norms, biases."""
+    """Apply weight decay to weights of norms and to biases, too."""
 
     groups: list[ParameterGroup] = []
     """Parameters with settings of their own: tables [[optimizer.groups]], each with `parameters`

@@ -161,6 +161,13 @@ class HuggingFaceForm:
     """rope_type of config.json where wavelengths are stretched, as `RopeScaling` says; None: they
     never are."""
 
+    def why_not(self, args: DecoderArgs) -> str:
+        """Return why no folder can hold a model of these dimensions; "": one can."""
+        for spec in args.table.mixtures.values():
+            if spec.bias_std is not None or spec.activation != "swiglu":
+                return f"{self.model_type} has no experts with biases or a clamped activation"
+        return ""
+
     def tensors(self, args: DecoderArgs, *, is_fused: bool = False) -> dict[str, ForeignTensor]:
         """Return every parameter of the plain model, in its order.
 

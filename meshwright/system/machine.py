@@ -167,7 +167,9 @@ def machine_bytes() -> int:
 def _limits(file: str) -> Iterator[list[str]]:
     """Yield the words of `file` in each control group (version 2) around this process that sets a
     limit there."""
-    lines = OWN_CGROUP.read_text().splitlines()
+    lines = list[str]()
+    with suppress(OSError):  # kernels of sandboxes, as gVisor, may have no groups
+        lines = OWN_CGROUP.read_text().splitlines()
     own = next((line[4:] for line in lines if line.startswith("0::/")), "")
     for folder in (CGROUPS / own, *(CGROUPS / own).parents):
         with suppress(OSError):  # as at the root: it has none

@@ -249,6 +249,8 @@ def _preflight_stage(
     names_by_group(config.optimizer.groups, list(model_args.parameter_names()))
     check_optimizers(config.optimizer, model_args.table.parameters)
     check_budgets(config.training)
+    why_not = family.hf.why_not(model_args) if config.checkpoint.last_save_in_hf else ""
+    check(not why_not, "checkpoint.last_save_in_hf", True, why_not, "leave it out")
     average_decay(config)
     check(
         tokenizer.vocab_size <= model_args.vocab_size,

@@ -270,7 +270,8 @@ def check_agreement(plan: Plan) -> None:
     of_tokenizer = tokenizer_parts(plan.tokenizer, model.tokenizer_path, model.chat_template_path)
     check_same(
         {
-            CONFIG: json.dumps(to_json(plan.config)),
+            # a resume may begin in any stage
+            CONFIG: json.dumps([to_json(stage.config) for stage in plan.stages]),
             "code": f"meshwright {meshwright.__version__}, source {_source_hash()}, "
             f"torch {torch.__version__}",
             "model.tokenizer_path": short_hash(of_tokenizer),
@@ -324,9 +325,14 @@ def _differences(name: str, value: str, usual: str) -> Iterator[tuple[str, str, 
     if name != CONFIG:
         yield name, value, usual
         return
-    for key, old, new in differences(json.loads(usual), json.loads(value)):
-        if key.rpartition(".")[2] not in OWN_PATHS:
-            yield key, shown(new), shown(old) + COMPILE_HINT * (key == "compile.enable")
+    found = dict[str, tuple[str, str]]()
+    # of each stage; where one rank has fewer, training.steps of its last differs
+    for theirs, ours in zip(json.loads(usual), json.loads(value), strict=False):
+        for key, old, new in differences(theirs, ours):
+            if key.rpartition(".")[2] not in OWN_PATHS:
+                hint = COMPILE_HINT * (key == "compile.enable")
+                found.setdefault(key, (shown(new), shown(old) + hint))
+    yield from ((key, here, there) for key, (here, there) in found.items())
 
 
 @functools.cache

@@ -149,6 +149,22 @@ def test_ranks_that_agree_gather_their_facts_no_further_than_a_digest(monkeypatc
     assert len(pickle.dumps(sent[0])) < 100
 
 
+def test_a_key_of_a_later_stage_is_compared(monkeypatch, tmp_path) -> None:
+    """A job that resumes there would otherwise train on with two rates."""
+    facts: list[dict[str, str]] = []
+    monkeypatch.setattr(set_up, "check_same", facts.append)
+    text, file = data(tmp_path / "data"), tmp_path / "job.toml"
+    for rate in (0.001, 0.002):
+        stages = f"[[training.stages]]\nuntil_tokens = 400\n[[training.stages]]\nlr = {rate}\n"
+        tiny = f'extends = "{ROOT}/tests/integration/tiny.toml"\n[checkpoint]\nenable = true\n'
+        file.write_text(tiny + stages)
+        more = {"job__config_file": str(file), "training__global_batch_size": "4"}
+        check_agreement(preflight(load_config(words_of(tmp_path, text, **more)), 2))
+    first, second = (one["config"] for one in facts)
+    found = [*set_up._differences("config", second, first)]
+    assert found == [("optimizer.lr", "0.002", "0.001")]
+
+
 def test_ranks_in_words() -> None:
     assert in_ranges([7, 0, 1, 2, 3]) == "0-3, 7"
     assert in_ranges([5]) == "5"

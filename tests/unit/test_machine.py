@@ -168,3 +168,10 @@ def test_memory_is_at_most_the_limit_of_every_control_group_above(monkeypatch, t
     assert machine.machine_bytes() == whole
     (tmp_path / "batch/memory.max").write_text("1073741824\n")
     assert machine.machine_bytes() == 2**30
+
+
+def test_a_kernel_without_control_groups_sets_no_limits(monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr(machine, "OWN_CGROUP", tmp_path / "own")
+    monkeypatch.setattr(machine, "CGROUPS", tmp_path)
+    assert machine.count_cores() == len(os.sched_getaffinity(0))
+    assert machine.machine_bytes() > 0

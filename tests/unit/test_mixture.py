@@ -14,12 +14,17 @@ from transformers import DeepseekV3Config, GptOssConfig
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
 
+from meshwright.checkpoint.conversion.hf_folder import check_hf_folder
+from meshwright.checkpoint.conversion.initial_load import family_there
 from meshwright.commands.prove.cases import can_run, default_cases, every_mesh
 from meshwright.commands.prove.job import Books
 from meshwright.commands.prove.shrink import shrink
+from meshwright.config.job_config import Checkpoint
 from meshwright.config.loader import load_config, to_toml
+from meshwright.config.optimizer import Optimizer
 from meshwright.config.parallelism import ActivationCheckpoint
 from meshwright.models.decoder import Decoder
+from meshwright.models.families import MODELS
 from meshwright.models.families.mixtral import MixtralArgs
 from meshwright.models.families.qwen3_moe import Qwen3MoeArgs
 from meshwright.models.mixture import Mixture, grouped_matmul
@@ -30,6 +35,8 @@ from meshwright.parallelisms.data_parallel import compute_in_fp32
 from meshwright.parallelisms.expert_parallel import Balance
 from meshwright.parallelisms.initialize import initialize
 from meshwright.system.errors import ConfigError
+from meshwright.system.files import Place
+from meshwright.train.optim.registry import settings_of
 from meshwright.train.preflight import preflight
 from meshwright.train.resolve_model import resolve_model
 
@@ -358,6 +365,37 @@ def test_bad_input_is_refused_in_one_line(words, message) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         preflight_of(*words.split())
     assert "fix:" in str(caught.value) or "use" in str(caught.value)
+
+
+@dataclasses.dataclass(frozen=True)
+class BiasedArgs(Qwen3MoeArgs):
+    """A family of a user, with the experts of gpt-oss."""
+
+    def mixture(self, hidden_dim: int, out_std: float, **options: object) -> MixtureSpec:
+        options |= {"activation": "clamped_swiglu", "bias_std": 0.02}
+        return super().mixture(hidden_dim, out_std, **options)
+
+
+def test_what_a_familys_files_cannot_say_is_refused_before_training(monkeypatch, tmp_path) -> None:
+    flavors = {"debugmodel": BiasedArgs(**vars(MODELS["qwen3_moe"].flavors["debugmodel"]))}
+    family = dataclasses.replace(MODELS["qwen3_moe"], args=BiasedArgs, flavors=flavors)
+    monkeypatch.setitem(MODELS, "biased", dataclasses.replace(family, name="biased"))
+    with pytest.raises(ConfigError, match="last_save_in_hf = true: qwen3_moe has no experts with"):
+        preflight_of("--model.name=biased", "--checkpoint.last_save_in_hf=true")
+    args = preflight_of("--model.name=biased").model_args
+    with pytest.raises(ConfigError, match="cannot hold this model: qwen3_moe has no experts with"):
+        check_hf_folder(Place("HF", tmp_path), family.hf, args)
+    with pytest.raises(ConfigError, match=r"upcycle_noise = 0.1: qwen3_moe has no experts with"):
+        family_there(Checkpoint(initial_load_upcycle_noise=0.1), args, family)
+
+
+def test_biases_of_experts_do_not_decay() -> None:
+    found = {
+        name: settings_of(name, len(one.shape), Optimizer(weight_decay=0.1), one).weight_decay
+        for name, one in BIASED.parameters.items()
+    }
+    biases = {"router.bias", *(f"experts.b{number}" for number in (1, 2, 3))}
+    assert {name for name, decay in found.items() if decay == 0} == biases
 
 
 def test_torch_before_2_13_cannot_shard_experts_over_another_mesh(monkeypatch) -> None:

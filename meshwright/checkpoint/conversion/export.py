@@ -70,6 +70,8 @@ class Job:
         is_fused: bool = False,
     ) -> None:
         self.form, self.args = family.hf, saved_args(place, manifest, family.args)
+        why_not = self.form.why_not(self.args)
+        place.check(not why_not, f"cannot be a folder of Hugging Face: {why_not}")
         untrained = self.args.table.state  # without a mean
         self.weights = CheckpointWeights(
             place, lambda name: (MODEL if name in untrained else prefix) + name

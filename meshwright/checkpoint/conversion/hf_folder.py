@@ -150,6 +150,8 @@ def check_hf_folder(place: Place, form: HuggingFaceForm, args: DecoderArgs) -> N
     Raises:
         ConfigError: naming every dimension that differs, or the first tensor.
     """
+    why_not = form.why_not(args)
+    place.check(not why_not, f"cannot hold this model: {why_not}")
     there = read_dimensions(place, form)
     found = {name: (dimension.key, dimension.value) for name, dimension in there.items()}
     check_args(args, found, str(place.path / CONFIG))

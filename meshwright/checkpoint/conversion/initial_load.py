@@ -294,6 +294,8 @@ def family_there(
     rule = f"no dense family has the other layers of {family.name}"
     check(dense is not None, UPCYCLE_KEY, noise, rule, "leave it out")
     assert dense is not None
+    why_not = family.hf.why_not(args)  # dense families have neither
+    check(not why_not, UPCYCLE_KEY, noise, why_not, "leave it out")
     fields = dataclasses.fields(dense.args)
     values: dict[str, Any] = {field.name: getattr(args, field.name, None) for field in fields}
     width = values["hidden_dim"]

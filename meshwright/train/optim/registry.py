@@ -80,15 +80,16 @@ def settings_of(
     """Return the settings of a parameter with this name in the plain model: those of its group, or
     else the optimizer of its role.
 
-    A parameter of one dimension (a norm's weight, a bias) has no weight decay by default: nothing
-    grows with it that decay would bound, and decay would pull a norm's scale to 0. Embeddings have
-    it. So do transformers' Trainer, Megatron-LM and nanoGPT; torchtitan decays every parameter, and
-    OLMo 2 all but the embeddings.
+    A norm's weight or a bias, of experts too, has no weight decay by default: nothing grows with it
+    that decay would bound, and decay would pull a norm's scale to 0. Embeddings have it. So do
+    transformers' Trainer, Megatron-LM and nanoGPT; torchtitan decays every parameter, and OLMo 2
+    all but the embeddings.
 
     Args:
         declared: in the model's table; None: every optimizer of `config` takes any parameter.
     """
-    has_decay = num_dims > 1 or config.decay_norm_and_bias
+    is_vector = num_dims == 1 or (declared is not None and declared.role in ("norm", "bias"))
+    has_decay = not is_vector or config.decay_norm_and_bias
     decay = config.weight_decay if has_decay else 0.0
     is_matrix = declared is None or declared.role in ("matrix", "experts")
     is_for_all = not isinstance(OPTIMIZERS[config.name], MatrixWise)
