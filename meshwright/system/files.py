@@ -59,7 +59,13 @@ def sync_file(descriptor: int, path: Path) -> None:
 
 def sync_folder(folder: Path) -> None:
     """Flush the names in `folder` to the disk; see `sync_file`."""
-    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except OSError as error:
+        if error.errno not in UNSUPPORTED:
+            raise
+        warn_once(f"the file system at {mount_of(folder)} cannot open a folder: {error.strerror}")
+        return
     try:
         sync_file(descriptor, folder)
     finally:

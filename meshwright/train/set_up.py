@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 
 import meshwright
+from meshwright.checkpoint import find
 from meshwright.checkpoint.conversion.initial_load import check_initial
 from meshwright.checkpoint.manager import CheckpointManager
 from meshwright.checkpoint.manifest import Manifest
@@ -173,7 +174,9 @@ def set_up(
     announce(plan, device, launch, sources, held_out)
     note_start(plan, device, is_new_stage=meshes is not None)
     if difference is not None and dist.get_rank() == 0:
-        difference.log(launch.is_checked)
+        # `check`, which verifies no content, may have seen another checkpoint
+        seen = find.choose_step(plan.checkpoint_folder, plan.config.checkpoint.load_step)
+        difference.log(launch.is_checked and plan.resume_step == seen)
     with note_failure(plan, lambda: plan.resume_step):
         torch.manual_seed(plan.config.training.seed)
         gc.disable()  # a collection on one rank makes all others wait: they collect together
@@ -235,11 +238,11 @@ def _open_data(
     caches, and tells the others. Collective."""
     opened: list[Sequence[OpenSource]] = []
 
-    def find() -> list[Found]:
+    def open_here() -> list[Found]:
         opened.extend([open_training_data(plan.config), open_validation_data(plan.config)])
         return [source.found for sources in opened for source in sources]
 
-    told = checkpoints.tell(find)
+    told = checkpoints.tell(open_here)
     if not opened:
         is_first_here = os.environ.get("LOCAL_RANK", "0") == "0"
         opened.extend(open_told(told, plan.config, is_first_here=is_first_here))

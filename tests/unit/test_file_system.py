@@ -1,5 +1,6 @@
 """Files that appear whole."""
 
+import errno
 import os
 import subprocess
 import sys
@@ -7,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.system.files import _machine_digits, remove_left_over, whole_file
+from meshwright.system.files import _machine_digits, remove_left_over, sync_folder, whole_file
 
 
 def test_a_file_is_whole_or_as_before(tmp_path: Path) -> None:
@@ -31,6 +32,20 @@ def test_a_file_that_another_user_is_writing_is_kept(tmp_path, monkeypatch) -> N
     (file := tmp_path / f"a.{_machine_digits()}-01234567.1.unfinished").touch()
     remove_left_over(tmp_path)
     assert file.exists()
+
+
+def test_a_folder_that_cannot_be_opened_is_no_error(tmp_path: Path, monkeypatch) -> None:
+    """Some network file systems open files alone; a folder that is gone is an error."""
+
+    def refuse(path: Path, flags: int) -> int:
+        raise OSError(code, "refused", str(path))
+
+    monkeypatch.setattr(os, "open", refuse)
+    code = errno.EINVAL
+    sync_folder(tmp_path)
+    code = errno.EIO
+    with pytest.raises(OSError, match="refused"):
+        sync_folder(tmp_path)
 
 
 def test_processes_fork_below_a_temporary_folder_with_a_long_name(tmp_path: Path) -> None:
