@@ -377,7 +377,8 @@ class BiasedArgs(Qwen3MoeArgs):
 
 
 def test_what_a_familys_files_cannot_say_is_refused_before_training(monkeypatch, tmp_path) -> None:
-    flavors = {"debugmodel": BiasedArgs(**vars(MODELS["qwen3_moe"].flavors["debugmodel"]))}
+    of_debug = dataclasses.asdict(MODELS["qwen3_moe"].flavors["debugmodel"])
+    flavors = {"debugmodel": BiasedArgs(**of_debug)}
     family = dataclasses.replace(MODELS["qwen3_moe"], args=BiasedArgs, flavors=flavors)
     monkeypatch.setitem(MODELS, "biased", dataclasses.replace(family, name="biased"))
     with pytest.raises(ConfigError, match="last_save_in_hf = true: qwen3_moe has no experts with"):
