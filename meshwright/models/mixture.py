@@ -143,7 +143,7 @@ class Mixture(nn.Module):
         gradient, figures = own_losses(
             logits, scores, losses, of_batch, of_sequence, counted, is_softmax=is_softmax
         )
-        if losses.batch or losses.sequence or losses.z:
+        if gradient is not None:
             weights = with_gradient(weights, logits, gradient)
         order = chosen.flatten().argsort(stable=True)  # of slots (token, k), by expert
         place = inverse(order).view(chosen.shape)

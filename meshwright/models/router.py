@@ -119,8 +119,9 @@ def own_losses(
     counted: Tensor | None,
     *,
     is_softmax: bool,
-) -> tuple[Tensor, Tensor]:
-    """Return the gradient of `losses` by `logits`, (T, E), and figures of the losses, (4,) fp32.
+) -> tuple[Tensor | None, Tensor]:
+    """Return the gradient of `losses` by `logits`, (T, E), None if all weights are 0; and figures
+    of the losses, (4,) fp32.
 
     The figures are sums over tokens: of load x share of score by the batch's load and by the
     sequence's, of the squared logsumexp, and of the entropy of shares.
@@ -132,17 +133,20 @@ def own_losses(
         counted: as `tally` takes it.
     """
     share, log_sum = scores / scores.sum(-1, keepdim=True), logits.logsumexp(-1, keepdim=True)
-    load = losses.batch * of_batch
-    if of_sequence is not None:
-        load = load + losses.sequence * of_sequence
-    gradient = share * (load - (share * load).sum(-1, keepdim=True))
-    if not is_softmax:
-        gradient = gradient * (1 - scores)
-    if losses.z:
-        gradient = gradient + 2 * losses.z * log_sum * logits.softmax(-1)
+    ones, gradient = None if counted is None else counted.unsqueeze(1), None
+    if losses.batch or losses.sequence or losses.z:
+        load = losses.batch * of_batch
+        if of_sequence is not None:
+            load = load + losses.sequence * of_sequence
+        gradient = share * (load - (share * load).sum(-1, keepdim=True))
+        if not is_softmax:
+            gradient = gradient * (1 - scores)
+        if losses.z:
+            gradient = gradient + 2 * losses.z * log_sum * logits.softmax(-1)
+        gradient = gradient if ones is None else gradient * ones
     z = log_sum.square()
-    if counted is not None:
-        gradient, share, z = (part * counted.unsqueeze(1) for part in (gradient, share, z))
+    if ones is not None:
+        share, z = share * ones, z * ones
     batch, z = (share * of_batch).sum(), z.sum()
     sequence = torch.zeros_like(z) if of_sequence is None else (share * of_sequence).sum()
     entropy = -torch.special.xlogy(share, share).sum()

@@ -182,6 +182,18 @@ def test_a_wrong_config_is_noticed(checkpoint, tmp_path, monkeypatch, key, value
     assert not list(tmp_path.glob("out*"))
 
 
+def test_a_file_in_another_type_is_noticed(checkpoint, tmp_path, monkeypatch) -> None:
+    export = meshwright.checkpoint.conversion.export
+    read = export._read
+
+    def read_wide(*given: object) -> dict[str, torch.Tensor]:
+        return {name: tensor.float() for name, tensor in read(*given).items()}
+
+    monkeypatch.setattr(export, "_read", read_wide)
+    said = message(checkpoint, tmp_path / "out", "--dtype", "bfloat16")
+    assert "differs from the checkpoint" in said
+
+
 def test_what_a_killed_export_left_does_not_matter(checkpoint, tmp_path) -> None:
     left = tmp_path / "out.0123456789abcdef.unfinished"
     left.mkdir()
