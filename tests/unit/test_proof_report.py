@@ -98,3 +98,38 @@ def test_other_choices_are_named_where_scores_differ_by_more_than_rounding(gap, 
     failures = compare(reference, [replace(seen, choice_gap=gap)]).failures
     words = f"experts: chosen otherwise where scores differ by {gap:.1e}"
     assert failures == [words] * is_named
+
+
+def test_every_quantity_that_differs_is_named() -> None:
+    """On two ranks that hold a parameter of two elements, one each; the second is wrong."""
+
+    def rank(number: int, *, different: int = 0, error: float = 0.0, **others: object):
+        shard = ShardComparison((number,), (1,), different, error)
+        shards = {kind: {"w": shard} for kind in COMPARED}
+        samples = {(1, number): "hash"}
+        figures = {"validation/loss": 2.0}
+        return Measurement([2.0], [1.0], samples, shards, validation=figures, **others)
+
+    norms = {kind: {"w": 1.0} for kind in COMPARED}
+    seen = replace(rank(0), samples={(1, 0): "hash", (1, 1): "hash"})
+    reference, first = Reference(seen, {"w": (2,)}, norms), rank(0)
+    assert compare(reference, [first, rank(1)]).failures == []
+    wrong = {
+        "initial w: ranks hold 1 of 2": first,
+        "initial w: differs on rank 1": rank(1, different=1),
+        "gradient of w: ": rank(1, error=1e-2),
+        "update: wrong for 1 of 1": rank(1, error=1e-2),
+        "batches: 1 samples differ": replace(rank(1), samples={(1, 1): "other"}),
+        "loss: 2.001 instead of 2 at step 1": replace(rank(1), losses=[2.001]),
+        "gradient norm: 1.01 instead of 1": replace(rank(1), grad_norms=[1.01]),
+        "validation/loss: 2.001": replace(rank(1), validation={"validation/loss": 2.001}),
+        "second validation: differs": rank(1, unlike_before=["loss"]),
+        "checkpoint": rank(1, wrong_in_checkpoint=["w"]),
+        "load": rank(1, wrong_after_load=["w"]),
+        "resume": rank(1, wrong_after_resume=["w"]),
+        "state: not ": rank(1, wrong_state=["w"]),
+    }
+    for words, second in wrong.items():
+        failures = compare(reference, [first, second]).failures
+        assert failures, words
+        assert words in "\n".join(failures)
