@@ -6,7 +6,7 @@ keys that choose one are in `config/training.py`.
 
 from functools import partial
 
-from meshwright.datasets.files import local_files, token_files
+from meshwright.datasets.files import ROW_FORMATS, local_files, token_files
 from meshwright.datasets.sources import (
     DatasetSpec,
     hub_files,
@@ -28,16 +28,9 @@ def _on_hub(repository: str, subset: str = "") -> DatasetSpec:
     )
 
 
-def _local(builder: str) -> DatasetSpec:
-    opened, files = partial(open_local, builder), partial(local_files, builder)
-    return DatasetSpec(opened, files, path="required", has_rows=True)
+_ROWS = DatasetSpec(open_local, local_files, path="required", has_rows=True)
 
-
-def _tokens(kind: str) -> DatasetSpec:
-    return DatasetSpec(
-        partial(open_tokens, kind), partial(token_files, kind), path="required", has_tokens=True
-    )
-
+_TOKENS = DatasetSpec(open_tokens, token_files, path="required", has_tokens=True)
 
 DATASETS: dict[str, DatasetSpec] = {
     "python_stdlib": DatasetSpec(open_stdlib, stdlib_files),
@@ -45,12 +38,9 @@ DATASETS: dict[str, DatasetSpec] = {
     "fineweb": _on_hub("HuggingFaceFW/fineweb", "default"),
     "fineweb-edu": _on_hub("HuggingFaceFW/fineweb-edu", "default"),
     "slimpajama": _on_hub("cerebras/SlimPajama-627B"),
-    "json": _local("json"),
-    "parquet": _local("parquet"),
-    "text": _local("text"),
-    "arrow": _local("arrow"),
-    "megatron": _tokens("megatron"),
-    "tokens": _tokens("tokens"),
+    **dict.fromkeys(ROW_FORMATS, _ROWS),
+    "megatron": _TOKENS,
+    "tokens": _TOKENS,
 }
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from meshwright.datasets.files import Entry, Place, Range
-from meshwright.datasets.readers import Fault, Layout, Row, cut, read, where
+from meshwright.datasets.readers import Layout, Row, cut, read
 from meshwright.datasets.storage import ChangedError, DataFile
 from meshwright.system.errors import (
     PASSED_ON,
@@ -359,12 +359,12 @@ class LocalDocuments(Documents):
         """
         try:
             for number, part in enumerate(ranges[at[0] :], at[0]):
-                for place, row in read(part, self._layout, at[1]):
+                for place, words, row in read(part, self._layout, at[1]):
                     at[1] = place
-                    if isinstance(row, Fault):
-                        yield self._entry.record_error("dataset_path", str(row))
+                    if isinstance(row, str):
+                        yield self._entry.record_error("dataset_path", f"{words}: {row}")
                     else:
-                        yield self._to_item(row, where(part, self._layout, place))
+                        yield self._to_item(row, words)
                 at[:] = number + 1, None
         except OSError as error:
             raise unreadable(self._entry, error) from error

@@ -55,15 +55,17 @@ class DatasetSpec:
 
     def find(self, entry: Entry) -> list[DataFile]:
         """Return its files as they are now."""
-        files = (f if isinstance(f, DataFile) else _stat(f) for f in self.files(entry))
-        return list(files)
+        return [
+            file
+            if isinstance(file, DataFile)
+            else stat(file)
+            if os.path.exists(file)
+            else DataFile(file)
+            for file in self.files(entry)
+        ]
 
 
-def _stat(path: str) -> DataFile:
-    return stat(path) if os.path.exists(path) else DataFile(path)
-
-
-def stdlib_files(entry: Entry) -> list[DataFile]:
+def stdlib_files(entry: Entry) -> list[str]:
     """Return the running Python's own standard library, without its tests; of that, one split."""
     left_out = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
     files = []
@@ -73,7 +75,7 @@ def stdlib_files(entry: Entry) -> list[DataFile]:
         files += [path for path in paths if os.path.getsize(path) > 0]
     files.sort()
     held_out = entry.source.dataset_split == "validation"
-    return [stat(file) for n, file in enumerate(files) if (n % 20 == 10) == held_out]
+    return [file for n, file in enumerate(files) if (n % 20 == 10) == held_out]
 
 
 def open_stdlib(entry: Entry, streamed: bool) -> Documents:
@@ -81,7 +83,7 @@ def open_stdlib(entry: Entry, streamed: bool) -> Documents:
     files = stdlib_files(entry)
 
     def read(index: int) -> Item:
-        path = files[index].path
+        path = files[index]
         try:
             with tokenize.open(path) as file:  # heeds the file's own coding line
                 text = file.read()
@@ -92,21 +94,21 @@ def open_stdlib(entry: Entry, streamed: bool) -> Documents:
     return IndexedDocuments(len(files), read)
 
 
-def open_local(kind: str, entry: Entry, streamed: bool) -> Documents:
+def open_local(entry: Entry, streamed: bool) -> Documents:
     """Open local files."""
-    files = local_files(kind, entry)
+    files = local_files(entry)
     size = sum(file.size for file in files) / 1e9
     logger.debug("%s: %s, %.3g GB", entry.name, numbered(len(files), "file"), size)
     return LocalDocuments(entry, files)
 
 
-def open_tokens(kind: str, entry: Entry, streamed: bool) -> "TokenFiles":
+def open_tokens(entry: Entry, streamed: bool) -> "TokenFiles":
     """Open files of tokens that others have made."""
     from meshwright.datasets.foreign_tokens import (
         TokenFiles,  # here: `check` does not wait for numpy
     )
 
-    return TokenFiles(entry, token_paths(kind, entry))
+    return TokenFiles(entry, token_paths(entry))
 
 
 class StreamedRows(Documents):

@@ -386,7 +386,7 @@ def test_what_a_dataset_does_not_read(keys, message) -> None:
 
 def test_whatever_changes_the_documents_changes_the_fingerprint(folder: Path) -> None:
     write("json", folder)
-    files = local_files("json", entry(dataset="json", dataset_path=str(folder)))
+    files = local_files(entry(dataset="json", dataset_path=str(folder)))
     (folder / "formats.py").write_text(FORMAT)
     keys = {"dataset": "json", "dataset_path": str(folder)}
     formatted = keys | {"dataset_format": f"{folder}/formats.py:numbered"}
@@ -399,7 +399,7 @@ def test_whatever_changes_the_documents_changes_the_fingerprint(folder: Path) ->
     seen.append(fingerprint(entry(**formatted), files))
     with open(folder / "a.jsonl", "a") as file:
         file.write('{"text": "more"}\n')
-    seen.append(fingerprint(entry(**keys), local_files("json", entry(**keys))))
+    seen.append(fingerprint(entry(**keys), local_files(entry(**keys))))
     assert len(set(seen)) == len(seen)
 
 
