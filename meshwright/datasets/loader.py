@@ -161,11 +161,7 @@ def whole_cursor(cursor: Cursor) -> Cursor:
 
 def num_bad_records(cursor: Cursor) -> int:
     """Records that all ranks together have passed over before `cursor`. Collective."""
-    mine = bad_records(cursor)
-    gathered = [mine] * dist.get_world_size()
-    dist.all_gather_object(gathered, mine)
-    # ranks that read the same shard say the same of it
-    return sum({shard: count for of_rank in gathered for shard, count in of_rank.items()}.values())
+    return bad_records(whole_cursor(cursor))  # ranks that read the same shard say the same of it
 
 
 def padded_samples(

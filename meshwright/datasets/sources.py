@@ -55,14 +55,11 @@ class DatasetSpec:
 
     def find(self, entry: Entry) -> list[DataFile]:
         """Return its files as they are now."""
-        return [
-            file
-            if isinstance(file, DataFile)
-            else stat(file)
-            if os.path.exists(file)
-            else DataFile(file)
-            for file in self.files(entry)
-        ]
+        return [_stat(file) if isinstance(file, str) else file for file in self.files(entry)]
+
+
+def _stat(path: str) -> DataFile:
+    return stat(path) if os.path.exists(path) else DataFile(path)
 
 
 def stdlib_files(entry: Entry) -> list[str]:

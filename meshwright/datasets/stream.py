@@ -10,10 +10,10 @@ from pydantic import TypeAdapter
 
 from meshwright.config.job_config import JobConfig
 from meshwright.datasets.named_sources import weights
-from meshwright.datasets.opening import CachedSource, OpenSource
+from meshwright.datasets.opening import CachedSource, OpenSource, StreamedSource
 from meshwright.datasets.order import Mixture
-from meshwright.datasets.samples import CachedSamples, PackedSamples, Sample, SampleRules
-from meshwright.datasets.streamed import EndOfData, ShardPlace, StreamedSamples
+from meshwright.datasets.samples import Sample, SampleRules
+from meshwright.datasets.streamed import EndOfData, Shard, ShardPlace
 from meshwright.system.errors import RecordError
 from meshwright.system.files import warn_once
 from meshwright.system.log import logger
@@ -43,14 +43,9 @@ class Cursor:
         return replace(self, weighted_from=self.counts)
 
 
-def bad_records(cursor: Cursor) -> dict[tuple[str, int], int]:
-    """Return how many records were passed over, by source and shard, if any."""
-    return {
-        (name, number): place.bad_records
-        for name, shards in cursor.places.items()
-        for number, place in shards.items()
-        if place.bad_records
-    }
+def bad_records(cursor: Cursor) -> int:
+    """Return how many records were passed over in the shards that a cursor knows."""
+    return sum(place.bad_records for shards in cursor.places.values() for place in shards.values())
 
 
 def merged(cursors: Sequence[Cursor]) -> Cursor:
@@ -94,35 +89,43 @@ class SampleStream:
         self._sample, self._weighted_from = cursor.sample, cursor.weighted_from
         self._before, self._mixture = mixture_at(cursor, weights)
         self._batch, self._slots = batch, frozenset(slots)
-        self._samples: list[CachedSamples | StreamedSamples] = []
-        self._names = [source.entry.name for source in sources]
+        self._sources = sources
+        self._cached = {
+            source.entry.name: source.samples(rules)
+            for source in sources
+            if isinstance(source, CachedSource)
+        }
         self._reads_all = len(sources) > 1 or rules.max_epochs > 0
-        self.names = ", ".join(self._names)
+        # Of streamed sources, by name. Positions in shards that other ranks read are stale.
+        self._shards = dict[str, dict[int, Shard]]()
+        self._places = dict[str, dict[int, ShardPlace]]()
         for source in sources:
             if isinstance(source, CachedSource):
-                self._samples.append(cached_samples(source, rules))
-            else:
-                # keep only shards that this rank reads; its positions in the rest are stale
-                places = {
-                    shard: place
-                    for shard, place in cursor.places.get(source.entry.name, {}).items()
-                    if self._is_read_here(shard, source.num_shards)
-                }
-                streamed = StreamedSamples(source, rules, pass_over=self._pass_over, places=places)
-                self._samples.append(streamed)
-                if self._reads_all and len(self._slots) < batch:
-                    name, times = source.entry.name, batch // max(len(self._slots), 1)
-                    what = f"{name} is streamed, and each of {times} ranks reads and tokenises it"
-                    fix = 'set its dataset_mode = "cached" to tokenise it once'
-                    warn_once(f"{what} whole, in a mixture or with max_epochs; {fix}")
+                continue
+            name, places = source.entry.name, cursor.places.get(source.entry.name, {})
+            self._shards[name] = {}
+            self._places[name] = {
+                shard: place
+                for shard, place in places.items()
+                if self._is_read_here(shard, source.num_shards)
+            }
+            if self._reads_all and len(self._slots) < batch:
+                times = batch // max(len(self._slots), 1)
+                what = f"{name} is streamed, and each of {times} ranks reads and tokenises it"
+                fix = 'set its dataset_mode = "cached" to tokenise it once'
+                warn_once(f"{what} whole, in a mixture or with max_epochs; {fix}")
+
+    @property
+    def names(self) -> str:
+        """Of the sources."""
+        return ", ".join(source.entry.name for source in self._sources)
 
     @property
     def cursor(self) -> Cursor:
         """Where the next sample is; of streamed sources, the shards that are read here."""
         places = {
-            name: samples.places
-            for name, samples in zip(self._names, self._samples, strict=True)
-            if isinstance(samples, StreamedSamples)
+            name: self._places[name] | {number: shard.place for number, shard in shards.items()}
+            for name, shards in self._shards.items()
         }
         return Cursor(self._sample, tuple(self._counts), places, self._weighted_from)
 
@@ -130,12 +133,15 @@ class SampleStream:
     def epochs(self) -> dict[str, float]:
         """How often each source has been read; of a streamed one, whole times of its shards that
         are read here, on average."""
-        return {
-            name: count / samples.samples_per_epoch
-            if isinstance(samples, CachedSamples)
-            else samples.epochs
-            for name, samples, count in zip(self._names, self._samples, self._counts, strict=True)
-        }
+        found = dict[str, float]()
+        for source, count in zip(self._sources, self._counts, strict=True):
+            name = source.entry.name
+            if name in self._cached:
+                found[name] = count / self._cached[name].samples_per_epoch
+            else:
+                of_each = [shard.place.epoch for shard in self._shards[name].values()]
+                found[name] = sum(of_each) / max(len(of_each), 1)
+        return found
 
     @property
     def _counts(self) -> list[int]:
@@ -144,7 +150,7 @@ class SampleStream:
 
     def _pass_over(self, error: RecordError) -> None:
         """Log the record; or raise, if there were as many before as there may be."""
-        so_far = sum(bad_records(self.cursor).values())
+        so_far = bad_records(self.cursor)
         if so_far >= self.rules.max_bad_records:
             raise error
         logger.warning("passed over a record (%d): %s", so_far + 1, error)
@@ -156,36 +162,36 @@ class SampleStream:
             EndOfData: if its source has been read `max_epochs` times.
         """
         is_asked_for = self._sample % self._batch in self._slots
-        source = self._mixture.draw()
-        samples = self._samples[source]
-        index = self._before[source] + self._mixture.counts[source] - 1
+        number = self._mixture.draw()
+        source, index = (
+            self._sources[number],
+            self._before[number] + self._mixture.counts[number] - 1,
+        )
         sample = None
-        if isinstance(samples, CachedSamples):
-            if self.rules.max_epochs and index >= self.rules.max_epochs * samples.samples_per_epoch:
+        if isinstance(source, CachedSource):
+            samples, most = self._cached[source.entry.name], self.rules.max_epochs
+            if most and index >= most * samples.samples_per_epoch:
                 raise EndOfData
             sample = samples.read(index) if is_asked_for else None
-        else:
-            shard = index % samples.num_shards
-            if self._is_read_here(shard, samples.num_shards):
-                sample = samples.read(shard)
+        elif self._is_read_here(index % source.num_shards, source.num_shards):
+            sample = self._shard(source, index % source.num_shards).next_sample()
         self._sample += 1
         return sample if is_asked_for else None
+
+    def _shard(self, source: StreamedSource, number: int) -> Shard:
+        name = source.entry.name
+        if (shard := self._shards[name].get(number)) is None:
+            place = self._places[name].get(number, ShardPlace())
+            shard = Shard(source, number, self.rules, pass_over=self._pass_over, place=place)
+            self._shards[name][number] = shard
+        return shard
 
     def _is_read_here(self, shard: int, num_shards: int) -> bool:
         """Return whether any sample of a shard falls into one of this rank's slots: sample i is in
         slot i mod batch, and from shard i mod shards. In a mixture, sample i of the job is not
         sample i of its source. With `max_epochs`, all ranks reach the end at the same sample."""
-        if self._reads_all:
-            return True
         common = math.gcd(self._batch, num_shards)
-        return any(slot % common == shard % common for slot in self._slots)
-
-
-def cached_samples(source: CachedSource, rules: SampleRules) -> CachedSamples:
-    """Return the samples of a cached source, packed if it is."""
-    if source.packing is not None:
-        return PackedSamples(source.cache, source.packing, rules.seed)
-    return CachedSamples(source.cache, rules.length, rules.seed)
+        return self._reads_all or any(slot % common == shard % common for slot in self._slots)
 
 
 def steps_of_data(config: JobConfig, sources: Sequence[OpenSource]) -> int:

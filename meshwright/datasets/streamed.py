@@ -1,6 +1,5 @@
 """Samples of a source that is tokenised as it is read."""
 
-import functools
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -179,40 +178,3 @@ class Shard:
 def _count(items: Sequence[Item]) -> int:
     """Return how many are documents; an empty text is none."""
     return sum(bool(item) and not isinstance(item, RecordError) for item in items)
-
-
-class StreamedSamples:
-    """The shards of a source; each rank opens the ones it reads.
-
-    Args:
-        places: of shards that have been read from.
-    """
-
-    def __init__(
-        self,
-        source: StreamedSource,
-        rules: SampleRules,
-        *,
-        pass_over: PassOver,
-        places: dict[int, ShardPlace],
-    ) -> None:
-        self.num_shards = source.num_shards
-        self._open = functools.partial(Shard, source, rules=rules, pass_over=pass_over)
-        self._places = places
-        self._shards: dict[int, Shard] = {}
-
-    def read(self, number: int) -> Sample:
-        """Return the next sample of one shard."""
-        if number not in self._shards:
-            self._shards[number] = self._open(number, place=self._places.get(number, ShardPlace()))
-        return self._shards[number].next_sample()
-
-    @property
-    def epochs(self) -> float:
-        """How often the shards that are read here have been read, on average."""
-        return sum(shard.place.epoch for shard in self._shards.values()) / max(len(self._shards), 1)
-
-    @property
-    def places(self) -> dict[int, ShardPlace]:
-        """Of the shards that were read from, here or before."""
-        return self._places | {number: shard.place for number, shard in self._shards.items()}
