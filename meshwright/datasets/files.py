@@ -11,16 +11,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from meshwright.config.section import MODULE_OBJECT
 from meshwright.config.training import Source
 from meshwright.datasets.storage import (
-    ChangedError,
     DataFile,
     find_files,
     is_address,
-    open_stream,
+    open_file,
     stat,
     stat_all,
 )
@@ -105,28 +104,6 @@ CHUNK = 1 << 18
 
 LONGEST = 1 << 28
 """Bytes of the longest line, document or JSON value: a reader's memory is a few times that."""
-
-
-def open_file(file: DataFile) -> IO[bytes]:
-    """Open a file for reading and seeking.
-
-    Raises:
-        ChangedError: if it is gone, or has another size than when the job looked for it.
-        OSError: if it cannot be read now.
-    """
-    if is_address(file.path):
-        if stat(file.path) != file:
-            raise ChangedError(f"{file.path}: has changed since the job started")
-        return open_stream(file.path)
-    try:
-        opened = open(file.path, "rb")  # noqa: SIM115  the caller closes it
-    except FileNotFoundError as error:
-        raise ChangedError(f"{file.path}: has gone since the job started") from error
-    size = os.fstat(opened.fileno()).st_size
-    if size != file.size:
-        opened.close()
-        raise ChangedError(f"{file.path}: had {file.size} bytes at the start, and has {size} now")
-    return opened
 
 
 def is_packed(file: DataFile) -> bool:

@@ -20,9 +20,8 @@ from meshwright.datasets.files import (
     chunks,
     content_of,
     is_packed,
-    open_file,
 )
-from meshwright.datasets.storage import ChangedError, DataFile
+from meshwright.datasets.storage import ChangedError, DataFile, open_file
 from meshwright.system.errors import first_line, shortened
 
 Row = dict[str, Any]
@@ -250,12 +249,12 @@ def _arrow(part: Range, layout: Layout, after: Place | None) -> Rows:
         reader = (arrow.ipc.open_file if is_file else arrow.ipc.open_stream)(opened)
         columns = _present(layout, reader.schema.names)
         first, begin = after or (0, 0)
-        if is_file:
-            numbers = range(first, reader.num_record_batches)
-            batches = ((n, reader.get_batch(n)) for n in numbers)
-        else:
-            batches = islice(enumerate(reader), first, None)
-        for number, batch in batches:
+        batches: Iterator[Any] = (
+            map(reader.get_batch, range(first, reader.num_record_batches))
+            if is_file
+            else islice(reader, first, None)
+        )
+        for number, batch in enumerate(batches, first):
             batch = batch.select(columns) if columns else batch
             step = _rows_at_once(batch.nbytes, batch.num_rows)
             slices = (batch.slice(at, step) for at in range(0, batch.num_rows, step))

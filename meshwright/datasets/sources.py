@@ -11,10 +11,18 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from meshwright.datasets.files import Entry, fingerprint, local_files, token_paths
+from meshwright.datasets.files import (
+    ROW_FORMATS,
+    Entry,
+    fingerprint,
+    local_files,
+    token_files,
+    token_paths,
+)
 from meshwright.datasets.readers import Row
 from meshwright.datasets.rows import (
     Documents,
@@ -215,6 +223,40 @@ def _reason(error: BaseException) -> str:
     if isinstance(error, StopIteration | SchemaInferenceError):
         return "there is nothing in it"
     return first_line(error)
+
+
+def _on_hub(repository: str, subset: str = "") -> DatasetSpec:
+    return DatasetSpec(
+        partial(open_hub, repository, subset),
+        partial(hub_files, repository, subset),
+        path="optional",
+        is_large=True,
+        has_rows=True,
+    )
+
+
+_ROWS = DatasetSpec(open_local, local_files, path="required", has_rows=True)
+
+_TOKENS = DatasetSpec(open_tokens, token_files, path="required", has_tokens=True)
+
+DATASETS: dict[str, DatasetSpec] = {
+    "python_stdlib": DatasetSpec(open_stdlib, stdlib_files),
+    "c4": _on_hub("allenai/c4", "en"),
+    "fineweb": _on_hub("HuggingFaceFW/fineweb", "default"),
+    "fineweb-edu": _on_hub("HuggingFaceFW/fineweb-edu", "default"),
+    "slimpajama": _on_hub("cerebras/SlimPajama-627B"),
+    **dict.fromkeys(ROW_FORMATS, _ROWS),
+    "megatron": _TOKENS,
+    "tokens": _TOKENS,
+}
+"""By name. Any other name with a slash is one of the Hugging Face hub."""
+
+
+def find_dataset(name: str) -> DatasetSpec | None:
+    """Return the dataset of that name; None if it can be none."""
+    if name in DATASETS or "/" not in name or "://" in name:
+        return DATASETS.get(name)
+    return _on_hub(name)
 
 
 MOST_SUFFIXES = 4

@@ -71,8 +71,6 @@ def stat(path: str) -> DataFile:
 
 def stat_all(paths: Sequence[str]) -> list[DataFile]:
     """Look at many files, those of object storage by many requests at once."""
-    if not any(map(is_address, paths)):
-        return list(map(stat, paths))
     with ThreadPoolExecutor(AT_ONCE) as threads:
         return list(threads.map(stat, paths))
 
@@ -239,19 +237,32 @@ class BlockCache:
             size -= of_one
 
 
-def open_stream(path: str) -> IO[bytes]:
-    """Open a file in object storage; it can be sought in.
+def open_file(file: DataFile) -> IO[bytes]:
+    """Open a file for reading and seeking.
 
     Raises:
-        OSError: as `stat`; and reads as `RangeFile.read`.
+        ChangedError: if it is gone, or is another than when the job looked for it.
+        OSError: if it cannot be read now. Of object storage, as `stat` and `RangeFile.read`.
     """
-    return io.BufferedReader(_RemoteStream(path), AHEAD)
+    path = file.path
+    if is_address(path):
+        if stat(path) != file:
+            raise ChangedError(f"{path}: has changed since the job started")
+        return io.BufferedReader(_RemoteStream(file), AHEAD)
+    try:
+        opened = open(path, "rb")  # noqa: SIM115  the caller closes it
+    except FileNotFoundError as error:
+        raise ChangedError(f"{path}: has gone since the job started") from error
+    size = os.fstat(opened.fileno()).st_size
+    if size != file.size:
+        opened.close()
+        raise ChangedError(f"{path}: had {file.size} bytes at the start, and has {size} now")
+    return opened
 
 
 class _RemoteStream(io.RawIOBase):
-    def __init__(self, path: str) -> None:
-        found = stat(path)
-        self._file, self._size, self._at = RangeFile(path, found.stamp), found.size, 0
+    def __init__(self, file: DataFile) -> None:
+        self._file, self._size, self._at = RangeFile(file.path, file.stamp), file.size, 0
 
     def readable(self) -> bool:
         return True

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -62,12 +62,11 @@ class Shard:
     ) -> None:
         self._source, self._number, self._rules = source, number, rules
         self._pass_over, self._at = pass_over, replace(place)
-        self._has_documents = False
         self._reader: Reader | None = None
         most, shards = source.entry.source.max_documents, source.num_shards
         self._most = most // shards + (number < most % shards) if most else math.inf
-        self._fill_window()
-        self._tokens = self._encode()
+        self._documents = self._encoded()
+        self._tokens = next(self._documents)
 
     @property
     def place(self) -> ShardPlace:
@@ -90,7 +89,7 @@ class Shard:
             at.used += len(piece)
             missing -= len(piece)
             if missing:
-                self._next_document()
+                self._tokens = next(self._documents)
                 if at.epoch > first_epoch + 1:  # the whole epoch between went in
                     raise self._source.entry.error(
                         "dataset",
@@ -100,36 +99,40 @@ class Shard:
                     )
         return to_sample(pieces)
 
-    def _next_document(self) -> None:
-        at = self._at
-        at.bad_records += self._is_bad
-        at.document, at.used = at.document + 1, 0
-        if at.document >= len(self._shuffled):
-            at.document, at.window, at.taken = 0, at.window + 1, at.taken + _count(self._shuffled)
-            self._fill_window()
-            if not self._shuffled:
-                self._begin_epoch()
-        self._tokens = self._encode()
+    def _encoded(self) -> Iterator[npt.NDArray[np.uint32]]:
+        """Yield the tokens of the documents, of all epochs, from the place on; and move it."""
+        at, has_documents = self._at, False
+        while True:
+            while window := self._read_window():
+                has_documents = True
+                key = (self._rules.seed or 0, at.epoch, self._number, at.window)
+                shuffled = [window[index] for index in permutation(len(window), *key)]
+                for number in range(at.document, len(shuffled)):
+                    at.document, tokens = number, self._encode(shuffled[number])
+                    yield np.empty(0, np.uint32) if tokens is None else tokens
+                    at.used = 0
+                    at.bad_records += tokens is None
+                at.document, at.window, at.taken = 0, at.window + 1, at.taken + _count(window)
+            if not has_documents:
+                raise self._source.entry.error("dataset", "holds no text in one of its shards")
+            self._reader = None
+            at.epoch, at.window, at.window_state, at.taken = at.epoch + 1, 0, None, 0
+            if at.epoch == self._rules.max_epochs:
+                raise EndOfData
 
-    def _begin_epoch(self) -> None:
-        if not self._has_documents:
-            raise self._source.entry.error("dataset", "holds no text in one of its shards")
-        at, self._reader = self._at, None
-        at.epoch, at.window, at.window_state, at.taken = at.epoch + 1, 0, None, 0
-        if at.epoch == self._rules.max_epochs:
-            raise EndOfData
-        self._fill_window()
-
-    def _fill_window(self) -> None:
-        documents, at = self._read_window(), self._at
-        key = (self._rules.seed or 0, at.epoch, self._number, at.window)
-        order = permutation(len(documents), *key)
-        self._shuffled = [documents[index] for index in order]
-        self._has_documents = self._has_documents or bool(documents)
+    def _encode(self, document: Item) -> npt.NDArray[np.uint32] | None:
+        """Return the tokens of a document; None of a record that is passed over."""
+        try:
+            if isinstance(document, RecordError):
+                raise document
+            return self._source.encoder.encode(document)
+        except RecordError as error:
+            self._pass_over(error)
+            return None
 
     def _read_window(self) -> list[Item]:
-        """Return the documents of the next window, read again from its beginning if that may
-        help."""
+        """Return the documents of the next window, none at the end of the epoch; read again
+        from its beginning if that may help."""
         source = self._source
         for wait_s in (*RETRY_AFTER_S, None):
             try:
@@ -159,20 +162,6 @@ class Shard:
                 break
             taken += _count(documents[-1:])
         return documents
-
-    def _encode(self) -> npt.NDArray[np.uint32]:
-        self._is_bad = False
-        if not self._shuffled:  # a shard without a document
-            return np.empty(0, np.uint32)
-        found = self._shuffled[self._at.document]
-        try:
-            if isinstance(found, RecordError):
-                raise found
-            return self._source.encoder.encode(found)
-        except RecordError as error:
-            self._pass_over(error)
-            self._is_bad = True
-            return np.empty(0, np.uint32)
 
 
 def _count(items: Sequence[Item]) -> int:

@@ -15,13 +15,12 @@ from pyarrow import parquet
 
 from meshwright.config.section import BYTES
 from meshwright.config.training import Source
-from meshwright.datasets import find_dataset
 from meshwright.datasets.encoding import TokenizationSpec
 from meshwright.datasets.files import Entry, fingerprint, local_files, revision
 from meshwright.datasets.named_sources import check_path
 from meshwright.datasets.rows import Document, Documents, IndexedDocuments, unreadable
 from meshwright.datasets.samples import CachedSamples
-from meshwright.datasets.sources import by_suffix, openable
+from meshwright.datasets.sources import by_suffix, find_dataset, openable
 from meshwright.datasets.token_cache.tokenizing import open_cache
 from meshwright.datasets.tokenizers.kinds import build_tokenizer
 from meshwright.system.errors import ConfigError, RecordError, StorageError
