@@ -106,16 +106,16 @@ LONGEST = 1 << 28
 """Bytes of the longest line, document or JSON value: a reader's memory is a few times that."""
 
 
-def is_packed(file: DataFile) -> bool:
-    """Return whether a file is compressed, by its name."""
-    return os.path.splitext(file.path)[1] in PACKED
+def codec_of(file: DataFile) -> str | None:
+    """Return how a file is compressed, by its name; None if it is not."""
+    return PACKED.get(os.path.splitext(file.path)[1])
 
 
 def chunks(file: DataFile, at: int = 0) -> Iterator[bytes]:
     """Yield the content of a file from a byte on, decompressed if its name says so. Compressed ones
     are read from their beginning, always by the same pieces: where the error of a damaged file
     comes does not depend on the place."""
-    codec = PACKED.get(os.path.splitext(file.path)[1])
+    codec = codec_of(file)
     with open_file(file) as opened:
         stream: Any = opened
         if codec is None:

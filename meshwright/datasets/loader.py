@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from meshwright.datasets.encoding import NO_LOSS
 from meshwright.datasets.samples import Sample, blank_sample
-from meshwright.datasets.stream import Cursor, SampleStream, bad_records, merged
+from meshwright.datasets.stream import Cursor, SampleStream, merged
 from meshwright.datasets.streamed import EndOfData
 from meshwright.models.loss import IGNORE, PADDING, Batch
 from meshwright.system.errors import DataError, config_error
@@ -157,11 +157,6 @@ def whole_cursor(cursor: Cursor) -> Cursor:
     cursors = [cursor] * dist.get_world_size()
     dist.all_gather_object(cursors, cursor)
     return merged(cursors)
-
-
-def num_bad_records(cursor: Cursor) -> int:
-    """Records that all ranks together have passed over before `cursor`. Collective."""
-    return bad_records(whole_cursor(cursor))  # ranks that read the same shard say the same of it
 
 
 def padded_samples(

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -159,50 +160,9 @@ def open_told(
     """
     of_training = entries(config.training, "training")
     named = zip([*of_training, *validation_entries(config)], told, strict=True)
-    found = [_open_as_told(entry, one, config, is_first_here) for entry, one in named]
+    found = [_open(entry, config, told=one, is_first_here=is_first_here) for entry, one in named]
     count = len(of_training)
     return [_packed(source, config) for source in found[:count]], found[count:]
-
-
-def _open_as_told(entry: Entry, told: Found, config: JobConfig, is_first_here: bool) -> OpenSource:
-    recipe = recipe_of(entry, config)
-    if told.cache:
-        root, blocks = _caches(config)
-        try:
-            cache = TokenCache(root / told.cache, looks_at_parts=is_first_here, blocks=blocks)
-        except (DamagedCacheError, OSError):  # this machine has caches of its own
-            return _open(entry, config)
-        return CachedSource(entry, cache, told)
-    if told.rows is not None:
-        return _streamed(recipe, StreamedRows(told.rows, entry), told, config)
-    if entry.source.dataset not in ROW_FORMATS:
-        return _streamed(recipe, recipe.open(streamed=True), told, config)
-    first = told.files[0].path
-    if not (is_address(first) or os.path.exists(first)):  # this machine has a copy elsewhere
-        return _open(entry, config)
-    if is_first_here:
-        try:
-            told = replace(told, sampled=sampled(told.files))
-        except OSError as error:
-            fix = "give all machines the same files"
-            raise entry.error("dataset_path", str(error), fix) from error
-    return _streamed(recipe, LocalDocuments(entry, told.files), told, config)
-
-
-def _streamed(
-    recipe: TokenizationSpec, documents: Documents | TokenFiles, found: Found, config: JobConfig
-) -> StreamedSource:
-    assert not isinstance(documents, TokenFiles)  # preflight has refused it
-    shards, most = config.training.stream_shards, recipe.entry.source.max_documents
-    num_shards = min(shards, documents.max_shards, most or shards)
-    window = config.training.shuffle_window
-    return StreamedSource(recipe.entry, documents, recipe.encoder(), num_shards, window, found)
-
-
-def _caches(config: JobConfig) -> tuple[Path, BlockCache]:
-    """Return the folder of token caches, and the cache of blocks of object storage in it."""
-    root = Path(config.training.token_cache_folder or default_folder())
-    return root, BlockCache(root / "blocks", int(config.training.block_cache_gib * (1 << 30)))
 
 
 def recipe_of(entry: Entry, config: JobConfig) -> TokenizationSpec:
@@ -218,21 +178,28 @@ def recipe_of(entry: Entry, config: JobConfig) -> TokenizationSpec:
 
 
 def _open(
-    entry: Entry, config: JobConfig, needed: int = 1, num_workers: int = 0, check_all: bool = False
+    entry: Entry,
+    config: JobConfig,
+    needed: int = 1,
+    num_workers: int = 0,
+    check_all: bool = False,
+    *,
+    told: Found | None = None,
+    is_first_here: bool = False,
 ) -> OpenSource:
     recipe, length = recipe_of(entry, config), config.training.seq_len + 1
     if is_streamed(entry):
-        documents, files = recipe.open(streamed=True), recipe.files()
-        found = Found(
-            revision(files) if recipe.is_of_hub else "",
-            outline=fingerprint(entry, files, is_portable=True),
-            sampled=sampled(files),
-            method=recipe.method(),
-            files=files,
-            rows=getattr(documents, "rows", None) if recipe.is_of_hub else None,
-        )
-        return _streamed(recipe, documents, found, config)
-    root, blocks = _caches(config)
+        found, documents = _documents(recipe, told, is_first_here)
+        shards, most = config.training.stream_shards, entry.source.max_documents
+        num_shards = min(shards, documents.max_shards, most or shards)
+        window = config.training.shuffle_window
+        return StreamedSource(entry, documents, recipe.encoder(), num_shards, window, found)
+    root = Path(config.training.token_cache_folder or default_folder())
+    blocks = BlockCache(root / "blocks", int(config.training.block_cache_gib * (1 << 30)))
+    if told is not None:
+        with suppress(DamagedCacheError, OSError):  # this machine has caches of its own
+            cache = TokenCache(root / told.cache, looks_at_parts=is_first_here, blocks=blocks)
+            return CachedSource(entry, cache, told)
     cache = open_cache(
         recipe,
         root,
@@ -248,3 +215,36 @@ def _open(
         raise entry.error("dataset", f"{what}, and {needed} are needed", fix)
     commit = revision(recipe.files()) if recipe.is_of_hub else ""
     return CachedSource(entry, cache, Found(commit, cache.folder.name))
+
+
+def _documents(
+    recipe: TokenizationSpec, told: Found | None, is_first_here: bool
+) -> tuple[Found, Documents]:
+    """Open the documents of a source that is streamed, of the files that the job was told of if
+    they are here, too: this machine may have a copy elsewhere."""
+    entry = recipe.entry
+    if told is not None and told.rows is not None:
+        return told, StreamedRows(told.rows, entry)
+    if told is not None and entry.source.dataset in ROW_FORMATS and _is_here(told.files[0]):
+        if is_first_here:
+            try:
+                told = replace(told, sampled=sampled(told.files))
+            except OSError as error:
+                fix = "give all machines the same files"
+                raise entry.error("dataset_path", str(error), fix) from error
+        return told, LocalDocuments(entry, told.files)
+    documents, files = recipe.open(streamed=True), recipe.files()
+    assert not isinstance(documents, TokenFiles)  # preflight has refused it
+    found = Found(
+        revision(files) if recipe.is_of_hub else "",
+        outline=fingerprint(entry, files, is_portable=True),
+        sampled=sampled(files),
+        method=recipe.method(),
+        files=files,
+        rows=documents.rows if recipe.is_of_hub and isinstance(documents, StreamedRows) else None,
+    )
+    return found, documents
+
+
+def _is_here(file: DataFile) -> bool:
+    return is_address(file.path) or os.path.exists(file.path)

@@ -18,8 +18,8 @@ from meshwright.datasets.files import (
     Place,
     Range,
     chunks,
+    codec_of,
     content_of,
-    is_packed,
 )
 from meshwright.datasets.storage import ChangedError, DataFile, open_file
 from meshwright.system.errors import first_line, shortened
@@ -342,7 +342,7 @@ def _split(file: DataFile, layout: Layout, part_bytes: int) -> list[Range]:
 
 def _can_be_cut(file: DataFile, layout: Layout) -> bool:
     """Return whether the beginnings of lines or texts can be told from the middle of a file."""
-    if is_packed(file):
+    if codec_of(file):
         return False
     if layout.format == "json":
         return _has_lines(file)

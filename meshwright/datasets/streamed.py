@@ -1,7 +1,6 @@
 """Samples of a source that is tokenised as it is read."""
 
 import math
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,8 +13,7 @@ from meshwright.datasets.order import permutation
 from meshwright.datasets.rows import Item, Reader
 from meshwright.datasets.samples import Sample, SampleRules, to_sample
 from meshwright.system.errors import RecordError
-from meshwright.system.files import RETRY_AFTER_S, may_pass
-from meshwright.system.log import logger
+from meshwright.system.files import read_patiently
 
 PassOver = Callable[[RecordError], None]
 """Called with a record that is to be passed over; raises if it is not to be."""
@@ -131,22 +129,19 @@ class Shard:
             return None
 
     def _read_window(self) -> list[Item]:
-        """Return the documents of the next window, none at the end of the epoch; read again
-        from its beginning if that may help."""
-        source = self._source
-        for wait_s in (*RETRY_AFTER_S, None):
+        """Return the documents of the next window, none at the end of the epoch; read again from
+        its beginning if that may help."""
+
+        def read() -> list[Item]:
             try:
                 return self._try_window()
-            except Exception as error:  # whatever a file system or a network client raises
+            except Exception:
                 self._reader = None
-                if wait_s is None or not may_pass(error):
-                    raise
-                logger.warning(
-                    "%s: shard %d of %d cannot be read: %s; trying again in %g s",
-                    *(source.entry.name, self._number, source.num_shards, error, wait_s),
-                )
-                time.sleep(wait_s)
-        raise AssertionError
+                raise
+
+        source = self._source
+        where = f"{source.entry.name}: shard {self._number} of {source.num_shards}"
+        return read_patiently(where, read)
 
     def _try_window(self) -> list[Item]:
         if self._reader is None:

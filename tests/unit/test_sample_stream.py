@@ -19,9 +19,9 @@ from meshwright.datasets.loader import (
     BatchShape,
     Loader,
     StepData,
-    num_bad_records,
     padded_samples,
     to_batches,
+    whole_cursor,
 )
 from meshwright.datasets.opening import OpenSource
 from meshwright.datasets.order import permutation, permuted
@@ -38,7 +38,13 @@ from meshwright.datasets.stream import (
 from meshwright.datasets.streamed import EndOfData, ShardPlace
 from meshwright.datasets.tokenizers.kinds import ByteTokenizer
 from meshwright.models.loss import IGNORE, Batch
-from meshwright.system.errors import ConfigError, DataError, RecordError, StopRequested
+from meshwright.system.errors import (
+    ConfigError,
+    DataError,
+    RecordError,
+    StopRequested,
+    StorageError,
+)
 from tests.helpers.texts import BOS, EOS, LENGTH, TEXTS, cached, encode, streamed
 
 LETTERS = tuple(letter * 50 for letter in "abcdefghijklmnopqrstuvwxyz")
@@ -512,7 +518,7 @@ def test_bad_records_of_a_shard_that_two_ranks_read_count_once(monkeypatch) -> N
 
     monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
     monkeypatch.setattr("torch.distributed.all_gather_object", gather)
-    assert num_bad_records(cursors[0]) == 5
+    assert bad_records(whole_cursor(cursors[0])) == 5
 
 
 def test_what_may_pass_is_tried_again_from_its_place(monkeypatch) -> None:
@@ -526,7 +532,7 @@ def test_what_may_pass_is_tried_again_from_its_place(monkeypatch) -> None:
     monkeypatch.setattr("time.sleep", waits.append)
     want = [rows for rows, _ in read_steps([streamed(texts, 1, 4)], [1], (1, 1, 1), 30)]
     source = streamed(texts, num_shards=1, window=4, get=get)
-    with pytest.raises(OSError, match="Stale file handle"):
+    with pytest.raises(StorageError, match="shard 0 of 1 cannot be read: Stale file handle"):
         read_steps([source], [1], (1, 1, 1), 30)
     assert waits == [1, 2, 4, 8, 16, 32]
     assert len(failures) == 1
