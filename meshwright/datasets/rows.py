@@ -263,19 +263,11 @@ def _load_function(entry: Entry) -> Callable[[dict[str, Any]], Any]:
 
 
 class Reader(Iterator[Item]):
-    """Iterates over documents, and can be begun again where it is.
-
-    Args:
-        state: returns a value that stands, in JSON, for the place before the next document.
-    """
+    """Iterates over documents, and can be begun again where it is: `state` returns a value that
+    stands, in JSON, for the place before the next document."""
 
     def __init__(self, items: Iterator[Item], state: Callable[[], Any]) -> None:
-        self._items, self._state = items, state
-
-    @property
-    def state(self) -> Any:
-        """The place before the next document."""
-        return self._state()
+        self._items, self.state = items, state
 
     def __next__(self) -> Item:
         return next(self._items)

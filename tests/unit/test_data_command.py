@@ -10,8 +10,7 @@ from meshwright.config.loader import load_config
 from meshwright.datasets.named_sources import weights
 from meshwright.datasets.opening import open_training_data
 from meshwright.datasets.samples import SampleRules
-from meshwright.datasets.stream import Cursor, SampleStream
-from meshwright.datasets.streamed import Shard
+from meshwright.datasets.stream import Cursor, SampleStream, Shard
 from meshwright.system.errors import ConfigError
 from tests.helpers.cli import command
 

@@ -17,7 +17,7 @@ from meshwright.datasets.opening import StreamedSource
 from meshwright.datasets.rows import Item, conditions
 from meshwright.datasets.samples import SampleRules
 from meshwright.datasets.sources import find_dataset
-from meshwright.datasets.streamed import Shard, ShardPlace
+from meshwright.datasets.stream import Shard, ShardPlace
 from meshwright.datasets.token_cache.tokenizing import open_cache
 from meshwright.datasets.tokenizers.kinds import build_tokenizer
 from meshwright.system.errors import ConfigError, RecordError

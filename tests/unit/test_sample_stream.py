@@ -29,13 +29,14 @@ from meshwright.datasets.rows import Item
 from meshwright.datasets.samples import CachedSamples, SampleRules
 from meshwright.datasets.stream import (
     Cursor,
+    EndOfData,
     SampleStream,
+    ShardPlace,
     bad_records,
     find_samples,
     merged,
     steps_of_data,
 )
-from meshwright.datasets.streamed import EndOfData, ShardPlace
 from meshwright.datasets.tokenizers.kinds import ByteTokenizer
 from meshwright.models.loss import IGNORE, Batch
 from meshwright.system.errors import (

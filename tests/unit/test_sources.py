@@ -88,10 +88,10 @@ def test_a_reader_begins_again_where_it_was(kind: str, folder: Path) -> None:
     for count in range(8):
         reader = documents.read(0, 1)
         first = [next(reader) for _ in range(count)]
-        state = json.loads(json.dumps(reader.state))
+        state = json.loads(json.dumps(reader.state()))
         again = documents.read(0, 1, state)
         # a job may be resumed twice before it has come to the next window
-        assert json.loads(json.dumps(again.state)) == state
+        assert json.loads(json.dumps(again.state())) == state
         assert first + list(again) == TEXTS
 
 
