@@ -51,9 +51,7 @@ Rows = Generator[tuple[Place, str, Row | str], None, None]
 """The place of a row; the same in words: `path:line`, `path, byte n` or `path, row n`; and the row,
 or the reason why it cannot be read."""
 
-Piece = bytes | bytearray | None
-
-Pieces = Iterator[tuple[Place, Piece]]
+Pieces = Iterator[tuple[Place, bytes | None]]
 """The place of a piece of a file, and its content; None: it is longer than `LONGEST`."""
 
 END = Place(-1, 0)
@@ -73,17 +71,18 @@ def read(part: Range, layout: Layout, after: Place | None = None) -> Rows:
     """
     if after == END:
         return
-    path, behind = part.file.path, ""
+    path, last = part.file.path, None
     with closing(_READERS[layout.format](part, layout, after)) as rows:
         try:
             for place, words, row in rows:
                 if place != after:
                     yield place, path + words, row
-                behind = f" after {path}{words}"
+                last = words
         except (OSError, ValueError, EOFError) as error:
             # the errors of pyarrow have no number, or are ValueErrors
             if isinstance(error, ChangedError) or getattr(error, "errno", None) is not None:
                 raise
+            behind = "" if last is None else f" after {path}{last}"
             yield END, path, f"cannot be read{behind}: {first_line(error)}"
 
 
@@ -97,14 +96,14 @@ def _json(part: Range, layout: Layout, after: Place | None) -> Rows:
         return
     for place, line in _pieces(part, NEWLINE, after):
         if line is None or line.strip():
-            yield place, _words(part, place), _row(lambda text: _object(json.loads(text)), line)
+            yield place, _words(part, place), _row(_object_of, line)
 
 
 def _words(part: Range, place: Place) -> str:
     return f", byte {place.at}" if part.begin else f":{place.number + 1}"
 
 
-def _row(make: Callable[[str], Row | str], piece: Piece) -> Row | str:
+def _row(make: Callable[[str], Row | str], piece: bytes | None) -> Row | str:
     """Return the row that `make` makes of a piece of a file, or why it is none."""
     if piece is None:
         return f"longer than {LONGEST >> 20} MiB"
@@ -122,6 +121,10 @@ def _row(make: Callable[[str], Row | str], piece: Piece) -> Row | str:
         return f"not UTF-8: {line}byte {byte}, {code}: {error.reason}"
     except ValueError as error:
         return str(error)
+
+
+def _object_of(text: str) -> Row | str:
+    return _object(json.loads(text))
 
 
 def _object(value: Any) -> Row | str:
@@ -156,24 +159,24 @@ def _json_value(part: Range, after: Place | None) -> Rows:
 
 def _text(part: Range, layout: Layout, after: Place | None) -> Rows:
     """Yield files as they are, or the texts between separators without line ends around them."""
-
-    def row(piece: Piece) -> Row | str:
-        return _row(lambda text: {"text": text}, piece)
-
     if not layout.separator:
-        yield Place(0, 0), "", row(content_of(part.file))
+        yield Place(0, 0), "", _row(_text_of, content_of(part.file))
         return
     is_by_paragraph = layout.separator == PARAGRAPH
     separator = layout.separator.encode()
     pieces = _paragraphs(part, after) if is_by_paragraph else _pieces(part, separator, after)
     for place, piece in pieces:
         if piece is None or (piece := piece.strip(b"\r\n")):
-            yield place, _words(part, place), row(piece)
+            yield place, _words(part, place), _row(_text_of, piece)
+
+
+def _text_of(text: str) -> Row:
+    return {"text": text}
 
 
 def _paragraphs(part: Range, after: Place | None) -> Pieces:
     """Yield runs of lines; one belongs to the range of the last empty line before it."""
-    held, size, begin = list[bytes | bytearray](), 0, Place(0, 0)
+    held, size, begin = list[bytes](), 0, Place(0, 0)
     is_owned = after is not None or not part.begin
     lines = _pieces(part._replace(end=None), NEWLINE, after)
     for place, line in chain(lines, [(END, b"")]):
@@ -196,21 +199,18 @@ def _pieces(part: Range, separator: bytes, after: Place | None = None) -> Pieces
     is_cut = after is None and at > 0  # it may begin in the middle of a piece
     at = max(at - len(separator), 0) if is_cut else at
     rest, dropped, overlap = bytearray(), 0, len(separator) - 1
-
-    def piece(content: bytearray) -> tuple[Place, Piece]:
-        whole = content if at else content.removeprefix(codecs.BOM_UTF8)
-        return Place(at, number), None if dropped else whole
-
     for chunk in chunks(part.file, at):
         searched = max(len(rest) - overlap, 0)
         rest += chunk
         if rest.find(separator, searched) >= 0:  # split only then: a long piece comes in many
-            *whole, rest = rest.split(separator)
+            *whole, last = bytes(rest).split(separator)
+            rest = bytearray(last)
             for content in whole:
                 if part.end is not None and at >= part.end:
                     return
                 if not is_cut:
-                    yield piece(content)
+                    piece = content if at else content.removeprefix(codecs.BOM_UTF8)
+                    yield Place(at, number), None if dropped else piece
                     number += 1
                 is_cut = False
                 at += dropped + len(content) + len(separator)
@@ -219,7 +219,8 @@ def _pieces(part: Range, separator: bytes, after: Place | None = None) -> Pieces
             dropped += len(rest) - overlap
             del rest[: len(rest) - overlap]
     if (rest or dropped) and not is_cut and (part.end is None or at < part.end):
-        yield piece(rest)
+        piece = bytes(rest if at else rest.removeprefix(codecs.BOM_UTF8))
+        yield Place(at, number), None if dropped else piece
 
 
 def _parquet(part: Range, layout: Layout, after: Place | None) -> Rows:
