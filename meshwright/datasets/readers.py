@@ -71,22 +71,19 @@ def read(part: Range, layout: Layout, after: Place | None = None) -> Rows:
     """
     if after == END:
         return
-    path, last = part.file.path, None
+    last = ""
     with closing(_READERS[layout.format](part, layout, after)) as rows:
         try:
             for place, words, row in rows:
                 if place != after:
-                    yield place, path + words, row
+                    yield place, words, row
                 last = words
         except (OSError, ValueError, EOFError) as error:
             # the errors of pyarrow have no number, or are ValueErrors
             if isinstance(error, ChangedError) or getattr(error, "errno", None) is not None:
                 raise
-            behind = "" if last is None else f" after {path}{last}"
-            yield END, path, f"cannot be read{behind}: {first_line(error)}"
-
-
-# Each reader of a format yields the row at `after`, too. Its words follow the path of the file.
+            behind = f" after {last}" if last else ""
+            yield END, part.file.path, f"cannot be read{behind}: {first_line(error)}"
 
 
 def _json(part: Range, layout: Layout, after: Place | None) -> Rows:
@@ -100,7 +97,8 @@ def _json(part: Range, layout: Layout, after: Place | None) -> Rows:
 
 
 def _words(part: Range, place: Place) -> str:
-    return f", byte {place.at}" if part.begin else f":{place.number + 1}"
+    path = part.file.path
+    return f"{path}, byte {place.at}" if part.begin else f"{path}:{place.number + 1}"
 
 
 def _row(make: Callable[[str], Row | str], piece: bytes | None) -> Row | str:
@@ -154,13 +152,13 @@ def _json_value(part: Range, after: Place | None) -> Rows:
     begin = after.number if after else 0
     for number, row in enumerate(value if isinstance(value, list) else [value]):
         if number >= begin:
-            yield Place(0, number), f", row {number}", _object(row)
+            yield Place(0, number), f"{part.file.path}, row {number}", _object(row)
 
 
 def _text(part: Range, layout: Layout, after: Place | None) -> Rows:
     """Yield files as they are, or the texts between separators without line ends around them."""
     if not layout.separator:
-        yield Place(0, 0), "", _row(_text_of, content_of(part.file))
+        yield Place(0, 0), part.file.path, _row(_text_of, content_of(part.file))
         return
     is_by_paragraph = layout.separator == PARAGRAPH
     separator = layout.separator.encode()
@@ -238,7 +236,8 @@ def _parquet(part: Range, layout: Layout, after: Place | None) -> Rows:
             batches = file.iter_batches(
                 rows, row_groups=[group], columns=columns, use_threads=False
             )
-            yield from _of_batches(batches, "row group", group, begin if group == first else 0)
+            begin = begin if group == first else 0
+            yield from _of_batches(part, batches, "row group", Place(group, begin))
 
 
 def _arrow(part: Range, layout: Layout, after: Place | None) -> Rows:
@@ -259,7 +258,8 @@ def _arrow(part: Range, layout: Layout, after: Place | None) -> Rows:
             batch = batch.select(columns) if columns else batch
             step = _rows_at_once(batch.nbytes, batch.num_rows)
             slices = (batch.slice(at, step) for at in range(0, batch.num_rows, step))
-            yield from _of_batches(slices, "batch", number, begin if number == first else 0)
+            begin = begin if number == first else 0
+            yield from _of_batches(part, slices, "batch", Place(number, begin))
 
 
 def _present(layout: Layout, names: Sequence[str]) -> list[str] | None:
@@ -271,17 +271,17 @@ def _rows_at_once(num_bytes: int, num_rows: int) -> int:
     return min(max(BATCH_BYTES * num_rows // max(num_bytes, 1), 1), 1024)
 
 
-def _of_batches(batches: Iterator[Any], unit: str, group: int, begin: int) -> Rows:
-    """Yield the rows of a row group, or a batch, from row `begin` on."""
-    number = 0
+def _of_batches(part: Range, batches: Iterator[Any], unit: str, begin: Place) -> Rows:
+    """Yield the rows of a row group, or a batch, from a place on."""
+    number, group = 0, begin.at
     for batch in batches:
-        skipped = min(max(begin - number, 0), batch.num_rows)
+        skipped = min(max(begin.number - number, 0), batch.num_rows)
         number += skipped
         batch = batch.slice(skipped)
         rows = _checked_rows(batch)
         for index in range(batch.num_rows):
             row = rows[index : index + 1] if rows else _checked_rows(batch.slice(index, 1))
-            words = f", row {number} of {unit} {group}"
+            words = f"{part.file.path}, row {number} of {unit} {group}"
             yield Place(group, number), words, row[0] if row else "is damaged text"
             number += 1
 
