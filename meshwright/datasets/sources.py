@@ -94,7 +94,7 @@ def open_stdlib(entry: Entry, streamed: bool) -> Documents:
                 text = file.read()
         except (SyntaxError, UnicodeDecodeError) as error:
             return entry.record_error("dataset", f"{path}: {error}")
-        return text if not entry.held_out or is_on_side(entry, text) else ""
+        return text if is_on_side(entry, text) else ""
 
     return IndexedDocuments(len(files), read)
 
