@@ -222,10 +222,10 @@ def _documents(
 ) -> tuple[Found, Documents]:
     """Open the documents of a source that is streamed, of the files that the job was told of if
     they are here, too: this machine may have a copy elsewhere."""
-    entry = recipe.entry
+    entry, is_local = recipe.entry, recipe.entry.source.dataset in ROW_FORMATS
     if told is not None and told.rows is not None:
         return told, StreamedRows(told.rows, entry)
-    if told is not None and entry.source.dataset in ROW_FORMATS and _is_here(told.files[0]):
+    if told is not None and is_local and _is_here(told.files[0]):
         if is_first_here:
             try:
                 told = replace(told, sampled=sampled(told.files))
@@ -233,8 +233,11 @@ def _documents(
                 fix = "give all machines the same files"
                 raise entry.error("dataset_path", str(error), fix) from error
         return told, LocalDocuments(entry, told.files)
-    documents, files = recipe.open(streamed=True), recipe.files()
+    documents = recipe.open(streamed=True)
     assert not isinstance(documents, TokenFiles)  # preflight has refused it
+    if told is not None and not is_local:
+        return told, documents
+    files = recipe.files()
     found = Found(
         revision(files) if recipe.is_of_hub else "",
         outline=fingerprint(entry, files, is_portable=True),

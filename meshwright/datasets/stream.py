@@ -247,17 +247,17 @@ class SampleStream:
             if isinstance(source, CachedSource)
         }
         self._reads_all = len(sources) > 1 or rules.max_epochs > 0
-        # Of streamed sources, by name. Positions in shards that other ranks read are stale.
+        # of streamed sources, by name
         self._shards = dict[str, dict[int, Shard]]()
         self._places = dict[str, dict[int, ShardPlace]]()
         for source in sources:
             if isinstance(source, CachedSource):
                 continue
-            name, places = source.entry.name, cursor.places.get(source.entry.name, {})
+            name = source.entry.name
             self._shards[name] = {}
-            self._places[name] = {
+            self._places[name] = {  # those of other ranks' shards are stale
                 shard: place
-                for shard, place in places.items()
+                for shard, place in cursor.places.get(name, {}).items()
                 if self._is_read_here(shard, source.num_shards)
             }
             if self._reads_all and len(self._slots) < batch:
@@ -314,11 +314,8 @@ class SampleStream:
         """
         is_asked_for = self._sample % self._batch in self._slots
         number = self._mixture.draw()
-        source, index = (
-            self._sources[number],
-            self._before[number] + self._mixture.counts[number] - 1,
-        )
-        sample = None
+        index = self._before[number] + self._mixture.counts[number] - 1
+        source, sample = self._sources[number], None
         if isinstance(source, CachedSource):
             samples, most = self._cached[source.entry.name], self.rules.max_epochs
             if most and index >= most * samples.samples_per_epoch:
