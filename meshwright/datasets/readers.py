@@ -196,13 +196,13 @@ def _pieces(part: Range, separator: bytes, after: Place | None = None) -> Pieces
     at, number = after or (part.begin, 0)
     is_cut = after is None and at > 0  # it may begin in the middle of a piece
     at = max(at - len(separator), 0) if is_cut else at
-    rest, dropped, overlap = bytearray(), 0, len(separator) - 1
+    pending, dropped, overlap, seam = list[bytes](), 0, len(separator) - 1, b""
     for chunk in chunks(part.file, at):
-        searched = max(len(rest) - overlap, 0)
-        rest += chunk
-        if rest.find(separator, searched) >= 0:  # split only then: a long piece comes in many
-            *whole, last = bytes(rest).split(separator)
-            rest = bytearray(last)
+        pending.append(chunk)
+        seam += chunk
+        if separator in seam:  # joined only then: a long piece comes in many chunks
+            *whole, last = b"".join(pending).split(separator)
+            pending = [last]
             for content in whole:
                 if part.end is not None and at >= part.end:
                     return
@@ -213,11 +213,12 @@ def _pieces(part: Range, separator: bytes, after: Place | None = None) -> Pieces
                 is_cut = False
                 at += dropped + len(content) + len(separator)
                 dropped = 0
-        if len(rest) > LONGEST:
-            dropped += len(rest) - overlap
-            del rest[: len(rest) - overlap]
+        seam = seam[max(len(seam) - overlap, 0) :]
+        if (size := sum(map(len, pending))) > LONGEST:
+            pending, dropped = [seam], dropped + size - len(seam)
+    rest = b"".join(pending)
     if (rest or dropped) and not is_cut and (part.end is None or at < part.end):
-        piece = bytes(rest if at else rest.removeprefix(codecs.BOM_UTF8))
+        piece = rest if at else rest.removeprefix(codecs.BOM_UTF8)
         yield Place(at, number), None if dropped else piece
 
 
