@@ -303,6 +303,7 @@ _READERS: dict[str, Callable[[Range, Layout, Place | None], Rows]] = {
     "parquet": _parquet,
     "arrow": _arrow,
 }
+"""By format. Each yields the row at `after`, too, which `read` leaves out."""
 
 
 def cut(files: Sequence[DataFile], layout: Layout, part_bytes: int) -> list[list[Range]]:
