@@ -12,7 +12,7 @@ from meshwright.config.job_config import JobConfig
 from meshwright.datasets.named_sources import entries, is_streamed, validation_entries, weights
 from meshwright.datasets.opening import CachedSource, OpenSource, recipe_of
 from meshwright.datasets.samples import Sample, SampleRules
-from meshwright.datasets.stream import Cursor, cached_samples, find_samples, mixture_at
+from meshwright.datasets.stream import Cursor, find_samples, mixture_at
 from meshwright.datasets.token_cache.cache import TokenCache
 from meshwright.datasets.token_cache.tokenizing import cache_folder, default_folder
 from meshwright.datasets.tokenizers.kinds import Tokenizer
@@ -56,7 +56,7 @@ def _contents(config: JobConfig, sources: Sequence[OpenSource], steps: int) -> I
             yield source.entry.name, *unknown, f"{share:.2%}", "?"
             continue
         cache = source.cache
-        per_epoch = cached_samples(source, _rules(config)).samples_per_epoch
+        per_epoch = source.samples_per_epoch(config.training.seq_len + 1)
         yield (
             source.entry.name,
             f"{cache.num_documents:,}",

@@ -7,6 +7,7 @@ import os
 import shlex
 from argparse import Namespace
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from meshwright.datasets.files import (
     chunks,
     resolve,
 )
-from meshwright.datasets.readers import Fault, Layout, read
+from meshwright.datasets.readers import Layout, read
 from meshwright.datasets.rows import LocalDocuments, is_on_side
 from meshwright.datasets.sources import by_suffix, left_out
 from meshwright.datasets.storage import DataFile
@@ -231,18 +232,20 @@ def _find_files(path: str) -> tuple[str, str, list[DataFile]]:
 
 def _separator(files: list[DataFile]) -> str:
     """Return the words between the documents of a few files; "": each is one."""
-    head = next(chunks(max(files, key=lambda file: file.size), 0))
+    head = b""
+    with suppress(OSError):  # of a damaged file, which its reader names
+        head = next(chunks(max(files, key=lambda file: file.size)), b"")
     for separator in ("<|endoftext|>", "\n\n", "\n"):
-        if isinstance(head, bytes) and head.count(separator.encode()) * len(files) >= FEW:
+        if head.count(separator.encode()) * len(files) >= FEW:
             return separator
     return ""
 
 
 def _column(kind: str, file: DataFile) -> str:
     """Return the column with the text: "text", or the longest of the first row that has some."""
-    for _, row in itertools.islice(read(Range(file), Layout(kind)), LOOKED_AT):
-        if isinstance(row, Fault):
-            raise ConfigError("", f"{row}\n  fix: correct it, or name other files")
+    for _, place, row in itertools.islice(read(Range(file), Layout(kind)), LOOKED_AT):
+        if isinstance(row, str):
+            raise ConfigError("", f"{place}: {row}\n  fix: correct it, or name other files")
         if isinstance(row.get("text"), str):
             return "text"
         texts = {key: value for key, value in row.items() if isinstance(value, str) and value}

@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from meshwright.datasets import find_dataset
 from meshwright.datasets.files import Entry, fingerprint
 from meshwright.datasets.foreign_tokens import TokenFiles
 from meshwright.datasets.rows import Document, Documents
-from meshwright.datasets.sources import DatasetSpec
+from meshwright.datasets.sources import DatasetSpec, find_dataset
 from meshwright.datasets.storage import DataFile
 from meshwright.datasets.tokenizers.kinds import (
     PATH_KEY,

@@ -11,16 +11,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import Any, NamedTuple
 
 from meshwright.config.section import MODULE_OBJECT
 from meshwright.config.training import Source
 from meshwright.datasets.storage import (
-    ChangedError,
     DataFile,
     find_files,
     is_address,
-    open_stream,
+    open_file,
     stat,
     stat_all,
 )
@@ -107,58 +106,29 @@ LONGEST = 1 << 28
 """Bytes of the longest line, document or JSON value: a reader's memory is a few times that."""
 
 
-def open_file(file: DataFile) -> IO[bytes]:
-    """Open a file for reading and seeking.
-
-    Raises:
-        ChangedError: if it is gone, or has another size than when the job looked for it.
-        OSError: if it cannot be read now.
-    """
-    if is_address(file.path):
-        if stat(file.path) != file:
-            raise ChangedError(f"{file.path}: has changed since the job started")
-        return open_stream(file.path)
-    try:
-        opened = open(file.path, "rb")  # noqa: SIM115  the caller closes it
-    except FileNotFoundError as error:
-        raise ChangedError(f"{file.path}: has gone since the job started") from error
-    size = os.fstat(opened.fileno()).st_size
-    if size != file.size:
-        opened.close()
-        raise ChangedError(f"{file.path}: had {file.size} bytes at the start, and has {size} now")
-    return opened
+def codec_of(file: DataFile) -> str | None:
+    """Return how a file is compressed, by its name; None if it is not."""
+    return PACKED.get(os.path.splitext(file.path)[1])
 
 
-def is_packed(file: DataFile) -> bool:
-    """Return whether a file is compressed, by its name."""
-    return os.path.splitext(file.path)[1] in PACKED
-
-
-def chunks(file: DataFile, at: int) -> Iterator[bytes | Exception]:
-    """Yield the content of a file from a byte on, decompressed if its name says so; at the end b"",
-    or the error of a damaged file. Compressed ones are read from their beginning, always by the
-    same pieces: where the error comes does not depend on the place."""
-    codec = PACKED.get(os.path.splitext(file.path)[1])
+def chunks(file: DataFile, at: int = 0) -> Iterator[bytes]:
+    """Yield the content of a file from a byte on, decompressed if its name says so. Compressed ones
+    are read from their beginning, always by the same pieces: where the error of a damaged file
+    comes does not depend on the place."""
+    codec = codec_of(file)
     with open_file(file) as opened:
+        stream: Any = opened
         if codec is None:
             opened.seek(at)
-            while chunk := opened.read(CHUNK):
-                yield chunk
-            yield b""
-            return
-        import pyarrow  # here: most files need it not, and it takes long
+            at = 0
+        else:
+            import pyarrow  # here: most files need it not, and it takes long
 
-        try:
-            with pyarrow.input_stream(opened, compression=codec) as stream:
-                while chunk := stream.read(CHUNK):
-                    if at < len(chunk):
-                        yield chunk[at:]
-                    at = max(at - len(chunk), 0)
-            yield b""
-        except OSError as error:
-            if error.errno is not None:  # the system's, not of pyarrow
-                raise
-            yield error
+            stream = pyarrow.input_stream(opened, compression=codec)
+        while chunk := stream.read(CHUNK):
+            if at < len(chunk):
+                yield chunk[at:]
+            at = max(at - len(chunk), 0)
 
 
 def content_of(file: DataFile) -> bytes:
@@ -167,15 +137,12 @@ def content_of(file: DataFile) -> bytes:
     Raises:
         ValueError: if it is longer.
     """
-    found, size = list[bytes](), 0
-    for chunk in chunks(file, 0):
-        if isinstance(chunk, Exception):
-            raise chunk
-        found.append(chunk)
-        size += len(chunk)
-        if size > LONGEST:
+    found = bytearray()
+    for chunk in chunks(file):
+        found += chunk
+        if len(found) > LONGEST:
             raise ValueError(f"longer than {LONGEST >> 20} MiB")
-    return b"".join(found).removeprefix(codecs.BOM_UTF8)
+    return bytes(found.removeprefix(codecs.BOM_UTF8))
 
 
 def resolve(path: str, suffixes: Sequence[str]) -> list[DataFile]:
@@ -247,18 +214,18 @@ def _fits(names: Sequence[str], pattern: Sequence[str]) -> bool:
     return fnmatch.fnmatchcase(names[0], pattern[0]) and _fits(names[1:], pattern[1:])
 
 
-def local_files(kind: str, entry: Entry) -> list[DataFile]:
+def local_files(entry: Entry) -> list[DataFile]:
     """Return the files of `dataset_path`: itself, files of the right kind below it, or its glob.
 
     Raises:
         ConfigError: if there are none.
     """
-    path = entry.source.dataset_path
-    if found := resolve(path, SUFFIXES[kind]):
+    path, suffixes = entry.source.dataset_path, SUFFIXES[entry.source.dataset]
+    if found := resolve(path, suffixes):
         return found
     wanted = "such file or folder"
     if os.path.isdir(path):
-        wanted = f"file ending in {' or '.join(SUFFIXES[kind])}"
+        wanted = f"file ending in {' or '.join(suffixes)}"
     fixed = path  # as much of it as is no pattern
     while glob.has_magic(fixed):
         fixed = os.path.dirname(fixed)
@@ -268,33 +235,33 @@ def local_files(kind: str, entry: Entry) -> list[DataFile]:
     raise entry.error("dataset_path", f"no {wanted}", fix)
 
 
-def token_files(kind: str, entry: Entry) -> list[DataFile]:
+def token_files(entry: Entry) -> list[DataFile]:
     """Return the files of tokens that `dataset_path` stands for, then the indices beside them."""
-    found = token_paths(kind, entry)
+    is_megatron, found = entry.source.dataset == "megatron", token_paths(entry)
     indices = list[DataFile]()
     for file in found:
-        name = beside(file.path, ".idx") if kind == "megatron" else f"{file.path}.index"
-        if kind == "megatron" or file.path.endswith(".ds"):
+        name = beside(file.path, ".idx") if is_megatron else f"{file.path}.index"
+        if is_megatron or file.path.endswith(".ds"):
             try:
                 indices.append(stat(name))
             except FileNotFoundError:
-                if kind == "megatron":
+                if is_megatron:
                     raise entry.error("dataset_path", f"there is no {name}") from None
     return [*found, *indices]
 
 
-def token_paths(kind: str, entry: Entry) -> list[DataFile]:
+def token_paths(entry: Entry) -> list[DataFile]:
     """Return the files of tokens that `dataset_path` stands for."""
     path = entry.source.dataset_path
-    if kind != "megatron":
-        return local_files(kind, entry)
-    with suppress(FileNotFoundError, ConfigError):
-        return [stat(f"{path}.bin")]  # Megatron names both files without their endings
+    if entry.source.dataset != "megatron":
+        return local_files(entry)
+    names = [f"{path}.bin"]  # Megatron names both files without their endings
     if path.endswith((".bin", ".idx")):
-        with suppress(FileNotFoundError):
-            return [stat(beside(path, ".bin"))]
-    found = {beside(file.path, ".bin") for file in local_files(kind, entry)}
-    return stat_all(sorted(found))
+        names.append(beside(path, ".bin"))
+    for name in names:
+        with suppress(FileNotFoundError, ConfigError):
+            return [stat(name)]
+    return stat_all(sorted({beside(file.path, ".bin") for file in local_files(entry)}))
 
 
 OF_DOCUMENTS = {

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from meshwright.datasets.files import Entry, beside, open_file
-from meshwright.datasets.storage import DataFile, RangeFile, stat
+from meshwright.datasets.files import Entry, beside
+from meshwright.datasets.storage import DataFile, RangeFile, open_file, stat
 from meshwright.datasets.tokenizers.kinds import Tokenizer
 from meshwright.system.errors import ConfigError
 

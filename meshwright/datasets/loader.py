@@ -14,8 +14,7 @@ import torch.distributed as dist
 
 from meshwright.datasets.encoding import NO_LOSS
 from meshwright.datasets.samples import Sample, blank_sample
-from meshwright.datasets.stream import Cursor, SampleStream, bad_records, merged
-from meshwright.datasets.streamed import EndOfData
+from meshwright.datasets.stream import Cursor, EndOfData, SampleStream, merged
 from meshwright.models.loss import IGNORE, PADDING, Batch
 from meshwright.system.errors import DataError, config_error
 
@@ -157,15 +156,6 @@ def whole_cursor(cursor: Cursor) -> Cursor:
     cursors = [cursor] * dist.get_world_size()
     dist.all_gather_object(cursors, cursor)
     return merged(cursors)
-
-
-def num_bad_records(cursor: Cursor) -> int:
-    """Records that all ranks together have passed over before `cursor`. Collective."""
-    mine = bad_records(cursor)
-    gathered = [mine] * dist.get_world_size()
-    dist.all_gather_object(gathered, mine)
-    # ranks that read the same shard say the same of it
-    return sum({shard: count for of_rank in gathered for shard, count in of_rank.items()}.values())
 
 
 def padded_samples(

@@ -10,10 +10,9 @@ from pydantic import BaseModel
 from meshwright.config.changes import shown
 from meshwright.config.job_config import JobConfig, Model
 from meshwright.config.training import Source, Training, Validation, WeightedSource
-from meshwright.datasets import DATASETS, find_dataset
 from meshwright.datasets.files import ROW_FORMATS, Entry
 from meshwright.datasets.rows import FORMATS, LocalDocuments, row_reader
-from meshwright.datasets.sources import DatasetSpec
+from meshwright.datasets.sources import DATASETS, DatasetSpec, find_dataset
 from meshwright.datasets.storage import DataFile, is_address
 from meshwright.datasets.tokenizers.kinds import Tokenizer, find_template, prompt_tokens
 from meshwright.system.errors import (

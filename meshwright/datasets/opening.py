@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,13 @@ from meshwright.datasets.files import ROW_FORMATS, Entry, fingerprint, revision,
 from meshwright.datasets.foreign_tokens import TokenFiles
 from meshwright.datasets.named_sources import entries, is_streamed, validation_entries
 from meshwright.datasets.rows import Documents, LocalDocuments
-from meshwright.datasets.samples import Packing, open_packing
+from meshwright.datasets.samples import (
+    CachedSamples,
+    PackedSamples,
+    Packing,
+    SampleRules,
+    open_packing,
+)
 from meshwright.datasets.sources import StreamedRows
 from meshwright.datasets.storage import BlockCache, DataFile, is_address
 from meshwright.datasets.token_cache.cache import DamagedCacheError, TokenCache
@@ -62,6 +69,12 @@ class CachedSource:
         packing = self.packing
         return self.cache.num_tokens // length if packing is None else int(packing.bin_starts[-1])
 
+    def samples(self, rules: SampleRules) -> CachedSamples:
+        """Return its samples, packed if it is."""
+        if self.packing is not None:
+            return PackedSamples(self.cache, self.packing, rules.seed)
+        return CachedSamples(self.cache, rules.length, rules.seed)
+
 
 @dataclass(frozen=True)
 class StreamedSource:
@@ -98,12 +111,12 @@ def open_training_data(
         ConfigError: if something cannot be read, or holds less than a sample.
     """
     return [
-        _packed(_open(entry, config, 1, num_workers, check_all), config, check_all)
+        _packed(_open(entry, config, 1, num_workers, check_all), config, again=check_all)
         for entry in entries(config.training, "training")
     ]
 
 
-def _packed(source: OpenSource, config: JobConfig, again: bool) -> OpenSource:
+def _packed(source: OpenSource, config: JobConfig, *, again: bool = False) -> OpenSource:
     """Return a source of training with its packing, if documents are packed."""
     if config.training.packing == "cut":
         return source
@@ -127,8 +140,6 @@ def open_validation_data(
     Raises:
         ConfigError: if something cannot be read, or holds fewer samples than it is to give.
     """
-    if not config.validation.enable:
-        return []
     needed = max(config.validation.num_samples, 1)
     return [
         _open(entry, config, needed, num_workers, check_all) for entry in validation_entries(config)
@@ -148,54 +159,10 @@ def open_told(
         ConfigError: if a source is not there on this machine.
     """
     of_training = entries(config.training, "training")
-    named = [*of_training, *validation_entries(config)]
-    found = [
-        _open_as_told(entry, one, config, is_first_here)
-        for entry, one in zip(named, told, strict=True)
-    ]
+    named = zip([*of_training, *validation_entries(config)], told, strict=True)
+    found = [_open(entry, config, told=one, is_first_here=is_first_here) for entry, one in named]
     count = len(of_training)
-    return [_packed(source, config, False) for source in found[:count]], found[count:]
-
-
-def _open_as_told(entry: Entry, told: Found, config: JobConfig, is_first_here: bool) -> OpenSource:
-    recipe, is_local = recipe_of(entry, config), entry.source.dataset in ROW_FORMATS
-    if told.cache:
-        root, blocks = _caches(config)
-        try:
-            cache = TokenCache(root / told.cache, looks_at_parts=is_first_here, blocks=blocks)
-        except (DamagedCacheError, OSError):  # this machine has caches of its own
-            return _open(entry, config, 1, 0, False)
-        return CachedSource(entry, cache, told)
-    if told.rows is not None:
-        return _streamed(recipe, StreamedRows(told.rows, entry), config, told)
-    if not is_local:
-        return _streamed(recipe, recipe.open(streamed=True), config, told)
-    first = told.files[0].path
-    if not (is_address(first) or os.path.exists(first)):  # this machine has a copy elsewhere
-        return _open(entry, config, 1, 0, False)
-    if is_first_here:
-        try:
-            told = replace(told, sampled=sampled(told.files))
-        except OSError as error:
-            fix = "give all machines the same files"
-            raise entry.error("dataset_path", str(error), fix) from error
-    return _streamed(recipe, LocalDocuments(entry, told.files), config, told)
-
-
-def _streamed(
-    recipe: TokenizationSpec, documents: Documents | TokenFiles, config: JobConfig, found: Found
-) -> StreamedSource:
-    assert not isinstance(documents, TokenFiles)  # preflight has refused it
-    entry, shards = recipe.entry, config.training.stream_shards
-    num_shards = min(shards, documents.max_shards, entry.source.max_documents or shards)
-    window = config.training.shuffle_window
-    return StreamedSource(entry, documents, recipe.encoder(), num_shards, window, found)
-
-
-def _caches(config: JobConfig) -> tuple[Path, BlockCache]:
-    """Return the folder of token caches, and the cache of blocks of object storage in it."""
-    root = Path(config.training.token_cache_folder or default_folder())
-    return root, BlockCache(root / "blocks", int(config.training.block_cache_gib * (1 << 30)))
+    return [_packed(source, config) for source in found[:count]], found[count:]
 
 
 def recipe_of(entry: Entry, config: JobConfig) -> TokenizationSpec:
@@ -211,27 +178,65 @@ def recipe_of(entry: Entry, config: JobConfig) -> TokenizationSpec:
 
 
 def _open(
-    entry: Entry, config: JobConfig, needed: int, num_workers: int, check_all: bool
+    entry: Entry,
+    config: JobConfig,
+    needed: int = 1,
+    num_workers: int = 0,
+    check_all: bool = False,
+    *,
+    told: Found | None = None,
+    is_first_here: bool = False,
 ) -> OpenSource:
     recipe, length = recipe_of(entry, config), config.training.seq_len + 1
-    if not is_streamed(entry):
-        root, blocks = _caches(config)
-        cache = open_cache(
-            recipe,
-            root,
-            num_workers=num_workers,
-            check_all=check_all,
-            max_bad_records=config.training.max_bad_records,
-            blocks=blocks,
-        )
-        if (samples := cache.num_tokens // length) < needed:
-            key = " or validation.num_samples" * (needed > 1)
-            what = f"its {cache.num_tokens:,} tokens give {samples} samples of {length}"
-            fix = f"add data, or lower training.seq_len{key}"
-            raise entry.error("dataset", f"{what}, and {needed} are needed", fix)
-        commit = revision(recipe.files()) if recipe.is_of_hub else ""
-        return CachedSource(entry, cache, Found(commit, cache.folder.name))
+    if is_streamed(entry):
+        found, documents = _documents(recipe, told, is_first_here)
+        shards, most = config.training.stream_shards, entry.source.max_documents
+        num_shards = min(shards, documents.max_shards, most or shards)
+        window = config.training.shuffle_window
+        return StreamedSource(entry, documents, recipe.encoder(), num_shards, window, found)
+    root = Path(config.training.token_cache_folder or default_folder())
+    blocks = BlockCache(root / "blocks", int(config.training.block_cache_gib * (1 << 30)))
+    if told is not None:
+        with suppress(DamagedCacheError, OSError):  # this machine has caches of its own
+            cache = TokenCache(root / told.cache, looks_at_parts=is_first_here, blocks=blocks)
+            return CachedSource(entry, cache, told)
+    cache = open_cache(
+        recipe,
+        root,
+        num_workers=num_workers,
+        check_all=check_all,
+        max_bad_records=config.training.max_bad_records,
+        blocks=blocks,
+    )
+    if (samples := cache.num_tokens // length) < needed:
+        key = " or validation.num_samples" * (needed > 1)
+        what = f"its {cache.num_tokens:,} tokens give {samples} samples of {length}"
+        fix = f"add data, or lower training.seq_len{key}"
+        raise entry.error("dataset", f"{what}, and {needed} are needed", fix)
+    commit = revision(recipe.files()) if recipe.is_of_hub else ""
+    return CachedSource(entry, cache, Found(commit, cache.folder.name))
+
+
+def _documents(
+    recipe: TokenizationSpec, told: Found | None, is_first_here: bool
+) -> tuple[Found, Documents]:
+    """Open the documents of a source that is streamed, of the files that the job was told of if
+    they are here, too: this machine may have a copy elsewhere."""
+    entry, is_local = recipe.entry, recipe.entry.source.dataset in ROW_FORMATS
+    if told is not None and told.rows is not None:
+        return told, StreamedRows(told.rows, entry)
+    if told is not None and is_local and _is_here(told.files[0]):
+        if is_first_here:
+            try:
+                told = replace(told, sampled=sampled(told.files))
+            except OSError as error:
+                fix = "give all machines the same files"
+                raise entry.error("dataset_path", str(error), fix) from error
+        return told, LocalDocuments(entry, told.files)
     documents = recipe.open(streamed=True)
+    assert not isinstance(documents, TokenFiles)  # preflight has refused it
+    if told is not None and not is_local:
+        return told, documents
     files = recipe.files()
     found = Found(
         revision(files) if recipe.is_of_hub else "",
@@ -241,4 +246,8 @@ def _open(
         files=files,
         rows=documents.rows if recipe.is_of_hub and isinstance(documents, StreamedRows) else None,
     )
-    return _streamed(recipe, documents, config, found)
+    return found, documents
+
+
+def _is_here(file: DataFile) -> bool:
+    return is_address(file.path) or os.path.exists(file.path)

@@ -2,6 +2,7 @@
 
 import functools
 import hashlib
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
@@ -93,30 +94,23 @@ def _draws(weights: Sequence[int], counts: Sequence[int]) -> Iterator[int]:
     Each draw does the open task that is due first; of equals, the first source's. Two heaps
     find it in log K steps, without a look at every source.
     """
-    sources, total, n = len(weights), sum(weights), sum(counts)
+    sources, total, count = len(weights), sum(weights), list(counts)
     d = max(2 * sources - 2, 1)
-    count = list(counts)
-    # Heaps of single numbers, as they are compared much faster than tuples: value * K + k.
-    # The factor T / d, common to all dues, is left out; the multiple makes them whole.
+    # the factor T / d, common to all dues, is left out; the multiple makes them whole
     multiple = math.lcm(*weights)
-    due_step = [multiple // weight * d * sources for weight in weights]
-    due = [
-        multiple // weight * ((c + 1) * d - 1) * sources + k
-        for k, (weight, c) in enumerate(zip(weights, count, strict=True))
-    ]
+    per_task = [multiple // weight for weight in weights]
 
-    def opens(k: int) -> int:
-        """Return the first draw, rounded up, at which the next task of source k is open; with k."""
-        return -(-total * (count[k] * d + 1) // (weights[k] * d)) * sources + k
+    def opens(k: int) -> tuple[int, int]:
+        """Return the first draw, rounded up, at which the next task of source k is open; and k."""
+        return -(-total * (count[k] * d + 1) // (weights[k] * d)), k
 
-    waiting, ready = [opens(k) for k in range(sources)], list[int]()
+    waiting, ready = [opens(k) for k in range(sources)], list[tuple[int, int]]()
     heapify(waiting)
-    while True:
-        n += 1
-        while waiting and waiting[0] < (n + 1) * sources:
-            heappush(ready, due[heappop(waiting) % sources])
-        k = heappop(ready) % sources
+    for n in itertools.count(sum(counts) + 1):
+        while waiting and waiting[0][0] <= n:
+            k = heappop(waiting)[1]
+            heappush(ready, (per_task[k] * ((count[k] + 1) * d - 1), k))
+        k = heappop(ready)[1]
         count[k] += 1
-        due[k] += due_step[k]
         heappush(waiting, opens(k))
         yield k

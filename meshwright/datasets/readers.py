@@ -1,6 +1,7 @@
-"""Rows of local files, with their places: JSON, text, Parquet and Arrow, compressed or not.
+"""Rows of local files, one by one: JSON lines, text, Parquet and Arrow, compressed or not.
 
-A reader begins at any place. It yields a bad row as a `Fault`, and raises nothing but `OSError`.
+A reader begins at any place, and raises nothing but `OSError`. Instead of a bad row, or of the rest
+of a damaged file, it yields the reason why it cannot be read.
 """
 
 import codecs
@@ -8,7 +9,8 @@ import json
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from itertools import chain, islice
+from typing import Any
 
 from meshwright.datasets.files import (
     CHUNK,
@@ -16,17 +18,13 @@ from meshwright.datasets.files import (
     Place,
     Range,
     chunks,
+    codec_of,
     content_of,
-    is_packed,
-    open_file,
 )
-from meshwright.datasets.storage import ChangedError, DataFile
+from meshwright.datasets.storage import ChangedError, DataFile, open_file
 from meshwright.system.errors import first_line, shortened
 
 Row = dict[str, Any]
-
-MOST_JOINED = 1 << 24
-"""Bytes of a long piece that are gathered before they are joined to it."""
 
 BATCH_BYTES = 1 << 22
 """Of the rows of a table that are decoded together, on average."""
@@ -35,17 +33,6 @@ NEWLINE = b"\n"
 
 PARAGRAPH = "\n\n"
 """As a separator: one or more empty lines, whatever ends a line."""
-
-
-class Fault(NamedTuple):
-    """A row that cannot be read, or the rest of a file that cannot."""
-
-    where: str
-    """`path:line`, `path, byte n` or `path, row n`."""
-    reason: str
-
-    def __str__(self) -> str:
-        return f"{self.where}: {self.reason}"
 
 
 @dataclass(frozen=True)
@@ -60,13 +47,15 @@ class Layout:
     """Of text, the words between two documents; `PARAGRAPH`; or "": each file is one."""
 
 
-Rows = Generator[tuple[Place, Row | Fault], None, None]
+Rows = Generator[tuple[Place, str, Row | str], None, None]
+"""The place of a row; the same in words: `path:line`, `path, byte n` or `path, row n`; and the row,
+or the reason why it cannot be read."""
 
-Found = Generator[tuple[Place, Row | Fault | str], None, None]
-"""The same; a text is the reason why the row at the place cannot be read."""
+Pieces = Iterator[tuple[Place, bytes | None]]
+"""The place of a piece of a file, and its content; None: it is longer than `LONGEST`."""
 
 END = Place(-1, 0)
-"""After a fault that ends the file."""
+"""After damage that ends the file."""
 
 
 def read(part: Range, layout: Layout, after: Place | None = None) -> Rows:
@@ -78,55 +67,46 @@ def read(part: Range, layout: Layout, after: Place | None = None) -> Rows:
             Bytes before it are not read, unless they are compressed.
 
     Raises:
-        OSError: if the file cannot be read now, has changed, or has gone. A file that is damaged
-            ends with a fault instead.
+        OSError: if the file cannot be read now, has changed, or has gone.
     """
     if after == END:
         return
-    rows = _READERS[layout.format](part, layout, after)
-    last = after
-    with closing(rows):
+    last = ""
+    with closing(_READERS[layout.format](part, layout, after)) as rows:
         try:
-            for place, row in rows:
+            for place, words, row in rows:
                 if place != after:
-                    row = Fault(where(part, layout, place), row) if isinstance(row, str) else row
-                    yield place, row
-                last = place
+                    yield place, words, row
+                last = words
         except (OSError, ValueError, EOFError) as error:
             # the errors of pyarrow have no number, or are ValueErrors
             if isinstance(error, ChangedError) or getattr(error, "errno", None) is not None:
                 raise
-            behind = f" after {where(part, layout, last)}" if last else ""
-            yield END, Fault(part.file.path, f"cannot be read{behind}: {first_line(error)}")
+            behind = f" after {last}" if last else ""
+            yield END, part.file.path, f"cannot be read{behind}: {first_line(error)}"
 
 
-def where(part: Range, layout: Layout, place: Place) -> str:
-    """Return words for a place: `path:line`, `path, byte n` or `path, row n of row group m`."""
-    path = part.file.path
-    if layout.format in ("parquet", "arrow"):
-        group = "row group" if layout.format == "parquet" else "batch"
-        return f"{path}, row {place.number} of {group} {place.at}"
-    if layout.format == "text" and not layout.separator:
-        return path
-    return f"{path}, byte {place.at}" if part.begin else f"{path}:{place.number + 1}"
-
-
-def _json(part: Range, layout: Layout, after: Place | None) -> Found:
+def _json(part: Range, layout: Layout, after: Place | None) -> Rows:
     """Yield objects: one per line, or those of a file that is one JSON value in several lines."""
     if not _has_lines(part.file):
         yield from _json_value(part, after)
         return
     for place, line in _pieces(part, NEWLINE, after):
         if line is None or line.strip():
-            yield place, _row(_object_of, line)
+            yield place, _words(part, place), _row(_object_of, line)
 
 
-def _row(make: Callable[[bytes], Row], piece: bytes | None) -> Row | str:
+def _words(part: Range, place: Place) -> str:
+    path = part.file.path
+    return f"{path}, byte {place.at}" if part.begin else f"{path}:{place.number + 1}"
+
+
+def _row(make: Callable[[str], Row | str], piece: bytes | None) -> Row | str:
     """Return the row that `make` makes of a piece of a file, or why it is none."""
     if piece is None:
         return f"longer than {LONGEST >> 20} MiB"
     try:
-        return make(piece)
+        return make(piece.decode())
     except RecursionError:
         return "nested too deeply"
     except json.JSONDecodeError as error:
@@ -141,14 +121,12 @@ def _row(make: Callable[[bytes], Row], piece: bytes | None) -> Row | str:
         return str(error)
 
 
-def _object_of(line: bytes) -> Row:
-    return _object(json.loads(line.decode()))
+def _object_of(text: str) -> Row | str:
+    return _object(json.loads(text))
 
 
-def _object(value: Any) -> Row:
-    if not isinstance(value, dict):
-        raise ValueError(f"not a JSON object, but {shortened(value)}")
-    return value
+def _object(value: Any) -> Row | str:
+    return value if isinstance(value, dict) else f"not a JSON object, but {shortened(value)}"
 
 
 def _has_lines(file: DataFile) -> bool:
@@ -165,41 +143,41 @@ def _has_lines(file: DataFile) -> bool:
     return True
 
 
-def _json_value(part: Range, after: Place | None) -> Found:
+def _json_value(part: Range, after: Place | None) -> Rows:
     """Yield the objects of a file that is one list or one object, which is read as a whole."""
     try:
         value = json.loads(content_of(part.file).decode())
     except RecursionError:
         raise ValueError("nested too deeply") from None
+    begin = after.number if after else 0
     for number, row in enumerate(value if isinstance(value, list) else [value]):
-        if after and number < after.number:
-            continue
-        try:
-            yield Place(0, number), _object(row)
-        except ValueError as error:
-            yield Place(0, number), Fault(f"{part.file.path}, row {number}", str(error))
+        if number >= begin:
+            yield Place(0, number), f"{part.file.path}, row {number}", _object(row)
 
 
-def _text(part: Range, layout: Layout, after: Place | None) -> Found:
+def _text(part: Range, layout: Layout, after: Place | None) -> Rows:
     """Yield files as they are, or the texts between separators without line ends around them."""
     if not layout.separator:
-        yield Place(0, 0), _row(_text_of, content_of(part.file))
+        yield Place(0, 0), part.file.path, _row(_text_of, content_of(part.file))
         return
     is_by_paragraph = layout.separator == PARAGRAPH
     separator = layout.separator.encode()
     pieces = _paragraphs(part, after) if is_by_paragraph else _pieces(part, separator, after)
     for place, piece in pieces:
-        if piece is not None:
-            piece = piece.strip(b"\r\n")
-        if piece != b"":
-            yield place, _row(_text_of, piece)
+        if piece is None or (piece := piece.strip(b"\r\n")):
+            yield place, _words(part, place), _row(_text_of, piece)
 
 
-def _paragraphs(part: Range, after: Place | None) -> Iterator[tuple[Place, bytes | None]]:
+def _text_of(text: str) -> Row:
+    return {"text": text}
+
+
+def _paragraphs(part: Range, after: Place | None) -> Pieces:
     """Yield runs of lines; one belongs to the range of the last empty line before it."""
     held, size, begin = list[bytes](), 0, Place(0, 0)
     is_owned = after is not None or not part.begin
-    for place, line in _pieces(part._replace(end=None), NEWLINE, after):
+    lines = _pieces(part._replace(end=None), NEWLINE, after)
+    for place, line in chain(lines, [(END, b"")]):
         if line is None or line.strip():
             begin = begin if size else place
             size += LONGEST + 1 if line is None else len(line) + 1
@@ -207,78 +185,63 @@ def _paragraphs(part: Range, after: Place | None) -> Iterator[tuple[Place, bytes
                 held.append(line)
             continue
         if size and is_owned:
-            yield begin, b"\n".join(held) if size <= LONGEST else None
+            yield begin, NEWLINE.join(held) if size <= LONGEST else None
         held, size, is_owned = [], 0, True
         if part.end is not None and place.at >= part.end:
             return
-    if size and is_owned:
-        yield begin, b"\n".join(held) if size <= LONGEST else None
 
 
-def _text_of(content: bytes) -> Row:
-    return {"text": content.decode()}
-
-
-def _pieces(
-    part: Range, separator: bytes, after: Place | None = None
-) -> Iterator[tuple[Place, bytes | None]]:
-    """Yield the pieces that begin in a range, without separators; None for one too long."""
-    at, number = (after.at, after.number) if after else (part.begin, 0)
+def _pieces(part: Range, separator: bytes, after: Place | None = None) -> Pieces:
+    """Yield the pieces that begin in a range, without separators and byte-order mark."""
+    at, number = after or (part.begin, 0)
     is_cut = after is None and at > 0  # it may begin in the middle of a piece
     at = max(at - len(separator), 0) if is_cut else at
-    rest, dropped, mark, pending = b"", 0, 0, list[bytes]()
-    is_first = at == 0
+    pending, dropped, overlap, seam = list[bytes](), 0, len(separator) - 1, b""
     for chunk in chunks(part.file, at):
-        pending += [chunk] if isinstance(chunk, bytes) else []
-        # joined when they are as long as the rest, so that a long piece is not copied for each
-        is_long = len(pending) * CHUNK < min(len(rest), MOST_JOINED)
-        if is_long and chunk and isinstance(chunk, bytes):
-            continue
-        content = b"".join([rest, *pending])
-        pending.clear()
-        if is_first and content.startswith(codecs.BOM_UTF8):
-            mark, content = len(codecs.BOM_UTF8), content[len(codecs.BOM_UTF8) :]
-        is_first = False
-        *whole, rest = content.split(separator)
-        for piece in whole:
-            if part.end is not None and at >= part.end:
-                return
-            if not is_cut:
-                yield Place(at, number), None if dropped else piece
-                number += 1
-            is_cut = False
-            at += mark + dropped + len(piece) + len(separator)
-            dropped = mark = 0
-        if len(rest) > LONGEST:
-            kept = len(separator) - 1
-            dropped += len(rest) - kept
-            rest = rest[len(rest) - kept :]
-        if isinstance(chunk, Exception):
-            raise chunk
+        pending.append(chunk)
+        seam += chunk
+        if separator in seam:  # joined only then: a long piece comes in many chunks
+            *whole, last = b"".join(pending).split(separator)
+            pending = [last]
+            for content in whole:
+                if part.end is not None and at >= part.end:
+                    return
+                if not is_cut:
+                    piece = content if at else content.removeprefix(codecs.BOM_UTF8)
+                    yield Place(at, number), None if dropped else piece
+                    number += 1
+                is_cut = False
+                at += dropped + len(content) + len(separator)
+                dropped = 0
+        seam = seam[max(len(seam) - overlap, 0) :]
+        if (size := sum(map(len, pending))) > LONGEST:
+            pending, dropped = [seam], dropped + size - len(seam)
+    rest = b"".join(pending)
     if (rest or dropped) and not is_cut and (part.end is None or at < part.end):
-        yield Place(at, number), None if dropped else rest
+        piece = rest if at else rest.removeprefix(codecs.BOM_UTF8)
+        yield Place(at, number), None if dropped else piece
 
 
-def _parquet(part: Range, layout: Layout, after: Place | None) -> Found:
-    import pyarrow.parquet as parquet  # here, as above
+def _parquet(part: Range, layout: Layout, after: Place | None) -> Rows:
+    import pyarrow.parquet as parquet  # here, as in `chunks`
 
     with (
         open_file(part.file) as opened,
         parquet.ParquetFile(opened, buffer_size=CHUNK, pre_buffer=False) as file,
     ):
         columns = _present(layout, file.schema_arrow.names)
-        first, end = after.at if after else part.begin, part.end or file.num_row_groups
-        for group in range(first, end):
+        first, begin = after or (part.begin, 0)
+        for group in range(first, part.end or file.num_row_groups):
             about = file.metadata.row_group(group)
             rows = _rows_at_once(about.total_byte_size, about.num_rows)
             batches = file.iter_batches(
                 rows, row_groups=[group], columns=columns, use_threads=False
             )
-            begin = after.number if after and group == first else 0
-            yield from _of_batches(batches, group, begin)
+            begin = begin if group == first else 0
+            yield from _of_batches(part, batches, "row group", Place(group, begin))
 
 
-def _arrow(part: Range, layout: Layout, after: Place | None) -> Found:
+def _arrow(part: Range, layout: Layout, after: Place | None) -> Rows:
     import pyarrow as arrow  # as above
 
     with open_file(part.file) as opened:
@@ -286,18 +249,18 @@ def _arrow(part: Range, layout: Layout, after: Place | None) -> Found:
         opened.seek(0)
         reader = (arrow.ipc.open_file if is_file else arrow.ipc.open_stream)(opened)
         columns = _present(layout, reader.schema.names)
-        begin = after.at if after else part.begin
-        if is_file:
-            numbers = range(begin, part.end or reader.num_record_batches)
-            batches = ((n, reader.get_batch(n)) for n in numbers)
-        else:
-            batches = ((n, batch) for n, batch in enumerate(reader) if n >= begin)
-        for number, batch in batches:
+        first, begin = after or (0, 0)
+        batches: Iterator[Any] = (
+            map(reader.get_batch, range(first, reader.num_record_batches))
+            if is_file
+            else islice(reader, first, None)
+        )
+        for number, batch in enumerate(batches, first):
             batch = batch.select(columns) if columns else batch
             step = _rows_at_once(batch.nbytes, batch.num_rows)
             slices = (batch.slice(at, step) for at in range(0, batch.num_rows, step))
-            first = after.number if after and number == begin else 0
-            yield from _of_batches(slices, number, first)
+            begin = begin if number == first else 0
+            yield from _of_batches(part, slices, "batch", Place(number, begin))
 
 
 def _present(layout: Layout, names: Sequence[str]) -> list[str] | None:
@@ -309,17 +272,18 @@ def _rows_at_once(num_bytes: int, num_rows: int) -> int:
     return min(max(BATCH_BYTES * num_rows // max(num_bytes, 1), 1), 1024)
 
 
-def _of_batches(batches: Iterator[Any], group: int, begin: int) -> Found:
-    """Yield the rows of a row group, or a batch, from row `begin` on."""
-    number = 0
+def _of_batches(part: Range, batches: Iterator[Any], unit: str, begin: Place) -> Rows:
+    """Yield the rows of a row group, or a batch, from a place on."""
+    number, group = 0, begin.at
     for batch in batches:
-        skipped = min(max(begin - number, 0), batch.num_rows)
+        skipped = min(max(begin.number - number, 0), batch.num_rows)
         number += skipped
         batch = batch.slice(skipped)
         rows = _checked_rows(batch)
         for index in range(batch.num_rows):
             row = rows[index : index + 1] if rows else _checked_rows(batch.slice(index, 1))
-            yield Place(group, number), row[0] if row else "is damaged text"
+            words = f"{part.file.path}, row {number} of {unit} {group}"
+            yield Place(group, number), words, row[0] if row else "is damaged text"
             number += 1
 
 
@@ -333,12 +297,13 @@ def _checked_rows(batch: Any) -> list[Row] | None:
         return None
 
 
-_READERS: dict[str, Callable[[Range, Layout, Place | None], Found]] = {
+_READERS: dict[str, Callable[[Range, Layout, Place | None], Rows]] = {
     "json": _json,
     "text": _text,
     "parquet": _parquet,
     "arrow": _arrow,
 }
+"""By format. Each yields the row at `after`, too, which `read` leaves out."""
 
 
 def cut(files: Sequence[DataFile], layout: Layout, part_bytes: int) -> list[list[Range]]:
@@ -380,7 +345,7 @@ def _split(file: DataFile, layout: Layout, part_bytes: int) -> list[Range]:
 
 def _can_be_cut(file: DataFile, layout: Layout) -> bool:
     """Return whether the beginnings of lines or texts can be told from the middle of a file."""
-    if is_packed(file):
+    if codec_of(file):
         return False
     if layout.format == "json":
         return _has_lines(file)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from meshwright.datasets.files import Entry, Place, Range
-from meshwright.datasets.readers import Fault, Layout, Row, cut, read, where
+from meshwright.datasets.readers import Layout, Row, cut, read
 from meshwright.datasets.storage import ChangedError, DataFile
 from meshwright.system.errors import (
     PASSED_ON,
@@ -43,6 +43,8 @@ class NoDocumentError(ValueError):
 def is_on_side(entry: Entry, document: Document) -> bool:
     """Return whether a document is of the part of the source that is meant, by its content alone:
     two that are equal are in the same part, whatever their order."""
+    if not entry.held_out:
+        return True
     content = document if isinstance(document, str) else json.dumps(document)
     digest = hashlib.blake2b(content.encode("utf-8", "surrogatepass"), digest_size=8).digest()
     return (int.from_bytes(digest, "little") < entry.held_out * 2**64) == entry.is_held_out
@@ -217,7 +219,7 @@ def row_reader(entry: Entry) -> ToItem:
             found = "null" if document is None else shortened(document)
             what = "which is neither text nor a list of {role, content}"
             raise NoDocumentError(key, f"{holds} {found}, {what}")
-        return document if not entry.held_out or is_on_side(entry, document) else ""
+        return document if is_on_side(entry, document) else ""
 
     def to_item(row: Row, place: str) -> Item:
         try:
@@ -263,19 +265,11 @@ def _load_function(entry: Entry) -> Callable[[dict[str, Any]], Any]:
 
 
 class Reader(Iterator[Item]):
-    """Iterates over documents, and can be begun again where it is.
-
-    Args:
-        state: returns a value that stands, in JSON, for the place before the next document.
-    """
+    """Iterates over documents, and can be begun again where it is: `state` returns a value that
+    stands, in JSON, for the place before the next document."""
 
     def __init__(self, items: Iterator[Item], state: Callable[[], Any]) -> None:
-        self._items, self._state = items, state
-
-    @property
-    def state(self) -> Any:
-        """The place before the next document."""
-        return self._state()
+        self._items, self.state = items, state
 
     def __next__(self) -> Item:
         return next(self._items)
@@ -359,12 +353,12 @@ class LocalDocuments(Documents):
         """
         try:
             for number, part in enumerate(ranges[at[0] :], at[0]):
-                for place, row in read(part, self._layout, at[1]):
+                for place, words, row in read(part, self._layout, at[1]):
                     at[1] = place
-                    if isinstance(row, Fault):
-                        yield self._entry.record_error("dataset_path", str(row))
+                    if isinstance(row, str):
+                        yield self._entry.record_error("dataset_path", f"{words}: {row}")
                     else:
-                        yield self._to_item(row, where(part, self._layout, place))
+                        yield self._to_item(row, words)
                 at[:] = number + 1, None
         except OSError as error:
             raise unreadable(self._entry, error) from error

@@ -12,7 +12,6 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -221,21 +220,23 @@ def pack(cache: TokenCache, capacity: int) -> Iterator[Pieces]:
         yield pack_window(cache, window, capacity)
 
 
+@dataclass(frozen=True)
 class Packing:
-    """The samples of a cache, of `capacity` tokens, packed. `bin_starts`, (windows + 1,), are the
-    samples before each window; `window` returns its pieces, by sample."""
+    """The samples of a cache, packed."""
 
-    def __init__(
-        self, capacity: int, bin_starts: npt.NDArray[np.int64], window: Callable[[int], Pieces]
-    ) -> None:
-        self.capacity, self.bin_starts = capacity, bin_starts
-        self.window = functools.lru_cache(WINDOWS_KEPT)(window)
+    capacity: int
+    """Tokens of a sample."""
+    bin_starts: npt.NDArray[np.int64]
+    """(windows + 1,) samples before each window."""
+    window: Callable[[int], Pieces]
+    """Returns the pieces of a window, by sample."""
 
 
 def packed_in_memory(cache: TokenCache, capacity: int) -> Packing:
     """Pack a cache. A window is computed whenever it is asked for."""
     bin_starts = _starts([_num_bins(pieces) for pieces in pack(cache, capacity)])
-    return Packing(capacity, bin_starts, partial(pack_window, cache, capacity=capacity))
+    window = functools.partial(pack_window, cache, capacity=capacity)
+    return Packing(capacity, bin_starts, functools.lru_cache(WINDOWS_KEPT)(window))
 
 
 def stored_packing(cache: TokenCache, capacity: int) -> Packing:
@@ -253,6 +254,7 @@ def stored_packing(cache: TokenCache, capacity: int) -> Packing:
         raise DamagedCacheError(f"{path.name} is not whole")
     checksums, file = arrays["checksums"], RangeFile(str(path))
 
+    @functools.lru_cache(WINDOWS_KEPT)
     def read(window: int) -> Pieces:
         begin, end = starts[window : window + 2].tolist()
         content = file.read(begin, end - begin)

@@ -11,10 +11,18 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from meshwright.datasets.files import Entry, fingerprint, local_files, token_paths
+from meshwright.datasets.files import (
+    ROW_FORMATS,
+    Entry,
+    fingerprint,
+    local_files,
+    token_files,
+    token_paths,
+)
 from meshwright.datasets.readers import Row
 from meshwright.datasets.rows import (
     Documents,
@@ -55,15 +63,14 @@ class DatasetSpec:
 
     def find(self, entry: Entry) -> list[DataFile]:
         """Return its files as they are now."""
-        files = (f if isinstance(f, DataFile) else _stat(f) for f in self.files(entry))
-        return list(files)
+        return [_stat(file) if isinstance(file, str) else file for file in self.files(entry)]
 
 
 def _stat(path: str) -> DataFile:
     return stat(path) if os.path.exists(path) else DataFile(path)
 
 
-def stdlib_files(entry: Entry) -> list[DataFile]:
+def stdlib_files(entry: Entry) -> list[str]:
     """Return the running Python's own standard library, without its tests; of that, one split."""
     left_out = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
     files = []
@@ -73,7 +80,7 @@ def stdlib_files(entry: Entry) -> list[DataFile]:
         files += [path for path in paths if os.path.getsize(path) > 0]
     files.sort()
     held_out = entry.source.dataset_split == "validation"
-    return [stat(file) for n, file in enumerate(files) if (n % 20 == 10) == held_out]
+    return [file for n, file in enumerate(files) if (n % 20 == 10) == held_out]
 
 
 def open_stdlib(entry: Entry, streamed: bool) -> Documents:
@@ -81,32 +88,32 @@ def open_stdlib(entry: Entry, streamed: bool) -> Documents:
     files = stdlib_files(entry)
 
     def read(index: int) -> Item:
-        path = files[index].path
+        path = files[index]
         try:
             with tokenize.open(path) as file:  # heeds the file's own coding line
                 text = file.read()
         except (SyntaxError, UnicodeDecodeError) as error:
             return entry.record_error("dataset", f"{path}: {error}")
-        return text if not entry.held_out or is_on_side(entry, text) else ""
+        return text if is_on_side(entry, text) else ""
 
     return IndexedDocuments(len(files), read)
 
 
-def open_local(kind: str, entry: Entry, streamed: bool) -> Documents:
+def open_local(entry: Entry, streamed: bool) -> Documents:
     """Open local files."""
-    files = local_files(kind, entry)
+    files = local_files(entry)
     size = sum(file.size for file in files) / 1e9
     logger.debug("%s: %s, %.3g GB", entry.name, numbered(len(files), "file"), size)
     return LocalDocuments(entry, files)
 
 
-def open_tokens(kind: str, entry: Entry, streamed: bool) -> "TokenFiles":
+def open_tokens(entry: Entry, streamed: bool) -> "TokenFiles":
     """Open files of tokens that others have made."""
     from meshwright.datasets.foreign_tokens import (
         TokenFiles,  # here: `check` does not wait for numpy
     )
 
-    return TokenFiles(entry, token_paths(kind, entry))
+    return TokenFiles(entry, token_paths(entry))
 
 
 class StreamedRows(Documents):
@@ -216,6 +223,40 @@ def _reason(error: BaseException) -> str:
     if isinstance(error, StopIteration | SchemaInferenceError):
         return "there is nothing in it"
     return first_line(error)
+
+
+def _on_hub(repository: str, subset: str = "") -> DatasetSpec:
+    return DatasetSpec(
+        partial(open_hub, repository, subset),
+        partial(hub_files, repository, subset),
+        path="optional",
+        is_large=True,
+        has_rows=True,
+    )
+
+
+_ROWS = DatasetSpec(open_local, local_files, path="required", has_rows=True)
+
+_TOKENS = DatasetSpec(open_tokens, token_files, path="required", has_tokens=True)
+
+DATASETS: dict[str, DatasetSpec] = {
+    "python_stdlib": DatasetSpec(open_stdlib, stdlib_files),
+    "c4": _on_hub("allenai/c4", "en"),
+    "fineweb": _on_hub("HuggingFaceFW/fineweb", "default"),
+    "fineweb-edu": _on_hub("HuggingFaceFW/fineweb-edu", "default"),
+    "slimpajama": _on_hub("cerebras/SlimPajama-627B"),
+    **dict.fromkeys(ROW_FORMATS, _ROWS),
+    "megatron": _TOKENS,
+    "tokens": _TOKENS,
+}
+"""By name. Any other name with a slash is one of the Hugging Face hub."""
+
+
+def find_dataset(name: str) -> DatasetSpec | None:
+    """Return the dataset of that name; None if it can be none."""
+    if name in DATASETS or "/" not in name or "://" in name:
+        return DATASETS.get(name)
+    return _on_hub(name)
 
 
 MOST_SUFFIXES = 4

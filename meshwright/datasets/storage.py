@@ -11,6 +11,7 @@ import re
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
@@ -19,7 +20,7 @@ from typing import IO, Any, TypeVar
 
 from meshwright.config.section import ADDRESS
 from meshwright.system.errors import ConfigError, StorageError, first_line
-from meshwright.system.files import ABSENT, read_patiently
+from meshwright.system.files import ABSENT, read_patiently, whole_file
 
 T = TypeVar("T")
 
@@ -71,8 +72,6 @@ def stat(path: str) -> DataFile:
 
 def stat_all(paths: Sequence[str]) -> list[DataFile]:
     """Look at many files, those of object storage by many requests at once."""
-    if not any(map(is_address, paths)):
-        return list(map(stat, paths))
     with ThreadPoolExecutor(AT_ONCE) as threads:
         return list(threads.map(stat, paths))
 
@@ -189,14 +188,16 @@ class BlockCache:
 
     def read(self, file: RangeFile, begin: int, size: int) -> bytes:
         """Return bytes of `file`, as `RangeFile.read`."""
-        blocks = range(begin // self.BLOCK, (begin + size - 1) // self.BLOCK + 1)
-        content = b"".join(self._block(file, block) for block in blocks)
-        return content[begin - blocks[0] * self.BLOCK :][:size]
+        content = b"".join(self._block(file, block) for block in self._blocks(begin, size))
+        return content[begin % self.BLOCK :][:size]
 
     def forget(self, file: RangeFile, begin: int, size: int) -> None:
         """Delete the blocks that hold these bytes."""
-        for block in range(begin // self.BLOCK, (begin + size - 1) // self.BLOCK + 1):
+        for block in self._blocks(begin, size):
             self._place(file, block).unlink(missing_ok=True)
+
+    def _blocks(self, begin: int, size: int) -> range:
+        return range(begin // self.BLOCK, (begin + size - 1) // self.BLOCK + 1)
 
     def _place(self, file: RangeFile, block: int) -> Path:
         name = blake2b(f"{file.path}\n{file.stamp}".encode(), digest_size=12).hexdigest()
@@ -208,13 +209,11 @@ class BlockCache:
             return path.read_bytes()
         except OSError:
             content = file.fetch(block * self.BLOCK, self.BLOCK)
-        own = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}")
-        try:
+        with suppress(OSError):  # no room: it is read again from its storage
             path.parent.mkdir(parents=True, exist_ok=True)
-            own.write_bytes(content)  # not flushed: its checksum is compared at every read
-            own.replace(path)
-        except OSError:  # no room: it is read again from its storage
-            own.unlink(missing_ok=True)
+            # not flushed: its checksum is compared at every read
+            with whole_file(path, is_flushed=False) as own:
+                own.write(content)
         with self._guard:
             self._written += len(content)
             if self._written >= self._limit // 16:
@@ -226,11 +225,9 @@ class BlockCache:
         """Delete the oldest blocks until a sixteenth of the limit is free."""
         found = []
         for path in self.folder.glob("??/*"):
-            try:
+            with suppress(OSError):  # another process deleted it
                 state = path.stat()
                 found.append((state.st_mtime_ns, state.st_size, path))
-            except OSError:  # another process deleted it
-                continue
         size = sum(size for _, size, _ in found)
         for _, of_one, path in sorted(found):
             if size <= self._limit * 15 // 16:
@@ -239,19 +236,32 @@ class BlockCache:
             size -= of_one
 
 
-def open_stream(path: str) -> IO[bytes]:
-    """Open a file in object storage; it can be sought in.
+def open_file(file: DataFile) -> IO[bytes]:
+    """Open a file for reading and seeking.
 
     Raises:
-        OSError: as `stat`; and reads as `RangeFile.read`.
+        ChangedError: if it is gone, or is another than when the job looked for it.
+        OSError: if it cannot be read now. Of object storage, as `stat` and `RangeFile.read`.
     """
-    return io.BufferedReader(_RemoteStream(path), AHEAD)
+    path = file.path
+    if is_address(path):
+        if stat(path) != file:
+            raise ChangedError(f"{path}: has changed since the job started")
+        return io.BufferedReader(_RemoteStream(file), AHEAD)
+    try:
+        opened = open(path, "rb")  # noqa: SIM115  the caller closes it
+    except FileNotFoundError as error:
+        raise ChangedError(f"{path}: has gone since the job started") from error
+    size = os.fstat(opened.fileno()).st_size
+    if size != file.size:
+        opened.close()
+        raise ChangedError(f"{path}: had {file.size} bytes at the start, and has {size} now")
+    return opened
 
 
 class _RemoteStream(io.RawIOBase):
-    def __init__(self, path: str) -> None:
-        found = stat(path)
-        self._file, self._size, self._at = RangeFile(path, found.stamp), found.size, 0
+    def __init__(self, file: DataFile) -> None:
+        self._file, self._size, self._at = RangeFile(file.path, file.stamp), file.size, 0
 
     def readable(self) -> bool:
         return True

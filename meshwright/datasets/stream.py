@@ -1,22 +1,173 @@
-"""Sample i of the job: a function of the config and i, not of who reads it."""
+"""Sample i of the job: a function of the config and i, not of who reads it. A source that is
+streamed is tokenised here, as it is read."""
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 from pydantic import TypeAdapter
 
 from meshwright.config.job_config import JobConfig
 from meshwright.datasets.named_sources import weights
-from meshwright.datasets.opening import CachedSource, OpenSource
-from meshwright.datasets.order import Mixture
-from meshwright.datasets.samples import CachedSamples, PackedSamples, Sample, SampleRules
-from meshwright.datasets.streamed import EndOfData, ShardPlace, StreamedSamples
+from meshwright.datasets.opening import CachedSource, OpenSource, StreamedSource
+from meshwright.datasets.order import Mixture, permutation
+from meshwright.datasets.rows import Item, Reader
+from meshwright.datasets.samples import Sample, SampleRules, to_sample
 from meshwright.system.errors import RecordError
-from meshwright.system.files import warn_once
+from meshwright.system.files import read_patiently, warn_once
 from meshwright.system.log import logger
+
+PassOver = Callable[[RecordError], None]
+"""Called with a record that is to be passed over; raises if it is not to be."""
+
+
+class EndOfData(Exception):  # noqa: N818  an end like StopIteration, no error
+    """A source has been read as often as it may be."""
+
+
+@dataclass
+class ShardPlace:
+    """A place in one shard, for a resume. Only its window is read again."""
+
+    epoch: int = 0
+    window: int = 0
+    """Number, in the epoch, of the window that the current document is in."""
+    window_state: Any = None
+    """Of the source, before that window."""
+    document: int = 0
+    """Number of the current document in the shuffled window."""
+    used: int = 0
+    """Tokens of it that have gone into samples."""
+    bad_records: int = 0
+    """Records before the current document that were passed over, in all epochs."""
+    taken: int = 0
+    """Documents before the window, in this epoch, that `max_documents` counts."""
+
+
+class Shard:
+    """One of the independent parts of a source: documents, shuffled window by window, end to end.
+
+    A record that is passed over stands in its window as a document without tokens. So the stream is
+    the same whoever reads it, and from whatever place.
+    """
+
+    def __init__(
+        self,
+        source: StreamedSource,
+        number: int,
+        rules: SampleRules,
+        *,
+        pass_over: PassOver,
+        place: ShardPlace,
+    ) -> None:
+        self._source, self._number, self._rules = source, number, rules
+        self._pass_over, self._at = pass_over, replace(place)
+        self._reader: Reader | None = None
+        most, shards = source.entry.source.max_documents, source.num_shards
+        self._most = most // shards + (number < most % shards) if most else math.inf
+        self._documents = self._encoded()
+        self._tokens = next(self._documents)
+
+    @property
+    def place(self) -> ShardPlace:
+        """Where the next sample begins."""
+        return replace(self._at)
+
+    def next_sample(self) -> Sample:
+        """Return the next `length` tokens.
+
+        Raises:
+            EndOfData: if they would go beyond the last epoch.
+            ConfigError: if there are none in a whole epoch.
+        """
+        pieces: list[npt.NDArray[np.unsignedinteger]] = []
+        at, missing, first_epoch = self._at, self._rules.length, self._at.epoch
+        while missing:
+            piece = self._tokens[at.used : at.used + missing]
+            if len(piece):
+                pieces.append(piece)
+            at.used += len(piece)
+            missing -= len(piece)
+            if missing:
+                self._tokens = next(self._documents)
+                if at.epoch > first_epoch + 1:  # the whole epoch between went in
+                    raise self._source.entry.error(
+                        "dataset",
+                        f"one of {self._source.num_shards} shards of it holds less than one sample "
+                        f"of {self._rules.length} tokens",
+                        "lower training.stream_shards or training.seq_len, or add data",
+                    )
+        return to_sample(pieces)
+
+    def _encoded(self) -> Iterator[npt.NDArray[np.uint32]]:
+        """Yield the tokens of the documents, of all epochs, from the place on; and move it."""
+        at, has_documents = self._at, False
+        while True:
+            while window := self._read_window():
+                has_documents = True
+                key = (self._rules.seed or 0, at.epoch, self._number, at.window)
+                shuffled = [window[index] for index in permutation(len(window), *key)]
+                for number in range(at.document, len(shuffled)):
+                    at.document, tokens = number, self._encode(shuffled[number])
+                    yield np.empty(0, np.uint32) if tokens is None else tokens
+                    at.used = 0
+                    at.bad_records += tokens is None
+                at.document, at.window, at.taken = 0, at.window + 1, at.taken + _count(window)
+            if not has_documents:
+                raise self._source.entry.error("dataset", "holds no text in one of its shards")
+            self._reader = None
+            at.epoch, at.window, at.window_state, at.taken = at.epoch + 1, 0, None, 0
+            if at.epoch == self._rules.max_epochs:
+                raise EndOfData
+
+    def _encode(self, document: Item) -> npt.NDArray[np.uint32] | None:
+        """Return the tokens of a document; None of a record that is passed over."""
+        try:
+            if isinstance(document, RecordError):
+                raise document
+            return self._source.encoder.encode(document)
+        except RecordError as error:
+            self._pass_over(error)
+            return None
+
+    def _read_window(self) -> list[Item]:
+        """Return the documents of the next window, none at the end of the epoch; read again from
+        its beginning if that may help."""
+
+        def read() -> list[Item]:
+            try:
+                return self._try_window()
+            except Exception:
+                self._reader = None
+                raise
+
+        source = self._source
+        where = f"{source.entry.name}: shard {self._number} of {source.num_shards}"
+        return read_patiently(where, read)
+
+    def _try_window(self) -> list[Item]:
+        if self._reader is None:
+            self._reader = self._source.documents.read(
+                self._number, self._source.num_shards, self._at.window_state
+            )
+        self._at.window_state = self._reader.state()
+        documents, taken = list[Item](), self._at.taken
+        while len(documents) < self._source.window and taken < self._most:
+            try:
+                documents.append(next(self._reader))
+            except StopIteration:
+                break
+            taken += _count(documents[-1:])
+        return documents
+
+
+def _count(items: Sequence[Item]) -> int:
+    """Return how many are documents; an empty text is none."""
+    return sum(bool(item) and not isinstance(item, RecordError) for item in items)
 
 
 @dataclass(frozen=True)
@@ -43,14 +194,9 @@ class Cursor:
         return replace(self, weighted_from=self.counts)
 
 
-def bad_records(cursor: Cursor) -> dict[tuple[str, int], int]:
-    """Return how many records were passed over, by source and shard, if any."""
-    return {
-        (name, number): place.bad_records
-        for name, shards in cursor.places.items()
-        for number, place in shards.items()
-        if place.bad_records
-    }
+def bad_records(cursor: Cursor) -> int:
+    """Return how many records were passed over in the shards that a cursor knows."""
+    return sum(place.bad_records for shards in cursor.places.values() for place in shards.values())
 
 
 def merged(cursors: Sequence[Cursor]) -> Cursor:
@@ -94,35 +240,43 @@ class SampleStream:
         self._sample, self._weighted_from = cursor.sample, cursor.weighted_from
         self._before, self._mixture = mixture_at(cursor, weights)
         self._batch, self._slots = batch, frozenset(slots)
-        self._samples: list[CachedSamples | StreamedSamples] = []
-        self._names = [source.entry.name for source in sources]
+        self._sources = sources
+        self._cached = {
+            source.entry.name: source.samples(rules)
+            for source in sources
+            if isinstance(source, CachedSource)
+        }
         self._reads_all = len(sources) > 1 or rules.max_epochs > 0
-        self.names = ", ".join(self._names)
+        # of streamed sources, by name
+        self._shards = dict[str, dict[int, Shard]]()
+        self._places = dict[str, dict[int, ShardPlace]]()
         for source in sources:
             if isinstance(source, CachedSource):
-                self._samples.append(cached_samples(source, rules))
-            else:
-                # keep only shards that this rank reads; its positions in the rest are stale
-                places = {
-                    shard: place
-                    for shard, place in cursor.places.get(source.entry.name, {}).items()
-                    if self._is_read_here(shard, source.num_shards)
-                }
-                streamed = StreamedSamples(source, rules, pass_over=self._pass_over, places=places)
-                self._samples.append(streamed)
-                if self._reads_all and len(self._slots) < batch:
-                    name, times = source.entry.name, batch // max(len(self._slots), 1)
-                    what = f"{name} is streamed, and each of {times} ranks reads and tokenises it"
-                    fix = 'set its dataset_mode = "cached" to tokenise it once'
-                    warn_once(f"{what} whole, in a mixture or with max_epochs; {fix}")
+                continue
+            name = source.entry.name
+            self._shards[name] = {}
+            self._places[name] = {  # those of other ranks' shards are stale
+                shard: place
+                for shard, place in cursor.places.get(name, {}).items()
+                if self._is_read_here(shard, source.num_shards)
+            }
+            if self._reads_all and len(self._slots) < batch:
+                times = batch // max(len(self._slots), 1)
+                what = f"{name} is streamed, and each of {times} ranks reads and tokenises it"
+                fix = 'set its dataset_mode = "cached" to tokenise it once'
+                warn_once(f"{what} whole, in a mixture or with max_epochs; {fix}")
+
+    @property
+    def names(self) -> str:
+        """Of the sources."""
+        return ", ".join(source.entry.name for source in self._sources)
 
     @property
     def cursor(self) -> Cursor:
         """Where the next sample is; of streamed sources, the shards that are read here."""
         places = {
-            name: samples.places
-            for name, samples in zip(self._names, self._samples, strict=True)
-            if isinstance(samples, StreamedSamples)
+            name: self._places[name] | {number: shard.place for number, shard in shards.items()}
+            for name, shards in self._shards.items()
         }
         return Cursor(self._sample, tuple(self._counts), places, self._weighted_from)
 
@@ -130,12 +284,15 @@ class SampleStream:
     def epochs(self) -> dict[str, float]:
         """How often each source has been read; of a streamed one, whole times of its shards that
         are read here, on average."""
-        return {
-            name: count / samples.samples_per_epoch
-            if isinstance(samples, CachedSamples)
-            else samples.epochs
-            for name, samples, count in zip(self._names, self._samples, self._counts, strict=True)
-        }
+        found = dict[str, float]()
+        for source, count in zip(self._sources, self._counts, strict=True):
+            name = source.entry.name
+            if name in self._cached:
+                found[name] = count / self._cached[name].samples_per_epoch
+            else:
+                of_each = [shard.place.epoch for shard in self._shards[name].values()]
+                found[name] = sum(of_each) / max(len(of_each), 1)
+        return found
 
     @property
     def _counts(self) -> list[int]:
@@ -144,7 +301,7 @@ class SampleStream:
 
     def _pass_over(self, error: RecordError) -> None:
         """Log the record; or raise, if there were as many before as there may be."""
-        so_far = sum(bad_records(self.cursor).values())
+        so_far = bad_records(self.cursor)
         if so_far >= self.rules.max_bad_records:
             raise error
         logger.warning("passed over a record (%d): %s", so_far + 1, error)
@@ -156,36 +313,33 @@ class SampleStream:
             EndOfData: if its source has been read `max_epochs` times.
         """
         is_asked_for = self._sample % self._batch in self._slots
-        source = self._mixture.draw()
-        samples = self._samples[source]
-        index = self._before[source] + self._mixture.counts[source] - 1
-        sample = None
-        if isinstance(samples, CachedSamples):
-            if self.rules.max_epochs and index >= self.rules.max_epochs * samples.samples_per_epoch:
+        number = self._mixture.draw()
+        index = self._before[number] + self._mixture.counts[number] - 1
+        source, sample = self._sources[number], None
+        if isinstance(source, CachedSource):
+            samples, most = self._cached[source.entry.name], self.rules.max_epochs
+            if most and index >= most * samples.samples_per_epoch:
                 raise EndOfData
             sample = samples.read(index) if is_asked_for else None
-        else:
-            shard = index % samples.num_shards
-            if self._is_read_here(shard, samples.num_shards):
-                sample = samples.read(shard)
+        elif self._is_read_here(index % source.num_shards, source.num_shards):
+            sample = self._shard(source, index % source.num_shards).next_sample()
         self._sample += 1
         return sample if is_asked_for else None
+
+    def _shard(self, source: StreamedSource, number: int) -> Shard:
+        name = source.entry.name
+        if (shard := self._shards[name].get(number)) is None:
+            place = self._places[name].get(number, ShardPlace())
+            shard = Shard(source, number, self.rules, pass_over=self._pass_over, place=place)
+            self._shards[name][number] = shard
+        return shard
 
     def _is_read_here(self, shard: int, num_shards: int) -> bool:
         """Return whether any sample of a shard falls into one of this rank's slots: sample i is in
         slot i mod batch, and from shard i mod shards. In a mixture, sample i of the job is not
         sample i of its source. With `max_epochs`, all ranks reach the end at the same sample."""
-        if self._reads_all:
-            return True
         common = math.gcd(self._batch, num_shards)
-        return any(slot % common == shard % common for slot in self._slots)
-
-
-def cached_samples(source: CachedSource, rules: SampleRules) -> CachedSamples:
-    """Return the samples of a cached source, packed if it is."""
-    if source.packing is not None:
-        return PackedSamples(source.cache, source.packing, rules.seed)
-    return CachedSamples(source.cache, rules.length, rules.seed)
+        return self._reads_all or any(slot % common == shard % common for slot in self._slots)
 
 
 def steps_of_data(config: JobConfig, sources: Sequence[OpenSource]) -> int:

@@ -17,7 +17,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO, Any, BinaryIO, TypeVar
 
-from meshwright.system.errors import ConfigError, StorageError, config_error
+from meshwright.system.errors import ConfigError, StorageError, config_error, first_line
 from meshwright.system.log import logger
 
 T = TypeVar("T")
@@ -198,7 +198,8 @@ def read_patiently(path: Path | str, read: Callable[[], T]) -> T:
         except Exception as error:  # whatever a client of a storage raises
             if not may_pass(error):
                 raise
-            what = f"{path} cannot be read: {getattr(error, 'strerror', None) or error}"
+            reason = getattr(error, "strerror", None) or first_line(error)
+            what = f"{path} cannot be read: {reason}"
             if wait_s is None:
                 fix = "run the same command again when the storage answers"
                 raise StorageError(f"{what}\n  fix: {fix}") from error

@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 
 from meshwright.config.job_config import JobConfig, changed
-from meshwright.datasets.loader import StepData, num_bad_records, whole_cursor
+from meshwright.datasets.loader import StepData, whole_cursor
+from meshwright.datasets.stream import bad_records
 from meshwright.launch.heartbeat import heartbeat_of_this_rank
 from meshwright.metrics.profiling import Profiler
 from meshwright.metrics.sinks import Sink
@@ -275,7 +276,7 @@ def _figures(job: Job, vote: Vote, taken: Taken) -> dict[str, float]:
         norms = zip(job.trainer.norm_groups, result.group_norms.tolist(), strict=True)
         figures |= {f"optim/grad_norm/{group}": norm for group, norm in norms}
     if allowed := job.plan.config.training.max_bad_records:
-        figures["data/bad_records"] = passed_over = num_bad_records(data.cursor)
+        figures["data/bad_records"] = passed_over = bad_records(whole_cursor(data.cursor))
         if passed_over > allowed:
             vote.fail(too_many_bad_records(passed_over, allowed), step)
     return figures

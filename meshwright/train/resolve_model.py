@@ -15,8 +15,7 @@ from meshwright.checkpoint.conversion.hf_folder import find_family, read_args
 from meshwright.config.explain import explain_value
 from meshwright.config.job_config import JobConfig
 from meshwright.config.loader import is_path
-from meshwright.datasets import DATASETS
-from meshwright.datasets.sources import DatasetSpec
+from meshwright.datasets.sources import DATASETS, DatasetSpec
 from meshwright.models.args import DecoderArgs
 from meshwright.models.families import MODELS
 from meshwright.models.family import Family

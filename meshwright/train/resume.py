@@ -125,7 +125,7 @@ def place_in_data(plan: Plan, saved: Manifest, sources: Sequence[OpenSource]) ->
             )
     cursor = Cursor.from_json(saved["data"])
     allowed = plan.config.training.max_bad_records
-    if (passed_over := sum(bad_records(cursor).values())) > allowed:
+    if (passed_over := bad_records(cursor)) > allowed:
         raise too_many_bad_records(passed_over, allowed)
     return cursor.reweighted() if resume_diff(plan, saved).is_reweighted else cursor
 

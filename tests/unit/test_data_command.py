@@ -10,8 +10,7 @@ from meshwright.config.loader import load_config
 from meshwright.datasets.named_sources import weights
 from meshwright.datasets.opening import open_training_data
 from meshwright.datasets.samples import SampleRules
-from meshwright.datasets.stream import Cursor, SampleStream
-from meshwright.datasets.streamed import StreamedSamples
+from meshwright.datasets.stream import Cursor, SampleStream, Shard
 from meshwright.system.errors import ConfigError
 from tests.helpers.cli import command
 
@@ -95,8 +94,8 @@ def test_a_step_reads_its_own_shards_alone(tmp_path, monkeypatch, capsys) -> Non
     for number in range(6):
         rows = [json.dumps({"text": f"file {number}\n" * 20}) + "\n"] * 9
         (tmp_path / f"{number}.jsonl").write_text("".join(rows))
-    opened, read = [], StreamedSamples.read
-    monkeypatch.setattr(StreamedSamples, "read", lambda *of: opened.append(of[1]) or read(*of))
+    opened, read = [], Shard.next_sample
+    monkeypatch.setattr(Shard, "next_sample", lambda s: opened.append(s._number) or read(s))
     config = write(tmp_path)
     words = {"dataset": "json", "dataset_path": tmp_path, "dataset_mode": "streamed"}
     text = CONFIG[: CONFIG.index("[[training")].format(folder=tmp_path).replace("= 4", "= 2")

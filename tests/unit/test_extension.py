@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from meshwright.config.loader import load_config
-from meshwright.datasets import DATASETS
 from meshwright.datasets.opening import open_training_data
+from meshwright.datasets.sources import DATASETS
 from meshwright.metrics.sinks import Spared
 from meshwright.models.families import MODELS
 from meshwright.models.family import Family

@@ -91,7 +91,7 @@ def test_files_that_are_looked_at_are_spread_over_all(tmp_path, monkeypatch):
             '{"text": 1}\n' if number in (1, 2, 4) else JSONL.decode()
         )
     entry = Entry("training", "data", Source(dataset="json", dataset_path=str(tmp_path)))
-    files = local_files("json", entry)
+    files = local_files(entry)
     assert head_fault(entry, files) is None
     assert "4.jsonl:1: 'text' holds 1" in str(head_fault(entry, files[4:]))
 

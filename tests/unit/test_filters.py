@@ -11,13 +11,13 @@ from pyarrow import parquet
 
 from meshwright.config.section import BYTES
 from meshwright.config.training import Source
-from meshwright.datasets import find_dataset
 from meshwright.datasets.encoding import Encoder, TokenizationSpec
 from meshwright.datasets.files import Entry, fingerprint
 from meshwright.datasets.opening import StreamedSource
 from meshwright.datasets.rows import Item, conditions
 from meshwright.datasets.samples import SampleRules
-from meshwright.datasets.streamed import Shard, ShardPlace
+from meshwright.datasets.sources import find_dataset
+from meshwright.datasets.stream import Shard, ShardPlace
 from meshwright.datasets.token_cache.tokenizing import open_cache
 from meshwright.datasets.tokenizers.kinds import build_tokenizer
 from meshwright.system.errors import ConfigError, RecordError

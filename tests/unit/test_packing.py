@@ -28,7 +28,7 @@ from meshwright.datasets.samples import (
     packed_in_memory,
     stored_packing,
 )
-from meshwright.datasets.stream import Cursor, cached_samples, find_samples
+from meshwright.datasets.stream import Cursor, find_samples
 from meshwright.datasets.token_cache.cache import DamagedCacheError
 from meshwright.models.loss import IGNORE, PADDING
 from meshwright.system.errors import ConfigError
@@ -289,7 +289,7 @@ def test_a_job_opens_its_data_packed(tmp_path) -> None:
     )
     assert first == second
     pieces = [min(len(encode(t)) - at, 8) for t in TEXTS for at in range(0, len(encode(t)), 8)]
-    assert cached_samples(source, rules).samples_per_epoch == len(simple_best_fit(pieces, LENGTH))
+    assert source.samples(rules).samples_per_epoch == len(simple_best_fit(pieces, LENGTH))
     (cut,) = open_training_data(config_of(tmp_path, "cut"))
     assert isinstance(cut, CachedSource)
     assert cut.packing is None

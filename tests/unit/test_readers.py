@@ -20,7 +20,7 @@ from meshwright.datasets.files import (
     Range,
     resolve,
 )
-from meshwright.datasets.readers import END, Fault, Layout, cut, read
+from meshwright.datasets.readers import END, Layout, cut, read
 from meshwright.datasets.storage import ChangedError, stat
 
 SEED = 32
@@ -87,26 +87,23 @@ def compress(path: Path, content: bytes) -> None:
         file.write(content)
 
 
-def rows_of(path: Path, layout: Layout) -> list[tuple[Place, Any]]:
-    return list(read(Range(stat(str(path))), layout))
+def rows_of(path: Path, layout: Layout, after: Place | None = None) -> list[tuple[Place, Any]]:
+    """Places, and rows or words that say why there is none."""
+    found = read(Range(stat(str(path))), layout, after)
+    return [(p, f"{words}: {row}" if isinstance(row, str) else row) for p, words, row in found]
 
 
 def check_everywhere(path: Path, layout: Layout, whole: list[tuple[Place, Any]]) -> None:
     """The rest from every place on is the rest of the whole; so is the sum of all parts."""
     file = stat(str(path))
     for index, (place, _) in list(enumerate(whole))[:: len(whole) // 6 + 1]:
-        rest = list(read(Range(file), layout, Place(*json.loads(json.dumps(place)))))
+        rest = rows_of(path, layout, Place(*json.loads(json.dumps(place))))
         assert rest == whole[index + 1 :], (path, place)
-    values = [shown(row) for _, row in whole]
+    values = [row for _, _, row in read(Range(file), layout)]
     for size in (file.size // 60 + 1, file.size // 7 + 1, file.size // 2 + 1):
         parts = cut([file], layout, size)
-        cut_rows = [row for part in parts for piece in part for _, row in read(piece, layout)]
-        assert [shown(row) for row in cut_rows] == values, (path, size)
-
-
-def shown(row: Any) -> Any:
-    """A row; of a fault, the reason: its place is a byte in the middle of a file."""
-    return ("fault", row.reason) if isinstance(row, Fault) else row
+        cut_rows = [row for part in parts for piece in part for *_, row in read(piece, layout)]
+        assert cut_rows == values, (path, size)
 
 
 @pytest.fixture(params=[3, 1 << 18], ids=["small chunks", "chunks"])
@@ -125,11 +122,11 @@ def test_lines_of_json(number: int, chunk: int, tmp_path: Path) -> None:
     path = tmp_path / f"a.jsonl{packed}"
     compress(path, content)
     found = rows_of(path, Layout("json"))
-    assert [None if isinstance(row, Fault) else row for _, row in found] == [
+    assert [None if isinstance(row, str) else row for _, row in found] == [
         row for _, row in expected_lines(content)
     ]
     for (line, _), (_, row) in zip(expected_lines(content), found, strict=True):
-        assert not isinstance(row, Fault) or row.where == f"{path}:{line}"
+        assert isinstance(row, dict) or row.startswith(f"{path}:{line}: ")
     if len(content) < 3000:
         check_everywhere(path, Layout("json"), found)
 
@@ -166,7 +163,7 @@ def test_texts(number: int, chunk: int, tmp_path: Path) -> None:
             want.append(piece.decode())
         except UnicodeDecodeError:
             want.append(None)
-    assert [None if isinstance(row, Fault) else row["text"] for _, row in found] == want
+    assert [None if isinstance(row, str) else row["text"] for _, row in found] == want
     check_everywhere(path, Layout("text", separator=separator), found)
 
 
@@ -259,7 +256,7 @@ def test_a_packed_file_that_is_cut_off_ends_with_a_fault(packed, kept, tmp_path,
     assert found[-1][0] == END
     assert "cannot be read" in str(found[-1][1])
     for place in (found[0][0], found[-2][0]) if len(found) > 1 else ():
-        rest = list(read(Range(stat(str(path))), Layout("json"), place))
+        rest = rows_of(path, Layout("json"), place)
         assert [row for _, row in rest] == [row for p, row in found if p > place or p == END]
     assert list(read(Range(stat(str(path))), Layout("json"), END)) == []
 
@@ -291,7 +288,7 @@ def test_one_long_line(tmp_path: Path, monkeypatch) -> None:
     for module in (files, readers):
         monkeypatch.setattr(module, "LONGEST", 1 << 20)
     found = rows_of(path, Layout("json"))
-    assert [row for _, row in found] == [rows[0], Fault(f"{path}:2", "longer than 1 MiB"), rows[2]]
+    assert [row for _, row in found] == [rows[0], f"{path}:2: longer than 1 MiB", rows[2]]
     check_everywhere(path, Layout("json"), found)
     text = Layout("text")
     assert [str(row) for _, row in rows_of(path, text)] == [
@@ -358,7 +355,7 @@ def test_a_file_that_changes_under_the_job(tmp_path: Path) -> None:
     path.write_text('{"text": "a"}\n' * 1000)
     file = stat(str(path))
     rows = read(Range(file), Layout("json"))
-    assert next(rows)[1] == {"text": "a"}
+    assert next(rows)[2] == {"text": "a"}
     path.rename(tmp_path / "b.jsonl")
     assert len(list(rows)) == 999  # it was open
     with pytest.raises(ChangedError, match=r"a.jsonl: has gone since the job started"):

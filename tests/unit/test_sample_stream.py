@@ -19,9 +19,9 @@ from meshwright.datasets.loader import (
     BatchShape,
     Loader,
     StepData,
-    num_bad_records,
     padded_samples,
     to_batches,
+    whole_cursor,
 )
 from meshwright.datasets.opening import OpenSource
 from meshwright.datasets.order import permutation, permuted
@@ -29,16 +29,23 @@ from meshwright.datasets.rows import Item
 from meshwright.datasets.samples import CachedSamples, SampleRules
 from meshwright.datasets.stream import (
     Cursor,
+    EndOfData,
     SampleStream,
+    ShardPlace,
     bad_records,
     find_samples,
     merged,
     steps_of_data,
 )
-from meshwright.datasets.streamed import EndOfData, ShardPlace
 from meshwright.datasets.tokenizers.kinds import ByteTokenizer
 from meshwright.models.loss import IGNORE, Batch
-from meshwright.system.errors import ConfigError, DataError, RecordError, StopRequested
+from meshwright.system.errors import (
+    ConfigError,
+    DataError,
+    RecordError,
+    StopRequested,
+    StorageError,
+)
 from tests.helpers.texts import BOS, EOS, LENGTH, TEXTS, cached, encode, streamed
 
 LETTERS = tuple(letter * 50 for letter in "abcdefghijklmnopqrstuvwxyz")
@@ -483,14 +490,14 @@ def test_records_are_passed_over_on_any_mesh_and_after_resumes(split) -> None:
     want = [rows for rows, _ in read_steps([streamed(blank, 6, 3)], [1], (1, 12, 1), 18)]
     first = read_steps([source], [1], (1, 12, 1), 18, max_bad_records=100)
     assert [rows for rows, _ in first] == want
-    counts = [sum(bad_records(cursor).values()) for _, cursor in first]
+    counts = [bad_records(cursor) for _, cursor in first]
     assert counts == sorted(counts)
     assert counts[-1] > len(BAD)  # in the second epoch again
     got = read_steps([source], [1], split, 7, max_bad_records=100)
     saved = json.loads(json.dumps(dataclasses.asdict(got[-1][1])))
     got += read_steps([source], [1], (2, 3, 2), 11, Cursor.from_json(saved), max_bad_records=100)
     assert [rows for rows, _ in got] == want
-    assert [sum(bad_records(cursor).values()) for _, cursor in got] == counts
+    assert [bad_records(cursor) for _, cursor in got] == counts
 
 
 def test_no_more_records_are_passed_over_than_may_be() -> None:
@@ -500,7 +507,7 @@ def test_no_more_records_are_passed_over_than_may_be() -> None:
         samples = iter(order.next_sample, None)
         with pytest.raises(RecordError if error else EndOfData, match=error):
             list(samples)
-        assert sum(bad_records(order.cursor).values()) == min(allowed, 4)
+        assert bad_records(order.cursor) == min(allowed, 4)
 
 
 def test_bad_records_of_a_shard_that_two_ranks_read_count_once(monkeypatch) -> None:
@@ -508,11 +515,11 @@ def test_bad_records_of_a_shard_that_two_ranks_read_count_once(monkeypatch) -> N
     cursors = [Cursor(places={"stream": {0: places[0]}}), Cursor(places={"stream": places})]
 
     def gather(gathered: list, mine: object) -> None:
-        gathered[:] = map(bad_records, cursors)
+        gathered[:] = cursors
 
     monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
     monkeypatch.setattr("torch.distributed.all_gather_object", gather)
-    assert num_bad_records(cursors[0]) == 5
+    assert bad_records(whole_cursor(cursors[0])) == 5
 
 
 def test_what_may_pass_is_tried_again_from_its_place(monkeypatch) -> None:
@@ -526,7 +533,7 @@ def test_what_may_pass_is_tried_again_from_its_place(monkeypatch) -> None:
     monkeypatch.setattr("time.sleep", waits.append)
     want = [rows for rows, _ in read_steps([streamed(texts, 1, 4)], [1], (1, 1, 1), 30)]
     source = streamed(texts, num_shards=1, window=4, get=get)
-    with pytest.raises(OSError, match="Stale file handle"):
+    with pytest.raises(StorageError, match="shard 0 of 1 cannot be read: Stale file handle"):
         read_steps([source], [1], (1, 1, 1), 30)
     assert waits == [1, 2, 4, 8, 16, 32]
     assert len(failures) == 1

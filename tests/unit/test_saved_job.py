@@ -11,9 +11,9 @@ from meshwright.config.changes import to_json
 from meshwright.config.job_config import Checkpoint
 from meshwright.config.loader import load_config
 from meshwright.config.training import Source
-from meshwright.datasets import DATASETS
 from meshwright.datasets.files import Entry
 from meshwright.datasets.opening import StreamedSource, open_training_data
+from meshwright.datasets.sources import DATASETS
 from meshwright.datasets.stream import Cursor
 from meshwright.system.errors import ConfigError
 from meshwright.system.modules import code_of, import_user_module

@@ -15,13 +15,12 @@ from pyarrow import parquet
 
 from meshwright.config.section import BYTES
 from meshwright.config.training import Source
-from meshwright.datasets import find_dataset
 from meshwright.datasets.encoding import TokenizationSpec
 from meshwright.datasets.files import Entry, fingerprint, local_files, revision
 from meshwright.datasets.named_sources import check_path
 from meshwright.datasets.rows import Document, Documents, IndexedDocuments, unreadable
 from meshwright.datasets.samples import CachedSamples
-from meshwright.datasets.sources import by_suffix, openable
+from meshwright.datasets.sources import by_suffix, find_dataset, openable
 from meshwright.datasets.token_cache.tokenizing import open_cache
 from meshwright.datasets.tokenizers.kinds import build_tokenizer
 from meshwright.system.errors import ConfigError, RecordError, StorageError
@@ -89,10 +88,10 @@ def test_a_reader_begins_again_where_it_was(kind: str, folder: Path) -> None:
     for count in range(8):
         reader = documents.read(0, 1)
         first = [next(reader) for _ in range(count)]
-        state = json.loads(json.dumps(reader.state))
+        state = json.loads(json.dumps(reader.state()))
         again = documents.read(0, 1, state)
         # a job may be resumed twice before it has come to the next window
-        assert json.loads(json.dumps(again.state)) == state
+        assert json.loads(json.dumps(again.state())) == state
         assert first + list(again) == TEXTS
 
 
@@ -386,7 +385,7 @@ def test_what_a_dataset_does_not_read(keys, message) -> None:
 
 def test_whatever_changes_the_documents_changes_the_fingerprint(folder: Path) -> None:
     write("json", folder)
-    files = local_files("json", entry(dataset="json", dataset_path=str(folder)))
+    files = local_files(entry(dataset="json", dataset_path=str(folder)))
     (folder / "formats.py").write_text(FORMAT)
     keys = {"dataset": "json", "dataset_path": str(folder)}
     formatted = keys | {"dataset_format": f"{folder}/formats.py:numbered"}
@@ -399,7 +398,7 @@ def test_whatever_changes_the_documents_changes_the_fingerprint(folder: Path) ->
     seen.append(fingerprint(entry(**formatted), files))
     with open(folder / "a.jsonl", "a") as file:
         file.write('{"text": "more"}\n')
-    seen.append(fingerprint(entry(**keys), local_files("json", entry(**keys))))
+    seen.append(fingerprint(entry(**keys), local_files(entry(**keys))))
     assert len(set(seen)) == len(seen)
 
 

@@ -24,7 +24,7 @@ from meshwright.datasets import storage
 from meshwright.datasets.encoding import TokenizationSpec
 from meshwright.datasets.files import Entry
 from meshwright.datasets.samples import CachedSamples
-from meshwright.datasets.storage import BlockCache, ChangedError, RangeFile, open_stream
+from meshwright.datasets.storage import BlockCache, ChangedError, RangeFile, open_file, stat
 from meshwright.datasets.token_cache.cache import TokenCache
 from meshwright.datasets.token_cache.tokenizing import open_cache
 from meshwright.system import files
@@ -236,12 +236,12 @@ def test_lines_of_json_are_tokenised_as_from_the_disk(server, tmp_path) -> None:
 
 def test_a_stream_can_be_sought_in_and_notices_a_change(server) -> None:
     server.files["a"] = content = random.Random(0).randbytes(1 << 16)
-    with open_stream(f"{server.address}/a") as stream:
+    with open_file(stat(f"{server.address}/a")) as stream:
         stream.seek(100)
         assert stream.read(10) == content[100:110]
         stream.seek(-5, 2)
         assert stream.read() == content[-5:]
-    stream = open_stream(f"{server.address}/a")
+    stream = open_file(stat(f"{server.address}/a"))
     server.files["a"] = content[:-1]
     with pytest.raises(ChangedError, match="has changed"):
         stream.read()

@@ -9,11 +9,11 @@ import pytest
 
 from meshwright.config.section import BYTES
 from meshwright.config.training import Source
-from meshwright.datasets import find_dataset
 from meshwright.datasets.encoding import TokenizationSpec
 from meshwright.datasets.files import Entry
 from meshwright.datasets.named_sources import check_path
 from meshwright.datasets.samples import CachedSamples
+from meshwright.datasets.sources import find_dataset
 from meshwright.datasets.token_cache.cache import TokenCache
 from meshwright.datasets.token_cache.tokenizing import open_cache
 from meshwright.system.errors import ConfigError

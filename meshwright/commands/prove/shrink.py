@@ -9,8 +9,8 @@ from meshwright.config.job_config import Average, Checkpoint, JobConfig, Metrics
 from meshwright.config.parallelism import ActivationCheckpoint, Compile, Parallelism
 from meshwright.config.section import BYTES
 from meshwright.config.training import Source, Validation
-from meshwright.datasets import find_dataset
 from meshwright.datasets.named_sources import entries, is_streamed
+from meshwright.datasets.sources import find_dataset
 from meshwright.models.args import DecoderArgs
 from meshwright.train.optim.registry import fitted_groups
 
