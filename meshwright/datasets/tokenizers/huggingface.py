@@ -5,6 +5,7 @@ import binascii
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
@@ -21,7 +22,6 @@ from meshwright.datasets.tokenizers.special_tokens import (
     any_of,
     is_tiktoken,
     special_names,
-    split_at_specials,
     well_formed,
 )
 from meshwright.system.errors import ConfigError
@@ -66,8 +66,10 @@ class HuggingFaceTokenizer:
         if is_tiktoken(content):
             self.made = of_tiktoken(content).to_str(pretty=True)
         self._tokenizer = tokenizers.Tokenizer.from_str(self.made or content.decode("utf-8"))
+        self._tokenizer.no_truncation()  # documents are cut by the packing alone
+        self._tokenizer.no_padding()
         first, last = self._added()
-        _leave_text_alone(self._tokenizer)
+        self._tokenizer.post_processor = None  # it adds tokens, or trims white space from places
         self.vocab_size: int = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
         names, by_config = special_names(path), "model.bos_token or model.eos_token names"
         bos_id = first if ends.bos is None else self._id_of(ends.bos, by_config)
@@ -93,14 +95,12 @@ class HuggingFaceTokenizer:
 
     def _added(self) -> tuple[int | None, int | None]:
         """Return the special tokens that the post-processor puts first and last, if it does."""
-        text = "a"
-        plain = self._tokenizer.encode(text, add_special_tokens=False).ids
-        whole = self._tokenizer.encode(text).ids
-        starts = [n for n in range(len(whole)) if whole[n : n + len(plain)] == plain]
-        if not starts or not plain:
-            return None, None
-        start, end = starts[0], starts[0] + len(plain)
-        return (whole[0] if start else None), (whole[-1] if end < len(whole) else None)
+        whole = self._tokenizer.encode("a")
+        added = [
+            token_id if is_special else None
+            for token_id, is_special in zip(whole.ids, whole.special_tokens_mask, strict=True)
+        ]
+        return (added[0], added[-1]) if None in added else (None, None)
 
     def _id_of(self, token: str | None, named: str) -> int | None:
         """Return the id of a token that something names; None for none."""
@@ -175,8 +175,16 @@ class HuggingFaceTokenizer:
         text: str = self._tokenizer.decode(ids, skip_special_tokens=False)
         return text
 
-    def encode_chat(self, text: str, breaks: list[int]) -> tuple[list[int], list[tuple[int, int]]]:
-        if not breaks:
+    def encode_chat(self, text: str, wall: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Return the ids of a text with special tokens in it, and the part of it that each is of.
+
+        Args:
+            wall: character that stands in what looks like a special token and is text.
+
+        Raises:
+            ValueError: if there are walls, and the tokenizer treats text otherwise in parts.
+        """
+        if wall not in text:
             encoding = self._parser.encode(text, add_special_tokens=False)
             return encoding.ids, encoding.offsets
         if not self._has_no_sense_of_place:
@@ -184,24 +192,24 @@ class HuggingFaceTokenizer:
                 "contains a special token of the tokenizer as text, which this kind of tokenizer "
                 "cannot keep apart from the template's own"
             )
-        ids: list[int] = []
-        spans: list[tuple[int, int]] = []
-        for start, end, is_special in split_at_specials(text, any_of(self.special_ids), breaks):
-            if is_special:
-                ids.append(self.special_ids[text[start:end]])
-                spans.append((start, end))
+        ids, spans, begin = list[int](), list[tuple[int, int]](), 0
+        for part in re.split(f"({any_of(self.special_ids)})", text):
+            end = begin + len(part)
+            if part in self.special_ids:
+                ids.append(self.special_ids[part])
+                spans.append((begin, end))
             else:
-                part = self._tokenizer.encode(text[start:end], add_special_tokens=False)
-                ids += part.ids
-                spans += [(start + a, start + b) for a, b in part.offsets]
+                found = self._tokenizer.encode(part.replace(wall, ""), add_special_tokens=False)
+                ids += found.ids
+                places = [n for n, character in enumerate(part, begin) if character != wall] + [end]
+                spans += [(places[start], places[stop]) for start, stop in found.offsets]
+            begin = end
         return ids, spans
 
     @cached_property
     def _parser(self) -> tokenizers.Tokenizer:
         """The same tokenizer, but it parses special tokens."""
-        parser = tokenizers.Tokenizer.from_str(self._tokenizer.to_str())
-        _leave_text_alone(parser)
-        return parser
+        return tokenizers.Tokenizer.from_str(self._tokenizer.to_str())
 
     @cached_property
     def _has_no_sense_of_place(self) -> bool:
@@ -215,12 +223,6 @@ class HuggingFaceTokenizer:
             steps
         )
         return plain and places
-
-
-def _leave_text_alone(tokenizer: tokenizers.Tokenizer) -> None:
-    tokenizer.no_truncation()  # a file may ask for it; documents are cut by the packing alone
-    tokenizer.no_padding()
-    tokenizer.post_processor = None  # it adds tokens, or trims white space from places
 
 
 def _types(step: object) -> set[str]:

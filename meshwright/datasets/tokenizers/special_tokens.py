@@ -2,8 +2,7 @@
 
 import json
 import re
-from bisect import bisect_right
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from pathlib import Path
 from typing import NamedTuple
 
@@ -66,34 +65,10 @@ def is_tiktoken(content: bytes) -> bool:
     return TIKTOKEN_LINE.fullmatch(content.split(b"\n", 1)[0].rstrip(b"\r")) is not None
 
 
-def any_of(tokens: Collection[str]) -> re.Pattern[str]:
-    """Matches each of `tokens`, the longest that fits."""
+def any_of(tokens: Collection[str]) -> str:
+    """Return a pattern that matches each of `tokens`, the longest that fits."""
     longest_first = sorted(tokens, key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")  # (?!): never
-
-
-def split_at_specials(
-    text: str, specials: re.Pattern[str], breaks: list[int]
-) -> Iterator[tuple[int, int, bool]]:
-    """(start, end, whether it is a special token) of each part of `text`, in order.
-
-    Args:
-        breaks: positions in `text`, ascending; no special token reaches over one.
-    """
-    done = position = 0
-    while found := specials.search(text, position):
-        start, end = found.span()
-        position = end
-        following = bisect_right(breaks, start)
-        if following < len(breaks) and breaks[following] < end:
-            position = start + 1
-            continue
-        if done < start:
-            yield done, start, False
-        yield start, end, True
-        done = end
-    if done < len(text):
-        yield done, len(text), False
+    return "|".join(map(re.escape, longest_first)) or r"(?!)"  # (?!): never
 
 
 def well_formed(text: str) -> str:
