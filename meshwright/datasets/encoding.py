@@ -17,13 +17,8 @@ from meshwright.datasets.foreign_tokens import TokenFiles
 from meshwright.datasets.rows import Document, Documents
 from meshwright.datasets.sources import DatasetSpec
 from meshwright.datasets.storage import DataFile
-from meshwright.datasets.tokenizers.kinds import (
-    PATH_KEY,
-    Tokenizer,
-    build_tokenizer,
-    find_template,
-)
-from meshwright.datasets.tokenizers.special_tokens import OWN, Ends
+from meshwright.datasets.tokenizers.kinds import Tokenizer, build_tokenizer, find_template
+from meshwright.datasets.tokenizers.special_tokens import OWN, PATH_KEY, Ends
 from meshwright.system.errors import PASSED_ON, ConfigError, RecordError
 from meshwright.system.modules import code_of, import_user_module
 

@@ -16,6 +16,7 @@ from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, proc
 
 from meshwright.datasets.tokenizers.special_tokens import (
     OWN,
+    PATH_KEY,
     SPACE,
     TIKTOKEN_LINE,
     Ends,
@@ -72,15 +73,16 @@ class HuggingFaceTokenizer:
         self._tokenizer.post_processor = None  # it adds tokens, or trims white space from places
         self.vocab_size: int = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
         names, by_config = special_names(path), "model.bos_token or model.eos_token names"
-        bos_id = first if ends.bos is None else self._id_of(ends.bos, by_config)
-        self.eos_id = last if ends.eos is None else self._id_of(ends.eos, by_config)
-        if ends.eos is None and last is None:
-            self.eos_id = self._find_eos(names.get("eos_token"))
-        self.bos_id = None if bos_id == self.eos_id else bos_id
-        self._make_special([i for i in (self.bos_id, self.eos_id) if i is not None])
+        if ends.bos is not None:
+            first = self._id_of(ends.bos, by_config)
+        if ends.eos is not None:
+            last = self._id_of(ends.eos, by_config)
+        elif last is None:
+            last = self._find_eos(names.get("eos_token"))
+        self.bos_id, self.eos_id = (None if first == last else first), last
         for name, token_id in (("bos_token", self.bos_id), ("eos_token", self.eos_id)):
             if token_id is not None:
-                names.setdefault(name, self._tokenizer.id_to_token(token_id))
+                names.setdefault(name, self._make_special(token_id))
         self.special_names = {name: token for name, token in names.items() if token is not None}
         self.special_ids: dict[str, int] = {
             token.content: token_id
@@ -117,12 +119,13 @@ class HuggingFaceTokenizer:
         best = next((token for token in known if token in special), next(iter(known), named))
         return self._id_of(best, "a file beside it names as eos_token")
 
-    def _make_special(self, ids: list[int]) -> None:
-        """Some files list BOS and EOS as ordinary tokens, and so would find them in text."""
-        added = self._tokenizer.get_added_tokens_decoder()
-        for token_id in ids:
-            if token_id not in added or not added[token_id].special:
-                self._tokenizer.add_special_tokens([self._tokenizer.id_to_token(token_id)])
+    def _make_special(self, token_id: int) -> str:
+        """Return a token's name. Some files list it as an ordinary one, and so find it in text."""
+        token = str(self._tokenizer.id_to_token(token_id))
+        added = self._tokenizer.get_added_tokens_decoder().get(token_id)
+        if added is None or not added.special:
+            self._tokenizer.add_special_tokens([token])
+        return token
 
     def _check_that_text_stays_text(self) -> None:
         """Some models (Unigram) take a special token for a piece like any other."""
@@ -142,8 +145,8 @@ class HuggingFaceTokenizer:
         decoders = _types(self._steps["decoder"])
         if not self._is_byte_level and not (decoders and decoders <= SPEAK_FOR_THEMSELVES):
             raise ConfigError(
-                "model.tokenizer_path",
-                "model.tokenizer_path: the pieces of this tokenizer do not tell how many bytes of "
+                PATH_KEY,
+                f"{PATH_KEY}: the pieces of this tokenizer do not tell how many bytes of "
                 f"text they stand for (decoder: {', '.join(sorted(decoders)) or 'none'})\n"
                 "  fix: use a byte-level, byte-fallback or sentencepiece tokenizer",
             )
@@ -285,7 +288,7 @@ def of_tiktoken(content: bytes) -> tokenizers.Tokenizer:
     missing = [byte for byte in range(256) if bytes([byte]) not in ranks]
     if missing:
         raise ValueError(f"has no token for the byte 0x{missing[0]:02x}; is it cut off?")
-    specials = dict(enumerate(special_tokens(), len(ranks)))
+    specials = {token: token_id for token_id, token in enumerate(special_tokens(), len(ranks))}
     return with_specials(of_ranks(ranks, SPLIT_PATTERN), specials, bos_id=len(ranks))
 
 
@@ -320,20 +323,20 @@ def merges(pieces: Iterable[str], ids: Mapping[str, int]) -> list[tuple[str, str
 
 
 def with_specials(
-    made: tokenizers.Tokenizer, specials: Mapping[int, str], bos_id: int | None
+    made: tokenizers.Tokenizer, specials: Mapping[str, int], bos_id: int | None
 ) -> tokenizers.Tokenizer:
     """Add special tokens, of which one begins a text.
 
     Raises:
         ValueError: if one would have another id.
     """
-    in_order = [name for _, name in sorted(specials.items())]
+    in_order = sorted(specials, key=specials.__getitem__)
     made.add_special_tokens([AddedToken(name, normalized=False) for name in in_order])
-    for token_id, name in specials.items():
+    for name, token_id in specials.items():
         if made.token_to_id(name) != token_id:
             raise ValueError(f"{name!r} would have the id {made.token_to_id(name)}, not {token_id}")
     if bos_id is not None:
-        bos = specials[bos_id]
+        bos = next(name for name, token_id in specials.items() if token_id == bos_id)
         made.post_processor = processors.TemplateProcessing(
             single=[bos, "$A"], pair=[bos, "$A", bos, "$B"], special_tokens=[(bos, bos_id)]
         )
