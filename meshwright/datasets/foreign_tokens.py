@@ -221,7 +221,7 @@ def _with_count(opened: TokenFile, count: int) -> TokenFile:
 
 def index_tokens(
     file: TokenFile, tokenizer: Tokenizer, block_bytes: int
-) -> dict[str, npt.NDArray[np.generic]]:
+) -> tuple[Lengths, npt.NDArray[np.uint32], int]:
     """Read the file once: lengths of its documents, checksums, and bytes of text.
 
     Raises:
@@ -262,8 +262,4 @@ def index_tokens(
     if lengths is None:
         bounds = np.unique(np.concatenate([[0], *ends, [begin]]))
         lengths = np.diff(bounds).astype(np.uint32)
-    return {
-        "lengths": lengths,
-        "token_checksums": np.array(checksums, np.uint32),
-        "num_bytes": np.int64(num_bytes),  # type: ignore[dict-item]  # an array of no dimension
-    }
+    return lengths, np.array(checksums, np.uint32), num_bytes
