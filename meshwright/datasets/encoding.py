@@ -89,25 +89,17 @@ class TokenizationSpec:
         return build_tokenizer(self.tokenizer_path, self.ends)
 
     @property
-    def _spec(self) -> DatasetSpec:
-        name = self.entry.source.dataset
-        found = self._own_datasets.get(name, find_dataset(name))
-        assert found is not None  # preflight has looked
-        return found
-
-    @property
-    def _own_datasets(self) -> Mapping[str, DatasetSpec]:
-        """Of the user's module."""
+    def _own(self) -> DatasetSpec | None:
+        """The dataset, if it is from the user's module."""
         module = import_user_module(self.custom_import) if self.custom_import else None
         found: Mapping[str, DatasetSpec] = getattr(module, "DATASETS", {})
-        return found
+        return found.get(self.entry.source.dataset)
 
     @property
-    def _own_code(self) -> list[str]:
-        """Hash of the user's module, if the dataset is from there."""
-        is_own = self.entry.source.dataset in self._own_datasets
-        code = code_of(self.custom_import) if is_own else ""
-        return [code] if code else []
+    def _spec(self) -> DatasetSpec:
+        found = self._own or find_dataset(self.entry.source.dataset)
+        assert found is not None  # preflight has looked
+        return found
 
     def open(self, streamed: bool) -> Documents | TokenFiles:
         """Return the documents."""
@@ -145,9 +137,9 @@ class TokenizationSpec:
 
     @property
     def _method(self) -> list[object]:
-        tokenizer = self.tokenizer
-        parts = tokenizer_parts(tokenizer, self.tokenizer_path, self.chat_template_path)
-        return [*parts, *self._own_code]
+        parts = tokenizer_parts(self.tokenizer, self.tokenizer_path, self.chat_template_path)
+        code = code_of(self.custom_import) if self._own else ""
+        return [*parts, code] if code else parts
 
 
 def tokenizer_parts(

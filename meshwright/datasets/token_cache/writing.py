@@ -11,7 +11,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from meshwright.datasets.encoding import NO_LOSS, Encoder, TokenizationSpec
-from meshwright.datasets.foreign_tokens import FormatError, TokenFiles, index_tokens
+from meshwright.datasets.foreign_tokens import TokenFiles
 from meshwright.datasets.rows import Documents
 from meshwright.datasets.token_cache.cache import (
     BLOCK_BYTES,
@@ -54,7 +54,9 @@ def write_part(
     """
     documents, encoder = open_source(recipe)
     if isinstance(documents, TokenFiles):
-        index = _index_part(recipe, documents, part.number)
+        read = documents.index(part.number, recipe.tokenizer, BLOCK_BYTES)
+        place = read.file.dtype, read.file.offset, read.file.file.stamp
+        index = PartIndex(read.lengths, read.checksums, read.num_bytes, *place)
         # thousands of flushes take a minute; an index that a power cut damages is made again
         _save_arrays(part.index, is_flushed=False, **index._asdict())
         advance(documents.files[part.number].size, 0)
@@ -128,17 +130,6 @@ def is_complete(part: Part, checks_content: bool) -> bool:
         logger.warning("%s is damaged (%s): made again", part.tokens, damage)
         return False
     return True
-
-
-def _index_part(recipe: TokenizationSpec, files: TokenFiles, number: int) -> PartIndex:
-    """Read one file of tokens."""
-    tokenizer = recipe.tokenizer
-    file = files.open_one(number, tokenizer.vocab_size)
-    try:
-        found = index_tokens(file, tokenizer, BLOCK_BYTES)
-    except (FormatError, OSError) as error:
-        raise files.error(file.file.path, str(error)) from error
-    return PartIndex(*found, file.dtype, file.offset, file.file.stamp)
 
 
 class _Checksummed:
