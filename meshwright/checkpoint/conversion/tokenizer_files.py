@@ -22,17 +22,16 @@ from meshwright.datasets.tokenizers.huggingface import (
     with_specials,
 )
 from meshwright.datasets.tokenizers.kinds import SentencePieceTokenizer, Tokenizer, find_file
-from meshwright.datasets.tokenizers.special_tokens import SPACE
-from meshwright.system.errors import config_error
-from meshwright.system.files import Place
-
-JSON, MODEL, SETTINGS = "tokenizer.json", "tokenizer.model", "tokenizer_config.json"
-
-FILES = (
-    *(JSON, MODEL, SETTINGS, "special_tokens_map.json", "added_tokens.json"),
-    *("chat_template.jinja", GENERATION_CONFIG),
+from meshwright.datasets.tokenizers.special_tokens import (
+    BESIDE,
+    NAMES,
+    SETTINGS,
+    SPACE,
+    read_beside,
 )
-"""Files of a Hugging Face folder besides its weights and config.json."""
+from meshwright.system.errors import config_error
+
+JSON, MODEL, ADDED = "tokenizer.json", "tokenizer.model", "added_tokens.json"
 
 
 def tokenizer_files(tokenizer: Tokenizer, path: str) -> dict[str, Path | str]:
@@ -49,10 +48,9 @@ def tokenizer_files(tokenizer: Tokenizer, path: str) -> dict[str, Path | str]:
     files: dict[str, Path | str] = {}
     if path != BYTES:
         file = find_file(path)
-        if file.name in FILES:
-            files |= {name: p for name in FILES if (p := file.with_name(name)).is_file()}
-        for name in (JSON, MODEL):
-            files.pop(name, None)
+        if file.name in (JSON, MODEL):
+            beside = (*BESIDE, ADDED, GENERATION_CONFIG)
+            files |= {name: p for name in beside if (p := file.with_name(name)).is_file()}
         match tokenizer:
             case HuggingFaceTokenizer(made=None):
                 files[JSON] = file
@@ -75,11 +73,11 @@ def tokenizer_files(tokenizer: Tokenizer, path: str) -> dict[str, Path | str]:
     }
     if made is not None:
         files[JSON] = made
-        was = files.pop(SETTINGS, None)
-        for name in ("special_tokens_map.json", "added_tokens.json"):
+        was = files.get(SETTINGS)
+        for name in (NAMES, ADDED):
             files.pop(name, None)  # they are in the new ones
         if isinstance(was, Path):
-            template = Place("--tokenizer", was.parent).read_json(SETTINGS).get("chat_template")
+            template = read_beside(was, SETTINGS).get("chat_template")
             settings |= {} if template is None else {"chat_template": template}
     files[SETTINGS] = json.dumps(settings, indent=2) + "\n"
     return files
