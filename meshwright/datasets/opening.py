@@ -16,7 +16,7 @@ from meshwright.datasets.samples import Packing, open_packing
 from meshwright.datasets.sources import StreamedRows
 from meshwright.datasets.storage import BlockCache, DataFile, is_address
 from meshwright.datasets.token_cache.cache import DamagedCacheError, TokenCache
-from meshwright.datasets.token_cache.tokenizing import default_folder, open_cache
+from meshwright.datasets.token_cache.tokenizing import cache_root, open_cache
 from meshwright.datasets.tokenizers.special_tokens import Ends
 from meshwright.system.log import logger
 
@@ -194,7 +194,7 @@ def _streamed(
 
 def _caches(config: JobConfig) -> tuple[Path, BlockCache]:
     """Return the folder of token caches, and the cache of blocks of object storage in it."""
-    root = Path(config.training.token_cache_folder or default_folder())
+    root = cache_root(config.training.token_cache_folder)
     return root, BlockCache(root / "blocks", int(config.training.block_cache_gib * (1 << 30)))
 
 

@@ -49,10 +49,10 @@ FILES_TOGETHER = 64
 """Files of tokens that have one claim: looking at one takes no longer than claiming it."""
 
 
-def default_folder() -> Path:
-    """Return where caches are kept unless the config says otherwise."""
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(root) / "meshwright"
+def cache_root(given: str) -> Path:
+    """Return the folder of all caches: the one that the config gives, or the user's own."""
+    own = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(given or Path(own) / "meshwright")
 
 
 def cache_folder(recipe: TokenizationSpec, root: Path) -> Path:

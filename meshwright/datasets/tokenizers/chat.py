@@ -92,7 +92,10 @@ class ChatTemplate:
                 assistant's text cannot be told from the rest.
         """
         try:
-            check_messages(messages)
+            roles = [message["role"] for message in messages]
+            if "assistant" not in roles:
+                there = ", ".join(roles) or "none at all"
+                raise ValueError(f"has no message whose role is 'assistant', but {there}")
             return self._encode(messages)
         except ValueError as error:
             at = f"{where}: " if where else ""
@@ -173,14 +176,6 @@ class ChatTemplate:
                 f"\n  fix: give {TEMPLATE_KEY} a template that heeds it or has "
                 "{% generation %} blocks"
             )
-
-
-def check_messages(messages: list[dict[str, str]]) -> None:
-    """Raise ValueError unless one of the messages is the assistant's."""
-    roles = [message["role"] for message in messages]
-    if "assistant" not in roles:
-        there = ", ".join(roles) or "none at all"
-        raise ValueError(f"has no message whose role is 'assistant', but {there}")
 
 
 def compile_template(source: str, now: datetime) -> jinja2.Template:

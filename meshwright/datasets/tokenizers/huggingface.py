@@ -136,14 +136,11 @@ class HuggingFaceTokenizer:
                     "\n  fix: use the sentencepiece tokenizer.model of the same family"
                 )
 
-    @property
-    def _is_byte_level(self) -> bool:
-        return "ByteLevel" in _types(self._steps["decoder"])
-
     @cached_property
     def token_bytes(self) -> list[int]:
         decoders = _types(self._steps["decoder"])
-        if not self._is_byte_level and not (decoders and decoders <= SPEAK_FOR_THEMSELVES):
+        is_byte_level = "ByteLevel" in decoders
+        if not is_byte_level and not (decoders and decoders <= SPEAK_FOR_THEMSELVES):
             raise ConfigError(
                 PATH_KEY,
                 f"{PATH_KEY}: the pieces of this tokenizer do not tell how many bytes of "
@@ -152,14 +149,13 @@ class HuggingFaceTokenizer:
             )
         sizes = [0] * self.vocab_size
         for piece, token_id in self._tokenizer.get_vocab(with_added_tokens=False).items():
-            sizes[token_id] = self._bytes_of(piece)
+            # of a byte-level piece, each character stands for a byte
+            sizes[token_id] = len(piece) if is_byte_level else self._bytes_of(piece)
         for token_id, token in self._tokenizer.get_added_tokens_decoder().items():
             sizes[token_id] = 0 if token.special else len(token.content.encode("utf-8"))
         return sizes
 
     def _bytes_of(self, piece: str) -> int:
-        if self._is_byte_level:
-            return len(piece)  # a character for each byte
         if self._has_byte_pieces and len(piece) == 6 and piece.startswith("<0x"):
             return 1
         if piece == self._unknown:  # stands for text of any length

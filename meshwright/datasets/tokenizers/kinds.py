@@ -129,16 +129,13 @@ class SentencePieceTokenizer:
 
     @cached_property
     def token_bytes(self) -> list[int]:
-        return [self._bytes_of(i) for i in range(self.vocab_size)]
-
-    def _bytes_of(self, token_id: int) -> int:
-        if self._model.is_byte(token_id):
-            return 1
+        ids = list(range(self.vocab_size))
+        pieces = zip(self._model.id_to_piece(ids), self._model.is_byte(ids), strict=True)
+        sizes = [1 if is_byte else len(p.replace(SPACE, " ").encode()) for p, is_byte in pieces]
         # an unknown piece stands for a run of characters of any length, so for none in particular
-        if token_id in self.special_ids.values():
-            return 0
-        piece: str = self._model.id_to_piece(token_id)
-        return len(piece.replace(SPACE, " ").encode("utf-8"))
+        for token_id in self.special_ids.values():
+            sizes[token_id] = 0
+        return sizes
 
     def encode(self, text: str) -> list[int]:
         ids: list[int] = self._model.encode(well_formed(text))
