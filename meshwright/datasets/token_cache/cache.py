@@ -214,6 +214,7 @@ class TokenCache:
             Part(folder, number, DataFile(source) if source else None)
             for number, source in enumerate(arrays["sources"].tolist())
         ]
+        self._stamps = arrays["stamps"].tolist()
         if looks_at_parts:
             ends = arrays["offsets"] + np.diff(self._part_starts) * self._dtype.itemsize
             for part, end in zip(self._parts, ends.tolist(), strict=True):
@@ -256,9 +257,9 @@ class TokenCache:
         return ids.astype("<u4") if item == 8 else ids
 
     def _open_part(self, number: int) -> PartTokens:
-        part = self._parts[number]
-        try:
-            return PartTokens(part, load_index(part), self._blocks)
+        part, stamp = self._parts[number], self._stamps[number]
+        try:  # of the content that this cache was joined of, whoever makes the index again
+            return PartTokens(part, load_index(part)._replace(stamp=stamp), self._blocks)
         except DamagedCacheError as error:
             raise self._damage(str(number), f"{part.index}: damaged: {error}") from error
 

@@ -13,6 +13,7 @@ import numpy as np
 from meshwright.datasets.encoding import NO_LOSS, Encoder, TokenizationSpec
 from meshwright.datasets.foreign_tokens import TokenFiles
 from meshwright.datasets.rows import Documents
+from meshwright.datasets.storage import ChangedError
 from meshwright.datasets.token_cache.cache import (
     BLOCK_BYTES,
     BLOCK_DOCUMENTS,
@@ -124,7 +125,7 @@ def is_complete(part: Part, checks_content: bool) -> bool:
             raise DamagedCacheError("it has another size")
         if checks_content:
             PartTokens(part, index).check()
-    except (DamagedCacheError, FileNotFoundError) as damage:
+    except (DamagedCacheError, ChangedError, FileNotFoundError) as damage:
         if part.source:
             raise changed_source(part, str(damage)) from damage
         logger.warning("%s is damaged (%s): made again", part.tokens, damage)

@@ -197,7 +197,7 @@ class HuggingFaceTokenizer:
             if part in self.special_ids:
                 ids.append(self.special_ids[part])
                 spans.append((begin, end))
-            else:
+            elif part:
                 found = self._tokenizer.encode(part.replace(wall, ""), add_special_tokens=False)
                 ids += found.ids
                 places = [n for n, character in enumerate(part, begin) if character != wall] + [end]
