@@ -29,7 +29,7 @@ from meshwright.datasets.token_cache.cache import (
     load_index,
 )
 from meshwright.datasets.token_cache.writing import (
-    is_complete,
+    is_damaged,
     join_parts,
     open_source,
     too_many_bad_records,
@@ -188,7 +188,7 @@ def _todo(
     wrong = {
         part.number: _state(part)
         for part in parts
-        if not is_complete(part, check_all or str(part.number) in noted) and part.index.exists()
+        if is_damaged(part, check_all or str(part.number) in noted)
     }
     return _Todo(recipe, parts, dtype, wrong, max_bad_records)
 

@@ -106,8 +106,9 @@ def too_many_bad_records(count: int, first: str) -> RecordError:
     return RecordError("training.max_bad_records", f"{message}\n  fix: {fix}")
 
 
-def is_complete(part: Part, checks_content: bool) -> bool:
-    """Return whether a part is there as it was written. Nothing is deleted: others may read it.
+def is_damaged(part: Part, checks_content: bool) -> bool:
+    """Return whether a part is there, but not as it was written. Nothing is deleted: others may
+    read it.
 
     Raises:
         ConfigError: if a file of others is not as it was when it was indexed.
@@ -118,7 +119,7 @@ def is_complete(part: Part, checks_content: bool) -> bool:
         index = load_index(part)
     except DamagedCacheError as damage:
         logger.warning("token cache %s is damaged (%s): made again", part.folder, damage)
-        return False
+        return True
     try:
         size = part.own.stat().st_size if part.source is None else part.source.size
         if size != index.offset + index.size:
@@ -129,8 +130,8 @@ def is_complete(part: Part, checks_content: bool) -> bool:
         if part.source:
             raise changed_source(part, str(damage)) from damage
         logger.warning("%s is damaged (%s): made again", part.tokens, damage)
-        return False
-    return True
+        return True
+    return False
 
 
 class _Checksummed:
