@@ -189,11 +189,10 @@ def remove(config: JobConfig, name: str) -> None:
     is_one = folder.parent == root and (any(folder.glob("*.npz")) or name == "blocks")
     if not is_one or not folder.is_dir():
         raise config_error("--remove", name, f"is no cache in {root}", "see --caches for the names")
-    for claim in folder.glob("*.claim"):
-        age = time.time() - claim.stat().st_mtime
-        if age < SILENCE_S:
-            fix = "stop it, or wait until it has ended"
-            raise ConfigError("--remove", f"a job is writing to {folder}\n  fix: {fix}")
+    changes = [claim.stat().st_mtime for claim in folder.glob("*.claim")]
+    if any(time.time() - changed < SILENCE_S for changed in changes):
+        fix = "stop it, or wait until it has ended"
+        raise ConfigError("--remove", f"a job is writing to {folder}\n  fix: {fix}")
     # first the file without which it is no cache: an interruption leaves none that looks whole
     (folder / "cache.npz").unlink(missing_ok=True)
     shutil.rmtree(folder)
