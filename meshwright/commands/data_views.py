@@ -14,7 +14,7 @@ from meshwright.datasets.opening import CachedSource, OpenSource, recipe_of
 from meshwright.datasets.samples import Sample, SampleRules
 from meshwright.datasets.stream import Cursor, find_samples, mixture_at
 from meshwright.datasets.token_cache.cache import TokenCache
-from meshwright.datasets.token_cache.tokenizing import cache_folder, default_folder
+from meshwright.datasets.token_cache.tokenizing import cache_folder, cache_root
 from meshwright.datasets.tokenizers.kinds import Tokenizer
 from meshwright.system.claims import SILENCE_S
 from meshwright.system.errors import ConfigError, check, config_error
@@ -159,13 +159,9 @@ def of_source(
         yield f"sample {index} of {name}", sample
 
 
-def _root(config: JobConfig) -> Path:
-    return Path(config.training.token_cache_folder or default_folder())
-
-
 def print_caches(config: JobConfig) -> None:
     """Print a row for each cache beside the job's."""
-    root = _root(config)
+    root = cache_root(config.training.token_cache_folder)
     rows: list[Row] = [(f"cache in {root}", "GB", "made", "state", "of this config")]
     used = {
         cache_folder(recipe_of(entry, config), root).name: entry.name
@@ -188,16 +184,15 @@ def remove(config: JobConfig, name: str) -> None:
     Raises:
         ConfigError: if there is none of that name, or a job writes to it.
     """
-    root = _root(config)
+    root = cache_root(config.training.token_cache_folder)
     folder = root / name
     is_one = folder.parent == root and (any(folder.glob("*.npz")) or name == "blocks")
     if not is_one or not folder.is_dir():
         raise config_error("--remove", name, f"is no cache in {root}", "see --caches for the names")
-    for claim in folder.glob("*.claim"):
-        age = time.time() - claim.stat().st_mtime
-        if age < SILENCE_S:
-            fix = "stop it, or wait until it has ended"
-            raise ConfigError("--remove", f"a job is writing to {folder}\n  fix: {fix}")
+    changes = [claim.stat().st_mtime for claim in folder.glob("*.claim")]
+    if any(time.time() - changed < SILENCE_S for changed in changes):
+        fix = "stop it, or wait until it has ended"
+        raise ConfigError("--remove", f"a job is writing to {folder}\n  fix: {fix}")
     # first the file without which it is no cache: an interruption leaves none that looks whole
     (folder / "cache.npz").unlink(missing_ok=True)
     shutil.rmtree(folder)

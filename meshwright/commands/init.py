@@ -186,9 +186,8 @@ def look_at(path: str) -> Corpus:
     check(bool(texts), "--from", path, "holds no text", "name the files that do")
     size = sum(len(text.encode()) for text in texts)
     whole = size if is_all else sum(_text_bytes(file) for file in files)
-    count = len(texts) if is_all else math.ceil(whole / size * len(texts))
-    if kind == "text" and not source.dataset_separator:
-        count = len(files)
+    is_per_file = kind == "text" and not source.dataset_separator
+    count = len(files) if is_per_file else math.ceil(whole / size * len(texts))
     held_out = 0.2 if count < 1000 else 0.05 if count < 20_000 else 0.01
     aside = [text for text in texts if is_on_side(Entry("", "", source, held_out, True), text)]
     preset = load_config([PRESET])

@@ -16,13 +16,8 @@ from meshwright.datasets.foreign_tokens import TokenFiles
 from meshwright.datasets.rows import Document, Documents
 from meshwright.datasets.sources import DatasetSpec, find_dataset
 from meshwright.datasets.storage import DataFile
-from meshwright.datasets.tokenizers.kinds import (
-    PATH_KEY,
-    Tokenizer,
-    build_tokenizer,
-    find_template,
-)
-from meshwright.datasets.tokenizers.special_tokens import OWN, Ends
+from meshwright.datasets.tokenizers.kinds import Tokenizer, build_tokenizer, find_template
+from meshwright.datasets.tokenizers.special_tokens import OWN, PATH_KEY, Ends
 from meshwright.system.errors import PASSED_ON, ConfigError, RecordError
 from meshwright.system.modules import code_of, import_user_module
 
@@ -93,25 +88,17 @@ class TokenizationSpec:
         return build_tokenizer(self.tokenizer_path, self.ends)
 
     @property
-    def _spec(self) -> DatasetSpec:
-        name = self.entry.source.dataset
-        found = self._own_datasets.get(name, find_dataset(name))
-        assert found is not None  # preflight has looked
-        return found
-
-    @property
-    def _own_datasets(self) -> Mapping[str, DatasetSpec]:
-        """Of the user's module."""
+    def _own(self) -> DatasetSpec | None:
+        """The dataset, if it is from the user's module."""
         module = import_user_module(self.custom_import) if self.custom_import else None
         found: Mapping[str, DatasetSpec] = getattr(module, "DATASETS", {})
-        return found
+        return found.get(self.entry.source.dataset)
 
     @property
-    def _own_code(self) -> list[str]:
-        """Hash of the user's module, if the dataset is from there."""
-        is_own = self.entry.source.dataset in self._own_datasets
-        code = code_of(self.custom_import) if is_own else ""
-        return [code] if code else []
+    def _spec(self) -> DatasetSpec:
+        found = self._own or find_dataset(self.entry.source.dataset)
+        assert found is not None  # preflight has looked
+        return found
 
     def open(self, streamed: bool) -> Documents | TokenFiles:
         """Return the documents."""
@@ -149,9 +136,9 @@ class TokenizationSpec:
 
     @property
     def _method(self) -> list[object]:
-        tokenizer = self.tokenizer
-        parts = tokenizer_parts(tokenizer, self.tokenizer_path, self.chat_template_path)
-        return [*parts, *self._own_code]
+        parts = tokenizer_parts(self.tokenizer, self.tokenizer_path, self.chat_template_path)
+        code = code_of(self.custom_import) if self._own else ""
+        return [*parts, code] if code else parts
 
 
 def tokenizer_parts(

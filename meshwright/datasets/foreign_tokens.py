@@ -10,6 +10,7 @@ import struct
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -77,6 +78,18 @@ class TokenFile:
             yield np.frombuffer(content, self.dtype)
 
 
+class Indexed(NamedTuple):
+    """What one reading of a file tells."""
+
+    lengths: Lengths
+    """Tokens of each document."""
+    checksums: npt.NDArray[np.uint32]
+    """CRC-32 of each block of the tokens."""
+    num_bytes: int
+    """Of text."""
+    file: TokenFile
+
+
 class TokenFiles:
     """The files of a source, in the order of their names: in place of documents."""
 
@@ -84,27 +97,25 @@ class TokenFiles:
         self._entry, self.files = entry, files
         self.parts = len(files)
 
-    def open_one(self, number: int, vocab_size: int) -> TokenFile:
-        """Look at the head of one file. One without a header is of the smallest unsigned type that
-        holds the vocabulary, as OLMo-core and nanoGPT have it.
+    def index(self, number: int, tokenizer: Tokenizer, block_bytes: int) -> Indexed:
+        """Read one file. One without a header is of the smallest unsigned type that holds the
+        vocabulary, as OLMo-core and nanoGPT have it.
 
         Raises:
-            ConfigError: if it has another format.
+            ConfigError: if it has another format, or holds tokens of another tokenizer.
         """
         found = self.files[number]
-        bare = "<u2" if vocab_size <= 1 << 16 else "<u4"
+        bare = "<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4"
         try:
             if self._entry.source.dataset == "megatron":
-                return open_megatron(found)
-            if found.path.endswith(".ds"):
-                return open_datatrove(found, bare)
-            return open_array(found, bare)
+                file = open_megatron(found)
+            elif found.path.endswith(".ds"):
+                file = open_datatrove(found, bare)
+            else:
+                file = open_array(found, bare)
+            return index_tokens(file, tokenizer, block_bytes)
         except (FormatError, OSError) as error:
-            raise self.error(found.path, str(error)) from None
-
-    def error(self, path: str, what: str) -> ConfigError:
-        """That a file is at fault."""
-        return self._entry.error("dataset_path", f"{path}: {what}")
+            raise self._entry.error("dataset_path", f"{found.path}: {error}") from error
 
 
 def open_megatron(found: DataFile) -> TokenFile:
@@ -182,7 +193,7 @@ def open_array(found: DataFile, bare: str) -> TokenFile:
     file = RangeFile(found.path)
     head = file.read(0, LLM_C_HEADER)
     if head.startswith(NUMPY_MAGIC):
-        shape, dtype, offset = _numpy_header(file, head)
+        shape, dtype, offset = _numpy_header(head)
         if len(shape) != 1 or dtype not in NUMPY_DTYPES:
             kinds = "u2, u4, i4, u8 or i8"
             raise FormatError(f"holds {dtype} of shape {shape}, not a row of {kinds}")
@@ -198,15 +209,12 @@ def open_array(found: DataFile, bare: str) -> TokenFile:
     return TokenFile(file, found.size, 0, bare, is_bare=True)
 
 
-def _numpy_header(file: RangeFile, head: bytes) -> tuple[tuple[int, ...], str, int]:
-    """Return the shape, the type and where the array begins."""
-    is_short = head[6:8] == b"\x01\x00"
-    length = struct.unpack_from("<H" if is_short else "<I", head, 8)[0]
-    stream = io.BytesIO(file.read(0, 12 + min(length, 1 << 16)))
-    header = np.lib.format
-    is_first = header.read_magic(stream) == (1, 0)
-    read = header.read_array_header_1_0 if is_first else header.read_array_header_2_0
+def _numpy_header(head: bytes) -> tuple[tuple[int, ...], str, int]:
+    """Return the shape, the type and where the array begins. A row's header has 128 bytes."""
+    header, stream = np.lib.format, io.BytesIO(head)
     try:
+        is_first = header.read_magic(stream) == (1, 0)
+        read = header.read_array_header_1_0 if is_first else header.read_array_header_2_0
         shape, _, dtype = read(stream)
     except ValueError as error:
         raise FormatError(f"its header is damaged: {error}") from error
@@ -219,10 +227,8 @@ def _with_count(opened: TokenFile, count: int) -> TokenFile:
     return opened
 
 
-def index_tokens(
-    file: TokenFile, tokenizer: Tokenizer, block_bytes: int
-) -> dict[str, npt.NDArray[np.generic]]:
-    """Read the file once: lengths of its documents, checksums, and bytes of text.
+def index_tokens(file: TokenFile, tokenizer: Tokenizer, block_bytes: int) -> Indexed:
+    """Read the file once.
 
     Raises:
         FormatError: if it holds an id that the tokenizer has not, or no ends of documents, or if
@@ -262,8 +268,4 @@ def index_tokens(
     if lengths is None:
         bounds = np.unique(np.concatenate([[0], *ends, [begin]]))
         lengths = np.diff(bounds).astype(np.uint32)
-    return {
-        "lengths": lengths,
-        "token_checksums": np.array(checksums, np.uint32),
-        "num_bytes": np.int64(num_bytes),  # type: ignore[dict-item]  # an array of no dimension
-    }
+    return Indexed(lengths, np.array(checksums, np.uint32), num_bytes, file)

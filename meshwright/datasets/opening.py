@@ -4,7 +4,6 @@ import os
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from meshwright.config.job_config import JobConfig
@@ -23,7 +22,7 @@ from meshwright.datasets.samples import (
 from meshwright.datasets.sources import StreamedRows
 from meshwright.datasets.storage import BlockCache, DataFile, is_address
 from meshwright.datasets.token_cache.cache import DamagedCacheError, TokenCache
-from meshwright.datasets.token_cache.tokenizing import default_folder, open_cache
+from meshwright.datasets.token_cache.tokenizing import cache_root, open_cache
 from meshwright.datasets.tokenizers.special_tokens import Ends
 from meshwright.system.log import logger
 
@@ -194,7 +193,7 @@ def _open(
         num_shards = min(shards, documents.max_shards, most or shards)
         window = config.training.shuffle_window
         return StreamedSource(entry, documents, recipe.encoder(), num_shards, window, found)
-    root = Path(config.training.token_cache_folder or default_folder())
+    root = cache_root(config.training.token_cache_folder)
     blocks = BlockCache(root / "blocks", int(config.training.block_cache_gib * (1 << 30)))
     if told is not None:
         with suppress(DamagedCacheError, OSError):  # this machine has caches of its own

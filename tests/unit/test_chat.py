@@ -264,9 +264,8 @@ def test_a_file_that_trims_white_space_from_places(folder: Path, tmp_path: Path)
         ]
     )
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    text = " a  b<s>\n\n "
-    for breaks in ([], [6]):
-        _, spans = ours(tmp_path, "byte-level").encode_chat(text, breaks)
+    for text in (" a  b<s>\n\n ", " a  b<|s>\n\n "):
+        _, spans = ours(tmp_path, "byte-level").encode_chat(text, wall="|")
         assert "".join(text[start:end] for start, end in spans) == text
     for messages in [*CONVERSATIONS, talk("a", "  \n \n"), talk("<s> a", " </s> ")]:
         trimming = ChatTemplate(ours(tmp_path, "byte-level"), CHATML).encode(messages)

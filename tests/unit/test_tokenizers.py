@@ -204,7 +204,7 @@ def test_tokens_around_a_document_do_not_depend_on_files_beside(tmp_path: Path) 
     chat = with_settings(tmp_path, eos_token="<|eot_id|>")
     assert end_of_chat(chat) == turn  # generation stops there, too
     (tmp_path / "tokenizer_config.json").write_text("{")
-    with pytest.raises(ConfigError, match="tokenizer_config.json beside it cannot be read"):
+    with pytest.raises(ConfigError, match="tokenizer_config.json cannot be read"):
         build_tokenizer(str(tmp_path))
 
 

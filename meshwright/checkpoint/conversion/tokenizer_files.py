@@ -7,7 +7,6 @@ line end by the one class that gives the same), of a tiktoken file none at all.
 
 import json
 from collections.abc import Iterator
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +22,16 @@ from meshwright.datasets.tokenizers.huggingface import (
     with_specials,
 )
 from meshwright.datasets.tokenizers.kinds import SentencePieceTokenizer, Tokenizer, find_file
-from meshwright.datasets.tokenizers.special_tokens import SPACE
-from meshwright.system.errors import config_error
-from meshwright.system.files import Place
-
-JSON, MODEL, SETTINGS = "tokenizer.json", "tokenizer.model", "tokenizer_config.json"
-
-FILES = (
-    *(JSON, MODEL, SETTINGS, "special_tokens_map.json", "added_tokens.json"),
-    *("chat_template.jinja", GENERATION_CONFIG),
+from meshwright.datasets.tokenizers.special_tokens import (
+    BESIDE,
+    NAMES,
+    SETTINGS,
+    SPACE,
+    read_beside,
 )
-"""Files of a Hugging Face folder besides its weights and config.json."""
+from meshwright.system.errors import config_error
+
+JSON, MODEL, ADDED = "tokenizer.json", "tokenizer.model", "added_tokens.json"
 
 
 def tokenizer_files(tokenizer: Tokenizer, path: str) -> dict[str, Path | str]:
@@ -50,10 +48,9 @@ def tokenizer_files(tokenizer: Tokenizer, path: str) -> dict[str, Path | str]:
     files: dict[str, Path | str] = {}
     if path != BYTES:
         file = find_file(path)
-        if file.name in FILES:
-            files |= {name: p for name in FILES if (p := file.with_name(name)).is_file()}
-        for name in (JSON, MODEL):
-            files.pop(name, None)
+        if file.name in (JSON, MODEL):
+            beside = (*BESIDE, ADDED, GENERATION_CONFIG)
+            files |= {name: p for name in beside if (p := file.with_name(name)).is_file()}
         match tokenizer:
             case HuggingFaceTokenizer(made=None):
                 files[JSON] = file
@@ -72,22 +69,18 @@ def tokenizer_files(tokenizer: Tokenizer, path: str) -> dict[str, Path | str]:
         "tokenizer_class": "PreTrainedTokenizerFast",  # which takes tokenizer.json as it stands
         "add_bos_token": tokenizer.bos_id is not None,
         "clean_up_tokenization_spaces": False,
-        **special_names(tokenizer),
+        **tokenizer.special_names,
     }
     if made is not None:
         files[JSON] = made
-        was = files.pop(SETTINGS, None)
-        for name in ("special_tokens_map.json", "added_tokens.json"):
+        was = files.get(SETTINGS)
+        for name in (NAMES, ADDED):
             files.pop(name, None)  # they are in the new ones
         if isinstance(was, Path):
-            template = Place("--tokenizer", was.parent).read_json(SETTINGS).get("chat_template")
+            template = read_beside(was, SETTINGS).get("chat_template")
             settings |= {} if template is None else {"chat_template": template}
     files[SETTINGS] = json.dumps(settings, indent=2) + "\n"
     return files
-
-
-BOS, EOS = "<s>", "</s>"
-"""Of the byte tokenizer."""
 
 
 def to_tokenizer_json(tokenizer: Tokenizer) -> str | None:
@@ -102,39 +95,18 @@ def to_tokenizer_json(tokenizer: Tokenizer) -> str | None:
         made = _of_pieces(tokenizer)
     else:
         made = of_ranks({bytes([byte]): byte for byte in range(256)}, None)
-    return with_specials(made, _specials(tokenizer), tokenizer.bos_id).to_str(pretty=True)
-
-
-def special_names(tokenizer: Tokenizer) -> dict[str, str]:
-    """Return bos_token, eos_token and unk_token, as tokenizer_config.json wants them."""
-    if isinstance(tokenizer, HuggingFaceTokenizer):
-        return dict(tokenizer.special_names)
-    specials = _specials(tokenizer)
-    found = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id}
-    if isinstance(tokenizer, SentencePieceTokenizer):
-        found["unk_token"] = _unknown(tokenizer)
-    return {name: specials[token] for name, token in found.items() if token is not None}
-
-
-@lru_cache(1)
-def _proto(tokenizer: SentencePieceTokenizer) -> Any:
-    from sentencepiece.sentencepiece_model_pb2 import ModelProto  # here: of this kind alone
-
-    return ModelProto.FromString(tokenizer.content)
-
-
-def _unknown(tokenizer: SentencePieceTokenizer) -> int | None:
-    pieces = enumerate(_proto(tokenizer).pieces)
-    return next((i for i, piece in pieces if piece.type == piece.UNKNOWN), None)
+    return with_specials(made, tokenizer.special_ids, tokenizer.bos_id).to_str(pretty=True)
 
 
 def _of_pieces(tokenizer: SentencePieceTokenizer) -> tokenizers.Tokenizer:
-    model = _proto(tokenizer)
+    from sentencepiece.sentencepiece_model_pb2 import ModelProto  # here: of this kind alone
+
+    model = ModelProto.FromString(tokenizer.content)
     trainer, normalizer, pieces = model.trainer_spec, model.normalizer_spec, model.pieces
     if trainer.model_type not in (trainer.UNIGRAM, trainer.BPE):
         kind = trainer.model_type
         raise ValueError(f"it is a sentencepiece model of kind {kind}, not unigram or BPE")
-    unknown = _unknown(tokenizer)
+    unknown = next((i for i, piece in enumerate(pieces) if piece.type == piece.UNKNOWN), None)
     # the others are not found in text: sentencepiece has them out of its trie
     usual = [piece.type in (piece.NORMAL, piece.USER_DEFINED) for piece in pieces]
     if trainer.model_type == trainer.UNIGRAM:
@@ -201,23 +173,13 @@ MOST_IDS = 20_000
 def samples(tokenizer: Tokenizer) -> Iterator[str]:
     """Yield `SAMPLES`, and texts of the pieces of the vocabulary, in their order and in another. No
     text holds a special token."""
-    specials = _specials(tokenizer)
+    specials, special_ids = tokenizer.special_ids, set(tokenizer.special_ids.values())
     step = max(1, tokenizer.vocab_size // MOST_IDS)
-    ids = [i for i in range(0, tokenizer.vocab_size, step) if i not in specials]
+    ids = [i for i in range(0, tokenizer.vocab_size, step) if i not in special_ids]
     scattered = [ids[i * 7919 % len(ids)] for i in range(len(ids))]
     texts = [*SAMPLES]
     for order in (ids, scattered):
         texts += [tokenizer.decode(order[i : i + 64]) for i in range(0, len(order), 64)]
     for text in (text.replace("\N{REPLACEMENT CHARACTER}", "") for text in texts):
-        if not any(name in text for name in specials.values()):
+        if not any(name in text for name in specials):
             yield text
-
-
-def _specials(tokenizer: Tokenizer) -> dict[int, str]:
-    """Special tokens, by id."""
-    if isinstance(tokenizer, HuggingFaceTokenizer):
-        return {token_id: name for name, token_id in tokenizer.special_ids.items()}
-    if isinstance(tokenizer, SentencePieceTokenizer):
-        pieces = enumerate(_proto(tokenizer).pieces)
-        return {i: p.piece for i, p in pieces if p.type in (p.CONTROL, p.UNKNOWN)}
-    return {256: BOS, 257: EOS}

@@ -13,11 +13,12 @@ import zlib
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from meshwright.datasets.storage import BlockCache, ChangedError, RangeFile, is_address
+from meshwright.datasets.storage import BlockCache, ChangedError, DataFile, RangeFile, is_address
 from meshwright.system.errors import ConfigError
 from meshwright.system.files import warn_once
 
@@ -26,19 +27,6 @@ BLOCK_BYTES = 1 << 16
 
 BLOCK_DOCUMENTS = 1 << 10
 """Lengths of documents are checked, and documents shuffled, in blocks of this many."""
-
-OF_PART = (
-    *("lengths", "token_checksums", "num_bytes", "dtype", "offset", "stamp"),
-    *("num_bad", "bad"),
-)
-"""Arrays that are kept of each part,"""
-
-OF_CACHE = (
-    *("content", "num_bytes", "num_documents", "dtype"),
-    *("part_starts", "block_starts", "length_checksums"),
-    *("sources", "offsets", "stamps", "num_bad", "first_bad"),
-)
-"""and of the whole."""
 
 CACHE_KEY = "training.token_cache_folder"
 
@@ -53,6 +41,44 @@ Lengths = npt.NDArray[np.uint32]
 Starts = npt.NDArray[np.int64]
 
 
+class PartIndex(NamedTuple):
+    """What is known of a part: the arrays of its .npz."""
+
+    lengths: Lengths
+    """Tokens of each document."""
+    token_checksums: npt.NDArray[np.uint32]
+    """CRC-32 of each block of `BLOCK_BYTES`."""
+    num_bytes: int
+    """Of the text, in UTF-8."""
+    dtype: str
+    offset: int = 0
+    """Byte that the tokens begin at,"""
+    stamp: str = ""
+    """and the stamp of the content, of a file of others."""
+    num_bad: int = 0
+    """Records that are no documents,"""
+    bad: npt.NDArray[np.str_] = np.empty(0, np.str_)
+    """and the first of them, as errors."""
+
+    @property
+    def num_tokens(self) -> int:
+        """In the whole part."""
+        return int(self.lengths.sum(dtype=np.uint64))
+
+    @property
+    def size(self) -> int:
+        """Bytes of its tokens."""
+        return self.num_tokens * np.dtype(self.dtype).itemsize
+
+
+OF_CACHE = (
+    *("content", "num_bytes", "num_documents", "dtype"),
+    *("part_starts", "block_starts", "length_checksums"),
+    *("sources", "offsets", "stamps", "num_bad", "first_bad"),
+)
+"""Arrays that are kept of the whole."""
+
+
 class DamagedCacheError(Exception):
     """A file of a cache is not as it was written."""
 
@@ -63,12 +89,8 @@ class Part:
 
     folder: Path
     number: int
-    source: str = ""
-    """File of others, or its address, that holds its tokens,"""
-    offset: int = 0
-    """from this byte on."""
-    stamp: str = ""
-    """Of its content in object storage."""
+    source: DataFile | None = None
+    """File of others that holds its tokens."""
 
     @property
     def own(self) -> Path:
@@ -78,7 +100,7 @@ class Part:
     @property
     def tokens(self) -> str:
         """Path or address of the file that holds its tokens."""
-        return self.source or str(self.own)
+        return str(self.own) if self.source is None else self.source.path
 
     @property
     def index(self) -> Path:
@@ -108,6 +130,56 @@ def load_arrays(path: Path, names: Collection[str]) -> dict[str, npt.NDArray[np.
         raise DamagedCacheError(f"{path.name}: {error}") from error
 
 
+def load_index(part: Part) -> PartIndex:
+    """Load the index of a part; see `load_arrays`."""
+    arrays = load_arrays(part.index, PartIndex._fields)
+    found: dict[str, Any] = {name: a if a.ndim else a.item() for name, a in arrays.items()}
+    return PartIndex(**found)
+
+
+class PartTokens:
+    """The tokens of a part, of which each block is held against its checksum when it is first read.
+
+    Args:
+        blocks: of tokens that lie in object storage.
+    """
+
+    def __init__(self, part: Part, index: PartIndex, blocks: BlockCache | None = None) -> None:
+        self.part, self._file = part, RangeFile(part.tokens, index.stamp, blocks)
+        self._offset, self._size = index.offset, index.size
+        self._expected = index.token_checksums
+        self._is_checked = np.zeros(len(self._expected), np.bool_)
+
+    def read(self, begin: int, end: int) -> bytes:
+        """Return bytes `begin` to `end` of its tokens.
+
+        Raises:
+            DamagedCacheError: if they are not as they were written.
+            OSError: as `RangeFile.read`.
+        """
+        first, last = begin // BLOCK_BYTES, (end - 1) // BLOCK_BYTES + 1
+        if not self._is_checked[first:last].all():
+            whole = b"".join(map(self._block, range(first, last)))
+            return whole[begin - first * BLOCK_BYTES :][: end - begin]
+        content = self._file.read(self._offset + begin, end - begin)
+        if len(content) < end - begin:
+            raise DamagedCacheError(f"damaged at byte {self._offset + begin}")
+        return content
+
+    def check(self) -> None:
+        """Read all blocks; see `read`."""
+        for number in range(len(self._expected)):
+            self._block(number)
+
+    def _block(self, number: int) -> bytes:
+        begin = number * BLOCK_BYTES
+        size = min(BLOCK_BYTES, self._size - begin)
+        content = _checked(self._file, self._offset + begin, size, self._expected[number])
+        # a block of object storage may come from there again
+        self._is_checked[number] = self._file.is_local
+        return content
+
+
 class TokenCache:
     """A complete cache, read as one array of tokens.
 
@@ -129,8 +201,7 @@ class TokenCache:
         arrays = load_arrays(folder / "cache.npz", OF_CACHE)
         self.content = str(arrays["content"])
         """Hash: equal where all tokens of all documents are."""
-        self.num_bytes = int(arrays["num_bytes"])
-        """Of the text, in UTF-8."""
+        self.num_bytes, self.num_documents = int(arrays["num_bytes"]), int(arrays["num_documents"])
         self.num_bad, self.first_bad = int(arrays["num_bad"]), str(arrays["first_bad"])
         """Records that are no documents, and were passed over; the first of them, as an error."""
         self.block_starts: Starts = arrays["block_starts"].astype(np.int64)
@@ -138,16 +209,17 @@ class TokenCache:
         self._length_checksums = arrays["length_checksums"]
         self._part_starts = arrays["part_starts"].astype(np.int64)
         self.num_tokens = int(self.block_starts[-1])
-        self.num_documents = int(arrays["num_documents"])
         self._dtype = np.dtype(str(arrays["dtype"]))
-        columns = (arrays[name].tolist() for name in ("sources", "offsets", "stamps"))
-        places = enumerate(zip(*columns, strict=True))
-        self._parts = [Part(folder, number, *place) for number, place in places]
+        self._parts = [
+            Part(folder, number, DataFile(source) if source else None)
+            for number, source in enumerate(arrays["sources"].tolist())
+        ]
+        self._stamps = arrays["stamps"].tolist()
         if looks_at_parts:
-            sizes = np.diff(self._part_starts) * self._dtype.itemsize
-            for part, size in zip(self._parts, sizes.tolist(), strict=True):
+            ends = arrays["offsets"] + np.diff(self._part_starts) * self._dtype.itemsize
+            for part, end in zip(self._parts, ends.tolist(), strict=True):
                 if not is_address(part.tokens):
-                    _check_size(Path(part.tokens), part.offset + size)
+                    _check_size(Path(part.tokens), end)
         _check_size(folder / LENGTHS, 4 * self.num_documents)
         self._blocks = blocks
         self._opened = functools.cache(self._open_part)
@@ -157,10 +229,10 @@ class TokenCache:
         """Tokens of each document in a block, in the order in which they lie."""
         begin = block * BLOCK_DOCUMENTS
         count = min(BLOCK_DOCUMENTS, self.num_documents - begin)
-        expected = self._length_checksums[block]
-        content = _checked(self._lengths, 4 * begin, 4 * count, expected)
-        if content is None:
-            raise self._damage(LENGTHS, f"{self.folder / LENGTHS}: damaged")
+        try:
+            content = _checked(self._lengths, 4 * begin, 4 * count, self._length_checksums[block])
+        except DamagedCacheError as error:
+            raise self._damage(LENGTHS, f"{self.folder / LENGTHS}: {error}") from error
         return np.frombuffer(content, np.uint32)
 
     def tokens(self, begin: int, end: int) -> npt.NDArray[np.unsignedinteger]:
@@ -171,52 +243,25 @@ class TokenCache:
             StorageError: if they cannot be read.
         """
         number = int(self._part_starts.searchsorted(begin, side="right")) - 1
-        part, file, is_checked, expected = self._opened(number)
-        first, last = (int(i) * self._dtype.itemsize for i in self._part_starts[number:][:2])
-        size, end = last - first, end * self._dtype.itemsize - first
-        begin = begin * self._dtype.itemsize - first
-        blocks = range(begin // BLOCK_BYTES, (end - 1) // BLOCK_BYTES + 1)
+        opened, first, item = self._opened(number), self._part_starts[number], self._dtype.itemsize
+        part = opened.part
         try:
-            if all(is_checked[block] for block in blocks):
-                content = file.read(part.offset + begin, end - begin)
-                if len(content) < end - begin:
-                    raise self._wrong(part, begin)
-                return self._ids(content)
-            whole = []
-            for block in blocks:
-                place = block * BLOCK_BYTES
-                length = min(BLOCK_BYTES, size - place)
-                checked = _checked(file, part.offset + place, length, expected[block])
-                if checked is None:
-                    raise self._wrong(part, place)
-                whole.append(checked)
-                # a block of object storage may come from there again
-                is_checked[block] = file.is_local
+            content = opened.read(int(begin - first) * item, int(end - first) * item)
         except (ChangedError, FileNotFoundError) as error:
             raise changed_source(part, str(error).partition("\n")[0]) from error
-        place = blocks[0] * BLOCK_BYTES
-        return self._ids(b"".join(whole)[begin - place : end - place])
-
-    def _ids(self, content: bytes) -> npt.NDArray[np.unsignedinteger]:
+        except DamagedCacheError as error:
+            if part.source:
+                raise changed_source(part, str(error)) from error
+            raise self._damage(str(number), f"{part.tokens}: {error}") from error
         ids: npt.NDArray[np.unsignedinteger] = np.frombuffer(content, self._dtype)
-        return ids.astype("<u4") if self._dtype.itemsize == 8 else ids
+        return ids.astype("<u4") if item == 8 else ids
 
-    def _wrong(self, part: Part, place: int) -> ConfigError:
-        if part.source:
-            return changed_source(part, f"byte {part.offset + place} or one after it")
-        return self._damage(str(part.number), f"{part.tokens}: damaged at byte {place}")
-
-    def _open_part(
-        self, number: int
-    ) -> tuple[Part, RangeFile, npt.NDArray[np.bool_], npt.NDArray[np.generic]]:
-        """Return a part, its file, which of its blocks have been checked, and all checksums."""
-        part = self._parts[number]
-        try:
-            expected = load_arrays(part.index, OF_PART)["token_checksums"]
+    def _open_part(self, number: int) -> PartTokens:
+        part, stamp = self._parts[number], self._stamps[number]
+        try:  # of the content that this cache was joined of, whoever makes the index again
+            return PartTokens(part, load_index(part)._replace(stamp=stamp), self._blocks)
         except DamagedCacheError as error:
             raise self._damage(str(number), f"{part.index}: damaged: {error}") from error
-        file = RangeFile(part.tokens, part.stamp, self._blocks)
-        return part, file, np.zeros(len(expected), np.bool_), expected
 
     def _damage(self, which: str, what: str) -> ConfigError:
         """Note damage for the next job; other jobs may still read the files that are there."""
@@ -230,15 +275,18 @@ class TokenCache:
         return ConfigError(CACHE_KEY, f"{what}\n  fix: {fix}")
 
 
-def _checked(file: RangeFile, begin: int, size: int, expected: object) -> bytes | None:
-    """Return bytes of a file, as they are on the disk if those in memory are wrong; None if they
-    are so there."""
+def _checked(file: RangeFile, begin: int, size: int, expected: object) -> bytes:
+    """Return bytes of a file, as they are on the disk if those in memory are wrong.
+
+    Raises:
+        DamagedCacheError: if they are wrong there, too.
+    """
     content = file.read(begin, size)
     if zlib.crc32(content) == expected:
         return content
     content = file.read_again(begin, size)
     if zlib.crc32(content) != expected:
-        return None
+        raise DamagedCacheError(f"damaged at byte {begin}")
     where = f"bytes {begin} to {begin + size}"
     warn_once(f"{file.path}: {where} were wrong in memory, and are right on the disk")
     return content

@@ -1,11 +1,12 @@
 """From documents to a token cache, once, by all cores of all machines."""
 
+import functools
 import itertools
 import multiprocessing
 import os
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -22,14 +23,13 @@ from meshwright.datasets.token_cache.cache import (
     CACHE_KEY,
     DAMAGED,
     LENGTHS,
-    OF_PART,
     DamagedCacheError,
     Part,
     TokenCache,
-    load_arrays,
+    load_index,
 )
 from meshwright.datasets.token_cache.writing import (
-    is_complete,
+    is_damaged,
     join_parts,
     open_source,
     too_many_bad_records,
@@ -49,10 +49,10 @@ FILES_TOGETHER = 64
 """Files of tokens that have one claim: looking at one takes no longer than claiming it."""
 
 
-def default_folder() -> Path:
-    """Return where caches are kept unless the config says otherwise."""
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(root) / "meshwright"
+def cache_root(given: str) -> Path:
+    """Return the folder of all caches: the one that the config gives, or the user's own."""
+    own = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(given or Path(own) / "meshwright")
 
 
 def cache_folder(recipe: TokenizationSpec, root: Path) -> Path:
@@ -114,24 +114,16 @@ def _open_if_complete(folder: Path, blocks: BlockCache | None) -> TokenCache | N
         return None
 
 
-class Claims(dict[str, Claim]):
-    """The claims of this process on parts of a cache, by name.
+Claims = Callable[[str], Claim]
+
+
+def _claims(folder: Path) -> Claims:
+    """Return the claims of this process on parts of a cache, by name.
 
     They save work, and nothing else depends on them: if two processes make a part, both write the
     same bytes under names of their own, and the last one gives it its name.
     """
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__()
-        self._folder = folder
-
-    def __missing__(self, name: str) -> Claim:
-        return self.setdefault(name, Claim(self._folder / f"{name}.claim"))
-
-    def release(self, name: str) -> None:
-        """Give a claim back."""
-        with suppress(OSError):  # it is another's work by then
-            self[name].give_back()
+    return functools.cache(lambda name: Claim(folder / f"{name}.claim"))
 
 
 @dataclass(frozen=True)
@@ -166,7 +158,7 @@ class _Todo:
             if not (is_there and (part.number not in self.wrong or self.is_done(part))):
                 found.append(part)
             elif most and not found:
-                count += len(load_arrays(part.index, OF_PART)["lengths"])
+                count += len(load_index(part).lengths)
                 if count >= most:
                     break
         return found
@@ -188,7 +180,7 @@ def _todo(
 ) -> _Todo:
     documents, _ = open_source(recipe)
     if isinstance(documents, TokenFiles):
-        parts = [Part(folder, n, file.path) for n, file in enumerate(documents.files)]
+        parts = [Part(folder, *place) for place in enumerate(documents.files)]
         dtype = ""
     else:
         parts = [Part(folder, number) for number in range(documents.parts)]
@@ -196,8 +188,7 @@ def _todo(
     wrong = {
         part.number: _state(part)
         for part in parts
-        if not is_complete(recipe, part, check_all or str(part.number) in noted)
-        and part.index.exists()
+        if is_damaged(part, check_all or str(part.number) in noted)
     }
     return _Todo(recipe, parts, dtype, wrong, max_bad_records)
 
@@ -221,7 +212,7 @@ def _make(
     """Make what is missing, together with whoever else does, and open the cache."""
     damaged, was_there = folder / DAMAGED, (folder / "cache.npz").exists()
     noted = set(damaged.read_text("utf-8").split()) if damaged.exists() else set[str]()
-    todo, claims = _todo(recipe, folder, check_all, noted, max_bad_records), Claims(folder)
+    todo, claims = _todo(recipe, folder, check_all, noted, max_bad_records), _claims(folder)
     remove_left_over(folder)
     missing = len(todo.left())
     if missing:
@@ -230,7 +221,7 @@ def _make(
     is_wrong = was_there and (missing or check_all or LENGTHS in noted)
     try:
         while (cache := None if is_wrong else _open_if_complete(folder, blocks)) is None:
-            if claims[JOIN].take():
+            if claims(JOIN).take():
                 join_parts(recipe, todo.parts)
                 cache = TokenCache(folder, blocks=blocks)
                 break
@@ -238,7 +229,8 @@ def _make(
     except DamagedCacheError as damage:  # someone else writes here, or the disk is failing
         raise ConfigError(CACHE_KEY, f"{folder}: {damage}\n  fix: delete the folder") from damage
     finally:
-        claims.release(JOIN)
+        with suppress(OSError):  # it is another's work by then
+            claims(JOIN).give_back()
     damaged.unlink(missing_ok=True)
     return cache
 
@@ -293,7 +285,7 @@ def _work_apart(parent: int, todo: _Todo, counts: Any, worker: int, answer: Conn
     die_with_parent(parent)
     found = None
     try:
-        _work(todo, Claims(todo.folder), counts, worker)
+        _work(todo, _claims(todo.folder), counts, worker)
     except BaseException as error:  # Ctrl-C comes to this process, too
         error.add_note("".join(traceback.format_exception(error)))  # it is lost on the way
         found = error
@@ -314,7 +306,7 @@ def _work(todo: _Todo, claims: Claims, counts: Any, worker: int) -> None:
         for name, run in todo.runs():
             if counts[0]:
                 return
-            if all(map(todo.is_done, run)) or not claims[name].take():
+            if all(map(todo.is_done, run)) or not claims(name).take():
                 continue
             has_made = True
             try:
@@ -325,7 +317,8 @@ def _work(todo: _Todo, claims: Claims, counts: Any, worker: int) -> None:
                 counts[0] = 1
                 raise
             finally:
-                claims.release(name)
+                with suppress(OSError):  # as above
+                    claims(name).give_back()
             if todo.recipe.entry.source.max_documents:
                 break  # fewer may be left than were
 

@@ -5,24 +5,25 @@ import hashlib
 import os
 import zlib
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
-import numpy.typing as npt
 
 from meshwright.datasets.encoding import NO_LOSS, Encoder, TokenizationSpec
-from meshwright.datasets.foreign_tokens import FormatError, TokenFiles, index_tokens
+from meshwright.datasets.foreign_tokens import TokenFiles
 from meshwright.datasets.rows import Documents
-from meshwright.datasets.storage import RangeFile
+from meshwright.datasets.storage import ChangedError
 from meshwright.datasets.token_cache.cache import (
     BLOCK_BYTES,
     BLOCK_DOCUMENTS,
     LENGTHS,
-    OF_PART,
     DamagedCacheError,
     Part,
+    PartIndex,
+    PartTokens,
     changed_source,
-    load_arrays,
+    load_index,
 )
 from meshwright.datasets.tokenizers.special_tokens import well_formed
 from meshwright.system.errors import RecordError
@@ -54,7 +55,11 @@ def write_part(
     """
     documents, encoder = open_source(recipe)
     if isinstance(documents, TokenFiles):
-        _index_part(recipe, documents, part)
+        read = documents.index(part.number, recipe.tokenizer, BLOCK_BYTES)
+        place = read.file.dtype, read.file.offset, read.file.file.stamp
+        index = PartIndex(read.lengths, read.checksums, read.num_bytes, *place)
+        # thousands of flushes take a minute; an index that a power cut damages is made again
+        _save_arrays(part.index, is_flushed=False, **index._asdict())
         advance(documents.files[part.number].size, 0)
         return
     lengths, num_bytes, bad = list[int](), 0, list[RecordError]()
@@ -71,28 +76,27 @@ def write_part(
                 if len(bad) > max_bad_records:
                     raise too_many_bad_records(len(bad), str(bad[0])) from error
                 continue
-            if not has_flags and len(tokens) and tokens.max() >= NO_LOSS:
+            if not len(tokens):
+                continue
+            if not has_flags and tokens.max() >= NO_LOSS:
                 raise recipe.entry.error(
                     "dataset_column", "holds texts and conversations: they must be one kind"
                 )
-            if len(tokens):
-                file.write(tokens.astype(dtype).tobytes())
-                lengths.append(len(tokens))
-                size = _num_bytes(document)
-                num_bytes += size
-                advance(size, len(tokens))
+            file.write(tokens.astype(dtype).tobytes())
+            lengths.append(len(tokens))
+            size = _num_bytes(document)
+            num_bytes += size
+            advance(size, len(tokens))
         file.flush()
-    _save_arrays(
-        part.index,
-        lengths=np.array(lengths, np.uint32),
-        token_checksums=np.array(file.checksums, np.uint32),
-        num_bytes=np.int64(num_bytes),
-        dtype=np.str_(dtype),
-        offset=np.int64(0),
-        stamp=np.str_(""),
-        num_bad=np.int64(len(bad)),
+    index = PartIndex(
+        np.array(lengths, np.uint32),
+        np.array(file.checksums, np.uint32),
+        num_bytes,
+        dtype,
+        num_bad=len(bad),
         bad=np.array([str(error) for error in bad[:MESSAGES_KEPT]], np.str_),
     )
+    _save_arrays(part.index, **index._asdict())
 
 
 def too_many_bad_records(count: int, first: str) -> RecordError:
@@ -102,8 +106,9 @@ def too_many_bad_records(count: int, first: str) -> RecordError:
     return RecordError("training.max_bad_records", f"{message}\n  fix: {fix}")
 
 
-def is_complete(recipe: TokenizationSpec, part: Part, checks_content: bool = False) -> bool:
-    """Return whether a part is there as it was written. Nothing is deleted: others may read it.
+def is_damaged(part: Part, checks_content: bool) -> bool:
+    """Return whether a part is there, but not as it was written. Nothing is deleted: others may
+    read it.
 
     Raises:
         ConfigError: if a file of others is not as it was when it was indexed.
@@ -111,59 +116,22 @@ def is_complete(recipe: TokenizationSpec, part: Part, checks_content: bool = Fal
     if not part.index.exists():
         return False
     try:
-        index = load_arrays(part.index, OF_PART)
+        index = load_index(part)
     except DamagedCacheError as damage:
         logger.warning("token cache %s is damaged (%s): made again", part.folder, damage)
-        return False
-    if part.source:
-        files, _ = open_source(recipe)
-        assert isinstance(files, TokenFiles)
-        found = files.files[part.number].size
-    else:
-        found = part.own.stat().st_size if part.own.exists() else -1
-    offset, item = int(index["offset"]), np.dtype(str(index["dtype"])).itemsize
-    size = int(index["lengths"].sum(dtype=np.uint64)) * item
-    is_same = found == offset + size
-    if is_same and checks_content:
-        file = RangeFile(part.tokens, str(index["stamp"]))
-        is_same = _has_checksums(file, offset, size, index["token_checksums"])
-    if is_same:
         return True
-    if part.source:
-        raise changed_source(part, "its size or content")
-    logger.warning("%s is damaged: made again", part.tokens)
-    return False
-
-
-def _has_checksums(
-    file: RangeFile, offset: int, size: int, expected: npt.NDArray[np.generic]
-) -> bool:
-    blocks = range(0, size, BLOCK_BYTES)
-    return len(blocks) == len(expected) and all(
-        zlib.crc32(file.read(offset + begin, min(BLOCK_BYTES, size - begin))) == wanted
-        for begin, wanted in zip(blocks, expected, strict=True)
-    )
-
-
-def _index_part(recipe: TokenizationSpec, files: TokenFiles, part: Part) -> None:
-    """Write the index of one file of tokens."""
-    tokenizer = recipe.tokenizer
-    file = files.open_one(part.number, tokenizer.vocab_size)
     try:
-        index = index_tokens(file, tokenizer, BLOCK_BYTES)
-    except (FormatError, OSError) as error:
-        raise files.error(part.source, str(error)) from error
-    # thousands of flushes take a minute; an index that a power cut damages is made again
-    _save_arrays(
-        part.index,
-        is_flushed=False,
-        **index,
-        dtype=np.str_(file.dtype),
-        offset=np.int64(file.offset),
-        stamp=np.str_(file.file.stamp),
-        num_bad=np.int64(0),
-        bad=np.empty(0, np.str_),
-    )
+        size = part.own.stat().st_size if part.source is None else part.source.size
+        if size != index.offset + index.size:
+            raise DamagedCacheError("it has another size")
+        if checks_content:
+            PartTokens(part, index).check()
+    except (DamagedCacheError, ChangedError, FileNotFoundError) as damage:
+        if part.source:
+            raise changed_source(part, str(damage)) from damage
+        logger.warning("%s is damaged (%s): made again", part.tokens, damage)
+        return True
+    return False
 
 
 class _Checksummed:
@@ -205,54 +173,52 @@ def join_parts(recipe: TokenizationSpec, parts: Sequence[Part]) -> None:
     """
     entry, folder = recipe.entry, parts[0].folder
     left = entry.source.max_documents or None
-    per_part, num_bytes, num_documents, num_bad, first_bad = list[int](), 0, 0, 0, ""
-    located, content, dtype = list[tuple[str, int, str]](), hashlib.sha256(), ""
+    num_bytes, num_documents, num_bad, first_bad, dtype = 0, 0, 0, "", ""
+    sizes, located, content = list[int](), list[tuple[str, int, str]](), hashlib.sha256()
     with whole_file(folder / LENGTHS) as raw_file:
         file = _Checksummed(raw_file, 4 * BLOCK_DOCUMENTS, is_of_lengths=True)
         for part in parts:  # one in memory at a time
-            index = load_arrays(part.index, OF_PART)
-            first, dtype = dtype, str(index["dtype"])
-            if located and dtype != first:
-                what = f"is of type {dtype}, and {parts[0].source} of {first}"
-                raise entry.error("dataset_path", f"{part.source}: {what}")
+            index = load_index(part)
             if not located:
+                dtype = index.dtype
                 content.update(dtype.encode())
-            located.append((part.source, int(index["offset"]), str(index["stamp"])))
-            per_part.append(int(index["lengths"].sum(dtype=np.uint64)))
-            lengths = index["lengths"][:left].astype("<u4")
-            content.update(index["token_checksums"].tobytes())
+            elif index.dtype != dtype:
+                what = f"is of type {index.dtype}, and {parts[0].tokens} of {dtype}"
+                raise entry.error("dataset_path", f"{part.tokens}: {what}")
+            located.append((part.tokens if part.source else "", index.offset, index.stamp))
+            sizes.append(index.num_tokens)
+            lengths = index.lengths[:left].astype("<u4")
+            content.update(index.token_checksums.tobytes())
             content.update(lengths.tobytes())
             file.write(lengths.tobytes())
-            kept = int(lengths.sum(dtype=np.uint64)) / max(per_part[-1], 1)
-            num_bytes += round(int(index["num_bytes"]) * kept)  # of a part that is cut, its share
+            kept = int(lengths.sum(dtype=np.uint64)) / max(index.num_tokens, 1)
+            num_bytes += round(index.num_bytes * kept)  # of a part that is cut, its share
             num_documents += len(lengths)
-            num_bad += int(index["num_bad"])
-            first_bad = first_bad or next(iter(index["bad"].tolist()), "")
-            if left is not None:
-                left -= len(lengths)
-                if left <= 0:
-                    break
+            num_bad += index.num_bad
+            first_bad = first_bad or next(iter(index.bad.tolist()), "")
+            if left is not None and (left := left - len(lengths)) <= 0:
+                break
         file.flush()
-    if not sum(per_part):
+    if not sum(sizes):
         keys = ["validation_fraction"] * bool(entry.held_out)
         keys += ["dataset_where"] * bool(entry.source.dataset_where)
         given = f" that {' and '.join(keys)} leave" if keys else ""
         raise entry.error("dataset", f"holds no text{given}")
-    sources, offsets, stamps = (np.array(column) for column in zip(*located, strict=True))
+    sources, offsets, stamps = map(np.array, zip(*located, strict=True))
     _save_arrays(
         folder / "cache.npz",
-        content=np.str_(content.hexdigest()[:16]),
-        num_bytes=np.int64(num_bytes),
-        num_documents=np.int64(num_documents),
-        dtype=np.str_(dtype),
-        part_starts=_starts(per_part),
+        content=content.hexdigest()[:16],
+        num_bytes=num_bytes,
+        num_documents=num_documents,
+        dtype=dtype,
+        part_starts=_starts(sizes),
         block_starts=_starts(file.sums),
         length_checksums=np.array(file.checksums, np.uint32),
         sources=sources,
         offsets=offsets,
         stamps=stamps,
-        num_bad=np.int64(num_bad),
-        first_bad=np.str_(first_bad),
+        num_bad=num_bad,
+        first_bad=first_bad,
     )
 
 
@@ -261,7 +227,7 @@ def _starts(sizes: Any) -> Any:
     return np.concatenate([[0], np.cumsum(sizes, dtype=np.uint64)]).astype(np.uint64)
 
 
-def _save_arrays(path: Any, *, is_flushed: bool = True, **arrays: Any) -> None:
+def _save_arrays(path: Path, *, is_flushed: bool = True, **arrays: Any) -> None:
     """Write an .npz."""
     with whole_file(path, is_flushed=is_flushed) as file:
         np.savez(file, **arrays)

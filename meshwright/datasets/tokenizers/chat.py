@@ -4,7 +4,6 @@ import json
 import re
 from collections.abc import Callable
 from datetime import datetime
-from itertools import pairwise
 from typing import Any
 
 import jinja2
@@ -14,40 +13,31 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from meshwright.datasets.tokenizers.huggingface import HuggingFaceTokenizer
-from meshwright.datasets.tokenizers.kinds import PATH_KEY, TEMPLATE_KEY, Tokenizer
-from meshwright.datasets.tokenizers.special_tokens import any_of, well_formed
+from meshwright.datasets.tokenizers.kinds import Tokenizer
+from meshwright.datasets.tokenizers.special_tokens import (
+    PATH_KEY,
+    TEMPLATE_KEY,
+    any_of,
+    well_formed,
+)
 from meshwright.system.errors import ConfigError, RecordError, first_line
 
 START, END, WALL = "\ufdd0", "\ufdd1", "\ufdd2"
-"""Marks put into a text before it is rendered, and taken out after: before and after the words of
-the assistant, and within text that looks like a special token and is not. Unicode keeps these
-noncharacters for marks within a program."""
-
-_MARKS = re.compile(f"([{START}{END}{WALL}])")
+"""Marks put into a text before it is rendered: before and after the words of the assistant, and
+within text that looks like a special token and is not. Unicode keeps these noncharacters for marks
+within a program."""
 
 
-def take_out(marked: str) -> tuple[str, list[list[int]]]:
-    """Return the text without marks, and where in it each of the three was."""
-    places: dict[str, list[int]] = {START: [], END: [], WALL: []}
-    parts, length = [], 0
-    for part in _MARKS.split(marked):
-        if part in places:
-            places[part].append(length)
+def take_out(marked: str) -> tuple[str, bytes]:
+    """Return the text without `START` and `END`, and 1 for each of its characters between them."""
+    parts, written, depth = list[str](), bytearray(), 0
+    for part in re.split(f"([{START}{END}])", marked):
+        if part in (START, END):
+            depth += 1 if part == START else -1
         else:
             parts.append(part)
-            length += len(part)
-    return "".join(parts), list(places.values())
-
-
-def overlaps(places: list[tuple[int, int]], spans: list[tuple[int, int]]) -> list[bool]:
-    """Return whether each of `places` has a character in one of `spans`; both ascend."""
-    counts, remaining = [], iter([*spans, (2**62, 2**62)])
-    start, end = next(remaining)
-    for a, b in places:
-        while a >= end:
-            start, end = next(remaining)
-        counts.append(b > start)
-    return counts
+            written += bytes([depth > 0]) * len(part)
+    return "".join(parts), bytes(written)
 
 
 DATA_KEY = "training.dataset"
@@ -84,8 +74,8 @@ class ChatTemplate:
         self._template = compile_template(template, now or datetime.now())
         self._has_generation_blocks = _GENERATION.search(template) is not None
         self._too_short = [token for token in tokenizer.special_ids if len(token) == 1]
-        specials = any_of(tokenizer.special_ids).pattern
-        self._special_start = re.compile(f"(?=(?:{specials}))")
+        specials = any_of(tokenizer.special_ids)
+        self._special_start = re.compile(f"(?=(?:{specials}))(.)", re.DOTALL)
         self._space_after_turn = re.compile(rf"(?:{specials})(\s+)\Z")
 
     def encode(
@@ -102,7 +92,10 @@ class ChatTemplate:
                 assistant's text cannot be told from the rest.
         """
         try:
-            check_messages(messages)
+            roles = [message["role"] for message in messages]
+            if "assistant" not in roles:
+                there = ", ".join(roles) or "none at all"
+                raise ValueError(f"has no message whose role is 'assistant', but {there}")
             return self._encode(messages)
         except ValueError as error:
             at = f"{where}: " if where else ""
@@ -111,9 +104,9 @@ class ChatTemplate:
     def _encode(self, messages: list[dict[str, str]]) -> tuple[list[int], list[bool]]:
         safe = [self._wall_off(message) for message in messages]
         render = self._render if self._has_generation_blocks else self._mark_by_prefixes
-        text, [starts, ends, walls] = take_out(render(safe))
-        ids, places = self._tokenizer.encode_chat(text, walls)
-        counts = overlaps(places, list(zip(starts, ends, strict=True)))
+        text, written = take_out(render(safe))
+        ids, spans = self._tokenizer.encode_chat(text, WALL)
+        counts = [1 in written[start:end] for start, end in spans]
         if not any(counts):
             raise ValueError("has no token that the assistant wrote, so no loss")
         return ids, counts
@@ -124,13 +117,11 @@ class ChatTemplate:
         lacks a key, and templates ask whether the key is there."""
         if isinstance(value, str):
             value = well_formed(value)
-            if _MARKS.search(value):
+            if any(mark in value for mark in (START, END, WALL)):
                 raise ValueError("holds one of the noncharacters U+FDD0 to U+FDD2")
             if any(token in value for token in self._too_short):
                 raise ValueError("holds a special token of one character, which no wall can split")
-            found = [match.start() + 1 for match in self._special_start.finditer(value)]
-            cuts = [0, *found, len(value)]
-            return WALL.join(value[a:b] for a, b in pairwise(cuts))
+            return self._special_start.sub(rf"\1{WALL}", value)
         if isinstance(value, list):
             return [self._wall_off(item) for item in value]
         if isinstance(value, dict):
@@ -185,14 +176,6 @@ class ChatTemplate:
                 f"\n  fix: give {TEMPLATE_KEY} a template that heeds it or has "
                 "{% generation %} blocks"
             )
-
-
-def check_messages(messages: list[dict[str, str]]) -> None:
-    """Raise ValueError unless one of the messages is the assistant's."""
-    roles = [message["role"] for message in messages]
-    if "assistant" not in roles:
-        there = ", ".join(roles) or "none at all"
-        raise ValueError(f"has no message whose role is 'assistant', but {there}")
 
 
 def compile_template(source: str, now: datetime) -> jinja2.Template:

@@ -5,6 +5,7 @@ import binascii
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
@@ -15,13 +16,13 @@ from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, proc
 
 from meshwright.datasets.tokenizers.special_tokens import (
     OWN,
+    PATH_KEY,
     SPACE,
     TIKTOKEN_LINE,
     Ends,
     any_of,
     is_tiktoken,
     special_names,
-    split_at_specials,
     well_formed,
 )
 from meshwright.system.errors import ConfigError
@@ -66,19 +67,22 @@ class HuggingFaceTokenizer:
         if is_tiktoken(content):
             self.made = of_tiktoken(content).to_str(pretty=True)
         self._tokenizer = tokenizers.Tokenizer.from_str(self.made or content.decode("utf-8"))
+        self._tokenizer.no_truncation()  # documents are cut by the packing alone
+        self._tokenizer.no_padding()
         first, last = self._added()
-        _leave_text_alone(self._tokenizer)
+        self._tokenizer.post_processor = None  # it adds tokens, or trims white space from places
         self.vocab_size: int = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
         names, by_config = special_names(path), "model.bos_token or model.eos_token names"
-        bos_id = first if ends.bos is None else self._id_of(ends.bos, by_config)
-        self.eos_id = last if ends.eos is None else self._id_of(ends.eos, by_config)
-        if ends.eos is None and last is None:
-            self.eos_id = self._find_eos(names.get("eos_token"))
-        self.bos_id = None if bos_id == self.eos_id else bos_id
-        self._make_special([i for i in (self.bos_id, self.eos_id) if i is not None])
+        if ends.bos is not None:
+            first = self._id_of(ends.bos, by_config)
+        if ends.eos is not None:
+            last = self._id_of(ends.eos, by_config)
+        elif last is None:
+            last = self._find_eos(names.get("eos_token"))
+        self.bos_id, self.eos_id = (None if first == last else first), last
         for name, token_id in (("bos_token", self.bos_id), ("eos_token", self.eos_id)):
             if token_id is not None:
-                names.setdefault(name, self._tokenizer.id_to_token(token_id))
+                names.setdefault(name, self._make_special(token_id))
         self.special_names = {name: token for name, token in names.items() if token is not None}
         self.special_ids: dict[str, int] = {
             token.content: token_id
@@ -93,14 +97,12 @@ class HuggingFaceTokenizer:
 
     def _added(self) -> tuple[int | None, int | None]:
         """Return the special tokens that the post-processor puts first and last, if it does."""
-        text = "a"
-        plain = self._tokenizer.encode(text, add_special_tokens=False).ids
-        whole = self._tokenizer.encode(text).ids
-        starts = [n for n in range(len(whole)) if whole[n : n + len(plain)] == plain]
-        if not starts or not plain:
-            return None, None
-        start, end = starts[0], starts[0] + len(plain)
-        return (whole[0] if start else None), (whole[-1] if end < len(whole) else None)
+        whole = self._tokenizer.encode("a")
+        added = [
+            token_id if is_special else None
+            for token_id, is_special in zip(whole.ids, whole.special_tokens_mask, strict=True)
+        ]
+        return (added[0], added[-1]) if None in added else (None, None)
 
     def _id_of(self, token: str | None, named: str) -> int | None:
         """Return the id of a token that something names; None for none."""
@@ -117,12 +119,13 @@ class HuggingFaceTokenizer:
         best = next((token for token in known if token in special), next(iter(known), named))
         return self._id_of(best, "a file beside it names as eos_token")
 
-    def _make_special(self, ids: list[int]) -> None:
-        """Some files list BOS and EOS as ordinary tokens, and so would find them in text."""
-        added = self._tokenizer.get_added_tokens_decoder()
-        for token_id in ids:
-            if token_id not in added or not added[token_id].special:
-                self._tokenizer.add_special_tokens([self._tokenizer.id_to_token(token_id)])
+    def _make_special(self, token_id: int) -> str:
+        """Return a token's name. Some files list it as an ordinary one, and so find it in text."""
+        token = str(self._tokenizer.id_to_token(token_id))
+        added = self._tokenizer.get_added_tokens_decoder().get(token_id)
+        if added is None or not added.special:
+            self._tokenizer.add_special_tokens([token])
+        return token
 
     def _check_that_text_stays_text(self) -> None:
         """Some models (Unigram) take a special token for a piece like any other."""
@@ -133,30 +136,26 @@ class HuggingFaceTokenizer:
                     "\n  fix: use the sentencepiece tokenizer.model of the same family"
                 )
 
-    @property
-    def _is_byte_level(self) -> bool:
-        return "ByteLevel" in _types(self._steps["decoder"])
-
     @cached_property
     def token_bytes(self) -> list[int]:
         decoders = _types(self._steps["decoder"])
-        if not self._is_byte_level and not (decoders and decoders <= SPEAK_FOR_THEMSELVES):
+        is_byte_level = "ByteLevel" in decoders
+        if not is_byte_level and not (decoders and decoders <= SPEAK_FOR_THEMSELVES):
             raise ConfigError(
-                "model.tokenizer_path",
-                "model.tokenizer_path: the pieces of this tokenizer do not tell how many bytes of "
+                PATH_KEY,
+                f"{PATH_KEY}: the pieces of this tokenizer do not tell how many bytes of "
                 f"text they stand for (decoder: {', '.join(sorted(decoders)) or 'none'})\n"
                 "  fix: use a byte-level, byte-fallback or sentencepiece tokenizer",
             )
         sizes = [0] * self.vocab_size
         for piece, token_id in self._tokenizer.get_vocab(with_added_tokens=False).items():
-            sizes[token_id] = self._bytes_of(piece)
+            # of a byte-level piece, each character stands for a byte
+            sizes[token_id] = len(piece) if is_byte_level else self._bytes_of(piece)
         for token_id, token in self._tokenizer.get_added_tokens_decoder().items():
             sizes[token_id] = 0 if token.special else len(token.content.encode("utf-8"))
         return sizes
 
     def _bytes_of(self, piece: str) -> int:
-        if self._is_byte_level:
-            return len(piece)  # a character for each byte
         if self._has_byte_pieces and len(piece) == 6 and piece.startswith("<0x"):
             return 1
         if piece == self._unknown:  # stands for text of any length
@@ -175,8 +174,16 @@ class HuggingFaceTokenizer:
         text: str = self._tokenizer.decode(ids, skip_special_tokens=False)
         return text
 
-    def encode_chat(self, text: str, breaks: list[int]) -> tuple[list[int], list[tuple[int, int]]]:
-        if not breaks:
+    def encode_chat(self, text: str, wall: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Return the ids of a text with special tokens in it, and the part of it that each is of.
+
+        Args:
+            wall: character that stands in what looks like a special token and is text.
+
+        Raises:
+            ValueError: if there are walls, and the tokenizer treats text otherwise in parts.
+        """
+        if wall not in text:
             encoding = self._parser.encode(text, add_special_tokens=False)
             return encoding.ids, encoding.offsets
         if not self._has_no_sense_of_place:
@@ -184,24 +191,24 @@ class HuggingFaceTokenizer:
                 "contains a special token of the tokenizer as text, which this kind of tokenizer "
                 "cannot keep apart from the template's own"
             )
-        ids: list[int] = []
-        spans: list[tuple[int, int]] = []
-        for start, end, is_special in split_at_specials(text, any_of(self.special_ids), breaks):
-            if is_special:
-                ids.append(self.special_ids[text[start:end]])
-                spans.append((start, end))
-            else:
-                part = self._tokenizer.encode(text[start:end], add_special_tokens=False)
-                ids += part.ids
-                spans += [(start + a, start + b) for a, b in part.offsets]
+        ids, spans, begin = list[int](), list[tuple[int, int]](), 0
+        for part in re.split(f"({any_of(self.special_ids)})", text):
+            end = begin + len(part)
+            if part in self.special_ids:
+                ids.append(self.special_ids[part])
+                spans.append((begin, end))
+            elif part:
+                found = self._tokenizer.encode(part.replace(wall, ""), add_special_tokens=False)
+                ids += found.ids
+                places = [n for n, character in enumerate(part, begin) if character != wall] + [end]
+                spans += [(places[start], places[stop]) for start, stop in found.offsets]
+            begin = end
         return ids, spans
 
     @cached_property
     def _parser(self) -> tokenizers.Tokenizer:
         """The same tokenizer, but it parses special tokens."""
-        parser = tokenizers.Tokenizer.from_str(self._tokenizer.to_str())
-        _leave_text_alone(parser)
-        return parser
+        return tokenizers.Tokenizer.from_str(self._tokenizer.to_str())
 
     @cached_property
     def _has_no_sense_of_place(self) -> bool:
@@ -215,12 +222,6 @@ class HuggingFaceTokenizer:
             steps
         )
         return plain and places
-
-
-def _leave_text_alone(tokenizer: tokenizers.Tokenizer) -> None:
-    tokenizer.no_truncation()  # a file may ask for it; documents are cut by the packing alone
-    tokenizer.no_padding()
-    tokenizer.post_processor = None  # it adds tokens, or trims white space from places
 
 
 def _types(step: object) -> set[str]:
@@ -283,7 +284,7 @@ def of_tiktoken(content: bytes) -> tokenizers.Tokenizer:
     missing = [byte for byte in range(256) if bytes([byte]) not in ranks]
     if missing:
         raise ValueError(f"has no token for the byte 0x{missing[0]:02x}; is it cut off?")
-    specials = dict(enumerate(special_tokens(), len(ranks)))
+    specials = {token: token_id for token_id, token in enumerate(special_tokens(), len(ranks))}
     return with_specials(of_ranks(ranks, SPLIT_PATTERN), specials, bos_id=len(ranks))
 
 
@@ -318,20 +319,20 @@ def merges(pieces: Iterable[str], ids: Mapping[str, int]) -> list[tuple[str, str
 
 
 def with_specials(
-    made: tokenizers.Tokenizer, specials: Mapping[int, str], bos_id: int | None
+    made: tokenizers.Tokenizer, specials: Mapping[str, int], bos_id: int | None
 ) -> tokenizers.Tokenizer:
     """Add special tokens, of which one begins a text.
 
     Raises:
         ValueError: if one would have another id.
     """
-    in_order = [name for _, name in sorted(specials.items())]
+    in_order = sorted(specials, key=specials.__getitem__)
     made.add_special_tokens([AddedToken(name, normalized=False) for name in in_order])
-    for token_id, name in specials.items():
+    for name, token_id in specials.items():
         if made.token_to_id(name) != token_id:
             raise ValueError(f"{name!r} would have the id {made.token_to_id(name)}, not {token_id}")
     if bos_id is not None:
-        bos = specials[bos_id]
+        bos = next(name for name, token_id in specials.items() if token_id == bos_id)
         made.post_processor = processors.TemplateProcessing(
             single=[bos, "$A"], pair=[bos, "$A", bos, "$B"], special_tokens=[(bos, bos_id)]
         )

@@ -4,20 +4,23 @@ import hashlib
 import os
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from meshwright.config.section import BYTES
 from meshwright.datasets.tokenizers.special_tokens import (
+    BESIDE,
     OWN,
+    PATH_KEY,
+    SETTINGS,
     SPACE,
+    TEMPLATE,
+    TEMPLATE_KEY,
     Ends,
     is_tiktoken,
-    read_json_object,
+    read_beside,
     well_formed,
 )
 from meshwright.system.errors import ConfigError, check, config_error, where_it_ends
-
-PATH_KEY, TEMPLATE_KEY = "model.tokenizer_path", "model.chat_template_path"
 
 OF_PRESETS = {
     "llama2": "meta-llama/Llama-2-7b-hf",
@@ -33,9 +36,6 @@ OF_PRESETS = {
 
 FILE_NAMES = ("tokenizer.json", "tokenizer.model", "original/tokenizer.model")
 
-BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
-"""Files beside a tokenizer that say how it is used."""
-
 
 class Tokenizer(Protocol):
     """The interface that data and generation use."""
@@ -48,6 +48,15 @@ class Tokenizer(Protocol):
     """Token after every document; None if the family has none."""
     fingerprint: str
     """Of the file: equal where ids mean the same."""
+
+    @property
+    def special_names(self) -> dict[str, str]:
+        """Special tokens by the names that Hugging Face has: bos_token, eos_token and so on. The
+        files beside a tokenizer may name another EOS: of chats, it ends a turn."""
+
+    @property
+    def special_ids(self) -> dict[str, int]:
+        """Ids of all special tokens: no text has one of them."""
 
     @property
     def token_bytes(self) -> list[int]:
@@ -75,6 +84,12 @@ class ByteTokenizer:
     bos_id: int | None = 256
     eos_id: int | None = 257
     fingerprint = BYTES
+    special_ids: ClassVar = {"<s>": 256, "</s>": 257}
+
+    @property
+    def special_names(self) -> dict[str, str]:
+        names = ("bos_token", self.bos_id, "<s>"), ("eos_token", self.eos_id, "</s>")
+        return {name: token for name, token_id, token in names if token_id is not None}
 
     @cached_property
     def token_bytes(self) -> list[int]:
@@ -101,18 +116,26 @@ class SentencePieceTokenizer:
         ends = (self._model.bos_id(), self._model.eos_id())
         self.bos_id, self.eos_id = (None if token_id < 0 else token_id for token_id in ends)
 
+    @property
+    def special_names(self) -> dict[str, str]:
+        ids = {"bos": self.bos_id, "eos": self.eos_id, "unk": self._model.unk_id()}
+        pieces = ((name, self._model.id_to_piece(i)) for name, i in ids.items() if i is not None)
+        return {f"{name}_token": piece for name, piece in pieces}
+
+    @cached_property
+    def special_ids(self) -> dict[str, int]:
+        ids, model = range(self.vocab_size), self._model
+        return {model.id_to_piece(i): i for i in ids if model.is_control(i) or model.is_unknown(i)}
+
     @cached_property
     def token_bytes(self) -> list[int]:
-        return [self._bytes_of(i) for i in range(self.vocab_size)]
-
-    def _bytes_of(self, token_id: int) -> int:
-        if self._model.is_byte(token_id):
-            return 1
+        ids = list(range(self.vocab_size))
+        pieces = zip(self._model.id_to_piece(ids), self._model.is_byte(ids), strict=True)
+        sizes = [1 if is_byte else len(p.replace(SPACE, " ").encode()) for p, is_byte in pieces]
         # an unknown piece stands for a run of characters of any length, so for none in particular
-        if self._model.is_control(token_id) or self._model.is_unknown(token_id):
-            return 0
-        piece: str = self._model.id_to_piece(token_id)
-        return len(piece.replace(SPACE, " ").encode("utf-8"))
+        for token_id in self.special_ids.values():
+            sizes[token_id] = 0
+        return sizes
 
     def encode(self, text: str) -> list[int]:
         ids: list[int] = self._model.encode(well_formed(text))
@@ -176,9 +199,7 @@ def special_ids(tokenizer: Tokenizer) -> dict[str, int | None]:
 
 def end_of_chat(tokenizer: Tokenizer) -> int | None:
     """Return the token that the files beside a tokenizer name as EOS: of chats, it ends a turn."""
-    names: dict[str, str] = getattr(tokenizer, "special_names", {})
-    ids: dict[str, int] = getattr(tokenizer, "special_ids", {})
-    return ids.get(names.get("eos_token", ""))
+    return tokenizer.special_ids.get(tokenizer.special_names.get("eos_token", ""))
 
 
 def prompt_tokens(tokenizer: Tokenizer, text: str) -> list[int]:
@@ -235,22 +256,18 @@ def find_template(tokenizer_path: str, template_path: str = "") -> str:
 
     if tokenizer_path == BYTES:
         raise missing("has no chat template")
-    settings, _, template = BESIDE
     tokenizer_file = find_file(tokenizer_path)
-    if (beside := tokenizer_file.with_name(template)).is_file():
+    if (beside := tokenizer_file.with_name(TEMPLATE)).is_file():
         return _read_template(beside)
-    try:
-        found = read_json_object(tokenizer_file.with_name(settings)).get("chat_template")
-    except ValueError as error:
-        raise config_error(PATH_KEY, tokenizer_path, str(error)) from error
+    found = read_beside(tokenizer_file, SETTINGS).get("chat_template")
     if isinstance(found, list):
         named = {t.get("name"): t.get("template") for t in found if isinstance(t, dict)}
         found = named.get("default")
         if not isinstance(found, str):
             names = ", ".join(map(str, named))
-            raise missing(f"{settings} has the chat templates {names}, and none is the default")
+            raise missing(f"{SETTINGS} has the chat templates {names}, and none is the default")
     if not isinstance(found, str) or not found.strip():
-        raise missing(f'no {template} beside it, and no "chat_template" in {settings}')
+        raise missing(f'no {TEMPLATE} beside it, and no "chat_template" in {SETTINGS}')
     return found
 
 

@@ -1,11 +1,11 @@
 """Special tokens in text: their places, and their names in the files beside a tokenizer."""
 
-import json
 import re
-from bisect import bisect_right
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from meshwright.system.files import Place
 
 
 class Ends(NamedTuple):
@@ -21,19 +21,25 @@ SPACE = "\u2581"
 OWN = Ends()
 """The tokenizer's own."""
 
-NAME_FILES = ("tokenizer_config.json", "special_tokens_map.json")
+PATH_KEY, TEMPLATE_KEY = "model.tokenizer_path", "model.chat_template_path"
+
+SETTINGS, NAMES, TEMPLATE = BESIDE = (
+    *("tokenizer_config.json", "special_tokens_map.json"),
+    "chat_template.jinja",
+)
+"""Files beside a tokenizer that say how it is used."""
 
 
 def special_names(tokenizer_file: Path) -> dict[str, str | None]:
     """Return the tokens that files beside `tokenizer_file` call `bos_token` and so on; None: the
-    family has no such token. The first of `NAME_FILES` that names one decides.
+    family has no such token. The first file that names one decides.
 
     Raises:
-        ValueError: if one of them cannot be read.
+        ConfigError: if one of them cannot be read.
     """
     names: dict[str, str | None] = {}
-    for file in map(tokenizer_file.with_name, NAME_FILES):
-        for name, token in read_json_object(file).items():
+    for file in (SETTINGS, NAMES):
+        for name, token in read_beside(tokenizer_file, file).items():
             if isinstance(token, dict):  # older files hold a description of the token
                 token = token.get("content")
             if name.endswith("_token") and (token is None or isinstance(token, str)):
@@ -41,21 +47,14 @@ def special_names(tokenizer_file: Path) -> dict[str, str | None]:
     return names
 
 
-def read_json_object(file: Path) -> dict[str, object]:
-    """Return the object in the JSON `file`; empty if there is no such file.
+def read_beside(tokenizer_file: Path, name: str) -> dict[str, Any]:
+    """Return the JSON object in the file `name` beside a tokenizer; empty if there is none.
 
     Raises:
-        ValueError: if it does not hold a JSON object.
+        ConfigError: if it cannot be read.
     """
-    if not file.is_file():
-        return {}
-    try:
-        value = json.loads(file.read_text("utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file.name} beside it cannot be read: {error}") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{file.name} beside it holds no JSON object")
-    return value
+    is_there = tokenizer_file.with_name(name).is_file()
+    return Place(PATH_KEY, tokenizer_file.parent).read_json(name) if is_there else {}
 
 
 TIKTOKEN_LINE = re.compile(rb"([A-Za-z0-9+/]+={0,2}) (\d+)")
@@ -66,34 +65,10 @@ def is_tiktoken(content: bytes) -> bool:
     return TIKTOKEN_LINE.fullmatch(content.split(b"\n", 1)[0].rstrip(b"\r")) is not None
 
 
-def any_of(tokens: Collection[str]) -> re.Pattern[str]:
-    """Matches each of `tokens`, the longest that fits."""
+def any_of(tokens: Collection[str]) -> str:
+    """Return a pattern that matches each of `tokens`, the longest that fits."""
     longest_first = sorted(tokens, key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")  # (?!): never
-
-
-def split_at_specials(
-    text: str, specials: re.Pattern[str], breaks: list[int]
-) -> Iterator[tuple[int, int, bool]]:
-    """(start, end, whether it is a special token) of each part of `text`, in order.
-
-    Args:
-        breaks: positions in `text`, ascending; no special token reaches over one.
-    """
-    done = position = 0
-    while found := specials.search(text, position):
-        start, end = found.span()
-        position = end
-        following = bisect_right(breaks, start)
-        if following < len(breaks) and breaks[following] < end:
-            position = start + 1
-            continue
-        if done < start:
-            yield done, start, False
-        yield start, end, True
-        done = end
-    if done < len(text):
-        yield done, len(text), False
+    return "|".join(map(re.escape, longest_first)) or r"(?!)"  # (?!): never
 
 
 def well_formed(text: str) -> str:
