@@ -146,10 +146,6 @@ class DecoderArgs(ABC):
         """Yield the names of all parameters of the model, in its order."""
         yield from self.table.parameters
 
-    def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of all parameters by name, in the order of the model."""
-        return {name: parameter.shape for name, parameter in self.table.parameters.items()}
-
     def decoder(
         self,
         *,
