@@ -55,16 +55,20 @@ def feed_forward(rows: Tensor, counts: Tensor, activation: str, *weights: Tensor
         weights: w1, w2 and w3, and maybe their biases: (E, F, D), (E, D, F), (E, F, D), (E, F),
             (E, D) and (E, F).
     """
-    w1, w2, w3, *biases = (weight.to(rows.dtype) for weight in weights)
-    ends = counts.cumsum(0).to(torch.int32)
-    gate, up = grouped_matmul(rows, w1.mT, ends), grouped_matmul(rows, w3.mT, ends)
+    cast, ends = [weight.to(rows.dtype) for weight in weights], counts.cumsum(0).int()
+    matrices, biases = cast[:3], cast[3:]
     if biases:
-        expert = torch.arange(len(counts), device=counts.device)
-        expert = expert.repeat_interleave(counts, output_size=len(rows))
-        gate, up = (add_bias(x, b, expert, ends) for x, b in ((gate, biases[0]), (up, biases[2])))
+        of_each, every = (torch.arange(len(x), device=x.device) for x in (counts, rows))
+        expert = of_each.repeat_interleave(counts, output_size=len(rows))
+        starts = F.pad(ends[:-1], (1, 0)).long()
+
+    def product(x: Tensor, number: int) -> Tensor:
+        out = grouped_matmul(x, matrices[number].mT, ends)
+        return out + spread(biases[number], expert, every, starts) if biases else out
+
+    gate, up = product(rows, 0), product(rows, 2)
     hidden = F.silu(gate) * up if activation == "swiglu" else clamped_swiglu(gate, up)
-    out = grouped_matmul(hidden, w2.mT, ends)
-    return add_bias(out, biases[1], expert, ends) if biases else out
+    return product(hidden, 1)
 
 
 def clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -149,7 +153,7 @@ class Mixture(nn.Module):
             weights = with_gradient(weights, logits, gradient)
         order = chosen.flatten().argsort(stable=True)  # of slots (token, k), by expert
         place = inverse(order).view(chosen.shape)
-        rows = spread(tokens, order, place)  # (T K, D)
+        rows = spread(tokens, order // spec.n_active, place, None)  # (T K, D)
         out = self.experts(rows, tally(chosen, spec.n_experts))
         y = combine(out, (weights * spec.scale).to(x.dtype), order, place).view(x.shape)
         choice = choice.unflatten(0, x.shape[:2])
@@ -168,20 +172,26 @@ def inverse(order: Tensor) -> Tensor:  # (N,) int64, a permutation
 
 
 class _Spread(torch.autograd.Function):
-    """(T, D) -> (T K, D): row i is that of slot order[i]'s token. Backward reads, too, and adds up
-    each token's K gradients in their order: no atomic additions, whose order is arbitrary. With one
-    slot for each row it is a permutation."""
+    """(N, D) -> (R, D): row i is rows[index[i]]. Backward reads, too, and adds up the gradients of
+    each of the N in order: no atomic additions, whose order is arbitrary.
+
+    Args:
+        place: where each of the N is in the result, (N, K) int64; or (R,), the places of one after
+            those of the one before, which begin at `starts`, (N,).
+    """
 
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, order: Tensor, place: Tensor) -> Tensor:
-        ctx.save_for_backward(place)
-        return tokens.index_select(0, order // place.shape[1])
+    def forward(
+        ctx: Any, rows: Tensor, index: Tensor, place: Tensor, starts: Tensor | None
+    ) -> Tensor:
+        ctx.save_for_backward(place, starts)
+        return rows.index_select(0, index)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        (place,) = ctx.saved_tensors
-        return F.embedding_bag(place, grad, mode="sum"), None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        place, starts = ctx.saved_tensors
+        return F.embedding_bag(place, grad.contiguous(), starts, mode="sum"), None, None, None
 
 
 class _Combine(torch.autograd.Function):
@@ -204,28 +214,9 @@ class _Combine(torch.autograd.Function):
         return of_rows.mul_(weights.flatten()[order].unsqueeze(1)), of_weights, None, None
 
 
-class _AddBias(torch.autograd.Function):
-    """(R, F) + (E, F) -> (R, F): to rows that are sorted by expert, their experts' biases. Backward
-    adds up the rows of each expert in their order."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, bias: Tensor, expert: Tensor, ends: Tensor) -> Tensor:
-        ctx.save_for_backward(ends)
-        return rows + bias.index_select(0, expert)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        (ends,) = ctx.saved_tensors
-        starts = F.pad(ends[:-1], (1, 0)).long()
-        every = torch.arange(len(grad), device=grad.device)
-        return grad, F.embedding_bag(every, grad.contiguous(), starts, mode="sum"), None, None
-
-
 # typed
-spread: Callable[[Tensor, Tensor, Tensor], Tensor] = _Spread.apply
+spread: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor] = _Spread.apply
 combine: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] = _Combine.apply
-add_bias: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] = _AddBias.apply
 
 
 ALIGNMENT = 16

@@ -4,16 +4,14 @@ And the balance of their loads: what routers know of other ranks, and the end of
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.distributed._functional_collectives import (
     all_reduce,
-    all_to_all_single,
+    all_to_all_single_autograd,
     wait_tensor,
 )
 from torch.distributed.device_mesh import DeviceMesh
@@ -84,10 +82,10 @@ def exchanged(
     expert = expert.repeat_interleave(received.flatten(), output_size=sum(by))
     order = expert.argsort(stable=True)
     place = inverse(order)
-    arrived = spread(all_to_all(rows, by, to, group), order, place.unsqueeze(1))
+    arrived = spread(all_to_all(rows, by, to, group), order, place.unsqueeze(1), None)
     own = [local_shard(weight) for weight in weights]
     out = feed_forward(arrived, received.sum(0), activation, *own)
-    return all_to_all(spread(out, place, order.unsqueeze(1)), to, by, group)
+    return all_to_all(spread(out, place, order.unsqueeze(1), None), to, by, group)
 
 
 # one operator, so that activation checkpointing keeps its results: backward does not ask again, nor
@@ -124,30 +122,12 @@ def on_host(splits: Tensor, num_rows: int) -> list[list[int]]:  # (2, ranks) int
     return found
 
 
-class _AllToAll(torch.autograd.Function):
-    """Rows to and from every rank of a group; backward goes the other way.
+def all_to_all(rows: Tensor, by: list[int], to: list[int], group: dist.ProcessGroup) -> Tensor:
+    """Send rows to every rank of a group, and get theirs; backward goes the other way.
 
-    Not torch's own function with a gradient, which is private. The operator gives a new tensor, so
-    that selective activation checkpointing can keep it.
+    The operator gives a new tensor, so that selective activation checkpointing can keep it.
     """
-
-    @staticmethod
-    def forward(
-        ctx: Any, rows: Tensor, by: list[int], to: list[int], group: dist.ProcessGroup
-    ) -> Tensor:
-        ctx.by, ctx.to, ctx.group = by, to, group
-        return wait_tensor(all_to_all_single(rows.contiguous(), by, to, group))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        back = all_to_all_single(grad.contiguous(), ctx.to, ctx.by, ctx.group)
-        return wait_tensor(back), None, None, None
-
-
-all_to_all: Callable[[Tensor, list[int], list[int], dist.ProcessGroup], Tensor] = (
-    _AllToAll.apply  # typed
-)
+    return wait_tensor(all_to_all_single_autograd(rows.contiguous(), by, to, group))
 
 
 class Balance:
