@@ -65,6 +65,8 @@ class Projection(nn.Module):
         parameters: the table's.
     """
 
+    weight: Tensor
+
     def __init__(self, parameters: Mapping[str, Parameter]) -> None:
         super().__init__()
         for name, parameter in parameters.items():
@@ -79,7 +81,7 @@ class Projection(nn.Module):
         Args:
             table: (V, D), the embedding's, where there is no weight.
         """
-        weight = self.get_parameter("weight") if table is None else table
+        weight = self.weight if table is None else table
         return self.loss.logits(x, weight) if labels is None else self.loss(x, weight, labels)
 
 
