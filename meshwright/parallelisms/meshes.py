@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -84,7 +84,7 @@ def build_meshes(dims: ParallelDims, device_type: str) -> Meshes:
         members = ranks[tuple(slice(None) if axis in axes else at for axis, at in where)]
         return DeviceMesh.from_group(group_of(members, name), device_type, mesh_dim_names=(name,))
 
-    def arranged(own: str = "", **axes: int) -> DeviceMesh:
+    def arranged(axes: Mapping[str, int], own: str = "") -> DeviceMesh:
         """Return the mesh of all ranks with axes of these lengths; the group of `own` is its own.
 
         Not init_device_mesh, which makes new groups for each mesh, however often it did so before.
@@ -96,15 +96,15 @@ def build_meshes(dims: ParallelDims, device_type: str) -> Meshes:
             group_of(part, name, is_own=name == own)
             for name, part in zip(axes, members, strict=True)
         ]
-        return DeviceMesh.from_group(own_groups, device_type, whole, mesh_dim_names=(*axes,))
+        return DeviceMesh.from_group(own_groups, device_type, whole, mesh_dim_names=tuple(axes))
 
     outer = {"pp": dims.pp, "dp_replicate": dims.dp_replicate}
-    parameters = arranged(**outer, fsdp=dims.dp_shard * dims.cp, tp=dims.tp)
+    parameters = arranged(outer | {"fsdp": dims.dp_shard * dims.cp, "tp": dims.tp})
     copies = ("dp_replicate",) if dims.dp_replicate > 1 else ()
     experts = None
     if dims.has_own_experts:
         # FSDP2 tells the groups of a block apart by their process groups
-        experts = arranged(**outer, efsdp=dims.efsdp, ep=dims.ep, own="efsdp")
+        experts = arranged(outer | {"efsdp": dims.efsdp, "ep": dims.ep}, own="efsdp")
     return Meshes(
         world=line("world", *AXES),
         dp=line("dp", "dp_replicate", "dp_shard"),
