@@ -63,7 +63,7 @@ def feed_forward(rows: Tensor, counts: Tensor, activation: str, *weights: Tensor
         starts = F.pad(ends[:-1], (1, 0)).long()
 
     def product(x: Tensor, number: int) -> Tensor:
-        out = grouped_matmul(x, matrices[number].mT, ends)
+        out = grouped_matmul(x, matrices[number], ends, is_transposed=True)
         return out + spread(biases[number], expert, every, starts) if biases else out
 
     gate, up = product(rows, 0), product(rows, 2)
@@ -230,7 +230,7 @@ GROUPED_TYPES = {"cpu": (torch.float32, torch.bfloat16), "cuda": (torch.bfloat16
 # torch's own, under a name that compiles and is traced in fp32 too: its shape rule takes bf16 alone
 # (2.13)
 @torch.library.custom_op("meshwright::grouped_matmul", mutates_args=())
-def grouped_matmul(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
+def grouped_matmul(a: Tensor, b: Tensor, ends: Tensor, *, is_transposed: bool = False) -> Tensor:
     """(R, in), (E, in, out) -> (R, out): rows up to ends[0] by b[0], and so on; or (in, R),
     (R, out) -> (E, in, out): the product of the columns and rows of each group, zeros without any.
 
@@ -238,11 +238,14 @@ def grouped_matmul(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
 
     Args:
         ends: (E,) int32, ascending; the last is R.
+        is_transposed: `b` is (E, out, in), as weights are; only so it is differentiable. The
+            compiler would copy a transposed weight that is cast.
     """
     is_by_rows = b.dim() == 3
     sizes = b.shape[1:] if is_by_rows else (a.shape[0], b.shape[1])
     is_aligned = all(size * a.itemsize % ALIGNMENT == 0 for size in sizes)
     has_type = a.dtype in GROUPED_TYPES.get(a.device.type, ())
+    b = b.mT if is_transposed else b
     if is_aligned and has_type and hasattr(F, "grouped_mm"):
         return F.grouped_mm(a, b, offs=ends)
     counts = ends.diff(prepend=ends.new_zeros(1)).tolist()
@@ -253,26 +256,26 @@ def grouped_matmul(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
 
 
 @grouped_matmul.register_fake
-def _(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
-    shape = (a.shape[0], b.shape[2]) if b.dim() == 3 else (len(ends), a.shape[0], b.shape[1])
-    return a.new_empty(shape)
+def _(a: Tensor, b: Tensor, ends: Tensor, *, is_transposed: bool = False) -> Tensor:
+    groups = () if b.dim() == 3 else (len(ends),)
+    return a.new_empty(*groups, a.shape[0], b.shape[1 if is_transposed else -1])
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _save(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor, **_: Any) -> None:
     ctx.save_for_backward(*inputs)
 
 
 def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
     rows, weight, ends = ctx.saved_tensors
     grad = grad.contiguous()  # an expanded one, as of a sum, is refused
-    # transposed, since a weight lies as (out, in) and so does its gradient
-    of_weight = grouped_matmul(grad.t(), rows, ends).mT
-    return grouped_matmul(grad, weight.mT, ends), of_weight, None
+    return grouped_matmul(grad, weight, ends), grouped_matmul(grad.t(), rows, ends), None
 
 
 grouped_matmul.register_autograd(_differentiate, setup_context=_save)
 
 
 @register_flop_formula(torch.ops.meshwright.grouped_matmul)
-def _flops(a: tuple[int, ...], b: tuple[int, ...], *_: Any, **__: Any) -> int:
-    return 2 * a[0] * a[1] * b[-1]
+def _flops(
+    a: tuple[int, ...], b: tuple[int, ...], *_: Any, is_transposed: bool = False, **__: Any
+) -> int:
+    return 2 * a[0] * a[1] * b[1 if is_transposed else -1]

@@ -81,7 +81,7 @@ def test_a_grouped_matmul_is_a_matmul_for_each_expert(widths) -> None:
     counts = torch.tensor([3, 0, 1, 7, 0])
     rows = torch.randn(11, rows_in, requires_grad=True)
     weight = torch.randn(5, out, rows_in, requires_grad=True)
-    got = grouped_matmul(rows, weight.mT, counts.cumsum(0).int())
+    got = grouped_matmul(rows, weight, counts.cumsum(0).int(), is_transposed=True)
     parts = rows.split(counts.tolist())
     want = torch.cat([F.linear(part, own) for part, own in zip(parts, weight, strict=True)])
     assert torch.allclose(got, want, rtol=1e-5, atol=1e-6)
