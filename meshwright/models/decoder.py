@@ -1,7 +1,6 @@
 """A decoder of any family, as plain single-device PyTorch."""
 
 from collections.abc import Callable, Mapping
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -85,11 +84,13 @@ class Projection(nn.Module):
         return self.loss.logits(x, weight) if labels is None else self.loss(x, weight, labels)
 
 
-class Routing(Protocol):
-    """Sees which experts tokens go through, and may prescribe it: to replay a run."""
+class Routing:
+    """Sees which experts tokens go through, and may prescribe it: to replay a run. This one leaves
+    it to the router."""
 
     def given(self, layer: int, num_sequences: int) -> Tensor | None:
         """Return the experts to take, (B, S, K) int64; None: the router's choice."""
+        return None
 
     def note(self, layer: int, choice: Tensor, gap: Tensor | None) -> None:
         """Take note of the router's choice, (B, S, K): of a rank's part of its sequences.
@@ -117,7 +118,7 @@ class Decoder(nn.Module):
 
     cos: Tensor
     sin: Tensor
-    routing: Routing | None = None
+    routing = Routing()
 
     def __init__(self, args: DecoderArgs, seq_len: int) -> None:
         super().__init__()
@@ -212,10 +213,9 @@ class Decoder(nn.Module):
         if not isinstance(mixture, Mixture):
             plain: Tensor = block(*inputs)
             return plain
-        given = None if self.routing is None else self.routing.given(number, len(x))
+        given = self.routing.given(number, len(x))
         x, choice, figures, gap = block(*inputs, given, counted)
         if torch.is_grad_enabled():  # here and not in the block, which may be computed again
             mixture.note(choice if given is None else given, figures, counted)
-        if self.routing is not None:
-            self.routing.note(number, choice, gap)
+        self.routing.note(number, choice, gap)
         return x
