@@ -6,8 +6,13 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.models.args import DecoderArgs
-from meshwright.models.attention import Attention, rope_cache
-from meshwright.models.document_mask import Mask, build_mask, positions_in_document
+from meshwright.models.attention import (
+    Attention,
+    Mask,
+    build_mask,
+    positions_in_document,
+    rope_cache,
+)
 from meshwright.models.layers import Embedding, FeedForward, build_layer
 from meshwright.models.loss import PADDING, SummedLoss
 from meshwright.models.mixture import Mixture

@@ -8,9 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from meshwright.models.attention import causal_attention
+from meshwright.models.attention import Mask, causal_attention
 from meshwright.models.decoder import Decoder
-from meshwright.models.document_mask import Mask
 
 WITHOUT_PLANS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 """Kernels of attention but cuDNN's, which plans anew for each length of the keys: every token."""

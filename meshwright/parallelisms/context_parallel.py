@@ -11,9 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention.flex_attention import BlockMask
 
 from meshwright.config.training import Training
-from meshwright.models.attention import repeat_heads
+from meshwright.models.attention import Mask, masked_attention, repeat_heads
 from meshwright.models.decoder import Decoder
-from meshwright.models.document_mask import Mask, masked_attention
 from meshwright.models.loss import Batch
 from meshwright.parallelisms.meshes import all_gather, reduce_scatter
 

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from meshwright.models.attention import CausalAttention
-from meshwright.models.document_mask import dense_mask
+from meshwright.models.attention import CausalAttention, dense_mask
 from meshwright.models.generation import CachedAttention
 from meshwright.parallelisms.context_parallel import attend, local_positions
 from meshwright.parallelisms.rules.degrees import ParallelDims

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from meshwright.config.parallelism import SAVED_OPS, ActivationCheckpoint
-from meshwright.models import document_mask
+from meshwright.models import attention
 from meshwright.models.decoder import Decoder
 from meshwright.parallelisms.activation_checkpoint import (
     MESHES_HAVE_NO_SIZE,
@@ -115,7 +115,7 @@ class WithCompiledPart(nn.Module):
     """As a block whose flex attention alone is compiled; on CPUs that has no backward."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return document_mask._compiled(torch.special.i0e)(x.sin()).sin()
+        return attention._compiled(torch.special.i0e)(x.sin()).sin()
 
 
 @needs_compiler
@@ -135,7 +135,7 @@ def test_a_compiled_part_of_an_eager_block_is_kept(monkeypatch) -> None:
     monkeypatch.setattr(operator, "py_kernels", operator.py_kernels | {key: counting})
     monkeypatch.setattr(operator, "_dispatch_cache", {})
     torch._dynamo.reset()
-    document_mask._compiled.cache_clear()
+    attention._compiled.cache_clear()
     counts, gradients = [], []
     for saved_ops in (["aten.mm"], SAVED_OPS):
         blocks = nn.ModuleDict({"0": WithCompiledPart()})

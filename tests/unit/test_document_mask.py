@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from meshwright.models import decoder, document_mask
-from meshwright.models.document_mask import (
+from meshwright.models import attention, decoder
+from meshwright.models.attention import (
     block_mask,
     dense_mask,
     masked_attention,
@@ -106,12 +106,12 @@ def test_an_older_torch_compiles_flex_attention_without_the_option(monkeypatch) 
         return ("compiled", function)
 
     monkeypatch.setattr(torch, "compile", compile_like_an_older_torch)
-    assert document_mask._compiled.__wrapped__(len) == ("compiled", len)
+    assert attention._compiled.__wrapped__(len) == ("compiled", len)
 
 
 def test_recomputation_takes_the_graph_of_forward(monkeypatch) -> None:
     """Dynamo would otherwise take the one that it used last, of two that fit."""
     said = []
     monkeypatch.setattr(torch._C._dynamo.eval_frame, "_set_lru_cache", said.append)
-    document_mask._compiled.__wrapped__(lambda x: x)
+    attention._compiled.__wrapped__(lambda x: x)
     assert said == [False]

@@ -34,7 +34,7 @@ FLOORS = (
     "commands",
 )
 FLOOR = {part: number for number, parts in enumerate(FLOORS) for part in parts.split()}
-MOST_FILES = 172
+MOST_FILES = 171
 """That hold code: an `__init__.py` of a docstring alone is not counted."""
 
 MOST_LINES, MOST_FILES_OF_FOLDER, MOST_LINES_OF_FUNCTION = 400, 15, 79
@@ -42,7 +42,7 @@ MOST_LINES, MOST_FILES_OF_FOLDER, MOST_LINES_OF_FUNCTION = 400, 15, 79
 LATE_WITHOUT_A_REASON = {
     "checkpoint/manager.py": 3,
     "launch/__main__.py": 1,
-    "models/document_mask.py": 1,
+    "models/attention.py": 1,
     "system/hardware.py": 3,
 }
 """The exceptions of today. A limit that they keep again fails, so that its line goes."""

@@ -14,9 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.models.attention import causal_attention
+from meshwright.models.attention import Mask, causal_attention, masked_attention
 from meshwright.models.decoder import Decoder
-from meshwright.models.document_mask import Mask, masked_attention
 
 SOURCES = [Path(__file__).with_name(name) for name in ("products.cpp", "attention.cpp")]
 """Compiled as one file."""

@@ -26,7 +26,7 @@ from torch.nn.attention import flex_attention as flex
 import meshwright
 from meshwright.commands.plan.simulate import RMSNorm
 from meshwright.commands.plan.torch_names import flex_attention_operator
-from meshwright.models import document_mask
+from meshwright.models import attention
 
 aten = torch.ops.aten
 
@@ -186,7 +186,7 @@ def install() -> None:
         module.can_use_flash_attention = lambda parts, debug=False: _takes_flash(*parts[:4])
         module.can_use_efficient_attention = lambda parts, debug=False: _takes_efficient(*parts[:2])
     F.scaled_dot_product_attention = _attention
-    document_mask._compiled = _uncompiled
+    attention._compiled = _uncompiled
     if torch.version.cuda is None:  # such a build has no kernels: several operators do it
         F.rms_norm = RMSNorm.apply
         _kernels_of_gpu.impl("silu_backward", lambda grad, x: torch.empty_like(x), "CUDA")
