@@ -261,7 +261,10 @@ def _(a: Tensor, b: Tensor, ends: Tensor, *, is_transposed: bool = False) -> Ten
     return a.new_empty(*groups, a.shape[0], b.shape[1 if is_transposed else -1])
 
 
-def _save(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor, **_: Any) -> None:
+def _save(
+    ctx: Any, inputs: tuple[Tensor, ...], keyword_only_inputs: dict[str, bool], output: Tensor
+) -> None:
+    assert keyword_only_inputs["is_transposed"]
     ctx.save_for_backward(*inputs)
 
 

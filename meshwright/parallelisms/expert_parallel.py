@@ -160,12 +160,9 @@ class Balance:
         """
         found = torch.zeros(len(self._specs), 5, device=device)
         for row, number in zip(found, self._specs, strict=True):
-            if number in self._mixtures:
-                mixture = self._mixtures[number]
-                row[:4], row[4] = (
-                    mixture.figures,
-                    (mixture.bias.max() - mixture.bias.min()) / copies,
-                )
+            if (mixture := self._mixtures.get(number)) is not None:
+                row[:4] = mixture.figures
+                row[4] = (mixture.bias.max() - mixture.bias.min()) / copies
         return found
 
     @torch.no_grad()
