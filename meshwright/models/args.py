@@ -138,6 +138,14 @@ class DecoderArgs(ABC):
         """Names of the modules that compute, in the order of the model."""
         return self.table.module_names
 
+    def expert_layers(self, out_std: float) -> Sequence[MixtureSpec | None]:
+        """Return the experts of each layer, in the place of its feed-forward; None: it keeps that.
+
+        Args:
+            out_std: as in `decoder`.
+        """
+        return [None] * self.n_layers
+
     def small(self) -> dict[str, Any]:
         """Return dimensions of the family's own of a model with few of everything, by name."""
         return {}
@@ -145,10 +153,6 @@ class DecoderArgs(ABC):
     def parameter_names(self) -> Iterator[str]:
         """Yield the names of all parameters of the model, in its order."""
         yield from self.table.parameters
-
-    def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of all parameters by name, in the order of the model."""
-        return {name: parameter.shape for name, parameter in self.table.parameters.items()}
 
     def decoder(
         self,
@@ -158,16 +162,13 @@ class DecoderArgs(ABC):
         out_std: float = STD,
         output_std: float = STD,
         rope_scaling: RopeScaling | None = None,
-        mixtures: Sequence[MixtureSpec | None] = (),
     ) -> DecoderSpec:
-        """Return a model of `n_layers` layers, for `expand`.
+        """Return a model of `n_layers` layers, with `expert_layers`, for `expand`.
 
         Args:
             norm, qk_norm: as in `LayerSpec` and `AttentionSpec`.
             out_std: of the initial values of matrices that end on the residual stream.
             output_std: as in `DecoderSpec`.
-            mixtures: of each layer, in the place of its feed-forward; None: it keeps that. Without
-                any, all layers are equal.
         """
         head_dim = self.head_dim or self.dim // self.n_heads
         attention = AttentionSpec(
@@ -183,7 +184,7 @@ class DecoderArgs(ABC):
         feed_forward = FeedForwardSpec(self.dim, self.hidden_dim, std=STD, out_std=out_std)
         layers = [
             LayerSpec(attention, mixture or feed_forward, norm, self.norm_eps)
-            for mixture in mixtures or [None] * self.n_layers
+            for mixture in self.expert_layers(out_std)
         ]
         scaling = astuple(rope_scaling) if rope_scaling else None
         return DecoderSpec(
@@ -200,7 +201,7 @@ class DecoderArgs(ABC):
 
 @dataclass(frozen=True)
 class ExpertArgs(DecoderArgs):
-    """The dimensions of a decoder whose layers have experts."""
+    """The dimensions of a decoder whose layers have experts, each of inner width `hidden_dim`."""
 
     n_experts: int = 8
     """Experts E of a layer."""
@@ -228,6 +229,10 @@ class ExpertArgs(DecoderArgs):
     def small(self) -> dict[str, Any]:
         """As the base's."""
         return {"n_experts": 8, "n_active": min(self.n_active, 3)}
+
+    def expert_layers(self, out_std: float) -> Sequence[MixtureSpec | None]:
+        """As the base's."""
+        return [self.mixture(self.hidden_dim, out_std)] * self.n_layers
 
     def mixture(self, hidden_dim: int, out_std: float, **options: Any) -> MixtureSpec:
         """Return the experts of a layer, each of inner width `hidden_dim`.

@@ -1,7 +1,6 @@
 """A decoder of any family, as plain single-device PyTorch."""
 
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +13,7 @@ from meshwright.models.attention import (
     positions_in_document,
     rope_cache,
 )
-from meshwright.models.layers import Embedding, FeedForward, Linear, build_layer
+from meshwright.models.layers import Embedding, FeedForward, build_layer
 from meshwright.models.loss import PADDING, SummedLoss
 from meshwright.models.mixture import Mixture
 from meshwright.models.table import LayerSpec, MixtureSpec, Parameter
@@ -40,73 +39,63 @@ class Block(nn.Module):
         )
 
     def forward(
-        self,
-        x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        mask: Mask | None = None,
-        chosen: Tensor | None = None,
-        counted: Tensor | None = None,
-    ) -> Tensor | tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask | None = None, *routing: Tensor | None
+    ) -> Tensor | tuple[Tensor | None, ...]:
         """(B, S, D) -> (B, S, D); with experts also the other results of `Mixture`.
 
         Args:
-            chosen, counted: as `Mixture` takes them.
+            routing: further arguments of `Mixture`.
         """
-        if self.norm == "post":
+        is_post = self.norm == "post"
+        if is_post:
             x = x + self.attention_norm(self.attention(x, cos, sin, mask))
-            if isinstance(self.feed_forward, Mixture):
-                out, *others = self.feed_forward(x, chosen, counted)
-                return x + self.ffn_norm(out), *others
-            return x + self.ffn_norm(self.feed_forward(x))
-        x = x + self.attention(self.attention_norm(x), cos, sin, mask)
-        if isinstance(self.feed_forward, Mixture):
-            out, *others = self.feed_forward(self.ffn_norm(x), chosen, counted)
-            return x + out, *others
-        return x + self.feed_forward(self.ffn_norm(x))
+        else:
+            x = x + self.attention(self.attention_norm(x), cos, sin, mask)
+        out = self.feed_forward(x if is_post else self.ffn_norm(x), *routing)
+        out, *others = out if isinstance(out, tuple) else (out,)
+        x = x + (self.ffn_norm(out) if is_post else out)
+        return (x, *others) if others else x
 
 
-class Projection(Linear):
-    """A projection with a weight of its own.
+class Projection(nn.Module):
+    """The projection to logits, by a weight of its own or by the embedding's.
 
-    `loss` knows how to multiply by the weight, so that tensor parallelism has one thing to replace.
+    Source of the latter: Press and Wolf 2016, arXiv:1608.05859. It then holds no second name of the
+    weight, because sharing does not survive the move from meta, which gives every module tensors of
+    its own. `loss` knows how to multiply by the weight, so that tensor parallelism has one thing to
+    replace.
+
+    Args:
+        parameters: the table's.
     """
 
-    def __init__(self, parameter: Parameter) -> None:
-        vocab_size, dim = parameter.shape
-        super().__init__(dim, vocab_size)
-        self.loss = SummedLoss()
+    weight: Tensor
 
-    def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
-        """(B, S, D) -> (B, S, V) logits, or with (B, S) labels their summed loss."""
-        return _project(self.loss, x, self.weight, labels)
-
-
-class TiedProjection(nn.Module):
-    """A projection by a weight that belongs to another module, the embedding.
-
-    Source: Press and Wolf 2016, arXiv:1608.05859. It holds no second name of the weight, because
-    sharing does not survive the move from meta, which gives every module tensors of its own.
-    """
-
-    def __init__(self) -> None:
+    def __init__(self, parameters: Mapping[str, Parameter]) -> None:
         super().__init__()
+        for name, parameter in parameters.items():
+            self.register_parameter(name, nn.Parameter(torch.empty(parameter.shape)))
         self.loss = SummedLoss()
 
-    def forward(self, x: Tensor, weight: Tensor, labels: Tensor | None = None) -> Tensor:
-        """As `Projection`'s, with (V, D) weight."""
-        return _project(self.loss, x, weight, labels)
+    def forward(
+        self, x: Tensor, labels: Tensor | None = None, table: Tensor | None = None
+    ) -> Tensor:
+        """(B, S, D) -> (B, S, V) logits, or with (B, S) labels their summed loss.
+
+        Args:
+            table: (V, D), the embedding's, where there is no weight.
+        """
+        weight = self.weight if table is None else table
+        return self.loss.logits(x, weight) if labels is None else self.loss(x, weight, labels)
 
 
-def _project(loss: SummedLoss, x: Tensor, weight: Tensor, labels: Tensor | None) -> Tensor:
-    return loss.logits(x, weight) if labels is None else loss(x, weight, labels)
-
-
-class Routing(Protocol):
-    """Sees which experts tokens go through, and may prescribe it: to replay a run."""
+class Routing:
+    """Sees which experts tokens go through, and may prescribe it: to replay a run. This one leaves
+    it to the router."""
 
     def given(self, layer: int, num_sequences: int) -> Tensor | None:
         """Return the experts to take, (B, S, K) int64; None: the router's choice."""
+        return None
 
     def note(self, layer: int, choice: Tensor, gap: Tensor | None) -> None:
         """Take note of the router's choice, (B, S, K): of a rank's part of its sequences.
@@ -134,22 +123,19 @@ class Decoder(nn.Module):
 
     cos: Tensor
     sin: Tensor
-    routing: Routing | None = None
+    routing = Routing()
 
     def __init__(self, args: DecoderArgs, seq_len: int) -> None:
         super().__init__()
         self.args, self.table, self.seq_len = args, args.table, seq_len
         self.own_part: Callable[[Tensor], Tensor] = lambda of_tokens: of_tokens
-        self._mixtures = {str(number) for number in args.table.mixtures}
         spec, modules = self.table, self.table.modules
         embedding = build_layer(modules["tok_embeddings"]["weight"])
         assert isinstance(embedding, Embedding)
         self.tok_embeddings: Embedding | None = embedding
         self.layers = nn.ModuleDict({str(i): Block(layer) for i, layer in enumerate(spec.layers)})
         self.norm: nn.Module | None = build_layer(modules["norm"]["weight"], spec.norm_eps)
-        self.output: Projection | TiedProjection | None = (
-            TiedProjection() if spec.tie_embeddings else Projection(modules["output"]["weight"])
-        )
+        self.output: Projection | None = Projection(modules["output"])
         for name in ("cos", "sin"):  # fp32 whatever the parameters are: bf16 has no exact positions
             cache = torch.empty(seq_len, spec.rope.head_dim // 2, dtype=torch.float32)
             self.register_buffer(name, cache, persistent=False)
@@ -199,7 +185,7 @@ class Decoder(nn.Module):
                 begin at 0 in each. Of whole sequences, also where `tokens` are parts of them.
         """
         table = None
-        if isinstance(self.output, TiedProjection):
+        if self.output is not None and self.table.tie_embeddings:
             assert self.tok_embeddings is not None  # a pipeline does not cut it off
             table = self.tok_embeddings.cast_table()  # once, so that both uses have one gradient
         x = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens, table=table)
@@ -212,34 +198,29 @@ class Decoder(nn.Module):
         else:
             cos, sin = self.cos[positions], self.sin[positions]
         counted = None
-        if labels is not None and self._mixtures:
+        if labels is not None and self.table.mixtures:
             counted = self.own_part(labels != PADDING).flatten()
         for name, block in self.layers.items():
-            x = self._through(name, block, x, (cos, sin, mask), counted)
+            x = self._through(int(name), block, (x, cos, sin, mask), counted)
         if self.norm is not None:
             x = self.norm(x)
-        if isinstance(self.output, TiedProjection):
-            return self.output(x, table, labels)
-        return x if self.output is None else self.output(x, labels)
+        return x if self.output is None else self.output(x, labels, table)
 
     def _through(
         self,
-        name: str,
+        number: int,
         block: nn.Module,
-        x: Tensor,
-        others: tuple[Tensor, Tensor, Mask | None],
+        inputs: tuple[Tensor, Tensor, Tensor, Mask | None],
         counted: Tensor | None,
     ) -> Tensor:
         """(B, S, D) -> (B, S, D)."""
-        if name not in self._mixtures:
-            plain: Tensor = block(x, *others)
+        x, mixture = inputs[0], block.feed_forward
+        if not isinstance(mixture, Mixture):
+            plain: Tensor = block(*inputs)
             return plain
-        given, number, shape = None, int(name), (len(x), -1)
-        if self.routing is not None and (own := self.routing.given(number, len(x))) is not None:
-            given = own.flatten(0, 1)
-        x, choice, figures, gap = block(x, *others, given, counted)
+        given = self.routing.given(number, len(x))
+        x, choice, figures, gap = block(*inputs, given, counted)
         if torch.is_grad_enabled():  # here and not in the block, which may be computed again
-            self.mixtures()[number].note(choice if given is None else given, figures, counted)
-        if self.routing is not None:
-            self.routing.note(number, choice.unflatten(0, shape), gap)
+            mixture.note(choice if given is None else given, figures, counted)
+        self.routing.note(number, choice, gap)
         return x

@@ -175,8 +175,8 @@ class HuggingFaceForm:
             is_fused: experts as `FUSED` has them, and not one by one.
         """
         found = {}
-        for name, shape in args.parameter_shapes().items():
-            module = name.removesuffix(".weight")
+        for name, parameter in args.table.parameters.items():
+            shape, module = parameter.shape, name.removesuffix(".weight")
             layer = module.split(".")[1] if module.startswith("layers.") else ""
             key = module.replace(f".{layer}.", ".{}.", 1) if layer else module
             theirs = self.modules[key]

@@ -55,16 +55,20 @@ def feed_forward(rows: Tensor, counts: Tensor, activation: str, *weights: Tensor
         weights: w1, w2 and w3, and maybe their biases: (E, F, D), (E, D, F), (E, F, D), (E, F),
             (E, D) and (E, F).
     """
-    w1, w2, w3, *biases = (weight.to(rows.dtype) for weight in weights)
-    ends = counts.cumsum(0).to(torch.int32)
-    gate, up = grouped_matmul(rows, w1, ends), grouped_matmul(rows, w3, ends)
+    cast, ends = [weight.to(rows.dtype) for weight in weights], counts.cumsum(0).int()
+    matrices, biases = cast[:3], cast[3:]
     if biases:
-        expert = torch.arange(len(counts), device=counts.device)
-        expert = expert.repeat_interleave(counts, output_size=len(rows))
-        gate, up = (add_bias(x, b, expert, ends) for x, b in ((gate, biases[0]), (up, biases[2])))
+        of_each, every = (torch.arange(len(x), device=x.device) for x in (counts, rows))
+        expert = of_each.repeat_interleave(counts, output_size=len(rows))
+        starts = F.pad(ends[:-1], (1, 0)).long()
+
+    def product(x: Tensor, number: int) -> Tensor:
+        out = grouped_matmul(x, matrices[number], ends, is_transposed=True)
+        return out + spread(biases[number], expert, every, starts) if biases else out
+
+    gate, up = product(rows, 0), product(rows, 2)
     hidden = F.silu(gate) * up if activation == "swiglu" else clamped_swiglu(gate, up)
-    out = grouped_matmul(hidden, w2, ends)
-    return add_bias(out, biases[1], expert, ends) if biases else out
+    return product(hidden, 1)
 
 
 def clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -88,6 +92,7 @@ class Mixture(nn.Module):
         counts: (E,) int64, the same of this step so far, on this rank.
         figures: (4,) fp32, of `own_losses` in this step so far, on this rank.
         losses: of this layer.
+        bias_update_rate: by which a step moves `bias` towards even loads; 0: it stays.
         sum_over_ranks: adds up integers over the ranks that have parts of the same sequences.
     """
 
@@ -108,16 +113,16 @@ class Mixture(nn.Module):
         counts = torch.zeros(spec.n_experts, dtype=torch.int64)
         self.register_buffer("counts", counts, persistent=False)
         self.register_buffer("figures", torch.zeros(4), persistent=False)
-        self.losses = BalanceLosses()
+        self.losses, self.bias_update_rate = BalanceLosses(), 0.0
         self.sum_over_ranks: Callable[[Tensor], Tensor] = lambda counts: counts
 
     def forward(
         self, x: Tensor, chosen: Tensor | None = None, counted: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """(B, S, D) -> (B, S, D), the router's choice of experts, (B S, K) int64, and figures.
+        """(B, S, D) -> (B, S, D), the router's choice of experts, (B, S, K) int64, and figures.
 
         Args:
-            chosen: (B S, K) experts to take in the place of the router's choice. Then the last
+            chosen: (B, S, K) experts to take in the place of the router's choice. Then the last
                 result is by how much, at most, the scores of a token's choice and of its given
                 experts differ in sum, () fp32; otherwise None.
             counted: (B S,) bool, tokens that count in loads and losses; None: all.
@@ -131,6 +136,7 @@ class Mixture(nn.Module):
         if chosen is None:
             chosen = choice
         else:
+            chosen = chosen.flatten(0, 1)
             gap = (biased.gather(1, choice).sum(1) - biased.gather(1, chosen).sum(1)).abs().amax()
         weights = scores.gather(1, chosen)  # (T, K)
         if spec.normalizes:
@@ -147,15 +153,16 @@ class Mixture(nn.Module):
             weights = with_gradient(weights, logits, gradient)
         order = chosen.flatten().argsort(stable=True)  # of slots (token, k), by expert
         place = inverse(order).view(chosen.shape)
-        rows = spread(tokens, order, place)  # (T K, D)
+        rows = spread(tokens, order // spec.n_active, place, None)  # (T K, D)
         out = self.experts(rows, tally(chosen, spec.n_experts))
         y = combine(out, (weights * spec.scale).to(x.dtype), order, place).view(x.shape)
+        choice = choice.unflatten(0, x.shape[:2])
         return (y if self.shared is None else y + self.shared(x)), choice, figures, gap
 
     @torch.no_grad()
     def note(self, chosen: Tensor, figures: Tensor, counted: Tensor | None) -> None:
-        """Add a forward's results to those of the step; (B S, K), (4,) and (B S,)."""
-        self.counts += tally(chosen, self.spec.n_experts, counted)
+        """Add a forward's results to those of the step; (B, S, K), (4,) and (B S,)."""
+        self.counts += tally(chosen.flatten(0, 1), self.spec.n_experts, counted)
         self.figures += figures
 
 
@@ -165,19 +172,26 @@ def inverse(order: Tensor) -> Tensor:  # (N,) int64, a permutation
 
 
 class _Spread(torch.autograd.Function):
-    """(T, D) -> (T K, D): row i is that of slot order[i]'s token. Backward reads, too, and adds up
-    each token's K gradients in their order: no atomic additions, whose order is arbitrary."""
+    """(N, D) -> (R, D): row i is rows[index[i]]. Backward reads, too, and adds up the gradients of
+    each of the N in order: no atomic additions, whose order is arbitrary.
+
+    Args:
+        place: where each of the N is in the result, (N, K) int64; or (R,), the places of one after
+            those of the one before, which begin at `starts`, (N,).
+    """
 
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, order: Tensor, place: Tensor) -> Tensor:
-        ctx.save_for_backward(place)
-        return tokens.index_select(0, order // place.shape[1])
+    def forward(
+        ctx: Any, rows: Tensor, index: Tensor, place: Tensor, starts: Tensor | None
+    ) -> Tensor:
+        ctx.save_for_backward(place, starts)
+        return rows.index_select(0, index)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        (place,) = ctx.saved_tensors
-        return F.embedding_bag(place, grad, mode="sum"), None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        place, starts = ctx.saved_tensors
+        return F.embedding_bag(place, grad.contiguous(), starts, mode="sum"), None, None, None
 
 
 class _Combine(torch.autograd.Function):
@@ -200,44 +214,9 @@ class _Combine(torch.autograd.Function):
         return of_rows.mul_(weights.flatten()[order].unsqueeze(1)), of_weights, None, None
 
 
-class _AddBias(torch.autograd.Function):
-    """(R, F) + (E, F) -> (R, F): to rows that are sorted by expert, their experts' biases. Backward
-    adds up the rows of each expert in their order."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, bias: Tensor, expert: Tensor, ends: Tensor) -> Tensor:
-        ctx.save_for_backward(ends)
-        return rows + bias.index_select(0, expert)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        (ends,) = ctx.saved_tensors
-        starts = F.pad(ends[:-1], (1, 0)).long()
-        every = torch.arange(len(grad), device=grad.device)
-        return grad, F.embedding_bag(every, grad.contiguous(), starts, mode="sum"), None, None
-
-
-class _Permute(torch.autograd.Function):
-    """Rows in another order; backward reads by the inverse."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
-        ctx.save_for_backward(inverse)
-        return rows.index_select(0, order)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        (inverse,) = ctx.saved_tensors
-        return grad.index_select(0, inverse), None, None
-
-
 # typed
-spread: Callable[[Tensor, Tensor, Tensor], Tensor] = _Spread.apply
+spread: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor] = _Spread.apply
 combine: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] = _Combine.apply
-add_bias: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] = _AddBias.apply
-permute: Callable[[Tensor, Tensor, Tensor], Tensor] = _Permute.apply
 
 
 ALIGNMENT = 16
@@ -251,74 +230,55 @@ GROUPED_TYPES = {"cpu": (torch.float32, torch.bfloat16), "cuda": (torch.bfloat16
 # torch's own, under a name that compiles and is traced in fp32 too: its shape rule takes bf16 alone
 # (2.13)
 @torch.library.custom_op("meshwright::grouped_matmul", mutates_args=())
-def grouped_matmul(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """(R, in), (E, out, in) -> (R, out): rows up to ends[0] by weight[0], and so on.
+def grouped_matmul(a: Tensor, b: Tensor, ends: Tensor, *, is_transposed: bool = False) -> Tensor:
+    """(R, in), (E, in, out) -> (R, out): rows up to ends[0] by b[0], and so on; or (in, R),
+    (R, out) -> (E, in, out): the product of the columns and rows of each group, zeros without any.
+
+    Where torch does not multiply in groups, a loop does, to equal results.
 
     Args:
         ends: (E,) int32, ascending; the last is R.
+        is_transposed: `b` is (E, out, in), as weights are; only so it is differentiable. The
+            compiler would copy a transposed weight that is cast.
     """
-    if _is_grouped(rows, weight.shape[1], weight.shape[2]):
-        return F.grouped_mm(rows, weight.transpose(-2, -1), offs=ends)
-    parts = rows.split(_sizes(ends))
-    return torch.cat([part @ own.t() for part, own in zip(parts, weight, strict=True)])
-
-
-@torch.library.custom_op("meshwright::grouped_matmul_backward", mutates_args=())
-def grouped_matmul_backward(
-    grad: Tensor, rows: Tensor, weight: Tensor, ends: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Gradients by rows and weight; an expert without rows has a gradient of zeros."""
-    grad = grad.contiguous()  # an expanded one, as of a sum, is refused
-    if _is_grouped(rows, weight.shape[1], weight.shape[2]):
-        of_rows = F.grouped_mm(grad, weight, offs=ends)
-        return of_rows, F.grouped_mm(grad.t(), rows, offs=ends)
-    sizes = _sizes(ends)
-    grads, parts = grad.split(sizes), rows.split(sizes)
-    of_rows = torch.cat([part @ own for part, own in zip(grads, weight, strict=True)])
-    of_weight = [own.t() @ part for own, part in zip(grads, parts, strict=True)]
-    return of_rows, torch.stack(of_weight)
-
-
-def _is_grouped(rows: Tensor, *sizes: int) -> bool:
-    """Return whether torch multiplies such rows in groups; otherwise a loop does, to equal
-    results."""
-    is_aligned = all(size * rows.itemsize % ALIGNMENT == 0 for size in sizes)
-    has_type = rows.dtype in GROUPED_TYPES.get(rows.device.type, ())
-    return is_aligned and has_type and hasattr(F, "grouped_mm")
-
-
-def _sizes(ends: Tensor) -> list[int]:
-    return ends.diff(prepend=ends.new_zeros(1)).tolist()
+    is_by_rows = b.dim() == 3
+    sizes = b.shape[1:] if is_by_rows else (a.shape[0], b.shape[1])
+    is_aligned = all(size * a.itemsize % ALIGNMENT == 0 for size in sizes)
+    has_type = a.dtype in GROUPED_TYPES.get(a.device.type, ())
+    b = b.mT if is_transposed else b
+    if is_aligned and has_type and hasattr(F, "grouped_mm"):
+        return F.grouped_mm(a, b, offs=ends)
+    counts = ends.diff(prepend=ends.new_zeros(1)).tolist()
+    if is_by_rows:
+        return torch.cat([part @ own for part, own in zip(a.split(counts), b, strict=True)])
+    parts = zip(a.split(counts, 1), b.split(counts), strict=True)
+    return torch.stack([columns @ rows for columns, rows in parts])
 
 
 @grouped_matmul.register_fake
-def _(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    return rows.new_empty(rows.shape[0], weight.shape[1])
+def _(a: Tensor, b: Tensor, ends: Tensor, *, is_transposed: bool = False) -> Tensor:
+    groups = () if b.dim() == 3 else (len(ends),)
+    return a.new_empty(*groups, a.shape[0], b.shape[1 if is_transposed else -1])
 
 
-@grouped_matmul_backward.register_fake
-def _(grad: Tensor, rows: Tensor, weight: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(rows), torch.empty_like(weight)
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _save(
+    ctx: Any, inputs: tuple[Tensor, ...], keyword_only_inputs: dict[str, bool], output: Tensor
+) -> None:
+    assert keyword_only_inputs["is_transposed"]
     ctx.save_for_backward(*inputs)
 
 
 def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-    return *grouped_matmul_backward(grad, *ctx.saved_tensors), None
+    rows, weight, ends = ctx.saved_tensors
+    grad = grad.contiguous()  # an expanded one, as of a sum, is refused
+    return grouped_matmul(grad, weight, ends), grouped_matmul(grad.t(), rows, ends), None
 
 
 grouped_matmul.register_autograd(_differentiate, setup_context=_save)
 
 
 @register_flop_formula(torch.ops.meshwright.grouped_matmul)
-def _flops(rows: tuple[int, ...], weight: tuple[int, ...], *_: Any, **__: Any) -> int:
-    return 2 * rows[0] * weight[1] * weight[2]
-
-
-@register_flop_formula(torch.ops.meshwright.grouped_matmul_backward)
-def _backward_flops(
-    grad: tuple[int, ...], rows: tuple[int, ...], weight: tuple[int, ...], *_: Any, **__: Any
+def _flops(
+    a: tuple[int, ...], b: tuple[int, ...], *_: Any, is_transposed: bool = False, **__: Any
 ) -> int:
-    return 2 * _flops(rows, weight)
+    return 2 * a[0] * a[1] * b[1 if is_transposed else -1]

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -10,10 +10,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.config.parallelism import Parallelism
 from meshwright.config.training import Training
-from meshwright.models.decoder import Decoder, TiedProjection
+from meshwright.models.decoder import Decoder
 from meshwright.models.mixture import Experts
 from meshwright.parallelisms.meshes import Meshes
-from meshwright.parallelisms.shards import is_dtensor, is_fsdp
+from meshwright.parallelisms.shards import is_fsdp, local_shard
 from meshwright.parallelisms.shared_memory import fsdp_groups, share_memory
 
 if TYPE_CHECKING:
@@ -89,11 +89,11 @@ def apply_fsdp(
         reshard_after_forward = "never"  # else every microbatch would gather them again
     param_dtype = getattr(torch, training.mixed_precision_param)
     kept = compute_in_fp32(model, fp32_modules, param_dtype)
-    shard = _sharding(meshes, training, kept)
+    shard = _sharding(model, meshes, training, kept)
     layers: list[list[FSDPModule]] = []  # in the order of forward; groups within a block follow it
     never = reshard_after_forward == "never"
     at_end = reshard_after_forward == "always"
-    is_tied = isinstance(model.output, TiedProjection)
+    is_tied = model.table.tie_embeddings
     if model.tok_embeddings is not None and not is_tied:
         embedding = shard(model.tok_embeddings, reshard_after_forward=not never)
         embedding.set_unshard_in_backward(False)  # its gradient needs no weight
@@ -129,14 +129,11 @@ def apply_fsdp(
     return _describe(mesh, training) + "; through shared memory" * is_shared
 
 
-class _Shard(Protocol):
-    """Makes of modules one group, whose parameters are gathered together."""
-
-    def __call__(self, *modules: nn.Module, reshard_after_forward: bool) -> "FSDPModule": ...
-
-
-def _sharding(meshes: Meshes, training: Training, kept: Collection[nn.Module]) -> _Shard:
-    """Return a function that shards modules over FSDP's mesh as one group; experts, over theirs."""
+def _sharding(
+    model: Decoder, meshes: Meshes, training: Training, kept: Collection[nn.Module]
+) -> Callable[..., "FSDPModule"]:
+    """Return a function that makes of modules of `model` one group, whose parameters are gathered
+    together: sharded over FSDP's mesh; experts, over theirs."""
     from torch.distributed.fsdp import (  # takes 0.8 s, which few single ranks need
         CPUOffloadPolicy,
         MixedPrecisionPolicy,
@@ -155,17 +152,15 @@ def _sharding(meshes: Meshes, training: Training, kept: Collection[nn.Module]) -
         for dtype in (getattr(torch, training.mixed_precision_param), torch.float32)
     )
     offload, mesh = OffloadPolicy(), meshes.fsdp
-    place = _placement(meshes)
+    place = _placement(model, meshes)
     if training.enable_cpu_offload:
         # pinned, so that copies do not wait; torch pins by way of an accelerator, or raises
         offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
 
     def shard(*modules: nn.Module, reshard_after_forward: bool) -> "FSDPModule":
-        parts = [part for m in modules for part in m.modules() if isinstance(part, Experts)]
-        stacked = {parameter for part in parts for parameter in part.parameters()}
         return fully_shard(
             [*modules],
-            shard_placement_fn=(lambda p: place(p) if p in stacked else None) if parts else None,
+            shard_placement_fn=place,
             mesh=mesh,
             mp_policy=fp32_policy if modules[0] in kept else mixed_policy,
             offload_policy=offload,
@@ -175,9 +170,13 @@ def _sharding(meshes: Meshes, training: Training, kept: Collection[nn.Module]) -
     return shard
 
 
-def _placement(meshes: Meshes) -> Callable[[nn.Parameter], Any]:
-    """Return how FSDP2 shards a parameter of experts: by expert, or within experts where these are
-    fewer than ranks."""
+def _placement(model: Decoder, meshes: Meshes) -> Callable[[nn.Parameter], Any] | None:
+    """Return how FSDP2 shards a parameter, if there are experts: theirs by expert, or within
+    experts where these are fewer than ranks."""
+    modules = [module for module in model.modules() if isinstance(module, Experts)]
+    stacked = {parameter for module in modules for parameter in module.parameters()}
+    if not stacked:
+        return None
     from torch.distributed.tensor import Shard  # with DTensors: 0.4 s
 
     size = (meshes.experts or meshes.fsdp).size(-1)
@@ -191,8 +190,9 @@ def _placement(meshes: Meshes) -> Callable[[nn.Parameter], Any]:
         info = _get_mesh_info(meshes.experts)
 
     def place(parameter: nn.Parameter) -> Any:
-        count = parameter.to_local().shape[0] if is_dtensor(parameter) else parameter.shape[0]
-        is_within = count < size and parameter.shape[1] % size == 0
+        if parameter not in stacked:
+            return None
+        is_within = len(local_shard(parameter)) < size and parameter.shape[1] % size == 0
         placement = Shard(1) if is_within else None
         return placement if info is None else ShardPlacementResult(placement, info)
 

@@ -4,30 +4,28 @@ And the balance of their loads: what routers know of other ranks, and the end of
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.distributed._functional_collectives import (
     all_reduce,
-    all_to_all_single,
+    all_to_all_single_autograd,
     wait_tensor,
 )
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.config.training import Experts, Training
 from meshwright.models.decoder import Decoder
-from meshwright.models.mixture import feed_forward, inverse, permute
+from meshwright.models.mixture import feed_forward, inverse, spread
 from meshwright.models.router import BalanceLosses, mean_one
 from meshwright.parallelisms.meshes import Meshes
 from meshwright.parallelisms.shards import local_shard
 
 
 def balance(model: Decoder, meshes: Meshes, training: Training, options: Experts) -> None:
-    """Set the weights of the routers' own losses, and how routers see sequences that are cut."""
+    """Set how routers even out their loads, and how they see sequences that are cut."""
     tokens = training.global_batch_size * training.seq_len
     losses = BalanceLosses(
         options.balance_loss / tokens,
@@ -43,7 +41,7 @@ def balance(model: Decoder, meshes: Meshes, training: Training, options: Experts
 
     model.own_part = lambda x: x.chunk(meshes.tp.size(), 1)[meshes.tp.get_local_rank()]
     for mixture in model.mixtures().values():
-        mixture.losses = losses
+        mixture.losses, mixture.bias_update_rate = losses, options.bias_update_rate
         mixture.sum_over_ranks = sum_over_ranks
 
 
@@ -84,10 +82,10 @@ def exchanged(
     expert = expert.repeat_interleave(received.flatten(), output_size=sum(by))
     order = expert.argsort(stable=True)
     place = inverse(order)
-    arrived = permute(all_to_all(rows, by, to, group), order, place)
+    arrived = spread(all_to_all(rows, by, to, group), order, place.unsqueeze(1), None)
     own = [local_shard(weight) for weight in weights]
     out = feed_forward(arrived, received.sum(0), activation, *own)
-    return all_to_all(permute(out, place, order), to, by, group)
+    return all_to_all(spread(out, place, order.unsqueeze(1), None), to, by, group)
 
 
 # one operator, so that activation checkpointing keeps its results: backward does not ask again, nor
@@ -124,53 +122,34 @@ def on_host(splits: Tensor, num_rows: int) -> list[list[int]]:  # (2, ranks) int
     return found
 
 
-class _AllToAll(torch.autograd.Function):
-    """Rows to and from every rank of a group; backward goes the other way.
+def all_to_all(rows: Tensor, by: list[int], to: list[int], group: dist.ProcessGroup) -> Tensor:
+    """Send rows to every rank of a group, and get theirs; backward goes the other way.
 
-    Not torch's own function with a gradient, which is private. The operator gives a new tensor, so
-    that selective activation checkpointing can keep it.
+    The operator gives a new tensor, so that selective activation checkpointing can keep it.
     """
-
-    @staticmethod
-    def forward(
-        ctx: Any, rows: Tensor, by: list[int], to: list[int], group: dist.ProcessGroup
-    ) -> Tensor:
-        ctx.by, ctx.to, ctx.group = by, to, group
-        return wait_tensor(all_to_all_single(rows.contiguous(), by, to, group))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        back = all_to_all_single(grad.contiguous(), ctx.to, ctx.by, ctx.group)
-        return wait_tensor(back), None, None, None
-
-
-all_to_all: Callable[[Tensor, list[int], list[int], dist.ProcessGroup], Tensor] = (
-    _AllToAll.apply  # typed
-)
+    return wait_tensor(all_to_all_single_autograd(rows.contiguous(), by, to, group))
 
 
 class Balance:
     """The end of a step for the routers in a rank's stages.
 
     Every sum goes over all ranks of the job: each token of a layer is on one of them.
-
-    Args:
-        bias_update_rate: as in the config's section `experts`; 0: biases stay.
     """
 
-    def __init__(self, stages: Sequence[Decoder], bias_update_rate: float = 0.0) -> None:
-        self._rate, self._specs = bias_update_rate, stages[0].table.mixtures
+    def __init__(self, stages: Sequence[Decoder]) -> None:
+        self._specs = stages[0].table.mixtures
         self._mixtures = {n: own for stage in stages for n, own in stage.mixtures().items()}
-        self._rows = {number: row for row, number in enumerate(self._specs)}
         self._last = torch.zeros(0)
 
     @property
     def loads(self) -> dict[int, list[int]]:
         """Tokens of each expert in the last step, by the number of the layer; waits for the
         device."""
-        rows = zip(self._specs.items(), self._last.tolist(), strict=False)
-        return {number: row[: spec.n_experts] for (number, spec), row in rows}
+        return {n: own.tolist() for n, own in self._split().items()} if len(self._last) else {}
+
+    def _split(self) -> dict[int, Tensor]:
+        sizes = [spec.n_experts for spec in self._specs.values()]
+        return dict(zip(self._specs, self._last.split(sizes), strict=True))
 
     @torch.no_grad()
     def sums(self, device: torch.device, copies: int) -> Tensor:
@@ -179,10 +158,11 @@ class Balance:
         Args:
             copies: ranks that have the same layers.
         """
-        found = torch.zeros(len(self._rows), 5, device=device)
-        for number, mixture in self._mixtures.items():
-            spread = mixture.bias.max() - mixture.bias.min()
-            found[self._rows[number]] = torch.cat([mixture.figures, (spread / copies).view(1)])
+        found = torch.zeros(len(self._specs), 5, device=device)
+        for row, number in zip(found, self._specs, strict=True):
+            if (mixture := self._mixtures.get(number)) is not None:
+                row[:4] = mixture.figures
+                row[4] = (mixture.bias.max() - mixture.bias.min()) / copies
         return found
 
     @torch.no_grad()
@@ -201,32 +181,32 @@ class Balance:
         Returns:
             Figures by name, each (), the same on every rank.
         """
-        if not self._rows:
+        if not self._specs:
             return {}
-        width = max(spec.n_experts for spec in self._specs.values())
-        counts = torch.zeros(len(self._rows), width, dtype=torch.int64, device=sums.device)
+        counts = {  # of layers in other stages none
+            number: torch.zeros(spec.n_experts, dtype=torch.int64, device=sums.device)
+            for number, spec in self._specs.items()
+        }
+        counts |= {number: mixture.counts for number, mixture in self._mixtures.items()}
+        self._last = torch.cat([*counts.values()])
+        dist.all_reduce(self._last)
+        loads = self._split()
         for number, mixture in self._mixtures.items():
-            counts[self._rows[number], : len(mixture.counts)] = mixture.counts
-        dist.all_reduce(counts)
-        self._last = counts
-        for number, mixture in self._mixtures.items():
-            load = counts[self._rows[number], : len(mixture.counts)]
+            load = loads[number]
             mixture.load.copy_(torch.where(is_held_back, mixture.load, load))
-            if self._rate and mixture.router.weight.requires_grad:
+            if mixture.bias_update_rate and mixture.router.weight.requires_grad:
                 missing = (load.sum() - load * len(load)).sign()
-                moved = mixture.bias + self._rate * missing
+                moved = mixture.bias + mixture.bias_update_rate * missing
                 mixture.bias.copy_(torch.where(is_held_back, mixture.bias, moved))
             mixture.counts.zero_()
             mixture.figures.zero_()
-        specs = self._specs.values()
-        rows = [(row[: spec.n_experts], spec) for row, spec in zip(counts, specs, strict=True)]
-        loads = torch.cat([mean_one(row) for row, _ in rows])
-        tokens = torch.stack([row.sum() / spec.n_active for row, spec in rows]).unsqueeze(1)
-        batch, sequence, z, entropy = (sums[:, :4] / tokens).mean(0)
+        relative = torch.cat([mean_one(load) for load in loads.values()])
+        tokens = torch.stack([loads[n].sum() / spec.n_active for n, spec in self._specs.items()])
+        batch, sequence, z, entropy = (sums[:, :4] / tokens.unsqueeze(1)).mean(0)
         return {
-            "experts/load_max": loads.max(),
-            "experts/load_min": loads.min(),
-            "experts/without_tokens": (loads == 0).sum(),
+            "experts/load_max": relative.max(),
+            "experts/load_min": relative.min(),
+            "experts/without_tokens": (relative == 0).sum(),
             "experts/entropy": entropy,
             "experts/bias_range": sums[:, 4].max(),
             "experts/balance_loss": batch,

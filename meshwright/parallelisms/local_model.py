@@ -31,15 +31,10 @@ class LocalModel(nn.Module):
     balance: Balance
     """The part of a step that evens out the loads of experts."""
 
-    def __init__(
-        self,
-        stages: Sequence[Decoder],
-        pipeline: "Pipeline | None" = None,
-        bias_update_rate: float = 0.0,
-    ) -> None:
+    def __init__(self, stages: Sequence[Decoder], pipeline: "Pipeline | None" = None) -> None:
         super().__init__()
         self.stages, self.pipeline = tuple(stages), pipeline
-        self.balance = Balance(stages, bias_update_rate)
+        self.balance = Balance(stages)
         self.layers = nn.ModuleDict()
         for stage in stages:
             self.layers.update(dict(stage.layers.items()))
@@ -112,7 +107,6 @@ def build_local_model(
     training: Training,
     schedule: str,
     device: torch.device,
-    bias_update_rate: float = 0.0,
 ) -> LocalModel:
     """Build this rank's stages on meta, cut and prepare them. Values are arbitrary yet. Collective.
 
@@ -137,7 +131,7 @@ def build_local_model(
         for name, parameter in stages[index].named_parameters():
             parameter.requires_grad_(name not in parts.frozen)
     if num_stages == 1:
-        return LocalModel([stages[0]], None, bias_update_rate)
+        return LocalModel([stages[0]])
     from meshwright.parallelisms.pipeline import Pipeline  # torch's part takes a while
 
     pipeline = Pipeline(
@@ -146,7 +140,7 @@ def build_local_model(
         first_trained=first_trained,
         device=device,
     )
-    return LocalModel([*stages.values()], pipeline, bias_update_rate)
+    return LocalModel([*stages.values()], pipeline)
 
 
 def keep_modules(model: Decoder, names: Sequence[str]) -> None:

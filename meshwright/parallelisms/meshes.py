@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -58,17 +58,9 @@ class Meshes:
 
 def build_meshes(dims: ParallelDims, device_type: str) -> Meshes:
     """Make the process groups of every axis. Collective: all ranks of the job must call it."""
-    degrees = {axis: getattr(dims, axis) for axis in AXES}
-    ranks = torch.arange(dist.get_world_size()).reshape(list(degrees.values()))
+    ranks = torch.arange(dist.get_world_size()).reshape([getattr(dims, axis) for axis in AXES])
     here = (ranks == dist.get_rank()).nonzero()[0].tolist()
     groups: dict[tuple[int, ...], ProcessGroup] = {}
-
-    def group(*axes: str) -> ProcessGroup:
-        """Return this rank's group of the ranks that differ along `axes` alone."""
-        divided = tuple(axis for axis in axes if degrees[axis] > 1)
-        where = zip(AXES, here, strict=True)
-        members = ranks[tuple(slice(None) if axis in divided else at for axis, at in where)]
-        return group_of(members, "_".join(divided) or "self")
 
     def group_of(members: Tensor, name: str, *, is_own: bool = False) -> ProcessGroup:
         """Return the group of these ranks; one that is its own is shared with no other mesh."""
@@ -82,37 +74,37 @@ def build_meshes(dims: ParallelDims, device_type: str) -> Meshes:
             groups[key] = dist.new_group(
                 members.flatten().tolist(),
                 use_local_synchronization=True,
-                group_desc=f"mesh_{name}",
+                group_desc=f"mesh_{name if members.numel() > 1 else 'self'}",
             )
         return groups[key]
 
     def line(name: str, *axes: str) -> DeviceMesh:
-        return DeviceMesh.from_group(group(*axes), device_type, mesh_dim_names=(name,))
+        """Return a mesh of one axis: the ranks that differ from this one along `axes` alone."""
+        where = zip(AXES, here, strict=True)
+        members = ranks[tuple(slice(None) if axis in axes else at for axis, at in where)]
+        return DeviceMesh.from_group(group_of(members, name), device_type, mesh_dim_names=(name,))
 
-    # not init_device_mesh, which makes new groups for each mesh, however often it did so before
-    parameters = DeviceMesh.from_group(
-        [group("pp"), group("dp_replicate"), group("dp_shard", "cp"), group("tp")],
-        device_type,
-        ranks.flatten(2, 3),
-        mesh_dim_names=("pp", "dp_replicate", "fsdp", "tp"),
-    )
+    def arranged(axes: Mapping[str, int], own: str = "") -> DeviceMesh:
+        """Return the mesh of all ranks with axes of these lengths; the group of `own` is its own.
+
+        Not init_device_mesh, which makes new groups for each mesh, however often it did so before.
+        """
+        whole = ranks.view(*axes.values())
+        place = (whole == dist.get_rank()).nonzero()[0].tolist()
+        members = (whole[(*place[:i], slice(None), *place[i + 1 :])] for i in range(len(axes)))
+        own_groups = [
+            group_of(part, name, is_own=name == own)
+            for name, part in zip(axes, members, strict=True)
+        ]
+        return DeviceMesh.from_group(own_groups, device_type, whole, mesh_dim_names=tuple(axes))
+
+    outer = {"pp": dims.pp, "dp_replicate": dims.dp_replicate}
+    parameters = arranged(outer | {"fsdp": dims.dp_shard * dims.cp, "tp": dims.tp})
     copies = ("dp_replicate",) if dims.dp_replicate > 1 else ()
     experts = None
-    if dims.has_own_experts:  # the same ranks in another arrangement
-        sparse = ranks.reshape(dims.pp, dims.dp_replicate, dims.efsdp, dims.ep)
-        pp, replica, shard, ep = (sparse == dist.get_rank()).nonzero()[0].tolist()
-        experts = DeviceMesh.from_group(
-            [
-                group("pp"),
-                group("dp_replicate"),
-                # FSDP2 tells the groups of a block apart by their process groups
-                group_of(sparse[pp, replica, :, ep], "efsdp", is_own=True),
-                group_of(sparse[pp, replica, shard], "ep"),
-            ],
-            device_type,
-            sparse,
-            mesh_dim_names=("pp", "dp_replicate", "efsdp", "ep"),
-        )
+    if dims.has_own_experts:
+        # FSDP2 tells the groups of a block apart by their process groups
+        experts = arranged(outer | {"efsdp": dims.efsdp, "ep": dims.ep}, own="efsdp")
     return Meshes(
         world=line("world", *AXES),
         dp=line("dp", "dp_replicate", "dp_shard"),

@@ -9,11 +9,10 @@ from functools import cache
 from pathlib import Path
 
 import torch
-from torch.compiler import config
+from torch.compiler import config as compiler
 
-from meshwright.config.job_config import needs_fsdp_alone, wants_cpu_attention
-from meshwright.config.parallelism import ActivationCheckpoint, Compile, Float8, Parallelism
-from meshwright.config.training import Experts, Training
+from meshwright.config.job_config import JobConfig, needs_fsdp_alone, wants_cpu_attention
+from meshwright.config.parallelism import ActivationCheckpoint, Float8
 from meshwright.models.decoder import Decoder
 from meshwright.parallelisms import (
     activation_checkpoint,
@@ -82,8 +81,8 @@ def tell_code_apart() -> None:
     the ends of tensors. What the user has put into the key stays.
     """
     tag = f"{_hash_of_code()} {torch.backends.cpu.get_cpu_capability()}"
-    if tag not in config.cache_key_tag:
-        config.cache_key_tag += tag
+    if tag not in compiler.cache_key_tag:
+        compiler.cache_key_tag += tag
 
 
 @cache
@@ -98,13 +97,8 @@ def _hash_of_code() -> str:
 def parallelize(
     model: Decoder,
     meshes: Meshes,
+    config: JobConfig,
     *,
-    training: Training,
-    parallelism: Parallelism,
-    recomputation: ActivationCheckpoint,
-    compilation: Compile,
-    float8_options: Float8,
-    experts: Experts,
     fp32_modules: Collection[str] = (),
     float8_layers: Collection[str] = (),
 ) -> list[str]:
@@ -122,14 +116,15 @@ def parallelize(
 
     Args:
         fp32_modules: as `apply_fsdp` takes them.
-        float8_layers: as `apply_float8` takes them, if `float8_options.enable`.
+        float8_layers: as `apply_float8` takes them, if `float8.enable`.
 
     Returns:
         A line for the log about each step that was applied.
     """
-    applied: list[str] = []
-    if float8_options.enable:
-        applied.append(apply_float8(model, float8_layers, float8_options))
+    training, parallelism, compilation = config.training, config.parallelism, config.compile
+    recomputation, float8, applied = config.activation_checkpoint, config.float8, list[str]()
+    if float8.enable:
+        applied.append(apply_float8(model, float8_layers, float8))
     if meshes.tp.size() > 1:
         from meshwright.parallelisms import tensor_parallel  # with DTensors: 0.4 s
 
@@ -137,7 +132,7 @@ def parallelize(
         if parallelism.enable_async_tensor_parallel:
             applied.append(tensor_parallel.enable_async_tp(meshes.tp))
     if model.table.mixtures:
-        expert_parallel.balance(model, meshes, training, experts)
+        expert_parallel.balance(model, meshes, training, config.experts)
         if meshes.ep is not None:
             applied.append(expert_parallel.apply_ep(model, meshes.ep))
     if meshes.cp.size() > 1:
@@ -154,13 +149,13 @@ def parallelize(
             dtype = getattr(torch, training.mixed_precision_param)
             applied.append(attention.apply_cpu_attention(model, dtype))
         has_meshes = meshes.tp.size() > 1
-        casts = float8_options.enable and float8_options.recipe_name == "rowwise"
+        casts = float8.enable and float8.recipe_name == "rowwise"
         applied.append(
             _compile(
                 model, compilation.backend, recomputation, has_meshes=has_meshes, keeps_casts=casts
             )
         )
-    if meshes.world.size() == 1 and not needs_fsdp_alone(training, float8_options):
+    if meshes.world.size() == 1 and not needs_fsdp_alone(training, float8):
         applied.append(
             data_parallel.compute_in(model, training.mixed_precision_param, fp32_modules)
         )

@@ -22,12 +22,9 @@ Choices = Mapping[int, Tensor]
 the global batch in their order."""
 
 
-class _Recording:
+class _Recording(Routing):
     def __init__(self) -> None:
         self._calls = defaultdict[int, list[Tensor]](list)
-
-    def given(self, layer: int, num_sequences: int) -> None:
-        """As `Routing`'s: the router chooses."""
 
     def note(self, layer: int, choice: Tensor, gap: Tensor | None) -> None:
         """As `Routing`'s."""
@@ -53,7 +50,7 @@ class _Recording:
         return found
 
 
-class Replay:
+class Replay(Routing):
     """Prescribes choices to a rank, and counts tokens whose router has chosen others.
 
     Every schedule takes the microbatches of a stage in their order.
@@ -131,7 +128,7 @@ def _routed(stages: Sequence[Decoder], routing: Routing) -> Iterator[None]:
         yield
     finally:
         for stage in stages:
-            stage.routing = None
+            stage.routing = Routing()
 
 
 @contextmanager

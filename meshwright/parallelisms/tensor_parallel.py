@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from meshwright.models.decoder import Decoder, Projection
+from meshwright.models.decoder import Decoder
 from meshwright.models.loss import SummedLoss, rows_at
 from meshwright.models.table import Layout
 from meshwright.parallelisms.meshes import all_gather
@@ -134,9 +134,8 @@ def apply_tp(model: Decoder, mesh: DeviceMesh) -> str:
             setattr(model.get_submodule(around), own, norm)
             continue
         if parameter.layout == "output":
-            output = model.get_submodule(module)
-            assert isinstance(output, Projection)
-            output.weight = nn.Parameter(distribute_tensor(output.weight, mesh, [Shard(0)]))
+            cut = distribute_tensor(model.get_parameter(name), mesh, [Shard(0)])
+            model.get_submodule(module).register_parameter("weight", nn.Parameter(cut))
             continue
         plan[module] = styles[parameter.layout]
         if parameter.layout == "colwise":  # gathered once for all of them

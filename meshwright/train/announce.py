@@ -1,6 +1,5 @@
 """A job's messages at its start and end, and the record of its config and history."""
 
-import math
 import platform
 import shlex
 import socket
@@ -87,8 +86,8 @@ def _describe_model(plan: Plan) -> str:
     if table.mixtures:
         words += f", {table.num_active_params:,} of them active for a token"
     if plan.frozen:
-        shapes = plan.model_args.parameter_shapes().items()
-        trained = sum(math.prod(shape) for name, shape in shapes if name not in plan.frozen)
+        own = table.parameters.items()
+        trained = sum(parameter.numel for name, parameter in own if name not in plan.frozen)
         words += f", {trained:,} of them trained"
     return words
 

@@ -51,12 +51,7 @@ def build_model(
             parallelize(
                 stage,
                 meshes,
-                training=training,
-                parallelism=config.parallelism,
-                recomputation=config.activation_checkpoint,
-                compilation=config.compile,
-                float8_options=config.float8,
-                experts=config.experts,
+                config,
                 fp32_modules=plan.fp32_modules,
                 float8_layers=plan.float8_layers,
             )
@@ -70,7 +65,6 @@ def build_model(
         meshes=meshes,
         training=training,
         schedule=config.parallelism.pipeline_parallel_schedule,
-        bias_update_rate=config.experts.bias_update_rate,
         device=device,
     )
     if model.pipeline is not None:

@@ -11,7 +11,6 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.config.job_config import JobConfig
 from meshwright.config.parallelism import ActivationCheckpoint, Compile, Float8, Parallelism
-from meshwright.config.section import Section
 from meshwright.config.training import Experts, Training
 from meshwright.models.decoder import Decoder
 from meshwright.models.families.llama import LlamaArgs
@@ -44,7 +43,13 @@ MIXED = Qwen3MoeArgs(
 SEQ_LEN = 16
 CPU = torch.device("cpu")
 
-SECTIONS = (Training, Parallelism, Experts, ActivationCheckpoint, Compile)
+SECTIONS = {
+    "training": Training,
+    "parallelism": Parallelism,
+    "experts": Experts,
+    "activation_checkpoint": ActivationCheckpoint,
+    "compile": Compile,
+}
 """Which have the options that tests give."""
 KEYS = {  # where they differ from the options' names
     "reshard_after_forward": "fsdp_reshard_after_forward",
@@ -94,35 +99,30 @@ def parallel_model(
     """
     meshes = meshes_of(dims, "cpu")
     num_stages = dims.pp * stages_per_rank
-    given: dict[type[Section], dict[str, object]] = {section: {} for section in SECTIONS}
+    given: dict[str, dict[str, object]] = {name: {} for name in SECTIONS}
     for option, value in options.items():
         key = KEYS.get(option, option)
-        given[next(section for section in SECTIONS if key in section.model_fields)][key] = value
-    given[Compile]["enable"] = bool(options.get("compile_backend"))
-    sections = {section: section(**values) for section, values in given.items()}
-    training = Training(
-        dtype=_name(master_dtype),
-        mixed_precision_param=_name(param_dtype),
-        mixed_precision_reduce=_name(reduce_dtype),
-        local_batch_size=microbatches[1],
-        global_batch_size=microbatches[0] * microbatches[1] * dims.dp,
-        seq_len=SEQ_LEN,
-        enable_cpu_offload=enable_cpu_offload,
-        **given[Training],
-    )
+        name = next(n for n, section in SECTIONS.items() if key in section.model_fields)
+        given[name][key] = value
+    given["compile"]["enable"] = bool(options.get("compile_backend"))
+    given["training"] |= {
+        "dtype": _name(master_dtype),
+        "mixed_precision_param": _name(param_dtype),
+        "mixed_precision_reduce": _name(reduce_dtype),
+        "local_batch_size": microbatches[1],
+        "global_batch_size": microbatches[0] * microbatches[1] * dims.dp,
+        "seq_len": SEQ_LEN,
+        "enable_cpu_offload": enable_cpu_offload,
+    }
+    config = JobConfig(float8=float8, **given)
 
     def prepare(stage: Decoder) -> None:
         parallelize(
             stage,
             meshes,
-            training=training,
-            parallelism=sections[Parallelism],
-            recomputation=sections[ActivationCheckpoint],
-            compilation=sections[Compile],
-            float8_options=float8,
-            experts=sections[Experts],
+            config,
             fp32_modules=fp32_modules,
-            float8_layers=find_float8_layers(JobConfig(float8=float8), args.table, fp32_modules),
+            float8_layers=find_float8_layers(config, args.table, fp32_modules),
         )
         allocate(stage, CPU, CPU)
 
@@ -135,10 +135,9 @@ def parallel_model(
             fp32_modules,
         ),
         meshes=meshes,
-        training=training,
+        training=config.training,
         schedule=schedule,
         device=CPU,
-        bias_update_rate=sections[Experts].bias_update_rate,
     )
     for stage in model.stages:
         initialize(stage, seed)
@@ -161,10 +160,8 @@ def lines_on_one_rank(
     return parallelize(
         plain_model(TINY) if model is None else model,
         cast(Meshes, SimpleNamespace(world=alone, tp=alone, cp=alone)),
-        training=Training(mixed_precision_param=dtype, mask_documents=mask_documents),
-        parallelism=Parallelism(),
-        recomputation=ActivationCheckpoint(),
-        compilation=Compile(backend="eager", **{"enable": False} | compilation),
-        float8_options=Float8(),
-        experts=Experts(),
+        JobConfig(
+            training=Training(mixed_precision_param=dtype, mask_documents=mask_documents),
+            compile=Compile(backend="eager", **{"enable": False} | compilation),
+        ),
     )

@@ -1,7 +1,6 @@
 """Jobs that start from weights that are there: on real processes, and what keeps them from it."""
 
 import json
-import math
 import pickle
 import shutil
 from collections.abc import Callable
@@ -65,7 +64,7 @@ def test_a_job_starts_from_weights_and_later_from_its_own_checkpoint(tmp_path, c
     said = capsys.readouterr().out
     assert "complete, newest" in said
     assert "step-2: good\nstep-3: good" in said
-    numel = sum(math.prod(shape) for shape in SMALL.parameter_shapes().values())
+    numel = SMALL.table.num_params
     assert f"llama, {numel:,} parameters" in said  # and not those of the optimizer
 
     by_two_ranks = tmp_path / "hf" / "checkpoint" / "step-2"

@@ -14,7 +14,7 @@ from meshwright.config.combinations import check_contradictions
 from meshwright.config.job_config import JobConfig
 from meshwright.config.loader import load_config
 from meshwright.config.parallelism import ActivationCheckpoint, Compile, Float8, Parallelism
-from meshwright.config.training import Experts, Training
+from meshwright.config.training import Training
 from meshwright.models.decoder import Decoder
 from meshwright.models.families.llama import LlamaArgs
 from meshwright.parallelisms import data_parallel
@@ -244,12 +244,7 @@ def test_casts_are_kept_for_rows_alone(monkeypatch, options: Float8, keeps_casts
     parallelize(
         plain_model(),
         SimpleNamespace(world=alone, tp=alone, cp=alone),
-        training=Training(),
-        parallelism=Parallelism(),
-        recomputation=ActivationCheckpoint(mode="none"),
-        compilation=Compile(enable=True),
-        float8_options=options,
-        experts=Experts(),
+        JobConfig(compile=Compile(enable=True), float8=options),
         float8_layers=layers_of(options),
     )
     assert seen == [keeps_casts]

@@ -65,12 +65,12 @@ def find_names(place: Place, family: Family, args: DecoderArgs) -> dict[str, str
         return [prefix + name for name in (ours, *others)]
 
     found, wrong = {}, []
-    for ours, shape in args.parameter_shapes().items():
+    for ours, parameter in args.table.parameters.items():
         theirs = next((name for name in names_there(ours) if name in saved), None)
         if theirs is None:
             wrong.append(f"{prefix}{ours} is not there")
-        elif saved[theirs].shape != shape:
-            wrong.append(f"{theirs} has shape {saved[theirs].shape} there, not {shape}")
+        elif saved[theirs].shape != parameter.shape:
+            wrong.append(f"{theirs} has shape {saved[theirs].shape} there, not {parameter.shape}")
         found[ours] = theirs or ""
     tied = {*names_there("output.weight")} if args.tie_embeddings else set()
     others = sorted(_of_model(saved, prefix) - {*found.values()} - tied)
@@ -124,7 +124,7 @@ def check_meta_folder(place: Place, family: Family, args: DecoderArgs) -> dict[s
         del found["rope_scaling"]
     check_args(args, found, str(place.path / PARAMS))
     files = {file.name: _map(place, file) for file in _in_order(place.path)}
-    wanted = args.parameter_shapes()
+    wanted = {name: parameter.shape for name, parameter in args.table.parameters.items()}
     names = set().union(*files.values())
     if args.tie_embeddings and COPY in names:
         wanted[COPY] = wanted[TIED]

@@ -28,12 +28,7 @@ class MixtralArgs(ExpertArgs):
         """As Llama's. The paper gives no initial values; these make logits of variance 1 at any
         width."""
         out_std = STD / math.sqrt(2 * self.n_layers)
-        mixture = self.mixture(self.hidden_dim, out_std)
-        return self.decoder(
-            out_std=out_std,
-            output_std=1 / math.sqrt(self.dim),
-            mixtures=[mixture] * self.n_layers,
-        )
+        return self.decoder(out_std=out_std, output_std=1 / math.sqrt(self.dim))
 
 
 FLAVORS: dict[str, MixtralArgs] = {

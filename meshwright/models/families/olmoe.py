@@ -6,7 +6,7 @@ allenai/OLMoE-1B-7B-0924.
 
 from dataclasses import dataclass
 
-from meshwright.models.args import STD, ExpertArgs
+from meshwright.models.args import ExpertArgs
 from meshwright.models.family import EXPERTS, MODULES, Family, HuggingFaceForm
 from meshwright.models.table import DecoderSpec
 
@@ -23,8 +23,7 @@ class OlmoeArgs(ExpertArgs):
     def expand(self) -> DecoderSpec:
         """Queries and keys are normalised over all heads of a token. All matrices start with the
         same deviation (table 10)."""
-        mixture = self.mixture(self.hidden_dim, out_std=STD)
-        return self.decoder(qk_norm="all", mixtures=[mixture] * self.n_layers)
+        return self.decoder(qk_norm="all")
 
 
 FLAVORS: dict[str, OlmoeArgs] = {

@@ -4,22 +4,21 @@ Source: Qwen Team 2025, arXiv:2505.09388; dimensions come from the config.json o
 Qwen/Qwen3-30B-A3B and Qwen/Qwen3-235B-A22B.
 """
 
-import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from meshwright.models.args import STD, ExpertArgs, check_positive
+from meshwright.models.args import ExpertArgs, check_positive
 from meshwright.models.families.qwen3 import FAMILY as QWEN3
+from meshwright.models.families.qwen3 import Qwen3Args
 from meshwright.models.family import EXPERTS, MODULES, Family, HuggingFaceForm
-from meshwright.models.table import DecoderSpec
+from meshwright.models.table import MixtureSpec
 
 
 @dataclass(frozen=True)
-class Qwen3MoeArgs(ExpertArgs):
+class Qwen3MoeArgs(Qwen3Args, ExpertArgs):
     """Dimensions of a Qwen3 with experts."""
 
-    norm_eps: float = 1e-6
-    rope_theta: float = 1000000.0
     n_experts: int = 128
     n_active: int = 8
     expert_dim: int = 768
@@ -40,19 +39,10 @@ class Qwen3MoeArgs(ExpertArgs):
         """As the base's."""
         return super().small() | {"expert_dim": 24, "n_dense_layers": min(self.n_dense_layers, 1)}
 
-    def expand(self) -> DecoderSpec:
-        """As Qwen3's dense sizes, with experts in the place of the feed-forward."""
-        out_std = STD / math.sqrt(2 * self.n_layers)
-        num_sparse = self.n_layers - self.n_dense_layers
-        return self.decoder(
-            qk_norm="head",
-            out_std=out_std,
-            output_std=1 / math.sqrt(self.dim),
-            mixtures=[
-                *[None] * self.n_dense_layers,
-                *[self.mixture(self.expert_dim, out_std)] * num_sparse,
-            ],
-        )
+    def expert_layers(self, out_std: float) -> Sequence[MixtureSpec | None]:
+        """As the base's, with a width of their own, after the dense layers."""
+        mixture, dense = self.mixture(self.expert_dim, out_std), self.n_dense_layers
+        return [*[None] * dense, *[mixture] * (self.n_layers - dense)]
 
 
 FLAVORS: dict[str, Qwen3MoeArgs] = {
