@@ -7,6 +7,8 @@ import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
+from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 
@@ -35,6 +37,17 @@ def import_user_module(name: str) -> ModuleType:
         del sys.modules[own_name]
         raise
     return module
+
+
+@cache  # it reads a file, and a search asks for every candidate
+def torch_version() -> str:
+    """Return the version of the installed torch, without importing it."""
+    return metadata.version("torch")
+
+
+def has_torch(*version: int) -> bool:
+    """Return whether torch is of `version`, (major, minor), or newer."""
+    return tuple(map(int, torch_version().split(".")[:2])) >= version
 
 
 def line_of(error: BaseException, file: str) -> str:

@@ -1,7 +1,7 @@
 """Parts of planning that need no simulation."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -30,7 +30,6 @@ from meshwright.commands.plan.report import (
     slowest,
     to_json,
     to_text,
-    tokens_per_step,
 )
 from meshwright.commands.plan.simulate import as_gpu, deal, plan_job
 from meshwright.commands.plan.torch_names import FakeTensorMode
@@ -106,11 +105,10 @@ def test_on_cpus_malloc_counts() -> None:
 
 def test_a_plan_counts_the_copy_of_an_asynchronous_save() -> None:
     words = ["--job.config_file=train_configs/debug_model.toml", "--checkpoint.async_mode=thread"]
-    figures = Figures({"": float(GIB)}, 0.0)
 
     def staged(*more: str) -> list[str]:
         plan = plan_job(load_config([*words, *more]), 2, is_gpu=False)
-        parts = beside_tensors(figures, plan, find_device("cpu"))
+        parts = beside_tensors(plan, find_device("cpu"), GIB, 0)
         return [part.what for part in parts if part.low == part.high]
 
     assert staged("--checkpoint.enable=true") == ["copy of an asynchronous save"]
@@ -127,9 +125,8 @@ def test_a_remedy_has_the_verdict_of_its_neediest_rank_and_its_own_groups(monkey
         size, groups = ((5.0, 9.0)[rank] * GIB, 2) if is_piped else (20.0 * GIB, 1)
         return Figures({"": size}, 2.0 - rank, groups)
 
-    def at_once(tasks: list[tuple], function: Callable, *_: object) -> Iterator[tuple[int, Need]]:
-        for index, task in enumerate(tasks):
-            yield index, function(*task)
+    def at_once(tasks: list[tuple], function: Callable, *_: object) -> list[Need]:
+        return [function(*task) for task in tasks]
 
     monkeypatch.setattr(predicting, "predict", predicted)
     monkeypatch.setattr(command, "in_processes", at_once)
@@ -260,7 +257,7 @@ def test_figures_of_a_report() -> None:
         config = load_config([DEBUG, f"--training.mixed_precision_param={dtype}"])
         plan, device = plan_job(config, 2, is_gpu=True), find_device("h100")
         per_token = plan.model_args.table.flops_per_token(plan.config.training.seq_len)
-        flops = tokens_per_step(plan) / 2 * per_token
+        flops = plan.config.tokens_per_step / 2 * per_token
         assert mfu(plan, device, 2.0) == pytest.approx(flops / 2.0 / device.peak(dtype))
     counts = (5_770_000, 8_030_261_248, 70_553_706_496, 405_853_388_800)
     assert [_parameters(one) for one in counts] == ["5.77 M", "8.03 B", "70.6 B", "406 B"]

@@ -67,6 +67,11 @@ class Simulation:
         """The microbatch that stands for the ones left out."""
         return max(1, self.simulated - 1)
 
+    @property
+    def num_groups(self) -> int:
+        """Process groups that communicate: one for each axis."""
+        return len({entry.axis for entry in self.entries if entry.axis})
+
     def whole_step(self) -> Iterator[tuple[int, Entry]]:
         """Yield every entry, with how many times the whole step has it."""
         for entry in self.entries:

@@ -3,13 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from importlib import metadata
 from itertools import accumulate, pairwise
 
 from meshwright.config.job_config import JobConfig
 from meshwright.config.parallelism import Parallelism
 from meshwright.models.args import DecoderArgs
 from meshwright.system.errors import check, did_you_mean
+from meshwright.system.modules import has_torch, torch_version
 
 
 @dataclass(frozen=True)
@@ -135,12 +135,11 @@ def check_split_float8(config: JobConfig) -> None:
     """
     if not (config.float8.enable and splits_backward(config.parallelism)):
         return
-    version = metadata.version("torch")
     check(
-        tuple(map(int, version.split(".")[:2])) >= (2, 13),
+        has_torch(2, 13),
         "parallelism.pipeline_parallel_schedule",
         config.parallelism.pipeline_parallel_schedule,
-        f"computes gradients in two passes, which torch {version} cannot in float8 layers",
+        f"computes gradients in two passes, which torch {torch_version()} cannot in float8 layers",
         "use torch 2.13, or choose Interleaved1F1B",
     )
 
@@ -280,9 +279,7 @@ def plan_pipeline(config: JobConfig, args: DecoderArgs) -> list[list[str]]:
         "the first and the last stage would share the embedding (model.args.tie_embeddings)",
         "set it to 1, or model.args.tie_embeddings = false",
     )
-    return assign_modules(
-        parallelism,
-        [args.table.in_matrices[f"layers.{index}"] for index in range(args.n_layers)],
-        embedding=args.table.in_matrices["tok_embeddings"],
-        output=args.table.in_matrices["output"],
-    )
+    size = args.table.in_matrices
+    layers = [size[f"layers.{index}"] for index in range(args.n_layers)]
+    embedding, output = size["tok_embeddings"], size["output"]
+    return assign_modules(parallelism, layers, embedding=embedding, output=output)
