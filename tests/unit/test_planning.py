@@ -14,15 +14,14 @@ from meshwright.commands.plan import trace as scope
 from meshwright.commands.plan.devices import (
     GIB,
     Device,
+    beside_tensors,
     estimated,
     find_device,
-    on_cpu,
-    on_gpu,
     verdict,
 )
 from meshwright.commands.plan.figures import Memory, Peak, StepTime, bubble
 from meshwright.commands.plan.ledger import AT_START, HOST, PURPOSES, Event, Item, Record
-from meshwright.commands.plan.predict import Figures, Need, beside_tensors, need_of
+from meshwright.commands.plan.predict import Figures, Need, need_of
 from meshwright.commands.plan.report import (
     _parameters,
     mfu,
@@ -98,8 +97,9 @@ def test_ranks_on_cpus_share_this_machine(monkeypatch) -> None:
 
 def test_on_cpus_malloc_counts() -> None:
     """Llama of 140 M on two ranks, as it was measured with gloo: 1.58 GiB of tensors."""
-    peak = int(1.58 * GIB)
-    high = peak / GIB + sum(x.high for x in on_cpu(peak)) / GIB
+    peak, plan = int(1.58 * GIB), plan_job(load_config([DEBUG]), 2, is_gpu=False)
+    parts = beside_tensors(plan, find_device("cpu"), peak, 1)
+    high = (peak + sum(part.high for part in parts)) / GIB
     assert 4.50 < high < 1.2 * 4.50
 
 
@@ -133,7 +133,7 @@ def test_a_remedy_has_the_verdict_of_its_neediest_rank_and_its_own_groups(monkey
     config = load_config([DEBUG])
     job = plan_job(config, 2, is_gpu=True)
     shown = SimpleNamespace(peak=SimpleNamespace(num_bytes=20 * GIB))
-    high = sum(x.high for x in on_gpu(9 * GIB, 2)) / GIB
+    high = sum(x.high for x in beside_tensors(job, Device("", 1.0), 9 * GIB, 2)) / GIB
     for room, word in ((high, "fits"), (high - 0.01, "tight"), (0.0, "does not fit")):
         (found,) = command.find_remedies(job, shown, estimated(Device("", 9 + room + 1e-6)), 1)
         assert "pipeline_parallel_degree = 2" in found.change
@@ -190,7 +190,8 @@ def test_bytes_of_a_step_are_told_by_purpose_module_and_place() -> None:
 
 def test_the_verdict_depends_on_what_is_modelled_only_between_two_limits() -> None:
     device = Device("", 10.0)
-    modelled = on_gpu(0, num_groups=1)
+    plan = plan_job(load_config([DEBUG]), 2, is_gpu=True)
+    modelled = beside_tensors(plan, device, 0, num_groups=1)
     low, high = (sum(getattr(part, end) for part in modelled) for end in ("low", "high"))
     assert verdict(device, int(10 * GIB - high), modelled) == "fits"
     assert verdict(device, int(10 * GIB - high) + 2, modelled) == "tight"

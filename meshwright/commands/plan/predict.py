@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from tqdm import tqdm
 
-from meshwright.commands.plan.devices import Device, Overhead, Rates, on_cpu, on_gpu, verdict
+from meshwright.commands.plan.devices import Device, Rates, beside_tensors, verdict
 from meshwright.commands.plan.figures import Memory, step_time
 from meshwright.commands.plan.simulate import plan_job, simulate
 from meshwright.config.job_config import JobConfig, changed
@@ -47,21 +47,6 @@ def measure(plan: Plan, rank: int, device: Rates) -> Figures:
     simulation = simulate(plan, rank, is_gpu=device.is_gpu, imbalance=device.imbalance)
     time, places = step_time(simulation, plan, device), Memory(simulation.record).by_place()
     return Figures(places, time.seconds if time else 0.0, simulation.num_groups)
-
-
-def beside_tensors(plan: Plan, device: Device, peak: int, num_groups: int) -> list[Overhead]:
-    """Model the memory that a rank of `plan` needs besides its tensors.
-
-    Args:
-        peak: bytes of tensors.
-        num_groups: process groups that communicate.
-    """
-    checkpoint = plan.config.checkpoint
-    if device.is_gpu:
-        return on_gpu(peak, num_groups)
-    is_staged = checkpoint.enable and checkpoint.async_mode == "thread"
-    saved = sum(plan.least_bytes.get(name, 0.0) for name in ("weights", "optimizer"))
-    return on_cpu(peak, round(saved) * is_staged)
 
 
 def predict(plan: Plan, rank: int, device: Rates) -> Figures:

@@ -8,9 +8,9 @@ from html import escape
 from typing import Any
 
 from meshwright.commands.plan import devices, figures
-from meshwright.commands.plan.devices import GIB, SOURCE, Device, error_of_time
+from meshwright.commands.plan.devices import GIB, SOURCE, Device, beside_tensors, error_of_time
 from meshwright.commands.plan.figures import StepTime
-from meshwright.commands.plan.predict import beside_tensors, stages_of
+from meshwright.commands.plan.predict import stages_of
 from meshwright.commands.plan.simulate import plan_job, simulate
 from meshwright.config.job_config import JobConfig
 from meshwright.metrics.report.charts import Chart, Curve, draw

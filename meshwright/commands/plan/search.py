@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import tomli_w
 
-from meshwright.commands.plan.devices import GIB, SOURCE, Device, Rates, on_gpu, verdict
+from meshwright.commands.plan.devices import GIB, SOURCE, Device, Rates, beside_tensors, verdict
 from meshwright.commands.plan.figures import bubble, entry_seconds, layer_of, ring_width
 from meshwright.commands.plan.predict import (
     at_depth,
@@ -295,7 +295,7 @@ def find(config: JobConfig, ranks: int, device: Rates, workers: int) -> Found:
     fitting = []
     for (update, plan), (seconds, size) in zip(candidates, estimates, strict=True):
         peak, groups = round(size), sum(degree > 1 for degree in vars(plan.dims).values())
-        if verdict(device, peak, on_gpu(peak, groups)) == "fits":  # it might
+        if verdict(device, peak, beside_tensors(plan, device, peak, groups)) == "fits":  # it might
             fitting.append((seconds, words_of(plan), update, plan))
     queue = sorted(fitting, key=itemgetter(0, 1))
     found: list[tuple[Simulated, Update]] = []

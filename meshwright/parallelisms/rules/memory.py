@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 from meshwright.config.job_config import JobConfig, changed
 from meshwright.models.args import DecoderArgs
@@ -63,7 +62,6 @@ def heaviest_load(
     return max(loads, key=lambda load: load.parameters)
 
 
-@lru_cache(maxsize=64)  # a search asks hundreds of times for each cut of its model
 def _sizes(
     table: DecoderSpec, frozen: frozenset[str], tp: int, ep: int
 ) -> dict[str, tuple[int, int, int, int]]:
