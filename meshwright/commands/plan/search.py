@@ -28,7 +28,7 @@ from meshwright.commands.plan.predict import (
 from meshwright.commands.plan.simulate import plan_job, simulate
 from meshwright.commands.plan.trace import FORWARD, UPDATE
 from meshwright.config.job_config import JobConfig, Update, changed
-from meshwright.parallelisms.rules.degrees import DEGREES
+from meshwright.parallelisms.rules.degrees import DEGREES, power_meshes
 from meshwright.parallelisms.rules.memory import BYTES
 from meshwright.parallelisms.rules.stages import SCHEDULES
 from meshwright.system.errors import ConfigError, check
@@ -82,12 +82,10 @@ def _updates(config: JobConfig, ranks: int, device: Device, num_experts: int) ->
     """
     longest = 8 if config.training.seq_len >= LONG else 1
     most = {"tp": min(device.per_node, 8), "cp": longest, "pp": 16}
-    powers = [1 << i for i in range(ranks.bit_length())]
     sizes = sorted({1, 2, 4, config.training.local_batch_size})
     own, batch = config.parallelism.expert_parallel_degree, config.training.global_batch_size
-    for degrees in product(*([n for n in powers if n <= most[axis]] for axis in most)):
-        mesh = dict(zip(most, degrees, strict=True))
-        if ranks % math.prod(degrees):
+    for mesh in power_meshes(most):
+        if ranks % math.prod(mesh.values()):
             continue
         schedules = _schedules(config) if mesh["pp"] > 1 else [""]
         largest = math.gcd(num_experts, ranks // mesh["pp"])

@@ -11,7 +11,12 @@ from meshwright.config.job_config import JobConfig, changed
 from meshwright.config.parallelism import Parallelism
 from meshwright.models.args import DecoderArgs
 from meshwright.parallelisms.rules.compile_choice import recomputes_attention
-from meshwright.parallelisms.rules.degrees import DEGREES, KEYS, shards_experts_apart
+from meshwright.parallelisms.rules.degrees import (
+    DEGREES,
+    KEYS,
+    power_meshes,
+    shards_experts_apart,
+)
 from meshwright.parallelisms.rules.stages import SCHEDULES
 from meshwright.system.errors import ConfigError
 from meshwright.train.preflight import preflight
@@ -101,18 +106,16 @@ def every_mesh(small: JobConfig, args: DecoderArgs) -> list[Case]:
     """Return all meshes of 2, 4 and 8 ranks with degrees up to 4 (data parallel: 8) that can run,
     every schedule with every policy of resharding, and some in bf16."""
     cases = []
-    for degrees in itertools.product((1, 2, 4, 8), repeat=len(KEYS)):
-        mesh = {axis: degree for axis, degree in zip(KEYS, degrees, strict=True) if degree > 1}
-        if not 1 < math.prod(degrees) <= MAX_RANKS:
+    most = dict.fromkeys(KEYS, LARGEST_DEGREE) | dict.fromkeys(HSDP, MAX_RANKS)
+    for degrees in power_meshes(most):
+        mesh = {axis: degree for axis, degree in degrees.items() if degree > 1}
+        if not 1 < num_ranks(mesh) <= MAX_RANKS:
             continue
-        if any(mesh.get(axis, 1) > LARGEST_DEGREE for axis in ("pp", "cp", "tp")):
-            continue
-        if mesh.get("tp", 1) <= largest_tp(args):
-            cases.append(build_case("mesh", small, mesh))
-            most = math.prod(mesh.get(axis, 1) for axis in SHARING) if args.table.mixtures else 1
-            for ep in (2, 4, 8):
-                if ep <= most:
-                    cases.append(build_case("mesh", small, mesh | {"ep": ep}))
+        cases.append(build_case("mesh", small, mesh))
+        sharing = math.prod(mesh.get(axis, 1) for axis in SHARING) if args.table.mixtures else 1
+        for ep in (2, 4, 8):
+            if ep <= sharing:
+                cases.append(build_case("mesh", small, mesh | {"ep": ep}))
     each = {"fsdp_reduce_gradients": "every_microbatch"}  # "auto" of large models
     for mesh in ({"dp_shard": 2}, HSDP):
         name = "2 microbatches, each reduced"
@@ -131,8 +134,8 @@ def every_mesh(small: JobConfig, args: DecoderArgs) -> list[Case]:
     for mesh in (HSDP, {"dp_shard": 4}, {"pp": 2, "dp_shard": 2}):
         cases.append(build_case("bf16", small, mesh, kind="bf16 sums"))
     for mesh in ({"tp": 2}, {"cp": 2}, {"dp_shard": 2, "tp": 2}, {"pp": 2, "cp": 2}):
-        if mesh.get("tp", 1) <= largest_tp(args):
-            cases.append(build_case("bf16", small, mesh, kind="bf16"))
+        cases.append(build_case("bf16", small, mesh, kind="bf16"))
+    cases = [case for case in cases if case.mesh.get("tp", 1) <= largest_tp(args)]
     cases = [case for case in cases if not (args.tie_embeddings and "pp" in case.mesh)]
     return _within_torch(cases, args)
 

@@ -1,6 +1,8 @@
 """Rules across sections, and the values that follow from the rest of the config."""
 
+import itertools
 import math
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 
 from meshwright.config.job_config import JobConfig, changed
@@ -246,6 +248,14 @@ def check_experts(config: JobConfig, model: DecoderSpec) -> None:
         "goes backward twice, and recomputation keeps the chosen experts for one pass alone",
         'choose Interleaved1F1B, or set activation_checkpoint.mode = "none"',
     )
+
+
+def power_meshes(most: Mapping[str, int]) -> Iterator[dict[str, int]]:
+    """Yield every mesh whose degrees are powers of two up to `most`, by axis; the last axis varies
+    first."""
+    powers = ([1 << i for i in range(limit.bit_length())] for limit in most.values())
+    for degrees in itertools.product(*powers):
+        yield dict(zip(most, degrees, strict=True))
 
 
 @dataclass(frozen=True)
