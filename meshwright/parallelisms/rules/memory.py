@@ -90,7 +90,7 @@ def _num_parts(parameter: Parameter, tp: int, of_experts: int) -> int:
     return tp if len(parameter.shape) > 1 else 1
 
 
-def choose_reduction(config: JobConfig, load: Load, num_microbatches: int) -> JobConfig:
+def choose_reduction(config: JobConfig, load: Load) -> JobConfig:
     """Return `config` with `fsdp_reduce_gradients` chosen if that is "auto" and has an effect.
 
     "every_microbatch" saves memory, and costs a reduce-scatter of every parameter per microbatch.
@@ -105,11 +105,12 @@ def choose_reduction(config: JobConfig, load: Load, num_microbatches: int) -> Jo
     """
     parallelism, training = config.parallelism, config.training
     reduction, shards = parallelism.fsdp_reduce_gradients, _num_shards(config)
+    num_microbatches = config.num_microbatches
     width = BYTES[training.mixed_precision_reduce]
     saved = load.trained * (width - BYTES[training.dtype] / shards)
     device = (config.job.device_memory_gib or USUAL_DEVICE_GIB) * GIB
     # of a config without a choice, so without whole gradients
-    free = device - sum(least_memory(config, load, num_microbatches).values())
+    free = device - sum(least_memory(config, load).values())
     limit = LARGEST_PART * max(free, 0)
     if reduction == "auto" and num_microbatches > 1 and config.has_fsdp:
         is_possible = (
@@ -137,7 +138,7 @@ def choose_reduction(config: JobConfig, load: Load, num_microbatches: int) -> Jo
     return changed(config, {"parallelism": {"fsdp_reduce_gradients": reduction}})
 
 
-def least_memory(config: JobConfig, load: Load, num_microbatches: int) -> dict[str, float]:
+def least_memory(config: JobConfig, load: Load) -> dict[str, float]:
     """Bytes that the rank with the heaviest load surely has on its device at once, by purpose.
 
     Without activations, buffers and gathered parameters. The moment is the end of the
@@ -148,7 +149,7 @@ def least_memory(config: JobConfig, load: Load, num_microbatches: int) -> dict[s
     """
     parallelism, training = config.parallelism, config.training
     shards, width = _num_shards(config), BYTES[training.dtype]
-    adds_up = num_microbatches > 1 and parallelism.fsdp_reduce_gradients == "last_microbatch"
+    adds_up = config.num_microbatches > 1 and parallelism.fsdp_reduce_gradients == "last_microbatch"
     whole = load.trained_in_stage * BYTES[training.mixed_precision_reduce] if adds_up else 0
     gathered = 0
     if parallelism.keeps_gathered and shards > 1:
@@ -212,8 +213,8 @@ def plan_memory(
         The config without "auto", and the bytes that a rank surely needs, by purpose.
     """
     load = heaviest_load(config, args.table, stage_modules, frozen)
-    config = choose_reduction(config, load, config.num_microbatches)
-    needed = least_memory(config, load, config.num_microbatches)
+    config = choose_reduction(config, load)
+    needed = least_memory(config, load)
     if config.job.device_memory_gib and checks_memory:
         check_memory(config, needed, config.job.device_memory_gib)
     return config, needed

@@ -61,12 +61,8 @@ def num_stages(parallelism: Parallelism) -> int:
     return per_rank * parallelism.pipeline_parallel_degree
 
 
-def check_schedule(config: JobConfig, *, num_microbatches: int, per_microbatch: int) -> None:
+def check_schedule(config: JobConfig) -> None:
     """Check that the schedule can run.
-
-    Args:
-        num_microbatches: of each rank in an optimizer step.
-        per_microbatch: sequences in one over all ranks.
 
     Raises:
         ConfigError: if it has too few microbatches, or cannot be combined with other options.
@@ -76,7 +72,8 @@ def check_schedule(config: JobConfig, *, num_microbatches: int, per_microbatch: 
     if ranks == 1:
         return
     stages = num_stages(parallelism)
-    nearest = num_microbatches
+    per_microbatch = config.num_data_ranks * config.training.local_batch_size  # over all ranks
+    nearest = num_microbatches = config.num_microbatches
     distance = 0
     while not takes_microbatches(name, nearest, ranks, stages):
         distance = -distance if distance > 0 else 1 - distance  # 1, -1, 2, -2, ...
@@ -267,11 +264,7 @@ def _even_bounds(
 def plan_pipeline(config: JobConfig, args: DecoderArgs) -> list[list[str]]:
     """Check that the model can run as the pipeline that is asked for; the modules of each stage."""
     parallelism = config.parallelism
-    check_schedule(
-        config,
-        num_microbatches=config.num_microbatches,
-        per_microbatch=config.num_data_ranks * config.training.local_batch_size,
-    )
+    check_schedule(config)
     check(
         parallelism.pipeline_parallel_degree == 1 or not args.tie_embeddings,
         "parallelism.pipeline_parallel_degree",
