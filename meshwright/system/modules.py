@@ -8,7 +8,6 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 
@@ -42,6 +41,8 @@ def import_user_module(name: str) -> ModuleType:
 @cache  # it reads a file, and a search asks for every candidate
 def torch_version() -> str:
     """Return the version of the installed torch, without importing it."""
+    from importlib import metadata  # not at the top: it imports 50 modules, which --help spares
+
     return metadata.version("torch")
 
 
