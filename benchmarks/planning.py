@@ -28,7 +28,6 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from meshwright.commands.plan.devices import FRAGMENTED, GIB, Device, estimated, find_device
 from meshwright.commands.plan.predict import in_processes, predict
-from meshwright.commands.plan.report import tokens_per_step
 from meshwright.commands.plan.simulate import plan_job
 from meshwright.config.job_config import changed
 from meshwright.config.loader import load_config
@@ -179,8 +178,8 @@ def compare_published() -> None:
     """Print planned speeds and memory beside published ones. Ratios are planned over published."""
     print("| job | tokens/s per GPU, published | planned | time | GiB | planned | ratio |")
     print("|---|---|---|---|---|---|---|")
-    for index, found in sorted(in_processes([(one,) for one in PUBLISHED], plan_published, 2)):
-        one, (speed, gib) = PUBLISHED[index], found
+    planned = in_processes([(one,) for one in PUBLISHED], plan_published, 2)
+    for one, (speed, gib) in zip(PUBLISHED, planned, strict=True):
         ratio = f"{one.tokens_per_s / speed:.2f}"
         memory = f"{one.gib} | {gib:.1f} | {gib / one.gib:.2f}" if one.gib else "| |"
         print(f"| {one.name} | {one.tokens_per_s:g} | {speed:.0f} | {ratio} | {memory} |")
@@ -204,7 +203,7 @@ def plan_published(one: Published) -> tuple[float, float]:
         if one.is_torchtitan and job.dims.tp == 1:
             stack.enter_context(patch(SummedLoss, "__call__", _whole_logits))
         found = predict(job, 0, device)
-    tokens = tokens_per_step(job) / one.ranks
+    tokens = job.config.tokens_per_step / one.ranks
     reserved = (1 + 0.5 * FRAGMENTED) * found.peak_bytes
     return tokens / found.seconds, reserved / GIB
 

@@ -72,6 +72,12 @@ class Parallelism(Section, on_resume="none"):
     (`job.device_memory_gib`, or 80 GiB). last_microbatch otherwise, and always with one microbatch,
     a pipeline, `optimizer.early_step_in_backward` or bfloat16 weights."""
 
+    @property
+    def keeps_gathered(self) -> bool:
+        """Whether blocks keep their gathered parameters from forward to backward."""
+        policy = self.fsdp_reshard_after_forward
+        return policy == "never" or (policy == "default" and self.pipeline_parallel_degree > 1)
+
 
 SAVED_OPS = [
     "aten.mm",

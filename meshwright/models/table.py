@@ -5,8 +5,7 @@ divisibility follow from here. Free of torch, so that a config is checked before
 """
 
 import math
-from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -55,12 +54,12 @@ class Parameter:
     parts: tuple[str, int] | None = None
     """Key in `model.args` of the parts that only whole can be cut apart, and their number."""
 
-    @property
+    @cached_property  # as the next: a search asks for them a million times
     def numel(self) -> int:
         """Elements."""
         return math.prod(self.shape)
 
-    @property
+    @cached_property
     def role(self) -> Role | None:
         """Its use, if its shape and layout tell."""
         if self.layout == "embedding" or self.layout == "output":
@@ -356,15 +355,28 @@ class DecoderSpec:
         return self.num_params - sum(idle)
 
     @cached_property
+    def by_block(self) -> Mapping[str, Mapping[str, Parameter]]:
+        """Every parameter by its name, by the module that a stage of a pipeline has whole: a
+        layer, "tok_embeddings", "norm" or "output"."""
+        found: dict[str, dict[str, Parameter]] = {"tok_embeddings": {}, "norm": {}, "output": {}}
+        for name, parameter in self.parameters.items():
+            first, second, *_ = name.split(".")
+            block = f"{first}.{second}" if first == "layers" else first
+            found.setdefault(block, {})[name] = parameter
+        return found
+
+    def of_blocks(self, blocks: Iterable[str]) -> list[Parameter]:
+        """Return the parameters of the modules in `blocks`."""
+        return [parameter for block in blocks for parameter in self.by_block[block].values()]
+
+    @cached_property
     def in_matrices(self) -> Mapping[str, int]:
         """Parameters in matrices of each layer, of "tok_embeddings" and of "output": its share in a
         stage's time and memory."""
-        found = Counter[str]()
-        for name, parameter in self.parameters.items():
-            first, second, *_ = name.split(".")
-            module = f"{first}.{second}" if first == "layers" else first
-            found[module] += parameter.numel * (parameter.role not in ("norm", "bias"))
-        return found
+        return {
+            block: sum(p.numel for p in own.values() if p.role not in ("norm", "bias"))
+            for block, own in self.by_block.items()
+        }
 
     def flops_per_token(self, seq_len: int) -> int:
         """Floating point operations of forward and backward, per token of a sequence of `seq_len`.

@@ -7,6 +7,7 @@ import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 
@@ -35,6 +36,19 @@ def import_user_module(name: str) -> ModuleType:
         del sys.modules[own_name]
         raise
     return module
+
+
+@cache  # it reads a file, and a search asks for every candidate
+def torch_version() -> str:
+    """Return the version of the installed torch, without importing it."""
+    from importlib import metadata  # not at the top: it imports 50 modules, which --help spares
+
+    return metadata.version("torch")
+
+
+def has_torch(*version: int) -> bool:
+    """Return whether torch is of `version`, (major, minor), or newer."""
+    return tuple(map(int, torch_version().split(".")[:2])) >= version
 
 
 def line_of(error: BaseException, file: str) -> str:

@@ -39,6 +39,7 @@ from meshwright.models.family import Family
 from meshwright.parallelisms.rules import memory, stages
 from meshwright.parallelisms.rules.compile_choice import resolve_compile
 from meshwright.parallelisms.rules.degrees import (
+    DEGREES,
     ParallelDims,
     check_divisible,
     check_experts,
@@ -132,15 +133,9 @@ class Plan:
     @property
     def dims(self) -> ParallelDims:
         """The degrees of the mesh."""
-        degrees = self.config.parallelism
-        return ParallelDims(
-            dp_replicate=degrees.data_parallel_replicate_degree,
-            dp_shard=degrees.data_parallel_shard_degree,
-            cp=degrees.context_parallel_degree,
-            tp=degrees.tensor_parallel_degree,
-            pp=degrees.pipeline_parallel_degree,
-            ep=degrees.expert_parallel_degree if self.model_args.table.mixtures else 0,
-        )
+        parallelism, has_experts = self.config.parallelism, bool(self.model_args.table.mixtures)
+        degrees = {axis: getattr(parallelism, key) for axis, key in DEGREES.items()}
+        return ParallelDims(**degrees | {"ep": degrees["ep"] * has_experts})
 
     @property
     def checkpoint_folder(self) -> Path:

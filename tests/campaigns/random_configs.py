@@ -24,7 +24,6 @@ from pathlib import Path
 
 from meshwright.commands.prove.cases import (
     HSDP,
-    KEYS,
     SHARING,
     Case,
     Kind,
@@ -38,7 +37,7 @@ from meshwright.commands.prove.ranks import RankError, RankPool
 from meshwright.commands.prove.shrink import GLOBAL_BATCH, shrink
 from meshwright.config.job_config import JobConfig, changed
 from meshwright.config.loader import load_config
-from meshwright.parallelisms.rules.degrees import check_device
+from meshwright.parallelisms.rules.degrees import KEYS, check_device
 from meshwright.parallelisms.rules.stages import SCHEDULES
 from meshwright.system.errors import ConfigError
 from meshwright.train.preflight import preflight

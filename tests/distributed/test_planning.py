@@ -108,9 +108,7 @@ def _crowded(*given: object) -> Trainer:
 def test_the_worst_imbalance_is_what_a_rank_with_all_tokens_has(on_ranks) -> None:
     cases = [Case("dp_shard 2", OF_EXPERTS, imbalance=f) for f in (1.0, 1.5, 2.0)]
     real = on_ranks(2, _on_a_real_rank, cases[0], _crowded)
-    tasks = [(case,) for case in cases]
-    of_cases = dict(in_processes(tasks, planned, 2))
-    even, between, worst = (of_cases[i] for i in range(3))
+    even, between, worst = in_processes([(case,) for case in cases], planned, 2)
     peaks = [one["peak"] for one in real]
     assert abs(worst["planned"] / peaks[0] - 1) <= 0.005
     assert peaks[1] < even["planned"] < between["planned"] < worst["planned"]

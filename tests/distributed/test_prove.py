@@ -13,7 +13,6 @@ import pytest
 from meshwright.commands.main import main
 from meshwright.commands.prove.cases import (
     HSDP,
-    KEYS,
     Case,
     Kind,
     build_case,
@@ -31,6 +30,7 @@ from meshwright.config.loader import load_config
 from meshwright.models.args import DecoderArgs
 from meshwright.models.families import MODELS
 from meshwright.models.families.llama import FLAVORS
+from meshwright.parallelisms.rules.degrees import KEYS
 from meshwright.parallelisms.rules.stages import SCHEDULES
 from meshwright.train.preflight import preflight
 from meshwright.train.resolve_model import resolve_model

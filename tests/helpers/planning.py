@@ -29,9 +29,9 @@ from meshwright.commands.plan.simulate import (
     plan_job,
     simulate,
 )
-from meshwright.commands.prove.cases import KEYS
 from meshwright.config.loader import load_config
 from meshwright.parallelisms.meshes import build_meshes
+from meshwright.parallelisms.rules.degrees import KEYS
 from meshwright.train.bad_steps import BadStepDetector
 from meshwright.train.preflight import Plan
 
@@ -206,12 +206,10 @@ def main() -> None:
     names = sys.argv[1:] or list(CASES)
     tasks = [(name, what) for name in names for what in ("planned", "allocated")]
     found: dict[str, dict[str, object]] = {name: {} for name in names}
-    for index, result in in_processes(tasks, figures, 2):
-        name = tasks[index][0]
-        assert isinstance(result, dict)
+    for (name, _), result in zip(tasks, in_processes(tasks, figures, 2), strict=True):
         found[name] |= result
-        if "error" in result or {"planned", "allocated"} <= found[name].keys():
-            print(json.dumps([name, found[name]]), flush=True)
+    for pair in found.items():
+        print(json.dumps(pair), flush=True)
 
 
 if __name__ == "__main__":

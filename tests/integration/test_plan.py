@@ -161,8 +161,8 @@ def test_an_estimate_is_near_the_simulation() -> None:
     assert len(plans) == 3
     estimates = search.estimate_all(plans, h100, 2)
     tasks = [(plan.config, 2, h100) for plan in plans]
-    for index, need in predict.in_processes(tasks, predict.need_of, 2):
-        seconds, num_bytes = estimates[index]
+    needs = predict.in_processes(tasks, predict.need_of, 2)
+    for (seconds, num_bytes), need in zip(estimates, needs, strict=True):
         assert seconds / need.seconds == pytest.approx(1, abs=0.1)
         # of two layers, so the loss has most of it; above 1 the best might be left out
         assert 0.3 < num_bytes / need.peak_bytes <= 1
@@ -183,7 +183,7 @@ def test_two_shallow_depths_have_the_peak_of_all_layers() -> None:
     words = ["--training.global_batch_size=12", "--training.local_batch_size=2"]
     words += ["--parallelism.tensor_parallel_degree=2", "--activation_checkpoint.mode=full"]
     tasks = [([str(DEBUG), "--model.args.n_layers=10", *words],)]
-    ((_, (predicted, whole)),) = predict.in_processes(tasks, peaks, 1)
+    ((predicted, whole),) = predict.in_processes(tasks, peaks, 1)
     assert predicted == pytest.approx(whole, rel=1e-4)
 
 
@@ -192,9 +192,10 @@ def test_published_steps_take_the_estimated_time() -> None:
     """Within the printed error, and memory within a tenth; the benchmark has all of them."""
     rows = [one for one in PUBLISHED if one.name in ("torchtitan, 8B, FSDP 128, compiled", IBM_7B)]
     assert len(rows) == 2
-    for index, (speed, gib) in predict.in_processes([(one,) for one in rows], plan_published, 2):
-        assert rows[index].tokens_per_s / speed == pytest.approx(1, abs=ERROR)
-        assert not rows[index].gib or gib / rows[index].gib == pytest.approx(1, abs=0.1)
+    planned = predict.in_processes([(one,) for one in rows], plan_published, 2)
+    for one, (speed, gib) in zip(rows, planned, strict=True):
+        assert one.tokens_per_s / speed == pytest.approx(1, abs=ERROR)
+        assert not one.gib or gib / one.gib == pytest.approx(1, abs=0.1)
 
 
 @pytest.mark.parametrize(("words", "num_lines"), [([], 2), (["--json"], 1)])

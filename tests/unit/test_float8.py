@@ -108,7 +108,8 @@ def test_gpus_that_multiply_in_float8(monkeypatch, capability, hip, wanted: bool
 
 @pytest.mark.parametrize(("version", "is_refused"), [("2.11.0+cu130", True), ("2.13.0", False)])
 def test_backward_in_two_passes_needs_a_torch_that_can(monkeypatch, version, is_refused) -> None:
-    monkeypatch.setattr("importlib.metadata.version", lambda name: version)
+    for module in ("system.modules", "parallelisms.rules.stages"):
+        monkeypatch.setattr(f"meshwright.{module}.torch_version", lambda: version)
     words = ["--parallelism.pipeline_parallel_degree=2"]
     words += ["--parallelism.pipeline_parallel_schedule=ZBVZeroBubble"]
     refusal = pytest.raises(ConfigError, match="torch 2.11.* cannot in float8 layers")

@@ -402,9 +402,8 @@ def test_biases_of_experts_do_not_decay() -> None:
 
 
 def test_torch_before_2_13_cannot_shard_experts_over_another_mesh(monkeypatch) -> None:
-    monkeypatch.setattr("importlib.metadata.version", lambda name: "2.11.0")
-    for module in ("parallelisms.rules.degrees", "commands.prove.cases"):  # it is cached
-        monkeypatch.setattr(f"meshwright.{module}.shards_experts_apart", lambda: False)
+    for module in ("system.modules", "parallelisms.rules.degrees"):
+        monkeypatch.setattr(f"meshwright.{module}.torch_version", lambda: "2.11.0")
     with pytest.raises(ConfigError, match="which torch 2.11.0 cannot"):
         preflight(load_config(["--model.tokenizer_path=bytes", MOE, EP + "2"]), 2)
     config = load_config([MOE])  # prove takes the meshes that are left

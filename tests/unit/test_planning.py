@@ -1,7 +1,7 @@
 """Parts of planning that need no simulation."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -14,15 +14,14 @@ from meshwright.commands.plan import trace as scope
 from meshwright.commands.plan.devices import (
     GIB,
     Device,
+    beside_tensors,
     estimated,
     find_device,
-    on_cpu,
-    on_gpu,
     verdict,
 )
 from meshwright.commands.plan.figures import Memory, Peak, StepTime, bubble
 from meshwright.commands.plan.ledger import AT_START, HOST, PURPOSES, Event, Item, Record
-from meshwright.commands.plan.predict import Figures, Need, beside_tensors, need_of
+from meshwright.commands.plan.predict import Figures, Need, need_of
 from meshwright.commands.plan.report import (
     _parameters,
     mfu,
@@ -30,7 +29,6 @@ from meshwright.commands.plan.report import (
     slowest,
     to_json,
     to_text,
-    tokens_per_step,
 )
 from meshwright.commands.plan.simulate import as_gpu, deal, plan_job
 from meshwright.commands.plan.torch_names import FakeTensorMode
@@ -99,18 +97,18 @@ def test_ranks_on_cpus_share_this_machine(monkeypatch) -> None:
 
 def test_on_cpus_malloc_counts() -> None:
     """Llama of 140 M on two ranks, as it was measured with gloo: 1.58 GiB of tensors."""
-    peak = int(1.58 * GIB)
-    high = peak / GIB + sum(x.high for x in on_cpu(peak)) / GIB
+    peak, plan = int(1.58 * GIB), plan_job(load_config([DEBUG]), 2, is_gpu=False)
+    parts = beside_tensors(plan, find_device("cpu"), peak, 1)
+    high = (peak + sum(part.high for part in parts)) / GIB
     assert 4.50 < high < 1.2 * 4.50
 
 
 def test_a_plan_counts_the_copy_of_an_asynchronous_save() -> None:
     words = ["--job.config_file=train_configs/debug_model.toml", "--checkpoint.async_mode=thread"]
-    figures = Figures({"": float(GIB)}, 0.0)
 
     def staged(*more: str) -> list[str]:
         plan = plan_job(load_config([*words, *more]), 2, is_gpu=False)
-        parts = beside_tensors(figures, plan, find_device("cpu"))
+        parts = beside_tensors(plan, find_device("cpu"), GIB, 0)
         return [part.what for part in parts if part.low == part.high]
 
     assert staged("--checkpoint.enable=true") == ["copy of an asynchronous save"]
@@ -127,16 +125,15 @@ def test_a_remedy_has_the_verdict_of_its_neediest_rank_and_its_own_groups(monkey
         size, groups = ((5.0, 9.0)[rank] * GIB, 2) if is_piped else (20.0 * GIB, 1)
         return Figures({"": size}, 2.0 - rank, groups)
 
-    def at_once(tasks: list[tuple], function: Callable, *_: object) -> Iterator[tuple[int, Need]]:
-        for index, task in enumerate(tasks):
-            yield index, function(*task)
+    def at_once(tasks: list[tuple], function: Callable, *_: object) -> list[Need]:
+        return [function(*task) for task in tasks]
 
     monkeypatch.setattr(predicting, "predict", predicted)
     monkeypatch.setattr(command, "in_processes", at_once)
     config = load_config([DEBUG])
     job = plan_job(config, 2, is_gpu=True)
     shown = SimpleNamespace(peak=SimpleNamespace(num_bytes=20 * GIB))
-    high = sum(x.high for x in on_gpu(9 * GIB, 2)) / GIB
+    high = sum(x.high for x in beside_tensors(job, Device("", 1.0), 9 * GIB, 2)) / GIB
     for room, word in ((high, "fits"), (high - 0.01, "tight"), (0.0, "does not fit")):
         (found,) = command.find_remedies(job, shown, estimated(Device("", 9 + room + 1e-6)), 1)
         assert "pipeline_parallel_degree = 2" in found.change
@@ -193,7 +190,8 @@ def test_bytes_of_a_step_are_told_by_purpose_module_and_place() -> None:
 
 def test_the_verdict_depends_on_what_is_modelled_only_between_two_limits() -> None:
     device = Device("", 10.0)
-    modelled = on_gpu(0, num_groups=1)
+    plan = plan_job(load_config([DEBUG]), 2, is_gpu=True)
+    modelled = beside_tensors(plan, device, 0, num_groups=1)
     low, high = (sum(getattr(part, end) for part in modelled) for end in ("low", "high"))
     assert verdict(device, int(10 * GIB - high), modelled) == "fits"
     assert verdict(device, int(10 * GIB - high) + 2, modelled) == "tight"
@@ -260,7 +258,7 @@ def test_figures_of_a_report() -> None:
         config = load_config([DEBUG, f"--training.mixed_precision_param={dtype}"])
         plan, device = plan_job(config, 2, is_gpu=True), find_device("h100")
         per_token = plan.model_args.table.flops_per_token(plan.config.training.seq_len)
-        flops = tokens_per_step(plan) / 2 * per_token
+        flops = plan.config.tokens_per_step / 2 * per_token
         assert mfu(plan, device, 2.0) == pytest.approx(flops / 2.0 / device.peak(dtype))
     counts = (5_770_000, 8_030_261_248, 70_553_706_496, 405_853_388_800)
     assert [_parameters(one) for one in counts] == ["5.77 M", "8.03 B", "70.6 B", "406 B"]

@@ -1,6 +1,6 @@
 """The search of `meshwright plan --search`, with made-up figures in the place of simulations."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 
 import pytest
@@ -16,7 +16,6 @@ from meshwright.commands.plan.search import (
     Work,
     difference,
     estimate,
-    keeps_gathered,
     legal,
     words_of,
 )
@@ -53,7 +52,7 @@ def test_candidates_are_legal_and_many() -> None:
     assert len(plans) >= 100
     assert {plan.config.activation_checkpoint.mode for plan in plans} == {*MODES}
     assert {plan.dims.pp for plan in plans} > {1, 2}
-    assert {keeps_gathered(plan) for plan in plans} == {True, False}
+    assert {plan.config.parallelism.keeps_gathered for plan in plans} == {True, False}
     assert len({words_of(plan) for plan in plans}) == len(plans)
     assert {plan.config.training.global_batch_size for plan in plans} == {64}
 
@@ -119,7 +118,7 @@ def test_parameters_that_are_kept_are_gathered_once_per_microbatch() -> None:
     by_words = {words_of(plan): plan for plan in _plans()}
     seen = 0
     for words, plan in by_words.items():
-        if keeps_gathered(plan) and plan.dims.pp == 1 and plan.dims.dp_shard > 1:
+        if plan.config.parallelism.keeps_gathered and plan.dims.pp == 1 and plan.dims.dp_shard > 1:
             other = by_words[words.removesuffix(", gathered parameters kept")]
             kept, freed = (estimate(one, work(), RATES)[0] for one in (plan, other))
             count = plan.config.num_microbatches
@@ -146,13 +145,15 @@ def asked(monkeypatch) -> list[Plan]:
     def seconds(plan: Plan) -> float:
         return 1.0 + MODES.index(plan.config.activation_checkpoint.mode) + 0.01 * plan.dims.tp
 
-    def at_once(tasks: list[tuple], function: Callable, *_: object) -> Iterator[tuple[int, Need]]:
+    def at_once(tasks: list[tuple], function: Callable, *_: object) -> list[Need]:
         assert function is search.need_of
-        for index, (config, *_) in enumerate(tasks):
+        needs = []
+        for config, *_ in tasks:
             found.append(plan := plans[id(config)])
             fits = config.activation_checkpoint.mode != "none"
             late = 0.1 * (plan.dims.tp == 1)  # the estimate did not see it
-            yield index, Need(GIB, GIB, "fits" if fits else "tight", seconds(plan) + late)
+            needs.append(Need(GIB, GIB, "fits" if fits else "tight", seconds(plan) + late))
+        return needs
 
     monkeypatch.setattr(search, "legal", lambda *_: _candidates())
     estimates = [(seconds(plan), 1.0 * GIB) for plan in _plans()]

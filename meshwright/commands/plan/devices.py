@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from meshwright.system.errors import check
 from meshwright.system.machine import machine_bytes
+
+if TYPE_CHECKING:
+    from meshwright.train.preflight import Plan
 
 GIB = 2**30
 
@@ -147,35 +151,30 @@ launcher's thresholds: at a vocabulary of 131,072 it was 1.44 with gloo, whose o
 go between the tensors, and less with shared memory."""
 
 
-def on_gpu(peak: int, num_groups: int) -> list[Overhead]:
-    """Model a rank's memory of a GPU besides its tensors.
+def beside_tensors(plan: Plan, device: Device, peak: int, num_groups: int) -> list[Overhead]:
+    """Model the memory that a rank of `plan` needs besides its tensors.
 
     Args:
         peak: bytes of tensors. Rounded up as the CUDA allocator does, they are 1e-6 more.
         num_groups: process groups of more than one rank, each with an NCCL communicator.
     """
     mib = 2**20
-    return [
-        Overhead("allocator: fragmentation", 0.0, FRAGMENTED * peak),
-        Overhead("CUDA context and kernels", 0.4 * GIB, 0.8 * GIB),
-        Overhead("cuBLAS and attention workspaces", 32 * mib, 256 * mib),
-        Overhead("NCCL", num_groups * 50 * mib, num_groups * 400 * mib),
-    ]
-
-
-def on_cpu(peak: int, staged: int = 0) -> list[Overhead]:
-    """Model a rank's memory of a CPU besides its tensors.
-
-    Args:
-        peak: bytes of tensors.
-        staged: bytes of the copy that an asynchronous save is written from.
-    """
+    if device.is_gpu:
+        return [
+            Overhead("allocator: fragmentation", 0.0, FRAGMENTED * peak),
+            Overhead("CUDA context and kernels", 0.4 * GIB, 0.8 * GIB),
+            Overhead("cuBLAS and attention workspaces", 32 * mib, 256 * mib),
+            Overhead("NCCL", num_groups * 50 * mib, num_groups * 400 * mib),
+        ]
     found = [
         Overhead("Python and torch", 0.4 * GIB, 1.0 * GIB),
         Overhead("freed blocks that malloc keeps", 0.0, MALLOC_KEEPS * peak),
     ]
-    if staged:
-        found.append(Overhead("copy of an asynchronous save", float(staged), float(staged)))
+    checkpoint = plan.config.checkpoint
+    saved = sum(plan.least_bytes.get(name, 0.0) for name in ("weights", "optimizer"))
+    if checkpoint.enable and checkpoint.async_mode == "thread" and saved:
+        size = float(round(saved))
+        found.append(Overhead("copy of an asynchronous save", size, size))
     return found
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 
 import numpy as np
 
@@ -105,12 +105,14 @@ class Memory:
         return found
 
 
+@cache  # of the few modules of a model, for every event
 def layer_of(module: str) -> int:
     """Return the number of the layer that the module is in, or -1."""
     match = re.match(r"layers\.(\d+)", module)
     return int(match[1]) if match else -1
 
 
+@cache
 def one_of_all_layers(module: str) -> str:
     """Return the module's name without the number of its layer."""
     return re.sub(r"\blayers\.\d+", "layers.*", module) or "(model)"

@@ -45,17 +45,12 @@ def plan(config: JobConfig, given: Namespace) -> str:
     rates = _rates(config, job, device, given.imbalance)
     ranks = telling_ranks(job) if given.rank is None else [given.rank]
     if given.all_stages:
-        ranks = [*range(0, world_size, world_size // job.dims.pp)]
+        ranks = [*job.dims.first_ranks]
     tasks = [(job.config, world_size, rank, rates) for rank in ranks]
     if len(ranks) == 1:
         found = [report.plan_rank(*tasks[0])]
     else:
-        found = []
-        ended = in_processes(tasks, report.plan_rank, given.workers, "simulated ranks")
-        for _, result in sorted(ended):
-            if isinstance(result, ConfigError):
-                raise result
-            found.append(result)
+        found = in_processes(tasks, report.plan_rank, given.workers, "simulated ranks")
     shown = report.neediest(found)
     remedies = []
     if shown.verdict != "fits" and not given.no_remedies:
@@ -116,11 +111,21 @@ def find_remedies(job: Plan, shown: RankPlan, device: Rates, workers: int) -> li
         said = f"trying {numbered(len(configs), 'change')} that might make it fit ..."
         print(said, file=sys.stderr, flush=True)
     tasks = [(config, ranks, device) for config in configs.values()]
-    changes, found = list(configs), list[Remedy]()
-    for index, need in in_processes(tasks, need_of, workers, "tried"):
-        if isinstance(need, Need) and need.peak_bytes < 0.99 * shown.peak.num_bytes:
-            found.append(Remedy(changes[index], need.peak_bytes, need.verdict))
+    needs = in_processes(tasks, _need_if_it_runs, workers, "tried")
+    found = [
+        Remedy(change, need.peak_bytes, need.verdict)
+        for change, need in zip(configs, needs, strict=True)
+        if need is not None and need.peak_bytes < 0.99 * shown.peak.num_bytes
+    ]
     return sorted(found, key=lambda one: one.peak_bytes)
+
+
+def _need_if_it_runs(config: JobConfig, world_size: int, device: Rates) -> Need | None:
+    """As `need_of`; None if the model cannot be built: operators of `saved_ops` may be unknown."""
+    try:
+        return need_of(config, world_size, device)
+    except ConfigError:
+        return None
 
 
 def _changes(config: JobConfig, ranks: int) -> list[tuple[str, Update]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 
 from tqdm import tqdm
 
-from meshwright.commands.plan.devices import Device, Overhead, Rates, on_cpu, on_gpu, verdict
-from meshwright.commands.plan.figures import Memory, StepTime, step_time
-from meshwright.commands.plan.simulate import Simulation, plan_job, simulate
+from meshwright.commands.plan.devices import Device, Rates, beside_tensors, verdict
+from meshwright.commands.plan.figures import Memory, step_time
+from meshwright.commands.plan.simulate import plan_job, simulate
 from meshwright.config.job_config import JobConfig, changed
 from meshwright.parallelisms.rules.compile_choice import resolve_compile
 from meshwright.parallelisms.rules.stages import stages_of_rank
@@ -45,24 +45,8 @@ class Figures:
 def measure(plan: Plan, rank: int, device: Rates) -> Figures:
     """Simulate `rank` of `plan`."""
     simulation = simulate(plan, rank, is_gpu=device.is_gpu, imbalance=device.imbalance)
-    return figures_of(simulation, step_time(simulation, plan, device))
-
-
-def figures_of(simulation: Simulation, time: StepTime | None) -> Figures:
-    """Return the figures of a simulation."""
-    axes = {entry.axis for entry in simulation.entries} - {""}
-    places = Memory(simulation.record).by_place()
-    return Figures(places, time.seconds if time else 0.0, len(axes))
-
-
-def beside_tensors(figures: Figures, plan: Plan, device: Device) -> list[Overhead]:
-    """Model the memory that a rank of `plan` needs besides its tensors."""
-    peak, checkpoint = figures.peak_bytes, plan.config.checkpoint
-    if device.is_gpu:
-        return on_gpu(peak, figures.num_groups)
-    is_staged = checkpoint.enable and checkpoint.async_mode == "thread"
-    saved = sum(plan.least_bytes.get(name, 0.0) for name in ("weights", "optimizer"))
-    return on_cpu(peak, round(saved) * is_staged)
+    time, places = step_time(simulation, plan, device), Memory(simulation.record).by_place()
+    return Figures(places, time.seconds if time else 0.0, simulation.num_groups)
 
 
 def predict(plan: Plan, rank: int, device: Rates) -> Figures:
@@ -108,26 +92,26 @@ def need_of(config: JobConfig, world_size: int, device: Rates) -> Need:
         ConfigError: if the job cannot run.
     """
     plan = plan_job(config, world_size, is_gpu=device.is_gpu)
-    ranks, seconds = [], 0.0
-    for rank in telling_ranks(plan):
-        figures = predict(plan, rank, device)
-        modelled, peak = beside_tensors(figures, plan, device), figures.peak_bytes
+    ranks = []
+    for figures in (predict(plan, rank, device) for rank in telling_ranks(plan)):
+        peak = figures.peak_bytes
+        modelled = beside_tensors(plan, device, peak, figures.num_groups)
         high = peak + sum(part.high for part in modelled)
         ranks.append(Need(peak, high, verdict(device, peak, modelled), figures.seconds))
-        seconds = max(seconds, figures.seconds)
-    return replace(max(ranks, key=lambda rank: rank.needed_bytes), seconds=seconds)
+    neediest = max(ranks, key=lambda rank: rank.needed_bytes)
+    return replace(neediest, seconds=max(rank.seconds for rank in ranks))
 
 
 def telling_ranks(plan: Plan) -> list[int]:
     """Return the ranks that tell whether a job fits: the first, and of a pipeline also the last and
     the one with most parameters. The others have shards as large or smaller."""
-    firsts = range(0, plan.dims.num_ranks, plan.dims.num_ranks // plan.dims.pp)
+    firsts = plan.dims.first_ranks
     return sorted({0, firsts[-1], max(firsts, key=lambda rank: num_parameters(plan, rank))})
 
 
 def stages_of(plan: Plan, rank: int) -> list[int]:
     """Return the stages of `rank`."""
-    place = rank // (plan.dims.num_ranks // plan.dims.pp)
+    place = rank // plan.dims.first_ranks.step
     schedule = plan.config.parallelism.pipeline_parallel_schedule
     return stages_of_rank(place, plan.dims.pp, len(plan.stage_modules), schedule)
 
@@ -139,9 +123,7 @@ def modules_of(plan: Plan, rank: int) -> list[str]:
 
 def num_parameters(plan: Plan, rank: int) -> int:
     """Return the parameters of all stages of `rank`, over its tensor-parallel ranks."""
-    inside = tuple(f"{name}." for name in modules_of(plan, rank))
-    shapes = plan.model_args.table.parameters.items()
-    return sum(p.numel for name, p in shapes if name.startswith(inside))
+    return sum(p.numel for p in plan.model_args.table.of_blocks(modules_of(plan, rank)))
 
 
 def period(config: JobConfig) -> int:
@@ -177,8 +159,8 @@ def at_depth(plan: Plan, device: Device, layers: int) -> Plan:
 
 def in_processes(
     tasks: Sequence[tuple[Any, ...]], function: Callable[..., Result], workers: int, what: str = ""
-) -> Iterator[tuple[int, Result | ConfigError]]:
-    """Run `function` with each of `tasks`, in a new process for each; yield as they end.
+) -> list[Result]:
+    """Return the result of `function` with each of `tasks`, in a new process for each.
 
     torch keeps meshes of groups that are gone in caches. Processes are forks of one that has
     imported torch, and has no threads.
@@ -188,15 +170,13 @@ def in_processes(
     """
     shown = {"bar_format": "{desc}: {n_fmt} of {total_fmt}", "disable": None if what else True}
     with ProcessPoolExecutor(workers, fork_server(__name__), max_tasks_per_child=1) as pool:
-        calls = {pool.submit(_call, function, task): i for i, task in enumerate(tasks)}
+        calls = [pool.submit(_call, function, task) for task in tasks]
         ended = as_completed(calls)
         for call in tqdm(ended, what, len(tasks), leave=False, file=sys.stderr, **shown):
-            yield calls[call], call.result()
+            call.result()  # an error is raised at once
+        return [call.result() for call in calls]
 
 
-def _call(function: Callable[..., Any], task: tuple[Any, ...]) -> Any:
+def _call(function: Callable[..., Result], task: tuple[Any, ...]) -> Result:
     gc.freeze()  # or each full collection goes through all of torch's modules, for 0.3 s
-    try:
-        return function(*task)
-    except ConfigError as error:
-        return error
+    return function(*task)

@@ -8,9 +8,9 @@ from html import escape
 from typing import Any
 
 from meshwright.commands.plan import devices, figures
-from meshwright.commands.plan.devices import GIB, SOURCE, Device, error_of_time
+from meshwright.commands.plan.devices import GIB, SOURCE, Device, beside_tensors, error_of_time
 from meshwright.commands.plan.figures import StepTime
-from meshwright.commands.plan.predict import beside_tensors, figures_of, stages_of
+from meshwright.commands.plan.predict import stages_of
 from meshwright.commands.plan.simulate import plan_job, simulate
 from meshwright.config.job_config import JobConfig
 from meshwright.metrics.report.charts import Chart, Curve, draw
@@ -50,7 +50,7 @@ def plan_rank(config: JobConfig, world_size: int, rank: int, device: devices.Rat
     plan = plan_job(config, world_size, is_gpu=device.is_gpu)
     simulation = simulate(plan, rank, is_gpu=device.is_gpu, imbalance=device.imbalance)
     memory, time = figures.Memory(simulation.record), figures.step_time(simulation, plan, device)
-    modelled = beside_tensors(figures_of(simulation, time), plan, device)
+    modelled = beside_tensors(plan, device, memory.peak.num_bytes, simulation.num_groups)
     return RankPlan(
         rank,
         stages_of(plan, rank) if plan.dims.pp > 1 else [],
@@ -67,16 +67,11 @@ def plan_rank(config: JobConfig, world_size: int, rank: int, device: devices.Rat
     )
 
 
-def tokens_per_step(plan: Plan) -> int:
-    """Return the tokens of a step, over all ranks."""
-    return plan.config.training.global_batch_size * plan.config.training.seq_len
-
-
 def mfu(plan: Plan, device: Device, seconds: float) -> float:
     """Return the model FLOPs utilization of a step."""
     peak = device.peak(plan.config.training.mixed_precision_param)
     per_token = plan.model_args.table.flops_per_token(plan.config.training.seq_len)
-    return tokens_per_step(plan) * per_token / plan.dims.num_ranks / seconds / peak
+    return plan.config.tokens_per_step * per_token / plan.dims.num_ranks / seconds / peak
 
 
 def neediest(ranks: list[RankPlan]) -> RankPlan:
@@ -115,7 +110,7 @@ def to_json(
         "device": asdict(device),
         "mesh": asdict(plan.dims),
         "samples_per_step": training.global_batch_size,
-        "tokens_per_step": tokens_per_step(plan),
+        "tokens_per_step": plan.config.tokens_per_step,
         "microbatches": plan.config.num_microbatches,
         "parameters": plan.model_args.table.num_params,
         "active_parameters": plan.model_args.table.num_active_params,
@@ -135,8 +130,8 @@ def to_text(plan: Plan, ranks: list[RankPlan], device: Device) -> str:
     lines = [
         f"{shown.verdict}{of}: {_parameters(table.num_params)} parameters{active} on "
         f"{dims.num_ranks} x {device.name} ({str(dims) or 'one rank'})",
-        f"{plan.config.training.global_batch_size} samples, {tokens_per_step(plan):,} tokens per "
-        f"step, in {count} microbatch{'es' * (count > 1)} per rank",
+        f"{plan.config.training.global_batch_size} samples, {plan.config.tokens_per_step:,} tokens "
+        f"per step, in {count} microbatch{'es' * (count > 1)} per rank",
     ]
     if table.mixtures:
         lines.append(f"experts of a rank get {shown.imbalance:g} times the mean of rows")
@@ -195,7 +190,7 @@ def _rank_lines(rank: RankPlan, device: Device) -> list[str]:
 def _time_lines(plan: Plan, time: StepTime | None, device: Device) -> list[str]:
     if time is None:
         return [f"step time: not known, as no rates are published of a {device.name}"]
-    tokens, part = tokens_per_step(plan) / plan.dims.num_ranks, error_of_time(device)
+    tokens, part = plan.config.tokens_per_step / plan.dims.num_ranks, error_of_time(device)
     error = f" (+-{100 * part:.0f} %)" if part else ""
     unlike = "" if part else "; no run on this device was compared"
     return [

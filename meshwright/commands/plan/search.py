@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import product
@@ -14,10 +14,9 @@ from typing import Any, NamedTuple
 
 import tomli_w
 
-from meshwright.commands.plan.devices import GIB, SOURCE, Device, Rates, on_gpu, verdict
+from meshwright.commands.plan.devices import GIB, SOURCE, Device, Rates, beside_tensors, verdict
 from meshwright.commands.plan.figures import bubble, entry_seconds, layer_of, ring_width
 from meshwright.commands.plan.predict import (
-    Need,
     at_depth,
     in_processes,
     modules_of,
@@ -26,22 +25,17 @@ from meshwright.commands.plan.predict import (
     period,
     with_compile,
 )
-from meshwright.commands.plan.report import tokens_per_step
 from meshwright.commands.plan.simulate import plan_job, simulate
 from meshwright.commands.plan.trace import FORWARD, UPDATE
 from meshwright.config.job_config import JobConfig, Update, changed
+from meshwright.parallelisms.rules.degrees import DEGREES, power_meshes
 from meshwright.parallelisms.rules.memory import BYTES
 from meshwright.parallelisms.rules.stages import SCHEDULES
 from meshwright.system.errors import ConfigError, check
 from meshwright.train.preflight import Plan
 
-AXES = {
-    "tp": "tensor_parallel_degree",
-    "cp": "context_parallel_degree",
-    "pp": "pipeline_parallel_degree",
-    "ep": "expert_parallel_degree",
-}
-"""Axes whose degrees a search chooses, with their keys. FSDP takes the ranks that they leave."""
+AXES = ("tp", "cp", "pp", "ep")
+"""Axes whose degrees a search chooses. FSDP takes the ranks that they leave."""
 
 ALONE: dict[str, Any] = {
     "pipeline_parallel_degree": 1,
@@ -88,12 +82,10 @@ def _updates(config: JobConfig, ranks: int, device: Device, num_experts: int) ->
     """
     longest = 8 if config.training.seq_len >= LONG else 1
     most = {"tp": min(device.per_node, 8), "cp": longest, "pp": 16}
-    powers = [1 << i for i in range(ranks.bit_length())]
     sizes = sorted({1, 2, 4, config.training.local_batch_size})
     own, batch = config.parallelism.expert_parallel_degree, config.training.global_batch_size
-    for degrees in product(*([n for n in powers if n <= most[axis]] for axis in most)):
-        mesh = dict(zip(most, degrees, strict=True))
-        if ranks % math.prod(degrees):
+    for mesh in power_meshes(most):
+        if ranks % math.prod(mesh.values()):
             continue
         schedules = _schedules(config) if mesh["pp"] > 1 else [""]
         largest = math.gcd(num_experts, ranks // mesh["pp"])
@@ -103,7 +95,7 @@ def _updates(config: JobConfig, ranks: int, device: Device, num_experts: int) ->
             # "default" keeps gathered parameters in a pipeline, and frees them without one
             policy = "never" if keeps else "always"
             parallelism = ALONE | {
-                **{key: mesh[axis] for axis, key in AXES.items()},
+                **{DEGREES[axis]: mesh[axis] for axis in AXES},
                 "fsdp_reshard_after_forward": "default" if keeps == (mesh["pp"] > 1) else policy,
                 **({"pipeline_parallel_schedule": schedule} if schedule else {}),
             }
@@ -114,19 +106,13 @@ def _updates(config: JobConfig, ranks: int, device: Device, num_experts: int) ->
             }
 
 
-def keeps_gathered(plan: Plan) -> bool:
-    """Return whether gathered parameters stay from forward to backward."""
-    policy = plan.config.parallelism.fsdp_reshard_after_forward
-    return policy == "never" or (policy == "default" and plan.dims.pp > 1)
-
-
 def words_of(plan: Plan) -> str:
     """Return a candidate in words."""
     sizes = {axis: getattr(plan.dims, axis) for axis in AXES}
     names = [f"{axis} {size}" for axis, size in sizes.items() if size > 1] or ["FSDP alone"]
     if plan.dims.pp > 1:
         names.append(plan.config.parallelism.pipeline_parallel_schedule)
-    kept = ", gathered parameters kept" * keeps_gathered(plan)
+    kept = ", gathered parameters kept" * plan.config.parallelism.keeps_gathered
     size, mode = plan.config.training.local_batch_size, plan.config.activation_checkpoint.mode
     return f"{', '.join(names)}; microbatch {size}; recomputation {mode}{kept}"
 
@@ -168,11 +154,16 @@ class Work(NamedTuple):
     """Of the optimizer, per parameter of the rank."""
 
 
-def shape_of(plan: Plan) -> tuple[object, ...]:
-    """Return the key of a candidate's `Work`: a layer's operators depend on nothing else that a
-    search chooses, and grow with the sequences."""
-    cut = (getattr(plan.dims, axis) for axis in AXES if axis != "pp")
-    return plan.config.activation_checkpoint.mode, *cut
+def shape_of(plan: Plan) -> tuple[tuple[int, ...], str]:
+    """Return the key of a candidate's `Work`, its cut and its mode: a layer's operators depend on
+    nothing else that a search chooses, and grow with the sequences."""
+    cut = tuple(getattr(plan.dims, axis) for axis in AXES if axis != "pp")
+    return cut, plan.config.activation_checkpoint.mode
+
+
+def measure_modes(configs: Mapping[str, JobConfig], device: Rates) -> dict[str, Work]:
+    """Measure the jobs of one cut, by mode; after the first, torch knows most operators' shapes."""
+    return {mode: measure_work(config, device) for mode, config in configs.items()}
 
 
 def measure_work(config: JobConfig, device: Rates) -> Work:
@@ -181,7 +172,7 @@ def measure_work(config: JobConfig, device: Rates) -> Work:
     Args:
         config: of any candidate of the shape.
     """
-    cut = math.prod(getattr(config.parallelism, AXES[axis]) for axis in ("tp", "cp"))
+    cut = math.prod(getattr(config.parallelism, DEGREES[axis]) for axis in ("tp", "cp"))
     ranks = math.lcm(2 * cut, config.parallelism.expert_parallel_degree)
     batch = {"local_batch_size": 1, "global_batch_size": ranks // cut}
     update = {"parallelism": ALONE, "training": batch}
@@ -208,7 +199,7 @@ def estimate(plan: Plan, work: Work, device: Rates) -> tuple[float, float]:
     """Return a candidate's seconds per step, and bytes that its first rank surely has at once."""
     dims, size = plan.dims, plan.config.training.local_batch_size
     busy, num_bytes = list[float](), list[float]()
-    for rank in (0, dims.num_ranks // dims.pp * (dims.pp - 1)):
+    for rank in (0, dims.first_ranks[-1]):
         names = modules_of(plan, rank)
         numbers = [number for name in names if (number := layer_of(name)) >= 0]
         layers = [work.layers[number % len(work.layers)] for number in numbers]
@@ -227,13 +218,13 @@ def _fsdp_seconds(plan: Plan, device: Rates) -> tuple[float, float]:
     training, dims, parallelism = plan.config.training, plan.dims, plan.config.parallelism
     count, shards = plan.config.num_microbatches, dims.dp_shard * dims.cp
     # in a pipeline, gathered weights stay until the end of the step
-    gathers = (1 if dims.pp > 1 else count) if keeps_gathered(plan) else 2 * count
+    gathers = 2 * count
+    if parallelism.keeps_gathered:
+        gathers = 1 if dims.pp > 1 else count
     reductions = count if parallelism.fsdp_reduce_gradients == "every_microbatch" else 1
     width = gathers * BYTES[training.mixed_precision_param]
     width += reductions * BYTES[training.mixed_precision_reduce]
-    inside = tuple(f"{name}." for name in modules_of(plan, 0))
-    parameters = plan.model_args.table.parameters.items()
-    own = [parameter for name, parameter in parameters if name.startswith(inside)]
+    own = plan.model_args.table.of_blocks(modules_of(plan, 0))
     experts = sum(p.numel for p in own if p.layout == "experts")
     others = sum(p.numel for p in own) - experts
     parts = ((others / dims.tp, shards), (experts / max(dims.ep, 1), dims.efsdp))
@@ -302,7 +293,7 @@ def find(config: JobConfig, ranks: int, device: Rates, workers: int) -> Found:
     fitting = []
     for (update, plan), (seconds, size) in zip(candidates, estimates, strict=True):
         peak, groups = round(size), sum(degree > 1 for degree in vars(plan.dims).values())
-        if verdict(device, peak, on_gpu(peak, groups)) == "fits":  # it might
+        if verdict(device, peak, beside_tensors(plan, device, peak, groups)) == "fits":  # it might
             fitting.append((seconds, words_of(plan), update, plan))
     queue = sorted(fitting, key=itemgetter(0, 1))
     found: list[tuple[Simulated, Update]] = []
@@ -310,11 +301,10 @@ def find(config: JobConfig, ranks: int, device: Rates, workers: int) -> Found:
         missing = SIMULATED - len(found)
         now, queue = queue[:missing], queue[missing:]
         tasks = [(plan.config, ranks, device) for *_, plan in now]
-        for index, need in in_processes(tasks, need_of, workers, "simulated candidates"):
-            assert isinstance(need, Need), need
+        needs = in_processes(tasks, need_of, workers, "simulated candidates")
+        for (_, words, update, plan), need in zip(now, needs, strict=True):
             if need.verdict == "fits":
-                _, words, update, plan = now[index]
-                speed = tokens_per_step(plan) / need.seconds
+                speed = plan.config.tokens_per_step / need.seconds
                 one = Simulated(need.seconds, need.peak_bytes, words, speed)
                 found.append((one, update))
     check(bool(found), "--device", device.name, f"none of {len(candidates)} candidates fits")
@@ -332,13 +322,18 @@ def find(config: JobConfig, ranks: int, device: Rates, workers: int) -> Found:
 
 def estimate_all(plans: Sequence[Plan], device: Rates, workers: int) -> list[tuple[float, float]]:
     """Measure the work of every shape once, and estimate all candidates."""
-    configs = {shape_of(plan): plan.config for plan in plans}
-    tasks, shapes = [(config, device) for config in configs.values()], [*configs]
-    works = dict[tuple[object, ...], Work]()
-    for index, work in in_processes(tasks, measure_work, workers, "simulated layers"):
-        assert isinstance(work, Work), work
-        works[shapes[index]] = work
-    return [estimate(plan, works[shape_of(plan)], device) for plan in plans]
+    configs = defaultdict[tuple[int, ...], dict[str, JobConfig]](dict)
+    for plan in plans:
+        cut, mode = shape_of(plan)
+        configs[cut][mode] = plan.config
+    tasks = [(of_cut, device) for of_cut in configs.values()]
+    found = in_processes(tasks, measure_modes, workers, "simulated layers")
+    works = dict(zip(configs, found, strict=True))
+    estimates = []
+    for plan in plans:
+        cut, mode = shape_of(plan)
+        estimates.append(estimate(plan, works[cut][mode], device))
+    return estimates
 
 
 def to_text(found: Found) -> str:

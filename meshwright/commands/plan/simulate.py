@@ -48,6 +48,8 @@ from meshwright.train.trainer import Trainer
 
 CPU = torch.device("cpu")
 
+DEFAULTS = JobConfig()
+
 
 @dataclass(frozen=True)
 class Simulation:
@@ -66,6 +68,11 @@ class Simulation:
     def repeated(self) -> int:
         """The microbatch that stands for the ones left out."""
         return max(1, self.simulated - 1)
+
+    @property
+    def num_groups(self) -> int:
+        """Process groups that communicate: one for each axis."""
+        return len({entry.axis for entry in self.entries if entry.axis})
 
     def whole_step(self) -> Iterator[tuple[int, Entry]]:
         """Yield every entry, with how many times the whole step has it."""
@@ -255,16 +262,16 @@ def plan_job(config: JobConfig, world_size: int, *, is_gpu: bool) -> Plan:
     rule = "a plan does not count the casts to float8, nor the speed of its products"
     fix = "plan without it: weights, gradients and optimizer take the same memory"
     check(not config.float8.enable, "float8.enable", True, rule, fix)
-    plain, checkpoint = JobConfig(), config.checkpoint
+    checkpoint = config.checkpoint
     data = {*WeightedSource.model_fields, "datasets", "max_epochs", "max_bad_records"}
     sections = ("compile", "validation", "checkpoint", "metrics", "profiling")
-    config = config.model_copy(update={name: getattr(plain, name) for name in sections})
+    config = config.model_copy(update={name: getattr(DEFAULTS, name) for name in sections})
     config = changed(
         config,
         {
             "job": {"max_run_seconds": 0, "dump_folder": tempfile.gettempdir()},
             "model": {"tokenizer_path": BYTES, "chat_template_path": ""},
-            "training": {n: getattr(plain.training, n) for n in data & {*Training.model_fields}},
+            "training": {n: getattr(DEFAULTS.training, n) for n in data & {*Training.model_fields}},
             "parallelism": {"enable_async_tensor_parallel": False},  # it changes no tensor
             "compile": {"enable": False},  # a plan is of eager blocks
             "checkpoint": {

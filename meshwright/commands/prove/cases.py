@@ -11,26 +11,20 @@ from meshwright.config.job_config import JobConfig, changed
 from meshwright.config.parallelism import Parallelism
 from meshwright.models.args import DecoderArgs
 from meshwright.parallelisms.rules.compile_choice import recomputes_attention
-from meshwright.parallelisms.rules.degrees import shards_experts_apart
+from meshwright.parallelisms.rules.degrees import (
+    DEGREES,
+    KEYS,
+    power_meshes,
+    shards_experts_apart,
+)
 from meshwright.parallelisms.rules.stages import SCHEDULES
 from meshwright.system.errors import ConfigError
 from meshwright.train.preflight import preflight
 
 LARGEST_DEGREE = 4
 
-KEYS = {
-    "pp": "pipeline_parallel_degree",
-    "dp_replicate": "data_parallel_replicate_degree",
-    "dp_shard": "data_parallel_shard_degree",
-    "cp": "context_parallel_degree",
-    "tp": "tensor_parallel_degree",
-}
-"""Config key of each axis of the mesh."""
-
-EP = "expert_parallel_degree"
-"""Key of a mesh's "ep": no axis, but of the ranks along `SHARING` those that share experts."""
-
 SHARING = ("dp_shard", "cp", "tp")
+"""Axes among whose ranks a mesh's "ep" deals out the experts."""
 
 SCHEDULE = "pipeline_parallel_schedule"
 STAGES, STAGES_PER_RANK = "module_fqns_per_model_part", "pipeline_parallel_stages_per_rank"
@@ -63,8 +57,8 @@ class Case:
     @property
     def mesh(self) -> dict[str, int]:
         """Degrees above 1, by axis."""
-        keys = KEYS | {"ep": EP}
-        degrees = {axis: getattr(self.config.parallelism, key) for axis, key in keys.items()}
+        parallelism = self.config.parallelism
+        degrees = {axis: getattr(parallelism, key) for axis, key in DEGREES.items()}
         return {axis: degree for axis, degree in degrees.items() if degree > 1}
 
 
@@ -112,18 +106,16 @@ def every_mesh(small: JobConfig, args: DecoderArgs) -> list[Case]:
     """Return all meshes of 2, 4 and 8 ranks with degrees up to 4 (data parallel: 8) that can run,
     every schedule with every policy of resharding, and some in bf16."""
     cases = []
-    for degrees in itertools.product((1, 2, 4, 8), repeat=len(KEYS)):
-        mesh = {axis: degree for axis, degree in zip(KEYS, degrees, strict=True) if degree > 1}
-        if not 1 < math.prod(degrees) <= MAX_RANKS:
+    most = dict.fromkeys(KEYS, LARGEST_DEGREE) | dict.fromkeys(HSDP, MAX_RANKS)
+    for degrees in power_meshes(most):
+        mesh = {axis: degree for axis, degree in degrees.items() if degree > 1}
+        if not 1 < num_ranks(mesh) <= MAX_RANKS:
             continue
-        if any(mesh.get(axis, 1) > LARGEST_DEGREE for axis in ("pp", "cp", "tp")):
-            continue
-        if mesh.get("tp", 1) <= largest_tp(args):
-            cases.append(build_case("mesh", small, mesh))
-            most = math.prod(mesh.get(axis, 1) for axis in SHARING) if args.table.mixtures else 1
-            for ep in (2, 4, 8):
-                if ep <= most:
-                    cases.append(build_case("mesh", small, mesh | {"ep": ep}))
+        cases.append(build_case("mesh", small, mesh))
+        sharing = math.prod(mesh.get(axis, 1) for axis in SHARING) if args.table.mixtures else 1
+        for ep in (2, 4, 8):
+            if ep <= sharing:
+                cases.append(build_case("mesh", small, mesh | {"ep": ep}))
     each = {"fsdp_reduce_gradients": "every_microbatch"}  # "auto" of large models
     for mesh in ({"dp_shard": 2}, HSDP):
         name = "2 microbatches, each reduced"
@@ -142,8 +134,8 @@ def every_mesh(small: JobConfig, args: DecoderArgs) -> list[Case]:
     for mesh in (HSDP, {"dp_shard": 4}, {"pp": 2, "dp_shard": 2}):
         cases.append(build_case("bf16", small, mesh, kind="bf16 sums"))
     for mesh in ({"tp": 2}, {"cp": 2}, {"dp_shard": 2, "tp": 2}, {"pp": 2, "cp": 2}):
-        if mesh.get("tp", 1) <= largest_tp(args):
-            cases.append(build_case("bf16", small, mesh, kind="bf16"))
+        cases.append(build_case("bf16", small, mesh, kind="bf16"))
+    cases = [case for case in cases if case.mesh.get("tp", 1) <= largest_tp(args)]
     cases = [case for case in cases if not (args.tie_embeddings and "pp" in case.mesh)]
     return _within_torch(cases, args)
 
@@ -187,7 +179,7 @@ def _own_cases(
 
 def own_options(config: JobConfig) -> dict[str, dict[str, Any]]:
     """Return the config's options, without its degrees and those tied to the size of the model."""
-    left_out = {*KEYS.values(), EP, STAGES, STAGES_PER_RANK}
+    left_out = {*DEGREES.values(), STAGES, STAGES_PER_RANK}
     left_out.add("enable_async_tensor_parallel")  # needs GPUs
     if config.parallelism.pipeline_parallel_degree == 1:
         left_out.add(SCHEDULE)
@@ -240,7 +232,7 @@ def _degrees(parallelism: Parallelism, args: DecoderArgs, axes: Collection[str])
         power = 1 << (most.bit_length() - 1)
         fitting = min(wanted[axis], most) if axis == "pp" else math.gcd(wanted[axis], power)
         mesh[axis] = max(2, fitting)
-    return _with_ep(mesh, getattr(parallelism, EP))
+    return _with_ep(mesh, parallelism.expert_parallel_degree)
 
 
 def _with_ep(mesh: dict[str, int], degree: int) -> dict[str, int]:
@@ -296,7 +288,7 @@ def build_case(
     if kind == "bf16 sums" or ("pp" in mesh and not num_microbatches):
         num_microbatches = GLOBAL_BATCH // dp
     updates: dict[str, dict[str, Any]] = {key: dict(values) for key, values in sections.items()}
-    degrees = {key: mesh.get(axis, 1) for axis, key in [*KEYS.items(), ("ep", EP)]}
+    degrees = {key: mesh.get(axis, 1) for axis, key in DEGREES.items()}
     updates["parallelism"] = updates.get("parallelism", {}) | degrees
     local = {"local_batch_size": GLOBAL_BATCH // (dp * max(num_microbatches, 1))}
     precision = FP32 if kind == "fp32" else {}

@@ -230,14 +230,12 @@ def _compare_routers(
     gap = _worst(rank.choice_gap for rank in ranks)
     if not gap <= bounds.choice_gap:
         verdict.failures.append(f"experts: chosen otherwise where scores differ by {gap:.1e}")
-    for number, rank in enumerate(ranks):
-        for what, wrong in (
-            ("as on one process", rank.wrong_state),
-            ("as the choices add up", rank.wrong_counts),
-        ):
-            if wrong:
-                names = ", ".join(wrong[:NAMED])
-                verdict.failures.append(f"state: not {what}: {names}, on rank {number}")
+    # every rank takes the reference's choices: where both add up, their states are equal
+    places = ["one process", *(f"rank {number}" for number in range(len(ranks)))]
+    for place, seen in zip(places, [reference.seen, *ranks], strict=True):
+        if seen.wrong_counts:
+            names = ", ".join(seen.wrong_counts[:NAMED])
+            verdict.failures.append(f"state: not as the choices add up: {names}, on {place}")
 
 
 def _errors(kind: str, reference: Reference, ranks: Sequence[Measurement]) -> dict[str, float]:

@@ -119,16 +119,6 @@ def unbalance(model: LocalModel) -> None:
             mixture.load.copy_(torch.arange(1, len(mixture.load) + 1))
 
 
-def router_state(model: LocalModel) -> dict[str, Tensor]:
-    """Return copies of the routers' loads and biases, by name."""
-    return {
-        name: buffer.clone()
-        for stage in model.stages
-        for name, buffer in stage.named_buffers()
-        if name in stage.table.state
-    }
-
-
 class Books:
     """Loads and biases as the choices of a step make them, counted here once more: a reference that
     counts validation, recomputation, padding or a part of the tokens would be wrong as the mesh is.

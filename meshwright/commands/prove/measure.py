@@ -26,7 +26,6 @@ from meshwright.commands.prove.job import (
     calm_post_norms,
     first_cursor,
     open_source,
-    router_state,
     show_attention,
     unbalance,
 )
@@ -165,10 +164,8 @@ class Measurement:
     """By step and index in the global batch: hash of the sample."""
     shards: dict[str, dict[str, ShardComparison]] = field(default_factory=dict)
     """By kind, of `COMPARED`, and name."""
-    wrong_state: list[str] = field(default_factory=list)
-    """Loads and biases of routers that differ in a bit after step `LAST_RESUMED_STEP`."""
     wrong_counts: list[str] = field(default_factory=list)
-    """Loads and biases that do not follow from the choices, step by step."""
+    """Loads and biases of routers that do not follow from the choices, to the bit, after a step."""
     other_choices: tuple[int, int] = (0, 0)
     """Tokens whose router would have chosen other experts than it was told, of how many."""
     choice_gap: float = 0.0
@@ -207,17 +204,14 @@ def measure(config: JobConfig, world_size: int, file: Path) -> Measurement:
     reference = torch.load(file, weights_only=True)
     measurement, tensors = _measure(config, world_size, file.parent, reference["choices"])
     measurement.shards = {kind: _boxes(tensors[kind], reference[kind]) for kind in COMPARED}
-    own = tensors["state"]
-    whole = {name: reference["state"][name] for name in own}
-    measurement.wrong_state = different(own, whole)
     return measurement
 
 
 def _measure(
     config: JobConfig, world_size: int, folder: Path, told: Mapping[int, tuple[Choices, Tensor]]
 ) -> tuple[Measurement, dict[str, Any]]:
-    """Train, validate, save, and resume; return this rank's tensors of each kind in `COMPARED`, the
-    routers' "state" and "choices", too.
+    """Train, validate, save, and resume; return this rank's tensors of each kind in `COMPARED`, and
+    the routers' "choices".
 
     Args:
         folder: where the checkpoint goes, the same on every rank.
@@ -267,7 +261,6 @@ def _measure(
         if step == LAST_RESUMED_STEP:
             wanted = {name: _copy(tensor) for name, tensor in job.state_dict().items()}
             updates = _updates(job, weights)
-            state = router_state(job.model)
     job.close()
     num_tokens = sum(replay.num_tokens for replay in replays)
     seen.other_choices = sum(int(replay.num_others) for replay in replays), num_tokens
@@ -278,7 +271,6 @@ def _measure(
         "gradients": gradients,
         "updates": updates,
         "later_gradients": later,
-        "state": state,
         "choices": choices,
     }
     torch.compiler.reset()

@@ -1,9 +1,9 @@
 """Rules across sections, and the values that follow from the rest of the config."""
 
+import itertools
 import math
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
-from functools import cache
-from importlib import metadata
 
 from meshwright.config.job_config import JobConfig, changed
 from meshwright.models.args import divisors_of
@@ -11,6 +11,22 @@ from meshwright.models.table import DecoderSpec
 from meshwright.parallelisms.rules.compile_choice import recomputes_cut_attention
 from meshwright.parallelisms.rules.stages import splits_backward
 from meshwright.system.errors import check
+from meshwright.system.modules import has_torch, torch_version
+
+KEYS = {
+    "pp": "pipeline_parallel_degree",
+    "dp_replicate": "data_parallel_replicate_degree",
+    "dp_shard": "data_parallel_shard_degree",
+    "cp": "context_parallel_degree",
+    "tp": "tensor_parallel_degree",
+}
+"""Key in [parallelism] of the degree of each axis. Outermost first: neighbouring ranks, which share
+a node, get the axes that communicate most."""
+
+AXES = tuple(KEYS)
+
+DEGREES = KEYS | {"ep": "expert_parallel_degree"}
+"""With the key of the one degree that is no axis of its own; see `ParallelDims.ep`."""
 
 ASYNC_TENSOR_PARALLEL = "parallelism.enable_async_tensor_parallel"
 
@@ -25,10 +41,10 @@ def resolve_auto_values(config: JobConfig, world_size: int, num_stages: int) -> 
         ConfigError: if the degrees do not multiply to `world_size`, or the batch does not divide.
     """
     parallelism = config.parallelism
-    key = "parallelism.data_parallel_shard_degree"
+    key = f"parallelism.{KEYS['dp_shard']}"
     shard = parallelism.data_parallel_shard_degree
-    axes = ("data_parallel_replicate", "context_parallel", "tensor_parallel", "pipeline_parallel")
-    degrees = {f"parallelism.{a}_degree": getattr(parallelism, f"{a}_degree") for a in axes}
+    names = (KEYS[axis] for axis in ("dp_replicate", "cp", "tp", "pp"))
+    degrees = {f"parallelism.{name}": getattr(parallelism, name) for name in names}
     others = math.prod(degrees.values())
     if shard == -1:
         # the one that is too many by itself, or else the largest
@@ -179,10 +195,9 @@ def check_divisible(config: JobConfig, model: DecoderSpec) -> None:
     )
 
 
-@cache  # it reads a file, and a search asks for every candidate
 def shards_experts_apart() -> bool:
     """Return whether FSDP2 of this torch may shard experts over a mesh of their own."""
-    return tuple(map(int, metadata.version("torch").split(".")[:2])) >= (2, 13)
+    return has_torch(2, 13)
 
 
 def check_experts(config: JobConfig, model: DecoderSpec) -> None:
@@ -218,8 +233,8 @@ def check_experts(config: JobConfig, model: DecoderSpec) -> None:
         max(degree, p.tensor_parallel_degree) == 1 or shards_experts_apart(),
         key if degree > 1 else "parallelism.tensor_parallel_degree",
         max(degree, p.tensor_parallel_degree),
-        f"shards experts over another mesh than the rest of a layer, which torch "
-        f"{metadata.version('torch')} cannot",
+        "shards experts over another mesh than the rest of a layer, which torch "
+        f"{torch_version()} cannot",
         "use torch 2.13, or set both degrees to 1",
     )
     rule = "experts in float8 are not proved to train"
@@ -235,8 +250,12 @@ def check_experts(config: JobConfig, model: DecoderSpec) -> None:
     )
 
 
-AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-"""Outermost first: neighbouring ranks, which share a node, get the axes that communicate most."""
+def power_meshes(most: Mapping[str, int]) -> Iterator[dict[str, int]]:
+    """Yield every mesh whose degrees are powers of two up to `most`, by axis; the last axis varies
+    first."""
+    powers = ([1 << i for i in range(limit.bit_length())] for limit in most.values())
+    for degrees in itertools.product(*powers):
+        yield dict(zip(most, degrees, strict=True))
 
 
 @dataclass(frozen=True)
@@ -271,6 +290,11 @@ class ParallelDims:
     def num_ranks(self) -> int:
         """Ranks of the job."""
         return self.dp * self.pp * self.cp * self.tp
+
+    @property
+    def first_ranks(self) -> range:
+        """The first rank of each place of the pipeline."""
+        return range(0, self.num_ranks, self.num_ranks // self.pp)
 
     def __str__(self) -> str:
         """Return the axes that have more than one rank, as "dp_shard 4 x tp 2"."""

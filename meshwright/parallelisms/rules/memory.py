@@ -1,12 +1,11 @@
 """The memory that a rank needs at the least, and how it keeps gradients. Free of torch."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from meshwright.config.job_config import JobConfig, changed
-from meshwright.config.parallelism import Parallelism
 from meshwright.models.args import DecoderArgs
-from meshwright.models.table import Parameter
+from meshwright.models.table import DecoderSpec, Parameter
 from meshwright.parallelisms.rules.stages import stages_of_rank
 from meshwright.system.errors import check
 
@@ -38,56 +37,60 @@ class Load:
 
 def heaviest_load(
     config: JobConfig,
-    parameters: Mapping[str, Parameter],
+    table: DecoderSpec,
     stage_modules: Sequence[Sequence[str]],
-    frozen: Collection[str],
+    frozen: frozenset[str],
 ) -> Load:
     """The load of the rank of the pipeline that has most parameters.
 
     Args:
-        parameters: all, by name.
         stage_modules: modules of each stage.
         frozen: names of the parameters that are not trained.
     """
-    parallelism = config.parallelism
-    stages: list[tuple[int, int, int, int]] = []  # parameters, trained, and of both the gathered
-    for modules in stage_modules:
-        inside = tuple(f"{module}." for module in modules)
-        own = {name: p for name, p in parameters.items() if name.startswith(inside)}
-        trained = {name: p for name, p in own.items() if name not in frozen}
-        stages.append(
-            tuple(  # type: ignore[arg-type]  # four
-                sum(
-                    part.numel // _num_parts(parallelism, part, is_gathered) for part in of.values()
-                )
-                for is_gathered in (False, True)
-                for of in (own, trained)
-            )
-        )
-    ranks, schedule = parallelism.pipeline_parallel_degree, parallelism.pipeline_parallel_schedule
+    p = config.parallelism
+    blocks = _sizes(table, frozen, p.tensor_parallel_degree, p.expert_parallel_degree)
+    stages = [
+        [sum(sizes) for sizes in zip(*(blocks[name] for name in modules), strict=True)]
+        for modules in stage_modules
+    ]
+    ranks, schedule = p.pipeline_parallel_degree, p.pipeline_parallel_schedule
     loads = []
     for rank in range(ranks):
         mine = [stages[index] for index in stages_of_rank(rank, ranks, len(stages), schedule)]
-        held, trained_by_stage, gathered, gathered_and_trained = zip(*mine, strict=True)
-        loads.append(
-            Load(sum(held), sum(trained_by_stage), max(gathered_and_trained), max(gathered))
-        )
+        held, trained, gathered, trained_gathered = zip(*mine, strict=True)
+        loads.append(Load(sum(held), sum(trained), max(trained_gathered), max(gathered)))
     return max(loads, key=lambda load: load.parameters)
 
 
-def _num_parts(parallelism: Parallelism, parameter: Parameter, is_gathered: bool) -> int:
-    """Return into how many a parameter is cut, before FSDP2 shards it over dp_shard x cp.
+def _sizes(
+    table: DecoderSpec, frozen: frozenset[str], tp: int, ep: int
+) -> dict[str, tuple[int, int, int, int]]:
+    """Return by block the number of its parameters and of the trained ones, before FSDP2 shards
+    them over dp_shard x cp, and the same two once FSDP2 has gathered them again."""
+
+    def size(parameters: Iterable[Parameter], of_experts: int) -> int:
+        return sum(p.numel // _num_parts(p, tp, of_experts) for p in parameters)
+
+    found = {}
+    for block, own in table.by_block.items():
+        every, trained = own.values(), [p for name, p in own.items() if name not in frozen]
+        found[block] = (size(every, tp), size(trained, tp), size(every, ep), size(trained, ep))
+    return found
+
+
+def _num_parts(parameter: Parameter, tp: int, of_experts: int) -> int:
+    """Return into how many a parameter is cut.
 
     Args:
-        is_gathered: once FSDP2 has gathered it again.
+        of_experts: parts of an expert's. FSDP2 and ep share dp_shard x cp x tp: they are tp before
+            FSDP2 shards over dp_shard x cp, and ep once it has gathered.
     """
-    tp = parallelism.tensor_parallel_degree
-    if parameter.layout == "experts":  # FSDP2 and ep share dp_shard x cp x tp
-        return parallelism.expert_parallel_degree if is_gathered else tp
+    if parameter.layout == "experts":
+        return of_experts
     return tp if len(parameter.shape) > 1 else 1
 
 
-def choose_reduction(config: JobConfig, load: Load, num_microbatches: int) -> JobConfig:
+def choose_reduction(config: JobConfig, load: Load) -> JobConfig:
     """Return `config` with `fsdp_reduce_gradients` chosen if that is "auto" and has an effect.
 
     "every_microbatch" saves memory, and costs a reduce-scatter of every parameter per microbatch.
@@ -102,11 +105,12 @@ def choose_reduction(config: JobConfig, load: Load, num_microbatches: int) -> Jo
     """
     parallelism, training = config.parallelism, config.training
     reduction, shards = parallelism.fsdp_reduce_gradients, _num_shards(config)
+    num_microbatches = config.num_microbatches
     width = BYTES[training.mixed_precision_reduce]
     saved = load.trained * (width - BYTES[training.dtype] / shards)
     device = (config.job.device_memory_gib or USUAL_DEVICE_GIB) * GIB
     # of a config without a choice, so without whole gradients
-    free = device - sum(least_memory(config, load, num_microbatches).values())
+    free = device - sum(least_memory(config, load).values())
     limit = LARGEST_PART * max(free, 0)
     if reduction == "auto" and num_microbatches > 1 and config.has_fsdp:
         is_possible = (
@@ -134,7 +138,7 @@ def choose_reduction(config: JobConfig, load: Load, num_microbatches: int) -> Jo
     return changed(config, {"parallelism": {"fsdp_reduce_gradients": reduction}})
 
 
-def least_memory(config: JobConfig, load: Load, num_microbatches: int) -> dict[str, float]:
+def least_memory(config: JobConfig, load: Load) -> dict[str, float]:
     """Bytes that the rank with the heaviest load surely has on its device at once, by purpose.
 
     Without activations, buffers and gathered parameters. The moment is the end of the
@@ -145,13 +149,10 @@ def least_memory(config: JobConfig, load: Load, num_microbatches: int) -> dict[s
     """
     parallelism, training = config.parallelism, config.training
     shards, width = _num_shards(config), BYTES[training.dtype]
-    has_pipeline = parallelism.pipeline_parallel_degree > 1
-    adds_up = num_microbatches > 1 and parallelism.fsdp_reduce_gradients == "last_microbatch"
+    adds_up = config.num_microbatches > 1 and parallelism.fsdp_reduce_gradients == "last_microbatch"
     whole = load.trained_in_stage * BYTES[training.mixed_precision_reduce] if adds_up else 0
-    policy = parallelism.fsdp_reshard_after_forward
-    stays = policy == "never" or (policy == "default" and has_pipeline)
     gathered = 0
-    if stays and shards > 1:
+    if parallelism.keeps_gathered and shards > 1:
         gathered = load.parameters_in_stage * BYTES[training.mixed_precision_param]
     in_backward: dict[str, float] = {"gathered weights": gathered, "whole gradients": whole}
     if training.enable_cpu_offload:
@@ -211,9 +212,9 @@ def plan_memory(
     Returns:
         The config without "auto", and the bytes that a rank surely needs, by purpose.
     """
-    load = heaviest_load(config, args.table.parameters, stage_modules, frozen)
-    config = choose_reduction(config, load, config.num_microbatches)
-    needed = least_memory(config, load, config.num_microbatches)
+    load = heaviest_load(config, args.table, stage_modules, frozen)
+    config = choose_reduction(config, load)
+    needed = least_memory(config, load)
     if config.job.device_memory_gib and checks_memory:
         check_memory(config, needed, config.job.device_memory_gib)
     return config, needed

@@ -3,13 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from importlib import metadata
 from itertools import accumulate, pairwise
 
 from meshwright.config.job_config import JobConfig
 from meshwright.config.parallelism import Parallelism
 from meshwright.models.args import DecoderArgs
 from meshwright.system.errors import check, did_you_mean
+from meshwright.system.modules import has_torch, torch_version
 
 
 @dataclass(frozen=True)
@@ -61,12 +61,8 @@ def num_stages(parallelism: Parallelism) -> int:
     return per_rank * parallelism.pipeline_parallel_degree
 
 
-def check_schedule(config: JobConfig, *, num_microbatches: int, per_microbatch: int) -> None:
+def check_schedule(config: JobConfig) -> None:
     """Check that the schedule can run.
-
-    Args:
-        num_microbatches: of each rank in an optimizer step.
-        per_microbatch: sequences in one over all ranks.
 
     Raises:
         ConfigError: if it has too few microbatches, or cannot be combined with other options.
@@ -76,7 +72,8 @@ def check_schedule(config: JobConfig, *, num_microbatches: int, per_microbatch: 
     if ranks == 1:
         return
     stages = num_stages(parallelism)
-    nearest = num_microbatches
+    per_microbatch = config.num_data_ranks * config.training.local_batch_size  # over all ranks
+    nearest = num_microbatches = config.num_microbatches
     distance = 0
     while not takes_microbatches(name, nearest, ranks, stages):
         distance = -distance if distance > 0 else 1 - distance  # 1, -1, 2, -2, ...
@@ -135,12 +132,11 @@ def check_split_float8(config: JobConfig) -> None:
     """
     if not (config.float8.enable and splits_backward(config.parallelism)):
         return
-    version = metadata.version("torch")
     check(
-        tuple(map(int, version.split(".")[:2])) >= (2, 13),
+        has_torch(2, 13),
         "parallelism.pipeline_parallel_schedule",
         config.parallelism.pipeline_parallel_schedule,
-        f"computes gradients in two passes, which torch {version} cannot in float8 layers",
+        f"computes gradients in two passes, which torch {torch_version()} cannot in float8 layers",
         "use torch 2.13, or choose Interleaved1F1B",
     )
 
@@ -268,11 +264,7 @@ def _even_bounds(
 def plan_pipeline(config: JobConfig, args: DecoderArgs) -> list[list[str]]:
     """Check that the model can run as the pipeline that is asked for; the modules of each stage."""
     parallelism = config.parallelism
-    check_schedule(
-        config,
-        num_microbatches=config.num_microbatches,
-        per_microbatch=config.num_data_ranks * config.training.local_batch_size,
-    )
+    check_schedule(config)
     check(
         parallelism.pipeline_parallel_degree == 1 or not args.tie_embeddings,
         "parallelism.pipeline_parallel_degree",
@@ -280,9 +272,7 @@ def plan_pipeline(config: JobConfig, args: DecoderArgs) -> list[list[str]]:
         "the first and the last stage would share the embedding (model.args.tie_embeddings)",
         "set it to 1, or model.args.tie_embeddings = false",
     )
-    return assign_modules(
-        parallelism,
-        [args.table.in_matrices[f"layers.{index}"] for index in range(args.n_layers)],
-        embedding=args.table.in_matrices["tok_embeddings"],
-        output=args.table.in_matrices["output"],
-    )
+    size = args.table.in_matrices
+    layers = [size[f"layers.{index}"] for index in range(args.n_layers)]
+    embedding, output = size["tok_embeddings"], size["output"]
+    return assign_modules(parallelism, layers, embedding=embedding, output=output)

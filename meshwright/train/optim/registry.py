@@ -118,11 +118,13 @@ def check_optimizers(config: Optimizer, table: Mapping[str, Parameter]) -> dict[
     for key, name in ({"optimizer.name": config.name} | chosen).items():
         is_known = name is None or name in OPTIMIZERS
         check(is_known, key, name, "no such optimizer", did_you_mean(name or "", OPTIMIZERS))
+    wholes = {name for name, one in OPTIMIZERS.items() if isinstance(one, MatrixWise)}
+    if not config.groups and config.name not in wholes:
+        return dict.fromkeys(table, config.name)
     found = {
         name: settings_of(name, len(one.shape), config, one).optimizer
         for name, one in table.items()
     }
-    wholes = {name for name, one in OPTIMIZERS.items() if isinstance(one, MatrixWise)}
     for name, parameter in table.items():
         number = group_of(name, config.groups)
         is_chosen = number is not None and config.groups[number].optimizer is not None

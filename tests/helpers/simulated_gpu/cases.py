@@ -4,7 +4,7 @@ import math
 import tempfile
 from dataclasses import dataclass
 
-from meshwright.commands.prove.cases import KEYS
+from meshwright.parallelisms.rules.degrees import KEYS
 
 
 @dataclass(frozen=True)
