@@ -16,6 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+import torch
+
 from meshwright.launch.heartbeat import EXAMINE, LOOK_EVERY_S, STACKS_SIGNAL, Beat, read_beats
 from meshwright.launch.machines import Machines
 from meshwright.system.errors import ConfigError, in_ranges
@@ -54,10 +56,13 @@ MEANINGS = {
     **dict.fromkeys(GONE, "dead"),
 }
 
+TORCH = rf"({re.escape(str(Path(torch.__file__).parent))}|/(site|dist)-packages/torch)"
+
 WAITS_IN = re.compile(
-    r"/(torch/distributed/[\w/]+|meshwright/train/stop|concurrent/futures/\w+)\.py$"
+    rf"({TORCH}/distributed/[\w/]+|/meshwright/train/stop|/concurrent/futures/\w+)\.py$"
 )
-"""Files in whose functions a rank waits for others."""
+"""Files in whose functions a rank waits for others, here and on other machines. A user may have a
+folder torch/distributed, too."""
 
 FRAMES_SEEN = 4
 """Of the main thread, from the innermost, to see whether it waits for others."""
