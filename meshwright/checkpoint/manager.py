@@ -49,6 +49,7 @@ class CheckpointManager:
         nonce = [new_nonce()]
         dist.broadcast_object_list(nonce, group=self._group)
         self._nonce, self._saves = nonce[0], 0
+        self._safe_step: int | None = None
         self._claim = Claim(folder, self._nonce)
         self._retention = Retention(
             folder, config.keep_latest_k, config.keep_every_n_steps, config.keep_best
@@ -138,7 +139,8 @@ class CheckpointManager:
         """
         from meshwright.checkpoint.reader import restore
 
-        folder = commit.step_folder(self._folder, manifest["step"])
+        self._safe_step = manifest["step"]
+        folder = commit.step_folder(self._folder, self._safe_step)
         start = time.perf_counter()
         excluded = left_out(self._config, manifest)
         wanted = restore(folder, state.state_dict(), excluded, self._group)
@@ -260,7 +262,7 @@ class CheckpointManager:
         except CheckpointException as error:
             self._give_up(step, error, is_last)
             return
-        folder = commit.step_folder(self._folder, step)
+        self._safe_step, folder = step, commit.step_folder(self._folder, step)
         logger.info("saved %s in %.1f s", folder, time.perf_counter() - start)
         if self._is_first_rank:
             self._retention.apply()
@@ -274,7 +276,9 @@ class CheckpointManager:
             self._retention.nonce = ""
             self._retention.clean_up()
         rank, failure = min(failures.items())
+        safe = "no checkpoint" if self._safe_step is None else f"step {self._safe_step}"
         what = f"the checkpoint of step {step} could not be written: rank {rank}: {failure}"
+        what += f"; the newest that is safe: {safe}"
         if any(isinstance(failure, TakenOverError) for failure in failures.values()):
             raise SaveError(f"{what}. This job ends: the other continues")
         if is_last:
