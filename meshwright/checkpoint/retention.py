@@ -6,6 +6,7 @@ import secrets
 import shutil
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 from meshwright.checkpoint import commit
@@ -19,7 +20,7 @@ from meshwright.checkpoint.commit import (
 )
 from meshwright.checkpoint.manifest import MANIFEST, DamagedError, read_manifest
 from meshwright.system.errors import ConfigError, StorageError
-from meshwright.system.files import lock, whole_file
+from meshwright.system.files import lock, only_warn, whole_file
 from meshwright.system.log import logger
 
 BEST_FILE = "best.json"
@@ -121,21 +122,14 @@ def apply_retention(
     old = (
         step
         for step in steps[:-keep_latest_k]
-        if step not in (good, best) and not is_kept_for_good(step, keep_every_n_steps)
+        if step not in (good, best) and (not keep_every_n_steps or step % keep_every_n_steps)
     )
     spared = []
     for step in old:
-        try:
+        with only_warn("an old checkpoint could not be deleted"):
             if not _delete(step_folder(folder, step)):
                 spared.append(step)
-        except OSError as error:
-            logger.warning("an old checkpoint could not be deleted: %s", error)
     return spared
-
-
-def is_kept_for_good(step: int, keep_every_n_steps: int) -> bool:
-    """Return whether retention never deletes the checkpoint of `step`."""
-    return keep_every_n_steps > 0 and step % keep_every_n_steps == 0
 
 
 def _is_ours(checkpoint: Path, step: int) -> bool:
@@ -208,9 +202,7 @@ def clean_up(folder: Path, is_in_use: Callable[[str], bool] = lambda nonce: Fals
     for _, path, _, nonce in entries(folder):
         if not nonce or path.is_symlink() or is_in_use(nonce):
             continue
-        try:
+        # where it is gone, it is complete now, or somebody was faster
+        words = "%s, left by a killed job, could not be removed"
+        with only_warn(words, path), suppress(FileNotFoundError):
             shutil.rmtree(path)
-        except FileNotFoundError:
-            pass  # it was being written, and is complete now; or somebody was faster
-        except OSError as error:
-            logger.warning("%s, left by a killed job, could not be removed: %s", path, error)

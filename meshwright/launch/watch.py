@@ -21,6 +21,7 @@ import torch
 from meshwright.launch.heartbeat import EXAMINE, LOOK_EVERY_S, STACKS_SIGNAL, Beat, read_beats
 from meshwright.launch.machines import Machines
 from meshwright.system.errors import ConfigError, in_ranges
+from meshwright.system.files import state_of, text_of
 from meshwright.system.log import logger
 
 T = TypeVar("T")
@@ -261,8 +262,8 @@ class Watch:
                 host=socket.gethostname(),
                 age_s=time.monotonic() - beat.since,
                 state=states[beat.rank],
-                stacks=_read(self._folder / f"rank_{beat.rank}.stacks"),
-                collectives=_read(self._folder / f"rank_{beat.rank}.collectives"),
+                stacks=text_of(self._folder / f"rank_{beat.rank}.stacks"),
+                collectives=text_of(self._folder / f"rank_{beat.rank}.collectives"),
             )
             for beat in read_beats(self._folder)
         ]
@@ -284,19 +285,6 @@ class Watch:
         path = self._reports() / name
         path.write_text(text, "utf-8")
         return str(path)
-
-
-def state_of(pid: int) -> str:
-    """Return the kernel's letter for the state of a process; "" if it is gone."""
-    _, _, after_name = _read(Path(f"/proc/{pid}/stat")).rpartition(")")
-    return after_name.split()[0] if after_name else ""
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text("utf-8", "replace")
-    except OSError:
-        return ""
 
 
 def tail(path: Path, size: int = TAIL_BYTES) -> str:

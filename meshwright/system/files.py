@@ -112,17 +112,30 @@ def remove_left_over(folder: Path) -> None:
             continue
 
 
+def text_of(path: Path) -> str:
+    """Return the text of a file, as far as it is UTF-8; "" if it cannot be read."""
+    try:
+        return path.read_text("utf-8", "replace")
+    except OSError:
+        return ""
+
+
+def state_of(pid: int) -> str:
+    """Return the kernel's letter for the state of a process; "" if it is gone."""
+    # after the name, which may hold anything, comes the state
+    _, _, after_name = text_of(Path(f"/proc/{pid}/stat")).rpartition(")")
+    return after_name.split()[0] if after_name else ""
+
+
 def is_running(pid: int) -> bool:
     """Return whether a process of this number runs; not whether its parent has noticed its end."""
     try:
         os.kill(pid, 0)
-        # after the name, which may hold anything, comes the state
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (ProcessLookupError, FileNotFoundError):
+    except ProcessLookupError:
         return False
     except PermissionError:  # it is another user's
         return True
-    return state not in "ZX"
+    return state_of(pid) not in ("", "Z", "X")
 
 
 @cache
@@ -205,6 +218,15 @@ def read_patiently(path: Path | str, read: Callable[[], T]) -> T:
             logger.warning("%s; trying again in %g s", what, wait_s)
             time.sleep(wait_s)
     raise AssertionError
+
+
+@contextmanager
+def only_warn(words: str, *facts: object) -> Iterator[None]:
+    """Log an `OSError` inside, headed by `words`, and go on: a full disk ends no training."""
+    try:
+        yield
+    except OSError as error:
+        logger.warning(f"{words}: %s", *facts, error)
 
 
 def make_folder(folder: Path) -> None:
