@@ -18,7 +18,7 @@ from meshwright.checkpoint import commit, find
 from meshwright.checkpoint.claim import Claim, TakenOverError, new_nonce
 from meshwright.checkpoint.manifest import Manifest, left_out
 from meshwright.checkpoint.on_ranks import check_shared, on_first_rank, select_on_ranks
-from meshwright.checkpoint.retention import Retention, check_gets_on, set_aside_later
+from meshwright.checkpoint.retention import Retention, set_aside_later
 from meshwright.checkpoint.staging import Staging
 from meshwright.config.job_config import Checkpoint
 from meshwright.system.errors import ConfigError, SaveError
@@ -137,34 +137,21 @@ class CheckpointManager:
         """
         from meshwright.checkpoint.reader import restore
 
-        self._safe_step = manifest["step"]
-        folder = commit.step_folder(self._folder, self._safe_step)
+        self._safe_step = step = manifest["step"]
+        folder = commit.step_folder(self._folder, step)
         start = time.perf_counter()
         excluded = left_out(self._config, manifest)
         wanted = restore(folder, state.state_dict(), excluded, self.group)
         state.load_state_dict(wanted)
         if not self._config.load_only:
-            self.tell(partial(self._set_aside_later, manifest["step"]))
+            is_named = self._config.load_step != -1
+            self.tell(partial(set_aside_later, self._folder, step, is_named=is_named))
         if self._is_first_rank:
             for part in excluded:
                 logger.warning("%s is left out: checkpoint.exclude_from_loading", part)
             for part in {*self._config.exclude_from_loading} - excluded:
                 logger.info("%s was left out once, and is loaded now", part)
         logger.info("resumed from %s in %.1f s", folder, time.perf_counter() - start)
-
-    def _set_aside_later(self, step: int) -> None:
-        if self._config.load_step != -1:
-            check_gets_on(self._folder, step)
-        try:
-            for path in set_aside_later(self._folder, step):
-                logger.info("set aside a later checkpoint as %s", path)
-        except OSError as error:
-            raise ConfigError(
-                "checkpoint.folder",
-                f"checkpoints after step {step} cannot be set aside: {error}; the next resume "
-                f"would take them for this job's\n  fix: make {self._folder} writable, or remove "
-                "them",
-            ) from None
 
     def prepare_saves(self, state: "TrainingTensors") -> None:
         """Import the modules that saves need (later, other versions may have been installed), and
