@@ -12,7 +12,7 @@ from pathlib import Path
 from meshwright.system import claims
 from meshwright.system.claims import Owner, State, read
 from meshwright.system.errors import ConfigError
-from meshwright.system.files import make_folder
+from meshwright.system.files import make_folder, only_warn
 from meshwright.system.log import logger
 
 FILE = "job.lock"
@@ -74,13 +74,11 @@ class Claim:
     def give_back(self) -> None:
         """Let another job have the folder, and remove that if it is empty, as the folders made for
         it. Does nothing if it was not taken, or was taken over."""
-        try:
+        with only_warn("%s could not be removed", self._claim.file):
             if self._claim.give_back():
                 with suppress(OSError):  # it holds checkpoints
                     for folder in self._made:
                         folder.rmdir()
-        except OSError as error:
-            logger.warning("%s could not be removed: %s", self._claim.file, error)
 
     def _refuse(self, owner: Owner | None) -> None:
         raise ConfigError(

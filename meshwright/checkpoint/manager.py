@@ -18,7 +18,7 @@ from meshwright.checkpoint import commit, find
 from meshwright.checkpoint.claim import Claim, TakenOverError, new_nonce
 from meshwright.checkpoint.manifest import Manifest, left_out
 from meshwright.checkpoint.on_ranks import check_shared, on_first_rank, select_on_ranks
-from meshwright.checkpoint.retention import Retention, check_gets_on, set_aside_later
+from meshwright.checkpoint.retention import Retention, set_aside_later
 from meshwright.checkpoint.staging import Staging
 from meshwright.config.job_config import Checkpoint
 from meshwright.system.errors import ConfigError, SaveError
@@ -45,10 +45,12 @@ class CheckpointManager:
         self._folder, self._config = folder, config
         self._is_first_rank = dist.get_rank() == 0
         # ranks wait here for others that write and delete files: longer than for a training step
-        self._group = dist.new_group(backend="gloo", timeout=CHECKPOINT_TIMEOUT)
+        self.group = dist.new_group(backend="gloo", timeout=CHECKPOINT_TIMEOUT)
+        """Of all ranks; one save after the other uses it, in the background."""
         nonce = [new_nonce()]
-        dist.broadcast_object_list(nonce, group=self._group)
+        dist.broadcast_object_list(nonce, group=self.group)
         self._nonce, self._saves = nonce[0], 0
+        self._safe_step: int | None = None
         self._claim = Claim(folder, self._nonce)
         self._retention = Retention(
             folder, config.keep_latest_k, config.keep_every_n_steps, config.keep_best
@@ -68,7 +70,7 @@ class CheckpointManager:
             self._wait()
             self._retention.wait()
             if kind is None:  # the first rank may delete for longer than a step may take
-                dist.barrier(group=self._group)
+                dist.barrier(group=self.group)
         except Exception as error:
             if kind is None:
                 raise
@@ -87,7 +89,7 @@ class CheckpointManager:
             return
         if dist.get_world_size() > 1:
             try:
-                check_shared(self._folder, self._nonce, self._group)
+                check_shared(self._folder, self._nonce, self.group)
             except ConfigError:
                 self.release()
                 raise
@@ -98,11 +100,8 @@ class CheckpointManager:
             self._retention.clean_up()
             return True
         except OSError as error:  # saves will say so, if they fail too
-            logger.warning(
-                "%s could not be claimed, so another job may write to it too: %s",
-                self._folder,
-                error,
-            )
+            words = "%s could not be claimed, so another job may write to it too: %s"
+            logger.warning(words, self._folder, error)
             return False
 
     def release(self) -> None:
@@ -121,12 +120,12 @@ class CheckpointManager:
         choose = partial(find.choose, self._folder, self._config.load_step)
         with ExitStack() as held:
             is_read = self._config.verify == "full"
-            choice = select_on_ranks(choose, self._group, held, is_read=is_read)
+            choice = select_on_ranks(choose, self.group, held, is_read=is_read)
         return None if choice is None else choice.manifest
 
     def tell(self, find: Callable[[], T]) -> T:
         """As `on_first_rank`; the ranks may wait for as long as a checkpoint takes."""
-        return on_first_rank(find, self._group)
+        return on_first_rank(find, self.group)
 
     def load(self, state: "TrainingTensors", manifest: Manifest) -> None:
         """Restore `state` in place from the checkpoint of `manifest`, which `select_and_verify` has
@@ -138,33 +137,21 @@ class CheckpointManager:
         """
         from meshwright.checkpoint.reader import restore
 
-        folder = commit.step_folder(self._folder, manifest["step"])
+        self._safe_step = step = manifest["step"]
+        folder = commit.step_folder(self._folder, step)
         start = time.perf_counter()
         excluded = left_out(self._config, manifest)
-        wanted = restore(folder, state.state_dict(), excluded, self._group)
+        wanted = restore(folder, state.state_dict(), excluded, self.group)
         state.load_state_dict(wanted)
         if not self._config.load_only:
-            self.tell(partial(self._set_aside_later, manifest["step"]))
+            is_named = self._config.load_step != -1
+            self.tell(partial(set_aside_later, self._folder, step, is_named=is_named))
         if self._is_first_rank:
             for part in excluded:
                 logger.warning("%s is left out: checkpoint.exclude_from_loading", part)
             for part in {*self._config.exclude_from_loading} - excluded:
                 logger.info("%s was left out once, and is loaded now", part)
         logger.info("resumed from %s in %.1f s", folder, time.perf_counter() - start)
-
-    def _set_aside_later(self, step: int) -> None:
-        if self._config.load_step != -1:
-            check_gets_on(self._folder, step)
-        try:
-            for path in set_aside_later(self._folder, step):
-                logger.info("set aside a later checkpoint as %s", path)
-        except OSError as error:
-            raise ConfigError(
-                "checkpoint.folder",
-                f"checkpoints after step {step} cannot be set aside: {error}; the next resume "
-                f"would take them for this job's\n  fix: make {self._folder} writable, or remove "
-                "them",
-            ) from None
 
     def prepare_saves(self, state: "TrainingTensors") -> None:
         """Import the modules that saves need (later, other versions may have been installed), and
@@ -200,16 +187,15 @@ class CheckpointManager:
                 `on_save_failure` says so; else that is a warning.
         """
         if self._staging is None:
-            self._write(step, state.state_dict(), self._next_folder(step), manifest, None, is_last)
+            self._write(step, state.state_dict(), self._next_folder(step), manifest, is_last)
             return
         self._wait()
         unfinished = self._next_folder(step)
         start = time.perf_counter()
         tensors = state.state_dict()
         self._staging.take(tensors)
-        self._in_flight = self._writing.submit(
-            self._write, step, tensors, unfinished, manifest, self._staging, is_last
-        )
+        write = partial(self._write, step, tensors, unfinished, manifest, is_last)
+        self._in_flight = self._writing.submit(write)
         seconds = time.perf_counter() - start
         logger.info("checkpoint of step %d: copied in %.2f s, now being written", step, seconds)
 
@@ -242,10 +228,9 @@ class CheckpointManager:
         tensors: dict[str, Tensor],
         unfinished: Path,
         manifest: Mapping[str, Any],
-        staging: Staging | None,
         is_last: bool,
     ) -> None:
-        """Write `tensors`, or their copies in `staging`. Nothing else may use the process group
+        """Write `tensors`, or their staged copies. Nothing else may use the process group
         meanwhile."""
         from torch.distributed.checkpoint.api import CheckpointException
 
@@ -253,14 +238,15 @@ class CheckpointManager:
 
         start = time.perf_counter()
         try:
-            if staging is not None:
-                staging.wait()
-            copies = None if staging is None else staging.tensors.__getitem__
-            write(tensors, unfinished, manifest, copies, self._group)
+            copies = None
+            if self._staging is not None:
+                self._staging.wait()
+                copies = self._staging.tensors.__getitem__
+            write(tensors, unfinished, manifest, copies, self.group)
         except CheckpointException as error:
             self._give_up(step, error, is_last)
             return
-        folder = commit.step_folder(self._folder, step)
+        self._safe_step, folder = step, commit.step_folder(self._folder, step)
         logger.info("saved %s in %.1f s", folder, time.perf_counter() - start)
         if self._is_first_rank:
             self._retention.apply()
@@ -274,7 +260,9 @@ class CheckpointManager:
             self._retention.nonce = ""
             self._retention.clean_up()
         rank, failure = min(failures.items())
+        safe = "no checkpoint" if self._safe_step is None else f"step {self._safe_step}"
         what = f"the checkpoint of step {step} could not be written: rank {rank}: {failure}"
+        what += f"; the newest that is safe: {safe}"
         if any(isinstance(failure, TakenOverError) for failure in failures.values()):
             raise SaveError(f"{what}. This job ends: the other continues")
         if is_last:

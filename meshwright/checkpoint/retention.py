@@ -6,6 +6,7 @@ import secrets
 import shutil
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 from meshwright.checkpoint import commit
@@ -18,8 +19,8 @@ from meshwright.checkpoint.commit import (
     step_folder,
 )
 from meshwright.checkpoint.manifest import MANIFEST, DamagedError, read_manifest
-from meshwright.system.errors import ConfigError, StorageError
-from meshwright.system.files import lock, whole_file
+from meshwright.system.errors import ConfigError, StorageError, config_error
+from meshwright.system.files import lock, only_warn, whole_file
 from meshwright.system.log import logger
 
 BEST_FILE = "best.json"
@@ -121,21 +122,14 @@ def apply_retention(
     old = (
         step
         for step in steps[:-keep_latest_k]
-        if step not in (good, best) and not is_kept_for_good(step, keep_every_n_steps)
+        if step not in (good, best) and (not keep_every_n_steps or step % keep_every_n_steps)
     )
     spared = []
     for step in old:
-        try:
+        with only_warn("an old checkpoint could not be deleted"):
             if not _delete(step_folder(folder, step)):
                 spared.append(step)
-        except OSError as error:
-            logger.warning("an old checkpoint could not be deleted: %s", error)
     return spared
-
-
-def is_kept_for_good(step: int, keep_every_n_steps: int) -> bool:
-    """Return whether retention never deletes the checkpoint of `step`."""
-    return keep_every_n_steps > 0 and step % keep_every_n_steps == 0
 
 
 def _is_ours(checkpoint: Path, step: int) -> bool:
@@ -168,35 +162,40 @@ def _delete(checkpoint: Path) -> bool:
     return True
 
 
-def set_aside_later(folder: Path, step: int) -> list[Path]:
-    """Rename the checkpoints after `step`, so that they count no longer; return their new names.
-
-    They belong to a run that is not continued: among the checkpoints of this run they would be
-    taken for its newest.
-    """
-    later = [each for each in saved_steps(folder) if each > step]
-    return [commit.set_aside(step_folder(folder, each)) for each in later]
-
-
 MOST_ASIDE = 3
 """How often one step may be set aside by jobs that `load_step` begins in the past."""
 
 
-def check_gets_on(folder: Path, step: int) -> None:
-    """Raise `ConfigError` if a checkpoint after `step` has been set aside `MOST_ASIDE` times.
+def set_aside_later(folder: Path, step: int, *, is_named: bool) -> None:
+    """Rename the checkpoints after `step`, so that they count no longer.
 
-    A scheduler that restarts a job with `load_step` would have every start throw away the steps of
-    the one before, and fill the disk with them.
+    They belong to a run that is not continued: among the checkpoints of this run they would be
+    taken for its newest.
+
+    Args:
+        is_named: by `load_step`. A scheduler that restarts such a job would have every start throw
+            away the steps of the one before, and fill the disk with them.
+
+    Raises:
+        ConfigError: if one cannot be renamed; or if `is_named`, and one has been set aside
+            `MOST_ASIDE` times.
     """
-    for each in saved_steps(folder):
-        path = step_folder(folder, each)
-        if each > step and path.with_name(f"{path.name}.aside{MOST_ASIDE - 1}").exists():
-            raise ConfigError(
-                "checkpoint.load_step",
-                f"checkpoint.load_step = {step}: step {each} has been set aside {MOST_ASIDE} "
-                "times, since each start with this key trains it anew"
-                f"\n  fix: leave it out to go on from the newest, or delete {folder}/*.aside*",
-            )
+    later = {each: step_folder(folder, each) for each in saved_steps(folder) if each > step}
+    for each, path in later.items() if is_named else ():
+        if path.with_name(f"{path.name}.aside{MOST_ASIDE - 1}").exists():
+            rule = f"step {each} has been set aside {MOST_ASIDE} times, since each start with this "
+            fix = f"leave it out to go on from the newest, or delete {folder}/*.aside*"
+            raise config_error("checkpoint.load_step", step, f"{rule}key trains it anew", fix)
+    try:
+        for path in later.values():
+            logger.info("set aside a later checkpoint as %s", commit.set_aside(path))
+    except OSError as error:
+        what = f"checkpoints after step {step} cannot be set aside: {error}"
+        fix = f"make {folder} writable, or remove them"
+        raise ConfigError(
+            "checkpoint.folder",
+            f"{what}; the next resume would take them for this job's\n  fix: {fix}",
+        ) from None
 
 
 def clean_up(folder: Path, is_in_use: Callable[[str], bool] = lambda nonce: False) -> None:
@@ -208,9 +207,7 @@ def clean_up(folder: Path, is_in_use: Callable[[str], bool] = lambda nonce: Fals
     for _, path, _, nonce in entries(folder):
         if not nonce or path.is_symlink() or is_in_use(nonce):
             continue
-        try:
+        # where it is gone, it is complete now, or somebody was faster
+        words = "%s, left by a killed job, could not be removed"
+        with only_warn(words, path), suppress(FileNotFoundError):
             shutil.rmtree(path)
-        except FileNotFoundError:
-            pass  # it was being written, and is complete now; or somebody was faster
-        except OSError as error:
-            logger.warning("%s, left by a killed job, could not be removed: %s", path, error)

@@ -116,7 +116,11 @@ def run_show(given: Namespace) -> None:
     with open_checkpoint(place, print, names=[INDEX]) as (found, manifest):
         entry = look_at(found.path)
         tensors = read_saved_tensors(found)
-        print(align([*_facts(entry, manifest, tensors)]))
+        try:
+            print(align([*_facts(entry, manifest, tensors)]))
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            # of tables in it the keys are not checked, and text may be none that can be printed
+            raise found.error(f"{MANIFEST} is forged or damaged: {error!r}") from None
     if given.tensors:
         rows = [
             (name, tensor.size, tensor.dtype, tensor.num_bytes)

@@ -37,6 +37,7 @@ from meshwright.system.errors import (
     code_of_request,
     exit_code,
 )
+from meshwright.system.files import text_of
 from meshwright.system.log import SPEAK_EVERY_S, logger, print_error
 from meshwright.system.processes import STOP, TRAINED, Launch, before_training, stop_signals
 
@@ -183,7 +184,7 @@ def _kill(number: int, _: object = None) -> NoReturn:
 def _report(error: ChildFailedError, request: Path, args: argparse.Namespace, watch: Watch) -> int:
     """Say why the job ended, unless its ranks have; return its exit code."""
     ends = [_end(rank, failure) for rank, failure in error.failures.items()]
-    asked = request.read_text("ascii") if request.exists() else ""
+    asked = text_of(request)
     code = exit_code(ends, asked, has_trained=_has_trained(request))
     end = cause(ends)
     failure = error.failures[end.rank]

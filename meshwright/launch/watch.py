@@ -16,9 +16,12 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+import torch
+
 from meshwright.launch.heartbeat import EXAMINE, LOOK_EVERY_S, STACKS_SIGNAL, Beat, read_beats
 from meshwright.launch.machines import Machines
 from meshwright.system.errors import ConfigError, in_ranges
+from meshwright.system.files import text_of
 from meshwright.system.log import logger
 
 T = TypeVar("T")
@@ -54,10 +57,13 @@ MEANINGS = {
     **dict.fromkeys(GONE, "dead"),
 }
 
+TORCH = rf"({re.escape(str(Path(torch.__file__).parent))}|/(site|dist)-packages/torch)"
+
 WAITS_IN = re.compile(
-    r"/(torch/distributed/[\w/]+|meshwright/train/stop|concurrent/futures/\w+)\.py$"
+    rf"({TORCH}/distributed/[\w/]+|/meshwright/train/stop|/concurrent/futures/\w+)\.py$"
 )
-"""Files in whose functions a rank waits for others."""
+"""Files in whose functions a rank waits for others, here and on other machines. A user may have a
+folder torch/distributed, too."""
 
 FRAMES_SEEN = 4
 """Of the main thread, from the innermost, to see whether it waits for others."""
@@ -256,8 +262,8 @@ class Watch:
                 host=socket.gethostname(),
                 age_s=time.monotonic() - beat.since,
                 state=states[beat.rank],
-                stacks=_read(self._folder / f"rank_{beat.rank}.stacks"),
-                collectives=_read(self._folder / f"rank_{beat.rank}.collectives"),
+                stacks=text_of(self._folder / f"rank_{beat.rank}.stacks"),
+                collectives=text_of(self._folder / f"rank_{beat.rank}.collectives"),
             )
             for beat in read_beats(self._folder)
         ]
@@ -283,15 +289,8 @@ class Watch:
 
 def state_of(pid: int) -> str:
     """Return the kernel's letter for the state of a process; "" if it is gone."""
-    _, _, after_name = _read(Path(f"/proc/{pid}/stat")).rpartition(")")
+    _, _, after_name = text_of(Path(f"/proc/{pid}/stat")).rpartition(")")
     return after_name.split()[0] if after_name else ""
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text("utf-8", "replace")
-    except OSError:
-        return ""
 
 
 def tail(path: Path, size: int = TAIL_BYTES) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from meshwright.system.files import only_warn
 from meshwright.system.log import logger
 
 FILE = "history.jsonl"
@@ -22,7 +23,7 @@ def set_aside(folder: Path) -> None:
     """Move the files of an earlier run in `folder` to a folder of their own in it; nothing if that
     run has logged no step."""
     metrics = folder / OF_A_RUN[0]
-    try:
+    with only_warn("the earlier run in %s cannot be set aside", folder):
         if not (metrics.exists() and metrics.stat().st_size):
             return
         numbers = (folder / f"earlier_run_{number}" for number in itertools.count(1))
@@ -31,9 +32,6 @@ def set_aside(folder: Path) -> None:
         for name in OF_A_RUN:
             if (folder / name).exists():
                 (folder / name).rename(earlier / name)
-    except OSError as error:
-        logger.warning("the earlier run in %s cannot be set aside: %s", folder, error)
-    else:
         logger.info("the earlier run's metrics are now in %s", earlier)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from meshwright.config.job_config import Profiling
+from meshwright.system.files import only_warn
 from meshwright.system.log import logger
 
 MOST_EVENTS = 100_000
@@ -133,10 +134,7 @@ def _record(is_on: bool) -> None:
 
 def _write(what: str, path: Path, write: Callable[[], object]) -> None:
     """Write a file; warn if that fails."""
-    try:
+    with only_warn("%s %s cannot be written", what, path):
         path.parent.mkdir(parents=True, exist_ok=True)
         write()
-    except OSError as error:
-        logger.warning("%s %s cannot be written: %s", what, path, error)
-    else:
         logger.info("wrote %s %s", what, path)

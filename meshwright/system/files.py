@@ -112,6 +112,14 @@ def remove_left_over(folder: Path) -> None:
             continue
 
 
+def text_of(path: Path) -> str:
+    """Return the text of a file, as far as it is UTF-8; "" if it cannot be read."""
+    try:
+        return path.read_text("utf-8", "replace")
+    except OSError:
+        return ""
+
+
 def is_running(pid: int) -> bool:
     """Return whether a process of this number runs; not whether its parent has noticed its end."""
     try:
@@ -206,6 +214,15 @@ def read_patiently(path: Path | str, read: Callable[[], T]) -> T:
             logger.warning("%s; trying again in %g s", what, wait_s)
             time.sleep(wait_s)
     raise AssertionError
+
+
+@contextmanager
+def only_warn(words: str, *facts: object) -> Iterator[None]:
+    """Log an `OSError` inside, headed by `words`, and go on: a full disk ends no training."""
+    try:
+        yield
+    except OSError as error:
+        logger.warning(f"{words}: %s", *facts, error)
 
 
 def make_folder(folder: Path) -> None:

@@ -12,6 +12,7 @@ from itertools import takewhile
 from pathlib import Path
 
 from meshwright.system.errors import ConfigError, check
+from meshwright.system.files import text_of
 
 CPU_RANKS = 2
 """On a machine without GPUs."""
@@ -124,10 +125,7 @@ def _is_torch_for_amd() -> bool:
     torch = find_spec("torch")
     if torch is None or torch.origin is None:
         return False
-    try:
-        version = Path(torch.origin).with_name("version.py").read_text()
-    except OSError:  # the ranks will say why
-        return False
+    version = text_of(Path(torch.origin).with_name("version.py"))  # if absent, the ranks say why
     return re.search(r"^hip\b.*=\s*['\"]", version, re.MULTILINE) is not None
 
 
@@ -167,9 +165,7 @@ def machine_bytes() -> int:
 def _limits(file: str) -> Iterator[list[str]]:
     """Yield the words of `file` in each control group (version 2) around this process that sets a
     limit there."""
-    lines = list[str]()
-    with suppress(OSError):  # kernels of sandboxes, as gVisor, may have no groups
-        lines = OWN_CGROUP.read_text().splitlines()
+    lines = text_of(OWN_CGROUP).splitlines()  # none in kernels of sandboxes, as gVisor
     own = next((line[4:] for line in lines if line.startswith("0::/")), "")
     for folder in (CGROUPS / own, *(CGROUPS / own).parents):
         with suppress(OSError):  # as at the root: it has none

@@ -16,6 +16,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Literal
 
 from meshwright.system.errors import EXIT_INTERRUPTED, StopRequested, code_of_request
+from meshwright.system.files import text_of
 
 if TYPE_CHECKING:
     from multiprocessing.context import ForkServerContext
@@ -215,10 +216,7 @@ class Requests:
         os.close(self._read_end)
 
     def _launcher_says(self) -> str:
-        try:
-            return (self._folder / STOP).read_text("ascii") if self._folder is not None else ""
-        except OSError:  # it is not there
-            return ""
+        return "" if self._folder is None else text_of(self._folder / STOP)
 
     def _hear(self, number: int) -> None:
         self._num_interrupts += number == signal.SIGINT

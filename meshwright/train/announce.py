@@ -23,8 +23,8 @@ from meshwright.metrics import history
 from meshwright.metrics.console import duration
 from meshwright.metrics.reporter import Reporter
 from meshwright.system import hardware
-from meshwright.system.errors import StopRequested, numbered
-from meshwright.system.files import whole_file
+from meshwright.system.errors import StopRequested, first_line, numbered
+from meshwright.system.files import only_warn, whole_file
 from meshwright.system.log import logger
 from meshwright.system.processes import Launch
 from meshwright.train.preflight import Plan
@@ -73,11 +73,8 @@ def announce(
         numbered(config.num_microbatches, "microbatch", "es"),
     )
     if dist.get_rank() == 0:
-        try:
-            with whole_file(path) as file:
-                file.write(to_toml(plan.staged or config).encode())
-        except OSError as error:  # a full disk: training can continue
-            logger.warning("%s cannot be written: %s", path, error)
+        with only_warn("%s cannot be written", path), whole_file(path) as file:
+            file.write(to_toml(plan.staged or config).encode())
 
 
 def _describe_model(plan: Plan) -> str:
@@ -210,8 +207,7 @@ def note_failure(plan: Plan, step: Callable[[], int]) -> Iterator[None]:
         yield
     except (Exception, StopRequested) as error:
         how = "stopped" if isinstance(error, StopRequested) else "failed"
-        reason = str(error).partition("\n")[0] or type(error).__name__
-        note_end(plan, max(step(), plan.resume_step), f"{how}: {reason}")
+        note_end(plan, max(step(), plan.resume_step), f"{how}: {first_line(error)}")
         raise
 
 

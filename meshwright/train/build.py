@@ -74,8 +74,8 @@ def build_model(
     return model
 
 
-def initialize_weights(plan: Plan, model: LocalModel) -> None:
-    """Give parameters and buffers their values at step 0. Collective.
+def initialize_weights(plan: Plan, model: LocalModel, group: dist.ProcessGroup) -> None:
+    """Give parameters and buffers their values at step 0. Collective over `group`, the whole job.
 
     Raises:
         ConfigError: if their source is not the one that preflight saw.
@@ -89,7 +89,7 @@ def initialize_weights(plan: Plan, model: LocalModel) -> None:
     from meshwright.checkpoint.conversion.readers import load_upcycled, open_initial, open_weights
 
     start, noise = time.perf_counter(), config.initial_load_upcycle_noise
-    with open_initial(config) as initial:
+    with open_initial(config, group) as initial:
         there = family_there(config, plan.model_args, plan.family)
         weights = open_weights(initial, *there)
         for stage in model.stages:

@@ -381,7 +381,7 @@ def _set_values(
 ) -> None:
     """Load the checkpoint `found`, or set the first values."""
     if found is None:
-        initialize_weights(plan, trainer.model)
+        initialize_weights(plan, trainer.model, checkpoints.group)
         if trainer.average is not None:
             trainer.average.begin()
         return

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.system.errors import ConfigError, StorageError
+from meshwright.system.files import only_warn
 from meshwright.system.log import logger
 from meshwright.system.processes import STOP_SIGNALS, Requests
 
@@ -134,10 +135,8 @@ class Vote:
         """Remove the stop file, for it has had its effect."""
         if dist.get_rank() > 0:
             return
-        try:
+        with only_warn("%s has to be removed before the job can resume", STOP_FILE):
             self._stop_file.unlink(missing_ok=True)
-        except OSError as error:
-            logger.warning("%s has to be removed before the job can resume: %s", STOP_FILE, error)
 
     def _look(self) -> None:
         """Note requests to stop that are not signals."""

@@ -42,8 +42,6 @@ class StepResult:
     """() fp32: mean over all counted labels of the global batch, the same on every rank."""
     grad_norm: Tensor
     """() fp32: global norm before clipping, the same on every rank."""
-    num_labels: Tensor
-    """() int64: labels counted in the global batch."""
     figures: Mapping[str, Tensor] = field(default_factory=dict)
     """Further ones of the model, by name, each (); the same on every rank."""
     group_norms: Tensor | None = None
@@ -152,7 +150,7 @@ def train_step(
     figures = balance.after_step(sums.of_model, is_held_back)
     mark(None)
     group_norms = sums.squares[1:].sqrt() if options.norm_groups else None
-    return StepResult(loss, grad_norm, num_labels, figures, group_norms)
+    return StepResult(loss, grad_norm, figures, group_norms)
 
 
 def count_labels(batches: Sequence[Batch], meshes: Meshes) -> Tensor:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from meshwright.config.loader import load_config
 from meshwright.train.build import build_model, initialize_weights
@@ -50,7 +51,7 @@ def _start(ranks: int, folder: Path) -> None:
             plan = preflight(config, ranks)
             meshes = meshes_of(plan.dims, "cpu")
             model = build_model(plan, meshes, torch.device("cpu"))
-            initialize_weights(plan, model)
+            initialize_weights(plan, model, dist.group.WORLD)
             parameters = dict(model.named_parameters())
             assert mesh == "pp" or parameters.keys() == wanted["tensors"].keys()
             for name, parameter in parameters.items():

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from meshwright.checkpoint.conversion.initial_load import check_initial, family_there
 from meshwright.checkpoint.conversion.readers import load_upcycled, open_initial, open_weights
@@ -36,7 +37,7 @@ NOISE, SEED = 0.25, 7
 
 def load(parameters: dict, args: DecoderArgs, options: Checkpoint) -> None:
     """As a job does it."""
-    with open_initial(options) as initial:
+    with open_initial(options, dist.group.WORLD) as initial:
         there = family_there(options, args, family_of(args))
         noise = options.initial_load_upcycle_noise
         load_upcycled(open_weights(initial, *there), args.table, noise, SEED, parameters)

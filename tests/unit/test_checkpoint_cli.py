@@ -86,6 +86,23 @@ def test_show_says_what_a_checkpoint_is(made, capsys) -> None:
         run(capsys, "show", made / "step-15")
 
 
+@pytest.mark.parametrize(
+    "forged",
+    [
+        {"data": {"sample": "many"}},
+        {"data_content": {"a": ""}, "data": {"counts": [1], "places": {"a": {"0": {}}}}},
+        {"model_name": "\ud800"},
+        {"files": {}},
+    ],
+)
+def test_show_refuses_a_forged_manifest_in_one_line(made, forged, tmp_path, capsys) -> None:
+    copy = shutil.copytree(made / "step-10", tmp_path / "step-10")
+    set_manifest(copy, **forged)
+    with pytest.raises(ConfigError, match="forged or damaged|has no record of .metadata") as error:
+        run(capsys, "show", copy)
+    assert "\n" not in str(error.value).partition("\n  fix: ")[0]
+
+
 def test_verify_reads_every_byte(made, capsys, tmp_path) -> None:
     code, lines = run(capsys, "verify", made.parent)
     assert code == 1

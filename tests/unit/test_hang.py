@@ -257,6 +257,8 @@ def test_the_rank_that_differs_is_the_cause(change: dict, others: dict) -> None:
         ("/a/meshwright/.venv/lib/site-packages/torch/distributed/distributed_c10d.py", True),
         ("/größe der welt/meshwright/meshwright/train/stop.py", True),
         (concurrent.futures.thread.__file__, True),
+        (dist.distributed_c10d.__file__, True),
+        ("/home/me/torch/distributed/train.py", False),
     ],
 )
 def test_folders_above_a_checkout_do_not_count(checkout: str, waits: bool) -> None:

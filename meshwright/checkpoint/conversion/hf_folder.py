@@ -152,28 +152,26 @@ def check_hf_folder(place: Place, form: HuggingFaceForm, args: DecoderArgs) -> N
     """
     why_not = form.why_not(args)
     place.check(not why_not, f"cannot hold this model: {why_not}")
-    there = read_dimensions(place, form)
-    found = {name: (dimension.key, dimension.value) for name, dimension in there.items()}
-    check_args(args, found, str(place.path / CONFIG))
+    check_args(args, read_dimensions(place, form), str(place.path / CONFIG))
     check_tensors(place, form, args, find_tensors(place))
 
 
-def check_args(args: DecoderArgs, there: Mapping[str, tuple[str, Any]], file: str) -> None:
+def check_args(args: DecoderArgs, there: Mapping[str, Dimension], file: str) -> None:
     """Check that `args` equal the dimensions in `file`, each with its key there.
 
     Raises:
         ConfigError: naming every dimension that differs, and both values.
     """
     messages, keys = [], []
-    for name, (key, theirs) in there.items():
-        ours = getattr(args.resolved, name)
+    for name, dimension in there.items():
+        ours, theirs = getattr(args.resolved, name), dimension.value
         if ours == theirs:
             continue
         keys.append(f"model.args.{name}")
         fix = f"set {keys[-1]} = {_as_toml(theirs)}"
         if theirs is None:
             fix = f"choose a model.flavor without {name}"
-        what = f"{keys[-1]} = {_as_toml(ours)}: {file} has {key} = {_as_toml(theirs)}"
+        what = f"{keys[-1]} = {_as_toml(ours)}: {file} has {dimension.key} = {_as_toml(theirs)}"
         messages.append(f"{what}\n  fix: {fix}")
     if messages:
         raise ConfigError(keys[0], "\n".join(messages))

@@ -22,7 +22,7 @@ from meshwright.checkpoint.index import INDEX, SavedTensor, read_saved_tensors
 from meshwright.checkpoint.manifest import MANIFEST, Manifest
 from meshwright.config.job_config import Checkpoint
 from meshwright.models.args import DecoderArgs
-from meshwright.models.family import TIED, Family
+from meshwright.models.family import TIED, Dimension, Family
 from meshwright.system.errors import check, where_it_ends
 from meshwright.system.files import Place
 
@@ -118,11 +118,10 @@ def check_meta_folder(place: Place, family: Family, args: DecoderArgs) -> dict[s
         there = family.meta(place.read_json(PARAMS))
     except ValueError as error:
         raise place.error(f"{PARAMS}: {error}") from None
-    found = {name: (dimension.key, dimension.value) for name, dimension in there.items()}
     scaling = getattr(args, "rope_scaling", None)
-    if scaling and found["rope_scaling"][1]:  # it does not say by how much
-        del found["rope_scaling"]
-    check_args(args, found, str(place.path / PARAMS))
+    if scaling and there["rope_scaling"].value:  # it does not say by how much
+        del there["rope_scaling"]
+    check_args(args, there, str(place.path / PARAMS))
     files = {file.name: _map(place, file) for file in _in_order(place.path)}
     wanted = {name: parameter.shape for name, parameter in args.table.parameters.items()}
     names = set().union(*files.values())
@@ -269,7 +268,7 @@ def check_initial(config: Checkpoint, args: DecoderArgs, family: Family) -> None
             )
             saved = saved_args(place, manifest, type(args)).resolved
             names = [field.name for field in dataclasses.fields(saved)]
-            there = {name: (f"model.args.{name}", getattr(saved, name)) for name in names}
+            there = {name: Dimension(f"model.args.{name}", getattr(saved, name)) for name in names}
             check_args(args, there, str(place.path))
 
 

@@ -3,14 +3,13 @@
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from meshwright.checkpoint.conversion.hf_folder import check_tensors, find_tensors
 from meshwright.checkpoint.conversion.initial_load import (
@@ -31,8 +30,6 @@ from meshwright.models.table import DecoderSpec
 from meshwright.parallelisms.initialize import fill_normal
 from meshwright.parallelisms.shards import Box, local_box, local_shard, part_of_box
 from meshwright.system.files import Place
-
-READING_TIMEOUT = timedelta(hours=1)
 
 
 class ForeignWeights(Weights):
@@ -158,28 +155,25 @@ def open_weights(initial: InitialWeights, family: Family, args: DecoderArgs) -> 
 
 
 @contextmanager
-def open_initial(config: Checkpoint) -> Iterator[InitialWeights]:
+def open_initial(config: Checkpoint, group: ProcessGroup) -> Iterator[InitialWeights]:
     """Give the folder to start from. The first rank chooses it.
 
     A checkpoint of ours is selected as for a resume, in a folder of several the newest good one,
-    and held meanwhile. Other formats have no checksums. Collective: every rank must call it.
+    and held meanwhile. Other formats have no checksums. Collective over `group`, which is the whole
+    job; its timeout has to be long enough for a rank's part of the files.
 
     Raises:
         ConfigError: on every rank, if there is none, or the one that is named is damaged, or all.
     """
-    group = dist.new_group(backend="gloo", timeout=READING_TIMEOUT)
-    try:
-        with ExitStack() as held:
-            initial = on_first_rank(partial(find_initial, config), group)
-            if initial.manifest is not None:
-                named = Place(LOAD_KEY, Path(config.initial_load_path))
-                choice = select_on_ranks(partial(find_checkpoint, named), group, held)
-                assert choice is not None  # `find_initial` has found one
-                place = Place(LOAD_KEY, choice.path)
-                initial = initial._replace(place=place, manifest=choice.manifest)
-            yield initial
-    finally:
-        dist.destroy_process_group(group)
+    with ExitStack() as held:
+        initial = on_first_rank(partial(find_initial, config), group)
+        if initial.manifest is not None:
+            named = Place(LOAD_KEY, Path(config.initial_load_path))
+            choice = select_on_ranks(partial(find_checkpoint, named), group, held)
+            assert choice is not None  # `find_initial` has found one
+            place = Place(LOAD_KEY, choice.path)
+            initial = initial._replace(place=place, manifest=choice.manifest)
+        yield initial
 
 
 @torch.no_grad()

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.system.errors import check, where_it_ends
+from meshwright.system.files import text_of
 
 Row = Mapping[str, Any]
 
@@ -96,7 +97,7 @@ def read_run(folder: Path) -> Run:
         history=[row for row in _rows(folder / "history.jsonl") if "event" in row],
         skipped=_rows(folder / "skipped_steps.jsonl"),
         texts=[row for row in _rows(folder / "samples.jsonl") if "text" in row],
-        config_text=_read(folder / "config.toml"),
+        config_text=text_of(folder / "config.toml"),
         proof=_table(folder / "proof" / "proof.json"),
         loads=_table(folder / "experts.json"),
     )
@@ -105,7 +106,7 @@ def read_run(folder: Path) -> Run:
 def _rows(file: Path) -> list[dict[str, Any]]:
     """Lines of JSON that have a step; a line that a kill cut short is left out."""
     rows = []
-    for line in _read(file).splitlines():
+    for line in text_of(file).splitlines():
         try:
             row = json.loads(line)
         except ValueError:
@@ -117,15 +118,7 @@ def _rows(file: Path) -> list[dict[str, Any]]:
 
 def _table(file: Path) -> Row | None:
     try:
-        table = json.loads(_read(file))
+        table = json.loads(text_of(file))
     except ValueError:
         return None
     return table if isinstance(table, dict) else None
-
-
-def _read(file: Path) -> str:
-    """Return the text of a file; "" if it cannot be read."""
-    try:
-        return file.read_text("utf-8")
-    except (OSError, ValueError):
-        return ""

@@ -212,7 +212,7 @@ def average_decay(config: JobConfig) -> float | None:
     decay, window = config.checkpoint.average.decay, config.checkpoint.average.window_tokens
     if window is None:
         return decay
-    tokens = config.training.global_batch_size * config.training.seq_len
+    tokens = config.tokens_per_step
     rule, fix = "is no more than the tokens of one step", f"raise it above {tokens}"
     check(window > tokens, "checkpoint.average.window_tokens", window, rule, fix)
     return 1 - tokens / window
