@@ -138,13 +138,10 @@ def test_the_config_is_a_plain_argument_anywhere(words) -> None:
     ("words", "says"),
     [
         ([DEBUG, "--job.config_file", DEBUG], "given beside --job.config_file"),
-        (["training.steps=3"], "fix: write --training.steps=3"),
         ([DEBUG, "training.steps=3"], "fix: write --training.steps=3"),
         ([DEBUG, "--steps", "3"], "did you mean --training.steps?"),
-        ([DEBUG, "--learning-rate=3"], "did you mean --optimizer.lr?"),
         ([DEBUG, "other.toml"], "'other.toml': expected CONFIG or --section.key value"),
-        ([DEBUG, "other.toml"], f"fix: leave it out; CONFIG is {DEBUG}"),
-        (["4", DEBUG], "expected CONFIG"),
+        (["4", DEBUG], "fix: leave it out; CONFIG is 4"),
         ([DEBUG, "-training.steps", "3"], "fix: write --training.steps"),
         ([DEBUG, "\N{EM DASH}training.steps", "3"], "fix: write --training.steps"),
         (["--config", DEBUG], "fix: name the TOML alone on the command line"),
@@ -168,10 +165,7 @@ def test_words_that_are_not_understood(words, says, tmp_path, monkeypatch) -> No
         ("plan debug_model --device cpu", "--world-size: not given\n  fix: --world-size 8"),
         ("train --log_rnk=1", "'--log_rnk=1': no such option\n  fix: write --log-rank=1"),
         ("generate a --max_new_tokens 5 --prompt b", "fix: write --max-new-tokens"),
-        (
-            "checkpoint ls a --long",
-            "'--long': not understood\n  fix: leave it out; the options are",
-        ),
+        ("checkpoint ls a --long", "'--long': not understood\n  fix: leave it out; the options"),
     ],
 )
 def test_slips_in_the_options_of_a_command_are_named(words, says) -> None:
@@ -268,64 +262,58 @@ def test_every_command_is_documented() -> None:
     assert shipped == "\n".join(command_reference.page()).splitlines()
 
 
+INTEL, AMD = "vendor_id\t: GenuineIntel\n", "vendor_id\t: AuthenticAMD\n"
+BF16, FP32 = (f"--training.mixed_precision_param={name}" for name in ("bfloat16", "float32"))
+
+
 @pytest.mark.parametrize(
-    ("cpu", "dtype", "is_said"),
+    ("cpu", "words", "advice"),
     [
-        ("flags\t: fpu avx2 fma", "bfloat16", True),
-        ("flags\t: fpu avx2 fma", "float32", False),
-        ("flags\t: fpu avx512f avx512_bf16", "bfloat16", False),
-        ("vendor_id\t: AuthenticAMD\nflags\t: fpu avx512_bf16", "bfloat16", False),
-        ("vendor_id\t: GenuineIntel\nflags\t: fpu avx512_bf16", "bfloat16", True),
-        ("vendor_id\t: GenuineIntel\nflags\t: fpu avx512_bf16 amx_bf16", "bfloat16", False),
-        ("Features\t: fp asimd bf16", "bfloat16", False),
-        ("Features\t: fp asimd", "bfloat16", True),
-        ("cpu : POWER9", "bfloat16", False),
+        ("flags\t: fpu avx2 fma", [BF16], ["float32"]),
+        ("flags\t: fpu avx512f avx512_bf16", [BF16], []),
+        (f"{AMD}flags\t: fpu avx512_bf16", [BF16], []),
+        (f"{INTEL}flags\t: fpu avx512_bf16", [BF16], ["float32"]),
+        (f"{INTEL}flags\t: fpu avx512_bf16 amx_bf16", [BF16], []),
+        ("Features\t: fp asimd bf16", [BF16], []),
+        ("Features\t: fp asimd", [BF16], ["float32"]),
+        ("cpu : POWER9", [BF16], []),
+        ("flags\t: fpu avx2 fma", [], []),
+        ("flags\t: fpu avx2 fma", [FP32], []),
+        # of other machines nothing is known, as on a cluster's login node
+        ("flags\t: fpu avx2 fma", [BF16, "--ngpu=8"], []),
+        ("flags\t: fpu avx2 fma", [BF16, "--nnodes=2"], []),
+        ("a GPU", [BF16], []),
+        ("a GPU", [FP32], ["bfloat16"]),
     ],
 )
-def test_a_type_that_the_cpu_is_slow_in_is_told(
-    cpu, dtype, is_said, monkeypatch, tmp_path, capsys
+def test_a_type_that_the_device_is_slow_in_is_told(
+    cpu, words, advice, monkeypatch, tmp_path, capsys
 ) -> None:
     (tmp_path / "cpuinfo").write_text(f"processor\t: 0\n{cpu}\n\nprocessor\t: 1\n{cpu}\n")
     monkeypatch.setattr(machine, "CPU_INFO", tmp_path / "cpuinfo")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    check_job([DEBUG, "--training.mixed_precision_param", dtype])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0" if cpu == "a GPU" else "")
+    check_job([DEBUG, *words])
     said = "".join(capsys.readouterr())
-    assert ('fix: training.mixed_precision_param = "float32"' in said) == is_said
+    assert re.findall(r'fix: training.mixed_precision_param = "(\w+)"', said) == advice
 
 
 def test_check_takes_the_config_that_train_takes(monkeypatch, capsys) -> None:
     check_job(["--training.steps", 50])
-    assert capsys.readouterr().out.startswith("debug_model can run: ")
     monkeypatch.setenv("CONFIG_FILE", "debug_qwen3")
     check_job([])
-    assert capsys.readouterr().out.startswith("debug_qwen3 can run: ")
-
-
-def test_a_type_that_gpus_are_slow_in_is_told(monkeypatch, capsys) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    for dtype in ("float32", "bfloat16"):
-        check_job([DEBUG, "--training.mixed_precision_param", dtype])
-        said = "".join(capsys.readouterr())
-        assert ('fix: training.mixed_precision_param = "bfloat16"' in said) == (dtype == "float32")
-
-
-def test_a_job_for_other_machines_gets_no_advice_on_this_ones_type(monkeypatch, tmp_path, capsys):
-    """As on a cluster's login node, which has no GPUs. And the debug model is fast on any CPU."""
-    (tmp_path / "cpuinfo").write_text("flags\t: fpu avx2\n")
-    monkeypatch.setattr(machine, "CPU_INFO", tmp_path / "cpuinfo")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    bf16 = "--training.mixed_precision_param=bfloat16"
-    for words in (["--ngpu", "8", bf16], ["--nnodes", "2", bf16], []):
-        check_job([DEBUG, *words])
-        assert "mixed_precision_param" not in "".join(capsys.readouterr())
+    out = capsys.readouterr().out
+    assert re.findall(r"(?m)^(\w+) can run: ", out) == ["debug_model", "debug_qwen3"]
 
 
 @pytest.mark.parametrize(
     ("gpus", "nodes", "cores", "numactl", "is_bound"),
     [
-        *[(8, 2, 4, "true", True), (0, 2, 4, "true", False)],
-        *[(8, 1, 4, "true", False), (8, 2, 2, "true", False)],
-        *[(8, 2, 4, "false", False), (8, 2, 4, None, False)],  # it may not bind; there is none
+        (8, 2, 4, "true", True),
+        (0, 2, 4, "true", False),
+        (8, 1, 4, "true", False),
+        (8, 2, 2, "true", False),
+        (8, 2, 4, "false", False),  # it may not bind
+        (8, 2, 4, None, False),
     ],
 )
 def test_ranks_stay_beside_their_gpus(
