@@ -292,9 +292,11 @@ CHANGES = "{% set _ = messages.append({'role': 'assistant', 'content': 'x'}) %}"
         ("{{ messages.__class__.__mro__ }}", talk("a", "b"), "is refused by the chat"),
         (CHANGES, talk("a", "b"), "is refused by the chat template: access to attribute"),
         # templates that do not show what the assistant wrote
-        ("{{ messages | length }}" + CHATML, talk("a", "b", "c"), "shows that the chat template"),
+        ("{{ messages | length }}" + CHATML, talk("a", "b", "c"),
+         "shows that the chat template writes what is before message 2 otherwise"),
         (NO_PROMPT, talk("a", "b"), "shows that the chat template ignores add_generation_prompt"),
-        (OMITS_LAST, [*talk("a", "b"), {"role": "assistant", "content": "c"}], "shows that the"),
+        (OMITS_LAST, [*talk("a", "b"), {"role": "assistant", "content": "c"}],
+         "shows that the chat template writes what is before message 3 otherwise"),
         (GENERATION.replace("message['role'] == 'assistant'", "false"), talk("a", "b"),
          "has no token that the assistant wrote"),
     ],

@@ -86,10 +86,10 @@ def test_sampling_follows_temperature_and_top_p() -> None:
         return torch.tensor([choose(chance.log()) for _ in range(number)])
 
     def frequencies(temperature: float, top_p: float) -> torch.Tensor:
-        return draws(temperature, top_p, 0, 4000).bincount(minlength=4) / 4000
+        return draws(temperature, top_p, 0, 1000).bincount(minlength=4) / 1000
 
     def assert_near(got: torch.Tensor, want: list[float]) -> None:  # 4 standard deviations
-        torch.testing.assert_close(got, torch.tensor(want), rtol=0, atol=0.032)
+        torch.testing.assert_close(got, torch.tensor(want), rtol=0, atol=0.064)
 
     assert_near(frequencies(1.0, 1.0), chance.tolist())
     squared = chance.square() / chance.square().sum()
