@@ -15,7 +15,6 @@ from meshwright.checkpoint import find as survey
 from meshwright.checkpoint.find import find_candidates
 from meshwright.checkpoint.retention import apply_retention
 from meshwright.commands.checkpoint import _mesh
-from meshwright.models.decoder import Decoder
 from meshwright.parallelisms.rules.degrees import ParallelDims
 from meshwright.system.errors import ConfigError
 from meshwright.system.files import Place
@@ -188,42 +187,23 @@ def test_verify_calls_no_checkpoint_damaged_that_a_job_deletes(
     assert (code, lines) == (0, ["step-5: deleted meanwhile", "step-10: good"])
 
 
-def changed() -> Decoder:
+def test_diff_of_tensors_says_how_many_by_how_much_and_where(made, tmp_path, capsys) -> None:
+    assert run(capsys, "diff", made / "step-5", made / "step-10", "--tensors")[0] == 0
     model = plain_model(SMALL)
+    a = save_checkpoint(tmp_path / "a", model, SMALL)
+    was = model.layers["1"].attention.wk.weight[3, 7].item()
     with torch.no_grad():
         model.layers["1"].attention.wk.weight[3, 7] += 0.25
         model.norm.weight[4] = torch.nan
-        model.layers["0"].ffn_norm.weight[2] = 0.0
-    return model
-
-
-def rows_of(lines: list[str]) -> dict[str, list[str]]:
-    start = next(i for i, line in enumerate(lines) if line.startswith("TENSOR"))
-    return {line.split()[0]: line.split()[1:] for line in lines[start + 1 :]}
-
-
-def test_diff_of_tensors_says_how_many_by_how_much_and_where(made, tmp_path, capsys) -> None:
-    assert run(capsys, "diff", made / "step-5", made / "step-10", "--tensors")[0] == 0
-    a = save_checkpoint(tmp_path / "a", plain_model(SMALL), SMALL)
-    b = save_checkpoint(tmp_path / "b", changed(), SMALL)
-    code, lines = run(capsys, "diff", a, b)
+    code, lines = run(capsys, "diff", a, save_checkpoint(tmp_path / "b", model, SMALL))
     assert code == 1
     total = len(list(SMALL.parameter_names()))
-    assert f"tensors: {total - 3} of {total} are equal to the bit" in lines
-    rows = rows_of(lines)
-    keys = (
-        "model.layers.1.attention.wk.weight",
-        "model.norm.weight",
-        "model.layers.0.ffn_norm.weight",
-    )
-    assert rows.keys() == {*keys}
-    was = float(plain_model(SMALL).layers["1"].attention.wk.weight[3, 7].detach())
-    row = rows[keys[0]]
-    assert row[:3] == ["1", "512", "0.25"]
-    assert row[3] == "3,7"
-    assert [float(value) for value in row[4:]] == pytest.approx([was, was + 0.25], rel=1e-6)
-    assert rows["model.norm.weight"] == ["1", "32", "inf", "4", "1", "nan"]
-    assert rows["model.layers.0.ffn_norm.weight"][2] == "1"
+    assert f"tensors: {total - 2} of {total} are equal to the bit" in lines
+    start = next(i for i, line in enumerate(lines) if line.startswith("TENSOR"))
+    of_wk, of_norm = sorted(line.split() for line in lines[start + 1 :])
+    assert of_wk[:5] == ["model.layers.1.attention.wk.weight", "1", "512", "0.25", "3,7"]
+    assert [float(value) for value in of_wk[5:]] == pytest.approx([was, was + 0.25], rel=1e-6)
+    assert of_norm == ["model.norm.weight", "1", "32", "inf", "4", "1", "nan"]
 
 
 def test_diff_compares_bits_and_finds_the_largest_in_any_chunk(monkeypatch) -> None:
@@ -251,14 +231,15 @@ def test_diff_names_what_one_of_them_lacks(made, tmp_path, capsys) -> None:
     set_manifest(b, config={"training": {"steps": 3}, "added": 1})
     code, lines = run(capsys, "diff", made / "step-5", b)
     assert code == 1
-    assert "  model.layers.2.ffn_norm.weight: float32 32 in A, absent in B" in lines
-    assert (
-        "  model.layers.0.feed_forward.w1.weight: float32 66x32 in A, float32 64x32 in B" in lines
-    )
-    found = {line.split()[0]: line.split()[1:] for line in lines if line.startswith("  ")}
-    assert found["model_args.n_layers"] == ["3", "2"]
-    assert found["training"] == ["(absent)", "{'steps':", "3}"]
-    assert "config, keys that differ: 2" in lines
+    found = [line.split() for line in lines]
+    for line in (
+        "model.layers.2.ffn_norm.weight: float32 32 in A, absent in B",
+        "model.layers.0.feed_forward.w1.weight: float32 66x32 in A, float32 64x32 in B",
+        "model_args.n_layers 3 2",
+        "training (absent) {'steps': 3}",
+        "config, keys that differ: 2",
+    ):
+        assert line.split() in found, line
 
 
 def save(folder: Path, names: str) -> Path:
@@ -271,15 +252,9 @@ def test_a_tensor_more_or_another_manifest_is_a_difference(made, tmp_path, capsy
     a, b = save(tmp_path / "a", "model_x"), save(tmp_path / "b", "model_x model_y")
     for pair in ((a, b), (b, a)):
         code, lines = run(capsys, "diff", *pair, "--tensors")
-        assert code == 1
-        assert "tensors: 1 of 2 are equal to the bit" in lines
+        assert (code, "tensors: 1 of 2 are equal to the bit" in lines) == (1, True)
     code, lines = run(capsys, "diff", made / "step-5", made / "step-10")
-    assert code == 1
-    assert "manifest, keys that differ: 1" in lines
-    copy = shutil.copytree(a, tmp_path / "copy")
-    set_manifest(copy, config={"training": {"steps": 3}})
-    assert run(capsys, "diff", a, copy)[0] == 1
-    assert run(capsys, "diff", a, copy, "--tensors")[0] == 0
+    assert (code, "manifest, keys that differ: 1" in lines) == (1, True)
 
 
 def test_ranks_that_the_other_mesh_lacks_are_no_difference(tmp_path, capsys) -> None:

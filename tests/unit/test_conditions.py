@@ -198,26 +198,20 @@ mask_documents = true
 [parallelism]
 enable_async_tensor_parallel = true
 pipeline_parallel_schedule = "Interleaved1F1B"
-module_fqns_per_model_part = [["tok_embeddings", "layers.0"], ["norm", "output"]]
 """
 
 
-def test_the_same_toml_runs_where_its_options_have_nothing_to_act_on(
-    tmp_path, capsys, monkeypatch
-) -> None:
-    monkeypatch.setattr("meshwright.commands.check.why_bf16_is_slow", lambda: "")
+def test_the_same_toml_runs_where_its_options_have_nothing_to_act_on(tmp_path, capsys) -> None:
     (tmp_path / "a.toml").write_text(MESH_OPTIONS)
     words = ["--job.config_file", str(tmp_path / "a.toml"), "--job.dump_folder", str(tmp_path)]
-    check_job(["--ngpu", "1", *words])
+    check_job(["--ngpu", "1", *words, "--training.mixed_precision_param=float32"])
     *notes, can_run = capsys.readouterr().out.splitlines()
     assert can_run.startswith(f"{tmp_path / 'a.toml'} can run: ")
     lines = [line.split(" ", 1)[1] for line in notes]
     tp, pp = (f"parallelism.{axis}_parallel_degree = 1" for axis in ("tensor", "pipeline"))
-    given = "[['tok_embeddings', 'layers.0'], ['norm', 'output']]"
     assert lines == [
         f"parallelism.enable_async_tensor_parallel = true has no effect: {tp}",
         f"parallelism.pipeline_parallel_schedule = 'Interleaved1F1B' has no effect: {pp}",
-        f"parallelism.module_fqns_per_model_part = {given} has no effect: {pp}",
         "optimizer.lr = 0.0008 is never reached: lr_scheduler.warmup_steps = 200, and the job has "
         "100",
     ]
@@ -225,11 +219,10 @@ def test_the_same_toml_runs_where_its_options_have_nothing_to_act_on(
         check_device(preflight(load_config(words), 1).config, device_type)
 
 
-def test_a_config_of_defaults_says_nothing(tmp_path, capsys, monkeypatch) -> None:
-    monkeypatch.setattr("meshwright.commands.check.why_bf16_is_slow", lambda: "")
+def test_a_config_of_defaults_says_nothing(tmp_path, capsys) -> None:
     (tmp_path / "a.toml").write_text('[model]\ntokenizer_path = "bytes"\nargs.vocab_size = 258\n')
     words = [tmp_path / "a.toml", "--compile.enable=false"]  # the default compiles so long a job
-    words += ["--training.global_batch_size=16"]
+    words += ["--training.global_batch_size=16", "--training.mixed_precision_param=float32"]
     check_job(["--ngpu", "2", *words, "--job.dump_folder", str(tmp_path)])
     assert capsys.readouterr().out == (
         f"{tmp_path / 'a.toml'} can run: 4,854,016 parameters, 2 ranks, 10,000 steps of 32,768 "
@@ -277,14 +270,17 @@ def test_a_group_of_frozen_parameters_is_idle(tmp_path) -> None:
     assert line == "optimizer.groups.0 has no effect: model.frozen has all its parameters"
 
 
-def test_one_rank_needs_fsdp_for_other_sums_than_in_fp32() -> None:
-    fp32, bf16 = "float32", "bfloat16"
-    for dtype, param, reduce, needs in (
-        *((fp32, fp32, fp32, False), (fp32, bf16, fp32, False), (fp32, bf16, bf16, True)),
-        (bf16, bf16, fp32, True),  # autograd would add up in bf16
-    ):
-        types = {"mixed_precision_param": param, "mixed_precision_reduce": reduce}
-        training, off = Training(dtype=dtype, **types), Float8()
-        assert needs_fsdp_alone(training, off) == needs, (dtype, param, reduce)
-        assert needs_fsdp_alone(training.model_copy(update={"enable_cpu_offload": True}), off)
-        assert needs_fsdp_alone(training, Float8(enable=True))
+@pytest.mark.parametrize(
+    ("dtype", "param", "reduce", "needs"),
+    [
+        ("float32", "float32", "float32", False),
+        ("float32", "bfloat16", "float32", False),
+        ("float32", "bfloat16", "bfloat16", True),
+        ("bfloat16", "bfloat16", "float32", True),  # autograd would add up in bf16
+    ],
+)
+def test_one_rank_needs_fsdp_for_other_sums_than_in_fp32(dtype, param, reduce, needs) -> None:
+    training = Training(dtype=dtype, mixed_precision_param=param, mixed_precision_reduce=reduce)
+    assert needs_fsdp_alone(training, Float8()) == needs
+    assert needs_fsdp_alone(training.model_copy(update={"enable_cpu_offload": True}), Float8())
+    assert needs_fsdp_alone(training, Float8(enable=True))
