@@ -1,7 +1,6 @@
 """The examples of docs/extending.md are modules that work."""
 
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,6 @@ from meshwright.datasets import DATASETS
 from meshwright.datasets.opening import open_training_data
 from meshwright.metrics.sinks import Spared
 from meshwright.models.families import MODELS
-from meshwright.models.family import Family
 from meshwright.system.errors import ConfigError
 from meshwright.train.preflight import preflight
 from meshwright.train.resolve_model import extend_by, user_sinks
@@ -127,25 +125,14 @@ def test_a_module_is_found_by_its_name_too(tmp_path, monkeypatch) -> None:
     assert user_sinks(config) == {"a": print}
 
 
-@pytest.fixture
-def family(tmp_path, monkeypatch) -> Family:
-    """The module in the text, as a user would add it."""
+@pytest.mark.parametrize("changes", [{}, {"tie_embeddings": True}], ids=["untied", "tied"])
+def test_the_example_passes_the_tests_of_families(tmp_path, changes) -> None:
     code = example("mistral")
     assert len(code.splitlines()) < 250
-    assert "parallelisms" not in code
-    (tmp_path / "mistral_of_the_docs.py").write_text(code, "utf-8")
-    monkeypatch.syspath_prepend(tmp_path)
-    import mistral_of_the_docs  # type: ignore[import-not-found]
-
-    assert "torch" not in vars(mistral_of_the_docs)
-    monkeypatch.setitem(MODELS, "mistral", mistral_of_the_docs.FAMILY)
-    yield mistral_of_the_docs.FAMILY
-    del sys.modules["mistral_of_the_docs"]
-
-
-@pytest.mark.parametrize("changes", [{}, {"tie_embeddings": True}], ids=["untied", "tied"])
-def test_the_example_passes_the_tests_of_families(family, changes) -> None:
-    args = small(family, vocab_size=131, **changes)
+    assert not re.search(r"parallelisms|^import torch", code, re.MULTILINE)
+    (tmp_path / "mine.py").write_text(code + example("model"), "utf-8")
+    extend_by(str(tmp_path / "mine.py"))
+    args = small(MODELS["mistral"], vocab_size=131, **changes)
     test_families.test_the_table_is_that_of_the_model(args)
     test_families.test_logits_loss_and_gradients_equal_transformers(args)
     test_families.test_packed_documents_equal_transformers(args)

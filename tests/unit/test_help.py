@@ -134,14 +134,10 @@ def test_the_tokenizer_of_a_preset_is_one_command_away() -> None:
 @pytest.mark.parametrize(
     ("line", "fix"),
     [
-        ("enable = True", "write true"),
-        ("x = None", "leave the key out"),
         ("name = llama", 'quote it: "llama"'),
         ('name = "llama', 'close the quote: "llama"'),
-        ("steps = 10k", "write 10000"),
         (r"path = C:\data", r"quote it: 'C:\data'"),
         ("steps = 1,000", "write 1_000"),
-        ("lr: 3", "write lr = 3"),
         ("// words", "a comment begins with #"),
         ("x = [1, 2", "close the list"),
         ("x = \u201ca\u201d", 'write x = "a"'),
@@ -229,12 +225,10 @@ def test_the_schema_that_is_shipped_is_the_config_s() -> None:
     assert json.loads((ROOT / "train_configs" / FILE).read_text()) == json_schema()
     definitions = json_schema()["$defs"]
     for key, field in all_keys():
-        if key == ("job", "config_file"):
-            continue
-        section = find_section(key[:-1]).__name__
-        declared = definitions[section]["properties"][key[-1]]
-        assert declared.get("description"), key
-        assert field.is_required() or "default" in declared or field.default_factory, key
+        if key != ("job", "config_file"):
+            declared = definitions[find_section(key[:-1]).__name__]["properties"][key[-1]]
+            assert declared.get("description"), key
+            assert field.is_required() or "default" in declared or field.default_factory, key
     assert definitions["Training"]["properties"]["steps"]["exclusiveMinimum"] == 0
     assert definitions["Training"]["additionalProperties"] is False
 
