@@ -40,6 +40,10 @@ def test_every_key_has_an_effect() -> None:
     assert effect_of("training.datasets.1.weight") == OnResume.TRAINING
     assert effect_of("training.datasets.1.tokens") == OnResume.DATA
     assert effect_of("training.nope") is None
+    for key in ("training.steps", "training.global_batch_size", "lr_scheduler.decay_ratio"):
+        assert effect_of(key) == OnResume.TRAINING
+    for key in ("validation.datasets", "activation_checkpoint.saved_ops"):
+        assert effect_of(key) == OnResume.NONE
 
 
 def test_differences_go_into_tables_and_lists_of_tables() -> None:
