@@ -108,6 +108,7 @@ def test_errors_against_fp64_are_no_larger_than_sdpas(shape, dtype) -> None:
         assert mine.dtype == dtype
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(REASONS[torch.float32] != "", reason=REASONS[torch.float32])
 def test_compiled_for_avx2_it_computes_the_same(monkeypatch) -> None:
     """Vectors of half the length, in half as many registers."""
