@@ -31,17 +31,6 @@ DEBUG = str(ROOT / "train_configs" / "debug_model.toml")
 SHELL = "import sys; sys.argv[0] = 'meshwright'; from meshwright.commands.main import main; main()"
 
 
-def shell(words: str, **options: object) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        f'"{sys.executable}" -c "{SHELL}" {words}',
-        shell=True,
-        executable="/bin/bash",
-        capture_output=True,
-        text=True,
-        **options,
-    )
-
-
 def test_help_of_every_command(capsys) -> None:
     for name in COMMANDS:
         with pytest.raises(SystemExit) if name != "config" else nullcontext() as end:
@@ -92,17 +81,22 @@ def test_a_command_imports_nothing_slow_before_its_first_word() -> None:
 
 
 def test_what_is_printed_survives_head() -> None:
-    for words in ("config --help", "schema", "config debug_model"):
-        result = shell(f"{words} | head -n 1")
+    for words in ("config --help", "schema"):
+        piped = f'"{sys.executable}" -c "{SHELL}" {words} | head -n 1'
+        result = subprocess.run(["bash", "-c", piped], capture_output=True, text=True)
         assert (result.returncode, result.stderr) == (0, ""), words
         assert len(result.stdout.splitlines()) == 1
 
 
-def test_version_and_unknown_commands() -> None:
-    assert shell("--version").stdout == f"meshwright {meshwright.__version__}\n"
-    result = shell("chek")
-    assert (result.returncode, result.stdout) == (2, "")
-    assert result.stderr == "meshwright: unknown command chek\n  fix: did you mean check?\n"
+def test_version_and_unknown_commands(monkeypatch, capsys) -> None:
+    told = f"meshwright {meshwright.__version__}\n"
+    unknown = "meshwright: unknown command chek\n  fix: did you mean check?\n"
+    for word, code, said in (("--version", 0, (told, "")), ("chek", 2, ("", unknown))):
+        monkeypatch.setattr("sys.argv", ["meshwright", word])
+        with pytest.raises(SystemExit) if code else nullcontext() as end:
+            main()
+        assert not code or end.value.code == code
+        assert tuple(capsys.readouterr()) == said
     with pytest.raises(ConfigError, match="did you mean checkpoint ls?"):
         run(["checkpoint", "lss"])
 

@@ -134,6 +134,10 @@ def test_the_tokenizer_of_a_preset_is_one_command_away() -> None:
 @pytest.mark.parametrize(
     ("line", "fix"),
     [
+        ("enable = True", "write true"),
+        ("x = None", "leave the key out"),
+        ("lr: 3", "write lr = 3"),
+        ("steps = 10k", "write 10000"),
         ("name = llama", 'quote it: "llama"'),
         ('name = "llama', 'close the quote: "llama"'),
         (r"path = C:\data", r"quote it: 'C:\data'"),
@@ -145,6 +149,7 @@ def test_the_tokenizer_of_a_preset_is_one_command_away() -> None:
         ("x \uff1d \uff02a\uff02", 'write x = "a"'),
         ("lr = 0,001", "write 0.001"),
         ("steps = 3,", "write steps = 3"),
+        ("steps = 3;", "write steps = 3"),
         (r'path = "C:\Users"', r"write it in single quotes, which leave \ alone: 'C:\Users'"),
         ("model:", "write [model]"),
         ("steps == 3", "write steps = 3"),
