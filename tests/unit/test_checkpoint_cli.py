@@ -240,6 +240,9 @@ def test_a_tensor_more_or_another_manifest_is_a_difference(made, tmp_path, capsy
         assert (code, "tensors: 1 of 2 are equal to the bit" in lines) == (1, True)
     code, lines = run(capsys, "diff", made / "step-5", made / "step-10")
     assert (code, "manifest, keys that differ: 1" in lines) == (1, True)
+    copy = shutil.copytree(a, tmp_path / "copy")
+    set_manifest(copy, config={"training": {"steps": 3}})
+    assert run(capsys, "diff", a, copy)[0] == 1
 
 
 def test_ranks_that_the_other_mesh_lacks_are_no_difference(tmp_path, capsys) -> None:
