@@ -122,10 +122,13 @@ pipeline_parallel_schedule = "Interleaved1F1B"
 """
 
 
-def test_the_same_toml_runs_where_its_options_have_nothing_to_act_on(tmp_path, capsys) -> None:
+def test_the_same_toml_runs_where_its_options_have_nothing_to_act_on(
+    tmp_path, capsys, monkeypatch
+) -> None:
+    monkeypatch.setattr("meshwright.commands.check.why_bf16_is_slow", lambda: "")
     (tmp_path / "a.toml").write_text(MESH_OPTIONS)
     words = ["--job.config_file", str(tmp_path / "a.toml"), "--job.dump_folder", str(tmp_path)]
-    check_job(["--ngpu", "1", *words, "--training.mixed_precision_param=float32"])
+    check_job(["--ngpu", "1", *words])
     *notes, can_run = capsys.readouterr().out.splitlines()
     assert can_run.startswith(f"{tmp_path / 'a.toml'} can run: ")
     lines = [line.split(" ", 1)[1] for line in notes]
@@ -140,10 +143,11 @@ def test_the_same_toml_runs_where_its_options_have_nothing_to_act_on(tmp_path, c
         check_device(preflight(load_config(words), 1).config, device_type)
 
 
-def test_a_config_of_defaults_says_nothing(tmp_path, capsys) -> None:
+def test_a_config_of_defaults_says_nothing(tmp_path, capsys, monkeypatch) -> None:
+    monkeypatch.setattr("meshwright.commands.check.why_bf16_is_slow", lambda: "")
     (tmp_path / "a.toml").write_text('[model]\ntokenizer_path = "bytes"\nargs.vocab_size = 258\n')
     words = [tmp_path / "a.toml", "--compile.enable=false"]  # the default compiles so long a job
-    words += ["--training.global_batch_size=16", "--training.mixed_precision_param=float32"]
+    words += ["--training.global_batch_size=16"]
     check_job(["--ngpu", "2", *words, "--job.dump_folder", str(tmp_path)])
     assert capsys.readouterr().out == (
         f"{tmp_path / 'a.toml'} can run: 4,854,016 parameters, 2 ranks, 10,000 steps of 32,768 "

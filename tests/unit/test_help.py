@@ -54,7 +54,6 @@ def test_mutations_of_valid_configs_get_the_right_help(tmp_path) -> None:
         ("lr", "did you mean optimizer.lr?"),
         ("optimizer.learning_rate", "did you mean optimizer.lr?"),
         ("training.seqLen", "did you mean training.seq_len?"),
-        ("training.seq-len", "did you mean training.seq_len?"),
         ("optimizer.anme", "did you mean optimizer.name?"),
         ("model.n_layers", "did you mean model.args.n_layers?"),
         ("metrics.gc_freq", "did you mean training.gc_freq?"),
