@@ -18,25 +18,21 @@ from meshwright.train.announce import announce_end, note_failure
 from meshwright.train.preflight import preflight
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_an_error_that_ends_a_job_is_noted_once_with_its_step(rank, tmp_path, monkeypatch) -> None:
+@pytest.mark.parametrize(
+    ("rank", "noted"), [(0, [(7, "failed: bad"), (4, "failed: KeyError")]), (1, [])]
+)
+def test_an_error_that_ends_a_job_is_noted_once(rank, noted, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(announce, "dist", SimpleNamespace(get_rank=lambda: rank))
     job = SimpleNamespace(dump_folder=str(tmp_path))
     plan = SimpleNamespace(config=SimpleNamespace(job=job), resume_step=4)
-
-    def fail(error: Exception, step: int) -> None:
-        with note_failure(plan, lambda: step):
-            raise error
-
     for error, step in ((ValueError("bad\nand more"), 7), (KeyError(), 0)):
-        with pytest.raises(type(error)):
-            fail(error, step)
+        with pytest.raises(type(error)), note_failure(plan, lambda step=step: step):
+            raise error
     with note_failure(plan, lambda: 9):
         pass
     file = tmp_path / history.FILE
-    noted = map(json.loads, file.read_text().splitlines() if file.exists() else [])
-    ends = [(event["step"], event["reason"]) for event in noted]
-    assert ends == ([(7, "failed: bad"), (4, "failed: KeyError")] if rank == 0 else [])
+    events = map(json.loads, file.read_text().splitlines() if file.exists() else [])
+    assert [(event["step"], event["reason"]) for event in events] == noted
 
 
 END_WORDS = ["--model.tokenizer_path=bytes", "--training.steps=50", "--checkpoint.enable"]
@@ -106,11 +102,10 @@ def test_a_start_says_how_much_data_there_is_and_what_is_left_out(tmp_path, capl
     (folder / ".git").mkdir(parents=True)
     for name in ("a.txt", "b.txt", "c.md", "d.html", "e.TXT", ".f.txt", "g", ".git/h.txt"):
         (folder / name).write_text(f"{name} says this and that. " * 30)
-    words = ["--model.tokenizer_path=bytes", "--training.seq_len=64", "--training.dataset=text"]
-    words += [f"--training.dataset_path={folder}", "--training.global_batch_size=2"]
-    words += ["--training.local_batch_size=2"]
-    words += [f"--training.token_cache_folder={tmp_path}/cache", "--training.max_epochs=2"]
-    config = load_config(words)
+    keys = {"seq_len": 64, "global_batch_size": 2, "local_batch_size": 2, "max_epochs": 2}
+    keys |= {"dataset": "text", "dataset_path": folder, "token_cache_folder": tmp_path / "cache"}
+    words = (f"--training.{key}={value}" for key, value in keys.items())
+    config = load_config(["--model.tokenizer_path=bytes", *words])
     sources = open_training_data(config, num_workers=1)
     caplog.clear()
     announce.announce_data("data", sources)

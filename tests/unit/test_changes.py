@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import logging
+import re
 from pathlib import Path
 from unittest.mock import Mock, patch
 
@@ -39,6 +40,10 @@ def test_every_key_has_an_effect() -> None:
     assert effect_of("training.datasets.1.weight") == OnResume.TRAINING
     assert effect_of("training.datasets.1.tokens") == OnResume.DATA
     assert effect_of("training.nope") is None
+    for key in ("training.steps", "training.global_batch_size", "lr_scheduler.decay_ratio"):
+        assert effect_of(key) == OnResume.TRAINING
+    for key in ("validation.datasets", "activation_checkpoint.saved_ops"):
+        assert effect_of(key) == OnResume.NONE
 
 
 def test_differences_go_into_tables_and_lists_of_tables() -> None:
@@ -99,37 +104,27 @@ def test_the_same_job_says_nothing(resume, caplog) -> None:
 
 def test_what_changes_training_is_warned_of_and_the_rest_listed(resume, caplog) -> None:
     drift = resume(
-        *("--training.max_norm", "inf", "--optimizer.lr", "1e-3", "--training.steps", "2000"),
-        *("--training.dtype", "bfloat16", "--lr_scheduler.decay_ratio", "0.1"),
-        *("--training.global_batch_size", "4", "--model.frozen", '["norm.weight"]'),
-        *("--metrics.log_freq", "5", "--activation_checkpoint.saved_ops", '["aten.mm"]'),
+        *("--training.max_norm", "inf", "--optimizer.lr", "1e-3", "--training.dtype", "bfloat16"),
+        *("--model.frozen", '["norm.weight"]', "--metrics.log_freq", "5", "--compile.enable"),
         *("--optimizer.groups", "[{parameters=['*norm.weight'], lr_scale=0.5}]"),
-        *("--compile.enable", "--validation.datasets", "[{dataset='python_stdlib'}]"),
     )
     *warnings, (level, harmless) = said(drift, caplog)
     assert sorted(warnings) == [
         (logging.WARNING, f"resuming step-5 with a change that training will show: {text}")
         for text in (
-            "lr_scheduler.decay_ratio = 0.1 (was absent)",
             "model.frozen = ['norm.weight'] (was [])",
             "optimizer.groups.0 = {'parameters': ['*norm.weight'], 'lr_scale': 0.5, "
             "'weight_decay': None, 'optimizer': None} (was absent)",
             "optimizer.lr = 0.001 (was 0.0008)",
             "training.dtype = 'bfloat16' (was 'float32')",
-            "training.global_batch_size = 4 (was 2)",
             "training.max_norm = inf (was 1.0)",
-            "training.steps = 2000 (was 10000)",
         )
     ]
-    assert harmless.startswith(
+    assert (level, harmless) == (
+        logging.INFO,
         "resuming step-5 with changes that no result will show, rounding aside: "
-        "parallelism.fsdp_reduce_gradients = 'last_microbatch' (was 'auto'), "
-        "activation_checkpoint.saved_ops = ['aten.mm'] (was ['aten.mm', 'aten._scaled"
+        "compile.enable = true (was false), metrics.log_freq = 5 (was 10)",
     )
-    assert "compile.enable = true (was false), " in harmless
-    assert "validation.datasets.0 = {" in harmless
-    assert harmless.endswith("metrics.log_freq = 5 (was 10)")
-    assert level == logging.INFO
 
 
 def error_of(resume, *words: str, **saved: object) -> str:
@@ -138,48 +133,38 @@ def error_of(resume, *words: str, **saved: object) -> str:
     return str(error.value)
 
 
-DATA = "  its place in the data is valid only for the same samples in the same order: "
-
-
 def test_all_that_cannot_work_is_named_at_once(resume, tmp_path) -> None:
-    checkpoint = tmp_path / "checkpoint" / "step-5"
     error = error_of(
         resume,
         *("--model.args.dim", "64", "--training.seed", "1"),
-        *("--training.dataset_split", "validation"),
         saved_with=("--model.frozen", '["norm.weight"]'),
     )
+    checkpoint = tmp_path / "checkpoint" / "step-5"
     assert error.splitlines() == [
         f"model.args.dim = 64: checkpoint {checkpoint} was saved with 256",
-        "  training.dataset_split = 'validation': it was saved with 'train'",
         "  training.seed = 1: it was saved with 0",
         "  model.frozen = []: it has no optimizer state for what was frozen: norm.weight",
-        f"{DATA}a resume would repeat some and skip others",
+        "  its place in the data is valid only for the same samples in the same order: a resume "
+        "would repeat some and skip others",
         "  fix: use another job.dump_folder, or the values it was saved with",
     ]
     error = error_of(resume, "--training.seed", "1")
-    assert error.endswith(
-        'set checkpoint.exclude_from_loading = ["dataloader", "optimizer"], to begin with the '
-        "first sample and a fresh optimizer"
-    )
+    assert 'set checkpoint.exclude_from_loading = ["dataloader", "optimizer"], to begin' in error
 
 
-def test_the_same_width_of_heads_may_be_given_or_follow(resume) -> None:
+GIVEN = ("--model.args.head_dim", "32")
+
+
+@pytest.mark.parametrize(
+    ("saved_with", "other"),
+    [((), ("--model.args.head_dim", "64")), (GIVEN, ("--model.args.n_heads", "4"))],
+)
+def test_the_same_width_of_heads_may_be_given_or_follow(resume, saved_with, other) -> None:
     """A head of the debug model has 256 / 8."""
-    given = ("--model.args.head_dim", "32")
-    assert resume(*given).model == resume().model == []
-    assert resume("--model.args.n_heads", "8").model == []
-    error = error_of(resume, "--model.args.head_dim", "64")
-    assert error.startswith("model.args.head_dim = 64: checkpoint ")
-    assert "was saved with 32\n" in error
-
-
-def test_the_same_width_of_heads_may_be_left_out(resume) -> None:
-    given = ("--model.args.head_dim", "32")
-    assert resume(saved_with=given).model == []
-    error = error_of(resume, "--model.args.n_heads", "4")
-    assert "model.args.n_heads = 4: " in error
-    assert "  model.args.head_dim = 64: it was saved with 32\n" in error
+    for words in ((), GIVEN, ("--model.args.n_heads", "8")):
+        assert resume(*words, saved_with=saved_with).model == []
+    error = error_of(resume, *other)
+    assert re.search(r"model.args.head_dim = 64: .* saved with 32\n", error)
 
 
 def test_other_code_of_the_users_is_warned_of(resume, tmp_path, caplog) -> None:
@@ -201,13 +186,12 @@ def test_other_code_of_the_users_is_warned_of(resume, tmp_path, caplog) -> None:
 def test_a_job_whose_data_has_ended_is_done(resume) -> None:
     """With the same data and batch: others end elsewhere, for which the weights alone are not
     enough."""
-    ended = {"model_only": True, "data_ended": True, "saved_with": parts("weight=1", "weight=3")}
-    once = ("--training.max_epochs", "1")
-    ended["saved_with"] += once
-    assert resume(*parts("weight=1", "weight=3"), *once, **ended).is_done
+    once, mixture = ("--training.max_epochs", "1"), parts("weight=1", "weight=3")
+    ended = {"model_only": True, "data_ended": True, "saved_with": (*mixture, *once)}
+    assert resume(*mixture, *once, **ended).is_done
     for words in (
-        (*parts("weight=1", "weight=3"), "--training.max_epochs", "2"),
-        (*parts("weight=1", "weight=3"), *once, "--training.global_batch_size", "4"),
+        (*mixture, "--training.max_epochs", "2"),
+        (*mixture, *once, "--training.global_batch_size", "4"),
         (*parts("weight=1", "weight=2"), *once),
     ):
         assert "holds the weights alone" in error_of(resume, *words)
@@ -250,25 +234,25 @@ def test_a_mixture_may_go_on_with_other_weights(resume, caplog) -> None:
             assert place_in_data(plan, manifest, []).weighted_from == begin
 
 
+EXCLUDE = ("--checkpoint.exclude_from_loading", '["dataloader"]')
+
+
 def test_other_data_may_be_begun_with_its_first_sample(resume, caplog) -> None:
-    exclude = ("--checkpoint.exclude_from_loading", '["dataloader"]')
-    split = ("--training.dataset_split", "validation")
-    drift = resume(*exclude, "--training.seed", "1", *split)
+    drift = resume(*EXCLUDE, "--training.seed", "1", "--training.dataset_split", "validation")
     assert [text.partition(": ")[2] for level, text in said(drift, caplog) if level > 20] == [
         "training.dataset_split = 'validation' (was 'train')",
         "training.seed = 1 (was 0)",
         "checkpoint.exclude_from_loading = ['dataloader'] (was [])",
     ]
-    assert "model.args.dim = 64: " in error_of(resume, *exclude, "--model.args.dim", "64")
+    assert "model.args.dim = 64: " in error_of(resume, *EXCLUDE, "--model.args.dim", "64")
 
 
-def test_what_is_left_out_is_left_out_once(resume, tmp_path) -> None:
+def test_what_is_left_out_is_left_out_once(resume) -> None:
     """A job that is started again goes on where it was, though its config still says so."""
-    exclude = ("--checkpoint.exclude_from_loading", '["dataloader"]')
-    error = error_of(resume, *exclude, "--training.seed", "1", saved_with=exclude)
+    error = error_of(resume, *EXCLUDE, "--training.seed", "1", saved_with=EXCLUDE)
     assert error.endswith("or set checkpoint.load_step to its step, to begin with the first sample")
     named = ("--checkpoint.load_step", str(STEP))
-    assert resume(*exclude, *named, "--training.seed", "1").data == []
+    assert resume(*EXCLUDE, *named, "--training.seed", "1").data == []
 
 
 def test_what_was_frozen_may_be_trained_with_a_fresh_optimizer(resume) -> None:
@@ -279,16 +263,13 @@ def test_what_was_frozen_may_be_trained_with_a_fresh_optimizer(resume) -> None:
 
 def test_a_config_of_another_version_is_no_obstacle(resume, caplog) -> None:
     """It lacks keys and a section, has some that are gone, and values of other types."""
-    config = to_json(JobConfig())
-    del config["validation"], config["optimizer"]["eps"], config["checkpoint"]["enable"]
+    config = to_json(JobConfig()) | {"fp8": {"enable": True}, "comm": 3}
+    del config["validation"], config["optimizer"]["eps"]
     config["optimizer"]["momentum"] = 0.9
-    config["fp8"] = {"enable": True}
-    config["comm"], config["checkpoint"]["exclude_from_loading"] = 3, "optimizer"
     config["training"] = {"steps": "many"}
     identity = {"training.seq_len": 64, "model.tokenizer_path": "bytes"}  # the rest as by default
-    drift = resume(
-        "--optimizer.beta1", "0.8", "--validation.enable", config=config, data_identity=identity
-    )
+    words = ("--optimizer.beta1", "0.8", "--validation.enable")
+    drift = resume(*words, config=config, data_identity=identity)
     texts = [text for _, text in said(drift, caplog)]
     for text in (
         "a change that training will show: optimizer.beta1 = 0.8 (was 0.9)",

@@ -2,6 +2,7 @@
 
 import json
 from datetime import datetime
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -113,73 +114,46 @@ CONVERSATIONS = [
 
 
 @pytest.mark.parametrize(("kind", "template"), CASES)
-def test_ids_are_those_of_transformers(folder: Path, kind: str, template: str) -> None:
-    chat = ChatTemplate(ours(folder, kind), template)
-    reference = theirs(folder, kind)
-    for messages in CONVERSATIONS:
-        expected = reference.apply_chat_template(messages, chat_template=template)["input_ids"]
-        assert chat.encode(messages)[0] == expected
-
-
-@pytest.mark.parametrize(
-    ("kind", "template"), [("byte-level", GENERATION), ("tiktoken", LLAMA3_GENERATION)]
-)
-def test_loss_counts_where_transformers_says_so(folder: Path, kind: str, template: str) -> None:
+def test_ids_and_loss_are_those_of_transformers(folder: Path, kind: str, template: str) -> None:
     chat = ChatTemplate(ours(folder, kind), template)
     for messages in CONVERSATIONS:
         expected = theirs(folder, kind).apply_chat_template(
             messages, chat_template=template, return_assistant_tokens_mask=True
-        )["assistant_masks"]
-        assert chat.encode(messages)[1] == [bool(flag) for flag in expected]
+        )
+        ids, counts = chat.encode(messages)
+        assert ids == expected["input_ids"]
+        if "generation %" in template:
+            assert counts == [bool(flag) for flag in expected["assistant_masks"]]
 
 
-def counted(folder: Path, kind: str, template: str, messages: Any) -> list[str]:
+ASKED_TWICE = talk("ask", "answer 1", "ask again", "answer 2 😀", "and again")
+ANSWERED_TWICE = [*talk("ask", "first"), {"role": "assistant", "content": "second"}]
+# as Qwen 3's, after the generation prompt: it is for the model to write
+THINKS = CHATML.replace("+ message['content']", "+ '<think></think>' + message['content']")
+
+
+@pytest.mark.parametrize(
+    ("kind", "template", "messages", "answers"),
+    [
+        ("tiktoken", LLAMA3, ASKED_TWICE, ["answer 1<|eot_id|>", "answer 2 😀<|eot_id|>"]),
+        # not on the line end that follows
+        ("byte-level", CHATML, ASKED_TWICE, ["answer 1<|im_end|>", "answer 2 😀<|im_end|>"]),
+        ("byte-level", GENERATION, ASKED_TWICE, ["answer 1<|im_end|>", "answer 2 😀<|im_end|>"]),
+        ("byte-level", MISTRAL, ASKED_TWICE, [" answer 1</s>", " answer 2 😀</s>"]),
+        ("tiktoken", LLAMA3, talk("yes", "yes", "yes", "yes"), ["yes<|eot_id|>"] * 2),
+        ("tiktoken", LLAMA3, ANSWERED_TWICE, ["first<|eot_id|>", "second<|eot_id|>"]),
+        ("byte-level", THINKS, talk("a", "b"), ["<think></think>b<|im_end|>"]),
+    ],
+)
+def test_loss_counts_on_answers_and_ends_of_turns(
+    folder: Path, kind: str, template: str, messages: Any, answers: list[str]
+) -> None:
     """The text of each run of tokens on which loss counts."""
     tokenizer = ours(folder, kind)
     ids, counts = ChatTemplate(tokenizer, template).encode(messages)
-    runs: list[list[int]] = []
-    for i, (token_id, count) in enumerate(zip(ids, counts, strict=True)):
-        if count and (i == 0 or not counts[i - 1]):
-            runs.append([])
-        if count:
-            runs[-1].append(token_id)
-    return [tokenizer.decode(run) for run in runs]
-
-
-def test_loss_counts_on_answers_and_ends_of_turns(folder: Path) -> None:
-    messages = talk("ask", "answer 1", "ask again", "answer 2 😀", "and again")
-    assert counted(folder, "tiktoken", LLAMA3, messages) == [
-        "answer 1<|eot_id|>",
-        "answer 2 😀<|eot_id|>",
-    ]
-    for template in (CHATML, GENERATION):  # not on the line end that follows
-        assert counted(folder, "byte-level", template, messages) == [
-            "answer 1<|im_end|>",
-            "answer 2 😀<|im_end|>",
-        ]
-    assert counted(folder, "byte-level", MISTRAL, messages) == [
-        " answer 1</s>",
-        " answer 2 😀</s>",
-    ]
-
-
-def test_an_answer_that_repeats_the_question(folder: Path) -> None:
-    messages = talk("yes", "yes", "yes", "yes")
-    assert counted(folder, "tiktoken", LLAMA3, messages) == ["yes<|eot_id|>"] * 2
-
-
-def test_the_last_turn_of_several_by_the_assistant(folder: Path) -> None:
-    messages = [*talk("ask", "first"), {"role": "assistant", "content": "second"}]
-    assert counted(folder, "tiktoken", LLAMA3, messages) == [
-        "first<|eot_id|>",
-        "second<|eot_id|>",
-    ]
-
-
-def test_what_the_template_has_the_assistant_write_before_its_answer(folder: Path) -> None:
-    """As Qwen 3's does, after the generation prompt: it is for the model to write."""
-    thinks = CHATML.replace("+ message['content']", "+ '<think></think>' + message['content']")
-    assert counted(folder, "byte-level", thinks, talk("a", "b")) == ["<think></think>b<|im_end|>"]
+    runs = groupby(zip(ids, counts, strict=True), key=lambda pair: pair[1])
+    found = [tokenizer.decode([i for i, _ in run]) for does_count, run in runs if does_count]
+    assert found == answers
 
 
 def test_special_tokens_of_one_character(tmp_path: Path) -> None:
@@ -188,16 +162,6 @@ def test_special_tokens_of_one_character(tmp_path: Path) -> None:
     assert any(chat.encode(talk("a", "b"))[1])
     with pytest.raises(ConfigError, match="a special token of one character"):
         chat.encode(talk("a ☃ b", "c"))
-
-
-def test_bos_is_the_templates(folder: Path) -> None:
-    tokenizer = ours(folder, "tiktoken")
-    ids, _ = ChatTemplate(tokenizer, LLAMA3).encode(talk("a", "b"))
-    assert ids.count(tokenizer.bos_id) == 1
-    ids, _ = ChatTemplate(tokenizer, LLAMA3.replace("{{- bos_token }}\n", "")).encode(
-        talk("a", "b")
-    )
-    assert ids.count(tokenizer.bos_id) == 0
 
 
 @pytest.mark.parametrize(("kind", "template"), CASES)
@@ -286,12 +250,6 @@ def test_special_tokens_that_swallow_space(tmp_path: Path) -> None:
         chat.encode(talk("<s>", "a"))
 
 
-def test_marks_in_messages_are_refused(folder: Path) -> None:
-    for content in ("\ufdd0 a", "a \ufdd2"):
-        with pytest.raises(ConfigError, match="holds one of the noncharacters"):
-            counted(folder, "tiktoken", LLAMA3, talk(content, "b"))
-
-
 def test_what_templates_may_use(folder: Path) -> None:
     template = """\
 {%- set ns = namespace(n=0) %}
@@ -310,68 +268,52 @@ def test_what_templates_may_use(folder: Path) -> None:
     )
 
 
-def test_a_template_cannot_reach_python(folder: Path) -> None:
-    chat = ChatTemplate(ours(folder, "byte-level"), "{{ messages.__class__.__mro__ }}")
-    with pytest.raises(ConfigError, match="is refused by the chat template: access to attribute"):
-        chat.encode(talk("a", "b"))
-
-
-def test_a_template_cannot_change_the_conversation(folder: Path) -> None:
-    """What it were to add would be trained on, and be in the next use of the messages."""
-    template = "{% set _ = messages.append({'role': 'assistant', 'content': 'x'}) %}"
-    chat, messages = ChatTemplate(ours(folder, "byte-level"), template), talk("a", "b")
-    with pytest.raises(ConfigError, match="is refused by the chat template: access to attribute"):
-        chat.encode(messages)
-    assert messages == talk("a", "b")
+NO_PROMPT = CHATML.replace("add_generation_prompt", "false")
+OMITS_LAST = """\
+{% for message in messages %}
+    {% if not (loop.last and add_generation_prompt and message.role == 'assistant') %}
+{{ message.content }}
+    {% endif %}
+{% endfor %}"""
+CHANGES = "{% set _ = messages.append({'role': 'assistant', 'content': 'x'}) %}"
 
 
 @pytest.mark.parametrize(
-    ("messages", "message"),
+    ("template", "messages", "message"),
     [
-        ([], "has no message whose role is 'assistant', but none at all"),
-        (talk("a"), "has no message whose role is 'assistant', but user"),
-        (
-            [{"role": "system", "content": "a"}, *talk("b", "c")],
-            "is refused by the chat template: Only user and assistant roles are supported",
-        ),
+        (MISTRAL, [], "has no message whose role is 'assistant', but none at all"),
+        (MISTRAL, talk("a"), "has no message whose role is 'assistant', but user"),
+        (MISTRAL, [{"role": "system", "content": "a"}, *talk("b", "c")],
+         "is refused by the chat template: Only user and assistant roles are supported"),
+        (CHATML, talk("\ufdd0 a", "b"), "holds one of the noncharacters"),
+        (CHATML, talk("a \ufdd2", "b"), "holds one of the noncharacters"),
+        # a sandbox: what it were to add would be trained on
+        ("{{ messages.__class__.__mro__ }}", talk("a", "b"), "is refused by the chat"),
+        (CHANGES, talk("a", "b"), "is refused by the chat template: access to attribute"),
+        # templates that do not show what the assistant wrote
+        ("{{ messages | length }}" + CHATML, talk("a", "b", "c"),
+         "shows that the chat template writes what is before message 2 otherwise"),
+        (NO_PROMPT, talk("a", "b"), "shows that the chat template ignores add_generation_prompt"),
+        (OMITS_LAST, [*talk("a", "b"), {"role": "assistant", "content": "c"}],
+         "shows that the chat template writes what is before message 3 otherwise"),
+        (GENERATION.replace("message['role'] == 'assistant'", "false"), talk("a", "b"),
+         "has no token that the assistant wrote"),
     ],
-)
-def test_conversations_that_cannot_be_used(folder: Path, messages: Any, message: str) -> None:
-    chat = ChatTemplate(ours(folder, "byte-level"), MISTRAL)
+)  # fmt: skip
+def test_conversations_that_cannot_be_used(
+    folder: Path, template: str, messages: Any, message: str
+) -> None:
+    chat, before = ChatTemplate(ours(folder, "byte-level"), template), [*messages]
     with pytest.raises(ConfigError) as caught:
         chat.encode(messages, where="chats.jsonl row 7")
     expected = f"training.dataset: chats.jsonl row 7: the conversation {message}"
     assert str(caught.value).startswith(expected)
+    assert messages == before
 
 
-def test_templates_that_do_not_show_what_the_assistant_wrote(folder: Path) -> None:
-    tokenizer = ours(folder, "byte-level")
-    count = "{{ messages | length }}" + CHATML
-    with pytest.raises(ConfigError, match="what is before message 2 otherwise when"):
-        ChatTemplate(tokenizer, count).encode(talk("a", "b", "c"))
-    without_prompt = CHATML.replace("add_generation_prompt", "false")
-    with pytest.raises(ConfigError, match=r"ignores add_generation_prompt, so its '<\|im_start\|>"):
-        ChatTemplate(tokenizer, without_prompt).encode(talk("a", "b"))
-    omits = """\
-{% for message in messages %}
-    {% if not (loop.last and add_generation_prompt and message.role == 'assistant') %}
-{{ message.role + ' ' + message.content }}
-    {% endif %}
-{% endfor %}"""
-    twice = [*talk("a", "b"), {"role": "assistant", "content": "c"}]
-    with pytest.raises(ConfigError, match="what is before message 3 otherwise"):
-        ChatTemplate(tokenizer, omits.replace("message.role + ' ' +", "")).encode(twice)
-    silent = GENERATION.replace("message['role'] == 'assistant'", "false")
-    with pytest.raises(ConfigError, match="has no token that the assistant wrote"):
-        ChatTemplate(tokenizer, silent).encode(talk("a", "b"))
-
-
-def test_a_template_that_does_not_compile(folder: Path) -> None:
+def test_templates_and_tokenizers_that_cannot_be_used(folder: Path) -> None:
     with pytest.raises(ConfigError, match="is no Jinja template: line 1: "):
         ChatTemplate(ours(folder, "byte-level"), "{% for %}")
-
-
-def test_tokenizers_without_special_tokens_in_text() -> None:
     shipped = Path(__file__).parents[2] / "assets" / "tokenizers" / "python_2k.model"
     for path in ("bytes", str(shipped)):
         with pytest.raises(ConfigError, match="cannot parse the special tokens"):

@@ -15,7 +15,6 @@ from meshwright.checkpoint import find as survey
 from meshwright.checkpoint.find import find_candidates
 from meshwright.checkpoint.retention import apply_retention
 from meshwright.commands.checkpoint import _mesh
-from meshwright.models.decoder import Decoder
 from meshwright.parallelisms.rules.degrees import ParallelDims
 from meshwright.system.errors import ConfigError
 from meshwright.system.files import Place
@@ -132,20 +131,10 @@ def test_what_is_no_checkpoint_is_refused(command, tmp_path, made, capsys) -> No
             run(capsys, command, commit.unfinished_folder(made, 20))
 
 
-def test_a_checkpoint_is_not_deleted_while_it_is_read(made, capsys, monkeypatch) -> None:
-    kept = []
-
-    def verify(checkpoint: Path, *rest: object) -> list[str]:
-        kept.extend(apply_retention(made, 1))
-        return []
-
-    monkeypatch.setattr(commit, "verify", verify)
-    copy = shutil.copytree(made, made.parent / "copy")
-    try:
-        run(capsys, "verify", made / "step-5")
-    finally:
-        shutil.rmtree(made)
-        copy.rename(made)
+def test_a_checkpoint_is_not_deleted_while_it_is_read(made, capsys, monkeypatch, tmp_path) -> None:
+    folder, kept = Path(shutil.copytree(made, tmp_path / "copy")), []
+    monkeypatch.setattr(commit, "verify", lambda *_: kept.extend(apply_retention(folder, 1)) or [])
+    run(capsys, "verify", folder / "step-5")
     assert kept == [5]
 
 
@@ -168,23 +157,19 @@ def test_ls_takes_what_it_finds(made, capsys, monkeypatch, tmp_path) -> None:
     folder = Path(shutil.copytree(made, tmp_path / "copy"))
     (folder / "step-10" / "__0_0.distcp").unlink()
     (folder / "step-10" / "__0_0.distcp").symlink_to("nowhere")
-    code, lines = run(capsys, "ls", folder)
-    assert code == 0
-    assert "damaged: __0_0.distcp: No such file" in lines[3]
+    assert "damaged: __0_0.distcp: No such file" in run(capsys, "ls", folder)[1][3]
 
     def look_and_delete(path: Path) -> survey.FoundCheckpoint:
         entry = survey.look_at(path)
-        if path.name == "step-5":
-            shutil.rmtree(path)
+        shutil.rmtree(folder / "step-5", ignore_errors=True)
         return entry
 
     monkeypatch.setattr("meshwright.commands.checkpoint.look_at", look_and_delete)
     names = [line.split()[0] for line in run(capsys, "ls", folder)[1]]
     assert names[:2] == ["NAME", "step-8.aside0"]
-    path = str(folder / "step-8.aside0")
-    forbidden = Mock(side_effect=PermissionError(errno.EACCES, "Permission denied", path))
+    forbidden = Mock(side_effect=PermissionError(errno.EACCES, "Permission denied", "step-8"))
     monkeypatch.setattr("meshwright.commands.checkpoint.look_at", forbidden)
-    with pytest.raises(ConfigError, match="step-8.aside0: Permission denied"):
+    with pytest.raises(ConfigError, match="step-8: Permission denied"):
         run(capsys, "ls", folder)
 
 
@@ -196,51 +181,31 @@ def test_verify_calls_no_checkpoint_damaged_that_a_job_deletes(
     inspect = commit.inspect
 
     def inspect_late(path: Path) -> dict:
-        if path.name == "step-5":
-            shutil.rmtree(path)
+        shutil.rmtree(folder / "step-5", ignore_errors=True)
         return inspect(path)
 
     monkeypatch.setattr(commit, "inspect", inspect_late)
-    code, lines = run(capsys, "verify", folder.parent)
-    assert (code, lines) == (0, ["step-5: deleted meanwhile", "step-10: good"])
-
-
-def changed() -> Decoder:
-    model = plain_model(SMALL)
-    with torch.no_grad():
-        model.layers["1"].attention.wk.weight[3, 7] += 0.25
-        model.norm.weight[4] = torch.nan
-        model.layers["0"].ffn_norm.weight[2] = 0.0
-    return model
-
-
-def rows_of(lines: list[str]) -> dict[str, list[str]]:
-    start = next(i for i, line in enumerate(lines) if line.startswith("TENSOR"))
-    return {line.split()[0]: line.split()[1:] for line in lines[start + 1 :]}
+    lines = ["step-5: deleted meanwhile", "step-10: good"]
+    assert run(capsys, "verify", folder.parent) == (0, lines)
 
 
 def test_diff_of_tensors_says_how_many_by_how_much_and_where(made, tmp_path, capsys) -> None:
     assert run(capsys, "diff", made / "step-5", made / "step-10", "--tensors")[0] == 0
-    a = save_checkpoint(tmp_path / "a", plain_model(SMALL), SMALL)
-    b = save_checkpoint(tmp_path / "b", changed(), SMALL)
-    code, lines = run(capsys, "diff", a, b)
+    model = plain_model(SMALL)
+    a = save_checkpoint(tmp_path / "a", model, SMALL)
+    was = model.layers["1"].attention.wk.weight[3, 7].item()
+    with torch.no_grad():
+        model.layers["1"].attention.wk.weight[3, 7] += 0.25
+        model.norm.weight[4] = torch.nan
+    code, lines = run(capsys, "diff", a, save_checkpoint(tmp_path / "b", model, SMALL))
     assert code == 1
     total = len(list(SMALL.parameter_names()))
-    assert f"tensors: {total - 3} of {total} are equal to the bit" in lines
-    rows = rows_of(lines)
-    keys = (
-        "model.layers.1.attention.wk.weight",
-        "model.norm.weight",
-        "model.layers.0.ffn_norm.weight",
-    )
-    assert rows.keys() == {*keys}
-    was = float(plain_model(SMALL).layers["1"].attention.wk.weight[3, 7].detach())
-    row = rows[keys[0]]
-    assert row[:3] == ["1", "512", "0.25"]
-    assert row[3] == "3,7"
-    assert [float(value) for value in row[4:]] == pytest.approx([was, was + 0.25], rel=1e-6)
-    assert rows["model.norm.weight"] == ["1", "32", "inf", "4", "1", "nan"]
-    assert rows["model.layers.0.ffn_norm.weight"][2] == "1"
+    assert f"tensors: {total - 2} of {total} are equal to the bit" in lines
+    start = next(i for i, line in enumerate(lines) if line.startswith("TENSOR"))
+    of_wk, of_norm = sorted(line.split() for line in lines[start + 1 :])
+    assert of_wk[:5] == ["model.layers.1.attention.wk.weight", "1", "512", "0.25", "3,7"]
+    assert [float(value) for value in of_wk[5:]] == pytest.approx([was, was + 0.25], rel=1e-6)
+    assert of_norm == ["model.norm.weight", "1", "32", "inf", "4", "1", "nan"]
 
 
 def test_diff_compares_bits_and_finds_the_largest_in_any_chunk(monkeypatch) -> None:
@@ -268,14 +233,15 @@ def test_diff_names_what_one_of_them_lacks(made, tmp_path, capsys) -> None:
     set_manifest(b, config={"training": {"steps": 3}, "added": 1})
     code, lines = run(capsys, "diff", made / "step-5", b)
     assert code == 1
-    assert "  model.layers.2.ffn_norm.weight: float32 32 in A, absent in B" in lines
-    assert (
-        "  model.layers.0.feed_forward.w1.weight: float32 66x32 in A, float32 64x32 in B" in lines
-    )
-    found = {line.split()[0]: line.split()[1:] for line in lines if line.startswith("  ")}
-    assert found["model_args.n_layers"] == ["3", "2"]
-    assert found["training"] == ["(absent)", "{'steps':", "3}"]
-    assert "config, keys that differ: 2" in lines
+    found = [line.split() for line in lines]
+    for line in (
+        "model.layers.2.ffn_norm.weight: float32 32 in A, absent in B",
+        "model.layers.0.feed_forward.w1.weight: float32 66x32 in A, float32 64x32 in B",
+        "model_args.n_layers 3 2",
+        "training (absent) {'steps': 3}",
+        "config, keys that differ: 2",
+    ):
+        assert line.split() in found, line
 
 
 def save(folder: Path, names: str) -> Path:
@@ -288,15 +254,12 @@ def test_a_tensor_more_or_another_manifest_is_a_difference(made, tmp_path, capsy
     a, b = save(tmp_path / "a", "model_x"), save(tmp_path / "b", "model_x model_y")
     for pair in ((a, b), (b, a)):
         code, lines = run(capsys, "diff", *pair, "--tensors")
-        assert code == 1
-        assert "tensors: 1 of 2 are equal to the bit" in lines
+        assert (code, "tensors: 1 of 2 are equal to the bit" in lines) == (1, True)
     code, lines = run(capsys, "diff", made / "step-5", made / "step-10")
-    assert code == 1
-    assert "manifest, keys that differ: 1" in lines
+    assert (code, "manifest, keys that differ: 1" in lines) == (1, True)
     copy = shutil.copytree(a, tmp_path / "copy")
     set_manifest(copy, config={"training": {"steps": 3}})
     assert run(capsys, "diff", a, copy)[0] == 1
-    assert run(capsys, "diff", a, copy, "--tensors")[0] == 0
 
 
 def test_ranks_that_the_other_mesh_lacks_are_no_difference(tmp_path, capsys) -> None:

@@ -36,32 +36,29 @@ CASES = {
 }
 
 
+def made_programs(folder: Path, **scripts: str) -> dict[str, str]:
+    """Make programs in `folder`; return an environment that finds them first."""
+    for name, script in scripts.items():
+        (folder / name).write_text(f"#!/bin/bash\n{script}\n")
+        (folder / name).chmod(0o755)
+    return {"PATH": f"{folder}:{os.environ['PATH']}"}
+
+
 @pytest.mark.parametrize("cluster", CASES)
 def test_the_launcher_gets_the_machines(cluster: str, tmp_path: Path, monkeypatch) -> None:
     script, given, endpoint = CASES[cluster]
-    for name in ("meshwright", "run_llama_train.sh"):
-        program = tmp_path / name
-        program.write_text('#!/bin/bash\nprintf "%s\\n" "$@"; echo; env\n')
-        program.chmod(0o755)
-    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", **given}
-    ran = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", script],
-        env=environment,
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    words, _, variables = ran.stdout.partition("\n\n")
+    told = 'printf "%s\\n" "$@"; echo; env'
+    environment = made_programs(tmp_path, **{"meshwright": told, "run_llama_train.sh": told})
+    words = ["bash", "-euo", "pipefail", "-c", script]
+    out = subprocess.check_output(words, env=environment | given, cwd=tmp_path, text=True)
+    words, _, variables = out.partition("\n\n")
     found = dict(line.split("=", 1) for line in variables.splitlines() if "=" in line)
     assert not any(name.startswith("PET_") for name in found)
     for name in ("NNODES", "NGPU", "RDZV_ENDPOINT", "RDZV_ID"):
         monkeypatch.delenv(name, raising=False)
         if name in found:
             monkeypatch.setenv(name, found[name])
-    command = words.splitlines()
-    if command[0] == "train":
-        command = command[1:]
+    command = words.removeprefix("train\n").splitlines()
     options = parse(build_parser("train", command), command)
     assert Path(find_config(options.config)).name == "llama3_8b.toml"
     assert options.overrides == {("job", "dump_folder"): "/shared/llama3-8b"}
@@ -146,16 +143,11 @@ PROGRAMS = {
      (1, 9999, False), (137, 9999, False)],
 )  # fmt: skip
 def test_it_starts_again_only_if_that_may_help(tmp_path, code, seconds, again) -> None:
-    for name, line in PROGRAMS.items():
-        program = tmp_path / name
-        program.write_text(f"#!/bin/sh\n{line}\n")
-        program.chmod(0o755)
     (tmp_path / "scripts").mkdir()
     (tmp_path / "scripts" / "environment.sh").write_text("prepare_environment() { :; }\n")
     slurm = {"SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_NODELIST": "node[1-2]"}
-    slurm |= {"SLURM_NNODES": "2", "SLURM_JOB_ID": "17"}
-    # bash counts on from the number in SECONDS
-    given = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "CODE": str(code), "SECONDS": str(seconds)}
+    slurm |= {"SLURM_NNODES": "2", "SLURM_JOB_ID": "17"} | made_programs(tmp_path, **PROGRAMS)
+    given = {"CODE": str(code), "SECONDS": str(seconds)}  # bash counts on from there
     job = subprocess.run(
         ["bash", SCRIPT], env=os.environ | slurm | given, capture_output=True, text=True
     )

@@ -65,20 +65,14 @@ def test_only_complete_checkpoints_count(tmp_path: Path) -> None:
     assert names == ["step-10", "step-20-copy", "step-5"]
 
 
-def test_a_kill_before_the_rename_publishes_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("call", ["os.fsync", "pathlib.Path.rename"])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError(errno.EIO, "Input/output error")])
+def test_a_kill_or_an_error_before_the_rename_publishes_nothing(
+    tmp_path: Path, call, error
+) -> None:
     save(tmp_path, 5)
-    for call in ("os.fsync", "pathlib.Path.rename"):
-        with patch(call, side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
-            save(tmp_path, 10)
-        assert commit.saved_steps(tmp_path) == [5], call
-        clean_up(tmp_path)
-
-
-def test_a_step_saved_again_takes_the_name_and_deletes_nothing(tmp_path: Path) -> None:
-    for text in ("first", "second", "third"):
-        save(tmp_path, 5, text)
-    found = {path.name: (path / "tensors").read_text() for path in tmp_path.iterdir()}
-    assert found == {"step-5": "third", "step-5.aside0": "first", "step-5.aside1": "second"}
+    with patch(call, side_effect=error), pytest.raises((KeyboardInterrupt, OSError)):
+        save(tmp_path, 10)
     assert commit.saved_steps(tmp_path) == [5]
 
 
@@ -191,16 +185,6 @@ def test_a_damaged_checkpoint_is_passed_over_unless_it_was_named(tmp_path: Path,
     assert error.value.key == "job.dump_folder"
 
 
-def test_the_newest_are_kept(tmp_path: Path) -> None:
-    save_all(tmp_path, 5, 10, 100, 20)
-    apply_retention(tmp_path, 0)
-    assert commit.saved_steps(tmp_path) == [5, 10, 20, 100]
-    apply_retention(tmp_path, 3)
-    assert commit.saved_steps(tmp_path) == [10, 20, 100]
-    apply_retention(tmp_path, 1)
-    assert [path.name for path in tmp_path.iterdir()] == ["step-100"]
-
-
 def test_a_damaged_one_is_deleted_in_its_turn_but_a_renamed_one_is_not(tmp_path: Path) -> None:
     save_all(tmp_path, 5, 10, 15, 20)
     (tmp_path / "step-5" / MANIFEST).write_text("{")
@@ -211,17 +195,21 @@ def test_a_damaged_one_is_deleted_in_its_turn_but_a_renamed_one_is_not(tmp_path:
     assert commit.saved_steps(tmp_path) == [20, 99]
 
 
-def test_every_nth_and_the_last_good_one_are_kept(tmp_path: Path) -> None:
-    for step in (10, 20, 30, 40, 50, 60, 70):
+def test_the_newest_every_nth_and_the_last_good_one_are_kept(tmp_path: Path) -> None:
+    for step in (100, 10, 20, 30, 40, 50, 60):
         save(tmp_path, step, loss=None if step > 50 else 1.0)
     (tmp_path / "step-50" / "tensors").unlink()
-    apply_retention(tmp_path, 1, keep_every_n_steps=20)
-    assert commit.saved_steps(tmp_path) == [20, 40, 60, 70]
+    for keep_latest_k, every_nth, kept in (
+        (0, 0, [10, 20, 30, 40, 50, 60, 100]),
+        (4, 20, [20, 40, 50, 60, 100]),
+        (1, 20, [20, 40, 60, 100]),
+        (1, 0, [40, 100]),  # neither 60 nor 100 has a finite loss
+    ):
+        apply_retention(tmp_path, keep_latest_k, keep_every_n_steps=every_nth)
+        assert commit.saved_steps(tmp_path) == kept
+    save(tmp_path, 110)
     apply_retention(tmp_path, 1)
-    assert commit.saved_steps(tmp_path) == [40, 70]  # neither 60 nor 70 has a finite loss
-    save(tmp_path, 80)
-    apply_retention(tmp_path, 1)
-    assert commit.saved_steps(tmp_path) == [80]
+    assert [path.name for path in tmp_path.iterdir()] == ["step-110"]
 
 
 def test_the_best_by_validation_is_kept_and_marked(tmp_path: Path) -> None:
@@ -372,13 +360,6 @@ def test_a_file_system_without_flock_or_fsync_is_named_and_used(
     assert sum("has no flock" in line for line in said) == 1
     for what in ("a folder", "a file"):
         assert sum(f"cannot flush {what} to the disk" in line for line in said) == 1
-
-
-def test_a_disk_that_fails_is_not_taken_for_one_that_cannot(tmp_path: Path) -> None:
-    error = OSError(errno.EIO, "Input/output error")
-    with patch("os.fsync", side_effect=error), pytest.raises(OSError, match="Input/output"):
-        save(tmp_path, 5)
-    assert commit.saved_steps(tmp_path) == []
 
 
 def test_a_checkpoint_may_be_a_link_to_a_folder_elsewhere(tmp_path):

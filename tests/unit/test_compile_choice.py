@@ -16,7 +16,7 @@ from meshwright.config.changes import Difference, changes, config_defaults, to_j
 from meshwright.config.job_config import JobConfig
 from meshwright.config.loader import load_config, to_toml
 from meshwright.parallelisms.rules import compile_choice
-from meshwright.parallelisms.rules.compile_choice import LEAST_FLOP
+from meshwright.parallelisms.rules.compile_choice import LEAST_FLOP, why_no_compiler
 from meshwright.system.errors import ConfigError
 from meshwright.system.processes import Launch, Requests
 from meshwright.train.main import _run_command_line
@@ -64,37 +64,30 @@ def plan_of(tmp_path: Path) -> Callable[..., Plan]:
 def test_the_work_of_the_whole_job_decides(plan_of) -> None:
     plan = plan_of()
     training = plan.config.training
-    assert plan.config.compile.enable is False
     work = plan.model_args.table.flops_per_token(training.seq_len) * training.seq_len
-    work *= training.global_batch_size
-    assert work * training.steps < LEAST_FLOP / 5
-    enough = -int(-LEAST_FLOP // work)
-    for steps, is_on in ((enough - 1, False), (enough, True)):
-        plan = plan_of(f"--training.steps={steps}")
-        assert plan.config.compile.enable is is_on, steps
+    enough = -int(-LEAST_FLOP // (work * training.global_batch_size))
+    assert training.steps < enough / 5
+    for words, is_on in (
+        (f"--training.steps={enough - 1}", False),
+        (f"--training.steps={enough}", True),
+        (f"--training.steps={enough // 10 + 1} --training.global_batch_size=160", True),
+        (f"--training.steps={enough // 10 + 1} --training.seq_len=2560", True),
+        (f"--training.steps={enough // 2} --model.args.n_layers=24", True),
+    ):
+        plan = plan_of(*words.split())
+        assert plan.config.compile.enable is is_on, words
         assert bool(plan.compile_line) is is_on
-    assert plan.compile_line == (
-        'compile.enable = "auto": compiled, since the job computes 100 TFLOP (100 TFLOP or more)'
-    )
-    batch = ["--training.global_batch_size=160", f"--training.steps={enough // 10 + 1}"]
-    assert plan_of(*batch).config.compile.enable is True
-    length = ["--training.seq_len=2560", f"--training.steps={enough // 10 + 1}"]
-    assert plan_of(*length).config.compile.enable is True
-    deeper = ["--model.args.n_layers=24", f"--training.steps={enough // 2}"]
-    assert plan_of(*deeper).config.compile.enable is True
 
 
 def test_neither_the_mesh_nor_a_value_that_is_given_decides(plan_of) -> None:
-    for value in (True, False):
-        for words in ([], LONG):
-            plan = plan_of(*words, f"--compile.enable={str(value).lower()}")
-            assert plan.config.compile.enable is value
-            assert plan.compile_line == ""
+    for words, value in ((LONG, False), ([], True)):
+        plan = plan_of(*words, f"--compile.enable={str(value).lower()}")
+        assert (plan.config.compile.enable, plan.compile_line) == (value, "")
     words = [*LONG, "--training.global_batch_size=16", "--training.local_batch_size=1"]
     for ranks in (1, 2, 8):
         plan = plan_of(*words, ranks=ranks)
         assert plan.config.compile.enable is True
-        assert "compiled, since the job computes 7.41 PFLOP" in plan.compile_line
+        assert "compiled, since the job computes 7.41 PFLOP (100 TFLOP or m" in plan.compile_line
 
 
 @pytest.mark.parametrize(
@@ -130,12 +123,8 @@ def test_the_same_options_that_can_be_compiled_are(plan_of) -> None:
         assert plan_of(*LONG, *words, ranks=ranks).config.compile.enable is True, words
 
 
-def test_without_a_compiler_the_job_is_eager(plan_of, compiler, monkeypatch) -> None:
-    monkeypatch.setenv("CXX", str(compiler))
+def test_without_a_compiler_the_job_is_eager(plan_of, compiler) -> None:
     assert plan_of(*LONG).config.compile.enable is True
-    monkeypatch.setenv("CXX", "clang++")  # and g++ is not looked for
-    assert "no C++ compiler 'clang++'" in plan_of(*LONG).compile_line
-    monkeypatch.delenv("CXX")
     compiler.unlink()
     plan = plan_of(*LONG)
     assert plan.config.compile.enable is False
@@ -143,15 +132,23 @@ def test_without_a_compiler_the_job_is_eager(plan_of, compiler, monkeypatch) -> 
     assert plan_of(*LONG, "--compile.enable=true").config.compile.enable is True
 
 
-def test_triton_needs_a_c_compiler(plan_of, compiler, monkeypatch) -> None:
+def test_the_compilers_that_a_machine_needs(compiler, monkeypatch, tmp_path) -> None:
+    monkeypatch.setenv("CXX", str(compiler))
+    assert why_no_compiler() == ""
+    monkeypatch.setenv("CXX", "clang++")  # and g++ is not looked for
+    assert "no C++ compiler 'clang++'" in why_no_compiler()
+    monkeypatch.delenv("CXX")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name == "triton" or None)
-    assert plan_of(*LONG).config.compile.enable is True
+    assert why_no_compiler() == ""
     (gcc := compiler.with_name("gcc")).unlink()
-    plan = plan_of(*LONG)
-    assert plan.config.compile.enable is False
-    assert "no C compiler for Triton" in plan.compile_line
+    assert "no C compiler for Triton" in why_no_compiler()
     gcc.with_name("clang").symlink_to(compiler)
-    assert plan_of(*LONG).config.compile.enable is True
+    assert why_no_compiler() == ""
+    monkeypatch.setattr(compile_choice, "_torch_file", lambda: "/home/me/my work/torch/__init__.py")
+    assert "in a folder with a blank in its name (/home/me/my work/torch" in why_no_compiler()
+    assert why_no_compiler(is_gpu=True) == ""  # Triton links by itself
+    (tmp_path / "include/Python.h").unlink()
+    assert "Python's headers for C++ are not installed" in why_no_compiler()
 
 
 def test_an_error_of_the_compiler_names_the_way_out(plan_of, monkeypatch) -> None:
@@ -167,20 +164,6 @@ def test_an_error_of_the_compiler_names_the_way_out(plan_of, monkeypatch) -> Non
         notes.append("".join(getattr(caught.value, "__notes__", [])))
     assert notes[0].endswith("fix: compile.enable = false")
     assert notes[1:] == ["", ""]
-
-
-def test_machines_that_cannot_compile_are_eager(plan_of, monkeypatch, tmp_path) -> None:
-    """Without Python's headers; with a torch that cannot be linked."""
-    (headers := tmp_path / "include/Python.h").unlink()
-    plan = plan_of(*LONG)
-    assert plan.config.compile.enable is False
-    assert "Python's headers for C++ are not installed" in plan.compile_line
-    headers.touch()
-    monkeypatch.setattr(compile_choice, "_torch_file", lambda: "/home/me/my work/torch/__init__.py")
-    plan = plan_of(*LONG)
-    assert plan.config.compile.enable is False
-    assert "in a folder with a blank in its name (/home/me/my work/torch" in plan.compile_line
-    assert compile_choice.why_no_compiler(is_gpu=True) == ""  # Triton links by itself
 
 
 BUDGET = "--activation_checkpoint.mode=memory_budget"
@@ -202,45 +185,41 @@ def test_an_option_that_needs_it_compiles_the_smallest_job(plan_of, compiler) ->
         plan_of(BUDGET, *INSIDE)
 
 
-def test_every_way_to_write_it(tmp_path) -> None:
-    path = tmp_path / "again.toml"
-    key = "--compile.enable"
-    for words, value in (
-        *(([], "auto"), ([key, "auto"], "auto"), ([key, '"auto"'], "auto")),
-        *(([key], True), ([key, "True"], True), ([key, "--training.steps", "3"], True)),
-        ([f"{key}=false"], False),
-    ):
-        config = load_config(words)
-        assert config.compile.enable is value or config.compile.enable == value == "auto"
-        path.write_text(to_toml(config))
-        assert load_config([str(path)]).compile == config.compile
-        assert JobConfig.model_validate(to_json(config)).compile == config.compile
-    for text, meant in (
-        ('"true"', "true"),
-        ('"off"', "false"),
-        ("1", "true"),
-        ('"atuo"', ""),
-        ("[true]", ""),
-    ):
-        path.write_text(f"[compile]\nenable = {text}\n")
-        with pytest.raises(ConfigError) as caught:
-            load_config([str(path)])
-        said = str(caught.value)
-        assert said.count("compile.enable = ") == 1
-        assert 'must be true, false or "auto"' in said
-        assert said.partition("fix: ")[2] == (f"write {meant}, without quotes" if meant else ""), (
-            text
-        )
+@pytest.mark.parametrize(
+    ("words", "value"),
+    [
+        ([], "auto"),
+        (["--compile.enable", "auto"], "auto"),
+        (["--compile.enable", '"auto"'], "auto"),
+        (["--compile.enable", "--training.steps", "3"], True),
+        (["--compile.enable=false"], False),
+    ],
+)
+def test_every_way_to_write_it(words, value, tmp_path) -> None:
+    config = load_config(words)
+    assert config.compile.enable is value or config.compile.enable == value == "auto"
+    (tmp_path / "again.toml").write_text(to_toml(config))
+    assert load_config([str(tmp_path / "again.toml")]).compile == config.compile
+    assert JobConfig.model_validate(to_json(config)).compile == config.compile
+
+
+@pytest.mark.parametrize(
+    ("text", "meant"), [('"off"', "false"), ("1", "true"), ('"atuo"', ""), ("[true]", "")]
+)
+def test_another_value_is_one_mistake(text, meant, tmp_path) -> None:
+    (tmp_path / "a.toml").write_text(f"[compile]\nenable = {text}\n")
+    with pytest.raises(ConfigError) as caught:
+        load_config([str(tmp_path / "a.toml")])
+    said = str(caught.value)
+    assert said.count('must be true, false or "auto"') == said.count("compile.enable = ") == 1
+    assert said.partition("fix: ")[2] == (f"write {meant}, without quotes" if meant else "")
 
 
 def test_check_says_it_once(tmp_path, capsys) -> None:
     words = [DEBUG, "--ngpu", "1", "--job.dump_folder", str(tmp_path)]
-    check_job([*words, *LONG])
-    out = capsys.readouterr().out
-    assert out.count('compile.enable = "auto": compiled, since the job computes 7.41 PFLOP') == 1
-    check_job([*words, *LONG, "--compile.enable=true"])
-    check_job(words)  # and is silent if it is as small as the preset
-    assert "compile.enable" not in capsys.readouterr().out
+    for others, times in (LONG, 1), ([*LONG, "--compile.enable=true"], 0), ([], 0):
+        check_job([*words, *others])
+        assert capsys.readouterr().out.count("compile.enable = ") == times
 
 
 def test_what_is_beside_it_is_idle_only_if_the_job_is_eager(plan_of) -> None:
@@ -250,30 +229,29 @@ def test_what_is_beside_it_is_idle_only_if_the_job_is_eager(plan_of) -> None:
     assert text not in plan_of(*LONG, *words).notes
 
 
+REPLICATED = ["--parallelism.data_parallel_replicate_degree=2"]
+
+
 @pytest.mark.parametrize(
-    ("words", "is_on"),
-    [(LONG, False), (["--compile.enable=true"], True), ([BUDGET], True)],
+    ("words", "first", "is_on"),
+    [
+        ([*LONG, *REPLICATED], "as configured", False),
+        (["--compile.enable=true", *REPLICATED], "as configured", True),
+        ([BUDGET, *REPLICATED], "as configured", True),
+        (["--compile.enable=true", *FULL, *TWO_BY_TENSORS], "as configured, but eager", False),
+        (["--compile.enable=false", *FULL, *TWO_BY_TENSORS], "as configured", False),
+    ],
 )
-def test_a_proof_compiles_the_config_if_it_says_so_or_must(words, is_on) -> None:
+def test_a_proof_compiles_the_config_if_it_says_so_or_must(words, first, is_on) -> None:
     """Many compilers at once take minutes, so "auto" has one case of its own."""
-    words = [DEBUG, *words, "--parallelism.data_parallel_replicate_degree=2"]
-    config = load_config(words)
+    config = load_config([DEBUG, *words])
     _, args = resolve_model(config)
     cases = default_cases(config, shrink(config, args), args)
+    assert cases[0].name.split(":")[0] == first
     for case in cases:
         plan = preflight(case.config, case.world_size)
         wanted = {"as configured": is_on, "compiled": True}
         assert plan.config.compile.enable is wanted.get(case.name.split(":")[0], False), case.name
-
-
-@pytest.mark.parametrize(
-    ("value", "name"), [("true", "as configured, but eager"), ("false", "as configured")]
-)
-def test_a_proof_says_where_it_is_eager_against_the_config(value, name) -> None:
-    words = [*FULL, *TWO_BY_TENSORS, f"--compile.enable={value}"]
-    config = load_config([DEBUG, *words])
-    _, args = resolve_model(config)
-    assert default_cases(config, shrink(config, args), args)[0].name.split(":")[0] == name
 
 
 def test_recomputed_attention_that_is_cut_is_compiled_on_gpus_but_not_in_a_plan() -> None:

@@ -16,41 +16,29 @@ from tests.helpers.cli import command
 
 data = command("data")
 
-CONFIG = """
-[job]
-dump_folder = "{folder}/out"
-
-[model]
-tokenizer_path = "bytes"
-args = {{ vocab_size = 258 }}
-
-[training]
-seq_len = 69
-steps = 40
-global_batch_size = 4
-token_cache_folder = "{folder}/caches"
-
+PART = """
 [[training.datasets]]
-name = "first"
+name = "{name}"
 dataset = "json"
-dataset_path = "{folder}/first.jsonl"
-dataset_mode = "{mode}"
-weight = 3
-
-[[training.datasets]]
-name = "second"
-dataset = "json"
-dataset_path = "{folder}/second.jsonl"
-weight = 1
+dataset_path = "{name}.jsonl"
 """
 
 
 def write(folder: Path, mode: str = "cached") -> Path:
+    """A config of two files whose documents say which file and which row they are."""
     for name in ("first", "second"):
         rows = ({"text": f"{name} {number:04d}\n" * 5} for number in range(100))
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    first = PART.format(name="first") + f'weight = 3\ndataset_mode = "{mode}"\n'
+    return write_config(folder, f"{first}{PART.format(name='second')}weight = 1\n")
+
+
+def write_config(folder: Path, data: str, batch: int = 4) -> Path:
+    """A config of [training] with these keys of its data."""
+    model = '[model]\ntokenizer_path = "bytes"\nargs = { vocab_size = 258 }\n'
+    training = f"[training]\nseq_len = 69\nsteps = 40\nglobal_batch_size = {batch}\n"
     config = folder / "config.toml"
-    config.write_text(CONFIG.format(folder=folder, mode=mode))
+    config.write_text(f'{model}{training}token_cache_folder = "{folder}/caches"\n{data}')
     return config
 
 
@@ -91,17 +79,14 @@ def test_the_samples_of_a_step_are_those_of_the_job(mode, tmp_path, capsys) -> N
 
 
 def test_a_step_reads_its_own_shards_alone(tmp_path, monkeypatch, capsys) -> None:
+    (folder := tmp_path / "data").mkdir()
     for number in range(6):
         rows = [json.dumps({"text": f"file {number}\n" * 20}) + "\n"] * 9
-        (tmp_path / f"{number}.jsonl").write_text("".join(rows))
+        (folder / f"{number}.jsonl").write_text("".join(rows))
     opened, read = [], Shard.next_sample
     monkeypatch.setattr(Shard, "next_sample", lambda s: opened.append(s._number) or read(s))
-    config = write(tmp_path)
-    words = {"dataset": "json", "dataset_path": tmp_path, "dataset_mode": "streamed"}
-    text = CONFIG[: CONFIG.index("[[training")].format(folder=tmp_path).replace("= 4", "= 2")
-    config.write_text(text + "".join(f'{key} = "{value}"\n' for key, value in words.items()))
-    (tmp_path / "first.jsonl").unlink(), (tmp_path / "second.jsonl").unlink()
-    data([config, "--step", "2"])
+    source = 'dataset = "json"\ndataset_path = "data"\ndataset_mode = "streamed"\n'
+    data([write_config(tmp_path, source, batch=2), "--step", "2"])
     assert set(opened) == {2, 3}
     assert "file 2" in capsys.readouterr().out
 

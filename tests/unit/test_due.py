@@ -4,10 +4,9 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from meshwright.config.job_config import JobConfig
 from meshwright.config.loader import load_config
 from meshwright.train import job as train
-from meshwright.train.job import Due, due_after
+from meshwright.train.job import due_after
 
 KEYS = {
     "validation.enable": "true",
@@ -19,19 +18,10 @@ KEYS = {
 }
 
 
-def due(
-    step: int,
-    *,
-    keys: dict[str, str] | None = None,
-    is_first: bool = False,
-    is_last: bool = False,
-    is_asked: bool = False,
-) -> Due:
+def due(step: int, keys: dict[str, str] | None = None, **moment: bool) -> set[str]:
     config = load_config([f"--{key}={value}" for key, value in (KEYS | (keys or {})).items()])
-    return due_after(step, config, is_first=is_first, is_last=is_last, is_asked_to_stop=is_asked)
-
-
-def of(decided: Due) -> set[str]:
+    of_moment = {"is_first": False, "is_last": False, "is_asked_to_stop": False} | moment
+    decided = due_after(step, config, **of_moment)
     names = ("stop", "validate", "log", "save", "collect_garbage", "look")
     return {name for name in names if getattr(decided, name)}
 
@@ -47,7 +37,7 @@ def of(decided: Due) -> set[str]:
         (due(1, is_first=True), {"log", "look"}),
         # a job that ends saves once, at its end, and validates if it is done
         (due(4, is_last=True), {"stop", "validate", "log", "look"}),
-        (due(4, is_asked=True), {"stop", "log", "look"}),
+        (due(4, is_asked_to_stop=True), {"stop", "log", "look"}),
         (due(4, keys={"checkpoint.enable": "false"}), set()),
         (due(6, keys={"validation.enable": "false"}), set()),
         (due(4, keys={"checkpoint.load_only": "true"}), set()),
@@ -55,26 +45,24 @@ def of(decided: Due) -> set[str]:
         (due(3, keys={"checkpoint.enable_first_step_checkpoint": "true"}), set()),
     ],
 )
-def test_a_step_is_followed_by_all_that_is_due(decided: Due, wanted: set[str]) -> None:
-    assert of(decided) == wanted
+def test_a_step_is_followed_by_all_that_is_due(decided: set[str], wanted: set[str]) -> None:
+    assert decided == wanted
 
 
 @pytest.mark.parametrize(
-    ("section", "key", "limits"),
+    ("key", "limits"),
     [
-        ("compile", "enable", ["init_timeout_seconds"]),
-        ("training", "mask_documents", ["init_timeout_seconds"]),
-        ("training", "deterministic", []),
+        ("compile.enable", ["init_timeout_seconds"]),
+        ("training.mask_documents", ["init_timeout_seconds"]),  # compiled kernels, eager or not
+        ("training.deterministic", []),
     ],
 )
 def test_validation_that_compiles_may_take_as_long_as_the_first_step(
-    monkeypatch: pytest.MonkeyPatch, section: str, key: str, limits: list[str]
+    monkeypatch: pytest.MonkeyPatch, key: str, limits: list[str]
 ) -> None:
-    """Masks have compiled kernels in a job that is not compiled, too."""
-    eager: dict[str, dict[str, bool]] = {"compile": {"enable": False}}
-    config, given = JobConfig.model_validate(eager | {section: {key: True}}), list[str]()
-    job = MagicMock()
-    job.plan.config = config
+    given, job = list[str](), MagicMock()
+    eager = [] if key == "compile.enable" else ["--compile.enable=false"]
+    job.plan.config = load_config([*eager, f"--{key}=true"])
     job.validate.return_value = {"loss/validation": 1.0}
     monkeypatch.setattr(train, "_set_limit", lambda job, stop, key: given.append(key))
     assert "loss/validation" in train._validate(job, MagicMock(), 7)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer, LlamaForCausalLM
 
-import meshwright.checkpoint.conversion.export
+from meshwright.checkpoint.conversion import export as exporting
 from meshwright.checkpoint.conversion import tokenizer_files
 from meshwright.checkpoint.retention import apply_retention
 from meshwright.datasets.tokenizers.kinds import build_tokenizer
@@ -18,7 +18,7 @@ from meshwright.models.families.mixtral import MixtralArgs
 from meshwright.system.errors import ConfigError
 from tests.helpers.checkpoints import set_manifest
 from tests.helpers.cli import export
-from tests.helpers.files import flip_bit, no_room, tree
+from tests.helpers.files import no_room, tree
 from tests.helpers.hf import (
     CASES,
     SMALL,
@@ -168,113 +168,80 @@ def test_a_wrong_permutation_is_noticed(checkpoint, tmp_path, monkeypatch) -> No
     assert not list(tmp_path.glob("out*"))
 
 
-@pytest.mark.parametrize(
-    ("key", "value"), [("rope_scaling", None), ("rope_theta", 10000.0), ("rms_norm_eps", 1e-3)]
-)
-def test_a_wrong_config_is_noticed(checkpoint, tmp_path, monkeypatch, key, value) -> None:
-    write = meshwright.checkpoint.conversion.export._write_json
+def test_a_wrong_config_or_another_type_is_noticed(checkpoint, tmp_path, monkeypatch) -> None:
+    write, read = exporting._write_json, exporting._read
 
     def write_wrong(file: Path, content: dict) -> None:
-        write(file, content | {key: value} if file.name == "config.json" else content)
+        wrong = {"rope_scaling": None} if file.name == "config.json" else {}
+        write(file, content | wrong)
 
-    monkeypatch.setattr(meshwright.checkpoint.conversion.export, "_write_json", write_wrong)
-    assert "its logits by transformers" in message(checkpoint, tmp_path / "out")
-    assert not list(tmp_path.glob("out*"))
-
-
-def test_a_file_in_another_type_is_noticed(checkpoint, tmp_path, monkeypatch) -> None:
-    export = meshwright.checkpoint.conversion.export
-    read = export._read
+    with monkeypatch.context() as patch:
+        patch.setattr(exporting, "_write_json", write_wrong)
+        assert "its logits by transformers" in message(checkpoint, tmp_path / "out")
 
     def read_wide(*given: object) -> dict[str, torch.Tensor]:
         return {name: tensor.float() for name, tensor in read(*given).items()}
 
-    monkeypatch.setattr(export, "_read", read_wide)
+    monkeypatch.setattr(exporting, "_read", read_wide)
     said = message(checkpoint, tmp_path / "out", "--dtype", "bfloat16")
     assert "differs from the checkpoint" in said
-
-
-def test_what_a_killed_export_left_does_not_matter(checkpoint, tmp_path) -> None:
-    left = tmp_path / "out.0123456789abcdef.unfinished"
-    left.mkdir()
-    (left / "model-00009-of-00009.safetensors").write_bytes(b"half")
-    export([str(checkpoint), str(tmp_path / "out")])
-    weights = {"config.json", "generation_config.json", "model.safetensors"}
-    assert tree(tmp_path / "out") == weights | {"tokenizer.json", "tokenizer_config.json"}
-
-
-def test_a_damaged_checkpoint_is_not_exported(checkpoint, tmp_path, capsys) -> None:
-    """The newest good one is; the one that is named is an error."""
-    newer = Path(shutil.copytree(checkpoint, checkpoint.with_name("step-6")))
-    set_manifest(newer, step=6)
-    flip_bit(newer / "__0_0.distcp", 8 * 100_000)
-    export([str(tmp_path / "dump"), str(tmp_path / "out")])
-    said = capsys.readouterr().out
-    assert "passed over step-6: the content of __0_0.distcp has changed" in said
-    assert f"checkpoint: {checkpoint}" in said
-    said = message(newer, tmp_path / "b")
-    assert "is damaged: the content of __0_0.distcp has changed" in said
-    flip_bit(checkpoint / "__0_0.distcp", 8 * 100_000)
-    assert "every checkpoint in it is damaged: step-6: " in message(
-        tmp_path / "dump", tmp_path / "b"
-    )
-    assert not (tmp_path / "b").exists()
-
-
-def test_a_checkpoint_is_kept_while_it_is_exported(checkpoint, tmp_path, monkeypatch) -> None:
-    newer = Path(shutil.copytree(checkpoint, checkpoint.with_name("step-6")))
-    set_manifest(newer, step=6)
-    kept, real = [], meshwright.checkpoint.conversion.export._verify
-
-    def retire_then_verify(*of_export: object) -> None:
-        kept.extend(apply_retention(checkpoint.parent, 1))
-        real(*of_export)
-
-    monkeypatch.setattr(meshwright.checkpoint.conversion.export, "_verify", retire_then_verify)
-    export([str(checkpoint), str(tmp_path / "out")])
-    assert kept == [5]
+    assert not list(tmp_path.glob("out*"))
 
 
 def test_logits_of_nothing_but_zero_are_no_comparison(tmp_path) -> None:
     """Both sides agree that it is 0."""
     model = load_hf(save_transformers(tmp_path / "hf", ARGS), ARGS)
-    with torch.no_grad():
-        model.output.weight.zero_()
+    torch.nn.init.zeros_(model.output.weight)
     checkpoint = save_checkpoint(tmp_path / "checkpoint", model, ARGS)
     assert "logits are all 0" in message(checkpoint, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
+
+
+def test_a_checkpoint_is_kept_while_it_is_exported(checkpoint, tmp_path, monkeypatch) -> None:
+    newer = Path(shutil.copytree(checkpoint, checkpoint.with_name("step-6")))
+    set_manifest(newer, step=6)
+    kept, real = [], exporting._verify
+
+    def retire_then_verify(*of_export: object) -> None:
+        kept.extend(apply_retention(checkpoint.parent, 1))
+        real(*of_export)
+
+    monkeypatch.setattr(exporting, "_verify", retire_then_verify)
+    export([str(checkpoint), str(tmp_path / "out")])
+    assert kept == [5]
+
+
+OF_SENTENCEPIECE = {
+    "bpe": {},
+    "bpe-default": {"normalization_rule_name": "nmt_nfkc", "remove_extra_whitespaces": True},
+    "bpe-no-prefix": {"add_dummy_prefix": False},
+    "unigram": {"model_type": "unigram", "vocab_size": 350, "byte_fallback": True},
+}
 
 
 def _make_tokenizer(kind: str, folder: Path) -> str:
     folder.mkdir()
-    match kind:
-        case "bytes":
-            return "bytes"
-        case "tiktoken":
-            source = byte_level_json(folder / "source.json", ["<s>"])
-            return str(tiktoken_model(folder / "tokenizer.model", source))
-        case "byte-level":
-            return str(byte_level_json(folder / "tokenizer.json", ["<s>", "</s>"]))
-    default = {"normalization_rule_name": "nmt_nfkc", "remove_extra_whitespaces": True}
-    options = {
-        "bpe": {},
-        "bpe-default": default,
-        "bpe-no-prefix": {"add_dummy_prefix": False},
-        "unigram": {"model_type": "unigram", "vocab_size": 350, "byte_fallback": True},
-    }[kind]
-    return str(sentencepiece_model(folder / "tokenizer.model", **options))
+    if kind in OF_SENTENCEPIECE:
+        file = sentencepiece_model(folder / "tokenizer.model", **OF_SENTENCEPIECE[kind])
+    elif kind == "tiktoken":
+        source = byte_level_json(folder / "source.json", ["<s>"])
+        file = tiktoken_model(folder / "tokenizer.model", source)
+    else:
+        file = byte_level_json(folder / "tokenizer.json", ["<s>", "</s>"])
+    return str(file)
 
 
-@pytest.mark.parametrize(
-    "kind",
-    ["bytes", "tiktoken", "byte-level", "bpe", "bpe-default", "bpe-no-prefix", "unigram"],
-)
+def _save_with(path: str, folder: Path) -> Path:
+    """A checkpoint of a small model with the tokenizer at `path`."""
+    size = build_tokenizer(path).vocab_size + 3
+    args = dataclasses.replace(SMALL, n_layers=1, vocab_size=size)
+    model = load_hf(save_transformers(folder / "hf", args), args)
+    return save_checkpoint(folder / "checkpoint", model, args, tokenizer_path=path)
+
+
+@pytest.mark.parametrize("kind", ["bytes", "tiktoken", "byte-level", *OF_SENTENCEPIECE])
 def test_auto_tokenizer_gives_the_ids_of_training(kind: str, tmp_path: Path, capsys) -> None:
-    path = _make_tokenizer(kind, tmp_path / "tokenizer")
-    ours = build_tokenizer(path)
-    args = dataclasses.replace(SMALL, n_layers=1, vocab_size=ours.vocab_size + 3)
-    model = load_hf(save_transformers(tmp_path / "hf", args), args)
-    checkpoint = save_checkpoint(tmp_path / "checkpoint", model, args, tokenizer_path=path)
+    path = kind if kind == "bytes" else _make_tokenizer(kind, tmp_path / "tokenizer")
+    ours, checkpoint = build_tokenizer(path), _save_with(path, tmp_path)
     export([str(checkpoint), str(tmp_path / "out")])
     assert "(AutoTokenizer) with the tokenizer of training: equal" in capsys.readouterr().out
     theirs = AutoTokenizer.from_pretrained(tmp_path / "out")
@@ -307,7 +274,7 @@ def _check_for_other_loaders(folder: Path, kind: str) -> None:
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     assert settings["add_bos_token"] == (settings.get("bos_token") is not None)
     # llama.cpp takes any tokenizer.model for a sentencepiece model, and prefers it
-    is_sentencepiece = kind not in ("bytes", "tiktoken", "byte-level")
+    is_sentencepiece = kind in OF_SENTENCEPIECE
     assert (folder / "tokenizer.model").exists() == is_sentencepiece
     model = json.loads((folder / "tokenizer.json").read_text())["model"]
     assert model["type"] == ("Unigram" if kind == "unigram" else "BPE")
@@ -316,10 +283,7 @@ def _check_for_other_loaders(folder: Path, kind: str) -> None:
 
 def test_a_tokenizer_with_other_ids_is_refused(tmp_path, monkeypatch) -> None:
     """As transformers makes of a bare sentencepiece model."""
-    path = _make_tokenizer("bpe", tmp_path / "tokenizer")
-    args = dataclasses.replace(SMALL, n_layers=1, vocab_size=400)
-    model = load_hf(save_transformers(tmp_path / "hf", args), args)
-    checkpoint = save_checkpoint(tmp_path / "checkpoint", model, args, tokenizer_path=path)
+    checkpoint = _save_with(_make_tokenizer("bpe", tmp_path / "tokenizer"), tmp_path)
     real = tokenizer_files.tokenizer_files
 
     def bare(*given: object) -> dict[str, Path | str]:

@@ -1,17 +1,16 @@
 """The examples of docs/extending.md are modules that work."""
 
 import re
-import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from meshwright.config.loader import load_config
 from meshwright.datasets.opening import open_training_data
 from meshwright.datasets.sources import DATASETS
 from meshwright.metrics.sinks import Spared
 from meshwright.models.families import MODELS
-from meshwright.models.family import Family
 from meshwright.system.errors import ConfigError
 from meshwright.train.preflight import preflight
 from meshwright.train.resolve_model import extend_by, user_sinks
@@ -49,9 +48,8 @@ def test_the_model_of_the_docs_has_its_published_size(tmp_path) -> None:
 
 
 def test_a_model_is_exported_and_generates_with_its_module_alone(tmp_path, capsys) -> None:
-    code = example("mistral")
     module = tmp_path / "mine.py"
-    module.write_text(code + example("model"), "utf-8")
+    module.write_text(example("mistral") + example("model"), "utf-8")
     extend_by(str(module))
     args = small(MODELS["mistral"], vocab_size=259)
     model = load_hf(save_transformers(tmp_path / "hf", args), args)
@@ -68,13 +66,12 @@ def test_a_model_is_exported_and_generates_with_its_module_alone(tmp_path, capsy
     own = ("--custom-import", module)
     export([checkpoint, out, "--dtype", "float32", *own])
     was, now = tensors_of(tmp_path / "hf"), tensors_of(out)
-    assert {name: tensor.tolist() for name, tensor in now.items()} == {
-        name: tensor.tolist() for name, tensor in was.items()
-    }
-    capsys.readouterr()
+    assert was.keys() == now.keys()
+    assert all(torch.equal(now[name], tensor) for name, tensor in was.items())
     texts = []
     for source in (checkpoint, out):
         del MODELS["mistral"]  # each command imports it
+        capsys.readouterr()
         generate_text([source, *prompt, *own])
         texts.append(capsys.readouterr().out)
     assert texts[0] == texts[1] != "Once\n"
@@ -109,20 +106,16 @@ def test_the_sink_of_the_docs_writes_its_file(tmp_path) -> None:
         ("raise SystemExit(0)", "cannot be imported: SystemExit: 0"),
         ("MODELS = {'llama': 3}", "MODELS must be a dict from names to Family"),
         ("SINKS = {'a': 3}", "SINKS must be a dict from names to Callable"),
-        (
-            "from meshwright.models.families.qwen3 import FAMILY\nMODELS = {'llama': FAMILY}",
-            "MODELS has 'llama', which is there already",
-        ),
+        ("from meshwright.models.families.qwen3 import FAMILY\nMODELS = {'llama': FAMILY}",
+         "MODELS has 'llama', which is there already"),
     ],
-)
+)  # fmt: skip
 def test_a_module_that_is_wrong_is_named(code: str, message: str, tmp_path) -> None:
-    config = load_config(words(tmp_path, code))
-    with pytest.raises(ConfigError, match=message) as error:
-        extend_by(config.experimental.custom_import)
-    assert error.value.key == "experimental.custom_import"
-    with pytest.raises(ConfigError, match=message) as error:
-        extend_by(str(tmp_path / "mine.py"), "--custom-import")
-    assert error.value.key == "--custom-import"
+    (tmp_path / "mine.py").write_text(code)
+    for key in ("experimental.custom_import", "--custom-import"):
+        with pytest.raises(ConfigError, match=message) as error:
+            extend_by(str(tmp_path / "mine.py"), key)
+        assert error.value.key == key
 
 
 def test_a_module_is_found_by_its_name_too(tmp_path, monkeypatch) -> None:
@@ -132,25 +125,14 @@ def test_a_module_is_found_by_its_name_too(tmp_path, monkeypatch) -> None:
     assert user_sinks(config) == {"a": print}
 
 
-@pytest.fixture
-def family(tmp_path, monkeypatch) -> Family:
-    """The module in the text, as a user would add it."""
+@pytest.mark.parametrize("changes", [{}, {"tie_embeddings": True}], ids=["untied", "tied"])
+def test_the_example_passes_the_tests_of_families(tmp_path, changes) -> None:
     code = example("mistral")
     assert len(code.splitlines()) < 250
-    assert "parallelisms" not in code
-    (tmp_path / "mistral_of_the_docs.py").write_text(code, "utf-8")
-    monkeypatch.syspath_prepend(tmp_path)
-    import mistral_of_the_docs  # type: ignore[import-not-found]
-
-    assert "torch" not in vars(mistral_of_the_docs)
-    monkeypatch.setitem(MODELS, "mistral", mistral_of_the_docs.FAMILY)
-    yield mistral_of_the_docs.FAMILY
-    del sys.modules["mistral_of_the_docs"]
-
-
-@pytest.mark.parametrize("changes", [{}, {"tie_embeddings": True}], ids=["untied", "tied"])
-def test_the_example_passes_the_tests_of_families(family, changes) -> None:
-    args = small(family, vocab_size=131, **changes)
+    assert not re.search(r"parallelisms|^import torch", code, re.MULTILINE)
+    (tmp_path / "mine.py").write_text(code + example("model"), "utf-8")
+    extend_by(str(tmp_path / "mine.py"))
+    args = small(MODELS["mistral"], vocab_size=131, **changes)
     test_families.test_the_table_is_that_of_the_model(args)
     test_families.test_logits_loss_and_gradients_equal_transformers(args)
     test_families.test_packed_documents_equal_transformers(args)

@@ -9,10 +9,10 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from meshwright.config.training import Source, Training
+from meshwright.config.training import Source
 from meshwright.datasets import named_sources
 from meshwright.datasets.files import Entry, local_files
-from meshwright.datasets.named_sources import check_sources, head_fault
+from meshwright.datasets.named_sources import head_fault
 from meshwright.system.errors import ConfigError
 from tests.helpers.cli import check_job
 
@@ -41,6 +41,8 @@ JSONL = b'{"text": "a b"}\n'
         ("json", {"a.jsonl": b""}, "a.jsonl: is empty"),
         ("json", {"a.jsonl": b"", "b.jsonl": JSONL}, ""),
         ("json", {"a.jsonl": JSONL, "b.jsonl": b"\n{]\n"}, "b.jsonl:2: not JSON: "),
+        ("json max_bad_records=1", {"a.jsonl": b"{]\n"}, ""),
+        ('json dataset_where=["score>1"]', {"a.jsonl": JSONL}, "a.jsonl:1: no column 'score'"),
         ("json", {"a.json": b'[\n{"text": "a"}\n]'}, ""),
         ("json", {"a.jsonl": b'{"text": "' + b"a" * 2**17 + b'"}\n'}, ""),
         ("json", {"a.jsonl.gz": gzip.compress(JSONL)}, ""),
@@ -54,16 +56,15 @@ def test_a_check_looks_at_the_head_of_each_file(dataset, files, says, tmp_path) 
     """By the readers, whose faults are in test_sources.py."""
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
-    toml = f"""extends = "debug_model"\nvalidation.enable = false
-training = {{ dataset = "{dataset}", dataset_path = "." }}\n"""
-    (tmp_path / "a.toml").write_text(toml)
+    dataset, *keys = dataset.split()
+    words = [f"dataset={dataset}", f"dataset_path={tmp_path}", *keys]
+    job = ["debug_model", "--validation.enable=false", *(f"--training.{word}" for word in words)]
     if not says:
-        check_job([tmp_path / "a.toml"])
+        check_job(job)
         return
-    with pytest.raises(ConfigError) as caught:
-        check_job([tmp_path / "a.toml"])
+    with pytest.raises(ConfigError, match="training.dataset_") as caught:
+        check_job(job)
     assert f"{tmp_path}/{says}" in str(caught.value)
-    assert "training.dataset_" in str(caught.value)
 
 
 def test_columns_of_tables_are_found_by_their_whole_names(tmp_path) -> None:
@@ -78,12 +79,6 @@ def test_columns_of_tables_are_found_by_their_whole_names(tmp_path) -> None:
             check_job([*words, "text"])
 
 
-def test_bad_records_that_may_be_passed_over_are_no_fault_of_the_head(tmp_path) -> None:
-    (tmp_path / "a.jsonl").write_text("{]\n")
-    words = ["--training.dataset=json", f"--training.dataset_path={tmp_path}"]
-    check_job(["debug_model", "--validation.enable=false", *words, "--training.max_bad_records=1"])
-
-
 def test_files_that_are_looked_at_are_spread_over_all(tmp_path, monkeypatch):
     monkeypatch.setattr(named_sources, "MOST_HEADS", 2)
     for number in range(5):
@@ -94,15 +89,6 @@ def test_files_that_are_looked_at_are_spread_over_all(tmp_path, monkeypatch):
     files = local_files(entry)
     assert head_fault(entry, files) is None
     assert "4.jsonl:1: 'text' holds 1" in str(head_fault(entry, files[4:]))
-
-
-def test_a_condition_on_a_column_that_is_not_there_is_to_be_corrected(tmp_path) -> None:
-    (tmp_path / "a.jsonl").write_bytes(b'{"text": "a"}\n')
-    section = Training(
-        dataset="json", dataset_path=str(tmp_path / "a.jsonl"), dataset_where=["score > 1"]
-    )
-    with pytest.raises(ConfigError, match="(?s)no column 'score'.*fix: correct the condition"):
-        check_sources(section, "training")
 
 
 def test_conversations_without_a_chat_template_are_refused_before_they_are_read(tmp_path) -> None:

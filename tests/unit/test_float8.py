@@ -1,7 +1,6 @@
 """Layers that multiply in float8: which they are, and which jobs cannot have them."""
 
 import dataclasses
-from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -19,7 +18,7 @@ from meshwright.models.decoder import Decoder
 from meshwright.models.families.llama import LlamaArgs
 from meshwright.parallelisms import data_parallel
 from meshwright.parallelisms.activation_checkpoint import apply_ac
-from meshwright.parallelisms.parallelize import _compile, apply_float8, parallelize
+from meshwright.parallelisms.parallelize import apply_float8, parallelize
 from meshwright.parallelisms.rules.degrees import check_device
 from meshwright.parallelisms.rules.precision import find_float8_layers
 from meshwright.system import hardware
@@ -52,39 +51,33 @@ def test_matrices_of_blocks_but_keys_and_values() -> None:
     everything = layers_of(Float8(enable=True, emulate=True, filter_fqns=[]))
     assert len(everything) == len(found) + 2 * TINY.n_layers
     assert layers_of(Float8()) == []
+    in_fp32 = ("layers.1", "layers.0.attention.wq")
+    assert layers_of(fp32_modules=in_fp32) == [
+        name for name in found if not name.startswith(in_fp32)
+    ]
 
 
-def test_modules_in_fp32_are_left_out() -> None:
-    found = layers_of(fp32_modules=("layers.1", "layers.0.attention.wq"))
-    left = {name.split(".")[1] for name in found}
-    assert left == {"0", "2"}
-    assert "layers.0.attention.wq" not in found
+BY_TENSORS, BY_CONTEXT = (
+    Parallelism(tensor_parallel_degree=4),
+    Parallelism(context_parallel_degree=2),
+)
 
 
 @pytest.mark.parametrize(
-    ("options", "args", "training", "says"),
+    ("options", "sections", "says"),
     [
-        ({"filter_fqns": ["wkv"]}, TINY, BATCH, "filter_fqns = 'wkv': is part of no layer's name"),
-        ({"filter_fqns": ["layers"]}, TINY, BATCH, "leaves no layer"),
-        ({"emulate": False}, TINY, BATCH, "a rank's part of layers.0.feed_forward.w1 is 66 x 32"),
-        ({"emulate": False}, LARGE, ODD, "a rank has 9 tokens of a microbatch"),
+        ({"filter_fqns": ["wkv"]}, {}, "filter_fqns = 'wkv': is part of no layer's name"),
+        ({"filter_fqns": ["layers"]}, {}, "leaves no layer"),
+        ({"emulate": False}, {}, "a rank's part of layers.0.feed_forward.w1 is 66 x 32"),
+        ({"emulate": False}, {"args": LARGE, "training": ODD}, "a rank has 9 tokens of a microb"),
+        ({"emulate": False}, {"args": LARGE, "parallelism": BY_TENSORS}, "w1 is 24 x 64"),
+        ({"emulate": False}, {"args": LARGE, "parallelism": BY_CONTEXT}, "a rank has 8 tokens"),
     ],
 )
-def test_layers_that_float8_cannot_have_are_refused(options, args, training, says: str) -> None:
+def test_layers_that_float8_cannot_have_are_refused(options, sections, says: str) -> None:
+    assert layers_of(Float8(enable=True), args=LARGE, training=BATCH)
     with pytest.raises(ConfigError, match=says):
-        layers_of(ON.model_copy(update=options), args=args, training=training)
-
-
-def test_a_ranks_part_is_counted() -> None:
-    options = Float8(enable=True)
-    assert layers_of(options, args=LARGE, training=BATCH)
-    for axis, degree, says in (
-        ("tensor", 4, "layers.0.feed_forward.w1 is 24 x 64"),
-        ("context", 2, "a rank has 8 tokens of a microbatch"),
-    ):
-        cut = Parallelism(**{f"{axis}_parallel_degree": degree})
-        with pytest.raises(ConfigError, match=says):
-            layers_of(options, args=LARGE, training=BATCH, parallelism=cut)
+        layers_of(ON.model_copy(update=options), **{"training": BATCH} | sections)
 
 
 def test_float8_needs_a_gpu_that_has_it_or_emulation() -> None:
@@ -106,23 +99,6 @@ def test_gpus_that_multiply_in_float8(monkeypatch, capability, hip, wanted: bool
     assert not hardware.has_float8(torch.device("cpu"))
 
 
-@pytest.mark.parametrize(("version", "is_refused"), [("2.11.0+cu130", True), ("2.13.0", False)])
-def test_backward_in_two_passes_needs_a_torch_that_can(monkeypatch, version, is_refused) -> None:
-    for module in ("system.modules", "parallelisms.rules.stages"):
-        monkeypatch.setattr(f"meshwright.{module}.torch_version", lambda: version)
-    words = ["--parallelism.pipeline_parallel_degree=2"]
-    words += ["--parallelism.pipeline_parallel_schedule=ZBVZeroBubble"]
-    refusal = pytest.raises(ConfigError, match="torch 2.11.* cannot in float8 layers")
-    with refusal if is_refused else nullcontext():
-        preflight(load_config([*WORDS, *words]), 2)
-
-
-def test_without_torchao_a_job_does_not_start(monkeypatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match="torchao is not installed\n  fix: pip install"):
-        preflight(load_config([*WORDS]), 1)
-
-
 @pytest.mark.parametrize(
     ("words", "says"),
     [
@@ -135,8 +111,26 @@ def test_combinations_that_are_refused(words: list[str], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         check_contradictions(load_config([*WORDS, *words]))
     check_contradictions(load_config([*WORDS, COMPILED, ASYNC]))  # idle on one rank
+
+
+def test_jobs_that_cannot_have_it(monkeypatch) -> None:
     with pytest.raises(ConfigError, match="does not count the casts to float8"):
         plan_job(load_config([*WORDS]), 1, is_gpu=True)
+    split = ["--parallelism.pipeline_parallel_degree=2"]
+    split += ["--parallelism.pipeline_parallel_schedule=ZBVZeroBubble"]  # backward in two passes
+
+    def pretend(version: str) -> None:
+        for module in ("system.modules", "parallelisms.rules.stages"):
+            monkeypatch.setattr(f"meshwright.{module}.torch_version", lambda: version)
+
+    pretend("2.13.0")
+    preflight(load_config([*WORDS, *split]), 2)
+    pretend("2.11.0+cu130")
+    with pytest.raises(ConfigError, match="torch 2.11.* cannot in float8 layers"):
+        preflight(load_config([*WORDS, *split]), 2)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="torchao is not installed\n  fix: pip install"):
+        preflight(load_config([*WORDS]), 1)
 
 
 def float8_model(recipe: str, args: LlamaArgs = TINY, emulate: bool = True) -> Decoder:
@@ -212,43 +206,32 @@ def test_names_and_weights_stay() -> None:
     assert kinds["output"] == "Projection"
 
 
-@pytest.mark.parametrize(("backend", "keeps_casts"), [("inductor", True), ("aot_eager", False)])
-def test_compiled_rows_are_rounded_as_eager_ones(monkeypatch, backend, keeps_casts) -> None:
+@pytest.mark.parametrize(
+    ("backend", "recipe", "keeps_casts"),
+    [("inductor", "rowwise", True), ("aot_eager", "rowwise", False),
+     ("inductor", "tensorwise", False), ("inductor", "", False)],
+)  # fmt: skip
+def test_compiled_rows_are_rounded_as_eager_ones(monkeypatch, backend, recipe, keeps_casts) -> None:
     """Of blocks; torch raises for an option that it does not know."""
     assert "emulate_precision_casts" in torch._inductor.list_options()
     model, seen = plain_model(), list[dict]()
     for block in model.layers.values():
         monkeypatch.setattr(block, "compile", lambda **options: seen.append(options))
     monkeypatch.setattr(model.output.loss, "compile", lambda name: None)
-    recomputation = ActivationCheckpoint()
-    _compile(model, backend, recomputation, has_meshes=False, keeps_casts=True)
-    assert [("options" in options) for options in seen] == [keeps_casts] * TINY.n_layers
-    seen.clear()
-    _compile(model, backend, recomputation, has_meshes=False, keeps_casts=False)
-    assert seen == [{"fullgraph": True, "backend": backend}] * TINY.n_layers
-
-
-BY_TENSOR = ON.model_copy(update={"recipe_name": "tensorwise"})
-
-
-@pytest.mark.parametrize(
-    ("options", "keeps_casts"), [(ON, True), (Float8(), False), (BY_TENSOR, False)]
-)
-def test_casts_are_kept_for_rows_alone(monkeypatch, options: Float8, keeps_casts: bool) -> None:
-    seen = list[bool]()
-    alone = SimpleNamespace(size=lambda: 1, device_type="cuda")
     monkeypatch.setattr(data_parallel, "apply_fsdp", lambda *_: "")
-    monkeypatch.setattr(
-        "meshwright.parallelisms.parallelize._compile",
-        lambda *_, keeps_casts, **__: seen.append(keeps_casts),
-    )
+    alone = SimpleNamespace(size=lambda: 1, device_type="cuda")
+    options = ON.model_copy(update={"recipe_name": recipe}) if recipe else Float8()
     parallelize(
-        plain_model(),
+        model,
         SimpleNamespace(world=alone, tp=alone, cp=alone),
-        JobConfig(compile=Compile(enable=True), float8=options),
+        JobConfig(
+            compile=Compile(enable=True, backend=backend),
+            activation_checkpoint=ActivationCheckpoint(mode="none"),
+            float8=options,
+        ),
         float8_layers=layers_of(options),
     )
-    assert seen == [keeps_casts]
+    assert [("options" in options) for options in seen] == [keeps_casts] * TINY.n_layers
 
 
 @pytest.mark.parametrize(("recipe", "name"), [("rowwise", "amax"), ("tensorwise", "max")])

@@ -84,28 +84,22 @@ def test_the_feed_forward_width_is_truncated_and_then_rounded_up() -> None:
 
 
 @pytest.mark.parametrize(
-    ("args", "parts"),
+    ("changes", "parts"),
     [
-        (
-            dataclasses.replace(EVEN, n_layers=4, norm_eps=1e-6, hidden_dim=64),
-            (
-                "model.args.n_layers = 4: ",
-                "params.json has n_layers = 3\n  fix: set model.args.n_layers = 3",
-                "fix: set model.args.norm_eps = 1e-05",
-                "by dim, multiple_of and ffn_dim_multiplier, = 66\n  fix: set",
-            ),
-        ),
-        (dataclasses.replace(EVEN, vocab_size=256), ("fix: set model.args.vocab_size = 258",)),
-        (dataclasses.replace(EVEN, rope_scaling=RopeScaling()), ("choose a model.flavor without",)),
-        (dataclasses.replace(EVEN, n_heads=8), ("fix: set model.args.n_heads = 4",)),
+        ({"n_layers": 4}, ("model.args.n_layers = 4: ", "json has n_layers = 3\n  fix: set model")),
+        ({"norm_eps": 1e-6}, ("fix: set model.args.norm_eps = 1e-05",)),
+        ({"hidden_dim": 64}, ("by dim, multiple_of and ffn_dim_multiplier, = 66\n  fix: set",)),
+        ({"n_layers": 4, "norm_eps": 1e-6}, ("n_layers = 3\n", "norm_eps = 1e-05")),
+        ({"vocab_size": 256}, ("fix: set model.args.vocab_size = 258",)),
+        ({"rope_scaling": RopeScaling()}, ("choose a model.flavor without",)),
+        ({"n_heads": 8}, ("fix: set model.args.n_heads = 4",)),
     ],
 )
-def test_params_of_another_model_are_refused(tmp_path, args, parts) -> None:
+def test_params_of_another_model_are_refused(tmp_path, changes, parts) -> None:
     folder = save_meta(tmp_path / "meta", TENSORS)
     check(folder)
-    said = refusal(folder, args)
-    for part in parts:
-        assert part in said
+    said = refusal(folder, dataclasses.replace(EVEN, **changes))
+    assert all(part in said for part in parts), said
 
 
 def first(folder: Path) -> Path:
@@ -138,45 +132,40 @@ def edit(**changed: object):
     return change
 
 
+DAMAGED = "00.pth is no dict of tensors, or is damaged"
+
+
 @pytest.mark.parametrize(
-    ("damage", "parts"),
+    ("damage", "says"),
     [
-        (old_format, ("consolidated.00.pth is no dict of tensors, or is damaged", "fix: ")),
-        (lambda f: first(f).write_bytes(pickle.dumps(TRAP)), ("00.pth is no dict of tensors",)),
-        (edit(x=TRAP), ("00.pth is no dict of tensors",)),
-        (edit(x=[1]), ("00.pth is no dict of tensors",)),
-        (lambda f: torch.save([torch.ones(2)], first(f)), ("00.pth is no dict of tensors",)),
-        (
-            lambda f: first(f).write_bytes(first(f).read_bytes()[:-100]),
-            ("consolidated.00.pth is no dict of tensors, or is damaged",),
-        ),
-        (
-            lambda f: (f / "consolidated.01.pth").unlink(),
-            ("has shape (129, 32) in its 1 files", "neither all of (258, 32) nor"),
-        ),
-        (edit(norm__weight=None), ("norm.weight is not in consolidated.00.pth",)),
-        (edit(norm__weight=torch.ones(31)), ("norm.weight has shape (31,), (32,) in its 2",)),
-        (edit(norm__weight=torch.ones(32).int()), ("is of torch.int32, not of torch.float32",)),
+        (old_format, DAMAGED),
+        (lambda f: first(f).write_bytes(pickle.dumps(TRAP)), DAMAGED),
+        (edit(x=TRAP), DAMAGED),
+        (edit(x=[1]), DAMAGED),
+        (lambda f: torch.save([torch.ones(2)], first(f)), DAMAGED),
+        (lambda f: first(f).write_bytes(first(f).read_bytes()[:-100]), DAMAGED),
+        (lambda f: (f / "consolidated.01.pth").unlink(), "has shape (129, 32) in its 1 files"),
+        (edit(norm__weight=None), "norm.weight is not in consolidated.00.pth"),
+        (edit(norm__weight=torch.ones(31)), "norm.weight has shape (31,), (32,) in its 2"),
+        (edit(norm__weight=torch.ones(32).int()), "is of torch.int32, not of torch.float32"),
         (
             edit(layers__3__ffn_norm__weight=torch.ones(32)),
-            ("layers.3.ffn_norm.weight", "no place"),
+            "holds layers.3.ffn_norm.weight, for wh",
         ),
-        (edit(output__weight=None), ("or set model.args.tie_embeddings = true",)),
-        (lambda f: (f / "params.json").write_text("{"), ("params.json cannot be read",)),
-        (params(dim="32"), ("dim is '32', not a positive integer",)),
-        (params(quantization_args={"group_size": 32}), ("quantization_args", "another kind")),
-        (params(ffn_dim_multiplier=math.inf), ("ffn_dim_multiplier is inf, not a positive",)),
-        (params(norm_eps="a"), ("norm_eps is 'a', not a number",)),
+        (edit(output__weight=None), "or set model.args.tie_embeddings = true"),
+        (lambda f: (f / "params.json").write_text("{"), "params.json cannot be read"),
+        (params(dim="32"), "dim is '32', not a positive integer"),
+        (params(quantization_args={"group_size": 32}), "another kind"),
+        (params(ffn_dim_multiplier=math.inf), "ffn_dim_multiplier is inf, not a positive"),
+        (params(norm_eps="a"), "norm_eps is 'a', not a number"),
     ],
 )
-def test_a_folder_of_metas_that_is_wrong_is_refused(tmp_path, monkeypatch, damage, parts) -> None:
+def test_a_folder_of_metas_that_is_wrong_is_refused(tmp_path, monkeypatch, damage, says) -> None:
     monkeypatch.chdir(tmp_path)
     folder = save_meta(tmp_path / "meta", TENSORS, files=2)
     check(folder)
     damage(folder)
-    said = refusal(folder)
-    for part in parts:
-        assert part in said
+    assert says in refusal(folder)
 
 
 def load_meta(folder: Path, args: LlamaArgs) -> Decoder:

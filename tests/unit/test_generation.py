@@ -2,9 +2,11 @@
 
 import dataclasses
 import json
+import shutil
 
 import pytest
 import torch
+import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
 from meshwright.commands.saved import open_source
@@ -65,17 +67,16 @@ def test_kept_keys_and_values_change_nothing(tmp_path, length) -> None:
 def test_no_token_makes_cudnn_plan_anew(tmp_path, monkeypatch) -> None:
     """It plans attention for each length of the keys."""
     model, allowed = load_hf(save_transformers(tmp_path)), []
-    attend = torch.nn.functional.scaled_dot_product_attention
+    attend, is_on = F.scaled_dot_product_attention, torch.backends.cuda.cudnn_sdp_enabled
 
     def look(*args: object, **kwargs: object) -> torch.Tensor:
-        allowed.append(torch.backends.cuda.cudnn_sdp_enabled())
+        allowed.append(is_on())
         return attend(*args, **kwargs)
 
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", look)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", look)
     for _ in generate(model, [1, 2, 3], max_new_tokens=2, choose=greedy):
-        assert torch.backends.cuda.cudnn_sdp_enabled()  # between tokens, as it was
-    assert len(allowed) == 3 * SMALL.n_layers
-    assert not any(allowed)
+        assert is_on()  # between tokens, as it was
+    assert allowed == [False] * 3 * SMALL.n_layers
 
 
 def test_sampling_follows_temperature_and_top_p() -> None:
@@ -86,10 +87,10 @@ def test_sampling_follows_temperature_and_top_p() -> None:
         return torch.tensor([choose(chance.log()) for _ in range(number)])
 
     def frequencies(temperature: float, top_p: float) -> torch.Tensor:
-        return draws(temperature, top_p, 0, 4000).bincount(minlength=4) / 4000
+        return draws(temperature, top_p, 0, 1000).bincount(minlength=4) / 1000
 
     def assert_near(got: torch.Tensor, want: list[float]) -> None:  # 4 standard deviations
-        torch.testing.assert_close(got, torch.tensor(want), rtol=0, atol=0.032)
+        torch.testing.assert_close(got, torch.tensor(want), rtol=0, atol=0.064)
 
     assert_near(frequencies(1.0, 1.0), chance.tolist())
     squared = chance.square() / chance.square().sum()
@@ -97,6 +98,8 @@ def test_sampling_follows_temperature_and_top_p() -> None:
     assert_near(frequencies(1.0, 0.7), [0, 2 / 3, 0, 1 / 3])
     assert_near(frequencies(1.0, 0.8), [0, 0.5 / 0.9, 0.15 / 0.9, 0.25 / 0.9])
     assert draws(1.0, 1e-6, 0, 200).unique().tolist() == [1]
+    for near_zero in (1e-40, 1e-300, 5e-324):
+        assert draws(near_zero, 1.0, 0, 50).unique().tolist() == [1]
     first, again, other = (draws(1.0, 1.0, seed, 200) for seed in (3, 3, 4))
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
@@ -132,31 +135,21 @@ def test_the_command_writes_the_same_from_either_folder(tmp_path, capsys) -> Non
 
 
 def test_what_cannot_be_generated_from(tmp_path) -> None:
-    folder = save_transformers(tmp_path / "hf")
-
-    def message(*arguments: object) -> str:
-        with pytest.raises(ConfigError) as caught:
-            generate_text([*map(str, arguments), "--prompt", "a"])
-        return str(caught.value)
-
-    assert "no such folder" in message(tmp_path / "nowhere")
+    folder, bytes_ = save_transformers(tmp_path / "hf"), ("--tokenizer", "bytes")
     (tmp_path / "empty").mkdir()
-    assert "holds neither a checkpoint nor config.json" in message(tmp_path / "empty")
-    assert "--tokenizer = " in message(folder)
-    bytes_ = ("--tokenizer", "bytes")
-    assert "--top-p = 0.0: must be above 0" in message(folder, *bytes_, "--top-p", 0)
-    assert "--temperature = -1.0: must be 0" in message(folder, *bytes_, "--temperature", -1)
-    assert "--max-new-tokens = 0" in message(folder, *bytes_, "--max-new-tokens", 0)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"model_type": "gpt2"}))
-    assert "model_type is 'gpt2', not one of llama" in message(folder, *bytes_)
-
-
-@pytest.mark.parametrize("temperature", [1e-40, 1e-300, 5e-324])
-def test_a_temperature_near_zero_takes_the_likeliest(temperature: float) -> None:
-    logits = torch.tensor([-50.0, 3.0, 2.9999, -torch.inf])
-    choose = sampler(temperature, 1.0, seed=0)
-    assert {choose(logits) for _ in range(50)} == {1}
+    gpt2 = shutil.copytree(folder, tmp_path / "gpt2") / "config.json"
+    gpt2.write_text(gpt2.read_text().replace('"llama"', '"gpt2"'))
+    for words, says in (
+        ([tmp_path / "nowhere"], "no such folder"),
+        ([tmp_path / "empty"], "holds neither a checkpoint nor config.json"),
+        ([folder], "--tokenizer = "),
+        ([folder, *bytes_, "--top-p", 0], "--top-p = 0.0: must be above 0"),
+        ([folder, *bytes_, "--temperature", -1], "--temperature = -1.0: must be 0"),
+        ([folder, *bytes_, "--max-new-tokens", 0], "--max-new-tokens = 0"),
+        ([tmp_path / "gpt2", *bytes_], "model_type is 'gpt2', not one of llama"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            generate_text([*words, "--prompt", "a"])
 
 
 def test_weights_that_are_no_numbers_are_one_error(tmp_path, capsys) -> None:

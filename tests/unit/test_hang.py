@@ -1,6 +1,7 @@
 """Who is blamed for a hang, by the launcher's thread that watches; ranks are plain processes."""
 
 import concurrent.futures.thread
+import inspect
 import json
 import os
 import signal
@@ -22,6 +23,7 @@ from meshwright.launch.heartbeat import Beat, Heartbeat, read_beats
 from meshwright.launch.machines import Machines
 from meshwright.launch.watch import ABORTED, Evidence, Watch, culprits, state_of, verdict
 from meshwright.system.errors import SaveError
+from meshwright.train.stop import Vote
 
 LIMIT_S = 0.5
 RANK = """
@@ -256,6 +258,8 @@ def test_the_rank_that_differs_is_the_cause(change: dict, others: dict) -> None:
         ("/a/concurrent/futures/meshwright/meshwright/step.py", False),
         ("/a/meshwright/.venv/lib/site-packages/torch/distributed/distributed_c10d.py", True),
         ("/größe der welt/meshwright/meshwright/train/stop.py", True),
+        (inspect.getsourcefile(Vote), True),  # or all that vote would look like the cause
+        (watch.__file__, False),
         (concurrent.futures.thread.__file__, True),
         (dist.distributed_c10d.__file__, True),
         ("/home/me/torch/distributed/train.py", False),

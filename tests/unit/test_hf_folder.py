@@ -85,16 +85,14 @@ def test_what_follows_from_the_config_may_be_in_the_files_too(tmp_path) -> None:
         load_hf(folder, args)
 
 
-def test_half_precision_is_read_exactly(tmp_path) -> None:
-    for dtype in (torch.bfloat16, torch.float16):
-        folder = tmp_path / str(dtype)
-        transformers_model().to(dtype).save_pretrained(folder, max_shard_size="30KB")
-        assert {tensor.dtype for tensor in tensors_of(folder).values()} == {dtype}
-        ours = load_hf(folder)
-        theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        want = theirs(torch.arange(50).view(1, 50)).logits
-        got = ours(torch.arange(50).view(1, 50))
-        assert (got - want).abs().max() <= 1e-5 * want.abs().max()
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_read_exactly(tmp_path, dtype) -> None:
+    transformers_model().to(dtype).save_pretrained(tmp_path, max_shard_size="30KB")
+    assert {tensor.dtype for tensor in tensors_of(tmp_path).values()} == {dtype}
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    tokens = torch.arange(50).view(1, 50)
+    want = theirs(tokens).logits
+    assert (load_hf(tmp_path)(tokens) - want).abs().max() <= 1e-5 * want.abs().max()
 
 
 def test_a_tensor_in_another_file_than_the_index_says_is_refused(tmp_path) -> None:

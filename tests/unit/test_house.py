@@ -3,22 +3,17 @@
 import ast
 import inspect
 import re
-from collections.abc import Iterator
-from dataclasses import replace
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import meshwright
 from meshwright.commands.plan import trace
-from meshwright.launch import watch
-from meshwright.launch.heartbeat import Beat
 from meshwright.models import attention, decoder, layers, loss, table
 from meshwright.models.families import llama
 from meshwright.parallelisms import activation_checkpoint, parallelize, tensor_parallel
 from meshwright.parallelisms.cpu_kernels import attention as cpu_attention
 from meshwright.train.optim import gradients, matrices, optimizers, registry
-from meshwright.train.stop import Vote
 from scripts import draw_diagrams, draw_house
 
 PACKAGE = Path(meshwright.__file__).parent
@@ -53,6 +48,11 @@ def parsed(name: str) -> ast.Module:
     return ast.parse(FILES[name].read_text("utf-8"))
 
 
+@cache
+def functions_of(name: str) -> list[ast.FunctionDef]:
+    return [node for node in ast.walk(parsed(name)) if isinstance(node, ast.FunctionDef)]
+
+
 def code_of(name: str) -> list[ast.stmt]:
     """The statements of a module, without its docstring."""
     body = parsed(name).body
@@ -70,8 +70,7 @@ def test_files_folders_and_functions_stay_small() -> None:
     functions = {
         f"{name}:{node.name}": (node.end_lineno or 0) - node.lineno + 1
         for name in FILES
-        for node in ast.walk(parsed(name))
-        if isinstance(node, ast.FunctionDef)
+        for node in functions_of(name)
     }
     assert not {name: n for name, n in functions.items() if n > MOST_LINES_OF_FUNCTION}
 
@@ -79,10 +78,16 @@ def test_files_folders_and_functions_stay_small() -> None:
 
 
 def test_a_module_begins_with_a_sentence() -> None:
+    """A folder with one to four, of which one says the things that are elsewhere."""
     for name in FILES:
-        first = (ast.get_docstring(parsed(name)) or "").split("\n\n")[0]
+        text = ast.get_docstring(parsed(name)) or ""
+        first = text.split("\n\n")[0]
         assert re.match(r"[\w`]", first), (name, first)
         assert re.search(r"\w.*[.\]]$", first, re.DOTALL), (name, first)  # ] ends a usage line
+    for folder in FOLDERS:
+        name = (folder / "__init__.py").relative_to(PACKAGE).as_posix()
+        text = ast.get_docstring(parsed(name)) or ""
+        assert 1 <= len(re.findall(r"\.(?=\s|$)", text)) <= 4, (name, text)
 
 
 def test_no_file_only_forwards() -> None:
@@ -97,21 +102,16 @@ def test_no_file_only_forwards() -> None:
         assert not (forwards and all(forwards)), name
 
 
-def test_a_folder_says_its_subject() -> None:
-    """In one to four sentences, of which one says the things that are elsewhere."""
-    for folder in FOLDERS:
-        name = (folder / "__init__.py").relative_to(PACKAGE).as_posix()
-        text = ast.get_docstring(parsed(name)) or ""
-        assert 1 <= len(re.findall(r"\.(?=\s|$)", text)) <= 4, (name, text)
-
-
-def imported_by(name: str) -> Iterator[str]:
+@cache
+def imported_by(name: str) -> tuple[str, ...]:
     """Modules and names that a file imports, in functions and for types, too."""
+    found: list[str] = []
     for node in ast.walk(parsed(name)):
         if isinstance(node, ast.ImportFrom):
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            found += [f"{node.module}.{alias.name}" for alias in node.names]
         elif isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found += [alias.name for alias in node.names]
+    return tuple(found)
 
 
 def graph_of(folder: Path) -> dict[str, set[str]]:
@@ -144,6 +144,7 @@ def test_imports_inside_a_folder_have_no_circle() -> None:
 
 def test_imports_point_down() -> None:
     """A part may import parts of lower floors only; a new part must be given a floor."""
+    assert {folder.name for folder in FOLDERS if folder.parent == PACKAGE} == FLOOR.keys()
     for name in FILES:
         here = Path(name).parts[0]
         for module in imported_by(name) if here in FLOOR else ():
@@ -152,18 +153,13 @@ def test_imports_point_down() -> None:
                 assert there == here or FLOOR[there] < FLOOR[here], f"{name} imports {module}"
 
 
-def test_every_part_has_a_floor() -> None:
-    assert {folder.name for folder in FOLDERS if folder.parent == PACKAGE} == FLOOR.keys()
-
-
 def late_without_a_reason(name: str) -> int:
     """Imports inside of functions with no comment on them or on the line before their group."""
     lines = FILES[name].read_text("utf-8").splitlines()
     count, end, has_reason = 0, 0, False
-    functions = [node for node in ast.walk(parsed(name)) if isinstance(node, ast.FunctionDef)]
     inside = {
         node.lineno: node
-        for function in functions
+        for function in functions_of(name)
         for node in ast.walk(function)
         if isinstance(node, (ast.Import, ast.ImportFrom))
     }
@@ -182,18 +178,6 @@ def test_a_late_import_says_why() -> None:
 
 def file_of(thing: object) -> str:
     return inspect.getsourcefile(thing) or ""  # type: ignore[arg-type]
-
-
-def test_a_rank_in_a_vote_waits_for_others() -> None:
-    """Or every rank that votes would look like the one that the others wait for."""
-    where = file_of(Vote)
-    stacks = f'Thread 0x1 (most recent call first):\n  File "{where}", line 1 in f'
-    beat = Beat(0, 1, 1, 1, "", 0.0, 0.0, "", "", {})
-    rank = watch.Evidence(
-        **vars(beat), host="", age_s=0.0, state="S", stacks=stacks, collectives=""
-    )
-    assert rank.waits
-    assert not replace(rank, stacks=stacks.replace(where, file_of(watch))).waits
 
 
 def test_the_plan_knows_the_loss_and_the_optimizers() -> None:

@@ -8,7 +8,6 @@ import pytest
 
 from meshwright.system.modules import uncollected
 from tests.helpers.jobs import CONFIG
-from tests.helpers.slow import slow
 
 
 @pytest.mark.parametrize("is_on", [True, False])
@@ -31,41 +30,45 @@ SELDOM = {  # each takes tens of milliseconds or more of the time to the first s
     *("tensorboard", "wandb", "datasets", "pyarrow"),
     *("tokenizers", "sentencepiece", "tiktoken", "transformers", "safetensors.torch"),
 }
-
-
-def test_a_job_imports_nothing_that_few_jobs_need() -> None:
-    show = "import sys, meshwright.train.job, meshwright.train.preflight; print(*sys.modules)"
-    run = subprocess.run([sys.executable, "-c", show], capture_output=True, text=True, check=True)
-    assert "meshwright.train.set_up" in run.stdout.split()
-    assert not SELDOM & {*run.stdout.split()}
-
-
 COMPILER_AND_MESHES = {  # 0.8 s together
     *("torch._dynamo", "sympy", "torch.distributed.tensor", "torch.distributed.fsdp"),
     "torch.distributed.checkpoint",
 }
+EXPORT = {f"meshwright.checkpoint.conversion.{name}" for name in ("export", "tokenizer_files")}
+JOB = """
+import sys, meshwright.train.job, meshwright.train.preflight
+from meshwright.config.loader import load_config
+from meshwright.train.end import prepare_export
+from meshwright.train.preflight import preflight
+
+class Sink:
+    def write(self, figures): print("modules", *sys.modules)
+    def close(self): pass
+
+Sink().write({})
+meshwright.train.job.run(preflight(load_config(sys.argv[1:]), 1), [Sink()])
+for is_asked_for in ("false", "true"):
+    words = [f"--checkpoint.last_save_in_hf={is_asked_for}", "--model.tokenizer_path=x"]
+    prepare_export(load_config(words))
+    Sink().write({})
+"""
 
 
-@pytest.mark.parametrize("saves", [True, *slow(False)])
-def test_an_eager_job_of_one_rank_imports_neither_compiler_nor_meshes_before_its_first_step(
-    tmp_path, saves: bool
-) -> None:
+def test_an_eager_job_of_one_rank_imports_what_it_needs_when_it_does(tmp_path) -> None:
     words = ["--job.config_file", str(CONFIG), "--job.dump_folder", str(tmp_path)]
     words += ["--training.steps=2", "--compile.enable=false", "--metrics.log_freq=1"]
-    words += [f"--checkpoint.enable={saves}".lower()]
-    show = (
-        "import sys; from meshwright.config.loader import load_config;"
-        "from meshwright.train.preflight import preflight; from meshwright.train.job import run;"
-        "show = lambda: print('modules', *sys.modules);"
-        "sink = type('', (), {'write': lambda *_: show(), 'close': lambda _: None});"
-        f"run(preflight(load_config({words}), 1), [sink()])"
-    )
-    run = subprocess.run([sys.executable, "-c", show], capture_output=True, text=True, check=True)
+    words += ["--checkpoint.enable=true"]
+    run = subprocess.run([sys.executable, "-c", JOB, *words], capture_output=True, text=True)
     lines = [line.split() for line in run.stdout.splitlines() if line.startswith("modules ")]
-    at_first_step, at_second = map(set, lines)
-    assert not COMPILER_AND_MESHES & at_first_step
+    assert len(lines) == 5, run.stderr
+    start, first_step, second_step, without_export, with_export = map(set, lines)
+    assert "meshwright.train.set_up" in start
+    assert not SELDOM & start
+    assert not COMPILER_AND_MESHES & first_step
     # long before a save, at which packages may have been installed over those in use
-    assert ("meshwright.checkpoint.writer" in at_second) == saves
+    assert "meshwright.checkpoint.writer" in second_step - first_step
+    assert not EXPORT & without_export
+    assert with_export >= EXPORT
 
 
 def test_a_plan_of_a_wrong_config_imports_no_torch() -> None:
@@ -80,16 +83,3 @@ def test_a_plan_of_a_wrong_config_imports_no_torch() -> None:
     assert run.returncode == 2
     assert "training.step" in run.stderr
     assert run.stdout.split()[-1] == "False"
-
-
-@pytest.mark.parametrize("is_asked_for", [True, *slow(False)])
-def test_a_job_that_exports_at_its_end_imports_that_at_its_start(is_asked_for: bool) -> None:
-    show = (
-        "import sys; from meshwright.config.loader import load_config;"
-        "from meshwright.train.end import prepare_export;"
-        f"prepare_export(load_config(['--checkpoint.last_save_in_hf={is_asked_for}'.lower(),"
-        "'--model.tokenizer_path=x'])); print(*sys.modules)"
-    )
-    run = subprocess.run([sys.executable, "-c", show], capture_output=True, text=True, check=True)
-    needed = {f"meshwright.checkpoint.conversion.{name}" for name in ("export", "tokenizer_files")}
-    assert needed & {*run.stdout.split()} == (needed if is_asked_for else set())
