@@ -74,17 +74,21 @@ def test_a_batch_that_is_not_given_fills_the_stages_once() -> None:
         assert stages_of_rank(0, 1, len(made.stage_modules), schedule) == [0], schedule
 
 
-def test_stages_are_cut_as_the_user_says() -> None:
-    layers = [f"layers.{i}" for i in range(6)]
-    parts = [["tok_embeddings", layers[0]], [*layers[1:], "norm", "output"]]
-    assert plan(f"{PARTS}={parts}").stage_modules == parts
-
-
 def _parts(*parts: str) -> str:
     return f"{PARTS}={[part.split() for part in parts]}"
 
 
 LAYERS = "layers.0 layers.1 layers.2 layers.3 layers.4 layers.5"
+
+
+def test_stages_are_cut_as_the_user_says_and_whole_without_a_pipeline() -> None:
+    parts = ["tok_embeddings layers.0", f"{LAYERS.removeprefix('layers.0 ')} norm output"]
+    assert plan(_parts(*parts)).stage_modules == [part.split() for part in parts]
+    whole = ("parallelism.pipeline_parallel_degree=1", _parts("tok_embeddings", "norm output"))
+    found = plan(*whole, world_size=1)
+    assert found.stage_modules == [["tok_embeddings", *LAYERS.split(), "norm", "output"]]
+
+
 PER_RANK = "parallelism.pipeline_parallel_stages_per_rank"
 ALWAYS = "parallelism.fsdp_reshard_after_forward=always"
 MISTAKES = f"""
@@ -92,7 +96,6 @@ training.global_batch_size=1 => 1F1B needs at least one a stage, 2 => the neares
 training.global_batch_size=5 {SCHEDULE}=Interleaved1F1B
     => needs at least one a rank, 2, and full rounds over the ranks => the nearest is 6
 training.global_batch_size=3 {SCHEDULE}=DualPipeV => at least one a stage, 4 => the nearest is 4
-training.global_batch_size=1 {SCHEDULE}=GPipe => at least one a rank, 2 => the nearest is 2
 model.args.n_layers=1 => makes 2 stages, but the model has 1 layers => use at most 1
 {PER_RANK}=2 => schedule 1F1B takes 1 => set it to 1, or choose another
 {SCHEDULE}=ZBVZeroBubble {PER_RANK}=3 => schedule ZBVZeroBubble takes 2 => set it to 2
@@ -110,7 +113,6 @@ OF_PARTS = {
     ("tok_embeddings layers.1 layers.0 layers.2 layers.3", "layers.4 layers.5 norm output"): (
         "does not name every module once, in the order of the model => write"
     ),
-    ("tok_embeddings", f"{LAYERS} norm output"): "a stage needs a layer => ",
     (f"tok_embeddings {LAYERS} norm", "output"): "a stage needs a layer => ",
 }
 CASES = [
@@ -130,10 +132,3 @@ def test_a_pipeline_that_cannot_be_is_refused_with_a_fix(words, says, fix) -> No
         plan(*([words] if words.startswith(PARTS) else words.split()))
     assert says in str(error.value)
     assert fix in str(error.value)
-
-
-def test_a_split_without_a_pipeline() -> None:
-    """It is for other meshes: all modules are in one stage."""
-    words = ("parallelism.pipeline_parallel_degree=1", _parts("tok_embeddings", "norm output"))
-    found = plan(*words, world_size=1)
-    assert found.stage_modules == [["tok_embeddings", *LAYERS.split(), "norm", "output"]]
