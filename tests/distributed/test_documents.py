@@ -15,9 +15,11 @@ CASES = {
     "tp": (mesh(tp=2), AOT),
     "cp": (mesh(cp=2), AOT),
     "pp": (mesh(pp=2), AOT | SCHEDULES["1F1B"]),
+    "cp4": (mesh(cp=4), {}),
+    "pp-cp": (mesh(pp=2, cp=2), SCHEDULES["1F1B"]),
     "pp-zbv": (mesh(pp=2), SCHEDULES["ZBVZeroBubble"]),  # which compiled blocks cannot
 }
-"""Eager: tests/distributed/test_families.py."""
+"""Others that are eager: tests/distributed/test_families.py."""
 
 
 BY_INDUCTOR = pytest.param(mesh(dp_shard=2), INDUCTOR, marks=[needs_compiler, pytest.mark.slow])
