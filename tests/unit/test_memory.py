@@ -43,6 +43,7 @@ SMALL = {"model__flavor": "llama3_1b"}
         (EVERY, 8, 16, {}),
         (ONCE, 8, 16, {REDUCTION: ONCE}),
         ("auto", 8, 8, {}),  # one microbatch: no choice
+        (EVERY, 8, 8, {REDUCTION: EVERY}),
         (ONCE, 8, 16, PIPELINE),
         (ONCE, 8, 16, EARLY),
         (ONCE, 8, 16, BF16_WEIGHTS),
@@ -81,6 +82,7 @@ P = 8_030_261_248  # parameters of Llama 3 8B
         ((4 + 8 + 4) * P / 8, 16, {}),
         ((4 + 8) * P / 8 + 4 * P, 16, {REDUCTION: ONCE}),
         ((4 + 8 + 4) * P / 8, 8, {REDUCTION: ONCE}),
+        ((4 + 8) * P / 8 + 4 * P, 16, EARLY),
         ((4 + 8) * P / 8, 8, EARLY),
         ((2 + 4) * P / 8 + 4 * P, 16, BF16_WEIGHTS),
         ((4 + 8) * P / 8 + 2 * P, 8, {"parallelism__fsdp_reshard_after_forward": "never"}),

@@ -96,6 +96,7 @@ training.global_batch_size=1 => 1F1B needs at least one a stage, 2 => the neares
 training.global_batch_size=5 {SCHEDULE}=Interleaved1F1B
     => needs at least one a rank, 2, and full rounds over the ranks => the nearest is 6
 training.global_batch_size=3 {SCHEDULE}=DualPipeV => at least one a stage, 4 => the nearest is 4
+training.global_batch_size=1 {SCHEDULE}=GPipe => at least one a rank, 2 => the nearest is 2
 model.args.n_layers=1 => makes 2 stages, but the model has 1 layers => use at most 1
 {PER_RANK}=2 => schedule 1F1B takes 1 => set it to 1, or choose another
 {SCHEDULE}=ZBVZeroBubble {PER_RANK}=3 => schedule ZBVZeroBubble takes 2 => set it to 2

@@ -34,6 +34,9 @@ def test_rows_fit_a_console_and_a_long_name_has_a_line_of_its_own(monkeypatch) -
         assert all(len(text) <= columns for text in table)
         assert table[0].index("verdict") == table[-1].index("FAILED")
         assert len(table) == 2 + (columns == 80)
+    monkeypatch.setenv("MESHWRIGHT_COLUMNS", "40")  # no room for any name
+    name, rest = line("1/8", ("weights", *row[1:])).splitlines()
+    assert (name, rest.split()) == ("1/8  weights", ["1" * 6] * 5 + ["FAILED"])
 
 
 def test_an_unfinished_proof_proves_nothing(tmp_path) -> None:

@@ -37,6 +37,7 @@ def _collective(kind: str, ranks: range, sent_bytes: float, *, is_fsdp: bool) ->
         (range(0, 64, 8), False, 50e9),  # beside tensor parallelism of 8: one
         (range(6, 12), False, 100e9),  # two ranks in one node, four in the next
         (range(16), True, 50e9),  # a message has one sender
+        (range(8), True, 450e9),
     ],
 )
 def test_a_group_uses_the_network_cards_of_its_ranks_in_a_node(ranks, is_message, width) -> None:

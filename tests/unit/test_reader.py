@@ -72,7 +72,7 @@ def test_an_index_does_not_change_classes(tmp_path: Path) -> None:
             delattr(Path.__subclasses__()[0], name)
 
 
-@pytest.mark.parametrize("name", ["../outside", "/etc/passwd", "sub/file"])
+@pytest.mark.parametrize("name", ["../outside", "/etc/passwd", "..", "sub/file"])
 def test_an_index_names_files_of_its_folder_alone(name: str, tmp_path: Path) -> None:
     index = save(tmp_path / "saved")
     metadata = pickle.loads(index.read_bytes())
