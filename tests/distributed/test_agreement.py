@@ -27,8 +27,6 @@ from meshwright.train import set_up
 from meshwright.train.preflight import preflight
 from meshwright.train.set_up import _open_data, check_agreement, check_same
 from tests.helpers.checkpoints import BARE
-from tests.helpers.forked import Forked
-from tests.helpers.slow import slow
 
 ROOT = Path(__file__).parents[2]
 TEXT = "".join(json.dumps({"text": f"text {number} " * 20}) + "\n" for number in range(50))
@@ -69,10 +67,9 @@ def difference(folder: Path, case: str) -> str:
         more["optimizer__lr"] = "1e-4"
     config = load_config(words_of(folder, own, f"cache{rank}", **more))
     plan = preflight(config, 2)
-    if is_other and case == "tokenizer":
-        plan = dataclasses.replace(plan, tokenizer=Other())
-    if is_other and case == "own code":
-        plan = dataclasses.replace(plan, own_code="other")
+    others = {"tokenizer": {"tokenizer": Other()}, "own code": {"own_code": "other"}}
+    if is_other:
+        plan = dataclasses.replace(plan, **others.get(case, {}))
     code = "0" if is_other and case == "code" else set_up._source_hash()
     with patch.object(set_up, "_source_hash", lambda: code):
         try:
@@ -121,32 +118,22 @@ def test_ranks_that_differ_are_named_with_what_they_differ_in(on_ranks, tmp_path
     assert f"rank 1 (on {host}): 0.0001; rank 0 (on {host}): 0.004" in first["a key"]
 
 
-def test_the_few_differ_from_the_many(monkeypatch) -> None:
+def test_a_digest_is_gathered_and_if_ranks_differ_the_few_are_named(monkeypatch) -> None:
     """Whichever ranks come first: one machine with old code is named, not all others."""
-    there = [(host, {"code": code}) for host, code in zip("abcd", "1222", strict=True)]
+    sent, there = [], []
 
     def gather(gathered: list, mine: object) -> None:
-        gathered[:] = there
+        sent.append(mine)
+        gathered[:] = there or [mine] * 4
 
-    monkeypatch.setattr(dist, "get_world_size", lambda: len(there))
+    monkeypatch.setattr(dist, "get_world_size", lambda: 4)
     monkeypatch.setattr(dist, "all_gather_object", gather)
+    check_same({"config": "x" * 4000})
+    assert len(pickle.dumps(sent)) < 100
+    there += [(host, {"code": code}) for host, code in zip("abcd", "1222", strict=True)]
     with pytest.raises(ConfigError) as error:
         check_same({})
     assert "code: rank 0 (on a): 1; rank 1-3 (on b, c, d): 2\n" in str(error.value)
-
-
-def test_ranks_that_agree_gather_their_facts_no_further_than_a_digest(monkeypatch) -> None:
-    sent = []
-
-    def gather(gathered: list, mine: object) -> None:
-        gathered[:] = [mine, mine]
-        sent.append(mine)
-
-    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
-    monkeypatch.setattr(dist, "all_gather_object", gather)
-    check_same({"config": "x" * 4000})
-    assert len(sent) == 1
-    assert len(pickle.dumps(sent[0])) < 100
 
 
 def test_a_key_of_a_later_stage_is_compared(monkeypatch, tmp_path) -> None:
@@ -168,33 +155,6 @@ def test_a_key_of_a_later_stage_is_compared(monkeypatch, tmp_path) -> None:
 def test_ranks_in_words() -> None:
     assert in_ranges([7, 0, 1, 2, 3]) == "0-3, 7"
     assert in_ranges([5]) == "5"
-
-
-@pytest.mark.parametrize("is_shared", [False, *slow(True)])
-def test_data_on_two_machines(tmp_path: Path, is_shared: bool) -> None:
-    """Two processes, as two machines: with copies of a file, or with another line in one."""
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = str(probe.getsockname()[1])
-    processes = []
-    for rank in range(2):
-        text = TEXT if is_shared or rank == 0 else TEXT.replace("text 7 ", "text 8 ")
-        own = data(tmp_path / f"machine{rank}", text)
-        words = words_of(tmp_path, own, f"cache{rank}", training__steps="2")
-        variables = {
-            "RANK": str(rank),
-            "WORLD_SIZE": "2",
-            "LOCAL_RANK": "0",
-            "MASTER_ADDR": "localhost",
-            "MASTER_PORT": port,
-            "CUDA_VISIBLE_DEVICES": "",
-        }
-        processes.append(Forked(["train.py", *words], os.environ | variables, cwd=ROOT))
-    done = [process.wait() for process in processes]
-    assert [each.returncode for each in done] == ([0, 0] if is_shared else [2, 2])
-    for each in done:
-        assert ("training.dataset: rank 1 (on " in each.stderr) == (not is_shared)
-    assert (tmp_path / "out" / "logs").exists() == is_shared
 
 
 def publish_bare(folder: Path) -> None:

@@ -101,30 +101,14 @@ def graphs_of_steps(dims: ParallelDims, options: dict, steps: int, folder: str) 
     return first, graphs.new()
 
 
-def test_no_graph_after_the_first_step(on_ranks, tmp_path) -> None:
-    assert on_ranks(2, graphs_of_steps, FSDP, OP, 12, str(tmp_path)) == [(1 + LOSS, 0)] * 2
+FP32_BLOCKS = {"param_dtype": torch.bfloat16, "fp32_modules": ("layers.0", "layers.1")}
 
 
-def test_fp32_blocks_have_a_graph_and_the_others_one(on_ranks, tmp_path) -> None:
-    options = {"param_dtype": torch.bfloat16, "fp32_modules": ("layers.0", "layers.1")}
-    arguments = FSDP, options, 2, str(tmp_path)
-    assert on_ranks(2, graphs_of_steps, *arguments) == [(2 + LOSS, 0)] * 2
-
-
-@pytest.mark.slow
-@pytest.mark.ranks(2)
-def test_a_forward_without_gradient_is_compiled_once_more() -> None:
-    for dims in (FSDP, TP):
-        graphs, counts = Graphs(), []
-        job = Job(dims, compile_backend="aot_eager")
-        for step in (1, 2):
-            job.take_step(step)
-            counts.append(graphs.new())
-            with torch.no_grad():
-                for _ in range(2):
-                    job.forward(step)
-                    counts.append(graphs.new())
-        assert counts == [1 + LOSS, 1, 0, 0, 0, 0]
+@pytest.mark.parametrize(("options", "of_blocks"), [(OP, 1), (FP32_BLOCKS, 2)], ids=["op", "fp32"])
+def test_no_graph_after_the_first_step(on_ranks, tmp_path, options, of_blocks) -> None:
+    """Blocks in fp32 have one, and the others one."""
+    found = on_ranks(2, graphs_of_steps, FSDP, options, 6, str(tmp_path))
+    assert found == [(of_blocks + LOSS, 0)] * 2
 
 
 HEADS_OF_16 = dataclasses.replace(TINY, dim=64)

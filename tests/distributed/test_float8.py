@@ -1,6 +1,5 @@
 """Float8 layers on two ranks, emulated, against one rank."""
 
-import functools
 from typing import Any
 
 import pytest
@@ -12,12 +11,11 @@ from meshwright.commands.prove.compare import BF16, BOUNDS
 from meshwright.config.parallelism import Float8
 from meshwright.parallelisms.rules.degrees import ParallelDims
 from tests.helpers.faults import FAULTS
+from tests.helpers.job import mesh
 from tests.helpers.slow import slow
 from tests.helpers.tiny import SEQ_LEN, TINY, parallel_model, whole
 
-ONE = ParallelDims(dp_replicate=1, dp_shard=1)
-SHARDS = ParallelDims(dp_replicate=1, dp_shard=2)
-HALVES = ParallelDims(dp_replicate=1, dp_shard=1, tp=2)
+ONE, SHARDS, HALVES = mesh(), mesh(dp_shard=2), mesh(tp=2)
 SAME_NUMBERS, OTHER_NUMBERS = BOUNDS["float8 sums"], BOUNDS["float8"]
 Figures = tuple[float, dict[str, torch.Tensor]]
 
@@ -61,8 +59,7 @@ def run(on_ranks):
         fault: str = "none",
         **options: Any,
     ) -> Figures:
-        function = functools.partial(train, dims, recipe, size, fault, options)
-        return on_ranks(dims.dp_shard * dims.tp, function)[0]
+        return on_ranks(dims.num_ranks, train, dims, recipe, size, fault, options)[0]
 
     return run
 

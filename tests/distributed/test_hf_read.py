@@ -15,22 +15,13 @@ from tests.helpers.cli import checkpoint as checkpoint_tool
 from tests.helpers.cli import export
 from tests.helpers.families import family_of
 from tests.helpers.hf import CASES, load_hf, save_checkpoint, save_transformers, tensors_of
+from tests.helpers.job import assert_equal, mesh
 from tests.helpers.slow import slow
 from tests.helpers.tiny import parallel_model, whole
 
 MESHES = {
-    2: {
-        "fsdp": ParallelDims(dp_replicate=1, dp_shard=2),
-        "tp": ParallelDims(dp_replicate=1, dp_shard=1, tp=2),
-        "pp": ParallelDims(dp_replicate=1, dp_shard=1, pp=2),
-    },
-    4: {
-        "fsdp": ParallelDims(dp_replicate=1, dp_shard=4),
-        "hsdp": ParallelDims(dp_replicate=2, dp_shard=2),
-        "fsdp-tp": ParallelDims(dp_replicate=1, dp_shard=2, tp=2),
-        "cp-tp": ParallelDims(dp_replicate=1, dp_shard=1, cp=2, tp=2),
-        "pp-tp": ParallelDims(dp_replicate=1, dp_shard=1, tp=2, pp=2),
-    },
+    2: {"fsdp": mesh(dp_shard=2), "tp": mesh(tp=2), "pp": mesh(pp=2)},
+    4: {"hsdp": mesh(2, 2), "fsdp-tp": mesh(dp_shard=2, tp=2), "pp-tp": mesh(tp=2, pp=2)},
 }
 
 EVERYDAY = ("llama-gqa", "qwen3_moe-gqa")
@@ -47,22 +38,22 @@ def _compare(ranks: int, folder: Path, case: str, saved: Path) -> None:
     args = CASES[case]
     wanted = {name: p.detach() for name, p in load_hf(folder, args).named_parameters()}
 
-    def assert_equal(model: LocalModel, what: str) -> None:
+    def assert_as_wanted(model: LocalModel, what: str) -> None:
         for name, parameter in model.named_parameters():
             assert torch.equal(whole(parameter), wanted[name]), f"{what}: {name}"
 
-    for mesh, dims in MESHES[ranks].items():
+    for name, dims in MESHES[ranks].items():
         if dims.pp > 1 and args.tie_embeddings:
             continue
         model = build(dims, args)
         weights = HuggingFaceWeights(Place("folder", folder), family_of(args).hf, args)
         weights.load(dict(model.named_parameters()))
-        assert_equal(model, mesh)
-        checkpoint = save_checkpoint(saved / mesh, model, args)
+        assert_as_wanted(model, name)
+        checkpoint = save_checkpoint(saved / name, model, args)
         torch.distributed.barrier()
         model = build(dims, args)
         CheckpointWeights(Place("folder", checkpoint)).load(dict(model.named_parameters()))
-        assert_equal(model, f"{mesh}, from a checkpoint")
+        assert_as_wanted(model, f"{name}, from a checkpoint")
 
 
 @pytest.mark.parametrize(
@@ -81,15 +72,12 @@ def test_import_and_export_on_four_ranks(on_ranks, tmp_path, case) -> None:
 def _check(on_ranks, ranks: int, folder: Path, case: str, exported: list[str]) -> None:
     save_transformers(folder / "hf", CASES[case])
     on_ranks(ranks, _compare, ranks, folder / "hf", case, folder)
-    saved = [folder / mesh for mesh in MESHES[ranks] if (folder / mesh).is_dir()]
+    saved = [folder / name for name in MESHES[ranks] if (folder / name).is_dir()]
     for other in saved[1:]:  # of other meshes, and equal
         checkpoint_tool(["diff", str(saved[0]), str(other)])
     was = tensors_of(folder / "hf")
-    for mesh in exported:
-        if "pp" in mesh and CASES[case].tie_embeddings:
+    for mesh_name in exported:
+        if "pp" in mesh_name and CASES[case].tie_embeddings:
             continue
-        export([str(folder / mesh), str(folder / f"{mesh}-out"), "--dtype", "float32"])
-        now = tensors_of(folder / f"{mesh}-out")
-        assert was.keys() == now.keys()
-        for name, tensor in was.items():
-            assert torch.equal(tensor, now[name]), f"{mesh}: {name}"
+        export([str(folder / mesh_name), str(folder / f"{mesh_name}-out"), "--dtype", "float32"])
+        assert_equal(tensors_of(folder / f"{mesh_name}-out"), was)

@@ -1,14 +1,26 @@
-"""One model, bit by bit, however it is sharded."""
+"""One model, bit by bit, however it is sharded: also with copies, a tied output, or in bf16."""
 
 import pytest
 import torch
 
 from meshwright.parallelisms.rules.degrees import ParallelDims
+from tests.helpers.job import mesh
 from tests.helpers.slow import slow
 from tests.helpers.tiny import TIED, TINY, parallel_model, plain_model, whole
 
 
-def _compare_with_plain(dims: ParallelDims, args, dtype: torch.dtype = torch.float32) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("dims", "args"),
+    [
+        *((mesh(1, 2, tp=2), TINY), (mesh(2), TIED), (mesh(tp=2), TIED), (mesh(pp=2), TINY)),
+        *slow((mesh(dp_shard=4), TIED), (mesh(2, 2), TINY), (mesh(2, cp=2), TINY)),
+    ],
+    ids=str,
+)
+@pytest.mark.ranks("dims")
+def test_initial_weights_do_not_depend_on_the_mesh(dims: ParallelDims, args, dtype) -> None:
+    """In bf16 they are those in fp32, rounded."""
     sharded, _ = parallel_model(
         dims, args, param_dtype=dtype, master_dtype=dtype, microbatches=(dims.pp, 1)
     )
@@ -22,24 +34,3 @@ def _compare_with_plain(dims: ParallelDims, args, dtype: torch.dtype = torch.flo
             assert torch.equal(got, want), name
     held = {*dict(sharded.named_parameters())}
     assert held == {*wanted} or dims.pp > 1
-
-
-@pytest.mark.parametrize("args", [TINY, TIED], ids=["untied", "tied"])
-@pytest.mark.parametrize(
-    ("replicate", "shard", "cp", "tp"),
-    [
-        *[(1, 1, 1, 1), (1, 2, 1, 1), (2, 1, 1, 1), (1, 1, 1, 2), (1, 2, 1, 2), (1, 1, 2, 1)],
-        *slow((1, 4, 1, 1), (2, 2, 1, 1), (2, 1, 1, 2), (1, 2, 2, 1), (2, 1, 2, 1)),
-    ],
-)
-def test_initial_weights_do_not_depend_on_the_mesh(
-    on_ranks, replicate, shard, cp, tp, args
-) -> None:
-    dims = ParallelDims(dp_replicate=replicate, dp_shard=shard, cp=cp, tp=tp)
-    on_ranks(replicate * shard * cp * tp, _compare_with_plain, dims, args)
-
-
-@pytest.mark.parametrize(("shard", "tp", "pp"), [(1, 1, 1), (2, 1, 1), (2, 2, 1), (1, 1, 2)])
-def test_initial_weights_in_bf16_are_those_in_fp32_rounded(on_ranks, shard, tp, pp) -> None:
-    dims = ParallelDims(dp_replicate=1, dp_shard=shard, tp=tp, pp=pp)
-    on_ranks(shard * tp * pp, _compare_with_plain, dims, TINY, torch.bfloat16)

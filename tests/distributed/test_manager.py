@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent import futures
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from unittest.mock import patch
@@ -24,6 +24,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from meshwright.checkpoint import claim, commit
 from meshwright.checkpoint.manager import CheckpointManager
+from meshwright.checkpoint.manifest import Manifest
 from meshwright.checkpoint.staging import Staging
 from meshwright.config.job_config import Checkpoint
 from meshwright.system.errors import ConfigError, SaveError, StorageError
@@ -70,6 +71,14 @@ def save(manager: CheckpointManager, step: int, is_last: bool = False) -> None:
     manager.save(step, State(step), BARE | {"step": step}, is_last)
 
 
+def select(manager: CheckpointManager, step: int) -> Manifest:
+    """The manifest of the checkpoint that is chosen, which has to be that of `step`."""
+    found = manager.select_and_verify()
+    assert found is not None
+    assert found["step"] == step
+    return found
+
+
 def settle(manager: CheckpointManager) -> None:
     """Wait for what is deleted beside training."""
     manager._retention.wait()
@@ -103,9 +112,7 @@ def test_all_ranks_pass_over_what_any_finds_damaged(folder: str) -> None:
             file.write(b"more")
     dist.barrier()
     with logged() as messages:
-        found = manager.select_and_verify()
-    assert found is not None
-    assert found["step"] == 5
+        found = select(manager, 5)
     if dist.get_rank() == 0:
         assert [message.split(",")[0] for message in messages] == [
             f"passed over {folder}/step-{step}" for step in (20, 15, 10)
@@ -113,9 +120,7 @@ def test_all_ranks_pass_over_what_any_finds_damaged(folder: str) -> None:
         assert "the content of __1_0.distcp has changed" in messages[0]
         assert "the content of .metadata has changed" in messages[1]
         assert "__0_0.distcp has " in messages[2]
-    of_sizes = make(folder, verify="sizes").select_and_verify()
-    assert of_sizes is not None
-    assert of_sizes["step"] == 20
+    select(make(folder, verify="sizes"), 20)
     for step in (10, 15, 20):
         with pytest.raises(ConfigError, match=f"step-{step}': is damaged"):
             make(folder, load_step=step).select_and_verify()
@@ -128,16 +133,21 @@ def test_all_ranks_pass_over_what_any_finds_damaged(folder: str) -> None:
 
 
 @pytest.mark.ranks(2)
-def test_a_job_that_begins_in_the_past_for_ever_is_refused(folder: str) -> None:
+def test_a_later_checkpoint_that_cannot_be_set_aside_again_is_an_error_on_every_rank(
+    folder: str,
+) -> None:
+    """It was done so often that the job begins in the past for ever, or the disk refuses."""
     manager = make(folder)
     for step in (5, 10):
         save(manager, step)
-    if dist.get_rank() == 0:
-        (Path(folder) / "step-10.aside2").mkdir()
     dist.barrier()
     back = make(folder, load_step=5)
-    found = back.select_and_verify()
-    assert found is not None
+    found = select(back, 5)
+    refusing = patch.object(Path, "rename", side_effect=OSError(30, "Read-only file system"))
+    with refusing, pytest.raises(ConfigError, match="after step 5 cannot be set aside: .*Read-on"):
+        back.load(State(0), found)
+    (Path(folder) / "step-10.aside2").mkdir(exist_ok=True)
+    dist.barrier()
     with pytest.raises(ConfigError, match="step 10 has been set aside 3 times"):
         back.load(State(0), found)
     dist.barrier()
@@ -161,9 +171,7 @@ def test_a_read_error_of_one_rank_discards_no_checkpoint(folder: str) -> None:
         manager.select_and_verify()
     assert len([line for line in messages if "trying again" in line]) == 2 * (file != "none")
     with failing_reads(file, errno.ESTALE, 1):
-        found = manager.select_and_verify()
-    assert found is not None
-    assert found["step"] == 10
+        found = select(manager, 10)
     file = file.replace("__0_", "__1_")  # another part of the files, and the rank's own tensors
     with failing_reads(file, errno.EIO, 99), pytest.raises(StorageError, match="rank 1: .*step-10"):
         manager.load(State(0), found)
@@ -188,38 +196,40 @@ def test_an_index_that_names_code_is_refused_and_not_run(folder: str) -> None:
             index.write_bytes(pickle.dumps(metadata))
             republish(path, step)
         dist.barrier()
-        found = manager.select_and_verify()
-        assert found is not None
-        assert found["step"] == step  # every checksum is right
+        found = select(manager, step)  # every checksum is right
         with pytest.raises(ConfigError, match=what):
             manager.load(State(0), found)
     assert not (path / "sprung").exists()
 
 
+@pytest.mark.parametrize("mode", ["disabled", "thread"])
 @pytest.mark.ranks(2)
-def test_a_save_that_fails_on_one_rank_fails_on_all(folder: str) -> None:
+def test_a_save_that_fails_on_one_rank_fails_on_all(folder: str, mode: str) -> None:
     rank, path = dist.get_rank(), Path(folder)
 
-    def full() -> object:
-        return no_room(1000) if rank == 1 else nullcontext()
+    def save_without_room(manager: CheckpointManager, is_last: bool = False) -> None:
+        with no_room(1000) if rank == 1 else nullcontext():
+            save(manager, 15, is_last)
+            manager._wait()
 
-    manager = make(folder, keep_latest_k=2)
+    manager = make(folder, keep_latest_k=2, async_mode=mode)
     for step in (5, 10):
         save(manager, step)
     for attempt in range(2):
-        with logged() as messages, full():
-            save(manager, 15)
-        assert len(messages) == 1, attempt
-        assert "step 15 could not be written: rank 1: [Errno 27] File too large" in messages[0]
-        assert "; the newest that is safe: step 10; training continues" in messages[0]
+        manager._wait()
+        with logged() as messages:
+            save_without_room(manager)
+        (said,) = (line for line in messages if "could not be written" in line)
+        assert "step 15 could not be written: rank 1: [Errno 27] File too large" in said, attempt
+        assert "; the newest that is safe: step 10; training continues" in said
         settle(manager)
         assert sorted(p.name for p in path.iterdir()) == ["step-10", "step-5"]
-    with full(), pytest.raises(SaveError, match="safe: step 10; it was the last of the job"):
-        save(manager, 15, is_last=True)
-    strict = make(folder, on_save_failure="stop")
-    with full(), pytest.raises(SaveError, match='no checkpoint .*on_save_failure = "stop"'):
-        save(strict, 15)
+    with pytest.raises(SaveError, match="safe: step 10; it was the last of the job"):
+        save_without_room(manager, is_last=True)
+    with pytest.raises(SaveError, match='no checkpoint .*on_save_failure = "stop"'):
+        save_without_room(make(folder, on_save_failure="stop", async_mode=mode))
     save(manager, 15)
+    manager._wait()
     settle(manager)
     assert commit.saved_steps(path) == [10, 15]
 
@@ -299,41 +309,26 @@ def test_the_memory_for_saves_is_taken_beforehand_and_only_where_there_are_saves
 
 
 @pytest.mark.ranks(2)
-def test_what_fails_in_the_background_is_said(folder: str) -> None:
-    rank = dist.get_rank()
-
-    def full() -> AbstractContextManager[None]:
-        return no_room(3000) if rank == 1 else nullcontext()
-
+def test_what_fails_in_the_background_is_said_at_the_next_step_or_the_end(folder: str) -> None:
     make_async = partial(make, folder, async_mode="thread")
-    with logged() as messages, make_async() as manager:
-        save(manager, 5)
-        manager._wait()
-        with full():
-            save(manager, 10)
-            manager._wait()
-        assert "step 10 could not be written: rank 1: [Errno 27] File too large" in messages[-1]
-
-    manager = make_async().__enter__()
-    with full():
+    publish, error, is_asked_again = commit.publish, OSError(5, "I/O error"), threading.Event()
+    with (
+        patch.object(commit, "publish", side_effect=error),
+        make_async(on_save_failure="stop") as manager,
+    ):
+        save(manager, 10)
+        futures.wait([manager._in_flight])  # as long as a step takes, without asking
+        with pytest.raises(SaveError, match="stop"):
+            manager.poll()
+        manager.poll()
         save(manager, 15, is_last=True)
         with pytest.raises(SaveError, match="the last of the job"):
             manager.__exit__(None)
 
-    with make_async(on_save_failure="stop") as manager:
-        with full():
-            save(manager, 15)
-            futures.wait([manager._in_flight])  # as long as a step takes, without asking
-        with pytest.raises(SaveError, match="stop"):
-            manager.poll()
-        manager.poll()
-
-    publish, is_asked_again = commit.publish, threading.Event()
-
     def fail_once(unfinished: Path, *rest: object) -> None:
         if unfinished.name.startswith("step-20"):
             is_asked_again.wait()
-            raise OSError(5, "Input/output error")
+            raise error
         publish(unfinished, *rest)
 
     # a save that is asked for before another has failed: what is left of that is removed, not this
@@ -347,64 +342,60 @@ def test_what_fails_in_the_background_is_said(folder: str) -> None:
     save(manager, 30)
     manager.__exit__(KeyError)  # in training
     dist.barrier()
-    assert commit.saved_steps(Path(folder)) == [5, 25, 30]
+    assert commit.saved_steps(Path(folder)) == [25, 30]
 
 
 @contextmanager
-def recorded() -> Iterator[list[tuple[float, str, str, int]]]:
-    """When this process flushes what (and how long it then is), renames and makes folders."""
-    events: list[tuple[float, str, str, int]] = []
+def recorded(log: Path) -> Iterator[None]:
+    """A line in `log`, which ranks share, for each that is flushed (and how long it then is) or
+    renamed, and for each folder that is made."""
     fsync, rename, mkdir = os.fsync, Path.rename, Path.mkdir
 
-    def note(kind: str, path: object, size: int = 0) -> None:
-        events.append((time.monotonic(), kind, str(path), size))
+    def note(*words: object) -> None:
+        with open(log, "a") as file:
+            file.write(" ".join(map(str, words)) + "\n")
 
     def flush(descriptor: int) -> None:
-        path = os.readlink(f"/proc/self/fd/{descriptor}")
-        size = os.fstat(descriptor).st_size
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
         fsync(descriptor)
-        note("flush", path, 0 if Path(path).is_dir() else size)
+        note("flush", path, *[path.stat().st_size] * path.is_file())
 
-    def rename_and_note(path: Path, target: Path) -> Path:
-        note(f"rename from {path}", target)
+    def move(path: Path, target: Path) -> Path:
+        note("rename", path, target)
         return rename(path, target)
 
-    def make_and_note(path: Path, *rest: object, **options: object) -> None:
+    def make_folder(path: Path, *rest: object, **options: object) -> None:
         mkdir(path, *rest, **options)
         note("make", path)
 
     with (
         patch("os.fsync", flush),
-        patch.object(Path, "rename", rename_and_note),
-        patch.object(Path, "mkdir", make_and_note),
+        patch.object(Path, "rename", move),
+        patch.object(Path, "mkdir", make_folder),
     ):
-        yield events
+        yield
 
 
 @pytest.mark.ranks(2)
-def test_everything_is_on_the_disk_before_it_gets_its_name(folder: str) -> None:
-    manager, final = make(folder), Path(folder) / "step-5"
-    with recorded() as mine:
+def test_everything_is_on_the_disk_before_it_gets_its_name(folder: str, tmp_path: Path) -> None:
+    manager, final, log = make(folder), Path(folder) / "step-5", tmp_path / "log"
+    with recorded(log):
         save(manager, 5)
-    gathered: list[list[tuple[float, str, str, int]]] = [[], []]
-    dist.all_gather_object(gathered, mine)
-    events = sorted(event for of_rank in gathered for event in of_rank)
+    dist.barrier()
+    events = log.read_text().splitlines()
 
-    def when(kind: str, path: Path | str, size: int = 0) -> float:
-        found = [time for time, *event in events if event == [kind, str(path), size]]
-        assert found, f"no {kind} of {path} with {size} bytes in {events}"
-        return found[-1]
+    def when(*words: object) -> int:
+        """The last time."""
+        return len(events) - events[::-1].index(" ".join(map(str, words)))
 
-    unfinished = next(Path(path) for _, kind, path, _ in events if path.endswith(".unfinished"))
-    published = when(f"rename from {unfinished}", final)
-    folder_flushed = when("flush", unfinished)
+    unfinished = next(event.split()[1] for event in events if event.endswith(".unfinished"))
+    published, folder_flushed = when("rename", unfinished, final), when("flush", unfinished)
     names = sorted(path.name for path in final.iterdir())
     assert names == [".metadata", "__0_0.distcp", "__1_0.distcp", "checkpoint.json"]
     for name in names:
-        written_as = ".metadata.tmp" if name == ".metadata" else name
-        flushed = when("flush", unfinished / written_as, (final / name).stat().st_size)
-        assert flushed < folder_flushed, name  # with its whole length
-    named = when(f"rename from {unfinished}/.metadata.tmp", unfinished / ".metadata")
+        written_as = f"{unfinished}/{name}{'.tmp' * (name == '.metadata')}"
+        assert when("flush", written_as, (final / name).stat().st_size) < folder_flushed, name
+    named = when("rename", f"{unfinished}/.metadata.tmp", f"{unfinished}/.metadata")
     assert named < folder_flushed < published < when("flush", folder)
     for made in (Path(folder), Path(folder).parent):
         assert when("make", made) < when("flush", made.parent)
@@ -450,19 +441,3 @@ def test_old_checkpoints_are_deleted_beside_training(folder: str) -> None:
     # on every rank: the first is not waited for in a collective of training
     assert time.monotonic() - begun > 1.5
     assert [path.name for path in Path(folder).iterdir()] == ["step-15"]
-
-
-@pytest.mark.ranks(2)
-def test_a_later_checkpoint_that_stays_is_an_error_on_every_rank(folder: str) -> None:
-    manager = make(folder)
-    for step in (5, 10):
-        save(manager, step)
-    dist.barrier()
-    earlier = make(folder, load_step=5)
-    found = earlier.select_and_verify()
-    assert found is not None
-    with (
-        patch.object(Path, "rename", side_effect=OSError(30, "Read-only file system")),
-        pytest.raises(ConfigError, match="after step 5 cannot be set aside: .*Read-only"),
-    ):
-        earlier.load(State(0), found)

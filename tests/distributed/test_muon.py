@@ -1,8 +1,5 @@
 """Muon on meshes: the same bits as one process, given the same gradients."""
 
-import itertools
-import math
-
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
@@ -136,18 +133,6 @@ ON_FOUR = [
 @pytest.mark.parametrize(("ranks", "cases"), [(2, ON_TWO), *slow((4, ON_FOUR))])
 def test_ranks_update_as_one_to_the_bit(on_ranks, ranks, cases) -> None:
     on_ranks(ranks, _meshes, cases)
-
-
-@pytest.mark.slow
-def test_all_meshes_of_eight_ranks_update_as_one_to_the_bit(on_ranks) -> None:
-    """Those of `prove --every-mesh`, as far as two key/value heads and three layers can be cut."""
-    most = {"pp": 2, "cp": 4, "tp": 2}
-    sizes = itertools.product((1, 2, 4, 8), repeat=len(AXES))
-    meshes = [dict(zip(AXES, degrees, strict=True)) for degrees in sizes]
-    whole = [degrees for degrees in meshes if math.prod(degrees.values()) == 8]
-    possible = [m for m in whole if all(m[axis] <= degree for axis, degree in most.items())]
-    assert len(possible) > 20
-    on_ranks(8, _meshes, [(degrees, {}, {}) for degrees in possible])
 
 
 @pytest.mark.slow

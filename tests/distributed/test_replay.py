@@ -92,15 +92,12 @@ def records_and_replays(axes: dict[str, int], num_microbatches: int, options: di
 
 
 CASES = {
-    "one": ({}, 2, {}),
     "tp-ep-ac": ({"tp": 2, "ep": 2}, 2, {"ac_mode": "full"}),
     "tp-ep-ac-op": ({"tp": 2, "ep": 2}, 1, {"ac_mode": "selective", "selective_ac_option": "op"}),
     "cp-ep": ({"cp": 2, "ep": 2}, 2, {}),
     "pp": ({"pp": 2}, 4, {}),
     "compiled": ({"dp_shard": 2, "ep": 2}, 1, {"compile_backend": "aot_eager"}),
-    "hsdp-ep": ({"dp_replicate": 2, "dp_shard": 2, "ep": 2}, 2, {}),
     "cp-tp-ep4": ({"cp": 2, "tp": 2, "ep": 4}, 1, {"ac_mode": "full"}),
-    "pp-tp-ep": ({"pp": 2, "tp": 2, "ep": 2}, 2, {}),
     "interleaved": ({"pp": 2, "dp_shard": 2}, 4, SCHEDULES["ZBVZeroBubble"]),
 }
 

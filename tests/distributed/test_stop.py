@@ -59,10 +59,7 @@ def steps_until_stopped(folder: Path, way: str) -> tuple[int, str]:
 @pytest.mark.parametrize(
     ("way", "want"),
     [
-        ("SIGUSR1", "SIGUSR1"),
-        ("SIGTERM", "SIGTERM"),
-        ("SIGINT", "SIGINT"),
-        ("SIGHUP", "SIGHUP"),
+        ("SIGUSR1", "SIGUSR1"),  # the others: tests/unit/test_requests.py
         ("launcher", "SIGTERM"),
         ("file", "STOP is there"),
         ("clock", "job.max_run_seconds = 1 are over"),

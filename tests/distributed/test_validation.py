@@ -1,4 +1,4 @@
-"""Evaluation on several ranks: what it finds, and that training notices neither it nor texts."""
+"""Evaluation and texts on several ranks: the same as on one, and training notices neither."""
 
 import dataclasses
 import functools
@@ -20,7 +20,7 @@ from meshwright.models.loss import IGNORE, Batch
 from meshwright.parallelisms.rules.degrees import ParallelDims
 from meshwright.train import validation as parts
 from meshwright.train.preflight import preflight
-from meshwright.train.validation import Evaluation, continue_prompts, evaluate
+from meshwright.train.validation import Evaluation, NextToken, continue_prompts, evaluate
 from tests.distributed.test_compile import Graphs
 from tests.distributed.test_step import CountCollectives
 from tests.helpers.fsdp import groups_of
@@ -112,7 +112,7 @@ def _evaluations(dims: ParallelDims, options: dict) -> list[Evaluation]:
     return [evaluation_of(job, batches) for batches in (data(), PACKED, [nothing])]
 
 
-VALUES = {
+MESHES = {
     "fsdp": (FSDP, {}),
     "tied-tp": (TP, {"args": TIED}),
     "tp-chunks": (TP, {"loss_chunk_tokens": 5}),
@@ -123,7 +123,7 @@ VALUES = {
 }
 
 
-@pytest.mark.parametrize(("dims", "options"), slow_but("fsdp tied-tp cp DualPipeV", VALUES))
+@pytest.mark.parametrize(("dims", "options"), slow_but("fsdp tied-tp cp DualPipeV", MESHES))
 def test_evaluation_equals_plain_pytorch(on_ranks, dims, options) -> None:
     evaluations = on_ranks(dims.num_ranks, _evaluations, dims, options)
     assert all(evaluation[:2] == evaluations[0][:2] for evaluation in evaluations)
@@ -153,6 +153,41 @@ def test_a_source_that_was_not_read_to_its_end_has_no_figures(monkeypatch) -> No
 
 def test_a_perplexity_beyond_a_float_is_infinite() -> None:
     assert Evaluation(loss=1e4, num_labels=1, num_bytes=0).perplexity == math.inf
+
+
+@functools.cache
+def reference_texts(args: LlamaArgs) -> list[list[int]]:
+    """The likeliest tokens, by a plain model that sees no padding."""
+    model, texts = plain_model(args), []
+    for prompt in PROMPTS:
+        tokens = list(prompt)
+        for _ in range(NUM_TOKENS):
+            with torch.no_grad():
+                tokens.append(int(model(torch.tensor([tokens]))[0, -1].argmax()))
+        texts.append(tokens[len(prompt) :])
+    return texts
+
+
+@pytest.mark.parametrize(("dims", "options"), slow_but("tied-tp cp DualPipeV", MESHES))
+@pytest.mark.ranks("dims")
+def test_texts_are_those_of_plain_pytorch(dims, options) -> None:
+    """Without and with an end, and with the mask of packed documents."""
+    want = reference_texts(args_of(dims, options))
+    eos_id = want[1][3]
+    cut = [text[: text.index(eos_id)] if eos_id in text else text for text in want]
+    assert len(cut[1]) <= 3 < max(map(len, cut))
+    job = job_of(dims, options)
+    assert texts_of(job) == texts_of(job, mask_documents=True) == want
+    assert texts_of(job, eos_id=eos_id) == cut
+    outputs = [stage.output for stage in job.model.stages if stage.output is not None]
+    assert not any(isinstance(output.loss, NextToken) for output in outputs)
+
+
+@pytest.mark.ranks(2)
+def test_a_job_that_is_asked_to_stop_does_not_wait_for_texts() -> None:
+    asked = iter([False, False, True, True])
+    assert texts_of(job_of(FSDP, {}), is_stopped=lambda: next(asked)) is None
+    assert len([*asked]) == 1
 
 
 # --- that training does not notice it ---
@@ -188,7 +223,6 @@ def _training(dims: ParallelDims, options: dict, is_evaluated: bool) -> dict[str
 
 
 TRAINING = {
-    "fsdp-always": (FSDP, {"reshard_after_forward": "always"}),
     "fsdp-never": (FSDP, {"reshard_after_forward": "never"}),
     "offload": (FSDP, {"enable_cpu_offload": True}),
     "tied-bf16": (FSDP, {"args": TIED, "param_dtype": torch.bfloat16}),
@@ -200,7 +234,6 @@ TRAINING = {
         SCHEDULES["ZBVZeroBubble"] | {"reshard_after_forward": "always"},
     ),
     "pp-early": (PP, SCHEDULES["1F1B"] | {"is_early": True}),
-    "pp-offload": (PP, SCHEDULES["1F1B"] | {"enable_cpu_offload": True}),
     "compiled-op": (FSDP, {"compile_backend": "aot_eager", "ac_mode": "selective"}),
     "compiled-pp": (PP, SCHEDULES["1F1B"] | {"compile_backend": "aot_eager"}),
 }

@@ -2,12 +2,15 @@
 
 import dataclasses
 import functools
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from meshwright.config.job_config import JobConfig
 from meshwright.config.parallelism import ActivationCheckpoint, Compile, Float8, Parallelism
@@ -15,6 +18,7 @@ from meshwright.config.training import Experts, Training
 from meshwright.models.decoder import Decoder
 from meshwright.models.families.llama import LlamaArgs
 from meshwright.models.families.qwen3_moe import Qwen3MoeArgs
+from meshwright.models.table import MixtureSpec
 from meshwright.parallelisms.initialize import initialize
 from meshwright.parallelisms.local_model import LocalModel, ModelParts, allocate, build_local_model
 from meshwright.parallelisms.meshes import Meshes, build_meshes
@@ -40,6 +44,17 @@ MIXED = Qwen3MoeArgs(
     expert_dim=24,
     n_dense_layers=1,
 )
+
+
+@dataclasses.dataclass(frozen=True)
+class BiasedArgs(Qwen3MoeArgs):
+    """With the experts of gpt-oss, as a family of a user; biases do not start at zero."""
+
+    def mixture(self, hidden_dim: int, out_std: float, **options: Any) -> MixtureSpec:
+        options |= {"activation": "clamped_swiglu", "bias_std": 0.5}
+        return super().mixture(hidden_dim, out_std, **options)
+
+
 SEQ_LEN = 16
 CPU = torch.device("cpu")
 
@@ -165,3 +180,13 @@ def lines_on_one_rank(
             compile=Compile(backend="eager", **{"enable": False} | compilation),
         ),
     )
+
+
+@contextmanager
+def fake_ranks(world_size: int, rank: int = 0) -> Iterator[None]:
+    """This process is one rank of a job whose other ranks are not there."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

@@ -138,40 +138,30 @@ def test_the_gpu_of_an_amd_laptop_is_none_for_a_torch_without_rocm(
     assert count_gpus() == count
 
 
+WHOLE = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 @pytest.mark.parametrize(
-    ("outer", "inner", "count"),
+    ("outer", "inner", "count", "num_bytes"),
     [
-        *(("max 100000", "max 100000", 96), ("800000 100000", "max 100000", 8)),
-        *(("800000 100000", "250000 100000", 2), (None, "50000 100000", 1), (None, None, 96)),
+        (("max 100000", "max"), ("max 100000", "max"), 96, WHOLE),
+        (("800000 100000", f"{2**30}"), ("max 100000", "max"), 8, 2**30),
+        (("800000 100000", "max"), ("250000 100000", "max"), 2, WHOLE),
+        ((), ("50000 100000", f"{2**29}"), 1, 2**29),
+        ((), (), 96, WHOLE),
+        (None, None, 96, WHOLE),  # a kernel without control groups
     ],
 )
-def test_cores_are_those_that_the_quota_grants(monkeypatch, tmp_path, outer, inner, count) -> None:
+def test_cores_and_memory_are_those_that_every_control_group_above_grants(
+    monkeypatch, tmp_path, outer, inner, count, num_bytes
+) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(96)))
     (tmp_path / "pod" / "job").mkdir(parents=True)
-    for quota, folder in ((outer, "pod"), (inner, "pod/job")):
-        if quota:
-            (tmp_path / folder / "cpu.max").write_text(f"{quota}\n")
-    (tmp_path / "own").write_text("3:cpuset:/elsewhere\n0::/pod/job\n")
+    for quotas, folder in ((outer, "pod"), (inner, "pod/job")):
+        for file, quota in zip(("cpu.max", "memory.max"), quotas or (), strict=False):
+            (tmp_path / folder / file).write_text(f"{quota}\n")
+    if outer is not None:
+        (tmp_path / "own").write_text("3:cpuset:/elsewhere\n0::/pod/job\n")
     monkeypatch.setattr(machine, "CGROUPS", tmp_path)
     monkeypatch.setattr(machine, "OWN_CGROUP", tmp_path / "own")
-    assert count_cores() == count
-
-
-def test_memory_is_at_most_the_limit_of_every_control_group_above(monkeypatch, tmp_path) -> None:
-    monkeypatch.setattr(machine, "CGROUPS", tmp_path)
-    monkeypatch.setattr(machine, "OWN_CGROUP", tmp_path / "own")
-    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    (tmp_path / "own").write_text("0::/batch/job_5\n")
-    assert machine.machine_bytes() == whole
-    (tmp_path / "batch/job_5").mkdir(parents=True)
-    (tmp_path / "batch/job_5/memory.max").write_text("max\n")
-    assert machine.machine_bytes() == whole
-    (tmp_path / "batch/memory.max").write_text("1073741824\n")
-    assert machine.machine_bytes() == 2**30
-
-
-def test_a_kernel_without_control_groups_sets_no_limits(monkeypatch, tmp_path) -> None:
-    monkeypatch.setattr(machine, "OWN_CGROUP", tmp_path / "own")
-    monkeypatch.setattr(machine, "CGROUPS", tmp_path)
-    assert machine.count_cores() == len(os.sched_getaffinity(0))
-    assert machine.machine_bytes() > 0
+    assert (count_cores(), machine.machine_bytes()) == (count, num_bytes)

@@ -60,7 +60,7 @@ def weights_of(folder: Path) -> dict[str, torch.Tensor]:
     ],
 )
 def test_a_merge_is_the_sum_in_fp64_in_the_order_of_steps(
-    made, tmp_path, capsys, monkeypatch, text, shares
+    made, tmp_path, monkeypatch, text, shares
 ) -> None:
     monkeypatch.setattr("meshwright.checkpoint.merge.CHUNK", 50)  # of some tensors less than a row
     merge(made, tmp_path / "out", weights=text)
@@ -76,9 +76,6 @@ def test_a_merge_is_the_sum_in_fp64_in_the_order_of_steps(
     manifest = read_manifest(tmp_path / "out/step-20")
     assert manifest["merged"] == {"steps": [5, 10, 20], "weights": shares_of(text, 3)}
     assert manifest["model_only"]
-    said = capsys.readouterr().out
-    assert said.startswith("merging ")
-    assert f"{len(found)} tensors: " in said
 
 
 def test_loads_of_experts_are_the_newest_steps(tmp_path) -> None:
@@ -95,8 +92,8 @@ def test_others_take_a_merge_and_a_resume_is_refused(made, tmp_path, capsys) -> 
     out = tmp_path / "run" / "checkpoint"
     merge(made, out, steps="5,20")
     main(["verify", str(out)])
-    args = {name: getattr(SMALL, name) for name in ("dim", "n_layers", "n_heads", "n_kv_heads")}
-    args |= {"hidden_dim": SMALL.hidden_dim, "vocab_size": SMALL.vocab_size}
+    names = ("dim", "n_layers", "n_heads", "n_kv_heads", "hidden_dim", "vocab_size")
+    args = {name: getattr(SMALL, name) for name in names}
     tables = {
         "model": {"tokenizer_path": "bytes", "args": args},
         "job": {"dump_folder": str(tmp_path / "new")},
@@ -119,7 +116,6 @@ def test_others_take_a_merge_and_a_resume_is_refused(made, tmp_path, capsys) -> 
         ("5,10", "0.5,0.6", "which sum to 1.1, not to 1"),
         ("5,10", "0.5,0.2,0.3", "3 numbers for 2 steps"),
         ("5,10", "median", "not understood"),
-        ("5,10", "nan,1", "which sum to nan"),
         ("5,10", "ema=1.5", "one decay between 0 and 1"),
     ],
 )
@@ -136,19 +132,15 @@ def test_parts_of_different_models_are_refused(made, tmp_path) -> None:
     wide = plain_model(SMALL)
     wide.norm.weight = torch.nn.Parameter(torch.ones(7))
     save_checkpoint(run, wide, SMALL, 3)
-    for step, key, value in (
-        (4, "model_name", "qwen3"),
-        (5, "model_args", {"dim": 8}),
-        (6, "data_identity", {"model.tokenizer_path": "other"}),
+    for step, says, of_manifest in (
+        (2, "is bfloat16 .* there, and float32 .* in step-1", None),
+        (3, "norm.weight is float32 7 there, and float32 32", None),
+        (4, "is of another model than step-1: qwen3 instead", {"model_name": "qwen3"}),
+        (5, "is of another size than step-1", {"model_args": {"dim": 8}}),
+        (6, "another tokenizer", {"data_identity": {"model.tokenizer_path": "other"}}),
     ):
-        set_manifest(save_checkpoint(run, plain_model(SMALL), SMALL, step), **{key: value})
-    for step, says in (
-        (2, "is bfloat16 .* there, and float32 .* in step-1"),
-        (3, "norm.weight is float32 7 there, and float32 32"),
-        (4, "is of another model than step-1: qwen3 instead of llama"),
-        (5, "is of another size than step-1"),
-        (6, "is of another tokenizer than step-1: other instead"),
-    ):
+        if of_manifest:
+            set_manifest(save_checkpoint(run, plain_model(SMALL), SMALL, step), **of_manifest)
         with pytest.raises(ConfigError, match=says):
             merge(run, tmp_path / "out", f"1,{step}")
     assert not (tmp_path / "out").exists()

@@ -2,12 +2,12 @@
 
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from meshwright.config.loader import load_config
 from meshwright.parallelisms import meshes as process_group
@@ -15,77 +15,74 @@ from meshwright.parallelisms.meshes import Meshes, build_meshes
 from meshwright.parallelisms.rules.degrees import ParallelDims
 from meshwright.train.build import build_model
 from meshwright.train.preflight import preflight
+from tests.helpers.job import mesh
+from tests.helpers.tiny import fake_ranks
 
-WHOLE = ParallelDims(pp=2, dp_replicate=2, dp_shard=2, cp=2, tp=2)
-
-
-@pytest.fixture
-def _no_group() -> Iterator[None]:
-    yield
-    dist.destroy_process_group()
+WHOLE = mesh(pp=2, dp_replicate=2, dp_shard=2, cp=2, tp=2)
 
 
-def meshes_of_rank(rank: int, dims: ParallelDims, monkeypatch) -> tuple[Meshes, list[list[int]]]:
+@contextmanager
+def meshes_of_rank(rank: int, dims: ParallelDims) -> Iterator[tuple[Meshes, list[list[int]]]]:
     """The meshes, and the ranks of each group that was made beside the default one."""
-    made = []
+    made: list[list[int]] = []
     new_group = dist.new_group
 
     def noted(ranks: list[int], **options: object) -> dist.ProcessGroup:
         made.append(ranks)
         return new_group(ranks, **options)
 
-    monkeypatch.setattr(dist, "new_group", noted)
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=dims.num_ranks)
-    return build_meshes(dims, "cpu"), made
+    with patch.object(dist, "new_group", noted), fake_ranks(dims.num_ranks, rank):
+        yield build_meshes(dims, "cpu"), made
 
 
 @pytest.mark.parametrize(
     ("dims", "num_groups"),
     [
         (WHOLE, 8),  # dp, cp, loss, pp, dp_replicate, fsdp, tp, stage
-        (ParallelDims(dp_replicate=1, dp_shard=1), 0),
-        (ParallelDims(dp_replicate=1, dp_shard=8), 1),  # of this rank alone
-        (ParallelDims(dp_replicate=2, dp_shard=4), 3),
-        (ParallelDims(dp_replicate=1, dp_shard=4, tp=2), 3),
-        (ParallelDims(dp_replicate=1, dp_shard=2, cp=2, tp=2), 5),
-        (ParallelDims(dp_replicate=1, dp_shard=2, pp=2, tp=2), 5),
+        (mesh(), 0),
+        (mesh(dp_shard=8), 1),  # of this rank alone
+        (mesh(dp_replicate=2, dp_shard=4), 3),
+        (mesh(dp_shard=2, cp=2, tp=2), 5),
+        (mesh(dp_shard=2, pp=2, tp=2), 5),
     ],
 )
-@pytest.mark.usefixtures("_no_group")
-def test_no_group_is_made_twice(dims, num_groups, monkeypatch) -> None:
-    _, made = meshes_of_rank(0, dims, monkeypatch)
-    assert len(made) == num_groups
-    assert len({tuple(ranks) for ranks in made}) == num_groups
+def test_no_group_is_made_twice_and_each_gets_the_timeout_once(dims, num_groups) -> None:
+    with (
+        meshes_of_rank(0, dims) as (meshes, made),
+        patch.object(process_group, "_set_timeout") as given,
+    ):
+        process_group.set_timeout(meshes, 5)
+        groups = [dist.get_process_group_ranks(call.args[1]) for call in given.call_args_list]
+    assert len(made) == len({tuple(ranks) for ranks in made}) == num_groups
+    assert sorted(groups) == sorted([*made, list(range(dims.num_ranks))])
 
 
-@pytest.mark.usefixtures("_no_group")
 def test_a_pipelines_first_call_is_of_all_its_ranks(monkeypatch) -> None:
     """NCCL makes a group's communicator in it."""
     words = ["--job.config_file", "tests/integration/tiny.toml", "--model.args.n_layers", "2"]
     words += ["--parallelism.pipeline_parallel_degree", "2", "--training.global_batch_size", "8"]
     plan = preflight(load_config(words), 2)
-    meshes, _ = meshes_of_rank(1, plan.dims, monkeypatch)
     groups = []
-    monkeypatch.setattr(dist, "all_reduce", lambda *_, group: groups.append(group))
-    build_model(plan, meshes, torch.device("cpu"))
-    assert groups == [meshes.pp.get_group()]
+    with meshes_of_rank(1, plan.dims) as (meshes, _):
+        monkeypatch.setattr(dist, "all_reduce", lambda *_, group: groups.append(group))
+        build_model(plan, meshes, torch.device("cpu"))
+        assert groups == [meshes.pp.get_group()]
 
 
-@pytest.mark.usefixtures("_no_group")
-def test_which_ranks_each_mesh_holds(monkeypatch) -> None:
+def test_which_ranks_each_mesh_holds() -> None:
     # rank 21 = 0b10101: pp 1, dp_replicate 0, dp_shard 1, cp 0, tp 1
-    meshes, _ = meshes_of_rank(21, WHOLE, monkeypatch)
-    for name, ranks in (
-        *(("world", range(32)), ("stage", range(16, 32)), ("loss", range(17, 32, 2))),
-        *(("dp", [17, 21, 25, 29]), ("cp", [21, 23]), ("tp", [20, 21]), ("pp", [5, 21])),
-    ):
-        assert dist.get_process_group_ranks(getattr(meshes, name).get_group()) == [*ranks], name
-    copies, shards = meshes.fsdp.get_all_groups()
-    assert dist.get_process_group_ranks(copies) == [21, 29]
-    assert dist.get_process_group_ranks(shards) == [17, 19, 21, 23]
-    assert meshes.fsdp.mesh.tolist() == [[17, 19, 21, 23], [25, 27, 29, 31]]
-    assert meshes.dp.get_local_rank() == 1
-    assert [*meshes.parameters.get_coordinate()] == [1, 0, 2, 1]
+    with meshes_of_rank(21, WHOLE) as (meshes, _):
+        for name, ranks in (
+            *(("world", range(32)), ("stage", range(16, 32)), ("loss", range(17, 32, 2))),
+            *(("dp", [17, 21, 25, 29]), ("cp", [21, 23]), ("tp", [20, 21]), ("pp", [5, 21])),
+        ):
+            assert dist.get_process_group_ranks(getattr(meshes, name).get_group()) == [*ranks], name
+        copies, shards = meshes.fsdp.get_all_groups()
+        assert dist.get_process_group_ranks(copies) == [21, 29]
+        assert dist.get_process_group_ranks(shards) == [17, 19, 21, 23]
+        assert meshes.fsdp.mesh.tolist() == [[17, 19, 21, 23], [25, 27, 29, 31]]
+        assert meshes.dp.get_local_rank() == 1
+        assert [*meshes.parameters.get_coordinate()] == [1, 0, 2, 1]
 
 
 @pytest.mark.parametrize(("device", "backend"), [("cpu", "gloo"), ("cuda:0", "nccl")])
@@ -99,15 +96,6 @@ def test_the_default_group_has_one_backend(device, backend, monkeypatch) -> None
     [((given,), keywords)] = options
     assert given == backend
     assert keywords.get("device_id") is None
-
-
-@pytest.mark.usefixtures("_no_group")
-def test_every_group_gets_the_timeout_once(monkeypatch) -> None:
-    meshes, made = meshes_of_rank(21, WHOLE, monkeypatch)
-    with patch.object(process_group, "_set_timeout") as given:
-        process_group.set_timeout(meshes, 5)
-    groups = [dist.get_process_group_ranks(call.args[1]) for call in given.call_args_list]
-    assert sorted(groups) == sorted([*made, list(range(32))])
 
 
 def entry(name: str, number: int, state: str, *, is_p2p: bool = False) -> dict[str, object]:

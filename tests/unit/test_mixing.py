@@ -23,16 +23,6 @@ def test_shares_are_within_one_sample_at_any_moment(weights: list[float]) -> Non
             assert abs(count - weight * n / total) < 1
 
 
-def test_a_mixture_goes_on_from_its_counts() -> None:
-    weights = [0.6, 0.3, 0.1]
-    whole = Mixture(weights)
-    drawn = [whole.draw() for _ in range(100)]
-    for n in (1, 37, 60):
-        first = [drawn[:n].count(source) for source in range(3)]
-        resumed = Mixture(weights, first)
-        assert [resumed.draw() for _ in range(100 - n)] == drawn[n:]
-
-
 def drawn_by_looking_at_all(weights: Sequence[float], counts: list[int], draws: int) -> list[int]:
     """The definition, as the first release computed it: looks at every source at each draw."""
     fractions = [Fraction(str(weight)) for weight in weights]

@@ -20,7 +20,7 @@ from meshwright.commands.prove.cases import can_run, default_cases, every_mesh
 from meshwright.commands.prove.job import Books
 from meshwright.commands.prove.shrink import shrink
 from meshwright.config.job_config import Checkpoint
-from meshwright.config.loader import load_config, to_toml
+from meshwright.config.loader import load_config
 from meshwright.config.optimizer import Optimizer
 from meshwright.config.parallelism import ActivationCheckpoint
 from meshwright.models.decoder import Decoder
@@ -39,6 +39,7 @@ from meshwright.system.files import Place
 from meshwright.train.optim.registry import settings_of
 from meshwright.train.preflight import preflight
 from meshwright.train.resolve_model import resolve_model
+from tests.helpers.tiny import BiasedArgs
 
 SMALL = MixtralArgs(32, 2, 4, 4, 24, 131, n_experts=6, n_active=2)
 SPEC = MixtureSpec(32, 24, 8, 3, normalizes=True, std=0.3, out_std=0.3)
@@ -93,7 +94,7 @@ def test_a_grouped_matmul_is_a_matmul_for_each_expert(widths) -> None:
 
 
 @pytest.mark.parametrize("spec", [SPEC, GROUPED], ids=["softmax", "sigmoid"])
-@pytest.mark.parametrize("losses", [(0.3, 0, 0), (0, 0.3, 0), (0, 0, 0.3), (0.1, 0.2, 0.3)])
+@pytest.mark.parametrize("losses", [(0.3, 0, 0), (0.1, 0.2, 0.3)])
 def test_a_routers_losses_have_the_gradients_of_autograd(spec, losses) -> None:
     mixture, x = mixture_of(spec), torch.randn(3, 16, 32)
     mixture.load.copy_(torch.arange(8) + 1)
@@ -153,12 +154,10 @@ def test_sigmoid_groups_bias_scale_and_a_shared_expert_equal_deepseek() -> None:
     assert_equal(ours, theirs, exported)
 
 
-@pytest.mark.parametrize("widths", [(32, 24), (30, 22)], ids=["grouped", "loop"])
-def test_biases_and_a_clamped_activation_equal_gpt_oss(widths) -> None:
-    dim, inner = widths
+def test_biases_and_a_clamped_activation_equal_gpt_oss() -> None:
     config = GptOssConfig(
-        hidden_size=dim,
-        intermediate_size=inner,
+        hidden_size=32,
+        intermediate_size=24,
         num_local_experts=8,
         num_experts_per_tok=3,
         experts_implementation="eager",
@@ -176,8 +175,8 @@ def test_biases_and_a_clamped_activation_equal_gpt_oss(widths) -> None:
             "experts.down_proj_bias": own["experts.b2"],
         }
 
-    ours = mixture_of(dataclasses.replace(BIASED, dim=dim, hidden_dim=inner))
-    assert_equal(ours, GptOssMLP(config), exported, scale=5)  # so that inputs are clamped
+    # so that inputs are clamped
+    assert_equal(mixture_of(BIASED), GptOssMLP(config), exported, scale=5)
 
 
 def assert_equal(
@@ -325,18 +324,12 @@ def preflight_of(*words: str, world_size: int = 4) -> object:
     return preflight(load_config(given), world_size)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
-def test_the_config_of_a_job_is_a_config(name, tmp_path) -> None:
-    """It gives the options of experts also where there are none."""
-    words = (f"--model.name={name}", f"--job.dump_folder={tmp_path / 'out'}")
-    config = preflight_of(*words).config
-    (path := tmp_path / "config.toml").write_text(to_toml(config))
-    again = preflight(load_config([str(path)]), 4).config
-    assert again.model_dump(exclude={"job"}) == config.model_dump(exclude={"job"})
-
-
 MOE = "--model.name=qwen3_moe"
 EP = "--parallelism.expert_parallel_degree="
+EARLY = "--optimizer.early_step_in_backward=true --training.max_norm=inf"
+SPLIT_BACKWARD = """--parallelism.pipeline_parallel_degree=2 --activation_checkpoint.mode=full
+--parallelism.pipeline_parallel_schedule=ZBVZeroBubble --compile.enable=false
+--training.global_batch_size=16"""
 
 
 @pytest.mark.parametrize(
@@ -351,31 +344,14 @@ EP = "--parallelism.expert_parallel_degree="
         (f"{MOE} --model.args.n_dense_layers=6", "below n_layers = 6"),
         (f"{MOE} --checkpoint.initial_load_upcycle_noise=0.1", "noise = 0.1: nothing is loaded"),
         (f"{MOE} --float8.enable=true --float8.emulate=true", "experts in float8 are not"),
-        (
-            f"{MOE} --optimizer.early_step_in_backward=true --training.max_norm=inf",
-            "is not proved to train experts",
-        ),
-        (
-            f"{MOE} --parallelism.pipeline_parallel_degree=2 --activation_checkpoint.mode=full "
-            "--parallelism.pipeline_parallel_schedule=ZBVZeroBubble --compile.enable=false "
-            "--training.global_batch_size=16",
-            "goes backward twice",
-        ),
+        (f"{MOE} {EARLY}", "is not proved to train experts"),
+        (f"{MOE} {SPLIT_BACKWARD}", "goes backward twice"),
     ],
 )
 def test_bad_input_is_refused_in_one_line(words, message) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         preflight_of(*words.split())
     assert "fix:" in str(caught.value) or "use" in str(caught.value)
-
-
-@dataclasses.dataclass(frozen=True)
-class BiasedArgs(Qwen3MoeArgs):
-    """A family of a user, with the experts of gpt-oss."""
-
-    def mixture(self, hidden_dim: int, out_std: float, **options: object) -> MixtureSpec:
-        options |= {"activation": "clamped_swiglu", "bias_std": 0.02}
-        return super().mixture(hidden_dim, out_std, **options)
 
 
 def test_what_a_familys_files_cannot_say_is_refused_before_training(monkeypatch, tmp_path) -> None:

@@ -111,9 +111,7 @@ def test_the_role_chooses_and_a_group_overrules() -> None:
     assert found["output.weight"] == found["layers.0.attention.wo.weight"] == "muon"
     assert check_optimizers(Optimizer(name="Adam"), TABLE)["norm.weight"] == "Adam"
     assert check_optimizers(Optimizer(name="muon"), TABLE)["output.weight"] == "AdamW"
-    roles = {TABLE[name].role for name in TABLE}
-    assert roles == {"embedding", "output", "norm", "matrix"}
-    assert Parameter((4,), "colwise", 0.0).role == "bias"
+    assert {one.role for one in TABLE.values()} == {"embedding", "output", "norm", "matrix"}
 
 
 def group(pattern: str, optimizer: str) -> dict[str, object]:
@@ -131,13 +129,9 @@ def group(pattern: str, optimizer: str) -> dict[str, object]:
 )
 def test_bad_input_is_one_error(options, says) -> None:
     config = Optimizer(**{"name": "muon"} | options)
-    with pytest.raises(ConfigError, match=says):
-        check_optimizers(config, TABLE)
-    training = JobConfig().training.model_copy(update={"max_norm": float("inf")})
-    model = JobConfig().model.model_copy(update={"tokenizer_path": "bytes"})
-    job = JobConfig(model=model, training=training, optimizer=config)
+    job = JobConfig(model={"tokenizer_path": "bytes"}, training={"max_norm": float("inf")})
     with pytest.raises(ConfigError, match=says):  # before any rank starts
-        preflight(job, 1)
+        preflight(job.model_copy(update={"optimizer": config}), 1)
 
 
 def test_a_parameter_whose_role_is_unknown_needs_a_group() -> None:
@@ -149,10 +143,9 @@ def test_a_parameter_whose_role_is_unknown_needs_a_group() -> None:
     assert check_optimizers(chosen, table) == {"conv.weight": "Adam"}
 
 
-@pytest.mark.parametrize("wrong", [[1.0, 2.0], [1.0, 2.0, 3.0, 4.0]])
-def test_coefficients_are_three(wrong) -> None:
-    with pytest.raises(ValueError, match=f"must be three numbers.*these are {len(wrong)}"):
-        Muon(coefficients=wrong)
+def test_coefficients_are_three() -> None:
+    with pytest.raises(ValueError, match="must be three numbers.*these are 2"):
+        Muon(coefficients=[1.0, 2.0])
 
 
 def test_state_that_is_asked_for_changes_no_weight(monkeypatch) -> None:

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ import torch
 
 from meshwright.commands.prove import job as prove_job
 from meshwright.config.changes import changes, config_defaults
-from meshwright.config.job_config import JobConfig
+from meshwright.config.job_config import JobConfig, changed
 from meshwright.config.loader import load_config
 from meshwright.config.training import Training
 from meshwright.datasets import samples as packing
@@ -25,7 +26,6 @@ from meshwright.datasets.samples import (
     SampleRules,
     best_fit,
     open_packing,
-    packed_in_memory,
     stored_packing,
 )
 from meshwright.datasets.stream import Cursor, find_samples
@@ -116,38 +116,34 @@ def test_an_epoch_holds_every_document_once_and_whole(tmp_path, small_windows) -
     assert {len(pieces) for pieces in orders[0]} > {1}
 
 
-def test_windows_are_packed_apart(tmp_path, small_windows) -> None:
-    source = with_packing(tmp_path)
-    starts = source.packing.bin_starts
-    assert len(starts) == 3  # 9 documents, of which one is empty, in windows of 4
-    lengths = [len(encode(text)) for text in TEXTS if text]
-    for window, begin in enumerate((0, 4)):
-        pieces = [
-            min(length - at, LENGTH)
-            for length in lengths[begin : begin + 4]
-            for at in range(0, length, LENGTH)
-        ]
-        assert starts[window + 1] - starts[window] == len(simple_best_fit(pieces, LENGTH))
-
-
-def test_the_stored_packing_is_the_computed_one(tmp_path, small_windows) -> None:
+def test_a_packing_that_is_not_whole_or_of_other_tokens_is_made_again(
+    tmp_path, monkeypatch, small_windows
+) -> None:
     cache = cached(tmp_path).cache
-    open_packing(cache, LENGTH)
-    computed, stored = packed_in_memory(cache, LENGTH), stored_packing(cache, LENGTH)
-    assert computed.bin_starts.tolist() == stored.bin_starts.tolist()
-    for window in range(len(stored.bin_starts) - 1):
-        assert computed.window(window).tolist() == stored.window(window).tolist()
-
-
-@pytest.mark.parametrize("size", [None, 20])
-def test_a_packing_that_is_not_whole_is_made_again(size, tmp_path, small_windows) -> None:
-    cache = cached(tmp_path).cache
-    open_packing(cache, LENGTH)
+    first = open_packing(cache, LENGTH)
+    assert len(first.bin_starts) == 3  # 9 documents, of which one is empty, in windows of 4
     file = cache.folder / f"packed-{LENGTH}"
     content = file.read_bytes()
-    file.unlink() if size is None else file.write_bytes(content[:size])
-    assert open_packing(cache, LENGTH).window(0).tobytes() in content
-    assert file.read_bytes() == content
+    for size in (None, 20):
+        file.unlink() if size is None else file.write_bytes(content[:size])
+        assert open_packing(cache, LENGTH).window(0).tobytes() in content
+        assert file.read_bytes() == content
+    file.write_bytes(bytes([content[0] ^ 1]) + content[1:])
+    with pytest.raises(ConfigError, match="damaged\n  fix: delete"):
+        open_packing(cache, LENGTH).window(0)
+    assert open_packing(cache, LENGTH, again=True).window(0).tobytes() in content
+    cache.content = "other"
+    file.unlink()
+    with monkeypatch.context() as full:  # without room for files it stays in memory
+        full.setattr(packing, "whole_file", Mock(side_effect=PermissionError(13, "denied")))
+        found = open_packing(cache, LENGTH)
+    with pytest.raises(DamagedCacheError):
+        stored_packing(cache, LENGTH)
+    open_packing(cache, LENGTH)
+    stored = stored_packing(cache, LENGTH)
+    assert found.bin_starts.tolist() == stored.bin_starts.tolist() == first.bin_starts.tolist()
+    for window in range(len(stored.bin_starts) - 1):
+        assert found.window(window).tolist() == stored.window(window).tolist()
 
 
 def test_the_small_job_of_prove_goes_on_in_the_next_epoch() -> None:
@@ -156,33 +152,6 @@ def test_the_small_job_of_prove_goes_on_in_the_next_epoch() -> None:
         source = prove_job.open_source(training, 256, SEED)
         left = source.samples_per_epoch(32) - prove_job.first_cursor(source, training).sample
         assert 0 <= left - prove_job.SAVED_STEP * 8 < 8, kind
-
-
-def test_a_packing_of_other_tokens_is_made_again(tmp_path, small_windows) -> None:
-    cache = cached(tmp_path).cache
-    open_packing(cache, LENGTH)
-    file = cache.folder / f"packed-{LENGTH}"
-    content = file.read_bytes()
-    file.write_bytes(bytes([content[0] ^ 1]) + content[1:])
-    with pytest.raises(ConfigError, match="damaged\n  fix: delete"):
-        open_packing(cache, LENGTH).window(0)
-    assert open_packing(cache, LENGTH, again=True).window(0).tobytes() in content
-    cache.content = "other"
-    file.unlink()
-    open_packing(cache, LENGTH).window(0)
-
-
-def test_without_room_for_files_it_stays_in_memory(tmp_path, monkeypatch, small_windows) -> None:
-    cache = cached(tmp_path).cache
-
-    def refuse(path: Path) -> None:
-        raise PermissionError(13, "Permission denied", str(path))
-
-    monkeypatch.setattr(packing, "whole_file", refuse)
-    found, starts = open_packing(cache, LENGTH), packed_in_memory(cache, LENGTH).bin_starts
-    assert found.bin_starts.tolist() == starts.tolist()
-    with pytest.raises(DamagedCacheError):
-        stored_packing(cache, LENGTH)
 
 
 @pytest.mark.parametrize("split", [(2, 2, 1), (4, 1, 1), (1, 1, 4), (2, 1, 2)])
@@ -194,12 +163,8 @@ def test_batches_do_not_depend_on_their_split_nor_on_resumes(
     whole = read_steps(sources, [0.6, 0.4], (1, 4, 1), 12)
     assert read_steps(sources, [0.6, 0.4], split, 12) == whole
     assert read_steps(sources, [0.6, 0.4], split, 7, whole[4][1]) == whole[5:]
-
-
-def test_an_epoch_limit_is_every_sample_once(tmp_path, small_windows) -> None:
-    source = with_packing(tmp_path)
-    steps = read_steps([source], [1], (1, 1, 1), 1000, max_epochs=2)
-    assert len(steps) == 2 * source.packing.bin_starts[-1]
+    limited = read_steps([source], [1], (1, 1, 1), 1000, max_epochs=2)
+    assert len(limited) == 2 * source.packing.bin_starts[-1]
 
 
 @pytest.mark.parametrize("mask_documents", [False, True])
@@ -237,44 +202,31 @@ def test_conversations_keep_their_labels(tmp_path) -> None:
     assert sum(int(sample.has_loss.sum()) for sample in found) == 6
 
 
-@pytest.mark.parametrize(
-    ("lengths", "most"),
-    [
-        # mean and deviation of the logarithm of tokens: web pages, short posts
-        ((6.3, 1.1), 0.002),
-        ((5.0, 0.6), 0.005),
-    ],
-)
-def test_a_window_of_usual_documents_has_under_one_percent_of_padding(lengths, most) -> None:
+def test_a_window_of_usual_documents_has_under_one_percent_of_padding() -> None:
+    """Short posts, by the mean and deviation of the logarithm of their tokens."""
     capacity, count = 2049, packing.WINDOW << 10
-    drawn = np.random.default_rng(SEED).lognormal(*lengths, count).astype(np.int64) + 2
-    pieces = np.concatenate([drawn[drawn >= capacity] % capacity, drawn[drawn < capacity]])
-    pieces = pieces[pieces > 0]  # whole samples of longer documents would only lower the share
+    drawn = np.random.default_rng(SEED).lognormal(5.0, 0.6, count).astype(np.int64) + 2
+    pieces = drawn[drawn < capacity]  # whole samples of longer ones would only lower the share
     bins = int(best_fit(pieces, capacity).max()) + 1
-    assert 0 <= 1 - pieces.sum() / (bins * capacity) < most < 0.01
+    assert 0 <= 1 - pieces.sum() / (bins * capacity) < 0.005
 
 
-TOML = """
-[model]
-tokenizer_path = "bytes"
-args = {{ vocab_size = 258 }}
-
-[training]
-dataset = "json"
-dataset_path = "{folder}/texts.jsonl"
-seq_len = 7
-token_cache_folder = "{folder}/caches"
-packing = "{packing}"
-{more}
-"""
-
-
-def config_of(folder: Path, packing: str = "best_fit", more: str = "") -> JobConfig:
+def words_of(folder: Path, packing: str = "best_fit") -> list[str]:
     rows = (json.dumps({"text": text}) for text in TEXTS if text)
     (folder / "texts.jsonl").write_text("\n".join(rows))
-    path = folder / "config.toml"
-    path.write_text(TOML.format(folder=folder, packing=packing, more=more))
-    return load_config(["--job.config_file", str(path)])
+    words = ["--model.tokenizer_path=bytes", "--model.args.vocab_size=258"]
+    training = {
+        "dataset": "json",
+        "dataset_path": folder / "texts.jsonl",
+        "seq_len": 7,
+        "token_cache_folder": folder / "caches",
+        "packing": packing,
+    }
+    return words + [f"--training.{key}={value}" for key, value in training.items()]
+
+
+def config_of(folder: Path, packing: str = "best_fit") -> JobConfig:
+    return load_config(words_of(folder, packing))
 
 
 def test_a_job_opens_its_data_packed(tmp_path) -> None:
@@ -294,23 +246,20 @@ def test_a_job_opens_its_data_packed(tmp_path) -> None:
     assert isinstance(cut, CachedSource)
     assert cut.packing is None
     assert cut.content == source.content
+    with pytest.raises(ConfigError) as caught:
+        check_data(changed(config, {"training": {"dataset_mode": "streamed"}}))
+    assert caught.value.key == "training.packing"
+    assert 'fix: set training.dataset_mode = "cached"' in str(caught.value)
 
 
 def test_the_data_command_prints_no_padding(tmp_path, capsys) -> None:
-    config_of(tmp_path, more="global_batch_size = 8")
-    command("data")([tmp_path / "config.toml"])
+    words = [*words_of(tmp_path), "--training.global_batch_size=8"]
+    command("data")(words)
     assert "sequences, with" in capsys.readouterr().out
-    command("data")([tmp_path / "config.toml", "--step", "1"])
+    command("data")([*words, "--step", "1"])
     printed = capsys.readouterr().out
     assert "defghij" in printed
     assert "\0" not in printed
-
-
-def test_a_stream_is_refused(tmp_path) -> None:
-    with pytest.raises(ConfigError) as caught:
-        check_data(config_of(tmp_path, more='dataset_mode = "streamed"'))
-    assert caught.value.key == "training.packing"
-    assert 'fix: set training.dataset_mode = "cached"' in str(caught.value)
 
 
 def test_the_packing_belongs_to_the_data_of_a_resume(tmp_path) -> None:

@@ -74,17 +74,21 @@ def test_a_batch_that_is_not_given_fills_the_stages_once() -> None:
         assert stages_of_rank(0, 1, len(made.stage_modules), schedule) == [0], schedule
 
 
-def test_stages_are_cut_as_the_user_says() -> None:
-    layers = [f"layers.{i}" for i in range(6)]
-    parts = [["tok_embeddings", layers[0]], [*layers[1:], "norm", "output"]]
-    assert plan(f"{PARTS}={parts}").stage_modules == parts
-
-
 def _parts(*parts: str) -> str:
     return f"{PARTS}={[part.split() for part in parts]}"
 
 
 LAYERS = "layers.0 layers.1 layers.2 layers.3 layers.4 layers.5"
+
+
+def test_stages_are_cut_as_the_user_says_and_whole_without_a_pipeline() -> None:
+    parts = ["tok_embeddings layers.0", f"{LAYERS.removeprefix('layers.0 ')} norm output"]
+    assert plan(_parts(*parts)).stage_modules == [part.split() for part in parts]
+    whole = ("parallelism.pipeline_parallel_degree=1", _parts("tok_embeddings", "norm output"))
+    found = plan(*whole, world_size=1)
+    assert found.stage_modules == [["tok_embeddings", *LAYERS.split(), "norm", "output"]]
+
+
 PER_RANK = "parallelism.pipeline_parallel_stages_per_rank"
 ALWAYS = "parallelism.fsdp_reshard_after_forward=always"
 MISTAKES = f"""
@@ -110,7 +114,6 @@ OF_PARTS = {
     ("tok_embeddings layers.1 layers.0 layers.2 layers.3", "layers.4 layers.5 norm output"): (
         "does not name every module once, in the order of the model => write"
     ),
-    ("tok_embeddings", f"{LAYERS} norm output"): "a stage needs a layer => ",
     (f"tok_embeddings {LAYERS} norm", "output"): "a stage needs a layer => ",
 }
 CASES = [
@@ -130,10 +133,3 @@ def test_a_pipeline_that_cannot_be_is_refused_with_a_fix(words, says, fix) -> No
         plan(*([words] if words.startswith(PARTS) else words.split()))
     assert says in str(error.value)
     assert fix in str(error.value)
-
-
-def test_a_split_without_a_pipeline() -> None:
-    """It is for other meshes: all modules are in one stage."""
-    words = ("parallelism.pipeline_parallel_degree=1", _parts("tok_embeddings", "norm output"))
-    found = plan(*words, world_size=1)
-    assert found.stage_modules == [["tok_embeddings", *LAYERS.split(), "norm", "output"]]

@@ -6,7 +6,10 @@ from pathlib import Path
 import pytest
 
 from meshwright.commands.plan.devices import find_device
+from meshwright.config.loader import load_config
+from meshwright.train.preflight import preflight
 from tests.helpers.cli import command as cli
+from tests.helpers.needs import skip_without_mesh_of_experts
 from tests.helpers.presets import DEVICE, PEAK, command, fingerprint, peak_gib, presets
 
 PRESETS = dict(presets())
@@ -16,7 +19,7 @@ LEAST_PART = 0.55
 
 
 @pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
-def test_a_header_has_the_plan_of_its_config(path) -> None:
+def test_a_preset_can_run_and_its_header_has_its_plan(path) -> None:
     """`python -m benchmarks.planning --presets` writes it."""
     text = path.read_text()
     found = PEAK.search(text)
@@ -27,6 +30,12 @@ def test_a_header_has_the_plan_of_its_config(path) -> None:
     assert float(found[1]) < memory_gib
     is_full = float(found[1]) > LEAST_PART * memory_gib
     assert is_full != bool(re.search(r"^# Less than 55 % of the device: \w.+\.$", text, re.M))
+    words = ["--model.tokenizer_path=bytes", "--metrics.enable_tensorboard=false"]
+    config = load_config([str(path), *words])
+    if config.parallelism.expert_parallel_degree > 1:
+        skip_without_mesh_of_experts()
+    made = preflight(config, PRESETS[path])
+    assert sum(made.least_bytes.values()) < 0.5 * config.job.device_memory_gib * 2**30
 
 
 @pytest.mark.slow

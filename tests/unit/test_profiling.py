@@ -23,19 +23,23 @@ def recorded(monkeypatch) -> list[object]:
     return asked
 
 
+CONFIG = Profiling(enable_memory_snapshot=True, profile_freq=3)
+
+
 def written(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*.pickle")}
 
 
-CONFIG = Profiling(enable_memory_snapshot=True, profile_freq=3)
-
-
-def test_snapshots_by_the_step_of_the_job(recorded, tmp_path) -> None:
-    with Profiler(CONFIG, tmp_path, 2, 4) as profiler:
+@pytest.mark.parametrize("is_asked", [False, True])
+def test_snapshots_by_the_step_of_the_job_or_on_demand(is_asked, recorded, tmp_path) -> None:
+    config = Profiling(profiler_warmup=0) if is_asked else CONFIG
+    with Profiler(config, tmp_path, 2, 4) as profiler:
+        if is_asked:
+            profiler.request()
         for _ in range(5):  # steps 5 to 9
             profiler.step()
-    folder = tmp_path / "memory_snapshot"
-    assert written(folder) == {"step_6/rank_2.pickle", "step_9/rank_2.pickle"}
+    steps = (5,) if is_asked else (6, 9)
+    assert written(tmp_path / "memory_snapshot") == {f"step_{n}/rank_2.pickle" for n in steps}
     assert recorded == [{"max_entries": 100_000}, {"enabled": None}]
 
 
@@ -51,14 +55,6 @@ def test_a_snapshot_when_memory_runs_out(error: Exception, recorded, tmp_path) -
     is_full = isinstance(error, torch.OutOfMemoryError)
     wanted = {"step_2_out_of_memory/rank_0.pickle"} if is_full else set()
     assert written(tmp_path / "memory_snapshot") == wanted
-
-
-def test_without_a_gpu_it_says_so(monkeypatch, tmp_path, caplog) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with caplog.at_level("INFO"), Profiler(CONFIG, tmp_path, 0, 0) as profiler:
-        profiler.step()
-    assert "enable_memory_snapshot has no effect: there is no GPU" in caplog.text
-    assert not written(tmp_path)
 
 
 def test_a_trace_on_demand_with_its_summary(tmp_path, caplog) -> None:
@@ -84,17 +80,10 @@ def test_a_trace_on_demand_with_its_summary(tmp_path, caplog) -> None:
     assert "Self CPU time total: " in summary
 
 
-def test_a_job_that_ends_before_leaves_no_half_of_a_trace(tmp_path, caplog) -> None:
-    with Profiler(Profiling(profiler_warmup=0), tmp_path, 0, 0) as profiler:
+def test_a_job_that_ends_before_or_has_no_gpu_says_so_and_leaves_no_file(tmp_path, caplog) -> None:
+    config = Profiling(profiler_warmup=0, enable_memory_snapshot=True)
+    with caplog.at_level("INFO"), Profiler(config, tmp_path, 0, 0) as profiler:
         profiler.request()
     assert "the job ended before the requested trace" in caplog.text
-    assert not (tmp_path / "profile_traces").exists()
-
-
-def test_on_a_gpu_a_request_gives_the_memory_too(recorded, tmp_path) -> None:
-    with Profiler(Profiling(profiler_warmup=0), tmp_path, 0, 0) as profiler:
-        profiler.request()
-        for _ in range(3):
-            profiler.step()
-    assert written(tmp_path / "memory_snapshot") == {"step_1/rank_0.pickle"}
-    assert recorded == [{"max_entries": 100_000}, {"enabled": None}]
+    assert "enable_memory_snapshot has no effect: there is no GPU" in caplog.text
+    assert not any(tmp_path.iterdir())

@@ -34,17 +34,9 @@ def test_rows_fit_a_console_and_a_long_name_has_a_line_of_its_own(monkeypatch) -
         assert all(len(text) <= columns for text in table)
         assert table[0].index("verdict") == table[-1].index("FAILED")
         assert len(table) == 2 + (columns == 80)
-    monkeypatch.undo()
-    row = ("mesh: dp_shard 2 x tp 2", *("1" * 7 for _ in COLUMNS[1:-1]), "FAILED")
-    assert line("1/8", row).startswith(f"1/8  {row[0]}")
-    assert line("1/8", row).endswith("FAILED")
-    name = "InterleavedZeroBubble, reshard never: pp 2 x dp_shard 2"
-    own_line, rest = line("1/8", (name, *row[1:])).splitlines()
-    assert own_line == f"1/8  {name}"
-    assert rest.index("FAILED") == line("1/8", row).index("FAILED")
-    monkeypatch.setenv("MESHWRIGHT_COLUMNS", "40")
-    name, rest = line("1/8", ("weights", *("1" for _ in COLUMNS[1:-1]), "FAILED")).splitlines()
-    assert (name, rest.split()) == ("1/8  weights", ["1"] * 5 + ["FAILED"])
+    monkeypatch.setenv("MESHWRIGHT_COLUMNS", "40")  # no room for any name
+    name, rest = line("1/8", ("weights", *row[1:])).splitlines()
+    assert (name, rest.split()) == ("1/8  weights", ["1" * 6] * 5 + ["FAILED"])
 
 
 def test_an_unfinished_proof_proves_nothing(tmp_path) -> None:
@@ -83,9 +75,9 @@ def test_a_folder_that_cannot_be_written_to_is_found_before_the_first_case(tmp_p
         prove(["debug_model", "--output", str(tmp_path / "file" / "proof")])
 
 
-@pytest.mark.parametrize(("lr", "small"), [(3e-4, 3e-4), (1e-3, 1e-3), (5e-2, HIGHEST_LR)])
-def test_the_small_job_has_a_rate_at_which_rounding_does_not_grow(lr, small) -> None:
-    assert small_job(f"--optimizer.lr={lr}").optimizer.lr == small
+@pytest.mark.parametrize("lr", [3e-4, 5e-2])
+def test_the_small_job_has_a_rate_at_which_rounding_does_not_grow(lr) -> None:
+    assert small_job(f"--optimizer.lr={lr}").optimizer.lr == min(lr, HIGHEST_LR)
     groups = '--optimizer.groups=[{parameters = ["output.weight"], lr_scale = 10.0}]'
     assert small_job(f"--optimizer.lr={lr}", groups).optimizer.lr == min(lr, HIGHEST_LR / 10)
 

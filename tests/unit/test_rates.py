@@ -35,7 +35,6 @@ def _collective(kind: str, ranks: range, sent_bytes: float, *, is_fsdp: bool) ->
         (range(8), False, 450e9),
         (range(16), False, 400e9),  # eight cards of a node
         (range(0, 64, 8), False, 50e9),  # beside tensor parallelism of 8: one
-        (range(0, 64, 2), False, 200e9),
         (range(6, 12), False, 100e9),  # two ranks in one node, four in the next
         (range(16), True, 50e9),  # a message has one sender
         (range(8), True, 450e9),
@@ -54,9 +53,7 @@ def test_only_fsdp_gathers_beside_computation(is_fsdp, waits) -> None:
     rates = estimated(H100)
     matmuls = [_operator("mm", "bfloat16", 8, 10**12) for _ in range(2)]
     gather = _collective("all_gather", range(2), 1e6, is_fsdp=is_fsdp)
-    plan = plan_job(
-        load_config(["--job.config_file=train_configs/debug_model.toml"]), 2, is_gpu=True
-    )
+    plan = plan_job(load_config(["debug_model"]), 2, is_gpu=True)
     step = Simulation(Record(), [gather, *matmuls], 1, plan.config.num_microbatches - 1)
     matmul, waited = (entry_seconds(one, rates) for one in (matmuls[0], gather))
     found = step_time(step, plan, rates)
@@ -67,10 +64,8 @@ def test_only_fsdp_gathers_beside_computation(is_fsdp, waits) -> None:
 def test_compiled_blocks_move_fewer_bytes_between_pointwise_operators() -> None:
     eager, compiled = (estimated(H100, is_compiled=one) for one in (False, True))
     pointwise = _operator("mul", "bfloat16", 10**9, 0)
-    in_block, matmul = (
-        replace(pointwise, at=AT._replace(module="layers.0")),
-        _operator("mm", "bfloat16", 8, 10**12),
-    )
+    in_block = replace(pointwise, at=AT._replace(module="layers.0"))
+    matmul = _operator("mm", "bfloat16", 8, 10**12)
     copy = replace(in_block, is_fsdp=True)
     assert entry_seconds(in_block, compiled) == entry_seconds(in_block, eager) / 2
     for other in (pointwise, copy, matmul):
@@ -88,7 +83,3 @@ def test_an_estimate_is_slower_than_the_data_sheet_and_cpus_have_none() -> None:
     assert [estimated(find_device(name)).flops_per_s for name in ("cpu", "80")] == [0, 0]
     known = [name for name, device in DEVICES.items() if error_of_time(device) is not None]
     assert known == ["h100"]  # the device of published runs
-    # the peak of float32 is far below the one of bfloat16, and not a fixed part of it
-    parts = {device.peak("float32") / device.peak("bfloat16") for device in DEVICES.values()}
-    assert 0 < max(parts) < 1 / 7
-    assert len(parts) > 1

@@ -87,11 +87,11 @@ def test_an_index_names_files_of_its_folder_alone(name: str, tmp_path: Path) -> 
     ("what", "message"),
     [
         ("size", "the parts of a are not all of it"),
-        ("size of chunk", "a is larger than its .* bytes"),
-        ("size of chunk, an element per byte", "a is larger than its .* bytes"),
+        ("size of chunk", "a is larger than its "),
+        ("size of chunk, an element per byte", "a is larger than its "),
         ("size of chunk, small", "has shape (3,), not (2,)"),
         ("size of chunk, length", "cannot be read"),
-        ("offset", "a is larger than its .* bytes"),
+        ("offset", "a is larger than its "),
         ("part", "a part of a is in no file"),
     ],
 )
@@ -113,8 +113,7 @@ def test_forged_sizes_are_one_error(what, message: str, tmp_path: Path) -> None:
     if what == "part":
         metadata.storage_data.clear()
     index.write_bytes(pickle.dumps(metadata))
-    said = refusal(tmp_path)
-    assert message.replace(" .* bytes", "") in said
+    assert message in refusal(tmp_path)
 
 
 @pytest.mark.parametrize("kind", [FileNotFoundError, PermissionError])

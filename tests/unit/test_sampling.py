@@ -34,12 +34,15 @@ class _Words:
         return " ".join(self.words[number] for number in ids)
 
 
-def test_a_prompt_may_fill_a_sequence_with_its_tokens() -> None:
+def test_a_prompt_may_fill_a_sequence_with_its_tokens_and_is_written_once() -> None:
     """BOS, two words and three tokens."""
     validation = Validation(sample_prompts=["one two"], sample_tokens=3)
     check_sample_prompts(validation, _Words(), 6)
     with pytest.raises(ConfigError, match="its 3 tokens and validation.sample_tokens = 3"):
         check_sample_prompts(validation, _Words(), 5)
+    validation = Validation(enable=True, sample_prompts=["one", "two", "one"], sample_tokens=1)
+    with pytest.raises(ConfigError, match="sample_prompts.2.*is there already"):
+        check_sample_prompts(validation, _Words(), 8)
 
 
 def test_prompts_and_their_texts_are_decoded_together(monkeypatch) -> None:
@@ -57,9 +60,3 @@ def test_prompts_and_their_texts_are_decoded_together(monkeypatch) -> None:
     texts = [parts.write_texts(plan, None, None, lambda: False) for _ in range(2)]
     assert texts == [{"one": "one two three", "one two": "one two three"}, {}]
     assert seen == [([[0, 1], [0, 1, 2]], 2, EOS)] * 2
-
-
-def test_a_prompt_is_written_once() -> None:
-    validation = Validation(enable=True, sample_prompts=["one", "two", "one"], sample_tokens=1)
-    with pytest.raises(ConfigError, match="sample_prompts.2.*is there already"):
-        check_sample_prompts(validation, _Words(), 8)

@@ -10,8 +10,6 @@ import pytest
 from meshwright.config.changes import to_json
 from meshwright.config.job_config import Checkpoint
 from meshwright.config.loader import load_config
-from meshwright.config.training import Source
-from meshwright.datasets.files import Entry
 from meshwright.datasets.opening import StreamedSource, open_training_data
 from meshwright.datasets.sources import DATASETS
 from meshwright.datasets.stream import Cursor
@@ -29,27 +27,6 @@ FORGOTTEN = (
 )
 
 
-def error_of(**saved: object) -> str:
-    """What a resume says where the data has changed since."""
-    entry = Entry("training", "name", Source(dataset="owner/name"))
-    found = SimpleNamespace(revision=NEW)
-    source = SimpleNamespace(entry=entry, content="new", found=found)
-    plan = SimpleNamespace(
-        config=SimpleNamespace(checkpoint=Checkpoint()), begins_with=lambda saved: False
-    )
-    manifest = BARE | {"data_content": {"name": "old"}, **saved}
-    with pytest.raises(ConfigError, match="new now, old then") as error:
-        place_in_data(plan, manifest, [source])
-    return str(error.value)
-
-
-def test_a_dataset_that_has_changed_names_the_commit_to_pin() -> None:
-    pin = f"fix: set training.dataset_revision = '{OLD}'; or restore"
-    assert pin in error_of(data_revisions={"name": OLD})
-    assert "fix: restore" in error_of(data_revisions={"name": NEW})
-    assert "fix: restore" in error_of(data_revisions={"name": ""})
-
-
 BYTES = ("--model.tokenizer_path", "bytes")
 
 
@@ -59,7 +36,7 @@ def opened(*words: str) -> StreamedSource:
     return source
 
 
-def place_of(source: StreamedSource, content: str) -> Cursor:
+def place_of(source: StreamedSource, content: str, **more: object) -> Cursor:
     """Where a job resumes that was saved with `content`."""
     plan = SimpleNamespace(
         config=SimpleNamespace(
@@ -68,33 +45,33 @@ def place_of(source: StreamedSource, content: str) -> Cursor:
         begins_with=lambda saved: False,
     )
     data = {"sample": 3, "counts": [3], "places": {}}
-    saved = BARE | {"data_content": {source.entry.name: content}, "data": data}
+    saved = BARE | {"data_content": {source.entry.name: content}, "data": data} | more
     with pytest.MonkeyPatch.context() as patch:
         same = SimpleNamespace(is_reweighted=False)
         patch.setattr("meshwright.train.resume.resume_diff", lambda plan, saved: same)
         return place_in_data(plan, saved, [source])
 
 
-def check_is_noticed(source: StreamedSource, before: str) -> None:
-    with pytest.raises(ConfigError, match="its content is not what it was"):
-        place_of(source, before)
+def check_is_noticed(source: StreamedSource, before: str, fix: str = "fix: ", **more: str) -> None:
+    with pytest.raises(ConfigError, match=f"its content is not what it was(.|\n)*{fix}"):
+        place_of(source, before, **more)
+
+
+def test_a_dataset_that_has_changed_names_the_commit_to_pin(tmp_path: Path) -> None:
+    source = opened(*BYTES, *lines(tmp_path))
+    source = replace(source, found=replace(source.found, revision=NEW))
+    pin = f"fix: set training.dataset_revision = '{OLD}'; or restore"
+    for revision, fix in ((OLD, pin), (NEW, "fix: restore"), ("", "fix: restore")):
+        revisions = {source.entry.name: revision}
+        check_is_noticed(source, "old", fix, data_revisions=revisions)
 
 
 def noted(
     plan: Plan, held_out: Sequence[StreamedSource] = (), best: tuple[int, float] | None = None
 ) -> dict[str, Any]:
     """A manifest."""
-    return manifest_of(
-        plan,
-        [],
-        held_out,
-        step=1,
-        tokens_seen=0,
-        cursor=Cursor(),
-        loss=1.0,
-        bad_steps={},
-        best_validation=best,
-    )
+    facts = {"step": 1, "tokens_seen": 0, "cursor": Cursor(), "loss": 1.0, "bad_steps": {}}
+    return manifest_of(plan, [], held_out, best_validation=best, **facts)
 
 
 def test_the_code_that_runs_is_noted_not_the_file_of_today(tmp_path) -> None:

@@ -117,12 +117,7 @@ def test_each_stage_is_a_config(tmp_path) -> None:
         (THREE.replace("3072", "1024"), "", "1.until_tokens", "fix: set it to more than 1024"),
         (THREE, "max_epochs = 2", "training.max_epochs", "fix: leave it out"),
         (THREE.replace("b = 4", "z = 4"), "", "1.weights", "name one of a, b"),
-        (
-            THREE.replace("until_tokens = 3072", "until_tokens = 30720"),
-            "",
-            "steps",
-            "more than 124",
-        ),
+        (THREE.replace("= 3072", "= 30720"), "", "steps", "more than 124"),
     ],
 )
 def test_stages_that_cannot_follow_each_other_are_refused(
@@ -134,7 +129,7 @@ def test_stages_that_cannot_follow_each_other_are_refused(
     assert words in str(caught.value)
 
 
-def test_a_job_with_stages_saves_and_has_a_batch(tmp_path) -> None:
+def test_a_job_with_stages_saves_and_has_a_batch_and_no_budgets(tmp_path) -> None:
     config = config_of(tmp_path)
     tokens = SOURCES.replace("weight = 1\n", "tokens = 9\n")
     for wrong, key in (
@@ -148,18 +143,15 @@ def test_a_job_with_stages_saves_and_has_a_batch(tmp_path) -> None:
 
 
 def test_an_error_names_the_stage_and_its_key(tmp_path) -> None:
-    sources = ""
-    stages = THREE.replace("weights = { a = 1, b = 4 }\n", "").replace(
-        'name = "c"', 'dataset = "no"'
-    )
-    with pytest.raises(ConfigError) as caught:
-        preflight(config_of(tmp_path, stages, sources=sources), 1)
-    assert caught.value.key == "training.stages.2.datasets.0.dataset"
-    assert str(caught.value).startswith("training.stages.2.datasets.0.dataset = 'no'")
-    stages = THREE.replace("weights = { a = 1, b = 4 }\n", "").replace("size = 16", "size = 15")
-    with pytest.raises(ConfigError) as caught:
-        preflight(config_of(tmp_path, stages, sources=sources), 1)
-    assert caught.value.key == "training.stages.1.global_batch_size"
+    stages = THREE.replace("weights = { a = 1, b = 4 }\n", "")
+    for good, bad, key in (
+        ('name = "c"', 'dataset = "no"', "2.datasets.0.dataset"),
+        ("size = 16", "size = 15", "1.global_batch_size"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            preflight(config_of(tmp_path, stages.replace(good, bad), sources=""), 1)
+        assert caught.value.key == f"training.stages.{key}"
+        assert str(caught.value).startswith(f"training.stages.{key} = ")
 
 
 MORE = THREE.replace("seq_len = 32\n", "").replace(
@@ -195,28 +187,22 @@ def test_a_source_continues_in_the_next_stage(tmp_path) -> None:
     other = cached(tmp_path, TEXTS[1:], "b")
     found = place_in_data(plans[2], saved_by(plans[1], [a, other], at), [b, c])
     assert found.counts == (0, 0)
-
-
-def test_data_that_stays_goes_on_as_if_there_were_no_stage(tmp_path) -> None:
-    stages = "[[training.stages]]\nuntil_tokens = 1000\n[[training.stages]]\nlr = 1e-3"
-    plans = preflight(config_of(tmp_path, stages), 1, looks_at_files=False).stages
-    a, b = (cached(tmp_path, (*TEXTS, name), name) for name in "ab")
+    # data that stays goes on as if there were no stage, but with another length from the start
     at = Cursor(64, (48, 16), {}, weighted_from=(1, 2))
-    assert place_in_data(plans[1], saved_by(plans[0], [a, b], at), [a, b]) == at
+    for change, want in (("lr = 1e-3", at), ("seq_len = 32", Cursor())):
+        stages = f"[[training.stages]]\nuntil_tokens = 1000\n[[training.stages]]\n{change}"
+        plans = preflight(config_of(tmp_path, stages), 1, looks_at_files=False).stages
+        assert place_in_data(plans[1], saved_by(plans[0], [a, b], at), [a, b]) == want
 
 
-def test_another_length_begins_with_the_first_sample(tmp_path) -> None:
-    stages = "[[training.stages]]\nuntil_tokens = 1000\n[[training.stages]]\nseq_len = 32"
-    plans = preflight(config_of(tmp_path, stages), 1, looks_at_files=False).stages
-    a, b = (cached(tmp_path, (*TEXTS, name), name) for name in "ab")
-    saved = saved_by(plans[0], [a, b], Cursor(64, (48, 16)))
-    assert place_in_data(plans[1], saved, [a, b]) == Cursor()
-
-
-def test_the_stage_follows_from_the_step(tmp_path) -> None:
+def test_the_stage_follows_from_the_step_or_is_asked_for(tmp_path) -> None:
     plan = preflight(config_of(tmp_path), 1, looks_at_files=False)
     assert [one.begins_after for one in plan.stages] == [0, 8, 16]
     assert [plan.at(step).stage for step in (0, 7, 8, 15, 16, 24)] == [1, 1, 2, 2, 3, 3]
+    assert of_stage(plan.staged, 2) == staged(plan.staged)[1]
+    with pytest.raises(ConfigError, match="the job has 3 stages"):
+        of_stage(plan.staged, 4)
+    assert of_stage(config_of(tmp_path, ""), 1).training.steps == 24
 
 
 def test_a_checkpoint_of_a_stage_that_has_moved_is_refused(tmp_path) -> None:
@@ -226,14 +212,6 @@ def test_a_checkpoint_of_a_stage_that_has_moved_is_refused(tmp_path) -> None:
     for step, stage in ((10, 1), (8, 3)):
         with pytest.raises(ConfigError, match="ends that they had"):
             second.begins_with({"step": step, "stage": stage})
-
-
-def test_a_command_takes_one_stage(tmp_path) -> None:
-    config = config_of(tmp_path)
-    assert of_stage(config, 2) == staged(config)[1]
-    with pytest.raises(ConfigError, match="the job has 3 stages"):
-        of_stage(config, 4)
-    assert of_stage(config_of(tmp_path, ""), 1).training.steps == 24
 
 
 def test_a_warmup_may_end_in_a_later_stage(tmp_path) -> None:

@@ -1,6 +1,7 @@
 """Files of tokens that others have made: the same tokens and documents, read where they lie."""
 
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -58,17 +59,12 @@ def write_llm_c(path: Path, documents: list[list[int]]) -> None:
     path.write_bytes(header.tobytes() + tokens.tobytes())
 
 
-SUFFIXES = {
-    "datatrove": ".ds",
-    "datatrove without index": ".ds",
-    "nanoGPT": ".bin",
-    "llm.c": ".bin",
-}
 DTYPES = {"numpy": "<u2", "numpy 32": "<u4", "numpy 64": "<i8"}
 
 
 def write_kind(kind: str, path: Path, documents: list[list[int]]) -> Path:
-    path = path.with_suffix(SUFFIXES.get(kind, ".npy"))
+    is_bin = kind in ("nanoGPT", "llm.c")
+    path = path.with_suffix(".ds" if "datatrove" in kind else ".bin" if is_bin else ".npy")
     if kind in DTYPES:
         np.save(path, flat(documents, DTYPES[kind]))
     elif kind == "llm.c":
@@ -81,9 +77,10 @@ def write_kind(kind: str, path: Path, documents: list[list[int]]) -> Path:
 
 
 KINDS = ["numpy", "numpy 32", "numpy 64", "olmo", "llm.c", "nanoGPT", "datatrove"]
+KINDS += ["datatrove without index"]
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "datatrove without index"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_shards_of_one_array(kind: str, tmp_path: Path) -> None:
     first = write_kind(kind, tmp_path / "a", DOCUMENTS[:2])
     write_kind(kind, tmp_path / "b", DOCUMENTS[2:])
@@ -94,14 +91,6 @@ def test_shards_of_one_array(kind: str, tmp_path: Path) -> None:
     assert documents_of(cache) == wanted
     assert cache.num_bytes == 2 + 5 + 4
     assert not list(cache.folder.glob("*.tokens"))  # nothing is copied
-
-
-@pytest.mark.parametrize("dtype", ["<u4", "<i4", "<i8"])
-def test_wider_tokens_without_a_header_are_refused(dtype: str, tmp_path: Path) -> None:
-    """Read as uint16, every id would be followed by a 0 that is no token of the text."""
-    flat(5 * DOCUMENTS, dtype).tofile(tmp_path / "a.bin")
-    with pytest.raises(ConfigError, match=r"a\.bin: every second token is 0: .* than uint16"):
-        open_tokens(tmp_path, "tokens", tmp_path / "a.bin")
 
 
 def test_samples_are_those_of_a_cache_of_our_own(tmp_path: Path) -> None:
@@ -150,6 +139,9 @@ def test_a_file_that_has_changed_is_not_accepted_by_another_start(tmp_path: Path
             documents_of(open_tokens(tmp_path, "tokens", path))
         with pytest.raises(ConfigError, match="a.npy: has changed since it was indexed"):
             open_tokens(tmp_path, "tokens", path, check_all=True)
+    path.write_bytes(good[:-2])
+    with pytest.raises(Exception, match=r"a\.npy has \d+ of \d+ B"):
+        TokenCache(cache.folder)
     path.write_bytes(good)
     os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
     again = open_tokens(tmp_path, "tokens", path, check_all=True)
@@ -157,66 +149,49 @@ def test_a_file_that_has_changed_is_not_accepted_by_another_start(tmp_path: Path
     assert again.content == cache.content
 
 
-def test_a_file_that_is_cut_short_is_found_when_it_is_opened(tmp_path: Path) -> None:
-    path = write_kind("nanoGPT", tmp_path / "a", DOCUMENTS)
-    cache = open_tokens(tmp_path, "tokens", path)
-    stat = path.stat()
-    with open(path, "r+b") as file:
-        file.truncate(stat.st_size - 2)
-    with pytest.raises(Exception, match=r"a\.bin has \d+ of \d+ B"):
-        TokenCache(cache.folder)
-
-
-def damage(name: str, folder: Path) -> Path:
-    for suffix in (".bin", ".idx"):
-        (folder / f"a{suffix}").write_bytes((MEGATRON / f"small{suffix}").read_bytes())
-    index = bytearray((folder / "a.idx").read_bytes())
-    match name:
-        case "magic":
-            index[0] = 0
-        case "type":
-            index[17] = 7
-        case "cut":
-            index = index[:-8]
-        case "length":
-            index[34] += 1
-        case "bin":
-            (folder / "a.bin").write_bytes(b"12")
-        case "order":
-            index[-8:] = (1).to_bytes(8, "little")
-    (folder / "a.idx").write_bytes(index)
-    return folder / "a.bin"
-
-
 @pytest.mark.parametrize(
-    ("name", "message"),
+    ("message", "suffix", "place", "content"),
     [
-        ("magic", "no index of Megatron's"),
-        ("type", "type 7, not 1 and 4, 5 or 8"),
-        ("cut", "cut short"),
-        ("length", "of another file"),
-        ("bin", "of another file"),
-        ("order", "not its sequences"),
+        ("no index of Megatron's", ".idx", slice(0, 1), b"\0"),
+        ("type 7, not 1 and 4, 5 or 8", ".idx", slice(17, 18), b"\7"),
+        ("cut short", ".idx", slice(-8, None), b""),
+        ("of another file", ".idx", slice(34, 35), b"\4"),  # tokens of the first sequence
+        ("of another file", ".bin", slice(2, None), b""),
+        ("not its sequences", ".idx", slice(-8, None), (1).to_bytes(8, "little")),
     ],
 )
-def test_a_damaged_index_is_refused(name: str, message: str, tmp_path: Path) -> None:
-    path = damage(name, tmp_path)
+def test_a_damaged_index_is_refused(message, suffix, place, content, tmp_path: Path) -> None:
+    shutil.copytree(MEGATRON, tmp_path / "data")
+    file = tmp_path / "data" / f"small{suffix}"
+    damaged = bytearray(file.read_bytes())
+    damaged[place] = content
+    file.write_bytes(damaged)
     with pytest.raises(ConfigError, match=message) as error:
-        open_tokens(tmp_path, "megatron", path)
+        open_tokens(tmp_path, "megatron", tmp_path / "data" / "small.bin")
     assert error.value.key == "training.dataset_path"
 
 
-def test_ids_of_another_tokenizer_are_refused(tmp_path: Path) -> None:
-    path = write_kind("numpy", tmp_path / "a", [[1, 2, 258, EOS]])
-    with pytest.raises(ConfigError, match="token 2 has id 258, and the tokenizer has 258"):
-        open_tokens(tmp_path, "tokens", path)
-
-
-def test_files_of_two_types_are_refused(tmp_path: Path) -> None:
-    write_kind("numpy", tmp_path / "a", DOCUMENTS)
-    write_kind("numpy 32", tmp_path / "b", DOCUMENTS)
-    with pytest.raises(ConfigError, match=r"b\.npy: is of type <u4, and .*a\.npy of <u2"):
-        open_tokens(tmp_path, "tokens", tmp_path / "*.npy")
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        # read as uint16, every id would be followed by a 0 that is no token of the text
+        ({"a.bin": flat(5 * DOCUMENTS, "<u4")}, r"a\.bin: every second token is 0: .* than uint16"),
+        ({"a.npy": flat([[1, 2, 258, EOS]])}, "token 2 has id 258, and the tokenizer has 258"),
+        ({"a.npy": np.array([1, -100, EOS])}, "token 1 has id 18446744073709551516"),
+        (
+            {"a.npy": flat(DOCUMENTS), "b.npy": flat(DOCUMENTS, "<u4")},
+            r"b\.npy: is of type <u4, and .*a\.npy of <u2",
+        ),
+        ({"a.npy": np.zeros(4)}, "<f8"),
+        ({"a.npy": np.zeros((2, 2), np.uint16)}, r"shape \(2, 2\)"),
+    ],
+)
+def test_arrays_that_are_no_tokens_are_refused(arrays, message: str, tmp_path: Path) -> None:
+    for name, array in arrays.items():
+        with open(tmp_path / name, "wb") as file:
+            file.write(array.tobytes()) if name == "a.bin" else np.save(file, array)
+    with pytest.raises(ConfigError, match=message):
+        open_tokens(tmp_path, "tokens", tmp_path / f"*{Path(name).suffix}")
 
 
 @pytest.mark.parametrize(
@@ -228,22 +203,6 @@ def test_a_wrong_index_of_datatrove_is_refused(ends: list[int], message: str, tm
     np.array(ends, "<u8").tofile(f"{path}.index")
     with pytest.raises(ConfigError, match=message):
         open_tokens(tmp_path, "tokens", path)
-
-
-def test_a_negative_id_is_of_no_tokenizer(tmp_path: Path) -> None:
-    np.save(tmp_path / "a.npy", np.array([1, -100, EOS]))
-    with pytest.raises(ConfigError, match="token 1 has id 18446744073709551516"):
-        open_tokens(tmp_path, "tokens", tmp_path / "a.npy")
-
-
-@pytest.mark.parametrize(
-    ("array", "message"),
-    [(np.zeros(4), "<f8"), (np.zeros((2, 2), np.uint16), r"shape \(2, 2\)")],
-)
-def test_other_arrays_are_refused(array: np.ndarray, message: str, tmp_path: Path) -> None:
-    np.save(tmp_path / "a.npy", array)
-    with pytest.raises(ConfigError, match=message):
-        open_tokens(tmp_path, "tokens", tmp_path / "a.npy")
 
 
 def test_what_preflight_says(tmp_path: Path) -> None:

@@ -49,14 +49,6 @@ def given(table: dict[str, Any], **model: Any) -> str:
     return tomli_w.dumps({"model": {"name": "llama3", "flavor": "debugmodel", **model}, **table})
 
 
-def test_every_key_of_theirs_is_ours_or_has_a_rule() -> None:
-    for key in KEYS.keys() - SPECIAL:
-        has_rule = key in {*rules.RENAMED, *rules.REFUSED} or any(
-            fnmatchcase(key, pattern) for pattern in rules.IDLE
-        )
-        assert (key in OURS) != has_rule, key
-
-
 def test_a_key_with_our_name_has_our_default_or_theirs_is_stated() -> None:
     for key in KEYS.keys() & OURS.keys() - SPECIAL - {"job.config_file", "job.description"}:
         theirs = KEYS[key]
@@ -80,6 +72,10 @@ def with_key(key: str, value: object, **others: Any) -> dict[str, Any]:
 def test_each_key_alone_is_kept_noted_or_refused(tmp_path: Path) -> None:
     """With torchtitan's default, so nothing can be asked for that is not here."""
     for key, value in KEYS.items():
+        has_rule = key in {*rules.RENAMED, *rules.REFUSED} or any(
+            fnmatchcase(key, pattern) for pattern in rules.IDLE
+        )
+        assert (key in OURS) != has_rule or key in SPECIAL, key
         if value is None or key == "job.config_file":
             continue
         found = translate(with_key(key, value), tmp_path)
@@ -98,57 +94,44 @@ def test_each_key_alone_is_kept_noted_or_refused(tmp_path: Path) -> None:
         ("llama3_405b", 512, ["--parallelism.enable_async_tensor_parallel", "false"]),
     ],
 )
-def test_files_with_every_key_of_theirs_pass_the_check(
-    name: str, ranks: int, overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_files_with_every_key_of_theirs_pass_the_check_and_are_migrated(
+    name: str, ranks: int, overrides: list[str], tmp_path: Path, monkeypatch, capsys
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("a.jsonl").write_text('{"text": "a"}\n')
-    path = FOLDER / f"{name}.toml"
-    words = ["--model.tokenizer_path", "bytes", "--job.dump_folder", str(tmp_path), *overrides]
-    words = ["--job.config_file", str(path), *words]
-    config = load_config(words)
-    preflight(config, ranks)
-    assert any(re.match(r"line \d+, model\.flavor: ", note) for note in notes_of(words))
-    notes = notes_of([*words, "--validation.steps", "-1"])
-    assert any(note.startswith("--validation.steps: without effect") for note in notes)
-
-
-@pytest.mark.parametrize("name", ["debug_model", "llama3_8b", "llama3_70b", "llama3_405b"])
-def test_a_migrated_file_loads_to_the_same_config(name: str, tmp_path: Path, capsys) -> None:
     folder = tmp_path / ("a-name-of-many-parts-" * 5)  # which no comment may break
     folder.symlink_to(FOLDER)
-    words = [str(folder / f"{name}.toml")]
-    wanted = load_config(words)
-    run_command(["config", "migrate", *words])
+    toml = str(folder / f"{name}.toml")
+    wanted, notes = load_config([toml]), notes_of([toml])
+    assert any(re.match(r"line \d+, model\.flavor: ", note) for note in notes)
+    words = ["--model.tokenizer_path", "bytes", "--job.dump_folder", str(tmp_path), *overrides]
+    preflight(load_config([toml, *words]), ranks)
+    of_words = notes_of([toml, "--validation.steps", "-1"])
+    assert any(note.startswith("--validation.steps: without effect") for note in of_words)
+
+    run_command(["config", "migrate", toml])
     migrated = tmp_path / "ours.toml"
     migrated.write_text(capsys.readouterr().out)
     config = load_config([str(migrated)])
     assert not notes_of([str(migrated)])
-    for section in JobConfig.model_fields:
-        if section != "job":
-            assert getattr(config, section) == getattr(wanted, section)
+    for section in JobConfig.model_fields.keys() - {"job"}:
+        assert getattr(config, section) == getattr(wanted, section)
     comments = " ".join(migrated.read_text().split("\n\n[", 1)[0].replace("\n#", "").split())
-    for note in notes_of(words):
+    for note in notes:
         assert note in comments
 
 
-def test_check_lists_the_changes_by_line_and_ends_with_what_can_be_done(
-    tmp_path, monkeypatch, capsys
-) -> None:
+def test_check_lists_the_changes_by_line_and_how_to_migrate(tmp_path, monkeypatch, capsys) -> None:
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     table = {"training": {"dataset": "python_stdlib"}, "checkpoint": {"interval": 7}}
     text = given({**table, "compile": {"enable": False, "components": ["model"]}})
     (tmp_path / "theirs.toml").write_text(text)
     run_command(["check", "../here/../theirs.toml", "--ngpu", "2", "--model.tokenizer_path=bytes"])
-    said = re.sub(r"\n {9,}", " ", capsys.readouterr().out).splitlines()
-    *lines, _ = [line.split(" ", 1)[1] for line in said]
-    assert lines[0] == "../theirs.toml has torchtitan's keys. Changed:"
-    assert lines[1] == "  line 2, model.name: 'llama3' is 'llama'"
-    assert lines[-3].endswith("this lists them: meshwright config migrate ../here/../theirs.toml")
-    assert lines[-2].startswith("checkpoint.interval = 7 has no effect: ")
-    assert lines[-1].startswith("training.global_batch_size = -1: ")
-    assert sum("theirs.toml" in line for line in lines) == 2
+    said = re.sub(r"\n {9,}", " ", capsys.readouterr().out)
+    assert "  line 2, model.name: 'llama3' is 'llama'\n" in said
+    assert "this lists them: meshwright config migrate ../here/../theirs.toml\n" in said
+    assert said.count("theirs.toml") == 3  # once more at the end
     why = "compile.components: without effect: compile.enable is off"
     assert any(note.endswith(why) for note in notes_of(["../theirs.toml"]))
 
@@ -160,20 +143,15 @@ def test_a_key_that_was_not_written_has_no_line_and_ours_are_not_migrated(tmp_pa
     assert any(note.startswith("training.dataset: ") for note in notes_of([str(toml)]))
 
 
-def test_float8_layers_are_those_of_theirs() -> None:
+def test_float8_keys_are_translated(tmp_path: Path) -> None:
     words = ["--job.config_file", str(FOLDER / "llama3_405b.toml")]
     config = load_config(words)
     # every matrix of a block, with one scale, as torchtitan does without a recipe's name
     wanted = {"enable": True, "recipe_name": "tensorwise", "filter_fqns": [], "emulate": False}
     assert config.float8.model_dump() == wanted
-    assert any("float8_all_gather: without effect" in note for note in notes_of(words))
     with pytest.raises(ConfigError, match="enable_async_tensor_parallel .* float8.enable"):
         preflight(config, 512)
-    config = load_config([*words, "--model.converters", "[]"])
-    assert config.float8 == Float8()
-
-
-def test_float8_keys_are_translated(tmp_path: Path) -> None:
+    assert load_config([*words, "--model.converters", "[]"]).float8 == Float8()
     theirs = {
         "recipe_name": "rowwise",
         "filter_fqns": ["output", "auto_filter_small_kn", "layers.0."],
@@ -184,17 +162,14 @@ def test_float8_keys_are_translated(tmp_path: Path) -> None:
         config, _ = load(tmp_path, given(table, converters=[name]))
         left_out = ["layers.0.", *Float8().filter_fqns]
         assert config.float8 == Float8(enable=True, filter_fqns=left_out, emulate=True)
-    theirs["recipe_name"] = "rowwise_with_gw_hp"
-    with pytest.raises(
-        ConfigError, match="recipe_name = 'rowwise_with_gw_hp': should be 'rowwise'"
+    for wrong, converters, says in (
+        ({"recipe_name": "rowwise_with_gw_hp"}, ["float8"], "hp': should be 'rowwise'"),
+        ({"filter_fqns": "output"}, ["float8"], "filter_fqns = 'output': must be a list"),
+        *(({}, others, "only float8 layers") for others in (["mx"], [{}], "float8")),
     ):
-        load(tmp_path, given(table, converters=["float8"]))
-    for others in (["mx"], [{}], "float8"):
-        with pytest.raises(ConfigError, match="model.converters.*only float8 layers"):
-            load(tmp_path, given(table, converters=others))
-    theirs |= {"recipe_name": "rowwise", "filter_fqns": "output"}
-    with pytest.raises(ConfigError, match="filter_fqns = 'output': must be a list"):
-        load(tmp_path, given(table, converters=["float8"]))
+        table["quantize"]["linear"]["float8"] = theirs | wrong
+        with pytest.raises(ConfigError, match=says):
+            load(tmp_path, given(table, converters=converters))
 
 
 def test_flavors_mean_what_they_mean_there(tmp_path: Path) -> None:
@@ -215,9 +190,29 @@ def test_flavors_mean_what_they_mean_there(tmp_path: Path) -> None:
     assert (config.model.flavor, config.training.mask_documents) == ("llama3.1_8b", True)
 
 
-def test_defaults_of_theirs_are_stated(tmp_path: Path) -> None:
-    table = {"checkpoint": {"enable": True}, "validation": {"enable": True, "steps": 10}}
-    config, notes = load(tmp_path, given(table))
+def test_values_are_renamed_and_defaults_of_theirs_stated(tmp_path: Path) -> None:
+    table: dict[str, Any] = {
+        "checkpoint": {
+            "enable": True,
+            "async_mode": "async_with_pinned_mem",
+            "initial_load_path": "weights",
+        },
+        "debug": {"seed": 7, "deterministic": True},
+        "validation": {"enable": True, "steps": 5, "local_batch_size": 4, "seq_len": 512},
+        "parallelism": {"data_parallel_shard_degree": 2, "data_parallel_replicate_degree": 3},
+    }
+    config, notes = load(tmp_path, given(table, hf_assets_path="there"), "--debug.seed", "3")
+    assert "sequences have training.seq_len = 2048, not 512" in " ".join(notes)
+    assert config.checkpoint.async_mode == "thread"
+    assert (config.training.seed, config.training.deterministic) == (3, True)
+    assert config.validation.num_samples == 5 * 4 * 2 * 3
+    assert (config.validation.dataset, config.validation.dataset_split) == ("c4", "validation")
+    # paths start at the working directory, not beside the TOML
+    assert config.training.dataset == "json"
+    assert config.training.dataset_path == str(Path.cwd() / "tests/assets/c4_test")
+    assert config.model.tokenizer_path == str(Path.cwd() / "there")
+    assert config.checkpoint.initial_load_path == str(Path.cwd() / "weights")
+
     assert config.activation_checkpoint.mode == "selective"
     assert config.activation_checkpoint.selective_ac_option == "2"
     assert config.validation.freq == 10
@@ -225,34 +220,6 @@ def test_defaults_of_theirs_are_stated(tmp_path: Path) -> None:
     assert config.optimizer.decay_norm_and_bias
     assert not config.metrics.enable_tensorboard
     assert any("validation.freq: 10" in note for note in notes)
-
-
-def test_values_are_renamed(tmp_path: Path) -> None:
-    table: dict[str, Any] = {
-        "checkpoint": {"enable": True, "async_mode": "async_with_pinned_mem"},
-        "debug": {"seed": 7, "deterministic": True},
-        "validation": {"enable": True, "steps": 5, "local_batch_size": 4, "seq_len": 512},
-        "parallelism": {"data_parallel_shard_degree": 2, "data_parallel_replicate_degree": 3},
-    }
-    config, notes = load(tmp_path, given(table, hf_assets_path="there"))
-    assert "sequences have training.seq_len = 2048, not 512" in " ".join(notes)
-    assert config.checkpoint.async_mode == "thread"
-    assert (config.training.seed, config.training.deterministic) == (7, True)
-    assert config.validation.num_samples == 5 * 4 * 2 * 3
-    assert (config.validation.dataset, config.validation.dataset_split) == ("c4", "validation")
-    assert config.training.dataset == "json"
-    assert config.training.dataset_path == str(Path.cwd() / "tests/assets/c4_test")
-    assert config.model.tokenizer_path == str(Path.cwd() / "there")  # not beside the TOML
-
-
-def test_paths_start_at_the_working_directory(tmp_path: Path) -> None:
-    table = {
-        "training": {"dataset": "c4", "dataset_path": "data/c4"},
-        "checkpoint": {"initial_load_path": "weights"},
-    }
-    config, _ = load(tmp_path, given(table))
-    assert config.training.dataset_path == str(Path.cwd() / "data/c4")
-    assert config.checkpoint.initial_load_path == str(Path.cwd() / "weights")
 
 
 def test_a_schedule_that_does_not_fit_is_shortened_as_there(tmp_path: Path) -> None:
@@ -279,12 +246,6 @@ def test_a_pipeline_cuts_the_local_batch(tmp_path: Path) -> None:
     del parallelism["data_parallel_shard_degree"]
     with pytest.raises(ConfigError, match="their number is open"):
         load(tmp_path, given(table))
-
-
-def test_the_command_line_may_have_keys_of_both(tmp_path: Path) -> None:
-    text = given({}, hf_assets_path="there")
-    config, _ = load(tmp_path, text, "--model.tokenizer_path", "bytes", "--debug.seed", "3")
-    assert (config.model.tokenizer_path, config.training.seed) == ("bytes", 3)
 
 
 def test_what_is_not_here_is_refused_all_at_once(tmp_path: Path) -> None:
