@@ -98,3 +98,16 @@ def test_other_choices_are_named_where_scores_differ_by_more_than_rounding(gap, 
     failures = compare(reference, [replace(seen, choice_gap=gap)]).failures
     words = f"experts: chosen otherwise where scores differ by {gap:.1e}"
     assert failures == [words] * is_named
+
+
+@pytest.mark.parametrize("place", ["one process", "rank 0"])
+def test_a_state_that_does_not_follow_from_the_choices_is_named(place) -> None:
+    """Of one process too: a mesh that takes its choices is right by itself."""
+    same = {"w": ShardComparison((0,), (1,), 0, 0.0)}
+    seen = Measurement([2.0], [1.0], shards=dict.fromkeys(COMPARED, same))
+    wrong = replace(seen, wrong_counts=["layers.0.feed_forward.load"])
+    alone, rank = (wrong, seen) if place == "one process" else (seen, wrong)
+    reference = Reference(alone, {"w": (1,)}, {kind: {"w": 1.0} for kind in COMPARED})
+    failures = compare(reference, [rank]).failures
+    words = f"state: not as the choices add up: layers.0.feed_forward.load, on {place}"
+    assert failures == [words]
