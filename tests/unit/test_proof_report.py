@@ -119,9 +119,22 @@ def test_every_quantity_that_differs_is_named() -> None:
         "checkpoint": rank(1, wrong_in_checkpoint=["w"]),
         "load": rank(1, wrong_after_load=["w"]),
         "resume": rank(1, wrong_after_resume=["w"]),
-        "state: not ": rank(1, wrong_state=["w"]),
+        "state: not ": rank(1, wrong_counts=["w"]),
     }
     for words, second in wrong.items():
         failures = compare(reference, [first, second]).failures
         assert failures, words
         assert words in "\n".join(failures)
+
+
+@pytest.mark.parametrize("place", ["one process", "rank 0"])
+def test_a_state_that_does_not_follow_from_the_choices_is_named(place) -> None:
+    """Of one process too: a mesh that takes its choices is right by itself."""
+    same = {"w": ShardComparison((0,), (1,), 0, 0.0)}
+    seen = Measurement([2.0], [1.0], shards=dict.fromkeys(COMPARED, same))
+    wrong = replace(seen, wrong_counts=["layers.0.feed_forward.load"])
+    alone, rank = (wrong, seen) if place == "one process" else (seen, wrong)
+    reference = Reference(alone, {"w": (1,)}, {kind: {"w": 1.0} for kind in COMPARED})
+    failures = compare(reference, [rank]).failures
+    words = f"state: not as the choices add up: layers.0.feed_forward.load, on {place}"
+    assert failures == [words]
