@@ -10,7 +10,6 @@ import struct
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -78,16 +77,8 @@ class TokenFile:
             yield np.frombuffer(content, self.dtype)
 
 
-class Indexed(NamedTuple):
-    """What one reading of a file tells."""
-
-    lengths: Lengths
-    """Tokens of each document."""
-    checksums: npt.NDArray[np.uint32]
-    """CRC-32 of each block of the tokens."""
-    num_bytes: int
-    """Of text."""
-    file: TokenFile
+Indexed = tuple[TokenFile, Lengths, npt.NDArray[np.uint32], int]
+"""A file, the lengths of its documents, the checksums of its blocks, and the bytes of its text."""
 
 
 class TokenFiles:
@@ -268,4 +259,4 @@ def index_tokens(file: TokenFile, tokenizer: Tokenizer, block_bytes: int) -> Ind
     if lengths is None:
         bounds = np.unique(np.concatenate([[0], *ends, [begin]]))
         lengths = np.diff(bounds).astype(np.uint32)
-    return Indexed(lengths, np.array(checksums, np.uint32), num_bytes, file)
+    return file, lengths, np.array(checksums, np.uint32), num_bytes

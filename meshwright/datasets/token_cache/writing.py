@@ -55,9 +55,8 @@ def write_part(
     """
     documents, encoder = open_source(recipe)
     if isinstance(documents, TokenFiles):
-        read = documents.index(part.number, recipe.tokenizer, BLOCK_BYTES)
-        place = read.file.dtype, read.file.offset, read.file.file.stamp
-        index = PartIndex(read.lengths, read.checksums, read.num_bytes, *place)
+        opened, of_each, sums, size = documents.index(part.number, recipe.tokenizer, BLOCK_BYTES)
+        index = PartIndex(of_each, sums, size, opened.dtype, opened.offset, opened.file.stamp)
         # thousands of flushes take a minute; an index that a power cut damages is made again
         _save_arrays(part.index, is_flushed=False, **index._asdict())
         advance(documents.files[part.number].size, 0)

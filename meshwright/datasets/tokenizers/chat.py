@@ -12,12 +12,11 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from meshwright.datasets.tokenizers.huggingface import HuggingFaceTokenizer
+from meshwright.datasets.tokenizers.huggingface import HuggingFaceTokenizer, any_of
 from meshwright.datasets.tokenizers.kinds import Tokenizer
 from meshwright.datasets.tokenizers.special_tokens import (
     PATH_KEY,
     TEMPLATE_KEY,
-    any_of,
     well_formed,
 )
 from meshwright.system.errors import ConfigError, RecordError, first_line

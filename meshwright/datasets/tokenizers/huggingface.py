@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,6 @@ from meshwright.datasets.tokenizers.special_tokens import (
     SPACE,
     TIKTOKEN_LINE,
     Ends,
-    any_of,
     is_tiktoken,
     special_names,
     well_formed,
@@ -222,6 +221,12 @@ class HuggingFaceTokenizer:
             steps
         )
         return plain and places
+
+
+def any_of(tokens: Collection[str]) -> str:
+    """Return a pattern that matches each of `tokens`, the longest that fits."""
+    longest_first = sorted(tokens, key=len, reverse=True)
+    return "|".join(map(re.escape, longest_first)) or r"(?!)"  # (?!): never
 
 
 def _types(step: object) -> set[str]:

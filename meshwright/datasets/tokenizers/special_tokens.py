@@ -1,7 +1,6 @@
-"""Special tokens in text: their places, and their names in the files beside a tokenizer."""
+"""Known of a tokenizer before it is built: tokens that the config names, and files beside it."""
 
 import re
-from collections.abc import Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,10 +22,9 @@ OWN = Ends()
 
 PATH_KEY, TEMPLATE_KEY = "model.tokenizer_path", "model.chat_template_path"
 
-SETTINGS, NAMES, TEMPLATE = BESIDE = (
-    *("tokenizer_config.json", "special_tokens_map.json"),
-    "chat_template.jinja",
-)
+SETTINGS, NAMES = "tokenizer_config.json", "special_tokens_map.json"
+TEMPLATE = "chat_template.jinja"
+BESIDE = (SETTINGS, NAMES, TEMPLATE)
 """Files beside a tokenizer that say how it is used."""
 
 
@@ -63,12 +61,6 @@ TIKTOKEN_LINE = re.compile(rb"([A-Za-z0-9+/]+={0,2}) (\d+)")
 def is_tiktoken(content: bytes) -> bool:
     """Return whether the first line is a base64 token and its rank, unlike in other models."""
     return TIKTOKEN_LINE.fullmatch(content.split(b"\n", 1)[0].rstrip(b"\r")) is not None
-
-
-def any_of(tokens: Collection[str]) -> str:
-    """Return a pattern that matches each of `tokens`, the longest that fits."""
-    longest_first = sorted(tokens, key=len, reverse=True)
-    return "|".join(map(re.escape, longest_first)) or r"(?!)"  # (?!): never
 
 
 def well_formed(text: str) -> str:
