@@ -96,13 +96,17 @@ def test_blocks_of_other_documents_are_not_compiled_anew(monkeypatch) -> None:
 
 
 def test_an_older_torch_compiles_flex_attention_without_the_option(monkeypatch) -> None:
+    given = []
+
     def compile_like_an_older_torch(function: object, options: object = None) -> object:
+        given.append(options)
         if options is not None:
             raise RuntimeError("Unexpected optimization option")
         return ("compiled", function)
 
     monkeypatch.setattr(torch, "compile", compile_like_an_older_torch)
     assert attention._compiled.__wrapped__(len) == ("compiled", len)
+    assert given == [{"wrap_inductor_compiled_regions": True}, None]
 
 
 def test_recomputation_takes_the_graph_of_forward(monkeypatch) -> None:
