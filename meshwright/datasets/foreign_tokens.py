@@ -34,6 +34,9 @@ NUMPY_MAGIC = b"\x93NUMPY"
 NUMPY_DTYPES = {"<u2": "<u2", "<u4": "<u4", "<i4": "<u4", "<u8": "<u8", "<i8": "<u8"}
 """No id is negative: as a signed number, one would be larger than any vocabulary."""
 
+MOST_NUMPY_HEADER = 1 << 16
+"""Bytes. numpy writes 128; other programs leave room for a longer one."""
+
 CHUNK = 1 << 23
 """Bytes looked at together."""
 
@@ -184,7 +187,7 @@ def open_array(found: DataFile, bare: str) -> TokenFile:
     file = RangeFile(found.path)
     head = file.read(0, LLM_C_HEADER)
     if head.startswith(NUMPY_MAGIC):
-        shape, dtype, offset = _numpy_header(head)
+        shape, dtype, offset = _numpy_header(file.read(0, MOST_NUMPY_HEADER))
         if len(shape) != 1 or dtype not in NUMPY_DTYPES:
             kinds = "u2, u4, i4, u8 or i8"
             raise FormatError(f"holds {dtype} of shape {shape}, not a row of {kinds}")
@@ -201,7 +204,7 @@ def open_array(found: DataFile, bare: str) -> TokenFile:
 
 
 def _numpy_header(head: bytes) -> tuple[tuple[int, ...], str, int]:
-    """Return the shape, the type and where the array begins. A row's header has 128 bytes."""
+    """Return the shape, the type and where the array begins."""
     header, stream = np.lib.format, io.BytesIO(head)
     try:
         is_first = header.read_magic(stream) == (1, 0)

@@ -51,8 +51,9 @@ FILES_TOGETHER = 64
 
 def cache_root(given: str) -> Path:
     """Return the folder of all caches: the one that the config gives, or the user's own."""
-    own = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(given or Path(own) / "meshwright")
+    if given:  # a container's user may have no home
+        return Path(given)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "meshwright"
 
 
 def cache_folder(recipe: TokenizationSpec, root: Path) -> Path:
