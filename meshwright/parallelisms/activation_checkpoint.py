@@ -30,8 +30,15 @@ tell what memory a mesh takes."""
 KEPT = ("meshwright.choose_experts", "meshwright.exchange_counts")
 """Operators whose results are kept in any mode: chosen again, experts might be others."""
 
+KEPT_BESIDE_MESHES = ("aten._scaled_dot_product_flash_attention_for_cpu",)
+"""Kept in compiled blocks that have device meshes among their inputs, on CPUs. torch takes
+attention for random and saves a state of the generator for each that it computes again. Version
+2.13 puts this state behind the meshes, then takes a mesh for a tensor and fails."""
 
-def apply_ac(blocks: nn.ModuleDict, options: ActivationCheckpoint) -> str:
+
+def apply_ac(
+    blocks: nn.ModuleDict, options: ActivationCheckpoint, kept: tuple[str, ...] = ()
+) -> str:
     """Wrap the forward of `blocks` in place; names of modules and parameters stay as they are.
 
     With mode "memory_budget" it does nothing: the compiler recomputes, see `keep_within_budget`.
@@ -39,13 +46,15 @@ def apply_ac(blocks: nn.ModuleDict, options: ActivationCheckpoint) -> str:
     Args:
         blocks: of the model or of a stage, by their number in the model. With mode "selective" and
             a number, every n-th is counted from the model's first whatever the stage.
+        kept: operators whose results are kept in any mode, in addition to `KEPT`.
 
     Returns:
         A line for the log.
     """
     mode, selection = options.mode, options.selective_ac_option
     for number, block in blocks.items():
-        names = KEPT if any(isinstance(part, Mixture) for part in block.modules()) else ()
+        has_experts = any(isinstance(part, Mixture) for part in block.modules())
+        names = (*kept, *(KEPT if has_experts else ()))
         if mode == "selective" and selection == "op":
             names = tuple(dict.fromkeys([*names, *options.saved_ops]))
         elif mode != "full" and (mode != "selective" or int(number) % int(selection) > 0):

@@ -137,18 +137,20 @@ def parallelize(
             applied.append(expert_parallel.apply_ep(model, meshes.ep))
     if meshes.cp.size() > 1:
         applied.append(context_parallel.apply_cp(model, meshes.cp, training))
+    is_on_cpu = meshes.world.device_type == "cpu"
+    has_meshes = meshes.tp.size() > 1 or meshes.ep is not None  # as parts of DTensors
     if recomputation.mode != "none":
-        applied.append(activation_checkpoint.apply_ac(model.layers, recomputation))
+        is_beside = compilation.is_on and is_on_cpu and has_meshes
+        kept = activation_checkpoint.KEPT_BESIDE_MESHES if is_beside else ()
+        applied.append(activation_checkpoint.apply_ac(model.layers, recomputation, kept))
     if model.output is not None:
         model.output.loss.chunk_tokens = training.loss_chunk_tokens
     if compilation.is_on:
-        is_on_cpu = meshes.world.device_type == "cpu"
         if is_on_cpu and wants_cpu_attention(compilation, training, parallelism):
             from meshwright.parallelisms.cpu_kernels import attention  # an operator, for CPUs alone
 
             dtype = getattr(torch, training.mixed_precision_param)
             applied.append(attention.apply_cpu_attention(model, dtype))
-        has_meshes = meshes.tp.size() > 1
         casts = float8.enable and float8.recipe_name == "rowwise"
         applied.append(
             _compile(

@@ -30,6 +30,7 @@ CASES = {
     "fsdp": (FSDP, AOT),
     "tp": (TP, INDUCTOR),
     "tp-op": (TP, AOT | OP),
+    "tp-full": (TP, AOT | FULL),
     "tp-budget": (TP, AOT | BUDGET),
     "gather-full": (CP, AOT | FULL),
     "gather-op": (CP, AOT | OP),
@@ -39,7 +40,7 @@ CASES = {
     "pp-op": (PP, AOT | OP | SCHEDULES["Interleaved1F1B"]),
 }
 """Each mesh with two policies of recomputation, and each policy on several meshes."""
-EVERYDAY = ("fsdp", "pp-op")
+EVERYDAY = ("fsdp", "pp-op", "tp-full")
 """By inductor: tests/distributed/test_resuming.py."""
 HAS_BUDGET_OF_MESHES = hasattr(partitioner, MESHES_HAVE_NO_SIZE)  # from torch 2.12 or 2.13 on
 LOSS = 2  # graphs of the loss, where it is computed

@@ -140,7 +140,12 @@ CASES = {
     "offload": ({"dp_shard": 2, "ep": 2}, 1, {"enable_cpu_offload": True}),
     "no-rows": ({"dp_shard": 2, "ep": 2}, 1, {"crowds": True}),
     "all-to-one": ({"tp": 2, "ep": 2}, 1, {"crowds": True, "args": TO_ONE}),
-    "compiled-ac": ({"dp_shard": 2, "ep": 2}, 1, BY_OP | {"compile_backend": "aot_eager"}),
+    "compiled-op": ({"dp_shard": 2, "ep": 2}, 1, BY_OP | {"compile_backend": "aot_eager"}),
+    "compiled-full": (
+        {"dp_shard": 2, "ep": 2},
+        1,
+        {"ac_mode": "full", "compile_backend": "aot_eager"},
+    ),
     "fsdp-ep2": ({"dp_shard": 4, "ep": 2}, 1, {}),
     "fsdp-tp-ep4": ({"dp_shard": 2, "tp": 2, "ep": 4}, 1, {"ac_mode": "full"}),
     "biases-fsdp-tp-ep": ({"dp_shard": 2, "tp": 2, "ep": 2}, 2, {"base": BIASED}),
@@ -158,7 +163,7 @@ CASES = {
 }
 
 
-EVERYDAY = "fsdp-ep tp-ep cp-ep pp no-rows biases-fsdp-tp-ep pp-fsdp-ep uneven"
+EVERYDAY = "fsdp-ep tp-ep cp-ep pp no-rows compiled-full biases-fsdp-tp-ep pp-fsdp-ep uneven"
 
 
 @pytest.mark.parametrize(("axes", "num_microbatches", "options"), slow_but(EVERYDAY, CASES))
