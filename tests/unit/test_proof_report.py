@@ -119,7 +119,7 @@ def test_every_quantity_that_differs_is_named() -> None:
         "checkpoint": rank(1, wrong_in_checkpoint=["w"]),
         "load": rank(1, wrong_after_load=["w"]),
         "resume": rank(1, wrong_after_resume=["w"]),
-        "state: not ": rank(1, wrong_state=["w"]),
+        "state: not as the choices add up": rank(1, wrong_counts=["w"]),
     }
     for words, second in wrong.items():
         failures = compare(reference, [first, second]).failures
