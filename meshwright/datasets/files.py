@@ -255,12 +255,11 @@ def token_paths(entry: Entry) -> list[DataFile]:
     path = entry.source.dataset_path
     if entry.source.dataset != "megatron":
         return local_files(entry)
-    names = [f"{path}.bin"]  # Megatron names both files without their endings
+    with suppress(FileNotFoundError, ConfigError):
+        return [stat(f"{path}.bin")]  # Megatron names both files without their endings
     if path.endswith((".bin", ".idx")):
-        names.append(beside(path, ".bin"))
-    for name in names:
-        with suppress(FileNotFoundError, ConfigError):
-            return [stat(name)]
+        with suppress(FileNotFoundError):
+            return [stat(beside(path, ".bin"))]
     return stat_all(sorted({beside(file.path, ".bin") for file in local_files(entry)}))
 
 

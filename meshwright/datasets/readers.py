@@ -208,18 +208,20 @@ def _pieces(part: Range, separator: bytes, after: Place | None = None) -> Pieces
                     return
                 if not is_cut:
                     piece = content if at else content.removeprefix(codecs.BOM_UTF8)
-                    yield Place(at, number), None if dropped else piece
+                    # wherever the chunks begin
+                    is_long = dropped + len(content) > LONGEST
+                    yield Place(at, number), None if is_long else piece
                     number += 1
                 is_cut = False
                 at += dropped + len(content) + len(separator)
                 dropped = 0
         seam = seam[max(len(seam) - overlap, 0) :]
-        if (size := sum(map(len, pending))) > LONGEST:
+        if (size := sum(map(len, pending))) > LONGEST + overlap:  # a separator may have begun
             pending, dropped = [seam], dropped + size - len(seam)
     rest = b"".join(pending)
     if (rest or dropped) and not is_cut and (part.end is None or at < part.end):
         piece = rest if at else rest.removeprefix(codecs.BOM_UTF8)
-        yield Place(at, number), None if dropped else piece
+        yield Place(at, number), None if dropped + len(rest) > LONGEST else piece
 
 
 def _parquet(part: Range, layout: Layout, after: Place | None) -> Rows:

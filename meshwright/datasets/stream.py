@@ -17,8 +17,8 @@ from meshwright.datasets.opening import CachedSource, OpenSource, StreamedSource
 from meshwright.datasets.order import Mixture, permutation
 from meshwright.datasets.rows import Item, Reader
 from meshwright.datasets.samples import Sample, SampleRules, to_sample
-from meshwright.system.errors import RecordError
-from meshwright.system.files import read_patiently, warn_once
+from meshwright.system.errors import RecordError, first_line
+from meshwright.system.files import ABSENT, may_pass, read_patiently, warn_once
 from meshwright.system.log import logger
 
 PassOver = Callable[[RecordError], None]
@@ -141,8 +141,10 @@ class Shard:
         def read() -> list[Item]:
             try:
                 return self._try_window()
-            except Exception:
+            except Exception as error:
                 self._reader = None
+                if isinstance(error, ABSENT) and may_pass(error):  # of a hub that does not answer
+                    raise ConnectionError(first_line(error)) from error
                 raise
 
         source = self._source

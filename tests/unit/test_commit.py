@@ -20,6 +20,7 @@ from meshwright.checkpoint.retention import (
     apply_retention,
     clean_up,
     mark_best,
+    set_aside_later,
 )
 from meshwright.system.errors import EXIT_CODES, EXIT_DATA, ConfigError, StorageError
 from tests.helpers.checkpoints import BARE, set_manifest
@@ -324,6 +325,16 @@ def test_what_has_the_name_of_a_checkpoint_is_set_aside(tmp_path: Path) -> None:
     assert texts == ["before", "keep"]
     assert (tmp_path / "step-15.aside0").is_symlink()
     assert (tmp_path / "step-20.aside0").is_dir()
+
+
+@pytest.mark.parametrize("name", ["saved_steps", "commit.set_aside"])
+def test_what_cannot_be_set_aside_is_an_error_of_every_rank(name, tmp_path, monkeypatch) -> None:
+    """`on_first_rank` tells a `ConfigError` to the others; any other error leaves them waiting."""
+    save_all(tmp_path, 2, 4)
+    error = OSError(errno.ELOOP, "Too many levels of symbolic links")
+    monkeypatch.setattr(f"meshwright.checkpoint.retention.{name}", Mock(side_effect=error))
+    with pytest.raises(ConfigError, match="after step 2 cannot be set aside: .*symbolic links"):
+        set_aside_later(tmp_path, 2, is_named=False)
 
 
 def test_what_cannot_be_removed_is_a_warning(tmp_path: Path, caplog) -> None:

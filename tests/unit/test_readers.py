@@ -296,6 +296,18 @@ def test_one_long_line(tmp_path: Path, monkeypatch) -> None:
     ]
 
 
+def test_what_is_too_long_does_not_depend_on_the_place(tmp_path: Path, monkeypatch) -> None:
+    path, layout = tmp_path / "a.txt", Layout("text", separator="||")
+    path.write_bytes(b"||".join(b"a" * size for size in (3, 22, 19, 20, 21, 1, 20, 30, 21)))
+    for module in (files, readers):
+        monkeypatch.setattr(module, "LONGEST", 20)
+    for chunk in (3, 7, 16, 64):
+        monkeypatch.setattr(files, "CHUNK", chunk)
+        found = rows_of(path, layout)
+        assert [isinstance(row, dict) for _, row in found] == [1, 0, 1, 1, 0, 1, 1, 0, 0]
+        check_everywhere(path, layout, found)
+
+
 @pytest.mark.parametrize(
     ("content", "want"),
     [

@@ -541,6 +541,22 @@ def test_what_may_pass_is_tried_again_from_its_place(monkeypatch) -> None:
     assert waits == [1, 2, 4, 8, 16, 32, 1]
 
 
+def test_a_hub_that_does_not_answer_is_asked_again(monkeypatch) -> None:
+    waits, failures = [], [FileNotFoundError("no data files")] * 2
+    failures[0].__context__ = ConnectionError("connection reset")
+
+    def get(index: int) -> str:
+        if index == 5 and failures:
+            raise failures.pop()
+        return LETTERS[index]
+
+    monkeypatch.setattr("time.sleep", waits.append)
+    want = [rows for rows, _ in read_steps([streamed(LETTERS, 1, 4)], [1], (1, 1, 1), 30)]
+    source = streamed(LETTERS, num_shards=1, window=4, get=get)
+    assert [rows for rows, _ in read_steps([source], [1], (1, 1, 1), 30)] == want
+    assert waits == [1, 2]
+
+
 class Panic(BaseException):
     """As Rust's, which is no `Exception`."""
 

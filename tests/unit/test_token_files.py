@@ -11,10 +11,11 @@ import pytest
 from meshwright.config.section import BYTES
 from meshwright.config.training import Source
 from meshwright.datasets.encoding import TokenizationSpec
-from meshwright.datasets.files import Entry
+from meshwright.datasets.files import Entry, token_paths
 from meshwright.datasets.named_sources import check_path
 from meshwright.datasets.samples import CachedSamples
 from meshwright.datasets.sources import find_dataset
+from meshwright.datasets.storage import DataFile
 from meshwright.datasets.token_cache.cache import TokenCache
 from meshwright.datasets.token_cache.tokenizing import open_cache
 from meshwright.system.errors import ConfigError
@@ -49,6 +50,17 @@ def test_megatron_by_any_of_its_names(name: str, tmp_path: Path) -> None:
         path = path.with_suffix(".*")
     cache = open_tokens(tmp_path, "megatron", path)
     assert documents_of(cache) == [*DOCUMENTS, [1, 2, 3, 4, EOS]]
+
+
+@pytest.mark.parametrize("ending", ["bin", "idx"])
+def test_a_refused_file_of_megatron_is_named(ending: str, monkeypatch) -> None:
+    def refused(path: str) -> DataFile:
+        raise ConfigError("", f"{path} cannot be read\n  fix: let this user read it")
+
+    monkeypatch.setattr("meshwright.datasets.files.stat", refused)
+    source = Source(dataset="megatron", dataset_path=f"s3://bucket/small.{ending}")
+    with pytest.raises(ConfigError, match=r"^s3://bucket/small\.bin cannot be read"):
+        token_paths(Entry("training", "data", source))
 
 
 def write_llm_c(path: Path, documents: list[list[int]]) -> None:
