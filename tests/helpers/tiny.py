@@ -174,7 +174,7 @@ def lines_on_one_rank(
     alone = SimpleNamespace(size=lambda: 1, device_type=device_type)
     return parallelize(
         plain_model(TINY) if model is None else model,
-        cast(Meshes, SimpleNamespace(world=alone, tp=alone, cp=alone)),
+        cast(Meshes, SimpleNamespace(world=alone, tp=alone, cp=alone, ep=None)),
         JobConfig(
             training=Training(mixed_precision_param=dtype, mask_documents=mask_documents),
             compile=Compile(backend="eager", **{"enable": False} | compilation),

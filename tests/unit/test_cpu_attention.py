@@ -261,10 +261,10 @@ def test_a_graph_of_other_code_or_for_other_instructions_is_not_found(
         (tmp_path / "parallelisms" / "code.py").write_text(code)
         monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda c=capability: c)
         compile_cache._hash_of_code.cache_clear()
-        with compile_cache.config.patch(cache_key_tag="of the user"):
+        with compile_cache.compiler.patch(cache_key_tag="of the user"):
             for _ in range(2):
                 compile_cache.tell_code_apart()
-            tags.append(compile_cache.config.cache_key_tag)
+            tags.append(compile_cache.compiler.cache_key_tag)
     compile_cache._hash_of_code.cache_clear()
     assert len({*tags}) == 3
     assert all(tag.startswith("of the user meshwright ") for tag in tags)
@@ -306,7 +306,7 @@ def test_every_block_gets_it_or_none_and_the_log_says_so(monkeypatch, name, reas
     forwards = [block.attention.core.forward for block in model.layers.values()]
     assert [forward is cpu_attention.attend for forward in forwards] == [not reason] * 3
     assert asked == [(TINY.dim // TINY.n_heads, getattr(torch, name))]
-    assert "meshwright" in compile_cache.config.cache_key_tag
+    assert "meshwright" in compile_cache.compiler.cache_key_tag
 
 
 @pytest.mark.parametrize("case", ["GPU", "eager", "torch", "documents"])

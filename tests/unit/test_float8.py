@@ -223,7 +223,7 @@ def test_compiled_rows_are_rounded_as_eager_ones(monkeypatch, backend, recipe, k
     options = ON.model_copy(update={"recipe_name": recipe}) if recipe else Float8()
     parallelize(
         model,
-        SimpleNamespace(world=alone, tp=alone, cp=alone),
+        SimpleNamespace(world=alone, tp=alone, cp=alone, ep=None),
         JobConfig(
             compile=Compile(enable=True, backend=backend),
             activation_checkpoint=ActivationCheckpoint(mode="none"),

@@ -14,11 +14,14 @@ import meshwright
 PACKAGE = Path(meshwright.__file__).parent
 
 
-MOST_NAMES = 63
+MOST_NAMES = 61
+
+OF_NAMED_TUPLES = ("_asdict", "_fields", "_make", "_replace")  # public, documented by Python
 
 
 def is_private(name: str) -> bool:
-    return any(part.startswith("_") and not part.startswith("__") for part in name.split("."))
+    parts = [part for part in name.split(".") if part not in OF_NAMED_TUPLES]
+    return any(part.startswith("_") and not part.startswith("__") for part in parts)
 
 
 def own_names(trees: list[ast.Module]) -> Iterator[str]:
