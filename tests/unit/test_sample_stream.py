@@ -522,38 +522,39 @@ def test_bad_records_of_a_shard_that_two_ranks_read_count_once(monkeypatch) -> N
     assert bad_records(whole_cursor(cursors[0])) == 5
 
 
-def test_what_may_pass_is_tried_again_from_its_place(monkeypatch) -> None:
-    waits, texts, failures = [], LETTERS, [OSError(116, "Stale file handle")] * 8
-
-    def get(index: int) -> str:
-        if index == 5 and failures:
-            raise failures.pop()
-        return texts[index]
-
-    monkeypatch.setattr("time.sleep", waits.append)
-    want = [rows for rows, _ in read_steps([streamed(texts, 1, 4)], [1], (1, 1, 1), 30)]
-    source = streamed(texts, num_shards=1, window=4, get=get)
-    with pytest.raises(StorageError, match="shard 0 of 1 cannot be read: Stale file handle"):
-        read_steps([source], [1], (1, 1, 1), 30)
-    assert waits == [1, 2, 4, 8, 16, 32]
-    assert len(failures) == 1
-    assert [rows for rows, _ in read_steps([source], [1], (1, 1, 1), 30)] == want
-    assert waits == [1, 2, 4, 8, 16, 32, 1]
+@pytest.fixture
+def waits(monkeypatch) -> list[float]:
+    found = []
+    monkeypatch.setattr("time.sleep", found.append)
+    return found
 
 
-def test_a_hub_that_does_not_answer_is_asked_again(monkeypatch) -> None:
-    waits, failures = [], [FileNotFoundError("no data files")] * 2
-    failures[0].__context__ = ConnectionError("connection reset")
+def rows_of(failures: list[Exception]) -> list:
+    """Rows of a shard whose sixth document fails with each of these, the last one first."""
 
     def get(index: int) -> str:
         if index == 5 and failures:
             raise failures.pop()
         return LETTERS[index]
 
-    monkeypatch.setattr("time.sleep", waits.append)
-    want = [rows for rows, _ in read_steps([streamed(LETTERS, 1, 4)], [1], (1, 1, 1), 30)]
     source = streamed(LETTERS, num_shards=1, window=4, get=get)
-    assert [rows for rows, _ in read_steps([source], [1], (1, 1, 1), 30)] == want
+    return [rows for rows, _ in read_steps([source], [1], (1, 1, 1), 30)]
+
+
+def test_what_may_pass_is_tried_again_from_its_place(waits) -> None:
+    want, failures = rows_of([]), [OSError(116, "Stale file handle")] * 8
+    with pytest.raises(StorageError, match="shard 0 of 1 cannot be read: Stale file handle"):
+        rows_of(failures)
+    assert waits == [1, 2, 4, 8, 16, 32]
+    assert len(failures) == 1
+    assert rows_of(failures) == want
+    assert waits == [1, 2, 4, 8, 16, 32, 1]
+
+
+def test_a_hub_that_does_not_answer_is_asked_again(waits) -> None:
+    want, failures = rows_of([]), [FileNotFoundError("no data files")] * 2
+    failures[0].__context__ = ConnectionError("connection reset")
+    assert rows_of(failures) == want
     assert waits == [1, 2]
 
 
