@@ -126,9 +126,9 @@ SOUND = {
 def test_a_sound_mesh_is_equal(verdict_of, small, kind, mesh) -> None:
     verdict = verdict_of(case_on(small, kind, **mesh), small=small)
     assert verdict.failures == []
-    if kind == "fp32":  # it did compute, in another order
+    if kind == "fp32":  # gradients are computed in another order; a loss may be equal by chance
         assert verdict.worst_gradient
-        assert 0 < verdict.loss_error < 1e-6
+        assert verdict.loss_error < 1e-6
         assert 0 < verdict.gradient_error < 1e-5
         assert verdict.num_other_choices == 0
         assert 0 <= verdict.later_gradient_error < 1e-5
