@@ -16,7 +16,7 @@ from meshwright.checkpoint.find import Opened
 from meshwright.checkpoint.index import SavedTensor
 from meshwright.checkpoint.reader import CHUNK, CheckpointWeights
 from meshwright.checkpoint.writer import write
-from meshwright.system.errors import ConfigError
+from meshwright.system.errors import config_error
 
 
 def _add(share: float, total: Tensor, part: Tensor) -> None:
@@ -84,5 +84,6 @@ def merge(
         _, (failure, _) = error.failures.popitem()
         if not isinstance(failure, OSError):
             raise failure from None
-        raise ConfigError("--out", f"--out {folder}: cannot be written: {failure}") from None
+        rule = f"cannot be written: {failure.strerror or failure}"
+        raise config_error("--out", str(folder), rule, "name another folder") from None
     return commit.step_folder(folder, steps[-1])

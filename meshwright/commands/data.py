@@ -96,7 +96,7 @@ def run_tokenize(given: Namespace) -> None:
     for config in configs:
         check_data(config)
         sources += open_training_data(config, **options)
-    sources += open_validation_data(configs[0], **options)
+        sources += open_validation_data(config, **options)
     for source in sources:
         if isinstance(source, StreamedSource):
             logger.info("%s: streamed, %d shards", source.entry.name, source.num_shards)

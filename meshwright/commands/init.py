@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from meshwright.commands.options import output_file, readable
+from meshwright.commands.options import output_file, readable, write_output
 from meshwright.config.command_line import Parser
 from meshwright.config.loader import load_config
 from meshwright.config.training import Source
@@ -122,11 +122,7 @@ def run(given: Namespace) -> None:
     scale = scale_for(STDLIB_TOKENS if corpus is None else corpus.num_to_train)
     lines = _toml(out, corpus, scale)
     text = "".join(f"{line.removesuffix('# ').rstrip()}\n" for line in lines)
-    try:
-        out.write_text(text, "utf-8")
-    except OSError as error:  # a full disk; or /proc, where the folder promises too much
-        rule = f"cannot be written: {error.strerror}"
-        raise config_error("OUT", str(out), rule, "name another file") from None
+    write_output(out, text, "OUT")
     print(f"wrote {out}: {scale}\n")
     name = shlex.quote(str(out))
     print(f"meshwright check {name}\nmeshwright train {name}")

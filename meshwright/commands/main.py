@@ -3,6 +3,7 @@
 To add a command: a module with `add_options(parser)` and `run(given)`, and a line in `COMMANDS`.
 """
 
+import errno
 import os
 import signal
 import sys
@@ -20,7 +21,7 @@ from meshwright.system.errors import (
     DataError,
     did_you_mean,
 )
-from meshwright.system.log import print_error
+from meshwright.system.log import print_error, steady_streams
 from meshwright.system.modules import uncollected
 
 
@@ -117,6 +118,9 @@ def run(words: Sequence[str]) -> None:
     Raises:
         ConfigError: for a mistake of the user's.
     """
+    for word in words:
+        if word.encode("utf-8", "ignore").decode() != word:
+            raise ConfigError("", f"{word!r} is no text in UTF-8\n  fix: set LC_ALL=C.UTF-8")
     name = " ".join(words[:2]) if " ".join(words[:2]) in COMMANDS else words[0]
     if name not in COMMANDS:
         within = [command for command in COMMANDS if command.startswith(f"{name} ")]
@@ -144,6 +148,7 @@ def run(words: Sequence[str]) -> None:
 def main() -> None:
     """Run one command; a `ConfigError` becomes its message and exit code 2, Ctrl-C code 130."""
     words = sys.argv[1:] or ["--help"]
+    steady_streams()
     try:
         if words[0] in ("--help", "-h", "help"):
             _print_commands(list(COMMANDS))
@@ -160,9 +165,16 @@ def main() -> None:
         sys.exit(EXIT_DATA)
     except KeyboardInterrupt:
         sys.exit(EXIT_INTERRUPTED)
-    except BrokenPipeError:  # `| head` has seen enough; without the traceback of a flush at exit
+    except OSError as error:
+        # `| head` has seen enough; or `> FILE` on a full disk, for other files have names
+        if error.errno not in (errno.EPIPE, errno.ENOSPC) or error.filename:
+            raise
+        # without the traceback of a flush at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(128 + signal.SIGPIPE)
+        if error.errno == errno.EPIPE:
+            sys.exit(128 + signal.SIGPIPE)
+        print_error(f"stdout cannot be written: {error.strerror}\n  fix: make room there")
+        sys.exit(EXIT_CONFIG)
 
 
 def _print_commands(names: Sequence[str]) -> None:

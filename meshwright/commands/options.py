@@ -9,7 +9,7 @@ from meshwright.config.command_line import Parser
 from meshwright.config.job_config import JobConfig
 from meshwright.config.section import ADDRESS
 from meshwright.config.stages import staged
-from meshwright.system.errors import check, numbered, out_of_reach
+from meshwright.system.errors import check, config_error, numbered, out_of_reach
 
 CHECKPOINT = "a step's folder, or a dump folder: its newest"
 
@@ -55,6 +55,26 @@ def output_file(text: str) -> Path:
     if path.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
         raise ArgumentTypeError(f"{text!r}: cannot be written\n  fix: name another file")
     return path
+
+
+def write_output(path: Path, text: str, key: str) -> None:
+    """Write a file that a command makes; a new one is there whole, or not at all.
+
+    Args:
+        key: of the command line.
+
+    Raises:
+        ConfigError: if it cannot be written: `output_file` has not seen a full disk, nor a file
+            that no option names.
+    """
+    is_new = not path.exists()
+    try:
+        path.write_text(text, "utf-8")
+    except OSError as error:
+        if is_new:
+            path.unlink(missing_ok=True)
+        rule = f"cannot be written: {error.strerror}"
+        raise config_error(key, str(path), rule, "name another file") from None
 
 
 def add_stage(parser: Parser) -> None:

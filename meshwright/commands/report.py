@@ -2,7 +2,7 @@
 
 from argparse import Namespace
 
-from meshwright.commands.options import input_path, output_file
+from meshwright.commands.options import input_path, output_file, write_output
 from meshwright.config.command_line import Parser
 from meshwright.metrics.report.compare import comparison
 from meshwright.metrics.report.page import page
@@ -43,5 +43,5 @@ def run(given: Namespace) -> None:
         ("report.html", page(runs[0])) if len(runs) == 1 else ("compare.html", comparison(runs))
     )
     output = given.output or folders[0] / name
-    output.write_text(text, "utf-8")
+    write_output(output, text, "--output")
     print(output)

@@ -82,7 +82,8 @@ def run(given: Namespace) -> None:
             logger.warning("%s", text)
     for stage in plan.stages[1:]:
         sources += open_training_data(stage.config)
-    sources += open_validation_data(plan.config)
+    for stage in plan.stages:  # each may hold out a part of its own data
+        sources += open_validation_data(stage.config)
     where = f", of {ranks.machines} machines that meet at {_endpoint(given)}"
     where *= ranks.machines > 1
     logger.info("starting %s on this machine%s", numbered(ranks.per_machine, "rank"), where)

@@ -236,12 +236,11 @@ IDLE_WHERE: tuple[tuple[str, Callable[[JobConfig], bool], str], ...] = (
 """Keys, the configs in which they have no effect, and why."""
 
 
-def idle_options(config: JobConfig, steps: int) -> Iterator[str]:
+def idle_options(config: JobConfig) -> Iterator[str]:
     """Say which options differ from their default and have no effect, each once, and why.
 
     Args:
         config: with every -1 filled in.
-        steps: of the whole job.
     """
     reasons = _switched_off(config)
     for condition, keys in IDLE_BESIDE.items():
@@ -257,12 +256,17 @@ def idle_options(config: JobConfig, steps: int) -> Iterator[str]:
         value = value_of(config, key)
         if value != value_of(defaults, key):
             yield f"{key} = {shown(value)} has no effect: {why}"
+
+
+def never_reached(config: JobConfig, steps: int) -> str:
+    """Return a note if the warm-up takes longer than all steps of the job; or ""."""
     warmup = config.lr_scheduler.warmup_steps
-    if warmup > steps:
-        yield (
-            f"optimizer.lr = {config.optimizer.lr} is never reached: lr_scheduler.warmup_steps = "
-            f"{warmup}, and the job has {steps}"
-        )
+    if warmup <= steps:
+        return ""
+    return (
+        f"optimizer.lr = {config.optimizer.lr} is never reached: lr_scheduler.warmup_steps = "
+        f"{warmup}, and the job has {steps}"
+    )
 
 
 def _switched_off(config: JobConfig) -> dict[str, str]:

@@ -256,9 +256,7 @@ def _read_toml(path: Path, provenance: Provenance, seen: tuple[Path, ...]) -> di
     """Return the TOML at `path` over the one that its top-level `extends = "base.toml"` names."""
     path = path.absolute()
     if os.path.realpath(path) in map(os.path.realpath, seen):
-        raise ConfigError(
-            "", f"{shown_path(path)}: extends itself, by way of {shown_path(seen[-1])}"
-        )
+        raise ConfigError("", f"{shown_path(path)}: extends itself, through {shown_path(seen[-1])}")
     text = _read_text(path)
     try:
         raw = tomli.loads(text)
@@ -397,4 +395,6 @@ def to_toml(
         keys = table.get(section, {})
         if keys.get("datasets") and keys.get("dataset"):
             del keys["dataset"]  # the default, which would be refused beside them
+        if section == "validation" and config.training.validation_fraction:  # as would its data
+            table[section] = {key: keys[key] for key in keys if key not in Source.model_fields}
     return tomli_w.dumps({name: section for name, section in table.items() if section})

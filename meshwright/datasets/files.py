@@ -222,6 +222,9 @@ def local_files(entry: Entry) -> list[DataFile]:
     """
     path, suffixes = entry.source.dataset_path, SUFFIXES[entry.source.dataset]
     if found := resolve(path, suffixes):
+        for file in found:  # the names decide on the cache, and errors print them
+            if file.path.encode("utf-8", "ignore").decode() != file.path:
+                raise entry.error("dataset_path", f"{file.path!r} is no name in UTF-8", "rename it")
         return found
     wanted = "such file or folder"
     if os.path.isdir(path):

@@ -246,8 +246,6 @@ def where_it_ends(path: str | Path) -> str:
         near = get_close_matches(name, [file.name for file in parent.iterdir()], n=1, cutoff=0.75)
     except OSError:  # a file, or a folder that may not be read
         near = []
-    if name.startswith("$"):
-        return "write the path itself: variables are not replaced"
     if near and near[0] != name:
         return f"did you mean {parent / near[0]}?"
     return f"check the path: {parent} exists, but holds no {name}"
@@ -255,13 +253,16 @@ def where_it_ends(path: str | Path) -> str:
 
 def out_of_reach(path: str | Path) -> str:
     """Return why nobody can tell here whether `path` exists, or why this user cannot read it, and
-    then the fix; "" for a path that can be read, or that does not exist."""
+    then the fix; "" for a path that can be read, or that does not exist. A name like $HOME must
+    exist: a job would make a folder called so."""
     if str(path).startswith("~"):
         return f"there is no user {Path(path).parts[0][1:]}\n  fix: write the folder itself"
     try:
         is_folder = stat.S_ISDIR(os.stat(path).st_mode)
     except (FileNotFoundError, NotADirectoryError):
-        return ""
+        if not any(part.startswith("$") for part in Path(path).parts):
+            return ""
+        return "variables are not replaced\n  fix: write the path itself"
     except PermissionError:
         parents = reversed(Path(path).absolute().parents)
         closed = next((p for p in parents if not os.access(p, os.X_OK)), path)

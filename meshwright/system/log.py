@@ -1,6 +1,7 @@
 """The job's log: on the console, and in one file per rank."""
 
 import faulthandler
+import io
 import logging
 import os
 import signal
@@ -177,6 +178,21 @@ def _open_terminal(terminal: str) -> TextIO | None:
         return open(os.open(path, os.O_WRONLY | os.O_NOCTTY), "w", encoding="utf-8")
     except OSError:
         return None
+
+
+def steady_streams() -> None:
+    """Let nothing that is printed fail: streams that the shell has closed, as by `>&-`, lead to
+    nowhere, for this process and its ranks; a character that the console's encoding lacks is
+    printed as its code."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        stream = getattr(sys, name)
+        if stream is None:
+            nowhere = os.open(os.devnull, os.O_RDWR)  # the next file would get the number
+            os.dup2(nowhere, number)
+            os.set_inheritable(number, True)
+            setattr(sys, name, os.fdopen(number, "w" if number else "r", encoding="utf-8"))
+        elif number and isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def console_stream() -> TextIO:

@@ -17,6 +17,7 @@ from meshwright.config.combinations import (
     check_installed,
     check_writable,
     idle_options,
+    never_reached,
 )
 from meshwright.config.job_config import JobConfig, changed
 from meshwright.config.stages import error_of_stage, staged
@@ -165,7 +166,8 @@ class Plan:
     @property
     def notes(self) -> list[str]:
         """Lines that `meshwright check` prints, and the job when it starts."""
-        lines = (self.batch_line, other_data(self.config), self.compile_line)
+        slow = [never_reached(stage.config, self.stages[-1].steps) for stage in self.stages]
+        lines = (self.batch_line, other_data(self.config), self.compile_line, min(slow))
         return [*filter(None, lines), *self.idle_options.values()]
 
     @property
@@ -173,7 +175,7 @@ class Plan:
         """Options that have no effect in this stage or a later one, and a sentence why."""
         names, groups = list(self.model_args.parameter_names()), self.config.optimizer.groups
         found = (
-            *idle_options(self.config, self.stages[-1].steps),
+            *idle_options(self.config),
             *idle_source_options(self.config),
             *idle_groups(groups, names, self.frozen),
         )

@@ -1,5 +1,7 @@
 """The command line: one table of commands, every one of them with help, in any order of words."""
 
+import errno
+import os
 import re
 import subprocess
 import sys
@@ -13,6 +15,7 @@ from torch.distributed.run import parse_args
 import meshwright
 from meshwright.commands import train
 from meshwright.commands.main import COMMANDS, main, run
+from meshwright.commands.options import write_output
 from meshwright.config.loader import load_config
 from meshwright.system import machine
 from meshwright.system.errors import (
@@ -86,6 +89,37 @@ def test_what_is_printed_survives_head() -> None:
         result = subprocess.run(["bash", "-c", piped], capture_output=True, text=True)
         assert (result.returncode, result.stderr) == (0, ""), words
         assert len(result.stdout.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("streams", "says"),
+    [
+        ("> /dev/full", "stdout cannot be written: No space left on device\n  fix: make room"),
+        (">&- <&-", ""),
+        ("$'caf\\xe9'", "'caf\\udce9' is no text in UTF-8\n  fix: set LC_ALL=C.UTF-8"),
+    ],
+)
+def test_streams_that_take_nothing(streams: str, says: str, tmp_path) -> None:
+    a_note = "--lr_scheduler.warmup_steps 999"
+    words = f"check debug_model --job.dump_folder {tmp_path}/out {a_note} {streams}"
+    told = subprocess.run(
+        ["bash", "-c", f'"{sys.executable}" -c "{SHELL}" {words}'], capture_output=True, text=True
+    )
+    assert told.returncode == (2 if says else 0)
+    assert told.stderr.startswith(f"meshwright: {says}" if says else "")
+    assert "Traceback" not in told.stderr
+
+
+def test_a_file_of_a_command_is_written_whole_or_not_at_all(tmp_path, monkeypatch) -> None:
+    def fill(self: Path, text: str, encoding: str) -> None:
+        self.touch()
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_text", fill)
+    page = tmp_path / "a.html"
+    with pytest.raises(ConfigError, match="a.html': cannot be written: No space .*\n  fix: name"):
+        write_output(page, "a page", "--html")
+    assert not page.exists()
 
 
 def test_version_and_unknown_commands(monkeypatch, capsys) -> None:

@@ -45,7 +45,7 @@ def settings(text: str) -> dict[str, Any]:
 
 def is_said_to_be_idle(option: str, beside: str) -> bool:
     config = config_with(**ON_ONE_RANK | settings(beside) | settings(option))
-    said = [*idle_options(config, config.training.steps), *idle_source_options(config)]
+    said = [*idle_options(config), *idle_source_options(config)]
     return any(text.startswith(f"{option.split('=')[0]} = ") for text in said)
 
 
@@ -157,10 +157,16 @@ def test_a_config_of_defaults_says_nothing(tmp_path, capsys, monkeypatch) -> Non
 
 def test_of_keys_without_effect_only_the_user_s_own_are_told(tmp_path, capsys) -> None:
     """Not those of the preset, which the user did not write."""
-    (tmp_path / "a.toml").write_text('extends = "debug_model"\nvalidation.enable = false\n')
+    text = 'extends = "debug_model"\nvalidation.enable = false\ntraining.steps = 9\n'
+    (tmp_path / "a.toml").write_text(text)
     words = [tmp_path / "a.toml", "--job.dump_folder", tmp_path]
     check_job(words)
-    assert "has no effect" not in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "has no effect" not in said
+    # a rate of the preset, and steps of the user's own
+    assert "never reached: lr_scheduler.warmup_steps = 20, and the job has 9" in " ".join(
+        said.split()
+    )
     check_job([*words, "--validation.num_samples", 9])
     said = "validation.num_samples = 9 has no effect: validation.enable = false"
     assert capsys.readouterr().out.count(said) == 1

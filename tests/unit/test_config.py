@@ -384,6 +384,15 @@ def test_the_written_config_of_a_mixture_can_run(toml, tmp_path) -> None:
     assert (again.training, again.validation) == (config.training, config.validation)
 
 
+def test_the_written_config_of_held_out_documents_can_run(toml, tmp_path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n')
+    keys = 'dataset = "json"\ndataset_path = "a.jsonl"\nvalidation_fraction = 0.5\n'
+    config = load_config(toml(f'extends = "debug_model"\n[training]\n{keys}'))
+    again = load_config(toml(to_toml(config), "again.toml"))
+    assert preflight(again, 1).config.training.validation_fraction == 0.5
+    assert (again.training, again.validation) == (config.training, config.validation)
+
+
 def test_an_error_of_a_record_begins_with_its_place_in_the_data(toml, tmp_path) -> None:
     (tmp_path / "a.jsonl").write_text('{"body": "one"}\n')
     keys = '[training]\ndataset = "json"\ndataset_path = "a.jsonl"\n'

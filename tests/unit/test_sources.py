@@ -3,6 +3,7 @@
 import gzip
 import io
 import json
+import os
 import re
 from http.client import IncompleteRead
 from pathlib import Path
@@ -319,6 +320,12 @@ def test_the_error_names_the_broken_file(fault: str, folder: Path) -> None:
         read_all(open_documents(dataset=kind, dataset_path=str(folder)))
     assert f"{folder / name}{message}" in str(caught.value)
     assert caught.value.key in ("training.dataset_path", "training.dataset_column")
+
+
+def test_a_name_that_is_no_text_is_named(folder: Path) -> None:
+    (folder / os.fsdecode(b"caf\xe9.txt")).write_text("one")
+    with pytest.raises(ConfigError, match=r"caf.udce9.txt' is no name in UTF-8\n  fix: rename it"):
+        local_files(entry(dataset="text", dataset_path=str(folder)))
 
 
 def test_a_path_that_is_there_is_no_pattern(folder: Path) -> None:

@@ -1,5 +1,8 @@
 """[[training.stages]]: one config per stage, its errors, and the place in the data at its start."""
 
+import json
+import os
+import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -243,6 +246,26 @@ def test_check_looks_at_every_stage(tmp_path, capsys) -> None:
     assert "stage 1 to step 8" in printed
     assert "stage 3 to step 24" in printed
     assert "8 steps of 128 tokens, stage 3" in printed
+
+
+def test_held_out_documents_of_every_stage_are_tokenised_ahead(tmp_path, monkeypatch) -> None:
+    for name in "ab":
+        texts = [" ".join([name, *TEXTS, str(number)]) for number in range(40)]
+        rows = [json.dumps({"text": text}) + "\n" for text in texts]
+        (tmp_path / f"{name}.jsonl").write_text("".join(rows))
+    rows = 'dataset = "json"\ndataset_path = "{}.jsonl"\nweight = 1\n'
+    stages = "[[training.stages]]\nuntil_tokens = 1000\n[[training.stages]]\n"
+    stages += f"[[training.stages.datasets]]\n{rows.format('b')}[validation]\nenable = true\n"
+    training = f'validation_fraction = 0.3\ntoken_cache_folder = "{tmp_path}/caches"'
+    config_of(tmp_path, stages, training, f"[[training.datasets]]\n{rows.format('a')}")
+    command("tokenize")([tmp_path / "config.toml", "--workers", "1"])
+    assert len([*(tmp_path / "caches").iterdir()]) == 4
+    shutil.rmtree(tmp_path / "caches")
+    monkeypatch.setattr("os.environ", dict(os.environ))
+    monkeypatch.setattr("meshwright.commands.train.exit_when_asked", lambda: None)
+    monkeypatch.setattr("os.execv", lambda *_: None)  # ranks, which would make what is not there
+    command("train")([tmp_path / "config.toml", "--ngpu", "1"])
+    assert len([*(tmp_path / "caches").iterdir()]) == 4
 
 
 def test_a_stage_says_its_own_steps_and_how_often_it_reads_its_data(

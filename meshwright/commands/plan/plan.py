@@ -12,6 +12,7 @@ from typing import Any
 
 import tomli_w
 
+from meshwright.commands.options import write_output
 from meshwright.commands.plan import report
 from meshwright.commands.plan import search as searching
 from meshwright.commands.plan.devices import GIB, Device, Rates, estimated, find_device
@@ -56,7 +57,7 @@ def plan(config: JobConfig, given: Namespace) -> str:
     if shown.verdict != "fits" and not given.no_remedies:
         remedies = find_remedies(job, shown, rates, given.workers)
     if given.html is not None:
-        given.html.write_text(report.to_html(job, found, device))
+        write_output(given.html, report.to_html(job, found, device), "--html")
     if given.json:
         return json.dumps(report.to_json(job, found, device, map(asdict, remedies)), indent=1)
     lines = [f"  {x.peak_bytes / GIB:8.2f} GiB, {x.verdict:12} {x.change}" for x in remedies]
