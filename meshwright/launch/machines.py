@@ -51,6 +51,7 @@ class Meeting:
         with suppress(RuntimeError, OSError):  # it does not answer, yet or any more
             if self._store is None:
                 host, _, port = self._endpoint.rpartition(":")
+                host = host.strip("[]")  # around an address of IPv6, as torchrun takes it, too
                 # torch would print a page of C++ where nobody listens
                 socket.create_connection((host, int(port)), MEET_S).close()
                 self._store = _connect(host, int(port), MEET_S, self._prefix)

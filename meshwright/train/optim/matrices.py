@@ -50,10 +50,11 @@ class Exchange:
         self._shapes = [tuple(matrix.shape) for matrix in matrices]
         self._boxes: list[dict[int, Box]] = []
         """Of each matrix, by rank in the group."""
+        place = {rank: number for number, rank in enumerate(ranks)}
         for matrix in matrices:
             whole: Box = ((0,) * matrix.dim(), tuple(matrix.shape))
             boxes = boxes_of_ranks(matrix) if is_dtensor(matrix) else dict.fromkeys(ranks, whole)
-            self._boxes.append({ranks.index(rank): box for rank, box in boxes.items()})
+            self._boxes.append({place[rank]: box for rank, box in boxes.items()})
         owners = self._share_out()
         self._owned = [i for i, owner in enumerate(owners) if owner == self._me]
         self._in, self._back = list[Move](), list[Move]()
