@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from zlib_ng.zlib_ng import crc32
 
 from meshwright.checkpoint.claim import check_claim
+from meshwright.checkpoint.index import INDEX
 from meshwright.checkpoint.manifest import (
     MANIFEST,
     VERSION,
@@ -110,6 +111,8 @@ def inspect(checkpoint: Path) -> Manifest:
     manifest = read_manifest(checkpoint)
     if step_of(checkpoint.name) not in (None, step := manifest["step"]):
         raise DamagedError(checkpoint, f"it was saved as step-{step}, and has been renamed")
+    if INDEX not in manifest["files"]:
+        raise DamagedError(checkpoint, f"{MANIFEST} has no record of {INDEX}")
     for file, record in manifest["files"].items():
         try:
             size = read_patiently(checkpoint / file, (checkpoint / file).stat).st_size

@@ -57,13 +57,10 @@ MEANINGS = {
     **dict.fromkeys(GONE, "dead"),
 }
 
-TORCH = rf"({re.escape(str(Path(torch.__file__).parent))}|/(site|dist)-packages/torch)"
+TORCH = str(Path(torch.__file__).parent)
 
-WAITS_IN = re.compile(
-    rf"({TORCH}/distributed/[\w/]+|/meshwright/train/stop|/concurrent/futures/\w+)\.py$"
-)
-"""Files in whose functions a rank waits for others, here and on other machines. A user may have a
-folder torch/distributed, too."""
+WAITS_IN = re.compile(r"/meshwright/train/stop\.py$|/concurrent/futures/\w+\.py$")
+"""Files in whose functions a rank waits for others, in addition to torch.distributed."""
 
 FRAMES_SEEN = 4
 """Of the main thread, from the innermost, to see whether it waits for others."""
@@ -84,6 +81,9 @@ class Evidence(Beat):
     """Its letter in /proc/PID/stat; "" if the process is gone."""
     stacks: str
     collectives: str
+    torch: str = TORCH
+    """Folder of torch on its machine: any, if it was built from source. A user may have a folder
+    torch/distributed, too."""
 
     @property
     def files(self) -> list[str]:
@@ -94,7 +94,10 @@ class Evidence(Beat):
     @property
     def waits(self) -> bool:
         """Whether it waits for other ranks."""
-        return bool(self.failed) or any(map(WAITS_IN.search, self.files))
+        waits = (
+            f.startswith(f"{self.torch}/distributed/") or WAITS_IN.search(f) for f in self.files
+        )
+        return bool(self.failed) or any(waits)
 
     def __str__(self) -> str:
         meaning = MEANINGS.get(self.state, self.state)

@@ -4,9 +4,11 @@ import itertools
 import json
 import time
 from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any, Literal
 
+from meshwright.metrics.sinks import WholeRecords
 from meshwright.system.files import only_warn
 from meshwright.system.log import logger
 
@@ -38,10 +40,11 @@ def set_aside(folder: Path) -> None:
 def note(folder: Path, step: int, event: Event, facts: Mapping[str, Any]) -> None:
     """Append an event, with facts for JSON. A job that starts over at step 0 begins a new file."""
     line = json.dumps({"event": event, "step": step, "unix_s": round(time.time(), 1), **facts})
-    is_new = event == "start" and step == 0
     try:
-        with open(folder / FILE, "w" if is_new else "a", encoding="utf-8") as file:
-            file.write(line + "\n")
+        if event == "start" and step == 0:
+            (folder / FILE).unlink(missing_ok=True)
+        with closing(WholeRecords(folder / FILE)) as file:
+            file.append(line.encode() + b"\n")
     except OSError as error:  # a full disk, say
         logger.warning("%s cannot be written: %s; training continues", folder / FILE, error)
 

@@ -26,7 +26,7 @@ from meshwright.system.errors import ConfigError, in_ranges
 from meshwright.train import set_up
 from meshwright.train.preflight import preflight
 from meshwright.train.set_up import _open_data, check_agreement, check_same
-from tests.helpers.checkpoints import BARE
+from tests.helpers.checkpoints import publish_empty
 
 ROOT = Path(__file__).parents[2]
 TEXT = "".join(json.dumps({"text": f"text {number} " * 20}) + "\n" for number in range(50))
@@ -157,17 +157,11 @@ def test_ranks_in_words() -> None:
     assert in_ranges([5]) == "5"
 
 
-def publish_bare(folder: Path) -> None:
-    unfinished = commit.unfinished_folder(folder, 5)
-    unfinished.mkdir(parents=True)
-    commit.publish(unfinished, BARE | {"step": 5}, {})
-
-
 def own_folder(folder: Path) -> tuple[str, float]:
     """What ranks say that have a folder of the same name each; one of them has a checkpoint."""
     mine = folder / str(dist.get_rank())
     if dist.get_rank() == 0:
-        publish_bare(mine / "checkpoint")
+        publish_empty(mine / "checkpoint", 5)
     dist.barrier()
     with patch.object(shared_folder, "SEEN_WITHIN_S", 0.3):
         try:
@@ -181,7 +175,7 @@ def shared_by_all(folder: Path) -> tuple[object, int]:
     """The step that is found, and how often this rank looked at a checkpoint's files."""
     rank, looks = dist.get_rank(), []
     if rank == 0:
-        publish_bare(folder)
+        publish_empty(folder, 5)
     dist.barrier()
 
     def noting(checkpoint: Path) -> dict:
@@ -203,7 +197,7 @@ def test_the_first_rank_chooses_a_checkpoint_in_a_folder_that_all_see(on_ranks, 
     assert second == first.replace(str(tmp_path / "0"), str(tmp_path / "1"))
     assert f"rank 1 (on {host}) does not see what rank 0 writes there" in first
     left = {path.name for path in tmp_path.rglob("*")}
-    assert left == {"0", "checkpoint", "step-5", commit.MANIFEST}
+    assert left == {"0", "checkpoint", "step-5", commit.INDEX, commit.MANIFEST}
     assert on_ranks(2, shared_by_all, tmp_path / "shared") == [(5, 1), (5, 0)]
     assert {path.name for path in (tmp_path / "shared").iterdir()} == {"step-5"}
 

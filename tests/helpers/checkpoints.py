@@ -5,6 +5,7 @@ import zlib
 from pathlib import Path
 
 from meshwright.checkpoint import commit
+from meshwright.checkpoint.index import INDEX
 from meshwright.checkpoint.manifest import MANIFEST, NO_JOB, FileRecord, read_manifest
 
 BARE = NO_JOB | {"loss": 1.5, "model_name": "llama"}
@@ -34,6 +35,14 @@ def republish(folder: Path, step: int) -> None:
     commit.step_folder(folder, step).rename(unfinished)
     (unfinished / MANIFEST).unlink()
     commit.publish(unfinished, manifest, records_of(unfinished))
+
+
+def publish_empty(folder: Path, step: int, **manifest: object) -> None:
+    """Make a complete checkpoint whose index says nothing."""
+    unfinished = commit.unfinished_folder(folder, step)
+    unfinished.mkdir(parents=True)
+    (unfinished / INDEX).touch()
+    commit.publish(unfinished, BARE | {"step": step} | manifest, records_of(unfinished))
 
 
 class Trap:

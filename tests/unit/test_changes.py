@@ -22,7 +22,7 @@ from meshwright.system.log import log_to_console, log_to_file, logger
 from meshwright.system.modules import code_of
 from meshwright.train.preflight import preflight, resume_diff
 from meshwright.train.resume import place_in_data
-from tests.helpers.checkpoints import BARE
+from tests.helpers.checkpoints import publish_empty
 
 STEP = 5
 BASE = (
@@ -67,18 +67,14 @@ def resume(tmp_path: Path):
 
     def save(words: tuple[str, ...], manifest: dict) -> None:
         plan = preflight(load_config([*BASE, "--job.dump_folder", str(tmp_path), *words]), 1)
-        commit.unfinished_folder(plan.checkpoint_folder, STEP).mkdir(parents=True)
         of_job = {
-            "step": STEP,
             "model_name": plan.config.model.name,
             "model_args": dataclasses.asdict(plan.model_args),
             "data_identity": plan.data_identity,
             "frozen": sorted(plan.frozen),
             "config": to_json(plan.config),
         }
-        commit.publish(
-            commit.unfinished_folder(plan.checkpoint_folder, STEP), BARE | of_job | manifest, {}
-        )
+        publish_empty(plan.checkpoint_folder, STEP, **of_job | manifest)
 
     def look(*words: str, saved_with: tuple[str, ...] = (), **manifest: object) -> ResumeDiff:
         if not commit.saved_steps(tmp_path / "checkpoint"):

@@ -117,6 +117,9 @@ def test_verify_reads_every_byte(made, capsys, tmp_path) -> None:
     code, lines = run(capsys, "verify", copy)
     assert (code, len(lines)) == (1, 1)
     assert "the content of __0_0.distcp has changed" in lines[0]
+    set_manifest(copy, files={})  # the index is one of the files, whatever a manifest says
+    lines = [f"{copy.name}: damaged: checkpoint.json has no record of .metadata"]
+    assert run(capsys, "verify", copy) == (1, lines)
     flip_bit(copy / "checkpoint.json", 999)
     assert run(capsys, "verify", copy)[0] == 1
 

@@ -14,6 +14,7 @@ import pytest
 
 from meshwright.checkpoint import commit, find
 from meshwright.checkpoint.commit import being_read
+from meshwright.checkpoint.index import INDEX
 from meshwright.checkpoint.manifest import MANIFEST, DamagedError, read_manifest, to_json
 from meshwright.checkpoint.retention import (
     Retention,
@@ -30,9 +31,9 @@ from tests.helpers.files import NOT_THERE, failing_reads, flip_bit, leave_out_fl
 def save(folder: Path, step: int, text: str = "", **manifest: object) -> Path:
     unfinished = commit.unfinished_folder(folder, step)
     unfinished.mkdir(parents=True)
-    (unfinished / "tensors").write_text(text)
+    (unfinished / INDEX).write_text(text)
     record = {"bytes": len(text), "crc32": f"{zlib.crc32(text.encode()):08x}"}
-    commit.publish(unfinished, BARE | {"step": step} | manifest, {"tensors": record})
+    commit.publish(unfinished, BARE | {"step": step} | manifest, {INDEX: record})
     return commit.step_folder(folder, step)
 
 
@@ -94,7 +95,7 @@ def test_a_bit_flipped_anywhere_is_found(tmp_path: Path) -> None:
 MAY_PASS = (errno.ESTALE, errno.EIO, errno.ETIMEDOUT)
 
 
-@pytest.mark.parametrize("name", [MANIFEST, "tensors"])
+@pytest.mark.parametrize("name", [MANIFEST, INDEX])
 @pytest.mark.parametrize("number", [*MAY_PASS, errno.EACCES])
 def test_a_read_error_is_no_damage_and_discards_nothing(tmp_path: Path, name, number) -> None:
     save(tmp_path, 5, "older")
@@ -106,7 +107,7 @@ def test_a_read_error_is_no_damage_and_discards_nothing(tmp_path: Path, name, nu
             assert (choice.path, choice.passed_over) == (newest, {})
         assert failed == [str(newest / name)]
         with failing_reads(name, number, 1) as failed, being_read(newest):
-            assert commit.verify(newest, manifest, ["tensors"]) == []
+            assert commit.verify(newest, manifest, [INDEX]) == []
         assert failed == [str(newest / name)]
     with failing_reads(name, number, 99) as failed:
         raised = StorageError if number in MAY_PASS else ConfigError
@@ -114,7 +115,7 @@ def test_a_read_error_is_no_damage_and_discards_nothing(tmp_path: Path, name, nu
             find.choose(tmp_path, -1)
         assert len(failed) == (3 if number in MAY_PASS else 1)
         with pytest.raises(raised), being_read(newest):
-            commit.verify(newest, manifest, ["tensors"])
+            commit.verify(newest, manifest, [INDEX])
     assert tree(tmp_path) == before
     assert EXIT_CODES[StorageError] == EXIT_DATA
 
@@ -124,10 +125,10 @@ def test_a_file_that_another_machine_shows_late_is_no_damage(tmp_path: Path) -> 
     newest = save(tmp_path, 10, "newest")
     manifest = commit.inspect(newest)
     with (
-        failing_reads("tensors", errno.ENOENT, 1),
+        failing_reads(INDEX, errno.ENOENT, 1),
         pytest.raises(StorageError, match="not visible"),
     ):
-        commit.verify(newest, manifest, ["tensors"])
+        commit.verify(newest, manifest, [INDEX])
 
 
 def test_retention_deletes_nothing_that_it_cannot_read_now(tmp_path: Path, caplog) -> None:
@@ -151,8 +152,8 @@ def with_manifest(text: str) -> Callable[[Path], object]:
 
 
 HARM: dict[str, Callable[[Path], object]] = {
-    "tensors has 4 bytes, but 7": lambda checkpoint: (checkpoint / "tensors").write_text("tens"),
-    "tensors: No such file": lambda checkpoint: (checkpoint / "tensors").unlink(),
+    ".metadata has 4 bytes, but 7": lambda checkpoint: (checkpoint / INDEX).write_text("tens"),
+    ".metadata: No such file": lambda checkpoint: (checkpoint / INDEX).unlink(),
     "checkpoint.json cannot be read: ": lambda checkpoint: (checkpoint / MANIFEST).unlink(),
     "checkpoint.json: Expecting property name": with_manifest("{"),
     "checkpoint.json: is no table": with_manifest("[]"),
@@ -199,7 +200,7 @@ def test_a_damaged_one_is_deleted_in_its_turn_but_a_renamed_one_is_not(tmp_path:
 def test_the_newest_every_nth_and_the_last_good_one_are_kept(tmp_path: Path) -> None:
     for step in (100, 10, 20, 30, 40, 50, 60):
         save(tmp_path, step, loss=None if step > 50 else 1.0)
-    (tmp_path / "step-50" / "tensors").unlink()
+    (tmp_path / "step-50" / INDEX).unlink()
     for keep_latest_k, every_nth, kept in (
         (0, 0, [10, 20, 30, 40, 50, 60, 100]),
         (4, 20, [20, 40, 50, 60, 100]),
@@ -307,7 +308,7 @@ def test_what_is_not_ours_is_left_alone_and_stops_nothing(tmp_path: Path) -> Non
         clean_up(tmp_path)
         apply_retention(tmp_path, 1)
     assert find.choose_step(tmp_path, -1) == 20
-    ours = {"step-20", *(f"step-20/{name}" for name in (MANIFEST, "tensors"))}
+    ours = {"step-20", *(f"step-20/{name}" for name in (MANIFEST, INDEX))}
     assert tree(tmp_path) == before | ours
     assert (tmp_path / "step-1" / "notes").read_text() == "keep"
 

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -194,13 +194,13 @@ def test_machines_tell_each_other(tmp_path: Path, start) -> None:
     assert {path.name for path in tmp_path.glob("hang_*")} == {"hang_0.txt", "hang_1.txt"}
 
 
-WAITS = """Thread 0x0000000000000001 (most recent call first):
+WAITS = f"""Thread 0x0000000000000001 (most recent call first):
   File "/python/threading.py", line 3 in wait
 Thread 0x0000000000000002 (most recent call first):
-  File "/site-packages/torch/distributed/distributed_c10d.py", line 1 in all_reduce
+  File "{dist.distributed_c10d.__file__}", line 1 in all_reduce
   File "/meshwright/step.py", line 1 in train_step
 """
-WORKS = WAITS.replace("/site-packages/torch/distributed/distributed_c10d.py", "/meshwright/a.py")
+WORKS = WAITS.replace(dist.distributed_c10d.__file__, "/meshwright/a.py")
 BEAT = Beat(0, 1, 5, 3, "save", 1e9, LIMIT_S, "comm.k", "", {"machines": 1})
 ONE = Evidence(**vars(BEAT), host="a", age_s=9.0, state="S", stacks=WAITS, collectives="")
 SAME = [replace(ONE, rank=rank) for rank in range(4)]
@@ -256,7 +256,6 @@ def test_the_rank_that_differs_is_the_cause(change: dict, others: dict) -> None:
     ("checkout", "waits"),
     [
         ("/a/concurrent/futures/meshwright/meshwright/step.py", False),
-        ("/a/meshwright/.venv/lib/site-packages/torch/distributed/distributed_c10d.py", True),
         ("/größe der welt/meshwright/meshwright/train/stop.py", True),
         (inspect.getsourcefile(Vote), True),  # or all that vote would look like the cause
         (watch.__file__, False),
@@ -268,6 +267,16 @@ def test_the_rank_that_differs_is_the_cause(change: dict, others: dict) -> None:
 def test_folders_above_a_checkout_do_not_count(checkout: str, waits: bool) -> None:
     stacks = f'Thread 0x1 (most recent call first):\n  File "{checkout}", line 1 in function\n'
     assert replace(ONE, stacks=stacks).waits == waits
+
+
+def test_another_machine_says_where_its_torch_is() -> None:
+    """Built from source, it has any path; the rank's evidence comes as JSON."""
+    stacks = (
+        'Thread 0x1 (most recent call first):\n  File "/src/torch/distributed/a.py", line 1 in f\n'
+    )
+    for folder, waits in (("/src/torch", True), ("/src", False)):
+        there = replace(ONE, stacks=stacks, torch=folder)
+        assert Evidence(**json.loads(json.dumps(asdict(there)))).waits == waits
 
 
 def test_without_a_difference_nobody_is_blamed() -> None:

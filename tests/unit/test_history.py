@@ -3,6 +3,7 @@
 import json
 
 from meshwright.metrics import history
+from tests.helpers.files import no_room
 
 
 def test_a_resume_goes_on_with_the_history_and_a_new_job_begins_it_anew(tmp_path) -> None:
@@ -37,6 +38,12 @@ def test_a_job_that_starts_over_keeps_the_figures_of_the_run_before(tmp_path, ca
 def test_a_full_disk_is_a_warning(tmp_path, caplog) -> None:
     history.note(tmp_path / "not there", 3, "end", {})
     assert "history.jsonl cannot be written" in caplog.text
+    history.note(tmp_path, 3, "start", {})
+    before = (tmp_path / "history.jsonl").read_text()
+    with no_room(len(before) + 10):  # of the next line the beginning would fit
+        history.note(tmp_path, 4, "end", {})
+    assert (tmp_path / "history.jsonl").read_text() == before
+    assert caplog.text.count("history.jsonl cannot be written") == 2
 
 
 def test_the_end_of_a_process_that_could_not_note_it_is_added_once(tmp_path, monkeypatch) -> None:

@@ -3,8 +3,10 @@
 import pytest
 import torch
 
+from meshwright.config.job_config import changed
 from meshwright.config.loader import load_config
 from meshwright.models.families.llama import FLAVORS
+from meshwright.parallelisms.rules.memory import heaviest_load
 from meshwright.system import hardware
 from meshwright.system.errors import ConfigError
 from meshwright.train import job as train
@@ -73,6 +75,15 @@ def test_microbatches_are_not_added_up_in_bfloat16() -> None:
 
 
 P = 8_030_261_248  # parameters of Llama 3 8B
+
+
+def test_a_stage_without_modules_has_no_load() -> None:
+    job = plan(2, 2, **SMALL)
+    args, names = job.model_args, [name for stage in job.stage_modules for name in stage]
+    for stages in ([names, []], [[], names]):
+        config = changed(job.config, {"parallelism": {"pipeline_parallel_degree": 2}})
+        load = heaviest_load(config, args.table, stages, frozenset())
+        assert load.parameters == load.trained_in_stage == args.table.num_params
 
 
 @pytest.mark.parametrize(

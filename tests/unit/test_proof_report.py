@@ -127,6 +127,30 @@ def test_every_quantity_that_differs_is_named() -> None:
         assert words in "\n".join(failures)
 
 
+def test_an_error_that_is_no_number_is_the_worst() -> None:
+    """Of a tensor between two others, whose errors are finite, and of the first step."""
+    errors = {"a": 0.1, "b": math.nan, "c": 0.2}
+    shards = {name: ShardComparison((0,), (1,), 0, error) for name, error in errors.items()}
+    seen = Measurement([2.0, 2.0], [1.0, 1.0], shards=dict.fromkeys(COMPARED, shards))
+    seen = replace(seen, validation={"validation/loss": 2.0, "validation/perplexity": 8.0})
+    norms = {kind: dict.fromkeys(errors, 1.0) for kind in COMPARED}
+    shapes = dict.fromkeys(errors, (1,))
+    figures = {"validation/loss": math.nan, "validation/perplexity": 9.0}
+    wrong = replace(seen, losses=[math.nan, 3.0], validation=figures)
+    ranks = [replace(wrong, losses=[3.0, 3.0]), wrong, replace(wrong, losses=[3.0, 3.0])]
+    verdict = compare(Reference(seen, shapes, norms), ranks)
+    assert verdict.worst_gradient == "b"
+    for error in (
+        *(verdict.gradient_error, verdict.update_error, verdict.later_gradient_error),
+        *(verdict.loss_error, verdict.validation_error),
+    ):
+        assert math.isnan(error)
+    names = [line.split(":")[0] for line in verdict.failures if line.startswith("gradient of")]
+    assert [name.split()[2] for name in names] == 2 * ["b", "c", "a"]
+    (update,) = (line for line in verdict.failures if line.startswith("update"))
+    assert "most for b" in update
+
+
 @pytest.mark.parametrize("place", ["one process", "rank 0"])
 def test_a_state_that_does_not_follow_from_the_choices_is_named(place) -> None:
     """Of one process too: a mesh that takes its choices is right by itself."""

@@ -78,6 +78,16 @@ def test_an_estimate_counts_the_sequences_and_layers_of_a_rank() -> None:
                 assert added == pytest.approx(6 * sequences * 1e-3)
 
 
+def test_an_estimate_counts_the_update_of_a_rank_s_shards() -> None:
+    """Once per step. Without a pipeline FSDP and tensor parallelism share all parameters out."""
+    for plan in _plans():
+        update = Work([Layer(0.0, 0.0)], 0.0, 1e-9)
+        added = estimate(plan, update, RATES)[0] - estimate(plan, work(), RATES)[0]
+        assert added > 0
+        if plan.dims.pp == 1:
+            assert added == pytest.approx(1e-9 * plan.model_args.table.num_params / 8)
+
+
 def test_an_estimate_counts_the_microbatches_in_flight() -> None:
     """1F1B: one per rank. Interleaved1F1B: 3 p - 1 stages' forwards, of 2 per rank."""
     for plan in _plans():

@@ -220,6 +220,10 @@ def test_values_are_renamed_and_defaults_of_theirs_stated(tmp_path: Path) -> Non
     assert config.optimizer.decay_norm_and_bias
     assert not config.metrics.enable_tensorboard
     assert any("validation.freq: 10" in note for note in notes)
+    for degree, ranks in (("replicate", 2), ("shard", 1)):  # there one and -1, which counts as one
+        del table["parallelism"][f"data_parallel_{degree}_degree"]
+        config, _ = load(tmp_path, given(table))
+        assert config.validation.num_samples == 5 * 4 * ranks
 
 
 def test_a_schedule_that_does_not_fit_is_shortened_as_there(tmp_path: Path) -> None:

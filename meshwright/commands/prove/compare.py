@@ -181,35 +181,30 @@ def _compare_series(
             f"{quantity}: {got:.7g} instead of {want:.7g} at step {step} on rank {rank}, "
             f"relative error {error:.1e}"
         )
-    return max(error for error, *_ in errors)
+    return _worst(error for error, *_ in errors)
 
 
 def _compare_gradients(
     verdict: Verdict, reference: Reference, ranks: Sequence[Measurement], bounds: Bounds
 ) -> None:
     errors = _errors("gradients", reference, ranks)
-    bad = []
-    for name, error in errors.items():
-        if not error <= verdict.gradient_error:
-            verdict.gradient_error, verdict.worst_gradient = error, name
+    for error, name in errors:
         rounding = bounds.rounding and bounds.rounding * reference.roundings[name]
         if not error <= bounds.gradient + rounding:
-            bad.append((error, name))
-    for error, name in sorted(bad, reverse=True):
-        verdict.failures.append(f"gradient of {name}: relative error {error:.1e}")
+            verdict.failures.append(f"gradient of {name}: relative error {error:.1e}")
+    if errors[0][0]:
+        verdict.gradient_error, verdict.worst_gradient = errors[0]
 
 
 def _compare_updates(
     verdict: Verdict, reference: Reference, ranks: Sequence[Measurement], bound: float
 ) -> None:
     errors = _errors("updates", reference, ranks)
-    verdict.update_error = _worst(errors.values())
-    bad = [(error, name) for name, error in errors.items() if not error <= bound]
-    if bad:
-        error, name = max(bad)
+    verdict.update_error, name = errors[0]
+    if bad := [error for error, _ in errors if not error <= bound]:
         verdict.failures.append(
             f"update: wrong for {len(bad)} of {len(errors)} parameters; most for {name}, "
-            f"relative error {error:.1e}"
+            f"relative error {verdict.update_error:.1e}"
         )
 
 
@@ -218,8 +213,8 @@ def _compare_routers(
 ) -> None:
     """Compare what routers of experts have seen and done; of other models nothing is measured."""
     errors = _errors("later_gradients", reference, ranks)
-    verdict.later_gradient_error = _worst([0.0, *errors.values()])
-    for error, name in sorted(((error, name) for name, error in errors.items()), reverse=True):
+    verdict.later_gradient_error = errors[0][0] if errors else 0.0
+    for error, name in errors:
         if not error <= bounds.later_gradient:
             text = f"gradient of {name} at step {LATER_STEP}: relative error {error:.1e}"
             verdict.failures.append(text)
@@ -238,16 +233,19 @@ def _compare_routers(
             verdict.failures.append(f"state: not as the choices add up: {names}, on {place}")
 
 
-def _errors(kind: str, reference: Reference, ranks: Sequence[Measurement]) -> dict[str, float]:
-    """Return the relative error of every tensor of a kind, put together from the ranks' shards."""
-    errors = {}
+def _errors(
+    kind: str, reference: Reference, ranks: Sequence[Measurement]
+) -> list[tuple[float, str]]:
+    """Return the relative error of every tensor of a kind, put together from the ranks' shards, and
+    its name; the worst first."""
+    errors = []
     for name, norm in reference.norms[kind].items():
         worst: dict[tuple[int, ...], float] = {}  # of the ranks that hold the same part
         for rank in ranks:
             if (box := rank.shards[kind].get(name)) is not None:
                 worst[box.offset] = _worst([worst.get(box.offset, 0.0), box.error])
-        errors[name] = _relative(math.sqrt(sum(worst.values())), norm)
-    return errors
+        errors.append((_relative(math.sqrt(sum(worst.values())), norm), name))
+    return sorted(errors, key=lambda one: (math.isnan(one[0]), *one), reverse=True)
 
 
 def _compare_validation(
@@ -256,7 +254,7 @@ def _compare_validation(
     for name, want in reference.validation.items():
         got = [rank.validation.get(name, math.nan) for rank in ranks]
         errors = [_relative(abs(figure - want), want) for figure in got]
-        verdict.validation_error = max(verdict.validation_error, *errors)
+        verdict.validation_error = _worst([verdict.validation_error, *errors])
         # the perplexity's error is the loss's, times the loss
         limit = bound * max(1, reference.validation["validation/loss"])
         if wrong := [number for number, error in enumerate(errors) if not error <= limit]:

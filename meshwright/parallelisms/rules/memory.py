@@ -49,8 +49,9 @@ def heaviest_load(
     """
     p = config.parallelism
     blocks = _sizes(table, frozen, p.tensor_parallel_degree, p.expert_parallel_degree)
+    nothing = 4 * (0,)  # also of a stage without modules
     stages = [
-        [sum(sizes) for sizes in zip(*(blocks[name] for name in modules), strict=True)]
+        [sum(sizes) for sizes in zip(nothing, *(blocks[name] for name in modules), strict=True)]
         for modules in stage_modules
     ]
     ranks, schedule = p.pipeline_parallel_degree, p.pipeline_parallel_schedule
