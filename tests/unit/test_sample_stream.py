@@ -291,11 +291,10 @@ def read_steps(
                 part.batches[microbatch].tokens, part.batches[microbatch].labels, strict=True
             )
         ]
-        assert len({part.is_last for part in parts}) == 1
         steps.append((rows, merged([part.cursor for part in parts])))
-        if parts[0].is_last:
-            assert [next(loader, None) for loader in loaders] == [None] * dp_size
-            break
+        is_over = [loader.fetch(1) == 0 and loader.error is None for loader in loaders]
+        assert [loader.is_at_end for loader in loaders] == is_over
+        assert len(set(is_over)) == 1
     for loader in loaders:
         loader.close()
     return steps
