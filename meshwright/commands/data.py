@@ -6,7 +6,7 @@ from argparse import Namespace
 
 from meshwright.commands.options import add_stage, of_stage
 from meshwright.config.command_line import Parser
-from meshwright.config.loader import load_given
+from meshwright.config.loader import read
 from meshwright.config.stages import staged
 from meshwright.system.errors import check
 from meshwright.system.log import log_to_console, logger
@@ -33,7 +33,7 @@ def run(given: Namespace) -> None:
     Raises:
         ConfigError: if the config is wrong, its data cannot be read, or there is no such cache.
     """
-    whole = load_given(given)
+    whole = read(given).config()
     config = of_stage(whole, given.stage)
     if given.remove is None and not given.caches:
         _say_first(given)
@@ -83,7 +83,7 @@ def run_tokenize(given: Namespace) -> None:
     """
     check(given.workers >= 0, "--workers", given.workers, "must be 0 or more")
     log_to_console()
-    configs = staged(load_given(given))
+    configs = staged(read(given).config())
     _say_first(given)
     # not at the top: see `run`
     from meshwright.datasets.opening import (

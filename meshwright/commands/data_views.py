@@ -1,6 +1,7 @@
 """The tables and samples that `meshwright data` prints. Imports numpy, so after its first word."""
 
 import shutil
+import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -14,9 +15,9 @@ from meshwright.datasets.opening import CachedSource, OpenSource, recipe_of
 from meshwright.datasets.samples import Sample, SampleRules
 from meshwright.datasets.stream import Cursor, find_samples, mixture_at
 from meshwright.datasets.token_cache.cache import TokenCache
-from meshwright.datasets.token_cache.tokenizing import cache_folder, cache_root
+from meshwright.datasets.token_cache.tokenizing import POLL_S, cache_folder, cache_root
 from meshwright.datasets.tokenizers.kinds import Tokenizer
-from meshwright.system.claims import SILENCE_S
+from meshwright.system.claims import SILENCE_S, Claim, read
 from meshwright.system.errors import ConfigError, check, config_error
 from meshwright.system.log import align
 
@@ -189,11 +190,28 @@ def remove(config: JobConfig, name: str) -> None:
     is_one = folder.parent == root and (any(folder.glob("*.npz")) or name == "blocks")
     if not is_one or not folder.is_dir():
         raise config_error("--remove", name, f"is no cache in {root}", "see --caches for the names")
-    changes = [claim.stat().st_mtime for claim in folder.glob("*.claim")]
-    if any(time.time() - changed < SILENCE_S for changed in changes):
-        fix = "stop it, or wait until it has ended"
-        raise ConfigError("--remove", f"a job is writing to {folder}\n  fix: {fix}")
+    for file in folder.glob("*.claim"):
+        _check_dead(file)
     # first the file without which it is no cache: an interruption leaves none that looks whole
     (folder / "cache.npz").unlink(missing_ok=True)
     shutil.rmtree(folder)
     print(f"removed {folder}")
+
+
+def _check_dead(file: Path) -> None:
+    """Remove a claim on a part of a cache if its owner is gone: it may be on another machine, whose
+    clock is another, so a change of the claim is waited for.
+
+    Raises:
+        ConfigError: if it is not gone.
+    """
+    claim, first = Claim(file), read(file)
+    print(f"looking for {SILENCE_S:.0f} s at most whether {file} is alive", file=sys.stderr)
+    while not claim.remove_if_dead():
+        state = read(file)
+        owner = state.owner if state else None
+        if state != first or (owner and owner.is_here):
+            fix = "stop it, or wait until it has ended"
+            what = f"a job is writing to {file.parent}: {owner or 'unknown'}"
+            raise ConfigError("--remove", f"{what}\n  fix: {fix}")
+        time.sleep(POLL_S)

@@ -33,7 +33,7 @@ class Command(NamedTuple):
     needs torch is imported by `run`."""
     purpose: str
     takes_config: bool = False
-    """It takes CONFIG and --section.key: `load_given(given)` loads them."""
+    """It takes CONFIG and --section.key: `read(given).config()` loads them."""
     suffix: str = ""
     """Of its functions `add_options` (none: no options) and `run`, which takes the parsed ones."""
 

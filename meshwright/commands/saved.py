@@ -24,9 +24,9 @@ from meshwright.checkpoint.reader import CheckpointWeights, Weights
 from meshwright.datasets.tokenizers.kinds import (
     Tokenizer,
     build_tokenizer,
+    end_ids,
     end_of_chat,
     prompt_tokens,
-    special_ids,
 )
 from meshwright.datasets.tokenizers.special_tokens import OWN, Ends
 from meshwright.models.args import DecoderArgs
@@ -81,7 +81,7 @@ def open_tokenizer(place: Place, manifest: Manifest, given: str | None) -> tuple
     then, now = manifest["data_identity"].get("model.tokenizer_path"), tokenizer.fingerprint
     rule = f"is not what checkpoint {place.path} was trained with: {now} instead of {then}"
     check(now == then, "--tokenizer", path, rule, fix)
-    used, found = manifest["special_tokens"], special_ids(tokenizer)
+    used, found = manifest["special_tokens"], end_ids(tokenizer)
     rule = f"has other special tokens than in the training of {place.path}: {found}, not {used}"
     fix = "use the version of Meshwright that trained it"
     check(found == used, "--tokenizer", path, rule, fix)

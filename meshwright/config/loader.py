@@ -185,11 +185,6 @@ def parse_config(words: Sequence[str]) -> Namespace:
     return parse(parser, words)
 
 
-def load_given(given: Namespace) -> JobConfig:
-    """Load the config of a parsed command line; raises as `load_config`."""
-    return read(given).config()
-
-
 def read(given: Namespace) -> Written:
     """Read the TOML `given.config` ("": none), and lay `given.overrides` over it.
 

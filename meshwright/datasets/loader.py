@@ -1,6 +1,5 @@
 """This rank's part of every global batch, read ahead of the step that needs it."""
 
-import dataclasses
 import queue
 import threading
 import time
@@ -34,8 +33,6 @@ class StepData:
     """Behind the step's whole global batch, as far as this rank knows it."""
     epochs: dict[str, float]
     """How often each source has been read."""
-    is_last: bool = False
-    """Whether the data ends here."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +105,11 @@ class Loader:
                 self._is_over, self.error = True, item
         return len(self._fetched)
 
+    @property
+    def is_at_end(self) -> bool:
+        """Whether the data ends with the last step that was taken, as far as was fetched."""
+        return self._is_over and self.error is None and not self._fetched
+
     def close(self) -> None:
         """Stop reading ahead."""
         self._closed.set()
@@ -120,15 +122,8 @@ class Loader:
 
     def _read_ahead(self) -> None:
         try:
-            step = self._next_step()
-            while step is not None and not self._closed.is_set():
-                try:
-                    following = self._next_step()
-                except BaseException:
-                    self._ready.put(step)  # the error concerns the one after it
-                    raise
-                self._ready.put(dataclasses.replace(step, is_last=following is None))
-                step = following
+            while not self._closed.is_set() and (step := self._next_step()) is not None:
+                self._ready.put(step)
             self._ready.put(None)
         except Exception as error:
             self._ready.put(error)

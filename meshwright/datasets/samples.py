@@ -50,11 +50,6 @@ class Sample:
         return self.raw.astype(np.int64) & ~NO_LOSS
 
     @property
-    def has_loss(self) -> npt.NDArray[np.bool_]:
-        """Whether the loss counts the token, as a label."""
-        return self.raw.astype(np.int64) & NO_LOSS == 0
-
-    @property
     def documents(self) -> npt.NDArray[np.int32]:
         """Which document of the sample a token belongs to: 0, 1, ..."""
         return np.repeat(np.arange(len(self.lengths), dtype=np.int32), self.lengths)

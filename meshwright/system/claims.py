@@ -96,7 +96,7 @@ class Claim:
                 self._beating = threading.Thread(target=self._beat, name="claim", daemon=True)
                 self._beating.start()
                 return True
-            if not self._remove_if_dead():
+            if not self.remove_if_dead():
                 return False
         return False
 
@@ -129,8 +129,9 @@ class Claim:
             raise
         return True
 
-    def _remove_if_dead(self) -> bool:
-        """Remove the file if its owner is surely gone; return whether it is."""
+    def remove_if_dead(self) -> bool:
+        """Remove the file if its owner is surely gone; return whether it is. An owner whose process
+        this machine does not know is so after calls over `SILENCE_S`."""
         state, now = read(self.file), time.monotonic()
         if state is None:  # given back just now
             return True

@@ -109,6 +109,9 @@ class DataError(RuntimeError):
 class StorageError(DataError):
     """Files cannot be read now, and may be good: nothing is given up for them. Start again."""
 
+    has_waited = False
+    """Whether they were read again after growing waits: no caller does that once more."""
+
 
 class SaveError(RuntimeError):
     """A checkpoint could not be written, and the job must stop, or is over."""

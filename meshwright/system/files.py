@@ -204,13 +204,15 @@ def read_patiently(path: Path | str, read: Callable[[], T]) -> T:
             what = f"{path} cannot be read: {error.strerror or error}"
             raise ConfigError("", f"{what}\n  fix: let this user read it") from error
         except Exception as error:  # whatever a client of a storage raises
-            if not may_pass(error):
+            if not may_pass(error) or getattr(error, "has_waited", False):
                 raise
             reason = getattr(error, "strerror", None) or first_line(error)
             what = f"{path} cannot be read: {reason}"
             if wait_s is None:
                 fix = "run the same command again when the storage answers"
-                raise StorageError(f"{what}\n  fix: {fix}") from error
+                failed = StorageError(f"{what}\n  fix: {fix}")
+                failed.has_waited = True
+                raise failed from error
             logger.warning("%s; trying again in %g s", what, wait_s)
             time.sleep(wait_s)
     raise AssertionError

@@ -208,7 +208,7 @@ def _loop(
         job.reporter.count(step, waited_s)
         job.bad_steps.count(step, data.cursor)
         waited_s = _fetch(job, vote, step)
-        is_last = step == config.training.steps or data.is_last
+        is_last = step == config.training.steps or job.loader.is_at_end
         is_over = _decide(job, vote, step)
         due = due_after(step, config, is_first=is_first, is_last=is_last, is_asked_to_stop=is_over)
         if due.look:

@@ -14,7 +14,7 @@ from meshwright.config.changes import changes, config_defaults, to_json
 from meshwright.config.training import Source
 from meshwright.datasets.opening import OpenSource
 from meshwright.datasets.stream import Cursor, bad_records
-from meshwright.datasets.tokenizers.kinds import special_ids
+from meshwright.datasets.tokenizers.kinds import end_ids
 from meshwright.system.errors import ConfigError, config_error
 from meshwright.system.log import logger
 from meshwright.train.preflight import Plan, resume_diff
@@ -52,7 +52,7 @@ def manifest_of(
         "model_name": plan.config.model.name,
         "model_args": dataclasses.asdict(plan.model_args),
         "tokenizer_path": plan.config.model.tokenizer_path,
-        "special_tokens": special_ids(plan.tokenizer),
+        "special_tokens": end_ids(plan.tokenizer),
         "frozen": sorted(plan.frozen),
         "own_code": plan.own_code,
         "mesh": dataclasses.asdict(plan.dims),

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from meshwright.checkpoint import commit
 from meshwright.checkpoint.conversion.readers import HuggingFaceWeights, halves
-from meshwright.datasets.tokenizers.kinds import build_tokenizer, special_ids
+from meshwright.datasets.tokenizers.kinds import build_tokenizer, end_ids
 from meshwright.models.args import DecoderArgs
 from meshwright.models.decoder import Decoder
 from meshwright.system.files import Place
@@ -117,7 +117,7 @@ def save_checkpoint(
             "training.seq_len": 64,
             "model.tokenizer_path": tokenizer.fingerprint,
         },
-        "special_tokens": special_ids(tokenizer),
+        "special_tokens": end_ids(tokenizer),
     }
     if not dist.is_initialized() or dist.get_rank() == 0:
         unfinished = commit.unfinished_folder(folder, step)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import AddedToken, Tokenizer, processors
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from meshwright.datasets.tokenizers.chat import ChatTemplate
@@ -77,6 +77,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     byte_level_json(folder / "tokenizer.json", SPECIALS)
     tiktoken_model(folder / "tokenizer.model", folder / "tokenizer.json")
     metaspace_json(folder / "metaspace.json", ["<unk>", *SPECIALS])
+    inserting = Tokenizer.from_file(str(folder / "metaspace.json"))
+    inserting.normalizer = normalizers.Replace(Regex("^"), "~")
+    inserting.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    inserting.save(str(folder / "inserting.json"))
     return folder
 
 
@@ -142,6 +146,8 @@ THINKS = CHATML.replace("+ message['content']", "+ '<think></think>' + message['
         ("byte-level", MISTRAL, ASKED_TWICE, [" answer 1</s>", " answer 2 😀</s>"]),
         ("tiktoken", LLAMA3, talk("yes", "yes", "yes", "yes"), ["yes<|eot_id|>"] * 2),
         ("tiktoken", LLAMA3, ANSWERED_TWICE, ["first<|eot_id|>", "second<|eot_id|>"]),
+        # its "~" stand for no character of the text: they belong to the one that follows
+        ("inserting", MISTRAL, ASKED_TWICE, ["~ answer 1</s>", "~ answer 2 😀</s>"]),
         ("byte-level", THINKS, talk("a", "b"), ["<think></think>b<|im_end|>"]),
     ],
 )

@@ -2,15 +2,19 @@
 
 import json
 import os
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
+from meshwright.commands import data_views
 from meshwright.config.loader import load_config
 from meshwright.datasets.named_sources import weights
 from meshwright.datasets.opening import open_training_data
 from meshwright.datasets.samples import SampleRules
 from meshwright.datasets.stream import Cursor, SampleStream, Shard
+from meshwright.system import claims
 from meshwright.system.errors import ConfigError
 from tests.helpers.cli import command
 
@@ -125,12 +129,38 @@ def test_caches_are_listed_and_removed(tmp_path, capsys) -> None:
     assert all("complete" in row for row in rows)
     (tmp_path / "caches" / "not-a-cache").mkdir()
     name = rows[0][0]
-    claim = tmp_path / "caches" / name / "0.claim"
-    claim.write_text("{}")
-    with pytest.raises(ConfigError, match="a job is writing to"):
-        data([path, "--remove", name])
-    os.utime(claim, (0, 0))
     data([path, "--remove", name])
     assert sorted(os.listdir(tmp_path / "caches")) == sorted(["not-a-cache", rows[1][0]])
     with pytest.raises(ConfigError, match="is no cache in"):
         data([path, "--remove", "not-a-cache"])
+
+
+@pytest.mark.parametrize("skew_s", [-3600, 3600])
+def test_a_cache_that_another_machine_writes_is_not_removed(skew_s, tmp_path, monkeypatch) -> None:
+    """Whatever its clock says; and once it is silent, the cache is removed."""
+    monkeypatch.setattr(claims, "SILENCE_S", 0.6)
+    monkeypatch.setattr(data_views, "POLL_S", 0.02)
+    path = write(tmp_path)
+    data([path])
+    [name] = [n for n in os.listdir(tmp_path / "caches") if n.startswith("json")][:1]
+    claim = tmp_path / "caches" / name / "0.claim"
+    owner = {"host": "other", "machine": "other", "pid": 1, "job": "", "nonce": "0" * 12}
+    claim.write_text(json.dumps(owner))
+    is_over = threading.Event()
+
+    def beat() -> None:
+        while not is_over.wait(0.1):
+            os.utime(claim, (time.time() + skew_s,) * 2)
+
+    os.utime(claim, (time.time() + skew_s,) * 2)
+
+    writer = threading.Thread(target=beat)
+    writer.start()
+    try:
+        with pytest.raises(ConfigError, match="a job is writing to"):
+            data([path, "--remove", name])
+    finally:
+        is_over.set()
+        writer.join()
+    data([path, "--remove", name])
+    assert not claim.parent.exists()

@@ -198,8 +198,8 @@ def test_conversations_keep_their_labels(tmp_path) -> None:
     found = [samples.read(number) for number in range(samples.samples_per_epoch)]
     for sample in found:
         has_loss = sample.tokens == ord("a")
-        assert sample.has_loss.tolist() == has_loss.tolist()
-    assert sum(int(sample.has_loss.sum()) for sample in found) == 6
+        assert (sample.raw < NO_LOSS).tolist() == has_loss.tolist()
+    assert sum(int((sample.raw < NO_LOSS).sum()) for sample in found) == 6
 
 
 def test_a_window_of_usual_documents_has_under_one_percent_of_padding() -> None:

@@ -16,7 +16,7 @@ from pyarrow import parquet
 
 from meshwright.config.section import BYTES
 from meshwright.config.training import Source
-from meshwright.datasets.encoding import TokenizationSpec
+from meshwright.datasets.encoding import NO_LOSS, TokenizationSpec
 from meshwright.datasets.files import Entry, fingerprint, local_files, revision
 from meshwright.datasets.named_sources import check_path
 from meshwright.datasets.rows import Document, Documents, IndexedDocuments, unreadable
@@ -437,7 +437,7 @@ def test_conversations_from_file_to_labels(folder: Path) -> None:
     assert cache.num_documents == 3
     sample = CachedSamples(cache, cache.num_tokens, seed=None).read(0)
     decode = build_tokenizer(str(tokenizer_file)).decode
-    with_loss = decode(sample.tokens[sample.has_loss].tolist())
+    with_loss = decode(sample.tokens[sample.raw < NO_LOSS].tolist())
     assert with_loss == "".join(f"{a}<|im_end|>{a.upper()}<|im_end|>" for a in answers)
     text = decode(sample.tokens.tolist())
     assert text.count("<|im_start|>") == 15

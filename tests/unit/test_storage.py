@@ -1,6 +1,7 @@
 """Files in object storage: the same batches as from the disk, whatever a server does meanwhile."""
 
 import hashlib
+import itertools
 import json
 import random
 import re
@@ -23,8 +24,11 @@ from meshwright.config.training import Source
 from meshwright.datasets import storage
 from meshwright.datasets.encoding import TokenizationSpec
 from meshwright.datasets.files import Entry
-from meshwright.datasets.samples import CachedSamples
+from meshwright.datasets.opening import StreamedSource
+from meshwright.datasets.rows import LocalDocuments
+from meshwright.datasets.samples import CachedSamples, SampleRules
 from meshwright.datasets.storage import BlockCache, ChangedError, RangeFile, open_file, stat
+from meshwright.datasets.stream import Cursor, SampleStream
 from meshwright.datasets.token_cache.cache import TokenCache
 from meshwright.datasets.token_cache.tokenizing import open_cache
 from meshwright.system import files
@@ -232,6 +236,24 @@ def test_lines_of_json_are_tokenised_as_from_the_disk(server, tmp_path) -> None:
         caches.append(open_cache(recipe, tmp_path / "cache", num_workers=1))
     assert caches[0].folder != caches[1].folder
     assert caches[0].content == caches[1].content
+
+
+def test_a_fault_that_stays_is_waited_for_once_in_a_stream_of_documents(server) -> None:
+    """By the read of the bytes, and not again by the shard whose window they are of."""
+    server.files["a.jsonl"] = b'{"text": "some words"}\n' * 100
+    path = f"{server.address}/a.jsonl"
+    entry = Entry("training", "data", Source(dataset="json", dataset_path=path))
+    documents = LocalDocuments(entry, [stat(path)])
+    encoder = TokenizationSpec(entry, BYTES).encoder()
+    source = StreamedSource(entry, documents, encoder, num_shards=1, window=10)
+    rules = SampleRules(length=8, seed=1)
+    stream = SampleStream([source], [1], Cursor(), rules, batch=1, slots=[0])
+    asked, server.faults = server.num_requests, itertools.repeat("503")
+    with pytest.raises(StorageError, match=r"a\.jsonl cannot be read: HTTP Error 503"):
+        stream.next_sample()
+    assert server.num_requests - asked == 7
+    server.faults = iter(())
+    assert stream.next_sample() is not None
 
 
 def test_a_stream_can_be_sought_in_and_notices_a_change(server) -> None:

@@ -19,7 +19,7 @@ import pytest
 
 from meshwright.config.section import BYTES
 from meshwright.config.training import Source
-from meshwright.datasets.encoding import TokenizationSpec
+from meshwright.datasets.encoding import NO_LOSS, TokenizationSpec
 from meshwright.datasets.files import Entry
 from meshwright.datasets.rows import IndexedDocuments
 from meshwright.datasets.samples import CachedSamples
@@ -278,7 +278,7 @@ def test_a_token_keeps_whether_the_loss_counts_it(tmp_path) -> None:
     cache = open_cache(TextsRecipe((turns, turns)), tmp_path, num_workers=1)
     sample = CachedSamples(cache, 18, seed=0).read(0)
     assert bytes(sample.tokens.tolist()) == b"askanswer" * 2
-    assert sample.has_loss.tolist() == ([False] * 3 + [True] * 6) * 2
+    assert (sample.raw < NO_LOSS).tolist() == ([False] * 3 + [True] * 6) * 2
     assert sample.documents.tolist() == [0] * 9 + [1] * 9
 
 

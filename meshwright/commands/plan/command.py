@@ -7,7 +7,7 @@ from argparse import Namespace
 from meshwright.commands.options import add_stage, of_stage, output_file
 from meshwright.commands.plan.devices import DEVICES, find_device
 from meshwright.config.command_line import Parser
-from meshwright.config.loader import load_given
+from meshwright.config.loader import read
 from meshwright.system.errors import ConfigError, check
 from meshwright.system.log import console_width, wrap
 from meshwright.system.machine import count_cores
@@ -56,7 +56,7 @@ def run(given: Namespace) -> None:
         what = "searching a mesh" if given.search else "planning"
         ranks = f"{given.world_size} rank{'s' * (given.world_size > 1)}"
         print(f"{what} for {given.config} on {ranks} ...", flush=True)  # the rest takes seconds
-        config = of_stage(load_given(given), given.stage)
+        config = of_stage(read(given).config(), given.stage)
         # not at the top: it needs torch, which `--help` and the checks so far do not
         from meshwright.commands.plan import plan
 

@@ -9,7 +9,7 @@ from meshwright.commands.prove.cases import default_cases, distinct, every_mesh
 from meshwright.commands.prove.shrink import shrink
 from meshwright.config.combinations import check_contradictions, check_installed
 from meshwright.config.command_line import Parser
-from meshwright.config.loader import load_given
+from meshwright.config.loader import read
 from meshwright.parallelisms.rules.compile_choice import why_no_compiler
 from meshwright.parallelisms.rules.degrees import check_divisible
 from meshwright.parallelisms.rules.stages import assign_modules, check_split_float8
@@ -43,7 +43,7 @@ def run(given: Namespace) -> None:
     from meshwright.commands.prove import report
     from meshwright.commands.prove.prove import Row, prove
 
-    config = of_stage(load_given(given), given.stage)
+    config = of_stage(read(given).config(), given.stage)
     check_contradictions(config)
     check_installed("float8.enable", config.float8.enable, "torchao")
     check_split_float8(config)

@@ -105,7 +105,8 @@ class ChatTemplate:
         render = self._render if self._has_generation_blocks else self._mark_by_prefixes
         text, written = take_out(render(safe))
         ids, spans = self._tokenizer.encode_chat(text, WALL)
-        counts = [1 in written[start:end] for start, end in spans]
+        last = len(written) - 1  # a token that stands for nothing is of the character that follows
+        counts = [1 in written[min(start, last) : max(end, start + 1)] for start, end in spans]
         if not any(counts):
             raise ValueError("has no token that the assistant wrote, so no loss")
         return ids, counts

@@ -192,7 +192,7 @@ def _with_ends(tokenizer: Tokenizer, ends: Ends, path: str) -> Tokenizer:
     return tokenizer
 
 
-def special_ids(tokenizer: Tokenizer) -> dict[str, int | None]:
+def end_ids(tokenizer: Tokenizer) -> dict[str, int | None]:
     """Return the tokens around a document, as Hugging Face names them."""
     return {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
 
