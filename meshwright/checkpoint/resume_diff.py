@@ -154,6 +154,7 @@ def find_resume_diff(
         begins_stage: the checkpoint ends the stage before, which may have had other data.
     """
     excluded, defaults = left_out(config.checkpoint, manifest), config_defaults()
+    once = "checkpoint.exclude_from_loading" if not excluded else ""  # what was left out once
     if begins_stage:
         excluded |= {DATALOADER}
     model = [*_model_changes(manifest, config, args)]
@@ -164,7 +165,7 @@ def find_resume_diff(
     harmless_effects = {"none", "model"} if DATALOADER in excluded else {"none", "model", "data"}
     on_training, harmless = list[Difference](), list[Difference]()
     for difference in changes(manifest["config"], to_json(config), defaults):
-        is_harmless = effect_of(difference.key) in harmless_effects
+        is_harmless = effect_of(difference.key) in harmless_effects or difference.key == once
         (harmless if is_harmless else on_training).append(difference)
     said = {difference.key for difference in on_training}
     of_data = identity if DATALOADER in excluded else weights

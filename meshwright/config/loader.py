@@ -131,9 +131,9 @@ def follow_mix(raw: dict[str, Any]) -> None:
             fix = "write a positive weight, a space and a path, e.g. `0.7 web/*.jsonl`"
             message = f"{path}:{number}: {line.strip()!r} is not a weight and a path\n  fix: {fix}"
             raise ConfigError(MIX_FILE, message)
-        place = os.path.normpath(folder / os.path.expanduser(part["path"]))
-        own = {"weight": float(part["weight"]), "dataset_path": place, "name": part["path"]}
+        own = {"weight": float(part["weight"]), "dataset_path": part["path"], "name": part["path"]}
         training["datasets"].append(shared | own)
+    _resolve_paths({"training": {"datasets": training["datasets"]}}, folder)
     fix = "write lines like `0.7 web/*.jsonl`"
     check(bool(training["datasets"]), MIX_FILE, path, "names no files", fix)
 

@@ -13,13 +13,14 @@ import numpy.typing as npt
 
 from meshwright.datasets.files import Entry, fingerprint
 from meshwright.datasets.foreign_tokens import TokenFiles
-from meshwright.datasets.rows import Document, Documents
+from meshwright.datasets.rows import Document, Documents, unreadable_now
 from meshwright.datasets.sources import DatasetSpec, find_dataset
 from meshwright.datasets.storage import DataFile
 from meshwright.datasets.tokenizers.kinds import Tokenizer, build_tokenizer, find_template
 from meshwright.datasets.tokenizers.special_tokens import OWN, PATH_KEY, Ends
-from meshwright.system.errors import PASSED_ON, ConfigError, RecordError
-from meshwright.system.modules import code_of, import_user_module
+from meshwright.system.errors import PASSED_ON, ConfigError, RecordError, StorageError
+from meshwright.system.files import may_pass
+from meshwright.system.modules import code_of, import_user_module, line_of
 
 if TYPE_CHECKING:
     from meshwright.datasets.tokenizers.chat import ChatTemplate
@@ -101,8 +102,28 @@ class TokenizationSpec:
         return found
 
     def open(self, streamed: bool) -> Documents | TokenFiles:
-        """Return the documents."""
-        return self._spec.open(self.entry, streamed)
+        """Return the documents.
+
+        Raises:
+            ConfigError: if the user's own function fails, or returns something else.
+            StorageError: if its error may pass.
+        """
+        if (own := self._own) is None:
+            return self._spec.open(self.entry, streamed)
+        try:
+            found = own.open(self.entry, streamed)
+        except (ConfigError, StorageError, *PASSED_ON):
+            raise
+        except BaseException as error:
+            line = line_of(error, str(import_user_module(self.custom_import).__file__))
+            what = f"{type(error).__name__}: {error}{line}"
+            if may_pass(error):
+                raise unreadable_now(self.entry, "dataset", what) from error
+            raise self.entry.error("dataset", f"cannot be opened: {what}") from error
+        if not (own.has_tokens or isinstance(found, Documents)):
+            rule = f"its function returns {type(found).__name__}, and no documents"
+            raise self.entry.error("dataset", rule, "return IndexedDocuments(size, get)")
+        return found
 
     def encoder(self) -> Encoder:
         """Return the encoder of its documents."""

@@ -221,7 +221,10 @@ def local_files(entry: Entry) -> list[DataFile]:
         ConfigError: if there are none.
     """
     path, suffixes = entry.source.dataset_path, SUFFIXES[entry.source.dataset]
-    if found := resolve(path, suffixes):
+    found = list[DataFile]()
+    with suppress(FileNotFoundError):  # a web server's answer
+        found = resolve(path, suffixes)
+    if found:
         for file in found:  # the names decide on the cache, and errors print them
             if file.path.encode("utf-8", "ignore").decode() != file.path:
                 raise entry.error("dataset_path", f"{file.path!r} is no name in UTF-8", "rename it")
@@ -233,7 +236,9 @@ def local_files(entry: Entry) -> list[DataFile]:
     while glob.has_magic(fixed):
         fixed = os.path.dirname(fixed)
     fix = f"check the path: {fixed or '.'} holds none"
-    if not os.path.exists(fixed):
+    if is_address(path):
+        fix = "check the address"
+    elif not os.path.exists(fixed):
         fix = where_it_ends(fixed)
     raise entry.error("dataset_path", f"no {wanted}", fix)
 

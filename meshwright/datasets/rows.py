@@ -295,7 +295,7 @@ class Documents(ABC):
 
 
 class IndexedDocuments(Documents):
-    """Documents that can be had by index."""
+    """Documents that can be had by index. What is none is a bad record."""
 
     def __init__(self, size: int, get: Callable[[int], Item]) -> None:
         self._size, self._get = size, get
@@ -307,7 +307,14 @@ class IndexedDocuments(Documents):
     def read(self, shard: int, num_shards: int, state: Any = None) -> Reader:
         begin, end = (self._size * s // num_shards for s in (shard, shard + 1))
         rest = iter(range(begin if state is None else state, end))
-        return Reader(map(self._get, rest), lambda: end - length_hint(rest))
+        return Reader(map(self._item, rest), lambda: end - length_hint(rest))
+
+    def _item(self, index: int) -> Item:
+        item = self._get(index)
+        if isinstance(item, RecordError) or is_document(item):
+            return item
+        what = f"is {shortened(item)}, which is neither text nor a list of {{role, content}}"
+        return RecordError("", f"document {index}: {what}")
 
 
 LEAST_PART, MOST_PART, MANY_PARTS = 1 << 21, 1 << 28, 256

@@ -63,7 +63,11 @@ class DatasetSpec:
 
     def find(self, entry: Entry) -> list[DataFile]:
         """Return its files as they are now."""
-        return [_stat(file) if isinstance(file, str) else file for file in self.files(entry)]
+        found = self.files(entry)
+        if isinstance(found, str) or not isinstance(found, Iterable):
+            rule = f"its function `files` returns {found!r}, and no list of paths"
+            raise entry.error("dataset", rule, "return a list")
+        return [_stat(file) if isinstance(file, str) else file for file in found]
 
 
 def _stat(path: str) -> DataFile:

@@ -299,9 +299,9 @@ def _file_system(address: str) -> Any:
     except ImportError as error:
         what = f"{scheme}:// needs a package that is not installed\n  fix: {error}"
         raise ConfigError("", what) from error
-    except ValueError as error:
+    except (ValueError, TypeError) as error:  # TypeError: as ftp, which wants more than addresses
         fix = "use s3://, gs://, hf:// or https://, or mount it and name the path"
-        what = f"{scheme}:// is no storage that fsspec knows"
+        what = f"{scheme}:// is no storage that fsspec opens by an address"
         raise ConfigError("", f"{what}\n  fix: {fix}") from error
 
 
@@ -334,10 +334,13 @@ def _ask(address: str, begin: int, size: int) -> tuple[bytes, DataFile]:
     """
     # not at the top: with ssl they take a tenth of the time to a command's first word
     import urllib.error
+    import urllib.parse
     import urllib.request
 
     headers = {"Range": f"bytes={begin}-{begin + size - 1}", "Accept-Encoding": "identity"}
-    request = urllib.request.Request(address, headers=headers)
+    # spaces and umlauts as browsers send them; what is written so already stays
+    url = urllib.parse.quote(address, safe="%/:?#[]@!$&'()*+,;=~|")
+    request = urllib.request.Request(url, headers=headers)
     try:
         answer = urllib.request.urlopen(request, timeout=TIMEOUT_S)
     except urllib.error.HTTPError as error:

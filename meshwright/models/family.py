@@ -209,7 +209,9 @@ class HuggingFaceForm:
             ValueError: if our model is not that function, or a key is missing.
         """
         if config.get("model_type") != self.model_type:
-            raise ValueError(f"model_type is {config.get('model_type')!r}, not {self.model_type!r}")
+            fix = "set model.name to its family, or name another folder"
+            rule = f"model_type is {config.get('model_type')!r}, not {self.model_type!r}"
+            raise ValueError(f"{rule}\n  fix: {fix}")
         for key, only in self.fixed.items():
             if config.get(key, only) != only:
                 raise ValueError(f"{key} is {config[key]!r}; this model has {only!r} alone")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from meshwright.checkpoint import commit, find
 from meshwright.checkpoint.conversion.initial_load import check_initial
-from meshwright.checkpoint.manifest import Manifest, read_manifest
+from meshwright.checkpoint.manifest import OPTIMIZER, Manifest, left_out, read_manifest
 from meshwright.checkpoint.resume_diff import ResumeDiff, find_resume_diff
 from meshwright.config.combinations import (
     check_contradictions,
@@ -57,6 +57,7 @@ from meshwright.train.optim.registry import (
     average_decay,
     check_optimizers,
     find_names,
+    has_other_state,
     idle_groups,
     names_by_group,
 )
@@ -288,7 +289,21 @@ def _look_at_files(plan: Plan) -> Plan:
         check_initial(config, plan.model_args, plan.family)
         return plan
     plan = replace(plan.at(step), resume_step=step)
-    resume_diff(plan).check()
+    checkpoint = commit.step_folder(plan.checkpoint_folder, step)
+    manifest = read_manifest(checkpoint)
+    diff = resume_diff(plan, manifest)
+    diff.check()
+    parameters = {n: p for n, p in plan.model_args.table.parameters.items() if n not in plan.frozen}
+    optimizer, saved = plan.config.optimizer, manifest["config"].get("optimizer", {})
+    check(
+        diff.is_done
+        or OPTIMIZER in left_out(config, manifest)
+        or not has_other_state(optimizer, saved, parameters),
+        "optimizer.name",
+        optimizer.name,
+        f"checkpoint {checkpoint} was saved with another optimizer",
+        'use that, or begin with a fresh one: checkpoint.exclude_from_loading = ["optimizer"]',
+    )
     return plan
 
 

@@ -251,6 +251,29 @@ def test_what_is_left_out_is_left_out_once(resume) -> None:
     assert resume(*EXCLUDE, *named, "--training.seed", "1").data == []
 
 
+def test_a_setting_that_has_had_its_effect_may_go(resume, caplog) -> None:
+    (level, text), *others = said(resume(saved_with=EXCLUDE), caplog)
+    assert (level, others) == (logging.INFO, [])
+    assert "no result will show" in text
+    assert "exclude_from_loading = [] (was ['dataloader'])" in text
+
+
+MUON = ("--optimizer.name", "muon")
+
+
+@pytest.mark.parametrize("saved_with", [(), MUON])
+def test_an_optimizer_of_another_kind_is_refused_before_a_rank_starts(resume, saved_with) -> None:
+    other = () if saved_with else MUON
+    error = error_of(resume, *other, saved_with=saved_with)
+    assert re.search("(?s)^optimizer.name = .*another optimizer.*fix: use that, or begin", error)
+    resume(*other, "--checkpoint.exclude_from_loading", '["optimizer"]')
+    assert resume(*other, "--training.steps", str(STEP)).is_done
+    resume(*saved_with)
+    adam_for_all = "[{parameters=['*'], optimizer='Adam'}]"  # whose state is AdamW's
+    if not saved_with:
+        resume(*MUON, "--optimizer.groups", adam_for_all)
+
+
 def test_what_was_frozen_may_be_trained_with_a_fresh_optimizer(resume) -> None:
     frozen = ("--model.frozen", '["norm.weight"]')
     assert "no optimizer state for what was frozen" in error_of(resume, saved_with=frozen)

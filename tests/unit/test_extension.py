@@ -26,7 +26,7 @@ from tests.unit import test_families
 def _as_before(monkeypatch) -> None:
     """Names that a test adds go with it."""
     for table in (MODELS, DATASETS):
-        for name in ("mistral", "stanzas"):
+        for name in ("mistral", "stanzas", "bad", "fails", "list", "files"):
             monkeypatch.setitem(table, name, None)
             monkeypatch.delitem(table, name)
 
@@ -87,6 +87,51 @@ def test_a_dataset_that_two_processes_tokenise(tmp_path) -> None:
     (source,) = open_training_data(config, num_workers=2)
     assert source.cache.num_documents == 40
     assert bytes(source.cache.tokens(1, 9).tolist()) == b"stanza 0"
+
+
+OWN_DATASETS = """
+from meshwright.datasets.rows import IndexedDocuments
+from meshwright.datasets.sources import DatasetSpec
+
+def get(index):
+    return {3: None, 8: [{"role": "user"}], 9: b"bytes"}.get(index, "a text")
+
+def fails(entry, streamed):
+    raise RuntimeError("no connection")
+
+def opens(entry, streamed):
+    return IndexedDocuments(40, get)
+
+none = lambda entry: []
+DATASETS = {
+    "bad": DatasetSpec(opens, none),
+    "fails": DatasetSpec(fails, none),
+    "list": DatasetSpec(lambda entry, streamed: ["a text"], none),
+    "files": DatasetSpec(opens, lambda entry: "a.txt"),
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("bad", "^document 3: is None, which is neither text nor a list of"),
+        ("fails", r"cannot be opened: RuntimeError: no connection \(.*mine.py:9\)"),
+        ("list", "its function returns list, and no documents\n  fix: return IndexedDocuments"),
+        ("files", "its function `files` returns 'a.txt', and no list of paths\n  fix: return"),
+    ],
+)
+def test_faults_of_a_dataset_of_the_user_are_named(name, says, tmp_path) -> None:
+    own = words(tmp_path, OWN_DATASETS, "--training.dataset", name, "--training.seq_len", "16")
+    own += ["--training.token_cache_folder", str(tmp_path / "cache")]
+    config = load_config(own)
+    extend_by(config.experimental.custom_import)
+    with pytest.raises(ConfigError, match=says):
+        open_training_data(config, num_workers=1)
+    if name == "bad":
+        config = load_config([*own, "--training.max_bad_records", "3"])
+        (source,) = open_training_data(config, num_workers=1)
+        assert source.cache.num_documents == 37
 
 
 def test_the_sink_of_the_docs_writes_its_file(tmp_path) -> None:

@@ -146,7 +146,7 @@ def test_what_cannot_be_generated_from(tmp_path) -> None:
         ([folder, *bytes_, "--top-p", 0], "--top-p = 0.0: must be above 0"),
         ([folder, *bytes_, "--temperature", -1], "--temperature = -1.0: must be 0"),
         ([folder, *bytes_, "--max-new-tokens", 0], "--max-new-tokens = 0"),
-        ([tmp_path / "gpt2", *bytes_], "model_type is 'gpt2', not one of llama"),
+        ([tmp_path / "gpt2", *bytes_], "'gpt2', not one of llama.*\n  fix: write a family"),
     ):
         with pytest.raises(ConfigError, match=says):
             generate_text([*words, "--prompt", "a"])

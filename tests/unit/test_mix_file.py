@@ -21,11 +21,12 @@ def mixed(folder: Path, text: str, *words: str) -> list[tuple[str, str, float]]:
 
 
 def test_each_line_is_a_source(tmp_path: Path) -> None:
-    text = "# weight path\n0.7 web/*.jsonl\n\n 3  my code/**/*.zst\n1e-1 /far\n"
+    text = "# weight path\n0.7 web/*.jsonl\n\n 3  my code/**/*.zst\n1e-1 /far\n2 s3://b/c/*\n"
     assert mixed(tmp_path, text) == [
         ("web/*.jsonl", f"{tmp_path}/web/*.jsonl", 0.7),
         ("my code/**/*.zst", f"{tmp_path}/my code/**/*.zst", 3.0),
         ("/far", "/far", 0.1),
+        ("s3://b/c/*", "s3://b/c/*", 2.0),
     ]
 
 

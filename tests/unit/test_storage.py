@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import fsspec
 import numpy as np
@@ -23,7 +24,7 @@ from meshwright.config.section import BYTES
 from meshwright.config.training import Source
 from meshwright.datasets import storage
 from meshwright.datasets.encoding import TokenizationSpec
-from meshwright.datasets.files import Entry
+from meshwright.datasets.files import Entry, local_files
 from meshwright.datasets.opening import StreamedSource
 from meshwright.datasets.rows import LocalDocuments
 from meshwright.datasets.samples import CachedSamples, SampleRules
@@ -169,6 +170,12 @@ def test_a_server_without_ranges_is_not_asked_again(server) -> None:
     with pytest.raises(ConfigError, match="gives no ranges"):
         RangeFile(f"{server.address}/a").read(3, 5)
     assert server.num_requests == 1
+
+
+def test_spaces_and_umlauts_are_sent_as_browsers_do(server) -> None:
+    server.files["a%20b/%C3%BC.npy"] = b"12345"
+    for name in ("a b/ü.npy", "a%20b/%C3%BC.npy"):
+        assert RangeFile(f"{server.address}/{name}").read(1, 3) == b"234"
 
 
 def test_a_missing_file_is_an_answer(server) -> None:
@@ -320,9 +327,20 @@ def test_a_bucket_needs_its_package(monkeypatch) -> None:
         storage.find_files("s3://bucket/data", (".npy",))
 
 
-def test_an_unknown_storage_is_named() -> None:
+def test_an_unknown_storage_is_named(monkeypatch) -> None:
     with pytest.raises(ConfigError, match="nowhere:// is no storage"):
         storage.find_files("nowhere://bucket/data", (".npy",))
+    ftp = Mock(side_effect=TypeError("missing 1 required positional argument: 'host'"))
+    monkeypatch.setattr(fsspec, "filesystem", ftp)
+    with pytest.raises(ConfigError, match="ftp:// is no storage"):
+        storage.find_files("ftp://host/data", (".npy",))
+
+
+def test_a_file_that_a_server_has_not_is_an_error_of_the_config(server, bucket) -> None:
+    for address in (f"{server.address}/none.jsonl", "s3://bucket/none/*.jsonl"):
+        entry = Entry("training", "data", Source(dataset="json", dataset_path=address))
+        with pytest.raises(ConfigError, match="no such file or folder\n  fix: check the address"):
+            local_files(entry)
 
 
 def test_a_web_server_lists_no_files(server) -> None:

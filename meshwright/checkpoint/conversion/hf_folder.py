@@ -121,7 +121,8 @@ def find_family(place: Place, families: Sequence[Family]) -> Family:
     kind = _read_config(place).get("model_type")
     found = [family for family in families if family.hf.model_type == kind]
     known = ", ".join(family.hf.model_type for family in families)
-    place.check(bool(found), f"{CONFIG}: model_type is {kind!r}, not one of {known}")
+    fix = "write a family for it (docs/extending.md), or name another folder"
+    place.check(bool(found), f"{CONFIG}: model_type is {kind!r}, not one of {known}", fix)
     return found[0]
 
 

@@ -1,15 +1,18 @@
 """The optimizers by name; optimizer, learning rate and weight decay of each parameter, by its name;
 and the decay of the mean of all. Free of torch."""
 
+import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
+from pydantic import ValidationError
+
 from meshwright.config.job_config import JobConfig
 from meshwright.config.optimizer import Muon, Optimizer, ParameterGroup
 from meshwright.models.table import Parameter
-from meshwright.system.errors import check, did_you_mean
+from meshwright.system.errors import ConfigError, check, did_you_mean
 
 Groups = list[dict[str, Any]]
 """Parameter groups, as torch's optimizers take them."""
@@ -151,6 +154,23 @@ def check_optimizers(config: Optimizer, table: Mapping[str, Parameter]) -> dict[
         "leave it out",
     )
     return found
+
+
+def has_other_state(
+    config: Optimizer, saved: Mapping[str, Any], table: Mapping[str, Parameter]
+) -> bool:
+    """Return whether a parameter's optimizer looks at whole matrices, and that of the section
+    `saved` does not, or the other way round: the state of one has no place in the other.
+
+    False for a section of another version, or optimizers of a module that is not there.
+    """
+    try:
+        before = check_optimizers(Optimizer.model_validate_json(json.dumps(saved)), table)
+    except (ValidationError, ConfigError):
+        return False
+    kinds = {name: type(one) for name, one in OPTIMIZERS.items()}
+    now = check_optimizers(config, table)
+    return any(kinds[now[name]] is not kinds[before[name]] for name in table)
 
 
 def find_names(key: str, pattern: str, names: Sequence[str]) -> set[str]:
