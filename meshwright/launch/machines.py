@@ -4,16 +4,23 @@ import json
 import os
 import socket
 import subprocess
+import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 
 MEET_S = 1.0
 """Seconds that the store gets to answer while machines meet: it is on one of them."""
+
+ANSWER_S = 5.0
+"""Seconds after which a store that says nothing is taken for another program."""
+
+OTHER_PROGRAM = "a program listens there that does not answer as torchrun does"
 
 TELL_S = 8.0
 """Seconds that other machines get to tell of their ranks."""
@@ -45,18 +52,34 @@ class Meeting:
         self._me = f"{socket.gethostname()}:{os.getpid()}"
         self._store: dist.Store | None = None
         self._counts: dict[str, int] = {}
+        self._asking: threading.Thread | None = None
 
     def come(self) -> None:
         """Tell the others that this machine is here and waits."""
         with suppress(RuntimeError, OSError):  # it does not answer, yet or any more
-            if self._store is None:
+            if self._store is None and not self.is_silent:
                 host, _, port = self._endpoint.rpartition(":")
                 host = host.strip("[]")  # around an address of IPv6, as torchrun takes it, too
                 # torch would print a page of C++ where nobody listens
                 socket.create_connection((host, int(port)), MEET_S).close()
-                self._store = _connect(host, int(port), MEET_S, self._prefix)
-                self._store.set(f"machine {self._store.add('count', 1)}", self._me)
-            self._store.add(self._me, 1)
+                # a program that is no store may say nothing, and torch then waits for ever
+                ask = partial(self._ask, host, int(port))
+                self._asking = threading.Thread(target=ask, name="meeting", daemon=True)
+                self._asking.start()
+                self._asking.join(ANSWER_S)
+            if self._store is not None:
+                self._store.add(self._me, 1)
+
+    def _ask(self, host: str, port: int) -> None:
+        with suppress(RuntimeError):
+            store = _connect(host, port, MEET_S, self._prefix)
+            store.set(f"machine {store.add('count', 1)}", self._me)
+            self._store = store
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether a program listens there, and gives no answer."""
+        return self._asking is not None and self._asking.is_alive()
 
     def _here(self) -> list[str]:
         """Return the machines that have counted since the last call, this one first."""
@@ -73,6 +96,8 @@ class Meeting:
             here = [name.partition(":")[0] for name in self._here()]
         except RuntimeError:
             here, self._store = [], None
+        if self.is_silent:
+            return f"waiting at {self._endpoint}: {OTHER_PROGRAM}"
         if not here:
             return f"waiting at {self._endpoint}, where no machine answers yet"
         # one of the two may write the domain, too

@@ -3,6 +3,7 @@
 import argparse
 import logging
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -21,12 +22,13 @@ from torch.distributed.run import parse_args, run
 
 from meshwright.config.loader import load_config
 from meshwright.launch.heartbeat import HEARTBEATS, LOOK_EVERY_S
-from meshwright.launch.machines import Meeting
+from meshwright.launch.machines import OTHER_PROGRAM, Meeting
 from meshwright.launch.watch import Watch, in_time, tail
 from meshwright.metrics.history import note_missing_end
 from meshwright.system.errors import (
     BY_TORCHRUN,
     EXIT_CODES,
+    EXIT_CONFIG,
     EXIT_HANG,
     EXIT_INTERRUPTED,
     EXIT_STOPPED,
@@ -39,7 +41,14 @@ from meshwright.system.errors import (
 )
 from meshwright.system.files import text_of
 from meshwright.system.log import SPEAK_EVERY_S, logger, print_error
-from meshwright.system.processes import STOP, TRAINED, Launch, before_training, stop_signals
+from meshwright.system.processes import (
+    STOP,
+    STOP_SIGNALS,
+    TRAINED,
+    Launch,
+    before_training,
+    stop_signals,
+)
 
 PREFIX = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
 """torchrun's environment variable for the beginning of every line of a rank."""
@@ -54,6 +63,15 @@ FAULT = "Fatal Python error"
 """How Python begins to say where it was when C++ ended it."""
 
 TAIL_LINES, TAIL_BYTES = 20, 2**20
+
+STUCK_S = 2.0
+"""Seconds that the main thread gets to hear of a signal, if there are no ranks yet."""
+
+SILENT_S = 60.0
+"""Seconds after which a program that has the port of the rendezvous, and says nothing, ends the
+job."""
+
+FIX = "\n  fix: choose another port, the same on all machines"
 
 
 def launch() -> None:
@@ -72,6 +90,7 @@ def launch() -> None:
             signal.signal(number, lambda number, _: _ask_to_stop(request, number, interrupts))
         if signal.getsignal(signal.SIGQUIT) is not signal.SIG_IGN:
             signal.signal(signal.SIGQUIT, _kill)
+        _end_though_stuck(Path(folder))
         # torchrun is left no signal: it would take even the ones that nohup has us ignore. A name
         # that is none it passes over
         args = parse_args(["--log-dir", folder, "--signals-to-handle", "", *sys.argv[1:]])
@@ -114,17 +133,48 @@ def _wait_for_machines(args: argparse.Namespace, folder: Path) -> None:
 
     def speak() -> None:
         begun, due_s = time.monotonic(), SPEAK_EVERY_S
-        meeting = Meeting(args.rdzv_endpoint, int(args.nnodes), args.rdzv_id)
+        meeting, heard_at = Meeting(args.rdzv_endpoint, int(args.nnodes), args.rdzv_id), begun
         with suppress(OSError):  # the folder goes with the job
             while not _has_ranks(folder):
                 meeting.come()
-                if (waited_s := time.monotonic() - begun) >= due_s:
+                now = time.monotonic()
+                heard_at = heard_at if meeting.is_silent else now
+                if now - heard_at > SILENT_S:  # torchrun itself would wait for ever
+                    print_error(f"RDZV_ENDPOINT = {args.rdzv_endpoint!r}: {OTHER_PROGRAM}{FIX}")
+                    _leave(folder, EXIT_CONFIG)
+                if (waited_s := now - begun) >= due_s:
                     due_s += SPEAK_EVERY_S
                     logger.info("%s: %.0f s so far", meeting.describe(), waited_s)
                 time.sleep(LOOK_EVERY_S)
 
     if not args.standalone and int(args.nnodes) > 1:
         threading.Thread(target=speak, name="rendezvous", daemon=True).start()
+
+
+def _end_though_stuck(folder: Path) -> None:
+    """Have a thread end this process if it is asked to stop before there are ranks, and its main
+    thread does not come back from C++: there it waits for the first machine."""
+    read_end, write_end = os.pipe()
+    os.set_blocking(write_end, False)
+    # Python's handlers wait for the main thread; the number is written here at once
+    signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+
+    def listen() -> None:
+        with suppress(OSError):  # the folder goes with the job
+            while not _has_ranks(folder):
+                (number,) = os.read(read_end, 1)
+                time.sleep(STUCK_S)
+                if number in (*STOP_SIGNALS, signal.SIGQUIT) and not _has_ranks(folder):
+                    name = signal.Signals(number).name
+                    print_error(before_training(name))
+                    _leave(folder, code_of_request(name))
+
+    threading.Thread(target=listen, name="signals", daemon=True).start()
+
+
+def _leave(folder: Path, code: int) -> NoReturn:
+    shutil.rmtree(folder, ignore_errors=True)
+    os._exit(code)
 
 
 def _set_up_console(args: argparse.Namespace) -> str:

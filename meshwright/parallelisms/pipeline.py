@@ -141,13 +141,20 @@ class Pipeline:
             inputs["documents"] = torch.cat(documents)
         self._num_labels = num_labels
         losses: list[Tensor] = []
-        self.schedule.step(
-            tokens,
-            **inputs,
-            target=labels,  # without it torch computes no loss
-            losses=losses,
-            return_outputs=False,
-        )
+        try:
+            self.schedule.step(
+                tokens,
+                **inputs,
+                target=labels,  # without it torch computes no loss
+                losses=losses,
+                return_outputs=False,
+            )
+        except RuntimeError as error:
+            if (cause := error.__cause__) is None:
+                raise
+            # torch's error says in which stage; callers ask for a timeout, or a lack of memory
+            cause.add_note(str(error))
+            raise cause from None
         if not self._has_last:
             return torch.zeros((), device=tokens.device)
         return torch.stack([loss.detach() for loss in losses]).sum()

@@ -22,7 +22,8 @@ from meshwright.metrics import history
 from meshwright.system.errors import EXIT_CONFIG, EXIT_INTERRUPTED, EXIT_STOPPED
 from meshwright.system.log import console_stream, log_to_console, logger, print_error
 from meshwright.system.processes import TRAINED
-from tests.helpers.jobs import wait_for
+from tests.helpers.forked import Forked
+from tests.helpers.jobs import ROOT, environment, wait_for
 
 
 def test_ranks_are_asked_to_stop_if_there_are_any(tmp_path: Path, capfd) -> None:
@@ -78,6 +79,64 @@ def test_a_launcher_that_waits_says_where_and_for_whom(tmp_path, monkeypatch, ca
     wait_for(lambda: f"1 of 3 machines are here ({here})" in caplog.text, "a line", seconds=20)
     (tmp_path / "logs_of_ranks").mkdir()
     del store
+
+
+STUCK = """
+import signal, sys
+from pathlib import Path
+import torch.distributed as dist
+from meshwright.launch import torchrun
+
+for number in torchrun.stop_signals():
+    signal.signal(number, lambda *_: None)
+torchrun.STUCK_S = 0.2
+torchrun._end_though_stuck(Path(sys.argv[1]))
+print("waiting", flush=True)
+dist.TCPStore("127.0.0.1", int(sys.argv[2]), is_master=False)
+"""
+
+
+def test_a_launcher_hears_a_request_while_torch_waits_for_the_first_machine(tmp_path) -> None:
+    """In C++, where no handler of Python's runs, for ten minutes or for ever."""
+    (tmp_path / "stuck.py").write_text(STUCK)
+    (tmp_path / "console").mkdir()
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        words = [tmp_path / "stuck.py", tmp_path / "console", port]
+        launcher = Forked(words, environment(), cwd=ROOT)
+        launcher.wait_for_line("waiting")
+        peer, _ = silent.accept()
+        launcher.send_signal(signal.SIGTERM)
+        ended = launcher.wait(30)
+        peer.close()
+    assert ended.returncode == EXIT_STOPPED
+    assert ended.stderr.startswith("meshwright: SIGTERM: stopped before the first step")
+    assert not (tmp_path / "console").exists()
+
+
+def test_another_program_at_the_rendezvous_ends_the_job(tmp_path, monkeypatch, capsys) -> None:
+    """torch takes whatever listens for its store, and waits for its answer for ever."""
+    left: list[tuple[Path, int]] = []
+
+    def leave(folder: Path, code: int) -> None:
+        left.append((folder, code))
+        raise OSError
+
+    monkeypatch.setattr(machines, "ANSWER_S", 0.1)
+    monkeypatch.setattr(torchrun, "SILENT_S", 0.5)
+    monkeypatch.setattr(torchrun, "_leave", leave)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        at = f"127.0.0.1:{silent.getsockname()[1]}"
+        meeting = Meeting(at, 2, "job")
+        meeting.come()
+        assert meeting.describe() == f"waiting at {at}: {machines.OTHER_PROGRAM}"
+        monkeypatch.setattr(torchrun, "Meeting", lambda *_: meeting)
+        given = Namespace(standalone=False, nnodes="2", rdzv_endpoint=at, rdzv_id="job")
+        torchrun._wait_for_machines(given, tmp_path)
+        wait_for(lambda: left, "the end", seconds=20)
+    wait_for(lambda: not meeting.is_silent, "torch's error")
+    assert left == [(tmp_path, EXIT_CONFIG)]
+    assert f"RDZV_ENDPOINT = '{at}': a program listens there" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "[::1]"])
