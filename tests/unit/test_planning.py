@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from meshwright.commands.plan import plan as command
+from meshwright.commands.main import run
+from meshwright.commands.plan import command
 from meshwright.commands.plan import predict as predicting
 from meshwright.commands.plan import trace as scope
 from meshwright.commands.plan.devices import (
@@ -33,7 +34,6 @@ from meshwright.commands.plan.report import (
 from meshwright.commands.plan.simulate import as_gpu, deal, plan_job
 from meshwright.commands.plan.torch_names import FakeTensorMode
 from meshwright.commands.plan.trace import Moment
-from meshwright.config.job_config import JobConfig
 from meshwright.config.loader import load_config
 from meshwright.models import loss
 from meshwright.system.errors import ConfigError
@@ -88,11 +88,9 @@ def test_ranks_on_cpus_share_this_machine(monkeypatch) -> None:
         raise ConfigError("", "no such device")
 
     monkeypatch.setattr(command, "find_device", refuse)
-    given = SimpleNamespace(device="cpu", world_size=4)
-    for function in (command.plan, command.search):
-        with pytest.raises(ConfigError):
-            function(JobConfig(), given)
-    assert seen == 2 * [("cpu", 4)]
+    with pytest.raises(ConfigError):
+        run(["plan", "debug_model", "--device=cpu", "--world-size=4"])
+    assert seen == [("cpu", 4)]
 
 
 def test_on_cpus_malloc_counts() -> None:
@@ -129,15 +127,14 @@ def test_a_remedy_has_the_verdict_of_its_neediest_rank_and_its_own_groups(monkey
         return [function(*task) for task in tasks]
 
     monkeypatch.setattr(predicting, "predict", predicted)
-    monkeypatch.setattr(command, "in_processes", at_once)
-    config = load_config([DEBUG])
-    job = plan_job(config, 2, is_gpu=True)
-    shown = SimpleNamespace(peak=SimpleNamespace(num_bytes=20 * GIB))
+    monkeypatch.setattr(predicting, "in_processes", at_once)
+    job = plan_job(load_config([DEBUG]), 2, is_gpu=True)
     high = sum(x.high for x in beside_tensors(job, Device("", 1.0), 9 * GIB, 2)) / GIB
     for room, word in ((high, "fits"), (high - 0.01, "tight"), (0.0, "does not fit")):
-        (found,) = command.find_remedies(job, shown, estimated(Device("", 9 + room + 1e-6)), 1)
-        assert "pipeline_parallel_degree = 2" in found.change
-        assert (found.peak_bytes, found.verdict) == (9 * GIB, word)
+        device = estimated(Device("", 9 + room + 1e-6))
+        ((change, need),) = predicting.find_remedies(job.config, 20 * GIB, 2, device, 1)
+        assert "pipeline_parallel_degree = 2" in change
+        assert (need.peak_bytes, need.verdict) == (9 * GIB, word)
 
 
 def test_a_job_needs_the_memory_of_one_rank_and_the_time_of_another(monkeypatch) -> None:
@@ -148,7 +145,6 @@ def test_a_job_needs_the_memory_of_one_rank_and_the_time_of_another(monkeypatch)
     config = load_config([DEBUG, "--parallelism.pipeline_parallel_degree=2"])
     need = need_of(config, 2, estimated(find_device("h100")))
     assert (need.peak_bytes, need.seconds, need.verdict) == (2 * GIB, 2.0, "fits")
-    assert need.needed_bytes > need.peak_bytes
 
 
 @pytest.mark.parametrize(
