@@ -16,8 +16,7 @@ from meshwright.commands.plan.figures import StepTime
 from meshwright.commands.plan.predict import Remedy, find_remedies, telling_ranks
 from meshwright.commands.plan.simulate import plan_job, simulate, worst_imbalance
 from meshwright.config.job_config import JobConfig, changed
-from meshwright.metrics.report.charts import Chart, Curve, draw
-from meshwright.metrics.report.document import document
+from meshwright.metrics.report.document import Chart, Curve, document, draw
 from meshwright.system.errors import check
 from meshwright.system.processes import in_processes
 from meshwright.train.preflight import Plan

@@ -11,8 +11,7 @@ from typing import Any
 from meshwright.config.changes import Difference, differences, effect_of, shown
 from meshwright.config.section import OnResume
 from meshwright.metrics.console import duration
-from meshwright.metrics.report.charts import Chart, Curve, draw, short
-from meshwright.metrics.report.document import document, table
+from meshwright.metrics.report.document import Chart, Curve, document, draw, short, table
 from meshwright.metrics.report.run import TOKENS, Row, Run
 from meshwright.metrics.report.tables import (
     best_validation,
