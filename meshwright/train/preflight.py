@@ -147,6 +147,10 @@ class Plan:
         """Return the modules of all stages of `rank`."""
         return [name for index in self.stages_of(rank) for name in self.stage_modules[index]]
 
+    def num_parameters(self, rank: int) -> int:
+        """Return the parameters of all stages of `rank`, over its tensor-parallel ranks."""
+        return sum(p.numel for p in self.model_args.table.of_blocks(self.modules_of(rank)))
+
     @property
     def checkpoint_folder(self) -> Path:
         """Where the job's checkpoints are."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import tomli_w
 
@@ -28,6 +28,8 @@ class Figures:
     """Of a step; 0 without rates."""
     num_groups: int = 0
     """Process groups that communicate: one for each axis."""
+    most: Mapping[str, float] = field(default_factory=dict)
+    """Most bytes of each purpose over the step."""
 
     @property
     def peak_bytes(self) -> int:
@@ -38,8 +40,9 @@ class Figures:
 def measure(plan: Plan, rank: int, device: Rates) -> Figures:
     """Simulate `rank` of `plan`."""
     simulation = simulate(plan, rank, is_gpu=device.is_gpu, imbalance=device.imbalance)
-    time, places = step_time(simulation, plan, device), Memory(simulation.record).by_place()
-    return Figures(places, time.seconds if time else 0.0, simulation.num_groups)
+    time, memory = step_time(simulation, plan, device), Memory(simulation.record)
+    seconds = time.seconds if time else 0.0
+    return Figures(memory.by_place(), seconds, simulation.num_groups, memory.most())
 
 
 def predict(plan: Plan, rank: int, device: Rates) -> Figures:
@@ -60,9 +63,11 @@ def predict(plan: Plan, rank: int, device: Rates) -> Figures:
     def along(at_few: float, at_more: float) -> float:
         return at_few + (at_more - at_few) * (depth - few) / step
 
-    shared = first.peaks.keys() & second.peaks.keys()
-    peaks = {place: along(first.peaks[place], second.peaks[place]) for place in shared}
-    return replace(second, peaks=peaks, seconds=along(first.seconds, second.seconds))
+    def each(of_few: Mapping[str, float], of_more: Mapping[str, float]) -> dict[str, float]:
+        return {key: along(of_few[key], of_more[key]) for key in of_few.keys() & of_more.keys()}
+
+    peaks, most = each(first.peaks, second.peaks), each(first.most, second.most)
+    return replace(second, peaks=peaks, most=most, seconds=along(first.seconds, second.seconds))
 
 
 @dataclass(frozen=True)
@@ -86,7 +91,7 @@ def need_of(config: JobConfig, world_size: int, device: Rates) -> Need:
     needs, seconds = list[tuple[float, int, str]](), 0.0
     for figures in (predict(plan, rank, device) for rank in telling_ranks(plan)):
         peak = figures.peak_bytes
-        modelled = beside_tensors(plan, device, peak, figures.num_groups)
+        modelled = beside_tensors(plan, device, peak, figures.num_groups, figures.most)
         needed = peak + sum(part.high for part in modelled)
         needs.append((needed, peak, verdict(device, peak, modelled)))
         seconds = max(seconds, figures.seconds)
@@ -98,12 +103,7 @@ def telling_ranks(plan: Plan) -> list[int]:
     """Return the ranks that tell whether a job fits: the first, and of a pipeline also the last and
     the one with most parameters. The others have shards as large or smaller."""
     firsts = plan.dims.first_ranks
-    return sorted({0, firsts[-1], max(firsts, key=lambda rank: num_parameters(plan, rank))})
-
-
-def num_parameters(plan: Plan, rank: int) -> int:
-    """Return the parameters of all stages of `rank`, over its tensor-parallel ranks."""
-    return sum(p.numel for p in plan.model_args.table.of_blocks(plan.modules_of(rank)))
+    return sorted({0, firsts[-1], max(firsts, key=lambda rank: plan.num_parameters(rank))})
 
 
 def period(config: JobConfig) -> int:
@@ -124,14 +124,11 @@ def at_depth(plan: Plan, device: Device, layers: int) -> Plan:
     return plan_job(config, plan.dims.num_ranks, is_gpu=device.is_gpu)
 
 
-Remedy = tuple[str, Need]
-"""A change of the config, as a person would write it, and what the job then needs."""
-
-
 def find_remedies(
     config: JobConfig, peak_bytes: int, ranks: int, device: Rates, workers: int
-) -> list[Remedy]:
-    """Try every change that this job can take, from two shallow depths each; the lowest first.
+) -> list[tuple[str, Need]]:
+    """Try every change that this job can take, from two shallow depths each; return those that save
+    memory, as a person would write them, the lowest first.
 
     Args:
         peak_bytes: of the rank that does not fit.

@@ -13,7 +13,7 @@ from typing import Any
 from meshwright.commands.plan import devices, figures
 from meshwright.commands.plan.devices import GIB, SOURCE, Device, error_of_time
 from meshwright.commands.plan.figures import StepTime
-from meshwright.commands.plan.predict import Remedy, find_remedies, telling_ranks
+from meshwright.commands.plan.predict import Need, find_remedies, telling_ranks
 from meshwright.commands.plan.simulate import plan_job, simulate, worst_imbalance
 from meshwright.config.job_config import JobConfig, changed
 from meshwright.metrics.report.document import Chart, Curve, document, draw
@@ -34,9 +34,8 @@ def plan(config: JobConfig, given: Namespace, device: Device) -> str:
     worst = math.floor(1000 * worst_imbalance(job)) / 1000
     rule = f"experts of a rank of this job get at most {worst} times the mean of rows"
     check(given.imbalance <= worst, "--imbalance", given.imbalance, rule, f"--imbalance {worst}")
-    rates = devices.estimated(
-        device, is_compiled=job.config.compile.is_on, imbalance=given.imbalance
-    )
+    is_on = job.config.compile.is_on
+    rates = devices.estimated(device, is_compiled=is_on, imbalance=given.imbalance)
     ranks = telling_ranks(job) if given.rank is None else [given.rank]
     if given.all_stages:
         ranks = [*job.dims.first_ranks]
@@ -45,7 +44,7 @@ def plan(config: JobConfig, given: Namespace, device: Device) -> str:
         found = [plan_rank(*tasks[0])]
     else:
         found = in_processes(tasks, plan_rank, given.workers, "simulated ranks")
-    shown, remedies = neediest(found), list[Remedy]()
+    shown, remedies = neediest(found), list[tuple[str, Need]]()
     if shown.verdict != "fits" and not given.no_remedies:
         as_given = changed(job.config, {"compile": {"enable": config.compile.enable}})
         peak = shown.peak.num_bytes
@@ -87,14 +86,15 @@ def plan_rank(config: JobConfig, world_size: int, rank: int, device: devices.Rat
     plan = plan_job(config, world_size, is_gpu=device.is_gpu)
     simulation = simulate(plan, rank, is_gpu=device.is_gpu, imbalance=device.imbalance)
     memory, time = figures.Memory(simulation.record), figures.step_time(simulation, plan, device)
-    modelled = devices.beside_tensors(plan, device, memory.peak.num_bytes, simulation.num_groups)
+    peak, most = memory.peak, memory.most()
+    modelled = devices.beside_tensors(plan, device, peak.num_bytes, simulation.num_groups, most)
     return RankPlan(
         rank,
         plan.stages_of(rank) if plan.dims.pp > 1 else [],
-        memory.peak,
-        memory.most(),
+        peak,
+        most,
         modelled,
-        devices.verdict(device, memory.peak.num_bytes, modelled),
+        devices.verdict(device, peak.num_bytes, modelled),
         figures.traffic(simulation, device.per_node),
         figures.flops(simulation),
         time,
@@ -123,7 +123,7 @@ def slowest(ranks: list[RankPlan]) -> StepTime | None:
 
 
 def to_json(
-    plan: Plan, ranks: list[RankPlan], device: Device, remedies: Sequence[Remedy]
+    plan: Plan, ranks: list[RankPlan], device: Device, remedies: Sequence[tuple[str, Need]]
 ) -> dict[str, Any]:
     """Return the plan for programs; figures at the top are those of the rank that needs most.
 

@@ -19,7 +19,7 @@ import tomli_w
 from meshwright.commands.plan import devices
 from meshwright.commands.plan.devices import GIB, SOURCE, Device, Rates
 from meshwright.commands.plan.figures import bubble, entry_seconds, layer_of, ring_width
-from meshwright.commands.plan.predict import at_depth, need_of, num_parameters, period
+from meshwright.commands.plan.predict import at_depth, need_of, period
 from meshwright.commands.plan.simulate import plan_job, simulate
 from meshwright.commands.plan.trace import FORWARD, UPDATE
 from meshwright.config.job_config import JobConfig, Update, changed, differing
@@ -171,7 +171,7 @@ def measure_work(config: JobConfig, device: Rates) -> Work:
         if item.purpose == "activations" and item.born.phase == FORWARD:
             kept[layer_of(item.born.module)] += size
     layers = [Layer(seconds[n], kept[n]) for n in range(plan.model_args.n_layers)]
-    return Work(layers, seconds[-1], seconds[UPDATE] * ranks / num_parameters(plan, 0))
+    return Work(layers, seconds[-1], seconds[UPDATE] * ranks / plan.num_parameters(0))
 
 
 def estimate(plan: Plan, work: Work, device: Rates) -> tuple[float, float]:
@@ -186,7 +186,7 @@ def estimate(plan: Plan, work: Work, device: Rates) -> tuple[float, float]:
         busy.append(plan.config.num_microbatches * size * seconds)
         num_bytes.append(size * sum(one.num_bytes for one in layers))
     copies, sent = _fsdp_seconds(plan, device)
-    parameters = num_parameters(plan, 0) / (dims.tp * dims.dp_shard * dims.cp)
+    parameters = plan.num_parameters(0) / (dims.tp * dims.dp_shard * dims.cp)
     backward = 0.75 if plan.config.activation_checkpoint.mode == "full" else 2 / 3
     seconds = max(copies + max(busy), sent) / (1 - bubble(plan, backward))
     return seconds + work.update_s * parameters, _least_bytes(plan, num_bytes[0])
@@ -224,11 +224,9 @@ def _least_bytes(plan: Plan, activations: float) -> float:
         per_rank = len(plan.stage_modules) // ranks
         ahead = (per_rank - 1) * ranks + 2 * (ranks - 1) + 1  # then one for each backward
         in_flight = min(ahead, count * per_rank) / per_rank
-    whole = least.get("gathered weights", 0.0)
-    if count > in_flight:
-        whole += least.get("whole gradients", 0.0)
-    state = least.get("weights", 0.0) + least.get("optimizer", 0.0)
-    return max(sum(least.values()), state + whole + in_flight * activations)
+    then = ["weights", "optimizer", "gathered weights"] + ["whole gradients"] * (count > in_flight)
+    held = sum(least.get(purpose, 0.0) for purpose in then)
+    return max(sum(least.values()), held + in_flight * activations)
 
 
 @dataclass(frozen=True, order=True)
@@ -287,7 +285,7 @@ def find(config: JobConfig, ranks: int, device: Rates, workers: int) -> Found:
     fitting = []
     for (update, plan), (seconds, size) in zip(candidates, estimates, strict=True):
         peak, groups = round(size), sum(degree > 1 for degree in vars(plan.dims).values())
-        modelled = devices.beside_tensors(plan, device, peak, groups)
+        modelled = devices.beside_tensors(plan, device, peak, groups, {})
         if devices.verdict(device, peak, modelled) == "fits":  # it might
             fitting.append((seconds, words_of(plan), update, plan))
     queue = sorted(fitting, key=itemgetter(0, 1))
