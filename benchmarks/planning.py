@@ -27,12 +27,13 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from meshwright.commands.plan.devices import FRAGMENTED, GIB, Device, estimated, find_device
-from meshwright.commands.plan.predict import in_processes, predict
+from meshwright.commands.plan.predict import predict
 from meshwright.commands.plan.simulate import plan_job
 from meshwright.config.job_config import changed
 from meshwright.config.loader import load_config
 from meshwright.models.loss import SummedLoss
 from meshwright.parallelisms import activation_checkpoint
+from meshwright.system.processes import in_processes
 from tests.helpers.presets import ROOT, peak_gib, presets, with_plan
 
 H100 = find_device("h100")

@@ -4,8 +4,7 @@ from argparse import Namespace
 
 from meshwright.commands.options import input_path, output_file, write_output
 from meshwright.config.command_line import Parser
-from meshwright.metrics.report.compare import comparison
-from meshwright.metrics.report.page import page
+from meshwright.metrics.report.page import comparison, page
 from meshwright.metrics.report.run import read_run
 from meshwright.system.errors import check
 

@@ -331,6 +331,15 @@ def changed(config: JobConfig, update: Update) -> JobConfig:
     return config.model_copy(update=sections)
 
 
+def differing(config: JobConfig, update: Update) -> dict[str, dict[str, Any]]:
+    """Return the values of `update` that `config` has not."""
+    found = {
+        name: {key: new for key, new in keys.items() if getattr(getattr(config, name), key) != new}
+        for name, keys in update.items()
+    }
+    return {name: keys for name, keys in found.items() if keys}
+
+
 def wants_cpu_attention(compilation: Compile, training: Training, parallelism: Parallelism) -> bool:
     """Return whether a job on CPUs looks for the kernel of `compile.cpu_attention`."""
     is_on = compilation.is_on and compilation.cpu_attention == "auto"

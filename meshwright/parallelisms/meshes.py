@@ -50,10 +50,10 @@ class Meshes:
 
     @property
     def all(self) -> list[DeviceMesh]:
-        """Meshes that have all of the groups between them."""
-        own = [self.experts, self.ep]
-        used = [self.world, self.parameters, self.dp, self.cp, self.loss, self.stage, *own]
-        return [mesh for mesh in used if mesh is not None]
+        """Meshes that have all of the groups between them. Where several share a group, the last
+        says the most about it."""
+        used = [self.world, self.stage, self.dp, self.loss, self.ep, self.experts]
+        return [mesh for mesh in (*used, self.parameters, self.cp) if mesh is not None]
 
 
 def build_meshes(dims: ParallelDims, device_type: str) -> Meshes:

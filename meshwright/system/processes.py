@@ -1,25 +1,29 @@
-"""Signals of a job's processes, and facts that the launcher hands to its ranks. Free of torch."""
+"""Signals of a job's processes, facts that the launcher tells its ranks, and workers. No torch."""
 
 import ctypes
+import gc
 import json
 import os
 import select
 import signal
+import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from meshwright.system.errors import EXIT_INTERRUPTED, StopRequested, code_of_request
 from meshwright.system.files import text_of
 
 if TYPE_CHECKING:
     from multiprocessing.context import ForkServerContext
+
+Result = TypeVar("Result")
 
 STOP_SIGNALS = (signal.SIGHUP, signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
 """A terminal that closes; signals that Slurm and others send some time before they kill; Ctrl-C."""
@@ -290,3 +294,34 @@ def fork_server(*modules: str) -> "ForkServerContext":
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*modules])
     return context
+
+
+def in_processes(
+    tasks: Sequence[tuple[Any, ...]], function: Callable[..., Result], workers: int, what: str = ""
+) -> list[Result]:
+    """Return the result of `function` with each of `tasks`, in a new process for each.
+
+    torch keeps meshes of groups that are gone in caches. Processes are forks of one that has
+    imported the function's module, and has no threads.
+
+    Args:
+        what: shown on a terminal with how many have ended: "tried: 3 of 11"; "": nothing is.
+    """
+    # not at the top: most commands start no process
+    from concurrent.futures import ProcessPoolExecutor, as_completed
+
+    from tqdm import tqdm
+
+    shown = {"bar_format": "{desc}: {n_fmt} of {total_fmt}", "disable": None if what else True}
+    context = fork_server(function.__module__)
+    with ProcessPoolExecutor(workers, context, max_tasks_per_child=1) as pool:
+        calls = [pool.submit(_call, function, task) for task in tasks]
+        ended = as_completed(calls)
+        for call in tqdm(ended, what, len(tasks), leave=False, file=sys.stderr, **shown):
+            call.result()  # an error is raised at once
+        return [call.result() for call in calls]
+
+
+def _call(function: Callable[..., Result], task: tuple[Any, ...]) -> Result:
+    gc.freeze()  # or each full collection goes through all of torch's modules, for 0.3 s
+    return function(*task)

@@ -139,6 +139,20 @@ class Plan:
         degrees = {axis: getattr(parallelism, key) for axis, key in DEGREES.items()}
         return ParallelDims(**degrees | {"ep": degrees["ep"] * has_experts})
 
+    def stages_of(self, rank: int) -> list[int]:
+        """Return the stages of the pipeline that `rank` has."""
+        place = rank // self.dims.first_ranks.step
+        schedule = self.config.parallelism.pipeline_parallel_schedule
+        return stages.stages_of_rank(place, self.dims.pp, len(self.stage_modules), schedule)
+
+    def modules_of(self, rank: int) -> list[str]:
+        """Return the modules of all stages of `rank`."""
+        return [name for index in self.stages_of(rank) for name in self.stage_modules[index]]
+
+    def num_parameters(self, rank: int) -> int:
+        """Return the parameters of all stages of `rank`, over its tensor-parallel ranks."""
+        return sum(p.numel for p in self.model_args.table.of_blocks(self.modules_of(rank)))
+
     @property
     def checkpoint_folder(self) -> Path:
         """Where the job's checkpoints are."""

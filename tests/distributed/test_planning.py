@@ -14,9 +14,9 @@ import torch
 from meshwright.commands.plan import simulate
 from meshwright.commands.plan.figures import Memory, flops, traffic
 from meshwright.commands.plan.ledger import PURPOSES
-from meshwright.commands.plan.predict import in_processes
 from meshwright.parallelisms.meshes import build_meshes
 from meshwright.parallelisms.shards import local_box
+from meshwright.system.processes import in_processes
 from meshwright.train.trainer import Trainer
 from tests.helpers.planning import CASES, OF_EXPERTS, Case, operators, planned
 from tests.helpers.slow import slow

@@ -21,7 +21,6 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from meshwright.commands.plan import torch_names
 from meshwright.commands.plan.figures import Memory, flops, traffic
-from meshwright.commands.plan.predict import in_processes
 from meshwright.commands.plan.simulate import (
     Simulation,
     build_trainer,
@@ -32,6 +31,7 @@ from meshwright.commands.plan.simulate import (
 from meshwright.config.loader import load_config
 from meshwright.parallelisms.meshes import build_meshes
 from meshwright.parallelisms.rules.degrees import KEYS
+from meshwright.system.processes import in_processes
 from meshwright.train.bad_steps import BadStepDetector
 from meshwright.train.preflight import Plan
 

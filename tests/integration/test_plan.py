@@ -18,6 +18,7 @@ from meshwright.commands.plan.simulate import plan_job
 from meshwright.config.job_config import changed
 from meshwright.config.loader import load_config
 from meshwright.system.errors import ConfigError
+from meshwright.system.processes import in_processes
 
 PRESETS = Path(__file__).parents[2] / "train_configs"
 DEBUG = PRESETS / "debug_model.toml"
@@ -161,7 +162,7 @@ def test_an_estimate_is_near_the_simulation() -> None:
     assert len(plans) == 3
     estimates = search.estimate_all(plans, h100, 2)
     tasks = [(plan.config, 2, h100) for plan in plans]
-    needs = predict.in_processes(tasks, predict.need_of, 2)
+    needs = in_processes(tasks, predict.need_of, 2)
     for (seconds, num_bytes), need in zip(estimates, needs, strict=True):
         assert seconds / need.seconds == pytest.approx(1, abs=0.1)
         # of two layers, so the loss has most of it; above 1 the best might be left out
@@ -183,7 +184,7 @@ def test_two_shallow_depths_have_the_peak_of_all_layers() -> None:
     words = ["--training.global_batch_size=12", "--training.local_batch_size=2"]
     words += ["--parallelism.tensor_parallel_degree=2", "--activation_checkpoint.mode=full"]
     tasks = [([str(DEBUG), "--model.args.n_layers=10", *words],)]
-    ((predicted, whole),) = predict.in_processes(tasks, peaks, 1)
+    ((predicted, whole),) = in_processes(tasks, peaks, 1)
     assert predicted == pytest.approx(whole, rel=1e-4)
 
 
@@ -192,7 +193,7 @@ def test_published_steps_take_the_estimated_time() -> None:
     """Within the printed error, and memory within a tenth; the benchmark has all of them."""
     rows = [one for one in PUBLISHED if one.name in ("torchtitan, 8B, FSDP 128, compiled", IBM_7B)]
     assert len(rows) == 2
-    planned = predict.in_processes([(one,) for one in rows], plan_published, 2)
+    planned = in_processes([(one,) for one in rows], plan_published, 2)
     for one, (speed, gib) in zip(rows, planned, strict=True):
         assert one.tokens_per_s / speed == pytest.approx(1, abs=ERROR)
         assert not one.gib or gib / one.gib == pytest.approx(1, abs=0.1)
@@ -204,6 +205,6 @@ def test_a_line_fits_the_console_and_json_stays_whole(
 ) -> None:
     text = " ".join(["tokens/s"] * 12)
     monkeypatch.setenv("MESHWRIGHT_COLUMNS", "80")
-    monkeypatch.setattr("meshwright.commands.plan.plan.plan", lambda config, given: text)
+    monkeypatch.setattr("meshwright.commands.plan.report.plan", lambda *_: text)
     run(["plan", "debug_model", "--world-size", "2", "--device", "cpu", *words])
     assert len(capsys.readouterr().out.splitlines()) == num_lines

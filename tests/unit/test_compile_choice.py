@@ -254,12 +254,18 @@ def test_a_proof_compiles_the_config_if_it_says_so_or_must(words, first, is_on) 
         assert plan.config.compile.enable is wanted.get(case.name.split(":")[0], False), case.name
 
 
-def test_recomputed_attention_that_is_cut_is_compiled_on_gpus_but_not_in_a_plan() -> None:
-    config = load_config([DEBUG, *LONG])
-    assert plan_job(config, 1, is_gpu=True).config.compile.enable is False
+def test_recomputed_attention_that_is_cut_is_compiled_on_gpus_alone() -> None:
+    """A plan decides as the job does."""
     config = load_config([DEBUG, *LONG, *FULL, *TWO_BY_TENSORS])
     for is_gpu in (False, True):
-        assert preflight(config, 2, is_gpu=is_gpu).config.compile.enable is is_gpu
+        for plan in (preflight, plan_job):
+            assert plan(config, 2, is_gpu=is_gpu).config.compile.enable is is_gpu
+
+
+def test_a_plan_refuses_what_cannot_be_compiled() -> None:
+    config = load_config([DEBUG, *SPLIT, "--compile.enable=true"])
+    with pytest.raises(ConfigError, match="which compiled blocks cannot"):
+        plan_job(config, 2, is_gpu=True)
 
 
 def test_a_search_leaves_a_job_compiled_that_is() -> None:

@@ -9,8 +9,7 @@ import pytest
 from meshwright.commands.prove.cases import build_case, reference_case
 from meshwright.commands.prove.compare import Reference, Verdict, compare
 from meshwright.commands.prove.measure import COMPARED, Measurement, ShardComparison
-from meshwright.commands.prove.prove import Row, _why_not
-from meshwright.commands.prove.report import COLUMNS, cells, line, summary, write
+from meshwright.commands.prove.prove import COLUMNS, Row, _why_not, cells, line, summary, write
 from meshwright.commands.prove.shrink import HIGHEST_LR, shrink
 from meshwright.config.job_config import JobConfig
 from meshwright.config.loader import load_config

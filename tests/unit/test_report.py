@@ -11,7 +11,7 @@ import pytest
 
 from meshwright.config.job_config import JobConfig
 from meshwright.config.loader import load_config, to_toml
-from meshwright.metrics.report.charts import Chart, Curve, draw, short, thin, ticks
+from meshwright.metrics.report.document import Chart, Curve, draw, short, thin, ticks
 from meshwright.metrics.report.page import _totals
 from meshwright.metrics.report.run import read_run
 from meshwright.metrics.report.tables import loads_map

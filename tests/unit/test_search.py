@@ -1,5 +1,6 @@
 """The search of `meshwright plan --search`, with made-up figures in the place of simulations."""
 
+import tomllib
 from collections.abc import Callable
 from functools import cache
 
@@ -14,13 +15,12 @@ from meshwright.commands.plan.search import (
     Candidate,
     Layer,
     Work,
-    difference,
     estimate,
     legal,
     words_of,
 )
 from meshwright.commands.plan.simulate import plan_job
-from meshwright.config.job_config import JobConfig, changed
+from meshwright.config.job_config import JobConfig, changed, differing
 from meshwright.config.loader import load_config
 from meshwright.train.preflight import Plan
 from tests.helpers.needs import skip_without_mesh_of_experts
@@ -141,7 +141,7 @@ def test_the_toml_to_paste_holds_only_what_differs() -> None:
     update = {"parallelism": {"tensor_parallel_degree": 8}, "training": {"seq_len": 2048}}
     old = JobConfig()
     assert old.training.seq_len == 2048
-    assert difference(old, update) == "[parallelism]\ntensor_parallel_degree = 8\n"
+    assert differing(old, update) == {"parallelism": {"tensor_parallel_degree": 8}}
 
 
 @pytest.fixture
@@ -162,7 +162,7 @@ def asked(monkeypatch) -> list[Plan]:
             found.append(plan := plans[id(config)])
             fits = config.activation_checkpoint.mode != "none"
             late = 0.1 * (plan.dims.tp == 1)  # the estimate did not see it
-            needs.append(Need(GIB, GIB, "fits" if fits else "tight", seconds(plan) + late))
+            needs.append(Need(GIB, "fits" if fits else "tight", seconds(plan) + late))
         return needs
 
     monkeypatch.setattr(search, "legal", lambda *_: _candidates())
@@ -185,7 +185,7 @@ def test_a_search_simulates_the_fastest_until_eight_fit_and_ranks_them(asked) ->
     speeds = [one.tokens_per_second for one in found.ranked]
     assert speeds == sorted(speeds, reverse=True)
     assert speeds[0] == pytest.approx(64 * 256 / found.ranked[0].step_seconds)
-    assert found.toml == difference(_config(), words[found.ranked[0].candidate])
+    assert tomllib.loads(found.toml) == differing(_config(), words[found.ranked[0].candidate])
     assert found.toml.rstrip() in search.to_text(found)
 
 

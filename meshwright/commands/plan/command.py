@@ -5,7 +5,7 @@ import sys
 from argparse import Namespace
 
 from meshwright.commands.options import add_stage, of_stage, output_file
-from meshwright.commands.plan.devices import DEVICES, find_device
+from meshwright.commands.plan.devices import DEVICES, Device, find_device
 from meshwright.config.command_line import Parser
 from meshwright.config.loader import read
 from meshwright.system.errors import ConfigError, check
@@ -15,11 +15,13 @@ from meshwright.system.machine import count_cores
 
 def add_options(parser: Parser) -> None:
     """Options of `meshwright plan`."""
-    parser.add_argument("--world-size", type=int, metavar="N", default=0, help="ranks of the job")
+    parser.add_argument(
+        "--world-size", type=int, metavar="N", required=True, help="ranks of the job"
+    )
     parser.add_argument(
         "--device",
         metavar="D",
-        default="",
+        required=True,
         help=f"{', '.join(DEVICES)}, cpu, or the GiB of another GPU",
     )
     parser.add_argument(
@@ -52,30 +54,24 @@ def run(given: Namespace) -> None:
         ConfigError: if the job cannot run.
     """
     with contextlib.redirect_stdout(sys.stderr):  # libraries' output is no part of the plan
-        _check(given)
+        device = _check(given)
         what = "searching a mesh" if given.search else "planning"
         ranks = f"{given.world_size} rank{'s' * (given.world_size > 1)}"
         print(f"{what} for {given.config} on {ranks} ...", flush=True)  # the rest takes seconds
         config = of_stage(read(given).config(), given.stage)
-        # not at the top: it needs torch, which `--help` and the checks so far do not
-        from meshwright.commands.plan import plan
+        # not at the top: they need torch, which `--help` and the checks so far do not
+        from meshwright.commands.plan import report, search
 
-        text = (plan.search if given.search else plan.plan)(config, given)
+        text = (search.search if given.search else report.plan)(config, given, device)
     width, lines = console_width(sys.stdout), text.split("\n")
     rows = [line if "  " in line.strip() else wrap(line, width, "  ") for line in lines]
     print(text if given.json else "\n".join(rows))  # rows of tables stay whole
 
 
-def _check(given: Namespace) -> None:
-    """Check the options, and fill in the number of workers."""
-    needed = {
-        "--device": (given.device, "--device h100, or cpu, or the GiB of another GPU"),
-        "CONFIG": (given.config, "name a TOML, or a preset"),
-        "--world-size": (given.world_size, "--world-size 8, or the ranks of your job"),
-    }
-    for key, (value, fix) in needed.items():
-        if not value:
-            raise ConfigError("", f"{key}: not given\n  fix: {fix}")
+def _check(given: Namespace) -> Device:
+    """Check the options, and fill in the number of workers; return the device."""
+    if not given.config:
+        raise ConfigError("", "CONFIG: not given\n  fix: name a TOML, or a preset")
     ranks, rank = given.world_size, given.rank
     rule = "is the rows of the busiest rank over their mean, so at least 1"
     check(given.imbalance >= 1, "--imbalance", given.imbalance, rule, "--imbalance 1.5, say")
@@ -87,7 +83,8 @@ def _check(given: Namespace) -> None:
         key, fix = f"--{option.replace('_', '-')}", "leave out one of the two"
         is_given = value is not None and value is not False
         check(not (given.search and is_given), key, value, "has no effect on a --search", fix)
-    has_rates = find_device(given.device, ranks).flops_per_s > 0
+    device = find_device(given.device, ranks)
     rule, fix = "has no known rates to rank by", f"name one of {', '.join(DEVICES)}"
-    check(has_rates or not given.search, "--device", given.device, rule, fix)
+    check(device.flops_per_s > 0 or not given.search, "--device", given.device, rule, fix)
     given.workers = given.workers if given.workers > 0 else count_cores()
+    return device

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -145,18 +146,21 @@ class Overhead:
 FRAGMENTED = 0.05
 """Most that the CUDA allocator loses between blocks, as a part of the peak."""
 
-MALLOC_KEEPS = 1.5
-"""Most that malloc and shared memory keep of freed tensors, as a part of the peak, with the
-launcher's thresholds: at a vocabulary of 131,072 it was 1.44 with gloo, whose own buffers come and
-go between the tensors, and less with shared memory."""
+MALLOC_KEEPS, OF_LASTING = 1.5, {"parameters": 0.0, "optimizer": 0.0, "activations": 0.25}
+"""Most that malloc keeps of freed tensors, with the launcher's thresholds, as a part of the most
+that there is of a purpose. Of those that come and go between others 1.0 to 1.6 were seen with gloo,
+whose own buffers do so, too (benchmarks/results/plans.md)."""
 
 
-def beside_tensors(plan: Plan, device: Device, peak: int, num_groups: int) -> list[Overhead]:
+def beside_tensors(
+    plan: Plan, device: Device, peak: int, num_groups: int, most: Mapping[str, float]
+) -> list[Overhead]:
     """Model the memory that a rank of `plan` needs besides its tensors.
 
     Args:
         peak: bytes of tensors. Rounded up as the CUDA allocator does, they are 1e-6 more.
         num_groups: process groups of more than one rank, each with an NCCL communicator.
+        most: bytes of each purpose over the step; for CPUs.
     """
     mib = 2**20
     if device.is_gpu:
@@ -166,9 +170,10 @@ def beside_tensors(plan: Plan, device: Device, peak: int, num_groups: int) -> li
             Overhead("cuBLAS and attention workspaces", 32 * mib, 256 * mib),
             Overhead("NCCL", num_groups * 50 * mib, num_groups * 400 * mib),
         ]
+    kept = sum(OF_LASTING.get(name, MALLOC_KEEPS) * size for name, size in most.items())
     found = [
         Overhead("Python and torch", 0.4 * GIB, 1.0 * GIB),
-        Overhead("freed blocks that malloc keeps", 0.0, MALLOC_KEEPS * peak),
+        Overhead("freed blocks that malloc keeps", 0.0, kept),
     ]
     checkpoint = plan.config.checkpoint
     saved = sum(plan.least_bytes.get(name, 0.0) for name in ("weights", "optimizer"))

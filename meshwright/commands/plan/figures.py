@@ -10,9 +10,9 @@ from functools import cache, cached_property
 import numpy as np
 
 from meshwright.commands.plan.devices import ATTENTION, COLLECTIVE_S, LAUNCH_S, MATMUL, Rates
-from meshwright.commands.plan.ledger import AT_START, PURPOSES, Record
+from meshwright.commands.plan.ledger import AT_START, HOST, PURPOSES, Record
 from meshwright.commands.plan.simulate import Simulation
-from meshwright.commands.plan.trace import Entry, is_in_node, ranks_in_node
+from meshwright.commands.plan.trace import FORWARD, UPDATE, Entry, ranks_in_node
 from meshwright.parallelisms.rules.stages import SCHEDULES
 from meshwright.train.preflight import Plan
 
@@ -35,16 +35,17 @@ class Peak:
 
 
 class Memory:
-    """The bytes that live after each event of a step.
+    """The bytes that live on the device after each event of a step.
 
     Args:
-        record: of a step with at least one event.
+        record: of a step with at least one such event.
     """
 
     def __init__(self, record: Record) -> None:
-        self._record = record
-        deltas = np.array([event.delta for event in record.events])
-        names = [record.items[event.item].purpose for event in record.events]
+        self._items = record.items
+        self._events = [e for e in record.events if record.items[e.item].purpose != HOST]
+        deltas = np.array([event.delta for event in self._events])
+        names = [self._items[event.item].purpose for event in self._events]
         purposes = np.array([PURPOSES.index(name) for name in names])
         rows = [np.cumsum(np.where(purposes == row, deltas, 0)) for row in range(len(PURPOSES))]
         self._by_purpose = np.stack(rows)  # (P, E)
@@ -53,22 +54,15 @@ class Memory:
     @cached_property
     def peak(self) -> Peak:
         """The first moment with the most bytes."""
-        at, record = int(self._total.argmax()), self._record
-        by_module = Counter[str]()
-        for event in record.events[: at + 1]:
-            item = record.items[event.item]
+        at, by_module = int(self._total.argmax()), Counter[str]()
+        for event in self._events[: at + 1]:
+            item = self._items[event.item]
             if item.purpose in ("activations", "logits and loss"):
                 by_module[one_of_all_layers(item.born.module)] += event.delta
-        item, place = record.items[record.events[at].item], record.events[at].place
-        return Peak(
-            int(self._total[at]),
-            self._ledger(at),
-            {name: size for name, size in by_module.most_common() if size},
-            place.module,
-            item.operator,
-            place.phase,
-            place.microbatch,
-        )
+        modules = {name: size for name, size in by_module.most_common() if size}
+        operator, place = self._items[self._events[at].item].operator, self._events[at].place
+        where = place.module, operator, place.phase, place.microbatch
+        return Peak(int(self._total[at]), self._ledger(at), modules, *where)
 
     def _ledger(self, at: int) -> dict[str, int]:
         return dict(zip(PURPOSES, self._by_purpose[:, at].tolist(), strict=True))
@@ -81,7 +75,7 @@ class Memory:
         """Return bytes by purpose over the step: in each of `POINTS` equal parts of its events, the
         moment with the most."""
         count = len(self._total)
-        begin = sum(event.place == AT_START for event in self._record.events) - 1
+        begin = sum(event.place == AT_START for event in self._events) - 1
         width = max(1, (count - 1 - begin) // POINTS)
         starts = range(begin, count - width, width)
         return [self._ledger(i + int(self._total[i : i + width + 1].argmax())) for i in starts]
@@ -93,11 +87,11 @@ class Memory:
         have the same places, and at each of the four bytes grow by the same for every layer;
         between them they are linear.
         """
-        layers = sorted({n for e in self._record.events if (n := layer_of(e.place.module)) >= 0})
-        first, last = dict(enumerate(layers[:2])), dict(enumerate(reversed(layers[-2:]), 1))
-        names = {n: f"{i}" for i, n in first.items()} | {n: f"-{i}" for i, n in last.items()}
+        layers = sorted({n for e in self._events if (n := layer_of(e.place.module)) >= 0})
+        names = {n: f"{i}" for i, n in enumerate(layers[:2])}
+        names |= {n: f"-{i}" for i, n in enumerate(layers[:-3:-1], 1)}
         found: dict[str, int] = {}
-        for event, total in zip(self._record.events, self._total.tolist(), strict=True):
+        for event, total in zip(self._events, self._total.tolist(), strict=True):
             phase, module, microbatch = event.place
             name = names.get(layer_of(module), "")
             key = f"{phase} {one_of_all_layers(module)} {name} {microbatch}"
@@ -134,7 +128,8 @@ def traffic(simulation: Simulation, ranks_per_node: int) -> list[Traffic]:
     rows: dict[tuple[str, str, bool], Traffic] = {}
     for times, entry in simulation.whole_step():
         if entry.axis:
-            axis, kind, near = entry.axis, entry.name, is_in_node(entry.ranks, ranks_per_node)
+            axis, kind = entry.axis, entry.name
+            near = ranks_in_node(entry.ranks, ranks_per_node) == len(entry.ranks)
             row = rows.setdefault((axis, kind, near), Traffic(axis, kind, 0, 0, near))
             row.calls += times
             row.sent_bytes += round(times * entry.sent_bytes)
@@ -178,10 +173,11 @@ def ring_width(ranks: range, device: Rates, *, is_message: bool = False) -> floa
     NCCL's rings leave a node through the network cards of all ranks that the group has there, and
     each rank sends on all rings. A message leaves through the card of its sender.
     """
-    if is_in_node(ranks, device.per_node):
+    cards = ranks_in_node(ranks, device.per_node)
+    if cards == len(ranks):
         return device.link_bytes_per_s
-    cards = 1 if is_message else ranks_in_node(ranks, device.per_node)
-    return min(device.link_bytes_per_s, cards * device.network_bytes_per_s)
+    network = device.network_bytes_per_s * (1 if is_message else cards)
+    return min(device.link_bytes_per_s, network)
 
 
 @dataclass(frozen=True)
@@ -208,8 +204,7 @@ def step_time(simulation: Simulation, plan: Plan, device: Rates) -> StepTime | N
         return None
     now = comm = compute = copied_out = 0.0
     gathers: list[float] = []  # ends of the gathers under way
-    spent: dict[tuple[str, int], float] = {}  # by kind of action and microbatch
-    last = simulation.entries[-1]
+    spent = [0.0, 0.0]  # of the microbatch that stands for others: backward, forward
     for entry in simulation.entries:
         before, seconds = now, entry_seconds(entry, device)
         if not entry.axis:
@@ -220,7 +215,7 @@ def step_time(simulation: Simulation, plan: Plan, device: Rates) -> StepTime | N
             compute += seconds
             if is_copy_out:
                 copied_out = now
-            if entry.at.phase == "update":
+            if entry.at.phase == UPDATE:
                 now = max(now, comm)
         elif entry.is_fsdp and entry.name == "all_gather":
             comm = max(comm, copied_out) + seconds
@@ -229,12 +224,11 @@ def step_time(simulation: Simulation, plan: Plan, device: Rates) -> StepTime | N
             comm = max(comm, now) + seconds
         else:
             now += seconds
-        key = ("F" if entry.at.phase == "forward" else "B", entry.at.microbatch)
-        spent[key] = spent.get(key, 0.0) + now - before
-        if entry is last:
-            now = max(now, comm)
-    forward, backward = (spent.get((kind, simulation.repeated), 0.0) for kind in "FB")
-    each = forward + backward
+        if entry.at.microbatch == simulation.repeated:
+            kind = entry.at.phase == FORWARD
+            spent[kind] = spent[kind] + now - before
+    backward, forward = spent
+    each, now = forward + backward, max(now, comm)
     seconds = now + simulation.left_out * each
     compute = compute * seconds / now
     part = bubble(plan, backward / each)

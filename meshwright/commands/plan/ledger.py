@@ -68,10 +68,6 @@ class Record:
     items: list[Item] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
 
-    def leave_out(self, purpose: str) -> None:
-        """Forget the events of tensors of one purpose."""
-        self.events = [e for e in self.events if self.items[e.item].purpose != purpose]
-
 
 class Ledger(torch_names.TorchDispatchMode):
     """Within, every tensor is counted.

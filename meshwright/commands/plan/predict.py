@@ -1,28 +1,21 @@
-"""Peak and step time of a job's ranks: in full, or from two shallow models."""
+"""Peak and step time of a job: in full, or from two shallow models; also with one change."""
 
 from __future__ import annotations
 
-import gc
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from dataclasses import dataclass, field, replace
 
-from tqdm import tqdm
+import tomli_w
 
 from meshwright.commands.plan.devices import Device, Rates, beside_tensors, verdict
 from meshwright.commands.plan.figures import Memory, step_time
 from meshwright.commands.plan.simulate import plan_job, simulate
-from meshwright.config.job_config import JobConfig, changed
-from meshwright.parallelisms.rules.compile_choice import resolve_compile
-from meshwright.parallelisms.rules.stages import stages_of_rank
-from meshwright.system.errors import ConfigError
-from meshwright.system.processes import fork_server
+from meshwright.config.job_config import JobConfig, Update, changed, differing
+from meshwright.system.errors import ConfigError, numbered
+from meshwright.system.processes import in_processes
 from meshwright.train.preflight import Plan
-
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -35,6 +28,8 @@ class Figures:
     """Of a step; 0 without rates."""
     num_groups: int = 0
     """Process groups that communicate: one for each axis."""
+    most: Mapping[str, float] = field(default_factory=dict)
+    """Most bytes of each purpose over the step."""
 
     @property
     def peak_bytes(self) -> int:
@@ -45,8 +40,9 @@ class Figures:
 def measure(plan: Plan, rank: int, device: Rates) -> Figures:
     """Simulate `rank` of `plan`."""
     simulation = simulate(plan, rank, is_gpu=device.is_gpu, imbalance=device.imbalance)
-    time, places = step_time(simulation, plan, device), Memory(simulation.record).by_place()
-    return Figures(places, time.seconds if time else 0.0, simulation.num_groups)
+    time, memory = step_time(simulation, plan, device), Memory(simulation.record)
+    seconds = time.seconds if time else 0.0
+    return Figures(memory.by_place(), seconds, simulation.num_groups, memory.most())
 
 
 def predict(plan: Plan, rank: int, device: Rates) -> Figures:
@@ -67,9 +63,11 @@ def predict(plan: Plan, rank: int, device: Rates) -> Figures:
     def along(at_few: float, at_more: float) -> float:
         return at_few + (at_more - at_few) * (depth - few) / step
 
-    shared = first.peaks.keys() & second.peaks.keys()
-    peaks = {place: along(first.peaks[place], second.peaks[place]) for place in shared}
-    return replace(second, peaks=peaks, seconds=along(first.seconds, second.seconds))
+    def each(of_few: Mapping[str, float], of_more: Mapping[str, float]) -> dict[str, float]:
+        return {key: along(of_few[key], of_more[key]) for key in of_few.keys() & of_more.keys()}
+
+    peaks, most = each(first.peaks, second.peaks), each(first.most, second.most)
+    return replace(second, peaks=peaks, most=most, seconds=along(first.seconds, second.seconds))
 
 
 @dataclass(frozen=True)
@@ -78,8 +76,6 @@ class Need:
 
     peak_bytes: int
     """Of tensors, on the rank that needs most memory."""
-    needed_bytes: float
-    """With the most that is modelled besides."""
     verdict: str
     seconds: float
     """Of a step of the slowest rank; 0 without rates."""
@@ -92,38 +88,22 @@ def need_of(config: JobConfig, world_size: int, device: Rates) -> Need:
         ConfigError: if the job cannot run.
     """
     plan = plan_job(config, world_size, is_gpu=device.is_gpu)
-    ranks = []
+    needs, seconds = list[tuple[float, int, str]](), 0.0
     for figures in (predict(plan, rank, device) for rank in telling_ranks(plan)):
         peak = figures.peak_bytes
-        modelled = beside_tensors(plan, device, peak, figures.num_groups)
-        high = peak + sum(part.high for part in modelled)
-        ranks.append(Need(peak, high, verdict(device, peak, modelled), figures.seconds))
-    neediest = max(ranks, key=lambda rank: rank.needed_bytes)
-    return replace(neediest, seconds=max(rank.seconds for rank in ranks))
+        modelled = beside_tensors(plan, device, peak, figures.num_groups, figures.most)
+        needed = peak + sum(part.high for part in modelled)
+        needs.append((needed, peak, verdict(device, peak, modelled)))
+        seconds = max(seconds, figures.seconds)
+    _, peak, word = max(needs)
+    return Need(peak, word, seconds)
 
 
 def telling_ranks(plan: Plan) -> list[int]:
     """Return the ranks that tell whether a job fits: the first, and of a pipeline also the last and
     the one with most parameters. The others have shards as large or smaller."""
     firsts = plan.dims.first_ranks
-    return sorted({0, firsts[-1], max(firsts, key=lambda rank: num_parameters(plan, rank))})
-
-
-def stages_of(plan: Plan, rank: int) -> list[int]:
-    """Return the stages of `rank`."""
-    place = rank // plan.dims.first_ranks.step
-    schedule = plan.config.parallelism.pipeline_parallel_schedule
-    return stages_of_rank(place, plan.dims.pp, len(plan.stage_modules), schedule)
-
-
-def modules_of(plan: Plan, rank: int) -> list[str]:
-    """Return the modules of all stages of `rank`."""
-    return [name for index in stages_of(plan, rank) for name in plan.stage_modules[index]]
-
-
-def num_parameters(plan: Plan, rank: int) -> int:
-    """Return the parameters of all stages of `rank`, over its tensor-parallel ranks."""
-    return sum(p.numel for p in plan.model_args.table.of_blocks(modules_of(plan, rank)))
+    return sorted({0, firsts[-1], max(firsts, key=lambda rank: plan.num_parameters(rank))})
 
 
 def period(config: JobConfig) -> int:
@@ -133,50 +113,72 @@ def period(config: JobConfig) -> int:
     return int(option) if is_counted else 1
 
 
-def with_compile(config: JobConfig, plan: Plan, device: Device) -> JobConfig:
-    """Return the config of a job, as it was given, with the batch and the use of the compiler that
-    follow; `plan` is the job's, whose blocks are eager."""
-    batch = plan.config.training.global_batch_size
-    config = changed(config, {"training": {"global_batch_size": batch}})
-    args, modules = plan.model_args, plan.fp32_modules
-    return resolve_compile(config, args, modules, is_gpu=device.is_gpu)[0]
-
-
 def at_depth(plan: Plan, device: Device, layers: int) -> Plan:
     """Return the same job, without a pipeline, with a model of `layers` layers.
 
     Raises:
         ConfigError: if the config names layers that this model lacks.
     """
-    config = plan.config
-    config = changed(config, {"model": {"args": config.model.args | {"n_layers": layers}}})
-    shallow = plan_job(config, plan.dims.num_ranks, is_gpu=device.is_gpu)
-    # "auto" is settled by the whole model
-    reduction = plan.config.parallelism.fsdp_reduce_gradients
-    parallelism = {"parallelism": {"fsdp_reduce_gradients": reduction}}
-    return replace(shallow, config=changed(shallow.config, parallelism))
+    args = plan.config.model.args | {"n_layers": layers}
+    config = changed(plan.config, {"model": {"args": args}})
+    return plan_job(config, plan.dims.num_ranks, is_gpu=device.is_gpu)
 
 
-def in_processes(
-    tasks: Sequence[tuple[Any, ...]], function: Callable[..., Result], workers: int, what: str = ""
-) -> list[Result]:
-    """Return the result of `function` with each of `tasks`, in a new process for each.
-
-    torch keeps meshes of groups that are gone in caches. Processes are forks of one that has
-    imported torch, and has no threads.
+def find_remedies(
+    config: JobConfig, peak_bytes: int, ranks: int, device: Rates, workers: int
+) -> list[tuple[str, Need]]:
+    """Try every change that this job can take, from two shallow depths each; return those that save
+    memory, as a person would write them, the lowest first.
 
     Args:
-        what: shown on a terminal with how many have ended: "tried: 3 of 11"; "": nothing is.
+        peak_bytes: of the rank that does not fit.
     """
-    shown = {"bar_format": "{desc}: {n_fmt} of {total_fmt}", "disable": None if what else True}
-    with ProcessPoolExecutor(workers, fork_server(__name__), max_tasks_per_child=1) as pool:
-        calls = [pool.submit(_call, function, task) for task in tasks]
-        ended = as_completed(calls)
-        for call in tqdm(ended, what, len(tasks), leave=False, file=sys.stderr, **shown):
-            call.result()  # an error is raised at once
-        return [call.result() for call in calls]
+    configs = dict[str, JobConfig]()
+    for update in _changes(config, ranks):
+        tables = differing(config, update).items()
+        lines = (f"{name}.{x}" for name, keys in tables for x in tomli_w.dumps(keys).splitlines())
+        if words := ", ".join(lines):
+            with suppress(ConfigError):
+                tried = plan_job(changed(config, update), ranks, is_gpu=device.is_gpu)
+                configs[words] = tried.config
+    if configs:
+        said = f"trying {numbered(len(configs), 'change')} that might make it fit ..."
+        print(said, file=sys.stderr, flush=True)
+    tasks = [(config, ranks, device) for config in configs.values()]
+    needs = in_processes(tasks, _need_if_it_runs, workers, "tried")
+    found = [
+        (change, need)
+        for change, need in zip(configs, needs, strict=True)
+        if need is not None and need.peak_bytes < 0.99 * peak_bytes
+    ]
+    return sorted(found, key=lambda one: one[1].peak_bytes)
 
 
-def _call(function: Callable[..., Result], task: tuple[Any, ...]) -> Result:
-    gc.freeze()  # or each full collection goes through all of torch's modules, for 0.3 s
-    return function(*task)
+def _need_if_it_runs(config: JobConfig, world_size: int, device: Rates) -> Need | None:
+    """As `need_of`; None if the model cannot be built: operators of `saved_ops` may be unknown."""
+    try:
+        return need_of(config, world_size, device)
+    except ConfigError:
+        return None
+
+
+def _changes(config: JobConfig, ranks: int) -> Iterator[Update]:
+    """Yield every change that saves memory."""
+    parallelism, training = config.parallelism, config.training
+    for mode in ("selective", "full"):
+        yield {"activation_checkpoint": {"mode": mode}}
+    if training.local_batch_size > 1:
+        yield {"training": {"local_batch_size": training.local_batch_size // 2}}
+    yield {"training": {"enable_cpu_offload": True}}
+    yield {"training": {"mixed_precision_reduce": "bfloat16"}}
+    yield {"parallelism": {"fsdp_reshard_after_forward": "always"}}
+    yield {"parallelism": {"fsdp_reduce_gradients": "every_microbatch"}}
+    if training.max_norm == float("inf"):
+        yield {"optimizer": {"early_step_in_backward": True}}
+    shard = {"data_parallel_shard_degree": -1}
+    if parallelism.data_parallel_replicate_degree > 1:
+        yield {"parallelism": {"data_parallel_replicate_degree": 1} | shard}
+    for key in ("tensor_parallel_degree", "context_parallel_degree", "pipeline_parallel_degree"):
+        degree = 2 * getattr(parallelism, key)
+        if ranks % degree == 0:
+            yield {"parallelism": {key: degree} | shard}

@@ -2,20 +2,62 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import json
+import math
+from argparse import Namespace
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from html import escape
 from typing import Any
 
+from meshwright.commands.options import write_output
 from meshwright.commands.plan import devices, figures
-from meshwright.commands.plan.devices import GIB, SOURCE, Device, beside_tensors, error_of_time
+from meshwright.commands.plan.devices import GIB, SOURCE, Device, error_of_time
 from meshwright.commands.plan.figures import StepTime
-from meshwright.commands.plan.predict import stages_of
-from meshwright.commands.plan.simulate import plan_job, simulate
-from meshwright.config.job_config import JobConfig
-from meshwright.metrics.report.charts import Chart, Curve, draw
-from meshwright.metrics.report.document import document
+from meshwright.commands.plan.predict import Need, find_remedies, telling_ranks
+from meshwright.commands.plan.simulate import plan_job, simulate, worst_imbalance
+from meshwright.config.job_config import JobConfig, changed
+from meshwright.metrics.report.document import Chart, Curve, document, draw
+from meshwright.system.errors import check
+from meshwright.system.processes import in_processes
 from meshwright.train.preflight import Plan
+
+
+def plan(config: JobConfig, given: Namespace, device: Device) -> str:
+    """Return the plan of the rank that `given` names, of the ranks that need most, or of the first
+    rank of every place of the pipeline.
+
+    Raises:
+        ConfigError: if the job cannot run.
+    """
+    world_size = given.world_size
+    job = plan_job(config, world_size, is_gpu=device.is_gpu)
+    worst = math.floor(1000 * worst_imbalance(job)) / 1000
+    rule = f"experts of a rank of this job get at most {worst} times the mean of rows"
+    check(given.imbalance <= worst, "--imbalance", given.imbalance, rule, f"--imbalance {worst}")
+    is_on = job.config.compile.is_on
+    rates = devices.estimated(device, is_compiled=is_on, imbalance=given.imbalance)
+    ranks = telling_ranks(job) if given.rank is None else [given.rank]
+    if given.all_stages:
+        ranks = [*job.dims.first_ranks]
+    tasks = [(job.config, world_size, rank, rates) for rank in ranks]
+    if len(ranks) == 1:
+        found = [plan_rank(*tasks[0])]
+    else:
+        found = in_processes(tasks, plan_rank, given.workers, "simulated ranks")
+    shown, remedies = neediest(found), list[tuple[str, Need]]()
+    if shown.verdict != "fits" and not given.no_remedies:
+        as_given = changed(job.config, {"compile": {"enable": config.compile.enable}})
+        peak = shown.peak.num_bytes
+        remedies = find_remedies(as_given, peak, world_size, rates, given.workers)
+    if given.html is not None:
+        write_output(given.html, to_html(job, found, device), "--html")
+    if given.json:
+        return json.dumps(to_json(job, found, device, remedies), indent=1)
+    lines = [f"  {x.peak_bytes / GIB:8.2f} GiB, {x.verdict:12} {change}" for change, x in remedies]
+    if remedies:
+        lines = ["", "with one change, from two shallow depths:", *lines]
+    return "\n".join([to_text(job, found, device), *lines])
 
 
 @dataclass(frozen=True)
@@ -39,25 +81,21 @@ class RankPlan:
     """As `simulate` takes it."""
     curve: list[dict[str, int]]
 
-    @property
-    def needed_bytes(self) -> float:
-        """Peak of its tensors, with the most that is modelled besides."""
-        return self.peak.num_bytes + sum(part.high for part in self.overheads)
-
 
 def plan_rank(config: JobConfig, world_size: int, rank: int, device: devices.Rates) -> RankPlan:
     """Return the figures of one rank, simulated in this process."""
     plan = plan_job(config, world_size, is_gpu=device.is_gpu)
     simulation = simulate(plan, rank, is_gpu=device.is_gpu, imbalance=device.imbalance)
     memory, time = figures.Memory(simulation.record), figures.step_time(simulation, plan, device)
-    modelled = beside_tensors(plan, device, memory.peak.num_bytes, simulation.num_groups)
+    peak, most = memory.peak, memory.most()
+    modelled = devices.beside_tensors(plan, device, peak.num_bytes, simulation.num_groups, most)
     return RankPlan(
         rank,
-        stages_of(plan, rank) if plan.dims.pp > 1 else [],
-        memory.peak,
-        memory.most(),
+        plan.stages_of(rank) if plan.dims.pp > 1 else [],
+        peak,
+        most,
         modelled,
-        devices.verdict(device, memory.peak.num_bytes, modelled),
+        devices.verdict(device, peak.num_bytes, modelled),
         figures.traffic(simulation, device.per_node),
         figures.flops(simulation),
         time,
@@ -76,7 +114,7 @@ def mfu(plan: Plan, device: Device, seconds: float) -> float:
 
 def neediest(ranks: list[RankPlan]) -> RankPlan:
     """Return the rank that needs most memory: its verdict is the job's."""
-    return max(ranks, key=lambda rank: rank.needed_bytes)
+    return max(ranks, key=lambda x: x.peak.num_bytes + sum(part.high for part in x.overheads))
 
 
 def slowest(ranks: list[RankPlan]) -> StepTime | None:
@@ -86,7 +124,7 @@ def slowest(ranks: list[RankPlan]) -> StepTime | None:
 
 
 def to_json(
-    plan: Plan, ranks: list[RankPlan], device: Device, remedies: Iterable[Any]
+    plan: Plan, ranks: list[RankPlan], device: Device, remedies: Sequence[tuple[str, Need]]
 ) -> dict[str, Any]:
     """Return the plan for programs; figures at the top are those of the rank that needs most.
 
@@ -116,7 +154,10 @@ def to_json(
         "active_parameters": plan.model_args.table.num_active_params,
         "flops_per_token_for_mfu": plan.model_args.table.flops_per_token(training.seq_len),
         "ranks": [asdict(rank) for rank in ranks],
-        "remedies": list(remedies),
+        "remedies": [
+            {"change": change, "peak_bytes": need.peak_bytes, "verdict": need.verdict}
+            for change, need in remedies
+        ],
     }
 
 

@@ -2,36 +2,31 @@
 
 from __future__ import annotations
 
+import json
 import math
 import time
+from argparse import Namespace
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import product
 from operator import itemgetter
 from typing import Any, NamedTuple
 
 import tomli_w
 
-from meshwright.commands.plan.devices import GIB, SOURCE, Device, Rates, beside_tensors, verdict
+from meshwright.commands.plan import devices
+from meshwright.commands.plan.devices import GIB, SOURCE, Device, Rates
 from meshwright.commands.plan.figures import bubble, entry_seconds, layer_of, ring_width
-from meshwright.commands.plan.predict import (
-    at_depth,
-    in_processes,
-    modules_of,
-    need_of,
-    num_parameters,
-    period,
-    with_compile,
-)
+from meshwright.commands.plan.predict import at_depth, need_of, period
 from meshwright.commands.plan.simulate import plan_job, simulate
 from meshwright.commands.plan.trace import FORWARD, UPDATE
-from meshwright.config.job_config import JobConfig, Update, changed
+from meshwright.config.job_config import JobConfig, Update, changed, differing
 from meshwright.parallelisms.rules.degrees import DEGREES, power_meshes
 from meshwright.parallelisms.rules.memory import BYTES
-from meshwright.parallelisms.rules.stages import SCHEDULES
 from meshwright.system.errors import ConfigError, check
+from meshwright.system.processes import in_processes
 from meshwright.train.preflight import Plan
 
 AXES = ("tp", "cp", "pp", "ep")
@@ -50,6 +45,9 @@ ALONE: dict[str, Any] = {
 MODES = ("none", "selective", "full")
 """Of recomputation, the fastest first; each keeps less than the one before it."""
 
+SCHEDULES_TRIED = ("1F1B", "Interleaved1F1B", "ZBVZeroBubble")
+"""GPipe waits as long as 1F1B and keeps more."""
+
 LONG = 16384
 """Tokens of a sequence from which context parallelism is tried."""
 
@@ -63,10 +61,13 @@ Candidate = tuple[Update, Plan]
 def legal(config: JobConfig, ranks: int, device: Device) -> Iterator[Candidate]:
     """Yield every candidate that preflight's checks let pass.
 
-    The global batch stays the config's, so more tokens per second are a shorter step.
+    The global batch stays the config's, so more tokens per second are a shorter step. So does the
+    use of the compiler, whose blocks have rates of their own.
     """
     plan = plan_job(config, ranks, is_gpu=device.is_gpu)
-    config = with_compile(config, plan, device)
+    batch, is_compiled = plan.config.training.global_batch_size, plan.config.compile.is_on
+    config = changed(config, {"training": {"global_batch_size": batch}})
+    config = changed(config, {"compile": {"enable": is_compiled}})
     num_experts = math.gcd(*(m.n_experts for m in plan.model_args.table.mixtures.values())) or 1
     for update in _updates(config, ranks, device, num_experts):
         with suppress(ConfigError):
@@ -87,7 +88,7 @@ def _updates(config: JobConfig, ranks: int, device: Device, num_experts: int) ->
     for mesh in power_meshes(most):
         if ranks % math.prod(mesh.values()):
             continue
-        schedules = _schedules(config) if mesh["pp"] > 1 else [""]
+        schedules = SCHEDULES_TRIED if mesh["pp"] > 1 else ("",)
         largest = math.gcd(num_experts, ranks // mesh["pp"])
         shared = {1, own, math.gcd(largest, device.per_node), largest}
         choices = product(schedules, sizes, MODES, (True, False), sorted(shared))
@@ -117,23 +118,6 @@ def words_of(plan: Plan) -> str:
     return f"{', '.join(names)}; microbatch {size}; recomputation {mode}{kept}"
 
 
-def _schedules(config: JobConfig) -> list[str]:
-    """Return the schedules to try. GPipe waits as long as 1F1B and keeps more. Schedules that split
-    backward are not compiled."""
-    names = ["1F1B", "Interleaved1F1B", "ZBVZeroBubble"]
-    is_compiled = config.compile.is_on
-    return [name for name in names if not (is_compiled and SCHEDULES[name].splits_backward)]
-
-
-def difference(old: JobConfig, update: Update) -> str:
-    """Return the keys of `update` in which it differs from `old`, as TOML."""
-    found: dict[str, dict[str, Any]] = {}
-    for name, keys in update.items():
-        section = getattr(old, name)
-        found[name] = {k: value for k, value in keys.items() if getattr(section, k) != value}
-    return tomli_w.dumps({name: keys for name, keys in found.items() if keys})
-
-
 class Layer(NamedTuple):
     """Time and memory of one sequence in a layer, on one rank."""
 
@@ -159,11 +143,6 @@ def shape_of(plan: Plan) -> tuple[tuple[int, ...], str]:
     nothing else that a search chooses, and grow with the sequences."""
     cut = tuple(getattr(plan.dims, axis) for axis in AXES if axis != "pp")
     return cut, plan.config.activation_checkpoint.mode
-
-
-def measure_modes(configs: Mapping[str, JobConfig], device: Rates) -> dict[str, Work]:
-    """Measure the jobs of one cut, by mode; after the first, torch knows most operators' shapes."""
-    return {mode: measure_work(config, device) for mode, config in configs.items()}
 
 
 def measure_work(config: JobConfig, device: Rates) -> Work:
@@ -192,7 +171,7 @@ def measure_work(config: JobConfig, device: Rates) -> Work:
         if item.purpose == "activations" and item.born.phase == FORWARD:
             kept[layer_of(item.born.module)] += size
     layers = [Layer(seconds[n], kept[n]) for n in range(plan.model_args.n_layers)]
-    return Work(layers, seconds[-1], seconds[UPDATE] * ranks / num_parameters(plan, 0))
+    return Work(layers, seconds[-1], seconds[UPDATE] * ranks / plan.num_parameters(0))
 
 
 def estimate(plan: Plan, work: Work, device: Rates) -> tuple[float, float]:
@@ -200,14 +179,14 @@ def estimate(plan: Plan, work: Work, device: Rates) -> tuple[float, float]:
     dims, size = plan.dims, plan.config.training.local_batch_size
     busy, num_bytes = list[float](), list[float]()
     for rank in (0, dims.first_ranks[-1]):
-        names = modules_of(plan, rank)
-        numbers = [number for name in names if (number := layer_of(name)) >= 0]
+        names = plan.modules_of(rank)
+        numbers = (number for name in names if (number := layer_of(name)) >= 0)
         layers = [work.layers[number % len(work.layers)] for number in numbers]
         seconds = sum(one.seconds for one in layers) + ("output" in names) * work.rest_s
         busy.append(plan.config.num_microbatches * size * seconds)
         num_bytes.append(size * sum(one.num_bytes for one in layers))
     copies, sent = _fsdp_seconds(plan, device)
-    parameters = num_parameters(plan, 0) / (dims.tp * dims.dp_shard * dims.cp)
+    parameters = plan.num_parameters(0) / (dims.tp * dims.dp_shard * dims.cp)
     backward = 0.75 if plan.config.activation_checkpoint.mode == "full" else 2 / 3
     seconds = max(copies + max(busy), sent) / (1 - bubble(plan, backward))
     return seconds + work.update_s * parameters, _least_bytes(plan, num_bytes[0])
@@ -217,14 +196,12 @@ def _fsdp_seconds(plan: Plan, device: Rates) -> tuple[float, float]:
     """Return the time of FSDP's copies and of its collectives, on the first rank."""
     training, dims, parallelism = plan.config.training, plan.dims, plan.config.parallelism
     count, shards = plan.config.num_microbatches, dims.dp_shard * dims.cp
-    # in a pipeline, gathered weights stay until the end of the step
-    gathers = 2 * count
-    if parallelism.keeps_gathered:
-        gathers = 1 if dims.pp > 1 else count
+    once = 1 if dims.pp > 1 else count  # in a pipeline they stay until the end of the step
+    gathers = once if parallelism.keeps_gathered else 2 * count
     reductions = count if parallelism.fsdp_reduce_gradients == "every_microbatch" else 1
     width = gathers * BYTES[training.mixed_precision_param]
     width += reductions * BYTES[training.mixed_precision_reduce]
-    own = plan.model_args.table.of_blocks(modules_of(plan, 0))
+    own = plan.model_args.table.of_blocks(plan.modules_of(0))
     experts = sum(p.numel for p in own if p.layout == "experts")
     others = sum(p.numel for p in own) - experts
     parts = ((others / dims.tp, shards), (experts / max(dims.ep, 1), dims.efsdp))
@@ -247,11 +224,9 @@ def _least_bytes(plan: Plan, activations: float) -> float:
         per_rank = len(plan.stage_modules) // ranks
         ahead = (per_rank - 1) * ranks + 2 * (ranks - 1) + 1  # then one for each backward
         in_flight = min(ahead, count * per_rank) / per_rank
-    whole = least.get("gathered weights", 0.0)
-    if count > in_flight:
-        whole += least.get("whole gradients", 0.0)
-    state = least.get("weights", 0.0) + least.get("optimizer", 0.0)
-    return max(sum(least.values()), state + whole + in_flight * activations)
+    then = ["weights", "optimizer", "gathered weights"] + ["whole gradients"] * (count > in_flight)
+    held = sum(least.get(purpose, 0.0) for purpose in then)
+    return max(sum(least.values()), held + in_flight * activations)
 
 
 @dataclass(frozen=True, order=True)
@@ -281,6 +256,23 @@ class Found:
     """Keys in which the best differs from the config."""
 
 
+def search(config: JobConfig, given: Namespace, device: Device) -> str:
+    """Return the best mesh and modes for the job, as a table and as TOML.
+
+    Raises:
+        ConfigError: if nothing fits.
+    """
+    job = plan_job(config, given.world_size, is_gpu=device.is_gpu)
+    rule = "the model has no experts"
+    is_used = given.imbalance == 1 or job.model_args.table.mixtures
+    check(bool(is_used), "--imbalance", given.imbalance, rule, "leave it out")
+    rates = devices.estimated(
+        device, is_compiled=job.config.compile.is_on, imbalance=given.imbalance
+    )
+    found = find(config, given.world_size, rates, given.workers)
+    return json.dumps(asdict(found), indent=1) if given.json else to_text(found)
+
+
 def find(config: JobConfig, ranks: int, device: Rates, workers: int) -> Found:
     """Estimate every legal candidate, simulate the fastest until `SIMULATED` fit, and rank these.
 
@@ -293,7 +285,8 @@ def find(config: JobConfig, ranks: int, device: Rates, workers: int) -> Found:
     fitting = []
     for (update, plan), (seconds, size) in zip(candidates, estimates, strict=True):
         peak, groups = round(size), sum(degree > 1 for degree in vars(plan.dims).values())
-        if verdict(device, peak, beside_tensors(plan, device, peak, groups)) == "fits":  # it might
+        modelled = devices.beside_tensors(plan, device, peak, groups, {})
+        if devices.verdict(device, peak, modelled) == "fits":  # it might
             fitting.append((seconds, words_of(plan), update, plan))
     queue = sorted(fitting, key=itemgetter(0, 1))
     found: list[tuple[Simulated, Update]] = []
@@ -316,24 +309,17 @@ def find(config: JobConfig, ranks: int, device: Rates, workers: int) -> Found:
         [one for one, _ in found],
         time.perf_counter() - start,
         SOURCE,
-        difference(config, found[0][1]),
+        tomli_w.dumps(differing(config, found[0][1])),
     )
 
 
 def estimate_all(plans: Sequence[Plan], device: Rates, workers: int) -> list[tuple[float, float]]:
     """Measure the work of every shape once, and estimate all candidates."""
-    configs = defaultdict[tuple[int, ...], dict[str, JobConfig]](dict)
-    for plan in plans:
-        cut, mode = shape_of(plan)
-        configs[cut][mode] = plan.config
-    tasks = [(of_cut, device) for of_cut in configs.values()]
-    found = in_processes(tasks, measure_modes, workers, "simulated layers")
+    configs = {shape_of(plan): plan.config for plan in plans}
+    tasks = [(config, device) for config in configs.values()]
+    found = in_processes(tasks, measure_work, workers, "simulated layers")
     works = dict(zip(configs, found, strict=True))
-    estimates = []
-    for plan in plans:
-        cut, mode = shape_of(plan)
-        estimates.append(estimate(plan, works[cut][mode], device))
-    return estimates
+    return [estimate(plan, works[shape_of(plan)], device) for plan in plans]
 
 
 def to_text(found: Found) -> str:

@@ -179,7 +179,6 @@ def run_step(
                 ledger.begin()
             trainer.step(2, batches[:simulated], detector)
         ledger.settle()
-    ledger.record.leave_out(HOST)
     return Simulation(ledger.record, trace.entries, simulated, num_microbatches - simulated)
 
 
@@ -200,7 +199,10 @@ def num_simulated(plan: Plan) -> int:
 
 
 def build_trainer(plan: Plan, meshes: Meshes, mode: AbstractContextManager[Any]) -> Trainer:
-    """Build the trainer of this rank: its tensors in `mode`, and meshes and modules outside."""
+    """Build the trainer of this rank, with eager blocks: its tensors in `mode`, and meshes and
+    modules outside."""
+    eager = {"compile": {"enable": False}, "parallelism": {"enable_async_tensor_parallel": False}}
+    plan = replace(plan, config=changed(plan.config, eager))
 
     def allocate_in_mode(model: nn.Module, parameters: torch.device, buffers: torch.device) -> None:
         with mode:
@@ -242,11 +244,10 @@ def _pipeline_buffers(plan: Plan, model: LocalModel, left_out: int) -> Iterator[
     training, last = plan.config.training, len(plan.stage_modules) - 1
     batch = (training.local_batch_size, training.seq_len // plan.dims.cp)
     received = sum((index > 0) + (index < last) for index in model.pipeline.stages)
-    for _ in range(left_out):
-        yield from (torch.empty(batch, dtype=torch.int64) for _ in range(2))
-        yield from (
-            torch.empty_like(model.pipeline.activation, device=CPU) for _ in range(received)
-        )
+    for _ in range(left_out * 2):
+        yield torch.empty(batch, dtype=torch.int64)
+    for _ in range(left_out * received):
+        yield torch.empty_like(model.pipeline.activation, device=CPU)
 
 
 def plan_job(config: JobConfig, world_size: int, *, is_gpu: bool) -> Plan:
@@ -264,7 +265,7 @@ def plan_job(config: JobConfig, world_size: int, *, is_gpu: bool) -> Plan:
     check(not config.float8.enable, "float8.enable", True, rule, fix)
     checkpoint = config.checkpoint
     data = {*WeightedSource.model_fields, "datasets", "max_epochs", "max_bad_records"}
-    sections = ("compile", "validation", "checkpoint", "metrics", "profiling")
+    sections = ("validation", "checkpoint", "metrics", "profiling")
     config = config.model_copy(update={name: getattr(DEFAULTS, name) for name in sections})
     config = changed(
         config,
@@ -272,8 +273,6 @@ def plan_job(config: JobConfig, world_size: int, *, is_gpu: bool) -> Plan:
             "job": {"max_run_seconds": 0, "dump_folder": tempfile.gettempdir()},
             "model": {"tokenizer_path": BYTES, "chat_template_path": ""},
             "training": {n: getattr(DEFAULTS.training, n) for n in data & {*Training.model_fields}},
-            "parallelism": {"enable_async_tensor_parallel": False},  # it changes no tensor
-            "compile": {"enable": False},  # a plan is of eager blocks
             "checkpoint": {
                 name: getattr(checkpoint, name) for name in ("enable", "async_mode", "average")
             },
@@ -310,26 +309,18 @@ def as_gpu() -> Iterator[None]:
 
 
 def _attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float, enable_gqa: bool, **mask: Any
 ) -> Tensor:
     """Do `F.scaled_dot_product_attention` by the kernel of a GPU: flash attention for 16-bit types
     (cuDNN's, which newer GPUs take, keeps the same tensors), memory-efficient attention for fp32.
     """
-    if attn_mask is not None:
-        return _on_cpu(q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    if "attn_mask" in mask:
+        return _on_cpu(q, k, v, **mask, scale=scale, enable_gqa=enable_gqa)
     if q.dtype == torch.float32:
         k, v = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1])
-        kernel, more = aten._scaled_dot_product_efficient_attention, (None, True)
-        return kernel(q, k, v, *more, dropout_p, is_causal, scale=scale)[0]
-    kernel = aten._scaled_dot_product_flash_attention
-    return kernel(q, k, v, dropout_p, is_causal, False, scale=scale)[0]
+        kernel = aten._scaled_dot_product_efficient_attention
+        return kernel(q, k, v, None, True, **mask, scale=scale)[0]
+    return aten._scaled_dot_product_flash_attention(q, k, v, **mask, scale=scale)[0]
 
 
 class RMSNorm(torch.autograd.Function):

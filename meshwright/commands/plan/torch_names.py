@@ -9,6 +9,7 @@ from unittest import mock
 
 import torch.distributed as dist
 import torch.distributed._tools.fake_collectives
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.pipelining import schedules
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
@@ -125,19 +126,13 @@ def static_pipelines() -> Iterator[None]:
 
 
 def flex_attention_operator(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    block_mask: flex.BlockMask,
-    scale: float | None,
-    enable_gqa: bool,
-) -> torch.Tensor:
+    q: Tensor, k: Tensor, v: Tensor, *, block_mask: flex.BlockMask, scale: float, enable_gqa: bool
+) -> Tensor:
     """Do flex attention as one operator, as compiled code does.
 
     `flex_attention_hop` or its options changed: an error in plans with training.mask_documents.
     """
     assert enable_gqa or q.shape[1] == k.shape[1]
     options = {"PRESCALE_QK": False, "OUTPUT_LOGSUMEXP": True, "OUTPUT_MAX": False}
-    mask, scale = block_mask.as_tuple(), q.shape[-1] ** -0.5 if scale is None else scale
+    mask = block_mask.as_tuple()
     return flex.flex_attention_hop(q, k, v, flex._identity, mask, scale, options)[0]

@@ -63,9 +63,8 @@ class Scope:
 
     def name_modules(self, stages: Iterable[nn.Module]) -> None:
         """Learn the names of the modules of this rank's stages."""
-        for stage in stages:
-            for name, module in stage.named_modules():
-                self._names[id(module)] = name
+        named = (pair for stage in stages for pair in stage.named_modules())
+        self._names = {id(module): name for name, module in named}
 
     def __enter__(self) -> Scope:
         self._handles = [
@@ -90,8 +89,7 @@ class Scope:
 
     def look(self, frame: FrameType | None) -> None:
         """Find out where the operator that runs is called from."""
-        phase, purpose, is_loss, self.is_fsdp = OTHER, "", False, False
-        kind = ""
+        phase, purpose, kind, is_loss, self.is_fsdp = OTHER, "", "", False, False
         while frame is not None and kind != LAST_FRAME:
             kind, detail = _kind_of(frame.f_code.co_filename, frame.f_code.co_name)
             purpose = purpose or detail
@@ -154,10 +152,8 @@ def _purpose_in_fsdp(file: str, function: str) -> str:
 
 
 IN_RINGS = {"all_gather": 1, "reduce_scatter": 1, "all_to_all": 1, "all_reduce": 2}
-"""Times that a rank of n sends (n - 1) / n of the larger tensor."""
-
 SENT = {"broadcast": 1, "send": 1, "recv": 0}
-"""Times that a rank sends the tensor."""
+"""Times that a rank of n sends the larger tensor; in rings, (n - 1) / n of it."""
 
 
 @dataclass(frozen=True)
@@ -180,11 +176,6 @@ class Entry:
     """Of a collective's group: along an axis of the mesh they are evenly spaced."""
     sent_bytes: float = 0.0
     """That this rank sends, in a ring."""
-
-
-def is_in_node(ranks: range, per_node: int) -> bool:
-    """Return whether all of `ranks` are in one node."""
-    return ranks[0] // per_node == ranks[-1] // per_node
 
 
 @cache
@@ -240,20 +231,13 @@ class Trace:
 
 
 def _axes(meshes: Meshes) -> dict[str, tuple[str, range]]:
-    """Axis and ranks of every group, by its name; a group of several axes has the first."""
-    lines = {axis: getattr(meshes, axis) for axis in ("tp", "cp", "pp")}
-    lines |= {axis: meshes.parameters[axis] for axis in ("dp_replicate", "fsdp")}
-    if meshes.experts is not None:
-        lines["efsdp"] = meshes.experts["efsdp"]
-    if meshes.ep is not None:
-        lines["ep"] = meshes.ep
-    lines |= {axis: getattr(meshes, axis) for axis in ("loss", "dp", "world")}
+    """Axis and ranks of every group, by its name; a group of several axes has the last."""
     found: dict[str, tuple[str, range]] = {}
-    for axis, mesh in lines.items():
-        group = mesh.get_group()
-        ranks = torch.distributed.get_process_group_ranks(group)
-        step = ranks[1] - ranks[0] if len(ranks) > 1 else 1
-        found.setdefault(group.group_name, (axis, range(ranks[0], ranks[-1] + 1, step)))
+    for mesh in meshes.all:
+        for axis, group in zip(mesh.mesh_dim_names or (), mesh.get_all_groups(), strict=True):
+            ranks = torch.distributed.get_process_group_ranks(group)
+            step = ranks[1] - ranks[0] if len(ranks) > 1 else 1
+            found[group.group_name] = (axis, range(ranks[0], ranks[-1] + 1, step))
     return found
 
 

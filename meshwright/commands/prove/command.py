@@ -40,8 +40,7 @@ def run(given: Namespace) -> None:
         raise ConfigError("", "CONFIG: not given\n  fix: name a TOML, or a preset")
     print(f"proving {given.config} ...", flush=True)
     # not at the top: torch takes a second
-    from meshwright.commands.prove import report
-    from meshwright.commands.prove.prove import Row, prove
+    from meshwright.commands.prove import prove as proof
 
     config = of_stage(read(given).config(), given.stage)
     check_contradictions(config)
@@ -60,19 +59,19 @@ def run(given: Namespace) -> None:
         cases = distinct([*cases, *every_mesh(small, args)])
     folder = given.output or Path(config.job.dump_folder) / "proof"
 
-    rows, count = list[Row](), len(cases)
-    report.write(folder, small, rows, count)  # a folder that cannot be written to is found now
-    print(report.explanation(report.ON_CONSOLE))
+    rows, count = list[proof.Row](), len(cases)
+    proof.write(folder, small, rows, count)  # a folder that cannot be written to is found now
+    print(proof.explanation(proof.ON_CONSOLE))
     print(f"{folder}/proof.md has more columns.\n")
     width = len(str(count))
-    print(report.line(" " * (2 * width + 1), report.COLUMNS))
-    for row in prove(small, cases):
+    print(proof.line(" " * (2 * width + 1), proof.COLUMNS))
+    for row in proof.prove(small, cases):
         rows.append(row)
-        print(report.line(f"{len(rows):>{width}}/{count}", report.cells(row)), flush=True)
+        print(proof.line(f"{len(rows):>{width}}/{count}", proof.cells(row)), flush=True)
         not_run = [f"not run: {row.verdict.not_run}"] if row.verdict.not_run else []
         for line in (*row.verdict.failures, *not_run):
             print(f"    {line}")
-        report.write(folder, small, rows, count)  # later cases take minutes, and may be interrupted
-    print(f"\n{report.summary(rows, count)}; see {folder}/proof.md")
+        proof.write(folder, small, rows, count)  # later cases take minutes, and may be interrupted
+    print(f"\n{proof.summary(rows, count)}; see {folder}/proof.md")
     if any(row.verdict.failures for row in rows):
         sys.exit(1)
