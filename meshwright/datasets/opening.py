@@ -36,12 +36,9 @@ class Found:
     """Commit of a dataset of the hub."""
     cache: str = ""
     """Name of its token cache; "": it is streamed, and has the following."""
-    outline: str = ""
-    """Hash of its settings and of the names and sizes of its files."""
-    sampled: str = ""
-    """Hash of a little of their content."""
-    method: str = ""
-    """Hash of the user's code, the tokenizer and the chat template that make its tokens."""
+    content: str = ""
+    """Hashes of its settings with the names and sizes of its files; of a little of their content;
+    and of the user's code, the tokenizer and the chat template that make its tokens."""
     files: Sequence[DataFile] = ()
     """As they were when the job looked for them."""
     rows: Any = None
@@ -90,8 +87,8 @@ class StreamedSource:
     @property
     def content(self) -> str:
         """The facts known without reading all of it."""
-        shards, found = f"{self.num_shards} shards, {self.window} documents a window", self.found
-        return f"{shards}, {found.outline}, {found.sampled}, {found.method}"
+        shards = f"{self.num_shards} shards, {self.window} documents a window"
+        return f"{shards}, {self.found.content}"
 
 
 OpenSource = CachedSource | StreamedSource
@@ -224,29 +221,27 @@ def _documents(
     entry, is_local = recipe.entry, recipe.entry.source.dataset in ROW_FORMATS
     if told is not None and told.rows is not None:
         return told, StreamedRows(told.rows, entry)
-    if told is not None and is_local and _is_here(told.files[0]):
-        if is_first_here:
-            try:
-                told = replace(told, sampled=sampled(told.files))
-            except OSError as error:
-                fix = "give all machines the same files"
-                raise entry.error("dataset_path", str(error), fix) from error
-        return told, LocalDocuments(entry, told.files)
+    if (
+        told is not None
+        and is_local
+        and (is_address(path := told.files[0].path) or os.path.exists(path))
+    ):
+        content = _content(recipe, told.files) if is_first_here else told.content
+        return replace(told, content=content), LocalDocuments(entry, told.files)
     documents = recipe.open(streamed=True)
     assert not isinstance(documents, TokenFiles)  # preflight has refused it
     if told is not None and not is_local:
         return told, documents
     files = recipe.files()
-    found = Found(
-        revision(files) if recipe.is_of_hub else "",
-        outline=fingerprint(entry, files, is_portable=True),
-        sampled=sampled(files),
-        method=recipe.method(),
-        files=files,
-        rows=documents.rows if recipe.is_of_hub and isinstance(documents, StreamedRows) else None,
-    )
-    return found, documents
+    rows = documents.rows if recipe.is_of_hub and isinstance(documents, StreamedRows) else None
+    commit = revision(files) if recipe.is_of_hub else ""
+    return Found(commit, content=_content(recipe, files), files=files, rows=rows), documents
 
 
-def _is_here(file: DataFile) -> bool:
-    return is_address(file.path) or os.path.exists(file.path)
+def _content(recipe: TokenizationSpec, files: Sequence[DataFile]) -> str:
+    try:
+        some = sampled(files)
+    except OSError as error:
+        fix = "give all machines the same files"
+        raise recipe.entry.error("dataset_path", str(error), fix) from error
+    return f"{fingerprint(recipe.entry, files, is_portable=True)}, {some}, {recipe.method()}"
