@@ -14,12 +14,10 @@ from typing import Any
 
 from meshwright.datasets.files import (
     CHUNK,
-    LONGEST,
     Place,
     Range,
     chunks,
     codec_of,
-    content_of,
 )
 from meshwright.datasets.storage import ChangedError, DataFile, open_file
 from meshwright.system.errors import first_line, shortened
@@ -29,7 +27,11 @@ Row = dict[str, Any]
 BATCH_BYTES = 1 << 22
 """Of the rows of a table that are decoded together, on average."""
 
-NEWLINE = b"\n"
+LONGEST = 1 << 28
+"""Bytes of the longest line, document or JSON value: a reader's memory is a few times that."""
+
+NEWLINE, WHOLE = b"\n", b""
+"""Separators of the pieces of a file; the second one leaves it whole."""
 
 PARAGRAPH = "\n\n"
 """As a separator: one or more empty lines, whatever ends a line."""
@@ -143,7 +145,8 @@ def _has_lines(file: DataFile) -> bool:
 def _json_value(part: Range, after: Place | None) -> Rows:
     """Yield the objects of a file that is one list or one object, which is read as a whole."""
     try:
-        value = json.loads(content_of(part.file).decode())
+        [(_, content)] = _pieces(part, WHOLE)
+        value = json.loads((content or b"").decode())
     except RecursionError:
         raise ValueError("nested too deeply") from None
     begin = after.number if after else 0
@@ -155,7 +158,7 @@ def _json_value(part: Range, after: Place | None) -> Rows:
 def _text(part: Range, layout: Layout, after: Place | None) -> Rows:
     """Yield files as they are, or the texts between separators without line ends around them."""
     if not layout.separator:
-        yield Place(0, 0), part.file.path, _row(content_of(part.file))
+        yield from ((at, part.file.path, _row(piece)) for at, piece in _pieces(part, WHOLE))
         return
     is_by_paragraph = layout.separator == PARAGRAPH
     separator = layout.separator.encode()
@@ -186,20 +189,27 @@ def _paragraphs(part: Range, after: Place | None) -> Pieces:
 
 def _pieces(part: Range, separator: bytes, after: Place | None = None) -> Pieces:
     """Yield the pieces that begin in a range, without separators and byte-order mark; at the end
-    of the file an empty one, too."""
+    of the file an empty one, too.
+
+    Raises:
+        ValueError: if a file that is to stay whole is longer than `LONGEST`.
+    """
     at, number = after or (part.begin, 0)
     is_cut = after is None and at > 0  # it may begin in the middle of a piece
     at = max(at - len(separator), 0) if is_cut else at
-    held, dropped, overlap = bytearray(), 0, len(separator) - 1
+    held, dropped, overlap = bytearray(), 0, max(len(separator) - 1, 0)
     for chunk in chain(chunks(part.file, at), [b""]):
         known = max(len(held) - overlap, 0)
         held += chunk
-        if chunk and held.find(separator, known) < 0:  # a long piece comes in many chunks
-            if len(held) > LONGEST + overlap:  # a separator may have begun
+        if chunk and (not separator or held.find(separator, known) < 0):
+            # a long piece comes in many chunks, and a separator may have begun
+            if len(held) > LONGEST + overlap:
+                if not separator:
+                    raise ValueError(f"longer than {LONGEST >> 20} MiB")
                 dropped += len(held) - overlap
                 del held[: len(held) - overlap]
             continue
-        *whole, rest = bytes(held).split(separator)
+        *whole, rest = bytes(held).split(separator) if separator else [bytes(held)]
         held = bytearray(rest)
         for content in whole if chunk else [*whole, rest]:
             if part.end is not None and at >= part.end:
