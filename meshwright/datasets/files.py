@@ -203,8 +203,9 @@ def local_files(entry: Entry) -> list[DataFile]:
         ConfigError: if there are none.
     """
     path, suffixes = entry.source.dataset_path, SUFFIXES[entry.source.dataset]
-    if found := resolve(path, suffixes):
-        return found
+    with suppress(FileNotFoundError):  # as a web server answers
+        if found := resolve(path, suffixes):
+            return found
     wanted = "such file or folder"
     if os.path.isdir(path):
         wanted = f"file ending in {' or '.join(suffixes)}"
@@ -212,7 +213,9 @@ def local_files(entry: Entry) -> list[DataFile]:
     while glob.has_magic(fixed):
         fixed = os.path.dirname(fixed)
     fix = f"check the path: {fixed or '.'} holds none"
-    if not os.path.exists(fixed):
+    if is_address(path):
+        fix = "check the address"
+    elif not os.path.exists(fixed):
         fix = where_it_ends(fixed)
     raise entry.error("dataset_path", f"no {wanted}", fix)
 
