@@ -27,7 +27,7 @@ from meshwright.system.errors import (
     shortened,
     where_it_ends,
 )
-from meshwright.system.files import LASTING
+from meshwright.system.files import may_pass
 from meshwright.system.modules import import_user_module, line_of
 
 Messages = list[dict[str, str]]
@@ -359,8 +359,9 @@ class LocalDocuments(Documents):
 def unreadable(entry: Entry, error: OSError) -> ConfigError | StorageError:
     """Return the error of a file that has changed, or that cannot be read now."""
     what = f"{error.filename}: {error.strerror}" if error.filename else str(error)
-    if isinstance(error, ChangedError) or error.errno in LASTING:
-        return entry.error("dataset_path", f"cannot be read: {what}", "restore it")
+    if isinstance(error, ChangedError) or not may_pass(error):
+        fix = "let this user read it" if isinstance(error, PermissionError) else "restore it"
+        return entry.error("dataset_path", f"cannot be read: {what}", fix)
     return unreadable_now(entry, "dataset_path", what)
 
 
