@@ -140,34 +140,29 @@ class Shard:
     def _read_window(self) -> list[Item]:
         """Return the documents of the next window, none at the end of the epoch; read again from
         its beginning if that may help."""
+        source, number, at = self._source, self._number, self._at
 
         def read() -> list[Item]:
             try:
-                return self._try_window()
+                if self._reader is None:
+                    shard = number, source.num_shards, at.window_state
+                    self._reader = source.documents.read(*shard)
+                at.window_state = self._reader.state()
+                found, taken = list[Item](), at.taken
+                while len(found) < source.window and taken < self._most:
+                    item = next(self._reader, None)
+                    if item is None:
+                        break
+                    found.append(item)
+                    taken += _count([item])
+                return found
             except Exception as error:
                 self._reader = None
                 if isinstance(error, ABSENT) and may_pass(error):  # of a hub that does not answer
                     raise ConnectionError(first_line(error)) from error
                 raise
 
-        source = self._source
-        where = f"{source.entry.name}: shard {self._number} of {source.num_shards}"
-        return read_patiently(where, read)
-
-    def _try_window(self) -> list[Item]:
-        if self._reader is None:
-            self._reader = self._source.documents.read(
-                self._number, self._source.num_shards, self._at.window_state
-            )
-        self._at.window_state = self._reader.state()
-        documents, taken = list[Item](), self._at.taken
-        while len(documents) < self._source.window and taken < self._most:
-            try:
-                documents.append(next(self._reader))
-            except StopIteration:
-                break
-            taken += _count(documents[-1:])
-        return documents
+        return read_patiently(f"{source.entry.name}: shard {number} of {source.num_shards}", read)
 
 
 def _count(items: Sequence[Item]) -> int:

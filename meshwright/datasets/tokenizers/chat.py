@@ -94,21 +94,18 @@ class ChatTemplate:
             if "assistant" not in roles:
                 there = ", ".join(roles) or "none at all"
                 raise ValueError(f"has no message whose role is 'assistant', but {there}")
-            return self._encode(messages)
+            safe = [self._wall_off(message) for message in messages]
+            render = self._render if self._has_generation_blocks else self._mark_by_prefixes
+            text, written = take_out(render(safe))
+            ids, spans = self._tokenizer.encode_chat(text)
+            last = len(written) - 1  # a token that stands for nothing is of what follows
+            counts = [1 in written[min(start, last) : max(end, start + 1)] for start, end in spans]
+            if not any(counts):
+                raise ValueError("has no token that the assistant wrote, so no loss")
+            return ids, counts
         except ValueError as error:
             at = f"{where}: " if where else ""
             raise RecordError(DATA_KEY, f"{DATA_KEY}: {at}the conversation {error}") from error
-
-    def _encode(self, messages: list[dict[str, str]]) -> tuple[list[int], list[bool]]:
-        safe = [self._wall_off(message) for message in messages]
-        render = self._render if self._has_generation_blocks else self._mark_by_prefixes
-        text, written = take_out(render(safe))
-        ids, spans = self._tokenizer.encode_chat(text)
-        last = len(written) - 1  # a token that stands for nothing is of the character that follows
-        counts = [1 in written[min(start, last) : max(end, start + 1)] for start, end in spans]
-        if not any(counts):
-            raise ValueError("has no token that the assistant wrote, so no loss")
-        return ids, counts
 
     def _wall_off(self, value: Any) -> Any:
         """`value` with a wall inside of every special token in its strings, so that it cannot be
