@@ -1,6 +1,5 @@
 """Which files a source consists of, and how each is opened."""
 
-import codecs
 import fnmatch
 import glob
 import hashlib
@@ -102,9 +101,6 @@ class Range(NamedTuple):
 CHUNK = 1 << 18
 """Bytes that are read at once. Of a damaged compressed file, so many before the damage are lost."""
 
-LONGEST = 1 << 28
-"""Bytes of the longest line, document or JSON value: a reader's memory is a few times that."""
-
 
 def codec_of(file: DataFile) -> str | None:
     """Return how a file is compressed, by its name; None if it is not."""
@@ -129,20 +125,6 @@ def chunks(file: DataFile, at: int = 0) -> Iterator[bytes]:
             if at < len(chunk):
                 yield chunk[at:]
             at = max(at - len(chunk), 0)
-
-
-def content_of(file: DataFile) -> bytes:
-    """Return a file of at most `LONGEST` bytes, without a byte-order mark.
-
-    Raises:
-        ValueError: if it is longer.
-    """
-    found = bytearray()
-    for chunk in chunks(file):
-        found += chunk
-        if len(found) > LONGEST:
-            raise ValueError(f"longer than {LONGEST >> 20} MiB")
-    return bytes(found.removeprefix(codecs.BOM_UTF8))
 
 
 def resolve(path: str, suffixes: Sequence[str]) -> list[DataFile]:

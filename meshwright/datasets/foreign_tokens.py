@@ -63,8 +63,6 @@ class TokenFile:
     """Of the documents; None: each has one EOS,"""
     has_eos_first: bool = False
     """which is its first token, instead of its last."""
-    is_bare: bool = False
-    """It has no header to say of which type its tokens are."""
 
     @property
     def num_tokens(self) -> int:
@@ -200,7 +198,7 @@ def open_array(found: DataFile, bare: str) -> TokenFile:
             return _with_count(opened, count)
     if found.size % np.dtype(bare).itemsize:
         raise FormatError(f"its size is no multiple of {np.dtype(bare).itemsize} bytes")
-    return TokenFile(file, found.size, 0, bare, is_bare=True)
+    return TokenFile(file, found.size, 0, bare)
 
 
 def _numpy_header(head: bytes) -> tuple[tuple[int, ...], str, int]:
@@ -235,7 +233,8 @@ def index_tokens(file: TokenFile, tokenizer: Tokenizer, block_bytes: int) -> Ind
     except ConfigError:  # this tokenizer does not tell; nothing but a line in the log needs it
         bytes_of = np.zeros(tokenizer.vocab_size, np.int64)
     checksums, ends, num_bytes, begin = list[int](), [np.empty(0, np.int64)], 0, 0
-    may_be_halves = file.is_bare and file.num_tokens >= ENOUGH_TOKENS
+    is_bare = file.offset == 0 and file.lengths is None  # nothing says of which type they are
+    may_be_halves = is_bare and file.num_tokens >= ENOUGH_TOKENS
     for tokens in file.chunks():
         if int(tokens.max()) >= tokenizer.vocab_size:
             where = begin + int(np.flatnonzero(tokens >= tokenizer.vocab_size)[0])

@@ -86,7 +86,7 @@ def is_streamed(entry: Entry) -> bool:
     spec = find_dataset(entry.source.dataset)
     assert spec is not None
     mode = entry.source.dataset_mode
-    return spec.is_large if mode == "auto" else mode == "streamed"
+    return spec.path == "optional" if mode == "auto" else mode == "streamed"
 
 
 def local_paths(entry: Entry) -> list[str]:

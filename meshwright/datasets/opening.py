@@ -4,6 +4,7 @@ import os
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import Any
 
 from meshwright.config.job_config import JobConfig
@@ -36,12 +37,9 @@ class Found:
     """Commit of a dataset of the hub."""
     cache: str = ""
     """Name of its token cache; "": it is streamed, and has the following."""
-    outline: str = ""
-    """Hash of its settings and of the names and sizes of its files."""
-    sampled: str = ""
-    """Hash of a little of their content."""
-    method: str = ""
-    """Hash of the user's code, the tokenizer and the chat template that make its tokens."""
+    content: str = ""
+    """Hashes of its settings with the names and sizes of its files; of a little of their content;
+    and of the user's code, the tokenizer and the chat template that make its tokens."""
     files: Sequence[DataFile] = ()
     """As they were when the job looked for them."""
     rows: Any = None
@@ -90,29 +88,36 @@ class StreamedSource:
     @property
     def content(self) -> str:
         """The facts known without reading all of it."""
-        shards, found = f"{self.num_shards} shards, {self.window} documents a window", self.found
-        return f"{shards}, {found.outline}, {found.sampled}, {found.method}"
+        shards = f"{self.num_shards} shards, {self.window} documents a window"
+        return f"{shards}, {self.found.content}"
 
 
 OpenSource = CachedSource | StreamedSource
 
 
 def open_training_data(
-    config: JobConfig, *, num_workers: int = 0, check_all: bool = False
+    config: JobConfig,
+    told: Sequence[Found] = (),
+    *,
+    num_workers: int = 0,
+    check_all: bool = False,
+    is_first_here: bool = False,
 ) -> list[OpenSource]:
     """Open the training data; first tokenise sources that are to be cached and are not yet.
 
     Args:
+        told: the facts of each source, if another process of the job has found them.
         num_workers: processes that tokenise; 0: one a core.
         check_all: look at every byte of caches now, not when it is read.
+        is_first_here: of data that was told, this process looks for its machine whether the files
+            have the same content.
 
     Raises:
         ConfigError: if something cannot be read, or holds less than a sample.
     """
-    return [
-        _packed(_open(entry, config, 1, num_workers, check_all), config, again=check_all)
-        for entry in entries(config.training, "training")
-    ]
+    how = config, 1, num_workers, check_all, is_first_here
+    named = zip_longest(entries(config.training, "training"), told)
+    return [_packed(_open(entry, one, *how), config, again=check_all) for entry, one in named]
 
 
 def _packed(source: OpenSource, config: JobConfig, *, again: bool = False) -> OpenSource:
@@ -132,36 +137,21 @@ def _packed(source: OpenSource, config: JobConfig, *, again: bool = False) -> Op
 
 
 def open_validation_data(
-    config: JobConfig, *, num_workers: int = 0, check_all: bool = False
+    config: JobConfig,
+    told: Sequence[Found] = (),
+    *,
+    num_workers: int = 0,
+    check_all: bool = False,
+    is_first_here: bool = False,
 ) -> list[OpenSource]:
-    """Open the validation data; empty if the job is not validated.
+    """Open the validation data, empty if the job is not validated; see `open_training_data`.
 
     Raises:
         ConfigError: if something cannot be read, or holds fewer samples than it is to give.
     """
-    needed = max(config.validation.num_samples, 1)
-    return [
-        _open(entry, config, needed, num_workers, check_all) for entry in validation_entries(config)
-    ]
-
-
-def open_told(
-    told: Sequence[Found], config: JobConfig, *, is_first_here: bool
-) -> tuple[list[OpenSource], list[OpenSource]]:
-    """Open the training and the validation data that another process of the job has found.
-
-    Args:
-        told: of the sources of training, then of those of validation.
-        is_first_here: this process looks, for its machine, whether the files have the same content.
-
-    Raises:
-        ConfigError: if a source is not there on this machine.
-    """
-    of_training = entries(config.training, "training")
-    named = zip([*of_training, *validation_entries(config)], told, strict=True)
-    found = [_open(entry, config, told=one, is_first_here=is_first_here) for entry, one in named]
-    count = len(of_training)
-    return [_packed(source, config) for source in found[:count]], found[count:]
+    how = config, max(config.validation.num_samples, 1), num_workers, check_all, is_first_here
+    named = zip_longest(validation_entries(config), told)
+    return [_open(entry, one, *how) for entry, one in named]
 
 
 def recipe_of(entry: Entry, config: JobConfig) -> TokenizationSpec:
@@ -178,13 +168,12 @@ def recipe_of(entry: Entry, config: JobConfig) -> TokenizationSpec:
 
 def _open(
     entry: Entry,
+    told: Found | None,
     config: JobConfig,
-    needed: int = 1,
-    num_workers: int = 0,
-    check_all: bool = False,
-    *,
-    told: Found | None = None,
-    is_first_here: bool = False,
+    needed: int,
+    num_workers: int,
+    check_all: bool,
+    is_first_here: bool,
 ) -> OpenSource:
     recipe, length = recipe_of(entry, config), config.training.seq_len + 1
     if is_streamed(entry):
@@ -224,29 +213,27 @@ def _documents(
     entry, is_local = recipe.entry, recipe.entry.source.dataset in ROW_FORMATS
     if told is not None and told.rows is not None:
         return told, StreamedRows(told.rows, entry)
-    if told is not None and is_local and _is_here(told.files[0]):
-        if is_first_here:
-            try:
-                told = replace(told, sampled=sampled(told.files))
-            except OSError as error:
-                fix = "give all machines the same files"
-                raise entry.error("dataset_path", str(error), fix) from error
-        return told, LocalDocuments(entry, told.files)
+    if (
+        told is not None
+        and is_local
+        and (is_address(path := told.files[0].path) or os.path.exists(path))
+    ):
+        content = _content(recipe, told.files) if is_first_here else told.content
+        return replace(told, content=content), LocalDocuments(entry, told.files)
     documents = recipe.open(streamed=True)
     assert not isinstance(documents, TokenFiles)  # preflight has refused it
     if told is not None and not is_local:
         return told, documents
     files = recipe.files()
-    found = Found(
-        revision(files) if recipe.is_of_hub else "",
-        outline=fingerprint(entry, files, is_portable=True),
-        sampled=sampled(files),
-        method=recipe.method(),
-        files=files,
-        rows=documents.rows if recipe.is_of_hub and isinstance(documents, StreamedRows) else None,
-    )
-    return found, documents
+    rows = documents.rows if recipe.is_of_hub and isinstance(documents, StreamedRows) else None
+    commit = revision(files) if recipe.is_of_hub else ""
+    return Found(commit, content=_content(recipe, files), files=files, rows=rows), documents
 
 
-def _is_here(file: DataFile) -> bool:
-    return is_address(file.path) or os.path.exists(file.path)
+def _content(recipe: TokenizationSpec, files: Sequence[DataFile]) -> str:
+    try:
+        some = sampled(files)
+    except OSError as error:
+        fix = "give all machines the same files"
+        raise recipe.entry.error("dataset_path", str(error), fix) from error
+    return f"{fingerprint(recipe.entry, files, is_portable=True)}, {some}, {recipe.method()}"

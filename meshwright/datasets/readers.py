@@ -14,12 +14,10 @@ from typing import Any
 
 from meshwright.datasets.files import (
     CHUNK,
-    LONGEST,
     Place,
     Range,
     chunks,
     codec_of,
-    content_of,
 )
 from meshwright.datasets.storage import ChangedError, DataFile, open_file
 from meshwright.system.errors import first_line, shortened
@@ -29,7 +27,11 @@ Row = dict[str, Any]
 BATCH_BYTES = 1 << 22
 """Of the rows of a table that are decoded together, on average."""
 
-NEWLINE = b"\n"
+LONGEST = 1 << 28
+"""Bytes of the longest line, document or JSON value: a reader's memory is a few times that."""
+
+NEWLINE, WHOLE = b"\n", b""
+"""Separators of the pieces of a file; the second one leaves it whole."""
 
 PARAGRAPH = "\n\n"
 """As a separator: one or more empty lines, whatever ends a line."""
@@ -93,7 +95,7 @@ def _json(part: Range, layout: Layout, after: Place | None) -> Rows:
         return
     for place, line in _pieces(part, NEWLINE, after):
         if line is None or line.strip():
-            yield place, _words(part, place), _row(_object_of, line)
+            yield place, _words(part, place), _row(line, is_json=True)
 
 
 def _words(part: Range, place: Place) -> str:
@@ -101,12 +103,13 @@ def _words(part: Range, place: Place) -> str:
     return f"{path}, byte {place.at}" if part.begin else f"{path}:{place.number + 1}"
 
 
-def _row(make: Callable[[str], Row | str], piece: bytes | None) -> Row | str:
-    """Return the row that `make` makes of a piece of a file, or why it is none."""
+def _row(piece: bytes | None, *, is_json: bool = False) -> Row | str:
+    """Return the row of a piece of a file, or why it is none."""
     if piece is None:
         return f"longer than {LONGEST >> 20} MiB"
     try:
-        return make(piece.decode())
+        text = piece.decode()
+        return _object(json.loads(text)) if is_json else {"text": text}
     except RecursionError:
         return "nested too deeply"
     except json.JSONDecodeError as error:
@@ -119,10 +122,6 @@ def _row(make: Callable[[str], Row | str], piece: bytes | None) -> Row | str:
         return f"not UTF-8: {line}byte {byte}, {code}: {error.reason}"
     except ValueError as error:
         return str(error)
-
-
-def _object_of(text: str) -> Row | str:
-    return _object(json.loads(text))
 
 
 def _object(value: Any) -> Row | str:
@@ -146,7 +145,8 @@ def _has_lines(file: DataFile) -> bool:
 def _json_value(part: Range, after: Place | None) -> Rows:
     """Yield the objects of a file that is one list or one object, which is read as a whole."""
     try:
-        value = json.loads(content_of(part.file).decode())
+        [(_, content)] = _pieces(part, WHOLE)
+        value = json.loads((content or b"").decode())
     except RecursionError:
         raise ValueError("nested too deeply") from None
     begin = after.number if after else 0
@@ -158,18 +158,14 @@ def _json_value(part: Range, after: Place | None) -> Rows:
 def _text(part: Range, layout: Layout, after: Place | None) -> Rows:
     """Yield files as they are, or the texts between separators without line ends around them."""
     if not layout.separator:
-        yield Place(0, 0), part.file.path, _row(_text_of, content_of(part.file))
+        yield from ((at, part.file.path, _row(piece)) for at, piece in _pieces(part, WHOLE))
         return
     is_by_paragraph = layout.separator == PARAGRAPH
     separator = layout.separator.encode()
     pieces = _paragraphs(part, after) if is_by_paragraph else _pieces(part, separator, after)
     for place, piece in pieces:
         if piece is None or (piece := piece.strip(b"\r\n")):
-            yield place, _words(part, place), _row(_text_of, piece)
-
-
-def _text_of(text: str) -> Row:
-    return {"text": text}
+            yield place, _words(part, place), _row(piece)
 
 
 def _paragraphs(part: Range, after: Place | None) -> Pieces:
@@ -192,36 +188,41 @@ def _paragraphs(part: Range, after: Place | None) -> Pieces:
 
 
 def _pieces(part: Range, separator: bytes, after: Place | None = None) -> Pieces:
-    """Yield the pieces that begin in a range, without separators and byte-order mark."""
+    """Yield the pieces that begin in a range, without separators and byte-order mark; at the end
+    of the file an empty one, too.
+
+    Raises:
+        ValueError: if a file that is to stay whole is longer than `LONGEST`.
+    """
     at, number = after or (part.begin, 0)
     is_cut = after is None and at > 0  # it may begin in the middle of a piece
     at = max(at - len(separator), 0) if is_cut else at
-    pending, dropped, overlap, seam = list[bytes](), 0, len(separator) - 1, b""
-    for chunk in chunks(part.file, at):
-        pending.append(chunk)
-        seam += chunk
-        if separator in seam:  # joined only then: a long piece comes in many chunks
-            *whole, last = b"".join(pending).split(separator)
-            pending = [last]
-            for content in whole:
-                if part.end is not None and at >= part.end:
-                    return
-                if not is_cut:
-                    piece = content if at else content.removeprefix(codecs.BOM_UTF8)
-                    # wherever the chunks begin
-                    is_long = dropped + len(content) > LONGEST
-                    yield Place(at, number), None if is_long else piece
-                    number += 1
-                is_cut = False
-                at += dropped + len(content) + len(separator)
-                dropped = 0
-        seam = seam[max(len(seam) - overlap, 0) :]
-        if (size := sum(map(len, pending))) > LONGEST + overlap:  # a separator may have begun
-            pending, dropped = [seam], dropped + size - len(seam)
-    rest = b"".join(pending)
-    if (rest or dropped) and not is_cut and (part.end is None or at < part.end):
-        piece = rest if at else rest.removeprefix(codecs.BOM_UTF8)
-        yield Place(at, number), None if dropped + len(rest) > LONGEST else piece
+    held, dropped, overlap = bytearray(), 0, max(len(separator) - 1, 0)
+    for chunk in chain(chunks(part.file, at), [b""]):
+        known = max(len(held) - overlap, 0)
+        held += chunk
+        if chunk and (not separator or held.find(separator, known) < 0):
+            # a long piece comes in many chunks, and a separator may have begun
+            if len(held) > LONGEST + overlap:
+                if not separator:
+                    raise ValueError(f"longer than {LONGEST >> 20} MiB")
+                dropped += len(held) - overlap
+                del held[: len(held) - overlap]
+            continue
+        *whole, rest = bytes(held).split(separator) if separator else [bytes(held)]
+        held = bytearray(rest)
+        for content in whole if chunk else [*whole, rest]:
+            if part.end is not None and at >= part.end:
+                return
+            if not is_cut:
+                piece = content if at else content.removeprefix(codecs.BOM_UTF8)
+                # wherever the chunks begin
+                is_long = dropped + len(content) > LONGEST
+                yield Place(at, number), None if is_long else piece
+                number += 1
+            is_cut = False
+            at += dropped + len(content) + len(separator)
+            dropped = 0
 
 
 def _parquet(part: Range, layout: Layout, after: Place | None) -> Rows:
@@ -232,15 +233,13 @@ def _parquet(part: Range, layout: Layout, after: Place | None) -> Rows:
         parquet.ParquetFile(opened, buffer_size=CHUNK, pre_buffer=False) as file,
     ):
         columns = _present(layout, file.schema_arrow.names)
-        first, begin = after or (part.begin, 0)
-        for group in range(first, part.end or file.num_row_groups):
+        for group in range(after.at if after else part.begin, part.end or file.num_row_groups):
             about = file.metadata.row_group(group)
             rows = _rows_at_once(about.total_byte_size, about.num_rows)
             batches = file.iter_batches(
                 rows, row_groups=[group], columns=columns, use_threads=False
             )
-            begin = begin if group == first else 0
-            yield from _of_batches(part, batches, "row group", Place(group, begin))
+            yield from _of_batches(part, batches, "row group", group, after)
 
 
 def _arrow(part: Range, layout: Layout, after: Place | None) -> Rows:
@@ -251,7 +250,7 @@ def _arrow(part: Range, layout: Layout, after: Place | None) -> Rows:
         opened.seek(0)
         reader = (arrow.ipc.open_file if is_file else arrow.ipc.open_stream)(opened)
         columns = _present(layout, reader.schema.names)
-        first, begin = after or (0, 0)
+        first = after.at if after else 0
         batches: Iterator[Any] = (
             map(reader.get_batch, range(first, reader.num_record_batches))
             if is_file
@@ -261,8 +260,7 @@ def _arrow(part: Range, layout: Layout, after: Place | None) -> Rows:
             batch = batch.select(columns) if columns else batch
             step = _rows_at_once(batch.nbytes, batch.num_rows)
             slices = (batch.slice(at, step) for at in range(0, batch.num_rows, step))
-            begin = begin if number == first else 0
-            yield from _of_batches(part, slices, "batch", Place(number, begin))
+            yield from _of_batches(part, slices, "batch", number, after)
 
 
 def _present(layout: Layout, names: Sequence[str]) -> list[str] | None:
@@ -274,11 +272,13 @@ def _rows_at_once(num_bytes: int, num_rows: int) -> int:
     return min(max(BATCH_BYTES * num_rows // max(num_bytes, 1), 1), 1024)
 
 
-def _of_batches(part: Range, batches: Iterator[Any], unit: str, begin: Place) -> Rows:
-    """Yield the rows of a row group, or a batch, from a place on."""
-    number, group = 0, begin.at
+def _of_batches(
+    part: Range, batches: Iterator[Any], unit: str, group: int, after: Place | None
+) -> Rows:
+    """Yield the rows of a row group, or a batch, from a place in it on."""
+    number, begin = 0, after.number if after and after.at == group else 0
     for batch in batches:
-        skipped = min(max(begin.number - number, 0), batch.num_rows)
+        skipped = min(max(begin - number, 0), batch.num_rows)
         number += skipped
         batch = batch.slice(skipped)
         rows = _checked_rows(batch)

@@ -27,17 +27,13 @@ from meshwright.system.errors import (
     shortened,
     where_it_ends,
 )
-from meshwright.system.files import LASTING
+from meshwright.system.files import may_pass
 from meshwright.system.modules import import_user_module, line_of
 
 Messages = list[dict[str, str]]
 
 Document = str | Messages
 """A text, or a conversation. An empty text is no document."""
-
-
-class NoDocumentError(ValueError):
-    """A row holds no document: the key of the source that has it read so, and why."""
 
 
 def is_on_side(entry: Entry, document: Document) -> bool:
@@ -78,21 +74,19 @@ class Condition:
         """Return whether the row is wanted.
 
         Raises:
-            NoDocumentError: if it has not the column, or another type of value in it.
+            ValueError: if it has not the column, or another type of value in it.
         """
         found: Any = row
         names = [self.column] if self.column in row else self.column.split(".")
         for name in names:
             if not isinstance(found, dict) or name not in found:
-                reason = f"no column {self.column!r}, but {', '.join(row) or 'none'}"
-                raise NoDocumentError("dataset_where", reason)
+                raise ValueError(f"no column {self.column!r}, but {', '.join(row) or 'none'}")
             found = found[name]
         try:
             found = len(found) if self.is_length else found
             return bool(SIGNS[self.sign](found, self.value))
         except TypeError as error:
-            what = f"{self.column!r} is {shortened(found)}: {error}"
-            raise NoDocumentError("dataset_where", what) from error
+            raise ValueError(f"{self.column!r} is {shortened(found)}: {error}") from error
 
 
 def conditions(entry: Entry) -> list[Condition]:
@@ -194,39 +188,37 @@ def row_reader(entry: Entry) -> ToItem:
     """
     column, format_name = entry.source.dataset_column, entry.source.dataset_format
     function = _load_function(entry) if format_name else None
-    wanted, key = conditions(entry), "dataset_format" if format_name else "dataset_column"
+    wanted = conditions(entry)
 
-    def to_document(row: Row) -> Document:
-        for condition in wanted:
-            if not condition.holds(row):
-                return ""
+    def document_of(row: Row) -> object:
         if function is None:
             if column not in row:
-                names = ", ".join(row) or "none"
-                raise NoDocumentError(key, f"no column {column!r}, but {names}")
-            document = row[column]
-        else:
-            try:
-                document = function(row)
-            except PASSED_ON:
-                raise
-            except BaseException as error:  # whatever the user's function raises
-                line = line_of(error, format_name.rpartition(":")[0])
-                what = f"{type(error).__name__}: {error}{line}; the row has {', '.join(row)}"
-                raise NoDocumentError(key, what) from error
-        if not is_document(document):
-            holds = "the function returns" if function else f"{column!r} holds"
-            found = "null" if document is None else shortened(document)
-            what = "which is neither text nor a list of {role, content}"
-            raise NoDocumentError(key, f"{holds} {found}, {what}")
-        return document if is_on_side(entry, document) else ""
+                raise ValueError(f"no column {column!r}, but {', '.join(row) or 'none'}")
+            return row[column]
+        try:
+            return function(row)
+        except PASSED_ON:
+            raise
+        except BaseException as error:  # whatever the user's function raises
+            line = line_of(error, format_name.rpartition(":")[0])
+            what = f"{type(error).__name__}: {error}{line}; the row has {', '.join(row)}"
+            raise ValueError(what) from error
 
     def to_item(row: Row, place: str) -> Item:
+        key = "dataset_where"
         try:
-            return to_document(row)
-        except NoDocumentError as error:
-            key, reason = error.args
-            return entry.record_error(key, f"{place}: {reason}")
+            if not all(condition.holds(row) for condition in wanted):
+                return ""
+            key = "dataset_format" if function else "dataset_column"
+            if is_document(document := document_of(row)):
+                return document if is_on_side(entry, document) else ""
+            holds = "the function returns" if function else f"{column!r} holds"
+            found = "null" if document is None else shortened(document)
+            raise ValueError(
+                f"{holds} {found}, which is neither text nor a list of {{role, content}}"
+            )
+        except ValueError as error:
+            return entry.record_error(key, f"{place}: {error}")
 
     return to_item
 
@@ -374,8 +366,9 @@ class LocalDocuments(Documents):
 def unreadable(entry: Entry, error: OSError) -> ConfigError | StorageError:
     """Return the error of a file that has changed, or that cannot be read now."""
     what = f"{error.filename}: {error.strerror}" if error.filename else str(error)
-    if isinstance(error, ChangedError) or error.errno in LASTING:
-        return entry.error("dataset_path", f"cannot be read: {what}", "restore it")
+    if isinstance(error, ChangedError) or not may_pass(error):
+        fix = "let this user read it" if isinstance(error, PermissionError) else "restore it"
+        return entry.error("dataset_path", f"cannot be read: {what}", fix)
     return unreadable_now(entry, "dataset_path", what)
 
 

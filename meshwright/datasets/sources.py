@@ -52,9 +52,8 @@ class DatasetSpec:
     files: Callable[[Entry], Sequence[DataFile | str]]
     """Its files, which may be given by their paths or addresses: others mean other documents."""
     path: Literal["none", "optional", "required"] = "none"
-    """The role of `dataset_path`."""
-    is_large: bool = False
-    """Whether it is streamed unless the config says otherwise."""
+    """The role of `dataset_path`. It is optional for datasets of the hub, which are streamed unless
+    the config says otherwise."""
     has_tokens: bool = False
     """It holds tokens, which are read where they lie, instead of documents."""
     has_rows: bool = False
@@ -234,7 +233,6 @@ def _on_hub(repository: str, subset: str = "") -> DatasetSpec:
         partial(open_hub, repository, subset),
         partial(hub_files, repository, subset),
         path="optional",
-        is_large=True,
         has_rows=True,
     )
 

@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -59,8 +60,8 @@ class Shard:
         self,
         source: StreamedSource,
         number: int,
-        rules: SampleRules,
         *,
+        rules: SampleRules,
         pass_over: PassOver,
         place: ShardPlace,
     ) -> None:
@@ -70,7 +71,7 @@ class Shard:
         most, shards = source.entry.source.max_documents, source.num_shards
         self._most = most // shards + (number < most % shards) if most else math.inf
         self._documents = self._encoded()
-        self._tokens = next(self._documents)
+        self._tokens: npt.NDArray[np.uint32] | None = None  # nothing is read before a sample is
 
     @property
     def place(self) -> ShardPlace:
@@ -86,6 +87,8 @@ class Shard:
         """
         pieces: list[npt.NDArray[np.unsignedinteger]] = []
         at, missing, first_epoch = self._at, self._rules.length, self._at.epoch
+        if self._tokens is None:
+            self._tokens = next(self._documents)
         while missing:
             piece = self._tokens[at.used : at.used + missing]
             if len(piece):
@@ -137,34 +140,29 @@ class Shard:
     def _read_window(self) -> list[Item]:
         """Return the documents of the next window, none at the end of the epoch; read again from
         its beginning if that may help."""
+        source, number, at = self._source, self._number, self._at
 
         def read() -> list[Item]:
             try:
-                return self._try_window()
+                if self._reader is None:
+                    shard = number, source.num_shards, at.window_state
+                    self._reader = source.documents.read(*shard)
+                at.window_state = self._reader.state()
+                found, taken = list[Item](), at.taken
+                while len(found) < source.window and taken < self._most:
+                    item = next(self._reader, None)
+                    if item is None:
+                        break
+                    found.append(item)
+                    taken += _count([item])
+                return found
             except Exception as error:
                 self._reader = None
                 if isinstance(error, ABSENT) and may_pass(error):  # of a hub that does not answer
                     raise ConnectionError(first_line(error)) from error
                 raise
 
-        source = self._source
-        where = f"{source.entry.name}: shard {self._number} of {source.num_shards}"
-        return read_patiently(where, read)
-
-    def _try_window(self) -> list[Item]:
-        if self._reader is None:
-            self._reader = self._source.documents.read(
-                self._number, self._source.num_shards, self._at.window_state
-            )
-        self._at.window_state = self._reader.state()
-        documents, taken = list[Item](), self._at.taken
-        while len(documents) < self._source.window and taken < self._most:
-            try:
-                documents.append(next(self._reader))
-            except StopIteration:
-                break
-            taken += _count(documents[-1:])
-        return documents
+        return read_patiently(f"{source.entry.name}: shard {number} of {source.num_shards}", read)
 
 
 def _count(items: Sequence[Item]) -> int:
@@ -249,24 +247,21 @@ class SampleStream:
             if isinstance(source, CachedSource)
         }
         self._reads_all = len(sources) > 1 or rules.max_epochs > 0
-        # of streamed sources, by name
-        self._shards = dict[str, dict[int, Shard]]()
-        self._places = dict[str, dict[int, ShardPlace]]()
-        for source in sources:
-            if isinstance(source, CachedSource):
-                continue
-            name = source.entry.name
-            self._shards[name] = {}
-            self._places[name] = {  # those of other ranks' shards are stale
-                shard: place
-                for shard, place in cursor.places.get(name, {}).items()
-                if self._is_read_here(shard, source.num_shards)
+        self._open = partial(Shard, rules=rules, pass_over=self._pass_over)
+        self._shards = {
+            source.entry.name: {
+                number: self._open(source, number, place=place)
+                for number, place in cursor.places.get(source.entry.name, {}).items()
+                if self._is_read_here(number, source.num_shards)  # other ranks' places are stale
             }
-            if self._reads_all and len(self._slots) < batch:
-                times = batch // max(len(self._slots), 1)
-                what = f"{name} is streamed, and each of {times} ranks reads and tokenises it"
-                fix = 'set its dataset_mode = "cached" to tokenise it once'
-                warn_once(f"{what} whole, in a mixture or with max_epochs; {fix}")
+            for source in sources
+            if isinstance(source, StreamedSource)
+        }
+        for name in self._shards if self._reads_all and len(self._slots) < batch else ():
+            times = batch // max(len(self._slots), 1)
+            what = f"{name} is streamed, and each of {times} ranks reads and tokenises it"
+            fix = 'set its dataset_mode = "cached" to tokenise it once'
+            warn_once(f"{what} whole, in a mixture or with max_epochs; {fix}")
 
     @property
     def names(self) -> str:
@@ -277,7 +272,7 @@ class SampleStream:
     def cursor(self) -> Cursor:
         """Where the next sample is; of streamed sources, the shards that are read here."""
         places = {
-            name: self._places[name] | {number: shard.place for number, shard in shards.items()}
+            name: {number: shard.place for number, shard in shards.items()}
             for name, shards in self._shards.items()
         }
         return Cursor(self._sample, tuple(self._counts), places, self._weighted_from)
@@ -324,17 +319,12 @@ class SampleStream:
                 raise EndOfData
             sample = samples.read(index) if is_asked_for else None
         elif self._is_read_here(index % source.num_shards, source.num_shards):
-            sample = self._shard(source, index % source.num_shards).next_sample()
+            shards, shard = self._shards[source.entry.name], index % source.num_shards
+            if shard not in shards:
+                shards[shard] = self._open(source, shard, place=ShardPlace())
+            sample = shards[shard].next_sample()
         self._sample += 1
         return sample if is_asked_for else None
-
-    def _shard(self, source: StreamedSource, number: int) -> Shard:
-        name = source.entry.name
-        if (shard := self._shards[name].get(number)) is None:
-            place = self._places[name].get(number, ShardPlace())
-            shard = Shard(source, number, self.rules, pass_over=self._pass_over, place=place)
-            self._shards[name][number] = shard
-        return shard
 
     def _is_read_here(self, shard: int, num_shards: int) -> bool:
         """Return whether any sample of a shard falls into one of this rank's slots: sample i is in

@@ -37,7 +37,6 @@ from meshwright.datasets.loader import Loader
 from meshwright.datasets.opening import (
     Found,
     OpenSource,
-    open_told,
     open_training_data,
     open_validation_data,
 )
@@ -236,16 +235,17 @@ def _open_data(
 ) -> tuple[Sequence[OpenSource], Sequence[OpenSource]]:
     """Open the training and the validation data: the first rank looks for files, revisions and
     caches, and tells the others. Collective."""
-    opened: list[Sequence[OpenSource]] = []
+    opened: list[list[OpenSource]] = []
 
-    def open_here() -> list[Found]:
-        opened.extend([open_training_data(plan.config), open_validation_data(plan.config)])
-        return [source.found for sources in opened for source in sources]
+    def open_here(told: Sequence[Sequence[Found]] = ((), ())) -> list[list[Found]]:
+        is_first_here = os.environ.get("LOCAL_RANK", "0") == "0"
+        for open_all, found in zip((open_training_data, open_validation_data), told, strict=True):
+            opened.append(open_all(plan.config, found, is_first_here=is_first_here))
+        return [[source.found for source in sources] for sources in opened]
 
     told = checkpoints.tell(open_here)
     if not opened:
-        is_first_here = os.environ.get("LOCAL_RANK", "0") == "0"
-        opened.extend(open_told(told, plan.config, is_first_here=is_first_here))
+        open_here(told)
     sources, held_out = opened
     check_same({f"{source.entry.key}.dataset": source.content for source in (*sources, *held_out)})
     return sources, held_out

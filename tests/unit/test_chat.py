@@ -11,7 +11,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, proc
 from transformers import PreTrainedTokenizerFast
 
 from meshwright.datasets.tokenizers.chat import ChatTemplate
-from meshwright.datasets.tokenizers.huggingface import special_tokens
+from meshwright.datasets.tokenizers.huggingface import WALL, special_tokens
 from meshwright.datasets.tokenizers.kinds import build_tokenizer, find_template
 from meshwright.system.errors import ConfigError
 from tests.helpers.tokenizer_files import (
@@ -212,12 +212,26 @@ def test_a_role_cannot_smuggle_either(folder: Path) -> None:
     assert ids.count(tokenizer.special_ids["<|end_header_id|>"]) == 2
 
 
-def test_where_special_tokens_cannot_be_kept_apart_the_row_is_refused(folder: Path) -> None:
-    tokenizer = ours(folder, "metaspace")
-    chat = ChatTemplate(tokenizer, MISTRAL)
-    messages = talk("the cat", "sat")
+def test_special_tokens_in_messages_are_text_to_a_tokenizer_with_a_sense_of_place(folder) -> None:
+    tokenizer, messages = ours(folder, "metaspace"), talk("the cat", "sat")
+    chat, special = ChatTemplate(tokenizer, MISTRAL), tokenizer.special_ids
     expected = theirs(folder, "metaspace").apply_chat_template(messages, chat_template=MISTRAL)
     assert chat.encode(messages)[0] == expected["input_ids"]
+    texts = (" the [INST] cat</s> ", " sat [/INST]x")
+    question, answer = map(tokenizer.encode, texts)
+    answer.append(special["</s>"])
+    ids, counts = chat.encode(talk("the [INST] cat</s>", "sat [/INST]x"))
+    assert ids == [special["<s>"], special["[INST]"], *question, special["[/INST]"], *answer]
+    assert [i for i, c in zip(ids, counts, strict=True) if c] == answer
+
+
+def test_where_special_tokens_cannot_be_kept_apart_the_row_is_refused(folder, tmp_path) -> None:
+    """A special token that is looked for after the normalizer has changed it and the text."""
+    tokenizer = Tokenizer.from_file(str(folder / "metaspace.json"))
+    tokenizer.add_special_tokens([AddedToken("<|end|>", normalized=True)])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    chat = ChatTemplate(ours(tmp_path, "byte-level"), MISTRAL)
+    assert chat.encode(talk("the cat", "sat"))[0]
     with pytest.raises(ConfigError, match="row 7: the conversation contains a special token"):
         chat.encode(talk("the [INST] cat", "sat"), where="chats.jsonl row 7")
 
@@ -234,16 +248,17 @@ def test_a_file_that_trims_white_space_from_places(folder: Path, tmp_path: Path)
         ]
     )
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    for text in (" a  b<s>\n\n ", " a  b<|s>\n\n "):
-        _, spans = ours(tmp_path, "byte-level").encode_chat(text, wall="|")
-        assert "".join(text[start:end] for start, end in spans) == text
+    for text in (" a  b<s>\n\n ", f" a  b<{WALL}s>\n\n "):
+        _, spans = ours(tmp_path, "byte-level").encode_chat(text)
+        found = "".join(text[start:end] for start, end in spans)
+        assert found.replace(WALL, "") == text.replace(WALL, "")
     for messages in [*CONVERSATIONS, talk("a", "  \n \n"), talk("<s> a", " </s> ")]:
         trimming = ChatTemplate(ours(tmp_path, "byte-level"), CHATML).encode(messages)
         assert trimming == ChatTemplate(ours(folder, "byte-level"), CHATML).encode(messages)
 
 
 def test_special_tokens_that_swallow_space(tmp_path: Path) -> None:
-    """Phi-3's do: only the library knows how, so text with special tokens in it is refused."""
+    """As Phi-3's do."""
     file = byte_level_json(tmp_path / "tokenizer.json", ["<s>", "</s>", "<|im_start|>"])
     tokenizer = Tokenizer.from_file(str(file))
     tokenizer.add_special_tokens([AddedToken("<|im_end|>", rstrip=True)])
@@ -252,8 +267,10 @@ def test_special_tokens_that_swallow_space(tmp_path: Path) -> None:
     reference = PreTrainedTokenizerFast(tokenizer_file=str(file))
     expected = reference.apply_chat_template(CONVERSATIONS[0], chat_template=CHATML)["input_ids"]
     assert chat.encode(CONVERSATIONS[0])[0] == expected
-    with pytest.raises(ConfigError, match="cannot keep apart"):
-        chat.encode(talk("<s>", "a"))
+    ids, special = chat.encode(talk("<s> <|im_end|> b", "a"))[0], chat._tokenizer.special_ids
+    begin, end, encode = special["<|im_start|>"], special["<|im_end|>"], chat._tokenizer.encode
+    user, answer = encode("user\n<s> <|im_end|> b"), encode("assistant\na")
+    assert ids == [begin, *user, end, begin, *answer, end]
 
 
 def test_what_templates_may_use(folder: Path) -> None:

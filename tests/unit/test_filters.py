@@ -125,7 +125,7 @@ def shards(data: dict[str, str], place: list[ShardPlace], **keys: Any) -> list[S
     def never(error: RecordError) -> None:
         raise error
 
-    return [Shard(source, n, rules, pass_over=never, place=p) for n, p in enumerate(place)]
+    return [Shard(source, n, rules=rules, pass_over=never, place=p) for n, p in enumerate(place)]
 
 
 @pytest.mark.parametrize("most", [1, 4, 5, 9])

@@ -19,7 +19,7 @@ from meshwright.config.training import Training
 from meshwright.datasets import samples as packing
 from meshwright.datasets.encoding import NO_LOSS
 from meshwright.datasets.loader import to_batches
-from meshwright.datasets.opening import CachedSource, open_told, open_training_data
+from meshwright.datasets.opening import CachedSource, open_training_data
 from meshwright.datasets.samples import (
     PackedSamples,
     Sample,
@@ -233,7 +233,7 @@ def test_a_job_opens_its_data_packed(tmp_path) -> None:
     config = config_of(tmp_path)
     (source,) = open_training_data(config)
     assert isinstance(source, CachedSource)
-    (told,), _ = open_told([source.found], config, is_first_here=True)
+    (told,) = open_training_data(config, [source.found], is_first_here=True)
     rules = SampleRules(LENGTH, SEED)
     first, second = (
         [sample.raw.tolist() for sample in find_samples(s, 0, 30, rules, (0, Cursor()))]

@@ -285,8 +285,7 @@ def test_one_long_line(tmp_path: Path, monkeypatch) -> None:
     rows = [row for _, row in rows_of(path, Layout("json"))]
     assert [len(row["text"]) for row in rows] == [1, 20_000_000, 1]
 
-    for module in (files, readers):
-        monkeypatch.setattr(module, "LONGEST", 1 << 20)
+    monkeypatch.setattr(readers, "LONGEST", 1 << 20)
     found = rows_of(path, Layout("json"))
     assert [row for _, row in found] == [rows[0], f"{path}:2: longer than 1 MiB", rows[2]]
     check_everywhere(path, Layout("json"), found)
@@ -299,8 +298,7 @@ def test_one_long_line(tmp_path: Path, monkeypatch) -> None:
 def test_what_is_too_long_does_not_depend_on_the_place(tmp_path: Path, monkeypatch) -> None:
     path, layout = tmp_path / "a.txt", Layout("text", separator="||")
     path.write_bytes(b"||".join(b"a" * size for size in (3, 22, 19, 20, 21, 1, 20, 30, 21)))
-    for module in (files, readers):
-        monkeypatch.setattr(module, "LONGEST", 20)
+    monkeypatch.setattr(readers, "LONGEST", 20)
     for chunk in (3, 7, 16, 64):
         monkeypatch.setattr(files, "CHUNK", chunk)
         found = rows_of(path, layout)

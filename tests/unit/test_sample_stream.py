@@ -301,6 +301,20 @@ def read_steps(
 
 
 @pytest.mark.parametrize("kind", ["cached", "streamed", "mixture"])
+def test_epochs_after_a_resume_are_those_without_it(kind, tmp_path) -> None:
+    """Of every shard that was read before, too."""
+    sources, weights = sources_of(kind, tmp_path)
+    options = {"rules": SampleRules(LENGTH, seed=0), "batch": 4, "slots": range(4)}
+    whole = SampleStream(sources, weights, Cursor(), **options)
+    for _ in range(350):
+        whole.next_sample()
+    resumed = SampleStream(sources, weights, whole.cursor, **options)
+    whole.next_sample()
+    resumed.next_sample()
+    assert resumed.epochs == whole.epochs
+
+
+@pytest.mark.parametrize("kind", ["cached", "streamed", "mixture"])
 @pytest.mark.parametrize("split", [(1, 4, 3), (2, 2, 3), (4, 3, 1), (6, 2, 1), (12, 1, 1)])
 def test_global_batches_do_not_depend_on_their_split(kind, split, tmp_path) -> None:
     sources, weights = sources_of(kind, tmp_path)

@@ -153,7 +153,8 @@ def test_errors_that_may_pass(error: Exception, passes: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "kind"), [(116, StorageError), (36, ConfigError), (None, ConfigError)]
+    ("number", "kind"),
+    [(116, StorageError), (36, ConfigError), (None, ConfigError), (13, ConfigError)],
 )
 def test_an_error_that_stays_asks_for_no_other_start(number: int | None, kind: type) -> None:
     assert type(unreadable(entry(dataset="json"), OSError(number, "why"))) is kind

@@ -12,7 +12,7 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from meshwright.datasets.tokenizers.huggingface import HuggingFaceTokenizer, any_of
+from meshwright.datasets.tokenizers.huggingface import WALL, HuggingFaceTokenizer, any_of
 from meshwright.datasets.tokenizers.kinds import Tokenizer
 from meshwright.datasets.tokenizers.special_tokens import (
     PATH_KEY,
@@ -21,10 +21,9 @@ from meshwright.datasets.tokenizers.special_tokens import (
 )
 from meshwright.system.errors import ConfigError, RecordError, first_line
 
-START, END, WALL = "\ufdd0", "\ufdd1", "\ufdd2"
-"""Marks put into a text before it is rendered: before and after the words of the assistant, and
-within text that looks like a special token and is not. Unicode keeps these noncharacters for marks
-within a program."""
+START, END = "\ufdd0", "\ufdd1"
+"""Marks put into a text before it is rendered, before and after the words of the assistant: other
+noncharacters than `WALL`."""
 
 
 def take_out(marked: str) -> tuple[str, bytes]:
@@ -95,21 +94,18 @@ class ChatTemplate:
             if "assistant" not in roles:
                 there = ", ".join(roles) or "none at all"
                 raise ValueError(f"has no message whose role is 'assistant', but {there}")
-            return self._encode(messages)
+            safe = [self._wall_off(message) for message in messages]
+            render = self._render if self._has_generation_blocks else self._mark_by_prefixes
+            text, written = take_out(render(safe))
+            ids, spans = self._tokenizer.encode_chat(text)
+            last = len(written) - 1  # a token that stands for nothing is of what follows
+            counts = [1 in written[min(start, last) : max(end, start + 1)] for start, end in spans]
+            if not any(counts):
+                raise ValueError("has no token that the assistant wrote, so no loss")
+            return ids, counts
         except ValueError as error:
             at = f"{where}: " if where else ""
             raise RecordError(DATA_KEY, f"{DATA_KEY}: {at}the conversation {error}") from error
-
-    def _encode(self, messages: list[dict[str, str]]) -> tuple[list[int], list[bool]]:
-        safe = [self._wall_off(message) for message in messages]
-        render = self._render if self._has_generation_blocks else self._mark_by_prefixes
-        text, written = take_out(render(safe))
-        ids, spans = self._tokenizer.encode_chat(text, WALL)
-        last = len(written) - 1  # a token that stands for nothing is of the character that follows
-        counts = [1 in written[min(start, last) : max(end, start + 1)] for start, end in spans]
-        if not any(counts):
-            raise ValueError("has no token that the assistant wrote, so no loss")
-        return ids, counts
 
     def _wall_off(self, value: Any) -> Any:
         """`value` with a wall inside of every special token in its strings, so that it cannot be

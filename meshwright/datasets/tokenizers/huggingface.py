@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, processors
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
 from meshwright.datasets.tokenizers.special_tokens import (
     OWN,
@@ -41,8 +41,9 @@ KNOWN_EOS = (
 SPEAK_FOR_THEMSELVES = {"Sequence", "Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}
 """Decoders under which a piece is its text, with `SPACE` for a space and <0x0A> for a byte."""
 
-KNOW_NO_PLACE = {"Sequence", "Split", "Digits", "ByteLevel", "NFC", "NFD", "NFKC", "NFKD"}
-"""Normalizers and pre-tokenizers that treat a text alike after a special token and at its start."""
+WALL = "\ufdd2"
+"""Mark within text that looks like a special token and is not. It has no token. Unicode keeps it,
+as all noncharacters, for marks within a program."""
 
 
 class HuggingFaceTokenizer:
@@ -173,36 +174,17 @@ class HuggingFaceTokenizer:
         text: str = self._tokenizer.decode(ids, skip_special_tokens=False)
         return text
 
-    def encode_chat(self, text: str, wall: str) -> tuple[list[int], list[tuple[int, int]]]:
+    def encode_chat(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """Return the ids of a text with special tokens in it, and the part of it that each is of.
-
-        Args:
-            wall: character that stands in what looks like a special token and is text.
+        A `WALL` stands within what looks like a special token and is text.
 
         Raises:
-            ValueError: if there are walls, and the tokenizer treats text otherwise in parts.
+            ValueError: if there are walls, and the tokenizer looks for special tokens when they
+                have fallen out.
         """
-        if wall not in text:
-            encoding = self._parser.encode(text, add_special_tokens=False)
-            return encoding.ids, encoding.offsets
-        if not self._has_no_sense_of_place:
-            raise ValueError(
-                "contains a special token of the tokenizer as text, which this kind of tokenizer "
-                "cannot keep apart from the template's own"
-            )
-        ids, spans, begin = list[int](), list[tuple[int, int]](), 0
-        for part in re.split(f"({any_of(self.special_ids)})", text):
-            end = begin + len(part)
-            if part in self.special_ids:
-                ids.append(self.special_ids[part])
-                spans.append((begin, end))
-            elif part:
-                found = self._tokenizer.encode(part.replace(wall, ""), add_special_tokens=False)
-                ids += found.ids
-                places = [n for n, character in enumerate(part, begin) if character != wall] + [end]
-                spans += [(places[start], places[stop]) for start, stop in found.offsets]
-            begin = end
-        return ids, spans
+        parser = self._walled_parser if WALL in text else self._parser
+        encoding = parser.encode(text, add_special_tokens=False)
+        return encoding.ids, encoding.offsets
 
     @cached_property
     def _parser(self) -> tokenizers.Tokenizer:
@@ -210,17 +192,24 @@ class HuggingFaceTokenizer:
         return tokenizers.Tokenizer.from_str(self._tokenizer.to_str())
 
     @cached_property
-    def _has_no_sense_of_place(self) -> bool:
-        """Whether the parts of a text between special tokens may be encoded one by one."""
-        steps = [self._steps["normalizer"], self._steps["pre_tokenizer"]]
-        plain = not any(
-            token["lstrip"] or token["rstrip"] or token["single_word"]
-            for token in self._steps["added_tokens"]
-        )
-        places = _types(steps) <= KNOW_NO_PLACE and '"add_prefix_space": true' not in json.dumps(
-            steps
-        )
-        return plain and places
+    def _walled_parser(self) -> tokenizers.Tokenizer:
+        """The same, but it parses them first of all, and then the walls fall out."""
+        normalizer = self._tokenizer.normalizer
+        for token in self._steps["added_tokens"]:
+            name = token["content"]
+            is_late = token["special"] and token["normalized"]
+            if is_late and normalizer and normalizer.normalize_str(name) != name:
+                raise ValueError(
+                    "contains a special token of the tokenizer as text, which this kind of "
+                    "tokenizer cannot keep apart from the template's own"
+                )
+        content = json.loads(self._tokenizer.to_str())
+        for token in content["added_tokens"]:
+            token["normalized"] &= not token["special"]
+        parser = tokenizers.Tokenizer.from_str(json.dumps(content))
+        steps = [normalizers.Replace(WALL, ""), *([normalizer] if normalizer else [])]
+        parser.normalizer = normalizers.Sequence(steps)
+        return parser
 
 
 def any_of(tokens: Collection[str]) -> str:
