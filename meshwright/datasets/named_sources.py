@@ -30,10 +30,12 @@ def entries(section: Training | Validation, key: str) -> list[Entry]:
     named, held_out = list(section.datasets), getattr(section, "validation_fraction", 0.0)
     if not named:
         return [Entry(key, section.dataset, _source(section), held_out)]
-    return [
-        Entry(f"{key}.datasets.{number}", source.name or source.dataset, _source(source), held_out)
-        for number, source in enumerate(named)
-    ]
+    found = []
+    for number, part in enumerate(named):
+        name, place = part.name or part.dataset, f"{key}.datasets.{number}"
+        weight = isinstance(part, WeightedSource) and (part.weight or part.tokens)
+        found.append(Entry(place, name, _source(part), held_out, weight=weight or 1))
+    return found
 
 
 def validation_entries(config: JobConfig) -> list[Entry]:
@@ -74,11 +76,6 @@ def check_held_out(config: JobConfig) -> None:
 def _source(keys: Source) -> Source:
     """Only the keys that say where text comes from."""
     return Source.model_validate({name: getattr(keys, name) for name in Source.model_fields})
-
-
-def weights(sources: Sequence[WeightedSource]) -> list[float]:
-    """Return the weights of a mixture; [1] for a single source."""
-    return [source.weight or source.tokens or 1 for source in sources] or [1]
 
 
 def is_streamed(entry: Entry) -> bool:
