@@ -63,8 +63,7 @@ class CachedSource:
 
     def samples_per_epoch(self, length: int) -> int:
         """Return how many samples of `length` tokens an epoch has; length includes the label."""
-        packing = self.packing
-        return self.cache.num_tokens // length if packing is None else int(packing.bin_starts[-1])
+        return self.samples(SampleRules(length, seed=None)).samples_per_epoch
 
     def samples(self, rules: SampleRules) -> CachedSamples:
         """Return its samples, packed if it is."""

@@ -62,11 +62,10 @@ class DatasetSpec:
 
     def find(self, entry: Entry) -> list[DataFile]:
         """Return its files as they are now."""
-        return [_stat(file) if isinstance(file, str) else file for file in self.files(entry)]
-
-
-def _stat(path: str) -> DataFile:
-    return stat(path) if os.path.exists(path) else DataFile(path)
+        found = [
+            file if isinstance(file, DataFile) else DataFile(file) for file in self.files(entry)
+        ]
+        return [stat(f.path) if f.size < 0 and os.path.exists(f.path) else f for f in found]
 
 
 def stdlib_files(entry: Entry) -> list[str]:
