@@ -19,7 +19,7 @@ from statistics import median
 import torch
 
 from meshwright.config.loader import load_config
-from meshwright.datasets.opening import CachedSource, open_training_data
+from meshwright.datasets.opening import CachedSource, open_data
 from meshwright.datasets.samples import CachedSamples
 from meshwright.metrics.sinks import Record
 from meshwright.models.decoder import Decoder
@@ -56,7 +56,7 @@ class BareLoop:
     of the trainer and its reports."""
 
     def __init__(self, plan: Plan, batch: int, steps: int) -> None:
-        (source,) = open_training_data(plan.config)
+        (source,) = open_data("training", plan.config)
         assert isinstance(source, CachedSource)
         cached = CachedSamples(source.cache, SEQ_LEN + 1, plan.config.training.seed)
         device = hardware.pick_device(0)

@@ -39,7 +39,7 @@ def run(given: Namespace) -> None:
         _say_first(given)
     # not at the top: numpy takes as long as all before
     from meshwright.commands import data_views as views
-    from meshwright.datasets.opening import open_training_data
+    from meshwright.datasets.opening import open_data
 
     if given.remove is not None:
         views.remove(config, given.remove)
@@ -49,7 +49,7 @@ def run(given: Namespace) -> None:
         views.print_caches(config)
         return
     log_to_console()
-    sources = open_training_data(config)
+    sources = open_data("training", config)
     if given.samples is not None:
         views.print_samples(views.of_source(config, sources, *given.samples), tokenizer)
     elif given.step is not None:
@@ -88,15 +88,14 @@ def run_tokenize(given: Namespace) -> None:
     # not at the top: see `run`
     from meshwright.datasets.opening import (
         StreamedSource,
-        open_training_data,
-        open_validation_data,
+        open_data,
     )
 
     options, sources = {"num_workers": given.workers, "check_all": given.verify}, []
     for config in configs:
         check_data(config)
-        sources += open_training_data(config, **options)
-        sources += open_validation_data(config, **options)
+        sources += open_data("training", config, **options)
+        sources += open_data("validation", config, **options)
     for source in sources:
         if isinstance(source, StreamedSource):
             logger.info("%s: streamed, %d shards", source.entry.name, source.num_shards)

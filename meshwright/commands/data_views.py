@@ -10,7 +10,7 @@ import numpy as np
 
 from meshwright.checkpoint import commit
 from meshwright.config.job_config import JobConfig
-from meshwright.datasets.named_sources import entries, is_streamed, validation_entries, weights
+from meshwright.datasets.named_sources import entries, is_streamed, validation_entries
 from meshwright.datasets.opening import CachedSource, OpenSource, recipe_of
 from meshwright.datasets.samples import Sample, SampleRules
 from meshwright.datasets.stream import Cursor, find_samples, mixture_at
@@ -46,12 +46,12 @@ def print_overview(config: JobConfig, sources: Sequence[OpenSource], steps: int)
 def _contents(config: JobConfig, sources: Sequence[OpenSource], steps: int) -> Iterator[Row]:
     """Yield a row for each source, under its heading."""
     training = config.training
-    of_each = weights(training.datasets)
+    whole = sum(source.entry.weight for source in sources)
     batch = training.global_batch_size
     samples = steps * batch if batch > 0 else None
     yield "source", "documents", "tokens", "bytes/token", "left out", "share", "epochs"
-    for source, weight in zip(sources, of_each, strict=True):
-        share = weight / sum(of_each)
+    for source in sources:
+        share = source.entry.weight / whole
         if not isinstance(source, CachedSource):
             unknown = ("streamed", "?", "?", "?")
             yield source.entry.name, *unknown, f"{share:.2%}", "?"
@@ -127,7 +127,7 @@ def of_step(config: JobConfig, sources: Sequence[OpenSource], step: int) -> Foun
     check(batch > 0, "training.global_batch_size", batch, "follows the number of ranks", fix)
     first = (step - 1) * batch
     before = [cursor for cursor in _cursors(config) if cursor.sample <= first][-1]
-    since, mixture = mixture_at(before, weights(training.datasets))
+    since, mixture = mixture_at(before, sources)
     for _ in range(before.sample, first):
         mixture.draw()
     begins = [sum(pair) for pair in zip(since, mixture.counts, strict=True)]

@@ -72,18 +72,18 @@ def run(given: Namespace) -> None:
     plan = check_job(given, ranks)
     log_to_console()
     # not at the top: numpy takes as long as all checks, which come first
-    from meshwright.datasets.opening import open_training_data, open_validation_data
+    from meshwright.datasets.opening import open_data
     from meshwright.datasets.stream import steps_of_data
 
-    sources = open_training_data(plan.config)  # which tokenises it, before ranks wait for that
+    sources = open_data("training", plan.config)  # which tokenises it, before ranks wait for that
     known = replace(plan, data_steps=steps_of_data(plan.config, sources))
     for text in known.notes:
         if text not in plan.notes:
             logger.warning("%s", text)
     for stage in plan.stages[1:]:
-        sources += open_training_data(stage.config)
+        sources += open_data("training", stage.config)
     for stage in plan.stages:  # each may hold out a part of its own data
-        sources += open_validation_data(stage.config)
+        sources += open_data("validation", stage.config)
     where = f", of {ranks.machines} machines that meet at {_endpoint(given)}"
     where *= ranks.machines > 1
     logger.info("starting %s on this machine%s", numbered(ranks.per_machine, "rank"), where)

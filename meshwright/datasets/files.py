@@ -68,6 +68,8 @@ class Entry:
     """Part of its documents that is kept for validation,"""
     is_held_out: bool = False
     """and whether that part is meant, not the rest."""
+    weight: float = 1
+    """Its samples among those of all sources; only the ratio counts."""
 
     def error(self, key: str, what: str, fix: str = "") -> ConfigError:
         """That `key` of this source is at fault."""

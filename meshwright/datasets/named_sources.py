@@ -30,10 +30,12 @@ def entries(section: Training | Validation, key: str) -> list[Entry]:
     named, held_out = list(section.datasets), getattr(section, "validation_fraction", 0.0)
     if not named:
         return [Entry(key, section.dataset, _source(section), held_out)]
-    return [
-        Entry(f"{key}.datasets.{number}", source.name or source.dataset, _source(source), held_out)
-        for number, source in enumerate(named)
-    ]
+    found = []
+    for number, part in enumerate(named):
+        name, place = part.name or part.dataset, f"{key}.datasets.{number}"
+        weight = isinstance(part, WeightedSource) and (part.weight or part.tokens)
+        found.append(Entry(place, name, _source(part), held_out, weight=weight or 1))
+    return found
 
 
 def validation_entries(config: JobConfig) -> list[Entry]:
@@ -57,28 +59,9 @@ def other_data(config: JobConfig) -> str:
     )
 
 
-def check_held_out(config: JobConfig) -> None:
-    """Check that the validation has one source of documents, its own or the training's."""
-    validation, fraction = config.validation, config.training.validation_fraction
-    own = {"dataset", "dataset_path"} & validation.model_fields_set if validation.dataset else None
-    check(
-        not (fraction and validation.enable and (own or validation.datasets)),
-        "training.validation_fraction",
-        fraction,
-        "is given beside a dataset of [validation]",
-        "leave out one of the two (training.validation_fraction = 0 if a TOML that is extended "
-        "gives it)",
-    )
-
-
 def _source(keys: Source) -> Source:
     """Only the keys that say where text comes from."""
     return Source.model_validate({name: getattr(keys, name) for name in Source.model_fields})
-
-
-def weights(sources: Sequence[WeightedSource]) -> list[float]:
-    """Return the weights of a mixture; [1] for a single source."""
-    return [source.weight or source.tokens or 1 for source in sources] or [1]
 
 
 def is_streamed(entry: Entry) -> bool:
@@ -199,17 +182,14 @@ def check_path(entry: Entry, spec: DatasetSpec, *, looks_at_files: bool = True) 
 
 def check_mixture(sources: Sequence[WeightedSource]) -> None:
     """Each part of a mixture has a weight, or each has a budget."""
-    with_weight = [source.weight is not None for source in sources]
-    with_tokens = [source.tokens is not None for source in sources]
-    for number, (weight, tokens) in enumerate(zip(with_weight, with_tokens, strict=True)):
-        key = f"training.datasets.{number}"
-        if weight == tokens:
-            what = "has both weight and tokens" if weight else "has neither weight nor tokens"
+    for number, source in enumerate(sources):
+        key, has_tokens = f"training.datasets.{number}", source.tokens is not None
+        if (source.weight is not None) == has_tokens:
+            what = "has both weight and tokens" if has_tokens else "has neither weight nor tokens"
             raise ConfigError(key, f"{key}: {what}\n  fix: give one of the two")
-        if tokens != with_tokens[0]:
-            raise ConfigError(
-                key, f"{key}: weights and tokens are mixed\n  fix: give all the same of the two"
-            )
+        if has_tokens != (sources[0].tokens is not None):
+            fix = "give all the same of the two"
+            raise ConfigError(key, f"{key}: weights and tokens are mixed\n  fix: {fix}")
 
 
 def check_template(training: Training, model: Model) -> None:
@@ -248,13 +228,26 @@ def check_sample_prompts(validation: Validation, tokenizer: Tokenizer, seq_len: 
         )
 
 
-def check_validation_data(config: JobConfig) -> None:
-    """All of a dataset can be read only if it is known how much that is."""
-    key, count = "validation.num_samples", config.validation.num_samples
+def check_validation(config: JobConfig, *, looks_at_files: bool = True) -> None:
+    """Check that the validation has one source of documents, its own or the training's; and that
+    it is known how much that is, if all of it is to be read."""
+    validation, fraction = config.validation, config.training.validation_fraction
+    own = {"dataset", "dataset_path"} & validation.model_fields_set if validation.dataset else None
+    check(
+        not (fraction and validation.enable and (own or validation.datasets)),
+        "training.validation_fraction",
+        fraction,
+        "is given beside a dataset of [validation]",
+        "leave out one of the two (training.validation_fraction = 0 if a TOML that is extended "
+        "gives it)",
+    )
+    if validation.enable and not fraction:
+        check_sources(validation, "validation", looks_at_files=looks_at_files)
     streamed = [entry.name for entry in validation_entries(config) if is_streamed(entry)]
+    count = validation.num_samples
     check(
         count > 0 or (count == -1 and not streamed),
-        key,
+        "validation.num_samples",
         count,
         f"{streamed[0]} is streamed: it has no known end" if streamed else "must be positive or -1",
         "set a number of sequences",

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import zip_longest
-from typing import Any
+from typing import Any, Literal
 
 from meshwright.config.job_config import JobConfig
 from meshwright.datasets.encoding import Encoder, TokenizationSpec
@@ -63,8 +63,7 @@ class CachedSource:
 
     def samples_per_epoch(self, length: int) -> int:
         """Return how many samples of `length` tokens an epoch has; length includes the label."""
-        packing = self.packing
-        return self.cache.num_tokens // length if packing is None else int(packing.bin_starts[-1])
+        return self.samples(SampleRules(length, seed=None)).samples_per_epoch
 
     def samples(self, rules: SampleRules) -> CachedSamples:
         """Return its samples, packed if it is."""
@@ -95,7 +94,8 @@ class StreamedSource:
 OpenSource = CachedSource | StreamedSource
 
 
-def open_training_data(
+def open_data(
+    table: Literal["training", "validation"],
     config: JobConfig,
     told: Sequence[Found] = (),
     *,
@@ -103,7 +103,8 @@ def open_training_data(
     check_all: bool = False,
     is_first_here: bool = False,
 ) -> list[OpenSource]:
-    """Open the training data; first tokenise sources that are to be cached and are not yet.
+    """Open the data of a table, none if the job is not validated; first tokenise sources that are
+    to be cached and are not yet.
 
     Args:
         told: the facts of each source, if another process of the job has found them.
@@ -113,19 +114,21 @@ def open_training_data(
             have the same content.
 
     Raises:
-        ConfigError: if something cannot be read, or holds less than a sample.
+        ConfigError: if something cannot be read, or holds fewer samples than it is to give.
     """
-    how = config, 1, num_workers, check_all, is_first_here
-    named = zip_longest(entries(config.training, "training"), told)
-    return [_packed(_open(entry, one, *how), config, again=check_all) for entry, one in named]
-
-
-def _packed(source: OpenSource, config: JobConfig, *, again: bool = False) -> OpenSource:
-    """Return a source of training with its packing, if documents are packed."""
-    if config.training.packing == "cut":
-        return source
-    assert isinstance(source, CachedSource)  # preflight has refused it
+    is_trained = table == "training"
+    named = entries(config.training, table) if is_trained else validation_entries(config)
+    needed = 1 if is_trained else max(config.validation.num_samples, 1)
+    how = config, needed, num_workers, check_all, is_first_here
+    sources = [_open(entry, one, *how) for entry, one in zip_longest(named, told)]
+    if not is_trained or config.training.packing == "cut":
+        return sources
     length = config.training.seq_len + 1
+    return [_packed(source, length, again=check_all) for source in sources]
+
+
+def _packed(source: OpenSource, length: int, *, again: bool) -> OpenSource:
+    assert isinstance(source, CachedSource)  # preflight has refused it
     source = replace(source, packing=open_packing(source.cache, length, again=again))
     samples = source.samples_per_epoch(length)
     logger.info(
@@ -134,24 +137,6 @@ def _packed(source: OpenSource, config: JobConfig, *, again: bool = False) -> Op
         100 * (1 - source.cache.num_tokens / (samples * length)),
     )
     return source
-
-
-def open_validation_data(
-    config: JobConfig,
-    told: Sequence[Found] = (),
-    *,
-    num_workers: int = 0,
-    check_all: bool = False,
-    is_first_here: bool = False,
-) -> list[OpenSource]:
-    """Open the validation data, empty if the job is not validated; see `open_training_data`.
-
-    Raises:
-        ConfigError: if something cannot be read, or holds fewer samples than it is to give.
-    """
-    how = config, max(config.validation.num_samples, 1), num_workers, check_all, is_first_here
-    named = zip_longest(validation_entries(config), told)
-    return [_open(entry, one, *how) for entry, one in named]
 
 
 def recipe_of(entry: Entry, config: JobConfig) -> TokenizationSpec:

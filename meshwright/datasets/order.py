@@ -81,20 +81,18 @@ class Mixture:
 
     def draw(self) -> int:
         """Return the source of the next sample."""
-        source = next(self._sources)
-        self.counts[source] += 1
-        return source
+        return next(self._sources)
 
 
-def _draws(weights: Sequence[int], counts: Sequence[int]) -> Iterator[int]:
-    """Yield the sources of all draws that follow `counts`, without end.
+def _draws(weights: Sequence[int], count: list[int]) -> Iterator[int]:
+    """Yield the sources of all draws that follow `count`, without end, and keep it up to date.
 
     A task is to draw source k, of weight w, once more after c times. With the total weight T and
     d = 2K - 2, the task is open from draw T(cd + 1) / (wd) on, and due at T((c + 1)d - 1) / (wd).
     Each draw does the open task that is due first; of equals, the first source's. Two heaps
     find it in log K steps, without a look at every source.
     """
-    sources, total, count = len(weights), sum(weights), list(counts)
+    sources, total = len(weights), sum(weights)
     d = max(2 * sources - 2, 1)
     # the factor T / d, common to all dues, is left out; the multiple makes them whole
     multiple = math.lcm(*weights)
@@ -106,7 +104,7 @@ def _draws(weights: Sequence[int], counts: Sequence[int]) -> Iterator[int]:
 
     waiting, ready = [opens(k) for k in range(sources)], list[tuple[int, int]]()
     heapify(waiting)
-    for n in itertools.count(sum(counts) + 1):
+    for n in itertools.count(sum(count) + 1):
         while waiting and waiting[0][0] <= n:
             k = heappop(waiting)[1]
             heappush(ready, (per_task[k] * ((count[k] + 1) * d - 1), k))

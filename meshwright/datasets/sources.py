@@ -62,15 +62,12 @@ class DatasetSpec:
 
     def find(self, entry: Entry) -> list[DataFile]:
         """Return its files as they are now."""
-        found = self.files(entry)
-        if isinstance(found, str) or not isinstance(found, Iterable):
-            rule = f"its function `files` returns {found!r}, and no list of paths"
+        given = self.files(entry)
+        if isinstance(given, str) or not isinstance(given, Iterable):
+            rule = f"its function `files` returns {given!r}, and no list of paths"
             raise entry.error("dataset", rule, "return a list")
-        return [_stat(file) if isinstance(file, str) else file for file in found]
-
-
-def _stat(path: str) -> DataFile:
-    return stat(path) if os.path.exists(path) else DataFile(path)
+        found = [file if isinstance(file, DataFile) else DataFile(file) for file in given]
+        return [stat(f.path) if f.size < 0 and os.path.exists(f.path) else f for f in found]
 
 
 def stdlib_files(entry: Entry) -> list[str]:

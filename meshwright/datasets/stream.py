@@ -13,7 +13,6 @@ import numpy.typing as npt
 from pydantic import TypeAdapter
 
 from meshwright.config.job_config import JobConfig
-from meshwright.datasets.named_sources import weights
 from meshwright.datasets.opening import CachedSource, OpenSource, StreamedSource
 from meshwright.datasets.order import Mixture, permutation
 from meshwright.datasets.rows import Item, Reader
@@ -209,13 +208,13 @@ def merged(cursors: Sequence[Cursor]) -> Cursor:
     return replace(first, places=places)
 
 
-def mixture_at(cursor: Cursor, weights: Sequence[float]) -> tuple[tuple[int, ...], Mixture]:
+def mixture_at(cursor: Cursor, sources: Sequence[OpenSource]) -> tuple[tuple[int, ...], Mixture]:
     """Return how many samples came from each source before the present weights, and the mixture
     that has drawn the samples between those and the cursor."""
-    before = cursor.weighted_from or (0,) * len(weights)
+    before = cursor.weighted_from or (0,) * len(sources)
     counts = cursor.counts or before
     drawn = [count - start for count, start in zip(counts, before, strict=True)]
-    return before, Mixture(weights, drawn)
+    return before, Mixture([source.entry.weight for source in sources], drawn)
 
 
 class SampleStream:
@@ -229,7 +228,6 @@ class SampleStream:
     def __init__(
         self,
         sources: Sequence[OpenSource],
-        weights: Sequence[float],
         cursor: Cursor,
         rules: SampleRules,
         *,
@@ -238,7 +236,7 @@ class SampleStream:
     ) -> None:
         self.rules = rules
         self._sample, self._weighted_from = cursor.sample, cursor.weighted_from
-        self._before, self._mixture = mixture_at(cursor, weights)
+        self._before, self._mixture = mixture_at(cursor, sources)
         self._batch, self._slots = batch, frozenset(slots)
         self._sources = sources
         self._cached = {
@@ -341,7 +339,7 @@ def steps_of_data(config: JobConfig, sources: Sequence[OpenSource]) -> int:
     training, most = config.training, 0
     if not training.max_epochs:
         return 0
-    shares = [Fraction(str(weight)) for weight in weights(training.datasets)]
+    shares = [Fraction(str(source.entry.weight)) for source in sources]
     behind = int(len(sources) > 1)
     for source, share in zip(sources, shares, strict=True):
         if not isinstance(source, CachedSource):
@@ -361,7 +359,7 @@ def find_samples(
     start, wanted = Cursor(count, (count,), cursor.places), range(first, last + 1)
     # a batch that no sample ends, and a multiple of the shards: only these are told apart
     size = (1 if isinstance(source, CachedSource) else source.num_shards) << 40
-    stream = SampleStream([source], [1], start, rules, batch=size, slots=wanted)
+    stream = SampleStream([source], start, rules, batch=size, slots=wanted)
     for _ in range(count, last + 1):
         if (sample := stream.next_sample()) is not None:
             yield sample

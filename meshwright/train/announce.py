@@ -15,7 +15,7 @@ import torch.distributed as dist
 import meshwright
 from meshwright.config.changes import to_json
 from meshwright.config.loader import to_toml
-from meshwright.datasets.named_sources import local_paths, weights
+from meshwright.datasets.named_sources import local_paths
 from meshwright.datasets.opening import CachedSource, OpenSource
 from meshwright.datasets.sources import by_suffix, left_out
 from meshwright.datasets.tokenizers.kinds import Tokenizer, end_of_chat
@@ -96,11 +96,11 @@ def _describe_steps(plan: Plan, sources: Sequence[OpenSource]) -> str:
     words = f"to train: {num_tokens * num_steps:,} tokens in {numbered(num_steps, 'step')}"
     if plan.resume_step:
         words += f" of {plan.steps:,}"
-    shares = weights(training.datasets)
     num_samples = training.global_batch_size * (plan.steps - plan.begins_after)
+    whole = sum(source.entry.weight for source in sources)
     epochs = sorted(
-        num_samples * share / sum(shares) / source.samples_per_epoch(training.seq_len + 1)
-        for source, share in zip(sources, shares, strict=False)  # other ranks have no sources
+        num_samples * source.entry.weight / whole / source.samples_per_epoch(training.seq_len + 1)
+        for source in sources
         if isinstance(source, CachedSource)
     )
     if epochs:

@@ -14,7 +14,6 @@ from meshwright.config.changes import to_json
 from meshwright.config.job_config import JobConfig
 from meshwright.config.loader import to_toml
 from meshwright.datasets.loader import BatchShape, Loader
-from meshwright.datasets.named_sources import weights
 from meshwright.datasets.opening import OpenSource
 from meshwright.datasets.samples import SampleRules
 from meshwright.datasets.stream import Cursor, SampleStream
@@ -119,7 +118,6 @@ def build_loader(
     )
     stream = SampleStream(
         sources,
-        weights(training.datasets),
         cursor,
         rules,
         batch=shape.global_batch_size,

@@ -24,12 +24,11 @@ from meshwright.config.stages import error_of_stage, staged
 from meshwright.datasets.files import OF_DOCUMENTS
 from meshwright.datasets.named_sources import (
     check_budgets,
-    check_held_out,
     check_mixture,
     check_sample_prompts,
     check_sources,
     check_template,
-    check_validation_data,
+    check_validation,
     idle_source_options,
     other_data,
 )
@@ -359,10 +358,7 @@ def check_data(config: JobConfig, *, looks_at_files: bool = True) -> Tokenizer:
         check_sources(config.training, "training", looks_at_files=looks_at_files)
         check_mixture(config.training.datasets)
     with mistakes.collect():
-        check_held_out(config)
-        if config.validation.enable and not config.training.validation_fraction:
-            check_sources(config.validation, "validation", looks_at_files=looks_at_files)
-        check_validation_data(config)
+        check_validation(config, looks_at_files=looks_at_files)
     mistakes.check()
     if config.validation.enable:
         check_sample_prompts(config.validation, tokenizer, config.training.seq_len)

@@ -37,8 +37,7 @@ from meshwright.datasets.loader import Loader
 from meshwright.datasets.opening import (
     Found,
     OpenSource,
-    open_training_data,
-    open_validation_data,
+    open_data,
 )
 from meshwright.datasets.stream import Cursor, steps_of_data
 from meshwright.launch.heartbeat import Heartbeat
@@ -236,11 +235,11 @@ def _open_data(
     """Open the training and the validation data: the first rank looks for files, revisions and
     caches, and tells the others. Collective."""
     opened: list[list[OpenSource]] = []
+    is_first_here = os.environ.get("LOCAL_RANK", "0") == "0"
 
     def open_here(told: Sequence[Sequence[Found]] = ((), ())) -> list[list[Found]]:
-        is_first_here = os.environ.get("LOCAL_RANK", "0") == "0"
-        for open_all, found in zip((open_training_data, open_validation_data), told, strict=True):
-            opened.append(open_all(plan.config, found, is_first_here=is_first_here))
+        opened.append(open_data("training", plan.config, told[0], is_first_here=is_first_here))
+        opened.append(open_data("validation", plan.config, told[1], is_first_here=is_first_here))
         return [[source.found for source in sources] for sources in opened]
 
     told = checkpoints.tell(open_here)

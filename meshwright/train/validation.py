@@ -293,7 +293,7 @@ class Validation:
             max_bad_records=training.max_bad_records,
         )
         stream = SampleStream(
-            [source], [1], Cursor(), rules, batch=shape.global_batch_size, slots=shape.slots
+            [source], Cursor(), rules, batch=shape.global_batch_size, slots=shape.slots
         )
         num_samples = self._num_samples
         if isinstance(source, CachedSource) and num_samples == -1:

@@ -245,7 +245,7 @@ def opened(folder: Path, mode: str) -> tuple[int, list[str], list[int]]:
         with patch.dict(os.environ, LOCAL_RANK=str(dist.get_rank())):
             sources, held_out = _open_data(plan, manager)
     rules = SampleRules(17, seed=0)
-    stream = SampleStream(sources, [1.0], Cursor(), rules, batch=1, slots=[0])
+    stream = SampleStream(sources, Cursor(), rules, batch=1, slots=[0])
     sample = stream.next_sample()
     assert sample is not None
     contents = [source.content for source in (*sources, *held_out)]

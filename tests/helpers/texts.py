@@ -2,15 +2,15 @@
 
 import hashlib
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from meshwright.config.section import BYTES
 from meshwright.config.training import Source
 from meshwright.datasets.encoding import Encoder
 from meshwright.datasets.files import Entry
-from meshwright.datasets.opening import CachedSource, StreamedSource
+from meshwright.datasets.opening import CachedSource, OpenSource, StreamedSource
 from meshwright.datasets.rows import Document, IndexedDocuments, Item, Messages
 from meshwright.datasets.token_cache.tokenizing import open_cache
 from meshwright.datasets.tokenizers.kinds import ByteTokenizer
@@ -88,3 +88,9 @@ def streamed(
     documents = IndexedDocuments(len(texts), get or texts.__getitem__)
     encoder = Encoder(ByteTokenizer(), Turns)
     return StreamedSource(entry(name), documents, encoder, num_shards, window)
+
+
+def weighted(sources: Sequence[OpenSource], weights: Sequence[float]) -> list[OpenSource]:
+    """The sources as parts of a mixture with these weights."""
+    pairs = zip(sources, weights, strict=True)
+    return [replace(source, entry=replace(source.entry, weight=w)) for source, w in pairs]

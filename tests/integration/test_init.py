@@ -12,7 +12,7 @@ import pytest
 
 from meshwright.commands import init
 from meshwright.config.loader import load_config
-from meshwright.datasets.opening import open_training_data, open_validation_data
+from meshwright.datasets.opening import open_data
 from meshwright.system.errors import ConfigError
 from tests.helpers.cli import check_job, command
 from tests.helpers.jobs import launch, records, train_alone
@@ -78,7 +78,7 @@ def test_the_toml_passes_its_check(write, gpus, folder, monkeypatch, capsys) -> 
     check_job(["jobs.toml", "--ngpu", 2])
     assert "jobs.toml can run" in capsys.readouterr().out
     config = load_config(["jobs.toml"])
-    (source,), (held_out,) = open_training_data(config), open_validation_data(config)
+    (source,), (held_out,) = open_data("training", config), open_data("validation", config)
     # the separators, the columns and the files are right: each text is a document
     assert source.cache.num_documents + held_out.cache.num_documents == len(TEXTS)
     assert config.job.dump_folder == "outputs/jobs"
@@ -174,7 +174,7 @@ def test_the_epochs_are_of_the_documents_that_are_not_held_out(folder) -> None:
     as_files(folder / "my texts")
     found = init.look_at("my texts")
     write_toml(["--from", "my texts"])
-    (source,) = open_training_data(load_config(["my_job.toml"]))
+    (source,) = open_data("training", load_config(["my_job.toml"]))
     assert abs(found.num_to_train / source.cache.num_tokens - 1) < 0.05
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from meshwright.config.loader import load_config
-from meshwright.datasets.opening import open_training_data
+from meshwright.datasets.opening import open_data
 from meshwright.datasets.stream import steps_of_data
 from meshwright.metrics import history
 from meshwright.system.log import log_to_console
@@ -106,7 +106,7 @@ def test_a_start_says_how_much_data_there_is_and_what_is_left_out(tmp_path, capl
     keys |= {"dataset": "text", "dataset_path": folder, "token_cache_folder": tmp_path / "cache"}
     words = (f"--training.{key}={value}" for key, value in keys.items())
     config = load_config(["--model.tokenizer_path=bytes", *words])
-    sources = open_training_data(config, num_workers=1)
+    sources = open_data("training", config, num_workers=1)
     caplog.clear()
     announce.announce_data("data", sources)
     tokens = sources[0].cache.num_tokens

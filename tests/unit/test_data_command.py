@@ -10,8 +10,7 @@ import pytest
 
 from meshwright.commands import data_views
 from meshwright.config.loader import load_config
-from meshwright.datasets.named_sources import weights
-from meshwright.datasets.opening import open_training_data
+from meshwright.datasets.opening import open_data
 from meshwright.datasets.samples import SampleRules
 from meshwright.datasets.stream import Cursor, SampleStream, Shard
 from meshwright.system import claims
@@ -65,10 +64,8 @@ def test_the_overview_adds_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 def test_the_samples_of_a_step_are_those_of_the_job(mode, tmp_path, capsys) -> None:
     path = write(tmp_path, mode)
     config = load_config(["--job.config_file", str(path)])
-    sources, rules = open_training_data(config), SampleRules(70, config.training.seed)
-    stream = SampleStream(
-        sources, weights(config.training.datasets), Cursor(), rules, batch=1, slots=[0]
-    )
+    sources, rules = open_data("training", config), SampleRules(70, config.training.seed)
+    stream = SampleStream(sources, Cursor(), rules, batch=1, slots=[0])
     want = [stream.next_sample() for _ in range(4 * 7)][4 * 6 :]
     capsys.readouterr()
     data([path, "--step", "7"])

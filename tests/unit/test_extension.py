@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from meshwright.config.loader import load_config
-from meshwright.datasets.opening import open_training_data
+from meshwright.datasets.opening import open_data
 from meshwright.datasets.sources import DATASETS
 from meshwright.metrics.sinks import Spared
 from meshwright.models.families import MODELS
@@ -84,7 +84,7 @@ def test_a_dataset_that_two_processes_tokenise(tmp_path) -> None:
     sizes = ("--training.seq_len", "32", "--training.token_cache_folder", str(tmp_path / "cache"))
     config = load_config(words(tmp_path, example("dataset"), *data, *sizes))
     preflight(config, 1)
-    (source,) = open_training_data(config, num_workers=2)
+    (source,) = open_data("training", config, num_workers=2)
     assert source.cache.num_documents == 40
     assert bytes(source.cache.tokens(1, 9).tolist()) == b"stanza 0"
 

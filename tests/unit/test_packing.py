@@ -19,7 +19,7 @@ from meshwright.config.training import Training
 from meshwright.datasets import samples as packing
 from meshwright.datasets.encoding import NO_LOSS
 from meshwright.datasets.loader import to_batches
-from meshwright.datasets.opening import CachedSource, open_training_data
+from meshwright.datasets.opening import CachedSource, open_data
 from meshwright.datasets.samples import (
     PackedSamples,
     Sample,
@@ -231,9 +231,9 @@ def config_of(folder: Path, packing: str = "best_fit") -> JobConfig:
 
 def test_a_job_opens_its_data_packed(tmp_path) -> None:
     config = config_of(tmp_path)
-    (source,) = open_training_data(config)
+    (source,) = open_data("training", config)
     assert isinstance(source, CachedSource)
-    (told,) = open_training_data(config, [source.found], is_first_here=True)
+    (told,) = open_data("training", config, [source.found], is_first_here=True)
     rules = SampleRules(LENGTH, SEED)
     first, second = (
         [sample.raw.tolist() for sample in find_samples(s, 0, 30, rules, (0, Cursor()))]
@@ -242,7 +242,7 @@ def test_a_job_opens_its_data_packed(tmp_path) -> None:
     assert first == second
     pieces = [min(len(encode(t)) - at, 8) for t in TEXTS for at in range(0, len(encode(t)), 8)]
     assert source.samples(rules).samples_per_epoch == len(simple_best_fit(pieces, LENGTH))
-    (cut,) = open_training_data(config_of(tmp_path, "cut"))
+    (cut,) = open_data("training", config_of(tmp_path, "cut"))
     assert isinstance(cut, CachedSource)
     assert cut.packing is None
     assert cut.content == source.content

@@ -46,7 +46,7 @@ from meshwright.system.errors import (
     StopRequested,
     StorageError,
 )
-from tests.helpers.texts import BOS, EOS, LENGTH, TEXTS, cached, encode, streamed
+from tests.helpers.texts import BOS, EOS, LENGTH, TEXTS, cached, encode, streamed, weighted
 
 LETTERS = tuple(letter * 50 for letter in "abcdefghijklmnopqrstuvwxyz")
 
@@ -150,13 +150,13 @@ def test_a_sample_knows_its_documents(tmp_path, small_blocks) -> None:
 
 def on_one_rank(source: OpenSource, length: int = LENGTH, **rules: int) -> SampleStream:
     rules = SampleRules(length, **({"seed": 0} | rules))
-    return SampleStream([source], [1], Cursor(), rules, batch=1, slots=[0])
+    return SampleStream([source], Cursor(), rules, batch=1, slots=[0])
 
 
 def take(source: OpenSource, n: int, cursor: Cursor = Cursor(), **options) -> list:
     """Samples from `cursor` on, each with the cursor behind it."""
     keywords = {"batch": 1, "slots": [0]} | options
-    order = SampleStream([source], [1], cursor, SampleRules(LENGTH, seed=0), **keywords)
+    order = SampleStream([source], cursor, SampleRules(LENGTH, seed=0), **keywords)
     taken = []
     for _ in range(n):
         sample = order.next_sample()
@@ -221,7 +221,7 @@ def test_a_rank_reads_only_its_own_shards() -> None:
     opened = set()
     source = streamed(LETTERS, num_shards=8, window=1, get=lambda i: opened.add(i) or LETTERS[i])
     take_slots = {"batch": 4, "slots": [1]}
-    order = SampleStream([source], [1], Cursor(), SampleRules(length=8, seed=0), **take_slots)
+    order = SampleStream([source], Cursor(), SampleRules(length=8, seed=0), **take_slots)
     for _ in range(40):
         order.next_sample()
     shards = {i for i in range(8) for n in opened if 26 * i // 8 <= n < 26 * (i + 1) // 8}
@@ -267,8 +267,7 @@ def read_steps(
     for rank in range(dp_size):
         shape = BatchShape(local, accumulate, rank, dp_size)
         order = SampleStream(
-            sources,
-            weights,
+            weighted(sources, weights),
             cursor,
             SampleRules(
                 length=LENGTH, seed=0, max_epochs=max_epochs, max_bad_records=max_bad_records
@@ -305,10 +304,10 @@ def test_epochs_after_a_resume_are_those_without_it(kind, tmp_path) -> None:
     """Of every shard that was read before, too."""
     sources, weights = sources_of(kind, tmp_path)
     options = {"rules": SampleRules(LENGTH, seed=0), "batch": 4, "slots": range(4)}
-    whole = SampleStream(sources, weights, Cursor(), **options)
+    whole = SampleStream(weighted(sources, weights), Cursor(), **options)
     for _ in range(350):
         whole.next_sample()
-    resumed = SampleStream(sources, weights, whole.cursor, **options)
+    resumed = SampleStream(weighted(sources, weights), whole.cursor, **options)
     whole.next_sample()
     resumed.next_sample()
     assert resumed.epochs == whole.epochs
@@ -399,7 +398,7 @@ def test_the_step_at_which_an_epoch_limit_ends_the_job_is_known(weights, batch, 
             datasets=parts if len(parts) > 1 else [],
         )
     )
-    known = steps_of_data(config, sources)
+    known = steps_of_data(config, weighted(sources, weights))
     taken = len(read_steps(sources, weights, (1, batch, 1), n=1000, max_epochs=2))
     assert 0 < taken < 1000
     apart = math.ceil((sum(weights) / min(weights) + 1) / batch) if len(weights) > 1 else 0
@@ -412,7 +411,7 @@ def test_the_step_at_which_an_epoch_limit_ends_the_job_is_known(weights, batch, 
 def batches_of(source: OpenSource, mask_documents: bool) -> list[Batch]:
     shape = BatchShape(4, 1, 0, 1)
     rules = SampleRules(LENGTH, seed=0, max_epochs=1)
-    order = SampleStream([source], [1], Cursor(), rules, batch=4, slots=shape.slots)
+    order = SampleStream([source], Cursor(), rules, batch=4, slots=shape.slots)
     loader = Loader(order, shape, mask_documents=mask_documents, pin_memory=False)
     return [batch for data in loader for batch in data.batches]
 
@@ -446,7 +445,7 @@ def test_padded_samples_are_the_same_samples_on_any_number_of_ranks(dp_size, tmp
     for rank in range(dp_size):
         shape = BatchShape(4 // dp_size, 1, rank, dp_size)
         rules, slots = SampleRules(LENGTH, seed=None), shape.slots
-        order = SampleStream([cached(tmp_path)], [1], Cursor(), rules, batch=4, slots=slots)
+        order = SampleStream([cached(tmp_path)], Cursor(), rules, batch=4, slots=slots)
         padded = padded_samples(order, shape, 7)
         steps = [to_batches(samples, shape.local_batch_size, False) for samples in padded]
         assert [[batch.tokens.shape for batch in step] for step in steps] == [
@@ -467,7 +466,7 @@ def test_a_stream_in_a_mixture_is_read_whole(weights, tmp_path) -> None:
     source = streamed(LETTERS, num_shards=8, window=2)
     letters = {ord(text[0]) for text in LETTERS}
     sources, rules = [cached(tmp_path), source], SampleRules(LENGTH, seed=0)
-    order = SampleStream(sources, weights, Cursor(), rules, batch=8, slots=range(8))
+    order = SampleStream(weighted(sources, weights), Cursor(), rules, batch=8, slots=range(8))
     seen = set[int]()
     while order.epochs["stream"] < 1:
         seen |= set(order.next_sample().tokens.tolist())
@@ -478,7 +477,7 @@ def test_a_stream_in_a_mixture_is_read_whole(weights, tmp_path) -> None:
 def test_what_each_rank_reads_whole_is_said(num_ranks, max_epochs, caplog) -> None:
     rules, slots = SampleRules(LENGTH, 0, max_epochs), range(8 // num_ranks)
     source = streamed(name=f"stream {num_ranks} {max_epochs}")  # a warning is given once
-    SampleStream([source], [1], Cursor(), rules, batch=8, slots=slots)
+    SampleStream([source], Cursor(), rules, batch=8, slots=slots)
     is_said = "each of 4 ranks reads and tokenises it whole" in caplog.text
     assert is_said == (num_ranks > 1 and max_epochs > 0)
 

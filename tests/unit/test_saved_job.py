@@ -10,7 +10,7 @@ import pytest
 from meshwright.config.changes import to_json
 from meshwright.config.job_config import Checkpoint
 from meshwright.config.loader import load_config
-from meshwright.datasets.opening import StreamedSource, open_training_data
+from meshwright.datasets.opening import StreamedSource, open_data
 from meshwright.datasets.sources import DATASETS
 from meshwright.datasets.stream import Cursor
 from meshwright.system.errors import ConfigError
@@ -32,7 +32,7 @@ BYTES = ("--model.tokenizer_path", "bytes")
 
 def opened(*words: str) -> StreamedSource:
     base = ["--training.dataset_mode", "streamed", "--training.seq_len", "8"]
-    (source,) = open_training_data(load_config([*base, *words]))
+    (source,) = open_data("training", load_config([*base, *words]))
     return source
 
 

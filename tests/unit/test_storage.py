@@ -254,7 +254,7 @@ def test_a_fault_that_stays_is_waited_for_once_in_a_stream_of_documents(server) 
     encoder = TokenizationSpec(entry, BYTES).encoder()
     source = StreamedSource(entry, documents, encoder, num_shards=1, window=10)
     rules = SampleRules(length=8, seed=1)
-    stream = SampleStream([source], [1], Cursor(), rules, batch=1, slots=[0])
+    stream = SampleStream([source], Cursor(), rules, batch=1, slots=[0])
     asked, server.faults = server.num_requests, itertools.repeat("503")
     with pytest.raises(StorageError, match=r"a\.jsonl cannot be read: HTTP Error 503"):
         stream.next_sample()
