@@ -280,8 +280,13 @@ LONGEST_FOLDER = 107 - len("/pymp-12345678/listener-12345678")
 
 
 def fork_server(*modules: str) -> "ForkServerContext":
-    """Return the context that starts processes as forks of one that has imported `modules`."""
-    import multiprocessing.util  # not at the top: most commands start no process
+    """Return the context that starts processes as forks of one that has imported `modules`.
+
+    Ctrl-C is for the caller: a terminal sends it to all, and imports of seconds would answer by
+    tracebacks.
+    """
+    import multiprocessing.forkserver  # not at the top: most commands start no process
+    import multiprocessing.util
 
     if len(os.fsencode(before := tempfile.gettempdir())) > LONGEST_FOLDER:
         tempfile.tempdir = "/tmp"
@@ -289,4 +294,11 @@ def fork_server(*modules: str) -> "ForkServerContext":
         tempfile.tempdir = before
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*modules])
+    is_main = threading.current_thread() is threading.main_thread()
+    usual = signal.signal(signal.SIGINT, signal.SIG_IGN) if is_main else None
+    try:
+        multiprocessing.forkserver.ensure_running()
+    finally:
+        if is_main:
+            signal.signal(signal.SIGINT, usual)
     return context

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -172,11 +173,16 @@ def in_processes(
     with ProcessPoolExecutor(workers, fork_server(__name__), max_tasks_per_child=1) as pool:
         calls = [pool.submit(_call, function, task) for task in tasks]
         ended = as_completed(calls)
-        for call in tqdm(ended, what, len(tasks), leave=False, file=sys.stderr, **shown):
-            call.result()  # an error is raised at once
+        try:
+            for call in tqdm(ended, what, len(tasks), leave=False, file=sys.stderr, **shown):
+                call.result()  # an error is raised at once
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
         return [call.result() for call in calls]
 
 
 def _call(function: Callable[..., Result], task: tuple[Any, ...]) -> Result:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it without a word
     gc.freeze()  # or each full collection goes through all of torch's modules, for 0.3 s
     return function(*task)
