@@ -15,16 +15,17 @@ from meshwright.train.preflight import check_data
 
 def add_options(parser: Parser) -> None:
     """Options of `meshwright data`."""
-    parser.add_argument("--step", type=int, metavar="N", help="print the samples of step N as text")
-    parser.add_argument(
+    views = parser.add_mutually_exclusive_group()
+    views.add_argument("--step", type=int, metavar="N", help="print the samples of step N as text")
+    views.add_argument(
         "--samples",
         nargs=3,
         metavar=("NAME", "FIRST", "LAST"),
         help="print samples of a source, by its name and their indices in skipped_steps.jsonl",
     )
+    views.add_argument("--caches", action="store_true", help="list all token caches of the folder")
+    views.add_argument("--remove", metavar="NAME", help="remove the cache that --caches names so")
     add_stage(parser)
-    parser.add_argument("--caches", action="store_true", help="list all token caches of the folder")
-    parser.add_argument("--remove", metavar="NAME", help="remove the cache that --caches names so")
 
 
 def run(given: Namespace) -> None:

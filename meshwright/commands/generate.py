@@ -63,6 +63,9 @@ def run(given: Namespace) -> None:
     check(is_finite, "--temperature", given.temperature, "must be 0 or more")
     check(0 < given.top_p <= 1, "--top-p", given.top_p, "must be above 0 and at most 1")
     check(0 <= given.seed < 2**63, "--seed", given.seed, "must be 0 or more, and below 2^63")
+    for name, value, usual in (("--top-p", given.top_p, 1), ("--seed", given.seed, 0)):
+        rule = "has no effect without a temperature: the likeliest token is taken each time"
+        check(given.temperature > 0 or value == usual, name, value, rule, "add --temperature 0.8")
     print(f"reading {given.source} ...", file=sys.stderr, flush=True)  # the text alone is stdout's
     # not at the top: torch takes a second
     from meshwright.commands.saved import SOURCE, build_model, encode_prompt, open_source

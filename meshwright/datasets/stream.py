@@ -120,7 +120,8 @@ class Shard:
                     at.bad_records += tokens is None
                 at.document, at.window, at.taken = 0, at.window + 1, at.taken + _count(window)
             if not has_documents:
-                raise self._source.entry.error("dataset", "holds no text in one of its shards")
+                fix = "lower training.stream_shards, so that each has some"
+                raise self._source.entry.error("dataset", "holds no text in one of its shards", fix)
             self._reader = None
             at.epoch, at.window, at.window_state, at.taken = at.epoch + 1, 0, None, 0
             if at.epoch == self._rules.max_epochs:

@@ -284,8 +284,13 @@ LONGEST_FOLDER = 107 - len("/pymp-12345678/listener-12345678")
 
 
 def fork_server(*modules: str) -> "ForkServerContext":
-    """Return the context that starts processes as forks of one that has imported `modules`."""
-    import multiprocessing.util  # not at the top: most commands start no process
+    """Return the context that starts processes as forks of one that has imported `modules`.
+
+    Ctrl-C is for the caller: a terminal sends it to all, and imports of seconds would answer by
+    tracebacks.
+    """
+    import multiprocessing.forkserver  # not at the top: most commands start no process
+    import multiprocessing.util
 
     if len(os.fsencode(before := tempfile.gettempdir())) > LONGEST_FOLDER:
         tempfile.tempdir = "/tmp"
@@ -293,6 +298,13 @@ def fork_server(*modules: str) -> "ForkServerContext":
         tempfile.tempdir = before
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*modules])
+    is_main = threading.current_thread() is threading.main_thread()
+    usual = signal.signal(signal.SIGINT, signal.SIG_IGN) if is_main else None
+    try:
+        multiprocessing.forkserver.ensure_running()
+    finally:
+        if is_main:
+            signal.signal(signal.SIGINT, usual)
     return context
 
 
@@ -317,11 +329,16 @@ def in_processes(
     with ProcessPoolExecutor(workers, context, max_tasks_per_child=1) as pool:
         calls = [pool.submit(_call, function, task) for task in tasks]
         ended = as_completed(calls)
-        for call in tqdm(ended, what, len(tasks), leave=False, file=sys.stderr, **shown):
-            call.result()  # an error is raised at once
+        try:
+            for call in tqdm(ended, what, len(tasks), leave=False, file=sys.stderr, **shown):
+                call.result()  # an error is raised at once
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
         return [call.result() for call in calls]
 
 
 def _call(function: Callable[..., Result], task: tuple[Any, ...]) -> Result:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it without a word
     gc.freeze()  # or each full collection goes through all of torch's modules, for 0.3 s
     return function(*task)

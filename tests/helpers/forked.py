@@ -3,6 +3,7 @@
 import gc
 import os
 import runpy
+import signal
 import subprocess
 import sys
 import time
@@ -104,6 +105,7 @@ class ForkedRanks:
 def _become(words: list[str], env: dict[str, str], cwd: str, outputs: list[Path]) -> None:
     for number, path in enumerate(outputs, 1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND), number)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # the server of forks ignores it
     gc.freeze()  # full collections leave alone what was imported before
     os.environ.clear()
     os.environ.update(env)

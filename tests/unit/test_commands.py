@@ -193,6 +193,7 @@ def test_words_that_are_not_understood(words, says, tmp_path, monkeypatch) -> No
         ("plan debug_model --device cpu", "--world-size: not given\n  fix: --world-size 8"),
         ("train --log_rnk=1", "'--log_rnk=1': no such option\n  fix: write --log-rank=1"),
         ("generate a --max_new_tokens 5 --prompt b", "fix: write --max-new-tokens"),
+        ("data a --step 1 --caches", "--caches: not allowed with argument --step\n  fix: "),
         ("checkpoint ls a --long", "'--long': not understood\n  fix: leave it out; the options"),
     ],
 )

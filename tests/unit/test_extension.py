@@ -127,10 +127,10 @@ def test_faults_of_a_dataset_of_the_user_are_named(name, says, tmp_path) -> None
     config = load_config(own)
     extend_by(config.experimental.custom_import)
     with pytest.raises(ConfigError, match=says):
-        open_training_data(config, num_workers=1)
+        open_data("training", config, num_workers=1)
     if name == "bad":
         config = load_config([*own, "--training.max_bad_records", "3"])
-        (source,) = open_training_data(config, num_workers=1)
+        (source,) = open_data("training", config, num_workers=1)
         assert source.cache.num_documents == 37
 
 

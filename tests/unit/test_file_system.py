@@ -48,11 +48,17 @@ def test_a_folder_that_cannot_be_opened_is_no_error(tmp_path: Path, monkeypatch)
         sync_folder(tmp_path)
 
 
-def test_processes_fork_below_a_temporary_folder_with_a_long_name(tmp_path: Path) -> None:
+def test_processes_fork_below_a_folder_with_a_long_name_and_survive_ctrl_c(
+    tmp_path: Path,
+) -> None:
     (folder := tmp_path / ("ü" * 40)).mkdir(parents=True)
     script = (
-        "from meshwright.system.processes import fork_server\n"
-        "process = fork_server().Process(target=int)\n"
+        "import os, signal; from meshwright.system.processes import fork_server\n"
+        "context = fork_server()\n"
+        "from multiprocessing.forkserver import _forkserver\n"
+        "os.kill(_forkserver._forkserver_pid, signal.SIGINT)\n"  # Ctrl-C, while it imports
+        "assert signal.getsignal(signal.SIGINT) is signal.default_int_handler\n"
+        "process = context.Process(target=int)\n"
         "process.start(); process.join(); print(process.exitcode)"
     )
     env = os.environ | {"TMPDIR": str(folder)}

@@ -144,6 +144,8 @@ def test_what_cannot_be_generated_from(tmp_path) -> None:
         ([tmp_path / "empty"], "holds neither a checkpoint nor config.json"),
         ([folder], "--tokenizer = "),
         ([folder, *bytes_, "--top-p", 0], "--top-p = 0.0: must be above 0"),
+        ([folder, *bytes_, "--top-p", 0.5], "--top-p = 0.5: has no effect without a temperature"),
+        ([folder, *bytes_, "--seed", 3], "--seed = 3: has no effect .*\n  fix: add --temperature"),
         ([folder, *bytes_, "--temperature", -1], "--temperature = -1.0: must be 0"),
         ([folder, *bytes_, "--max-new-tokens", 0], "--max-new-tokens = 0"),
         ([tmp_path / "gpt2", *bytes_], "'gpt2', not one of llama.*\n  fix: write a family"),

@@ -232,7 +232,7 @@ def test_a_rank_reads_only_its_own_shards() -> None:
 def test_too_little_in_a_shard_is_an_error() -> None:
     with pytest.raises(ConfigError, match="less than one sample of 8 tokens"):
         take(streamed(("a",), num_shards=1), 1)
-    with pytest.raises(ConfigError, match="holds no text"):
+    with pytest.raises(ConfigError, match="holds no text.*\n  fix: lower"):
         take(streamed((), num_shards=1), 1)
 
 

@@ -258,7 +258,7 @@ def test_half_written_files_are_made_again(name, damage, tmp_path, caplog) -> No
 
 @pytest.mark.parametrize("texts", [(), ("", "")])
 def test_no_text_at_all(texts, tmp_path) -> None:
-    with pytest.raises(ConfigError, match="training.dataset = 'texts': holds no text"):
+    with pytest.raises(ConfigError, match="training.dataset = 'texts': holds no text\n  fix: "):
         open_cache(TextsRecipe(texts), tmp_path, num_workers=1)
 
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from meshwright.system.processes import fork_server
+from meshwright.system.processes import die_with_parent, fork_server
 
 IMPORTED_BY_RANKS = (
     "torch._dynamo",
@@ -111,6 +111,9 @@ def _share_one_gloo_thread() -> None:
 
 
 def _serve(rank: int, world_size: int, url: str, timeout_s: int, connection: Connection) -> None:
+    # the server of forks ends with the caller, and ignores Ctrl-C: a rank that waits for others
+    # would outlive them
+    die_with_parent(os.getppid())
     torch.set_num_threads(1)
     gc.freeze()  # or each full collection goes through all of torch's modules, for 0.3 s
     # torch.compile makes a tqdm bar, whose lock between processes outlives a rank that is killed

@@ -201,8 +201,10 @@ def join_parts(recipe: TokenizationSpec, parts: Sequence[Part]) -> None:
     if not sum(sizes):
         keys = ["validation_fraction"] * bool(entry.held_out)
         keys += ["dataset_where"] * bool(entry.source.dataset_where)
-        given = f" that {' and '.join(keys)} leave" if keys else ""
-        raise entry.error("dataset", f"holds no text{given}")
+        rule, fix = "holds no text", "name other files"
+        if keys:
+            rule, fix = f"{rule} that is left by {' and '.join(keys)}", f"change {keys[-1]}"
+        raise entry.error("dataset", rule, fix)
     sources, offsets, stamps = map(np.array, zip(*located, strict=True))
     _save_arrays(
         folder / "cache.npz",
