@@ -29,7 +29,9 @@ REPAIR = "repair the driver (often: reboot), or train on the CPU with CUDA_VISIB
 AMD_NODES = Path("/sys/class/kfd/kfd/topology/nodes")
 """Where AMD's driver describes its devices, CPUs among them."""
 
-RENDER_DEVICES = Path("/dev/dri")
+DEVICES = Path("/dev")
+
+RENDER_DEVICES = DEVICES / "dri"
 
 CGROUPS = Path("/sys/fs/cgroup")
 
@@ -133,8 +135,8 @@ def _count_nvidia_gpus() -> int:
     command, pipe = ["nvidia-smi", "-L"], subprocess.PIPE
     try:
         asked = subprocess.Popen(command, stdout=pipe, stderr=subprocess.STDOUT, text=True)
-    except OSError:  # there is no driver
-        return 0
+    except OSError:  # there is no driver; or its tool is a package of its own, as in Debian
+        return sum(1 for _ in DEVICES.glob("nvidia[0-9]*"))
     fault = ""
     try:
         said, _ = asked.communicate(timeout=NVIDIA_SMI_S)

@@ -40,8 +40,14 @@ def smi(tmp_path, monkeypatch):
     return write
 
 
-def test_gpus_of_a_healthy_driver_are_counted_or_those_that_are_visible(smi, monkeypatch) -> None:
+def test_gpus_of_a_healthy_driver_are_counted_or_those_that_are_visible(
+    smi, monkeypatch, tmp_path
+) -> None:
+    monkeypatch.setattr(machine, "DEVICES", tmp_path)
     assert count_gpus() == 0  # there is no nvidia-smi
+    for name in ("nvidia0", "nvidia10", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / name).touch()
+    assert count_gpus() == 2  # but their devices
     smi(LISTS_TWO)
     assert count_gpus() == 2
     for visible, count in (
