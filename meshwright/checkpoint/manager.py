@@ -258,7 +258,7 @@ class CheckpointManager:
             raise RuntimeError(f"saving step {step}") from error
         if self._is_first_rank:
             self._retention.nonce = ""
-            self._retention.clean_up()
+            self._retention.clean_up(self._nonce)  # another job may have the folder by now
         rank, failure = min(failures.items())
         safe = "no checkpoint" if self._safe_step is None else f"step {self._safe_step}"
         what = f"the checkpoint of step {step} could not be written: rank {rank}: {failure}"

@@ -44,9 +44,15 @@ class Retention:
         self.nonce = ""
         """Of the save under way, whose folder is not to be deleted."""
 
-    def clean_up(self) -> None:
-        """Begin to remove the leftovers of killed saves and deletions."""
-        self._submit(lambda: clean_up(self._folder, lambda nonce: nonce == self.nonce))
+    def clean_up(self, job: str = "") -> None:
+        """Begin to remove the leftovers of killed saves and deletions; if `job` is given, only of
+        the saves whose nonces begin with it."""
+        self._submit(
+            lambda: clean_up(
+                self._folder,
+                lambda nonce: nonce == self.nonce or not nonce.startswith(job),
+            )
+        )
 
     def apply(self) -> None:
         """Begin to delete old checkpoints, too."""

@@ -2,7 +2,7 @@
 
 import mmap
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import accumulate
 
 import torch
@@ -33,6 +33,7 @@ class Staging:
     def __init__(self) -> None:
         self._layout: Layout = {}
         self._memory: mmap.mmap | None = None
+        self._is_pinned = False
         self.tensors: dict[str, Tensor] = {}
         """The copies, by name."""
         self._streams: dict[torch.device, torch.Stream] = {}
@@ -106,14 +107,19 @@ class Staging:
                 self.tensors[name] = torch.empty(shape, dtype=dtype)
 
     def _take_memory(self, num_bytes: int) -> None:
-        has_cuda = torch.cuda.is_available()
-        if self._memory is not None and has_cuda:
+        if self._memory is not None and self._is_pinned:
             torch.cuda.cudart().cudaHostUnregister(_address(self._memory))
         self._memory = mmap.mmap(-1, num_bytes)
-        if has_cuda and int(
-            torch.cuda.cudart().cudaHostRegister(_address(self._memory), num_bytes, 0)
-        ):
-            logger.warning("%d bytes could not be pinned: copies are slower", num_bytes)
+        self._is_pinned = torch.cuda.is_available() and _pin(self._memory)
+
+
+def _pin(memory: mmap.mmap) -> bool:
+    if not int(torch.cuda.cudart().cudaHostRegister(_address(memory), len(memory), 0)):
+        return True
+    logger.warning("%d bytes could not be pinned: copies are slower", len(memory))
+    with suppress(RuntimeError):  # CUDA keeps the error, and the next kernel would fail with it
+        torch.zeros(1, device="cuda")
+    return False
 
 
 def _address(memory: mmap.mmap) -> int:

@@ -18,7 +18,7 @@ from meshwright.config.command_line import Parser
 from meshwright.config.loader import find_config
 from meshwright.system.errors import ConfigError, check, numbered
 from meshwright.system.log import log_to_console, logger
-from meshwright.system.machine import Ranks, count_cores, count_ranks
+from meshwright.system.machine import Ranks, count_cores, count_ranks, warn_of_tasks
 from meshwright.system.processes import OTHER_MALLOC, Launch, exit_when_asked
 
 if TYPE_CHECKING:
@@ -71,6 +71,7 @@ def run(given: Namespace) -> None:
     log_ranks = _log_ranks(given, ranks)
     plan = check_job(given, ranks)
     log_to_console()
+    warn_of_tasks(ranks.machines)
     # not at the top: numpy takes as long as all checks, which come first
     from meshwright.datasets.opening import open_data
     from meshwright.datasets.stream import steps_of_data

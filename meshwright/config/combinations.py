@@ -280,17 +280,22 @@ def _switched_off(config: JobConfig) -> dict[str, str]:
     }
 
 
-def check_writable(folder: str) -> None:
-    """Check that `job.dump_folder` is, or can be made, a folder to write to; leave no trace."""
-    existing = Path(folder).absolute()
-    while not os.path.exists(existing):
+def check_writable(config: JobConfig) -> None:
+    """Check that the folders that a job writes to are there, or can be made; leave no trace."""
+    dump_folder, checkpoint = Path(config.job.dump_folder), config.checkpoint
+    _check_folder("job.dump_folder", config.job.dump_folder, dump_folder)
+    if checkpoint.saves:  # its own link may lead to another file system
+        _check_folder("checkpoint.folder", checkpoint.folder, dump_folder / checkpoint.folder)
+
+
+def _check_folder(key: str, value: str, folder: Path) -> None:
+    existing = folder.absolute()
+    while not os.path.lexists(existing):
         existing = existing.parent
+    what = "not a" if os.path.exists(existing) else "a link to no"
     check(
         existing.is_dir() and os.access(existing, os.W_OK | os.X_OK) and holds_folders(existing),
-        "job.dump_folder",
-        folder,
-        f"{existing} is not a folder that can be written to",
-        "name another folder",
+        *(key, value, f"{existing} is {what} folder that can be written to", "name another folder"),
     )
 
 

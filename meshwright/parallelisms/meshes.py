@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, _functional_collectives
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.rendezvous import rendezvous
 
 from meshwright.parallelisms.rules.degrees import AXES, ParallelDims
 
@@ -137,12 +138,14 @@ def start_process_group(device: torch.device, timeout_s: int) -> None:
     timeout = timedelta(seconds=timeout_s)
     # Without device_id, NCCL makes a group's communicator at its first collective. With it, torch
     # would make all communicators at once, used or not.
+    store: dist.Store = dist.HashStore()
+    rank, size = 0, 1
     if "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=timeout)
-    else:
-        dist.init_process_group(
-            backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout
-        )
+        store, rank, size = next(rendezvous("env://", timeout=timeout))
+        # torchrun keeps its store when it starts ranks again, with the addresses of dead ones
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        store = dist.PrefixStore(f"attempt {attempt}", store)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
 
 
 def barrier() -> None:

@@ -13,9 +13,13 @@ from pathlib import Path
 
 from meshwright.system.errors import ConfigError, check
 from meshwright.system.files import text_of
+from meshwright.system.log import logger
 
 CPU_RANKS = 2
 """On a machine without GPUs."""
+
+LAUNCHERS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""Variables that a launcher gives to every rank."""
 
 NVIDIA_SMI_S = 20.0
 """Limit of `nvidia-smi -L`, which takes seconds, and hangs if the driver is broken."""
@@ -25,7 +29,9 @@ REPAIR = "repair the driver (often: reboot), or train on the CPU with CUDA_VISIB
 AMD_NODES = Path("/sys/class/kfd/kfd/topology/nodes")
 """Where AMD's driver describes its devices, CPUs among them."""
 
-RENDER_DEVICES = Path("/dev/dri")
+DEVICES = Path("/dev")
+
+RENDER_DEVICES = DEVICES / "dri"
 
 CGROUPS = Path("/sys/fs/cgroup")
 
@@ -81,6 +87,33 @@ def _positive(key: str, text: str, default: int) -> int:
     return int(text)
 
 
+def given_rank() -> int:
+    """Return this process's number among the ranks, as its launcher gives it; 0 without one.
+
+    Raises:
+        ConfigError: if only some of the variables of a launcher are there, or are wrong.
+    """
+    env = os.environ
+    if not any(name in env for name in LAUNCHERS[:2]):
+        return 0
+    fix = "start the ranks by meshwright train or torchrun, or unset RANK and WORLD_SIZE"
+    for name in LAUNCHERS:
+        check(name in env, name, "", "is not set, though other variables of a launcher are", fix)
+        is_number = name == "MASTER_ADDR" or env[name].isdecimal()
+        check(is_number, name, env[name], "must be a number", fix)
+    rank, size = int(env["RANK"]), int(env["WORLD_SIZE"])
+    check(rank < size, "RANK", rank, f"WORLD_SIZE = {size}: must be less than that", fix)
+    return rank
+
+
+def warn_of_tasks(machines: int) -> None:
+    """Warn if srun has started this command more often than the job has machines."""
+    tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "")
+    if tasks.isdecimal() and int(tasks) > machines:
+        words = "srun has started this command %s times, and each of them is a job of its own; for "
+        logger.warning(words + "one job of all: docs/clusters.md, Slurm", tasks)
+
+
 def count_gpus() -> int:
     """Return the number of GPUs that torch will see, without the time that importing it takes.
 
@@ -102,8 +135,8 @@ def _count_nvidia_gpus() -> int:
     command, pipe = ["nvidia-smi", "-L"], subprocess.PIPE
     try:
         asked = subprocess.Popen(command, stdout=pipe, stderr=subprocess.STDOUT, text=True)
-    except OSError:  # there is no driver
-        return 0
+    except OSError:  # there is no driver; or its tool is a package of its own, as in Debian
+        return sum(1 for _ in DEVICES.glob("nvidia[0-9]*"))
     fault = ""
     try:
         said, _ = asked.communicate(timeout=NVIDIA_SMI_S)

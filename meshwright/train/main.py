@@ -24,6 +24,7 @@ from meshwright.system.errors import (
     TrainingError,
 )
 from meshwright.system.log import logger, print_error
+from meshwright.system.machine import given_rank, warn_of_tasks
 from meshwright.system.processes import Launch, Requests, before_training, die_with_parent
 from meshwright.train.job import run
 from meshwright.train.preflight import Plan, preflight
@@ -34,11 +35,12 @@ def main(launch: Launch, requests: Requests) -> None:
     if dist.is_torchelastic_launched():  # torchrun gives every rank a session of its own, so
         # nothing else would end it; without torchrun it may outlive its shell
         die_with_parent(launch.pid or os.getppid())
-    code, rank = 0, int(os.environ.get("RANK", "0"))
+    code = rank = 0
     try:
         requests.when_asked = "raise"
         requests.check()
         try:
+            rank = given_rank()
             is_done = _run_command_line(launch, requests)
         finally:
             requests.when_asked = "hold"  # torchrun ends the other ranks of a job that has failed
@@ -113,6 +115,8 @@ def _run_command_line(launch: Launch, requests: Requests) -> bool:
         for note in written.notes:
             logger.info("%s", note)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if "RANK" not in os.environ:
+        warn_of_tasks(machines=1)
     plan: Plan | None = None
     try:
         plan = preflight(

@@ -341,7 +341,7 @@ def check_alone(config: JobConfig, *, looks_at_files: bool = True) -> Tokenizer:
     with mistakes.collect():
         check_installed("float8.enable", config.float8.enable, "torchao")
     with mistakes.collect():
-        check_writable(config.job.dump_folder)
+        check_writable(config)
     mistakes.check()
     return tokenizer
 

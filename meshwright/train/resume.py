@@ -59,12 +59,16 @@ def manifest_of(
         "versions": {
             "meshwright": meshwright.__version__,
             "torch": torch.__version__,
-            # tokens depend on them, and the places in streamed data
-            **{name: version(name) for name in ("tokenizers", "datasets")},
+            **library_versions(),
         },
         "config": to_json(plan.config),
         "stage": plan.stage,
     }
+
+
+def library_versions() -> dict[str, str]:
+    """Return the versions that tokens depend on, and places in streamed data."""
+    return {name: version(name) for name in ("tokenizers", "datasets")}
 
 
 VALIDATED_ON = {

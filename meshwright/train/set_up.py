@@ -56,7 +56,7 @@ from meshwright.train.announce import announce, note_failure, note_start
 from meshwright.train.bad_steps import BadStepReporter
 from meshwright.train.build import build_loader, build_reporter, initialize_weights
 from meshwright.train.preflight import Plan, resume_diff
-from meshwright.train.resume import place_in_data
+from meshwright.train.resume import library_versions, place_in_data
 from meshwright.train.trainer import Trainer
 from meshwright.train.validation import Validation
 
@@ -270,12 +270,13 @@ def check_agreement(plan: Plan) -> None:
     """Compare this rank's job, apart from the data, with the others', by `check_same`."""
     model = plan.config.model
     of_tokenizer = tokenizer_parts(plan.tokenizer, model.tokenizer_path, model.chat_template_path)
+    libraries = ", ".join(f"{name} {number}" for name, number in library_versions().items())
     check_same(
         {
             # a resume may begin in any stage
             CONFIG: json.dumps([to_json(stage.config) for stage in plan.stages]),
             "code": f"meshwright {meshwright.__version__}, source {_source_hash()}, "
-            f"torch {torch.__version__}",
+            f"torch {torch.__version__}, {libraries}",
             "model.tokenizer_path": short_hash(of_tokenizer),
             "experimental.custom_import": plan.own_code,
         }

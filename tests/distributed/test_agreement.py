@@ -25,6 +25,7 @@ from meshwright.datasets.stream import Cursor, SampleStream
 from meshwright.system.errors import ConfigError, in_ranges
 from meshwright.train import set_up
 from meshwright.train.preflight import preflight
+from meshwright.train.resume import library_versions
 from meshwright.train.set_up import _open_data, check_agreement, check_same
 from tests.helpers.checkpoints import publish_empty
 
@@ -71,7 +72,11 @@ def difference(folder: Path, case: str) -> str:
     if is_other:
         plan = dataclasses.replace(plan, **others.get(case, {}))
     code = "0" if is_other and case == "code" else set_up._source_hash()
-    with patch.object(set_up, "_source_hash", lambda: code):
+    libraries = {"tokenizers": "0"} if is_other and case == "library" else library_versions()
+    with (
+        patch.object(set_up, "_source_hash", lambda: code),
+        patch.object(set_up, "library_versions", lambda: libraries),
+    ):
         try:
             check_agreement(plan)
             manager = CheckpointManager(plan.checkpoint_folder, plan.config.checkpoint)
@@ -95,6 +100,7 @@ CASES = {
     "a key": "optimizer.lr: ",
     "tokenizer": "model.tokenizer_path: ",
     "code": "code: ",
+    "library": "code: ",
     "own code": "experimental.custom_import: ",
 }
 

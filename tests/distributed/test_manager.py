@@ -338,6 +338,13 @@ def test_what_fails_in_the_background_is_said_at_the_next_step_or_the_end(folder
         save(manager, 25)
         assert manager._retention.nonce
 
+    # which may fail because another job has the folder by now, and is saving
+    theirs = commit.unfinished_folder(Path(folder), 26)
+    theirs.mkdir(exist_ok=True)
+    with patch.object(commit, "publish", side_effect=error), make_async() as manager:
+        save(manager, 28)
+    assert theirs.exists()
+
     manager = make_async().__enter__()
     save(manager, 30)
     manager.__exit__(KeyError)  # in training

@@ -328,7 +328,7 @@ def test_what_needs_a_gpu_is_refused_before_anything_is_written(tmp_path: Path) 
     """By train.py itself, which other launchers than ours start too."""
     folder = tmp_path / "out"
     options = ("--parallelism.tensor_parallel_degree", 2, "--compile.enable")
-    one_of_two = {"WORLD_SIZE": 2, "RANK": 0, "LOCAL_RANK": 0}
+    one_of_two = {"WORLD_SIZE": 2, "RANK": 0, "MASTER_ADDR": "localhost", "MASTER_PORT": 1}
     result = train_alone(
         folder, "--parallelism.enable_async_tensor_parallel", *options, **one_of_two
     )

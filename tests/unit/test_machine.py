@@ -11,7 +11,13 @@ import pytest
 from meshwright.commands.main import run
 from meshwright.system import machine
 from meshwright.system.errors import ConfigError
-from meshwright.system.machine import count_cores, count_gpus, count_ranks
+from meshwright.system.machine import (
+    count_cores,
+    count_gpus,
+    count_ranks,
+    given_rank,
+    warn_of_tasks,
+)
 
 MISMATCH = "Failed to initialize NVML: Driver/library version mismatch"
 ILL = f"echo '{MISMATCH}'; exit 18"
@@ -34,8 +40,14 @@ def smi(tmp_path, monkeypatch):
     return write
 
 
-def test_gpus_of_a_healthy_driver_are_counted_or_those_that_are_visible(smi, monkeypatch) -> None:
+def test_gpus_of_a_healthy_driver_are_counted_or_those_that_are_visible(
+    smi, monkeypatch, tmp_path
+) -> None:
+    monkeypatch.setattr(machine, "DEVICES", tmp_path)
     assert count_gpus() == 0  # there is no nvidia-smi
+    for name in ("nvidia0", "nvidia10", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / name).touch()
+    assert count_gpus() == 2  # but their devices
     smi(LISTS_TWO)
     assert count_gpus() == 2
     for visible, count in (
@@ -165,3 +177,36 @@ def test_cores_and_memory_are_those_that_every_control_group_above_grants(
     monkeypatch.setattr(machine, "CGROUPS", tmp_path)
     monkeypatch.setattr(machine, "OWN_CGROUP", tmp_path / "own")
     assert (count_cores(), machine.machine_bytes()) == (count, num_bytes)
+
+
+def test_a_rank_has_all_variables_of_a_launcher_or_none(monkeypatch) -> None:
+    """Scripts for Slurm often set WORLD_SIZE, and start no launcher."""
+    given = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
+    for name in given:
+        monkeypatch.delenv(name, raising=False)
+    assert given_rank() == 0
+    monkeypatch.setenv("MASTER_ADDR", "node1")  # a leftover that nobody reads
+    assert given_rank() == 0
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    assert given_rank() == 1
+    for name, wrong, words in (
+        ("RANK", None, "RANK = '': is not set"),
+        ("MASTER_PORT", None, "MASTER_PORT = '': is not set"),
+        ("WORLD_SIZE", "two", "WORLD_SIZE = 'two': must be a number"),
+        ("RANK", "2", "RANK = 2: WORLD_SIZE = 2: must be less"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.delenv(name) if wrong is None else patch.setenv(name, wrong)
+            with pytest.raises(ConfigError, match=words):
+                given_rank()
+
+
+def test_jobs_that_srun_has_started_by_mistake_say_so(monkeypatch, caplog) -> None:
+    caplog.set_level("WARNING", "meshwright")
+    for tasks, machines, count in ((None, 1, 0), ("1", 1, 0), ("4", 4, 0), ("8", 1, 1)):
+        monkeypatch.delenv("SLURM_STEP_NUM_TASKS", raising=False)
+        if tasks is not None:
+            monkeypatch.setenv("SLURM_STEP_NUM_TASKS", tasks)
+        warn_of_tasks(machines)
+        assert caplog.text.count("times, and each of them is a job of its own") == count

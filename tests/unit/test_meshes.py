@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from meshwright.config.loader import load_config
 from meshwright.parallelisms import meshes as process_group
-from meshwright.parallelisms.meshes import Meshes, build_meshes
+from meshwright.parallelisms.meshes import Meshes, build_meshes, start_process_group
 from meshwright.parallelisms.rules.degrees import ParallelDims
 from meshwright.train.build import build_model
 from meshwright.train.preflight import preflight
@@ -136,3 +136,18 @@ def test_of_nccl_the_first_collectives_that_a_gpu_has_not_completed_are_told(mon
     none = b'{"nccl_comm_state": {}}'  # of a buffer that is off, or of no collective yet
     monkeypatch.setattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", lambda *_: none)
     assert process_group.last_collectives().count("\n") == 1
+
+
+def test_ranks_that_torchrun_starts_again_do_not_look_for_dead_ones(monkeypatch) -> None:
+    """It keeps its store, with the addresses of the first attempt's ranks."""
+    server = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    stores: list[dist.Store] = []
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, store, **__: stores.append(store))
+    given = {"RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "localhost", "MASTER_PORT": server.port}
+    given |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+    for attempt in range(2):
+        for name, value in (given | {"TORCHELASTIC_RESTART_COUNT": attempt}).items():
+            monkeypatch.setenv(name, str(value))
+        start_process_group(torch.device("cpu"), 60)
+        assert not stores[-1].check(["address of rank 1"])
+        stores[-1].set("address of rank 1", "1.2.3.4")

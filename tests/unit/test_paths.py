@@ -123,6 +123,22 @@ def test_a_folder_that_one_may_not_enter(open_folder: Path) -> None:
     assert "/proc is not a folder that can be written to" in found
 
 
+def test_checkpoints_that_could_not_be_written_are_no_surprise_at_the_last_step(tmp_path) -> None:
+    """A link to a file system that is not mounted, or a file of that name."""
+    checkpoint = tmp_path / "checkpoint"
+    words = ["check", "debug_model", f"--job.dump_folder={tmp_path}"]
+    checkpoint.symlink_to(tmp_path / "scratch")
+    found = error_of(words)
+    assert "checkpoint is a link to no folder that can be written to" in found
+    assert "checkpoint.folder = 'checkpoint'" in found
+    assert error_of([*words, "--checkpoint.load_only"]) == "no error"
+    (tmp_path / "scratch").mkdir()
+    assert error_of(words) == "no error"
+    checkpoint.unlink()
+    checkpoint.touch()
+    assert "checkpoint is not a folder that can be written to" in error_of(words)
+
+
 def test_a_folder_called_like_a_preset_does_not_hide_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

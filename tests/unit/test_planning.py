@@ -217,7 +217,9 @@ def test_out_of_memory_names_the_command_that_plans_the_job(monkeypatch, tmp_pat
     monkeypatch.setattr(main.os, "_exit", codes.append)
     words = ["--job.config_file", "train_configs/debug_model.toml"]
     monkeypatch.setattr(sys, "argv", ["train.py", *words, "--job.dump_folder", f"{tmp_path}/a b"])
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    launcher = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
+    for name, value in launcher.items():
+        monkeypatch.setenv(name, value)
     main.main(Launch(), Requests())
     assert codes == [1]
     command = f"--job.dump_folder '{tmp_path}/a b' --world-size 2 --device cpu"

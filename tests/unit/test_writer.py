@@ -56,3 +56,33 @@ def test_copies_have_the_layout_of_what_is_saved_now() -> None:
         ((name, copy),) = staging.tensors.items()
         assert copy.dtype == state[name].dtype
         assert torch.equal(copy, state[name])
+
+
+def test_memory_that_cuda_cannot_pin_is_used_all_the_same(monkeypatch, caplog) -> None:
+    """CUDA keeps an error until a kernel fails with it: the next one would have been a step's."""
+    called, zeros = [], torch.zeros
+
+    class Runtime:
+        def cudaHostRegister(self, *_: int) -> int:  # noqa: N802
+            called.append("register")
+            return 2  # no memory
+
+        def cudaHostUnregister(self, *_: int) -> int:  # noqa: N802
+            called.append("unregister")
+            return 62  # of what is not registered
+
+    def fail(*size: int, device: object = None) -> torch.Tensor:
+        if device != "cuda":
+            return zeros(*size, device=device)
+        called.append("kernel")
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "cudart", Runtime)
+    monkeypatch.setattr(torch, "zeros", fail)
+    staging = Staging()
+    for size in (4, 40):  # the second takes new memory
+        staging.take({"a": torch.ones(size)})
+        assert torch.equal(staging.tensors["a"], torch.ones(size))
+    assert called == ["register", "kernel"] * 2
+    assert caplog.text.count("could not be pinned") == 2
