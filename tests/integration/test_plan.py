@@ -126,6 +126,18 @@ def test_an_estimated_time_has_an_error(tmp_path, capsys) -> None:
     assert f"{found['step_seconds']:.4g} s (+-15 %)" in line
 
 
+def test_a_compiled_job_is_planned_by_its_eager_blocks_at_rates_of_its_own(capsys) -> None:
+    found = []
+    large = ["--training.seq_len=4096", "--training.local_batch_size=16", "--model.args.n_layers=2"]
+    for is_on in ("false", "true"):
+        words = ["--world-size=1", "--device=h100", "--json", f"--compile.enable={is_on}"]
+        run(["plan", str(DEBUG), *large, *words])
+        found.append(json.loads(capsys.readouterr().out))
+    eager, compiled = found
+    assert compiled["peak_bytes"] == eager["peak_bytes"]
+    assert compiled["step_seconds"] < eager["step_seconds"]
+
+
 def test_masked_documents_are_planned_for_gpus(capsys) -> None:
     words = ["--training.mask_documents=true", "--world-size=1", "--device=h100", "--json"]
     run(["plan", str(DEBUG), *SMALL, *words])
