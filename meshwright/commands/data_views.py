@@ -190,28 +190,32 @@ def remove(config: JobConfig, name: str) -> None:
     is_one = folder.parent == root and (any(folder.glob("*.npz")) or name == "blocks")
     if not is_one or not folder.is_dir():
         raise config_error("--remove", name, f"is no cache in {root}", "see --caches for the names")
-    for file in folder.glob("*.claim"):
-        _check_dead(file)
+    _check_dead([*folder.glob("*.claim")])
     # first the file without which it is no cache: an interruption leaves none that looks whole
     (folder / "cache.npz").unlink(missing_ok=True)
     shutil.rmtree(folder)
     print(f"removed {folder}")
 
 
-def _check_dead(file: Path) -> None:
-    """Remove a claim on a part of a cache if its owner is gone: it may be on another machine, whose
-    clock is another, so a change of the claim is waited for.
+def _check_dead(files: Sequence[Path]) -> None:
+    """Remove the claims on parts of a cache if their owners are gone: they may be on another
+    machine, whose clock is another, so changes of the claims are waited for, of all at once.
 
     Raises:
-        ConfigError: if it is not gone.
+        ConfigError: if one is not gone.
     """
-    claim, first = Claim(file), read(file)
-    print(f"looking for {SILENCE_S:.0f} s at most whether {file} is alive", file=sys.stderr)
-    while not claim.remove_if_dead():
-        state = read(file)
-        owner = state.owner if state else None
-        if state != first or (owner and owner.is_here):
-            fix = "stop it, or wait until it has ended"
-            what = f"a job is writing to {file.parent}: {owner or 'unknown'}"
-            raise ConfigError("--remove", f"{what}\n  fix: {fix}")
+    first = {file: read(file) for file in files}
+    left = [claim for claim in map(Claim, files) if not claim.remove_if_dead()]
+    if left:
+        what = f"looking for {SILENCE_S:.0f} s at most whether a job writes to {files[0].parent}"
+        print(what, file=sys.stderr)
+    while left:
+        for file in (claim.file for claim in left):
+            state = read(file)
+            owner = state.owner if state else None
+            if state != first[file] or (owner and owner.is_here):
+                fix = "stop it, or wait until it has ended"
+                what = f"a job is writing to {file.parent}: {owner or 'unknown'}"
+                raise ConfigError("--remove", f"{what}\n  fix: {fix}")
         time.sleep(POLL_S)
+        left = [claim for claim in left if not claim.remove_if_dead()]

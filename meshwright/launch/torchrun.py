@@ -9,6 +9,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -84,13 +85,13 @@ def launch() -> None:
     with tempfile.TemporaryDirectory(prefix="meshwright_console_") as folder:
         request = Path(folder) / STOP
         os.environ.setdefault("PYTHONFAULTHANDLER", "1")  # where a rank was that C++ ended
-        interrupts: list[int] = []
+        heard: list[int] = []
         _write_requests(request)
         for number in stop_signals():
-            signal.signal(number, lambda number, _: _ask_to_stop(request, number, interrupts))
+            signal.signal(number, lambda number, _: _ask_to_stop(request, number, heard))
         if signal.getsignal(signal.SIGQUIT) is not signal.SIG_IGN:
             signal.signal(signal.SIGQUIT, _kill)
-        _end_though_stuck(Path(folder))
+        _end_though_stuck(Path(folder), heard)
         # torchrun is left no signal: it would take even the ones that nohup has us ignore. A name
         # that is none it passes over
         args = parse_args(["--log-dir", folder, "--signals-to-handle", "", *sys.argv[1:]])
@@ -139,7 +140,8 @@ def _wait_for_machines(args: argparse.Namespace, folder: Path) -> None:
                 meeting.come()
                 now = time.monotonic()
                 heard_at = heard_at if meeting.is_silent else now
-                if now - heard_at > SILENT_S:  # torchrun itself would wait for ever
+                # torchrun itself would wait for ever
+                if now - heard_at > SILENT_S and not _has_ranks(folder):
                     print_error(f"RDZV_ENDPOINT = {args.rdzv_endpoint!r}: {OTHER_PROGRAM}{FIX}")
                     _leave(folder, EXIT_CONFIG)
                 if (waited_s := now - begun) >= due_s:
@@ -151,9 +153,13 @@ def _wait_for_machines(args: argparse.Namespace, folder: Path) -> None:
         threading.Thread(target=speak, name="rendezvous", daemon=True).start()
 
 
-def _end_though_stuck(folder: Path) -> None:
+def _end_though_stuck(folder: Path, heard: Sequence[int]) -> None:
     """Have a thread end this process if it is asked to stop before there are ranks, and its main
-    thread does not come back from C++: there it waits for the first machine."""
+    thread does not come back from C++: there it waits for the first machine.
+
+    Args:
+        heard: signals that the main thread has answered, and may be stuck after.
+    """
     read_end, write_end = os.pipe()
     os.set_blocking(write_end, False)
     # Python's handlers wait for the main thread; the number is written here at once
@@ -166,8 +172,10 @@ def _end_though_stuck(folder: Path) -> None:
                 time.sleep(STUCK_S)
                 if number in (*STOP_SIGNALS, signal.SIGQUIT) and not _has_ranks(folder):
                     name = signal.Signals(number).name
-                    print_error(before_training(name))
-                    _leave(folder, code_of_request(name))
+                    if not heard:
+                        print_error(before_training(name))
+                    is_kill = number == signal.SIGQUIT
+                    _leave(folder, 128 + number if is_kill else code_of_request(name))
 
     threading.Thread(target=listen, name="signals", daemon=True).start()
 
@@ -204,13 +212,14 @@ def _write_requests(request: Path) -> None:
         request.with_suffix(f".{number.name}").write_text(number.name, "ascii")
 
 
-def _ask_to_stop(request: Path, number: int, interrupts: list[int]) -> None:
+def _ask_to_stop(request: Path, number: int, heard: list[int]) -> None:
     name = signal.Signals(number).name
-    interrupts += [number] * (number == signal.SIGINT)
-    if len(interrupts) > 1:
+    heard.append(number)
+    if number == signal.SIGINT and heard.count(number) > 1:
         _kill(number)
     if not _has_ranks(request.parent):  # it waits for other machines, for minutes
-        print_error(before_training(name))
+        if len(heard) == 1:
+            print_error(before_training(name))
         sys.exit(code_of_request(name))
     if request.exists():
         if number == signal.SIGINT:

@@ -28,22 +28,24 @@ from tests.helpers.jobs import ROOT, environment, wait_for
 
 def test_ranks_are_asked_to_stop_if_there_are_any(tmp_path: Path, capfd) -> None:
     """Otherwise the launcher waits for other machines, and no one would hear of it."""
-    request, interrupts = tmp_path / "stop", []
+    request, heard = tmp_path / "stop", []
     torchrun._write_requests(request)
     with pytest.raises(SystemExit, match=str(EXIT_STOPPED)):
-        _ask_to_stop(request, signal.SIGTERM, interrupts)
+        _ask_to_stop(request, signal.SIGTERM, heard)
+    with pytest.raises(SystemExit, match=str(EXIT_STOPPED)):  # again, while torchrun ends
+        _ask_to_stop(request, signal.SIGTERM, heard)
     with pytest.raises(SystemExit, match=str(EXIT_INTERRUPTED)):
         _ask_to_stop(request, signal.SIGINT, [])
     assert capfd.readouterr().err.count("stopped before the first step") == 2
     (tmp_path / "logs_of_ranks").mkdir()
-    _ask_to_stop(request, signal.SIGUSR1, interrupts)
+    _ask_to_stop(request, signal.SIGUSR1, heard)
     assert request.read_text() == "SIGUSR1"
     said = "meshwright: SIGUSR1: the job stops, at the latest after its first step\n"
     assert capfd.readouterr().err == said
     for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
-        _ask_to_stop(request, number, interrupts)  # no one is in a hurry
+        _ask_to_stop(request, number, heard)  # no one is in a hurry
     with pytest.raises(SignalException, match="SIGINT"):
-        _ask_to_stop(request, signal.SIGINT, interrupts)
+        _ask_to_stop(request, signal.SIGINT, heard)
 
 
 def test_nobody_need_read_that_a_job_is_asked_to_stop(tmp_path: Path) -> None:
@@ -87,30 +89,44 @@ from pathlib import Path
 import torch.distributed as dist
 from meshwright.launch import torchrun
 
-for number in torchrun.stop_signals():
+heard = []
+for number in (*torchrun.stop_signals(), signal.SIGQUIT):
     signal.signal(number, lambda *_: None)
 torchrun.STUCK_S = 0.2
-torchrun._end_though_stuck(Path(sys.argv[1]))
+torchrun._end_though_stuck(Path(sys.argv[1]), heard)
+heard += map(int, sys.argv[3:])
 print("waiting", flush=True)
 dist.TCPStore("127.0.0.1", int(sys.argv[2]), is_master=False)
 """
 
 
-def test_a_launcher_hears_a_request_while_torch_waits_for_the_first_machine(tmp_path) -> None:
+@pytest.mark.parametrize(
+    ("number", "heard", "code"),
+    [
+        (signal.SIGTERM, [], EXIT_STOPPED),
+        (signal.SIGINT, [signal.SIGINT], EXIT_INTERRUPTED),  # the main thread has said so
+        (signal.SIGQUIT, [], 128 + signal.SIGQUIT),  # a scheduler does not start it again
+    ],
+)
+def test_a_launcher_hears_a_request_while_torch_waits_for_the_first_machine(
+    tmp_path, number: signal.Signals, heard: list[signal.Signals], code: int
+) -> None:
     """In C++, where no handler of Python's runs, for ten minutes or for ever."""
     (tmp_path / "stuck.py").write_text(STUCK)
     (tmp_path / "console").mkdir()
     with socket.create_server(("127.0.0.1", 0)) as silent:
         port = silent.getsockname()[1]
-        words = [tmp_path / "stuck.py", tmp_path / "console", port]
+        words = [tmp_path / "stuck.py", tmp_path / "console", port, *map(int, heard)]
         launcher = Forked(words, environment(), cwd=ROOT)
         launcher.wait_for_line("waiting")
         peer, _ = silent.accept()
-        launcher.send_signal(signal.SIGTERM)
+        launcher.send_signal(number)
         ended = launcher.wait(30)
         peer.close()
-    assert ended.returncode == EXIT_STOPPED
-    assert ended.stderr.startswith("meshwright: SIGTERM: stopped before the first step")
+    assert ended.returncode == code
+    said = f"meshwright: {number.name}: stopped before the first step"
+    assert ended.stderr.startswith("" if heard else said)
+    assert bool(ended.stderr) != bool(heard)
     assert not (tmp_path / "console").exists()
 
 
