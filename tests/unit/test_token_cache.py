@@ -135,7 +135,8 @@ def test_what_is_there_is_not_made_again(tmp_path) -> None:
     assert note.read_text() == opened
 
 
-def test_finished_parts_of_an_interrupted_run_are_kept(tmp_path) -> None:
+def test_finished_parts_of_an_interrupted_run_are_kept(tmp_path, caplog) -> None:
+    caplog.set_level("INFO", "meshwright")
     recipe = TextsRecipe(MANY)
     whole = open_cache(recipe, tmp_path, num_workers=1)
     want = documents_of(whole)
@@ -154,6 +155,7 @@ def test_finished_parts_of_an_interrupted_run_are_kept(tmp_path) -> None:
         if path.stat().st_mtime_ns != times[path.name]
     ]
     assert changed == ["00003.tokens"]
+    assert "1 process, 7 of 8 parts are there" in caplog.text
     assert not left_over.exists()
     assert documents_of(again) == want
     assert again.content == whole.content
