@@ -32,6 +32,7 @@ from meshwright.datasets.stream import (
     Cursor,
     EndOfData,
     SampleStream,
+    Shard,
     ShardPlace,
     bad_records,
     find_samples,
@@ -177,15 +178,19 @@ def test_a_stream_resumes_at_any_sample(window: int) -> None:
 
 
 @pytest.mark.parametrize("kind", ["cached", "streamed"])
-def test_a_sample_can_be_looked_up_by_its_index(kind, tmp_path) -> None:
+def test_a_sample_can_be_looked_up_by_its_index(kind, tmp_path, monkeypatch) -> None:
     source = cached(tmp_path) if kind == "cached" else streamed()
     want, rules = take(source, 60), SampleRules(LENGTH, seed=0)
-    for first, last, known in ((0, 0, 0), (7, 9, 0), (41, 59, 0), (41, 43, 41), (50, 52, 30)):
+    opened, read = set(), Shard.next_sample
+    monkeypatch.setattr(Shard, "next_sample", lambda s: opened.add(s._number) or read(s))
+    for first, last, known in ((0, 0, 0), (7, 8, 0), (41, 59, 0), (41, 43, 41), (50, 52, 30)):
         before = (known, want[known - 1][1]) if known else (0, Cursor())
         found = find_samples(source, first, last, rules, before)
         assert [sample.tokens.tolist() for sample in found] == [
             tokens for tokens, _ in want[first : last + 1]
         ]
+        assert len(opened) <= last - first + 1  # no other shard is read
+        opened.clear()
 
 
 def test_a_stream_holds_every_token_once_an_epoch() -> None:

@@ -418,20 +418,6 @@ def test_conversations_from_file_to_labels(folder: Path) -> None:
     assert sample.documents[-1] == 2
 
 
-def test_conversations_without_a_template_are_an_error(folder: Path) -> None:
-    row = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    (folder / "a.jsonl").write_text(json.dumps({"text": row}) + "\n")
-    tokenizer_file = byte_level_json(folder / "tokenizer.json", ["<|im_start|>", "<|im_end|>"])
-    source = Source(dataset="json", dataset_path=str(folder / "a.jsonl"))
-    for tokenizer_path in (str(tokenizer_file), BYTES):
-        recipe = TokenizationSpec(Entry("training", "chat", source), tokenizer_path)
-        with pytest.raises(ConfigError, match="model\\.(chat_template|tokenizer)_path"):
-            open_cache(recipe, folder / "cache", num_workers=1)
-    (own := folder / "chat.jinja").write_text(CHATML)
-    recipe = TokenizationSpec(Entry("training", "chat", source), str(tokenizer_file), str(own))
-    assert open_cache(recipe, folder / "cache", num_workers=1).num_documents == 1
-
-
 def test_the_subset_of_a_local_copy(folder: Path) -> None:
     for name in ("en", "de"):
         (folder / name).mkdir()

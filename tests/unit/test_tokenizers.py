@@ -73,14 +73,6 @@ def test_the_shipped_sentencepiece_model() -> None:
         assert num_bytes(tokenizer, text) == len(text.encode()) + 1, text
 
 
-def test_bytes_need_no_file() -> None:
-    tokenizer = build_tokenizer("bytes")
-    ids = tokenizer.encode(CODE)
-    assert ids == list(CODE.encode())
-    assert tokenizer.decode([tokenizer.bos_id, *ids, tokenizer.eos_id]) == CODE
-    assert max(*ids, tokenizer.bos_id, tokenizer.eos_id) < tokenizer.vocab_size
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_ids_beyond_the_vocabulary_have_no_text(kind: str, files: dict[str, Path]) -> None:
     """A model whose vocabulary is larger, to be cut evenly, may choose one."""
