@@ -1,7 +1,6 @@
 """The data of a job, on real processes: killed, resumed on other meshes, tokenised by several."""
 
 import json
-import math
 import os
 import random
 import signal
@@ -16,16 +15,14 @@ import pytest
 
 from meshwright.checkpoint import commit
 from meshwright.checkpoint.manifest import read_manifest
-from tests.helpers.compare_checkpoints import assert_same_tensors
+from tests.helpers.cli import command
 from tests.helpers.files import flip_bit
 from tests.helpers.jobs import (
     CONFIG,
     ROOT,
-    assert_close,
     ended,
     environment,
     launch,
-    losses,
     records,
     start_on_ranks,
     train_alone,
@@ -178,10 +175,7 @@ def test_a_validation_that_fails_costs_no_step(tmp_path: Path) -> None:
         *("--validation.freq", 3, "--validation.num_samples", 64, "--checkpoint.interval", 100),
         *("--training.token_cache_folder", cache),
     )
-    words = ("tokenize", "--job.config_file", CONFIG, *options)
-    subprocess.run(
-        [sys.executable, "-m", "meshwright.commands.main", *map(str, words)], check=True, timeout=60
-    )
+    command("tokenize")(["--job.config_file", CONFIG, *options])
     sizes = {path: path.stat().st_size for path in cache.rglob("*/00000.tokens")}
     flip_bit(min(sizes, key=sizes.__getitem__), 8 * 70)  # of a twentieth of the files
     result = train_on_ranks(folder, *options, code=5)
@@ -340,57 +334,6 @@ def test_an_epoch_limit_ends_the_job_in_order(tmp_path) -> None:
         file.write('{"text": "one more"}\n')
     other = train_alone(tmp_path / "out", *arguments, code=2, **cache)
     assert "its content is not what it was when the checkpoint was saved" in other.stderr
-
-
-VALIDATION = (
-    *("--validation.enable", "--validation.dataset_split", "validation"),
-    *("--validation.num_samples", 13, "--validation.freq", 3),
-    *("--validation.sample_prompts", '["def ", "import "]', "--validation.sample_tokens", 5),
-)
-
-
-@pytest.mark.slow
-def test_validation_is_the_same_on_every_mesh_and_leaves_training_alone(tmp_path) -> None:
-    short = ("--training.steps", 7, "--checkpoint.interval", 4)
-    runs = {
-        "without": (train_alone, short),
-        "one": (train_alone, (*short, *VALIDATION)),
-        "pipeline": (
-            train_on_ranks,
-            (*short, *VALIDATION, "--parallelism.pipeline_parallel_degree", 2),
-        ),
-    }
-    for name, (train, arguments) in runs.items():
-        train(tmp_path / name, *arguments)
-    trained = {
-        name: [(row["loss/train"], row["optim/grad_norm"]) for row in records(tmp_path / name)]
-        for name in runs
-    }
-    assert trained["one"] == trained["without"]
-    assert_close(losses(tmp_path / "pipeline"), losses(tmp_path / "one"))
-    assert_same_tensors(*(tmp_path / name / "checkpoint/step-7" for name in ("one", "without")))
-    keys = ("validation/loss", "validation/perplexity", "validation/bits_per_byte")
-    found = {
-        name: {row["step"]: [row[key] for key in keys] for row in rows if keys[0] in row}
-        for name, rows in ((name, records(tmp_path / name)) for name in runs)
-    }
-    assert found["without"] == {}
-    assert list(found["one"]) == [3, 6, 7]
-    assert found["pipeline"].keys() == found["one"].keys()
-    for step, figures in found["pipeline"].items():
-        assert figures == pytest.approx(found["one"][step], rel=1e-6)
-    loss, perplexity, bits = found["one"][7]
-    assert perplexity == pytest.approx(math.exp(loss))
-    assert 2 < loss / math.log(2) / bits < 4  # bytes a token
-    texts = {
-        name: [json.loads(line) for line in (tmp_path / name / "samples.jsonl").open()]
-        for name in ("one", "pipeline")
-    }
-    assert texts["pipeline"] == texts["one"]
-    assert [row["step"] for row in texts["one"]] == [3, 3, 6, 6, 7, 7]
-    for row in texts["one"]:
-        assert row["prompt"] in ("def ", "import ")
-        assert row["text"].startswith(row["prompt"].strip())
 
 
 def test_several_validation_sets_have_figures_of_their_own(tmp_path) -> None:
