@@ -1,4 +1,5 @@
-"""Blocks and the loss are compiled in the first step, and never again; numbers are the same."""
+"""Blocks and the loss are compiled in the first step, and never again; numbers are the same,
+also of packed documents."""
 
 import dataclasses
 from unittest.mock import patch
@@ -15,7 +16,9 @@ from meshwright.parallelisms.rules.degrees import ParallelDims
 from tests.distributed.test_step import steps_on_mesh
 from tests.helpers.job import DEEP, SCHEDULES, Job, mesh
 from tests.helpers.needs import needs_compiler
-from tests.helpers.slow import slow
+from tests.helpers.packed import packed, reference
+from tests.helpers.rounding import gradient_bound
+from tests.helpers.slow import slow, slow_but
 from tests.helpers.tiny import TINY, parallel_model
 
 FSDP = mesh(dp_shard=2)
@@ -88,30 +91,6 @@ def test_one_graph_for_all_blocks_and_the_same_numbers(on_ranks, case) -> None:
     assert on_ranks(2, graphs_of_compared_steps, dims, options) == want
 
 
-def graphs_of_steps(dims: ParallelDims, options: dict, steps: int, folder: str) -> tuple[int, int]:
-    """Graphs compiled in the first step of two microbatches, and in all that follow; a checkpoint
-    is written after the second."""
-    graphs = Graphs()
-    job = Job(dims, num_microbatches=2, compile_backend="aot_eager", **options)
-    job.take_step(1)
-    first = graphs.new()
-    for step in range(2, steps + 1):
-        job.take_step(step)
-        if step == 2:
-            job.save(folder)
-    return first, graphs.new()
-
-
-FP32_BLOCKS = {"param_dtype": torch.bfloat16, "fp32_modules": ("layers.0", "layers.1")}
-
-
-@pytest.mark.parametrize(("options", "of_blocks"), [(OP, 1), (FP32_BLOCKS, 2)], ids=["op", "fp32"])
-def test_no_graph_after_the_first_step(on_ranks, tmp_path, options, of_blocks) -> None:
-    """Blocks in fp32 have one, and the others one."""
-    found = on_ranks(2, graphs_of_steps, FSDP, options, 6, str(tmp_path))
-    assert found == [(of_blocks + LOSS, 0)] * 2
-
-
 HEADS_OF_16 = dataclasses.replace(TINY, dim=64)
 
 
@@ -146,3 +125,42 @@ def test_all_ranks_have_attentions_kernel_or_none() -> None:
             model, _ = parallel_model(FSDP, compile_backend="eager")
         cores = [block.attention.core for block in model.stages[0].layers.values()]
         assert {core.forward is attention.attend for core in cores} == {lacking is None}
+
+
+PACKED = {
+    "fsdp-op": (mesh(dp_shard=2), AOT | {"ac_mode": "selective"}),
+    "tp": (mesh(tp=2), AOT),
+    "cp": (mesh(cp=2), AOT),
+    "pp": (mesh(pp=2), AOT | SCHEDULES["1F1B"]),
+    "cp4": (mesh(cp=4), {}),
+    "pp-cp": (mesh(pp=2, cp=2), SCHEDULES["1F1B"]),
+    "pp-zbv": (mesh(pp=2), SCHEDULES["ZBVZeroBubble"]),  # which compiled blocks cannot
+}
+"""Others that are eager: tests/distributed/test_families.py."""
+
+
+BY_INDUCTOR = pytest.param(mesh(dp_shard=2), INDUCTOR, marks=[needs_compiler, pytest.mark.slow])
+
+
+@pytest.mark.parametrize(("dims", "options"), [*slow_but("fsdp-op pp-zbv", PACKED), BY_INDUCTOR])
+@pytest.mark.ranks("dims")
+def test_packed_documents_learn_as_they_do_alone_and_others_are_not_compiled_anew(
+    dims, options
+) -> None:
+    graphs = Graphs()
+    args = DEEP if dims.pp > 1 else TINY
+    job = Job(dims, 0, 4 if dims.pp > 1 else 2, args=args, **options)
+    gradients = job.whole_gradients()
+    loss = job.take_step(1, job.part(packed(1))).loss.item()
+    want_loss, want_gradients = reference(args)
+    assert loss == pytest.approx(want_loss, rel=1e-6)
+    for name, gradient in gradients.items():
+        want = want_gradients[name]
+        error = ((gradient - want).norm() / want.norm()).item()
+        assert error <= gradient_bound(args), f"{name}: {error:.1e}"
+    first = graphs.new()
+    for step in (2, 3):
+        job.take_step(step, job.part(packed(step)))
+    is_compiled = "compile_backend" in options
+    num_of_loss = 2 * any(stage.output is not None for stage in job.model.stages)
+    assert (first, graphs.new()) == ((1 + num_of_loss) * is_compiled, 0)

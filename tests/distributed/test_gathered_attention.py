@@ -1,12 +1,9 @@
 """The cores of attention against the formula: alone, with kept keys, and with keys gathered over
 ranks, by kernels that need no mask."""
 
-from collections import Counter
-
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.models.attention import CausalAttention, dense_mask
 from meshwright.models.generation import CachedAttention
@@ -15,10 +12,10 @@ from meshwright.parallelisms.context_parallel import (
     attend,
     attend_in_chunks,
     gradients_in_chunks,
-    has_flash_attention,
     local_positions,
 )
 from meshwright.parallelisms.rules.degrees import ParallelDims
+from tests.helpers.operators import Operators
 from tests.helpers.tiny import meshes_of
 
 SEQ_LEN, HEADS, KV_HEADS = 32, 4, 2
@@ -88,22 +85,6 @@ def test_gathered_keys_are_attention_to_the_whole_sequence(cp) -> None:
             assert error < (1e-6 if dtype == torch.float32 else 5e-3), f"{case}, {name}: {error}"
 
 
-class Shapes(TorchDispatchMode):
-    """Calls of operators, and the most elements that one gave."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: Counter[str] = Counter()
-        self.most = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        output = func(*args, **(kwargs or {}))
-        self.calls[func.overloadpacket.__name__] += 1
-        if isinstance(output, torch.Tensor):
-            self.most = max(self.most, output.numel())
-        return output
-
-
 @pytest.mark.ranks(4)
 def test_a_rank_keeps_its_own_keys_alone() -> None:
     """Eager or compiled, which give the same bits."""
@@ -133,31 +114,14 @@ def test_a_rank_keeps_its_own_keys_alone() -> None:
 def test_there_is_neither_a_mask_nor_a_matrix_of_scores(rank: int) -> None:
     q, k, v = (torch.randn(1, 4, n, 8) for n in (256, 512, 512))
     chunks = (rank, 3 - rank)
-    with Shapes() as shapes:
+    sizes: list[int] = []
+    with Operators(lambda *call: sizes.extend(map(torch.numel, call[-1]))) as operators:
         output, sums = attend_in_chunks(q, k, v, chunks, SCALE)
         gradients_in_chunks(output, q, k, v, output, sums, chunks, SCALE)
-    assert shapes.most <= k.numel()  # a mask of the second chunk has 128 x 512 elements
+    assert max(sizes) <= k.numel()  # a mask of the second chunk has 128 x 512 elements
     parts = 3 + (rank > 0)  # of four, one has no key
-    forward = "_scaled_dot_product_flash_attention_for_cpu"
-    assert shapes.calls[forward] == shapes.calls[f"{forward}_backward"] == parts
-
-
-def test_torch_is_asked_whether_there_is_a_kernel(monkeypatch) -> None:
-    asked = []
-
-    def can_use(params: torch.backends.cuda.SDPAParams) -> bool:
-        asked.append((params.query.dtype, params.query.shape[-1], params.is_causal))
-        return params.query.dtype == torch.bfloat16
-
-    monkeypatch.setattr(torch.backends.cuda, "can_use_flash_attention", can_use)
-    empty = torch.empty  # of no GPU
-    monkeypatch.setattr(torch, "empty", lambda *a, **k: empty(*a, **(k | {"device": "cpu"})))
-    assert has_flash_attention("cuda", torch.bfloat16, 48)
-    assert not has_flash_attention("cuda", torch.float32, 48)
-    assert has_flash_attention("cuda", torch.bfloat16, 20)
-    widths = [(torch.bfloat16, 48), (torch.float32, 48), (torch.bfloat16, 24)]
-    assert asked == [(dtype, width, True) for dtype, width in widths]
-    assert has_flash_attention("cpu", torch.float32, 48)
+    forward = "aten._scaled_dot_product_flash_attention_for_cpu"
+    assert operators.counts[forward] == operators.counts[f"{forward}_backward"] == parts
 
 
 def test_kernels_of_gpus_take_these_arguments() -> None:

@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from meshwright.checkpoint.state import TrainingTensors
 from meshwright.config.optimizer import Muon, Optimizer
 from meshwright.models.decoder import Decoder
 from meshwright.models.families.llama import LlamaArgs
@@ -12,7 +11,7 @@ from meshwright.parallelisms.shards import local_box, part_of_box
 from meshwright.train.optim.optimizers import build_optimizer, set_learning_rate, update
 from tests.helpers.job import mesh
 from tests.helpers.slow import slow
-from tests.helpers.tiny import MIXED, TINY, parallel_model, plain_model, whole
+from tests.helpers.tiny import MIXED, TINY, parallel_model, plain_model
 
 TABLE = TINY.table.parameters
 AXES = ("dp_replicate", "dp_shard", "cp", "tp", "pp")
@@ -147,33 +146,3 @@ def test_experts_are_updated_as_on_one_rank_to_the_bit(on_ranks) -> None:
         {"cp": 2, "tp": 2, "ep": 4},
     ]
     on_ranks(4, _meshes, [(degrees, {}, {}) for degrees in meshes])
-
-
-@pytest.mark.parametrize(
-    "dims",
-    [
-        mesh(dp_shard=2, tp=2),
-        *slow(mesh(dp_replicate=2, dp_shard=2, tp=2), mesh(dp_shard=8)),
-    ],
-)
-@pytest.mark.ranks("dims")
-def test_a_state_continues_on_one_rank_and_back_to_the_bit(dims) -> None:
-    model, meshes = parallel_model(dims)
-    ranks = meshes.stage.get_group()
-    optimizer = build_optimizer(model.named_parameters(), config_of({}), TABLE, ranks)
-    take_steps(model, optimizer, range(2))
-    saved = TrainingTensors(model, optimizer, 0).state_dict()
-    one, its_optimizer = alone({})
-    tensors = TrainingTensors(one, its_optimizer, 0)
-    tensors.load_state_dict({key: whole(tensor) for key, tensor in saved.items()})
-    for key, tensor in tensors.state_dict().items():
-        assert torch.equal(tensor, whole(saved[key])), key
-    want = take_steps(one, its_optimizer, range(2, 4))
-    # back, into a model and a state that hold something else
-    other, _ = parallel_model(dims, seed=1)
-    back = build_optimizer(other.named_parameters(), config_of({}), TABLE, ranks)
-    take_steps(other, back, range(1))
-    TrainingTensors(other, back, 0).load_state_dict(saved)
-    got = take_steps(other, back, range(2, 4))
-    for key, tensor in got.items():
-        assert torch.equal(whole(tensor), want[key]), key

@@ -7,16 +7,16 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.config.optimizer import Optimizer
 from meshwright.parallelisms.local_model import LocalModel
 from meshwright.parallelisms.rules.degrees import ParallelDims
 from meshwright.train.optim.optimizers import build_optimizer, set_learning_rate, update
 from tests.helpers.job import Job, mesh, plain_steps
+from tests.helpers.operators import Operators
 from tests.helpers.optimizers import GROUPS, plain_groups
 from tests.helpers.rounding import assert_updated_alike
-from tests.helpers.tiny import TINY, parallel_model, plain_model, whole
+from tests.helpers.tiny import TINY, parallel_model, plain_model
 
 LRS, DECAY = (1.0, 0.5), 0.05
 CONFIG = Optimizer(lr=LRS[0], eps=1.0, weight_decay=DECAY, groups=GROUPS)  # as `rounding.adamw`
@@ -51,19 +51,6 @@ def _groups_on(dims: ParallelDims, is_early: bool) -> None:
     want, initial = reference(), dict(plain_model().named_parameters())
     for name, weight in job.weights().items():
         assert_updated_alike(weight, want[name], initial[name], name, num_steps=len(LRS))
-    # what is saved is the same without groups, and either loads into the other
-    grouped = job.tensors.state_dict()
-    other = Job(
-        dims,
-        1,
-        dims.pp,
-        optimizer_of=lambda model: build_optimizer(model.named_parameters(), Optimizer()),
-    )
-    assert other.tensors.state_dict().keys() == grouped.keys()
-    other.tensors.load_state_dict(grouped)
-    after = other.tensors.state_dict()
-    for key, tensor in grouped.items():
-        assert torch.equal(whole(after[key]), whole(tensor)), key
 
 
 @pytest.mark.ranks(2)
@@ -72,18 +59,6 @@ def test_groups_on_two_ranks_are_those_of_plain_torch() -> None:
         _groups_on(mesh(**{axis: 2}), is_early=False)
         if axis in ("dp_shard", "tp"):
             _groups_on(mesh(**{axis: 2}), is_early=True)
-
-
-class _Kernels(TorchDispatchMode):
-    """Notes whether any operator of the optimizer was given a DTensor."""
-
-    names: tuple[str, ...] = ()
-    saw_dtensor = False
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names += (str(func),)
-        self.saw_dtensor |= "fused_adam" in str(func) and DTensor in types
-        return func(*args, **kwargs or {})
 
 
 @pytest.mark.ranks(2)
@@ -98,10 +73,12 @@ def test_the_kernel_gets_shards_and_the_state_is_laid_out_as_parameters() -> Non
     for step in range(2):
         for parameter in model.parameters():
             parameter.grad = torch.ones_like(parameter)
-        with _Kernels() as kernels:
+        calls: list[tuple] = []
+        with Operators(lambda *call, calls=calls: calls.append(call)):
             update(optimizer, torch.tensor(False))
-        assert any("fused_adam" in name for name in kernels.names)
-        assert not kernels.saw_dtensor
+        of_kernel = [types for name, types, *_ in calls if "fused_adam" in name]
+        assert of_kernel
+        assert not any(DTensor in types for types in of_kernel)
         for before, after in zip(groups, seen[-1], strict=True):
             assert all(a is b for a, b in zip(before, after, strict=True))
         assert {*optimizer.state} == {*model.parameters()}

@@ -5,7 +5,6 @@ import functools
 import itertools
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,7 +22,7 @@ from meshwright.commands.prove.cases import (
 )
 from meshwright.commands.prove.compare import BOUNDS, Reference, Verdict, compare
 from meshwright.commands.prove.measure import LAST_RESUMED_STEP, Measurement, measure
-from meshwright.commands.prove.prove import Row, _largest_of_layers, prove, record_references
+from meshwright.commands.prove.prove import _largest_of_layers, prove, record_references
 from meshwright.commands.prove.shrink import HEAD_DIM, KEPT, largest_tp, shrink
 from meshwright.config.job_config import JobConfig, changed
 from meshwright.config.loader import load_config
@@ -117,6 +116,7 @@ SOUND = {
     "hsdp, bf16 sums": (SMALL, "bf16 sums", HSDP),
     "tp, bf16": (SMALL, "bf16", {"tp": 2}),
     "pp, float8": (FLOAT8, "bf16 sums", {"pp": 2}),
+    "tp, float8": (FLOAT8, "bf16", {"tp": 2}),
 }
 
 
@@ -137,22 +137,6 @@ def test_a_sound_mesh_is_equal(verdict_of, small, kind, mesh) -> None:
     elif small is SMALL:  # nothing but sums in another order, or matmuls of parts
         low, high = (0, 1e-7) if kind == "bf16 sums" else (1e-3, 0.05)
         assert low <= verdict.gradient_error < high
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", MODELS)
-def test_every_family_is_equal_and_its_norms_are_watched(verdict_of, family) -> None:
-    small = small_job(f"--model.name={family}")
-    case = case_on(small, tp=2)
-    assert verdict_of(case, small=small).failures == []
-    wrong = verdict_of(case, "norm_gradients_of_own_tokens", small)
-    assert wrong.num_different_weights == 0
-    first = (text for text in wrong.failures if " at step " not in text)
-    gradients = [text for text in first if text.startswith("gradient of")]
-    assert all("norm.weight" in text for text in gradients)
-    on_heads = [n for n, p in args_of(small).table.parameters.items() if p.layout == "on_heads"]
-    for name in ("layers.1.ffn_norm.weight", *on_heads[:2]):
-        assert any(name in text for text in gradients), name
 
 
 @pytest.mark.parametrize(
@@ -179,25 +163,15 @@ def test_experts_stay_experts_and_their_degree_fits_the_ranks(axes, name) -> Non
 
 
 FIRST_LOSS = "loss: .* at step 1 "
-OF_DOCUMENTS = {"cp": 2}, [FIRST_LOSS, "gradient of layers.0.attention.wk"], WITH_DOCUMENTS
-MEANS = [r"gradient norm: .* at step 1 ", "gradient of layers"]
 SHARDS = {"dp_shard": 2}
 FAULTY = {
     "gradients_times_eight": (SHARDS, ["norm: ", r"of tok_embeddings.weight: .* 7\.0e\+00"]),
     "no_sum_over_tp": ({"tp": 2}, [FIRST_LOSS]),
-    "mean_of_means": (SHARDS, MEANS),
-    "mean_of_means-pp": ({"pp": 2}, MEANS),
-    "softmax_of_own_rows": ({"tp": 2}, [FIRST_LOSS, "gradient of output"]),
     "validation_of_own_samples": (SHARDS, ["validation/loss: .* on rank 0, 1"]),
     "resume_a_batch_late": (SHARDS, ["resume: .* samples, .* on rank 1"]),
     "a_tensor_not_saved": ({"pp": 2}, [f"checkpoint: does not hold {MOMENT}, on rank 1"]),
     "another_epsilon": (SHARDS, ["update: wrong for .* of 30 parameters"]),
-    "upper_ids_clamped": ({"tp": 2}, [FIRST_LOSS, "gradient of tok_embeddings"]),
-    "last_chunk_alone": (SHARDS, ["gradient of output"]),
-    "validation_counts_padding": (SHARDS, ["validation/loss: "]),
     "rows_saved_in_another_order": (SHARDS, ["checkpoint: .* model.layers.0.attention.wk"]),
-    "attention_across_documents": OF_DOCUMENTS,
-    "positions_not_restarted": OF_DOCUMENTS,
     "gradients_summed_in_bf16": (
         SHARDS,
         ["^gradient of layers.0.attention.wq"],
@@ -206,10 +180,6 @@ FAULTY = {
     ),
     "loss_in_bf16": (SHARDS, ["^gradient of output"], SMALL, "bf16 sums"),
     "weights_kept_in_bf16": (SHARDS, ["^update: wrong for "], SMALL, "bf16 sums"),
-    "router_gradients_of_own_tokens": (
-        *({"tp": 2}, ["^gradient of layers.0.feed_forward.router.weight: "]),
-        WITH_EXPERTS,
-    ),
     "a_token_goes_to_its_worst_expert": (
         *(SHARDS, ["^experts: chosen otherwise where scores differ by "]),
         WITH_EXPERTS,
@@ -219,15 +189,14 @@ FAULTY = {
         WITH_ALL,
     ),
 }
-EVERYDAY = """gradients_times_eight no_sum_over_tp mean_of_means softmax_of_own_rows
-validation_of_own_samples resume_a_batch_late a_tensor_not_saved attention_across_documents
-gradients_summed_in_bf16 router_gradients_of_own_tokens"""
+EVERYDAY = """gradients_times_eight no_sum_over_tp
+validation_of_own_samples resume_a_batch_late a_tensor_not_saved gradients_summed_in_bf16"""
 
 
 @pytest.mark.parametrize("name", slow_but(EVERYDAY, {name: (name,) for name in FAULTY}))
 def test_planted_faults_are_named(verdict_of, name) -> None:
     mesh, words, *kind = FAULTY[name]
-    verdict = verdict_of(case_on(*kind, **mesh), name.partition("-")[0], *kind[:1])
+    verdict = verdict_of(case_on(*kind, **mesh), name, *kind[:1])
     text = "\n".join(verdict.failures)
     for pattern in words:
         assert re.search(pattern, text, re.MULTILINE), text
@@ -238,15 +207,6 @@ def test_planted_faults_are_named(verdict_of, name) -> None:
         assert verdict.gradient_error == pytest.approx(7, rel=1e-3)
     if name == "mean_of_first_stage_alone":
         assert len(verdict.failures) == 1
-
-
-@pytest.mark.slow
-def test_swapped_microbatches(verdict_of) -> None:
-    case = case_on(dp_shard=2)
-    config = changed(case.config, {"training": {"local_batch_size": 2}})
-    verdict = verdict_of(dataclasses.replace(case, config=config), "swapped_microbatches")
-    (failure,) = verdict.failures  # the sum over microbatches, and so all else, is the same
-    assert failure.startswith("batches: 48 samples differ; the first is sample 0 of step 1, on ")
 
 
 @pytest.mark.slow
@@ -269,25 +229,14 @@ def break_off(config: JobConfig, world_size: int, file: Path) -> Measurement:
 
 
 def test_the_command_goes_on_after_a_case_that_stops(tmp_path, monkeypatch, capsys) -> None:
-    rows: list[Row] = []
-
-    def prove_with_a_break(*given: object) -> Iterator[Row]:
-        for row in prove(*given, break_off):
-            rows.append(row)
-            yield row
-
-    arguments = [
-        "debug_model",
-        "--output",
-        str(tmp_path),
-        "--parallelism.tensor_parallel_degree",
-        "2",
-    ]
-    monkeypatch.setattr("sys.argv", ["meshwright", "prove", *arguments])
+    words = ["debug_model", "--output", str(tmp_path), "--parallelism.tensor_parallel_degree=2"]
+    monkeypatch.setattr("sys.argv", ["meshwright", "prove", *words])
     cases = [case_on(tp=2), case_on(dp_shard=2)]
     monkeypatch.setattr("meshwright.commands.prove.command.shrink", lambda *_: SMALL)
     monkeypatch.setattr("meshwright.commands.prove.command.default_cases", lambda *_: cases)
-    monkeypatch.setattr("meshwright.commands.prove.prove.prove", prove_with_a_break)
+    monkeypatch.setattr(
+        "meshwright.commands.prove.prove.prove", lambda *given: prove(*given, break_off)
+    )
     with pytest.raises(SystemExit) as exit_code:
         main()
     assert exit_code.value.code == 1
@@ -297,15 +246,7 @@ def test_the_command_goes_on_after_a_case_that_stops(tmp_path, monkeypatch, caps
     proof = json.loads((tmp_path / "proof.json").read_text())
     assert proof["proved"] is False
     assert [bool(case["failures"]) for case in proof["cases"]] == [True, False]
-    page = (tmp_path / "proof.md").read_text()
-    assert "1 of 2 cases equal one process" in page
-    assert "no such luck" in page
-
-    monkeypatch.setattr("meshwright.commands.prove.command.default_cases", lambda *_: cases[1:])
-    monkeypatch.setattr("meshwright.commands.prove.prove.prove", lambda *_: iter(rows[1:]))
-    main()
-    assert "1 of 1 cases equal one process" in capsys.readouterr().out
-    assert json.loads((tmp_path / "proof.json").read_text())["proved"] is True
+    assert "no such luck" in (tmp_path / "proof.md").read_text()
 
 
 @pytest.mark.parametrize(

@@ -43,6 +43,7 @@ PAIRS = {  # every axis is entered and left
         ("moe-tp-ep", "moe-fsdp-tp-ep"),
         ("moe-hsdp", "moe-ep4"),
         ("moe", "moe-tp-ep"),
+        ("moe-tp-ep", "moe"),
     )
 }
 EVERYDAY = "2d->pp-interleaved pp-interleaved->fsdp2 hsdp->tp2 moe-tp-ep->moe-fsdp-tp-ep"

@@ -1,5 +1,7 @@
-"""Resumes of a real model and optimizer: to the same bits, or not, where that was asked for."""
+"""Resumes of a real model and optimizer: to the same bits, or not, where that was asked for; and
+the names under which a checkpoint holds them."""
 
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
@@ -12,9 +14,10 @@ from meshwright.parallelisms.rules.degrees import ParallelDims
 from tests.distributed.test_manager import contents
 from tests.distributed.test_resharding import held
 from tests.helpers.checkpoints import BARE
-from tests.helpers.job import SCHEDULES, Job, assert_equal
+from tests.helpers.job import SCHEDULES, Job, assert_equal, frozen, mesh
 from tests.helpers.needs import needs_compiler
 from tests.helpers.rounding import adamw
+from tests.helpers.tiny import TINY
 
 FSDP = ParallelDims(dp_replicate=1, dp_shard=2)
 LAST = 8
@@ -125,3 +128,49 @@ def test_an_optimizer_that_is_not_loaded_begins_anew_once(tmp_path: Path) -> Non
     again = Job(FSDP, seed=1)
     load(excluding, again, 3)
     assert_equal(held(again), held(got))
+
+
+def keys(trained: Collection[str]) -> set[str]:
+    """Of a checkpoint of the tiny model, `trained` being the names of its trained parameters."""
+    states = ("step", "exp_avg", "exp_avg_sq")
+    return {
+        f"rng.cpu.rank_{dist.get_rank()}",
+        *(f"model.{name}" for name in TINY.parameter_names()),
+        *(f"optimizer.state.{name}.{state}" for name in trained for state in states),
+    }
+
+
+@pytest.mark.ranks(2)
+def test_frozen_parameters_are_saved_without_optimizer_state(tmp_path: Path) -> None:
+    options = frozen("tok_embeddings.*", "layers.0.*", "*norm.weight")
+    dims = mesh(dp_shard=2)
+    job = Job(dims, **options)
+    job.take_step(1)
+    trained = set(TINY.parameter_names()) - options["frozen"]
+    assert job.tensors.state_dict().keys() == keys(trained)
+    job.save(tmp_path)
+    job.take_step(2)
+    resumed = Job(dims, seed=1, **options)
+    resumed.load(tmp_path)
+    resumed.take_step(2)
+    assert_equal(resumed.weights(), job.weights())
+
+
+@pytest.mark.ranks(2)
+def test_a_resume_may_begin_or_end_to_step_early(tmp_path: Path) -> None:
+    """Every other way to take the two steps, one before a resume and one after."""
+    dims = mesh(dp_shard=2)
+    ends = []
+    for first in (False, True):
+        job = Job(dims, is_early=first)
+        job.take_step(1)
+        names = {*job.tensors.state_dict()}
+        assert names == keys(set(TINY.parameter_names()))
+        job.save(f"{tmp_path}/{first}")
+        for second in (False, True):
+            resumed = Job(dims, seed=1, is_early=second)
+            resumed.load(f"{tmp_path}/{first}")
+            resumed.take_step(2)
+            ends.append(resumed.weights())
+    for end in ends[1:]:
+        assert_equal(end, ends[0])

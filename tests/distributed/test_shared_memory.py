@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from meshwright.parallelisms.shared_memory import Slots, open_slots
-from tests.distributed.test_step import CountCollectives
 from tests.helpers.job import Job, mesh
+from tests.helpers.operators import Operators
 from tests.helpers.tiny import TINY
 
 RANKS = 2
@@ -21,11 +21,11 @@ DIMS = mesh(dp_shard=RANKS)
 def _train(**options: object) -> tuple[int, list[torch.Tensor]]:
     """Count FSDP2's collectives by gloo in some steps; return figures and weights after them."""
     job = Job(DIMS, 0, 2, param_dtype=torch.bfloat16, **options)
-    with CountCollectives() as counter:
+    with Operators() as counter:
         results = [
             job.take_step(step, max_norm=0.5, reduce_every_microbatch=True) for step in (1, 2)
         ]
-    calls = counter.counts["_allgather_base_"] + counter.counts["_reduce_scatter_base_"]
+    calls = counter.counts["c10d._allgather_base_"] + counter.counts["c10d._reduce_scatter_base_"]
     figures = [figure for result in results for figure in (result.loss, result.grad_norm)]
     return calls, [*figures, *job.weights().values()]
 

@@ -17,39 +17,55 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed._symmetric_memory import is_symm_mem_enabled_for_group
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 from meshwright.models.families.llama import LlamaArgs
-from meshwright.models.loss import IGNORE
+from meshwright.models.loss import IGNORE, Batch
 from meshwright.parallelisms.rules import stages
 from meshwright.parallelisms.rules.degrees import ParallelDims
 from tests.helpers.fsdp import groups_of
-from tests.helpers.job import DEEP, SCHEDULES, Job, frozen, global_batch, mesh, plain_steps
+from tests.helpers.job import (
+    DEEP,
+    GLOBAL_BATCH,
+    SCHEDULES,
+    Job,
+    frozen,
+    global_batch,
+    mesh,
+    plain_steps,
+)
+from tests.helpers.operators import Operators
 from tests.helpers.rounding import FIGURES_BOUND, adamw, assert_updated_alike
 from tests.helpers.slow import slow
-from tests.helpers.tiny import TIED, TINY, parallel_model, plain_model, whole
+from tests.helpers.tiny import SEQ_LEN, TIED, TINY, parallel_model, plain_model, whole
 
 STEPS = 2
+SHAPE = GLOBAL_BATCH, SEQ_LEN
 
 
 @functools.cache
 def reference(
-    args: LlamaArgs, frozen: Collection[str] = frozenset(), max_norm: float = 0.5
+    args: LlamaArgs,
+    frozen: Collection[str] = frozenset(),
+    max_norm: float = 0.5,
+    shape: tuple[int, int] = SHAPE,
 ) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor]]:
     """(loss, gradient norm) of each step, and the weights after the last."""
     model = plain_model(args)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name not in frozen)
-    figures = plain_steps(model, adamw(model), range(1, STEPS + 1), max_norm)
+    steps = range(1, STEPS + 1)
+    figures = plain_steps(model, adamw(model), steps, max_norm, lambda n: global_batch(n, *shape))
     return figures, {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
 @functools.cache
-def reference_group_norms(args: LlamaArgs, frozen: Collection[str]) -> dict[str, float]:
+def reference_group_norms(
+    args: LlamaArgs, frozen: Collection[str], shape: tuple[int, int]
+) -> dict[str, float]:
     """Norm of the first step's gradients in each layer and beside the layers."""
     model = plain_model(args)
-    tokens, labels = global_batch(1)
+    tokens, labels = global_batch(1, *shape)
     F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten(), ignore_index=IGNORE).backward()
     squares: dict[str, float] = {}
     for name, parameter in model.named_parameters():
@@ -66,14 +82,17 @@ def steps_on_mesh(
     args: LlamaArgs = TINY,
     reduce_every_microbatch: bool = False,
     is_early: bool = False,
+    shape: tuple[int, int] = SHAPE,
 ) -> None:
-    max_norm = float("inf") if is_early else 0.5
-    want_figures, want_weights = reference(args, options.get("frozen", frozenset()), max_norm)
-    want_norms = reference_group_norms(args, options.get("frozen", frozenset()))
-    job = Job(dims, 0, num_microbatches, is_early, args=args, **options)
+    max_norm, frozen = float("inf") if is_early else 0.5, options.get("frozen", frozenset())
+    want_figures, want_weights = reference(args, frozen, max_norm, shape)
+    want_norms = reference_group_norms(args, frozen, shape)
+    sizes = {"args": args, "num_sequences": shape[0]}
+    job = Job(dims, 0, num_microbatches, is_early, **sizes, **options)
     for step, want in enumerate(want_figures, 1):
         result = job.take_step(
             step,
+            job.part(Batch(*global_batch(step, *shape))),
             max_norm=max_norm,
             reduce_every_microbatch=reduce_every_microbatch,
             norm_groups=() if is_early else list(want_norms),
@@ -105,13 +124,14 @@ def case(
     args: LlamaArgs | None = None,
     every: bool = False,
     early: bool = False,
+    shape: tuple[int, int] = SHAPE,
     **others: object,
 ) -> tuple:
     """Arguments of `steps_on_mesh`: degrees above 1, and options of `parallel_model`."""
     dims = mesh(**{axis: others.pop(axis) for axis in AXES & others.keys()})
     if dims.pp > 1:
-        return dims, num_microbatches or 4, others, args or DEEP, every, early
-    return dims, num_microbatches or 2, others, args or TINY, every, early
+        return dims, num_microbatches or 4, others, args or DEEP, every, early, shape
+    return dims, num_microbatches or 2, others, args or TINY, every, early, shape
 
 
 BY_OP = {"ac_mode": "selective", "selective_ac_option": "op"}
@@ -121,6 +141,8 @@ ONE, ZBV, INTERLEAVED = (
 )
 OFFLOAD = {"enable_cpu_offload": True}
 LAYERS_8 = dataclasses.replace(DEEP, n_layers=8)
+# by 3, 32 rows and 131 leave shards of 11, 11, 10 and 44, 44, 43; five layers stages of 2, 2, 1
+BY_3 = dataclasses.replace(DEEP, n_heads=6, n_kv_heads=3, head_dim=10)
 BEGIN = frozen("tok_embeddings.*", "layers.0.*")
 SCATTERED = frozen("*norm.weight", "*.wq.weight")
 END = frozen("layers.2.*", "norm.weight", "output.weight")
@@ -176,6 +198,8 @@ CASES = {
     "offloaded, pp": case(2, pp=2, **OFFLOAD),
 }
 SLOW_CASES = {
+    **{f"{axis} 3": case(1, BY_3, shape=(6, 12), **{axis: 3}) for axis in AXES - {"pp"}},
+    "pp 3": case(3, BY_3, shape=(6, SEQ_LEN), pp=3),  # its stages are made for one length
     "hsdp": case(dp_replicate=2, dp_shard=2),
     "copies-tp": case(1, dp_replicate=2, tp=2),
     "every microbatch reduced, tp": case(dp_shard=2, tp=2, every=True),
@@ -317,27 +341,21 @@ def test_fp32_modules_in_a_bf16_model(on_ranks, name) -> None:
     on_ranks(dims.num_ranks, _step_with_fp32_modules, dims, *others)
 
 
-class DtypesOfReduceScatter(TorchDispatchMode):
-    """What sums over tp are computed in."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.dtypes: list[torch.dtype] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.overloadpacket.__name__.startswith("reduce_scatter"):
-            self.dtypes.append(args[0].dtype)
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.ranks(2)
 def test_gradients_of_fp32_modules_are_summed_over_tp_in_fp32() -> None:
+    dtypes: list[torch.dtype] = []
+
+    def note(name: str, types: object, args: tuple, made: object) -> None:
+        if ".reduce_scatter" in name:
+            dtypes.append(args[0].dtype)
+
     for modules in ((), ("output",), ("output", "layers.1.feed_forward")):
         model, _ = parallel_model(mesh(tp=2), param_dtype=torch.bfloat16, fp32_modules=modules)
         loss = model.stages[0](*global_batch(1))
-        with DtypesOfReduceScatter() as seen:
+        dtypes.clear()
+        with Operators(note):
             loss.backward()
-        assert seen.dtypes.count(torch.float32) == len(modules)
+        assert dtypes.count(torch.float32) == len(modules)
 
 
 FEW = ("layers.0", "layers.1.ffn_norm", "output")
@@ -369,24 +387,16 @@ def test_bf16_master_weights_train_within_their_rounding(dims, fp32_modules) -> 
         assert {buffer.dtype for buffer in stage.buffers()} == {torch.float32}
 
 
-class CountCollectives(TorchDispatchMode):
-    """How often each of c10d's operations was called. FSDP2's are operations by gloo alone."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "c10d":
-            self.counts[func.overloadpacket.__name__] += 1
-        return func(*args, **(kwargs or {}))
-
-
 def _collectives(dims: ParallelDims, of_step: dict[str, bool], options: dict) -> Counter[str]:
-    """Those of a step with four microbatches."""
-    job = Job(dims, fsdp_cpu_backend="gloo", **options)
-    with CountCollectives() as counter:
+    """Those of a step with four microbatches; FSDP2 waits in backward for the last one alone."""
+    job, said = Job(dims, fsdp_cpu_backend="gloo", **options), list[bool]()
+    root = job.model.stages[0]
+    set_is_last = root.set_is_last_backward
+    root.set_is_last_backward = lambda is_last: said.append(is_last) or set_is_last(is_last)
+    with Operators() as counter:
         job.take_step(1, job.batches(1) * 4, max_norm=0.5, **of_step)
+    assert said == [False, False, False, True]
+    assert all(group.is_sharded for group in groups_of(job.model))
     return counter.counts
 
 
@@ -398,9 +408,9 @@ NEVER = {"reshard_after_forward": "never"}
 def test_how_often_gradients_are_reduced(on_ranks, replicate, every) -> None:
     dims = mesh(dp_replicate=replicate, dp_shard=2)
     for counts in on_ranks(dims.dp, _collectives, dims, {"reduce_every_microbatch": every}, {}):
-        assert counts["_reduce_scatter_base_"] == GROUPS * (4 if every else 1)
+        assert counts["c10d._reduce_scatter_base_"] == GROUPS * (4 if every else 1)
         # the number of labels, and the loss with the norm; and copies add up gradients once a step
-        assert counts["allreduce_"] == 2 + (GROUPS if replicate > 1 else 0)
+        assert counts["c10d.allreduce_"] == 2 + (GROUPS if replicate > 1 else 0)
 
 
 @pytest.mark.parametrize(
@@ -420,47 +430,7 @@ def test_how_often_gradients_are_reduced(on_ranks, replicate, every) -> None:
 def test_how_often_parameters_are_gathered(on_ranks, options, gathers) -> None:
     of_step = {"reshard_every_microbatch": not NEVER.items() <= options.items()}
     for counts in on_ranks(2, _collectives, mesh(dp_shard=2), of_step, options):
-        assert counts["_allgather_base_"] == gathers
-
-
-def _figures_and_weights(options: dict, is_frugal: bool, every: bool) -> list[torch.Tensor]:
-    """Of steps of four microbatches; if not frugal, FSDP2 gathers and waits as often as it can."""
-    job = Job(mesh(dp_shard=2), 0, 4, **options)
-    model, step_options = job.model, {"max_norm": 0.5, "reduce_every_microbatch": every}
-    root, said = model.stages[0], list[bool]()
-    set_is_last = root.set_is_last_backward
-
-    def note(is_last: bool) -> None:
-        said.append(is_last)
-        set_is_last(is_last or not is_frugal)
-
-    root.set_is_last_backward = note
-    if not is_frugal:
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.set_unshard_in_backward(True)
-    figures = []
-    for step in range(1, STEPS + 1):
-        result = job.take_step(step, reshard_every_microbatch=not is_frugal, **step_options)
-        figures += [result.loss, result.grad_norm]
-    assert said == [False, False, False, True] * STEPS
-    assert all(group.is_sharded for group in groups_of(model))
-    return figures + [whole(parameter) for parameter in model.parameters()]
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        *({}, NEVER | {"ac_mode": "full"}),
-        *slow(NEVER, NEVER | {"enable_cpu_offload": True}),
-    ],
-    ids=str,
-)
-@pytest.mark.ranks(2)
-def test_fewer_gathers_and_waits_change_no_bit(options) -> None:
-    for every in (False, True):
-        found = (_figures_and_weights(options, is_frugal, every) for is_frugal in (True, False))
-        assert all(map(torch.equal, *found)), every
+        assert counts["c10d._allgather_base_"] == gathers
 
 
 def _gathered_when_blocks_compute(args: LlamaArgs, ahead: int) -> tuple[list[int], list[int]]:
@@ -475,8 +445,8 @@ def _gathered_when_blocks_compute(args: LlamaArgs, ahead: int) -> tuple[list[int
     forward: list[int] = []
     backward: list[int] = []
     tokens, _ = global_batch(1)
-    with CountCollectives() as counter:
-        gathers = functools.partial(counter.counts.__getitem__, "_allgather_base_")
+    with Operators() as counter:
+        gathers = functools.partial(counter.counts.__getitem__, "c10d._allgather_base_")
         for block in model.layers.values():
             # hooks on its first and its last product: hooks on the block could come before FSDP's
             block.attention.wq.register_forward_pre_hook(lambda m, i: forward.append(gathers()))
@@ -512,9 +482,9 @@ def test_frozen_stages_are_sent_no_gradients(options, num_sent) -> None:
     """By the second stage of two, in a step with four microbatches."""
     job = Job(mesh(pp=2), 0, 4, **options)
     for step in (1, 2):  # the first is preceded by messages about what there is to send
-        with CountCollectives() as counter:
+        with Operators() as counter:
             job.take_step(step, max_norm=0.5)
-    assert job.meshes.pp.get_local_rank() == 0 or counter.counts["send"] == num_sent
+    assert job.meshes.pp.get_local_rank() == 0 or counter.counts["c10d.send"] == num_sent
 
 
 @pytest.mark.ranks(2)

@@ -22,9 +22,9 @@ from meshwright.train import validation as parts
 from meshwright.train.preflight import preflight
 from meshwright.train.validation import Evaluation, NextToken, continue_prompts, evaluate
 from tests.distributed.test_compile import Graphs
-from tests.distributed.test_step import CountCollectives
 from tests.helpers.fsdp import groups_of
 from tests.helpers.job import DEEP, SCHEDULES, Job, assert_equal, global_batch, mesh
+from tests.helpers.operators import Operators
 from tests.helpers.packed import one_by_one, packed
 from tests.helpers.slow import slow_but
 from tests.helpers.tiny import SEQ_LEN, TIED, TINY, plain_model
@@ -260,9 +260,9 @@ def _gathered_in_steps(dims: ParallelDims, options: dict, is_evaluated: bool) ->
     job = job_of(dims, options)
     counts = []
     for step in (1, 2, 3):
-        with CountCollectives() as counter:
+        with Operators() as counter:
             job.take_step(step)
-        counts.append(counter.counts["_allgather_base_"])
+        counts.append(counter.counts["c10d._allgather_base_"])
         if is_evaluated:
             evaluation_of(job, data())
             texts_of(job, num_tokens=2)

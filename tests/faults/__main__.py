@@ -6,8 +6,7 @@ import sys
 import time
 from pathlib import Path
 
-from tests.faults.catalogue import FAULTS
-from tests.faults.fault import Fault
+from tests.faults.catalogue import FAULTS, Fault
 from tests.faults.probe import failures_of
 
 HEAD = "| fault | published | case | seconds | score | verdict |\n|---|---|---|---|---|---|\n"

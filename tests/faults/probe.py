@@ -22,7 +22,7 @@ import torch.distributed.fsdp
 import torch.distributed.pipelining
 import torch.distributed.tensor.parallel
 
-from tests.faults.fault import Fault
+from tests.faults.catalogue import Fault
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "meshwright"

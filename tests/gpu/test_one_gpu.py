@@ -23,7 +23,8 @@ from meshwright.parallelisms.context_parallel import (
 from meshwright.parallelisms.meshes import build_meshes
 from meshwright.system import hardware
 from meshwright.train.preflight import preflight
-from tests.gpu.launch import ROOT, run
+from tests.gpu.launch import run
+from tests.helpers.jobs import ROOT
 from tests.helpers.one_rank import OneRank
 from tests.helpers.simulated_gpu.cases import ONE_GPU
 from tests.helpers.simulated_gpu.guard import build_guard

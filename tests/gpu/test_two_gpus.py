@@ -3,58 +3,49 @@
 import json
 import os
 import signal
-import time
+import subprocess
 from pathlib import Path
 
 import pytest
 
-from tests.gpu.launch import figures, run, start
-from tests.helpers.jobs import ranks_of
+from tests.gpu.launch import GPUS, run
+from tests.helpers.jobs import command, environment, losses, ranks_of, wait_for
 
-AXES = {
-    "FSDP": {"data_parallel_shard_degree": 2},
-    "HSDP": {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 1},
-    "TP": {"tensor_parallel_degree": 2, "data_parallel_shard_degree": 1},
-    "PP": {"pipeline_parallel_degree": 2, "data_parallel_shard_degree": 1},
-    "FSDP, compiled": {"data_parallel_shard_degree": 2},
-    "PP, Interleaved1F1B": {"pipeline_parallel_degree": 2, "data_parallel_shard_degree": 1},
-    "PP, ZBVZeroBubble": {"pipeline_parallel_degree": 2, "data_parallel_shard_degree": 1},
-    "CP": {"context_parallel_degree": 2, "data_parallel_shard_degree": 1},
-    "CP, bfloat16": {"context_parallel_degree": 2, "data_parallel_shard_degree": 1},
-}
-OPTIONS = {
-    "CP": "training.mixed_precision_param",
-    "FSDP": "compile.enable",
-    "PP": "parallelism.pipeline_parallel_schedule",
-}
-"""Key of the second word of an axis."""
 FOUR_LAYERS = "--model.args.n_layers=4"  # a schedule of two stages a rank needs so many
-
-
-def _words(axis: str) -> list[str]:
-    words = [FOUR_LAYERS]
-    words += [f"--parallelism.{key}={degree}" for key, degree in AXES[axis].items()]
-    kind, _, option = axis.partition(", ")
-    if option:
-        words.append(f"--{OPTIONS[kind]}={option.replace('compiled', 'true')}")
-    return words
+BF16 = "--training.mixed_precision_param=bfloat16"
+SCHEDULE = "--parallelism.pipeline_parallel_schedule"
+TP, PP, CP = (
+    (f"--parallelism.{axis}_parallel_degree=2", "--parallelism.data_parallel_shard_degree=1")
+    for axis in ("tensor", "pipeline", "context")
+)
+HSDP = ("--parallelism.data_parallel_replicate_degree=2", TP[1])
+AXES = {
+    "FSDP": (),
+    "FSDP, compiled": ("--compile.enable=true",),
+    "HSDP": HSDP,
+    "TP": TP,
+    "PP": PP,
+    "PP, Interleaved1F1B": (*PP, f"{SCHEDULE}=Interleaved1F1B"),
+    "PP, ZBVZeroBubble": (*PP, f"{SCHEDULE}=ZBVZeroBubble"),
+    "CP": CP,
+    "CP, bfloat16": (*CP, BF16),
+}
 
 
 @pytest.fixture(scope="module")
-def on_one(tmp_path_factory) -> dict[str, dict[int, tuple[float, float]]]:
-    """The job on one GPU, by precision."""
-    key = f"--{OPTIONS['CP']}"
+def on_one(tmp_path_factory) -> dict[tuple[str, ...], dict[int, tuple[float, float]]]:
+    """The job on one GPU, in fp32 and in bf16."""
     return {
-        precision: run(tmp_path_factory.mktemp("one"), 1, FOUR_LAYERS, f"{key}={precision}")
-        for precision in ("float32", "bfloat16")
+        words: run(tmp_path_factory.mktemp("one"), 1, FOUR_LAYERS, *words)
+        for words in ((), (BF16,))
     }
 
 
 @pytest.mark.parametrize("axis", AXES)
 def test_two_gpus_train_as_one(on_one, tmp_path: Path, axis: str) -> None:
     # the fused kernel of context parallelism takes 16 bits alone
-    precision, tolerance = ("bfloat16", 2e-2) if "bfloat16" in axis else ("float32", 1e-4)
-    found = run(tmp_path, 2, *_words(axis))
+    precision, tolerance = ((BF16,), 2e-2) if BF16 in AXES[axis] else ((), 1e-4)
+    found = run(tmp_path, 2, FOUR_LAYERS, *AXES[axis])
     assert found.keys() == on_one[precision].keys()
     for step, (loss, _) in on_one[precision].items():
         assert found[step][0] == pytest.approx(loss, rel=tolerance), f"step {step}"
@@ -83,15 +74,11 @@ def test_the_first_step_needs_no_more_memory_than_the_next(tmp_path: Path) -> No
 
 def test_a_killed_rank_ends_the_job_which_then_resumes(tmp_path: Path) -> None:
     whole, folder = run(tmp_path / "whole", 2), tmp_path / "killed"
-    job = start(folder, 2)
-    end = time.monotonic() + 120
-    while not (folder / "metrics.jsonl").exists() or len(figures(folder)) < 7:
-        assert job.poll() is None, job.communicate()[0]
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    job = subprocess.Popen(command(folder), env=environment(NGPU=2, **GPUS))
+    has_begun = lambda: (folder / "metrics.jsonl").exists() and len(losses(folder)) >= 7  # noqa: E731
+    wait_for(has_begun, "step 7", seconds=120)
     os.kill(max(ranks_of(folder)), signal.SIGKILL)
-    output, _ = job.communicate(timeout=120)
-    assert job.returncode == 128 + signal.SIGKILL, output
+    assert job.wait(timeout=120) == 128 + signal.SIGKILL
     resumed = run(folder, 2)
     for step, (loss, _) in whole.items():
         assert resumed[step][0] == pytest.approx(loss, rel=1e-4), f"step {step}"

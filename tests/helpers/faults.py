@@ -10,24 +10,18 @@ from contextlib import AbstractContextManager, contextmanager
 from types import SimpleNamespace
 from unittest.mock import patch
 
-import numpy as np
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.distributed.tensor.parallel import RowwiseParallel, SequenceParallel
+from torch.distributed.tensor.parallel import RowwiseParallel
 
 from meshwright.checkpoint.manager import CheckpointManager
 from meshwright.checkpoint.state import OPTIMIZER
-from meshwright.datasets import loader
-from meshwright.datasets.loader import Loader
 from meshwright.datasets.stream import Cursor
 from meshwright.models import decoder, loss, mixture
-from meshwright.models.loss import IGNORE, SummedLoss
-from meshwright.parallelisms import data_parallel, tensor_parallel
-from meshwright.parallelisms.tensor_parallel import VocabularyParallelLoss
+from meshwright.parallelisms import data_parallel
 from meshwright.train import trainer
 from meshwright.train.optim.average import Average
 from meshwright.train.optim.optimizers import build_optimizer
@@ -67,90 +61,6 @@ def no_sum_over_tp() -> Iterator[None]:
         return outputs.to_local().chunk(mesh.size(), dim=1)[mesh.get_local_rank()]
 
     with patch.object(RowwiseParallel, "_prepare_output_fn", staticmethod(keep_own)):
-        yield
-
-
-@fault
-def norm_gradients_of_own_tokens() -> Iterator[None]:
-    """Norms on a part of the sequence, whose weights get the gradient of that part alone."""
-    with _sees_own_tokens(is_router=False):
-        yield
-
-
-@fault
-def router_gradients_of_own_tokens() -> Iterator[None]:
-    """The same of routers, each of which sees a part of the sequence."""
-    with _sees_own_tokens(is_router=True):
-        yield
-
-
-def _sees_own_tokens(is_router: bool) -> AbstractContextManager[object]:
-    class Forgetful(SequenceParallel):
-        def _apply(self, module, mesh):
-            module = super()._apply(module, mesh)
-
-            def forward(x):  # to_local takes the gradient for the same on all ranks, as the weight
-                if is_router:
-                    return F.linear(x.float(), module.weight.to_local().float())
-                return F.rms_norm(x, x.shape[-1:], module.weight.to_local(), module.eps)
-
-            if isinstance(module, nn.Linear) == is_router:
-                module._forward_pre_hooks.clear()
-                module._forward_hooks.clear()
-                module.forward = forward
-            return module
-
-    return patch.object(tensor_parallel, "SequenceParallel", Forgetful)
-
-
-@fault
-def swapped_microbatches() -> Iterator[None]:
-    """The same samples in another order."""
-    real = Loader._next_step
-
-    def swapped(self):
-        step = real(self)
-        return dataclasses.replace(step, batches=step.batches[::-1])
-
-    with patch.object(Loader, "_next_step", swapped):
-        yield
-
-
-@fault
-def mean_of_means() -> Iterator[None]:
-    """Each rank's microbatch is divided by its own number of labels, and the means averaged."""
-
-    real, counted = trainer.count_labels, []
-
-    def count(*inputs):
-        counted.append(real(*inputs))
-        return counted[-1]
-
-    def averaged(total, labels):
-        own = (labels != IGNORE).sum()
-        num_microbatches = 8 // len(labels)  # over all ranks
-        return total * counted[-1] / (own * num_microbatches)
-
-    with patch.object(trainer, "count_labels", count), _changed_loss(averaged):
-        yield
-
-
-@fault
-def attention_across_documents() -> Iterator[None]:
-    """Only causal, where documents were to be kept apart."""
-    real = decoder.build_mask
-
-    def causal(documents, positions=None):
-        return real(torch.zeros_like(documents), positions)
-
-    with patch.object(decoder, "build_mask", causal):
-        yield
-
-
-@fault
-def positions_not_restarted() -> Iterator[None]:
-    """A document's first token has the position that it has in the sequence."""
-    with patch.object(decoder, "positions_in_document", lambda _, positions: positions):
         yield
 
 
@@ -205,44 +115,6 @@ def weights_kept_in_bf16() -> Iterator[None]:
 
 
 @fault
-def upper_ids_clamped() -> Iterator[None]:
-    """Ids from 128 on are taken for 127: the second half of the vocabulary is not looked up."""
-    real = decoder.Decoder.forward
-
-    def clamped(self, tokens, *others, **named):
-        if self.tok_embeddings is not None:
-            tokens = tokens.clamp(max=127)
-        return real(self, tokens, *others, **named)
-
-    with patch.object(decoder.Decoder, "forward", clamped):
-        yield
-
-
-@fault
-def softmax_of_own_rows() -> Iterator[None]:
-    """Of this rank's part of the vocabulary, where it was to be of the whole."""
-    real = VocabularyParallelLoss.join
-
-    def join(self, log_sum, own):
-        return log_sum, real(self, log_sum, own)[1]
-
-    with patch.object(VocabularyParallelLoss, "join", join):
-        yield
-
-
-@fault
-def last_chunk_alone() -> Iterator[None]:
-    """The gradient of the output's weight begins anew with every chunk of tokens."""
-    real = SummedLoss.add_product
-
-    def forget(*inputs, is_first):
-        real(*inputs, is_first=True)
-
-    with patch.object(SummedLoss, "add_product", forget):
-        yield
-
-
-@fault
 def validation_of_own_samples() -> Iterator[None]:
     """Its figures are this rank's, not those of all."""
     with patch("meshwright.train.validation.dist", SimpleNamespace(all_reduce=lambda tensor: None)):
@@ -275,18 +147,6 @@ def mean_of_first_stage_alone() -> Iterator[None]:
             real(self, is_held_back)
 
     with patch.object(Average, "update", update):
-        yield
-
-
-@fault
-def validation_counts_padding() -> Iterator[None]:
-    """What fills the last global batch up counts."""
-    real = loader.blank_sample
-
-    def counted(length):
-        return dataclasses.replace(real(length), raw=np.zeros(length, np.uint32))
-
-    with patch.object(loader, "blank_sample", counted):
         yield
 
 
@@ -349,20 +209,12 @@ def loss_times(factor: float) -> Iterator[None]:
 
     Not one of `FAULTS`: it is for a single step.
     """
-
-    with _changed_loss(lambda total, _: factor * total):
-        yield
-
-
-@contextmanager
-def _changed_loss(change: Callable[[Tensor, Tensor], Tensor]) -> Iterator[None]:
-    """In training, the loss is what `change` makes of it and of its labels."""
     real = decoder.Decoder.forward
 
     def forward(self, tokens, labels=None, **named):
-        if labels is None or self.output is None or not torch.is_grad_enabled():
-            return real(self, tokens, labels, **named)
-        return change(real(self, tokens, labels, **named), labels)
+        result = real(self, tokens, labels, **named)
+        is_loss = labels is not None and self.output is not None and torch.is_grad_enabled()
+        return factor * result if is_loss else result
 
     with patch.object(decoder.Decoder, "forward", forward):
         yield

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from meshwright.system.errors import EXIT_CONFIG
 from tests.helpers.forked import Forked, ForkedRanks
 
 ROOT = Path(__file__).parents[2]
@@ -35,10 +36,22 @@ def command(folder: Path, *overrides: object) -> list[str]:
     return [str(LAUNCHER), "--job.dump_folder", str(folder), *map(str, overrides)]
 
 
-def launch(folder: Path, *overrides: object, **variables: object) -> subprocess.CompletedProcess:
+Done = subprocess.CompletedProcess
+
+
+def ended(done: Done, code: int) -> Done:
+    """Check the exit code; a mistake of the user's is one error, without a traceback."""
+    assert done.returncode == code, done.stdout + done.stderr
+    if code == EXIT_CONFIG:
+        assert done.stderr.count("meshwright:") == 1, done.stderr
+        assert "Traceback" not in done.stderr + done.stdout
+    return done
+
+
+def launch(folder: Path, *overrides: object, code: int = 0, **variables: object) -> Done:
     """As users start a job: bash, check, tokenise, torchrun, ranks. Each imports torch: 20 s of a
     core, where `train_on_ranks` takes 4."""
-    return subprocess.run(
+    done = subprocess.run(
         command(folder, *overrides),
         env=environment(**variables),
         capture_output=True,
@@ -46,13 +59,12 @@ def launch(folder: Path, *overrides: object, **variables: object) -> subprocess.
         timeout=180,
         cwd="/",  # it works from anywhere
     )
+    return ended(done, code)
 
 
-def train_on_ranks(
-    folder: Path, *overrides: object, ranks: int = 2, config: Path = CONFIG, **variables: object
-) -> subprocess.CompletedProcess:
-    """Train by ranks alone, for what the launcher has no part in."""
-    return start_on_ranks(folder, *overrides, ranks=ranks, config=config, **variables).wait()
+def train_on_ranks(folder: Path, *overrides: object, code: int = 0, **options: object) -> Done:
+    """Train by ranks alone, for what the launcher has no part in; options of `start_on_ranks`."""
+    return ended(start_on_ranks(folder, *overrides, **options).wait(), code)
 
 
 def start_on_ranks(
@@ -68,11 +80,12 @@ def start_on_ranks(
 
 
 def train_alone(
-    folder: Path, *overrides: object, config: Path = CONFIG, **variables: object
-) -> subprocess.CompletedProcess:
+    folder: Path, *overrides: object, code: int = 0, config: Path = CONFIG, **variables: object
+) -> Done:
     """Train by one process, for what a second rank has no part in either."""
     words = ["--job.config_file", config, "--job.dump_folder", folder, *overrides]
-    return Forked([ROOT / "train.py", *words], environment(OMP_NUM_THREADS=1, **variables)).wait()
+    job = Forked([ROOT / "train.py", *words], environment(OMP_NUM_THREADS=1, **variables))
+    return ended(job.wait(), code)
 
 
 def ranks_of(folder: Path) -> list[int]:

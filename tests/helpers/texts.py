@@ -16,6 +16,12 @@ from meshwright.datasets.token_cache.tokenizing import open_cache
 from meshwright.datasets.tokenizers.kinds import ByteTokenizer
 
 BOS, EOS = 256, 257
+OWN_DATASET = """
+from meshwright.datasets.rows import IndexedDocuments
+from meshwright.datasets.sources import DatasetSpec
+
+DATASETS = {{"own": DatasetSpec(lambda *_: IndexedDocuments(1, lambda _: {!r}), lambda _: [])}}
+"""
 
 # of every length around that of a sample, one of many samples, one without text
 TEXTS = ("a", "bc", "defghij", "k" * 57, "", "lmnop", "qrst", "uvwxyz" * 3, "ABCDEFGHI")

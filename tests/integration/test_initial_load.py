@@ -42,7 +42,6 @@ def test_a_job_starts_from_weights_and_later_from_its_own_checkpoint(tmp_path, c
     figures = {}
     for train, (name, options) in zip((train_on_ranks, train_alone), starts.items(), strict=True):
         done = train(tmp_path / name, *options, "--training.steps", 2)
-        assert done.returncode == 0, done.stderr
         figures[name] = losses(tmp_path / name)
         assert "first weights from" in done.stdout
     assert figures["hf"].keys() == {1, 2}
@@ -54,7 +53,6 @@ def test_a_job_starts_from_weights_and_later_from_its_own_checkpoint(tmp_path, c
     for path in (folder, checkpoint):  # needed no more
         shutil.rmtree(path)
     done = train_alone(tmp_path / "hf", *starts["hf"], "--training.steps", 3)
-    assert done.returncode == 0, done.stderr
     assert "resumed from" in done.stdout
     assert "first weights from" not in done.stdout
     assert losses(tmp_path / "hf").keys() == {1, 2, 3}
@@ -85,13 +83,10 @@ def test_damaged_weights_are_passed_over_or_refused_on_every_rank(tmp_path) -> N
     flip_bit(bad / "__0_0.distcp", 8 * 50_000)
     options = words(checkpoint__initial_load_path=tmp_path / "other")
     done = train_on_ranks(tmp_path / "out", *options, "--training.steps", 1)
-    assert done.returncode == 0, done.stderr
     assert f"passed over {bad}, which is damaged: the content of __0_0.distcp" in done.stdout
     assert f"first weights from {good}" in done.stdout
-    done = train_on_ranks(
-        tmp_path / "b", *words(checkpoint__initial_load_path=bad), "--training.steps", 1
-    )
-    assert done.returncode == 2, done.stdout + done.stderr
+    damaged = words(checkpoint__initial_load_path=bad)
+    done = train_on_ranks(tmp_path / "b", *damaged, "--training.steps", 1, code=2)
     said = "checkpoint.initial_load_path"
     assert f"{said} = {str(bad)!r}: is damaged: the content of __0_0.distcp" in done.stderr
     assert not (tmp_path / "b" / "metrics.jsonl").exists()

@@ -30,16 +30,15 @@ SMALL = [
 
 
 @pytest.mark.slow
-def test_a_plan_is_json_and_a_page(tmp_path) -> None:
-    """Without a tokenizer and data, and for a device that is too small: with remedies."""
-    words = ["--world-size", "2", "--device", "0.4", "--json", "--html", str(tmp_path / "a.html")]
+def test_a_plan_of_a_job_that_does_not_fit_has_remedies(tmp_path) -> None:
+    """Without a tokenizer and data."""
+    words = ["--world-size", "2", "--device", "0.4", "--json"]
     command = [sys.executable, "-m", "meshwright.commands.main", "plan", str(DEBUG), *words, *SMALL]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stderr.startswith(f"planning for {DEBUG} on 2 ranks ...")
     found = json.loads(done.stdout)
     purposes = found["ranks"][0]["peak"]["by_purpose"]
-    assert found["peak_bytes"] == sum(purposes.values()) == found["ranks"][0]["peak"]["num_bytes"]
     for key in ("parameters", "optimizer", "gradients", "activations"):
         assert found[f"{key}_bytes"] == purposes[key]
     assert found["fits"] is False
@@ -49,8 +48,6 @@ def test_a_plan_is_json_and_a_page(tmp_path) -> None:
         mode for one in found["remedies"] for mode in ("selective", "full") if mode in one["change"]
     }
     assert all(one["peak_bytes"] < found["peak_bytes"] for one in found["remedies"])
-    page = (tmp_path / "a.html").read_text()
-    assert page.count("<polygon") == len(purposes)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ import torch
 import torch._inductor.config
 from torch import nn
 from torch._higher_order_ops import wrap
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from meshwright.config.parallelism import SAVED_OPS, ActivationCheckpoint
@@ -22,6 +21,7 @@ from meshwright.parallelisms.activation_checkpoint import (
 )
 from meshwright.system.errors import ConfigError
 from tests.helpers.needs import needs_compiler
+from tests.helpers.operators import Operators
 from tests.helpers.tiny import SEQ_LEN, TINY, plain_model
 
 TOKENS = torch.randint(TINY.vocab_size, (2, SEQ_LEN), generator=torch.Generator().manual_seed(0))
@@ -34,22 +34,10 @@ def llama(mode: str, **options: object) -> Decoder:
     return model
 
 
-class CountOps(TorchDispatchMode):
-    """How often each operator was called."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.counts[f"{func.namespace}.{func.overloadpacket.__name__}"] += 1
-        return func(*args, **(kwargs or {}))
-
-
 def backward(model: Decoder) -> tuple[Counter[str], int, dict[str, torch.Tensor]]:
     """Operators called, FLOPs of matrix products, and the gradients."""
     loss = model(TOKENS).square().sum()
-    with CountOps() as operators, FlopCounterMode(display=False) as flops:
+    with Operators() as operators, FlopCounterMode(display=False) as flops:
         loss.backward()
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
     # from torch 2.15 on the total counts the attention of CPUs, too

@@ -99,14 +99,6 @@ def test_a_job_starts_again_on_the_codes_that_slurm_s_does() -> None:
     assert TRAIN_JOB["spec"]["runtimeRef"]["name"] == RUNTIME["metadata"]["name"]
 
 
-def test_kubeflow_s_own_types_take_the_example() -> None:
-    """Every key is one of theirs. Needs `pip install kubeflow_trainer_api`."""
-    models = pytest.importorskip("kubeflow_trainer_api.models")
-    for example in (RUNTIME, TRAIN_JOB):
-        read = getattr(models, f"TrainerV1alpha1{example['kind']}").from_dict(example)
-        assert read.to_dict() == example
-
-
 def test_machines_wait_until_the_others_have_made_their_tokens(monkeypatch) -> None:
     """Also for the machine that they meet at, which torchrun gives 60 seconds."""
     monkeypatch.setattr("meshwright.commands.train.count_cores", lambda: 4)

@@ -12,7 +12,7 @@ from meshwright.commands import data_views
 from meshwright.config.loader import load_config
 from meshwright.datasets.opening import open_data
 from meshwright.datasets.samples import SampleRules
-from meshwright.datasets.stream import Cursor, SampleStream, Shard
+from meshwright.datasets.stream import Cursor, SampleStream
 from meshwright.system import claims
 from meshwright.system.errors import ConfigError
 from tests.helpers.cli import command
@@ -77,19 +77,6 @@ def test_the_samples_of_a_step_are_those_of_the_job(mode, tmp_path, capsys) -> N
         assert text.partition("\n")[2] == f"{told}\n"
         name = "first" if "first" in told else "second"
         assert text.partition(": ")[2].startswith(name)
-
-
-def test_a_step_reads_its_own_shards_alone(tmp_path, monkeypatch, capsys) -> None:
-    (folder := tmp_path / "data").mkdir()
-    for number in range(6):
-        rows = [json.dumps({"text": f"file {number}\n" * 20}) + "\n"] * 9
-        (folder / f"{number}.jsonl").write_text("".join(rows))
-    opened, read = [], Shard.next_sample
-    monkeypatch.setattr(Shard, "next_sample", lambda s: opened.append(s._number) or read(s))
-    source = 'dataset = "json"\ndataset_path = "data"\ndataset_mode = "streamed"\n'
-    data([write_config(tmp_path, source, batch=2), "--step", "2"])
-    assert set(opened) == {2, 3}
-    assert "file 2" in capsys.readouterr().out
 
 
 def test_samples_of_a_source_by_their_indices(tmp_path, capsys) -> None:

@@ -125,3 +125,13 @@ def test_every_benchmark_that_a_page_names_is_there() -> None:
     names = {*re.findall(r"(?<![\w:])benchmarks[/.](\w+)\b(?:\.py)?", text)}
     there = {path.stem for path in (ROOT / "benchmarks").iterdir()}
     assert names <= there
+
+
+def test_the_docs_state_the_limits_of_the_gpu_script() -> None:
+    script = (ROOT / "scripts/gpu_smoke.sh").read_text()
+    seconds = sum(map(int, re.findall(r"^part \w+ (\d+) ", script, re.MULTILINE)))
+    stated = re.search(
+        r"gpu_smoke.sh +# (\d+) minutes at most", (ROOT / "docs/clusters.md").read_text()
+    )
+    assert stated is not None
+    assert int(stated[1]) == seconds / 60

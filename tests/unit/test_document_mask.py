@@ -107,11 +107,3 @@ def test_an_older_torch_compiles_flex_attention_without_the_option(monkeypatch) 
     monkeypatch.setattr(torch, "compile", compile_like_an_older_torch)
     assert attention._compiled.__wrapped__(len) == ("compiled", len)
     assert given == [{"wrap_inductor_compiled_regions": True}, None]
-
-
-def test_recomputation_takes_the_graph_of_forward(monkeypatch) -> None:
-    """Dynamo would otherwise take the one that it used last, of two that fit."""
-    said = []
-    monkeypatch.setattr(torch._C._dynamo.eval_frame, "_set_lru_cache", said.append)
-    attention._compiled.__wrapped__(lambda x: x)
-    assert said == [False]

@@ -1,4 +1,4 @@
-"""Files that appear whole."""
+"""Files that appear whole, and the folder of caches."""
 
 import errno
 import os
@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from meshwright.datasets.token_cache.tokenizing import cache_root
 from meshwright.system.files import _machine_digits, remove_left_over, sync_folder, whole_file
 
 
@@ -65,3 +66,12 @@ def test_processes_fork_below_a_folder_with_a_long_name_and_survive_ctrl_c(
     done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True)
     assert (done.stdout, done.stderr) == ("0\n", "")
     assert not [*folder.iterdir()]
+
+
+def test_a_given_folder_needs_no_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", no_home)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    assert cache_root("/data/caches") == Path("/data/caches")

@@ -164,10 +164,6 @@ def test_a_filter_that_a_source_does_not_have_is_refused(words, says) -> None:
     assert says in str(caught.value)
 
 
-def test_validation_reads_the_part_that_is_held_out() -> None:
-    check_job(["debug_model", "--training.validation_fraction=0.1", "--validation.dataset="])
-
-
 @pytest.mark.parametrize("most", [1, 4, 5])
 def test_a_cache_ends_after_max_documents(most: int, data, tmp_path) -> None:
     """Its bytes are those of the documents that it has."""

@@ -24,8 +24,8 @@ from meshwright.parallelisms.rules.precision import find_float8_layers
 from meshwright.system import hardware
 from meshwright.system.errors import ConfigError
 from meshwright.train.preflight import preflight
+from tests.helpers.operators import Operators
 from tests.helpers.tiny import TINY, plain_model
-from tests.unit.test_activation_checkpoint import CountOps
 
 ON = Float8(enable=True, emulate=True)
 LARGE = dataclasses.replace(TINY, dim=64, hidden_dim=96)  # multiples of 16, alone and cut in two
@@ -243,7 +243,7 @@ def test_by_op_scales_are_not_computed_again(recipe: str, name: str) -> None:
         float8 = Float8(enable=True, emulate=True, recipe_name=recipe)
         apply_float8(model, layers_of(float8, args=LARGE), float8)
         apply_ac(model.layers, ActivationCheckpoint(mode=mode))
-        with CountOps() as operators:
+        with Operators() as operators:
             model(torch.arange(32).view(2, 16)).square().sum().backward()
         counts.append(operators.counts[f"aten.{name}"])
     assert counts[0] == counts[1] > 0

@@ -1,4 +1,4 @@
-"""How steps are judged, and that it happens on the device."""
+"""How steps are judged; that it happens on the device: tests/integration/test_simulated_gpu.py."""
 
 import json
 import math
@@ -6,11 +6,6 @@ import math
 import numpy as np
 import pytest
 import torch
-
-# a device that is not there can only be had so; without it, a GPU would have to be
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from meshwright.config.training import BadSteps
 from meshwright.train.bad_steps import BadStepDetector
@@ -148,32 +143,6 @@ def test_statistics_from_before_spikes_were_last_off_are_forgotten() -> None:
     again = BadStepDetector(CPU, spikes(), statistics=off.statistics())
     assert again.statistics()["num_good"] == 0
     assert not any(judge(again, [50.0, 51.0, 52.0, 53.0]))
-
-
-class StaysOnDevice(TorchDispatchMode):
-    """Fails on an operation that gives a tensor elsewhere: a copy to or from the host."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        devices = {x.device.type for x in tree_leaves(result) if isinstance(x, torch.Tensor)}
-        assert devices <= {"cuda"}, f"{func}: {devices}"
-        return result
-
-
-def test_nothing_of_it_leaves_the_device() -> None:
-    """On a device that is not there: a value that is read, a size that depends on values, and
-    tensors of two devices in one operation are errors, too."""
-    with FakeTensorMode():
-        device = torch.device("cuda", 0)
-        detector = BadStepDetector(device, spikes())
-        with StaysOnDevice():
-            for step in (1, 2):
-                loss, norm = torch.ones((), device=device), torch.ones((), device=device)
-                labels = torch.ones((), dtype=torch.int64, device=device)
-                held = detector.judge(step, loss, norm, torch.isfinite(loss), labels)
-                assert held.dtype == detector.is_stopped.dtype == torch.bool
-        with pytest.raises(DataDependentOutputException):
-            detector.bad_steps()
 
 
 def test_a_huge_norm_at_the_start_spoils_no_statistics() -> None:

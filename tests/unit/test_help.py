@@ -12,7 +12,7 @@ from meshwright.config.explain import read_synonyms, suggest_key, suggest_sectio
 from meshwright.config.fields import FILE, all_keys, find_section, json_schema
 from meshwright.config.job_config import JobConfig
 from meshwright.config.loader import load_config, parse_config, read
-from meshwright.system.errors import CombinedConfigError, ConfigError, did_you_mean
+from meshwright.system.errors import CombinedConfigError, ConfigError, RecordError, did_you_mean
 from scripts import config_reference
 from tests.campaigns.config_mutations import RULES, judge, message_of, mutations
 from tests.helpers.cli import check_job
@@ -223,6 +223,8 @@ def test_errors_survive_processes() -> None:
     error = CombinedConfigError([ConfigError("a", "one"), ConfigError("b", "two")])
     again = pickle.loads(pickle.dumps(error))
     assert [(e.key, str(e)) for e in again.errors] == [("a", "one"), ("b", "two")]
+    record = pickle.loads(pickle.dumps(RecordError("a", "row 3 is bad")))
+    assert (isinstance(record, ConfigError), str(record)) == (True, "row 3 is bad")
 
 
 def test_the_schema_that_is_shipped_is_the_config_s() -> None:

@@ -95,19 +95,6 @@ def test_half_precision_is_read_exactly(tmp_path, dtype) -> None:
     assert (load_hf(tmp_path)(tokens) - want).abs().max() <= 1e-5 * want.abs().max()
 
 
-def test_a_tensor_in_another_file_than_the_index_says_is_refused(tmp_path) -> None:
-    """Two files may hold one of that name: which one is meant is for the index to say."""
-    for number in (1, 2):
-        save_file(
-            {"a": torch.full((2,), number), f"b{number}": torch.zeros(1)},
-            tmp_path / f"{number}.safetensors",
-        )
-    weight_map = {"a": "1.safetensors", "b2": "2.safetensors"}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    with pytest.raises(ConfigError, match="says that a is in 1.safetensors, but it is not"):
-        find_tensors(Place("path", tmp_path))
-
-
 @pytest.mark.parametrize("name", ["qwen3_moe-dense-first", "mixtral-gqa"])
 def test_fused_experts_are_written_and_read(name, tmp_path, capsys) -> None:
     """As transformers has them in memory; a missing or a surplus tensor is refused."""

@@ -2,19 +2,21 @@
 
 import dataclasses
 import functools
+import sys
+from types import ModuleType
 from unittest.mock import Mock
 
 import pytest
 import torch
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch import nn
 
-from meshwright.config.loader import load_config
 from meshwright.config.training import Training
 from meshwright.models.decoder import Decoder
 from meshwright.parallelisms.local_model import ModelParts, allocate, build_local_model
-from meshwright.train import build
-from meshwright.train.preflight import preflight
-from tests.helpers.tiny import SEQ_LEN, TINY
+from meshwright.parallelisms.meshes import build_meshes
+from meshwright.parallelisms.rules.degrees import ParallelDims
+from meshwright.parallelisms.shards import boxes_of_ranks, is_dtensor, is_fsdp
+from tests.helpers.tiny import SEQ_LEN, TINY, fake_ranks
 
 
 def test_buffers_may_be_elsewhere_than_parameters() -> None:
@@ -36,28 +38,6 @@ def one_rank() -> Mock:
     return meshes
 
 
-@pytest.mark.parametrize(
-    ("dtype", "param", "reduce"),
-    [("float32", "bfloat16", "float32"), ("bfloat16",) * 3, ("bfloat16", "bfloat16", "float32")],
-)
-def test_every_type_is_the_configs(monkeypatch, dtype, param, reduce) -> None:
-    words = ["--job.config_file", "tests/integration/tiny.toml", "--training.dtype", dtype]
-    words += ["--training.mixed_precision_param", param]
-    words += ["--training.mixed_precision_reduce", reduce, "--training.global_batch_size", "2"]
-    words += ["--training.enable_cpu_offload"]  # otherwise one rank may do without FSDP2
-    seen = []
-
-    def note(modules: object, *, mp_policy: MixedPrecisionPolicy, **_: object) -> list[Mock]:
-        seen.append((mp_policy.param_dtype, mp_policy.reduce_dtype))
-        return [Mock()]
-
-    monkeypatch.setattr("torch.distributed.fsdp.fully_shard", note)
-    plan = preflight(load_config(words), 1)
-    model = build.build_model(plan, one_rank(), torch.device("cpu"))
-    assert {*seen} == {(getattr(torch, param), getattr(torch, reduce))}
-    assert {parameter.dtype for parameter in model.parameters()} == {getattr(torch, dtype)}
-
-
 def test_a_module_in_fp32_is_not_all_whose_names_begin_as_its_own() -> None:
     args = dataclasses.replace(TINY, n_layers=11)
     model = build_local_model(
@@ -71,3 +51,34 @@ def test_a_module_in_fp32_is_not_all_whose_names_begin_as_its_own() -> None:
     )
     in_fp32 = {n for n, p in model.named_parameters() if p.dtype == torch.float32}
     assert in_fp32 == {n for n in args.table.parameters if n.startswith("layers.1.")}
+
+
+@pytest.mark.parametrize("is_begun", [True, False])
+def test_before_torchs_modules_are_imported_nothing_is_sharded(monkeypatch, is_begun: bool) -> None:
+    for name in ("torch.distributed.tensor", "torch.distributed.fsdp"):
+        if is_begun:  # by another thread, which has not come to the classes
+            monkeypatch.setitem(sys.modules, name, ModuleType(name))
+        else:
+            monkeypatch.delitem(sys.modules, name, raising=False)
+    assert not is_dtensor(torch.zeros(1))
+    assert not is_fsdp(nn.Linear(1, 1))
+
+
+def test_torch_tells_once_where_512_ranks_hold_matrices_of_one_kind(monkeypatch) -> None:
+    """It takes 0.3 s, and a model has hundreds: Muon on a cluster took minutes to begin."""
+    from torch.distributed.tensor import DTensor, Shard, _utils
+
+    asked, name = [], "_compute_local_shape_and_global_offset"
+    ask = getattr(_utils, name)
+    monkeypatch.setattr(_utils, name, lambda *of: asked.append(of) or ask(*of))
+    with fake_ranks(512, 300):
+        meshes = build_meshes(ParallelDims(dp_replicate=1, dp_shard=64, tp=8), "cpu")
+        mesh = meshes.parameters["fsdp", "tp"]
+        matrices = [
+            DTensor.from_local(torch.empty(8, 16), mesh, [Shard(0), Shard(1)], run_check=False)
+            for _ in range(5)
+        ]
+        boxes = [boxes_of_ranks(matrix) for matrix in matrices]
+    assert boxes[0][300] == ((8 * 37, 16 * 4), (8, 16))
+    assert all(one == boxes[0] for one in boxes)
+    assert len(asked) == 512

@@ -1,14 +1,11 @@
 """The loss in chunks against the plain formula, which makes whole logits."""
 
-import itertools
-
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.config.loader import load_config
 from meshwright.models import loss
@@ -18,6 +15,7 @@ from meshwright.parallelisms.tensor_parallel import VocabularyParallelLoss
 from meshwright.train.build import build_model
 from meshwright.train.preflight import preflight
 from tests.helpers.needs import needs_compiler
+from tests.helpers.operators import Operators
 from tests.helpers.tiny import TIED, TINY, fake_ranks, plain_model
 
 BATCH, SEQ_LEN, DIM, VOCAB = 2, 13, 8, 37
@@ -115,7 +113,8 @@ def test_chunks_of_a_part_of_the_vocabulary_are_those_of_the_whole(
     assert found == [want, want]
 
 
-@pytest.mark.parametrize(("has_x", "has_weight"), itertools.product((True, False), repeat=2))
+@pytest.mark.parametrize("has_x", [True, False])
+@pytest.mark.parametrize("has_weight", [True, False])
 def test_only_what_is_trained_gets_a_gradient(has_x, has_weight) -> None:
     x, weight, labels = inputs()
     x.requires_grad_(has_x), weight.requires_grad_(has_weight)
@@ -191,31 +190,23 @@ def test_what_torch_compiles_no_more_is_computed_all_the_same() -> None:
     torch._dynamo.reset()
 
 
-class Largest(TorchDispatchMode):
-    """Elements of the largest tensor that was made."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for tensor in out if isinstance(out, tuple | list) else [out]:
-            if isinstance(tensor, Tensor):
-                self.elements = max(self.elements, tensor.untyped_storage().nbytes() // 4)
-        return out
-
-
 @pytest.mark.parametrize("args", [TINY, TIED], ids=["untied", "tied"])
 def test_a_model_never_has_whole_logits(args) -> None:
     """Not with labels: all that is made is smaller, forward and backward."""
     model, tokens = plain_model(args), torch.zeros(8, 16, dtype=torch.int64)
     model.output.loss.chunk_tokens = args.dim
     whole = tokens.numel() * args.vocab_size
-    with Largest() as largest:
+    sizes: list[int] = []
+
+    def note(name: str, types: object, args: object, made: list[Tensor]) -> None:
+        sizes.extend(tensor.untyped_storage().nbytes() // 4 for tensor in made)
+
+    with Operators(note):
         model(tokens, tokens).backward()
-    assert args.dim * args.vocab_size <= largest.elements < whole
-    with Largest() as largest:
+    assert args.dim * args.vocab_size <= max(sizes) < whole
+    with Operators(note):
         model(tokens).sum().backward()
-    assert largest.elements >= whole
+    assert max(sizes) >= whole
 
 
 def test_the_config_sets_the_size_of_chunks_and_whether_they_are_compiled(monkeypatch) -> None:

@@ -85,19 +85,6 @@ def test_which_ranks_each_mesh_holds() -> None:
         assert [*meshes.parameters.get_coordinate()] == [1, 0, 2, 1]
 
 
-@pytest.mark.parametrize(("device", "backend"), [("cpu", "gloo"), ("cuda:0", "nccl")])
-def test_the_default_group_has_one_backend(device, backend, monkeypatch) -> None:
-    """NCCL cannot run here: its communicators are made by the first collective of each group, and
-    `device_id` would make them all at once."""
-    options = []
-    monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.setattr(dist, "init_process_group", lambda *a, **k: options.append((a, k)))
-    process_group.start_process_group(torch.device(device), 7)
-    [((given,), keywords)] = options
-    assert given == backend
-    assert keywords.get("device_id") is None
-
-
 def entry(name: str, number: int, state: str, *, is_p2p: bool = False) -> dict[str, object]:
     """Of a flight recorder, as torch dumps it."""
     return {

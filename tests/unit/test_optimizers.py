@@ -2,8 +2,6 @@
 
 import io
 import re
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
@@ -211,20 +209,6 @@ def test_groups_of_a_larger_model_are_fitted_to_a_smaller() -> None:
     assert len(names_by_group(fitted, NAMES)) == 2
     large = FLAVORS["llama3_8b"]
     preflight(shrink(JobConfig(optimizer=Optimizer(groups=groups)), large), 1)
-
-
-def test_none_imports_the_compiler() -> None:
-    code = (
-        "import sys, torch\nfrom torch import nn\n"
-        "from meshwright.config.job_config import Optimizer\n"
-        "from meshwright.train.optim.optimizers import build_optimizer, update\n"
-        f"for name in {[*OPTIMIZERS]}:\n"
-        "    weight = nn.Parameter(torch.ones(2, 2)); weight.grad = torch.ones(2, 2)\n"
-        "    optimizer = build_optimizer([('w', weight)], Optimizer(name=name))\n"
-        "    update(optimizer, torch.tensor(False)); optimizer.zero_grad()\n"
-        "    assert 'torch._dynamo' not in sys.modules, name\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_a_step_of_torchs_unfused_optimizer_is_as_torchs(element_wise) -> None:

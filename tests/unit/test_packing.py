@@ -36,7 +36,6 @@ from meshwright.train.preflight import check_data, preflight
 from tests.helpers.cli import command
 from tests.helpers.texts import LENGTH, TEXTS, cached, encode
 from tests.unit.test_sample_stream import read_steps
-from tests.unit.test_token_files import MEGATRON, documents_of, open_tokens
 
 SEED = 11
 
@@ -266,12 +265,3 @@ def test_the_packing_belongs_to_the_data_of_a_resume(tmp_path) -> None:
     packed, cut = (preflight(config_of(tmp_path, kind), 1) for kind in ("best_fit", "cut"))
     (difference,) = changes(cut.data_identity, packed.data_identity, config_defaults())
     assert difference == ("training.packing", "cut", "best_fit")
-
-
-def test_documents_of_megatron_are_packed(tmp_path) -> None:
-    cache = open_tokens(tmp_path, "megatron", MEGATRON / "small")
-    samples = PackedSamples(cache, open_packing(cache, LENGTH), SEED)
-    found = map(samples.read, range(samples.samples_per_epoch))
-    got = Counter(piece for sample in found for piece in pieces_of(sample))
-    assert got == pieces_in(documents_of(cache))
-    assert samples.samples_per_epoch == 3  # of 3 and 5 tokens, of 6, of 5

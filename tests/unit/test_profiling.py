@@ -9,6 +9,9 @@ import torch
 from meshwright.config.job_config import Profiling
 from meshwright.metrics.profiling import Profiler
 
+# a job without is rightly told so
+pytestmark = pytest.mark.filterwarnings("ignore:Profiler won't be using warmup")
+
 
 @pytest.fixture
 def recorded(monkeypatch) -> list[object]:

@@ -104,8 +104,3 @@ def test_the_launcher_is_told_of_the_first_step(tmp_path: Path) -> None:
     assert (tmp_path / TRAINED).exists()
     (tmp_path / STOP).write_text("SIGINT")
     assert requests.look() == "SIGINT"  # though nothing listens
-
-
-def test_a_second_ctrl_c_ends_what_is_being_saved(tmp_path: Path) -> None:
-    work = HELD.replace("time.sleep(1)", "time.sleep(8)")
-    assert rank(tmp_path, work, signal.SIGINT, signal.SIGINT) == (130, "")

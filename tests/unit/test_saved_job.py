@@ -18,6 +18,7 @@ from meshwright.system.modules import code_of, import_user_module
 from meshwright.train.preflight import Plan, preflight
 from meshwright.train.resume import best_of, manifest_of, place_in_data
 from tests.helpers.checkpoints import BARE
+from tests.helpers.texts import OWN_DATASET
 from tests.helpers.tokenizer_files import byte_level_json
 
 OLD, NEW = "1" * 40, "2" * 40
@@ -89,23 +90,15 @@ def lines(folder: Path, text: str = "a document") -> tuple[str, ...]:
     return ("--training.dataset", "json", "--training.dataset_path", str(folder / "data.jsonl"))
 
 
-OWN = """
-from meshwright.datasets.rows import IndexedDocuments
-from meshwright.datasets.sources import DatasetSpec
-
-DATASETS = {{"own": DatasetSpec(lambda *_: IndexedDocuments(1, lambda _: {text!r}), lambda _: [])}}
-"""
-
-
 def test_a_stream_of_own_code_that_has_changed_is_other_data(tmp_path, monkeypatch) -> None:
     module = tmp_path / "own.py"
-    module.write_text(OWN.format(text="before"))
+    module.write_text(OWN_DATASET.format("before"))
     monkeypatch.setitem(DATASETS, "own", import_user_module(str(module)).DATASETS["own"])
     words = (*BYTES, "--training.dataset", "own")
     words += ("--experimental.custom_import", str(module))
     source = opened(*words)
     assert place_of(source, source.content).sample == 3
-    module.write_text(OWN.format(text="after"))
+    module.write_text(OWN_DATASET.format("after"))
     check_is_noticed(opened(*words), source.content)
 
 

@@ -12,10 +12,11 @@ from meshwright.config.section import BYTES
 from meshwright.config.training import Source
 from meshwright.datasets.encoding import TokenizationSpec
 from meshwright.datasets.files import Entry, token_paths
+from meshwright.datasets.foreign_tokens import open_array
 from meshwright.datasets.named_sources import check_path
 from meshwright.datasets.samples import CachedSamples
 from meshwright.datasets.sources import find_dataset
-from meshwright.datasets.storage import DataFile
+from meshwright.datasets.storage import DataFile, stat
 from meshwright.datasets.token_cache.cache import TokenCache
 from meshwright.datasets.token_cache.tokenizing import open_cache
 from meshwright.system.errors import ConfigError
@@ -229,3 +230,12 @@ def test_what_preflight_says(tmp_path: Path) -> None:
         check(dataset="megatron")
     with pytest.raises(ConfigError, match="read where they lie"):
         check(dataset="tokens", dataset_mode="streamed")
+
+
+def test_a_long_header_is_read_whole(tmp_path: Path) -> None:
+    words = b"{'descr': '<u2', 'fortran_order': False, 'shape': (3,), }".ljust(4085) + b"\n"
+    file = tmp_path / "tokens.npy"
+    content = b"\x93NUMPY\x01\x00" + len(words).to_bytes(2, "little") + words
+    file.write_bytes(content + np.array([1, 2, 3], np.uint16).tobytes())
+    found = open_array(stat(str(file)), "<u2")
+    assert (found.num_tokens, found.offset) == (3, len(content))

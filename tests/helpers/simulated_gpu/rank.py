@@ -6,7 +6,6 @@ import multiprocessing
 import sys
 import traceback
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from unittest import mock
 
 import torch
@@ -35,39 +34,7 @@ DEVICE = torch.device("cuda", 0)
 NUM_PROCESSES = 2
 
 
-@dataclass
-class Figures:
-    """Of one rank."""
-
-    init_waits: dict[str, int]
-    """Waits of the host, and copies that it waits for, while weights get their first values."""
-    send_waits: dict[str, int]
-    """The same while batches are sent to the device."""
-    waits: dict[str, int]
-    """Of a step: calls that wait for the device."""
-    blocking_copies: dict[str, int]
-    """Of a step: copies between host and device that the host waits for."""
-    on_host: dict[str, int]
-    """Of a step: tensors made in host memory."""
-    kernels: dict[str, int]
-    """Of a step: calls of attention, forward and recomputed."""
-    copies: dict[str, int]
-    """Of a step: copies between host and device, by stream."""
-    stream_log: list[tuple[str, str]]
-    """Of a step: in order, what streams waited for, and on which the optimizer updated."""
-    collectives: dict[str, int]
-    """Of a step: functional ones, forward, recomputed and backward."""
-    not_on_device: list[str]
-    """Parameters, gradients and optimizer states that are elsewhere."""
-    start_bytes: int
-    """Live on the device before the step."""
-    peak_bytes: int
-    """Of a step."""
-    first_growth_bytes: int
-    """From the start of the first step to its peak: it makes the optimizer's state."""
-
-
-def simulate(case: Case) -> Figures:
+def simulate(case: Case) -> dict[str, object]:
     """Build rank `case.rank`, and take two steps; of the second, figures."""
     dist.init_process_group("fake", store=FakeStore(), rank=case.rank, world_size=case.world_size)
     config = load_config(case.words)
@@ -84,7 +51,7 @@ sharding.compute_local_shape_and_global_offset = fake_cuda.real(
 )
 
 
-def _run(case: Case, plan: Plan, meshes: Meshes, watch: Watch) -> Figures:
+def _run(case: Case, plan: Plan, meshes: Meshes, watch: Watch) -> dict[str, object]:
     rank = OneRank(plan, meshes, DEVICE)
     model, optimizer = rank.model, rank.optimizer
     watch.begin()
@@ -110,21 +77,26 @@ def _run(case: Case, plan: Plan, meshes: Meshes, watch: Watch) -> Figures:
     tensors |= {f"{name}.grad": p.grad for name, p in tensors.items() if p.grad is not None}
     for parameter, state in optimizer.state.items():
         tensors |= {f"{names[parameter]}.{key}": value for key, value in state.items()}
-    return Figures(
-        init_waits=dict(init_waits),
-        send_waits=dict(send_waits),
-        waits=dict(fake_cuda.host_waits),
-        blocking_copies=dict(watch.blocking_copies),
-        on_host=dict(watch.on_host),
-        kernels=dict(fake_cuda.kernels),
-        copies=dict(watch.copies),
-        stream_log=list(fake_cuda.stream_log),
-        collectives=dict(watch.collectives),
-        not_on_device=sorted(name for name, tensor in tensors.items() if not tensor.is_cuda),
-        start_bytes=start_bytes,
-        peak_bytes=watch.peak,
-        first_growth_bytes=growths[0],
-    )
+    return {
+        # while weights get their first values, and while batches are sent: waits of the host, and
+        # copies that it waits for
+        "init_waits": dict(init_waits),
+        "send_waits": dict(send_waits),
+        # of a step: calls that wait for the device, copies that the host waits for, tensors made in
+        # host memory, and calls of attention
+        "waits": dict(fake_cuda.host_waits),
+        "blocking_copies": dict(watch.blocking_copies),
+        "on_host": dict(watch.on_host),
+        "kernels": dict(fake_cuda.kernels),
+        # copies by stream; what streams waited for, and on which the optimizer updated
+        "copies": dict(watch.copies),
+        "stream_log": list(fake_cuda.stream_log),
+        "collectives": dict(watch.collectives),  # functional ones
+        "not_on_device": sorted(name for name, tensor in tensors.items() if not tensor.is_cuda),
+        "start_bytes": start_bytes,
+        "peak_bytes": watch.peak,
+        "first_growth_bytes": growths[0],  # of the step that makes the optimizer's state
+    }
 
 
 def _commit_faults() -> None:
@@ -141,7 +113,7 @@ def _commit_faults() -> None:
 def _figures(name: str) -> str:
     try:
         with contextlib.redirect_stdout(sys.stderr):
-            return json.dumps([name, asdict(simulate(CASES[name]))])
+            return json.dumps([name, simulate(CASES[name])])
     except Exception:
         return json.dumps([name, {"error": traceback.format_exc()}])
 

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def simulate(guard: Path, names: Sequence[str]) -> dict[str, Any]:
-    """Figures of each case, as `rank.Figures`; or {"error": traceback}.
+    """Figures of each case, as `rank.py` has them; or {"error": traceback}.
 
     Args:
         guard: the library that `guard.py` builds.
