@@ -24,7 +24,7 @@ from meshwright.train import announce
 from meshwright.train.preflight import Plan, preflight
 from meshwright.train.resume import place_in_data
 from tests.helpers.cli import command
-from tests.helpers.texts import TEXTS, cached
+from tests.helpers.texts import TEXTS, cached, weighted
 
 TOML = """
 [job]
@@ -274,7 +274,7 @@ def test_a_stage_says_its_own_steps_and_how_often_it_reads_its_data(
     caplog.set_level("INFO", "meshwright")
     ranks = SimpleNamespace(get_rank=lambda: 1, get_world_size=lambda: 1)
     monkeypatch.setattr(announce, "dist", ranks)
-    sources = [cached(tmp_path, (*TEXTS, name), name) for name in "ab"]
+    sources = weighted([cached(tmp_path, (*TEXTS, name), name) for name in "ab"], (1, 4))
     second = preflight(config_of(tmp_path), 1, looks_at_files=False).stages[1]
     announce.announce(replace(second, resume_step=8), torch.device("cpu"), Launch(), sources)
     assert "stage 2 of 3: steps 9 to 16 of 24; the eta is its own" in caplog.messages
