@@ -21,15 +21,16 @@ class Parser(argparse.ArgumentParser):
     """argparse without abbreviations, whose errors are `ConfigError`s."""
 
     def __init__(self, prog: str, description: str = "") -> None:
-        self.options: list[str] = []
-        """Their names, for advice."""
+        self.options: dict[str, str] = {}
+        """Names of their values by their own, for advice."""
         # "resolve": `config` has a --help of its own
         super().__init__(
             prog, description=description, allow_abbrev=False, conflict_handler="resolve"
         )
 
     def add_argument(self, *names: Any, **settings: Any) -> argparse.Action:
-        self.options += [name for name in names if name.startswith("--")]
+        value = settings.get("metavar", "VALUE")
+        self.options |= {name: value for name in names if name.startswith("--")}
         return super().add_argument(*names, **settings)
 
     def error(self, message: str) -> NoReturn:
@@ -41,6 +42,9 @@ class Parser(argparse.ArgumentParser):
         name, is_value, _ = message.removeprefix("argument ").partition(": expected one argument")
         if is_value:
             raise ConfigError("", f"{name}: needs a value\n  fix: write {name}=VALUE")
+        if (named := message.removeprefix("the following arguments are required: ")) != message:
+            fix = " ".join(f"{name} {self.options.get(name, '')}" for name in named.split(", "))
+            raise ConfigError("", f"{named}: not given\n  fix: write {fix.strip()}")
         if "\n  fix: " in message:
             raise ConfigError("", message.removeprefix("argument "))
         raise ConfigError("", f"{message}\n  fix: {self.prog} --help lists all options")

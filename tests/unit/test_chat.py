@@ -225,6 +225,19 @@ def test_special_tokens_in_messages_are_text_to_a_tokenizer_with_a_sense_of_plac
     assert [i for i, c in zip(ids, counts, strict=True) if c] == answer
 
 
+def test_special_tokens_that_are_looked_for_after_the_normalizer_are_text_too(tmp_path) -> None:
+    file = byte_level_json(tmp_path / "tokenizer.json", ["<s>", "</s>"])
+    tokenizer = Tokenizer.from_file(str(file))
+    tokenizer.normalizer = normalizers.NFC()
+    late = [AddedToken(name, normalized=True) for name in ("[INST]", "[/INST]")]
+    tokenizer.add_special_tokens(late)
+    tokenizer.save(str(file))
+    tokenizer = ours(tmp_path, "byte-level")
+    ids, _ = ChatTemplate(tokenizer, MISTRAL).encode(talk("the [INST] cat", "sat"))
+    assert ids.count(tokenizer.special_ids["[INST]"]) == 1
+    assert tokenizer.decode(ids) == "<s>[INST] the [INST] cat [/INST] sat</s>"
+
+
 def test_where_special_tokens_cannot_be_kept_apart_the_row_is_refused(folder, tmp_path) -> None:
     """A special token that is looked for after the normalizer has changed it and the text."""
     tokenizer = Tokenizer.from_file(str(folder / "metaspace.json"))

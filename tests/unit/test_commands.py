@@ -193,7 +193,8 @@ def test_words_that_are_not_understood(words, says, tmp_path, monkeypatch) -> No
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ("plan debug_model --device cpu", "--world-size: not given\n  fix: --world-size 8"),
+        ("plan debug_model --device cpu", "--world-size: not given\n  fix: write --world-size N"),
+        ("plan debug_model", "--world-size, --device: not given\n  fix: write --world-size N --"),
         ("train --log_rnk=1", "'--log_rnk=1': no such option\n  fix: write --log-rank=1"),
         ("generate a --max_new_tokens 5 --prompt b", "fix: write --max-new-tokens"),
         ("data a --step 1 --caches", "--caches: not allowed with argument --step\n  fix: "),

@@ -11,7 +11,7 @@ from meshwright.datasets.opening import open_data
 from meshwright.datasets.sources import DATASETS
 from meshwright.metrics.sinks import Spared
 from meshwright.models.families import MODELS
-from meshwright.system.errors import ConfigError
+from meshwright.system.errors import ConfigError, StorageError
 from meshwright.train.preflight import preflight
 from meshwright.train.resolve_model import extend_by, user_sinks
 from tests.campaigns.new_user import example
@@ -26,7 +26,7 @@ from tests.unit import test_families
 def _as_before(monkeypatch) -> None:
     """Names that a test adds go with it."""
     for table in (MODELS, DATASETS):
-        for name in ("mistral", "stanzas", "bad", "fails", "list", "files"):
+        for name in ("mistral", "stanzas", "bad", "fails", "away", "list", "files"):
             monkeypatch.setitem(table, name, None)
             monkeypatch.delitem(table, name)
 
@@ -97,7 +97,10 @@ def get(index):
     return {3: None, 8: [{"role": "user"}], 9: b"bytes"}.get(index, "a text")
 
 def fails(entry, streamed):
-    raise RuntimeError("no connection")
+    raise RuntimeError("no such table")
+
+def is_away(entry, streamed):
+    raise ConnectionError("no connection")
 
 def opens(entry, streamed):
     return IndexedDocuments(40, get)
@@ -106,6 +109,7 @@ none = lambda entry: []
 DATASETS = {
     "bad": DatasetSpec(opens, none),
     "fails": DatasetSpec(fails, none),
+    "away": DatasetSpec(is_away, none),
     "list": DatasetSpec(lambda entry, streamed: ["a text"], none),
     "files": DatasetSpec(opens, lambda entry: "a.txt"),
 }
@@ -116,7 +120,8 @@ DATASETS = {
     ("name", "says"),
     [
         ("bad", "^document 3: is None, which is neither text nor a list of"),
-        ("fails", r"cannot be opened: RuntimeError: no connection \(.*mine.py:9\)"),
+        ("fails", r"cannot be opened: RuntimeError: no such table \(.*mine.py:9\)"),
+        ("away", "cannot be read now: ConnectionError: no connection"),
         ("list", "its function returns list, and no documents\n  fix: return IndexedDocuments"),
         ("files", "its function `files` returns 'a.txt', and no list of paths\n  fix: return"),
     ],
@@ -126,7 +131,8 @@ def test_faults_of_a_dataset_of_the_user_are_named(name, says, tmp_path) -> None
     own += ["--training.token_cache_folder", str(tmp_path / "cache")]
     config = load_config(own)
     extend_by(config.experimental.custom_import)
-    with pytest.raises(ConfigError, match=says):
+    kind = StorageError if name == "away" else ConfigError  # that one may pass
+    with pytest.raises(kind, match=says):
         open_data("training", config, num_workers=1)
     if name == "bad":
         config = load_config([*own, "--training.max_bad_records", "3"])

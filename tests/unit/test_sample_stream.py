@@ -289,7 +289,7 @@ def read_steps(
             )
         ]
         steps.append((rows, merged([part.cursor for part in parts])))
-        is_over = [loader.fetch(1) == 0 and loader.error is None for loader in loaders]
+        is_over = [loader.fetch(2) == 0 and loader.error is None for loader in loaders]
         assert [loader.is_at_end for loader in loaders] == is_over
         assert len(set(is_over)) == 1
     for loader in loaders:

@@ -223,7 +223,7 @@ def test_a_function_that_fails_names_the_row(name: str, end: str, folder: Path) 
     documents = open_documents(**keys, dataset_format=f"{folder}/formats.py:{name}")
     line = FORMAT.splitlines().index(f"def {name}(row):") + 2
     places = re.escape(f"({folder}/formats.py:{line}); the row has text, other")
-    with pytest.raises(ConfigError, match=f"a.jsonl:1: {end}.*{places}"):
+    with pytest.raises(ConfigError, match=f"a.jsonl:1: {end}.*{places}.*dataset_format"):
         read_all(documents)
 
 

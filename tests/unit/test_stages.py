@@ -218,8 +218,10 @@ def test_a_checkpoint_of_a_stage_that_has_moved_is_refused(tmp_path) -> None:
 
 
 def test_a_warmup_may_end_in_a_later_stage(tmp_path) -> None:
-    for warmup, is_idle in ((20, False), (30, True)):
-        config = changed(config_of(tmp_path), {"lr_scheduler": {"warmup_steps": warmup}})
+    own = THREE.replace("decay_type", "warmup_steps = 30\ndecay_type")  # the first two reach it
+    for warmup, stages, is_idle in ((20, THREE, False), (30, THREE, True), (0, own, False)):
+        job = config_of(tmp_path, stages)
+        config = changed(job, {"lr_scheduler": {"warmup_steps": warmup}})
         notes = preflight(config, 1, looks_at_files=False).notes
         assert any("is never reached" in note for note in notes) == is_idle
 

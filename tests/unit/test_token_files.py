@@ -207,6 +207,12 @@ def test_arrays_that_are_no_tokens_are_refused(arrays, message: str, tmp_path: P
         open_tokens(tmp_path, "tokens", tmp_path / f"*{Path(name).suffix}")
 
 
+@pytest.mark.parametrize("kind", ["numpy", "llm.c", "datatrove"])
+def test_zeros_between_tokens_are_tokens_where_the_type_is_known(kind: str, tmp_path: Path) -> None:
+    path = write_kind(kind, tmp_path / "a", 40 * [[104, 0, EOS, 0]])
+    assert open_tokens(tmp_path, "tokens", path).num_tokens == 160
+
+
 @pytest.mark.parametrize(
     ("ends", "message"),
     [([2, 1], "do not follow"), ([5], "of another file"), ([], "cut short")],

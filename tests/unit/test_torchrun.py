@@ -130,6 +130,20 @@ def test_a_launcher_hears_a_request_while_torch_waits_for_the_first_machine(
     assert not (tmp_path / "console").exists()
 
 
+def test_a_launcher_whose_ranks_have_come_meanwhile_is_not_ended(tmp_path) -> None:
+    (tmp_path / "stuck.py").write_text(STUCK)
+    (tmp_path / "console").mkdir()
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        words = [tmp_path / "stuck.py", tmp_path / "console", silent.getsockname()[1]]
+        launcher = Forked(words, environment(), cwd=ROOT)
+        launcher.wait_for_line("waiting")
+        (tmp_path / "console" / "logs_of_ranks").mkdir()
+        launcher.send_signal(signal.SIGTERM)
+        launcher.process.join(2)
+        launcher.send_signal(signal.SIGKILL)
+        assert launcher.wait(30).returncode == -signal.SIGKILL
+
+
 def test_another_program_at_the_rendezvous_ends_the_job(tmp_path, monkeypatch, capsys) -> None:
     """torch takes whatever listens for its store, and waits for its answer for ever."""
     left: list[tuple[Path, int]] = []
