@@ -15,11 +15,13 @@ from meshwright.system.machine import count_cores
 
 def add_options(parser: Parser) -> None:
     """Options of `meshwright plan`."""
-    parser.add_argument("--world-size", type=int, metavar="N", default=0, help="ranks of the job")
+    parser.add_argument(
+        "--world-size", type=int, metavar="N", required=True, help="ranks of the job"
+    )
     parser.add_argument(
         "--device",
         metavar="D",
-        default="",
+        required=True,
         help=f"{', '.join(DEVICES)}, cpu, or the GiB of another GPU",
     )
     parser.add_argument(
@@ -68,14 +70,8 @@ def run(given: Namespace) -> None:
 
 def _check(given: Namespace) -> Device:
     """Check the options, and fill in the number of workers; return the device."""
-    needed = {
-        "--device": (given.device, "--device h100, or cpu, or the GiB of another GPU"),
-        "CONFIG": (given.config, "name a TOML, or a preset"),
-        "--world-size": (given.world_size, "--world-size 8, or the ranks of your job"),
-    }
-    for key, (value, fix) in needed.items():
-        if not value:
-            raise ConfigError("", f"{key}: not given\n  fix: {fix}")
+    if not given.config:
+        raise ConfigError("", "CONFIG: not given\n  fix: name a TOML, or a preset")
     ranks, rank = given.world_size, given.rank
     rule = "is the rows of the busiest rank over their mean, so at least 1"
     check(given.imbalance >= 1, "--imbalance", given.imbalance, rule, "--imbalance 1.5, say")
