@@ -53,7 +53,7 @@ class Meshes:
     def all(self) -> list[DeviceMesh]:
         """Meshes that have all of the groups between them. Where several share a group, the last
         says the most about it."""
-        used = [self.world, self.stage, self.dp, self.loss, self.ep, self.experts]
+        used = [self.stage, self.world, self.dp, self.loss, self.ep, self.experts]
         return [mesh for mesh in (*used, self.parameters, self.cp) if mesh is not None]
 
 

@@ -296,6 +296,9 @@ def test_a_plan_of_experts_deals_their_rows_out_evenly() -> None:
     )
     assert {"fsdp", "efsdp", "tp"} <= {sent.axis for sent in rank.traffic}
     assert "unknown" not in {sent.axis for sent in rank.traffic}
+    assert "world" in {
+        sent.axis for sent in rank.traffic
+    }  # without a pipeline a stage is all ranks
     text = to_text(plan, [rank], h100)
     assert f"{_parameters(args.table.num_active_params)} of them active for a token" in text
     assert "experts of a rank get 1 times the mean" in text
