@@ -1,5 +1,8 @@
 """The console's lines."""
 
+import os
+import subprocess
+import sys
 import time
 
 import pytest
@@ -82,3 +85,29 @@ def test_what_takes_long_says_so(monkeypatch, capsys) -> None:
     assert all(line.endswith("validating: 0 s so far, 3 of 9 batches") for line in lines)
     time.sleep(0.1)
     assert capsys.readouterr().out == ""  # over
+
+
+STREAMS = """
+import os
+from meshwright.system.log import steady_streams
+steady_streams()
+print("Stö\N{GREEK SMALL LETTER SIGMA}e", flush=True)
+os.execv("/bin/sh", ["sh", "-c", "echo from a rank && echo and more >&2"])
+"""
+
+
+@pytest.mark.parametrize(
+    ("ends", "encoding", "said"),
+    [
+        ("", "latin-1", "Stö\\u03c3e\nfrom a rank\n"),
+        (">&- 2>&- <&-", "latin-1", ""),  # a rank that could not write would end with 2
+    ],
+)
+def test_nothing_that_is_printed_fails(ends: str, encoding: str, said: str) -> None:
+    done = subprocess.run(
+        ["bash", "-c", f"\"{sys.executable}\" -c '{STREAMS}' {ends}"],
+        env=os.environ | {"PYTHONIOENCODING": encoding},
+        capture_output=True,
+    )
+    assert done.returncode == 0
+    assert done.stdout.decode(encoding) == said

@@ -5,8 +5,10 @@ import os
 import signal
 import socket
 import sys
+import threading
 from argparse import Namespace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
@@ -68,6 +70,9 @@ def test_nobody_need_read_that_a_job_is_asked_to_stop(tmp_path: Path) -> None:
 def test_a_launcher_that_waits_says_where_and_for_whom(tmp_path, monkeypatch, caplog) -> None:
     caplog.set_level("INFO", "meshwright")
     monkeypatch.setattr(torchrun, "SPEAK_EVERY_S", 0.2)
+    left: list[object] = []  # by no machine that waits for others
+    monkeypatch.setattr(torchrun, "SILENT_S", 0.1)
+    monkeypatch.setattr(torchrun, "_leave", lambda *of: left.append(of))
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -80,6 +85,7 @@ def test_a_launcher_that_waits_says_where_and_for_whom(tmp_path, monkeypatch, ca
     here = socket.gethostname()
     wait_for(lambda: f"1 of 3 machines are here ({here})" in caplog.text, "a line", seconds=20)
     (tmp_path / "logs_of_ranks").mkdir()
+    assert not left
     del store
 
 
@@ -128,6 +134,19 @@ def test_a_launcher_hears_a_request_while_torch_waits_for_the_first_machine(
     assert ended.stderr.startswith("" if heard else said)
     assert bool(ended.stderr) != bool(heard)
     assert not (tmp_path / "console").exists()
+
+
+def test_a_meeting_without_an_answer_ends_no_launcher_with_ranks(tmp_path, monkeypatch) -> None:
+    ranks, left = tmp_path / "logs_of_ranks", list[object]()
+    meeting = SimpleNamespace(is_silent=True, come=ranks.mkdir, describe=str)
+    monkeypatch.setattr(torchrun, "SILENT_S", -1)
+    monkeypatch.setattr(torchrun, "_leave", lambda *of: left.append(of))
+    monkeypatch.setattr(torchrun, "Meeting", lambda *_: meeting)
+    given = Namespace(standalone=False, nnodes="2", rdzv_endpoint="node:1", rdzv_id="job")
+    torchrun._wait_for_machines(given, tmp_path)
+    wait_for(lambda: "rendezvous" not in {one.name for one in threading.enumerate()}, "its end")
+    assert ranks.exists()
+    assert not left
 
 
 def test_a_launcher_whose_ranks_have_come_meanwhile_is_not_ended(tmp_path) -> None:
