@@ -87,16 +87,14 @@ def run_tokenize(given: Namespace) -> None:
     configs = staged(read(given).config())
     _say_first(given)
     # not at the top: see `run`
-    from meshwright.datasets.opening import (
-        StreamedSource,
-        open_data,
-    )
+    from meshwright.datasets.opening import StreamedSource, open_data
 
     options, sources = {"num_workers": given.workers, "check_all": given.verify}, []
     for config in configs:
         check_data(config)
         sources += open_data("training", config, **options)
-        sources += open_data("validation", config, **options)
+        if config is configs[0] or config.training.validation_fraction:  # a part of its own data
+            sources += open_data("validation", config, **options)
     for source in sources:
         if isinstance(source, StreamedSource):
             logger.info("%s: streamed, %d shards", source.entry.name, source.num_shards)

@@ -83,8 +83,9 @@ def run(given: Namespace) -> None:
             logger.warning("%s", text)
     for stage in plan.stages[1:]:
         sources += open_data("training", stage.config)
-    for stage in plan.stages:  # each may hold out a part of its own data
-        sources += open_data("validation", stage.config)
+    for stage in plan.stages:
+        if stage is plan or stage.config.training.validation_fraction:  # a part of its own data
+            sources += open_data("validation", stage.config)
     where = f", of {ranks.machines} machines that meet at {_endpoint(given)}"
     where *= ranks.machines > 1
     logger.info("starting %s on this machine%s", numbered(ranks.per_machine, "rank"), where)

@@ -67,8 +67,8 @@ TODAY = datetime(2024, 7, 26)
 """For chat templates that write the date, so that a conversation is the same tokens tomorrow. It is
 the date that Meta's templates fall back to."""
 
-FORMAT = 2
-"""Of the files; another number is another cache."""
+FORMAT, CHATS = 2, 2
+"""Of the files, and of what conversations become; another number is another cache."""
 
 
 @dataclass(frozen=True)
@@ -158,6 +158,8 @@ class TokenizationSpec:
     @property
     def _method(self) -> list[object]:
         parts = tokenizer_parts(self.tokenizer, self.tokenizer_path, self.chat_template_path)
+        if self.entry.source.dataset_format or self._own:  # it may have conversations
+            parts.append(CHATS)
         code = code_of(self.custom_import) if self._own else ""
         return [*parts, code] if code else parts
 
