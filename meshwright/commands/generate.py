@@ -74,7 +74,11 @@ def run(given: Namespace) -> None:
     extend_by(given.custom_import, "--custom-import")
     with open_source(Place(SOURCE, given.source), given.tokenizer) as source:
         prompt = encode_prompt(source, given.prompt)
-        model = build_model(source, len(prompt) + given.max_new_tokens, given.dtype)
+        length = len(prompt) + given.max_new_tokens
+        if 0 < source.trained_length < length:
+            trained = f"the model was trained on sequences of {source.trained_length:,}"
+            print(f"{length:,} tokens are asked for, and {trained}", file=sys.stderr, flush=True)
+        model = build_model(source, length, given.dtype)
     is_greedy = given.temperature == 0
     choose = greedy if is_greedy else sampler(given.temperature, given.top_p, given.seed)
     follow = partial(generate, max_new_tokens=given.max_new_tokens, choose=choose, stop=source.stop)

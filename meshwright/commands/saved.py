@@ -49,6 +49,8 @@ class TextSource:
     tokenizer: Tokenizer
     stop: frozenset[int]
     """Tokens that end a text."""
+    trained_length: int
+    """Tokens of a sequence in training; 0: not known."""
 
 
 def saved_spec(place: Place, manifest: Manifest) -> Family:
@@ -104,7 +106,8 @@ def open_source(place: Place, tokenizer_path: str | None) -> Iterator[TextSource
     with open_checkpoint(place, partial(print, file=sys.stderr)) as (found, manifest):
         tokenizer, _ = open_tokenizer(found, manifest, tokenizer_path)
         args = saved_args(found, manifest, saved_spec(found, manifest).args)
-        yield TextSource(args, CheckpointWeights(found), tokenizer, _eos(tokenizer))
+        length = manifest["data_identity"].get("training.seq_len", 0)
+        yield TextSource(args, CheckpointWeights(found), tokenizer, _eos(tokenizer), length)
 
 
 def _open_hf(place: Place, tokenizer_path: str | None) -> TextSource:
@@ -117,7 +120,8 @@ def _open_hf(place: Place, tokenizer_path: str | None) -> TextSource:
     fix = "name it: --tokenizer PATH (or bytes)"
     tokenizer = _build_tokenizer(tokenizer_path or str(place.path), OWN, fix)
     weights = HuggingFaceWeights(place, spec.hf, args)
-    return TextSource(args, weights, tokenizer, _eos(tokenizer) | _stops(place))
+    length = place.read_json(CONFIG).get("max_position_embeddings", 0)
+    return TextSource(args, weights, tokenizer, _eos(tokenizer) | _stops(place), length)
 
 
 def _eos(tokenizer: Tokenizer) -> frozenset[int]:

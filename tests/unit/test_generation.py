@@ -113,6 +113,11 @@ def test_the_command_writes_the_same_from_either_folder(tmp_path, capsys) -> Non
     (folder / "generation_config.json").unlink()
     with open_source(Place("FOLDER", folder), "bytes") as source:
         assert source.stop == {257}  # the tokenizer's own
+    for source in ([checkpoint], [folder, "--tokenizer", "bytes"]):
+        generate_text([*map(str, source), "--prompt", PROMPT, "--max-new-tokens", "60"])
+        assert "70 tokens are asked for, and the model was trained on sequences of 64" in (
+            capsys.readouterr().err
+        )
     drawn = [said(checkpoint, "--temperature", 1, "--top-p", 0.9, "--seed", s) for s in (1, 1, 2)]
     assert drawn[0] == drawn[1] != drawn[2]
 
