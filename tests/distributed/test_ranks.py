@@ -49,6 +49,12 @@ def test_a_rank_that_dies_is_missed_at_once() -> None:
         RankPool(2).run(_die)
 
 
+def test_a_rank_that_is_aborted_says_where() -> None:
+    """As C++ does that finds its memory damaged."""
+    with pytest.raises(RankError, match=r"exit code -6\)\nFatal .*Aborted(.|\n)*in _serve"):
+        RankPool(1).run(os.abort)
+
+
 def test_a_rank_that_dies_before_it_reads_is_missed_too() -> None:
     """Its end of the pipe still holds the function: the system then says reset, not the end."""
     pool = RankPool(1)

@@ -1,5 +1,6 @@
 """Real gloo ranks: processes that are started once and then run many functions."""
 
+import faulthandler
 import gc
 import os
 import tempfile
@@ -8,6 +9,7 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -42,13 +44,13 @@ class RankPool:
         context = fork_server("meshwright.commands.prove.measure", *IMPORTED_BY_RANKS)
         self.world_size = world_size
         self._folder = tempfile.TemporaryDirectory()
-        # the ranks meet at a file: a free port is a race
-        url = f"file://{self._folder.name}/meet"
         pipes = [context.Pipe() for _ in range(world_size)]
         self._connections = [ours for ours, _ in pipes]
         self._processes = [
             context.Process(
-                target=_serve, args=(rank, world_size, url, timeout_s, theirs), daemon=True
+                target=_serve,
+                args=(rank, world_size, self._folder.name, timeout_s, theirs),
+                daemon=True,
             )
             for rank, (_, theirs) in enumerate(pipes)
         ]
@@ -76,7 +78,9 @@ class RankPool:
                 except (EOFError, ConnectionResetError):  # the latter: it has not read its work
                     self._processes[rank].join(5)
                     code = self._processes[rank].exitcode  # -6: SIGABRT, by an error in C++
-                    is_ok, results[rank] = False, f"its process ended (exit code {code})"
+                    stacks = _stacks_file(self._folder.name, rank)
+                    text = stacks.read_text() if stacks.exists() else ""
+                    is_ok, results[rank] = False, f"its process ended (exit code {code})\n{text}"
                 if not is_ok:
                     self.close()
                     raise RankError(f"rank {rank}: {results[rank]}")
@@ -110,7 +114,12 @@ def _share_one_gloo_thread() -> None:
     dist.distributed_c10d.ProcessGroupGloo = OnSharedDevice  # type: ignore[misc]
 
 
-def _serve(rank: int, world_size: int, url: str, timeout_s: int, connection: Connection) -> None:
+def _stacks_file(folder: str, rank: int) -> Path:
+    """Where a rank that C++ ends writes what its threads were at."""
+    return Path(folder, f"stacks.{rank}")
+
+
+def _serve(rank: int, world_size: int, folder: str, timeout_s: int, connection: Connection) -> None:
     # the server of forks ends with the caller, and ignores Ctrl-C: a rank that waits for others
     # would outlive them
     die_with_parent(os.getppid())
@@ -118,8 +127,11 @@ def _serve(rank: int, world_size: int, url: str, timeout_s: int, connection: Con
     gc.freeze()  # or each full collection goes through all of torch's modules, for 0.3 s
     # torch.compile makes a tqdm bar, whose lock between processes outlives a rank that is killed
     tqdm.set_lock(threading.RLock())
+    faulthandler.enable(_stacks_file(folder, rank).open("w"))
     timeout = timedelta(seconds=timeout_s)
     _share_one_gloo_thread()
+    # they meet at a file: a free port is a race
+    url = f"file://{folder}/meet"
     dist.init_process_group("gloo", url, timeout=timeout, world_size=world_size, rank=rank)
     while True:
         try:
