@@ -16,6 +16,7 @@ from meshwright.commands.check import check_job
 from meshwright.commands.options import add_ranks
 from meshwright.config.command_line import Parser
 from meshwright.config.loader import find_config
+from meshwright.parallelisms.rules.compile_choice import check_compiler
 from meshwright.system.errors import ConfigError, check, numbered
 from meshwright.system.log import log_to_console, logger
 from meshwright.system.machine import Ranks, count_cores, count_ranks, warn_of_tasks
@@ -70,6 +71,7 @@ def run(given: Namespace) -> None:
     rendezvous = _rendezvous(given, ranks)
     log_ranks = _log_ranks(given, ranks)
     plan = check_job(given, ranks)
+    check_compiler(plan.config, is_gpu=ranks.gpus != 0)
     log_to_console()
     warn_of_tasks(ranks.machines)
     # not at the top: numpy takes as long as all checks, which come first

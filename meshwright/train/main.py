@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from meshwright.config.loader import parse_config, read, with_lines
+from meshwright.parallelisms.rules.compile_choice import check_compiler
 from meshwright.system import hardware
 from meshwright.system.errors import (
     EXIT_CODES,
@@ -126,6 +127,7 @@ def _run_command_line(launch: Launch, requests: Requests) -> bool:
             looks_at_files=False,
             is_inherited=written.provenance.is_inherited,
         )
+        check_compiler(plan.config, is_gpu=torch.cuda.is_available())
         return run(plan, requests=requests, launch=launch)
     except ConfigError as error:
         raise with_lines(error, given) from None

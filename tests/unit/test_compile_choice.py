@@ -1,5 +1,6 @@
 """`compile.enable = "auto"`: a function of the job's work, its options, and the compiler."""
 
+import os
 import stat
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,7 @@ from meshwright.config.changes import Difference, changes, config_defaults, to_j
 from meshwright.config.job_config import JobConfig
 from meshwright.config.loader import load_config, to_toml
 from meshwright.parallelisms.rules import compile_choice
-from meshwright.parallelisms.rules.compile_choice import LEAST_FLOP, why_no_compiler
+from meshwright.parallelisms.rules.compile_choice import LEAST_FLOP, check_compiler, why_no_compiler
 from meshwright.system.errors import ConfigError
 from meshwright.system.processes import Launch, Requests
 from meshwright.train.main import _run_command_line
@@ -30,6 +31,7 @@ TWO_BY_TENSORS = ["--parallelism.tensor_parallel_degree=2"]
 FULL = ["--activation_checkpoint.mode=full"]
 SPLIT = ["--parallelism.pipeline_parallel_degree=2"]
 SPLIT += ["--parallelism.pipeline_parallel_schedule=ZBVZeroBubble"]
+BUDGET = "--activation_checkpoint.mode=memory_budget"
 INSIDE = ['--training.fp32_modules=["layers.0.attention"]']
 INSIDE += ["--training.mixed_precision_param=bfloat16"]
 
@@ -129,7 +131,33 @@ def test_without_a_compiler_the_job_is_eager(plan_of, compiler) -> None:
     plan = plan_of(*LONG)
     assert plan.config.compile.enable is False
     assert "eager, since there is no C++ compiler 'g++'" in plan.compile_line
-    assert plan_of(*LONG, "--compile.enable=true").config.compile.enable is True
+    check_compiler(plan.config, is_gpu=False)
+    for words in (["--compile.enable=true"], [BUDGET]):
+        config = plan_of(*words).config
+        check_compiler(config, is_gpu=True)
+        with pytest.raises(ConfigError, match="enable = true: there is no C.. compiler"):
+            check_compiler(config, is_gpu=False)
+    by_other = plan_of("--compile.enable=true", "--compile.backend=aot_eager")
+    check_compiler(by_other.config, is_gpu=False)
+
+
+def test_where_libraries_do_not_load_the_job_is_eager(plan_of, monkeypatch, tmp_path) -> None:
+    """As in /tmp of many clusters and containers."""
+    (noexec := tmp_path / "noexec").mkdir()
+    found = os.statvfs
+    monkeypatch.setattr(
+        "os.statvfs",
+        lambda path: Mock(f_flag=os.ST_NOEXEC) if path == noexec else found(path),
+    )
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    assert why_no_compiler() == ""
+    monkeypatch.setattr("tempfile.tempdir", str(noexec))
+    assert f"{noexec} is mounted noexec (TORCHINDUCTOR_CACHE_DIR" in why_no_compiler()
+    assert plan_of(*LONG).config.compile.enable is False
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "other"))
+    assert why_no_compiler() == ""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(noexec / "sub/folder"))
+    assert "sub/folder is mounted noexec" in why_no_compiler()
 
 
 def test_the_compilers_that_a_machine_needs(compiler, monkeypatch, tmp_path) -> None:
@@ -166,13 +194,11 @@ def test_an_error_of_the_compiler_names_the_way_out(plan_of, monkeypatch) -> Non
     assert notes[1:] == ["", ""]
 
 
-BUDGET = "--activation_checkpoint.mode=memory_budget"
 ASYNC_TP = [*TWO_BY_TENSORS, "--parallelism.enable_async_tensor_parallel"]
 
 
-def test_an_option_that_needs_it_compiles_the_smallest_job(plan_of, compiler) -> None:
-    """As true would: with its errors, and on a machine that cannot."""
-    compiler.unlink()
+def test_an_option_that_needs_it_compiles_the_smallest_job(plan_of) -> None:
+    """As true would, with its errors."""
     budget_by = [BUDGET, "--compile.backend=aot_eager"]
     for words, ranks in (([BUDGET], 1), (ASYNC_TP, 2), (budget_by, 1)):
         plan = plan_of("--training.steps=1", *words, ranks=ranks)

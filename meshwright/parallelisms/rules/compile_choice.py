@@ -4,6 +4,7 @@ import importlib.util
 import os
 import shutil
 import sysconfig
+import tempfile
 from collections.abc import Collection
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from meshwright.config.job_config import JobConfig, changed
 from meshwright.models.args import DecoderArgs
 from meshwright.parallelisms.rules.precision import has_part_of_block
 from meshwright.parallelisms.rules.stages import splits_backward
+from meshwright.system.errors import check
 
 
 def recomputes_attention(config: JobConfig) -> bool:
@@ -76,6 +78,17 @@ def resolve_compile(
     return changed(config, {"compile": {"enable": is_on}}), line if reason else ""
 
 
+def check_compiler(config: JobConfig, *, is_gpu: bool) -> None:
+    """Raise `ConfigError` if ranks on this machine's CPUs are to compile, and cannot.
+
+    Args:
+        config: as `resolve_compile` returns it.
+    """
+    if config.compile.is_on and config.compile.backend == "inductor" and not is_gpu:
+        reason = why_no_compiler()
+        check(not reason, "compile.enable", True, reason, "set compile.enable = false")
+
+
 def _option_that_compiles(config: JobConfig) -> str:
     """Return the option, if any, that has an effect in compiled blocks alone."""
     parallelism = config.parallelism
@@ -115,10 +128,19 @@ def why_no_compiler(is_gpu: bool = False) -> str:
     if not is_gpu and len((file := _torch_file()).split()) > 1:
         # torch/_inductor/cpp_builder.py writes -L and the folder without quotes
         return f"inductor cannot link with torch in a folder with a blank in its name ({file})"
+    folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or tempfile.gettempdir()
+    if not _may_hold_programs(Path(folder)):
+        return f"{folder} is mounted noexec (TORCHINDUCTOR_CACHE_DIR names another folder)"
     has_c = any(map(shutil.which, (os.environ.get("CC", "gcc"), "clang")))
     if importlib.util.find_spec("triton") is not None and not has_c:
         return "there is no C compiler for Triton (CC, gcc or clang)"
     return ""
+
+
+def _may_hold_programs(folder: Path) -> bool:
+    """Return whether libraries can be loaded from a folder, which need not exist yet."""
+    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    return not os.statvfs(there).f_flag & os.ST_NOEXEC
 
 
 def _torch_file() -> str:
