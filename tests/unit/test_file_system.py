@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.datasets.token_cache.tokenizing import cache_root
+from meshwright.system.errors import ConfigError
 from meshwright.system.files import _machine_digits, remove_left_over, sync_folder, whole_file
 
 
@@ -69,9 +70,8 @@ def test_processes_fork_below_a_folder_with_a_long_name_and_survive_ctrl_c(
 
 
 def test_a_given_folder_needs_no_home(monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_home() -> Path:
-        raise RuntimeError("Could not determine home directory.")
-
-    monkeypatch.setattr(Path, "home", no_home)
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     assert cache_root("/data/caches") == Path("/data/caches")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)  # as without HOME and a name
+    with pytest.raises(ConfigError, match="token_cache_folder = '': this user has no home folder"):
+        cache_root("")

@@ -36,7 +36,7 @@ from meshwright.datasets.token_cache.writing import (
     write_part,
 )
 from meshwright.system.claims import Claim
-from meshwright.system.errors import ConfigError, numbered
+from meshwright.system.errors import ConfigError, check, numbered
 from meshwright.system.files import remove_left_over
 from meshwright.system.log import busy, logger
 from meshwright.system.machine import count_cores
@@ -50,10 +50,15 @@ FILES_TOGETHER = 64
 
 
 def cache_root(given: str) -> Path:
-    """Return the folder of all caches: the one that the config gives, or the user's own."""
-    if given:  # a container's user may have no home
-        return Path(given)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "meshwright"
+    """Return the folder of all caches: the one that the config gives, or the user's own.
+
+    Raises:
+        ConfigError: neither is there; a container's user may have no home.
+    """
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    rule = "this user has no home folder, where caches would be: HOME is not set"
+    check(bool(given) or home[0] != "~", "training.token_cache_folder", given, rule, "name one")
+    return Path(given or f"{home}/meshwright")
 
 
 def cache_folder(recipe: TokenizationSpec, root: Path) -> Path:
