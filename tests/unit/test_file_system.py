@@ -75,3 +75,11 @@ def test_a_given_folder_needs_no_home(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.path.expanduser", lambda path: path)  # as without HOME and a name
     with pytest.raises(ConfigError, match="token_cache_folder = '': this user has no home folder"):
         cache_root("")
+
+
+def test_a_user_without_a_name_gets_one() -> None:
+    """As a container's may be; torch 2.11 does not import otherwise."""
+    script = "import os, pwd; os.environ.clear(); pwd.getpwuid = {}.__getitem__"
+    script += "; import meshwright; print(os.environ)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.stdout == f"environ({{'LOGNAME': 'uid_{os.getuid()}'}})\n", done.stderr
