@@ -7,6 +7,11 @@ repository=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
 prepare_environment() {
     local extra=${1:-}
+    if [ "$(uname -s)" != Linux ]; then # before gigabytes come
+        echo "meshwright: it runs on Linux, and this is $(uname -s)" >&2
+        echo "  fix: a Linux machine or container, or WSL 2" >&2
+        exit 2
+    fi
     if [ -n "${VIRTUAL_ENV:-}${CONDA_PREFIX:-}" ] && has_requirements python "$extra"; then
         python=python
         # a person reads it; in the log of a job it is noise

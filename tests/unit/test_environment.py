@@ -2,6 +2,7 @@
 
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -25,3 +26,19 @@ def test_a_setting_of_lint_needs_no_network(tmp_path: Path) -> None:
     assert requirements(tmp_path) == before
     (tmp_path / "pyproject.toml").write_text(text.replace('"torch>=', '"torch>=9'))
     assert requirements(tmp_path) != before
+
+
+def test_another_system_is_refused_before_anything_is_installed(tmp_path: Path) -> None:
+    (fake := tmp_path / "uname").write_text("#!/bin/sh\necho Darwin\n")
+    fake.chmod(0o755)
+    script = f'PATH={tmp_path}:$PATH; source "{ROOT}/scripts/environment.sh"; prepare_environment'
+    program = "import sys; sys.platform = 'darwin'; import meshwright"
+    for words, name in (
+        (["bash", "-c", script], "Darwin"),
+        ([sys.executable, "-c", program], "darwin"),
+    ):
+        done = subprocess.run(words, capture_output=True, text=True)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr.startswith(
+            f"meshwright: it runs on Linux, and this is {name}\n  fix: a L"
+        )
