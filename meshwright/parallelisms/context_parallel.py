@@ -92,7 +92,7 @@ def attend(
     mesh: DeviceMesh,
     has_flash: bool = True,
 ) -> Tensor:
-    """(B, N, S/cp, H), (B, K, S/cp, H), (B, K, S/cp, W) -> (B, N, S/cp, W).
+    """(B, N, S/cp, H), (B, K, S/cp, H) twice -> (B, N, S/cp, H).
 
     It keeps the contract of `CausalAttention`. Collective over `mesh`, in forward and backward.
 
@@ -100,25 +100,18 @@ def attend(
         mask: of this rank's queries and all keys; None: only causal.
         has_flash: of `has_flash_attention`, for these heads.
     """
-    width = v.shape[-1]
-    is_flash = mask is None and has_flash and q.dtype in FLASH[q.device.type].dtypes
-    q, k, v = _of_one_width(q, k, v, WIDTHS if is_flash and q.is_cuda else 1)
     rank, size = mesh.get_local_rank(), mesh.size()
     chunks = (rank, 2 * size - 1 - rank)
-    if is_flash:
+    if mask is None and has_flash and q.dtype in FLASH[q.device.type].dtypes:
+        width = q.shape[-1]
+        if q.is_cuda and width % WIDTHS:  # zeros change neither scores nor other columns
+            q, k, v = (F.pad(x, (0, -width % WIDTHS)) for x in (q, k, v))
         apply: Callable[..., Tensor] = _GatheredAttention.apply
         return apply(q, k, v, chunks, mesh, scale)[..., :width]
     k, v = _gather(torch.stack([k, v]), mesh).unbind(0)  # (B, K, S, H)
     if isinstance(mask, BlockMask):  # skips later keys by itself
-        return masked_attention(q, k, v, mask, scale=scale)[..., :width]
-    return masked_in_chunks(q, k, v, mask, chunks, scale)[..., :width]
-
-
-def _of_one_width(q: Tensor, k: Tensor, v: Tensor, multiple: int) -> list[Tensor]:
-    """Pad with zeros to the same multiple: they change neither scores nor other columns."""
-    width = max(q.shape[-1], v.shape[-1])
-    width += -width % multiple
-    return [x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in (q, k, v)]
+        return masked_attention(q, k, v, mask, scale=scale)
+    return masked_in_chunks(q, k, v, mask, chunks, scale)
 
 
 def masked_in_chunks(
