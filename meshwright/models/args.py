@@ -2,7 +2,7 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar, Literal, Self
@@ -133,11 +133,6 @@ class DecoderArgs(ABC):
         """The same model, with every field filled in."""
         return replace(self, head_dim=self.head_dim or self.dim // self.n_heads)
 
-    @property
-    def module_names(self) -> list[str]:
-        """Names of the modules that compute, in the order of the model."""
-        return self.table.module_names
-
     def expert_layers(self, out_std: float) -> Sequence[MixtureSpec | None]:
         """Return the experts of each layer, in the place of its feed-forward; None: it keeps that.
 
@@ -149,10 +144,6 @@ class DecoderArgs(ABC):
     def small(self) -> dict[str, Any]:
         """Return dimensions of the family's own of a model with few of everything, by name."""
         return {}
-
-    def parameter_names(self) -> Iterator[str]:
-        """Yield the names of all parameters of the model, in its order."""
-        yield from self.table.parameters
 
     def decoder(
         self,

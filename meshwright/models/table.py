@@ -70,6 +70,12 @@ class Parameter:
         return by_dimensions.get(len(self.shape))
 
 
+def block_of(name: str) -> str:
+    """Return the module of a parameter that a stage of a pipeline has whole: a layer, as
+    "layers.3", "tok_embeddings", "norm" or "output"."""
+    return ".".join(name.split(".")[: 2 if name.startswith("layers.") else 1])
+
+
 @dataclass(frozen=True)
 class State:
     """A tensor of a module that is no parameter, but part of a checkpoint: the same on every rank
@@ -203,15 +209,12 @@ class MixtureSpec:
     @property
     def parameters(self) -> dict[str, Parameter]:
         """By name in the module."""
-        shared = self.shared.parameters if self.shared else {}
-        router = {"weight": Parameter((self.n_experts, self.dim), "on_tokens", self.std)}
+        found = {"router.weight": Parameter((self.n_experts, self.dim), "on_tokens", self.std)}
         if self.bias_std is not None:
-            router["bias"] = Parameter((self.n_experts,), "on_tokens", self.bias_std, 0)
-        return {
-            **{f"router.{name}": parameter for name, parameter in router.items()},
-            **{f"experts.{name}": parameter for name, parameter in self.experts.items()},
-            **{f"shared.{name}": parameter for name, parameter in shared.items()},
-        }
+            found["router.bias"] = Parameter((self.n_experts,), "on_tokens", self.bias_std, 0)
+        found |= {f"experts.{name}": parameter for name, parameter in self.experts.items()}
+        shared = self.shared.parameters if self.shared else {}
+        return found | {f"shared.{name}": parameter for name, parameter in shared.items()}
 
     @property
     def state(self) -> dict[str, State]:
@@ -356,13 +359,10 @@ class DecoderSpec:
 
     @cached_property
     def by_block(self) -> Mapping[str, Mapping[str, Parameter]]:
-        """Every parameter by its name, by the module that a stage of a pipeline has whole: a
-        layer, "tok_embeddings", "norm" or "output"."""
+        """Every parameter by its name, by its `block_of`."""
         found: dict[str, dict[str, Parameter]] = {"tok_embeddings": {}, "norm": {}, "output": {}}
         for name, parameter in self.parameters.items():
-            first, second, *_ = name.split(".")
-            block = f"{first}.{second}" if first == "layers" else first
-            found.setdefault(block, {})[name] = parameter
+            found.setdefault(block_of(name), {})[name] = parameter
         return found
 
     def of_blocks(self, blocks: Iterable[str]) -> list[Parameter]:

@@ -187,7 +187,7 @@ class Plan:
     @property
     def idle_options(self) -> dict[str, str]:
         """Options that have no effect in this stage or a later one, and a sentence why."""
-        names, groups = list(self.model_args.parameter_names()), self.config.optimizer.groups
+        names, groups = list(self.model_args.table.parameters), self.config.optimizer.groups
         found = (
             *idle_options(self.config),
             *idle_source_options(self.config),
@@ -251,13 +251,15 @@ def _preflight_stage(
     fp32_modules = find_fp32_modules(config, model_args)
     config, compile_line = resolve_compile(config, model_args, fp32_modules, is_gpu=is_gpu)
     check_fp32_modules(config, fp32_modules, model_args.table)
-    stage_modules = stages.plan_pipeline(config, model_args)
+    stage_modules = stages.plan_pipeline(config, model_args.table)
     float8_layers = find_float8_layers(config, model_args.table, fp32_modules)
     frozen = _find_frozen(config.model.frozen, model_args)
-    config, least_bytes = memory.plan_memory(
-        config, model_args, stage_modules, frozen, checks_memory
-    )
-    names_by_group(config.optimizer.groups, list(model_args.parameter_names()))
+    load = memory.heaviest_load(config, model_args.table, stage_modules, frozen)
+    config = memory.choose_reduction(config, load)
+    least_bytes = memory.least_memory(config, load)
+    if config.job.device_memory_gib and checks_memory:
+        memory.check_memory(config, least_bytes, config.job.device_memory_gib)
+    names_by_group(config.optimizer.groups, list(model_args.table.parameters))
     check_optimizers(config.optimizer, model_args.table.parameters)
     check_budgets(config.training)
     why_not = family.hf.why_not(model_args) if config.checkpoint.last_save_in_hf else ""
@@ -367,7 +369,7 @@ def check_data(config: JobConfig, *, looks_at_files: bool = True) -> Tokenizer:
 
 def _find_frozen(patterns: Sequence[str], args: DecoderArgs) -> frozenset[str]:
     """Return the names of the parameters that `model.frozen` means."""
-    key, names, frozen = "model.frozen", list(args.parameter_names()), set[str]()
+    key, names, frozen = "model.frozen", list(args.table.parameters), set[str]()
     for pattern in patterns:
         frozen |= find_names(key, pattern, names)
     check(len(frozen) < len(names), key, list(patterns), "leaves no parameter to train")

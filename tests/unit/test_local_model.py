@@ -43,7 +43,7 @@ def test_a_module_in_fp32_is_not_all_whose_names_begin_as_its_own() -> None:
     model = build_local_model(
         functools.partial(Decoder, args, SEQ_LEN),
         lambda stage: None,
-        ModelParts([args.module_names], fp32_modules=["layers.1"]),
+        ModelParts([args.table.module_names], fp32_modules=["layers.1"]),
         meshes=one_rank(),
         training=Training(dtype="bfloat16"),
         schedule="1F1B",
