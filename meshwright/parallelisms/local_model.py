@@ -1,7 +1,6 @@
 """One rank's part of the model."""
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -86,23 +85,13 @@ Allocate = Callable[[nn.Module, torch.device, torch.device], None]
 """Does the work of `allocate`; planning gives fake memory."""
 
 
-@dataclass(frozen=True)
-class ModelParts:
-    """Names of the parts of a model that are treated differently."""
-
-    stages: Sequence[Sequence[str]]
-    """Modules of every stage of the pipeline; one stage: no pipeline."""
-    frozen: Collection[str] = ()
-    """Parameters that are not trained."""
-    fp32_modules: Collection[str] = ()
-    """Modules whose parameters are fp32."""
-
-
 def build_local_model(
     build: Callable[[], Decoder],
     prepare: Callable[[Decoder], None],
-    parts: ModelParts,
+    stage_modules: Sequence[Sequence[str]],
     *,
+    frozen: Collection[str] = (),
+    fp32_modules: Collection[str] = (),
     meshes: Meshes,
     training: Training,
     schedule: str,
@@ -113,23 +102,26 @@ def build_local_model(
     Args:
         build: the whole model.
         prepare: parallelises a stage that is on meta, and gives it memory.
+        stage_modules: names of the modules of every stage; one stage: no pipeline.
+        frozen: names of parameters that are not trained.
+        fp32_modules: names of modules whose parameters are fp32.
         schedule: of the pipeline, if there is one.
         device: of activations.
     """
-    num_stages, stages, first_trained = len(parts.stages), {}, 0
+    num_stages, stages, first_trained = len(stage_modules), {}, 0
     for index in stages_of_rank(meshes.pp.get_local_rank(), meshes.pp.size(), num_stages, schedule):
         with torch.device("meta"):
             stages[index] = build()
-        first_trained = _first_trained(stages[index], parts)
-        keep_modules(stages[index], parts.stages[index])
+        first_trained = _first_trained(stages[index], stage_modules, frozen)
+        keep_modules(stages[index], stage_modules[index])
         for name, parameter in stages[index].named_parameters():
-            if not name.startswith(tuple(f"{module}." for module in parts.fp32_modules)):
+            if not name.startswith(tuple(f"{module}." for module in fp32_modules)):
                 parameter.data = parameter.data.to(getattr(torch, training.dtype))
         prepare(stages[index])
         # not before: torch's SequenceParallel makes norms anew, trainable (2.13). FSDP2 asks which
         # parameters are trained no sooner than in the first forward.
         for name, parameter in stages[index].named_parameters():
-            parameter.requires_grad_(name not in parts.frozen)
+            parameter.requires_grad_(name not in frozen)
     if num_stages == 1:
         return LocalModel([stages[0]])
     from meshwright.parallelisms.pipeline import Pipeline  # torch's part takes a while
@@ -153,10 +145,12 @@ def keep_modules(model: Decoder, names: Sequence[str]) -> None:
             setattr(model, name, None)
 
 
-def _first_trained(model: Decoder, parts: ModelParts) -> int:
+def _first_trained(
+    model: Decoder, stage_modules: Sequence[Sequence[str]], frozen: Collection[str]
+) -> int:
     """Index of the first stage of the whole `model` that has a parameter to train."""
-    trained = [name for name, _ in model.named_parameters() if name not in parts.frozen]
-    for index, modules in enumerate(parts.stages):
+    trained = [name for name, _ in model.named_parameters() if name not in frozen]
+    for index, modules in enumerate(stage_modules):
         if any(name.startswith(tuple(f"{module}." for module in modules)) for name in trained):
             return index
     raise ValueError("every parameter is frozen")

@@ -12,7 +12,7 @@ from torch import nn
 
 from meshwright.config.training import Training
 from meshwright.models.decoder import Decoder
-from meshwright.parallelisms.local_model import ModelParts, allocate, build_local_model
+from meshwright.parallelisms.local_model import allocate, build_local_model
 from meshwright.parallelisms.meshes import build_meshes
 from meshwright.parallelisms.rules.degrees import ParallelDims
 from meshwright.parallelisms.shards import boxes_of_ranks, is_dtensor, is_fsdp
@@ -43,7 +43,8 @@ def test_a_module_in_fp32_is_not_all_whose_names_begin_as_its_own() -> None:
     model = build_local_model(
         functools.partial(Decoder, args, SEQ_LEN),
         lambda stage: None,
-        ModelParts([args.table.module_names], fp32_modules=["layers.1"]),
+        [args.table.module_names],
+        fp32_modules=["layers.1"],
         meshes=one_rank(),
         training=Training(dtype="bfloat16"),
         schedule="1F1B",
