@@ -224,8 +224,5 @@ def _compiled(function: Any) -> Any:
 
         getattr(eval_frame, "_set_lru_cache", lambda _: None)(False)
     # Visible as one operator, "higher_order.inductor_compiled_code", so that recomputation by op
-    # can keep its output. A torch without the option computes it again.
-    try:
-        return torch.compile(function, options={"wrap_inductor_compiled_regions": True})
-    except RuntimeError:  # "Unexpected optimization option"
-        return torch.compile(function)
+    # can keep its output.
+    return torch.compile(function, options={"wrap_inductor_compiled_regions": True})
