@@ -25,6 +25,7 @@ from meshwright.datasets.token_cache.cache import (
     DamagedCacheError,
     TokenCache,
     load_arrays,
+    starts_of,
 )
 from meshwright.system.errors import ConfigError
 from meshwright.system.files import warn_once, whole_file
@@ -229,7 +230,7 @@ class Packing:
 
 def packed_in_memory(cache: TokenCache, capacity: int) -> Packing:
     """Pack a cache. A window is computed whenever it is asked for."""
-    bin_starts = _starts([_num_bins(pieces) for pieces in pack(cache, capacity)])
+    bin_starts = starts_of([_num_bins(pieces) for pieces in pack(cache, capacity)])
     window = functools.partial(pack_window, cache, capacity=capacity)
     return Packing(capacity, bin_starts, functools.lru_cache(WINDOWS_KEPT)(window))
 
@@ -294,8 +295,8 @@ def _store(cache: TokenCache, capacity: int) -> None:
         np.savez(
             file,
             content=np.str_(cache.content),
-            bin_starts=_starts(bins),
-            piece_starts=_starts(lengths),
+            bin_starts=starts_of(bins),
+            piece_starts=starts_of(lengths),
             checksums=np.array(checksums, np.uint32),
         )
 
@@ -307,10 +308,6 @@ def _path(cache: TokenCache, capacity: int) -> Path:
 
 def _num_bins(pieces: Pieces) -> int:
     return int(pieces["bin"][-1]) + 1 if len(pieces) else 0
-
-
-def _starts(sizes: list[int]) -> npt.NDArray[np.int64]:
-    return np.cumsum([0, *sizes], dtype=np.int64)
 
 
 class PackedSamples(CachedSamples):
