@@ -27,14 +27,11 @@ def divisors_of(number: int) -> str:
 LARGEST = 2**31
 """Above this a dimension is a slip of the finger."""
 
-
 MOST_LAYERS = 10_000
 """Above this so is their number: each has its place in the table."""
 
-
 MOST_EXPERTS = 2**16
 """Of a layer: the number of each fits in 16 bits of the key by which they are sorted."""
-
 
 STD = 0.02
 """Of the initial values of most matrices."""
@@ -218,11 +215,9 @@ class ExpertArgs(DecoderArgs):
             )
 
     def small(self) -> dict[str, Any]:
-        """As the base's."""
         return {"n_experts": 8, "n_active": min(self.n_active, 3)}
 
     def expert_layers(self, out_std: float) -> Sequence[MixtureSpec | None]:
-        """As the base's."""
         return [self.mixture(self.hidden_dim, out_std)] * self.n_layers
 
     def mixture(self, hidden_dim: int, out_std: float, **options: Any) -> MixtureSpec:

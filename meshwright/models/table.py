@@ -36,7 +36,6 @@ modules of a block, and its part of the heads or of the inner width inside them.
     output: rows are cut, and so are the logits.
 """
 
-
 Role = Literal["embedding", "output", "norm", "bias", "matrix", "experts"]
 """The use of a parameter. experts: matrices (E, R, C), one for each expert."""
 
@@ -121,11 +120,6 @@ class AttentionSpec:
                 found["q_norm.weight"] = Parameter((query,), "over_heads", None, 0, heads)
                 found["k_norm.weight"] = Parameter((kv,), "over_heads", None, 0, kv_heads)
         return found
-
-    @property
-    def flops_per_pair(self) -> int:
-        """Of a query with a key, forward and backward: products with the key, and of the value."""
-        return 12 * self.n_heads * self.head_dim
 
 
 @dataclass(frozen=True)
@@ -387,8 +381,8 @@ class DecoderSpec:
         and of torchtitan; recomputation by activation checkpointing does not count.
         """
         multiplied = sum(p.numel * p.token_share for p in self.parameters.values())
-        pairs = sum(layer.attention.flops_per_pair for layer in self.layers)
-        return round(6 * multiplied) + pairs * seq_len
+        of_pair = sum(12 * one.attention.n_heads * one.attention.head_dim for one in self.layers)
+        return round(6 * multiplied) + of_pair * seq_len
 
     @cached_property
     def parts(self) -> Mapping[str, int]:
