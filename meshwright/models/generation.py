@@ -14,7 +14,6 @@ from meshwright.models.decoder import Decoder
 WITHOUT_PLANS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 """Kernels of attention but cuDNN's, which plans anew for each length of the keys: every token."""
 
-
 Choose = Callable[[Tensor], int]
 """(V,) fp32 logits of the next token -> a token."""
 

@@ -20,12 +20,10 @@ from meshwright.system.errors import check
 Operator = Callable[..., Any]
 """Of torch.ops: one overload, or an operator of higher order, which has none."""
 
-
 Backend = Callable[[fx.GraphModule, list[Tensor]], Callable[..., Any]]
 MESHES_HAVE_NO_SIZE = "unsafe_treat_script_objects_as_zero_size"
 """Option of torch.compile, there in torch 2.13, not in 2.11: without it the compiler refuses to
 tell what memory a mesh takes."""
-
 
 KEPT = ("meshwright.choose_experts", "meshwright.exchange_counts")
 """Operators whose results are kept in any mode: chosen again, experts might be others."""
@@ -60,10 +58,7 @@ def apply_ac(
         elif mode != "full" and (mode != "selective" or int(number) % int(selection) > 0):
             continue
         _recompute(block, **{"context_fn": _keeping(names)} if names else {})
-    detail = {
-        "selective": f" ({selection})",
-        "memory_budget": f" ({options.memory_budget:g})",
-    }
+    detail = {"selective": f" ({selection})", "memory_budget": f" ({options.memory_budget:g})"}
     return f"activation checkpointing: {mode}{detail.get(mode, '')}"
 
 

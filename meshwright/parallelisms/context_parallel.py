@@ -19,14 +19,11 @@ from meshwright.parallelisms.meshes import all_gather, reduce_scatter
 SEQUENCE = 2
 """Of (B, N, S, H), the dimension that is cut."""
 
-
 WIDTHS = 8
 """Flash attention on GPUs takes heads whose width is a multiple of this."""
 
-
 Chunks = tuple[int, int]
 """A rank's two chunks, by their number among the 2 cp equal chunks of the sequence."""
-
 
 Part = tuple[Tensor, Tensor]
 """Attention to some of the keys: (B, N, queries, H), and its logarithms, (B, N, queries) fp32."""

@@ -54,10 +54,7 @@ class Evaluation:
 
 @torch.no_grad()
 def evaluate(
-    model: LocalModel,
-    steps: Iterable[Sequence[Batch]],
-    meshes: Meshes,
-    token_bytes: Tensor,
+    model: LocalModel, steps: Iterable[Sequence[Batch]], meshes: Meshes, token_bytes: Tensor
 ) -> Evaluation:
     """Return the loss of `model` on `steps`; nothing that training will find is changed.
 

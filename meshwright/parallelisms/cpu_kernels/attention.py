@@ -20,7 +20,6 @@ from meshwright.models.decoder import Decoder
 SOURCES = [Path(__file__).with_name(name) for name in ("products.cpp", "attention.cpp")]
 """Compiled as one file."""
 
-
 FLAGS = [
     "-ftree-loop-vectorize",
     "-fno-math-errno",
@@ -29,14 +28,11 @@ FLAGS = [
 ]
 """Of the compiler, after inductor's, whose own code is written as vectors already."""
 
-
 BF16_FLAG = "-mavx512bf16"
 """Of the compiler, where a CPU has these instructions: machines that share a cache stay apart."""
 
-
 INSTRUCTIONS = {torch.bfloat16: ("amx_bf16", "avx512_bf16"), torch.float32: ("avx2",)}
 """For each type that the kernel computes in, those of which a CPU needs one."""
-
 
 WIDTH_UNIT = 16
 """Of the heads that the kernel takes."""

@@ -10,12 +10,9 @@ from meshwright.system.errors import check
 
 GIB = 2**30
 
-
 BYTES = {"float32": 4, "bfloat16": 2}
 
-
 USUAL_DEVICE_GIB = 80
-
 
 LARGEST_PART = 0.25
 """Of the memory that weights and optimizer leave of a device: whole gradients may take it between

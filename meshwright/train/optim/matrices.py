@@ -10,13 +10,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from meshwright.config.optimizer import Muon
-from meshwright.parallelisms.shards import (
-    Box,
-    boxes_of_ranks,
-    is_dtensor,
-    local_shard,
-    part_of_box,
-)
+from meshwright.parallelisms.shards import Box, boxes_of_ranks, is_dtensor, local_shard, part_of_box
 
 MOMENTUM = "momentum"
 """State of a matrix: the running mean of its gradients, in its type and layout."""
