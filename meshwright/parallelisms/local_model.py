@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from meshwright.config.training import Training
 from meshwright.models.decoder import Decoder
 from meshwright.models.loss import Batch
+from meshwright.models.table import block_of
 from meshwright.parallelisms.expert_parallel import Balance
 from meshwright.parallelisms.meshes import Meshes
 from meshwright.parallelisms.rules.stages import stages_of_rank
@@ -108,11 +109,10 @@ def build_local_model(
         schedule: of the pipeline, if there is one.
         device: of activations.
     """
-    num_stages, stages, first_trained = len(stage_modules), {}, 0
+    num_stages, stages = len(stage_modules), dict[int, Decoder]()
     for index in stages_of_rank(meshes.pp.get_local_rank(), meshes.pp.size(), num_stages, schedule):
         with torch.device("meta"):
             stages[index] = build()
-        first_trained = _first_trained(stages[index], stage_modules, frozen)
         keep_modules(stages[index], stage_modules[index])
         for name, parameter in stages[index].named_parameters():
             if not name.startswith(tuple(f"{module}." for module in fp32_modules)):
@@ -126,10 +126,13 @@ def build_local_model(
         return LocalModel([stages[0]])
     from meshwright.parallelisms.pipeline import Pipeline  # torch's part takes a while
 
+    table = next(iter(stages.values())).table
+    trained = {block_of(name) for name in table.parameters if name not in frozen}
+    used = (index for index, modules in enumerate(stage_modules) if trained.intersection(modules))
     pipeline = Pipeline(
         *(stages, num_stages, meshes, training),
         schedule=schedule,
-        first_trained=first_trained,
+        first_trained=next(used),
         device=device,
     )
     return LocalModel([*stages.values()], pipeline)
@@ -143,14 +146,3 @@ def keep_modules(model: Decoder, names: Sequence[str]) -> None:
     for name, _ in list(model.named_children()):
         if name != "layers" and name not in names:
             setattr(model, name, None)
-
-
-def _first_trained(
-    model: Decoder, stage_modules: Sequence[Sequence[str]], frozen: Collection[str]
-) -> int:
-    """Index of the first stage of the whole `model` that has a parameter to train."""
-    trained = [name for name, _ in model.named_parameters() if name not in frozen]
-    for index, modules in enumerate(stage_modules):
-        if any(name.startswith(tuple(f"{module}." for module in modules)) for name in trained):
-            return index
-    raise ValueError("every parameter is frozen")

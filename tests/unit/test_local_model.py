@@ -79,7 +79,7 @@ def test_torch_tells_once_where_512_ranks_hold_matrices_of_one_kind(monkeypatch)
             DTensor.from_local(torch.empty(8, 16), mesh, [Shard(0), Shard(1)], run_check=False)
             for _ in range(5)
         ]
-        boxes = [boxes_of_ranks(matrix) for matrix in matrices]
+        boxes = [boxes_of_ranks(m.shape, m.device_mesh, m.placements) for m in matrices]
     assert boxes[0][300] == ((8 * 37, 16 * 4), (8, 16))
     assert all(one == boxes[0] for one in boxes)
     assert len(asked) == 512
