@@ -85,12 +85,15 @@ class ByteTokenizer:
     eos_id: int | None = 257
     fingerprint = BYTES
     special_ids: ClassVar = {"<s>": 256, "</s>": 257}
-    token_bytes: ClassVar = [1] * 256 + [0] * 2
 
     @property
     def special_names(self) -> dict[str, str]:
         names = ("bos_token", self.bos_id, "<s>"), ("eos_token", self.eos_id, "</s>")
         return {name: token for name, token_id, token in names if token_id is not None}
+
+    @cached_property
+    def token_bytes(self) -> list[int]:
+        return [1] * 256 + [0] * 2
 
     def encode(self, text: str) -> list[int]:
         return list(well_formed(text).encode("utf-8"))
