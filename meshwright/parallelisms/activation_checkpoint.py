@@ -40,14 +40,12 @@ def apply_ac(
     """Wrap the forward of `blocks` in place; names of modules and parameters stay as they are.
 
     With mode "memory_budget" it does nothing: the compiler recomputes, see `keep_within_budget`.
+    Return a line for the log.
 
     Args:
         blocks: of the model or of a stage, by their number in the model. With mode "selective" and
             a number, every n-th is counted from the model's first whatever the stage.
         kept: operators whose results are kept in any mode, in addition to `KEPT`.
-
-    Returns:
-        A line for the log.
     """
     mode, selection = options.mode, options.selective_ac_option
     for number, block in blocks.items():

@@ -54,10 +54,7 @@ def local_part(batch: Batch, positions: Tensor) -> Batch:
 def apply_cp(model: Decoder, mesh: DeviceMesh, training: Training) -> str:
     """Make the attention of every block in `model` span the cp axis `mesh`, in place.
 
-    Collective in forward and backward.
-
-    Returns:
-        A line for the log.
+    Collective in forward and backward. Return a line for the log.
     """
     dtype = getattr(torch, training.mixed_precision_param)
     has_flash = has_flash_attention(mesh.device_type, dtype, model.table.head_dim)

@@ -50,10 +50,7 @@ def apply_ep(model: Decoder, mesh: DeviceMesh) -> str:
 
     Ranks of the axis have different tokens, whatever other axes those differ along. A rank sends
     each token's row to the ranks of its experts and gets the results back: no token is dropped.
-    Source: Lepikhin et al. 2020, arXiv:2006.16668, section 3.
-
-    Returns:
-        A line for the log.
+    Source: Lepikhin et al. 2020, arXiv:2006.16668, section 3. Return a line for the log.
     """
     from torch.distributed.tensor import Shard, distribute_tensor  # takes 0.4 s
 

@@ -81,14 +81,12 @@ def _kernel() -> ctypes.CDLL:
 
 
 def apply_cpu_attention(model: Decoder, dtype: torch.dtype) -> str:
-    """Give every block of `model` the kernel, in place, if all ranks have it. Collective.
+    """Give every block of `model` the kernel, in place, if all ranks have it. Collective. Return a
+    line for the log.
 
     Args:
         model: whose attention has no masks, before its first step.
         dtype: that it computes in.
-
-    Returns:
-        A line for the log.
     """
     if reason := _of_any_rank(why_not(model.table.head_dim, dtype)):
         return f"attention: torch's, since {reason}"
