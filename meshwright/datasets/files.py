@@ -14,21 +14,8 @@ from typing import Any, NamedTuple
 
 from meshwright.config.section import MODULE_OBJECT
 from meshwright.config.training import Source
-from meshwright.datasets.storage import (
-    DataFile,
-    find_files,
-    is_address,
-    open_file,
-    stat,
-    stat_all,
-)
-from meshwright.system.errors import (
-    ConfigError,
-    RecordError,
-    as_toml,
-    config_error,
-    where_it_ends,
-)
+from meshwright.datasets.storage import DataFile, find_files, is_address, open_file, stat, stat_all
+from meshwright.system.errors import ConfigError, RecordError, as_toml, config_error, where_it_ends
 from meshwright.system.log import logger
 
 PACKED = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".lz4": "lz4"}

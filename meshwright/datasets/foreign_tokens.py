@@ -87,7 +87,6 @@ class TokenFiles:
 
     def __init__(self, entry: Entry, files: Sequence[DataFile]) -> None:
         self._entry, self.files = entry, files
-        self.parts = len(files)
 
     def index(self, number: int, tokenizer: Tokenizer, block_bytes: int) -> Indexed:
         """Read one file. One without a header is of the smallest unsigned type that holds the

@@ -12,13 +12,7 @@ from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any
 
-from meshwright.datasets.files import (
-    CHUNK,
-    Place,
-    Range,
-    chunks,
-    codec_of,
-)
+from meshwright.datasets.files import CHUNK, Place, Range, chunks, codec_of
 from meshwright.datasets.storage import ChangedError, DataFile, open_file
 from meshwright.system.errors import first_line, shortened
 

@@ -25,6 +25,7 @@ from meshwright.datasets.token_cache.cache import (
     DamagedCacheError,
     TokenCache,
     load_arrays,
+    starts_of,
 )
 from meshwright.system.errors import ConfigError
 from meshwright.system.files import warn_once, whole_file
@@ -114,39 +115,30 @@ class CachedSamples:
 
     def _sample(self, epoch: int, position: int) -> Sample:
         """Sample `position` of an epoch, before samples are shuffled."""
-        begin, missing = position * self._length, self._length
-        pieces: list[Raw] = []
+        begin, pieces = position * self._length, list[Raw]()
+        end = begin + self._length
         block = int(self._cache.block_starts.searchsorted(begin, side="right")) - 1
-        while missing:
-            first = int(self._cache.block_starts[block])
-            found = self._read_block(epoch, block, begin - first, missing)
-            count = sum(map(len, found))
-            pieces, missing = pieces + found, missing - count
-            begin, block = begin + count, block + 1
+        while begin < end:
+            shifts, ends = self._block(epoch, block)
+            document = bisect_right(ends, begin)
+            while begin < end and document < len(ends):
+                stop, shift = min(end, ends[document]), shifts[document]
+                pieces.append(self._cache.tokens(begin + shift, stop + shift))
+                begin, document = stop, document + 1
+            block += 1
         return to_sample(pieces)
 
-    def _read_block(self, epoch: int, block: int, begin: int, count: int) -> list[Raw]:
-        """Up to `count` tokens of a shuffled block from its token `begin` on, by document."""
-        starts, ends = self._block(epoch, block)
-        pieces = []
-        document = bisect_right(ends, begin)
-        while count and document < len(ends):
-            # where the document lies, moved to where the sample begins in it
-            shift = starts[document] - (ends[document - 1] if document else 0)
-            end = min(begin + count, ends[document])
-            pieces.append(self._cache.tokens(shift + begin, shift + end))
-            count, begin, document = count - (end - begin), end, document + 1
-        return pieces
-
     def _shuffled_block(self, epoch: int, block: int) -> tuple[list[int], list[int]]:
-        """Return where each document, in this epoch's order, begins in the cache, and where it ends
-        in the block."""
+        """Return of each document, in this epoch's order, how far it lies in the cache behind its
+        place in the epoch, and where it ends in the epoch."""
         lengths = self._cache.lengths(block).astype(np.int64)
-        starts = self._cache.block_starts[block] + np.cumsum(lengths) - lengths
+        first = self._cache.block_starts[block]
+        starts = first + np.cumsum(lengths) - lengths
         if self._seed is not None:
             order = permutation(len(lengths), self._seed, epoch, block)
             starts, lengths = starts[order], lengths[order]
-        return starts.tolist(), np.cumsum(lengths).tolist()  # lists are quicker to look into
+        ends = first + np.cumsum(lengths)
+        return (starts - ends + lengths).tolist(), ends.tolist()  # lists are quicker to look into
 
 
 WINDOW = 16
@@ -229,7 +221,7 @@ class Packing:
 
 def packed_in_memory(cache: TokenCache, capacity: int) -> Packing:
     """Pack a cache. A window is computed whenever it is asked for."""
-    bin_starts = _starts([_num_bins(pieces) for pieces in pack(cache, capacity)])
+    bin_starts = starts_of([_num_bins(pieces) for pieces in pack(cache, capacity)])
     window = functools.partial(pack_window, cache, capacity=capacity)
     return Packing(capacity, bin_starts, functools.lru_cache(WINDOWS_KEPT)(window))
 
@@ -294,8 +286,8 @@ def _store(cache: TokenCache, capacity: int) -> None:
         np.savez(
             file,
             content=np.str_(cache.content),
-            bin_starts=_starts(bins),
-            piece_starts=_starts(lengths),
+            bin_starts=starts_of(bins),
+            piece_starts=starts_of(lengths),
             checksums=np.array(checksums, np.uint32),
         )
 
@@ -307,10 +299,6 @@ def _path(cache: TokenCache, capacity: int) -> Path:
 
 def _num_bins(pieces: Pieces) -> int:
     return int(pieces["bin"][-1]) + 1 if len(pieces) else 0
-
-
-def _starts(sizes: list[int]) -> npt.NDArray[np.int64]:
-    return np.cumsum([0, *sizes], dtype=np.int64)
 
 
 class PackedSamples(CachedSamples):

@@ -109,9 +109,7 @@ def open_local(entry: Entry, streamed: bool) -> Documents:
 
 def open_tokens(entry: Entry, streamed: bool) -> "TokenFiles":
     """Open files of tokens that others have made."""
-    from meshwright.datasets.foreign_tokens import (
-        TokenFiles,  # here: `check` does not wait for numpy
-    )
+    from meshwright.datasets.foreign_tokens import TokenFiles  # here: `check` needs no numpy
 
     return TokenFiles(entry, token_paths(entry))
 

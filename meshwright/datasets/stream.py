@@ -188,11 +188,6 @@ class Cursor:
         """Undo `dataclasses.asdict` and JSON."""
         return TypeAdapter(cls).validate_python(value)
 
-    def reweighted(self) -> "Cursor":
-        """Return the same place, with new weights from here on: earlier draws are not made up
-        for."""
-        return replace(self, weighted_from=self.counts)
-
 
 def bad_records(cursor: Cursor) -> int:
     """Return how many records were passed over in the shards that a cursor knows."""

@@ -2,7 +2,7 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar, Literal, Self
@@ -27,14 +27,11 @@ def divisors_of(number: int) -> str:
 LARGEST = 2**31
 """Above this a dimension is a slip of the finger."""
 
-
 MOST_LAYERS = 10_000
 """Above this so is their number: each has its place in the table."""
 
-
 MOST_EXPERTS = 2**16
 """Of a layer: the number of each fits in 16 bits of the key by which they are sorted."""
-
 
 STD = 0.02
 """Of the initial values of most matrices."""
@@ -133,11 +130,6 @@ class DecoderArgs(ABC):
         """The same model, with every field filled in."""
         return replace(self, head_dim=self.head_dim or self.dim // self.n_heads)
 
-    @property
-    def module_names(self) -> list[str]:
-        """Names of the modules that compute, in the order of the model."""
-        return self.table.module_names
-
     def expert_layers(self, out_std: float) -> Sequence[MixtureSpec | None]:
         """Return the experts of each layer, in the place of its feed-forward; None: it keeps that.
 
@@ -149,10 +141,6 @@ class DecoderArgs(ABC):
     def small(self) -> dict[str, Any]:
         """Return dimensions of the family's own of a model with few of everything, by name."""
         return {}
-
-    def parameter_names(self) -> Iterator[str]:
-        """Yield the names of all parameters of the model, in its order."""
-        yield from self.table.parameters
 
     def decoder(
         self,
@@ -227,11 +215,9 @@ class ExpertArgs(DecoderArgs):
             )
 
     def small(self) -> dict[str, Any]:
-        """As the base's."""
         return {"n_experts": 8, "n_active": min(self.n_active, 3)}
 
     def expert_layers(self, out_std: float) -> Sequence[MixtureSpec | None]:
-        """As the base's."""
         return [self.mixture(self.hidden_dim, out_std)] * self.n_layers
 
     def mixture(self, hidden_dim: int, out_std: float, **options: Any) -> MixtureSpec:

@@ -79,9 +79,7 @@ class CausalAttention(nn.Module):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = None, *, scale: float
     ) -> Tensor:
-        """(B, N, S, H), (B, K, S, H), (B, K, S, W) -> (B, N, S, W); K divides N.
-
-        Values have a width W of their own.
+        """(B, N, S, H), (B, K, S, H) twice -> (B, N, S, H); K divides N.
 
         Args:
             mask: from `build_mask`, and causal too; None: only causal.
@@ -195,14 +193,8 @@ def block_mask(documents: Tensor, positions: Tensor | None = None) -> BlockMask:
     return create(is_seen, batch, None, own.shape[1], seq_len, device=device)
 
 
-def masked_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, scale: float | None = None
-) -> Tensor:
-    """(B, N, queries, H), (B, K, keys, H), (B, K, keys, W) -> (B, N, queries, W); K divides N.
-
-    Args:
-        scale: of products of queries with keys; None: H^-1/2.
-    """
+def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, scale: float) -> Tensor:
+    """(B, N, queries, H), (B, K, keys, H) twice -> (B, N, queries, H); K divides N."""
     is_grouped = q.shape[1] != k.shape[1]
     if isinstance(mask, BlockMask):
         # within a compiled block it is compiled with that
@@ -232,8 +224,5 @@ def _compiled(function: Any) -> Any:
 
         getattr(eval_frame, "_set_lru_cache", lambda _: None)(False)
     # Visible as one operator, "higher_order.inductor_compiled_code", so that recomputation by op
-    # can keep its output. A torch without the option computes it again.
-    try:
-        return torch.compile(function, options={"wrap_inductor_compiled_regions": True})
-    except RuntimeError:  # "Unexpected optimization option"
-        return torch.compile(function)
+    # can keep its output.
+    return torch.compile(function, options={"wrap_inductor_compiled_regions": True})

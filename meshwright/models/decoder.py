@@ -201,26 +201,15 @@ class Decoder(nn.Module):
         if labels is not None and self.table.mixtures:
             counted = self.own_part(labels != PADDING).flatten()
         for name, block in self.layers.items():
-            x = self._through(int(name), block, (x, cos, sin, mask), counted)
+            mixture = block.feed_forward
+            if not isinstance(mixture, Mixture):
+                x = block(x, cos, sin, mask)
+                continue
+            given = self.routing.given(int(name), len(x))
+            x, choice, figures, gap = block(x, cos, sin, mask, given, counted)
+            if torch.is_grad_enabled():  # here and not in the block, which may be computed again
+                mixture.note(choice if given is None else given, figures, counted)
+            self.routing.note(int(name), choice, gap)
         if self.norm is not None:
             x = self.norm(x)
         return x if self.output is None else self.output(x, labels, table)
-
-    def _through(
-        self,
-        number: int,
-        block: nn.Module,
-        inputs: tuple[Tensor, Tensor, Tensor, Mask | None],
-        counted: Tensor | None,
-    ) -> Tensor:
-        """(B, S, D) -> (B, S, D)."""
-        x, mixture = inputs[0], block.feed_forward
-        if not isinstance(mixture, Mixture):
-            plain: Tensor = block(*inputs)
-            return plain
-        given = self.routing.given(number, len(x))
-        x, choice, figures, gap = block(*inputs, given, counted)
-        if torch.is_grad_enabled():  # here and not in the block, which may be computed again
-            mixture.note(choice if given is None else given, figures, counted)
-        self.routing.note(number, choice, gap)
-        return x

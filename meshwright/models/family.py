@@ -75,9 +75,7 @@ MODULES = {
 }
 """Our name of a module and theirs, as most families have them; {} is the layer."""
 
-
 ROTATED = ("attention.wq", "attention.wk", "attention.q_norm", "attention.k_norm")
-
 
 EXPERTS = {
     "layers.{}.feed_forward.router": "model.layers.{}.mlp.gate",
@@ -88,7 +86,6 @@ EXPERTS = {
 """The same of experts in most families: {expert} is the expert's number. The files of the hub hold
 one tensor for each expert."""
 
-
 FUSED = {
     "layers.{}.feed_forward.router": "model.layers.{}.mlp.gate.weight",
     "layers.{}.feed_forward.experts.w1": "model.layers.{}.mlp.experts.gate_up_proj",
@@ -98,10 +95,8 @@ FUSED = {
 """Names of tensors in the other layout, that of transformers 5 in memory: (E, 2 F, D), w1 above
 w3, and (E, D, F)."""
 
-
 TIED = "tok_embeddings.weight"
 """Our parameter that is the output projection too, where embeddings are tied."""
-
 
 INTEGERS = {
     "dim": "hidden_size",
@@ -112,7 +107,6 @@ INTEGERS = {
     "vocab_size": "vocab_size",
 }
 
-
 SCALING = {
     "factor": "factor",
     "low_freq_factor": "low_freq_factor",
@@ -121,14 +115,11 @@ SCALING = {
 }
 """Fields of `RopeScaling`, and the keys of rope_scaling or rope_parameters."""
 
-
 SAME = {"num_experts": "num_local_experts", "num_local_experts": "num_experts"}
 """Keys, and the keys in their place that some versions of transformers write."""
 
-
 ROPE_KEYS = {"rope_type", "type", "rope_theta", *SCALING.values()}
 """Keys of those tables; others would be another rotation."""
-
 
 PARTIAL = "partial_rotary_factor"
 """Such a key, or one of config.json itself, that says nothing if it is 1."""
@@ -195,11 +186,6 @@ class HuggingFaceForm:
                     (f"{self.modules['output']}.weight",) if is_tied else (),
                 )
         return found
-
-    def is_needless(self, name: str) -> bool:
-        """Return whether a tensor may be in the files without belonging to a parameter, as buffers
-        of old files that follow from config.json."""
-        return name.endswith("rotary_emb.inv_freq")
 
     def read_config(self, config: Mapping[str, Any]) -> dict[str, Dimension]:
         """Read a config.json as the dimensions of our model, by our names; an absent key

@@ -14,7 +14,6 @@ from meshwright.models.decoder import Decoder
 WITHOUT_PLANS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 """Kernels of attention but cuDNN's, which plans anew for each length of the keys: every token."""
 
-
 Choose = Callable[[Tensor], int]
 """(V,) fp32 logits of the next token -> a token."""
 
@@ -41,9 +40,8 @@ class CachedAttention(nn.Module):
         assert mask is None
         assert self._len == 0 or q.shape[2] == 1  # else it would take an offset causal mask
         if self._len == 0:
-            shape = (*k.shape[:2], self._max_len)
-            self._keys = k.new_empty(*shape, k.shape[3])
-            self._values = v.new_empty(*shape, v.shape[3])
+            batch, heads, _, width = k.shape
+            self._keys, self._values = k.new_empty(2, batch, heads, self._max_len, width)
         end = self._len + k.shape[2]
         self._keys[:, :, self._len : end] = k
         self._values[:, :, self._len : end] = v

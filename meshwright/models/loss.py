@@ -58,7 +58,6 @@ class Batch:
 SMALL_LOGITS = 1 << 24
 """Elements of logits that need not be cut further: 32 MiB in bf16."""
 
-
 BLOCKS = {"cpu": 1 << 22, "cuda": 1 << 26}
 """Elements at a time, where there are temporaries for each: on CPUs they stay in the cache."""
 

@@ -218,10 +218,8 @@ class _Combine(torch.autograd.Function):
 spread: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor] = _Spread.apply
 combine: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] = _Combine.apply
 
-
 ALIGNMENT = 16
 """Bytes: torch's grouped matmul takes rows whose stride is a multiple (2.13)."""
-
 
 GROUPED_TYPES = {"cpu": (torch.float32, torch.bfloat16), "cuda": (torch.bfloat16,)}
 """Types that torch multiplies in groups, by device."""
@@ -246,7 +244,7 @@ def grouped_matmul(a: Tensor, b: Tensor, ends: Tensor, *, is_transposed: bool = 
     is_aligned = all(size * a.itemsize % ALIGNMENT == 0 for size in sizes)
     has_type = a.dtype in GROUPED_TYPES.get(a.device.type, ())
     b = b.mT if is_transposed else b
-    if is_aligned and has_type and hasattr(F, "grouped_mm"):
+    if is_aligned and has_type:
         return F.grouped_mm(a, b, offs=ends)
     counts = ends.diff(prepend=ends.new_zeros(1)).tolist()
     if is_by_rows:

@@ -36,7 +36,6 @@ modules of a block, and its part of the heads or of the inner width inside them.
     output: rows are cut, and so are the logits.
 """
 
-
 Role = Literal["embedding", "output", "norm", "bias", "matrix", "experts"]
 """The use of a parameter. experts: matrices (E, R, C), one for each expert."""
 
@@ -68,6 +67,12 @@ class Parameter:
         plane: Role = vector if self.layout == "experts" else "matrix"
         by_dimensions: dict[int, Role] = {1: vector, 2: plane, 3: "experts"}
         return by_dimensions.get(len(self.shape))
+
+
+def block_of(name: str) -> str:
+    """Return the module of a parameter that a stage of a pipeline has whole: a layer, as
+    "layers.3", "tok_embeddings", "norm" or "output"."""
+    return ".".join(name.split(".")[: 2 if name.startswith("layers.") else 1])
 
 
 @dataclass(frozen=True)
@@ -115,11 +120,6 @@ class AttentionSpec:
                 found["q_norm.weight"] = Parameter((query,), "over_heads", None, 0, heads)
                 found["k_norm.weight"] = Parameter((kv,), "over_heads", None, 0, kv_heads)
         return found
-
-    @property
-    def flops_per_pair(self) -> int:
-        """Of a query with a key, forward and backward: products with the key, and of the value."""
-        return 12 * self.n_heads * self.head_dim
 
 
 @dataclass(frozen=True)
@@ -203,15 +203,12 @@ class MixtureSpec:
     @property
     def parameters(self) -> dict[str, Parameter]:
         """By name in the module."""
-        shared = self.shared.parameters if self.shared else {}
-        router = {"weight": Parameter((self.n_experts, self.dim), "on_tokens", self.std)}
+        found = {"router.weight": Parameter((self.n_experts, self.dim), "on_tokens", self.std)}
         if self.bias_std is not None:
-            router["bias"] = Parameter((self.n_experts,), "on_tokens", self.bias_std, 0)
-        return {
-            **{f"router.{name}": parameter for name, parameter in router.items()},
-            **{f"experts.{name}": parameter for name, parameter in self.experts.items()},
-            **{f"shared.{name}": parameter for name, parameter in shared.items()},
-        }
+            found["router.bias"] = Parameter((self.n_experts,), "on_tokens", self.bias_std, 0)
+        found |= {f"experts.{name}": parameter for name, parameter in self.experts.items()}
+        shared = self.shared.parameters if self.shared else {}
+        return found | {f"shared.{name}": parameter for name, parameter in shared.items()}
 
     @property
     def state(self) -> dict[str, State]:
@@ -356,13 +353,10 @@ class DecoderSpec:
 
     @cached_property
     def by_block(self) -> Mapping[str, Mapping[str, Parameter]]:
-        """Every parameter by its name, by the module that a stage of a pipeline has whole: a
-        layer, "tok_embeddings", "norm" or "output"."""
+        """Every parameter by its name, by its `block_of`."""
         found: dict[str, dict[str, Parameter]] = {"tok_embeddings": {}, "norm": {}, "output": {}}
         for name, parameter in self.parameters.items():
-            first, second, *_ = name.split(".")
-            block = f"{first}.{second}" if first == "layers" else first
-            found.setdefault(block, {})[name] = parameter
+            found.setdefault(block_of(name), {})[name] = parameter
         return found
 
     def of_blocks(self, blocks: Iterable[str]) -> list[Parameter]:
@@ -387,8 +381,8 @@ class DecoderSpec:
         and of torchtitan; recomputation by activation checkpointing does not count.
         """
         multiplied = sum(p.numel * p.token_share for p in self.parameters.values())
-        pairs = sum(layer.attention.flops_per_pair for layer in self.layers)
-        return round(6 * multiplied) + pairs * seq_len
+        of_pair = sum(12 * one.attention.n_heads * one.attention.head_dim for one in self.layers)
+        return round(6 * multiplied) + of_pair * seq_len
 
     @cached_property
     def parts(self) -> Mapping[str, int]:

@@ -20,12 +20,10 @@ from meshwright.system.errors import check
 Operator = Callable[..., Any]
 """Of torch.ops: one overload, or an operator of higher order, which has none."""
 
-
 Backend = Callable[[fx.GraphModule, list[Tensor]], Callable[..., Any]]
 MESHES_HAVE_NO_SIZE = "unsafe_treat_script_objects_as_zero_size"
 """Option of torch.compile, there in torch 2.13, not in 2.11: without it the compiler refuses to
 tell what memory a mesh takes."""
-
 
 KEPT = ("meshwright.choose_experts", "meshwright.exchange_counts")
 """Operators whose results are kept in any mode: chosen again, experts might be others."""
@@ -42,14 +40,12 @@ def apply_ac(
     """Wrap the forward of `blocks` in place; names of modules and parameters stay as they are.
 
     With mode "memory_budget" it does nothing: the compiler recomputes, see `keep_within_budget`.
+    Return a line for the log.
 
     Args:
         blocks: of the model or of a stage, by their number in the model. With mode "selective" and
             a number, every n-th is counted from the model's first whatever the stage.
         kept: operators whose results are kept in any mode, in addition to `KEPT`.
-
-    Returns:
-        A line for the log.
     """
     mode, selection = options.mode, options.selective_ac_option
     for number, block in blocks.items():
@@ -60,10 +56,7 @@ def apply_ac(
         elif mode != "full" and (mode != "selective" or int(number) % int(selection) > 0):
             continue
         _recompute(block, **{"context_fn": _keeping(names)} if names else {})
-    detail = {
-        "selective": f" ({selection})",
-        "memory_budget": f" ({options.memory_budget:g})",
-    }
+    detail = {"selective": f" ({selection})", "memory_budget": f" ({options.memory_budget:g})"}
     return f"activation checkpointing: {mode}{detail.get(mode, '')}"
 
 

@@ -19,14 +19,11 @@ from meshwright.parallelisms.meshes import all_gather, reduce_scatter
 SEQUENCE = 2
 """Of (B, N, S, H), the dimension that is cut."""
 
-
 WIDTHS = 8
 """Flash attention on GPUs takes heads whose width is a multiple of this."""
 
-
 Chunks = tuple[int, int]
 """A rank's two chunks, by their number among the 2 cp equal chunks of the sequence."""
-
 
 Part = tuple[Tensor, Tensor]
 """Attention to some of the keys: (B, N, queries, H), and its logarithms, (B, N, queries) fp32."""
@@ -57,10 +54,7 @@ def local_part(batch: Batch, positions: Tensor) -> Batch:
 def apply_cp(model: Decoder, mesh: DeviceMesh, training: Training) -> str:
     """Make the attention of every block in `model` span the cp axis `mesh`, in place.
 
-    Collective in forward and backward.
-
-    Returns:
-        A line for the log.
+    Collective in forward and backward. Return a line for the log.
     """
     dtype = getattr(torch, training.mixed_precision_param)
     has_flash = has_flash_attention(mesh.device_type, dtype, model.table.head_dim)
@@ -92,7 +86,7 @@ def attend(
     mesh: DeviceMesh,
     has_flash: bool = True,
 ) -> Tensor:
-    """(B, N, S/cp, H), (B, K, S/cp, H), (B, K, S/cp, W) -> (B, N, S/cp, W).
+    """(B, N, S/cp, H), (B, K, S/cp, H) twice -> (B, N, S/cp, H).
 
     It keeps the contract of `CausalAttention`. Collective over `mesh`, in forward and backward.
 
@@ -100,25 +94,18 @@ def attend(
         mask: of this rank's queries and all keys; None: only causal.
         has_flash: of `has_flash_attention`, for these heads.
     """
-    width = v.shape[-1]
-    is_flash = mask is None and has_flash and q.dtype in FLASH[q.device.type].dtypes
-    q, k, v = _of_one_width(q, k, v, WIDTHS if is_flash and q.is_cuda else 1)
     rank, size = mesh.get_local_rank(), mesh.size()
     chunks = (rank, 2 * size - 1 - rank)
-    if is_flash:
+    if mask is None and has_flash and q.dtype in FLASH[q.device.type].dtypes:
+        width = q.shape[-1]
+        if q.is_cuda and width % WIDTHS:  # zeros change neither scores nor other columns
+            q, k, v = (F.pad(x, (0, -width % WIDTHS)) for x in (q, k, v))
         apply: Callable[..., Tensor] = _GatheredAttention.apply
         return apply(q, k, v, chunks, mesh, scale)[..., :width]
     k, v = _gather(torch.stack([k, v]), mesh).unbind(0)  # (B, K, S, H)
     if isinstance(mask, BlockMask):  # skips later keys by itself
-        return masked_attention(q, k, v, mask, scale=scale)[..., :width]
-    return masked_in_chunks(q, k, v, mask, chunks, scale)[..., :width]
-
-
-def _of_one_width(q: Tensor, k: Tensor, v: Tensor, multiple: int) -> list[Tensor]:
-    """Pad with zeros to the same multiple: they change neither scores nor other columns."""
-    width = max(q.shape[-1], v.shape[-1])
-    width += -width % multiple
-    return [x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in (q, k, v)]
+        return masked_attention(q, k, v, mask, scale=scale)
+    return masked_in_chunks(q, k, v, mask, chunks, scale)
 
 
 def masked_in_chunks(

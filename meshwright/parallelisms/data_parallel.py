@@ -72,16 +72,13 @@ def apply_fsdp(
     """Shard `model` in place: each block, the embedding, and the output with the norm before it.
 
     Gradients come out *summed* over ranks, not averaged: the loss is divided once, by the global
-    number of labels (see `train/trainer.py`).
+    number of labels (see `train/trainer.py`). Return a line for the log.
 
     Args:
         model: best on the meta device. With `training.enable_cpu_offload` its shards are to be
             given their memory on the CPU.
         fp32_modules: names of modules, none within another, that are not cast to
             `training.mixed_precision_param` but are groups of their own, with casts around them.
-
-    Returns:
-        A line for the log.
     """
     mesh = meshes.fsdp
     reshard_after_forward = parallelism.fsdp_reshard_after_forward

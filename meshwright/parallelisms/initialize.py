@@ -17,15 +17,11 @@ from meshwright.parallelisms.shards import local_box
 
 TRUNCATION = 3.0  # standard deviations
 
-
 TABLE_BITS = 14
-
 
 FRACTION_BITS = 24  # a float32 holds them exactly
 
-
 GAMMA = 0x9E3779B97F4A7C15  # SplitMix64 adds it to its state
-
 
 BLOCKS = {"cpu": 1 << 15, "cuda": 1 << 22}
 """Elements at a time. On CPUs torch spreads an operator on so few over no threads, which on busy

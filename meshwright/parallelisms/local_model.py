@@ -1,7 +1,6 @@
 """One rank's part of the model."""
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,6 +9,7 @@ from torch import Tensor, nn
 from meshwright.config.training import Training
 from meshwright.models.decoder import Decoder
 from meshwright.models.loss import Batch
+from meshwright.models.table import block_of
 from meshwright.parallelisms.expert_parallel import Balance
 from meshwright.parallelisms.meshes import Meshes
 from meshwright.parallelisms.rules.stages import stages_of_rank
@@ -86,23 +86,13 @@ Allocate = Callable[[nn.Module, torch.device, torch.device], None]
 """Does the work of `allocate`; planning gives fake memory."""
 
 
-@dataclass(frozen=True)
-class ModelParts:
-    """Names of the parts of a model that are treated differently."""
-
-    stages: Sequence[Sequence[str]]
-    """Modules of every stage of the pipeline; one stage: no pipeline."""
-    frozen: Collection[str] = ()
-    """Parameters that are not trained."""
-    fp32_modules: Collection[str] = ()
-    """Modules whose parameters are fp32."""
-
-
 def build_local_model(
     build: Callable[[], Decoder],
     prepare: Callable[[Decoder], None],
-    parts: ModelParts,
+    stage_modules: Sequence[Sequence[str]],
     *,
+    frozen: Collection[str] = (),
+    fp32_modules: Collection[str] = (),
     meshes: Meshes,
     training: Training,
     schedule: str,
@@ -113,31 +103,36 @@ def build_local_model(
     Args:
         build: the whole model.
         prepare: parallelises a stage that is on meta, and gives it memory.
+        stage_modules: names of the modules of every stage; one stage: no pipeline.
+        frozen: names of parameters that are not trained.
+        fp32_modules: names of modules whose parameters are fp32.
         schedule: of the pipeline, if there is one.
         device: of activations.
     """
-    num_stages, stages, first_trained = len(parts.stages), {}, 0
+    num_stages, stages = len(stage_modules), dict[int, Decoder]()
     for index in stages_of_rank(meshes.pp.get_local_rank(), meshes.pp.size(), num_stages, schedule):
         with torch.device("meta"):
             stages[index] = build()
-        first_trained = _first_trained(stages[index], parts)
-        keep_modules(stages[index], parts.stages[index])
+        keep_modules(stages[index], stage_modules[index])
         for name, parameter in stages[index].named_parameters():
-            if not name.startswith(tuple(f"{module}." for module in parts.fp32_modules)):
+            if not name.startswith(tuple(f"{module}." for module in fp32_modules)):
                 parameter.data = parameter.data.to(getattr(torch, training.dtype))
         prepare(stages[index])
         # not before: torch's SequenceParallel makes norms anew, trainable (2.13). FSDP2 asks which
         # parameters are trained no sooner than in the first forward.
         for name, parameter in stages[index].named_parameters():
-            parameter.requires_grad_(name not in parts.frozen)
+            parameter.requires_grad_(name not in frozen)
     if num_stages == 1:
         return LocalModel([stages[0]])
     from meshwright.parallelisms.pipeline import Pipeline  # torch's part takes a while
 
+    table = next(iter(stages.values())).table
+    trained = {block_of(name) for name in table.parameters if name not in frozen}
+    used = (index for index, modules in enumerate(stage_modules) if trained.intersection(modules))
     pipeline = Pipeline(
         *(stages, num_stages, meshes, training),
         schedule=schedule,
-        first_trained=first_trained,
+        first_trained=next(used),
         device=device,
     )
     return LocalModel([*stages.values()], pipeline)
@@ -151,12 +146,3 @@ def keep_modules(model: Decoder, names: Sequence[str]) -> None:
     for name, _ in list(model.named_children()):
         if name != "layers" and name not in names:
             setattr(model, name, None)
-
-
-def _first_trained(model: Decoder, parts: ModelParts) -> int:
-    """Index of the first stage of the whole `model` that has a parameter to train."""
-    trained = [name for name, _ in model.named_parameters() if name not in parts.frozen]
-    for index, modules in enumerate(parts.stages):
-        if any(name.startswith(tuple(f"{module}." for module in modules)) for name in trained):
-            return index
-    raise ValueError("every parameter is frozen")

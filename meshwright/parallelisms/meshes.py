@@ -210,7 +210,6 @@ _all_gather: Callable[..., Tensor] = (
     else _functional_collectives.all_gather_tensor_autograd
 )
 
-
 _reduce_scatter: Callable[..., Tensor] = (
     _functional_collectives.reduce_scatter_single
     if hasattr(_functional_collectives, "reduce_scatter_single")

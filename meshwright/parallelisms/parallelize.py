@@ -66,7 +66,6 @@ def apply_float8(model: Decoder, names: Collection[str], options: Float8) -> str
 
 OURS = Path(__file__).parents[1]
 
-
 FOLDERS = ("models", "parallelisms")
 """Of the code that graphs are made of."""
 

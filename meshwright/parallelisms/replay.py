@@ -27,7 +27,6 @@ class _Recording(Routing):
         self._calls = defaultdict[int, list[Tensor]](list)
 
     def note(self, layer: int, choice: Tensor, gap: Tensor | None) -> None:
-        """As `Routing`'s."""
         self._calls[layer].append(choice)
 
     def whole(self, model: Decoder, meshes: Meshes) -> dict[int, Tensor]:
@@ -89,7 +88,6 @@ class Replay(Routing):
         return self._given[layer]
 
     def note(self, layer: int, choice: Tensor, gap: Tensor | None) -> None:
-        """As `Routing`'s."""
         assert gap is not None  # the experts were given
         differ = choice.sort().values != self._given[layer].sort().values
         self.num_others += differ.any(-1).sum()

@@ -67,15 +67,11 @@ def part_of_box(whole: Tensor, box: Box) -> Tensor:
     return whole
 
 
-def boxes_of_ranks(parameter: DTensor) -> Mapping[int, Box]:
-    """Return the part of `parameter` that each rank of its mesh holds, by global rank."""
-    return _boxes_of_ranks(parameter.shape, parameter.device_mesh, parameter.placements)
-
-
 @functools.lru_cache(maxsize=64)  # layers are alike, and torch takes 0.3 s to tell of 512 ranks
-def _boxes_of_ranks(
+def boxes_of_ranks(
     size: Size, mesh: DeviceMesh, placements: tuple[Placement, ...]
 ) -> Mapping[int, Box]:
+    """Return the part of a DTensor that each rank of its mesh holds, by global rank."""
     # As private as `local_box`'s: that one tells of this rank alone. Without it, ranks would have
     # to tell each other, in a collective.
     from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset

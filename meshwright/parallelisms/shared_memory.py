@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshwright.parallelisms.shards import is_dtensor, is_fsdp
+from meshwright.parallelisms.shards import is_fsdp
 
 SPARE_SLOTS = 8
 """More than FSDP2 has tensors of collectives at a time, besides those that are gathered early."""
@@ -43,12 +43,13 @@ def share_memory(model: nn.Module, mesh: DeviceMesh, ahead: int) -> bool:
     group = mesh.get_group(mesh.ndim - 1)
     if dist.get_backend(group) != "gloo":
         return False
-    # the most that a gradient in fp32 takes on all ranks; the first has the largest shards
+    # the most that a gradient in fp32 takes on all ranks, padded; the first has the largest shards
     groups = [own for own in fsdp_groups(model) if own.mesh_info.shard_process_group == group]
     if not groups:  # a stage without experts
         return False
     parameters = [own.sharded_param for of_group in groups for own in of_group.fsdp_params]
-    largest = sum(_padded_size(parameter, group.size()) for parameter in parameters)
+    rows = (one.to_local().numel() + math.prod(one.shape[1:]) for one in parameters)
+    largest = group.size() * sum(rows)
     slot_bytes = -(-4 * group.size() * largest // mmap.PAGESIZE) * mmap.PAGESIZE
     slots = open_slots(group, SPARE_SLOTS + ahead, slot_bytes)
     if slots is None:
@@ -70,12 +71,6 @@ def fsdp_groups(model: nn.Module) -> Iterator[Any]:
             groups = getattr(state, "_fsdp_param_groups", None)  # not in torch 2.11
             groups = [state._fsdp_param_group] if groups is None else groups
             yield from (group for group in groups if group is not None)
-
-
-def _padded_size(parameter: nn.Parameter, num_ranks: int) -> int:
-    """Return at least the elements that FSDP2 gathers of a sharded parameter, with padding."""
-    assert is_dtensor(parameter)
-    return num_ranks * (parameter.to_local().numel() + math.prod(parameter.shape[1:]))
 
 
 def open_slots(group: dist.ProcessGroup, count: int, slot_bytes: int) -> Slots | None:

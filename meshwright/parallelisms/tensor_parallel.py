@@ -103,10 +103,7 @@ def apply_tp(model: Decoder, mesh: DeviceMesh) -> str:
     Between blocks a rank has (B, S/tp, D): each pair of a column-wise and a row-wise product
     gathers the sequence before and reduce-scatters it after. Source: Korthikanti et al. 2022,
     arXiv:2205.05198, section 4.2.2. The embedding is cut along the vocabulary; so are the output
-    and its loss, which gather the sequence themselves.
-
-    Returns:
-        A line for the log.
+    and its loss, which gather the sequence themselves. Return a line for the log.
 
     Raises:
         ValueError: if a parameter has no layout in the model's table.
@@ -164,10 +161,8 @@ def enable_async_tp(mesh: DeviceMesh) -> str:
     It fuses an all-gather and the products that follow, or a product and the reduce-scatter that
     follows, into operations that go piece by piece. Of effect on all that this process compiles
     from now on; needs a CUDA device. Source: Wang et al. 2023, ASPLOS (Overlap Communication with
-    Dependent Computation via Decomposition in Large Deep Learning Models).
-
-    Returns:
-        A line for the log.
+    Dependent Computation via Decomposition in Large Deep Learning Models). Return a line for the
+    log.
     """
     # No public name up to torch 2.13. If it moves, compiled blocks still give the same numbers, but
     # without overlap.

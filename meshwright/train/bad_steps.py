@@ -85,12 +85,7 @@ class BadStepDetector:
         return self._num_bad > self.allowed
 
     def judge(
-        self,
-        step: int,
-        loss: Tensor,
-        grad_norm: Tensor,
-        is_finite_here: Tensor,
-        num_labels: Tensor,
+        self, step: int, loss: Tensor, grad_norm: Tensor, is_finite_here: Tensor, num_labels: Tensor
     ) -> Tensor:
         """Note a step's figures. Waits for nothing.
 

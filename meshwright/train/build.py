@@ -22,13 +22,7 @@ from meshwright.metrics.console import Console
 from meshwright.metrics.reporter import Phases, Reporter, Work
 from meshwright.models.decoder import Decoder
 from meshwright.parallelisms.initialize import initialize
-from meshwright.parallelisms.local_model import (
-    Allocate,
-    LocalModel,
-    ModelParts,
-    allocate,
-    build_local_model,
-)
+from meshwright.parallelisms.local_model import Allocate, LocalModel, allocate, build_local_model
 from meshwright.parallelisms.meshes import Meshes
 from meshwright.parallelisms.parallelize import parallelize
 from meshwright.system.hardware import peak_of
@@ -60,7 +54,9 @@ def build_model(
     model = build_local_model(
         partial(Decoder, plan.model_args, training.seq_len),
         prepare,
-        ModelParts(plan.stage_modules, plan.frozen, plan.fp32_modules),
+        plan.stage_modules,
+        frozen=plan.frozen,
+        fp32_modules=plan.fp32_modules,
         meshes=meshes,
         training=training,
         schedule=config.parallelism.pipeline_parallel_schedule,
@@ -105,24 +101,14 @@ def initialize_weights(plan: Plan, model: LocalModel, group: dist.ProcessGroup) 
 
 
 def build_loader(
-    plan: Plan,
-    sources: Sequence[OpenSource],
-    meshes: Meshes,
-    device: torch.device,
-    cursor: Cursor,
+    plan: Plan, sources: Sequence[OpenSource], meshes: Meshes, device: torch.device, cursor: Cursor
 ) -> Loader:
     """Return this rank's batches, from `cursor` on."""
     training, shape = plan.config.training, batch_shape(plan, meshes)
     rules = SampleRules(
         training.seq_len + 1, training.seed, training.max_epochs, training.max_bad_records
     )
-    stream = SampleStream(
-        sources,
-        cursor,
-        rules,
-        batch=shape.global_batch_size,
-        slots=shape.slots,
-    )
+    stream = SampleStream(sources, cursor, rules, batch=shape.global_batch_size, slots=shape.slots)
     is_gpu = device.type == "cuda"
     return Loader(stream, shape, mask_documents=training.mask_documents, pin_memory=is_gpu)
 

@@ -4,7 +4,7 @@ Free of torch: the launcher calls it first, so a mistake is reported at once. Ev
 calls it again, for users who start torchrun themselves.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -187,7 +187,7 @@ class Plan:
     @property
     def idle_options(self) -> dict[str, str]:
         """Options that have no effect in this stage or a later one, and a sentence why."""
-        names, groups = list(self.model_args.parameter_names()), self.config.optimizer.groups
+        names, groups = list(self.model_args.table.parameters), self.config.optimizer.groups
         found = (
             *idle_options(self.config),
             *idle_source_options(self.config),
@@ -251,13 +251,18 @@ def _preflight_stage(
     fp32_modules = find_fp32_modules(config, model_args)
     config, compile_line = resolve_compile(config, model_args, fp32_modules, is_gpu=is_gpu)
     check_fp32_modules(config, fp32_modules, model_args.table)
-    stage_modules = stages.plan_pipeline(config, model_args)
+    stage_modules = stages.plan_pipeline(config, model_args.table)
     float8_layers = find_float8_layers(config, model_args.table, fp32_modules)
-    frozen = _find_frozen(config.model.frozen, model_args)
-    config, least_bytes = memory.plan_memory(
-        config, model_args, stage_modules, frozen, checks_memory
-    )
-    names_by_group(config.optimizer.groups, list(model_args.parameter_names()))
+    names, patterns = list(model_args.table.parameters), config.model.frozen
+    found = (find_names("model.frozen", pattern, names) for pattern in patterns)
+    frozen = frozenset[str]().union(*found)
+    check(len(frozen) < len(names), "model.frozen", patterns, "leaves no parameter to train")
+    load = memory.heaviest_load(config, model_args.table, stage_modules, frozen)
+    config = memory.choose_reduction(config, load)
+    least_bytes = memory.least_memory(config, load)
+    if config.job.device_memory_gib and checks_memory:
+        memory.check_memory(config, least_bytes, config.job.device_memory_gib)
+    names_by_group(config.optimizer.groups, names)
     check_optimizers(config.optimizer, model_args.table.parameters)
     check_budgets(config.training)
     why_not = family.hf.why_not(model_args) if config.checkpoint.last_save_in_hf else ""
@@ -363,15 +368,6 @@ def check_data(config: JobConfig, *, looks_at_files: bool = True) -> Tokenizer:
     if config.validation.enable:
         check_sample_prompts(config.validation, tokenizer, config.training.seq_len)
     return tokenizer
-
-
-def _find_frozen(patterns: Sequence[str], args: DecoderArgs) -> frozenset[str]:
-    """Return the names of the parameters that `model.frozen` means."""
-    key, names, frozen = "model.frozen", list(args.parameter_names()), set[str]()
-    for pattern in patterns:
-        frozen |= find_names(key, pattern, names)
-    check(len(frozen) < len(names), key, list(patterns), "leaves no parameter to train")
-    return frozenset(frozen)
 
 
 def resume_diff(plan: Plan, manifest: Manifest | None = None) -> ResumeDiff:

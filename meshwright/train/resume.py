@@ -131,7 +131,9 @@ def place_in_data(plan: Plan, saved: Manifest, sources: Sequence[OpenSource]) ->
     allowed = plan.config.training.max_bad_records
     if (passed_over := bad_records(cursor)) > allowed:
         raise too_many_bad_records(passed_over, allowed)
-    return cursor.reweighted() if resume_diff(plan, saved).is_reweighted else cursor
+    if resume_diff(plan, saved).is_reweighted:  # earlier draws are not made up for
+        return dataclasses.replace(cursor, weighted_from=cursor.counts)
+    return cursor
 
 
 def _place_in_stage(plan: Plan, saved: Manifest, sources: Sequence[OpenSource]) -> Cursor:

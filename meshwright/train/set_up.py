@@ -34,11 +34,7 @@ from meshwright.checkpoint.manifest import Manifest
 from meshwright.config.changes import differences, shown, to_json
 from meshwright.datasets.encoding import short_hash, tokenizer_parts
 from meshwright.datasets.loader import Loader
-from meshwright.datasets.opening import (
-    Found,
-    OpenSource,
-    open_data,
-)
+from meshwright.datasets.opening import Found, OpenSource, open_data
 from meshwright.datasets.stream import Cursor, steps_of_data
 from meshwright.launch.heartbeat import Heartbeat
 from meshwright.metrics import history

@@ -12,6 +12,7 @@ from torch import Tensor
 from meshwright.metrics.reporter import Phase, Phases
 from meshwright.models.decoder import Decoder
 from meshwright.models.loss import Batch, has_loss
+from meshwright.models.table import block_of
 from meshwright.parallelisms.context_parallel import local_part, local_positions
 from meshwright.parallelisms.local_model import Allocate, LocalModel, allocate
 from meshwright.parallelisms.meshes import Meshes
@@ -19,7 +20,7 @@ from meshwright.parallelisms.shards import is_fsdp
 from meshwright.train.bad_steps import BadStepDetector
 from meshwright.train.build import build_model
 from meshwright.train.optim.average import Average
-from meshwright.train.optim.gradients import divisor_to_clip, group_of, local_square_sums
+from meshwright.train.optim.gradients import divisor_to_clip, local_square_sums
 from meshwright.train.optim.optimizers import (
     OptimizerInBackward,
     build_optimizer,
@@ -79,7 +80,7 @@ class StepOptions:
     """Free gathered parameters at the end of every microbatch, not of the step alone. A pipeline
     ignores it."""
     norm_groups: Sequence[str] = ()
-    """Every group of `gradients.group_of`, to get their norms too. Not with `early`."""
+    """Every `block_of` a parameter, to get their norms too. Not with `early`."""
 
 
 def train_step(
@@ -225,8 +226,8 @@ class Trainer:
         decay = average_decay(config)
         self.average = None if decay is None else Average(self.model, decay)
         self.phases = Phases(device, note)
-        names = plan.model_args.parameter_names() if config.metrics.grad_norm_by_group else ()
-        self.norm_groups = list(dict.fromkeys(map(group_of, names)))
+        names = plan.model_args.table.parameters if config.metrics.grad_norm_by_group else ()
+        self.norm_groups = list(dict.fromkeys(map(block_of, names)))
         self._options = StepOptions(
             max_norm=config.training.max_norm,
             reduce_every_microbatch=(

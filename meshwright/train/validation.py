@@ -54,10 +54,7 @@ class Evaluation:
 
 @torch.no_grad()
 def evaluate(
-    model: LocalModel,
-    steps: Iterable[Sequence[Batch]],
-    meshes: Meshes,
-    token_bytes: Tensor,
+    model: LocalModel, steps: Iterable[Sequence[Batch]], meshes: Meshes, token_bytes: Tensor
 ) -> Evaluation:
     """Return the loss of `model` on `steps`; nothing that training will find is changed.
 
@@ -72,13 +69,16 @@ def evaluate(
         token_bytes: (V,) int on the device: bytes of text that each token stands for.
     """
     device = torch.device(meshes.world.device_type)
-    sums = torch.zeros(3, dtype=torch.float64, device=device)  # loss, labels, bytes
+    # loss, labels and bytes: fp64 counts exactly up to 2^53
+    sums = torch.zeros(3, dtype=torch.float64, device=device)
     positions: Tensor | None = None
 
     def add(loss: Tensor, batch: Batch) -> None:
-        figures = _figures(loss, batch.labels, token_bytes)
-        if meshes.tp.get_local_rank() == 0:  # the others of a tp group have the same
-            sums.add_(figures)
+        if meshes.tp.get_local_rank() > 0:  # the first of a tp group has the same
+            return
+        is_counted = has_loss(batch.labels)
+        num_bytes = (token_bytes[batch.labels.where(is_counted, 0)] * is_counted).sum()
+        sums.add_(torch.stack([part.double() for part in (loss, is_counted.sum(), num_bytes)]))
 
     for batches in steps:
         if positions is None:
@@ -95,14 +95,6 @@ def evaluate(
         num_labels=int(num_labels),
         num_bytes=int(num_bytes),
     )
-
-
-def _figures(loss: Tensor, labels: Tensor, token_bytes: Tensor) -> Tensor:
-    """Loss, labels and bytes of a microbatch: (3,) fp64, which counts exactly up to 2^53."""
-    is_counted = has_loss(labels)
-    num_labels = is_counted.sum()
-    num_bytes = (token_bytes[labels.where(is_counted, 0)] * is_counted).sum()
-    return torch.stack([loss.double(), num_labels.double(), num_bytes.double()])
 
 
 NONE = -1

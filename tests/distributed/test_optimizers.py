@@ -23,7 +23,7 @@ CONFIG = Optimizer(lr=LRS[0], eps=1.0, weight_decay=DECAY, groups=GROUPS)  # as 
 
 
 def optimizer_of(model: LocalModel) -> torch.optim.Optimizer:
-    return build_optimizer(model.named_parameters(), CONFIG)
+    return build_optimizer(model.named_parameters(), CONFIG, TINY.table.parameters)
 
 
 def reference() -> dict[str, torch.Tensor]:
@@ -64,7 +64,7 @@ def test_groups_on_two_ranks_are_those_of_plain_torch() -> None:
 @pytest.mark.ranks(2)
 def test_the_kernel_gets_shards_and_the_state_is_laid_out_as_parameters() -> None:
     model, _ = parallel_model(mesh(dp_shard=2))
-    optimizer = build_optimizer(model.named_parameters(), CONFIG)
+    optimizer = build_optimizer(model.named_parameters(), CONFIG, TINY.table.parameters)
     groups = [[*group["params"]] for group in optimizer.param_groups]
     seen = []  # by a hook, which the proof of gradients relies on
     optimizer.register_step_pre_hook(
@@ -96,7 +96,7 @@ def test_the_first_update_makes_the_state_once() -> None:
     dims = mesh(dp_shard=2)
     args = dataclasses.replace(TINY, dim=256, n_layers=4, hidden_dim=512)
     model, _ = parallel_model(dims, args)
-    optimizer = build_optimizer(model.named_parameters(), Optimizer())
+    optimizer = build_optimizer(model.named_parameters(), Optimizer(), args.table.parameters)
     shards = [parameter.to_local().nbytes for parameter in model.parameters()]
     found = []
     for _ in range(2):

@@ -135,7 +135,7 @@ def keys(trained: Collection[str]) -> set[str]:
     states = ("step", "exp_avg", "exp_avg_sq")
     return {
         f"rng.cpu.rank_{dist.get_rank()}",
-        *(f"model.{name}" for name in TINY.parameter_names()),
+        *(f"model.{name}" for name in TINY.table.parameters),
         *(f"optimizer.state.{name}.{state}" for name in trained for state in states),
     }
 
@@ -146,7 +146,7 @@ def test_frozen_parameters_are_saved_without_optimizer_state(tmp_path: Path) -> 
     dims = mesh(dp_shard=2)
     job = Job(dims, **options)
     job.take_step(1)
-    trained = set(TINY.parameter_names()) - options["frozen"]
+    trained = set(TINY.table.parameters) - options["frozen"]
     assert job.tensors.state_dict().keys() == keys(trained)
     job.save(tmp_path)
     job.take_step(2)
@@ -165,7 +165,7 @@ def test_a_resume_may_begin_or_end_to_step_early(tmp_path: Path) -> None:
         job = Job(dims, is_early=first)
         job.take_step(1)
         names = {*job.tensors.state_dict()}
-        assert names == keys(set(TINY.parameter_names()))
+        assert names == keys(set(TINY.table.parameters))
         job.save(f"{tmp_path}/{first}")
         for second in (False, True):
             resumed = Job(dims, seed=1, is_early=second)

@@ -39,7 +39,7 @@ def mesh(dp_replicate: int = 1, dp_shard: int = 1, **axes: int) -> ParallelDims:
 
 def frozen(*patterns: str, args: LlamaArgs = TINY) -> dict[str, frozenset[str]]:
     """As the trainer makes it of `model.frozen`."""
-    names = args.parameter_names()
+    names = args.table.parameters
     return {"frozen": frozenset(n for n in names if any(fnmatchcase(n, p) for p in patterns))}
 
 

@@ -20,7 +20,7 @@ from meshwright.models.families.llama import LlamaArgs
 from meshwright.models.families.qwen3_moe import Qwen3MoeArgs
 from meshwright.models.table import MixtureSpec
 from meshwright.parallelisms.initialize import initialize
-from meshwright.parallelisms.local_model import LocalModel, ModelParts, allocate, build_local_model
+from meshwright.parallelisms.local_model import LocalModel, allocate, build_local_model
 from meshwright.parallelisms.meshes import Meshes, build_meshes
 from meshwright.parallelisms.parallelize import parallelize
 from meshwright.parallelisms.rules.degrees import ParallelDims
@@ -144,11 +144,9 @@ def parallel_model(
     model = build_local_model(
         functools.partial(Decoder, args, SEQ_LEN),
         prepare,
-        ModelParts(
-            split_evenly([1] * args.n_layers, num_stages, embedding=0, output=0),
-            frozen,
-            fp32_modules,
-        ),
+        split_evenly([1] * args.n_layers, num_stages, embedding=0, output=0),
+        frozen=frozen,
+        fp32_modules=fp32_modules,
         meshes=meshes,
         training=config.training,
         schedule=schedule,

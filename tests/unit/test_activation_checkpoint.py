@@ -108,10 +108,6 @@ class WithCompiledPart(nn.Module):
 
 @pytest.mark.slow
 @needs_compiler
-@pytest.mark.skipif(
-    not hasattr(torch._inductor.config, "wrap_inductor_compiled_regions"),
-    reason="this torch cannot show compiled regions to recomputation by op",
-)
 def test_a_compiled_part_of_an_eager_block_is_kept(monkeypatch) -> None:
     calls = []
     operator, key = wrap.inductor_compiled_code, torch._C.DispatchKey.CompositeExplicitAutograd

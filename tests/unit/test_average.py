@@ -12,7 +12,7 @@ from meshwright.train.optim.average import Average
 from meshwright.train.optim.optimizers import build_optimizer
 from meshwright.train.optim.registry import average_decay
 from meshwright.train.preflight import preflight
-from tests.helpers.tiny import plain_model
+from tests.helpers.tiny import TINY, plain_model
 
 GO, HOLD = torch.tensor(False), torch.tensor(True)
 
@@ -68,7 +68,12 @@ def test_it_is_saved_and_begins_anew_where_it_was_not() -> None:
     set_weights(model, 0.5)
     average.update(GO)
     saved, loaded = (
-        TrainingTensors(m, build_optimizer(m.named_parameters(), Optimizer()), 0, a.tensors)
+        TrainingTensors(
+            m,
+            build_optimizer(m.named_parameters(), Optimizer(), TINY.table.parameters),
+            0,
+            a.tensors,
+        )
         for m, a in ((model, average), (other, another))
     )
     state = {name: tensor.clone() for name, tensor in saved.state_dict().items()}

@@ -202,7 +202,7 @@ def test_diff_of_tensors_says_how_many_by_how_much_and_where(made, tmp_path, cap
         model.norm.weight[4] = torch.nan
     code, lines = run(capsys, "diff", a, save_checkpoint(tmp_path / "b", model, SMALL))
     assert code == 1
-    total = len(list(SMALL.parameter_names()))
+    total = len(list(SMALL.table.parameters))
     assert f"tensors: {total - 2} of {total} are equal to the bit" in lines
     start = next(i for i, line in enumerate(lines) if line.startswith("TENSOR"))
     of_wk, of_norm = sorted(line.split() for line in lines[start + 1 :])

@@ -97,7 +97,6 @@ def test_neither_the_mesh_nor_a_value_that_is_given_decides(plan_of) -> None:
     [
         (INSIDE, 1, "training.fp32_modules names modules inside a block", "inside a block"),
         (SPLIT, 2, "ZBVZeroBubble computes gradients in two passes", "which compiled blocks"),
-        ([*TWO_BY_TENSORS, *FULL], 2, "recomputed attention under tensor or expert", ""),
         (["--compile.backend=aot_eager"], 1, '"aot_eager" makes no step faster', ""),
     ],
 )
@@ -121,7 +120,7 @@ def test_an_option_that_is_against_it_leaves_the_job_eager(
 def test_the_same_options_that_can_be_compiled_are(plan_of) -> None:
     whole = ['--training.fp32_modules=["layers.0"]', INSIDE[1]]
     one_pass = [SPLIT[0], "--parallelism.pipeline_parallel_schedule=Interleaved1F1B"]
-    for words, ranks in ((whole, 1), (one_pass, 2), (TWO_BY_TENSORS, 2), (FULL, 1), (SPLIT[1:], 1)):
+    for words, ranks in ((whole, 1), (one_pass, 2), ([*TWO_BY_TENSORS, *FULL], 2), (SPLIT[1:], 1)):
         assert plan_of(*LONG, *words, ranks=ranks).config.compile.enable is True, words
 
 
@@ -264,7 +263,7 @@ REPLICATED = ["--parallelism.data_parallel_replicate_degree=2"]
         ([*LONG, *REPLICATED], "as configured", False),
         (["--compile.enable=true", *REPLICATED], "as configured", True),
         ([BUDGET, *REPLICATED], "as configured", True),
-        (["--compile.enable=true", *FULL, *TWO_BY_TENSORS], "as configured, but eager", False),
+        (["--compile.enable=true", *FULL, *TWO_BY_TENSORS], "as configured", True),
         (["--compile.enable=false", *FULL, *TWO_BY_TENSORS], "as configured", False),
     ],
 )
@@ -278,14 +277,6 @@ def test_a_proof_compiles_the_config_if_it_says_so_or_must(words, first, is_on) 
         plan = preflight(case.config, case.world_size)
         wanted = {"as configured": is_on, "compiled": True}
         assert plan.config.compile.enable is wanted.get(case.name.split(":")[0], False), case.name
-
-
-def test_recomputed_attention_that_is_cut_is_compiled_on_gpus_alone() -> None:
-    """A plan decides as the job does."""
-    config = load_config([DEBUG, *LONG, *FULL, *TWO_BY_TENSORS])
-    for is_gpu in (False, True):
-        for plan in (preflight, plan_job):
-            assert plan(config, 2, is_gpu=is_gpu).config.compile.enable is is_gpu
 
 
 def test_a_plan_refuses_what_cannot_be_compiled() -> None:

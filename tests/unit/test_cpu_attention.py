@@ -271,29 +271,6 @@ def test_a_graph_of_other_code_or_for_other_instructions_is_not_found(
     assert all(tag.count("meshwright") == 1 for tag in tags)
 
 
-def test_only_heads_that_the_kernel_knows_go_to_it(monkeypatch) -> None:
-    taken = []
-
-    def note(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        taken.append(q)
-        return q, q
-
-    monkeypatch.setattr(cpu_attention, "cpu_attention", note)
-    q, k, v, _ = inputs()
-    attend = cpu_attention.attend
-    attend(q, k, v, scale=0.2)
-    attend(q.float(), k.float(), v.float(), scale=0.2)
-    assert len(taken) == 2
-    attend(q.double(), k.double(), v.double(), scale=0.2)
-    attend(q, k, v, torch.ones(1, 1, 140, 140, dtype=torch.bool).tril(), scale=0.2)
-    attend(q[..., :24], k[..., :24], v[..., :24], scale=0.2)
-    attend(q, k, v[..., :16], scale=0.2)
-    assert len(taken) == 2
-    short = k[:, :, :4]
-    for other in ((q, short, short), (q[:, :3], k, k), (q, k, k[:, :1]), (q.float(), k, k)):
-        assert not cpu_attention.takes(*other)
-
-
 @pytest.mark.parametrize("reason", ["", "of a test"])
 @pytest.mark.parametrize("name", ["bfloat16", "float32"])
 def test_every_block_gets_it_or_none_and_the_log_says_so(monkeypatch, name, reason) -> None:

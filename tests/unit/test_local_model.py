@@ -12,7 +12,7 @@ from torch import nn
 
 from meshwright.config.training import Training
 from meshwright.models.decoder import Decoder
-from meshwright.parallelisms.local_model import ModelParts, allocate, build_local_model
+from meshwright.parallelisms.local_model import allocate, build_local_model
 from meshwright.parallelisms.meshes import build_meshes
 from meshwright.parallelisms.rules.degrees import ParallelDims
 from meshwright.parallelisms.shards import boxes_of_ranks, is_dtensor, is_fsdp
@@ -43,7 +43,8 @@ def test_a_module_in_fp32_is_not_all_whose_names_begin_as_its_own() -> None:
     model = build_local_model(
         functools.partial(Decoder, args, SEQ_LEN),
         lambda stage: None,
-        ModelParts([args.module_names], fp32_modules=["layers.1"]),
+        [args.table.module_names],
+        fp32_modules=["layers.1"],
         meshes=one_rank(),
         training=Training(dtype="bfloat16"),
         schedule="1F1B",
@@ -78,7 +79,7 @@ def test_torch_tells_once_where_512_ranks_hold_matrices_of_one_kind(monkeypatch)
             DTensor.from_local(torch.empty(8, 16), mesh, [Shard(0), Shard(1)], run_check=False)
             for _ in range(5)
         ]
-        boxes = [boxes_of_ranks(matrix) for matrix in matrices]
+        boxes = [boxes_of_ranks(m.shape, m.device_mesh, m.placements) for m in matrices]
     assert boxes[0][300] == ((8 * 37, 16 * 4), (8, 16))
     assert all(one == boxes[0] for one in boxes)
     assert len(asked) == 512

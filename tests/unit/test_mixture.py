@@ -370,7 +370,7 @@ def test_what_a_familys_files_cannot_say_is_refused_before_training(monkeypatch,
 
 def test_biases_of_experts_do_not_decay() -> None:
     found = {
-        name: settings_of(name, len(one.shape), Optimizer(weight_decay=0.1), one).weight_decay
+        name: settings_of(name, one, Optimizer(weight_decay=0.1)).weight_decay
         for name, one in BIASED.parameters.items()
     }
     biases = {"router.bias", *(f"experts.b{number}" for number in (1, 2, 3))}

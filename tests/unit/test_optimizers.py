@@ -35,7 +35,7 @@ from tests.helpers.optimizers import GROUPS, plain_groups, set_gradients
 from tests.helpers.tiny import SEQ_LEN, TINY, plain_model
 
 GO, HOLD = torch.tensor(False), torch.tensor(True)
-NAMES = list(TINY.parameter_names())
+NAMES = list(TINY.table.parameters)
 LRS = (1e-2, 3e-3, 5e-4)
 
 
@@ -184,7 +184,10 @@ def test_state_that_a_checkpoint_would_drop_is_an_error(name) -> None:
 
 def test_a_group_may_decay_norms() -> None:
     own = Optimizer(groups=[ParameterGroup(parameters=["*norm*"], weight_decay=0.3)])
-    assert registry.settings_of("norm.weight", 1, own)[1:] == (1.0, 0.3)
+    assert registry.settings_of("norm.weight", TINY.table.parameters["norm.weight"], own)[1:] == (
+        1.0,
+        0.3,
+    )
 
 
 @pytest.mark.parametrize(

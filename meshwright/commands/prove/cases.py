@@ -10,7 +10,6 @@ from meshwright.commands.prove.shrink import GLOBAL_BATCH, MAX_RANKS, largest_tp
 from meshwright.config.job_config import JobConfig, changed
 from meshwright.config.parallelism import Parallelism
 from meshwright.models.args import DecoderArgs
-from meshwright.parallelisms.rules.compile_choice import recomputes_attention
 from meshwright.parallelisms.rules.degrees import (
     DEGREES,
     KEYS,
@@ -160,18 +159,14 @@ def _own_cases(
 ) -> list[Case]:
     """Return the config's axes with its options: three at a time if it has more, or two where three
     leave its schedule too few microbatches."""
-    options, name = own_options(config), "as configured"
+    options = own_options(config)
     has_budget = config.activation_checkpoint.mode == "memory_budget"
     if config.compile.enable == "auto" and not has_budget:  # a case of its own is compiled
         options["compile"]["enable"] = False
-    elif config.compile.enable is True and "tp" in used and recomputes_attention(config):
-        # which CPUs cannot compile
-        options["compile"] = {"enable": False}
-        name = "as configured, but eager"
     cases: list[Case] = []
     for count in (3, 2):
         groups = itertools.combinations(used, min(count, len(used)))
-        cases = [_largest(name, config, small, args, axes, options) for axes in groups]
+        cases = [_largest("as configured", config, small, args, axes, options) for axes in groups]
         if all(map(can_run, cases)):
             break
     return cases

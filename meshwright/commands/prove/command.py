@@ -48,7 +48,7 @@ def run(given: Namespace) -> None:
     check_split_float8(config)
     _, args = resolve_model(config)
     check_divisible(config, args.table)
-    assign_modules(config.parallelism, [1] * args.n_layers, embedding=1, output=1)
+    assign_modules(config.parallelism, args.table)
     if config.training.mask_documents:  # then every case compiles, the reference included
         reason = why_no_compiler()
         rule = f"its attention is compiled, and {reason}"

@@ -118,7 +118,7 @@ def shrink(config: JobConfig, args: DecoderArgs) -> JobConfig:
     dimensions = {name: value for name, value in vars(small_args).items() if name not in KEPT}
     first = entries(config.training, "training")[0]
     has_stream = find_dataset(first.source.dataset) is not None and is_streamed(first)
-    names = [*small_args.parameter_names()]
+    names = [*small_args.table.parameters]
     frozen = _found(config.model.frozen, names)
     layers = small_args.table.linear_layers()
     left_out = [part for part in config.float8.filter_fqns if any(part in name for name in layers)]
@@ -135,7 +135,7 @@ def shrink(config: JobConfig, args: DecoderArgs) -> JobConfig:
         "steps": STEPS,
         "dtype": "float32",
         "mixed_precision_param": "bfloat16",
-        "fp32_modules": _found(config.training.fp32_modules, small_args.module_names),
+        "fp32_modules": _found(config.training.fp32_modules, small_args.table.module_names),
         "mixed_precision_reduce": "float32",
         "loss_chunk_tokens": LOSS_CHUNK_TOKENS,
         "enable_cpu_offload": False,  # cases have it: it must not change the model

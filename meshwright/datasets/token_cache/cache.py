@@ -10,7 +10,7 @@ the stamp of its content in object storage.
 import errno
 import functools
 import zlib
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,6 +39,11 @@ job looks into them; others may be reading the files meanwhile."""
 Lengths = npt.NDArray[np.uint32]
 
 Starts = npt.NDArray[np.int64]
+
+
+def starts_of(sizes: Sequence[int]) -> Starts:
+    """(n,) sizes -> (n + 1,) where each begins, and the end."""
+    return np.cumsum([0, *sizes], dtype=np.int64)
 
 
 class PartIndex(NamedTuple):

@@ -181,24 +181,6 @@ def _state(part: Part) -> tuple[int, int]:
     return found.st_ino, found.st_mtime_ns
 
 
-def _todo(
-    recipe: TokenizationSpec, folder: Path, check_all: bool, noted: set[str], max_bad_records: int
-) -> _Todo:
-    documents, _ = open_source(recipe)
-    if isinstance(documents, TokenFiles):
-        parts = [Part(folder, *place) for place in enumerate(documents.files)]
-        dtype = ""
-    else:
-        parts = [Part(folder, number) for number in range(documents.parts)]
-        dtype = _dtype(recipe, documents.read_part(0))
-    wrong = {
-        part.number: _state(part)
-        for part in parts
-        if is_damaged(part, check_all or str(part.number) in noted)
-    }
-    return _Todo(recipe, parts, dtype, wrong, max_bad_records)
-
-
 def _dtype(recipe: TokenizationSpec, items: Iterator[Any]) -> str:
     """Little-endian; wide enough for the vocabulary, and for `NO_LOSS` in conversations."""
     documents = (item for item in items if isinstance(item, (str, list)) and item)
@@ -218,7 +200,19 @@ def _make(
     """Make what is missing, together with whoever else does, and open the cache."""
     damaged, was_there = folder / DAMAGED, (folder / "cache.npz").exists()
     noted = set(damaged.read_text("utf-8").split()) if damaged.exists() else set[str]()
-    todo, claims = _todo(recipe, folder, check_all, noted, max_bad_records), _claims(folder)
+    documents, _ = open_source(recipe)
+    if isinstance(documents, TokenFiles):
+        parts = [Part(folder, *place) for place in enumerate(documents.files)]
+        dtype = ""
+    else:
+        parts = [Part(folder, number) for number in range(documents.parts)]
+        dtype = _dtype(recipe, documents.read_part(0))
+    wrong = {
+        part.number: _state(part)
+        for part in parts
+        if is_damaged(part, check_all or str(part.number) in noted)
+    }
+    todo, claims = _Todo(recipe, parts, dtype, wrong, max_bad_records), _claims(folder)
     remove_left_over(folder)
     missing = len(todo.left())
     if missing:

@@ -24,6 +24,7 @@ from meshwright.datasets.token_cache.cache import (
     PartTokens,
     changed_source,
     load_index,
+    starts_of,
 )
 from meshwright.datasets.tokenizers.special_tokens import well_formed
 from meshwright.system.errors import RecordError
@@ -212,8 +213,8 @@ def join_parts(recipe: TokenizationSpec, parts: Sequence[Part]) -> None:
         num_bytes=num_bytes,
         num_documents=num_documents,
         dtype=dtype,
-        part_starts=_starts(sizes),
-        block_starts=_starts(file.sums),
+        part_starts=starts_of(sizes),
+        block_starts=starts_of(file.sums),
         length_checksums=np.array(file.checksums, np.uint32),
         sources=sources,
         offsets=offsets,
@@ -221,11 +222,6 @@ def join_parts(recipe: TokenizationSpec, parts: Sequence[Part]) -> None:
         num_bad=num_bad,
         first_bad=first_bad,
     )
-
-
-def _starts(sizes: Any) -> Any:
-    """(n,) sizes -> (n + 1,) where each begins, and the end."""
-    return np.concatenate([[0], np.cumsum(sizes, dtype=np.uint64)]).astype(np.uint64)
 
 
 def _save_arrays(path: Path, *, is_flushed: bool = True, **arrays: Any) -> None:

@@ -14,11 +14,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from meshwright.datasets.tokenizers.huggingface import WALL, HuggingFaceTokenizer, any_of
 from meshwright.datasets.tokenizers.kinds import Tokenizer
-from meshwright.datasets.tokenizers.special_tokens import (
-    PATH_KEY,
-    TEMPLATE_KEY,
-    well_formed,
-)
+from meshwright.datasets.tokenizers.special_tokens import PATH_KEY, TEMPLATE_KEY, well_formed
 from meshwright.system.errors import ConfigError, RecordError, first_line
 
 START, END = "\ufdd0", "\ufdd1"

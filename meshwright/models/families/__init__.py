@@ -18,11 +18,9 @@ FAMILIES: tuple[str, ...] = (
 """Modules, free of torch, each with a `FAMILY` of the module's name. The first
 stays the first: see `FIRST`."""
 
-
 FIRST = FAMILIES[0].rpartition(".")[2]
 """The family of configs that name none; and of checkpoints that name none, which were saved when it
 was the only one."""
-
 
 MODELS: dict[str, Family] = {
     family.name: family for family in (resolve_name(f"{module}:FAMILY") for module in FAMILIES)

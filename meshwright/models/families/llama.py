@@ -14,10 +14,8 @@ from meshwright.models.table import DecoderSpec
 
 INTEGERS = ("dim", "n_layers", "n_heads", "n_kv_heads")
 
-
 NUMBERS = {"norm_eps": 1e-5, "rope_theta": 10000.0}
 """Keys that older files lack, and the defaults of their model's code."""
-
 
 OTHER_MODELS = ("quantization_args", "lora_args", "moe_args", "vision_model", "vision_chunk_size")
 """Keys of models that ours cannot be."""
@@ -114,7 +112,6 @@ FLAVORS: dict[str, LlamaArgs] = {
     "llama3.1_70b": _llama3(8192, 80, 64, 28672, stretch=8.0),
     "llama3.1_405b": _llama3(16384, 126, 128, 53248, stretch=8.0),
 }
-
 
 FAMILY = Family(
     name="llama",

@@ -38,9 +38,7 @@ FLAVORS: dict[str, MixtralArgs] = {
     "mixtral_8x7b": MixtralArgs(4096, 32, 32, 8, 14336, 32000),
 }
 
-
 MOE = "model.layers.{}.block_sparse_moe"
-
 
 FAMILY = Family(
     name="mixtral",

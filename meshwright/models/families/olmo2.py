@@ -37,7 +37,6 @@ FLAVORS: dict[str, Olmo2Args] = {
     "olmo2_32b": _olmo2(5120, 64, 40, 8, 27648),
 }
 
-
 FAMILY = Family(
     name="olmo2",
     args=Olmo2Args,

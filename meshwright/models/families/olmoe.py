@@ -40,7 +40,6 @@ FLAVORS: dict[str, OlmoeArgs] = {
     "olmoe_1b_7b": OlmoeArgs(2048, 16, 16, 16, 1024, 50304),
 }
 
-
 FAMILY = Family(
     name="olmoe",
     args=OlmoeArgs,

@@ -45,7 +45,6 @@ FLAVORS: dict[str, Qwen3Args] = {
     "qwen3_32b": _qwen3(5120, 64, 64, 25600),
 }
 
-
 FAMILY = Family(
     name="qwen3",
     args=Qwen3Args,

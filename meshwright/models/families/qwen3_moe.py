@@ -36,7 +36,6 @@ class Qwen3MoeArgs(Qwen3Args, ExpertArgs):
             )
 
     def small(self) -> dict[str, Any]:
-        """As the base's."""
         return super().small() | {"expert_dim": 24, "n_dense_layers": min(self.n_dense_layers, 1)}
 
     def expert_layers(self, out_std: float) -> Sequence[MixtureSpec | None]:
@@ -61,7 +60,6 @@ FLAVORS: dict[str, Qwen3MoeArgs] = {
     "qwen3_30b_a3b": Qwen3MoeArgs(2048, 48, 32, 4, 6144, 151936, head_dim=128),
     "qwen3_235b_a22b": Qwen3MoeArgs(4096, 94, 64, 4, 12288, 151936, head_dim=128, expert_dim=1536),
 }
-
 
 FAMILY = Family(
     name="qwen3_moe",

@@ -14,12 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.models.attention import Mask, causal_attention, masked_attention
+from meshwright.models.attention import Mask
 from meshwright.models.decoder import Decoder
 
 SOURCES = [Path(__file__).with_name(name) for name in ("products.cpp", "attention.cpp")]
 """Compiled as one file."""
-
 
 FLAGS = [
     "-ftree-loop-vectorize",
@@ -29,14 +28,11 @@ FLAGS = [
 ]
 """Of the compiler, after inductor's, whose own code is written as vectors already."""
 
-
 BF16_FLAG = "-mavx512bf16"
 """Of the compiler, where a CPU has these instructions: machines that share a cache stay apart."""
 
-
 INSTRUCTIONS = {torch.bfloat16: ("amx_bf16", "avx512_bf16"), torch.float32: ("avx2",)}
 """For each type that the kernel computes in, those of which a CPU needs one."""
-
 
 WIDTH_UNIT = 16
 """Of the heads that the kernel takes."""
@@ -85,14 +81,12 @@ def _kernel() -> ctypes.CDLL:
 
 
 def apply_cpu_attention(model: Decoder, dtype: torch.dtype) -> str:
-    """Give every block of `model` the kernel, in place, if all ranks have it. Collective.
+    """Give every block of `model` the kernel, in place, if all ranks have it. Collective. Return a
+    line for the log.
 
     Args:
         model: whose attention has no masks, before its first step.
         dtype: that it computes in.
-
-    Returns:
-        A line for the log.
     """
     if reason := _of_any_rank(why_not(model.table.head_dim, dtype)):
         return f"attention: torch's, since {reason}"
@@ -112,24 +106,10 @@ def _of_any_rank(reason: str) -> str:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = None, *, scale: float) -> Tensor:
-    """Keep the contract of `CausalAttention`, by the kernel if it is made for such heads."""
-    if mask is not None:
-        return masked_attention(q, k, v, mask, scale=scale)
-    if not takes(q, k, v):
-        return causal_attention(q, k, v, scale=scale)
+    """Keep the contract of `CausalAttention`, without masks: all bf16, or all fp32."""
+    assert mask is None
     out, _ = cpu_attention(q, k, v, scale)
     return out
-
-
-def takes(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Return whether the kernel is made for such heads.
-
-    All are bf16 or all fp32, (B, N, S, H) and (B, K, S, H) twice; K divides N, and 16 divides H.
-    """
-    width = q.shape[-1]
-    are_plain = all(x.is_cpu and x.dtype == q.dtype for x in (q, k, v)) and q.dtype in INSTRUCTIONS
-    has_all_keys = q.shape[2] == k.shape[2] and k.shape == v.shape and q.shape[1] % k.shape[1] == 0
-    return are_plain and has_all_keys and width == k.shape[-1] and width % WIDTH_UNIT == 0
 
 
 # Operators, so that the compiler leaves their insides alone, and recomputation knows their names.

@@ -14,22 +14,6 @@ from meshwright.parallelisms.rules.precision import has_part_of_block
 from meshwright.parallelisms.rules.stages import splits_backward
 from meshwright.system.errors import check
 
-
-def recomputes_attention(config: JobConfig) -> bool:
-    """Return whether backward computes the attention of any block again, on a CPU."""
-    ac = config.activation_checkpoint
-    if ac.mode == "selective" and ac.selective_ac_option == "op":
-        return "aten._scaled_dot_product_flash_attention_for_cpu" not in ac.saved_ops
-    return ac.mode in ("full", "selective")
-
-
-def recomputes_cut_attention(config: JobConfig) -> bool:
-    """Return whether backward computes attention again in graphs that have meshes."""
-    parallelism = config.parallelism
-    has_mesh = max(parallelism.tensor_parallel_degree, parallelism.expert_parallel_degree) > 1
-    return has_mesh and recomputes_attention(config)
-
-
 LEAST_FLOP = 100e12
 """Work of a whole job from which compiling pays."""
 
@@ -72,7 +56,7 @@ def resolve_compile(
         reason = f"{option} needs it"
     elif flop < LEAST_FLOP:
         is_on, reason = False, ""
-    elif obstacle := _obstacle(config, fp32_modules, is_gpu=is_gpu) or why_no_compiler(is_gpu):
+    elif obstacle := _obstacle(config, fp32_modules) or why_no_compiler(is_gpu):
         is_on, reason = False, obstacle
     line = f'compile.enable = "auto": {"compiled" if is_on else "eager"}, since {reason}'
     return changed(config, {"compile": {"enable": is_on}}), line if reason else ""
@@ -99,7 +83,7 @@ def _option_that_compiles(config: JobConfig) -> str:
     return ""
 
 
-def _obstacle(config: JobConfig, fp32_modules: Collection[str], *, is_gpu: bool) -> str:
+def _obstacle(config: JobConfig, fp32_modules: Collection[str]) -> str:
     """Return why blocks should not be compiled; "" if nothing in the config is against it."""
     parallelism, backend = config.parallelism, config.compile.backend
     if backend != "inductor":
@@ -108,8 +92,6 @@ def _obstacle(config: JobConfig, fp32_modules: Collection[str], *, is_gpu: bool)
         return "training.fp32_modules names modules inside a block"
     if splits_backward(parallelism):
         return f"{parallelism.pipeline_parallel_schedule} computes gradients in two passes"
-    if recomputes_cut_attention(config) and not is_gpu:
-        return "recomputed attention under tensor or expert parallelism compiles on GPUs alone"
     return ""
 
 

@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass
 from meshwright.config.job_config import JobConfig, changed
 from meshwright.models.args import divisors_of
 from meshwright.models.table import DecoderSpec
-from meshwright.parallelisms.rules.compile_choice import recomputes_cut_attention
 from meshwright.parallelisms.rules.stages import splits_backward
 from meshwright.system.errors import check
 from meshwright.system.modules import has_torch, torch_version
@@ -92,11 +91,7 @@ def resolve_auto_values(config: JobConfig, world_size: int, num_stages: int) -> 
 
 
 def check_device(
-    config: JobConfig,
-    device_type: str,
-    *,
-    waits_for_offload: bool = True,
-    has_float8: bool = True,
+    config: JobConfig, device_type: str, *, waits_for_offload: bool = True, has_float8: bool = True
 ) -> None:
     """Rules that only a rank can check, which knows its device.
 
@@ -141,18 +136,6 @@ def check_device(
         "flex attention, which does it on GPUs, is not known to work with a schedule that goes "
         f"backward twice, as {parallelism.pipeline_parallel_schedule} does",
         'set parallelism.pipeline_parallel_schedule = "1F1B" or "Interleaved1F1B"',
-    )
-    # torch takes attention for random. On CPUs it saves a random state for it, in the place of a
-    # mesh: "expected all tensors_saved_with_vc_check to be Tensors" (2.13, partitioners.py,
-    # functionalize_rng_ops). On CUDA it saves no state.
-    check(
-        device_type != "cpu"
-        or not (recomputes_cut_attention(config) and config.compile.is_on)
-        or config.compile.backend == "eager",
-        "activation_checkpoint.mode",
-        config.activation_checkpoint.mode,
-        "torch cannot compile recomputed attention under tensor or expert parallelism on a CPU",
-        'set compile.enable = false, or use mode = "selective" with selective_ac_option = "op"',
     )
 
 

@@ -1,30 +1,25 @@
 """The memory that a rank needs at the least, and how it keeps gradients. Free of torch."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from meshwright.config.job_config import JobConfig, changed
-from meshwright.models.args import DecoderArgs
 from meshwright.models.table import DecoderSpec, Parameter
 from meshwright.parallelisms.rules.stages import stages_of_rank
 from meshwright.system.errors import check
 
 GIB = 2**30
 
-
 BYTES = {"float32": 4, "bfloat16": 2}
 
-
 USUAL_DEVICE_GIB = 80
-
 
 LARGEST_PART = 0.25
 """Of the memory that weights and optimizer leave of a device: whole gradients may take it between
 microbatches. The rest is for activations, which are not known here."""
 
 
-@dataclass(frozen=True)
-class Load:
+class Load(NamedTuple):
     """Parameters of the rank that has most of them, before FSDP2 shards them."""
 
     parameters: int
@@ -48,47 +43,31 @@ def heaviest_load(
         frozen: names of the parameters that are not trained.
     """
     p = config.parallelism
-    blocks = _sizes(table, frozen, p.tensor_parallel_degree, p.expert_parallel_degree)
-    nothing = 4 * (0,)  # also of a stage without modules
-    stages = [
-        [sum(sizes) for sizes in zip(nothing, *(blocks[name] for name in modules), strict=True)]
-        for modules in stage_modules
-    ]
-    ranks, schedule = p.pipeline_parallel_degree, p.pipeline_parallel_schedule
-    loads = []
-    for rank in range(ranks):
-        mine = [stages[index] for index in stages_of_rank(rank, ranks, len(stages), schedule)]
-        held, trained, gathered, trained_gathered = zip(*mine, strict=True)
-        loads.append(Load(sum(held), sum(trained), max(trained_gathered), max(gathered)))
-    return max(loads, key=lambda load: load.parameters)
-
-
-def _sizes(
-    table: DecoderSpec, frozen: frozenset[str], tp: int, ep: int
-) -> dict[str, tuple[int, int, int, int]]:
-    """Return by block the number of its parameters and of the trained ones, before FSDP2 shards
-    them over dp_shard x cp, and the same two once FSDP2 has gathered them again."""
+    tp, ep = p.tensor_parallel_degree, p.expert_parallel_degree
 
     def size(parameters: Iterable[Parameter], of_experts: int) -> int:
-        return sum(p.numel // _num_parts(p, tp, of_experts) for p in parameters)
+        """Add up the parts of `parameters`; experts' are cut into so many."""
+        total = 0
+        for one in parameters:
+            of_others = tp if len(one.shape) > 1 else 1
+            total += one.numel // (of_experts if one.layout == "experts" else of_others)
+        return total
 
-    found = {}
-    for block, own in table.by_block.items():
-        every, trained = own.values(), [p for name, p in own.items() if name not in frozen]
-        found[block] = (size(every, tp), size(trained, tp), size(every, ep), size(trained, ep))
-    return found
+    def of_stage(modules: Sequence[str]) -> Load:
+        own = [item for module in modules for item in table.by_block[module].items()]
+        every = [one for _, one in own]
+        trained = [one for name, one in own if name not in frozen]
+        # FSDP2 and ep share dp_shard x cp x tp. So of experts there are tp parts before FSDP2
+        # shards over dp_shard x cp, and ep once it has gathered.
+        return Load(size(every, tp), size(trained, tp), size(trained, ep), size(every, ep))
 
-
-def _num_parts(parameter: Parameter, tp: int, of_experts: int) -> int:
-    """Return into how many a parameter is cut.
-
-    Args:
-        of_experts: parts of an expert's. FSDP2 and ep share dp_shard x cp x tp: they are tp before
-            FSDP2 shards over dp_shard x cp, and ep once it has gathered.
-    """
-    if parameter.layout == "experts":
-        return of_experts
-    return tp if len(parameter.shape) > 1 else 1
+    stages = [of_stage(modules) for modules in stage_modules]
+    ranks, schedule, loads = p.pipeline_parallel_degree, p.pipeline_parallel_schedule, list[Load]()
+    for rank in range(ranks):
+        mine = [stages[index] for index in stages_of_rank(rank, ranks, len(stages), schedule)]
+        held, trained, trained_gathered, gathered = zip(*mine, strict=True)
+        loads.append(Load(sum(held), sum(trained), max(trained_gathered), max(gathered)))
+    return max(loads, key=lambda load: load.parameters)
 
 
 def choose_reduction(config: JobConfig, load: Load) -> JobConfig:
@@ -199,23 +178,3 @@ def check_memory(config: JobConfig, needed: Mapping[str, float], device_gib: flo
 def _num_shards(config: JobConfig) -> int:
     parallelism = config.parallelism
     return parallelism.data_parallel_shard_degree * parallelism.context_parallel_degree
-
-
-def plan_memory(
-    config: JobConfig,
-    args: DecoderArgs,
-    stage_modules: Sequence[Sequence[str]],
-    frozen: frozenset[str],
-    checks_memory: bool,
-) -> tuple[JobConfig, dict[str, float]]:
-    """Choose how gradients are kept, and check that a rank fits the device that is named.
-
-    Returns:
-        The config without "auto", and the bytes that a rank surely needs, by purpose.
-    """
-    load = heaviest_load(config, args.table, stage_modules, frozen)
-    config = choose_reduction(config, load)
-    needed = least_memory(config, load)
-    if config.job.device_memory_gib and checks_memory:
-        check_memory(config, needed, config.job.device_memory_gib)
-    return config, needed

@@ -20,7 +20,7 @@ def find_fp32_modules(config: JobConfig, args: DecoderArgs) -> list[str]:
     key, patterns = "training.fp32_modules", config.training.fp32_modules
     if not patterns:
         return []
-    names = args.module_names
+    names = args.table.module_names
     valid = {re.sub(r"\d+", "*", name) for name in names}
     for pattern in patterns:
         is_found = any(fnmatchcase(name, pattern) for name in names)

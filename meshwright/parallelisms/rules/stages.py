@@ -7,7 +7,7 @@ from itertools import accumulate, pairwise
 
 from meshwright.config.job_config import JobConfig
 from meshwright.config.parallelism import Parallelism
-from meshwright.models.args import DecoderArgs
+from meshwright.models.table import DecoderSpec
 from meshwright.system.errors import check, did_you_mean
 from meshwright.system.modules import has_torch, torch_version
 
@@ -141,20 +141,15 @@ def check_split_float8(config: JobConfig) -> None:
     )
 
 
-def assign_modules(
-    parallelism: Parallelism, layers: Sequence[int], *, embedding: int, output: int
-) -> list[list[str]]:
+def assign_modules(parallelism: Parallelism, model: DecoderSpec) -> list[list[str]]:
     """Return the names of the modules of every stage: as the config says, else split evenly.
-
-    Args:
-        layers, embedding, output: parameters of each.
 
     Raises:
         ConfigError: if there are fewer layers than stages, or the config has no such stages.
     """
     key = "parallelism.module_fqns_per_model_part"
     given, stages = parallelism.module_fqns_per_model_part, num_stages(parallelism)
-    num_layers = len(layers)
+    num_layers = len(model.layers)
     check(
         stages <= num_layers,
         "parallelism.pipeline_parallel_degree",
@@ -163,6 +158,9 @@ def assign_modules(
         f"use at most {num_layers * parallelism.pipeline_parallel_degree // stages}",
     )
     if not given or parallelism.pipeline_parallel_degree == 1:
+        size = model.in_matrices
+        layers = [size[f"layers.{index}"] for index in range(num_layers)]
+        embedding, output = size["tok_embeddings"], size["output"]
         return split_evenly(layers, stages, embedding=embedding, output=output)
     check(
         len(given) == stages,
@@ -261,18 +259,15 @@ def _even_bounds(
     return tuple(bounds)
 
 
-def plan_pipeline(config: JobConfig, args: DecoderArgs) -> list[list[str]]:
+def plan_pipeline(config: JobConfig, model: DecoderSpec) -> list[list[str]]:
     """Check that the model can run as the pipeline that is asked for; the modules of each stage."""
     parallelism = config.parallelism
     check_schedule(config)
     check(
-        parallelism.pipeline_parallel_degree == 1 or not args.tie_embeddings,
+        parallelism.pipeline_parallel_degree == 1 or not model.tie_embeddings,
         "parallelism.pipeline_parallel_degree",
         parallelism.pipeline_parallel_degree,
         "the first and the last stage would share the embedding (model.args.tie_embeddings)",
         "set it to 1, or model.args.tie_embeddings = false",
     )
-    size = args.table.in_matrices
-    layers = [size[f"layers.{index}"] for index in range(args.n_layers)]
-    embedding, output = size["tok_embeddings"], size["output"]
-    return assign_modules(parallelism, layers, embedding=embedding, output=output)
+    return assign_modules(parallelism, model)

@@ -9,15 +9,10 @@ from operator import itemgetter
 import torch
 from torch import Tensor, nn
 
+from meshwright.models.table import block_of
 from meshwright.parallelisms.shards import is_dtensor
 
 CPU_CHUNK = 1 << 15  # elements that are added up in one go
-
-
-def group_of(name: str) -> str:
-    """Return the part of the model that a parameter belongs to, e.g. "layers.3" or "output"."""
-    parts = name.split(".")
-    return ".".join(parts[:2]) if parts[0] == "layers" else parts[0]
 
 
 @torch.no_grad()
@@ -50,7 +45,7 @@ def local_square_sums(
         squares, counts = _squares([grad for _, grad in named])
         sums[0] += squares.sum().to(device) / replicas
         if groups:
-            parts = [(group_of(name), n) for (name, _), n in zip(named, counts, strict=True)]
+            parts = [(block_of(name), n) for (name, _), n in zip(named, counts, strict=True)]
             runs = [(key, sum(n for _, n in run)) for key, run in groupby(parts, itemgetter(0))]
             pieces = squares.split([n for _, n in runs])
             for (group, _), piece in zip(runs, pieces, strict=True):

@@ -10,13 +10,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from meshwright.config.optimizer import Muon
-from meshwright.parallelisms.shards import (
-    Box,
-    boxes_of_ranks,
-    is_dtensor,
-    local_shard,
-    part_of_box,
-)
+from meshwright.parallelisms.shards import Box, boxes_of_ranks, is_dtensor, local_shard, part_of_box
 
 MOMENTUM = "momentum"
 """State of a matrix: the running mean of its gradients, in its type and layout."""
@@ -53,7 +47,9 @@ class Exchange:
         place = {rank: number for number, rank in enumerate(ranks)}
         for matrix in matrices:
             whole: Box = ((0,) * matrix.dim(), tuple(matrix.shape))
-            boxes = boxes_of_ranks(matrix) if is_dtensor(matrix) else dict.fromkeys(ranks, whole)
+            boxes: Mapping[int, Box] = dict.fromkeys(ranks, whole)
+            if is_dtensor(matrix):
+                boxes = boxes_of_ranks(matrix.shape, matrix.device_mesh, matrix.placements)
             self._boxes.append({place[rank]: box for rank, box in boxes.items()})
         owners = self._share_out()
         self._owned = [i for i, owner in enumerate(owners) if owner == self._me]

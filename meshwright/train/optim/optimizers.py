@@ -75,8 +75,6 @@ LR_SCALE = "lr_scale"
 PART = "part"
 """Key of a parameter group: number of its optimizer among `SeveralOptimizers`."""
 
-Group = dict[str, Any]
-
 
 def found(function: Function) -> Callable[..., Any]:
     """Return a function of the registry."""
@@ -86,7 +84,7 @@ def found(function: Function) -> Callable[..., Any]:
 def build_optimizer(
     named_parameters: Iterable[tuple[str, nn.Parameter]],
     config: Optimizer,
-    table: Mapping[str, Parameter] | None = None,
+    table: Mapping[str, Parameter],
     ranks: ProcessGroup | None = None,
 ) -> torch.optim.Optimizer:
     """Build the optimizer that `config` names, one parameter group for all of the same settings.
@@ -95,16 +93,16 @@ def build_optimizer(
 
     Args:
         named_parameters: with their names in the plain model; of a pipeline, this rank's.
-        table: declares them all; needed by optimizers that are not `ElementWise`.
+        table: of the plain model.
         ranks: that hold the same parameters; None: this one alone.
     """
-    groups: dict[Settings, Group] = {}
+    groups: dict[Settings, dict[str, Any]] = {}
     heads: dict[nn.Parameter, int] = {}
     for name, parameter in named_parameters:
-        settings = settings_of(name, parameter.ndim, config, table[name] if table else None)
+        settings = settings_of(name, table[name], config)
         group = {"weight_decay": settings.weight_decay, LR_SCALE: settings.lr_scale}
         groups.setdefault(settings, {"params": [], **group})["params"].append(parameter)
-        if table and config.muon.split_heads:
+        if config.muon.split_heads:
             heads[parameter] = heads_of(name, table[name])
     parts: list[torch.optim.Optimizer] = []
     for name in dict.fromkeys(settings.optimizer for settings in groups):

@@ -77,32 +77,26 @@ def group_of(name: str, groups: Sequence[ParameterGroup]) -> int | None:
     return None
 
 
-def settings_of(
-    name: str, num_dims: int, config: Optimizer, declared: Parameter | None = None
-) -> Settings:
-    """Return the settings of a parameter with this name in the plain model: those of its group, or
-    else the optimizer of its role.
+def settings_of(name: str, declared: Parameter, config: Optimizer) -> Settings:
+    """Return the settings of a parameter with this name in the plain model, `declared` in its
+    table: those of its group, or else the optimizer of its role.
 
     A norm's weight or a bias, of experts too, has no weight decay by default: nothing grows with it
     that decay would bound, and decay would pull a norm's scale to 0. Embeddings have it. So do
     transformers' Trainer, Megatron-LM and nanoGPT; torchtitan decays every parameter, and OLMo 2
     all but the embeddings.
-
-    Args:
-        declared: in the model's table; None: every optimizer of `config` takes any parameter.
     """
-    is_vector = num_dims == 1 or (declared is not None and declared.role in ("norm", "bias"))
-    has_decay = not is_vector or config.decay_norm_and_bias
+    has_decay = declared.role not in ("norm", "bias") or config.decay_norm_and_bias
     decay = config.weight_decay if has_decay else 0.0
-    is_matrix = declared is None or declared.role in ("matrix", "experts")
     is_for_all = not isinstance(OPTIMIZERS[config.name], MatrixWise)
-    usual = Settings(config.name if is_matrix or is_for_all else FALLBACK, 1.0, decay)
+    takes_it = is_for_all or declared.role in ("matrix", "experts")
+    optimizer = config.name if takes_it else FALLBACK
     index = group_of(name, config.groups)
     if index is None:
-        return usual
+        return Settings(optimizer, 1.0, decay)
     group = config.groups[index]
     own_decay = decay if group.weight_decay is None else group.weight_decay
-    return Settings(group.optimizer or usual.optimizer, group.lr_scale, own_decay)
+    return Settings(group.optimizer or optimizer, group.lr_scale, own_decay)
 
 
 def heads_of(name: str, parameter: Parameter) -> int:
@@ -124,10 +118,7 @@ def check_optimizers(config: Optimizer, table: Mapping[str, Parameter]) -> dict[
     wholes = {name for name, one in OPTIMIZERS.items() if isinstance(one, MatrixWise)}
     if not config.groups and config.name not in wholes:
         return dict.fromkeys(table, config.name)
-    found = {
-        name: settings_of(name, len(one.shape), config, one).optimizer
-        for name, one in table.items()
-    }
+    found = {name: settings_of(name, one, config).optimizer for name, one in table.items()}
     for name, parameter in table.items():
         number = group_of(name, config.groups)
         is_chosen = number is not None and config.groups[number].optimizer is not None
@@ -188,11 +179,8 @@ def names_by_group(groups: Sequence[ParameterGroup], names: Sequence[str]) -> li
         ConfigError: if a pattern matches no parameter, or a group gets none because earlier groups
             match all of its.
     """
-    members: list[set[str]] = [set() for _ in groups]
-    for name in names:
-        index = group_of(name, groups)
-        if index is not None:
-            members[index].add(name)
+    chosen = {name: group_of(name, groups) for name in names}
+    members = [{name for name in names if chosen[name] == index} for index in range(len(groups))]
     for index, group in enumerate(groups):
         key = f"optimizer.groups.{index}.parameters"
         for pattern in group.parameters:
