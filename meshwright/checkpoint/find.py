@@ -58,9 +58,7 @@ def choose_newest(
     return None
 
 
-def choose(
-    folder: Path, load_step: int, damaged: Mapping[Path, str] | None = None
-) -> Choice | None:
+def choose(folder: Path, load_step: int, damaged: Mapping[Path, str] = {}) -> Choice | None:
     """Return the checkpoint of `load_step`; if -1, as `choose_newest` of those in `folder`. Raises
     `ConfigError` too if it is not there."""
     steps, place = saved_steps(folder), Place("job.dump_folder", folder)
@@ -72,13 +70,7 @@ def choose(
         steps = [load_step]
         place = Place("checkpoint.load_step", commit.step_folder(folder, load_step))
     paths = (commit.step_folder(folder, step) for step in reversed(steps))
-    return choose_newest(place, paths, damaged or {})
-
-
-def choose_step(folder: Path, load_step: int) -> int | None:
-    """Return the step that `choose` chooses."""
-    choice = choose(folder, load_step)
-    return None if choice is None else choice.manifest["step"]
+    return choose_newest(place, paths, damaged)
 
 
 def select(
@@ -205,9 +197,6 @@ def saved_args(place: Place, manifest: Manifest, kind: type[DecoderArgs]) -> Dec
     return args
 
 
-STATES = {"unfinished": "unfinished", "deleted": "being deleted"}
-
-
 @dataclass(frozen=True)
 class FoundCheckpoint:
     """A step's folder, whatever has become of it."""
@@ -231,7 +220,8 @@ def look_at(path: Path) -> FoundCheckpoint:
     num_bytes = sum(file.stat().st_size for file in path.iterdir() if file.exists())
     name = NAME.fullmatch(path.name)
     if name and name["state"]:
-        return FoundCheckpoint(path, STATES[name["state"]], num_bytes, None)
+        state = "being deleted" if name["state"] == "deleted" else "unfinished"
+        return FoundCheckpoint(path, state, num_bytes, None)
     manifest: Manifest | None = None
     state = "set aside" if name and name["aside"] else "complete"
     try:
