@@ -4,7 +4,7 @@ import math
 import sys
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,6 @@ from meshwright.commands.options import CHECKPOINT, input_path
 from meshwright.config.changes import ABSENT, differences
 from meshwright.config.command_line import Parser
 from meshwright.parallelisms.rules.degrees import AXES
-from meshwright.system.errors import ConfigError
 from meshwright.system.files import Place
 from meshwright.system.log import align
 
@@ -43,23 +42,11 @@ compared by itself."""
 DIFFERENCE_COLUMNS = ("TENSOR", "DIFFER", "OF", "LARGEST", "AT", "A", "B")
 
 
-@contextmanager
-def readable() -> Iterator[None]:
-    """Turn a file that cannot be read, or is no longer there, into a `ConfigError`."""
-    try:
-        yield
-    except BrokenPipeError:  # of the console
-        raise
-    except OSError as error:
-        raise ConfigError("", f"{error.filename}: {error.strerror}") from None
-
-
 def add_options_ls(parser: Parser) -> None:
     """Options of `meshwright checkpoint ls`."""
     parser.add_argument("folder", type=input_path, help="a dump folder, or one of checkpoints")
 
 
-@readable()
 def run_ls(given: Namespace) -> None:
     """Print a line per checkpoint."""
     rows, place = [], Place("FOLDER", given.folder)
@@ -109,7 +96,6 @@ def add_options_show(parser: Parser) -> None:
     parser.add_argument("--tensors", action="store_true", help="name every tensor")
 
 
-@readable()
 def run_show(given: Namespace) -> None:
     """Print the facts of one checkpoint."""
     place = Place("CHECKPOINT", given.checkpoint)
@@ -176,7 +162,6 @@ def add_options_verify(parser: Parser) -> None:
     )
 
 
-@readable()
 def run_verify(given: Namespace) -> None:
     """Compare every byte with its checksum; exit with 1 if something is damaged."""
     place = Place("CHECKPOINT_OR_FOLDER", given.folder)
@@ -215,7 +200,6 @@ def add_options_diff(parser: Parser) -> None:
     parser.add_argument("--tensors", action="store_true", help="compare tensors alone")
 
 
-@readable()
 def run_diff(given: Namespace) -> None:
     """Print the differences of two checkpoints; exit with 1 if there are any.
 

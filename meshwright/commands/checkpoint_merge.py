@@ -12,7 +12,6 @@ from meshwright.checkpoint import commit
 from meshwright.checkpoint.find import Opened, find_entries, no_checkpoint, open_checkpoint
 from meshwright.checkpoint.index import SavedTensor, read_saved_tensors
 from meshwright.checkpoint.manifest import Manifest
-from meshwright.commands.checkpoint import readable
 from meshwright.commands.options import input_path, output_folder
 from meshwright.config.command_line import Parser
 from meshwright.system.errors import check, config_error
@@ -31,7 +30,6 @@ def add_options(parser: Parser) -> None:
     )
 
 
-@readable()
 def run(given: Namespace) -> None:
     """Merge, and print the weight of each step.
 
