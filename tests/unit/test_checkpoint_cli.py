@@ -217,17 +217,17 @@ def test_diff_compares_bits_and_finds_the_largest_in_any_chunk(monkeypatch) -> N
     monkeypatch.setattr(compare, "CHUNK", 4)
     a = torch.arange(12.0).view(3, 4)
     b = a.clone()
-    assert compare._compare("x", a, b) is None
+    assert compare.compare("x", a, b) is None
     b[0, 0] = -0.0  # equal, but for a bit
-    found = compare._compare("x", a, b)
+    found = compare.compare("x", a, b)
     assert (found.count, found.largest, found.index) == (1, 0.0, (0, 0))
     b[0, 1] += 1
     b[2, 3] += 3
     b[1, 0] -= 2
-    found = compare._compare("x", a, b)
+    found = compare.compare("x", a, b)
     assert (found.count, found.largest) == (4, 3.0)
     assert (found.index, found.a, found.b) == ((2, 3), 11.0, 14.0)
-    assert compare._compare("x", torch.tensor(1.0), torch.tensor(2.0)).index == ()
+    assert compare.compare("x", torch.tensor(1.0), torch.tensor(2.0)).index == ()
 
 
 def test_diff_names_what_one_of_them_lacks(made, tmp_path, capsys) -> None:
