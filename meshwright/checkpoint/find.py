@@ -5,7 +5,6 @@ Free of torch.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -14,7 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from meshwright.checkpoint import commit
 from meshwright.checkpoint.commit import NAME, being_read, entries, inspect, saved_steps, step_of
-from meshwright.checkpoint.manifest import MANIFEST, DamagedError, Manifest, read_manifest
+from meshwright.checkpoint.manifest import MANIFEST, DamagedError, Manifest
 from meshwright.models.args import DecoderArgs
 from meshwright.system.errors import ConfigError, check, where_it_ends
 from meshwright.system.files import Place
@@ -195,40 +194,3 @@ def saved_args(place: Place, manifest: Manifest, kind: type[DecoderArgs]) -> Dec
         f"{num_bytes:,} bytes",
     )
     return args
-
-
-@dataclass(frozen=True)
-class FoundCheckpoint:
-    """A step's folder, whatever has become of it."""
-
-    path: Path
-    state: str
-    """complete, unfinished, being deleted, set aside, or damaged: and how."""
-    num_bytes: int
-    """Of the files that are there."""
-    manifest: Manifest | None
-    """None: it cannot be read."""
-
-
-def look_at(path: Path) -> FoundCheckpoint:
-    """Return a step's folder, of which no more is read than the manifest.
-
-    Raises:
-        FileNotFoundError: if a job deletes it meanwhile.
-    """
-    # a link may lead nowhere
-    num_bytes = sum(file.stat().st_size for file in path.iterdir() if file.exists())
-    name = NAME.fullmatch(path.name)
-    if name and name["state"]:
-        state = "being deleted" if name["state"] == "deleted" else "unfinished"
-        return FoundCheckpoint(path, state, num_bytes, None)
-    manifest: Manifest | None = None
-    state = "set aside" if name and name["aside"] else "complete"
-    try:
-        manifest = read_manifest(path)
-        inspect(path)
-    except DamagedError as error:
-        state = f"damaged: {error.what}"
-    except ConfigError:
-        state = "of a later version of meshwright"
-    return FoundCheckpoint(path, state, num_bytes, manifest)

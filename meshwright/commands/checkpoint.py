@@ -12,21 +12,20 @@ from typing import Any
 from tqdm import tqdm
 
 from meshwright.checkpoint import commit
-from meshwright.checkpoint.commit import being_read
+from meshwright.checkpoint.commit import NAME, being_read
 from meshwright.checkpoint.find import (
-    FoundCheckpoint,
     find_candidates,
     find_entries,
-    look_at,
     no_checkpoint,
     open_checkpoint,
 )
 from meshwright.checkpoint.index import INDEX, SavedTensor, read_saved_tensors
-from meshwright.checkpoint.manifest import MANIFEST, DamagedError, Manifest
+from meshwright.checkpoint.manifest import MANIFEST, DamagedError, Manifest, read_manifest
 from meshwright.commands.options import CHECKPOINT, input_path
 from meshwright.config.changes import ABSENT, differences
 from meshwright.config.command_line import Parser
 from meshwright.parallelisms.rules.degrees import AXES
+from meshwright.system.errors import ConfigError
 from meshwright.system.files import Place
 from meshwright.system.log import align
 
@@ -55,8 +54,7 @@ def run_ls(given: Namespace) -> None:
         raise no_checkpoint(place)
     for path in paths:
         with suppress(FileNotFoundError):  # a job that runs deletes its old ones
-            entry = look_at(path)
-            rows.append((*_row(entry), entry.state))
+            rows.append(_row(path))
     complete = [number for number, row in enumerate(rows) if row[-1] == "complete"]
     if complete:
         *facts, state = rows[complete[-1]]
@@ -64,13 +62,30 @@ def run_ls(given: Namespace) -> None:
     print(align([COLUMNS, *rows]))
 
 
-def _row(entry: FoundCheckpoint) -> tuple[object, ...]:
-    size = _size(entry.num_bytes)
-    if entry.manifest is None:
-        return entry.path.name, _date(entry.path), size, "-", "-", "-"
-    tokens = f"{entry.manifest['tokens_seen']:,}"
-    when = _date(entry.path / MANIFEST)
-    return entry.path.name, when, size, tokens, _loss(entry.manifest), _mesh(entry.manifest["mesh"])
+def _row(path: Path) -> tuple[str, ...]:
+    """Return the line of a step's folder, of which no more is read than the manifest.
+
+    Raises:
+        FileNotFoundError: if a job deletes it meanwhile.
+    """
+    # a link may lead nowhere
+    size = _size(sum(file.stat().st_size for file in path.iterdir() if file.exists()))
+    name, manifest = NAME.fullmatch(path.name), None
+    state = "set aside" if name and name["aside"] else "complete"
+    if name and name["state"]:
+        state = "unfinished" if name["state"] == "unfinished" else "being deleted"
+    else:
+        try:
+            manifest = read_manifest(path)
+            commit.inspect(path)
+        except DamagedError as error:
+            state = f"damaged: {error.what}"
+        except ConfigError:
+            state = "of a later version of meshwright"
+    if manifest is None:
+        return path.name, _date(path), size, "-", "-", "-", state
+    facts = f"{manifest['tokens_seen']:,}", _loss(manifest), _mesh(manifest["mesh"])
+    return path.name, _date(path / MANIFEST), size, *facts, state
 
 
 def _size(num_bytes: int) -> str:
@@ -100,10 +115,9 @@ def run_show(given: Namespace) -> None:
     """Print the facts of one checkpoint."""
     place = Place("CHECKPOINT", given.checkpoint)
     with open_checkpoint(place, print, names=[INDEX]) as (found, manifest):
-        entry = look_at(found.path)
         tensors = read_saved_tensors(found)
         try:
-            print(align([*_facts(entry, manifest, tensors)]))
+            print(align([*_facts(found.path, manifest, tensors)]))
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             # of tables in it the keys are not checked, and text may be none that can be printed
             raise found.error(f"{MANIFEST} is forged or damaged: {error!r}") from None
@@ -116,11 +130,13 @@ def run_show(given: Namespace) -> None:
 
 
 def _facts(
-    entry: FoundCheckpoint, manifest: Manifest, tensors: dict[str, SavedTensor]
+    path: Path, manifest: Manifest, tensors: dict[str, SavedTensor]
 ) -> Iterator[tuple[str, object]]:
-    yield "checkpoint", entry.path
-    yield "state", f"{entry.state} (content: meshwright checkpoint verify)"
-    yield "saved", _date(entry.path / MANIFEST)
+    is_aside = (match := NAME.fullmatch(path.name)) and match["aside"]
+    state = "set aside" if is_aside else "complete"
+    yield "checkpoint", path
+    yield "state", f"{state} (content: meshwright checkpoint verify)"
+    yield "saved", _date(path / MANIFEST)
     yield "step", manifest["step"]
     yield "tokens seen", f"{manifest['tokens_seen']:,}"
     yield "loss", _loss(manifest)

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from meshwright.checkpoint import commit
-from meshwright.checkpoint import find as survey
-from meshwright.checkpoint.find import find_candidates
+from meshwright.checkpoint.find import find_candidates, find_entries
 from meshwright.checkpoint.retention import apply_retention
+from meshwright.commands import checkpoint as of_checkpoints
 from meshwright.commands.checkpoint import _mesh
 from meshwright.parallelisms.rules.degrees import ParallelDims
 from meshwright.system.errors import ConfigError
@@ -162,16 +162,15 @@ def test_ls_takes_what_it_finds(made, capsys, monkeypatch, tmp_path) -> None:
     (folder / "step-10" / "__0_0.distcp").symlink_to("nowhere")
     assert "damaged: __0_0.distcp: No such file" in run(capsys, "ls", folder)[1][3]
 
-    def look_and_delete(path: Path) -> survey.FoundCheckpoint:
-        entry = survey.look_at(path)
+    def delete(num_bytes: int) -> str:
         shutil.rmtree(folder / "step-5", ignore_errors=True)
-        return entry
+        return "1 B"
 
-    monkeypatch.setattr("meshwright.commands.checkpoint.look_at", look_and_delete)
+    monkeypatch.setattr(of_checkpoints, "_size", delete)
     names = [line.split()[0] for line in run(capsys, "ls", folder)[1]]
     assert names[:2] == ["NAME", "step-8.aside0"]
     forbidden = Mock(side_effect=PermissionError(errno.EACCES, "Permission denied", "step-8"))
-    monkeypatch.setattr("meshwright.commands.checkpoint.look_at", forbidden)
+    monkeypatch.setattr(of_checkpoints, "_row", forbidden)
     with pytest.raises(ConfigError, match="step-8: Permission denied"):
         run(capsys, "ls", folder)
 
@@ -286,7 +285,7 @@ def test_models_of_other_formats_are_no_checkpoints(tmp_path) -> None:
         (tmp_path / name).write_text("{}")
     place, step = Place("FOLDER", tmp_path), tmp_path / "checkpoint/step-7"
     assert find_candidates(place) == [step]
-    assert survey.find_entries(place) == [step]
+    assert find_entries(place) == [step]
 
 
 def test_a_mesh_is_written_as_on_the_console() -> None:
