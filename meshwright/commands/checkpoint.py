@@ -13,12 +13,7 @@ from tqdm import tqdm
 
 from meshwright.checkpoint import commit
 from meshwright.checkpoint.commit import NAME, being_read
-from meshwright.checkpoint.find import (
-    find_candidates,
-    find_entries,
-    no_checkpoint,
-    open_checkpoint,
-)
+from meshwright.checkpoint.find import find_candidates, find_entries, no_checkpoint, open_checkpoint
 from meshwright.checkpoint.index import INDEX, SavedTensor, read_saved_tensors
 from meshwright.checkpoint.manifest import MANIFEST, DamagedError, Manifest, read_manifest
 from meshwright.commands.options import CHECKPOINT, input_path

@@ -211,10 +211,8 @@ def check_tensors(
                 _check_tensor(place, name, stored[name], theirs.shape)
     known = {name for theirs in wanted.values() for name in (*theirs.parts, *theirs.copies)}
     others = [name for name in stored if name not in known and not form.is_needless(name)]
-    place.check(
-        not others,
-        f"holds {others[0] if others else ''}, for which the model has no place",
-    )
+    if others:
+        raise place.error(f"holds {others[0]}, for which the model has no place")
     return wanted
 
 
