@@ -37,7 +37,6 @@ DIFFERENCE_COLUMNS = ("TENSOR", "DIFFER", "OF", "LARGEST", "AT", "A", "B")
 
 
 def add_options_ls(parser: Parser) -> None:
-    """Options of `meshwright checkpoint ls`."""
     parser.add_argument("folder", type=input_path, help="a dump folder, or one of checkpoints")
 
 
@@ -101,7 +100,6 @@ def _mesh(mesh: dict[str, int]) -> str:
 
 
 def add_options_show(parser: Parser) -> None:
-    """Options of `meshwright checkpoint show`."""
     parser.add_argument("checkpoint", type=input_path, help=CHECKPOINT)
     parser.add_argument("--tensors", action="store_true", help="name every tensor")
 
@@ -167,7 +165,6 @@ def _data(manifest: Manifest) -> Iterator[tuple[str, object]]:
 
 
 def add_options_verify(parser: Parser) -> None:
-    """Options of `meshwright checkpoint verify`."""
     parser.add_argument(
         "folder", type=input_path, help="a step's folder, or a dump folder: all in it"
     )
@@ -205,7 +202,6 @@ def _damage(checkpoint: Path) -> list[str]:
 
 
 def add_options_diff(parser: Parser) -> None:
-    """Options of `meshwright checkpoint diff`."""
     parser.add_argument("a", type=input_path, help=CHECKPOINT)
     parser.add_argument("b", type=input_path, help="the same")
     parser.add_argument("--tensors", action="store_true", help="compare tensors alone")

@@ -21,7 +21,6 @@ KINDS = "mean, linear, 1-sqrt, ema=0.9, or numbers as 0.25,0.75"
 
 
 def add_options(parser: Parser) -> None:
-    """Options of `meshwright checkpoint merge`."""
     parser.add_argument("run", type=input_path, help="a dump folder, or one of checkpoints")
     parser.add_argument("--steps", required=True, help="steps to merge, as 800,900,1000")
     parser.add_argument("--weights", default="mean", help=f"{KINDS} (default: mean)")

@@ -80,7 +80,6 @@ class Corpus:
 
 
 def add_options(parser: Parser) -> None:
-    """Options of `meshwright init`."""
     parser.add_argument(
         "out",
         nargs="?",

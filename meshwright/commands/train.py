@@ -43,7 +43,6 @@ ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 def add_options(parser: Parser) -> None:
-    """Options of `meshwright train`."""
     add_ranks(parser)
     parser.add_argument(
         "--log-rank", metavar="N[,N]", help="ranks whose log is shown (default: $LOG_RANK, or 0)"

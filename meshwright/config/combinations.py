@@ -20,9 +20,7 @@ from meshwright.system.errors import ConfigError, Mistakes, check, config_error
 from meshwright.system.files import holds_folders
 
 WITHOUT_PIPELINE = "leave it out, or set parallelism.pipeline_parallel_degree = 1"
-
 ENABLE_CHECKPOINTS = "set checkpoint.enable = true"
-
 ONE_OF_TWO = "leave one of the two out"
 
 

@@ -76,11 +76,8 @@ class OnResume(StrEnum):
 
 
 T = TypeVar("T")
-
 Harmless = Annotated[T, OnResume.NONE]
-
 OfTraining = Annotated[T, OnResume.TRAINING]
-
 OfData = Annotated[T, OnResume.DATA]
 
 

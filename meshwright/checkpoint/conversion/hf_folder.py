@@ -31,11 +31,8 @@ class StoredTensor:
 
 
 CONFIG = "config.json"
-
 GENERATION_CONFIG = "generation_config.json"
-
 SINGLE = "model.safetensors"
-
 INDEX = "model.safetensors.index.json"
 
 AGAIN = "download or export the folder again"
