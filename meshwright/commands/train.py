@@ -17,7 +17,7 @@ from meshwright.commands.options import add_ranks
 from meshwright.config.command_line import Parser
 from meshwright.config.loader import find_config
 from meshwright.system.errors import ConfigError, check, numbered
-from meshwright.system.log import log_to_console, logger
+from meshwright.system.log import logger
 from meshwright.system.machine import Ranks, count_cores, count_ranks, warn_of_tasks
 from meshwright.system.processes import OTHER_MALLOC, Launch, exit_when_asked
 
@@ -69,7 +69,6 @@ def run(given: Namespace) -> None:
     rendezvous = _rendezvous(given, ranks)
     log_ranks = _log_ranks(given, ranks)
     plan = check_job(given, ranks)
-    log_to_console()
     warn_of_tasks(ranks.machines)
     # not at the top: numpy takes as long as all checks, which come first
     from meshwright.datasets.opening import open_data
