@@ -5,7 +5,6 @@ Free of torch.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -14,7 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from meshwright.checkpoint import commit
 from meshwright.checkpoint.commit import NAME, being_read, entries, inspect, saved_steps, step_of
-from meshwright.checkpoint.manifest import MANIFEST, DamagedError, Manifest, read_manifest
+from meshwright.checkpoint.manifest import MANIFEST, DamagedError, Manifest
 from meshwright.models.args import DecoderArgs
 from meshwright.system.errors import ConfigError, check, where_it_ends
 from meshwright.system.files import Place
@@ -58,9 +57,7 @@ def choose_newest(
     return None
 
 
-def choose(
-    folder: Path, load_step: int, damaged: Mapping[Path, str] | None = None
-) -> Choice | None:
+def choose(folder: Path, load_step: int, damaged: Mapping[Path, str] = {}) -> Choice | None:
     """Return the checkpoint of `load_step`; if -1, as `choose_newest` of those in `folder`. Raises
     `ConfigError` too if it is not there."""
     steps, place = saved_steps(folder), Place("job.dump_folder", folder)
@@ -72,13 +69,7 @@ def choose(
         steps = [load_step]
         place = Place("checkpoint.load_step", commit.step_folder(folder, load_step))
     paths = (commit.step_folder(folder, step) for step in reversed(steps))
-    return choose_newest(place, paths, damaged or {})
-
-
-def choose_step(folder: Path, load_step: int) -> int | None:
-    """Return the step that `choose` chooses."""
-    choice = choose(folder, load_step)
-    return None if choice is None else choice.manifest["step"]
+    return choose_newest(place, paths, damaged)
 
 
 def select(
@@ -203,42 +194,3 @@ def saved_args(place: Place, manifest: Manifest, kind: type[DecoderArgs]) -> Dec
         f"{num_bytes:,} bytes",
     )
     return args
-
-
-STATES = {"unfinished": "unfinished", "deleted": "being deleted"}
-
-
-@dataclass(frozen=True)
-class FoundCheckpoint:
-    """A step's folder, whatever has become of it."""
-
-    path: Path
-    state: str
-    """complete, unfinished, being deleted, set aside, or damaged: and how."""
-    num_bytes: int
-    """Of the files that are there."""
-    manifest: Manifest | None
-    """None: it cannot be read."""
-
-
-def look_at(path: Path) -> FoundCheckpoint:
-    """Return a step's folder, of which no more is read than the manifest.
-
-    Raises:
-        FileNotFoundError: if a job deletes it meanwhile.
-    """
-    # a link may lead nowhere
-    num_bytes = sum(file.stat().st_size for file in path.iterdir() if file.exists())
-    name = NAME.fullmatch(path.name)
-    if name and name["state"]:
-        return FoundCheckpoint(path, STATES[name["state"]], num_bytes, None)
-    manifest: Manifest | None = None
-    state = "set aside" if name and name["aside"] else "complete"
-    try:
-        manifest = read_manifest(path)
-        inspect(path)
-    except DamagedError as error:
-        state = f"damaged: {error.what}"
-    except ConfigError:
-        state = "of a later version of meshwright"
-    return FoundCheckpoint(path, state, num_bytes, manifest)

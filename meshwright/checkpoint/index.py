@@ -107,7 +107,11 @@ def read_saved_tensors(place: Place) -> dict[str, SavedTensor]:
     file = place.path / INDEX
     try:
         index = _InertUnpickler(io.BytesIO(read_patiently(file, file.read_bytes))).load().state
-        where = {_place_key(key.state): entry.state for key, entry in index["storage_data"].items()}
+        where = {
+            (key.state["fqn"], _numbers(key.state["offset"])): entry.state
+            for key, entry in index["storage_data"].items()
+            if key.state.get("offset") is not None  # it is of a tensor
+        }
         return {
             name: _read_tensor(name, entry.state, where)
             for name, entry in index["state_dict_metadata"].items()
@@ -149,11 +153,6 @@ def _read_tensor(name: str, entry: Any, where: dict[Any, Any]) -> SavedTensor:
     if sum(math.prod(chunk.shape) for chunk in chunks) != found.numel:
         raise ValueError(f"the parts of {name} are not all of it")
     return found
-
-
-def _place_key(state: dict[str, Any]) -> tuple[str, tuple[int, ...] | None]:
-    offset = state.get("offset")
-    return state["fqn"], None if offset is None else _numbers(offset)
 
 
 def _numbers(size: Record) -> tuple[int, ...]:

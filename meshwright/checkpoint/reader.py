@@ -221,17 +221,8 @@ class TensorDifference:
     b: float
 
 
-def compare_tensors(
-    a: CheckpointWeights, b: CheckpointWeights, names: Iterable[str]
-) -> Iterator[TensorDifference]:
-    """Yield the difference, if there is any, of each of `names`, which both have in one shape and
-    type; raises as `CheckpointWeights.read`."""
-    for name in names:
-        if difference := _compare(name, a.read(name), b.read(name)):
-            yield difference
-
-
-def _compare(name: str, a: Tensor, b: Tensor) -> TensorDifference | None:
+def compare(name: str, a: Tensor, b: Tensor) -> TensorDifference | None:
+    """Return the difference, if there is any, of two tensors of one shape and type."""
     count, largest, place = 0, -1.0, 0
     flat_a, flat_b = a.flatten(), b.flatten()
     for start in range(0, a.numel(), CHUNK):

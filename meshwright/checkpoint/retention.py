@@ -10,14 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from meshwright.checkpoint import commit
-from meshwright.checkpoint.commit import (
-    DELETED,
-    RISK,
-    entries,
-    inspect,
-    saved_steps,
-    step_folder,
-)
+from meshwright.checkpoint.commit import DELETED, RISK, entries, inspect, saved_steps, step_folder
 from meshwright.checkpoint.manifest import MANIFEST, DamagedError, read_manifest
 from meshwright.system.errors import ConfigError, StorageError, config_error
 from meshwright.system.files import lock, only_warn, whole_file
@@ -49,8 +42,7 @@ class Retention:
         the saves whose nonces begin with it."""
         self._submit(
             lambda: clean_up(
-                self._folder,
-                lambda nonce: nonce == self.nonce or not nonce.startswith(job),
+                self._folder, lambda nonce: nonce == self.nonce or not nonce.startswith(job)
             )
         )
 

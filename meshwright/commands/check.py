@@ -51,9 +51,9 @@ def check_job(given: Namespace, ranks: Ranks) -> Plan:
         ConfigError: for every fault.
     """
     given.config = given.config or os.environ.get("CONFIG_FILE") or DEFAULT_PRESET
+    log_to_console()
     written = read(given)
     if written.notes:
-        log_to_console()
         _log_translation(written.notes, given.config)
     plan = preflight(
         written.config(),
@@ -65,8 +65,6 @@ def check_job(given: Namespace, ranks: Ranks) -> Plan:
     slow = _slow_type(ranks, plan.config.training.mixed_precision_param)
     owner = holder(plan.checkpoint_folder) if plan.config.checkpoint.saves else None
     is_taken = owner is not None and owner.is_here and not owner.is_gone
-    if slow or notes or plan.resume_step or is_taken:
-        log_to_console()
     for text in notes:
         logger.info("%s", text)
     if slow:

@@ -4,7 +4,7 @@ import math
 import sys
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -12,17 +12,10 @@ from typing import Any
 from tqdm import tqdm
 
 from meshwright.checkpoint import commit
-from meshwright.checkpoint.commit import being_read
-from meshwright.checkpoint.find import (
-    FoundCheckpoint,
-    find_candidates,
-    find_entries,
-    look_at,
-    no_checkpoint,
-    open_checkpoint,
-)
+from meshwright.checkpoint.commit import NAME, being_read
+from meshwright.checkpoint.find import find_candidates, find_entries, no_checkpoint, open_checkpoint
 from meshwright.checkpoint.index import INDEX, SavedTensor, read_saved_tensors
-from meshwright.checkpoint.manifest import MANIFEST, DamagedError, Manifest
+from meshwright.checkpoint.manifest import MANIFEST, DamagedError, Manifest, read_manifest
 from meshwright.commands.options import CHECKPOINT, input_path
 from meshwright.config.changes import ABSENT, differences
 from meshwright.config.command_line import Parser
@@ -43,23 +36,10 @@ compared by itself."""
 DIFFERENCE_COLUMNS = ("TENSOR", "DIFFER", "OF", "LARGEST", "AT", "A", "B")
 
 
-@contextmanager
-def readable() -> Iterator[None]:
-    """Turn a file that cannot be read, or is no longer there, into a `ConfigError`."""
-    try:
-        yield
-    except BrokenPipeError:  # of the console
-        raise
-    except OSError as error:
-        raise ConfigError("", f"{error.filename}: {error.strerror}") from None
-
-
 def add_options_ls(parser: Parser) -> None:
-    """Options of `meshwright checkpoint ls`."""
     parser.add_argument("folder", type=input_path, help="a dump folder, or one of checkpoints")
 
 
-@readable()
 def run_ls(given: Namespace) -> None:
     """Print a line per checkpoint."""
     rows, place = [], Place("FOLDER", given.folder)
@@ -68,8 +48,7 @@ def run_ls(given: Namespace) -> None:
         raise no_checkpoint(place)
     for path in paths:
         with suppress(FileNotFoundError):  # a job that runs deletes its old ones
-            entry = look_at(path)
-            rows.append((*_row(entry), entry.state))
+            rows.append(_row(path))
     complete = [number for number, row in enumerate(rows) if row[-1] == "complete"]
     if complete:
         *facts, state = rows[complete[-1]]
@@ -77,13 +56,30 @@ def run_ls(given: Namespace) -> None:
     print(align([COLUMNS, *rows]))
 
 
-def _row(entry: FoundCheckpoint) -> tuple[object, ...]:
-    size = _size(entry.num_bytes)
-    if entry.manifest is None:
-        return entry.path.name, _date(entry.path), size, "-", "-", "-"
-    tokens = f"{entry.manifest['tokens_seen']:,}"
-    when = _date(entry.path / MANIFEST)
-    return entry.path.name, when, size, tokens, _loss(entry.manifest), _mesh(entry.manifest["mesh"])
+def _row(path: Path) -> tuple[str, ...]:
+    """Return the line of a step's folder, of which no more is read than the manifest.
+
+    Raises:
+        FileNotFoundError: if a job deletes it meanwhile.
+    """
+    # a link may lead nowhere
+    size = _size(sum(file.stat().st_size for file in path.iterdir() if file.exists()))
+    name, manifest = NAME.fullmatch(path.name), None
+    state = "set aside" if name and name["aside"] else "complete"
+    if name and name["state"]:
+        state = "unfinished" if name["state"] == "unfinished" else "being deleted"
+    else:
+        try:
+            manifest = read_manifest(path)
+            commit.inspect(path)
+        except DamagedError as error:
+            state = f"damaged: {error.what}"
+        except ConfigError:
+            state = "of a later version of meshwright"
+    if manifest is None:
+        return path.name, _date(path), size, "-", "-", "-", state
+    facts = f"{manifest['tokens_seen']:,}", _loss(manifest), _mesh(manifest["mesh"])
+    return path.name, _date(path / MANIFEST), size, *facts, state
 
 
 def _size(num_bytes: int) -> str:
@@ -104,20 +100,17 @@ def _mesh(mesh: dict[str, int]) -> str:
 
 
 def add_options_show(parser: Parser) -> None:
-    """Options of `meshwright checkpoint show`."""
     parser.add_argument("checkpoint", type=input_path, help=CHECKPOINT)
     parser.add_argument("--tensors", action="store_true", help="name every tensor")
 
 
-@readable()
 def run_show(given: Namespace) -> None:
     """Print the facts of one checkpoint."""
     place = Place("CHECKPOINT", given.checkpoint)
     with open_checkpoint(place, print, names=[INDEX]) as (found, manifest):
-        entry = look_at(found.path)
         tensors = read_saved_tensors(found)
         try:
-            print(align([*_facts(entry, manifest, tensors)]))
+            print(align([*_facts(found.path, manifest, tensors)]))
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             # of tables in it the keys are not checked, and text may be none that can be printed
             raise found.error(f"{MANIFEST} is forged or damaged: {error!r}") from None
@@ -130,11 +123,13 @@ def run_show(given: Namespace) -> None:
 
 
 def _facts(
-    entry: FoundCheckpoint, manifest: Manifest, tensors: dict[str, SavedTensor]
+    path: Path, manifest: Manifest, tensors: dict[str, SavedTensor]
 ) -> Iterator[tuple[str, object]]:
-    yield "checkpoint", entry.path
-    yield "state", f"{entry.state} (content: meshwright checkpoint verify)"
-    yield "saved", _date(entry.path / MANIFEST)
+    is_aside = (match := NAME.fullmatch(path.name)) and match["aside"]
+    state = "set aside" if is_aside else "complete"
+    yield "checkpoint", path
+    yield "state", f"{state} (content: meshwright checkpoint verify)"
+    yield "saved", _date(path / MANIFEST)
     yield "step", manifest["step"]
     yield "tokens seen", f"{manifest['tokens_seen']:,}"
     yield "loss", _loss(manifest)
@@ -170,13 +165,11 @@ def _data(manifest: Manifest) -> Iterator[tuple[str, object]]:
 
 
 def add_options_verify(parser: Parser) -> None:
-    """Options of `meshwright checkpoint verify`."""
     parser.add_argument(
         "folder", type=input_path, help="a step's folder, or a dump folder: all in it"
     )
 
 
-@readable()
 def run_verify(given: Namespace) -> None:
     """Compare every byte with its checksum; exit with 1 if something is damaged."""
     place = Place("CHECKPOINT_OR_FOLDER", given.folder)
@@ -209,13 +202,11 @@ def _damage(checkpoint: Path) -> list[str]:
 
 
 def add_options_diff(parser: Parser) -> None:
-    """Options of `meshwright checkpoint diff`."""
     parser.add_argument("a", type=input_path, help=CHECKPOINT)
     parser.add_argument("b", type=input_path, help="the same")
     parser.add_argument("--tensors", action="store_true", help="compare tensors alone")
 
 
-@readable()
 def run_diff(given: Namespace) -> None:
     """Print the differences of two checkpoints; exit with 1 if there are any.
 
@@ -252,7 +243,7 @@ def _value(value: object) -> str:
 
 def _diff_tensors(a: Place, b: Place) -> bool:
     # not at the top: torch takes a second
-    from meshwright.checkpoint.reader import CheckpointWeights, compare_tensors
+    from meshwright.checkpoint.reader import CheckpointWeights, compare
 
     of_a, of_b = (CheckpointWeights(place, saved_name=str) for place in (a, b))
     names = sorted({**of_a.saved, **of_b.saved})
@@ -260,7 +251,8 @@ def _diff_tensors(a: Place, b: Place) -> bool:
     comparable = [name for name, there, here in both if there == here]
     rows = [
         (d.name, d.count, d.numel, f"{d.largest:.3g}", _at(d.index), f"{d.a:.9g}", f"{d.b:.9g}")
-        for d in compare_tensors(of_a, of_b, comparable)
+        for name in comparable
+        if (d := compare(name, of_a.read(name), of_b.read(name)))
     ]
     equal = len(comparable) - len(rows)
     print(f"\ntensors: {equal} of {len(names)} are equal to the bit")

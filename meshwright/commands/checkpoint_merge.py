@@ -12,7 +12,6 @@ from meshwright.checkpoint import commit
 from meshwright.checkpoint.find import Opened, find_entries, no_checkpoint, open_checkpoint
 from meshwright.checkpoint.index import SavedTensor, read_saved_tensors
 from meshwright.checkpoint.manifest import Manifest
-from meshwright.commands.checkpoint import readable
 from meshwright.commands.options import input_path, output_folder
 from meshwright.config.command_line import Parser
 from meshwright.system.errors import check, config_error
@@ -22,7 +21,6 @@ KINDS = "mean, linear, 1-sqrt, ema=0.9, or numbers as 0.25,0.75"
 
 
 def add_options(parser: Parser) -> None:
-    """Options of `meshwright checkpoint merge`."""
     parser.add_argument("run", type=input_path, help="a dump folder, or one of checkpoints")
     parser.add_argument("--steps", required=True, help="steps to merge, as 800,900,1000")
     parser.add_argument("--weights", default="mean", help=f"{KINDS} (default: mean)")
@@ -31,7 +29,6 @@ def add_options(parser: Parser) -> None:
     )
 
 
-@readable()
 def run(given: Namespace) -> None:
     """Merge, and print the weight of each step.
 

@@ -20,7 +20,6 @@ from meshwright.system.log import console_width, wrap
 
 
 def add_options(parser: Parser) -> None:
-    """Options of `meshwright config`."""
     parser.add_argument(
         *("--help", "-h"),
         nargs="?",
@@ -49,7 +48,6 @@ def run(given: Namespace) -> None:
 
 
 def add_options_diff(parser: Parser) -> None:
-    """Options of `meshwright config diff`."""
     parser.add_argument("a", help="a TOML file, or a preset by name")
     parser.add_argument("b", help="the same")
 

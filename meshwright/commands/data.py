@@ -14,7 +14,6 @@ from meshwright.train.preflight import check_data
 
 
 def add_options(parser: Parser) -> None:
-    """Options of `meshwright data`."""
     views = parser.add_mutually_exclusive_group()
     views.add_argument("--step", type=int, metavar="N", help="print the samples of step N as text")
     views.add_argument(
@@ -69,7 +68,6 @@ def _say_first(given: Namespace) -> None:
 
 
 def add_options_tokenize(parser: Parser) -> None:
-    """Options of `meshwright tokenize`."""
     parser.add_argument(
         "--workers", type=int, metavar="N", default=0, help="processes (default: one per core)"
     )

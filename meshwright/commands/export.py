@@ -16,7 +16,6 @@ UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
 def add_options(parser: Parser) -> None:
-    """Options of `meshwright export`."""
     parser.add_argument("checkpoint", type=input_path, help=CHECKPOINT)
     parser.add_argument("out", type=output_folder, help="the folder to make")
     parser.add_argument(

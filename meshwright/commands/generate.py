@@ -16,7 +16,6 @@ from meshwright.train.resolve_model import extend_by
 
 
 def add_options(parser: Parser) -> None:
-    """Options of `meshwright generate`."""
     parser.add_argument(
         "source",
         type=input_path,

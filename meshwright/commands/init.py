@@ -15,15 +15,7 @@ from meshwright.commands.options import output_file, readable, write_output
 from meshwright.config.command_line import Parser
 from meshwright.config.loader import load_config
 from meshwright.config.training import Source
-from meshwright.datasets.files import (
-    PACKED,
-    ROW_FORMATS,
-    SUFFIXES,
-    Entry,
-    Range,
-    chunks,
-    resolve,
-)
+from meshwright.datasets.files import PACKED, ROW_FORMATS, SUFFIXES, Entry, Range, chunks, resolve
 from meshwright.datasets.readers import Layout, read
 from meshwright.datasets.rows import LocalDocuments, is_on_side
 from meshwright.datasets.sources import by_suffix, left_out
@@ -88,7 +80,6 @@ class Corpus:
 
 
 def add_options(parser: Parser) -> None:
-    """Options of `meshwright init`."""
     parser.add_argument(
         "out",
         nargs="?",

@@ -136,6 +136,10 @@ def run(words: Sequence[str]) -> None:
     assert command is not None
     try:
         command(given)
+    except OSError as error:
+        if error.filename is None:  # of stdout
+            raise
+        raise ConfigError("", f"{error.filename}: {error.strerror}") from None
     except ConfigError as error:
         if not COMMANDS[name].takes_config:
             raise
@@ -157,17 +161,14 @@ def main() -> None:
         else:
             run(words)
         sys.stdout.flush()
-    except ConfigError as error:
+    except (ConfigError, DataError) as error:
         print_error(error)
-        sys.exit(EXIT_CONFIG)
-    except DataError as error:
-        print_error(error)
-        sys.exit(EXIT_DATA)
+        sys.exit(EXIT_CONFIG if isinstance(error, ConfigError) else EXIT_DATA)
     except KeyboardInterrupt:
         sys.exit(EXIT_INTERRUPTED)
     except OSError as error:
         # `| head` has seen enough; or `> FILE` on a full disk, for other files have names
-        if error.errno not in (errno.EPIPE, errno.ENOSPC) or error.filename:
+        if error.errno not in (errno.EPIPE, errno.ENOSPC):
             raise
         # without the traceback of a flush at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

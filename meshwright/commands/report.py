@@ -13,7 +13,6 @@ MOST_RUNS = 9
 
 
 def add_options(parser: Parser) -> None:
-    """Options of `meshwright report`."""
     parser.add_argument(
         "run_dirs",
         type=input_path,

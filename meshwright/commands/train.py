@@ -18,7 +18,7 @@ from meshwright.config.command_line import Parser
 from meshwright.config.loader import find_config
 from meshwright.parallelisms.rules.compile_choice import check_compiler
 from meshwright.system.errors import ConfigError, check, numbered
-from meshwright.system.log import log_to_console, logger
+from meshwright.system.log import logger
 from meshwright.system.machine import Ranks, count_cores, count_ranks, warn_of_tasks
 from meshwright.system.processes import OTHER_MALLOC, Launch, exit_when_asked
 
@@ -44,7 +44,6 @@ ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 def add_options(parser: Parser) -> None:
-    """Options of `meshwright train`."""
     add_ranks(parser)
     parser.add_argument(
         "--log-rank", metavar="N[,N]", help="ranks whose log is shown (default: $LOG_RANK, or 0)"
@@ -72,7 +71,6 @@ def run(given: Namespace) -> None:
     log_ranks = _log_ranks(given, ranks)
     plan = check_job(given, ranks)
     check_compiler(plan.config, is_gpu=ranks.gpus != 0)
-    log_to_console()
     warn_of_tasks(ranks.machines)
     # not at the top: numpy takes as long as all checks, which come first
     from meshwright.datasets.opening import open_data
@@ -105,7 +103,8 @@ def run(given: Namespace) -> None:
     # -P: as it finds modules, not the folder
     # -u: torchrun does not flush the lines of ranks that it hands on: files got them in blocks
     python = [sys.executable, "-u", "-P", "-m"]
-    words = ["--job.config_file", str(find_config(given.config)), *_overrides(given)]
+    words = ["--job.config_file", str(find_config(given.config))]
+    words += [f"--{'.'.join(key)}={value}" for key, value in given.overrides.items()]
     rank = [*python, "meshwright.train", *words]
     os.execv(sys.executable, [*python, "meshwright.launch", *torchrun, *rank])
 
@@ -223,11 +222,3 @@ def _log_ranks(given: Namespace, ranks: Ranks) -> str:
         last = ranks.per_machine - 1
         raise ConfigError("", f"LOG_RANK = {shown}: must be ranks from 0 to {last}")
     return ",".join(chosen)
-
-
-def _overrides(given: Namespace) -> list[str]:
-    words = []
-    for key, value in given.overrides.items():
-        name = f"--{'.'.join(key)}"
-        words += [f"{name}={value}"] if value.startswith("-") else [name, value]
-    return words

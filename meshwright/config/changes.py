@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterator, Mapping
-from enum import Enum
 from typing import Any, NamedTuple
 
 from meshwright.config.fields import find_field, find_section
@@ -13,13 +12,8 @@ from meshwright.system.errors import as_toml
 LONGEST_SHOWN = 100
 
 
-class Missing(Enum):
-    """Stands for a value where a key is on one side alone."""
-
-    ABSENT = "absent"
-
-
-ABSENT = Missing.ABSENT
+ABSENT = object()
+"""Stands for a value where a key is on one side alone."""
 
 
 class Difference(NamedTuple):

@@ -27,19 +27,6 @@ THOUSANDS = r"[1-9]\d{0,2}(,\d{3})+"
 
 YES, NO = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 
-SAME_VALUES = {
-    "bf16": "bfloat16",
-    "fp32": "float32",
-    "float": "float32",
-    "full_precision": "float32",
-    "cosine_with_warmup": "cosine",
-    "cos": "cosine",
-    "1f1b": "1F1B",
-    "async": "thread",
-    "true": "full",
-}
-"""Words of other frameworks for a choice, and ours; it counts only where ours is a choice."""
-
 INSTEAD = {
     ("lr_scheduler.decay_type", word): "leave it out, and set lr_scheduler.decay_ratio = 0"
     for word in ("constant", "constant_with_warmup", "none")
@@ -104,7 +91,7 @@ def _right_spelling(kind: str, value: object, choices: Sequence[str]) -> str:
         case "list_type" if isinstance(value, str | int | float):
             return f"write [{_toml(value)}]"
         case "literal_error":
-            word = SAME_VALUES.get(str(value).lower(), str(value))
+            word = read_synonyms()["values"].get(_bare(str(value)), str(value))
             near = nearest(word, choices, may_lack_digits=True)
             return f'write "{near[0]}"' if near else ""
     return ""

@@ -12,15 +12,10 @@ ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 def check_is_path(value: str) -> str:
     """Refuse an address: taken for a path, "s3://bucket" is a folder called "s3:"."""
     if match := ADDRESS.match(value):
-        raise ValueError(
-            f"{match[0]} begins an address, and a path of this machine's file systems is needed"
-            "\n  fix: "
-            + (
-                "leave out file://"
-                if match[1].lower() == "file"
-                else "mount it as a file system, or copy it, and name the path"
-            )
-        )
+        fix = "mount it as a file system, or copy it, and name the path"
+        fix = "leave out file://" if match[1].lower() == "file" else fix
+        rule = "begins an address, and a path of this machine's file systems is needed"
+        raise ValueError(f"{match[0]} {rule}\n  fix: {fix}")
     return value
 
 
@@ -76,11 +71,8 @@ class OnResume(StrEnum):
 
 
 T = TypeVar("T")
-
 Harmless = Annotated[T, OnResume.NONE]
-
 OfTraining = Annotated[T, OnResume.TRAINING]
-
 OfData = Annotated[T, OnResume.DATA]
 
 

@@ -107,12 +107,10 @@ class Console:
             "GiB": f"{record['memory/peak_gib']:.2f}",
             "eta": left,
         }
-        plain, coloured = f"step {step}", f"step {BOLD}{step}{RESET}"
-        for name in self._columns:
-            columns, colour = COLUMNS[name]
-            cell = f" {texts[name]:>{columns - 1}}"
-            plain += cell
-            coloured += f"{colour}{cell}{RESET}" if colour else cell
+        cells = {name: f" {texts[name]:>{COLUMNS[name][0] - 1}}" for name in self._columns}
+        plain = f"step {step}{''.join(cells.values())}"
+        coloured = f"step {BOLD}{step}{RESET}"
+        coloured += "".join(f"{COLUMNS[name][1]}{cell}{RESET}" for name, cell in cells.items())
         logger.info("%s", plain, extra={"coloured": coloured})
         self._write_validation(record)
 

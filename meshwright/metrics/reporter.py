@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -31,26 +31,21 @@ class Phases:
         self._is_gpu = device.type == "cuda"
         self._seconds: dict[Phase, float] = {}
         self._phase: Phase | None = None
-        self._since: float | torch.cuda.Event = 0.0
+        self._since: Any = 0.0  # a CUDA event on a GPU
         self._events: list[tuple[Phase, torch.cuda.Event, torch.cuda.Event]] = []
 
     def mark(self, phase: Phase | None) -> None:
         """End the phase under way, and begin `phase`. None: nothing that is timed follows."""
         if self._note is not None and phase is not None:
             self._note(phase)
-        now: float | torch.cuda.Event
+        now: Any = time.perf_counter()
         if self._is_gpu:
             now = torch.cuda.Event(enable_timing=True)
             now.record()
-        else:
-            now = time.perf_counter()
-        if self._phase is not None:
-            if isinstance(now, float):
-                assert isinstance(self._since, float)
-                self._add(self._phase, now - self._since)
-            else:
-                assert isinstance(self._since, torch.cuda.Event)
-                self._events.append((self._phase, self._since, now))
+        if self._phase is not None and self._is_gpu:
+            self._events.append((self._phase, self._since, now))
+        elif self._phase is not None:
+            self._add(self._phase, now - self._since)
         self._phase, self._since = phase, now
 
     def take(self) -> dict[Phase, float]:

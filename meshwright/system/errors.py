@@ -16,13 +16,9 @@ from pathlib import Path
 from typing import Any
 
 EXIT_CONFIG = 2
-
 EXIT_TRAINING = 3
-
 EXIT_SAVE = 4
-
 EXIT_DATA = 5
-
 EXIT_HANG = 6
 """A rank stopped making progress, and the others waited for it until the limit."""
 

@@ -236,22 +236,6 @@ def make_folder(folder: Path) -> None:
     sync_folder(folder.parent)
 
 
-def holds_folders(folder: Path) -> bool:
-    """Return whether a folder can be made in `folder`, in which this user may write.
-
-    Only file systems without blocks are tried: /proc and its like let root write, and hold none.
-    """
-    if os.statvfs(folder).f_blocks:
-        return True
-    tried = folder / f".meshwright-{os.getpid()}"
-    try:
-        tried.mkdir()
-        tried.rmdir()
-    except OSError:
-        return False
-    return True
-
-
 def lock(file: IO[Any], kind: int, path: Path, risk: str) -> bool:
     """Take a flock on `file`; whether nobody holds one that excludes it.
 

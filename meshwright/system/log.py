@@ -206,8 +206,8 @@ def log_to_file(folder: Path, rank: int) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:  # checks of permissions did not see it: a quota, /proc, ...
-        message = f"job.dump_folder: {folder} cannot be made: {error.strerror}"
-        raise ConfigError("job.dump_folder", message) from None
+        what = f"job.dump_folder: {folder} cannot be made: {error.strerror}"
+        raise ConfigError("job.dump_folder", f"{what}\n  fix: name another folder") from None
     path = (folder / f"rank_{rank}.log").absolute()
     if str(path) in {getattr(handler, "baseFilename", "") for handler in logger.handlers}:
         return  # an earlier stage of the job

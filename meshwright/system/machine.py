@@ -30,13 +30,9 @@ AMD_NODES = Path("/sys/class/kfd/kfd/topology/nodes")
 """Where AMD's driver describes its devices, CPUs among them."""
 
 DEVICES = Path("/dev")
-
 RENDER_DEVICES = DEVICES / "dri"
-
 CGROUPS = Path("/sys/fs/cgroup")
-
 OWN_CGROUP = Path("/proc/self/cgroup")
-
 CPU_INFO = Path("/proc/cpuinfo")
 
 BF16_INSTRUCTIONS = {"avx512_bf16", "amx_bf16", "avx_ne_convert", "bf16"}

@@ -302,13 +302,12 @@ def _look_at_files(plan: Plan) -> Plan:
     """Check the checkpoint to resume from, or the weights to start from; return the plan of its
     stage, with the step."""
     config = plan.config.checkpoint
-    step = find.choose_step(plan.checkpoint_folder, config.load_step) if config.enable else None
-    if step is None:
+    choice = find.choose(plan.checkpoint_folder, config.load_step) if config.enable else None
+    if choice is None:
         check_initial(config, plan.model_args, plan.family)
         return plan
-    plan = replace(plan.at(step), resume_step=step)
-    checkpoint = commit.step_folder(plan.checkpoint_folder, step)
-    manifest = read_manifest(checkpoint)
+    checkpoint, manifest, _ = choice
+    plan = replace(plan.at(manifest["step"]), resume_step=manifest["step"])
     diff = resume_diff(plan, manifest)
     diff.check()
     parameters = {n: p for n, p in plan.model_args.table.parameters.items() if n not in plan.frozen}

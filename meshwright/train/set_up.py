@@ -169,8 +169,9 @@ def set_up(
     note_start(plan, device, is_new_stage=meshes is not None)
     if difference is not None and dist.get_rank() == 0:
         # `check`, which verifies no content, may have seen another checkpoint
-        seen = find.choose_step(plan.checkpoint_folder, plan.config.checkpoint.load_step)
-        difference.log(launch.is_checked and plan.resume_step == seen)
+        seen = find.choose(plan.checkpoint_folder, plan.config.checkpoint.load_step)
+        is_same = seen is not None and seen.manifest["step"] == plan.resume_step
+        difference.log(launch.is_checked and is_same)
     with note_failure(plan, lambda: plan.resume_step):
         torch.manual_seed(plan.config.training.seed)
         gc.disable()  # a collection on one rank makes all others wait: they collect together

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from meshwright.checkpoint import commit
-from meshwright.checkpoint import find as survey
-from meshwright.checkpoint.find import find_candidates
+from meshwright.checkpoint.find import find_candidates, find_entries
 from meshwright.checkpoint.retention import apply_retention
+from meshwright.commands import checkpoint as of_checkpoints
 from meshwright.commands.checkpoint import _mesh
 from meshwright.parallelisms.rules.degrees import ParallelDims
 from meshwright.system.errors import ConfigError
@@ -162,16 +162,15 @@ def test_ls_takes_what_it_finds(made, capsys, monkeypatch, tmp_path) -> None:
     (folder / "step-10" / "__0_0.distcp").symlink_to("nowhere")
     assert "damaged: __0_0.distcp: No such file" in run(capsys, "ls", folder)[1][3]
 
-    def look_and_delete(path: Path) -> survey.FoundCheckpoint:
-        entry = survey.look_at(path)
+    def delete(num_bytes: int) -> str:
         shutil.rmtree(folder / "step-5", ignore_errors=True)
-        return entry
+        return "1 B"
 
-    monkeypatch.setattr("meshwright.commands.checkpoint.look_at", look_and_delete)
+    monkeypatch.setattr(of_checkpoints, "_size", delete)
     names = [line.split()[0] for line in run(capsys, "ls", folder)[1]]
     assert names[:2] == ["NAME", "step-8.aside0"]
     forbidden = Mock(side_effect=PermissionError(errno.EACCES, "Permission denied", "step-8"))
-    monkeypatch.setattr("meshwright.commands.checkpoint.look_at", forbidden)
+    monkeypatch.setattr(of_checkpoints, "_row", forbidden)
     with pytest.raises(ConfigError, match="step-8: Permission denied"):
         run(capsys, "ls", folder)
 
@@ -217,17 +216,17 @@ def test_diff_compares_bits_and_finds_the_largest_in_any_chunk(monkeypatch) -> N
     monkeypatch.setattr(compare, "CHUNK", 4)
     a = torch.arange(12.0).view(3, 4)
     b = a.clone()
-    assert compare._compare("x", a, b) is None
+    assert compare.compare("x", a, b) is None
     b[0, 0] = -0.0  # equal, but for a bit
-    found = compare._compare("x", a, b)
+    found = compare.compare("x", a, b)
     assert (found.count, found.largest, found.index) == (1, 0.0, (0, 0))
     b[0, 1] += 1
     b[2, 3] += 3
     b[1, 0] -= 2
-    found = compare._compare("x", a, b)
+    found = compare.compare("x", a, b)
     assert (found.count, found.largest) == (4, 3.0)
     assert (found.index, found.a, found.b) == ((2, 3), 11.0, 14.0)
-    assert compare._compare("x", torch.tensor(1.0), torch.tensor(2.0)).index == ()
+    assert compare.compare("x", torch.tensor(1.0), torch.tensor(2.0)).index == ()
 
 
 def test_diff_names_what_one_of_them_lacks(made, tmp_path, capsys) -> None:
@@ -286,7 +285,7 @@ def test_models_of_other_formats_are_no_checkpoints(tmp_path) -> None:
         (tmp_path / name).write_text("{}")
     place, step = Place("FOLDER", tmp_path), tmp_path / "checkpoint/step-7"
     assert find_candidates(place) == [step]
-    assert survey.find_entries(place) == [step]
+    assert find_entries(place) == [step]
 
 
 def test_a_mesh_is_written_as_on_the_console() -> None:

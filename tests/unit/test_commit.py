@@ -42,6 +42,11 @@ def save_all(folder: Path, *steps: int) -> None:
         save(folder, step, "tensors")
 
 
+def step_chosen(folder: Path, load_step: int) -> int | None:
+    choice = find.choose(folder, load_step)
+    return choice and choice.manifest["step"]
+
+
 def damage(checkpoint: Path) -> list[str]:
     """Everything that a load would find."""
     try:
@@ -57,10 +62,10 @@ def test_only_complete_checkpoints_count(tmp_path: Path) -> None:
     commit.unfinished_folder(tmp_path, 15).mkdir()  # killed while writing
     (tmp_path / "step-20-copy").mkdir()
     assert commit.saved_steps(tmp_path) == [5, 10]
-    assert find.choose_step(tmp_path, -1) == 10
-    assert find.choose_step(tmp_path, 5) == 5
+    assert step_chosen(tmp_path, -1) == 10
+    assert step_chosen(tmp_path, 5) == 5
     with pytest.raises(ConfigError, match="load_step = 15.*: 5, 10"):
-        find.choose_step(tmp_path, 15)
+        find.choose(tmp_path, 15)
     (tmp_path / "step-4.0123456789abcdef.deleted").mkdir()  # killed while deleting
     clean_up(tmp_path)
     names = sorted(path.name for path in tmp_path.iterdir())
@@ -307,7 +312,7 @@ def test_what_is_not_ours_is_left_alone_and_stops_nothing(tmp_path: Path) -> Non
         save(tmp_path, step, "tensors")
         clean_up(tmp_path)
         apply_retention(tmp_path, 1)
-    assert find.choose_step(tmp_path, -1) == 20
+    assert step_chosen(tmp_path, -1) == 20
     ours = {"step-20", *(f"step-20/{name}" for name in (MANIFEST, INDEX))}
     assert tree(tmp_path) == before | ours
     assert (tmp_path / "step-1" / "notes").read_text() == "keep"

@@ -31,11 +31,8 @@ class StoredTensor:
 
 
 CONFIG = "config.json"
-
 GENERATION_CONFIG = "generation_config.json"
-
 SINGLE = "model.safetensors"
-
 INDEX = "model.safetensors.index.json"
 
 AGAIN = "download or export the folder again"
@@ -212,10 +209,8 @@ def check_tensors(
     known = {name for theirs in wanted.values() for name in (*theirs.parts, *theirs.copies)}
     # old files have buffers that follow from config.json
     others = [n for n in stored if n not in known and not n.endswith("rotary_emb.inv_freq")]
-    place.check(
-        not others,
-        f"holds {others[0] if others else ''}, for which the model has no place",
-    )
+    if others:
+        raise place.error(f"holds {others[0]}, for which the model has no place")
     return wanted
 
 

@@ -12,12 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from meshwright.checkpoint.conversion.hf_folder import check_args, check_hf_folder, is_hf_folder
-from meshwright.checkpoint.find import (
-    check_complete,
-    find_candidates,
-    find_checkpoint,
-    saved_args,
-)
+from meshwright.checkpoint.find import check_complete, find_candidates, find_checkpoint, saved_args
 from meshwright.checkpoint.index import INDEX, SavedTensor, read_saved_tensors
 from meshwright.checkpoint.manifest import MANIFEST, Manifest
 from meshwright.config.job_config import Checkpoint
@@ -129,8 +124,8 @@ def check_meta_folder(place: Place, family: Family, args: DecoderArgs) -> dict[s
         wanted[COPY] = wanted[TIED]
     parts = {name: _find_parts(place, name, shape, files) for name, shape in wanted.items()}
     others = sorted(names - wanted.keys() - {"rope.freqs"})  # which follow from params.json
-    rule = f"holds {others[0] if others else ''}, for which the model has no place"
-    place.check(not others, rule)
+    if others:
+        raise place.error(f"holds {others[0]}, for which the model has no place")
     return parts
 
 

@@ -6,15 +6,15 @@ A key that no table names has the same name and meaning here. Source: torchtitan
 
 from typing import Any
 
+LLAMA_SIZES, QWEN_SIZES = ("8B", "70B", "405B"), ("0.6B", "1.7B", "4B", "8B", "14B", "32B")
+
 FLAVORS: dict[tuple[str, str], tuple[str, str, dict[str, Any]]] = {
     ("llama3", "debugmodel"): (
         "llama",
         "debugmodel",
         {"n_heads": 16, "n_kv_heads": 16, "rope_scaling": {"factor": 8.0}},
     ),
-    ("llama3", "8B"): ("llama", "llama3.1_8b", {}),
-    ("llama3", "70B"): ("llama", "llama3.1_70b", {}),
-    ("llama3", "405B"): ("llama", "llama3.1_405b", {}),
+    **{("llama3", size): ("llama", f"llama3.1_{size.lower()}", {}) for size in LLAMA_SIZES},
     ("qwen3", "debugmodel"): (
         "qwen3",
         "debugmodel",
@@ -28,12 +28,7 @@ FLAVORS: dict[tuple[str, str], tuple[str, str, dict[str, Any]]] = {
             "tie_embeddings": True,
         },
     ),
-    ("qwen3", "0.6B"): ("qwen3", "qwen3_0.6b", {}),
-    ("qwen3", "1.7B"): ("qwen3", "qwen3_1.7b", {}),
-    ("qwen3", "4B"): ("qwen3", "qwen3_4b", {}),
-    ("qwen3", "8B"): ("qwen3", "qwen3_8b", {}),
-    ("qwen3", "14B"): ("qwen3", "qwen3_14b", {}),
-    ("qwen3", "32B"): ("qwen3", "qwen3_32b", {}),
+    **{("qwen3", size): ("qwen3", f"qwen3_{size.lower()}", {}) for size in QWEN_SIZES},
 }
 """Their name and flavor; our name, flavor and `model.args`. Every Llama there has Llama 3.1's
 stretched rotation, the debug model too."""
@@ -117,11 +112,10 @@ IDLE: dict[str, str] = {
 
 LEAVE_OUT = "leave it out"
 
+OWN_KEYS = "keys of your own are not supported"
+
 REFUSED: dict[str, tuple[object, str, str]] = {
-    "job.custom_config_module": (
-        *("", "keys of your own are not supported"),
-        "see experimental.custom_import in the docs",
-    ),
+    "job.custom_config_module": ("", OWN_KEYS, "see experimental.custom_import in the docs"),
     "parallelism.pipeline_parallel_schedule_csv": (
         *("", "schedules from a file are not supported"),
         "use pipeline_parallel_schedule",
@@ -144,7 +138,7 @@ REFUSED: dict[str, tuple[object, str, str]] = {
         LEAVE_OUT,
     ),
     "fault_tolerance.enable": (False, "torchft is not supported", LEAVE_OUT),
-    "experimental.custom_args_module": ("", "keys of your own are not supported", LEAVE_OUT),
+    "experimental.custom_args_module": ("", OWN_KEYS, LEAVE_OUT),
     "debug.deterministic_warn_only": (
         *(False, "training.deterministic raises where an operation is not"),
         LEAVE_OUT,

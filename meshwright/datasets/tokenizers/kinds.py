@@ -202,6 +202,12 @@ def end_of_chat(tokenizer: Tokenizer) -> int | None:
     return tokenizer.special_ids.get(tokenizer.special_names.get("eos_token", ""))
 
 
+def text_ends(tokenizer: Tokenizer) -> frozenset[int]:
+    """Return the tokens that end a text: of documents, and of turns in a chat."""
+    ends = tokenizer.eos_id, end_of_chat(tokenizer)
+    return frozenset(token for token in ends if token is not None)
+
+
 def prompt_tokens(tokenizer: Tokenizer, text: str) -> list[int]:
     """Return `text` as the beginning of a document; empty if it is no token and there is no BOS."""
     return [*([] if tokenizer.bos_id is None else [tokenizer.bos_id]), *tokenizer.encode(text)]

@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from html import escape
 from itertools import pairwise
 from statistics import fmean, median
@@ -34,14 +35,13 @@ PARTS = {  # of a step
 }
 
 
-FROM_ZERO = {"starts_at_zero": True}
-FIGURES: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
-    ("Gradient norm", "before clipping", "optim/grad_norm", {}),
-    ("Throughput", "tokens per second and device", "time/wps", FROM_ZERO),
-    ("Learning rate", "", "optim/lr", FROM_ZERO),
-    ("Peak memory", "GiB, first rank", "memory/peak_gib", FROM_ZERO),
+FIGURES = (
+    ("Gradient norm", "before clipping", "optim/grad_norm", False),
+    ("Throughput", "tokens per second and device", "time/wps", True),
+    ("Learning rate", "", "optim/lr", True),
+    ("Peak memory", "GiB, first rank", "memory/peak_gib", True),
 )
-"""Charts of one metric: title, unit, name, options."""
+"""Charts of one metric: title, unit, name, and whether they start at zero."""
 
 
 def page(run: Run) -> str:
@@ -144,21 +144,19 @@ def _charts(run: Run) -> str:
         Curve(name.removeprefix("optim/grad_norm/"), run.series(name))
         for name in run.names("optim/grad_norm/")
     ]
-    charts: tuple[tuple[str, str, list[Curve], dict[str, Any]], ...] = (
-        ("Loss", "nats per token", losses, {}),
-        *((title, unit, [Curve(name, run.series(name))], o) for title, unit, name, o in FIGURES),
-        ("Time of a step", "seconds", parts, {"is_stacked": True}),
-        *(
-            ("Gradient norm by group", "before clipping", groups[first : first + 6], {})
-            for first in range(0, len(groups), 6)
-        ),
-    )
-    seams = run.resumed_steps
-    skipped = [int(row["step"]) for row in run.skipped]
-    drawn = "".join(
-        draw(Chart(title, unit, curves, seams, skipped, **options))
-        for title, unit, curves, options in charts
-    )
+    seams, skipped = run.resumed_steps, [int(row["step"]) for row in run.skipped]
+    chart = partial(Chart, seams=seams, skipped=skipped)
+    charts = [chart("Loss", "nats per token", losses)]
+    charts += [
+        chart(title, unit, [Curve(name, run.series(name))], starts_at_zero=from_zero)
+        for title, unit, name, from_zero in FIGURES
+    ]
+    charts.append(chart("Time of a step", "seconds", parts, is_stacked=True))
+    charts += [
+        chart("Gradient norm by group", "before clipping", groups[first : first + 6])
+        for first in range(0, len(groups), 6)
+    ]
+    drawn = "".join(map(draw, charts))
     note = '<p class="note">Dashed lines: resumes and new stages; red marks: skipped steps.</p>'
     note *= bool(seams or skipped)
     return f'<div class="charts">{drawn}</div>{note}' if drawn else ""
@@ -253,18 +251,16 @@ def _charts_of_all(named: Named) -> str:
     sizes = {t / row["step"] for _, run in named for row in run.records if (t := row.get(TOKENS))}
     x = TOKENS if len(sizes) > 1 else "step"
     losses = dict.fromkeys(name for _, run in named for name in _validation_losses(run))
-    figures: list[tuple[str, str, str, dict[str, Any]]] = [
-        ("Training loss", "nats per token", "loss/train", {}),
-        *((name.removesuffix("/loss"), "nats per token", name, {}) for name in losses),
+    figures = [
+        ("Training loss", "nats per token", "loss/train", False),
+        *((name.removesuffix("/loss"), "nats per token", name, False) for name in losses),
         *FIGURES,
     ]
-    drawn = ""
-    for title, unit, figure, options in figures:
-        curves = [
-            Curve(name, run.series(figure, x), has_dots=figure in losses) for name, run in named
-        ]
-        x_name = x.removeprefix("data/")
-        drawn += draw(Chart(title.capitalize(), unit, curves, x_name=x_name, **options))
+    x_name, drawn = x.removeprefix("data/"), ""
+    for title, unit, figure, from_zero in figures:
+        curves = [Curve(name, run.series(figure, x), figure in losses) for name, run in named]
+        chart = Chart(title.capitalize(), unit, curves, x_name=x_name, starts_at_zero=from_zero)
+        drawn += draw(chart)
     return f'<div class="charts">{drawn}</div>' if drawn else ""
 
 
