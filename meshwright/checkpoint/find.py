@@ -3,8 +3,9 @@
 Free of torch.
 """
 
+import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,6 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from meshwright.checkpoint import commit
 from meshwright.checkpoint.commit import NAME, being_read, entries, inspect, saved_steps, step_of
+from meshwright.checkpoint.conversion.hf_folder import is_hf_folder
 from meshwright.checkpoint.manifest import MANIFEST, DamagedError, Manifest, read_manifest
 from meshwright.models.args import DecoderArgs
 from meshwright.system.errors import ConfigError, check, where_it_ends
@@ -106,14 +108,24 @@ def find_entries(place: Place) -> list[Path]:
     path = place.path
     if not path.is_dir():
         return []
-    if (path / MANIFEST).is_file() or NAME.fullmatch(path.name):
+    is_step = NAME.fullmatch(path.name) and not is_hf_folder(path)  # {dump_folder}/hf/step-N is one
+    if (path / MANIFEST).is_file() or is_step:
         return [path]
-    folders = [path] if entries(path) else [one for one in sorted(path.iterdir()) if entries(one)]
+    within = dict.fromkeys([*sorted(path.iterdir()), *_folder_of_job(path)])
+    folders = [path] if entries(path) else [one for one in within if entries(one)]
     # {dump_folder}/hf holds models of another format
     folders = [one for one in folders if any(one.glob(f"*/{MANIFEST}"))] or folders
     names = ", ".join(map(str, folders))
     place.check(len(folders) < 2, f"holds several folders of checkpoints: {names}", "name one")
     return [entry.path for folder in folders for entry in entries(folder)]
+
+
+def _folder_of_job(dump_folder: Path) -> list[Path]:
+    """Return where the job keeps its checkpoints, by its config: an absolute path is elsewhere."""
+    with suppress(OSError, ValueError, LookupError, TypeError):
+        config = tomllib.loads((dump_folder / "config.toml").read_text("utf-8"))
+        return [dump_folder / config["checkpoint"]["folder"]]
+    return []
 
 
 def find_candidates(place: Place) -> list[Path]:
