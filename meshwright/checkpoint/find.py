@@ -15,7 +15,6 @@ from pydantic import TypeAdapter, ValidationError
 
 from meshwright.checkpoint import commit
 from meshwright.checkpoint.commit import NAME, being_read, entries, inspect, saved_steps, step_of
-from meshwright.checkpoint.conversion.hf_folder import is_hf_folder
 from meshwright.checkpoint.manifest import MANIFEST, DamagedError, Manifest, read_manifest
 from meshwright.models.args import DecoderArgs
 from meshwright.system.errors import ConfigError, check, where_it_ends
@@ -108,8 +107,8 @@ def find_entries(place: Place) -> list[Path]:
     path = place.path
     if not path.is_dir():
         return []
-    is_step = NAME.fullmatch(path.name) and not is_hf_folder(path)  # {dump_folder}/hf/step-N is one
-    if (path / MANIFEST).is_file() or is_step:
+    is_of_hf = (path / "config.json").is_file()  # as in {dump_folder}/hf/step-N
+    if (path / MANIFEST).is_file() or (NAME.fullmatch(path.name) and not is_of_hf):
         return [path]
     within = dict.fromkeys([*sorted(path.iterdir()), *_folder_of_job(path)])
     folders = [path] if entries(path) else [one for one in within if entries(one)]
