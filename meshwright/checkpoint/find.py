@@ -3,8 +3,9 @@
 Free of torch.
 """
 
+import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -97,14 +98,24 @@ def find_entries(place: Place) -> list[Path]:
     path = place.path
     if not path.is_dir():
         return []
-    if (path / MANIFEST).is_file() or NAME.fullmatch(path.name):
+    is_of_hf = (path / "config.json").is_file()  # as in {dump_folder}/hf/step-N
+    if (path / MANIFEST).is_file() or (NAME.fullmatch(path.name) and not is_of_hf):
         return [path]
-    folders = [path] if entries(path) else [one for one in sorted(path.iterdir()) if entries(one)]
+    within = dict.fromkeys([*sorted(path.iterdir()), *_folder_of_job(path)])
+    folders = [path] if entries(path) else [one for one in within if entries(one)]
     # {dump_folder}/hf holds models of another format
     folders = [one for one in folders if any(one.glob(f"*/{MANIFEST}"))] or folders
     names = ", ".join(map(str, folders))
     place.check(len(folders) < 2, f"holds several folders of checkpoints: {names}", "name one")
     return [entry.path for folder in folders for entry in entries(folder)]
+
+
+def _folder_of_job(dump_folder: Path) -> list[Path]:
+    """Return where the job keeps its checkpoints, by its config: an absolute path is elsewhere."""
+    with suppress(OSError, ValueError, LookupError, TypeError):
+        config = tomllib.loads((dump_folder / "config.toml").read_text("utf-8"))
+        return [dump_folder / config["checkpoint"]["folder"]]
+    return []
 
 
 def find_candidates(place: Place) -> list[Path]:

@@ -4,6 +4,7 @@ import secrets
 import shutil
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -81,6 +82,8 @@ def merge(
             write(like, unfinished, facts, mean_of, None)
     except CheckpointException as error:
         shutil.rmtree(unfinished, ignore_errors=True)
+        with suppress(OSError):  # it holds merges of other steps
+            folder.rmdir()
         _, (failure, _) = error.failures.popitem()
         if not isinstance(failure, OSError):
             raise failure from None

@@ -17,7 +17,7 @@ from meshwright.checkpoint.find import find_candidates, find_entries, no_checkpo
 from meshwright.checkpoint.index import INDEX, SavedTensor, read_saved_tensors
 from meshwright.checkpoint.manifest import MANIFEST, DamagedError, Manifest, read_manifest
 from meshwright.commands.options import CHECKPOINT, input_path
-from meshwright.config.changes import ABSENT, differences
+from meshwright.config.changes import differences, shown
 from meshwright.config.command_line import Parser
 from meshwright.parallelisms.rules.degrees import AXES
 from meshwright.system.errors import ConfigError
@@ -230,15 +230,11 @@ def _diff_manifests(a: Manifest, b: Manifest) -> bool:
 
 
 def _diff_tables(what: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
-    rows = [(f"  {d.key}", _value(d.old), _value(d.new)) for d in differences(a, b)]
+    rows = [(f"  {d.key}", shown(d.old), shown(d.new)) for d in differences(a, b)]
     print(f"\n{what}, keys that differ: {len(rows)}")
     if rows:
         print(align([("  KEY", "A", "B"), *rows]))
     return not rows
-
-
-def _value(value: object) -> str:
-    return "(absent)" if value is ABSENT else repr(value)
 
 
 def _diff_tensors(a: Place, b: Place) -> bool:

@@ -51,12 +51,10 @@ def run(given: Namespace) -> None:
     log_to_console()
     sources = open_data("training", config)
     if given.samples is not None:
-        views.print_samples(views.of_source(config, sources, *given.samples), tokenizer)
+        found = views.of_source(config, sources, given.stage, *given.samples)
+        views.print_samples(found, tokenizer)
     elif given.step is not None:
-        fix = "use --samples"
-        has_stages = bool(whole.training.stages)
-        check(not has_stages, "--step", given.step, "its place follows from earlier stages", fix)
-        views.print_samples(views.of_step(config, sources, given.step), tokenizer)
+        views.print_samples(views.of_step(config, sources, given.step, given.stage), tokenizer)
     else:
         before = of_stage(whole, given.stage - 1).training.steps if given.stage > 1 else 0
         views.print_overview(config, sources, config.training.steps - before)

@@ -110,23 +110,33 @@ def _rules(config: JobConfig) -> SampleRules:
     return SampleRules(training.seq_len + 1, training.seed, max_bad_records=1 << 62)
 
 
-def _cursors(config: JobConfig) -> Iterator[Cursor]:
-    """Yield the places in the data that checkpoints of the job hold, the first one first."""
-    yield Cursor()
+def _cursors(
+    config: JobConfig, sources: Sequence[OpenSource], stage: int
+) -> Iterator[tuple[int, Cursor]]:
+    """Yield the places in the data that checkpoints of a stage hold, each after its step."""
+    if stage == 1:
+        yield 0, Cursor()
     folder = Path(config.job.dump_folder) / config.checkpoint.folder
+    here = [(source.entry.name, source.content) for source in sources]
     for step in commit.saved_steps(folder):
-        yield Cursor.from_json(commit.inspect(commit.step_folder(folder, step))["data"])
+        manifest = commit.inspect(commit.step_folder(folder, step))
+        # a place in other data is none in this
+        if manifest.get("stage", 1) == stage and [*manifest["data_content"].items()] == here:
+            yield step, Cursor.from_json(manifest["data"])
 
 
-def of_step(config: JobConfig, sources: Sequence[OpenSource], step: int) -> Found:
+def of_step(config: JobConfig, sources: Sequence[OpenSource], step: int, stage: int) -> Found:
     """Yield the samples of a step, in their order in the global batch."""
     training = config.training
     batch = training.global_batch_size
     check(1 <= step <= training.steps, "--step", step, f"is not from 1 to {training.steps}")
     fix = "set it: the samples of a step depend on it"
     check(batch > 0, "training.global_batch_size", batch, "follows the number of ranks", fix)
-    first = (step - 1) * batch
-    before = [cursor for cursor in _cursors(config) if cursor.sample <= first][-1]
+    places = [place for place in _cursors(config, sources, stage) if place[0] < step]
+    rule = f"no checkpoint of stage {stage} before it tells its place in the data"
+    check(bool(places), "--step", step, rule, "name a later step, or use --samples")
+    saved, before = places[-1]
+    first = before.sample + (step - 1 - saved) * batch
     since, mixture = mixture_at(before, sources)
     for _ in range(before.sample, first):
         mixture.draw()
@@ -142,7 +152,7 @@ def of_step(config: JobConfig, sources: Sequence[OpenSource], step: int) -> Foun
 
 
 def of_source(
-    config: JobConfig, sources: Sequence[OpenSource], name: str, first: str, last: str
+    config: JobConfig, sources: Sequence[OpenSource], stage: int, name: str, first: str, last: str
 ) -> Found:
     """Yield samples of one source. Of a streamed one, everything since the last checkpoint before
     them is read again."""
@@ -152,7 +162,7 @@ def of_source(
     check(is_range, "--samples", f"{first} {last}", "are not two indices, the first one first")
     number, begin = names.index(name), int(first)
     before = (0, Cursor())
-    for cursor in _cursors(config):
+    for _, cursor in _cursors(config, sources, stage):
         if cursor.counts and cursor.counts[number] <= begin:
             before = cursor.counts[number], cursor
     found = find_samples(sources[number], begin, int(last), _rules(config), before)

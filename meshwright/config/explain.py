@@ -261,9 +261,11 @@ def _meant(inside: Key, name: str) -> Iterator[str]:
 
 def suggest_section(name: str, keys: Iterable[str]) -> str:
     """Return advice on an unknown section with these keys, as the text of a `fix:` line."""
-    sections, wanted = list(JobConfig.model_fields), set(keys)
+    sections, wanted, synonyms = list(JobConfig.model_fields), set(keys), read_synonyms()
+    if len(wanted) == 1 and _bare(key := min(wanted)) in synonyms["keys"] | synonyms["advice"]:
+        return suggest_key((key,))  # as Lightning's trainer.max_steps
     holding = [section for section in sections if wanted and wanted <= _keys_of(section)]
-    theirs = read_synonyms()["sections"].get(_bare(name))
+    theirs = synonyms["sections"].get(_bare(name))
     guesses = [theirs] if theirs else nearest(name, sections) or holding
     if len(guesses) == 1:
         return f"did you mean {guesses[0]}?"

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from meshwright.datasets.files import Entry, fingerprint
 from meshwright.datasets.foreign_tokens import TokenFiles
-from meshwright.datasets.rows import Document, Documents, unreadable_now
+from meshwright.datasets.rows import Document, Documents, IndexedDocuments, unreadable_now
 from meshwright.datasets.sources import DatasetSpec, find_dataset
 from meshwright.datasets.storage import DataFile
 from meshwright.datasets.tokenizers.kinds import Tokenizer, build_tokenizer, find_template
@@ -123,6 +123,8 @@ class TokenizationSpec:
         if not (own.has_tokens or isinstance(found, Documents)):
             rule = f"its function returns {type(found).__name__}, and no documents"
             raise self.entry.error("dataset", rule, "return IndexedDocuments(size, get)")
+        if isinstance(found, IndexedDocuments):
+            found.name = self.entry.name
         return found
 
     def encoder(self) -> Encoder:

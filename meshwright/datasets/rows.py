@@ -10,7 +10,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from operator import length_hint
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -20,6 +19,7 @@ from meshwright.datasets.storage import ChangedError, DataFile
 from meshwright.system.errors import (
     PASSED_ON,
     ConfigError,
+    DataError,
     RecordError,
     StorageError,
     config_error,
@@ -137,8 +137,7 @@ def from_sharegpt(row: dict[str, Any]) -> Messages:
     """`conversations`: a list of {from: human, gpt or system; value}."""
     turns = []
     for turn in _list(row, "conversations"):
-        speaker = turn.get("from")
-        if speaker not in ROLES:
+        if (speaker := turn.get("from")) not in ROLES:
             raise ValueError(f"from is {speaker!r}, not one of {', '.join(ROLES)}")
         turns.append({"role": ROLES[speaker], "content": _text(turn, "value")})
     return turns
@@ -213,10 +212,7 @@ def row_reader(entry: Entry) -> ToItem:
             if is_document(document := document_of(row)):
                 return document if is_on_side(entry, document) else ""
             holds = "the function returns" if function else f"{column!r} holds"
-            found = "null" if document is None else shortened(document)
-            raise ValueError(
-                f"{holds} {found}, which is neither text nor a list of {{role, content}}"
-            )
+            raise ValueError(f"{holds} {_neither(document)}")
         except ValueError as error:
             return entry.record_error(key, f"{place}: {error}")
 
@@ -264,7 +260,19 @@ class Reader(Iterator[Item]):
         self._items, self.state = items, state
 
     def __next__(self) -> Item:
-        return next(self._items)
+        return _checked(next(self._items), "a document")
+
+
+def _neither(value: object) -> str:
+    found = "null" if value is None else shortened(value)
+    return f"{found}, which is neither text nor a list of {{role, content}}"
+
+
+def _checked(item: object, words: str) -> Item:
+    """Return a document, or the error of what is none."""
+    if isinstance(item, RecordError) or is_document(item):
+        return item
+    return RecordError("", f"{words} is {_neither(item)}")
 
 
 class Documents(ABC):
@@ -289,6 +297,8 @@ class Documents(ABC):
 class IndexedDocuments(Documents):
     """Documents that can be had by index. What is none is a bad record."""
 
+    name = ""  # of the user's dataset, for errors
+
     def __init__(self, size: int, get: Callable[[int], Item]) -> None:
         self._size, self._get = size, get
         self.max_shards = max(size, 1)
@@ -299,14 +309,17 @@ class IndexedDocuments(Documents):
     def read(self, shard: int, num_shards: int, state: Any = None) -> Reader:
         begin, end = (self._size * s // num_shards for s in (shard, shard + 1))
         rest = iter(range(begin if state is None else state, end))
-        return Reader(map(self._item, rest), lambda: end - length_hint(rest))
+        return Reader(map(self._item, rest), lambda: end - operator.length_hint(rest))
 
     def _item(self, index: int) -> Item:
-        item = self._get(index)
-        if isinstance(item, RecordError) or is_document(item):
-            return item
-        what = f"is {shortened(item)}, which is neither text nor a list of {{role, content}}"
-        return RecordError("", f"document {index}: {what}")
+        words = f"{self.name} document {index}".lstrip()
+        try:
+            return _checked(self._get(index), f"{words}:")
+        except BaseException as error:  # whatever the user's function raises
+            if isinstance(error, (ConfigError, DataError, *PASSED_ON)) or may_pass(error):
+                raise
+            line = line_of(error, getattr(getattr(self._get, "__code__", None), "co_filename", ""))
+            return RecordError("", f"{words}: {type(error).__name__}: {error}{line}")
 
 
 LEAST_PART, MOST_PART, MANY_PARTS = 1 << 21, 1 << 28, 256

@@ -165,8 +165,6 @@ def announce_end(plan: Plan, reporter: Reporter, step: int, seconds: float) -> N
     if config.metrics.enable_tensorboard:
         commands.append(f"tensorboard --logdir {folder}")
     if config.checkpoint.saves:
-        if plan.checkpoint_folder.parent != Path(config.job.dump_folder):  # deeper inside
-            folder = shlex.quote(str(plan.checkpoint_folder))
         module = config.experimental.custom_import
         own = f" --custom-import {shlex.quote(module)}" if module else ""
         commands.append(f'meshwright generate {folder} --prompt "..."{own}')

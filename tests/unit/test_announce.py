@@ -43,8 +43,8 @@ END_WORDS = ["--model.tokenizer_path=bytes", "--training.steps=50", "--checkpoin
     ("others", "commands"),
     [
         ([], ["generate {0} --prompt \"...\"", "export {0} MODEL_FOLDER"]),
-        (["--checkpoint.folder=a/b"], ["generate {0}/a/b --prompt \"...\"",
-                                       "export {0}/a/b MODEL_FOLDER"]),
+        (["--checkpoint.folder=a/b"], ["generate {0} --prompt \"...\"",
+                                       "export {0} MODEL_FOLDER"]),
         (["--checkpoint.last_save_in_hf"], ["generate {0} --prompt \"...\""]),
         (["--checkpoint.load_only"], []),
     ],

@@ -10,11 +10,13 @@ import pytest
 
 from meshwright.commands import data_views
 from meshwright.config.loader import load_config
+from meshwright.config.stages import staged
 from meshwright.datasets.opening import open_data
 from meshwright.datasets.samples import SampleRules
 from meshwright.datasets.stream import Cursor, SampleStream
 from meshwright.system import claims
 from meshwright.system.errors import ConfigError
+from tests.helpers.checkpoints import publish_empty
 from tests.helpers.cli import command
 
 data = command("data")
@@ -85,6 +87,31 @@ def test_samples_of_a_source_by_their_indices(tmp_path, capsys) -> None:
     texts = capsys.readouterr().out.split("--- sample ")[1:]
     assert [text.partition("\n")[0] for text in texts] == [f"{n} of second" for n in (3, 4, 5)]
     assert all("second" in text.partition("\n")[2] for text in texts)
+
+
+def test_a_stage_is_read_from_its_own_checkpoints(tmp_path, capsys) -> None:
+    path = write(tmp_path, "streamed")
+    stages = "[[training.stages]]\nuntil_tokens = 5520\n\n[[training.stages]]\n"
+    own = PART.replace("training.", "training.stages.").format(name="second") + "weight = 1\n"
+    saved = f'[checkpoint]\nenable = true\n[job]\ndump_folder = "{tmp_path}/out"\n'
+    path.write_text(path.read_text() + stages + own + saved)
+    config = load_config(["--job.config_file", str(path)])
+    (source,) = open_data("training", staged(config)[1])
+    place = {"sample": 8, "counts": [8], "places": {}}  # of one source: stage 1 has two
+    facts = {"stage": 2, "data": place, "data_content": {"second": source.content}}
+    publish_empty(tmp_path / "out" / "checkpoint", 22, **facts)
+    capsys.readouterr()
+    data([path, "--samples", "second", "30", "30"])
+    data([path, "--step", "20"])
+    data([path, "--stage", "2", "--step", "23"])
+    names = [line for line in capsys.readouterr().out.splitlines() if line.startswith("--- ")]
+    assert names[0] == "--- sample 30 of second"
+    assert [name.split(":")[0] for name in names[1:5]] == [
+        f"--- step 20, sample {n}" for n in range(4)
+    ]
+    assert names[5:] == [f"--- step 23, sample {n}: second {8 + n}" for n in range(4)]
+    with pytest.raises(ConfigError, match="no checkpoint of stage 2 before it"):
+        data([path, "--stage", "2", "--step", "22"])
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """The examples of docs/extending.md are modules that work."""
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,12 +24,13 @@ from tests.unit import test_families
 
 
 @pytest.fixture(autouse=True)
-def _as_before(monkeypatch) -> None:
+def _as_before() -> Iterator[None]:
     """Names that a test adds go with it."""
-    for table in (MODELS, DATASETS):
-        for name in ("mistral", "stanzas", "bad", "fails", "away", "list", "files"):
-            monkeypatch.setitem(table, name, None)
-            monkeypatch.delitem(table, name)
+    tables = [(table, dict(table)) for table in (MODELS, DATASETS)]
+    yield
+    for table, before in tables:
+        table.clear()
+        table.update(before)
 
 
 def words(folder: Path, code: str, *others: str) -> list[str]:
@@ -90,7 +92,7 @@ def test_a_dataset_that_two_processes_tokenise(tmp_path) -> None:
 
 
 OWN_DATASETS = """
-from meshwright.datasets.rows import IndexedDocuments
+from meshwright.datasets.rows import IndexedDocuments, Reader
 from meshwright.datasets.sources import DatasetSpec
 
 def get(index):
@@ -105,9 +107,15 @@ def is_away(entry, streamed):
 def opens(entry, streamed):
     return IndexedDocuments(40, get)
 
+class Endless(IndexedDocuments):
+    def read(self, shard, num_shards, state=None):
+        return Reader(iter(["a text", None] * 9), lambda: 0)
+
 none = lambda entry: []
 DATASETS = {
     "bad": DatasetSpec(opens, none),
+    "raises": DatasetSpec(lambda *_: IndexedDocuments(40, lambda n: 1 // (n - 7) and "text"), none),
+    "holes": DatasetSpec(lambda *_: Endless(40, get), none),
     "fails": DatasetSpec(fails, none),
     "away": DatasetSpec(is_away, none),
     "list": DatasetSpec(lambda entry, streamed: ["a text"], none),
@@ -119,7 +127,9 @@ DATASETS = {
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("bad", "^document 3: is None, which is neither text nor a list of"),
+        ("bad", "^bad document 3: is null, which is neither text nor a list of"),
+        ("raises", r"^raises document 7: ZeroDivisionError: .* by zero \(.*mine.py:24\)"),
+        ("holes", "^a document is null, which is neither"),
         ("fails", r"cannot be opened: RuntimeError: no such table \(.*mine.py:9\)"),
         ("away", "cannot be read now: ConnectionError: no connection"),
         ("list", "its function returns list, and no documents\n  fix: return IndexedDocuments"),

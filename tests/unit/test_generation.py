@@ -99,10 +99,16 @@ def test_the_command_writes_the_same_from_either_folder(tmp_path, capsys) -> Non
         generate_text([*map(str, arguments), "--prompt", PROMPT, "--max-new-tokens", "40"])
         return capsys.readouterr().out.removesuffix("\n")
 
-    for source in (checkpoint, tmp_path / "dump"):
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    absolute = f"[checkpoint]\nfolder = '{checkpoint.parent}'\n"
+    (elsewhere / "config.toml").write_text(absolute)
+    for source in (checkpoint, tmp_path / "dump", elsewhere):
         assert said(source) == PROMPT + text
     folder = tmp_path / "hf"
-    assert said(folder, "--tokenizer", "bytes") == PROMPT + text
+    of_job = shutil.copytree(folder, tmp_path / "dump" / "hf" / "step-4")
+    for source in (folder, of_job):
+        assert said(source, "--tokenizer", "bytes") == PROMPT + text
     settings = json.loads((folder / "generation_config.json").read_text())
     stop = next(token for token in new[5:] if new.index(token) > 4 and token < 128)
     settings["eos_token_id"] = [257, stop]

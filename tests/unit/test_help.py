@@ -71,6 +71,8 @@ def test_advice_on_a_section() -> None:
     assert suggest_section("optim", []) == "did you mean optimizer?"
     assert suggest_section("trainin", []) == "did you mean training?"
     assert suggest_section("foo", ["warmup_steps"]) == "did you mean lr_scheduler?"
+    assert suggest_section("trainer", ["max_steps"]) == "did you mean training.steps?"
+    assert suggest_section("trainer", ["devices"]).startswith("leave it out: the number of ranks")
     assert suggest_section("foo", ["bar"]).startswith("leave it out; the sections are job, ")
 
 

@@ -160,6 +160,19 @@ def test_a_folder_that_is_taken_or_a_runs_own_is_refused(made, tmp_path) -> None
         merge(made, tmp_path / "file", "5,10")
 
 
+def test_a_full_disk_leaves_nothing(made, tmp_path, monkeypatch) -> None:
+    def fails(like: object, unfinished: Path, *_: object) -> None:
+        unfinished.mkdir(parents=True)
+        raise merging.CheckpointException(
+            "write", {0: (OSError(28, "No space left on device"), None)}
+        )
+
+    monkeypatch.setattr(merging, "write", fails)
+    with pytest.raises(ConfigError, match="--out = .* cannot be written: No space left on device"):
+        merge(made, tmp_path / "out", "5,10")
+    assert not (tmp_path / "out").exists()
+
+
 KIB_OF_TENSOR = 1 << 16
 
 

@@ -561,13 +561,8 @@ class Panic(BaseException):
 
 @pytest.mark.parametrize("end", [Panic("index out of range"), SystemExit(3)])
 def test_whatever_ends_the_thread_that_reads_is_said(end: BaseException) -> None:
-    def get(index: int) -> str:
-        if index == 2:
-            raise end
-        return "abcdef"
-
-    source = streamed(("",) * 6, num_shards=1, window=1, get=get)
-    order = on_one_rank(source)
+    source = streamed(("abcdef",) * 6, num_shards=1, window=1)
+    order = on_one_rank(dataclasses.replace(source, encoder=Mock(encode=Mock(side_effect=end))))
     loader = Loader(order, BatchShape(1, 1, 0, 1), mask_documents=False, pin_memory=False)
     waiting = threading.Thread(target=loader.fetch, args=(9,), daemon=True)
     waiting.start()
