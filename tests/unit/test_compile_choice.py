@@ -262,12 +262,6 @@ def test_recomputed_attention_that_is_cut_is_compiled_on_gpus_alone() -> None:
             assert plan(config, 2, is_gpu=is_gpu).config.compile.enable is is_gpu
 
 
-def test_a_plan_refuses_what_cannot_be_compiled() -> None:
-    config = load_config([DEBUG, *SPLIT, "--compile.enable=true"])
-    with pytest.raises(ConfigError, match="which compiled blocks cannot"):
-        plan_job(config, 2, is_gpu=True)
-
-
 def test_a_search_leaves_a_job_compiled_that_is() -> None:
     for words, has_split in ((LONG, False), ([], True)):
         config = load_config([DEBUG, *words, "--training.global_batch_size=64"])
