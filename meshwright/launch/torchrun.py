@@ -149,7 +149,7 @@ def _wait_for_machines(args: argparse.Namespace, folder: Path) -> None:
                     logger.info("%s: %.0f s so far", meeting.describe(), waited_s)
                 time.sleep(LOOK_EVERY_S)
 
-    if not args.standalone and int(args.nnodes) > 1:
+    if not args.standalone:  # as one machine is
         threading.Thread(target=speak, name="rendezvous", daemon=True).start()
 
 

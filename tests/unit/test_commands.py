@@ -8,6 +8,7 @@ import subprocess
 import sys
 from contextlib import nullcontext
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import tomli
@@ -138,15 +139,15 @@ def test_version_and_unknown_commands(monkeypatch, capsys) -> None:
         run(["checkpoint", "lss"])
 
 
-def test_ctrl_c_is_no_traceback(monkeypatch) -> None:
-    def interrupt() -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("meshwright.commands.config.json_schema", interrupt)
+def test_ctrl_c_is_no_traceback_and_a_full_disk_of_a_file_not_of_stdout(monkeypatch) -> None:
+    ends = Mock(side_effect=[KeyboardInterrupt, OSError(errno.ENOSPC, "No space left", "a file")])
+    monkeypatch.setattr("meshwright.commands.config.json_schema", ends)
     monkeypatch.setattr("sys.argv", ["meshwright", "schema"])
     with pytest.raises(SystemExit) as end:
         main()
     assert end.value.code == EXIT_INTERRUPTED
+    with pytest.raises(OSError, match="No space left: 'a file'"):
+        main()
 
 
 @pytest.mark.parametrize(

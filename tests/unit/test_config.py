@@ -367,24 +367,20 @@ def test_paths_of_a_mixture_start_at_its_toml(toml, tmp_path) -> None:
     assert again.validation == config.validation
 
 
-def test_the_written_config_of_a_mixture_can_run(toml, tmp_path) -> None:
+ONE_FILE = 'dataset = "json"\ndataset_path = "a.jsonl"\n'
+MIXED = f"[[training.datasets]]\nweight = 1\n{ONE_FILE}[validation]\nenable = true\n"
+MIXED += f'[[validation.datasets]]\nname = "a"\n{ONE_FILE}'
+
+
+@pytest.mark.parametrize("text", [MIXED, f"[training]\n{ONE_FILE}validation_fraction = 0.5\n"])
+def test_the_written_config_of_other_data_can_run(text, toml, tmp_path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "one"}\n')
-    keys = 'dataset = "json"\ndataset_path = "a.jsonl"\n'
-    part = f"[[training.datasets]]\nweight = 1\n{keys}"
-    part += f'[validation]\nenable = true\n[[validation.datasets]]\nname = "a"\n{keys}'
-    config = load_config(toml(f'extends = "debug_model"\n{part}'))
+    config = load_config(toml(f'extends = "debug_model"\n{text}'))
     again = load_config(toml(to_toml(config), "again.toml"))
-    assert preflight(again, 1).config.training.datasets == config.training.datasets
+    ready = preflight(again, 1).config.training
+    for name in ("datasets", "validation_fraction"):
+        assert getattr(ready, name) == getattr(config.training, name)
     # equal in each key: the best validation of the job would no longer count
-    assert (again.training, again.validation) == (config.training, config.validation)
-
-
-def test_the_written_config_of_held_out_documents_can_run(toml, tmp_path) -> None:
-    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n')
-    keys = 'dataset = "json"\ndataset_path = "a.jsonl"\nvalidation_fraction = 0.5\n'
-    config = load_config(toml(f'extends = "debug_model"\n[training]\n{keys}'))
-    again = load_config(toml(to_toml(config), "again.toml"))
-    assert preflight(again, 1).config.training.validation_fraction == 0.5
     assert (again.training, again.validation) == (config.training, config.validation)
 
 

@@ -143,6 +143,7 @@ def test_a_stream_ends_after_its_part_of_max_documents(most: int, data) -> None:
             break
         places.append(ShardPlace(**json.loads(json.dumps(vars(shard.place)))))
     assert len(samples) == 2 * num_tokens // 8
+    assert max(place.window for place in places) == (len(taken[-1]) - 1) // 4  # all are full
     (whole,) = shards(data, [ShardPlace()], **keys)
     assert all((whole.next_sample().tokens == tokens).all() for tokens in samples)
 

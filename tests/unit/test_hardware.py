@@ -6,8 +6,11 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from meshwright.config.loader import load_config
 from meshwright.system import hardware
 from meshwright.system.errors import ConfigError
+from meshwright.train.preflight import preflight
+from meshwright.train.set_up import _order_attention
 
 
 @pytest.fixture
@@ -102,6 +105,15 @@ def test_the_log_names_the_kernel(hopper) -> None:
     assert choose("auto")[1] == "attention: cudnn 91002"
     assert choose("flash") == (["flash", "efficient", "math"], "attention: flash")
     assert choose("auto", torch.float32)[1] == "attention: efficient"
+
+
+@pytest.mark.parametrize(
+    "own", ["", "training.mask_documents=true", "parallelism.context_parallel_degree=2"]
+)
+def test_attention_of_torch_alone_has_an_order(hopper, own) -> None:
+    plan = preflight(load_config(["debug_model", *[f"--{own}"] * bool(own)]), 2)
+    assert (_order_attention(plan, torch.device("cuda")) == []) == bool(own)
+    assert _order_attention(plan, torch.device("cpu")) == []
 
 
 def test_a_kernel_that_is_not_there_is_refused(hopper) -> None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from meshwright.config.job_config import JobConfig
+from meshwright.config.loader import load_config
 from meshwright.config.training import Training
 from meshwright.datasets.encoding import NO_LOSS, Encoder
 from meshwright.datasets.loader import (
@@ -24,7 +25,7 @@ from meshwright.datasets.loader import (
     to_batches,
     whole_cursor,
 )
-from meshwright.datasets.opening import OpenSource
+from meshwright.datasets.opening import OpenSource, open_data
 from meshwright.datasets.order import permutation, permuted
 from meshwright.datasets.rows import Item
 from meshwright.datasets.samples import CachedSamples, SampleRules
@@ -463,8 +464,8 @@ def test_what_each_rank_reads_whole_is_said(num_ranks, max_epochs, caplog) -> No
     rules, slots = SampleRules(LENGTH, 0, max_epochs), range(8 // num_ranks)
     source = streamed(name=f"stream {num_ranks} {max_epochs}")  # a warning is given once
     SampleStream([source], Cursor(), rules, batch=8, slots=slots)
-    is_said = "each of 4 ranks reads and tokenises it whole" in caplog.text
-    assert is_said == (num_ranks > 1 and max_epochs > 0)
+    said = f"each of {num_ranks} ranks reads and tokenises it whole"
+    assert (said in caplog.text) == (num_ranks > 1 and max_epochs > 0)
 
 
 BAD = (3, 4, 11, 17)
@@ -505,6 +506,19 @@ def test_no_more_records_are_passed_over_than_may_be() -> None:
         with pytest.raises(RecordError if error else EndOfData, match=error):
             list(samples)
         assert bad_records(order.cursor) == min(allowed, 4)
+
+
+def test_shards_share_max_documents_and_bad_records_are_none_of_them() -> None:
+    source = streamed(LETTERS, num_shards=2, window=26, get=with_errors(LETTERS, BAD))
+    nine = source.entry.source.model_copy(update={"max_documents": 9})
+    source = dataclasses.replace(source, entry=dataclasses.replace(source.entry, source=nine))
+    samples, found = on_one_rank(source, 52, max_epochs=1, max_bad_records=9), list[int]()
+    with pytest.raises(EndOfData):
+        found.extend(int(sample.tokens[1]) for sample in iter(samples.next_sample, None))
+    assert sorted(map(chr, found)) == [*"abcfgnopq"]  # 5 from the first shard, 4 from the second
+    words = ["--training.dataset_mode=streamed", "--training.max_documents=3"]
+    (source,) = open_data("training", load_config(["debug_model", *words]))
+    assert source.num_shards == 3  # none has no document
 
 
 def test_bad_records_of_a_shard_that_two_ranks_read_count_once(monkeypatch) -> None:

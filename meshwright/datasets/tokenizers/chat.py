@@ -94,8 +94,8 @@ class ChatTemplate:
             render = self._render if self._has_generation_blocks else self._mark_by_prefixes
             text, written = take_out(render(safe))
             ids, spans = self._tokenizer.encode_chat(text)
-            last = len(written) - 1  # a token that stands for nothing is of what follows
-            counts = [1 in written[min(start, last) : max(end, start + 1)] for start, end in spans]
+            # a token that stands for nothing is of what follows
+            counts = [1 in written[start : max(end, start + 1)] for start, end in spans]
             if not any(counts):
                 raise ValueError("has no token that the assistant wrote, so no loss")
             return ids, counts
