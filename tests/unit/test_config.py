@@ -175,7 +175,7 @@ training.steps=3 => expected --section.key value fix: write --training.steps=3
 --optimizer.groups [{{parameters=['*.bias']}}]
     => --optimizer.groups: optimizer.groups.0.parameters = '*.bias': matches no parameter
 --model.frozen norm.weight
-    => model.frozen = 'norm.weight': must be a list fix: write ["norm.weight"]
+    => model.frozen = 'norm.weight': should be a valid list fix: write ["norm.weight"]
 --training.dataset c5 => choose from arrow, c4, fineweb,
 --training.dataset s3://bucket/a => is written "owner/name"
 --training.dataset json => dataset 'json' needs it
