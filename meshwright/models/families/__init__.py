@@ -15,13 +15,7 @@ FAMILIES: tuple[str, ...] = (
     "meshwright.models.families.olmoe",
     "meshwright.models.families.mixtral",
 )
-"""Modules, free of torch, each with a `FAMILY` of the module's name. The first
-stays the first: see `FIRST`."""
-
-
-FIRST = FAMILIES[0].rpartition(".")[2]
-"""The family of configs that name none; and of checkpoints that name none, which were saved when it
-was the only one."""
+"""Modules, free of torch, each with a `FAMILY` of the module's name."""
 
 
 MODELS: dict[str, Family] = {
