@@ -21,7 +21,7 @@ import torch
 from meshwright.launch.heartbeat import EXAMINE, LOOK_EVERY_S, STACKS_SIGNAL, Beat, read_beats
 from meshwright.launch.machines import Machines
 from meshwright.system.errors import ConfigError, in_ranges
-from meshwright.system.files import text_of
+from meshwright.system.files import state_of, text_of
 from meshwright.system.log import logger
 
 T = TypeVar("T")
@@ -284,12 +284,6 @@ class Watch:
         path = self._reports() / name
         path.write_text(text, "utf-8")
         return str(path)
-
-
-def state_of(pid: int) -> str:
-    """Return the kernel's letter for the state of a process; "" if it is gone."""
-    _, _, after_name = text_of(Path(f"/proc/{pid}/stat")).rpartition(")")
-    return after_name.split()[0] if after_name else ""
 
 
 def tail(path: Path, size: int = TAIL_BYTES) -> str:

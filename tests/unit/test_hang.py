@@ -26,11 +26,11 @@ from meshwright.launch.watch import (
     Evidence,
     Watch,
     culprits,
-    state_of,
     verdict,
     waits_for_others,
 )
 from meshwright.system.errors import SaveError
+from meshwright.system.files import state_of
 from meshwright.train.stop import Vote
 
 LIMIT_S = 0.5
