@@ -12,8 +12,6 @@ from meshwright.system.files import Place
 from meshwright.system.log import console_width, wrap
 from meshwright.train.resolve_model import extend_by
 
-UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
-
 
 def add_options(parser: Parser) -> None:
     parser.add_argument("checkpoint", type=input_path, help=CHECKPOINT)
@@ -52,7 +50,9 @@ def run(given: Namespace) -> None:
     """
     out, fix = given.out.absolute(), "name another folder, or remove it"
     check(not out.exists(), "OUT", str(given.out), "exists already", fix)
-    max_shard_bytes = _bytes(given.max_shard_size)
+    size, fix = given.max_shard_size, "write a number and KB, MB or GB, as 5GB"
+    is_size = bool(re.fullmatch(r"(?=.*[1-9])\d+(\.\d+)?\s*[KMG]B", size))
+    check(is_size, "--max-shard-size", size, "is not a file size", fix)
     _say(f"exporting {given.checkpoint} to {given.out} ...")
     # not at the top: torch takes a second
     import torch
@@ -78,7 +78,7 @@ def run(given: Namespace) -> None:
             tokenizer,
             files,
             dtype=getattr(torch, given.dtype),
-            max_shard_bytes=max_shard_bytes,
+            max_shard_size=size,
             prefix=AVERAGE if given.average else MODEL,
             is_fused=given.fused,
         )
@@ -87,11 +87,3 @@ def run(given: Namespace) -> None:
 
 def _say(line: str) -> None:
     print(wrap(line, console_width(sys.stdout), "  "), flush=True)
-
-
-def _bytes(size: str) -> int:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]B)", size)
-    count = round(float(match[1]) * UNITS[match[2]]) if match else 0
-    fix = "write a number and KB, MB or GB, as 5GB"
-    check(count > 0, "--max-shard-size", size, "is not a file size", fix)
-    return count

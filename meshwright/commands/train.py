@@ -103,8 +103,7 @@ def run(given: Namespace) -> None:
     # -P: as it finds modules, not the folder
     # -u: torchrun does not flush the lines of ranks that it hands on: files got them in blocks
     python = [sys.executable, "-u", "-P", "-m"]
-    words = ["--job.config_file", str(find_config(given.config))]
-    words += [f"--{'.'.join(key)}={value}" for key, value in given.overrides.items()]
+    words = ["--job.config_file", str(find_config(given.config)), *_overrides(given)]
     rank = [*python, "meshwright.train", *words]
     os.execv(sys.executable, [*python, "meshwright.launch", *torchrun, *rank])
 
@@ -222,3 +221,11 @@ def _log_ranks(given: Namespace, ranks: Ranks) -> str:
         last = ranks.per_machine - 1
         raise ConfigError("", f"LOG_RANK = {shown}: must be ranks from 0 to {last}")
     return ",".join(chosen)
+
+
+def _overrides(given: Namespace) -> list[str]:
+    words = []
+    for key, value in given.overrides.items():
+        name = f"--{'.'.join(key)}"
+        words += [f"{name}={value}"] if value.startswith("-") else [name, value]
+    return words

@@ -36,13 +36,9 @@ INSTEAD = {
 RULES = {
     "int_type": "must be a whole number",
     "int_from_float": "must be a whole number",
-    "float_type": "must be a number",
     "bool_type": "must be true or false",
-    "string_type": "must be text",
-    "list_type": "must be a list",
     "dict_type": "must be a table",
     "model_type": "must be a table",
-    "finite_number": "must be a finite number",
     "missing": "must be given",
     "too_short": "must not be empty",
 }

@@ -123,10 +123,6 @@ def _kind(schema: dict[str, Any]) -> str:
     return names[schema["type"]]
 
 
-FILE = "schema.json"
-"""Beside the presets, whose first line names it."""
-
-
 def json_schema() -> dict[str, Any]:
     """Return the JSON Schema (draft 2020-12) of a TOML."""
     schema = JobConfig.model_json_schema()

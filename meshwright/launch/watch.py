@@ -21,7 +21,7 @@ import torch
 from meshwright.launch.heartbeat import EXAMINE, LOOK_EVERY_S, STACKS_SIGNAL, Beat, read_beats
 from meshwright.launch.machines import Machines
 from meshwright.system.errors import ConfigError, in_ranges
-from meshwright.system.files import text_of
+from meshwright.system.files import state_of, text_of
 from meshwright.system.log import logger
 
 T = TypeVar("T")
@@ -58,6 +58,7 @@ MEANINGS = {
 }
 
 TORCH = str(Path(torch.__file__).parent)
+"""Any folder, if it was built from source. A user may have a folder torch/distributed, too."""
 
 WAITS_IN = re.compile(r"/meshwright/train/stop\.py$|/concurrent/futures/\w+\.py$")
 """Files in whose functions a rank waits for others, in addition to torch.distributed."""
@@ -80,28 +81,22 @@ class Evidence(Beat):
     state: str
     """Its letter in /proc/PID/stat; "" if the process is gone."""
     stacks: str
+    waits: bool
+    """Whether its main thread waits for other ranks, or did until it failed; or has no stacks."""
     collectives: str
-    torch: str = TORCH
-    """Folder of torch on its machine: any, if it was built from source. A user may have a folder
-    torch/distributed, too."""
-
-    @property
-    def files(self) -> list[str]:
-        """Files of the main thread's innermost frames; none if there are no stacks."""
-        *_, last = THREAD.split(self.stacks)  # faulthandler writes the oldest, the main one, last
-        return FRAME.findall(last)[:FRAMES_SEEN]
-
-    @property
-    def waits(self) -> bool:
-        """Whether it waits for other ranks."""
-        waits = (
-            f.startswith(f"{self.torch}/distributed/") or WAITS_IN.search(f) for f in self.files
-        )
-        return bool(self.failed) or any(waits)
 
     def __str__(self) -> str:
         meaning = MEANINGS.get(self.state, self.state)
         return f"in {self.place}, entered {self.age_s:.0f} s ago: {meaning}"
+
+
+def waits_for_others(stacks: str) -> bool:
+    """Return whether the main thread is in a collective, or there are no stacks."""
+    *_, last = THREAD.split(stacks)  # faulthandler writes the oldest, the main one, last
+    files = FRAME.findall(last)[:FRAMES_SEEN]
+    return not files or any(
+        f.startswith(f"{TORCH}/distributed/") or WAITS_IN.search(f) for f in files
+    )
 
 
 def culprits(evidence: Sequence[Evidence]) -> list[Evidence]:
@@ -110,7 +105,7 @@ def culprits(evidence: Sequence[Evidence]) -> list[Evidence]:
     by_weight = (
         [rank for rank in evidence if rank.state in STOPPED],
         [rank for rank in evidence if rank.count == min(counts) < max(counts)],
-        [rank for rank in evidence if rank.files and not rank.waits],
+        [rank for rank in evidence if not rank.waits],
         [rank for rank in evidence if rank.state == "D"],
     )
     return next((found for found in by_weight if 0 < len(found) < max(len(evidence), 2)), [])
@@ -265,7 +260,8 @@ class Watch:
                 host=socket.gethostname(),
                 age_s=time.monotonic() - beat.since,
                 state=states[beat.rank],
-                stacks=text_of(self._folder / f"rank_{beat.rank}.stacks"),
+                stacks=(stacks := text_of(self._folder / f"rank_{beat.rank}.stacks")),
+                waits=bool(beat.failed) or waits_for_others(stacks),
                 collectives=text_of(self._folder / f"rank_{beat.rank}.collectives"),
             )
             for beat in read_beats(self._folder)
@@ -288,12 +284,6 @@ class Watch:
         path = self._reports() / name
         path.write_text(text, "utf-8")
         return str(path)
-
-
-def state_of(pid: int) -> str:
-    """Return the kernel's letter for the state of a process; "" if it is gone."""
-    _, _, after_name = text_of(Path(f"/proc/{pid}/stat")).rpartition(")")
-    return after_name.split()[0] if after_name else ""
 
 
 def tail(path: Path, size: int = TAIL_BYTES) -> str:

@@ -120,17 +120,21 @@ def text_of(path: Path) -> str:
         return ""
 
 
+def state_of(pid: int) -> str:
+    """Return the kernel's letter for the state of a process; "" if it is gone."""
+    _, _, after_name = text_of(Path(f"/proc/{pid}/stat")).rpartition(")")  # which may hold anything
+    return after_name.split()[0] if after_name else ""
+
+
 def is_running(pid: int) -> bool:
     """Return whether a process of this number runs; not whether its parent has noticed its end."""
     try:
         os.kill(pid, 0)
-        # after the name, which may hold anything, comes the state
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (ProcessLookupError, FileNotFoundError):
+    except ProcessLookupError:
         return False
     except PermissionError:  # it is another user's
         return True
-    return state not in "ZX"
+    return state_of(pid) not in ("", "Z", "X")
 
 
 @cache

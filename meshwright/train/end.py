@@ -68,9 +68,6 @@ def check_has_data(step: int) -> None:
         raise ConfigError(key, f"{key}: gives less than one global batch\n  fix: {fix}")
 
 
-MAX_SHARD_BYTES = 5 * 10**9
-
-
 def export_at_end(plan: Plan, requests: Requests) -> bool:
     """Export the last checkpoint if the config asks for it. False: a request to stop ends it."""
     config = plan.config.checkpoint
@@ -113,7 +110,6 @@ def export_last(plan: Plan) -> None:
                 plan.tokenizer,
                 tokenizer_files(plan.tokenizer, config.model.tokenizer_path),
                 dtype=getattr(torch, config.checkpoint.export_dtype),
-                max_shard_bytes=MAX_SHARD_BYTES,
             )
             export(job, out, logger.info)
     except ConfigError as error:

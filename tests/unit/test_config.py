@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.config.fields import FILE
 from meshwright.config.job_config import JobConfig
 from meshwright.config.loader import load_config, parse_config, read, to_toml, with_lines
 from meshwright.models.args import divisors_of
@@ -175,7 +174,7 @@ training.steps=3 => expected --section.key value fix: write --training.steps=3
 --optimizer.groups [{{parameters=['*.bias']}}]
     => --optimizer.groups: optimizer.groups.0.parameters = '*.bias': matches no parameter
 --model.frozen norm.weight
-    => model.frozen = 'norm.weight': must be a list fix: write ["norm.weight"]
+    => model.frozen = 'norm.weight': should be a valid list fix: write ["norm.weight"]
 --training.dataset c5 => choose from arrow, c4, fineweb,
 --training.dataset s3://bucket/a => is written "owner/name"
 --training.dataset json => dataset 'json' needs it
@@ -303,7 +302,7 @@ def test_every_flavor_has_a_preset_that_says_what_it_is_for() -> None:
         assert config.training.global_batch_size > 0, path  # the same batches on any ranks
         head = path.read_text().split("[", 1)[0]
         assert f"CONFIG_FILE=train_configs/{path.name}" in head
-        assert head.startswith(f"#:schema {FILE}\n")
+        assert head.startswith("#:schema schema.json\n")
     assert models == {(name, flavor) for name, one in MODELS.items() for flavor in one.flavors}
 
 

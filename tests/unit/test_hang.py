@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -21,8 +21,16 @@ import torch.distributed as dist
 from meshwright.launch import heartbeat, machines, watch
 from meshwright.launch.heartbeat import Beat, Heartbeat, read_beats
 from meshwright.launch.machines import Machines
-from meshwright.launch.watch import ABORTED, Evidence, Watch, culprits, state_of, verdict
+from meshwright.launch.watch import (
+    ABORTED,
+    Evidence,
+    Watch,
+    culprits,
+    verdict,
+    waits_for_others,
+)
 from meshwright.system.errors import SaveError
+from meshwright.system.files import state_of
 from meshwright.train.stop import Vote
 
 LIMIT_S = 0.5
@@ -194,15 +202,8 @@ def test_machines_tell_each_other(tmp_path: Path, start) -> None:
     assert {path.name for path in tmp_path.glob("hang_*")} == {"hang_0.txt", "hang_1.txt"}
 
 
-WAITS = f"""Thread 0x0000000000000001 (most recent call first):
-  File "/python/threading.py", line 3 in wait
-Thread 0x0000000000000002 (most recent call first):
-  File "{dist.distributed_c10d.__file__}", line 1 in all_reduce
-  File "/meshwright/step.py", line 1 in train_step
-"""
-WORKS = WAITS.replace(dist.distributed_c10d.__file__, "/meshwright/a.py")
 BEAT = Beat(0, 1, 5, 3, "save", 1e9, LIMIT_S, "comm.k", "", {"machines": 1})
-ONE = Evidence(**vars(BEAT), host="a", age_s=9.0, state="S", stacks=WAITS, collectives="")
+ONE = Evidence(**vars(BEAT), host="a", age_s=9.0, state="S", stacks="", waits=True, collectives="")
 SAME = [replace(ONE, rank=rank) for rank in range(4)]
 
 
@@ -238,12 +239,12 @@ def test_only_what_another_machine_has_told_is_trouble(tmp_path: Path, monkeypat
 @pytest.mark.parametrize(
     ("change", "others"),
     [
-        ({"state": "T", "stacks": ""}, {}),
+        ({"state": "T"}, {}),
         ({"count": 4}, {"state": "D"}),
-        ({"stacks": WORKS}, {"state": "D"}),
-        ({"stacks": WORKS}, {"stacks": WORKS, "failed": "Timed out"}),
+        ({"waits": False}, {"state": "D"}),
+        ({"waits": False}, {"failed": "Timed out"}),
         ({"state": "D"}, {}),
-        ({"state": "T"}, {"count": 4, "stacks": WORKS}),
+        ({"state": "T"}, {"count": 4, "waits": False}),
     ],
 )
 def test_the_rank_that_differs_is_the_cause(change: dict, others: dict) -> None:
@@ -266,17 +267,29 @@ def test_the_rank_that_differs_is_the_cause(change: dict, others: dict) -> None:
 )
 def test_folders_above_a_checkout_do_not_count(checkout: str, waits: bool) -> None:
     stacks = f'Thread 0x1 (most recent call first):\n  File "{checkout}", line 1 in function\n'
-    assert replace(ONE, stacks=stacks).waits == waits
+    assert waits_for_others(stacks) == waits
 
 
-def test_another_machine_says_where_its_torch_is() -> None:
-    """Built from source, it has any path; the rank's evidence comes as JSON."""
+WAITS = f"""Thread 0x0000000000000001 (most recent call first):
+  File "/python/threading.py", line 3 in wait
+Thread 0x0000000000000002 (most recent call first):
+  File "{dist.distributed_c10d.__file__}", line 1 in all_reduce
+  File "/meshwright/step.py", line 1 in train_step
+"""
+WORKS = WAITS.replace(dist.distributed_c10d.__file__, "/meshwright/a.py")
+
+
+def test_the_main_thread_is_the_last_and_without_stacks_nothing_is_known() -> None:
+    assert [waits_for_others(stacks) for stacks in (WAITS, WORKS, "")] == [True, False, True]
+
+
+def test_a_torch_built_from_source_has_any_path(monkeypatch) -> None:
     stacks = (
         'Thread 0x1 (most recent call first):\n  File "/src/torch/distributed/a.py", line 1 in f\n'
     )
     for folder, waits in (("/src/torch", True), ("/src", False)):
-        there = replace(ONE, stacks=stacks, torch=folder)
-        assert Evidence(**json.loads(json.dumps(asdict(there)))).waits == waits
+        monkeypatch.setattr(watch, "TORCH", folder)
+        assert waits_for_others(stacks) == waits
 
 
 def test_without_a_difference_nobody_is_blamed() -> None:

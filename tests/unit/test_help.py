@@ -9,7 +9,7 @@ import pytest
 
 from meshwright.commands.main import run
 from meshwright.config.explain import read_synonyms, suggest_key, suggest_section
-from meshwright.config.fields import FILE, all_keys, find_section, json_schema
+from meshwright.config.fields import all_keys, find_section, json_schema
 from meshwright.config.job_config import JobConfig
 from meshwright.config.loader import load_config, parse_config, read
 from meshwright.system.errors import CombinedConfigError, ConfigError, RecordError, did_you_mean
@@ -231,7 +231,7 @@ def test_errors_survive_processes() -> None:
 
 def test_the_schema_that_is_shipped_is_the_config_s() -> None:
     """Otherwise: meshwright schema > train_configs/schema.json"""
-    assert json.loads((ROOT / "train_configs" / FILE).read_text()) == json_schema()
+    assert json.loads((ROOT / "train_configs" / "schema.json").read_text()) == json_schema()
     definitions = json_schema()["$defs"]
     for key, field in all_keys():
         if key != ("job", "config_file"):

@@ -164,7 +164,7 @@ def test_float8_keys_are_translated(tmp_path: Path) -> None:
         assert config.float8 == Float8(enable=True, filter_fqns=left_out, emulate=True)
     for wrong, converters, says in (
         ({"recipe_name": "rowwise_with_gw_hp"}, ["float8"], "hp': should be 'rowwise'"),
-        ({"filter_fqns": "output"}, ["float8"], "filter_fqns = 'output': must be a list"),
+        ({"filter_fqns": "output"}, ["float8"], "filter_fqns = 'output': should be a valid list"),
         *(({}, others, "only float8 layers") for others in (["mx"], [{}], "float8")),
     ):
         table["quantize"]["linear"]["float8"] = theirs | wrong

@@ -65,7 +65,7 @@ class Job:
         other_files: Mapping[str, Path | str],
         *,
         dtype: torch.dtype,
-        max_shard_bytes: int,
+        max_shard_size: str = "5GB",
         prefix: str = MODEL,
         is_fused: bool = False,
     ) -> None:
@@ -77,7 +77,7 @@ class Job:
             place, lambda name: (MODEL if name in untrained else prefix) + name
         )
         self.seq_len = int(manifest["data_identity"]["training.seq_len"])
-        self.dtype, self.max_shard_bytes, self.is_fused = dtype, max_shard_bytes, is_fused
+        self.dtype, self.max_shard_size, self.is_fused = dtype, max_shard_size, is_fused
         self.tokenizer, self.other_files = tokenizer, other_files
         self.ends_of_text = sorted(text_ends(tokenizer))
         special = end_ids(tokenizer)
@@ -168,7 +168,7 @@ def _write_weights(job: Job, folder: Path, tensors: Mapping[str, ForeignTensor])
         shapes,
         get_storage_size=lambda shape: math.prod(shape) * job.dtype.itemsize,
         filename_pattern="model{suffix}.safetensors",
-        max_shard_size=job.max_shard_bytes,
+        max_shard_size=job.max_shard_size,
     )
     for file, names in split.filename_to_tensors.items():
         wanted, found = {*names}, dict[str, Tensor]()

@@ -7,7 +7,6 @@ from functools import partial
 from html import escape
 from itertools import pairwise
 from statistics import fmean, median
-from typing import Any
 
 from meshwright.config.changes import Difference, differences, effect_of, shown
 from meshwright.config.section import OnResume
@@ -47,10 +46,9 @@ FIGURES = (
 def page(run: Run) -> str:
     """Return the report of a run."""
     title = run.folder.resolve().name
-    config = run.config
-    description = config.get("job", {}).get("description", "")
+    description = run.config.get("job", {}).get("description", "")
     sections = {
-        "": _tiles(run, config),
+        "": _tiles(run),
         "Curves": _charts(run),
         "Loads of experts": loads_map(run),
         "Time": _time_table(run),
@@ -60,10 +58,10 @@ def page(run: Run) -> str:
         "Skipped steps": skipped_table(run),
         "Proof": proof_table(run),
         "Environment": environment_table(run),
-        "Config": config_table(run, config),
+        "Config": config_table(run),
     }
     head = f"""<h1>{escape(title)}</h1>
-<p>{_state(run, config)} <span class="soft">{escape(description)}</span></p>"""
+<p>{_state(run)} <span class="soft">{escape(description)}</span></p>"""
     return document(title, f"{head}{_body(sections)}{_made([run])}")
 
 
@@ -88,21 +86,21 @@ def _validation_losses(run: Run) -> list[str]:
     return [name for name in run.names("validation/") if name.endswith("/loss")]
 
 
-def _state(run: Run, config: dict[str, Any]) -> str:
+def _state(run: Run) -> str:
     """Return whether the run is at its end, as a pill."""
     step = run.last("step") or 0
     if run.history and run.history[-1]["event"] == "end":
         reason = str(run.history[-1].get("reason", ""))
         kind = "good" if reason == "finished" else "warn"
         return f'<span class="pill {kind}">{escape(reason)}</span>'
-    steps = config.get("training", {}).get("steps")
+    steps = run.config.get("training", {}).get("steps")
     if step == steps:
         return '<span class="pill good">finished</span>'
     return '<span class="pill warn">running, or ended without a word</span>'
 
 
-def _tiles(run: Run, config: dict[str, Any]) -> str:
-    steps = config.get("training", {}).get("steps")
+def _tiles(run: Run) -> str:
+    steps = run.config.get("training", {}).get("steps")
     of_steps = f"of {steps:,}" if isinstance(steps, int) else ""
     tiles = [("step", f"{run.last('step') or 0:,}", of_steps)]
     if (tokens := run.last(TOKENS)) is not None:

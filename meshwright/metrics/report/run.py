@@ -5,6 +5,7 @@ import math
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ class Run:
         """Steps after which another process resumed, or another stage began."""
         return [int(row["step"]) for row in self.starts[1:]]
 
-    @property
+    @cached_property
     def config(self) -> dict[str, Any]:
         """The values of every key; none, if config.toml cannot be read."""
         try:

@@ -138,13 +138,13 @@ def environment_table(run: Run) -> str:
     return table((), rows)
 
 
-def config_table(run: Run, config: dict[str, Any]) -> str:
-    if not config:
+def config_table(run: Run) -> str:
+    if not run.config:
         return ""
     defaults = JobConfig().model_dump(mode="json")
     rows = [
         [d.key, shown(d.new), shown(d.old)]
-        for d in differences(defaults, config)
+        for d in differences(defaults, run.config)
         if shown(d.new) != shown(d.old) and d.key != "job.config_file" and shown(d.new) != "absent"
     ]
     return (

@@ -15,12 +15,8 @@ FAMILIES: tuple[str, ...] = (
     "meshwright.models.families.olmoe",
     "meshwright.models.families.mixtral",
 )
-"""Modules, free of torch, each with a `FAMILY` of the module's name. The first
-stays the first: see `FIRST`."""
+"""Modules, free of torch, each with a `FAMILY` of the module's name."""
 
-FIRST = FAMILIES[0].rpartition(".")[2]
-"""The family of configs that name none; and of checkpoints that name none, which were saved when it
-was the only one."""
 
 MODELS: dict[str, Family] = {
     family.name: family for family in (resolve_name(f"{module}:FAMILY") for module in FAMILIES)
