@@ -19,7 +19,7 @@ from meshwright.checkpoint import on_ranks as shared_folder
 from meshwright.checkpoint.manager import CheckpointManager
 from meshwright.config.job_config import Checkpoint
 from meshwright.config.loader import load_config
-from meshwright.datasets import files
+from meshwright.datasets import files, opening
 from meshwright.datasets.samples import SampleRules
 from meshwright.datasets.stream import Cursor, SampleStream
 from meshwright.system.errors import ConfigError, in_ranges
@@ -256,6 +256,18 @@ def opened(folder: Path, mode: str) -> tuple[int, list[str], list[int]]:
     assert sample is not None
     contents = [source.content for source in (*sources, *held_out)]
     return len(looked), contents, sample.tokens.tolist()
+
+
+@pytest.mark.ranks(2)
+def test_the_first_rank_of_each_machine_looks_at_its_files(tmp_path: Path) -> None:
+    data(tmp_path / "data")
+    dist.barrier()
+    words = words_of(tmp_path, tmp_path / "data", training__dataset_mode="streamed")
+    plan = preflight(load_config(words), 2, looks_at_files=False)
+    manager = CheckpointManager(plan.checkpoint_folder, plan.config.checkpoint)
+    there = patch.object(opening, "_content", lambda *_: f"of machine {dist.get_rank()}")
+    with there, patch.dict(os.environ, LOCAL_RANK="0"), pytest.raises(ConfigError, match="rank 1"):
+        _open_data(plan, manager)
 
 
 @pytest.mark.parametrize("mode", ["cached", "streamed", "hub"])

@@ -31,7 +31,7 @@ from meshwright.system.errors import ConfigError, SaveError, StorageError
 from tests.helpers.checkpoints import BARE, Trap, republish
 from tests.helpers.files import failing_reads, flip_bit, no_room, tree
 
-ROWS = 131  # uneven shards
+ROWS = 131  # uneven shards, which torch.save writes before their file is closed
 
 
 class State:
@@ -39,7 +39,7 @@ class State:
 
     def __init__(self, value: float) -> None:
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        whole = torch.arange(ROWS * 8.0).view(ROWS, 8) + value
+        whole = torch.arange(ROWS * 80.0).view(ROWS, 80) + value
         self.weight = distribute_tensor(whole, mesh, [Shard(0)])
         self.step = torch.tensor(value)
         self.rng = torch.full((100,), dist.get_rank(), dtype=torch.uint8)

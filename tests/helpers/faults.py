@@ -12,7 +12,6 @@ from unittest.mock import patch
 
 import torch
 from torch import nn
-from torch.distributed import fsdp
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.parallel import RowwiseParallel
@@ -61,18 +60,6 @@ def no_sum_over_tp() -> Iterator[None]:
         return outputs.to_local().chunk(mesh.size(), dim=1)[mesh.get_local_rank()]
 
     with patch.object(RowwiseParallel, "_prepare_output_fn", staticmethod(keep_own)):
-        yield
-
-
-@fault
-def gradients_summed_in_bf16() -> Iterator[None]:
-    """Over ranks, where fp32 was asked for."""
-    real = fsdp.MixedPrecisionPolicy
-
-    def low(**options):
-        return real(**options | {"reduce_dtype": torch.bfloat16})
-
-    with patch.object(fsdp, "MixedPrecisionPolicy", low):
         yield
 
 

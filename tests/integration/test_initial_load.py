@@ -206,6 +206,7 @@ def sound(tmp_path_factory) -> Path:
         (config(hidden_size="32"), ("hidden_size is '32', not a positive integer",)),
         (config(quantization_config={"bits": 4}), ("the weights are quantized",)),
         (config(rope_parameters={"rope_type": "yarn"}), ("rope_type is 'yarn'",)),
+        (config(rope_parameters="yarn"), ("rope_parameters is 'yarn', not a table",)),
         (config(partial_rotary_factor=0.5), ("partial_rotary_factor is 0.5, which this model",)),
         # of each kind of layers, as transformers 5 has it
         (config(rope_parameters={"full_attention": LLAMA3}), ("full_attention is {",)),

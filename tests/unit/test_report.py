@@ -118,6 +118,7 @@ def test_a_report_is_one_whole_file_with_everything_in_it(folder, capsys) -> Non
     # 40 steps of 0.5 s, two validations, one save
     assert "0:00:31" in text
     assert "forward + backward0:00:1651.6%" in text
+    assert "forward + backwardoptimizerother" in text  # the legend of the chart
     begun = {"event": "start", "unix_s": 1.0, "is_new_stage": True}
     lines(folder / "history.jsonl", [{**begun, "step": step} for step in (0, 10)])
     page, text = page_of(folder)
