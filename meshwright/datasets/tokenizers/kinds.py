@@ -203,8 +203,14 @@ def end_of_chat(tokenizer: Tokenizer) -> int | None:
 
 
 def prompt_tokens(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Return `text` as the beginning of a document; empty if it is no token and there is no BOS."""
-    return [*([] if tokenizer.bos_id is None else [tokenizer.bos_id]), *tokenizer.encode(text)]
+    """Return `text` as the beginning of a document; empty if it is no token and there is no BOS.
+
+    A special token's spelling is the token, as in a conversation, where the tokenizer can do that.
+    """
+    chat = getattr(tokenizer, "encode_chat", None)
+    ids = tokenizer.encode(text) if chat is None else chat(well_formed(text))[0]
+    has_bos = tokenizer.bos_id is None or ids[:1] == [tokenizer.bos_id]
+    return ids if has_bos else [tokenizer.bos_id, *ids]
 
 
 def find_file(path: str) -> Path:
