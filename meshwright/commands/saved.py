@@ -25,7 +25,7 @@ from meshwright.datasets.tokenizers.kinds import (
     Tokenizer,
     build_tokenizer,
     end_ids,
-    end_of_chat,
+    ends_of_text,
     prompt_tokens,
 )
 from meshwright.datasets.tokenizers.special_tokens import OWN, Ends
@@ -107,7 +107,7 @@ def open_source(place: Place, tokenizer_path: str | None) -> Iterator[TextSource
         tokenizer, _ = open_tokenizer(found, manifest, tokenizer_path)
         args = saved_args(found, manifest, saved_spec(found, manifest).args)
         length = manifest["data_identity"].get("training.seq_len", 0)
-        yield TextSource(args, CheckpointWeights(found), tokenizer, _eos(tokenizer), length)
+        yield TextSource(args, CheckpointWeights(found), tokenizer, ends_of_text(tokenizer), length)
 
 
 def _open_hf(place: Place, tokenizer_path: str | None) -> TextSource:
@@ -121,12 +121,7 @@ def _open_hf(place: Place, tokenizer_path: str | None) -> TextSource:
     tokenizer = _build_tokenizer(tokenizer_path or str(place.path), OWN, fix)
     weights = HuggingFaceWeights(place, spec.hf, args)
     length = place.read_json(CONFIG).get("max_position_embeddings", 0)
-    return TextSource(args, weights, tokenizer, _eos(tokenizer) | _stops(place), length)
-
-
-def _eos(tokenizer: Tokenizer) -> frozenset[int]:
-    ends = {tokenizer.eos_id, end_of_chat(tokenizer)}
-    return frozenset(token_id for token_id in ends if token_id is not None)
+    return TextSource(args, weights, tokenizer, ends_of_text(tokenizer) | _stops(place), length)
 
 
 def _stops(place: Place) -> frozenset[int]:

@@ -24,7 +24,7 @@ from meshwright.checkpoint.find import saved_args
 from meshwright.checkpoint.manifest import Manifest
 from meshwright.checkpoint.reader import CheckpointWeights
 from meshwright.checkpoint.state import MODEL
-from meshwright.datasets.tokenizers.kinds import Tokenizer, end_ids, end_of_chat
+from meshwright.datasets.tokenizers.kinds import Tokenizer, end_ids, ends_of_text
 from meshwright.models.decoder import Decoder
 from meshwright.models.family import Family, ForeignTensor
 from meshwright.parallelisms.local_model import keep_modules
@@ -79,8 +79,7 @@ class Job:
         self.seq_len = int(manifest["data_identity"]["training.seq_len"])
         self.dtype, self.max_shard_bytes, self.is_fused = dtype, max_shard_bytes, is_fused
         self.tokenizer, self.other_files = tokenizer, other_files
-        ends = {tokenizer.eos_id, end_of_chat(tokenizer)}
-        self.ends_of_text = sorted(token for token in ends if token is not None)
+        self.ends_of_text = sorted(ends_of_text(tokenizer))
         special = end_ids(tokenizer)
         self.special_tokens = {key: token for key, token in special.items() if token is not None}
 

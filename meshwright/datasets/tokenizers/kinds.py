@@ -202,6 +202,12 @@ def end_of_chat(tokenizer: Tokenizer) -> int | None:
     return tokenizer.special_ids.get(tokenizer.special_names.get("eos_token", ""))
 
 
+def ends_of_text(tokenizer: Tokenizer) -> frozenset[int]:
+    """Return the tokens that end a text."""
+    ends = {tokenizer.eos_id, end_of_chat(tokenizer)}
+    return frozenset(token_id for token_id in ends if token_id is not None)
+
+
 def prompt_tokens(tokenizer: Tokenizer, text: str) -> list[int]:
     """Return `text` as the beginning of a document; empty if it is no token and there is no BOS.
 
@@ -209,8 +215,8 @@ def prompt_tokens(tokenizer: Tokenizer, text: str) -> list[int]:
     """
     chat = getattr(tokenizer, "encode_chat", None)
     ids = tokenizer.encode(text) if chat is None else chat(well_formed(text))[0]
-    has_bos = tokenizer.bos_id is None or ids[:1] == [tokenizer.bos_id]
-    return ids if has_bos else [tokenizer.bos_id, *ids]
+    before = [] if tokenizer.bos_id is None or ids[:1] == [tokenizer.bos_id] else [tokenizer.bos_id]
+    return [*before, *ids]
 
 
 def find_file(path: str) -> Path:
