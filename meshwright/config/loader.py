@@ -30,6 +30,7 @@ from meshwright.config.section import (
     OUTPUT_PATH,
     PATH_OR_NAME,
 )
+from meshwright.config.stages import error_of_stage
 from meshwright.config.torchtitan.translate import is_torchtitan, translate
 from meshwright.config.training import Source
 from meshwright.system.errors import (
@@ -232,7 +233,10 @@ def with_lines(error: ConfigError, given: Namespace) -> ConfigError:
     keys = [one.key for one in getattr(error, "errors", [error])]
     if not any(key.partition(".")[0] in JobConfig.model_fields for key in keys):
         return error
-    return ConfigError("", read(given).provenance.explain(error))
+    again = read(given)
+    if stage := getattr(given, "stage", 0):
+        error = error_of_stage(error, again.config(), stage - 1)
+    return ConfigError("", again.provenance.explain(error))
 
 
 def _check_override(key: Key, text: str) -> None:

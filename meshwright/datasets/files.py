@@ -193,6 +193,9 @@ def local_files(entry: Entry) -> list[DataFile]:
     """
     path, suffixes = entry.source.dataset_path, SUFFIXES[entry.source.dataset]
     found = list[DataFile]()
+    if os.path.exists(os.path.join(path, "dataset_dict.json")):  # a test split would be trained on
+        fix = f"name one of them, for example {os.path.join(path, 'train')}"
+        raise entry.error("dataset_path", "is a DatasetDict with its splits", fix)
     with suppress(FileNotFoundError):  # a web server's answer
         found = resolve(path, suffixes)
     if found:

@@ -203,7 +203,8 @@ def openable(entry: Entry) -> Iterator[None]:
     except BaseException as error:
         if may_pass(error):
             raise unreadable_now(entry, key, _reason(error)) from error
-        raise entry.error(key, f"cannot be opened: {_reason(error)}") from error
+        fix = 'set dataset = "arrow" and dataset_path to it' * ("save_to_disk" in str(error))
+        raise entry.error(key, f"cannot be opened: {_reason(error)}", fix) from error
 
 
 def _reason(error: BaseException) -> str:

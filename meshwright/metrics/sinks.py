@@ -50,7 +50,8 @@ def validation_loss(figures: Mapping[str, Any]) -> float | None:
 
 
 class Spared:
-    """A sink whose files may fail: it warns once, and tries again with every record."""
+    """A sink that may fail, as a full disk or code of the user's: it warns once, and tries again
+    with every record."""
 
     def __init__(self, name: str, make: Callable[[], Sink]) -> None:
         self._name, self._make = name, make
@@ -76,9 +77,13 @@ class Spared:
             if self._sink is None:
                 self._sink = self._make()
             do(self._sink)
-        except OSError as error:
+        except Exception as error:
+            is_bug = not isinstance(error, OSError)
+            if is_bug and self._sink is None:  # nothing is lost yet
+                raise
             if not self._has_warned:
-                logger.warning("%s cannot be written: %s; training continues", self._name, error)
+                words = "%s cannot be written: %s; training continues"
+                logger.warning(words, self._name, error, exc_info=is_bug)
             self._has_warned = True
 
 

@@ -1,7 +1,7 @@
 """Validation: the loss on held-out data, and texts that the model writes, on any mesh."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ from meshwright.datasets.loader import padded_samples, to_batches
 from meshwright.datasets.opening import CachedSource, OpenSource
 from meshwright.datasets.samples import Sample, SampleRules
 from meshwright.datasets.stream import Cursor, SampleStream
-from meshwright.datasets.tokenizers.kinds import prompt_tokens
+from meshwright.datasets.tokenizers.kinds import text_ends, prompt_tokens
 from meshwright.models.loss import IGNORE, Batch, SummedLoss, has_loss
 from meshwright.parallelisms.context_parallel import local_part, local_positions
 from meshwright.parallelisms.data_parallel import reset_after_no_grad
@@ -124,7 +124,7 @@ def continue_prompts(
     *,
     shape: tuple[int, int],
     num_tokens: int,
-    eos_id: int | None,
+    stop: Collection[int],
     mask_documents: bool,
     is_stopped: Callable[[], bool],
 ) -> list[list[int]] | None:
@@ -136,7 +136,7 @@ def continue_prompts(
         model: as `evaluate` takes it.
         prompts: at least one token each; with `num_tokens` more, at most as long as a sequence.
         shape: B and S of a microbatch of training. B prompts are continued at a time.
-        eos_id: token that ends a text; it is not part of it.
+        stop: tokens that end a text; they are not part of it.
         mask_documents: give attention the mask that it has in training.
         is_stopped: a collective, asked before each token.
     """
@@ -150,7 +150,7 @@ def continue_prompts(
 
     with _chooses_tokens(model):
         is_whole = all(
-            _continue(rows[first : first + shape[0]], choose, num_tokens, eos_id)
+            _continue(rows[first : first + shape[0]], choose, num_tokens, stop)
             for first in range(0, len(rows), shape[0])
         )
     for stage in model.stages:
@@ -164,7 +164,7 @@ def _continue(
     rows: Sequence[list[int]],
     choose: Callable[[Sequence[Sequence[int]]], list[int] | None],
     num_tokens: int,
-    eos_id: int | None,
+    stop: Collection[int],
 ) -> bool:
     """Put the tokens that `choose` gives behind each of `rows`; return False once it gives none."""
     ended = [False] * len(rows)
@@ -173,7 +173,7 @@ def _continue(
         if chosen is None:
             return False
         for number, (row, token) in enumerate(zip(rows, chosen, strict=False)):
-            ended[number] |= token == eos_id
+            ended[number] |= token in stop
             if not ended[number]:
                 row.append(token)
         if all(ended):
@@ -319,7 +319,7 @@ def write_texts(
         meshes,
         shape=(training.local_batch_size, training.seq_len),
         num_tokens=validation.sample_tokens,
-        eos_id=tokenizer.eos_id,
+        stop=text_ends(tokenizer),
         mask_documents=training.mask_documents,
         is_stopped=is_stopped,
     )

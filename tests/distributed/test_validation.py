@@ -65,7 +65,7 @@ def texts_of(
     job: Job,
     *,
     num_tokens: int = NUM_TOKENS,
-    eos_id: int | None = None,
+    stop: frozenset[int] = frozenset(),
     mask_documents: bool = False,
     is_stopped: Callable[[], bool] = lambda: False,
 ) -> list[list[int]] | None:
@@ -76,7 +76,7 @@ def texts_of(
         job.meshes,
         shape=job.part(data()[0])[0].tokens.shape,
         num_tokens=num_tokens,
-        eos_id=eos_id,
+        stop=stop,
         mask_documents=mask_documents,
         is_stopped=is_stopped,
     )
@@ -178,7 +178,7 @@ def test_texts_are_those_of_plain_pytorch(dims, options) -> None:
     assert len(cut[1]) <= 3 < max(map(len, cut))
     job = job_of(dims, options)
     assert texts_of(job) == texts_of(job, mask_documents=True) == want
-    assert texts_of(job, eos_id=eos_id) == cut
+    assert texts_of(job, stop=frozenset({eos_id})) == cut
     outputs = [stage.output for stage in job.model.stages if stage.output is not None]
     assert not any(isinstance(output.loss, NextToken) for output in outputs)
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from meshwright.datasets.tokenizers.chat import ChatTemplate
 from meshwright.datasets.tokenizers.huggingface import WALL, special_tokens
-from meshwright.datasets.tokenizers.kinds import build_tokenizer, find_template
+from meshwright.datasets.tokenizers.kinds import build_tokenizer, find_template, prompt_tokens
 from meshwright.system.errors import ConfigError
 from tests.helpers.tokenizer_files import (
     byte_level_json,
@@ -128,6 +128,18 @@ def test_ids_and_loss_are_those_of_transformers(folder: Path, kind: str, templat
         assert ids == expected["input_ids"]
         if "generation %" in template:
             assert counts == [bool(flag) for flag in expected["assistant_masks"]]
+
+
+@pytest.mark.parametrize(("kind", "template"), CASES)
+def test_a_prompt_in_the_form_of_a_chat_has_the_ids_of_transformers(folder, kind, template) -> None:
+    form = {"chat_template": template, "add_generation_prompt": "<|im_start|>" in template}
+    there, here = theirs(folder, kind), ours(folder, kind)
+    for messages in CONVERSATIONS:
+        rendered = there.apply_chat_template(messages, tokenize=False, **form)
+        ids = there.apply_chat_template(messages, **form)["input_ids"]
+        before = [] if ids[0] == here.bos_id else [here.bos_id]
+        assert prompt_tokens(here, rendered) == [*before, *ids]
+    assert prompt_tokens(here, "a text") == [here.bos_id, *here.encode("a text")]
 
 
 ASKED_TWICE = talk("ask", "answer 1", "ask again", "answer 2 😀", "and again")

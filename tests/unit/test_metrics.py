@@ -163,8 +163,8 @@ def test_texts_are_written_as_they_are(tmp_path, caplog) -> None:
 
 
 def test_a_sink_that_fails_warns_once_and_is_tried_again(caplog) -> None:
-    full = OSError(28, "No space left on device")
-    file = Mock(write=Mock(side_effect=[full, full, full, None]))
+    full, bug = OSError(28, "No space left on device"), KeyError("validation/loss")
+    file = Mock(write=Mock(side_effect=[full, bug, full, None]))
     sink = Spared("a.jsonl", lambda: file)
     for step in (1, 2, 3, 4):
         sink.write({"step": step})
@@ -172,6 +172,8 @@ def test_a_sink_that_fails_warns_once_and_is_tried_again(caplog) -> None:
     assert caplog.messages == [
         "a.jsonl cannot be written: [Errno 28] No space left on device; training continues"
     ]
+    with pytest.raises(KeyError):  # at the start, before a step could be lost
+        Spared("b", Mock(side_effect=bug))
 
 
 def test_a_record_is_written_whole_or_not_at_all(tmp_path) -> None:

@@ -16,7 +16,7 @@ EOS = 9
 def test_a_text_stays_ended_while_another_continues() -> None:
     chosen = iter([[EOS, 1], [2, 3], [4, EOS], [5, 6]])
     rows = [[0], [0, 0]]
-    assert _continue(rows, lambda rows: next(chosen), 4, EOS)
+    assert _continue(rows, lambda rows: next(chosen), 4, {EOS})
     assert rows == [[0], [0, 0, 1, 3]]
     assert next(chosen) == [5, 6]  # not asked for once all have ended
 
@@ -25,6 +25,7 @@ class _Words:
     """Puts spaces between tokens, as sentencepiece does: parts of a text do not join to it."""
 
     bos_id, eos_id = 0, EOS
+    special_ids, special_names = {"<end>": 7}, {"eos_token": "<end>"}  # of a chat
     words = ("<s>", "one", "two", "three")
 
     def encode(self, text: str) -> list[int]:
@@ -53,10 +54,10 @@ def test_prompts_and_their_texts_are_decoded_together(monkeypatch) -> None:
     seen, found = [], iter([[[2, 3], [3]], None])
 
     def continue_prompts(_: object, prompts: list[list[int]], *__: object, **options: object):
-        seen.append((prompts, options["num_tokens"], options["eos_id"]))
+        seen.append((prompts, options["num_tokens"], options["stop"]))
         return next(found)
 
     monkeypatch.setattr(parts, "continue_prompts", continue_prompts)
     texts = [parts.write_texts(plan, None, None, lambda: False) for _ in range(2)]
     assert texts == [{"one": "one two three", "one two": "one two three"}, {}]
-    assert seen == [([[0, 1], [0, 1, 2]], 2, EOS)] * 2
+    assert seen == [([[0, 1], [0, 1, 2]], 2, {EOS, 7})] * 2

@@ -82,6 +82,17 @@ def test_local_files(kind: str, folder: Path) -> None:
     assert [doc for n in range(documents.parts) for doc in documents.read_part(n)] == TEXTS
 
 
+def test_what_save_to_disk_wrote_is_named(folder: Path) -> None:
+    rows = datasets.Dataset.from_list(ROWS)
+    datasets.DatasetDict(train=rows, test=rows).save_to_disk(folder)
+    one_of = f"is a DatasetDict with its splits\n  fix: name one of them, for .* {folder}/train"
+    with pytest.raises(ConfigError, match=one_of):
+        open_documents(dataset="arrow", dataset_path=str(folder))
+    assert read_all(open_documents(dataset="arrow", dataset_path=f"{folder}/train")) == TEXTS
+    with pytest.raises(ConfigError, match='save_to_disk.*\n  fix: set dataset = "arrow"'):
+        open_documents(dataset=f"{folder}/train")
+
+
 @pytest.mark.parametrize("kind", ["json", "parquet", "text", "arrow"])
 def test_a_reader_begins_again_where_it_was(kind: str, folder: Path) -> None:
     write(kind, folder)

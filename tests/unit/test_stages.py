@@ -248,6 +248,10 @@ def test_check_looks_at_every_stage(tmp_path, capsys) -> None:
     assert "stage 1 to step 8" in printed
     assert "stage 3 to step 24" in printed
     assert "8 steps of 128 tokens, stage 3" in printed
+    path = tmp_path / "config.toml"
+    path.write_text(path.read_text().replace("seq_len = 32", "local_batch_size = 3"))
+    with pytest.raises(ConfigError, match="toml:[0-9]*: training.stages.2.global_batch_size = 4: "):
+        command("plan")([path, "--stage", "3", "--world-size", "1", "--device", "cpu"])
 
 
 def test_held_out_documents_of_every_stage_are_tokenised_ahead(tmp_path, monkeypatch) -> None:

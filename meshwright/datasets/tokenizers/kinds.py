@@ -209,8 +209,14 @@ def text_ends(tokenizer: Tokenizer) -> frozenset[int]:
 
 
 def prompt_tokens(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Return `text` as the beginning of a document; empty if it is no token and there is no BOS."""
-    return [*([] if tokenizer.bos_id is None else [tokenizer.bos_id]), *tokenizer.encode(text)]
+    """Return `text` as the beginning of a document; empty if it is no token and there is no BOS.
+
+    A special token's spelling is the token, as in a conversation, where the tokenizer can do that.
+    """
+    chat = getattr(tokenizer, "encode_chat", None)
+    ids = tokenizer.encode(text) if chat is None else chat(well_formed(text))[0]
+    before = [] if tokenizer.bos_id is None or ids[:1] == [tokenizer.bos_id] else [tokenizer.bos_id]
+    return [*before, *ids]
 
 
 def find_file(path: str) -> Path:
