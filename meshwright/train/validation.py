@@ -13,7 +13,7 @@ from meshwright.datasets.loader import padded_samples, to_batches
 from meshwright.datasets.opening import CachedSource, OpenSource
 from meshwright.datasets.samples import Sample, SampleRules
 from meshwright.datasets.stream import Cursor, SampleStream
-from meshwright.datasets.tokenizers.kinds import text_ends, prompt_tokens
+from meshwright.datasets.tokenizers.kinds import prompt_tokens, text_ends
 from meshwright.models.loss import IGNORE, Batch, SummedLoss, has_loss
 from meshwright.parallelisms.context_parallel import local_part, local_positions
 from meshwright.parallelisms.data_parallel import reset_after_no_grad
