@@ -40,6 +40,7 @@ class Claim:
     def __init__(self, folder: Path, nonce: str) -> None:
         job = next((os.environ[name] for name in JOB_IDS if os.environ.get(name)), "")
         self._folder, self._claim = folder, claims.Claim(folder / FILE, nonce, job)
+        self._made = [folder]
 
     def take(self) -> None:
         """Become the folder's job; wait a little for another to end, or to prove gone. The folder
@@ -50,6 +51,8 @@ class Claim:
             OSError: if the folder cannot be written, or something else has the file's name.
         """
         begun, file, me = time.monotonic(), self._claim.file, self._claim.owner
+        above = [path for path in (self._folder, *self._folder.parents) if not path.exists()]
+        self._made = above or [self._folder]
         make_folder(self._folder)
         seen: State | None = None
         has_beaten = False
@@ -69,12 +72,13 @@ class Claim:
             time.sleep(POLL_S)
 
     def give_back(self) -> None:
-        """Let another job have the folder, and remove that if it is empty. Does nothing if it was
-        not taken, or was taken over."""
+        """Let another job have the folder, and remove that if it is empty, as the folders made for
+        it. Does nothing if it was not taken, or was taken over."""
         with only_warn("%s could not be removed", self._claim.file):
             if self._claim.give_back():
                 with suppress(OSError):  # it holds checkpoints
-                    self._folder.rmdir()
+                    for folder in self._made:
+                        folder.rmdir()
 
     def _refuse(self, owner: Owner | None) -> None:
         raise ConfigError(
