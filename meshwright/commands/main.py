@@ -21,6 +21,7 @@ from meshwright.system.errors import (
     DataError,
     did_you_mean,
 )
+from meshwright.system.files import may_pass
 from meshwright.system.log import print_error, steady_streams
 from meshwright.system.modules import uncollected
 
@@ -137,7 +138,7 @@ def run(words: Sequence[str]) -> None:
     try:
         command(given)
     except OSError as error:
-        if error.filename is None:  # of stdout
+        if error.filename is None or may_pass(error):  # of stdout; or worth another start
             raise
         raise ConfigError("", f"{error.filename}: {error.strerror}") from None
     except ConfigError as error:

@@ -23,6 +23,7 @@ from meshwright.config.loader import load_config
 from meshwright.system import machine
 from meshwright.system.errors import (
     EXIT_CODES,
+    EXIT_CONFIG,
     EXIT_HANG,
     EXIT_INTERRUPTED,
     EXIT_STOPPED,
@@ -139,14 +140,17 @@ def test_version_and_unknown_commands(monkeypatch, capsys) -> None:
         run(["checkpoint", "lss"])
 
 
-def test_ctrl_c_is_no_traceback_and_a_full_disk_of_a_file_not_of_stdout(monkeypatch) -> None:
-    ends = Mock(side_effect=[KeyboardInterrupt, OSError(errno.ENOSPC, "No space left", "a file")])
+def test_ctrl_c_is_no_traceback_nor_is_a_full_disk(monkeypatch, capsys) -> None:
+    full, gone = (OSError(code, "said", "a file") for code in (errno.ENOSPC, errno.ESTALE))
+    ends = Mock(side_effect=[KeyboardInterrupt, full, gone])
     monkeypatch.setattr("meshwright.commands.config.json_schema", ends)
     monkeypatch.setattr("sys.argv", ["meshwright", "schema"])
-    with pytest.raises(SystemExit) as end:
-        main()
-    assert end.value.code == EXIT_INTERRUPTED
-    with pytest.raises(OSError, match="No space left: 'a file'"):
+    for code in (EXIT_INTERRUPTED, EXIT_CONFIG):
+        with pytest.raises(SystemExit) as end:
+            main()
+        assert end.value.code == code
+    assert capsys.readouterr().err == "meshwright: a file: said\n"
+    with pytest.raises(OSError, match="said"):  # exit code 1: a scheduler may try again
         main()
 
 
