@@ -294,6 +294,9 @@ class Documents(ABC):
         """One of `num_shards` pieces, in its own order, from `state` on."""
 
 
+AGAIN = "run the same command again when the network or the file system answers"
+
+
 class IndexedDocuments(Documents):
     """Documents that can be had by index. What is none is a bad record."""
 
@@ -316,10 +319,13 @@ class IndexedDocuments(Documents):
         try:
             return _checked(self._get(index), f"{words}:")
         except BaseException as error:  # whatever the user's function raises
-            if isinstance(error, (ConfigError, DataError, *PASSED_ON)) or may_pass(error):
+            if isinstance(error, (ConfigError, DataError, StorageError, *PASSED_ON)):
                 raise
             line = line_of(error, getattr(getattr(self._get, "__code__", None), "co_filename", ""))
-            return RecordError("", f"{words}: {type(error).__name__}: {error}{line}")
+            what = f"{type(error).__name__}: {error}{line}"
+            if may_pass(error):
+                raise StorageError(f"{words} cannot be read now: {what}\n  fix: {AGAIN}") from error
+            return RecordError("", f"{words}: {what}")
 
 
 LEAST_PART, MOST_PART, MANY_PARTS = 1 << 21, 1 << 28, 256
@@ -387,8 +393,7 @@ def unreadable(entry: Entry, error: OSError) -> ConfigError | StorageError:
 
 def unreadable_now(entry: Entry, key: str, what: str) -> StorageError:
     """A scheduler starts a job that ends by it again."""
-    fix = "run the same command again when the network or the file system answers"
-    return StorageError(str(entry.error(key, f"cannot be read now: {what}", fix)))
+    return StorageError(str(entry.error(key, f"cannot be read now: {what}", AGAIN)))
 
 
 def _layout(entry: Entry) -> Layout:
