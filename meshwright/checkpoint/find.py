@@ -3,6 +3,7 @@
 Free of torch.
 """
 
+import os
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -101,8 +102,10 @@ def find_entries(place: Place) -> list[Path]:
     is_of_hf = (path / "config.json").is_file()  # as in {dump_folder}/hf/step-N
     if (path / MANIFEST).is_file() or (NAME.fullmatch(path.name) and not is_of_hf):
         return [path]
-    within = dict.fromkeys([*sorted(path.iterdir()), *_folder_of_job(path)])
-    folders = [path] if entries(path) else [one for one in within if entries(one)]
+    within = [*_folder_of_job(path), *sorted(path.iterdir())]
+    # by their places: the config, or a link, may name one of them once more
+    places = {os.path.realpath(one): one for one in within}
+    folders = [path] if entries(path) else [one for one in places.values() if entries(one)]
     # {dump_folder}/hf holds models of another format
     folders = [one for one in folders if any(one.glob(f"*/{MANIFEST}"))] or folders
     names = ", ".join(map(str, folders))

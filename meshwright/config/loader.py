@@ -233,9 +233,10 @@ def with_lines(error: ConfigError, given: Namespace) -> ConfigError:
     keys = [one.key for one in getattr(error, "errors", [error])]
     if not any(key.partition(".")[0] in JobConfig.model_fields for key in keys):
         return error
-    again = read(given)
-    if stage := getattr(given, "stage", 0):
-        error = error_of_stage(error, again.config(), stage - 1)
+    again, stage = read(given), getattr(given, "stage", 0)
+    is_of_stage = not any(key.startswith("training.stages") for key in keys)
+    if is_of_stage and 1 <= stage <= len((config := again.config()).training.stages):
+        error = error_of_stage(error, config, stage - 1)
     return ConfigError("", again.provenance.explain(error))
 
 

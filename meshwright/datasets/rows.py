@@ -30,15 +30,14 @@ from meshwright.system.errors import (
 from meshwright.system.files import may_pass
 from meshwright.system.modules import import_user_module, line_of
 
+AGAIN = "run the same command again when the network or the file system answers"
 Messages = list[dict[str, str]]
-
 Document = str | Messages
 """A text, or a conversation. An empty text is no document."""
 
 
 def is_on_side(entry: Entry, document: Document) -> bool:
-    """Return whether a document is of the part of the source that is meant, by its content alone:
-    two that are equal are in the same part, whatever their order."""
+    """Return whether a document is of the part that is meant, by its content, not its place."""
     if not entry.held_out:
         return True
     content = document if isinstance(document, str) else json.dumps(document)
@@ -212,7 +211,7 @@ def row_reader(entry: Entry) -> ToItem:
             if is_document(document := document_of(row)):
                 return document if is_on_side(entry, document) else ""
             holds = "the function returns" if function else f"{column!r} holds"
-            raise ValueError(f"{holds} {_neither(document)}")
+            return entry.record_error(key, f"{place}: {holds} {_neither(document)}")
         except ValueError as error:
             return entry.record_error(key, f"{place}: {error}")
 
@@ -303,8 +302,7 @@ class IndexedDocuments(Documents):
         self._size, self._get = size, get
         self.max_shards = max(size, 1)
         # some for each process, and none larger than a few hundred MB of tokens
-        few = 8 if size < 4096 else 64
-        self.parts = max(min(size, few), -(-size // 2**18), 1)
+        self.parts = max(min(size, 8 if size < 4096 else 64), -(-size // 2**18), 1)
 
     def read(self, shard: int, num_shards: int, state: Any = None) -> Reader:
         begin, end = (self._size * s // num_shards for s in (shard, shard + 1))
@@ -316,10 +314,13 @@ class IndexedDocuments(Documents):
         try:
             return _checked(self._get(index), f"{words}:")
         except BaseException as error:  # whatever the user's function raises
-            if isinstance(error, (ConfigError, DataError, *PASSED_ON)) or may_pass(error):
+            if isinstance(error, (ConfigError, DataError, StorageError, *PASSED_ON)):
                 raise
             line = line_of(error, getattr(getattr(self._get, "__code__", None), "co_filename", ""))
-            return RecordError("", f"{words}: {type(error).__name__}: {error}{line}")
+            what = f"{type(error).__name__}: {error}{line}"
+            if may_pass(error):
+                raise StorageError(f"{words} cannot be read now: {what}\n  fix: {AGAIN}") from error
+            return RecordError("", f"{words}: {what}")
 
 
 LEAST_PART, MOST_PART, MANY_PARTS = 1 << 21, 1 << 28, 256
@@ -387,8 +388,7 @@ def unreadable(entry: Entry, error: OSError) -> ConfigError | StorageError:
 
 def unreadable_now(entry: Entry, key: str, what: str) -> StorageError:
     """A scheduler starts a job that ends by it again."""
-    fix = "run the same command again when the network or the file system answers"
-    return StorageError(str(entry.error(key, f"cannot be read now: {what}", fix)))
+    return StorageError(str(entry.error(key, f"cannot be read now: {what}", AGAIN)))
 
 
 def _layout(entry: Entry) -> Layout:

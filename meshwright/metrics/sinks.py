@@ -79,7 +79,7 @@ class Spared:
             do(self._sink)
         except Exception as error:
             is_bug = not isinstance(error, OSError)
-            if is_bug and self._sink is None:  # nothing is lost yet
+            if is_bug and self._sink is None and not self._has_warned:  # nothing is lost yet
                 raise
             if not self._has_warned:
                 words = "%s cannot be written: %s; training continues"

@@ -104,6 +104,9 @@ def fails(entry, streamed):
 def is_away(entry, streamed):
     raise ConnectionError("no connection")
 
+def times_out(index):
+    raise TimeoutError("no answer")
+
 def opens(entry, streamed):
     return IndexedDocuments(40, get)
 
@@ -118,6 +121,7 @@ DATASETS = {
     "holes": DatasetSpec(lambda *_: Endless(40, get), none),
     "fails": DatasetSpec(fails, none),
     "away": DatasetSpec(is_away, none),
+    "late": DatasetSpec(lambda *_: IndexedDocuments(40, times_out), none),
     "list": DatasetSpec(lambda entry, streamed: ["a text"], none),
     "files": DatasetSpec(opens, lambda entry: "a.txt"),
 }
@@ -128,10 +132,11 @@ DATASETS = {
     ("name", "says"),
     [
         ("bad", "^bad document 3: is null, which is neither text nor a list of"),
-        ("raises", r"^raises document 7: ZeroDivisionError: .* by zero \(.*mine.py:24\)"),
+        ("raises", r"^raises document 7: ZeroDivisionError: .* by zero \(.*mine.py:27\)"),
         ("holes", "^a document is null, which is neither"),
         ("fails", r"cannot be opened: RuntimeError: no such table \(.*mine.py:9\)"),
         ("away", "cannot be read now: ConnectionError: no connection"),
+        ("late", r"^late document 0 cannot be read now: TimeoutError: no answer \(.*mine.py:15\)"),
         ("list", "its function returns list, and no documents\n  fix: return IndexedDocuments"),
         ("files", "its function `files` returns 'a.txt', and no list of paths\n  fix: return"),
     ],
@@ -141,7 +146,7 @@ def test_faults_of_a_dataset_of_the_user_are_named(name, says, tmp_path) -> None
     own += ["--training.token_cache_folder", str(tmp_path / "cache")]
     config = load_config(own)
     extend_by(config.experimental.custom_import)
-    kind = StorageError if name == "away" else ConfigError  # that one may pass
+    kind = StorageError if name in ("away", "late") else ConfigError  # those may pass
     with pytest.raises(kind, match=says):
         open_data("training", config, num_workers=1)
     if name == "bad":

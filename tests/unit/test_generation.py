@@ -102,8 +102,10 @@ def test_the_command_writes_the_same_from_either_folder(tmp_path, capsys) -> Non
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     absolute = f"[checkpoint]\nfolder = '{checkpoint.parent}'\n"
-    (elsewhere / "config.toml").write_text(absolute)
-    for source in (checkpoint, tmp_path / "dump", elsewhere):
+    for folder in (elsewhere, tmp_path / "dump"):
+        (folder / "config.toml").write_text(absolute)
+    in_other_words = elsewhere / ".." / "dump"  # its config names the same folder
+    for source in (checkpoint, tmp_path / "dump", in_other_words, elsewhere):
         assert said(source) == PROMPT + text
     folder = tmp_path / "hf"
     of_job = shutil.copytree(folder, tmp_path / "dump" / "hf" / "step-4")

@@ -1,10 +1,14 @@
 """How a job keeps gradients between microbatches, and which jobs cannot fit a device."""
 
+import math
+from collections.abc import Iterable
+
 import pytest
 import torch
 
 from meshwright.config.job_config import changed
 from meshwright.config.loader import load_config
+from meshwright.models.families import olmoe
 from meshwright.models.families.llama import FLAVORS
 from meshwright.parallelisms.rules.memory import heaviest_load
 from meshwright.system import hardware
@@ -84,6 +88,22 @@ def test_a_stage_without_modules_has_no_load() -> None:
         config = changed(job.config, {"parallelism": {"pipeline_parallel_degree": 2}})
         load = heaviest_load(config, args.table, stages, frozenset())
         assert load.parameters == load.trained_in_stage == args.table.num_params
+
+
+def test_gathered_experts_are_cut_by_ep_alone() -> None:
+    table = olmoe.FLAVORS["olmoe_1b_7b"].table
+    degrees = {"tensor_parallel_degree": 2, "expert_parallel_degree": 4}
+    config = changed(load_config([]), {"parallelism": degrees})
+    frozen = {"layers.0.feed_forward.experts.w1", "tok_embeddings.weight"}
+    load = heaviest_load(config, table, [[*table.by_block]], frozenset(frozen))
+
+    def size(names: Iterable[str], of_experts: int) -> int:
+        shapes = {name: table.parameters[name].shape for name in names}
+        cut = {n: of_experts if ".experts." in n else len(shape) for n, shape in shapes.items()}
+        return sum(math.prod(shape) // cut[name] for name, shape in shapes.items())
+
+    every, trained = table.parameters, table.parameters.keys() - frozen
+    assert load == (size(every, 2), size(trained, 2), size(trained, 4), size(every, 4))
 
 
 @pytest.mark.parametrize(

@@ -174,6 +174,7 @@ def test_a_sink_that_fails_warns_once_and_is_tried_again(caplog) -> None:
     ]
     with pytest.raises(KeyError):  # at the start, before a step could be lost
         Spared("b", Mock(side_effect=bug))
+    Spared("c", Mock(side_effect=[full, bug])).write({"step": 1})  # steps could be lost by now
 
 
 def test_a_record_is_written_whole_or_not_at_all(tmp_path) -> None:

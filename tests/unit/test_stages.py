@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -252,6 +253,10 @@ def test_check_looks_at_every_stage(tmp_path, capsys) -> None:
     path.write_text(path.read_text().replace("seq_len = 32", "local_batch_size = 3"))
     with pytest.raises(ConfigError, match="toml:[0-9]*: training.stages.2.global_batch_size = 4: "):
         command("plan")([path, "--stage", "3", "--world-size", "1", "--device", "cpu"])
+    path.write_text(re.sub("until_tokens = .*", "", path.read_text()))  # a fault of no stage alone
+    for stage in "3", "9":
+        with pytest.raises(ConfigError, match=r"toml:\d+: training.stages.0.until_tokens: "):
+            command("plan")([path, "--stage", stage, "--world-size", "1", "--device", "cpu"])
 
 
 def test_held_out_documents_of_every_stage_are_tokenised_ahead(tmp_path, monkeypatch) -> None:
