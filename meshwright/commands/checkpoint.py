@@ -1,5 +1,6 @@
 """`meshwright checkpoint ls`, `show`, `verify` and `diff`; only the last one imports torch."""
 
+import json
 import math
 import sys
 from argparse import Namespace
@@ -17,7 +18,7 @@ from meshwright.checkpoint.find import find_candidates, find_entries, no_checkpo
 from meshwright.checkpoint.index import INDEX, SavedTensor, read_saved_tensors
 from meshwright.checkpoint.manifest import MANIFEST, DamagedError, Manifest, read_manifest
 from meshwright.commands.options import CHECKPOINT, input_path
-from meshwright.config.changes import differences, shown
+from meshwright.config.changes import ABSENT, differences, shown
 from meshwright.config.command_line import Parser
 from meshwright.parallelisms.rules.degrees import AXES
 from meshwright.system.errors import ConfigError
@@ -230,11 +231,21 @@ def _diff_manifests(a: Manifest, b: Manifest) -> bool:
 
 
 def _diff_tables(what: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
-    rows = [(f"  {d.key}", shown(d.old), shown(d.new)) for d in differences(a, b)]
+    rows = [(f"  {d.key}", *_pair(d.old, d.new)) for d in differences(a, b)]
     print(f"\n{what}, keys that differ: {len(rows)}")
     if rows:
         print(align([("  KEY", "A", "B"), *rows]))
     return not rows
+
+
+def _pair(old: object, new: object) -> tuple[str, str]:
+    """Return two values as they are shown; whole where they would look equal."""
+    pair = shown(old), shown(new)
+    return pair if pair[0] != pair[1] else (_whole(old), _whole(new))
+
+
+def _whole(value: object) -> str:
+    return "absent" if value is ABSENT else json.dumps(value)
 
 
 def _diff_tensors(a: Place, b: Place) -> bool:

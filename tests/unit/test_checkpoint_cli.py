@@ -260,8 +260,13 @@ def test_a_tensor_more_or_another_manifest_is_a_difference(made, tmp_path, capsy
     code, lines = run(capsys, "diff", made / "step-5", made / "step-10")
     assert (code, "manifest, keys that differ: 1" in lines) == (1, True)
     copy = shutil.copytree(a, tmp_path / "copy")
-    set_manifest(copy, config={"training": {"steps": 3}})
-    assert run(capsys, "diff", a, copy)[0] == 1
+    long = "x" * 200
+    set_manifest(a, config={"same": 1, "text": f"{long}y"})
+    set_manifest(copy, config={"same": 1, "text": f"{long}z", "added": None})
+    code, lines = run(capsys, "diff", a, copy)
+    found = [line.split() for line in lines]
+    assert ["text", f'"{long}y"', f'"{long}z"'] in found
+    assert (code, ["added", "absent", "null"] in found) == (1, True)
 
 
 def test_ranks_that_the_other_mesh_lacks_are_no_difference(tmp_path, capsys) -> None:
