@@ -173,7 +173,7 @@ def test_a_full_disk_leaves_nothing(made, tmp_path, monkeypatch) -> None:
     assert not (tmp_path / "out").exists()
 
 
-KIB_OF_TENSOR = 1 << 16
+KIB_OF_TENSOR = 1 << 17
 
 
 def peak_of_a_merge(parts: list[Opened], folder: Path) -> float:
@@ -185,8 +185,8 @@ def peak_of_a_merge(parts: list[Opened], folder: Path) -> float:
 
 @pytest.mark.slow
 def test_a_merge_takes_the_memory_of_the_sum_and_of_one_part(tmp_path) -> None:
-    """3.2 tensors of fp32, 4.3 once on a busy machine; 5.05 if a part is read before it is
-    added."""
+    """3.3 to 3.7 tensors of fp32, 4.5 at most of half the size; 5.11 if a part is read before it
+    is added."""
     parts = []
     for step in (1, 2, 3):
         tensors = {f"model.{i}": torch.randn(KIB_OF_TENSOR // 4, 1024) for i in range(3)}
@@ -195,4 +195,4 @@ def test_a_merge_takes_the_memory_of_the_sum_and_of_one_part(tmp_path) -> None:
         path = commit.step_folder(tmp_path, step)
         parts.append(Opened(Place("test", path), read_manifest(path)))
     with ProcessPoolExecutor(1, fork_server(__name__)) as pool:
-        assert pool.submit(peak_of_a_merge, parts, tmp_path / "merged").result() < 4.5
+        assert pool.submit(peak_of_a_merge, parts, tmp_path / "merged").result() < 4.8
