@@ -121,9 +121,15 @@ def text_of(path: Path) -> str:
 
 
 def state_of(pid: int) -> str:
-    """Return the kernel's letter for the state of a process; "" if it is gone."""
-    _, _, after_name = text_of(Path(f"/proc/{pid}/stat")).rpartition(")")  # which may hold anything
-    return after_name.split()[0] if after_name else ""
+    """Return the kernel's letter for the state of a process; "" if it is gone, "?" if that cannot
+    be told."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text("utf-8", "replace")
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+    except OSError:  # as where too many files are open
+        return "?"
+    return text.rpartition(")")[2].split()[0]  # after the name, which may hold anything
 
 
 def is_running(pid: int) -> bool:

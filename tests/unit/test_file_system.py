@@ -5,12 +5,19 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from meshwright.datasets.token_cache.tokenizing import cache_root
 from meshwright.system.errors import ConfigError
-from meshwright.system.files import _machine_digits, remove_left_over, sync_folder, whole_file
+from meshwright.system.files import (
+    _machine_digits,
+    is_running,
+    remove_left_over,
+    sync_folder,
+    whole_file,
+)
 
 
 def test_a_file_is_whole_or_as_before(tmp_path: Path) -> None:
@@ -83,3 +90,11 @@ def test_a_user_without_a_name_gets_one() -> None:
     script += "; import meshwright; print(os.environ)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.stdout == f"environ({{'LOGNAME': 'uid_{os.getuid()}'}})\n", done.stderr
+
+
+def test_a_process_that_cannot_be_looked_at_is_not_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another job would take its folder."""
+    for code, runs in ((errno.EMFILE, True), (errno.ENOENT, False)):
+        answer = Mock(side_effect=OSError(code, "said"))
+        monkeypatch.setattr(Path, "read_text", answer)
+        assert is_running(os.getpid()) is runs
