@@ -11,12 +11,12 @@ test:
 	./run_tests.sh $(ARGS)
 
 proof:
-	$(RUN) $$python -m meshwright.commands.main prove $(or $(ARGS),debug_model)
+	$(RUN) $$python -m meshwright prove $(or $(ARGS),debug_model)
 
 docs: # the files made from the code; then the site
 	$(RUN) $$python -m scripts.config_reference > docs/config_reference.md
 	$(RUN) $$python -m scripts.command_reference > docs/commands.md
-	$(RUN) $$python -m meshwright.commands.main schema > train_configs/schema.json
+	$(RUN) $$python -m meshwright schema > train_configs/schema.json
 	$(RUN) $$python -m scripts.draw_house > docs/images/house.svg
 	$(RUN) for name in job pieces; do $$python -m scripts.draw_diagrams $$name > docs/images/$$name.svg; done
 	scripts/build_site.sh

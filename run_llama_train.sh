@@ -16,4 +16,4 @@ here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 source "$here/scripts/environment.sh"
 prepare_environment
 export PYTHONPATH=$here${PYTHONPATH:+:$PYTHONPATH} # an active environment need not hold meshwright
-exec "$python" -P -m meshwright.commands.main train "$@" # -P: not the working directory's modules
+exec "$python" -P -m meshwright train "$@" # -P: not the working directory's modules

@@ -172,7 +172,7 @@ def run_job(
 ) -> dict[str, Any]:
     """Run a job by `meshwright train`; return its figures, or its error."""
     words = job_words(work, folder.resolve(), steps) | extra
-    command = [sys.executable, "-m", "meshwright.commands.main", "train", "debug_model"]
+    command = [sys.executable, "-m", "meshwright", "train", "debug_model"]
     command += [f"--{key}={value}" for key, value in words.items()]
     env = os.environ | {"NGPU": "1", "PYTHONPATH": str(ROOT)}
     folder.mkdir(parents=True, exist_ok=True)

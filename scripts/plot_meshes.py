@@ -42,7 +42,7 @@ def losses(name: str, folder: Path) -> list[float]:
         **{f"parallelism.{key}": value for key, value in degrees.items()},
     }
     words = [f"--{key}={value}" for key, value in options.items()]
-    command = [sys.executable, "-m", "meshwright.commands.main", "train", "debug_model"]
+    command = [sys.executable, "-m", "meshwright", "train", "debug_model"]
     ranks = str(math.prod(degrees.values()))
     subprocess.run([*command, "--ngpu", ranks, *words], check=True, stdout=subprocess.DEVNULL)
     text = (Path(options["job.dump_folder"]) / "metrics.jsonl").read_text("utf-8")

@@ -3,6 +3,7 @@
 import math
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from meshwright.parallelisms.rules.compile_choice import check_compiler
 from meshwright.system.errors import ConfigError, check, numbered
 from meshwright.system.log import logger
 from meshwright.system.machine import Ranks, count_cores, count_ranks, warn_of_tasks
-from meshwright.system.processes import OTHER_MALLOC, Launch, exit_when_asked
+from meshwright.system.processes import OTHER_MALLOC, STOP_SIGNALS, Launch, exit_when_asked
 
 if TYPE_CHECKING:
     from meshwright.datasets.opening import OpenSource
@@ -105,6 +106,7 @@ def run(given: Namespace) -> None:
     python = [sys.executable, "-u", "-P", "-m"]
     words = ["--job.config_file", str(find_config(given.config)), *_overrides(given)]
     rank = [*python, "meshwright.train", *words]
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # until the launcher has its handlers
     os.execv(sys.executable, [*python, "meshwright.launch", *torchrun, *rank])
 
 

@@ -96,6 +96,7 @@ def exit_when_asked() -> None:
     """End this process at once when it is asked to stop: there is nothing to save yet."""
     for number in stop_signals():
         signal.signal(number, _exit)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # held while `train` becomes torchrun
 
 
 def _exit(number: int, frame: FrameType | None) -> None:

@@ -28,7 +28,7 @@ def test_a_wheel_checks_its_own_presets(tmp_path: Path) -> None:
 
     def meshwright(*words: str) -> str:
         return subprocess.run(
-            [sys.executable, "-P", "-m", "meshwright.commands.main", *words],
+            [sys.executable, "-P", "-m", "meshwright", *words],
             env=os.environ | {"PYTHONPATH": str(folder), "CUDA_VISIBLE_DEVICES": ""},
             cwd=tmp_path,
             check=True,

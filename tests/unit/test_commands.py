@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -36,7 +37,7 @@ from tests.helpers.cli import check_job, command
 
 ROOT = Path(__file__).parents[2]
 DEBUG = str(ROOT / "train_configs" / "debug_model.toml")
-SHELL = "import sys; sys.argv[0] = 'meshwright'; from meshwright.commands.main import main; main()"
+SHELL = "import sys; sys.argv[0] = 'meshwright'; from meshwright.__main__ import start; start()"
 
 
 def test_help_of_every_command(capsys) -> None:
@@ -113,6 +114,40 @@ def test_streams_that_take_nothing(streams: str, says: str, tmp_path) -> None:
     assert told.returncode == (2 if says else 0)
     assert told.stderr.startswith(f"meshwright: {says}" if says else "")
     assert "Traceback" not in told.stderr
+
+
+CTRL_C = """
+import os, runpy, signal, sys
+class Finder:
+    def find_spec(self, name, *_):
+        if name == sys.argv[1]:
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Finder())
+runpy.run_path(sys.argv[2], run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize(
+    ("door", "imports"),
+    [("meshwright/__main__.py", "commands.main"), ("train.py", "train.__main__")],
+)
+def test_ctrl_c_in_the_first_imports_says_nothing(door: str, imports: str) -> None:
+    words = [sys.executable, "-c", CTRL_C, f"meshwright.{imports}", str(ROOT / door)]
+    ended = subprocess.run(words, capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (-signal.SIGINT, "")  # to a shell it is 130
+
+
+def test_ctrl_c_while_train_becomes_torchrun() -> None:
+    words = [sys.executable, "-m", "meshwright.launch"]
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # as `train` does
+    try:
+        process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
+        process.send_signal(signal.SIGINT)
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+    said = "meshwright: SIGINT: stopped before the first step"
+    assert process.communicate()[1].startswith(said)
+    assert process.returncode == EXIT_INTERRUPTED
 
 
 def test_a_file_of_a_command_is_written_whole_or_not_at_all(tmp_path, monkeypatch) -> None:

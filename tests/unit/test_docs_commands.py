@@ -224,7 +224,7 @@ def _check_config(config: str, overrides: Sequence[str]) -> None:
 
 
 def _check_python(words: Sequence[str]) -> None:
-    if words[:2] == ["-m", "meshwright.commands.main"]:
+    if words[:2] == ["-m", "meshwright"]:
         _check_command(words[2:])
     elif words[0] == "-m" and "." in words[1]:
         file = ROOT / words[1].replace(".", "/")
