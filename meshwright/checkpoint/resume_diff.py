@@ -20,6 +20,7 @@ from meshwright.config.changes import (
     to_json,
 )
 from meshwright.config.job_config import JobConfig
+from meshwright.config.stages import SAID_BY_STAGES
 from meshwright.models.args import DecoderArgs
 from meshwright.system.errors import ConfigError, config_error
 from meshwright.system.log import logger
@@ -173,6 +174,8 @@ def find_resume_diff(
         _data_has_ended(manifest, config) and not identity and DATALOADER not in excluded
     )
     on_training += [difference for difference in of_data if difference.key not in said]
+    if begins_stage:
+        on_training = [d for d in on_training if not d.key.startswith(SAID_BY_STAGES)]
     return ResumeDiff(
         checkpoint=checkpoint,
         config=config,

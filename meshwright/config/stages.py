@@ -15,6 +15,13 @@ PLACES = {
 """The section of each key that a stage may replace."""
 
 
+SAID_BY_STAGES = (
+    *(f"{section}.{key}" for key, section in PLACES.items()),
+    *(f"training.{key}" for key in ("steps", *Source.model_fields)),
+)
+"""Keys in which the configs of two stages may differ."""
+
+
 def staged(config: JobConfig) -> list[JobConfig]:
     """Return the config of each stage; [`config`] if there are none.
 

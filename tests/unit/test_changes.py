@@ -230,6 +230,15 @@ def test_a_mixture_may_go_on_with_other_weights(resume, caplog) -> None:
             assert place_in_data(plan, manifest, []).weighted_from == begin
 
 
+def test_a_stage_begins_with_what_it_is_without_a_warning(resume, caplog) -> None:
+    one = "{until_tokens=640, lr=1e-4, datasets=[{dataset='python_stdlib', weight=1}]}"
+    stages = ("--training.global_batch_size=2", "--training.stages", f"[{one}, {{}}]")
+    drift = resume(*stages, "--training.max_norm=2", saved_with=stages)
+    assert [text.partition(": ")[2] for _, text in said(drift, caplog)] == [
+        "training.max_norm = 2.0 (was 1.0)"
+    ]
+
+
 EXCLUDE = ("--checkpoint.exclude_from_loading", '["dataloader"]')
 
 
