@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Iterator
 from math import inf
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from meshwright.config.changes import shown
 from meshwright.config.fields import value_of
@@ -290,8 +291,14 @@ def _check_folder(key: str, value: str, folder: Path) -> None:
     while not os.path.lexists(existing):
         existing = existing.parent
     what = "not a" if os.path.exists(existing) else "a link to no"
+    is_writable = existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)
+    if is_writable and existing != folder.absolute():
+        try:  # permissions do not tell: /proc takes no folder, nor does a quota that is used up
+            TemporaryDirectory(dir=existing).cleanup()
+        except OSError:
+            is_writable = False
     check(
-        existing.is_dir() and os.access(existing, os.W_OK | os.X_OK),
+        is_writable,
         key,
         value,
         f"{existing} is {what} folder that can be written to",
