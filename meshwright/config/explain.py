@@ -65,8 +65,8 @@ def explain_value(key: str, mistake: ErrorDetails) -> ConfigError:
     rule = RULES.get(kind) or message[0].lower() + message[1:]
     choices = re.findall(r"'([^']*)'", str(mistake.get("ctx", {}).get("expected", "")))
     fix = INSTEAD.get((key, str(value).lower())) or _right_spelling(kind, value, choices)
-    if kind == "list_type" and isinstance(value, Mapping) and find_section(tuple(key.split("."))):
-        fix = f"write [[{key}]], in two brackets"
+    if kind == "list_type" and find_section(tuple(key.split("."))):
+        fix = f"write a table under [[{key}]], in two brackets"
     return config_error(key, value, rule, fix)
 
 

@@ -175,6 +175,7 @@ training.steps=3 => expected --section.key value fix: write --training.steps=3
     => --optimizer.groups: optimizer.groups.0.parameters = '*.bias': matches no parameter
 --model.frozen norm.weight
     => model.frozen = 'norm.weight': should be a valid list fix: write ["norm.weight"]
+--training.datasets 3 => fix: write a table under [[training.datasets]]
 --training.dataset c5 => choose from arrow, c4, fineweb,
 --training.dataset s3://bucket/a => is written "owner/name"
 --training.dataset json => dataset 'json' needs it
@@ -227,6 +228,7 @@ training.steps=3 => expected --section.key value fix: write --training.steps=3
 {EARLY} --bad_steps.policy skip => bad_steps.policy = 'skip': optimizer.early_step
 {EARLY} --bad_steps.spike_std 6 => bad_steps.spike_std = 6.0: optimizer.early_step
 --job.dump_folder PRESET/x => is not a folder that can be written to
+--job.dump_folder /proc/x => /proc is not a folder that can be written to
 --checkpoint.load_step 5 => not among the checkpoints
 --activation_checkpoint.mode memory_budget --compile.enable=false => set compile.enable = true
 --activation_checkpoint.mode memory_budget --compile.backend=eager => backend eager does not
