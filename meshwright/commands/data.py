@@ -35,6 +35,10 @@ def run(given: Namespace) -> None:
     """
     whole = read(given).config()
     config = of_stage(whole, given.stage)
+    if given.step is not None:
+        last, more = config.training.steps, given.stage < len(whole.training.stages)
+        fix = f"--stage {given.stage + 1} has later ones" if more else ""
+        check(1 <= given.step <= last, "--step", given.step, f"is not from 1 to {last}", fix)
     if given.remove is None and not given.caches:
         _say_first(given)
     # not at the top: numpy takes as long as all before

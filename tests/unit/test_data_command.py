@@ -112,6 +112,8 @@ def test_a_stage_is_read_from_its_own_checkpoints(tmp_path, capsys) -> None:
         f"--- step 20, sample {n}" for n in range(4)
     ]
     assert names[5:] == [f"--- step 23, sample {n}: second {8 + n}" for n in range(4)]
+    with pytest.raises(ConfigError, match="is not from 1 to 20\n  fix: --stage 2 has later ones"):
+        data([path, "--step", "21"])
     with pytest.raises(ConfigError, match="no checkpoint of stage 2 before it"):
         data([path, "--stage", "2", "--step", "22"])
 
@@ -121,7 +123,7 @@ def test_a_stage_is_read_from_its_own_checkpoints(tmp_path, capsys) -> None:
     [
         (["--samples", "third", "1", "2"], "is not one of first, second"),
         (["--samples", "first", "2", "1"], "are not two indices"),
-        (["--step", "41"], "is not from 1 to 40"),
+        (["--step", "41"], "is not from 1 to 40$"),
         (["--step", "1", "--training.global_batch_size=-1"], "follows the number of ranks"),
         (["--remove", "none"], "is no cache in"),
         (["--remove", "../first.jsonl"], "is no cache in"),
