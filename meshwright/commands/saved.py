@@ -39,6 +39,8 @@ from meshwright.system.files import Place
 
 SOURCE = "CHECKPOINT_OR_HF_FOLDER"
 
+TRAINED_WITH = "name the tokenizer that the model was trained with: --tokenizer PATH"
+
 
 @dataclass(frozen=True)
 class TextSource:
@@ -119,6 +121,14 @@ def _open_hf(place: Place, tokenizer_path: str | None) -> TextSource:
     args = read_args(place, spec.hf, spec.args)
     fix = "name it: --tokenizer PATH (or bytes)"
     tokenizer = _build_tokenizer(tokenizer_path or str(place.path), OWN, fix)
+    if tokenizer_path:  # the folder's own may have tokens beyond the model's that no text needs
+        check(
+            tokenizer.vocab_size <= args.vocab_size,
+            "--tokenizer",
+            tokenizer_path,
+            f"has {tokenizer.vocab_size} tokens, and the model a vocabulary of {args.vocab_size}",
+            TRAINED_WITH,
+        )
     weights = HuggingFaceWeights(place, spec.hf, args)
     length = place.read_json(CONFIG).get("max_position_embeddings", 0)
     return TextSource(args, weights, tokenizer, text_ends(tokenizer) | _stops(place), length)
@@ -158,6 +168,6 @@ def encode_prompt(source: TextSource, text: str) -> list[int]:
         "--prompt",
         text,
         f"has token {max(prompt)}, and the model a vocabulary of {source.args.vocab_size}",
-        "name the tokenizer that the model was trained with: --tokenizer PATH",
+        TRAINED_WITH,
     )
     return prompt

@@ -139,7 +139,8 @@ def test_a_prompt_in_the_form_of_a_chat_has_the_ids_of_transformers(folder, kind
         ids = there.apply_chat_template(messages, **form)["input_ids"]
         before = [] if ids[0] == here.bos_id else [here.bos_id]
         assert prompt_tokens(here, rendered) == [*before, *ids]
-    assert prompt_tokens(here, "a text") == [here.bos_id, *here.encode("a text")]
+    for text in ("a text", "a \ufdd2 text"):
+        assert prompt_tokens(here, text) == [here.bos_id, *here.encode(text)]
 
 
 ASKED_TWICE = talk("ask", "answer 1", "ask again", "answer 2 😀", "and again")

@@ -19,6 +19,7 @@ from tests.helpers.cli import export, generate_text
 from tests.helpers.files import flip_bit
 from tests.helpers.hf import CASES, SMALL, load_hf, save_checkpoint, save_transformers
 from tests.helpers.slow import slow_but
+from tests.helpers.tokenizer_files import byte_level_json
 
 FP32 = ["--dtype", "float32"]
 PROMPT = "def f(x):"
@@ -133,12 +134,14 @@ def test_the_command_writes_the_same_from_either_folder(tmp_path, capsys) -> Non
 def test_what_cannot_be_generated_from(tmp_path) -> None:
     folder, bytes_ = save_transformers(tmp_path / "hf"), ("--tokenizer", "bytes")
     (tmp_path / "empty").mkdir()
+    other = byte_level_json(tmp_path / "tokenizer.json", ["<s>"])
     gpt2 = shutil.copytree(folder, tmp_path / "gpt2") / "config.json"
     gpt2.write_text(gpt2.read_text().replace('"llama"', '"gpt2"'))
     for words, says in (
         ([tmp_path / "nowhere"], "no such folder"),
         ([tmp_path / "empty"], "holds neither a checkpoint nor config.json"),
         ([folder], "--tokenizer = "),
+        ([folder, "--tokenizer", other], "401 tokens, and the model a vocabulary of 259"),
         ([folder, *bytes_, "--top-p", 0], "--top-p = 0.0: must be above 0"),
         ([folder, *bytes_, "--top-p", 0.5], "--top-p = 0.5: has no effect without a temperature"),
         ([folder, *bytes_, "--seed", 3], "--seed = 3: has no effect .*\n  fix: add --temperature"),

@@ -174,15 +174,18 @@ class HuggingFaceTokenizer:
         text: str = self._tokenizer.decode(ids, skip_special_tokens=False)
         return text
 
-    def encode_chat(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+    def encode_chat(
+        self, text: str, *, has_walls: bool = True
+    ) -> tuple[list[int], list[tuple[int, int]]]:
         """Return the ids of a text with special tokens in it, and the part of it that each is of.
-        A `WALL` stands within what looks like a special token and is text.
+        A `WALL` stands within what looks like a special token and is text; with `has_walls` false
+        it is a character like any other.
 
         Raises:
             ValueError: if there are walls, and the tokenizer looks for special tokens when they
                 have fallen out.
         """
-        parser = self._walled_parser if WALL in text else self._parser
+        parser = self._walled_parser if has_walls and WALL in text else self._parser
         encoding = parser.encode(text, add_special_tokens=False)
         return encoding.ids, encoding.offsets
 

@@ -214,7 +214,7 @@ def prompt_tokens(tokenizer: Tokenizer, text: str) -> list[int]:
     A special token's spelling is the token, as in a conversation, where the tokenizer can do that.
     """
     chat = getattr(tokenizer, "encode_chat", None)
-    ids = tokenizer.encode(text) if chat is None else chat(well_formed(text))[0]
+    ids = chat(well_formed(text), has_walls=False)[0] if chat else tokenizer.encode(text)
     before = [] if tokenizer.bos_id is None or ids[:1] == [tokenizer.bos_id] else [tokenizer.bos_id]
     return [*before, *ids]
 
