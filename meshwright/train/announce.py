@@ -22,6 +22,7 @@ from meshwright.datasets.tokenizers.kinds import Tokenizer, end_of_chat
 from meshwright.metrics import history
 from meshwright.metrics.console import duration
 from meshwright.metrics.reporter import Reporter
+from meshwright.models.families import FAMILIES
 from meshwright.system import hardware
 from meshwright.system.errors import StopRequested, first_line, numbered
 from meshwright.system.files import only_warn, whole_file
@@ -166,7 +167,9 @@ def announce_end(plan: Plan, reporter: Reporter, step: int, seconds: float) -> N
         commands.append(f"tensorboard --logdir {folder}")
     if config.checkpoint.saves:
         module = config.experimental.custom_import
-        own = f" --custom-import {shlex.quote(module)}" if module else ""
+        # a module without the model: of a sink, or a dataset
+        is_ours = f"meshwright.models.families.{config.model.name}" in FAMILIES
+        own = f" --custom-import {shlex.quote(module)}" if module and not is_ours else ""
         commands.append(f'meshwright generate {folder} --prompt "..."{own}')
         if not config.checkpoint.last_save_in_hf:
             commands.append(f"meshwright export {folder} MODEL_FOLDER{own}")

@@ -45,7 +45,8 @@ END_WORDS = ["--model.tokenizer_path=bytes", "--training.steps=50", "--checkpoin
         ([], ["generate {0} --prompt \"...\"", "export {0} MODEL_FOLDER"]),
         (["--checkpoint.folder=a/b"], ["generate {0} --prompt \"...\"",
                                        "export {0} MODEL_FOLDER"]),
-        (["--checkpoint.last_save_in_hf"], ["generate {0} --prompt \"...\""]),
+        (["--checkpoint.last_save_in_hf", "--experimental.custom_import={0}/sink.py"],
+         ["generate {0} --prompt \"...\""]),
         (["--checkpoint.load_only"], []),
     ],
 )  # fmt: skip
@@ -54,6 +55,8 @@ def test_the_commands_at_the_end_can_be_copied_on_a_narrow_console(
 ) -> None:
     monkeypatch.setenv("MESHWRIGHT_COLUMNS", "40")
     log_to_console()
+    (tmp_path / "sink.py").write_text("SINKS = {}")
+    others = [word.format(tmp_path) for word in others]
     words = [f"--job.dump_folder={tmp_path}", *END_WORDS, *others]
     reporter = SimpleNamespace(tokens_seen=1000, best_validation=(20, 3.5))
     announce_end(preflight(load_config(words), 1), reporter, 30, 1.0)

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from meshwright.datasets.sources import DATASETS
 from meshwright.metrics.sinks import Spared
 from meshwright.models.families import MODELS
 from meshwright.system.errors import ConfigError, StorageError
+from meshwright.train.announce import announce_end
 from meshwright.train.preflight import preflight
 from meshwright.train.resolve_model import extend_by, user_sinks
 from tests.campaigns.new_user import example
@@ -41,12 +43,15 @@ def words(folder: Path, code: str, *others: str) -> list[str]:
     return ["--experimental.custom_import", str(path), *dump, *tokenizer, *others]
 
 
-def test_the_model_of_the_docs_has_its_published_size(tmp_path) -> None:
+def test_the_model_of_the_docs_has_its_published_size(tmp_path, caplog) -> None:
     family = example("mistral")
-    model = ("--model.name", "mistral", "--model.flavor", "mistral_7b")
+    model = ("--model.name", "mistral", "--model.flavor", "mistral_7b", "--checkpoint.enable")
     config = load_config(words(tmp_path, family + example("model"), *model))
     plan = preflight(config, 8)
     assert round(plan.model_args.table.num_params / 1e9, 3) == 7.248
+    caplog.set_level("INFO", "meshwright")
+    announce_end(plan, SimpleNamespace(tokens_seen=0, best_validation=None), 1, 1.0)
+    assert caplog.messages[-1].endswith(f" MODEL_FOLDER --custom-import {tmp_path}/mine.py")
 
 
 def test_a_model_is_exported_and_generates_with_its_module_alone(tmp_path, capsys) -> None:
