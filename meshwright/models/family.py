@@ -209,12 +209,13 @@ class HuggingFaceForm:
         if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
             raise ValueError(f"layer_types is {kinds!r}; this model has full_attention alone")
         found = self._read_integers(config)
-        is_new = config.get("rope_parameters") is not None
-        rope_key = "rope_parameters" if is_new else "rope_scaling"
+        # of both, transformers takes the older key
+        rope_key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
         rope = config.get(rope_key) or {}
         if not isinstance(rope, Mapping):
             raise ValueError(f"{rope_key} is {rope!r}, not a table")
-        theta = rope.get("rope_theta", config.get("rope_theta", 10000.0))
+        usual = self.defaults.get("rope_theta", 10000.0)
+        theta = rope.get("rope_theta", config.get("rope_theta", usual))
         eps = config.get("rms_norm_eps", self.defaults.get("rms_norm_eps", 1e-6))
         theta_key = f"{rope_key}.rope_theta" if "rope_theta" in rope else "rope_theta"
         found["norm_eps"] = Dimension("rms_norm_eps", number("rms_norm_eps", eps))
@@ -240,7 +241,8 @@ class HuggingFaceForm:
     def _read_integers(self, config: Mapping[str, Any]) -> dict[str, Dimension]:
         found = {}
         for ours, theirs in {**INTEGERS, **self.integers}.items():
-            value = config.get(theirs, config.get(SAME.get(theirs, "")))
+            usual = self.defaults.get(theirs)
+            value = config.get(theirs, config.get(SAME.get(theirs, ""), usual))
             if value is None and theirs == "num_key_value_heads":
                 value = config.get("num_attention_heads")
             found[ours] = Dimension(theirs, positive(theirs, value))

@@ -14,6 +14,7 @@ from meshwright.checkpoint.conversion import export as exporting
 from meshwright.checkpoint.conversion import tokenizer_files
 from meshwright.checkpoint.retention import apply_retention
 from meshwright.datasets.tokenizers.kinds import build_tokenizer
+from meshwright.models.families.llama import LlamaArgs
 from meshwright.models.families.mixtral import MixtralArgs
 from meshwright.system.errors import ConfigError
 from tests.helpers.checkpoints import set_manifest
@@ -23,6 +24,7 @@ from tests.helpers.hf import (
     CASES,
     SMALL,
     load_hf,
+    random_model,
     save_checkpoint,
     save_transformers,
     tensors_of,
@@ -194,6 +196,15 @@ def test_logits_of_nothing_but_zero_are_no_comparison(tmp_path) -> None:
     torch.nn.init.zeros_(model.output.weight)
     checkpoint = save_checkpoint(tmp_path / "checkpoint", model, ARGS)
     assert "logits are all 0" in message(checkpoint, tmp_path / "out")
+
+
+def test_a_model_that_transformers_does_not_take(tmp_path) -> None:
+    """Version 5 wants dim to be a multiple of n_heads, also of heads with a width of their own."""
+    args = LlamaArgs(33, 1, 2, 2, 8, 259, head_dim=4)
+    checkpoint = save_checkpoint(tmp_path, random_model(args), args)
+    said = message(checkpoint, tmp_path / "out")
+    assert "cannot load it: " in said
+    assert "fix: try another version of transformers" in said
 
 
 def test_a_checkpoint_is_kept_while_it_is_exported(checkpoint, tmp_path, monkeypatch) -> None:

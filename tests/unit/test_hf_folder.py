@@ -7,9 +7,10 @@ from unittest.mock import Mock, patch
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from meshwright.checkpoint.conversion.hf_folder import find_tensors
+from meshwright.models.families import MODELS
 from meshwright.system.errors import ConfigError
 from meshwright.system.files import Place
 from tests.helpers.cli import export
@@ -65,6 +66,22 @@ def test_both_spellings_of_the_rotation_are_read(args, tmp_path) -> None:
     new = json.loads((tmp_path / "config.json").read_text())
     assert "rope_parameters" in new
     assert read(new) == wanted
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_an_absent_key_has_the_default_of_transformers(name) -> None:
+    form = MODELS[name].hf
+    absent = ("rope_theta", "rope_scaling", "head_dim", "num_key_value_heads", "rms_norm_eps")
+    written = form.write_config(CASES[f"{name}-gqa"], 64)
+    written = {key: value for key, value in written.items() if key not in absent}
+    for rope in ({}, {"rope_scaling": {"type": "default"}, "rope_parameters": {"rope_theta": 5}}):
+        found = {key: one.value for key, one in form.read_config(written | rope).items()}
+        theirs = AutoConfig.for_model(**written, **rope)
+        assert found["rope_theta"] == theirs.rope_parameters["rope_theta"]
+        assert found["n_kv_heads"] == theirs.num_key_value_heads
+        assert found["norm_eps"] == theirs.rms_norm_eps
+        width = theirs.hidden_size // theirs.num_attention_heads
+        assert found["head_dim"] == (getattr(theirs, "head_dim", None) or width)
 
 
 def test_what_follows_from_the_config_may_be_in_the_files_too(tmp_path) -> None:

@@ -342,6 +342,7 @@ SPLIT_BACKWARD = """--parallelism.pipeline_parallel_degree=2 --activation_checkp
         (f"{MOE} --model.args.n_active=17", "n_active = 17: must be at most n_experts = 16"),
         (f"{MOE} --model.args.n_active=1", "the router does not learn"),
         (f"{MOE} --model.args.n_dense_layers=6", "below n_layers = 6"),
+        ("--model.name=olmoe --model.args.head_dim=48", "dim / n_heads = 32: use 32"),
         (f"{MOE} --checkpoint.initial_load_upcycle_noise=0.1", "noise = 0.1: nothing is loaded"),
         (f"{MOE} --float8.enable=true --float8.emulate=true", "experts in float8 are not"),
         (f"{MOE} {EARLY}", "is not proved to train experts"),

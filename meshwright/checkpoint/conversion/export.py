@@ -220,12 +220,12 @@ def _verify(job: Job, place: Place, say: Callable[[str], None]) -> None:
         del want, got
     rounded = "" if job.dtype == torch.float32 else f", rounded to {_name(job.dtype)},"
     say(f"compared {len(tensors)} tensors with the checkpoint's{rounded} to the bit: equal")
-    if job.other_files:
-        _verify_tokenizer(job, place, say)
     if importlib.util.find_spec("transformers") is None:
         say("did not compare logits: transformers is not installed")
     else:
         _verify_logits(job, place, say)
+    if job.other_files:
+        _verify_tokenizer(job, place, say)
 
 
 def _verify_tokenizer(job: Job, place: Place, say: Callable[[str], None]) -> None:
@@ -323,20 +323,25 @@ def _logits_of_transformers(place: Place, tokens: Tensor) -> tuple[Tensor, str]:
     transformers: Any = importlib.import_module("transformers")  # only to compare with
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    with quiet_torchao():  # which transformers imports here
-        # one expert after the other: its grouped matmul takes aligned widths alone
-        config = transformers.AutoConfig.from_pretrained(
-            place.path, local_files_only=True, experts_implementation="eager"
-        )
-        model, report = transformers.AutoModelForCausalLM.from_pretrained(
-            place.path,
-            config=config,
-            dtype=torch.float32,
-            local_files_only=True,
-            use_safetensors=True,
-            output_loading_info=True,
-        )
+    by = f"transformers {transformers.__version__}"
+    try:
+        with quiet_torchao():  # which transformers imports here
+            # one expert after the other: its grouped matmul takes aligned widths alone
+            config = transformers.AutoConfig.from_pretrained(
+                place.path, local_files_only=True, experts_implementation="eager"
+            )
+            model, report = transformers.AutoModelForCausalLM.from_pretrained(
+                place.path,
+                config=config,
+                dtype=torch.float32,
+                local_files_only=True,
+                use_safetensors=True,
+                output_loading_info=True,
+            )
+    except Exception as error:  # a model that this version does not take
+        fix = "try another version of transformers"
+        raise place.error(f"{by} cannot load it: {error}", fix) from None
     wrong = {kind: sorted(map(str, names)) for kind, names in report.items() if names}
     place.check(not wrong, f"transformers does not find some of its tensors in it: {wrong}")
     logits: Tensor = model(tokens).logits
-    return logits, f"transformers {transformers.__version__}"
+    return logits, by

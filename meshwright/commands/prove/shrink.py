@@ -103,6 +103,7 @@ def shrink(config: JobConfig, args: DecoderArgs) -> JobConfig:
     tp = largest_tp(args, config.parallelism.tensor_parallel_degree)
     kv_heads = tp if tp > 1 else min(args.n_kv_heads, 3)
     heads = kv_heads * min(args.n_heads // args.n_kv_heads, 2)
+    has_own_width = args.head_dim not in (None, args.dim / args.n_heads)
     small_args = dataclasses.replace(
         args,
         dim=heads * HEAD_DIM,
@@ -111,7 +112,7 @@ def shrink(config: JobConfig, args: DecoderArgs) -> JobConfig:
         n_kv_heads=kv_heads,
         hidden_dim=22 * max(tp, 2),  # divides by tp, but the rest not by 4 ranks
         vocab_size=VOCAB_SIZE,
-        head_dim=OWN_HEAD_DIM if args.head_dim else HEAD_DIM,
+        head_dim=OWN_HEAD_DIM if has_own_width else HEAD_DIM,
         **args.small(),
     )
     user_args = {name: value for name, value in config.model.args.items() if name in KEPT}

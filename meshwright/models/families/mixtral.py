@@ -55,7 +55,7 @@ FAMILY = Family(
             "layers.{}.feed_forward.experts.w3": MOE + ".experts.{expert}.w3",
         },
         fixed={"hidden_act": "silu", "sliding_window": None, "router_jitter_noise": 0.0},
-        defaults={"rms_norm_eps": 1e-5},
+        defaults={"rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_key_value_heads": 8},
         integers={"n_experts": "num_local_experts", "n_active": "num_experts_per_tok"},
     ),
     dense=LLAMA,

@@ -20,6 +20,14 @@ class OlmoeArgs(ExpertArgs):
     n_active: int = 8
     normalize_experts: bool = False
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        width = self.dim // self.n_heads
+        if self.head_dim and self.head_dim * self.n_heads != self.dim:
+            raise ValueError(
+                f"head_dim = {self.head_dim}: an OLMoE has dim / n_heads = {width}: use {width}"
+            )
+
     def expand(self) -> DecoderSpec:
         """Queries and keys are normalised over all heads of a token. All matrices start with the
         same deviation (table 10)."""

@@ -53,6 +53,6 @@ FAMILY = Family(
         model_type="qwen3",
         architecture="Qwen3ForCausalLM",
         fixed={"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False},
-        defaults={"head_dim": 128, "rms_norm_eps": 1e-6},
+        defaults={"head_dim": 128, "rms_norm_eps": 1e-6, "num_key_value_heads": 32},
     ),
 )

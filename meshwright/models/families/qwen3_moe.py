@@ -70,7 +70,7 @@ FAMILY = Family(
         architecture="Qwen3MoeForCausalLM",
         modules={**MODULES, **EXPERTS},
         fixed={**QWEN3.hf.fixed, "decoder_sparse_step": 1},
-        defaults=QWEN3.hf.defaults,
+        defaults={"rms_norm_eps": 1e-6, "num_key_value_heads": 4},
         integers={
             "n_experts": "num_experts",
             "n_active": "num_experts_per_tok",
