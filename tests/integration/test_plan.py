@@ -19,6 +19,7 @@ from meshwright.config.job_config import changed
 from meshwright.config.loader import load_config
 from meshwright.system.errors import ConfigError
 from meshwright.system.processes import in_processes
+from tests.helpers.needs import skip_without_mesh_of_experts
 
 PRESETS = Path(__file__).parents[2] / "train_configs"
 DEBUG = PRESETS / "debug_model.toml"
@@ -85,6 +86,8 @@ def test_a_plan_of_a_job_that_does_not_fit_has_remedies(tmp_path) -> None:
 def test_mistakes_are_named(words, what) -> None:
     if "3" in words:
         words = [*words, "--training.global_batch_size=16"]
+    if "--imbalance=20" in words:
+        skip_without_mesh_of_experts()
     with pytest.raises(ConfigError, match=what):
         run(["plan", str(DEBUG), *words])
 
