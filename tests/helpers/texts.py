@@ -8,7 +8,7 @@ from pathlib import Path
 
 from meshwright.config.section import BYTES
 from meshwright.config.training import Source
-from meshwright.datasets.encoding import Encoder
+from meshwright.datasets.encoding import Encoder, TokenizationSpec
 from meshwright.datasets.files import Entry
 from meshwright.datasets.opening import CachedSource, OpenSource, StreamedSource
 from meshwright.datasets.rows import Document, IndexedDocuments, Item, Messages
@@ -28,8 +28,14 @@ TEXTS = ("a", "bc", "defghij", "k" * 57, "", "lmnop", "qrst", "uvwxyz" * 3, "ABC
 LENGTH = 8
 
 
-def entry(name: str = "texts") -> Entry:
-    return Entry("training", name, Source(dataset=name))
+def entry(name: str = "data", **keys: object) -> Entry:
+    """Of the data of training, with these keys; without a kind, its name is one."""
+    return Entry("training", name, Source(**{"dataset": name} | keys))
+
+
+def tokenization(**keys: object) -> TokenizationSpec:
+    """By bytes, of a source with these keys."""
+    return TokenizationSpec(entry(**keys), BYTES)
 
 
 def encode(text: str) -> list[int]:

@@ -24,37 +24,27 @@ TEXTS = [
 ]
 
 
-def as_files(folder: Path) -> None:
-    for number, text in enumerate(TEXTS):
-        (folder / f"{number}.md").write_text(text)
-    (folder / "page.html").write_text("left out")
+KINDS = {  # files and their texts
+    "files": {f"{n}.md": text for n, text in enumerate(TEXTS)} | {"page.html": "left out"},
+    "one file": {"all.txt": "<|endoftext|>".join(TEXTS)},
+    "paragraphs": {"all.txt": "\n\n".join(TEXTS)},
+    "rows": {
+        "rows.jsonl": "".join(
+            json.dumps({"id": str(n), "body": text}) + "\n" for n, text in enumerate(TEXTS)
+        )
+    },
+    "code": {f"deep/{n}.rs": text for n, text in enumerate(TEXTS)},
+    "table": {},
+}
 
 
-def as_one_file(folder: Path) -> None:
-    (folder / "all.txt").write_text("<|endoftext|>".join(TEXTS))
-
-
-def as_paragraphs(folder: Path) -> None:
-    (folder / "all.txt").write_text("\n\n".join(TEXTS))
-
-
-def as_rows(folder: Path) -> None:
-    rows = ({"id": str(number), "body": text} for number, text in enumerate(TEXTS))
-    (folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-
-
-def as_table(folder: Path) -> None:
-    table = pyarrow.table({"text": TEXTS, "number": [*range(len(TEXTS))]})
-    pyarrow.parquet.write_table(table, folder / "table.parquet")
-
-
-def as_code(folder: Path) -> None:
-    (folder / "deep").mkdir()
-    for number, text in enumerate(TEXTS):
-        (folder / "deep" / f"{number}.rs").write_text(text)
-
-
-KINDS = [as_files, as_one_file, as_paragraphs, as_rows, as_table, as_code]
+def write(kind: str, folder: Path) -> None:
+    for name, text in KINDS[kind].items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+    if kind == "table":
+        table = pyarrow.table({"text": TEXTS, "number": [*range(len(TEXTS))]})
+        pyarrow.parquet.write_table(table, folder / "table.parquet")
 
 
 @pytest.fixture
@@ -66,14 +56,14 @@ def folder(tmp_path: Path, monkeypatch) -> Path:
 
 
 @pytest.mark.parametrize("gpus", [0, 2])
-@pytest.mark.parametrize("write", KINDS)
-def test_the_toml_passes_its_check(write, gpus, folder, monkeypatch, capsys) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_toml_passes_its_check(kind, gpus, folder, monkeypatch, capsys) -> None:
     monkeypatch.setattr(init, "count_gpus", lambda: gpus)
-    write(folder / "my texts")
+    write(kind, folder / "my texts")
     write_toml(["jobs.toml", "--from", "my texts"])
     said = capsys.readouterr().out
     assert said.startswith("looking at my texts ...\n")
-    assert ("left out: 1 .html" in said) == (write is as_files)
+    assert ("left out: 1 .html" in said) == (kind == "files")
     assert said.endswith("meshwright check jobs.toml\nmeshwright train jobs.toml\n")
     check_job(["jobs.toml", "--ngpu", 2])
     assert "jobs.toml can run" in capsys.readouterr().out
@@ -100,7 +90,7 @@ def test_commands_to_copy_are_words_of_a_shell(folder, capsys) -> None:
 
 
 def test_the_toml_trains_and_validates(folder) -> None:
-    as_one_file(folder / "my texts")
+    write("one file", folder / "my texts")
     write_toml(["--from", "my texts/all.txt"])
     small = (
         "--model.args.n_layers=1",
@@ -159,7 +149,7 @@ def test_a_file_that_cannot_be_made_is_named(folder) -> None:
 
 
 def test_the_epochs_are_of_the_documents_that_are_not_held_out(folder) -> None:
-    as_files(folder / "my texts")
+    write("files", folder / "my texts")
     found = init.look_at("my texts")
     write_toml(["--from", "my texts"])
     (source,) = open_data("training", load_config(["my_job.toml"]))

@@ -93,10 +93,7 @@ def test_damaged_weights_are_passed_over_or_refused_on_every_rank(tmp_path) -> N
 
 
 def edit(file: Path, **values: object) -> None:
-    content = json.loads(file.read_text())
-    for key, value in values.items():
-        content[key] = value
-    file.write_text(json.dumps(content))
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
 
 
 def shard(folder: Path, tensor: str) -> Path:
@@ -117,37 +114,37 @@ def only_pickle(folder: Path) -> None:
 NORM = "model.layers.1.input_layernorm.weight"
 
 
-def rewrite_header(file: Path, change) -> None:
-    """Change the header, and leave the tensors."""
-    content = file.read_bytes()
-    length = int.from_bytes(content[:8], "little")
-    header = json.loads(content[8 : 8 + length])
-    change(header)
-    text = json.dumps(header).encode()
-    file.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + length :])
-
-
-def rewrite_tensors(file: Path, change) -> None:
-    """Change the tensors, in a file that is in order."""
-    tensors = load_file(file)
-    change(tensors)
-    save_file(tensors, file, {"format": "pt"})
-
-
-def drop_tensor(folder: Path) -> None:
-    rewrite_tensors(shard(folder, NORM), lambda tensors: tensors.pop(NORM))
-    file = folder / "model.safetensors.index.json"
-    index = json.loads(file.read_text())
-    index["weight_map"].pop(NORM)
-    file.write_text(json.dumps(index))
-
-
 def header(change: Callable[[dict], object]) -> Callable[[Path], None]:
-    return lambda folder: rewrite_header(shard(folder, NORM), change)
+    """Change the header of a file, and leave the tensors."""
+
+    def rewrite(folder: Path) -> None:
+        file = shard(folder, NORM)
+        content = file.read_bytes()
+        end = 8 + int.from_bytes(content[:8], "little")
+        table = json.loads(content[8:end])
+        change(table)
+        text = json.dumps(table).encode()
+        file.write_bytes(len(text).to_bytes(8, "little") + text + content[end:])
+
+    return rewrite
 
 
 def tensors(change: Callable[[dict], object]) -> Callable[[Path], None]:
-    return lambda folder: rewrite_tensors(shard(folder, NORM), change)
+    """Change the tensors, in a file that is in order."""
+
+    def rewrite(folder: Path) -> None:
+        found = load_file(shard(folder, NORM))
+        change(found)
+        save_file(found, shard(folder, NORM), {"format": "pt"})
+
+    return rewrite
+
+
+def drop_tensor(folder: Path) -> None:
+    tensors(lambda found: found.pop(NORM))(folder)
+    weight_map = json.loads((folder / INDEX).read_text())["weight_map"]
+    weight_map.pop(NORM)
+    edit(folder / INDEX, weight_map=weight_map)
 
 
 def cut(end: int) -> Callable[[Path], object]:

@@ -20,6 +20,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from meshwright.checkpoint import commit
 from meshwright.checkpoint.claim import Claim, new_nonce
 from meshwright.config.loader import load_config
+from meshwright.system.errors import ConfigError
 from tests.helpers.cli import check_job
 from tests.helpers.files import tree
 from tests.helpers.forked import Forked
@@ -144,11 +145,13 @@ def test_a_resume_may_leave_out_the_place_in_the_data_and_the_optimizer(
 
 
 def test_another_model_or_order_in_the_same_folder_is_refused(uninterrupted: Path) -> None:
-    before = tree(uninterrupted)
-    for train, key, value in ((launch, "model.args.dim", 64), (train_alone, "training.seed", 1)):
-        result = train(uninterrupted, f"--{key}", value, "--training.steps", "30", code=2)
-        assert f"{key} = {value}: checkpoint" in result.stderr
-        assert "was saved with" in result.stderr
+    """By the check, which every launcher begins with, and by a rank without ours."""
+    before, steps = tree(uninterrupted), ("--training.steps", "30")
+    with pytest.raises(ConfigError, match="model.args.dim = 64: checkpoint .* was saved with"):
+        check_job([CONFIG, "--job.dump_folder", uninterrupted, *steps, "--model.args.dim=64"])
+    result = train_alone(uninterrupted, "--training.seed", 1, *steps, code=2)
+    assert "training.seed = 1: checkpoint" in result.stderr
+    assert "was saved with" in result.stderr
     assert tree(uninterrupted) == before
 
 
@@ -242,27 +245,28 @@ SINKS = {"buffered": lambda config, folder: Buffered(folder)}
 """
 
 
-def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path) -> None:
+EARLY = ("--optimizer.early_step_in_backward", "--training.max_norm", "inf")
+
+
+@pytest.mark.parametrize(
+    ("words", "left"),
+    [
+        ((), "; the weights are as they were after step 1"),
+        (EARLY, "; that step may have updated a part of the weights"),
+    ],
+    ids=["", "early"],
+)
+def test_a_loss_that_is_not_finite_stops_the_run(words, left, tmp_path: Path) -> None:
     """And its loggers are closed: the last records before a failure matter most."""
     folder, module = tmp_path / "out", tmp_path / "mine.py"
     module.write_text(BUFFERED)
-    words = ("--optimizer.lr", "1e30", "--lr_scheduler.warmup_steps", 0)
-    result = train_alone(folder, *words, "--experimental.custom_import", module, code=3)
+    wild = ("--optimizer.lr", "1e30", "--lr_scheduler.warmup_steps", 0)
+    words = (*wild, *words, "--experimental.custom_import", module)
+    result = train_alone(folder, *words, code=3)
     assert (folder / "buffered").read_text() == "[1], failed: True"
     assert "non-finite gradient norm (every loss was finite) at step 2" in result.stdout
-    assert "the weights are as they were after step 1" in result.stdout
+    assert f"at step 2{left}" in result.stdout
     assert result.stderr == ""
-    assert list(losses(folder)) == [1]
-    assert not (folder / "checkpoint").exists()
-
-
-def test_an_early_step_says_what_a_bad_step_leaves(tmp_path: Path) -> None:
-    """That it trains to the same weights is in tests/distributed/test_step.py."""
-    folder = tmp_path / "out"
-    early = ("--optimizer.early_step_in_backward", "--training.max_norm", "inf")
-    wild = ("--optimizer.lr", "1e30", "--lr_scheduler.warmup_steps", 0)
-    result = train_alone(folder, *early, *wild, code=3)
-    assert "at step 2; that step may have updated a part of the weights" in result.stdout
     assert list(losses(folder)) == [1]
     assert not (folder / "checkpoint").exists()
 

@@ -54,9 +54,6 @@ def test_a_plan_of_a_job_that_does_not_fit_has_remedies(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("words", "what"),
     [
-        (["--world-size", "2"], "--device"),
-        (["--device", "h100"], "--world-size"),
-        (["--device", "h1000", "--world-size", "2"], "no such device"),
         (["--device=h100", "--world-size=2", "--rank=2"], "must be below 2, the number of ranks"),
         (["--device", "h100", "--world-size", "3"], "global_batch_size"),
         (["--device=h100", "--world-size=2", "--search", "--html=a"], "--html = .* a --search"),

@@ -88,8 +88,7 @@ def test_a_killed_job_whose_number_another_process_has_is_replaced_after_a_silen
     tmp_path: Path,
 ) -> None:
     leave_claim_of_a_killed_job(tmp_path)
-    content = json.loads((tmp_path / FILE).read_text())
-    (tmp_path / FILE).write_text(json.dumps(content | {"pid": os.getppid()}))
+    rewrite(tmp_path, pid=os.getppid())
     ours, begun = Claim(tmp_path, new_nonce()), time.monotonic()
     ours.take()
     assert time.monotonic() - begun > claims.SILENCE_S
@@ -105,17 +104,19 @@ def test_a_job_that_is_about_to_end_is_waited_for(tmp_path: Path, monkeypatch) -
         ours.give_back()
 
 
-def on_another_machine(folder: Path) -> str:
-    """Rewrite the file as if a machine that cannot be seen from here had made it."""
+def rewrite(folder: Path, **values: object) -> None:
+    """Change who holds the folder, as another job does that takes it."""
     content = json.loads((folder / FILE).read_text())
-    theirs = {"machine": "another boot", "host": "far", "pid": 2**30}  # no number of ours
-    (folder / FILE).write_text(json.dumps(content | theirs))
-    return content["nonce"]
+    (folder / FILE).write_text(json.dumps(content | values))
+
+
+# a machine that cannot be seen from here, and no number of ours
+FAR = {"machine": "another boot", "host": "far", "pid": 2**30}
 
 
 def test_a_job_on_another_machine_runs_while_its_file_is_touched(tmp_path: Path) -> None:
     claims.Claim(tmp_path / FILE)._create()
-    on_another_machine(tmp_path)
+    rewrite(tmp_path, **FAR)
     is_over = threading.Event()
 
     def touch() -> None:
@@ -181,9 +182,7 @@ def test_a_job_that_was_replaced_publishes_nothing(tmp_path: Path) -> None:
     ours = Claim(tmp_path, "0" * 12)
     ours.take()
     save(tmp_path, 5)  # its nonce begins with that of the claim
-    on_another_machine(tmp_path)
-    content = json.loads((tmp_path / FILE).read_text())
-    (tmp_path / FILE).write_text(json.dumps(content | {"nonce": "1" * 12}))
+    rewrite(tmp_path, **FAR, nonce="1" * 12)
     with pytest.raises(TakenOverError, match="process .* on far"):
         save(tmp_path, 10)
     assert commit.saved_steps(tmp_path) == [5]

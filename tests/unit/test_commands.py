@@ -416,24 +416,23 @@ def test_cpu_ranks_share_the_cores_and_keep_freed_memory() -> None:
     assert all(int(size) > 1 << 30 for size in MALLOC.values())
 
 
-@pytest.mark.parametrize("name", ["OMP_NUM_THREADS", *WAITING, *MALLOC])
-def test_a_setting_of_the_user_stays(name: str) -> None:
-    found = chosen(CPU, **{name: "3"})
-    assert name not in found
-    assert len(found) == 3
+OMP = "OMP_NUM_THREADS"
 
 
-def test_who_chose_how_threads_wait_keeps_it() -> None:
-    assert {*chosen(CPU, OMP_WAIT_POLICY="active")} == {"OMP_NUM_THREADS", *MALLOC}
-
-
-@pytest.mark.parametrize("name", ["GLIBC_TUNABLES", "LD_PRELOAD"])
-def test_who_chose_an_allocator_keeps_it(name: str) -> None:
-    assert chosen(CPU, **{name: ""}) == chosen(CPU)
-    assert [*chosen(CPU, **{name: "x"})] == ["OMP_NUM_THREADS", *WAITING]
-
-
-def test_with_gpus_it_is_the_memory_of_those() -> None:
-    assert {*chosen(GPU)} == {"OMP_NUM_THREADS", "PYTORCH_ALLOC_CONF", *WAITING}
-    for own in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
-        assert {*chosen(GPU, **{own: "x"})} == {"OMP_NUM_THREADS", *WAITING}
+@pytest.mark.parametrize(
+    ("ranks", "own", "names"),
+    [
+        *(
+            (CPU, {name: "3"}, {OMP, *WAITING, *MALLOC} - {name})
+            for name in (OMP, *WAITING, *MALLOC)
+        ),
+        (CPU, {"OMP_WAIT_POLICY": "active"}, {OMP, *MALLOC}),
+        *((CPU, {name: "x"}, {OMP, *WAITING}) for name in ("GLIBC_TUNABLES", "LD_PRELOAD")),
+        *((CPU, {name: ""}, {OMP, *WAITING, *MALLOC}) for name in ("GLIBC_TUNABLES", "LD_PRELOAD")),
+        (GPU, {}, {OMP, "PYTORCH_ALLOC_CONF", *WAITING}),
+        (GPU, {"PYTORCH_ALLOC_CONF": "x"}, {OMP, *WAITING}),
+        (GPU, {"PYTORCH_CUDA_ALLOC_CONF": "x"}, {OMP, *WAITING}),
+    ],
+)
+def test_threads_waiting_and_memory_are_chosen_where_the_user_has_not(ranks, own, names) -> None:
+    assert {*chosen(ranks, **own)} == names

@@ -9,12 +9,12 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from meshwright.config.training import Source
 from meshwright.datasets import named_sources
-from meshwright.datasets.files import Entry, local_files
+from meshwright.datasets.files import local_files
 from meshwright.datasets.named_sources import head_fault
 from meshwright.system.errors import ConfigError
 from tests.helpers.cli import check_job
+from tests.helpers.texts import entry
 
 
 def parquet_of(table: pyarrow.Table) -> bytes:
@@ -85,10 +85,10 @@ def test_files_that_are_looked_at_are_spread_over_all(tmp_path, monkeypatch):
         (tmp_path / f"{number}.jsonl").write_text(
             '{"text": 1}\n' if number in (1, 2, 4) else JSONL.decode()
         )
-    entry = Entry("training", "data", Source(dataset="json", dataset_path=str(tmp_path)))
-    files = local_files(entry)
-    assert head_fault(entry, files) is None
-    assert "4.jsonl:1: 'text' holds 1" in str(head_fault(entry, files[4:]))
+    source = entry(dataset="json", dataset_path=str(tmp_path))
+    files = local_files(source)
+    assert head_fault(source, files) is None
+    assert "4.jsonl:1: 'text' holds 1" in str(head_fault(source, files[4:]))
 
 
 def test_conversations_without_a_chat_template_are_refused_before_they_are_read(tmp_path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,7 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from meshwright.config.section import BYTES
 from meshwright.config.training import Source
-from meshwright.datasets.encoding import Encoder, TokenizationSpec
 from meshwright.datasets.files import Entry, fingerprint
 from meshwright.datasets.opening import StreamedSource
 from meshwright.datasets.rows import Item, conditions
@@ -19,9 +18,9 @@ from meshwright.datasets.samples import SampleRules
 from meshwright.datasets.sources import find_dataset
 from meshwright.datasets.stream import Shard, ShardPlace
 from meshwright.datasets.token_cache.tokenizing import open_cache
-from meshwright.datasets.tokenizers.kinds import build_tokenizer
 from meshwright.system.errors import ConfigError, RecordError
 from tests.helpers.cli import check_job
+from tests.helpers.texts import entry, tokenization
 
 ROWS = [
     {
@@ -45,8 +44,8 @@ def data(request, tmp_path: Path) -> dict[str, str]:
 
 
 def items(held_out: float = 0.0, is_held_out: bool = False, **keys: Any) -> list[Item]:
-    entry = Entry("training", "data", Source(**keys), held_out, is_held_out)
-    documents = find_dataset(keys["dataset"]).open(entry, False)
+    part = replace(entry(**keys), held_out=held_out, is_held_out=is_held_out)
+    documents = find_dataset(keys["dataset"]).open(part, False)
     return [item for part in range(documents.parts) for item in documents.read_part(part)]
 
 
@@ -85,7 +84,7 @@ def test_a_condition_that_cannot_be_answered_makes_a_bad_record(data) -> None:
 )
 def test_a_condition_that_cannot_be_read_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match=r"training\.dataset_where\.1 = .*\n  fix: write it like"):
-        conditions(Entry("training", "", Source(dataset_where=["a == 1", text])))
+        conditions(entry(dataset_where=["a == 1", text]))
 
 
 def test_a_held_out_part_is_the_same_in_any_order_and_kind_of_file(tmp_path: Path) -> None:
@@ -112,14 +111,12 @@ def test_a_side_has_a_cache_of_its_own(data) -> None:
     sides = [Entry("t", "", source, *held) for held in ((), (0.1, False), (0.1, True), (0.2, True))]
     assert len({fingerprint(entry, []) for entry in sides}) == 4
     later = [{"max_documents": 3}, {"dataset_where": ["a == 1"]}]
-    assert len({fingerprint(Entry("t", "", Source(**data, **k)), []) for k in [{}, *later]}) == 3
+    assert len({fingerprint(entry(**data, **k), []) for k in [{}, *later]}) == 3
 
 
 def shards(data: dict[str, str], place: list[ShardPlace], **keys: Any) -> list[Shard]:
-    entry = Entry("training", "data", Source(**data, **keys))
-    documents = find_dataset(data["dataset"]).open(entry, True)
-    encoder = Encoder(build_tokenizer(BYTES), lambda: pytest.fail("no chat"))
-    source = StreamedSource(entry, documents, encoder, len(place), 4)
+    spec = tokenization(**data, **keys)
+    source = StreamedSource(spec.entry, spec.open(streamed=True), spec.encoder(), len(place), 4)
     rules = SampleRules(8, 0, max_epochs=2)
 
     def never(error: RecordError) -> None:
@@ -170,8 +167,7 @@ def test_a_cache_ends_after_max_documents(most: int, data, tmp_path) -> None:
     """Its bytes are those of the documents that it has."""
     keys = {"max_documents": most, "dataset_where": ["lang == 'en'"]}
     taken = [row["text"] for row in ROWS if row["lang"] == "en"][:most]
-    entry = Entry("training", "data", Source(**data, **keys))
-    cache = open_cache(TokenizationSpec(entry, BYTES), tmp_path / "_cache", num_workers=1)
+    cache = open_cache(tokenization(**data, **keys), tmp_path / "_cache", num_workers=1)
     assert cache.num_documents == len(taken)
     assert cache.tokens(0, cache.num_tokens).tolist() == [
         token for text in taken for token in (256, *text.encode(), 257)

@@ -3,6 +3,7 @@
 import ast
 import inspect
 import re
+from collections.abc import Iterator
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -33,6 +34,11 @@ MOST_FILES = 166
 """That hold code: an `__init__.py` of a docstring alone is not counted."""
 
 MOST_LINES, MOST_FILES_OF_FOLDER, MOST_LINES_OF_FUNCTION = 400, 15, 79
+
+MOST_PRIVATE_NAMES = 61
+"""Of torch, and of Python: a new one is a decision, behind one function or one import, with a
+comment on its failure if it goes. `_scaled_dot_product_...` are operators without another name."""
+OF_NAMED_TUPLES = ("_asdict", "_fields", "_make", "_replace")  # public, documented by Python
 
 LATE_WITHOUT_A_REASON = {
     "checkpoint/manager.py": 3,
@@ -174,6 +180,39 @@ def late_without_a_reason(name: str) -> int:
 def test_a_late_import_says_why() -> None:
     found = {name: late_without_a_reason(name) for name in FILES}
     assert {name: count for name, count in found.items() if count} == LATE_WITHOUT_A_REASON
+
+
+def is_private(name: str) -> bool:
+    parts = [part for part in name.split(".") if part not in OF_NAMED_TUPLES]
+    return any(part.startswith("_") and not part.startswith("__") for part in parts)
+
+
+def own_names() -> Iterator[str]:
+    for node in (node for name in FILES for node in ast.walk(parsed(name))):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            if node.value.id in ("self", "cls"):
+                yield node.attr
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            yield node.target.id
+
+
+def used_names(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            yield node.attr
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
+            yield node.module or ""
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name.startswith("torch"))
+
+
+def test_private_names_of_torch_become_no_more() -> None:
+    own = {*own_names()}
+    found = {name: {n for n in used_names(parsed(name)) if is_private(n)} - own for name in FILES}
+    assert sum(map(len, found.values())) <= MOST_PRIVATE_NAMES, found
 
 
 def file_of(thing: object) -> str:

@@ -81,12 +81,16 @@ def test_the_small_job_has_a_rate_at_which_rounding_does_not_grow(lr) -> None:
     assert small_job(f"--optimizer.lr={lr}", groups).optimizer.lr == min(lr, HIGHEST_LR / 10)
 
 
+SAME = {"w": ShardComparison((0,), (1,), 0, 0.0)}
+SEEN = Measurement([2.0], [1.0], shards=dict.fromkeys(COMPARED, SAME))
+"""By one process or a rank, of a model with a parameter of one element."""
+NORMS = {kind: {"w": 1.0} for kind in COMPARED}
+
+
 @pytest.mark.parametrize(("gap", "is_named"), [(9e-6, False), (2e-5, True), (math.nan, True)])
 def test_other_choices_are_named_where_scores_differ_by_more_than_rounding(gap, is_named) -> None:
-    same = {"w": ShardComparison((0,), (1,), 0, 0.0)}
-    seen = Measurement([2.0], [1.0], shards=dict.fromkeys(COMPARED, same))
-    reference = Reference(seen, {"w": (1,)}, {kind: {"w": 1.0} for kind in COMPARED})
-    failures = compare(reference, [replace(seen, choice_gap=gap)]).failures
+    reference = Reference(SEEN, {"w": (1,)}, NORMS)
+    failures = compare(reference, [replace(SEEN, choice_gap=gap)]).failures
     words = f"experts: chosen otherwise where scores differ by {gap:.1e}"
     assert failures == [words] * is_named
 
@@ -101,9 +105,8 @@ def test_every_quantity_that_differs_is_named() -> None:
         figures = {"validation/loss": 2.0}
         return Measurement([2.0], [1.0], samples, shards, validation=figures, **others)
 
-    norms = {kind: {"w": 1.0} for kind in COMPARED}
     seen = replace(rank(0), samples={(1, 0): "hash", (1, 1): "hash"})
-    reference, first = Reference(seen, {"w": (2,)}, norms), rank(0)
+    reference, first = Reference(seen, {"w": (2,)}, NORMS), rank(0)
     assert compare(reference, [first, rank(1)]).failures == []
     wrong = {
         "initial w: ranks hold 1 of 2": first,
@@ -153,11 +156,8 @@ def test_an_error_that_is_no_number_is_the_worst() -> None:
 @pytest.mark.parametrize("place", ["one process", "rank 0"])
 def test_a_state_that_does_not_follow_from_the_choices_is_named(place) -> None:
     """Of one process too: a mesh that takes its choices is right by itself."""
-    same = {"w": ShardComparison((0,), (1,), 0, 0.0)}
-    seen = Measurement([2.0], [1.0], shards=dict.fromkeys(COMPARED, same))
-    wrong = replace(seen, wrong_counts=["layers.0.feed_forward.load"])
-    alone, rank = (wrong, seen) if place == "one process" else (seen, wrong)
-    reference = Reference(alone, {"w": (1,)}, {kind: {"w": 1.0} for kind in COMPARED})
-    failures = compare(reference, [rank]).failures
+    wrong = replace(SEEN, wrong_counts=["layers.0.feed_forward.load"])
+    alone, rank = (wrong, SEEN) if place == "one process" else (SEEN, wrong)
+    failures = compare(Reference(alone, {"w": (1,)}, NORMS), [rank]).failures
     words = f"state: not as the choices add up: layers.0.feed_forward.load, on {place}"
     assert failures == [words]

@@ -2,18 +2,16 @@ from typing import Any
 
 import pytest
 
-from meshwright.config.training import Source
-from meshwright.datasets.files import Entry
 from meshwright.datasets.rows import row_reader
 from meshwright.system.errors import ConfigError, RecordError
+from tests.helpers.texts import entry
 
 HELLO = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "hi"}]
 SYSTEM = {"role": "system", "content": "be brief"}
 
 
 def read(name: str, row: dict[str, Any]) -> object:
-    entry = Entry("training", "data", Source(dataset="json", dataset_format=name))
-    return row_reader(entry)(row, "a.jsonl:1")
+    return row_reader(entry(dataset="json", dataset_format=name))(row, "a.jsonl:1")
 
 
 @pytest.mark.parametrize(

@@ -151,21 +151,17 @@ def test_a_sample_knows_its_documents(tmp_path, small_blocks) -> None:
 # samples of a stream
 
 
-def on_one_rank(source: OpenSource, length: int = LENGTH, **rules: int) -> SampleStream:
+def on_one_rank(
+    source: OpenSource, length: int = LENGTH, cursor: Cursor = Cursor(), **rules: int
+) -> SampleStream:
     rules = SampleRules(length, **({"seed": 0} | rules))
-    return SampleStream([source], Cursor(), rules, batch=1, slots=[0])
+    return SampleStream([source], cursor, rules, batch=1, slots=[0])
 
 
-def take(source: OpenSource, n: int, cursor: Cursor = Cursor(), **options) -> list:
+def take(source: OpenSource, n: int, cursor: Cursor = Cursor()) -> list:
     """Samples from `cursor` on, each with the cursor behind it."""
-    keywords = {"batch": 1, "slots": [0]} | options
-    order = SampleStream([source], cursor, SampleRules(LENGTH, seed=0), **keywords)
-    taken = []
-    for _ in range(n):
-        sample = order.next_sample()
-        assert sample is not None
-        taken.append((sample.tokens.tolist(), order.cursor))
-    return taken
+    order = on_one_rank(source, cursor=cursor)
+    return [(order.next_sample().tokens.tolist(), order.cursor) for _ in range(n)]
 
 
 @pytest.mark.parametrize("window", [1, 2, 100])

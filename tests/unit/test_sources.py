@@ -5,6 +5,7 @@ import io
 import json
 import os
 import re
+from functools import partial
 from http.client import IncompleteRead
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,10 +15,8 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from meshwright.config.section import BYTES
-from meshwright.config.training import Source
 from meshwright.datasets.encoding import NO_LOSS, TokenizationSpec
-from meshwright.datasets.files import Entry, fingerprint, local_files, revision
+from meshwright.datasets.files import fingerprint, local_files, revision
 from meshwright.datasets.named_sources import check_path
 from meshwright.datasets.rows import Document, Documents, IndexedDocuments, unreadable
 from meshwright.datasets.samples import CachedSamples
@@ -26,14 +25,11 @@ from meshwright.datasets.token_cache.tokenizing import open_cache
 from meshwright.datasets.tokenizers.kinds import build_tokenizer
 from meshwright.system.errors import ConfigError, RecordError, StorageError
 from meshwright.system.files import may_pass
+from tests.helpers.texts import entry, tokenization
 from tests.helpers.tokenizer_files import byte_level_json
 
 ROWS = [{"text": f"document {i}", "other": i} for i in range(7)]
 TEXTS = [row["text"] for row in ROWS]
-
-
-def entry(**keys: object) -> Entry:
-    return Entry("training", "data", Source(**keys))
 
 
 def open_documents(**keys: object) -> Documents:
@@ -423,9 +419,9 @@ def test_conversations_from_file_to_labels(folder: Path) -> None:
     (folder / "a.jsonl").write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
     tokenizer_file = byte_level_json(folder / "tokenizer.json", ["<|im_start|>", "<|im_end|>"])
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": CHATML}))
-    source = Source(dataset="json", dataset_path=str(folder / "a.jsonl"), dataset_column="messages")
-    recipe = TokenizationSpec(Entry("training", "chat", source), str(tokenizer_file))
-    cache = open_cache(recipe, folder / "cache", num_workers=1)
+    keys = {"dataset": "json", "dataset_path": str(folder / "a.jsonl")}
+    spec = TokenizationSpec(entry(**keys, dataset_column="messages"), str(tokenizer_file))
+    cache = open_cache(spec, folder / "cache", num_workers=1)
     assert cache.num_documents == 3
     sample = CachedSamples(cache, cache.num_tokens, seed=None).read(0)
     decode = build_tokenizer(str(tokenizer_file)).decode
@@ -478,9 +474,7 @@ def hub(monkeypatch) -> dict[str, object]:
 
 
 def test_a_revision_of_the_hub_is_pinned_and_known(hub, folder: Path) -> None:
-    def recipe(**keys: object) -> TokenizationSpec:
-        return TokenizationSpec(entry(dataset="owner/name", **keys), BYTES)
-
+    recipe = partial(tokenization, dataset="owner/name")
     pinned, newest = recipe(dataset_revision=COMMITS[0]), recipe()
     assert (revision(pinned.files()), revision(newest.files())) == COMMITS
     assert pinned.identity() != newest.identity()

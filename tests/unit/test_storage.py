@@ -20,11 +20,8 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.registry import _registry as fsspec_registry
 
-from meshwright.config.section import BYTES
-from meshwright.config.training import Source
 from meshwright.datasets import storage
-from meshwright.datasets.encoding import TokenizationSpec
-from meshwright.datasets.files import Entry, local_files
+from meshwright.datasets.files import local_files
 from meshwright.datasets.opening import StreamedSource
 from meshwright.datasets.rows import LocalDocuments
 from meshwright.datasets.samples import CachedSamples, SampleRules
@@ -34,6 +31,7 @@ from meshwright.datasets.token_cache.cache import TokenCache
 from meshwright.datasets.token_cache.tokenizing import open_cache
 from meshwright.system import files
 from meshwright.system.errors import ConfigError, StorageError
+from tests.helpers.texts import entry, tokenization
 
 EOS = 257
 
@@ -113,9 +111,8 @@ def save(folder: Path) -> Path:
 
 
 def open_tokens(folder: Path, path: str, blocks: BlockCache | None = None) -> TokenCache:
-    source = Source(dataset="tokens", dataset_path=path)
-    recipe = TokenizationSpec(Entry("training", "data", source), BYTES)
-    return open_cache(recipe, folder, num_workers=1, blocks=blocks)
+    spec = tokenization(dataset="tokens", dataset_path=path)
+    return open_cache(spec, folder, num_workers=1, blocks=blocks)
 
 
 def batches(cache: TokenCache) -> np.ndarray:
@@ -238,9 +235,8 @@ def test_lines_of_json_are_tokenised_as_from_the_disk(server, tmp_path) -> None:
     server.faults = some_faults(seed=5)
     caches = []
     for place in (str(path), f"{server.address}/a.jsonl"):
-        source = Source(dataset="json", dataset_path=place)
-        recipe = TokenizationSpec(Entry("training", "data", source), BYTES)
-        caches.append(open_cache(recipe, tmp_path / "cache", num_workers=1))
+        spec = tokenization(dataset="json", dataset_path=place)
+        caches.append(open_cache(spec, tmp_path / "cache", num_workers=1))
     assert caches[0].folder != caches[1].folder
     assert caches[0].content == caches[1].content
 
@@ -249,10 +245,9 @@ def test_a_fault_that_stays_is_waited_for_once_in_a_stream_of_documents(server) 
     """By the read of the bytes, and not again by the shard whose window they are of."""
     server.files["a.jsonl"] = b'{"text": "some words"}\n' * 100
     path = f"{server.address}/a.jsonl"
-    entry = Entry("training", "data", Source(dataset="json", dataset_path=path))
-    documents = LocalDocuments(entry, [stat(path)])
-    encoder = TokenizationSpec(entry, BYTES).encoder()
-    source = StreamedSource(entry, documents, encoder, num_shards=1, window=10)
+    spec = tokenization(dataset="json", dataset_path=path)
+    documents = LocalDocuments(spec.entry, [stat(path)])
+    source = StreamedSource(spec.entry, documents, spec.encoder(), num_shards=1, window=10)
     rules = SampleRules(length=8, seed=1)
     stream = SampleStream([source], Cursor(), rules, batch=1, slots=[0])
     asked, server.faults = server.num_requests, itertools.repeat("503")
@@ -318,10 +313,9 @@ def test_a_folder_of_a_bucket_gives_the_batches_of_the_disk(bucket, tmp_path) ->
 @pytest.mark.parametrize("address", ["{server}/none.jsonl", "s3://bucket/none", "s3://bucket/*.x"])
 def test_an_address_without_a_file_is_named(server, bucket, address) -> None:
     path = address.format(server=server.address)
-    entry = Entry("training", "data", Source(dataset="json", dataset_path=path))
     said = f"training.dataset_path = {path!r}: no such file or folder\n  fix: check the address"
     with pytest.raises(ConfigError, match=f"{re.escape(said)}$"):
-        local_files(entry)
+        local_files(entry(dataset="json", dataset_path=path))
 
 
 def test_a_bucket_needs_its_package(monkeypatch) -> None:
@@ -341,13 +335,6 @@ def test_an_unknown_storage_is_named(monkeypatch) -> None:
     monkeypatch.setattr(fsspec, "filesystem", ftp)
     with pytest.raises(ConfigError, match="ftp:// is no storage"):
         storage.find_files("ftp://host/data", (".npy",))
-
-
-def test_a_file_that_a_server_has_not_is_an_error_of_the_config(server, bucket) -> None:
-    for address in (f"{server.address}/none.jsonl", "s3://bucket/none/*.jsonl"):
-        entry = Entry("training", "data", Source(dataset="json", dataset_path=address))
-        with pytest.raises(ConfigError, match="no such file or folder\n  fix: check the address"):
-            local_files(entry)
 
 
 def test_a_web_server_lists_no_files(server) -> None:

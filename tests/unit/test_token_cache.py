@@ -17,9 +17,7 @@ import numpy as np
 import pytest
 
 from meshwright.config.section import BYTES
-from meshwright.config.training import Source
 from meshwright.datasets.encoding import NO_LOSS, TokenizationSpec
-from meshwright.datasets.files import Entry
 from meshwright.datasets.rows import IndexedDocuments
 from meshwright.datasets.samples import CachedSamples
 from meshwright.datasets.storage import DESCRIPTORS, RangeFile
@@ -29,7 +27,7 @@ from meshwright.datasets.token_cache.tokenizing import open_cache
 from meshwright.system.errors import ConfigError
 from meshwright.system.files import whole_file
 from tests.helpers.files import NOT_THERE, failing_reads, leave_out_flock_and_fsync, tree
-from tests.helpers.texts import OWN_DATASET, TEXTS, TextsRecipe, encode
+from tests.helpers.texts import OWN_DATASET, TEXTS, TextsRecipe, encode, entry, tokenization
 
 MANY = tuple(f"document {i} " * (i % 7) for i in range(300))
 
@@ -62,8 +60,7 @@ def test_every_document_is_there_in_order(texts, tmp_path, small_blocks) -> None
 
 def test_a_dataset_of_the_users_is_read_anew_when_its_code_has_changed(tmp_path) -> None:
     module = tmp_path / "own.py"
-    entry = Entry("training", "own", Source(dataset="own"))
-    recipe = TokenizationSpec(entry, BYTES, custom_import=str(module))
+    recipe = TokenizationSpec(entry("own"), BYTES, custom_import=str(module))
     for text in ("before", "after", "before"):
         module.write_text(OWN_DATASET.format(text))
         cache = open_cache(recipe, tmp_path / "cache", num_workers=1)
@@ -103,8 +100,7 @@ DATASETS = {"own": DatasetSpec(lambda *_: IndexedDocuments(4000, get), lambda en
 def test_long_errors_of_several_processes_end_all(tmp_path) -> None:
     """A process would wait for ever for someone to read the second one."""
     (tmp_path / "own.py").write_text(BAD)
-    entry = Entry("training", "own", Source(dataset="own"))
-    recipe = TokenizationSpec(entry, BYTES, custom_import=str(tmp_path / "own.py"))
+    recipe = TokenizationSpec(entry("own"), BYTES, custom_import=str(tmp_path / "own.py"))
     with pytest.raises(ConfigError, match=r"own document \d+: ValueError: x+ \(.*own.py:\d+\)"):
         open_cache(recipe, tmp_path / "cache", num_workers=3)
 
@@ -178,11 +174,10 @@ def test_a_file_that_is_cut_short_under_a_reader_is_damage_and_no_signal(tmp_pat
 
 
 def test_another_chat_template_is_another_cache(tmp_path) -> None:
-    text, template = tmp_path / "a.txt", tmp_path / "chat_template.jinja"
-    text.write_text("text")
-    source = Source(dataset="text", dataset_path=str(text))
-    recipe = TokenizationSpec(Entry("training", "text", source), BYTES, str(template))
-    identities = set()
+    template, identities = tmp_path / "chat_template.jinja", set()
+    (tmp_path / "a.txt").write_text("text")
+    source = entry("text", dataset_path=str(tmp_path / "a.txt"))
+    recipe = TokenizationSpec(source, BYTES, str(template))
     for content in ("{{ messages }}", "{{ messages[0] }}"):
         template.write_text(content)
         identities.add(recipe.identity())
@@ -290,8 +285,7 @@ def test_a_cache_of_someone_else_that_is_damaged(tmp_path, monkeypatch) -> None:
 def test_a_process_opens_what_is_there_now(tmp_path) -> None:
     """Not what was behind the same path before."""
     (tmp_path / "a.txt").write_text("first text")
-    source = Source(dataset="text", dataset_path=str(tmp_path / "a.txt"))
-    recipe = TokenizationSpec(Entry("training", "a", source), BYTES)
+    recipe = tokenization(dataset="text", dataset_path=str(tmp_path / "a.txt"))
     first = open_cache(recipe, tmp_path / "cache", num_workers=1)
     stat = (tmp_path / "a.txt").stat()
     (tmp_path / "a.txt").write_text("another one")

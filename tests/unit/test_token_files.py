@@ -8,10 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from meshwright.config.section import BYTES
-from meshwright.config.training import Source
-from meshwright.datasets.encoding import TokenizationSpec
-from meshwright.datasets.files import Entry, token_paths
+from meshwright.datasets.files import token_paths
 from meshwright.datasets.foreign_tokens import open_array
 from meshwright.datasets.named_sources import check_path
 from meshwright.datasets.samples import CachedSamples
@@ -20,6 +17,7 @@ from meshwright.datasets.storage import DataFile, stat
 from meshwright.datasets.token_cache.cache import TokenCache
 from meshwright.datasets.token_cache.tokenizing import open_cache
 from meshwright.system.errors import ConfigError
+from tests.helpers.texts import entry, tokenization
 
 EOS = 257  # of the byte tokenizer
 DOCUMENTS = [[104, 105, EOS], [119, 111, 114, 108, 100, EOS], [97, 98, 99, 100, EOS]]
@@ -29,9 +27,8 @@ sequence; then one document of two sequences, [1, 2] and [3, 4, EOS]."""
 
 
 def open_tokens(folder: Path, dataset: str, path: Path, *, check_all: bool = False) -> TokenCache:
-    source = Source(dataset=dataset, dataset_path=str(path))
-    recipe = TokenizationSpec(Entry("training", "data", source), BYTES)
-    return open_cache(recipe, folder / "cache", num_workers=1, check_all=check_all)
+    spec = tokenization(dataset=dataset, dataset_path=str(path))
+    return open_cache(spec, folder / "cache", num_workers=1, check_all=check_all)
 
 
 def documents_of(cache: TokenCache) -> list[list[int]]:
@@ -59,9 +56,8 @@ def test_a_refused_file_of_megatron_is_named(ending: str, monkeypatch) -> None:
         raise ConfigError("", f"{path} cannot be read\n  fix: let this user read it")
 
     monkeypatch.setattr("meshwright.datasets.files.stat", refused)
-    source = Source(dataset="megatron", dataset_path=f"s3://bucket/small.{ending}")
     with pytest.raises(ConfigError, match=r"^s3://bucket/small\.bin cannot be read"):
-        token_paths(Entry("training", "data", source))
+        token_paths(entry(dataset="megatron", dataset_path=f"s3://bucket/small.{ending}"))
 
 
 def write_llm_c(path: Path, documents: list[list[int]]) -> None:
@@ -227,15 +223,14 @@ def test_a_wrong_index_of_datatrove_is_refused(ends: list[int], message: str, tm
 def test_what_preflight_says(tmp_path: Path) -> None:
     write_kind("nanoGPT", tmp_path / "a", DOCUMENTS)
 
-    def check(**keys: object) -> None:
-        entry = Entry("training", "data", Source(dataset_path=str(tmp_path), **keys))
-        check_path(entry, find_dataset(entry.source.dataset))
+    def check(dataset: str, **keys: object) -> None:
+        check_path(entry(dataset, dataset_path=str(tmp_path), **keys), find_dataset(dataset))
 
-    check(dataset="tokens")
+    check("tokens")
     with pytest.raises(ConfigError, match="there is no .*a.idx"):
-        check(dataset="megatron")
+        check("megatron")
     with pytest.raises(ConfigError, match="read where they lie"):
-        check(dataset="tokens", dataset_mode="streamed")
+        check("tokens", dataset_mode="streamed")
 
 
 def test_a_long_header_is_read_whole(tmp_path: Path) -> None:
