@@ -5,9 +5,8 @@ Free of torch.
 
 import os
 import tomllib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,15 +29,15 @@ class Choice(NamedTuple):
     """Newer ones that are damaged, and how."""
 
 
-def choose_newest(
-    place: Place, candidates: Iterable[Path], damaged: Mapping[Path, str]
+def first_good(
+    place: Place, candidates: Iterable[Path], read: Callable[[Path], Manifest] = inspect
 ) -> Choice | None:
-    """Return the first of `candidates` whose files are all there in full, though their content is
-    not read; None if there are no candidates.
+    """Return the first of `candidates` that is not damaged; None if there are no candidates.
 
     Args:
         place: of the one that is named, or of the folder that holds them.
-        damaged: checkpoints whose content is known to be damaged, and how.
+        read: returns the manifest of one, or raises `DamagedError`. By default its files are all
+            there in full, though their content is not read.
 
     Raises:
         ConfigError: if all are damaged: starting over would be a surprise.
@@ -46,9 +45,7 @@ def choose_newest(
     passed_over: dict[Path, str] = {}
     for path in candidates:
         try:
-            if path in damaged:
-                raise DamagedError(path, damaged[path])
-            return Choice(path, inspect(path), passed_over)
+            return Choice(path, read(path), passed_over)
         except DamagedError as error:
             passed_over[path] = error.what
     if place.path in passed_over:
@@ -59,9 +56,9 @@ def choose_newest(
     return None
 
 
-def choose(folder: Path, load_step: int, damaged: Mapping[Path, str] = {}) -> Choice | None:
-    """Return the checkpoint of `load_step`; if -1, as `choose_newest` of those in `folder`. Raises
-    `ConfigError` too if it is not there."""
+def of_job(folder: Path, load_step: int) -> tuple[Place, list[Path]]:
+    """Return what `first_good` takes of a job's folder: the checkpoint of `load_step`; if -1, all.
+    Raises `ConfigError` if it is not there."""
     steps, place = saved_steps(folder), Place("job.dump_folder", folder)
     if load_step != -1:
         there = ", ".join(map(str, steps)) or "none"
@@ -70,26 +67,13 @@ def choose(folder: Path, load_step: int, damaged: Mapping[Path, str] = {}) -> Ch
         check(load_step in steps, "checkpoint.load_step", load_step, rule, fix)
         steps = [load_step]
         place = Place("checkpoint.load_step", commit.step_folder(folder, load_step))
-    paths = (commit.step_folder(folder, step) for step in reversed(steps))
-    return choose_newest(place, paths, damaged)
+    return place, [commit.step_folder(folder, step) for step in reversed(steps)]
 
 
-def select(
-    find: Callable[[Mapping[Path, str]], Choice | None],
-    verify: Callable[[Choice], list[str]],
-    held: ExitStack,
-) -> Choice | None:
-    """Return the checkpoint that `find` chooses and in which `verify` sees no fault.
-
-    Args:
-        find: is asked again after each damaged one, with the folders that are damaged, and how.
-        verify: may enter `held`, which is closed if it returns faults.
-    """
-    damaged: dict[Path, str] = {}
-    while (choice := find(damaged)) is not None and (wrong := verify(choice)):
-        held.close()
-        damaged[choice.path] = "; ".join(wrong)
-    return choice
+def choose(folder: Path, load_step: int) -> Choice | None:
+    """Return the checkpoint of `of_job` whose files are all there in full; raises as that and as
+    `first_good`."""
+    return first_good(*of_job(folder, load_step))
 
 
 def find_entries(place: Place) -> list[Path]:
@@ -144,12 +128,6 @@ def no_checkpoint(place: Place) -> ConfigError:
     return place.error("holds no checkpoint", "name a job.dump_folder, or a step's folder in it")
 
 
-def find_checkpoint(place: Place, damaged: Mapping[Path, str]) -> Choice | None:
-    """Return the step's folder that `place` is, or as `choose_newest` of those in it; raises as
-    both."""
-    return choose_newest(place, find_candidates(place), damaged)
-
-
 class Opened(NamedTuple):
     """A checkpoint that may be read."""
 
@@ -174,15 +152,16 @@ def open_checkpoint(
     """
     with ExitStack() as held:
 
-        def verify(choice: Choice) -> list[str]:
-            files = sorted(choice.manifest["files"]) if names is None else names
-            try:
-                held.enter_context(being_read(choice.path))
-            except DamagedError as error:  # a job has just deleted it
-                return [error.what]
-            return commit.verify(choice.path, choice.manifest, files)
+        def read(path: Path) -> Manifest:
+            manifest = inspect(path)
+            held.enter_context(being_read(path))  # a job may just have deleted it
+            files = sorted(manifest["files"]) if names is None else names
+            if wrong := commit.verify(path, manifest, files):
+                held.close()
+                raise DamagedError(path, "; ".join(wrong))
+            return manifest
 
-        choice = select(partial(find_checkpoint, place), verify, held)
+        choice = first_good(place, find_candidates(place), read)
         if choice is None:
             raise no_checkpoint(place)
         for newer, what in choice.passed_over.items():

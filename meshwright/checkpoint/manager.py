@@ -117,10 +117,10 @@ class CheckpointManager:
         """
         if not self._config.enable:
             return None
-        choose = partial(find.choose, self._folder, self._config.load_step)
+        candidates = partial(find.of_job, self._folder, self._config.load_step)
         with ExitStack() as held:
             is_read = self._config.verify == "full"
-            choice = select_on_ranks(choose, self.group, held, is_read=is_read)
+            choice = select_on_ranks(candidates, self.group, held, is_read=is_read)
         return None if choice is None else choice.manifest
 
     def tell(self, find: Callable[[], T]) -> T:

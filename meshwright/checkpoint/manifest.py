@@ -115,7 +115,10 @@ class DamagedError(ConfigError):
             f"checkpoint.load_step: checkpoint {checkpoint} is damaged: {what}"
             "\n  fix: name another step in checkpoint.load_step, or -1 for the newest good one",
         )
-        self.what = what
+        self._checkpoint, self.what = checkpoint, what
+
+    def __reduce__(self) -> tuple[type["DamagedError"], tuple[Path, str]]:  # type: ignore[override]
+        return DamagedError, (self._checkpoint, self.what)
 
 
 def from_json(text: bytes) -> Manifest:

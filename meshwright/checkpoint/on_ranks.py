@@ -2,7 +2,7 @@
 
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -13,8 +13,8 @@ import torch.distributed as dist
 from meshwright.checkpoint import commit
 from meshwright.checkpoint.claim import holder
 from meshwright.checkpoint.commit import being_read
-from meshwright.checkpoint.find import Choice, select
-from meshwright.checkpoint.manifest import DamagedError
+from meshwright.checkpoint.find import Choice, first_good
+from meshwright.checkpoint.manifest import DamagedError, Manifest
 from meshwright.system.errors import ConfigError, StorageError, in_ranges
 from meshwright.system.files import Place
 from meshwright.system.log import logger
@@ -38,48 +38,52 @@ def on_first_rank(find: Callable[[], T], group: dist.ProcessGroup) -> T:
 
 
 def select_on_ranks(
-    find: Callable[[Mapping[Path, str]], Choice | None],
+    find: Callable[[], tuple[Place, list[Path]]],
     group: dist.ProcessGroup,
     held: ExitStack,
     *,
     is_read: bool = True,
 ) -> Choice | None:
-    """Return the checkpoint that `find` chooses, of which every byte that its manifest names was
-    compared with its checksum if `is_read`: each rank reads a part of the files.
+    """Return the first good one of the checkpoints that `find` finds, as `first_good` does, of
+    which every byte that its manifest names was compared with its checksum if `is_read`: each rank
+    reads a part of the files.
 
-    A damaged one is named in the log, and `find` is asked again. Collective over `group`, which is
-    the whole job.
+    A damaged one is named in the log. Collective over `group`, which is the whole job.
 
     Args:
-        find: is called on the first rank with the folders that are damaged, and how.
+        find: is called on the first rank, for what `first_good` takes.
         group: its timeout has to be long enough for a rank's part of the files.
         held: until it ends, no retention deletes the checkpoint.
 
     Raises:
-        ConfigError: on every rank, if `find` does.
+        ConfigError: on every rank, if `find` does, or all are damaged.
         StorageError: on every rank, if one of them cannot read its part now.
     """
 
-    def verify(choice: Choice) -> list[str]:
-        by_rank = on_every_rank(partial(_verify, choice, held, is_read), group)
-        return [what for of_rank in by_rank for what in of_rank]
+    def read(path: Path) -> Manifest:
+        manifest = on_first_rank(partial(commit.inspect, path), group)
+        by_rank = on_every_rank(partial(_verify, path, manifest, held, is_read), group)
+        if wrong := [what for of_rank in by_rank for what in of_rank]:
+            held.close()
+            raise DamagedError(path, "; ".join(wrong))
+        return manifest
 
-    choice = select(lambda damaged: on_first_rank(partial(find, damaged), group), verify, held)
+    choice = first_good(*on_first_rank(find, group), read)
     if choice is not None and dist.get_rank() == 0:
         for path, what in choice.passed_over.items():
             logger.warning("passed over %s, which is damaged: %s", path, what)
     return choice
 
 
-def _verify(choice: Choice, held: ExitStack, is_read: bool) -> list[str]:
+def _verify(path: Path, manifest: Manifest, held: ExitStack, is_read: bool) -> list[str]:
     """Hold the checkpoint, and return the damage in this rank's part of its files."""
-    mine = sorted(choice.manifest["files"])[dist.get_rank() :: dist.get_world_size()]
+    mine = sorted(manifest["files"])[dist.get_rank() :: dist.get_world_size()]
     try:
-        held.enter_context(being_read(choice.path))
+        held.enter_context(being_read(path))
     except DamagedError as error:  # the first rank has seen it: deleted, or not shown here yet
         fix = "run the same command again"
-        raise StorageError(f"{choice.path}: {error.what}\n  fix: {fix}") from None
-    return commit.verify(choice.path, choice.manifest, mine) if is_read else []
+        raise StorageError(f"{path}: {error.what}\n  fix: {fix}") from None
+    return commit.verify(path, manifest, mine) if is_read else []
 
 
 def on_every_rank(find: Callable[[], T], group: dist.ProcessGroup) -> list[T]:

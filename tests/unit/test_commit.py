@@ -15,7 +15,7 @@ import pytest
 from meshwright.checkpoint import commit, find
 from meshwright.checkpoint.commit import being_read
 from meshwright.checkpoint.index import INDEX
-from meshwright.checkpoint.manifest import MANIFEST, DamagedError, read_manifest, to_json
+from meshwright.checkpoint.manifest import MANIFEST, DamagedError, Manifest, read_manifest, to_json
 from meshwright.checkpoint.retention import (
     Retention,
     apply_retention,
@@ -181,12 +181,19 @@ def test_a_damaged_checkpoint_is_passed_over_unless_it_was_named(tmp_path: Path,
         find.choose(tmp_path, 15)
     assert says in str(error.value)
 
-    damaged = {tmp_path / "step-10": "content"}
-    choice = find.choose(tmp_path, -1, damaged)
+    damaged = {"step-10": "content"}
+
+    def read(path: Path) -> Manifest:
+        if path.name in damaged:
+            raise DamagedError(path, damaged[path.name])
+        return commit.inspect(path)
+
+    choice = find.first_good(*find.of_job(tmp_path, -1), read)
     assert choice.path.name == "step-5"
     assert [path.name for path in choice.passed_over] == ["step-15", "step-10"]
+    damaged["step-5"] = "worse"
     with pytest.raises(ConfigError, match="every checkpoint in it .* step-5: worse") as error:
-        find.choose(tmp_path, -1, damaged | {tmp_path / "step-5": "worse"})
+        find.first_good(*find.of_job(tmp_path, -1), read)
     assert error.value.key == "job.dump_folder"
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from meshwright.checkpoint.conversion.hf_folder import check_args, check_hf_folder, is_hf_folder
-from meshwright.checkpoint.find import check_complete, find_candidates, find_checkpoint, saved_args
+from meshwright.checkpoint.find import check_complete, find_candidates, first_good, saved_args
 from meshwright.checkpoint.index import INDEX, SavedTensor, read_saved_tensors
 from meshwright.checkpoint.manifest import MANIFEST, Manifest
 from meshwright.config.job_config import Checkpoint
@@ -217,7 +217,7 @@ def find_initial(config: Checkpoint) -> InitialWeights:
     candidates = find_candidates(place)
     if candidates and all(is_torchtitan_folder(inner) for inner in candidates):
         return InitialWeights("torchtitan", Place(LOAD_KEY, candidates[0]))
-    found = find_checkpoint(place, {})
+    found = first_good(place, candidates)
     if found is None:
         is_hf = is_hf_folder(place.path)
         raise place.error("holds no checkpoint", _other(True) if is_hf else "")

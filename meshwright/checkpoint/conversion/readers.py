@@ -20,7 +20,7 @@ from meshwright.checkpoint.conversion.initial_load import (
     find_initial,
     find_names,
 )
-from meshwright.checkpoint.find import find_checkpoint
+from meshwright.checkpoint.find import find_candidates
 from meshwright.checkpoint.on_ranks import on_first_rank, select_on_ranks
 from meshwright.checkpoint.reader import CheckpointWeights, Piece, Put, Weights
 from meshwright.config.job_config import Checkpoint
@@ -169,7 +169,7 @@ def open_initial(config: Checkpoint, group: ProcessGroup) -> Iterator[InitialWei
         initial = on_first_rank(partial(find_initial, config), group)
         if initial.manifest is not None:
             named = Place(LOAD_KEY, Path(config.initial_load_path))
-            choice = select_on_ranks(partial(find_checkpoint, named), group, held)
+            choice = select_on_ranks(lambda: (named, find_candidates(named)), group, held)
             assert choice is not None  # `find_initial` has found one
             place = Place(LOAD_KEY, choice.path)
             initial = initial._replace(place=place, manifest=choice.manifest)
