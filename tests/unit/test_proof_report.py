@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from meshwright.commands.prove.cases import build_case, reference_case
-from meshwright.commands.prove.compare import Reference, Verdict, compare
+from meshwright.commands.prove.compare import LATER_GRADIENT, Reference, Verdict, compare
 from meshwright.commands.prove.measure import COMPARED, Measurement, ShardComparison
-from meshwright.commands.prove.prove import COLUMNS, Row, _why_not, cells, line, summary, write
+from meshwright.commands.prove.prove import Row, _why_not, cells, summary, write
 from meshwright.commands.prove.shrink import HIGHEST_LR, shrink
 from meshwright.config.job_config import JobConfig
 from meshwright.config.loader import load_config
@@ -23,19 +23,6 @@ prove = command("prove")
 def small_job(*words: str) -> JobConfig:
     config = load_config([*words])
     return shrink(config, resolve_model(config)[1])
-
-
-def test_rows_fit_a_console_and_a_long_name_has_a_line_of_its_own(monkeypatch) -> None:
-    row = ("mesh: dp_shard 2 x tp 2", *("1" * 6 for _ in COLUMNS[1:-1]), "FAILED")
-    for columns in (80, 100):
-        monkeypatch.setenv("MESHWRIGHT_COLUMNS", str(columns))
-        table = "\n".join([line(" 1/87", COLUMNS), line(" 1/87", row)]).splitlines()
-        assert all(len(text) <= columns for text in table)
-        assert table[0].index("verdict") == table[-1].index("FAILED")
-        assert len(table) == 2 + (columns == 80)
-    monkeypatch.setenv("MESHWRIGHT_COLUMNS", "40")  # no room for any name
-    name, rest = line("1/8", ("weights", *row[1:])).splitlines()
-    assert (name, rest.split()) == ("1/8  weights", ["1" * 6] * 5 + ["FAILED"])
 
 
 def test_an_unfinished_proof_proves_nothing(tmp_path) -> None:
@@ -141,12 +128,9 @@ def test_an_error_that_is_no_number_is_the_worst() -> None:
     wrong = replace(seen, losses=[math.nan, 3.0], validation=figures)
     ranks = [replace(wrong, losses=[3.0, 3.0]), wrong, replace(wrong, losses=[3.0, 3.0])]
     verdict = compare(Reference(seen, shapes, norms), ranks)
-    assert verdict.worst_gradient == "b"
-    for error in (
-        *(verdict.gradient_error, verdict.update_error, verdict.later_gradient_error),
-        *(verdict.loss_error, verdict.validation_error),
-    ):
-        assert math.isnan(error)
+    assert verdict.errors["of"] == "b"
+    for name in ("gradient", "update", LATER_GRADIENT, "loss", "validation"):
+        assert math.isnan(verdict.errors[name])
     names = [line.split(":")[0] for line in verdict.failures if line.startswith("gradient of")]
     assert [name.split()[2] for name in names] == 2 * ["b", "c", "a"]
     (update,) = (line for line in verdict.failures if line.startswith("update"))

@@ -128,7 +128,7 @@ def test_a_report_is_one_whole_file_with_everything_in_it(folder, capsys) -> Non
 
 def test_a_proof_in_the_folder_is_shown(folder) -> None:
     (folder / "proof").mkdir()
-    case = {"name": "tp 2", "ranks": 2, "loss_error": 1e-7, "gradient_error": 0.5}
+    case = {"name": "tp 2", "ranks": 2, "errors": {"loss": 1e-7, "gradient": 0.5}}
     cases = [case, case | {"failures": ["gradient"]}, case | {"not_run": "no compiler"}]
     for shown, first, not_run in ((1, "warn", 3), (2, "bad", 2), (3, "bad", 2)):
         proof = {"num_cases": 4, "cases": cases[:shown]}  # it is written after each case

@@ -64,20 +64,29 @@ class Verdict:
     """One line each, naming the quantity or the parameter; none: the case is proved, if it ran."""
     not_run: str = ""
     """The reason, if this machine cannot run the case."""
-    num_different_weights: int = 0
-    num_different_samples: int = 0
-    loss_error: float = 0.0
-    norm_error: float = 0.0
-    gradient_error: float = 0.0
-    worst_gradient: str = ""
-    """Name of the parameter."""
-    update_error: float = 0.0
-    validation_error: float = 0.0
-    later_gradient_error: float = 0.0
-    num_other_choices: int = 0
-    """Tokens, over all ranks and layers, whose router would have chosen other experts."""
-    num_different_resumed: int = 0
-    """Tensors and figures that a save and a resume have changed, over all ranks."""
+    errors: dict[str, float | str] = field(default_factory=dict)
+    """Of each quantity in `MEANINGS`, by its name; and `OTHER_CHOICES` and `LATER_GRADIENT`."""
+
+
+MEANINGS = {
+    "weights": "initial weights that differ, bit by bit (bound: 0)",
+    "batches": "samples that differ, bit by bit (bound: 0)",
+    "loss": "largest relative error of the loss, over all steps and ranks "
+    f"(bound in fp32: {BOUNDS['fp32'].loss:g})",
+    "norm": f"the same of the gradient norm ({BOUNDS['fp32'].grad_norm:g})",
+    "gradient": "largest relative error of a parameter's gradient at step 1, as norm of the "
+    f"difference over norm ({BOUNDS['fp32'].gradient:g})",
+    "of": "the parameter with that error",
+    "update": "the same error of the sum of a parameter's first updates "
+    f"({BOUNDS['fp32'].update:g})",
+    "validation": f"largest relative error of its figures ({BOUNDS['fp32'].later_loss:g})",
+    "resume": "tensors and figures that a save and a resume have changed, bit by bit (bound: 0)",
+}
+"""Of the columns of the table that are errors."""
+
+OTHER_CHOICES, LATER_GRADIENT = "other choices", "later gradient"
+"""Tokens, over all ranks and layers, whose router would have chosen other experts; and the largest
+error of a gradient of step `LATER_STEP`."""
 
 
 @dataclass(frozen=True)
@@ -102,10 +111,10 @@ def compare(
     _compare_weights(verdict, reference, ranks)
     _compare_samples(verdict, seen, ranks)
     losses, norms = ([getattr(rank, of) for rank in ranks] for of in ("losses", "grad_norms"))
-    verdict.loss_error = _compare_series(
+    verdict.errors["loss"] = _compare_series(
         verdict, "loss", seen.losses, losses, (bounds.loss, bounds.later_loss)
     )
-    verdict.norm_error = _compare_series(
+    verdict.errors["norm"] = _compare_series(
         verdict, "gradient norm", seen.grad_norms, norms, (bounds.grad_norm, bounds.later_grad_norm)
     )
     _compare_gradients(verdict, reference, ranks, bounds)
@@ -122,6 +131,7 @@ def compare(
 
 
 def _compare_weights(verdict: Verdict, reference: Reference, ranks: Sequence[Measurement]) -> None:
+    num_different = 0
     for name, shape in reference.shapes.items():
         weights = [(i, rank.shards["weights"]) for i, rank in enumerate(ranks)]
         boxes = [(i, shards[name]) for i, shards in weights if name in shards]
@@ -133,8 +143,9 @@ def _compare_weights(verdict: Verdict, reference: Reference, ranks: Sequence[Mea
             )
         wrong = [i for i, box in boxes if box.num_different]
         if wrong:
-            verdict.num_different_weights += sum(box.num_different for _, box in boxes)
+            num_different += sum(box.num_different for _, box in boxes)
             verdict.failures.append(f"initial {name}: differs on rank {_ranks(wrong)}")
+    verdict.errors["weights"] = num_different
 
 
 def _compare_samples(
@@ -145,7 +156,7 @@ def _compare_samples(
         for place, sample in rank.samples.items():
             if sample != reference.samples.get(place):
                 found.setdefault(place, []).append(number)
-    verdict.num_different_samples = len(found)
+    verdict.errors["batches"] = len(found)
     if found:
         (step, index), wrong = min(found.items())
         verdict.failures.append(
@@ -192,19 +203,20 @@ def _compare_gradients(
         rounding = bounds.rounding and bounds.rounding * reference.roundings[name]
         if not error <= bounds.gradient + rounding:
             verdict.failures.append(f"gradient of {name}: relative error {error:.1e}")
-    if errors[0][0]:
-        verdict.gradient_error, verdict.worst_gradient = errors[0]
+    worst, name = errors[0]
+    verdict.errors |= {"gradient": worst, "of": name if worst else ""}
 
 
 def _compare_updates(
     verdict: Verdict, reference: Reference, ranks: Sequence[Measurement], bound: float
 ) -> None:
     errors = _errors("updates", reference, ranks)
-    verdict.update_error, name = errors[0]
+    worst, name = errors[0]
+    verdict.errors["update"] = worst
     if bad := [error for error, _ in errors if not error <= bound]:
         verdict.failures.append(
             f"update: wrong for {len(bad)} of {len(errors)} parameters; most for {name}, "
-            f"relative error {verdict.update_error:.1e}"
+            f"relative error {worst:.1e}"
         )
 
 
@@ -213,13 +225,13 @@ def _compare_routers(
 ) -> None:
     """Compare what routers of experts have seen and done; of other models nothing is measured."""
     errors = _errors("later_gradients", reference, ranks)
-    verdict.later_gradient_error = errors[0][0] if errors else 0.0
+    verdict.errors[LATER_GRADIENT] = errors[0][0] if errors else 0.0
     for error, name in errors:
         if not error <= bounds.later_gradient:
             text = f"gradient of {name} at step {LATER_STEP}: relative error {error:.1e}"
             verdict.failures.append(text)
     others, tokens = (sum(rank.other_choices[i] for rank in ranks) for i in (0, 1))
-    verdict.num_other_choices = others
+    verdict.errors[OTHER_CHOICES] = others
     if others > bounds.other_choices * tokens:
         verdict.failures.append(f"experts: chosen otherwise for {others} of {tokens} tokens")
     gap = _worst(rank.choice_gap for rank in ranks)
@@ -251,10 +263,11 @@ def _errors(
 def _compare_validation(
     verdict: Verdict, reference: Measurement, ranks: Sequence[Measurement], bound: float
 ) -> None:
+    found = [0.0]
     for name, want in reference.validation.items():
         got = [rank.validation.get(name, math.nan) for rank in ranks]
         errors = [_relative(abs(figure - want), want) for figure in got]
-        verdict.validation_error = _worst([verdict.validation_error, *errors])
+        found += errors
         # the perplexity's error is the loss's, times the loss
         limit = bound * max(1, reference.validation["validation/loss"])
         if wrong := [number for number, error in enumerate(errors) if not error <= limit]:
@@ -263,9 +276,11 @@ def _compare_validation(
                 f"{name}: {got[first]:.7g} instead of {want:.7g} on rank {_ranks(wrong)}, "
                 f"relative error {errors[first]:.1e}"
             )
+    verdict.errors["validation"] = _worst(found)
 
 
 def _compare_resume(verdict: Verdict, ranks: Sequence[Measurement]) -> None:
+    num_different = 0
     for number, rank in enumerate(ranks):
         repeated = {place: rank.samples.get(place) for place in rank.resumed_samples}
         samples = ["samples"] if rank.resumed_samples != repeated else []
@@ -274,11 +289,12 @@ def _compare_resume(verdict: Verdict, ranks: Sequence[Measurement]) -> None:
             ("loaded: not as it was saved:", rank.wrong_after_load),
             ("resume: not as without it:", samples + rank.wrong_after_resume),
         ):
-            verdict.num_different_resumed += len(wrong)
+            num_different += len(wrong)
             if wrong:
                 more = f" and {len(wrong) - NAMED} more" if len(wrong) > NAMED else ""
                 names = ", ".join(wrong[:NAMED])
                 verdict.failures.append(f"{what} {names}{more}, on rank {number}")
+    verdict.errors["resume"] = num_different
 
 
 def _worst(errors: Iterable[float]) -> float:

@@ -38,6 +38,7 @@ from meshwright.parallelisms.local_model import LocalModel
 from meshwright.parallelisms.meshes import Meshes, build_meshes
 from meshwright.parallelisms.replay import Choices, Replay, record_choices, replay_choices
 from meshwright.parallelisms.shards import local_box, part_of_box
+from meshwright.system.errors import ConfigError, first_line
 from meshwright.system.files import Place
 from meshwright.train.preflight import Plan, preflight
 from meshwright.train.validation import Validation
@@ -72,7 +73,7 @@ class SmallCheckpoint:
         manifest = NO_JOB | {"step": step, "data": data}
         self._manager.save(step, job.tensors, manifest, is_last=True)
         path, local = commit.step_folder(self._folder, step), job.state_dict()
-        names = _names(path)
+        names = read_saved_tensors(Place("proof", path))
         whole = {
             name: torch.empty(tensor.shape, dtype=tensor.dtype)
             for name, tensor in local.items()
@@ -84,32 +85,22 @@ class SmallCheckpoint:
         dist.barrier()  # no rank continues, and saves anew, while another reads
         return wrong
 
-    def resume(
-        self, plan: Plan, meshes: Meshes, source: OpenSource
-    ) -> tuple[Job | None, list[str]]:
-        """Return a new job that resumes from the checkpoint; or None, if some rank misses
-        something, and the names that this rank misses."""
+    def resume(self, plan: Plan, meshes: Meshes, source: OpenSource) -> Job | str:
+        """Return a new job that resumes from the checkpoint, or why it cannot be loaded."""
         manifest = self._manager.select_and_verify()
         assert manifest is not None
         job = Job(plan, meshes, source, Cursor.from_json(manifest["data"]))
         for parameter in job.model.parameters():  # memory might still hold the job before
             local_box(parameter.detach())[0].fill_(torch.nan)
-        path = commit.step_folder(self._folder, manifest["step"])
-        missing = sorted(job.state_dict().keys() - _names(path))
-        of_ranks: list[list[str]] = [missing] * dist.get_world_size()
-        dist.all_gather_object(of_ranks, missing)
-        if any(of_ranks):  # one rank would stop, and the others wait for it
+        try:
+            self._manager.load(job.tensors, manifest)
+        except ConfigError as error:  # on every rank
             job.close()
-            return None, missing
-        self._manager.load(job.tensors, manifest)
+            return first_line(error)
         for stage in job.model.stages:
             stage.init_buffers()
             show_attention(stage)
-        return job, []
-
-
-def _names(checkpoint: Path) -> set[str]:
-    return {*read_saved_tensors(Place("proof", checkpoint))}
+        return job
 
 
 def part_of(whole: Tensor, like: Tensor) -> Tensor:
@@ -274,9 +265,10 @@ def _measure(
         "choices": choices,
     }
     torch.compiler.reset()
-    resumed, missing = checkpoint.resume(plan, meshes, source)
-    seen.wrong_in_checkpoint = sorted({*seen.wrong_in_checkpoint, *missing})
-    if resumed is not None:
+    resumed = checkpoint.resume(plan, meshes, source)
+    if isinstance(resumed, str):
+        seen.wrong_after_load = [resumed]
+    else:
         seen.wrong_after_load = different(resumed.state_dict(), saved)
         _go_on(resumed, meshes, choices, seen)
         seen.wrong_after_resume += different(resumed.state_dict(), wanted)
@@ -365,6 +357,3 @@ def _boxes(local: Tensors, whole: Tensors) -> dict[str, ShardComparison]:
         different = int((mine != theirs).sum().item())
         boxes[name] = ShardComparison(tuple(offset), tuple(mine.shape), different, difference)
     return boxes
-
-
-Measure = Callable[[JobConfig, int, Path], Measurement]

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import json
 import re
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -16,13 +15,12 @@ import torch
 
 import meshwright
 from meshwright.commands.prove.cases import Case, Kind, reference_case
-from meshwright.commands.prove.compare import BOUNDS, Reference, Verdict, compare
-from meshwright.commands.prove.measure import COMPARED, Measure, measure, record_reference
+from meshwright.commands.prove.compare import BOUNDS, MEANINGS, Reference, Verdict, compare
+from meshwright.commands.prove.measure import COMPARED, measure, record_reference
 from meshwright.commands.prove.ranks import RankError, RankPool
 from meshwright.config.job_config import JobConfig
 from meshwright.parallelisms.rules.compile_choice import why_no_compiler
 from meshwright.system.errors import config_error
-from meshwright.system.log import console_width
 
 RANK_TIMEOUT_S = 300
 """For a collective: ranks compile side by side on few cores."""
@@ -39,9 +37,7 @@ class Row:
     seconds: float
 
 
-def prove(
-    small: JobConfig, cases: Sequence[Case], measure_case: Measure = measure
-) -> Iterator[Row]:
+def prove(small: JobConfig, cases: Sequence[Case]) -> Iterator[Row]:
     """Run `small` on one process, then every case on real ranks; a row as each is done.
 
     Ranks of a pool are kept for all cases of its size, and only one size lives at a time.
@@ -62,7 +58,7 @@ def prove(
             start = time.perf_counter()
             reference, file = references[case.kind]
             try:
-                ranks = pool.run(measure_case, case.config, case.world_size, file)
+                ranks = pool.run(measure, case.config, case.world_size, file)
                 verdict = compare(reference, ranks, BOUNDS[case.bounds])
             except RankError as error:  # a case that fails on the way takes its ranks with it
                 verdict, pool = Verdict([f"stopped: {error}"]), None
@@ -126,38 +122,18 @@ def _largest_of_layers(errors: Mapping[str, float]) -> dict[str, float]:
     return {name: largest[layer] for name, layer in layers.items()}
 
 
-COLUMNS = (
-    *("case", "ranks", "weights", "batches", "loss", "norm", "gradient", "of", "update"),
-    *("validation", "resume", "seconds", "verdict"),
-)
+COLUMNS = ("case", "ranks", *MEANINGS, "seconds", "verdict")
 
 ON_CONSOLE = {
-    "case": 36,
     "weights": 7,
     "batches": 7,
     "loss": 7,
     "gradient": 8,
     "resume": 6,
     "verdict": 7,
+    "case": 0,
 }
-"""Width of each column that fits a console of 100 columns, after the number of the case."""
-
-FP32 = BOUNDS["fp32"]
-
-MEANINGS = {
-    "weights": "initial weights that differ, bit by bit (bound: 0)",
-    "batches": "samples that differ, bit by bit (bound: 0)",
-    "loss": "largest relative error of the loss, over all steps and ranks "
-    f"(bound in fp32: {FP32.loss:g})",
-    "norm": f"the same of the gradient norm ({FP32.grad_norm:g})",
-    "gradient": "largest relative error of a parameter's gradient at step 1, as norm of the "
-    f"difference over norm ({FP32.gradient:g})",
-    "of": "the parameter with that error",
-    "update": f"the same error of the sum of a parameter's first updates ({FP32.update:g})",
-    "validation": f"largest relative error of its figures ({FP32.later_loss:g})",
-    "resume": "tensors and figures that a save and a resume have changed, bit by bit (bound: 0)",
-}
-"""By column."""
+"""Width of each column that the console has. The name of a case is last: it may be long."""
 
 
 def explanation(columns: Collection[str] = COLUMNS) -> str:
@@ -168,24 +144,16 @@ def explanation(columns: Collection[str] = COLUMNS) -> str:
 
 
 def cells(row: Row) -> tuple[str, ...]:
-    """Return the row as text, in the order of `COLUMNS`."""
+    """Return the row as text, in the order of `COLUMNS`; "-" for quantities that are not known."""
     verdict = row.verdict
-    figures: tuple[str, ...] = (
-        str(verdict.num_different_weights),
-        str(verdict.num_different_samples),
-        f"{verdict.loss_error:.1e}",
-        f"{verdict.norm_error:.1e}",
-        f"{verdict.gradient_error:.1e}",
-        verdict.worst_gradient or "-",
-        f"{verdict.update_error:.1e}",
-        f"{verdict.validation_error:.1e}",
-        str(verdict.num_different_resumed),
-        f"{row.seconds:.1f}",
-    )
-    if verdict.not_run:
-        figures = ("-",) * len(figures)
     result = "FAILED" if verdict.failures else "not run" if verdict.not_run else "equal"
-    return row.case.name, str(row.case.world_size), *figures, result
+    errors = (verdict.errors.get(name, "") for name in MEANINGS)
+    seconds = "-" if verdict.not_run else f"{row.seconds:.1f}"
+    return row.case.name, str(row.case.world_size), *map(_cell, errors), seconds, result
+
+
+def _cell(value: float | str) -> str:
+    return f"{value:.1e}" if isinstance(value, float) else str(value) or "-"
 
 
 def summary(rows: Sequence[Row], num_cases: int) -> str:
@@ -201,19 +169,14 @@ def summary(rows: Sequence[Row], num_cases: int) -> str:
 
 
 def line(number: str, texts: Sequence[str]) -> str:
-    """Return a row of the table for a console; a long name has a line of its own.
+    """Return a row of the table for a console.
 
     Args:
         number: of the case, e.g. "3/11".
     """
     shown = dict(zip(COLUMNS, texts, strict=True))
-    name, others = shown["case"], sum(ON_CONSOLE.values()) - ON_CONSOLE["case"]
-    room = console_width(sys.stdout) - len(number) - others - 2 * len(ON_CONSOLE)
-    widths = ON_CONSOLE | {"case": max(0, min(room, ON_CONSOLE["case"]))}
-    if len(name) > widths["case"]:
-        return f"{number}  {name}\n{line(' ' * len(number), ['', *texts[1:]])}"
-    row = "  ".join(shown[column].ljust(width) for column, width in widths.items())
-    return f"{number}  {row}".rstrip()
+    row = "  ".join(shown[column].ljust(width) for column, width in ON_CONSOLE.items())
+    return f"{number}  {row}"
 
 
 def write(folder: Path, small: JobConfig, rows: Sequence[Row], num_cases: int) -> None:

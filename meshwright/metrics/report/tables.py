@@ -107,10 +107,12 @@ def proof_table(run: Run) -> str:
     text = f"{counts['equal']} of {num_cases} cases equal one process"
     text += f", {num_not_run} not run" if num_not_run else ""
     rows = [
-        [case["name"], _verdict(case), str(case["ranks"]), number(case.get("loss_error")),
-         number(case.get("gradient_error"))]
+        [
+            *(case["name"], _verdict(case), str(case["ranks"])),
+            *(number(case.get("errors", {}).get(name)) for name in ("loss", "gradient")),
+        ]
         for case in cases
-    ]  # fmt: skip
+    ]
     # a phone shows the first columns
     cells = table(("case", "verdict", "ranks", "loss error", "gradient error"), rows)
     return f'<p class="{kind}">{text}</p><details><summary>Every case</summary>{cells}</details>'
