@@ -269,7 +269,8 @@ class HuggingFaceForm:
 
     def write_config(self, args: DecoderArgs, seq_len: int) -> dict[str, Any]:
         """config.json, in the spelling that transformers 4 and 5 both read, without the storage
-        type of weights and the special tokens.
+        type of weights, and with no special tokens. Absent, they would be the class's own: OLMo 2's
+        embedding of token 1, its padding, would get no gradient.
 
         Args:
             seq_len: of training; with stretched wavelengths the context is the stretched length.
@@ -289,6 +290,7 @@ class HuggingFaceForm:
             "attention_dropout": 0.0,
             "initializer_range": 0.02,
             "use_cache": True,
+            **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
         }
         if self.dense_layers:
             ours, theirs = self.dense_layers

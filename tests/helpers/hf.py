@@ -25,7 +25,7 @@ SMALL = CASES["llama-gqa"]
 
 
 def _unfilled(args: DecoderArgs, **special: int) -> PreTrainedModel:
-    written = family_of(args).hf.write_config(args, 64) | {"pad_token_id": None} | special
+    written = family_of(args).hf.write_config(args, 64) | special
     # its grouped implementation cannot do with widths that are no multiples of 16 bytes
     config = AutoConfig.for_model(**written, experts_implementation="eager")
     return AutoModelForCausalLM.from_config(config)

@@ -51,6 +51,8 @@ def test_schedules_without_warmup_or_decay_or_of_few_steps() -> None:
 
     assert rate(1, 9, warmup_steps=0, decay_ratio=0.0) == 1.0
     assert rate(9, 9, warmup_steps=0, decay_ratio=0.0) == 1.0
+    assert rate(12, 9, warmup_steps=0, decay_ratio=0.0) == rate(12, 9, warmup_steps=9) == 1.0
+    assert rate(12, 9, warmup_steps=0) == 0.2
     assert rate(9, 9, warmup_steps=0) == pytest.approx(0.2 + 0.8 / 9)
     assert rate(3, 4, warmup_steps=30) == pytest.approx(0.1)
 

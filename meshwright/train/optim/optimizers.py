@@ -280,7 +280,7 @@ def warmup_stable_decay(step: int, steps: int, schedule: LRScheduler) -> float:
         return step / warmup_steps
     decay_steps = steps - warmup_steps if ratio is None else round(steps * ratio)
     decayed = step - 1 - (steps - decay_steps)
-    if decayed <= 0:
+    if min(decayed, decay_steps) <= 0:
         return 1.0
     done = min(decayed / decay_steps, 1.0)  # a mixture with new weights may end later
     left = {
