@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 import shutil
 import signal
 import socket
@@ -19,6 +20,7 @@ from meshwright.config.command_line import Parser
 from meshwright.config.loader import find_config
 from meshwright.parallelisms.rules.compile_choice import check_compiler
 from meshwright.system.errors import ConfigError, check, numbered
+from meshwright.system.files import text_of
 from meshwright.system.log import logger
 from meshwright.system.machine import Ranks, count_cores, count_ranks, warn_of_tasks
 from meshwright.system.processes import OTHER_MALLOC, STOP_SIGNALS, Launch, exit_when_asked
@@ -198,6 +200,10 @@ def _check_host_name() -> None:
 
 
 NUMA_NODES = Path("/sys/devices/system/node")
+PCI_DEVICES = Path("/sys/bus/pci/devices")
+FACTS = ("vendor", "class", "numa_node")
+GPU = re.compile(r"0x(10de|1002)\s+0x(03|12)")
+"""Vendor and class of a PCI device: a display or an accelerator, of NVIDIA or AMD."""
 
 
 def _numa_binding(ranks: Ranks) -> list[str]:
@@ -208,7 +214,11 @@ def _numa_binding(ranks: Ranks) -> list[str]:
     has_nodes = len(list(NUMA_NODES.glob("node[0-9]*"))) > 1
     is_whole = len(os.sched_getaffinity(0)) == os.cpu_count()
     numactl = shutil.which("numactl")
-    if not (ranks.gpus and has_nodes and is_whole and numactl):
+    # virtual machines say -1, which torch takes for the first node, for all ranks (2.13)
+    devices = [[text_of(path / name) for name in FACTS] for path in PCI_DEVICES.glob("*")]
+    gpus = [node for vendor, kind, node in devices if GPU.match(f"{vendor} {kind}")]
+    is_known = bool(gpus) and all(node.strip().isdecimal() for node in gpus)
+    if not (ranks.gpus and has_nodes and is_known and is_whole and numactl):
         return []
     # a container may not let it bind
     tried = subprocess.run([numactl, "--physcpubind=0", "true"], capture_output=True, check=False)

@@ -376,21 +376,29 @@ def test_check_takes_the_config_that_train_takes(monkeypatch, capsys) -> None:
 
 
 @pytest.mark.parametrize(
-    ("gpus", "nodes", "cores", "numactl", "is_bound"),
+    ("gpus", "nodes", "cores", "places", "numactl", "is_bound"),
     [
-        (8, 2, 4, "true", True),
-        (0, 2, 4, "true", False),
-        (8, 1, 4, "true", False),
-        (8, 2, 2, "true", False),
-        (8, 2, 4, "false", False),  # it may not bind
-        (8, 2, 4, None, False),
+        (8, 2, 4, (0, 1), "true", True),
+        (0, 2, 4, (0, 1), "true", False),
+        (8, 1, 4, (0, 0), "true", False),
+        (8, 2, 2, (0, 1), "true", False),
+        (8, 2, 4, (-1, -1), "true", False),  # as a virtual machine says: it does not know
+        (8, 2, 4, (), "true", False),
+        (8, 2, 4, (0, 1), "false", False),  # it may not bind
+        (8, 2, 4, (0, 1), None, False),
     ],
 )
 def test_ranks_stay_beside_their_gpus(
-    monkeypatch, tmp_path, gpus, nodes, cores, numactl, is_bound
+    monkeypatch, tmp_path, gpus, nodes, cores, places, numactl, is_bound
 ) -> None:
     for node in range(nodes):
         (tmp_path / f"node{node}").mkdir()
+    others = [("0x1013", "0x030000", -1), ("0x10de", "0x068000", -1)]  # a virtual display, a switch
+    for number, facts in enumerate([*others, *(("0x10de", "0x030200", node) for node in places)]):
+        (device := tmp_path / "pci" / str(number)).mkdir(parents=True)
+        for name, value in zip(train.FACTS, facts, strict=True):
+            (device / name).write_text(f"{value}\n")
+    monkeypatch.setattr(train, "PCI_DEVICES", tmp_path / "pci")
     monkeypatch.setattr(train, "NUMA_NODES", tmp_path)
     monkeypatch.setattr(train.os, "sched_getaffinity", lambda _: {*range(cores)})
     monkeypatch.setattr(train.os, "cpu_count", lambda: 4)
