@@ -27,7 +27,7 @@ from meshwright.train import set_up
 from meshwright.train.preflight import preflight
 from meshwright.train.resume import library_versions
 from meshwright.train.set_up import _open_data, check_agreement, check_same
-from tests.helpers.checkpoints import publish_empty
+from tests.helpers.checkpoints import publish
 
 ROOT = Path(__file__).parents[2]
 TEXT = "".join(json.dumps({"text": f"text {number} " * 20}) + "\n" for number in range(50))
@@ -167,7 +167,7 @@ def own_folder(folder: Path) -> tuple[str, float]:
     """What ranks say that have a folder of the same name each; one of them has a checkpoint."""
     mine = folder / str(dist.get_rank())
     if dist.get_rank() == 0:
-        publish_empty(mine / "checkpoint", 5)
+        publish(mine / "checkpoint", 5)
     dist.barrier()
     with patch.object(shared_folder, "SEEN_WITHIN_S", 0.3):
         try:
@@ -181,7 +181,7 @@ def shared_by_all(folder: Path) -> tuple[object, int]:
     """The step that is found, and how often this rank looked at a checkpoint's files."""
     rank, looks = dist.get_rank(), []
     if rank == 0:
-        publish_empty(folder, 5)
+        publish(folder, 5)
     dist.barrier()
 
     def noting(checkpoint: Path) -> dict:

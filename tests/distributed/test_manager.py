@@ -29,7 +29,7 @@ from meshwright.checkpoint.staging import Staging
 from meshwright.config.job_config import Checkpoint
 from meshwright.system.errors import ConfigError, SaveError, StorageError
 from tests.helpers.checkpoints import BARE, Trap, republish
-from tests.helpers.files import failing_reads, flip_bit, no_room, tree
+from tests.helpers.files import contents, failing_reads, flip_bit, no_room, tree
 
 ROWS = 131  # uneven shards, which torch.save writes before their file is closed
 
@@ -260,10 +260,6 @@ def test_what_fails_at_the_end_of_a_save_leaves_nothing(folder: str) -> None:
         pytest.raises(RuntimeError, match="saving step 10"),
     ):
         save(manager, 10)
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
 def _overlap(folder: str, mode: str) -> None:

@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 
 from meshwright.checkpoint.manager import CheckpointManager
-from meshwright.config.job_config import Checkpoint
 from meshwright.parallelisms.rules.degrees import ParallelDims
-from tests.distributed.test_manager import contents
+from tests.distributed.test_manager import make, select
 from tests.distributed.test_resharding import held
 from tests.helpers.checkpoints import BARE
+from tests.helpers.files import contents
 from tests.helpers.job import SCHEDULES, Job, assert_equal, frozen, mesh
 from tests.helpers.needs import needs_compiler
 from tests.helpers.rounding import adamw
@@ -23,24 +23,17 @@ FSDP = ParallelDims(dp_replicate=1, dp_shard=2)
 LAST = 8
 
 
-def manager_of(folder: Path, **options: object) -> CheckpointManager:
-    return CheckpointManager(folder, Checkpoint(enable=True, **options))
-
-
 def save(manager: CheckpointManager, job: Job, step: int, **manifest: object) -> None:
     manager.save(step, job.tensors, BARE | {"step": step} | manifest, is_last=False)
 
 
 def load(manager: CheckpointManager, job: Job, step: int) -> None:
-    found = manager.select_and_verify()
-    assert found is not None
-    assert found["step"] == step
-    manager.load(job.tensors, found)
+    manager.load(job.tensors, select(manager, step))
 
 
 def _run(folder: str, ends: list[int], dims: ParallelDims, options: dict) -> None:
     """Train, each part as if by a process of its own, which begins in another state."""
-    manager, begin = manager_of(Path(folder)), 0
+    manager, begin = make(folder), 0
     for end in ends:
         torch._dynamo.reset()
         torch.manual_seed(10 * begin + dist.get_rank())
@@ -84,7 +77,7 @@ def test_a_resume_in_another_dtype_rounds_weights_and_optimizer(tmp_path: Path) 
             Job(FSDP, seed, param_dtype=torch.bfloat16, master_dtype=dtype)
             for seed, dtype in enumerate((before, after))
         ]
-        manager = manager_of(tmp_path / str(number))
+        manager = make(f"{tmp_path}/{number}")
         for step in (1, 2):
             jobs[0].take_step(step)
         save(manager, jobs[0], 2)
@@ -106,7 +99,7 @@ def test_a_resume_in_another_dtype_rounds_weights_and_optimizer(tmp_path: Path) 
 
 @pytest.mark.ranks(2)
 def test_an_optimizer_that_is_not_loaded_begins_anew_once(tmp_path: Path) -> None:
-    manager, job = manager_of(tmp_path), Job(FSDP)
+    manager, job = make(str(tmp_path)), Job(FSDP)
     for step in (1, 2):
         job.take_step(step)
     save(manager, job, 2)
@@ -114,7 +107,7 @@ def test_an_optimizer_that_is_not_loaded_begins_anew_once(tmp_path: Path) -> Non
     want, got = Job(FSDP, seed=1), Job(FSDP, seed=1)
     load(manager, want, 2)
     want.optimizer = adamw(want.model)
-    excluding = manager_of(tmp_path, exclude_from_loading=["optimizer"])
+    excluding = make(str(tmp_path), exclude_from_loading=["optimizer"])
     load(excluding, got, 2)
     assert_equal(got.weights(), want.weights())
     for job in (want, got):

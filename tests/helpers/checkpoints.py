@@ -37,12 +37,13 @@ def republish(folder: Path, step: int) -> None:
     commit.publish(unfinished, manifest, records_of(unfinished))
 
 
-def publish_empty(folder: Path, step: int, **manifest: object) -> None:
-    """Make a complete checkpoint whose index says nothing."""
+def publish(folder: Path, step: int, text: str = "", **manifest: object) -> Path:
+    """Make a complete checkpoint whose index is `text`."""
     unfinished = commit.unfinished_folder(folder, step)
     unfinished.mkdir(parents=True)
-    (unfinished / INDEX).touch()
+    (unfinished / INDEX).write_text(text)
     commit.publish(unfinished, BARE | {"step": step} | manifest, records_of(unfinished))
+    return commit.step_folder(folder, step)
 
 
 class Trap:

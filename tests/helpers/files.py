@@ -35,6 +35,11 @@ def tree(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*")}
 
 
+def contents(folder: Path) -> dict[str, bytes]:
+    """By the path of each file below `folder`."""
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
 def flip_bit(path: Path, position: int) -> None:
     """Change the bit at `position`, counted from the first of the file."""
     with open(path, "r+b") as file:

@@ -22,7 +22,7 @@ from meshwright.system.log import log_to_console, log_to_file, logger
 from meshwright.system.modules import code_of
 from meshwright.train.preflight import preflight, resume_diff
 from meshwright.train.resume import place_in_data
-from tests.helpers.checkpoints import publish_empty
+from tests.helpers.checkpoints import publish
 
 STEP = 5
 BASE = (
@@ -74,7 +74,7 @@ def resume(tmp_path: Path):
             "frozen": sorted(plan.frozen),
             "config": to_json(plan.config),
         }
-        publish_empty(plan.checkpoint_folder, STEP, **of_job | manifest)
+        publish(plan.checkpoint_folder, STEP, **of_job | manifest)
 
     def look(*words: str, saved_with: tuple[str, ...] = (), **manifest: object) -> ResumeDiff:
         if not commit.saved_steps(tmp_path / "checkpoint"):

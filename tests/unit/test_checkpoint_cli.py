@@ -48,6 +48,12 @@ def made(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.fixture
+def copied(made, tmp_path) -> Path:
+    """A copy of it, to be changed."""
+    return Path(shutil.copytree(made, tmp_path / "dump" / made.name))
+
+
 def test_ls_lists_all_by_step_and_marks_the_newest_good_one(made, capsys) -> None:
     code, lines = run(capsys, "ls", made.parent)
     assert code == 0
@@ -134,61 +140,56 @@ def test_what_is_no_checkpoint_is_refused(command, tmp_path, made, capsys) -> No
             run(capsys, command, commit.unfinished_folder(made, 20))
 
 
-def test_a_checkpoint_is_not_deleted_while_it_is_read(made, capsys, monkeypatch, tmp_path) -> None:
-    folder, kept = Path(shutil.copytree(made, tmp_path / "copy")), []
-    monkeypatch.setattr(commit, "verify", lambda *_: kept.extend(apply_retention(folder, 1)) or [])
-    run(capsys, "verify", folder / "step-5")
+def test_a_checkpoint_is_not_deleted_while_it_is_read(copied, capsys, monkeypatch) -> None:
+    kept: list[int] = []
+    monkeypatch.setattr(commit, "verify", lambda *_: kept.extend(apply_retention(copied, 1)) or [])
+    run(capsys, "verify", copied / "step-5")
     assert kept == [5]
 
 
-def test_a_damaged_checkpoint_is_neither_shown_nor_compared(made, tmp_path, capsys) -> None:
-    folder = Path(shutil.copytree(made, tmp_path / "copy"))
-    shutil.rmtree(folder / "step-15")
-    flip_bit(folder / "step-10" / "__0_0.distcp", 9999)
-    flip_bit(folder / "step-5" / ".metadata", 99)
+def test_a_damaged_checkpoint_is_neither_shown_nor_compared(made, copied, capsys) -> None:
+    shutil.rmtree(copied / "step-15")
+    flip_bit(copied / "step-10" / "__0_0.distcp", 9999)
+    flip_bit(copied / "step-5" / ".metadata", 99)
     with pytest.raises(ConfigError, match=r"is damaged: the content of __0_0.distcp has changed"):
-        run(capsys, "diff", folder / "step-10", made / "step-10")
+        run(capsys, "diff", copied / "step-10", made / "step-10")
     with pytest.raises(ConfigError, match=r"is damaged: the content of .metadata has changed"):
-        run(capsys, "show", folder / "step-5")
-    code, lines = run(capsys, "show", folder)  # of which the tensors' content is not read
+        run(capsys, "show", copied / "step-5")
+    code, lines = run(capsys, "show", copied)  # of which the tensors' content is not read
     assert code == 0
     assert lines[0].endswith("step-10")
 
 
-def test_ls_takes_what_it_finds(made, capsys, monkeypatch, tmp_path) -> None:
+def test_ls_takes_what_it_finds(copied, capsys, monkeypatch) -> None:
     """A link that leads nowhere; a checkpoint that is deleted meanwhile; what may not be read."""
-    folder = Path(shutil.copytree(made, tmp_path / "copy"))
-    (folder / "step-10" / "__0_0.distcp").unlink()
-    (folder / "step-10" / "__0_0.distcp").symlink_to("nowhere")
-    assert "damaged: __0_0.distcp: No such file" in run(capsys, "ls", folder)[1][3]
+    (copied / "step-10" / "__0_0.distcp").unlink()
+    (copied / "step-10" / "__0_0.distcp").symlink_to("nowhere")
+    assert "damaged: __0_0.distcp: No such file" in run(capsys, "ls", copied)[1][3]
 
     def delete(num_bytes: int) -> str:
-        shutil.rmtree(folder / "step-5", ignore_errors=True)
+        shutil.rmtree(copied / "step-5", ignore_errors=True)
         return "1 B"
 
     monkeypatch.setattr(of_checkpoints, "_size", delete)
-    names = [line.split()[0] for line in run(capsys, "ls", folder)[1]]
+    names = [line.split()[0] for line in run(capsys, "ls", copied)[1]]
     assert names[:2] == ["NAME", "step-8.aside0"]
     forbidden = Mock(side_effect=PermissionError(errno.EACCES, "Permission denied", "step-8"))
     monkeypatch.setattr(of_checkpoints, "_row", forbidden)
     with pytest.raises(ConfigError, match="step-8: Permission denied"):
-        run(capsys, "ls", folder)
+        run(capsys, "ls", copied)
 
 
-def test_verify_calls_no_checkpoint_damaged_that_a_job_deletes(
-    made, capsys, monkeypatch, tmp_path
-) -> None:
-    folder = Path(shutil.copytree(made, tmp_path / "copy" / made.name))
-    shutil.rmtree(folder / "step-15")  # which is damaged
+def test_verify_calls_no_checkpoint_damaged_that_a_job_deletes(copied, capsys, monkeypatch) -> None:
+    shutil.rmtree(copied / "step-15")  # which is damaged
     inspect = commit.inspect
 
     def inspect_late(path: Path) -> dict:
-        shutil.rmtree(folder / "step-5", ignore_errors=True)
+        shutil.rmtree(copied / "step-5", ignore_errors=True)
         return inspect(path)
 
     monkeypatch.setattr(commit, "inspect", inspect_late)
     lines = ["step-5: deleted meanwhile", "step-10: good"]
-    assert run(capsys, "verify", folder.parent) == (0, lines)
+    assert run(capsys, "verify", copied.parent) == (0, lines)
 
 
 def test_diff_of_tensors_says_how_many_by_how_much_and_where(made, tmp_path, capsys) -> None:

@@ -21,7 +21,7 @@ from meshwright.checkpoint import claim, commit
 from meshwright.checkpoint.claim import FILE, Claim, TakenOverError, holder, new_nonce
 from meshwright.system import claims
 from meshwright.system.errors import ConfigError
-from tests.unit.test_commit import save
+from tests.helpers.checkpoints import publish
 
 OTHER = """
 import sys, time
@@ -172,7 +172,7 @@ def test_what_is_not_a_jobs_is_left_alone(tmp_path: Path) -> None:
     with pytest.raises(FileExistsError, match="no job wrote it"):
         Claim(tmp_path, new_nonce()).take()
     assert (tmp_path / FILE).read_text() == "a user's"
-    save(tmp_path, 5)  # and keeps nothing from being saved
+    publish(tmp_path, 5)  # and keeps nothing from being saved
     for content in ("[]", '{"host": "a"}'):
         (tmp_path / FILE).write_text(content)
         assert holder(tmp_path) is None
@@ -181,10 +181,10 @@ def test_what_is_not_a_jobs_is_left_alone(tmp_path: Path) -> None:
 def test_a_job_that_was_replaced_publishes_nothing(tmp_path: Path) -> None:
     ours = Claim(tmp_path, "0" * 12)
     ours.take()
-    save(tmp_path, 5)  # its nonce begins with that of the claim
+    publish(tmp_path, 5)  # its nonce begins with that of the claim
     rewrite(tmp_path, **FAR, nonce="1" * 12)
     with pytest.raises(TakenOverError, match="process .* on far"):
-        save(tmp_path, 10)
+        publish(tmp_path, 10)
     assert commit.saved_steps(tmp_path) == [5]
     ours.give_back()
     assert (tmp_path / FILE).exists()  # it is the other's
@@ -192,7 +192,7 @@ def test_a_job_that_was_replaced_publishes_nothing(tmp_path: Path) -> None:
 
 def test_a_full_disk_leaves_no_half_of_a_file_and_stops_no_save(tmp_path: Path) -> None:
     leave_claim_of_a_killed_job(tmp_path)
-    save(tmp_path, 5)  # though the file is of another job: it is gone
+    publish(tmp_path, 5)  # though the file is of another job: it is gone
     full = patch.object(claims, "asdict", side_effect=OSError(28, "No space left on device"))
     with full, pytest.raises(OSError, match="No space left"):
         Claim(tmp_path, new_nonce()).take()

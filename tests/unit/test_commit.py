@@ -5,7 +5,6 @@ import json
 import os
 import random
 import shutil
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import Mock, patch
@@ -24,22 +23,13 @@ from meshwright.checkpoint.retention import (
     set_aside_later,
 )
 from meshwright.system.errors import EXIT_CODES, EXIT_DATA, ConfigError, StorageError
-from tests.helpers.checkpoints import BARE, set_manifest
+from tests.helpers.checkpoints import publish, set_manifest
 from tests.helpers.files import NOT_THERE, failing_reads, flip_bit, leave_out_flock_and_fsync, tree
-
-
-def save(folder: Path, step: int, text: str = "", **manifest: object) -> Path:
-    unfinished = commit.unfinished_folder(folder, step)
-    unfinished.mkdir(parents=True)
-    (unfinished / INDEX).write_text(text)
-    record = {"bytes": len(text), "crc32": f"{zlib.crc32(text.encode()):08x}"}
-    commit.publish(unfinished, BARE | {"step": step} | manifest, {INDEX: record})
-    return commit.step_folder(folder, step)
 
 
 def save_all(folder: Path, *steps: int) -> None:
     for step in steps:
-        save(folder, step, "tensors")
+        publish(folder, step, "tensors")
 
 
 def step_chosen(folder: Path, load_step: int) -> int | None:
@@ -75,16 +65,16 @@ def test_only_complete_checkpoints_count(tmp_path: Path) -> None:
 @pytest.mark.parametrize("call", ["os.fsync", "pathlib.Path.rename"])
 def test_a_kill_before_the_rename_publishes_nothing(tmp_path: Path, call: str) -> None:
     """Of errors, tests/distributed/test_manager.py."""
-    save(tmp_path, 5)
+    publish(tmp_path, 5)
     with patch(call, side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
-        save(tmp_path, 10)
+        publish(tmp_path, 10)
     assert commit.saved_steps(tmp_path) == [5]
 
 
 def test_a_bit_flipped_anywhere_is_found(tmp_path: Path) -> None:
     """benchmarks/checkpoint.py does the same to a checkpoint of a job."""
     rng = random.Random(0)
-    checkpoint = save(tmp_path, 5, "".join(rng.choices("abc", k=300)), data={"a": 0.1, "b": "é"})
+    checkpoint = publish(tmp_path, 5, "".join(rng.choices("abc", k=300)), data={"a": 0.1, "b": "é"})
     assert damage(checkpoint) == []
     for path in checkpoint.iterdir():
         for _ in range(200):
@@ -101,8 +91,8 @@ MAY_PASS = (errno.ESTALE, errno.EIO, errno.ETIMEDOUT)
 @pytest.mark.parametrize("name", [MANIFEST, INDEX])
 @pytest.mark.parametrize("number", [*MAY_PASS, errno.EACCES])
 def test_a_read_error_is_no_damage_and_discards_nothing(tmp_path: Path, name, number) -> None:
-    save(tmp_path, 5, "older")
-    newest = save(tmp_path, 10, "newest")
+    publish(tmp_path, 5, "older")
+    newest = publish(tmp_path, 10, "newest")
     manifest, before = commit.inspect(newest), tree(tmp_path)
     if number in MAY_PASS:  # and it does
         with failing_reads(name, number, 1) as failed:
@@ -125,7 +115,7 @@ def test_a_read_error_is_no_damage_and_discards_nothing(tmp_path: Path, name, nu
 
 def test_a_file_that_another_machine_shows_late_is_no_damage(tmp_path: Path) -> None:
     """`inspect`, on the first rank's machine, has seen it."""
-    newest = save(tmp_path, 10, "newest")
+    newest = publish(tmp_path, 10, "newest")
     manifest = commit.inspect(newest)
     with (
         failing_reads(INDEX, errno.ENOENT, 1),
@@ -171,7 +161,7 @@ HARM: dict[str, Callable[[Path], object]] = {
 @pytest.mark.parametrize("says", HARM)
 def test_a_damaged_checkpoint_is_passed_over_unless_it_was_named(tmp_path: Path, says) -> None:
     for step in (5, 10, 15):
-        save(tmp_path, step, "tensors")
+        publish(tmp_path, step, "tensors")
     HARM[says](tmp_path / "step-15")
     choice = find.choose(tmp_path, -1)
     assert (choice.path.name, choice.manifest["step"]) == ("step-10", 10)
@@ -209,7 +199,7 @@ def test_a_damaged_one_is_deleted_in_its_turn_but_a_renamed_one_is_not(tmp_path:
 
 def test_the_newest_every_nth_and_the_last_good_one_are_kept(tmp_path: Path) -> None:
     for step in (100, 10, 20, 30, 40, 50, 60):
-        save(tmp_path, step, loss=None if step > 50 else 1.0)
+        publish(tmp_path, step, loss=None if step > 50 else 1.0)
     (tmp_path / "step-50" / INDEX).unlink()
     for keep_latest_k, every_nth, kept in (
         (0, 0, [10, 20, 30, 40, 50, 60, 100]),
@@ -219,22 +209,22 @@ def test_the_newest_every_nth_and_the_last_good_one_are_kept(tmp_path: Path) -> 
     ):
         apply_retention(tmp_path, keep_latest_k, keep_every_n_steps=every_nth)
         assert commit.saved_steps(tmp_path) == kept
-    save(tmp_path, 110)
+    publish(tmp_path, 110)
     apply_retention(tmp_path, 1)
     assert [path.name for path in tmp_path.iterdir()] == ["step-110"]
 
 
 def test_the_best_by_validation_is_kept_and_marked(tmp_path: Path) -> None:
     for step, best in ((10, None), (20, [20, 3.5]), (30, [20, 3.5]), (40, [20, 3.5])):
-        save(tmp_path, step, best_validation=best)
+        publish(tmp_path, step, best_validation=best)
     assert mark_best(tmp_path) == 20
     marked = {"step": 20, "validation_loss": 3.5, "checkpoint": "step-20"}
     assert json.loads((tmp_path / "best.json").read_text()) == marked
     apply_retention(tmp_path, 1, best=20)
     assert commit.saved_steps(tmp_path) == [20, 40]
-    save(tmp_path, 50, best_validation=[45, 3.0])  # which was not saved
+    publish(tmp_path, 50, best_validation=[45, 3.0])  # which was not saved
     assert mark_best(tmp_path) is None
-    save(tmp_path, 60)  # resumed with other validation data: none of them is the best so far
+    publish(tmp_path, 60)  # resumed with other validation data: none of them is the best so far
     assert mark_best(tmp_path) == 20
     (tmp_path / "best.json").write_text("[]")
     assert mark_best(tmp_path) is None
@@ -253,12 +243,12 @@ def test_a_checkpoint_that_is_read_is_deleted_when_it_no_longer_is(tmp_path: Pat
 
 @pytest.mark.parametrize("is_saved_again", [False, True])
 def test_what_is_deleted_while_it_is_opened_is_not_read(tmp_path, is_saved_again) -> None:
-    checkpoint = save(tmp_path, 5)
+    checkpoint = publish(tmp_path, 5)
 
     def delete_first(*of_flock: object) -> bool:
         shutil.rmtree(checkpoint)
         if is_saved_again:  # the lock is on the manifest of before
-            save(tmp_path, 5)
+            publish(tmp_path, 5)
         return True
 
     with (
@@ -279,19 +269,19 @@ def test_what_is_deleted_while_it_is_opened_is_not_read(tmp_path, is_saved_again
 )
 def test_a_manifest_names_files_of_its_folder_alone(files, tmp_path: Path) -> None:
     """Its checksum is no secret: anybody can make one."""
-    set_manifest(save(tmp_path, 5), files=files)
+    set_manifest(publish(tmp_path, 5), files=files)
     with pytest.raises(DamagedError, match="no file of its folder|files.a"):
         read_manifest(tmp_path / "step-5")
 
 
 def test_a_manifest_of_a_later_version_is_an_error(tmp_path: Path) -> None:
-    save(tmp_path, 5)
-    set_manifest(save(tmp_path, 10), version=99)
+    publish(tmp_path, 5)
+    set_manifest(publish(tmp_path, 10), version=99)
     # passed over, it would be a resume from an older one that nobody asked for
     with pytest.raises(ConfigError, match="step-10: .*version 99; .* reads up to 1") as error:
         find.choose(tmp_path, -1)
     assert not isinstance(error.value, DamagedError)
-    save(tmp_path, 15)
+    publish(tmp_path, 15)
     assert apply_retention(tmp_path, 1) == []
     assert commit.saved_steps(tmp_path) == [10, 15]  # nor is it deleted by who cannot read it
 
@@ -314,7 +304,7 @@ def strangers(folder: Path) -> set[str]:
 def test_what_is_not_ours_is_left_alone_and_stops_nothing(tmp_path: Path) -> None:
     before = strangers(tmp_path)
     for step in (2, 4, 10, 20):
-        save(tmp_path, step, "tensors")
+        publish(tmp_path, step, "tensors")
         clean_up(tmp_path)
         apply_retention(tmp_path, 1)
     assert step_chosen(tmp_path, -1) == 20
@@ -373,7 +363,7 @@ def test_a_file_system_without_flock_or_fsync_is_named_and_used(
 ) -> None:
     leave_out_flock_and_fsync(monkeypatch, number)
     for step in (5, 10, 15):
-        save(tmp_path, step)
+        publish(tmp_path, step)
         with being_read(tmp_path / f"step-{step}"):
             pass
     apply_retention(tmp_path, 2)
@@ -385,14 +375,14 @@ def test_a_file_system_without_flock_or_fsync_is_named_and_used(
 
 
 def test_a_checkpoint_may_be_a_link_to_a_folder_elsewhere(tmp_path):
-    elsewhere = save(tmp_path / "archive", 5)
-    save(tmp_path / "run", 10)
+    elsewhere = publish(tmp_path / "archive", 5)
+    publish(tmp_path / "run", 10)
     (tmp_path / "run" / "step-5").symlink_to(elsewhere)
     assert commit.saved_steps(tmp_path / "run") == [5, 10]
 
 
 def test_a_folder_that_cannot_be_listed_for_a_moment_is_not_empty(tmp_path, monkeypatch) -> None:
-    save(tmp_path, 5)
+    publish(tmp_path, 5)
     monkeypatch.setattr("meshwright.system.files.RETRY_AFTER_S", (0.0,))
     answers = [OSError(errno.ESTALE, "Stale file handle"), os.scandir(tmp_path)]
     monkeypatch.setattr(os, "scandir", Mock(side_effect=answers))

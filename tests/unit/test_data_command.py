@@ -16,7 +16,7 @@ from meshwright.datasets.samples import SampleRules
 from meshwright.datasets.stream import Cursor, SampleStream
 from meshwright.system import claims
 from meshwright.system.errors import ConfigError
-from tests.helpers.checkpoints import publish_empty
+from tests.helpers.checkpoints import publish
 from tests.helpers.cli import command
 
 data = command("data")
@@ -99,9 +99,9 @@ def test_a_stage_is_read_from_its_own_checkpoints(tmp_path, capsys) -> None:
     (source,) = open_data("training", staged(config)[1])
     place = {"sample": 8, "counts": [8], "places": {}}  # of one source: stage 1 has two
     facts = {"stage": 2, "data": place, "data_content": {"second": source.content}}
-    publish_empty(tmp_path / "out" / "checkpoint", 22, **facts)
+    publish(tmp_path / "out" / "checkpoint", 22, **facts)
     other = {"data_content": {"second": "other"}}  # of before the file was changed
-    publish_empty(tmp_path / "out" / "checkpoint", 21, **facts | other)
+    publish(tmp_path / "out" / "checkpoint", 21, **facts | other)
     capsys.readouterr()
     data([path, "--samples", "second", "30", "30"])
     data([path, "--step", "20"])

@@ -15,6 +15,7 @@ import pytest
 
 from meshwright.datasets.token_cache.tokenizing import open_cache
 from meshwright.system import claims
+from tests.helpers.files import contents
 from tests.helpers.slow import slow
 from tests.helpers.texts import TextsRecipe
 
@@ -65,10 +66,6 @@ def start(name: str, folder: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def content_of(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
 @pytest.mark.parametrize(("num_machines", "num_killed"), [(2, 0), (2, 1), *slow((4, 2))])
 def test_machines_make_one_cache_equal_to_the_bit(num_machines, num_killed, tmp_path) -> None:
     rng = random.Random(num_machines)
@@ -87,11 +84,11 @@ def test_machines_make_one_cache_equal_to_the_bit(num_machines, num_killed, tmp_
         out, errors = machine.communicate(timeout=120)
         assert machine.returncode == 0, errors
         assert out.strip() == alone.content
-    found = content_of(shared)
+    found = contents(shared)
     # a killed machine's unfinished file stays: of another machine, it is removed by its age
     left = {name for name in found if ".unfinished" in name}
     assert len(left) <= num_killed
-    assert {name: found[name] for name in found.keys() - left} == content_of(alone.folder)
+    assert {name: found[name] for name in found.keys() - left} == contents(alone.folder)
 
 
 def test_a_claim_that_another_removed_does_not_come_back(tmp_path, monkeypatch) -> None:
