@@ -5,7 +5,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from argparse import Namespace
@@ -22,7 +21,15 @@ from meshwright.parallelisms.rules.compile_choice import check_compiler
 from meshwright.system.errors import ConfigError, check, numbered
 from meshwright.system.files import text_of
 from meshwright.system.log import logger
-from meshwright.system.machine import Ranks, count_cores, count_ranks, warn_of_tasks
+from meshwright.system.machine import (
+    GLOO,
+    Place,
+    Ranks,
+    count_cores,
+    count_ranks,
+    find_place,
+    warn_of_tasks,
+)
 from meshwright.system.processes import OTHER_MALLOC, STOP_SIGNALS, Launch, exit_when_asked
 
 if TYPE_CHECKING:
@@ -71,6 +78,9 @@ def run(given: Namespace) -> None:
     ranks = count_ranks(given)
     _check_gpus(ranks)
     rendezvous = _rendezvous(given, ranks)
+    place = Place()
+    if ranks.machines > 1:
+        place = find_place(_endpoint(given).rpartition(":")[0].strip("[]"), os.environ)
     log_ranks = _log_ranks(given, ranks)
     plan = check_job(given, ranks)
     check_compiler(plan.config, is_gpu=ranks.gpus != 0)
@@ -93,13 +103,17 @@ def run(given: Namespace) -> None:
     where *= ranks.machines > 1
     logger.info("starting %s on this machine%s", numbered(ranks.per_machine, "rank"), where)
     os.environ.update(environment(ranks, os.environ))
+    if place.interface:
+        os.environ[GLOO] = place.interface
+        logger.info("%s=%s: the way to where the machines meet", GLOO, place.interface)
     sys.stdout.flush()
     torchrun = [
         *rendezvous,
-        *_patience(ranks, sources),
+        *_patience(ranks, sources, place),
         *("--nproc-per-node", str(ranks.per_machine), "--local-ranks-filter", log_ranks),
         # ranks of a second attempt would meet those of the first in the store
         *("--role", "rank", "--tee", "3", "--max-restarts", "0"),
+        *(("--local-addr", place.address) if place.address else ()),
         *_numa_binding(ranks),
         "--no-python",
     ]
@@ -165,7 +179,6 @@ def _rendezvous(given: Namespace, ranks: Ranks) -> list[str]:
         *("RDZV_ENDPOINT", endpoint, f"must be host:port of one of the {ranks.machines} machines"),
         f"write {host or endpoint.strip(':') or 'node1'}:29500, the same on all",
     )
-    _check_host_name()
     name = given.rdzv_id or os.environ.get("RDZV_ID") or "meshwright"
     return [
         *("--nnodes", str(ranks.machines), "--rdzv-backend", "c10d"),
@@ -173,30 +186,18 @@ def _rendezvous(given: Namespace, ranks: Ranks) -> list[str]:
     ]
 
 
-def _patience(ranks: Ranks, sources: "Sequence[OpenSource]") -> list[str]:
+def _patience(ranks: Ranks, sources: "Sequence[OpenSource]", place: Place) -> list[str]:
     """torchrun's options for how long this machine waits: others may have no tokens yet, and the
-    one that they meet at, too. torchrun would give up after 60 s where that one is late."""
+    one that they meet at, too. torchrun would give up after 60 s where that one is late. And
+    whether the others meet here, if torchrun would not see it."""
     if ranks.machines == 1:
         return []
     from meshwright.datasets.opening import CachedSource  # not at the top: see `run`
 
     tokens = sum(source.cache.num_tokens for source in sources if isinstance(source, CachedSource))
     seconds = MEET_WITHIN_S + math.ceil(tokens / (TOKENS_PER_CORE_S * count_cores()))
-    return ["--rdzv-conf", f"join_timeout={seconds},read_timeout={seconds}"]
-
-
-def _check_host_name() -> None:
-    """Check that this machine's name leads to it: torchrun and gloo hand the name to the others,
-    which would try it for minutes."""
-    name = socket.getfqdn()
-    try:
-        socket.getaddrinfo(name, None)
-    except OSError:
-        raise ConfigError(
-            "",
-            f"host name = {name}: this machine cannot look up its own name, so that others cannot "
-            "reach it\n  fix: add a line with the machine's address and that name to /etc/hosts",
-        ) from None
+    here = ",is_host=1" * place.is_host
+    return ["--rdzv-conf", f"join_timeout={seconds},read_timeout={seconds}{here}"]
 
 
 NUMA_NODES = Path("/sys/devices/system/node")

@@ -53,10 +53,11 @@ class Meeting:
         self._store: dist.Store | None = None
         self._counts: dict[str, int] = {}
         self._asking: threading.Thread | None = None
+        self._why = ""
 
     def come(self) -> None:
         """Tell the others that this machine is here and waits."""
-        with suppress(RuntimeError, OSError):  # it does not answer, yet or any more
+        try:
             if self._store is None and not self.is_silent:
                 host, _, port = self._endpoint.rpartition(":")
                 host = host.strip("[]")  # around an address of IPv6, as torchrun takes it, too
@@ -69,6 +70,10 @@ class Meeting:
                 self._asking.join(ANSWER_S)
             if self._store is not None:
                 self._store.add(self._me, 1)
+        except RuntimeError:  # it does not answer any more
+            pass
+        except OSError as error:  # nor yet
+            self._why = f" ({error.strerror or error})"
 
     def _ask(self, host: str, port: int) -> None:
         with suppress(RuntimeError):
@@ -99,7 +104,7 @@ class Meeting:
         if self.is_silent:
             return f"waiting at {self._endpoint}: {OTHER_PROGRAM}"
         if not here:
-            return f"waiting at {self._endpoint}, where no machine answers yet"
+            return f"waiting at {self._endpoint}, where no machine answers yet{self._why}"
         # one of the two may write the domain, too
         short = {name.partition(".")[0] for name in here}
         missing = [name for name in _of_slurm() if name.partition(".")[0] not in short]

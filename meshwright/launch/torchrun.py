@@ -39,6 +39,7 @@ from meshwright.system.errors import (
     cause,
     code_of_request,
     exit_code,
+    first_line,
 )
 from meshwright.system.files import text_of
 from meshwright.system.log import SPEAK_EVERY_S, logger, print_error
@@ -115,9 +116,12 @@ def launch() -> None:
             print_error(f"{signalled}: killed; {lost or 'there was nothing new to save'}")
             sys.exit(128 + signal.Signals[str(signalled)])
         except RendezvousError as error:
+            why = first_line(error.__cause__ or error)
+            at = f"at {args.rdzv_endpoint}: {why}\n  fix: "
             print_error(
-                f"the {args.nnodes} machines did not meet at {args.rdzv_endpoint}: {error}\n"
-                "  fix: start the same command on all of them"
+                f"the machines have lost each other {at}look for the first failure on all consoles"
+                if _has_ranks(Path(folder))
+                else f"the {args.nnodes} machines did not meet {at}start the same command on all"
             )
             sys.exit(1)
 

@@ -2,9 +2,13 @@
 
 import json
 import os
+import socket
+import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -128,6 +132,15 @@ _set_timeout = (
 )
 
 
+LATE_S = 5
+"""Seconds beyond the limit: an error of torch's own says more."""
+
+STORE_S, TRY_S = 60.0, 5.0
+"""Seconds that torchrun's store gets to answer a rank, and one try to connect."""
+
+REACH = "open every port between the machines: ranks listen on any that is free"
+
+
 def start_process_group(device: torch.device, timeout_s: int) -> None:
     """Join the ranks that torchrun started; without torchrun, be the only one.
 
@@ -141,11 +154,52 @@ def start_process_group(device: torch.device, timeout_s: int) -> None:
     store: dist.Store = dist.HashStore()
     rank, size = 0, 1
     if "RANK" in os.environ:
+        _check_way(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout_s)
         store, rank, size = next(rendezvous("env://", timeout=timeout))
         # torchrun keeps its store when it starts ranks again, with the addresses of dead ones
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         store = dist.PrefixStore(f"attempt {attempt}", store)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+    begin = partial(
+        dist.init_process_group,
+        backend,
+        store=store,
+        rank=rank,
+        world_size=size,
+        timeout=timeout,
+    )
+    if backend == "nccl":  # its threads belong to a device
+        begin()
+        return
+    # where gloo listens for a rank that has told its address, and is gone or behind a firewall, it
+    # waits for ever
+    connecting = ThreadPoolExecutor(1).submit(begin)
+    try:
+        connecting.result(timeout_s + LATE_S)
+    except TimeoutError:
+        late = f"timed out: a rank has not connected for {timeout_s} s"
+        raise RuntimeError(f"{late}\n  fix: {REACH}") from None
+    except RuntimeError as error:
+        if "connectFullMesh" in str(error):
+            error.add_note(f"  fix: {REACH}")
+        raise
+
+
+def _check_way(host: str, port: int, timeout_s: float) -> None:
+    """Raise RuntimeError if the store of the ranks does not answer, though torchrun has it ready
+    before a rank starts: torch itself would try for longer, and say it on a page of C++."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":  # the first rank is to make it
+        return
+    end = time.monotonic() + min(timeout_s, STORE_S)
+    while True:
+        try:
+            socket.create_connection((host, port), TRY_S).close()
+        except OSError as error:
+            if time.monotonic() > end:
+                where = f"{socket.gethostname()} does not reach {host}:{port}, where all ranks meet"
+                raise RuntimeError(f"{where}: {error.strerror or error}\n  fix: {REACH}") from None
+            time.sleep(TRY_S / 5)
+        else:
+            return
 
 
 def barrier() -> None:

@@ -1,10 +1,14 @@
-"""Counts this machine's GPUs, cores and memory, and a job's ranks. Free of torch."""
+"""This machine's GPUs, cores, memory and place in the network; a job's ranks. Free of torch."""
 
+import fcntl
+import ipaddress
 import os
 import re
+import socket
+import struct
 import subprocess
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -37,6 +41,11 @@ CPU_INFO = Path("/proc/cpuinfo")
 
 BF16_INSTRUCTIONS = {"avx512_bf16", "amx_bf16", "avx_ne_convert", "bf16"}
 """As the Linux kernel names them; the last is ARM's."""
+
+GLOO = "GLOO_SOCKET_IFNAME"
+"""gloo's environment variable: the interface whose address other machines are told."""
+
+SIOCGIFADDR = 0x8915  # <linux/sockios.h>
 
 
 @dataclass(frozen=True)
@@ -215,4 +224,94 @@ def why_bf16_is_slow() -> str:
     if is_intel and "avx512_bf16" in flags and "amx_bf16" not in flags:
         # a Xeon of model 207: 88 GFLOP/s within a core's cache, against 175 in float32
         return "this CPU has no AMX, and multiplies up to twice as fast in float32"
+    return ""
+
+
+@dataclass(frozen=True)
+class Place:
+    """How the others reach this machine, where torch would not find it out."""
+
+    is_host: bool = False
+    """They meet here, at an address that the host name does not lead to. torchrun looks at no
+    other, and each machine would wait for another one to begin."""
+    address: str = ""
+    """torchrun and the ranks would tell the host name; "": others know it."""
+    interface: str = ""
+    """gloo would tell the address that the host name leads to here; "": that one is right."""
+
+
+def find_place(host: str, inherited: Mapping[str, str]) -> Place:
+    """Return the place of this machine in the network where all machines meet.
+
+    Args:
+        host: a name or an address, at which they meet.
+        inherited: environment variables.
+
+    Raises:
+        ConfigError: if the host name leads nowhere, or only to this machine, and there is no other
+            address: the others would try for minutes.
+    """
+    own = _addresses(name := socket.getfqdn())
+    if not own:
+        raise ConfigError(
+            "",
+            f"host name = {name}: this machine cannot look up its own name, so that others cannot "
+            "reach it\n  fix: add a line with the machine's address and that name to /etc/hosts",
+        )
+    if host == "localhost" or _is_loopback(host):  # the machines are one
+        return Place()
+    own = _addresses(name := socket.gethostname()) or own
+    there = next(iter(_addresses(host)), "")
+    way = _way_to(there)
+    way = "" if _is_loopback(way) else way
+    interface = _interface(way) if way != own[0] else ""
+    if _is_loopback(own[0]) and not interface and GLOO not in inherited:
+        others = [each for _, each in socket.if_nameindex() if each != "lo"]
+        raise ConfigError(
+            "",
+            f"host name = {name}: leads to {own[0]}, where other machines find themselves\n"
+            f"  fix: export {GLOO}={' or '.join(others)}, by which they reach it",
+        )
+    return Place(
+        is_host=way == there != "" and way not in own,
+        # who writes an address may have no names
+        address=way if way != own[0] or host == there else "",
+        interface="" if GLOO in inherited else interface,
+    )
+
+
+def _addresses(host: str) -> list[str]:
+    """Return where a name leads to, in the order in which gloo tries it; [] if it is not known."""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return []
+    return [str(address[0]) for *_, address in found]
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:  # a name
+        return False
+
+
+def _way_to(address: str) -> str:
+    """Return this machine's address in the network of `address`; "" if there is no way."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((address, 1))  # sends nothing
+        return str(probe.getsockname()[0])
+    return ""
+
+
+def _interface(address: str) -> str:
+    """Return the interface of an address of IPv4; "" if none has it."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):  # it has none
+                request = struct.pack("256s", name.encode())
+                found = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, request)[20:24]
+                if socket.inet_ntoa(found) == address:
+                    return name
     return ""

@@ -2,7 +2,6 @@
 
 import os
 import subprocess
-from argparse import Namespace
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -17,7 +16,7 @@ from meshwright.config.command_line import parse
 from meshwright.config.loader import find_config
 from meshwright.datasets.opening import CachedSource, StreamedSource
 from meshwright.system.errors import EXIT_DATA, EXIT_HANG, EXIT_STOPPED, ConfigError
-from meshwright.system.machine import Ranks, count_ranks
+from meshwright.system.machine import Place, Ranks, count_ranks, find_place
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 AGAIN = [EXIT_DATA, EXIT_HANG, EXIT_STOPPED]
@@ -103,22 +102,22 @@ def test_machines_wait_until_the_others_have_made_their_tokens(monkeypatch) -> N
     """Also for the machine that they meet at, which torchrun gives 60 seconds."""
     monkeypatch.setattr("meshwright.commands.train.count_cores", lambda: 4)
     sources = [Mock(CachedSource, cache=Mock(num_tokens=n)) for n in (10**9, 10**7 + 1)]
-    words = _patience(Ranks(per_machine=1, machines=2, gpus=0), [*sources, Mock(StreamedSource)])
+    ranks = Ranks(per_machine=1, machines=2, gpus=0)
+    words = _patience(ranks, [*sources, Mock(StreamedSource)], Place(is_host=True))
     backend = ["--nnodes", "2", "--rdzv-backend", "c10d"]
     config, *_ = config_from_args(parse_args([*backend, *words, "train.py"]))
     given = RendezvousParameters("c10d", "node0:1", "id", 1, 2, **config.rdzv_configs)
     for name in ("join_timeout", "read_timeout"):
         assert given.get_as_int(name) == 600 + 2526  # 1.01 billion tokens by 4 cores
-    assert _patience(Ranks(per_machine=8, machines=1, gpus=8), sources) == []
+    assert given.get_as_bool("is_host") is True
+    assert _patience(Ranks(per_machine=8, machines=1, gpus=8), sources, Place()) == []
 
 
 def test_a_machine_that_cannot_look_up_its_own_name_is_refused(monkeypatch) -> None:
     """Otherwise the others would try that name for minutes."""
     monkeypatch.setattr("socket.getfqdn", lambda: "node7.invalid")
-    options = Namespace(rdzv_endpoint="node0:29500", rdzv_id=None)
-    ranks = Ranks(machines=2, per_machine=1, gpus=0)
     with pytest.raises(ConfigError, match=r"host name = node7\.invalid.*\n  fix: .*/etc/hosts"):
-        _rendezvous(options, ranks)
+        find_place("node0", {})
 
 
 SCRIPT = Path(__file__).parents[2] / "multinode_trainer.slurm"

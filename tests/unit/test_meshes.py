@@ -1,9 +1,11 @@
 """Which ranks each mesh holds, and how many process groups are made for it, without other ranks."""
 
 import json
+import socket
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -138,3 +140,34 @@ def test_ranks_that_torchrun_starts_again_do_not_look_for_dead_ones(monkeypatch)
         start_process_group(torch.device("cpu"), 60)
         assert not stores[-1].check(["address of rank 1"])
         stores[-1].set("address of rank 1", "1.2.3.4")
+
+
+def test_a_rank_that_cannot_connect_ends_the_meeting_and_says_what_may_help(monkeypatch) -> None:
+    """gloo waits without a limit for a rank that has told its address and is gone."""
+    over = threading.Event()
+    monkeypatch.setattr(process_group, "LATE_S", -0.9)
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: over.wait(60))
+    with pytest.raises(RuntimeError, match=r"timed out: .* connected for 1 s\n  fix: open every "):
+        start_process_group(torch.device("cpu"), 1)
+    over.set()
+    refused = RuntimeError("Gloo connectFullMesh failed with Connection refused")
+    monkeypatch.setattr(dist, "init_process_group", Mock(side_effect=refused))
+    with pytest.raises(RuntimeError, match="Connection refused") as caught:
+        start_process_group(torch.device("cpu"), 60)
+    assert caught.value.__notes__ == [f"  fix: {process_group.REACH}"]
+
+
+def test_a_rank_that_does_not_reach_the_others_store_says_so(monkeypatch) -> None:
+    """torch would try for longer than its limit, and print a page of C++."""
+    monkeypatch.setattr(process_group, "STORE_S", 0.1)
+    monkeypatch.setattr(process_group, "TRY_S", 0.1)
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        at = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(closed.getsockname()[1])}
+        for name, value in ({"RANK": "1", "TORCHELASTIC_USE_AGENT_STORE": "True"} | at).items():
+            monkeypatch.setenv(name, value)
+        words = (
+            "does not reach {MASTER_ADDR}:{MASTER_PORT}, where all ranks meet: Connection refused"
+        )
+        with pytest.raises(RuntimeError, match=f"{words.format(**at)}\n  fix: open every port"):
+            start_process_group(torch.device("cpu"), 60)
