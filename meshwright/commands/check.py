@@ -98,7 +98,7 @@ def _slow_type(ranks: Ranks, dtype: str) -> str:
     """
     is_this_cpu = ranks.gpus == 0 and ranks.machines == 1
     if ranks.gpus and dtype == "float32":
-        reason, faster = "GPUs multiply up to 16 times faster in bfloat16", "bfloat16"
+        reason, faster = "GPUs since A100 multiply up to 16 times faster in bfloat16", "bfloat16"
     elif is_this_cpu and dtype == "bfloat16" and (slow := why_bf16_is_slow()):
         reason, faster = slow, "float32"
     else:

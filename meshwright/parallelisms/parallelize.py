@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import logging
+import warnings
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -175,6 +176,8 @@ def _compile(
 ) -> str:
     """Compile every block and the loss by the backend of that name."""
     tell_code_apart()
+    # on GPUs inductor advises lower precision for fp32 matmuls: of routers, which are to be exact
+    warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")
     backend: str | activation_checkpoint.Backend = name
     if recomputation.mode == "memory_budget":
         backend = activation_checkpoint.keep_within_budget(

@@ -32,7 +32,8 @@ def pick_device(local_rank: int, num_expected: int = 0) -> torch.device:
     check(num_gpus > 0 or num_expected == 0, "GPUs", num_expected, rule, fix)
     if num_gpus == 0:
         return torch.device("cpu")
-    rule, fix = f"torch can use {num_gpus} GPUs", "start no more ranks on a machine than that"
+    rule = f"torch can use {num_gpus} GPUs"
+    fix = "start no more ranks than GPUs that each sees (Slurm: --gpus-per-node, not per task)"
     check(local_rank < num_gpus, "LOCAL_RANK", local_rank, rule, fix)
     torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)

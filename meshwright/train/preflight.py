@@ -37,7 +37,7 @@ from meshwright.datasets.tokenizers.special_tokens import Ends
 from meshwright.models.args import DecoderArgs
 from meshwright.models.family import Family
 from meshwright.parallelisms.rules import memory, stages
-from meshwright.parallelisms.rules.compile_choice import resolve_compile
+from meshwright.parallelisms.rules.compile_choice import check_budget, resolve_compile
 from meshwright.parallelisms.rules.degrees import (
     DEGREES,
     ParallelDims,
@@ -251,6 +251,7 @@ def _preflight_stage(
     fp32_modules = find_fp32_modules(config, model_args)
     config, compile_line = resolve_compile(config, model_args, fp32_modules, is_gpu=is_gpu)
     check_fp32_modules(config, fp32_modules, model_args.table)
+    check_budget(config, model_args.table, is_gpu=is_gpu)
     stage_modules = stages.plan_pipeline(config, model_args.table)
     float8_layers = find_float8_layers(config, model_args.table, fp32_modules)
     names, patterns = list(model_args.table.parameters), config.model.frozen

@@ -2,6 +2,7 @@
 also of packed documents."""
 
 import dataclasses
+import warnings
 from unittest.mock import patch
 
 import pytest
@@ -9,7 +10,10 @@ import torch
 import torch.distributed as dist
 from torch._dynamo.utils import counters
 from torch._functorch import config as partitioner
+from torch._inductor import compile_fx
 
+from meshwright.config.parallelism import ActivationCheckpoint
+from meshwright.parallelisms import parallelize
 from meshwright.parallelisms.activation_checkpoint import MESHES_HAVE_NO_SIZE
 from meshwright.parallelisms.cpu_kernels import attention
 from meshwright.parallelisms.rules.degrees import ParallelDims
@@ -19,7 +23,7 @@ from tests.helpers.needs import needs_compiler
 from tests.helpers.packed import packed, reference
 from tests.helpers.rounding import gradient_bound
 from tests.helpers.slow import slow, slow_but
-from tests.helpers.tiny import TINY, parallel_model
+from tests.helpers.tiny import TINY, parallel_model, plain_model
 
 FSDP = mesh(dp_shard=2)
 TP = mesh(tp=2)
@@ -125,6 +129,20 @@ def test_all_ranks_have_attentions_kernel_or_none() -> None:
             model, _ = parallel_model(FSDP, compile_backend="eager")
         cores = [block.attention.core for block in model.stages[0].layers.values()]
         assert {core.forward is attention.attend for core in cores} == {lacking is None}
+
+
+def test_inductor_gives_no_advice_on_precision_that_no_key_follows(monkeypatch) -> None:
+    """Of fp32 matmuls on a GPU: torch warns once per process, hence its function itself."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        compile_fx._warn_tf32_disabled.__wrapped__()
+        parallelize._compile(
+            plain_model(), "eager", ActivationCheckpoint(), has_meshes=False, keeps_casts=False
+        )
+        compile_fx._warn_tf32_disabled.__wrapped__()
+    assert len(seen) == 1
 
 
 PACKED = {

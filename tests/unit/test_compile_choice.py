@@ -3,6 +3,7 @@
 import os
 import stat
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -115,6 +116,23 @@ def test_an_option_that_is_against_it_leaves_the_job_eager(
             plan_of(*words, ranks=ranks)
     else:
         assert plan_of(*words, ranks=ranks).config.compile.enable is True
+
+
+def test_a_memory_budget_on_gpus_needs_a_torch_that_counts_grouped_heads(monkeypatch) -> None:
+    """Old ones raise an assertion, in the first step, where flash attention has them."""
+    grouped, bf16 = "--model.args.n_kv_heads=4", "--training.mixed_precision_param=bfloat16"
+    for version, is_gpu, words, is_refused in (
+        *(("2.11.0", True, [grouped, bf16], True), ("2.13.0", True, [grouped, bf16], False)),
+        *(("2.11.0", False, [grouped, bf16], False), ("2.11.0", True, [grouped], False)),
+        ("2.11.0", True, ["--model.args.n_kv_heads=8", bf16], False),
+        ("2.11.0", True, [grouped, bf16, "--training.mask_documents=true"], False),
+    ):
+        monkeypatch.setattr(compile_choice, "torch_version", lambda version=version: version)
+        monkeypatch.setattr("meshwright.system.modules.torch_version", compile_choice.torch_version)
+        config = load_config([DEBUG, BUDGET, *words])
+        refusal = pytest.raises(ConfigError, match=r"torch 2\.11\.0 cannot on GPUs")
+        with refusal if is_refused else nullcontext():
+            preflight(config, 1, is_gpu=is_gpu)
 
 
 def test_the_same_options_that_can_be_compiled_are(plan_of) -> None:

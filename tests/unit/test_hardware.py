@@ -35,7 +35,7 @@ def test_a_rank_takes_its_gpu_or_the_cpu_if_none_is_expected(gpus) -> None:
 def test_gpus_that_are_not_there_are_no_reason_to_train_on_cpus(gpus) -> None:
     for usable, local_rank, expected, message in (
         (0, 0, 8, "^GPUs = 8: torch .* can use none of them\n  fix: "),
-        (1, 1, 2, "^LOCAL_RANK = 1: torch can use 1 GPUs\n  fix: "),
+        (1, 1, 2, "^LOCAL_RANK = 1: torch can use 1 GPUs\n  fix: .* --gpus-per-node, not per task"),
     ):
         gpus(usable)
         with pytest.raises(ConfigError, match=message):

@@ -10,9 +10,11 @@ from pathlib import Path
 
 from meshwright.config.job_config import JobConfig, changed
 from meshwright.models.args import DecoderArgs
+from meshwright.models.table import DecoderSpec
 from meshwright.parallelisms.rules.precision import has_part_of_block
 from meshwright.parallelisms.rules.stages import splits_backward
 from meshwright.system.errors import check
+from meshwright.system.modules import has_torch, torch_version
 
 LEAST_FLOP = 100e12
 """Work of a whole job from which compiling pays."""
@@ -71,6 +73,21 @@ def check_compiler(config: JobConfig, *, is_gpu: bool) -> None:
     if config.compile.is_on and config.compile.backend == "inductor" and not is_gpu:
         reason = why_no_compiler()
         check(not reason, "compile.enable", True, reason, "set compile.enable = false")
+
+
+def check_budget(config: JobConfig, model: DecoderSpec, *, is_gpu: bool) -> None:
+    """Raise `ConfigError` if the compiler is to weigh memory against work that torch cannot count:
+    of flash attention, on GPUs, whose heads are grouped (pytorch pull request 177188)."""
+    mode, training = config.activation_checkpoint.mode, config.training
+    is_grouped = any(x.attention.n_heads != x.attention.n_kv_heads for x in model.layers)
+    is_flash = training.mixed_precision_param == "bfloat16" and not training.mask_documents
+    check(
+        not (is_gpu and mode == "memory_budget" and is_grouped and is_flash) or has_torch(2, 12),
+        "activation_checkpoint.mode",
+        mode,
+        f"torch {torch_version()} cannot on GPUs, if keys have fewer heads than queries",
+        "use torch 2.13, or another mode",
+    )
 
 
 def _option_that_compiles(config: JobConfig) -> str:
