@@ -170,7 +170,8 @@ def look_at(path: str) -> Corpus:
         source = source.model_copy(update={"dataset_column": _column(kind, files[0])})
     entry = Entry("training", kind, source)
     texts, is_all = _sample(entry, files)
-    check(bool(texts), "--from", path, "holds no text", "name the files that do")
+    fix = "name the files that do; iconv makes it of other encodings"
+    check(bool(texts), "--from", path, "holds no text in UTF-8", fix)
     size = sum(len(text.encode()) for text in texts)
     whole = size if is_all else sum(_text_bytes(file) for file in files)
     is_per_file = kind == "text" and not source.dataset_separator
@@ -213,6 +214,8 @@ def _find_files(path: str) -> tuple[str, str, list[DataFile]]:
     fix = fix if files or os.path.exists(path) else where_it_ends(path)
     files = [file for file in files if file.size]
     check(bool(files), "--from", path, "no text is there", fix)
+    rule, fix = "is a table, not texts", "write its rows as JSON lines, as docs/data.md#csv does"
+    check(not files[0].path.endswith((".csv", ".tsv")), "--from", path, rule, fix)
     return kind, path, files
 
 

@@ -13,6 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from meshwright.checkpoint.commit import step_folder
+from meshwright.checkpoint.manifest import read_manifest
 from meshwright.commands.check import check_job
 from meshwright.commands.options import add_ranks
 from meshwright.config.command_line import Parser
@@ -88,8 +90,12 @@ def run(given: Namespace) -> None:
     # not at the top: numpy takes as long as all checks, which come first
     from meshwright.datasets.opening import open_data
     from meshwright.datasets.stream import steps_of_data
+    from meshwright.train.resume import place_in_data
 
     sources = open_data("training", plan.config)  # which tokenises it, before ranks wait for that
+    if 0 < plan.resume_step < plan.config.training.steps:  # of other data, it is refused
+        saved = read_manifest(step_folder(plan.checkpoint_folder, plan.resume_step))
+        place_in_data(plan, saved, sources)
     known = replace(plan, data_steps=steps_of_data(plan.config, sources))
     for text in known.notes:
         if text not in plan.notes:

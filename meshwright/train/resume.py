@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Any
 
-import torch
-
 import meshwright
 from meshwright.checkpoint.manifest import DATALOADER, Manifest, left_out
 from meshwright.config.changes import changes, config_defaults, to_json
@@ -58,7 +56,7 @@ def manifest_of(
         "mesh": dataclasses.asdict(plan.dims),
         "versions": {
             "meshwright": meshwright.__version__,
-            "torch": torch.__version__,
+            "torch": version("torch"),
             **library_versions(),
         },
         "config": to_json(plan.config),
@@ -122,8 +120,9 @@ def place_in_data(plan: Plan, saved: Manifest, sources: Sequence[OpenSource]) ->
                 "dataset",
                 f"its content is not what it was when the checkpoint was saved: {source.content} "
                 f"now, {was} then",
-                f"{pin}restore the data (of a streamed source training.stream_shards, "
-                "training.shuffle_window, code of your own, the chat template, BOS and EOS too), "
+                f"{pin}restore the data (dataset_mode too, and of a streamed source "
+                "training.stream_shards, training.shuffle_window, code of your own, the chat "
+                "template, BOS and EOS), "
                 "use another job.dump_folder, or begin with the first sample "
                 "(checkpoint.exclude_from_loading)",
             )

@@ -121,13 +121,15 @@ def test_a_file_that_is_there_stays(folder) -> None:
         ("rows.jsonl", "", "no text is there"),
         ("a.txt", "Too short.\n" * 20, "and a sequence of the preset takes 257"),
         ("a.npy", "tokens", "holds tokens"),
+        ("a.csv", "id,text\n" * 999, "is a table, not texts\n  fix: .* docs/data.md#csv"),
+        ("a.txt", "\udce9" * 999, "holds no text in UTF-8\n  fix: "),
         ("", "", "exists, but holds no"),
     ],
 )
 def test_other_content_is_refused(name, content, says, folder) -> None:
     path = Path("my texts", name or "nothing.txt")
     if name:
-        path.write_text(content)
+        path.write_text(content, "utf-8", "surrogateescape")
     with pytest.raises(ConfigError, match=says):
         write_toml(["--from", path])
     assert not (folder / "my_job.toml").exists()

@@ -17,7 +17,8 @@ from meshwright.system.errors import ConfigError
 from meshwright.system.modules import code_of, import_user_module
 from meshwright.train.preflight import Plan, preflight
 from meshwright.train.resume import best_of, manifest_of, place_in_data
-from tests.helpers.checkpoints import BARE
+from tests.helpers.checkpoints import BARE, publish_empty
+from tests.helpers.cli import command
 from tests.helpers.texts import OWN_DATASET
 from tests.helpers.tokenizer_files import byte_level_json
 
@@ -88,6 +89,19 @@ def test_the_code_that_runs_is_noted_not_the_file_of_today(tmp_path) -> None:
 def lines(folder: Path, text: str = "a document") -> tuple[str, ...]:
     (folder / "data.jsonl").write_text(json.dumps({"text": text}) + "\n")
     return ("--training.dataset", "json", "--training.dataset_path", str(folder / "data.jsonl"))
+
+
+def test_other_data_is_refused_before_ranks_start(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("meshwright.commands.train.exit_when_asked", lambda: None)
+    monkeypatch.setattr("os.execv", lambda *_: pytest.fail("ranks start"))
+    words = [*BYTES, *lines(tmp_path, "a document " * 99), "--training.seq_len=8", "--ngpu=1"]
+    words += ["--checkpoint.enable", "--training.global_batch_size=8"]
+    words += [f"--training.token_cache_folder={tmp_path}/caches", f"--job.dump_folder={tmp_path}"]
+    plan = preflight(load_config([word for word in words if word != "--ngpu=1"]), 1)
+    saved = noted(plan) | {"data_content": {"json": "other"}}
+    publish_empty(tmp_path / "checkpoint", saved.pop("step"), **saved)
+    with pytest.raises(ConfigError, match="its content is not what it was"):
+        command("train")(words)
 
 
 def test_a_stream_of_own_code_that_has_changed_is_other_data(tmp_path, monkeypatch) -> None:
