@@ -48,7 +48,6 @@ CASES = {
 }
 """Each mesh with two policies of recomputation, and each policy on several meshes."""
 EVERYDAY = ("fsdp", "pp-op", "tp-full")
-"""By inductor: tests/distributed/test_resuming.py."""
 HAS_BUDGET_OF_MESHES = hasattr(partitioner, MESHES_HAVE_NO_SIZE)  # from torch 2.12 or 2.13 on
 LOSS = 2  # graphs of the loss, where it is computed
 

@@ -48,19 +48,25 @@ def _run(folder: str, ends: list[int], dims: ParallelDims, options: dict) -> Non
         begin = end
 
 
+THRICE, ONCE = [2, 4, 6, LAST], [4, LAST]
+AOT, INDUCTOR = ({"compile_backend": backend} for backend in ("aot_eager", "inductor"))
+
+
 @pytest.mark.parametrize(
-    ("dims", "options"),
+    ("dims", "options", "ends"),
     [
-        (FSDP, {}),
-        pytest.param(FSDP, {"compile_backend": "inductor"}, marks=needs_compiler),
-        (ParallelDims(dp_replicate=1, dp_shard=1, pp=2), SCHEDULES["1F1B"]),
+        (FSDP, {}, THRICE),
+        (FSDP, AOT, ONCE),  # each start compiles again
+        # its kernels take half a minute where torch has not kept them
+        pytest.param(FSDP, INDUCTOR, THRICE, marks=[needs_compiler, pytest.mark.slow]),
+        (mesh(pp=2), SCHEDULES["1F1B"], THRICE),
     ],
-    ids=["fsdp", "fsdp-compiled", "pp"],
+    ids=["fsdp", "fsdp-compiled", "fsdp-inductor", "pp"],
 )
-def test_resumed_three_times_it_is_the_same_to_the_bit(on_ranks, dims, options, tmp_path) -> None:
+def test_a_resumed_job_is_the_same_to_the_bit(on_ranks, dims, options, ends, tmp_path) -> None:
     """Every byte of the last checkpoint: weights, optimizer and generators of all ranks."""
-    for name, ends in {"whole": [LAST], "resumed": [2, 4, 6, LAST]}.items():
-        on_ranks(2, _run, str(tmp_path / name), ends, dims, options)
+    for name, parts in {"whole": [LAST], "resumed": ends}.items():
+        on_ranks(2, _run, str(tmp_path / name), parts, dims, options)
     want = contents(tmp_path / "whole" / f"step-{LAST}")
     got = contents(tmp_path / "resumed" / f"step-{LAST}")
     assert len(want) == 2 + 2

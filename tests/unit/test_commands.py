@@ -30,7 +30,7 @@ from meshwright.system.errors import (
     EXIT_STOPPED,
     ConfigError,
 )
-from meshwright.system.machine import Ranks, count_cores
+from meshwright.system.machine import Ranks
 from meshwright.system.processes import LAUNCH
 from scripts import command_reference
 from tests.helpers.cli import check_job, command
@@ -220,19 +220,6 @@ def test_the_config_is_a_plain_argument_anywhere(words) -> None:
         (["--nnode", "2"], "'--nnode': no such option\n  fix: write --nnodes"),
         (["bsae.toml"], "neither a file here nor a preset\n  fix: did you mean base.toml?"),
         (["--ngpu", "0", DEBUG], "--ngpu = '0': must be a positive number"),
-    ],
-)
-def test_words_that_are_not_understood(words, says, tmp_path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("base.toml").touch()
-    with pytest.raises(ConfigError) as caught:
-        check_job(words)
-    assert says in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
         ("plan debug_model --device cpu", "--world-size: not given\n  fix: write --world-size N"),
         ("plan debug_model", "--world-size, --device: not given\n  fix: write --world-size N --"),
         ("train --log_rnk=1", "'--log_rnk=1': no such option\n  fix: write --log-rank=1"),
@@ -241,9 +228,12 @@ def test_words_that_are_not_understood(words, says, tmp_path, monkeypatch) -> No
         ("checkpoint ls a --long", "'--long': not understood\n  fix: leave it out; the options"),
     ],
 )
-def test_slips_in_the_options_of_a_command_are_named(words, says) -> None:
+def test_words_that_are_not_understood(words, says, tmp_path, monkeypatch) -> None:
+    """Of `check`, and of other commands."""
+    monkeypatch.chdir(tmp_path)
+    Path("base.toml").touch()
     with pytest.raises(ConfigError) as caught:
-        run(words.split())
+        run(words.split() if isinstance(words, str) else ["check", *words])
     assert says in str(caught.value)
 
 
@@ -408,6 +398,7 @@ def test_ranks_stay_beside_their_gpus(
 
 
 CPU, GPU = Ranks(2, 1, 0), Ranks(1, 1, 1)
+OMP = "OMP_NUM_THREADS"
 
 
 def chosen(ranks: Ranks, **own: str) -> dict[str, str]:
@@ -415,16 +406,15 @@ def chosen(ranks: Ranks, **own: str) -> dict[str, str]:
     new = environment(ranks, own)
     told = json.loads(new.pop(LAUNCH))
     assert dict(word.split("=", 1) for word in told["host_settings"].split()) == new
+    assert (told["is_checked"], told["num_gpus"]) == (True, ranks.gpus)
     return new
 
 
-def test_cpu_ranks_share_the_cores_and_keep_freed_memory() -> None:
-    threads = max(count_cores() // 2, 1)
-    assert chosen(CPU) == {"OMP_NUM_THREADS": str(threads)} | WAITING | MALLOC
+@pytest.mark.parametrize(("cores", "threads"), [(7, 3), (1, 1)])
+def test_cpu_ranks_share_the_cores_and_keep_freed_memory(cores, threads, monkeypatch) -> None:
+    monkeypatch.setattr(train, "count_cores", lambda: cores)
+    assert chosen(CPU) == {OMP: str(threads)} | WAITING | MALLOC
     assert all(int(size) > 1 << 30 for size in MALLOC.values())
-
-
-OMP = "OMP_NUM_THREADS"
 
 
 @pytest.mark.parametrize(

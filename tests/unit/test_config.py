@@ -249,27 +249,26 @@ def test_mistakes_on_the_command_line(mistake, tmp_path, monkeypatch) -> None:
     assert not (tmp_path / "out").exists()
 
 
+EVERY = ["tok_embeddings", *(f"layers.{index}" for index in range(6)), "norm", "output"]
+MOE = "debug_qwen3_moe --activation_checkpoint.mode="
+FFN_NORM = ["layers.0.ffn_norm"]
+
+
 @pytest.mark.parametrize(
-    ("patterns", "found"),
+    ("job", "patterns", "found"),
     [
-        ('["output"]', ["output"]),
-        ('["layers.*.ffn_norm"]', [f"layers.{index}.ffn_norm" for index in range(6)]),
-        ('["layers.1*", "layers.1.ffn_norm"]', ["layers.1"]),
-        ('["*"]', ["tok_embeddings", *(f"layers.{index}" for index in range(6)), "norm", "output"]),
+        ("debug_model", ["output"], ["output"]),
+        ("debug_model", ["layers.*.ffn_norm"], [f"layers.{n}.ffn_norm" for n in range(6)]),
+        ("debug_model", ["layers.1*", "layers.1.ffn_norm"], ["layers.1"]),
+        ("debug_model", ["*"], EVERY),
+        # of a block with experts, if nothing is recomputed, or of one without
+        (f"{MOE}none", FFN_NORM, FFN_NORM),
+        (f"{MOE}full --model.args.n_dense_layers=1", FFN_NORM, FFN_NORM),
     ],
 )
-def test_fp32_modules_are_found_by_pattern_once(patterns, found, tmp_path) -> None:
-    words = ["--job.config_file", str(DEBUG), "--job.dump_folder", str(tmp_path)]
-    config = load_config([*words, "--training.fp32_modules", patterns])
-    assert preflight(config, 1).fp32_modules == found
-
-
-def test_parts_of_a_block_with_experts_may_be_fp32_if_nothing_is_recomputed(tmp_path) -> None:
-    words = ["debug_qwen3_moe", "--job.dump_folder", str(tmp_path)]
-    words += ["--training.fp32_modules", '["layers.0.ffn_norm"]']
-    for others in (["none"], ["full", "--model.args.n_dense_layers=1"]):  # layer 0 is dense
-        config = load_config([*words, "--activation_checkpoint.mode", *others])
-        assert preflight(config, 1).fp32_modules == ["layers.0.ffn_norm"]
+def test_fp32_modules_are_found_by_pattern_once(job, patterns, found, tmp_path) -> None:
+    words = [*job.split(), f"--training.fp32_modules={patterns}", f"--job.dump_folder={tmp_path}"]
+    assert preflight(load_config(words), 1).fp32_modules == found
 
 
 TP = "--compile.enable --parallelism.tensor_parallel_degree=2"

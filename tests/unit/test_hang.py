@@ -254,19 +254,22 @@ def test_the_rank_that_differs_is_the_cause(change: dict, others: dict) -> None:
 
 
 @pytest.mark.parametrize(
-    ("checkout", "waits"),
+    ("file", "torch", "waits"),
     [
-        ("/a/concurrent/futures/meshwright/meshwright/step.py", False),
-        ("/größe der welt/meshwright/meshwright/train/stop.py", True),
-        (inspect.getsourcefile(Vote), True),  # or all that vote would look like the cause
-        (watch.__file__, False),
-        (concurrent.futures.thread.__file__, True),
-        (dist.distributed_c10d.__file__, True),
-        ("/home/me/torch/distributed/train.py", False),
+        ("/a/concurrent/futures/meshwright/meshwright/step.py", watch.TORCH, False),
+        ("/größe der welt/meshwright/meshwright/train/stop.py", watch.TORCH, True),
+        (inspect.getsourcefile(Vote), watch.TORCH, True),  # or who votes would look like the cause
+        (watch.__file__, watch.TORCH, False),
+        (concurrent.futures.thread.__file__, watch.TORCH, True),
+        (dist.distributed_c10d.__file__, watch.TORCH, True),
+        ("/home/me/torch/distributed/train.py", watch.TORCH, False),
+        ("/src/torch/distributed/a.py", "/src/torch", True),  # it may be built from source
+        ("/src/torch/distributed/a.py", "/src", False),
     ],
 )
-def test_folders_above_a_checkout_do_not_count(checkout: str, waits: bool) -> None:
-    stacks = f'Thread 0x1 (most recent call first):\n  File "{checkout}", line 1 in function\n'
+def test_folders_above_a_package_do_not_count(file, torch, waits: bool, monkeypatch) -> None:
+    monkeypatch.setattr(watch, "TORCH", torch)
+    stacks = f'Thread 0x1 (most recent call first):\n  File "{file}", line 1 in function\n'
     assert waits_for_others(stacks) == waits
 
 
@@ -281,15 +284,6 @@ WORKS = WAITS.replace(dist.distributed_c10d.__file__, "/meshwright/a.py")
 
 def test_the_main_thread_is_the_last_and_without_stacks_nothing_is_known() -> None:
     assert [waits_for_others(stacks) for stacks in (WAITS, WORKS, "")] == [True, False, True]
-
-
-def test_a_torch_built_from_source_has_any_path(monkeypatch) -> None:
-    stacks = (
-        'Thread 0x1 (most recent call first):\n  File "/src/torch/distributed/a.py", line 1 in f\n'
-    )
-    for folder, waits in (("/src/torch", True), ("/src", False)):
-        monkeypatch.setattr(watch, "TORCH", folder)
-        assert waits_for_others(stacks) == waits
 
 
 def test_without_a_difference_nobody_is_blamed() -> None:

@@ -227,16 +227,13 @@ def test_values_are_renamed_and_defaults_of_theirs_stated(tmp_path: Path) -> Non
 
 
 def test_a_schedule_that_does_not_fit_is_shortened_as_there(tmp_path: Path) -> None:
-    table = {"training": {"steps": 10}, "lr_scheduler": {"warmup_steps": 2, "decay_ratio": 0.8}}
-    config, _ = load(tmp_path, given(table))
-    assert (config.lr_scheduler.warmup_steps, config.lr_scheduler.decay_ratio) == (2, 0.8)
-    table["training"]["steps"] = 3  # torchtitan decays on one step, not two
-    config, notes = load(tmp_path, given(table))
-    assert (config.lr_scheduler.warmup_steps, config.lr_scheduler.decay_ratio) == (2, None)
-    assert any("leaves no room for the warm-up" in note for note in notes)
-    table["training"]["steps"] = 1
-    config, _ = load(tmp_path, given(table))
-    assert (config.lr_scheduler.warmup_steps, config.lr_scheduler.decay_ratio) == (1, None)
+    schedule = {"warmup_steps": 2, "decay_ratio": 0.8}
+    for steps, *shortened in ((10, 2, 0.8), (3, 2, None), (1, 1, None)):  # 3: it decays on one step
+        table = {"training": {"steps": steps}, "lr_scheduler": schedule}
+        config, notes = load(tmp_path, given(table))
+        found = config.lr_scheduler
+        assert [found.warmup_steps, found.decay_ratio] == shortened
+        assert any("leaves no room for the warm-up" in note for note in notes) == (steps < 10)
 
 
 def test_a_pipeline_cuts_the_local_batch(tmp_path: Path) -> None:
