@@ -20,7 +20,7 @@ from meshwright.datasets.tokenizers.kinds import Tokenizer, build_tokenizer, fin
 from meshwright.datasets.tokenizers.special_tokens import OWN, PATH_KEY, Ends
 from meshwright.system.errors import PASSED_ON, ConfigError, RecordError, StorageError
 from meshwright.system.files import may_pass
-from meshwright.system.modules import code_of, import_user_module, line_of
+from meshwright.system.modules import code_of, import_user_module, in_words
 
 if TYPE_CHECKING:
     from meshwright.datasets.tokenizers.chat import ChatTemplate
@@ -115,8 +115,7 @@ class TokenizationSpec:
         except (ConfigError, StorageError, *PASSED_ON):
             raise
         except BaseException as error:
-            line = line_of(error, str(import_user_module(self.custom_import).__file__))
-            what = f"{type(error).__name__}: {error}{line}"
+            what = in_words(error, str(import_user_module(self.custom_import).__file__))
             if may_pass(error):
                 raise unreadable_now(self.entry, "dataset", what) from error
             raise self.entry.error("dataset", f"cannot be opened: {what}") from error

@@ -28,7 +28,7 @@ from meshwright.system.errors import (
     where_it_ends,
 )
 from meshwright.system.files import may_pass
-from meshwright.system.modules import import_user_module, line_of
+from meshwright.system.modules import import_user_module, in_words
 
 AGAIN = "run the same command again when the network or the file system answers"
 Messages = list[dict[str, str]]
@@ -198,9 +198,8 @@ def row_reader(entry: Entry) -> ToItem:
         except PASSED_ON:
             raise
         except BaseException as error:  # whatever the user's function raises
-            line = line_of(error, format_name.rpartition(":")[0])
-            what = f"{type(error).__name__}: {error}{line}; the row has {', '.join(row)}"
-            raise ValueError(what) from error
+            what = in_words(error, format_name.rpartition(":")[0])
+            raise ValueError(f"{what}; the row has {', '.join(row)}") from error
 
     def to_item(row: Row, place: str) -> Item:
         key = "dataset_where"
@@ -241,8 +240,8 @@ def _load_function(entry: Entry) -> Callable[[dict[str, Any]], Any]:
         fix = f'write "package.module:function" or "path/to/file.py:function", or {formats}'
         if place.endswith(".py") and not Path(place).exists():
             fix = where_it_ends(place)
-        message = f"cannot be imported: {type(error).__name__}: {error}{line_of(error, place)}"
-        raise entry.error("dataset_format", message, fix) from error
+        what = f"cannot be imported: {in_words(error, place)}"
+        raise entry.error("dataset_format", what, fix) from error
     function = getattr(module, attribute, None)
     if not callable(function):
         names = [name for name, value in vars(module).items() if callable(value)]
@@ -316,8 +315,8 @@ class IndexedDocuments(Documents):
         except BaseException as error:  # whatever the user's function raises
             if isinstance(error, (ConfigError, DataError, StorageError, *PASSED_ON)):
                 raise
-            line = line_of(error, getattr(getattr(self._get, "__code__", None), "co_filename", ""))
-            what = f"{type(error).__name__}: {error}{line}"
+            code = getattr(self._get, "__code__", None)
+            what = in_words(error, getattr(code, "co_filename", ""))
             if may_pass(error):
                 raise StorageError(f"{words} cannot be read now: {what}\n  fix: {AGAIN}") from error
             return RecordError("", f"{words}: {what}")

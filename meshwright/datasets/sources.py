@@ -35,9 +35,8 @@ from meshwright.datasets.rows import (
     unreadable_now,
 )
 from meshwright.datasets.storage import DataFile, stat
-from meshwright.system.errors import PASSED_ON, ConfigError, first_line, numbered
+from meshwright.system.errors import PASSED_ON, ConfigError, first_line
 from meshwright.system.files import may_pass
-from meshwright.system.log import logger
 
 if TYPE_CHECKING:
     from meshwright.datasets.foreign_tokens import TokenFiles
@@ -101,10 +100,7 @@ def open_stdlib(entry: Entry, streamed: bool) -> Documents:
 
 def open_local(entry: Entry, streamed: bool) -> Documents:
     """Open local files."""
-    files = local_files(entry)
-    size = sum(file.size for file in files) / 1e9
-    logger.debug("%s: %s, %.3g GB", entry.name, numbered(len(files), "file"), size)
-    return LocalDocuments(entry, files)
+    return LocalDocuments(entry, local_files(entry))
 
 
 def open_tokens(entry: Entry, streamed: bool) -> "TokenFiles":

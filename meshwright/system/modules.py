@@ -51,11 +51,12 @@ def has_torch(*version: int) -> bool:
     return tuple(map(int, torch_version().split(".")[:2])) >= version
 
 
-def line_of(error: BaseException, file: str) -> str:
-    """Return " (FILE:LINE)" of the last line there that raised `error`; "" if none did."""
+def in_words(error: BaseException, file: str) -> str:
+    """Return the kind and the text of `error`, and the last line of `file` that raised it, if one
+    did: "ValueError: no text (FILE:LINE)"."""
     frames = traceback.extract_tb(error.__traceback__)
     lines = [frame.lineno for frame in frames if frame.filename == file]
-    return f" ({file}:{lines[-1]})" if lines else ""
+    return f"{type(error).__name__}: {error}" + (f" ({file}:{lines[-1]})" if lines else "")
 
 
 def code_of(name: str) -> str:
