@@ -35,29 +35,10 @@ class StepData:
     """How often each source has been read."""
 
 
-@dataclass(frozen=True)
-class BatchShape:
-    """How a global batch is split: sample i of it goes to microbatch i // (ranks * local), and
-    within that to rank (i // local) % ranks."""
-
-    local_batch_size: int
-    num_microbatches: int
-    dp_rank: int
-    dp_size: int
-
-    @property
-    def global_batch_size(self) -> int:
-        """Sequences over all ranks and microbatches."""
-        return self.local_batch_size * self.num_microbatches * self.dp_size
-
-    @property
-    def slots(self) -> list[int]:
-        """Which samples of a global batch this rank has."""
-        return [
-            index
-            for index in range(self.global_batch_size)
-            if index // self.local_batch_size % self.dp_size == self.dp_rank
-        ]
+def slots_of(rank: int, ranks: int, local_batch_size: int, global_batch_size: int) -> list[int]:
+    """Return which samples of a global batch a data-parallel rank has: sample i goes to microbatch
+    i // (ranks * local), and within that to rank (i // local) % ranks."""
+    return [i for i in range(global_batch_size) if i // local_batch_size % ranks == rank]
 
 
 class Loader:
@@ -72,9 +53,9 @@ class Loader:
     error: Exception | None = None
 
     def __init__(
-        self, stream: SampleStream, shape: BatchShape, *, mask_documents: bool, pin_memory: bool
+        self, stream: SampleStream, local_batch_size: int, *, mask_documents: bool, pin_memory: bool
     ) -> None:
-        self._stream, self._shape = stream, shape
+        self._stream, self._local_batch_size = stream, local_batch_size
         self._mask_documents, self._pin_memory = mask_documents, pin_memory
         self._ready: queue.Queue[StepData | Exception | None] = queue.Queue(STEPS_AHEAD)
         self._fetched = deque[StepData]()
@@ -134,11 +115,11 @@ class Loader:
     def _next_step(self) -> StepData | None:
         """None if the data ends before the global batch is full."""
         try:
-            read = [self._stream.next_sample() for _ in range(self._shape.global_batch_size)]
+            read = [self._stream.next_sample() for _ in range(self._stream.batch)]
         except EndOfData:
             return None
         mine = [sample for sample in read if sample is not None]
-        batches = to_batches(mine, self._shape.local_batch_size, self._mask_documents)
+        batches = to_batches(mine, self._local_batch_size, self._mask_documents)
         if self._pin_memory:
             batches = [batch.pin_memory() for batch in batches]
         return StepData(batches, self._stream.cursor, self._stream.epochs)
@@ -153,22 +134,20 @@ def whole_cursor(cursor: Cursor) -> Cursor:
     return merged(cursors)
 
 
-def padded_samples(
-    stream: SampleStream, shape: BatchShape, num_samples: int
-) -> Iterator[list[Sample]]:
+def padded_samples(stream: SampleStream, num_samples: int) -> Iterator[list[Sample]]:
     """Yield this rank's samples of each step; after the last of all, samples without a label
     follow.
 
     Raises:
         ConfigError: if the data ends before.
     """
-    padding, slots = blank_sample(stream.rules.length), frozenset(shape.slots)
-    for first in range(0, num_samples, shape.global_batch_size):
+    padding = blank_sample(stream.rules.length)
+    for first in range(0, num_samples, stream.batch):
         left = num_samples - first
         try:
             read = [
-                stream.next_sample() if index < left else padding if index in slots else None
-                for index in range(shape.global_batch_size)
+                stream.next_sample() if index < left else padding if index in stream.slots else None
+                for index in range(stream.batch)
             ]
         except EndOfData:
             key, rule = "validation.num_samples", f"{stream.names} holds fewer"

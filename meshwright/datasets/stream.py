@@ -233,7 +233,7 @@ class SampleStream:
         self.rules = rules
         self._sample, self._weighted_from = cursor.sample, cursor.weighted_from
         self._before, self._mixture = mixture_at(cursor, sources)
-        self._batch, self._slots = batch, frozenset(slots)
+        self.batch, self.slots = batch, frozenset(slots)
         self._sources = sources
         self._cached = {
             source.entry.name: source.samples(rules)
@@ -251,8 +251,8 @@ class SampleStream:
             for source in sources
             if isinstance(source, StreamedSource)
         }
-        for name in self._shards if self._reads_all and len(self._slots) < batch else ():
-            times = batch // max(len(self._slots), 1)
+        for name in self._shards if self._reads_all and len(self.slots) < batch else ():
+            times = batch // max(len(self.slots), 1)
             what = f"{name} is streamed, and each of {times} ranks reads and tokenises it"
             fix = 'set its dataset_mode = "cached" to tokenise it once'
             warn_once(f"{what} whole, in a mixture or with max_epochs; {fix}")
@@ -303,7 +303,7 @@ class SampleStream:
         Raises:
             EndOfData: if its source has been read `max_epochs` times.
         """
-        is_asked_for = self._sample % self._batch in self._slots
+        is_asked_for = self._sample % self.batch in self.slots
         number = self._mixture.draw()
         index = self._before[number] + self._mixture.counts[number] - 1
         source, sample = self._sources[number], None
@@ -324,8 +324,8 @@ class SampleStream:
         """Return whether any sample of a shard falls into one of this rank's slots: sample i is in
         slot i mod batch, and from shard i mod shards. In a mixture, sample i of the job is not
         sample i of its source. With `max_epochs`, all ranks reach the end at the same sample."""
-        common = math.gcd(self._batch, num_shards)
-        return self._reads_all or any(slot % common == shard % common for slot in self._slots)
+        common = math.gcd(self.batch, num_shards)
+        return self._reads_all or any(slot % common == shard % common for slot in self.slots)
 
 
 def steps_of_data(config: JobConfig, sources: Sequence[OpenSource]) -> int:

@@ -13,7 +13,7 @@ from meshwright.checkpoint.manifest import Manifest
 from meshwright.config.changes import to_json
 from meshwright.config.job_config import JobConfig
 from meshwright.config.loader import to_toml
-from meshwright.datasets.loader import BatchShape, Loader
+from meshwright.datasets.loader import Loader, slots_of
 from meshwright.datasets.opening import OpenSource
 from meshwright.datasets.samples import SampleRules
 from meshwright.datasets.stream import Cursor, SampleStream
@@ -104,23 +104,22 @@ def build_loader(
     plan: Plan, sources: Sequence[OpenSource], meshes: Meshes, device: torch.device, cursor: Cursor
 ) -> Loader:
     """Return this rank's batches, from `cursor` on."""
-    training, shape = plan.config.training, batch_shape(plan, meshes)
+    training = plan.config.training
     rules = SampleRules(
         training.seq_len + 1, training.seed, training.max_epochs, training.max_bad_records
     )
-    stream = SampleStream(sources, cursor, rules, batch=shape.global_batch_size, slots=shape.slots)
-    is_gpu = device.type == "cuda"
-    return Loader(stream, shape, mask_documents=training.mask_documents, pin_memory=is_gpu)
+    stream = build_stream(plan, sources, meshes, cursor, rules)
+    local, masks = training.local_batch_size, training.mask_documents
+    return Loader(stream, local, mask_documents=masks, pin_memory=device.type == "cuda")
 
 
-def batch_shape(plan: Plan, meshes: Meshes) -> BatchShape:
-    """Return how the global batch is dealt out over ranks and microbatches."""
-    return BatchShape(
-        local_batch_size=plan.config.training.local_batch_size,
-        num_microbatches=plan.config.num_microbatches,
-        dp_rank=meshes.dp.get_local_rank(),
-        dp_size=plan.dims.dp,
-    )
+def build_stream(
+    plan: Plan, sources: Sequence[OpenSource], meshes: Meshes, cursor: Cursor, rules: SampleRules
+) -> SampleStream:
+    """Return the samples of the job, of which this rank's part is asked for."""
+    local, batch = plan.config.training.local_batch_size, plan.config.training.global_batch_size
+    slots = slots_of(meshes.dp.get_local_rank(), meshes.dp.size(), local, batch)
+    return SampleStream(sources, cursor, rules, batch=batch, slots=slots)
 
 
 def build_reporter(

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -12,7 +11,7 @@ from torch import Tensor
 from meshwright.datasets.loader import padded_samples, to_batches
 from meshwright.datasets.opening import CachedSource, OpenSource
 from meshwright.datasets.samples import Sample, SampleRules
-from meshwright.datasets.stream import Cursor, SampleStream
+from meshwright.datasets.stream import Cursor
 from meshwright.datasets.tokenizers.kinds import prompt_tokens, text_ends
 from meshwright.models.loss import IGNORE, Batch, SummedLoss, has_loss
 from meshwright.parallelisms.context_parallel import local_part, local_positions
@@ -20,48 +19,31 @@ from meshwright.parallelisms.data_parallel import reset_after_no_grad
 from meshwright.parallelisms.local_model import LocalModel
 from meshwright.parallelisms.meshes import Meshes
 from meshwright.system.errors import ConfigError
-from meshwright.train.build import batch_shape
+from meshwright.train.build import build_stream
 from meshwright.train.preflight import Plan
 
 
-@dataclass(frozen=True)
-class Evaluation:
-    """Over all ranks, the same on each."""
-
-    loss: float
-    """Nats per counted label, every label weighing the same; nan if none counts."""
-    num_labels: int
-    """Number of labels that count."""
-    num_bytes: int
-    """Of text that they stand for."""
-
-    @property
-    def perplexity(self) -> float:
-        """e to the loss; inf where that is beyond a float."""
-        try:
-            return math.exp(self.loss)
-        except OverflowError:
-            return math.inf
-
-    @property
-    def bits_per_byte(self) -> float:
-        """Size of the text compressed by the model: unlike the loss, it can be compared
-        between tokenizers. nan if there are no bytes."""
-        if self.num_bytes == 0:
-            return math.nan
-        return self.loss * self.num_labels / math.log(2) / self.num_bytes
+def figures_of(loss: float, num_labels: int, num_bytes: int) -> dict[str, float]:
+    """Return the figures of what `evaluate` gives: nats per counted label, every label weighing the
+    same; e to that, inf beyond a float; and the size of the text compressed by the model, which,
+    unlike the loss, can be compared between tokenizers. nan where nothing counts."""
+    mean = torch.tensor(loss, dtype=torch.float64) / num_labels
+    bits = loss / math.log(2) / num_bytes if num_bytes else math.nan
+    return {"loss": mean.item(), "perplexity": mean.exp().item(), "bits_per_byte": bits}
 
 
 @torch.no_grad()
 def evaluate(
     model: LocalModel, steps: Iterable[Sequence[Batch]], meshes: Meshes, token_bytes: Tensor
-) -> Evaluation:
-    """Return the loss of `model` on `steps`; nothing that training will find is changed.
+) -> tuple[float, int, int]:
+    """Return the sum of the losses of `model` on `steps`, how many labels count in it, and bytes
+    of text that they stand for: over all ranks, the same on each. Nothing that training will find
+    is changed.
 
     Waits for the device once, at the end. Collective, with as many steps on every rank.
 
     Args:
-        model: as `train_step` takes it, between two steps. It is not switched to `eval()`, since
+        model: as the trainer has it, between two steps. It is not switched to `eval()`, since
             nothing in it would differ.
         steps: each with the microbatches of a training step, as many and of the same shapes, on
             the device; ranks that differ along pp, cp or tp alone have the same. Missing sequences
@@ -90,11 +72,7 @@ def evaluate(
         reset_after_no_grad(stage)
     dist.all_reduce(sums)  # over the whole job: where nothing was counted there are zeros
     loss, num_labels, num_bytes = sums.tolist()
-    return Evaluation(
-        loss=loss / num_labels if num_labels else math.nan,
-        num_labels=int(num_labels),
-        num_bytes=int(num_bytes),
-    )
+    return loss, int(num_labels), int(num_bytes)
 
 
 NONE = -1
@@ -239,9 +217,8 @@ class Validation:
     def __init__(
         self, plan: Plan, sources: Sequence[OpenSource], meshes: Meshes, device: torch.device
     ) -> None:
-        self._training, self._num_samples = plan.config.training, plan.config.validation.num_samples
+        self._plan, self._training = plan, plan.config.training
         self._sources, self._meshes, self._device = sources, meshes, device
-        self._shape = batch_shape(plan, meshes)
         self._token_bytes = torch.tensor(plan.tokenizer.token_bytes, device=device)
         self._kept = {
             source.entry.key: list(self._read(source))
@@ -257,40 +234,34 @@ class Validation:
         figures: dict[str, float] = {}
         for source in self._sources:
             steps = _until_stopped(self._steps(source), is_stopped, fail)
-            result = evaluate(model, steps, self._meshes, self._token_bytes)
+            sums = evaluate(model, steps, self._meshes, self._token_bytes)
             if is_stopped():
                 break
             prefix = "validation/" + f"{source.entry.name}/" * (len(self._sources) > 1)
-            figures |= {
-                f"{prefix}loss": result.loss,
-                f"{prefix}perplexity": result.perplexity,
-                f"{prefix}bits_per_byte": result.bits_per_byte,
-            }
+            figures |= {f"{prefix}{name}": figure for name, figure in figures_of(*sums).items()}
         return figures
 
     def _steps(self, source: OpenSource) -> Iterator[list[Batch]]:
         """Yield this rank's microbatches of each step, on the device."""
-        size, mask_documents = self._shape.local_batch_size, self._training.mask_documents
+        size, mask_documents = self._training.local_batch_size, self._training.mask_documents
         for samples in self._kept.get(source.entry.key) or self._read(source):
             batches = to_batches(samples, size, mask_documents)
             yield [batch.send(self._device) for batch in batches]
 
     def _read(self, source: OpenSource) -> Iterator[list[Sample]]:
         """Yield this rank's samples of each step."""
-        training, shape = self._training, self._shape
+        training = self._training
         rules = SampleRules(
             training.seq_len + 1,
             seed=None,  # as they lie
             max_epochs=1,
             max_bad_records=training.max_bad_records,
         )
-        stream = SampleStream(
-            [source], Cursor(), rules, batch=shape.global_batch_size, slots=shape.slots
-        )
-        num_samples = self._num_samples
+        stream = build_stream(self._plan, [source], self._meshes, Cursor(), rules)
+        num_samples = self._plan.config.validation.num_samples
         if isinstance(source, CachedSource) and num_samples == -1:
             num_samples = source.samples_per_epoch(rules.length)
-        return padded_samples(stream, shape, num_samples)
+        return padded_samples(stream, num_samples)
 
 
 def _until_stopped(

@@ -18,10 +18,10 @@ from meshwright.config.loader import load_config
 from meshwright.config.training import Training
 from meshwright.datasets.encoding import NO_LOSS, Encoder
 from meshwright.datasets.loader import (
-    BatchShape,
     Loader,
     StepData,
     padded_samples,
+    slots_of,
     to_batches,
     whole_cursor,
 )
@@ -266,11 +266,11 @@ def read_steps(
     dp_size, local, accumulate = split
     loaders = []
     for rank in range(dp_size):
-        shape = BatchShape(local, accumulate, rank, dp_size)
-        whole = {"batch": shape.global_batch_size, "slots": shape.slots}
+        batch = local * accumulate * dp_size
+        whole = {"batch": batch, "slots": slots_of(rank, dp_size, local, batch)}
         parts = weighted(sources, weights)
         order = SampleStream(parts, cursor, SampleRules(LENGTH, 0, **rules), **whole)
-        loaders.append(Loader(order, shape, mask_documents=False, pin_memory=False))
+        loaders.append(Loader(order, local, mask_documents=False, pin_memory=False))
     steps = []
     for _ in range(n):
         parts: list[StepData | None] = [next(loader, None) for loader in loaders]
@@ -395,10 +395,9 @@ def test_the_step_at_which_an_epoch_limit_ends_the_job_is_known(weights, batch, 
 
 
 def batches_of(source: OpenSource, mask_documents: bool) -> list[Batch]:
-    shape = BatchShape(4, 1, 0, 1)
     rules = SampleRules(LENGTH, seed=0, max_epochs=1)
-    order = SampleStream([source], Cursor(), rules, batch=4, slots=shape.slots)
-    loader = Loader(order, shape, mask_documents=mask_documents, pin_memory=False)
+    order = SampleStream([source], Cursor(), rules, batch=4, slots=range(4))
+    loader = Loader(order, 4, mask_documents=mask_documents, pin_memory=False)
     return [batch for data in loader for batch in data.batches]
 
 
@@ -425,11 +424,11 @@ def test_padded_samples_are_the_same_samples_on_any_number_of_ranks(dp_size, tmp
     """7 samples in steps of 4: the eighth has no label."""
     rows, labels = [], 0
     for rank in range(dp_size):
-        shape = BatchShape(4 // dp_size, 1, rank, dp_size)
-        rules, slots = SampleRules(LENGTH, seed=None), shape.slots
+        local, rules = 4 // dp_size, SampleRules(LENGTH, seed=None)
+        slots = slots_of(rank, dp_size, local, 4)
         order = SampleStream([cached(tmp_path)], Cursor(), rules, batch=4, slots=slots)
-        padded = padded_samples(order, shape, 7)
-        steps = [to_batches(samples, shape.local_batch_size, False) for samples in padded]
+        padded = padded_samples(order, 7)
+        steps = [to_batches(samples, local, False) for samples in padded]
         assert [[batch.tokens.shape for batch in step] for step in steps] == [
             [(4 // dp_size, LENGTH - 1)]
         ] * 2
@@ -575,7 +574,7 @@ class Panic(BaseException):
 def test_whatever_ends_the_thread_that_reads_is_said(end: BaseException) -> None:
     source = streamed(("abcdef",) * 6, num_shards=1, window=1)
     order = on_one_rank(dataclasses.replace(source, encoder=Mock(encode=Mock(side_effect=end))))
-    loader = Loader(order, BatchShape(1, 1, 0, 1), mask_documents=False, pin_memory=False)
+    loader = Loader(order, 1, mask_documents=False, pin_memory=False)
     waiting = threading.Thread(target=loader.fetch, args=(9,), daemon=True)
     waiting.start()
     waiting.join(10)
@@ -603,8 +602,7 @@ def test_steps_before_an_error_are_handed_out() -> None:
     """Though they are read ahead."""
     texts = ("abcdef",) * 6
     source = streamed(texts, num_shards=1, window=1, get=with_errors(texts, [3]))
-    order, shape = on_one_rank(source), BatchShape(1, 1, 0, 1)
-    loader = Loader(order, shape, mask_documents=False, pin_memory=False)
+    loader = Loader(on_one_rank(source), 1, mask_documents=False, pin_memory=False)
     assert loader.fetch(2) == 2
     next(loader)
     assert loader.error is None
