@@ -15,6 +15,7 @@ from meshwright.datasets.stream import Cursor, bad_records
 from meshwright.datasets.tokenizers.kinds import end_ids
 from meshwright.system.errors import ConfigError, config_error
 from meshwright.system.log import logger
+from meshwright.system.modules import torch_version
 from meshwright.train.preflight import Plan, resume_diff
 
 
@@ -56,7 +57,7 @@ def manifest_of(
         "mesh": dataclasses.asdict(plan.dims),
         "versions": {
             "meshwright": meshwright.__version__,
-            "torch": version("torch"),
+            "torch": torch_version(),
             **library_versions(),
         },
         "config": to_json(plan.config),

@@ -185,7 +185,6 @@ class StepTime:
     """Of one rank's step."""
 
     seconds: float
-    compute_s: float
     exposed_s: float
     """Communication that computation waits for."""
     bubble: float
@@ -230,9 +229,8 @@ def step_time(simulation: Simulation, plan: Plan, device: Rates) -> StepTime | N
     backward, forward = spent
     each, now = forward + backward, max(now, comm)
     seconds = now + simulation.left_out * each
-    compute = compute * seconds / now
     part = bubble(plan, backward / each)
-    return StepTime(seconds / (1 - part), compute, seconds - compute, part)
+    return StepTime(seconds / (1 - part), seconds - compute * seconds / now, part)
 
 
 def bubble(plan: Plan, backward: float) -> float:
