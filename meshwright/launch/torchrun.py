@@ -117,12 +117,11 @@ def launch() -> None:
             sys.exit(128 + signal.Signals[str(signalled)])
         except RendezvousError as error:
             why = first_line(error.__cause__ or error)
-            at = f"at {args.rdzv_endpoint}: {why}\n  fix: "
-            print_error(
-                f"the machines have lost each other {at}look for the first failure on all consoles"
-                if _has_ranks(Path(folder))
-                else f"the {args.nnodes} machines did not meet {at}start the same command on all"
-            )
+            what, fix = f"the {args.nnodes} machines did not meet at", "start the same command on all"
+            if _has_ranks(Path(folder)):
+                what = "the machines have lost each other at"
+                fix = "look for the first failure on all consoles"
+            print_error(f"{what} {args.rdzv_endpoint}: {why}\n  fix: {fix}")
             sys.exit(1)
 
 
