@@ -117,7 +117,8 @@ def launch() -> None:
             sys.exit(128 + signal.Signals[str(signalled)])
         except RendezvousError as error:
             why = first_line(error.__cause__ or error)
-            what, fix = f"the {args.nnodes} machines did not meet at", "start the same command on all"
+            what = f"the {args.nnodes} machines did not meet at"
+            fix = "start the same command on all of them"
             if _has_ranks(Path(folder)):
                 what = "the machines have lost each other at"
                 fix = "look for the first failure on all consoles"
