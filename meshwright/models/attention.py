@@ -179,6 +179,7 @@ def dense_mask(documents: Tensor, positions: Tensor | None = None) -> Tensor:
     return ((own == documents.unsqueeze(1)) & (rows >= place)).unsqueeze(1)
 
 
+@torch.no_grad()  # always: compiled, it would have a second graph for validation
 def block_mask(documents: Tensor, positions: Tensor | None = None) -> BlockMask:
     """Blocks of queries by keys that are seen in full, in part or not at all, as `build_mask`'s."""
     batch, seq_len = documents.shape

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from meshwright.models import decoder
+from meshwright.models import attention, decoder
 from meshwright.models.attention import (
     block_mask,
     dense_mask,
@@ -94,3 +94,14 @@ def test_blocks_of_other_documents_are_not_compiled_anew(monkeypatch) -> None:
                 want = plain(batch.tokens, documents=batch.documents)
         torch.testing.assert_close(got, want)
     assert counters["stats"]["unique_graphs"] == 1
+
+
+def test_blocks_of_validation_need_no_graph_of_their_own(monkeypatch) -> None:
+    """The graph that makes them is for one mode of gradients."""
+    has_gradients = []
+    create = lambda *_, **__: has_gradients.append(torch.is_grad_enabled())  # noqa: E731
+    monkeypatch.setattr(attention, "create_block_mask", create)
+    block_mask(DOCUMENTS)
+    with torch.no_grad():
+        block_mask(DOCUMENTS)
+    assert has_gradients == [False, False]
