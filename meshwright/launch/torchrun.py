@@ -100,15 +100,18 @@ def launch() -> None:
         os.environ |= replace(told, terminal=_set_up_console(args)).as_variable()
         _wait_for_machines(args, Path(folder))
         hearts = Path(folder) / HEARTBEATS
-        watch = Watch(hearts, partial(_stderr_of, args), partial(_logs, args))
+
+        def leave() -> None:
+            _report_hang(args, watch)
+            _leave(Path(folder), EXIT_HANG)
+
+        watch = Watch(hearts, partial(_stderr_of, args), partial(_logs, args), leave)
         try:
             with watch:
                 run(args)
         except ChildFailedError as error:
             if watch.verdict is not None:
-                _note_end(args, watch, f"hung: {watch.verdict[-1]}")
-                for line in watch.verdict:
-                    print_error(line)
+                _report_hang(args, watch)
                 sys.exit(EXIT_HANG)
             sys.exit(_report(error, request, args, watch))
         except SignalException as signalled:
@@ -242,6 +245,13 @@ def _ask_to_stop(request: Path, number: int, heard: list[int]) -> None:
 
 def _kill(number: int, _: object = None) -> NoReturn:
     raise SignalException(signal.Signals(number).name, signal.SIGKILL)  # torchrun sends it on
+
+
+def _report_hang(args: argparse.Namespace, watch: Watch) -> None:
+    lines = watch.verdict or []
+    _note_end(args, watch, f"hung: {lines[-1]}")
+    for line in lines:
+        print_error(line)
 
 
 def _report(error: ChildFailedError, request: Path, args: argparse.Namespace, watch: Watch) -> int:

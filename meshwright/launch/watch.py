@@ -19,7 +19,7 @@ from typing import TypeVar
 import torch
 
 from meshwright.launch.heartbeat import EXAMINE, LOOK_EVERY_S, STACKS_SIGNAL, Beat, read_beats
-from meshwright.launch.machines import Machines
+from meshwright.launch.machines import TELL_S, Machines
 from meshwright.system.errors import ConfigError, in_ranges
 from meshwright.system.files import state_of, text_of
 from meshwright.system.log import logger
@@ -31,6 +31,9 @@ ANSWER_S = 1.5
 
 WRITE_S = 3.0
 """Seconds to write the report."""
+
+STUCK_S = 10.0
+"""Seconds after a verdict in which torchrun ends, unless it waits for a store that is silent."""
 
 ASK_MACHINES_EVERY_S = 2.0
 
@@ -165,18 +168,25 @@ class Watch:
         folder: of the heartbeats.
         stderr: returns the file with the stderr of a rank, by its number on this machine.
         reports: returns the folder for the stacks.
+        leave: ends this process, if torchrun does not after a verdict.
     """
 
     def __init__(
-        self, folder: Path, stderr: Callable[[int], Path | None], reports: Callable[[], Path]
+        self,
+        folder: Path,
+        stderr: Callable[[int], Path | None],
+        reports: Callable[[], Path],
+        leave: Callable[[], None],
     ) -> None:
         self.verdict: list[str] | None = None
         self.began = time.time()
-        self._folder, self._stderr, self._reports = folder, stderr, reports
+        self._folder, self._stderr, self._reports, self._leave = folder, stderr, reports, leave
         self._stopped_s: dict[int, float] = {}
         self._warned: set[tuple[int, int]] = set()
         self._asked_at = time.monotonic()
         self._machines: Machines | None = None
+        self._asking = threading.Thread()
+        self._is_told = False
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
 
@@ -197,6 +207,8 @@ class Watch:
             beats = read_beats(self._folder)
             if beats and self._is_hung(beats):
                 self._conclude(beats)
+                if not self._ended.wait(STUCK_S):
+                    self._leave()
                 return
 
     def _is_hung(self, beats: Sequence[Beat]) -> bool:
@@ -215,8 +227,16 @@ class Watch:
         if now - self._asked_at < ASK_MACHINES_EVERY_S:
             return False
         self._asked_at = now
-        others = self._others(beats[0])
-        return others is not None and others.is_trouble()
+        # a machine that has lost its power or its network, and has the store, never answers
+        if not self._asking.is_alive():
+            self._asking = threading.Thread(target=self._ask, args=(beats[0],), daemon=True)
+            self._asking.start()
+            self._asking.join(LOOK_EVERY_S)
+        return self._is_told
+
+    def _ask(self, beat: Beat) -> None:
+        others = self._others(beat)
+        self._is_told = others is not None and others.is_trouble()
 
     def _aborted(self, beat: Beat) -> bool:
         path = self._stderr(beat.facts["local_rank"])
@@ -269,10 +289,11 @@ class Watch:
 
     def _conclude(self, beats: Sequence[Beat]) -> None:
         evidence = self._examine(beats)
-        if (others := self._others(beats[0])) is not None:
-            with suppress(RuntimeError):
-                told = others.exchange([asdict(rank) for rank in evidence])
-                evidence = sorted((Evidence(**rank) for rank in told), key=lambda rank: rank.rank)
+        if not self._asking.is_alive() and (others := self._others(beats[0])) is not None:
+            exchange = partial(others.exchange, [asdict(rank) for rank in evidence])
+            told = in_time(exchange, TELL_S + WRITE_S) or []
+            of_all = sorted((Evidence(**rank) for rank in told), key=lambda rank: rank.rank)
+            evidence = of_all or evidence
         facts = beats[0].facts
         name = f"hang_{facts['machine']}.txt"
         where = in_time(partial(self._write, name, report(evidence))) or ""
@@ -298,16 +319,16 @@ def _kill(pid: int, number: int) -> None:
         os.kill(pid, number)
 
 
-def in_time(write: Callable[[], T]) -> T | None:
-    """Return `write()`; None if it fails or takes too long: the file system may be the cause of a
-    hang."""
+def in_time(call: Callable[[], T], seconds: float = WRITE_S) -> T | None:
+    """Return `call()`; None if it fails or takes too long: the file system, or a machine, may be
+    the cause of a hang."""
     results: list[T] = []
 
     def run() -> None:
-        with suppress(OSError, ConfigError):
-            results.append(write())
+        with suppress(OSError, ConfigError, RuntimeError):
+            results.append(call())
 
     thread = threading.Thread(target=run, name="report", daemon=True)
     thread.start()
-    thread.join(WRITE_S)
+    thread.join(seconds)
     return results[0] if results else None

@@ -90,7 +90,7 @@ def start(tmp_path: Path) -> Iterator:
 
 def watching(folder: Path, **given: object) -> Watch:
     """A launcher that has no rank's stderr."""
-    options = {"stderr": lambda rank: None, "reports": lambda: folder}
+    options = {"stderr": lambda rank: None, "reports": lambda: folder, "leave": Mock()}
     return Watch(folder, *(options | given).values())
 
 
@@ -234,6 +234,18 @@ def test_only_what_another_machine_has_told_is_trouble(tmp_path: Path, monkeypat
     assert not launcher._is_hung([beat])
     store.set("meshwright_hang/trouble", "yes")
     assert launcher._is_hung([beat])
+
+
+def test_a_store_without_an_answer_keeps_no_launcher(tmp_path, start, monkeypatch) -> None:
+    """The machine that has it lost its power: torch then waits for many minutes, torchrun too."""
+    monkeypatch.setattr(watch, "STUCK_S", 0.1)
+    rank, left = start(0, "timeout", machines=2), threading.Event()
+    launcher = watching(tmp_path, leave=left.set)
+    launcher._machines = Mock(is_trouble=lambda: left.wait(60), exchange=lambda _: left.wait(60))
+    with launcher:
+        assert left.wait(20)
+    assert rank.wait(5) == -signal.SIGKILL
+    assert launcher.verdict[-1] == "the job hangs, and nothing is heard of rank 1"
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import threading
 from argparse import Namespace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch.distributed as dist
@@ -222,7 +223,7 @@ def failure(folder: Path, rank: int, code: int, callstack: str, when: float) -> 
 
 
 def report(folder: Path, failures: dict[int, ProcessFailure], **given: object) -> int:
-    watch = Watch(folder, lambda rank: None, lambda: folder)
+    watch = Watch(folder, lambda rank: None, lambda: folder, Mock())
     words = ["-u", "-P", "-m", "meshwright.train", "--job.dump_folder", str(folder)]
     defaults = {"local_ranks_filter": "0", "log_dir": str(folder), "training_script_args": words}
     args = Namespace(**defaults | given)
