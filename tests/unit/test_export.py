@@ -224,6 +224,8 @@ def test_a_checkpoint_is_kept_while_it_is_exported(checkpoint, tmp_path, monkeyp
 OF_SENTENCEPIECE = {
     "bpe": {},
     "bpe-default": {"normalization_rule_name": "nmt_nfkc", "remove_extra_whitespaces": True},
+    "bpe-nfkc": {"normalization_rule_name": "nfkc"},
+    "bpe-nmt": {"normalization_rule_name": "nmt_nfkc"},
     "bpe-no-prefix": {"add_dummy_prefix": False},
     "unigram": {"model_type": "unigram", "vocab_size": 350, "byte_fallback": True},
 }
