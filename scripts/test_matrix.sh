@@ -147,7 +147,7 @@ be_a_user() {
     settings+=(HOME="$1/home" TMPDIR="$1/tmp" USER=nobody LOGNAME=nobody)
     if [ "$(id -u)" = 0 ]; then
         before+=(setpriv --reuid=nobody --regid="$(id -g nobody)" --clear-groups)
-        "${before[@]}" "$(command -v "${interpreter:-python}")" -c pass 2>/dev/null ||
+        "${before[@]}" "$(command -v "${interpreter:-python}")" -c "import torch" 2>/dev/null ||
             skipped="nobody cannot run ${interpreter:-$(command -v python)}; set USER_PYTHON"
     fi
 }

@@ -244,7 +244,7 @@ def test_config_shows_where_each_value_is_from(tmp_path, capsys) -> None:
     own.write_text(f'extends = "{DEBUG}"\n[training]\nseq_len = 128\n{parts}{groups}')
     command("config")([own, "--training.steps", 9])
     out = capsys.readouterr().out
-    origins = dict(re.findall(r"(?m)^(\w+ = \S+) .*# (?:\S*/)?(\S+)$", out))
+    origins = dict(re.findall(r"(?m)^(\w+ = \S+) .*# (?:.*/)?(\S+)$", out))
     for value, origin in (
         ("seq_len = 128", "own.toml:3"),
         ("steps = 9", "--training.steps"),
