@@ -13,17 +13,13 @@ from unittest.mock import patch
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.parallel import RowwiseParallel
 
 from meshwright.checkpoint.manager import CheckpointManager
 from meshwright.checkpoint.state import OPTIMIZER
 from meshwright.datasets.stream import Cursor
-from meshwright.models import decoder, loss, mixture
+from meshwright.models import decoder, loss
 from meshwright.parallelisms import data_parallel
-from meshwright.train import trainer
-from meshwright.train.optim.average import Average
-from meshwright.train.optim.optimizers import build_optimizer
 
 FAULTS: dict[str, Callable[[], AbstractContextManager[None]]] = {}
 
@@ -75,65 +71,9 @@ def loss_in_bf16() -> Iterator[None]:
 
 
 @fault
-def another_epsilon() -> Iterator[None]:
-    """The optimizer has its own, a hundred times as large: only small gradients feel it."""
-
-    def build(parameters, config, *others):
-        return build_optimizer(parameters, config.model_copy(update={"eps": 1e-6}), *others)
-
-    with patch.object(trainer, "build_optimizer", build):
-        yield
-
-
-@fault
-def weights_kept_in_bf16() -> Iterator[None]:
-    """What a step adds to a weight is lost where it is less than half a bit of bf16."""
-    real = trainer.train_step
-
-    def step(model, *args, **options):
-        result = real(model, *args, **options)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.copy_(parameter.bfloat16())
-        return result
-
-    with patch.object(trainer, "train_step", step):
-        yield
-
-
-@fault
 def validation_of_own_samples() -> Iterator[None]:
     """Its figures are this rank's, not those of all."""
     with patch("meshwright.train.validation.dist", SimpleNamespace(all_reduce=lambda tensor: None)):
-        yield
-
-
-@fault
-def a_token_goes_to_its_worst_expert() -> Iterator[None]:
-    """Of one token the last of its experts, once on rank 0: fewer than 1 of 10,000."""
-    real, is_due = mixture.choose_experts, torch.distributed.get_rank() == 0
-
-    def choose(scores, *options):
-        nonlocal is_due
-        choice = real(scores, *options)
-        if is_due and torch.is_grad_enabled():
-            is_due, choice[0, -1] = False, scores[0].argmin()
-        return choice
-
-    with patch.object(mixture, "choose_experts", choose):
-        yield
-
-
-@fault
-def mean_of_first_stage_alone() -> Iterator[None]:
-    """The running means of other stages of a pipeline stay as they began."""
-    real = Average.update
-
-    def update(self, is_held_back):
-        if self._model.stages[0].tok_embeddings is not None:
-            real(self, is_held_back)
-
-    with patch.object(Average, "update", update):
         yield
 
 
@@ -151,43 +91,19 @@ def resume_a_batch_late() -> Iterator[None]:
 
 
 @fault
-def rows_saved_in_another_order() -> Iterator[None]:
-    """A checkpoint that the same mesh would load as it was, and another one would not."""
-
-    def turn(tensors):
-        return {k: _turned(t) if isinstance(t, DTensor) else t for k, t in tensors.items()}
-
-    with _saved(turn):
-        yield
-
-
-@fault
 def a_tensor_not_saved() -> Iterator[None]:
     """A moment of one parameter."""
-    with _saved(lambda tensors: {k: t for k, t in tensors.items() if k != MOMENT}):
-        yield
-
-
-MOMENT = f"{OPTIMIZER}state.layers.1.attention.wq.weight.exp_avg"
-
-
-@contextmanager
-def _saved(change: Callable[[dict], dict]) -> Iterator[None]:
-    """Checkpoints hold what `change` makes of their tensors."""
     real = CheckpointManager.save
 
     def save(self, step, state, manifest, is_last):
-        changed = SimpleNamespace(state_dict=lambda: change(state.state_dict()))
-        real(self, step, changed, manifest, is_last)
+        kept = {name: tensor for name, tensor in state.state_dict().items() if name != MOMENT}
+        real(self, step, SimpleNamespace(state_dict=lambda: kept), manifest, is_last)
 
     with patch.object(CheckpointManager, "save", save):
         yield
 
 
-def _turned(tensor: DTensor) -> DTensor:
-    """With the first half of its rows behind the second."""
-    whole = tensor.full_tensor()
-    return distribute_tensor(whole.roll(len(whole) // 2, 0), tensor.device_mesh, tensor.placements)
+MOMENT = f"{OPTIMIZER}state.layers.1.attention.wq.weight.exp_avg"
 
 
 @contextmanager
