@@ -53,7 +53,7 @@ from meshwright.train.bad_steps import BadStepReporter
 from meshwright.train.build import build_loader, build_reporter, initialize_weights
 from meshwright.train.preflight import Plan, resume_diff
 from meshwright.train.resume import library_versions, place_in_data
-from meshwright.train.trainer import Trainer
+from meshwright.train.trainer import Trainer, build_trainer
 from meshwright.train.validation import Validation
 
 PAUSES: dict[str, Pause | None] = {
@@ -177,7 +177,7 @@ def set_up(
         gc.disable()  # a collection on one rank makes all others wait: they collect together
         meshes = meshes or build_meshes(plan.dims, device.type)
         set_timeout(meshes, plan.config.comm.init_timeout_seconds)
-        trainer = Trainer(
+        trainer = build_trainer(
             plan, meshes, device, note=lambda phase: heart.beat(phase.replace("_", "/"))
         )
         checkpoints.guard(trainer.optimizer)

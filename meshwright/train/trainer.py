@@ -1,9 +1,8 @@
 """One optimizer step, and the `Trainer` that holds this rank's model and optimizer for it."""
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -49,28 +48,34 @@ class StepResult:
     """(G,) fp32: norms of groups of gradients before clipping, the same on every rank."""
 
 
-class Sums(NamedTuple):
-    """Numbers of a step that are added up over all ranks."""
-
-    loss: Tensor
-    """() fp32: mean over all counted labels of the global batch."""
-    squares: Tensor
-    """(1 + G,) fp32: squared norms of all gradients and of those of each group."""
-    of_model: Tensor
-    """fp32: of `Balance.sums`."""
-
-    def over_ranks(self) -> "Sums":
-        """Return the sums over the whole job. Collective: a single one, for every axis."""
-        flat = torch.cat([part.flatten() for part in self])
-        dist.all_reduce(flat)
-        parts = flat.split([part.numel() for part in self])
-        return Sums(*(part.view_as(own) for part, own in zip(parts, self, strict=True)))
+def summed(*parts: Tensor) -> list[Tensor]:
+    """Return the sums of fp32 numbers over the whole job. Collective: a single one, for all."""
+    flat = torch.cat([part.flatten() for part in parts])
+    dist.all_reduce(flat)
+    sums = flat.split([part.numel() for part in parts])
+    return [of_all.view_as(own) for of_all, own in zip(sums, parts, strict=True)]
 
 
-@dataclass(frozen=True)
-class StepOptions:
-    """Settings of a step that stay the same for the whole job."""
+@dataclass
+class Trainer:
+    """A job's training, without its data, its checkpoints and its reports: its model and optimizer
+    on this rank, and settings of a step that stay the same."""
 
+    model: LocalModel
+    """From `parallelize`: gradients are summed over ranks, not averaged. Its values are arbitrary
+    until they are set or loaded."""
+    optimizer: torch.optim.Optimizer
+    """Fused."""
+    meshes: Meshes
+    lr_at: Callable[[int], float]
+    """The learning rate at each step, counted from 1."""
+    phases: Phases
+    """Adds up the times of the parts of steps."""
+    early: OptimizerInBackward | None = None
+    """If given, each parameter is updated during backward, once its gradient is final. A non-finite
+    gradient then blocks only its own parameter, so the first bad step may leave the weights partly
+    updated. Requires `max_norm` inf."""
+    average: Average | None = None
     max_norm: float = float("inf")
     """Bound on the global gradient norm; inf leaves gradients alone."""
     reduce_every_microbatch: bool = False
@@ -82,76 +87,102 @@ class StepOptions:
     norm_groups: Sequence[str] = ()
     """Every `block_of` a parameter, to get their norms too. Not with `early`."""
 
+    @property
+    def tensors(self) -> "TrainingTensors":
+        """Everything that a checkpoint holds as tensors."""
+        from meshwright.checkpoint.state import TrainingTensors  # takes up to 0.8 s
 
-def train_step(
-    model: LocalModel,
-    batches: Sequence[Batch],
-    optimizer: torch.optim.Optimizer,
-    early: OptimizerInBackward | None = None,
-    *,
-    step: int,
+        average = None if self.average is None else self.average.tensors
+        return TrainingTensors(self.model, self.optimizer, dist.get_rank(), average)
+
+    def step(self, step: int, batches: Sequence[Batch], detector: BadStepDetector) -> StepResult:
+        """Forward and backward over this rank's microbatches, clip, and update once.
+
+        The host never waits for the device, unless parameters are offloaded; callers copy results
+        to the host when they need them. If `detector` finds the step bad, weights and optimizer
+        state are bitwise unchanged. Collective: every rank of the job must call it, with the same
+        number of microbatches.
+
+        Args:
+            step: counted from 1.
+            batches: the microbatches, on the device; ranks that differ only along pp, cp or tp have
+                the same.
+        """
+        model, meshes, early = self.model, self.meshes, self.early
+        set_learning_rate(self.optimizer, self.lr_at(step))
+        mark = self.phases.mark
+        mark("communication")
+        first = batches[0].tokens
+        positions = local_positions(first.shape[1], meshes.cp, first.device)
+        if meshes.cp.size() > 1:
+            batches = [local_part(batch, positions) for batch in batches]
+        num_labels = count_labels(batches, meshes)
+        mark("forward_backward")
+        if early is not None:
+            early.begin(detector.is_stopped)
+        if model.pipeline is not None:
+            loss = model.pipeline.run(batches, positions, num_labels)
+        else:
+            loss = _accumulate(model.stages[0], batches, positions, num_labels, self)
+        is_finite_here = torch.isfinite(loss)
+
+        if early is None:
+            squares = local_square_sums(model.named_parameters(), self.norm_groups, loss.device)
+        else:
+            squares = early.square_sum.unsqueeze(0)
+        mark("communication")
+        # ranks of a tp group have the same loss; ranks without the last stage have none
+        balance, copies = model.balance, meshes.world.size() // meshes.pp.size()
+        of_model = balance.sums(loss.device, copies)
+        loss, squares, of_model = summed(loss / meshes.tp.size(), squares, of_model)
+        mark("optimizer")
+        grad_norm = squares[0].sqrt()
+        is_held_back = detector.judge(step, loss, grad_norm, is_finite_here, num_labels)
+        if early is None:
+            is_clipped = self.max_norm != float("inf")
+            divisor = divisor_to_clip(grad_norm, self.max_norm) if is_clipped else None
+            update(self.optimizer, is_held_back, divisor)
+            self.optimizer.zero_grad()
+        if self.average is not None:
+            self.average.update(is_held_back)
+        figures = balance.after_step(of_model, is_held_back)
+        mark(None)
+        group_norms = squares[1:].sqrt() if self.norm_groups else None
+        return StepResult(loss, grad_norm, figures, group_norms)
+
+
+def build_trainer(
+    plan: Plan,
     meshes: Meshes,
-    detector: BadStepDetector,
-    options: StepOptions,
-    average: Average | None = None,
-    phases: Phases | None = None,
-) -> StepResult:
-    """Forward and backward over this rank's microbatches, clip, and update once.
-
-    The host never waits for the device, unless parameters are offloaded; callers copy results to
-    the host when they need them. If `detector` finds the step bad, weights and optimizer state are
-    bitwise unchanged. Collective: every rank of the job must call it, with the same number of
-    microbatches.
+    device: torch.device,
+    *,
+    allocate: Allocate = allocate,
+    note: Callable[[Phase], None] | None = None,
+) -> Trainer:
+    """Build this rank's part of a job. Collective.
 
     Args:
-        model: from `parallelize`: gradients summed over ranks, not averaged.
-        batches: the microbatches, on the device; ranks that differ only along pp, cp or tp have the
-            same.
-        optimizer: fused, with its learning rate set.
-        early: if given, each parameter is updated during backward, once its gradient is final. A
-            non-finite gradient then blocks only its own parameter, so the first bad step may leave
-            the weights partly updated. Requires `max_norm` inf.
-        step: counted from 1.
+        note: gets each phase of each step as it begins.
     """
-    mark = phases.mark if phases is not None else lambda phase: None
-    mark("communication")
-    first = batches[0].tokens
-    positions = local_positions(first.shape[1], meshes.cp, first.device)
-    if meshes.cp.size() > 1:
-        batches = [local_part(batch, positions) for batch in batches]
-    num_labels = count_labels(batches, meshes)
-    mark("forward_backward")
-    if early is not None:
-        early.begin(detector.is_stopped)
-    if model.pipeline is not None:
-        loss = model.pipeline.run(batches, positions, num_labels)
-    else:
-        loss = _accumulate(model.stages[0], batches, positions, num_labels, early, options)
-    is_finite_here = torch.isfinite(loss)
-
-    if early is None:
-        named = model.named_parameters()
-        squares = local_square_sums(named, options.norm_groups, loss.device)
-    else:
-        squares = early.square_sum.unsqueeze(0)
-    mark("communication")
-    # ranks of a tp group have the same loss; ranks without the last stage have none
-    balance, copies = model.balance, meshes.world.size() // meshes.pp.size()
-    sums = Sums(loss / meshes.tp.size(), squares, balance.sums(loss.device, copies)).over_ranks()
-    mark("optimizer")
-    loss, grad_norm = sums.loss, sums.squares[0].sqrt()
-    is_held_back = detector.judge(step, loss, grad_norm, is_finite_here, num_labels)
-    if early is None:
-        is_clipped = options.max_norm != float("inf")
-        divisor = divisor_to_clip(grad_norm, options.max_norm) if is_clipped else None
-        update(optimizer, is_held_back, divisor)
-        optimizer.zero_grad()
-    if average is not None:
-        average.update(is_held_back)
-    figures = balance.after_step(sums.of_model, is_held_back)
-    mark(None)
-    group_norms = sums.squares[1:].sqrt() if options.norm_groups else None
-    return StepResult(loss, grad_norm, figures, group_norms)
+    config = plan.config
+    model = build_model(plan, meshes, device, allocate=allocate)
+    table, ranks = plan.model_args.table.parameters, meshes.stage.get_group()
+    optimizer = build_optimizer(model.named_parameters(), config.optimizer, table, ranks)
+    is_early, decay = config.optimizer.early_step_in_backward, average_decay(config)
+    names = table if config.metrics.grad_norm_by_group else ()
+    return Trainer(
+        model,
+        optimizer,
+        meshes,
+        learning_rate(config, plan.steps),
+        Phases(device, note),
+        early=OptimizerInBackward(optimizer) if is_early else None,
+        average=None if decay is None else Average(model, decay),
+        max_norm=config.training.max_norm,
+        reduce_every_microbatch=config.parallelism.fsdp_reduce_gradients == "every_microbatch",
+        reshard_every_microbatch=config.parallelism.fsdp_reshard_after_forward != "never",
+        norm_groups=list(dict.fromkeys(map(block_of, names))),
+    )
 
 
 def count_labels(batches: Sequence[Batch], meshes: Meshes) -> Tensor:
@@ -170,17 +201,17 @@ def _accumulate(
     batches: Sequence[Batch],
     positions: Tensor,
     num_labels: Tensor,
-    early: OptimizerInBackward | None,
-    options: StepOptions,
+    trainer: "Trainer",
 ) -> Tensor:
     """Forward and backward of one microbatch after the other; their share of the mean loss."""
+    early = trainer.early
     loss = torch.zeros((), device=positions.device)
     for index, batch in enumerate(batches):
         is_last = index == len(batches) - 1
         if is_fsdp(model):
-            model.set_requires_gradient_sync(is_last or options.reduce_every_microbatch)
+            model.set_requires_gradient_sync(is_last or trainer.reduce_every_microbatch)
             model.set_requires_all_reduce(is_last)  # copies communicate once a step
-            model.set_reshard_after_backward(is_last or options.reshard_every_microbatch)
+            model.set_reshard_after_backward(is_last or trainer.reshard_every_microbatch)
             model.set_is_last_backward(is_last)  # otherwise each would wait for its reductions
         if early is not None:
             early.gradients_are_final = is_last
@@ -189,83 +220,3 @@ def _accumulate(
         share.backward()
         loss += share.detach()
     return loss
-
-
-class Trainer:
-    """A job's training, without its data, its checkpoints and its reports. Collective.
-
-    Attributes:
-        model: its values are arbitrary until they are set or loaded.
-        lr_at: the learning rate at each step, counted from 1.
-        norm_groups: parts of the model whose gradient norms are wanted, in order.
-        phases: adds up the times of the parts of steps.
-    """
-
-    def __init__(
-        self,
-        plan: Plan,
-        meshes: Meshes,
-        device: torch.device,
-        *,
-        allocate: Allocate = allocate,
-        note: Callable[[Phase], None] | None = None,
-    ) -> None:
-        """`note` gets each phase of each step as it begins."""
-        config = plan.config
-        self._meshes = meshes
-        self.model = build_model(plan, meshes, device, allocate=allocate)
-        self.optimizer = build_optimizer(
-            self.model.named_parameters(),
-            config.optimizer,
-            plan.model_args.table.parameters,
-            meshes.stage.get_group(),
-        )
-        is_early = config.optimizer.early_step_in_backward
-        self._early = OptimizerInBackward(self.optimizer) if is_early else None
-        self.lr_at = learning_rate(config, plan.steps)
-        decay = average_decay(config)
-        self.average = None if decay is None else Average(self.model, decay)
-        self.phases = Phases(device, note)
-        names = plan.model_args.table.parameters if config.metrics.grad_norm_by_group else ()
-        self.norm_groups = list(dict.fromkeys(map(block_of, names)))
-        self._options = StepOptions(
-            max_norm=config.training.max_norm,
-            reduce_every_microbatch=(
-                config.parallelism.fsdp_reduce_gradients == "every_microbatch"
-            ),
-            reshard_every_microbatch=config.parallelism.fsdp_reshard_after_forward != "never",
-            norm_groups=self.norm_groups,
-        )
-
-    @property
-    def tensors(self) -> "TrainingTensors":
-        """Everything that a checkpoint holds as tensors."""
-        from meshwright.checkpoint.state import TrainingTensors  # takes up to 0.8 s
-
-        average = None if self.average is None else self.average.tensors
-        return TrainingTensors(self.model, self.optimizer, dist.get_rank(), average)
-
-    def step(
-        self,
-        step: int,
-        batches: Sequence[Batch],
-        detector: BadStepDetector,
-        max_norm: float | None = None,
-    ) -> StepResult:
-        """Take the optimizer step of that number; `max_norm` takes the place of the config's."""
-        set_learning_rate(self.optimizer, self.lr_at(step))
-        options = self._options
-        if max_norm is not None:
-            options = dataclasses.replace(options, max_norm=max_norm)
-        return train_step(
-            self.model,
-            batches,
-            self.optimizer,
-            self._early,
-            step=step,
-            meshes=self._meshes,
-            detector=detector,
-            options=options,
-            average=self.average,
-            phases=self.phases,
-        )

@@ -41,11 +41,11 @@ class Run(Job):
         config = BadSteps(policy="skip", budget=2, spike_std=50, spike_window=3)
         detector = BadStepDetector(CPU, config)
         super().__init__(dims, 0, num_microbatches, detector=detector, args=args, **options)
+        self.trainer.lr_at = lr_at
 
     def run_step(self, step: int, has_labels: bool = True) -> None:
         tokens, labels = global_batch(step)
         batch = Batch(tokens, labels if has_labels else torch.full_like(labels, IGNORE))
-        self.optimizer.param_groups[0]["lr"] = lr_at(step)
         self.take_step(step, self.part(batch), max_norm=0.5)
 
     def state(self) -> list[torch.Tensor]:

@@ -11,7 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 from meshwright.config.optimizer import Optimizer
 from meshwright.parallelisms.local_model import LocalModel
 from meshwright.parallelisms.rules.degrees import ParallelDims
-from meshwright.train.optim.optimizers import build_optimizer, set_learning_rate, update
+from meshwright.train.optim.optimizers import build_optimizer, update
 from tests.helpers.job import Job, mesh, plain_steps
 from tests.helpers.operators import Operators
 from tests.helpers.optimizers import GROUPS, plain_groups
@@ -45,8 +45,8 @@ def _groups_on(dims: ParallelDims, is_early: bool) -> None:
     job = Job(dims, 0, dims.pp, is_early, optimizer_of=optimizer_of)
     if dims.pp > 1:  # the embedding's group is on the first stage alone
         assert len(job.optimizer.param_groups) == 3 - job.meshes.pp.get_local_rank()
-    for step, lr in enumerate(LRS, 1):
-        set_learning_rate(job.optimizer, lr)
+    job.trainer.lr_at = lambda step: LRS[step - 1]
+    for step in range(1, len(LRS) + 1):
         job.take_step(step)
     want, initial = reference(), dict(plain_model().named_parameters())
     for name, weight in job.weights().items():

@@ -55,10 +55,10 @@ def test_a_plan_is_what_torch_allocates(name, figures) -> None:
 REAL = ("FSDP 2",)
 
 
-def _on_a_real_rank(case: Case, build: Callable = simulate.build_trainer) -> dict[str, object]:
+def _on_a_real_rank(case: Case, build: Callable = simulate.eager_trainer) -> dict[str, object]:
     """Of this gloo rank, by the same ledger."""
     plan = case.plan()
-    with mock.patch.object(simulate, "build_trainer", build):
+    with mock.patch.object(simulate, "eager_trainer", build):
         simulation = simulate.run_step(plan, build_meshes(plan.dims, "cpu"), None)
     totals = Counter()
     for event in simulation.record.events:
@@ -90,13 +90,13 @@ def test_a_plan_is_what_real_ranks_have_and_send(name, figures, on_ranks) -> Non
         assert planned["operators"][kind] == real["operators"][kind], kind
 
 
-_build_trainer = simulate.build_trainer
+_eager_trainer = simulate.eager_trainer
 
 
 @torch.no_grad()
 def _crowded(*given: object) -> Trainer:
     """Whose scores are equal: every token goes to the first experts, which are on rank 0."""
-    trainer = _build_trainer(*given)
+    trainer = _eager_trainer(*given)
     for parameter in trainer.model.parameters():
         local_box(parameter)[0].zero_()
     for stage in trainer.model.stages:

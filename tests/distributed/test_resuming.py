@@ -112,7 +112,7 @@ def test_an_optimizer_that_is_not_loaded_begins_anew_once(tmp_path: Path) -> Non
     dist.barrier()
     want, got = Job(FSDP, seed=1), Job(FSDP, seed=1)
     load(manager, want, 2)
-    want.optimizer = adamw(want.model)
+    want.trainer.optimizer = adamw(want.model)
     excluding = make(str(tmp_path), exclude_from_loading=["optimizer"])
     load(excluding, got, 2)
     assert_equal(got.weights(), want.weights())

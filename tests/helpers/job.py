@@ -11,14 +11,15 @@ import torch.nn.functional as F
 from torch import nn
 
 from meshwright.checkpoint.state import TrainingTensors
+from meshwright.metrics.reporter import Phases
 from meshwright.models.families.llama import LlamaArgs
 from meshwright.models.loss import IGNORE, Batch
 from meshwright.parallelisms.local_model import LocalModel
 from meshwright.parallelisms.meshes import Meshes
 from meshwright.parallelisms.rules.degrees import ParallelDims
 from meshwright.train.bad_steps import BadStepDetector
-from meshwright.train.optim.optimizers import OptimizerInBackward
-from meshwright.train.trainer import StepOptions, StepResult, train_step
+from meshwright.train.optim.optimizers import LR_SCALE, OptimizerInBackward
+from meshwright.train.trainer import StepResult, Trainer
 from tests.helpers.rounding import adamw
 from tests.helpers.tiny import CPU, SEQ_LEN, TINY, parallel_model, whole
 
@@ -101,7 +102,12 @@ class Job:
             dims, seed=seed, microbatches=(num_microbatches, self.size), **options
         )
         self.optimizer = optimizer_of(self.model)
-        self.early = OptimizerInBackward(self.optimizer) if is_early else None
+        group = self.optimizer.param_groups[0]
+        lr = group["lr"] / group[LR_SCALE]
+        early = OptimizerInBackward(self.optimizer) if is_early else None
+        self.trainer = Trainer(
+            self.model, self.optimizer, self.meshes, lambda step: lr, Phases(CPU), early
+        )
         self.detector = detector or BadStepDetector(CPU)
         self.tensors = TrainingTensors(self.model, self.optimizer, dist.get_rank())
 
@@ -121,17 +127,9 @@ class Job:
     def take_step(
         self, step: int = 1, batches: list[Batch] | None = None, **options: object
     ) -> StepResult:
-        """Of `batches`, or of this rank's part of `global_batch(step)`; options of the step."""
-        return train_step(
-            self.model,
-            self.batches(step) if batches is None else batches,
-            self.optimizer,
-            self.early,
-            step=step,
-            options=StepOptions(**options),
-            meshes=self.meshes,
-            detector=self.detector,
-        )
+        """Of `batches`, or of this rank's part of `global_batch(step)`; options of the trainer."""
+        batches = self.batches(step) if batches is None else batches
+        return dataclasses.replace(self.trainer, **options).step(step, batches, self.detector)
 
     def whole_gradients(self) -> dict[str, torch.Tensor]:
         """Return a table that each step fills with the gradients of its update."""

@@ -7,7 +7,7 @@ from meshwright.parallelisms.initialize import initialize
 from meshwright.parallelisms.meshes import Meshes
 from meshwright.train.bad_steps import BadStepDetector
 from meshwright.train.preflight import Plan
-from meshwright.train.trainer import StepResult, Trainer
+from meshwright.train.trainer import StepResult, build_trainer
 
 
 class OneRank:
@@ -16,7 +16,7 @@ class OneRank:
     def __init__(self, plan: Plan, meshes: Meshes, device: torch.device) -> None:
         config = plan.config
         self.plan, self.meshes, self.device = plan, meshes, device
-        self.trainer = Trainer(plan, meshes, device)
+        self.trainer = build_trainer(plan, meshes, device)
         self.model, self.optimizer = self.trainer.model, self.trainer.optimizer
         self.detector = BadStepDetector(device, config.bad_steps)
 

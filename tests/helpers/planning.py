@@ -23,7 +23,7 @@ from meshwright.commands.plan import torch_names
 from meshwright.commands.plan.figures import Memory, flops, traffic
 from meshwright.commands.plan.simulate import (
     Simulation,
-    build_trainer,
+    eager_trainer,
     make_batches,
     plan_job,
     simulate,
@@ -149,7 +149,7 @@ def allocated(case: Case) -> int:
         torch_names.static_pipelines(),
         profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler,
     ):
-        trainer = build_trainer(plan, meshes, nullcontext())
+        trainer = eager_trainer(plan, meshes, nullcontext())
         batches = make_batches(plan, plan.config.num_microbatches)
         detector = BadStepDetector(torch.device("cpu"), plan.config.bad_steps)
         with record_function(STEPS):

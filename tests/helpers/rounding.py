@@ -3,6 +3,7 @@
 import torch
 
 from meshwright.models.families.llama import LlamaArgs
+from meshwright.train.optim.optimizers import LR_SCALE
 from tests.helpers.tiny import SEQ_LEN, TINY
 
 ROUNDOFF = 2.0**-24
@@ -25,7 +26,8 @@ def adamw(model) -> torch.optim.Optimizer:
     larger than 0.55 eps. An absolute error then grows by up to 1.55, through m and through v, and
     the update is up to 1.55 times smaller than m. With lr = 1 updates have the size of gradients.
     """
-    return torch.optim.AdamW(model.parameters(), lr=1.0, eps=1.0, fused=True)
+    group = {"params": [*model.parameters()], LR_SCALE: 1.0}
+    return torch.optim.AdamW([group], lr=1.0, eps=1.0, fused=True)
 
 
 def gradient_bound(args: LlamaArgs = TINY, num_tokens: int = 8 * SEQ_LEN) -> float:

@@ -44,7 +44,7 @@ from meshwright.train.bad_steps import BadStepDetector
 from meshwright.train.optim import gradients
 from meshwright.train.optim.optimizers import update
 from meshwright.train.preflight import Plan, preflight
-from meshwright.train.trainer import Trainer
+from meshwright.train.trainer import Trainer, build_trainer
 
 CPU = torch.device("cpu")
 
@@ -148,7 +148,7 @@ def run_step(
         scope,
         ledger,
     ):
-        trainer = build_trainer(plan, meshes, mode)
+        trainer = eager_trainer(plan, meshes, mode)
         model, optimizer = trainer.model, trainer.optimizer
         scope.name_modules(model.stages)
         note_shards(model.parameters(), "parameters")
@@ -198,7 +198,7 @@ def num_simulated(plan: Plan) -> int:
     return plan.config.num_microbatches - left_out
 
 
-def build_trainer(plan: Plan, meshes: Meshes, mode: AbstractContextManager[Any]) -> Trainer:
+def eager_trainer(plan: Plan, meshes: Meshes, mode: AbstractContextManager[Any]) -> Trainer:
     """Build the trainer of this rank, with eager blocks: its tensors in `mode`, and meshes and
     modules outside."""
     eager = {"compile": {"enable": False}, "parallelism": {"enable_async_tensor_parallel": False}}
@@ -208,7 +208,7 @@ def build_trainer(plan: Plan, meshes: Meshes, mode: AbstractContextManager[Any])
         with mode:
             allocate(model, parameters, buffers)
 
-    return Trainer(plan, meshes, CPU, allocate=allocate_in_mode)
+    return build_trainer(plan, meshes, CPU, allocate=allocate_in_mode)
 
 
 def make_batches(plan: Plan, count: int) -> list[Batch]:

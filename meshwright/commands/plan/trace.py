@@ -27,7 +27,7 @@ LOGITS = ("output", LOSS)
 
 OTHER, UPDATE, FORWARD, BACKWARD, AGAIN = "other", "update", "forward", "backward", "recomputation"
 
-LAST_FRAME = "train_step"
+LAST_FRAME = "step of the trainer"
 """Frames outside of it say nothing."""
 
 TORCH, OURS = str(Path(torch.__file__).parent), str(Path(meshwright.__file__).parent)
@@ -140,7 +140,8 @@ def _kind_of(file: str, name: str) -> tuple[str, str]:
         return UPDATE, ""
     if file == f"{OURS}/models/loss.py":
         return LOSS, ""
-    return (LAST_FRAME if name == LAST_FRAME else ""), ""
+    is_last = (file, name) == (f"{OURS}/train/trainer.py", "step")
+    return LAST_FRAME if is_last else "", ""
 
 
 def _purpose_in_fsdp(file: str, function: str) -> str:

@@ -2,6 +2,7 @@
 
 import hashlib
 import zlib
+from dataclasses import replace
 from functools import cached_property, lru_cache
 
 import numpy as np
@@ -27,7 +28,7 @@ from meshwright.parallelisms.replay import Choices
 from meshwright.train.bad_steps import BadStepDetector
 from meshwright.train.build import build_loader
 from meshwright.train.preflight import Plan
-from meshwright.train.trainer import Trainer
+from meshwright.train.trainer import build_trainer
 
 STRETCH = (8.0, 16.0)
 """Of queries and keys at the first and at the last position."""
@@ -56,7 +57,7 @@ class Job:
     ) -> None:
         device = torch.device("cpu")
         self._plan, self._meshes = plan, meshes
-        self._trainer = Trainer(plan, meshes, device)
+        self._trainer = build_trainer(plan, meshes, device)
         self.model, self.optimizer = self._trainer.model, self._trainer.optimizer
         self.average = self._trainer.average
         self.cursor = cursor or Cursor()
@@ -78,8 +79,8 @@ class Job:
             for index, sample in enumerate(zip(*parts, strict=True), first):
                 samples[step, index] = _hash(*sample)
         # the first step shows gradients as they are
-        max_norm = None if step > 1 else float("inf")
-        result = self._trainer.step(step, data.batches, self._detector, max_norm)
+        trainer = self._trainer if step > 1 else replace(self._trainer, max_norm=float("inf"))
+        result = trainer.step(step, data.batches, self._detector)
         return result.loss.item(), result.grad_norm.item()
 
     @property
