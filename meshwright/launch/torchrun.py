@@ -120,11 +120,11 @@ def launch() -> None:
             sys.exit(128 + signal.Signals[str(signalled)])
         except RendezvousError as error:
             why = first_line(error.__cause__ or error)
-            at = f"at {args.rdzv_endpoint}: {why}\n  fix: "
+            at = f"{args.rdzv_endpoint}: {why}\n  fix: "
             print_error(
-                f"the machines have lost each other {at}look for the first failure on all consoles"
+                f"the machines have lost each other at {at}see the consoles of all"
                 if _has_ranks(Path(folder))
-                else f"the {args.nnodes} machines did not meet {at}start the same command on all"
+                else f"the {args.nnodes} machines did not meet at {at}start the same command on all"
             )
             sys.exit(1)
 
