@@ -120,12 +120,12 @@ def launch() -> None:
             sys.exit(128 + signal.Signals[str(signalled)])
         except RendezvousError as error:
             why = first_line(error.__cause__ or error)
-            what = f"the {args.nnodes} machines did not meet at"
-            fix = "start the same command on all of them"
-            if _has_ranks(Path(folder)):
-                what = "the machines have lost each other at"
-                fix = "look for the first failure on all consoles"
-            print_error(f"{what} {args.rdzv_endpoint}: {why}\n  fix: {fix}")
+            at = f"{args.rdzv_endpoint}: {why}\n  fix: "
+            print_error(
+                f"the machines have lost each other at {at}see the consoles of all"
+                if _has_ranks(Path(folder))
+                else f"the {args.nnodes} machines did not meet at {at}start the same command on all"
+            )
             sys.exit(1)
 
 
