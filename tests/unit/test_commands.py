@@ -233,6 +233,7 @@ def test_words_that_are_not_understood(words, says, tmp_path, monkeypatch) -> No
 @pytest.mark.parametrize(
     ("words", "says"),
     [
+        ("generate --prompt a", "_FOLDER: not given\n  fix: see meshwright generate --help"),
         ("plan debug_model --device cpu", "--world-size: not given\n  fix: write --world-size N"),
         ("plan debug_model", "--world-size, --device: not given\n  fix: write --world-size N --"),
         ("train --log_rnk=1", "'--log_rnk=1': no such option\n  fix: write --log-rank=1"),
