@@ -220,6 +220,7 @@ def test_the_config_is_a_plain_argument_anywhere(words) -> None:
         (["--nnode", "2"], "'--nnode': no such option\n  fix: write --nnodes"),
         (["bsae.toml"], "neither a file here nor a preset\n  fix: did you mean base.toml?"),
         (["--ngpu", "0", DEBUG], "--ngpu = '0': must be a positive number"),
+        ("generate --prompt a", "_FOLDER: not given\n  fix: see meshwright generate --help"),
         ("plan debug_model --device cpu", "--world-size: not given\n  fix: write --world-size N"),
         ("plan debug_model", "--world-size, --device: not given\n  fix: write --world-size N --"),
         ("train --log_rnk=1", "'--log_rnk=1': no such option\n  fix: write --log-rank=1"),
