@@ -140,6 +140,8 @@ STORE_S, TRY_S = 60.0, 5.0
 
 REACH = "open every port between the machines: ranks listen on any that is free"
 
+OTHER_NETWORK = "set GLOO_SOCKET_IFNAME to the interface by which machines reach each other"
+
 
 def start_process_group(device: torch.device, timeout_s: int) -> None:
     """Join the ranks that torchrun started; without torchrun, be the only one.
@@ -180,7 +182,7 @@ def start_process_group(device: torch.device, timeout_s: int) -> None:
         raise RuntimeError(f"{late}\n  fix: {REACH}") from None
     except RuntimeError as error:
         if "connectFullMesh" in str(error):
-            error.add_note(f"  fix: {REACH}")
+            error.add_note(f"  fix: {OTHER_NETWORK if '[127.' in str(error) else REACH}")
         raise
 
 
