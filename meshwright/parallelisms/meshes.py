@@ -191,7 +191,7 @@ def _check_way(host: str, port: int, timeout_s: float) -> None:
     before a rank starts: torch itself would try for longer, and say it on a page of C++."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":  # the first rank is to make it
         return
-    end = time.monotonic() + min(timeout_s, STORE_S)
+    end = time.monotonic() + min(timeout_s / 2, STORE_S)  # before other machines give up
     while True:
         try:
             socket.create_connection((host, port), TRY_S).close()
