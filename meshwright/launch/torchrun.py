@@ -119,13 +119,7 @@ def launch() -> None:
             print_error(f"{signalled}: killed; {lost or 'there was nothing new to save'}")
             sys.exit(128 + signal.Signals[str(signalled)])
         except RendezvousError as error:
-            why = first_line(error.__cause__ or error)
-            at = f"{args.rdzv_endpoint}: {why}\n  fix: "
-            print_error(
-                f"the machines have lost each other at {at}see the consoles of all"
-                if _has_ranks(Path(folder))
-                else f"the {args.nnodes} machines did not meet at {at}start the same command on all"
-            )
+            print_error(_apart(error, args, Path(folder)))
             sys.exit(1)
 
 
@@ -158,6 +152,14 @@ def _wait_for_machines(args: argparse.Namespace, folder: Path) -> None:
 
     if not args.standalone:  # as one machine is
         threading.Thread(target=speak, name="rendezvous", daemon=True).start()
+
+
+def _apart(error: RendezvousError, args: argparse.Namespace, folder: Path) -> str:
+    """Return the message that the machines did not meet, or have lost each other since."""
+    at = f"{args.rdzv_endpoint}: {first_line(error.__cause__ or error)}\n  fix: "
+    if _has_ranks(folder):
+        return f"the machines have lost each other at {at}see the consoles of all"
+    return f"the {args.nnodes} machines did not meet at {at}start the same command on all"
 
 
 def _end_though_stuck(folder: Path, heard: Sequence[int]) -> None:

@@ -15,6 +15,7 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.rendezvous import RendezvousError
 
 from meshwright.launch import machines, torchrun
 from meshwright.launch.heartbeat import Heartbeat
@@ -88,6 +89,18 @@ def test_a_launcher_that_waits_says_where_and_for_whom(tmp_path, monkeypatch, ca
     (tmp_path / "logs_of_ranks").mkdir()
     assert not left
     del store
+
+
+def test_machines_that_lose_each_other_are_not_said_not_to_have_met(tmp_path) -> None:
+    given = Namespace(nnodes="2", rdzv_endpoint="node0:1")
+    error = RendezvousError("See inner exception for details.")
+    error.__cause__ = RuntimeError("Connection was likely closed")
+    why = "at node0:1: Connection was likely closed\n  fix: "
+    said = torchrun._apart(error, given, tmp_path)
+    assert said == f"the 2 machines did not meet {why}start the same command on all"
+    (tmp_path / "logs_of_ranks").mkdir()
+    said = torchrun._apart(error, given, tmp_path)
+    assert said == f"the machines have lost each other {why}see the consoles of all"
 
 
 STUCK = """
