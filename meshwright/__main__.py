@@ -1,8 +1,6 @@
 """The command `meshwright`, and `python -m meshwright`."""
 
 import signal
-import sys
-from types import FrameType
 
 
 def start() -> None:
@@ -17,12 +15,8 @@ def start() -> None:
     signal.signal(signal.SIGINT, usual)
     for number in (signal.SIGHUP, signal.SIGTERM):
         if signal.getsignal(number) is signal.SIG_DFL:  # not under nohup
-            signal.signal(number, _exit)
+            signal.signal(number, signal.default_int_handler)
     main()
-
-
-def _exit(number: int, frame: FrameType | None) -> None:
-    sys.exit(128 + number)
 
 
 if __name__ == "__main__":
