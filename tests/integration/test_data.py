@@ -3,14 +3,13 @@
 Killed and resumed on other meshes: test_stages.py.
 """
 
+import itertools
 import json
 import os
 import random
 import signal
 import subprocess
 import sys
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.metadata import version
 from pathlib import Path
 
@@ -30,6 +29,7 @@ from tests.helpers.jobs import (
     train_on_ranks,
     wait_for,
 )
+from tests.helpers.server import Server
 
 WORDS = ("sun", "rose", "over", "seven", "hills", "while", "nobody", "watched", "the", "road")
 
@@ -44,33 +44,14 @@ def write_texts(folder: Path, seed: int, num_files: int, per_file: int) -> None:
         (folder / f"{number}.jsonl").write_text("".join(lines))
 
 
-class Busy(BaseHTTPRequestHandler):
-    """A hub whose answer to everything is to try again later: 425, which no client waits for."""
-
-    def do_GET(self) -> None:
-        self.send_response(425)
-        self.send_header("Content-Length", "0")
-        self.end_headers()
-
-    do_HEAD = do_POST = do_GET  # noqa: N815  names that the server calls
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
 def test_a_hub_that_does_not_answer_is_no_mistake_of_the_config(tmp_path: Path) -> None:
     """A scheduler starts a job again on exit code 5, and not on 2."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Busy)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    server = Server()
+    server.faults = itertools.repeat("425")  # to try again later, which no client waits for
     variables = {"HF_HUB_OFFLINE": 0, "HF_HOME": tmp_path / "home", "NO_PROXY": "127.0.0.1"}
-    job = launch(
-        tmp_path / "out",
-        *("--training.dataset", "someone/something"),
-        code=5,
-        HF_ENDPOINT=f"http://127.0.0.1:{server.server_port}",
-        **variables,
-    )
-    server.shutdown()
+    words = ("--training.dataset", "someone/something")
+    job = launch(tmp_path / "out", *words, code=5, HF_ENDPOINT=server.address, **variables)
+    server.close()
     assert "training.dataset = 'someone/something': cannot be read now: " in job.stderr
     assert "fix: run the same command again when the network" in job.stderr
     assert "Traceback" not in job.stderr
