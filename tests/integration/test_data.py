@@ -19,11 +19,12 @@ from meshwright.checkpoint import commit
 from meshwright.checkpoint.manifest import read_manifest
 from tests.helpers.cli import command
 from tests.helpers.files import flip_bit
+from tests.helpers.forked import Forked
 from tests.helpers.jobs import (
     CONFIG,
     ROOT,
+    ended,
     environment,
-    launch,
     records,
     train_alone,
     train_on_ranks,
@@ -49,8 +50,11 @@ def test_a_hub_that_does_not_answer_is_no_mistake_of_the_config(tmp_path: Path) 
     server = Server()
     server.faults = itertools.repeat("425")  # to try again later, which no client waits for
     variables = {"HF_HUB_OFFLINE": 0, "HF_HOME": tmp_path / "home", "NO_PROXY": "127.0.0.1"}
-    words = ("--training.dataset", "someone/something")
-    job = launch(tmp_path / "out", *words, code=5, HF_ENDPOINT=server.address, **variables)
+    variables |= {"HF_ENDPOINT": server.address}
+    words = ["train", CONFIG, f"--job.dump_folder={tmp_path}/out", "--ngpu=2"]
+    words.append("--training.dataset=someone/something")
+    launcher = Forked([ROOT / "meshwright/commands/main.py", *words], environment(**variables))
+    job = ended(launcher.wait(), 5)
     server.close()
     assert "training.dataset = 'someone/something': cannot be read now: " in job.stderr
     assert "fix: run the same command again when the network" in job.stderr

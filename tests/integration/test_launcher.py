@@ -302,8 +302,6 @@ def test_a_bad_config_is_one_line_and_no_rank(tmp_path: Path) -> None:
         "meshwright: --training.step: unknown key training.step\n"
         "  fix: did you mean training.steps?\n"
     )
-    result = launch(tmp_path / "out", code=2, NNODES=2)  # which need an endpoint
-    assert "RDZV_ENDPOINT" in result.stderr
     assert not (tmp_path / "out").exists()
 
 
