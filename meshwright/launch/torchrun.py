@@ -109,16 +109,12 @@ def launch() -> None:
         try:
             with watch:
                 run(args)
-        except ChildFailedError as error:
+        except (ChildFailedError, RendezvousError) as error:
             if watch.verdict is not None:
                 _report_hang(args, watch)
                 sys.exit(EXIT_HANG)
-            sys.exit(_report(error, request, args, watch))
-        except SignalException as signalled:
-            lost = "the steps since the last checkpoint are lost" * _has_trained(request)
-            print_error(f"{signalled}: killed; {lost or 'there was nothing new to save'}")
-            sys.exit(128 + signal.Signals[str(signalled)])
-        except RendezvousError as error:
+            if isinstance(error, ChildFailedError):
+                sys.exit(_report(error, request, args, watch))
             why = first_line(error.__cause__ or error)
             what = f"the {args.nnodes} machines did not meet at"
             fix = "start the same command on all of them"
@@ -127,6 +123,10 @@ def launch() -> None:
                 fix = "look for the first failure on all consoles"
             print_error(f"{what} {args.rdzv_endpoint}: {why}\n  fix: {fix}")
             sys.exit(1)
+        except SignalException as signalled:
+            lost = "the steps since the last checkpoint are lost" * _has_trained(request)
+            print_error(f"{signalled}: killed; {lost or 'there was nothing new to save'}")
+            sys.exit(128 + signal.Signals[str(signalled)])
 
 
 def _silence_torchrun() -> None:
