@@ -258,6 +258,7 @@ def failure(folder: Path, rank: int, code: int, callstack: str, when: float) -> 
 
 def report(folder: Path, failures: dict[int, ProcessFailure], **given: object) -> int:
     watch = Watch(folder, lambda rank: None, lambda: folder, Mock())
+    watch.began -= 60  # ranks begin after it
     words = ["-u", "-P", "-m", "meshwright.train", "--job.dump_folder", str(folder)]
     defaults = {"local_ranks_filter": "0", "log_dir": str(folder), "training_script_args": words}
     args = Namespace(**defaults | given)
