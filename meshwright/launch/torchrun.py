@@ -109,18 +109,18 @@ def launch() -> None:
         try:
             with watch:
                 run(args)
-        except ChildFailedError as error:
+        except (ChildFailedError, RendezvousError) as error:
             if watch.verdict is not None:
                 _report_hang(args, watch)
                 sys.exit(EXIT_HANG)
-            sys.exit(_report(error, request, args, watch))
+            if isinstance(error, ChildFailedError):
+                sys.exit(_report(error, request, args, watch))
+            print_error(_apart(error, args, Path(folder)))
+            sys.exit(1)
         except SignalException as signalled:
             lost = "the steps since the last checkpoint are lost" * _has_trained(request)
             print_error(f"{signalled}: killed; {lost or 'there was nothing new to save'}")
             sys.exit(128 + signal.Signals[str(signalled)])
-        except RendezvousError as error:
-            print_error(_apart(error, args, Path(folder)))
-            sys.exit(1)
 
 
 def _silence_torchrun() -> None:

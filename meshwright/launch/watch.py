@@ -293,6 +293,8 @@ class Watch:
 
     def _conclude(self, beats: Sequence[Beat]) -> None:
         evidence = self._examine(beats)
+        if self._asking.is_alive():  # a store that is only slow will answer
+            self._asking.join(WRITE_S)
         if not self._asking.is_alive() and (others := self._others(beats[0])) is not None:
             exchange = partial(others.exchange, [asdict(rank) for rank in evidence])
             told = in_time(exchange, TELL_S + WRITE_S) or []
@@ -300,7 +302,7 @@ class Watch:
             evidence = of_all or evidence
         facts = beats[0].facts
         name = f"hang_{facts['machine']}.txt"
-        where = in_time(partial(self._write, name, report(evidence))) or ""
+        where = in_time(partial(self._write, name, report(evidence)), WRITE_S) or ""
         self.verdict = verdict(evidence, facts["world_size"], where)
         for beat in beats:
             _kill(beat.pid, signal.SIGKILL)

@@ -190,7 +190,7 @@ def shared_by_all(folder: Path) -> tuple[object, int]:
 
     inspect = commit.inspect
     manager = CheckpointManager(folder, Checkpoint(enable=True))
-    with patch.object(find, "inspect", noting):
+    with patch.object(commit, "inspect", noting):
         manager.claim()
         found = manager.select_and_verify()
     manager.release()

@@ -136,8 +136,11 @@ def test_a_folder_that_does_not_answer_delays_the_verdict_for_seconds(tmp_path, 
     rank = start(0, "wait")
     start(1, "wait")
     os.kill(rank.pid, signal.SIGSTOP)
-    with watching(tmp_path, reports=lambda: time.sleep(30) or tmp_path) as launcher:
-        assert rank.wait(8) == -signal.SIGKILL
+    begun = []
+    reports = lambda: begun.append(time.monotonic()) or time.sleep(30)  # noqa: E731
+    with watching(tmp_path, reports=reports) as launcher:
+        assert rank.wait(20) == -signal.SIGKILL
+    assert time.monotonic() - begun[0] < 2
     assert launcher.verdict[-1].startswith("rank 0 (on ")
     assert not any("stacks of all ranks" in line for line in launcher.verdict)
 
@@ -238,7 +241,8 @@ def test_only_what_another_machine_has_told_is_trouble(tmp_path: Path, monkeypat
 
 def test_a_store_without_an_answer_keeps_no_launcher(tmp_path, start, monkeypatch) -> None:
     """The machine that has it lost its power: torch then waits for many minutes, torchrun too."""
-    monkeypatch.setattr(watch, "STUCK_S", 0.1)
+    for name in ("STUCK_S", "WRITE_S"):
+        monkeypatch.setattr(watch, name, 0.1)
     rank, left = start(0, "timeout", machines=2), threading.Event()
     launcher = watching(tmp_path, leave=left.set)
     launcher._machines = Mock(is_trouble=lambda: left.wait(60))
@@ -270,6 +274,15 @@ def test_a_machine_that_tells_nothing_more_is_lost(tmp_path: Path, monkeypatch) 
     looks = [time.sleep(0.02) or launcher._is_hung([beat]) for _ in range(17)]
     over.set()
     assert looks == [False] * 15 + [True] * 2
+
+
+def test_a_slow_store_is_waited_for(tmp_path, start) -> None:
+    rank, told = start(0, "timeout", machines=2), threading.Event()
+    launcher = watching(tmp_path)
+    launcher._machines = Mock(is_trouble=lambda: time.sleep(2), exchange=lambda _: told.set())
+    with launcher:
+        assert rank.wait(20) == -signal.SIGKILL
+    assert told.is_set()
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from meshwright.system.errors import ConfigError
 from meshwright.system.modules import code_of, import_user_module
 from meshwright.train.preflight import Plan, preflight
 from meshwright.train.resume import best_of, manifest_of, place_in_data
-from tests.helpers.checkpoints import BARE, publish_empty
+from tests.helpers.checkpoints import BARE, publish
 from tests.helpers.cli import command
 from tests.helpers.texts import OWN_DATASET
 from tests.helpers.tokenizer_files import byte_level_json
@@ -99,7 +99,7 @@ def test_other_data_is_refused_before_ranks_start(tmp_path, monkeypatch) -> None
     words += [f"--training.token_cache_folder={tmp_path}/caches", f"--job.dump_folder={tmp_path}"]
     plan = preflight(load_config([word for word in words if word != "--ngpu=1"]), 1)
     saved = noted(plan) | {"data_content": {"json": "other"}}
-    publish_empty(tmp_path / "checkpoint", saved.pop("step"), **saved)
+    publish(tmp_path / "checkpoint", saved.pop("step"), **saved)
     with pytest.raises(ConfigError, match="its content is not what it was"):
         command("train")(words)
 

@@ -25,7 +25,7 @@ from meshwright.launch.machines import Meeting
 from meshwright.launch.torchrun import PREFIX, _ask_to_stop, _report, _set_up_console
 from meshwright.launch.watch import Watch
 from meshwright.metrics import history
-from meshwright.system.errors import EXIT_CONFIG, EXIT_INTERRUPTED, EXIT_STOPPED
+from meshwright.system.errors import EXIT_CONFIG, EXIT_HANG, EXIT_INTERRUPTED, EXIT_STOPPED
 from meshwright.system.log import console_stream, log_to_console, logger, print_error
 from meshwright.system.processes import TRAINED
 from tests.helpers.forked import Forked
@@ -199,6 +199,40 @@ def test_a_launcher_whose_ranks_have_come_meanwhile_is_not_ended(tmp_path) -> No
         assert launcher.wait(30).returncode == -signal.SIGKILL
 
 
+APART = """
+import sys
+from pathlib import Path
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError
+from meshwright.launch import torchrun
+def run(args):
+    if sys.argv.pop() != "before":
+        Path(args.log_dir, "logs_of_ranks").mkdir()
+    raise RendezvousConnectionError("see above") from OSError("Connection reset\\na page of C++")
+class Watch:
+    verdict = ["rank 1 hangs"] if sys.argv[-1] == "hang" else None
+    __init__ = lambda *_: None
+    __enter__ = __exit__ = last_beat = __init__
+torchrun.run, torchrun.Watch, torchrun._wait_for_machines = run, Watch, lambda *_: None
+torchrun.launch()
+"""
+
+
+@pytest.mark.parametrize(
+    ("when", "says", "code"),
+    [
+        ("before", "the 2 machines did not meet at node0:1: Connection reset\n  fix: start the", 1),
+        ("ranks", "the machines have lost each other at node0:1: Connection reset\n  fix: look", 1),
+        ("hang", "rank 1 hangs\n", EXIT_HANG),
+    ],
+)
+def test_machines_that_do_not_meet_or_lose_each_other_say_so(when, says, code, tmp_path) -> None:
+    (tmp_path / "apart.py").write_text(APART)
+    words = ["--nnodes=2", "--rdzv-backend=c10d", "--rdzv-endpoint=node0:1", "--no-python", "true"]
+    ended = Forked([tmp_path / "apart.py", *words, when], environment(), cwd=ROOT).wait(60)
+    assert ended.stderr.startswith(f"meshwright: {says}")
+    assert ended.returncode == code
+
+
 def test_another_program_at_the_rendezvous_ends_the_job(tmp_path, monkeypatch, capsys) -> None:
     """torch takes whatever listens for its store, and waits for its answer for ever."""
     left: list[tuple[Path, int]] = []
@@ -259,6 +293,7 @@ def failure(folder: Path, rank: int, code: int, callstack: str, when: float) -> 
 
 def report(folder: Path, failures: dict[int, ProcessFailure], **given: object) -> int:
     watch = Watch(folder, lambda rank: None, lambda: folder, Mock())
+    watch.began -= 60  # ranks begin after it
     words = ["-u", "-P", "-m", "meshwright.train", "--job.dump_folder", str(folder)]
     defaults = {"local_ranks_filter": "0", "log_dir": str(folder), "training_script_args": words}
     args = Namespace(**defaults | given)
