@@ -14,7 +14,7 @@ import datasets
 import pytest
 import torch.distributed as dist
 
-from meshwright.checkpoint import commit, find
+from meshwright.checkpoint import commit
 from meshwright.checkpoint import on_ranks as shared_folder
 from meshwright.checkpoint.manager import CheckpointManager
 from meshwright.config.job_config import Checkpoint

@@ -279,7 +279,9 @@ def test_a_machine_that_tells_nothing_more_is_lost(tmp_path: Path, monkeypatch) 
 def test_a_slow_store_is_waited_for(tmp_path, start) -> None:
     rank, told = start(0, "timeout", machines=2), threading.Event()
     launcher = watching(tmp_path)
-    launcher._machines = Mock(is_trouble=lambda: time.sleep(2), exchange=lambda _: told.set())
+    launcher._machines = Mock(
+        is_trouble=lambda: time.sleep(2), silent_looks=lambda: 0, exchange=lambda _: told.set()
+    )
     with launcher:
         assert rank.wait(20) == -signal.SIGKILL
     assert told.is_set()
