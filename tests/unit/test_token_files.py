@@ -170,7 +170,8 @@ def test_a_file_that_has_changed_is_not_accepted_by_another_start(tmp_path: Path
     ],
 )
 def test_a_damaged_index_is_refused(message, suffix, place, content, tmp_path: Path) -> None:
-    shutil.copytree(MEGATRON, tmp_path / "data")
+    # the files of a checkout may be read-only
+    shutil.copytree(MEGATRON, tmp_path / "data", copy_function=shutil.copyfile)
     file = tmp_path / "data" / f"small{suffix}"
     damaged = bytearray(file.read_bytes())
     damaged[place] = content
