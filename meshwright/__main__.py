@@ -4,7 +4,8 @@ import signal
 
 
 def start() -> None:
-    """Run the command of the command line. Ctrl-C while it is imported ends it without a word."""
+    """Run the command of the command line. Ctrl-C while it is imported ends it without a word; then
+    a terminal that closes and SIGTERM end it as Ctrl-C does: unfinished files are removed."""
     usual = signal.getsignal(signal.SIGINT)
     if usual is signal.default_int_handler:  # an import may make another error of its exception
         signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -12,6 +13,9 @@ def start() -> None:
     from meshwright.commands.main import main
 
     signal.signal(signal.SIGINT, usual)
+    for number in (signal.SIGHUP, signal.SIGTERM):
+        if signal.getsignal(number) is signal.SIG_DFL:  # not under nohup
+            signal.signal(number, signal.default_int_handler)
     main()
 
 

@@ -96,7 +96,7 @@ def on_ranks(_pools: dict[int, RankPool]) -> RunOnRanks:
         try:
             results = pool.run(fn, *args)
         except RankError as error:
-            if "ShardPlacementResult" in str(error):  # which FSDP2 of torch before 2.13 lacks
+            if "ShardPlacementResult" in str(error):  # which FSDP2 of torch 2.11 lacks
                 skip_without_mesh_of_experts()
             raise
         _pools[world_size] = pool  # only if it is still in order

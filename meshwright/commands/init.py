@@ -21,7 +21,14 @@ from meshwright.datasets.rows import LocalDocuments, is_on_side
 from meshwright.datasets.sources import by_suffix, left_out
 from meshwright.datasets.storage import DataFile
 from meshwright.datasets.tokenizers.kinds import build_tokenizer
-from meshwright.system.errors import ConfigError, check, config_error, numbered, where_it_ends
+from meshwright.system.errors import (
+    ConfigError,
+    RecordError,
+    check,
+    config_error,
+    numbered,
+    where_it_ends,
+)
 from meshwright.system.machine import count_cores, count_gpus
 
 PRESET = "debug_model"
@@ -170,8 +177,7 @@ def look_at(path: str) -> Corpus:
         source = source.model_copy(update={"dataset_column": _column(kind, files[0])})
     entry = Entry("training", kind, source)
     texts, is_all = _sample(entry, files)
-    fix = "name the files that do; iconv makes it of other encodings"
-    check(bool(texts), "--from", path, "holds no text in UTF-8", fix)
+    check(bool(texts), "--from", path, "holds no text", "name the files that do")
     size = sum(len(text.encode()) for text in texts)
     whole = size if is_all else sum(_text_bytes(file) for file in files)
     is_per_file = kind == "text" and not source.dataset_separator
@@ -254,6 +260,9 @@ def _sample(entry: Entry, files: list[DataFile]) -> tuple[list[str], bool]:
     items = itertools.chain.from_iterable(map(documents.read_part, range(documents.parts)))
     texts, size = list[str](), 0
     for item in items:
+        if isinstance(item, RecordError) and entry.name == "text":  # rows may lack theirs
+            what, fix = str(item).partition(" (training.")[0], "name other files, or correct it"
+            raise ConfigError("", f"{what}\n  fix: {fix} (iconv makes UTF-8 of other text)")
         if isinstance(item, str) and item:
             texts.append(item)
             size += len(item)

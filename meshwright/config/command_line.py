@@ -43,8 +43,10 @@ class Parser(argparse.ArgumentParser):
         if is_value:
             raise ConfigError("", f"{name}: needs a value\n  fix: write {name}=VALUE")
         if (named := message.removeprefix("the following arguments are required: ")) != message:
-            fix = " ".join(f"{name} {self.options.get(name, '')}" for name in named.split(", "))
-            raise ConfigError("", f"{named}: not given\n  fix: write {fix.strip()}")
+            names = named.split(", ")
+            fix = " ".join(f"{name} {self.options.get(name)}" for name in names)
+            fix = f"write {fix}" if {*names} <= {*self.options} else f"see {self.prog} --help"
+            raise ConfigError("", f"{named}: not given\n  fix: {fix}")
         if "\n  fix: " in message:
             raise ConfigError("", message.removeprefix("argument "))
         raise ConfigError("", f"{message}\n  fix: {self.prog} --help lists all options")

@@ -141,12 +141,28 @@ class Machines:
         self._machine, self._count = facts["machine"], facts["machines"]
         host, port = facts["store"]
         self._store = _connect(host, port, TELL_S, "meshwright_hang")
+        self._counts = [0] * self._count
+        self._looks = [0] * self._count
 
     def is_trouble(self) -> bool:
         """Return whether any machine has found a hang. A store that is gone is not one."""
         with suppress(RuntimeError):
             return bool(self._store.check(["trouble"]))
         return False
+
+    def silent_looks(self) -> int:
+        """Tell the others that this machine is here; return at how many calls in a row the most
+        silent machine has told nothing, as the first machine sees it; 0 elsewhere."""
+        with suppress(RuntimeError):  # as above
+            self._store.add(f"here {self._machine}", 1)
+            if self._machine > 0:
+                return 0
+            counts = [self._store.add(f"here {machine}", 0) for machine in range(self._count)]
+            for machine, (count, before) in enumerate(zip(counts, self._counts, strict=True)):
+                # one that has told nothing yet has no ranks
+                self._looks[machine] = self._looks[machine] + 1 if count == before > 0 else 0
+            self._counts = counts
+        return max(self._looks)
 
     def exchange(self, ranks: list[Any]) -> list[Any]:
         """Send the others what is known of the ranks here; return what is told of all in time."""

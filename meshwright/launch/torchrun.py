@@ -115,13 +115,7 @@ def launch() -> None:
                 sys.exit(EXIT_HANG)
             if isinstance(error, ChildFailedError):
                 sys.exit(_report(error, request, args, watch))
-            why = first_line(error.__cause__ or error)
-            what = f"the {args.nnodes} machines did not meet at"
-            fix = "start the same command on all of them"
-            if _has_ranks(Path(folder)):
-                what = "the machines have lost each other at"
-                fix = "look for the first failure on all consoles"
-            print_error(f"{what} {args.rdzv_endpoint}: {why}\n  fix: {fix}")
+            print_error(_apart(error, args, Path(folder)))
             sys.exit(1)
         except SignalException as signalled:
             lost = "the steps since the last checkpoint are lost" * _has_trained(request)
@@ -158,6 +152,14 @@ def _wait_for_machines(args: argparse.Namespace, folder: Path) -> None:
 
     if not args.standalone:  # as one machine is
         threading.Thread(target=speak, name="rendezvous", daemon=True).start()
+
+
+def _apart(error: RendezvousError, args: argparse.Namespace, folder: Path) -> str:
+    """Return the message that the machines did not meet, or have lost each other since."""
+    at = f"{args.rdzv_endpoint}: {first_line(error.__cause__ or error)}\n  fix: "
+    if _has_ranks(folder):
+        return f"the machines have lost each other at {at}see the consoles of all"
+    return f"the {args.nnodes} machines did not meet at {at}start the same command on all"
 
 
 def _end_though_stuck(folder: Path, heard: Sequence[int]) -> None:

@@ -37,6 +37,9 @@ STUCK_S = 10.0
 
 ASK_MACHINES_EVERY_S = 2.0
 
+SILENT_S = 20.0
+"""Seconds at least after which a machine that tells nothing is lost, however low the limit is."""
+
 ABORTED = "Watchdog caught collective operation timeout"
 """NCCL's last words on stderr before it aborts a rank: torch, ProcessGroupNCCL.cpp."""
 
@@ -186,7 +189,7 @@ class Watch:
         self._asked_at = time.monotonic()
         self._machines: Machines | None = None
         self._asking = threading.Thread()
-        self._is_told = False
+        self._is_told, self._unanswered = False, 0
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
 
@@ -227,16 +230,17 @@ class Watch:
         if now - self._asked_at < ASK_MACHINES_EVERY_S:
             return False
         self._asked_at = now
-        # a machine that has lost its power or its network, and has the store, never answers
         if not self._asking.is_alive():
             self._asking = threading.Thread(target=self._ask, args=(beats[0],), daemon=True)
             self._asking.start()
             self._asking.join(LOOK_EVERY_S)
-        return self._is_told
+        # a machine that has lost its power or its network, and has the store, never answers
+        self._unanswered = self._unanswered + 1 if self._asking.is_alive() else 0
+        return self._is_told or _is_long(self._unanswered, beats[0])
 
     def _ask(self, beat: Beat) -> None:
-        others = self._others(beat)
-        self._is_told = others is not None and others.is_trouble()
+        if (others := self._others(beat)) is not None:
+            self._is_told = others.is_trouble() or _is_long(others.silent_looks(), beat)
 
     def _aborted(self, beat: Beat) -> bool:
         path = self._stderr(beat.facts["local_rank"])
@@ -307,6 +311,12 @@ class Watch:
         path = self._reports() / name
         path.write_text(text, "utf-8")
         return str(path)
+
+
+def _is_long(looks: int, beat: Beat) -> bool:
+    """Return whether a machine is lost that told nothing at so many looks in a row, though a rank
+    here may wait for longer: a save for an hour, without a word to others."""
+    return beat.limit_s > 0 and looks * ASK_MACHINES_EVERY_S > max(beat.limit_s, SILENT_S)
 
 
 def tail(path: Path, size: int = TAIL_BYTES) -> str:

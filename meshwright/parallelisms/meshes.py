@@ -140,6 +140,8 @@ STORE_S, TRY_S = 60.0, 5.0
 
 REACH = "open every port between the machines: ranks listen on any that is free"
 
+OTHER_NETWORK = "set GLOO_SOCKET_IFNAME to the interface by which machines reach each other"
+
 
 def start_process_group(device: torch.device, timeout_s: int) -> None:
     """Join the ranks that torchrun started; without torchrun, be the only one.
@@ -180,7 +182,7 @@ def start_process_group(device: torch.device, timeout_s: int) -> None:
         raise RuntimeError(f"{late}\n  fix: {REACH}") from None
     except RuntimeError as error:
         if "connectFullMesh" in str(error):
-            error.add_note(f"  fix: {REACH}")
+            error.add_note(f"  fix: {OTHER_NETWORK if '[127.' in str(error) else REACH}")
         raise
 
 
@@ -189,7 +191,7 @@ def _check_way(host: str, port: int, timeout_s: float) -> None:
     before a rank starts: torch itself would try for longer, and say it on a page of C++."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":  # the first rank is to make it
         return
-    end = time.monotonic() + min(timeout_s, STORE_S)
+    end = time.monotonic() + min(timeout_s / 2, STORE_S)  # before other machines give up
     while True:
         try:
             socket.create_connection((host, port), TRY_S).close()

@@ -178,6 +178,8 @@ def _compile(
     tell_code_apart()
     # on GPUs inductor advises lower precision for fp32 matmuls: of routers, which are to be exact
     warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")
+    # torch warns of operations in place under recomputation; blocks have them on new tensors alone
+    logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
     backend: str | activation_checkpoint.Backend = name
     if recomputation.mode == "memory_budget":
         backend = activation_checkpoint.keep_within_budget(

@@ -14,7 +14,7 @@ import datasets
 import pytest
 import torch.distributed as dist
 
-from meshwright.checkpoint import commit, find
+from meshwright.checkpoint import commit
 from meshwright.checkpoint import on_ranks as shared_folder
 from meshwright.checkpoint.manager import CheckpointManager
 from meshwright.config.job_config import Checkpoint
@@ -190,7 +190,7 @@ def shared_by_all(folder: Path) -> tuple[object, int]:
 
     inspect = commit.inspect
     manager = CheckpointManager(folder, Checkpoint(enable=True))
-    with patch.object(find, "inspect", noting):
+    with patch.object(commit, "inspect", noting):
         manager.claim()
         found = manager.select_and_verify()
     manager.release()

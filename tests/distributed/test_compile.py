@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch._dynamo.utils import counters
 from torch._functorch import config as partitioner
+from torch._higher_order_ops import wrap
 from torch._inductor import compile_fx
 
 from meshwright.config.parallelism import ActivationCheckpoint
@@ -130,8 +131,9 @@ def test_all_ranks_have_attentions_kernel_or_none() -> None:
         assert {core.forward is attention.attend for core in cores} == {lacking is None}
 
 
-def test_inductor_gives_no_advice_on_precision_that_no_key_follows(monkeypatch) -> None:
-    """Of fp32 matmuls on a GPU: torch warns once per process, hence its function itself."""
+def test_torch_gives_no_advice_that_no_key_follows(monkeypatch, caplog) -> None:
+    """On the precision of fp32 matmuls on a GPU: torch warns once per process, hence its function
+    itself; and on recomputation."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     with warnings.catch_warnings(record=True) as seen:
@@ -141,7 +143,9 @@ def test_inductor_gives_no_advice_on_precision_that_no_key_follows(monkeypatch) 
             plain_model(), "eager", ActivationCheckpoint(), has_meshes=False, keeps_casts=False
         )
         compile_fx._warn_tf32_disabled.__wrapped__()
+        wrap.log.warning("Detected that context_fn is passed to torch.utils.checkpoint")
     assert len(seen) == 1
+    assert not caplog.records
 
 
 PACKED = {

@@ -3,14 +3,13 @@
 Killed and resumed on other meshes: test_stages.py.
 """
 
+import itertools
 import json
 import os
 import random
 import signal
 import subprocess
 import sys
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.metadata import version
 from pathlib import Path
 
@@ -20,16 +19,18 @@ from meshwright.checkpoint import commit
 from meshwright.checkpoint.manifest import read_manifest
 from tests.helpers.cli import command
 from tests.helpers.files import flip_bit
+from tests.helpers.forked import Forked
 from tests.helpers.jobs import (
     CONFIG,
     ROOT,
+    ended,
     environment,
-    launch,
     records,
     train_alone,
     train_on_ranks,
     wait_for,
 )
+from tests.helpers.server import Server
 
 WORDS = ("sun", "rose", "over", "seven", "hills", "while", "nobody", "watched", "the", "road")
 
@@ -44,33 +45,17 @@ def write_texts(folder: Path, seed: int, num_files: int, per_file: int) -> None:
         (folder / f"{number}.jsonl").write_text("".join(lines))
 
 
-class Busy(BaseHTTPRequestHandler):
-    """A hub whose answer to everything is to try again later: 425, which no client waits for."""
-
-    def do_GET(self) -> None:
-        self.send_response(425)
-        self.send_header("Content-Length", "0")
-        self.end_headers()
-
-    do_HEAD = do_POST = do_GET  # noqa: N815  names that the server calls
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
 def test_a_hub_that_does_not_answer_is_no_mistake_of_the_config(tmp_path: Path) -> None:
     """A scheduler starts a job again on exit code 5, and not on 2."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Busy)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    server = Server()
+    server.faults = itertools.repeat("425")  # to try again later, which no client waits for
     variables = {"HF_HUB_OFFLINE": 0, "HF_HOME": tmp_path / "home", "NO_PROXY": "127.0.0.1"}
-    job = launch(
-        tmp_path / "out",
-        *("--training.dataset", "someone/something"),
-        code=5,
-        HF_ENDPOINT=f"http://127.0.0.1:{server.server_port}",
-        **variables,
-    )
-    server.shutdown()
+    variables |= {"HF_ENDPOINT": server.address}
+    words = ["train", CONFIG, f"--job.dump_folder={tmp_path}/out", "--ngpu=2"]
+    words.append("--training.dataset=someone/something")
+    launcher = Forked([ROOT / "meshwright/commands/main.py", *words], environment(**variables))
+    job = ended(launcher.wait(), 5)
+    server.close()
     assert "training.dataset = 'someone/something': cannot be read now: " in job.stderr
     assert "fix: run the same command again when the network" in job.stderr
     assert "Traceback" not in job.stderr
@@ -88,21 +73,20 @@ def test_a_bad_line_saves_and_may_be_passed_over(tmp_path: Path) -> None:
         *("--training.shuffle_window", 4, "--training.steps", 40),
         *("--training.local_batch_size", 1),  # so that each of two ranks reads one shard
     )
-    environ = {"HF_DATASETS_CACHE": tmp_path / "hf_cache"}
     folder = tmp_path / "out"
-    result = train_on_ranks(folder, *options, code=5, **environ)
+    result = train_on_ranks(folder, *options, code=5)
     assert "Traceback" not in result.stdout + result.stderr
     (step,) = {row["step"] for row in records(folder)[-1:]}
     place = f"{tmp_path}/data/1.jsonl:21: not JSON"
     assert f"the data cannot be read after step {step}: rank 1: {place}" in result.stdout
     assert commit.saved_steps(folder / "checkpoint")[-1] == step
 
-    again = train_alone(folder, *options, code=2, **environ)  # a scheduler would go in circles
+    again = train_alone(folder, *options, code=2)  # a scheduler would go in circles
     assert "not JSON" in again.stderr
     assert commit.saved_steps(folder / "checkpoint")[-1] == step
 
     leave = ("--training.max_bad_records", 1)
-    result = train_alone(folder, *options, *leave, **environ)
+    result = train_alone(folder, *options, *leave)
     assert f"passed over a record (1): {place}" in result.stdout
     assert records(folder)[-1]["data/bad_records"] == 1
 
@@ -138,7 +122,6 @@ def test_a_streamed_validation_that_asks_for_too_much_is_found_at_start(tmp_path
         *("--validation.enable", "--validation.dataset", "json", "--validation.num_samples", 5000),
         *("--validation.dataset_path", tmp_path / "data", "--validation.dataset_mode", "streamed"),
         code=2,
-        HF_DATASETS_CACHE=tmp_path / "hf_cache",
     )
     assert "validation.num_samples = 5000: json holds fewer" in result.stderr
     assert records(tmp_path / "out") == []
@@ -222,8 +205,7 @@ def test_an_epoch_limit_ends_the_job_in_order(tmp_path) -> None:
         *("--lr_scheduler.warmup_steps", 200),
         "--checkpoint.last_save_model_only",
     )
-    cache = {"HF_DATASETS_CACHE": tmp_path / "hf_cache"}
-    result = train_on_ranks(tmp_path / "out", *arguments, **cache)
+    result = train_on_ranks(tmp_path / "out", *arguments)
     last = records(tmp_path / "out")[-1]
     assert 3 < last["step"] < 100
     assert 1 - 8 / (8 * last["step"]) < last["data/epochs/json"] <= 1
@@ -235,38 +217,24 @@ def test_an_epoch_limit_ends_the_job_in_order(tmp_path) -> None:
         " ".join(result.stdout.split())
     )
     assert last["optim/lr"] == pytest.approx(4e-3 * last["step"] / 200)
-    again = train_alone(tmp_path / "out", *arguments, **cache)
+    again = train_alone(tmp_path / "out", *arguments)
     assert f"holds step {last['step']}, where the data ends" in again.stdout
     assert len(records(tmp_path / "out")) == last["step"]
     with open(tmp_path / "data" / "0.jsonl", "a") as file:
         file.write('{"text": "one more"}\n')
-    other = train_alone(tmp_path / "out", *arguments, code=2, **cache)
+    other = train_alone(tmp_path / "out", *arguments, code=2)
     assert "its content is not what it was when the checkpoint was saved" in other.stderr
 
 
 def test_several_validation_sets_have_figures_of_their_own(tmp_path) -> None:
     write_texts(tmp_path / "data", 4, 1, 40)
-    (tmp_path / "job.toml").write_text(f"""
-extends = "{CONFIG}"
-
-[training]
-steps = 2
-
-[validation]
-enable = true
-num_samples = 4
-
-[[validation.datasets]]
-dataset = "python_stdlib"
-dataset_split = "validation"
-
-[[validation.datasets]]
-name = "words"
-dataset = "json"
-dataset_path = "data"
-""")
-    job = {"config": tmp_path / "job.toml", "HF_DATASETS_CACHE": tmp_path / "hf_cache"}
-    result = train_alone(tmp_path / "out", **job)
+    held_out = "{dataset='python_stdlib', dataset_split='validation'}"
+    words = f"{{name='words', dataset='json', dataset_path='{tmp_path}/data'}}"
+    result = train_alone(
+        tmp_path / "out",
+        *("--validation.enable", "--validation.num_samples", 4, "--training.steps", 2),
+        f"--validation.datasets=[{held_out}, {words}]",
+    )
     last = records(tmp_path / "out")[-1]
     assert last["validation/words/loss"] != last["validation/python_stdlib/loss"]
     assert "validation/words: loss " in result.stdout

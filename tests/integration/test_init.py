@@ -122,7 +122,7 @@ def test_a_file_that_is_there_stays(folder) -> None:
         ("a.txt", "Too short.\n" * 20, "and a sequence of the preset takes 257"),
         ("a.npy", "tokens", "holds tokens"),
         ("a.csv", "id,text\n" * 999, "is a table, not texts\n  fix: .* docs/data.md#csv"),
-        ("a.txt", "\udce9" * 999, "holds no text in UTF-8\n  fix: "),
+        ("a.txt", "\udce9" * 999, "a.txt: not UTF-8: .* 0xe9: .*\n  fix: name other"),
         ("", "", "exists, but holds no"),
     ],
 )

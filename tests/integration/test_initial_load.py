@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from meshwright.system.errors import ConfigError
 from tests.helpers.checkpoints import Trap
-from tests.helpers.cli import check_job, export, generate_text
+from tests.helpers.cli import check_job, export
 from tests.helpers.cli import checkpoint as checkpoint_tool
 from tests.helpers.files import flip_bit
 from tests.helpers.hf import SMALL, load_hf, save_checkpoint, save_transformers
@@ -57,21 +57,15 @@ def test_a_job_starts_from_weights_and_later_from_its_own_checkpoint(tmp_path, c
     assert "first weights from" not in done.stdout
     assert losses(tmp_path / "hf").keys() == {1, 2, 3}
 
-    for command in ("ls", "verify", "show"):
-        checkpoint_tool([command, str(tmp_path / "hf")])
+    by_two_ranks = str(tmp_path / "hf" / "checkpoint" / "step-2")
+    for command in ("verify", "show"):
+        checkpoint_tool([command, by_two_ranks])
+    export([by_two_ranks, str(tmp_path / "out")])
     said = capsys.readouterr().out
-    assert "complete, newest" in said
-    assert "step-2: good\nstep-3: good" in said
+    assert "step-2: good" in said
     numel = SMALL.table.num_params
     assert f"llama, {numel:,} parameters" in said  # and not those of the optimizer
-
-    by_two_ranks = tmp_path / "hf" / "checkpoint" / "step-2"
-    export([str(by_two_ranks), str(tmp_path / "out")])
-    generate_text([str(tmp_path / "out"), "--tokenizer", "bytes", "--prompt", "def f("])
-    said = capsys.readouterr().out
-    assert "step-2" in said
     assert "compared logits of 256 tokens, in fp32, with transformers" in said
-    assert "\ndef f(" in said
 
 
 @pytest.mark.slow

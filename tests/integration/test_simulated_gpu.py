@@ -3,6 +3,9 @@
 The trainer's own functions on fake tensors, see `tests/helpers/simulated_gpu`: no number is right.
 """
 
+import shutil
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -16,7 +19,7 @@ from meshwright.config.loader import load_config
 from tests.helpers.simulated_gpu.cases import CASES
 from tests.helpers.simulated_gpu.fake_cuda import innermost
 from tests.helpers.simulated_gpu.guard import build_guard
-from tests.helpers.simulated_gpu.run import simulate
+from tests.helpers.simulated_gpu.run import ROOT, simulate
 from tests.helpers.slow import slow
 
 WITH_FAULTS = "one GPU, with faults"
@@ -150,6 +153,19 @@ def test_no_rank_makes_a_matrix_of_the_sequence_by_itself(figures) -> None:
     scores = 4 * args[0] * args[1] * args[2] ** 2
     for name, ranks in (("one GPU, fp32", 1), ("CP 4", 4), ("CP 4, fp32", 4)):
         assert figures[name]["peak_bytes"] < 1.5 * scores / ranks
+
+
+@pytest.mark.slow
+def test_blocks_are_compiled_for_an_h100_once() -> None:
+    """To machine code; of other jobs the same command tells."""
+    pytest.importorskip("triton")
+    if shutil.which("g++") is None:
+        pytest.skip("needs g++")
+    command = [sys.executable, "-m", "tests.helpers.simulated_gpu.compiled", "one GPU"]
+    said = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout
+    graphs, kernels, anew = map(int, said.splitlines()[-1].strip("| ").split(" | ")[1:])
+    assert (graphs, anew) == (4, 0)  # a block's, forward and backward, and two of the loss
+    assert kernels > 10
 
 
 def test_a_plan_for_gpus_has_the_peak_of_the_simulated_gpu(figures) -> None:

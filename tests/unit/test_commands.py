@@ -137,6 +137,30 @@ def test_ctrl_c_in_the_first_imports_says_nothing(door: str, imports: str) -> No
     assert (ended.returncode, ended.stderr) == (-signal.SIGINT, "")  # to a shell it is 130
 
 
+ASKED = """
+import os, sys, time
+from meshwright import __main__
+from meshwright.commands import main
+def work():
+    try:
+        os.kill(os.getpid(), int(sys.argv[1]))
+        time.sleep(9)
+    except SystemExit:  # as code of the user's may raise it
+        print("a bad record")
+    finally:
+        print("removed")
+main.run = lambda words: work()
+__main__.start()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM])
+def test_a_request_to_end_removes_what_is_unfinished(number: signal.Signals) -> None:
+    words = [sys.executable, "-c", ASKED, str(int(number))]
+    ended = subprocess.run(words, capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (EXIT_INTERRUPTED, "removed\n", "")
+
+
 def test_ctrl_c_while_train_becomes_torchrun() -> None:
     words = [sys.executable, "-m", "meshwright.launch"]
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # as `train` does
@@ -220,6 +244,7 @@ def test_the_config_is_a_plain_argument_anywhere(words) -> None:
         (["--nnode", "2"], "'--nnode': no such option\n  fix: write --nnodes"),
         (["bsae.toml"], "neither a file here nor a preset\n  fix: did you mean base.toml?"),
         (["--ngpu", "0", DEBUG], "--ngpu = '0': must be a positive number"),
+        ("generate --prompt a", "_FOLDER: not given\n  fix: see meshwright generate --help"),
         ("plan debug_model --device cpu", "--world-size: not given\n  fix: write --world-size N"),
         ("plan debug_model", "--world-size, --device: not given\n  fix: write --world-size N --"),
         ("train --log_rnk=1", "'--log_rnk=1': no such option\n  fix: write --log-rank=1"),

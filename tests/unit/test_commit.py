@@ -374,11 +374,14 @@ def test_a_file_system_without_flock_or_fsync_is_named_and_used(
         assert sum(f"cannot flush {what} to the disk" in line for line in said) == 1
 
 
-def test_a_checkpoint_may_be_a_link_to_a_folder_elsewhere(tmp_path):
-    elsewhere = publish(tmp_path / "archive", 5)
-    publish(tmp_path / "run", 10)
-    (tmp_path / "run" / "step-5").symlink_to(elsewhere)
-    assert commit.saved_steps(tmp_path / "run") == [5, 10]
+def test_a_checkpoint_may_be_a_link_to_a_folder_elsewhere_and_is_then_kept(tmp_path):
+    elsewhere, run = publish(tmp_path / "archive", 5), tmp_path / "run"
+    publish(run, 10)
+    (run / "step-5").symlink_to(elsewhere)
+    assert commit.saved_steps(run) == [5, 10]
+    publish(run, 15)
+    apply_retention(run, 1)
+    assert commit.saved_steps(run) == [5, 15]
 
 
 def test_a_folder_that_cannot_be_listed_for_a_moment_is_not_empty(tmp_path, monkeypatch) -> None:

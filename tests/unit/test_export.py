@@ -78,7 +78,8 @@ def test_the_mean_of_a_model_with_experts(tmp_path) -> None:
     folder = save_checkpoint(tmp_path / "checkpoint", both, experts, prefix="")
     export([str(folder), str(tmp_path / "out"), "--average", "--dtype", "float32"])
     was, now = tensors_of(tmp_path / "hf"), tensors_of(tmp_path / "out")
-    assert any(torch.equal(tensor, now[name]) for name, tensor in was.items() if name in now)
+    assert was.keys() == now.keys()
+    assert all(torch.equal(tensor, now[name]) for name, tensor in was.items())
 
 
 def test_without_transformers_logits_are_not_compared(

@@ -167,29 +167,6 @@ def test_products_are_those_of_rounded_rows() -> None:
     assert not torch.allclose(out.detach().float(), a @ w.t(), rtol=2**-6)
 
 
-@pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
-def test_the_operator_of_gpus_gives_the_same(recipe: str) -> None:
-    """`torch._scaled_mm`, with the layouts and scales that GPUs get, but with the CPU's kernel."""
-    if recipe == "rowwise" and torch.__version__ < "2.13":
-        pytest.skip("torch 2.11 multiplies on CPUs with one scale alone")
-    x, grad = torch.randn(2, 32, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
-    results = []
-    for emulate in (True, False):
-        layer = float8_model(recipe, LARGE, emulate).layers["0"].attention.wq
-        own = x.clone().requires_grad_()
-        try:
-            out = layer(own)
-            out.backward(grad)
-        except RuntimeError as error:
-            if emulate or "could not create a primitive" not in str(error):
-                raise
-            pytest.skip("oneDNN has no product in float8 for this CPU")
-        results.append((out.detach(), own.grad, layer.weight.grad))
-    for emulated, got in zip(*results, strict=True):
-        assert emulated.norm() > 0
-        assert (got.float() - emulated.float()).norm() <= 1e-3 * emulated.float().norm()
-
-
 @pytest.mark.parametrize(("recipe", "is_equal"), [("rowwise", True), ("tensorwise", False)])
 def test_a_tokens_result_depends_on_others_only_with_one_scale(recipe, is_equal) -> None:
     layer = float8_model(recipe).layers["0"].feed_forward.w1

@@ -245,17 +245,43 @@ def test_a_store_without_an_answer_keeps_no_launcher(tmp_path, start, monkeypatc
         monkeypatch.setattr(watch, name, 0.1)
     rank, left = start(0, "timeout", machines=2), threading.Event()
     launcher = watching(tmp_path, leave=left.set)
-    launcher._machines = Mock(is_trouble=lambda: left.wait(60), exchange=lambda _: left.wait(60))
+    launcher._machines = Mock(is_trouble=lambda: left.wait(60))
     with launcher:
         assert left.wait(20)
     assert rank.wait(5) == -signal.SIGKILL
     assert launcher.verdict[-1] == "the job hangs, and nothing is heard of rank 1"
 
 
+def test_a_machine_that_tells_nothing_more_is_lost(tmp_path: Path, monkeypatch) -> None:
+    """It has lost its power while the others save, which may take an hour."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    facts = {"store": ["127.0.0.1", store.port], "machines": 2}
+    first, other = (Machines({**facts, "machine": machine}) for machine in (0, 1))
+    looks = [first.silent_looks(), first.silent_looks()]  # the other has no ranks yet
+    for machine in (other, first, first, first, other, first):
+        looks.append(machine.silent_looks())
+    assert looks == [0, 0, 0, 0, 1, 2, 0, 0]
+    monkeypatch.setattr(watch, "ASK_MACHINES_EVERY_S", 0.01)
+    monkeypatch.setattr(watch, "SILENT_S", 0.1)
+    beat = replace(BEAT, limit_s=0.15, facts=facts | {"machine": 0})
+    for lost, limit_s, is_hung in ((15, 0.15, False), (16, 0.15, True), (99, 0.0, False)):
+        launcher = watching(tmp_path)
+        launcher._machines = Mock(is_trouble=lambda: False, silent_looks=lambda lost=lost: lost)
+        time.sleep(0.02)
+        assert launcher._is_hung([replace(beat, limit_s=limit_s)]) == is_hung
+    over = threading.Event()  # the store does not answer, and the rank has not failed
+    launcher._machines = Mock(is_trouble=lambda: over.wait(60))
+    looks = [time.sleep(0.02) or launcher._is_hung([beat]) for _ in range(17)]
+    over.set()
+    assert looks == [False] * 15 + [True] * 2
+
+
 def test_a_slow_store_is_waited_for(tmp_path, start) -> None:
     rank, told = start(0, "timeout", machines=2), threading.Event()
     launcher = watching(tmp_path)
-    launcher._machines = Mock(is_trouble=lambda: time.sleep(2), exchange=lambda _: told.set())
+    launcher._machines = Mock(
+        is_trouble=lambda: time.sleep(2), silent_looks=lambda: 0, exchange=lambda _: told.set()
+    )
     with launcher:
         assert rank.wait(20) == -signal.SIGKILL
     assert told.is_set()

@@ -140,6 +140,7 @@ def test_statistics_from_before_spikes_were_last_off_are_forgotten() -> None:
     on = BadStepDetector(CPU, spikes())
     judge(on, noise(10))
     off = BadStepDetector(CPU, BadSteps(policy="skip"), statistics=on.statistics())
+    judge(off, noise(3))
     again = BadStepDetector(CPU, spikes(), statistics=off.statistics())
     assert again.statistics()["num_good"] == 0
     assert not any(judge(again, [50.0, 51.0, 52.0, 53.0]))

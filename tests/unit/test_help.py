@@ -186,7 +186,7 @@ TEXT = "[training]\ndataset = 'text'\n"
     [
         ("[model.args]\ndim = '256'\n", "a.toml:3: model.args.dim = '256': must be a whole number"),
         ("[model.args]\nn_layers = 99999\n", "a.toml:3: model.args.n_layers = 99999: must be at"),
-        ("[optimizer.groups]\nparameters = []\n", "fix: write [[optimizer.groups]]"),
+        ("[optimizer.groups]\nparameters = []\n", "fix: write a table under [[optimizer.groups]]"),
         ("[job]\ndump_folder = ''\n", "job.dump_folder = '': must not be empty"),
         (f"[training]\nsteps = {2**63}\n", "must be a number of 64 bits"),
         (f"[training]\nseed = {-(2**63) - 1}\n", "must be a number of 64 bits"),

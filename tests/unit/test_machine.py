@@ -58,6 +58,13 @@ def test_gpus_of_a_healthy_driver_are_counted_or_those_that_are_visible(
         assert count_gpus() == count, visible
 
 
+def test_more_ranks_than_gpus_are_an_error_before_anything_starts(smi, monkeypatch) -> None:
+    monkeypatch.setattr(os, "execv", lambda *_: pytest.fail("ranks start"))
+    smi(LISTS_TWO)
+    with pytest.raises(ConfigError, match="NGPU = 3: there are 2 GPUs\n  fix: lower it, or hide"):
+        run(["train", "debug_model", "--ngpu=3"])
+
+
 def test_a_driver_that_fails_is_an_error_before_anything_starts(smi, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(os, "execv", lambda *_: pytest.fail("ranks start"))
     smi(ILL)

@@ -150,11 +150,15 @@ def test_a_rank_that_cannot_connect_ends_the_meeting_and_says_what_may_help(monk
     with pytest.raises(RuntimeError, match=r"timed out: .* connected for 1 s\n  fix: open every "):
         start_process_group(torch.device("cpu"), 1)
     over.set()
-    refused = RuntimeError("Gloo connectFullMesh failed with Connection refused")
-    monkeypatch.setattr(dist, "init_process_group", Mock(side_effect=refused))
-    with pytest.raises(RuntimeError, match="Connection refused") as caught:
-        start_process_group(torch.device("cpu"), 60)
-    assert caught.value.__notes__ == [f"  fix: {process_group.REACH}"]
+    for address, fix in (
+        ("10.7.0.1", "open every port "),
+        ("127.0.1.1", "set GLOO_SOCKET_IFNAME "),
+    ):
+        refused = RuntimeError(f"Gloo connectFullMesh failed with [...], remote=[{address}]:1$1")
+        monkeypatch.setattr(dist, "init_process_group", Mock(side_effect=refused))
+        with pytest.raises(RuntimeError) as caught:
+            start_process_group(torch.device("cpu"), 60)
+        assert caught.value.__notes__[0].startswith(f"  fix: {fix}")
 
 
 def test_a_rank_that_does_not_reach_the_others_store_says_so(monkeypatch) -> None:

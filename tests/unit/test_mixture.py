@@ -378,11 +378,17 @@ def test_biases_of_experts_do_not_decay() -> None:
     assert {name for name, decay in found.items() if decay == 0} == biases
 
 
-def test_torch_before_2_13_cannot_shard_experts_over_another_mesh(monkeypatch) -> None:
-    for module in ("system.modules", "parallelisms.rules.degrees"):
-        monkeypatch.setattr(f"meshwright.{module}.torch_version", lambda: "2.11.0")
+def test_torch_before_2_12_cannot_shard_experts_over_another_mesh(monkeypatch) -> None:
+    def pretend(version: str) -> None:
+        for module in ("system.modules", "parallelisms.rules.degrees"):
+            monkeypatch.setattr(f"meshwright.{module}.torch_version", lambda: version)
+
+    own = load_config(["--model.tokenizer_path=bytes", MOE, EP + "2"])
+    pretend("2.12.1+cu130")
+    preflight(own, 2)
+    pretend("2.11.0")
     with pytest.raises(ConfigError, match="which torch 2.11.0 cannot"):
-        preflight(load_config(["--model.tokenizer_path=bytes", MOE, EP + "2"]), 2)
+        preflight(own, 2)
     config = load_config([MOE])  # prove takes the meshes that are left
     args = resolve_model(config)[1]
     small = shrink(config, args)

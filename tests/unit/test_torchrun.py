@@ -7,15 +7,18 @@ import socket
 import sys
 import threading
 from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.rendezvous import RendezvousError
 
+from meshwright.launch import __main__ as launcher
 from meshwright.launch import machines, torchrun
 from meshwright.launch.heartbeat import Heartbeat
 from meshwright.launch.machines import Meeting
@@ -88,6 +91,38 @@ def test_a_launcher_that_waits_says_where_and_for_whom(tmp_path, monkeypatch, ca
     (tmp_path / "logs_of_ranks").mkdir()
     assert not left
     del store
+
+
+@pytest.mark.parametrize(("given", "in_launcher"), [(None, "FATAL"), ("INFO", "INFO")])
+def test_torch_prints_no_page_of_cpp_for_each_try_to_meet(monkeypatch, given, in_launcher) -> None:
+    """It reads the variable once, when it is loaded. The ranks get what the user has set."""
+    seen = []
+
+    class Torchrun(ModuleType):
+        def __getattr__(self, name: str) -> Callable[[], None]:
+            seen.append(os.environ.get(launcher.CPP_LOG))
+            return lambda: seen.append(os.environ.get(launcher.CPP_LOG))
+
+    monkeypatch.setitem(sys.modules, "meshwright.launch.torchrun", Torchrun("torchrun"))
+    for name in ("exit_when_asked", "log_to_console", "signal"):
+        monkeypatch.setattr(launcher, name, Mock())
+    monkeypatch.delenv(launcher.CPP_LOG, raising=False)
+    if given:
+        monkeypatch.setenv(launcher.CPP_LOG, given)
+    launcher.main()
+    assert seen[-2:] == [in_launcher, given]
+
+
+def test_machines_that_lose_each_other_are_not_said_not_to_have_met(tmp_path) -> None:
+    given = Namespace(nnodes="2", rdzv_endpoint="node0:1")
+    error = RendezvousError("See inner exception for details.")
+    error.__cause__ = RuntimeError("Connection was likely closed")
+    why = "at node0:1: Connection was likely closed\n  fix: "
+    said = torchrun._apart(error, given, tmp_path)
+    assert said == f"the 2 machines did not meet {why}start the same command on all"
+    (tmp_path / "logs_of_ranks").mkdir()
+    said = torchrun._apart(error, given, tmp_path)
+    assert said == f"the machines have lost each other {why}see the consoles of all"
 
 
 STUCK = """

@@ -132,8 +132,11 @@ def _of_pieces(tokenizer: SentencePieceTokenizer) -> tokenizers.Tokenizer:
         )
     steps: list[Any] = []
     if normalizer.precompiled_charsmap:
-        # It looks up what readers see as one character; sentencepiece looks up each part. So a
-        # combining mark after a character that the map replaces is still lost.
+        # It replaces what readers see as one character by the shortest of its parts that the map
+        # has; sentencepiece looks up part after part, the longest first. So a mark that does not
+        # combine with a character before it is still lost, if the map replaces that.
+        if tokenizer.encode("e\u0323\u0302") == tokenizer.encode("\u1ec7"):
+            steps.append(normalizers.NFC())
         if tokenizer.encode("a\ra") == tokenizer.encode("a\na"):
             steps.append(normalizers.Replace(Regex(r"\r(?=\r*\n)"), "\n"))
         steps.append(normalizers.Precompiled(normalizer.precompiled_charsmap))
@@ -155,7 +158,7 @@ SAMPLES = (
     'def f(x):\n    """Grüße, 世界"""\n\treturn  x**2  # 1234567\n\n\nclass  A:\n        pass\n',
     "plain ASCII text, it's what we've got; they'LL see",
     "汉字和标点。没有空格",
-    "😀👩‍👩‍👧‍👦🇩🇪 é é",
+    "😀👩‍👩‍👧‍👦🇩🇪 é é Vie\u0323\u0302t",
     " ",
     " begins with a space, ends with one ",
     "   \n\n\n \t\t\r\n  \r\r\n",

@@ -180,7 +180,7 @@ def check_divisible(config: JobConfig, model: DecoderSpec) -> None:
 
 def shards_experts_apart() -> bool:
     """Return whether FSDP2 of this torch may shard experts over a mesh of their own."""
-    return has_torch(2, 13)
+    return has_torch(2, 12)
 
 
 def check_experts(config: JobConfig, model: DecoderSpec) -> None:
@@ -218,7 +218,7 @@ def check_experts(config: JobConfig, model: DecoderSpec) -> None:
         max(degree, p.tensor_parallel_degree),
         "shards experts over another mesh than the rest of a layer, which torch "
         f"{torch_version()} cannot",
-        "use torch 2.13, or set both degrees to 1",
+        "use torch 2.12 or newer, or set both degrees to 1",
     )
     rule = "experts in float8 are not proved to train"
     check(not config.float8.enable, "float8.enable", True, rule, leave)

@@ -111,3 +111,16 @@ CASES = ONE_GPU | {
         {"pp": 2, "dp_shard": 2, "tp": 2}, rank=7, microbatches=4
     ),
 }
+
+COMPILED = {
+    name: CASES[name]
+    for name in (
+        *("one GPU", "one GPU, fp32", "one GPU, full recomputation", "one GPU, experts"),
+        *("FSDP 8, documents, selective by op", "FSDP 4 x TP 2, full recomputation"),
+        *("CP 4", "CP 4, documents", "FSDP 8, EP 4"),
+    )
+} | {
+    "FSDP 8, memory budget": Case({"dp_shard": 8}, _checkpointed("memory_budget")),
+    "FSDP 8, float8": Case({"dp_shard": 8}, ("--float8.enable=true",)),
+}
+"""Whose blocks are compiled for an H100."""

@@ -139,6 +139,10 @@ class Properties:
     total_memory = 80 * 2**30
     multi_processor_count = 132
     warp_size = 32
+    max_threads_per_block, max_threads_per_multi_processor = 1024, 2048
+    regs_per_multiprocessor = 65536
+    shared_memory_per_block_optin = 232448
+    gcnArchName = ""  # noqa: N815  AMD's
 
 
 class _Runtime:
