@@ -140,7 +140,7 @@ def test_a_folder_that_does_not_answer_delays_the_verdict_for_seconds(tmp_path, 
     reports = lambda: begun.append(time.monotonic()) or time.sleep(30)  # noqa: E731
     with watching(tmp_path, reports=reports) as launcher:
         assert rank.wait(20) == -signal.SIGKILL
-    assert time.monotonic() - begun[0] < 2
+    assert time.monotonic() - begun[0] < 2.8
     assert launcher.verdict[-1].startswith("rank 0 (on ")
     assert not any("stacks of all ranks" in line for line in launcher.verdict)
 
