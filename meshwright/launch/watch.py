@@ -230,12 +230,15 @@ class Watch:
         if now - self._asked_at < ASK_MACHINES_EVERY_S:
             return False
         self._asked_at = now
-        if not self._asking.is_alive():
+        # a machine that has lost its power or its network, and has the store, never answers; one
+        # that is only slow has answered at the next look
+        if self._asking.is_alive():
+            self._unanswered += 1
+        else:
+            self._unanswered = 0
             self._asking = threading.Thread(target=self._ask, args=(beats[0],), daemon=True)
             self._asking.start()
             self._asking.join(LOOK_EVERY_S)
-        # a machine that has lost its power or its network, and has the store, never answers
-        self._unanswered = self._unanswered + 1 if self._asking.is_alive() else 0
         return self._is_told or _is_long(self._unanswered, beats[0])
 
     def _ask(self, beat: Beat) -> None:

@@ -269,11 +269,14 @@ def test_a_machine_that_tells_nothing_more_is_lost(tmp_path: Path, monkeypatch) 
         launcher._machines = Mock(is_trouble=lambda: False, silent_looks=lambda lost=lost: lost)
         time.sleep(0.02)
         assert launcher._is_hung([replace(beat, limit_s=limit_s)]) == is_hung
-    over = threading.Event()  # the store does not answer, and the rank has not failed
-    launcher._machines = Mock(is_trouble=lambda: over.wait(60))
-    looks = [time.sleep(0.02) or launcher._is_hung([beat]) for _ in range(17)]
-    over.set()
-    assert looks == [False] * 15 + [True] * 2
+    # the store does not answer, and the rank has not failed; or it is only slow
+    for answers_in_s, is_lost in ((60.0, True), (0.15, False)):
+        over, launcher = threading.Event(), watching(tmp_path)
+        is_trouble = lambda over=over, s=answers_in_s: over.wait(s) and False  # noqa: E731
+        launcher._machines = Mock(is_trouble=is_trouble, silent_looks=lambda: 0)
+        looks = [time.sleep(0.02) or launcher._is_hung([beat]) for _ in range(18)]
+        over.set()
+        assert looks == [False] * (16 if is_lost else 18) + [True] * 2 * is_lost
 
 
 def test_a_slow_store_is_waited_for(tmp_path, start) -> None:

@@ -10,7 +10,7 @@ from meshwright.commands.prove.cases import build_case, reference_case
 from meshwright.commands.prove.compare import LATER_GRADIENT, Reference, Verdict, compare
 from meshwright.commands.prove.measure import COMPARED, Measurement, ShardComparison
 from meshwright.commands.prove.prove import Row, _why_not, cells, summary, write
-from meshwright.commands.prove.shrink import HIGHEST_LR, shrink
+from meshwright.commands.prove.shrink import HEAD_DIM, HIGHEST_LR, OWN_HEAD_DIM, shrink
 from meshwright.config.job_config import JobConfig
 from meshwright.config.loader import load_config
 from meshwright.system.errors import ConfigError
@@ -66,6 +66,19 @@ def test_the_small_job_has_a_rate_at_which_rounding_does_not_grow(lr) -> None:
     assert small_job(f"--optimizer.lr={lr}").optimizer.lr == min(lr, HIGHEST_LR)
     groups = '--optimizer.groups=[{parameters = ["output.weight"], lr_scale = 10.0}]'
     assert small_job(f"--optimizer.lr={lr}", groups).optimizer.lr == min(lr, HIGHEST_LR / 10)
+
+
+@pytest.mark.parametrize(
+    ("words", "width"),
+    [
+        ("", HEAD_DIM),
+        ("--model.args.head_dim=32", HEAD_DIM),  # of 8 heads of 256, as they are without it
+        ("--model.args.head_dim=64", OWN_HEAD_DIM),
+    ],
+)
+def test_heads_of_the_small_job_have_a_width_of_their_own_if_the_model_s_have(words, width) -> None:
+    small = small_job("--model.args.dim=256", *words.split())
+    assert small.model.args["head_dim"] == width
 
 
 SAME = {"w": ShardComparison((0,), (1,), 0, 0.0)}
