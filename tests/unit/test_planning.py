@@ -270,7 +270,7 @@ def test_figures_of_a_report() -> None:
     assert mfus[0] == pytest.approx(mfus[1])  # against the peak of the type
     counts = (5_770_000, 8_030_261_248, 70_553_706_496, 405_853_388_800)
     assert [_parameters(one) for one in counts] == ["5.77 M", "8.03 B", "70.6 B", "406 B"]
-    ranks = [SimpleNamespace(time=StepTime(seconds, 0.0, 0.0, 0.0)) for seconds in (1.0, 2.0)]
+    ranks = [SimpleNamespace(time=StepTime(seconds, 0.0, 0.0)) for seconds in (1.0, 2.0)]
     unknown = SimpleNamespace(time=None)
     assert slowest([*ranks, unknown]) is ranks[1].time
     assert slowest([unknown]) is None

@@ -106,7 +106,9 @@ def _share_one_gloo_thread() -> None:
     device = own.create_default_device()
 
     class OnSharedDevice(own):  # type: ignore[misc]
-        def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+        def __init__(
+            self, store: dist.Store, rank: int, size: int, timeout: timedelta, **_: object
+        ) -> None:  # torch 2.14 says whether ranks may be exchanged, too: not here
             options = own._Options()
             options._devices, options._timeout, options._threads = [device], timeout, 2
             super().__init__(store, rank, size, options)
