@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from meshwright.system.modules import uncollected
+from meshwright.system.modules import has_torch, uncollected
 from tests.helpers.jobs import CONFIG
 
 
@@ -64,7 +64,8 @@ def test_an_eager_job_of_one_rank_imports_what_it_needs_when_it_does(tmp_path) -
     start, first_step, second_step, without_export, with_export = map(set, lines)
     assert "meshwright.train.set_up" in start
     assert not SELDOM & start
-    assert not COMPILER_AND_MESHES & first_step
+    if not has_torch(2, 14):  # whose meshes themselves import the compiler
+        assert not COMPILER_AND_MESHES & first_step
     # long before a save, at which packages may have been installed over those in use
     assert "meshwright.checkpoint.writer" in second_step - first_step
     assert not EXPORT & without_export
