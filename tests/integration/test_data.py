@@ -1,6 +1,6 @@
 """The data of a job, on real processes: faulty, used up, tokenised by several.
 
-Killed and resumed on other meshes: test_stages.py.
+Killed and resumed on other meshes: test_data_order.py, test_stages.py.
 """
 
 import itertools
