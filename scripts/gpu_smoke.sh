@@ -31,7 +31,7 @@ part() { # NAME SECONDS COMMAND...: its output is shown, and kept as NAME.txt
 part driver 60 nvidia-smi
 part versions 60 "$python" -m torch.utils.collect_env
 part one_gpu 900 "$python" -m pytest tests/gpu/test_one_gpu.py -rs --durations=10
-part two_gpus 600 "$python" -m pytest tests/gpu/test_two_gpus.py -rs --durations=10
+part several_gpus 900 "$python" -m pytest tests/gpu/test_several_gpus.py -rs --durations=10
 part overhead 300 "$python" benchmarks/overhead.py
 part speed 1500 "$python" benchmarks/gpu_speed.py "$folder/speed"
 echo "== $folder holds the output of each part"

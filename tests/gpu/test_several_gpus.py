@@ -1,15 +1,20 @@
-"""Meshes of two GPUs against one; what becomes of a rank that is killed."""
+"""Meshes of several GPUs against one; what becomes of a rank that is killed.
+
+With fewer GPUs than ranks they share them, see launch.py.
+"""
 
 import json
 import os
 import signal
-import subprocess
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
 
-from tests.gpu.launch import GPUS, run
-from tests.helpers.jobs import command, environment, losses, ranks_of, wait_for
+from tests.gpu.launch import run, start
+from tests.helpers.jobs import losses, ranks_of, wait_for
+from tests.helpers.needs import skip_without_mesh_of_experts
 
 FOUR_LAYERS = "--model.args.n_layers=4"  # a schedule of two stages a rank needs so many
 BF16 = "--training.mixed_precision_param=bfloat16"
@@ -19,35 +24,54 @@ TP, PP, CP = (
     for axis in ("tensor", "pipeline", "context")
 )
 HSDP = ("--parallelism.data_parallel_replicate_degree=2", TP[1])
+EXPERTS = ("--model.name=qwen3_moe", "--model.args.head_dim=8")
+EP = "--parallelism.expert_parallel_degree=2"
+COMPILED = "--compile.enable=true"
+DOCUMENTS = "--training.mask_documents=true"
+CHANGES = (BF16, DOCUMENTS)
+Losses = dict[int, tuple[float, float]]
 AXES = {
     "FSDP": (),
-    "FSDP, compiled": ("--compile.enable=true",),
+    "FSDP, compiled": (COMPILED,),
+    "FSDP, offload": ("--training.enable_cpu_offload=true",),
     "HSDP": HSDP,
     "TP": TP,
+    "TP, compiled": (*TP, COMPILED),
     "PP": PP,
     "PP, Interleaved1F1B": (*PP, f"{SCHEDULE}=Interleaved1F1B"),
     "PP, ZBVZeroBubble": (*PP, f"{SCHEDULE}=ZBVZeroBubble"),
     "CP": CP,
     "CP, bfloat16": (*CP, BF16),
+    "CP, documents": (*CP, DOCUMENTS),
+    "experts": EXPERTS,
+    "EP": (*EXPERTS, EP),
+    "EP, compiled, bfloat16": (*EXPERTS, EP, COMPILED, BF16),
+}
+AXES_OF_FOUR = {
+    "FSDP x TP": (TP[0], "--parallelism.data_parallel_shard_degree=2"),
+    "HSDP x PP": (*HSDP, PP[0]),
+    "TP x CP": (TP[0], *CP),
+    "FSDP x EP x TP": (*EXPERTS, EP, TP[0], "--parallelism.data_parallel_shard_degree=2"),
 }
 
 
 @pytest.fixture(scope="module")
-def on_one(tmp_path_factory) -> dict[tuple[str, ...], dict[int, tuple[float, float]]]:
-    """The job on one GPU, in fp32 and in bf16."""
-    return {
-        words: run(tmp_path_factory.mktemp("one"), 1, FOUR_LAYERS, *words)
-        for words in ((), (BF16,))
-    }
+def on_one(tmp_path_factory) -> Callable[[tuple[str, ...]], Losses]:
+    """The job on one GPU, by its words that change its numbers."""
+    return cache(lambda words: run(tmp_path_factory.mktemp("one"), 1, FOUR_LAYERS, *words))
 
 
-@pytest.mark.parametrize("axis", AXES)
-def test_two_gpus_train_as_one(on_one, tmp_path: Path, axis: str) -> None:
+@pytest.mark.parametrize("axis", [*AXES, *AXES_OF_FOUR])
+def test_several_gpus_train_as_one(on_one, tmp_path: Path, axis: str) -> None:
+    words = AXES.get(axis) or AXES_OF_FOUR.get(axis, ())
+    if EP in words:
+        skip_without_mesh_of_experts()
+    found = run(tmp_path, 4 if axis in AXES_OF_FOUR else 2, FOUR_LAYERS, *words)
+    want = on_one(tuple(word for word in words if word in (*EXPERTS, *CHANGES)))
+    assert found.keys() == want.keys()
     # the fused kernel of context parallelism takes 16 bits alone
-    precision, tolerance = ((BF16,), 2e-2) if BF16 in AXES[axis] else ((), 1e-4)
-    found = run(tmp_path, 2, FOUR_LAYERS, *AXES[axis])
-    assert found.keys() == on_one[precision].keys()
-    for step, (loss, _) in on_one[precision].items():
+    tolerance = 2e-2 if BF16 in words else 1e-4
+    for step, (loss, _) in want.items():
         assert found[step][0] == pytest.approx(loss, rel=tolerance), f"step {step}"
 
 
@@ -74,11 +98,13 @@ def test_the_first_step_needs_no_more_memory_than_the_next(tmp_path: Path) -> No
 
 def test_a_killed_rank_ends_the_job_which_then_resumes(tmp_path: Path) -> None:
     whole, folder = run(tmp_path / "whole", 2), tmp_path / "killed"
-    job = subprocess.Popen(command(folder), env=environment(NGPU=2, **GPUS))
+    jobs = start(folder, 2)
     has_begun = lambda: (folder / "metrics.jsonl").exists() and len(losses(folder)) >= 7  # noqa: E731
     wait_for(has_begun, "step 7", seconds=120)
     os.kill(max(ranks_of(folder)), signal.SIGKILL)
-    assert job.wait(timeout=120) == 128 + signal.SIGKILL
+    codes = {job.wait(timeout=120) for job in jobs}
+    assert 128 + signal.SIGKILL in codes
+    assert 0 not in codes  # a machine that lost the rank
     resumed = run(folder, 2)
     for step, (loss, _) in whole.items():
         assert resumed[step][0] == pytest.approx(loss, rel=1e-4), f"step {step}"
