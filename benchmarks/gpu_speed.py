@@ -1,4 +1,5 @@
-"""What a GPU does with a Llama 3 8B cut to 6 layers, and the rates that a plan assumes of it.
+"""What a GPU does with a Llama 3 8B cut to 6 layers, a Llama 3.2 1B and a Qwen3 of 30B with experts
+cut to 4, and the rates that a plan assumes of it.
 
 Rates: matmuls of the model's shapes, attention by each kernel, memory, launches, copies from the
 host. Jobs by `meshwright train`, compiled, at several batch sizes and in float8: MFU, reserved
@@ -39,6 +40,8 @@ from meshwright.models.attention import CausalAttention  # noqa: E402
 from meshwright.system import hardware  # noqa: E402
 
 LLAMA_8B = Workload(4096, 6, 32, 8, 14336, 128256, 8192, batch=1, compile=True)
+LLAMA_1B = Workload(2048, 16, 32, 8, 8192, 128256, 8192, batch=4, compile=True)
+QWEN3_30B_A3B = Workload(2048, 4, 32, 4, 6144, 128256, 8192, batch=2, compile=True)
 TINY = Workload(64, 2, 4, 2, 128, 2048, 64, batch=1)
 WARM_UP = 3
 """First steps, which make memory and compile."""
@@ -174,7 +177,8 @@ def run_job(
     words = job_words(work, folder.resolve(), steps) | extra
     command = [sys.executable, "-m", "meshwright", "train", "debug_model"]
     command += [f"--{key}={value}" for key, value in words.items()]
-    env = os.environ | {"NGPU": "1", "PYTHONPATH": str(ROOT)}
+    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    env = os.environ | {"NGPU": "1", "PYTHONPATH": paths}
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "output.txt").open("w+") as file:
         # at the limit it is killed, and its ranks die with it
@@ -206,7 +210,12 @@ def jobs_of(work: Workload) -> dict[str, tuple[Workload, dict[str, str]]]:
     """Return workload and further keys of each job, by name."""
     float8 = {"float8.enable": "true", "float8.emulate": str(work == TINY).lower()}
     jobs = {f"batch {n}": (replace(work, batch=n), dict[str, str]()) for n in (1, 2, 4)}
-    return jobs | {"batch 2, float8": (replace(work, batch=2), float8)}
+    jobs["batch 2, float8"] = replace(work, batch=2), float8
+    if work == TINY:
+        return jobs | {"experts": (TINY, {"model.name": "qwen3_moe"})}
+    experts = {"model.name": "qwen3_moe", "model.flavor": "qwen3_30b_a3b"}
+    whole = {"model.flavor": "llama3_1b", "activation_checkpoint.mode": "none"}
+    return jobs | {"experts": (QWEN3_30B_A3B, experts), "1B": (LLAMA_1B, whole)}
 
 
 def show(result: Mapping[str, Any]) -> None:

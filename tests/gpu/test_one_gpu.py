@@ -147,7 +147,9 @@ def test_float8_losses_are_those_of_its_emulation(device, recipe: str, mode: str
 
 
 def test_offload_changes_no_number(device) -> None:
-    assert losses(device, *OFFLOADED) == pytest.approx(losses(device), rel=1e-5)
+    # in fp32: where a CPU's update differs in the last bit, bf16 may round a weight the other way
+    got = losses(device, *OFFLOADED, *FP32)
+    assert got == pytest.approx(losses(device, *FP32), rel=1e-5)
 
 
 def test_deterministic_runs_are_equal_to_the_bit(device) -> None:
