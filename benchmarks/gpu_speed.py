@@ -211,6 +211,7 @@ def jobs_of(work: Workload) -> dict[str, tuple[Workload, dict[str, str]]]:
     float8 = {"float8.enable": "true", "float8.emulate": str(work == TINY).lower()}
     jobs = {f"batch {n}": (replace(work, batch=n), dict[str, str]()) for n in (1, 2, 4)}
     jobs["batch 2, float8"] = replace(work, batch=2), float8
+    jobs["batch 2, documents"] = replace(work, batch=2), {"training.mask_documents": "true"}
     if work == TINY:
         return jobs | {"experts": (TINY, {"model.name": "qwen3_moe"})}
     experts = {"model.name": "qwen3_moe", "model.flavor": "qwen3_30b_a3b"}

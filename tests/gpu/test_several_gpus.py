@@ -28,7 +28,8 @@ EXPERTS = ("--model.name=qwen3_moe", "--model.args.head_dim=8")
 EP = "--parallelism.expert_parallel_degree=2"
 COMPILED = "--compile.enable=true"
 DOCUMENTS = "--training.mask_documents=true"
-CHANGES = (BF16, DOCUMENTS)
+WIDE = "--model.args.dim=64"  # flex attention takes heads of 16 and more
+CHANGES = (BF16, DOCUMENTS, WIDE)
 Losses = dict[int, tuple[float, float]]
 AXES = {
     "FSDP": (),
@@ -42,7 +43,7 @@ AXES = {
     "PP, ZBVZeroBubble": (*PP, f"{SCHEDULE}=ZBVZeroBubble"),
     "CP": CP,
     "CP, bfloat16": (*CP, BF16),
-    "CP, documents": (*CP, DOCUMENTS),
+    "CP, documents": (*CP, DOCUMENTS, WIDE),
     "experts": EXPERTS,
     "EP": (*EXPERTS, EP),
     "EP, compiled, bfloat16": (*EXPERTS, EP, COMPILED, BF16),

@@ -139,6 +139,23 @@ def check_device(
     )
 
 
+NARROWEST = 16
+"""Width of heads that flex attention takes on GPUs at least: torch._inductor.kernel.flex (2.11 and
+2.13), "NYI: embedding dimension of the query, key, and value must be at least 16"."""
+
+
+def check_documents(config: JobConfig, model: DecoderSpec, *, is_gpu: bool) -> None:
+    """Raise `ConfigError` if documents are to be masked on GPUs for heads that are too narrow."""
+    width = min(layer.attention.head_dim for layer in model.layers)
+    check(
+        not (is_gpu and config.training.mask_documents) or width >= NARROWEST,
+        "training.mask_documents",
+        True,
+        f"flex attention, which does it on GPUs, takes no heads of {width}, below {NARROWEST}",
+        "set a lower model.args.n_heads, or leave it out",
+    )
+
+
 def check_divisible(config: JobConfig, model: DecoderSpec) -> None:
     """Check that every dimension split over ranks is divisible by their number, and that every
     rank has rows of the vocabulary.
