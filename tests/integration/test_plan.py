@@ -12,7 +12,7 @@ import pytest
 from benchmarks.planning import PUBLISHED, plan_published
 from meshwright.commands.main import run
 from meshwright.commands.plan import predict, search
-from meshwright.commands.plan.devices import ERROR, estimated, find_device
+from meshwright.commands.plan.devices import ERRORS, estimated, find_device
 from meshwright.commands.plan.search import legal
 from meshwright.commands.plan.simulate import plan_job
 from meshwright.config.job_config import changed
@@ -116,7 +116,7 @@ def test_an_estimated_time_has_an_error(tmp_path, capsys) -> None:
     assert (tmp_path / "a.html").read_text().count("<polygon") == len(purposes)
     assert 0 < found["step_seconds"] == found["ranks"][0]["time"]["seconds"] < 100
     assert 0 < found["mfu"] <= 1
-    assert found["step_seconds_error"] == ERROR
+    assert found["step_seconds_error"] == ERRORS["H100"]
     assert "bound" not in found
     run(words)
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step:")]
@@ -204,7 +204,7 @@ def test_published_steps_take_the_estimated_time() -> None:
     assert len(rows) == 2
     planned = in_processes([(one,) for one in rows], plan_published, 2)
     for one, (speed, gib) in zip(rows, planned, strict=True):
-        assert one.tokens_per_s / speed == pytest.approx(1, abs=ERROR)
+        assert one.tokens_per_s / speed == pytest.approx(1, abs=ERRORS["H100"])
         assert not one.gib or gib / one.gib == pytest.approx(1, abs=0.1)
 
 

@@ -105,9 +105,9 @@ LAUNCH_S, COLLECTIVE_S = 4e-6, 20e-6
 SOURCE = "estimated by published runs on H100s"
 """Of all rates."""
 
-ERROR = 0.15
-"""Of an estimated step time on H100s: within it are the published steps of
-benchmarks/results/plans.md."""
+ERRORS = {"H100": 0.15, "H200": 0.2}
+"""Of an estimated step time, by the first word of a device's name: within it are the published
+steps of benchmarks/results/plans.md, and the measured ones of gpu.md beside it."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ def estimated(device: Device, *, is_compiled: bool = True, imbalance: float = 1.
 def error_of_time(device: Device) -> float | None:
     """Return the error of an estimated step time, as a part of it; None: no run on this device was
     compared."""
-    return ERROR if device.name.startswith("H100") else None
+    return ERRORS.get(device.name.split()[0])
 
 
 @dataclass(frozen=True)
