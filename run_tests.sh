@@ -13,9 +13,6 @@ cd "$here"
 export PYTHONPATH=$here${PYTHONPATH:+:$PYTHONPATH} # an active environment need not hold meshwright
 cores=$("$python" -c 'from meshwright.system.machine import count_cores; print(count_cores())')
 workers=$((cores >= 4 ? cores / 2 : 2))
-if timeout 20 nvidia-smi -L >/dev/null 2>&1; then # a driver that is ill hangs, or fails
-    workers=0 # tests measure a GPU's memory, and two jobs would share it
-fi
 chosen=(-m "not slow")
 if [[ ${1:-} == --all ]]; then
     chosen=()
