@@ -3,8 +3,8 @@
 #
 #   scripts/gpu_smoke.sh [FOLDER]        default: outputs/gpu_smoke; what to send back is in it
 #
-# One GPU: no wait in a step, kernels, initial values, resumes, offload, documents, compiled and
-# deterministic runs, memory against the simulation. Two: meshes, a killed rank.
+# No wait in a step, kernels, initial values, resumes, offload, documents, experts, compiled and
+# deterministic runs, memory against the simulation; meshes, which share a single GPU, a killed rank.
 # Last, the speed of a cut 8B model, and rates of the device, which plans assume.
 set -uo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -30,8 +30,8 @@ part() { # NAME SECONDS COMMAND...: its output is shown, and kept as NAME.txt
 
 part driver 60 nvidia-smi
 part versions 60 "$python" -m torch.utils.collect_env
-part one_gpu 900 "$python" -m pytest tests/gpu/test_one_gpu.py -rs --durations=10
-part several_gpus 900 "$python" -m pytest tests/gpu/test_several_gpus.py -rs --durations=10
+part one_gpu 900 "$python" -m pytest tests/gpu/test_one_gpu.py -n 4 --dist load -rs --durations=10
+part several_gpus 900 "$python" -m pytest tests/gpu/test_several_gpus.py -n 4 --dist load -rs --durations=10
 part overhead 300 "$python" benchmarks/overhead.py
 part speed 1500 "$python" benchmarks/gpu_speed.py "$folder/speed"
 echo "== $folder holds the output of each part"
