@@ -18,6 +18,7 @@ from meshwright.parallelisms import parallelize
 from meshwright.parallelisms.activation_checkpoint import MESHES_HAVE_NO_SIZE
 from meshwright.parallelisms.cpu_kernels import attention
 from meshwright.parallelisms.rules.degrees import ParallelDims
+from meshwright.system.modules import has_torch
 from tests.distributed.test_step import steps_on_mesh
 from tests.helpers.job import DEEP, SCHEDULES, Job, mesh
 from tests.helpers.needs import needs_compiler
@@ -144,7 +145,7 @@ def test_torch_gives_no_advice_that_no_key_follows(monkeypatch, caplog) -> None:
         )
         compile_fx._warn_tf32_disabled.__wrapped__()
         wrap.log.warning("Detected that context_fn is passed to torch.utils.checkpoint")
-    assert len(seen) == 1
+    assert len(seen) == (not has_torch(2, 14))  # which says it in its log of details
     assert not caplog.records
 
 
