@@ -42,7 +42,6 @@ from meshwright.parallelisms.rules.degrees import (
     DEGREES,
     ParallelDims,
     check_divisible,
-    check_documents,
     check_experts,
     resolve_auto_values,
 )
@@ -253,7 +252,6 @@ def _preflight_stage(
     config, compile_line = resolve_compile(config, model_args, fp32_modules, is_gpu=is_gpu)
     check_fp32_modules(config, fp32_modules, model_args.table)
     check_budget(config, model_args.table, is_gpu=is_gpu)
-    check_documents(config, model_args.table, is_gpu=is_gpu)
     stage_modules = stages.plan_pipeline(config, model_args.table)
     float8_layers = find_float8_layers(config, model_args.table, fp32_modules)
     names, patterns = list(model_args.table.parameters), config.model.frozen

@@ -116,6 +116,7 @@ def meet(plan: Plan, launch: Launch) -> tuple[torch.device, CheckpointManager]:
     check_device(
         config,
         device.type,
+        head_dim=min(layer.attention.head_dim for layer in plan.model_args.table.layers),
         # pytorch pull request 180666; a TorchVersion compares as a version, not as text
         waits_for_offload=torch.__version__ >= "2.13",
         has_float8=hardware.has_float8(device),

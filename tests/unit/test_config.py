@@ -295,6 +295,14 @@ def test_what_every_device_can() -> None:
         check_device(load_config(words.replace("schedule=", "schedule=1F1B").split()), device)
 
 
+def test_heads_below_16_mask_documents_on_cpus_alone() -> None:
+    config = load_config(["--training.mask_documents"])
+    check_device(config, "cpu", head_dim=8)
+    check_device(config, "cuda", head_dim=16)
+    with pytest.raises(ConfigError, match="takes no heads of 8, below 16"):
+        check_device(config, "cuda", head_dim=8)
+
+
 def test_every_flavor_has_a_preset_that_says_what_it_is_for() -> None:
     models = set()
     for path in (ROOT / "train_configs").glob("*.toml"):

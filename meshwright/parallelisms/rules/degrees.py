@@ -90,12 +90,23 @@ def resolve_auto_values(config: JobConfig, world_size: int, num_stages: int) -> 
     )
 
 
+NARROWEST = 16
+"""Width of heads that flex attention takes on GPUs at least: torch._inductor.kernel.flex (2.11 and
+2.13), "embedding dimension of the query, key, and value must be at least 16"."""
+
+
 def check_device(
-    config: JobConfig, device_type: str, *, waits_for_offload: bool = True, has_float8: bool = True
+    config: JobConfig,
+    device_type: str,
+    *,
+    head_dim: int = NARROWEST,
+    waits_for_offload: bool = True,
+    has_float8: bool = True,
 ) -> None:
     """Rules that only a rank can check, which knows its device.
 
     Args:
+        head_dim: width of the model's narrowest heads.
         waits_for_offload: torch runs a gradient's hooks after its copy to the host is complete.
         has_float8: the device multiplies in float8.
 
@@ -137,21 +148,11 @@ def check_device(
         f"backward twice, as {parallelism.pipeline_parallel_schedule} does",
         'set parallelism.pipeline_parallel_schedule = "1F1B" or "Interleaved1F1B"',
     )
-
-
-NARROWEST = 16
-"""Width of heads that flex attention takes on GPUs at least: torch._inductor.kernel.flex (2.11 and
-2.13), "NYI: embedding dimension of the query, key, and value must be at least 16"."""
-
-
-def check_documents(config: JobConfig, model: DecoderSpec, *, is_gpu: bool) -> None:
-    """Raise `ConfigError` if documents are to be masked on GPUs for heads that are too narrow."""
-    width = min(layer.attention.head_dim for layer in model.layers)
     check(
-        not (is_gpu and config.training.mask_documents) or width >= NARROWEST,
+        not is_gpu or not config.training.mask_documents or head_dim >= NARROWEST,
         "training.mask_documents",
         True,
-        f"flex attention, which does it on GPUs, takes no heads of {width}, below {NARROWEST}",
+        f"flex attention, which does it on GPUs, takes no heads of {head_dim}, below {NARROWEST}",
         "set a lower model.args.n_heads, or leave it out",
     )
 
