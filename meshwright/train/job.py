@@ -260,13 +260,11 @@ def _report(job: Job, vote: Vote, taken: Taken, due: Due) -> None:
 def _figures(job: Job, vote: Vote, taken: Taken) -> dict[str, float]:
     """Return the figures of the step that are not rates; waits for the device."""
     step, data, result = taken.step, taken.data, taken.result
-    figures = {
-        "loss/train": result.loss.item(),
-        "optim/grad_norm": result.grad_norm.item(),
-        "optim/lr": job.trainer.lr_at(step),
-    }
+    on_device = {"loss/train": result.loss, "optim/grad_norm": result.grad_norm, **result.figures}
+    values = torch.stack([*on_device.values()]).tolist()  # one copy
+    figures = dict(zip(on_device, values, strict=True))
+    figures["optim/lr"] = job.trainer.lr_at(step)
     figures |= {f"data/epochs/{name}": count for name, count in data.epochs.items()}
-    figures |= {name: figure.item() for name, figure in result.figures.items()}
     figures |= job.bad_steps.figures
     if result.group_norms is not None:
         norms = zip(job.trainer.norm_groups, result.group_norms.tolist(), strict=True)
