@@ -8,6 +8,9 @@ the others by sockets. All paths but NCCL's own transports are a cluster's; the 
 import os
 import socket
 import subprocess
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -19,8 +22,12 @@ GPUS = os.environ.get("CUDA_VISIBLE_DEVICES", ALL)
 LIMIT_S = 300
 
 
-def start(folder: Path, num_ranks: int, *words: str) -> list[subprocess.Popen[str]]:
-    """Start the job; return its launchers, one a machine."""
+Launcher = subprocess.Popen[str]
+
+
+@contextmanager
+def started(folder: Path, num_ranks: int, *words: str) -> Iterator[list[Launcher]]:
+    """The job's launchers, one a machine; at the end none is left, nor its ranks."""
     gpus = [gpu for gpu in GPUS.split(",") if gpu]
     if not gpus or num_ranks <= len(gpus):
         settings = [{"NGPU": num_ranks, "CUDA_VISIBLE_DEVICES": GPUS}]
@@ -33,22 +40,25 @@ def start(folder: Path, num_ranks: int, *words: str) -> list[subprocess.Popen[st
             {**shared, "NCCL_HOSTID": rank, "CUDA_VISIBLE_DEVICES": gpus[rank % len(gpus)]}
             for rank in range(num_ranks)
         ]
-    return [
-        subprocess.Popen(
-            command(folder, *words),
-            env=environment(**each),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            cwd="/",
-        )
-        for each in settings
-    ]
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "cwd": "/"}
+    line = command(folder, *words)
+    jobs = [subprocess.Popen(line, env=environment(**each), **options) for each in settings]
+    try:
+        yield jobs
+    finally:
+        for job in jobs:
+            job.kill()
+
+
+def outputs(jobs: Sequence[Launcher]) -> list[str]:
+    """Of each, once all have ended. Read side by side: a full pipe would hold up all of them."""
+    with ThreadPoolExecutor(len(jobs)) as pool:
+        return [*pool.map(lambda job: job.communicate(timeout=LIMIT_S)[0], jobs)]
 
 
 def run(folder: Path, num_ranks: int, *words: str) -> dict[int, tuple[float, float]]:
     """Loss and gradient norm by step of a small job of 20 steps, in fp32 unless `words` differ."""
-    jobs = start(folder, num_ranks, *words)
-    outputs = [job.communicate(timeout=LIMIT_S)[0] for job in jobs]
-    assert all(job.returncode == 0 for job in jobs), "\n".join(outputs)
+    with started(folder, num_ranks, *words) as jobs:
+        texts = outputs(jobs)
+    assert all(job.returncode == 0 for job in jobs), "\n".join(texts)
     return losses(folder)

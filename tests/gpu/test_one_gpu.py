@@ -72,8 +72,10 @@ def build(device: torch.device, *words: str) -> OneRank:
 
 
 def losses(device: torch.device, *words: str, steps: int = 4) -> list[float]:
+    """Of steps, after the first one's gradient norm: AdamW hides the scale of gradients."""
     rank = build(device, *words)
-    return [rank.step(n, rank.batches(n)).loss.item() for n in range(1, steps + 1)]
+    results = [rank.step(n, rank.batches(n)) for n in range(1, steps + 1)]
+    return [results[0].grad_norm.item(), *(result.loss.item() for result in results)]
 
 
 MODES = {
