@@ -180,6 +180,8 @@ def _compile(
     warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")
     # torch warns of operations in place under recomputation; blocks have them on new tensors alone
     logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
+    # on CPUs of a machine with CUDA it warns that there is no GPU
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     backend: str | activation_checkpoint.Backend = name
     if recomputation.mode == "memory_budget":
         backend = activation_checkpoint.keep_within_budget(
