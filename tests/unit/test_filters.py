@@ -109,7 +109,7 @@ def test_a_held_out_part_is_the_same_in_any_order_and_kind_of_file(tmp_path: Pat
 def test_a_side_has_a_cache_of_its_own(data) -> None:
     source = Source(**data)
     sides = [Entry("t", "", source, *held) for held in ((), (0.1, False), (0.1, True), (0.2, True))]
-    assert len({fingerprint(entry, []) for entry in sides}) == 4
+    assert len({fingerprint(side, []) for side in sides}) == 4
     later = [{"max_documents": 3}, {"dataset_where": ["a == 1"]}]
     assert len({fingerprint(entry(**data, **k), []) for k in [{}, *later]}) == 3
 

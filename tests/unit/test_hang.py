@@ -137,7 +137,7 @@ def test_a_folder_that_does_not_answer_delays_the_verdict_for_seconds(tmp_path, 
     start(1, "wait")
     os.kill(rank.pid, signal.SIGSTOP)
     begun = []
-    reports = lambda: begun.append(time.monotonic()) or time.sleep(30)  # noqa: E731
+    reports = lambda: begun.append(time.monotonic()) or time.sleep(30) or tmp_path  # noqa: E731
     with watching(tmp_path, reports=reports) as launcher:
         assert rank.wait(20) == -signal.SIGKILL
     assert time.monotonic() - begun[0] < 2.8

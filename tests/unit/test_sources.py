@@ -335,7 +335,8 @@ def test_the_standard_library_is_text_and_without_its_tests() -> None:
     assert any("class JSONDecoder" in text for text in texts)
     held_out = read_all(open_documents(dataset="python_stdlib", dataset_split="validation"))
     assert 0.02 < len(held_out) / len(texts) < 0.08
-    assert set(held_out).isdisjoint(texts)
+    both = set(held_out) & set(texts)
+    assert all(text.count("\n") <= 1 for text in both)  # a comment that two packages consist of
 
 
 OLD = {"dataset_revision": "main"}
