@@ -5,6 +5,7 @@
 #   ./run_tests.sh --all                   all tests, as CI runs them
 #   ./run_tests.sh tests/unit -k rope
 #   ./run_tests.sh -n 0 --pdb              one test at a time, in this process
+#   ./run_tests.sh tests/gpu               those of GPUs, which hide from all others
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 source "$here/scripts/environment.sh"
@@ -17,6 +18,9 @@ chosen=(-m "not slow")
 if [[ ${1:-} == --all ]]; then
     chosen=()
     shift
+fi
+if (($# == 0)) && timeout 20 nvidia-smi -L >/dev/null 2>&1; then # a driver that is ill hangs, or fails
+    "$python" -m pytest -n 4 --dist load "${chosen[@]}" tests/gpu # all others hide the GPUs
 fi
 # a file stays on one worker, with its fixtures; in order, so that ranks live on from file to file
 exec "$python" -m pytest -n "$workers" --dist loadfile --no-loadscope-reorder "${chosen[@]}" "$@"

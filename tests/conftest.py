@@ -22,6 +22,7 @@ import pytest
 
 from meshwright.commands.prove.ranks import RankError, RankPool
 from meshwright.system.log import logger
+from meshwright.system.machine import hide_gpus
 from tests.helpers.needs import skip_without_mesh_of_experts
 
 RunOnRanks = Callable[..., list[Any]]
@@ -38,6 +39,13 @@ def _no_signal_is_ignored() -> None:
     for number in (signal.SIGHUP, signal.SIGQUIT):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, lambda *_: None)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Have all tests but those of tests/gpu run as on a machine without GPUs, jobs included."""
+    named = [Path(word.split("::")[0]).resolve() for word in config.args]
+    if not any(path.is_relative_to(Path(__file__).parent / "gpu") for path in named):
+        hide_gpus()
 
 
 def pytest_collection_finish() -> None:

@@ -130,6 +130,12 @@ def count_gpus() -> int:
     return _count_amd_gpus() if _is_torch_for_amd() else _count_nvidia_gpus()
 
 
+def hide_gpus() -> None:
+    """Have torch find no GPU, here and in processes to come: each would start a driver that it does
+    not use, which takes it seconds. Call it before torch is imported."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 def _count_visible(devices: str) -> int:
     """Return how many devices a list names; as for CUDA, a word that names none ends it."""
     named = (re.match(r"\s*(\d+\s*$|GPU-|MIG-)", device) for device in devices.split(","))

@@ -1,4 +1,5 @@
-"""Tests of this folder need GPUs; with TEST_DEVICE=cpu they run on CPUs as far as they can."""
+"""Tests of this folder need GPUs, and their folder named to pytest: all others hide GPUs. With
+TEST_DEVICE=cpu they run on CPUs as far as they can."""
 
 import os
 from pathlib import Path
@@ -18,7 +19,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             continue  # pytest asks for all tests of the session
         item.add_marker(pytest.mark.gpu)
         if DEVICE.type == "cuda" and num_gpus == 0:
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+            item.add_marker(pytest.mark.skip(reason="needs a GPU, and pytest tests/gpu"))
         elif DEVICE.type == "cpu" and item.get_closest_marker("only_cuda"):
             item.add_marker(pytest.mark.skip(reason="looks at CUDA itself"))
 

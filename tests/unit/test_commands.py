@@ -382,6 +382,15 @@ def test_a_type_that_the_device_is_slow_in_is_told(
     assert re.findall(r'fix: training.mixed_precision_param = "(\w+)"', said) == advice
 
 
+@pytest.mark.parametrize("command", ["prove", "plan --world-size=3 --device=cpu"])
+def test_a_command_that_needs_no_gpu_hides_them(command: str, monkeypatch) -> None:
+    """A driver takes seconds of each of its processes."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    with pytest.raises(ConfigError, match="tensor_parallel_degree"):
+        run([*command.split(), DEBUG, "--parallelism.tensor_parallel_degree=3"])
+    assert machine.count_gpus() == 0
+
+
 def test_check_takes_the_config_that_train_takes(monkeypatch, capsys) -> None:
     check_job(["--training.steps", 50])
     monkeypatch.setenv("CONFIG_FILE", "debug_qwen3")

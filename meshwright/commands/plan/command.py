@@ -10,7 +10,7 @@ from meshwright.config.command_line import Parser
 from meshwright.config.loader import read
 from meshwright.system.errors import ConfigError, check
 from meshwright.system.log import console_width, wrap
-from meshwright.system.machine import count_cores
+from meshwright.system.machine import count_cores, hide_gpus
 
 
 def add_options(parser: Parser) -> None:
@@ -59,6 +59,7 @@ def run(given: Namespace) -> None:
         ranks = f"{given.world_size} rank{'s' * (given.world_size > 1)}"
         print(f"{what} for {given.config} on {ranks} ...", flush=True)  # the rest takes seconds
         config = of_stage(read(given).config(), given.stage)
+        hide_gpus()
         # not at the top: they need torch, which `--help` and the checks so far do not
         from meshwright.commands.plan import report, search
 

@@ -14,6 +14,7 @@ from meshwright.parallelisms.rules.compile_choice import why_no_compiler
 from meshwright.parallelisms.rules.degrees import check_divisible
 from meshwright.parallelisms.rules.stages import assign_modules, check_split_float8
 from meshwright.system.errors import ConfigError, check
+from meshwright.system.machine import hide_gpus
 from meshwright.train.resolve_model import resolve_model
 
 
@@ -39,6 +40,7 @@ def run(given: Namespace) -> None:
     if not given.config:
         raise ConfigError("", "CONFIG: not given\n  fix: name a TOML, or a preset")
     print(f"proving {given.config} ...", flush=True)
+    hide_gpus()
     # not at the top: torch takes a second
     from meshwright.commands.prove import prove as proof
 
