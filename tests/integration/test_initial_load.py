@@ -46,7 +46,7 @@ def test_a_job_starts_from_weights_and_later_from_its_own_checkpoint(tmp_path, c
         assert "first weights from" in done.stdout
     assert figures["hf"].keys() == {1, 2}
     # weights of zero give log(259) = 5.56, fresh ones about 6.06
-    assert 5.65 < figures["hf"][1][0] < 5.85
+    assert 5.58 < figures["hf"][1][0] < 5.85  # by Python, whose sources are the data
     for step, both in figures["hf"].items():
         assert both == pytest.approx(figures["ours"][step], rel=1e-5)
 
