@@ -21,6 +21,7 @@ from meshwright.system.errors import (
     check,
     config_error,
     did_you_mean,
+    numbered,
     where_it_ends,
 )
 
@@ -48,15 +49,21 @@ def validation_entries(config: JobConfig) -> list[Entry]:
     return [replace(entry, is_held_out=True) for entry in entries(config.training, "training")]
 
 
-def other_data(config: JobConfig) -> str:
-    """Return a note if validation reads none of the datasets that training reads; or ""."""
-    trained = {entry.source.dataset for entry in entries(config.training, "")}
-    held_out = {entry.source.dataset for entry in validation_entries(config)}
-    if not held_out or trained & held_out:
+def validation_note(config: JobConfig) -> str:
+    """Return a note if validation reads none of the datasets that training reads, or a file that
+    training reads, too; or ""."""
+    training, held_out = entries(config.training, ""), validation_entries(config)
+    trained, tried = ({entry.source.dataset for entry in some} for some in (training, held_out))
+    if tried and not trained & tried:
+        names = (", ".join(sorted(some)) for some in (tried, trained))
+        return "validation reads {}, and training {}".format(*names)
+    if config.training.validation_fraction:
         return ""
-    return (
-        f"validation reads {', '.join(sorted(held_out))}, and training {', '.join(sorted(trained))}"
-    )
+    whole = [e for e in training if not (e.source.dataset_where or e.source.max_documents)]
+    ours, theirs = ({p for e in some for p in local_paths(e)} for some in (whole, held_out))
+    shared = sorted(ours & theirs)
+    count = numbered(len(shared), "file")
+    return f"training reads {count} of the validation, too: {shared[0]}" if shared else ""
 
 
 def _source(keys: Source) -> Source:
@@ -178,6 +185,13 @@ def check_path(entry: Entry, spec: DatasetSpec, *, looks_at_files: bool = True) 
     )
     if spec.has_rows or source.dataset_format:
         row_reader(entry)
+
+
+def no_end(tokenizer: Tokenizer, model: Model) -> str:
+    """Return a note if nothing ends a document, and the config does not ask for that; or ""."""
+    if tokenizer.eos_id is not None or model.eos_token is not None:
+        return ""
+    return "the tokenizer has no EOS, so nothing ends a document; see model.eos_token"
 
 
 def check_mixture(sources: Sequence[WeightedSource]) -> None:
