@@ -170,7 +170,7 @@ def of_source(
 
 
 def print_caches(config: JobConfig, *, has_job: bool) -> None:
-    """Print a row for each cache in the folder; and, if the config is a job's, which are its own."""
+    """Print a row for each cache in the folder, and which the job reads, if there is one."""
     root = cache_root(config.training.token_cache_folder)
     rows: list[Row] = [(f"cache in {root}", "GB", "made", "state", "of this config")]
     job = (*entries(config.training, "training"), *validation_entries(config)) if has_job else ()
