@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from meshwright.config.changes import shown
 from meshwright.config.job_config import JobConfig, Model
 from meshwright.config.training import Source, Training, Validation, WeightedSource
-from meshwright.datasets.files import ROW_FORMATS, Entry
+from meshwright.datasets.files import ROW_FORMATS, SUFFIXES, Entry
 from meshwright.datasets.rows import FORMATS, LocalDocuments, row_reader
 from meshwright.datasets.sources import DATASETS, DatasetSpec, find_dataset
 from meshwright.datasets.storage import DataFile, is_address
@@ -112,17 +112,31 @@ def check_sources(section: Training | Validation, key: str, *, looks_at_files: b
             raise config_error("training.packing", "best_fit", rule, fix)
         passes_over = getattr(section, "max_bad_records", 0) > 0
         if looks_at_files and name in ROW_FORMATS and not passes_over:
-            fault = head_fault(entry, spec.find(entry))
+            fault = head_fault(entry, files := spec.find(entry))
             if fault is not None:
-                fix = "correct it, or set training.max_bad_records to pass over such records"
-                if fault.key.endswith("dataset_where"):
-                    fix = "correct the condition, or leave it out"
-                elif "no column" in str(fault):
-                    fix = f"set {entry.key}.dataset_column"
+                fix = _fix_of(fault, entry, files[0].path)
                 raise RecordError(fault.key, f"{fault}\n  fix: {fix}")
         rule = "another dataset is called so, too"
         check(entry.name not in names, f"{entry.key}.name", entry.name, rule, "give it another")
         names.add(entry.name)
+
+
+def _fix_of(fault: RecordError, entry: Entry, path: str) -> str:
+    """Return advice on the fault of a first row.
+
+    Args:
+        path: of the first file.
+    """
+    if fault.key.endswith("dataset_where"):
+        return "correct the condition, or leave it out"
+    if "no column" in str(fault):
+        return f"set {entry.key}.dataset_column"
+    kinds = (kind for kind in ROW_FORMATS if path.endswith(SUFFIXES[kind]))
+    if (kind := next(kinds, entry.source.dataset)) != entry.source.dataset:
+        return f'set {entry.key}.dataset = "{kind}"'
+    if path.endswith((".csv", ".tsv")):
+        return "write its rows as JSON lines, as docs/data.md#csv does"
+    return "correct it, or set training.max_bad_records to pass over such records"
 
 
 MOST_HEADS = 64
