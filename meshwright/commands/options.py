@@ -10,7 +10,7 @@ from meshwright.config.command_line import Parser
 from meshwright.config.job_config import JobConfig
 from meshwright.config.section import ADDRESS
 from meshwright.config.stages import staged
-from meshwright.system.errors import check, config_error, numbered, out_of_reach
+from meshwright.system.errors import ConfigError, check, config_error, numbered, out_of_reach
 
 CHECKPOINT = "a step's folder, or a dump folder: its newest"
 
@@ -77,6 +77,12 @@ def write_output(path: Path, text: str, key: str) -> None:
                 path.unlink()
         rule = f"cannot be written: {error.strerror}"
         raise config_error(key, str(path), rule, "name another file") from None
+
+
+def check_named(config: object) -> None:
+    """Raise `ConfigError` if there is no config, by CONFIG or its keys, to do something with."""
+    if not config:
+        raise ConfigError("", "CONFIG: not given\n  fix: name a TOML, or a preset")
 
 
 def add_stage(parser: Parser) -> None:
