@@ -4,7 +4,7 @@
 import sys
 from argparse import Namespace
 
-from meshwright.commands.options import add_stage, of_stage
+from meshwright.commands.options import add_stage, check_named, of_stage
 from meshwright.config.command_line import Parser
 from meshwright.config.loader import read
 from meshwright.config.stages import staged
@@ -48,10 +48,12 @@ def run(given: Namespace) -> None:
     if given.remove is not None:
         views.remove(config, given.remove)
         return
-    tokenizer = check_data(config)
     if given.caches:
-        views.print_caches(config)
+        if has_job := bool(config.model.tokenizer_path):
+            check_data(config)
+        views.print_caches(config, has_job=has_job)
         return
+    tokenizer = check_data(config)
     log_to_console()
     sources = open_data("training", config)
     if given.samples is not None:
@@ -66,6 +68,7 @@ def run(given: Namespace) -> None:
 
 def _say_first(given: Namespace) -> None:
     """Print what follows: imports, and many files, take a while. stdout is for the data alone."""
+    check_named(given.config or given.overrides)
     print(f"reading the data of {given.config or 'a job'} ...", file=sys.stderr, flush=True)
 
 

@@ -3,13 +3,14 @@
 import os
 import shlex
 from argparse import ArgumentTypeError
+from contextlib import suppress
 from pathlib import Path
 
 from meshwright.config.command_line import Parser
 from meshwright.config.job_config import JobConfig
 from meshwright.config.section import ADDRESS
 from meshwright.config.stages import staged
-from meshwright.system.errors import check, config_error, numbered, out_of_reach
+from meshwright.system.errors import ConfigError, check, config_error, numbered, out_of_reach
 
 CHECKPOINT = "a step's folder, or a dump folder: its newest"
 
@@ -72,9 +73,16 @@ def write_output(path: Path, text: str, key: str) -> None:
         path.write_text(text, "utf-8")
     except OSError as error:
         if is_new:
-            path.unlink(missing_ok=True)
+            with suppress(OSError):  # of a folder that is read-only, even if the file is missing
+                path.unlink()
         rule = f"cannot be written: {error.strerror}"
         raise config_error(key, str(path), rule, "name another file") from None
+
+
+def check_named(config: object) -> None:
+    """Raise `ConfigError` if there is no config, by CONFIG or its keys, to do something with."""
+    if not config:
+        raise ConfigError("", "CONFIG: not given\n  fix: name a TOML, or a preset")
 
 
 def add_stage(parser: Parser) -> None:

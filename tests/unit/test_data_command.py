@@ -134,6 +134,12 @@ def test_a_wrong_word_is_named(words: list[str], message: str, tmp_path: Path) -
         data([write(tmp_path), *words])
 
 
+def test_a_config_that_is_missing_is_asked_for() -> None:
+    for name, words in ("data", []), ("data", ["--step", "1"]), ("tokenize", []):
+        with pytest.raises(ConfigError, match="CONFIG: not given"):
+            command(name)(words)
+
+
 def test_caches_are_listed_and_removed(tmp_path, capsys) -> None:
     path = write(tmp_path)
     data([path])
@@ -142,6 +148,8 @@ def test_caches_are_listed_and_removed(tmp_path, capsys) -> None:
     rows = [line.split() for line in capsys.readouterr().out.splitlines() if line][1:]
     assert sorted(row[-1] for row in rows) == ["first", "second"]
     assert all("complete" in row for row in rows)
+    data(["--caches", "--training.token_cache_folder", tmp_path / "caches"])
+    assert rows[0][0] in capsys.readouterr().out  # of no job
     (tmp_path / "caches" / "not-a-cache").mkdir()
     name = rows[0][0]
     data([path, "--remove", name])

@@ -4,11 +4,11 @@ import contextlib
 import sys
 from argparse import Namespace
 
-from meshwright.commands.options import add_stage, of_stage, output_file
+from meshwright.commands.options import add_stage, check_named, of_stage, output_file
 from meshwright.commands.plan.devices import DEVICES, Device, find_device
 from meshwright.config.command_line import Parser
 from meshwright.config.loader import read
-from meshwright.system.errors import ConfigError, check
+from meshwright.system.errors import check
 from meshwright.system.log import console_width, wrap
 from meshwright.system.machine import count_cores, hide_gpus
 
@@ -71,8 +71,7 @@ def run(given: Namespace) -> None:
 
 def _check(given: Namespace) -> Device:
     """Check the options, and fill in the number of workers; return the device."""
-    if not given.config:
-        raise ConfigError("", "CONFIG: not given\n  fix: name a TOML, or a preset")
+    check_named(given.config)
     ranks, rank = given.world_size, given.rank
     rule = "is the rows of the busiest rank over their mean, so at least 1"
     check(given.imbalance >= 1, "--imbalance", given.imbalance, rule, "--imbalance 1.5, say")

@@ -4,7 +4,7 @@ import sys
 from argparse import Namespace
 from pathlib import Path
 
-from meshwright.commands.options import add_stage, of_stage, output_folder
+from meshwright.commands.options import add_stage, check_named, of_stage, output_folder
 from meshwright.commands.prove.cases import default_cases, distinct, every_mesh
 from meshwright.commands.prove.shrink import shrink
 from meshwright.config.combinations import check_contradictions, check_installed
@@ -13,7 +13,7 @@ from meshwright.config.loader import read
 from meshwright.parallelisms.rules.compile_choice import why_no_compiler
 from meshwright.parallelisms.rules.degrees import check_divisible
 from meshwright.parallelisms.rules.stages import assign_modules, check_split_float8
-from meshwright.system.errors import ConfigError, check
+from meshwright.system.errors import check
 from meshwright.system.machine import hide_gpus
 from meshwright.train.resolve_model import resolve_model
 
@@ -37,8 +37,7 @@ def run(given: Namespace) -> None:
         ConfigError: if the config could not run on any number of ranks, or the output cannot be
             written.
     """
-    if not given.config:
-        raise ConfigError("", "CONFIG: not given\n  fix: name a TOML, or a preset")
+    check_named(given.config)
     print(f"proving {given.config} ...", flush=True)
     hide_gpus()
     # not at the top: torch takes a second
