@@ -7,7 +7,7 @@ memory, and from a trace the share of time that the compute stream idles, its lo
 kernels. One table, and FOLDER/speed.json, which is written after every part; a part that fails is
 an entry, and the next one runs.
 
-    python benchmarks/gpu_speed.py [FOLDER]                (one H100: about 12 minutes)
+    python benchmarks/gpu_speed.py [FOLDER]                (one H200: about 5 minutes)
     python benchmarks/gpu_speed.py [FOLDER] --tiny         (tiny sizes, for any machine)
     python benchmarks/gpu_speed.py --jobs "batch 2"
 """
@@ -15,7 +15,6 @@ an entry, and the next one runs.
 import argparse
 import json
 import os
-import re
 import subprocess
 import sys
 from collections import Counter
@@ -35,7 +34,6 @@ sys.path.append(str(HERE / "contenders"))  # last: one is called transformers
 from roofline import WAYS, best_s, timed  # noqa: E402
 from workload import Workload, job_keys  # noqa: E402
 
-from meshwright.commands.plan.devices import DEVICES  # noqa: E402
 from meshwright.models.attention import CausalAttention  # noqa: E402
 from meshwright.system import hardware  # noqa: E402
 
@@ -95,7 +93,6 @@ def stream_use(events: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             {"ms": us / 1e3, "pct": 100 * us / times.total(), "name": name[:160]}
             for name, us in times.most_common(MOST)
         ],
-        "attention_kernels": [n[:160] for n in times if any(w in n.lower() for w in ATTENTION)],
     }
 
 
@@ -220,14 +217,9 @@ def jobs_of(work: Workload) -> dict[str, tuple[Workload, dict[str, str]]]:
 
 
 def show(result: Mapping[str, Any]) -> None:
-    """Print the tables: rates beside the data sheet's, and jobs."""
+    """Print the tables: rates, and jobs."""
     name = result["machine"]["device"]
-    words = re.split(r"\W+", name.lower())  # "NVIDIA H100 80GB HBM3"
-    sheet = next((d for key, d in DEVICES.items() if d.flops_per_s and key in words), None)
     print(f"\n{name}, torch {result['machine']['torch']}")
-    if sheet:
-        rates = f"{sheet.flops_per_s / 1e12:g} TFLOP/s, memory {sheet.bytes_per_s / 1e9:g} GB/s"
-        print(f"the data sheet that plans assume: {rates}, link {sheet.link_bytes_per_s / 1e9:g}")
     for key, value in result["rates"].items():
         print(f"  {value if isinstance(value, str) else f'{value:10.2f}'}  {key}")
     columns = {
@@ -244,8 +236,6 @@ def show(result: Mapping[str, Any]) -> None:
             continue
         cells = [f"{figures[key]:12.2f}" if key in figures else f"{'-':>12}" for key in columns]
         print("".join(cells) + f"  {job}")
-        for kernel in figures.get("attention_kernels", []):
-            print(f"{'':14}attention by {kernel}")
 
 
 def main() -> None:
