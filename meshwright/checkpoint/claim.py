@@ -1,4 +1,4 @@
-"""Lets one job at a time write checkpoints into a folder: a file there names it. Free of torch.
+"""Lets one job at a time use a folder of checkpoints: a file there names it. Free of torch.
 
 Only the first rank of a job has to do with it. The file is `job.lock`.
 """
@@ -31,7 +31,7 @@ class TakenOverError(OSError):
 
 
 class Claim:
-    """The right of this process to write checkpoints into `folder`.
+    """The right of this process to use the checkpoints in `folder`.
 
     Args:
         nonce: 12 hexadecimal digits, with which all names of its unfinished checkpoints begin.
@@ -66,7 +66,7 @@ class Claim:
                 file.unlink(missing_ok=True)
             elif state != seen:
                 has_beaten, seen = seen is not None, state
-                logger.info("waiting for %s, which writes checkpoints to %s", owner, self._folder)
+                logger.info("waiting for %s, which uses %s", owner, self._folder)
             if has_beaten and is_late:
                 self._refuse(owner)
             time.sleep(POLL_S)
@@ -83,7 +83,7 @@ class Claim:
     def _refuse(self, owner: Owner | None) -> None:
         raise ConfigError(
             "job.dump_folder",
-            f"job.dump_folder: another job writes checkpoints to {self._folder}: "
+            f"job.dump_folder: another job uses {self._folder}: "
             f"{owner or 'unknown'}\n  fix: wait until it has ended, or use another "
             f"job.dump_folder; if you know that it has ended, remove {self._claim.file}",
         )
@@ -99,7 +99,7 @@ def check_claim(folder: Path, nonce: str) -> None:
     `folder`. There may be no claim (the disk was full), or a killed job's."""
     owner = holder(folder)
     if owner is not None and not (nonce.startswith(owner.nonce) or owner.is_gone):
-        raise TakenOverError(f"another job writes checkpoints to {folder} now: {owner}")
+        raise TakenOverError(f"another job uses {folder} now: {owner}")
 
 
 def holder(folder: Path) -> Owner | None:

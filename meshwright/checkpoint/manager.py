@@ -1,5 +1,6 @@
 """Saves and loads the checkpoints of a job: the one class that the job talks to."""
 
+import os
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -79,15 +80,16 @@ class CheckpointManager:
             self.release()
 
     def claim(self) -> None:
-        """Make this job the one that writes to the folder, until `release`; and begin to remove
-        the leftovers of killed saves.
+        """Make this job the only one of the folder, until `release`; and begin to remove the
+        leftovers of killed saves.
 
         Raises:
             ConfigError: on every rank, if another job writes to it, or ranks do not share it.
         """
-        if not self._config.saves or not self.tell(self._claim_folder):
+        # one that only reads may share a folder with jobs of other dump folders
+        if not self._config.saves and os.path.isabs(self._config.folder):
             return
-        if dist.get_world_size() > 1:
+        if self.tell(self._claim_folder) and self._config.saves and dist.get_world_size() > 1:
             try:
                 check_shared(self._folder, self._nonce, self.group)
             except ConfigError:
@@ -97,10 +99,11 @@ class CheckpointManager:
     def _claim_folder(self) -> bool:
         try:
             self._claim.take()
-            self._retention.clean_up()
+            if self._config.saves:
+                self._retention.clean_up()
             return True
         except OSError as error:  # saves will say so, if they fail too
-            words = "%s could not be claimed, so another job may write to it too: %s"
+            words = "%s could not be claimed, so another job may use it too: %s"
             logger.warning(words, self._folder, error)
             return False
 

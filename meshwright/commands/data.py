@@ -48,10 +48,12 @@ def run(given: Namespace) -> None:
     if given.remove is not None:
         views.remove(config, given.remove)
         return
-    tokenizer = check_data(config)
     if given.caches:
-        views.print_caches(config)
+        if has_job := bool(config.model.tokenizer_path):
+            check_data(config)
+        views.print_caches(config, has_job=has_job)
         return
+    tokenizer = check_data(config)
     log_to_console()
     sources = open_data("training", config)
     if given.samples is not None:

@@ -169,13 +169,14 @@ def of_source(
         yield f"sample {index} of {name}", sample
 
 
-def print_caches(config: JobConfig) -> None:
-    """Print a row for each cache beside the job's."""
+def print_caches(config: JobConfig, *, has_job: bool) -> None:
+    """Print a row for each cache in the folder, and which the job reads, if there is one."""
     root = cache_root(config.training.token_cache_folder)
     rows: list[Row] = [(f"cache in {root}", "GB", "made", "state", "of this config")]
+    job = (*entries(config.training, "training"), *validation_entries(config)) if has_job else ()
     used = {
         cache_folder(recipe_of(entry, config), root).name: entry.name
-        for entry in (*entries(config.training, "training"), *validation_entries(config))
+        for entry in job
         if not is_streamed(entry)
     }
     for folder in sorted(root.glob("*/")):

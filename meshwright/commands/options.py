@@ -3,6 +3,7 @@
 import os
 import shlex
 from argparse import ArgumentTypeError
+from contextlib import suppress
 from pathlib import Path
 
 from meshwright.config.command_line import Parser
@@ -72,7 +73,8 @@ def write_output(path: Path, text: str, key: str) -> None:
         path.write_text(text, "utf-8")
     except OSError as error:
         if is_new:
-            path.unlink(missing_ok=True)
+            with suppress(OSError):  # of a folder that is read-only, even if the file is missing
+                path.unlink()
         rule = f"cannot be written: {error.strerror}"
         raise config_error(key, str(path), rule, "name another file") from None
 

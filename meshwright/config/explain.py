@@ -241,7 +241,7 @@ def _meant(inside: Key, name: str) -> Iterator[str]:
     known = [found for found, _ in all_keys()]
     plain = {found[-1] for found in known if len(found) == 2}  # which hide those further inside
     everywhere = [found for found in known if len(found) == 2 or found[-1] not in plain]
-    yield synonyms.get(_bare(".".join((*inside, name))), "") if inside else ""
+    yield synonyms.get(_bare(".".join((*inside, name))), "")
     yield _either((*inside, sibling) for sibling in siblings if _bare(sibling) == bare)
     parts_of = [(*inside, sibling) for sibling in siblings if f"_{name}_" in f"_{sibling}_"]
     yield _either(parts_of + [found for found in everywhere if _bare(found[-1]) == bare])

@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from meshwright.config.changes import shown
 from meshwright.config.job_config import JobConfig, Model
 from meshwright.config.training import Source, Training, Validation, WeightedSource
-from meshwright.datasets.files import ROW_FORMATS, Entry
+from meshwright.datasets.files import ROW_FORMATS, SUFFIXES, Entry
 from meshwright.datasets.rows import FORMATS, LocalDocuments, row_reader
 from meshwright.datasets.sources import DATASETS, DatasetSpec, find_dataset
 from meshwright.datasets.storage import DataFile, is_address
@@ -21,6 +21,7 @@ from meshwright.system.errors import (
     check,
     config_error,
     did_you_mean,
+    numbered,
     where_it_ends,
 )
 
@@ -48,15 +49,21 @@ def validation_entries(config: JobConfig) -> list[Entry]:
     return [replace(entry, is_held_out=True) for entry in entries(config.training, "training")]
 
 
-def other_data(config: JobConfig) -> str:
-    """Return a note if validation reads none of the datasets that training reads; or ""."""
-    trained = {entry.source.dataset for entry in entries(config.training, "")}
-    held_out = {entry.source.dataset for entry in validation_entries(config)}
-    if not held_out or trained & held_out:
+def validation_note(config: JobConfig) -> str:
+    """Return a note if validation reads none of the datasets that training reads, or a file that
+    training reads, too; or ""."""
+    training, held_out = entries(config.training, ""), validation_entries(config)
+    trained, tried = ({entry.source.dataset for entry in some} for some in (training, held_out))
+    if tried and not trained & tried:
+        names = (", ".join(sorted(some)) for some in (tried, trained))
+        return "validation reads {}, and training {}".format(*names)
+    if config.training.validation_fraction:
         return ""
-    return (
-        f"validation reads {', '.join(sorted(held_out))}, and training {', '.join(sorted(trained))}"
-    )
+    whole = [e for e in training if not (e.source.dataset_where or e.source.max_documents)]
+    ours, theirs = ({p for e in some for p in local_paths(e)} for some in (whole, held_out))
+    shared = sorted(ours & theirs)
+    count = numbered(len(shared), "file")
+    return f"training reads {count} of the validation, too: {shared[0]}" if shared else ""
 
 
 def _source(keys: Source) -> Source:
@@ -105,17 +112,31 @@ def check_sources(section: Training | Validation, key: str, *, looks_at_files: b
             raise config_error("training.packing", "best_fit", rule, fix)
         passes_over = getattr(section, "max_bad_records", 0) > 0
         if looks_at_files and name in ROW_FORMATS and not passes_over:
-            fault = head_fault(entry, spec.find(entry))
+            fault = head_fault(entry, files := spec.find(entry))
             if fault is not None:
-                fix = "correct it, or set training.max_bad_records to pass over such records"
-                if fault.key.endswith("dataset_where"):
-                    fix = "correct the condition, or leave it out"
-                elif "no column" in str(fault):
-                    fix = f"set {entry.key}.dataset_column"
+                fix = _fix_of(fault, entry, files[0].path)
                 raise RecordError(fault.key, f"{fault}\n  fix: {fix}")
         rule = "another dataset is called so, too"
         check(entry.name not in names, f"{entry.key}.name", entry.name, rule, "give it another")
         names.add(entry.name)
+
+
+def _fix_of(fault: RecordError, entry: Entry, path: str) -> str:
+    """Return advice on the fault of a first row.
+
+    Args:
+        path: of the first file.
+    """
+    if fault.key.endswith("dataset_where"):
+        return "correct the condition, or leave it out"
+    if "no column" in str(fault):
+        return f"set {entry.key}.dataset_column"
+    kinds = (kind for kind in ROW_FORMATS if path.endswith(SUFFIXES[kind]))
+    if (kind := next(kinds, entry.source.dataset)) != entry.source.dataset:
+        return f'set {entry.key}.dataset = "{kind}"'
+    if path.endswith((".csv", ".tsv")):
+        return "write its rows as JSON lines, as docs/data.md#csv does"
+    return "correct it, or set training.max_bad_records to pass over such records"
 
 
 MOST_HEADS = 64
@@ -178,6 +199,13 @@ def check_path(entry: Entry, spec: DatasetSpec, *, looks_at_files: bool = True) 
     )
     if spec.has_rows or source.dataset_format:
         row_reader(entry)
+
+
+def no_end(tokenizer: Tokenizer, model: Model) -> str:
+    """Return a note if nothing ends a document, and the config does not ask for that; or ""."""
+    if tokenizer.eos_id is not None or model.eos_token is not None:
+        return ""
+    return "the tokenizer has no EOS, so nothing ends a document; see model.eos_token"
 
 
 def check_mixture(sources: Sequence[WeightedSource]) -> None:

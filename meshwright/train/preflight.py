@@ -30,7 +30,8 @@ from meshwright.datasets.named_sources import (
     check_template,
     check_validation,
     idle_source_options,
-    other_data,
+    no_end,
+    validation_note,
 )
 from meshwright.datasets.tokenizers.kinds import Tokenizer, build_tokenizer
 from meshwright.datasets.tokenizers.special_tokens import Ends
@@ -181,7 +182,13 @@ class Plan:
     def notes(self) -> list[str]:
         """Lines that `meshwright check` prints, and the job when it starts."""
         slow = [never_reached(stage.config, self.stages[-1].steps) for stage in self.stages]
-        lines = (self.batch_line, other_data(self.config), self.compile_line, min(slow))
+        lines = (
+            self.batch_line,
+            validation_note(self.config),
+            no_end(self.tokenizer, self.config.model),
+            self.compile_line,
+            min(slow),
+        )
         return [*filter(None, lines), *self.idle_options.values()]
 
     @property

@@ -250,15 +250,15 @@ class Validation:
 
     def _read(self, source: OpenSource) -> Iterator[list[Sample]]:
         """Yield this rank's samples of each step."""
-        training = self._training
+        training, num_samples = self._training, self._plan.config.validation.num_samples
         rules = SampleRules(
             training.seq_len + 1,
-            seed=None,  # as they lie
+            # the first samples of a set would be those of its first file; all come as they lie
+            seed=None if num_samples == -1 else 0,
             max_epochs=1,
             max_bad_records=training.max_bad_records,
         )
         stream = build_stream(self._plan, [source], self._meshes, Cursor(), rules)
-        num_samples = self._plan.config.validation.num_samples
         if isinstance(source, CachedSource) and num_samples == -1:
             num_samples = source.samples_per_epoch(rules.length)
         return padded_samples(stream, num_samples)

@@ -239,7 +239,7 @@ def two_jobs(begin: Starter, folder: Path, chance: random.Random) -> str:
         first.end()
         return "a job right after one that was killed"
     second = begin(folder, console=folder.with_suffix(".second.log"))
-    code = expect(second, (0, EXIT_CONFIG), "another job writes checkpoints to ")
+    code = expect(second, (0, EXIT_CONFIG), "another job uses ")
     first_code = expect(first, (0,))
     if code == first_code == 0 and "nothing to do" not in second.console.read_text():
         raise WrongError(f"both jobs trained\n{second.console.read_text()}")

@@ -217,7 +217,7 @@ def second_job(begin: Starter, folder: Path, chance: random.Random) -> str:
     first = begin(folder)
     wait_for_steps(first, chance)
     second = begin(folder, console=folder.with_suffix(".second.log"))
-    expect(second, (0, EXIT_CONFIG), "another job writes checkpoints to ")
+    expect(second, (0, EXIT_CONFIG), "another job uses ")
     expect(first, (0,))
     return "a second job"
 

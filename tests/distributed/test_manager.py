@@ -421,11 +421,14 @@ def test_a_job_whose_folder_was_taken_over_ends(folder: str) -> None:
     assert commit.saved_steps(path) == [5]
     assert (path / "job.lock").exists()
     # a job on that machine runs, as far as anybody can see: all ranks are told so
-    if dist.get_rank() == 0:
-        beat = threading.Timer(0.5, os.utime, [path / "job.lock"])
-        beat.start()
-    with patch.object(claim, "GRACE_S", 1.0), pytest.raises(ConfigError, match="on far"):
-        make(folder).claim()
+    for options in ({}, {"load_only": True}):  # its records would mix with the other's
+        if dist.get_rank() == 0:
+            beat = threading.Timer(0.5, os.utime, [path / "job.lock"])
+            beat.start()
+        with patch.object(claim, "GRACE_S", 1.0), pytest.raises(ConfigError, match="on far"):
+            make(folder, **options).claim()
+    reads = Checkpoint(enable=True, load_only=True, folder="/of/the/other")
+    CheckpointManager(path, reads).claim()
 
 
 @pytest.mark.ranks(2)

@@ -175,7 +175,7 @@ SHARDS = {"dp_shard": 2}
 FAULTY = {
     "gradients_times_eight": (SHARDS, ["norm: ", r"of tok_embeddings.weight: .* 7\.0e\+00"]),
     "no_sum_over_tp": ({"tp": 2}, [FIRST_LOSS]),
-    "validation_of_own_samples": (SHARDS, ["validation/loss: .* on rank 0, 1"]),
+    "validation_of_own_samples": (SHARDS, ["validation/bits_per_byte: .* on rank 0, 1"]),
     "resume_a_batch_late": (SHARDS, ["resume: .* samples, .* on rank 1"]),
     "a_tensor_not_saved": ({"pp": 2}, [f"checkpoint: does not hold {MOMENT}, on rank 1"]),
     "loss_in_bf16": (SHARDS, ["^gradient of output"], "bf16 sums"),

@@ -240,6 +240,23 @@ def test_several_validation_sets_have_figures_of_their_own(tmp_path) -> None:
     assert "validation/words: loss " in result.stdout
 
 
+def test_a_validation_by_few_samples_has_some_of_every_file(tmp_path: Path) -> None:
+    for letter in "ab":
+        (tmp_path / f"{letter}.txt").write_text(f"{letter} " * 3000)
+    paths = {"a": "a.txt", "b": "b.txt", "all": "*.txt"}
+    tables = (
+        f"{{name='{n}', dataset='text', dataset_path='{tmp_path / p}'}}" for n, p in paths.items()
+    )
+    train_alone(
+        tmp_path / "out",
+        *("--validation.enable", "--validation.num_samples", 8, "--training.steps", 1),
+        f"--validation.datasets=[{', '.join(tables)}]",
+    )
+    last = records(tmp_path / "out")[-1]
+    a, b, of_all = (last[f"validation/{name}/loss"] for name in paths)
+    assert min(a, b) + 1e-3 < of_all < max(a, b) - 1e-3
+
+
 @pytest.mark.slow
 def test_a_worker_that_is_killed_is_one_error(tmp_path) -> None:
     rng = random.Random(0)

@@ -184,6 +184,11 @@ def test_a_file_of_a_command_is_written_whole_or_not_at_all(tmp_path, monkeypatc
     with pytest.raises(ConfigError, match="a.html': cannot be written: No space .*\n  fix: name"):
         write_output(page, "a page", "--html")
     assert not page.exists()
+    read_only = OSError(errno.EROFS, os.strerror(errno.EROFS))  # which unlink says of any file
+    for name in ("write_text", "unlink"):
+        monkeypatch.setattr(Path, name, Mock(side_effect=read_only))
+    with pytest.raises(ConfigError, match="a.html': cannot be written: Read-only .*\n  fix: name"):
+        write_output(page, "a page", "--html")
 
 
 def test_version_and_unknown_commands(monkeypatch, capsys) -> None:

@@ -15,6 +15,7 @@ from meshwright.datasets.named_sources import idle_source_options
 from meshwright.parallelisms.rules.degrees import check_device
 from meshwright.train.preflight import preflight
 from tests.helpers.cli import check_job
+from tests.helpers.tokenizer_files import byte_level_json
 
 KEYS = {".".join(key) for key, _ in all_keys()}
 JSON_SOURCE = '[{dataset="json",dataset_path="x",weight=1.0}]'
@@ -181,7 +182,25 @@ def test_validation_on_other_data_than_training_is_told(tmp_path, capsys) -> Non
     assert capsys.readouterr().out.count(said) == 1
     toml.write_text(f'{toml.read_text()}[validation]\n{own}dataset_split = "train"\n')
     check_job([toml])
-    assert said not in capsys.readouterr().out
+    out = " ".join(capsys.readouterr().out.split())
+    assert said not in out
+    assert f"training reads 1 file of the validation, too: {tmp_path}/a.txt" in out
+    (tmp_path / "b.txt").write_text("other words")  # beside train.bin, for example, val.bin
+    for path, is_shared in (("b.txt", False), ("*.txt", True)):
+        check_job([toml, "--training.dataset_path", tmp_path / path])
+        assert ("of the validation, too: " in capsys.readouterr().out) == is_shared
+
+
+def test_documents_that_nothing_ends_are_told(tmp_path, capsys) -> None:
+    file = byte_level_json(tmp_path / "tokenizer.json", ["<end of mine>"])
+    words = ["debug_model", "--job.dump_folder", tmp_path, "--model.tokenizer_path", file]
+    for eos, is_said in (
+        ((), True),
+        (("--model.eos_token", "<end of mine>"), False),
+        (("--model.eos_token=",), False),
+    ):
+        check_job([*words, *eos])
+        assert ("no EOS" in capsys.readouterr().out) == is_said
 
 
 @pytest.mark.parametrize(("batch", "ranks", "is_said"), [(-1, 2, 1), (-1, 1, 0), (16, 2, 0)])

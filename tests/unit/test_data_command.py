@@ -142,6 +142,8 @@ def test_caches_are_listed_and_removed(tmp_path, capsys) -> None:
     rows = [line.split() for line in capsys.readouterr().out.splitlines() if line][1:]
     assert sorted(row[-1] for row in rows) == ["first", "second"]
     assert all("complete" in row for row in rows)
+    data(["--caches", "--training.token_cache_folder", tmp_path / "caches"])
+    assert rows[0][0] in capsys.readouterr().out  # of no job
     (tmp_path / "caches" / "not-a-cache").mkdir()
     name = rows[0][0]
     data([path, "--remove", name])

@@ -79,6 +79,22 @@ def test_columns_of_tables_are_found_by_their_whole_names(tmp_path) -> None:
             check_job([*words, "text"])
 
 
+@pytest.mark.parametrize(
+    ("dataset", "name", "fix"),
+    [
+        ("json", "a.parquet", 'set training.dataset = "parquet"'),
+        ("arrow", "a.jsonl", 'set training.dataset = "json"'),
+        ("json", "a.csv", "write its rows as JSON lines"),
+        ("json", "a.data", "correct it, or set training.max_bad_records"),
+    ],
+)
+def test_a_file_of_another_kind_is_not_a_bad_record(dataset, name, fix, tmp_path) -> None:
+    (tmp_path / name).write_bytes(parquet_of(TABLE))
+    words = [f"--training.dataset={dataset}", f"--training.dataset_path={tmp_path / name}"]
+    with pytest.raises(ConfigError, match=f"cannot be read: .*\n  fix: {fix}"):
+        check_job(["debug_model", "--validation.enable=false", *words])
+
+
 def test_files_that_are_looked_at_are_spread_over_all(tmp_path, monkeypatch):
     monkeypatch.setattr(named_sources, "MOST_HEADS", 2)
     for number in range(5):

@@ -58,6 +58,12 @@ def test_mutations_of_valid_configs_get_the_right_help(tmp_path) -> None:
         ("model.n_layers", "did you mean model.args.n_layers?"),
         ("metrics.gc_freq", "did you mean training.gc_freq?"),
         ("validation.dataset_name", "did you mean validation.dataset?"),
+        # names that are ours, too, for something else
+        ("dtype", "did you mean training.mixed_precision_param (of the arithmetic) or training.dt"),
+        ("total_steps", "did you mean training.steps?"),
+        ("decay_lr", "did you mean lr_scheduler.decay_type?"),
+        ("training.enable_loss_parallel", "leave it out: tensor parallelism"),
+        ("rope_scaling", "did you mean model.args.rope_scaling?"),
         ("training.num_workers", "leave it out: every rank reads ahead by itself"),
         ("training.mascot", "leave it out; `meshwright config --help training` documents "),
         ("optimizer.beta3", "leave it out; "),
