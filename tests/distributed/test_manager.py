@@ -427,8 +427,6 @@ def test_a_job_whose_folder_was_taken_over_ends(folder: str) -> None:
             beat.start()
         with patch.object(claim, "GRACE_S", 1.0), pytest.raises(ConfigError, match="on far"):
             make(folder, **options).claim()
-    reads = Checkpoint(enable=True, load_only=True, folder="/of/the/other")
-    CheckpointManager(path, reads).claim()
 
 
 @pytest.mark.ranks(2)
