@@ -163,9 +163,8 @@ class Plan:
     def needs_folder(self) -> bool:
         """Whether no other job may use that folder meanwhile: this one saves there, or writes its
         records beside it. By a path or a link, jobs that only read may share another's."""
-        folder, records = map(
-            os.path.realpath, (self.checkpoint_folder, self.config.job.dump_folder)
-        )
+        both = self.checkpoint_folder, self.config.job.dump_folder
+        folder, records = map(os.path.realpath, both)
         return self.config.checkpoint.saves or Path(folder).is_relative_to(records)
 
     @property
