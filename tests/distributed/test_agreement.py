@@ -170,6 +170,9 @@ def own_folder(folder: Path) -> tuple[str, float]:
         publish(mine / "checkpoint", 5)
     dist.barrier()
     with patch.object(shared_folder, "SEEN_WITHIN_S", 0.3):
+        reads = CheckpointManager(mine / "checkpoint", Checkpoint(enable=True, load_only=True))
+        reads.claim()  # it writes nothing that others have to see
+        reads.release()
         try:
             CheckpointManager(mine / "checkpoint", Checkpoint(enable=True)).claim()
         except ConfigError as error:

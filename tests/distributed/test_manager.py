@@ -430,6 +430,17 @@ def test_a_job_whose_folder_was_taken_over_ends(folder: str) -> None:
 
 
 @pytest.mark.ranks(2)
+def test_a_job_that_only_reads_removes_nothing_of_a_killed_one(folder: str) -> None:
+    left = commit.unfinished_folder(Path(folder), 5)
+    left.mkdir(parents=True, exist_ok=True)
+    dist.barrier()
+    for only_reads in (True, False):
+        with make(folder, load_only=only_reads) as manager:
+            manager.claim()
+        assert left.exists() == only_reads
+
+
+@pytest.mark.ranks(2)
 def test_old_checkpoints_are_deleted_beside_training(folder: str) -> None:
     remove, begun = shutil.rmtree, time.monotonic()
 
