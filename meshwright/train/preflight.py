@@ -163,9 +163,9 @@ class Plan:
     def needs_folder(self) -> bool:
         """Whether no other job may use that folder meanwhile: this one saves there, or writes its
         records beside it. By a path or a link, jobs that only read may share another's."""
-        both = self.checkpoint_folder, self.config.job.dump_folder
-        folder, records = map(os.path.realpath, both)
-        return self.config.checkpoint.saves or Path(folder).is_relative_to(records)
+        folder = Path(os.path.realpath(self.checkpoint_folder))
+        is_beside = folder.is_relative_to(os.path.realpath(self.config.job.dump_folder))
+        return self.config.checkpoint.saves or is_beside
 
     @property
     def data_identity(self) -> dict[str, object]:
