@@ -1,6 +1,5 @@
 """Saves and loads the checkpoints of a job: the one class that the job talks to."""
 
-import os
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -84,11 +83,8 @@ class CheckpointManager:
         leftovers of killed saves.
 
         Raises:
-            ConfigError: on every rank, if another job writes to it, or ranks do not share it.
+            ConfigError: on every rank, if another job uses it, or ranks do not share it.
         """
-        # one that only reads may share a folder with jobs of other dump folders
-        if not self._config.saves and os.path.isabs(self._config.folder):
-            return
         if self.tell(self._claim_folder) and self._config.saves and dist.get_world_size() > 1:
             try:
                 check_shared(self._folder, self._nonce, self.group)

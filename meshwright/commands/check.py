@@ -63,7 +63,7 @@ def check_job(given: Namespace, ranks: Ranks) -> Plan:
     )
     notes = sorted(plan.notes, key=lambda text: "has no effect" not in text)  # last ones are read
     slow = _slow_type(ranks, plan.config.training.mixed_precision_param)
-    owner = holder(plan.checkpoint_folder) if plan.config.checkpoint.saves else None
+    owner = holder(plan.checkpoint_folder) if plan.needs_folder else None
     is_taken = owner is not None and owner.is_here and not owner.is_gone
     for text in notes:
         logger.info("%s", text)
@@ -75,7 +75,7 @@ def check_job(given: Namespace, ranks: Ranks) -> Plan:
         if diff.is_done:  # ranks take seconds to say so
             logger.info("%s holds step %d, the last", plan.checkpoint_folder, plan.resume_step)
     if is_taken:
-        words = "a job that runs writes to %s: %s\n  fix: start another when it has ended"
+        words = "a job that runs uses %s: %s\n  fix: start another when it has ended"
         logger.warning(words, plan.checkpoint_folder, owner)
     return plan
 

@@ -259,8 +259,8 @@ class Validation(Source, on_resume="none"):
     """Steps between validations."""
 
     num_samples: OrFilledIn = -1
-    """Sequences of each dataset, of `training.seq_len` tokens: some from all over it, the same each
-    time. -1: all (not of a streamed one)."""
+    """Sequences of each dataset, of `training.seq_len` tokens, the same each time: of a cached one
+    some from all over it, of a streamed one the first of its shards. -1: all of a cached one."""
 
     datasets: list[NamedSource] = []
     """Several datasets, each with its own loss, instead of `dataset` and its keys: tables

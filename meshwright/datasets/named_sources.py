@@ -114,7 +114,8 @@ def check_sources(section: Training | Validation, key: str, *, looks_at_files: b
         if looks_at_files and name in ROW_FORMATS and not passes_over:
             fault = head_fault(entry, files := spec.find(entry))
             if fault is not None:
-                fix = _fix_of(fault, entry, files[0].path)
+                path = next((f.path for f in files if str(fault).startswith(f.path)), "")
+                fix = _fix_of(fault, entry, path)
                 raise RecordError(fault.key, f"{fault}\n  fix: {fix}")
         rule = "another dataset is called so, too"
         check(entry.name not in names, f"{entry.key}.name", entry.name, rule, "give it another")
@@ -125,7 +126,7 @@ def _fix_of(fault: RecordError, entry: Entry, path: str) -> str:
     """Return advice on the fault of a first row.
 
     Args:
-        path: of the first file.
+        path: of its file; "" if it names none.
     """
     if fault.key.endswith("dataset_where"):
         return "correct the condition, or leave it out"

@@ -52,7 +52,7 @@ def announce(
     logger.debug("config, where it differs from the defaults:")
     for line in filter(None, to_toml(config, exclude_defaults=True).splitlines()):
         logger.debug("  %s", line)
-    for text in plan.notes:
+    for text in plan.notes if dist.get_rank() == 0 else ():  # they look at files
         logger.info("%s", text, extra={"is_printed": launch.is_checked})
     logger.info("%s", _describe_model(plan))
     logger.info("%s", _describe_tokenizer(plan.tokenizer))

@@ -4,6 +4,7 @@ Free of torch: the launcher calls it first, so a mistake is reported at once. Ev
 calls it again, for users who start torchrun themselves.
 """
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -157,6 +158,14 @@ class Plan:
     def checkpoint_folder(self) -> Path:
         """Where the job's checkpoints are."""
         return Path(self.config.job.dump_folder) / self.config.checkpoint.folder
+
+    @property
+    def needs_folder(self) -> bool:
+        """Whether no other job may use that folder meanwhile: this one saves there, or writes its
+        records beside it. By a path or a link, jobs that only read may share another's."""
+        folder = Path(os.path.realpath(self.checkpoint_folder))
+        is_beside = folder.is_relative_to(os.path.realpath(self.config.job.dump_folder))
+        return self.config.checkpoint.saves or is_beside
 
     @property
     def data_identity(self) -> dict[str, object]:

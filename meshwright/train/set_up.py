@@ -129,7 +129,8 @@ def meet(plan: Plan, launch: Launch) -> tuple[torch.device, CheckpointManager]:
         start_process_group(device, config.comm.init_timeout_seconds)
     check_agreement(plan)
     checkpoints = CheckpointManager(plan.checkpoint_folder, config.checkpoint)
-    checkpoints.claim()
+    if checkpoints.tell(lambda: plan.needs_folder):
+        checkpoints.claim()
     return device, checkpoints
 
 

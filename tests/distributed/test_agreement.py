@@ -12,6 +12,7 @@ from unittest.mock import patch
 
 import datasets
 import pytest
+import torch
 import torch.distributed as dist
 
 from meshwright.checkpoint import commit
@@ -23,7 +24,9 @@ from meshwright.datasets import files, opening
 from meshwright.datasets.samples import SampleRules
 from meshwright.datasets.stream import Cursor, SampleStream
 from meshwright.system.errors import ConfigError, in_ranges
+from meshwright.system.processes import Launch
 from meshwright.train import set_up
+from meshwright.train.announce import announce
 from meshwright.train.preflight import preflight
 from meshwright.train.resume import library_versions
 from meshwright.train.set_up import _open_data, check_agreement, check_same
@@ -170,6 +173,9 @@ def own_folder(folder: Path) -> tuple[str, float]:
         publish(mine / "checkpoint", 5)
     dist.barrier()
     with patch.object(shared_folder, "SEEN_WITHIN_S", 0.3):
+        reads = CheckpointManager(mine / "checkpoint", Checkpoint(enable=True, load_only=True))
+        reads.claim()  # it writes nothing that others have to see
+        reads.release()
         try:
             CheckpointManager(mine / "checkpoint", Checkpoint(enable=True)).claim()
         except ConfigError as error:
@@ -206,6 +212,14 @@ def test_the_first_rank_chooses_a_checkpoint_in_a_folder_that_all_see(on_ranks, 
     assert left == {"0", "checkpoint", "step-5", commit.INDEX, commit.MANIFEST}
     assert on_ranks(2, shared_by_all, tmp_path / "shared") == [(5, 1), (5, 0)]
     assert {path.name for path in (tmp_path / "shared").iterdir()} == {"step-5"}
+
+
+@pytest.mark.ranks(2)
+def test_only_the_first_rank_looks_at_files_for_the_notes_on_a_job(tmp_path) -> None:
+    plan = preflight(load_config(["debug_model", f"--job.dump_folder={tmp_path}"]), 2)
+    with patch("meshwright.train.preflight.validation_note", return_value="") as note:
+        announce(plan, torch.device("cpu"), Launch())
+    assert note.called == (dist.get_rank() == 0)
 
 
 @pytest.mark.parametrize("name", ["a.py", "a.cpp"])

@@ -427,8 +427,17 @@ def test_a_job_whose_folder_was_taken_over_ends(folder: str) -> None:
             beat.start()
         with patch.object(claim, "GRACE_S", 1.0), pytest.raises(ConfigError, match="on far"):
             make(folder, **options).claim()
-    reads = Checkpoint(enable=True, load_only=True, folder="/of/the/other")
-    CheckpointManager(path, reads).claim()
+
+
+@pytest.mark.ranks(2)
+def test_a_job_that_only_reads_removes_nothing_of_a_killed_one(folder: str) -> None:
+    left = commit.unfinished_folder(Path(folder), 5)
+    left.mkdir(parents=True, exist_ok=True)
+    dist.barrier()
+    for only_reads in (True, False):
+        with make(folder, load_only=only_reads) as manager:
+            manager.claim()
+        assert left.exists() == only_reads
 
 
 @pytest.mark.ranks(2)

@@ -150,6 +150,17 @@ def test_a_source_that_was_not_read_to_its_end_has_no_figures(monkeypatch) -> No
     assert {name.split("/")[1] for name in figures} == {"a"}
 
 
+def test_few_samples_do_not_depend_on_the_seed_and_all_come_as_they_lie(monkeypatch) -> None:
+    words = ["--job.config_file", "tests/integration/tiny.toml", "--training.seed=7"]
+    source = CachedSource(Entry("validation", "a", Source()), Mock(num_tokens=1 << 20))
+    seeds = []
+    monkeypatch.setattr(parts, "build_stream", lambda *given: seeds.append(given[-1].seed))
+    for num_samples in (5, -1):
+        plan = preflight(load_config([*words, f"--validation.num_samples={num_samples}"]), 1)
+        parts.Validation(plan, [source], Mock(), torch.device("cpu"))._read(source)
+    assert seeds == [0, None]
+
+
 def test_a_perplexity_beyond_a_float_is_infinite() -> None:
     assert figures_of(1e4, num_labels=1, num_bytes=0)["perplexity"] == math.inf
 

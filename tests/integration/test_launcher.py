@@ -112,6 +112,18 @@ def test_check_says_what_is_left_to_train(uninterrupted: Path, tmp_path: Path, c
     assert "process" not in capsys.readouterr().out
 
 
+def test_a_job_that_saves_nothing_shares_checkpoints_and_no_records(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint").mkdir()
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/checkpoint").symlink_to(tmp_path / "checkpoint")
+    claim = Claim(tmp_path / "checkpoint", new_nonce())
+    claim.take()
+    words = ("--checkpoint.load_only", "--training.steps", 1)
+    train_alone(tmp_path / "mine", *words)
+    assert "another job uses" in train_alone(tmp_path, *words, code=2).stderr
+    claim.give_back()
+
+
 def test_loss_does_not_depend_on_the_number_of_ranks(uninterrupted: Path, tmp_path: Path) -> None:
     """fp32, 1 rank x 2 microbatches against 2 ranks: the same 20 global batches."""
     idle = (

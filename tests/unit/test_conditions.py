@@ -189,6 +189,18 @@ def test_validation_on_other_data_than_training_is_told(tmp_path, capsys) -> Non
     for path, is_shared in (("b.txt", False), ("*.txt", True)):
         check_job([toml, "--training.dataset_path", tmp_path / path])
         assert ("of the validation, too: " in capsys.readouterr().out) == is_shared
+    (tmp_path / "a.jsonl").write_text('{"text": "some words", "a": 1}')
+    keys = ("dataset=json", f"dataset_path={tmp_path}/a.jsonl")
+    both = [f"--{table}.{key}" for table in ("training", "validation") for key in keys]
+    check_job([toml, *both])
+    assert "of the validation, too: " in capsys.readouterr().out
+    # of the others, a part may be the validation's
+    for part in ("--training.dataset_where=['a == 1']", "--training.max_documents=1"):
+        check_job([toml, *both, part])
+        assert "of the validation, too: " not in capsys.readouterr().out
+    toml.write_text(f'extends = "debug_model"\n[training]\n{own}validation_fraction = 0.5\n')
+    check_job([toml])
+    assert "of the validation, too: " not in capsys.readouterr().out
 
 
 def test_documents_that_nothing_ends_are_told(tmp_path, capsys) -> None:

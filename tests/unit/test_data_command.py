@@ -150,6 +150,8 @@ def test_caches_are_listed_and_removed(tmp_path, capsys) -> None:
     assert all("complete" in row for row in rows)
     data(["--caches", "--training.token_cache_folder", tmp_path / "caches"])
     assert rows[0][0] in capsys.readouterr().out  # of no job
+    with pytest.raises(ConfigError, match="no such dataset"):
+        data([path, "--caches", "--training.dataset=bogus"])
     (tmp_path / "caches" / "not-a-cache").mkdir()
     name = rows[0][0]
     data([path, "--remove", name])

@@ -95,6 +95,14 @@ def test_a_file_of_another_kind_is_not_a_bad_record(dataset, name, fix, tmp_path
         check_job(["debug_model", "--validation.enable=false", *words])
 
 
+def test_the_advice_is_on_the_file_that_cannot_be_read(tmp_path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}')
+    (tmp_path / "b.csv").write_text("text\na")
+    words = ["--training.dataset=json", f"--training.dataset_path={tmp_path}/*"]
+    with pytest.raises(ConfigError, match="b.csv: cannot be read: .*\n  fix: write its rows as"):
+        check_job(["debug_model", "--validation.enable=false", *words])
+
+
 def test_files_that_are_looked_at_are_spread_over_all(tmp_path, monkeypatch):
     monkeypatch.setattr(named_sources, "MOST_HEADS", 2)
     for number in range(5):

@@ -9,8 +9,9 @@ from torch.utils.checkpoint import checkpoint
 from meshwright.config.loader import load_config
 from meshwright.system import hardware
 from meshwright.system.errors import ConfigError
+from meshwright.system.processes import Launch
 from meshwright.train.preflight import preflight
-from meshwright.train.set_up import _order_attention
+from meshwright.train.set_up import _order_attention, meet
 
 
 @pytest.fixture
@@ -30,6 +31,15 @@ def test_a_rank_takes_its_gpu_or_the_cpu_if_none_is_expected(gpus) -> None:
     assert hardware.pick_device(1, 2) == torch.device("cuda", 1)
     gpus(0)
     assert hardware.pick_device(1, 0) == torch.device("cpu")
+
+
+def test_a_rank_on_a_gpu_looks_at_the_width_of_heads(gpus, monkeypatch) -> None:
+    gpus(1)
+    monkeypatch.setattr(hardware, "has_float8", lambda _: True)
+    words = "debug_model --training.mask_documents --model.args.dim=128 --model.args.n_heads=16"
+    plan = preflight(load_config([*words.split(), "--model.args.n_kv_heads=16"]), 1)
+    with pytest.raises(ConfigError, match="takes no heads of 8, below 16"):
+        meet(plan, Launch(num_gpus=1))
 
 
 def test_gpus_that_are_not_there_are_no_reason_to_train_on_cpus(gpus) -> None:

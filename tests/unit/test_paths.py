@@ -1,5 +1,6 @@
 """A path that cannot be looked at is one clear error, whichever key or command it is given to."""
 
+import itertools
 import json
 import os
 import re
@@ -15,6 +16,7 @@ import pytest
 from meshwright.commands.main import run
 from meshwright.config import loader
 from meshwright.config.loader import load_config
+from meshwright.system.claims import Claim
 from meshwright.system.errors import ConfigError
 from tests.unit.test_config import PATH_KEYS
 
@@ -135,6 +137,22 @@ def test_checkpoints_that_could_not_be_written_are_no_surprise_at_the_last_step(
     checkpoint.unlink()
     checkpoint.touch()
     assert "checkpoint is not a folder that can be written to" in error_of(words)
+
+
+def test_who_needs_a_folder_of_checkpoints_alone(tmp_path: Path, capsys) -> None:
+    (theirs := tmp_path / "theirs").mkdir()
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/link").symlink_to(theirs)
+    claim = Claim(theirs / "job.lock")
+    assert claim.take()
+    words = ["check", "debug_model", f"--job.dump_folder={tmp_path}/mine"]
+    for folder, is_read in itertools.product((theirs, "../theirs", "link"), (True, False)):
+        run([*words, f"--checkpoint.folder={folder}", f"--checkpoint.load_only={is_read}"])
+        assert ("a job that runs uses " in capsys.readouterr().out) == (not is_read), folder
+    own = [f"--job.dump_folder={tmp_path}", "--checkpoint.folder=theirs"]
+    run([*words[:2], *own, "--checkpoint.enable=false"])  # its records would mix with the other's
+    assert "a job that runs uses " in capsys.readouterr().out
+    claim.give_back()
 
 
 def test_a_folder_called_like_a_preset_does_not_hide_it(

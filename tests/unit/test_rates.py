@@ -1,5 +1,6 @@
 """The time of operators, of collectives and of a step at the rates of a device."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -16,6 +17,7 @@ from meshwright.commands.plan.ledger import Record
 from meshwright.commands.plan.simulate import Simulation, plan_job
 from meshwright.commands.plan.trace import Entry, Moment
 from meshwright.config.loader import load_config
+from tests.helpers.jobs import ROOT
 
 H100 = find_device("h100")
 AT = Moment("forward", "", 1)
@@ -83,3 +85,14 @@ def test_an_estimate_is_slower_than_the_data_sheet_and_cpus_have_none() -> None:
     assert [estimated(find_device(name)).flops_per_s for name in ("cpu", "80")] == [0, 0]
     known = [name for name, device in DEVICES.items() if error_of_time(device) is not None]
     assert known == ["h100", "h200"]  # of published runs, and of measured ones
+
+
+def test_the_error_on_an_h200_is_that_of_the_measured_jobs() -> None:
+    page = (ROOT / "benchmarks/results/gpu.md").read_text()
+    planned = re.findall(r"^\| .*? \| ([\d,]+) \| .* \| ([\d,]+) \| [\d.]+ to", page, re.MULTILINE)
+    speeds = [[int(speed.replace(",", "")) for speed in row] for row in planned]
+    errors = [abs(of_plan / real - 1) for real, of_plan in speeds]
+    assert len(errors) == 3
+    error = error_of_time(find_device("h200"))
+    assert error is not None
+    assert max(errors) < error < max(errors) + 0.05
