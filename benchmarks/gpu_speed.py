@@ -7,7 +7,7 @@ memory, and from a trace the share of time that the compute stream idles, its lo
 kernels. One table, and FOLDER/speed.json, which is written after every part; a part that fails is
 an entry, and the next one runs.
 
-    python benchmarks/gpu_speed.py [FOLDER]                (one H200: about 5 minutes)
+    python benchmarks/gpu_speed.py [FOLDER]                (one H200: 40 s a job)
     python benchmarks/gpu_speed.py [FOLDER] --tiny         (tiny sizes, for any machine)
     python benchmarks/gpu_speed.py --jobs "batch 2"
 """

@@ -96,9 +96,9 @@ def run(given: Namespace) -> None:
     if 0 < plan.resume_step < plan.config.training.steps:  # of other data, it is refused
         saved = read_manifest(step_folder(plan.checkpoint_folder, plan.resume_step))
         place_in_data(plan, saved, sources)
-    known = replace(plan, data_steps=steps_of_data(plan.config, sources))
+    known, told = replace(plan, data_steps=steps_of_data(plan.config, sources)), plan.notes
     for text in known.notes:
-        if text not in plan.notes:
+        if text not in told:
             logger.warning("%s", text)
     for stage in plan.stages[1:]:
         sources += open_data("training", stage.config)

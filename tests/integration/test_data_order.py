@@ -52,10 +52,10 @@ def train_noting(config: Path, folder: Path, ranks: int, kill_at: int | None = N
         folder / "out",
         ranks=ranks,
         config=config,
-        script=ROOT / "tests/helpers/hashing_train.py",
+        script=ROOT / "tests/helpers/holding_train.py",
         NOTES=notes,
         HF_DATASETS_CACHE=config.parent / "hf_cache",
-        **({} if kill_at is None else {"HOLD_AFTER": kill_at}),
+        **({} if kill_at is None else {"HOLD_AFTER": 8 * kill_at}),
     )
     if kill_at is None:
         ended(job.wait(), 0)
