@@ -163,7 +163,7 @@ CASES = {
 }
 
 
-EVERYDAY = "fsdp-ep tp-ep cp-ep pp no-rows compiled-full biases-fsdp-tp-ep pp-fsdp-ep uneven"
+EVERYDAY = "fsdp-ep tp-ep cp-ep pp no-rows biases-fsdp-tp-ep pp-fsdp-ep uneven"
 
 
 @pytest.mark.parametrize(("axes", "num_microbatches", "options"), slow_but(EVERYDAY, CASES))

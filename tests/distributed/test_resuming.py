@@ -56,7 +56,8 @@ AOT, INDUCTOR = ({"compile_backend": backend} for backend in ("aot_eager", "indu
     ("dims", "options", "ends"),
     [
         (FSDP, {}, THRICE),
-        (FSDP, AOT, ONCE),  # each start compiles again
+        # each start compiles again
+        pytest.param(FSDP, AOT, ONCE, marks=pytest.mark.slow),
         # its kernels take half a minute where torch has not kept them
         pytest.param(FSDP, INDUCTOR, THRICE, marks=[needs_compiler, pytest.mark.slow]),
         (mesh(pp=2), SCHEDULES["1F1B"], THRICE),
