@@ -19,8 +19,10 @@ if [[ ${1:-} == --all ]]; then
     chosen=()
     shift
 fi
+failed=0
 if (($# == 0)) && timeout 20 nvidia-smi -L >/dev/null 2>&1; then # a driver that is ill hangs, or fails
-    "$python" -m pytest -n 4 --dist load "${chosen[@]}" tests/gpu # all others hide the GPUs
+    "$python" -m pytest -n 4 --dist load "${chosen[@]}" tests/gpu || failed=$? # all others hide the GPUs
 fi
 # a file stays on one worker, with its fixtures; in order, so that ranks live on from file to file
-exec "$python" -m pytest -n "$workers" --dist loadfile --no-loadscope-reorder "${chosen[@]}" "$@"
+"$python" -m pytest -n "$workers" --dist loadfile --no-loadscope-reorder "${chosen[@]}" "$@" || failed=$?
+exit "$failed"
