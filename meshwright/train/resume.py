@@ -148,7 +148,8 @@ def _place_in_stage(plan: Plan, saved: Manifest, sources: Sequence[OpenSource]) 
     kept = {s.entry.name for s in sources if saved["data_content"].get(s.entry.name) == s.content}
     counts = tuple(before[s.entry.name] if s.entry.name in kept else 0 for s in sources)
     places = {name: place for name, place in cursor.places.items() if name in kept}
-    return Cursor(cursor.sample, counts, places, weighted_from=counts)
+    # where a streamed source is alone, sample i of the job is its own i-th: ranks read by that
+    return Cursor(sum(counts), counts, places, weighted_from=counts)
 
 
 def too_many_bad_records(count: int, allowed: int) -> ConfigError:

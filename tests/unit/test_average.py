@@ -40,6 +40,14 @@ def test_it_follows_the_weights_but_for_steps_held_back() -> None:
     for mean in average.tensors.values():
         assert (mean == want).all()
         assert mean.dtype == torch.float32
+    # frozen weights are their own mean, to the bit, however long
+    model = local_model()
+    average = Average(model, 0.99999)
+    average.begin()
+    for _ in range(3):
+        average.update(GO)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(average.tensors[name], parameter)
 
 
 def test_a_model_in_bf16_has_a_mean_in_fp32_which_it_gets_in_place_and_back() -> None:

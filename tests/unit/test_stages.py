@@ -184,9 +184,9 @@ def test_a_source_continues_in_the_next_stage(tmp_path) -> None:
     # other weights hold from here on
     found = place_in_data(plans[1], saved_by(plans[0], [a, b], at), [a, b])
     assert found == Cursor(64, (48, 16), {}, weighted_from=(48, 16))
-    # the third stage has b and c
+    # the third stage has b and c; their samples alone count, by which ranks read a streamed one
     found = place_in_data(plans[2], saved_by(plans[1], [a, b], at), [b, c])
-    assert found == Cursor(64, (16, 0), {}, weighted_from=(16, 0))
+    assert found == Cursor(16, (16, 0), {}, weighted_from=(16, 0))
     # a source of that name with other text is another
     other = cached(tmp_path, TEXTS[1:], "b")
     found = place_in_data(plans[2], saved_by(plans[1], [a, other], at), [b, c])

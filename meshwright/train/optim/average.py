@@ -38,8 +38,9 @@ class Average:
     def update(self, is_held_back: Tensor) -> None:
         """Take in the weights after a step; not if that was held back: () bool, on its device."""
         for mean, weight in self._shards():
-            # rounded once each, so shards of any mesh get the same bits; see `MatrixOptimizer`
-            new = mean * self._decay + weight.float() * (1 - self._decay)
+            # rounded once each, so shards of any mesh get the same bits; see `MatrixOptimizer`. In
+            # fp32 the two shares would not add up to 1: 0.99999 would shrink every mean by 0.1 %
+            new = mean + (weight.float() - mean) * (1 - self._decay)
             mean.copy_(torch.where(is_held_back.to(mean.device), mean, new))
 
     @contextmanager

@@ -278,7 +278,9 @@ def warmup_stable_decay(step: int, steps: int, schedule: LRScheduler) -> float:
     warmup_steps, ratio = schedule.warmup_steps, schedule.decay_ratio
     if step <= warmup_steps:
         return step / warmup_steps
-    decay_steps = steps - warmup_steps if ratio is None else round(steps * ratio)
+    decay_steps = steps - warmup_steps
+    if ratio is not None:  # `training.max_epochs` may leave the decay fewer steps than it asks for
+        decay_steps = min(decay_steps, round(steps * ratio))
     decayed = step - 1 - (steps - decay_steps)
     if min(decayed, decay_steps) <= 0:
         return 1.0
