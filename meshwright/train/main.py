@@ -25,7 +25,7 @@ from meshwright.system.errors import (
     TrainingError,
 )
 from meshwright.system.log import logger, print_error
-from meshwright.system.machine import given_rank, warn_of_tasks
+from meshwright.system.machine import allow_files, given_rank, warn_of_tasks
 from meshwright.system.processes import Launch, Requests, before_training, die_with_parent
 from meshwright.train.job import run
 from meshwright.train.preflight import Plan, preflight
@@ -116,6 +116,7 @@ def _run_command_line(launch: Launch, requests: Requests) -> bool:
         for note in written.notes:
             logger.info("%s", note)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    allow_files(world_size)
     if "RANK" not in os.environ:
         warn_of_tasks(machines=1)
     plan: Plan | None = None
