@@ -27,6 +27,7 @@ from meshwright.system.machine import (
     GLOO,
     Place,
     Ranks,
+    allow_files,
     count_cores,
     count_ranks,
     find_place,
@@ -79,6 +80,7 @@ def run(given: Namespace) -> None:
     exit_when_asked()
     ranks = count_ranks(given)
     _check_gpus(ranks)
+    allow_files(ranks.total)  # the launcher's, too
     rendezvous = _rendezvous(given, ranks)
     place = Place()
     if ranks.machines > 1:

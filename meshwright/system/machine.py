@@ -4,6 +4,7 @@ import fcntl
 import ipaddress
 import os
 import re
+import resource
 import socket
 import struct
 import subprocess
@@ -109,6 +110,21 @@ def given_rank() -> int:
     rank, size = int(env["RANK"]), int(env["WORLD_SIZE"])
     check(rank < size, "RANK", rank, f"WORLD_SIZE = {size}: must be less than that", fix)
     return rank
+
+
+def allow_files(ranks: int) -> None:
+    """Raise this process's limit of open files if it is low for one of `ranks`: gloo opens three to
+    each other rank, so that 512 ranks need more than the usual 1024.
+
+    Raises:
+        ConfigError: if this user may not open as many: torchrun would retry in silence.
+    """
+    limit, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= limit < (needed := 48 + 4 * ranks):
+        limit = needed if hard < 0 else min(needed, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+        rule, fix = f"{ranks} ranks need {needed}", f"have root raise it: ulimit -Hn {needed}"
+        check(limit == needed, "ulimit -n", limit, rule, fix)
 
 
 def warn_of_tasks(machines: int) -> None:

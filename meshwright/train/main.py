@@ -25,7 +25,7 @@ from meshwright.system.errors import (
     TrainingError,
 )
 from meshwright.system.log import logger, print_error
-from meshwright.system.machine import given_rank, warn_of_tasks
+from meshwright.system.machine import allow_files, given_rank, warn_of_tasks
 from meshwright.system.processes import Launch, Requests, before_training, die_with_parent
 from meshwright.train.job import run
 from meshwright.train.preflight import Plan, preflight
@@ -36,12 +36,14 @@ def main(launch: Launch, requests: Requests) -> None:
     if dist.is_torchelastic_launched():  # torchrun gives every rank a session of its own, so
         # nothing else would end it; without torchrun it may outlive its shell
         die_with_parent(launch.pid or os.getppid())
-    code = rank = 0
+    # the first rank of a machine mostly says the same, and this one is then ended; of another machine
+    # it waits for nobody: its launcher would be left by the first one's, and exit with 1
+    code, waits_s = 0, FIRST_RANK_PRINTS_WITHIN_S * (os.environ.get("LOCAL_RANK", "0") != "0")
     try:
         requests.when_asked = "raise"
         requests.check()
         try:
-            rank = given_rank()
+            given_rank()
             is_done = _run_command_line(launch, requests)
         finally:
             requests.when_asked = "hold"  # torchrun ends the other ranks of a job that has failed
@@ -50,8 +52,7 @@ def main(launch: Launch, requests: Requests) -> None:
     except StopRequested:
         code = _stopped_before_training(launch, requests)
     except ConfigError as error:
-        if rank > 0:  # the first rank mostly says the same, and this one is then ended
-            time.sleep(FIRST_RANK_PRINTS_WITHIN_S)
+        time.sleep(waits_s)
         print_error(error)
         code = EXIT_CONFIG
     except (TrainingError, DataError, SaveError) as error:
@@ -68,8 +69,8 @@ def main(launch: Launch, requests: Requests) -> None:
     with contextlib.suppress(OSError):  # a full disk, where they go to files
         sys.stdout.flush()
         sys.stderr.flush()
-    if code in EXIT_CODES.values() and code != EXIT_CONFIG and rank > 0:
-        time.sleep(FIRST_RANK_PRINTS_WITHIN_S)
+    if code in EXIT_CODES.values() and code != EXIT_CONFIG:
+        time.sleep(waits_s)
     # gloo's threads abort some ranks during interpreter teardown, after all is done or reported
     os._exit(code)
 
@@ -95,7 +96,7 @@ COMPILERS = ("torch._dynamo", "torch._inductor", "triton")
 """Modules of the errors that compilation raises; private, for a hint alone."""
 
 FIRST_RANK_PRINTS_WITHIN_S = 5
-"""Seconds ranks > 0 wait before exiting, so that rank 0 can report a shared error first."""
+"""Seconds other ranks of a machine wait before exiting, so that its first can report an error."""
 
 
 def _to_plan() -> str:
@@ -116,6 +117,7 @@ def _run_command_line(launch: Launch, requests: Requests) -> bool:
         for note in written.notes:
             logger.info("%s", note)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    allow_files(world_size)
     if "RANK" not in os.environ:
         warn_of_tasks(machines=1)
     plan: Plan | None = None

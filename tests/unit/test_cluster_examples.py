@@ -15,7 +15,15 @@ from meshwright.commands.train import _log_ranks, _patience, _rendezvous
 from meshwright.config.command_line import parse
 from meshwright.config.loader import find_config
 from meshwright.datasets.opening import CachedSource, StreamedSource
-from meshwright.system.errors import EXIT_DATA, EXIT_HANG, EXIT_STOPPED, ConfigError
+from meshwright.system.errors import (
+    EXIT_CONFIG,
+    EXIT_DATA,
+    EXIT_HANG,
+    EXIT_SAVE,
+    EXIT_STOPPED,
+    EXIT_TRAINING,
+    ConfigError,
+)
 from meshwright.system.machine import Place, Ranks, count_ranks, find_place
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -89,12 +97,12 @@ def test_the_ranks_whose_log_is_shown() -> None:
 
 
 def test_a_job_starts_again_on_the_codes_that_slurm_s_does() -> None:
+    """Kubernetes on others, too: the machines that are left exit with 1 if one is lost."""
     assert SKY["resources"]["job_recovery"]["recover_on_exit_codes"] == AGAIN
     (job,) = RUNTIME["spec"]["template"]["spec"]["replicatedJobs"]
     (rule,) = job["template"]["spec"]["podFailurePolicy"]["rules"]
-    by_signals = [128 + 9, 128 + 15]
-    assert (rule["action"], rule["onExitCodes"]["operator"]) == ("FailJob", "NotIn")
-    assert rule["onExitCodes"]["values"] == [*AGAIN, *by_signals]
+    assert (rule["action"], rule["onExitCodes"]["operator"]) == ("FailJob", "In")
+    assert rule["onExitCodes"]["values"] == [EXIT_CONFIG, EXIT_TRAINING, EXIT_SAVE]
     assert TRAIN_JOB["spec"]["runtimeRef"]["name"] == RUNTIME["metadata"]["name"]
 
 

@@ -1,8 +1,9 @@
 """How many GPUs and cores this machine has for a job, also where its driver is ill."""
 
 import os
+import resource
 from argparse import Namespace
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from meshwright.commands.main import run
 from meshwright.system import machine
 from meshwright.system.errors import ConfigError
 from meshwright.system.machine import (
+    allow_files,
     count_cores,
     count_gpus,
     count_ranks,
@@ -207,6 +209,25 @@ def test_a_rank_has_all_variables_of_a_launcher_or_none(monkeypatch) -> None:
             patch.delenv(name) if wrong is None else patch.setenv(name, wrong)
             with pytest.raises(ConfigError, match=words):
                 given_rank()
+
+
+@pytest.mark.parametrize(
+    ("limits", "ranks", "left"),
+    [
+        ((1024, 4096), 512, 2096),  # gloo of 512 ranks opens 1,568
+        ((1024, 4096), 8, 1024),
+        ((24, resource.RLIM_INFINITY), 2, 56),
+        ((24, 24), 2, 0),
+    ],
+)
+def test_a_low_limit_of_open_files_is_raised_or_refused(limits, ranks, left, monkeypatch) -> None:
+    """With too few, ranks that meet print pages of C++ and hang, and torchrun says nothing."""
+    now = [limits]
+    monkeypatch.setattr(resource, "getrlimit", lambda _: now[-1])
+    monkeypatch.setattr(resource, "setrlimit", lambda _, wanted: now.append(wanted))
+    with nullcontext() if left else pytest.raises(ConfigError, match="ulimit -n = 24: 2 ranks"):
+        allow_files(ranks)
+        assert now[-1] == (left, limits[1])
 
 
 def test_jobs_that_srun_has_started_by_mistake_say_so(monkeypatch, caplog) -> None:

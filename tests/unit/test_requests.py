@@ -4,10 +4,13 @@ import os
 import signal
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
-from meshwright.system.processes import STOP, TRAINED, Requests
+from meshwright.system.errors import EXIT_CODES, ConfigError, SaveError
+from meshwright.system.processes import STOP, TRAINED, Launch, Requests
+from meshwright.train import main as rank_main
 from tests.helpers.forked import Forked
 
 RANK = """
@@ -104,3 +107,21 @@ def test_the_launcher_is_told_of_the_first_step(tmp_path: Path) -> None:
     assert (tmp_path / TRAINED).exists()
     (tmp_path / STOP).write_text("SIGINT")
     assert requests.look() == "SIGINT"  # though nothing listens
+
+
+@pytest.mark.parametrize(("local_rank", "waits"), [(0, 0), (1, 5)])
+@pytest.mark.parametrize("kind", [ConfigError, SaveError])
+def test_an_error_of_all_ranks_is_the_first_s_on_each_machine(
+    kind, local_rank, waits, monkeypatch
+) -> None:
+    """A launcher whose rank waits would be left by the one of the first machine, and exit with 1."""
+    launcher = {"RANK": local_rank + 2, "WORLD_SIZE": 4, "MASTER_ADDR": "a", "MASTER_PORT": 1}
+    for name, value in (launcher | {"LOCAL_RANK": local_rank}).items():
+        monkeypatch.setenv(name, str(value))
+    slept, codes = [0], []
+    monkeypatch.setattr("time.sleep", slept.append)
+    monkeypatch.setattr("os._exit", codes.append)
+    error = kind("", "wrong") if kind is ConfigError else kind("full")
+    monkeypatch.setattr(rank_main, "_run_command_line", Mock(side_effect=error))
+    rank_main.main(Launch(), Requests())
+    assert (sum(slept), codes) == (waits, [EXIT_CODES[kind]])
