@@ -232,7 +232,8 @@ def grouped_matmul(a: Tensor, b: Tensor, ends: Tensor, *, is_transposed: bool = 
     """(R, in), (E, in, out) -> (R, out): rows up to ends[0] by b[0], and so on; or (in, R),
     (R, out) -> (E, in, out): the product of the columns and rows of each group, zeros without any.
 
-    Where torch does not multiply in groups, a loop does, to equal results.
+    Where torch does not multiply in groups, a loop does, to equal results: as where there are no
+    rows at all, on a rank whose experts nobody chose (pytorch pull request 192497).
 
     Args:
         ends: (E,) int32, ascending; the last is R.
@@ -244,7 +245,7 @@ def grouped_matmul(a: Tensor, b: Tensor, ends: Tensor, *, is_transposed: bool = 
     is_aligned = all(size * a.itemsize % ALIGNMENT == 0 for size in sizes)
     has_type = a.dtype in GROUPED_TYPES.get(a.device.type, ())
     b = b.mT if is_transposed else b
-    if is_aligned and has_type:
+    if is_aligned and has_type and a.numel():
         return F.grouped_mm(a, b, offs=ends)
     counts = ends.diff(prepend=ends.new_zeros(1)).tolist()
     if is_by_rows:

@@ -1,7 +1,6 @@
 """Activation checkpointing: activations that backward computes again instead of keeping them."""
 
 import functools
-import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -102,8 +101,6 @@ def _keeping(names: tuple[str, ...]) -> Callable[[], object]:
     """Return the `context_fn` of `checkpoint` that keeps outputs of these operators."""
     # names, and not their operators, some of which torch.compile does not know
     contexts = functools.partial(_contexts, names)
-    # it warns, whatever is in the blocks, of operators that change a tensor in place
-    logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
     # by this torch.compile's cache tells policies apart; without it, it keeps no graph
     contexts.cache_hash = f"save {names}, prefer to compute others again"  # type: ignore[attr-defined]
     return contexts
