@@ -256,7 +256,8 @@ def test_texts_and_conversations_do_not_mix(tmp_path) -> None:
 
 def test_a_token_keeps_whether_the_loss_counts_it(tmp_path) -> None:
     turns = [{"role": "user", "content": "ask"}, {"role": "assistant", "content": "answer"}]
-    cache = open_cache(TextsRecipe((turns, turns)), tmp_path, num_workers=1)
+    nothing = ("",) * 8  # parts of which a condition leaves nothing do not tell the kind
+    cache = open_cache(TextsRecipe((*nothing, turns, turns)), tmp_path, num_workers=1)
     sample = CachedSamples(cache, 18, seed=0).read(0)
     assert bytes(sample.tokens.tolist()) == b"askanswer" * 2
     assert (sample.raw < NO_LOSS).tolist() == ([False] * 3 + [True] * 6) * 2
