@@ -22,7 +22,13 @@ from tests.helpers.planning import CASES, OF_EXPERTS, Case, operators, planned
 from tests.helpers.slow import slow
 
 EVERYDAY = "FSDP 2"
-SLOW = ("FSDP 2 x TP 2", "selective by op", "accumulation, reduced once", "reshard never", "1F1B, a long step")
+SLOW = (
+    "FSDP 2 x TP 2",
+    "selective by op",
+    "accumulation, reduced once",
+    "reshard never",
+    "1F1B, a long step",
+)
 """The rest: benchmarks/planning.py."""
 PEAK_IN_LOSS = ("FSDP 2 x TP 2", "accumulation, reduced once")
 ROOT = Path(__file__).parents[2]
