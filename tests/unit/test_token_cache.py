@@ -2,6 +2,7 @@
 
 import errno
 import gc
+import json
 import os
 import random
 import resource
@@ -10,6 +11,7 @@ import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
@@ -28,6 +30,7 @@ from meshwright.system.errors import ConfigError
 from meshwright.system.files import whole_file
 from tests.helpers.files import NOT_THERE, failing_reads, leave_out_flock_and_fsync, tree
 from tests.helpers.texts import OWN_DATASET, TEXTS, TextsRecipe, encode, entry, tokenization
+from tests.helpers.tokenizer_files import byte_level_json
 
 MANY = tuple(f"document {i} " * (i % 7) for i in range(300))
 
@@ -182,6 +185,14 @@ def test_another_chat_template_is_another_cache(tmp_path) -> None:
         template.write_text(content)
         identities.add(recipe.identity())
     assert len(identities) == 2
+    # another token by a name that the template writes
+    byte_level_json(tmp_path / "tokenizer.json", ["<s>", "</s>", "<end>"])
+    for eos in ("</s>", "<end>"):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos}))
+        for content in ("{{ messages }}", "{{ eos_token }}"):
+            template.write_text(content)
+            identities.add(replace(recipe, tokenizer_path=str(tmp_path)).identity())
+    assert len(identities) == 5
 
 
 def read_all(cache: TokenCache) -> np.ndarray:
