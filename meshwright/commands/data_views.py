@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from meshwright.checkpoint import commit
+from meshwright.checkpoint.manifest import DamagedError
 from meshwright.config.job_config import JobConfig
 from meshwright.datasets.named_sources import entries, is_streamed, validation_entries
 from meshwright.datasets.opening import CachedSource, OpenSource, recipe_of
@@ -119,7 +120,10 @@ def _cursors(
     folder = Path(config.job.dump_folder) / config.checkpoint.folder
     here = [(source.entry.name, source.content) for source in sources]
     for step in commit.saved_steps(folder):
-        manifest = commit.inspect(commit.step_folder(folder, step))
+        try:
+            manifest = commit.inspect(commit.step_folder(folder, step))
+        except DamagedError:  # or deleted by the job that runs; another one tells a place, too
+            continue
         # a place in other data is none in this
         if manifest.get("stage", 1) == stage and [*manifest["data_content"].items()] == here:
             yield step, Cursor.from_json(manifest["data"])

@@ -21,6 +21,7 @@ from meshwright.datasets.rows import LocalDocuments, is_on_side
 from meshwright.datasets.sources import by_suffix, left_out
 from meshwright.datasets.storage import DataFile
 from meshwright.datasets.tokenizers.kinds import build_tokenizer
+from meshwright.datasets.tokenizers.special_tokens import well_formed
 from meshwright.system.errors import (
     ConfigError,
     RecordError,
@@ -264,7 +265,7 @@ def _sample(entry: Entry, files: list[DataFile]) -> tuple[list[str], bool]:
             what, fix = str(item).partition(" (training.")[0], "name other files, or correct it"
             raise ConfigError("", f"{what}\n  fix: {fix} (iconv makes UTF-8 of other text)")
         if isinstance(item, str) and item:
-            texts.append(item)
+            texts.append(well_formed(item))
             size += len(item)
         if size > SAMPLE_BYTES:
             return texts, False

@@ -54,7 +54,7 @@ class Provenance:
         self._outermost = shown_path(path)
         table: Key = ()
         counts, depth = Counter[Key](), 0
-        for number, line in enumerate(text.splitlines(), 1):
+        for number, line in enumerate(text.split("\n"), 1):
             is_inside, depth = depth > 0, depth + _opened(line)
             if is_inside:  # a list of several lines
                 continue

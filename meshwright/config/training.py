@@ -63,8 +63,8 @@ class Source(Section, on_resume="data"):
     "path/to/file.py:function"."""
 
     dataset_mode: Literal["auto", "cached", "streamed"] = "auto"
-    """cached: tokenised once, into files that every later job maps into memory; any sample can be
-    read, and all are shuffled. streamed: tokenised as it is read, for data too large to be
+    """cached: tokenised once, into files that every later job reads; any sample can be read, and
+    all are shuffled. streamed: tokenised as it is read, for data too large to be
     tokenised first. auto: streamed for datasets of the hub, otherwise cached."""
 
 

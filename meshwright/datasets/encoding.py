@@ -173,7 +173,14 @@ def tokenizer_parts(
         template = find_template(tokenizer_path, chat_template_path)
     except ConfigError:  # it matters only if there are conversations, and is raised then
         template = ""
-    return [tokenizer.fingerprint, tokenizer.bos_id, tokenizer.eos_id, template]
+    ends = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id}
+    # tokens that the template writes by their names, which files beside the tokenizer give
+    named = [
+        (name, token)
+        for name, token in sorted(tokenizer.special_names.items())
+        if name in template and tokenizer.special_ids.get(token) != ends.get(name, -1)
+    ]
+    return [tokenizer.fingerprint, *ends.values(), template, *named]
 
 
 def short_hash(parts: list[object]) -> str:

@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from meshwright.config.section import MODULE_OBJECT
 from meshwright.config.training import Source
 from meshwright.datasets.storage import DataFile, find_files, is_address, open_file, stat, stat_all
 from meshwright.system.errors import ConfigError, RecordError, as_toml, config_error, where_it_ends
+from meshwright.system.files import may_pass, read_patiently, warn_once
 from meshwright.system.log import logger
 
 PACKED = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".lz4": "lz4"}
@@ -134,18 +136,7 @@ def resolve(path: str, suffixes: Sequence[str]) -> list[DataFile]:
         literal = path  # as much of it as is there, even if it reads as a pattern
         while literal and not os.path.exists(literal):
             literal = os.path.dirname(literal)
-        pattern = path[len(literal) :].lstrip("/")
-        parts = pattern.split("/")
-        if "**" in parts:
-            names = ((file, os.path.relpath(file, literal or ".")) for file in _below(literal))
-            found = [file for file, name in names if _fits(name.split("/"), parts)]
-        else:
-            matches = glob.glob(os.path.join(glob.escape(literal), pattern))
-            found = [
-                file
-                for file in matches
-                if not any(map(_is_left_out, file.split("/")[-len(parts) :], parts))
-            ]
+        found = [*_matches(literal, path[len(literal) :].lstrip("/").split("/"))]
     return [stat(file) for file in sorted(found) if os.path.isfile(file)]
 
 
@@ -154,10 +145,31 @@ def beside(path: str, suffix: str) -> str:
     return os.path.splitext(path)[0] + suffix
 
 
+def _matches(folder: str, pattern: Sequence[str]) -> Iterator[str]:
+    """Yield the paths below a folder that fit the parts of a pattern."""
+    first, *rest = pattern
+    if first == "**":
+        below = ((file, os.path.relpath(file, folder or ".")) for file in _below(folder))
+        yield from (file for file, name in below if _fits(name.split("/"), pattern))
+        return
+    for _, folders, names in islice(os.walk(folder or ".", onerror=_leave_out), 1):
+        for name in fnmatch.filter(folders if rest else names, first):
+            path = os.path.join(folder, name)
+            if not _is_left_out(name, first):
+                yield from _matches(path, rest) if rest else [path]
+
+
+def _leave_out(error: OSError) -> None:
+    """Have a walk leave out a folder that this user may not look into, and no other."""
+    if may_pass(error):
+        raise error
+    warn_once(f"{error.filename}: {error.strerror}; left out")
+
+
 def _below(folder: str) -> Iterator[str]:
     """Yield the files below a folder; a folder that links lead to again is read once."""
     seen = set[tuple[int, int]]()
-    for parent, folders, names in os.walk(folder or ".", followlinks=True):
+    for parent, folders, names in os.walk(folder or ".", followlinks=True, onerror=_leave_out):
         state = os.stat(parent)
         if (state.st_dev, state.st_ino) in seen:
             logger.warning("%s: a link to a folder that is read already; left out", parent)
@@ -197,7 +209,7 @@ def local_files(entry: Entry) -> list[DataFile]:
         fix = f"name one of them, for example {os.path.join(path, 'train')}"
         raise entry.error("dataset_path", "is a DatasetDict with its splits", fix)
     with suppress(FileNotFoundError):  # a web server's answer
-        found = resolve(path, suffixes)
+        found = read_patiently(path, lambda: resolve(path, suffixes))
     if found:
         for file in found:  # the names decide on the cache, and errors print them
             if file.path.encode("utf-8", "ignore").decode() != file.path:

@@ -213,8 +213,9 @@ def _numpy_header(head: bytes) -> tuple[tuple[int, ...], str, int]:
 
 
 def _with_count(opened: TokenFile, count: int) -> TokenFile:
-    if opened.num_tokens != count:
-        raise FormatError(f"has {opened.num_tokens} tokens, and its header says {count}")
+    size = opened.offset + count * np.dtype(opened.dtype).itemsize
+    if opened.size != size:
+        raise FormatError(f"has {opened.size:,} bytes, and its header says {size:,}")
     return opened
 
 

@@ -12,7 +12,7 @@ from meshwright.datasets.encoding import Encoder, TokenizationSpec
 from meshwright.datasets.files import ROW_FORMATS, Entry, fingerprint, revision, sampled
 from meshwright.datasets.foreign_tokens import TokenFiles
 from meshwright.datasets.named_sources import entries, is_streamed, validation_entries
-from meshwright.datasets.rows import Documents, LocalDocuments
+from meshwright.datasets.rows import Documents, LocalDocuments, unreadable
 from meshwright.datasets.samples import (
     CachedSamples,
     PackedSamples,
@@ -219,6 +219,5 @@ def _content(recipe: TokenizationSpec, files: Sequence[DataFile]) -> str:
     try:
         some = sampled(files)
     except OSError as error:
-        fix = "give all machines the same files"
-        raise recipe.entry.error("dataset_path", str(error), fix) from error
+        raise unreadable(recipe.entry, error) from error
     return f"{fingerprint(recipe.entry, files, is_portable=True)}, {some}, {recipe.method()}"

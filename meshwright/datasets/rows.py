@@ -394,6 +394,7 @@ def _layout(entry: Entry) -> Layout:
     """Return how the files of a source hold rows, and which columns of them are read."""
     source, columns = entry.source, None
     if not source.dataset_format:
-        wanted = [source.dataset_column, *(c.column.partition(".")[0] for c in conditions(entry))]
+        named = [c.column for c in conditions(entry)]  # "a.b": of that name, or b in a
+        wanted = source.dataset_column, *named, *(name.partition(".")[0] for name in named)
         columns = tuple(dict.fromkeys(wanted))
     return Layout(source.dataset, columns, source.dataset_separator)

@@ -254,14 +254,14 @@ def stored_packing(cache: TokenCache, capacity: int) -> Packing:
 
 
 def open_packing(cache: TokenCache, capacity: int, *, again: bool = False) -> Packing:
-    """Open the packing of a cache into samples of `capacity` tokens; first make it, if it is not
-    there. Processes that make it at the same time write the same files.
+    """Open the packing of a cache into samples of `capacity` tokens; first make it, if it cannot be
+    read. Processes that make it at the same time write the same files.
 
     Args:
         again: make it in any case.
     """
     if not again:
-        with suppress(DamagedCacheError):
+        with suppress(DamagedCacheError, OSError):
             return stored_packing(cache, capacity)
     try:
         with busy(f"packing {cache.num_documents:,} documents"):

@@ -183,8 +183,11 @@ def hub_files(repository: str, subset: str, entry: Entry) -> list[DataFile]:
     name, revision = entry.source.dataset_subset or subset or None, entry.source.dataset_revision
     with openable(entry):
         builder = datasets.load_dataset_builder(repository, name, revision=revision or None)
-        found = builder.config.data_files[entry.source.dataset_split]
-        return [DataFile(str(file)) for file in found]
+        by_split, split = builder.config.data_files, entry.source.dataset_split
+        if split not in by_split:
+            fix = f"choose from {', '.join(map(str, by_split))}"
+            raise entry.error("dataset_split", "no such split", fix)
+        return [DataFile(str(file)) for file in by_split[split]]
 
 
 @contextmanager

@@ -194,7 +194,7 @@ class BlockCache:
     def forget(self, file: RangeFile, begin: int, size: int) -> None:
         """Delete the blocks that hold these bytes."""
         for block in self._blocks(begin, size):
-            self._place(file, block).unlink(missing_ok=True)
+            self._delete(self._place(file, block))
 
     def _blocks(self, begin: int, size: int) -> range:
         return range(begin // self.BLOCK, (begin + size - 1) // self.BLOCK + 1)
@@ -232,8 +232,13 @@ class BlockCache:
         for _, of_one, path in sorted(found):
             if size <= self._limit * 15 // 16:
                 return
-            path.unlink(missing_ok=True)
+            self._delete(path)
             size -= of_one
+
+    @staticmethod
+    def _delete(path: Path) -> None:
+        with suppress(OSError):  # it is gone, or another user's
+            path.unlink()
 
 
 def open_file(file: DataFile) -> IO[bytes]:

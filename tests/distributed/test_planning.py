@@ -23,7 +23,10 @@ from tests.helpers.slow import slow
 
 EVERYDAY = "FSDP 2"
 SLOW = (
-    *("FSDP 2 x TP 2", "selective by op", "accumulation, reduced once", "reshard never"),
+    "FSDP 2 x TP 2",
+    "selective by op",
+    "accumulation, reduced once",
+    "reshard never",
     "1F1B, a long step",
 )
 """The rest: benchmarks/planning.py."""

@@ -138,7 +138,7 @@ def test_other_content_is_refused(name, content, says, folder) -> None:
 @pytest.mark.parametrize("first", [[], [None], [""], [None, ""]])
 @pytest.mark.parametrize("more", [{}, {"id": "a name"}])
 def test_rows_without_text_may_come_before_one_with_text(first, more, folder) -> None:
-    rows = [more | {"text": text} for text in [*first, *TEXTS]]
+    rows = [more | {"text": text} for text in [*first, *TEXTS, "\ud83d"]]
     (folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     assert init.look_at("rows.jsonl").source.dataset_column == "text"
 

@@ -102,6 +102,7 @@ def test_resolved_config_loads_to_itself(toml, tmp_path) -> None:
         ("[training]\n[model]\n[training]\n", 3, "not TOML: line 1 has it, too"),
         ("[a]\nx = 1\n[b]\nx = 1\ny = 2\ny = 3\n", 6, "not TOML: line 5 has it, too"),
         ("x = 1\n[a]\ny = 1\ny.x = 2\n", 4, "not TOML: Cannot"),
+        ("# of a web page:\u2028\n[training]\nsteps = 1.5\n", 3, "a whole number"),
     ],
 )
 def test_mistakes_in_a_toml_are_placed(toml, text, line, says) -> None:

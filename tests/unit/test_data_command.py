@@ -102,6 +102,7 @@ def test_a_stage_is_read_from_its_own_checkpoints(tmp_path, capsys) -> None:
     publish(tmp_path / "out" / "checkpoint", 22, **facts)
     other = {"data_content": {"second": "other"}}  # of before the file was changed
     publish(tmp_path / "out" / "checkpoint", 21, **facts | other)
+    (tmp_path / "out" / "checkpoint" / "step-20").mkdir()  # damaged: another one tells a place
     capsys.readouterr()
     data([path, "--samples", "second", "30", "30"])
     data([path, "--step", "20"])

@@ -29,6 +29,7 @@ ROWS = [
         "score": None if n == 5 else n / 10,
         "meta": {"n": n},
         "is_good": n % 4 == 0,
+        "flat.n": n,
     }
     for n in range(1, 31)
 ]
@@ -61,6 +62,7 @@ def items(held_out: float = 0.0, is_held_out: bool = False, **keys: Any) -> list
         (["score != null"], lambda row: row["score"] is not None),
         (["score == None", "len(lang) == 2"], lambda row: row["score"] is None),
         ([" meta.n > -1 "], lambda row: True),
+        (["flat.n < 9"], lambda row: row["flat.n"] < 9),  # a column's own name has the dot
         (["is_good == true"], lambda row: row["is_good"]),
         (["is_good == false"], lambda row: not row["is_good"]),
     ],

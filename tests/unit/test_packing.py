@@ -131,6 +131,11 @@ def test_a_packing_that_is_not_whole_or_of_other_tokens_is_made_again(
     with pytest.raises(ConfigError, match="damaged\n  fix: delete"):
         open_packing(cache, LENGTH).window(0)
     assert open_packing(cache, LENGTH, again=True).window(0).tobytes() in content
+    index = file.with_suffix(".npz")
+    index.unlink()
+    index.mkdir()  # it cannot be read, nor replaced
+    assert open_packing(cache, LENGTH).window(0).tobytes() in content
+    index.rmdir()
     cache.content = "other"
     file.unlink()
     with monkeypatch.context() as full:  # without room for files it stays in memory

@@ -1,10 +1,12 @@
 """Readers of local files give the rows of json, pyarrow and open, or a fault with its place."""
 
+import errno
 import json
+import os
 import random
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from meshwright.datasets.files import (
 )
 from meshwright.datasets.readers import END, Layout, cut, read
 from meshwright.datasets.storage import ChangedError, stat
+from meshwright.system.files import warn_once
 
 SEED = 32
 BOM = b"\xef\xbb\xbf"
@@ -330,7 +333,7 @@ def test_a_file_of_one_value(content: bytes, want: list[Any], tmp_path: Path) ->
         check_everywhere(path, Layout("json"), found)
 
 
-def test_links_and_names_that_are_no_data(tmp_path: Path, caplog) -> None:
+def test_links_and_names_that_are_no_data(tmp_path: Path, caplog, monkeypatch) -> None:
     inner, far = tmp_path / "data/inner", tmp_path / "far"
     for folder in (inner, far, tmp_path / "data/.git", tmp_path / "data/_temporary"):
         folder.mkdir(parents=True)
@@ -358,6 +361,26 @@ def test_links_and_names_that_are_no_data(tmp_path: Path, caplog) -> None:
     assert len(resolve(str(far / "cache-1f.arrow"), ())) == 1
     assert len(resolve(str(far / "_a*"), ())) == 1
     assert resolve(str(tmp_path / "none/**"), ()) == []
+    patterns = "data", "data/**/*", "data/*/*.jsonl"
+
+    def locked(folder: str) -> Iterator[os.DirEntry[str]]:
+        if folder.endswith("inner"):
+            raise OSError(number, "the reason", folder)
+        return scandir(folder)
+
+    scandir = os.scandir
+    monkeypatch.setattr("os.scandir", locked)
+    number = errno.EACCES
+    for pattern in patterns:
+        warn_once.cache_clear()
+        caplog.clear()
+        found = resolve(str(tmp_path / pattern), SUFFIXES["json"])
+        assert {Path(file.path).parent.name for file in found} == {"linked"}
+        assert "inner: the reason; left out" in caplog.text
+    number = errno.ESTALE  # it is there later
+    for pattern in patterns:
+        with pytest.raises(OSError, match="the reason"):
+            resolve(str(tmp_path / pattern), SUFFIXES["json"])
 
 
 def test_a_file_that_changes_under_the_job(tmp_path: Path) -> None:

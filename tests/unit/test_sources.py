@@ -9,15 +9,18 @@ from functools import partial
 from http.client import IncompleteRead
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import datasets
 import pyarrow
 import pytest
 from pyarrow import parquet
 
+from meshwright.config.loader import load_config
 from meshwright.datasets.encoding import NO_LOSS, TokenizationSpec
 from meshwright.datasets.files import fingerprint, local_files, revision
 from meshwright.datasets.named_sources import check_path
+from meshwright.datasets.opening import open_data
 from meshwright.datasets.rows import Document, Documents, IndexedDocuments, unreadable
 from meshwright.datasets.samples import CachedSamples
 from meshwright.datasets.sources import by_suffix, find_dataset, openable
@@ -155,6 +158,17 @@ def test_errors_that_may_pass(error: Exception, passes: bool) -> None:
 )
 def test_an_error_that_stays_asks_for_no_other_start(number: int | None, kind: type) -> None:
     assert type(unreadable(entry(dataset="json"), OSError(number, "why"))) is kind
+
+
+def test_a_stream_that_cannot_be_looked_at_now_is_started_again(folder: Path, monkeypatch) -> None:
+    write("json", folder)
+    stale = Mock(side_effect=OSError(116, "Stale file handle"))
+    monkeypatch.setattr("meshwright.datasets.opening.sampled", stale)
+    keys = "dataset=json", f"dataset_path={folder}", "dataset_mode=streamed"
+    words = [f"--training.{key}" for key in keys]
+    config = load_config([*words, "--model.tokenizer_path=bytes"])
+    with pytest.raises(StorageError, match="Stale file handle\n  fix: run the same command again"):
+        open_data("training", config)
 
 
 def test_indexed_documents_are_cut_evenly() -> None:
@@ -466,6 +480,9 @@ def test_a_revision_of_the_hub_is_pinned_and_known(hub, folder: Path) -> None:
     assert hub["revision"] == COMMITS[0]
     newest.open(streamed=False)
     assert hub["revision"] is None
+    rule = r"dataset_split = 'dev': no such split\n  fix: choose from train"
+    with pytest.raises(ConfigError, match=rule):
+        recipe(dataset_split="dev").identity()
 
 
 def test_a_cache_that_cannot_be_made_names_its_variable() -> None:

@@ -157,6 +157,18 @@ def test_a_damaged_block_of_the_local_cache_is_read_again(server, tmp_path) -> N
     assert block.read_bytes() == server.files["a.npy"][: len(block.read_bytes())]
 
 
+def test_a_block_that_cannot_be_deleted_is_read_from_its_storage(server, tmp_path) -> None:
+    """As another user's, in a folder that users share; here a folder has its name."""
+    server.files["a"] = bytes(1000)
+    blocks = BlockCache(tmp_path / "blocks", 0)  # each write is one too many
+    file = RangeFile(f"{server.address}/a", cache=blocks)
+    assert file.read(0, 1000) == bytes(1000)
+    block = blocks._place(file, 0)
+    block.mkdir(parents=True)
+    assert file.read(0, 1000) == file.read_again(0, 1000) == bytes(1000)
+    assert block.is_dir()
+
+
 def test_the_local_cache_is_bounded(server, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(BlockCache, "BLOCK", 1 << 10)
     server.files["a"] = random.Random(0).randbytes(100 << 10)

@@ -2,6 +2,7 @@
 
 import errno
 import gc
+import json
 import os
 import random
 import resource
@@ -10,6 +11,7 @@ import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
@@ -28,6 +30,7 @@ from meshwright.system.errors import ConfigError
 from meshwright.system.files import whole_file
 from tests.helpers.files import NOT_THERE, failing_reads, leave_out_flock_and_fsync, tree
 from tests.helpers.texts import OWN_DATASET, TEXTS, TextsRecipe, encode, entry, tokenization
+from tests.helpers.tokenizer_files import byte_level_json
 
 MANY = tuple(f"document {i} " * (i % 7) for i in range(300))
 
@@ -182,6 +185,14 @@ def test_another_chat_template_is_another_cache(tmp_path) -> None:
         template.write_text(content)
         identities.add(recipe.identity())
     assert len(identities) == 2
+    # another token by a name that the template writes
+    byte_level_json(tmp_path / "tokenizer.json", ["<s>", "</s>", "<end>"])
+    for eos in ("</s>", "<end>"):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos}))
+        for content in ("{{ messages }}", "{{ eos_token }}"):
+            template.write_text(content)
+            identities.add(replace(recipe, tokenizer_path=str(tmp_path)).identity())
+    assert len(identities) == 5
 
 
 def read_all(cache: TokenCache) -> np.ndarray:
@@ -256,7 +267,8 @@ def test_texts_and_conversations_do_not_mix(tmp_path) -> None:
 
 def test_a_token_keeps_whether_the_loss_counts_it(tmp_path) -> None:
     turns = [{"role": "user", "content": "ask"}, {"role": "assistant", "content": "answer"}]
-    cache = open_cache(TextsRecipe((turns, turns)), tmp_path, num_workers=1)
+    nothing = ("",) * 8  # parts of which a condition leaves nothing do not tell the kind
+    cache = open_cache(TextsRecipe((*nothing, turns, turns)), tmp_path, num_workers=1)
     sample = CachedSamples(cache, 18, seed=0).read(0)
     assert bytes(sample.tokens.tolist()) == b"askanswer" * 2
     assert (sample.raw < NO_LOSS).tolist() == ([False] * 3 + [True] * 6) * 2

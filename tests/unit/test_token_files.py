@@ -204,6 +204,14 @@ def test_arrays_that_are_no_tokens_are_refused(arrays, message: str, tmp_path: P
         open_tokens(tmp_path, "tokens", tmp_path / f"*{Path(name).suffix}")
 
 
+@pytest.mark.parametrize("kind", ["numpy", "llm.c"])
+def test_a_file_is_as_long_as_its_header_says(kind: str, tmp_path: Path) -> None:
+    path = write_kind(kind, tmp_path / "a", DOCUMENTS)
+    path.write_bytes(path.read_bytes() + b"\n")  # half a token
+    with pytest.raises(ConfigError, match=r"has [\d,]+ bytes, and its header says [\d,]+"):
+        open_tokens(tmp_path, "tokens", path)
+
+
 @pytest.mark.parametrize("kind", ["numpy", "llm.c", "datatrove"])
 def test_zeros_between_tokens_are_tokens_where_the_type_is_known(kind: str, tmp_path: Path) -> None:
     path = write_kind(kind, tmp_path / "a", 40 * [[104, 0, EOS, 0]])

@@ -184,9 +184,8 @@ def _state(part: Part) -> tuple[int, int]:
 def _dtype(recipe: TokenizationSpec, items: Iterator[Any]) -> str:
     """Little-endian; wide enough for the vocabulary, and for `NO_LOSS` in conversations."""
     documents = (item for item in items if isinstance(item, (str, list)) and item)
-    is_chat = not isinstance(next(documents, ""), str)
-    vocab_size = recipe.tokenizer.vocab_size
-    return "<u2" if vocab_size <= 1 << 16 and not is_chat else "<u4"
+    is_wide = recipe.tokenizer.vocab_size > 1 << 16
+    return "<u4" if is_wide or not isinstance(next(documents, ""), str) else "<u2"
 
 
 def _make(
@@ -206,7 +205,8 @@ def _make(
         dtype = ""
     else:
         parts = [Part(folder, number) for number in range(documents.parts)]
-        dtype = _dtype(recipe, documents.read_part(0))
+        items = itertools.chain.from_iterable(map(documents.read_part, range(documents.parts)))
+        dtype = _dtype(recipe, items)
     wrong = {
         part.number: _state(part)
         for part in parts
