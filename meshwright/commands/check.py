@@ -1,12 +1,15 @@
 """`meshwright check`: find the faults that would keep a job from running, without starting it."""
 
 import os
+import shlex
 from argparse import Namespace
 from collections.abc import Sequence
+from pathlib import Path
 
 from meshwright.checkpoint.claim import holder
 from meshwright.commands.options import add_ranks
 from meshwright.config.loader import read
+from meshwright.config.provenance import shown_path
 from meshwright.system.errors import numbered
 from meshwright.system.log import log_to_console, logger
 from meshwright.system.machine import Ranks, count_ranks, why_bf16_is_slow
@@ -41,8 +44,8 @@ def run(given: Namespace) -> None:
 
 def check_job(given: Namespace, ranks: Ranks) -> Plan:
     """Check that a job can run, and log how "auto" was decided for compilation, which options have
-    no effect, whether another type would be much faster, and how the job differs from the one that
-    saved the checkpoint to resume from.
+    no effect, whether another type would be much faster, how the job differs from the one that
+    saved the checkpoint to resume from, and whether its folder is another than its TOML's.
 
     Args:
         given: without CONFIG, gets that of $CONFIG_FILE, or the debug model.
@@ -74,10 +77,25 @@ def check_job(given: Namespace, ranks: Ranks) -> Plan:
         diff.log()
         if diff.is_done:  # ranks take seconds to say so
             logger.info("%s holds step %d, the last", plan.checkpoint_folder, plan.resume_step)
+    if lies_beside := _other_job(given, plan):
+        logger.warning("%s", lies_beside)
     if is_taken:
         words = "a job that runs uses %s: %s\n  fix: start another when it has ended"
         logger.warning(words, plan.checkpoint_folder, owner)
     return plan
+
+
+def _other_job(given: Namespace, plan: Plan) -> str:
+    """Return a warning if a job wrote the TOML, and its folder was moved since, or is looked for
+    from another working directory: `job.dump_folder` does not lead there. Or nothing."""
+    job, path = plan.config.job, Path(plan.config.job.config_file)
+    is_of_job = path.name == "config.toml" and (path.parent / "history.jsonl").exists()
+    is_there = os.path.realpath(path.parent) == os.path.realpath(job.dump_folder)
+    if not is_of_job or is_there or ("job", "dump_folder") in given.overrides:
+        return ""
+    folder = shown_path(path.parent)
+    words = f"this job uses job.dump_folder = {job.dump_folder!r}, not {folder}, where its TOML is"
+    return f"{words}\n  fix: to continue that one, add --job.dump_folder {shlex.quote(folder)}"
 
 
 def _log_translation(notes: Sequence[str], name: str) -> None:

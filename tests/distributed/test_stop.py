@@ -4,14 +4,15 @@ import os
 import signal
 import time
 from pathlib import Path
-from unittest.mock import patch
+from unittest.mock import MagicMock, patch
 
 import pytest
 import torch.distributed as dist
 
 from meshwright.checkpoint import commit
-from meshwright.system.errors import EXIT_INTERRUPTED
+from meshwright.system.errors import EXIT_INTERRUPTED, StopRequested
 from meshwright.system.processes import NUDGE, STOP, STOP_SIGNALS, Requests
+from meshwright.train import job
 from meshwright.train import stop as preemption
 from meshwright.train.stop import PROFILE_FILE, STOP_FILE, Vote
 from tests.helpers.forked import Forked
@@ -118,6 +119,7 @@ import os, signal, sys, time
 from pathlib import Path
 import torch
 from meshwright.system import processes as process
+from meshwright.train import job
 from meshwright.train import stop as preemption
 from meshwright.parallelisms.meshes import start_process_group
 start_process_group(torch.device("cpu"), 60)
@@ -192,6 +194,7 @@ def test_a_rank_of_a_job_that_has_failed_ends_soon(tmp_path: Path) -> None:
 STOPPED_SOON = """
 import os, sys
 from pathlib import Path
+from meshwright.train import job
 from meshwright.train import stop as preemption
 from meshwright.config.loader import load_config
 from meshwright.system.errors import TrainingError
@@ -234,3 +237,16 @@ def test_what_would_not_go_on_is_not_said_to(tmp_path: Path) -> None:
     assert step > 0
     back = result_of_stopping(tmp_path, "--checkpoint.load_step", str(step))
     assert f"it is saved, but checkpoint.load_step = {step} would begin from there again" in back
+
+
+def test_a_rank_that_waits_for_one_that_was_asked_and_is_gone_ends_too(monkeypatch) -> None:
+    """It made the vote's group while requests were held, and was killed after 30 s."""
+
+    def ask(*args: object) -> None:
+        raise StopRequested(args[2].when_asked)
+
+    monkeypatch.setattr(job, "Vote", ask)
+    for name in ("dist", "note_failure"):
+        monkeypatch.setattr(job, name, MagicMock())
+    with pytest.raises(StopRequested, match="raise"):
+        job._train(MagicMock(), Requests(), 0.0)

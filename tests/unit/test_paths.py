@@ -155,6 +155,19 @@ def test_who_needs_a_folder_of_checkpoints_alone(tmp_path: Path, capsys) -> None
     claim.give_back()
 
 
+def test_a_folder_that_was_moved_is_not_the_one_that_its_config_names(tmp_path, capsys) -> None:
+    (moved := tmp_path / "moved to").mkdir()
+    (config := moved / "config.toml").write_text('extends = "debug_model"\njob.dump_folder = "old"')
+    for is_of_job in (False, True):
+        run(["check", str(config)])
+        fix = "fix: to continue that one, add --job.dump_folder '"
+        assert (fix in capsys.readouterr().out) == is_of_job
+        (moved / "history.jsonl").touch()
+    for folder in (moved, "elsewhere"):
+        run(["check", str(config), f"--job.dump_folder={folder}"])
+        assert "to continue" not in capsys.readouterr().out
+
+
 def test_a_folder_called_like_a_preset_does_not_hide_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
