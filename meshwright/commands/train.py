@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -81,6 +82,7 @@ def run(given: Namespace) -> None:
     ranks = count_ranks(given)
     _check_gpus(ranks)
     allow_files(ranks.total)  # the launcher's, too
+    _check_temporary_folder()
     rendezvous = _rendezvous(given, ranks)
     place = Place()
     if ranks.machines > 1:
@@ -170,6 +172,14 @@ def _check_gpus(ranks: Ranks) -> None:
     fix = "lower it, or hide the GPUs with CUDA_VISIBLE_DEVICES= to train on the CPU"
     is_enough = not ranks.gpus or ranks.per_machine <= ranks.gpus
     check(is_enough, "NGPU", ranks.per_machine, f"there are {ranks.gpus} GPUs", fix)
+
+
+def _check_temporary_folder() -> None:
+    try:
+        tempfile.gettempdir()  # torch and torchrun need one
+    except FileNotFoundError as error:
+        what = f"TMPDIR = {os.environ.get('TMPDIR', '')!r}: {error.strerror}"
+        raise ConfigError("", f"{what}\n  fix: export TMPDIR=FOLDER, a folder with room") from None
 
 
 def _endpoint(given: Namespace) -> str:
