@@ -130,8 +130,9 @@ def test_a_machine_that_cannot_look_up_its_own_name_is_refused(monkeypatch) -> N
 
 SCRIPT = Path(__file__).parents[2] / "multinode_trainer.slurm"
 PROGRAMS = {
-    "srun": 'exit "$CODE"',
-    "scontrol": 'if [ "$1" = requeue ]; then echo again; else echo node1; fi',
+    "srun": 'test "$RDZV_ENDPOINT" = node1:29517 && exit "$CODE"',
+    # the names of a thousand machines come in several parts
+    "scontrol": '[ "$1" = requeue ] && echo again || { echo node1; sleep 0.1; echo node2; }',
     "squeue": "echo RUNNING",
 }
 
