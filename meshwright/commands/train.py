@@ -189,7 +189,7 @@ def _endpoint(given: Namespace) -> str:
 def _rendezvous(given: Namespace, ranks: Ranks) -> list[str]:
     """torchrun's options for how the machines of a job meet."""
     if ranks.machines == 1:
-        return ["--standalone"]
+        return ["--standalone", "--nnodes", "1"]  # PET_NNODES of Kubeflow would say otherwise
     endpoint = _endpoint(given)
     host, _, port = endpoint.rpartition(":")
     check(
