@@ -12,7 +12,7 @@ from pathlib import Path
 from meshwright.system import claims
 from meshwright.system.claims import Owner, State, read
 from meshwright.system.errors import ConfigError
-from meshwright.system.files import make_folder, only_warn
+from meshwright.system.files import make_folder, only_warn, text_of
 from meshwright.system.log import logger
 
 FILE = "job.lock"
@@ -60,7 +60,8 @@ class Claim:
             state, is_late = read(file), time.monotonic() - begun > GRACE_S
             owner = None if state is None else state.owner
             if owner is None:  # between a job that ends and one that begins; or it is a user's
-                if is_late:
+                # after a power cut it is empty, and is taken once it has been silent
+                if is_late and text_of(file).strip("\0"):
                     raise FileExistsError(f"{file} exists, and no job wrote it")
             elif owner.pid == me.pid and owner.is_here:  # an earlier job of this process
                 file.unlink(missing_ok=True)

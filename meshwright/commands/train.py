@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -81,6 +82,7 @@ def run(given: Namespace) -> None:
     ranks = count_ranks(given)
     _check_gpus(ranks)
     allow_files(ranks.total)  # the launcher's, too
+    _check_temporary_folder()
     rendezvous = _rendezvous(given, ranks)
     place = Place()
     if ranks.machines > 1:
@@ -172,6 +174,14 @@ def _check_gpus(ranks: Ranks) -> None:
     check(is_enough, "NGPU", ranks.per_machine, f"there are {ranks.gpus} GPUs", fix)
 
 
+def _check_temporary_folder() -> None:
+    try:
+        tempfile.gettempdir()  # torch and torchrun need one
+    except FileNotFoundError as error:
+        what = f"TMPDIR = {os.environ.get('TMPDIR', '')!r}: {error.strerror}"
+        raise ConfigError("", f"{what}\n  fix: export TMPDIR=FOLDER, a folder with room") from None
+
+
 def _endpoint(given: Namespace) -> str:
     return given.rdzv_endpoint or os.environ.get("RDZV_ENDPOINT") or ""
 
@@ -179,7 +189,7 @@ def _endpoint(given: Namespace) -> str:
 def _rendezvous(given: Namespace, ranks: Ranks) -> list[str]:
     """torchrun's options for how the machines of a job meet."""
     if ranks.machines == 1:
-        return ["--standalone"]
+        return ["--standalone", "--nnodes", "1"]  # PET_NNODES of Kubeflow would say otherwise
     endpoint = _endpoint(given)
     host, _, port = endpoint.rpartition(":")
     check(

@@ -292,7 +292,8 @@ def _check_folder(key: str, value: str, folder: Path) -> None:
         existing = existing.parent
     what = "not a" if os.path.exists(existing) else "a link to no"
     is_writable = existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)
-    if is_writable and existing != folder.absolute():
+    is_first = os.environ.get("RANK", "0") == "0"  # others would make a folder each, on one server
+    if is_writable and is_first and existing != folder.absolute():
         try:  # permissions do not tell: /proc takes no folder, nor does a quota that is used up
             TemporaryDirectory(dir=existing).cleanup()
         except OSError:

@@ -95,6 +95,15 @@ def test_a_killed_job_whose_number_another_process_has_is_replaced_after_a_silen
     ours.give_back()
 
 
+@pytest.mark.parametrize("left", ["", "\0" * 200])
+def test_a_claim_that_a_power_cut_has_emptied_is_replaced_after_a_silence(left, tmp_path) -> None:
+    (tmp_path / FILE).write_text(left)
+    ours, begun = Claim(tmp_path, new_nonce()), time.monotonic()
+    ours.take()
+    assert time.monotonic() - begun > claims.SILENCE_S
+    ours.give_back()
+
+
 def test_a_job_that_is_about_to_end_is_waited_for(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(claim, "GRACE_S", 30.0)
     with another_job(tmp_path) as job:

@@ -88,6 +88,13 @@ def test_machines_meet_at_a_host_and_a_port() -> None:
         assert f"RDZV_ENDPOINT = {endpoint!r}" in str(caught.value)
 
 
+def test_one_machine_waits_for_no_other_that_kubeflow_names(monkeypatch) -> None:
+    """torchrun takes its variables for options, and would wait for 10 minutes without a word."""
+    monkeypatch.setenv("PET_NNODES", "2")
+    words = _rendezvous(parse(build_parser("train", []), []), Ranks(2, machines=1, gpus=0))
+    assert parse_args([*words, "train.py"]).nnodes == "1"
+
+
 def test_the_ranks_whose_log_is_shown() -> None:
     for given, want in (("0 1", "0,1"), ("0,,1,", "0,1"), ("1", "1")):
         options = parse(build_parser("train", []), ["--log-rank", given])
@@ -130,8 +137,9 @@ def test_a_machine_that_cannot_look_up_its_own_name_is_refused(monkeypatch) -> N
 
 SCRIPT = Path(__file__).parents[2] / "multinode_trainer.slurm"
 PROGRAMS = {
-    "srun": 'exit "$CODE"',
-    "scontrol": 'if [ "$1" = requeue ]; then echo again; else echo node1; fi',
+    "srun": 'test "$RDZV_ENDPOINT" = node1:29517 && exit "$CODE"',
+    # the names of a thousand machines come in several parts
+    "scontrol": '[ "$1" = requeue ] && echo again || { echo node1; sleep 0.1; echo node2; }',
     "squeue": "echo RUNNING",
 }
 

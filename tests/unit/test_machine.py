@@ -2,6 +2,7 @@
 
 import os
 import resource
+import tempfile
 from argparse import Namespace
 from contextlib import nullcontext, suppress
 from importlib.machinery import ModuleSpec
@@ -65,6 +66,15 @@ def test_more_ranks_than_gpus_are_an_error_before_anything_starts(smi, monkeypat
     smi(LISTS_TWO)
     with pytest.raises(ConfigError, match="NGPU = 3: there are 2 GPUs\n  fix: lower it, or hide"):
         run(["train", "debug_model", "--ngpu=3"])
+
+
+def test_a_machine_without_room_for_temporary_files_is_an_error(smi, monkeypatch) -> None:
+    """Otherwise importing torch is a page of traceback."""
+    monkeypatch.setattr(os, "execv", lambda *_: pytest.fail("ranks start"))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/proc"])
+    with pytest.raises(ConfigError, match="No usable temporary directory .*\n  fix: export TMPDIR"):
+        run(["train", "debug_model"])
 
 
 def test_a_driver_that_fails_is_an_error_before_anything_starts(smi, tmp_path, monkeypatch) -> None:

@@ -10,11 +10,14 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from meshwright.commands.main import run
-from meshwright.config import loader
+from meshwright.config import combinations, loader
+from meshwright.config.combinations import check_writable
+from meshwright.config.job_config import JobConfig
 from meshwright.config.loader import load_config
 from meshwright.system.claims import Claim
 from meshwright.system.errors import ConfigError
@@ -137,6 +140,17 @@ def test_checkpoints_that_could_not_be_written_are_no_surprise_at_the_last_step(
     checkpoint.unlink()
     checkpoint.touch()
     assert "checkpoint is not a folder that can be written to" in error_of(words)
+
+
+def test_one_rank_tries_whether_the_dump_folder_can_be_made(tmp_path: Path, monkeypatch) -> None:
+    tried = Mock(side_effect=OSError("a quota"))
+    monkeypatch.setattr(combinations, "TemporaryDirectory", tried)
+    config = JobConfig.model_validate({"job": {"dump_folder": str(tmp_path / "new")}})
+    monkeypatch.setenv("RANK", "7")
+    check_writable(config)
+    monkeypatch.delenv("RANK")
+    with pytest.raises(ConfigError, match="is not a folder that can be written to"):
+        check_writable(config)
 
 
 def test_who_needs_a_folder_of_checkpoints_alone(tmp_path: Path, capsys) -> None:
