@@ -225,6 +225,12 @@ GROUPED_TYPES = {"cpu": (torch.float32, torch.bfloat16), "cuda": (torch.bfloat16
 """Types that torch multiplies in groups, by device."""
 
 
+def leaves_memory(device: torch.device) -> bool:
+    """Return whether torch's product of a group without rows may be old memory, and not 0: on
+    Blackwell it is (cutlass issue 2674, pytorch issue 172439). Of GPUs, only Hopper was tried."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) != (9, 0)
+
+
 # torch's own, under a name that compiles and is traced in fp32 too: its shape rule takes bf16 alone
 # (2.13)
 @torch.library.custom_op("meshwright::grouped_matmul", mutates_args=())
@@ -246,7 +252,10 @@ def grouped_matmul(a: Tensor, b: Tensor, ends: Tensor, *, is_transposed: bool = 
     has_type = a.dtype in GROUPED_TYPES.get(a.device.type, ())
     b = b.mT if is_transposed else b
     if is_aligned and has_type and a.numel():
-        return F.grouped_mm(a, b, offs=ends)
+        out = F.grouped_mm(a, b, offs=ends)
+        if not is_by_rows and leaves_memory(a.device):
+            out.masked_fill_((ends.diff(prepend=ends.new_zeros(1)) == 0).view(-1, 1, 1), 0)
+        return out
     counts = ends.diff(prepend=ends.new_zeros(1)).tolist()
     if is_by_rows:
         return torch.cat([part @ own for part, own in zip(a.split(counts), b, strict=True)])

@@ -44,10 +44,12 @@ def local_positions(seq_len: int, mesh: DeviceMesh, device: torch.device) -> Ten
 
 
 def local_part(batch: Batch, positions: Tensor) -> Batch:
-    """Return the tokens and labels at `positions` of every sequence.
+    """Return the tokens and labels at `positions` of every sequence; the batch, if that is all.
 
     `documents` stays whole: masking a query needs the document ids of all keys.
     """
+    if len(positions) == batch.tokens.shape[1]:
+        return batch
     return Batch(batch.tokens[:, positions], batch.labels[:, positions], batch.documents)
 
 

@@ -1,6 +1,6 @@
 """FSDP2: parameters, gradients and optimizer states sharded over data-parallel ranks."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -246,14 +246,13 @@ def accumulate_in_reduce_dtype(model: nn.Module) -> None:
             parameter.to_accumulated_grad_if_needed()
 
 
-def reset_after_no_grad(model: Decoder) -> None:
-    """After forwards of `model` without gradients: free gathered parameters, and leave FSDP2 as a
+def reset_after_no_grad(stages: Iterable[Decoder]) -> None:
+    """After forwards of `stages` without gradients: free gathered parameters, and leave FSDP2 as a
     backward would, which never comes."""
-    for module in model.modules():
+    for module in chain.from_iterable(stage.modules() for stage in stages):
         if is_fsdp(module):
             module.reshard()
-    if is_fsdp(model):
-        # FSDP2 notes every forward, to prefetch in backward in reverse order; notes of one that
-        # has no backward make the next gather in vain. Only `reset_iter_state` clears them too,
-        # which torch 2.11 lacks. If the name is gone, look whether they are still made.
-        model._get_fsdp_state()._comm_ctx.post_forward_order.clear()
+            # FSDP2 notes every forward, to prefetch in backward in reverse order; notes of one that
+            # has no backward make the next gather in vain. Only `reset_iter_state` clears them too,
+            # which torch 2.11 lacks. If the name is gone, look whether they are still made.
+            module._get_fsdp_state()._comm_ctx.post_forward_order.clear()

@@ -73,7 +73,6 @@ class Vote:
         self._error: Exception | None = None
         self._own_last_step, self._asked = NO_LIMIT, 0
         self._wants_trace = self._takes_trace = False
-        self._is_first_rank = dist.get_rank() == 0
         self._look_at = time.monotonic()
         self._begun = self._look_at if begun is None else begun
         self.limit = VOTE_TIMEOUT
@@ -148,7 +147,7 @@ class Vote:
             self._asked = max(self._asked, 1)
         if os.path.exists(self._stop_file):  # no, where a file system fails for a moment
             self._asked = max(self._asked, 2)
-        if self._is_first_rank:
+        if dist.get_rank() == 0:
             with suppress(OSError):  # it is not there, or a file system fails for a moment
                 self._profile_file.unlink()
                 self._wants_trace = True

@@ -114,8 +114,7 @@ class Trainer:
         mark("communication")
         first = batches[0].tokens
         positions = local_positions(first.shape[1], meshes.cp, first.device)
-        if meshes.cp.size() > 1:
-            batches = [local_part(batch, positions) for batch in batches]
+        batches = [local_part(batch, positions) for batch in batches]
         num_labels = count_labels(batches, meshes)
         mark("forward_backward")
         if early is not None:

@@ -53,7 +53,6 @@ def evaluate(
     device = torch.device(meshes.world.device_type)
     # loss, labels and bytes: fp64 counts exactly up to 2^53
     sums = torch.zeros(3, dtype=torch.float64, device=device)
-    positions: Tensor | None = None
 
     def add(loss: Tensor, batch: Batch) -> None:
         if meshes.tp.get_local_rank() > 0:  # the first of a tp group has the same
@@ -63,13 +62,10 @@ def evaluate(
         sums.add_(torch.stack([part.double() for part in (loss, is_counted.sum(), num_bytes)]))
 
     for batches in steps:
-        if positions is None:
-            positions = local_positions(batches[0].tokens.shape[1], meshes.cp, device)
-        if meshes.cp.size() > 1:
-            batches = [local_part(batch, positions) for batch in batches]
+        positions = local_positions(batches[0].tokens.shape[1], meshes.cp, device)
+        batches = [local_part(batch, positions) for batch in batches]
         model.forward_all(batches, positions, add)
-    for stage in model.stages:
-        reset_after_no_grad(stage)
+    reset_after_no_grad(model.stages)
     dist.all_reduce(sums)  # over the whole job: where nothing was counted there are zeros
     loss, num_labels, num_bytes = sums.tolist()
     return loss, int(num_labels), int(num_bytes)
@@ -131,8 +127,7 @@ def continue_prompts(
             _continue(rows[first : first + shape[0]], choose, num_tokens, stop)
             for first in range(0, len(rows), shape[0])
         )
-    for stage in model.stages:
-        reset_after_no_grad(stage)
+    reset_after_no_grad(model.stages)
     if not is_whole:
         return None
     return [row[len(prompt) :] for row, prompt in zip(rows, prompts, strict=True)]
@@ -177,9 +172,7 @@ def _next_tokens(model: LocalModel, batch: Batch, positions: Tensor, meshes: Mes
     def take(tokens: Tensor, _: Batch) -> None:
         chosen.copy_(tokens)
 
-    batch = batch.to(positions.device)
-    if meshes.cp.size() > 1:
-        batch = local_part(batch, positions)
+    batch = local_part(batch.to(positions.device), positions)
     model.forward_all([batch], positions, take)
     # over the whole job: ranks without the last stage, or without the position, have NONE
     dist.all_reduce(chosen, op=dist.ReduceOp.MAX)

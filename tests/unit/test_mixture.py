@@ -93,6 +93,15 @@ def test_a_grouped_matmul_is_a_matmul_for_each_expert(widths, counts) -> None:
     assert not grads[1][1].any()
 
 
+def test_a_group_without_rows_is_0_where_torch_leaves_memory_as_it_was(monkeypatch) -> None:
+    a, b, ends = torch.randn(11, 32).t(), torch.randn(11, 24), torch.tensor([3, 3, 11]).int()
+    want = grouped_matmul(a, b, ends)
+    old_memory = want.where(want != 0, torch.nan)
+    monkeypatch.setattr("meshwright.models.mixture.leaves_memory", lambda device: True)
+    monkeypatch.setattr(F, "grouped_mm", lambda *_, **__: old_memory.clone())
+    assert torch.equal(grouped_matmul(a, b, ends), want)
+
+
 @pytest.mark.parametrize("spec", [SPEC, GROUPED], ids=["softmax", "sigmoid"])
 @pytest.mark.parametrize("losses", [(0.3, 0, 0), (0.1, 0.2, 0.3)])
 def test_a_routers_losses_have_the_gradients_of_autograd(spec, losses) -> None:

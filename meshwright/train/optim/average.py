@@ -44,22 +44,17 @@ class Average:
             mean.copy_(torch.where(is_held_back.to(mean.device), mean, new))
 
     @contextmanager
+    @torch.no_grad()
     def in_place(self) -> Iterator[None]:
         """Within, the model has the means as its weights. For forwards without gradients."""
-        kept = []
-        self._reset()  # parameters that are still gathered would stay as they were
-        with torch.no_grad():
-            for mean, weight in self._shards():
-                kept.append(weight.clone())
-                weight.copy_(mean)
+        kept, stages = [], self._model.stages
+        reset_after_no_grad(stages)  # parameters that are still gathered would stay as they were
+        for mean, weight in self._shards():
+            kept.append(weight.clone())
+            weight.copy_(mean)
         try:
             yield
         finally:
-            self._reset()
-            with torch.no_grad():
-                for (_, weight), before in zip(self._shards(), kept, strict=True):
-                    weight.copy_(before)
-
-    def _reset(self) -> None:
-        for stage in self._model.stages:
-            reset_after_no_grad(stage)
+            reset_after_no_grad(stages)
+            for (_, weight), before in zip(self._shards(), kept, strict=True):
+                weight.copy_(before)
