@@ -92,7 +92,8 @@ def _date(path: Path) -> str:
 
 
 def _loss(manifest: Manifest) -> str:
-    return "not-finite" if manifest["loss"] is None else f"{manifest['loss']:.4f}"
+    unknown = "-" if "merged" in manifest else "not-finite"
+    return unknown if manifest["loss"] is None else f"{manifest['loss']:.4f}"
 
 
 def _mesh(mesh: dict[str, int]) -> str:

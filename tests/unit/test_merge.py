@@ -93,6 +93,8 @@ def test_others_take_a_merge_and_a_resume_is_refused(made, tmp_path, capsys) -> 
     out = tmp_path / "run" / "checkpoint"
     merge(made, out, steps="5,20")
     main(["verify", str(out)])
+    main(["ls", str(out)])
+    assert "not-finite" not in capsys.readouterr().out  # nobody knows its loss
     names = ("dim", "n_layers", "n_heads", "n_kv_heads", "hidden_dim", "vocab_size")
     args = {name: getattr(SMALL, name) for name in names}
     tables = {
