@@ -156,7 +156,8 @@ def _delete(checkpoint: Path) -> bool:
         if not lock(file, fcntl.LOCK_EX, checkpoint / MANIFEST, RISK):
             return False
         name = f"{checkpoint.name}.{secrets.token_hex(8)}{DELETED}"
-        shutil.rmtree(checkpoint.rename(checkpoint.with_name(name)))
+        renamed = checkpoint.rename(checkpoint.with_name(name))
+    shutil.rmtree(renamed)  # not while a file in it is open: NFS would keep that, and the folder
     return True
 
 

@@ -237,8 +237,11 @@ def did_you_mean(wrong: str, valid: Iterable[str], alike: float = 0.75) -> str:
 
 
 def where_it_ends(path: str | Path) -> str:
-    """Return advice on a path that does not exist: a name that is near, or how far it exists."""
+    """Return advice on a path that does not exist, or is no folder: a name that is near, or how far
+    it exists."""
     path = Path(path).absolute()
+    if path.exists():
+        return f"name its folder: {path} is a file"
     parent = next(folder for folder in path.parents if os.path.exists(folder))
     name = path.relative_to(parent).parts[0]
     try:

@@ -172,11 +172,14 @@ def test_many_resumes_of_a_long_run_take_no_time(folder) -> None:
 
 
 def test_a_run_that_has_only_begun_has_a_report_but_not_a_folder_without(tmp_path) -> None:
-    with pytest.raises(ConfigError, match="RUN_DIR = .*: holds no metrics.jsonl\n  fix: "):
-        report([str(tmp_path)])
+    for path in (str(tmp_path), "/"):
+        with pytest.raises(ConfigError, match="RUN_DIR = .*: holds no metrics.jsonl\n  fix: "):
+            report([path])
     with pytest.raises(ConfigError, match="RUN_DIR = 10: .*\n  fix: "):
         report([str(tmp_path)] * 10)
     (tmp_path / "metrics.jsonl").write_text("")
+    with pytest.raises(ConfigError, match=r"no such folder\n  fix: name its folder: .* is a file"):
+        report([str(tmp_path / "metrics.jsonl")])
     report([str(tmp_path)])
     assert "running, or ended without a word" in (tmp_path / "report.html").read_text()
 

@@ -98,7 +98,7 @@ def shrink(config: JobConfig, args: DecoderArgs) -> JobConfig:
     Kept: family, tied embeddings, rotary scaling, grouped heads, seed, optimizer, schedule,
     clipping, whether documents are masked and data is streamed. Replaced: dimensions, by small ones
     that divide where the user's do and are odd where that finds mistakes; data, by that of
-    `data.py`; precision, by bf16, which cases in fp32 change; a rate above `HIGHEST_LR`.
+    `job.py`; precision, by bf16, which cases in fp32 change; a rate above `HIGHEST_LR`.
     """
     tp = largest_tp(args, config.parallelism.tensor_parallel_degree)
     kv_heads = tp if tp > 1 else min(args.n_kv_heads, 3)
