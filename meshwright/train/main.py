@@ -36,7 +36,7 @@ def main(launch: Launch, requests: Requests) -> None:
     if dist.is_torchelastic_launched():  # torchrun gives every rank a session of its own, so
         # nothing else would end it; without torchrun it may outlive its shell
         die_with_parent(launch.pid or os.getppid())
-    # the first rank of a machine mostly says the same, and this one is then ended; the first ranks of
+    # a machine's first rank mostly says the same, and this one is then ended; the first ranks of
     # other machines do not wait: their launchers would be left by the first one's, and exit with 1
     code, waits_s = 0, FIRST_RANK_PRINTS_WITHIN_S * (os.environ.get("LOCAL_RANK", "0") != "0")
     try:
