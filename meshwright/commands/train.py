@@ -93,14 +93,16 @@ def run(given: Namespace) -> None:
     warn_of_tasks(ranks.machines)
     # not at the top: numpy takes as long as all checks, which come first
     from meshwright.datasets.opening import open_data
-    from meshwright.datasets.stream import steps_of_data
+    from meshwright.datasets.stream import Cursor, steps_of_data
     from meshwright.train.resume import place_in_data
 
     sources = open_data("training", plan.config)  # which tokenises it, before ranks wait for that
+    cursor = Cursor()
     if 0 < plan.resume_step < plan.config.training.steps:  # of other data, it is refused
         saved = read_manifest(step_folder(plan.checkpoint_folder, plan.resume_step))
-        place_in_data(plan, saved, sources)
-    known, told = replace(plan, data_steps=steps_of_data(plan.config, sources)), plan.notes
+        cursor = place_in_data(plan, saved, sources)
+    data_steps = steps_of_data(plan.config, sources, plan.resume_step, cursor)
+    known, told = replace(plan, data_steps=data_steps), plan.notes
     for text in known.notes:
         if text not in told:
             logger.warning("%s", text)

@@ -328,22 +328,29 @@ class SampleStream:
         return self._reads_all or any(slot % common == shard % common for slot in self.slots)
 
 
-def steps_of_data(config: JobConfig, sources: Sequence[OpenSource]) -> int:
+def steps_of_data(
+    config: JobConfig, sources: Sequence[OpenSource], step: int = 0, cursor: Cursor = Cursor()
+) -> int:
     """Return the last step that `training.max_epochs` leaves data for; 0: no limit, or a source is
     streamed. Of a mixture it may be a few more: a source may have given a sample less than its
-    share."""
+    share.
+
+    Args:
+        step: the last one before `cursor`, where the job resumes, maybe in other data.
+    """
     training, most = config.training, 0
     if not training.max_epochs:
         return 0
     shares = [Fraction(str(source.entry.weight)) for source in sources]
+    before = cursor.weighted_from or (0,) * len(sources)
     behind = int(len(sources) > 1)
-    for source, share in zip(sources, shares, strict=True):
+    for source, share, taken in zip(sources, shares, before, strict=True):
         if not isinstance(source, CachedSource):
             return 0
-        count = training.max_epochs * source.samples_per_epoch(training.seq_len + 1)
-        samples = math.ceil((count + behind) * sum(shares) / share) - behind
+        count = training.max_epochs * source.samples_per_epoch(training.seq_len + 1) - taken
+        samples = sum(before) + math.ceil((count + behind) * sum(shares) / share) - behind
         most = min(most, samples) if most else samples
-    return most // training.global_batch_size
+    return step + (most - cursor.sample) // training.global_batch_size
 
 
 def find_samples(

@@ -155,10 +155,11 @@ def set_up(
     heart.beat("opening the data")
     sources, held_out = _open_data(plan, checkpoints)
     heart.beat("set-up")
-    plan = replace(plan, data_steps=steps_of_data(plan.config, sources))
     has_steps, cursor = plan.resume_step < plan.config.training.steps, Cursor()
     if found is not None and has_steps:
         cursor = place_in_data(plan, found, sources)
+    data_steps = steps_of_data(plan.config, sources, plan.resume_step, cursor)
+    plan = replace(plan, data_steps=data_steps)
     difference = None if found is None else resume_diff(plan, found)
     if difference is not None and difference.is_done:
         _say_done(plan)

@@ -389,6 +389,20 @@ def test_the_step_at_which_an_epoch_limit_ends_the_job_is_known(weights, batch, 
     assert 0 < taken < 1000
     apart = math.ceil((sum(weights) / min(weights) + 1) / batch) if len(weights) > 1 else 0
     assert known - apart <= taken <= known
+    # from a place in the data; and from one where the data, or its weights, begin
+    mixed = weighted(sources, weights)
+    order = SampleStream(mixed, Cursor(), SampleRules(LENGTH, 0, 2), batch=batch, slots=[])
+    for _ in range(2 * batch):
+        order.next_sample()
+    at, start = order.cursor, Cursor()
+    assert steps_of_data(config, mixed, 2, at) == known
+    assert steps_of_data(config, mixed, 9, start) == 9 + known
+    again = dataclasses.replace(at, weighted_from=at.counts)
+    left, order = 0, SampleStream(mixed, again, SampleRules(LENGTH, 0, 2), batch=batch, slots=[])
+    with pytest.raises(EndOfData):
+        while order.next_sample() is None:
+            left += 1
+    assert 2 + left // batch <= steps_of_data(config, mixed, 2, again) <= 2 + left // batch + apart
     assert steps_of_data(config, [*sources[1:], streamed()]) == 0
     endless = config.model_copy(update={"training": Training(seq_len=LENGTH)})
     assert steps_of_data(endless, sources) == 0
