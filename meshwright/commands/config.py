@@ -73,7 +73,7 @@ def _with_origins(toml: str, provenance: Provenance) -> Iterator[str]:
     """Lines of TOML, each value with a comment that says where it was written."""
     table = ""
     counts = Counter[str]()
-    lines = toml.rstrip().splitlines()
+    lines = toml.rstrip().split("\n")
     width = max(len(line) for line in lines if len(line) < 60)
     for line in lines:
         if header := HEADER.match(line):

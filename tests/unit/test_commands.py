@@ -272,7 +272,8 @@ def test_config_shows_where_each_value_is_from(tmp_path, capsys) -> None:
     parts = '[[training.datasets]]\nname = "a"\n[[training.datasets]]\nweight = 2\n'
     groups = '[optimizer]\ngroups = [{ parameters = ["norm.*"], lr_scale = 0.5 }]\n'
     own.write_text(f'extends = "{DEBUG}"\n[training]\nseq_len = 128\n{parts}{groups}')
-    command("config")([own, "--training.steps", 9])
+    text = "a separator\u2028of lines that TOML has not"
+    command("config")([own, "--training.steps", 9, "--job.description", text])
     out = capsys.readouterr().out
     origins = dict(re.findall(r"(?m)^(\w+ = \S+) .*# (?:.*/)?(\S+)$", out))
     for value, origin in (
@@ -286,6 +287,7 @@ def test_config_shows_where_each_value_is_from(tmp_path, capsys) -> None:
     ):
         assert origins[value] == origin
     assert tomli.loads(out)["training"]["steps"] == 9
+    assert tomli.loads(out)["job"]["description"] == text
 
 
 def test_config_diff_shows_keys_that_differ_and_exits_with_1(capsys) -> None:
