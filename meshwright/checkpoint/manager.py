@@ -238,10 +238,8 @@ class CheckpointManager:
 
         start = time.perf_counter()
         if self._is_first_rank and self._safe_step is not None and not os.path.exists(self._folder):
-            words = (
-                "%s is gone, with its checkpoints, and is made again\n  fix: see whether its file "
-            )
-            logger.warning(words + "system is mounted, and join the two folders", self._folder)
+            words = "%s is gone, and is made again: is its file system still mounted?"
+            logger.warning(words, self._folder)
         try:
             copies = None
             if self._staging is not None:

@@ -36,8 +36,8 @@ def main(launch: Launch, requests: Requests) -> None:
     if dist.is_torchelastic_launched():  # torchrun gives every rank a session of its own, so
         # nothing else would end it; without torchrun it may outlive its shell
         die_with_parent(launch.pid or os.getppid())
-    # the first rank of a machine mostly says the same, and this one is then ended; of another machine
-    # it waits for nobody: its launcher would be left by the first one's, and exit with 1
+    # the first rank here mostly says the same, and this one is then ended. On no machine does it
+    # wait for another machine's: its launcher would lose the first one's, and exit with 1
     code, waits_s = 0, FIRST_RANK_PRINTS_WITHIN_S * (os.environ.get("LOCAL_RANK", "0") != "0")
     try:
         requests.when_asked = "raise"

@@ -114,7 +114,7 @@ def test_the_launcher_is_told_of_the_first_step(tmp_path: Path) -> None:
 def test_an_error_of_all_ranks_is_the_first_s_on_each_machine(
     kind, local_rank, waits, monkeypatch
 ) -> None:
-    """A launcher whose rank waits would be left by the one of the first machine, and exit with 1."""
+    """A launcher whose rank waits would lose the first machine's, and exit with 1."""
     launcher = {"RANK": local_rank + 2, "WORLD_SIZE": 4, "MASTER_ADDR": "a", "MASTER_PORT": 1}
     for name, value in (launcher | {"LOCAL_RANK": local_rank}).items():
         monkeypatch.setenv(name, str(value))
