@@ -1,5 +1,6 @@
 """Saves and loads the checkpoints of a job: the one class that the job talks to."""
 
+import os
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -236,6 +237,9 @@ class CheckpointManager:
         from meshwright.checkpoint.writer import write
 
         start = time.perf_counter()
+        if self._is_first_rank and self._safe_step is not None and not os.path.exists(self._folder):
+            words = "%s is gone, and is made again: is its file system still mounted?"
+            logger.warning(words, self._folder)
         try:
             copies = None
             if self._staging is not None:

@@ -33,7 +33,11 @@ class TensorBoard:
     def __init__(self, folder: Path, resumed_step: int, config_text: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         # as SummaryWriter names it; TensorBoard looks for "tfevents"
-        name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{os.getpid()}"
+        begun = int(time.time())
+        for path in folder.glob("events.out.tfevents.*"):  # it reads files in the order of numbers,
+            number = path.name.split(".")[3]  # and the clock of an earlier machine may be ahead
+            begun = max(begun, int(number) + 1 if number.isdecimal() else 0)
+        name = f"events.out.tfevents.{begun}.{socket.gethostname()}.{os.getpid()}"
         self._file = WholeRecords(folder / name)
         try:
             self._add(0, file_version="brain.Event:2")

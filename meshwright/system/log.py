@@ -211,7 +211,12 @@ def log_to_file(folder: Path, rank: int) -> None:
     path = (folder / f"rank_{rank}.log").absolute()
     if str(path) in {getattr(handler, "baseFilename", "") for handler in logger.handlers}:
         return  # an earlier stage of the job
-    handler = RankFile(path)
+    try:
+        handler = RankFile(path)
+    except OSError as error:  # a full disk, or another user's file
+        logger.warning("%s cannot be written: %s; training continues", path, error.strerror)
+        faulthandler.register(signal.SIGUSR2)  # to stderr: by default it would end the rank
+        return
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%Y-%m-%d %H:%M:%S"))
     logger.addHandler(handler)
     assert handler.stream is not None  # it is opened at once

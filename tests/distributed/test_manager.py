@@ -245,6 +245,22 @@ def test_a_folder_that_cannot_be_made_is_a_warning(tmp_path: Path) -> None:
 
 
 @pytest.mark.ranks(2)
+def test_a_folder_that_is_gone_is_made_again_and_said(folder: str) -> None:
+    """A file system that was unmounted: the next checkpoints are below it, on another one."""
+    manager, path = make(folder), Path(folder)
+    save(manager, 5)
+    settle(manager)
+    if dist.get_rank() == 0:
+        path.rename(path.with_name("elsewhere"))
+    dist.barrier()
+    with logged() as messages:
+        save(manager, 10)
+    assert any("is gone, and is made again" in said for said in messages) == (dist.get_rank() == 0)
+    settle(manager)
+    assert commit.saved_steps(path) == [10]
+
+
+@pytest.mark.ranks(2)
 def test_what_fails_at_the_end_of_a_save_leaves_nothing(folder: str) -> None:
     manager = make(folder)
     save(manager, 5)

@@ -1,9 +1,11 @@
 """The console's lines."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
+from unittest.mock import Mock
 
 import pytest
 
@@ -111,3 +113,13 @@ def test_nothing_that_is_printed_fails(ends: str, encoding: str, said: str) -> N
     )
     assert done.returncode == 0
     assert done.stdout.decode(encoding) == said
+
+
+def test_a_rank_without_a_file_for_its_log_trains(tmp_path, monkeypatch, capsys) -> None:
+    """The file is a colleague's, whose job one continues; or the disk is full."""
+    monkeypatch.setattr("faulthandler.register", (register := Mock()))
+    (tmp_path / "rank_3.log").mkdir()
+    log_to_console()
+    log.log_to_file(tmp_path, 3)
+    assert "rank_3.log cannot be written: Is a directory" in capsys.readouterr().out
+    register.assert_called_once_with(signal.SIGUSR2)  # which would end the rank

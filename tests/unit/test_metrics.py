@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import sys
+import time
 import types
 from pathlib import Path
 from unittest.mock import Mock
@@ -99,8 +100,12 @@ def test_a_resumed_run_leaves_no_step_twice(tmp_path) -> None:
     assert new == '{"step": 30, "loss": null, "grad_norm": null, "samples": [1, 2]}'
 
 
-def test_tensorboard_hides_steps_after_the_one_resumed_from(tmp_path) -> None:
+@pytest.mark.parametrize("clock", [0, 86_400])
+def test_tensorboard_hides_steps_after_the_one_resumed_from(clock, tmp_path, monkeypatch) -> None:
+    """Also if the job resumes on a machine whose clock is behind."""
+    now = time.time()
     for resumed_step, steps in ((0, (1, 2, 3, 4)), (2, (3,))):
+        monkeypatch.setattr("time.time", lambda s=resumed_step: now + (clock if s == 0 else 0))
         sink = TensorBoard(tmp_path, resumed_step, "[optimizer]\nlr = 2e-3")
         for step in steps:
             sink.write({"step": step, "loss": float(resumed_step)})
