@@ -218,7 +218,8 @@ def _find_files(path: str) -> tuple[str, str, list[DataFile]]:
         kind = next((kind for kind in SUFFIXES if first.endswith(SUFFIXES[kind])), "text")
     check(kind in ROW_FORMATS, "--from", path, "holds tokens", "see docs/data.md for such files")
     fix = "name a file, a folder or a glob of texts, JSON, Parquet or Arrow"
-    fix = fix if files or os.path.exists(path) else where_it_ends(path)
+    fix += "; names that begin with . or _ are left out"
+    fix = fix if files or os.path.exists(path.split("*")[0]) else where_it_ends(path)
     files = [file for file in files if file.size]
     check(bool(files), "--from", path, "no text is there", fix)
     rule, fix = "is a table, not texts", "write its rows as JSON lines, as docs/data.md#csv does"

@@ -221,7 +221,7 @@ def local_files(entry: Entry) -> list[DataFile]:
     fixed = path  # as much of it as is no pattern
     while glob.has_magic(fixed):
         fixed = os.path.dirname(fixed)
-    fix = f"check the path: {fixed or '.'} holds none"
+    fix = f"check the path: {fixed or '.'} holds none; names that begin with . or _ are left out"
     if is_address(path):
         fix = "check the address"
     elif not os.path.exists(fixed):

@@ -124,14 +124,16 @@ def test_a_file_that_is_there_stays(folder) -> None:
         ("a.csv", "id,text\n" * 999, "is a table, not texts\n  fix: .* docs/data.md#csv"),
         ("a.txt", "\udce9" * 999, "a.txt: not UTF-8: .* 0xe9: .*\n  fix: name other"),
         ("", "", "exists, but holds no"),
+        ("left/_a.txt", "A line.\n" * 999, "is there\n  fix: .* begin with . or _ are left out"),
     ],
 )
 def test_other_content_is_refused(name, content, says, folder) -> None:
     path = Path("my texts", name or "nothing.txt")
+    path.parent.mkdir(exist_ok=True)
     if name:
         path.write_text(content, "utf-8", "surrogateescape")
     with pytest.raises(ConfigError, match=says):
-        write_toml(["--from", path])
+        write_toml(["--from", path.parent if path.parent.name == "left" else path])
     assert not (folder / "my_job.toml").exists()
 
 

@@ -201,7 +201,7 @@ TEXT = "[training]\ndataset = 'text'\n"
         ("[optimizer]\nbetas = [0.9]\n", "did you mean optimizer.beta1 and optimizer.beta2?"),
         ("[training]\ndataset_path = '$HOME/a'\ndataset = 'text'\n", "variables are not replaced"),
         (f"{TEXT}dataset_path = 'nodir/*.txt'\n", "HERE exists, but holds no nodir"),
-        (f"{TEXT}dataset_path = '*.txt'\n", "check the path: HERE holds none"),
+        (f"{TEXT}dataset_path = '*.txt'\n", "HERE holds none; names that begin with . or _ are"),
         ("[training]\ndataset = 'c4'\ndataset_path = 'a.tml'\n", "did you mean a.toml?"),
         ("[training]\ndataset_format = 'b.py:f'\n", "HERE exists, but holds no b.py"),
     ],

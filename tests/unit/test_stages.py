@@ -275,6 +275,7 @@ def test_held_out_documents_of_every_stage_are_tokenised_ahead(tmp_path, monkeyp
     monkeypatch.setattr("os.environ", dict(os.environ))
     monkeypatch.setattr("meshwright.commands.train.exit_when_asked", lambda: None)
     monkeypatch.setattr("os.execv", lambda *_: None)  # ranks, which would make what is not there
+    monkeypatch.setattr("signal.pthread_sigmask", lambda *_: None)  # other tests' would stay held
     command("train")([tmp_path / "config.toml", "--ngpu", "1"])
     assert len([*(tmp_path / "caches").iterdir()]) == 4
 
