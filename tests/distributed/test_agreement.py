@@ -91,7 +91,7 @@ def difference(folder: Path, case: str) -> str:
 
 
 class Other:
-    fingerprint, bos_id, eos_id = "bytes", 256, None
+    fingerprint, bos_id, eos_id, special_names = "bytes", 256, None, {}
 
 
 CASES = {
