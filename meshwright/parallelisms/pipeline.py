@@ -16,6 +16,7 @@ from meshwright.models.loss import Batch
 from meshwright.parallelisms.data_parallel import accumulate_in_reduce_dtype
 from meshwright.parallelisms.meshes import Meshes
 from meshwright.parallelisms.rules.stages import SCHEDULES, stages_of_rank
+from meshwright.system.modules import has_torch
 
 
 class Stage(PipelineStage):
@@ -75,8 +76,12 @@ class Pipeline:
                 dtype=getattr(torch, training.mixed_precision_param),
             )
         # Nothing before `first_trained` needs a gradient. Schedules that split backward get one all
-        # the same: torch finds no gradients of weights where the input needs none (2.13).
-        needs_gradient = 1 if SCHEDULES[schedule].splits_backward else first_trained + 1
+        # the same: torch finds no gradients of weights where the input needs none (2.13). And 2.12
+        # sends one from every stage.
+        sends_all = SCHEDULES[schedule].splits_backward or (
+            has_torch(2, 12) and not has_torch(2, 13)
+        )
+        needs_gradient = 1 if sends_all else first_trained + 1
         indices = range(num_stages)
         passed_on = [activation.detach().requires_grad_(i >= needs_gradient) for i in indices]
         wrapped = [
