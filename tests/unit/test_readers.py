@@ -352,7 +352,13 @@ def test_links_and_names_that_are_no_data(tmp_path: Path, caplog, monkeypatch) -
     assert [str(Path(file.path).relative_to(tmp_path)) for file in found] == want
     assert [file.size for file in found] == [1] * 4
     assert "read already" in caplog.text
-    for pattern in ("data/**/*.jsonl*", "data/*/*.jsonl*", "data/inner/../*/*.jsonl*"):
+    for pattern in (
+        "data/**/*.jsonl*",
+        "data/*/*.jsonl*",
+        "data/*//*.jsonl*",
+        "data/inner/../*/*.jsonl*",
+        "data/*/**/*.jsonl*",
+    ):
         found = resolve(str(tmp_path / pattern), ())
         assert [Path(f.path).name for f in found] == ["a.jsonl", "b.jsonl.zst"] * 2, pattern
     (far / "cache-1f.arrow").write_text("x")
