@@ -12,7 +12,7 @@ from pathlib import Path
 from meshwright.system import claims
 from meshwright.system.claims import Owner, State, read
 from meshwright.system.errors import ConfigError
-from meshwright.system.files import make_folder, only_warn, text_of
+from meshwright.system.files import make_folder, only_warn
 from meshwright.system.log import logger
 
 FILE = "job.lock"
@@ -48,7 +48,8 @@ class Claim:
 
         Raises:
             ConfigError: if another job runs.
-            OSError: if the folder cannot be written, or something else has the file's name.
+            OSError: if the folder cannot be written, or something else has the file's name, or this
+                user may not read it.
         """
         begun, file, me = time.monotonic(), self._claim.file, self._claim.owner
         above = [path for path in (self._folder, *self._folder.parents) if not path.exists()]
@@ -61,7 +62,7 @@ class Claim:
             owner = None if state is None else state.owner
             if owner is None:  # between a job that ends and one that begins; or it is a user's
                 # after a power cut it is empty, and is taken once it has been silent
-                if is_late and text_of(file).strip("\0"):
+                if is_late and file.read_text("utf-8", "replace").strip("\0"):
                     raise FileExistsError(f"{file} exists, and no job wrote it")
             elif owner.pid == me.pid and owner.is_here:  # an earlier job of this process
                 file.unlink(missing_ok=True)

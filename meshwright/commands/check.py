@@ -77,25 +77,23 @@ def check_job(given: Namespace, ranks: Ranks) -> Plan:
         diff.log()
         if diff.is_done:  # ranks take seconds to say so
             logger.info("%s holds step %d, the last", plan.checkpoint_folder, plan.resume_step)
-    if lies_beside := _other_job(given, plan):
-        logger.warning("%s", lies_beside)
+    _warn_of_move(given, plan)
     if is_taken:
         words = "a job that runs uses %s: %s\n  fix: start another when it has ended"
         logger.warning(words, plan.checkpoint_folder, owner)
     return plan
 
 
-def _other_job(given: Namespace, plan: Plan) -> str:
-    """Return a warning if a job wrote the TOML, and its folder was moved since, or is looked for
-    from another working directory: `job.dump_folder` does not lead there. Or nothing."""
+def _warn_of_move(given: Namespace, plan: Plan) -> None:
+    """Warn if a job wrote the TOML, and its folder was moved since, or is looked for from another
+    working directory: `job.dump_folder` does not lead there."""
     job, path = plan.config.job, Path(plan.config.job.config_file)
     is_of_job = path.name == "config.toml" and (path.parent / "history.jsonl").exists()
     is_there = os.path.realpath(path.parent) == os.path.realpath(job.dump_folder)
-    if not is_of_job or is_there or ("job", "dump_folder") in given.overrides:
-        return ""
-    folder = shown_path(path.parent)
-    words = f"this job uses job.dump_folder = {job.dump_folder!r}, not {folder}, where its TOML is"
-    return f"{words}\n  fix: to continue that one, add --job.dump_folder {shlex.quote(folder)}"
+    if is_of_job and not is_there and ("job", "dump_folder") not in given.overrides:
+        folder, fix = shown_path(path.parent), "to continue that one, add --job.dump_folder %s"
+        words = f"this job uses job.dump_folder = %r, not %s, where its TOML is\n  fix: {fix}"
+        logger.warning(words, job.dump_folder, folder, shlex.quote(folder))
 
 
 def _log_translation(notes: Sequence[str], name: str) -> None:

@@ -9,7 +9,6 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -136,7 +135,7 @@ def resolve(path: str, suffixes: Sequence[str]) -> list[DataFile]:
         literal = path  # as much of it as is there, even if it reads as a pattern
         while literal and not os.path.exists(literal):
             literal = os.path.dirname(literal)
-        found = [*_matches(literal, path[len(literal) :].lstrip("/").split("/"))]
+        found = [*_matches(literal, re.split("/+", path[len(literal) :].lstrip("/")))]
     return [stat(file) for file in sorted(found) if os.path.isfile(file)]
 
 
@@ -148,15 +147,15 @@ def beside(path: str, suffix: str) -> str:
 def _matches(folder: str, pattern: Sequence[str]) -> Iterator[str]:
     """Yield the paths below a folder that fit the parts of a pattern."""
     first, *rest = pattern
-    if first == "**":
+    if "**" in pattern:  # one walk, which sees the folders that links lead to twice
         below = ((file, os.path.relpath(file, folder or ".")) for file in _below(folder))
         yield from (file for file, name in below if _fits(name.split("/"), pattern))
         return
-    for _, folders, names in islice(os.walk(folder or ".", onerror=_leave_out), 1):
-        for name in fnmatch.filter(folders if rest else names, first):
-            path = os.path.join(folder, name)
-            if not _is_left_out(name, first):
-                yield from _matches(path, rest) if rest else [path]
+    _, folders, names = next(os.walk(folder or ".", onerror=_leave_out), ("", [], []))
+    for name in fnmatch.filter(folders if rest else names, first):
+        path = os.path.join(folder, name)
+        if not _is_left_out(name, first):
+            yield from _matches(path, rest) if rest else [path]
 
 
 def _leave_out(error: OSError) -> None:

@@ -350,7 +350,7 @@ def steps_of_data(
         count = training.max_epochs * source.samples_per_epoch(training.seq_len + 1) - taken
         samples = sum(before) + math.ceil((count + behind) * sum(shares) / share) - behind
         most = min(most, samples) if most else samples
-    return step + (most - cursor.sample) // training.global_batch_size
+    return step + max(most - cursor.sample, 0) // training.global_batch_size
 
 
 def find_samples(

@@ -119,7 +119,6 @@ import os, signal, sys, time
 from pathlib import Path
 import torch
 from meshwright.system import processes as process
-from meshwright.train import job
 from meshwright.train import stop as preemption
 from meshwright.parallelisms.meshes import start_process_group
 start_process_group(torch.device("cpu"), 60)
@@ -194,7 +193,6 @@ def test_a_rank_of_a_job_that_has_failed_ends_soon(tmp_path: Path) -> None:
 STOPPED_SOON = """
 import os, sys
 from pathlib import Path
-from meshwright.train import job
 from meshwright.train import stop as preemption
 from meshwright.config.loader import load_config
 from meshwright.system.errors import TrainingError

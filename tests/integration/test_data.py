@@ -220,6 +220,12 @@ def test_an_epoch_limit_ends_the_job_in_order(tmp_path) -> None:
     again = train_alone(tmp_path / "out", *arguments)
     assert f"holds step {last['step']}, where the data ends" in again.stdout
     assert len(records(tmp_path / "out")) == last["step"]
+    again = train_alone(
+        *(tmp_path / "out", *arguments),
+        *("--checkpoint.exclude_from_loading", '["dataloader", "optimizer"]'),
+    )
+    assert records(tmp_path / "out")[-1]["step"] == 2 * last["step"]
+    assert f"of {2 * last['step']}, " in again.stdout
     with open(tmp_path / "data" / "0.jsonl", "a") as file:
         file.write('{"text": "one more"}\n')
     other = train_alone(tmp_path / "out", *arguments, code=2)

@@ -181,6 +181,9 @@ def test_what_is_not_a_jobs_is_left_alone(tmp_path: Path) -> None:
     with pytest.raises(FileExistsError, match="no job wrote it"):
         Claim(tmp_path, new_nonce()).take()
     assert (tmp_path / FILE).read_text() == "a user's"
+    (folder := tmp_path / "other" / FILE).mkdir(parents=True)
+    with pytest.raises(IsADirectoryError):  # as a file that this user may not read
+        Claim(folder.parent, new_nonce()).take()
     publish(tmp_path, 5)  # and keeps nothing from being saved
     for content in ("[]", '{"host": "a"}'):
         (tmp_path / FILE).write_text(content)

@@ -226,6 +226,7 @@ def test_a_rank_has_all_variables_of_a_launcher_or_none(monkeypatch) -> None:
     [
         ((1024, 4096), 512, 2096),  # gloo of 512 ranks opens 1,568
         ((1024, 4096), 8, 1024),
+        ((1024, 4096), 1024, 4096),  # enough for gloo
         ((24, resource.RLIM_INFINITY), 2, 56),
         ((24, 24), 2, 0),
     ],

@@ -104,12 +104,14 @@ def test_a_resumed_run_leaves_no_step_twice(tmp_path) -> None:
 def test_tensorboard_hides_steps_after_the_one_resumed_from(clock, tmp_path, monkeypatch) -> None:
     """Also if the job resumes on a machine whose clock is behind."""
     now = time.time()
+    (tmp_path / "events.out.tfevents.of another program").touch()
     for resumed_step, steps in ((0, (1, 2, 3, 4)), (2, (3,))):
         monkeypatch.setattr("time.time", lambda s=resumed_step: now + (clock if s == 0 else 0))
         sink = TensorBoard(tmp_path, resumed_step, "[optimizer]\nlr = 2e-3")
         for step in steps:
             sink.write({"step": step, "loss": float(resumed_step)})
         sink.close()
+    assert len({path.name.split(".")[3] for path in tmp_path.iterdir()}) == 3
     events = EventAccumulator(str(tmp_path))
     events.Reload()
     assert [(e.step, e.value) for e in events.Scalars("loss")] == [(1, 0.0), (2, 0.0), (3, 2.0)]

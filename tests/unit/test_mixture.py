@@ -27,7 +27,7 @@ from meshwright.models.decoder import Decoder
 from meshwright.models.families import MODELS
 from meshwright.models.families.mixtral import MixtralArgs
 from meshwright.models.families.qwen3_moe import Qwen3MoeArgs
-from meshwright.models.mixture import Mixture, grouped_matmul
+from meshwright.models.mixture import Mixture, grouped_matmul, leaves_memory
 from meshwright.models.router import BalanceLosses, choose_experts
 from meshwright.models.table import FeedForwardSpec, LayerSpec, MixtureSpec
 from meshwright.parallelisms.activation_checkpoint import apply_ac
@@ -97,7 +97,13 @@ def test_a_group_without_rows_is_0_where_torch_leaves_memory_as_it_was(monkeypat
     a, b, ends = torch.randn(11, 32).t(), torch.randn(11, 24), torch.tensor([3, 3, 11]).int()
     want = grouped_matmul(a, b, ends)
     old_memory = want.where(want != 0, torch.nan)
+    assert not leaves_memory(a.device)
+    for capability in ((9, 0), (10, 0)):
+        monkeypatch.setattr("torch.cuda.get_device_capability", lambda _, c=capability: c)
+        assert leaves_memory(torch.device("cuda")) == (capability == (10, 0))
+    rows = grouped_matmul(b, want.mT, ends)
     monkeypatch.setattr("meshwright.models.mixture.leaves_memory", lambda device: True)
+    assert torch.equal(grouped_matmul(b, want.mT, ends), rows)
     monkeypatch.setattr(F, "grouped_mm", lambda *_, **__: old_memory.clone())
     assert torch.equal(grouped_matmul(a, b, ends), want)
 

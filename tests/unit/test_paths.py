@@ -177,9 +177,11 @@ def test_a_folder_that_was_moved_is_not_the_one_that_its_config_names(tmp_path, 
         fix = "fix: to continue that one, add --job.dump_folder '"
         assert (fix in capsys.readouterr().out) == is_of_job
         (moved / "history.jsonl").touch()
-    for folder in (moved, "elsewhere"):
-        run(["check", str(config), f"--job.dump_folder={folder}"])
+    named = [f"--job.dump_folder={folder}" for folder in (moved, "elsewhere")]
+    for words in ([named[0]], [named[1]], []):
+        run(["check", str(config), *words])
         assert "to continue" not in capsys.readouterr().out
+        config.write_text(f'extends = "debug_model"\njob.dump_folder = "{moved}"')
 
 
 def test_a_folder_called_like_a_preset_does_not_hide_it(

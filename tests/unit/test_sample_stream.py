@@ -398,6 +398,7 @@ def test_the_step_at_which_an_epoch_limit_ends_the_job_is_known(weights, batch, 
     at, start = order.cursor, Cursor()
     assert steps_of_data(config, mixed, 2, at) == known
     assert steps_of_data(config, mixed, 9, start) == 9 + known
+    assert steps_of_data(config, mixed, 9, Cursor(1000)) == 9  # all is read
     again = dataclasses.replace(at, weighted_from=at.counts)
     left, order = 0, SampleStream(mixed, again, SampleRules(LENGTH, 0, 2), batch=batch, slots=[])
     with suppress(EndOfData):

@@ -187,12 +187,12 @@ def test_another_chat_template_is_another_cache(tmp_path) -> None:
     assert len(identities) == 2
     # another token by a name that the template writes
     byte_level_json(tmp_path / "tokenizer.json", ["<s>", "</s>", "<end>"])
-    for eos in ("</s>", "<end>"):
+    for eos in ("</s>", "<end>", "<s>"):
         (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos}))
         for content in ("{{ messages }}", "{{ eos_token }}"):
             template.write_text(content)
             identities.add(replace(recipe, tokenizer_path=str(tmp_path)).identity())
-    assert len(identities) == 5
+    assert len(identities) == 6
 
 
 def read_all(cache: TokenCache) -> np.ndarray:
