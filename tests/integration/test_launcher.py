@@ -355,13 +355,26 @@ def test_a_validation_that_is_the_best_so_far_is_saved_and_texts_are_written(tmp
     assert json.loads((folder / "checkpoint" / "best.json").read_text())["step"] == 9
 
 
+FAILING = """
+import os
+from torch.optim import Optimizer
+
+def zero_grad(*_):
+    raise ArithmeticError("of a test")
+
+if os.environ.get("RANK") == "1":
+    Optimizer.zero_grad = zero_grad
+"""
+
+
 @pytest.mark.slow
 def test_the_traceback_of_a_rank_that_fails_is_shown(tmp_path: Path) -> None:
-    """Here: the log folder of rank 1, whose console is not shown, cannot be written."""
-    (tmp_path / "out" / "logs" / "rank_1.log").mkdir(parents=True)
-    result = launch(tmp_path / "out", code=1)
+    """Of rank 1, whose console is not shown."""
+    (tmp_path / "mine.py").write_text(FAILING)
+    words = ("--experimental.custom_import", tmp_path / "mine.py")
+    result = launch(tmp_path / "out", *words, code=1)
     assert "meshwright: rank 1 failed (exit 1)" in result.stderr
-    assert "IsADirectoryError" in result.stderr
+    assert "ArithmeticError: of a test" in result.stderr
 
 
 @pytest.mark.slow
