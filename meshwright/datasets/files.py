@@ -151,8 +151,11 @@ def _matches(folder: str, pattern: Sequence[str]) -> Iterator[str]:
         below = ((file, os.path.relpath(file, folder or ".")) for file in _below(folder))
         yield from (file for file, name in below if _fits(name.split("/"), pattern))
         return
-    _, folders, names = next(os.walk(folder or ".", onerror=_leave_out), ("", [], []))
-    for name in fnmatch.filter(folders if rest else names, first):
+    found = [first] * os.path.exists(os.path.join(folder, first))  # maybe ".."
+    if glob.has_magic(first):
+        _, folders, names = next(os.walk(folder or ".", onerror=_leave_out), ("", [], []))
+        found = fnmatch.filter(folders if rest else names, first)
+    for name in found:
         path = os.path.join(folder, name)
         if not _is_left_out(name, first):
             yield from _matches(path, rest) if rest else [path]
