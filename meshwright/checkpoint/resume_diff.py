@@ -156,16 +156,19 @@ def find_resume_diff(
     """
     excluded, defaults = left_out(config.checkpoint, manifest), config_defaults()
     once = "checkpoint.exclude_from_loading" if not excluded else ""  # what was left out once
-    if begins_stage:
-        excluded |= {DATALOADER}
+    of_stage = SAID_BY_STAGES if begins_stage else ()
+
+    def changed(saved: Mapping[str, Any], here: Mapping[str, Any]) -> list[Difference]:
+        return [d for d in changes(saved, here, defaults) if not d.key.startswith(of_stage)]
+
     model = [*_model_changes(manifest, config, args)]
-    identity = [*changes(manifest["data_identity"], data_identity, defaults)]
+    identity = changed(manifest["data_identity"], data_identity)
     weights = [difference for difference in identity if effect_of(difference.key) == "training"]
     trained_now = sorted({*manifest["frozen"]} - {*frozen})
     # model and data are compared above, more exactly than by their keys
     harmless_effects = {"none", "model"} if DATALOADER in excluded else {"none", "model", "data"}
     on_training, harmless = list[Difference](), list[Difference]()
-    for difference in changes(manifest["config"], to_json(config), defaults):
+    for difference in changed(manifest["config"], to_json(config)):
         is_harmless = effect_of(difference.key) in harmless_effects or difference.key == once
         (harmless if is_harmless else on_training).append(difference)
     said = {difference.key for difference in on_training}
@@ -174,8 +177,6 @@ def find_resume_diff(
         _data_has_ended(manifest, config) and not identity and DATALOADER not in excluded
     )
     on_training += [difference for difference in of_data if difference.key not in said]
-    if begins_stage:
-        on_training = [d for d in on_training if not d.key.startswith(SAID_BY_STAGES)]
     return ResumeDiff(
         checkpoint=checkpoint,
         config=config,

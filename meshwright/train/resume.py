@@ -109,11 +109,10 @@ def place_in_data(plan: Plan, saved: Manifest, sources: Sequence[OpenSource]) ->
     """
     if DATALOADER in left_out(plan.config.checkpoint, saved):
         return Cursor()
-    if plan.begins_with(saved):
-        return _place_in_stage(plan, saved, sources)
+    begins_stage = plan.begins_with(saved)
     for source in sources:
         was = saved["data_content"].get(source.entry.name)
-        if was != source.content:
+        if was != source.content and not (begins_stage and _is_new(source, saved)):
             commit = saved["data_revisions"].get(source.entry.name, "")
             is_other = commit not in ("", source.found.revision)
             pin = f"set {source.entry.key}.dataset_revision = {commit!r}; or " * is_other
@@ -127,6 +126,8 @@ def place_in_data(plan: Plan, saved: Manifest, sources: Sequence[OpenSource]) ->
                 "use another job.dump_folder, or begin with the first sample "
                 "(checkpoint.exclude_from_loading)",
             )
+    if begins_stage:
+        return _place_in_stage(plan, saved, sources)
     cursor = Cursor.from_json(saved["data"])
     allowed = plan.config.training.max_bad_records
     if (passed_over := bad_records(cursor)) > allowed:
@@ -136,17 +137,26 @@ def place_in_data(plan: Plan, saved: Manifest, sources: Sequence[OpenSource]) ->
     return cursor
 
 
+def _is_new(source: OpenSource, saved: Manifest) -> bool:
+    """Return whether the job that saved read no source of that name from the same place."""
+    training = saved["config"]["training"]
+    tables = {t.get("name") or t["dataset"]: t for t in training["datasets"] or [training]}
+    keys = source.entry.source.model_dump().items()
+    return not keys <= tables.get(source.entry.name, {}).items()
+
+
 def _place_in_stage(plan: Plan, saved: Manifest, sources: Sequence[OpenSource]) -> Cursor:
     """Return where the first step of a stage begins to read: in a source that the stage before had
     too, where that one stopped."""
     cursor = Cursor.from_json(saved["data"])
-    if saved["data_identity"] == plan.data_identity:
+    content = {source.entry.name: source.content for source in sources}
+    if (saved["data_identity"], saved["data_content"]) == (plan.data_identity, content):
         return cursor
     if saved["data_identity"]["training.seq_len"] != plan.config.training.seq_len:
         return Cursor()
     before = dict(zip(saved["data_content"], cursor.counts, strict=True))
-    kept = {s.entry.name for s in sources if saved["data_content"].get(s.entry.name) == s.content}
-    counts = tuple(before[s.entry.name] if s.entry.name in kept else 0 for s in sources)
+    kept = dict(content.items() & saved["data_content"].items())
+    counts = tuple(before[name] if name in kept else 0 for name in content)
     places = {name: place for name, place in cursor.places.items() if name in kept}
     # where a streamed source is alone, sample i of the job is its own i-th: ranks read by that
     return Cursor(sum(counts), counts, places, weighted_from=counts)

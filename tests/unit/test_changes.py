@@ -237,6 +237,8 @@ def test_a_stage_begins_with_what_it_is_without_a_warning(resume, caplog) -> Non
     assert [text.partition(": ")[2] for _, text in said(drift, caplog)] == [
         "training.max_norm = 2.0 (was 1.0)"
     ]
+    # no stage says these: its place would be one in other data, as on any other step
+    assert "training.seed = 1: " in error_of(resume, *stages, "--training.seed=1")
 
 
 EXCLUDE = ("--checkpoint.exclude_from_loading", '["dataloader"]')

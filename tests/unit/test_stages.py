@@ -17,7 +17,7 @@ from meshwright.config.changes import changes, config_defaults, to_json
 from meshwright.config.job_config import JobConfig, changed
 from meshwright.config.loader import load_config
 from meshwright.config.stages import staged
-from meshwright.datasets.opening import CachedSource
+from meshwright.datasets.opening import CachedSource, open_data
 from meshwright.datasets.stream import Cursor
 from meshwright.system.errors import ConfigError
 from meshwright.system.processes import Launch
@@ -173,7 +173,7 @@ def saved_by(plan: Plan, sources: list[CachedSource], cursor: Cursor) -> Any:
         "data_identity": plan.data_identity,
         "data_content": {source.entry.name: source.content for source in sources},
         "data_revisions": {},
-        "config": {},
+        "config": to_json(plan.config),
     }
 
 
@@ -197,6 +197,28 @@ def test_a_source_continues_in_the_next_stage(tmp_path) -> None:
         stages = f"[[training.stages]]\nuntil_tokens = 1000\n[[training.stages]]\n{change}"
         plans = preflight(config_of(tmp_path, stages), 1, looks_at_files=False).stages
         assert place_in_data(plans[1], saved_by(plans[0], [a, b], at), [a, b]) == want
+
+
+def test_a_stage_tells_other_files_from_files_that_have_changed(tmp_path) -> None:
+    """Both under the name of a source of the stage before."""
+    rows = "[[{}datasets]]\nname = 'x'\ndataset = 'json'\ndataset_path = '{}.jsonl'\nweight = 1\n"
+    stages = "[[training.stages]]\nuntil_tokens = 1000\n[[training.stages]]\nlr = 1e-3\n"
+    training = f'token_cache_folder = "{tmp_path}/caches"'
+
+    def opened(name: str, text: str) -> tuple[Plan, Any, list[Any]]:
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"text": text}))
+        sources = rows.format("training.", "a") + stages + rows.format("training.stages.", name)
+        first, second = preflight(config_of(tmp_path, "", training, sources), 1).stages
+        assert first.data_identity == second.data_identity
+        saved = saved_by(first, open_data("training", first.config), Cursor(64, (64,)))
+        return second, saved, open_data("training", second.config)
+
+    second, saved, sources = opened("a", "one " * 50)
+    assert place_in_data(second, saved, sources) == Cursor(64, (64,))
+    assert place_in_data(*opened("b", "two " * 50)) == Cursor(0, (0,), {}, weighted_from=(0,))
+    second, _, sources = opened("a", "three " * 50)
+    with pytest.raises(ConfigError, match="its content is not what it was"):
+        place_in_data(second, saved, sources)
 
 
 def test_the_stage_follows_from_the_step_or_is_asked_for(tmp_path) -> None:
