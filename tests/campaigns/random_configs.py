@@ -5,10 +5,10 @@
     python -m tests.campaigns.random_configs --configs 60 --seed 1 --only 17      (that one again)
     python -m tests.campaigns.random_configs --configs 60 --seed 1 --experts      (all with experts)
 
-Draws a mesh, a schedule, policies, precision, documents, accumulation, frozen and tied parameters,
-activation checkpointing, compilation, offload and more, as words of a command line. Two in five
-have Muon. What a real job would be refused is drawn again. Prints a line for each config, and exits
-with 1 if one is wrong.
+Draws a family, a mesh, a schedule, policies, precision, documents, packing, accumulation, frozen,
+tied and grouped parameters, activation checkpointing, compilation, offload and more, as words of a
+command line. Two in five have Muon. What a real job would be refused is drawn again. Prints a line
+for each config, and exits with 1 if one is wrong.
 """
 
 import argparse
@@ -48,8 +48,10 @@ PATIENCE_S = 600
 COMPILED = 0.06
 """Odds: a compiled config takes ten times as long."""
 ARGS = "--model.args.{}={}"
-SPARSE = ("mixtral", "olmoe", "qwen3_moe")
+DENSE, SPARSE = ("llama", "llama", "qwen3", "olmo2"), ("mixtral", "olmoe", "qwen3_moe")
 FROZEN = (["tok_embeddings.*"], ["layers.0.*"], ["*norm.weight"], ["*.wq.*", "*.w2.*"])
+GROUPS = """[{parameters = ["*norm.weight"], lr_scale = 0.5}, \
+{parameters = ["*.wv.*", "layers.1.*"], weight_decay = 0.3, optimizer = "AdamW"}]"""
 FP32 = (["output"], ["norm"], ["layers.*.attention_norm"], ["layers.1", "output"])
 
 
@@ -72,8 +74,10 @@ def draw(seed: int, number: int, most_ranks: int, has_experts: bool = False) -> 
         ep = chance.choice([n for n in (1, 2, 2, 4, 4, 8) if n <= sharing])
         mesh |= {"ep": ep} if ep > 1 else {}
     while True:  # until all the rest goes together with the mesh
-        words, microbatches = _words(chance, mesh), _microbatches(chance, mesh)
-        words += _words_of_experts(chance, mesh.get("ep", 1)) if has_experts else []
+        family = chance.choice(SPARSE if has_experts else DENSE)
+        words = [f"--model.name={family}", *_words(chance, mesh)]
+        microbatches = _microbatches(chance, mesh)
+        words += _words_of_experts(chance, family, mesh.get("ep", 1)) if has_experts else []
         try:
             config = load_config(words)
             case, small = _case(config, mesh, microbatches, f"config {number}")
@@ -92,7 +96,8 @@ def _case(
     small = shrink(config, args)
     small = changed(small, {"training": {"steps": LAST_RESUMED_STEP}})
     options, training = own_options(config), config.training
-    options["training"]["mixed_precision_reduce"] = training.mixed_precision_reduce
+    kept = training.model_dump(include={"mixed_precision_reduce", "loss_chunk_tokens"})
+    options["training"] |= {key: value for key, value in kept.items() if value}
     kind: Kind = "fp32"
     if training.mixed_precision_param == "bfloat16":
         is_exact = training.mixed_precision_reduce == "float32"
@@ -107,7 +112,7 @@ def _case(
 def _bounds(case: Case) -> Bounds:
     """The proof's. If n ranks add gradients up in bf16, n - 1 roundings more: the reference adds
     them up in fp32."""
-    bounds, p = BOUNDS[case.kind], case.config.parallelism
+    bounds, p = BOUNDS[case.bounds], case.config.parallelism
     if case.config.training.mixed_precision_reduce != "bfloat16":
         return bounds
     copies = p.data_parallel_replicate_degree * p.data_parallel_shard_degree
@@ -150,11 +155,13 @@ def _words(chance: random.Random, mesh: dict[str, int]) -> list[str]:
 
 def _model_words(chance: random.Random, maybe: Maybe) -> list[str]:
     words = maybe(0.4, "--training.mask_documents=true")
-    words += maybe(0.2, "--training.dataset_mode=streamed", "--training.stream_shards=8")
+    streamed = ["--training.dataset_mode=streamed", "--training.stream_shards=8"]
+    words += maybe(0.2, *streamed) or maybe(0.25, "--training.packing=best_fit")
     words += maybe(0.25, ARGS.format("tie_embeddings", "true"))
     words += maybe(0.3, ARGS.format("n_kv_heads", chance.choice([1, 8])))
     words += maybe(0.25, f"--model.frozen={chance.choice(FROZEN)}")
     words.append(f"--optimizer.name={chance.choice(['Adam', 'AdamW', 'muon', 'muon'])}")
+    words += maybe(0.25, f"--optimizer.groups={GROUPS}", "--optimizer.decay_norm_and_bias=true")
     words += maybe(0.2, "--optimizer.muon.split_heads=true")
     words += maybe(0.2, "--optimizer.muon.lr_scale=spectral")
     words += maybe(0.2, "--checkpoint.average.decay=0.9")
@@ -165,8 +172,11 @@ def _model_words(chance: random.Random, maybe: Maybe) -> list[str]:
     if chance.random() < 0.4:
         words += maybe(0.3, "--training.mixed_precision_reduce=bfloat16")
         words += maybe(0.5, f"--training.fp32_modules={chance.choice(FP32)}")
+        words += maybe(0.2, "--float8.enable=true", "--float8.emulate=true")
     else:
         words.append("--training.mixed_precision_param=float32")
+        # in bf16, the output's gradient is rounded once per chunk
+        words += maybe(0.3, f"--training.loss_chunk_tokens={chance.choice([5, 48])}")
     is_compiled = chance.random() < COMPILED
     modes = ["none", "full", "selective", "selective"] + is_compiled * ["memory_budget"] * 2
     mode = chance.choice(modes)
@@ -181,11 +191,11 @@ def _model_words(chance: random.Random, maybe: Maybe) -> list[str]:
     return words
 
 
-def _words_of_experts(chance: random.Random, ep: int) -> list[str]:
-    num_active, family = chance.choice((1, 2, 3)), chance.choice(SPARSE)
+def _words_of_experts(chance: random.Random, family: str, ep: int) -> list[str]:
+    num_active = chance.choice((1, 2, 3))
     # one expert's share of one is 1: its router has no gradient
     normalizes = num_active > 1 and chance.random() < 0.5
-    words = [f"--model.name={family}", ARGS.format("n_active", num_active)]
+    words = [ARGS.format("n_active", num_active)]
     words.append(ARGS.format("normalize_experts", str(normalizes).lower()))
     if family == "qwen3_moe":
         words.append(ARGS.format("n_dense_layers", chance.choice((0, 1))))
