@@ -201,7 +201,7 @@ class CheckpointManager:
 
     def _next_folder(self, step: int) -> Path:
         """Return where to write a checkpoint; a name that no other save has."""
-        self._saves += 1
+        self._saves = (self._saves + 1) % 0x10000  # names have four digits for it
         self._retention.nonce = f"{self._nonce}{self._saves:04x}"
         return commit.unfinished_folder(self._folder, step, self._retention.nonce)
 

@@ -4,9 +4,12 @@ import fcntl
 import json
 import secrets
 import shutil
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from functools import cache, partial
+from itertools import islice
 from pathlib import Path
 
 from meshwright.checkpoint import commit
@@ -115,22 +118,26 @@ def apply_retention(
     """
     if keep_latest_k == 0:
         return []
-    steps = [step for step in saved_steps(folder) if _is_ours(step_folder(folder, step), step)]
-    good = next((step for step in reversed(steps) if _is_good(step_folder(folder, step))), None)
+    steps = saved_steps(folder)
+    is_ours = cache(partial(_is_ours, folder))  # a look takes long: none at those that stay anyway
+    newest = [*islice(filter(is_ours, reversed(steps)), keep_latest_k)]
+    ours = filter(is_ours, reversed(steps))
+    good = next((step for step in ours if _is_good(step_folder(folder, step))), None)
     old = (
         step
-        for step in steps[:-keep_latest_k]
+        for step in steps[: bisect_left(steps, min(newest, default=0))]
         if step not in (good, best) and (not keep_every_n_steps or step % keep_every_n_steps)
     )
     spared = []
-    for step in old:
+    for step in filter(is_ours, old):
         with only_warn("an old checkpoint could not be deleted"):
             if not _delete(step_folder(folder, step)):
                 spared.append(step)
     return spared
 
 
-def _is_ours(checkpoint: Path, step: int) -> bool:
+def _is_ours(folder: Path, step: int) -> bool:
+    checkpoint = step_folder(folder, step)
     if checkpoint.is_symlink() or not (checkpoint / MANIFEST).is_file():
         return False
     try:

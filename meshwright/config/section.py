@@ -30,12 +30,19 @@ InputPath = Annotated[LocalPath, INPUT_PATH]
 the working directory. The loader makes it absolute."""
 
 
-def check_is_no_file_address(value: str) -> str:
-    """Refuse an address of a local file."""
+LOGIN = re.compile(r"(?i)https?://[^/]*@|[^/]+://[^/]*:[^/]*@")
+
+
+def check_address(value: str) -> str:
+    """Refuse an address of a local file, or one with a user or a password in it."""
+    if LOGIN.match(value):
+        rule = "holds a login, which logs, checkpoints and reports would show"
+        fix = "leave it out: clients of storages find yours in the environment or their own files"
+        raise ValueError(f"{rule}\n  fix: {fix}")
     return check_is_path(value) if value.lower().startswith("file://") else value
 
 
-DataPath = Annotated[str, AfterValidator(check_is_no_file_address), LOCAL_PATH, INPUT_PATH]
+DataPath = Annotated[str, AfterValidator(check_address), LOCAL_PATH, INPUT_PATH]
 """An `InputPath` that may be an address of object storage."""
 
 

@@ -1,5 +1,6 @@
 """Profiles single steps, with a summary as text, and takes snapshots of GPU memory."""
 
+import gc
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -108,6 +109,7 @@ class Profiler:
         return profile
 
     def _write_trace(self, profiler: torch.profiler.profile) -> None:
+        gc.collect()  # the last trace's events: in cycles, and too old for the job's collections
         path = self._traces_folder / f"step_{self._step}" / f"rank_{self._rank}.json"
         events = profiler.key_averages()
         place = "device" if any(event.self_device_time_total for event in events) else "cpu"

@@ -4,6 +4,7 @@ import faulthandler
 import io
 import logging
 import os
+import re
 import signal
 import sys
 import textwrap
@@ -37,7 +38,32 @@ SPEAK_EVERY_S = 10.0
 RED, YELLOW, RESET = "\x1b[31m", "\x1b[33m", "\x1b[0m"
 
 
-class ConsoleFormatter(logging.Formatter):
+NOT_SHOWN = re.compile(
+    r"[\x00-\x08\x0b\x0c\x0e-\x1a\x1c-\x1f\x7f-\x9f]|\x1b(?!\[[0-9;]*m)"
+    r"|(?P<login>(?i:(?<=http://)|(?<=https://)|(?<=://)[^\s/:@]*:)[^\s/@]+(?=@))"
+)
+"""Control characters, but for lines and colours; and the user and the password in an address."""
+
+
+def shown(text: str) -> str:
+    """Return text as a terminal and a log may have it: a document or the name of a file must not
+    steer a terminal, and nobody is to read a password."""
+    return NOT_SHOWN.sub(lambda m: "*" * len(m[0]) if m["login"] else f"\\x{ord(m[0]):02x}", text)
+
+
+class _Terminal(io.TextIOWrapper):
+    def write(self, text: str) -> int:
+        return super().write(shown(text))
+
+
+class FileFormatter(logging.Formatter):
+    """The time and the message, as they may be shown."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return shown(super().format(record))
+
+
+class ConsoleFormatter(FileFormatter):
     """The time of day and the message, in lines of at most `width` columns.
 
     A longer word, such as a path, stays whole, for copying. Of a record with `coloured` (`extra`),
@@ -93,7 +119,7 @@ def print_error(text: object) -> None:
     """
     width = console_width(sys.stderr)
     with suppress(OSError):  # nobody reads it any more: `| tee`, a terminal that is closed
-        for line in f"meshwright: {text}".split("\n"):
+        for line in shown(f"meshwright: {text}").split("\n"):
             is_excerpt = line.startswith(EXCERPT)
             print(line if is_excerpt else wrap(line, width, EXCERPT), file=sys.stderr)
 
@@ -183,7 +209,7 @@ def _open_terminal(terminal: str) -> TextIO | None:
 def steady_streams() -> None:
     """Let nothing that is printed fail: streams that the shell has closed, as by `>&-`, lead to
     nowhere, for this process and its ranks; a character that the console's encoding lacks is
-    printed as its code."""
+    printed as its code, and so is one that would steer the terminal."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         stream = getattr(sys, name)
         if stream is None:
@@ -193,6 +219,8 @@ def steady_streams() -> None:
             setattr(sys, name, os.fdopen(number, "w" if number else "r", encoding="utf-8"))
         elif number and isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
+            if number == 1 and stream.isatty():
+                sys.stdout = _Terminal(stream.buffer, stream.encoding, stream.errors, None, True)
 
 
 def console_stream() -> TextIO:
@@ -217,7 +245,7 @@ def log_to_file(folder: Path, rank: int) -> None:
         logger.warning("%s cannot be written: %s; training continues", path, error.strerror)
         faulthandler.register(signal.SIGUSR2)  # to stderr: by default it would end the rank
         return
-    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%Y-%m-%d %H:%M:%S"))
+    handler.setFormatter(FileFormatter("%(asctime)s %(message)s", "%Y-%m-%d %H:%M:%S"))
     logger.addHandler(handler)
     assert handler.stream is not None  # it is opened at once
     # written in C, so also by a rank that hangs in a collective or a compiler

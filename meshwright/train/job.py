@@ -365,4 +365,6 @@ def _end(job: Job, vote: Vote, step: int, is_done: bool) -> bool:
         announce_end(job.plan, job.reporter, step, time.perf_counter() - job.since)
         note_end(job.plan, step, "finished")
     barrier()  # the first rank to leave with an error has torchrun end the others
+    for group in (vote.group, job.checkpoints.group):  # the next stage makes its own, and each has
+        dist.destroy_process_group(group)  # threads, and a connection to every other rank
     return is_done

@@ -132,6 +132,15 @@ def test_all_ranks_pass_over_what_any_finds_damaged(folder: str) -> None:
     assert commit.saved_steps(checkpoint) == [5]  # the others are set aside
 
 
+@pytest.mark.ranks(1)
+def test_a_job_of_more_saves_than_its_names_have_digits_for(folder: str) -> None:
+    manager = make(folder)
+    manager._saves = 0xFFFE
+    for step in (1, 2, 3):
+        save(manager, step)
+    assert commit.saved_steps(Path(folder)) == [1, 2, 3]
+
+
 @pytest.mark.ranks(2)
 def test_a_later_checkpoint_that_cannot_be_set_aside_again_is_an_error_on_every_rank(
     folder: str,

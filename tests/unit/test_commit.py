@@ -11,7 +11,7 @@ from unittest.mock import Mock, patch
 
 import pytest
 
-from meshwright.checkpoint import commit, find
+from meshwright.checkpoint import commit, find, retention
 from meshwright.checkpoint.commit import being_read
 from meshwright.checkpoint.index import INDEX
 from meshwright.checkpoint.manifest import MANIFEST, DamagedError, Manifest, read_manifest, to_json
@@ -212,6 +212,15 @@ def test_the_newest_every_nth_and_the_last_good_one_are_kept(tmp_path: Path) -> 
     publish(tmp_path, 110)
     apply_retention(tmp_path, 1)
     assert [path.name for path in tmp_path.iterdir()] == ["step-110"]
+
+
+def test_checkpoints_that_stay_anyway_are_not_looked_at(tmp_path: Path, monkeypatch) -> None:
+    """A long job has hundreds of them, and a save of a thousand ranks a manifest of 160 KB."""
+    save_all(tmp_path, *range(20, 420, 20), 415)
+    monkeypatch.setattr(retention, "read_manifest", (read := Mock(wraps=retention.read_manifest)))
+    apply_retention(tmp_path, 1, keep_every_n_steps=20)
+    assert commit.saved_steps(tmp_path) == [*range(20, 420, 20), 415]
+    assert read.call_count < 4
 
 
 def test_the_best_by_validation_is_kept_and_marked(tmp_path: Path) -> None:

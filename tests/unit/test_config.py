@@ -12,6 +12,7 @@ from meshwright.models.args import divisors_of
 from meshwright.models.families import MODELS
 from meshwright.parallelisms.rules.degrees import check_device
 from meshwright.system.errors import ConfigError
+from meshwright.system.log import print_error
 from meshwright.train.preflight import preflight
 
 ROOT = Path(__file__).parents[2]
@@ -136,6 +137,21 @@ def test_an_address_is_no_path_but_of_data(toml) -> None:
         assert config.training.dataset_path == address
     wrong = toml('[training]\ndataset_path = "file:///a"\n')
     assert "fix: leave out file://" in error_of(wrong)
+
+
+def test_an_address_holds_no_login(toml, capsys) -> None:
+    """Every log, checkpoint and report of the job would show it, and no client uses it."""
+    for address in ("https://me:secret@host/a", "HTTPS://secret@host/a", "s3://me:secret@bucket/a"):
+        for words in (
+            ["--training.dataset_path", address],
+            toml(f'[training]\ndataset_path = "{address}"\n'),
+        ):
+            print_error(error_of(words))
+            said = capsys.readouterr().err
+            assert "holds a login" in " ".join(said.split())
+            assert "secret" not in said
+    for address in ("abfss://container@account.net/a", "hf://datasets/a/b@v:1@/c", "https://h:1/@"):
+        load_config(["--training.dataset_path", address])
 
 
 ASYNC_TP = "--parallelism.enable_async_tensor_parallel --parallelism.tensor_parallel_degree 2"

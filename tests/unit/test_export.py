@@ -5,6 +5,7 @@ import importlib.util
 import json
 import shutil
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -308,3 +309,13 @@ def test_a_tokenizer_with_other_ids_is_refused(tmp_path, monkeypatch) -> None:
     assert "(AutoTokenizer) gives other ids for" in said
     assert "fix: export without it (--without-tokenizer)" in said
     assert not list(tmp_path.glob("out*"))
+
+
+def test_code_that_a_tokenizer_names_is_not_offered_to_be_run(tmp_path, monkeypatch) -> None:
+    """transformers asks on a terminal, in the middle of an export."""
+    path = _make_tokenizer("byte-level", tmp_path / "tokenizer")
+    names = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["code.Own", None]}}
+    (tmp_path / "tokenizer" / "tokenizer_config.json").write_text(json.dumps(names))
+    monkeypatch.setattr("builtins.input", (ask := Mock(return_value="y")))
+    assert "tokenizer cannot be read" in message(_save_with(path, tmp_path), tmp_path / "out")
+    assert not ask.called

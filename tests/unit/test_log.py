@@ -115,6 +115,27 @@ def test_nothing_that_is_printed_fails(ends: str, encoding: str, said: str) -> N
     assert done.stdout.decode(encoding) == said
 
 
+HOSTILE = "a\x1b]0;title\x07 \x1b[2J\x9b1m \x1b[31mred\x1b[0m\tb s3://me:secret@bucket/a\n"
+SHOWN = "a\\x1b]0;title\\x07 \\x1b[2J\\x9b1m \x1b[31mred\x1b[0m\tb s3://*********@bucket/a\n"
+
+
+def test_a_document_does_not_steer_a_terminal_and_passwords_are_hidden(tmp_path, capsys) -> None:
+    main, terminal = os.openpty()
+    code = f"from meshwright.system.log import *; steady_streams(); print({HOSTILE!r}, end='')"
+    command = [sys.executable, "-c", code]
+    subprocess.run(command, stdout=terminal, check=True)
+    assert os.read(main, 1000).decode().replace("\r", "") == SHOWN
+    in_file = subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout
+    assert in_file.decode() == HOSTILE  # of `data --samples`, the text is the data
+    log_to_console()
+    log.log_to_file(tmp_path, 0)
+    logger.info("%s", HOSTILE[:-1])
+    assert capsys.readouterr().out.endswith(SHOWN)
+    assert (tmp_path / "rank_0.log").read_text().endswith(SHOWN)
+    print_error(HOSTILE)
+    assert capsys.readouterr().err.startswith(f"meshwright: {SHOWN}")
+
+
 def test_a_rank_without_a_file_for_its_log_trains(tmp_path, monkeypatch, capsys) -> None:
     """The file is a colleague's, whose job one continues; or the disk is full."""
     monkeypatch.setattr("faulthandler.register", (register := Mock()))

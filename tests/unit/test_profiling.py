@@ -1,10 +1,12 @@
 """Traces and snapshots of GPU memory: when they are written, and their summaries."""
 
+import gc
 import json
 from pathlib import Path
 
 import pytest
 import torch
+from torch.autograd.profiler_util import FunctionEvent
 
 from meshwright.config.job_config import Profiling
 from meshwright.metrics.profiling import Profiler
@@ -58,6 +60,24 @@ def test_a_snapshot_when_memory_runs_out(error: Exception, recorded, tmp_path) -
     is_full = isinstance(error, torch.OutOfMemoryError)
     wanted = {"step_2_out_of_memory/rank_0.pickle"} if is_full else set()
     assert written(tmp_path / "memory_snapshot") == wanted
+
+
+def test_traces_do_not_fill_the_memory(tmp_path) -> None:
+    """A job's own collections leave out old objects, and a trace lives until the next one."""
+    config, was_on, seen = Profiling(enable_profiling=True, profile_freq=5), gc.isenabled(), []
+    gc.disable()
+    try:
+        with Profiler(config, tmp_path, 0, 0) as profiler:
+            for step in range(1, 21):
+                torch.ones(1).add(1)
+                profiler.step()
+                gc.collect(1)
+                if step % 5 == 0:
+                    seen.append(sum(isinstance(one, FunctionEvent) for one in gc.get_objects()))
+    finally:
+        if was_on:
+            gc.enable()
+    assert 0 < seen[-1] <= 2 * seen[0]
 
 
 def test_a_trace_on_demand_with_its_summary(tmp_path, caplog) -> None:

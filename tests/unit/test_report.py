@@ -160,6 +160,8 @@ def test_loads_of_experts_are_a_map_of_layers_and_experts(folder) -> None:
     }
     _, text = page_of(folder)
     assert "Step 40. A row for each layer, 1 to 3, a column for each of 4 experts" in text
+    LoadsFile(folder / "experts.json", lambda: {"<script>": [1]}).write({"step": 40})  # another's
+    assert "<script>" not in loads_map(read_run(folder))
 
 
 def test_many_resumes_of_a_long_run_take_no_time(folder) -> None:

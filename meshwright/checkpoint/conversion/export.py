@@ -263,7 +263,9 @@ def _read_tokenizer(folder: Path) -> tuple[Callable[[str], list[int]], dict[str,
         return lambda text: read.encode(text, add_special_tokens=False).ids, {}, by
     transformers: Any = importlib.import_module("transformers")  # only to compare with
     transformers.logging.set_verbosity_error()
-    auto = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    auto = transformers.AutoTokenizer.from_pretrained(
+        folder, local_files_only=True, trust_remote_code=False
+    )
     special = {name: getattr(auto, name) for name in ("bos_token_id", "eos_token_id")}
 
     def encode(text: str) -> list[int]:

@@ -178,7 +178,7 @@ def loads_map(run: Run) -> str:
     return (
         f'<div class="card"><svg viewBox="0 0 {columns} {len(layers)}" fill="var(--c0)" '
         f'preserveAspectRatio="none" style="width:100%;height:{len(layers)}rem">{paths}</svg>'
-        f'<p class="note">Step {run.loads["step"]:,}. A row for each layer, {names[0]} to '
-        f"{names[-1]}, a column for each of {columns} experts. Blank: hardly a token; "
+        f'<p class="note">Step {run.loads["step"]:,}. A row for each layer, {escape(names[0])} '
+        f"to {escape(names[-1])}, a column for each of {columns} experts. Blank: hardly a token; "
         "darkest: twice the mean or more.</p></div>"
     )
