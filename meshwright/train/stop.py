@@ -77,7 +77,7 @@ class Vote:
         self._begun = self._look_at if begun is None else begun
         self.limit = VOTE_TIMEOUT
         """On waiting for the votes of other ranks."""
-        self._group = dist.new_group(backend="gloo", timeout=VOTE_TIMEOUT)
+        self.group = dist.new_group(backend="gloo", timeout=VOTE_TIMEOUT)
         # the reason; the last step, negative; whether a trace is wanted
         self._votes = torch.zeros(3, dtype=torch.int64)
         self._work: dist.Work | None = None
@@ -96,7 +96,7 @@ class Vote:
             return {}
         errors: list[Exception | None] = [None] * dist.get_world_size()
         mine = self._error if self._own_last_step <= step else None
-        dist.all_gather_object(errors, None if mine is None else _as_plain(mine), self._group)
+        dist.all_gather_object(errors, None if mine is None else _as_plain(mine), self.group)
         return {rank: error for rank, error in enumerate(errors) if error is not None}
 
     def cast(self) -> None:
@@ -111,7 +111,7 @@ class Vote:
         self._votes[2] = int(self._wants_trace)
         self._wants_trace = False
         self._work = dist.all_reduce(
-            self._votes, dist.ReduceOp.MAX, group=self._group, async_op=True
+            self._votes, dist.ReduceOp.MAX, group=self.group, async_op=True
         )
 
     def result(self) -> Decision:

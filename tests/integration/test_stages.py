@@ -4,6 +4,7 @@ other ranks, up to rounding. One of its sources is streamed."""
 import json
 import os
 import random
+import re
 import shutil
 import signal
 from collections.abc import Callable
@@ -188,7 +189,8 @@ class Stop:
             requests.name = "SIGTERM"  # the vote during the next step hears of it
 
     def close(self):
-        pass
+        files = (os.path.realpath(file.path) for file in os.scandir("/proc/self/fd"))
+        print("sockets", sum("socket:" in file for file in files))
 
 if __name__ == "__main__":  # the job tokenises, by processes that import this again
     log_to_console()
@@ -226,6 +228,8 @@ def test_a_stop_at_the_end_of_a_stage(alone: Callable[..., str], tmp_path: Path)
     assert [row["step"] for row in records(out)] == steps[:8]
     output = alone("--training.steps", 17)
     assert "stage 2 of 3: steps 9 to 16" in output, output
+    of_second, of_third = re.findall(r"^sockets (\d+)$", output, re.MULTILINE)
+    assert int(of_third) <= int(of_second)  # with many ranks, many are open for each group
     shutil.rmtree(tmp_path / "caches")
     output = alone()
     assert "stage 3 of 3: steps 17 to 24" in output, output
