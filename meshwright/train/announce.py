@@ -19,9 +19,9 @@ from meshwright.datasets.named_sources import local_paths
 from meshwright.datasets.opening import CachedSource, OpenSource
 from meshwright.datasets.sources import by_suffix, left_out
 from meshwright.datasets.tokenizers.kinds import Tokenizer, end_of_chat
-from meshwright.metrics import history
 from meshwright.metrics.console import duration
 from meshwright.metrics.reporter import Reporter
+from meshwright.metrics.sinks import note_event
 from meshwright.models.families import FAMILIES
 from meshwright.system import hardware
 from meshwright.system.errors import StopRequested, first_line, numbered
@@ -198,7 +198,7 @@ def note_start(plan: Plan, device: torch.device, *, is_new_stage: bool) -> None:
         "command": shlex.join(sys.argv),
         "config": to_json(plan.config),
     }
-    history.note(Path(plan.config.job.dump_folder), plan.resume_step, "start", facts)
+    note_event(Path(plan.config.job.dump_folder), plan.resume_step, "start", facts)
 
 
 @contextmanager
@@ -215,4 +215,4 @@ def note_failure(plan: Plan, step: Callable[[], int]) -> Iterator[None]:
 def note_end(plan: Plan, step: int, reason: str) -> None:
     """Add the end of this process to the history of the run."""
     if dist.get_rank() == 0:
-        history.note(Path(plan.config.job.dump_folder), step, "end", {"reason": reason})
+        note_event(Path(plan.config.job.dump_folder), step, "end", {"reason": reason})
