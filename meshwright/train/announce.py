@@ -91,13 +91,13 @@ def _describe_model(plan: Plan) -> str:
 
 
 def _describe_steps(plan: Plan, sources: Sequence[OpenSource]) -> str:
-    """Say how much is left to train, how often the stage reads its data, and what ends it early."""
+    """Say how much is left to train, how often that reads the data, and what ends it early."""
     training, num_tokens = plan.config.training, plan.config.tokens_per_step
     num_steps = plan.steps - plan.resume_step
     words = f"to train: {num_tokens * num_steps:,} tokens in {numbered(num_steps, 'step')}"
     if plan.resume_step:
         words += f" of {plan.steps:,}"
-    num_samples = training.global_batch_size * (plan.steps - plan.begins_after)
+    num_samples = training.global_batch_size * num_steps
     whole = sum(source.entry.weight for source in sources)
     epochs = sorted(
         num_samples * source.entry.weight / whole / source.samples_per_epoch(training.seq_len + 1)
