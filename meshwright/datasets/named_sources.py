@@ -1,6 +1,7 @@
 """The sources that a config names. Free of torch and numpy."""
 
 import glob
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -60,7 +61,8 @@ def validation_note(config: JobConfig) -> str:
     if config.training.validation_fraction:
         return ""
     whole = [e for e in training if not (e.source.dataset_where or e.source.max_documents)]
-    ours, theirs = ({p for e in some for p in local_paths(e)} for some in (whole, held_out))
+    paths = ([p for e in some for p in local_paths(e)] for some in (whole, held_out))
+    ours, theirs = ({*map(os.path.realpath, some)} for some in paths)  # links may lead to one file
     shared = sorted(ours & theirs)
     count = numbered(len(shared), "file")
     return f"training reads {count} of the validation, too: {shared[0]}" if shared else ""
@@ -203,10 +205,10 @@ def check_path(entry: Entry, spec: DatasetSpec, *, looks_at_files: bool = True) 
 
 
 def no_end(tokenizer: Tokenizer, model: Model) -> str:
-    """Return a note if nothing ends a document, and the config does not ask for that; or ""."""
+    """Return a note if the tokenizer has no EOS, and the config does not ask for that; or ""."""
     if tokenizer.eos_id is not None or model.eos_token is not None:
         return ""
-    return "the tokenizer has no EOS, so nothing ends a document; see model.eos_token"
+    return "the tokenizer has no EOS, the token that ends a document; see model.eos_token"
 
 
 def check_mixture(sources: Sequence[WeightedSource]) -> None:

@@ -103,7 +103,12 @@ def _row(piece: bytes | None, *, is_json: bool = False) -> Row | str:
         return f"longer than {LONGEST >> 20} MiB"
     try:
         text = piece.decode()
-        return _object(json.loads(text)) if is_json else {"text": text}
+        if is_json:
+            return _object(json.loads(text))
+        # of ASCII each second one; some are left in by programs that take text from a PDF
+        if (zeros := piece.count(0)) * 4 > len(piece):
+            return f"{zeros:,} of {len(piece):,} bytes are 0: it is UTF-16, or no text"
+        return {"text": text}
     except RecursionError:
         return "nested too deeply"
     except json.JSONDecodeError as error:

@@ -233,7 +233,7 @@ class SampleStream:
         self.rules = rules
         self._sample, self._weighted_from = cursor.sample, cursor.weighted_from
         self._before, self._mixture = mixture_at(cursor, sources)
-        self.batch, self.slots = batch, frozenset(slots)
+        self.batch, self.slots = batch, slots
         self._sources = sources
         self._cached = {
             source.entry.name: source.samples(rules)

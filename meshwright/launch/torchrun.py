@@ -25,7 +25,7 @@ from meshwright.config.loader import load_config
 from meshwright.launch.heartbeat import HEARTBEATS, LOOK_EVERY_S
 from meshwright.launch.machines import OTHER_PROGRAM, Meeting
 from meshwright.launch.watch import Watch, in_time, tail
-from meshwright.metrics.history import note_missing_end
+from meshwright.metrics.sinks import note_missing_end
 from meshwright.system.errors import (
     BY_TORCHRUN,
     EXIT_CODES,

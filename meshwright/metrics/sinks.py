@@ -1,14 +1,17 @@
-"""The record of a logged step, and the sinks that write it to files: whole, and never twice."""
+"""The record of a logged step, the sinks that write it to files, whole and never twice, and the
+history of a run: a line for each start and end of its processes, in history.jsonl."""
 
+import itertools
 import json
 import math
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
-from meshwright.system.files import whole_file
+from meshwright.system.files import only_warn, text_of, whole_file
 from meshwright.system.log import logger
 
 Record = dict[str, float | int]
@@ -166,3 +169,58 @@ def _step_of(line: str) -> float:
         return float(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):
         return float("inf")
+
+
+HISTORY = "history.jsonl"
+
+Event = Literal["start", "end"]
+
+OF_A_RUN = ["metrics.jsonl", HISTORY, "samples.jsonl", "skipped_steps.jsonl", "experts.json"]
+OF_A_RUN += ["config.toml"]
+"""Files in the dump folder that a job which starts over begins again."""
+
+
+def set_aside_run(folder: Path) -> None:
+    """Move the files of an earlier run in `folder` to a folder of their own in it; nothing if that
+    run has logged no step."""
+    metrics = folder / OF_A_RUN[0]
+    with only_warn("the earlier run in %s cannot be set aside", folder):
+        if not (metrics.exists() and metrics.stat().st_size):
+            return
+        numbers = (folder / f"earlier_run_{number}" for number in itertools.count(1))
+        earlier = next(path for path in numbers if not path.exists())
+        earlier.mkdir()
+        for name in OF_A_RUN:
+            if (folder / name).exists():
+                (folder / name).rename(earlier / name)
+        logger.info("the earlier run's metrics are now in %s", earlier)
+
+
+def note_event(folder: Path, step: int, event: Event, facts: Mapping[str, Any]) -> None:
+    """Append an event, with facts for JSON. A job that starts over at step 0 begins a new file."""
+    line = json.dumps({"event": event, "step": step, "unix_s": round(time.time(), 1), **facts})
+    try:
+        if event == "start" and step == 0:
+            (folder / HISTORY).unlink(missing_ok=True)
+        is_torn = text_of(folder / HISTORY)[-1:] not in ("", "\n")  # as after a loss of power
+        with closing(WholeRecords(folder / HISTORY)) as file:
+            file.append(b"\n" * is_torn + line.encode() + b"\n")
+    except OSError as error:  # a full disk, say
+        logger.warning("%s cannot be written: %s; training continues", folder / HISTORY, error)
+
+
+def note_missing_end(folder: Path, step: int, reason: str, since: float) -> None:
+    """Append the end of a process that was killed before it could do so itself.
+
+    Args:
+        step: the step that it was in.
+        since: seconds of the epoch; a start that is older is another process's.
+    """
+    try:
+        *_, last = (folder / HISTORY).read_text("utf-8").splitlines()
+        row = json.loads(last)
+        is_open = row["event"] == "start" and row["unix_s"] >= round(since, 1)
+    except (OSError, ValueError, KeyError):  # no process has noted its start
+        return
+    if is_open:
+        note_event(folder, step, "end", {"reason": reason})

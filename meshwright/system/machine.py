@@ -109,7 +109,20 @@ def given_rank() -> int:
         check(is_number, name, env[name], "must be a number", fix)
     rank, size = int(env["RANK"]), int(env["WORLD_SIZE"])
     check(rank < size, "RANK", rank, f"WORLD_SIZE = {size}: must be less than that", fix)
+    host, fix = env["MASTER_ADDR"], "write the name or the address of the first rank's machine"
+    # torchrun has its store ready; for one of the first rank's, torch would ask again for minutes
+    is_known = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or _addresses(host) != []
+    check(is_known, "MASTER_ADDR", host, "this machine does not know the name", fix)
     return rank
+
+
+def check_machines() -> None:
+    """Raise ConfigError if our launchers have started more ranks on one machine than on another:
+    they have checked the job for as many on each."""
+    names = ("LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "WORLD_SIZE")
+    here, machines, ranks = (int(os.environ[name]) for name in names)
+    rule = f"the {machines} machines have {ranks} ranks in all"
+    check(here * machines == ranks, "NGPU", here, rule, "set the same NGPU on all machines")
 
 
 def allow_files(ranks: int) -> None:

@@ -19,9 +19,9 @@ from meshwright.datasets.named_sources import local_paths
 from meshwright.datasets.opening import CachedSource, OpenSource
 from meshwright.datasets.sources import by_suffix, left_out
 from meshwright.datasets.tokenizers.kinds import Tokenizer, end_of_chat
-from meshwright.metrics import history
 from meshwright.metrics.console import duration
 from meshwright.metrics.reporter import Reporter
+from meshwright.metrics.sinks import note_event
 from meshwright.models.families import FAMILIES
 from meshwright.system import hardware
 from meshwright.system.errors import StopRequested, first_line, numbered
@@ -91,13 +91,13 @@ def _describe_model(plan: Plan) -> str:
 
 
 def _describe_steps(plan: Plan, sources: Sequence[OpenSource]) -> str:
-    """Say how much is left to train, how often the stage reads its data, and what ends it early."""
+    """Say how much is left to train, how often that reads the data, and what ends it early."""
     training, num_tokens = plan.config.training, plan.config.tokens_per_step
     num_steps = plan.steps - plan.resume_step
     words = f"to train: {num_tokens * num_steps:,} tokens in {numbered(num_steps, 'step')}"
     if plan.resume_step:
         words += f" of {plan.steps:,}"
-    num_samples = training.global_batch_size * (plan.steps - plan.begins_after)
+    num_samples = training.global_batch_size * num_steps
     whole = sum(source.entry.weight for source in sources)
     epochs = sorted(
         num_samples * source.entry.weight / whole / source.samples_per_epoch(training.seq_len + 1)
@@ -198,7 +198,7 @@ def note_start(plan: Plan, device: torch.device, *, is_new_stage: bool) -> None:
         "command": shlex.join(sys.argv),
         "config": to_json(plan.config),
     }
-    history.note(Path(plan.config.job.dump_folder), plan.resume_step, "start", facts)
+    note_event(Path(plan.config.job.dump_folder), plan.resume_step, "start", facts)
 
 
 @contextmanager
@@ -215,4 +215,4 @@ def note_failure(plan: Plan, step: Callable[[], int]) -> Iterator[None]:
 def note_end(plan: Plan, step: int, reason: str) -> None:
     """Add the end of this process to the history of the run."""
     if dist.get_rank() == 0:
-        history.note(Path(plan.config.job.dump_folder), step, "end", {"reason": reason})
+        note_event(Path(plan.config.job.dump_folder), step, "end", {"reason": reason})

@@ -119,7 +119,7 @@ def build_stream(
     """Return the samples of the job, of which this rank's part is asked for."""
     local, batch = plan.config.training.local_batch_size, plan.config.training.global_batch_size
     slots = slots_of(meshes.dp.get_local_rank(), meshes.dp.size(), local, batch)
-    return SampleStream(sources, cursor, rules, batch=batch, slots=slots)
+    return SampleStream(sources, cursor, rules, batch=batch, slots=frozenset(slots))
 
 
 def build_reporter(

@@ -159,20 +159,21 @@ def _train(job: Job, requests: Requests, begun: float) -> bool:
     """Take the steps of a stage and save the last; return whether none is left."""
     config, dump_folder = job.plan.config, Path(job.plan.config.job.dump_folder)
     rank, step = dist.get_rank(), job.plan.resume_step
-    # a rank that is asked before it gets here ends; its peers are not to wait for it in here
-    vote = Vote(dump_folder, config.job.max_run_seconds, requests, begun)
-    with requests.held(), note_failure(job.plan, lambda: job.reporter.step), closing(job.reporter):
-        with (
-            Profiler(config.profiling, dump_folder, rank, step) as profiler,
-            job.checkpoints,
-            job.heart.guard(),
-        ):
-            taken, is_done = _loop(job, vote, profiler, requests)
-            if taken is not None and config.checkpoint.saves:
-                _save(job, taken, is_last=True, is_done=is_done)
-        step = taken.step if taken is not None else step
-        with job.phase("end", step):
-            return _end(job, vote, step, is_done)
+    with note_failure(job.plan, lambda: job.reporter.step):
+        # a rank that is asked before it gets here ends; its peers are not to wait for it in here
+        vote = Vote(dump_folder, config.job.max_run_seconds, requests, begun)
+        with requests.held(), closing(job.reporter):
+            with (
+                Profiler(config.profiling, dump_folder, rank, step) as profiler,
+                job.checkpoints,
+                job.heart.guard(),
+            ):
+                taken, is_done = _loop(job, vote, profiler, requests)
+                if taken is not None and config.checkpoint.saves:
+                    _save(job, taken, is_last=True, is_done=is_done)
+            step = taken.step if taken is not None else step
+            with job.phase("end", step):
+                return _end(job, vote, step, is_done)
 
 
 def _loop(

@@ -25,7 +25,7 @@ from meshwright.system.errors import (
     TrainingError,
 )
 from meshwright.system.log import logger, print_error
-from meshwright.system.machine import allow_files, given_rank, warn_of_tasks
+from meshwright.system.machine import allow_files, check_machines, given_rank, warn_of_tasks
 from meshwright.system.processes import Launch, Requests, before_training, die_with_parent
 from meshwright.train.job import run
 from meshwright.train.preflight import Plan, preflight
@@ -132,6 +132,8 @@ def _run_command_line(launch: Launch, requests: Requests) -> bool:
         check_compiler(plan.config, is_gpu=torch.cuda.is_available())
         return run(plan, requests=requests, launch=launch)
     except ConfigError as error:
+        if plan is None and launch.is_checked:
+            check_machines()
         raise with_lines(error, given) from None
     except torch.OutOfMemoryError as error:
         error.add_note(f"to see where memory goes, and which changes would fit:\n  {_to_plan()}")

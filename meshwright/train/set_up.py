@@ -37,9 +37,8 @@ from meshwright.datasets.loader import Loader
 from meshwright.datasets.opening import Found, OpenSource, open_data
 from meshwright.datasets.stream import Cursor, steps_of_data
 from meshwright.launch.heartbeat import Heartbeat
-from meshwright.metrics import history
 from meshwright.metrics.reporter import Pause, Reporter
-from meshwright.metrics.sinks import Sink
+from meshwright.metrics.sinks import Sink, set_aside_run
 from meshwright.parallelisms.activation_checkpoint import find_ops
 from meshwright.parallelisms.meshes import Meshes, build_meshes, set_timeout, start_process_group
 from meshwright.parallelisms.rules.degrees import check_device
@@ -167,7 +166,7 @@ def set_up(
     dump_folder = Path(plan.config.job.dump_folder)
     log_to_file(dump_folder / "logs", dist.get_rank())
     if plan.resume_step == 0 and dist.get_rank() == 0:
-        history.set_aside(dump_folder)
+        set_aside_run(dump_folder)
     announce(plan, device, launch, sources, held_out)
     note_start(plan, device, is_new_stage=meshes is not None)
     if difference is not None and dist.get_rank() == 0:

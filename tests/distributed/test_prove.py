@@ -30,7 +30,7 @@ from meshwright.commands.prove.compare import (
     compare,
 )
 from meshwright.commands.prove.measure import LAST_RESUMED_STEP, Measurement, measure
-from meshwright.commands.prove.prove import _largest_of_layers, record_references
+from meshwright.commands.prove.prove import _largest_of_layers, prove, record_references
 from meshwright.commands.prove.shrink import HEAD_DIM, KEPT, largest_tp, shrink
 from meshwright.config.job_config import JobConfig, changed
 from meshwright.config.loader import load_config
@@ -212,6 +212,8 @@ def test_the_command_goes_on_after_a_case_that_stops(tmp_path, monkeypatch, caps
     words = ["debug_model", "--output", str(tmp_path), "--parallelism.tensor_parallel_degree=2"]
     monkeypatch.setattr("sys.argv", ["meshwright", "prove", *words])
     monkeypatch.setenv("TORCHINDUCTOR_VEC_ISA_OK", "1")  # as for other tests, afterwards
+    assert [*prove(SMALL, [])] == []
+    assert os.environ.pop("TORCHINDUCTOR_VEC_ISA_OK") == "1"  # the user's
     cases = [case_on(tp=2), case_on(dp_shard=2)]
     monkeypatch.setattr("meshwright.commands.prove.command.shrink", lambda *_: SMALL)
     monkeypatch.setattr("meshwright.commands.prove.command.default_cases", lambda *_: cases)

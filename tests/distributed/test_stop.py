@@ -248,3 +248,4 @@ def test_a_rank_that_waits_for_one_that_was_asked_and_is_gone_ends_too(monkeypat
         monkeypatch.setattr(job, name, MagicMock())
     with pytest.raises(StopRequested, match="raise"):
         job._train(MagicMock(), Requests(), 0.0)
+    assert job.note_failure.return_value.__exit__.call_args.args[0] is StopRequested

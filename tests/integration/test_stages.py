@@ -185,23 +185,20 @@ from meshwright.train.preflight import preflight
 
 class Stop:
     def write(self, record):
-        opened = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
-        links = [os.readlink(path) for path in opened if os.path.lexists(path)]
-        sockets[record["step"]] = sum(link.startswith("socket:") for link in links)
         if record["step"] == int(os.environ.get("ASK_AFTER", 0)):
             requests.name = "SIGTERM"  # the vote during the next step hears of it
 
     def close(self):
-        pass
+        files = (os.path.realpath(file.path) for file in os.scandir("/proc/self/fd"))
+        print("sockets", sum("socket:" in file for file in files))
 
 if __name__ == "__main__":  # the job tokenises, by processes that import this again
     log_to_console()
-    made, build, sockets = [], set_up.build_meshes, {}
+    made, build = [], set_up.build_meshes
     set_up.build_meshes = lambda *given: made.append(given) or build(*given)
     plan = preflight(load_config(["--job.config_file", *sys.argv[1:]]), 1, looks_at_files=False)
     with Requests() as requests:
         print("result", run(plan, [Stop()], requests), "meshes", len(made))
-    print("sockets", *{*sockets.values()})
     sys.stdout.flush()
     os._exit(0)
 """
@@ -231,7 +228,8 @@ def test_a_stop_at_the_end_of_a_stage(alone: Callable[..., str], tmp_path: Path)
     assert [row["step"] for row in records(out)] == steps[:8]
     output = alone("--training.steps", 17)
     assert "stage 2 of 3: steps 9 to 16" in output, output
-    assert re.search(r"sockets \d+\n", output), output  # a stage more opens no connection more
+    of_second, of_third = re.findall(r"^sockets (\d+)$", output, re.MULTILINE)
+    assert int(of_third) <= int(of_second)  # with many ranks, many are open for each group
     shutil.rmtree(tmp_path / "caches")
     output = alone()
     assert "stage 3 of 3: steps 17 to 24" in output, output

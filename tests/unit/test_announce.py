@@ -10,7 +10,9 @@ import torch
 from meshwright.config.loader import load_config
 from meshwright.datasets.opening import open_data
 from meshwright.datasets.stream import steps_of_data
-from meshwright.metrics import history
+from meshwright.metrics import sinks
+from meshwright.metrics.report.run import read_run
+from meshwright.metrics.sinks import HISTORY, note_event, note_missing_end, set_aside_run
 from meshwright.system.log import log_to_console
 from meshwright.system.processes import Launch
 from meshwright.train import announce
@@ -31,7 +33,7 @@ def test_an_error_that_ends_a_job_is_noted_once(rank, noted, tmp_path, monkeypat
             raise error
     with note_failure(plan, lambda: 9):
         pass
-    file = tmp_path / history.FILE
+    file = tmp_path / HISTORY
     events = map(json.loads, file.read_text().splitlines() if file.exists() else [])
     assert [(event["step"], event["reason"]) for event in events] == noted
 
@@ -124,7 +126,8 @@ def test_a_start_says_how_much_data_there_is_and_what_is_left_out(tmp_path, capl
     start = f"to train: {steps * 2 * 64:,} tokens in {steps} steps"
     assert said == f"{start}, 2 epochs (training.max_epochs = 2)"
     resumed = announce._describe_steps(dataclasses.replace(plan, resume_step=steps - 1), sources)
-    assert resumed.startswith(f"to train: 128 tokens in 1 step of {steps}, ")
+    # in the data from the first sample on, maybe
+    assert resumed.startswith(f"to train: 128 tokens in 1 step of {steps}, {2 / steps:.3g} epochs")
 
 
 def test_a_resume_goes_on_with_the_history_and_a_new_job_begins_it_anew(tmp_path) -> None:
@@ -132,23 +135,28 @@ def test_a_resume_goes_on_with_the_history_and_a_new_job_begins_it_anew(tmp_path
         rows = map(json.loads, (tmp_path / "history.jsonl").read_text().splitlines())
         return [(row["event"], row["step"]) for row in rows]
 
-    history.note(tmp_path, 0, "start", {"ranks": 2})
-    history.note(tmp_path, 30, "end", {"reason": "stopped"})
-    history.note(tmp_path, 20, "start", {"ranks": 4})
+    note_event(tmp_path, 0, "start", {"ranks": 2})
+    note_event(tmp_path, 30, "end", {"reason": "stopped"})
+    note_event(tmp_path, 20, "start", {"ranks": 4})
     assert events() == [("start", 0), ("end", 30), ("start", 20)]
-    history.note(tmp_path, 0, "start", {"ranks": 2})
+    (tmp_path / "metrics.jsonl").touch()
+    with (tmp_path / "history.jsonl").open("a") as file:
+        file.write('{"event": "end", "st')  # as a loss of power leaves it
+    note_event(tmp_path, 25, "start", {"ranks": 4})
+    assert read_run(tmp_path).resumed_steps == [20, 25]
+    note_event(tmp_path, 0, "start", {"ranks": 2})
     assert events() == [("start", 0)]
 
 
 def test_a_job_that_starts_over_keeps_the_figures_of_the_run_before(tmp_path, caplog) -> None:
     caplog.set_level("INFO", "meshwright")
     (tmp_path / "metrics.jsonl").touch()
-    history.set_aside(tmp_path)  # it was killed before its first step
+    set_aside_run(tmp_path)  # it was killed before its first step
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
     for number in (1, 2):
         for name in ("metrics.jsonl", "config.toml"):
             (tmp_path / name).write_text(f"{number}")
-        history.set_aside(tmp_path)
+        set_aside_run(tmp_path)
     earlier = [tmp_path / f"earlier_run_{number}" for number in (1, 2)]
     assert sorted(tmp_path.iterdir()) == earlier
     for name in ("metrics.jsonl", "config.toml"):
@@ -157,25 +165,25 @@ def test_a_job_that_starts_over_keeps_the_figures_of_the_run_before(tmp_path, ca
 
 
 def test_a_full_disk_is_a_warning(tmp_path, caplog) -> None:
-    history.note(tmp_path / "not there", 3, "end", {})
+    note_event(tmp_path / "not there", 3, "end", {})
     assert "history.jsonl cannot be written" in caplog.text
-    history.note(tmp_path, 3, "start", {})
+    note_event(tmp_path, 3, "start", {})
     before = (tmp_path / "history.jsonl").read_text()
     with no_room(len(before) + 10):  # of the next line the beginning would fit
-        history.note(tmp_path, 4, "end", {})
+        note_event(tmp_path, 4, "end", {})
     assert (tmp_path / "history.jsonl").read_text() == before
     assert caplog.text.count("history.jsonl cannot be written") == 2
 
 
 def test_the_end_of_a_process_that_could_not_note_it_is_added_once(tmp_path, monkeypatch) -> None:
     since = 1000.04  # a file has tenths of seconds, so a start may look older than it is
-    monkeypatch.setattr(history.time, "time", lambda: since)
-    history.note_missing_end(tmp_path, 3, "killed before it began", since)
+    monkeypatch.setattr(sinks.time, "time", lambda: since)
+    note_missing_end(tmp_path, 3, "killed before it began", since)
     assert not (tmp_path / "history.jsonl").exists()
-    history.note(tmp_path, 0, "start", {})
-    history.note_missing_end(tmp_path, 3, "killed before it began", since + 100)
+    note_event(tmp_path, 0, "start", {})
+    note_missing_end(tmp_path, 3, "killed before it began", since + 100)
     for _ in range(2):
-        history.note_missing_end(tmp_path, 7, "hung", since)
+        note_missing_end(tmp_path, 7, "hung", since)
     lines = (tmp_path / "history.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]
     assert [(row["event"], row["step"]) for row in rows] == [("start", 0), ("end", 7)]

@@ -186,7 +186,9 @@ def test_validation_on_other_data_than_training_is_told(tmp_path, capsys) -> Non
     assert said not in out
     assert f"training reads 1 file of the validation, too: {tmp_path}/a.txt" in out
     (tmp_path / "b.txt").write_text("other words")  # beside train.bin, for example, val.bin
-    for path, is_shared in (("b.txt", False), ("*.txt", True)):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder/c.txt").symlink_to(tmp_path / "a.txt")
+    for path, is_shared in (("b.txt", False), ("*.txt", True), ("folder", True)):
         check_job([toml, "--training.dataset_path", tmp_path / path])
         assert ("of the validation, too: " in capsys.readouterr().out) == is_shared
     (tmp_path / "a.jsonl").write_text('{"text": "some words", "a": 1}')

@@ -30,7 +30,7 @@ FLOORS = (
     "commands",
 )
 FLOOR = {part: number for number, parts in enumerate(FLOORS) for part in parts.split()}
-MOST_FILES = 166
+MOST_FILES = 165
 """That hold code: an `__init__.py` of a docstring alone is not counted."""
 
 MOST_LINES, MOST_FILES_OF_FOLDER, MOST_LINES_OF_FUNCTION = 400, 15, 79

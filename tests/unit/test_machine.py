@@ -21,6 +21,8 @@ from meshwright.system.machine import (
     given_rank,
     warn_of_tasks,
 )
+from meshwright.system.processes import Launch, Requests
+from meshwright.train.main import _run_command_line
 
 MISMATCH = "Failed to initialize NVML: Driver/library version mismatch"
 ILL = f"echo '{MISMATCH}'; exit 18"
@@ -200,7 +202,7 @@ def test_cores_and_memory_are_those_that_every_control_group_above_grants(
 
 def test_a_rank_has_all_variables_of_a_launcher_or_none(monkeypatch) -> None:
     """Scripts for Slurm often set WORLD_SIZE, and start no launcher."""
-    given = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
+    given = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
     for name in given:
         monkeypatch.delenv(name, raising=False)
     assert given_rank() == 0
@@ -214,11 +216,25 @@ def test_a_rank_has_all_variables_of_a_launcher_or_none(monkeypatch) -> None:
         ("MASTER_PORT", None, "MASTER_PORT = '': is not set"),
         ("WORLD_SIZE", "two", "WORLD_SIZE = 'two': must be a number"),
         ("RANK", "2", "RANK = 2: WORLD_SIZE = 2: must be less"),
+        ("MASTER_ADDR", "node1.invalid", "MASTER_ADDR = 'node1.invalid': this machine does not"),
     ):
         with monkeypatch.context() as patch:
             patch.delenv(name) if wrong is None else patch.setenv(name, wrong)
             with pytest.raises(ConfigError, match=words):
                 given_rank()
+
+
+def test_machines_with_unequal_numbers_of_ranks_are_named(monkeypatch) -> None:
+    """Where their number suits the config, they train; a launcher checks it for equal machines."""
+    debug = str(Path(__file__).parents[2] / "train_configs/debug_model.toml")
+    monkeypatch.setattr("sys.argv", ["train.py", "--job.config_file", debug])
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
+    for own, ranks, words in ((1, 3, "NGPU = 1: the 2 machines have 3 ranks in all"), (3, 6, "16")):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(own))
+        monkeypatch.setenv("WORLD_SIZE", str(ranks))
+        with pytest.raises(ConfigError, match=words):
+            _run_command_line(Launch(is_checked=True), Requests())
 
 
 @pytest.mark.parametrize(

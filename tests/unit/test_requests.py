@@ -115,7 +115,7 @@ def test_an_error_of_all_ranks_is_the_first_s_on_each_machine(
     kind, local_rank, waits, monkeypatch
 ) -> None:
     """A launcher whose rank waits would be left by the first machine's, and exit with 1."""
-    launcher = {"RANK": local_rank + 2, "WORLD_SIZE": 4, "MASTER_ADDR": "a", "MASTER_PORT": 1}
+    launcher = {"RANK": local_rank + 2, "WORLD_SIZE": 4, "MASTER_ADDR": "::1", "MASTER_PORT": 1}
     for name, value in (launcher | {"LOCAL_RANK": local_rank}).items():
         monkeypatch.setenv(name, str(value))
     slept, codes = [0], []

@@ -280,6 +280,7 @@ BROKEN = {
         b"garbage",
         ": cannot be read: zlib inflate failed: incorrect header check",
     ),
+    "UTF-16": ("m.txt", "two words".encode("utf-16-le"), ": 9 of 18 bytes are 0: it is UTF-16"),
     "not UTF-8": ("m.txt", b"two\ncaf\xe9 au lait", ": not UTF-8: line 2, byte 4, 0xe9"),
 }
 

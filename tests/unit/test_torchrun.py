@@ -24,7 +24,7 @@ from meshwright.launch.heartbeat import Heartbeat
 from meshwright.launch.machines import Meeting
 from meshwright.launch.torchrun import PREFIX, _ask_to_stop, _report, _set_up_console
 from meshwright.launch.watch import Watch
-from meshwright.metrics import history
+from meshwright.metrics.sinks import note_event
 from meshwright.system.errors import EXIT_CONFIG, EXIT_HANG, EXIT_INTERRUPTED, EXIT_STOPPED
 from meshwright.system.log import console_stream, log_to_console, logger, print_error
 from meshwright.system.processes import TRAINED
@@ -340,7 +340,7 @@ def ends_of(folder: Path) -> list[tuple[str, int, str]]:
 
 def test_a_stop_before_the_first_step_is_in_the_history(tmp_path, capsys) -> None:
     Heartbeat(tmp_path, {"rank": 0}).beat("data", 0)
-    history.note(tmp_path, 0, "start", {})
+    note_event(tmp_path, 0, "start", {})
     (tmp_path / "stop").write_text("SIGTERM")
     assert report(tmp_path, {0: failure(tmp_path, 0, 75, "", 1.0)}) == 75
     assert ends_of(tmp_path) == [("end", 0, "stopped: SIGTERM")]
@@ -353,7 +353,7 @@ def test_the_launcher_of_the_first_rank_notes_the_end_of_ranks_that_were_killed(
     hearts = [Heartbeat(tmp_path, {"rank": first_rank + rank}) for rank in (0, 1)]
     for heart in hearts:
         heart.beat("data", 7)
-    history.note(tmp_path, 5, "start", {})
+    note_event(tmp_path, 5, "start", {})
     failed = first_rank + 1
     assert report(tmp_path, {failed: ProcessFailure(failed, 7, -signal.SIGKILL, "")}) == 137
     how = f"rank {failed} was killed by SIGKILL, in data of step 7"

@@ -45,7 +45,7 @@ def prove(small: JobConfig, cases: Sequence[Case]) -> Iterator[Row]:
     """
     # Ranks compile code without vectors. For each kind of vectors inductor would have every rank,
     # one after the other, load a trial in a process that imports torch: up to ten, for a minute.
-    os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "0"
+    os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
     pool: RankPool | None = None
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         with contextlib.closing(RankPool(1, RANK_TIMEOUT_S)) as alone:
