@@ -24,7 +24,8 @@ def page() -> Iterator[str]:
         yield "| key | type | default | meaning |"
         yield "|---|---|---|---|"
         for entry in entries(section):
-            cells = (f"`{entry.name}`", entry.kind, f"`{entry.default}`", entry.text)
+            kind = entry.kind.replace("|", " | ")  # a long one breaks there
+            cells = (f"`{entry.name}`", kind, f"`{entry.default}`", entry.text)
             yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 
 

@@ -22,7 +22,7 @@ from meshwright.system.log import console_width, wrap
 
 def add_options(parser: Parser) -> None:
     parser.add_argument(
-        *("--help", "-h"),
+        *("-h", "--help"),
         nargs="?",
         const="",
         metavar="NAME",
