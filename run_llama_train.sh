@@ -4,7 +4,7 @@
 #   ./run_llama_train.sh [CONFIG] [--section.key value ...]     e.g. --training.steps 1000
 #   ./run_llama_train.sh --help                                 its options
 #
-#   NGPU         ranks on this machine            (default: NVIDIA GPUs, else 2 CPU ranks)
+#   NGPU         ranks on this machine            (default: its GPUs, else 2 CPU ranks)
 #   CONFIG_FILE  TOML or preset                   (default: debug_model)
 #   LOG_RANK     ranks of each machine whose log is shown  (default: 0; e.g. 0,1)
 #   PYTORCH_ALLOC_CONF  torch's memory of GPUs      (default: expandable_segments:True)

@@ -5,6 +5,7 @@ python -m scripts.command_reference > docs/commands.md
 
 import argparse
 from collections.abc import Iterator
+from textwrap import fill
 
 from meshwright.commands.main import COMMANDS, Parser, build_parser
 
@@ -34,7 +35,10 @@ def page() -> Iterator[str]:
         parser = build_parser(name)
         yield f"## {name}\n"
         yield f"{command.purpose[0].upper()}{command.purpose[1:]}.\n"
-        yield f"```text\n{' '.join([f'meshwright {name}', *map(usage, options(parser))])}\n```\n"
+        words = [f"meshwright {name}", *map(usage, options(parser))]
+        whole = " ".join(word.replace(" ", "\xa0") for word in words)  # broken between options
+        lines = fill(whole, 80, subsequent_indent="    ", break_on_hyphens=False)
+        yield "```text\n" + lines.replace("\xa0", " ") + "\n```\n"
         for action in options(parser):
             if action.metavar != "CONFIG":  # explained at the top
                 yield f"* `{form(action)}`: {action.help}"
@@ -43,8 +47,8 @@ def page() -> Iterator[str]:
 
 
 def options(parser: Parser) -> list[argparse.Action]:
-    """Options and arguments but --help, arguments last."""
-    actions = [action for action in parser._actions if action.help and action.dest != "help"]
+    """Options and arguments but argparse's own --help, arguments last."""
+    actions = [a for a in parser._actions if a.help and not isinstance(a, argparse._HelpAction)]
     return sorted(actions, key=lambda action: not action.option_strings)
 
 
@@ -58,7 +62,8 @@ def form(action: argparse.Action) -> str:
 def usage(action: argparse.Action) -> str:
     """The form, in brackets if you may leave it out."""
     is_needed = action.required if action.option_strings else action.nargs != "?"
-    return form(action) if is_needed else f"[{form(action)}]"
+    more = " ..." * (action.nargs == "+")
+    return f"{form(action)}{more}" if is_needed else f"[{form(action)}]"
 
 
 if __name__ == "__main__":

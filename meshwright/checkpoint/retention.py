@@ -191,8 +191,8 @@ def set_aside_later(folder: Path, step: int, *, is_named: bool) -> None:
         for each, path in later.items() if is_named else ():
             if path.with_name(f"{path.name}.aside{MOST_ASIDE - 1}").exists():
                 rule = f"step {each} has been set aside {MOST_ASIDE} times, since each start with "
-                rule += "this key trains it anew"
-                fix = f"leave it out to go on from the newest, or delete {folder}/*.aside*"
+                rule += "this key trains it again"
+                fix = f"leave it out to resume from the newest, or delete {folder}/*.aside*"
                 raise config_error("checkpoint.load_step", step, rule, fix)
         for path in later.values():
             logger.info("set aside a later checkpoint as %s", commit.set_aside(path))

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import sys
 from argparse import Namespace
 from collections import Counter
@@ -21,7 +22,7 @@ from meshwright.system.log import console_width, wrap
 
 def add_options(parser: Parser) -> None:
     parser.add_argument(
-        *("--help", "-h"),
+        *("-h", "--help"),
         nargs="?",
         const="",
         metavar="NAME",
@@ -73,7 +74,8 @@ def _with_origins(toml: str, provenance: Provenance) -> Iterator[str]:
     """Lines of TOML, each value with a comment that says where it was written."""
     table = ""
     counts = Counter[str]()
-    lines = toml.rstrip().split("\n")
+    lists_in_one_line = re.sub(r"\n +", " ", toml).replace(",\n]", " ]")
+    lines = lists_in_one_line.rstrip().split("\n")
     width = max(len(line) for line in lines if len(line) < 60)
     for line in lines:
         if header := HEADER.match(line):
@@ -84,10 +86,8 @@ def _with_origins(toml: str, provenance: Provenance) -> Iterator[str]:
             yield line
             continue
         key, is_value, _ = line.partition(" = ")
-        if not (is_value and table) or key != key.strip():  # inside a list of several lines
-            yield line
-            continue
-        yield f"{line:{width}}  # {provenance.origin(f'{table}.{key}')}"
+        origin = f"  # {provenance.origin(f'{table}.{key}')}" if is_value else ""
+        yield f"{line:{width}}{origin}" if origin else line
 
 
 def _documentation(section_name: str) -> Iterator[str]:

@@ -174,6 +174,9 @@ IDLE_BESIDE = {
     "activation_checkpoint.selective_ac_option != 'op'": "saved_ops",
     "activation_checkpoint.mode != 'memory_budget'": "memory_budget",
     "checkpoint.keep_latest_k = 0": "keep_every_n_steps",
+    "checkpoint.load_only = true": "interval keep_latest_k keep_every_n_steps keep_best async_mode "
+    "on_save_failure enable_first_step_checkpoint last_save_model_only last_save_in_hf "
+    "export_dtype",
     "metrics.enable_tensorboard = false": "save_tb_folder",
     "metrics.enable_wandb = false": "wandb_project wandb_entity wandb_name",
 }

@@ -8,6 +8,7 @@ from pydantic.fields import FieldInfo
 
 from meshwright.config.job_config import JobConfig
 from meshwright.config.section import Section
+from meshwright.system.errors import as_toml
 
 Key = tuple[str, ...]
 
@@ -94,7 +95,7 @@ def entries(section_name: str) -> Iterator[Entry]:
         yield Entry(
             ".".join(key),
             _kind(_properties(section)[key[-1]]),
-            "absent" if default is None else repr(default),
+            "absent" if default is None else as_toml(default),
             " ".join((field.description or "").split()),
         )
 

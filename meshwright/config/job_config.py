@@ -64,8 +64,8 @@ class Model(Section, on_resume="model"):
     command line: --model.args.n_layers 4."""
 
     frozen: OfTraining[list[str]] = []
-    """Parameters that are not trained, as glob patterns of their names: "tok_embeddings.*",
-    "layers.[01].*", "*norm.weight"."""
+    """Parameters that are not trained, as glob patterns of their names: `tok_embeddings.*`,
+    `layers.[01].*`, `*norm.weight`."""
 
     tokenizer_path: OfData[InputPath] = ""
     """Hugging Face's `tokenizer.json`, a `tokenizer.model` of sentencepiece or tiktoken, or a
@@ -252,7 +252,7 @@ class Experimental(Section, on_resume="none"):
     """[experimental] Code of your own."""
 
     custom_import: Annotated[InputPath, PATH_OR_NAME] = ""
-    """Module that adds models, datasets or sinks: "package.module", or "path/to/file.py"."""
+    """Module with models, datasets, optimizers or sinks: "package.module", or "path/to/file.py"."""
 
 
 class JobConfig(Section):

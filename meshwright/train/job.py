@@ -53,6 +53,7 @@ class Due:
     log: bool
     save: bool
     """By the interval; a job that ends saves in any case."""
+    save_if_best: bool
     collect_garbage: bool
 
     @property
@@ -73,6 +74,7 @@ def due_after(
         validate=validate,
         log=is_first or stop or validate or step % config.metrics.log_freq == 0,
         save=saves.saves and not stop and is_save_step,
+        save_if_best=saves.saves and not stop and saves.keep_best and validate,
         collect_garbage=step % config.training.gc_freq == 0,
     )
 
@@ -214,7 +216,7 @@ def _loop(
         if due.log:
             _report(job, vote, taken, due)
         is_over = due.stop or vote.decision.is_last(step)
-        is_best = config.checkpoint.keep_best and due.validate and job.reporter.is_best(step)
+        is_best = due.save_if_best and job.reporter.is_best(step)
         if (due.save or is_best) and not is_over:
             _save(job, taken, is_last=False)
         elif is_first and config.checkpoint.saves and not is_over:

@@ -286,6 +286,7 @@ def test_config_shows_where_each_value_is_from(tmp_path, capsys) -> None:
         ("weight = 2.0", "own.toml:7"),
     ):
         assert origins[value] == origin
+    assert all(" = " in line or line.startswith("[") for line in out.split("\n") if line)
     assert tomli.loads(out)["training"]["steps"] == 9
     assert tomli.loads(out)["job"]["description"] == text
 
@@ -320,6 +321,10 @@ def test_help_of_a_section_or_a_key_shows_it_alone(capsys) -> None:
     out = capsys.readouterr().out
     assert "--comm.init_timeout_seconds INT (default: 300)" in out
     assert "--training" not in out
+    command("config")(["--help", "compile.enable"])
+    assert "--compile.enable true|false|auto (default: 'auto')" in capsys.readouterr().out
+    command("config")(["--help", "training.deterministic"])
+    assert "true|false (default: false)" in capsys.readouterr().out
     command("config")(["--help", "optimizer.lr"])
     assert "--optimizer.lr FLOAT" in (out := capsys.readouterr().out)
     assert "--optimizer.eps" not in out

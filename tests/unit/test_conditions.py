@@ -76,6 +76,9 @@ OPTIONS = {  # a value that is not the default, beside which others it is idle, 
     'checkpoint.export_dtype="bfloat16"': (
         "checkpoint.enable=true", "checkpoint.enable=true checkpoint.last_save_model_only=true"
     ),
+    "checkpoint.last_save_in_hf=true": (
+        "checkpoint.enable=true checkpoint.load_only=true", "checkpoint.enable=true"
+    ),
     "optimizer.muon.steps=7": ("", 'optimizer.name="muon"'),
     "checkpoint.average.decay=0.5": ("", "checkpoint.enable=true"),
     "checkpoint.average.window_tokens=1000000": ("", "validation.enable=true"),

@@ -48,6 +48,14 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert target.is_file(), link
 
 
+@pytest.mark.parametrize("page", [*PAGES, *OUTSIDE], ids=lambda page: page.name)
+def test_no_pattern_is_read_as_italics(page: Path) -> None:
+    """As the stars of "a.*", "b.*" are."""
+    for line in CODE.sub("", page.read_text("utf-8")).splitlines():
+        text = re.sub(r"^\s*\* |\*\*", "", line)
+        assert not re.search(r"\S\*\W.*\*", text), line
+
+
 def _files(nav: Any) -> list[str]:
     if isinstance(nav, str):
         return [nav]

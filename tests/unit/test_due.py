@@ -31,13 +31,14 @@ KEYS = {
     "metrics.log_freq": "5",
     "training.gc_freq": "7",
 }
+BEST = {"checkpoint.keep_best": "true"}
 
 
 def due(step: int, keys: dict[str, str] | None = None, **moment: bool) -> set[str]:
     config = load_config([f"--{key}={value}" for key, value in (KEYS | (keys or {})).items()])
     of_moment = {"is_first": False, "is_last": False, "is_asked_to_stop": False} | moment
     decided = due_after(step, config, **of_moment)
-    names = ("stop", "validate", "log", "save", "collect_garbage", "look")
+    names = ("stop", "validate", "log", "save", "save_if_best", "collect_garbage", "look")
     return {name for name in names if getattr(decided, name)}
 
 
@@ -56,6 +57,9 @@ def due(step: int, keys: dict[str, str] | None = None, **moment: bool) -> set[st
         (due(4, keys={"checkpoint.enable": "false"}), set()),
         (due(6, keys={"validation.enable": "false"}), set()),
         (due(4, keys={"checkpoint.load_only": "true"}), set()),
+        (due(6, keys=BEST), {"validate", "log", "look", "save_if_best"}),
+        (due(6, keys=BEST | {"checkpoint.enable": "false"}), {"validate", "log", "look"}),
+        (due(6, keys=BEST | {"checkpoint.load_only": "true"}), {"validate", "log", "look"}),
         (due(1, keys={"checkpoint.enable_first_step_checkpoint": "true"}), {"save", "look"}),
         (due(3, keys={"checkpoint.enable_first_step_checkpoint": "true"}), set()),
     ],

@@ -40,7 +40,7 @@ def add_options(parser: Parser) -> None:
     parser.add_argument("--html", type=output_file, metavar="FILE", help="write a page, too")
     parser.add_argument("--search", action="store_true", help="find the best mesh and modes")
     parser.add_argument(
-        "--no-remedies", action="store_true", help="do not try changes if it does not fit"
+        "--no-remedies", action="store_true", help="do not try changes if it is tight or too large"
     )
     parser.add_argument(
         "--workers", type=int, default=0, metavar="N", help="processes (default: one per core)"

@@ -20,7 +20,8 @@ from meshwright.train.resolve_model import resolve_model
 
 def add_options(parser: Parser) -> None:
     """Options of `meshwright prove`."""
-    parser.add_argument("--every-mesh", action="store_true", help="try every mesh of 8 ranks")
+    every = "try every schedule, and every mesh of 2, 4 and 8 ranks"
+    parser.add_argument("--every-mesh", action="store_true", help=every)
     add_stage(parser)
     parser.add_argument(
         "--output",

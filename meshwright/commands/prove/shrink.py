@@ -28,7 +28,7 @@ LARGEST_TP, MAX_RANKS = 4, 8
 HIGHEST_LR = 1e-3
 """Peak learning rate of the small job, at most. Its weights are about 0.02, and Adam changes each
 by up to the rate per step. At 0.01 training is chaotic, so rounding grows until a correct mesh
-differs at step 10 (docs/correctness.md has figures). At this rate rounding does not grow."""
+differs at step 10. At this rate rounding does not grow."""
 
 KEPT = ("norm_eps", "rope_theta", "rope_scaling", "tie_embeddings")
 """Fields of the model's args that stay the user's; all others follow from the small size."""
