@@ -20,7 +20,7 @@ from meshwright.checkpoint.manifest import MANIFEST, DamagedError, Manifest, rea
 from meshwright.commands.options import CHECKPOINT, input_path
 from meshwright.config.changes import ABSENT, differences, shown
 from meshwright.config.command_line import Parser
-from meshwright.parallelisms.rules.degrees import AXES
+from meshwright.parallelisms.rules.degrees import AXES, mesh_text
 from meshwright.system.errors import ConfigError
 from meshwright.system.files import Place
 from meshwright.system.log import align
@@ -79,8 +79,9 @@ def _row(path: Path) -> tuple[str, ...]:
             state = "of a later version of meshwright"
     if manifest is None:
         return path.name, _date(path), size, "-", "-", "-", state
-    facts = f"{manifest['tokens_seen']:,}", _loss(manifest), _mesh(manifest["mesh"])
-    return path.name, _date(path / MANIFEST), size, *facts, state
+    mesh = mesh_text(manifest["mesh"]) or "no mesh"
+    tokens = f"{manifest['tokens_seen']:,}"
+    return path.name, _date(path / MANIFEST), size, tokens, _loss(manifest), mesh, state
 
 
 def _size(num_bytes: int) -> str:
@@ -94,11 +95,6 @@ def _date(path: Path) -> str:
 def _loss(manifest: Manifest) -> str:
     nothing = "-" if "merged" in manifest else "not-finite"
     return nothing if manifest["loss"] is None else f"{manifest['loss']:.4f}"
-
-
-def _mesh(mesh: dict[str, int]) -> str:
-    """Degrees above one, as the console has them: dp_shard 4 x tp 2."""
-    return " x ".join(f"{axis} {size}" for axis, size in mesh.items() if size > 1) or "no mesh"
 
 
 def add_options_show(parser: Parser) -> None:
@@ -141,7 +137,7 @@ def _facts(
     if manifest["frozen"]:
         yield "frozen", f"{len(manifest['frozen'])} parameters, {manifest['frozen'][0]}, ..."
     num_ranks = math.prod(manifest["mesh"].get(axis, 1) for axis in AXES)  # not of experts' mesh
-    yield "mesh", f"{_mesh(manifest['mesh'])} ({num_ranks} ranks)"
+    yield "mesh", f"{mesh_text(manifest['mesh']) or 'no mesh'} ({num_ranks} ranks)"
     yield from manifest["versions"].items()
     yield "tokenizer", manifest["tokenizer_path"] or "unknown"
     yield from _data(manifest)

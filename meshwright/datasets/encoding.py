@@ -5,7 +5,6 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from datetime import datetime
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -62,10 +61,6 @@ class Encoder:
             what = f"{PATH_KEY}: {where}: {type(panic).__name__}: {panic}"
             raise RecordError(PATH_KEY, what) from None
 
-
-TODAY = datetime(2024, 7, 26)
-"""For chat templates that write the date, so that a conversation is the same tokens tomorrow. It is
-the date that Meta's templates fall back to."""
 
 FORMAT, CHATS = 2, 2
 """Of the files, and of what conversations become; another number is another cache."""
@@ -135,7 +130,7 @@ class TokenizationSpec:
             from meshwright.datasets.tokenizers.chat import ChatTemplate
 
             template = find_template(self.tokenizer_path, self.chat_template_path)
-            return ChatTemplate(tokenizer, template, now=TODAY)
+            return ChatTemplate(tokenizer, template)
 
         return Encoder(tokenizer, open_template)
 

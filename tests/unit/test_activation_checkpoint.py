@@ -20,6 +20,7 @@ from meshwright.parallelisms.activation_checkpoint import (
     keep_within_budget,
 )
 from meshwright.system.errors import ConfigError
+from tests.helpers.job import assert_equal
 from tests.helpers.needs import needs_compiler
 from tests.helpers.operators import Operators
 from tests.helpers.tiny import SEQ_LEN, TINY, plain_model
@@ -42,11 +43,6 @@ def backward(model: Decoder) -> tuple[Counter[str], int, dict[str, torch.Tensor]
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
     # from torch 2.15 on the total counts the attention of CPUs, too
     return operators.counts, flops.get_flop_counts()["Global"][torch.ops.aten.mm], gradients
-
-
-def assert_equal(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
-    for name, gradient in want.items():
-        assert torch.equal(got[name], gradient), name
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,6 @@ from meshwright.checkpoint import commit
 from meshwright.checkpoint.find import find_candidates, find_entries
 from meshwright.checkpoint.retention import apply_retention
 from meshwright.commands import checkpoint as of_checkpoints
-from meshwright.commands.checkpoint import _mesh
-from meshwright.parallelisms.rules.degrees import ParallelDims
 from meshwright.system.errors import ConfigError
 from meshwright.system.files import Place
 from tests.helpers.checkpoints import set_manifest
@@ -75,20 +73,22 @@ def test_ls_lists_all_by_step_and_marks_the_newest_good_one(made, capsys) -> Non
     assert lines[1].endswith("complete, newest")
 
 
-def test_show_says_what_a_checkpoint_is(made, capsys) -> None:
-    code, lines = run(capsys, "show", made / "step-10", "--tensors")
+def test_show_says_what_a_checkpoint_is(copied, capsys) -> None:
+    set_manifest(copied / "step-10", mesh={"dp_shard": 4, "cp": 1, "tp": 2})
+    code, lines = run(capsys, "show", copied / "step-10", "--tensors")
     assert code == 0
     facts = {line.split("  ")[0]: line for line in lines if line and not line.startswith(" ")}
     numel = sum(p.numel() for p in plain_model(SMALL).parameters())
     assert f"llama, {numel:,} parameters" in facts["model"]
     assert facts["step"].endswith(" 10")
     assert facts["loss"].endswith(" 1.5000")
+    assert facts["mesh"].endswith("  dp_shard 4 x tp 2 (8 ranks)")
     assert "  n_kv_heads       2" in lines
     assert "crc32" in facts["__0_0.distcp"]
     row = next(line for line in lines if line.startswith("model.layers.1.attention.wk.weight"))
     assert row.split()[1:] == ["16x32", "float32", "2048"]
     with pytest.raises(ConfigError, match="is damaged: .metadata: No such file"):
-        run(capsys, "show", made / "step-15")
+        run(capsys, "show", copied / "step-15")
 
 
 @pytest.mark.parametrize(
@@ -292,8 +292,3 @@ def test_models_of_other_formats_are_no_checkpoints(tmp_path) -> None:
     place, step = Place("FOLDER", tmp_path), tmp_path / "checkpoint/step-7"
     assert find_candidates(place) == [step]
     assert find_entries(place) == [step]
-
-
-def test_a_mesh_is_written_as_on_the_console() -> None:
-    dims = ParallelDims(dp_replicate=1, dp_shard=4, tp=2)
-    assert _mesh(dataclasses.asdict(dims)) == str(dims) == "dp_shard 4 x tp 2"

@@ -238,7 +238,6 @@ def test_the_config_is_a_plain_argument_anywhere(words) -> None:
     ("words", "says"),
     [
         ([DEBUG, "--job.config_file", DEBUG], "given beside --job.config_file"),
-        ([DEBUG, "training.steps=3"], "fix: write --training.steps=3"),
         ([DEBUG, "--steps", "3"], "did you mean --training.steps?"),
         ([DEBUG, "other.toml"], "'other.toml': expected CONFIG or --section.key value"),
         (["4", DEBUG], "fix: leave it out; CONFIG is 4"),

@@ -62,15 +62,6 @@ def test_only_complete_checkpoints_count(tmp_path: Path) -> None:
     assert names == ["step-10", "step-20-copy", "step-5"]
 
 
-@pytest.mark.parametrize("call", ["os.fsync", "pathlib.Path.rename"])
-def test_a_kill_before_the_rename_publishes_nothing(tmp_path: Path, call: str) -> None:
-    """Of errors, tests/distributed/test_manager.py."""
-    publish(tmp_path, 5)
-    with patch(call, side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
-        publish(tmp_path, 10)
-    assert commit.saved_steps(tmp_path) == [5]
-
-
 def test_a_bit_flipped_anywhere_is_found(tmp_path: Path) -> None:
     """benchmarks/checkpoint.py does the same to a checkpoint of a job."""
     rng = random.Random(0)

@@ -30,6 +30,7 @@ from tests.helpers.hf import (
     save_transformers,
     tensors_of,
 )
+from tests.helpers.job import assert_equal
 from tests.helpers.tokenizer_files import (
     HARD_TEXTS,
     byte_level_json,
@@ -78,9 +79,7 @@ def test_the_mean_of_a_model_with_experts(tmp_path) -> None:
     both.state_dict = lambda: saved  # type: ignore[method-assign,assignment]
     folder = save_checkpoint(tmp_path / "checkpoint", both, experts, prefix="")
     export([str(folder), str(tmp_path / "out"), "--average", "--dtype", "float32"])
-    was, now = tensors_of(tmp_path / "hf"), tensors_of(tmp_path / "out")
-    assert was.keys() == now.keys()
-    assert all(torch.equal(tensor, now[name]) for name, tensor in was.items())
+    assert_equal(tensors_of(tmp_path / "out"), tensors_of(tmp_path / "hf"))
 
 
 def test_without_transformers_logits_are_not_compared(

@@ -6,7 +6,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from meshwright.config.loader import load_config
 from meshwright.datasets.opening import open_data
@@ -22,6 +21,7 @@ from tests.helpers.checkpoints import set_manifest
 from tests.helpers.cli import export, generate_text
 from tests.helpers.families import small
 from tests.helpers.hf import load_hf, save_checkpoint, save_transformers, tensors_of
+from tests.helpers.job import assert_equal
 from tests.unit import test_families
 
 
@@ -72,9 +72,7 @@ def test_a_model_is_exported_and_generates_with_its_module_alone(tmp_path, capsy
         export([checkpoint, out, "--custom-import", "no.py"])
     own = ("--custom-import", module)
     export([checkpoint, out, "--dtype", "float32", *own])
-    was, now = tensors_of(tmp_path / "hf"), tensors_of(out)
-    assert was.keys() == now.keys()
-    assert all(torch.equal(now[name], tensor) for name, tensor in was.items())
+    assert_equal(tensors_of(out), tensors_of(tmp_path / "hf"))
     texts = []
     for source in (checkpoint, out):
         del MODELS["mistral"]  # each command imports it

@@ -50,6 +50,9 @@ def test_gpus_that_are_not_there_are_no_reason_to_train_on_cpus(gpus) -> None:
         gpus(usable)
         with pytest.raises(ConfigError, match=message):
             hardware.pick_device(local_rank, expected)
+    gpus(0)
+    with pytest.raises(ConfigError, match="^GPUs = 1: "):
+        meet(preflight(load_config(["debug_model"]), 1), Launch(num_gpus=1))
 
 
 def test_deterministic_algorithms_without_filling_memory(monkeypatch) -> None:

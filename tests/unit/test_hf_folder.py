@@ -23,6 +23,7 @@ from tests.helpers.hf import (
     tensors_of,
     transformers_model,
 )
+from tests.helpers.job import assert_equal
 
 
 @pytest.mark.parametrize("args", CASES.values(), ids=CASES.keys())
@@ -40,10 +41,7 @@ def test_in_and_out_again_is_equal_to_the_bit(args, tmp_path, capsys) -> None:
     options = ["--dtype", "float32", "--max-shard-size", "30KB"]
     export([str(checkpoint), str(out), *options])
     assert len(list(out.glob("*.safetensors"))) > 2
-    was, now = tensors_of(tmp_path / "hf"), tensors_of(out)
-    assert was.keys() == now.keys()
-    for name, tensor in was.items():
-        assert torch.equal(tensor, now[name]), name
+    assert_equal(tensors_of(out), tensors_of(tmp_path / "hf"))
     again = AutoModelForCausalLM.from_pretrained(out, config=theirs.config)
     assert torch.equal(again(tokens).logits, want)
     said = capsys.readouterr().out

@@ -165,7 +165,7 @@ def test_who_needs_a_folder_of_checkpoints_alone(tmp_path: Path, capsys) -> None
         assert ("a job that runs uses " in capsys.readouterr().out) == (not is_read), folder
     own = [f"--job.dump_folder={tmp_path}", "--checkpoint.folder=theirs"]
     run([*words[:2], *own, "--checkpoint.enable=false"])  # its records would mix with the other's
-    assert "a job that runs uses " in capsys.readouterr().out
+    assert f"{theirs}: process {os.getpid()} on " in capsys.readouterr().out
     claim.give_back()
 
 

@@ -31,7 +31,8 @@ def test_an_unfinished_proof_proves_nothing(tmp_path) -> None:
     write(tmp_path, small, rows, num_cases=3)
     proof = json.loads((tmp_path / "proof.json").read_text())
     assert (proof["proved"], proof["num_cases"], len(proof["cases"])) == (False, 3, 1)
-    assert "1 of 3 cases equal one process, 2 not run" in (tmp_path / "proof.md").read_text()
+    assert proof["summary"] == "1 of 3 cases equal one process, 2 not run"
+    assert proof["summary"] in (tmp_path / "proof.md").read_text()
     write(tmp_path, small, rows, num_cases=1)
     assert json.loads((tmp_path / "proof.json").read_text())["proved"] is True
 
@@ -50,7 +51,9 @@ def test_a_case_without_a_compiler_is_not_run(monkeypatch, tmp_path) -> None:
     rows = [row, Row(eager, Verdict(), 1.0)]
     assert summary(rows, 2) == "1 of 2 cases equal one process, 1 not run"
     write(tmp_path, small, rows, num_cases=2)
-    assert json.loads((tmp_path / "proof.json").read_text())["proved"] is False
+    proof = json.loads((tmp_path / "proof.json").read_text())
+    assert proof["proved"] is False
+    assert [case["verdict"] for case in proof["cases"]] == ["not run", "equal"]
     with pytest.raises(ConfigError, match="mask_documents = true: .* there is no C.. compiler"):
         prove(["debug_model", "--training.mask_documents=true"])
 

@@ -57,12 +57,6 @@ def test_an_object_in_the_place_of_a_tensor_is_not_unpickled(tmp_path: Path) -> 
     assert sprung.exists()  # so the trap works
 
 
-def test_an_index_that_is_code_is_not_run(tmp_path: Path) -> None:
-    save(tmp_path).write_bytes(pickle.dumps(Trap(tmp_path / "sprung")))
-    assert ".metadata cannot be read" in refusal(tmp_path)
-    assert not (tmp_path / "sprung").exists()
-
-
 def test_an_index_does_not_change_classes(tmp_path: Path) -> None:
     """A pickle may set attributes of a class that it names: of Path, say, what it is as text."""
     index = save(tmp_path)

@@ -129,17 +129,18 @@ def test_a_report_is_one_whole_file_with_everything_in_it(folder, capsys) -> Non
 def test_a_proof_in_the_folder_is_shown(folder) -> None:
     (folder / "proof").mkdir()
     case = {"name": "tp 2", "ranks": 2, "errors": {"loss": 1e-7, "gradient": 0.5}}
-    cases = [case, case | {"failures": ["gradient"]}, case | {"not_run": "no compiler"}]
-    for shown, first, not_run in ((1, "warn", 3), (2, "bad", 2), (3, "bad", 2)):
-        proof = {"num_cases": 4, "cases": cases[:shown]}  # it is written after each case
+    cases = [case | {"verdict": verdict} for verdict in ("equal", "FAILED", "not run")]
+    proof = {"proved": False, "summary": "1 of 4 cases"}
+    for shown, first in ((1, "warn"), (2, "bad"), (3, "bad")):  # it is written after each case
+        proof |= {"cases": cases[:shown]}
         (folder / "proof" / "proof.json").write_text(json.dumps(proof))
         page, text = page_of(folder)
-        words = f"1 of 4 cases equal one process, {not_run} not run"
-        assert f'<p class="{first}">{words}</p>' in page
+        assert f'<p class="{first}">1 of 4 cases</p>' in page
     assert "FAILED" in text
-    (folder / "proof" / "proof.json").write_text(json.dumps({"cases": [case]}))
+    proof = {"proved": True, "summary": "1 of 1 cases", "cases": cases[:1]}
+    (folder / "proof" / "proof.json").write_text(json.dumps(proof))
     page, _ = page_of(folder)
-    whole = '<h2>Proof</h2><p class="good">1 of 1 cases equal one process</p>'
+    whole = '<h2>Proof</h2><p class="good">1 of 1 cases</p>'
     assert whole in page
     alone = take_picture.cut(page, "Proof")  # as the picture of docs/correctness.md has it
     assert (alone.count("<h2>"), alone.count("<details open>")) == (1, 1)

@@ -3,7 +3,7 @@ from typing import Any
 import pytest
 
 from meshwright.datasets.rows import row_reader
-from meshwright.system.errors import ConfigError, RecordError
+from meshwright.system.errors import RecordError
 from tests.helpers.texts import entry
 
 HELLO = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "hi"}]
@@ -60,8 +60,3 @@ def test_rows_of_another_format_are_named(name: str, row: dict[str, Any], messag
     found = read(name, row)
     assert isinstance(found, RecordError)
     assert message in str(found)
-
-
-def test_a_format_that_is_not_there_names_those_that_are() -> None:
-    with pytest.raises(ConfigError, match='or "alpaca", "sharegpt", "messages"'):
-        read("alpacca", {})

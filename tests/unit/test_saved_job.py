@@ -129,11 +129,6 @@ def test_a_stream_with_another_chat_template_or_eos_is_other_data(tmp_path: Path
     check_is_noticed(opened(*words), source.content)
 
 
-def test_a_stream_of_other_text_of_the_same_size_is_other_data(tmp_path: Path) -> None:
-    before = opened(*BYTES, *lines(tmp_path)).content
-    check_is_noticed(opened(*BYTES, *lines(tmp_path, "a dokument")), before)
-
-
 @pytest.mark.parametrize(
     ("words", "keys"),
     [

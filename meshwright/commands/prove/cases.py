@@ -13,6 +13,7 @@ from meshwright.models.args import DecoderArgs
 from meshwright.parallelisms.rules.degrees import (
     DEGREES,
     KEYS,
+    mesh_text,
     power_meshes,
     shards_experts_apart,
 )
@@ -292,7 +293,7 @@ def build_case(
         name = name.replace("bf16", "float8")
     updates["training"] = updates.get("training", {}) | local | precision
     config = changed(small, updates)
-    shape = " x ".join(f"{axis} {degree}" for axis, degree in mesh.items())
+    shape = mesh_text(mesh)
     return Case(f"{name}: {shape}" if shape else name, config, num_ranks(mesh), kind)
 
 

@@ -196,6 +196,7 @@ def write(folder: Path, small: JobConfig, rows: Sequence[Row], num_cases: int) -
     proof = {
         "proved": len(rows) == num_cases and all(cells(row)[-1] == "equal" for row in rows),
         "num_cases": num_cases,
+        "summary": summary(rows, num_cases),
         "versions": {"meshwright": meshwright.__version__, "torch": torch.__version__},
         "bounds": {kind: dataclasses.asdict(bounds) for kind, bounds in BOUNDS.items()},
         "config": small.model_dump(),
@@ -203,6 +204,7 @@ def write(folder: Path, small: JobConfig, rows: Sequence[Row], num_cases: int) -
             {
                 "name": row.case.name,
                 "ranks": row.case.world_size,
+                "verdict": cells(row)[-1],
                 "bounds": row.case.bounds,
                 "seconds": round(row.seconds, 2),
                 **dataclasses.asdict(row.verdict),

@@ -36,6 +36,10 @@ def take_out(marked: str) -> tuple[str, bytes]:
 
 DATA_KEY = "training.dataset"
 
+TODAY = datetime(2024, 7, 26)
+"""For templates that write the date, so that a conversation is the same tokens tomorrow. It is the
+date that Meta's templates fall back to."""
+
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 
@@ -51,21 +55,19 @@ class ChatTemplate:
 
     Args:
         template: Jinja source, as `find_template` gives it.
-        now: the date, for templates that ask for it: the same for every
-            conversation, and to be kept over a resume if the ids are to be the same.
 
     Raises:
         ConfigError: if the tokenizer cannot be used for chat, or the template not compiled.
     """
 
-    def __init__(self, tokenizer: Tokenizer, template: str, *, now: datetime | None = None) -> None:
+    def __init__(self, tokenizer: Tokenizer, template: str) -> None:
         if not isinstance(tokenizer, HuggingFaceTokenizer):
             what = "cannot parse the special tokens of a chat template"
             fix = "use a tokenizer.json, or a tiktoken tokenizer.model"
             kind = type(tokenizer).__name__
             raise ConfigError(PATH_KEY, f"{PATH_KEY}: a {kind} {what}\n  fix: {fix}")
         self._tokenizer = tokenizer
-        self._template = compile_template(template, now or datetime.now())
+        self._template = compile_template(template)
         self._has_generation_blocks = _GENERATION.search(template) is not None
         self._too_short = [token for token in tokenizer.special_ids if len(token) == 1]
         specials = any_of(tokenizer.special_ids)
@@ -170,11 +172,11 @@ class ChatTemplate:
             )
 
 
-def compile_template(source: str, now: datetime) -> jinja2.Template:
+def compile_template(source: str) -> jinja2.Template:
     """Compile a template, in a sandbox with the functions that transformers offers to them.
 
     The text of {% generation %} blocks gets `START` and `END` around it. `strftime_now` formats
-    `now`.
+    `TODAY`.
 
     Raises:
         ConfigError: if it is no Jinja template.
@@ -186,7 +188,7 @@ def compile_template(source: str, now: datetime) -> jinja2.Template:
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = now.strftime
+    environment.globals["strftime_now"] = TODAY.strftime
     try:
         return environment.from_string(source)
     except jinja2.TemplateSyntaxError as error:

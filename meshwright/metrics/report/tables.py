@@ -1,7 +1,7 @@
 """The tables of a run's page, as HTML."""
 
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from html import escape
 from itertools import pairwise
@@ -99,27 +99,19 @@ def skipped_table(run: Run) -> str:
 def proof_table(run: Run) -> str:
     if run.proof is None:
         return ""
-    cases = run.proof.get("cases", [])
-    counts = Counter(map(_verdict, cases))
-    num_cases = run.proof.get("num_cases", len(cases))
-    num_not_run = num_cases - counts["equal"] - counts["FAILED"]
-    kind = "bad" if counts["FAILED"] else "warn" if num_not_run else "good"
-    text = f"{counts['equal']} of {num_cases} cases equal one process"
-    text += f", {num_not_run} not run" if num_not_run else ""
     rows = [
         [
-            *(case["name"], _verdict(case), str(case["ranks"])),
+            *(case["name"], case.get("verdict", ""), str(case["ranks"])),
             *(number(case.get("errors", {}).get(name)) for name in ("loss", "gradient")),
         ]
-        for case in cases
+        for case in run.proof.get("cases", [])
     ]
+    kind = "good" if run.proof.get("proved") else "warn"
+    kind = "bad" if any(verdict == "FAILED" for _, verdict, *_ in rows) else kind
+    text = escape(run.proof.get("summary", ""))
     # a phone shows the first columns
     cells = table(("case", "verdict", "ranks", "loss error", "gradient error"), rows)
     return f'<p class="{kind}">{text}</p><details><summary>Every case</summary>{cells}</details>'
-
-
-def _verdict(case: dict[str, Any]) -> str:
-    return "FAILED" if case.get("failures") else "not run" if case.get("not_run") else "equal"
 
 
 def environment_table(run: Run) -> str:

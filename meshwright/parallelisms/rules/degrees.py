@@ -298,5 +298,9 @@ class ParallelDims:
         return range(0, self.num_ranks, self.num_ranks // self.pp)
 
     def __str__(self) -> str:
-        """Return the axes that have more than one rank, as "dp_shard 4 x tp 2"."""
-        return " x ".join(f"{axis} {size}" for axis, size in asdict(self).items() if size > 1)
+        return mesh_text(asdict(self))
+
+
+def mesh_text(mesh: Mapping[str, int]) -> str:
+    """Return the axes that have more than one rank, as "dp_shard 4 x tp 2"."""
+    return " x ".join(f"{axis} {size}" for axis, size in mesh.items() if size > 1)
