@@ -15,6 +15,7 @@ from meshwright.models.mixture import Experts
 from meshwright.parallelisms.meshes import Meshes
 from meshwright.parallelisms.shards import is_fsdp, local_shard
 from meshwright.parallelisms.shared_memory import fsdp_groups, share_memory
+from meshwright.system.modules import has_torch
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
 
 def compute_in(model: Decoder, name: str, fp32_modules: Collection[str] = ()) -> str:
     """Make the layers of a whole model on one rank compute in the type `name`, as `apply_fsdp`
-    would; return a line for the log."""
+    would; return a line for the log. Gradients are bitwise FSDP2's up to torch 2.14; later ones
+    round those of norms and tied embeddings less."""
     dtype = getattr(torch, name)
     kept = compute_in_fp32(model, fp32_modules, dtype)
     assert model.tok_embeddings is not None
@@ -236,8 +238,11 @@ def accumulate_in_reduce_dtype(model: nn.Module) -> None:
     """Add gradients that autograd left on gathered parameters to FSDP2's sums in `reduce_dtype`.
 
     FSDP2 does so itself once a module's inputs have their gradients. Schedules that split backward
-    compute weight gradients later, and autograd then adds up microbatches in `param_dtype`.
+    compute weight gradients later, and autograd then adds up microbatches in `param_dtype`. From
+    torch 2.15 on, FSDP2 has autograd itself add them up in `reduce_dtype` (`Tensor.grad_dtype`).
     """
+    if has_torch(2, 15):
+        return
     for group in fsdp_groups(model):
         # Nothing public reaches these sums. If a name is gone, this raises; without it, bf16
         # gradients of several microbatches are rounded after each (errors of 1e-3).

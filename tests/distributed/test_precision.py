@@ -3,6 +3,7 @@ are added up."""
 
 import pytest
 import torch
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed.fsdp import FSDPModule
 
 from meshwright.config.parallelism import Parallelism
@@ -13,6 +14,7 @@ from meshwright.parallelisms.data_parallel import accumulate_in_reduce_dtype, ap
 from meshwright.parallelisms.initialize import initialize
 from meshwright.parallelisms.meshes import Meshes
 from meshwright.parallelisms.rules.degrees import ParallelDims
+from meshwright.system.modules import has_torch
 from tests.helpers.fsdp import groups_of
 from tests.helpers.job import mesh
 from tests.helpers.tiny import SEQ_LEN, TIED, TINY, parallel_model, whole
@@ -72,9 +74,12 @@ def test_one_rank_computes_in_bf16_as_fsdp_does(
     own = _gradients(model, batches)
     expected = _gradients(_with_fsdp(meshes, tie, fp32_modules), batches)
     assert own.keys() == expected.keys()
+    # since torch 2.15 autograd hands a gradient that it has in fp32, or adds up, to FSDP2 unrounded
+    bound = 2**-8 if has_torch(2, 15) else 0
     for name, gradient in own.items():
         assert gradient.dtype == torch.float32
-        assert torch.equal(gradient, expected[name]), name
+        error = (gradient - expected[name]).abs().max()
+        assert error <= bound * expected[name].abs().max(), name
 
 
 @pytest.mark.ranks(1)
@@ -89,7 +94,7 @@ def test_gradients_of_weights_alone_are_added_up_in_fp32() -> None:
         module.unshard()
     for value in (256.0, 1.0, 1.0):
         for parameter in stage.parameters():
-            grad = torch.full_like(parameter, value)
+            (grad,) = torch.autograd.grad(value * parameter.sum(), get_gradient_edge(parameter))
             parameter.grad = grad if parameter.grad is None else parameter.grad + grad
         accumulate_in_reduce_dtype(stage)
     for parameter in (parameter for group in groups_of(model) for parameter in group.fsdp_params):
