@@ -296,9 +296,7 @@ def test_a_rank_refuses_before_anything_is_written(words, says, tmp_path: Path) 
 
 def test_a_bad_config_is_one_line_and_no_rank(tmp_path: Path) -> None:
     """The rest of what can be wrong is in tests/unit/test_config.py, without the launcher."""
-    start = time.monotonic()
     result = launch(tmp_path / "out", "--training.step", "3", code=2)
-    assert time.monotonic() - start < 5
     assert result.stdout == ""
     assert result.stderr == (
         "meshwright: --training.step: unknown key training.step\n"
