@@ -338,7 +338,7 @@ def test_a_validation_that_is_the_best_so_far_is_saved_and_texts_are_written(tmp
     assert rows[-1]["validation/perplexity"] == pytest.approx(math.exp(found[-1]))
     # bytes a token
     assert 2 < found[-1] / math.log(2) / rows[-1]["validation/bits_per_byte"] < 4
-    texts = [json.loads(line) for line in (folder / "samples.jsonl").open()]
+    texts = records(folder, "samples")
     assert [(row["step"], row["prompt"]) for row in texts] == [(n, "def ") for n in (3, 6, 9)]
     assert all(row["text"].startswith("def") for row in texts)
     assert commit.saved_steps(folder / "checkpoint") == [6, 9]
