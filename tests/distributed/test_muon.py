@@ -126,23 +126,17 @@ ON_FOUR = [
     ({"tp": 2, "dp_shard": 2}, FP32 | {"split_heads": True}, {}),
     *(({one: 2, other: 2}, {}, {}) for one, other in PAIRS),
     ({"pp": 2, "dp_shard": 2}, {}, {"frozen": [n for n in TABLE if "layers.0" in n]}),
+    # of models with experts
+    ({"dp_shard": 4, "ep": 1}, {}, {}),
+    ({"dp_shard": 4, "ep": 2}, {}, {}),  # an expert's matrices on one rank, a stack's on two each
+    ({"dp_shard": 4, "ep": 4}, {}, {}),
+    ({"dp_replicate": 2, "dp_shard": 2, "ep": 2}, {}, {}),
+    ({"dp_shard": 2, "tp": 2, "ep": 2}, {}, {}),
+    ({"pp": 2, "tp": 2, "ep": 2}, {}, {}),
+    ({"cp": 2, "tp": 2, "ep": 4}, {}, {}),
 ]
 
 
 @pytest.mark.parametrize(("ranks", "cases"), [(2, ON_TWO), *slow((4, ON_FOUR))])
 def test_ranks_update_as_one_to_the_bit(on_ranks, ranks, cases) -> None:
     on_ranks(ranks, _meshes, cases)
-
-
-@pytest.mark.slow
-def test_experts_are_updated_as_on_one_rank_to_the_bit(on_ranks) -> None:
-    meshes: list[dict[str, int]] = [
-        {"dp_shard": 4, "ep": 1},
-        {"dp_shard": 4, "ep": 2},  # an expert's matrices on one rank, a stack's on two each
-        {"dp_shard": 4, "ep": 4},
-        {"dp_replicate": 2, "dp_shard": 2, "ep": 2},
-        {"dp_shard": 2, "tp": 2, "ep": 2},
-        {"pp": 2, "tp": 2, "ep": 2},
-        {"cp": 2, "tp": 2, "ep": 4},
-    ]
-    on_ranks(4, _meshes, [(degrees, {}, {}) for degrees in meshes])

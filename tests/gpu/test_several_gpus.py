@@ -3,7 +3,6 @@
 With fewer GPUs than ranks they share them, see launch.py.
 """
 
-import json
 import os
 import signal
 from collections.abc import Callable
@@ -13,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.gpu.launch import outputs, run, started
-from tests.helpers.jobs import losses, ranks_of, wait_for
+from tests.helpers.jobs import losses, ranks_of, records, wait_for
 from tests.helpers.needs import skip_without_mesh_of_experts
 
 FOUR_LAYERS = "--model.args.n_layers=4"  # a schedule of two stages a rank needs so many
@@ -93,8 +92,7 @@ def test_the_first_step_needs_no_more_memory_than_the_next(tmp_path: Path) -> No
     sizes = "dim = 2048, n_layers = 8, n_heads = 16, n_kv_heads = 16, hidden_dim = 8192"  # 2 GiB
     words = [f"--model.args={{{sizes}}}", "--training.steps=3", "--checkpoint.enable=false"]
     run(tmp_path, 2, *words)
-    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    first, second, _ = (row["memory/peak_gib"] for row in rows)
+    first, second, _ = (row["memory/peak_gib"] for row in records(tmp_path))
     assert first < 1.1 * second
 
 

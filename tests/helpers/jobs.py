@@ -104,8 +104,8 @@ def ranks_of(folder: Path) -> list[int]:
     return found
 
 
-def records(folder: Path) -> list[dict]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+def records(folder: Path, name: str = "metrics") -> list[dict]:
+    return [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
 
 
 def losses(folder: Path) -> dict[int, tuple[float, float]]:

@@ -31,11 +31,6 @@ def train(folder: Path, *overrides: object, code: int = 0) -> Done:
     return train_on_ranks(folder, *SKIP, *overrides, code=code, **options)
 
 
-def skipped_steps(folder: Path) -> list[dict]:
-    lines = (folder / "skipped_steps.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
-
-
 @pytest.mark.slow
 def test_a_job_skips_up_to_its_budget_and_resumes_to_the_same_bits(tmp_path: Path) -> None:
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
@@ -56,8 +51,8 @@ def test_a_job_skips_up_to_its_budget_and_resumes_to_the_same_bits(tmp_path: Pat
     # step 13 is a spike only by what was known of steps before the resume
     shutil.copytree(whole, resumed)
     train(resumed, "--checkpoint.load_step", 10, "--bad_steps.budget", 3)
-    first, second, third = skipped_steps(resumed)
-    assert [first, second] == skipped_steps(whole)
+    first, second, third = records(resumed, "skipped_steps")
+    assert [first, second] == records(whole, "skipped_steps")
     assert [row["step"] for row in (first, second, third)] == [7, 13, 18]
     assert records(resumed)[-1]["loss/train"] < records(resumed)[0]["loss/train"] - 0.5
 

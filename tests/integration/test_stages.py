@@ -236,8 +236,7 @@ def test_a_stop_at_the_end_of_a_stage(alone: Callable[..., str], tmp_path: Path)
     assert "stage 3 of 3: steps 17 to 24" in output, output
     assert [row["step"] for row in records(out)] == steps
     assert len([*(tmp_path / "caches").iterdir()]) == 1  # the third stage has no source b
-    history = [json.loads(line) for line in (out / "history.jsonl").read_text().splitlines()]
-    starts = [row["is_new_stage"] for row in history if row["event"] == "start"]
+    starts = [row["is_new_stage"] for row in records(out, "history") if row["event"] == "start"]
     assert starts == [False, False, True, False]  # the second is of a new process
     # every value of the whole job
     written = load_config(["--job.config_file", str(out / "config.toml")])

@@ -17,7 +17,7 @@ import torch
 from meshwright.config.job_config import JobConfig
 from meshwright.config.loader import load_config
 from meshwright.config.training import Training
-from meshwright.datasets.encoding import NO_LOSS, Encoder
+from meshwright.datasets.encoding import Encoder
 from meshwright.datasets.loader import (
     Loader,
     StepData,
@@ -138,17 +138,6 @@ def test_the_samples_of_a_single_document_are_shuffled_anew_each_epoch(tmp_path)
     assert same < 10
 
 
-def test_a_sample_knows_its_documents(tmp_path, small_blocks) -> None:
-    samples = CachedSamples(cached(tmp_path).cache, LENGTH, seed=0)
-    for n in range(samples.samples_per_epoch):
-        sample = samples.read(n)
-        begins = [i for i in range(1, LENGTH) if sample.tokens[i] == BOS]
-        changes = [i for i in range(1, LENGTH) if sample.documents[i] != sample.documents[i - 1]]
-        assert begins == changes
-        assert sample.documents[0] == 0
-        assert (sample.raw < NO_LOSS).all()
-
-
 # samples of a stream
 
 
@@ -214,11 +203,6 @@ def test_a_window_shuffles_and_differs_each_epoch() -> None:
     assert first != second
     assert sorted(first[:10]) == sorted(second[:10]) == [ord(text[0]) for text in LETTERS[:10]]
     assert [letter + 10 for letter in first[:10]] != first[10:20]  # nor two windows alike
-
-
-def test_shards_interleave() -> None:
-    source = streamed(LETTERS, num_shards=13, window=1)
-    assert len({tuple(tokens) for tokens, _ in take(source, 13)}) == 13
 
 
 def test_a_rank_reads_only_its_own_shards() -> None:
