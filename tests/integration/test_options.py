@@ -9,11 +9,9 @@ import pytest
 import torch
 
 from meshwright.checkpoint import commit
-from meshwright.checkpoint.reader import CheckpointWeights
 from meshwright.checkpoint.state import AVERAGE
-from meshwright.system.files import Place
-from tests.helpers.cli import checkpoint as checkpoint_tool
 from tests.helpers.cli import export
+from tests.helpers.compare_checkpoints import assert_same_tensors, tensors
 from tests.helpers.hf import tensors_of
 from tests.helpers.jobs import ROOT, Done, records, train_on_ranks
 from tests.helpers.needs import skip_without_mesh_of_experts
@@ -57,7 +55,7 @@ def test_a_job_skips_up_to_its_budget_and_resumes_to_the_same_bits(tmp_path: Pat
     assert records(resumed)[-1]["loss/train"] < records(resumed)[0]["loss/train"] - 0.5
 
     both = [folder / "checkpoint" / "step-15" for folder in (resumed, whole)]
-    checkpoint_tool(["diff", *both, "--tensors"])
+    assert_same_tensors(*both)
     ours, theirs = (commit.inspect(checkpoint)["bad_steps"] for checkpoint in both)
     assert ours == theirs
     assert ours["skipped"] == [7, 13]
@@ -88,17 +86,17 @@ def test_a_mean_is_resumed_to_the_bit(tmp_path: Path) -> None:
     train_to(whole, 8, *MEAN)
     train_to(resumed, 4, *MEAN, "--lr_scheduler.total_steps", 8)
     train_to(resumed, 8, *MEAN)
-    checkpoint_tool(["diff", step(whole, 8), step(resumed, 8), "--tensors"])
+    assert_same_tensors(step(whole, 8), step(resumed, 8))
     found = [records(folder)[-1] for folder in (whole, resumed)]
     for name in ("validation/loss", "average/validation/loss"):
         assert found[0][name] == found[1][name]
     assert found[0]["validation/loss"] != found[0]["average/validation/loss"]
 
-    saved = CheckpointWeights(Place("A", step(whole, 8)), saved_name=str)
+    saved = tensors(step(whole, 8))
     # validated as it is: another job that starts from it, as Hugging Face's folder, has its loss
     export([str(step(whole, 8)), str(tmp_path / "hf"), "--average", "--dtype", "float32"])
     exported = tensors_of(tmp_path / "hf")
-    assert torch.equal(exported["model.norm.weight"], saved.read(f"{AVERAGE}norm.weight"))
+    assert torch.equal(exported["model.norm.weight"], saved[f"{AVERAGE}norm.weight"])
     start = ("--checkpoint.initial_load_path", tmp_path / "hf", "--checkpoint.initial_load_in_hf")
     train_to(tmp_path / "again", 1, *MEAN, *start, *STILL)
     again = records(tmp_path / "again")[-1]["validation/loss"]
