@@ -6,7 +6,7 @@ from meshwright.commands.options import input_path, output_file, write_output
 from meshwright.config.command_line import Parser
 from meshwright.metrics.report.page import comparison, page
 from meshwright.metrics.report.run import read_run
-from meshwright.system.errors import check
+from meshwright.system.errors import check, config_error
 
 MOST_RUNS = 9
 """Colours of a chart."""
@@ -37,9 +37,11 @@ def run(given: Namespace) -> None:
     folders = given.run_dirs
     check(len(folders) <= MOST_RUNS, "RUN_DIR", len(folders), f"at most {MOST_RUNS}", "name fewer")
     runs = [read_run(folder) for folder in folders]
-    name, text = (
-        ("report.html", page(runs[0])) if len(runs) == 1 else ("compare.html", comparison(runs))
-    )
-    output = given.output or folders[0] / name
+    try:
+        text = page(runs[0]) if len(runs) == 1 else comparison(runs)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        what, fix = f"a file in it is forged or damaged: {error!r}", "restore it, or remove it"
+        raise config_error("RUN_DIR", ", ".join(map(str, folders)), what, fix) from None
+    output = given.output or folders[0] / ("report.html" if len(runs) == 1 else "compare.html")
     write_output(output, text, "--output")
     print(output)

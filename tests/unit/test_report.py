@@ -187,6 +187,12 @@ def test_a_run_that_has_only_begun_has_a_report_but_not_a_folder_without(tmp_pat
     assert "running, or ended without a word" in (tmp_path / "report.html").read_text()
 
 
+def test_a_file_of_a_run_that_is_damaged_is_one_error(folder) -> None:
+    (folder / "experts.json").write_text('{"step": 40, "leyers": {"1": [1, 2]}}')
+    with pytest.raises(ConfigError, match=r"RUN_DIR = .*: a file in it is .*layers.*\n  fix: "):
+        page_of(folder)
+
+
 def test_a_long_curve_keeps_its_extremes() -> None:
     points = [(step, 1.0) for step in range(10_000)]
     points[5_013] = (5_013, 9.0)
