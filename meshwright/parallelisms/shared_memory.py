@@ -47,9 +47,12 @@ def share_memory(model: nn.Module, mesh: DeviceMesh, ahead: int) -> bool:
     groups = [own for own in fsdp_groups(model) if own.mesh_info.shard_process_group == group]
     if not groups:  # a stage without experts
         return False
-    parameters = [own.sharded_param for of_group in groups for own in of_group.fsdp_params]
-    rows = (one.to_local().numel() + math.prod(one.shape[1:]) for one in parameters)
-    largest = group.size() * sum(rows)
+    parameters = ([own.sharded_param for own in of_group.fsdp_params] for of_group in groups)
+    rows = (
+        sum(one.to_local().numel() + math.prod(one.shape[1:]) for one in some)
+        for some in parameters
+    )
+    largest = group.size() * max(rows)
     slot_bytes = -(-4 * group.size() * largest // mmap.PAGESIZE) * mmap.PAGESIZE
     slots = open_slots(group, SPARE_SLOTS + ahead, slot_bytes)
     if slots is None:

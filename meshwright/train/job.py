@@ -123,7 +123,7 @@ def run(
         with heart.guard(), busy(meeting):
             device, checkpoints = meet(stage, launch)
         try:
-            if stage is plan and dist.get_rank() == 0:
+            if stage is plan:
                 remove_stop_file(Path(plan.config.job.dump_folder))
             heart.beat("set-up")
             with heart.guard(), busy("set-up"):

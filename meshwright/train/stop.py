@@ -132,7 +132,7 @@ class Vote:
 
     def clear_stop_file(self) -> None:
         """Remove the stop file, for it has had its effect."""
-        if dist.get_rank() > 0:
+        if not _is_first_here():
             return
         with only_warn("%s has to be removed before the job can resume", STOP_FILE):
             self._stop_file.unlink(missing_ok=True)
@@ -153,8 +153,15 @@ class Vote:
                 self._wants_trace = True
 
 
+def _is_first_here() -> bool:
+    """Machines may not share the folder: one that was left on a disk would stop every start."""
+    return os.environ.get("LOCAL_RANK", "0") == "0"
+
+
 def remove_stop_file(folder: Path) -> None:
     """Remove a request that a job before this one has left: it ended by itself, or was killed."""
+    if not _is_first_here():
+        return
     path = folder / STOP_FILE
     with suppress(OSError):  # it is not there; or it has its effect
         path.unlink()

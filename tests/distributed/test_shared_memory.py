@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.parallelisms.shared_memory import Slots, open_slots
-from tests.helpers.job import Job, mesh
+from tests.helpers.job import DEEP, Job, mesh
 from tests.helpers.operators import Operators
 from tests.helpers.tiny import TINY
 
@@ -43,6 +43,16 @@ def test_two_ranks_share_memory_and_give_the_bits_of_gloo() -> None:
     forbidden = patch.object(mmap, "mmap", side_effect=OSError)
     with forbidden if dist.get_rank() == 1 else nullcontext():
         assert _train()[0] == calls_of_gloo
+
+
+@pytest.mark.ranks(RANKS)
+def test_a_slot_has_room_for_a_group_and_not_for_the_model() -> None:
+    opener = "meshwright.parallelisms.shared_memory.open_slots"
+    with patch(opener, return_value=None) as opened:
+        for args in (TINY, DEEP):
+            Job(DIMS, args=args)
+    of_two_layers, of_five = (call.args[2] for call in opened.call_args_list)
+    assert of_two_layers == of_five
 
 
 @pytest.mark.ranks(RANKS)

@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from functools import partial
 from pathlib import Path
 from unittest.mock import MagicMock, patch
 
@@ -14,7 +15,7 @@ from meshwright.system.errors import EXIT_INTERRUPTED, StopRequested
 from meshwright.system.processes import NUDGE, STOP, STOP_SIGNALS, Requests
 from meshwright.train import job
 from meshwright.train import stop as preemption
-from meshwright.train.stop import PROFILE_FILE, STOP_FILE, Vote
+from meshwright.train.stop import PROFILE_FILE, STOP_FILE, Vote, remove_stop_file
 from tests.helpers.forked import Forked
 
 ROOT = Path(__file__).parents[2]
@@ -112,6 +113,18 @@ def test_all_ranks_trace_the_same_steps_once_per_request(on_ranks, tmp_path: Pat
     assert len(traced) == 2
     assert 3 <= traced[0] < 30 <= traced[1]
     assert not (tmp_path / PROFILE_FILE).exists()
+
+
+def test_the_first_rank_of_each_machine_removes_the_stop_file(tmp_path, monkeypatch) -> None:
+    """A folder of the machine's own may have one that no other sees."""
+    monkeypatch.setattr(preemption, "dist", MagicMock(get_rank=lambda: 2))
+    vote = Vote(tmp_path, 0, Requests())
+    for local_rank, is_left in (("1", True), ("0", False)):
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+        for remove in (vote.clear_stop_file, partial(remove_stop_file, tmp_path)):
+            (tmp_path / STOP_FILE).touch()
+            remove()
+            assert (tmp_path / STOP_FILE).exists() == is_left
 
 
 ALONE = """
