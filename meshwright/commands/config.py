@@ -83,11 +83,10 @@ def _with_origins(toml: str, provenance: Provenance) -> Iterator[str]:
             if header["brackets"] == "[[":
                 counts[table] += 1
                 table = f"{table}.{counts[table] - 1}"
-            yield line
-            continue
-        key, is_value, _ = line.partition(" = ")
-        origin = f"  # {provenance.origin(f'{table}.{key}')}" if is_value else ""
-        yield f"{line:{width}}{origin}" if origin else line
+        elif line:
+            origin = provenance.origin(f"{table}.{line.partition(' = ')[0]}")
+            line = f"{line:{width}}  # {origin}"
+        yield line
 
 
 def _documentation(section_name: str) -> Iterator[str]:
