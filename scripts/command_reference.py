@@ -19,10 +19,12 @@ source .venv/bin/activate
 meshwright check debug_model --training.steps 30
 ```
 
-`CONFIG` is the path of a TOML or the name of a preset (`meshwright config --presets`). Commands
-that take it also take `--section.key VALUE` for [any key](config_reference.md). Write a value that
-begins with `-` with an equals sign: `--optimizer.lr=-1e5`. A mistake of yours ends a command with
-exit code 2 and one message. `train` ends with one of [these codes](configuration.md#exit-codes).
+`CONFIG` is the path of a TOML or the name of a preset (`meshwright config --presets`). Without it
+`train` and `check` take `$CONFIG_FILE` or `debug_model`, and `config` shows the defaults. Others
+need it. Commands that take it also take `--section.key VALUE` for [any key](config_reference.md).
+Write a value that begins with `-` with an equals sign: `--optimizer.lr=-1e5`. A mistake of yours
+ends a command with exit code 2 and one message. `train` has
+[more codes](configuration.md#exit-codes).
 """
 
 TAIL = "\nNext: [configure a job](configuration.md)."

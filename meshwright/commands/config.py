@@ -12,10 +12,10 @@ from textwrap import fill
 from meshwright.config.changes import differences
 from meshwright.config.command_line import Parser
 from meshwright.config.explain import suggest_key
-from meshwright.config.fields import entries, find_field, json_schema, summary
+from meshwright.config.fields import Key, entries, find_field, json_schema, summary
 from meshwright.config.job_config import JobConfig
 from meshwright.config.loader import FOLDER, parse_config, preset_names, read, to_toml
-from meshwright.config.provenance import HEADER, Provenance
+from meshwright.config.provenance import HEADER, Provenance, table_below
 from meshwright.system.errors import check, config_error, did_you_mean
 from meshwright.system.log import console_width, wrap
 
@@ -72,22 +72,17 @@ def run_diff(given: Namespace) -> None:
 
 def _with_origins(toml: str, provenance: Provenance) -> Iterator[str]:
     """Lines of TOML, each value with a comment that says where it was written."""
-    table = ""
-    counts = Counter[str]()
+    table, counts = "", Counter[Key]()
     lists_in_one_line = re.sub(r"\n +", " ", toml).replace(",\n]", " ]")
     lines = lists_in_one_line.rstrip().split("\n")
     width = max(len(line) for line in lines if len(line) < 60)
     for line in lines:
         if header := HEADER.match(line):
-            table = header["key"]
-            if header["brackets"] == "[[":
-                counts[table] += 1
-                table = f"{table}.{counts[table] - 1}"
-            yield line
-            continue
-        key, is_value, _ = line.partition(" = ")
-        origin = f"  # {provenance.origin(f'{table}.{key}')}" if is_value else ""
-        yield f"{line:{width}}{origin}" if origin else line
+            table = ".".join(table_below(header, counts))
+        elif line:
+            origin = provenance.origin(f"{table}.{line.partition(' = ')[0]}")
+            line = f"{line:{width}}  # {origin}"
+        yield line
 
 
 def _documentation(section_name: str) -> Iterator[str]:

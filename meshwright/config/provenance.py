@@ -22,6 +22,22 @@ VALUE = re.compile(r"""(?:"[^"]*"|'[^']*'|[^#"']|["'].*)*""")
 MOST_COLUMNS = 96
 
 
+def table_below(header: re.Match[str], counts: Counter[Key]) -> Key:
+    """Return the table that a header begins, with the number of each table in a list.
+
+    Args:
+        counts: tables of each list so far; this one is added.
+    """
+    table: Key = ()
+    for part in _split(header["key"]):
+        within = (str(counts[table] - 1),) if counts[table] else ()
+        table = (*table, *within, part)
+    if header["brackets"] == "[[":
+        counts[table] += 1
+        table = (*table, str(counts[table] - 1))
+    return table
+
+
 def _opened(line: str) -> int:
     """Return how many brackets of `line` are still open at its end, negative for closed ones."""
     bare = re.sub(r"\"[^\"]*\"|'[^']*'|#.*", "", line)
@@ -60,12 +76,9 @@ class Provenance:
                 continue
             origin = Origin(f"{shown_path(path)}:{number}", line)
             if header := HEADER.match(line):
-                table = _split(header["key"])
-                if header["brackets"] == "[[":  # one more table of a list
-                    if not counts[table]:  # which replaces that of a TOML below
-                        self.forget(table)
-                    counts[table] += 1
-                    table = (*table, str(counts[table] - 1))
+                table = table_below(header, counts)
+                if header["brackets"] == "[[" and table[-1] == "0":
+                    self.forget(table[:-1])  # the list of a TOML below, which this one replaces
                 self._origins[table] = origin
                 for length in range(1, len(table)):  # of [tool.ruff], the table "tool"
                     self._origins.setdefault(table[:length], origin)

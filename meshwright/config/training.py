@@ -22,9 +22,9 @@ class Source(Section, on_resume="data"):
 
     dataset: str = "python_stdlib"
     """text, json, parquet, arrow: local files of texts. megatron, tokens: local files of token ids
-    (.bin with .idx of Megatron-LM; .npy or .bin of OLMo, nanoGPT or llm.c). c4, fineweb,
-    fineweb-edu, slimpajama, or any "owner/name": of the Hugging Face hub. python_stdlib: the
-    library of the running Python, for trying."""
+    (.bin with .idx of Megatron-LM; .npy or .bin of OLMo, nanoGPT or llm.c; .ds of datatrove). c4,
+    fineweb, fineweb-edu, slimpajama, or any "owner/name": of the Hugging Face hub. python_stdlib:
+    the library of the running Python, for trying."""
 
     dataset_path: DataPath = ""
     """File, folder or glob for local data, or an address of such (s3://, gs://, hf://; of https://

@@ -289,7 +289,8 @@ def idle_source_options(config: JobConfig) -> Iterator[str]:
     """Say which keys differ from their default and have no effect, and why."""
     training, held_out = entries(config.training, "training"), validation_entries(config)
     idle, have_rows = list[tuple[str, BaseModel, str, str]](), False
-    for entry in (*training, *held_out):
+    sources = [*training, *held_out]
+    for entry in sources:
         spec = find_dataset(entry.source.dataset)
         assert spec is not None  # check_sources has looked
         keys, why = ["dataset_column", "dataset_format"], "has no rows"
@@ -304,7 +305,9 @@ def idle_source_options(config: JobConfig) -> Iterator[str]:
     if not any(map(is_streamed, training)):
         why, keys = "no source is streamed", ["shuffle_window", "stream_shards"]
         idle += [("training", config.training, key, why) for key in keys]
-    if all(map(is_streamed, [*training, *held_out])):
+    if not any(is_address(entry.source.dataset_path) for entry in sources):
+        idle.append(("training", config.training, "block_cache_gib", "no source has an address"))
+    if all(map(is_streamed, sources)):
         why = "every source is streamed"
         idle.append(("training", config.training, "token_cache_folder", why))
     for table, section, key, why in idle:

@@ -270,7 +270,10 @@ def test_config_shows_where_each_value_is_from(tmp_path, capsys) -> None:
     own = tmp_path / "own.toml"
     parts = '[[training.datasets]]\nname = "a"\n[[training.datasets]]\nweight = 2\n'
     groups = '[optimizer]\ngroups = [{ parameters = ["norm.*"], lr_scale = 0.5 }]\n'
-    own.write_text(f'extends = "{DEBUG}"\n[training]\nseq_len = 128\n{parts}{groups}')
+    stages = "[[training.stages]]\nuntil_tokens = 9\nlr = 0.5\nseq_len = 64\ntotal_steps = 9\n"
+    stages += "weights = { a = 3.5 }\n[[training.stages]]\n"
+    text = f'extends = "{DEBUG}"\n[training]\nseq_len = 128\n{parts}{groups}{stages}'
+    own.write_text(text)
     text = "a separator\u2028of lines that TOML has not"
     command("config")([own, "--training.steps", 9, "--job.description", text])
     out = capsys.readouterr().out
@@ -283,6 +286,7 @@ def test_config_shows_where_each_value_is_from(tmp_path, capsys) -> None:
         ("lr_scale = 0.5", "own.toml:9"),
         ('name = "a"', "own.toml:5"),
         ("weight = 2.0", "own.toml:7"),
+        ("a = 3.5", "own.toml:15"),
     ):
         assert origins[value] == origin
     assert all(" = " in line or line.startswith("[") for line in out.split("\n") if line)

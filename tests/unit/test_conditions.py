@@ -91,6 +91,9 @@ OPTIONS = {  # a value that is not the default, beside which others it is idle, 
     'training.dataset_format="os.path:join"': ("", JSON),
     'model.chat_template_path="x"': ("", JSON),
     'training.token_cache_folder="x"': (STREAMED, ""),
+    "training.block_cache_gib=7.0": (
+        JSON, 'training.dataset="tokens" training.dataset_path="s3://bucket/a.npy"'
+    ),
     "training.shuffle_window=7": ("", STREAMED),
     "training.stream_shards=7": ("", STREAMED),
 }  # fmt: skip

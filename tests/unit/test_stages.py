@@ -316,3 +316,12 @@ def test_a_stage_says_its_own_steps_and_how_often_it_reads_its_data(
     reads = [8 * 16 * share / source.samples_per_epoch(17) for share, source in each]
     epochs = " to ".join(f"{count:.3g}" for count in sorted(reads))
     assert f"to train: 2,048 tokens in 8 steps of 16, {epochs} epochs" in caplog.messages
+
+
+def test_an_error_in_the_data_of_a_stage_names_its_line(tmp_path) -> None:
+    data = '[[training.stages.datasets]]\nname = "a"\n'
+    stage = "[[training.stages]]\n"
+    toml = tmp_path / "a.toml"
+    toml.write_text(f"{stage}until_tokens = 9\n{data}{stage}{data}{data}weigh = 1\n")
+    with pytest.raises(ConfigError, match=r"a.toml:10: unknown key training.stages.1.datasets.1.w"):
+        load_config([str(toml)])
