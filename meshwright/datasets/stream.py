@@ -182,6 +182,8 @@ class Cursor:
     """By name of a streamed source: positions in the shards that have been read."""
     weighted_from: tuple[int, ...] = ()
     """The counts when the present weights began; (): at the first sample."""
+    bad_records: int = 0
+    """Records that were passed over in places that an earlier stage has left."""
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> "Cursor":
@@ -190,8 +192,9 @@ class Cursor:
 
 
 def bad_records(cursor: Cursor) -> int:
-    """Return how many records were passed over in the shards that a cursor knows."""
-    return sum(place.bad_records for shards in cursor.places.values() for place in shards.values())
+    """Return how many records were passed over in the shards that a cursor knows or has left."""
+    places = (place for shards in cursor.places.values() for place in shards.values())
+    return cursor.bad_records + sum(place.bad_records for place in places)
 
 
 def merged(cursors: Sequence[Cursor]) -> Cursor:
@@ -231,7 +234,7 @@ class SampleStream:
         slots: Collection[int],
     ) -> None:
         self.rules = rules
-        self._sample, self._weighted_from = cursor.sample, cursor.weighted_from
+        self._sample, self._start = cursor.sample, cursor
         self._before, self._mixture = mixture_at(cursor, sources)
         self.batch, self.slots = batch, slots
         self._sources = sources
@@ -269,7 +272,8 @@ class SampleStream:
             name: {number: shard.place for number, shard in shards.items()}
             for name, shards in self._shards.items()
         }
-        return Cursor(self._sample, tuple(self._counts), places, self._weighted_from)
+        counts = tuple(self._counts)
+        return replace(self._start, sample=self._sample, counts=counts, places=places)
 
     @property
     def epochs(self) -> dict[str, float]:

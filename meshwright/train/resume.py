@@ -153,13 +153,14 @@ def _place_in_stage(plan: Plan, saved: Manifest, sources: Sequence[OpenSource]) 
     if (saved["data_identity"], saved["data_content"]) == (plan.data_identity, content):
         return cursor
     if saved["data_identity"]["training.seq_len"] != plan.config.training.seq_len:
-        return Cursor()
+        return Cursor(bad_records=bad_records(cursor))
     before = dict(zip(saved["data_content"], cursor.counts, strict=True))
     kept = dict(content.items() & saved["data_content"].items())
     counts = tuple(before[name] if name in kept else 0 for name in content)
     places = {name: place for name, place in cursor.places.items() if name in kept}
     # where a streamed source is alone, sample i of the job is its own i-th: ranks read by that
-    return Cursor(sum(counts), counts, places, weighted_from=counts)
+    begin = Cursor(sum(counts), counts, places, weighted_from=counts)
+    return dataclasses.replace(begin, bad_records=bad_records(cursor) - bad_records(begin))
 
 
 def too_many_bad_records(count: int, allowed: int) -> ConfigError:

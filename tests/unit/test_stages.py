@@ -18,7 +18,7 @@ from meshwright.config.job_config import JobConfig, changed
 from meshwright.config.loader import load_config
 from meshwright.config.stages import staged
 from meshwright.datasets.opening import CachedSource, open_data
-from meshwright.datasets.stream import Cursor
+from meshwright.datasets.stream import Cursor, ShardPlace
 from meshwright.system.errors import ConfigError
 from meshwright.system.processes import Launch
 from meshwright.train import announce
@@ -191,9 +191,14 @@ def test_a_source_continues_in_the_next_stage(tmp_path) -> None:
     other = cached(tmp_path, TEXTS[1:], "b")
     found = place_in_data(plans[2], saved_by(plans[1], [a, other], at), [b, c])
     assert found.counts == (0, 0)
+    # records that were passed over count in the whole job
+    shards = {name: {0: ShardPlace(bad_records=count)} for name, count in (("a", 2), ("b", 3))}
+    saved = saved_by(plans[1], [a, b], Cursor(64, (48, 16), shards, bad_records=1))
+    found = place_in_data(plans[2], saved, [b, c])
+    assert (found.bad_records, found.places) == (1 + 2, {"b": shards["b"]})
     # data that stays goes on as if there were no stage, but with another length from the start
-    at = Cursor(64, (48, 16), {}, weighted_from=(1, 2))
-    for change, want in (("lr = 1e-3", at), ("seq_len = 32", Cursor())):
+    at = Cursor(64, (48, 16), shards, weighted_from=(1, 2))
+    for change, want in (("lr = 1e-3", at), ("seq_len = 32", Cursor(bad_records=2 + 3))):
         stages = f"[[training.stages]]\nuntil_tokens = 1000\n[[training.stages]]\n{change}"
         plans = preflight(config_of(tmp_path, stages), 1, looks_at_files=False).stages
         assert place_in_data(plans[1], saved_by(plans[0], [a, b], at), [a, b]) == want
