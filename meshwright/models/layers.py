@@ -16,6 +16,15 @@ from torch.autograd.function import once_differentiable
 from meshwright.models.table import FeedForwardSpec, Parameter
 
 
+def cast(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a weight in `dtype`, whose gradients are added up and rounded in that type.
+
+    A weight itself may take them in another one (`Tensor.grad_dtype`), as FSDP2's do from torch
+    2.15 on: then the number of microbatches would decide how gradients are rounded.
+    """
+    return weight.view_as(weight) if weight.dtype == dtype else weight.to(dtype)
+
+
 class Linear(nn.Linear):
     """A matrix product without a bias."""
 
@@ -33,7 +42,7 @@ class RMSNorm(nn.RMSNorm):
     """
 
     def forward(self, x: Tensor) -> Tensor:  # (..., D) -> (..., D)
-        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+        return F.rms_norm(x, self.normalized_shape, cast(self.weight, x.dtype), self.eps)
 
 
 class Embedding(nn.Embedding):
@@ -64,7 +73,7 @@ class Embedding(nn.Embedding):
 
     def cast_table(self) -> Tensor:
         """Return the table in `dtype`, (V, D)."""
-        return self.weight.to(self.dtype or self.weight.dtype)
+        return cast(self.weight, self.dtype or self.weight.dtype)
 
 
 class _CastVectors(torch.autograd.Function):

@@ -23,8 +23,7 @@ if TYPE_CHECKING:
 
 def compute_in(model: Decoder, name: str, fp32_modules: Collection[str] = ()) -> str:
     """Make the layers of a whole model on one rank compute in the type `name`, as `apply_fsdp`
-    would; return a line for the log. Gradients are bitwise FSDP2's up to torch 2.14; later ones
-    round those of norms and tied embeddings less."""
+    would; return a line for the log."""
     dtype = getattr(torch, name)
     kept = compute_in_fp32(model, fp32_modules, dtype)
     assert model.tok_embeddings is not None

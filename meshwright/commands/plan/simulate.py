@@ -40,6 +40,7 @@ from meshwright.parallelisms import context_parallel, expert_parallel
 from meshwright.parallelisms.local_model import LocalModel, allocate
 from meshwright.parallelisms.meshes import Meshes, build_meshes
 from meshwright.system.errors import check
+from meshwright.system.modules import has_torch
 from meshwright.train.bad_steps import BadStepDetector
 from meshwright.train.optim import gradients
 from meshwright.train.optim.optimizers import update
@@ -236,8 +237,8 @@ def _give_state(model: LocalModel, optimizer: torch.optim.Optimizer) -> None:
 def _pipeline_buffers(plan: Plan, model: LocalModel, left_out: int) -> Iterator[Tensor]:
     """Yield the memory that a pipeline keeps for each of `left_out` microbatches.
 
-    torch makes buffers for the activations and gradients that a stage receives, for every
-    microbatch at the start; and a step makes one batch of all.
+    torch before 2.15 makes buffers for the activations and gradients that a stage receives, for
+    every microbatch at the start; and a step makes one batch of all.
     """
     if model.pipeline is None:
         return
@@ -246,7 +247,7 @@ def _pipeline_buffers(plan: Plan, model: LocalModel, left_out: int) -> Iterator[
     received = sum((index > 0) + (index < last) for index in model.pipeline.stages)
     for _ in range(left_out * 2):
         yield torch.empty(batch, dtype=torch.int64)
-    for _ in range(left_out * received):
+    for _ in range(0 if has_torch(2, 15) else left_out * received):
         yield torch.empty_like(model.pipeline.activation, device=CPU)
 
 
