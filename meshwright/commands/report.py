@@ -39,7 +39,7 @@ def run(given: Namespace) -> None:
     runs = [read_run(folder) for folder in folders]
     try:
         text = page(runs[0]) if len(runs) == 1 else comparison(runs)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         what, fix = f"a file in it is forged or damaged: {error!r}", "restore it, or remove it"
         raise config_error("RUN_DIR", ", ".join(map(str, folders)), what, fix) from None
     output = given.output or folders[0] / ("report.html" if len(runs) == 1 else "compare.html")

@@ -40,7 +40,7 @@ RED, YELLOW, RESET = "\x1b[31m", "\x1b[33m", "\x1b[0m"
 
 NOT_SHOWN = re.compile(
     r"[\x00-\x08\x0b\x0c\x0e-\x1a\x1c-\x1f\x7f-\x9f]|\x1b(?!\[[0-9;]*m)"
-    r"|(?P<login>(?i:(?<=http://)|(?<=https://)|(?<=://)[^\s/:@]*:)[^\s/@]+(?=@))"
+    r"|(?P<login>(?i:(?<=http://)|(?<=https://)|(?<=://)[^\s/:@]*:)[^\s/]+(?=@))"
 )
 """Control characters, but for lines and colours; and the user and the password in an address."""
 

@@ -109,10 +109,10 @@ def given_rank() -> int:
         check(is_number, name, env[name], "must be a number", fix)
     rank, size = int(env["RANK"]), int(env["WORLD_SIZE"])
     check(rank < size, "RANK", rank, f"WORLD_SIZE = {size}: must be less than that", fix)
-    host, fix = env["MASTER_ADDR"], "write the name or the address of the first rank's machine"
-    # torchrun has its store ready; for one of the first rank's, torch would ask again for minutes
-    is_known = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or _addresses(host) != []
-    check(is_known, "MASTER_ADDR", host, "this machine does not know the name", fix)
+    # torchrun has its store ready; the first rank's may be of a container that is yet to start
+    if env.get("TORCHELASTIC_USE_AGENT_STORE") != "True" and not _addresses(env["MASTER_ADDR"]):
+        words = "MASTER_ADDR = %r: this machine does not know the name (yet), and asks again"
+        logger.warning(words, env["MASTER_ADDR"])
     return rank
 
 

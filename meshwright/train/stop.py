@@ -165,9 +165,8 @@ def remove_stop_file(folder: Path) -> None:
     path = folder / STOP_FILE
     with suppress(OSError):  # it is not there; or it has its effect
         path.unlink()
-        logger.info(
-            "removed %s, which is older than this job; touch the file again to stop the job", path
-        )
+        words = "removed %s, which is older than this job; touch the file again to stop the job"
+        logger.warning(words, path)  # where machines share the folder, any of them may be first
 
 
 def _as_plain(error: Exception) -> Exception:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from meshwright.checkpoint import commit
 from meshwright.system.errors import EXIT_INTERRUPTED, StopRequested
+from meshwright.system.log import log_to_console
 from meshwright.system.processes import NUDGE, STOP, STOP_SIGNALS, Requests
 from meshwright.train import job
 from meshwright.train import stop as preemption
@@ -115,16 +116,21 @@ def test_all_ranks_trace_the_same_steps_once_per_request(on_ranks, tmp_path: Pat
     assert not (tmp_path / PROFILE_FILE).exists()
 
 
-def test_the_first_rank_of_each_machine_removes_the_stop_file(tmp_path, monkeypatch) -> None:
+def test_the_first_rank_of_each_machine_removes_the_stop_file(
+    tmp_path, monkeypatch, capsys
+) -> None:
     """A folder of the machine's own may have one that no other sees."""
     monkeypatch.setattr(preemption, "dist", MagicMock(get_rank=lambda: 2))
+    monkeypatch.setenv("RANK", "2")
     vote = Vote(tmp_path, 0, Requests())
     for local_rank, is_left in (("1", True), ("0", False)):
         monkeypatch.setenv("LOCAL_RANK", local_rank)
+        log_to_console(is_launched=True)
         for remove in (vote.clear_stop_file, partial(remove_stop_file, tmp_path)):
             (tmp_path / STOP_FILE).touch()
             remove()
             assert (tmp_path / STOP_FILE).exists() == is_left
+    assert capsys.readouterr().out.count("removed") == 1
 
 
 ALONE = """

@@ -115,7 +115,7 @@ def test_nothing_that_is_printed_fails(ends: str, encoding: str, said: str) -> N
     assert done.stdout.decode(encoding) == said
 
 
-HOSTILE = "a\x1b]0;title\x07 \x1b[2J\x9b1m \x1b[31mred\x1b[0m\tb s3://me:secret@bucket/a\n"
+HOSTILE = "a\x1b]0;title\x07 \x1b[2J\x9b1m \x1b[31mred\x1b[0m\tb s3://me:se@ret@bucket/a\n"
 SHOWN = "a\\x1b]0;title\\x07 \\x1b[2J\\x9b1m \x1b[31mred\x1b[0m\tb s3://*********@bucket/a\n"
 
 

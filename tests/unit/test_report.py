@@ -187,9 +187,10 @@ def test_a_run_that_has_only_begun_has_a_report_but_not_a_folder_without(tmp_pat
     assert "running, or ended without a word" in (tmp_path / "report.html").read_text()
 
 
-def test_a_file_of_a_run_that_is_damaged_is_one_error(folder) -> None:
-    (folder / "experts.json").write_text('{"step": 40, "leyers": {"1": [1, 2]}}')
-    with pytest.raises(ConfigError, match=r"RUN_DIR = .*: a file in it is .*layers.*\n  fix: "):
+@pytest.mark.parametrize("wrong", ['"leyers": {"1": [1, 2]}', '"layers": {"1": []}'])
+def test_a_file_of_a_run_that_is_damaged_is_one_error(wrong, folder) -> None:
+    (folder / "experts.json").write_text(f'{{"step": 40, {wrong}}}')
+    with pytest.raises(ConfigError, match=r"RUN_DIR = .*: a file in it is .*\n  fix: "):
         page_of(folder)
 
 
