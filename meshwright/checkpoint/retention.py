@@ -8,7 +8,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from functools import cache, partial
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -119,7 +119,7 @@ def apply_retention(
     if keep_latest_k == 0:
         return []
     steps = saved_steps(folder)
-    is_ours = cache(partial(_is_ours, folder))  # a look takes long: none at those that stay anyway
+    is_ours = partial(_is_ours, folder)  # a look takes long: none at those that stay anyway
     newest = [*islice(filter(is_ours, reversed(steps)), keep_latest_k)]
     ours = filter(is_ours, reversed(steps))
     good = next((step for step in ours if _is_good(step_folder(folder, step))), None)

@@ -39,16 +39,17 @@ RED, YELLOW, RESET = "\x1b[31m", "\x1b[33m", "\x1b[0m"
 
 
 NOT_SHOWN = re.compile(
-    r"[\x00-\x08\x0b\x0c\x0e-\x1a\x1c-\x1f\x7f-\x9f]|\x1b(?!\[[0-9;]*m)"
+    r"[\x00-\x08\x0b\x0c\x0e-\x1a\x1c-\x1f\x7f-\x9f\ud800-\udfff]|\x1b(?!\[[0-9;]*m)"
     r"|(?P<login>(?i:(?<=http://)|(?<=https://)|(?<=://)[^\s/:@]*:)[^\s/]+(?=@))"
 )
-"""Control characters, but for lines and colours; and the user and the password in an address."""
+"""Control characters, but for lines and colours; bytes of a file's name that are no text; and the
+user and the password in an address."""
 
 
 def shown(text: str) -> str:
     """Return text as a terminal and a log may have it: a document or the name of a file must not
     steer a terminal, and nobody is to read a password."""
-    return NOT_SHOWN.sub(lambda m: "*" * len(m[0]) if m["login"] else f"\\x{ord(m[0]):02x}", text)
+    return NOT_SHOWN.sub(lambda m: "*" * len(m[0]) if m["login"] else repr(m[0])[1:-1], text)
 
 
 class _Terminal(io.TextIOWrapper):

@@ -74,7 +74,7 @@ def due_after(
         validate=validate,
         log=is_first or stop or validate or step % config.metrics.log_freq == 0,
         save=saves.saves and not stop and is_save_step,
-        save_if_best=saves.saves and not stop and saves.keep_best and validate,
+        save_if_best=saves.saves and saves.keep_best and validate,
         collect_garbage=step % config.training.gc_freq == 0,
     )
 

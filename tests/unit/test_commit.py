@@ -200,9 +200,13 @@ def test_the_newest_every_nth_and_the_last_good_one_are_kept(tmp_path: Path) -> 
     ):
         apply_retention(tmp_path, keep_latest_k, keep_every_n_steps=every_nth)
         assert commit.saved_steps(tmp_path) == kept
+    theirs = publish(tmp_path / "other", 105)  # a link is a user's, and none of ours to resume from
+    (tmp_path / "step-105").symlink_to(theirs)
+    apply_retention(tmp_path, 1)
+    assert commit.saved_steps(tmp_path) == [40, 100, 105]
     publish(tmp_path, 110)
     apply_retention(tmp_path, 1)
-    assert [path.name for path in tmp_path.iterdir()] == ["step-110"]
+    assert {path.name for path in tmp_path.iterdir()} == {"other", "step-105", "step-110"}
 
 
 def test_checkpoints_that_stay_anyway_are_not_looked_at(tmp_path: Path, monkeypatch) -> None:

@@ -90,7 +90,7 @@ OPTIONS = {  # a value that is not the default, beside which others it is idle, 
     'training.dataset_column="x"': ("", JSON),
     'training.dataset_format="os.path:join"': ("", JSON),
     'model.chat_template_path="x"': ("", JSON),
-    'training.token_cache_folder="x"': (STREAMED, ""),
+    'training.token_cache_folder="x"': (STREAMED, f"{STREAMED} validation.enable=true"),
     "training.block_cache_gib=7.0": (
         JSON, 'training.dataset="tokens" training.dataset_path="s3://bucket/a.npy"'
     ),

@@ -115,18 +115,25 @@ def test_nothing_that_is_printed_fails(ends: str, encoding: str, said: str) -> N
     assert done.stdout.decode(encoding) == said
 
 
-HOSTILE = "a\x1b]0;title\x07 \x1b[2J\x9b1m \x1b[31mred\x1b[0m\tb s3://me:se@ret@bucket/a\n"
-SHOWN = "a\\x1b]0;title\\x07 \\x1b[2J\\x9b1m \x1b[31mred\x1b[0m\tb s3://*********@bucket/a\n"
+HOSTILE = "a\x1b]0;title\x07 \x1b[2J\x9b1m \x1b[31mred\x1b[0m\tb \udcffł"
+SHOWN = "a\\x1b]0;title\\x07 \\x1b[2J\\x9b1m \x1b[31mred\x1b[0m\tb \\udcffł"
+HOSTILE += " s3://me:se@ret@bucket/a HTTPS://token@host\n"
+SHOWN += " s3://*********@bucket/a HTTPS://*****@host\n"
 
 
 def test_a_document_does_not_steer_a_terminal_and_passwords_are_hidden(tmp_path, capsys) -> None:
     main, terminal = os.openpty()
+    os.set_blocking(main, False)
     code = f"from meshwright.system.log import *; steady_streams(); print({HOSTILE!r}, end='')"
+    code += "; sys.stdout.isatty() and os._exit(0)"  # a terminal has each line at once
     command = [sys.executable, "-c", code]
-    subprocess.run(command, stdout=terminal, check=True)
-    assert os.read(main, 1000).decode().replace("\r", "") == SHOWN
-    in_file = subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout
-    assert in_file.decode() == HOSTILE  # of `data --samples`, the text is the data
+    environment = os.environ | {"PYTHONIOENCODING": "latin-1"}
+    subprocess.run(command, stdout=terminal, check=True, env=environment)
+    assert os.read(main, 1000).decode().replace("\r", "") == SHOWN.replace("ł", r"\u0142")
+    pipe = {"stdout": subprocess.PIPE, "stderr": terminal}
+    in_file = subprocess.run(command, **pipe, check=True).stdout
+    # of `data --samples`, the text is the data
+    assert in_file.decode() == HOSTILE.replace("\udcff", "\\udcff")
     log_to_console()
     log.log_to_file(tmp_path, 0)
     logger.info("%s", HOSTILE[:-1])

@@ -223,15 +223,20 @@ def test_a_rank_has_all_variables_of_a_launcher_or_none(monkeypatch) -> None:
                 given_rank()
 
 
-@pytest.mark.parametrize("has_store", [True, False])
-def test_a_machine_that_is_not_known_yet_is_waited_for(has_store, monkeypatch, caplog) -> None:
+@pytest.mark.parametrize(
+    ("host", "has_store", "warns"),
+    [("a.invalid", True, False), ("a.invalid", False, True), ("::1", False, False)],
+)
+def test_a_machine_that_is_not_known_yet_is_waited_for(
+    host, has_store, warns, monkeypatch, caplog
+) -> None:
     """Of a cluster of containers, names are known once the first one runs; torch asks again."""
     caplog.set_level("WARNING", "meshwright")
-    given = {"RANK": 1, "WORLD_SIZE": 2, "MASTER_ADDR": "a.invalid", "MASTER_PORT": 29500}
+    given = {"RANK": 1, "WORLD_SIZE": 2, "MASTER_ADDR": host, "MASTER_PORT": 29500}
     for name, value in (given | {"TORCHELASTIC_USE_AGENT_STORE": has_store}).items():
         monkeypatch.setenv(name, str(value))
     assert given_rank() == 1
-    assert ("MASTER_ADDR = 'a.invalid': this machine does not know" in caplog.text) != has_store
+    assert ("MASTER_ADDR = 'a.invalid': this machine does not know" in caplog.text) == warns
 
 
 def test_machines_with_unequal_numbers_of_ranks_are_named(monkeypatch) -> None:
