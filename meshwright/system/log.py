@@ -220,7 +220,7 @@ def steady_streams() -> None:
             setattr(sys, name, os.fdopen(number, "w" if number else "r", encoding="utf-8"))
         elif number and isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-            if number == 1 and stream.isatty():
+            if number == 1 and stream.isatty() and not isinstance(stream, _Terminal):
                 sys.stdout = _Terminal(stream.buffer, stream.encoding, stream.errors, None, True)
 
 

@@ -124,7 +124,8 @@ SHOWN += " s3://*********@bucket/a HTTPS://*****@host\n"
 def test_a_document_does_not_steer_a_terminal_and_passwords_are_hidden(tmp_path, capsys) -> None:
     main, terminal = os.openpty()
     os.set_blocking(main, False)
-    code = f"from meshwright.system.log import *; steady_streams(); print({HOSTILE!r}, end='')"
+    code = "from meshwright.system.log import *; steady_streams(); steady_streams()  # two commands"
+    code += f"\nprint({HOSTILE!r}, end='')"
     code += "; sys.stdout.isatty() and os._exit(0)"  # a terminal has each line at once
     command = [sys.executable, "-c", code]
     environment = os.environ | {"PYTHONIOENCODING": "latin-1"}
