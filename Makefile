@@ -14,6 +14,7 @@ proof:
 	$(RUN) $$python -m meshwright prove $(or $(ARGS),debug_model)
 
 docs: # the files made from the code; then the site
+	$(RUN) $$python -m scripts.project_links
 	$(RUN) $$python -m scripts.config_reference > docs/config_reference.md
 	$(RUN) $$python -m scripts.command_reference > docs/commands.md
 	$(RUN) $$python -m meshwright schema > train_configs/schema.json
