@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def readme(text: str, project: dict[str, Any]) -> str:
-    """Return the README with the clone command, the way to report a bug and the citation filled in."""
+    """Return the README with the clone command, the place of bug reports and the citation."""
     address = project.get("urls", {}).get("Repository", "")
     authors = " and ".join(f"{{{author['name']}}}" for author in project["authors"])
     report = f"open an issue at {address}/issues" if address else "fill in `.github/ISSUE_TEMPLATE`"

@@ -10,7 +10,10 @@ from scripts.project_links import FILES
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
 ADDRESS = "https://example.org/team/meshwright"
-SET = {"authors": [{"name": "A. Lovelace"}, {"name": "C. Babbage"}], "urls": {"Repository": ADDRESS}}
+SET = {
+    "authors": [{"name": "A. Lovelace"}, {"name": "C. Babbage"}],
+    "urls": {"Repository": ADDRESS},
+}
 
 
 @pytest.mark.parametrize("name", FILES)
