@@ -1,4 +1,4 @@
-"""Plant each fault, run the case that must find it, and print the score."""
+"""Plant each fault, run what must find it, and print the score."""
 
 import argparse
 import signal
@@ -15,7 +15,8 @@ HEAD = "| fault | published | case | seconds | score | verdict |\n|---|---|---|-
 def row(fault: Fault, seconds: float, score: str, line: str) -> str:
     """Return a row of the table."""
     mesh = " x ".join(f"{axis} {degree}" for axis, degree in fault.mesh.items()) or "one process"
-    case = f"{fault.finder}: {mesh}" if fault.finder == "prove" else f"meshwright {fault.finder}"
+    case = f"prove: {mesh}" if fault.finder == "prove" else f"meshwright {fault.finder}"
+    case = fault.finder if fault.test_file else case
     extra = " ".join([*fault.words, *[fault.kind] * (fault.kind != "fp32")])
     cells = (
         f"{fault.name.replace('_', ' ')} | {fault.thread or 'no thread read'}",

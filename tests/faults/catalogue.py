@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -14,10 +14,8 @@ class Fault:
     name: str
     thread: str
     """Where it was published; empty: of a known class, but no thread was read."""
-    file: str
-    """In the package."""
-    patch: list[tuple[str, str]]
-    """Texts that the file has once, and those in their place."""
+    patches: dict[str, list[tuple[str, str]]]
+    """For each file of the package: texts that it has once, and those in their place."""
     mesh: dict[str, int]
     """Of the shortest case of `prove` that must find it."""
     named: str
@@ -29,28 +27,43 @@ class Fault:
     n_layers: int = 3
     sections: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Keys of the case, as `build_case` takes them."""
-    finder: Literal["prove", "export"] = "prove"
-    """The command that must find it."""
+    finder: str = "prove"
+    """What must find it: the command `prove`, `check` or `export`, or a test by its pytest ID."""
+
+    @property
+    def test_file(self) -> str:
+        """The file of the test that must find it, from the root; empty if a command does."""
+        file, separator, _ = self.finder.partition("::")
+        return file if separator else ""
 
 
 def parse(block: str) -> Fault:
     """Read the lines of one fault."""
-    heads, patch = list[str](), list[tuple[list[str], list[str]]]()
+    heads, patches = list[str](), dict[str, list[tuple[list[str], list[str]]]]()
     for sign, line in ((line[0], line[1:]) for line in block.splitlines()):
+        if sign == "@" and line.startswith("@"):
+            patches[line[1:].strip()] = []
+            continue
         if sign == "@":
             heads.append(line.strip())
             continue
+        if not patches:
+            patches[heads[1].split(" | ")[0]] = []
+        patch = [*patches.values()][-1]
         if sign == "-" and (not patch or patch[-1][1]):
             patch.append(([], []))
         patch[-1][sign == "+"].append(line)
-    (name, _, thread), (file, where, named) = heads[0].partition(": "), heads[1].split(" | ")
+    (name, _, thread), (_, where, named) = heads[0].partition(": "), heads[1].split(" | ")
     mesh, dashes, words = where.partition("--")
     axes = (axis.split() for axis in mesh.split(",") if axis.strip())
+    texts = {
+        file: [("\n".join(old) + "\n" * (not new), "\n".join(new)) for old, new in patch]
+        for file, patch in patches.items()
+    }
     return Fault(
         name,
         thread,
-        file,
-        [("\n".join(old) + "\n" * (not new), "\n".join(new)) for old, new in patch],
+        texts,
         {axis: int(degree) for axis, degree in axes},
         named,
         (dashes + words).split(),

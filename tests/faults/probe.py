@@ -29,30 +29,36 @@ PACKAGE = ROOT / "meshwright"
 PATIENCE_S = 900
 
 
-def patched(fault: Fault) -> str:
-    """Return the text of its file with the fault in it.
+def patched(fault: Fault) -> dict[str, str]:
+    """Return the text of each of its files with the fault in it.
 
     Raises:
         ValueError: if its place has changed.
     """
-    text = (PACKAGE / fault.file).read_text("utf-8")
-    for old, new in fault.patch:
-        if text.count(old) != 1:
-            raise ValueError(f"{fault.name}: {fault.file} has changed; mend the patch")
-        text = text.replace(old, new)
-    return text
+    texts = {}
+    for file, changes in fault.patches.items():
+        text = (PACKAGE / file).read_text("utf-8")
+        for old, new in changes:
+            if text.count(old) != 1:
+                raise ValueError(f"{fault.name}: {file} has changed; mend the patch")
+            text = text.replace(old, new)
+        texts[file] = text
+    return texts
 
 
 def plant(fault: Fault, folder: Path) -> None:
     """Copy the package to `folder`, with the fault in it."""
-    copy = shutil.copytree(
-        PACKAGE, folder / PACKAGE.name, ignore=shutil.ignore_patterns("__pycache__")
-    )
-    file = copy / fault.file
-    file.chmod(0o644)  # of a read-only checkout, too
+    _copy(PACKAGE.name, folder)
     for name in ("train_configs", "assets"):
         (folder / name).symlink_to(ROOT / name)
-    file.write_text(patched(fault), "utf-8")
+    for name, text in patched(fault).items():
+        file = folder / PACKAGE.name / name
+        file.chmod(0o644)  # of a read-only checkout, too
+        file.write_text(text, "utf-8")
+
+
+def _copy(name: str, folder: Path) -> None:
+    shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
 
 
 def failures_of(fault: Fault, *, planted: bool = True) -> list[str]:
@@ -91,10 +97,20 @@ def _answer(fault: Fault, path: Path, connection: Connection) -> None:
     os.environ["PYTHONPATH"] = str(path)
     torch.set_num_threads(1)
     try:
-        found = _of_export(path) if fault.finder == "export" else _of_proof(fault)
+        found = _failures(fault, path)
     except BaseException:
         found = [f"stopped: {traceback.format_exc()}"]
     connection.send(found)
+
+
+def _failures(fault: Fault, path: Path) -> list[str]:
+    if fault.test_file:
+        return failures_of_test(fault, path)
+    if fault.finder == "export":
+        return _of_export(path)
+    if fault.finder == "check":
+        return _of_command(path, "check", "debug_model", *fault.words)
+    return _of_proof(fault)
 
 
 def _of_proof(fault: Fault) -> list[str]:
@@ -128,6 +144,14 @@ def _of_proof(fault: Fault) -> list[str]:
     return row.verdict.failures
 
 
+def _of_command(path: Path, *words: str) -> list[str]:
+    """Return the lines of the error of a `meshwright` command, if there is one."""
+    # the module's full name, since python -m looks into the current folder first
+    command = [sys.executable, "-m", "meshwright.commands.main", *words]
+    done = subprocess.run(command, cwd=path, capture_output=True, text=True, check=False)
+    return done.stderr.strip().splitlines() if done.returncode else []
+
+
 def _of_export(path: Path) -> list[str]:
     """Train for a step, export, and return the error of `meshwright export`, if there is one."""
     with tempfile.TemporaryDirectory() as folder:
@@ -135,11 +159,18 @@ def _of_export(path: Path) -> list[str]:
         job += ["--validation.enable=false", "--training.global_batch_size=2"]
         job += ["--training.local_batch_size=1", "--training.seq_len=64"]
         out = str(Path(folder) / "exported")
-        for words in (job, ["export", folder, out]):
-            command = [sys.executable, "-m", "meshwright.commands.main", *words]
-            done = subprocess.run(  # there, since python -m looks into the folder first
-                command, cwd=path, capture_output=True, text=True, check=False
-            )
-            if done.returncode:
-                return done.stderr.strip().splitlines()
-    return []
+        return _of_command(path, *job) or _of_command(path, "export", folder, out)
+
+
+def failures_of_test(fault: Fault, path: Path) -> list[str]:
+    """Return the lines in which pytest says what failed, if the fault's test fails."""
+    if path != ROOT:
+        _copy("tests", path)
+        shutil.copy(ROOT / "pyproject.toml", path)
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-rfE", fault.finder]
+    own = os.environ | {"PYTHONPATH": str(path)}
+    done = subprocess.run(command, cwd=path, env=own, capture_output=True, text=True, check=False)
+    if done.returncode in (0, 1):
+        lines = done.stdout.splitlines() if done.returncode else []
+        return [line for line in lines if line.startswith(("FAILED", "ERROR", "E "))]
+    raise RuntimeError(f"{fault.finder} can't be run:\n{done.stdout}{done.stderr}")

@@ -1,22 +1,66 @@
-"""The catalogue of faults: every patch has its place, and each fault a case of its own."""
+"""The catalogue of faults: every patch has its place, and each fault a finder that exists."""
 
 import dataclasses
+import re
 from pathlib import Path
 
 import pytest
 
-from tests.faults.catalogue import FAULTS
-from tests.faults.probe import patched, plant
+from tests.faults.catalogue import FAULTS, Fault, parse
+from tests.faults.probe import ROOT, failures_of_test, patched, plant
+
+TWO_FILES = """\
+@ of_two_files: seen here
+@ models/loss.py | dp_shard 2, tp 2 --model.name=qwen3 | loss:
+@ {"num_microbatches": 2}
+-taken out
+@@ models/layers.py
+-old
++new
++line"""
 
 
 def test_every_fault_can_be_planted(tmp_path: Path) -> None:
     for fault in FAULTS:
-        compile(patched(fault), fault.name, "exec")
-        assert all(old != new for old, new in fault.patch), fault.name
+        for text in patched(fault).values():
+            compile(text, fault.name, "exec")
+        assert all(old != new for patch in fault.patches.values() for old, new in patch), fault.name
     assert len({fault.name for fault in FAULTS}) == len(FAULTS) > 60
     first = FAULTS[0]
     plant(first, tmp_path)
-    assert (tmp_path / "meshwright" / first.file).read_text() == patched(first)
-    changed = dataclasses.replace(first, patch=[("no such line", "")])
+    for file, text in patched(first).items():
+        assert (tmp_path / "meshwright" / file).read_text() == text
+    changed = dataclasses.replace(first, patches={"models/loss.py": [("no such line", "")]})
     with pytest.raises(ValueError, match="has changed"):
         patched(changed)
+
+
+def test_every_test_that_must_find_a_fault_exists() -> None:
+    for fault in FAULTS:
+        if fault.test_file:
+            name = fault.finder.removeprefix(f"{fault.test_file}::").partition("[")[0]
+            text = (ROOT / fault.test_file).read_text("utf-8")
+            assert re.search(rf"^def {name}\(", text, re.MULTILINE), fault.name
+        else:
+            assert fault.finder in ("prove", "check", "export"), fault.name
+
+
+def test_a_fault_is_read_from_its_lines() -> None:
+    fault = parse(TWO_FILES)
+    assert fault.patches == {
+        "models/loss.py": [("taken out\n", "")],
+        "models/layers.py": [("old", "new\nline")],
+    }
+    assert fault.mesh == {"dp_shard": 2, "tp": 2}
+    assert (fault.words, fault.num_microbatches) == (["--model.name=qwen3"], 2)
+    assert (fault.name, fault.thread, fault.named) == ("of_two_files", "seen here", "loss:")
+    assert parse(TWO_FILES.replace('"num_microbatches": 2', '"finder": "a.py::b"')).test_file
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", [f for f in FAULTS if f.test_file], ids=lambda f: f.name)
+def test_a_named_test_finds_its_fault(fault: Fault, tmp_path: Path) -> None:
+    """Those that commands find are in tests/integration/test_campaigns.py."""
+    plant(fault, tmp_path)
+    lines = failures_of_test(fault, tmp_path)
+    assert any(fault.named in line for line in lines), lines
