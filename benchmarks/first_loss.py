@@ -1,0 +1,98 @@
+"""First losses, minus the logarithm of the vocabulary, of every family by width and depth.
+
+    python -m benchmarks.first_loss [--widths 64 256 1024 4096] [--layers 2 8 32]
+
+Of a model with an output of its own, and of tied tables whose std is 1/sqrt(D), as it was for
+Llama, Qwen3 and Mixtral up to 69d0286a, 0.02, and `DecoderSpec.tied_std`. One block is in memory at
+a time: a Llama of width 4096 and 32 layers takes 2 GB and a few minutes on two cores.
+"""
+
+import argparse
+import dataclasses
+import math
+
+import torch
+import torch.nn.functional as F
+
+from meshwright.models.args import STD, DecoderArgs, ExpertArgs
+from meshwright.models.attention import rope_cache
+from meshwright.models.decoder import Block
+from meshwright.models.families import MODELS
+from meshwright.models.family import Family
+from meshwright.models.mixture import Mixture
+
+SEQ_LEN = 256
+
+
+def sized(family: Family, dim: int, n_layers: int, vocab_size: int) -> DecoderArgs:
+    """Return a model of that width, with heads of 64; two of four experts are half as wide as a
+    dense FFN."""
+    debug = family.flavors["debugmodel"]
+    has_experts = isinstance(debug, ExpertArgs)
+    return dataclasses.replace(
+        debug,
+        dim=dim,
+        n_layers=n_layers,
+        n_heads=max(2, dim // 64),
+        n_kv_heads=max(1, dim // 128),
+        head_dim=64 if debug.head_dim else None,
+        hidden_dim=dim * 4 // 3 if has_experts else dim * 8 // 3,
+        vocab_size=vocab_size,
+        **({"n_experts": 4, "n_active": 2} if has_experts else {}),
+    )
+
+
+@torch.no_grad()
+def first_losses(args: DecoderArgs, stds: list[tuple[float, float | None]]) -> list[float]:
+    """Return the losses of random tokens, minus log V, for each std of the embedding and std of the
+    output; None: tied."""
+    torch.manual_seed(0)
+    table, dim = args.table, args.dim
+    rows, output = torch.randn(2, args.vocab_size, dim)
+    tokens = torch.randint(args.vocab_size, (1, SEQ_LEN + 1))
+    states = [std * rows[tokens[:, :-1]] for std, _ in stds]
+    rope = table.rope
+    cos, sin = rope_cache(
+        SEQ_LEN, rope.head_dim, rope.theta, torch.device("cpu"), scaling=rope.scaling
+    )
+    block = Block(table.layers[0])
+    for buffer in block.buffers():
+        buffer.zero_()
+    routing = (None, None) if isinstance(block.feed_forward, Mixture) else ()
+    for index in range(args.n_layers):
+        for name, parameter in block.named_parameters():
+            std = table.parameters[f"layers.{index}.{name}"].std
+            parameter.fill_(1.0) if std is None else parameter.normal_(0, std)
+        for place, x in enumerate(states):
+            out = block(x, cos, sin, None, *routing)
+            states[place] = out[0] if routing else out
+    losses = []
+    for x, (std, of_output) in zip(states, stds, strict=True):
+        weight = std * rows if of_output is None else of_output * output
+        logits = F.rms_norm(x, (dim,), eps=table.norm_eps) @ weight.T
+        loss = logits.logsumexp(-1).mean() - logits.mean()  # of labels that are drawn at random
+        losses.append(loss.item() - math.log(args.vocab_size))
+    return losses
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--widths", type=int, nargs="+", default=[64, 256, 1024, 4096])
+    parser.add_argument("--layers", type=int, nargs="+", default=[2, 8, 32])
+    parser.add_argument("--vocab-size", type=int, default=2048)
+    given = parser.parse_args()
+    print("| family | width | layers | untied | tied, 1/sqrt(D) | tied, 0.02 | tied, now |")
+    print("|---|---|---|---|---|---|---|")
+    for name, family in MODELS.items():
+        for dim in given.widths:
+            for n_layers in given.layers:
+                args = sized(family, dim, n_layers, given.vocab_size)
+                table = args.table
+                tied = [(std, None) for std in (1 / math.sqrt(dim), STD, table.tied_std)]
+                losses = first_losses(args, [(table.std, table.output_std), *tied])
+                figures = " | ".join(f"{loss:.2f}" for loss in losses)
+                print(f"| {name} | {dim} | {n_layers} | {figures} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
