@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from meshwright.checkpoint.manifest import check_file_name
-from meshwright.system.errors import StorageError
-from meshwright.system.files import Place, read_patiently
+from meshwright.system.errors import ConfigError, StorageError
+from meshwright.system.files import LFS_FIX, LFS_POINTER, LFS_RULE, Place, read_patiently
 
 
 class Record:
@@ -106,7 +106,9 @@ def read_saved_tensors(place: Place) -> dict[str, SavedTensor]:
     """
     file = place.path / INDEX
     try:
-        index = _InertUnpickler(io.BytesIO(read_patiently(file, file.read_bytes))).load().state
+        content = read_patiently(file, file.read_bytes)
+        place.check(LFS_POINTER.match(content) is None, f"{INDEX} {LFS_RULE}", LFS_FIX)
+        index = _InertUnpickler(io.BytesIO(content)).load().state
         where = {
             (key.state["fqn"], _numbers(key.state["offset"])): entry.state
             for key, entry in index["storage_data"].items()
@@ -117,7 +119,7 @@ def read_saved_tensors(place: Place) -> dict[str, SavedTensor]:
             for name, entry in index["state_dict_metadata"].items()
             if entry.called.endswith(".TensorStorageMetadata")
         }
-    except StorageError:
+    except (StorageError, ConfigError):
         raise
     except (AttributeError, KeyError, TypeError, IndexError):
         reason = "it is no index of a checkpoint"

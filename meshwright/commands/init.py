@@ -15,7 +15,16 @@ from meshwright.commands.options import output_file, readable, write_output
 from meshwright.config.command_line import Parser
 from meshwright.config.loader import load_config
 from meshwright.config.training import Source
-from meshwright.datasets.files import PACKED, ROW_FORMATS, SUFFIXES, Entry, Range, chunks, resolve
+from meshwright.datasets.files import (
+    PACKED,
+    ROW_FORMATS,
+    SUFFIXES,
+    Entry,
+    Range,
+    check_downloaded,
+    chunks,
+    resolve,
+)
 from meshwright.datasets.readers import Layout, read
 from meshwright.datasets.rows import LocalDocuments, is_on_side
 from meshwright.datasets.sources import by_suffix, left_out
@@ -222,6 +231,7 @@ def _find_files(path: str) -> tuple[str, str, list[DataFile]]:
     fix = fix if files or os.path.exists(path.split("*")[0]) else where_it_ends(path)
     files = [file for file in files if file.size]
     check(bool(files), "--from", path, "no text is there", fix)
+    check_downloaded(files, "--from")
     rule, fix = "is a table, not texts", "write its rows as JSON lines, as docs/data.md#csv does"
     check(not files[0].path.endswith((".csv", ".tsv")), "--from", path, rule, fix)
     return kind, path, files

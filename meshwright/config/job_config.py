@@ -82,6 +82,11 @@ class Model(Section, on_resume="model"):
     chat_template_path: OfData[InputPath] = ""
     """Jinja file that makes text of conversations. Absent: the tokenizer's own."""
 
+    @property
+    def gives_tie(self) -> bool:
+        """Whether `args` say that embeddings are tied, or aren't: a folder's tensors don't then."""
+        return "tie_embeddings" in self.args
+
 
 class Average(Section, on_resume="none"):
     """[checkpoint.average] A running mean of the weights in fp32: validated beside them, and saved.

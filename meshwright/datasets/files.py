@@ -16,7 +16,15 @@ from meshwright.config.section import MODULE_OBJECT
 from meshwright.config.training import Source
 from meshwright.datasets.storage import DataFile, find_files, is_address, open_file, stat, stat_all
 from meshwright.system.errors import ConfigError, RecordError, as_toml, config_error, where_it_ends
-from meshwright.system.files import may_pass, read_patiently, warn_once
+from meshwright.system.files import (
+    LFS_BYTES,
+    LFS_FIX,
+    LFS_POINTER,
+    LFS_RULE,
+    may_pass,
+    read_patiently,
+    warn_once,
+)
 from meshwright.system.log import logger
 
 PACKED = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".lz4": "lz4"}
@@ -199,6 +207,17 @@ def _fits(names: Sequence[str], pattern: Sequence[str]) -> bool:
     return fnmatch.fnmatchcase(names[0], pattern[0]) and _fits(names[1:], pattern[1:])
 
 
+def check_downloaded(files: Sequence[DataFile], key: str) -> None:
+    """Raise `ConfigError` of `key` if a file is a pointer that Git LFS left in its place. Such a
+    file is short, so that only short files are opened."""
+    for file in files:
+        if not 0 <= file.size < LFS_BYTES:
+            continue
+        with suppress(OSError), open_file(file) as opened:  # its reader says what is wrong
+            if LFS_POINTER.match(opened.read(LFS_BYTES)):
+                raise config_error(key, file.path, LFS_RULE, LFS_FIX)
+
+
 def local_files(entry: Entry) -> list[DataFile]:
     """Return the files of `dataset_path`: itself, files of the right kind below it, or its glob.
 
@@ -216,6 +235,7 @@ def local_files(entry: Entry) -> list[DataFile]:
         for file in found:  # the names decide on the cache, and errors print them
             if file.path.encode("utf-8", "ignore").decode() != file.path:
                 raise entry.error("dataset_path", f"{file.path!r} is no name in UTF-8", "rename it")
+        check_downloaded(found, f"{entry.key}.dataset_path")
         return found
     wanted = "such file or folder"
     if os.path.isdir(path):
@@ -243,6 +263,7 @@ def token_files(entry: Entry) -> list[DataFile]:
             except FileNotFoundError:
                 if is_megatron:
                     raise entry.error("dataset_path", f"there is no {name}") from None
+    check_downloaded([*found, *indices], f"{entry.key}.dataset_path")
     return [*found, *indices]
 
 

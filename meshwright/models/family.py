@@ -16,8 +16,6 @@ class ForeignTensor:
     head_dim: int | None = None
     """If given, the rows of each head, which are so many, are for a rotation of (i, i + H/2); ours
     are for one of (2i, 2i + 1)."""
-    copies: tuple[str, ...] = ()
-    """Other names under which the files may hold it once more."""
     slices: tuple[str, ...] = ()
     """If given, the files hold each slice of the first dimension under a name of its own, and
     `name` is that of none."""
@@ -152,6 +150,11 @@ class HuggingFaceForm:
     """rope_type of config.json where wavelengths are stretched, as `RopeScaling` says; None: they
     never are."""
 
+    @property
+    def tied_names(self) -> tuple[str, str]:
+        """Names of the embedding and of the output projection, which are one tensor if tied."""
+        return f"{self.modules['tok_embeddings']}.weight", f"{self.modules['output']}.weight"
+
     def why_not(self, args: DecoderArgs) -> str:
         """Return why no folder can hold a model of these dimensions; "": one can."""
         for spec in args.table.mixtures.values():
@@ -178,12 +181,10 @@ class HuggingFaceForm:
                 slices = tuple(theirs.format(layer, expert=index) for index in range(shape[0]))
                 found[name] = ForeignTensor(slices[0], shape, slices=slices)
             else:
-                is_tied = name == TIED and args.tie_embeddings
                 found[name] = ForeignTensor(
                     f"{theirs.format(layer)}.weight",
                     shape,
                     args.table.rope.head_dim if module.endswith(self.rotated) else None,
-                    (f"{self.modules['output']}.weight",) if is_tied else (),
                 )
         return found
 

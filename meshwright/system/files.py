@@ -120,6 +120,23 @@ def text_of(path: Path) -> str:
         return ""
 
 
+LFS_POINTER = re.compile(rb"version https://\S+/spec/v\d+\n(?:.*\n)*?oid sha256:[0-9a-f]{64}\n")
+
+LFS_BYTES = 1024
+"""A pointer is shorter. Source: docs/spec.md of Git LFS."""
+
+LFS_RULE = "is a Git LFS pointer: the file that it stands for wasn't downloaded"
+
+LFS_FIX = "run `git lfs install` and `git lfs pull` in its repository"
+
+
+def is_lfs_pointer(path: Path | str) -> bool:
+    """Return whether `git clone` left a pointer in the place of a file that Git LFS keeps. Raises
+    `OSError` if it cannot be read."""
+    with Path(path).open("rb") as file:
+        return LFS_POINTER.match(file.read(LFS_BYTES)) is not None
+
+
 def state_of(pid: int) -> str:
     """Return the kernel's letter for the state of a process; "" if it is gone, "?" if that cannot
     be told."""
@@ -298,7 +315,10 @@ class Place:
     def read_json(self, name: str) -> dict[str, Any]:
         """Return the JSON object in the file `name` of the folder."""
         try:
+            self.check(not is_lfs_pointer(self.path / name), f"{name} {LFS_RULE}", LFS_FIX)
             content = json.loads((self.path / name).read_text("utf-8"))
+        except ConfigError:
+            raise
         except (OSError, ValueError, RecursionError) as error:
             reason = getattr(error, "strerror", None) or str(error)
             raise self.error(f"{name} cannot be read: {reason}") from None

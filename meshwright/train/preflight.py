@@ -321,7 +321,8 @@ def _look_at_files(plan: Plan) -> Plan:
     config = plan.config.checkpoint
     choice = find.choose(plan.checkpoint_folder, config.load_step) if config.enable else None
     if choice is None:
-        check_initial(config, plan.model_args, plan.family)
+        is_tie_given = plan.config.model.gives_tie
+        check_initial(config, plan.model_args, plan.family, is_tie_given=is_tie_given)
         return plan
     checkpoint, manifest, _ = choice
     plan = replace(plan.at(manifest["step"]), resume_step=manifest["step"])

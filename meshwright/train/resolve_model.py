@@ -109,7 +109,7 @@ def resolve_model(config: JobConfig) -> tuple[Family, DecoderArgs]:
         place = Place("model.flavor", Path(flavor))
         if "name" not in config.model.model_fields_set:
             family = find_family(place, list(MODELS.values()))
-        args = read_args(place, family.hf, family.args)
+        args = read_args(place, family.hf, family.args, is_tie_given=config.model.gives_tie)
     else:
         sizes = family.flavors
         is_folder = f"write ./{flavor} for the folder" if Path(flavor).is_dir() else ""

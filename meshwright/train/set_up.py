@@ -20,7 +20,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -219,8 +219,9 @@ def _resume_or_begin(plan: Plan, checkpoints: CheckpointManager) -> tuple[Plan, 
     """
     found = checkpoints.select_and_verify()
     if found is None:
+        config, is_tie_given = plan.config.checkpoint, plan.config.model.gives_tie
         checkpoints.tell(
-            lambda: check_initial(plan.config.checkpoint, plan.model_args, plan.family)
+            lambda: check_initial(config, plan.model_args, plan.family, is_tie_given=is_tie_given)
         )
         return plan, None
     plan = replace(plan.at(found["step"]), resume_step=found["step"])
@@ -274,6 +275,8 @@ def check_agreement(plan: Plan) -> None:
         {
             # a resume may begin in any stage
             CONFIG: json.dumps([to_json(stage.config) for stage in plan.stages]),
+            # of a folder: a machine may have another config.json or other tensors there
+            "model.flavor": json.dumps(asdict(plan.model_args)),
             "code": f"meshwright {meshwright.__version__}, source {_source_hash()}, "
             f"torch {torch.__version__}, {libraries}",
             "model.tokenizer_path": short_hash(of_tokenizer),

@@ -155,9 +155,11 @@ def test_tied_embeddings_must_be_equal_where_they_are_written_twice(tmp_path) ->
         check(folder, tied)
         found = load_meta(folder, tied).tok_embeddings.weight
         assert torch.equal(found, TENSORS["tok_embeddings.weight"])
-    folder = save_meta(tmp_path / "differ", TENSORS)
-    with pytest.raises(ConfigError, match="fix: set model.args.tie_embeddings = false"):
-        load_meta(folder, tied)
+    folder = save_meta(tmp_path / "differ", TENSORS, files=2)
+    assert "output.weight differs from tok_embeddings.weight" in (said := refusal(folder, tied))
+    assert "fix: set model.args.tie_embeddings = false" in said
+    config = Checkpoint(initial_load_path=str(folder))
+    check_initial(config, tied, MODELS["llama"], is_tie_given=True)
 
 
 def test_bf16_is_read_into_fp32_as_it_is(tmp_path) -> None:
@@ -178,7 +180,12 @@ def test_a_checkpoint_of_torchtitans_of_another_model_is_refused(tmp_path) -> No
     said = refusal(folder, dataclasses.replace(EVEN, n_layers=4))
     assert "model.layers.3.attention_norm.weight is not there" in said
     tied = dataclasses.replace(EVEN, tie_embeddings=True)
-    check(folder, tied)  # torchtitan saves the embedding under both names
+    said = refusal(folder, tied)
+    assert "model.output.weight differs from model.tok_embeddings.weight" in said
+    assert "fix: set model.args.tie_embeddings = false" in said
+    twice = TENSORS | {"output.weight": TENSORS["tok_embeddings.weight"].clone()}
+    for renamed in (False, True):  # torchtitan saves the embedding under both names
+        check(save_torchtitan(tmp_path / f"twice {renamed}", twice, is_renamed=renamed), tied)
     fused = dict(TENSORS)
     fused["layers.0.attention.qkv_linear.wqkv.weight"] = fused.pop("layers.0.attention.wq.weight")
     said = refusal(save_torchtitan(tmp_path / "fused", fused))

@@ -94,10 +94,6 @@ def test_what_follows_from_the_config_may_be_in_the_files_too(tmp_path) -> None:
     save_file(stored, folder / "model.safetensors")
     for name, parameter in load_hf(folder, args).named_parameters():
         assert torch.equal(parameter, want[name]), name
-    stored["lm_head.weight"][200, 3] += 1
-    save_file(stored, folder / "model.safetensors")
-    with pytest.raises(ConfigError, match="lm_head.weight differs from tok_embeddings.weight"):
-        load_hf(folder, args)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -1,20 +1,29 @@
 """The content of a model folder of Hugging Face, and whether it is the wanted model.
 
-Free of torch, so that a job that cannot start says so before any rank does.
+Free of torch, so that a job that cannot start says so before any rank does; only a tied model whose
+files hold the output projection too needs it, to compare the two tensors.
 """
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
 from meshwright.models.args import DecoderArgs
-from meshwright.models.family import Dimension, Family, ForeignTensor, HuggingFaceForm
+from meshwright.models.family import (
+    TIED,
+    Dimension,
+    Family,
+    ForeignTensor,
+    HuggingFaceForm,
+)
 from meshwright.system.errors import ConfigError, as_toml, where_it_ends
-from meshwright.system.files import Place
+from meshwright.system.files import LFS_FIX, LFS_RULE, Place, is_lfs_pointer, warn_once
 
 WEIGHT_TYPES = ("F32", "BF16", "F16")
 """Types that a model's weights may have, as safetensors names them."""
@@ -24,6 +33,7 @@ WEIGHT_TYPES = ("F32", "BF16", "F16")
 class StoredTensor:
     """A tensor's place, shape and type."""
 
+    name: str
     file: Path
     dtype: str
     """F32, BF16, F16, ..."""
@@ -37,6 +47,9 @@ INDEX = "model.safetensors.index.json"
 
 AGAIN = "download or export the folder again"
 
+COMPARED_ROWS = 4096
+"""Rows of the vocabulary that are in memory at once while two tensors are compared."""
+
 
 def is_hf_folder(path: Path) -> bool:
     """Return whether `path` looks like a model folder of Hugging Face."""
@@ -46,26 +59,39 @@ def is_hf_folder(path: Path) -> bool:
 def find_tensors(place: Place) -> dict[str, StoredTensor]:
     """Return every tensor of the folder's safetensors files, by the name it has there.
 
+    With an index, a file gives only the tensors that the index assigns to it: shards of an older
+    save may hold others of the same names.
+
     Raises:
-        ConfigError: if there are none, or a file is missing or not whole.
+        ConfigError: if there are none, or a file is missing or not whole; or if a single file lies
+            beside an index that doesn't name it, so that nothing says which weights are meant.
     """
     folder = place.path
-    if (folder / INDEX).is_file():
-        weight_map = place.read_json(INDEX).get("weight_map")
-        is_map = isinstance(weight_map, dict) and all(
-            isinstance(file, str) and Path(file).name == file for file in weight_map.values()
-        )
-        place.check(is_map, f"{INDEX} has no weight_map of tensors to files in the folder")
-        assert isinstance(weight_map, dict)
-    else:
+    if not (folder / INDEX).is_file():
         _check_single(place)
-        weight_map = {}
+        return _read_header(place, SINGLE)
+    weight_map = place.read_json(INDEX).get("weight_map")
+    is_map = isinstance(weight_map, dict) and all(
+        isinstance(file, str) and Path(file).name == file for file in weight_map.values()
+    )
+    place.check(is_map, f"{INDEX} has no weight_map of tensors to files in the folder")
+    assert isinstance(weight_map, dict)
+    place.check(
+        SINGLE in weight_map.values() or not (folder / SINGLE).exists(),
+        f"holds {SINGLE}, and {INDEX}, which doesn't name it: these may be two sets of weights",
+        f"delete {SINGLE} to use the shards that the index names, or {INDEX} to use {SINGLE}",
+    )
     found: dict[str, StoredTensor] = {}
-    for name in sorted({*weight_map.values()}) or [SINGLE]:
-        found |= _read_header(place, name)
-    for name, file in weight_map.items():
-        is_there = name in found and found[name].file.name == file
-        place.check(is_there, f"{INDEX} says that {name} is in {file}, but it is not", AGAIN)
+    for file in sorted({*weight_map.values()}):
+        there = _read_header(place, file)
+        assigned = [name for name, its_file in weight_map.items() if its_file == file]
+        for name in assigned:
+            rule = f"{INDEX} says that {name} is in {file}, but it isn't"
+            place.check(name in there, rule, AGAIN)
+            found[name] = there[name]
+        if unused := sorted(there.keys() - assigned):
+            words = f"{folder / file}: {', '.join(unused[:3])}{', ...' * (len(unused) > 3)}"
+            warn_once(f"{words} left out, since {INDEX} doesn't name this file for it")
     return found
 
 
@@ -74,11 +100,12 @@ def _read_header(place: Place, name: str) -> dict[str, StoredTensor]:
     file = place.path / name
     place.check(file.is_file(), f"{name} is missing, which {INDEX} names", AGAIN)
     try:
-        file.open("rb").close()  # for its own error: to safetensors every failure is a missing file
+        # for its own error: to safetensors every failure is a missing file
+        place.check(not is_lfs_pointer(file), f"{name} {LFS_RULE}", LFS_FIX)
         with safe_open(file, framework="numpy") as content:
             slices = {name: content.get_slice(name) for name in content.keys()}  # noqa: SIM118
             return {
-                name: StoredTensor(file, tensor.get_dtype(), tuple(tensor.get_shape()))
+                name: StoredTensor(name, file, tensor.get_dtype(), tuple(tensor.get_shape()))
                 for name, tensor in slices.items()
             }
     except OSError as error:
@@ -142,16 +169,74 @@ def _read_config(place: Place) -> dict[str, Any]:
     return place.read_json(CONFIG)
 
 
-def check_hf_folder(place: Place, form: HuggingFaceForm, args: DecoderArgs) -> None:
+def check_hf_folder(
+    place: Place, form: HuggingFaceForm, args: DecoderArgs, *, is_tie_given: bool = False
+) -> None:
     """Check that the folder is of a model with `args`, and whole.
+
+    Whether the model is tied is for its tensors to say, not for config.json; see `is_tied_there`.
+
+    Args:
+        is_tie_given: the user gave `args.tie_embeddings`, which then holds: an output projection
+            beside a tied embedding isn't read.
 
     Raises:
         ConfigError: naming every dimension that differs, or the first tensor.
     """
     why_not = form.why_not(args)
     place.check(not why_not, f"cannot hold this model: {why_not}")
-    check_args(args, read_dimensions(place, form), str(place.path / CONFIG))
-    check_tensors(place, form, args, find_tensors(place))
+    there = read_dimensions(place, form)
+    tie = there.pop("tie_embeddings")
+    check_args(args, there, str(place.path / CONFIG))
+    stored = find_tensors(place)
+    embedding, output = form.tied_names
+    place.check(
+        args.tie_embeddings or output in stored,
+        f"{output}, our output.weight, is in none of its files, and {CONFIG} has {tie.key} = "
+        f"{as_toml(tie.value)}",
+        "set model.args.tie_embeddings = true if the output is the embedding; otherwise " + AGAIN,
+    )
+    check_tensors(place, form, args, stored)
+    if args.tie_embeddings and not is_tied_there(form, stored):
+        refuse_to_tie(place, embedding, output, is_tie_given=is_tie_given)
+
+
+def refuse_to_tie(place: Place, embedding: str, output: str, *, is_tie_given: bool) -> None:
+    """Raise `ConfigError` because a folder's output projection isn't its embedding, as a tied
+    model's is; if the user gave `model.args.tie_embeddings`, log that it isn't read."""
+    rule = f"{output} differs from {embedding}"
+    place.check(is_tie_given, rule, "set model.args.tie_embeddings = false")
+    warn_once(f"{place.path}: {rule}, and isn't read: model.args.tie_embeddings = true")
+
+
+def is_tied_there(form: HuggingFaceForm, stored: Mapping[str, StoredTensor]) -> bool:
+    """Return whether the output projection can be the embedding: there is none besides, or it has
+    the same values. transformers 5 unties a model by the same comparison, whatever its config.json
+    says (modeling_utils.py, `tie_weights`)."""
+    embedding, output = (stored.get(name) for name in form.tied_names)
+    if embedding is None or output is None:
+        return True
+    states = (one.file.stat() for one in (embedding, output))
+    return _are_equal(embedding, output, tuple((it.st_mtime_ns, it.st_size) for it in states))
+
+
+@lru_cache(4)
+def _are_equal(one: StoredTensor, other: StoredTensor, states: tuple[tuple[int, int], ...]) -> bool:
+    """Return whether two tensors have equal values; as far as they do, both are read.
+
+    Args:
+        states: of their files: if one changes, they are compared again.
+    """
+    import torch  # here: few folders hold both
+
+    if one.shape != other.shape:
+        return False
+    with safe_open(one.file, "pt") as left, safe_open(other.file, "pt") as right:
+        slices = left.get_slice(one.name), right.get_slice(other.name)
+        return all(
+            torch.equal(*(part[row : row + COMPARED_ROWS].float() for part in slices))
+            for row in range(0, one.shape[0], COMPARED_ROWS)
+        )
 
 
 def check_args(args: DecoderArgs, there: Mapping[str, Dimension], file: str) -> None:
@@ -194,19 +279,16 @@ def check_tensors(
     """
     layouts = [form.tensors(args, is_fused=is_fused) for is_fused in (False, True)]
     wanted = max(layouts, key=lambda tensors: sum(t.name in stored for t in tensors.values()))
+    embedding, output = form.tied_names
+    known = {name for theirs in wanted.values() for name in theirs.parts}
+    if args.tie_embeddings:
+        known.add(output)
+        if embedding not in stored and output in stored:
+            wanted[TIED] = replace(wanted[TIED], name=output)
     for ours, theirs in wanted.items():
         for name, shape in theirs.parts.items():
-            place.check(
-                name in stored,
-                f"{name}, our {ours}, is in none of its files",
-                AGAIN
-                + (", or set model.args.tie_embeddings = true" if ours == "output.weight" else ""),
-            )
+            place.check(name in stored, f"{name}, our {ours}, is in none of its files", AGAIN)
             _check_tensor(place, name, stored[name], shape)
-        for name in theirs.copies:
-            if name in stored:
-                _check_tensor(place, name, stored[name], theirs.shape)
-    known = {name for theirs in wanted.values() for name in (*theirs.parts, *theirs.copies)}
     # old files have buffers that follow from config.json
     others = [n for n in stored if n not in known and not n.endswith("rotary_emb.inv_freq")]
     if others:
@@ -226,13 +308,26 @@ def _check_tensor(place: Place, name: str, tensor: StoredTensor, shape: tuple[in
     )
 
 
-def read_args(place: Place, form: HuggingFaceForm, kind: type[DecoderArgs]) -> DecoderArgs:
-    """Return the dimensions that config.json gives.
+def read_args(
+    place: Place, form: HuggingFaceForm, kind: type[DecoderArgs], *, is_tie_given: bool = False
+) -> DecoderArgs:
+    """Return the dimensions that config.json gives. If it says that the model is tied, the tensors
+    have the last word, as far as they can be read: a folder may hold a config.json alone.
+
+    Args:
+        is_tie_given: the user says whether it is tied, so that the tensors needn't be read.
 
     Raises:
         ConfigError: if they cannot be our model's dimensions.
     """
     values = {name: found.value for name, found in read_dimensions(place, form).items()}
+    if values["tie_embeddings"] and not is_tie_given:
+        with suppress(ConfigError):
+            values["tie_embeddings"] = is_tied_there(form, find_tensors(place))
+        if not values["tie_embeddings"]:
+            embedding, output = form.tied_names
+            words = f"{CONFIG} has tie_word_embeddings = true, but {output} differs from"
+            warn_once(f"{place.path}: {words} {embedding}: the model is untied")
     try:
         return kind(**values)
     except ValueError as error:

@@ -1,8 +1,9 @@
 """Finds and checks the folder of `checkpoint.initial_load_path`, in any format.
 
-Free of torch, apart from Meta's format: `params.json`, and `consolidated.00.pth`, `.01.pth`, ...,
-a file for each rank of the tensor parallelism that Meta runs the model with. A file holds its piece
-of every matrix, cut along one dimension, and all of every norm.
+Free of torch, apart from tied models, whose tensors are compared, and from Meta's format:
+`params.json`, and `consolidated.00.pth`, `.01.pth`, ..., a file for each rank of the tensor
+parallelism that Meta runs the model with. A file holds its piece of every matrix, cut along one
+dimension, and all of every norm.
 """
 
 import dataclasses
@@ -11,15 +12,20 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from meshwright.checkpoint.conversion.hf_folder import check_args, check_hf_folder, is_hf_folder
+from meshwright.checkpoint.conversion.hf_folder import (
+    check_args,
+    check_hf_folder,
+    is_hf_folder,
+    refuse_to_tie,
+)
 from meshwright.checkpoint.find import check_complete, find_candidates, first_good, saved_args
 from meshwright.checkpoint.index import INDEX, SavedTensor, read_saved_tensors
 from meshwright.checkpoint.manifest import MANIFEST, Manifest
 from meshwright.config.job_config import Checkpoint
 from meshwright.models.args import DecoderArgs
 from meshwright.models.family import TIED, Dimension, Family
-from meshwright.system.errors import check, where_it_ends
-from meshwright.system.files import Place
+from meshwright.system.errors import ConfigError, check, where_it_ends
+from meshwright.system.files import LFS_FIX, LFS_RULE, Place, is_lfs_pointer
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -76,6 +82,29 @@ def find_names(place: Place, family: Family, args: DecoderArgs) -> dict[str, str
         "set model.flavor and model.args to the model that it is of",
     )
     return found
+
+
+def _check_torchtitan(
+    place: Place, family: Family, args: DecoderArgs, *, is_tie_given: bool
+) -> None:
+    """Check that torchtitan's checkpoint is of a model of `family` with `args`, tied if that is."""
+    names = find_names(place, family, args)
+    if not args.tie_embeddings:
+        return
+    from meshwright.checkpoint.reader import CheckpointWeights  # here: it needs torch
+
+    weights = CheckpointWeights(place, names.__getitem__)
+    embedding = names[TIED]
+    for word in ("output", *(family.torchtitan or {}).values()):
+        output = embedding.replace("tok_embeddings", word.strip("."))
+        if output in weights.saved and output != embedding:
+            names[output] = output
+            if not _have_equal_values(weights.read(TIED), weights.read(output)):
+                refuse_to_tie(place, embedding, output, is_tie_given=is_tie_given)
+
+
+def _have_equal_values(one: "Tensor", other: "Tensor") -> bool:
+    return one.shape == other.shape and bool((one.float() == other.float()).all())
 
 
 def _of_model(saved: Mapping[str, SavedTensor], prefix: str) -> set[str]:
@@ -141,9 +170,12 @@ def _map(place: Place, file: Path) -> "dict[str, Tensor]":
     import torch  # here: no check of another job waits for it
 
     try:
+        place.check(not is_lfs_pointer(file), f"{file.name} {LFS_RULE}", LFS_FIX)
         tensors = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
         found = {str(name): value for name, value in tensors.items()}
         is_good = all(isinstance(value, torch.Tensor) for value in found.values())
+    except ConfigError:
+        raise
     except OSError as error:
         raise place.error(f"{file.name} cannot be read: {error.strerror or error}") from None
     except Exception:  # a damaged file raises any; torch's text advises to let the file run code
@@ -154,6 +186,30 @@ def _map(place: Place, file: Path) -> "dict[str, Tensor]":
         "download it again, or save its dict of tensors with torch.save",
     )
     return found
+
+
+def _check_meta(place: Place, family: Family, args: DecoderArgs, *, is_tie_given: bool) -> None:
+    """Check that Meta's folder is of a model of `family` with `args`, tied if that is."""
+    parts = check_meta_folder(place, family, args)
+    if args.tie_embeddings and COPY in parts:
+        one, other = (_assemble(parts[name]) for name in (TIED, COPY))
+        if not _have_equal_values(one, other):
+            refuse_to_tie(place, TIED, COPY, is_tie_given=is_tie_given)
+
+
+def _assemble(parts: Parts) -> "Tensor":
+    """Return the tensor that `parts` are of."""
+    import torch  # as in `_map`
+
+    ends = [
+        [start + length for start, length in zip(offset, part.shape, strict=True)]
+        for offset, part in parts
+    ]
+    whole = torch.empty([max(of) for of in zip(*ends, strict=True)], dtype=parts[0][1].dtype)
+    for offset, part in parts:
+        box = zip(offset, part.shape, strict=True)
+        whole[tuple(slice(start, start + length) for start, length in box)] = part
+    return whole
 
 
 def _find_parts(
@@ -229,11 +285,15 @@ def _other(is_hf: bool) -> str:
     return f"set checkpoint.initial_load_in_hf = {str(is_hf).lower()} if it is {kind}"
 
 
-def check_initial(config: Checkpoint, args: DecoderArgs, family: Family) -> None:
+def check_initial(
+    config: Checkpoint, args: DecoderArgs, family: Family, *, is_tie_given: bool = False
+) -> None:
     """Check that the folder to start from, if there is one, holds weights of a model with `args`.
 
     Args:
         family: of the model, with the forms in which others have it.
+        is_tie_given: the user gave `args.tie_embeddings`: an output projection that differs from
+            the embedding is then left out, if they are to be tied, and otherwise refused.
 
     Raises:
         ConfigError: naming the fault.
@@ -244,11 +304,11 @@ def check_initial(config: Checkpoint, args: DecoderArgs, family: Family) -> None
     kind, place, manifest = find_initial(config)
     match kind:
         case "hf":
-            check_hf_folder(place, family.hf, args)
+            check_hf_folder(place, family.hf, args, is_tie_given=is_tie_given)
         case "meta":
-            check_meta_folder(place, family, args)
+            _check_meta(place, family, args, is_tie_given=is_tie_given)
         case "torchtitan":
-            find_names(place, family, args)
+            _check_torchtitan(place, family, args, is_tie_given=is_tie_given)
         case "ours":
             assert manifest is not None
             name = manifest["model_name"]

@@ -1,8 +1,7 @@
 """Reads a job's first weights on any mesh: each rank reads its shards of a folder."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -13,7 +12,6 @@ from torch.distributed import ProcessGroup
 
 from meshwright.checkpoint.conversion.hf_folder import check_tensors, find_tensors
 from meshwright.checkpoint.conversion.initial_load import (
-    COPY,
     LOAD_KEY,
     InitialWeights,
     check_meta_folder,
@@ -25,50 +23,19 @@ from meshwright.checkpoint.on_ranks import on_first_rank, select_on_ranks
 from meshwright.checkpoint.reader import CheckpointWeights, Piece, Put, Weights
 from meshwright.config.job_config import Checkpoint
 from meshwright.models.args import DecoderArgs
-from meshwright.models.family import TIED, Family, ForeignTensor, HuggingFaceForm
+from meshwright.models.family import Family, ForeignTensor, HuggingFaceForm
 from meshwright.models.table import DecoderSpec
 from meshwright.parallelisms.initialize import fill_normal
-from meshwright.parallelisms.shards import Box, local_box, local_shard, part_of_box
+from meshwright.parallelisms.shards import Box, local_box, part_of_box
 from meshwright.system.files import Place
 
 
-class ForeignWeights(Weights):
-    """The weights in another's folder.
-
-    Args:
-        copies: names under which the files may hold a tensor once more, by its name.
-    """
-
-    def __init__(self, place: Place, copies: Mapping[str, Sequence[str]]) -> None:
-        self._place, self._copies = place, copies
-
-    def load(self, tensors: Mapping[str, Tensor], put: Put = Tensor.copy_) -> None:
-        """As the base's. Raises `ConfigError` too if a copy differs."""
-        super().load(tensors, put)
-        for name in tensors.keys() & self._copies.keys():
-            for copy in self._copies[name]:
-                other = torch.empty_like(tensors[name])
-                super().load({copy: other})
-                self._place.check(
-                    torch.equal(local_shard(other), local_shard(tensors[name])),
-                    f"{copy} differs from {name}, of which it is a copy where embeddings are tied",
-                    "set model.args.tie_embeddings = false (in a config.json tie_word_embeddings)",
-                )
-
-
-class HuggingFaceWeights(ForeignWeights):
+class HuggingFaceWeights(Weights):
     """The weights of a model folder of Hugging Face."""
 
     def __init__(self, place: Place, form: HuggingFaceForm, args: DecoderArgs) -> None:
         self._stored = find_tensors(place)
         self._foreign = check_tensors(place, form, args, self._stored)
-        copies = {
-            name: [copy for copy in foreign.copies if copy in self._stored]
-            for name, foreign in self._foreign.items()
-        }
-        for name, names in copies.items():
-            self._foreign |= {copy: replace(self._foreign[name], name=copy) for copy in names}
-        super().__init__(place, copies)
         files = {tensor.file for tensor in self._stored.values()}
         try:  # they are mapped, not read
             self._open = {file: safe_open(file, framework="pt") for file in files}
@@ -122,13 +89,11 @@ def halves(pairs: Tensor, head_dim: int) -> Tensor:
     return pairs.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
 
 
-class MetaWeights(ForeignWeights):
+class MetaWeights(Weights):
     """The weights of a model folder of Meta's."""
 
     def __init__(self, place: Place, family: Family, args: DecoderArgs) -> None:
         self._parts = check_meta_folder(place, family, args)
-        is_twice = args.tie_embeddings and COPY in self._parts
-        super().__init__(place, {TIED: [COPY]} if is_twice else {})
 
     def pieces(self, name: str) -> Iterator[Piece]:
         for offset, tensor in self._parts[name]:

@@ -21,6 +21,7 @@ from meshwright.datasets.tokenizers.special_tokens import (
     well_formed,
 )
 from meshwright.system.errors import ConfigError, check, config_error, where_it_ends
+from meshwright.system.files import LFS_FIX, LFS_POINTER, LFS_RULE, is_lfs_pointer
 
 OF_PRESETS = {
     "llama2": "meta-llama/Llama-2-7b-hf",
@@ -165,6 +166,7 @@ def _build(file: Path, ends: Ends, states: tuple[tuple[int, int, int], ...]) -> 
     """`states` of the file and those beside it: if one changes, it is another tokenizer."""
     content = file.read_bytes()
     check(bool(content.strip()), PATH_KEY, str(file), "is empty", "download it again")
+    check(LFS_POINTER.match(content) is None, PATH_KEY, str(file), LFS_RULE, LFS_FIX)
     # two kinds are called `tokenizer.model`: the content tells
     is_json = file.suffix == ".json" or content.lstrip().startswith(b"{")
     name = "HuggingFaceTokenizer" if is_json or is_tiktoken(content) else "SentencePieceTokenizer"
@@ -285,6 +287,7 @@ def find_template(tokenizer_path: str, template_path: str = "") -> str:
 
 def _read_template(file: Path) -> str:
     try:
+        check(not is_lfs_pointer(file), TEMPLATE_KEY, str(file), LFS_RULE, LFS_FIX)
         template = file.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = str(error.strerror) if isinstance(error, OSError) else "is no UTF-8 text"
