@@ -4,8 +4,9 @@ RUN := source scripts/environment.sh && prepare_environment test && export PYTHO
 
 .PHONY: check test proof docs
 
-check: # lint, format, types
-	$(RUN) $$python -m ruff check . && $$python -m ruff format --check . && $$python -m mypy
+check: # lint, format, types; sizes are only printed
+	$(RUN) $$python -m ruff check . && $$python -m ruff format --check . && $$python -m mypy && \
+		$$python -m scripts.sizes
 
 test:
 	./run_tests.sh $(ARGS)
