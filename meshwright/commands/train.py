@@ -32,6 +32,7 @@ from meshwright.system.machine import (
     count_cores,
     count_ranks,
     find_place,
+    place_alone,
     warn_of_tasks,
 )
 from meshwright.system.processes import OTHER_MALLOC, STOP_SIGNALS, Launch, exit_when_asked
@@ -83,10 +84,12 @@ def run(given: Namespace) -> None:
     _check_gpus(ranks)
     allow_files(ranks.total)  # the launcher's, too
     _check_temporary_folder()
-    rendezvous = _rendezvous(given, ranks)
-    place = Place()
     if ranks.machines > 1:
+        rendezvous = _rendezvous(given, ranks)
         place = find_place(_endpoint(given).rpartition(":")[0].strip("[]"), os.environ)
+    else:
+        place = place_alone(os.environ)
+        rendezvous = _rendezvous_alone(place)
     log_ranks = _log_ranks(given, ranks)
     plan = check_job(given, ranks)
     check_compiler(plan.config, is_gpu=ranks.gpus != 0)
@@ -117,7 +120,8 @@ def run(given: Namespace) -> None:
     os.environ.update(environment(ranks, os.environ))
     if place.interface:
         os.environ[GLOO] = place.interface
-        logger.info("%s=%s: the way to where the machines meet", GLOO, place.interface)
+        if ranks.machines > 1:
+            logger.info("%s=%s: the way to where the machines meet", GLOO, place.interface)
     sys.stdout.flush()
     torchrun = [
         *rendezvous,
@@ -188,10 +192,18 @@ def _endpoint(given: Namespace) -> str:
     return given.rdzv_endpoint or os.environ.get("RDZV_ENDPOINT") or ""
 
 
+def _rendezvous_alone(place: Place) -> list[str]:
+    """torchrun's options for a machine that trains without others. Its own `--standalone` looks up
+    `localhost`, which /etc/hosts may lack."""
+    host = f"[{place.address}]" if ":" in place.address else place.address
+    return [
+        *("--nnodes", "1", "--rdzv-backend", "c10d"),  # PET_NNODES of Kubeflow may say otherwise
+        *("--rdzv-endpoint", f"{host}:0", "--rdzv-id", "meshwright"),
+    ]
+
+
 def _rendezvous(given: Namespace, ranks: Ranks) -> list[str]:
     """torchrun's options for how the machines of a job meet."""
-    if ranks.machines == 1:
-        return ["--standalone", "--nnodes", "1"]  # PET_NNODES of Kubeflow would say otherwise
     endpoint = _endpoint(given)
     host, _, port = endpoint.rpartition(":")
     check(

@@ -5,6 +5,7 @@ import logging
 import os
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 import threading
@@ -98,7 +99,9 @@ def launch() -> None:
         args = parse_args(["--log-dir", folder, "--signals-to-handle", "", *sys.argv[1:]])
         told = replace(Launch.of_environment(), pid=os.getpid(), folder=folder)
         os.environ |= replace(told, terminal=_set_up_console(args)).as_variable()
-        _wait_for_machines(args, Path(folder))
+        if int(args.nnodes) == 1:
+            _ask_for_no_name()
+        _announce_wait(args, Path(folder))
         hearts = Path(folder) / HEARTBEATS
 
         def leave() -> None:
@@ -130,28 +133,42 @@ def _silence_torchrun() -> None:
             logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
-def _wait_for_machines(args: argparse.Namespace, folder: Path) -> None:
-    """Log which of the other machines are waited for, in a thread, until there are ranks."""
+def _announce_wait(args: argparse.Namespace, folder: Path) -> None:
+    """Log every ten seconds, in a thread, that there are no ranks yet, and which of the other
+    machines are missing."""
+    meeting = None
+    if int(args.nnodes) > 1:
+        meeting = Meeting(args.rdzv_endpoint, int(args.nnodes), args.rdzv_id)
 
     def speak() -> None:
         begun, due_s = time.monotonic(), SPEAK_EVERY_S
-        meeting, heard_at = Meeting(args.rdzv_endpoint, int(args.nnodes), args.rdzv_id), begun
+        heard_at = begun
         with suppress(OSError):  # the folder goes with the job
             while not _has_ranks(folder):
-                meeting.come()
+                if meeting is not None:
+                    meeting.come()
                 now = time.monotonic()
-                heard_at = heard_at if meeting.is_silent else now
+                heard_at = heard_at if meeting is not None and meeting.is_silent else now
                 # torchrun itself would wait for ever
                 if now - heard_at > SILENT_S and not _has_ranks(folder):
                     print_error(f"RDZV_ENDPOINT = {args.rdzv_endpoint!r}: {OTHER_PROGRAM}{FIX}")
                     _leave(folder, EXIT_CONFIG)
                 if (waited_s := now - begun) >= due_s:
                     due_s += SPEAK_EVERY_S
-                    logger.info("%s: %.0f s so far", meeting.describe(), waited_s)
+                    what = "starting the ranks" if meeting is None else meeting.describe()
+                    logger.info("%s: %.0f s so far", what, waited_s)
                 time.sleep(LOOK_EVERY_S)
 
-    if not args.standalone:  # as one machine is
-        threading.Thread(target=speak, name="rendezvous", daemon=True).start()
+    threading.Thread(target=speak, name="rendezvous", daemon=True).start()
+
+
+def _ask_for_no_name() -> None:
+    """Have torchrun take the host name as it is.
+
+    It looks the name up for records that nobody reads, and without an answer that takes 20 s
+    each time. If torchrun asks in another way one day, those seconds come back.
+    """
+    socket.getfqdn = lambda name="": name or socket.gethostname()
 
 
 def _apart(error: RendezvousError, args: argparse.Namespace, folder: Path) -> str:
@@ -159,6 +176,8 @@ def _apart(error: RendezvousError, args: argparse.Namespace, folder: Path) -> st
     at = f"{args.rdzv_endpoint}: {first_line(error.__cause__ or error)}\n  fix: "
     if _has_ranks(folder):
         return f"the machines have lost each other at {at}see the consoles of all"
+    if int(args.nnodes) == 1:
+        return f"the ranks cannot meet at {at}start it again"
     return f"the {args.nnodes} machines did not meet at {at}start the same command on all"
 
 

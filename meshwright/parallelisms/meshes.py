@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous
 
 from meshwright.parallelisms.rules.degrees import AXES, ParallelDims
+from meshwright.system.machine import GLOO, LOOPBACK
 
 
 @dataclass(frozen=True)
@@ -161,6 +162,8 @@ def start_process_group(device: torch.device, timeout_s: int) -> None:
         # torchrun keeps its store when it starts ranks again, with the addresses of dead ones
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         store = dist.PrefixStore(f"attempt {attempt}", store)
+    else:  # gloo would look up the name of this machine, which may lead nowhere
+        os.environ.setdefault(GLOO, LOOPBACK)
     begin = partial(
         dist.init_process_group,
         backend,

@@ -46,6 +46,9 @@ BF16_INSTRUCTIONS = {"avx512_bf16", "amx_bf16", "avx_ne_convert", "bf16"}
 GLOO = "GLOO_SOCKET_IFNAME"
 """gloo's environment variable: the interface whose address other machines are told."""
 
+LOOPBACK = "lo"
+"""Linux's name of the interface that leads back to this machine."""
+
 SIOCGIFADDR = 0x8915  # <linux/sockios.h>
 
 
@@ -274,6 +277,25 @@ class Place:
     """torchrun and the ranks would tell the host name; "": others know it."""
     interface: str = ""
     """gloo would tell the address that the host name leads to here; "": that one is right."""
+
+
+def place_alone(inherited: Mapping[str, str]) -> Place:
+    """Return the place of a machine that trains without others. Its ranks meet at a numeric address
+    of the loopback interface, so nobody looks up a name: the machine's own may be unknown, or lead
+    to an address that it had elsewhere, and then torch tries for minutes.
+
+    Args:
+        inherited: environment variables.
+
+    Raises:
+        ConfigError: if the loopback interface is down.
+    """
+    address = next(filter(_way_to, ("127.0.0.1", "::1")), "")
+    if not address:
+        rule = "the loopback interface is down, by which the ranks of a machine meet"
+        fix = f"have root run: ip link set {LOOPBACK} up"
+        raise ConfigError("", f"{LOOPBACK}: {rule}\n  fix: {fix}")
+    return Place(address=address, interface="" if GLOO in inherited else LOOPBACK)
 
 
 def find_place(host: str, inherited: Mapping[str, str]) -> Place:

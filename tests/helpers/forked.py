@@ -16,6 +16,7 @@ from tempfile import TemporaryDirectory
 import torch.distributed as dist
 
 from meshwright.commands.prove.ranks import IMPORTED_BY_RANKS
+from meshwright.system.machine import GLOO, LOOPBACK
 from meshwright.system.processes import fork_server
 
 
@@ -71,10 +72,11 @@ class ForkedRanks:
 
     def __init__(self, num_ranks: int, words: Sequence[object], env: Mapping[str, str]):
         # the ranks are clients of a store in this process: a port to be free later is a race
-        self._store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         shared = {
             "WORLD_SIZE": str(num_ranks),
-            "MASTER_ADDR": "localhost",
+            "MASTER_ADDR": "127.0.0.1",
+            GLOO: LOOPBACK,
             "MASTER_PORT": str(self._store.port),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCHELASTIC_RESTART_COUNT": "0",

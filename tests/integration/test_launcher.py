@@ -358,8 +358,8 @@ def test_the_traceback_of_a_rank_that_fails_is_shown(tmp_path: Path) -> None:
 def test_two_machines_meet_and_train_as_one(uninterrupted: Path, tmp_path: Path) -> None:
     """Two launchers with a rank each, on the address that a cluster's machines would share."""
     with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        endpoint = f"localhost:{probe.getsockname()[1]}"
+        probe.bind(("127.0.0.1", 0))
+        endpoint = f"127.0.0.1:{probe.getsockname()[1]}"
     folder = tmp_path / "out"
     variables = environment(NNODES=2, NGPU=1, RDZV_ENDPOINT=endpoint)
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}

@@ -11,7 +11,7 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.run import config_from_args, parse_args
 
 from meshwright.commands.main import build_parser
-from meshwright.commands.train import _log_ranks, _patience, _rendezvous
+from meshwright.commands.train import _log_ranks, _patience, _rendezvous, _rendezvous_alone
 from meshwright.config.command_line import parse
 from meshwright.config.loader import find_config
 from meshwright.datasets.opening import CachedSource, StreamedSource
@@ -91,7 +91,7 @@ def test_machines_meet_at_a_host_and_a_port() -> None:
 def test_one_machine_waits_for_no_other_that_kubeflow_names(monkeypatch) -> None:
     """torchrun takes its variables for options, and would wait for 10 minutes without a word."""
     monkeypatch.setenv("PET_NNODES", "2")
-    words = _rendezvous(parse(build_parser("train", []), []), Ranks(2, machines=1, gpus=0))
+    words = _rendezvous_alone(Place(address="127.0.0.1"))
     assert parse_args([*words, "train.py"]).nnodes == "1"
 
 

@@ -185,8 +185,8 @@ def test_a_job_that_may_go_on_is_not_ended(tmp_path, start, caplog, way: str, co
 
 def test_machines_tell_each_other(tmp_path: Path, start) -> None:
     """The rank that is stopped is on another machine than the one that waits."""
-    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    facts = {"machines": 2, "store": ["localhost", store.port], "local_rank": 0}
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    facts = {"machines": 2, "store": ["127.0.0.1", store.port], "local_rank": 0}
     folders = [tmp_path / name for name in "ab"]
     ranks = [
         start(number, "wait", folder, machine=number, **facts)

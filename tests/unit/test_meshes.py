@@ -129,10 +129,10 @@ def test_of_nccl_the_first_collectives_that_a_gpu_has_not_completed_are_told(mon
 
 def test_ranks_that_torchrun_starts_again_do_not_look_for_dead_ones(monkeypatch) -> None:
     """It keeps its store, with the addresses of the first attempt's ranks."""
-    server = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     stores: list[dist.Store] = []
     monkeypatch.setattr(dist, "init_process_group", lambda *_, store, **__: stores.append(store))
-    given = {"RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "localhost", "MASTER_PORT": server.port}
+    given = {"RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": server.port}
     given |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}
     for attempt in range(2):
         for name, value in (given | {"TORCHELASTIC_RESTART_COUNT": attempt}).items():

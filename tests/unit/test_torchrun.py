@@ -18,6 +18,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousError
 
+from meshwright.commands.train import _rendezvous_alone
 from meshwright.launch import __main__ as launcher
 from meshwright.launch import machines, torchrun
 from meshwright.launch.heartbeat import Heartbeat
@@ -27,6 +28,7 @@ from meshwright.launch.watch import Watch
 from meshwright.metrics.sinks import note_event
 from meshwright.system.errors import EXIT_CONFIG, EXIT_HANG, EXIT_INTERRUPTED, EXIT_STOPPED
 from meshwright.system.log import console_stream, log_to_console, logger, print_error
+from meshwright.system.machine import place_alone
 from meshwright.system.processes import TRAINED
 from tests.helpers.forked import Forked
 from tests.helpers.jobs import ROOT, environment, wait_for
@@ -81,8 +83,8 @@ def test_a_launcher_that_waits_says_where_and_for_whom(tmp_path, monkeypatch, ca
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     at = f"127.0.0.1:{port}"
-    given = Namespace(standalone=False, nnodes="3", rdzv_endpoint=at, rdzv_id="job")
-    torchrun._wait_for_machines(given, tmp_path)
+    given = Namespace(nnodes="3", rdzv_endpoint=at, rdzv_id="job")
+    torchrun._announce_wait(given, tmp_path)
     alone = f"waiting at {at}, where no machine answers yet (Connection refused): "
     wait_for(lambda: alone in caplog.text, "a line", seconds=20)
     store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
@@ -91,6 +93,48 @@ def test_a_launcher_that_waits_says_where_and_for_whom(tmp_path, monkeypatch, ca
     (tmp_path / "logs_of_ranks").mkdir()
     assert not left
     del store
+
+
+def test_a_launcher_that_starts_ranks_for_long_says_so(tmp_path, monkeypatch, caplog) -> None:
+    """As one whose resolver doesn't answer: it was silent for minutes."""
+    caplog.set_level("INFO", "meshwright")
+    monkeypatch.setattr(torchrun, "SPEAK_EVERY_S", 0.1)
+    torchrun._announce_wait(Namespace(nnodes="1"), tmp_path)
+    wait_for(lambda: caplog.text.count("starting the ranks: ") > 1, "two lines", seconds=20)
+    (tmp_path / "logs_of_ranks").mkdir()
+
+
+ALONE = """
+import ipaddress, socket
+from meshwright.launch import torchrun
+
+def numeric_only(lookup):
+    def look_up(host, *args, **kwargs):
+        print("looks up", host, flush=True) if not is_numeric(host) else None
+        return lookup(host, *args, **kwargs)
+    return look_up
+
+def is_numeric(host):
+    try:
+        return host is None or bool(ipaddress.ip_address(host))
+    except ValueError:
+        return False
+
+for name in ("getaddrinfo", "gethostbyaddr", "gethostbyname", "gethostbyname_ex"):
+    setattr(socket, name, numeric_only(getattr(socket, name)))
+torchrun.launch()
+"""
+
+
+def test_one_machine_asks_for_no_name(tmp_path) -> None:
+    (tmp_path / "alone.py").write_text(ALONE)
+    place = place_alone({})
+    words = [*_rendezvous_alone(place), "--local-addr", place.address, "--tee", "3"]
+    rank = ["--no-python", "sh", "-c", "echo meets at $MASTER_ADDR"]
+    ended = Forked([tmp_path / "alone.py", *words, *rank], environment(), cwd=ROOT).wait(60)
+    assert ended.returncode == 0, ended.stderr
+    assert "looks up" not in ended.stdout
+    assert f"meets at {place.address}" in ended.stdout
 
 
 @pytest.mark.parametrize(("given", "in_launcher"), [(None, "FATAL"), ("INFO", "INFO")])
@@ -178,8 +222,8 @@ def test_a_meeting_without_an_answer_ends_no_launcher_with_ranks(tmp_path, monke
     monkeypatch.setattr(torchrun, "SILENT_S", -1)
     monkeypatch.setattr(torchrun, "_leave", lambda *of: left.append(of))
     monkeypatch.setattr(torchrun, "Meeting", lambda *_: meeting)
-    given = Namespace(standalone=False, nnodes="2", rdzv_endpoint="node:1", rdzv_id="job")
-    torchrun._wait_for_machines(given, tmp_path)
+    given = Namespace(nnodes="2", rdzv_endpoint="node:1", rdzv_id="job")
+    torchrun._announce_wait(given, tmp_path)
     wait_for(lambda: "rendezvous" not in {one.name for one in threading.enumerate()}, "its end")
     assert ranks.exists()
     assert not left
@@ -209,7 +253,7 @@ class Watch:
     verdict = ["rank 1 hangs"] if sys.argv.pop() == "hang" else None
     __init__ = lambda *_: None
     __enter__ = __exit__ = last_beat = __init__
-torchrun.run, torchrun.Watch, torchrun._wait_for_machines = run, Watch, lambda *_: None
+torchrun.run, torchrun.Watch, torchrun._announce_wait = run, Watch, lambda *_: None
 torchrun.launch()
 """
 
@@ -243,8 +287,8 @@ def test_another_program_at_the_rendezvous_ends_the_job(tmp_path, monkeypatch, c
         meeting.come()
         assert meeting.describe() == f"waiting at {at}: {machines.OTHER_PROGRAM}"
         monkeypatch.setattr(torchrun, "Meeting", lambda *_: meeting)
-        given = Namespace(standalone=False, nnodes="2", rdzv_endpoint=at, rdzv_id="job")
-        torchrun._wait_for_machines(given, tmp_path)
+        given = Namespace(nnodes="2", rdzv_endpoint=at, rdzv_id="job")
+        torchrun._announce_wait(given, tmp_path)
         wait_for(lambda: left, "the end", seconds=20)
     wait_for(lambda: not meeting.is_silent, "torch's error")
     assert left == [(tmp_path, EXIT_CONFIG)]

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
+from meshwright.system.machine import LOOPBACK
 from meshwright.system.processes import die_with_parent, fork_server
 
 IMPORTED_BY_RANKS = (
@@ -103,7 +104,8 @@ def _share_one_gloo_thread() -> None:
     if this function goes.
     """
     own: Any = dist.ProcessGroupGloo
-    device = own.create_default_device()
+    # not the default device, for which gloo looks up the name of this machine
+    device = own.create_device(interface=LOOPBACK)
 
     class OnSharedDevice(own):  # type: ignore[misc]
         def __init__(
