@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.commands.main import main
+from meshwright.commands.prove import reference
 from meshwright.commands.prove.cases import (
     HSDP,
     Case,
@@ -21,6 +22,7 @@ from meshwright.commands.prove.cases import (
     every_mesh,
     reference_case,
 )
+from meshwright.commands.prove.checked import Checked
 from meshwright.commands.prove.compare import (
     BOUNDS,
     LATER_GRADIENT,
@@ -218,6 +220,7 @@ def test_the_command_goes_on_after_a_case_that_stops(tmp_path, monkeypatch, caps
     monkeypatch.setattr("meshwright.commands.prove.command.shrink", lambda *_: SMALL)
     monkeypatch.setattr("meshwright.commands.prove.command.default_cases", lambda *_: cases)
     monkeypatch.setattr("meshwright.commands.prove.prove.measure", break_off)
+    monkeypatch.setattr(reference, "check_reference", lambda *_: Checked(errors={"loss": 0.0}))
     with pytest.raises(SystemExit) as exit_code:
         main()
     assert exit_code.value.code == 1
@@ -225,6 +228,7 @@ def test_the_command_goes_on_after_a_case_that_stops(tmp_path, monkeypatch, caps
     out = capsys.readouterr().out
     assert "no such luck" in out
     assert "1 of 2 cases equal one process" in out
+    assert "reference against plain PyTorch: equal; loss 0.0e+00" in out
     proof = json.loads((tmp_path / "proof.json").read_text())
     assert proof["proved"] is False
     assert [bool(case["failures"]) for case in proof["cases"]] == [True, False]

@@ -28,7 +28,8 @@ class Fault:
     sections: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Keys of the case, as `build_case` takes them."""
     finder: str = "prove"
-    """What must find it: the command `prove`, `check` or `export`, or a test by its pytest ID."""
+    """What must find it: the command `prove`, `check` or `export`, or a test by its pytest ID.
+    "reference" is the part of `prove` that compares its one process with plain PyTorch."""
 
     @property
     def test_file(self) -> str:

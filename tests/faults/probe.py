@@ -110,6 +110,8 @@ def _failures(fault: Fault, path: Path) -> list[str]:
         return _of_export(path)
     if fault.finder == "check":
         return _of_command(path, "check", "debug_model", *fault.words)
+    if fault.finder == "reference":
+        return _of_reference(fault)
     return _of_proof(fault)
 
 
@@ -142,6 +144,21 @@ def _of_proof(fault: Fault) -> list[str]:
     (row,) = prove(small, [case])
     assert not row.verdict.not_run, row.verdict.not_run
     return row.verdict.failures
+
+
+def _of_reference(fault: Fault) -> list[str]:
+    """Return the failures of the reference against plain PyTorch."""
+    from meshwright.commands.prove import ranks
+    from meshwright.commands.prove.reference import check_reference
+    from meshwright.commands.prove.shrink import shrink
+    from meshwright.config.loader import load_config
+    from meshwright.train.resolve_model import resolve_model
+
+    patch.object(ranks, "fork_server", lambda *_: multiprocessing.get_context("fork")).start()
+    config = load_config(["debug_model", *fault.words])
+    checked = check_reference(config, shrink(config, resolve_model(config)[1]))
+    assert checked.verdict != "not checked", checked.not_checked
+    return checked.failures
 
 
 def _of_command(path: Path, *words: str) -> list[str]:

@@ -5,8 +5,10 @@ import math
 from dataclasses import replace
 
 import pytest
+import torch
 
 from meshwright.commands.prove.cases import build_case, reference_case
+from meshwright.commands.prove.checked import Checked
 from meshwright.commands.prove.compare import LATER_GRADIENT, Reference, Verdict, compare
 from meshwright.commands.prove.measure import COMPARED, Measurement, ShardComparison
 from meshwright.commands.prove.prove import Row, _why_not, cells, summary, write
@@ -35,6 +37,41 @@ def test_an_unfinished_proof_proves_nothing(tmp_path) -> None:
     assert proof["summary"] in (tmp_path / "proof.md").read_text()
     write(tmp_path, small, rows, num_cases=1)
     assert json.loads((tmp_path / "proof.json").read_text())["proved"] is True
+
+
+def test_a_reference_that_differs_from_plain_pytorch_proves_nothing(tmp_path) -> None:
+    small, checked = JobConfig(), Checked(not_checked=["float8.enable"])
+    rows = [Row(reference_case(small), Verdict(), 1.0)]
+    checked.number("loss", "of step 1", 2.0, 2.0 + 1e-7, 1e-5)
+    write(tmp_path, small, rows, 1, checked)
+    proof = json.loads((tmp_path / "proof.json").read_text())
+    assert proof["proved"] is True
+    assert proof["reference"]["verdict"] == "equal"
+    assert proof["reference"]["not_checked"] == ["float8.enable"]
+    row = "Reference against plain PyTorch: equal; loss 5.0e-08; not checked: float8.enable; 0.0 s."
+    assert row in (tmp_path / "proof.md").read_text()
+    for step in (2, 3):  # the first that is wrong is named
+        checked.number("loss", f"of step {step}", 2.0, math.nan, 1e-5)
+    write(tmp_path, small, rows, 1, checked)
+    proof = json.loads((tmp_path / "proof.json").read_text())
+    assert proof["proved"] is False
+    failure = "loss of step 2: 2 instead of nan, relative error nan"
+    assert proof["reference"]["failures"] == [failure]
+    assert f"- reference: {failure}" in (tmp_path / "proof.md").read_text()
+
+
+def test_parameters_that_differ_are_named_with_the_worst_first() -> None:
+    checked, want = Checked(), {name: torch.ones(2) for name in "abcdef"}
+    got = {name: tensor * (1 + 0.1 * index) for index, (name, tensor) in enumerate(want.items())}
+    got["b"] = torch.tensor([math.nan, 1.0])
+    del got["c"]
+    checked.tensors("gradient", "at step 1", got, want, dict.fromkeys(want, 1e-3))
+    assert [line.split(":")[0] for line in checked.failures] == [
+        f"gradient of {name} at step 1" for name in "bcf"
+    ]
+    assert checked.failures[-1].endswith("relative error 5.0e-01, and 2 more")
+    assert math.isnan(checked.errors["gradient"])
+    assert Checked().verdict == "not checked"
 
 
 def test_a_case_without_a_compiler_is_not_run(monkeypatch, tmp_path) -> None:

@@ -145,6 +145,10 @@ def test_a_proof_in_the_folder_is_shown(folder) -> None:
     alone = take_picture.cut(page, "Proof")  # as the picture of docs/correctness.md has it
     assert (alone.count("<h2>"), alone.count("<details open>")) == (1, 1)
     assert whole in alone
+    proof |= {"proved": False, "reference": {"verdict": "FAILED"}}
+    (folder / "proof" / "proof.json").write_text(json.dumps(proof))
+    page, _ = page_of(folder)
+    assert '<p class="bad">1 of 1 cases; one process against plain PyTorch: FAILED</p>' in page
 
 
 def test_loads_of_experts_are_a_map_of_layers_and_experts(folder) -> None:

@@ -43,6 +43,7 @@ def run(given: Namespace) -> None:
     hide_gpus()
     # not at the top: torch takes a second
     from meshwright.commands.prove import prove as proof
+    from meshwright.commands.prove.reference import check_reference
 
     config = of_stage(read(given).config(), given.stage)
     check_contradictions(config)
@@ -65,6 +66,11 @@ def run(given: Namespace) -> None:
     proof.write(folder, small, rows, count)  # a folder that cannot be written to is found now
     print(proof.explanation(proof.ON_CONSOLE))
     print(f"{folder}/proof.md has more columns.\n")
+    checked = check_reference(config, small)
+    print(f"reference against plain PyTorch: {checked.row}")
+    for line in checked.failures:
+        print(f"    {line}")
+    print(flush=True)
     width = len(str(count))
     print(proof.line(" " * (2 * width + 1), proof.COLUMNS))
     for row in proof.prove(small, cases):
@@ -73,7 +79,9 @@ def run(given: Namespace) -> None:
         not_run = [f"not run: {row.verdict.not_run}"] if row.verdict.not_run else []
         for line in (*row.verdict.failures, *not_run):
             print(f"    {line}")
-        proof.write(folder, small, rows, count)  # later cases take minutes, and may be interrupted
+        proof.write(
+            folder, small, rows, count, checked
+        )  # later cases take minutes, and may be interrupted
     print(f"\n{proof.summary(rows, count)}; see {folder}/proof.md")
-    if any(row.verdict.failures for row in rows):
+    if checked.failures or any(row.verdict.failures for row in rows):
         sys.exit(1)

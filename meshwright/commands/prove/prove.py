@@ -16,6 +16,7 @@ import torch
 
 import meshwright
 from meshwright.commands.prove.cases import Case, Kind, reference_case
+from meshwright.commands.prove.checked import Checked
 from meshwright.commands.prove.compare import BOUNDS, MEANINGS, Reference, Verdict, compare
 from meshwright.commands.prove.measure import COMPARED, measure, record_reference
 from meshwright.commands.prove.ranks import RankError, RankPool
@@ -183,23 +184,33 @@ def line(number: str, texts: Sequence[str]) -> str:
     return f"{number}  {row}"
 
 
-def write(folder: Path, small: JobConfig, rows: Sequence[Row], num_cases: int) -> None:
+def write(
+    folder: Path,
+    small: JobConfig,
+    rows: Sequence[Row],
+    num_cases: int,
+    checked: Checked | None = None,
+) -> None:
     """Write `proof.json`, and `proof.md` with the table and its meaning.
 
     Args:
         rows: of the cases so far.
         num_cases: with those that are still to run.
+        checked: the reference against plain PyTorch; None: not yet.
 
     Raises:
         ConfigError: if the folder cannot be written to.
     """
+    reference = checked or Checked()
+    is_equal = len(rows) == num_cases and all(cells(row)[-1] == "equal" for row in rows)
     proof = {
-        "proved": len(rows) == num_cases and all(cells(row)[-1] == "equal" for row in rows),
+        "proved": is_equal and not reference.failures,
         "num_cases": num_cases,
         "summary": summary(rows, num_cases),
         "versions": {"meshwright": meshwright.__version__, "torch": torch.__version__},
         "bounds": {kind: dataclasses.asdict(bounds) for kind, bounds in BOUNDS.items()},
         "config": small.model_dump(),
+        "reference": reference.record,
         "cases": [
             {
                 "name": row.case.name,
@@ -214,8 +225,14 @@ def write(folder: Path, small: JobConfig, rows: Sequence[Row], num_cases: int) -
     }
     lines = [COLUMNS, ("---",) * len(COLUMNS), *(cells(row) for row in rows)]
     table = "".join(f"| {' | '.join(texts)} |\n" for texts in lines)
-    failures = [f"- {row.case.name}: {text}\n" for row in rows for text in row.verdict.failures]
-    text = "\n\n".join([summary(rows, num_cases), explanation(), table, "".join(failures)])
+    failures = [f"- reference: {text}\n" for text in reference.failures]
+    failures += [f"- {row.case.name}: {text}\n" for row in rows for text in row.verdict.failures]
+    head = [
+        summary(rows, num_cases),
+        f"Reference against plain PyTorch: {reference.row}.",
+        explanation(),
+    ]
+    text = "\n\n".join([*head, table, "".join(failures)])
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "proof.json").write_text(json.dumps(proof, indent=1), "utf-8")

@@ -106,9 +106,12 @@ def proof_table(run: Run) -> str:
         ]
         for case in run.proof.get("cases", [])
     ]
+    reference = run.proof.get("reference", {}).get("verdict", "")
     kind = "good" if run.proof.get("proved") else "warn"
-    kind = "bad" if any(verdict == "FAILED" for _, verdict, *_ in rows) else kind
+    kind = "bad" if "FAILED" in (reference, *(verdict for _, verdict, *_ in rows)) else kind
     text = escape(run.proof.get("summary", ""))
+    if reference:
+        text += f"; one process against plain PyTorch: {reference}"
     # a phone shows the first columns
     cells = table(("case", "verdict", "ranks", "loss error", "gradient error"), rows)
     return f'<p class="{kind}">{text}</p><details><summary>Every case</summary>{cells}</details>'

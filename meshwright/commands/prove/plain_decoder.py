@@ -1,0 +1,222 @@
+"""A decoder of the shipped families in plain PyTorch and fp64, written from the config alone.
+
+`prove` compares its one-process reference with it (`reference.py`). Because the two must not share
+a mistake, this file imports nothing of `meshwright.models` or of the trainer: formulas come from
+the papers, and from the configuration reference where a key defines one.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from meshwright.config.training import Experts
+
+Args = Mapping[str, Any]
+"""Dimensions of a model, as `model.args` has them."""
+
+Weights = Mapping[str, Tensor]
+
+UNCOUNTED = -1
+
+
+@dataclass(frozen=True)
+class Form:
+    """The differences between the families' blocks."""
+
+    qk_norm: Literal["head", "all"] | None = None
+    """RMS norm of queries and keys: of each head, or over all heads of a token."""
+    is_post_norm: bool = False
+    """Norms are of the results of attention and feed-forward, not of their inputs."""
+
+
+FORMS = {
+    "llama": Form(),  # arXiv:2307.09288
+    "mixtral": Form(),  # arXiv:2401.04088
+    "qwen3": Form(qk_norm="head"),  # arXiv:2505.09388
+    "qwen3_moe": Form(qk_norm="head"),
+    "olmo2": Form(qk_norm="all", is_post_norm=True),  # arXiv:2501.00656
+    "olmoe": Form(qk_norm="all"),  # arXiv:2409.02060
+}
+"""By `model.name`."""
+
+
+def frequencies(args: Args) -> Tensor:
+    """Return the angle between neighboring positions of each pair in a head, (H/2,) fp64.
+
+    Source: Su et al. 2021, arXiv:2104.09864; Grattafiori et al. 2024, arXiv:2407.21783, for
+    `rope_scaling`.
+    """
+    width = args["head_dim"] or args["dim"] // args["n_heads"]
+    found = args["rope_theta"] ** -(torch.arange(0, width, 2, dtype=torch.float64) / width)
+    if scaling := args.get("rope_scaling"):
+        length, low, high = (
+            scaling[key] for key in ("original_seq_len", "low_freq_factor", "high_freq_factor")
+        )
+        wavelength, stretched = 2 * math.pi / found, found / scaling["factor"]
+        kept = (length / wavelength - low) / (high - low)
+        mixed = kept * found + (1 - kept) * stretched
+        is_long, is_short = wavelength > length / low, wavelength < length / high
+        found = torch.where(is_long, stretched, torch.where(is_short, found, mixed))
+    return found
+
+
+def angles(args: Args, positions: Tensor) -> Tensor:
+    """Return the angle of each position, (..., S) -> (..., S, H/2) fp64."""
+    return positions.unsqueeze(-1) * frequencies(args)
+
+
+@dataclass(frozen=True)
+class PlainBatch:
+    """A global batch, (B, S) each."""
+
+    tokens: Tensor
+    labels: Tensor
+    """The next token; `UNCOUNTED` where it is not to be learned."""
+    is_token: Tensor
+    """Bool; false: padding."""
+    documents: Tensor
+    """Number of the document in the sequence; all 0 unless they are masked."""
+
+
+@dataclass
+class Router:
+    """A layer's router: what it knows before a step, and what `Plain.losses` finds."""
+
+    load: Tensor
+    """(E,) tokens of each expert in the step before."""
+    bias: Tensor
+    """(E,) added to scores for the choice alone."""
+    chosen: Tensor
+    """(B, S, K) experts to take."""
+    counts: Tensor = field(init=False)
+    """(E,) tokens of each expert in this step, without padding."""
+    gap: float = field(init=False)
+    """By how much, at most, the scores of `chosen` are below the highest ones."""
+    losses: Sequence[Tensor] = field(init=False)
+    """Its balance loss by `load`, the one by loads of each sequence, and its z-loss: sums over
+    tokens, without their weights."""
+
+
+class Plain:
+    """A decoder with its losses, as a function of its weights.
+
+    Args:
+        name: key in `FORMS`.
+        stretch: (S,) factors on rotated queries and keys, by position.
+    """
+
+    def __init__(self, name: str, args: Args, stretch: Tensor) -> None:
+        self._form, self._args, self._stretch = FORMS[name], args, stretch.double()
+
+    def losses(
+        self, weights: Weights, batch: PlainBatch, routers: Mapping[int, Router], options: Experts
+    ) -> tuple[Tensor, Tensor]:
+        """Return the mean loss of the labels that count, and the sum of the routers' own losses.
+
+        Args:
+            weights: fp64, by name.
+            routers: by number of the layer; each gets its results.
+        """
+        x, documents = weights["tok_embeddings.weight"][batch.tokens], batch.documents
+        sees = (documents.unsqueeze(2) == documents.unsqueeze(1)).tril()  # (B, queries, keys)
+        positions = sees.sum(-1) - 1  # in the document
+        turned = angles(self._args, positions)
+        rotation = torch.polar(self._stretch[positions].unsqueeze(-1).expand_as(turned), turned)
+        own = x.new_zeros(())
+        scales = options.balance_loss, options.sequence_balance_loss, options.router_z_loss
+        for layer in range(self._args["n_layers"]):
+            prefix, router = f"layers.{layer}.", routers.get(layer)
+            part = {k.removeprefix(prefix): w for k, w in weights.items() if k.startswith(prefix)}
+            x = self._block(x, part, rotation, sees, router, batch.is_token)
+            if router is not None:
+                own = own + sum(a * b for a, b in zip(scales, router.losses, strict=True))
+        x = self._norm(x, weights["norm.weight"])
+        is_tied = self._args["tie_embeddings"]
+        logits = x @ weights["tok_embeddings.weight" if is_tied else "output.weight"].T
+        loss = F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), ignore_index=UNCOUNTED)
+        return loss, own / batch.tokens.numel()
+
+    def _block(
+        self,
+        x: Tensor,
+        weights: Weights,
+        rotation: Tensor,
+        sees: Tensor,
+        router: Router | None,
+        is_token: Tensor,
+    ) -> Tensor:
+        def feed_forward(y: Tensor) -> Tensor:
+            if router is not None:
+                return self._mix(y, weights, router, is_token)
+            w1, w2, w3 = (weights[f"feed_forward.w{number}.weight"] for number in (1, 2, 3))
+            return _swiglu(y, w1, w2, w3)
+
+        norms = [weights[f"{name}_norm.weight"] for name in ("attention", "ffn")]
+        if self._form.is_post_norm:
+            x = x + self._norm(self._attend(x, weights, rotation, sees), norms[0])
+            return x + self._norm(feed_forward(x), norms[1])
+        x = x + self._attend(self._norm(x, norms[0]), weights, rotation, sees)
+        return x + feed_forward(self._norm(x, norms[1]))
+
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        return x / (x.square().mean(-1, keepdim=True) + self._args["norm_eps"]).sqrt() * weight
+
+    def _attend(self, x: Tensor, weights: Weights, rotation: Tensor, sees: Tensor) -> Tensor:
+        def heads(which: str) -> Tensor:  # (B, heads, S, H)
+            y, norm = x @ weights[f"attention.w{which}.weight"].T, f"attention.{which}_norm.weight"
+            if norm in weights and self._form.qk_norm == "all":
+                y = self._norm(y, weights[norm])
+            count = self._args["n_heads" if which == "q" else "n_kv_heads"]
+            y = y.unflatten(-1, (count, -1))
+            if norm in weights and self._form.qk_norm == "head":
+                y = self._norm(y, weights[norm])
+            if which != "v":  # numbers 2i and 2i + 1 of a head are a point that is turned
+                points = torch.view_as_complex(y.unflatten(-1, (-1, 2)).contiguous())
+                y = torch.view_as_real(points * rotation.unsqueeze(2)).flatten(-2)
+            return y.transpose(1, 2)
+
+        q, k, v = map(heads, "qkv")
+        k, v = (y.repeat_interleave(q.shape[1] // y.shape[1], 1) for y in (k, v))
+        scores = q @ k.mT / math.sqrt(q.shape[-1])
+        mixed = scores.masked_fill(~sees.unsqueeze(1), -math.inf).softmax(-1) @ v
+        return mixed.transpose(1, 2).flatten(-2) @ weights["attention.wo.weight"].T
+
+    def _mix(self, x: Tensor, weights: Weights, router: Router, is_token: Tensor) -> Tensor:
+        """Experts by `router.chosen` (Shazeer et al. 2017, arXiv:1701.06538), and the router's
+        results."""
+        logits = x @ weights["feed_forward.router.weight"].T  # (B, S, E)
+        scores, chosen = logits.softmax(-1), router.chosen
+        biased = scores.detach() + router.bias
+        best = biased.topk(chosen.shape[-1]).values.sum(-1)
+        router.gap = (best - biased.gather(-1, chosen).sum(-1)).max().item()
+        taken = torch.zeros_like(scores).scatter(-1, chosen, 1.0) * is_token.unsqueeze(-1)
+        of_sequence = taken.sum(1, keepdim=True)
+        router.counts = of_sequence.sum((0, 1)).detach()
+        evenness = [(scores * _over_mean(load)).sum(-1) for load in (router.load, of_sequence)]
+        each = [*evenness, logits.logsumexp(-1).square()]
+        router.losses = [(loss * is_token).sum() for loss in each]
+
+        share = scores.gather(-1, chosen)
+        if self._args["normalize_experts"]:
+            share = share / share.sum(-1, keepdim=True)
+        gates = torch.zeros_like(scores).scatter(-1, chosen, share).unbind(-1)
+        experts = zip(*(weights[f"feed_forward.experts.w{n}"] for n in (1, 2, 3)), strict=True)
+        # each computes every token, and the gates of all but its own are 0
+        outputs = [
+            gate.unsqueeze(-1) * _swiglu(x, *own) for gate, own in zip(gates, experts, strict=True)
+        ]
+        return torch.stack(outputs).sum(0)
+
+
+def _over_mean(load: Tensor) -> Tensor:
+    return load / load.mean(-1, keepdim=True).clamp(min=1e-9)
+
+
+def _swiglu(x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
+    """Shazeer 2020, arXiv:2002.05202."""
+    return (F.silu(x @ w1.T) * (x @ w3.T)) @ w2.T

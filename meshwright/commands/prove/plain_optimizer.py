@@ -1,0 +1,131 @@
+"""The shipped optimizers, the learning rate and the mean of weights in plain PyTorch.
+
+As `plain_decoder.py`, it imports nothing of the trainer.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright.commands.prove.plain_decoder import Args, Weights
+from meshwright.config.job_config import Average
+from meshwright.config.optimizer import Muon, Optimizer
+from meshwright.config.training import LRScheduler
+
+SHIPPED = ("AdamW", "Adam", "muon")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Optimizer settings of one parameter."""
+
+    optimizer: str
+    lr_scale: float
+    weight_decay: float
+
+
+def settings(name: str, weight: Tensor, config: Optimizer) -> Settings:
+    """Return the settings of a parameter by the rules of `[optimizer]` and its groups.
+
+    Matrices and embeddings have weight decay, and vectors don't. Muon takes the matrices of layers.
+    """
+    is_matrix = weight.dim() > 1
+    is_of_layer = is_matrix and name.startswith("layers.")
+    optimizer = "AdamW" if config.name == "muon" and not is_of_layer else config.name
+    decay = config.weight_decay if is_matrix or config.decay_norm_and_bias else 0.0
+    for group in config.groups:
+        if any(fnmatchcase(name, pattern) for pattern in group.parameters):
+            own = decay if group.weight_decay is None else group.weight_decay
+            return Settings(group.optimizer or optimizer, group.lr_scale, own)
+    return Settings(optimizer, 1.0, decay)
+
+
+class PlainMuon(torch.optim.Optimizer):
+    """Muon by singular values (Jordan 2024, kellerjordan.github.io/posts/muon).
+
+    Newton-Schulz steps are an odd polynomial of a matrix: they leave its singular vectors as they
+    are, and apply the polynomial to each singular value.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], config: Muon) -> None:
+        super().__init__(groups, {})
+        self._config = config
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update every parameter that has a gradient. A group's `heads` are matrices by rows."""
+        config = self._config
+        for group in self.param_groups:
+            for weight in group["params"]:
+                if weight.grad is None:
+                    continue
+                mean = self.state[weight].setdefault("mean", torch.zeros_like(weight))
+                mean.lerp_(weight.grad, 1 - config.momentum)
+                step = weight.grad.lerp(mean, config.momentum) if config.nesterov else mean
+                step = step.unflatten(-2, (group["heads"], -1))
+                rows, columns = step.shape[-2:]
+                left, values, right = torch.linalg.svd(step, full_matrices=False)
+                values = values / values.square().sum(-1, keepdim=True).sqrt().clamp(min=1e-7)
+                a, b, c = config.coefficients
+                for _ in range(config.steps):
+                    values = a * values + b * values**3 + c * values**5
+                if config.lr_scale == "spectral":
+                    scale = math.sqrt(max(1.0, rows / columns))
+                else:
+                    scale = 0.2 * math.sqrt(max(rows, columns))
+                weight.mul_(1 - group["lr"] * group["weight_decay"])
+                update = (left * values.unsqueeze(-2)) @ right
+                weight.sub_(update.view_as(weight), alpha=group["lr"] * scale)
+
+
+def optimizers(
+    weights: Weights, args: Args, config: Optimizer
+) -> Iterator[tuple[torch.optim.Optimizer | None, Settings]]:
+    """Yield an optimizer for each weight in turn, None if it is not `SHIPPED`, and its settings."""
+    betas = (config.beta1, config.beta2)
+    for name, weight in weights.items():
+        own, heads = settings(name, weight, config), 1
+        if config.muon.split_heads and name.endswith(("wq.weight", "wk.weight", "wv.weight")):
+            heads = args["n_heads" if name.endswith("wq.weight") else "n_kv_heads"]
+        group = {"params": [weight], "weight_decay": own.weight_decay, "lr": 0.0, "heads": heads}
+        if own.optimizer not in SHIPPED:
+            yield None, own
+        elif own.optimizer == "muon":
+            yield PlainMuon([group], config.muon), own
+        else:
+            kind = torch.optim.AdamW if own.optimizer == "AdamW" else torch.optim.Adam
+            yield kind([group], betas=betas, eps=config.eps, foreach=False), own
+
+
+def schedule(step: int, steps: int, config: LRScheduler) -> float:
+    """Return the fraction of the peak learning rate at a step, counted from 1.
+
+    Warm-up is a line from 0 at step 0 to 1. Decay takes the last steps, and would reach
+    `min_lr_factor` one step after the last.
+    """
+    steps, warmup = config.total_steps or steps, config.warmup_steps
+    if step <= warmup:
+        return step / warmup
+    length = steps - warmup
+    if config.decay_ratio is not None:
+        length = min(length, round(config.decay_ratio * steps))
+    passed = step - (steps + 1 - length)  # of the decay, which ends where it is `length`
+    done = min(max(passed, 0) / length, 1.0) if length > 0 else 0.0
+    left = {
+        "linear": 1 - done,
+        "sqrt": 1 - done**0.5,
+        "cosine": math.cos(math.pi / 2 * done) ** 2,
+    }[config.decay_type]
+    return config.min_lr_factor + (1 - config.min_lr_factor) * left
+
+
+def kept_share(config: Average, tokens_per_step: int) -> float | None:
+    """Return the share of the running mean of weights that a step keeps; None: there is no mean."""
+    if config.window_tokens is not None:
+        return 1 - tokens_per_step / config.window_tokens
+    return config.decay

@@ -1,0 +1,392 @@
+"""Steps of the trainer on one process, and the same steps in plain PyTorch.
+
+Before each step plain PyTorch gets the trainer's weights, and after it the trainer's gradients, so
+errors of one step don't grow into the next, and each quantity fails on its own.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from meshwright.commands.prove.checked import NAMED, Checked
+from meshwright.commands.prove.compare import BOUNDS
+from meshwright.commands.prove.job import (
+    STRETCH,
+    STRETCH_NORMALISED,
+    Vocabulary,
+    calm_post_norms,
+    first_cursor,
+    open_source,
+    show_attention,
+    unbalance,
+)
+from meshwright.commands.prove.measure import different
+from meshwright.commands.prove.plain_decoder import UNCOUNTED, Plain, PlainBatch, Router
+from meshwright.commands.prove.plain_optimizer import kept_share, optimizers, schedule
+from meshwright.config.job_config import JobConfig
+from meshwright.datasets.encoding import NO_LOSS
+from meshwright.datasets.samples import Sample, SampleRules
+from meshwright.models.loss import IGNORE, PADDING, Batch
+from meshwright.parallelisms.initialize import initialize
+from meshwright.parallelisms.meshes import build_meshes
+from meshwright.parallelisms.replay import Choices, record_choices
+from meshwright.parallelisms.shards import local_shard
+from meshwright.train.bad_steps import BadStepDetector
+from meshwright.train.build import build_loader, build_stream
+from meshwright.train.preflight import preflight
+from meshwright.train.trainer import StepResult, build_trainer
+from meshwright.train.validation import evaluate, figures_of
+
+NUM_STEPS = 4
+"""The last has momentum of three steps, and loads and biases of experts that steps have made."""
+
+UNIT = 2.0**-24
+"""Unit roundoff of fp32: the largest relative error of one rounding."""
+
+STEP_BOUND = 256 * UNIT
+"""Relative error of an optimizer's step; docs/correctness.md derives it."""
+
+STORED_BOUND = 4 * UNIT
+"""Relative error of a sum that is rounded where it is kept."""
+
+
+ROUTER_LOSSES = ("balance_loss", "sequence_balance_loss", "router_z_loss")
+"""Figures of the losses in `Router.losses`, in their order."""
+
+
+def bound_of_muon(a: float, steps: int) -> float:
+    """Return the bound on the relative error of Muon's step.
+
+    Each Newton-Schulz step multiplies small singular values by `a`, and with them what rounding
+    has made of those that are 0.
+    """
+    return 16 * UNIT * max(a, 1.0) ** steps
+
+
+def compare_steps(checked: Checked, config: JobConfig) -> None:
+    """Compare a few steps, the validation after them, and a step that is skipped.
+
+    Args:
+        config: of the small job on one process, in fp32.
+    """
+    steps = Steps(checked, config)
+    for step in range(1, NUM_STEPS + 1):
+        steps.compare(step)
+    steps.compare_validation()
+    steps.compare_skipped(NUM_STEPS + 1)
+    steps.close()
+
+
+@dataclass(frozen=True)
+class State:
+    """The trainer's state between two steps, in fp64, by name."""
+
+    weights: dict[str, Tensor]
+    means: dict[str, Tensor]
+    """Of weights; empty without an average."""
+    loads: dict[str, Tensor]
+    """Tokens of each expert in the last step, by number of the layer."""
+    biases: dict[str, Tensor]
+
+
+def plain_batch(samples: Sequence[Sample], is_masked: bool) -> PlainBatch:
+    """Return the global batch that samples are, by the rules of the data pages.
+
+    A label is the next token. It doesn't count if its token is none to be learned, or the first of
+    a document that attention keeps apart.
+    """
+    raw = torch.from_numpy(np.stack([sample.raw for sample in samples]).astype(np.int64))
+    flag = int(NO_LOSS)
+    tokens, is_learned = raw & ~flag, (raw & flag) == 0
+    place = torch.arange(raw.shape[1])
+    ends = torch.tensor([raw.shape[1] - sample.padding for sample in samples])
+    documents = torch.stack(
+        [torch.arange(len(s.lengths)).repeat_interleave(torch.tensor(s.lengths)) for s in samples]
+    )
+    if is_masked:
+        is_learned[:, 1:] &= documents[:, 1:] == documents[:, :-1]
+    return PlainBatch(
+        tokens[:, :-1],
+        tokens[:, 1:].where(is_learned[:, 1:], UNCOUNTED),
+        (place < ends.unsqueeze(1))[:, :-1],
+        documents[:, :-1] if is_masked else torch.zeros_like(documents[:, :-1]),
+    )
+
+
+class Steps:
+    """A trainer, and plain PyTorch beside it.
+
+    Args:
+        config: as of `compare_steps`.
+    """
+
+    def __init__(self, checked: Checked, config: JobConfig) -> None:
+        plan, cpu = preflight(config, 1), torch.device("cpu")
+        vocabulary = Vocabulary(plan.model_args.vocab_size)
+        self._plan = plan = dataclasses.replace(plan, tokenizer=vocabulary)
+        self._checked, self._config = checked, plan.config
+        self._meshes, training = build_meshes(plan.dims, "cpu"), plan.config.training
+        self._trainer = build_trainer(plan, self._meshes, cpu)
+        self._detector, self._token_bytes = (
+            BadStepDetector(cpu),
+            torch.tensor(vocabulary.token_bytes),
+        )
+        for stage in self._trainer.model.stages:
+            initialize(stage, training.seed)
+            show_attention(stage)
+            calm_post_norms(stage)
+        if self._trainer.average is not None:
+            self._trainer.average.begin()
+        unbalance(self._trainer.model)
+        source = open_source(training, vocabulary.vocab_size, training.seed)
+        cursor = first_cursor(source, training)
+        self._loader = build_loader(plan, [source], self._meshes, cpu, cursor)
+        rules = SampleRules(training.seq_len + 1, training.seed)
+        self._stream = build_stream(plan, [source], self._meshes, cursor, rules)
+
+        self._args = dataclasses.asdict(plan.model_args)
+        is_normalised = any(name.endswith("q_norm.weight") for name in self._state().weights)
+        stretch = torch.linspace(
+            *(STRETCH_NORMALISED if is_normalised else STRETCH), training.seq_len
+        )
+        self._plain = Plain(plan.config.model.name, self._args, stretch)
+        self._weights = {
+            name: weight.clone().requires_grad_(not self._is_frozen(name))
+            for name, weight in self._state().weights.items()
+        }
+        found = optimizers(self._weights, self._args, plan.config.optimizer)
+        self._optimizers = dict(zip(self._weights, found, strict=True))
+
+    def compare(self, step: int) -> None:
+        """Compare a step, counted from 1."""
+        trainer, before = self._trainer, self._state()
+        if step == 1 and before.means:
+            exact = dict.fromkeys(before.means, 0.0)
+            self._checked.tensors("EMA", "before step 1", before.means, before.weights, exact)
+        self._batches = next(self._loader).batches
+        self._batch = self._read(step)
+        gradients: dict[str, Tensor] = {}
+        rates: dict[str, float] = {}
+        names = {parameter: name for name, parameter in trainer.model.named_parameters()}
+
+        def keep(optimizer: torch.optim.Optimizer, *_: object) -> None:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    rates[names[parameter]] = group["lr"]
+                    if parameter.grad is not None:
+                        gradient = local_shard(parameter.grad).double()
+                        gradients[names[parameter]] = gradient.clone()
+
+        hook = trainer.optimizer.register_step_pre_hook(keep)
+        with record_choices(trainer.model.stages, self._meshes) as choices:
+            result = trainer.step(step, self._batches, self._detector)
+        hook.remove()
+        after = self._state()
+        routers = self._compare_backward(step, before, choices, result, gradients)
+        self._compare_routers(step, before, after, routers, result)
+        self._compare_update(step, before, after, gradients, rates)
+
+    def compare_validation(self) -> None:
+        """Compare a validation on the last batch, with the weights and with their means."""
+        state, average = self._state(), self._trainer.average
+        self._compare_figures("validation", state, state.weights)
+        if average is not None:
+            with average.in_place():
+                self._compare_figures("validation of the EMA", state, state.means)
+
+    def compare_skipped(self, step: int) -> None:
+        """Compare the state before and after a step without a label, whose loss is no number."""
+        before = {k: tensor.clone() for k, tensor in self._trainer.tensors.state_dict().items()}
+        batches = [
+            Batch(batch.tokens, torch.full_like(batch.labels, IGNORE), batch.documents)
+            for batch in self._batches
+        ]
+        self._trainer.step(step, batches, self._detector)
+        if wrong := different(self._trainer.tensors.state_dict(), before):
+            self._checked.fail("skipped step:", [f"changes {', '.join(wrong[:NAMED])}"])
+
+    def close(self) -> None:
+        """Stop reading ahead."""
+        self._loader.close()
+
+    def _is_frozen(self, name: str) -> bool:
+        return any(fnmatchcase(name, pattern) for pattern in self._config.model.frozen)
+
+    def _state(self) -> State:
+        model, average = self._trainer.model, self._trainer.average
+        means = {} if average is None else average.tensors
+        mixtures = {f"layer {n}": m for s in model.stages for n, m in s.mixtures().items()}
+        return State(
+            {name: _copy(parameter) for name, parameter in model.named_parameters()},
+            {name: _copy(mean) for name, mean in means.items()},
+            {name: _copy(mixture.load) for name, mixture in mixtures.items()},
+            {name: _copy(mixture.bias) for name, mixture in mixtures.items()},
+        )
+
+    def _read(self, step: int) -> PlainBatch:
+        """Read the samples of the global batch once more, and compare the trainer's batch."""
+        training = self._config.training
+        samples = [self._stream.next_sample() for _ in range(training.global_batch_size)]
+        read = [sample for sample in samples if sample is not None]
+        plain = plain_batch(read, training.mask_documents)
+        tokens, labels = (
+            torch.cat([getattr(batch, name) for batch in self._batches])
+            for name in ("tokens", "labels")
+        )
+        pairs = {
+            "tokens": (tokens, plain.tokens),
+            "labels": (labels.where(labels >= 0, UNCOUNTED), plain.labels),
+            "padding": (labels != PADDING, plain.is_token),
+        }
+        if training.mask_documents:
+            documents = [b.documents for b in self._batches if b.documents is not None]
+            pairs["documents"] = torch.cat(documents), plain.documents
+        for name, (got, want) in pairs.items():
+            if (wrong := (got != want).nonzero()).numel():
+                sample, position = wrong[0].tolist()
+                place = f"sample {sample} has another at position {position}"
+                self._checked.fail(name, [f"of step {step}: {place}"])
+        return plain
+
+    def _routers(self, state: State, choices: Choices) -> dict[int, Router]:
+        return {
+            layer: Router(state.loads[f"layer {layer}"], state.biases[f"layer {layer}"], chosen)
+            for layer, chosen in choices.items()
+        }
+
+    def _compare_backward(
+        self,
+        step: int,
+        before: State,
+        choices: Choices,
+        result: StepResult,
+        gradients: Mapping[str, Tensor],
+    ) -> dict[int, Router]:
+        with torch.no_grad():
+            for name, weight in self._weights.items():
+                weight.copy_(before.weights[name])
+        routers = self._routers(before, choices)
+        loss, own = self._plain.losses(self._weights, self._batch, routers, self._config.experts)
+        trained = {name: w for name, w in self._weights.items() if w.requires_grad}
+        found = torch.autograd.grad(loss + own, [*trained.values()])
+        wanted = dict(zip(trained, found, strict=True))
+        norm = math.sqrt(sum(gradient.square().sum().item() for gradient in found))
+        place, bounds = f"of step {step}", BOUNDS["fp32"]
+        self._checked.number("loss", place, result.loss.item(), loss.item(), bounds.loss)
+        self._checked.number(
+            "gradient norm", place, result.grad_norm.item(), norm, bounds.grad_norm
+        )
+        limits = dict.fromkeys(wanted, bounds.gradient)
+        self._checked.tensors("gradient", f"at step {step}", gradients, wanted, limits)
+        return routers
+
+    def _compare_routers(
+        self,
+        step: int,
+        before: State,
+        after: State,
+        routers: Mapping[int, Router],
+        result: StepResult,
+    ) -> None:
+        if not routers:
+            return
+        place, bounds, options = f"of step {step}", BOUNDS["fp32"], self._config.experts
+        loads: dict[str, Tensor] = {}
+        biases: dict[str, Tensor] = {}
+        means = [0.0, 0.0, 0.0]
+        for layer, router in routers.items():
+            name, counts = f"layer {layer}", router.counts.double()
+            loads[name], biases[name] = counts, before.biases[name]
+            if not self._is_frozen(f"layers.{layer}.feed_forward.router.weight"):
+                below_mean = (counts.mean() - counts).sign()
+                biases[name] = biases[name] + options.bias_update_rate * below_mean
+            if not router.gap <= bounds.choice_gap:
+                text = f"scores of other experts are higher by {router.gap:.1e}"
+                self._checked.fail("experts chosen", [f"in {name} at step {step}: {text}"])
+            tokens = counts.sum().item() / router.chosen.shape[-1]
+            for index, loss in enumerate(router.losses):
+                means[index] += loss.item() / tokens / len(routers)
+        exact, rounded = dict.fromkeys(loads, 0.0), dict.fromkeys(loads, STORED_BOUND)
+        sizes = {n: bias.abs() + options.bias_update_rate for n, bias in before.biases.items()}
+        at = f"at step {step}"
+        self._checked.tensors("load of experts", at, after.loads, loads, exact)
+        self._checked.tensors("bias of experts", at, after.biases, biases, rounded, sizes)
+        for name, want in zip(ROUTER_LOSSES, means, strict=True):
+            if name != "sequence_balance_loss" or options.sequence_balance_loss:
+                got = result.figures[f"experts/{name}"].item()
+                self._checked.number(name, place, got, want, bounds.loss)
+
+    def _compare_update(
+        self,
+        step: int,
+        before: State,
+        after: State,
+        gradients: Mapping[str, Tensor],
+        rates: Mapping[str, float],
+    ) -> None:
+        """Let plain optimizers take the trainer's own gradients, and compare weights and means."""
+        config, checked = self._config, self._checked
+        for name, weight in self._weights.items():
+            weight.grad = gradients.get(name)
+        nn.utils.clip_grad_norm_(self._weights.values(), config.training.max_norm)
+        lr = config.optimizer.lr * schedule(step, config.training.steps, config.lr_scheduler)
+        known: dict[str, Tensor] = {}
+        changes: dict[str, Tensor] = {}
+        limits: dict[str, float] = {}
+        muon = config.optimizer.muon
+        for name, (optimizer, own) in self._optimizers.items():
+            want = lr * own.lr_scale
+            checked.number("learning rate", f"of step {step} of {name}", rates[name], want, 1e-9)
+            if optimizer is None:
+                continue
+            optimizer.param_groups[0]["lr"] = want
+            optimizer.step()
+            known[name] = self._weights[name].detach()
+            changes[name] = known[name] - before.weights[name]
+            bound = STEP_BOUND
+            if own.optimizer == "muon":
+                bound = max(bound, bound_of_muon(muon.coefficients[0], muon.steps))
+            limits[name] = bound + _stored(known[name], changes[name])
+        got = {name: after.weights[name] for name in known}
+        checked.tensors("update", f"at step {step}", got, known, limits, changes)
+
+        share = kept_share(config.checkpoint.average, config.tokens_per_step)
+        if share is not None:
+            wanted = {
+                name: share * mean + (1 - share) * after.weights[name]
+                for name, mean in before.means.items()
+            }
+            moves = {name: mean - before.means[name] for name, mean in wanted.items()}
+            limits = {n: STEP_BOUND + _stored(mean, moves[n]) for n, mean in wanted.items()}
+            checked.tensors("EMA", f"at step {step}", after.means, wanted, limits, moves)
+
+    def _compare_figures(self, what: str, state: State, weights: dict[str, Tensor]) -> None:
+        with record_choices(self._trainer.model.stages, self._meshes) as choices:
+            sums = evaluate(self._trainer.model, [self._batches], self._meshes, self._token_bytes)
+        got, labels = figures_of(*sums), self._batch.labels
+        routers = self._routers(state, choices)
+        with torch.no_grad():
+            loss, _ = self._plain.losses(weights, self._batch, routers, self._config.experts)
+        counted = labels[labels != UNCOUNTED]
+        bits = loss.item() * len(counted) / math.log(2) / self._token_bytes[counted].sum().item()
+        wanted = {"loss": loss.item(), "perplexity": math.exp(loss.item()), "bits_per_byte": bits}
+        # the perplexity's error is the loss's, times the loss
+        bound = BOUNDS["fp32"].later_loss * max(1.0, loss.item())
+        for name, want in wanted.items():
+            self._checked.number(what, name, got[name], want, bound)
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return local_shard(tensor).detach().double().clone()
+
+
+def _stored(whole: Tensor, change: Tensor) -> float:
+    """Return the error of rounding a sum where it is kept, relative to the change of it."""
+    norm = change.norm().item()
+    return STORED_BOUND * whole.norm().item() / norm if norm else 0.0

@@ -1,0 +1,92 @@
+"""The one-process reference of `prove` equals plain PyTorch, and a difference is named."""
+
+from unittest.mock import patch
+
+import pytest
+
+from meshwright.commands.prove.checked import Checked
+from meshwright.commands.prove.reference import compare_with_plain
+from meshwright.commands.prove.shrink import shrink
+from meshwright.config.job_config import JobConfig
+from meshwright.config.loader import load_config
+from meshwright.models.families import MODELS
+from meshwright.train.optim import optimizers, registry
+from meshwright.train.resolve_model import resolve_model
+from tests.helpers.slow import slow_but
+
+GROUPS = (
+    "--optimizer.groups="
+    '[{parameters=["*norm.weight"],lr_scale=0.5,weight_decay=0.2},'
+    '{parameters=["layers.1.*"],optimizer="muon"}]'
+)
+EMA = "--checkpoint.average.decay=0.999"
+ROUTER = "--experts.sequence_balance_loss=0.1 --experts.bias_update_rate=0.01"
+DECAY = "--lr_scheduler.decay_ratio=0.4 --lr_scheduler.decay_type=cosine"
+CONFIGS = {
+    **{name: [f"--model.name={name}"] for name in MODELS},
+    "tied": [f"--model.args.tie_embeddings=true {EMA} {DECAY}"],
+    "documents": ["--training.mask_documents=true --training.packing=best_fit"],
+    "streamed": ["--training.dataset_mode=streamed --optimizer.name=Adam"],
+    "frozen": ['--model.frozen=["tok_embeddings.*","layers.0.*"]'],
+    "groups": [GROUPS],
+    "muon": ["--optimizer.name=muon --optimizer.muon.split_heads=true"],
+    "experts": [
+        f"--model.name=qwen3_moe --optimizer.name=muon --experts.router_z_loss=0.01 {ROUTER} {EMA} "
+        "--training.packing=best_fit --optimizer.muon.nesterov=false"
+    ],
+    "small rate": ["--optimizer.lr=1e-6"],
+    "long": ["--model.flavor=llama3.1_8b --training.seq_len=8192"],
+}
+
+
+def of(words: str) -> tuple[JobConfig, JobConfig]:
+    config = load_config(words.split())
+    return config, shrink(config, resolve_model(config)[1])
+
+
+@pytest.mark.parametrize("words", slow_but("experts groups", CONFIGS))
+def test_the_reference_is_plain_pytorch(on_ranks, words: str) -> None:
+    (checked,) = on_ranks(1, compare_with_plain, *of(words))
+    assert checked.failures == []
+    errors = checked.errors
+    assert 0 < errors["loss"] < 1e-6
+    assert 0 < errors["gradient"] < 1e-5  # other arithmetic, and no bit more than rounding
+    assert errors["update"] > 0
+    assert (errors.get("EMA", 0.0) > 0) == (EMA in words)
+    assert ("balance_loss" in errors) == any(name in words for name in ("moe", "mixtral"))
+
+
+def without_decay(name: str, *others: object) -> registry.Settings:
+    found = registry.settings_of(name, *others)
+    return found._replace(weight_decay=0.0) if name == "tok_embeddings.weight" else found
+
+
+def a_step_late(config: JobConfig, steps: int):
+    lr_at = registry_learning_rate(config, steps)
+    return lambda step: lr_at(max(step - 1, 1))
+
+
+registry_learning_rate = optimizers.learning_rate
+FAULTS = {
+    "decay": ("meshwright.train.optim.optimizers.settings_of", without_decay),
+    "rate": ("meshwright.train.trainer.learning_rate", a_step_late),
+}
+
+
+def compare_with_fault(name: str, config: JobConfig, small: JobConfig) -> Checked:
+    with patch(*FAULTS[name]):
+        return compare_with_plain(config, small)
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("decay", "update of tok_embeddings.weight at step 1: "),
+        ("rate", "learning rate of step 2 of layers.0.attention_norm.weight: 0.0004 instead "),
+    ],
+)
+def test_a_fault_that_one_process_has_is_named(on_ranks, name: str, line: str) -> None:
+    """More: `tests/faults` with the finder "reference"."""
+    (checked,) = on_ranks(1, compare_with_fault, name, *of(""))
+    assert checked.failures[0].startswith(line)
+    assert len(checked.lines) == 1

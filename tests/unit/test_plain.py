@@ -1,0 +1,246 @@
+"""The plain decoder and optimizers that `prove` trusts, against transformers, torch and our own."""
+
+import dataclasses
+import math
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from meshwright.commands.prove import plain_decoder, reference
+from meshwright.commands.prove.checked import Checked
+from meshwright.commands.prove.plain_decoder import (
+    FORMS,
+    UNCOUNTED,
+    Plain,
+    PlainBatch,
+    Router,
+    angles,
+)
+from meshwright.commands.prove.plain_optimizer import PlainMuon, optimizers, schedule
+from meshwright.config.job_config import Average, JobConfig
+from meshwright.config.loader import load_config
+from meshwright.config.optimizer import Muon, Optimizer, ParameterGroup
+from meshwright.config.training import BadSteps, Experts, LRScheduler
+from meshwright.models.args import DecoderArgs
+from meshwright.models.decoder import Decoder, Routing
+from meshwright.models.families import FAMILIES, MODELS
+from meshwright.models.loss import IGNORE
+from meshwright.train.optim.optimizers import warmup_stable_decay
+from tests.helpers.families import cases, family_of
+from tests.helpers.hf import in_transformers, random_model, their_tensors
+
+CASES = cases(vocab_size=131)
+PROVE = Path(reference.__file__).parent
+
+
+class Recorded(Routing):
+    def __init__(self) -> None:
+        self.chosen: dict[int, torch.Tensor] = {}
+
+    def note(self, layer: int, choice: torch.Tensor, gap: object) -> None:
+        self.chosen[layer] = choice
+
+
+def plain_loss(
+    model: Decoder, batch: PlainBatch, routing: Recorded
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Loss and gradients of the plain decoder, with the weights of ours."""
+    args, mixtures = model.args, model.mixtures()
+    weights = {n: p.detach().double().requires_grad_() for n, p in model.named_parameters()}
+    routers = {
+        layer: Router(mixtures[layer].load.double(), mixtures[layer].bias, chosen)
+        for layer, chosen in routing.chosen.items()
+    }
+    plain = Plain(family_of(args).name, dataclasses.asdict(args), torch.ones(batch.tokens.shape[1]))
+    loss, _ = plain.losses(weights, batch, routers, Experts())
+    loss.backward()
+    assert all(router.gap < 1e-5 for router in routers.values())
+    return loss, {name: weight.grad for name, weight in weights.items()}
+
+
+def some_batch(vocab_size: int, *, with_documents: bool = False) -> PlainBatch:
+    torch.manual_seed(1)
+    tokens, labels = torch.randint(vocab_size, (2, 3, 32))
+    labels[0, 5:] = UNCOUNTED
+    documents = torch.zeros(3, 32, dtype=torch.int64)
+    if with_documents:
+        documents[1, 9:] = 1
+        documents[1, 20:] = 2
+    return PlainBatch(tokens, labels, torch.ones(3, 32, dtype=torch.bool), documents)
+
+
+def assert_close(got: torch.Tensor, want: torch.Tensor, name: str, bound: float = 1e-5) -> None:
+    error = (got - want).norm() / want.norm()
+    assert error <= bound, f"{name}: {error:.1e}"
+
+
+@pytest.mark.parametrize("args", CASES.values(), ids=CASES.keys())
+def test_every_family_is_the_plain_decoder(args: DecoderArgs) -> None:
+    model, routing = random_model(args), Recorded()
+    model.routing, batch = routing, some_batch(args.vocab_size, with_documents=True)
+    labels = batch.labels.where(batch.labels >= 0, IGNORE)
+    loss = model(batch.tokens, labels, documents=batch.documents.int()) / (labels >= 0).sum()
+    loss.backward()
+    want, gradients = plain_loss(model, batch, routing)
+    assert loss.item() == pytest.approx(want.item(), rel=1e-5)
+    for name, parameter in model.named_parameters():
+        assert_close(parameter.grad, gradients[name], name)
+
+
+@pytest.mark.parametrize("name", ["llama-mha-tied-scaled", "olmo2-gqa", "qwen3_moe-dense-first"])
+def test_the_plain_decoder_is_transformers(name: str) -> None:
+    model, routing = random_model(CASES[name]), Recorded()
+    theirs = in_transformers(model).double()
+    model.routing, batch = routing, some_batch(model.args.vocab_size)
+    model(batch.tokens)
+    logits = theirs(batch.tokens).logits
+    loss = F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), ignore_index=UNCOUNTED)
+    loss.backward()
+    want, gradients = plain_loss(model, batch, routing)
+    assert loss.item() == pytest.approx(want.item(), rel=1e-6)  # their angles are in fp32
+    found = {name: p.grad for name, p in theirs.named_parameters()}
+    for name, gradient in their_tensors(model, gradients).items():
+        assert_close(found[name], gradient, name, 1e-6)
+
+
+def test_every_family_and_dimension_that_ships_is_known() -> None:
+    assert {f"meshwright.models.families.{name}" for name in FORMS} == {*FAMILIES}
+    known = re.findall(r'"(\w+)"', Path(plain_decoder.__file__).read_text())
+    # of the table of parameters alone, which the weights follow
+    shapes = {"vocab_size", "hidden_dim", "n_experts", "n_active", "expert_dim", "n_dense_layers"}
+    for name in FORMS:
+        fields = {field.name for field in dataclasses.fields(MODELS[name].args)}
+        assert fields <= {*known} | shapes, name
+
+
+def test_every_key_that_changes_a_step_is_read_or_named_as_not_checked() -> None:
+    """A new one is to be decided on."""
+    files = ("plain_decoder", "plain_optimizer", "reference", "reference_steps")
+    text = "".join((PROVE / f"{name}.py").read_text() for name in files)
+    elsewhere = {
+        *("policy", "budget", "spike_window"),  # of a step that is skipped nothing changes
+        "early_step_in_backward",  # which cases have, and the reference has not
+        *("muon", "groups"),  # tables
+    }
+    for section in (Optimizer, Muon, ParameterGroup, LRScheduler, Experts, Average, BadSteps):
+        for key in section.model_fields:
+            is_read = re.search(rf"\.{key}\b", text) is not None
+            assert is_read != (key in elsewhere) or key in ("muon", "groups"), (section, key)
+
+
+def test_the_plain_files_import_nothing_that_they_judge() -> None:
+    for name in ("plain_decoder", "plain_optimizer"):
+        text = (PROVE / f"{name}.py").read_text()
+        modules = re.findall(r"^\s*(?:from|import) (meshwright\.\S+)", text, re.MULTILINE)
+        own = ("meshwright.config.", "meshwright.commands.prove.plain_decoder")
+        assert modules
+        assert all(module.startswith(own) for module in modules), modules
+
+
+def test_muon_by_singular_values_is_torchs() -> None:
+    """Which multiplies in bf16: to its rounding."""
+    torch.manual_seed(0)
+    for shape in ((6, 4), (4, 10)):
+        weight = torch.randn(shape)
+        theirs, ours = (
+            torch.nn.Parameter(weight.clone().to(t)) for t in (torch.float, torch.double)
+        )
+        muon = torch.optim.Muon([theirs], lr=0.1, weight_decay=0.1, momentum=0.9)
+        group = {"params": [ours], "lr": 0.1, "weight_decay": 0.1, "heads": 1}
+        plain = PlainMuon([group], Muon(momentum=0.9, lr_scale="spectral"))
+        for _ in range(3):
+            theirs.grad = torch.randn(shape)
+            ours.grad = theirs.grad.double()
+            muon.step()
+            plain.step()
+        assert_close(theirs.detach() - weight, ours.detach() - weight, str(shape), 0.02)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_schedules_are_the_plain_one(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*choices: object) -> object:
+        return choices[int(torch.randint(len(choices), (), generator=generator))]
+
+    steps = draw(1, 7, 100, 10_000)
+    config = LRScheduler(
+        warmup_steps=draw(0, 1, 5, 200),
+        total_steps=draw(None, 50, 20_000),
+        decay_ratio=draw(None, 0.0, 0.1, 0.55, 1.0),
+        decay_type=draw("linear", "sqrt", "cosine"),
+        min_lr_factor=draw(0.0, 0.1, 1.0),
+    )
+    total = config.total_steps or steps
+    for step in {1, 2, 5, 6, steps // 2, steps - 1, steps, steps + 3} - {0, -1}:
+        got = warmup_stable_decay(step, total, config)
+        assert got == pytest.approx(schedule(step, steps, config), abs=1e-12), (step, config)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "",
+        "--model.flavor=llama3.1_405b --training.seq_len=16384",
+        "--model.name=qwen3 --model.flavor=qwen3_0.6b --training.seq_len=40960",
+        "--model.args.rope_theta=10.0 --model.args.head_dim=256",
+        "--model.args.rope_theta=1e9",
+        "--model.args.rope_scaling.factor=64.0 --model.args.rope_scaling.high_freq_factor=1.5",
+    ],
+)
+def test_the_rotary_table_is_within_rounding(words: str) -> None:
+    config, checked = load_config(words.split()), Checked()
+    args = reference.resolve_model(config)[1]
+    reference.compare_rope(checked, args, config.training.seq_len)
+    assert checked.failures == []
+    # and with a base that is 0.1 % off it is not
+    wrong = dataclasses.replace(args, rope_theta=args.rope_theta * 1.001)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reference, "angles", lambda _, at: angles(dataclasses.asdict(wrong), at))
+        reference.compare_rope(checked, args, config.training.seq_len)
+    assert checked.failures[0].startswith("RoPE at position ")
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        ("", []),
+        ("--optimizer.name=muon", ["optimizer.muon.dtype = bfloat16"]),
+        (
+            "--optimizer.name=muon --optimizer.muon.steps=20 --optimizer.muon.dtype=float32",
+            ["updates by Muon in 20 steps, in which rounding grows"],
+        ),
+        (
+            "--training.dtype=bfloat16 --bad_steps.spike_std=6 --float8.enable=true",
+            ["training.dtype = bfloat16", "float8.enable", "bad_steps.spike_std"],
+        ),
+        (
+            '--optimizer.name=Lion --optimizer.groups=[{parameters=["a"],optimizer="Adam"}]',
+            ['updates by your optimizer "Lion"'],
+        ),
+    ],
+)
+def test_options_without_a_plain_counterpart_are_named(words: str, named: list[str]) -> None:
+    assert reference.not_modeled(load_config(words.split())) == named
+
+
+def test_an_optimizer_of_the_users_own_leaves_out_its_parameters_alone() -> None:
+    group = ParameterGroup(parameters=["b"], optimizer="Lion")
+    weights = {name: torch.ones(2, 2) for name in "ab"}
+    found = [one for one, _ in optimizers(weights, {}, Optimizer(groups=[group]))]
+    assert isinstance(found[0], torch.optim.AdamW)
+    assert found[1] is None
+
+
+def test_a_model_of_the_users_own_is_not_checked(monkeypatch) -> None:
+    monkeypatch.setitem(MODELS, "mine", MODELS["llama"])
+    config = JobConfig(model={"name": "mine"})
+    checked = reference.compare_with_plain(config, config)
+    assert checked.verdict == "not checked"
+    assert checked.row.startswith(
+        'not checked; not checked: model.name = "mine" is not one of llama'
+    )
+    assert math.isclose(checked.errors["learning rate"], 0.0)
