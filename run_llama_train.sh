@@ -13,6 +13,11 @@
 #   RDZV_ID      name of the job at that endpoint (default: meshwright)
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+[ -f "$here/scripts/environment.sh" ] || { # sbatch runs a copy of it, in another folder
+    echo "meshwright: $0 is not in the repository" >&2
+    echo "  fix: for Slurm, cd to the repository, then sbatch multinode_trainer.slurm CONFIG" >&2
+    exit 2
+}
 source "$here/scripts/environment.sh"
 prepare_environment
 export PYTHONPATH=$here${PYTHONPATH:+:$PYTHONPATH} # an active environment need not hold meshwright

@@ -29,6 +29,13 @@ prepare_environment() {
     if [ -x "$python" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then
         return
     fi
+    if [ -n "${SLURM_JOB_ID:-}" ]; then # compute nodes may have no network, and all would install at once
+        echo "meshwright: no environment: sbatch has not passed an active one on (--export), and" \
+            "$repository/.venv is not set up" >&2
+        echo "  fix: on the login node, activate your environment or run ./run_llama_train.sh --help;" \
+            "then submit again" >&2
+        exit 2
+    fi
     local base
     base=$(find_python) || {
         echo "meshwright: no Python >= 3.11 on the PATH; install one, or activate an environment" >&2

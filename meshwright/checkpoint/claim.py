@@ -9,7 +9,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from meshwright.system import claims
+from meshwright.system import claims, slurm
 from meshwright.system.claims import Owner, State, read
 from meshwright.system.errors import ConfigError
 from meshwright.system.files import make_folder, only_warn
@@ -21,9 +21,6 @@ GRACE_S = 5.0
 """For so long a running job is waited for: it may be about to end."""
 
 POLL_S = 0.25
-
-JOB_IDS = ("SLURM_JOB_ID", "TORCHELASTIC_RUN_ID")
-"""Variables of the environment that may say how the user knows the job."""
 
 
 class TakenOverError(OSError):
@@ -38,7 +35,7 @@ class Claim:
     """
 
     def __init__(self, folder: Path, nonce: str) -> None:
-        job = next((os.environ[name] for name in JOB_IDS if os.environ.get(name)), "")
+        job = slurm.job_name(os.environ) or os.environ.get("TORCHELASTIC_RUN_ID", "")
         self._folder, self._claim = folder, claims.Claim(folder / FILE, nonce, job)
         self._made = [folder]
 

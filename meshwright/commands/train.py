@@ -20,7 +20,9 @@ from meshwright.commands.check import check_job
 from meshwright.commands.options import add_ranks
 from meshwright.config.command_line import Parser
 from meshwright.config.loader import find_config
+from meshwright.launch.restarts import check_progress
 from meshwright.parallelisms.rules.compile_choice import check_compiler
+from meshwright.system import slurm
 from meshwright.system.errors import ConfigError, check, numbered
 from meshwright.system.files import text_of
 from meshwright.system.log import logger
@@ -33,7 +35,6 @@ from meshwright.system.machine import (
     count_ranks,
     find_place,
     place_alone,
-    warn_of_tasks,
 )
 from meshwright.system.processes import OTHER_MALLOC, STOP_SIGNALS, Launch, exit_when_asked
 
@@ -91,9 +92,11 @@ def run(given: Namespace) -> None:
         place = place_alone(os.environ)
         rendezvous = _rendezvous_alone(place)
     log_ranks = _log_ranks(given, ranks)
+    nodes_given = given.nnodes is not None or bool(os.environ.get("NNODES"))
+    slurm.check_tasks(ranks.machines if nodes_given else None, os.environ)
     plan = check_job(given, ranks)
+    check_progress(Path(plan.config.job.dump_folder), plan.resume_step, os.environ)
     check_compiler(plan.config, is_gpu=ranks.gpus != 0)
-    warn_of_tasks(ranks.machines)
     # not at the top: numpy takes as long as all checks, which come first
     from meshwright.datasets.opening import open_data
     from meshwright.datasets.stream import Cursor, steps_of_data

@@ -3,7 +3,6 @@
 import json
 import os
 import socket
-import subprocess
 import threading
 import time
 from collections.abc import Mapping
@@ -13,6 +12,8 @@ from functools import partial
 from typing import Any
 
 import torch.distributed as dist
+
+from meshwright.system import slurm
 
 MEET_S = 1.0
 """Seconds that the store gets to answer while machines meet: it is on one of them."""
@@ -26,8 +27,6 @@ TELL_S = 8.0
 """Seconds that other machines get to tell of their ranks."""
 
 LOOK_AGAIN_S = 0.1
-
-SCONTROL_S = 5.0
 
 
 def _connect(host: str, port: int, timeout_s: float, prefix: str) -> dist.Store:
@@ -107,24 +106,12 @@ class Meeting:
             return f"waiting at {self._endpoint}, where no machine answers yet{self._why}"
         # one of the two may write the domain, too
         short = {name.partition(".")[0] for name in here}
-        missing = [name for name in _of_slurm() if name.partition(".")[0] not in short]
+        missing = [
+            name for name in slurm.node_names(os.environ) if name.partition(".")[0] not in short
+        ]
         rest = f"; missing: {', '.join(missing)}" if missing else ""
         came = f"{len(here)} of {self._machines} machines are here ({', '.join(here)})"
         return f"waiting at {self._endpoint}: {came}{rest}"
-
-
-def _of_slurm() -> list[str]:
-    """Return the names of the machines that Slurm has given this job; none without Slurm."""
-    command = ["scontrol", "show", "hostnames", os.environ.get("SLURM_JOB_NODELIST", "")]
-    if not command[-1]:
-        return []
-    try:
-        told = subprocess.run(
-            command, capture_output=True, text=True, timeout=SCONTROL_S, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return []
-    return told.stdout.split()
 
 
 class Machines:

@@ -23,6 +23,7 @@ from meshwright.launch.machines import TELL_S, Machines
 from meshwright.system.errors import ConfigError, in_ranges
 from meshwright.system.files import state_of, text_of
 from meshwright.system.log import logger
+from meshwright.system.slurm import node_names
 
 T = TypeVar("T")
 
@@ -128,7 +129,10 @@ def verdict(evidence: Sequence[Evidence], num_ranks: int, where: str) -> list[st
     guilty = culprits(evidence)
     if silent and not any(rank.state in STOPPED for rank in evidence):
         guilty = []
-        cause = [f"the job hangs, and nothing is heard of {_ranks(silent)}"]
+        answer = {rank.host.partition(".")[0] for rank in evidence}
+        nodes = [name for name in node_names(os.environ) if name.partition(".")[0] not in answer]
+        where_they_are = f" on {', '.join(nodes)}" if nodes else ""
+        cause = [f"the job hangs, and nothing is heard of {_ranks(silent)}{where_they_are}"]
     elif guilty:
         cause = [f"rank {rank.rank} (on {rank.host}) hangs {rank}" for rank in guilty]
     else:

@@ -144,14 +144,6 @@ def allow_files(ranks: int) -> None:
         check(limit >= needed, "ulimit -n", limit, rule, fix)
 
 
-def warn_of_tasks(machines: int) -> None:
-    """Warn if srun has started this command more often than the job has machines."""
-    tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "")
-    if tasks.isdecimal() and int(tasks) > machines:
-        words = "srun has started this command %s times, and each of them is a job of its own; for "
-        logger.warning(words + "one job of all: docs/clusters.md, Slurm", tasks)
-
-
 def count_gpus() -> int:
     """Return the number of GPUs that torch will see, without the time that importing it takes.
 

@@ -1,5 +1,6 @@
 """A job's messages at its start and end, and the record of its config and history."""
 
+import os
 import platform
 import shlex
 import socket
@@ -23,7 +24,7 @@ from meshwright.metrics.console import duration
 from meshwright.metrics.reporter import Reporter
 from meshwright.metrics.sinks import note_event
 from meshwright.models.families import FAMILIES
-from meshwright.system import hardware
+from meshwright.system import hardware, slurm
 from meshwright.system.errors import StopRequested, first_line, numbered
 from meshwright.system.files import only_warn, whole_file
 from meshwright.system.log import logger
@@ -198,6 +199,8 @@ def note_start(plan: Plan, device: torch.device, *, is_new_stage: bool) -> None:
         "command": shlex.join(sys.argv),
         "config": to_json(plan.config),
     }
+    if job := slurm.job_name(os.environ):
+        facts["slurm"] = {"job": job, "restart": slurm.restarts(os.environ)}
     note_event(Path(plan.config.job.dump_folder), plan.resume_step, "start", facts)
 
 

@@ -12,7 +12,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from meshwright.config.loader import parse_config, read, with_lines
 from meshwright.parallelisms.rules.compile_choice import check_compiler
-from meshwright.system import hardware
+from meshwright.system import hardware, slurm
 from meshwright.system.errors import (
     EXIT_CODES,
     EXIT_CONFIG,
@@ -25,7 +25,7 @@ from meshwright.system.errors import (
     TrainingError,
 )
 from meshwright.system.log import logger, print_error
-from meshwright.system.machine import allow_files, check_machines, given_rank, warn_of_tasks
+from meshwright.system.machine import allow_files, check_machines, given_rank
 from meshwright.system.processes import Launch, Requests, before_training, die_with_parent
 from meshwright.train.job import run
 from meshwright.train.preflight import Plan, preflight
@@ -114,12 +114,13 @@ def _run_command_line(launch: Launch, requests: Requests) -> bool:
     written = read(given)
     config = written.config()
     if not launch.is_checked and os.environ.get("RANK", "0") == "0":
+        slurm.warn_of_usr1(os.environ)
         for note in written.notes:
             logger.info("%s", note)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     allow_files(world_size)
     if "RANK" not in os.environ:
-        warn_of_tasks(machines=1)
+        slurm.check_tasks(1, os.environ)
     plan: Plan | None = None
     try:
         plan = preflight(

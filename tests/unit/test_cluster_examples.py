@@ -1,6 +1,8 @@
 """Examples for clusters, Slurm's script among them: they start our launcher as it wants to be."""
 
 import os
+import re
+import shutil
 import subprocess
 from pathlib import Path
 from unittest.mock import Mock
@@ -26,7 +28,8 @@ from meshwright.system.errors import (
 )
 from meshwright.system.machine import Place, Ranks, count_ranks, find_place
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
 AGAIN = [EXIT_DATA, EXIT_HANG, EXIT_STOPPED]
 RUNTIME, TRAIN_JOB = yaml.safe_load_all((EXAMPLES / "kubernetes.yaml").read_text())
 SKY = yaml.safe_load((EXAMPLES / "skypilot.yaml").read_text())
@@ -135,27 +138,86 @@ def test_a_machine_that_cannot_look_up_its_own_name_is_refused(monkeypatch) -> N
         find_place("node0", {})
 
 
-SCRIPT = Path(__file__).parents[2] / "multinode_trainer.slurm"
+SCRIPT = ROOT / "multinode_trainer.slurm"
 PROGRAMS = {
-    "srun": 'test "$RDZV_ENDPOINT" = node1:29517 && exit "$CODE"',
-    # the names of a thousand machines come in several parts
-    "scontrol": '[ "$1" = requeue ] && echo again || { echo node1; sleep 0.1; echo node2; }',
-    "squeue": "echo RUNNING",
+    "srun": 'test "$RDZV_ENDPOINT" = node1:29517 || exit 99\necho "$CONFIG_FILE $*"; exit "$CODE"',
+    # the names of a thousand nodes come in several parts
+    "scontrol": """case "$1 $2" in
+        "show job") echo "JobId=$3 $STATE" ;;
+        requeue*) echo "again $2"; exit "${REFUSED:-0}" ;;
+        *) echo node1; sleep 0.1; echo node2 ;;
+    esac""",
 }
+SLURM = {"SLURM_JOB_NODELIST": "node[1-2]", "SLURM_NNODES": "2", "SLURM_NTASKS": "2"}
+SLURM |= {"SLURM_JOB_ID": "17", "CONFIG_FILE": "job.toml", "CODE": "0", "STATE": "JobState=RUNNING"}
+
+
+def run_script(folder: Path, *words: str, **given: str) -> subprocess.CompletedProcess[str]:
+    """Run the script as Slurm would, with programs of the cluster that print what they are told."""
+    (folder / "scripts").mkdir(exist_ok=True)
+    (folder / "scripts/environment.sh").write_text("prepare_environment() { :; }\n")
+    env = os.environ | SLURM | {"SLURM_SUBMIT_DIR": str(folder)}
+    env |= made_programs(folder, **PROGRAMS) | given
+    return subprocess.run(["bash", SCRIPT, *words], env=env, capture_output=True, text=True)
 
 
 @pytest.mark.parametrize(
-    ("code", "seconds", "again"),
-    [(0, 9999, False), (75, 10, True), (5, 10, True), (6, 1700, False), (6, 1801, True),
-     (1, 9999, False), (137, 9999, False)],
-)  # fmt: skip
-def test_it_starts_again_only_if_that_may_help(tmp_path, code, seconds, again) -> None:
-    (tmp_path / "scripts").mkdir()
-    (tmp_path / "scripts" / "environment.sh").write_text("prepare_environment() { :; }\n")
-    slurm = {"SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_NODELIST": "node[1-2]"}
-    slurm |= {"SLURM_NNODES": "2", "SLURM_JOB_ID": "17"} | made_programs(tmp_path, **PROGRAMS)
-    given = {"CODE": str(code), "SECONDS": str(seconds)}  # bash counts on from there
-    job = subprocess.run(
-        ["bash", SCRIPT], env=os.environ | slurm | given, capture_output=True, text=True
-    )
-    assert (job.returncode, job.stdout) == (code, "again\n" if again else "")
+    ("code", "state", "again"),
+    [
+        *((code, "JobState=RUNNING", True) for code in (75, 5, 6, 1, 137)),
+        *((code, "JobState=RUNNING", False) for code in (0, 2, 3, 4, 130)),
+        (75, "JobState=COMPLETING Reason=TimeLimit", True),
+        (143, "JobState=CANCELLED Reason=None", False),
+        (75, "JobState=COMPLETING Reason=None", False),  # preempted: Slurm does it
+    ],
+)
+def test_it_starts_again_only_if_that_may_help(tmp_path, code, state, again) -> None:
+    job = run_script(tmp_path, CODE=str(code), STATE=state)
+    assert job.returncode == code
+    assert job.stdout.splitlines()[1:] == ["again 17"] * again
+
+
+def test_a_job_that_may_not_be_requeued_keeps_its_code(tmp_path) -> None:
+    job = run_script(tmp_path, CODE="75", REFUSED="1")
+    assert job.returncode == 75
+    assert "submit it once more to resume" in job.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "given", "message"),
+    [
+        ([], {"CONFIG_FILE": ""}, "no config is named.*\n  fix: sbatch .* CONFIG"),
+        (["--training.steps", "3"], {"CONFIG_FILE": ""}, "no config is named"),
+        ([], {"SLURM_NTASKS": "4"}, "4 tasks for 2 nodes.*\n  fix: .*--ntasks-per-node=1"),
+        ([], {"SLURM_SUBMIT_DIR": "/"}, "/ is not the repository\n  fix: cd to it"),
+    ],
+)
+def test_a_wrong_start_is_rejected_before_anything_runs(tmp_path, words, given, message) -> None:
+    job = run_script(tmp_path, *words, **given)
+    assert (job.returncode, job.stdout) == (2, "")
+    assert re.search(message, job.stderr)
+
+
+def test_a_task_of_an_array_has_its_own_config_and_words(tmp_path) -> None:
+    own = {"CONFIG_FILE": "sweep/lr_%a.toml", "SLURM_ARRAY_TASK_ID": "3"}
+    job = run_script(tmp_path, "--job.dump_folder", "out/%a", SLURM_ARRAY_JOB_ID="16", **own)
+    assert job.stdout.startswith("sweep/lr_3.toml ")
+    assert job.stdout.endswith("--job.dump_folder out/3\n")
+    assert run_script(tmp_path, "out/%a").stdout.endswith("out/%a\n")  # outside of an array
+
+
+def test_nothing_is_installed_within_a_slurm_job(tmp_path) -> None:
+    """A compute node may have no network, and all nodes would install at once."""
+    shutil.copytree(ROOT / "scripts", tmp_path / "scripts")
+    for name in ("pyproject.toml", "requirements.txt", "run_llama_train.sh"):
+        shutil.copy(ROOT / name, tmp_path)
+    env = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "SLURM_JOB_ID": "17"}
+    words = ["bash", tmp_path / "run_llama_train.sh"]
+    job = subprocess.run(words, env=env, capture_output=True, text=True, timeout=60)
+    assert job.returncode == 2
+    assert "no environment" in job.stderr
+    assert not (tmp_path / ".venv").exists()
+    (tmp_path / "scripts/environment.sh").unlink()  # sbatch runs a copy in another folder
+    job = subprocess.run(words, env=env, capture_output=True, text=True, timeout=60)
+    assert job.returncode == 2
+    assert "fix: for Slurm, cd to the repository, then sbatch" in job.stderr

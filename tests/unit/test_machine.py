@@ -19,7 +19,6 @@ from meshwright.system.machine import (
     count_gpus,
     count_ranks,
     given_rank,
-    warn_of_tasks,
 )
 from meshwright.system.processes import Launch, Requests
 from meshwright.train.main import _run_command_line
@@ -270,13 +269,3 @@ def test_a_low_limit_of_open_files_is_raised_or_refused(limits, ranks, left, mon
     with nullcontext() if left else pytest.raises(ConfigError, match="ulimit -n = 24: 2 ranks"):
         allow_files(ranks)
         assert now[-1] == (left, limits[1])
-
-
-def test_jobs_that_srun_has_started_by_mistake_say_so(monkeypatch, caplog) -> None:
-    caplog.set_level("WARNING", "meshwright")
-    for tasks, machines, count in ((None, 1, 0), ("1", 1, 0), ("4", 4, 0), ("8", 1, 1)):
-        monkeypatch.delenv("SLURM_STEP_NUM_TASKS", raising=False)
-        if tasks is not None:
-            monkeypatch.setenv("SLURM_STEP_NUM_TASKS", tasks)
-        warn_of_tasks(machines)
-        assert caplog.text.count("times, and each of them is a job of its own") == count

@@ -305,7 +305,7 @@ def test_a_machine_that_has_left_the_meeting_is_not_counted(host, monkeypatch) -
     at = f"{host}:{store.port}"
     monkeypatch.setattr("socket.gethostname", lambda: "node1")
     slurms = ["node1.cluster.example", "node2", "node3"]  # one of the two may write the domain
-    monkeypatch.setattr(machines, "_of_slurm", lambda: slurms)
+    monkeypatch.setattr("meshwright.system.slurm.node_names", lambda env: slurms)
     mine = Meeting(at, 3, "job")
     monkeypatch.setattr("socket.gethostname", lambda: "node2")
     other = Meeting(at, 3, "job")
