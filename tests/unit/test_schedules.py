@@ -3,6 +3,8 @@
 import math
 
 import pytest
+import torch
+from transformers import get_scheduler
 
 from meshwright.config.loader import load_config
 from meshwright.config.training import LRScheduler
@@ -43,6 +45,20 @@ def test_rates_follow_torchtitans_formula(decay_type, left, min_lr_factor, decay
     got = ours(decay_type=decay_type, min_lr_factor=min_lr_factor, decay_ratio=decay_ratio)
     assert got == pytest.approx(want, abs=1e-12)
     assert got[-1] > min_lr_factor
+
+
+@pytest.mark.parametrize("decay_type", ["linear", "cosine"])
+def test_rates_are_transformers_but_for_a_warmup_that_is_a_step_behind(decay_type) -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    scheduler = get_scheduler(decay_type, optimizer, WARMUP, STEPS)
+    theirs = []
+    for _ in range(STEPS):
+        theirs += scheduler.get_last_lr()
+        optimizer.step()
+        scheduler.step()
+    assert theirs[0] == 0
+    assert ours(decay_type=decay_type)[:WARMUP] == pytest.approx(theirs[1 : WARMUP + 1], abs=1e-12)
+    assert ours(decay_type=decay_type)[WARMUP:] == pytest.approx(theirs[WARMUP:], abs=1e-12)
 
 
 def test_schedules_without_warmup_or_decay_or_of_few_steps() -> None:

@@ -88,8 +88,9 @@ def _optimizer(config: JobConfig, names: Sequence[str]) -> dict[str, object]:
 
 
 def _average(config: JobConfig) -> Average:
-    """Return a mean that six steps show, if the config asks for one."""
-    return Average(decay=0.5) if config.checkpoint.average.is_on else Average()
+    """Return a mean that six steps show, if the config asks for one. It keeps another share than it
+    takes in, so that the two cannot be exchanged."""
+    return Average(decay=0.75) if config.checkpoint.average.is_on else Average()
 
 
 def shrink(config: JobConfig, args: DecoderArgs) -> JobConfig:

@@ -270,7 +270,8 @@ def warmup_stable_decay(step: int, steps: int, schedule: LRScheduler) -> float:
 
     Linear from 0 to the peak over `warmup_steps`, then the peak, then down. Step 0 would have 0 and
     step `steps` + 1 would have `min_lr_factor`, so no step has a rate of 0: with D steps of decay,
-    the last step is (D - 1) / D of the way down. torchtitan 0.2 and transformers count alike.
+    the last step is (D - 1) / D of the way down. torchtitan 0.2 counts alike. transformers' decay
+    is the same, but its warm-up is a step behind: its first step has a rate of 0.
 
     Source: Hu et al. 2024, arXiv:2404.06395 (warm-up, stable, decay); "sqrt" is 1 - sqrt(part
     decayed), of Haegele et al. 2024, arXiv:2405.18392.
