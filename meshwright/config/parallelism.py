@@ -66,11 +66,13 @@ class Parallelism(Section, on_resume="none"):
     fsdp_reduce_gradients: Literal["auto", "last_microbatch", "every_microbatch"] = "auto"
     """When gradients are reduce-scattered. last_microbatch: once per step. It is the fastest, and
     until then each rank keeps unsharded gradients in `mixed_precision_reduce`. every_microbatch:
-    less memory, more communication; each rank keeps its shard's sum in `training.dtype`. HSDP's
-    replicas add up once per step. auto: every_microbatch if unsharded gradients would be summed in
-    bfloat16, or need more than a quarter of the memory that weights and optimizer leave of a device
-    (`job.device_memory_gib`, or 80 GiB). last_microbatch otherwise, and always with one microbatch,
-    a pipeline, `optimizer.early_step_in_backward` or bfloat16 weights."""
+    less memory, more communication; each rank keeps its shard's sum in `training.dtype`, so
+    bfloat16 weights can't use it for several microbatches unless there are replicas (HSDP), which
+    add up once per step, in `mixed_precision_reduce`. auto: every_microbatch if unsharded gradients
+    would be summed in bfloat16, or need more than a quarter of the memory that weights and
+    optimizer leave of a device (`job.device_memory_gib`, or 80 GiB). last_microbatch otherwise, and
+    always with one microbatch, a pipeline, `optimizer.early_step_in_backward` or bfloat16
+    weights."""
 
     @property
     def keeps_gathered(self) -> bool:

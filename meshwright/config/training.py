@@ -219,8 +219,9 @@ class Training(Source):
     stay fp32; their outputs are cast to mixed_precision_param, except the output's logits."""
 
     mixed_precision_reduce: OfTraining[Literal["float32", "bfloat16"]] = "float32"
-    """Type in which gradients are summed over ranks. With bfloat16, microbatches are still added up
-    in fp32, so several of them need `parallelism.fsdp_reduce_gradients` = every_microbatch."""
+    """Type in which gradients are summed over ranks, those of norms and routers over
+    tensor-parallel ranks included. With bfloat16, microbatches are still added up in fp32, so
+    several of them need `parallelism.fsdp_reduce_gradients` = every_microbatch."""
 
     loss_chunk_tokens: Harmless[NonNegativeInt] = 0
     """Tokens of a microbatch whose logits exist at once, to save memory. 0 (recommended) chooses a

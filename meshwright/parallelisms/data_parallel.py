@@ -121,6 +121,8 @@ def apply_fsdp(
     if any(one.size() > 1 for one in used):
         # over one rank, the default mean is the sum, and does not divide
         sum_gradients(model)
+    if meshes.tp.size() > 1:
+        sum_over_tp_in_reduce_dtype(model)
     ahead = parallelism.fsdp_prefetch_layers * max(map(len, layers))
     shares = parallelism.fsdp_cpu_backend == "auto"
     is_shared = sum(shares and share_memory(model, one, ahead) for one in used) > 0
@@ -243,9 +245,40 @@ def accumulate_in_reduce_dtype(model: nn.Module) -> None:
     if has_torch(2, 15):
         return
     for group in fsdp_groups(model):
-        # Nothing public reaches these sums. If a name is gone, this raises; without it, bf16
-        # gradients of several microbatches are rounded after each (errors of 1e-3).
-        for parameter in group.fsdp_params:
+        _accumulate(group)
+
+
+def sum_over_tp_in_reduce_dtype(model: nn.Module) -> None:
+    """Have gradients of parameters that tensor parallelism replicates summed in `reduce_dtype`.
+
+    Of a norm or a router each rank has the gradient of its own tokens. FSDP2 sums these over tp
+    before it reduces over its own mesh, and up to torch 2.14 in the type they were computed in
+    (pytorch issue 190626). All gradients of a group are cast, because it takes one type.
+    """
+    if has_torch(2, 15):
+        return
+
+    def cast_before(group: Any) -> Callable[..., None]:
+        # Nothing public comes between the last gradient and the sum. If the name is gone, this
+        # raises. Gradients have been cast by FSDP2 already if it has added up microbatches.
+        post_backward = group.post_backward
+
+        def cast_then_reduce(*unused: object) -> None:
+            _accumulate(group)
+            post_backward(*unused)
+
+        return cast_then_reduce
+
+    for group in fsdp_groups(model):
+        group.post_backward = cast_before(group)
+
+
+def _accumulate(group: Any) -> None:
+    """Add the gradients that autograd left in a group of FSDP2's to its sums in `reduce_dtype`."""
+    # Nothing public reaches these sums. If a name is gone, this raises; without it, bf16 gradients
+    # of several microbatches are rounded after each (errors of 1e-3).
+    for parameter in group.fsdp_params:
+        if hasattr(parameter, "unsharded_param"):  # from the group's first forward on
             parameter.accumulate_unsharded_grad_if_needed()
             parameter.to_accumulated_grad_if_needed()
 

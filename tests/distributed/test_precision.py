@@ -5,7 +5,9 @@ import pytest
 import torch
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Partial
 
+from meshwright.commands.prove.reductions import narrower, watch_reductions
 from meshwright.config.parallelism import Parallelism
 from meshwright.config.training import Training
 from meshwright.models.decoder import Decoder
@@ -16,7 +18,7 @@ from meshwright.parallelisms.meshes import Meshes
 from meshwright.parallelisms.rules.degrees import ParallelDims
 from tests.helpers.fsdp import groups_of
 from tests.helpers.job import mesh
-from tests.helpers.tiny import SEQ_LEN, TIED, TINY, parallel_model, whole
+from tests.helpers.tiny import MIXED, SEQ_LEN, TIED, TINY, parallel_model, whole
 
 
 def _gradients(model: Decoder, batches: list[Batch]) -> dict[str, torch.Tensor]:
@@ -96,3 +98,79 @@ def test_gradients_of_weights_alone_are_added_up_in_fp32() -> None:
     for parameter in (parameter for group in groups_of(model) for parameter in group.fsdp_params):
         sums |= {*parameter.unsharded_accumulated_grad.flatten().tolist()}
     assert sums == {258.0}
+
+
+@pytest.mark.parametrize("reduce_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("args", [TINY, TIED, MIXED], ids=["llama", "tied", "experts"])
+@pytest.mark.parametrize(
+    ("degrees", "backend"),
+    [
+        ({"tp": 2}, "auto"),
+        ({"dp_shard": 2}, "auto"),
+        ({"dp_shard": 2}, "gloo"),
+        ({"dp_replicate": 2}, "auto"),
+        ({"cp": 2}, "auto"),
+    ],
+)
+@pytest.mark.ranks(2)
+def test_gradients_are_summed_over_ranks_in_the_type_to_reduce_in(
+    degrees, backend, args, reduce_dtype
+) -> None:
+    """Also those of norms and routers, which tensor parallelism replicates."""
+    local, _ = parallel_model(
+        mesh(**degrees),
+        args,
+        param_dtype=torch.bfloat16,
+        reduce_dtype=reduce_dtype,
+        fsdp_cpu_backend=backend,
+    )
+    seen = watch_reductions(local.stages)
+    tokens = torch.randint(args.vocab_size, (2, SEQ_LEN))
+    local.stages[0](tokens, tokens).backward()
+    assert {*seen.values()} == {reduce_dtype}
+    assert bool(narrower(seen, torch.float32)) == (reduce_dtype == torch.bfloat16)
+    if "tp" in degrees:
+        replicated = {name for name, one in args.table.parameters.items() if one.role == "norm"}
+        routers = {name for name in args.table.parameters if name.endswith("router.weight")}
+        assert seen.keys() >= replicated | routers
+
+
+@pytest.mark.ranks(2)
+def test_a_sum_over_tp_is_rounded_once() -> None:
+    """In bf16, 256 + 1 is 256: so a rank's 256 and the other's 1, of a norm."""
+    local, meshes = parallel_model(mesh(tp=2), param_dtype=torch.bfloat16)
+    (model,) = local.stages
+    tokens = torch.randint(TINY.vocab_size, (2, SEQ_LEN))
+    model(tokens, tokens)  # FSDP2 gathers, and has unsharded parameters from here on
+    value = 256.0 if meshes.tp.get_local_rank() == 0 else 1.0
+    (group,) = (group for group in groups_of(local) if group._module_fqn == "layers.1")
+    group.unshard()
+    group.wait_for_unshard()
+    for parameter in group.fsdp_params:
+        whole_parameter = parameter.unsharded_param
+        placements = [
+            Partial() if one.is_replicate() else one for one in whole_parameter.placements
+        ]
+        part = torch.full_like(whole_parameter.to_local(), value)
+        whole_parameter.grad = DTensor.from_local(part, whole_parameter.device_mesh, placements)
+    group.post_backward()
+    group.finalize_backward()
+    norm = model.get_parameter("layers.1.ffn_norm.weight")
+    assert {*whole(norm.grad).tolist()} == {257.0}
+
+
+@pytest.mark.ranks(2)
+def test_replicas_of_bf16_weights_add_up_microbatches_in_fp32() -> None:
+    """Each microbatch is reduced; FSDP2 adds up before the replicas exchange their sums."""
+    types = {"param_dtype": torch.bfloat16, "master_dtype": torch.bfloat16}
+    local, _ = parallel_model(mesh(dp_replicate=2), **types)
+    (model,) = local.stages
+    assert isinstance(model, FSDPModule)
+    model.set_requires_all_reduce(False)
+    model.set_is_last_backward(False)
+    tokens = torch.randint(TINY.vocab_size, (2, SEQ_LEN))
+    model(tokens, tokens).backward()
+    assert {group._partial_reduce_output.dtype for group in groups_of(local)} == {torch.float32}
+    model.set_requires_all_reduce(True)
+    model.set_is_last_backward(True)
+    model(tokens, tokens).backward()

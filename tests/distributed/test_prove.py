@@ -181,6 +181,11 @@ FAULTY = {
     "resume_a_batch_late": (SHARDS, ["resume: .* samples, .* on rank 1"]),
     "a_tensor_not_saved": ({"pp": 2}, [f"checkpoint: does not hold {MOMENT}, on rank 1"]),
     "loss_in_bf16": (SHARDS, ["^gradient of output"], "bf16 sums"),
+    "sums_over_tp_in_bf16": (
+        {"tp": 2},
+        ["^sums over ranks: gradients of norm.weight in bfloat16, .* on rank 0, 1$"],
+        "bf16",
+    ),
 }
 """Many more: tests/faults."""
 

@@ -60,6 +60,13 @@ def no_sum_over_tp() -> Iterator[None]:
 
 
 @fault
+def sums_over_tp_in_bf16() -> Iterator[None]:
+    """FSDP2 sums gradients of norms over tp in the type they were computed in (pytorch 190626)."""
+    with patch.object(data_parallel, "sum_over_tp_in_reduce_dtype", lambda model: None):
+        yield
+
+
+@fault
 def loss_in_bf16() -> Iterator[None]:
     """The logits are not cast to fp32 before the loss."""
 

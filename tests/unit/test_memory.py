@@ -78,6 +78,14 @@ def test_microbatches_are_not_added_up_in_bfloat16() -> None:
         assert error.value.key == "training.mixed_precision_reduce"
 
 
+def test_shards_in_bfloat16_do_not_add_up_microbatches() -> None:
+    with pytest.raises(ConfigError, match="would add up the 4 microbatches .*, bfloat16") as error:
+        plan(8, 32, **BF16_WEIGHTS, **{REDUCTION: EVERY})
+    assert error.value.key == "parallelism.fsdp_reduce_gradients"
+    plan(8, 8, **BF16_WEIGHTS, **{REDUCTION: EVERY})
+    plan(8, 32, **BF16_WEIGHTS, **{REDUCTION: EVERY, SHARD: 4, REPLICATE: 2})
+
+
 P = 8_030_261_248  # parameters of Llama 3 8B
 
 

@@ -118,6 +118,7 @@ def compare(
         verdict, "gradient norm", seen.grad_norms, norms, (bounds.grad_norm, bounds.later_grad_norm)
     )
     _compare_gradients(verdict, reference, ranks, bounds)
+    _check_reductions(verdict, ranks)
     _compare_updates(verdict, reference, ranks, bounds.update)
     _compare_routers(verdict, reference, ranks, bounds)
     _compare_validation(verdict, seen, ranks, bounds.later_loss)
@@ -205,6 +206,17 @@ def _compare_gradients(
             verdict.failures.append(f"gradient of {name}: relative error {error:.1e}")
     worst, name = errors[0]
     verdict.errors |= {"gradient": worst, "of": name if worst else ""}
+
+
+def _check_reductions(verdict: Verdict, ranks: Sequence[Measurement]) -> None:
+    """Add the sums over ranks in too narrow a type, which no bound on their values can tell."""
+    if wrong := [number for number, rank in enumerate(ranks) if rank.narrow_reductions]:
+        names = ranks[wrong[0]].narrow_reductions
+        more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+        verdict.failures.append(
+            f"sums over ranks: gradients of {', '.join(names[:NAMED])}{more}, below "
+            f"training.mixed_precision_reduce, on rank {_ranks(wrong)}"
+        )
 
 
 def _compare_updates(

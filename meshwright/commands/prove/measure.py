@@ -29,6 +29,7 @@ from meshwright.commands.prove.job import (
     show_attention,
     unbalance,
 )
+from meshwright.commands.prove.reductions import narrower, watch_reductions
 from meshwright.config.job_config import Checkpoint, JobConfig
 from meshwright.datasets.loader import whole_cursor
 from meshwright.datasets.opening import OpenSource
@@ -155,6 +156,9 @@ class Measurement:
     """By step and index in the global batch: hash of the sample."""
     shards: dict[str, dict[str, ShardComparison]] = field(default_factory=dict)
     """By kind, of `COMPARED`, and name."""
+    narrow_reductions: list[str] = field(default_factory=list)
+    """Parameters whose gradients were summed over ranks in a narrower type than
+    `training.mixed_precision_reduce`, and that type."""
     wrong_counts: list[str] = field(default_factory=list)
     """Loads and biases of routers that do not follow from the choices, to the bit, after a step."""
     other_choices: tuple[int, int] = (0, 0)
@@ -220,6 +224,7 @@ def _measure(
     torch.manual_seed(training.seed)
     meshes, cpu = _meshes(plan.dims, "cpu"), torch.device("cpu")
     job = Job(plan, meshes, source, first_cursor(source, training))
+    reductions = watch_reductions(job.model.stages)
     _begin(job, training.seed)
     weights = {name: _copy(parameter) for name, parameter in job.model.named_parameters()}
     unbalance(job.model)
@@ -253,6 +258,9 @@ def _measure(
             wanted = {name: _copy(tensor) for name, tensor in job.state_dict().items()}
             updates = _updates(job, weights)
     job.close()
+    is_reduced = meshes.fsdp.size() > 1 and any(p.requires_grad for p in job.model.parameters())
+    assert reductions or not is_reduced, "sums of gradients over ranks were not seen"
+    seen.narrow_reductions = narrower(reductions, getattr(torch, training.mixed_precision_reduce))
     num_tokens = sum(replay.num_tokens for replay in replays)
     seen.other_choices = sum(int(replay.num_others) for replay in replays), num_tokens
     gaps = [torch.zeros(()), *(replay.gap for replay in replays)]

@@ -81,7 +81,8 @@ def choose_reduction(config: JobConfig, load: Load) -> JobConfig:
     - `mixed_precision_reduce` is bfloat16: whole gradients would be added up in that type.
 
     Raises:
-        ConfigError: if microbatches would be added up in bfloat16.
+        ConfigError: if microbatches would be added up in bfloat16, whose sums of many are off by
+            1 %.
     """
     parallelism, training = config.parallelism, config.training
     reduction, shards = parallelism.fsdp_reduce_gradients, _num_shards(config)
@@ -114,6 +115,17 @@ def choose_reduction(config: JobConfig, load: Load) -> JobConfig:
         'set it to "float32" (only FSDP without pipeline, copies (HSDP) and '
         'optimizer.early_step_in_backward, with fsdp_reduce_gradients = "every_microbatch" and '
         "fp32 weights, adds them up in fp32)",
+    )
+    check(
+        training.dtype == "float32"
+        or reduction != "every_microbatch"
+        or num_microbatches == 1
+        or parallelism.data_parallel_replicate_degree > 1,  # adds up in mixed_precision_reduce
+        "parallelism.fsdp_reduce_gradients",
+        reduction,
+        f"would add up the {num_microbatches} microbatches of a step in training.dtype, "
+        f"{training.dtype}",
+        'set it to "last_microbatch", or training.dtype to "float32"',
     )
     return changed(config, {"parallelism": {"fsdp_reduce_gradients": reduction}})
 
