@@ -6,29 +6,34 @@ Llama 2's settings: BPE, byte fallback, digits apart, white space kept as it is.
 """
 
 import argparse
+import sysconfig
+import tokenize
+from collections.abc import Iterator
 from pathlib import Path
 
 import sentencepiece
 
-from meshwright.config.training import Source
-from meshwright.datasets.files import Entry
-from meshwright.datasets.sources import open_stdlib
+LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("output", type=Path)
 parser.add_argument("--vocab-size", type=int, default=2048)
 args = parser.parse_args()
 
+library = Path(sysconfig.get_paths()["stdlib"])
+files = sorted(map(str, library.rglob("*.py")))
+files = [file for file in files if not LEFT_OUT & {*Path(file).relative_to(library).parts}]
+
+
+def lines() -> Iterator[str]:
+    for file in files:
+        with tokenize.open(file) as opened:  # heeds the file's own coding line
+            yield from opened.read().splitlines()
+
+
 with open(args.output, "wb") as file:
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=(
-            line
-            for split in ("train", "validation")
-            for document in open_stdlib(
-                Entry("training", "", Source(dataset_split=split)), streamed=False
-            ).read(0, 1)
-            for line in document.splitlines()
-        ),
+        sentence_iterator=lines(),
         model_writer=file,
         vocab_size=args.vocab_size,
         model_type="bpe",

@@ -61,7 +61,7 @@ EPOCHS, MINUTES = 3, 5
 TOKENS_PER_CORE_S = 2000
 """The preset's model trains so fast on a core of a Xeon (README's run)."""
 
-STDLIB_TOKENS = 4_000_000
+SYMPY_TOKENS = 4_000_000
 
 LEAST_STEPS, LEAST_SAMPLES, ALL_BELOW = 10, 8, 256
 """A job has so many steps at least; sequences that are held out at least; and those below which all
@@ -110,7 +110,7 @@ def add_options(parser: Parser) -> None:
         dest="corpus",
         type=readable,
         metavar="PATH",
-        help="your texts: a file, a folder or a glob (default: Python's standard library)",
+        help="your texts: a file, a folder or a glob (default: the source code of sympy)",
     )
 
 
@@ -127,7 +127,7 @@ def run(given: Namespace) -> None:
         print(f"looking at {given.corpus} ...", flush=True)
         corpus = look_at(given.corpus)
         print(corpus)
-    scale = scale_for(STDLIB_TOKENS if corpus is None else corpus.num_to_train)
+    scale = scale_for(SYMPY_TOKENS if corpus is None else corpus.num_to_train)
     lines = _toml(out, corpus, scale)
     text = "".join(f"{line.removesuffix('# ').rstrip()}\n" for line in lines)
     write_output(out, text, "OUT")
@@ -324,7 +324,7 @@ def _toml(out: Path, corpus: Corpus | None, scale: Scale) -> Iterator[str]:
 def _data(corpus: Corpus | None, folder: Path) -> Iterator[str]:
     """Yield the lines that name the data. Its path starts at `folder`."""
     if corpus is None:
-        yield _line("dataset", "python_stdlib", "of the running Python, for trying")
+        yield _line("dataset", "sympy_source", "which torch installs; for trying")
         return
     source, path = corpus.source, os.path.relpath(corpus.source.dataset_path, folder)
     if path.startswith(".."):

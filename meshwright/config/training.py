@@ -20,11 +20,11 @@ from meshwright.config.section import (
 class Source(Section, on_resume="data"):
     """Where text comes from: the same keys for training, for validation, and in a mixture."""
 
-    dataset: str = "python_stdlib"
+    dataset: str = "sympy_source"
     """text, json, parquet, arrow: local files of texts. megatron, tokens: local files of token ids
     (.bin with .idx of Megatron-LM; .npy or .bin of OLMo, nanoGPT or llm.c; .ds of datatrove). c4,
-    fineweb, fineweb-edu, slimpajama, or any "owner/name": of the Hugging Face hub. python_stdlib:
-    the library of the running Python, for trying."""
+    fineweb, fineweb-edu, slimpajama, or any "owner/name": of the Hugging Face hub. sympy_source:
+    the Python code of sympy, which torch installs, for trying."""
 
     dataset_path: DataPath = ""
     """File, folder or glob for local data, or an address of such (s3://, gs://, hf://; of https://
@@ -38,7 +38,7 @@ class Source(Section, on_resume="data"):
     log and its checkpoints name the commit."""
 
     dataset_split: str = "train"
-    """Part of a dataset of the hub; of python_stdlib "train", or "validation": every 20th file."""
+    """Part of a dataset of the hub; of sympy_source "train", or "validation": every 20th file."""
 
     dataset_column: str = "text"
     """Column that holds the text, or a conversation: a list of {role, content}, of which only the

@@ -15,6 +15,7 @@ from meshwright.datasets.files import ROW_FORMATS, SUFFIXES, Entry
 from meshwright.datasets.rows import FORMATS, LocalDocuments, row_reader
 from meshwright.datasets.sources import DATASETS, DatasetSpec, find_dataset
 from meshwright.datasets.storage import DataFile, is_address
+from meshwright.datasets.sympy_source import version_note
 from meshwright.datasets.tokenizers.kinds import Tokenizer, find_template, prompt_tokens
 from meshwright.system.errors import (
     ConfigError,
@@ -66,6 +67,14 @@ def validation_note(config: JobConfig) -> str:
     shared = sorted(ours & theirs)
     count = numbered(len(shared), "file")
     return f"training reads {count} of the validation, too: {shared[0]}" if shared else ""
+
+
+def sympy_note(config: JobConfig) -> str:
+    """Return a note if the docs' losses are of another version of sympy's source, and the job reads
+    that; or ""."""
+    sources = [*entries(config.training, ""), *validation_entries(config)]
+    has_it = any(entry.source.dataset == "sympy_source" for entry in sources)
+    return version_note() if has_it else ""
 
 
 def _source(keys: Source) -> Source:
@@ -195,7 +204,7 @@ def check_path(entry: Entry, spec: DatasetSpec, *, looks_at_files: bool = True) 
     rule, fix = f"{of_it} holds tokens, which are read where they lie", "bound training.steps"
     refuse(source.max_documents and spec.has_tokens, "max_documents", rule, f"{out}, or {fix}")
     check(
-        not entry.held_out or spec.has_rows or name == "python_stdlib",
+        not entry.held_out or spec.has_rows or name == "sympy_source",
         *("training.validation_fraction", entry.held_out),
         f"{of_it} has no rows that could be held out",
         "name a dataset in [validation] instead",

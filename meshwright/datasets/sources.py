@@ -5,8 +5,6 @@ Tokenising their documents is in `datasets/tokenizers` and `datasets/token_cache
 
 import copy
 import os
-import sysconfig
-import tokenize
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -30,11 +28,11 @@ from meshwright.datasets.rows import (
     Item,
     LocalDocuments,
     Reader,
-    is_on_side,
     row_reader,
     unreadable_now,
 )
 from meshwright.datasets.storage import DataFile, stat
+from meshwright.datasets.sympy_source import open_sympy, sympy_files
 from meshwright.system.errors import PASSED_ON, ConfigError, first_line
 from meshwright.system.files import may_pass
 
@@ -67,35 +65,6 @@ class DatasetSpec:
             raise entry.error("dataset", rule, "return a list")
         found = [file if isinstance(file, DataFile) else DataFile(file) for file in given]
         return [stat(f.path) if f.size < 0 and os.path.exists(f.path) else f for f in found]
-
-
-def stdlib_files(entry: Entry) -> list[str]:
-    """Return the running Python's own standard library, without its tests; of that, one split."""
-    left_out = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
-    files = []
-    for folder, subfolders, names in os.walk(sysconfig.get_paths()["stdlib"]):
-        subfolders[:] = set(subfolders) - left_out  # os.walk enters the rest
-        paths = (os.path.join(folder, name) for name in names if name.endswith(".py"))
-        files += [path for path in paths if os.path.getsize(path) > 0]
-    files.sort()
-    held_out = entry.source.dataset_split == "validation"
-    return [file for n, file in enumerate(files) if (n % 20 == 10) == held_out]
-
-
-def open_stdlib(entry: Entry, streamed: bool) -> Documents:
-    """Open the standard library: each file is a document."""
-    files = stdlib_files(entry)
-
-    def read(index: int) -> Item:
-        path = files[index]
-        try:
-            with tokenize.open(path) as file:  # heeds the file's own coding line
-                text = file.read()
-        except (SyntaxError, UnicodeDecodeError) as error:
-            return entry.record_error("dataset", f"{path}: {error}")
-        return text if is_on_side(entry, text) else ""
-
-    return IndexedDocuments(len(files), read)
 
 
 def open_local(entry: Entry, streamed: bool) -> Documents:
@@ -237,7 +206,7 @@ _ROWS = DatasetSpec(open_local, local_files, path="required", has_rows=True)
 _TOKENS = DatasetSpec(open_tokens, token_files, path="required", has_tokens=True)
 
 DATASETS: dict[str, DatasetSpec] = {
-    "python_stdlib": DatasetSpec(open_stdlib, stdlib_files),
+    "sympy_source": DatasetSpec(open_sympy, sympy_files),
     "c4": _on_hub("allenai/c4", "en"),
     "fineweb": _on_hub("HuggingFaceFW/fineweb", "default"),
     "fineweb-edu": _on_hub("HuggingFaceFW/fineweb-edu", "default"),

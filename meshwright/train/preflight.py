@@ -32,6 +32,7 @@ from meshwright.datasets.named_sources import (
     check_validation,
     idle_source_options,
     no_end,
+    sympy_note,
     validation_note,
 )
 from meshwright.datasets.tokenizers.kinds import Tokenizer, build_tokenizer
@@ -194,6 +195,7 @@ class Plan:
         lines = (
             self.batch_line,
             validation_note(self.config),
+            sympy_note(self.config),
             no_end(self.tokenizer, self.config.model),
             self.compile_line,
             min(slow),

@@ -49,7 +49,7 @@ flavor = "debugmodel"
 tokenizer_path = "{TOKENIZER}"   # sentencepiece
 
 [training]
-dataset = "python_stdlib"
+dataset = "sympy_source"
 seq_len = 512
 local_batch_size = 4
 global_batch_size = 16           # two microbatches
@@ -341,7 +341,7 @@ CHOICES = (
     ("model", "name", "lama", "did you mean llama?"),
     ("model", "name", "mistral", "(docs/extending.md adds one)"),
     ("model", "flavor", "debug_model", "did you mean debugmodel?"),
-    ("training", "dataset", "python-stdlib", "did you mean python_stdlib?"),
+    ("training", "dataset", "sympy-source", "did you mean sympy_source?"),
     ("training", "dataset", "openwebtext", "choose from"),
     ("parallelism", "pipeline_parallel_schedule", "1f1b", 'write "1F1B"'),
 )

@@ -109,7 +109,7 @@ def test_a_validation_that_fails_costs_no_step(tmp_path: Path) -> None:
     train_alone(folder, *options, "--training.steps", 6)
     assert "validation/loss" in records(folder)[-1]
     manifest = read_manifest(commit.step_folder(folder / "checkpoint", 6))
-    assert manifest.get("validation_content", {}).keys() == {"python_stdlib"}
+    assert manifest.get("validation_content", {}).keys() == {"sympy_source"}
     # on which tokens and places in streamed data depend
     packages = {name: version(name) for name in ("tokenizers", "datasets")}
     assert packages.items() <= manifest["versions"].items()

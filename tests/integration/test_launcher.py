@@ -58,7 +58,7 @@ def test_a_run_learns_and_leaves_what_was_promised(uninterrupted: Path) -> None:
         *("step", "loss/train", "optim/grad_norm", "optim/lr", "memory/peak_gib", "data/tokens"),
         *("time/wps", "time/tflops", "time/step_s", "time/data_s"),
         *("time/forward_backward_s", "time/communication_s", "time/optimizer_s"),
-        "data/epochs/python_stdlib",
+        "data/epochs/sympy_source",
     }
     assert rows[0]["loss/train"] - rows[-1]["loss/train"] > 1.0
     assert rows[-1]["data/tokens"] == 20 * 8 * 64
@@ -143,7 +143,7 @@ def test_a_resume_may_leave_out_the_place_in_the_data_and_the_optimizer(
     rows, before = records(folder), records(uninterrupted)
     assert [row["optim/lr"] for row in rows] == [row["optim/lr"] for row in before]
     assert rows[14] == before[14]
-    assert rows[15]["data/epochs/python_stdlib"] < before[0]["data/epochs/python_stdlib"] * 1.01
+    assert rows[15]["data/epochs/sympy_source"] < before[0]["data/epochs/sympy_source"] * 1.01
     assert rows[-1]["loss/train"] < before[0]["loss/train"] - 0.5
 
 

@@ -194,7 +194,7 @@ def test_a_job_whose_data_has_ended_is_done(resume) -> None:
 
 
 def parts(*of_each: str) -> tuple[str, str]:
-    tables = [f"{{dataset='python_stdlib', name='{n}', {text}}}" for n, text in enumerate(of_each)]
+    tables = [f"{{dataset='sympy_source', name='{n}', {text}}}" for n, text in enumerate(of_each)]
     return "--training.datasets", f"[{', '.join(tables)}]"
 
 
@@ -231,7 +231,7 @@ def test_a_mixture_may_go_on_with_other_weights(resume, caplog) -> None:
 
 
 def test_a_stage_begins_with_what_it_is_without_a_warning(resume, caplog) -> None:
-    one = "{until_tokens=640, lr=1e-4, datasets=[{dataset='python_stdlib', weight=1}]}"
+    one = "{until_tokens=640, lr=1e-4, datasets=[{dataset='sympy_source', weight=1}]}"
     stages = ("--training.global_batch_size=2", "--training.stages", f"[{one}, {{}}]")
     drift = resume(*stages, "--training.max_norm=2", saved_with=stages)
     assert [text.partition(": ")[2] for _, text in said(drift, caplog)] == [

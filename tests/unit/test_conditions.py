@@ -182,7 +182,7 @@ def test_of_keys_without_effect_only_the_user_s_own_are_told(tmp_path, capsys) -
 def test_validation_on_other_data_than_training_is_told(tmp_path, capsys) -> None:
     (tmp_path / "a.txt").write_text("some words")
     own = 'dataset = "text"\ndataset_path = "a.txt"\n'
-    toml, said = tmp_path / "a.toml", "validation reads python_stdlib, and training text"
+    toml, said = tmp_path / "a.toml", "validation reads sympy_source, and training text"
     toml.write_text(f'extends = "debug_model"\n[training]\n{own}')
     check_job([toml])
     assert capsys.readouterr().out.count(said) == 1

@@ -194,7 +194,7 @@ training.steps=3 => expected --section.key value fix: write --training.steps=3
 --training.dataset s3://bucket/a => is written "owner/name"
 --training.dataset json => dataset 'json' needs it
 --training.dataset json --training.dataset_path /no/such.json => no such file or folder
---training.dataset_path /tmp => dataset 'python_stdlib' reads no path
+--training.dataset_path /tmp => dataset 'sympy_source' reads no path
 --training.global_batch_size 0 => must be a positive multiple of 4 = 2 data
 --training.global_batch_size 6 => must be a positive multiple of 4 = 2 data
 --parallelism.data_parallel_shard_degree 3 => multiply to 3, but there are 2 ranks
@@ -337,7 +337,7 @@ def test_updates_in_backward_wait_for_offloaded_gradients() -> None:
         check_device(load_config(words), "cuda", waits_for_offload=False)
 
 
-PART = '[[training.datasets]]\ndataset = "python_stdlib"\n'
+PART = '[[training.datasets]]\ndataset = "sympy_source"\n'
 HEAD = '[model]\ntokenizer_path = "bytes"\nargs = { vocab_size = 258 }\n[training]\nseq_len = 64\n'
 ANOTHER = f'{PART}name = "b"\n'
 VALIDATION = "[validation]\nenable = true\n"
@@ -347,7 +347,7 @@ LISTS = {  # keys after `HEAD`, and a part of the error
     f"{PART}weight = 1\ntokens = 1\n": "has both weight and tokens",
     f"{PART}weight = 0\n": "a.toml:8: training.datasets.0.weight = 0: ",
     f"{PART}wieght = 1\n": "fix: did you mean training.datasets.0.weight?",
-    f"{PART}weight = 1\n{PART}weight = 2\n": "training.datasets.1.name = 'python_stdlib': another",
+    f"{PART}weight = 1\n{PART}weight = 2\n": "training.datasets.1.name = 'sympy_source': another",
     f"{PART}weight = 1\n{ANOTHER}tokens = 2\n": "datasets.1: weights and tokens are mixed",
     f"local_batch_size = 4\nsteps = 10\n{PART}tokens = 2000\n{ANOTHER}tokens = 500\n": (
         "steps = 10: takes 2,560 tokens, but training.datasets give 2,500\n  fix: set it to 9"
@@ -433,10 +433,10 @@ freq = 7
         ('[training]\ndataset = "text"\ndataset_subset = "it"\n', ("text", "it"),
          ("c4", "validation")),
         ('[validation]\ndataset = "text"\n', ("c4", "de"), ("text", "train")),
-        ("[training]\nvalidation_fraction = 0.1\n", ("c4", "de"), ("python_stdlib", "train")),
+        ("[training]\nvalidation_fraction = 0.1\n", ("c4", "de"), ("sympy_source", "train")),
         ('[training]\nvalidation_fraction = 0.1\n[validation]\ndataset = "json"\n',
          ("c4", "de"), ("json", "train")),
-        (HEAD + PART + "weight = 1\n", ("python_stdlib", ""), ("c4", "validation")),
+        (HEAD + PART + "weight = 1\n", ("sympy_source", ""), ("c4", "validation")),
     ],
 )  # fmt: skip
 def test_other_data_drops_the_inherited_keys_of_the_data_before(

@@ -153,8 +153,8 @@ FRACTION = ["--training.validation_fraction=0.1", "--validation.enable=true"]
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (['--training.dataset_where=["a == 1"]'], "dataset 'python_stdlib' has no rows"),
-        (["--training.dataset_separator=x"], "dataset 'python_stdlib' is not \"text\""),
+        (['--training.dataset_where=["a == 1"]'], "dataset 'sympy_source' has no rows"),
+        (["--training.dataset_separator=x"], "dataset 'sympy_source' is not \"text\""),
         ([*FRACTION, "--validation.dataset=c4"], "is given beside a dataset of [validation]"),
     ],
 )

@@ -191,7 +191,7 @@ def test_a_folder_called_like_a_preset_does_not_hide_it(
     (tmp_path / "debug_model").mkdir()
     (tmp_path / "a.toml").write_text('extends = "debug_model"\n')
     for name in ("debug_model", "a.toml"):
-        assert load_config([name]).training.dataset == "python_stdlib"
+        assert load_config([name]).training.dataset == "sympy_source"
 
 
 def test_extends_takes_no_file_of_the_working_directory(

@@ -136,7 +136,7 @@ def test_a_stream_with_another_chat_template_or_eos_is_other_data(tmp_path: Path
         (["--validation.num_samples=4", "--validation.freq=7"], "validation.num_samples"),
         (["--training.seq_len=32"], "training.seq_len"),
         (
-            ['--validation.datasets=[{dataset = "python_stdlib"}]', "--validation.dataset="],
+            ['--validation.datasets=[{dataset = "sympy_source"}]', "--validation.dataset="],
             "validation.dataset, validation.datasets",
         ),
     ],

@@ -335,10 +335,10 @@ def test_the_hub_out_of_reach_is_a_config_error(name: str, folder: Path) -> None
 
 
 def test_the_standard_library_is_text_and_without_its_tests() -> None:
-    texts = read_all(open_documents(dataset="python_stdlib"))
+    texts = read_all(open_documents(dataset="sympy_source"))
     assert 3_000_000 < sum(map(len, texts)) < 20_000_000  # its tests are even more
     assert any("class JSONDecoder" in text for text in texts)
-    held_out = read_all(open_documents(dataset="python_stdlib", dataset_split="validation"))
+    held_out = read_all(open_documents(dataset="sympy_source", dataset_split="validation"))
     assert 0.02 < len(held_out) / len(texts) < 0.08
     both = set(held_out) & set(texts)
     assert all(text.count("\n") <= 1 for text in both)  # a comment that two packages consist of
@@ -350,9 +350,9 @@ OLD = {"dataset_revision": "main"}
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"dataset": "python_stdlib", "dataset_split": "test"}, "only train and validation"),
-        ({"dataset": "python_stdlib", "dataset_subset": "en"}, "has no subsets"),
-        ({"dataset": "python_stdlib", "dataset_path": "/tmp"}, "reads no path"),
+        ({"dataset": "sympy_source", "dataset_split": "test"}, "only train and validation"),
+        ({"dataset": "sympy_source", "dataset_subset": "en"}, "has no subsets"),
+        ({"dataset": "sympy_source", "dataset_path": "/tmp"}, "reads no path"),
         ({"dataset": "json"}, "needs it"),
         ({"dataset": "json", "dataset_path": "/no/such"}, "no such file or folder"),
         ({"dataset": "c4", "dataset_path": "/no/such"}, "no such file"),

@@ -124,7 +124,7 @@ def test_files_with_every_key_of_theirs_pass_the_check_and_are_migrated(
 def test_check_lists_the_changes_by_line_and_how_to_migrate(tmp_path, monkeypatch, capsys) -> None:
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    table = {"training": {"dataset": "python_stdlib"}, "checkpoint": {"interval": 7}}
+    table = {"training": {"dataset": "sympy_source"}, "checkpoint": {"interval": 7}}
     text = given({**table, "compile": {"enable": False, "components": ["model"]}})
     (tmp_path / "theirs.toml").write_text(text)
     run_command(["check", "../here/../theirs.toml", "--ngpu", "2", "--model.tokenizer_path=bytes"])
