@@ -17,9 +17,10 @@ import pytest
 from pyarrow import parquet
 
 from meshwright.config.loader import load_config
+from meshwright.datasets import sympy_source
 from meshwright.datasets.encoding import NO_LOSS, TokenizationSpec
 from meshwright.datasets.files import fingerprint, local_files, revision
-from meshwright.datasets.named_sources import check_path
+from meshwright.datasets.named_sources import check_path, sympy_note
 from meshwright.datasets.opening import open_data
 from meshwright.datasets.rows import Document, Documents, IndexedDocuments, unreadable
 from meshwright.datasets.samples import CachedSamples
@@ -334,14 +335,38 @@ def test_the_hub_out_of_reach_is_a_config_error(name: str, folder: Path) -> None
         find_dataset(name).open(entry(dataset=name), streamed=True)
 
 
-def test_the_standard_library_is_text_and_without_its_tests() -> None:
+def test_the_source_of_sympy_is_the_published_one(caplog) -> None:
+    """Whatever Python runs: the docs' losses are of it."""
     texts = read_all(open_documents(dataset="sympy_source"))
-    assert 3_000_000 < sum(map(len, texts)) < 20_000_000  # its tests are even more
-    assert any("class JSONDecoder" in text for text in texts)
     held_out = read_all(open_documents(dataset="sympy_source", dataset_split="validation"))
-    assert 0.02 < len(held_out) / len(texts) < 0.08
-    both = set(held_out) & set(texts)
-    assert all(text.count("\n") <= 1 for text in both)  # a comment that two packages consist of
+    assert (len(texts), len(held_out)) == (778, 41)
+    assert not {*texts} & {*held_out}
+    if not sympy_source.version_note():
+        assert sum(len(text.encode()) for text in [*texts, *held_out]) == 16_141_585
+        assert "published" not in caplog.text
+
+
+def test_another_source_of_sympy_is_told_in_one_line(tmp_path, monkeypatch, caplog) -> None:
+    (tmp_path / "sympy/core/tests").mkdir(parents=True)
+    for name in ("__init__.py", "core/__init__.py", "core/add.py", "core/tests/test_add.py"):
+        (tmp_path / "sympy" / name).write_text("" if "__init__" in name else f"# {name}\n")
+    spec = SimpleNamespace(submodule_search_locations=[str(tmp_path / "sympy")])
+    monkeypatch.setattr(sympy_source, "find_spec", lambda _: spec)
+    monkeypatch.setattr(sympy_source, "version", lambda _: sympy_source.VERSION)
+    assert read_all(open_documents(dataset="sympy_source")) == ["# core/add.py\n"]
+    assert "sympy isn't the published source of sympy 1.14.0" in caplog.text
+    monkeypatch.setattr(sympy_source, "version", lambda _: "1.15.1")
+    caplog.clear()
+    open_documents(dataset="sympy_source")
+    assert not caplog.text  # `check` and the job say it at each start
+    said = "sympy 1.15.1 is installed, so losses differ from the docs', of 1.14.0"
+    assert sympy_note(load_config(["debug_model"])) == said
+    assert sympy_note(load_config(["debug_model", "--training.dataset", "c4"])) == said
+    hub = ["debug_model", "--training.dataset", "c4", "--validation.dataset", "c4"]
+    assert sympy_note(load_config(hub)) == ""
+    monkeypatch.setattr(sympy_source, "find_spec", lambda _: None)
+    with pytest.raises(ConfigError, match="sympy is not installed.*\n  fix: python -m pip install"):
+        open_documents(dataset="sympy_source")
 
 
 OLD = {"dataset_revision": "main"}
