@@ -119,8 +119,6 @@ def _run_command_line(launch: Launch, requests: Requests) -> bool:
             logger.info("%s", note)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     allow_files(world_size)
-    if "RANK" not in os.environ:
-        slurm.check_tasks(1, os.environ)
     plan: Plan | None = None
     try:
         plan = preflight(

@@ -183,7 +183,9 @@ def understand(words: list[str]) -> None:
         if variable.startswith("CONFIG_FILE="):
             config = [variable.partition("=")[2]]
     name, *rest = words or ["cd"]
-    if name == "meshwright":
+    if name == "srun":
+        understand(rest)
+    elif name == "meshwright":
         _check_command(rest)
     elif name == "./run_llama_train.sh":
         _check_command(["train", *config, *rest])
