@@ -12,6 +12,7 @@ from meshwright.config.loader import load_config
 from meshwright.models.families import MODELS
 from meshwright.train.optim import optimizers, registry
 from meshwright.train.resolve_model import resolve_model
+from tests.campaigns.random_references import words_of
 from tests.helpers.slow import slow_but
 
 GROUPS = (
@@ -39,14 +40,14 @@ CONFIGS = {
 }
 
 
-def of(words: str) -> tuple[JobConfig, JobConfig]:
-    config = load_config(words.split())
+def of(words: list[str]) -> tuple[JobConfig, JobConfig]:
+    config = load_config(words)
     return config, shrink(config, resolve_model(config)[1])
 
 
 @pytest.mark.parametrize("words", slow_but("experts groups", CONFIGS))
 def test_the_reference_is_plain_pytorch(on_ranks, words: str) -> None:
-    (checked,) = on_ranks(1, compare_with_plain, *of(words))
+    (checked,) = on_ranks(1, compare_with_plain, *of(words.split()))
     assert checked.failures == []
     errors = checked.errors
     assert 0 < errors["loss"] < 1e-6
@@ -54,6 +55,14 @@ def test_the_reference_is_plain_pytorch(on_ranks, words: str) -> None:
     assert errors["update"] > 0
     assert (errors.get("EMA", 0.0) > 0) == (EMA in words)
     assert ("balance_loss" in errors) == any(name in words for name in ("moe", "mixtral"))
+
+
+@pytest.mark.parametrize("number", slow_but("0", {str(n): [n] for n in range(8)}))
+def test_random_configs_are_plain_pytorch(on_ranks, number: int) -> None:
+    """More: `python -m tests.campaigns.random_references`."""
+    words = words_of(7, number)
+    (checked,) = on_ranks(1, compare_with_plain, *of(words))
+    assert checked.failures == [], words
 
 
 def without_decay(name: str, *others: object) -> registry.Settings:
@@ -87,6 +96,6 @@ def compare_with_fault(name: str, config: JobConfig, small: JobConfig) -> Checke
 )
 def test_a_fault_that_one_process_has_is_named(on_ranks, name: str, line: str, others) -> None:
     """More: `tests/faults` with the finder "reference"."""
-    (checked,) = on_ranks(1, compare_with_fault, name, *of(""))
+    (checked,) = on_ranks(1, compare_with_fault, name, *of([]))
     assert checked.failures[0].startswith(line)
     assert [*checked.lines][1:] == others

@@ -252,11 +252,16 @@ class Vocabulary(ByteTokenizer):
         return [number % 5 for number in range(self.vocab_size)]
 
 
+def documents_of(training: Training, vocab_size: int, seed: int) -> list[Tokens]:
+    """Return the documents that `open_source` reads."""
+    shortest = SHORTEST if training.packing == "cut" else SHORTEST_PACKED
+    return documents(vocab_size, seed, shortest)
+
+
 def open_source(training: Training, vocab_size: int, seed: int) -> OpenSource:
     """Documents in memory, streamed or not as `training` says."""
     entry = Entry("training", "synthetic", Source())
-    is_cut = training.packing == "cut"
-    pieces = documents(vocab_size, seed, SHORTEST if is_cut else SHORTEST_PACKED)
+    pieces, is_cut = documents_of(training, vocab_size, seed), training.packing == "cut"
     if training.dataset_mode != "streamed":
         cache = MemoryCache(pieces)
         packing = None if is_cut else packed_in_memory(cache, training.seq_len + 1)

@@ -48,10 +48,10 @@ def check_reference(config: JobConfig, small: JobConfig) -> Checked:
 def compare_with_plain(config: JobConfig, small: JobConfig) -> Checked:
     """Compare on this one process, which is a group."""
     checked, small = Checked(), reference_case(small).config
-    name, (_, args) = config.model.name, resolve_model(config)
+    family, args = resolve_model(config)
     _compare_schedule(checked, config)
-    if name not in FORMS:
-        line = f'model.name = "{name}" is not one of {", ".join(FORMS)}'
+    if family.name not in FORMS:
+        line = f'the model "{family.name}" is not one of {", ".join(FORMS)}'
         checked.not_checked.append(line)
         return checked
     checked.not_checked += not_modeled(config)

@@ -6,11 +6,10 @@ errors of one step don't grow into the next, and each quantity fails on its own.
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -21,18 +20,19 @@ from meshwright.commands.prove.job import (
     STRETCH_NORMALISED,
     Vocabulary,
     calm_post_norms,
+    documents_of,
     first_cursor,
     open_source,
     show_attention,
     unbalance,
 )
 from meshwright.commands.prove.measure import different
-from meshwright.commands.prove.plain_decoder import UNCOUNTED, Plain, PlainBatch, Router
+from meshwright.commands.prove.plain_batch import compare_batch, compare_documents, read_batch
+from meshwright.commands.prove.plain_decoder import UNCOUNTED, Plain, Router
 from meshwright.commands.prove.plain_optimizer import kept_share, optimizers, schedule
 from meshwright.config.job_config import JobConfig
-from meshwright.datasets.encoding import NO_LOSS
-from meshwright.datasets.samples import Sample, SampleRules
-from meshwright.models.loss import IGNORE, PADDING, Batch
+from meshwright.datasets.samples import SampleRules
+from meshwright.models.loss import IGNORE, Batch
 from meshwright.parallelisms.initialize import initialize
 from meshwright.parallelisms.meshes import build_meshes
 from meshwright.parallelisms.replay import Choices, record_choices
@@ -95,30 +95,6 @@ class State:
     biases: dict[str, Tensor]
 
 
-def plain_batch(samples: Sequence[Sample], is_masked: bool) -> PlainBatch:
-    """Return the global batch that samples are, by the rules of the data pages.
-
-    A label is the next token. It doesn't count if its token is none to be learned, or the first of
-    a document that attention keeps apart.
-    """
-    raw = torch.from_numpy(np.stack([sample.raw for sample in samples]).astype(np.int64))
-    flag = int(NO_LOSS)
-    tokens, is_learned = raw & ~flag, (raw & flag) == 0
-    place = torch.arange(raw.shape[1])
-    ends = torch.tensor([raw.shape[1] - sample.padding for sample in samples])
-    documents = torch.stack(
-        [torch.arange(len(s.lengths)).repeat_interleave(torch.tensor(s.lengths)) for s in samples]
-    )
-    if is_masked:
-        is_learned[:, 1:] &= documents[:, 1:] == documents[:, :-1]
-    return PlainBatch(
-        tokens[:, :-1],
-        tokens[:, 1:].where(is_learned[:, 1:], UNCOUNTED),
-        (place < ends.unsqueeze(1))[:, :-1],
-        documents[:, :-1] if is_masked else torch.zeros_like(documents[:, :-1]),
-    )
-
-
 class Steps:
     """A trainer, and plain PyTorch beside it.
 
@@ -133,10 +109,8 @@ class Steps:
         self._checked, self._config = checked, plan.config
         self._meshes, training = build_meshes(plan.dims, "cpu"), plan.config.training
         self._trainer = build_trainer(plan, self._meshes, cpu)
-        self._detector, self._token_bytes = (
-            BadStepDetector(cpu),
-            torch.tensor(vocabulary.token_bytes),
-        )
+        self._detector = BadStepDetector(cpu)
+        self._token_bytes = torch.tensor(vocabulary.token_bytes)
         for stage in self._trainer.model.stages:
             initialize(stage, training.seed)
             show_attention(stage)
@@ -147,6 +121,7 @@ class Steps:
         source = open_source(training, vocabulary.vocab_size, training.seed)
         cursor = first_cursor(source, training)
         self._loader = build_loader(plan, [source], self._meshes, cpu, cursor)
+        self._documents = documents_of(training, vocabulary.vocab_size, training.seed)
         rules = SampleRules(training.seq_len + 1, training.seed)
         self._stream = build_stream(plan, [source], self._meshes, cursor, rules)
 
@@ -155,7 +130,7 @@ class Steps:
         stretch = torch.linspace(
             *(STRETCH_NORMALISED if is_normalised else STRETCH), training.seq_len
         )
-        self._plain = Plain(plan.config.model.name, self._args, stretch)
+        self._plain = Plain(plan.family.name, self._args, stretch)
         self._weights = {
             name: weight.clone().requires_grad_(not self._is_frozen(name))
             for name, weight in self._state().weights.items()
@@ -170,7 +145,12 @@ class Steps:
             exact = dict.fromkeys(before.means, 0.0)
             self._checked.tensors("EMA", "before step 1", before.means, before.weights, exact)
         self._batches = next(self._loader).batches
-        self._batch = self._read(step)
+        # the samples of the same global batch, read once more
+        samples = [self._stream.next_sample() for _ in range(self._stream.batch)]
+        read = [sample for sample in samples if sample is not None]
+        self._batch = read_batch(read, self._config.training)
+        compare_batch(self._checked, step, self._batches, self._batch)
+        compare_documents(self._checked, step, read, self._documents)
         gradients: dict[str, Tensor] = {}
         rates: dict[str, float] = {}
         names = {parameter: name for name, parameter in trainer.model.named_parameters()}
@@ -228,31 +208,6 @@ class Steps:
             {name: _copy(mixture.load) for name, mixture in mixtures.items()},
             {name: _copy(mixture.bias) for name, mixture in mixtures.items()},
         )
-
-    def _read(self, step: int) -> PlainBatch:
-        """Read the samples of the global batch once more, and compare the trainer's batch."""
-        training = self._config.training
-        samples = [self._stream.next_sample() for _ in range(training.global_batch_size)]
-        read = [sample for sample in samples if sample is not None]
-        plain = plain_batch(read, training.mask_documents)
-        tokens, labels = (
-            torch.cat([getattr(batch, name) for batch in self._batches])
-            for name in ("tokens", "labels")
-        )
-        pairs = {
-            "tokens": (tokens, plain.tokens),
-            "labels": (labels.where(labels >= 0, UNCOUNTED), plain.labels),
-            "padding": (labels != PADDING, plain.is_token),
-        }
-        if training.mask_documents:
-            documents = [b.documents for b in self._batches if b.documents is not None]
-            pairs["documents"] = torch.cat(documents), plain.documents
-        for name, (got, want) in pairs.items():
-            if (wrong := (got != want).nonzero()).numel():
-                sample, position = wrong[0].tolist()
-                place = f"sample {sample} has another at position {position}"
-                self._checked.fail(name, [f"of step {step}: {place}"])
-        return plain
 
     def _routers(self, state: State, choices: Choices) -> dict[int, Router]:
         return {

@@ -1,0 +1,72 @@
+"""A global batch, made from its samples once more, and compared with the trainer's."""
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import numpy as np
+import torch
+
+from meshwright.commands.prove.checked import Checked
+from meshwright.commands.prove.plain_decoder import UNCOUNTED, PlainBatch
+from meshwright.config.training import Training
+from meshwright.datasets.encoding import NO_LOSS, Tokens
+from meshwright.datasets.samples import Sample
+from meshwright.models.loss import PADDING, Batch
+
+BETWEEN = b"\xff" * 4
+"""No token, between documents."""
+
+
+def read_batch(samples: Sequence[Sample], training: Training) -> PlainBatch:
+    """Return the batch.
+
+    A label is the next token. It doesn't count if it isn't to be learned, or if it is the first of
+    a document that attention keeps apart.
+    """
+    raw = torch.from_numpy(np.stack([sample.raw for sample in samples]).astype(np.int64))
+    flag, length = int(NO_LOSS), raw.shape[1]
+    tokens, is_learned = raw & ~flag, (raw & flag) == 0
+    lengths = [torch.tensor(sample.lengths) for sample in samples]
+    documents = torch.stack([torch.arange(len(n)).repeat_interleave(n) for n in lengths])
+    if training.mask_documents:
+        is_learned[:, 1:] &= documents[:, 1:] == documents[:, :-1]
+    else:
+        documents = torch.zeros_like(documents)
+    ends = torch.tensor([length - sample.padding for sample in samples])
+    return PlainBatch(
+        tokens[:, :-1],
+        tokens[:, 1:].where(is_learned[:, 1:], UNCOUNTED),
+        torch.arange(length - 1) < ends.unsqueeze(1),
+        documents[:, :-1],
+    )
+
+
+def compare_batch(checked: Checked, step: int, batches: Sequence[Batch], plain: PlainBatch) -> None:
+    """Compare the trainer's microbatches."""
+    tokens = torch.cat([batch.tokens for batch in batches])
+    labels = torch.cat([batch.labels for batch in batches])
+    pairs = {
+        "tokens": (tokens, plain.tokens),
+        "labels": (labels.where(labels >= 0, UNCOUNTED), plain.labels),
+        "padding": (labels != PADDING, plain.is_token),
+    }
+    if documents := [batch.documents for batch in batches if batch.documents is not None]:
+        pairs["documents"] = torch.cat(documents), plain.documents
+    for name, (got, want) in pairs.items():
+        if (wrong := (got != want).nonzero()).numel():
+            sample, position = wrong[0].tolist()
+            place = f"sample {sample} has another at position {position}"
+            checked.fail(name, [f"of step {step}: {place}"])
+
+
+def compare_documents(
+    checked: Checked, step: int, samples: Sequence[Sample], documents: Sequence[Tokens]
+) -> None:
+    """Check that each piece of a sample is a part of a document, as it is there."""
+    text = BETWEEN.join(document.astype(np.uint32).tobytes() for document in documents)
+    for index, sample in enumerate(samples):
+        lengths = sample.lengths[:-1] if sample.padding else sample.lengths
+        for end, length in zip(accumulate(lengths), lengths, strict=True):
+            if sample.raw[end - length : end].astype(np.uint32).tobytes() not in text:
+                line = f"of step {step}: a piece of sample {index} is in none of them"
+                checked.fail("documents", [line])
