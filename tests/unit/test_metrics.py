@@ -15,6 +15,7 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from meshwright.commands.plan.devices import DEVICES
 from meshwright.config.changes import to_json
 from meshwright.config.job_config import JobConfig, changed
 from meshwright.metrics.console import Console
@@ -211,6 +212,15 @@ def test_mfu_takes_the_published_peak_of_a_device_or_the_users(monkeypatch) -> N
     assert _peak_flops_per_s(config, CPU) is None
     given = changed(config, {"metrics": {"peak_tflops": 165.2}})
     assert _peak_flops_per_s(given, CPU) == pytest.approx(165.2e12)
+
+
+@pytest.mark.parametrize("device", DEVICES.values(), ids=DEVICES.keys())
+def test_mfu_and_plans_take_the_same_peak_of_a_device(device, monkeypatch) -> None:
+    """Without sparsity, which doubles what data sheets print in large letters."""
+    monkeypatch.setattr(hardware, "device_name", lambda _: f"NVIDIA {device.name}")
+    found = hardware.peak_of(torch.device("cuda"), torch.bfloat16)
+    assert found is not None
+    assert found[0] == device.flops_per_s
 
 
 def test_time_left_counts_pauses_and_not_the_first_record(monkeypatch) -> None:

@@ -293,6 +293,25 @@ def test_a_step_that_is_held_back_moves_neither_bias_nor_load(monkeypatch) -> No
         assert figures["experts/without_tokens"].item() == (loads == 0).sum().item()
 
 
+def test_metrics_of_routers_are_means_over_tokens_and_layers(monkeypatch) -> None:
+    monkeypatch.setattr("torch.distributed.all_reduce", lambda tensor: None)
+    model, logits = model_of(), list[torch.Tensor]()
+    for mixture in model.mixtures().values():
+        mixture.router.register_forward_hook(lambda _, __, out: logits.append(out.detach()))
+    tokens = torch.randint(131, (2, 16))
+    for _ in range(2):  # microbatches
+        model(tokens).sum().backward()
+    balance, layers = Balance([model]), torch.stack(logits)
+    figures = balance.after_step(balance.sums(torch.device("cpu"), 1), torch.tensor(False))
+    shares = layers.softmax(-1)
+    entropy = -(shares * shares.log()).sum(-1).mean()
+    assert figures["experts/entropy"].item() == pytest.approx(entropy.item(), rel=1e-5)
+    z = layers.logsumexp(-1).square().mean()
+    assert figures["experts/router_z_loss"].item() == pytest.approx(z.item(), rel=1e-5)
+    # even loads before the first step: the loss is 1, its least value
+    assert figures["experts/balance_loss"].item() == pytest.approx(1, rel=1e-5)
+
+
 @pytest.mark.parametrize("is_frozen", [False, True])
 def test_a_proof_counts_loads_and_biases_once_more(monkeypatch, is_frozen) -> None:
     monkeypatch.setattr("torch.distributed.all_reduce", lambda tensor: None)

@@ -401,6 +401,12 @@ def batches_of(source: OpenSource, mask_documents: bool) -> list[Batch]:
     return [batch for data in loader for batch in data.batches]
 
 
+def test_loss_counts_on_every_token_of_a_text() -> None:
+    """Its EOS included: a model that never learns to end would write on and on."""
+    tokens = Encoder(ByteTokenizer(), Mock()).encode("some text")
+    assert tokens.tolist() == encode("some text")
+
+
 def test_labels_are_the_next_tokens_and_cross_no_masked_boundary(tmp_path) -> None:
     plain = batches_of(cached(tmp_path), mask_documents=False)
     masked = batches_of(cached(tmp_path), mask_documents=True)

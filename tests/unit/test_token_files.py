@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,21 @@ def test_shards_of_one_array(kind: str, tmp_path: Path) -> None:
     assert documents_of(cache) == wanted
     assert cache.num_bytes == 2 + 5 + 4
     assert not list(cache.folder.glob("*.tokens"))  # nothing is copied
+
+
+@pytest.mark.parametrize("kind", ["megatron", "tokens"])
+def test_documents_are_those_of_the_index_whatever_ends_them(kind: str, tmp_path: Path) -> None:
+    """A document whose end was truncated has no EOS, and must not merge with the next one."""
+    documents = [[104, EOS, 105, EOS], [119, 111, 114], [97, 98, EOS], [99]]
+    path = write_kind("datatrove", tmp_path / "a", documents)
+    if kind == "megatron":
+        path = path.rename(tmp_path / "a.bin")
+        sizes = [len(document) for document in documents]
+        count, starts = len(sizes), np.cumsum([0, *sizes])
+        head = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, count, count + 1)
+        arrays = (np.array(sizes, "<i4"), (2 * starts[:-1]).astype("<i8"), np.arange(count + 1))
+        (tmp_path / "a.idx").write_bytes(head + b"".join(array.tobytes() for array in arrays))
+    assert documents_of(open_tokens(tmp_path, kind, path)) == documents
 
 
 def test_samples_are_those_of_a_cache_of_our_own(tmp_path: Path) -> None:
