@@ -3,14 +3,16 @@
 import os
 import shlex
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from meshwright.checkpoint.claim import holder
 from meshwright.commands.options import add_ranks
-from meshwright.config.loader import read
+from meshwright.config.loader import Written, read
 from meshwright.config.provenance import shown_path
-from meshwright.system.errors import numbered
+from meshwright.config.section import BYTES
+from meshwright.config.training import Training
+from meshwright.system.errors import as_toml, numbered
 from meshwright.system.log import log_to_console, logger
 from meshwright.system.machine import Ranks, count_ranks, why_bf16_is_slow
 from meshwright.train.preflight import Plan, preflight, resume_diff
@@ -65,10 +67,10 @@ def check_job(given: Namespace, ranks: Ranks) -> Plan:
         is_inherited=written.provenance.is_inherited,
     )
     notes = sorted(plan.notes, key=lambda text: "has no effect" not in text)  # last ones are read
-    slow = _slow_type(ranks, plan.config.training.mixed_precision_param)
+    slow = _slow_type(ranks, plan.config.training)
     owner = holder(plan.checkpoint_folder) if plan.needs_folder else None
     is_taken = owner is not None and owner.is_here and not owner.is_gone
-    for text in notes:
+    for text in (*_inherited(written), *notes):
         logger.info("%s", text)
     if slow:
         logger.warning("%s", slow)
@@ -82,6 +84,28 @@ def check_job(given: Namespace, ranks: Ranks) -> Plan:
         words = "a job that runs uses %s: %s\n  fix: start another when it has ended"
         logger.warning(words, plan.checkpoint_folder, owner)
     return plan
+
+
+def _inherited(written: Written) -> Iterator[str]:
+    """Say which tokenizer the job takes and why, unless its own TOML or the command line names one;
+    and what is left out of the TOMLs below, since a model folder is in the place of their model."""
+    provenance, key, flavor = written.provenance, "model.tokenizer_path", "model.flavor"
+    model, others = written.raw.get("model", {}), dict(provenance.left_out)
+    where, path = provenance.origin(key), model.get("tokenizer_path")
+    named = others.pop(key, "")
+    if path and where == "default":
+        instead = f", not the one of {named}" if named else ""
+        yield f"{key} = {_shown(path)}, the folder of {flavor} ({provenance.of(flavor)}){instead}"
+    elif path and provenance.is_inherited(key):
+        yield f"{key} = {_shown(path)}, inherited from {where}"
+    if others:
+        names = ", ".join(f"{name} ({where})" for name, where in others.items())
+        yield f"{flavor} = {_shown(model['flavor'])}: leaves out what is inherited: {names}"
+
+
+def _shown(path: str) -> str:
+    """Return the path of a tokenizer or a folder as a person would write it here."""
+    return as_toml(path if path == BYTES else shown_path(Path(path)))
 
 
 def _warn_of_move(given: Namespace, plan: Plan) -> None:
@@ -107,17 +131,19 @@ def _log_translation(notes: Sequence[str], name: str) -> None:
         logger.info(words, numbered(count, "key"), name)
 
 
-def _slow_type(ranks: Ranks, dtype: str) -> str:
+def _slow_type(ranks: Ranks, training: Training) -> str:
     """Return advice on the type of a job's matmuls, or nothing.
 
     Where the GPUs were not counted, or there are more machines, this one's CPU says nothing.
     """
-    is_this_cpu = ranks.gpus == 0 and ranks.machines == 1
+    dtype, is_this_cpu = training.mixed_precision_param, ranks.gpus == 0 and ranks.machines == 1
     if ranks.gpus and dtype == "float32":
         reason, faster = "GPUs since A100 multiply up to 16 times faster in bfloat16", "bfloat16"
     elif is_this_cpu and dtype == "bfloat16" and (slow := why_bf16_is_slow()):
         reason, faster = slow, "float32"
     else:
         return ""
-    key = "training.mixed_precision_param"
-    return f'{key} = "{dtype}": {reason}\n  fix: {key} = "{faster}"'
+    key, weights = "training.mixed_precision_param", ""
+    if faster == "float32" and training.dtype == "bfloat16":  # which float32 can't compute with
+        weights = ' and training.dtype = "float32"'
+    return f'{key} = "{dtype}": {reason}\n  fix: {key} = "{faster}"{weights}'

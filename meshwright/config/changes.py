@@ -12,6 +12,9 @@ from meshwright.system.errors import as_toml
 LONGEST_SHOWN = 100
 
 
+LEFT_OPEN = (-1, "auto")
+"""Values that stand for one that follows from the mesh or the machine."""
+
 ABSENT = object()
 """Stands for a value where a key is on one side alone."""
 

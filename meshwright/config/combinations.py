@@ -127,10 +127,10 @@ def _compiler(c: JobConfig) -> Iterator[ConfigError]:
 
 def _precision(c: JobConfig) -> Iterator[ConfigError]:
     computed, fix = c.training.mixed_precision_param, "set training.mixed_precision_param"
-    if c.training.dtype not in ("float32", computed):
+    if c.training.dtype == "bfloat16" and computed == "float32":
         rule = f"weights stored in {c.training.dtype} cannot be computed with in {computed}"
         yield _error(c, "training.dtype", rule, f'{fix} = "bfloat16"')
-    if c.float8.enable and computed != "bfloat16":
+    if c.float8.enable and computed == "float32":
         rule = "results of float8 products are bfloat16, and training.mixed_precision_param is"
         yield _error(c, "float8.enable", f"{rule} {computed}", f'{fix} = "bfloat16"')
 

@@ -6,7 +6,7 @@ Every value remembers where it was written, so that a mistake is reported as `fi
 import os
 import re
 from argparse import Namespace
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_origin
@@ -19,6 +19,7 @@ from pydantic.fields import FieldInfo
 from meshwright.config.command_line import Parser, add_config, parse
 from meshwright.config.explain import explain_mistake, explain_syntax
 from meshwright.config.fields import Key, find_field, is_flag, set_value
+from meshwright.config.inheritance import follow_folder, lay_over, merge, unset_empty_paths
 from meshwright.config.job_config import JobConfig
 from meshwright.config.provenance import Provenance, shown_path
 from meshwright.config.section import (
@@ -29,6 +30,7 @@ from meshwright.config.section import (
     MODULE_OBJECT,
     OUTPUT_PATH,
     PATH_OR_NAME,
+    is_path,
 )
 from meshwright.config.stages import error_of_stage
 from meshwright.config.torchtitan.translate import is_torchtitan, translate
@@ -84,23 +86,6 @@ def find_config(name: str, folder: Path = Path()) -> Path:
     raise ConfigError("", f"{name}: neither a file here nor a preset\n  fix: {fix}")
 
 
-def is_path(value: str) -> bool:
-    """Return whether the value of a key that takes a path or a name is a path."""
-    return "/" in value or value.partition(":")[0].endswith(".py")
-
-
-def follow_folder(raw: dict[str, Any]) -> None:
-    """Take the tokenizer from the folder that `model.flavor` names, and the first weights if
-    `checkpoint.initial_load_in_hf` asks for some, in place, unless they are given."""
-    model, checkpoint = raw.get("model", {}), raw.get("checkpoint", {})
-    flavor = model.get("flavor")
-    if not (isinstance(flavor, str) and is_path(flavor)):
-        return
-    raw["model"] = {"tokenizer_path": flavor} | model
-    if checkpoint.get("initial_load_in_hf") is True:
-        raw["checkpoint"] = {"initial_load_path": flavor} | checkpoint
-
-
 MIX_FILE = "training.mix_file"
 
 PART = re.compile(r"\s*(?P<weight>(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?)\s+(?P<path>\S.*?)\s*")
@@ -138,9 +123,6 @@ def follow_mix(raw: dict[str, Any]) -> None:
     fix = "write lines like `0.7 web/*.jsonl`"
     check(bool(training["datasets"]), MIX_FILE, path, "names no files", fix)
 
-
-ROWS = ("json", "parquet", "arrow")
-"""Datasets whose rows the same keys describe."""
 
 OF_FUNCTION = re.compile(r"(?<=\.py):\w+$")
 """The end of `path/to/file.py:function`."""
@@ -212,14 +194,15 @@ def _read(given: Namespace, provenance: Provenance) -> Written:
         table: dict[str, Any] = {}
         set_value(table, key, _from_text(text, find_field(key)))
         _resolve_paths(table, Path.cwd())
-        _merge(given_here, table)
-    _lay_over(raw, given_here, provenance)
+        merge(given_here, table)
+    lay_over(raw, given_here, provenance)
     notes: list[str] = []
     if is_torchtitan(raw):
         job = translate(raw, Path.cwd())
         raw = job.table
         provenance.rename(job.origins)
         notes = [f"{provenance.place(key)}: {text}" for key, text in job.notes]
+    unset_empty_paths(raw, provenance)
     follow_folder(raw)
     follow_mix(raw)
     return Written(raw, provenance, notes)
@@ -280,7 +263,7 @@ def _read_toml(path: Path, provenance: Provenance, seen: tuple[Path, ...]) -> di
     file = raw.get("job", {}).get("config_file")
     check(file is None, "job.config_file", file, "belongs on the command line")
     _resolve_paths(raw, Path.cwd() if is_torchtitan(raw) else path.parent)
-    _lay_over(base, raw, provenance)
+    lay_over(base, raw, provenance)
     return base
 
 
@@ -309,34 +292,6 @@ def _from_text(text: str, field: FieldInfo | None) -> object:
         return tomli.loads(f"value = {text}")["value"]
     except tomli.TOMLDecodeError:
         return text
-
-
-def _lay_over(base: dict[str, Any], over: Mapping[str, Any], provenance: Provenance) -> None:
-    """Lay `over` over `base`, in place; where it names other data, the inherited keys of the data
-    that `base` names go: they belong to those."""
-    default, holds_out = Source.model_fields["dataset"].default, False
-    for section in ("training", "validation"):  # in this order
-        here, inherited = over.get(section, {}), base.get(section)
-        named = (inherited or {}).get("dataset", default)
-        names_other = "datasets" in here or here.get("dataset", named) != named
-        # a preset that says how rows are to be read, of files that it does not name
-        is_template = named in ROWS and not (inherited or {}).get("dataset_path")
-        goes = (names_other and not is_template) or (holds_out and "dataset" not in here)
-        if isinstance(inherited, dict) and goes:
-            for key in {*Source.model_fields, "datasets", "mix_file"} - {*here}:
-                inherited.pop(key, None)
-                provenance.forget((section, key))
-        holds_out = bool(here.get("validation_fraction"))
-    _merge(base, over)
-
-
-def _merge(base: dict[str, Any], over: Mapping[str, Any]) -> None:
-    """Lay `over` over `base`, in place, table by table."""
-    for key, value in over.items():
-        if isinstance(value, dict) and isinstance(base.get(key), dict):
-            _merge(base[key], value)
-        else:
-            base[key] = value
 
 
 def _paths(

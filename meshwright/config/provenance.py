@@ -58,6 +58,9 @@ class Provenance:
 
     def __init__(self) -> None:
         self._origins: dict[Key, Origin] = {}
+        self.left_out: dict[str, str] = {}
+        """Inherited keys that don't hold, since a model folder is in the place of their model, and
+        where each was given."""
         self._outermost = ""
         """The TOML that was added last: the others are the ones below it."""
 
@@ -99,6 +102,12 @@ class Provenance:
         """Forget `key` and the values written inside it."""
         for inner in [inner for inner in self._origins if inner[: len(key)] == key]:
             del self._origins[inner]
+
+    def leave_out(self, key: Key) -> None:
+        """Forget `key`, and note where it was given, since it doesn't hold."""
+        name = ".".join(key)
+        self.left_out[name] = self.of(name)
+        self.forget(key)
 
     def of(self, key: str) -> str:
         """Return where `key`, or else the nearest table around it, was given; "" if nowhere."""
@@ -150,6 +159,18 @@ class Provenance:
             return "\n".join([f"--{head}", *fixes])
         pointer = _pointer(line, isinstance(error, UnknownKeyError)) if parts else []
         return "\n".join([f"{where}: {head}", *pointer, *fixes])
+
+
+def with_comments(toml: str, comments: Mapping[str, str]) -> str:
+    """Return `toml` with a comment behind the line of each key that it gives."""
+    places, lines = Provenance(), toml.split("\n")
+    places.add_toml(Path(), toml)
+    for key, comment in comments.items():
+        number = int(places.of(key).rpartition(":")[2] or 0) - 1
+        assignment = ASSIGNMENT.match(lines[number])
+        if assignment and assignment["key"] == key.rpartition(".")[2]:
+            lines[number] += f"  # {comment}"
+    return "\n".join(lines)
 
 
 def _pointer(line: str, at_key: bool) -> list[str]:

@@ -55,6 +55,12 @@ MODULE_OBJECT = re.compile(r"[A-Za-z_][\w.]*(?<!\.py):\w+")
 PATH_OR_NAME = "path or name"
 """Marks an `InputPath` that may be a name instead: without a slash, and without .py at its end."""
 
+
+def is_path(value: str) -> bool:
+    """Return whether the value of a key that takes a path or a name is a path."""
+    return "/" in value or value.partition(":")[0].endswith(".py")
+
+
 OUTPUT_PATH = "output path"
 
 OrFilledIn = Annotated[int, Field(ge=-1)]

@@ -211,8 +211,10 @@ class Training(Source):
     """Type of the weights that the optimizer updates, and of its state. bfloat16: half the memory,
     but updates below about 2^-9 of a weight are lost."""
 
-    mixed_precision_param: OfTraining[Literal["float32", "bfloat16"]] = "bfloat16"
-    """Type of parameters and activations in forward and backward."""
+    mixed_precision_param: OfTraining[Literal["auto", "float32", "bfloat16"]] = "auto"
+    """Type of parameters and activations in forward and backward. auto: bfloat16; but float32 on a
+    CPU that has no fast instructions for bfloat16, unless `dtype` or float8 needs that. All
+    machines have to find the same type, or the job is rejected."""
 
     fp32_modules: OfTraining[list[str]] = []
     """Modules, e.g. ["output", "layers.*.attention_norm", "layers.0"], whose weights and arithmetic

@@ -14,8 +14,10 @@ import torch
 import torch.distributed as dist
 
 import meshwright
-from meshwright.config.changes import to_json
+from meshwright.config.changes import LEFT_OPEN, differences, shown, to_json
+from meshwright.config.job_config import changed
 from meshwright.config.loader import to_toml
+from meshwright.config.provenance import with_comments
 from meshwright.datasets.named_sources import local_paths
 from meshwright.datasets.opening import CachedSource, OpenSource
 from meshwright.datasets.sources import by_suffix, left_out
@@ -76,7 +78,20 @@ def announce(
     )
     if dist.get_rank() == 0:
         with only_warn("%s cannot be written", path), whole_file(path) as file:
-            file.write(to_toml(plan.staged or config).encode())
+            file.write(_written(plan).encode())
+
+
+def _written(plan: Plan) -> str:
+    """Return the TOML of the job with every key: what it left open, by -1 or "auto", stays open, so
+    that it runs on any mesh. A comment says how that was filled in here."""
+    given = plan.given or plan.config
+    given = changed(given, {"model": {"name": plan.config.model.name}})  # of a folder's family
+    ranks, comments = numbered(dist.get_world_size(), "rank"), dict[str, str]()
+    if not given.training.stages:  # each of which may fill it in otherwise
+        for key, old, new in differences(to_json(given), to_json(plan.config)):
+            if old in LEFT_OPEN:
+                comments[key] = f"{shown(new)} on {ranks}"
+    return with_comments(to_toml(given), comments)
 
 
 def _describe_model(plan: Plan) -> str:

@@ -52,6 +52,7 @@ from meshwright.parallelisms.rules.precision import (
     check_fp32_modules,
     find_float8_layers,
     find_fp32_modules,
+    resolve_type,
 )
 from meshwright.system.errors import ConfigError, Mistakes, check
 from meshwright.system.modules import code_of
@@ -72,6 +73,8 @@ class Plan:
 
     config: JobConfig
     """Without -1: every value that follows from others is filled in."""
+    type_line: str
+    """How `training.mixed_precision_param = "auto"` was decided, as `resolve_type` returns it."""
     compile_line: str
     """How `compile.enable = "auto"` was decided, for the log; as `resolve_compile` returns it."""
     batch_line: str
@@ -99,8 +102,8 @@ class Plan:
     """The last step of the stage before it."""
     next: "Plan | None" = None
     """The stage after it."""
-    staged: JobConfig | None = None
-    """The config of a job with stages, as it was given."""
+    given: JobConfig | None = None
+    """The config of the whole job, with -1 and "auto" where they were given."""
     is_inherited: Callable[[str], bool] = lambda key: False
     """Whether a preset gave a key: if it has no effect, the user has nothing to do."""
     data_steps: int = 0
@@ -197,6 +200,7 @@ class Plan:
             validation_note(self.config),
             sympy_note(self.config),
             no_end(self.tokenizer, self.config.model),
+            self.type_line,
             self.compile_line,
             min(slow),
         )
@@ -249,8 +253,7 @@ def preflight(
         begins_after = plans[-1].config.training.steps if plans else 0
         plans.append(replace(found, stage=number + 1, begins_after=begins_after))
     for found in reversed(plans):
-        whole = config if len(plans) > 1 else None
-        plan = replace(found, next=plan, staged=whole, is_inherited=is_inherited)
+        plan = replace(found, next=plan, given=config, is_inherited=is_inherited)
     assert plan is not None
     return _look_at_files(plan) if looks_at_files else plan
 
@@ -262,6 +265,7 @@ def _preflight_stage(
     tokenizer = check_alone(config, looks_at_files=looks_at_files)
     follows_ranks = config.training.global_batch_size == -1 and world_size > 1
     config = resolve_auto_values(config, world_size, stages.num_stages(config.parallelism))
+    config, type_line = resolve_type(config, is_gpu=is_gpu)
     family, model_args = resolve_model(config)
     config = changed(config, {"model": {"name": family.name}})
     check_divisible(config, model_args.table)
@@ -302,6 +306,7 @@ def _preflight_stage(
     )
     return Plan(
         config=config,
+        type_line=type_line,
         compile_line=compile_line,
         batch_line=batch_line if follows_ranks else "",
         family=family,

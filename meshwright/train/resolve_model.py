@@ -14,7 +14,7 @@ from pydantic_core import ErrorDetails
 from meshwright.checkpoint.conversion.hf_folder import find_family, read_args
 from meshwright.config.explain import explain_value
 from meshwright.config.job_config import JobConfig
-from meshwright.config.loader import is_path
+from meshwright.config.section import is_path
 from meshwright.datasets.sources import DATASETS, DatasetSpec
 from meshwright.models.args import DecoderArgs
 from meshwright.models.families import MODELS

@@ -252,7 +252,12 @@ def _open_data(
 
 CONFIG = "config"
 
-COMPILE_HINT = ' ("auto" asks each machine for a C++ compiler; false runs on all machines)'
+HINTS = {
+    "compile.enable": ' ("auto" asks each machine for a C++ compiler; false runs on all machines)',
+    "training.mixed_precision_param": ' ("auto" asks the CPU of each machine; "float32" runs on '
+    "all machines)",
+}
+"""Said of keys whose "auto" machines may decide otherwise."""
 
 OWN_PATHS = {
     "config_file",
@@ -335,8 +340,7 @@ def _differences(name: str, value: str, usual: str) -> Iterator[tuple[str, str, 
     for theirs, ours in zip(json.loads(usual), json.loads(value), strict=False):
         for key, old, new in differences(theirs, ours):
             if key.rpartition(".")[2] not in OWN_PATHS:
-                hint = COMPILE_HINT * (key == "compile.enable")
-                found.setdefault(key, (shown(new), shown(old) + hint))
+                found.setdefault(key, (shown(new), shown(old) + HINTS.get(key, "")))
     yield from ((key, here, there) for key, (here, there) in found.items())
 
 

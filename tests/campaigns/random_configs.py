@@ -99,7 +99,7 @@ def _case(
     kept = training.model_dump(include={"mixed_precision_reduce", "loss_chunk_tokens"})
     options["training"] |= {key: value for key, value in kept.items() if value}
     kind: Kind = "fp32"
-    if training.mixed_precision_param == "bfloat16":
+    if training.mixed_precision_param != "float32":
         is_exact = training.mixed_precision_reduce == "float32"
         is_exact = is_exact and not config.compile.is_on
         kind = "bf16 sums" if is_exact and not {"cp", "tp", "ep"} & mesh.keys() else "bf16"

@@ -69,9 +69,14 @@ def difference(folder: Path, case: str) -> str:
         data(folder / str(rank), TEXT + TEXT)
     if is_other and case == "a key":
         more["optimizer__lr"] = "1e-4"
+    if case == "cpu":
+        more["training__mixed_precision_param"] = "auto"
     config = load_config(words_of(folder, own, f"cache{rank}", **more))
-    plan = preflight(config, 2)
+    slow = "this CPU has none" if is_other else ""
+    with patch("meshwright.parallelisms.rules.precision.why_bf16_is_slow", return_value=slow):
+        plan = preflight(config, 2)
     others = {"tokenizer": {"tokenizer": Other()}, "own code": {"own_code": "other"}}
+    others["folder"] = {"model_args": dataclasses.replace(plan.model_args, tie_embeddings=True)}
     if is_other:
         plan = dataclasses.replace(plan, **others.get(case, {}))
     code = "0" if is_other and case == "code" else set_up._source_hash()
@@ -101,6 +106,8 @@ CASES = {
     "streamed, of equal size": "training.dataset: ",
     "streamed, of other size": "training.dataset: ",
     "a key": "optimizer.lr: ",
+    "cpu": "training.mixed_precision_param: ",
+    "folder": "model.flavor: ",
     "tokenizer": "model.tokenizer_path: ",
     "code": "code: ",
     "library": "code: ",
@@ -125,6 +132,8 @@ def test_ranks_that_differ_are_named_with_what_they_differ_in(on_ranks, tmp_path
         assert f"; rank 0 (on {host}): " in line
         assert fix.startswith("  fix: ")
     assert f"rank 1 (on {host}): 0.0001; rank 0 (on {host}): 0.004" in first["a key"]
+    others = f"rank 0 (on {host}): 'bfloat16' (\"auto\" asks the CPU of each machine; "
+    assert f"rank 1 (on {host}): 'float32'; {others}" in first["cpu"]
 
 
 def test_a_digest_is_gathered_and_if_ranks_differ_the_few_are_named(monkeypatch) -> None:

@@ -75,9 +75,11 @@ def test_a_run_learns_and_leaves_what_was_promised(uninterrupted: Path) -> None:
     assert f"meshwright report {uninterrupted}" in console
     assert "[rank0]" not in console
     assert (uninterrupted / "logs" / "rank_1.log").read_text()
-    resolved = load_config([str(uninterrupted / "config.toml")])
-    assert resolved.parallelism.data_parallel_shard_degree == 2
-    assert resolved.training.global_batch_size == 8
+    written = load_config([str(uninterrupted / "config.toml")])
+    assert written.parallelism.data_parallel_shard_degree == -1
+    assert written.training.global_batch_size == 8
+    text = (uninterrupted / "config.toml").read_text()
+    assert "data_parallel_shard_degree = -1  # 2 on 2 ranks" in text
     events = EventAccumulator(str(uninterrupted / "tb"))
     events.Reload()
     assert [event.step for event in events.Scalars("loss/train")] == list(range(1, 21))

@@ -130,6 +130,44 @@ def test_a_start_says_how_much_data_there_is_and_what_is_left_out(tmp_path, capl
     assert resumed.startswith(f"to train: 128 tokens in 1 step of {steps}, {2 / steps:.3g} epochs")
 
 
+WRITTEN = """
+[training]
+global_batch_size = -1
+local_batch_size = 2
+mixed_precision_param = "auto"
+[parallelism]
+tensor_parallel_degree = 2
+"""
+
+
+def test_the_written_config_runs_on_any_mesh(tmp_path, monkeypatch) -> None:
+    """What it leaves open stays open, with its value in a comment, also for the report."""
+    (tmp_path / "a.toml").write_text(f'extends = "debug_model"\n{WRITTEN}')
+    config = load_config([str(tmp_path / "a.toml"), f"--job.dump_folder={tmp_path / 'out'}"])
+    (tmp_path / "out").mkdir()
+    monkeypatch.setattr(
+        announce, "dist", SimpleNamespace(get_rank=lambda: 0, get_world_size=lambda: 4)
+    )
+    plan = preflight(config, 4)
+    announce.announce(plan, torch.device("cpu"), Launch())
+    text = (tmp_path / "out" / "config.toml").read_text()
+    dtype = plan.config.training.mixed_precision_param
+    assert "\nglobal_batch_size = -1  # 4 on 4 ranks\n" in text
+    assert "\ndata_parallel_shard_degree = -1  # 2 on 4 ranks\n" in text
+    assert f"\nmixed_precision_param = \"auto\"  # '{dtype}' on 4 ranks\n" in text
+    assert '\nenable = "auto"  # false on 4 ranks\n' in text
+    again = load_config([str(tmp_path / "out" / "config.toml")])
+    assert again.model_dump(exclude={"job"}) == config.model_dump(exclude={"job"})
+    for ranks in (2, 4, 8, 64):
+        assert preflight(again, ranks).config.training.global_batch_size == ranks
+    announce.note_start(plan, torch.device("cpu"), is_new_stage=False)
+    (tmp_path / "out" / "metrics.jsonl").touch()
+    shown = read_run(tmp_path / "out").config
+    assert shown["training"]["global_batch_size"] == 4
+    assert shown["training"]["mixed_precision_param"] == dtype
+    assert shown["parallelism"]["data_parallel_shard_degree"] == 2
+
+
 def test_a_resume_goes_on_with_the_history_and_a_new_job_begins_it_anew(tmp_path) -> None:
     def events() -> list:
         rows = map(json.loads, (tmp_path / "history.jsonl").read_text().splitlines())

@@ -32,6 +32,7 @@ from meshwright.system.errors import (
 )
 from meshwright.system.machine import Ranks
 from meshwright.system.processes import LAUNCH
+from meshwright.train.preflight import preflight
 from scripts import command_reference
 from tests.helpers.cli import check_job, command
 
@@ -363,7 +364,9 @@ def test_every_command_is_documented() -> None:
 
 
 INTEL, AMD = "vendor_id\t: GenuineIntel\n", "vendor_id\t: AuthenticAMD\n"
-BF16, FP32 = (f"--training.mixed_precision_param={name}" for name in ("bfloat16", "float32"))
+FLOAT8 = ["--float8.enable=true", "--float8.emulate=true"]
+TYPE = "--training.mixed_precision_param"
+BF16, FP32, AUTO = (f"{TYPE}={name}" for name in ("bfloat16", "float32", "auto"))
 
 
 @pytest.mark.parametrize(
@@ -379,6 +382,7 @@ BF16, FP32 = (f"--training.mixed_precision_param={name}" for name in ("bfloat16"
         ("cpu : POWER9", [BF16], []),
         ("flags\t: fpu avx2 fma", [], []),
         ("flags\t: fpu avx2 fma", [FP32], []),
+        ("flags\t: fpu avx2 fma", [AUTO], []),
         # of other machines nothing is known, as on a cluster's login node
         ("flags\t: fpu avx2 fma", [BF16, "--ngpu=8"], []),
         ("flags\t: fpu avx2 fma", [BF16, "--nnodes=2"], []),
@@ -395,6 +399,33 @@ def test_a_type_that_the_device_is_slow_in_is_told(
     check_job([DEBUG, *words])
     said = "".join(capsys.readouterr())
     assert re.findall(r'fix: training.mixed_precision_param = "(\w+)"', said) == advice
+
+
+@pytest.mark.parametrize(
+    ("cpu", "words", "dtype", "why"),
+    [
+        ("flags\t: fpu avx2 fma", [], "float32", "no instructions for bfloat16"),
+        (f"{INTEL}flags\t: fpu avx512_bf16", [], "float32", "no AMX for bfloat16"),
+        (f"{AMD}flags\t: fpu avx512_bf16", [], "bfloat16", "has fast instructions for it"),
+        ("flags\t: fpu avx2 fma", ["--training.dtype=bfloat16"], "bfloat16", ""),
+        ("flags\t: fpu avx2 fma", FLOAT8, "bfloat16", ""),
+        ("a GPU", [], "bfloat16", ""),
+    ],
+)
+def test_a_type_that_nobody_asked_for_is_one_that_the_cpu_has(
+    cpu, words, dtype, why, monkeypatch, tmp_path
+) -> None:
+    (tmp_path / "cpuinfo").write_text(f"processor\t: 0\n{cpu}\n")
+    monkeypatch.setattr(machine, "CPU_INFO", tmp_path / "cpuinfo")
+    given = ["--model.tokenizer_path=bytes", f"--job.dump_folder={tmp_path}", *words]
+    plan = preflight(load_config(given), 1, is_gpu=cpu == "a GPU")
+    assert plan.config.training.mixed_precision_param == dtype
+    if not why:  # the CPU isn't asked
+        assert not plan.type_line
+        return
+    assert plan.type_line.startswith(f'training.mixed_precision_param = "auto": {dtype}, since')
+    assert why in plan.type_line
+    assert plan.type_line in plan.notes
 
 
 @pytest.mark.parametrize("command", ["prove", "plan --world-size=3 --device=cpu"])

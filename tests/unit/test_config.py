@@ -1,5 +1,6 @@
 """What a TOML and a command line come to, and what is said of those that come to nothing."""
 
+import contextlib
 import re
 import tomllib
 from pathlib import Path
@@ -75,6 +76,39 @@ def test_input_paths_start_where_they_are_written(toml, tmp_path, monkeypatch) -
     assert load_config(arguments).model.tokenizer_path == str(tmp_path / "t/x.model")
     config = load_config([*arguments, "--model.tokenizer_path", "t/x.model"])
     assert config.model.tokenizer_path == "/t/x.model"
+
+
+@pytest.mark.parametrize(
+    ("words", "ranks", "fix"),
+    [
+        ([], 3, "the nearest is 18; or launch 2 or 4 ranks (NGPU)"),
+        ([], 7, "the nearest is 14; or launch 4 or 8 ranks (NGPU)"),
+        ([], 16, "the nearest is 32; or launch 8 ranks (NGPU)"),
+        (["--training.local_batch_size=16"], 3, "the nearest is 48; or launch 1 rank (NGPU)"),
+        (["--parallelism.tensor_parallel_degree=2"], 12, "12; or launch 8 or 16 ranks (NGPU)"),
+        (["--training.local_batch_size=3"], 2, "the nearest is 18"),
+        (["--parallelism.data_parallel_shard_degree=3"], 3, "the nearest is 18"),
+    ],
+)
+def test_a_batch_that_ranks_cannot_share_offers_ranks_that_can(words, ranks, fix, tmp_path) -> None:
+    given = [str(DEBUG), f"--job.dump_folder={tmp_path}", *words]
+    said = error_of(given, ranks)
+    assert said.endswith(fix), said
+    for count in re.findall(r"\d+(?=[ \w]* ranks? \(NGPU\))", said.partition("launch")[2]):
+        preflight(load_config(given), int(count))
+
+
+def test_debug_model_runs_on_the_ranks_that_it_names() -> None:
+    text = DEBUG.read_text()
+    said = re.search(r"global_batch_size = 16 .*on (.*) ranks", text)
+    assert said
+    named = [int(count) for count in re.findall(r"\d+", said[1])]
+    runs = []
+    for ranks in range(1, 10):
+        with contextlib.suppress(ConfigError):
+            preflight(load_config([str(DEBUG)]), ranks)
+            runs.append(ranks)
+    assert runs == named
 
 
 def test_resolved_config_loads_to_itself(toml, tmp_path) -> None:

@@ -230,9 +230,9 @@ def test_the_stage_follows_from_the_step_or_is_asked_for(tmp_path) -> None:
     plan = preflight(config_of(tmp_path), 1, looks_at_files=False)
     assert [one.begins_after for one in plan.stages] == [0, 8, 16]
     assert [plan.at(step).stage for step in (0, 7, 8, 15, 16, 24)] == [1, 1, 2, 2, 3, 3]
-    assert of_stage(plan.staged, 2) == staged(plan.staged)[1]
+    assert of_stage(plan.given, 2) == staged(plan.given)[1]
     with pytest.raises(ConfigError, match="the job has 3 stages"):
-        of_stage(plan.staged, 4)
+        of_stage(plan.given, 4)
     assert of_stage(config_of(tmp_path, ""), 1).training.steps == 24
 
 
@@ -266,7 +266,7 @@ def test_an_option_that_one_stage_uses_has_an_effect(tmp_path) -> None:
         config = changed(config, {"validation": {"enable": False}})
         plan = preflight(config, 1)
         assert any("token_cache_folder" in note for note in plan.notes) == is_idle
-        assert plan.staged == config
+        assert plan.given == config
 
 
 def test_check_looks_at_every_stage(tmp_path, capsys) -> None:

@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from meshwright.config.changes import LEFT_OPEN
 from meshwright.system.errors import check, where_it_ends
 from meshwright.system.files import text_of
 
@@ -50,11 +51,18 @@ class Run:
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """The values of every key; none, if config.toml cannot be read."""
+        """The values of every key; none, if config.toml cannot be read. What that leaves open has
+        the value that it had in the last start."""
         try:
-            return tomllib.loads(self.config_text)
+            written = tomllib.loads(self.config_text)
         except tomllib.TOMLDecodeError:
             return {}
+        used = self.starts[-1].get("config", {}) if self.starts else {}
+        for section, keys in written.items():
+            for key, value in keys.items():
+                if isinstance(value, int | str) and value in LEFT_OPEN:
+                    keys[key] = used.get(section, {}).get(key, value)
+        return written
 
     def series(self, name: str, x: str = "step") -> list[tuple[int, float]]:
         """Return the steps, or values of `x`, and the values of a figure."""

@@ -79,7 +79,7 @@ def resolve_auto_values(config: JobConfig, world_size: int, num_stages: int) -> 
         global_batch_size,
         f"must be a positive multiple of {per_microbatch} = {dp} data-parallel "
         f"ranks x local_batch_size {training.local_batch_size}",
-        f"the nearest is {nearest}",
+        f"the nearest is {nearest}" + _other_ranks(config, world_size, others),
     )
     return changed(
         config,
@@ -88,6 +88,25 @@ def resolve_auto_values(config: JobConfig, world_size: int, num_stages: int) -> 
             "training": {"global_batch_size": global_batch_size},
         },
     )
+
+
+def _other_ranks(config: JobConfig, world_size: int, others: int) -> str:
+    """Return the way out for a batch that isn't a multiple on `world_size` ranks: the next fewer
+    and the next more ranks that it is split evenly over; "" if the degrees fix their number.
+
+    Args:
+        others: ranks of a replica of the model, times replicas.
+    """
+    parallelism, training = config.parallelism, config.training
+    copies = parallelism.data_parallel_replicate_degree
+    most, rest = divmod(training.global_batch_size, training.local_batch_size * copies)
+    if parallelism.data_parallel_shard_degree != -1 or most < 1 or rest:
+        return ""
+    counts = [shard * others for shard in range(1, most + 1) if most % shard == 0]
+    fewer = [str(count) for count in counts if count < world_size][-1:]
+    more = [str(count) for count in counts if count > world_size][:1]
+    word = "rank" if fewer + more == ["1"] else "ranks"
+    return f"; or launch {' or '.join(fewer + more)} {word} (NGPU)"
 
 
 NARROWEST = 16

@@ -4,10 +4,34 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 
-from meshwright.config.job_config import JobConfig
+from meshwright.config.job_config import JobConfig, changed
 from meshwright.models.args import DecoderArgs
 from meshwright.models.table import DecoderSpec
 from meshwright.system.errors import check, did_you_mean
+from meshwright.system.machine import why_bf16_is_slow
+
+
+def resolve_type(config: JobConfig, *, is_gpu: bool) -> tuple[JobConfig, str]:
+    """Return `config` with `training.mixed_precision_param` = "auto" decided, and how it was.
+
+    Each machine asks its own CPU; `check_agreement` rejects a job whose ranks find other types.
+
+    Args:
+        is_gpu: ranks train on GPUs, as far as is known here.
+
+    Returns:
+        The config, and a line for the log if the CPU decided; otherwise "".
+    """
+    training = config.training
+    if training.mixed_precision_param != "auto":
+        return config, ""
+    needs_bf16 = training.dtype == "bfloat16" or config.float8.enable
+    asks_cpu = not is_gpu and not needs_bf16
+    reason = why_bf16_is_slow() if asks_cpu else ""
+    dtype = "float32" if reason else "bfloat16"
+    reason = reason or "this CPU has fast instructions for it"
+    line = f'training.mixed_precision_param = "auto": {dtype}, since {reason}' if asks_cpu else ""
+    return changed(config, {"training": {"mixed_precision_param": dtype}}), line
 
 
 def find_fp32_modules(config: JobConfig, args: DecoderArgs) -> list[str]:
