@@ -88,7 +88,7 @@ def check_job(given: Namespace, ranks: Ranks) -> Plan:
 
 def _inherited(written: Written) -> Iterator[str]:
     """Say which tokenizer the job takes and why, unless its own TOML or the command line names one;
-    and what is left out of the TOMLs below, since a model folder is in the place of their model."""
+    and which inherited keys are left out, since a model folder is in the place of their model."""
     provenance, key, flavor = written.provenance, "model.tokenizer_path", "model.flavor"
     model, others = written.raw.get("model", {}), dict(provenance.left_out)
     where, path = provenance.origin(key), model.get("tokenizer_path")

@@ -1,7 +1,7 @@
-"""Lays a TOML, or the command line, over the TOML below it, and fills in what follows from paths.
+"""Lays a TOML, or the command line, over the TOML below it, and fills in paths that follow.
 
-What belongs to a thing that is replaced goes with it: keys of other data, the tokenizer of another
-model. Otherwise a preset's would be taken for the user's, without a word.
+Keys that belong to a replaced value go with it: those of the data, the tokenizer of a model.
+Otherwise a preset's would be taken for the user's, without a word.
 """
 
 from collections.abc import Iterator, Mapping
@@ -23,8 +23,7 @@ OF_FOLDER = ("name", "tokenizer_path", "bos_token", "eos_token", "chat_template_
 
 
 def lay_over(base: dict[str, Any], over: Mapping[str, Any], provenance: Provenance) -> None:
-    """Lay `over` over `base`, in place; what `base` says of a model or of data that `over` replaces
-    is left out."""
+    """Lay `over` over `base`, in place, without its keys of a model or data that `over` replaces."""
     _leave_out_model(base, over, provenance)
     _leave_out_data(base, over, provenance)
     merge(base, over)
@@ -40,7 +39,8 @@ def merge(base: dict[str, Any], over: Mapping[str, Any]) -> None:
 
 
 def _leave_out_model(base: dict[str, Any], over: Mapping[str, Any], provenance: Provenance) -> None:
-    """Where `over` names a model folder as flavor, leave out what `base` says of another model."""
+    """Where `over` names a model folder as flavor, leave out the keys of `base` for another
+    model."""
     model, inherited = over.get("model", {}), base.get("model", {})
     flavor = model.get("flavor")
     is_other = isinstance(flavor, str) and is_path(flavor) and flavor != inherited.get("flavor")

@@ -82,8 +82,8 @@ def announce(
 
 
 def _written(plan: Plan) -> str:
-    """Return the TOML of the job with every key: what it left open, by -1 or "auto", stays open, so
-    that it runs on any mesh. A comment says how that was filled in here."""
+    """Return the TOML of the job with every key. One that was left open, by -1 or "auto", stays
+    open, so that it runs on any mesh; a comment has its value in this job."""
     given = plan.given or plan.config
     given = changed(given, {"model": {"name": plan.config.model.name}})  # of a folder's family
     ranks, comments = numbered(dist.get_world_size(), "rank"), dict[str, str]()

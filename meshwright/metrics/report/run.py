@@ -51,8 +51,8 @@ class Run:
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """The values of every key; none, if config.toml cannot be read. What that leaves open has
-        the value that it had in the last start."""
+        """The values of every key; none, if config.toml cannot be read. A key that is left
+        open there has its value of the last start."""
         try:
             written = tomllib.loads(self.config_text)
         except tomllib.TOMLDecodeError:
