@@ -111,3 +111,5 @@ def run_tokenize(given: Namespace) -> None:
             cache.num_bytes / cache.num_tokens,
             cache.folder,
         )
+        if cache.loss_line:
+            logger.warning("%s: %s", source.entry.name, cache.loss_line)

@@ -69,7 +69,12 @@ def run(given: Namespace) -> None:
         tokenizer, path = open_tokenizer(place, manifest, given.tokenizer)
         files: dict[str, Path | str] = {}
         if not given.without_tokenizer:
-            files = tokenizer_files(tokenizer, path)
+            files = tokenizer_files(
+                tokenizer,
+                path,
+                seq_len=manifest["data_identity"]["training.seq_len"],
+                chat_template_path=manifest["config"].get("model", {}).get("chat_template_path"),
+            )
             _say(f"tokenizer: {path}, as {', '.join(files)}")
         job = Job(
             place,

@@ -68,8 +68,8 @@ class Model(Section, on_resume="model"):
     `layers.[01].*`, `*norm.weight`."""
 
     tokenizer_path: OfData[InputPath] = ""
-    """Hugging Face's `tokenizer.json`, a `tokenizer.model` of sentencepiece or tiktoken, or a
-    folder with one; or "bytes" for UTF-8 bytes as tokens (vocabulary 258), which needs no file."""
+    """Hugging Face's `tokenizer.json`, a `tokenizer.model` of sentencepiece, or a folder with one;
+    or "bytes" for UTF-8 bytes as tokens (vocabulary 258), which needs no file."""
 
     bos_token: OfData[str | None] = None
     """Token before every document, as `tokenizer.json` spells it; "": none. Absent: the token that

@@ -39,17 +39,27 @@ class Encoder:
 
     def __init__(self, tokenizer: Tokenizer, open_template: "Callable[[], ChatTemplate]") -> None:
         self._tokenizer, self._template = tokenizer, functools.cache(open_template)
-        self._before = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
-        self._after = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
+        self.num_lost, self.num_characters = 0, 0
+        """Characters of all texts so far that have no token, and all of them; both without white
+        space, and 0 where a tokenizer has a token for everything."""
 
     def encode(self, document: Document) -> Tokens:
         """uint32 ids, some with `NO_LOSS`; none of an empty text, which is no document."""
         if isinstance(document, str):
             ids = self._encode_text(document) if document else []
-            return np.array([*self._before, *ids, *self._after] if ids else [], np.uint32)
+            self._count_lost(document)
+            whole = [*self._tokenizer.before, *ids, *self._tokenizer.after] if ids else []
+            return np.array(whole, np.uint32)
         begins = repr(document[0]["content"][:40]) if document else "empty"
         ids, counts = self._template().encode(document, begins)
+        self._count_lost(*(turn["content"] for turn in document))
         return np.where(counts, ids, np.bitwise_or(ids, NO_LOSS)).astype(np.uint32)
+
+    def _count_lost(self, *texts: str) -> None:
+        if self._tokenizer.loses_text:
+            for lost, characters in map(self._tokenizer.count_lost, texts):
+                self.num_lost += lost
+                self.num_characters += characters
 
     def _encode_text(self, text: str) -> list[int]:
         try:
@@ -62,7 +72,7 @@ class Encoder:
             raise RecordError(PATH_KEY, what) from None
 
 
-FORMAT, CHATS = 2, 2
+FORMAT, CHATS = 3, 2
 """Of the files, and of what conversations become; another number is another cache."""
 
 
@@ -175,7 +185,8 @@ def tokenizer_parts(
         for name, token in sorted(tokenizer.special_names.items())
         if name in template and tokenizer.special_ids.get(token) != ends.get(name, -1)
     ]
-    return [tokenizer.fingerprint, *ends.values(), template, *named]
+    several = [tokenizer.before, tokenizer.after] if len(tokenizer.before) > 1 else []
+    return [tokenizer.fingerprint, *ends.values(), template, *named, *several]
 
 
 def short_hash(parts: list[object]) -> str:

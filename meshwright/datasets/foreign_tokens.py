@@ -17,7 +17,6 @@ import numpy.typing as npt
 from meshwright.datasets.files import Entry, beside
 from meshwright.datasets.storage import DataFile, RangeFile, open_file, stat
 from meshwright.datasets.tokenizers.kinds import Tokenizer
-from meshwright.system.errors import ConfigError
 
 MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
 
@@ -228,10 +227,8 @@ def index_tokens(file: TokenFile, tokenizer: Tokenizer, block_bytes: int) -> Ind
     """
     if file.lengths is None and tokenizer.eos_id is None:
         raise FormatError("its documents cannot be told apart: the tokenizer has no EOS")
-    try:
-        bytes_of = np.array(tokenizer.token_bytes)
-    except ConfigError:  # this tokenizer does not tell; nothing but a line in the log needs it
-        bytes_of = np.zeros(tokenizer.vocab_size, np.int64)
+    # where a tokenizer does not tell, nothing but a line in the log needs them
+    bytes_of = np.array(tokenizer.token_bytes or [0] * tokenizer.vocab_size)
     checksums, ends, num_bytes, begin = list[int](), [np.empty(0, np.int64)], 0, 0
     is_bare = file.offset == 0 and file.lengths is None  # nothing says of which type they are
     may_be_halves = is_bare and file.num_tokens >= ENOUGH_TOKENS

@@ -151,6 +151,9 @@ def announce_data(purpose: str, sources: Sequence[OpenSource]) -> None:
         parts.append(f"{len(sources) - len(caches)} streamed" if caches else "streamed")
     rest = f"; left out: {', '.join(by_suffix(skipped))}" if skipped else ""
     logger.info("%s: %s: %s%s", purpose, name, ", ".join(parts), rest)
+    for source in sources:
+        if isinstance(source, CachedSource) and source.cache.loss_line:
+            logger.warning("%s: %s", source.entry.name, source.cache.loss_line)
 
 
 def _describe_tokenizer(tokenizer: Tokenizer) -> str:

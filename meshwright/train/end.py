@@ -108,7 +108,12 @@ def export_last(plan: Plan) -> None:
                 manifest,
                 plan.family,
                 plan.tokenizer,
-                tokenizer_files(plan.tokenizer, config.model.tokenizer_path),
+                tokenizer_files(
+                    plan.tokenizer,
+                    config.model.tokenizer_path,
+                    seq_len=config.training.seq_len,
+                    chat_template_path=config.model.chat_template_path,
+                ),
                 dtype=getattr(torch, config.checkpoint.export_dtype),
             )
             export(job, out, logger.info)

@@ -31,8 +31,8 @@ from meshwright.datasets.named_sources import (
     check_template,
     check_validation,
     idle_source_options,
-    no_end,
     sympy_note,
+    tokenizer_notes,
     validation_note,
 )
 from meshwright.datasets.tokenizers.kinds import Tokenizer, build_tokenizer
@@ -199,7 +199,9 @@ class Plan:
             self.batch_line,
             validation_note(self.config),
             sympy_note(self.config),
-            no_end(self.tokenizer, self.config.model),
+            *tokenizer_notes(
+                self.tokenizer, self.config.model, validates=self.config.validation.enable
+            ),
             self.type_line,
             self.compile_line,
             min(slow),

@@ -212,7 +212,10 @@ class Validation:
     ) -> None:
         self._plan, self._training = plan, plan.config.training
         self._sources, self._meshes, self._device = sources, meshes, device
-        self._token_bytes = torch.tensor(plan.tokenizer.token_bytes, device=device)
+        known = plan.tokenizer.token_bytes
+        self._tells_bytes = known is not None
+        sizes = known if known is not None else [0] * plan.tokenizer.vocab_size
+        self._token_bytes = torch.tensor(sizes, device=device)
         self._kept = {
             source.entry.key: list(self._read(source))
             for source in sources
@@ -231,7 +234,10 @@ class Validation:
             if is_stopped():
                 break
             prefix = "validation/" + f"{source.entry.name}/" * (len(self._sources) > 1)
-            figures |= {f"{prefix}{name}": figure for name, figure in figures_of(*sums).items()}
+            found = figures_of(*sums)
+            if not self._tells_bytes:
+                del found["bits_per_byte"]
+            figures |= {f"{prefix}{name}": figure for name, figure in found.items()}
         return figures
 
     def _steps(self, source: OpenSource) -> Iterator[list[Batch]]:

@@ -1,6 +1,5 @@
 """Small tokenizer files of every kind, trained on the spot; and texts that are hard on them."""
 
-import base64
 import io
 import json
 import random
@@ -19,8 +18,21 @@ from tokenizers import (
     trainers,
 )
 
-from meshwright.datasets.tokenizers.huggingface import SPLIT_PATTERN, special_tokens
+SPLIT_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+"""Of Llama 3's tokenizer.json."""
 
+LLAMA3_SPECIALS = [
+    "<|begin_of_text|>",
+    "<|end_of_text|>",
+    "<|start_header_id|>",
+    "<|end_header_id|>",
+    "<|eom_id|>",
+    "<|eot_id|>",
+    "<|python_tag|>",
+]
 CODE = (
     'def f(x):\n    """Grüße, 世界 <s>"""\n\treturn  x**2  # 1234567\n\n\nclass  A:\n        pass\n'
 )
@@ -125,33 +137,6 @@ def metaspace_json(file: Path, specials: list[str]) -> Path:
     begin_with(tokenizer, specials[1])
     tokenizer.save(str(file))
     return file
-
-
-def tiktoken_model(file: Path, source: Path) -> Path:
-    """Llama 3's kind of tokenizer.model, with the ranks of a byte-level tokenizer.json."""
-    model = json.loads(source.read_text("utf-8"))["model"]
-    byte_of = {c: byte for byte, c in enumerate(_byte_characters())}
-    words = [bytes(byte_of[c] for c in a + b) for a, b in model["merges"]]
-    tokens = dict.fromkeys([bytes([i]) for i in range(256)] + words)
-    lines = [f"{base64.b64encode(t).decode()} {rank}\n" for rank, t in enumerate(tokens)]
-    file.write_text("".join(lines))
-    return file
-
-
-def _byte_characters() -> list[str]:
-    """The character that stands for each byte in a byte-level vocabulary (GPT-2's table)."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = iter(range(256, 512))
-    return [chr(b) if b in printable else chr(next(others)) for b in range(256)]
-
-
-def transformers_of_tiktoken(file: Path) -> Tokenizer:
-    """What transformers makes of it."""
-    from transformers.convert_slow_tokenizer import TikTokenConverter
-
-    return TikTokenConverter(  # its pattern is Llama 3's unless it is given another
-        vocab_file=str(file), extra_special_tokens=special_tokens()
-    ).converted()
 
 
 def sentencepiece_model(file: Path, **options: object) -> Path:

@@ -59,7 +59,7 @@ FIRST_WORDS = {
     "prove debug_model": "proving",
     "tokenize debug_model": "reading",
 }
-SLOW = {"torch", "numpy", "ssl", "multiprocessing", "datasets", "tiktoken", "jinja2", "tokenizers"}
+SLOW = {"torch", "numpy", "ssl", "multiprocessing", "datasets", "jinja2", "tokenizers"}
 UNTIL_A_WORD = """
 import os, sys
 from meshwright.commands import check  # once for all

@@ -35,7 +35,6 @@ from tests.helpers.tokenizer_files import (
     HARD_TEXTS,
     byte_level_json,
     sentencepiece_model,
-    tiktoken_model,
 )
 
 ARGS = CASES["llama-scaled"]
@@ -106,25 +105,30 @@ def test_the_tokenizer_comes_along(tmp_path) -> None:
     source.mkdir()
     file = byte_level_json(source / "tokenizer.json", ["<|begin_of_text|>", "<|end_of_text|>"])
     (source / "chat_template.jinja").write_text("{{ messages }}")
-    (source / "generation_config.json").write_text('{"eos_token_id": [1, 2]}')
+    (source / "generation_config.json").write_text('{"eos_token_id": [1, 2], "top_k": 5}')
     (source / "notes.txt").write_text("not a tokenizer's")
     args = dataclasses.replace(SMALL, vocab_size=402)
     model = load_hf(save_transformers(tmp_path / "hf", args), args)
     checkpoint = save_checkpoint(tmp_path / "checkpoint", model, args, tokenizer_path=str(file))
     export([str(checkpoint), str(tmp_path / "out")])
-    copied = ["tokenizer.json", "chat_template.jinja", "generation_config.json"]
+    copied = ["tokenizer.json", "chat_template.jinja"]
     for name in copied:
         assert (tmp_path / "out" / name).read_bytes() == (source / name).read_bytes()
-    weights = {"config.json", "model.safetensors"}
-    assert tree(tmp_path / "out") == {*copied, *weights, "tokenizer_config.json"}
+    of_model = {"config.json", "generation_config.json", "model.safetensors"}
+    assert tree(tmp_path / "out") == {*copied, *of_model, "tokenizer_config.json"}
+    written = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    assert written == {"eos_token_id": 401, "bos_token_id": 400, "top_k": 5}
     names = {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>", "mine": 1}
-    (source / "tokenizer_config.json").write_text(json.dumps(names))
+    (source / "tokenizer_config.json").write_text(json.dumps(names | {"unk_token": "<none>"}))
     export([str(checkpoint), str(tmp_path / "own")])
-    written = tmp_path / "own" / "tokenizer_config.json"
-    assert written.read_text() == (source / "tokenizer_config.json").read_text()
+    written = json.loads((tmp_path / "own" / "tokenizer_config.json").read_text())
+    assert {name: written[name] for name in names} == names
+    assert written["pad_token"] == "<|end_of_text|>"
+    assert written["model_max_length"] == 64  # of a sequence in training
+    assert "unk_token" not in written  # which the vocabulary lacks
     (source / "tokenizer_config.json").unlink()
     export([str(checkpoint), str(tmp_path / "without"), "--without-tokenizer"])
-    assert tree(tmp_path / "without") == {*weights, "generation_config.json"}
+    assert tree(tmp_path / "without") == of_model
 
     moved = source.rename(tmp_path / "moved")
     assert "fix: name the tokenizer that it was trained with" in message(checkpoint, tmp_path / "b")
@@ -236,9 +240,6 @@ def _make_tokenizer(kind: str, folder: Path) -> str:
     folder.mkdir()
     if kind in OF_SENTENCEPIECE:
         file = sentencepiece_model(folder / "tokenizer.model", **OF_SENTENCEPIECE[kind])
-    elif kind == "tiktoken":
-        source = byte_level_json(folder / "source.json", ["<s>"])
-        file = tiktoken_model(folder / "tokenizer.model", source)
     else:
         file = byte_level_json(folder / "tokenizer.json", ["<s>", "</s>"])
     return str(file)
@@ -252,7 +253,7 @@ def _save_with(path: str, folder: Path) -> Path:
     return save_checkpoint(folder / "checkpoint", model, args, tokenizer_path=path)
 
 
-@pytest.mark.parametrize("kind", ["bytes", "tiktoken", "byte-level", *OF_SENTENCEPIECE])
+@pytest.mark.parametrize("kind", ["bytes", "byte-level", *OF_SENTENCEPIECE])
 def test_auto_tokenizer_gives_the_ids_of_training(kind: str, tmp_path: Path, capsys) -> None:
     path = kind if kind == "bytes" else _make_tokenizer(kind, tmp_path / "tokenizer")
     ours, checkpoint = build_tokenizer(path), _save_with(path, tmp_path)
@@ -266,9 +267,7 @@ def test_auto_tokenizer_gives_the_ids_of_training(kind: str, tmp_path: Path, cap
     if kind != "byte-level" and ours.bos_id is not None:  # that file says itself what it adds
         assert theirs("a")["input_ids"] == [ours.bos_id, *ours.encode("a")]
     # and ours reads it back: `meshwright generate`, `initial_load_path`
-    # a unigram model may take a special token for a piece of text: of those, sentencepiece's file
-    file = tmp_path / "out" / "tokenizer.model" if kind == "unigram" else tmp_path / "out"
-    again = build_tokenizer(str(file))
+    again = build_tokenizer(str(tmp_path / "out"))
     assert all(again.encode(text) == ours.encode(text) for text in HARD_TEXTS[1:])
     assert (again.bos_id, again.eos_id) == (ours.bos_id, ours.eos_id)
     _check_for_other_loaders(tmp_path / "out", kind)
@@ -296,14 +295,17 @@ def _check_for_other_loaders(folder: Path, kind: str) -> None:
 
 
 def test_a_tokenizer_with_other_ids_is_refused(tmp_path, monkeypatch) -> None:
-    """As transformers makes of a bare sentencepiece model."""
+    """As transformers 5.23 makes of a bare sentencepiece model, and a mistake of ours could."""
     checkpoint = _save_with(_make_tokenizer("bpe", tmp_path / "tokenizer"), tmp_path)
     real = tokenizer_files.tokenizer_files
 
-    def bare(*given: object) -> dict[str, Path | str]:
-        return {name: f for name, f in real(*given).items() if name == "tokenizer.model"}
+    def wrong(*given: object, **options: object) -> dict[str, Path | str]:
+        files = real(*given, **options)
+        content = json.loads(files["tokenizer.json"])
+        del content["normalizer"]["normalizers"][0]  # the space in front of a text
+        return files | {"tokenizer.json": json.dumps(content)}
 
-    monkeypatch.setattr(tokenizer_files, "tokenizer_files", bare)
+    monkeypatch.setattr(tokenizer_files, "tokenizer_files", wrong)
     said = message(checkpoint, tmp_path / "out")
     assert "(AutoTokenizer) gives other ids for" in said
     assert "fix: export without it (--without-tokenizer)" in said
@@ -316,5 +318,8 @@ def test_code_that_a_tokenizer_names_is_not_offered_to_be_run(tmp_path, monkeypa
     names = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["code.Own", None]}}
     (tmp_path / "tokenizer" / "tokenizer_config.json").write_text(json.dumps(names))
     monkeypatch.setattr("builtins.input", (ask := Mock(return_value="y")))
-    assert "tokenizer cannot be read" in message(_save_with(path, tmp_path), tmp_path / "out")
+    export([str(_save_with(path, tmp_path)), str(tmp_path / "out")])
+    settings = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
+    assert settings["tokenizer_class"] == "PreTrainedTokenizerFast"  # tokenizer.json as it stands
+    assert "auto_map" not in settings
     assert not ask.called

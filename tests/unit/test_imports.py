@@ -28,7 +28,7 @@ def test_the_collector_is_off_within_and_as_it_was_afterwards(is_on: bool) -> No
 SELDOM = {  # each takes tens of milliseconds or more of the time to the first step
     *("torch.distributed.pipelining", "torch._inductor.compile_fx", "torchao"),
     *("tensorboard", "wandb", "datasets", "pyarrow"),
-    *("tokenizers", "sentencepiece", "tiktoken", "transformers", "safetensors.torch"),
+    *("tokenizers", "sentencepiece", "transformers", "safetensors.torch"),
 }
 COMPILER_AND_MESHES = {  # 0.8 s together
     *("torch._dynamo", "sympy", "torch.distributed.tensor", "torch.distributed.fsdp"),

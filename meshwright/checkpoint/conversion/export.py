@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import tokenizers
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors import SafetensorError
@@ -19,7 +18,7 @@ from torch import Tensor
 from meshwright.checkpoint.commit import UNFINISHED
 from meshwright.checkpoint.conversion.hf_folder import CONFIG, GENERATION_CONFIG, INDEX
 from meshwright.checkpoint.conversion.readers import HuggingFaceWeights, halves
-from meshwright.checkpoint.conversion.tokenizer_files import samples
+from meshwright.checkpoint.conversion.tokenizer_proof import prove_tokenizer
 from meshwright.checkpoint.find import saved_args
 from meshwright.checkpoint.manifest import Manifest
 from meshwright.checkpoint.reader import CheckpointWeights
@@ -37,8 +36,6 @@ NUM_TOKENS = 256
 TOLERANCE = 1e-3
 """Of the largest logit: both sides compute in fp32 on the same weights, in another order; a wrong
 permutation, rotation or constant gives more by far."""
-
-LEAVE_OUT = "export without it (--without-tokenizer), and encode text as training did"
 
 
 class Job:
@@ -129,9 +126,12 @@ def _write(job: Job, folder: Path, say: Callable[[str], None]) -> None:
     config = job.form.write_config(job.args, job.seq_len) | dict(job.special_tokens)
     config["torch_dtype"] = _name(job.dtype)
     _write_json(folder / CONFIG, config)
-    if GENERATION_CONFIG not in job.other_files:
-        ends = {"eos_token_id": list(job.ends_of_text)} if len(job.ends_of_text) > 1 else {}
-        _write_json(folder / GENERATION_CONFIG, dict(job.special_tokens) | ends)
+    stops: Any = job.ends_of_text
+    ends = {"eos_token_id": stops[0] if len(stops) == 1 else stops} if stops else {}
+    was = {}
+    if GENERATION_CONFIG in job.other_files:  # settings of sampling
+        was = Place("OUT", folder).read_json(GENERATION_CONFIG)
+    _write_json(folder / GENERATION_CONFIG, was | job.special_tokens | ends)
     tensors = job.form.tensors(job.args, is_fused=job.is_fused)
     _check_state(job)
     _write_weights(job, folder, tensors)
@@ -225,54 +225,7 @@ def _verify(job: Job, place: Place, say: Callable[[str], None]) -> None:
     else:
         _verify_logits(job, place, say)
     if job.other_files:
-        _verify_tokenizer(job, place, say)
-
-
-def _verify_tokenizer(job: Job, place: Place, say: Callable[[str], None]) -> None:
-    """Hold the folder's tokenizer against the one of training, on ids and on special tokens."""
-    try:
-        theirs, special, by = _read_tokenizer(place.path)
-    except Exception as error:  # whatever a library makes of a file
-        raise place.error(f"its tokenizer cannot be read: {error}", LEAVE_OUT) from None
-    count = 0
-    for text in samples(job.tokenizer):
-        want, got = job.tokenizer.encode(text), theirs(text)
-        where = next((i for i, (a, b) in enumerate(zip(want, got, strict=False)) if a != b), 0)
-        place.check(
-            got == want,
-            f"its tokenizer by {by} gives other ids for {text[:40]!r}: from the {where + 1}. on "
-            f"{got[where : where + 4]}, and {want[where : where + 4]} in training",
-            LEAVE_OUT,
-        )
-        count += len(want)
-    for name, token in special.items():
-        place.check(
-            token == job.special_tokens.get(name, token)
-            or (name == "eos_token_id" and token in job.ends_of_text),
-            f"its {name} by {by} is {token}, and {job.special_tokens.get(name)} in training",
-            LEAVE_OUT,
-        )
-    say(f"compared {count:,} ids of {by} with the tokenizer of training: equal")
-
-
-def _read_tokenizer(folder: Path) -> tuple[Callable[[str], list[int]], dict[str, int | None], str]:
-    """From text to ids, without special tokens; the ids of special tokens; and the library used."""
-    if importlib.util.find_spec("transformers") is None:
-        read = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-        by = f"tokenizers {tokenizers.__version__} (transformers is not installed)"
-        return lambda text: read.encode(text, add_special_tokens=False).ids, {}, by
-    transformers: Any = importlib.import_module("transformers")  # only to compare with
-    transformers.logging.set_verbosity_error()
-    auto = transformers.AutoTokenizer.from_pretrained(
-        folder, local_files_only=True, trust_remote_code=False
-    )
-    special = {name: getattr(auto, name) for name in ("bos_token_id", "eos_token_id")}
-
-    def encode(text: str) -> list[int]:
-        ids: list[int] = auto(text, add_special_tokens=False)["input_ids"]
-        return ids
-
-    return encode, special, f"transformers {transformers.__version__} (AutoTokenizer)"
+        prove_tokenizer(job.tokenizer, place, job.ends_of_text, say)
 
 
 def _bits(tensor: Tensor) -> Tensor:

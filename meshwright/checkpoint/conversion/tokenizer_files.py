@@ -1,49 +1,55 @@
 """The files of a tokenizer in an exported folder, by the names that Hugging Face has.
 
-transformers, vLLM and llama.cpp read a `tokenizer.json` as it stands. From a bare `tokenizer.model`
-they make one of their own: of a sentencepiece model with other ids (transformers 5.23 decodes no
-line end by the one class that gives the same), of a tiktoken file none at all.
+transformers, vLLM and llama.cpp read a `tokenizer.json` as it stands. From a bare sentencepiece
+`tokenizer.model` they make one of their own, in some versions with other ids.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import Regex, decoders, models, normalizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
 from meshwright.checkpoint.conversion.hf_folder import GENERATION_CONFIG
+from meshwright.checkpoint.conversion.tokenizer_proof import samples
 from meshwright.config.section import BYTES
-from meshwright.datasets.tokenizers.huggingface import (
-    HuggingFaceTokenizer,
-    merges,
-    of_ranks,
-    with_specials,
+from meshwright.datasets.tokenizers.huggingface import HuggingFaceTokenizer, any_of
+from meshwright.datasets.tokenizers.kinds import (
+    SentencePieceTokenizer,
+    Tokenizer,
+    build_tokenizer,
+    find_file,
+    find_template,
 )
-from meshwright.datasets.tokenizers.kinds import SentencePieceTokenizer, Tokenizer, find_file
 from meshwright.datasets.tokenizers.special_tokens import (
     BESIDE,
     NAMES,
     SETTINGS,
     SPACE,
+    TEMPLATE,
     read_beside,
 )
-from meshwright.system.errors import config_error
+from meshwright.system.errors import ConfigError, config_error
 
 JSON, MODEL, ADDED = "tokenizer.json", "tokenizer.model", "added_tokens.json"
 
 
-def tokenizer_files(tokenizer: Tokenizer, path: str) -> dict[str, Path | str]:
+def tokenizer_files(
+    tokenizer: Tokenizer, path: str, *, seq_len: int, chat_template_path: str = ""
+) -> dict[str, Path | str]:
     """Return the files of a tokenizer, or their content, by the names that Hugging Face has.
 
     A file with any other name is taken alone: the files next to it may belong to another.
 
     Args:
         path: where it was found, or "bytes".
+        seq_len: tokens of a sequence in training.
+        chat_template_path: the job's, which replaces the tokenizer's own.
 
     Raises:
-        ConfigError: if transformers could not be given the same ids.
+        ConfigError: if transformers could not be given the same ids, or the template is gone.
     """
     files: dict[str, Path | str] = {}
     if path != BYTES:
@@ -51,36 +57,76 @@ def tokenizer_files(tokenizer: Tokenizer, path: str) -> dict[str, Path | str]:
         if file.name in (JSON, MODEL):
             beside = (*BESIDE, ADDED, GENERATION_CONFIG)
             files |= {name: p for name in beside if (p := file.with_name(name)).is_file()}
-        match tokenizer:
-            case HuggingFaceTokenizer(made=None):
-                files[JSON] = file
-            case SentencePieceTokenizer():
-                files[MODEL] = file  # llama.cpp prefers it
-            case _:  # llama.cpp would take it for a sentencepiece model, so it is out of the way
-                files[f"original/{MODEL}"] = file
+        files[JSON if isinstance(tokenizer, HuggingFaceTokenizer) else MODEL] = file
+        if file.name == JSON and (model := file.with_name(MODEL)).is_file():
+            files |= _same_model(tokenizer, model)
     try:
         made = to_tokenizer_json(tokenizer)
     except Exception as error:  # whatever tokenizers makes of it
         fix = "export without it: --without-tokenizer"
         raise config_error("--tokenizer", path, f"cannot be made a {JSON}: {error}", fix) from None
-    if made is None and SETTINGS in files:
-        return files
-    settings: dict[str, object] = {
-        "tokenizer_class": "PreTrainedTokenizerFast",  # which takes tokenizer.json as it stands
-        "add_bos_token": tokenizer.bos_id is not None,
-        "clean_up_tokenization_spaces": False,
-        **tokenizer.special_names,
-    }
     if made is not None:
         files[JSON] = made
-        was = files.get(SETTINGS)
-        for name in (NAMES, ADDED):
+    was = files.get(SETTINGS)
+    settings = read_beside(was, SETTINGS) if isinstance(was, Path) else {}
+    for name in (NAMES, ADDED):
+        if made is not None:
             files.pop(name, None)  # they are in the new ones
-        if isinstance(was, Path):
-            template = read_beside(was, SETTINGS).get("chat_template")
-            settings |= {} if template is None else {"chat_template": template}
-    files[SETTINGS] = json.dumps(settings, indent=2) + "\n"
+    if chat_template_path:
+        files[TEMPLATE] = settings["chat_template"] = find_template(path, chat_template_path)
+    files[SETTINGS] = json.dumps(_settings(tokenizer, settings, seq_len), indent=2) + "\n"
     return files
+
+
+def _settings(tokenizer: Tokenizer, was: dict[str, Any], seq_len: int) -> dict[str, Any]:
+    """Return the content of tokenizer_config.json.
+
+    transformers 5 rebuilds a tokenizer of most classes by code of the class, with its own
+    normalizer and pre-tokenizer, whatever tokenizer.json says (Llama 2's gives other ids then). The
+    class here takes tokenizer.json as it stands, in every version.
+    """
+    has_token: Callable[[str], bool] = tokenizer.special_ids.__contains__
+    if isinstance(tokenizer, HuggingFaceTokenizer):
+        has_token = tokenizer.has_token
+    kept = {k: v for k, v in was.items() if k not in OF_CLASS and not k.endswith("_token")}
+    for key in ("additional_special_tokens", "extra_special_tokens"):
+        if isinstance(listed := was.get(key), list):
+            contents = (one.get("content") if isinstance(one, dict) else one for one in listed)
+            kept[key] = [token for token in contents if token and has_token(token)]
+    # transformers would add a token that the vocabulary lacks, with an id that the model lacks
+    names = {name: token for name, token in tokenizer.special_names.items() if has_token(token)}
+    if "eos_token" in names:
+        names.setdefault("pad_token", names["eos_token"])
+    if len(tokenizer.before) <= 1:  # transformers builds a template of BOS alone from it
+        kept["add_bos_token"] = bool(tokenizer.before)
+    return {
+        "clean_up_tokenization_spaces": False,
+        # without token_type_ids, which models like ours do not take
+        "model_input_names": ["input_ids", "attention_mask"],
+        **kept,
+        **names,
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": seq_len,
+    }
+
+
+OF_CLASS = {
+    *("tokenizer_class", "auto_map", "backend", "tokenizer_file", "name_or_path", "is_local"),
+    *("added_tokens_decoder", "add_bos_token", "add_eos_token", "add_prefix_space", "legacy"),
+    *("from_slow", "special_tokens_map_file", "processor_class", "vocab_file"),
+}
+"""Keys of tokenizer_config.json that say how a class builds a tokenizer; tokenizer.json says it."""
+
+
+def _same_model(tokenizer: Tokenizer, file: Path) -> dict[str, Path | str]:
+    """Return the sentencepiece model beside a tokenizer.json, if it gives its ids: llama.cpp
+    prefers it."""
+    try:
+        model = build_tokenizer(str(file))
+    except ConfigError:  # a file of another kind
+        return {}
+    is_same = all(model.encode(text) == tokenizer.encode(text) for text in samples(tokenizer))
+    return {MODEL: file} if is_same else {}
 
 
 def to_tokenizer_json(tokenizer: Tokenizer) -> str | None:
@@ -91,11 +137,8 @@ def to_tokenizer_json(tokenizer: Tokenizer) -> str | None:
     """
     if isinstance(tokenizer, HuggingFaceTokenizer):
         return tokenizer.made
-    if isinstance(tokenizer, SentencePieceTokenizer):
-        made = _of_pieces(tokenizer)
-    else:
-        made = of_ranks({bytes([byte]): byte for byte in range(256)}, None)
-    return with_specials(made, tokenizer.special_ids, tokenizer.bos_id).to_str(pretty=True)
+    made = _of_pieces(tokenizer) if isinstance(tokenizer, SentencePieceTokenizer) else _of_bytes()
+    return _with_specials(made, tokenizer.special_ids, tokenizer.bos_id).to_str(pretty=True)
 
 
 def _of_pieces(tokenizer: SentencePieceTokenizer) -> tokenizers.Tokenizer:
@@ -108,7 +151,8 @@ def _of_pieces(tokenizer: SentencePieceTokenizer) -> tokenizers.Tokenizer:
         raise ValueError(f"it is a sentencepiece model of kind {kind}, not unigram or BPE")
     unknown = next((i for i, piece in enumerate(pieces) if piece.type == piece.UNKNOWN), None)
     # the others are not found in text: sentencepiece has them out of its trie
-    usual = [piece.type in (piece.NORMAL, piece.USER_DEFINED) for piece in pieces]
+    usual = [piece.type == piece.NORMAL for piece in pieces]
+    defined = [piece.piece for piece in pieces if piece.type == piece.USER_DEFINED]
     if trainer.model_type == trainer.UNIGRAM:
         never = min(piece.score for piece in pieces) - 1000.0
         scored = [
@@ -124,7 +168,7 @@ def _of_pieces(tokenizer: SentencePieceTokenizer) -> tokenizers.Tokenizer:
         made = tokenizers.Tokenizer(
             models.BPE(
                 vocab={piece.piece: number for number, piece in enumerate(pieces)},
-                merges=merges(ids, ids),
+                merges=_merges(ids, ids),
                 unk_token=None if unknown is None else pieces[unknown].piece,
                 fuse_unk=True,
                 byte_fallback=trainer.byte_fallback,
@@ -144,9 +188,11 @@ def _of_pieces(tokenizer: SentencePieceTokenizer) -> tokenizers.Tokenizer:
         edges = normalizers.Replace(Regex(r"\A +| +\z"), "")
         steps += [edges, normalizers.Replace(Regex(" {2,}"), " ")]
     if normalizer.add_dummy_prefix:
-        steps.append(normalizers.Prepend(SPACE))
+        # not before the symbols themselves, which are normalized to be found in normalized text
+        steps.append(normalizers.Replace(Regex(rf"\A(?!(?:{any_of(defined)})\z)"), SPACE))
     steps.append(normalizers.Replace(" ", SPACE))
     made.normalizer = normalizers.Sequence(steps)
+    made.add_tokens([AddedToken(symbol, normalized=True) for symbol in defined])
     strip = [decoders.Strip(" ", 1, 0)] if normalizer.add_dummy_prefix else []
     made.decoder = decoders.Sequence(
         [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
@@ -154,37 +200,46 @@ def _of_pieces(tokenizer: SentencePieceTokenizer) -> tokenizers.Tokenizer:
     return made
 
 
-SAMPLES = (
-    'def f(x):\n    """Grüße, 世界"""\n\treturn  x**2  # 1234567\n\n\nclass  A:\n        pass\n',
-    "plain ASCII text, it's what we've got; they'LL see",
-    "汉字和标点。没有空格",
-    "😀👩‍👩‍👧‍👦🇩🇪 é é Vie\u0323\u0302t",
-    " ",
-    " begins with a space, ends with one ",
-    "   \n\n\n \t\t\r\n  \r\r\n",
-    "0123456789" * 7 + " 1 22 333 4444",
-    "\n" * 50 + "a" + " " * 99 + "b" + "\t" * 33,
-    "a\x00b\x1c\x1d\x85\u2028\ufeff\u3000\xa0",
-    "עברית العربية हिन्दी ไทย",
-    "https://example.org/a_b?c=d&e=%20 <a href='x'>y</a> {\"k\": [1, 2.5e-3]}",
-)
-"""Texts that are hard on tokenizers: cuts, runs of white space, bytes without a piece."""
+def _of_bytes() -> tokenizers.Tokenizer:
+    """Return a byte-level BPE whose pieces are the bytes, by their numbers."""
+    # the character that stands for each byte: GPT-2's table
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = iter(range(256, 512))
+    names = [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
+    vocab = {name: byte for byte, name in enumerate(names)}
+    made = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.decoder = decoders.ByteLevel()
+    return made
 
 
-MOST_IDS = 20_000
-"""Of a larger vocabulary, as many ids spread over it are sampled."""
+def _merges(pieces: Iterable[str], ids: Mapping[str, int]) -> list[tuple[str, str]]:
+    """Return every pair of pieces that makes a piece, in the order in which pieces are
+    preferred."""
+    found = []
+    for piece in pieces:
+        splits = ((piece[:cut], piece[cut:]) for cut in range(1, len(piece)))
+        pairs = [pair for pair in splits if pair[0] in ids and pair[1] in ids]
+        found += sorted(pairs, key=lambda pair: (ids[pair[0]], ids[pair[1]]))
+    return found
 
 
-def samples(tokenizer: Tokenizer) -> Iterator[str]:
-    """Yield `SAMPLES`, and texts of the pieces of the vocabulary, in their order and in another. No
-    text holds a special token."""
-    specials, special_ids = tokenizer.special_ids, set(tokenizer.special_ids.values())
-    step = max(1, tokenizer.vocab_size // MOST_IDS)
-    ids = [i for i in range(0, tokenizer.vocab_size, step) if i not in special_ids]
-    scattered = [ids[i * 7919 % len(ids)] for i in range(len(ids))]
-    texts = [*SAMPLES]
-    for order in (ids, scattered):
-        texts += [tokenizer.decode(order[i : i + 64]) for i in range(0, len(order), 64)]
-    for text in (text.replace("\N{REPLACEMENT CHARACTER}", "") for text in texts):
-        if not any(name in text for name in specials):
-            yield text
+def _with_specials(
+    made: tokenizers.Tokenizer, specials: Mapping[str, int], bos_id: int | None
+) -> tokenizers.Tokenizer:
+    """Add special tokens, of which one begins a text.
+
+    Raises:
+        ValueError: if one would have another id.
+    """
+    in_order = sorted(specials, key=specials.__getitem__)
+    made.add_special_tokens([AddedToken(name, normalized=False) for name in in_order])
+    for name, token_id in specials.items():
+        if made.token_to_id(name) != token_id:
+            raise ValueError(f"{name!r} would have the id {made.token_to_id(name)}, not {token_id}")
+    if bos_id is not None:
+        bos = next(name for name, token_id in specials.items() if token_id == bos_id)
+        made.post_processor = processors.TemplateProcessing(
+            single=[bos, "$A"], pair=[bos, "$A", bos, "$B"], special_tokens=[(bos, bos_id)]
+        )
+    return made

@@ -64,6 +64,9 @@ class PartIndex(NamedTuple):
     """Records that are no documents,"""
     bad: npt.NDArray[np.str_] = np.empty(0, np.str_)
     """and the first of them, as errors."""
+    num_lost: int = 0
+    """Characters without a token, and all of them; see `Encoder`."""
+    num_characters: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -80,6 +83,7 @@ OF_CACHE = (
     *("content", "num_bytes", "num_documents", "dtype"),
     *("part_starts", "block_starts", "length_checksums"),
     *("sources", "offsets", "stamps", "num_bad", "first_bad"),
+    *("num_lost", "num_characters"),
 )
 """Arrays that are kept of the whole."""
 
@@ -209,6 +213,9 @@ class TokenCache:
         self.num_bytes, self.num_documents = int(arrays["num_bytes"]), int(arrays["num_documents"])
         self.num_bad, self.first_bad = int(arrays["num_bad"]), str(arrays["first_bad"])
         """Records that are no documents, and were passed over; the first of them, as an error."""
+        self._num_lost, self._num_characters = (
+            int(arrays[name]) for name in ("num_lost", "num_characters")
+        )
         self.block_starts: Starts = arrays["block_starts"].astype(np.int64)
         """(blocks + 1,) first token of each block of documents."""
         self._length_checksums = arrays["length_checksums"]
@@ -229,6 +236,17 @@ class TokenCache:
         self._blocks = blocks
         self._opened = functools.cache(self._open_part)
         self._lengths = RangeFile(str(folder / LENGTHS))
+
+    @property
+    def loss_line(self) -> str:
+        """A sentence on characters that the tokenizer has no token for; "" if there are none."""
+        if not self._num_lost:
+            return ""
+        share = self._num_lost / self._num_characters
+        return (
+            f"the tokenizer has no token for {self._num_lost:,} of {self._num_characters:,} "
+            f"characters ({share:.2%}, white space left out): they vanish or become unknown tokens"
+        )
 
     def lengths(self, block: int) -> Lengths:
         """Tokens of each document in a block, in the order in which they lie."""

@@ -63,6 +63,7 @@ def write_part(
         advance(documents.files[part.number].size, 0)
         return
     lengths, num_bytes, bad = list[int](), 0, list[RecordError]()
+    before = encoder.num_lost, encoder.num_characters
     has_flags = np.dtype(dtype).itemsize == 4
     with whole_file(part.own) as raw_file:
         file = _Checksummed(raw_file, BLOCK_BYTES)
@@ -95,6 +96,8 @@ def write_part(
         dtype,
         num_bad=len(bad),
         bad=np.array([str(error) for error in bad[:MESSAGES_KEPT]], np.str_),
+        num_lost=encoder.num_lost - before[0],
+        num_characters=encoder.num_characters - before[1],
     )
     _save_arrays(part.index, **index._asdict())
 
@@ -174,6 +177,7 @@ def join_parts(recipe: TokenizationSpec, parts: Sequence[Part]) -> None:
     entry, folder = recipe.entry, parts[0].folder
     left = entry.source.max_documents or None
     num_bytes, num_documents, num_bad, first_bad, dtype = 0, 0, 0, "", ""
+    num_lost, num_characters = 0, 0
     sizes, located, content = list[int](), list[tuple[str, int, str]](), hashlib.sha256()
     with whole_file(folder / LENGTHS) as raw_file:
         file = _Checksummed(raw_file, 4 * BLOCK_DOCUMENTS, is_of_lengths=True)
@@ -195,6 +199,8 @@ def join_parts(recipe: TokenizationSpec, parts: Sequence[Part]) -> None:
             num_bytes += round(index.num_bytes * kept)  # of a part that is cut, its share
             num_documents += len(lengths)
             num_bad += index.num_bad
+            num_lost += index.num_lost
+            num_characters += index.num_characters
             first_bad = first_bad or next(iter(index.bad.tolist()), "")
             if left is not None and (left := left - len(lengths)) <= 0:
                 break
@@ -221,6 +227,8 @@ def join_parts(recipe: TokenizationSpec, parts: Sequence[Part]) -> None:
         stamps=stamps,
         num_bad=num_bad,
         first_bad=first_bad,
+        num_lost=num_lost,
+        num_characters=num_characters,
     )
 
 

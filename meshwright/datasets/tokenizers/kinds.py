@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import re
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import ClassVar, Protocol
@@ -16,7 +17,6 @@ from meshwright.datasets.tokenizers.special_tokens import (
     TEMPLATE,
     TEMPLATE_KEY,
     Ends,
-    is_tiktoken,
     read_beside,
     well_formed,
 )
@@ -49,6 +49,16 @@ class Tokenizer(Protocol):
     """Token after every document; None if the family has none."""
     fingerprint: str
     """Of the file: equal where ids mean the same."""
+    loses_text: bool
+    """Some characters may have no token, or only the unknown one."""
+
+    @property
+    def before(self) -> list[int]:
+        """Tokens before every document: BOS, if the family has one; of some families, two."""
+
+    @property
+    def after(self) -> list[int]:
+        """Tokens after every document, of which EOS is the last."""
 
     @property
     def special_names(self) -> dict[str, str]:
@@ -60,14 +70,12 @@ class Tokenizer(Protocol):
         """Ids of all special tokens: no text has one of them."""
 
     @property
-    def token_bytes(self) -> list[int]:
+    def token_bytes(self) -> list[int] | None:
         """Bytes of UTF-8 text that each of the `vocab_size` ids stands for; 0 for special tokens.
+        None if the tokenizer does not tell.
 
         Over the ids of a text they add up to its bytes, exactly for byte-level kinds. Others count
         the text as they normalise it, with a space before it.
-
-        Raises:
-            ConfigError: if the tokenizer does not tell.
         """
 
     def encode(self, text: str) -> list[int]:
@@ -77,14 +85,34 @@ class Tokenizer(Protocol):
     def decode(self, ids: list[int]) -> str:
         """Return the text of `ids`; ids from `vocab_size` on, of a larger model, have none."""
 
+    def count_lost(self, text: str) -> tuple[int, int]:
+        """Return how many characters of `text`, apart from white space, have no token but the
+        unknown one, and how many there are."""
 
-class ByteTokenizer:
+
+class _OneTokenEnds:
+    """Documents begin with BOS and end with EOS, where there are such tokens."""
+
+    bos_id: int | None
+    eos_id: int | None
+
+    @property
+    def before(self) -> list[int]:
+        return [] if self.bos_id is None else [self.bos_id]
+
+    @property
+    def after(self) -> list[int]:
+        return [] if self.eos_id is None else [self.eos_id]
+
+
+class ByteTokenizer(_OneTokenEnds):
     """UTF-8 bytes, then BOS and EOS: needs no file."""
 
     vocab_size = 258
     bos_id: int | None = 256
     eos_id: int | None = 257
     fingerprint = BYTES
+    loses_text = False
     special_ids: ClassVar = {"<s>": 256, "</s>": 257}
 
     @property
@@ -102,8 +130,11 @@ class ByteTokenizer:
     def decode(self, ids: list[int]) -> str:
         return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
 
+    def count_lost(self, text: str) -> tuple[int, int]:
+        return 0, len(text)
 
-class SentencePieceTokenizer:
+
+class SentencePieceTokenizer(_OneTokenEnds):
     """A `tokenizer.model` of sentencepiece. Control tokens in text are just text to it."""
 
     def __init__(self, path: Path) -> None:
@@ -116,6 +147,7 @@ class SentencePieceTokenizer:
         # sentencepiece says -1 for a token it lacks
         ends = (self._model.bos_id(), self._model.eos_id())
         self.bos_id, self.eos_id = (None if token_id < 0 else token_id for token_id in ends)
+        self.loses_text = not any(map(self._model.is_byte, range(self.vocab_size)))
 
     @property
     def special_names(self) -> dict[str, str]:
@@ -146,6 +178,12 @@ class SentencePieceTokenizer:
         text: str = self._model.decode([i for i in ids if i < self.vocab_size])
         return text
 
+    def count_lost(self, text: str) -> tuple[int, int]:
+        pieces = self._model.encode(well_formed(text), out_type="proto").pieces
+        lost = "".join(piece.surface for piece in pieces if piece.id == self._model.unk_id())
+        sizes = (sum(not character.isspace() for character in part) for part in (lost, text))
+        return next(sizes), next(sizes)
+
 
 def build_tokenizer(path: str, ends: Ends = OWN) -> Tokenizer:
     """Build the tokenizer in the file `path`, or in the folder `path` under its usual name.
@@ -167,11 +205,11 @@ def _build(file: Path, ends: Ends, states: tuple[tuple[int, int, int], ...]) -> 
     content = file.read_bytes()
     check(bool(content.strip()), PATH_KEY, str(file), "is empty", "download it again")
     check(LFS_POINTER.match(content) is None, PATH_KEY, str(file), LFS_RULE, LFS_FIX)
-    # two kinds are called `tokenizer.model`: the content tells
     is_json = file.suffix == ".json" or content.lstrip().startswith(b"{")
-    name = "HuggingFaceTokenizer" if is_json or is_tiktoken(content) else "SentencePieceTokenizer"
+    name = "HuggingFaceTokenizer" if is_json else "SentencePieceTokenizer"
+    _reject_tiktoken(file, content)
     try:
-        if name == "SentencePieceTokenizer":
+        if not is_json:
             return _with_ends(SentencePieceTokenizer(file), ends, str(file))
         from meshwright.datasets.tokenizers.huggingface import HuggingFaceTokenizer  # as above
 
@@ -181,6 +219,18 @@ def _build(file: Path, ends: Ends, states: tuple[tuple[int, int, int], ...]) -> 
     except Exception as error:  # tokenizers raises bare Exception, sentencepiece RuntimeError
         reason = str(error).strip() or type(error).__name__
         raise config_error(PATH_KEY, str(file), f"not a {name}: {reason}") from error
+
+
+def _reject_tiktoken(file: Path, content: bytes) -> None:
+    """Raise `ConfigError` if the first line is a base64 token and its rank, as tiktoken's are."""
+    if re.fullmatch(rb"[A-Za-z0-9+/]+={0,2} \d+", content.split(b"\n", 1)[0].rstrip(b"\r")):
+        raise config_error(
+            PATH_KEY,
+            str(file),
+            "is a tiktoken file, which holds neither the pattern that splits text nor the special "
+            "tokens of its model",
+            "name the tokenizer.json of the same model: its Hugging Face repository has one",
+        )
 
 
 def _with_ends(tokenizer: Tokenizer, ends: Ends, path: str) -> Tokenizer:
@@ -217,8 +267,8 @@ def prompt_tokens(tokenizer: Tokenizer, text: str) -> list[int]:
     """
     chat = getattr(tokenizer, "encode_chat", None)
     ids = chat(well_formed(text), has_walls=False)[0] if chat else tokenizer.encode(text)
-    before = [] if tokenizer.bos_id is None or ids[:1] == [tokenizer.bos_id] else [tokenizer.bos_id]
-    return [*before, *ids]
+    before = tokenizer.before
+    return ids if ids[: len(before)] == before else [*before, *ids]
 
 
 def find_file(path: str) -> Path:

@@ -1,6 +1,5 @@
 """Known of a tokenizer before it is built: tokens that the config names, and files beside it."""
 
-import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -53,14 +52,6 @@ def read_beside(tokenizer_file: Path, name: str) -> dict[str, Any]:
     """
     is_there = tokenizer_file.with_name(name).is_file()
     return Place(PATH_KEY, tokenizer_file.parent).read_json(name) if is_there else {}
-
-
-TIKTOKEN_LINE = re.compile(rb"([A-Za-z0-9+/]+={0,2}) (\d+)")
-
-
-def is_tiktoken(content: bytes) -> bool:
-    """Return whether the first line is a base64 token and its rank, unlike in other models."""
-    return TIKTOKEN_LINE.fullmatch(content.split(b"\n", 1)[0].rstrip(b"\r")) is not None
 
 
 def well_formed(text: str) -> str:

@@ -1,0 +1,158 @@
+"""Compares the tokenizer of an exported folder, as others read it, with the one of training."""
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from meshwright.datasets.tokenizers.chat import TODAY, compile_template, take_out
+from meshwright.datasets.tokenizers.huggingface import HuggingFaceTokenizer
+from meshwright.datasets.tokenizers.kinds import Tokenizer, end_ids, find_template
+from meshwright.system.errors import ConfigError
+from meshwright.system.files import Place
+
+LEAVE_OUT = "export without it (--without-tokenizer), and encode text as training did"
+
+SAMPLES = (
+    'def f(x):\n    """Grüße, 世界"""\n\treturn  x**2  # 1234567\n\n\nclass  A:\n        pass\n',
+    "plain ASCII text, it's what we've got; they'LL see",
+    "汉字和标点。没有空格",
+    "😀👩‍👩‍👧‍👦🇩🇪 é é Vie\u0323\u0302t",
+    " ",
+    " begins with a space, ends with one ",
+    "   \n\n\n \t\t\r\n  \r\r\n",
+    "0123456789" * 7 + " 1 22 333 4444",
+    "\n" * 50 + "a" + " " * 99 + "b" + "\t" * 33,
+    "a\x00b\x1c\x1d\x85\u2028\ufeff\u3000\xa0",
+    "עברית العربية हिन्दी ไทย",
+    "https://example.org/a_b?c=d&e=%20 <a href='x'>y</a> {\"k\": [1, 2.5e-3]}",
+)
+"""Texts that are hard on tokenizers: cuts, runs of white space, bytes without a piece."""
+
+
+MOST_IDS = 20_000
+"""Of a larger vocabulary, as many ids spread over it are sampled."""
+
+
+def samples(tokenizer: Tokenizer) -> Iterator[str]:
+    """Yield `SAMPLES`, and texts of the pieces of the vocabulary, in their order and in another. No
+    text holds a special token."""
+    specials, special_ids = tokenizer.special_ids, set(tokenizer.special_ids.values())
+    step = max(1, tokenizer.vocab_size // MOST_IDS)
+    ids = [i for i in range(0, tokenizer.vocab_size, step) if i not in special_ids]
+    scattered = [ids[i * 7919 % len(ids)] for i in range(len(ids))]
+    texts = [*SAMPLES]
+    for order in (ids, scattered):
+        texts += [tokenizer.decode(order[i : i + 64]) for i in range(0, len(order), 64)]
+    for text in (text.replace("\N{REPLACEMENT CHARACTER}", "") for text in texts):
+        if not any(name in text for name in specials):
+            yield text
+
+
+def first_difference(tokenizer: Tokenizer, encode: Callable[[str], list[int]]) -> str | int:
+    """Return the first of `samples` for which `encode` gives other ids, in words; without one, how
+    many ids were compared."""
+    count = 0
+    for text in samples(tokenizer):
+        want, got = tokenizer.encode(text), encode(text)
+        if got != want:
+            pairs = enumerate(zip(want, got, strict=False))
+            where = next((i for i, (a, b) in pairs if a != b), min(len(want), len(got)))
+            return (
+                f"other ids for {text[:40]!r}: from the {where + 1}. on {got[where : where + 4]}, "
+                f"and {want[where : where + 4]} in training"
+            )
+        count += len(want)
+    return count
+
+
+def prove_tokenizer(
+    tokenizer: Tokenizer, place: Place, stops: Collection[int], say: Callable[[str], None]
+) -> None:
+    """Compare ids, special tokens and conversations.
+
+    Args:
+        place: of the folder.
+        stops: the tokens that end a text.
+
+    Raises:
+        ConfigError: if something differs.
+    """
+    try:
+        encode, auto, library = _read(place.path)
+    except Exception as error:  # whatever a library makes of a file
+        raise place.error(f"its tokenizer cannot be read: {error}", LEAVE_OUT) from None
+    found = first_difference(tokenizer, encode)
+    place.check(isinstance(found, int), f"its tokenizer by {library} gives {found}", LEAVE_OUT)
+    if auto is not None:
+        _compare_special(tokenizer, place, stops, auto)
+        _compare_conversations(tokenizer, place, auto, say)
+    say(f"compared {found:,} ids of {library} with the tokenizer of training: equal")
+
+
+def _read(folder: Path) -> tuple[Callable[[str], list[int]], Any, str]:
+    """From text to ids, without special tokens; transformers' tokenizer; and the library used."""
+    if importlib.util.find_spec("transformers") is None:
+        plain = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+        library = f"tokenizers {tokenizers.__version__} (transformers is not installed)"
+        return lambda text: plain.encode(text, add_special_tokens=False).ids, None, library
+    transformers: Any = importlib.import_module("transformers")  # only to compare with
+    transformers.logging.set_verbosity_error()
+    auto = transformers.AutoTokenizer.from_pretrained(
+        folder, local_files_only=True, trust_remote_code=False
+    )
+    library = f"transformers {transformers.__version__} (AutoTokenizer)"
+    return lambda text: auto(text, add_special_tokens=False)["input_ids"], auto, library
+
+
+def _compare_special(tokenizer: Tokenizer, place: Place, stops: Collection[int], auto: Any) -> None:
+    """Compare ids of special tokens, by their names and in a text."""
+    for name, want in end_ids(tokenizer).items():
+        got = getattr(auto, name)
+        is_right = want is None or got == want or (name == "eos_token_id" and got in stops)
+        place.check(is_right, f"its {name} by AutoTokenizer is {got}, and {want} in training")
+    for token, want in tokenizer.special_ids.items():
+        got = auto.convert_tokens_to_ids(token)
+        rule = f"its {token!r} by AutoTokenizer is {got}, and {want} in training"
+        place.check(got == want, rule, LEAVE_OUT)
+    if isinstance(tokenizer, HuggingFaceTokenizer):
+        text = SAMPLES[0].join(["", *tokenizer.special_names.values(), ""])
+        ids, _ = tokenizer.encode_chat(text, has_walls=False)
+        rule = "its tokenizer by AutoTokenizer gives other ids for code around special tokens"
+        is_right = auto(text, add_special_tokens=False)["input_ids"] == ids
+        place.check(is_right, rule, LEAVE_OUT)
+
+
+TURNS = ("What does this do?", SAMPLES[0], "  Grüße,\r\n\r\n世界  ", "A list:\n\n- one\n- two\n")
+"""Contents of a conversation, the user's first."""
+
+
+def _compare_conversations(
+    tokenizer: Tokenizer, place: Place, auto: Any, say: Callable[[str], None]
+) -> None:
+    """Compare three conversations in the folder's chat template, if it has one."""
+    if not isinstance(tokenizer, HuggingFaceTokenizer):
+        return
+    try:
+        template = compile_template(find_template(str(place.path)))
+    except ConfigError:
+        return
+    turns = [{"role": ("user", "assistant")[i % 2], "content": t} for i, t in enumerate(TURNS)]
+    count = 0
+    for messages in (turns[:2], turns, turns[:3]):
+        names = tokenizer.special_names | {"messages": messages, "tools": None, "documents": None}
+        try:
+            text, _ = take_out(template.render(**names, add_generation_prompt=False))
+        except Exception:  # the template is a program, and takes other conversations
+            continue
+        want = tokenizer.encode_chat(text, has_walls=False)[0]
+        given = {"return_dict": True, "strftime_now": TODAY.strftime}
+        got = auto.apply_chat_template(messages, tokenize=True, **given)["input_ids"]
+        rule = f"its chat template by AutoTokenizer gives other ids for {len(messages)} messages"
+        place.check(got == want, rule, LEAVE_OUT)
+        count += 1
+    if count:
+        say(f"compared {count} conversations in the chat template: equal")
