@@ -220,15 +220,15 @@ def no_end(tokenizer: Tokenizer, model: Model) -> str:
     return "the tokenizer has no EOS, the token that ends a document; see model.eos_token"
 
 
-def tokenizer_notes(tokenizer: Tokenizer, model: Model, *, validates: bool) -> list[str]:
+def tokenizer_notes(tokenizer: Tokenizer, config: JobConfig) -> list[str]:
     """Return what a tokenizer lacks, in sentences."""
-    notes = [no_end(tokenizer, model)]
+    notes = [no_end(tokenizer, config.model)]
     if tokenizer.loses_text:
         notes.append(
             "the tokenizer lacks tokens for some characters: `meshwright tokenize` counts those of "
             "your data that vanish or become unknown"
         )
-    if validates and tokenizer.token_bytes is None:
+    if config.validation.enable and tokenizer.token_bytes is None:
         notes.append(
             "the tokenizer doesn't tell how many bytes a token stands for, so validations have "
             "loss and perplexity, but no bits per byte"

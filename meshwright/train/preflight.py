@@ -199,9 +199,7 @@ class Plan:
             self.batch_line,
             validation_note(self.config),
             sympy_note(self.config),
-            *tokenizer_notes(
-                self.tokenizer, self.config.model, validates=self.config.validation.enable
-            ),
+            *tokenizer_notes(self.tokenizer, self.config),
             self.type_line,
             self.compile_line,
             min(slow),
