@@ -2,6 +2,7 @@
 
 import glob
 import os
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,9 @@ from pydantic import BaseModel
 from meshwright.config.changes import shown
 from meshwright.config.job_config import JobConfig, Model
 from meshwright.config.training import Source, Training, Validation, WeightedSource
-from meshwright.datasets.files import ROW_FORMATS, SUFFIXES, Entry
+from meshwright.datasets.file_kinds import TABLE_FIX, TABLES, check_kind
+from meshwright.datasets.files import ROW_FORMATS, SUFFIXES, Entry, Range
+from meshwright.datasets.readers import Layout, read
 from meshwright.datasets.rows import FORMATS, LocalDocuments, row_reader
 from meshwright.datasets.sources import DATASETS, DatasetSpec, find_dataset
 from meshwright.datasets.storage import DataFile, is_address
@@ -121,33 +124,52 @@ def check_sources(section: Training | Validation, key: str, *, looks_at_files: b
             rule = f"{entry.name} is streamed, so the lengths of its documents are not known"
             fix = f'set {entry.key}.dataset_mode = "cached", or leave packing out'
             raise config_error("training.packing", "best_fit", rule, fix)
+        files = spec.find(entry) if looks_at_files and name in ROW_FORMATS else []
+        check_kind(files, f"{entry.key}.dataset_path")
         passes_over = getattr(section, "max_bad_records", 0) > 0
-        if looks_at_files and name in ROW_FORMATS and not passes_over:
-            fault = head_fault(entry, files := spec.find(entry))
-            if fault is not None:
-                path = next((f.path for f in files if str(fault).startswith(f.path)), "")
-                fix = _fix_of(fault, entry, path)
-                raise RecordError(fault.key, f"{fault}\n  fix: {fix}")
+        if files and not passes_over and (fault := head_fault(entry, files)) is not None:
+            file = next((file for file in files if str(fault).startswith(file.path)), None)
+            fix = _fix_of(fault, entry, file)
+            raise RecordError(fault.key, f"{fault}\n  fix: {fix}")
         rule = "another dataset is called so, too"
         check(entry.name not in names, f"{entry.key}.name", entry.name, rule, "give it another")
         names.add(entry.name)
 
 
-def _fix_of(fault: RecordError, entry: Entry, path: str) -> str:
+CHAT_COLUMNS = {
+    "messages": {"messages"},
+    "sharegpt": {"conversations"},
+    "alpaca": {"instruction", "output"},
+}
+"""The columns by which rows of conversations are known, by their `dataset_format`."""
+
+
+def _fix_of(fault: RecordError, entry: Entry, file: DataFile | None) -> str:
     """Return advice on the fault of a first row.
 
     Args:
-        path: of its file; "" if it names none.
+        file: that it is in; None if it names none.
     """
+    source, path = entry.source, file.path if file else ""
     if fault.key.endswith("dataset_where"):
         return "correct the condition, or leave it out"
     if "no column" in str(fault):
         return f"set {entry.key}.dataset_column"
     kinds = (kind for kind in ROW_FORMATS if path.endswith(SUFFIXES[kind]))
-    if (kind := next(kinds, entry.source.dataset)) != entry.source.dataset:
+    if (kind := next(kinds, source.dataset)) != source.dataset:
         return f'set {entry.key}.dataset = "{kind}"'
-    if path.endswith((".csv", ".tsv")):
-        return "write its rows as JSON lines, as docs/data.md#csv does"
+    if path.endswith(TABLES):
+        return TABLE_FIX
+    if "cannot be read: longer than" in str(fault):
+        if kind == "json":
+            return f"make lines of it: jq -c '.[]' {shlex.quote(path)} > rows.jsonl"
+        return f"set {entry.key}.dataset_separator to the words between its documents"
+    if file is not None and source.dataset_format in CHAT_COLUMNS:
+        _, _, row = next(read(Range(file), Layout(kind)))
+        if isinstance(row, dict) and not CHAT_COLUMNS[source.dataset_format] <= row.keys():
+            fits = (name for name, columns in CHAT_COLUMNS.items() if columns <= row.keys())
+            other = next(fits, "file.py:function")
+            return f'set {entry.key}.dataset_format = "{other}"'
     return "correct it, or set training.max_bad_records to pass over such records"
 
 

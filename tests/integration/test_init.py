@@ -1,19 +1,27 @@
 """`meshwright init`: what it writes can be checked and trained, whatever the texts are like."""
 
 import gzip
+import io
 import json
+import lzma
 import random
+import re
 import shlex
+import tarfile
+import textwrap
+import zipfile
 from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
 import pytest
 
-from meshwright.commands import init
+from meshwright.commands import corpus, init
 from meshwright.config.loader import load_config
+from meshwright.datasets import readers
+from meshwright.datasets.named_sources import check_sources
 from meshwright.datasets.opening import open_data
-from meshwright.system.errors import ConfigError
+from meshwright.system.errors import ConfigError, RecordError
 from tests.helpers.cli import check_job, command
 from tests.helpers.jobs import records, train_alone
 
@@ -122,6 +130,17 @@ def test_a_file_that_is_there_stays(folder) -> None:
         ("a.txt", "Too short.\n" * 20, "and a sequence of the preset takes 257"),
         ("a.npy", "tokens", "holds tokens"),
         ("a.csv", "id,text\n" * 999, "is a table, not texts\n  fix: .* docs/data.md#csv"),
+        (
+            "qa.json",
+            '[{"instruction": "Why?", "input": "", "output": "So."}]',
+            'conversations\n  fix: begin with the preset fine_tune and .*"alpaca"',
+        ),
+        (
+            "squad.json",
+            '{"version": "1", "data": [{"a": "b"}]}',
+            "fix: .* jq -c '.data\\[\\]' .*squad",
+        ),
+        ("strings.json", '["a", "b"]', 'fix: write lines like {"text": "..."}'),
         ("a.txt", "\udce9" * 999, "a.txt: not UTF-8: .* 0xe9: .*\n  fix: name other"),
         ("", "", "exists, but holds no"),
         ("left/_a.txt", "A line.\n" * 999, "is there\n  fix: .* begin with . or _ are left out"),
@@ -142,7 +161,7 @@ def test_other_content_is_refused(name, content, says, folder) -> None:
 def test_rows_without_text_may_come_before_one_with_text(first, more, folder) -> None:
     rows = [more | {"text": text} for text in [*first, *TEXTS, "\ud83d"]]
     (folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    assert init.look_at("rows.jsonl").source.dataset_column == "text"
+    assert corpus.look_at("rows.jsonl").source.dataset_column == "text"
 
 
 def test_a_file_that_cannot_be_made_is_named(folder) -> None:
@@ -154,7 +173,7 @@ def test_a_file_that_cannot_be_made_is_named(folder) -> None:
 
 def test_the_epochs_are_of_the_documents_that_are_not_held_out(folder) -> None:
     write("files", folder / "my texts")
-    found = init.look_at("my texts")
+    found = corpus.look_at("my texts")
     write_toml(["--from", "my texts"])
     (source,) = open_data("training", load_config(["my_job.toml"]))
     assert abs(found.num_to_train / source.cache.num_tokens - 1) < 0.05
@@ -164,7 +183,7 @@ def test_documents_that_are_all_on_one_side_are_not_held_out(folder) -> None:
     text = " ".join(f"{number} is a number." for number in range(300))
     for number in range(25):  # a hash of the text decides, so copies stay together
         (folder / "my texts" / f"{number}.txt").write_text(text)
-    assert init.look_at("my texts").held_out == 0
+    assert corpus.look_at("my texts").held_out == 0
 
 
 def test_the_tokens_of_a_packed_file_are_not_its_bytes(folder, monkeypatch) -> None:
@@ -175,9 +194,9 @@ def test_the_tokens_of_a_packed_file_are_not_its_bytes(folder, monkeypatch) -> N
     )
     (folder / "all.jsonl").write_text(rows)
     (folder / "all.jsonl.gz").write_bytes(gzip.compress(rows.encode()))
-    want = init.look_at("all.jsonl").num_tokens
-    monkeypatch.setattr(init, "SAMPLE_BYTES", 10_000)
-    assert 0.7 * want < init.look_at("all.jsonl.gz").num_tokens < 1.5 * want
+    want = corpus.look_at("all.jsonl").num_tokens
+    monkeypatch.setattr(corpus, "SAMPLE_BYTES", 10_000)
+    assert 0.7 * want < corpus.look_at("all.jsonl.gz").num_tokens < 1.5 * want
 
 
 def test_too_few_documents_are_not_held_out(folder, capsys) -> None:
@@ -188,3 +207,131 @@ def test_too_few_documents_are_not_held_out(folder, capsys) -> None:
     assert config.training.validation_fraction == 0
     check_job(["my_job.toml"])
     assert capsys.readouterr().out.splitlines()[-1].startswith("my_job.toml can run")
+
+
+SENTENCES = [
+    f"{number} is a number, and {'here is more ' * (number % 5)}about it." for number in range(400)
+]
+PAGES = "\n".join(textwrap.wrap(" ".join(SENTENCES), 70))
+
+
+@pytest.mark.parametrize(
+    ("text", "separator", "says"),
+    [
+        ("\r\n\r\n".join(SENTENCES), "\n\n", "is the text between empty lines"),
+        ("\n \t\n".join(SENTENCES), "\n\n", "is the text between empty lines"),
+        ("\n".join(SENTENCES), "\n", "is a line"),
+        (PAGES, "", "is a file, whose lines end where those of a page would"),
+        (PAGES.replace("\n", "\r\n"), "", "is a file, whose lines end where"),
+        # all that a look at the head of the file would see is one document
+        ("\n".join(" ".join(SENTENCES[n:] * 3) for n in range(30)), "\n", "is a line"),
+        (
+            "A foreword.\n" * 3 + " ".join(SENTENCES * 20) + "\n\n".join(SENTENCES),
+            "\n\n",
+            "between",
+        ),
+    ],
+)
+def test_the_separator_is_found_whatever_ends_a_line(text, separator, says, folder) -> None:
+    (folder / "all.txt").write_bytes(text.encode())
+    found = corpus.look_at("all.txt")
+    assert found.source.dataset_separator == separator
+    assert says in found.description
+
+
+def test_the_median_document_is_told(folder) -> None:
+    """Of a few large ones, the mean says little."""
+    (folder / "all.txt").write_text("\n".join([*["x" * 10] * 50, *["y" * 9000] * 49]))
+    assert "the median document has 10 bytes: it is a line" in corpus.look_at("all.txt").description
+
+
+def test_columns_that_are_not_read_are_named(folder) -> None:
+    rows = [{"id": 1, "prompt": text, "completion": text * 2} for text in SENTENCES]
+    (folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    found = corpus.look_at("rows.jsonl")
+    assert found.source.dataset_column == "completion"
+    assert "columns left out: id, prompt; a function as " in found.description
+    for extra in ({"messages": []}, {"instruction": "", "output": ""}):  # rendered already
+        rows = [{"text": text, **extra} for text in SENTENCES]
+        (folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        assert corpus.look_at("rows.jsonl").source.dataset_column == "text"
+
+
+def packed(kind: str, path: Path) -> None:
+    """Write a file of a kind that no source reads."""
+    text = "\n\n".join(SENTENCES).encode()
+    if kind.startswith("tar"):
+        with tarfile.open(path, f"w:{kind.removeprefix('tar')}") as file:
+            entry = tarfile.TarInfo("home/book.txt")
+            entry.size = len(text)
+            file.addfile(entry, io.BytesIO(text))
+    elif kind == "zip":
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr("book.txt", text)
+    else:
+        path.write_bytes(
+            {"xz": lzma.compress, "gz": gzip.compress, "pdf": b"%PDF-1.4 ".__add__}[kind](text)
+        )
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "says", "fix"),
+    [
+        ("a.tar.gz", "targz", "a tar archive", "tar -xf"),
+        ("a.txt", "tar", "a tar archive", "tar -xf"),  # by its content, whatever its name
+        ("a.txt.bz2", "tarbz2", "a tar archive", "tar -xf"),
+        ("a.zip", "zip", "a zip archive", "unzip"),
+        ("a.txt.xz", "xz", "compressed by xz", "xz -dk"),
+        ("a.txt", "gz", "compressed by gzip", "mv"),
+        ("a.pdf", "pdf", "a PDF", "pdftotext"),
+    ],
+)
+def test_a_file_of_another_kind_is_named(name, kind, says, fix, folder) -> None:
+    """By init, and by check: a tar's header would be trained on."""
+    packed(kind, folder / name)
+    with pytest.raises(ConfigError, match=f"is {says}.*\n  fix: .*{fix} "):
+        write_toml(["--from", folder / name])
+    for dataset in ("text", "json"):
+        words = ["debug_model", "--training.dataset", dataset, "--validation.enable=false"]
+        with pytest.raises(
+            ConfigError, match=f"training.dataset_path.* is {says}.*\n  fix: .*{fix} "
+        ):
+            check_job([*words, "--training.dataset_path", folder / name])
+
+
+@pytest.mark.parametrize(
+    ("rows", "given", "fix"),
+    [
+        ([{"instruction": "a", "output": "b"}], "messages", 'dataset_format = "alpaca"'),
+        ([{"messages": []}], "sharegpt", 'dataset_format = "messages"'),
+        ([{"question": "a", "answer": "b"}], "alpaca", 'dataset_format = "file.py:function"'),
+    ],
+)
+def test_rows_of_another_format_name_theirs(rows, given, fix, folder) -> None:
+    (folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    words = [
+        "fine_tune",
+        "--training.dataset=json",
+        "--training.dataset_path",
+        folder / "rows.jsonl",
+    ]
+    with pytest.raises(RecordError, match=f"\n  fix: set training.{fix}"):
+        check_sources(
+            load_config([*map(str, words), f"--training.dataset_format={given}"]).training,
+            "training",
+        )
+
+
+@pytest.mark.parametrize(
+    ("dataset", "fix"), [("json", "jq -c '.[]'"), ("text", "set training.dataset_separator")]
+)
+def test_a_file_that_is_too_long_for_one_value_can_be_split(
+    dataset, fix, folder, monkeypatch
+) -> None:
+    monkeypatch.setattr(readers, "LONGEST", 1000)
+    (folder / "a.json").write_text(json.dumps([{"text": text} for text in SENTENCES], indent=1))
+    (folder / "a.txt").write_text(" ".join(SENTENCES))
+    path = folder / ("a.json" if dataset == "json" else "a.txt")
+    words = ["debug_model", f"--training.dataset={dataset}", f"--training.dataset_path={path}"]
+    with pytest.raises(RecordError, match=re.escape(fix)):
+        check_sources(load_config(words).training, "training")
