@@ -129,4 +129,7 @@ def _refuse(word: str, parser: Parser, given: argparse.Namespace) -> NoReturn:
         rule, fix = "expected --section.key value", f"write --{word[word.find(bare) :]}"
     elif is_option:
         fix = suggest_key([bare]).replace("did you mean ", "did you mean --")
+        names = [name for name in fix.split() if name.startswith("--") and "." not in name]
+        if not {*names} <= {*parser.options}:  # the advice is for other commands
+            fix = f"leave it out; the options of {parser.prog} are {', '.join(parser.options)}"
     raise ConfigError("", f"{word!r}: {rule}\n  fix: {fix}")

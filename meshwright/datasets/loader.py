@@ -34,6 +34,11 @@ class StepData:
     epochs: dict[str, float]
     """How often each source has been read."""
 
+    @property
+    def figures(self) -> dict[str, float]:
+        """Return `epochs` by the names that records have for them."""
+        return {f"data/epochs/{name}": count for name, count in self.epochs.items()}
+
 
 def slots_of(rank: int, ranks: int, local_batch_size: int, global_batch_size: int) -> list[int]:
     """Return which samples of a global batch a data-parallel rank has: sample i goes to microbatch

@@ -95,9 +95,12 @@ class Reporter:
         tokens_seen: int,
         advance: Callable[[int], None] | None = None,
         best_validation: tuple[int, float] | None = None,
+        clock: Callable[[], float] | None = None,
     ) -> None:
-        """`advance`: gets the number of every step, once it has been handed to the device."""
+        """`advance`: gets the number of every step, once it has been handed to the device; `clock`:
+        gives the seconds that rates are made of."""
         self._work, self._device, self._sinks = work, device, sinks
+        self._clock = clock or time.perf_counter
         self._advance = advance
         self.tokens_seen = tokens_seen
         self.step = 0
@@ -109,7 +112,7 @@ class Reporter:
         self._steps, self._data_s = 0, 0.0
         self._paused: dict[Pause | None, float] = {}
         self._texts: Texts = {}
-        self._since = time.perf_counter()
+        self._since = self._clock()
 
     def count(self, step: int, data_s: float) -> None:
         """Note that `step` was taken, and how long it waited for its data."""
@@ -122,7 +125,7 @@ class Reporter:
 
     def report(self, step: int, figures: Mapping[str, float]) -> None:
         """Write the record of `step`; its figures being on the host, the device has finished it."""
-        passed_s = time.perf_counter() - self._since - sum(self._paused.values())
+        passed_s = self._clock() - self._since - sum(self._paused.values())
         step_s = passed_s / self._steps
         wps = self._work.tokens_per_step / step_s / self._work.num_devices
         flops_per_s = wps * self._work.flops_per_token
@@ -168,9 +171,9 @@ class Reporter:
         Args:
             pause: the figure that the time adds to; None: no figure.
         """
-        start = time.perf_counter()
+        start = self._clock()
         yield
-        self._paused[pause] = self._paused.get(pause, 0.0) + time.perf_counter() - start
+        self._paused[pause] = self._paused.get(pause, 0.0) + self._clock() - start
 
     def close(self) -> None:
         """Close every sink, also those after one that fails."""

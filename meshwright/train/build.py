@@ -122,6 +122,17 @@ def build_stream(
     return SampleStream(sources, cursor, rules, batch=batch, slots=frozenset(slots))
 
 
+def work_of(plan: Plan, device: torch.device) -> Work:
+    """Return the work of a step of the job, over its ranks."""
+    config = plan.config
+    return Work(
+        tokens_per_step=config.tokens_per_step,
+        flops_per_token=plan.model_args.table.flops_per_token(config.training.seq_len),
+        num_devices=dist.get_world_size(),
+        peak_flops_per_s=_peak_flops_per_s(config, device),
+    )
+
+
 def build_reporter(
     plan: Plan,
     device: torch.device,
@@ -132,13 +143,7 @@ def build_reporter(
     extra_sinks: Sequence[sinks.Sink],
 ) -> Reporter:
     """Return the figures of the job, which continues from `found`; its first rank writes them."""
-    config = plan.config
-    work = Work(
-        tokens_per_step=config.tokens_per_step,
-        flops_per_token=plan.model_args.table.flops_per_token(config.training.seq_len),
-        num_devices=dist.get_world_size(),
-        peak_flops_per_s=_peak_flops_per_s(config, device),
-    )
+    config, work = plan.config, work_of(plan, device)
     destinations, advance = [*extra_sinks], None
     if dist.get_rank() == 0:
         console = Console(plan.steps, plan.resume_step)

@@ -262,16 +262,8 @@ def _report(job: Job, vote: Vote, taken: Taken, due: Due) -> None:
 
 def _figures(job: Job, vote: Vote, taken: Taken) -> dict[str, float]:
     """Return the figures of the step that are not rates; waits for the device."""
-    step, data, result = taken.step, taken.data, taken.result
-    on_device = {"loss/train": result.loss, "optim/grad_norm": result.grad_norm, **result.figures}
-    values = torch.stack([*on_device.values()]).tolist()  # one copy
-    figures = dict(zip(on_device, values, strict=True))
-    figures["optim/lr"] = job.trainer.lr_at(step)
-    figures |= {f"data/epochs/{name}": count for name, count in data.epochs.items()}
-    figures |= job.bad_steps.figures
-    if result.group_norms is not None:
-        norms = zip(job.trainer.norm_groups, result.group_norms.tolist(), strict=True)
-        figures |= {f"optim/grad_norm/{group}": norm for group, norm in norms}
+    step, data = taken.step, taken.data
+    figures = job.trainer.figures_of(step, taken.result) | data.figures | job.bad_steps.figures
     if allowed := job.plan.config.training.max_bad_records:
         figures["data/bad_records"] = passed_over = bad_records(whole_cursor(data.cursor))
         if passed_over > allowed:
@@ -292,11 +284,7 @@ def _validate(job: Job, vote: Vote, step: int) -> dict[str, float]:
 
     with job.phase("validation", step):
         fail = partial(vote.fail, last_step=step)
-        figures = job.validate(job.trainer.model, is_stopped, fail)
-        if job.trainer.average is not None:
-            with job.trainer.average.in_place():
-                of_mean = job.validate(job.trainer.model, is_stopped, fail)
-            figures |= {f"average/{name}": figure for name, figure in of_mean.items()}
+        figures = job.validate(job.trainer.model, is_stopped, fail, job.trainer.average)
         if job.plan.config.validation.sample_prompts:
             texts = write_texts(job.plan, job.meshes, job.trainer.model, is_stopped)
             job.reporter.add_texts(texts)

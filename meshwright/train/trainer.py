@@ -95,6 +95,18 @@ class Trainer:
         average = None if self.average is None else self.average.tensors
         return TrainingTensors(self.model, self.optimizer, dist.get_rank(), average)
 
+    def figures_of(self, step: int, result: StepResult) -> dict[str, float]:
+        """Return the figures of a step by the names that records have for them; waits for the
+        device."""
+        on_device = {"loss/train": result.loss, "optim/grad_norm": result.grad_norm}
+        on_device |= result.figures
+        values = torch.stack([*on_device.values()]).tolist()  # one copy
+        figures = dict(zip(on_device, values, strict=True)) | {"optim/lr": self.lr_at(step)}
+        if result.group_norms is not None:
+            norms = zip(self.norm_groups, result.group_norms.tolist(), strict=True)
+            figures |= {f"optim/grad_norm/{group}": norm for group, norm in norms}
+        return figures
+
     def step(self, step: int, batches: Sequence[Batch], detector: BadStepDetector) -> StepResult:
         """Forward and backward over this rank's microbatches, clip, and update once.
 

@@ -20,6 +20,7 @@ from meshwright.parallelisms.local_model import LocalModel
 from meshwright.parallelisms.meshes import Meshes
 from meshwright.system.errors import ConfigError
 from meshwright.train.build import build_stream
+from meshwright.train.optim.average import Average
 from meshwright.train.preflight import Plan
 
 
@@ -223,10 +224,28 @@ class Validation:
         }
 
     def __call__(
-        self, model: LocalModel, is_stopped: Callable[[], bool], fail: Fail
+        self,
+        model: LocalModel,
+        is_stopped: Callable[[], bool],
+        fail: Fail,
+        average: Average | None = None,
     ) -> dict[str, float]:
         """Return the figures by name, without those of a source that it was stopped in: that is
-        asked before each step, a collective."""
+        asked before each step, a collective.
+
+        Args:
+            average: of the weights, which is evaluated as well.
+        """
+        figures = self._figures(model, is_stopped, fail)
+        if average is not None:
+            with average.in_place():
+                of_mean = self._figures(model, is_stopped, fail)
+            figures |= {f"average/{name}": figure for name, figure in of_mean.items()}
+        return figures
+
+    def _figures(
+        self, model: LocalModel, is_stopped: Callable[[], bool], fail: Fail
+    ) -> dict[str, float]:
         figures: dict[str, float] = {}
         for source in self._sources:
             steps = _until_stopped(self._steps(source), is_stopped, fail)

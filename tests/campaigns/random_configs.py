@@ -28,13 +28,13 @@ from meshwright.commands.prove.cases import (
     Case,
     Kind,
     build_case,
-    own_options,
 )
 from meshwright.commands.prove.compare import BF16, BOUNDS, Bounds, Reference, compare
 from meshwright.commands.prove.measure import LAST_RESUMED_STEP, measure
 from meshwright.commands.prove.prove import record_references
 from meshwright.commands.prove.ranks import RankError, RankPool
 from meshwright.commands.prove.shrink import GLOBAL_BATCH, shrink
+from meshwright.commands.prove.user_options import own_options
 from meshwright.config.job_config import JobConfig, changed
 from meshwright.config.loader import load_config
 from meshwright.parallelisms.rules.degrees import KEYS, check_device

@@ -107,8 +107,8 @@ def _slow_down(phase: str, seconds: float) -> None:
     elif phase == "validation":
         validate = validation.Validation.__call__
 
-        def slowly(self: Any, model: Any, stopped: Callable[..., Any], fail: Any) -> Any:
-            return validate(self, model, before(stopped, 0.3), fail)
+        def slowly(self: Any, model: Any, stopped: Callable[..., Any], *others: Any) -> Any:
+            return validate(self, model, before(stopped, 0.3), *others)
 
         validation.Validation.__call__ = slowly  # type: ignore[method-assign]
 

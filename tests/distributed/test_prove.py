@@ -24,14 +24,20 @@ from meshwright.commands.prove.cases import (
 )
 from meshwright.commands.prove.checked import Checked
 from meshwright.commands.prove.compare import (
-    BOUNDS,
+    DIFFERENT,
     LATER_GRADIENT,
     OTHER_CHOICES,
     Reference,
     Verdict,
+    bounds_of,
     compare,
 )
-from meshwright.commands.prove.measure import LAST_RESUMED_STEP, Measurement, measure
+from meshwright.commands.prove.measure import (
+    LAST_RESUMED_STEP,
+    Measurement,
+    SmallCheckpoint,
+    measure,
+)
 from meshwright.commands.prove.prove import _largest_of_layers, prove, record_references
 from meshwright.commands.prove.shrink import HEAD_DIM, KEPT, largest_tp, shrink
 from meshwright.config.job_config import JobConfig, changed
@@ -70,6 +76,10 @@ FLOAT8 = small_job("--float8.enable=true")
 BALANCED = ("--model.name=qwen3_moe", "--experts.balance_loss=0.1")
 WITH_EXPERTS = small_job(*BALANCED)
 WITH_ALL = small_job(*BALANCED, "--optimizer.name=muon", "--checkpoint.average.decay=0.5")
+IN_BF16 = ("--training.mixed_precision_param=bfloat16", "--training.dtype=bfloat16")
+STORED_IN_BF16 = small_job(*IN_BF16, "--optimizer.name=muon", "--checkpoint.average.decay=0.5")
+REDUCED_IN_BF16 = small_job(IN_BF16[0], "--training.mixed_precision_reduce=bfloat16")
+WITH_NORMS = small_job(*BALANCED, "--metrics.grad_norm_by_group=true")
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +115,7 @@ def verdict_of(on_ranks, references, folder):
             references[key] = record_references(run_on_one, small, {case.kind}, mine)
         reference, file = references[key][case.kind]
         ranks = on_ranks(n, measure_with, fault, case.config, n, file)
-        return compare(reference, ranks, BOUNDS[case.bounds])
+        return compare(reference, ranks, bounds_of(case))
 
     return run
 
@@ -124,6 +134,10 @@ SOUND = {
     "pp, muon and a mean": (WITH_ALL, "fp32", {"pp": 2}),
     "hsdp, bf16 sums": (SMALL, "bf16 sums", HSDP),
     "tp, bf16": (SMALL, "bf16", {"tp": 2}),
+    "hsdp, weights and Muon in bf16": (STORED_IN_BF16, "user types", HSDP),
+    "fsdp, reduced in bf16": (REDUCED_IN_BF16, "user types", {"dp_shard": 2}),
+    "fsdp-ep, norms of groups": (WITH_NORMS, "fp32", ON_EP),
+    "fsdp-ep, norms of groups, bf16": (WITH_NORMS, "bf16", ON_EP),
     "pp, float8": (FLOAT8, "bf16 sums", {"pp": 2}),
     "tp, float8": (FLOAT8, "bf16", {"tp": 2}),
 }
@@ -135,6 +149,9 @@ SOUND = {
 def test_a_sound_mesh_is_equal(verdict_of, small, kind, mesh) -> None:
     verdict = verdict_of(case_on(small, kind, **mesh), small=small)
     assert verdict.failures == []
+    assert verdict.errors["metrics"] == 0
+    if small is STORED_IN_BF16:  # hardly a sum in fp32 lies at a tie
+        assert verdict.errors[DIFFERENT] < 1e-3
     if kind == "fp32":  # gradients are computed in another order; a loss may be equal by chance
         errors = verdict.errors
         assert errors["of"]
@@ -202,6 +219,17 @@ def test_planted_faults_are_named(verdict_of, name) -> None:
         assert "gradient of" not in text  # training itself is right
     if name == "gradients_times_eight":
         assert verdict.errors["gradient"] == pytest.approx(7, rel=1e-3)
+
+
+@pytest.mark.ranks(1)
+def test_a_case_leaves_the_folder_of_checkpoints_to_the_next(tmp_path) -> None:
+    """A save into a folder that is gone since the last one warns about its file system."""
+    SmallCheckpoint(tmp_path, 1)
+    step = tmp_path / "checkpoints of 1" / "step-4"
+    step.mkdir(parents=True)
+    SmallCheckpoint(tmp_path, 1)
+    assert step.parent.is_dir()
+    assert not step.exists()
 
 
 def test_rounding_is_the_largest_of_all_layers() -> None:

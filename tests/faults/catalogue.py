@@ -27,6 +27,8 @@ class Fault:
     n_layers: int = 3
     sections: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Keys of the case, as `build_case` takes them."""
+    case: str = ""
+    """Name of the case, of those that `prove` has by itself; "": made of the fields before."""
     finder: str = "prove"
     """What must find it: the command `prove`, `check` or `export`, or a test by its pytest ID.
     "reference" is the part of `prove` that compares its one process with plain PyTorch."""

@@ -118,7 +118,7 @@ def _failures(fault: Fault, path: Path) -> list[str]:
 def _of_proof(fault: Fault) -> list[str]:
     """Return the verdict's failures in the case of `fault`, as short as a proof can be."""
     from meshwright.commands.prove import ranks
-    from meshwright.commands.prove.cases import build_case
+    from meshwright.commands.prove.cases import build_case, default_cases
     from meshwright.commands.prove.measure import LAST_RESUMED_STEP
     from meshwright.commands.prove.prove import prove
     from meshwright.commands.prove.shrink import shrink
@@ -141,6 +141,8 @@ def _of_proof(fault: Fault) -> list[str]:
         kind=fault.kind,
         **fault.sections,
     )
+    if fault.case:
+        case = {case.name: case for case in default_cases(config, small, args)}[fault.case]
     (row,) = prove(small, [case])
     assert not row.verdict.not_run, row.verdict.not_run
     return row.verdict.failures

@@ -9,7 +9,15 @@ import torch
 
 from meshwright.commands.prove.cases import build_case, reference_case
 from meshwright.commands.prove.checked import Checked
-from meshwright.commands.prove.compare import LATER_GRADIENT, Reference, Verdict, compare
+from meshwright.commands.prove.compare import (
+    BOUNDS,
+    LATER_GRADIENT,
+    TIES,
+    Reference,
+    Verdict,
+    compare,
+)
+from meshwright.commands.prove.compare_records import compare_records
 from meshwright.commands.prove.measure import COMPARED, Measurement, ShardComparison
 from meshwright.commands.prove.prove import Row, _why_not, cells, summary, write
 from meshwright.commands.prove.shrink import HEAD_DIM, HIGHEST_LR, OWN_HEAD_DIM, shrink
@@ -83,7 +91,7 @@ def test_a_case_without_a_compiler_is_not_run(monkeypatch, tmp_path) -> None:
     reason = _why_not(compiled)
     assert reason == "there is no C++ compiler 'none' (CXX names another)"
     row = Row(compiled, Verdict(not_run=reason), 0.0)
-    assert cells(row)[0::12] == (compiled.name, "not run")
+    assert cells(row)[0::13] == (compiled.name, "not run")
     assert {*cells(row)[2:-1]} == {"-"}
     rows = [row, Row(eager, Verdict(), 1.0)]
     assert summary(rows, 2) == "1 of 2 cases equal one process, 1 not run"
@@ -122,7 +130,8 @@ def test_heads_of_the_small_job_have_a_width_of_their_own_if_the_model_s_have(wo
 
 
 SAME = {"w": ShardComparison((0,), (1,), 0, 0.0)}
-SEEN = Measurement([2.0], [1.0], shards=dict.fromkeys(COMPARED, SAME))
+RECORD = {"step": 1, "data/tokens": 8}
+SEEN = Measurement([2.0], [1.0], [RECORD], shards=dict.fromkeys(COMPARED, SAME))
 """By one process or a rank, of a model with a parameter of one element."""
 NORMS = {kind: {"w": 1.0} for kind in COMPARED}
 
@@ -143,7 +152,8 @@ def test_every_quantity_that_differs_is_named() -> None:
         shards = {kind: {"w": shard} for kind in COMPARED}
         samples = {(1, number): "hash"}
         figures = {"validation/loss": 2.0}
-        return Measurement([2.0], [1.0], samples, shards, validation=figures, **others)
+        seen = Measurement([2.0], [1.0], [RECORD], samples, shards, validation=figures)
+        return replace(seen, **others)
 
     seen = replace(rank(0), samples={(1, 0): "hash", (1, 1): "hash"})
     reference, first = Reference(seen, {"w": (2,)}, NORMS), rank(0)
@@ -160,6 +170,9 @@ def test_every_quantity_that_differs_is_named() -> None:
         "second validation: differs": rank(1, unlike_before=["loss"]),
         "checkpoint": rank(1, wrong_in_checkpoint=["w"]),
         "load": rank(1, wrong_after_load=["w"]),
+        "data/tokens: 16 instead of 8 at step 1 on rank 1": rank(
+            1, records=[RECORD | {"data/tokens": 16}]
+        ),
         "resume": rank(1, wrong_after_resume=["w"]),
         "state: not as the choices add up: w, on rank 1": rank(1, wrong_counts=["w"]),
     }
@@ -167,6 +180,75 @@ def test_every_quantity_that_differs_is_named() -> None:
         failures = compare(reference, [first, second]).failures
         assert failures, words
         assert words in "\n".join(failures)
+
+
+def test_a_row_says_within_which_bound_it_is_equal() -> None:
+    """Of the parameter nearest to its bound: "w", whose error is smaller than that of "v"."""
+    errors = {"v": 0.02, "w": 0.0139}
+    shards = {name: ShardComparison((0,), (1,), 0, error**2) for name, error in errors.items()}
+    seen = Measurement([2.0], [1.0], shards=dict.fromkeys(COMPARED, shards))
+    roundings = {"gradients": {"v": 0.1, "w": 0.014}}
+    norms = {kind: dict.fromkeys(errors, 1.0) for kind in COMPARED}
+    reference = Reference(seen, dict.fromkeys(errors, (1,)), norms, roundings)
+    verdict = compare(reference, [seen], BOUNDS["bf16"])
+    row = Row(reference_case(JobConfig()), verdict, 1.0)
+    assert "0.0139 of 0.028" in cells(row)
+    assert verdict.errors["of"] == "w"
+    assert verdict.failures == []
+
+
+STORED = replace(BOUNDS["user types"], different=TIES)
+
+
+@pytest.mark.parametrize(("num_different", "is_named"), [(3, False), (4, True)])
+def test_gradients_in_bf16_differ_at_ties_alone(num_different, is_named) -> None:
+    """A rounding more would show in half of the elements, at an error below the bound."""
+    shard = ShardComparison((0,), (100,), num_different, 0.0)
+    seen = Measurement([2.0], [1.0], shards={key: {"w": shard} for key in COMPARED})
+    roundings = {kind: {"w": 0.0} for kind in ("gradients", "updates")}
+    reference = Reference(seen, {"w": (100,)}, NORMS, roundings)
+    failures = compare(reference, [seen], STORED).failures
+    lines = [line for line in failures if line.startswith("gradients: ")]
+    assert lines == ["gradients: 4.0% of their elements differ, bound 3.1%"] * is_named
+
+
+def test_an_update_in_narrower_types_may_differ_by_twice_its_rounding() -> None:
+    bounds = replace(BOUNDS["user types"], update=0.1)
+    for error, is_wrong in ((0.49, False), (0.51, True)):
+        shards = {"w": ShardComparison((0,), (1,), 0, error**2)}
+        seen = replace(SEEN, shards=SEEN.shards | {"updates": shards})
+        reference = Reference(SEEN, {"w": (1,)}, NORMS, {"updates": {"w": 0.2}})
+        failures = compare(reference, [seen], bounds).failures
+        assert bool(failures) == is_wrong, failures
+
+
+RATES = {"time/wps": 100.0, "time/tflops": 1e-3, "time/mfu_pct": 0.1}
+FIGURES = {"step": 1, "data/tokens": 8, "optim/lr": 1e-3, "data/epochs/c4": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({}, ""),
+        ({"data/tokens": 16}, "data/tokens: 16 instead of 8 at step 1 on rank 1"),
+        ({"time/wps": 100.0}, "time/wps: 100 instead of 50 at step 1 on rank 1"),
+        ({"time/mfu_pct": 0.1}, "time/mfu_pct: 0.1 instead of 0.05"),
+        ({"optim/lr": 1e-3 * (1 + 1e-9)}, "optim/lr: "),
+        ({"optim/lr": math.nan}, "optim/lr: nan instead of 0.001"),
+        ({"data/epochs/c4": 0.25}, "data/epochs/c4: 0.25 instead of 0.5"),
+        ({"data/epochs/wiki": 0.25}, "data/epochs/wiki: 0.25 instead of nan"),
+        ({"optim/grad_norm/output": 1.0 + 1e-5}, ""),
+        ({"optim/grad_norm/output": 1.0 + 1e-3}, "optim/grad_norm/output: 1.001 instead of 1"),
+    ],
+)
+def test_every_figure_of_a_record_is_compared(change, says) -> None:
+    """Two ranks, each with half of the rates of one process."""
+    want = FIGURES | RATES | {"optim/grad_norm/output": 1.0}
+    right = want | {name: rate / 2 for name, rate in RATES.items()}
+    ranks = [[right], [right | change]]
+    lines = compare_records([want], ranks, sums=1e-4, later_sums=1e-4)
+    assert len(lines) == bool(says)
+    assert says in "".join(lines)
 
 
 def test_an_error_that_is_no_number_is_the_worst() -> None:

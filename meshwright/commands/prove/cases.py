@@ -2,11 +2,24 @@
 
 import itertools
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from meshwright.commands.prove.shrink import GLOBAL_BATCH, MAX_RANKS, largest_tp, small_parts
+from meshwright.commands.prove.user_options import (
+    REDUCE,
+    REDUCE_TYPE,
+    SCHEDULE,
+    STAGES,
+    STAGES_PER_RANK,
+    Options,
+    for_mesh,
+    own_options,
+    reduction_choices,
+    stored_in_fp32,
+    user_types,
+)
 from meshwright.config.job_config import JobConfig, changed
 from meshwright.config.parallelism import Parallelism
 from meshwright.models.args import DecoderArgs
@@ -26,15 +39,13 @@ LARGEST_DEGREE = 4
 SHARING = ("dp_shard", "cp", "tp")
 """Axes among whose ranks a mesh's "ep" deals out the experts."""
 
-SCHEDULE = "pipeline_parallel_schedule"
-STAGES, STAGES_PER_RANK = "module_fqns_per_model_part", "pipeline_parallel_stages_per_rank"
 RESHARD: tuple[Literal["always", "never"], ...] = ("always", "never")
-HSDP = {"dp_replicate": 2, "dp_shard": 2}
+SHARDED, HSDP = {"dp_shard": 2}, {"dp_replicate": 2, "dp_shard": 2}
 FP32: dict[str, Any] = {"mixed_precision_param": "float32", "fp32_modules": []}
 
 Degrees = Mapping[str, int]
 Sections = Mapping[str, Any]
-Kind = Literal["fp32", "bf16 sums", "bf16"]
+Kind = Literal["fp32", "bf16 sums", "bf16", "user types"]
 
 
 @dataclass(frozen=True)
@@ -46,13 +57,18 @@ class Case:
     world_size: int
     kind: Kind = "fp32"
     """Names the reference that it is held against, and the bounds. "bf16 sums": it multiplies the
-    reference's own numbers, one sequence at a time, and only adds up in another order. Cases in
-    bf16 multiply in float8 where the config does, and have wider bounds."""
+    reference's own numbers, one sequence at a time, and only adds up in another order. "user types"
+    does the same with weights, reductions and Muon in the config's types, which are fp32 in other
+    cases. Cases in bf16 multiply in float8 where the config does, and have wider bounds."""
 
     @property
     def bounds(self) -> str:
         """Their name in `BOUNDS`."""
-        return self.kind.replace("bf16", "float8") if self.config.float8.enable else self.kind
+        replaced = ("bf16", "float8"), ("user", "float8 user")
+        for kind, in_float8 in replaced if self.config.float8.enable else ():
+            if self.kind.startswith(kind):
+                return self.kind.replace(kind, in_float8)
+        return self.kind
 
     @property
     def mesh(self) -> dict[str, int]:
@@ -64,42 +80,97 @@ class Case:
 
 def reference_case(small: JobConfig, kind: Kind = "fp32") -> Case:
     """One process, nothing parallel, nothing recomputed, nothing compiled."""
+    if kind == "user types":  # one process has no reduction: it adds microbatches up in fp32
+        small = changed(small, {"training": {"mixed_precision_reduce": "float32"}})
     return build_case("one process", small, {}, kind="bf16 sums" if kind == "bf16" else kind)
 
 
 def default_cases(config: JobConfig, small: JobConfig, args: DecoderArgs) -> list[Case]:
     """Return the config's own shape, each of its axes alone, and options that users switch."""
-    used = _used_axes(config, args)
-    cases = _own_cases(config, small, args, used)
+    used, options = _used_axes(config, args), own_options(config)
+    if config.compile.enable == "auto":  # a case of its own is compiled, unless an option needs it
+        has_budget = config.activation_checkpoint.mode == "memory_budget"
+        options["compile"]["enable"] = "auto" if has_budget else False
+    chosen = reduction_choices(config, args)
+    options["parallelism"][REDUCE] = chosen[0]
+    cases = _own_cases(config, small, args, used, options)
     shape = cases[0].mesh
-    for axis in used:
+    cases += [*_accumulating(small, cases, options, chosen)]
+    for axis in used if len(used) > 1 else ():
         cases.append(_largest(f"{axis} alone", config, small, args, [axis], {}))
     if args.table.mixtures:
         for mesh in ({"dp_shard": 2}, {"dp_shard": 4}, {"dp_shard": 2, "tp": 2}):
             if mesh.get("tp", 1) <= largest_tp(args):
                 cases.append(build_case("experts", small, mesh | {"ep": 2}))
-        cases.append(build_case("bf16", small, {"dp_shard": 2, "ep": 2}, kind="bf16"))
     modes: dict[str, dict[str, Any]] = {
         "checkpointed, full": {"activation_checkpoint": {"mode": "full"}},
         "checkpointed, selective": {"activation_checkpoint": {"mode": "selective"}},
         "compiled": {"compile": {"enable": True}},
     }
-    for name, sections in modes.items():
-        cases.append(build_case(name, small, _compilable(shape), **sections))
-    if "pp" not in shape:
-        cases.append(build_case("4 microbatches", small, {}, num_microbatches=4))
-        cases.append(build_case("2 microbatches", small, _within_batch(shape), num_microbatches=2))
-    cases.append(build_case("HSDP", small, HSDP))
-    cases.append(build_case("bf16", small, HSDP, kind="bf16 sums"))
-    if "pp" in used:
-        cases.append(build_case("bf16", small, {"pp": 2, "dp_shard": 2}, kind="bf16 sums"))
-    if "tp" in shape or "cp" in shape:
-        cases.append(build_case("bf16", small, shape, kind="bf16"))
+    in_own = {f"checkpointed, {config.activation_checkpoint.mode}"}
+    if config.compile.enable is True and config.compile.backend == "inductor":
+        in_own.add("compiled")
+    for name in [name for name in modes if name not in in_own]:
+        cases.append(build_case(name, small, _compilable(shape), **modes[name]))
+    if not shape.keys() >= HSDP.keys():
+        cases.append(build_case("HSDP", small, HSDP))
+    cases += [*_bf16_cases(config, small, args, options, cases[0])]
     if config.float8.enable:
         for name, sections in modes.items():
-            case = build_case(f"float8, {name}", small, {"dp_shard": 2}, kind="bf16", **sections)
-            cases.append(case)
+            others = for_mesh(options, SHARDED) | sections
+            case = build_case(f"float8, {name}", small, SHARDED, kind="bf16", **others)
+            cases += [case] * can_run(case)  # some modes don't go with `fp32_modules`
     return _within_torch(cases, args)
+
+
+def _accumulating(
+    small: JobConfig, own: Sequence[Case], options: Options, chosen: Sequence[str]
+) -> Iterator[Case]:
+    """Yield the cases `own` with two microbatches a step, and one process with four. A pipeline has
+    several in any case.
+
+    Args:
+        chosen: values of `fsdp_reduce_gradients` that the user's job may have.
+    """
+    if "pp" in own[0].mesh:
+        return
+    yield build_case(
+        "4 microbatches", small, {}, num_microbatches=4, **for_mesh(options, (), is_eager=True)
+    )
+    for case in own:
+        for number, reduction in enumerate(chosen):
+            name = "as configured, 2 microbatches" + f", {reduction}" * (number > 0)
+            config = changed(case.config, {"parallelism": {REDUCE: reduction}})
+            yield build_case(name, config, _within_batch(case.mesh), num_microbatches=2)
+
+
+def _bf16_cases(
+    config: JobConfig, small: JobConfig, args: DecoderArgs, options: Options, own: Case
+) -> Iterator[Case]:
+    """Yield the cases in bf16, with the user's options.
+
+    Args:
+        own: the first of `_own_cases`.
+    """
+    eager = for_mesh(options, HSDP, is_eager=True)
+    yield build_case("bf16", small, HSDP, kind="bf16 sums", **eager)
+    if config.parallelism.pipeline_parallel_degree > 1:
+        mesh = {"pp": 2, "dp_shard": 2}
+        eager = for_mesh(options, mesh, is_eager=True)
+        yield build_case("bf16", small, mesh, kind="bf16 sums", **eager)
+    if args.table.mixtures:
+        mesh = SHARDED | {"ep": 2}
+        yield build_case("bf16", small, mesh, kind="bf16", **for_mesh(options, mesh))
+    if types := user_types(config):
+        # a reduction in bf16 can't be that of several microbatches and of replicas
+        mesh = SHARDED if REDUCE_TYPE in types else HSDP
+        eager = for_mesh(options, mesh, is_eager=True)
+        yield build_case(f"bf16 {', '.join(types)}", small, mesh, kind="user types", **eager)
+    if {"tp", "cp"} & own.mesh.keys() or options["compile"]["enable"] is not False:
+        stages = own.config.parallelism.model_dump(include={STAGES, STAGES_PER_RANK})
+        found = for_mesh(options, own.mesh)
+        found["parallelism"] |= stages
+        yield build_case("bf16", small, own.mesh, kind="bf16", **found)
 
 
 def every_mesh(small: JobConfig, args: DecoderArgs) -> list[Case]:
@@ -156,14 +227,14 @@ def _used_axes(config: JobConfig, args: DecoderArgs) -> list[str]:
 
 
 def _own_cases(
-    config: JobConfig, small: JobConfig, args: DecoderArgs, used: Collection[str]
+    config: JobConfig,
+    small: JobConfig,
+    args: DecoderArgs,
+    used: Collection[str],
+    options: Options,
 ) -> list[Case]:
     """Return the config's axes with its options: three at a time if it has more, or two where three
     leave its schedule too few microbatches."""
-    options = own_options(config)
-    has_budget = config.activation_checkpoint.mode == "memory_budget"
-    if config.compile.enable == "auto" and not has_budget:  # a case of its own is compiled
-        options["compile"]["enable"] = False
     cases: list[Case] = []
     for count in (3, 2):
         groups = itertools.combinations(used, min(count, len(used)))
@@ -171,21 +242,6 @@ def _own_cases(
         if all(map(can_run, cases)):
             break
     return cases
-
-
-def own_options(config: JobConfig) -> dict[str, dict[str, Any]]:
-    """Return the config's options, without its degrees and those tied to the size of the model."""
-    left_out = {*DEGREES.values(), STAGES, STAGES_PER_RANK}
-    left_out.add("enable_async_tensor_parallel")  # needs GPUs
-    if config.parallelism.pipeline_parallel_degree == 1:
-        left_out.add(SCHEDULE)
-    return {
-        "parallelism": config.parallelism.model_dump(exclude=left_out),
-        "activation_checkpoint": config.activation_checkpoint.model_dump(),
-        "compile": config.compile.model_dump(),
-        "training": {"enable_cpu_offload": config.training.enable_cpu_offload},
-        "optimizer": {"early_step_in_backward": config.optimizer.early_step_in_backward},
-    }
 
 
 def _largest(
@@ -281,7 +337,7 @@ def build_case(
             be. A sum in bf16 has its reference's.
     """
     dp = mesh.get("dp_replicate", 1) * mesh.get("dp_shard", 1)
-    if kind == "bf16 sums" or ("pp" in mesh and not num_microbatches):
+    if kind in ("bf16 sums", "user types") or ("pp" in mesh and not num_microbatches):
         num_microbatches = GLOBAL_BATCH // dp
     updates: dict[str, dict[str, Any]] = {key: dict(values) for key, values in sections.items()}
     degrees = {key: mesh.get(axis, 1) for axis, key in DEGREES.items()}
@@ -291,7 +347,11 @@ def build_case(
     if small.float8.enable:
         updates["float8"] = {"enable": kind != "fp32"}
         name = name.replace("bf16", "float8")
-    updates["training"] = updates.get("training", {}) | local | precision
+    stored: Options = {} if kind == "user types" else stored_in_fp32(small)
+    updates["training"] = (
+        stored.get("training", {}) | updates.get("training", {}) | local | precision
+    )
+    updates["optimizer"] = stored.get("optimizer", {}) | updates.get("optimizer", {})
     config = changed(small, updates)
     shape = mesh_text(mesh)
     return Case(f"{name}: {shape}" if shape else name, config, num_ranks(mesh), kind)

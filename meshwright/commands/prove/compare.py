@@ -2,8 +2,10 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from meshwright.commands.prove.cases import Case
+from meshwright.commands.prove.compare_records import compare_records
 from meshwright.commands.prove.measure import LATER_STEP, Measurement
 
 
@@ -32,10 +34,17 @@ class Bounds:
     """By how much scores of such a choice may differ from those of one process's choice."""
     rounding: float = 0.0
     """Added to `gradient`: times the parameter's own error of rounding, in the reference."""
+    update_rounding: float = 0.0
+    """Added to `update`, likewise."""
+    different: float = math.inf
+    """Part of the elements of all gradients that may differ at all."""
 
 
 BF16 = 2.0**-8
 """Unit roundoff of bfloat16: the largest relative error of one rounding."""
+
+TIES = 1 / 32
+"""Part of gradients' elements that two sums in fp32 may round to different bf16 numbers."""
 
 OTHERS = 8 * BF16
 """Part of tokens that may get other experts by rounding in bf16; 0.006 were seen in six steps."""
@@ -49,11 +58,36 @@ BOUNDS = {
     "bf16 sums": Bounds(1e-5, 1e-4, 1e-4, 16 * BF16, BF16 / 8, BF16, other_choices=OTHERS),
     # and of numbers that were added up in parts, and rounded
     "bf16": Bounds(BF16, 4 * BF16, 1e-4, 0.5, BF16, 4 * BF16, other_choices=OTHERS, rounding=2.0),
+    # after each step a weight may round to a neighbor, two roundings away: 18 until step 10
+    "user types": Bounds(
+        *(1e-5, 1e-4, 1e-4, 16 * BF16, 18 * BF16 / 8, 18 * BF16),
+        other_choices=OTHERS,
+        update_rounding=2.0,
+    ),
     # rounded to numbers 16 times as far apart: errors are 4 times as large
     "float8 sums": Bounds(1e-5, 1e-4, 1e-4, 64 * BF16, BF16 / 2, 4 * BF16),
+    "float8 user types": Bounds(
+        *(1e-5, 1e-4, 1e-4, 64 * BF16, 72 * BF16 / 8, 72 * BF16), update_rounding=2.0
+    ),
     "float8": Bounds(4 * BF16, 16 * BF16, 1e-4, 1.0, 4 * BF16, 16 * BF16, rounding=2.0),
 }
 """By `Case.bounds`."""
+
+
+def bounds_of(case: Case) -> Bounds:
+    """Return the entry of `BOUNDS`, with what the config's types of gradients add to it."""
+    bounds, training = BOUNDS[case.bounds], case.config.training
+    if training.mixed_precision_reduce == "bfloat16":
+        # both ranks' parts and their sum are rounded, for each of 4 microbatches; uncorrelated
+        # ones are together sqrt(4) times as large as their sum
+        gradient = bounds.gradient + 3 * BF16 * 2
+        # Adam's update is nearly a sign, and as large a part of the signs may change
+        update = 2 * math.sqrt(gradient)
+        return replace(bounds, gradient=gradient, grad_norm=gradient, update=update)
+    if training.dtype == "bfloat16":
+        gradient = bounds.gradient + 2 * BF16
+        return replace(bounds, gradient=gradient, different=TIES)
+    return bounds
 
 
 @dataclass
@@ -65,7 +99,8 @@ class Verdict:
     not_run: str = ""
     """The reason, if this machine cannot run the case."""
     errors: dict[str, float | str] = field(default_factory=dict)
-    """Of each quantity in `MEANINGS`, by its name; and `OTHER_CHOICES` and `LATER_GRADIENT`."""
+    """Of each quantity in `MEANINGS`, by its name; and `OTHER_CHOICES`, `LATER_GRADIENT`,
+    `GRADIENT_BOUND` and `DIFFERENT`."""
 
 
 MEANINGS = {
@@ -74,12 +109,14 @@ MEANINGS = {
     "loss": "largest relative error of the loss, over all steps and ranks "
     f"(bound in fp32: {BOUNDS['fp32'].loss:g})",
     "norm": f"the same of the gradient norm ({BOUNDS['fp32'].grad_norm:g})",
-    "gradient": "largest relative error of a parameter's gradient at step 1, as norm of the "
-    f"difference over norm ({BOUNDS['fp32'].gradient:g})",
-    "of": "the parameter with that error",
+    "gradient": "relative error of a parameter's gradient at step 1, as norm of the difference "
+    "over norm, and its bound: of the parameter nearest to its bound",
+    "of": "that parameter",
     "update": "the same error of the sum of a parameter's first updates "
     f"({BOUNDS['fp32'].update:g})",
     "validation": f"largest relative error of its figures ({BOUNDS['fp32'].later_loss:g})",
+    "metrics": "tokens, rates per device, learning rate, epochs and other figures of records that "
+    "differ from one process's, of any step (bound: 0)",
     "resume": "tensors and figures that a save and a resume have changed, bit by bit (bound: 0)",
 }
 """Of the columns of the table that are errors."""
@@ -87,6 +124,10 @@ MEANINGS = {
 OTHER_CHOICES, LATER_GRADIENT = "other choices", "later gradient"
 """Tokens, over all ranks and layers, whose router would have chosen other experts; and the largest
 error of a gradient of step `LATER_STEP`."""
+
+GRADIENT_BOUND, DIFFERENT = "gradient's bound", "different"
+"""Keys of the bound on the error that "gradient" is, and of the part of all elements of gradients
+that differ."""
 
 
 @dataclass(frozen=True)
@@ -98,9 +139,9 @@ class Reference:
     """Of every parameter."""
     norms: Mapping[str, Mapping[str, float]]
     """2-norms, by kind, of `COMPARED`, and by name."""
-    roundings: Mapping[str, float] = field(default_factory=dict)
-    """Relative error of every parameter's gradient against one process in fp32: the largest among
-    the layers' parameters of its name."""
+    roundings: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """By kind, "gradients" and "updates", and by name: relative error against one process that has
+    wider types, the largest among the layers' parameters of the name."""
 
 
 def compare(
@@ -119,9 +160,10 @@ def compare(
     )
     _compare_gradients(verdict, reference, ranks, bounds)
     _check_reductions(verdict, ranks)
-    _compare_updates(verdict, reference, ranks, bounds.update)
+    _compare_updates(verdict, reference, ranks, bounds)
     _compare_routers(verdict, reference, ranks, bounds)
     _compare_validation(verdict, seen, ranks, bounds.later_loss)
+    _compare_metrics(verdict, reference, ranks, bounds)
     if wrong := [number for number, rank in enumerate(ranks) if rank.unlike_before]:
         names = ", ".join(ranks[wrong[0]].unlike_before)
         verdict.failures.append(
@@ -199,13 +241,23 @@ def _compare_series(
 def _compare_gradients(
     verdict: Verdict, reference: Reference, ranks: Sequence[Measurement], bounds: Bounds
 ) -> None:
-    errors = _errors("gradients", reference, ranks)
-    for error, name in errors:
-        rounding = bounds.rounding and bounds.rounding * reference.roundings[name]
-        if not error <= bounds.gradient + rounding:
-            verdict.failures.append(f"gradient of {name}: relative error {error:.1e}")
-    worst, name = errors[0]
-    verdict.errors |= {"gradient": worst, "of": name if worst else ""}
+    errors = []
+    for error, name in _errors("gradients", reference, ranks):
+        bound = bounds.gradient
+        if bounds.rounding:
+            bound += bounds.rounding * reference.roundings["gradients"][name]
+        if not error <= bound:
+            text = f"gradient of {name}: relative error {error:.1e}, bound {bound:.1e}"
+            verdict.failures.append(text)
+        errors.append((error, bound, name))
+    boxes = [box for rank in ranks for box in rank.shards["gradients"].values()]
+    part = sum(box.num_different for box in boxes) / sum(math.prod(box.shape) for box in boxes)
+    verdict.errors[DIFFERENT] = part
+    if not part <= bounds.different:
+        text = f"gradients: {part:.1%} of their elements differ, bound {bounds.different:.1%}"
+        verdict.failures.append(text)
+    worst, bound, name = max(errors, key=lambda one: (math.isnan(one[0]), one[0] / one[1]))
+    verdict.errors |= {"gradient": worst, GRADIENT_BOUND: bound, "of": name if worst else ""}
 
 
 def _check_reductions(verdict: Verdict, ranks: Sequence[Measurement]) -> None:
@@ -220,12 +272,17 @@ def _check_reductions(verdict: Verdict, ranks: Sequence[Measurement]) -> None:
 
 
 def _compare_updates(
-    verdict: Verdict, reference: Reference, ranks: Sequence[Measurement], bound: float
+    verdict: Verdict, reference: Reference, ranks: Sequence[Measurement], bounds: Bounds
 ) -> None:
     errors = _errors("updates", reference, ranks)
-    worst, name = errors[0]
-    verdict.errors["update"] = worst
-    if bad := [error for error, _ in errors if not error <= bound]:
+    verdict.errors["update"] = errors[0][0]
+
+    def bound(name: str) -> float:
+        rounding = bounds.update_rounding and reference.roundings["updates"][name]
+        return bounds.update + bounds.update_rounding * rounding
+
+    if bad := [(error, name) for error, name in errors if not error <= bound(name)]:
+        worst, name = bad[0]
         verdict.failures.append(
             f"update: wrong for {len(bad)} of {len(errors)} parameters; most for {name}, "
             f"relative error {worst:.1e}"
@@ -289,6 +346,24 @@ def _compare_validation(
                 f"relative error {errors[first]:.1e}"
             )
     verdict.errors["validation"] = _worst(found)
+
+
+def _compare_metrics(
+    verdict: Verdict, reference: Reference, ranks: Sequence[Measurement], bounds: Bounds
+) -> None:
+    """Compare records. Norms of groups differ by no more than their gradients do; later figures are
+    bounded only where nothing but fp32 sums differs."""
+    roundings = reference.roundings.get("gradients", {}).values()
+    gradient = bounds.gradient + bounds.rounding * max(roundings, default=0.0)
+    is_fp32 = bounds.later_grad_norm <= bounds.grad_norm
+    lines = compare_records(
+        reference.seen.records,
+        [rank.records for rank in ranks],
+        sums=max(gradient, bounds.grad_norm),
+        later_sums=bounds.later_grad_norm if is_fp32 else math.inf,
+    )
+    verdict.failures += lines
+    verdict.errors["metrics"] = len(lines)
 
 
 def _compare_resume(verdict: Verdict, ranks: Sequence[Measurement]) -> None:

@@ -20,13 +20,16 @@ from meshwright.datasets.samples import packed_in_memory
 from meshwright.datasets.stream import Cursor
 from meshwright.datasets.token_cache.cache import BLOCK_DOCUMENTS, TokenCache
 from meshwright.datasets.tokenizers.kinds import ByteTokenizer
+from meshwright.metrics.reporter import Reporter
+from meshwright.metrics.sinks import Record
 from meshwright.models.decoder import Decoder
 from meshwright.models.loss import PADDING
 from meshwright.parallelisms.local_model import LocalModel
 from meshwright.parallelisms.meshes import Meshes
 from meshwright.parallelisms.replay import Choices
 from meshwright.train.bad_steps import BadStepDetector
-from meshwright.train.build import build_loader
+from meshwright.train.build import build_loader, work_of
+from meshwright.train.optim.optimizers import LR_SCALE
 from meshwright.train.preflight import Plan
 from meshwright.train.trainer import build_trainer
 
@@ -41,19 +44,37 @@ EMBEDDING_SCALE, BRANCH_SCALE = 32.0, 0.125
 two, so exact."""
 
 
+class Records:
+    """A sink that keeps the last record."""
+
+    last: Record
+
+    def write(self, record: Record) -> None:
+        self.last = record
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
 class Job:
     """One rank's part of a small job. Its weights are arbitrary until somebody sets them.
 
     Args:
         source: in the place of the config's.
         cursor: where it begins to read.
+        tokens_seen: before it.
 
     Attributes:
         is_token: of each position of this rank's last step, (sequences, S) bool: no padding.
     """
 
     def __init__(
-        self, plan: Plan, meshes: Meshes, source: OpenSource, cursor: Cursor | None = None
+        self,
+        plan: Plan,
+        meshes: Meshes,
+        source: OpenSource,
+        cursor: Cursor | None = None,
+        tokens_seen: int = 0,
     ) -> None:
         device = torch.device("cpu")
         self._plan, self._meshes = plan, meshes
@@ -63,9 +84,18 @@ class Job:
         self.cursor = cursor or Cursor()
         self._loader = build_loader(plan, [source], meshes, device, self.cursor)
         self._detector = BadStepDetector(device)
+        self._records, self._seconds = Records(), 0.0
+        self.reporter = Reporter(
+            work_of(plan, device),
+            device,
+            self._trainer.phases,
+            [self._records],
+            tokens_seen,
+            clock=lambda: self._seconds,
+        )
 
-    def step(self, step: int, samples: dict[tuple[int, int], str]) -> tuple[float, float]:
-        """One optimizer step: its loss, and its gradient norm. Collective.
+    def step(self, step: int, samples: dict[tuple[int, int], str]) -> Record:
+        """Take one optimizer step, and return its record, as if it had taken a second. Collective.
 
         Args:
             samples: gets the hashes of this rank's, by step and index in the global batch.
@@ -81,7 +111,13 @@ class Job:
         # the first step shows gradients as they are
         trainer = self._trainer if step > 1 else replace(self._trainer, max_norm=float("inf"))
         result = trainer.step(step, data.batches, self._detector)
-        return result.loss.item(), result.grad_norm.item()
+        self._seconds += 1
+        self.reporter.count(step, 0.0)
+        group = self.optimizer.param_groups[0]
+        figures = trainer.figures_of(step, result) | data.figures
+        figures["optim/lr_taken"] = group["lr"] / group[LR_SCALE]
+        self.reporter.report(step, figures)
+        return self._records.last
 
     @property
     def tensors(self) -> TrainingTensors:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
@@ -34,6 +34,8 @@ from meshwright.config.job_config import Checkpoint, JobConfig
 from meshwright.datasets.loader import whole_cursor
 from meshwright.datasets.opening import OpenSource
 from meshwright.datasets.stream import Cursor
+from meshwright.metrics.reporter import Phase
+from meshwright.metrics.sinks import Record
 from meshwright.parallelisms.initialize import initialize
 from meshwright.parallelisms.local_model import LocalModel
 from meshwright.parallelisms.meshes import Meshes, build_meshes
@@ -61,7 +63,8 @@ class SmallCheckpoint:
         self._folder = root / f"checkpoints of {world_size}"
         self._manager = _manager(self._folder)
         if dist.get_rank() == 0:  # from the case before, or from one that broke off
-            shutil.rmtree(self._folder, ignore_errors=True)
+            for step in self._folder.glob("*"):  # a save warns if the folder itself is gone
+                shutil.rmtree(step)
         dist.barrier()
 
     def save(self, job: Job, step: int) -> list[str]:
@@ -71,7 +74,7 @@ class SmallCheckpoint:
         process agrees with. So a checkpoint that equals the job is one that any mesh can load.
         """
         data = dataclasses.asdict(whole_cursor(job.cursor))
-        manifest = NO_JOB | {"step": step, "data": data}
+        manifest = NO_JOB | {"step": step, "data": data, "tokens_seen": job.reporter.tokens_seen}
         self._manager.save(step, job.tensors, manifest, is_last=True)
         path, local = commit.step_folder(self._folder, step), job.state_dict()
         names = read_saved_tensors(Place("proof", path))
@@ -90,7 +93,8 @@ class SmallCheckpoint:
         """Return a new job that resumes from the checkpoint, or why it cannot be loaded."""
         manifest = self._manager.select_and_verify()
         assert manifest is not None
-        job = Job(plan, meshes, source, Cursor.from_json(manifest["data"]))
+        cursor, tokens = Cursor.from_json(manifest["data"]), manifest["tokens_seen"]
+        job = Job(plan, meshes, source, cursor, tokens)
         for parameter in job.model.parameters():  # memory might still hold the job before
             local_box(parameter.detach())[0].fill_(torch.nan)
         try:
@@ -152,6 +156,8 @@ class Measurement:
 
     losses: list[float] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
+    records: list[Record] = field(default_factory=list)
+    """Figures of every step that don't follow from this machine's speed and memory, by name."""
     samples: dict[tuple[int, int], str] = field(default_factory=dict)
     """By step and index in the global batch: hash of the sample."""
     shards: dict[str, dict[str, ShardComparison]] = field(default_factory=dict)
@@ -238,18 +244,20 @@ def _measure(
         if step == LATER_STEP and plan.model_args.table.mixtures:
             later, done = _keep_gradients(job.model, job.optimizer)
         with _routed(job, meshes, choices[step][0] if step in told else None) as routed:
-            loss, grad_norm = job.step(step, seen.samples)
+            record = _comparable(job.step(step, seen.samples))
         if isinstance(routed, Replay):
             replays.append(routed)
         else:
             choices[step] = routed, job.is_token
         done()
         seen.wrong_counts += books.wrong_counts(job.model, *choices[step])
-        seen.losses.append(loss)
-        seen.grad_norms.append(grad_norm)
+        seen.losses.append(record.pop("loss/train"))
+        seen.grad_norms.append(record.pop("optim/grad_norm"))
+        seen.records.append(record)
         if step == VALIDATED_STEP:  # and the steps after it show whether that disturbed anything
-            seen.validation = validate(job.model, lambda: False, _fail)
-            again = validate(job.model, lambda: False, _fail)
+            seen.validation, again = (
+                validate(job.model, lambda: False, _fail, job.average) for _ in range(2)
+            )
             seen.unlike_before = [name for name in again if again[name] != seen.validation[name]]
         if step == SAVED_STEP:
             seen.wrong_in_checkpoint = checkpoint.save(job, step)
@@ -292,10 +300,20 @@ def _go_on(
     """Take the steps after the saved one again; `seen` gets their samples, and what is unlike."""
     for step in range(SAVED_STEP + 1, LAST_RESUMED_STEP + 1):
         with _routed(resumed, meshes, choices[step][0]):
-            figures = resumed.step(step, seen.resumed_samples)
-        if figures != (seen.losses[step - 1], seen.grad_norms[step - 1]):
-            seen.wrong_after_resume.append(f"loss or gradient norm of step {step}")
+            record = _comparable(resumed.step(step, seen.resumed_samples))
+        wanted = seen.records[step - 1] | {
+            "loss/train": seen.losses[step - 1],
+            "optim/grad_norm": seen.grad_norms[step - 1],
+        }
+        names = [name for name in wanted if record.get(name) != wanted[name]]
+        seen.wrong_after_resume += [f"{name} of step {step}" for name in names]
     resumed.close()
+
+
+def _comparable(record: Record) -> Record:
+    """Return the figures that don't follow from this machine's speed and memory."""
+    phases = {f"time/{phase}_s" for phase in get_args(Phase)}
+    return {k: v for k, v in record.items() if k not in phases and not k.startswith("memory/")}
 
 
 def _begin(job: Job, seed: int) -> None:

@@ -17,7 +17,15 @@ import torch
 import meshwright
 from meshwright.commands.prove.cases import Case, Kind, reference_case
 from meshwright.commands.prove.checked import Checked
-from meshwright.commands.prove.compare import BOUNDS, MEANINGS, Reference, Verdict, compare
+from meshwright.commands.prove.compare import (
+    BOUNDS,
+    GRADIENT_BOUND,
+    MEANINGS,
+    Reference,
+    Verdict,
+    bounds_of,
+    compare,
+)
 from meshwright.commands.prove.measure import COMPARED, measure, record_reference
 from meshwright.commands.prove.ranks import RankError, RankPool
 from meshwright.config.job_config import JobConfig
@@ -64,7 +72,7 @@ def prove(small: JobConfig, cases: Sequence[Case]) -> Iterator[Row]:
             reference, file = references[case.kind]
             try:
                 ranks = pool.run(measure, case.config, case.world_size, file)
-                verdict = compare(reference, ranks, BOUNDS[case.bounds])
+                verdict = compare(reference, ranks, bounds_of(case))
             except RankError as error:  # a case that fails on the way takes its ranks with it
                 verdict, pool = Verdict([f"stopped: {error}"]), None
             yield Row(case, verdict, time.perf_counter() - start)
@@ -90,6 +98,9 @@ def record_references(
     if kinds - {"fp32"}:
         in_bf16 = _record(run, reference_case(small, "bf16"), folder / "bf16.pt", in_fp32[1])
         found |= {"bf16": in_bf16, "bf16 sums": in_bf16}
+    if "user types" in kinds:
+        case = reference_case(small, "user types")
+        found["user types"] = _record(run, case, folder / "user_types.pt", found["bf16"][1])
     return found
 
 
@@ -97,7 +108,7 @@ def _record(run: Run, case: Case, file: Path, exact: Path | None = None) -> tupl
     """Run one process and read its output.
 
     Args:
-        exact: file of the same in fp32, if that is another.
+        exact: file of the same in wider types, if there is one.
     """
     (seen,) = run(record_reference, case.config, file)
     tensors = torch.load(file, weights_only=True)
@@ -105,14 +116,16 @@ def _record(run: Run, case: Case, file: Path, exact: Path | None = None) -> tupl
         kind: {name: tensor.double().norm().item() for name, tensor in tensors[kind].items()}
         for kind in COMPARED
     }
-    roundings: dict[str, float] = {}
-    if exact is not None:
-        in_fp32 = torch.load(exact, weights_only=True)["gradients"]
-        for name, gradient in tensors["gradients"].items():
-            difference = (gradient.double() - in_fp32[name].double()).norm().item()
-            roundings[name] = difference / (norms["gradients"][name] or 1)
+    roundings: dict[str, dict[str, float]] = {}
+    wide = {} if exact is None else torch.load(exact, weights_only=True)
+    for kind in ("gradients", "updates") if wide else ():
+        errors: dict[str, float] = {}
+        for name, tensor in tensors[kind].items():
+            difference = (tensor.double() - wide[kind][name].double()).norm().item()
+            errors[name] = difference / (norms[kind][name] or 1)
+        roundings[kind] = _largest_of_layers(errors)
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors["weights"].items()}
-    return Reference(seen, shapes, norms, _largest_of_layers(roundings)), file
+    return Reference(seen, shapes, norms, roundings), file
 
 
 def _largest_of_layers(errors: Mapping[str, float]) -> dict[str, float]:
@@ -133,7 +146,7 @@ ON_CONSOLE = {
     "weights": 7,
     "batches": 7,
     "loss": 7,
-    "gradient": 8,
+    "gradient": 17,
     "resume": 6,
     "verdict": 7,
     "case": 0,
@@ -152,9 +165,12 @@ def cells(row: Row) -> tuple[str, ...]:
     """Return the row as text, in the order of `COLUMNS`; "-" for quantities that are not known."""
     verdict = row.verdict
     result = "FAILED" if verdict.failures else "not run" if verdict.not_run else "equal"
-    errors = (verdict.errors.get(name, "") for name in MEANINGS)
+    texts = {name: _cell(verdict.errors.get(name, "")) for name in MEANINGS}
+    if GRADIENT_BOUND in verdict.errors:
+        error, bound = (verdict.errors[name] for name in ("gradient", GRADIENT_BOUND))
+        texts["gradient"] = f"{error:.3g} of {bound:.2g}"
     seconds = "-" if verdict.not_run else f"{row.seconds:.1f}"
-    return row.case.name, str(row.case.world_size), *map(_cell, errors), seconds, result
+    return row.case.name, str(row.case.world_size), *texts.values(), seconds, result
 
 
 def _cell(value: float | str) -> str:

@@ -30,6 +30,9 @@ HIGHEST_LR = 1e-3
 by up to the rate per step. At 0.01 training is chaotic, so rounding grows until a correct mesh
 differs at step 10. At this rate rounding does not grow."""
 
+PEAK_TFLOPS = 1.0
+"""Per second and device, which MFU is a part of: more than a step of a second takes."""
+
 KEPT = ("norm_eps", "rope_theta", "rope_scaling", "tie_embeddings")
 """Fields of the model's args that stay the user's; all others follow from the small size."""
 
@@ -82,8 +85,6 @@ def _optimizer(config: JobConfig, names: Sequence[str]) -> dict[str, object]:
         "lr": min(config.optimizer.lr, highest_lr),
         "early_step_in_backward": False,
         "groups": groups,
-        # rounding of gradients by 1e-7 would flip numbers of bf16, and show a thousand times larger
-        "muon": config.optimizer.muon.model_copy(update={"dtype": "float32"}),
     }
 
 
@@ -99,7 +100,8 @@ def shrink(config: JobConfig, args: DecoderArgs) -> JobConfig:
     Kept: family, tied embeddings, rotary scaling, grouped heads, seed, optimizer, schedule,
     clipping, whether documents are masked and data is streamed. Replaced: dimensions, by small ones
     that divide where the user's do and are odd where that finds mistakes; data, by that of
-    `job.py`; precision, by bf16, which cases in fp32 change; a rate above `HIGHEST_LR`.
+    `job.py`; precision, by bf16 products; cases in fp32 change that, and all but "user types" the
+    types of weights, reductions and Muon; a rate above `HIGHEST_LR`.
     """
     tp = largest_tp(args, config.parallelism.tensor_parallel_degree)
     kv_heads = tp if tp > 1 else min(args.n_kv_heads, 3)
@@ -135,10 +137,8 @@ def shrink(config: JobConfig, args: DecoderArgs) -> JobConfig:
         "global_batch_size": GLOBAL_BATCH,
         "seq_len": SEQ_LEN,
         "steps": STEPS,
-        "dtype": "float32",
         "mixed_precision_param": "bfloat16",
         "fp32_modules": _found(config.training.fp32_modules, small_args.table.module_names),
-        "mixed_precision_reduce": "float32",
         "loss_chunk_tokens": LOSS_CHUNK_TOKENS,
         "enable_cpu_offload": False,  # cases have it: it must not change the model
     }
@@ -159,7 +159,11 @@ def shrink(config: JobConfig, args: DecoderArgs) -> JobConfig:
             "compile": Compile(enable=False),  # cases say otherwise
             "validation": Validation(num_samples=NUM_VALIDATED),
             "checkpoint": Checkpoint(average=_average(config)),
-            "metrics": Metrics(enable_tensorboard=False),
+            "metrics": Metrics(
+                enable_tensorboard=False,
+                grad_norm_by_group=config.metrics.grad_norm_by_group,
+                peak_tflops=PEAK_TFLOPS,
+            ),
             "profiling": Profiling(),
         }
     )

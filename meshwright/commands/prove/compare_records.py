@@ -1,0 +1,53 @@
+"""The records of a mesh against those of one process: what a job writes about itself."""
+
+import math
+from collections.abc import Iterator, Sequence
+
+from meshwright.metrics.sinks import Record
+
+PER_DEVICE = ("time/wps", "time/tflops", "time/mfu_pct")
+"""Rates of one device; a step takes as long on any mesh here, so all devices have one process's."""
+
+SUMS = ("optim/grad_norm/", "experts/entropy", "experts/balance_", "experts/sequence_", "experts/r")
+"""Beginnings of the names of sums in floating point, whose last bits depend on the mesh."""
+
+ROUNDING = 1e-12
+"""Relative error of a few operations in fp64."""
+
+
+def compare_records(
+    wanted: Sequence[Record],
+    ranks: Sequence[Sequence[Record]],
+    *,
+    sums: float,
+    later_sums: float,
+) -> list[str]:
+    """Return a line for each figure that differs: where it first does.
+
+    Args:
+        wanted: of one process, by step.
+        ranks: of every rank.
+        sums, later_sums: relative errors up to which `SUMS` are equal at step 1, and later.
+    """
+    found = dict[str, str]()
+    for rank, records in enumerate(ranks):
+        for want, got in zip(wanted, records, strict=True):
+            bound = sums if want is wanted[0] else later_sums
+            for name, line in _differences(want, got, len(ranks), bound):
+                found.setdefault(name, f"{line} at step {want['step']} on rank {rank}")
+    return [*found.values()]
+
+
+def _differences(
+    want: Record, got: Record, num_devices: int, sums: float
+) -> Iterator[tuple[str, str]]:
+    """Yield the names of figures that differ, and how."""
+    for name in sorted(want.keys() | got.keys()):
+        wanted, figure = want.get(name, math.nan), got.get(name, math.nan)
+        bound = sums if name.startswith(SUMS) else 0.0
+        if name.startswith("optim/lr"):
+            bound = ROUNDING
+        if name in PER_DEVICE:
+            wanted, bound = wanted / num_devices, ROUNDING
+        if not abs(figure - wanted) <= bound * abs(wanted):
+            yield name, f"{name}: {figure:.7g} instead of {wanted:.7g}"
