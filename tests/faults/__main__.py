@@ -20,7 +20,7 @@ def row(fault: Fault, seconds: float, score: str, line: str) -> str:
     case = fault.finder if fault.test_file else case
     extra = " ".join([*fault.words, *[fault.kind] * (fault.kind != "fp32")])
     cells = (
-        f"{fault.name.replace('_', ' ')} | {fault.thread or 'no thread read'}",
+        f"{fault.name.replace('_', ' ')} | {fault.thread}",
         f"{case}{', ' * bool(extra)}{extra} | {seconds:.1f} | {score} | {line[:110]}",
     )
     return f"| {' | '.join(cells)} |\n"
@@ -48,8 +48,7 @@ def main() -> None:
         other = "clean" if given.clean and other == "BLIND" else other
         score = "named" if is_named else "found" if lines else other
         seconds = time.perf_counter() - start
-        thread = fault.thread or "no thread"
-        print(f"{score} {seconds:5.1f} s  {fault.name} ({thread})", flush=True)
+        print(f"{score} {seconds:5.1f} s  {fault.name} ({fault.thread})", flush=True)
         rows.append(row(fault, seconds, score, (naming or lines or [""])[0]))
         if given.table is not None:
             given.table.write_text(HEAD + "".join(rows), "utf-8")

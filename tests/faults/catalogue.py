@@ -13,7 +13,7 @@ class Fault:
 
     name: str
     thread: str
-    """Where it was published; empty: of a known class, but no thread was read."""
+    """Where it was published, or "seen here": of a known class, but no thread was read."""
     patches: dict[str, list[tuple[str, str]]]
     """For each file of the package: texts that it has once, and those in their place."""
     mesh: dict[str, int]

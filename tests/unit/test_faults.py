@@ -25,7 +25,8 @@ def test_every_fault_can_be_planted(tmp_path: Path) -> None:
         for text in patched(fault).values():
             compile(text, fault.name, "exec")
         assert all(old != new for patch in fault.patches.values() for old, new in patch), fault.name
-    assert len({fault.name for fault in FAULTS}) == len(FAULTS) > 60
+    assert len({fault.name for fault in FAULTS}) == len(FAULTS) >= 110
+    assert all(fault.thread for fault in FAULTS)
     first = FAULTS[0]
     plant(first, tmp_path)
     for file, text in patched(first).items():
