@@ -45,13 +45,46 @@ FORMS = {
 """By `model.name`."""
 
 
+def shapes(name: str, args: Args) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each weight, by its name; `name` is a key in `FORMS`."""
+    dim, width, qk_norm = args["dim"], head_width(args), FORMS[name].qk_norm
+    query, kv = args["n_heads"] * width, args["n_kv_heads"] * width
+    attention: dict[str, tuple[int, ...]] = {"wq": (query, dim), "wk": (kv, dim), "wv": (kv, dim)}
+    attention["wo"] = dim, query
+    if qk_norm is not None:
+        attention |= {"q_norm": (width if qk_norm == "head" else query,)}
+        attention |= {"k_norm": (width if qk_norm == "head" else kv,)}
+    found: dict[str, tuple[int, ...]] = {"tok_embeddings.weight": (args["vocab_size"], dim)}
+    if not args["tie_embeddings"]:
+        found["output.weight"] = args["vocab_size"], dim
+    for layer in range(args["n_layers"]):
+        part, inner = f"layers.{layer}", args["hidden_dim"]
+        found |= {f"{part}.{norm}_norm.weight": (dim,) for norm in ("attention", "ffn")}
+        found |= {f"{part}.attention.{which}.weight": shape for which, shape in attention.items()}
+        prefix, suffix = f"{part}.feed_forward.", ".weight"
+        experts: tuple[int, ...] = ()
+        if "n_experts" in args and layer >= args.get("n_dense_layers", 0):
+            experts, inner = (args["n_experts"],), args.get("expert_dim", inner)
+            found[f"{prefix}router.weight"] = args["n_experts"], dim
+            prefix, suffix = f"{prefix}experts.", ""
+        matrices = {"w1": (inner, dim), "w2": (dim, inner), "w3": (inner, dim)}
+        found |= {f"{prefix}{w}{suffix}": (*experts, *shape) for w, shape in matrices.items()}
+    return found | {"norm.weight": (dim,)}
+
+
+def head_width(args: Args) -> int:
+    """Return H, the width of a head."""
+    width: int = args["head_dim"] or args["dim"] // args["n_heads"]
+    return width
+
+
 def frequencies(args: Args) -> Tensor:
     """Return the angle between neighboring positions of each pair in a head, (H/2,) fp64.
 
     Source: Su et al. 2021, arXiv:2104.09864; Grattafiori et al. 2024, arXiv:2407.21783, for
     `rope_scaling`.
     """
-    width = args["head_dim"] or args["dim"] // args["n_heads"]
+    width = head_width(args)
     found = args["rope_theta"] ** -(torch.arange(0, width, 2, dtype=torch.float64) / width)
     if scaling := args.get("rope_scaling"):
         length, low, high = (

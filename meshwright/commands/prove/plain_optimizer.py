@@ -4,7 +4,7 @@ As `plain_decoder.py`, it imports nothing of the trainer.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -129,3 +129,21 @@ def kept_share(config: Average, tokens_per_step: int) -> float | None:
     if config.window_tokens is not None:
         return 1 - tokens_per_step / config.window_tokens
     return config.decay
+
+
+def spikes(values: Sequence[float], limit: float, window: int) -> Iterator[bool]:
+    """Yield of each value whether it is a spike: `limit` standard deviations above the mean.
+
+    Mean and variance are of the values before that are none. Of the first `window`, none is, and
+    all weigh the same; later ones weigh 1 / `window` (Finch 2009, "Incremental calculation of
+    weighted mean and variance").
+    """
+    count, mean, variance = 0, 0.0, 0.0
+    for value in values:
+        is_spike = count >= window and value > mean + limit * math.sqrt(variance)
+        yield is_spike
+        if not is_spike:
+            count += 1
+            weight, distance = 1 / min(count, window), value - mean
+            mean += weight * distance
+            variance = (1 - weight) * (variance + weight * distance**2)

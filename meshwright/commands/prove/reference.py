@@ -12,16 +12,20 @@ import torch
 
 from meshwright.commands.prove.cases import reference_case
 from meshwright.commands.prove.checked import Checked
-from meshwright.commands.prove.plain_decoder import FORMS, angles
-from meshwright.commands.prove.plain_optimizer import SHIPPED, kept_share, schedule
+from meshwright.commands.prove.plain_decoder import FORMS, angles, shapes
+from meshwright.commands.prove.plain_optimizer import SHIPPED, kept_share, schedule, spikes
 from meshwright.commands.prove.ranks import RankError, RankPool
 from meshwright.commands.prove.reference_steps import UNIT, bound_of_muon, compare_steps
 from meshwright.config.job_config import JobConfig
-from meshwright.models.args import DecoderArgs
+from meshwright.config.training import BadSteps
 from meshwright.models.decoder import Decoder
+from meshwright.train.bad_steps import BadStepDetector
 from meshwright.train.optim.optimizers import learning_rate
 from meshwright.train.optim.registry import average_decay
 from meshwright.train.resolve_model import resolve_model
+
+SHAPE = "shape"
+"""The quantity of `compare_shapes`."""
 
 FP64 = 1e-12
 """Relative error of a few operations in fp64, and of a difference from 1 in them."""
@@ -55,8 +59,13 @@ def compare_with_plain(config: JobConfig, small: JobConfig) -> Checked:
         checked.not_checked.append(line)
         return checked
     checked.not_checked += not_modeled(config)
-    compare_rope(checked, args, config.training.seq_len)
-    compare_steps(checked, small)
+    compare_spikes(checked, config.bad_steps)
+    with torch.device("meta"):
+        decoder = Decoder(args, config.training.seq_len)
+    compare_rope(checked, decoder)
+    compare_shapes(checked, family.name, decoder)
+    if SHAPE not in checked.lines:  # plain PyTorch could not take the weights
+        compare_steps(checked, small)
     return checked
 
 
@@ -75,7 +84,6 @@ def not_modeled(config: JobConfig) -> list[str]:
         f"optimizer.muon.dtype = {muon.dtype}": "muon" in used and muon.dtype != "float32",
         f"training.dtype = {config.training.dtype}": config.training.dtype != "float32",
         "float8.enable": config.float8.enable,
-        "bad_steps.spike_std": config.bad_steps.spike_std > 0,
     }
     return [text for text, is_asked_for in found.items() if is_asked_for]
 
@@ -95,20 +103,52 @@ def _compare_schedule(checked: Checked, config: JobConfig) -> None:
         checked.number("share", "that a step keeps of the EMA", got, want, FP64)
 
 
-def compare_rope(checked: Checked, args: DecoderArgs, seq_len: int) -> None:
-    """Compare the model's table of cosines and sines at the user's length.
+def compare_spikes(checked: Checked, config: BadSteps) -> None:
+    """Compare which of many steps are loss spikes, if the config looks for some.
+
+    Losses are random around 5. Once a window is full, every fifth is set to a multiple of the
+    allowed distance: after the largest, which must not widen it, one follows that is just above.
+    """
+    if not config.spike_std:
+        return
+    window = min(config.spike_window, 100)
+    values = 5 + 0.1 * torch.randn(window + 50, generator=torch.Generator().manual_seed(0))
+    multiples = torch.tensor([0.5, 3.0, 1.2, 1.2, 0.8]).repeat(2)
+    values[window::5] = 5 + 0.1 * config.spike_std * multiples
+    update = {"policy": "skip", "budget": len(values), "spike_window": window}
+    detector = BadStepDetector(values.device, config.model_copy(update=update))
+    is_finite, labels = torch.tensor(True), torch.tensor(1)
+    wanted = spikes(values.tolist(), config.spike_std, window)
+    for step, (value, want) in enumerate(zip(values, wanted, strict=True), 1):
+        got = bool(detector.judge(step, value, torch.ones(()), is_finite, labels))
+        if got != want:
+            words = "one instead of none" if got else "none instead of one"
+            checked.fail("loss spike", [f"in step {step} of {len(values)}: {words}"])
+
+
+def compare_shapes(checked: Checked, name: str, decoder: Decoder) -> None:
+    """Compare the names and shapes of the user's weights."""
+    wanted = shapes(name, dataclasses.asdict(decoder.args))
+    got = {name: tuple(parameter.shape) for name, parameter in decoder.named_parameters()}
+    wrong = [name for name in sorted({*wanted, *got}) if wanted.get(name) != got.get(name)]
+    if wrong:
+        first, more = wrong[0], f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+        text = f"{got.get(first, 'absent')} instead of {wanted.get(first, 'absent')}{more}"
+        checked.fail(SHAPE, [f"of {first}: {text}"])
+
+
+def compare_rope(checked: Checked, decoder: Decoder) -> None:
+    """Compare the table of cosines and sines of a decoder on meta, at the user's length.
 
     An angle is a position times a frequency, theta^-e. In fp32, rounding e changes theta^-e by the
     factor e ln(theta) x `UNIT`; the product, and the mixing of `rope_scaling`, round a few times
     more.
     """
-    with torch.device("meta"):
-        decoder = Decoder(args, seq_len)
     for name in ("cos", "sin"):
         cache = torch.empty(decoder.get_buffer(name).shape, dtype=torch.float32)
         decoder.register_buffer(name, cache, persistent=False)
     decoder.init_buffers()
-    own = dataclasses.asdict(args)
+    own, seq_len = dataclasses.asdict(decoder.args), decoder.seq_len
     scaling = own.get("rope_scaling")
     spread = 1.0
     if scaling:
