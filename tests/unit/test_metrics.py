@@ -199,7 +199,8 @@ def test_a_record_is_written_whole_or_not_at_all(tmp_path) -> None:
 
 def test_mfu_takes_the_published_peak_of_a_device_or_the_users(monkeypatch) -> None:
     """A peak that is measured while the machine is busy gives an MFU above 100 %."""
-    config, unknown = JobConfig(), None
+    config = changed(JobConfig(), {"training": {"mixed_precision_param": "bfloat16"}})
+    unknown = None
     for name, tflops in (
         *(("NVIDIA H100 80GB HBM3", 989), ("NVIDIA H100 PCIe", 756), ("NVIDIA GH200 480GB", 989)),
         *(("NVIDIA RTX A1000", unknown), ("NVIDIA GB200", unknown)),

@@ -9,6 +9,7 @@ from meshwright.config.job_config import JobConfig
 from meshwright.models.args import DecoderArgs
 from meshwright.parallelisms.rules.degrees import DEGREES, resolve_auto_values
 from meshwright.parallelisms.rules.memory import choose_reduction, heaviest_load
+from meshwright.parallelisms.rules.precision import resolve_type
 from meshwright.parallelisms.rules.stages import assign_modules, num_stages
 from meshwright.system.errors import ConfigError
 from meshwright.train.optim.registry import OPTIMIZERS, MatrixWise
@@ -103,6 +104,7 @@ def _sizes(config: JobConfig, args: DecoderArgs) -> Iterator[JobConfig]:
     for shard in shards:
         try:
             size = resolve_auto_values(config, shard * math.prod(others), num_stages(p))
+            size, _ = resolve_type(size, is_gpu=True)  # as of jobs that need to save memory
             load = heaviest_load(size, table, assign_modules(p, table), frozen)
             yield choose_reduction(size, load)
         except ConfigError:  # the job can't run on so many ranks
