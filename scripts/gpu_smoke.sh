@@ -9,7 +9,7 @@
 set -uo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 source "$here/scripts/environment.sh"
-prepare_environment test
+prepare_environment gpu-test
 cd "$here"
 export PYTHONPATH=$here${PYTHONPATH:+:$PYTHONPATH}
 folder=${1:-outputs/gpu_smoke}
@@ -30,8 +30,10 @@ part() { # NAME SECONDS COMMAND...: its output is shown, and kept as NAME.txt
 
 part driver 60 nvidia-smi
 part versions 60 "$python" -m torch.utils.collect_env
-part one_gpu 900 "$python" -m pytest tests/gpu/test_one_gpu.py -n 4 --dist load -rs --durations=10
-part several_gpus 900 "$python" -m pytest tests/gpu/test_several_gpus.py -n 4 --dist load -rs --durations=10
+# -vv names each test when it begins, so that the output of a run that is killed says which ones hung
+tests=(-m pytest -vv -n 4 --dist load -rs --durations=10)
+part one_gpu 900 "$python" "${tests[@]}" tests/gpu/test_one_gpu.py
+part several_gpus 900 "$python" "${tests[@]}" tests/gpu/test_several_gpus.py
 part overhead 300 "$python" benchmarks/overhead.py
 part speed 1500 "$python" benchmarks/gpu_speed.py "$folder/speed"
 echo "== $folder holds the output of each part"
