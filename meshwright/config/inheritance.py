@@ -23,7 +23,7 @@ OF_FOLDER = ("name", "tokenizer_path", "bos_token", "eos_token", "chat_template_
 
 
 def lay_over(base: dict[str, Any], over: Mapping[str, Any], provenance: Provenance) -> None:
-    """Lay `over` over `base`, in place, without its keys of a model or data that `over` replaces."""
+    """Lay `over` over `base`, in place, less the keys of a model or data that `over` replaces."""
     _leave_out_model(base, over, provenance)
     _leave_out_data(base, over, provenance)
     merge(base, over)

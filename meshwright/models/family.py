@@ -119,6 +119,14 @@ SAME = {"num_experts": "num_local_experts", "num_local_experts": "num_experts"}
 ROPE_KEYS = {"rope_type", "type", "rope_theta", *SCALING.values()}
 """Keys of those tables; others would be another rotation."""
 
+FIXED = {"is_causal": True, "attention_chunk_size": None, "per_layer_config": None}
+"""Keys that transformers reads in any family, though no config class has them, and the one value
+that each can have for our models; absent, it is that (masking_utils.py, configuration_utils.py)."""
+
+CONTEXT = "original_max_position_embeddings"
+"""Such a key, or one of the rotation's table; of both, transformers takes this one if wavelengths
+are stretched (modeling_rope_utils.py, `standardize_rope_params`)."""
+
 PARTIAL = "partial_rotary_factor"
 """Such a key, or one of config.json itself, that says nothing if it is 1."""
 
@@ -199,7 +207,7 @@ class HuggingFaceForm:
             fix = "set model.name to its family, or name another folder"
             rule = f"model_type is {config.get('model_type')!r}, not {self.model_type!r}"
             raise ValueError(f"{rule}\n  fix: {fix}")
-        for key, only in self.fixed.items():
+        for key, only in (FIXED | {**self.fixed}).items():
             if config.get(key, only) != only:
                 raise ValueError(f"{key} is {config[key]!r}; this model has {only!r} alone")
         if config.get("quantization_config"):
@@ -221,7 +229,7 @@ class HuggingFaceForm:
         theta_key = f"{rope_key}.rope_theta" if "rope_theta" in rope else "rope_theta"
         found["norm_eps"] = Dimension("rms_norm_eps", number("rms_norm_eps", eps))
         found["rope_theta"] = Dimension(theta_key, number(theta_key, theta))
-        scaling = self._read_scaling(rope, rope_key)
+        scaling = self._read_scaling(rope, rope_key, config)
         if self.stretched_rope_type:
             found["rope_scaling"] = Dimension(rope_key, scaling)
         for ours, (theirs, default) in self.flags.items():
@@ -253,7 +261,9 @@ class HuggingFaceForm:
         found["head_dim"] = Dimension("head_dim", positive("head_dim", head_dim))
         return found
 
-    def _read_scaling(self, rope: Mapping[str, Any], rope_key: str) -> RopeScaling | None:
+    def _read_scaling(
+        self, rope: Mapping[str, Any], rope_key: str, config: Mapping[str, Any]
+    ) -> RopeScaling | None:
         kind = rope.get("rope_type", rope.get("type", "default"))
         stretched = self.stretched_rope_type
         if kind not in ("default", stretched) or kind is None:
@@ -264,6 +274,10 @@ class HuggingFaceForm:
                 raise ValueError(f"{rope_key}.{key} is {value!r}, which this model has not")
         if kind == "default":
             return None
+        if CONTEXT in config and config[CONTEXT] != (inner := rope.get(CONTEXT)):
+            own = f"{CONTEXT} is {config[CONTEXT]!r}"
+            fix = "delete the one that the model was not trained with"
+            raise ValueError(f"{own}, and {rope_key}.{CONTEXT} {inner!r}\n  fix: {fix}")
         for theirs in SCALING.values():
             number(f"{rope_key}.{theirs}", rope.get(theirs))
         return RopeScaling(**{ours: rope[theirs] for ours, theirs in SCALING.items()})
