@@ -149,8 +149,17 @@ def find_ops(names: Sequence[str]) -> list[Operator]:
     return found
 
 
+DROPOUTS = (
+    *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d),
+    *(nn.AlphaDropout, nn.FeatureAlphaDropout),
+)
+"""Modules that draw random numbers, if their `p` is above 0. No family has them; a user's part
+may."""
+
+
 def _recompute(block: nn.Module, **options: Any) -> None:
     forward = block.forward
+    draws = any(isinstance(part, DROPOUTS) and part.p > 0 for part in block.modules())
 
     # a function of ours, not a partial: torch.compile starts at the first frame that is not torch's
     def recomputed(*inputs: Tensor) -> Tensor:
@@ -158,7 +167,7 @@ def _recompute(block: nn.Module, **options: Any) -> None:
             forward,
             *inputs,
             use_reentrant=False,
-            preserve_rng_state=False,  # the blocks draw no random numbers
+            preserve_rng_state=draws,  # or backward would compute with other masks
             **options,
         )
 

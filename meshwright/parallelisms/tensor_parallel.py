@@ -7,6 +7,7 @@ from typing import cast
 
 import torch
 import torch._inductor.config
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 from torch.distributed.device_mesh import DeviceMesh
@@ -143,6 +144,7 @@ def apply_tp(model: Decoder, mesh: DeviceMesh) -> str:
     for module, style in plan.items():  # by name: torch reads a plan's keys as patterns, each anew
         parallelize_module(model.get_submodule(module), mesh, style)
     if model.tok_embeddings is not None:
+        model.tok_embeddings.look_up = _look_up_in_shard
         model.tok_embeddings.register_forward_hook(_own_storage)
     return f"tensor parallelism: matrices, and the sequence between them, cut in {mesh.size()}"
 
@@ -173,6 +175,12 @@ def enable_async_tp(mesh: DeviceMesh) -> str:
         warnings.simplefilter("ignore", FutureWarning)
         enable_symm_mem_for_group(mesh.get_group().group_name)
     return "asynchronous tensor parallelism: collectives overlap with the products beside them"
+
+
+def _look_up_in_shard(table: Tensor, tokens: Tensor, dtype: torch.dtype) -> Tensor:
+    """(V, D) and (B, S) -> (B, S, D), all DTensors, for whose rules it is a single operator. On
+    CPUs its gradients are added up in `dtype`."""
+    return F.embedding(tokens, table).to(dtype)
 
 
 def _own_storage(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:

@@ -62,6 +62,24 @@ def test_as_many_blocks_are_recomputed_as_asked(
     assert_equal(gradients, plain_gradients)
 
 
+@pytest.mark.parametrize("p", [0.0, 0.5])
+@pytest.mark.parametrize("options", [{"mode": "full"}, {"mode": "selective"}])
+def test_a_block_with_dropout_is_recomputed_with_its_masks(options, p, monkeypatch) -> None:
+    gradients = []
+    for mode in ({"mode": "none"}, options):
+        model = plain_model()
+        for block in model.layers.values():
+            block.feed_forward = nn.Sequential(block.feed_forward, nn.Dropout(p))
+        apply_ac(model.layers, ActivationCheckpoint(**mode))
+        torch.manual_seed(0)
+        gradients.append(backward(model)[2])
+    assert_equal(*gradients)
+    states = []
+    monkeypatch.setattr(torch, "get_rng_state", lambda: states.append(1) or torch.zeros(0))
+    model(TOKENS)
+    assert bool(states) == (p > 0)  # a block without it saves no state
+
+
 def test_every_nth_block_is_counted_from_the_models_first() -> None:
     """A stage that begins with another must not shift it."""
     stage = plain_model()
