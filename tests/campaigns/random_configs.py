@@ -7,8 +7,10 @@
 
 Draws a family, a mesh, a schedule, policies, precision, documents, packing, accumulation, frozen,
 tied and grouped parameters, activation checkpointing, compilation, offload and more, as words of a
-command line. Two in five have Muon. What a real job would be refused is drawn again. Prints a line
-for each config, and exits with 1 if one is wrong.
+command line. Half have Muon, and half compute in bf16. Where no product depends on the mesh, most
+of these have weights in bf16, or Muon in bf16. A config that a real job would reject is drawn
+again. Prints the seed, a line for each config and how many had what, and exits with 1 if one is
+wrong.
 """
 
 import argparse
@@ -18,23 +20,18 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from meshwright.commands.prove.cases import (
-    HSDP,
-    SHARING,
-    Case,
-    Kind,
-    build_case,
-)
-from meshwright.commands.prove.compare import BF16, BOUNDS, Bounds, Reference, compare
+from meshwright.commands.prove.cases import HSDP, SHARING, Case, Kind, build_case
+from meshwright.commands.prove.compare import BF16, Bounds, Reference, bounds_of, compare
 from meshwright.commands.prove.measure import LAST_RESUMED_STEP, measure
 from meshwright.commands.prove.prove import record_references
 from meshwright.commands.prove.ranks import RankError, RankPool
 from meshwright.commands.prove.shrink import GLOBAL_BATCH, shrink
-from meshwright.commands.prove.user_options import own_options
+from meshwright.commands.prove.user_options import own_options, user_types
 from meshwright.config.job_config import JobConfig, changed
 from meshwright.config.loader import load_config
 from meshwright.parallelisms.rules.degrees import KEYS, check_device
@@ -98,21 +95,31 @@ def _case(
     options, training = own_options(config), config.training
     kept = training.model_dump(include={"mixed_precision_reduce", "loss_chunk_tokens"})
     options["training"] |= {key: value for key, value in kept.items() if value}
-    kind: Kind = "fp32"
-    if training.mixed_precision_param != "float32":
-        is_exact = training.mixed_precision_reduce == "float32"
-        is_exact = is_exact and not config.compile.is_on
-        kind = "bf16 sums" if is_exact and not {"cp", "tp", "ep"} & mesh.keys() else "bf16"
+    kind = _kind(config, mesh)
     per_rank = config.parallelism.pipeline_parallel_stages_per_rank
     options["parallelism"]["pipeline_parallel_stages_per_rank"] = per_rank
     case = build_case(name, small, mesh, num_microbatches=microbatches, kind=kind, **options)
     return case, small
 
 
+def _kind(config: JobConfig, mesh: dict[str, int]) -> Kind:
+    """Return which reference and bounds the case has. Other kinds than "user types" replace the
+    types of weights and of Muon by fp32."""
+    if config.training.mixed_precision_param != "bfloat16":
+        return "fp32"
+    if config.compile.is_on or {"cp", "tp", "ep"} & mesh.keys():
+        return "bf16"
+    types = {*user_types(config)} - {"mixed_precision_reduce"}
+    is_wide = config.training.mixed_precision_reduce == "float32"
+    if types and is_wide:
+        return "user types"
+    return "bf16 sums" if is_wide else "bf16"
+
+
 def _bounds(case: Case) -> Bounds:
-    """The proof's. If n ranks add gradients up in bf16, n - 1 roundings more: the reference adds
-    them up in fp32."""
-    bounds, p = BOUNDS[case.bounds], case.config.parallelism
+    """Return the proof's bounds. If n ranks add gradients up in bf16, there are n - 1 roundings
+    more: the reference adds them up in fp32."""
+    bounds, p = bounds_of(case), case.config.parallelism
     if case.config.training.mixed_precision_reduce != "bfloat16":
         return bounds
     copies = p.data_parallel_replicate_degree * p.data_parallel_shard_degree
@@ -169,8 +176,11 @@ def _model_words(chance: random.Random, maybe: Maybe) -> list[str]:
     words += maybe(0.15, *early) or [f"--training.max_norm={chance.choice(['0.5', '1', 'inf'])}"]
     words += maybe(0.2, "--training.enable_cpu_offload=true")
     words.append(f"--training.seed={chance.randrange(1000)}")
-    if chance.random() < 0.4:
-        words += maybe(0.3, "--training.mixed_precision_reduce=bfloat16")
+    if chance.random() < 0.55:
+        words.append("--training.mixed_precision_param=bfloat16")
+        words += maybe(0.6, "--training.dtype=bfloat16")
+        words += maybe(0.5, "--optimizer.muon.dtype=float32")  # by default it is bfloat16
+        words += maybe(0.2, "--training.mixed_precision_reduce=bfloat16")
         words += maybe(0.5, f"--training.fp32_modules={chance.choice(FP32)}")
         words += maybe(0.2, "--float8.enable=true", "--float8.emulate=true")
     else:
@@ -263,9 +273,32 @@ def main() -> None:
     drawn = [draw(options.seed, number, options.most_ranks, options.experts) for number in numbers]
     drawn.sort(key=lambda d: (d.case.world_size, str(d.case.mesh)))  # groups are made once
     wrong = [number for number, failures in run(drawn) if failures]
+    print(*_counts(drawn), sep=", ")
     print(f"{len(drawn)} configs, seed {options.seed}: {len(wrong)} wrong {wrong or ''}".rstrip())
     sys.stdout.flush()
     sys.exit(1 if wrong else 0)
+
+
+def _counts(drawn: Sequence[Drawn]) -> Iterator[str]:
+    """Yield how many of the cases have each kind, and what a net with holes would let through."""
+    configs = [one.case.config for one in drawn]
+    for kind, count in Counter(one.case.kind for one in drawn).items():
+        yield f"{count} in {kind}"
+    has = {
+        "several microbatches": [c.num_microbatches > 1 for c in configs],
+        "weights in bf16": [c.training.dtype == "bfloat16" for c in configs],
+        "Muon in bf16": [
+            one.case.kind == "user types" and "muon.dtype" in user_types(one.case.config)
+            for one in drawn
+        ],
+        "every microbatch reduced": [
+            c.parallelism.fsdp_reduce_gradients == "every_microbatch" for c in configs
+        ],
+        "an update in backward": [c.optimizer.early_step_in_backward for c in configs],
+        "offload": [c.training.enable_cpu_offload for c in configs],
+    }
+    for what, found in has.items():
+        yield f"{sum(found)} with {what}"
 
 
 def run(configs: list[Drawn]) -> Iterator[tuple[int, list[str]]]:

@@ -25,7 +25,7 @@ CASES = {  # words, and the end of the output
     ),
     "random_configs": (
         ["--configs=2", "--seed=11", "--most-ranks=2"],
-        "(.* equal .*\n){2}2 configs, seed 11: 0 wrong\n$",
+        "(.* equal .*\n){2}.* in .*\n2 configs, seed 11: 0 wrong\n$",
     ),
 }
 
