@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import json
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,9 @@ import tokenizers
 from meshwright.datasets.tokenizers.chat import TODAY, compile_template, take_out
 from meshwright.datasets.tokenizers.huggingface import HuggingFaceTokenizer
 from meshwright.datasets.tokenizers.kinds import Tokenizer, end_ids, find_template
+from meshwright.datasets.tokenizers.special_tokens import SETTINGS
 from meshwright.system.errors import ConfigError
-from meshwright.system.files import Place
+from meshwright.system.files import Place, sync_file
 
 LEAVE_OUT = "export without it (--without-tokenizer), and encode text as training did"
 
@@ -74,6 +76,10 @@ def prove_tokenizer(
 ) -> None:
     """Compare ids, special tokens and conversations.
 
+    transformers 5 has a list of model types (qwen2 and phi3 are in it) whose tokenizers it rebuilds
+    by a class of that list, whatever the folder names. If that gives other ids, the folder gets a
+    class of its own, for which transformers reads tokenizer.json.
+
     Args:
         place: of the folder.
         stops: the tokens that end a text.
@@ -86,6 +92,11 @@ def prove_tokenizer(
     except Exception as error:  # whatever a library makes of a file
         raise place.error(f"its tokenizer cannot be read: {error}", LEAVE_OUT) from None
     found = first_difference(tokenizer, encode)
+    if isinstance(found, str) and auto is not None and type(auto).__name__ not in AS_IT_STANDS:
+        say(f"{library} rebuilds it as {type(auto).__name__}: {CLASS_FILE} keeps it as it stands")
+        _add_class(place.path)
+        encode, auto, library = _read(place.path)
+        found = first_difference(tokenizer, encode)
     place.check(isinstance(found, int), f"its tokenizer by {library} gives {found}", LEAVE_OUT)
     if auto is not None:
         _compare_special(tokenizer, place, stops, auto)
@@ -106,6 +117,33 @@ def _read(folder: Path) -> tuple[Callable[[str], list[int]], Any, str]:
     )
     library = f"transformers {transformers.__version__} (AutoTokenizer)"
     return lambda text: auto(text, add_special_tokens=False)["input_ids"], auto, library
+
+
+AS_IT_STANDS = ("TokenizersBackend", "PreTrainedTokenizerFast")
+"""Classes of transformers 5 and 4 that read tokenizer.json without changing it."""
+
+CLASS_FILE = "tokenization.py"
+
+CLASS = '''"""The tokenizer of tokenizer.json as it stands, for trust_remote_code=True."""
+
+from transformers import PreTrainedTokenizerFast
+
+
+class Tokenizer(PreTrainedTokenizerFast):
+    pass
+'''
+
+
+def _add_class(folder: Path) -> None:
+    """Name a class in the folder: without trust_remote_code transformers doesn't run its code, and
+    takes the `tokenizer_class` of tokenizer_config.json then."""
+    settings = json.loads((folder / SETTINGS).read_text("utf-8"))
+    settings["auto_map"] = {"AutoTokenizer": [None, f"{Path(CLASS_FILE).stem}.Tokenizer"]}
+    for name, text in ((SETTINGS, json.dumps(settings, indent=2) + "\n"), (CLASS_FILE, CLASS)):
+        with open(folder / name, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            sync_file(file.fileno(), folder / name)
 
 
 def _compare_special(tokenizer: Tokenizer, place: Place, stops: Collection[int], auto: Any) -> None:

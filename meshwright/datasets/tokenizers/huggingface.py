@@ -34,6 +34,9 @@ KNOWN_EOS = (
     "<|endoftext|>",
     "<eos>",
     "<\uff5cend\u2581of\u2581sentence\uff5c>",
+    "<EOS>",
+    "[EOS]",
+    "[SEP]",
 )
 
 SPEAK_FOR_THEMSELVES = {"Sequence", "Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}
