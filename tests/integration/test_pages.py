@@ -24,7 +24,7 @@ STORIES = {
 }
 FILES = {"README": ROOT / "README.md", "README of docs": ROOT / "docs/README.md"}
 ELSEWHERE = {
-    "the network": ("git clone *", "pip install *", "hf *", "*Llama-3*"),
+    "the network": ("git clone *", "pip install *", "apt-get *", "hf *", "*Llama-3*"),
     "a gated tokenizer": ("meshwright check llama3*", "meshwright train llama3*"),
     "GPUs, Slurm, other frameworks": ("*sbatch *", "scripts/gpu_smoke.sh*", "*benchmarks/*"),
     "the environment of the tests": ("source .venv/bin/activate*",),
@@ -32,6 +32,7 @@ ELSEWHERE = {
     "a rank that hangs": ("grep -A 12 *",),
     "a file of the reader's": ("meshwright tokenize *",),
     "tests/distributed/test_prove.py": ("meshwright prove *",),
+    "tests/unit/test_linux_corpus.py": ("*linux_corpus*",),
     "tests/unit/test_search.py": ("* --search*",),
     "tests/integration/test_campaigns.py": ("python -m tests.faults*",),
     "tests/integration/test_simulated_gpu.py": ("python -m tests.helpers.simulated_gpu*",),
