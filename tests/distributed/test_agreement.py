@@ -97,6 +97,7 @@ def difference(folder: Path, case: str) -> str:
 
 class Other:
     fingerprint, bos_id, eos_id, special_names = "bytes", 256, None, {}
+    before, after = [256], []
 
 
 CASES = {
