@@ -25,10 +25,11 @@ from meshwright.datasets.files import (
     resolve,
 )
 from meshwright.datasets.named_sources import CHAT_COLUMNS
-from meshwright.datasets.readers import PARAGRAPH, Layout, Row, read
+from meshwright.datasets.readers import PARAGRAPH, Layout, read
 from meshwright.datasets.rows import LocalDocuments, is_on_side
 from meshwright.datasets.sources import by_suffix, left_out
 from meshwright.datasets.storage import DataFile
+from meshwright.datasets.tables import Row
 from meshwright.datasets.tokenizers.kinds import build_tokenizer
 from meshwright.datasets.tokenizers.special_tokens import well_formed
 from meshwright.system.errors import (

@@ -11,6 +11,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 from meshwright.config.optimizer import Optimizer
 from meshwright.config.parallelism import ActivationCheckpoint, Comm, Compile, Float8, Parallelism
 from meshwright.config.section import (
+    CHAT_TEMPLATES,
     OUTPUT_PATH,
     PATH_OR_NAME,
     InputPath,
@@ -79,8 +80,9 @@ class Model(Section, on_resume="model"):
     """Token after every document; "": none. Absent: the token that the post-processor of
     `tokenizer.json` puts last, otherwise a well-known one in the file."""
 
-    chat_template_path: OfData[InputPath] = ""
-    """Jinja file that makes text of conversations. Absent: the tokenizer's own."""
+    chat_template_path: Annotated[OfData[InputPath], CHAT_TEMPLATES] = ""
+    """Jinja file that makes text of conversations, or the name of a shipped one: "llama2",
+    "llama3", "llama3.1", "mixtral", "olmo2", "qwen2.5" or "qwen3". Absent: the tokenizer's own."""
 
     @property
     def gives_tie(self) -> bool:

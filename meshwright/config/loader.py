@@ -307,6 +307,8 @@ def _paths(
                 yield from _paths(inner, (*key, str(number)))
         if field is None or LOCAL_PATH not in field.metadata or not isinstance(value, str):
             continue
+        if any(value in mark for mark in field.metadata if isinstance(mark, tuple)):  # a name
+            continue
         is_name = value in ("", BYTES) or MODULE_OBJECT.fullmatch(value) or ADDRESS.match(value)
         if not (is_name or (PATH_OR_NAME in field.metadata and not is_path(value))):
             yield key, raw, set(field.metadata)

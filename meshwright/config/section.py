@@ -49,6 +49,9 @@ DataPath = Annotated[str, AfterValidator(check_address), LOCAL_PATH, INPUT_PATH]
 BYTES = "bytes"
 """Stands where a tokenizer's path would, for the one that has no file."""
 
+CHAT_TEMPLATES = ("llama2", "llama3", "llama3.1", "mixtral", "olmo2", "qwen2.5", "qwen3")
+"""Chat templates that are shipped. As a mark of an `InputPath`: it may be one of these names."""
+
 MODULE_OBJECT = re.compile(r"[A-Za-z_][\w.]*(?<!\.py):\w+")
 """`package.module:function` stands where a path to a Python file and its function would."""
 

@@ -3,6 +3,7 @@
 import functools
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -10,9 +11,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from meshwright.datasets.conversations import Document
 from meshwright.datasets.files import Entry, fingerprint
 from meshwright.datasets.foreign_tokens import TokenFiles
-from meshwright.datasets.rows import Document, Documents, IndexedDocuments, unreadable_now
+from meshwright.datasets.rows import Documents, IndexedDocuments, unreadable_now
 from meshwright.datasets.sources import DatasetSpec, find_dataset
 from meshwright.datasets.storage import DataFile
 from meshwright.datasets.tokenizers.kinds import Tokenizer, build_tokenizer, find_template
@@ -38,10 +40,19 @@ class Encoder:
     """
 
     def __init__(self, tokenizer: Tokenizer, open_template: "Callable[[], ChatTemplate]") -> None:
-        self._tokenizer, self._template = tokenizer, functools.cache(open_template)
+        self._tokenizer, self._open_template = tokenizer, open_template
         self.num_lost, self.num_characters = 0, 0
         """Characters of all texts so far that have no token, and all of them; both without white
         space, and 0 where a tokenizer has a token for everything."""
+
+    @functools.cached_property
+    def _template(self) -> "ChatTemplate":
+        return self._open_template()
+
+    @property
+    def unread(self) -> Counter[str]:
+        """Messages that have a key, by its name, which the chat template does not read."""
+        return self._template.unread if "_template" in vars(self) else Counter()
 
     def encode(self, document: Document) -> Tokens:
         """uint32 ids, some with `NO_LOSS`; none of an empty text, which is no document."""
@@ -50,9 +61,10 @@ class Encoder:
             self._count_lost(document)
             whole = [*self._tokenizer.before, *ids, *self._tokenizer.after] if ids else []
             return np.array(whole, np.uint32)
-        begins = repr(document[0]["content"][:40]) if document else "empty"
-        ids, counts = self._template().encode(document, begins)
-        self._count_lost(*(turn["content"] for turn in document))
+        ids, counts = self._template.encode(
+            document.messages, document.place, tools=document.tools, options=document.options
+        )
+        self._count_lost(*document.texts)
         return np.where(counts, ids, np.bitwise_or(ids, NO_LOSS)).astype(np.uint32)
 
     def _count_lost(self, *texts: str) -> None:
@@ -72,7 +84,7 @@ class Encoder:
             raise RecordError(PATH_KEY, what) from None
 
 
-FORMAT, CHATS = 3, 2
+FORMAT, CHATS = 3, 3
 """Of the files, and of what conversations become; another number is another cache."""
 
 
@@ -164,20 +176,26 @@ class TokenizationSpec:
     @property
     def _method(self) -> list[object]:
         parts = tokenizer_parts(self.tokenizer, self.tokenizer_path, self.chat_template_path)
-        if self.entry.source.dataset_format or self._own:  # it may have conversations
-            parts.append(CHATS)
+        if find_any_template(self.tokenizer_path, self.chat_template_path):
+            parts.append(CHATS)  # there may be conversations
         code = code_of(self.custom_import) if self._own else ""
         return [*parts, code] if code else parts
+
+
+def find_any_template(tokenizer_path: str, chat_template_path: str) -> str:
+    """Return the chat template; "" if there is none. That matters only if there are conversations,
+    and is raised then."""
+    try:
+        return find_template(tokenizer_path, chat_template_path)
+    except ConfigError:
+        return ""
 
 
 def tokenizer_parts(
     tokenizer: Tokenizer, tokenizer_path: str, chat_template_path: str
 ) -> list[object]:
     """Return everything about a tokenizer that the tokens of a document depend on, for JSON."""
-    try:
-        template = find_template(tokenizer_path, chat_template_path)
-    except ConfigError:  # it matters only if there are conversations, and is raised then
-        template = ""
+    template = find_any_template(tokenizer_path, chat_template_path)
     ends = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id}
     # tokens that the template writes by their names, which files beside the tokenizer give
     named = [

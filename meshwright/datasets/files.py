@@ -2,10 +2,13 @@
 
 import fnmatch
 import glob
+import gzip
 import hashlib
 import importlib.util
 import os
 import re
+import shlex
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -14,8 +17,23 @@ from typing import Any, NamedTuple
 
 from meshwright.config.section import MODULE_OBJECT
 from meshwright.config.training import Source
-from meshwright.datasets.storage import DataFile, find_files, is_address, open_file, stat, stat_all
-from meshwright.system.errors import ConfigError, RecordError, as_toml, config_error, where_it_ends
+from meshwright.datasets.storage import (
+    DataFile,
+    UnsupportedError,
+    find_files,
+    is_address,
+    open_file,
+    stat,
+    stat_all,
+)
+from meshwright.system.errors import (
+    FIX,
+    ConfigError,
+    RecordError,
+    as_toml,
+    config_error,
+    where_it_ends,
+)
 from meshwright.system.files import (
     LFS_BYTES,
     LFS_FIX,
@@ -47,7 +65,7 @@ SUFFIXES = {
 ROW_FORMATS = ("json", "parquet", "text", "arrow")
 """Of files that hold rows: names of datasets."""
 
-READERS_VERSION = 1
+READERS_VERSION = 2
 """Of the documents that `readers.py` makes of local files, and of the parts they are cut into."""
 
 
@@ -71,10 +89,10 @@ class Entry:
         """That `key` of this source is at fault."""
         return config_error(f"{self.key}.{key}", getattr(self.source, key), what, fix)
 
-    def record_error(self, key: str, what: str) -> RecordError:
+    def record_error(self, key: str, what: str, fix: str = "") -> RecordError:
         """That a record is at fault, as `key` of this source has it read. Its place comes first."""
         name, value = f"{self.key}.{key}", getattr(self.source, key)
-        return RecordError(name, f"{what} ({name} = {as_toml(value)})")
+        return RecordError(name, f"{what} ({name} = {as_toml(value)})" + (fix and f"{FIX}{fix}"))
 
 
 class Place(NamedTuple):
@@ -108,21 +126,40 @@ def codec_of(file: DataFile) -> str | None:
 def chunks(file: DataFile, at: int = 0) -> Iterator[bytes]:
     """Yield the content of a file from a byte on, decompressed if its name says so. Compressed ones
     are read from their beginning, always by the same pieces: where the error of a damaged file
-    comes does not depend on the place."""
+    comes does not depend on the place.
+
+    Raises:
+        UnsupportedError: if it is whole, but compressed in a way that cannot be read here.
+        OSError, ValueError, EOFError: if it is damaged.
+    """
     codec = codec_of(file)
     with open_file(file) as opened:
         stream: Any = opened
         if codec is None:
             opened.seek(at)
             at = 0
+        elif codec == "gzip":  # pyarrow's takes zeros behind the last member for damage
+            stream = gzip.GzipFile(fileobj=opened)
         else:
             import pyarrow  # here: most files need it not, and it takes long
 
             stream = pyarrow.input_stream(opened, compression=codec)
-        while chunk := stream.read(CHUNK):
-            if at < len(chunk):
-                yield chunk[at:]
-            at = max(at - len(chunk), 0)
+        try:
+            while chunk := stream.read(CHUNK):
+                if at < len(chunk):
+                    yield chunk[at:]
+                at = max(at - len(chunk), 0)
+        except zlib.error as error:
+            raise ValueError(str(error)) from error
+        except OSError as error:
+            whole = os.path.splitext(file.path)[0]
+            if codec == "zstd" and "too much memory" in str(error):
+                raise UnsupportedError(
+                    f"{file.path}: is made by `zstd --long`, with a window of more than 128 MiB",
+                    f"zstd -dc --long=31 {shlex.quote(file.path)} > {shlex.quote(whole)}, "
+                    "and name that file",
+                ) from error
+            raise
 
 
 def resolve(path: str, suffixes: Sequence[str]) -> list[DataFile]:

@@ -12,15 +12,17 @@ from pydantic import BaseModel
 from meshwright.config.changes import shown
 from meshwright.config.job_config import JobConfig, Model
 from meshwright.config.training import Source, Training, Validation, WeightedSource
+from meshwright.datasets.conversations import FORMATS
 from meshwright.datasets.file_kinds import TABLE_FIX, TABLES, check_kind
 from meshwright.datasets.files import ROW_FORMATS, SUFFIXES, Entry, Range
 from meshwright.datasets.readers import Layout, read
-from meshwright.datasets.rows import FORMATS, LocalDocuments, row_reader
+from meshwright.datasets.rows import LocalDocuments, RowReader
 from meshwright.datasets.sources import DATASETS, DatasetSpec, find_dataset
 from meshwright.datasets.storage import DataFile, is_address
 from meshwright.datasets.sympy_source import version_note
 from meshwright.datasets.tokenizers.kinds import Tokenizer, find_template, prompt_tokens
 from meshwright.system.errors import (
+    FIX,
     ConfigError,
     RecordError,
     check,
@@ -129,8 +131,8 @@ def check_sources(section: Training | Validation, key: str, *, looks_at_files: b
         passes_over = getattr(section, "max_bad_records", 0) > 0
         if files and not passes_over and (fault := head_fault(entry, files)) is not None:
             file = next((file for file in files if str(fault).startswith(file.path)), None)
-            fix = _fix_of(fault, entry, file)
-            raise RecordError(fault.key, f"{fault}\n  fix: {fix}")
+            what, _, fix = str(fault).partition(FIX)
+            raise RecordError(fault.key, f"{what}{FIX}{fix or _fix_of(fault, entry, file)}")
         rule = "another dataset is called so, too"
         check(entry.name not in names, f"{entry.key}.name", entry.name, rule, "give it another")
         names.add(entry.name)
@@ -232,7 +234,7 @@ def check_path(entry: Entry, spec: DatasetSpec, *, looks_at_files: bool = True) 
         "name a dataset in [validation] instead",
     )
     if spec.has_rows or source.dataset_format:
-        row_reader(entry)
+        RowReader(entry)
 
 
 def no_end(tokenizer: Tokenizer, model: Model) -> str:

@@ -85,6 +85,11 @@ class StreamedSource:
     found: Found = Found()
 
     @property
+    def unused(self) -> set[str]:
+        """Columns of rows, and keys of messages, that have been read so far and are not used."""
+        return {*self.documents.unused, *self.encoder.unread}
+
+    @property
     def content(self) -> str:
         """The facts known without reading all of it."""
         shards = f"{self.num_shards} shards, {self.window} documents a window"

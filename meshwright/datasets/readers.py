@@ -13,10 +13,9 @@ from itertools import chain, islice
 from typing import Any
 
 from meshwright.datasets.files import CHUNK, Place, Range, chunks, codec_of
-from meshwright.datasets.storage import ChangedError, DataFile, open_file
+from meshwright.datasets.storage import ChangedError, DataFile, UnsupportedError, open_file
+from meshwright.datasets.tables import UNREADABLE, Row, asked_for, table_rows
 from meshwright.system.errors import first_line, shortened
-
-Row = dict[str, Any]
 
 BATCH_BYTES = 1 << 22
 """Of the rows of a table that are decoded together, on average."""
@@ -39,6 +38,8 @@ class Layout:
     """json, text, parquet or arrow."""
     columns: tuple[str, ...] | None = None
     """Of Parquet and Arrow, the columns that are read; None: all."""
+    beside: tuple[str, ...] = ()
+    """Columns that are read as well where the first of `columns` is a list of tables."""
     separator: str = ""
     """Of text, the words between two documents; `PARAGRAPH`; or "": each file is one."""
 
@@ -74,9 +75,10 @@ def read(part: Range, layout: Layout, after: Place | None = None) -> Rows:
                 if place != after:
                     yield place, words, row
                 last = words
-        except (OSError, ValueError, EOFError) as error:
-            # the errors of pyarrow have no number, or are ValueErrors
-            if isinstance(error, ChangedError) or getattr(error, "errno", None) is not None:
+        except UNREADABLE as error:
+            # those of pyarrow and gzip have no number
+            is_whole = isinstance(error, (ChangedError, UnsupportedError))
+            if is_whole or getattr(error, "errno", None) is not None:
                 raise
             behind = f" after {last}" if last else ""
             yield END, part.file.path, f"cannot be read{behind}: {first_line(error)}"
@@ -231,14 +233,14 @@ def _parquet(part: Range, layout: Layout, after: Place | None) -> Rows:
         open_file(part.file) as opened,
         parquet.ParquetFile(opened, buffer_size=CHUNK, pre_buffer=False) as file,
     ):
-        columns = _present(layout, file.schema_arrow.names)
+        columns, others = asked_for(layout.columns, layout.beside, file.schema_arrow)
         for group in range(after.at if after else part.begin, part.end or file.num_row_groups):
             about = file.metadata.row_group(group)
             rows = _rows_at_once(about.total_byte_size, about.num_rows)
             batches = file.iter_batches(
                 rows, row_groups=[group], columns=columns, use_threads=False
             )
-            yield from _of_batches(part, batches, "row group", group, after)
+            yield from _of_batches(part, batches, others, f"of row group {group}", group, after)
 
 
 def _arrow(part: Range, layout: Layout, after: Place | None) -> Rows:
@@ -248,7 +250,7 @@ def _arrow(part: Range, layout: Layout, after: Place | None) -> Rows:
         is_file = opened.read(6) == b"ARROW1"
         opened.seek(0)
         reader = (arrow.ipc.open_file if is_file else arrow.ipc.open_stream)(opened)
-        columns = _present(layout, reader.schema.names)
+        columns, others = asked_for(layout.columns, layout.beside, reader.schema)
         first = after.at if after else 0
         batches: Iterator[Any] = (
             map(reader.get_batch, range(first, reader.num_record_batches))
@@ -256,15 +258,12 @@ def _arrow(part: Range, layout: Layout, after: Place | None) -> Rows:
             else islice(reader, first, None)
         )
         for number, batch in enumerate(batches, first):
-            batch = batch.select(columns) if columns else batch
+            if columns is not None:  # by their numbers: two may have one name
+                names = enumerate(batch.schema.names)
+                batch = batch.select([number for number, name in names if name in columns])
             step = _rows_at_once(batch.nbytes, batch.num_rows)
             slices = (batch.slice(at, step) for at in range(0, batch.num_rows, step))
-            yield from _of_batches(part, slices, "batch", number, after)
-
-
-def _present(layout: Layout, names: Sequence[str]) -> list[str] | None:
-    """Wanted columns that a table has; None: all, also if it has none of them."""
-    return [name for name in names if name in (layout.columns or ())] or None
+            yield from _of_batches(part, slices, others, f"of batch {number}", number, after)
 
 
 def _rows_at_once(num_bytes: int, num_rows: int) -> int:
@@ -272,30 +271,21 @@ def _rows_at_once(num_bytes: int, num_rows: int) -> int:
 
 
 def _of_batches(
-    part: Range, batches: Iterator[Any], unit: str, group: int, after: Place | None
+    part: Range, batches: Iterator[Any], others: Row, words: str, group: int, after: Place | None
 ) -> Rows:
-    """Yield the rows of a row group, or a batch, from a place in it on."""
+    """Yield the rows of a row group, or a batch, from a place in it on.
+
+    Args:
+        others: what each row has of columns that are not read.
+        words: for the group.
+    """
     number, begin = 0, after.number if after and after.at == group else 0
     for batch in batches:
         skipped = min(max(begin - number, 0), batch.num_rows)
         number += skipped
-        batch = batch.slice(skipped)
-        rows = _checked_rows(batch)
-        for index in range(batch.num_rows):
-            row = rows[index : index + 1] if rows else _checked_rows(batch.slice(index, 1))
-            words = f"{part.file.path}, row {number} of {unit} {group}"
-            yield Place(group, number), words, row[0] if row else "is damaged text"
+        for row in table_rows(batch.slice(skipped), others):
+            yield Place(group, number), f"{part.file.path}, row {number} {words}", row
             number += 1
-
-
-def _checked_rows(batch: Any) -> list[Row] | None:
-    """Return rows; None if one has text that is not UTF-8, or lies beyond the batch."""
-    try:
-        batch.validate(full=True)  # without it, damaged lengths would be read from anywhere
-        rows: list[Row] = batch.to_pylist()
-        return rows
-    except ValueError:
-        return None
 
 
 _READERS: dict[str, Callable[[Range, Layout, Place | None], Rows]] = {

@@ -7,16 +7,30 @@ import json
 import operator
 import re
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
+from meshwright.datasets.conversations import (
+    BESIDE,
+    FORMATS,
+    MEANT,
+    Conversation,
+    Document,
+    as_document,
+    from_messages,
+    unused_columns,
+    without_nulls,
+)
 from meshwright.datasets.files import Entry, Place, Range
-from meshwright.datasets.readers import Layout, Row, cut, read
-from meshwright.datasets.storage import ChangedError, DataFile
+from meshwright.datasets.readers import Layout, cut, read
+from meshwright.datasets.storage import ChangedError, DataFile, UnsupportedError
+from meshwright.datasets.tables import Row
 from meshwright.system.errors import (
+    FIX,
     PASSED_ON,
     ConfigError,
     DataError,
@@ -31,16 +45,13 @@ from meshwright.system.files import may_pass
 from meshwright.system.modules import import_user_module, in_words
 
 AGAIN = "run the same command again when the network or the file system answers"
-Messages = list[dict[str, str]]
-Document = str | Messages
-"""A text, or a conversation. An empty text is no document."""
 
 
 def is_on_side(entry: Entry, document: Document) -> bool:
     """Return whether a document is of the part that is meant, by its content, not its place."""
     if not entry.held_out:
         return True
-    content = document if isinstance(document, str) else json.dumps(document)
+    content = document if isinstance(document, str) else json.dumps(document.messages, default=str)
     digest = hashlib.blake2b(content.encode("utf-8", "surrogatepass"), digest_size=8).digest()
     return (int.from_bytes(digest, "little") < entry.held_out * 2**64) == entry.is_held_out
 
@@ -112,65 +123,6 @@ def conditions(entry: Entry) -> list[Condition]:
     return found
 
 
-ROLES = {
-    **dict.fromkeys(("human", "user"), "user"),
-    **dict.fromkeys(("gpt", "assistant", "chatgpt", "model"), "assistant"),
-    "system": "system",
-}
-"""Speakers as ShareGPT and its like call them, and the roles of chat templates."""
-
-
-def from_alpaca(row: dict[str, Any]) -> Messages:
-    """`instruction`, `input` (may be empty or absent) and `output`; `system`, if there is one."""
-    instruction, given = _text(row, "instruction"), row.get("input") or ""
-    prompt = f"{instruction}\n\n{given}" if given else instruction
-    turns = [{"role": "system", "content": _text(row, "system")}] if row.get("system") else []
-    return [
-        *turns,
-        {"role": "user", "content": prompt},
-        {"role": "assistant", "content": _text(row, "output")},
-    ]
-
-
-def from_sharegpt(row: dict[str, Any]) -> Messages:
-    """`conversations`: a list of {from: human, gpt or system; value}."""
-    turns = []
-    for turn in _list(row, "conversations"):
-        if (speaker := turn.get("from")) not in ROLES:
-            raise ValueError(f"from is {speaker!r}, not one of {', '.join(ROLES)}")
-        turns.append({"role": ROLES[speaker], "content": _text(turn, "value")})
-    return turns
-
-
-def from_messages(row: dict[str, Any]) -> Messages:
-    """`messages`: a list of {role, content}, as chat interfaces have them."""
-    return [
-        {"role": _text(turn, "role"), "content": _text(turn, "content")}
-        for turn in _list(row, "messages")
-    ]
-
-
-FORMATS: dict[str, Callable[[dict[str, Any]], Messages]] = {
-    "alpaca": from_alpaca,
-    "sharegpt": from_sharegpt,
-    "messages": from_messages,
-}
-"""By the name that `dataset_format` gives."""
-
-
-def _text(row: dict[str, Any], key: str) -> str:
-    if not isinstance(row.get(key), str):
-        raise ValueError(f"its {key!r} is {row.get(key)!r}, not a text")
-    return str(row[key])
-
-
-def _list(row: dict[str, Any], key: str) -> list[dict[str, Any]]:
-    turns = row.get(key)
-    if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
-        raise ValueError(f"its {key!r} is no list of tables; it has {', '.join(row)}")
-    return turns
-
-
 Item = Document | RecordError
 """A document, or why a record is none."""
 
@@ -178,58 +130,72 @@ ToItem = Callable[[Row, str], Item]
 """Of a row and words for its place. It gives "" for a row that is to be left out."""
 
 
-def row_reader(entry: Entry) -> ToItem:
-    """Return how the rows of `entry` become documents: by its function, or its column.
+class RowReader:
+    """Makes documents of the rows of a source: by its function, its format or its column.
 
     Raises:
         ConfigError: if the function cannot be found, or a condition cannot be read.
     """
-    column, format_name = entry.source.dataset_column, entry.source.dataset_format
-    function = _load_function(entry) if format_name else None
-    wanted = conditions(entry)
 
-    def document_of(row: Row) -> object:
-        if function is None:
-            if column not in row:
-                raise ValueError(f"no column {column!r}, but {', '.join(row) or 'none'}")
-            return row[column]
+    def __init__(self, entry: Entry) -> None:
+        self._entry, self._column = entry, entry.source.dataset_column
+        name = entry.source.dataset_format
+        self._format = FORMATS.get(name)
+        self._function = _load_function(entry) if name and not self._format else None
+        self._wanted = conditions(entry)
+        self.unused = Counter[str]()
+        """Rows that have a column, by its name, which the format does not use."""
+
+    def __call__(self, row: Row, place: str) -> Item:
+        key = "dataset_where"
         try:
-            return function(row)
+            if not all(condition.holds(row) for condition in self._wanted):
+                return ""
+            key = "dataset_format" if self._entry.source.dataset_format else "dataset_column"
+            document = self._document(row)
+            if isinstance(document, Conversation):
+                messages, tools = document.messages, document.tools
+                if self._entry.source.dataset != "json":  # a table
+                    messages, tools = without_nulls(messages), without_nulls(tools)
+                document = replace(document, messages=messages, tools=tools, place=place)
+            return document if is_on_side(self._entry, document) else ""
+        except ValueError as error:
+            what, _, fix = str(error).partition(FIX)
+            return self._entry.record_error(key, f"{place}: {what}", fix)
+
+    def _document(self, row: Row) -> Document:
+        """Return the document of a row.
+
+        Raises:
+            ValueError: if it has none, or one that would lose something.
+        """
+        if self._function is not None:
+            return as_document(self._call(row), "the function returns")
+        if self._format is not None:
+            self.unused.update(unused_columns(row, self._format.columns))
+            return self._format.read(row)
+        column = self._column
+        if column not in row:
+            raise ValueError(f"no column {column!r}, but {', '.join(row) or 'none'}")
+        document = as_document(row[column], f"{column!r} holds", f"row[{column!r}]")
+        if isinstance(document, str):
+            return document
+        unused_columns(row, {*BESIDE, column})
+        return from_messages(row, column)
+
+    def _call(self, row: Row) -> object:
+        assert self._function is not None
+        try:
+            return self._function(row)
         except PASSED_ON:
             raise
         except BaseException as error:  # whatever the user's function raises
-            what = in_words(error, format_name.rpartition(":")[0])
+            what = in_words(error, self._entry.source.dataset_format.rpartition(":")[0])
             raise ValueError(f"{what}; the row has {', '.join(row)}") from error
-
-    def to_item(row: Row, place: str) -> Item:
-        key = "dataset_where"
-        try:
-            if not all(condition.holds(row) for condition in wanted):
-                return ""
-            key = "dataset_format" if function else "dataset_column"
-            if is_document(document := document_of(row)):
-                return document if is_on_side(entry, document) else ""
-            holds = "the function returns" if function else f"{column!r} holds"
-            return entry.record_error(key, f"{place}: {holds} {_neither(document)}")
-        except ValueError as error:
-            return entry.record_error(key, f"{place}: {error}")
-
-    return to_item
-
-
-def is_document(value: object) -> TypeGuard[Document]:
-    """Return whether it is a text or a conversation."""
-    return isinstance(value, str) or (
-        isinstance(value, list)
-        and all(isinstance(turn, dict) for turn in value)
-        and all(isinstance(turn.get(key), str) for turn in value for key in ("role", "content"))
-    )
 
 
 def _load_function(entry: Entry) -> Callable[[dict[str, Any]], Any]:
     name = entry.source.dataset_format
-    if name in FORMATS:
-        return FORMATS[name]
     place, _, attribute = name.rpartition(":")
     try:
         module = import_user_module(place)
@@ -261,16 +227,17 @@ class Reader(Iterator[Item]):
         return _checked(next(self._items), "a document")
 
 
-def _neither(value: object) -> str:
-    found = "null" if value is None else shortened(value)
-    return f"{found}, which is neither text nor a list of {{role, content}}"
-
-
 def _checked(item: object, words: str) -> Item:
     """Return a document, or the error of what is none."""
-    if isinstance(item, RecordError) or is_document(item):
+    if isinstance(item, RecordError):
         return item
-    return RecordError("", f"{words} is {_neither(item)}")
+    try:
+        document = as_document(item, f"{words} is")
+    except ValueError as error:
+        return RecordError("", str(error))
+    if isinstance(document, str) or document.place:
+        return document
+    return replace(document, place=words)
 
 
 class Documents(ABC):
@@ -282,6 +249,9 @@ class Documents(ABC):
 
     parts: int
     """Pieces in which they are best tokenised, by one process each."""
+
+    unused: Counter[str]
+    """Rows that have a column, by its name, which their format does not use."""
 
     def read_part(self, number: int) -> Iterator[Item]:
         """One of `parts`."""
@@ -298,7 +268,7 @@ class IndexedDocuments(Documents):
     name = ""  # of the user's dataset, for errors
 
     def __init__(self, size: int, get: Callable[[int], Item]) -> None:
-        self._size, self._get = size, get
+        self._size, self._get, self.unused = size, get, Counter()
         self.max_shards = max(size, 1)
         # some for each process, and none larger than a few hundred MB of tokens
         self.parts = max(min(size, 8 if size < 4096 else 64), -(-size // 2**18), 1)
@@ -331,8 +301,8 @@ class LocalDocuments(Documents):
 
     def __init__(self, entry: Entry, files: Sequence[DataFile]) -> None:
         self._entry, self._files, self._layout = entry, files, _layout(entry)
-        self._to_item = row_reader(entry)
-        self.max_shards = len(files)
+        self._to_item = RowReader(entry)
+        self.unused, self.max_shards = self._to_item.unused, len(files)
 
     @cached_property
     def _ranges(self) -> list[list[Range]]:
@@ -378,6 +348,8 @@ class LocalDocuments(Documents):
 
 def unreadable(entry: Entry, error: OSError) -> ConfigError | StorageError:
     """Return the error of a file that has changed, or that cannot be read now."""
+    if isinstance(error, UnsupportedError):
+        return entry.error("dataset_path", str(error), error.fix)
     what = f"{error.filename}: {error.strerror}" if error.filename else str(error)
     if isinstance(error, ChangedError) or not may_pass(error):
         fix = "let this user read it" if isinstance(error, PermissionError) else "restore it"
@@ -392,9 +364,13 @@ def unreadable_now(entry: Entry, key: str, what: str) -> StorageError:
 
 def _layout(entry: Entry) -> Layout:
     """Return how the files of a source hold rows, and which columns of them are read."""
-    source, columns = entry.source, None
-    if not source.dataset_format:
-        named = [c.column for c in conditions(entry)]  # "a.b": of that name, or b in a
-        wanted = source.dataset_column, *named, *(name.partition(".")[0] for name in named)
-        columns = tuple(dict.fromkeys(wanted))
-    return Layout(source.dataset, columns, source.dataset_separator)
+    source = entry.source
+    columns: tuple[str, ...] | None = None
+    beside: tuple[str, ...] = ()
+    named = [c.column for c in conditions(entry)]  # "a.b": of that name, or b in a
+    named += [name.partition(".")[0] for name in named]
+    if known := FORMATS.get(source.dataset_format):
+        columns = (*known.columns, *MEANT, *named)
+    elif not source.dataset_format:
+        columns, beside = (source.dataset_column, *named), (*BESIDE, *MEANT)
+    return Layout(source.dataset, columns, beside, source.dataset_separator)

@@ -21,18 +21,18 @@ from meshwright.datasets.files import (
     token_files,
     token_paths,
 )
-from meshwright.datasets.readers import Row
 from meshwright.datasets.rows import (
     Documents,
     IndexedDocuments,
     Item,
     LocalDocuments,
     Reader,
-    row_reader,
+    RowReader,
     unreadable_now,
 )
 from meshwright.datasets.storage import DataFile, stat
 from meshwright.datasets.sympy_source import open_sympy, sympy_files
+from meshwright.datasets.tables import Row
 from meshwright.system.errors import PASSED_ON, ConfigError, first_line
 from meshwright.system.files import may_pass
 
@@ -54,7 +54,7 @@ class DatasetSpec:
     has_tokens: bool = False
     """It holds tokens, which are read where they lie, instead of documents."""
     has_rows: bool = False
-    """Its documents are made of rows by `row_reader`, which heeds `dataset_where` and what is held
+    """Its documents are made of rows by `RowReader`, which heeds `dataset_where` and what is held
     out for validation."""
 
     def find(self, entry: Entry) -> list[DataFile]:
@@ -83,7 +83,8 @@ class StreamedRows(Documents):
     """Rows of a Hugging Face `IterableDataset`, its files dealt out to shards."""
 
     def __init__(self, rows: Any, entry: Entry) -> None:
-        self.rows, self._entry, self._to_item = rows, entry, row_reader(entry)
+        self.rows, self._entry, self._to_item = rows, entry, RowReader(entry)
+        self.unused = self._to_item.unused
         self.max_shards = self.parts = rows.num_shards
 
     def read(self, shard: int, num_shards: int, state: Any = None) -> Reader:
@@ -111,7 +112,7 @@ def open_hub(repository: str, subset: str, entry: Entry, streamed: bool) -> Docu
     import datasets  # here, because it takes a second that other sources need not wait for
 
     datasets.disable_progress_bars()
-    source, to_item = entry.source, row_reader(entry)
+    source, to_item = entry.source, RowReader(entry)
     name = source.dataset_subset or subset or None
     options = {"name": name, "revision": source.dataset_revision or None}
     if source.dataset_path:
@@ -138,7 +139,9 @@ def open_hub(repository: str, subset: str, entry: Entry, streamed: bool) -> Docu
             row = rows[index]
         return to_item(row, f"row {index}")
 
-    return IndexedDocuments(len(rows), get)
+    documents = IndexedDocuments(len(rows), get)
+    documents.unused = to_item.unused
+    return documents
 
 
 def hub_files(repository: str, subset: str, entry: Entry) -> list[DataFile]:

@@ -38,6 +38,14 @@ class ChangedError(OSError):
     """A file is not the one that it was when the job first looked at it."""
 
 
+class UnsupportedError(OSError):
+    """A file is good, but made in a way that cannot be read here."""
+
+    def __init__(self, what: str, fix: str) -> None:
+        super().__init__(what)
+        self.fix = fix
+
+
 @dataclass(frozen=True)
 class DataFile:
     """A file as it was when the job looked for it."""

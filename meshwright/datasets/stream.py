@@ -119,6 +119,8 @@ class Shard:
                     at.used = 0
                     at.bad_records += tokens is None
                 at.document, at.window, at.taken = 0, at.window + 1, at.taken + _count(window)
+                for name in sorted(self._source.unused):
+                    warn_once(f"{self._source.entry.name}: {name!r} of its rows is not used")
             if not has_documents:
                 fix = "lower training.stream_shards, so that each has some"
                 raise self._source.entry.error("dataset", "holds no text in one of its shards", fix)

@@ -30,6 +30,10 @@ EXIT_INTERRUPTED = 130
 """By Ctrl-C, before there was anything to save, or for the second time: 128 + SIGINT."""
 
 
+FIX = "\n  fix: "
+"""Before the advice in a message."""
+
+
 class ConfigError(ValueError):
     """The configuration cannot be run.
 

@@ -2,16 +2,19 @@
 
 import hashlib
 import os
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import ClassVar
 
 from meshwright.config.section import BYTES
 from meshwright.config.training import Source
+from meshwright.datasets.conversations import Message
 from meshwright.datasets.encoding import Encoder, TokenizationSpec
 from meshwright.datasets.files import Entry
 from meshwright.datasets.opening import CachedSource, OpenSource, StreamedSource
-from meshwright.datasets.rows import Document, IndexedDocuments, Item, Messages
+from meshwright.datasets.rows import Document, IndexedDocuments, Item
 from meshwright.datasets.token_cache.tokenizing import open_cache
 from meshwright.datasets.tokenizers.kinds import ByteTokenizer
 
@@ -45,7 +48,11 @@ def encode(text: str) -> list[int]:
 class Turns:
     """In place of a chat template: contents one after the other; the assistant's have loss."""
 
-    def encode(self, messages: Messages, where: str) -> tuple[list[int], list[bool]]:
+    unread: ClassVar = Counter[str]()
+
+    def encode(
+        self, messages: list[Message], where: str, **others: object
+    ) -> tuple[list[int], list[bool]]:
         tokens = [
             (byte, turn["role"] == "assistant")
             for turn in messages

@@ -1,9 +1,11 @@
 """Readers of local files give the rows of json, pyarrow and open, or a fault with its place."""
 
 import errno
+import gzip
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -23,8 +25,12 @@ from meshwright.datasets.files import (
     resolve,
 )
 from meshwright.datasets.readers import END, Layout, cut, read
+from meshwright.datasets.rows import LocalDocuments
 from meshwright.datasets.storage import ChangedError, stat
+from meshwright.datasets.tables import Unreadable
+from meshwright.system.errors import ConfigError, RecordError
 from meshwright.system.files import warn_once
+from tests.helpers.texts import entry
 
 SEED = 32
 BOM = b"\xef\xbb\xbf"
@@ -197,9 +203,9 @@ def test_tables(number: int, write: Callable[..., None], tmp_path: Path, monkeyp
     layout = Layout("parquet" if is_parquet else "arrow", chance.choice([None, ("text",)]))
     path = tmp_path / "a.table"
     write(table, path, chance.choice([1, 3, 100]))
-    wanted = table.select(layout.columns) if layout.columns else table
+    others = {"n": Unreadable("is not read")} if layout.columns else {}
     found = rows_of(path, layout)
-    assert [row for _, row in found] == wanted.to_pylist()
+    assert [row for _, row in found] == [row | others for row in table.to_pylist()]
     check_everywhere(path, layout, found)
 
 
@@ -210,7 +216,8 @@ def test_a_table_with_a_text_that_is_not_utf8(tmp_path: Path) -> None:
     write_parquet(pyarrow.table({"text": texts}), tmp_path / "a.parquet", 10)
     found = [row for _, row in rows_of(tmp_path / "a.parquet", Layout("parquet"))]
     assert [found[0], found[2]] == [{"text": "a"}, {"text": "c"}]
-    assert str(found[1]).startswith(f"{tmp_path}/a.parquet, row 1 of row group 0: is damaged text")
+    with pytest.raises(ValueError, match="its 'text' is damaged text: Invalid UTF8 sequence"):
+        found[1]["text"]
 
 
 PEAK = """
@@ -404,3 +411,37 @@ def test_a_file_that_changes_under_the_job(tmp_path: Path) -> None:
     path.write_text("{}")
     with pytest.raises(ChangedError, match=r"a.jsonl: had 14000 bytes at the start, and has 2 now"):
         next(read(Range(file), Layout("json")))
+
+
+def test_zeros_behind_a_gzip_member_are_padding(tmp_path: Path) -> None:
+    """As gzip itself takes them: of tapes, and of block devices."""
+    rows = [{"text": "a" * 99 + str(number)} for number in range(4000)]
+    lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    halves = [gzip.compress(half) for half in (lines[: 1 << 18], lines[1 << 18 :])]
+    path = tmp_path / "a.jsonl.gz"
+    for zeros in (1, 512, 1 << 20):
+        path.write_bytes(halves[0] + bytes(zeros) + halves[1] + bytes(zeros))
+        found = rows_of(path, Layout("json"))
+        assert [row for _, row in found] == rows
+    check_everywhere(path, Layout("json"), found[-40:])
+    path.write_bytes(gzip.compress(lines) + b"no zeros")
+    *_, (_, last) = rows_of(path, Layout("json"))
+    assert "cannot be read after" in str(last)
+
+
+@pytest.mark.skipif(shutil.which("zstd") is None, reason="needs the program zstd")
+def test_a_file_of_zstd_long_gets_a_command_that_works(tmp_path: Path) -> None:
+    """Its window is larger than what is read here, and it is no bad record: it is whole."""
+    lines = "".join(json.dumps({"text": str(n)}) + "\n" for n in range(30_000))
+    path, plain = tmp_path / "it's.jsonl.zst", tmp_path / "it's.jsonl"
+    # content of unknown size, so that the window is what was asked for
+    subprocess.run(["zstd", "-q", "--long=28", "-o", path], input=lines.encode(), check=True)
+    source = entry(dataset="json", dataset_path=str(path))
+    with pytest.raises(ConfigError) as caught:
+        list(LocalDocuments(source, [stat(str(path))]).read(0, 1))
+    assert not isinstance(caught.value, RecordError)
+    message, fix = str(caught.value).split("\n  fix: ")
+    assert "is made by `zstd --long`, with a window of more than 128 MiB" in message
+    command, _ = fix.split(", and name that file")
+    subprocess.run(command, shell=True, check=True)
+    assert plain.read_text() == lines

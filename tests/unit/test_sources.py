@@ -205,7 +205,7 @@ def test_a_function_makes_documents_of_rows(folder: Path, monkeypatch) -> None:
     for name in ("my_formats:numbered", f"{folder}/my_formats.py:numbered"):
         assert read_all(open_documents(**keys, dataset_format=name)) == want
     turns = read_all(open_documents(**keys, dataset_format="my_formats:turns"))
-    assert turns[2][0] == {"role": "user", "content": "document 2"}
+    assert turns[2].messages[0] == {"role": "user", "content": "document 2"}
 
 
 @pytest.mark.parametrize(
@@ -239,9 +239,7 @@ def test_a_function_that_fails_names_the_row(name: str, end: str, folder: Path) 
         read_all(documents)
 
 
-@pytest.mark.parametrize(
-    "value", [None, {"k": 1}, ["text"], [{"role": "user"}], [{"role": "user", "content": 1}]]
-)
+@pytest.mark.parametrize("value", [None, {"k": 1}, ["text"]])
 def test_a_row_without_text_is_named(value, folder: Path) -> None:
     (folder / "a.jsonl").write_text(json.dumps({"text": value}) + "\n")
     documents = open_documents(dataset="json", dataset_path=str(folder))
@@ -265,12 +263,8 @@ BROKEN = {
     "not UTF-8 in JSON": ("m.jsonl", b'{"text": "caf\xe9"}\n', ":1: not UTF-8: byte 14, 0xe9"),
     "other JSON": ("m.jsonl", b'{"body": "a"}\n', ":1: no column 'text', but body"),
     "a number": ("m.json", b'{"text": "a"}\n{"text": 3}\n', ":2: 'text' holds 3, which is"),
-    "cut gzip": ("m.json.gz", GZIPPED[:-200], ": cannot be read: Truncated compressed stream"),
-    "damaged gzip": (
-        "m.json.gz",
-        GZIPPED[:-6] + bytes(6),
-        ": cannot be read: zlib inflate failed: incorrect data check",
-    ),
+    "cut gzip": ("m.json.gz", GZIPPED[:-200], ": cannot be read: Compressed file ended"),
+    "damaged gzip": ("m.json.gz", GZIPPED[:-6] + bytes(6), ": cannot be read: CRC check failed"),
     "UTF-16": ("m.txt", "two words".encode("utf-16-le"), ": 9 of 18 bytes are 0: it is UTF-16"),
     "not UTF-8": ("m.txt", b"two\ncaf\xe9 au lait", ": not UTF-8: line 2, byte 4, 0xe9"),
 }

@@ -13,12 +13,15 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 import pytest
 
 from meshwright.config.section import BYTES
+from meshwright.datasets import encoding
+from meshwright.datasets.conversations import Conversation
 from meshwright.datasets.encoding import NO_LOSS, TokenizationSpec
 from meshwright.datasets.rows import IndexedDocuments
 from meshwright.datasets.samples import CachedSamples
@@ -260,7 +263,7 @@ def test_no_room_for_tokens() -> None:
 
 
 def test_texts_and_conversations_do_not_mix(tmp_path) -> None:
-    conversation = [{"role": "user", "content": "hello"}]
+    conversation = Conversation([{"role": "user", "content": "hello"}])
     with pytest.raises(ConfigError, match="texts and conversations"):
         open_cache(TextsRecipe(("text", conversation)), tmp_path, num_workers=1)
 
@@ -433,3 +436,55 @@ def test_a_wrong_bit_in_memory_is_made_good_in_any_block(tmp_path, monkeypatch, 
 
     wrong_in_memory(monkeypatch, "00000.tokens", 200)
     assert np.array_equal(TokenCache(cache.folder).tokens(96, 116), want)
+
+
+CHAT = """\
+{% for m in messages %}{{ m.role }}:{{ m.content }}{% endfor %}
+{%- if add_generation_prompt %}assistant:{% endif %}"""
+
+
+def chat_recipe(folder: Path, lines: list[dict[str, Any]], **keys: Any) -> TokenizationSpec:
+    """Of JSON lines in two files, with a template."""
+    byte_level_json(folder / "tokenizer.json", ["<s>", "</s>"])
+    (folder / "chat_template.jinja").write_text(CHAT)
+    for name, some in (("a", lines[::2]), ("b", lines[1::2])):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in some))
+    source = entry(dataset="json", dataset_path=str(folder / "*.jsonl"), **keys)
+    return TokenizationSpec(source, str(folder))
+
+
+TURNS = [{"role": "user", "content": "a", "name": "x"}, {"role": "assistant", "content": "b"}]
+
+
+def test_what_is_not_used_is_counted_in_the_log(tmp_path: Path, caplog) -> None:
+    lines = [{"messages": TURNS, "id": n} | ({"url": "w"} if n % 3 else {}) for n in range(6)]
+    recipe = chat_recipe(tmp_path, lines, dataset_format="messages")
+    with caplog.at_level("INFO"):
+        open_cache(recipe, tmp_path / "c", num_workers=1)
+    assert "with the number of each: 'id' (6), 'name' (6), 'url' (4)" in caplog.text
+
+
+def test_what_other_processes_do_not_use_is_counted_too(tmp_path: Path, caplog) -> None:
+    chat_recipe(tmp_path, [])
+    module = tmp_path / "own.py"
+    module.write_text(OWN_DATASET.format(TURNS).replace("IndexedDocuments(1", "IndexedDocuments(9"))
+    source = entry(dataset="own")
+    recipe = TokenizationSpec(source, str(tmp_path), custom_import=str(module))
+    with caplog.at_level("INFO"):
+        open_cache(recipe, tmp_path / "c", num_workers=2)
+    assert "with the number of each: 'name' (9)" in caplog.text
+
+
+def test_a_conversation_that_its_template_rejects_is_named_by_file_and_row(tmp_path: Path) -> None:
+    lines = [{"messages": TURNS}] * 4 + [{"messages": TURNS[:1]}]
+    recipe = chat_recipe(tmp_path, lines, dataset_format="messages")
+    with pytest.raises(ConfigError, match="/a.jsonl:3: the conversation has no message whose role"):
+        open_cache(recipe, tmp_path / "c", num_workers=1)
+
+
+@pytest.mark.parametrize("key", ["dataset_format", "dataset_column"])
+def test_what_becomes_of_conversations_is_part_of_the_cache(tmp_path, monkeypatch, key) -> None:
+    recipe = chat_recipe(tmp_path, [], **{key: "messages"})
+    before = recipe.identity()
+    monkeypatch.setattr(encoding, "CHATS", encoding.CHATS + 1)
+    assert recipe.identity() != before

@@ -9,8 +9,9 @@ from typing import Any
 
 import tokenizers
 
-from meshwright.datasets.tokenizers.chat import TODAY, compile_template, take_out
+from meshwright.datasets.tokenizers.chat import take_out
 from meshwright.datasets.tokenizers.huggingface import HuggingFaceTokenizer
+from meshwright.datasets.tokenizers.jinja_templates import TODAY, compile_template
 from meshwright.datasets.tokenizers.kinds import Tokenizer, end_ids, find_template
 from meshwright.datasets.tokenizers.special_tokens import SETTINGS
 from meshwright.system.errors import ConfigError

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from meshwright.datasets.conversations import note_of_unused
 from meshwright.datasets.encoding import TokenizationSpec
 from meshwright.datasets.foreign_tokens import TokenFiles
 from meshwright.datasets.storage import BlockCache
@@ -36,7 +38,7 @@ from meshwright.datasets.token_cache.writing import (
     write_part,
 )
 from meshwright.system.claims import Claim
-from meshwright.system.errors import ConfigError, check, numbered
+from meshwright.system.errors import ConfigError, RecordError, check, numbered
 from meshwright.system.files import remove_left_over
 from meshwright.system.log import busy, logger
 from meshwright.system.machine import count_cores
@@ -183,7 +185,7 @@ def _state(part: Part) -> tuple[int, int]:
 
 def _dtype(recipe: TokenizationSpec, items: Iterator[Any]) -> str:
     """Little-endian; wide enough for the vocabulary, and for `NO_LOSS` in conversations."""
-    documents = (item for item in items if isinstance(item, (str, list)) and item)
+    documents = (item for item in items if item and not isinstance(item, RecordError))
     is_wide = recipe.tokenizer.vocab_size > 1 << 16
     return "<u4" if is_wide or not isinstance(next(documents, ""), str) else "<u2"
 
@@ -251,10 +253,13 @@ def _tokenize(todo: _Todo, claims: Claims, num_workers: int, missing: int) -> No
         # no pool: its locks would be left behind by a Ctrl-C, which ends this process at once
         workers = [_start(context, todo, counts, number) for number in range(1, num_workers)]
         try:
-            _work(todo, claims, counts, 0)
+            unused = _work(todo, claims, counts, 0)
             for _, answers in workers:
-                if (error := answers.recv()) is not None:
-                    raise error
+                if isinstance(answer := answers.recv(), BaseException):
+                    raise answer
+                unused += answer
+            if unused:
+                logger.info("%s: %s", name, note_of_unused(unused))
         except BaseException as error:
             counts[0] = 1
             if not isinstance(error, EOFError):
@@ -272,7 +277,8 @@ def _tokenize(todo: _Todo, claims: Claims, num_workers: int, missing: int) -> No
 
 
 def _start(context: SpawnContext, todo: _Todo, counts: Any, worker: int) -> tuple[Any, Connection]:
-    """Start a process that makes parts; return it and where its error, or None, comes from."""
+    """Start a process that makes parts; return it and where its error, or what it has left unused,
+    comes from."""
     answers, answer = context.Pipe(duplex=False)
     given = (os.getpid(), todo, counts, worker, answer)
     process = context.Process(target=_work_apart, args=given)
@@ -283,9 +289,9 @@ def _start(context: SpawnContext, todo: _Todo, counts: Any, worker: int) -> tupl
 
 def _work_apart(parent: int, todo: _Todo, counts: Any, worker: int, answer: Connection) -> None:
     die_with_parent(parent)
-    found = None
+    found: Counter[str] | BaseException
     try:
-        _work(todo, _claims(todo.folder), counts, worker)
+        found = _work(todo, _claims(todo.folder), counts, worker)
     except BaseException as error:  # Ctrl-C comes to this process, too
         error.add_note("".join(traceback.format_exception(error)))  # it is lost on the way
         found = error
@@ -293,8 +299,12 @@ def _work_apart(parent: int, todo: _Todo, counts: Any, worker: int, answer: Conn
         answer.send(found)
 
 
-def _work(todo: _Todo, claims: Claims, counts: Any, worker: int) -> None:
-    """Make parts until none is left that nobody has claimed."""
+def _work(todo: _Todo, claims: Claims, counts: Any, worker: int) -> Counter[str]:
+    """Make parts until none is left that nobody has claimed; return what their documents have that
+    nothing uses."""
+    documents, encoder = open_source(todo.recipe)
+    unused = Counter[str]() if isinstance(documents, TokenFiles) else documents.unused
+    unused.clear()  # whoever began with a look at the first document
 
     def advance(num_bytes: int, num_tokens: int) -> None:
         counts[1 + 2 * worker] += num_bytes
@@ -305,7 +315,7 @@ def _work(todo: _Todo, claims: Claims, counts: Any, worker: int) -> None:
         has_made = False
         for name, run in todo.runs():
             if counts[0]:
-                return
+                return Counter()
             if all(map(todo.is_done, run)) or not claims(name).take():
                 continue
             has_made = True
@@ -321,6 +331,7 @@ def _work(todo: _Todo, claims: Claims, counts: Any, worker: int) -> None:
                     claims(name).give_back()
             if todo.recipe.entry.source.max_documents:
                 break  # fewer may be left than were
+    return unused + encoder.unread
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from meshwright.datasets.conversations import Document
 from meshwright.datasets.encoding import NO_LOSS, Encoder, TokenizationSpec
 from meshwright.datasets.foreign_tokens import TokenFiles
 from meshwright.datasets.rows import Documents
@@ -27,7 +28,7 @@ from meshwright.datasets.token_cache.cache import (
     starts_of,
 )
 from meshwright.datasets.tokenizers.special_tokens import well_formed
-from meshwright.system.errors import RecordError
+from meshwright.system.errors import FIX, RecordError
 from meshwright.system.files import whole_file
 from meshwright.system.log import logger
 
@@ -104,9 +105,11 @@ def write_part(
 
 def too_many_bad_records(count: int, first: str) -> RecordError:
     """Return the error of a cached source in which too many records are no documents."""
-    message = first if count == 1 else f"{first}\n  ({count:,} records are no documents)"
-    fix = f"correct the data, or pass over such records: training.max_bad_records = {count}"
-    return RecordError("training.max_bad_records", f"{message}\n  fix: {fix}")
+    what, _, fix = first.partition(FIX)
+    what += f"\n  ({count:,} records are no documents)" if count > 1 else ""
+    fix = fix or "correct the data"
+    fix += f", or pass over such records: training.max_bad_records = {count}"
+    return RecordError("training.max_bad_records", f"{what}{FIX}{fix}")
 
 
 def is_damaged(part: Part, checks_content: bool) -> bool:
@@ -163,8 +166,8 @@ class _Checksummed:
         self._file.write(block)
 
 
-def _num_bytes(document: Any) -> int:
-    texts = [document] if isinstance(document, str) else [turn["content"] for turn in document]
+def _num_bytes(document: Document) -> int:
+    texts = [document] if isinstance(document, str) else document.texts
     return sum(len(well_formed(text).encode()) for text in texts)
 
 

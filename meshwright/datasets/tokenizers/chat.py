@@ -1,25 +1,53 @@
 """Conversations to token ids, and which of them the assistant wrote."""
 
-import json
+import itertools
 import re
-from collections.abc import Callable
-from datetime import datetime
-from typing import Any
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jinja2
-from jinja2 import nodes
-from jinja2.ext import Extension
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from meshwright.datasets.tokenizers.huggingface import WALL, HuggingFaceTokenizer, any_of
+from meshwright.datasets.tokenizers.jinja_templates import (
+    END,
+    START,
+    compile_template,
+    has_generation_blocks,
+    shipped_templates,
+)
 from meshwright.datasets.tokenizers.kinds import Tokenizer
 from meshwright.datasets.tokenizers.special_tokens import PATH_KEY, TEMPLATE_KEY, well_formed
-from meshwright.system.errors import ConfigError, RecordError, first_line
+from meshwright.system.errors import FIX, ConfigError, RecordError, first_line
 
-START, END = "\ufdd0", "\ufdd1"
-"""Marks put into a text before it is rendered, before and after the words of the assistant: other
-noncharacters than `WALL`."""
+DATA_KEY = "training.dataset"
+
+REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Names of the assistant's thoughts. transformers hands them on under the first two."""
+
+MEANT = frozenset({*REASONING, "tool_calls", "function_call", "tools"})
+"""Keys of a message, and `tools`, without which the assistant would learn another answer."""
+
+
+class _Input(NamedTuple):
+    """The variables of a template."""
+
+    messages: list[dict[str, Any]]
+    tools: list[Any] | None
+    options: dict[str, Any]
+
+    def until(self, count: int) -> "_Input":
+        """Return the same with the first messages alone."""
+        return self._replace(messages=self.messages[:count])
+
+    def without(self, keys: Collection[str]) -> "_Input":
+        """Return the same without keys of its messages, and without `tools` if it is among them."""
+        messages = [{k: m[k] for k in m if k not in keys} for m in self.messages]
+        return _Input(messages, None if "tools" in keys else self.tools, self.options)
+
+
+class _UnclearError(ValueError):
+    """The text of a template does not show which part of it the assistant wrote."""
 
 
 def take_out(marked: str) -> tuple[str, bytes]:
@@ -34,15 +62,6 @@ def take_out(marked: str) -> tuple[str, bytes]:
     return "".join(parts), bytes(written)
 
 
-DATA_KEY = "training.dataset"
-
-TODAY = datetime(2024, 7, 26)
-"""For templates that write the date, so that a conversation is the same tokens tomorrow. It is the
-date that Meta's templates fall back to."""
-
-_GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-
-
 class ChatTemplate:
     """Makes token ids of conversations as transformers' `apply_chat_template` does, but safely.
 
@@ -51,7 +70,9 @@ class ChatTemplate:
 
     Loss counts on the assistant's text: the template's {% generation %} blocks; if it
     has none, its text for an assistant's message after the generation prompt, up to and
-    with the token that ends the turn. A token that only in part is the assistant's counts.
+    with the token that ends the turn; if that can't be told, the blocks of a shipped template that
+    writes the same text. A message of weight 0 is left out. A token that only in part is the
+    assistant's counts.
 
     Args:
         template: Jinja source, as `find_template` gives it.
@@ -66,35 +87,52 @@ class ChatTemplate:
             fix = "use a tokenizer.json"
             kind = type(tokenizer).__name__
             raise ConfigError(PATH_KEY, f"{PATH_KEY}: a {kind} {what}\n  fix: {fix}")
-        self._tokenizer = tokenizer
+        self._tokenizer, self._source = tokenizer, template
         self._template = compile_template(template)
-        self._has_generation_blocks = _GENERATION.search(template) is not None
+        self._has_generation_blocks = has_generation_blocks(template)
         self._too_short = [token for token in tokenizer.special_ids if len(token) == 1]
         specials = any_of(tokenizer.special_ids)
+        self._special = re.compile(specials)
         self._special_start = re.compile(f"(?=(?:{specials}))(.)", re.DOTALL)
         self._space_after_turn = re.compile(rf"(?:{specials})(\s+)\Z")
+        self._written_roles = set[str]()
+        self.unread = Counter[str]()
+        """Messages that have a key, by its name, which the template does not read."""
 
     def encode(
-        self, messages: list[dict[str, str]], where: str = ""
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        where: str = "",
+        *,
+        tools: list[dict[str, Any]] | None = None,
+        options: Mapping[str, Any] | None = None,
     ) -> tuple[list[int], list[bool]]:
         """Return the ids of the whole conversation, and for each whether loss counts on it.
 
         Args:
-            messages: each with "role" and "content"; other keys are handed to the template.
+            messages: each with "role"; all their keys are handed to the template.
             where: file and row, for the message of an error.
+            tools: JSON schemas of functions, for the template.
+            options: further variables of the template.
 
         Raises:
-            RecordError: if the assistant writes nothing in it, the template refuses it, or the
-                assistant's text cannot be told from the rest.
+            RecordError: if the assistant writes nothing in it, the template rejects it, drops a
+                part of it, or does not show which text is the assistant's.
         """
         try:
             roles = [message["role"] for message in messages]
             if "assistant" not in roles:
                 there = ", ".join(roles) or "none at all"
                 raise ValueError(f"has no message whose role is 'assistant', but {there}")
-            safe = [self._wall_off(message) for message in messages]
-            render = self._render if self._has_generation_blocks else self._mark_by_prefixes
-            text, written = take_out(render(safe))
+            given = _Input(
+                [self._wall_off(_as_template_reads(message)) for message in messages],
+                self._wall_off(tools),
+                self._wall_off(dict(options or {})),
+            )
+            if taken := given.options.keys() & {*_Input._fields, "add_generation_prompt"}:
+                raise ValueError(f"has a template variable {min(taken)!r}, which is its own")
+            self._check_nothing_lost(given)
+            text, written = take_out(self._mark(given))
             ids, spans = self._tokenizer.encode_chat(text)
             # a token that stands for nothing is of what follows
             counts = [1 in written[start : max(end, start + 1)] for start, end in spans]
@@ -107,8 +145,7 @@ class ChatTemplate:
 
     def _wall_off(self, value: Any) -> Any:
         """`value` with a wall inside of every special token in its strings, so that it cannot be
-        parsed; without the keys that it has no value for: a table's column holds None where a row
-        lacks a key, and templates ask whether the key is there."""
+        parsed."""
         if isinstance(value, str):
             value = well_formed(value)
             if any(mark in value for mark in (START, END, WALL)):
@@ -119,103 +156,219 @@ class ChatTemplate:
         if isinstance(value, list):
             return [self._wall_off(item) for item in value]
         if isinstance(value, dict):
-            there = {key: item for key, item in value.items() if item is not None}
-            return {key: self._wall_off(item) for key, item in there.items()}
+            return {self._wall_off(key): self._wall_off(item) for key, item in value.items()}
         return value
 
-    def _render(self, messages: list[Any], prompt: bool = False) -> str:
-        """Return the text, with the marks for {% generation %} in it."""
+    def _render(
+        self, given: _Input, *, prompt: bool = False, by: jinja2.Template | None = None
+    ) -> str:
+        """Return the text, with the marks for {% generation %} in it.
+
+        Args:
+            prompt: add the header of the next answer.
+            by: another template.
+        """
         try:
-            return self._template.render(
-                messages=messages,
-                tools=None,
+            return (by or self._template).render(
+                messages=given.messages,
+                tools=given.tools,
                 documents=None,
                 add_generation_prompt=prompt,
-                **self._tokenizer.special_names,
+                **self._tokenizer.special_names | given.options,
             )
         except Exception as error:  # a template is a program: TypeError and all are its errors
             raise ValueError(f"is refused by the chat template: {first_line(error)}") from error
 
-    def _mark_by_prefixes(self, messages: list[Any]) -> str:
+    def _check_nothing_lost(self, given: _Input) -> None:
+        """Raise if the template drops what the assistant would have to learn; count other keys."""
+        self._check_parts(given)
+        self._check_roles(given)
+        counts = Counter(k for m in given.messages for k, v in m.items() if v not in ("", [], {}))
+        counts["tools"] = int(bool(given.tools))
+        reads_thoughts = any(map(self._names, REASONING))
+        meant = {key for key in +counts if key in MEANT and not self._names(key)}
+        meant -= {*REASONING} if reads_thoughts else set()
+        others = {*counts} - MEANT - {"role", "content", "weight"}
+        whole = self._render(given) if meant or others else ""
+        # a template may write whole messages, without the names of their keys
+        if lost := [key for key in sorted(meant) if self._render(given.without({key})) == whole]:
+            raise ValueError(
+                f"has {lost[0]}, which the chat template does not write"
+                f"{FIX}remove it from the data, or set {TEMPLATE_KEY} to a template that writes it"
+            )
+        # one look for all of them, since most templates read none
+        if others and self._render(given.without(others)) != whole:
+            others = {key for key in others if self._render(given.without({key})) == whole}
+        self.unread.update({key: counts[key] for key in others})
+        self.unread.update(key for key in given.options if not self._names(key))
+
+    def _names(self, key: str) -> bool:
+        """Return whether the source of the template has a name."""
+        return re.search(rf"\b{re.escape(key)}\b", self._source) is not None
+
+    def _check_roles(self, given: _Input) -> None:
+        """Some templates pass over messages of a role that they do not know."""
+        for role in {message["role"] for message in given.messages} - self._written_roles:
+            others = [message for message in given.messages if message["role"] != role]
+            try:
+                is_written = self._render(given._replace(messages=others)) != self._render(given)
+            except ValueError:  # it needs them, or rejects all of it, as is said later
+                is_written = True
+            if not is_written:
+                raise ValueError(
+                    f"has messages of the role {role!r}, which the chat template does not write"
+                    f"{FIX}remove them from the data, or set {TEMPLATE_KEY} to a template for them"
+                )
+            self._written_roles.add(role)
+
+    def _check_parts(self, given: _Input) -> None:
+        """Some templates take content in parts for none, or write it as Python does."""
+        texts = {
+            k: _text_of(m)
+            for k, m in enumerate(given.messages)
+            if isinstance(m.get("content"), list)
+        }
+        if not texts:
+            return
+        plain, parted = [*given.messages], [*given.messages]
+        for number, text in texts.items():
+            plain[number] = plain[number] | {"content": text}
+            parted[number] = parted[number] | {"content": [{"type": "text", "text": text}]}
+        try:
+            expected = self._render(given._replace(messages=plain))
+        except ValueError:  # it is a template of parts alone
+            return
+        if self._render(given._replace(messages=parted)) != expected:
+            raise ValueError(
+                f"has content in parts, which the chat template does not read"
+                f"{FIX}write each content as one text, or set {TEMPLATE_KEY} to a template of parts"
+            )
+
+    def _mark(self, given: _Input) -> str:
+        """Return the text, with marks around what the assistant wrote and is to learn."""
+        if self._has_generation_blocks:
+            return _without_weightless(self._render(given), given.messages)
+        try:
+            return self._mark_by_prefixes(given)
+        except _UnclearError:
+            whole = self._render(given)
+            for template in shipped_templates():
+                try:
+                    marked = self._render(given, by=template)
+                except ValueError:
+                    continue
+                if take_out(marked)[0] == whole:
+                    return _without_weightless(marked, given.messages)
+            raise
+
+    def _mark_by_prefixes(self, given: _Input) -> str:
         """Return the text, with marks around the part that each message of the assistant adds."""
-        whole = self._render(messages)
+        whole = self._render(given)
         parts, done = [], 0
-        for k, message in enumerate(messages):
+        for k, message in enumerate(given.messages):
             if message["role"] != "assistant":
                 continue
-            before = self._render(messages[:k], prompt=True)
-            last = k + 1 == len(messages)
-            after = whole if last else self._render(messages[: k + 1])
+            before = self._render(given.until(k), prompt=True)
+            ignores_prompt = self._render(given.until(k)) == before
+            last = k + 1 == len(given.messages)
+            after = whole if last else self._render(given.until(k + 1))
+            if ignores_prompt:
+                after = self._without_next_header(given, k, before, after)
             if not (len(before) >= done and after.startswith(before) and whole.startswith(after)):
-                raise ValueError(
+                raise _UnclearError(
                     f"shows that the chat template writes what is before message {k + 1} otherwise "
                     "when that does not follow, so the assistant's words cannot be told"
-                    f"\n  fix: give {TEMPLATE_KEY} a template with {{% generation %}} blocks"
+                    f"{FIX}give {TEMPLATE_KEY} a template with {{% generation %}} blocks"
                 )
             written = after[len(before) :]
-            self._check_header(messages[:k], message["content"], written, before)
+            if ignores_prompt:
+                self._check_header(given.until(k + 1), written)
             space = self._space_after_turn.search(written)
             stop = len(after) - (len(space[1]) if space else 0)
-            parts += [whole[done : len(before)], START, whole[len(before) : stop], END]
+            marks = (START, END) if message.get("weight") != 0 else ("", "")
+            parts += [whole[done : len(before)], marks[0], whole[len(before) : stop], marks[1]]
             done = stop
         return "".join([*parts, whole[done:]])
 
-    def _check_header(self, before_it: list[Any], content: str, written: str, before: str) -> None:
-        """A template that ignores `add_generation_prompt` writes its header among the answer."""
-        header = written[: max(written.find(content.strip()), 0)]
-        if header.strip() and self._render(before_it) == before:
-            raise ValueError(
+    def _without_next_header(self, given: _Input, k: int, before: str, after: str) -> str:
+        """Return the text up to the end of message k, of a template that ignores
+        `add_generation_prompt`: it may write the header of the next answer after each message.
+
+        Args:
+            before: the text of the messages before it.
+            after: the text with it.
+        """
+        more = given.until(k + 2)
+        if k + 1 == len(given.messages):
+            more = given._replace(messages=[*given.messages, {"role": "user", "content": "?"}])
+        try:
+            pairs = zip(after, self._render(more), strict=False)
+        except ValueError:
+            return after
+        size = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+        header = after[size:]
+        if not header or not before.endswith(header):
+            return after
+        # headers of roles may begin alike: the turn ends with the first special token behind it
+        text = _text_of(given.messages[k]).strip()
+        at = after.find(text, len(before), size) if text else -1
+        if at < 0:
+            raise _UnclearError(
+                "shows that the chat template always ends with the header of an answer, so the end "
+                f"of message {k + 1} cannot be told"
+                f"{FIX}give {TEMPLATE_KEY} a template with {{% generation %}} blocks"
+            )
+        tokens = list(self._special.finditer(after, at + len(text)))
+        return after[: min([size, *(token.end() for token in tokens)])]
+
+    def _check_header(self, given: _Input, written: str) -> None:
+        """A template that ignores `add_generation_prompt` may write its header among the answer."""
+        *before_it, message = given.messages
+        if not (text := _text_of(message).strip()):  # a call: another answer has the same header
+            text = "?"
+            probe = given._replace(messages=[*before_it, {"role": "assistant", "content": text}])
+            written = self._render(probe)[len(self._render(given.until(len(before_it)))) :]
+        header = written[: max(written.find(text), 0)]
+        if header.strip():
+            raise _UnclearError(
                 f"shows that the chat template ignores add_generation_prompt, so its {header!r} "
                 "would count as the assistant's"
-                f"\n  fix: give {TEMPLATE_KEY} a template that heeds it or has "
+                f"{FIX}give {TEMPLATE_KEY} a template that heeds it or has "
                 "{% generation %} blocks"
             )
 
 
-def compile_template(source: str) -> jinja2.Template:
-    """Compile a template, in a sandbox with the functions that transformers offers to them.
-
-    The text of {% generation %} blocks gets `START` and `END` around it. `strftime_now` formats
-    `TODAY`.
-
-    Raises:
-        ConfigError: if it is no Jinja template.
-    """
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True,
-        lstrip_blocks=True,
-        extensions=[_GenerationBlocks, "jinja2.ext.loopcontrols"],
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = TODAY.strftime
-    try:
-        return environment.from_string(source)
-    except jinja2.TemplateSyntaxError as error:
-        raise ConfigError(
-            TEMPLATE_KEY,
-            f"{TEMPLATE_KEY}: the chat template is no Jinja template: line {error.lineno}: {error}",
-        ) from error
+def _as_template_reads(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message as `apply_chat_template` hands it on: keys without a value are absent, and
+    thoughts have every name."""
+    there = {key: value for key, value in message.items() if value is not None}
+    thoughts = next((there[name] for name in REASONING if name in there), None)
+    if thoughts is None:
+        return there
+    return {"thinking": thoughts, **there, "reasoning_content": thoughts}
 
 
-class _GenerationBlocks(Extension):
-    """{% generation %} ... {% endgeneration %} around the model's text."""
-
-    tags = {"generation"}  # noqa: RUF012  (jinja2 declares it as a plain set)
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
-
-    def _mark(self, caller: Callable[[], str]) -> str:
-        return f"{START}{caller()}{END}"
+def _text_of(message: Mapping[str, Any]) -> str:
+    """Return the content of a message as one text."""
+    content = message.get("content") or ""
+    return content if isinstance(content, str) else "".join(part["text"] for part in content)
 
 
-def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)
-
-
-def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-    """Not Jinja's own, which escapes <, > and & for HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+def _without_weightless(marked: str, messages: Sequence[Mapping[str, Any]]) -> str:
+    """Return a text without the marks of messages whose weight is 0."""
+    weights = [message.get("weight") for message in messages if message["role"] == "assistant"]
+    if 0 not in weights:
+        return marked
+    parts, depth, block = list[str](), 0, -1
+    for part in re.split(f"([{START}{END}])", marked):
+        depth -= part == END
+        block += part == START and depth == 0
+        if part not in (START, END) or (block < len(weights) and weights[block] != 0):
+            parts.append(part)
+        depth += part == START
+    if block + 1 != len(weights):
+        raise ValueError(
+            f"has a message of weight 0, but {block + 1} {{% generation %}} blocks for "
+            f"{len(weights)} messages of the assistant, so it cannot be told which is left out"
+        )
+    return "".join(parts)

@@ -7,7 +7,7 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import ClassVar, Protocol
 
-from meshwright.config.section import BYTES
+from meshwright.config.section import BYTES, CHAT_TEMPLATES
 from meshwright.datasets.tokenizers.special_tokens import (
     BESIDE,
     OWN,
@@ -18,6 +18,7 @@ from meshwright.datasets.tokenizers.special_tokens import (
     TEMPLATE_KEY,
     Ends,
     read_beside,
+    shipped_template,
     well_formed,
 )
 from meshwright.system.errors import ConfigError, check, config_error, where_it_ends
@@ -304,18 +305,21 @@ def _download(file: Path) -> str:
 
 
 def find_template(tokenizer_path: str, template_path: str = "") -> str:
-    """Return the template in the file `template_path`, otherwise the one beside the tokenizer:
-    chat_template.jinja, or the "chat_template" of tokenizer_config.json; of several, the "default".
+    """Return the template in the file `template_path`, or the shipped one of that name; otherwise
+    the one beside the tokenizer: chat_template.jinja, or the "chat_template" of
+    tokenizer_config.json; of several, the "default".
 
     Raises:
         ConfigError: if there is none.
     """
+    if template_path in CHAT_TEMPLATES:
+        return shipped_template(template_path).read_text("utf-8")
     if template_path:
         return _read_template(Path(template_path))
 
     def missing(what: str) -> ConfigError:
         message = f"{PATH_KEY} = {tokenizer_path!r}: {what}"
-        fix = f"name a Jinja template in {TEMPLATE_KEY}"
+        fix = f"name a Jinja template in {TEMPLATE_KEY}, or one of {', '.join(CHAT_TEMPLATES)}"
         return ConfigError(TEMPLATE_KEY, f"{message}\n  fix: {fix}")
 
     if tokenizer_path == BYTES:

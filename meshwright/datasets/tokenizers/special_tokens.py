@@ -27,6 +27,11 @@ BESIDE = (SETTINGS, NAMES, TEMPLATE)
 """Files beside a tokenizer that say how it is used."""
 
 
+def shipped_template(name: str) -> Path:
+    """Return the file of a chat template that is shipped: one of `CHAT_TEMPLATES`."""
+    return Path(__file__).parent / "templates" / f"{name}.jinja"
+
+
 def special_names(tokenizer_file: Path) -> dict[str, str | None]:
     """Return the tokens that files beside `tokenizer_file` call `bos_token` and so on; None: the
     family has no such token. The first file that names one decides.
