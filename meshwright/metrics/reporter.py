@@ -70,6 +70,8 @@ class Work:
     tokens_per_step: int
     """Over all ranks."""
     flops_per_token: int
+    causal_flops_per_token: int
+    """The same with half of attention's pairs, as its kernels compute them."""
     num_devices: int
     peak_flops_per_s: float | None
     """Of one device; None: not known, so there is no MFU."""
@@ -140,7 +142,9 @@ class Reporter:
         }
         peak = self._work.peak_flops_per_s
         if peak is not None and flops_per_s <= peak:  # otherwise the peak is too low
+            causal_flops_per_s = wps * self._work.causal_flops_per_token
             record["time/mfu_pct"] = 100 * flops_per_s / peak
+            record["time/mfu_causal_pct"] = 100 * causal_flops_per_s / peak
         for phase, seconds in self._phases.take().items():
             record[f"time/{phase}_s"] = seconds / self._steps
         for pause, seconds in self._paused.items():

@@ -384,17 +384,20 @@ class DecoderSpec:
             for block, own in self.by_block.items()
         }
 
-    def flops_per_token(self, seq_len: int) -> int:
+    def flops_per_token(self, seq_len: int, *, is_causal: bool = False) -> int:
         """Floating point operations of forward and backward, per token of a sequence of `seq_len`.
 
         Matrix products only, a multiply-add as two: 6 per parameter in one (2 forward, 4 backward),
         and attention's two products of queries with keys and weights with values, counted as if not
         causal. That is the convention of PaLM (Chowdhery et al. 2022, arXiv:2204.02311, appendix B)
         and of torchtitan; recomputation by activation checkpointing does not count.
+
+        Args:
+            is_causal: count half of the pairs of queries and keys, as kernels compute them.
         """
         multiplied = sum(p.numel * p.token_share for p in self.parameters.values())
         of_pair = sum(12 * one.attention.n_heads * one.attention.head_dim for one in self.layers)
-        return round(6 * multiplied) + of_pair * seq_len
+        return round(6 * multiplied) + of_pair * seq_len // (2 if is_causal else 1)
 
     @cached_property
     def parts(self) -> Mapping[str, int]:

@@ -125,9 +125,11 @@ def build_stream(
 def work_of(plan: Plan, device: torch.device) -> Work:
     """Return the work of a step of the job, over its ranks."""
     config = plan.config
+    table, seq_len = plan.model_args.table, config.training.seq_len
     return Work(
         tokens_per_step=config.tokens_per_step,
-        flops_per_token=plan.model_args.table.flops_per_token(config.training.seq_len),
+        flops_per_token=table.flops_per_token(seq_len),
+        causal_flops_per_token=table.flops_per_token(seq_len, is_causal=True),
         num_devices=dist.get_world_size(),
         peak_flops_per_s=_peak_flops_per_s(config, device),
     )

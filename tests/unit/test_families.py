@@ -82,6 +82,9 @@ def test_the_table_is_that_of_the_model(args: DecoderArgs) -> None:
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         model(torch.zeros(2, SEQ_LEN, dtype=torch.int64)).sum().backward()
     assert counter.get_total_flops() == 2 * SEQ_LEN * table.flops_per_token(SEQ_LEN)
+    of_matrices = table.flops_per_token(0)
+    halves = 2 * table.flops_per_token(SEQ_LEN, is_causal=True)
+    assert halves == table.flops_per_token(SEQ_LEN) + of_matrices
 
 
 @every_case

@@ -37,7 +37,7 @@ class Kept(list):
         pass
 
 
-WORK = Work(tokens_per_step=1, flops_per_token=1, num_devices=1, peak_flops_per_s=None)
+WORK = Work(1, 1, 1, num_devices=1, peak_flops_per_s=None)
 CPU = torch.device("cpu")
 
 
@@ -53,7 +53,7 @@ def report(reporter: Reporter, step: int, **figures: float) -> None:
 def test_rates_follow_from_tokens_time_and_flops(monkeypatch) -> None:
     now = 100.0
     monkeypatch.setattr("time.perf_counter", lambda: now)
-    work = Work(tokens_per_step=1000, flops_per_token=600, num_devices=4, peak_flops_per_s=1e6)
+    work = Work(1000, 600, 450, num_devices=4, peak_flops_per_s=1e6)
     sink, phases = Kept(), Phases(CPU)
     reporter = Reporter(work, CPU, phases, [sink], tokens_seen=5000)
     for step in (6, 7):
@@ -70,6 +70,7 @@ def test_rates_follow_from_tokens_time_and_flops(monkeypatch) -> None:
     assert record["time/data_s"] == pytest.approx(0.1)
     assert record["time/wps"] == pytest.approx(1000 / 0.5 / 4)
     assert record["time/mfu_pct"] == pytest.approx(100 * 500 * 600 / 1e6)
+    assert record["time/mfu_causal_pct"] == pytest.approx(100 * 500 * 450 / 1e6)
     assert record["data/tokens"] == 7000
     assert record["time/tflops"] == pytest.approx(500 * 600 / 1e12)
     assert record["time/optimizer_s"] == pytest.approx(0.3)

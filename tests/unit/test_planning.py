@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.commands.main import run
 from meshwright.commands.plan import command
@@ -35,6 +36,7 @@ from meshwright.commands.plan.torch_names import FakeTensorMode
 from meshwright.commands.plan.trace import Moment
 from meshwright.config.loader import load_config
 from meshwright.models import loss
+from meshwright.parallelisms.context_parallel import attend_in_chunks, gradients_in_chunks
 from meshwright.system.errors import ConfigError
 from meshwright.system.processes import Launch, Requests
 from meshwright.train import main
@@ -297,3 +299,38 @@ def test_a_plan_of_experts_deals_their_rows_out_evenly() -> None:
 def test_rows_that_do_not_divide_are_all_sent() -> None:
     assert deal(torch.empty(2, 4, dtype=torch.int64), 10) == [[3, 3, 2, 2]] * 2
     assert deal(torch.empty(2, 4, dtype=torch.int64), 10, 1.5) == [[3, 3, 2, 2], [5, 5, 3, 3]]
+
+
+@pytest.mark.parametrize("cp", [1, 2, 4])
+def test_pairs_of_attention_are_those_that_its_kernels_compute(cp: int) -> None:
+    """Counted call by call in the kernels that ranks of context parallelism run on CPUs: a rank's
+    early and late chunk of queries see half of all pairs, of which only calls on the diagonal skip
+    a part."""
+    batch, heads, kv_heads, width, chunk = 1, 4, 2, 16, 32
+    seq_len = 2 * cp * chunk
+    k, v = torch.randn(2, batch, kv_heads, seq_len, width)
+    for rank in range(cp):
+        q = torch.randn(batch, heads, seq_len // cp, width)
+        seen = Computed()
+        with seen:
+            output, sums = attend_in_chunks(q, k, v, (rank, 2 * cp - 1 - rank), 1.0)
+            gradients_in_chunks(q, q, k, v, output, sums, (rank, 2 * cp - 1 - rank), 1.0)
+        # two products forward, and five backward, with a multiply-add as two
+        half_of_the_pairs = batch * heads * (seq_len // cp) * seq_len / 2
+        assert seen.flops == 14 * width * half_of_the_pairs
+        assert seen.calls == 2 * (4 if rank else 3)
+
+
+class Computed(TorchDispatchMode):
+    """FLOPs that the plan takes kernels of attention to compute."""
+
+    flops, calls = 0.0, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        output = func(*args, **(kwargs or {}))
+        if "attention" in func.__name__:
+            self.calls += 1
+            self.flops += scope._flops(func, args, kwargs, output) * scope._pairs(
+                func, args, kwargs
+            )
+        return output

@@ -146,10 +146,6 @@ def flops(simulation: Simulation) -> dict[str, int]:
     return dict(sorted(found.items()))
 
 
-ATTENTION_IS_CAUSAL = 0.5
-"""Kernels of causal attention skip half of the pairs, which FLOPs for MFU count."""
-
-
 def entry_seconds(entry: Entry, device: Rates) -> float:
     """Return the time of an operator or a collective.
 
@@ -161,7 +157,7 @@ def entry_seconds(entry: Entry, device: Rates) -> float:
         return COLLECTIVE_S + entry.sent_bytes / width
     flops, num_bytes = float(entry.flops), float(entry.num_bytes)
     if "attention" in entry.name:
-        flops *= ATTENTION_IS_CAUSAL / (ATTENTION / MATMUL)
+        flops *= entry.pairs / (ATTENTION / MATMUL)
     elif not flops and entry.at.module.startswith("layers.") and not entry.is_fsdp:
         num_bytes *= device.fused
     return max(flops / device.peak(entry.dtype), num_bytes / device.bytes_per_s, LAUNCH_S)

@@ -105,10 +105,11 @@ def plan_rank(config: JobConfig, world_size: int, rank: int, device: devices.Rat
     )
 
 
-def mfu(plan: Plan, device: Device, seconds: float) -> float:
-    """Return the model FLOPs utilization of a step."""
-    peak = device.peak(plan.config.training.mixed_precision_param)
-    per_token = plan.model_args.table.flops_per_token(plan.config.training.seq_len)
+def mfu(plan: Plan, device: Device, seconds: float, *, is_causal: bool = False) -> float:
+    """Return the model FLOPs utilization of a step; `is_causal` as `flops_per_token` takes it."""
+    training, table = plan.config.training, plan.model_args.table
+    peak = device.peak(training.mixed_precision_param)
+    per_token = table.flops_per_token(training.seq_len, is_causal=is_causal)
     return plan.config.tokens_per_step * per_token / plan.dims.num_ranks / seconds / peak
 
 
@@ -129,8 +130,8 @@ def to_json(
     """Return the plan for programs; figures at the top are those of the rank that needs most.
 
     `step_seconds` and `mfu` are those of the slowest rank, and null if nothing is published of the
-    device. `step_seconds_error` is a part of `step_seconds`, and null if no run on the device was
-    compared.
+    device. `mfu` counts all pairs of attention, `mfu_causal` half of them. `step_seconds_error` is
+    a part of `step_seconds`, and null if no run on the device was compared.
     """
     shown, time, training = neediest(ranks), slowest(ranks), plan.config.training
     kinds = ("parameters", "optimizer", "gradients", "activations")
@@ -141,6 +142,7 @@ def to_json(
         "step_seconds_error": time and error_of_time(device),
         "step_seconds_source": SOURCE if time else "",
         "mfu": time and mfu(plan, device, time.seconds),
+        "mfu_causal": time and mfu(plan, device, time.seconds, is_causal=True),
         "fits": shown.verdict == "fits",
         "verdict": shown.verdict,
         "rank": shown.rank,
@@ -236,7 +238,9 @@ def _time_lines(plan: Plan, time: StepTime | None, device: Device) -> list[str]:
     unlike = "" if part else "; no run on this device was compared"
     return [
         f"step: {time.seconds:.4g} s{error}, {tokens / time.seconds:,.0f} tokens/s per rank, "
-        f"{100 * mfu(plan, device, time.seconds):.1f} % MFU: {SOURCE}{unlike}",
+        f"{100 * mfu(plan, device, time.seconds):.1f} % MFU "
+        f"({100 * mfu(plan, device, time.seconds, is_causal=True):.1f} % with half of attention's "
+        f"pairs): {SOURCE}{unlike}",
         f"  exposed communication {time.exposed_s:.3g} s, "
         f"pipeline bubble {100 * time.bubble:.1f} %",
     ]

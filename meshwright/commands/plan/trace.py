@@ -169,7 +169,7 @@ class Entry:
     """Of all tensors that an operator reads and writes; of the larger of a collective's input and
     output."""
     flops: int = 0
-    """Of matrix products and attention; a multiply-add is two."""
+    """Of matrix products and attention, of all its pairs; a multiply-add is two."""
     dtype: str = ""
     axis: str = ""
     """Of a collective; "": it is an operator."""
@@ -177,6 +177,8 @@ class Entry:
     """Of a collective's group: along an axis of the mesh they are evenly spaced."""
     sent_bytes: float = 0.0
     """That this rank sends, in a ring."""
+    pairs: float = 1.0
+    """Part of the pairs that a kernel of attention computes of those in `flops`."""
 
 
 @cache
@@ -206,8 +208,9 @@ class Trace:
         size = sum(x.numel() * x.element_size() for x in leaves if isinstance(x, Tensor))
         flops = _flops(func, args, kwargs, output)
         dtype = str(first.dtype if first is not None else "").removeprefix("torch.")
-        scope = self._scope
-        self.entries.append(Entry(name, scope.moment, scope.is_fsdp, size, flops, dtype))
+        scope, pairs = self._scope, _pairs(func, args, kwargs)
+        entry = Entry(name, scope.moment, scope.is_fsdp, size, flops, dtype, pairs=pairs)
+        self.entries.append(entry)
 
     def _see_collective(self, func: Any, args: Any, output: Any) -> None:
         name = func.__name__.partition(".")[0]
@@ -260,6 +263,24 @@ def _flops(func: Any, args: Any, kwargs: Any, output: Any) -> int:
         return _attention_flops(args, is_backward="backward" in name)
     formula = torch_names.flop_registry.get(packet)
     return 0 if formula is None else int(formula(*args, **kwargs, out_val=output))
+
+
+def _pairs(func: Any, args: Any, kwargs: Any) -> float:
+    """Return the part of the pairs that a kernel of attention computes: half if it is causal.
+
+    Context parallelism calls kernels for a chunk of queries and all keys before it, which skip
+    none. Flex attention's mask is causal, and skips later keys also where a rank has an early and a
+    late chunk of queries: together they see half of the pairs.
+    """
+    if "flex_attention" in str(func):
+        return 0.5
+    schema = getattr(func, "_schema", None)
+    names = [] if schema is None else [argument.name for argument in schema.arguments]
+    if "is_causal" not in names:
+        return 1.0
+    place = names.index("is_causal")
+    is_causal = args[place] if place < len(args) else (kwargs or {}).get("is_causal", False)
+    return 0.5 if is_causal else 1.0
 
 
 def _attention_flops(args: Any, *, is_backward: bool) -> int:

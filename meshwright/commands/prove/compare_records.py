@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 
 from meshwright.metrics.sinks import Record
 
-PER_DEVICE = ("time/wps", "time/tflops", "time/mfu_pct")
+PER_DEVICE = ("time/wps", "time/tflops", "time/mfu_pct", "time/mfu_causal_pct")
 """Rates of one device; a step takes as long on any mesh here, so all devices have one process's."""
 
 SUMS = ("optim/grad_norm/", "experts/entropy", "experts/balance_", "experts/sequence_", "experts/r")

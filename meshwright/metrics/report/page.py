@@ -113,6 +113,8 @@ def _tiles(run: Run) -> str:
         tiles.append(("tokens per second", f"{median(speeds):,.0f}", "per device, median"))
     if shares := run.values("time/mfu_pct"):
         detail = f"{median(run.values('time/tflops')):.4g} TFLOP/s per device"
+        if causal := run.values("time/mfu_causal_pct"):
+            detail += f"; {median(causal):.1f}% with half of attention's pairs"
         tiles.append(("MFU", f"{median(shares):.1f}%", detail))
     if memory := run.values("memory/peak_gib"):
         tiles.append(("peak memory", f"{max(memory):.2f} GiB", "first rank"))
