@@ -99,7 +99,11 @@ def _answer(fault: Fault, path: Path, connection: Connection) -> None:
     try:
         found = _failures(fault, path)
     except BaseException:
-        found = [f"stopped: {traceback.format_exc()}"]
+        text = traceback.format_exc()
+        found = [f"stopped: {text}"]
+        if fault.test_file:  # it couldn't be run, which isn't the fault
+            print(text, file=sys.stderr)
+            found = []
     connection.send(found)
 
 
