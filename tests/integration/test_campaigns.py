@@ -70,7 +70,7 @@ LATER = (
     *("mean_of_the_first_stage_alone", "rows_saved_in_another_order"),
     "a_token_goes_to_its_worst_expert",
 )
-THIS_YEAR = (  # by `prove`, its plain PyTorch and `export`; tests/unit/test_faults.py has the others
+THIS_YEAR = (  # that commands find; tests/unit/test_faults.py has the others
     *("rates_of_groups_lost_at_a_resume", "moments_shifted_by_the_padding_of_shards"),
     *("gathered_weights_of_the_step_before", "labels_without_their_mask"),
     *("early_step_at_every_microbatch", "copies_reduced_with_the_first_microbatch"),
