@@ -7,12 +7,16 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from meshwright.checkpoint.claim import holder
+from meshwright.checkpoint.conversion.hf_folder import declared_ends
+from meshwright.checkpoint.conversion.initial_load import LOAD_KEY
 from meshwright.commands.options import add_ranks
 from meshwright.config.loader import Written, read
 from meshwright.config.provenance import shown_path
 from meshwright.config.section import BYTES
 from meshwright.config.training import Training
-from meshwright.system.errors import as_toml, numbered
+from meshwright.datasets.tokenizers.kinds import SentencePieceTokenizer
+from meshwright.system.errors import as_toml, config_error, numbered
+from meshwright.system.files import Place
 from meshwright.system.log import log_to_console, logger
 from meshwright.system.machine import Ranks, count_ranks, why_bf16_is_slow
 from meshwright.train.preflight import Plan, preflight, resume_diff
@@ -30,6 +34,8 @@ def run(given: Namespace) -> None:
     """
     ranks = count_ranks(given, start_here=False)
     plan = check_job(given, ranks)
+    if not plan.config.checkpoint.last_save_in_hf and (why := _export_fault(plan)):
+        logger.warning("an export would be rejected without --without-tokenizer: %s", why)
     parameters = f"{plan.model_args.table.num_params:,} parameters"
     can_run = f"{given.config} can run: {parameters}, {numbered(ranks.total, 'rank')}"
     if plan.resume_step and resume_diff(plan).is_done:
@@ -66,11 +72,14 @@ def check_job(given: Namespace, ranks: Ranks) -> Plan:
         is_gpu=ranks.gpus != 0,
         is_inherited=written.provenance.is_inherited,
     )
+    if plan.config.checkpoint.last_save_in_hf and (why := _export_fault(plan)):
+        fix = "set it to false, and export with --without-tokenizer"
+        raise config_error("checkpoint.last_save_in_hf", True, f"would fail: {why}", fix)
     notes = sorted(plan.notes, key=lambda text: "has no effect" not in text)  # last ones are read
     slow = _slow_type(ranks, plan.config.training)
     owner = holder(plan.checkpoint_folder) if plan.needs_folder else None
     is_taken = owner is not None and owner.is_here and not owner.is_gone
-    for text in (*_inherited(written), *notes):
+    for text in (*_inherited(written), *_other_eos(plan), *notes):
         logger.info("%s", text)
     if slow:
         logger.warning("%s", slow)
@@ -84,6 +93,28 @@ def check_job(given: Namespace, ranks: Ranks) -> Plan:
         words = "a job that runs uses %s: %s\n  fix: start another when it has ended"
         logger.warning(words, plan.checkpoint_folder, owner)
     return plan
+
+
+def _export_fault(plan: Plan) -> str:
+    """Return why the tokenizer could not be exported; "" if nothing is known against it."""
+    if not isinstance(plan.tokenizer, SentencePieceTokenizer):  # others are copied
+        return ""
+    # not at the top: it imports the libraries of tokenizers
+    from meshwright.checkpoint.conversion.tokenizer_files import why_not_exported
+
+    return why_not_exported(plan.tokenizer)
+
+
+def _other_eos(plan: Plan) -> Iterator[str]:
+    """Say that the model folder to start from ends texts at another token than the tokenizer."""
+    config, eos_id = plan.config.checkpoint, plan.tokenizer.eos_id
+    if config.initial_load_in_hf and eos_id is not None and not plan.resume_step:
+        declared = declared_ends(Place(LOAD_KEY, Path(config.initial_load_path)))
+        if declared and eos_id not in declared:
+            yield (
+                f"the tokenizer's EOS is {eos_id}, and {config.initial_load_path} ends texts at "
+                f"{', '.join(map(str, sorted(declared)))}: model.eos_token sets it"
+            )
 
 
 def _inherited(written: Written) -> Iterator[str]:

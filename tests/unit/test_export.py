@@ -9,17 +9,20 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from sentencepiece.sentencepiece_model_pb2 import ModelProto
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 from meshwright.checkpoint.conversion import export as exporting
 from meshwright.checkpoint.conversion import tokenizer_files
+from meshwright.checkpoint.conversion.tokenizer_proof import prove_tokenizer
 from meshwright.checkpoint.retention import apply_retention
 from meshwright.datasets.tokenizers.kinds import build_tokenizer
 from meshwright.models.families.llama import LlamaArgs
 from meshwright.models.families.mixtral import MixtralArgs
 from meshwright.system.errors import ConfigError
+from meshwright.system.files import Place
 from tests.helpers.checkpoints import set_manifest
-from tests.helpers.cli import export
+from tests.helpers.cli import check_job, export
 from tests.helpers.files import no_room, tree
 from tests.helpers.hf import (
     CASES,
@@ -34,6 +37,7 @@ from tests.helpers.job import assert_equal
 from tests.helpers.tokenizer_files import (
     HARD_TEXTS,
     byte_level_json,
+    metaspace_json,
     sentencepiece_model,
 )
 
@@ -233,6 +237,7 @@ OF_SENTENCEPIECE = {
     "bpe-nmt": {"normalization_rule_name": "nmt_nfkc"},
     "bpe-no-prefix": {"add_dummy_prefix": False},
     "unigram": {"model_type": "unigram", "vocab_size": 350, "byte_fallback": True},
+    "bpe-symbols": {"user_defined_symbols": ["<sep>", "<b>", "7", "\u2581\u2581"]},
 }
 
 
@@ -292,6 +297,97 @@ def _check_for_other_loaders(folder: Path, kind: str) -> None:
     model = json.loads((folder / "tokenizer.json").read_text())["model"]
     assert model["type"] == ("Unigram" if kind == "unigram" else "BPE")
     assert max(AutoTokenizer.from_pretrained(folder).get_vocab().values()) < config["vocab_size"]
+
+
+def test_a_tokenizer_of_llama_2s_class_is_exported_as_it_stands(tmp_path: Path) -> None:
+    """transformers 5 rebuilds it, with another normalizer: it gives other ids for " "."""
+    folder = tmp_path / "tokenizer"
+    folder.mkdir()
+    file = metaspace_json(folder / "tokenizer.json", ["<unk>", "<s>", "</s>"])
+    settings = {"tokenizer_class": "LlamaTokenizer", "legacy": False, "add_bos_token": True}
+    names = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": None}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | names))
+    checkpoint = _save_with(str(file), tmp_path)
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    ours, text = build_tokenizer(str(file)), " a  b"
+    rebuilt = AutoTokenizer.from_pretrained(folder)
+    assert rebuilt(text, add_special_tokens=False)["input_ids"] != ours.encode(text)
+    export([str(checkpoint), str(tmp_path / "out")])
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert theirs(text)["input_ids"] == [ours.bos_id, *ours.encode(text)]
+    assert (theirs.pad_token, theirs.model_max_length) == ("</s>", 64)
+    batch = theirs(["a", "a b c"], padding=True, return_tensors="pt")
+    assert set(batch) == {"input_ids", "attention_mask"}  # those that the model takes
+    out = LlamaForCausalLM.from_pretrained(tmp_path / "out").generate(**batch, max_new_tokens=2)
+    assert out.shape[0] == 2
+
+
+def test_the_template_of_the_job_is_exported_and_stops_at_its_turns(tmp_path, capsys) -> None:
+    folder = tmp_path / "tokenizer"
+    folder.mkdir()
+    file = byte_level_json(folder / "tokenizer.json", ["<s>", "</s>", "<|im_end|>"])
+    (folder / "tokenizer_config.json").write_text('{"chat_template": "of the tokenizer"}')
+    template = tmp_path / "mine.jinja"
+    template.write_text(
+        "{{ bos_token }}{% for m in messages %}{{ m.role + ': ' + m.content + '<|im_end|>' }}"
+        "{% endfor %}{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+    )
+    checkpoint = _save_with(str(file), tmp_path)
+    set_manifest(checkpoint, config={"model": {"chat_template_path": str(template)}})
+    export([str(checkpoint), str(tmp_path / "out")])
+    assert "compared 3 conversations in the chat template: equal" in capsys.readouterr().out
+    theirs, ours = AutoTokenizer.from_pretrained(tmp_path / "out"), build_tokenizer(str(file))
+    assert theirs.chat_template == template.read_text()
+    settings = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
+    assert settings["chat_template"] == template.read_text()
+    stops = json.loads((tmp_path / "out" / "generation_config.json").read_text())["eos_token_id"]
+    assert stops == sorted([ours.eos_id, ours.special_ids["<|im_end|>"]])
+
+
+def test_a_sentencepiece_model_comes_along_if_it_gives_the_ids(tmp_path: Path) -> None:
+    """llama.cpp prefers it to the tokenizer.json beside it."""
+    first = _save_with(_make_tokenizer("bpe", tmp_path / "sentencepiece"), tmp_path)
+    export([str(first), str(tmp_path / "both")])
+    for name, is_kept in (("right", True), ("wrong", False)):
+        folder = Path(shutil.copytree(tmp_path / "both", tmp_path / name / "tokenizer"))
+        if not is_kept:
+            sentencepiece_model(folder / "tokenizer.model", vocab_size=380)
+        checkpoint = _save_with(str(folder), tmp_path / name)
+        export([str(checkpoint), str(tmp_path / name / "out")])
+        assert (tmp_path / name / "out" / "tokenizer.model").exists() == is_kept
+
+
+def test_a_class_that_transformers_takes_by_the_type_of_the_model_is_replaced(tmp_path) -> None:
+    """transformers 5 reads any tokenizer of a qwen2 as Qwen's."""
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
+    ours, said = build_tokenizer("bytes"), []
+    for name, content in tokenizer_files.tokenizer_files(ours, "bytes", seq_len=8).items():
+        (tmp_path / name).write_text(str(content))
+    prove_tokenizer(ours, Place("OUT", tmp_path), [257], said.append)
+    assert "rebuilds it as Qwen2Tokenizer: tokenization.py keeps it as it stands" in said[0]
+    for trusts in (False, True):
+        theirs = AutoTokenizer.from_pretrained(tmp_path, trust_remote_code=trusts)
+        assert theirs("é\n x", add_special_tokens=False)["input_ids"] == ours.encode("é\n x")
+
+
+def test_check_says_that_a_tokenizer_cannot_be_exported(tmp_path: Path) -> None:
+    """Sentencepiece has an order of places among pairs of one score, and a tokenizer.json none."""
+    file = Path(_make_tokenizer("bpe", tmp_path / "tokenizer"))
+    assert not tokenizer_files.why_not_exported(build_tokenizer(str(file)))
+    model = ModelProto.FromString(file.read_bytes())
+    for piece in model.pieces:
+        piece.score = 0.0
+    file.write_bytes(model.SerializeToString())
+    why = tokenizer_files.why_not_exported(build_tokenizer(str(file)))
+    assert why.startswith("a tokenizer.json made of it gives other ids for ")
+    words = [
+        "debug_model",
+        "--model.tokenizer_path",
+        str(file),
+        "--checkpoint.last_save_in_hf=true",
+    ]
+    with pytest.raises(ConfigError, match="checkpoint.last_save_in_hf = true: would fail: a token"):
+        check_job([*words, "--ngpu=1"])
 
 
 def test_a_tokenizer_with_other_ids_is_refused(tmp_path, monkeypatch) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 from meshwright.checkpoint.commit import UNFINISHED
 from meshwright.checkpoint.conversion.hf_folder import CONFIG, GENERATION_CONFIG, INDEX
 from meshwright.checkpoint.conversion.readers import HuggingFaceWeights, halves
+from meshwright.checkpoint.conversion.tokenizer_files import turn_end
 from meshwright.checkpoint.conversion.tokenizer_proof import prove_tokenizer
 from meshwright.checkpoint.find import saved_args
 from meshwright.checkpoint.manifest import Manifest
@@ -126,6 +127,8 @@ def _write(job: Job, folder: Path, say: Callable[[str], None]) -> None:
     config = job.form.write_config(job.args, job.seq_len) | dict(job.special_tokens)
     config["torch_dtype"] = _name(job.dtype)
     _write_json(folder / CONFIG, config)
+    if (of_turn := turn_end(job.tokenizer, folder)) is not None:
+        job.ends_of_text = sorted({*job.ends_of_text, of_turn})
     stops: Any = job.ends_of_text
     ends = {"eos_token_id": stops[0] if len(stops) == 1 else stops} if stops else {}
     was = {}

@@ -115,6 +115,16 @@ def _read_header(place: Place, name: str) -> dict[str, StoredTensor]:
         raise place.error(rule, AGAIN) from None
 
 
+def declared_ends(place: Place) -> frozenset[int]:
+    """Return the ids that config.json and generation_config.json of a folder give to EOS."""
+    found = set[int]()
+    for name in (CONFIG, GENERATION_CONFIG):
+        if (place.path / name).is_file():
+            ids: Any = place.read_json(name).get("eos_token_id")
+            found |= {i for i in (ids if isinstance(ids, list) else [ids]) if isinstance(i, int)}
+    return frozenset(found)
+
+
 def _check_single(place: Place) -> None:
     folder = place.path
     if (folder / SINGLE).is_file():

@@ -13,8 +13,9 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
 from meshwright.checkpoint.conversion.hf_folder import GENERATION_CONFIG
-from meshwright.checkpoint.conversion.tokenizer_proof import samples
+from meshwright.checkpoint.conversion.tokenizer_proof import first_difference, samples
 from meshwright.config.section import BYTES
+from meshwright.datasets.tokenizers.chat import ChatTemplate
 from meshwright.datasets.tokenizers.huggingface import HuggingFaceTokenizer, any_of
 from meshwright.datasets.tokenizers.kinds import (
     SentencePieceTokenizer,
@@ -127,6 +128,40 @@ def _same_model(tokenizer: Tokenizer, file: Path) -> dict[str, Path | str]:
         return {}
     is_same = all(model.encode(text) == tokenizer.encode(text) for text in samples(tokenizer))
     return {MODEL: file} if is_same else {}
+
+
+def turn_end(tokenizer: Tokenizer, folder: Path) -> int | None:
+    """Return the special token that ends the assistant's turn in the chat template of an exported
+    folder; None if there is no such template or token."""
+    try:
+        chat = ChatTemplate(tokenizer, find_template(str(folder)))
+        turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+        ids, counts = chat.encode(turns)
+    except ConfigError:  # no template, or one for other conversations
+        return None
+    last = next(i for i, is_counted in zip(ids[::-1], counts[::-1], strict=True) if is_counted)
+    return last if last in tokenizer.special_ids.values() else None
+
+
+def why_not_exported(tokenizer: Tokenizer) -> str:
+    """Return why an export would reject this tokenizer; "" if nothing is known against it.
+
+    Sentencepiece chooses the leftmost of pairs with equal scores, and a tokenizer.json has an order
+    of all pairs. Normalizers differ in rare marks.
+    """
+    if not isinstance(tokenizer, SentencePieceTokenizer):
+        return ""
+    try:
+        made = tokenizers.Tokenizer.from_str(to_tokenizer_json(tokenizer) or "")
+    except Exception as error:  # whatever the library makes of it
+        return str(error)
+
+    def encode(text: str) -> list[int]:
+        ids: list[int] = made.encode(text, add_special_tokens=False).ids
+        return ids
+
+    found = first_difference(tokenizer, encode)
+    return "" if isinstance(found, int) else f"a {JSON} made of it gives {found}"
 
 
 def to_tokenizer_json(tokenizer: Tokenizer) -> str | None:
