@@ -245,7 +245,7 @@ def no_end(tokenizer: Tokenizer, model: Model) -> str:
 
 
 def tokenizer_notes(tokenizer: Tokenizer, config: JobConfig) -> list[str]:
-    """Return what a tokenizer lacks, in sentences."""
+    """Return sentences on the limits of a tokenizer."""
     notes = [no_end(tokenizer, config.model)]
     if tokenizer.loses_text:
         notes.append(

@@ -150,6 +150,18 @@ def test_a_source_that_was_not_read_to_its_end_has_no_figures(monkeypatch) -> No
     assert {name.split("/")[1] for name in figures} == {"a"}
 
 
+def test_a_tokenizer_that_does_not_tell_its_bytes_has_loss_and_perplexity(monkeypatch) -> None:
+    """It was accepted, and the job ended at its first validation."""
+    plan = preflight(load_config(["--job.config_file", "tests/integration/tiny.toml"]), 1)
+    words = Mock(wraps=plan.tokenizer, vocab_size=plan.tokenizer.vocab_size, token_bytes=None)
+    plan = dataclasses.replace(plan, tokenizer=words)
+    monkeypatch.setattr(parts, "evaluate", lambda *_: (1.0, 1, 0))
+    sources = [CachedSource(Entry("validation", "a", Source()), Mock())]
+    validate = parts.Validation(plan, sources, Mock(), torch.device("cpu"))
+    figures = validate(Mock(), lambda: False, Mock())
+    assert figures.keys() == {"validation/loss", "validation/perplexity"}
+
+
 def test_few_samples_do_not_depend_on_the_seed_and_all_come_as_they_lie(monkeypatch) -> None:
     words = ["--job.config_file", "tests/integration/tiny.toml", "--training.seed=7"]
     source = CachedSource(Entry("validation", "a", Source()), Mock(num_tokens=1 << 20))

@@ -1,4 +1,4 @@
-"""Reads a `tokenizer.json` by what the file itself says.
+"""Reads a `tokenizer.json` as the file itself says.
 
 The `tokenizers` library numbers added tokens one after another, whatever ids the file gives them,
 and keeps the file's BPE dropout. Here a token has the id that the file gives it, and the same text
@@ -182,7 +182,7 @@ def around_document(raw: dict[str, Any]) -> tuple[list[int], list[int]]:
 
 def _around(step: Any) -> tuple[list[int], list[int]]:
     kind = step["type"] if isinstance(step, dict) else None
-    if kind == "Sequence":  # each adds to what the ones before it have made
+    if kind == "Sequence":  # each wraps the result of the one before
         before, after = list[int](), list[int]()
         for inner in step["processors"]:
             first, last = _around(inner)
