@@ -6,8 +6,9 @@ import re
 import sys
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from textwrap import fill
+from typing import Any
 
 from meshwright.config.changes import differences
 from meshwright.config.command_line import Parser
@@ -16,8 +17,10 @@ from meshwright.config.fields import Key, entries, find_field, json_schema, summ
 from meshwright.config.job_config import JobConfig
 from meshwright.config.loader import FOLDER, parse_config, preset_names, read, to_toml
 from meshwright.config.provenance import HEADER, Provenance, table_below
+from meshwright.models.families import MODELS
 from meshwright.system.errors import check, config_error, did_you_mean
 from meshwright.system.log import console_width, wrap
+from meshwright.train.optim.registry import OPTIMIZERS
 
 
 def add_options(parser: Parser) -> None:
@@ -134,6 +137,15 @@ def run_migrate(given: Namespace) -> None:
     print(f"\n{to_toml(config, exclude_unset=True)}", end="")
 
 
+def schema() -> dict[str, Any]:
+    """Return the JSON Schema of a TOML, with the names of models and optimizers."""
+    names: dict[Key, Sequence[str]] = {
+        ("model", "name"): tuple(MODELS),
+        ("optimizer", "name"): tuple(OPTIMIZERS),
+    }
+    return json_schema(names, preset_names())
+
+
 def run_schema(given: Namespace) -> None:
     """Print it."""
-    print(json.dumps(json_schema(), indent=2))
+    print(json.dumps(schema(), indent=2))

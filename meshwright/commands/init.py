@@ -12,7 +12,7 @@ from pathlib import Path
 from meshwright.commands.corpus import PRESET, Corpus, look_at
 from meshwright.commands.options import output_file, readable, write_output
 from meshwright.config.command_line import Parser
-from meshwright.config.loader import load_config
+from meshwright.config.loader import FOLDER, load_config
 from meshwright.system.errors import check, numbered
 from meshwright.system.machine import count_cores, count_gpus
 
@@ -111,6 +111,7 @@ def scale_for(num_tokens: int) -> Scale:
 
 def _toml(out: Path, corpus: Corpus | None, scale: Scale) -> Iterator[str]:
     """Yield the lines of the TOML."""
+    yield f"#:schema {(FOLDER / 'schema.json').as_uri()}"  # editors complete and check keys by it
     yield f"# A first job, for {scale.machine}. All keys: meshwright config --help"
     yield _line("extends", PRESET, "a preset; meshwright config --presets lists them")
     yield "\n[job]"

@@ -1,6 +1,6 @@
 """Finds the keys of a config and their documentation in its classes."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache, reduce
 from typing import Any, NamedTuple, get_args, get_origin
 
@@ -124,19 +124,39 @@ def _kind(schema: dict[str, Any]) -> str:
     return names[schema["type"]]
 
 
-def json_schema() -> dict[str, Any]:
-    """Return the JSON Schema (draft 2020-12) of a TOML."""
+def json_schema(names: Mapping[Key, Sequence[str]], presets: Sequence[str]) -> dict[str, Any]:
+    """Return the JSON Schema (draft 2020-12) of a TOML.
+
+    Args:
+        names: the values of keys that take a name. Another one is a mistake, unless the TOML, or
+            one of the user's that it extends, may import a module that adds it.
+        presets: none of them imports a module.
+    """
     schema = JobConfig.model_json_schema()
     extends = {
         "type": "string",
         "description": "TOML or preset that this one changes, relative to this file.",
     }
-    properties = schema["properties"]
+    properties, sections = schema["properties"], schema["$defs"]
     # only the command line names the file
-    schema["$defs"]["Job"]["properties"].pop("config_file")
+    sections["Job"]["properties"].pop("config_file")
+    # editors hand on TOML's inf as null, since JSON has none
+    max_norm = sections["Training"]["properties"]["max_norm"]
+    max_norm["anyOf"] = [{"type": max_norm.pop("type")}, {"type": "null"}]
+    imports = {"properties": {"experimental": {"required": ["custom_import"]}}}
+    known: dict[str, Any] = {}
+    for (section, key), values in names.items():
+        field = sections[properties[section]["$ref"].rpartition("/")[2]]["properties"][key]
+        field["anyOf"] = [{"enum": list(values)}, {"type": field.pop("type")}]  # to complete
+        known[section] = {"properties": {key: {"enum": list(values)}}}
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         **schema,
         "title": "meshwright",
         "properties": {"extends": extends, **properties},
+        "if": {
+            "not": {"required": ["experimental"], **imports},
+            "properties": {"extends": {"enum": list(presets)}},
+        },
+        "then": {"properties": known},
     }

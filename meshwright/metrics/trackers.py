@@ -6,6 +6,7 @@ import secrets
 import socket
 import sys
 import time
+import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,13 @@ RUN_ID = "wandb_run_id"
 """File in the dump folder that names the run of W&B, so that a resumed job continues it."""
 
 
+SHOWN_FIRST = {"loss/train": "Loss/train", "validation/loss": "Loss/validation"}
+"""Metrics by their tags in TensorBoard, which sorts groups by name, capitals before small letters,
+and opens the first two."""
+
+
 class TensorBoard:
-    """TensorBoard's scalars, and texts: the config as TOML, and the model's.
+    """TensorBoard's scalars, texts (the config as TOML, and the model's) and hyperparameters.
 
     It hides events of an earlier run after the step to resume from.
 
@@ -43,13 +49,18 @@ class TensorBoard:
             self._add(0, file_version="brain.Event:2")
             self._add(resumed_step + 1, session_log=SessionLog(status=SessionLog.START))
             self._add(resumed_step, summary=_text("config", config_text))
+            for summary in protos.hparams(_hyperparameters(config_text), {"Loss/validation": 0.0}):
+                self._add(resumed_step, summary=summary)
         except OSError:
             (folder / name).unlink()
             raise
 
     def write(self, record: Record) -> None:
         figures = {name: value for name, value in record.items() if name != "step"}
-        values = [Summary.Value(tag=name, simple_value=value) for name, value in figures.items()]
+        values = [
+            Summary.Value(tag=SHOWN_FIRST.get(name, name), simple_value=value)
+            for name, value in figures.items()
+        ]
         self._add(int(record["step"]), summary=Summary(value=values))
 
     def write_texts(self, step: int, texts: Texts) -> None:
@@ -64,6 +75,18 @@ class TensorBoard:
         event = Event(wall_time=time.time(), step=step, **content)
         RecordWriter(framed).write(event.SerializeToString())
         self._file.append(framed.getvalue())
+
+
+def _hyperparameters(config_text: str) -> dict[str, bool | int | float | str]:
+    """Return the keys of a TOML whose values are single ones, as HPARAMS compares between runs."""
+    sections = tomllib.loads(config_text).items()
+    return {
+        f"{section}.{key}": value
+        for section, keys in sections
+        if isinstance(keys, dict)
+        for key, value in keys.items()
+        if isinstance(value, bool | int | float | str)
+    }
 
 
 def _text(tag: str, text: str) -> Summary:

@@ -10,7 +10,7 @@ import socket
 import time
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -18,7 +18,7 @@ from tempfile import TemporaryFile
 from typing import IO, Any, BinaryIO, TypeVar
 
 from meshwright.system.errors import ConfigError, StorageError, config_error, first_line
-from meshwright.system.log import logger
+from meshwright.system.log import busy, logger
 
 T = TypeVar("T")
 
@@ -185,6 +185,14 @@ them takes a tenth of the time to a command's first word."""
 TRY_LATER = (408, 425, 429)
 """Answers of a server to a request that is right; those from 500 are others."""
 
+OF_CONNECTIONS = {"ConnectionError", "HTTPClientError", "IncompleteReadError", "ChecksumError"}
+"""Base classes of botocore's errors that may pass. Its others are of credentials and settings."""
+
+CREDENTIALS_FIX = (
+    "correct the credentials of the storage (for s3: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, "
+    "AWS_PROFILE, or the role of this machine), or let them read it"
+)
+
 
 def may_pass(error: BaseException | None) -> bool:
     """Return whether the error, or its cause, is one of a network or a file system that may be gone
@@ -195,10 +203,10 @@ def may_pass(error: BaseException | None) -> bool:
     passes: bool | None = None
     while error is not None:
         module = type(error).__module__
-        status = getattr(getattr(error, "response", error), "status_code", None)
-        status = getattr(error, "code", None) if module == "urllib.error" else status
-        if isinstance(status, int):
+        if (status := _http_status(error)) is not None:
             return status >= 500 or status in TRY_LATER
+        if _is_of_settings(error):
+            return False
         if "OfflineModeIsEnabled" in repr(error):  # a variable of the user's
             return False
         is_of_network = module.partition(".")[0] in CLIENTS
@@ -212,6 +220,36 @@ def may_pass(error: BaseException | None) -> bool:
     return bool(passes)
 
 
+def _http_status(error: BaseException) -> int | None:
+    """Return a server's answer to the request that failed with `error`; None: there is none."""
+    response = getattr(error, "response", error)
+    if isinstance(response, dict):  # botocore's
+        status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+    elif type(error).__module__ == "urllib.error":
+        status = getattr(error, "code", None)
+    else:
+        status = getattr(response, "status_code", None)
+    return status if isinstance(status, int) else None
+
+
+def _is_of_settings(error: BaseException) -> bool:
+    """Return whether a client has found no credentials, or rejects its own settings."""
+    module = type(error).__module__
+    if module.startswith("google.auth"):
+        return True
+    names = {base.__name__ for base in type(error).__mro__}
+    return module.startswith("botocore") and not names & OF_CONNECTIONS
+
+
+def _is_denied(error: BaseException | None) -> bool:
+    """Return whether a storage rejects this user's credentials, or its client has none."""
+    while error is not None:
+        if _http_status(error) in (400, 401, 403) or _is_of_settings(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
 def read_patiently(path: Path | str, read: Callable[[], T]) -> T:
     """Return `read()`, which reads `path`; call it again after growing waits if that fails.
 
@@ -222,15 +260,22 @@ def read_patiently(path: Path | str, read: Callable[[], T]) -> T:
         StorageError: if the errors stay.
         ConfigError: if this user may not read it.
     """
+    is_address = "://" in str(path)
     for wait_s in (*RETRY_AFTER_S, None):
         try:
-            return read()
-        except ABSENT:
+            # a client of object storage may wait and try again by itself
+            with busy(f"reading {path}") if is_address else nullcontext():
+                return read()
+        except (*ABSENT, ConfigError):
             raise
         except PermissionError as error:
             what = f"{path} cannot be read: {error.strerror or error}"
-            raise ConfigError("", f"{what}\n  fix: let this user read it") from error
+            fix = CREDENTIALS_FIX if is_address else "let this user read it"
+            raise ConfigError("", f"{what}\n  fix: {fix}") from error
         except Exception as error:  # whatever a client of a storage raises
+            if is_address and not may_pass(error) and _is_denied(error):
+                what = f"{path} cannot be read: {first_line(error)}"
+                raise ConfigError("", f"{what}\n  fix: {CREDENTIALS_FIX}") from error
             if not may_pass(error) or getattr(error, "has_waited", False):
                 raise
             reason = getattr(error, "strerror", None) or first_line(error)

@@ -208,7 +208,7 @@ def test_version_and_unknown_commands(monkeypatch, capsys) -> None:
 def test_ctrl_c_is_no_traceback_nor_is_a_full_disk(monkeypatch, capsys) -> None:
     full, gone = (OSError(code, "said", "a file") for code in (errno.ENOSPC, errno.ESTALE))
     ends = Mock(side_effect=[KeyboardInterrupt, full, gone])
-    monkeypatch.setattr("meshwright.commands.config.json_schema", ends)
+    monkeypatch.setattr("meshwright.commands.config.schema", ends)
     monkeypatch.setattr("sys.argv", ["meshwright", "schema"])
     for code in (EXIT_INTERRUPTED, EXIT_CONFIG):
         with pytest.raises(SystemExit) as end:

@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from meshwright.commands.config import schema
 from meshwright.commands.main import run
 from meshwright.config.explain import read_synonyms, suggest_key, suggest_section
-from meshwright.config.fields import all_keys, find_section, json_schema
+from meshwright.config.fields import all_keys, find_section
 from meshwright.config.job_config import JobConfig
-from meshwright.config.loader import load_config, parse_config, read
+from meshwright.config.loader import load_config, parse_config, preset_names, read
+from meshwright.models.families import MODELS
 from meshwright.system.errors import CombinedConfigError, ConfigError, RecordError, did_you_mean
 from scripts import config_reference
 from tests.campaigns.config_mutations import RULES, judge, message_of, mutations
@@ -246,8 +248,8 @@ def test_errors_survive_processes() -> None:
 
 def test_the_schema_that_is_shipped_is_the_config_s() -> None:
     """Otherwise: meshwright schema > train_configs/schema.json"""
-    assert json.loads((ROOT / "train_configs" / "schema.json").read_text()) == json_schema()
-    definitions = json_schema()["$defs"]
+    assert json.loads((ROOT / "train_configs" / "schema.json").read_text()) == schema()
+    definitions = schema()["$defs"]
     for key, field in all_keys():
         if key != ("job", "config_file"):
             declared = definitions[find_section(key[:-1]).__name__]["properties"][key[-1]]
@@ -255,6 +257,19 @@ def test_the_schema_that_is_shipped_is_the_config_s() -> None:
             assert field.is_required() or "default" in declared or field.default_factory, key
     assert definitions["Training"]["properties"]["steps"]["exclusiveMinimum"] == 0
     assert definitions["Training"]["additionalProperties"] is False
+
+
+def test_an_editor_completes_names_and_marks_a_wrong_one() -> None:
+    """Unless a module of the user's may add it. TOML's inf reaches a schema as null."""
+    definitions, condition = schema()["$defs"], schema()["if"]
+    complete, free = definitions["Optimizer"]["properties"]["name"]["anyOf"]
+    assert (complete["enum"], free) == (["AdamW", "Adam", "muon"], {"type": "string"})
+    strict = schema()["then"]["properties"]
+    assert strict["model"]["properties"]["name"]["enum"] == list(MODELS)
+    assert strict["optimizer"]["properties"]["name"] == complete
+    assert condition["not"]["properties"]["experimental"]["required"] == ["custom_import"]
+    assert condition["properties"]["extends"]["enum"] == preset_names()
+    assert {"type": "null"} in definitions["Training"]["properties"]["max_norm"]["anyOf"]
 
 
 def test_the_page_of_all_keys_is_the_config_s() -> None:

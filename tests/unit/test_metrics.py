@@ -14,6 +14,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from meshwright.commands.plan.devices import DEVICES
 from meshwright.config.changes import to_json
@@ -120,6 +121,22 @@ def test_tensorboard_hides_steps_after_the_one_resumed_from(clock, tmp_path, mon
     texts = events.Tensors("config/text_summary")
     assert [text.step for text in texts] == [0, 2]  # one per start
     assert b"lr = 2e-3" in texts[0].tensor_proto.string_val[0]
+    hparams = events.summary_metadata["_hparams_/session_start_info"].plugin_data.content
+    start = HParamsPluginData.FromString(hparams).session_start_info
+    assert {name: value.number_value for name, value in start.hparams.items()} == {
+        "optimizer.lr": 2e-3
+    }
+
+
+def test_tensorboard_opens_with_both_losses(tmp_path) -> None:
+    """It sorts groups of tags by their bytes."""
+    sink = TensorBoard(tmp_path, 0, "")
+    sink.write({"step": 1, "data/tokens": 4, "loss/train": 2.0, "validation/loss": 3.0})
+    sink.close()
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    tags = sorted(events.Tags()["scalars"])
+    assert tags == ["Loss/train", "Loss/validation", "data/tokens"]
 
 
 def test_the_best_validation_is_the_lowest_mean_and_outlives_a_resume() -> None:

@@ -28,7 +28,7 @@ from meshwright.datasets.sources import by_suffix, find_dataset, openable
 from meshwright.datasets.token_cache.tokenizing import open_cache
 from meshwright.datasets.tokenizers.kinds import build_tokenizer
 from meshwright.system.errors import ConfigError, RecordError, StorageError
-from meshwright.system.files import may_pass
+from meshwright.system.files import may_pass, read_patiently
 from tests.helpers.texts import entry, tokenization
 from tests.helpers.tokenizer_files import byte_level_json
 
@@ -126,9 +126,26 @@ def hidden(cause: Exception) -> Exception:
     return error
 
 
+def of_botocore(name: str, bases: tuple[str, ...] = (), status: int = 0) -> Exception:
+    """As botocore's errors are; `tests/campaigns/object_storage.py` meets the real ones."""
+    above = Exception
+    for base in (*bases, name):
+        above = type(base, (above,), {"__module__": "botocore.exceptions"})
+    error = above("no")
+    if status:
+        error.response = {"ResponseMetadata": {"HTTPStatusCode": status}}
+    return error
+
+
 @pytest.mark.parametrize(
     ("error", "passes"),
     [
+        (of_botocore("NoCredentialsError"), False),
+        (of_botocore("ProfileNotFound"), False),
+        (of_botocore("EndpointConnectionError", ("ConnectionError",)), True),
+        (of_botocore("ReadTimeoutError", ("HTTPClientError",)), True),
+        (of_botocore("ClientError", status=403), False),
+        (of_botocore("ClientError", status=503), True),
         (hidden(AnsweredError(503)), True),
         (hidden(AnsweredError(429)), True),
         (hidden(AnsweredError(404)), False),
@@ -151,6 +168,19 @@ def test_errors_that_may_pass(error: Exception, passes: bool) -> None:
     wrapped = ConfigError("training.dataset", "cannot be opened")
     wrapped.__cause__ = error
     assert may_pass(wrapped) is passes
+
+
+@pytest.mark.parametrize(
+    "error", [of_botocore("NoCredentialsError"), of_botocore("ClientError", status=403)]
+)
+def test_credentials_that_a_storage_rejects_end_at_once(error, monkeypatch) -> None:
+    """Its client may hide the answer behind an error of the system's."""
+    monkeypatch.setattr("time.sleep", lambda _: pytest.fail("it waits"))
+    system = OSError(5, "signature")
+    system.__cause__ = error
+    for seen in (error, system, PermissionError(13, "no")):
+        with pytest.raises(ConfigError, match="s3://a/b cannot be read: .*\n  fix: .*AWS_PROFILE"):
+            read_patiently("s3://a/b", Mock(side_effect=seen))
 
 
 @pytest.mark.parametrize(
