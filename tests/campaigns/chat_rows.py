@@ -139,9 +139,7 @@ class Rows:
             if self.often(0.3):
                 row[column] = self.word()
         if self.often(0.1):
-            row[self.chance.choice(sorted(MEANT - {"system", "tools", "chat_template_kwargs"}))] = (
-                "x"
-            )
+            row[self.chance.choice(sorted(MEANT - NAMED))] = "x"
         return row, turns
 
     def sharegpt(self) -> tuple[dict[str, Any], list[dict[str, Any]]]:
