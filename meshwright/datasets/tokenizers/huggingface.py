@@ -53,8 +53,8 @@ class HuggingFaceTokenizer:
     `before` has the tokens that the file's own post-processor puts before a text, without the EOS,
     which would separate documents twice. EOS is the token that it puts last, otherwise a well-known
     one in the file: of several, the one that a file beside it names as `eos_token`, else the first
-    of `KNOWN_EOS`. Only if it has none, any token that a file beside it names. Added tokens that are
-    not special are found in any text, as their families mean them to be.
+    of `KNOWN_EOS`. Only if it has none, any token that a file beside it names. Added tokens that
+    are not special are found in any text, as their families mean them to be.
 
     Args:
         ends: BOS and EOS that go before that.
