@@ -63,6 +63,7 @@ def test_holes_before_added_tokens_and_in_the_vocabulary(tmp_path: Path) -> None
         ([added("</s>", 3)], "gives the id 3 to two tokens, 'd' and the added '</s>'"),
         ([added("</s>", 11), added("<x>", 11)], "gives the id 11 to two tokens, '</s>' and the"),
         ([added("</s>", 10), added("a", 11)], "gives 'a' two ids, 0 in the vocabulary and 11 in"),
+        ([added("</s>", "10")], "gives '</s>' the id '10', which isn't a whole number"),  # type: ignore[arg-type]
         ([added("</s>", 10**9)], "has 11 tokens, and ids up to 1,000,000,000"),
     ],
 )

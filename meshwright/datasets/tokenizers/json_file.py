@@ -95,6 +95,8 @@ def _check_ids(raw: dict[str, Any]) -> None:
     by_id = {token_id: piece for piece, token_id in pieces.items()}
     for token in raw.get("added_tokens") or []:
         name, token_id = token["content"], token["id"]
+        if not isinstance(token_id, int):
+            raise ValueError(f"gives {name!r} the id {token_id!r}, which isn't a whole number")
         other = names.setdefault(token_id, name)
         rival = by_id.get(token_id, other) if other == name else other
         if rival != name:
