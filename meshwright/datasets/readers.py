@@ -276,7 +276,7 @@ def _of_batches(
     """Yield the rows of a row group, or a batch, from a place in it on.
 
     Args:
-        others: what each row has of columns that are not read.
+        others: each row's keys of columns that are not read.
         words: for the group.
     """
     number, begin = 0, after.number if after and after.at == group else 0

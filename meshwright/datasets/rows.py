@@ -228,7 +228,7 @@ class Reader(Iterator[Item]):
 
 
 def _checked(item: object, words: str) -> Item:
-    """Return a document, or the error of what is none."""
+    """Return a document, or the error of a row that holds none."""
     if isinstance(item, RecordError):
         return item
     try:
@@ -263,7 +263,7 @@ class Documents(ABC):
 
 
 class IndexedDocuments(Documents):
-    """Documents that can be had by index. What is none is a bad record."""
+    """Documents that can be had by index. A row that holds none is a bad record."""
 
     name = ""  # of the user's dataset, for errors
 

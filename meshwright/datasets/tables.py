@@ -63,7 +63,7 @@ def table_rows(batch: Any, others: Row) -> Iterator[Row]:
     """Yield the rows of a record batch.
 
     Args:
-        others: what each row has of columns that are not read.
+        others: each row's keys of columns that are not read.
     """
     names = batch.schema.names
     columns = dict(zip(names, map(_values, batch.columns), strict=True))

@@ -268,13 +268,12 @@ class DecoderSpec:
 
     @property
     def tied_std(self) -> float:
-        """Standard deviation of the initial values of an embedding that is the output, too.
+        """Standard deviation of the initial values of an embedding that is the output as well.
 
-        At most those of an embedding and of an output of its own, and so small that no token
-        predicts itself. If blocks add little to a token's vector, the last norm scales that vector
-        to length sqrt(D), and its product with its own row of the table is D std. A logit of at
-        most ln(1 + 0.3 V) among V adds at most ln 1.3 = 0.26 to the first loss, whatever the
-        blocks do.
+        At most as large as if the two were untied, and so small that no token predicts itself. If
+        blocks add little to a token's vector, the last norm scales it to length sqrt(D), and its
+        product with its own row is D std. A logit of at most ln(1 + 0.3 V) among V adds at most
+        ln 1.3 = 0.26 to the first loss.
         """
         return min(self.std, self.output_std, math.log1p(0.3 * self.vocab_size) / self.dim)
 

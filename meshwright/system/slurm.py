@@ -1,4 +1,4 @@
-"""What Slurm tells a process about its job: name, nodes, tasks and restarts. Free of torch."""
+"""Slurm's facts about this process's job: name, nodes, tasks and restarts. Free of torch."""
 
 import subprocess
 from collections.abc import Mapping

@@ -331,7 +331,7 @@ def check_same(facts: Mapping[str, str]) -> None:
 
 
 def _differences(name: str, value: str, usual: str) -> Iterator[tuple[str, str, str]]:
-    """Yield what differs in one fact, and both of its values."""
+    """Yield the differences in one fact, with both values of each."""
     if name != CONFIG:
         yield name, value, usual
         return

@@ -115,7 +115,7 @@ class Vote:
         )
 
     def result(self) -> Decision:
-        """Wait for the votes of all ranks, as they were cast; return what they decide."""
+        """Wait for the votes of all ranks, as they were cast; return their decision."""
         if self._work is not None:
             self._work.wait(self.limit)
             self._work = None

@@ -230,7 +230,7 @@ class Validation:
         fail: Fail,
         average: Average | None = None,
     ) -> dict[str, float]:
-        """Return the figures by name, without those of a source that it was stopped in: that is
+        """Return the figures by name, without a source that it was stopped in: that is
         asked before each step, a collective.
 
         Args:

@@ -127,9 +127,9 @@ def slowest(ranks: list[RankPlan]) -> StepTime | None:
 def to_json(
     plan: Plan, ranks: list[RankPlan], device: Device, remedies: Sequence[tuple[str, Need]]
 ) -> dict[str, Any]:
-    """Return the plan for programs; figures at the top are those of the rank that needs most.
+    """Return the plan for programs; figures at the top are of the rank that needs most.
 
-    `step_seconds` and `mfu` are those of the slowest rank, and null if nothing is published of the
+    `step_seconds` and `mfu` are of the slowest rank, and null if nothing is published of the
     device. `mfu` counts all pairs of attention, `mfu_causal` half of them. `step_seconds_error` is
     a part of `step_seconds`, and null if no run on the device was compared.
     """

@@ -162,7 +162,7 @@ def _bf16_cases(
         mesh = SHARDED | {"ep": 2}
         yield build_case("bf16", small, mesh, kind="bf16", **for_mesh(options, mesh))
     if types := user_types(config):
-        # a reduction in bf16 can't be that of several microbatches and of replicas
+        # a reduction in bf16 can't go over several microbatches and replicas
         mesh = SHARDED if REDUCE_TYPE in types else HSDP
         eager = for_mesh(options, mesh, is_eager=True)
         yield build_case(f"bf16 {', '.join(types)}", small, mesh, kind="user types", **eager)

@@ -23,7 +23,7 @@ class Checked:
     errors: dict[str, float] = field(default_factory=dict)
     """The largest relative error of each quantity."""
     lines: dict[str, list[str]] = field(default_factory=dict)
-    """What differs, by quantity: at the first place where it does."""
+    """The differences, by quantity: at the first place that has one."""
     seconds: float = 0.0
 
     @property
@@ -40,7 +40,7 @@ class Checked:
 
     @property
     def row(self) -> str:
-        """The verdict, the errors that every model has, and what was not checked."""
+        """The verdict, the errors that every model has, and the options not checked."""
         shown = [f"{what} {self.errors[what]:.1e}" for what in SHOWN if what in self.errors]
         gaps = [f"not checked: {text}" for text in self.not_checked]
         parts = [self.verdict, ", ".join(shown), *gaps, f"{self.seconds:.1f} s"]
@@ -58,7 +58,7 @@ class Checked:
         }
 
     def fail(self, what: str, lines: Sequence[str]) -> None:
-        """Note what is wrong with a quantity, unless that has failed before."""
+        """Note the failures of a quantity, unless it has failed before."""
         self.lines.setdefault(what, [*lines])
 
     def number(self, what: str, place: str, got: float, want: float, bound: float) -> None:

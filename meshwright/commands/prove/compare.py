@@ -75,7 +75,7 @@ BOUNDS = {
 
 
 def bounds_of(case: Case) -> Bounds:
-    """Return the entry of `BOUNDS`, with what the config's types of gradients add to it."""
+    """Return the entry of `BOUNDS`, widened for the config's types of gradients."""
     bounds, training = BOUNDS[case.bounds], case.config.training
     if training.mixed_precision_reduce == "bfloat16":
         # both ranks' parts and their sum are rounded, for each of 4 microbatches; uncorrelated

@@ -1,4 +1,4 @@
-"""The records of a mesh against those of one process: what a job writes about itself."""
+"""Compares the metrics that a mesh writes with one process's."""
 
 import math
 from collections.abc import Iterator, Sequence

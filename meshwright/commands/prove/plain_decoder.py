@@ -118,7 +118,7 @@ class PlainBatch:
 
 @dataclass
 class Router:
-    """A layer's router: what it knows before a step, and what `Plain.losses` finds."""
+    """A layer's router: its state before a step, and the results of `Plain.losses`."""
 
     load: Tensor
     """(E,) tokens of each expert in the step before."""

@@ -211,7 +211,7 @@ def write(
 
     Args:
         rows: of the cases so far.
-        num_cases: with those that are still to run.
+        num_cases: with the ones that are still to run.
         checked: the reference against plain PyTorch; None: not yet.
 
     Raises:

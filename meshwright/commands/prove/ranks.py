@@ -119,7 +119,7 @@ def _share_one_gloo_thread() -> None:
 
 
 def _stacks_file(folder: str, rank: int) -> Path:
-    """Where a rank that C++ ends writes what its threads were at."""
+    """Where a rank that C++ ends writes the stacks of its threads."""
     return Path(folder, f"stacks.{rank}")
 
 

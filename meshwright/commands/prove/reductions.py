@@ -41,8 +41,8 @@ class _Collectives(TorchDispatchMode):
 
 
 class _ReduceScatter:
-    """FSDP2's reduce-scatter `inner`, which notes what it sums. That of ranks on one machine uses
-    no operator of torch's."""
+    """FSDP2's reduce-scatter `inner`, which notes the tensors it sums. Ranks on one machine
+    reduce without an operator of torch's."""
 
     def __init__(self, inner: Any, note: Note) -> None:
         self.allocate, self._inner, self._note = inner.allocate, inner, note

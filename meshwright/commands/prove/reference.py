@@ -69,7 +69,7 @@ def compare_with_plain(config: JobConfig, small: JobConfig) -> Checked:
 
 
 def not_modeled(config: JobConfig) -> list[str]:
-    """Return what a config asks for and plain PyTorch does not do."""
+    """Return the options of a config that plain PyTorch does not have."""
     optimizer = config.optimizer
     used = {optimizer.name, *(group.optimizer for group in optimizer.groups)} - {None}
     muon = optimizer.muon

@@ -66,8 +66,8 @@ ROUTER_LOSSES = ("balance_loss", "sequence_balance_loss", "router_z_loss")
 def bound_of_muon(a: float, steps: int) -> float:
     """Return the bound on the relative error of Muon's step.
 
-    Each Newton-Schulz step multiplies small singular values by `a`, and with them what rounding
-    has made of those that are 0.
+    Each Newton-Schulz step multiplies small singular values by `a`, and with them the
+    rounding errors in singular values of 0.
     """
     return 16 * UNIT * max(a, 1.0) ** steps
 

@@ -47,7 +47,7 @@ def starts_of(sizes: Sequence[int]) -> Starts:
 
 
 class PartIndex(NamedTuple):
-    """What is known of a part: the arrays of its .npz."""
+    """The metadata of a part: the arrays of its .npz."""
 
     lengths: Lengths
     """Tokens of each document."""

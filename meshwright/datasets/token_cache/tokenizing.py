@@ -198,7 +198,7 @@ def _make(
     max_bad_records: int,
     blocks: BlockCache | None,
 ) -> TokenCache:
-    """Make what is missing, together with whoever else does, and open the cache."""
+    """Make the missing parts, together with whoever else does, and open the cache."""
     damaged, was_there = folder / DAMAGED, (folder / "cache.npz").exists()
     noted = set(damaged.read_text("utf-8").split()) if damaged.exists() else set[str]()
     documents, _ = open_source(recipe)

@@ -135,7 +135,7 @@ class SeveralOptimizers(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Let each take its step, with what `update` told."""
+        """Let each take its step, with the result of `update`."""
         for number, part in enumerate(self._parts):
             # a load makes new ones of both
             part.param_groups = [group for group in self.param_groups if group[PART] == number]
