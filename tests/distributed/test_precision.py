@@ -11,14 +11,18 @@ from meshwright.commands.prove.reductions import narrower, watch_reductions
 from meshwright.config.parallelism import Parallelism
 from meshwright.config.training import Training
 from meshwright.models.decoder import Decoder
-from meshwright.models.loss import Batch
-from meshwright.parallelisms.data_parallel import accumulate_in_reduce_dtype, apply_fsdp
+from meshwright.models.loss import Batch, has_loss
+from meshwright.parallelisms.data_parallel import (
+    accumulate_in_reduce_dtype,
+    apply_fsdp,
+    compute_in,
+)
 from meshwright.parallelisms.initialize import initialize
 from meshwright.parallelisms.meshes import Meshes
 from meshwright.parallelisms.rules.degrees import ParallelDims
 from tests.helpers.fsdp import groups_of
-from tests.helpers.job import mesh
-from tests.helpers.tiny import MIXED, SEQ_LEN, TIED, TINY, parallel_model, whole
+from tests.helpers.job import GLOBAL_BATCH, Job, global_batch, mesh
+from tests.helpers.tiny import MIXED, SEQ_LEN, TIED, TINY, parallel_model, plain_model, whole
 
 
 def _gradients(model: Decoder, batches: list[Batch]) -> dict[str, torch.Tensor]:
@@ -174,3 +178,56 @@ def test_replicas_of_bf16_weights_add_up_microbatches_in_fp32() -> None:
     model.set_requires_all_reduce(True)
     model.set_is_last_backward(True)
     model(tokens, tokens).backward()
+
+
+OF_DENSE = ("tok_embeddings", "layers.0", "layers.1.ffn_norm", "layers.2.feed_forward.w2", "output")
+OF_EXPERTS = ("layers.1.feed_forward.router", "layers.2", "norm")
+UNIT = 2.0**-24
+"""Unit roundoff of fp32: the largest relative error of one rounding."""
+
+
+@pytest.mark.parametrize("modules", [OF_DENSE, OF_EXPERTS], ids=["dense", "experts"])
+@pytest.mark.parametrize(
+    ("dims", "num_microbatches", "every"),
+    [
+        (mesh(), 4, False),
+        (mesh(dp_shard=2), 2, True),
+        (mesh(dp_replicate=2), 4, False),
+        (mesh(dp_replicate=2), 4, True),
+    ],
+    ids=str,
+)
+@pytest.mark.ranks("dims")
+def test_gradients_of_fp32_modules_beside_bf16_weights_are_summed_in_fp32(
+    dims, num_microbatches, every, modules
+) -> None:
+    """The n summands are those of a model on one process, which gets one microbatch of one rank at
+    a time. Their sum in fp64 differs by less than n roundings of them; in bf16, by 2^16 times as
+    much."""
+    args, inside = MIXED if modules is OF_EXPERTS else TINY, tuple(f"{one}." for one in modules)
+    types = {"param_dtype": torch.bfloat16, "master_dtype": torch.bfloat16}
+    job = Job(dims, 0, num_microbatches, args=args, fp32_modules=modules, **types)
+    gradients = job.whole_gradients()
+    job.take_step(max_norm=torch.inf, reduce_every_microbatch=every)
+
+    model = plain_model(args)
+    for name, parameter in model.named_parameters():
+        if not name.startswith(inside):
+            parameter.data = parameter.data.bfloat16()
+    compute_in(model, "bfloat16", modules)
+    kept = {name: p for name, p in model.named_parameters() if name.startswith(inside)}
+    sums = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in kept.items()}
+    sizes = {name: torch.zeros_like(total) for name, total in sums.items()}
+    tokens, labels = global_batch(1)
+    num_labels, num_summands = has_loss(labels).sum(), num_microbatches * dims.dp
+    for index in torch.arange(GLOBAL_BATCH).chunk(num_summands):
+        model.zero_grad()
+        (model(tokens[index], labels[index]) / num_labels).backward()
+        for name, parameter in kept.items():
+            assert parameter.grad is not None
+            sums[name] += parameter.grad
+            sizes[name] += parameter.grad.abs()
+    for name, total in sums.items():
+        assert gradients[name].dtype == torch.float32
+        error = (gradients[name] - total).abs()
+        assert (error <= num_summands * UNIT * sizes[name]).all(), name

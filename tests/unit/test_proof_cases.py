@@ -155,7 +155,8 @@ def test_types_of_the_user_have_one_case_and_others_are_fp32(words, keys, gradie
     assert all(user_types(case.config) == (keys if case in own else []) for case in cases)
     if gradient is not None:
         bounds = bounds_of(own[0])
-        assert bounds.gradient == pytest.approx(gradient, abs=2e-4)
+        assert bounds.gradient + bounds.stored == pytest.approx(gradient, abs=2e-4)
+        assert bounds.stored == (2 * BF16 if keys == ["dtype"] else 0)
         assert bounds.different == (TIES if keys == ["dtype"] else math.inf)
         assert bounds.update_rounding == 2
     assert bounds_of(cases[0]) == BOUNDS["fp32"]

@@ -10,6 +10,7 @@ import torch
 from meshwright.commands.prove.cases import build_case, reference_case
 from meshwright.commands.prove.checked import Checked
 from meshwright.commands.prove.compare import (
+    BF16,
     BOUNDS,
     LATER_GRADIENT,
     TIES,
@@ -197,7 +198,7 @@ def test_a_row_says_within_which_bound_it_is_equal() -> None:
     assert verdict.failures == []
 
 
-STORED = replace(BOUNDS["user types"], different=TIES)
+STORED = replace(BOUNDS["user types"], stored=2 * BF16, different=TIES)
 
 
 @pytest.mark.parametrize(("num_different", "is_named"), [(3, False), (4, True)])
@@ -206,10 +207,34 @@ def test_gradients_in_bf16_differ_at_ties_alone(num_different, is_named) -> None
     shard = ShardComparison((0,), (100,), num_different, 0.0)
     seen = Measurement([2.0], [1.0], shards={key: {"w": shard} for key in COMPARED})
     roundings = {kind: {"w": 0.0} for kind in ("gradients", "updates")}
-    reference = Reference(seen, {"w": (100,)}, NORMS, roundings)
+    reference = Reference(seen, {"w": (100,)}, NORMS, roundings, {"w"})
     failures = compare(reference, [seen], STORED).failures
-    lines = [line for line in failures if line.startswith("gradients: ")]
-    assert lines == ["gradients: 4.0% of their elements differ, bound 3.1%"] * is_named
+    words = "gradients in bfloat16: 4.0% of their elements differ, bound 3.1%"
+    assert failures == ["initial w: differs on rank 0", *[words] * is_named]
+
+
+@pytest.mark.parametrize(("error", "is_wrong"), [(9e-5, False), (1e-3, True)])
+def test_gradients_in_fp32_beside_bf16_weights_differ_by_fp32_sums_alone(error, is_wrong) -> None:
+    """Of "v", of a module in fp32, half of the elements may have another last bit, but their error
+    is bounded as if all were in fp32; one rounding to bf16 is ten times as much. Of "w", in bf16,
+    an error of two roundings is none, and each element counts, however many "v" has."""
+
+    def failures(num_different: int) -> list[str]:
+        shards = {
+            "v": ShardComparison((0,), (1000,), 500, error**2),
+            "w": ShardComparison((0,), (100,), num_different, (2 * BF16) ** 2),
+        }
+        seen = Measurement([2.0], [1.0], shards=dict.fromkeys(COMPARED, shards))
+        norms = {kind: dict.fromkeys(shards, 1.0) for kind in COMPARED}
+        roundings = {kind: dict.fromkeys(shards, 0.0) for kind in ("gradients", "updates")}
+        shapes = {"v": (1000,), "w": (100,)}
+        found = compare(Reference(seen, shapes, norms, roundings, {"w"}), [seen], STORED).failures
+        return [line for line in found if line.startswith("gradient")]
+
+    of_v = [f"gradient of v: relative error {error:.1e}, bound 1.0e-04"] * is_wrong
+    of_w = "gradients in bfloat16: 4.0% of their elements differ, bound 3.1%"
+    assert failures(3) == of_v
+    assert failures(4) == [*of_v, of_w]
 
 
 def test_an_update_in_narrower_types_may_differ_by_twice_its_rounding() -> None:

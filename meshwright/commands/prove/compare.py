@@ -1,7 +1,7 @@
 """From the measurements of all ranks to a verdict."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from meshwright.commands.prove.cases import Case
@@ -36,8 +36,11 @@ class Bounds:
     """Added to `gradient`: times the parameter's own error of rounding, in the reference."""
     update_rounding: float = 0.0
     """Added to `update`, likewise."""
+    stored: float = 0.0
+    """Added to `gradient`, for a parameter that is stored in bf16: its fp32 sum is rounded."""
     different: float = math.inf
-    """Part of the elements of all gradients that may differ at all."""
+    """Part of the elements of the gradients in bf16 that may differ at all. Of the others half may:
+    fp32 sums of another order differ in their last bit."""
 
 
 BF16 = 2.0**-8
@@ -85,8 +88,7 @@ def bounds_of(case: Case) -> Bounds:
         update = 2 * math.sqrt(gradient)
         return replace(bounds, gradient=gradient, grad_norm=gradient, update=update)
     if training.dtype == "bfloat16":
-        gradient = bounds.gradient + 2 * BF16
-        return replace(bounds, gradient=gradient, different=TIES)
+        return replace(bounds, stored=2 * BF16, different=TIES)
     return bounds
 
 
@@ -126,8 +128,8 @@ OTHER_CHOICES, LATER_GRADIENT = "other choices", "later gradient"
 error of a gradient of step `LATER_STEP`."""
 
 GRADIENT_BOUND, DIFFERENT = "gradient's bound", "different"
-"""Keys of the bound on the error that "gradient" is, and of the part of all elements of gradients
-that differ."""
+"""Keys of the bound on the error that "gradient" is, and of the part of the elements of gradients
+in bf16 that differ."""
 
 
 @dataclass(frozen=True)
@@ -142,6 +144,8 @@ class Reference:
     roundings: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     """By kind, "gradients" and "updates", and by name: relative error against one process that has
     wider types, the largest among the layers' parameters of the name."""
+    in_bf16: Collection[str] = ()
+    """Parameters whose gradients are in bf16: those of modules in fp32 are not."""
 
 
 def compare(
@@ -243,18 +247,21 @@ def _compare_gradients(
 ) -> None:
     errors = []
     for error, name in _errors("gradients", reference, ranks):
-        bound = bounds.gradient
+        bound = bounds.gradient + (bounds.stored if name in reference.in_bf16 else 0.0)
         if bounds.rounding:
             bound += bounds.rounding * reference.roundings["gradients"][name]
         if not error <= bound:
             text = f"gradient of {name}: relative error {error:.1e}, bound {bound:.1e}"
             verdict.failures.append(text)
         errors.append((error, bound, name))
-    boxes = [box for rank in ranks for box in rank.shards["gradients"].values()]
-    part = sum(box.num_different for box in boxes) / sum(math.prod(box.shape) for box in boxes)
+    shards = (item for rank in ranks for item in rank.shards["gradients"].items())
+    boxes = [box for name, box in shards if name in reference.in_bf16]
+    num_elements = sum(math.prod(box.shape) for box in boxes)
+    part = sum(box.num_different for box in boxes) / max(num_elements, 1)
     verdict.errors[DIFFERENT] = part
     if not part <= bounds.different:
-        text = f"gradients: {part:.1%} of their elements differ, bound {bounds.different:.1%}"
+        text = f"{part:.1%} of their elements differ, bound {bounds.different:.1%}"
+        text = f"gradients in bfloat16: {text}"
         verdict.failures.append(text)
     worst, bound, name = max(errors, key=lambda one: (math.isnan(one[0]), one[0] / one[1]))
     verdict.errors |= {"gradient": worst, GRADIENT_BOUND: bound, "of": name if worst else ""}
@@ -354,7 +361,7 @@ def _compare_metrics(
     """Compare records. Norms of groups differ by no more than their gradients do; later figures are
     bounded only where nothing but fp32 sums differs."""
     roundings = reference.roundings.get("gradients", {}).values()
-    gradient = bounds.gradient + bounds.rounding * max(roundings, default=0.0)
+    gradient = bounds.gradient + bounds.stored + bounds.rounding * max(roundings, default=0.0)
     is_fp32 = bounds.later_grad_norm <= bounds.grad_norm
     lines = compare_records(
         reference.seen.records,

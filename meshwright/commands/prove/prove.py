@@ -125,7 +125,9 @@ def _record(run: Run, case: Case, file: Path, exact: Path | None = None) -> tupl
             errors[name] = difference / (norms[kind][name] or 1)
         roundings[kind] = _largest_of_layers(errors)
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors["weights"].items()}
-    return Reference(seen, shapes, norms, roundings), file
+    gradients = tensors["gradients"].items()
+    in_bf16 = {name for name, gradient in gradients if gradient.dtype == torch.bfloat16}
+    return Reference(seen, shapes, norms, roundings, in_bf16), file
 
 
 def _largest_of_layers(errors: Mapping[str, float]) -> dict[str, float]:
