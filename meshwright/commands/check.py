@@ -34,8 +34,6 @@ def run(given: Namespace) -> None:
     """
     ranks = count_ranks(given, start_here=False)
     plan = check_job(given, ranks)
-    if not plan.config.checkpoint.last_save_in_hf and (why := _export_fault(plan)):
-        logger.warning("an export would be rejected without --without-tokenizer: %s", why)
     parameters = f"{plan.model_args.table.num_params:,} parameters"
     can_run = f"{given.config} can run: {parameters}, {numbered(ranks.total, 'rank')}"
     if plan.resume_step and resume_diff(plan).is_done:
@@ -48,6 +46,9 @@ def run(given: Namespace) -> None:
         steps = f"{numbered(num_steps, 'step')} of {config.tokens_per_step:,} tokens{after}"
         ends = f", stage {stage.stage} to step {config.training.steps:,}" * (len(plan.stages) > 1)
         print(f"{can_run}, {steps}{ends}")
+    # last, since its libraries take a fifth of a second to import
+    if not plan.config.checkpoint.last_save_in_hf and (why := _export_fault(plan)):
+        logger.warning("an export would be rejected without --without-tokenizer: %s", why)
 
 
 def check_job(given: Namespace, ranks: Ranks) -> Plan:

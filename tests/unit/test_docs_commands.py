@@ -23,7 +23,21 @@ HEADS = [*sorted((ROOT / "train_configs").glob("*.toml")), *sorted(ROOT.glob("ex
 HEADS += [ROOT / "multinode_trainer.slurm", ROOT / "run_llama_train.sh"]
 OURS = r"meshwright(?= )|\./run_\w+\.sh|python(?= )|sbatch(?= )|scripts/\w+"
 OTHERS = {
-    *("aws", "cat", "cd", "cp", "eval", "flock", "git", "grep", "gsutil", "head", "hf", "mkdir"),
+    *(
+        "apt-get",
+        "aws",
+        "cat",
+        "cd",
+        "cp",
+        "eval",
+        "flock",
+        "git",
+        "grep",
+        "gsutil",
+        "head",
+        "hf",
+        "mkdir",
+    ),
     *("make", "mkdocs", "nohup", "pip", "pkill", "pre-commit", "python3", "rclone", "source"),
     *("less", "sort", "tail", "tensorboard", "touch"),
 }

@@ -202,6 +202,7 @@ def test_compiled_rows_are_rounded_as_eager_ones(monkeypatch, backend, recipe, k
         model,
         SimpleNamespace(world=alone, tp=alone, cp=alone, ep=None),
         JobConfig(
+            training=Training(mixed_precision_param="bfloat16"),
             compile=Compile(enable=True, backend=backend),
             activation_checkpoint=ActivationCheckpoint(mode="none"),
             float8=options,

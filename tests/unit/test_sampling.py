@@ -25,6 +25,7 @@ class _Words:
     """Puts spaces between tokens, as sentencepiece does: parts of a text do not join to it."""
 
     bos_id, eos_id = 0, EOS
+    before, after = [0], [EOS]
     special_ids, special_names = {"<end>": 7}, {"eos_token": "<end>"}  # of a chat
     words = ("<s>", "one", "two", "three")
 
