@@ -84,7 +84,8 @@ def from_alpaca(row: Mapping[str, Any]) -> Conversation:
     history = row.get("history") or []
     if not isinstance(history, list) or not all(map(_is_pair, history)):
         raise ValueError(f"its 'history' is {shortened(history)}, not a list of pairs of texts")
-    instruction, given = _text(row, "instruction"), row.get("input") or ""
+    instruction = _text(row, "instruction")
+    given = "" if row.get("input") is None else _text(row, "input")
     prompt = f"{instruction}\n\n{given}" if given else instruction
     pairs = [*history, (prompt, _text(row, "output"))]
     roles = "user", "assistant"
@@ -97,22 +98,43 @@ def from_sharegpt(row: Mapping[str, Any]) -> Conversation:
     The value of a function_call is JSON: {name, arguments}, or a list of such."""
     turns = []
     for turn in _tables(row, "conversations"):
-        if (speaker := turn.get("from")) not in ROLES:
+        speaker = turn.get("from")
+        if speaker is None and "role" in turn:
+            fix = 'set dataset_format = "" and dataset_column = "conversations"'
+            raise ValueError(
+                f"its turns are of {{role, content}}, not of {{from, value}}{FIX}{fix}"
+            )
+        if not isinstance(speaker, str) or speaker not in ROLES:
             raise ValueError(f"from is {speaker!r}, not one of {', '.join(ROLES)}")
         value, rest = _text(turn, "value"), {k: turn[k] for k in turn if k not in ("from", "value")}
+        if twice := rest.keys() & {"role", "content"}:
+            raise ValueError(f"a turn has {min(twice)!r} beside from and value")
         content: Message = {"content": value}
         if speaker == "function_call":
-            calls = _from_json("a function_call", value)
-            calls = calls if isinstance(calls, list) else [calls]
-            functions = [{"type": "function", "function": call} for call in calls]
+            functions = [{"type": "function", "function": call} for call in _calls(value)]
             content = {"content": "", "tool_calls": functions}
         turns.append({"role": ROLES[speaker], **content, **rest})
     return _with_columns(row, turns)
 
 
+def _calls(text: str) -> list[dict[str, Any]]:
+    """Return the calls that the value of a function_call holds."""
+    calls = _from_json("a function_call", text)
+    calls = calls if isinstance(calls, list) else [calls]
+    are_calls = is_list_of_tables(calls) and all(isinstance(c.get("name"), str) for c in calls)
+    if not calls or not are_calls:
+        raise ValueError(f"a function_call is {shortened(text)}, not {{name, arguments}}")
+    return calls
+
+
 def from_messages(row: Mapping[str, Any], column: str = "messages") -> Conversation:
     """`messages`: a list of {role, content}, as chat interfaces have them."""
-    return _with_columns(row, _tables(row, column))
+    turns = _tables(row, column)
+    if any("from" in turn and "role" not in turn for turn in turns):
+        rename = "" if column == "conversations" else "rename the column to conversations, and "
+        rule = f"its {column!r} has turns of {{from, value}}, not of {{role, content}}"
+        raise ValueError(f'{rule}{FIX}{rename}set dataset_format = "sharegpt"')
+    return _with_columns(row, turns)
 
 
 @dataclass(frozen=True)
@@ -169,8 +191,8 @@ def as_document(value: object, words: str, code: str = "") -> Document:
     if isinstance(value, dict) and "messages" in value:
         if others := [key for key in value if key not in ("messages", "tools", OPTIONS)]:
             raise ValueError(f"a conversation has no {others[0]!r}")
-        return from_messages(value)
-    if _is_list_of_tables(value):
+        return _with_columns(value, _tables(value, "messages"))
+    if is_list_of_tables(value):
         return Conversation(value)
     found = "null" if value is None else shortened(value)
     what = f"{words} {found}, which is neither text nor a list of {{role, content}}"
@@ -205,7 +227,7 @@ def _with_columns(row: Mapping[str, Any], turns: list[Message]) -> Conversation:
     tools, options = row.get("tools") or None, row.get(OPTIONS) or {}
     if isinstance(tools, str):
         tools = _from_json("its 'tools'", tools) or None
-    if tools is not None and not _is_list_of_tables(tools):
+    if tools is not None and not is_list_of_tables(tools):
         raise ValueError(f"its 'tools' is {shortened(tools)}, not a list of tables, or its JSON")
     if not isinstance(options, dict):
         raise ValueError(f"its {OPTIONS!r} is {shortened(options)}, not a table")
@@ -214,8 +236,7 @@ def _with_columns(row: Mapping[str, Any], turns: list[Message]) -> Conversation:
 
 def _check_message(message: Message, words: str) -> None:
     if not isinstance(role := message.get("role"), str):
-        fix = f'{FIX}set dataset_format = "sharegpt"' if "from" in message else ""
-        raise ValueError(f"{words}: its role is {shortened(role)}, not a text{fix}")
+        raise ValueError(f"{words}: its role is {shortened(role)}, not a text")
     words = f"{words} ({role})"
     content = message.get("content")
     if isinstance(content, list):
@@ -245,12 +266,17 @@ def _text(row: Mapping[str, Any], key: str) -> str:
 
 
 def _tables(row: Mapping[str, Any], key: str) -> list[Message]:
-    if not _is_list_of_tables(turns := row.get(key)):
+    if is_list_of_tables(turns := row.get(key)):
+        return turns
+    if turns is None:
         raise ValueError(f"its {key!r} is no list of tables; it has {', '.join(row)}")
-    return turns
+    fix = f"{FIX}give dataset_format a function of yours that returns json.loads(row[{key!r}])"
+    fix = fix if isinstance(turns, str) else ""
+    raise ValueError(f"its {key!r} is {shortened(turns)}, not a list of tables{fix}")
 
 
-def _is_list_of_tables(value: object) -> TypeGuard[list[dict[str, Any]]]:
+def is_list_of_tables(value: object) -> TypeGuard[list[dict[str, Any]]]:
+    """Return whether a value is what a conversation is in a row."""
     return isinstance(value, list) and all(isinstance(item, dict) for item in value)
 
 

@@ -22,6 +22,7 @@ from meshwright.datasets.conversations import (
     Document,
     as_document,
     from_messages,
+    is_list_of_tables,
     unused_columns,
     without_nulls,
 )
@@ -177,11 +178,13 @@ class RowReader:
         column = self._column
         if column not in row:
             raise ValueError(f"no column {column!r}, but {', '.join(row) or 'none'}")
+        if is_list_of_tables(row[column]):
+            unused_columns(row, {*BESIDE, column})
+            return from_messages(row, column)
         document = as_document(row[column], f"{column!r} holds", f"row[{column!r}]")
-        if isinstance(document, str):
-            return document
-        unused_columns(row, {*BESIDE, column})
-        return from_messages(row, column)
+        if isinstance(document, Conversation):
+            unused_columns(row, {column})
+        return document
 
     def _call(self, row: Row) -> object:
         assert self._function is not None

@@ -22,6 +22,9 @@ class Unreadable:
     def __str__(self) -> str:
         raise ValueError(f"a column {self.reason}")
 
+    __repr__ = __str__
+    """The text of a whole row would have it."""
+
 
 class TableRow(Row):
     """A row of a table. To ask it for a value that cannot be read is a `ValueError`."""
@@ -48,11 +51,10 @@ def asked_for(
     """
     if columns is None:
         return None, {}
-    import pyarrow.types as of  # here: most files need it not, and it takes long
+    from pyarrow.types import is_struct  # here: most files need it not, and it takes long
 
     kinds = [schema.types[number] for number in schema.get_all_field_indices(columns[0])]
-    lists = [kind for kind in kinds if of.is_list(kind) or of.is_large_list(kind)]
-    is_conversation = any(of.is_struct(kind.value_type) for kind in lists)
+    is_conversation = any(is_struct(getattr(kind, "value_type", kind)) for kind in kinds)
     wanted = {*columns, *(beside if is_conversation else ())}
     others = [name for name in schema.names if name not in wanted]
     found = dict.fromkeys(name for name in schema.names if name in wanted)

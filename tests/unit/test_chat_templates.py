@@ -246,6 +246,15 @@ def test_what_the_template_drops_is_a_bad_record(folder: Path, key: str, value: 
     assert ChatTemplate(build_tokenizer(str(folder)), plain).encode(empty)
 
 
+def test_of_two_different_thoughts_none_is_dropped(folder: Path) -> None:
+    chat = ChatTemplate(build_tokenizer(str(folder)), "{{ messages[0].thinking }}" + BLOCKS)
+    with pytest.raises(RecordError, match="different reasoning_content and thinking"):
+        chat.encode([assistant("a", thinking="b", reasoning_content="c")])
+    for others in ({"reasoning_content": "b"}, {"reasoning_content": ""}, {"reasoning": "b"}):
+        ids, _ = chat.encode([assistant("a", thinking="b", **others)])
+        assert build_tokenizer(str(folder)).decode(ids).startswith("b")
+
+
 def test_tools_that_the_template_drops_are_a_bad_record(folder: Path) -> None:
     chat = ChatTemplate(build_tokenizer(str(folder)), CHATML)
     with pytest.raises(RecordError, match="has tools, which the chat template does not write"):

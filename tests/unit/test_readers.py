@@ -218,6 +218,9 @@ def test_a_table_with_a_text_that_is_not_utf8(tmp_path: Path) -> None:
     assert [found[0], found[2]] == [{"text": "a"}, {"text": "c"}]
     with pytest.raises(ValueError, match="its 'text' is damaged text: Invalid UTF8 sequence"):
         found[1]["text"]
+    for text_of in (str, repr, lambda row: f"{[*row.values()]}"):  # of a whole row
+        with pytest.raises(ValueError, match="a column is damaged text"):
+            text_of(found[1])
 
 
 PEAK = """

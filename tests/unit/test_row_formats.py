@@ -145,16 +145,35 @@ def test_any_other_column_that_is_not_used_is_counted(name: str) -> None:
     [
         ("alpaca", {"instruction": "hello"}, "its 'output' is None, not a text"),
         ("alpaca", ALPACA | {"history": ["a"]}, "its 'history' is ['a'], not a list of pairs"),
+        ("alpaca", ALPACA | {"input": ["a"]}, "its 'input' is ['a'], not a text"),
+        ("alpaca", ALPACA | {"input": 0}, "its 'input' is 0, not a text"),
+        ("sharegpt", {"conversations": [{"from": ["human"], "value": ""}]}, "from is ['human']"),
+        ("sharegpt", {"conversations": [SHARED[0] | {"content": "x"}]},
+         "a turn has 'content' beside from and value"),
+        ("sharegpt", {"conversations": HELLO}, "its turns are of {role, content}, not of {from, "
+         "value} (training.dataset_format = 'sharegpt')\n  fix: set dataset_format = \"\" and "
+         "dataset_column = \"conversations\""),
         ("sharegpt", {"conversations": [{"from": "bot", "value": ""}]}, "from is 'bot', not one"),
         ("sharegpt", {"messages": []}, "'conversations' is no list of tables; it has messages"),
         ("sharegpt", {"conversations": [{"from": "function_call", "value": "add(1)"}]},
          "a function_call is 'add(1)', not JSON"),
+        *(("sharegpt", {"conversations": [{"from": "function_call", "value": value}]},
+           f"a function_call is {value!r}, not {{name, arguments}}")
+          for value in ("3", "[]", "[3]", '{"arguments": {}}')),
         ("messages", {"messages": HELLO, "tools": "add"}, "its 'tools' is 'add', not JSON"),
         ("messages", {"messages": HELLO, "tools": ["add"]}, "its 'tools' is ['add'], not a list"),
         ("messages", {"messages": HELLO, "system": 3}, "its 'system' is 3, not a text"),
         ("messages", {"messages": [SYSTEM, *HELLO], "system": "no"},
          "has a column 'system' and another first message of that role"),
         ("messages", {"messages": []}, "the conversation has no message"),
+        ("messages", {"messages": "[]"}, "its 'messages' is '[]', not a list of tables "
+         "(training.dataset_format = 'messages')\n  fix: give dataset_format a function of yours "
+         "that returns json.loads(row['messages'])"),
+        ("messages", {"messages": SHARED}, "its 'messages' has turns of {from, value}, not of "
+         "{role, content} (training.dataset_format = 'messages')\n  fix: rename the column to "
+         'conversations, and set dataset_format = "sharegpt"'),
+        ("messages", {"messages": [{"role": None}]}, "message 1: its role is None, not a text"),
+        ("text", {"text": {"messages": HELLO}, "system": "x"}, "has a column 'system'"),
         ("messages", {"messages": [{"role": "user", "content": None}]},
          "message 1 (user) has neither content nor tool_calls"),
         ("messages", {"messages": [HELLO[0], {"role": "assistant", "content": {"a": 1}}]},
@@ -168,8 +187,9 @@ def test_any_other_column_that_is_not_used_is_counted(name: str) -> None:
         ("messages", {"messages": [HELLO[0], HELLO[1] | {"train": False}]},
          "message 2 (assistant): its 'train' is not heeded (training.dataset_format = 'messages')"
          "\n  fix: write \"weight\": 0 or 1 instead of 'train'"),
-        ("text", {"text": SHARED}, "message 1: its role is None, not a text "
-         "(training.dataset_column = 'text')\n  fix: set dataset_format = \"sharegpt\""),
+        ("text", {"text": SHARED}, "its 'text' has turns of {from, value}, not of {role, content} "
+         "(training.dataset_column = 'text')\n  fix: rename the column to conversations, and set "
+         'dataset_format = "sharegpt"'),
         ("text", {"text": b"hello"}, "'text' holds b'hello', which is neither text nor a list of "
          "{role, content} (training.dataset_column = 'text')\n  fix: give dataset_format a "
          "function of yours that returns row['text'].decode()"),
@@ -194,6 +214,15 @@ def test_a_function_may_give_messages_with_tools(tmp_path: Path) -> None:
     assert "a conversation has no 'tool'" in str(to_item({"it": whole | {"tool": 1}}, ""))
 
 
+def test_the_fix_for_turns_of_another_format_works() -> None:
+    row = {"conversations": HELLO}
+    assert isinstance(read("sharegpt", row), RecordError)
+    assert read("conversations", row) == Conversation(HELLO)
+    fix = str(read("conversations", {"conversations": SHARED})).partition(FIX)[2]
+    assert fix == 'set dataset_format = "sharegpt"'
+    assert read("text", {"text": {"messages": HELLO}}) == Conversation(HELLO)
+
+
 @pytest.mark.parametrize("key", ["dataset_format", "dataset_column"])
 def test_a_table_gives_what_its_json_lines_give(tmp_path: Path, key: str) -> None:
     """But for nulls, which a table has wherever another row has a key: in calls, for example."""
@@ -203,18 +232,17 @@ def test_a_table_gives_what_its_json_lines_give(tmp_path: Path, key: str) -> Non
         {"messages": [HELLO[0], HELLO[1] | {"weight": 0, "tool_calls": [
             {"function": {"name": "g", "arguments": {"y": "z"}}}]}]},
     ]  # fmt: skip
-    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    table = pyarrow.Table.from_pylist(rows)
+    parquet.write_table(table, tmp_path / "a.parquet")
+    pairs = pyarrow.list_(table.schema.field("messages").type.value_type, 2)
+    table = table.set_column(0, "messages", table["messages"].cast(pairs))
+    parquet.write_table(table, tmp_path / "pairs.parquet")
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    of_kinds = []
-    for kind, name in (("json", "a.jsonl"), ("parquet", "a.parquet")):
+    for kind, name in (("json", "a.jsonl"), ("parquet", "a.parquet"), ("parquet", "pairs.parquet")):
         source = entry(dataset=kind, **{key: "messages"})
         documents = LocalDocuments(source, [stat(str(tmp_path / name))])
-        of_kinds.append(list(documents.read(0, 1)))
-    assert (
-        of_kinds[0]
-        == of_kinds[1]
-        == [Conversation(row["messages"], row.get("tools")) for row in rows]
-    )
+        found = list(documents.read(0, 1))
+        assert found == [Conversation(row["messages"], row.get("tools")) for row in rows]
 
 
 def test_explicit_nulls_of_json_lines_stay() -> None:

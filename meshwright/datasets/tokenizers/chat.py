@@ -342,10 +342,13 @@ def _as_template_reads(message: Mapping[str, Any]) -> dict[str, Any]:
     """Return a message as `apply_chat_template` hands it on: keys without a value are absent, and
     thoughts have every name."""
     there = {key: value for key, value in message.items() if value is not None}
-    thoughts = next((there[name] for name in REASONING if name in there), None)
-    if thoughts is None:
+    named = {name: there[name] for name in REASONING if there.get(name)}
+    if not named:
         return there
-    return {"thinking": thoughts, **there, "reasoning_content": thoughts}
+    first, *others = named.values()
+    if any(other != first for other in others):
+        raise ValueError(f"has a message with different {' and '.join(named)}")
+    return there | {"thinking": first, "reasoning_content": first}
 
 
 def _text_of(message: Mapping[str, Any]) -> str:
