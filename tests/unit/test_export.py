@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.util
 import json
+import re
 import shutil
 from pathlib import Path
 from unittest.mock import Mock
@@ -10,6 +11,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from sentencepiece.sentencepiece_model_pb2 import ModelProto
+from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 from meshwright.checkpoint.conversion import export as exporting
@@ -297,6 +299,21 @@ def _check_for_other_loaders(folder: Path, kind: str) -> None:
     model = json.loads((folder / "tokenizer.json").read_text())["model"]
     assert model["type"] == ("Unigram" if kind == "unigram" else "BPE")
     assert max(AutoTokenizer.from_pretrained(folder).get_vocab().values()) < config["vocab_size"]
+
+
+def test_a_tokenizer_without_an_unknown_token_is_exported(tmp_path: Path, capsys) -> None:
+    """Texts with other words are bad records in training, and aren't compared."""
+    (folder := tmp_path / "tokenizer").mkdir()
+    words = Tokenizer(models.WordLevel({"a": 0, "b": 1, "</s>": 2}, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    words.add_special_tokens(["</s>"])
+    words.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "<nope>"}')
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    export([str(_save_with(str(folder), tmp_path)), str(tmp_path / "out")])
+    assert re.search(r"compared [1-9]\d* ids of transformers", capsys.readouterr().out)
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert (theirs("b a").input_ids, theirs.eos_token_id) == ([1, 0], 2)
 
 
 def test_a_tokenizer_of_llama_2s_class_is_exported_as_it_stands(tmp_path: Path) -> None:

@@ -140,6 +140,20 @@ def test_all_tokens_of_a_template_stand_around_a_document(tmp_path: Path) -> Non
     assert build_tokenizer(str(file)).before == [12]
 
 
+def test_an_id_around_a_document_that_no_token_has_is_rejected(tmp_path: Path) -> None:
+    step = {"type": "RobertaProcessing", "sep": ["</s>", 10], "cls": ["<s>", 99]}
+    step |= {"trim_offsets": True, "add_prefix_space": False}
+    with pytest.raises(ConfigError, match="post-processor adds the id 99, which no token has"):
+        build_tokenizer(str(letters_json(tmp_path / "t.json", post_processor=step)))
+
+
+def test_a_name_beside_the_file_that_no_token_has_is_not_taken(tmp_path: Path) -> None:
+    names = {"eos_token": "<nope>", "bos_token": None, "pad_token": "<pad>", "sep_token": "a"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(names))
+    ours = build_tokenizer(str(letters_json(tmp_path / "tokenizer.json")))
+    assert ours.special_names == {"eos_token": "</s>", "sep_token": "a"}
+
+
 def test_of_several_known_ends_the_named_one_is_taken(tmp_path: Path) -> None:
     file = letters_json(tmp_path / "tokenizer.json")
     tokenizer = Tokenizer.from_file(str(file))

@@ -22,7 +22,8 @@ from tokenizers import (
 from transformers import PreTrainedTokenizerFast
 
 from meshwright.config.section import BYTES
-from meshwright.datasets.tokenizers.kinds import build_tokenizer, end_of_chat
+from meshwright.datasets.tokenizers.chat import ChatTemplate
+from meshwright.datasets.tokenizers.kinds import build_tokenizer, end_of_chat, prompt_tokens
 from meshwright.datasets.tokenizers.special_tokens import Ends
 from meshwright.system.errors import ConfigError, RecordError
 from tests.helpers.tokenizer_files import (
@@ -147,6 +148,18 @@ def test_a_word_without_a_piece_and_without_an_unknown_token_is_a_bad_record(tmp
 def with_settings(folder: Path, **settings: object) -> Any:
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     return build_tokenizer(str(folder))
+
+
+def test_a_conversation_or_a_prompt_without_a_piece_is_an_error_of_its_own(tmp_path) -> None:
+    words = Tokenizer(models.WordLevel({"a": 0, "</s>": 1}, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    words.save(str(tmp_path / "tokenizer.json"))
+    ours = build_tokenizer(str(tmp_path))
+    chat = ChatTemplate(ours, "{% for m in messages %}{{ m.content }} {% endfor %}")
+    with pytest.raises(RecordError, match=r"a.jsonl:7: the conversation .* fails on a text that"):
+        chat.encode([{"role": "assistant", "content": "other"}], "a.jsonl:7")
+    with pytest.raises(RecordError, match="fails on a text that begins with 'other'"):
+        prompt_tokens(ours, "other")
 
 
 def test_tokens_around_a_document_do_not_depend_on_files_beside(tmp_path: Path) -> None:

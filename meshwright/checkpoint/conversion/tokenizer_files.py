@@ -94,8 +94,7 @@ def _settings(tokenizer: Tokenizer, was: dict[str, Any], seq_len: int) -> dict[s
         if isinstance(listed := was.get(key), list):
             contents = (one.get("content") if isinstance(one, dict) else one for one in listed)
             kept[key] = [token for token in contents if token and has_token(token)]
-    # transformers would add a token that the vocabulary lacks, with an id that the model lacks
-    names = {name: token for name, token in tokenizer.special_names.items() if has_token(token)}
+    names = {**tokenizer.special_names}
     if "eos_token" in names:
         names.setdefault("pad_token", names["eos_token"])
     if len(tokenizer.before) <= 1:  # transformers builds a template of BOS alone from it

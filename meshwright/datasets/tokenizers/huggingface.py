@@ -68,7 +68,10 @@ class HuggingFaceTokenizer:
         self.fingerprint = hashlib.sha256(known).hexdigest()[:16]
         self.before, self.after = json_file.around_document(raw)
         self._tokenizer.post_processor = None  # it adds tokens, or trims white space from places
-        self.vocab_size: int = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+        ids = {*self._tokenizer.get_vocab(with_added_tokens=True).values()}
+        if unknown := {*self.before, *self.after} - ids:
+            raise ValueError(f"its post-processor adds the id {min(unknown)}, which no token has")
+        self.vocab_size: int = max(ids) + 1
         names, by_config = special_names(path), "model.bos_token or model.eos_token names"
         if ends.bos is not None:
             self.before = self._ids_of(ends.bos, by_config)
@@ -79,6 +82,8 @@ class HuggingFaceTokenizer:
         self.before = [token_id for token_id in self.before if token_id not in self.after]
         self.bos_id = self.before[0] if self.before else None
         self.eos_id = self.after[-1] if self.after else None
+        # others would add a token that the vocabulary lacks, with an id that the model lacks
+        names = {name: it for name, it in names.items() if it is None or self.has_token(it)}
         for name, token_id in (("bos_token", self.bos_id), ("eos_token", self.eos_id)):
             if token_id is not None:
                 names.setdefault(name, self._make_special(token_id))
@@ -195,9 +200,13 @@ class HuggingFaceTokenizer:
         Raises:
             ValueError: if there are walls, and the tokenizer looks for special tokens when they
                 have fallen out.
+            RecordError: if the model has no pieces for it and no unknown token.
         """
         parser = self._walled_parser if has_walls and WALL in text else self._parser
-        encoding = parser.encode(text, add_special_tokens=False)
+        try:
+            encoding = parser.encode(text, add_special_tokens=False)
+        except Exception as error:  # the library raises bare ones
+            raise _cannot_encode(text, error) from error
         return encoding.ids, encoding.offsets
 
     @cached_property
@@ -235,11 +244,15 @@ def _encode(tokenizer: tokenizers.Tokenizer, text: str) -> list[int]:
     try:
         # a batch of one: without the places of the tokens, which take a fifth of `encode`'s time
         [encoding] = tokenizer.encode_batch_fast([text], add_special_tokens=False)
-    except Exception as error:  # the library raises bare ones
-        what = f"fails on a text that begins with {text[:40]!r}: {first_line(error)}"
-        raise RecordError(PATH_KEY, f"{PATH_KEY}: the tokenizer {what}") from error
+    except Exception as error:  # as above
+        raise _cannot_encode(text, error) from error
     ids: list[int] = encoding.ids
     return ids
+
+
+def _cannot_encode(text: str, error: Exception) -> RecordError:
+    what = f"fails on a text that begins with {text[:40]!r}: {first_line(error)}"
+    return RecordError(PATH_KEY, f"{PATH_KEY}: the tokenizer {what}")
 
 
 def _unknown_of(model: dict[str, Any]) -> str | None:
