@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -11,6 +12,7 @@ from meshwright.launch.watch import verdict
 from meshwright.metrics.sinks import HISTORY
 from meshwright.system.errors import ConfigError
 from meshwright.system.slurm import check_tasks, job_name, node_names, warn_of_usr1
+from tests.helpers.cli import command
 from tests.unit.test_hang import SAME
 
 TWO_TASKS = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "2", "SLURM_JOB_NUM_NODES": "2"}
@@ -105,3 +107,17 @@ def test_a_rank_of_plain_torchrun_says_that_usr1_would_end_it(caplog) -> None:
     assert not caplog.text
     warn_of_usr1(env)
     assert f"fix: torchrun --signals-to-handle {HANDLED},SIGUSR1" in caplog.text
+
+
+def test_nnodes_1_leaves_the_other_nodes_of_a_job_idle(monkeypatch) -> None:
+    """The option, or the variable."""
+    monkeypatch.setenv("SLURM_JOB_NUM_NODES", "2")
+    monkeypatch.setattr("meshwright.commands.train.check_job", Mock(side_effect=InterruptedError))
+    words = ["debug_model", "--ngpu", "1"]
+    with pytest.raises(ConfigError, match="this Slurm job has 2 nodes"):
+        command("train")(words)
+    with pytest.raises(InterruptedError):
+        command("train")([*words, "--nnodes", "1"])
+    monkeypatch.setenv("NNODES", "1")
+    with pytest.raises(InterruptedError):
+        command("train")(words)
