@@ -5,12 +5,14 @@ import math
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
 from meshwright.commands.prove import plain_decoder, reference
 from meshwright.commands.prove.checked import Checked
+from meshwright.commands.prove.plain_batch import read_batch
 from meshwright.commands.prove.plain_decoder import (
     FORMS,
     UNCOUNTED,
@@ -23,7 +25,8 @@ from meshwright.commands.prove.plain_optimizer import PlainMuon, optimizers, sch
 from meshwright.config.job_config import Average, JobConfig
 from meshwright.config.loader import load_config
 from meshwright.config.optimizer import Muon, Optimizer, ParameterGroup
-from meshwright.config.training import BadSteps, Experts, LRScheduler
+from meshwright.config.training import BadSteps, Experts, LRScheduler, Training
+from meshwright.datasets.samples import Sample
 from meshwright.models.args import DecoderArgs
 from meshwright.models.decoder import Decoder, Routing
 from meshwright.models.families import FAMILIES, MODELS
@@ -271,3 +274,14 @@ def test_a_model_of_the_users_own_is_not_checked(monkeypatch) -> None:
     assert checked.verdict == "not checked"
     assert checked.row.startswith('not checked; not checked: the model "mine" is not one of llama')
     assert math.isclose(checked.errors["learning rate"], 0.0)
+
+
+@pytest.mark.parametrize("mask_documents", [False, True])
+def test_a_plain_batch_knows_padding_and_where_documents_begin(mask_documents: bool) -> None:
+    sample = Sample(np.arange(1, 10, dtype=np.uint32), lengths=[4, 3, 2], padding=2)
+    batch = read_batch([sample], Training(mask_documents=mask_documents))
+    assert batch.is_token.tolist() == [[True] * 7 + [False]]
+    labels = [2, 3, 4, 5, 6, 7, 8, 9]
+    if mask_documents:
+        labels[3] = labels[6] = plain_decoder.UNCOUNTED
+    assert batch.labels.tolist() == [labels]

@@ -7,7 +7,13 @@ import pytest
 from meshwright.commands.prove.cases import Case, can_run, default_cases, reference_case
 from meshwright.commands.prove.compare import BF16, BOUNDS, TIES, bounds_of
 from meshwright.commands.prove.shrink import GLOBAL_BATCH, shrink
-from meshwright.commands.prove.user_options import own_options, reduction_choices, user_types
+from meshwright.commands.prove.user_options import (
+    SCHEDULE,
+    for_mesh,
+    own_options,
+    reduction_choices,
+    user_types,
+)
 from meshwright.config.job_config import JobConfig, changed
 from meshwright.config.loader import load_config
 from meshwright.train.preflight import preflight
@@ -170,3 +176,9 @@ def test_a_step_of_one_process_adds_up_in_fp32_whatever_the_reduction() -> None:
     reference = reference_case(small, "user types").config.training
     assert reference.mixed_precision_reduce == "float32"
     assert (reference.local_batch_size, reference.global_batch_size) == (1, GLOBAL_BATCH)
+
+
+def test_only_a_mesh_with_a_pipeline_takes_the_schedule() -> None:
+    options = own_options(load_config(["debug_model", "--parallelism.pipeline_parallel_degree=2"]))
+    assert SCHEDULE in for_mesh(options, {"pp", "tp"})["parallelism"]
+    assert SCHEDULE not in for_mesh(options, {"tp"})["parallelism"]
