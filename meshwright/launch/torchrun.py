@@ -34,6 +34,7 @@ from meshwright.system.errors import (
     EXIT_HANG,
     EXIT_INTERRUPTED,
     EXIT_STOPPED,
+    FIX,
     LOST_PEER,
     ConfigError,
     RankEnd,
@@ -74,7 +75,7 @@ SILENT_S = 60.0
 """Seconds after which a program that has the port of the rendezvous, and says nothing, ends the
 job."""
 
-FIX = "\n  fix: choose another port, the same on all machines"
+OTHER_PORT = f"{FIX}choose another port, the same on all machines"
 
 
 def launch() -> None:
@@ -151,7 +152,9 @@ def _announce_wait(args: argparse.Namespace, folder: Path) -> None:
                 heard_at = heard_at if meeting is not None and meeting.is_silent else now
                 # torchrun itself would wait for ever
                 if now - heard_at > SILENT_S and not _has_ranks(folder):
-                    print_error(f"RDZV_ENDPOINT = {args.rdzv_endpoint!r}: {OTHER_PROGRAM}{FIX}")
+                    print_error(
+                        f"RDZV_ENDPOINT = {args.rdzv_endpoint!r}: {OTHER_PROGRAM}{OTHER_PORT}"
+                    )
                     _leave(folder, EXIT_CONFIG)
                 if (waited_s := now - begun) >= due_s:
                     due_s += SPEAK_EVERY_S

@@ -270,10 +270,9 @@ class DecoderSpec:
     def tied_std(self) -> float:
         """Standard deviation of the initial values of an embedding that is the output as well.
 
-        At most as large as if the two were untied, and so small that no token predicts itself. If
-        blocks add little to a token's vector, the last norm scales it to length sqrt(D), and its
-        product with its own row is D std. A logit of at most ln(1 + 0.3 V) among V adds at most
-        ln 1.3 = 0.26 to the first loss.
+        So small that no token predicts itself: if blocks add little to a token's vector, the last
+        norm scales it to length sqrt(D), and its product with its own row is D std. A logit of at
+        most ln(1 + 0.3 V) among V adds at most ln 1.3 = 0.26 to the first loss.
         """
         return min(self.std, self.output_std, math.log1p(0.3 * self.vocab_size) / self.dim)
 
@@ -328,18 +327,15 @@ class DecoderSpec:
         return names
 
     def linear_layers(self, tp: int = 1) -> dict[str, tuple[int, int]]:
-        """(out, in) of the weights of linear layers in blocks, by name of the layer.
-
-        Args:
-            tp: ranks that tensor parallelism cuts each into.
-        """
+        """(out, in) of the weights of linear layers in blocks, by name of the layer; of one of `tp`
+        tensor-parallel ranks."""
         found: dict[str, tuple[int, int]] = {}
         for name, parameter in self.parameters.items():
             if parameter.layout in ("colwise", "rowwise"):
                 rows, columns = parameter.shape
                 is_colwise = parameter.layout == "colwise"
-                cut = (rows // tp, columns) if is_colwise else (rows, columns // tp)
-                found[name.removesuffix(".weight")] = cut
+                part = (rows // tp, columns) if is_colwise else (rows, columns // tp)
+                found[name.removesuffix(".weight")] = part
         return found
 
     @property
@@ -387,12 +383,10 @@ class DecoderSpec:
         """Floating point operations of forward and backward, per token of a sequence of `seq_len`.
 
         Matrix products only, a multiply-add as two: 6 per parameter in one (2 forward, 4 backward),
-        and attention's two products of queries with keys and weights with values, counted as if not
-        causal. That is the convention of PaLM (Chowdhery et al. 2022, arXiv:2204.02311, appendix B)
-        and of torchtitan; recomputation by activation checkpointing does not count.
-
-        Args:
-            is_causal: count half of the pairs of queries and keys, as kernels compute them.
+        and attention's two products of queries with keys and weights with values: of all pairs, or
+        with `is_causal` of the half that kernels compute. All pairs are the convention of PaLM
+        (Chowdhery et al. 2022, arXiv:2204.02311, appendix B) and of torchtitan; recomputation by
+        activation checkpointing does not count.
         """
         multiplied = sum(p.numel * p.token_share for p in self.parameters.values())
         of_pair = sum(12 * one.attention.n_heads * one.attention.head_dim for one in self.layers)

@@ -150,8 +150,12 @@ def find_ops(names: Sequence[str]) -> list[Operator]:
 
 
 DROPOUTS = (
-    *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d),
-    *(nn.AlphaDropout, nn.FeatureAlphaDropout),
+    nn.Dropout,
+    nn.Dropout1d,
+    nn.Dropout2d,
+    nn.Dropout3d,
+    nn.AlphaDropout,
+    nn.FeatureAlphaDropout,
 )
 """Modules that draw random numbers, if their `p` is above 0. No family has them; a user's part
 may."""

@@ -92,10 +92,10 @@ class Plan:
     """Names of the layers that multiply in float8."""
     least_bytes: dict[str, float]
     """Memory that the rank with most parameters surely needs on its device, by purpose."""
-    resume_step: int
-    """Step of the checkpoint to resume from; 0: there is none."""
     own_code: str
     """Hash of the module of `experimental.custom_import`, as it runs here; "": there is none."""
+    resume_step: int = 0
+    """Step of the checkpoint to resume from; 0: there is none."""
     stage: int = 1
     """Of the job, from 1 on; `config` is its own."""
     begins_after: int = 0
@@ -277,8 +277,7 @@ def _preflight_stage(
     stage_modules = stages.plan_pipeline(config, model_args.table)
     float8_layers = find_float8_layers(config, model_args.table, fp32_modules)
     names, patterns = list(model_args.table.parameters), config.model.frozen
-    found = (find_names("model.frozen", pattern, names) for pattern in patterns)
-    frozen = frozenset[str]().union(*found)
+    frozen = frozenset[str]().union(*(find_names("model.frozen", one, names) for one in patterns))
     check(len(frozen) < len(names), "model.frozen", patterns, "leaves no parameter to train")
     load = memory.heaviest_load(config, model_args.table, stage_modules, frozen)
     config = memory.choose_reduction(config, load)
@@ -317,7 +316,6 @@ def _preflight_stage(
         fp32_modules=fp32_modules,
         float8_layers=float8_layers,
         least_bytes=least_bytes,
-        resume_step=0,
         own_code=code_of(config.experimental.custom_import),
     )
 
@@ -395,10 +393,8 @@ def check_data(config: JobConfig, *, looks_at_files: bool = True) -> Tokenizer:
 
 
 def resume_diff(plan: Plan, manifest: Manifest | None = None) -> ResumeDiff:
-    """Return how the job differs from the one that saved the checkpoint to resume from, whose
-    manifest may have been read."""
+    """Return how the job differs from the one that saved its checkpoint, whose manifest this is."""
     checkpoint = commit.step_folder(plan.checkpoint_folder, plan.resume_step)
     manifest = read_manifest(checkpoint) if manifest is None else manifest
     job = plan.config, plan.model_args, plan.data_identity, plan.frozen, plan.own_code
-    begins_stage = plan.begins_with(manifest)
-    return find_resume_diff(manifest, checkpoint, *job, begins_stage=begins_stage)
+    return find_resume_diff(manifest, checkpoint, *job, begins_stage=plan.begins_with(manifest))

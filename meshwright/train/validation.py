@@ -230,8 +230,8 @@ class Validation:
         fail: Fail,
         average: Average | None = None,
     ) -> dict[str, float]:
-        """Return the figures by name, without a source that it was stopped in: that is
-        asked before each step, a collective.
+        """Return the figures by name, without a source that it was stopped in: that is asked
+        before each step, a collective.
 
         Args:
             average: of the weights, which is evaluated as well.

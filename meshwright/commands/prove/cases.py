@@ -119,7 +119,8 @@ def default_cases(config: JobConfig, small: JobConfig, args: DecoderArgs) -> lis
         for name, sections in modes.items():
             others = for_mesh(options, SHARDED) | sections
             case = build_case(f"float8, {name}", small, SHARDED, kind="bf16", **others)
-            cases += [case] * can_run(case)  # some modes don't go with `fp32_modules`
+            if can_run(case):  # some modes don't go with `fp32_modules`
+                cases.append(case)
     return _within_torch(cases, args)
 
 
@@ -138,8 +139,10 @@ def _accumulating(
         "4 microbatches", small, {}, num_microbatches=4, **for_mesh(options, (), is_eager=True)
     )
     for case in own:
-        for number, reduction in enumerate(chosen):
-            name = "as configured, 2 microbatches" + f", {reduction}" * (number > 0)
+        for reduction in chosen:
+            name = "as configured, 2 microbatches"
+            if reduction != chosen[0]:
+                name += f", {reduction}"
             config = changed(case.config, {"parallelism": {REDUCE: reduction}})
             yield build_case(name, config, _within_batch(case.mesh), num_microbatches=2)
 

@@ -79,10 +79,9 @@ def run(given: Namespace) -> None:
         not_run = [f"not run: {row.verdict.not_run}"] if row.verdict.not_run else []
         for line in (*row.verdict.failures, *not_run):
             print(f"    {line}")
-        proof.write(
-            folder, small, rows, count, checked
-        )  # later cases take minutes, and may be interrupted
-    but = ", which differs from plain PyTorch" if checked.failures else ""
-    print(f"\n{proof.summary(rows, count)}{but}; see {folder}/proof.md")
+        # later cases take minutes, and may be interrupted
+        proof.write(folder, small, rows, count, checked)
+    caveat = ", which differs from plain PyTorch" if checked.failures else ""
+    print(f"\n{proof.summary(rows, count)}{caveat}; see {folder}/proof.md")
     if checked.failures or any(row.verdict.failures for row in rows):
         sys.exit(1)

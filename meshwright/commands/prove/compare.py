@@ -55,22 +55,24 @@ OTHERS = 8 * BF16
 NAMED = 3
 """Tensors of a checkpoint in one line."""
 
+SUMS = Bounds(1e-5, 1e-4, 1e-4, 16 * BF16, BF16 / 8, BF16, other_choices=OTHERS)
+"""Of products of the same bf16 numbers, whose sums are in fp32."""
+
+FLOAT8_SUMS = Bounds(1e-5, 1e-4, 1e-4, 64 * BF16, BF16 / 2, 4 * BF16)
+"""The same in float8: numbers are 16 times as far apart, and errors 4 times as large."""
+
 BOUNDS = {
     "fp32": Bounds(1e-5, 1e-4, 1e-4, 1e-3, 1e-5, 1e-4, later_gradient=1e-4, choice_gap=1e-5),
-    # products of the same numbers, whose sums are in fp32
-    "bf16 sums": Bounds(1e-5, 1e-4, 1e-4, 16 * BF16, BF16 / 8, BF16, other_choices=OTHERS),
-    # and of numbers that were added up in parts, and rounded
+    "bf16 sums": SUMS,
+    # products of numbers that were added up in parts, and rounded
     "bf16": Bounds(BF16, 4 * BF16, 1e-4, 0.5, BF16, 4 * BF16, other_choices=OTHERS, rounding=2.0),
     # after each step a weight may round to a neighbor, two roundings away: 18 until step 10
-    "user types": Bounds(
-        *(1e-5, 1e-4, 1e-4, 16 * BF16, 18 * BF16 / 8, 18 * BF16),
-        other_choices=OTHERS,
-        update_rounding=2.0,
+    "user types": replace(
+        SUMS, later_loss=18 * BF16 / 8, later_grad_norm=18 * BF16, update_rounding=2.0
     ),
-    # rounded to numbers 16 times as far apart: errors are 4 times as large
-    "float8 sums": Bounds(1e-5, 1e-4, 1e-4, 64 * BF16, BF16 / 2, 4 * BF16),
-    "float8 user types": Bounds(
-        *(1e-5, 1e-4, 1e-4, 64 * BF16, 72 * BF16 / 8, 72 * BF16), update_rounding=2.0
+    "float8 sums": FLOAT8_SUMS,
+    "float8 user types": replace(
+        FLOAT8_SUMS, later_loss=72 * BF16 / 8, later_grad_norm=72 * BF16, update_rounding=2.0
     ),
     "float8": Bounds(4 * BF16, 16 * BF16, 1e-4, 1.0, 4 * BF16, 16 * BF16, rounding=2.0),
 }

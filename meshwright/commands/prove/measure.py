@@ -266,9 +266,7 @@ def _measure(
             wanted = {name: _copy(tensor) for name, tensor in job.state_dict().items()}
             updates = _updates(job, weights)
     job.close()
-    is_reduced = meshes.fsdp.size() > 1 and any(p.requires_grad for p in job.model.parameters())
-    assert reductions or not is_reduced, "sums of gradients over ranks were not seen"
-    seen.narrow_reductions = narrower(reductions, getattr(torch, training.mixed_precision_reduce))
+    seen.narrow_reductions = _narrow(reductions, job, meshes, training.mixed_precision_reduce)
     num_tokens = sum(replay.num_tokens for replay in replays)
     seen.other_choices = sum(int(replay.num_others) for replay in replays), num_tokens
     gaps = [torch.zeros(()), *(replay.gap for replay in replays)]
@@ -289,6 +287,18 @@ def _measure(
         _go_on(resumed, meshes, choices, seen)
         seen.wrong_after_resume += different(resumed.state_dict(), wanted)
     return seen, tensors
+
+
+def _narrow(
+    reductions: Mapping[str, torch.dtype], job: Job, meshes: Meshes, wanted: str
+) -> list[str]:
+    """Return the sums over ranks in a narrower type than `wanted`, as `narrower` does.
+
+    The check below fails if torch reduces in a way that `watch_reductions` does not see.
+    """
+    is_reduced = meshes.fsdp.size() > 1 and any(p.requires_grad for p in job.model.parameters())
+    assert reductions or not is_reduced, "sums of gradients over ranks were not seen"
+    return narrower(reductions, getattr(torch, wanted))
 
 
 def _go_on(
