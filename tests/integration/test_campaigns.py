@@ -16,6 +16,10 @@ from tests.helpers.jobs import ROOT, ended, environment
 pytestmark = pytest.mark.slow
 FAULTS = ["stray_files", *["full"] * (os.geteuid() == 0)]
 CASES = {  # words, and the end of the output
+    "consumers": (
+        ["--only=transformers", "--family=qwen3", "--seed=3"],
+        r"(\| transformers .* \| (bytes|pieces) \| equal; \de-0[5-9] \|\n){2}$",
+    ),
     "hangs": (["--ranks=2", "--limit=5", "--cases=save:stop"], r"save +stop +0 +save .*\n$"),
     "interruptions": (
         # a kill during a save in the background

@@ -1,6 +1,7 @@
 """The examples of docs/extending.md are modules that work."""
 
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -166,6 +167,49 @@ def test_the_sink_of_the_docs_writes_its_file(tmp_path) -> None:
     sink.write({"step": 2, "loss/train": 2.25})
     sink.close()
     assert (tmp_path / "losses.csv").read_text().split() == ["1,2.5", "2,2.25"]
+
+
+class Tracker:
+    """Stands in for the modules mlflow and trackio, and keeps the calls."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, tuple[object, ...], dict[str, object]]] = []
+        self.info = SimpleNamespace(run_id="a1")
+
+    def __getattr__(self, name: str) -> object:
+        def call(*given: object, **options: object) -> "Tracker":
+            self.calls.append((name, given, options))
+            return self
+
+        return call
+
+
+@pytest.mark.parametrize("name", ["mlflow", "trackio"])
+def test_the_trackers_of_the_docs_continue_their_run(name, tmp_path, monkeypatch) -> None:
+    tracker = Tracker()
+    monkeypatch.setitem(sys.modules, name, tracker)
+    config = load_config(words(tmp_path, example("trackers")))
+    for step in (1, 2):  # of a job, and of its resume
+        sink = user_sinks(config)[name](config, tmp_path)
+        sink.write({"step": step, "loss/train": 2.5})
+        sink.close()
+    metrics = {"loss/train": 2.5}
+    if name == "trackio":
+        begin = ("init", ("meshwright", tmp_path.name))
+        options = {"config": config.model_dump(mode="json"), "resume": "allow", "embed": False}
+        one = [(*begin, options), ("log", (metrics,), {"step": 1}), ("finish", (), {})]
+        other = [one[0], ("log", (metrics,), {"step": 2}), one[2]]
+        assert tracker.calls == [*one, *other]
+    else:
+        parameters = next(given[0] for called, given, _ in tracker.calls if called == "log_params")
+        assert parameters["training.seq_len"] == config.training.seq_len
+        starts = [given for called, given, _ in tracker.calls if called == "start_run"]
+        assert starts == [(None,), ("a1",)]
+        logged = [(given, to) for called, given, to in tracker.calls if called == "log_metrics"]
+        assert logged == [((metrics,), {"step": 1}), ((metrics,), {"step": 2})]
+        called = [called for called, _, _ in tracker.calls]
+        assert called[:4] == ["start_run", "log_params", "log_metrics", "end_run"]
+        assert called[4:] == ["start_run", "log_metrics", "end_run"]
 
 
 @pytest.mark.parametrize(
