@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = Path(__file__).with_name("slurm_cluster.sh")
 CLUSTER = Path(os.environ.get("CLUSTER", "/srv/meshwright-slurm"))
 REPOSITORY, OUTPUT = CLUSTER / "repository", CLUSTER / "home/out"
-INTERVAL = 20
+INTERVAL = 5
 """Steps between checkpoints."""
 CONFIG = f"""
 extends = "debug_model"
@@ -163,11 +163,14 @@ def end_by(how: str, job: str, chance: random.Random) -> None:
     )
     match how:
         case "limit":
+            wait_for("the job is queued again", lambda: facts(job)["JobState"] == "PENDING")
             cluster("on", "login", "scontrol", "update", f"JobId={job}", "TimeLimit=UNLIMITED")
         case "cut":
             cluster("mend", node[-1])
         case "down":
-            cluster("on", "login", "scontrol", "update", f"NodeName={node}", "State=RESUME")
+            # unless the node has come back by itself
+            resume = ["scontrol", "update", f"NodeName={node}", "State=RESUME"]
+            cluster("on", "login", *resume, check=False)
 
 
 def rows(folder: Path) -> dict[int, dict[str, float]]:
@@ -204,7 +207,9 @@ def random_ends(count: int, chance: random.Random) -> int:
             ),
         )
         first = starts(OUTPUT)[-1]
-        wait_for("a step is logged", lambda first=first: max(rows(OUTPUT), default=0) > first)
+        # three starts in a row without a new checkpoint would end the job
+        saves = first + INTERVAL + 1
+        wait_for("it saves", lambda saves=saves: max(rows(OUTPUT), default=0) > saves)
         time.sleep(chance.uniform(0, 8))
         reached = max(rows(OUTPUT))
         end_by(how, job, chance)
