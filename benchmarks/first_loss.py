@@ -2,8 +2,8 @@
 
     python -m benchmarks.first_loss [--widths 64 256 1024 4096] [--layers 2 8 32]
 
-Of a model with an output of its own, and of tied tables whose std is 1/sqrt(D), as it was for
-Llama, Qwen3 and Mixtral up to 69d0286a, 0.02, and `DecoderSpec.tied_std`. One block is in memory at
+Of a model with an output of its own, and of tied ones: with a last norm of ones, as up to 69d0286a,
+the same with a table of 0.02, and with a last norm of both signs, as now. One block is in memory at
 a time: a Llama of width 4096 and 32 layers takes 2 GB and a few minutes on two cores.
 """
 
@@ -43,14 +43,15 @@ def sized(family: Family, dim: int, n_layers: int, vocab_size: int) -> DecoderAr
 
 
 @torch.no_grad()
-def first_losses(args: DecoderArgs, stds: list[tuple[float, float | None]]) -> list[float]:
-    """Return the losses of random tokens, minus log V, for each std of the embedding and std of the
-    output; None: tied."""
+def first_losses(args: DecoderArgs, starts: list[tuple[float, float | None, bool]]) -> list[float]:
+    """Return the losses of random tokens, minus log V, for each std of the embedding, std of the
+    output (None: tied), and whether weights of the last norm alternate in sign."""
     torch.manual_seed(0)
     table, dim = args.table, args.dim
     rows, output = torch.randn(2, args.vocab_size, dim)
     tokens = torch.randint(args.vocab_size, (1, SEQ_LEN + 1))
-    states = [std * rows[tokens[:, :-1]] for std, _ in stds]
+    states = [std * rows[tokens[:, :-1]] for std, _, _ in starts]
+    signs = 1.0 - 2.0 * (torch.arange(dim) % 2)
     rope = table.rope
     cos, sin = rope_cache(
         SEQ_LEN, rope.head_dim, rope.theta, torch.device("cpu"), scaling=rope.scaling
@@ -67,9 +68,10 @@ def first_losses(args: DecoderArgs, stds: list[tuple[float, float | None]]) -> l
             out = block(x, cos, sin, None, *routing)
             states[place] = out[0] if routing else out
     losses = []
-    for x, (std, of_output) in zip(states, stds, strict=True):
+    for x, (std, of_output, alternates) in zip(states, starts, strict=True):
         weight = std * rows if of_output is None else of_output * output
-        logits = F.rms_norm(x, (dim,), eps=table.norm_eps) @ weight.T
+        norm = signs if alternates else torch.ones(dim)
+        logits = F.rms_norm(x, (dim,), norm, table.norm_eps) @ weight.T
         loss = logits.logsumexp(-1).mean() - logits.mean()  # of labels that are drawn at random
         losses.append(loss.item() - math.log(args.vocab_size))
     return losses
@@ -81,15 +83,16 @@ def main() -> None:
     parser.add_argument("--layers", type=int, nargs="+", default=[2, 8, 32])
     parser.add_argument("--vocab-size", type=int, default=2048)
     given = parser.parse_args()
-    print("| family | width | layers | untied | tied, 1/sqrt(D) | tied, 0.02 | tied, now |")
+    print("| family | width | layers | untied | tied, before | tied, 0.02 | tied, now |")
     print("|---|---|---|---|---|---|---|")
     for name, family in MODELS.items():
         for dim in given.widths:
             for n_layers in given.layers:
                 args = sized(family, dim, n_layers, given.vocab_size)
                 table = args.table
-                tied = [(std, None) for std in (1 / math.sqrt(dim), STD, table.tied_std)]
-                losses = first_losses(args, [(table.std, table.output_std), *tied])
+                std = table.output_std
+                tied = [(std, None, False), (STD, None, False), (std, None, True)]
+                losses = first_losses(args, [(table.std, std, False), *tied])
                 figures = " | ".join(f"{loss:.2f}" for loss in losses)
                 print(f"| {name} | {dim} | {n_layers} | {figures} |", flush=True)
 

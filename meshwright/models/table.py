@@ -52,6 +52,8 @@ class Parameter:
     """Share of tokens that it multiplies as a matrix; 0: a vector, or a table to look up in."""
     parts: tuple[str, int] | None = None
     """Key in `model.args` of the parts that only whole can be cut apart, and their number."""
+    alternates: bool = False
+    """Its initial values are 1, -1, 1, ... instead of one."""
 
     @cached_property  # as the next: a search asks for them a million times
     def numel(self) -> int:
@@ -264,31 +266,29 @@ class DecoderSpec:
     tie_embeddings: bool
     std: float
     output_std: float
-    """Of the initial values of the output projection."""
-
-    @property
-    def tied_std(self) -> float:
-        """Standard deviation of the initial values of an embedding that is the output as well.
-
-        So small that no token predicts itself: if blocks add little to a token's vector, the last
-        norm scales it to length sqrt(D), and its product with its own row is D std. A logit of at
-        most ln(1 + 0.3 V) among V adds at most ln 1.3 = 0.26 to the first loss.
-        """
-        return min(self.std, self.output_std, math.log1p(0.3 * self.vocab_size) / self.dim)
+    """Of the initial values of the output projection, and of an embedding that is that too."""
 
     @cached_property
     def modules(self) -> Mapping[str, Mapping[str, Parameter]]:
-        """Parameters by name in the module, by the module's name, in the order of the model."""
+        """Parameters by name in the module, by the module's name, in the order of the model.
+
+        The last norm of a tied model starts with weights of both signs. If blocks add little to a
+        token's vector e, the norm scales e to length sqrt(D), and with weights of one its product
+        with its own row of the table is sqrt(D) |e|: every token predicts itself. With as many
+        weights of -1 that product is a sum of D terms of both signs, as of any other row, so the
+        first loss is that of an output of its own.
+        """
         matrix = (self.vocab_size, self.dim)
         embedding = Parameter(matrix, "embedding", self.std, 0)
         output = {"weight": Parameter(matrix, "output", self.output_std)}
         if self.tie_embeddings:  # looked up in, and multiplied by
-            embedding, output = Parameter(matrix, "embedding", self.tied_std), {}
+            embedding, output = Parameter(matrix, "embedding", self.output_std), {}
         found = {"tok_embeddings": {"weight": embedding}}
         for index, layer in enumerate(self.layers):
             found[f"layers.{index}"] = {}
             found |= {f"layers.{index}.{name}": own for name, own in layer.modules.items()}
-        norm = {"weight": Parameter((self.dim,), "on_sequence", None, 0)}
+        alternates = self.tie_embeddings
+        norm = {"weight": Parameter((self.dim,), "on_sequence", None, 0, alternates=alternates)}
         return found | {"norm": norm, "output": output}
 
     @cached_property

@@ -33,13 +33,22 @@ def initialize(model: Decoder, seed: int) -> None:
     """Fill every parameter and buffer of `model` in place, sharded or not."""
     for name, parameter in model.named_parameters():
         local, offset = local_box(parameter)
-        std = model.table.parameters[name].std
-        if std is None:
+        declared = model.table.parameters[name]
+        if declared.alternates:
+            _fill_in_turn(local.detach(), offset)
+        elif declared.std is None:
             local.detach().fill_(1.0)
         else:
-            fill_normal(local.detach(), std, seed, name, tuple(parameter.shape), offset)
+            fill_normal(local.detach(), declared.std, seed, name, tuple(parameter.shape), offset)
     model.init_buffers()
     model.init_state()
+
+
+def _fill_in_turn(box: Tensor, offset: tuple[int, ...]) -> None:
+    """Fill `box`, which lies at `offset` in a vector, with 1 at even places of that and -1 at odd
+    ones."""
+    box.fill_(1.0)
+    box[1 - offset[0] % 2 :: 2] = -1.0
 
 
 def fill_normal(

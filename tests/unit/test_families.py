@@ -15,7 +15,7 @@ from meshwright.models.args import DecoderArgs
 from meshwright.models.decoder import Decoder
 from meshwright.models.families import MODELS
 from meshwright.models.families.llama import LlamaArgs
-from meshwright.parallelisms.initialize import initialize
+from meshwright.parallelisms.initialize import _fill_in_turn, initialize
 from tests.helpers.families import cases, small
 from tests.helpers.hf import in_transformers, random_model, their_tensors
 from tests.helpers.tiny import SEQ_LEN
@@ -93,7 +93,9 @@ def test_initial_values_are_those_of_the_table(args: DecoderArgs) -> None:
     initialize(model, seed=0)
     for name, parameter in model.named_parameters():
         std = args.table.parameters[name].std
-        if std is None:
+        if args.table.parameters[name].alternates:
+            assert parameter.tolist() == [1, -1] * (args.dim // 2), name
+        elif std is None:
             assert (parameter == 1).all(), name
         elif parameter.numel() > 1000:
             # of a normal cut at 3 deviations: 0.98 of it
@@ -119,18 +121,21 @@ def test_first_loss_is_about_the_logarithm_of_the_vocabulary(name: str, vocab_si
         for is_tied in (False, True)
     )
     assert abs(untied) < 0.7
-    assert -0.3 < tied < 0.3 + untied
+    assert abs(tied - untied) < 0.3
 
 
-@pytest.mark.parametrize("vocab_size", [5, 259, 2048])
+@pytest.mark.parametrize("vocab_size", [259, 2048])
 @pytest.mark.parametrize("dim", [64, 256, 1024, 4096])
 @pytest.mark.parametrize("name", ["llama", "olmo2"])
 def test_a_tied_table_does_not_predict_its_own_tokens(name: str, dim: int, vocab_size: int) -> None:
     """The worst that blocks can do is nothing: then the last state is the token's own row."""
     args = small(MODELS[name], vocab_size, tie_embeddings=True, dim=dim, n_layers=1)
     std = args.table.parameters["tok_embeddings.weight"].std
-    rows = std * torch.randn(vocab_size, dim)
-    logits = F.rms_norm(rows, (dim,), eps=args.norm_eps) @ rows.T
+    generator = torch.Generator().manual_seed(0)
+    rows = std * torch.randn(vocab_size, dim, generator=generator)
+    norm = torch.empty(dim)
+    _fill_in_turn(norm, (0,))
+    logits = F.rms_norm(rows, (dim,), norm, args.norm_eps) @ rows.T
     loss = logits.logsumexp(-1).mean() - logits.mean()  # of labels that are drawn at random
     of_noise = (std * dim**0.5) ** 2 / 2  # logits of variance v add v / 2; an untied output's, too
     assert loss.item() - math.log(vocab_size) < 0.3 + of_noise
@@ -138,7 +143,7 @@ def test_a_tied_table_does_not_predict_its_own_tokens(name: str, dim: int, vocab
 
 def test_names_and_initial_values_of_llama_do_not_change_between_releases() -> None:
     """A run is to be repeatable, and a checkpoint to load, with a later version."""
-    for is_tied, pinned in ((False, "29b3516aefe49682"), (True, "b752a1fe79ae8757")):
+    for is_tied, pinned in ((False, "29b3516aefe49682"), (True, "26e9fb0b9b8039f5")):
         args = LlamaArgs(32, 3, 4, 2, 66, 131, tie_embeddings=is_tied)
         model, digest = Decoder(args, SEQ_LEN), hashlib.sha256()
         initialize(model, seed=7)
