@@ -62,7 +62,15 @@ def stalled(
         tiny = (ROOT / "tests/integration/tiny.toml").read_text()
         assets = str(ROOT / "assets")
         (folder / "job.toml").write_text(tiny.replace("../../assets", assets) + VALIDATION)
-        torchrun = ["--standalone", "--nproc-per-node", str(ranks), "--local-ranks-filter", "0"]
+        torchrun = [
+            "--standalone",
+            "--nnodes",
+            "1",
+            "--nproc-per-node",
+            str(ranks),
+            "--local-ranks-filter",
+            "0",
+        ]
         words = [
             *(sys.executable, "-u", "-m", "meshwright.launch.__main__", *torchrun, "--tee", "3"),
             *(str(ROOT / "tests/campaigns/stalling_train.py"), "--job.config_file"),

@@ -82,8 +82,8 @@ def test_a_run_learns_and_leaves_what_was_promised(uninterrupted: Path) -> None:
     assert "data_parallel_shard_degree = -1  # 2 on 2 ranks" in text
     events = EventAccumulator(str(uninterrupted / "tb"))
     events.Reload()
-    assert [event.step for event in events.Scalars("loss/train")] == list(range(1, 21))
-    assert events.Scalars("loss/train")[-1].value == pytest.approx(rows[-1]["loss/train"])
+    assert [event.step for event in events.Scalars("Loss/train")] == list(range(1, 21))
+    assert events.Scalars("Loss/train")[-1].value == pytest.approx(rows[-1]["loss/train"])
 
 
 def test_a_finished_run_says_so_and_can_be_extended(uninterrupted: Path) -> None:
@@ -384,7 +384,7 @@ def test_a_rank_that_fails_is_the_cause_though_others_have_to_be_stopped(tmp_pat
     """On GPUs the others wait in a collective."""
     script = tmp_path / "train.py"
     script.write_text(PEER)
-    torchrun = ["--standalone", "--nproc-per-node", "2", str(script)]
+    torchrun = ["--standalone", "--nnodes", "1", "--nproc-per-node", "2", str(script)]
     jobs = {code: Forked([DOOR, *torchrun, code], environment()) for code in (1, 2, 3)}
     for code, job in jobs.items():
         done = job.wait()
@@ -406,7 +406,17 @@ def test_the_stderr_of_a_rank_that_cpp_ends_is_kept_and_shown(tmp_path: Path) ->
     """As NCCL's watchdog does. The console of rank 1 is not shown."""
     script, folder = tmp_path / "train.py", tmp_path / "out"
     script.write_text(ABORTED)
-    torchrun = ["--standalone", "--nproc-per-node", "2", "--local-ranks-filter", "0", "--tee", "3"]
+    torchrun = [
+        "--standalone",
+        "--nnodes",
+        "1",
+        "--nproc-per-node",
+        "2",
+        "--local-ranks-filter",
+        "0",
+        "--tee",
+        "3",
+    ]
     words = ["--job.config_file", str(CONFIG), "--job.dump_folder", str(folder)]
     result = Forked([DOOR, *torchrun, script, *words], environment()).wait()
     assert result.returncode == 128 + signal.SIGABRT
@@ -457,5 +467,5 @@ def test_a_full_disk_costs_records_but_no_steps(tmp_path: Path) -> None:
             assert 1 < len(written) < steps
             events = EventAccumulator(str(folder / "tb"))
             events.Reload()
-            assert 1 < len(events.Scalars("loss/train")) < steps
+            assert 1 < len(events.Scalars("Loss/train")) < steps
         folder.rmdir()
