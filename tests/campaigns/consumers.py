@@ -91,7 +91,9 @@ def _export(folder: Path, family: str, kind: str, seed: int) -> Wanted:
     (made / "tokenizer_config.json").write_text(json.dumps(names))
     (made / "template.jinja").write_text(TEMPLATE)
     tokenizer = build_tokenizer(str(file))
+    # llama.cpp's OLMoE has no grouped-query attention, as the published one
     sizes = {"dim": 64, "n_layers": 2, "hidden_dim": 96, "head_dim": 16}
+    sizes |= {"n_kv_heads": 4} if family == "olmoe" else {}
     args = small(MODELS[family], tokenizer.vocab_size, **sizes)
     model = random_model(args, SEQ_LEN).eval()
     checkpoint = save_checkpoint(made / "checkpoint", model, args, tokenizer_path=str(file))
