@@ -66,6 +66,7 @@ def test_bfloat16_is_the_checkpoint_rounded(checkpoint, tmp_path, capsys) -> Non
         assert torch.equal(now[name], tensor.bfloat16()), name
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["torch_dtype"] == "bfloat16"
+    assert config["transformers_version"] == "4.56.0"
     assert config["max_position_embeddings"] == 128  # 8 times 16
     assert (config["bos_token_id"], config["eos_token_id"]) == (256, 257)
     assert LlamaForCausalLM.from_pretrained(tmp_path / "out", dtype="auto").dtype == torch.bfloat16

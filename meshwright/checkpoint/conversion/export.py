@@ -126,6 +126,8 @@ def _write(job: Job, folder: Path, say: Callable[[str], None]) -> None:
             shutil.copyfile(content, folder / name)
     config = job.form.write_config(job.args, job.seq_len) | dict(job.special_tokens)
     config["torch_dtype"] = _name(job.dtype)
+    # the oldest that reads these tensors: 4.x would draw new experts in the place of stacked ones
+    config["transformers_version"] = "5.0.0" if job.is_fused else "4.56.0"
     _write_json(folder / CONFIG, config)
     if (of_turn := turn_end(job.tokenizer, folder)) is not None:
         job.ends_of_text = sorted({*job.ends_of_text, of_turn})
