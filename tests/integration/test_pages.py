@@ -26,7 +26,12 @@ FILES = {"README": ROOT / "README.md", "README of docs": ROOT / "docs/README.md"
 ELSEWHERE = {
     "the network": ("git clone *", "pip install *", "apt-get *", "hf *", "*Llama-3*"),
     "a gated tokenizer": ("meshwright check llama3*", "meshwright train llama3*"),
-    "GPUs, Slurm, other frameworks": ("*sbatch *", "scripts/gpu_smoke.sh*", "*benchmarks/*"),
+    "GPUs, Slurm, other frameworks": (
+        "*sbatch *",
+        "srun *",
+        "scripts/gpu_smoke.sh*",
+        "*benchmarks/*",
+    ),
     "the environment of the tests": ("source .venv/bin/activate*",),
     "a reader who looks on": ("nohup *", "tail -f *", "tensorboard *", "less *", "pkill *"),
     "a rank that hangs": ("grep -A 12 *",),
