@@ -37,6 +37,7 @@ ELSEWHERE = {
     "a rank that hangs": ("grep -A 12 *",),
     "a file of the reader's": ("meshwright tokenize *",),
     "tests/distributed/test_prove.py": ("meshwright prove *",),
+    "tests/unit/test_extension.py": ("MLFLOW_TRACKING_URI=*",),
     "tests/unit/test_linux_corpus.py": ("*linux_corpus*",),
     "tests/unit/test_search.py": ("* --search*",),
     "tests/integration/test_campaigns.py": ("python -m tests.faults*",),
