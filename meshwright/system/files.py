@@ -186,7 +186,9 @@ TRY_LATER = (408, 425, 429)
 """Answers of a server to a request that is right; those from 500 are others."""
 
 OF_CONNECTIONS = {"ConnectionError", "HTTPClientError", "IncompleteReadError", "ChecksumError"}
-"""Base classes of botocore's errors that may pass. Its others are of credentials and settings."""
+OF_CONNECTIONS |= {"CredentialRetrievalError", "MetadataRetrievalError", "TransportError"}
+"""Classes of botocore's and google.auth's errors that may pass, the ones of a server that renews
+credentials among them. Their others are of credentials and settings."""
 
 CREDENTIALS_FIX = (
     "correct the credentials of the storage (for s3: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, "
@@ -234,11 +236,8 @@ def _http_status(error: BaseException) -> int | None:
 
 def _is_of_settings(error: BaseException) -> bool:
     """Return whether a client has found no credentials, or rejects its own settings."""
-    module = type(error).__module__
-    if module.startswith("google.auth"):
-        return True
-    names = {base.__name__ for base in type(error).__mro__}
-    return module.startswith("botocore") and not names & OF_CONNECTIONS
+    is_of_client = type(error).__module__.startswith(("botocore", "google.auth"))
+    return is_of_client and not OF_CONNECTIONS & {base.__name__ for base in type(error).__mro__}
 
 
 def _is_denied(error: BaseException | None) -> bool:

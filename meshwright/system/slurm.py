@@ -15,8 +15,8 @@ SUBMIT = "CONFIG_FILE=job.toml sbatch --nodes={nodes} multinode_trainer.slurm"
 def job_name(env: Mapping[str, str]) -> str:
     """Return the job's number as `squeue` prints it, for example "22" or "21_0" of an array; ""
     outside of Slurm."""
-    task = env.get("SLURM_ARRAY_TASK_ID")
-    return f"{env['SLURM_ARRAY_JOB_ID']}_{task}" if task else env.get("SLURM_JOB_ID", "")
+    array, task = (env.get(f"SLURM_ARRAY_{part}_ID") for part in ("JOB", "TASK"))
+    return f"{array}_{task}" if array and task else env.get("SLURM_JOB_ID", "")
 
 
 def node_names(env: Mapping[str, str]) -> list[str]:

@@ -48,6 +48,7 @@ def test_a_job_of_an_array_is_called_as_squeue_calls_it() -> None:
     assert job_name({}) == ""
     assert job_name(env) == "23"
     assert job_name(env | {"SLURM_ARRAY_JOB_ID": "21", "SLURM_ARRAY_TASK_ID": "0"}) == "21_0"
+    assert job_name(env | {"SLURM_ARRAY_TASK_ID": "0"}) == "23"  # a variable of another program
 
 
 def test_nodes_are_called_by_slurm_s_names(tmp_path: Path, monkeypatch) -> None:

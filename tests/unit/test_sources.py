@@ -144,6 +144,7 @@ def of_botocore(name: str, bases: tuple[str, ...] = (), status: int = 0) -> Exce
         (of_botocore("ProfileNotFound"), False),
         (of_botocore("EndpointConnectionError", ("ConnectionError",)), True),
         (of_botocore("ReadTimeoutError", ("HTTPClientError",)), True),
+        (of_botocore("CredentialRetrievalError"), True),  # a job of days renews them
         (of_botocore("ClientError", status=403), False),
         (of_botocore("ClientError", status=503), True),
         (hidden(AnsweredError(503)), True),

@@ -263,8 +263,7 @@ def _compare_gradients(
     verdict.errors[DIFFERENT] = part
     if not part <= bounds.different:
         text = f"{part:.1%} of their elements differ, bound {bounds.different:.1%}"
-        text = f"gradients in bfloat16: {text}"
-        verdict.failures.append(text)
+        verdict.failures.append(f"gradients in bfloat16: {text}")
     worst, bound, name = max(errors, key=lambda one: (math.isnan(one[0]), one[0] / one[1]))
     verdict.errors |= {"gradient": worst, GRADIENT_BOUND: bound, "of": name if worst else ""}
 

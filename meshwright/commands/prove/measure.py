@@ -255,9 +255,8 @@ def _measure(
         seen.grad_norms.append(record.pop("optim/grad_norm"))
         seen.records.append(record)
         if step == VALIDATED_STEP:  # and the steps after it show whether that disturbed anything
-            seen.validation, again = (
-                validate(job.model, lambda: False, _fail, job.average) for _ in range(2)
-            )
+            seen.validation = validate(job.model, lambda: False, _fail, job.average)
+            again = validate(job.model, lambda: False, _fail, job.average)
             seen.unlike_before = [name for name in again if again[name] != seen.validation[name]]
         if step == SAVED_STEP:
             seen.wrong_in_checkpoint = checkpoint.save(job, step)
