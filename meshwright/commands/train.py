@@ -50,7 +50,7 @@ WAITING = {"GOMP_SPINCOUNT": "10000"}
 OTHER_WAITING = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 
 MEET_WITHIN_S = 600
-"""Seconds that a machine waits for the others, beside those for their data; torchrun's default."""
+"""Seconds that a machine waits for the others, plus the time for their data; torchrun's default."""
 
 TOKENS_PER_CORE_S = 100_000
 """Another machine makes its tokens at least as fast: a tenth of the debug job's on a core of a Xeon
@@ -83,7 +83,7 @@ def run(given: Namespace) -> None:
     exit_when_asked()
     ranks = count_ranks(given)
     _check_gpus(ranks)
-    allow_files(ranks.total)  # the launcher's, too
+    allow_files(ranks.total)  # the launcher's as well
     _check_temporary_folder()
     if ranks.machines > 1:
         rendezvous = _rendezvous(given, ranks)
@@ -104,7 +104,7 @@ def run(given: Namespace) -> None:
 
     sources = open_data("training", plan.config)  # which tokenises it, before ranks wait for that
     cursor = Cursor()
-    if 0 < plan.resume_step < plan.config.training.steps:  # of other data, it is refused
+    if 0 < plan.resume_step < plan.config.training.steps:  # of other data, it is rejected
         saved = read_manifest(step_folder(plan.checkpoint_folder, plan.resume_step))
         cursor = place_in_data(plan, saved, sources)
     data_steps = steps_of_data(plan.config, sources, plan.resume_step, cursor)
@@ -115,7 +115,9 @@ def run(given: Namespace) -> None:
     for stage in plan.stages[1:]:
         sources += open_data("training", stage.config)
     for stage in plan.stages:
-        if stage is plan or stage.config.training.validation_fraction:  # a part of its own data
+        if (
+            stage is plan or stage.config.training.validation_fraction
+        ):  # it reads a part of the data
             sources += open_data("validation", stage.config)
     where = f", of {ranks.machines} machines that meet at {_endpoint(given)}"
     where *= ranks.machines > 1
@@ -130,7 +132,7 @@ def run(given: Namespace) -> None:
         *rendezvous,
         *_patience(ranks, sources, place),
         *("--nproc-per-node", str(ranks.per_machine), "--local-ranks-filter", log_ranks),
-        # ranks of a second attempt would meet those of the first in the store
+        # ranks of a second attempt would meet the first attempt's in the store
         *("--role", "rank", "--tee", "3", "--max-restarts", "0"),
         *(("--local-addr", place.address) if place.address else ()),
         *_numa_binding(ranks),
@@ -146,7 +148,7 @@ def run(given: Namespace) -> None:
 
 
 def environment(ranks: Ranks, inherited: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that the ranks need beside the inherited ones."""
+    """Return the variables that the ranks need in addition to the inherited ones."""
     chosen = host_settings(ranks, inherited)
     told = Launch(
         is_checked=True,  # the check's notes are not repeated
@@ -223,7 +225,7 @@ def _rendezvous(given: Namespace, ranks: Ranks) -> list[str]:
 
 def _patience(ranks: Ranks, sources: "Sequence[OpenSource]", place: Place) -> list[str]:
     """torchrun's options for how long this machine waits: others may have no tokens yet, and the
-    one that they meet at, too. torchrun would give up after 60 s where that one is late. And
+    one that they meet at as well. torchrun would give up after 60 s where that one is late. And
     whether the others meet here, if torchrun would not see it."""
     if ranks.machines == 1:
         return []
@@ -243,7 +245,7 @@ GPU = re.compile(r"0x(10de|1002)\s+0x(03|12)")
 
 
 def _numa_binding(ranks: Ranks) -> list[str]:
-    """Return torchrun's option that keeps each rank on the cores beside its GPU.
+    """Return torchrun's option that keeps each rank on the cores next to its GPU.
 
     It needs numactl, and ends a job whose cores it may not use: so only on a whole machine.
     """

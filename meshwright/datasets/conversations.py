@@ -54,7 +54,7 @@ OPTIONS = "chat_template_kwargs"
 """Column of a row, as TRL has it, with variables of the template."""
 
 BESIDE = frozenset({"system", "tools", OPTIONS})
-"""Columns that every format reads beside the turns."""
+"""Columns that every format reads in addition to the turns."""
 
 MEANT = frozenset(
     {
@@ -108,7 +108,7 @@ def from_sharegpt(row: Mapping[str, Any]) -> Conversation:
             raise ValueError(f"from is {speaker!r}, not one of {', '.join(ROLES)}")
         value, rest = _text(turn, "value"), {k: turn[k] for k in turn if k not in ("from", "value")}
         if twice := rest.keys() & {"role", "content"}:
-            raise ValueError(f"a turn has {min(twice)!r} beside from and value")
+            raise ValueError(f"a turn has {min(twice)!r} as well as from and value")
         content: Message = {"content": value}
         if speaker == "function_call":
             functions = [{"type": "function", "function": call} for call in _calls(value)]
@@ -164,7 +164,7 @@ def unused_columns(row: Mapping[str, Any], used: Iterable[str]) -> list[str]:
     if lost := sorted(MEANT.intersection(unused)):
         raise ValueError(
             f"has a column {lost[0]!r}, which its conversation would lose"
-            f"{FIX}remove the column, or give dataset_format a function of yours that heeds it"
+            f"{FIX}remove the column, or give dataset_format your own function that reads it"
         )
     return unused
 
@@ -196,7 +196,7 @@ def as_document(value: object, words: str, code: str = "") -> Document:
         return Conversation(value)
     found = "null" if value is None else shortened(value)
     what = f"{words} {found}, which is neither text nor a list of {{role, content}}"
-    fix = f"{FIX}give dataset_format a function of yours that returns "
+    fix = f"{FIX}give dataset_format your own function that returns "
     fix = fix if code else f"{FIX}let it return one text: "
     code = code or "it"
     if isinstance(value, bytes):
@@ -217,7 +217,7 @@ def without_nulls(value: Any) -> Any:
 
 
 def _with_columns(row: Mapping[str, Any], turns: list[Message]) -> Conversation:
-    """Return the turns with the columns beside them."""
+    """Return the conversation of these turns with the other columns of their row."""
     if system := row.get("system"):
         first = turns[0] if turns else {}
         if first.get("role") != "system":
@@ -270,7 +270,7 @@ def _tables(row: Mapping[str, Any], key: str) -> list[Message]:
         return turns
     if turns is None:
         raise ValueError(f"its {key!r} is no list of tables; it has {', '.join(row)}")
-    fix = f"{FIX}give dataset_format a function of yours that returns json.loads(row[{key!r}])"
+    fix = f"{FIX}give dataset_format your own function that returns json.loads(row[{key!r}])"
     fix = fix if isinstance(turns, str) else ""
     raise ValueError(f"its {key!r} is {shortened(turns)}, not a list of tables{fix}")
 

@@ -197,7 +197,7 @@ def tokenizer_parts(
     """Return everything about a tokenizer that the tokens of a document depend on, for JSON."""
     template = find_any_template(tokenizer_path, chat_template_path)
     ends = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id}
-    # tokens that the template writes by their names, which files beside the tokenizer give
+    # tokens that the template writes by their names, which files next to the tokenizer give
     named = [
         (name, token)
         for name, token in sorted(tokenizer.special_names.items())

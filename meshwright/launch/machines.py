@@ -38,7 +38,7 @@ def _connect(host: str, port: int, timeout_s: float, prefix: str) -> dist.Store:
 class Meeting:
     """The machines that have come, for the one who waits there.
 
-    Each counts up a number of its own in the store, so a machine that has left is seen to be still.
+    Each counts up its own number in the store, so a machine that has left is seen to be still.
 
     Args:
         endpoint: host:port of the store.
@@ -59,7 +59,7 @@ class Meeting:
         try:
             if self._store is None and not self.is_silent:
                 host, _, port = self._endpoint.rpartition(":")
-                host = host.strip("[]")  # around an address of IPv6, as torchrun takes it, too
+                host = host.strip("[]")  # around an address of IPv6, which torchrun takes as well
                 # torch would print a page of C++ where nobody listens
                 socket.create_connection((host, int(port)), MEET_S).close()
                 # a program that is no store may say nothing, and torch then waits for ever
@@ -104,7 +104,7 @@ class Meeting:
             return f"waiting at {self._endpoint}: {OTHER_PROGRAM}"
         if not here:
             return f"waiting at {self._endpoint}, where no machine answers yet{self._why}"
-        # one of the two may write the domain, too
+        # one of the two may write the domain as well
         short = {name.partition(".")[0] for name in here}
         missing = [
             name for name in slurm.node_names(os.environ) if name.partition(".")[0] not in short

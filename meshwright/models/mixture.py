@@ -161,7 +161,7 @@ class Mixture(nn.Module):
 
     @torch.no_grad()
     def note(self, chosen: Tensor, figures: Tensor, counted: Tensor | None) -> None:
-        """Add a forward's results to those of the step; (B, S, K), (4,) and (B S,)."""
+        """Add a forward's results to the results of the step; (B, S, K), (4,) and (B S,)."""
         self.counts += tally(chosen.flatten(0, 1), self.spec.n_experts, counted)
         self.figures += figures
 
@@ -172,12 +172,12 @@ def inverse(order: Tensor) -> Tensor:  # (N,) int64, a permutation
 
 
 class _Spread(torch.autograd.Function):
-    """(N, D) -> (R, D): row i is rows[index[i]]. Backward reads, too, and adds up the gradients of
+    """(N, D) -> (R, D): row i is rows[index[i]]. Backward also reads, and adds up the gradients of
     each of the N in order: no atomic additions, whose order is arbitrary.
 
     Args:
         place: where each of the N is in the result, (N, K) int64; or (R,), the places of one after
-            those of the one before, which begin at `starts`, (N,).
+            rows of the one before, which start at `starts`, (N,).
     """
 
     @staticmethod
@@ -201,7 +201,7 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weights: Tensor, order: Tensor, place: Tensor) -> Tensor:
         ctx.save_for_backward(rows, weights, order, place)
-        # detached: for a gradient of its own, torch would note more
+        # detached: torch would note more for a separate gradient
         rows, weights = rows.detach(), weights.detach()
         return F.embedding_bag(place, rows, mode="sum", per_sample_weights=weights)
 
@@ -278,7 +278,7 @@ def _save(
 
 def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
     rows, weight, ends = ctx.saved_tensors
-    grad = grad.contiguous()  # an expanded one, as of a sum, is refused
+    grad = grad.contiguous()  # an expanded one, as of a sum, is rejected
     return grouped_matmul(grad, weight, ends), grouped_matmul(grad.t(), rows, ends), None
 
 

@@ -57,7 +57,7 @@ def _cast_around(module: nn.Module, output_dtype: torch.dtype) -> None:
         first, *of_routers = output  # of a layer with experts
         return first.to(output_dtype), *of_routers
 
-    # before the hooks of tensor parallelism, whose collectives are then in fp32, too; and eager,
+    # before the hooks of tensor parallelism, whose collectives are then in fp32 as well; and eager,
     # else a compiled block would have a graph for each
     module.register_forward_pre_hook(torch.compiler.disable(raise_inputs), prepend=True)
     module.register_forward_hook(torch.compiler.disable(lower_output))
@@ -79,7 +79,7 @@ def apply_fsdp(
         model: best on the meta device. With `training.enable_cpu_offload` its shards are to be
             given their memory on the CPU.
         fp32_modules: names of modules, none within another, that are not cast to
-            `training.mixed_precision_param` but are groups of their own, with casts around them.
+            `training.mixed_precision_param` but are separate groups, with casts around them.
     """
     mesh = meshes.fsdp
     reshard_after_forward = parallelism.fsdp_reshard_after_forward
@@ -183,7 +183,7 @@ def _placement(model: Decoder, meshes: Meshes) -> Callable[[nn.Parameter], Any] 
     info: Any = None
     if meshes.experts is not None:
         # Private names of a documented argument (2.13): if they move, every job whose experts have
-        # a mesh of their own stops here.
+        # a separate mesh stops here.
         from torch.distributed.fsdp._fully_shard._fsdp_common import ShardPlacementResult
         from torch.distributed.fsdp._fully_shard._fsdp_init import _get_mesh_info
 

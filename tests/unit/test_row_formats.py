@@ -126,7 +126,7 @@ def test_a_column_of_a_known_format_that_is_not_used_is_a_bad_record(name: str) 
             message, _, fix = str(found).partition(FIX)
             assert f"has a column {column!r}, which its conversation would lose" in message
             assert fix == (
-                "remove the column, or give dataset_format a function of yours that heeds it"
+                "remove the column, or give dataset_format your own function that reads it"
             )
         for value in (None, "", [], {}):
             assert read(name, row | {column: value}) == Conversation(HELLO)
@@ -149,7 +149,7 @@ def test_any_other_column_that_is_not_used_is_counted(name: str) -> None:
         ("alpaca", ALPACA | {"input": 0}, "its 'input' is 0, not a text"),
         ("sharegpt", {"conversations": [{"from": ["human"], "value": ""}]}, "from is ['human']"),
         ("sharegpt", {"conversations": [SHARED[0] | {"content": "x"}]},
-         "a turn has 'content' beside from and value"),
+         "a turn has 'content' as well as from and value"),
         ("sharegpt", {"conversations": HELLO}, "its turns are of {role, content}, not of {from, "
          "value} (training.dataset_format = 'sharegpt')\n  fix: set dataset_format = \"\" and "
          "dataset_column = \"conversations\""),
@@ -167,7 +167,7 @@ def test_any_other_column_that_is_not_used_is_counted(name: str) -> None:
          "has a column 'system' and another first message of that role"),
         ("messages", {"messages": []}, "the conversation has no message"),
         ("messages", {"messages": "[]"}, "its 'messages' is '[]', not a list of tables "
-         "(training.dataset_format = 'messages')\n  fix: give dataset_format a function of yours "
+         "(training.dataset_format = 'messages')\n  fix: give dataset_format your own function "
          "that returns json.loads(row['messages'])"),
         ("messages", {"messages": SHARED}, "its 'messages' has turns of {from, value}, not of "
          "{role, content} (training.dataset_format = 'messages')\n  fix: rename the column to "
@@ -191,11 +191,11 @@ def test_any_other_column_that_is_not_used_is_counted(name: str) -> None:
          "(training.dataset_column = 'text')\n  fix: rename the column to conversations, and set "
          'dataset_format = "sharegpt"'),
         ("text", {"text": b"hello"}, "'text' holds b'hello', which is neither text nor a list of "
-         "{role, content} (training.dataset_column = 'text')\n  fix: give dataset_format a "
-         "function of yours that returns row['text'].decode()"),
+         "{role, content} (training.dataset_column = 'text')\n  fix: give dataset_format your "
+         "own function that returns row['text'].decode()"),
         ("text", {"text": ["a", "b"]}, "'text' holds ['a', 'b'], which is neither text nor a list "
-         "of {role, content} (training.dataset_column = 'text')\n  fix: give dataset_format a "
-         "function of yours that returns '\\n'.join(row['text'])"),
+         "of {role, content} (training.dataset_column = 'text')\n  fix: give dataset_format your "
+         "own function that returns '\\n'.join(row['text'])"),
     ],
 )  # fmt: skip
 def test_rows_of_another_format_are_named(name: str, row: dict[str, Any], message: str) -> None:

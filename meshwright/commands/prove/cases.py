@@ -88,7 +88,7 @@ def reference_case(small: JobConfig, kind: Kind = "fp32") -> Case:
 def default_cases(config: JobConfig, small: JobConfig, args: DecoderArgs) -> list[Case]:
     """Return the config's own shape, each of its axes alone, and options that users switch."""
     used, options = _used_axes(config, args), own_options(config)
-    if config.compile.enable == "auto":  # a case of its own is compiled, unless an option needs it
+    if config.compile.enable == "auto":  # a separate case is compiled, unless an option needs it
         has_budget = config.activation_checkpoint.mode == "memory_budget"
         options["compile"]["enable"] = "auto" if has_budget else False
     chosen = reduction_choices(config, args)
@@ -197,14 +197,14 @@ def every_mesh(small: JobConfig, args: DecoderArgs) -> list[Case]:
     for name in SCHEDULES:
         mesh, schedule = {"pp": 2, "dp_shard": 2}, {"pipeline_parallel_schedule": name}
         cases.append(build_case(name, small, mesh, parallelism=schedule))
-        if SCHEDULES[name].splits_backward:  # gradients of weights go a way of their own
+        if SCHEDULES[name].splits_backward:  # gradients of weights take another path
             cases.append(
                 build_case(f"{name}, bf16", small, mesh, kind="bf16 sums", parallelism=schedule)
             )
         for policy in RESHARD:
             keys = schedule | {"fsdp_reshard_after_forward": policy}
             case = build_case(f"{name}, reshard {policy}", small, mesh, parallelism=keys)
-            cases += [case] * can_run(case)  # some pairs are refused
+            cases += [case] * can_run(case)  # some pairs are rejected
     for mesh in (HSDP, {"dp_shard": 4}, {"pp": 2, "dp_shard": 2}):
         cases.append(build_case("bf16", small, mesh, kind="bf16 sums"))
     for mesh in ({"tp": 2}, {"cp": 2}, {"dp_shard": 2, "tp": 2}, {"pp": 2, "cp": 2}):
@@ -215,7 +215,7 @@ def every_mesh(small: JobConfig, args: DecoderArgs) -> list[Case]:
 
 
 def _within_torch(cases: Iterable[Case], args: DecoderArgs) -> list[Case]:
-    """Return distinct cases; without those of experts on a mesh of their own if torch is too old,
+    """Return distinct cases; without experts on a separate mesh if torch is too old,
     which no job of the config could be."""
     if args.table.mixtures and not shards_experts_apart():
         cases = (case for case in cases if not {"tp", "ep"} & case.mesh.keys())
@@ -297,12 +297,12 @@ def _with_ep(mesh: dict[str, int], degree: int) -> dict[str, int]:
 
 
 def num_ranks(mesh: Degrees) -> int:
-    """Return the ranks of a mesh; those of ep are others' ranks."""
+    """Return the ranks of a mesh; ep takes ranks of other axes."""
     return math.prod(degree for axis, degree in mesh.items() if axis != "ep")
 
 
 def can_run(case: Case) -> bool:
-    """Return whether nothing about the case is refused."""
+    """Return whether every rule accepts the case."""
     try:
         preflight(case.config, case.world_size)
     except ConfigError:

@@ -31,7 +31,7 @@ class Bounds:
     other_choices: float = 1e-4
     """Part of tokens whose router may choose other experts than one process's, by rounding."""
     choice_gap: float = math.inf
-    """By how much scores of such a choice may differ from those of one process's choice."""
+    """By how much scores of such a choice may differ from the scores of one process's choice."""
     rounding: float = 0.0
     """Added to `gradient`: times the parameter's own error of rounding, in the reference."""
     update_rounding: float = 0.0
@@ -147,7 +147,7 @@ class Reference:
     """By kind, "gradients" and "updates", and by name: relative error against one process that has
     wider types, the largest among the layers' parameters of the name."""
     in_bf16: Collection[str] = ()
-    """Parameters whose gradients are in bf16: those of modules in fp32 are not."""
+    """Parameters whose gradients are in bf16, so none of a module in fp32."""
 
 
 def compare(

@@ -131,7 +131,7 @@ def _record(run: Run, case: Case, file: Path, exact: Path | None = None) -> tupl
 
 
 def _largest_of_layers(errors: Mapping[str, float]) -> dict[str, float]:
-    """Return for each parameter the largest error among those of its name in all layers.
+    """Return for each parameter the largest error of its name in all layers.
 
     One error is one draw: of a norm with few elements it may be small by chance.
     """

@@ -32,7 +32,7 @@ FP64 = 1e-12
 
 
 def check_reference(config: JobConfig, small: JobConfig) -> Checked:
-    """Compare in a process of its own.
+    """Compare in a separate process.
 
     Args:
         config: the user's, for the rotary table and the schedule at their real length.
@@ -48,7 +48,7 @@ def check_reference(config: JobConfig, small: JobConfig) -> Checked:
 
 
 def compare_with_plain(config: JobConfig, small: JobConfig) -> Checked:
-    """Compare on this one process, which is a group of its own."""
+    """Compare on this process alone."""
     start, checked = time.perf_counter(), Checked()
     family, args = resolve_model(config)
     _compare_schedule(checked, config)

@@ -99,7 +99,7 @@ class State:
 
 
 class Steps:
-    """A trainer, and plain PyTorch beside it.
+    """A trainer, and the same step in plain PyTorch.
 
     Args:
         config: as of `compare_steps`.

@@ -1,4 +1,4 @@
-"""Text to token ids and back, whatever the tokenizer file; and the chat template beside it."""
+"""Text to token ids and back, whatever the tokenizer file; and the chat template next to it."""
 
 import hashlib
 import os
@@ -64,7 +64,7 @@ class Tokenizer(Protocol):
     @property
     def special_names(self) -> dict[str, str]:
         """Special tokens by the names that Hugging Face has: bos_token, eos_token and so on. The
-        files beside a tokenizer may name another EOS: of chats, it ends a turn."""
+        files next to a tokenizer may name another EOS: of chats, it ends a turn."""
 
     @property
     def special_ids(self) -> dict[str, int]:
@@ -202,7 +202,7 @@ def build_tokenizer(path: str, ends: Ends = OWN) -> Tokenizer:
 
 @lru_cache(4)  # every source needs it, and a vocabulary of 128k takes seconds
 def _build(file: Path, ends: Ends, states: tuple[tuple[int, int, int], ...]) -> Tokenizer:
-    """`states` of the file and those beside it: if one changes, it is another tokenizer."""
+    """`states` of the file and of the ones next to it: if one changes, it is another tokenizer."""
     content = file.read_bytes()
     check(bool(content.strip()), PATH_KEY, str(file), "is empty", "download it again")
     check(LFS_POINTER.match(content) is None, PATH_KEY, str(file), LFS_RULE, LFS_FIX)
@@ -251,7 +251,7 @@ def end_ids(tokenizer: Tokenizer) -> dict[str, int | None]:
 
 
 def end_of_chat(tokenizer: Tokenizer) -> int | None:
-    """Return the token that the files beside a tokenizer name as EOS: of chats, it ends a turn."""
+    """Return the token that the files next to a tokenizer name as EOS: of chats, it ends a turn."""
     return tokenizer.special_ids.get(tokenizer.special_names.get("eos_token", ""))
 
 
@@ -299,14 +299,14 @@ def _download(file: Path) -> str:
     repository = OF_PRESETS.get(folder.name, "")
     if not repository or folder.parent.name != "tokenizers":
         return ""
-    # those beside it name BOS, EOS and the chat template; of several, a missing one is no error
+    # the ones next to it name BOS, EOS and the chat template; of several, a missing one is no error
     names = " ".join(dict.fromkeys((file.name, *BESIDE)))
     return f"hf download {repository} {names} --local-dir {os.path.relpath(folder)}"
 
 
 def find_template(tokenizer_path: str, template_path: str = "") -> str:
     """Return the template in the file `template_path`, or the shipped one of that name; otherwise
-    the one beside the tokenizer: chat_template.jinja, or the "chat_template" of
+    the one next to the tokenizer: chat_template.jinja, or the "chat_template" of
     tokenizer_config.json; of several, the "default".
 
     Raises:
