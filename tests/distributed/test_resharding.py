@@ -46,7 +46,7 @@ PAIRS = {  # every axis is entered and left
         ("moe-tp-ep", "moe"),
     )
 }
-EVERYDAY = "2d->pp-interleaved pp-interleaved->fsdp2 hsdp->tp2 moe-tp-ep->moe-fsdp-tp-ep"
+EVERYDAY = "2d->pp-interleaved pp-interleaved->fsdp2 moe-tp-ep->moe-fsdp-tp-ep"
 
 
 def ranks_of(name: str) -> int:

@@ -190,7 +190,7 @@ def reference_texts(args: LlamaArgs) -> list[list[int]]:
     return texts
 
 
-@pytest.mark.parametrize(("dims", "options"), slow_but("tied-tp cp DualPipeV", MESHES))
+@pytest.mark.parametrize(("dims", "options"), slow_but("cp DualPipeV", MESHES))
 @pytest.mark.ranks("dims")
 def test_texts_are_those_of_plain_pytorch(dims, options) -> None:
     """Without and with an end, and with the mask of packed documents."""
