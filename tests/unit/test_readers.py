@@ -418,9 +418,9 @@ def test_a_file_that_changes_under_the_job(tmp_path: Path) -> None:
 
 def test_zeros_behind_a_gzip_member_are_padding(tmp_path: Path) -> None:
     """As gzip itself takes them: of tapes, and of block devices."""
-    rows = [{"text": "a" * 99 + str(number)} for number in range(1000)]
+    rows = [{"text": "a" * 99 + str(number)} for number in range(4000)]
     lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
-    halves = [gzip.compress(half) for half in (lines[: 1 << 16], lines[1 << 16 :])]
+    halves = [gzip.compress(half) for half in (lines[: 1 << 18], lines[1 << 18 :])]
     path = tmp_path / "a.jsonl.gz"
     for zeros in (1, 512):
         path.write_bytes(halves[0] + bytes(zeros) + halves[1] + bytes(zeros))
