@@ -27,14 +27,14 @@ from meshwright.parallelisms.initialize import initialize
 from meshwright.system import hardware
 from meshwright.system.log import log_to_console, logger
 from meshwright.train.job import run
-from meshwright.train.preflight import Plan, preflight
+from meshwright.train.resolve import ResolvedJob, resolve
 
 SEQ_LEN = 512  # tokens
 WARM_UP = 4  # pairs that are not counted
 TOKENIZER = Path(__file__).parents[1] / "assets/tokenizers/python_2k.model"
 
 
-def make_plan(folder: Path, steps: int, batch: int, more: list[str]) -> Plan:
+def make_plan(folder: Path, steps: int, batch: int, more: list[str]) -> ResolvedJob:
     """A job as a user would run it: logging every step."""
     dimensions = {"dim": 512, "n_layers": 8, "n_heads": 8, "n_kv_heads": 4, "hidden_dim": 1536}
     keys = {f"model.args.{name}": value for name, value in dimensions.items()} | {
@@ -48,14 +48,14 @@ def make_plan(folder: Path, steps: int, batch: int, more: list[str]) -> Plan:
         "compile.enable": "false",  # as the bare loop
     }
     config = load_config([*(f"--{key}={value}" for key, value in keys.items()), *more])
-    return preflight(config, world_size=1)
+    return resolve(config, world_size=1)
 
 
 class BareLoop:
     """A plain training loop, one step per call: the last metrics sink, so that it runs after a step
     of the trainer and its reports."""
 
-    def __init__(self, plan: Plan, batch: int, steps: int) -> None:
+    def __init__(self, plan: ResolvedJob, batch: int, steps: int) -> None:
         (source,) = open_data("training", plan.config)
         assert isinstance(source, CachedSource)
         cached = CachedSamples(source.cache, SEQ_LEN + 1, plan.config.training.seed)

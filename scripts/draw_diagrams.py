@@ -15,7 +15,7 @@ WIDTH, HEIGHT, GAP = 200, 58, 34
 JOB = {  # column, row: title, about it, its file
     (0, 0): ("config", "TOML and command line", "config/loader.py"),
     (1, 0): ("launcher", "starts and watches the ranks", "launch/watch.py"),
-    (2, 0): ("preflight", "all ranks agree on the job", "train/preflight.py"),
+    (2, 0): ("resolve", "all ranks agree on the job", "train/resolve.py"),
     (3, 0): ("set-up", "the mesh, then these parts", "train/set_up.py"),
     (0, 1): ("texts", "files, the hub, tokens", "datasets/sources.py"),
     (1, 1): ("tokens", "once, in a cache; or a stream", "datasets/encoding.py"),

@@ -19,7 +19,7 @@ from meshwright.system.errors import as_toml, config_error, numbered
 from meshwright.system.files import Place
 from meshwright.system.log import log_to_console, logger
 from meshwright.system.machine import Ranks, count_ranks, why_bf16_is_slow
-from meshwright.train.preflight import Plan, preflight, resume_diff
+from meshwright.train.resolve import ResolvedJob, resolve, resume_diff
 
 DEFAULT_PRESET = "debug_model"
 
@@ -39,19 +39,21 @@ def run(given: Namespace) -> None:
     if plan.resume_step and resume_diff(plan).is_done:
         print(f"{given.config} has nothing to do")
         return
-    for stage in plan.stages:
+    for stage in plan.training_stages:
         config = stage.config
-        num_steps = config.training.steps - max(stage.begins_after, plan.resume_step)
+        num_steps = config.training.steps - max(stage.starts_after, plan.resume_step)
         after = f" after step {plan.resume_step:,}" * (stage is plan and plan.resume_step > 0)
         steps = f"{numbered(num_steps, 'step')} of {config.tokens_per_step:,} tokens{after}"
-        ends = f", stage {stage.stage} to step {config.training.steps:,}" * (len(plan.stages) > 1)
+        ends = f", stage {stage.stage_number} to step {config.training.steps:,}" * (
+            len(plan.training_stages) > 1
+        )
         print(f"{can_run}, {steps}{ends}")
     # last, since its libraries take a fifth of a second to import
     if not plan.config.checkpoint.last_save_in_hf and (why := _export_fault(plan)):
         logger.warning("an export would be rejected without --without-tokenizer: %s", why)
 
 
-def check_job(given: Namespace, ranks: Ranks) -> Plan:
+def check_job(given: Namespace, ranks: Ranks) -> ResolvedJob:
     """Check that a job can run, and log how "auto" was decided for compilation, which options have
     no effect, whether another type would be much faster, how the job differs from the one that
     saved the checkpoint to resume from, and whether its folder is another than its TOML's.
@@ -67,7 +69,7 @@ def check_job(given: Namespace, ranks: Ranks) -> Plan:
     written = read(given)
     if written.notes:
         _log_translation(written.notes, given.config)
-    plan = preflight(
+    plan = resolve(
         written.config(),
         ranks.total,
         is_gpu=ranks.gpus != 0,
@@ -96,7 +98,7 @@ def check_job(given: Namespace, ranks: Ranks) -> Plan:
     return plan
 
 
-def _export_fault(plan: Plan) -> str:
+def _export_fault(plan: ResolvedJob) -> str:
     """Return why the tokenizer could not be exported; "" if nothing is known against it."""
     if not isinstance(plan.tokenizer, SentencePieceTokenizer):  # others are copied
         return ""
@@ -106,7 +108,7 @@ def _export_fault(plan: Plan) -> str:
     return why_not_exported(plan.tokenizer)
 
 
-def _other_eos(plan: Plan) -> Iterator[str]:
+def _other_eos(plan: ResolvedJob) -> Iterator[str]:
     """Say that the model folder to start from ends texts at another token than the tokenizer."""
     config, eos_id = plan.config.checkpoint, plan.tokenizer.eos_id
     if config.initial_load_in_hf and eos_id is not None and not plan.resume_step:
@@ -140,7 +142,7 @@ def _shown(path: str) -> str:
     return as_toml(path if path == BYTES else shown_path(Path(path)))
 
 
-def _warn_of_move(given: Namespace, plan: Plan) -> None:
+def _warn_of_move(given: Namespace, plan: ResolvedJob) -> None:
     """Warn if a job wrote the TOML, and its folder was moved since, or is looked for from another
     working directory: `job.dump_folder` does not lead there."""
     job, path = plan.config.job, Path(plan.config.job.config_file)

@@ -10,7 +10,7 @@ from meshwright.config.loader import read
 from meshwright.config.stages import staged
 from meshwright.system.errors import check
 from meshwright.system.log import log_to_console, logger
-from meshwright.train.preflight import check_data
+from meshwright.train.resolve import check_data
 
 
 def add_options(parser: Parser) -> None:

@@ -112,9 +112,9 @@ def run(given: Namespace) -> None:
     for text in known.notes:
         if text not in told:
             logger.warning("%s", text)
-    for stage in plan.stages[1:]:
+    for stage in plan.training_stages[1:]:
         sources += open_data("training", stage.config)
-    for stage in plan.stages:
+    for stage in plan.training_stages:
         if (
             stage is plan or stage.config.training.validation_fraction
         ):  # it reads a part of the data

@@ -149,7 +149,7 @@ class Compile(Section, on_resume="none"):
 
     @property
     def is_on(self) -> bool:
-        """Whether blocks are compiled; of a config that preflight has resolved."""
+        """Whether blocks are compiled; of a config that `resolve` has resolved."""
         assert isinstance(self.enable, bool), "compile.enable is not resolved"  # "auto" is truthy
         return self.enable
 

@@ -115,7 +115,7 @@ class TokenizationSpec:
     @property
     def _spec(self) -> DatasetSpec:
         found = self._own or find_dataset(self.entry.source.dataset)
-        assert found is not None  # preflight has looked
+        assert found is not None  # `resolve` has looked
         return found
 
     def open(self, streamed: bool) -> Documents | TokenFiles:

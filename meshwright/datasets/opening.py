@@ -133,7 +133,7 @@ def open_data(
 
 
 def _packed(source: OpenSource, length: int, *, again: bool) -> OpenSource:
-    assert isinstance(source, CachedSource)  # preflight has refused it
+    assert isinstance(source, CachedSource)  # `resolve` has refused it
     source = replace(source, packing=open_packing(source.cache, length, again=again))
     samples = source.samples_per_epoch(length)
     logger.info(
@@ -211,7 +211,7 @@ def _documents(
         content = _content(recipe, told.files) if is_first_here else told.content
         return replace(told, content=content), LocalDocuments(entry, told.files)
     documents = recipe.open(streamed=True)
-    assert not isinstance(documents, TokenFiles)  # preflight has refused it
+    assert not isinstance(documents, TokenFiles)  # `resolve` has refused it
     if told is not None and not is_local:
         return told, documents
     files = recipe.files()

@@ -123,7 +123,7 @@ class WeightsAndBiases:
         Raises:
             ConfigError: if W&B refuses the run or cannot be reached.
         """
-        import wandb  # an extra; preflight has made sure that it is there
+        import wandb  # an extra; `resolve` has made sure that it is there
 
         file = folder / RUN_ID
         if not (is_resumed and file.exists()):

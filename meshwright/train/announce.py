@@ -31,11 +31,11 @@ from meshwright.system.errors import StopRequested, first_line, numbered
 from meshwright.system.files import only_warn, whole_file
 from meshwright.system.log import logger
 from meshwright.system.processes import Launch
-from meshwright.train.preflight import Plan
+from meshwright.train.resolve import ResolvedJob
 
 
 def announce(
-    plan: Plan,
+    plan: ResolvedJob,
     device: torch.device,
     launch: Launch,
     sources: Sequence[OpenSource] = (),
@@ -48,9 +48,11 @@ def announce(
     config, path = plan.config, Path(plan.config.job.dump_folder) / "config.toml"
     if config.job.description:
         logger.info("%s", config.job.description)
-    if (last := plan.stages[-1]).stage > 1:
-        steps = f"steps {plan.begins_after + 1:,} to {config.training.steps:,} of {last.steps:,}"
-        logger.info("stage %d of %d: %s; the eta is its own", plan.stage, last.stage, steps)
+    if (last := plan.training_stages[-1]).stage_number > 1:
+        steps = f"steps {plan.starts_after + 1:,} to {config.training.steps:,} of {last.steps:,}"
+        logger.info(
+            "stage %d of %d: %s; the eta is its own", plan.stage_number, last.stage_number, steps
+        )
     logger.info("config: %s; every value: %s", Path(config.job.config_file).name or "none", path)
     logger.debug("config, where it differs from the defaults:")
     for line in filter(None, to_toml(config, exclude_defaults=True).splitlines()):
@@ -81,7 +83,7 @@ def announce(
             file.write(_written(plan).encode())
 
 
-def _written(plan: Plan) -> str:
+def _written(plan: ResolvedJob) -> str:
     """Return the TOML of the job with every key. One that was left open, by -1 or "auto", stays
     open, so that it runs on any mesh; a comment has its value in this job."""
     given = plan.given or plan.config
@@ -94,7 +96,7 @@ def _written(plan: Plan) -> str:
     return with_comments(to_toml(given), comments)
 
 
-def _describe_model(plan: Plan) -> str:
+def _describe_model(plan: ResolvedJob) -> str:
     model, table = plan.config.model, plan.model_args.table
     words = f"{model.name} {model.flavor}: {table.num_params:,} parameters"
     if table.mixtures:
@@ -106,7 +108,7 @@ def _describe_model(plan: Plan) -> str:
     return words
 
 
-def _describe_steps(plan: Plan, sources: Sequence[OpenSource]) -> str:
+def _describe_steps(plan: ResolvedJob, sources: Sequence[OpenSource]) -> str:
     """Say how much is left to train, how often that reads the data, and what ends it early."""
     training, num_tokens = plan.config.training, plan.config.tokens_per_step
     num_steps = plan.steps - plan.resume_step
@@ -171,7 +173,7 @@ def _describe_tokenizer(tokenizer: Tokenizer) -> str:
     return words
 
 
-def announce_end(plan: Plan, reporter: Reporter, step: int, seconds: float) -> None:
+def announce_end(plan: ResolvedJob, reporter: Reporter, step: int, seconds: float) -> None:
     """Log a finished job's results, and the commands that use them."""
     tokens = plan.config.tokens_per_step * (step - plan.resume_step)
     earlier = f"; {reporter.tokens_seen:,} since step 1" if plan.resume_step else ""
@@ -197,7 +199,7 @@ def announce_end(plan: Plan, reporter: Reporter, step: int, seconds: float) -> N
         logger.info("  %s", command, extra={"is_command": True})
 
 
-def note_start(plan: Plan, device: torch.device, *, is_new_stage: bool) -> None:
+def note_start(plan: ResolvedJob, device: torch.device, *, is_new_stage: bool) -> None:
     """Add this start to the history of the run; it is no resume if it `is_new_stage`."""
     if dist.get_rank() > 0:
         return
@@ -223,7 +225,7 @@ def note_start(plan: Plan, device: torch.device, *, is_new_stage: bool) -> None:
 
 
 @contextmanager
-def note_failure(plan: Plan, step: Callable[[], int]) -> Iterator[None]:
+def note_failure(plan: ResolvedJob, step: Callable[[], int]) -> Iterator[None]:
     """Add an error, or a request to stop, that ends this process after `step()` to the history."""
     try:
         yield
@@ -233,7 +235,7 @@ def note_failure(plan: Plan, step: Callable[[], int]) -> Iterator[None]:
         raise
 
 
-def note_end(plan: Plan, step: int, reason: str) -> None:
+def note_end(plan: ResolvedJob, step: int, reason: str) -> None:
     """Add the end of this process to the history of the run."""
     if dist.get_rank() == 0:
         note_event(Path(plan.config.job.dump_folder), step, "end", {"reason": reason})

@@ -27,13 +27,13 @@ from meshwright.parallelisms.meshes import Meshes
 from meshwright.parallelisms.parallelize import parallelize
 from meshwright.system.hardware import peak_of
 from meshwright.system.log import logger
-from meshwright.train.preflight import Plan
+from meshwright.train.resolve import ResolvedJob
 from meshwright.train.resolve_model import user_sinks
 from meshwright.train.resume import best_of
 
 
 def build_model(
-    plan: Plan, meshes: Meshes, device: torch.device, *, allocate: Allocate = allocate
+    plan: ResolvedJob, meshes: Meshes, device: torch.device, *, allocate: Allocate = allocate
 ) -> LocalModel:
     """Build this rank's part of the model, parallelised; its values are arbitrary. Collective."""
     config, training = plan.config, plan.config.training
@@ -54,7 +54,7 @@ def build_model(
     model = build_local_model(
         partial(Decoder, plan.model_args, training.seq_len),
         prepare,
-        plan.stage_modules,
+        plan.pipeline_modules,
         frozen=plan.frozen,
         fp32_modules=plan.fp32_modules,
         meshes=meshes,
@@ -69,11 +69,11 @@ def build_model(
     return model
 
 
-def initialize_weights(plan: Plan, model: LocalModel, group: dist.ProcessGroup) -> None:
+def initialize_weights(plan: ResolvedJob, model: LocalModel, group: dist.ProcessGroup) -> None:
     """Give parameters and buffers their values at step 0. Collective over `group`, the whole job.
 
     Raises:
-        ConfigError: if their source is not the one that preflight saw.
+        ConfigError: if their source is not the one that `resolve` saw.
     """
     config = plan.config.checkpoint
     if not config.initial_load_path:
@@ -101,7 +101,11 @@ def initialize_weights(plan: Plan, model: LocalModel, group: dist.ProcessGroup) 
 
 
 def build_loader(
-    plan: Plan, sources: Sequence[OpenSource], meshes: Meshes, device: torch.device, cursor: Cursor
+    plan: ResolvedJob,
+    sources: Sequence[OpenSource],
+    meshes: Meshes,
+    device: torch.device,
+    cursor: Cursor,
 ) -> Loader:
     """Return this rank's batches, from `cursor` on."""
     training = plan.config.training
@@ -114,7 +118,11 @@ def build_loader(
 
 
 def build_stream(
-    plan: Plan, sources: Sequence[OpenSource], meshes: Meshes, cursor: Cursor, rules: SampleRules
+    plan: ResolvedJob,
+    sources: Sequence[OpenSource],
+    meshes: Meshes,
+    cursor: Cursor,
+    rules: SampleRules,
 ) -> SampleStream:
     """Return the samples of the job, of which this rank's part is asked for."""
     local, batch = plan.config.training.local_batch_size, plan.config.training.global_batch_size
@@ -122,7 +130,7 @@ def build_stream(
     return SampleStream(sources, cursor, rules, batch=batch, slots=frozenset(slots))
 
 
-def work_of(plan: Plan, device: torch.device) -> Work:
+def work_of(plan: ResolvedJob, device: torch.device) -> Work:
     """Return the work of a step of the job, over its ranks."""
     config = plan.config
     table, seq_len = plan.model_args.table, config.training.seq_len
@@ -136,7 +144,7 @@ def work_of(plan: Plan, device: torch.device) -> Work:
 
 
 def build_reporter(
-    plan: Plan,
+    plan: ResolvedJob,
     device: torch.device,
     phases: Phases,
     model: LocalModel,
@@ -157,7 +165,7 @@ def build_reporter(
     return Reporter(work, device, phases, destinations, tokens_seen, advance, best)
 
 
-def _other_sinks(plan: Plan, model: LocalModel) -> Iterator[sinks.Sink]:
+def _other_sinks(plan: ResolvedJob, model: LocalModel) -> Iterator[sinks.Sink]:
     """Yield the sinks of the user's own module, and the one of loads of experts; an `OSError` of
     theirs is a warning."""
     folder = Path(plan.config.job.dump_folder)

@@ -19,7 +19,7 @@ from meshwright.system.errors import (
 from meshwright.system.files import Place
 from meshwright.system.log import logger
 from meshwright.system.processes import Requests
-from meshwright.train.preflight import Plan
+from meshwright.train.resolve import ResolvedJob
 
 
 def raise_data_error(
@@ -68,7 +68,7 @@ def check_has_data(step: int) -> None:
         raise ConfigError(key, f"{key}: gives less than one global batch\n  fix: {fix}")
 
 
-def export_at_end(plan: Plan, requests: Requests) -> bool:
+def export_at_end(plan: ResolvedJob, requests: Requests) -> bool:
     """Export the last checkpoint if the config asks for it. False: a request to stop ends it."""
     config = plan.config.checkpoint
     if not (config.last_save_in_hf and config.saves):
@@ -89,7 +89,7 @@ def prepare_export(config: JobConfig) -> None:
         import_module("meshwright.checkpoint.conversion.tokenizer_files")
 
 
-def export_last(plan: Plan) -> None:
+def export_last(plan: ResolvedJob) -> None:
     """Export the newest checkpoint to {dump_folder}/hf, unless it is there already; `SaveError` if
     it cannot be written, or is not what was saved."""
     # not above: other jobs would import them before their first step

@@ -32,7 +32,7 @@ from meshwright.train.end import (
     prepare_export,
     raise_data_error,
 )
-from meshwright.train.preflight import Plan
+from meshwright.train.resolve import ResolvedJob
 from meshwright.train.resume import manifest_of, too_many_bad_records
 from meshwright.train.set_up import Job, meet, set_up
 from meshwright.train.stop import Vote, remove_stop_file
@@ -89,7 +89,7 @@ class Taken:
 
 
 def run(
-    plan: Plan,
+    plan: ResolvedJob,
     extra_sinks: Sequence[Sink] = (),
     requests: Requests | None = None,
     launch: Launch | None = None,
@@ -115,7 +115,7 @@ def run(
     launch = launch or Launch()
     heart = heartbeat_of_this_rank(launch.folder)
     heart.answer(last_collectives)
-    last, begun, is_done, stage = plan.stages[-1], time.monotonic(), True, plan
+    last, begun, is_done, stage = plan.training_stages[-1], time.monotonic(), True, plan
     meshes: Meshes | None = None
     while is_done:
         heart.limit(stage.config.comm.init_timeout_seconds, "comm.init_timeout_seconds")
@@ -133,7 +133,7 @@ def run(
                 begun = time.monotonic() if stage is plan else begun
                 with ordered_attention(job.attention):
                     is_done = _train(job, requests, begun)
-            following = None if job is None else job.plan.next
+            following = None if job is None else job.plan.next_stage
         finally:
             checkpoints.release()
         if job is None or following is None:
@@ -333,7 +333,7 @@ def _save(job: Job, taken: Taken, *, is_last: bool, is_done: bool = False) -> No
 def _end(job: Job, vote: Vote, step: int, is_done: bool) -> bool:
     """Close the parts, and say how it ended; return whether the last step is done."""
     config, steps, reason = job.plan.config, job.plan.config.training.steps, vote.decision.reason
-    is_new, following = step > job.plan.resume_step, job.plan.next
+    is_new, following = step > job.plan.resume_step, job.plan.next_stage
     is_done = is_done and not (reason and following)
     job.loader.close()
     job.bad_steps.close()
@@ -348,8 +348,8 @@ def _end(job: Job, vote: Vote, step: int, is_done: bool) -> bool:
         logger.info(words, step, job.plan.steps, reason)
         note_end(job.plan, step, f"stopped: {reason}")
     elif following is not None:
-        logger.info("stage %d ends with step %d", job.plan.stage, step)
-        note_end(job.plan, step, f"finished stage {job.plan.stage}")
+        logger.info("stage %d ends with step %d", job.plan.stage_number, step)
+        note_end(job.plan, step, f"finished stage {job.plan.stage_number}")
     else:
         if step < steps:
             logger.info("the data ends here: training.max_epochs = %d", config.training.max_epochs)

@@ -28,7 +28,7 @@ from meshwright.system.log import logger, print_error
 from meshwright.system.machine import allow_files, check_machines, given_rank
 from meshwright.system.processes import Launch, Requests, before_training, die_with_parent
 from meshwright.train.job import run
-from meshwright.train.preflight import Plan, preflight
+from meshwright.train.resolve import ResolvedJob, resolve
 
 
 def main(launch: Launch, requests: Requests) -> None:
@@ -119,9 +119,9 @@ def _run_command_line(launch: Launch, requests: Requests) -> bool:
             logger.info("%s", note)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     allow_files(world_size)
-    plan: Plan | None = None
+    plan: ResolvedJob | None = None
     try:
-        plan = preflight(
+        plan = resolve(
             config,
             world_size,
             is_gpu=torch.cuda.is_available(),

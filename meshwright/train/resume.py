@@ -16,11 +16,11 @@ from meshwright.datasets.tokenizers.kinds import end_ids
 from meshwright.system.errors import ConfigError, config_error
 from meshwright.system.log import logger
 from meshwright.system.modules import torch_version
-from meshwright.train.preflight import Plan, resume_diff
+from meshwright.train.resolve import ResolvedJob, resume_diff
 
 
 def manifest_of(
-    plan: Plan,
+    plan: ResolvedJob,
     sources: Sequence[OpenSource],
     held_out: Sequence[OpenSource],
     *,
@@ -61,7 +61,7 @@ def manifest_of(
             **library_versions(),
         },
         "config": to_json(plan.config),
-        "stage": plan.stage,
+        "stage": plan.stage_number,
     }
 
 
@@ -79,7 +79,7 @@ VALIDATED_ON = {
 
 
 def best_of(
-    saved: Manifest, plan: Plan, held_out: Sequence[OpenSource]
+    saved: Manifest, plan: ResolvedJob, held_out: Sequence[OpenSource]
 ) -> tuple[int, float] | None:
     """Return the best validation that a checkpoint knows of; None if it was of other data, too: no
     loss of this job compares with it."""
@@ -101,7 +101,7 @@ def best_of(
     return None
 
 
-def place_in_data(plan: Plan, saved: Manifest, sources: Sequence[OpenSource]) -> Cursor:
+def place_in_data(plan: ResolvedJob, saved: Manifest, sources: Sequence[OpenSource]) -> Cursor:
     """Return where a resume continues to read.
 
     Raises:
@@ -109,7 +109,7 @@ def place_in_data(plan: Plan, saved: Manifest, sources: Sequence[OpenSource]) ->
     """
     if DATALOADER in left_out(plan.config.checkpoint, saved):
         return Cursor()
-    begins_stage = plan.begins_with(saved)
+    begins_stage = plan.begins_stage_with(saved)
     for source in sources:
         was = saved["data_content"].get(source.entry.name)
         if was != source.content and not (begins_stage and _is_new(source, saved)):
@@ -145,7 +145,7 @@ def _is_new(source: OpenSource, saved: Manifest) -> bool:
     return not keys <= tables.get(source.entry.name, {}).items()
 
 
-def _place_in_stage(plan: Plan, saved: Manifest, sources: Sequence[OpenSource]) -> Cursor:
+def _place_in_stage(plan: ResolvedJob, saved: Manifest, sources: Sequence[OpenSource]) -> Cursor:
     """Return where the first step of a stage begins to read: in a source that the stage before had
     too, where that one stopped."""
     cursor = Cursor.from_json(saved["data"])

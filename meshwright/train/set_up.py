@@ -50,7 +50,7 @@ from meshwright.system.processes import Launch
 from meshwright.train.announce import announce, note_failure, note_start
 from meshwright.train.bad_steps import BadStepReporter
 from meshwright.train.build import build_loader, build_reporter, initialize_weights
-from meshwright.train.preflight import Plan, resume_diff
+from meshwright.train.resolve import ResolvedJob, resume_diff
 from meshwright.train.resume import library_versions, place_in_data
 from meshwright.train.trainer import Trainer, build_trainer
 from meshwright.train.validation import Validation
@@ -67,7 +67,7 @@ PAUSES: dict[str, Pause | None] = {
 class Job:
     """The parts of one rank's job, ready for the step after `plan.resume_step`."""
 
-    plan: Plan
+    plan: ResolvedJob
     device: torch.device
     attention: Sequence[str]
     """torch's kernels of attention in the order in which they are to be tried; empty: its own."""
@@ -102,7 +102,7 @@ class Job:
             yield
 
 
-def meet(plan: Plan, launch: Launch) -> tuple[torch.device, CheckpointManager]:
+def meet(plan: ResolvedJob, launch: Launch) -> tuple[torch.device, CheckpointManager]:
     """Have the ranks meet, and claim the folder of checkpoints. Collective.
 
     Raises:
@@ -121,7 +121,7 @@ def meet(plan: Plan, launch: Launch) -> tuple[torch.device, CheckpointManager]:
         has_float8=hardware.has_float8(device),
     )
     if device.type == "cuda":
-        for stage in plan.stages:
+        for stage in plan.training_stages:
             check_memory(stage.config, stage.least_bytes, hardware.memory_gib(device))
     find_ops(config.activation_checkpoint.saved_ops)
     if not dist.is_initialized():  # it is for a later stage
@@ -134,7 +134,7 @@ def meet(plan: Plan, launch: Launch) -> tuple[torch.device, CheckpointManager]:
 
 
 def set_up(
-    plan: Plan,
+    plan: ResolvedJob,
     device: torch.device,
     checkpoints: CheckpointManager,
     heart: Heartbeat,
@@ -211,7 +211,9 @@ def set_up(
         )
 
 
-def _resume_or_begin(plan: Plan, checkpoints: CheckpointManager) -> tuple[Plan, Manifest | None]:
+def _resume_or_begin(
+    plan: ResolvedJob, checkpoints: CheckpointManager
+) -> tuple[ResolvedJob, Manifest | None]:
     """Return the plan of the stage and step that the job resumes from, and the manifest there.
 
     Raises:
@@ -224,13 +226,13 @@ def _resume_or_begin(plan: Plan, checkpoints: CheckpointManager) -> tuple[Plan, 
             lambda: check_initial(config, plan.model_args, plan.family, is_tie_given=is_tie_given)
         )
         return plan, None
-    plan = replace(plan.at(found["step"]), resume_step=found["step"])
+    plan = replace(plan.stage_at(found["step"]), resume_step=found["step"])
     resume_diff(plan, found).check()
     return plan, found
 
 
 def _open_data(
-    plan: Plan, checkpoints: CheckpointManager
+    plan: ResolvedJob, checkpoints: CheckpointManager
 ) -> tuple[Sequence[OpenSource], Sequence[OpenSource]]:
     """Open the training and the validation data: the first rank looks for files, revisions and
     caches, and tells the others. Collective."""
@@ -271,7 +273,7 @@ OWN_PATHS = {
 """Keys that may differ between machines: only the files they lead to must be the same."""
 
 
-def check_agreement(plan: Plan) -> None:
+def check_agreement(plan: ResolvedJob) -> None:
     """Compare this rank's job, apart from the data, with the others', by `check_same`."""
     model = plan.config.model
     of_tokenizer = tokenizer_parts(plan.tokenizer, model.tokenizer_path, model.chat_template_path)
@@ -279,7 +281,7 @@ def check_agreement(plan: Plan) -> None:
     check_same(
         {
             # a resume may begin in any stage
-            CONFIG: json.dumps([to_json(stage.config) for stage in plan.stages]),
+            CONFIG: json.dumps([to_json(stage.config) for stage in plan.training_stages]),
             # of a folder: a machine may have another config.json or other tensors there
             "model.flavor": json.dumps(asdict(plan.model_args)),
             "code": f"meshwright {meshwright.__version__}, source {_source_hash()}, "
@@ -353,7 +355,7 @@ def _source_hash() -> str:
     return found.hexdigest()[:16]
 
 
-def _order_attention(plan: Plan, device: torch.device) -> list[str]:
+def _order_attention(plan: ResolvedJob, device: torch.device) -> list[str]:
     """Return the order of torch's kernels of attention on a GPU, if plain attention is used; empty:
     torch's own. The log names the kernel."""
     training, parallelism = plan.config.training, plan.config.parallelism
@@ -373,7 +375,7 @@ def _order_attention(plan: Plan, device: torch.device) -> list[str]:
     return order
 
 
-def _say_done(plan: Plan) -> None:
+def _say_done(plan: ResolvedJob) -> None:
     step, steps = plan.resume_step, plan.config.training.steps
     key, what = "training.steps", f"step {step} of {steps}"
     if step < steps:
@@ -383,7 +385,7 @@ def _say_done(plan: Plan) -> None:
 
 
 def _set_values(
-    plan: Plan, checkpoints: CheckpointManager, trainer: Trainer, found: Manifest | None
+    plan: ResolvedJob, checkpoints: CheckpointManager, trainer: Trainer, found: Manifest | None
 ) -> None:
     """Load the checkpoint `found`, or set the first values."""
     if found is None:

@@ -28,7 +28,7 @@ from meshwright.train.optim.optimizers import (
     update,
 )
 from meshwright.train.optim.registry import average_decay
-from meshwright.train.preflight import Plan
+from meshwright.train.resolve import ResolvedJob
 
 if TYPE_CHECKING:
     from meshwright.checkpoint.state import TrainingTensors
@@ -163,7 +163,7 @@ class Trainer:
 
 
 def build_trainer(
-    plan: Plan,
+    plan: ResolvedJob,
     meshes: Meshes,
     device: torch.device,
     *,

@@ -21,7 +21,7 @@ from meshwright.parallelisms.meshes import Meshes
 from meshwright.system.errors import ConfigError
 from meshwright.train.build import build_stream
 from meshwright.train.optim.average import Average
-from meshwright.train.preflight import Plan
+from meshwright.train.resolve import ResolvedJob
 
 
 def figures_of(loss: float, num_labels: int, num_bytes: int) -> dict[str, float]:
@@ -209,7 +209,7 @@ class Validation:
     """
 
     def __init__(
-        self, plan: Plan, sources: Sequence[OpenSource], meshes: Meshes, device: torch.device
+        self, plan: ResolvedJob, sources: Sequence[OpenSource], meshes: Meshes, device: torch.device
     ) -> None:
         self._plan, self._training = plan, plan.config.training
         self._sources, self._meshes, self._device = sources, meshes, device
@@ -298,7 +298,7 @@ def _until_stopped(
 
 
 def write_texts(
-    plan: Plan, meshes: Meshes, model: LocalModel, is_stopped: Callable[[], bool]
+    plan: ResolvedJob, meshes: Meshes, model: LocalModel, is_stopped: Callable[[], bool]
 ) -> dict[str, str]:
     """Continue `validation.sample_prompts`; return texts by prompt, none if it was stopped."""
     validation, training, tokenizer = plan.config.validation, plan.config.training, plan.tokenizer

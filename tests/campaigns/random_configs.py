@@ -37,7 +37,7 @@ from meshwright.config.loader import load_config
 from meshwright.parallelisms.rules.degrees import KEYS, check_device
 from meshwright.parallelisms.rules.stages import SCHEDULES
 from meshwright.system.errors import ConfigError
-from meshwright.train.preflight import preflight
+from meshwright.train.resolve import resolve
 from meshwright.train.resolve_model import resolve_model
 
 Maybe = Callable[..., list[str]]
@@ -78,7 +78,7 @@ def draw(seed: int, number: int, most_ranks: int, has_experts: bool = False) -> 
         try:
             config = load_config(words)
             case, small = _case(config, mesh, microbatches, f"config {number}")
-            plan = preflight(case.config, case.world_size)
+            plan = resolve(case.config, case.world_size)
             check_device(plan.config, "cpu")
         except ConfigError:
             continue

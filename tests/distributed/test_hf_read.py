@@ -15,7 +15,7 @@ from meshwright.parallelisms.local_model import LocalModel
 from meshwright.parallelisms.rules.degrees import ParallelDims
 from meshwright.system.files import Place
 from meshwright.train.build import build_model, initialize_weights
-from meshwright.train.preflight import preflight
+from meshwright.train.resolve import resolve
 from tests.helpers.cli import checkpoint as checkpoint_tool
 from tests.helpers.cli import export
 from tests.helpers.families import family_of
@@ -130,7 +130,7 @@ def _start(ranks: int, folder: Path) -> None:
             words = ["--job.config_file", str(TOML), "--job.dump_folder", str(folder / "out")]
             words += ["--checkpoint.initial_load_path", str(folder / kind), *args_words(EVEN)]
             config = load_config([*words, "--model.tokenizer_path", "bytes", *options])
-            plan = preflight(config, ranks)
+            plan = resolve(config, ranks)
             meshes = meshes_of(plan.dims, "cpu")
             model = build_model(plan, meshes, torch.device("cpu"))
             initialize_weights(plan, model, dist.group.WORLD)

@@ -6,14 +6,14 @@ from meshwright.models.loss import Batch
 from meshwright.parallelisms.initialize import initialize
 from meshwright.parallelisms.meshes import Meshes
 from meshwright.train.bad_steps import BadStepDetector
-from meshwright.train.preflight import Plan
+from meshwright.train.resolve import ResolvedJob
 from meshwright.train.trainer import StepResult, build_trainer
 
 
 class OneRank:
     """Model and optimizer of `plan` on `device`; values are arbitrary before `initialize`."""
 
-    def __init__(self, plan: Plan, meshes: Meshes, device: torch.device) -> None:
+    def __init__(self, plan: ResolvedJob, meshes: Meshes, device: torch.device) -> None:
         config = plan.config
         self.plan, self.meshes, self.device = plan, meshes, device
         self.trainer = build_trainer(plan, meshes, device)

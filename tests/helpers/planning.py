@@ -33,7 +33,7 @@ from meshwright.parallelisms.meshes import build_meshes
 from meshwright.parallelisms.rules.degrees import KEYS
 from meshwright.system.processes import in_processes
 from meshwright.train.bad_steps import BadStepDetector
-from meshwright.train.preflight import Plan
+from meshwright.train.resolve import ResolvedJob
 
 BASE = {
     "job.config_file": "train_configs/debug_model.toml",
@@ -71,7 +71,7 @@ class Case:
         """Ranks of the job."""
         return math.prod(self.sizes.values())
 
-    def plan(self) -> Plan:
+    def plan(self) -> ResolvedJob:
         """The job, checked."""
         values: dict[str, object] = dict(BASE)
         values |= {f"parallelism.{KEYS[axis]}": size for axis, size in self.sizes.items()}

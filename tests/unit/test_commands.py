@@ -32,7 +32,7 @@ from meshwright.system.errors import (
 )
 from meshwright.system.machine import Ranks
 from meshwright.system.processes import LAUNCH
-from meshwright.train.preflight import preflight
+from meshwright.train.resolve import resolve
 from scripts import command_reference
 from tests.helpers.cli import check_job, command
 
@@ -423,7 +423,7 @@ def test_a_type_that_nobody_asked_for_is_one_that_the_cpu_has(
     (tmp_path / "cpuinfo").write_text(f"processor\t: 0\n{cpu}\n")
     monkeypatch.setattr(machine, "CPU_INFO", tmp_path / "cpuinfo")
     given = ["--model.tokenizer_path=bytes", f"--job.dump_folder={tmp_path}", *words]
-    plan = preflight(load_config(given), 1, is_gpu=cpu == "a GPU")
+    plan = resolve(load_config(given), 1, is_gpu=cpu == "a GPU")
     assert plan.config.training.mixed_precision_param == dtype
     if not why:  # the CPU isn't asked
         assert not plan.type_line

@@ -22,7 +22,7 @@ from meshwright.parallelisms.rules.compile_choice import LEAST_FLOP, check_compi
 from meshwright.system.errors import ConfigError
 from meshwright.system.processes import Launch, Requests
 from meshwright.train.main import _run_command_line
-from meshwright.train.preflight import Plan, preflight
+from meshwright.train.resolve import ResolvedJob, resolve
 from meshwright.train.resolve_model import resolve_model
 from tests.helpers.cli import check_job
 
@@ -56,10 +56,10 @@ def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def plan_of(tmp_path: Path) -> Callable[..., Plan]:
-    def plan_of(*words: str, ranks: int = 1) -> Plan:
+def plan_of(tmp_path: Path) -> Callable[..., ResolvedJob]:
+    def plan_of(*words: str, ranks: int = 1) -> ResolvedJob:
         dump = f"--job.dump_folder={tmp_path / 'out'}"
-        return preflight(load_config([DEBUG, dump, *words]), ranks)
+        return resolve(load_config([DEBUG, dump, *words]), ranks)
 
     return plan_of
 
@@ -132,7 +132,7 @@ def test_a_memory_budget_on_gpus_needs_a_torch_that_counts_grouped_heads(monkeyp
         config = load_config([DEBUG, BUDGET, *words])
         refusal = pytest.raises(ConfigError, match=r"torch 2\.11\.0 cannot on GPUs")
         with refusal if is_refused else nullcontext():
-            preflight(config, 1, is_gpu=is_gpu)
+            resolve(config, 1, is_gpu=is_gpu)
 
 
 def test_the_same_options_that_can_be_compiled_are(plan_of) -> None:
@@ -292,7 +292,7 @@ def test_a_proof_compiles_the_config_if_it_says_so_or_must(words, first, is_on) 
     cases = default_cases(config, shrink(config, args), args)
     assert cases[0].name.split(":")[0] == first
     for case in cases:
-        plan = preflight(case.config, case.world_size)
+        plan = resolve(case.config, case.world_size)
         has_options = case.name.startswith("as configured") or case.kind == "bf16"
         wanted = case.name.startswith("compiled") or (has_options and is_on)
         assert plan.config.compile.enable is wanted, case.name

@@ -13,7 +13,7 @@ from meshwright.config.parallelism import Float8
 from meshwright.config.training import Training
 from meshwright.datasets.named_sources import idle_source_options
 from meshwright.parallelisms.rules.degrees import check_device
-from meshwright.train.preflight import preflight
+from meshwright.train.resolve import resolve
 from tests.helpers.cli import check_job
 from tests.helpers.tokenizer_files import byte_level_json
 
@@ -147,7 +147,7 @@ def test_the_same_toml_runs_where_its_options_have_nothing_to_act_on(
         "100",
     ]
     for device_type in ("cpu", "cuda"):
-        check_device(preflight(load_config(words), 1).config, device_type)
+        check_device(resolve(load_config(words), 1).config, device_type)
 
 
 def test_a_config_of_defaults_says_nothing(tmp_path, capsys, monkeypatch) -> None:
@@ -236,7 +236,7 @@ def test_a_group_of_frozen_parameters_is_idle(tmp_path) -> None:
     config = config_with(
         optimizer__groups=groups, model__frozen=["norm.*"], job__dump_folder=str(tmp_path)
     )
-    (line,) = preflight(config, 1).idle_options.values()
+    (line,) = resolve(config, 1).idle_options.values()
     assert line == "optimizer.groups.0 has no effect: model.frozen has all its parameters"
 
 

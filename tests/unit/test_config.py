@@ -14,7 +14,7 @@ from meshwright.models.families import MODELS
 from meshwright.parallelisms.rules.degrees import check_device
 from meshwright.system.errors import ConfigError
 from meshwright.system.log import print_error
-from meshwright.train.preflight import preflight
+from meshwright.train.resolve import resolve
 
 ROOT = Path(__file__).parents[2]
 DEBUG = ROOT / "train_configs" / "debug_model.toml"
@@ -35,7 +35,7 @@ def error_of(arguments: list[str], ranks: int = 1) -> str:
     try:
         config = load_config(arguments)
         try:
-            preflight(config, ranks)
+            resolve(config, ranks)
         except ConfigError as error:
             raise with_lines(error, parse_config(arguments)) from None
     except ConfigError as error:
@@ -95,7 +95,7 @@ def test_a_batch_that_ranks_cannot_share_offers_ranks_that_can(words, ranks, fix
     said = error_of(given, ranks)
     assert said.endswith(fix), said
     for count in re.findall(r"\d+(?=[ \w]* ranks? \(NGPU\))", said.partition("launch")[2]):
-        preflight(load_config(given), int(count))
+        resolve(load_config(given), int(count))
 
 
 def test_debug_model_runs_on_the_ranks_that_it_names() -> None:
@@ -106,7 +106,7 @@ def test_debug_model_runs_on_the_ranks_that_it_names() -> None:
     runs = []
     for ranks in range(1, 10):
         with contextlib.suppress(ConfigError):
-            preflight(load_config([str(DEBUG)]), ranks)
+            resolve(load_config([str(DEBUG)]), ranks)
             runs.append(ranks)
     assert runs == named
 
@@ -114,7 +114,7 @@ def test_debug_model_runs_on_the_ranks_that_it_names() -> None:
 def test_resolved_config_loads_to_itself(toml, tmp_path) -> None:
     words = ["--model.args.n_layers", "2", "--job.dump_folder", str(tmp_path)]
     config = load_config(["--job.config_file", str(DEBUG), *words])
-    resolved = preflight(config, 2).config
+    resolved = resolve(config, 2).config
     again = load_config(toml(to_toml(resolved)))
     assert again.model_dump(exclude={"job"}) == resolved.model_dump(exclude={"job"})
     assert again.parallelism.data_parallel_shard_degree == 2
@@ -314,7 +314,7 @@ FFN_NORM = ["layers.0.ffn_norm"]
 )
 def test_fp32_modules_are_found_by_pattern_once(job, patterns, found, tmp_path) -> None:
     words = [*job.split(), f"--training.fp32_modules={patterns}", f"--job.dump_folder={tmp_path}"]
-    assert preflight(load_config(words), 1).fp32_modules == found
+    assert resolve(load_config(words), 1).fp32_modules == found
 
 
 TP = "--compile.enable --parallelism.tensor_parallel_degree=2"
@@ -431,7 +431,7 @@ def test_the_written_config_of_other_data_can_run(text, toml, tmp_path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "one"}\n')
     config = load_config(toml(f'extends = "debug_model"\n{text}'))
     again = load_config(toml(to_toml(config), "again.toml"))
-    ready = preflight(again, 1).config.training
+    ready = resolve(again, 1).config.training
     for name in ("datasets", "validation_fraction"):
         assert getattr(ready, name) == getattr(config.training, name)
     # equal in each key: the best validation of the job would no longer count

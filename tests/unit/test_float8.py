@@ -23,7 +23,7 @@ from meshwright.parallelisms.rules.degrees import check_device
 from meshwright.parallelisms.rules.precision import find_float8_layers
 from meshwright.system import hardware
 from meshwright.system.errors import ConfigError
-from meshwright.train.preflight import preflight
+from meshwright.train.resolve import resolve
 from tests.helpers.operators import Operators
 from tests.helpers.tiny import TINY, plain_model
 
@@ -124,13 +124,13 @@ def test_jobs_that_cannot_have_it(monkeypatch) -> None:
             monkeypatch.setattr(f"meshwright.{module}.torch_version", lambda: version)
 
     pretend("2.13.0")
-    preflight(load_config([*WORDS, *split]), 2)
+    resolve(load_config([*WORDS, *split]), 2)
     pretend("2.11.0+cu130")
     with pytest.raises(ConfigError, match="torch 2.11.* cannot in float8 layers"):
-        preflight(load_config([*WORDS, *split]), 2)
+        resolve(load_config([*WORDS, *split]), 2)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="torchao is not installed\n  fix: pip install"):
-        preflight(load_config([*WORDS]), 1)
+        resolve(load_config([*WORDS]), 1)
 
 
 def float8_model(recipe: str, args: LlamaArgs = TINY, emulate: bool = True) -> Decoder:

@@ -10,7 +10,7 @@ from meshwright.config.loader import load_config
 from meshwright.system import hardware
 from meshwright.system.errors import ConfigError
 from meshwright.system.processes import Launch
-from meshwright.train.preflight import preflight
+from meshwright.train.resolve import resolve
 from meshwright.train.set_up import _order_attention, meet
 
 
@@ -37,7 +37,7 @@ def test_a_rank_on_a_gpu_looks_at_the_width_of_heads(gpus, monkeypatch) -> None:
     gpus(1)
     monkeypatch.setattr(hardware, "has_float8", lambda _: True)
     words = "debug_model --training.mask_documents --model.args.dim=128 --model.args.n_heads=16"
-    plan = preflight(load_config([*words.split(), "--model.args.n_kv_heads=16"]), 1)
+    plan = resolve(load_config([*words.split(), "--model.args.n_kv_heads=16"]), 1)
     with pytest.raises(ConfigError, match="takes no heads of 8, below 16"):
         meet(plan, Launch(num_gpus=1))
 
@@ -52,7 +52,7 @@ def test_gpus_that_are_not_there_are_no_reason_to_train_on_cpus(gpus) -> None:
             hardware.pick_device(local_rank, expected)
     gpus(0)
     with pytest.raises(ConfigError, match="^GPUs = 1: "):
-        meet(preflight(load_config(["debug_model"]), 1), Launch(num_gpus=1))
+        meet(resolve(load_config(["debug_model"]), 1), Launch(num_gpus=1))
 
 
 def test_deterministic_algorithms_without_filling_memory(monkeypatch) -> None:
@@ -124,7 +124,7 @@ def test_the_log_names_the_kernel(hopper) -> None:
     "own", ["", "training.mask_documents=true", "parallelism.context_parallel_degree=2"]
 )
 def test_attention_of_torch_alone_has_an_order(hopper, own) -> None:
-    plan = preflight(load_config(["debug_model", *[f"--{own}"] * bool(own)]), 2)
+    plan = resolve(load_config(["debug_model", *[f"--{own}"] * bool(own)]), 2)
     assert (_order_attention(plan, torch.device("cuda")) == []) == bool(own)
     assert _order_attention(plan, torch.device("cpu")) == []
 

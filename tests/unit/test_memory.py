@@ -14,13 +14,13 @@ from meshwright.parallelisms.rules.memory import heaviest_load
 from meshwright.system import hardware
 from meshwright.system.errors import ConfigError
 from meshwright.train import job as train
-from meshwright.train.preflight import Plan, preflight
+from meshwright.train.resolve import ResolvedJob, resolve
 
 GIB = 2**30
 EARLY = {"optimizer__early_step_in_backward": True, "training__max_norm": "inf"}
 
 
-def plan(ranks: int = 8, batch: int = 16, **keys: object) -> Plan:
+def plan(ranks: int = 8, batch: int = 16, **keys: object) -> ResolvedJob:
     """Of Llama 3 8B: 32.1 GB of gradients in fp32."""
     words = {
         "model.flavor": "llama3_8b",
@@ -30,7 +30,7 @@ def plan(ranks: int = 8, batch: int = 16, **keys: object) -> Plan:
         **{key.replace("__", "."): value for key, value in keys.items()},
     }
     config = load_config([f"--{key}={value}" for key, value in words.items()])
-    return preflight(config, ranks)
+    return resolve(config, ranks)
 
 
 ONCE, EVERY = "last_microbatch", "every_microbatch"
@@ -91,7 +91,7 @@ P = 8_030_261_248  # parameters of Llama 3 8B
 
 def test_a_stage_without_modules_has_no_load() -> None:
     job = plan(2, 2, **SMALL)
-    args, names = job.model_args, [name for stage in job.stage_modules for name in stage]
+    args, names = job.model_args, [name for stage in job.pipeline_modules for name in stage]
     for stages in ([names, []], [[], names]):
         config = changed(job.config, {"parallelism": {"pipeline_parallel_degree": 2}})
         load = heaviest_load(config, args.table, stages, frozenset())

@@ -5,7 +5,7 @@ import pytest
 from meshwright.config.loader import load_config
 from meshwright.parallelisms.rules.stages import SCHEDULES, split_evenly, stages_of_rank
 from meshwright.system.errors import ConfigError
-from meshwright.train.preflight import preflight
+from meshwright.train.resolve import resolve
 
 PIPELINE = {
     "parallelism.pipeline_parallel_degree": 2,
@@ -22,7 +22,7 @@ PARTS = "parallelism.module_fqns_per_model_part"
 def plan(*words: str, world_size: int = 2):
     given = dict(word.split("=", 1) for word in words)
     config = load_config([f"--{key}={value}" for key, value in (PIPELINE | given).items()])
-    return preflight(config, world_size)
+    return resolve(config, world_size)
 
 
 def sizes(parts: list[list[str]]) -> list[int]:
@@ -50,9 +50,9 @@ def test_embedding_output_and_dear_layers_weigh() -> None:
 
 def test_a_large_vocabulary_takes_the_place_of_layers() -> None:
     # 2048 x 256 weights at each end are little beside a layer; 40,000 x 256 are as eleven layers
-    assert sizes(plan().stage_modules) == [3, 3]
+    assert sizes(plan().pipeline_modules) == [3, 3]
     many = plan("model.args.n_layers=12", f"model.args.vocab_size={4 * 2048}")
-    assert sizes(many.stage_modules) == [6, 6]
+    assert sizes(many.pipeline_modules) == [6, 6]
 
 
 @pytest.mark.parametrize(
@@ -68,10 +68,10 @@ def test_a_batch_that_is_not_given_fills_the_stages_once() -> None:
     """Without a pipeline, the model is whole by any schedule."""
     for schedule in SCHEDULES:
         made = plan(f"{SCHEDULE}={schedule}")
-        assert made.config.num_microbatches == len(made.stage_modules), schedule
+        assert made.config.num_microbatches == len(made.pipeline_modules), schedule
         words = ("parallelism.pipeline_parallel_degree=1", f"{SCHEDULE}={schedule}")
         made = plan(*words, world_size=1)
-        assert stages_of_rank(0, 1, len(made.stage_modules), schedule) == [0], schedule
+        assert stages_of_rank(0, 1, len(made.pipeline_modules), schedule) == [0], schedule
 
 
 def _parts(*parts: str) -> str:
@@ -83,10 +83,10 @@ LAYERS = "layers.0 layers.1 layers.2 layers.3 layers.4 layers.5"
 
 def test_stages_are_cut_as_the_user_says_and_whole_without_a_pipeline() -> None:
     parts = ["tok_embeddings layers.0", f"{LAYERS.removeprefix('layers.0 ')} norm output"]
-    assert plan(_parts(*parts)).stage_modules == [part.split() for part in parts]
+    assert plan(_parts(*parts)).pipeline_modules == [part.split() for part in parts]
     whole = ("parallelism.pipeline_parallel_degree=1", _parts("tok_embeddings", "norm output"))
     found = plan(*whole, world_size=1)
-    assert found.stage_modules == [["tok_embeddings", *LAYERS.split(), "norm", "output"]]
+    assert found.pipeline_modules == [["tok_embeddings", *LAYERS.split(), "norm", "output"]]
 
 
 PER_RANK = "parallelism.pipeline_parallel_stages_per_rank"

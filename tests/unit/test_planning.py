@@ -40,7 +40,7 @@ from meshwright.parallelisms.context_parallel import attend_in_chunks, gradients
 from meshwright.system.errors import ConfigError
 from meshwright.system.processes import Launch, Requests
 from meshwright.train import main
-from meshwright.train.preflight import Plan
+from meshwright.train.resolve import ResolvedJob
 from tests.helpers.needs import skip_without_mesh_of_experts
 
 DEBUG = "--job.config_file=train_configs/debug_model.toml"
@@ -131,7 +131,7 @@ def test_a_remedy_has_the_verdict_of_its_neediest_rank_and_its_own_groups(monkey
     """A pipeline of two ranks: the last needs more memory, and less time, and has a communicator
     more than the job."""
 
-    def predicted(plan: Plan, rank: int, *_: object) -> Figures:
+    def predicted(plan: ResolvedJob, rank: int, *_: object) -> Figures:
         is_piped = plan.dims.pp > 1
         size, groups = ((5.0, 9.0)[rank] * GIB, 2) if is_piped else (20.0 * GIB, 1)
         return Figures({"": size}, 2.0 - rank, groups)

@@ -16,7 +16,7 @@ from meshwright.commands.prove.user_options import (
 )
 from meshwright.config.job_config import JobConfig, changed
 from meshwright.config.loader import load_config
-from meshwright.train.preflight import preflight
+from meshwright.train.resolve import resolve
 from meshwright.train.resolve_model import resolve_model
 from tests.campaigns.random_configs import draw
 
@@ -31,7 +31,7 @@ def cases_of(*words: str) -> tuple[JobConfig, list[Case]]:
 
 
 def microbatches(case: Case) -> int:
-    return preflight(case.config, case.world_size).config.num_microbatches
+    return resolve(case.config, case.world_size).config.num_microbatches
 
 
 def value(config: JobConfig, key: str) -> object:

@@ -15,7 +15,7 @@ from meshwright.datasets.sources import DATASETS
 from meshwright.datasets.stream import Cursor
 from meshwright.system.errors import ConfigError
 from meshwright.system.modules import code_of, import_user_module
-from meshwright.train.preflight import Plan, preflight
+from meshwright.train.resolve import ResolvedJob, resolve
 from meshwright.train.resume import best_of, manifest_of, place_in_data
 from tests.helpers.checkpoints import BARE, publish
 from tests.helpers.cli import command
@@ -44,7 +44,7 @@ def place_of(source: StreamedSource, content: str, **more: object) -> Cursor:
         config=SimpleNamespace(
             checkpoint=Checkpoint(), training=SimpleNamespace(max_bad_records=0)
         ),
-        begins_with=lambda saved: False,
+        begins_stage_with=lambda saved: False,
     )
     data = {"sample": 3, "counts": [3], "places": {}}
     saved = BARE | {"data_content": {source.entry.name: content}, "data": data} | more
@@ -69,7 +69,9 @@ def test_a_dataset_that_has_changed_names_the_commit_to_pin(tmp_path: Path) -> N
 
 
 def noted(
-    plan: Plan, held_out: Sequence[StreamedSource] = (), best: tuple[int, float] | None = None
+    plan: ResolvedJob,
+    held_out: Sequence[StreamedSource] = (),
+    best: tuple[int, float] | None = None,
 ) -> dict[str, Any]:
     """A manifest."""
     facts = {"step": 1, "tokens_seen": 0, "cursor": Cursor(), "loss": 1.0, "bad_steps": {}}
@@ -80,7 +82,7 @@ def test_the_code_that_runs_is_noted_not_the_file_of_today(tmp_path) -> None:
     module = tmp_path / "own.py"
     module.write_text("SINKS = {}")
     own = ("--experimental.custom_import", str(module))
-    plan = preflight(load_config([*BYTES, "--training.local_batch_size=2", *own]), 1)
+    plan = resolve(load_config([*BYTES, "--training.local_batch_size=2", *own]), 1)
     before = code_of(str(module))
     module.write_text("raise RuntimeError")
     assert noted(plan)["own_code"] == before
@@ -97,7 +99,7 @@ def test_other_data_is_refused_before_ranks_start(tmp_path, monkeypatch) -> None
     words = [*BYTES, *lines(tmp_path, "a document " * 99), "--training.seq_len=8", "--ngpu=1"]
     words += ["--checkpoint.enable", "--training.global_batch_size=8"]
     words += [f"--training.token_cache_folder={tmp_path}/caches", f"--job.dump_folder={tmp_path}"]
-    plan = preflight(load_config([word for word in words if word != "--ngpu=1"]), 1)
+    plan = resolve(load_config([word for word in words if word != "--ngpu=1"]), 1)
     saved = noted(plan) | {"data_content": {"json": "other"}}
     publish(tmp_path / "checkpoint", saved.pop("step"), **saved)
     with pytest.raises(ConfigError, match="its content is not what it was"):
@@ -146,7 +148,7 @@ def test_the_best_validation_counts_as_long_as_the_data_is_the_same(words, keys,
 
     def plan_of(*more: str):
         base = ["--model.tokenizer_path=bytes", "--validation.enable=true"]
-        return preflight(load_config([*base, *more]), 1)
+        return resolve(load_config([*base, *more]), 1)
 
     saved, here = plan_of("--training.local_batch_size=2"), plan_of(*words)
     manifest = BARE | {
@@ -164,7 +166,7 @@ def test_the_best_validation_counts_as_long_as_the_data_is_the_same(words, keys,
 
 def test_the_best_validation_counts_as_long_as_its_texts_are_the_same(tmp_path, caplog) -> None:
     caplog.set_level("INFO", "meshwright")
-    plan = preflight(load_config([*BYTES, "--training.local_batch_size=2"]), 1)
+    plan = resolve(load_config([*BYTES, "--training.local_batch_size=2"]), 1)
     before, after = (opened(*BYTES, *lines(tmp_path, text)) for text in ("one text", "another"))
     saved = noted(plan, [before], best=(20, 3.5))
     assert best_of(saved, plan, [before]) == (20, 3.5)

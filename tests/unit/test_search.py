@@ -22,7 +22,7 @@ from meshwright.commands.plan.search import (
 from meshwright.commands.plan.simulate import plan_job
 from meshwright.config.job_config import JobConfig, changed, differing
 from meshwright.config.loader import load_config
-from meshwright.train.preflight import Plan
+from meshwright.train.resolve import ResolvedJob
 from tests.helpers.needs import skip_without_mesh_of_experts
 
 H100 = find_device("h100")
@@ -36,7 +36,7 @@ def _candidates() -> list[Candidate]:
 
 
 @cache
-def _plans() -> list[Plan]:
+def _plans() -> list[ResolvedJob]:
     return [plan for _, plan in _candidates()]
 
 
@@ -69,7 +69,7 @@ def test_an_estimate_counts_the_sequences_and_layers_of_a_rank() -> None:
         of_rank, added = 6 / ranks, twice - once
         schedule = plan.config.parallelism.pipeline_parallel_schedule
         if ranks in (1, 2) and not schedule.startswith("ZB"):
-            per_rank = len(plan.stage_modules) // ranks
+            per_rank = len(plan.pipeline_modules) // ranks
             idle = (ranks - 1) / (per_rank * plan.config.num_microbatches + ranks - 1)
             # stages need not be even: those of the first rank may have a layer less
             least = (of_rank - per_rank) * sequences * 1e-3 / (1 - idle)
@@ -99,7 +99,7 @@ def test_an_estimate_counts_the_microbatches_in_flight() -> None:
             "Interleaved1F1B": min((3 * ranks - 1) / 2, count),
         }.get(schedule)
         if in_flight is not None:
-            names = [name for part in plan.stage_modules[::ranks] for name in part]
+            names = [name for part in plan.pipeline_modules[::ranks] for name in part]
             layers = sum("layers." in name for name in names)
             size = in_flight * layers * plan.config.training.local_batch_size * 100 * GIB
             found = estimate(plan, work(layer_gib=100), RATES)[1]
@@ -145,14 +145,14 @@ def test_the_toml_to_paste_holds_only_what_differs() -> None:
 
 
 @pytest.fixture
-def asked(monkeypatch) -> list[Plan]:
+def asked(monkeypatch) -> list[ResolvedJob]:
     """The candidates that a search simulates, in their order; figures are made up.
 
     What recomputes less is estimated to be faster, and does not fit without recomputation.
     """
     found, plans = [], {id(plan.config): plan for plan in _plans()}
 
-    def seconds(plan: Plan) -> float:
+    def seconds(plan: ResolvedJob) -> float:
         return 1.0 + MODES.index(plan.config.activation_checkpoint.mode) + 0.01 * plan.dims.tp
 
     def at_once(tasks: list[tuple], function: Callable, *_: object) -> list[Need]:
@@ -207,7 +207,7 @@ EVERY_2ND = (
 def test_layers_are_added_along_the_line_through_two_depths(layers, words, monkeypatch) -> None:
     depths = []
 
-    def linear(plan: Plan, *_: object) -> Figures:
+    def linear(plan: ResolvedJob, *_: object) -> Figures:
         depth = plan.model_args.n_layers
         recomputed = sum(i % predicting.period(plan.config) == 0 for i in range(depth))
         depths.append(depth)

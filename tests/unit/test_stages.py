@@ -22,7 +22,7 @@ from meshwright.datasets.stream import Cursor, ShardPlace
 from meshwright.system.errors import ConfigError
 from meshwright.system.processes import Launch
 from meshwright.train import announce
-from meshwright.train.preflight import Plan, preflight
+from meshwright.train.resolve import ResolvedJob, resolve
 from meshwright.train.resume import place_in_data
 from tests.helpers.cli import command
 from tests.helpers.texts import TEXTS, cached, weighted
@@ -153,7 +153,7 @@ def test_an_error_names_the_stage_and_its_key(tmp_path) -> None:
         ("size = 16", "size = 15", "1.global_batch_size"),
     ):
         with pytest.raises(ConfigError) as caught:
-            preflight(config_of(tmp_path, stages.replace(good, bad), sources=""), 1)
+            resolve(config_of(tmp_path, stages.replace(good, bad), sources=""), 1)
         assert caught.value.key == f"training.stages.{key}"
         assert str(caught.value).startswith(f"training.stages.{key} = ")
 
@@ -164,11 +164,11 @@ MORE = THREE.replace("seq_len = 32\n", "").replace(
 )
 
 
-def saved_by(plan: Plan, sources: list[CachedSource], cursor: Cursor) -> Any:
+def saved_by(plan: ResolvedJob, sources: list[CachedSource], cursor: Cursor) -> Any:
     """The parts of its manifest that concern the place in the data."""
     return {
         "step": plan.config.training.steps,
-        "stage": plan.stage,
+        "stage": plan.stage_number,
         "data": asdict(cursor),
         "data_identity": plan.data_identity,
         "data_content": {source.entry.name: source.content for source in sources},
@@ -178,7 +178,7 @@ def saved_by(plan: Plan, sources: list[CachedSource], cursor: Cursor) -> Any:
 
 
 def test_a_source_continues_in_the_next_stage(tmp_path) -> None:
-    plans = preflight(config_of(tmp_path, MORE), 1, looks_at_files=False).stages
+    plans = resolve(config_of(tmp_path, MORE), 1, looks_at_files=False).training_stages
     a, b, c = (cached(tmp_path, (*TEXTS, name), name) for name in "abc")
     at = Cursor(sample=64, counts=(48, 16))
     # other weights hold from here on
@@ -200,7 +200,7 @@ def test_a_source_continues_in_the_next_stage(tmp_path) -> None:
     at = Cursor(64, (48, 16), shards, weighted_from=(1, 2))
     for change, want in (("lr = 1e-3", at), ("seq_len = 32", Cursor(bad_records=2 + 3))):
         stages = f"[[training.stages]]\nuntil_tokens = 1000\n[[training.stages]]\n{change}"
-        plans = preflight(config_of(tmp_path, stages), 1, looks_at_files=False).stages
+        plans = resolve(config_of(tmp_path, stages), 1, looks_at_files=False).training_stages
         assert place_in_data(plans[1], saved_by(plans[0], [a, b], at), [a, b]) == want
 
 
@@ -210,10 +210,10 @@ def test_a_stage_tells_other_files_from_files_that_have_changed(tmp_path) -> Non
     stages = "[[training.stages]]\nuntil_tokens = 1000\n[[training.stages]]\nlr = 1e-3\n"
     training = f'token_cache_folder = "{tmp_path}/caches"'
 
-    def opened(name: str, text: str) -> tuple[Plan, Any, list[Any]]:
+    def opened(name: str, text: str) -> tuple[ResolvedJob, Any, list[Any]]:
         (tmp_path / f"{name}.jsonl").write_text(json.dumps({"text": text}))
         sources = rows.format("training.", "a") + stages + rows.format("training.stages.", name)
-        first, second = preflight(config_of(tmp_path, "", training, sources), 1).stages
+        first, second = resolve(config_of(tmp_path, "", training, sources), 1).training_stages
         assert first.data_identity == second.data_identity
         saved = saved_by(first, open_data("training", first.config), Cursor(64, (64,)))
         return second, saved, open_data("training", second.config)
@@ -227,9 +227,16 @@ def test_a_stage_tells_other_files_from_files_that_have_changed(tmp_path) -> Non
 
 
 def test_the_stage_follows_from_the_step_or_is_asked_for(tmp_path) -> None:
-    plan = preflight(config_of(tmp_path), 1, looks_at_files=False)
-    assert [one.begins_after for one in plan.stages] == [0, 8, 16]
-    assert [plan.at(step).stage for step in (0, 7, 8, 15, 16, 24)] == [1, 1, 2, 2, 3, 3]
+    plan = resolve(config_of(tmp_path), 1, looks_at_files=False)
+    assert [one.starts_after for one in plan.training_stages] == [0, 8, 16]
+    assert [plan.stage_at(step).stage_number for step in (0, 7, 8, 15, 16, 24)] == [
+        1,
+        1,
+        2,
+        2,
+        3,
+        3,
+    ]
     assert of_stage(plan.given, 2) == staged(plan.given)[1]
     with pytest.raises(ConfigError, match="the job has 3 stages"):
         of_stage(plan.given, 4)
@@ -237,12 +244,12 @@ def test_the_stage_follows_from_the_step_or_is_asked_for(tmp_path) -> None:
 
 
 def test_a_checkpoint_of_a_stage_that_has_moved_is_refused(tmp_path) -> None:
-    second = preflight(config_of(tmp_path), 1, looks_at_files=False).stages[1]
+    second = resolve(config_of(tmp_path), 1, looks_at_files=False).training_stages[1]
     for step, stage, begins in ((8, 1, True), (9, 2, False), (8, 2, False)):
-        assert second.begins_with({"step": step, "stage": stage}) is begins
+        assert second.begins_stage_with({"step": step, "stage": stage}) is begins
     for step, stage in ((10, 1), (8, 3)):
         with pytest.raises(ConfigError, match="ends that they had"):
-            second.begins_with({"step": step, "stage": stage})
+            second.begins_stage_with({"step": step, "stage": stage})
 
 
 def test_a_warmup_may_end_in_a_later_stage(tmp_path) -> None:
@@ -250,7 +257,7 @@ def test_a_warmup_may_end_in_a_later_stage(tmp_path) -> None:
     for warmup, stages, is_idle in ((20, THREE, False), (30, THREE, True), (0, own, False)):
         job = config_of(tmp_path, stages)
         config = changed(job, {"lr_scheduler": {"warmup_steps": warmup}})
-        notes = preflight(config, 1, looks_at_files=False).notes
+        notes = resolve(config, 1, looks_at_files=False).notes
         assert any("is never reached" in note for note in notes) == is_idle
 
 
@@ -264,7 +271,7 @@ def test_an_option_that_one_stage_uses_has_an_effect(tmp_path) -> None:
         sources = "[[training.datasets]]\n" + rows.format("streamed")
         config = config_of(tmp_path, stages, training, sources)
         config = changed(config, {"validation": {"enable": False}})
-        plan = preflight(config, 1)
+        plan = resolve(config, 1)
         assert any("token_cache_folder" in note for note in plan.notes) == is_idle
         assert plan.given == config
 
@@ -314,7 +321,7 @@ def test_a_stage_says_its_own_steps_and_how_often_it_reads_its_data(
     ranks = SimpleNamespace(get_rank=lambda: 1, get_world_size=lambda: 1)
     monkeypatch.setattr(announce, "dist", ranks)
     sources = weighted([cached(tmp_path, (*TEXTS, name), name) for name in "ab"], (1, 4))
-    second = preflight(config_of(tmp_path), 1, looks_at_files=False).stages[1]
+    second = resolve(config_of(tmp_path), 1, looks_at_files=False).training_stages[1]
     announce.announce(replace(second, resume_step=8), torch.device("cpu"), Launch(), sources)
     assert "stage 2 of 3: steps 9 to 16 of 24; the eta is its own" in caplog.messages
     each = zip((1 / 5, 4 / 5), sources, strict=True)

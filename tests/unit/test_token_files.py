@@ -245,7 +245,7 @@ def test_a_wrong_index_of_datatrove_is_refused(ends: list[int], message: str, tm
         open_tokens(tmp_path, "tokens", path)
 
 
-def test_what_preflight_says(tmp_path: Path) -> None:
+def test_what_resolving_says(tmp_path: Path) -> None:
     write_kind("nanoGPT", tmp_path / "a", DOCUMENTS)
 
     def check(dataset: str, **keys: object) -> None:

@@ -18,7 +18,7 @@ from meshwright.config.parallelism import Float8
 from meshwright.config.torchtitan import rules
 from meshwright.config.torchtitan.translate import is_torchtitan, translate
 from meshwright.system.errors import ConfigError
-from meshwright.train.preflight import preflight
+from meshwright.train.resolve import resolve
 from meshwright.train.resolve_model import resolve_model
 
 FOLDER = Path(__file__).parents[1] / "torchtitan"
@@ -107,7 +107,7 @@ def test_files_with_every_key_of_theirs_pass_the_check_and_are_migrated(
     wanted, notes = load_config([toml]), notes_of([toml])
     assert any(re.match(r"line \d+, model\.flavor: ", note) for note in notes)
     words = ["--model.tokenizer_path", "bytes", "--job.dump_folder", str(tmp_path), *overrides]
-    preflight(load_config([toml, *words]), ranks)
+    resolve(load_config([toml, *words]), ranks)
     of_words = notes_of([toml, "--validation.steps", "-1"])
     assert any(note.startswith("--validation.steps: without effect") for note in of_words)
 
@@ -152,7 +152,7 @@ def test_float8_keys_are_translated(tmp_path: Path) -> None:
     wanted = {"enable": True, "recipe_name": "tensorwise", "filter_fqns": [], "emulate": False}
     assert config.float8.model_dump() == wanted
     with pytest.raises(ConfigError, match="enable_async_tensor_parallel .* float8.enable"):
-        preflight(config, 512)
+        resolve(config, 512)
     assert load_config([*words, "--model.converters", "[]"]).float8 == Float8()
     theirs = {
         "recipe_name": "rowwise",

@@ -10,7 +10,7 @@ from meshwright.system.errors import check
 from meshwright.system.machine import machine_bytes
 
 if TYPE_CHECKING:
-    from meshwright.train.preflight import Plan
+    from meshwright.train.resolve import ResolvedJob
 
 GIB = 2**30
 
@@ -153,7 +153,7 @@ whose own buffers do so, too (benchmarks/results/plans.md)."""
 
 
 def beside_tensors(
-    plan: Plan, device: Device, peak: int, num_groups: int, most: Mapping[str, float]
+    plan: ResolvedJob, device: Device, peak: int, num_groups: int, most: Mapping[str, float]
 ) -> list[Overhead]:
     """Model the memory that a rank of `plan` needs besides its tensors.
 

@@ -14,7 +14,7 @@ from meshwright.commands.plan.ledger import AT_START, HOST, PURPOSES, Record
 from meshwright.commands.plan.simulate import Simulation
 from meshwright.commands.plan.trace import FORWARD, UPDATE, Entry, ranks_in_node
 from meshwright.parallelisms.rules.stages import SCHEDULES
-from meshwright.train.preflight import Plan
+from meshwright.train.resolve import ResolvedJob
 
 POINTS = 400
 """Of the curve."""
@@ -187,7 +187,7 @@ class StepTime:
     """Part of the step in which the rank waits for other stages."""
 
 
-def step_time(simulation: Simulation, plan: Plan, device: Rates) -> StepTime | None:
+def step_time(simulation: Simulation, plan: ResolvedJob, device: Rates) -> StepTime | None:
     """Replay the step's entries in two streams, computation and FSDP2's communication; None:
     nothing is published of the device.
 
@@ -229,7 +229,7 @@ def step_time(simulation: Simulation, plan: Plan, device: Rates) -> StepTime | N
     return StepTime(seconds / (1 - part), seconds - compute * seconds / now, part)
 
 
-def bubble(plan: Plan, backward: float) -> float:
+def bubble(plan: ResolvedJob, backward: float) -> float:
     """Return the part of a step in which a rank of the pipeline waits, with stages of equal time.
 
     (p - 1) / (v m + p - 1) with v stages per rank and m microbatches: Narayanan et al. 2021,
@@ -243,4 +243,4 @@ def bubble(plan: Plan, backward: float) -> float:
     wait = ranks - 1.0
     if SCHEDULES[schedule].splits_backward:
         wait *= max(1 - backward, backward / 2)
-    return wait / (len(plan.stage_modules) // ranks * plan.config.num_microbatches + wait)
+    return wait / (len(plan.pipeline_modules) // ranks * plan.config.num_microbatches + wait)

@@ -15,7 +15,7 @@ from meshwright.commands.plan.simulate import plan_job, simulate
 from meshwright.config.job_config import JobConfig, Update, changed, differing
 from meshwright.system.errors import ConfigError, numbered
 from meshwright.system.processes import in_processes
-from meshwright.train.preflight import Plan
+from meshwright.train.resolve import ResolvedJob
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Figures:
         return round(max(self.peaks.values()))
 
 
-def measure(plan: Plan, rank: int, device: Rates) -> Figures:
+def measure(plan: ResolvedJob, rank: int, device: Rates) -> Figures:
     """Simulate `rank` of `plan`."""
     simulation = simulate(plan, rank, is_gpu=device.is_gpu, imbalance=device.imbalance)
     time, memory = step_time(simulation, plan, device), Memory(simulation.record)
@@ -45,14 +45,14 @@ def measure(plan: Plan, rank: int, device: Rates) -> Figures:
     return Figures(memory.by_place(), seconds, simulation.num_groups, memory.most())
 
 
-def predict(plan: Plan, rank: int, device: Rates) -> Figures:
+def predict(plan: ResolvedJob, rank: int, device: Rates) -> Figures:
     """Predict a rank's figures from two depths, as each layer adds the same; of a pipeline, whose
     ranks have few layers, simulate all of them."""
     depth, step = plan.model_args.n_layers, period(plan.config)
     # from 4 on there is a layer with the usual neighbours: the next is gathered ahead of it, while
     # the gradients of the one before are reduced
     few = 4 * step + depth % step
-    depths: list[Plan] = []
+    depths: list[ResolvedJob] = []
     if plan.dims.pp == 1 and depth > few + step:
         with suppress(ConfigError):  # if the config names layers that a shallow model lacks
             depths = [at_depth(plan, device, layers) for layers in (few, few + step)]
@@ -99,7 +99,7 @@ def need_of(config: JobConfig, world_size: int, device: Rates) -> Need:
     return Need(peak, word, seconds)
 
 
-def telling_ranks(plan: Plan) -> list[int]:
+def telling_ranks(plan: ResolvedJob) -> list[int]:
     """Return the ranks that tell whether a job fits: the first, and of a pipeline also the last and
     the one with most parameters. The others have shards as large or smaller."""
     firsts = plan.dims.first_ranks
@@ -113,7 +113,7 @@ def period(config: JobConfig) -> int:
     return int(option) if is_counted else 1
 
 
-def at_depth(plan: Plan, device: Device, layers: int) -> Plan:
+def at_depth(plan: ResolvedJob, device: Device, layers: int) -> ResolvedJob:
     """Return the same job, without a pipeline, with a model of `layers` layers.
 
     Raises:

@@ -20,7 +20,7 @@ from meshwright.config.job_config import JobConfig, changed
 from meshwright.metrics.report.document import Chart, Curve, document, draw
 from meshwright.system.errors import check
 from meshwright.system.processes import in_processes
-from meshwright.train.preflight import Plan
+from meshwright.train.resolve import ResolvedJob
 
 
 def plan(config: JobConfig, given: Namespace, device: Device) -> str:
@@ -91,7 +91,7 @@ def plan_rank(config: JobConfig, world_size: int, rank: int, device: devices.Rat
     modelled = devices.beside_tensors(plan, device, peak.num_bytes, simulation.num_groups, most)
     return RankPlan(
         rank,
-        plan.stages_of(rank) if plan.dims.pp > 1 else [],
+        plan.pipeline_stages_of(rank) if plan.dims.pp > 1 else [],
         peak,
         most,
         modelled,
@@ -105,7 +105,7 @@ def plan_rank(config: JobConfig, world_size: int, rank: int, device: devices.Rat
     )
 
 
-def mfu(plan: Plan, device: Device, seconds: float, *, is_causal: bool = False) -> float:
+def mfu(plan: ResolvedJob, device: Device, seconds: float, *, is_causal: bool = False) -> float:
     """Return the model FLOPs utilization of a step; `is_causal` as `flops_per_token` takes it."""
     training, table = plan.config.training, plan.model_args.table
     peak = device.peak(training.mixed_precision_param)
@@ -125,7 +125,7 @@ def slowest(ranks: list[RankPlan]) -> StepTime | None:
 
 
 def to_json(
-    plan: Plan, ranks: list[RankPlan], device: Device, remedies: Sequence[tuple[str, Need]]
+    plan: ResolvedJob, ranks: list[RankPlan], device: Device, remedies: Sequence[tuple[str, Need]]
 ) -> dict[str, Any]:
     """Return the plan for programs; figures at the top are of the rank that needs most.
 
@@ -163,7 +163,7 @@ def to_json(
     }
 
 
-def to_text(plan: Plan, ranks: list[RankPlan], device: Device) -> str:
+def to_text(plan: ResolvedJob, ranks: list[RankPlan], device: Device) -> str:
     """Return the plan for people."""
     shown, count, dims = neediest(ranks), plan.config.num_microbatches, plan.dims
     of = f" (of rank {shown.rank})" if len(ranks) > 1 else ""
@@ -230,7 +230,7 @@ def _rank_lines(rank: RankPlan, device: Device) -> list[str]:
     return lines + [row(kind, f"{count / 1e12:.3f}") for kind, count in rank.flops.items()]
 
 
-def _time_lines(plan: Plan, time: StepTime | None, device: Device) -> list[str]:
+def _time_lines(plan: ResolvedJob, time: StepTime | None, device: Device) -> list[str]:
     if time is None:
         return [f"step time: not known, as no rates are published of a {device.name}"]
     tokens, part = plan.config.tokens_per_step / plan.dims.num_ranks, error_of_time(device)
@@ -246,7 +246,7 @@ def _time_lines(plan: Plan, time: StepTime | None, device: Device) -> list[str]:
     ]
 
 
-def to_html(plan: Plan, ranks: list[RankPlan], device: Device) -> str:
+def to_html(plan: ResolvedJob, ranks: list[RankPlan], device: Device) -> str:
     """Return a page that needs no other file."""
     title = f"{plan.config.model.flavor} on {device.name}"
     curves = "".join(_curve(rank, device) for rank in ranks)

@@ -27,7 +27,7 @@ from meshwright.parallelisms.rules.degrees import DEGREES, power_meshes
 from meshwright.parallelisms.rules.memory import BYTES
 from meshwright.system.errors import ConfigError, check
 from meshwright.system.processes import in_processes
-from meshwright.train.preflight import Plan
+from meshwright.train.resolve import ResolvedJob
 
 AXES = ("tp", "cp", "pp", "ep")
 """Axes whose degrees a search chooses. FSDP takes the ranks that they leave."""
@@ -54,12 +54,12 @@ LONG = 16384
 SIMULATED = 8
 """Candidates that fit, of a search."""
 
-Candidate = tuple[Update, Plan]
+Candidate = tuple[Update, ResolvedJob]
 """Keys to change, and the job with them."""
 
 
 def legal(config: JobConfig, ranks: int, device: Device) -> Iterator[Candidate]:
-    """Yield every candidate that preflight's checks let pass.
+    """Yield every candidate that `resolve` lets pass.
 
     The global batch stays the config's, so more tokens per second are a shorter step. So does the
     use of the compiler, whose blocks have rates of their own.
@@ -107,7 +107,7 @@ def _updates(config: JobConfig, ranks: int, device: Device, num_experts: int) ->
             }
 
 
-def words_of(plan: Plan) -> str:
+def words_of(plan: ResolvedJob) -> str:
     """Return a candidate in words."""
     sizes = {axis: getattr(plan.dims, axis) for axis in AXES}
     names = [f"{axis} {size}" for axis, size in sizes.items() if size > 1] or ["FSDP alone"]
@@ -138,7 +138,7 @@ class Work(NamedTuple):
     """Of the optimizer, per parameter of the rank."""
 
 
-def shape_of(plan: Plan) -> tuple[tuple[int, ...], str]:
+def shape_of(plan: ResolvedJob) -> tuple[tuple[int, ...], str]:
     """Return the key of a candidate's `Work`, its cut and its mode: a layer's operators depend on
     nothing else that a search chooses, and grow with the sequences."""
     cut = tuple(getattr(plan.dims, axis) for axis in AXES if axis != "pp")
@@ -174,7 +174,7 @@ def measure_work(config: JobConfig, device: Rates) -> Work:
     return Work(layers, seconds[-1], seconds[UPDATE] * ranks / plan.num_parameters(0))
 
 
-def estimate(plan: Plan, work: Work, device: Rates) -> tuple[float, float]:
+def estimate(plan: ResolvedJob, work: Work, device: Rates) -> tuple[float, float]:
     """Return a candidate's seconds per step, and bytes that its first rank surely has at once."""
     dims, size = plan.dims, plan.config.training.local_batch_size
     busy, num_bytes = list[float](), list[float]()
@@ -192,7 +192,7 @@ def estimate(plan: Plan, work: Work, device: Rates) -> tuple[float, float]:
     return seconds + work.update_s * parameters, _least_bytes(plan, num_bytes[0])
 
 
-def _fsdp_seconds(plan: Plan, device: Rates) -> tuple[float, float]:
+def _fsdp_seconds(plan: ResolvedJob, device: Rates) -> tuple[float, float]:
     """Return the time of FSDP's copies and of its collectives, on the first rank."""
     training, dims, parallelism = plan.config.training, plan.dims, plan.config.parallelism
     count, shards = plan.config.num_microbatches, dims.dp_shard * dims.cp
@@ -211,7 +211,7 @@ def _fsdp_seconds(plan: Plan, device: Rates) -> tuple[float, float]:
     return 2 * sum(size for size, _ in moved) / device.bytes_per_s, sent / link
 
 
-def _least_bytes(plan: Plan, activations: float) -> float:
+def _least_bytes(plan: ResolvedJob, activations: float) -> float:
     """Return the bytes that the first rank surely has at once: a candidate that is left out by them
     would not fit.
 
@@ -221,7 +221,7 @@ def _least_bytes(plan: Plan, activations: float) -> float:
     least, ranks, count = plan.least_bytes, plan.dims.pp, plan.config.num_microbatches
     in_flight: float = min(ranks, count)
     if plan.config.parallelism.pipeline_parallel_schedule == "Interleaved1F1B":
-        per_rank = len(plan.stage_modules) // ranks
+        per_rank = len(plan.pipeline_modules) // ranks
         ahead = (per_rank - 1) * ranks + 2 * (ranks - 1) + 1  # then one for each backward
         in_flight = min(ahead, count * per_rank) / per_rank
     then = ["weights", "optimizer", "gathered weights"] + ["whole gradients"] * (count > in_flight)
@@ -313,7 +313,9 @@ def find(config: JobConfig, ranks: int, device: Rates, workers: int) -> Found:
     )
 
 
-def estimate_all(plans: Sequence[Plan], device: Rates, workers: int) -> list[tuple[float, float]]:
+def estimate_all(
+    plans: Sequence[ResolvedJob], device: Rates, workers: int
+) -> list[tuple[float, float]]:
     """Measure the work of every shape once, and estimate all candidates."""
     configs = {shape_of(plan): plan.config for plan in plans}
     tasks = [(config, device) for config in configs.values()]

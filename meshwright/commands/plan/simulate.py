@@ -44,7 +44,7 @@ from meshwright.system.modules import has_torch
 from meshwright.train.bad_steps import BadStepDetector
 from meshwright.train.optim import gradients
 from meshwright.train.optim.optimizers import update
-from meshwright.train.preflight import Plan, preflight
+from meshwright.train.resolve import ResolvedJob, resolve
 from meshwright.train.trainer import Trainer, build_trainer
 
 CPU = torch.device("cpu")
@@ -81,7 +81,7 @@ class Simulation:
             yield (1 + self.left_out if entry.at.microbatch == self.repeated else 1), entry
 
 
-def simulate(plan: Plan, rank: int, *, is_gpu: bool, imbalance: float = 1.0) -> Simulation:
+def simulate(plan: ResolvedJob, rank: int, *, is_gpu: bool, imbalance: float = 1.0) -> Simulation:
     """Simulate a step of `rank` on fake tensors.
 
     Args:
@@ -103,7 +103,7 @@ def simulate(plan: Plan, rank: int, *, is_gpu: bool, imbalance: float = 1.0) -> 
         dist.destroy_process_group()
 
 
-def worst_imbalance(plan: Plan) -> float:
+def worst_imbalance(plan: ResolvedJob) -> float:
     """Return `simulate`'s imbalance if every token goes to the same experts, on one rank if they
     fit there; 1: no rank can have more rows than others."""
     mixtures = plan.model_args.table.mixtures.values()
@@ -119,7 +119,7 @@ def deal(splits: Tensor, num_rows: int, imbalance: float = 1.0) -> list[list[int
 
 
 def run_step(
-    plan: Plan, meshes: Meshes, fake: FakeTensorMode | None, *, is_gpu: bool = False
+    plan: ResolvedJob, meshes: Meshes, fake: FakeTensorMode | None, *, is_gpu: bool = False
 ) -> Simulation:
     """Take a step of this rank with a ledger.
 
@@ -183,7 +183,7 @@ def run_step(
     return Simulation(ledger.record, trace.entries, simulated, num_microbatches - simulated)
 
 
-def num_simulated(plan: Plan) -> int:
+def num_simulated(plan: ResolvedJob) -> int:
     """Return how many microbatches stand for all of a step.
 
     The first makes the sums of gradients, the second adds to them, and the last reduces them. In a
@@ -199,7 +199,7 @@ def num_simulated(plan: Plan) -> int:
     return plan.config.num_microbatches - left_out
 
 
-def eager_trainer(plan: Plan, meshes: Meshes, mode: AbstractContextManager[Any]) -> Trainer:
+def eager_trainer(plan: ResolvedJob, meshes: Meshes, mode: AbstractContextManager[Any]) -> Trainer:
     """Build the trainer of this rank, with eager blocks: its tensors in `mode`, and meshes and
     modules outside."""
     eager = {"compile": {"enable": False}, "parallelism": {"enable_async_tensor_parallel": False}}
@@ -212,7 +212,7 @@ def eager_trainer(plan: Plan, meshes: Meshes, mode: AbstractContextManager[Any])
     return build_trainer(plan, meshes, CPU, allocate=allocate_in_mode)
 
 
-def make_batches(plan: Plan, count: int) -> list[Batch]:
+def make_batches(plan: ResolvedJob, count: int) -> list[Batch]:
     """Return `count` microbatches, with three documents in each sequence if they are masked."""
     training, found = plan.config.training, list[Batch]()
     shape = (training.local_batch_size, training.seq_len)
@@ -234,7 +234,7 @@ def _give_state(model: LocalModel, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
 
 
-def _pipeline_buffers(plan: Plan, model: LocalModel, left_out: int) -> Iterator[Tensor]:
+def _pipeline_buffers(plan: ResolvedJob, model: LocalModel, left_out: int) -> Iterator[Tensor]:
     """Yield the memory that a pipeline keeps for each of `left_out` microbatches.
 
     torch before 2.15 makes buffers for the activations and gradients that a stage receives, for
@@ -242,7 +242,7 @@ def _pipeline_buffers(plan: Plan, model: LocalModel, left_out: int) -> Iterator[
     """
     if model.pipeline is None:
         return
-    training, last = plan.config.training, len(plan.stage_modules) - 1
+    training, last = plan.config.training, len(plan.pipeline_modules) - 1
     batch = (training.local_batch_size, training.seq_len // plan.dims.cp)
     received = sum((index > 0) + (index < last) for index in model.pipeline.stages)
     for _ in range(left_out * 2):
@@ -251,7 +251,7 @@ def _pipeline_buffers(plan: Plan, model: LocalModel, left_out: int) -> Iterator[
         yield torch.empty_like(model.pipeline.activation, device=CPU)
 
 
-def plan_job(config: JobConfig, world_size: int, *, is_gpu: bool) -> Plan:
+def plan_job(config: JobConfig, world_size: int, *, is_gpu: bool) -> ResolvedJob:
     """Check `config` for `world_size` ranks, but not for files, and not for memory.
 
     Raises:
@@ -279,7 +279,7 @@ def plan_job(config: JobConfig, world_size: int, *, is_gpu: bool) -> Plan:
             },
         },
     )
-    return preflight(config, world_size, is_gpu=is_gpu, checks_memory=False)
+    return resolve(config, world_size, is_gpu=is_gpu, checks_memory=False)
 
 
 aten = torch.ops.aten

@@ -32,7 +32,7 @@ from meshwright.parallelisms.rules.degrees import (
 )
 from meshwright.parallelisms.rules.stages import SCHEDULES
 from meshwright.system.errors import ConfigError
-from meshwright.train.preflight import preflight
+from meshwright.train.resolve import resolve
 
 LARGEST_DEGREE = 4
 
@@ -304,7 +304,7 @@ def num_ranks(mesh: Degrees) -> int:
 def can_run(case: Case) -> bool:
     """Return whether every rule accepts the case."""
     try:
-        preflight(case.config, case.world_size)
+        resolve(case.config, case.world_size)
     except ConfigError:
         return False
     return True

@@ -30,7 +30,7 @@ from meshwright.parallelisms.replay import Choices
 from meshwright.train.bad_steps import BadStepDetector
 from meshwright.train.build import build_loader, work_of
 from meshwright.train.optim.optimizers import LR_SCALE
-from meshwright.train.preflight import Plan
+from meshwright.train.resolve import ResolvedJob
 from meshwright.train.trainer import build_trainer
 
 STRETCH = (8.0, 16.0)
@@ -70,7 +70,7 @@ class Job:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: ResolvedJob,
         meshes: Meshes,
         source: OpenSource,
         cursor: Cursor | None = None,

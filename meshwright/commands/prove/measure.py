@@ -43,7 +43,7 @@ from meshwright.parallelisms.replay import Choices, Replay, record_choices, repl
 from meshwright.parallelisms.shards import local_box, part_of_box
 from meshwright.system.errors import ConfigError, first_line
 from meshwright.system.files import Place
-from meshwright.train.preflight import Plan, preflight
+from meshwright.train.resolve import ResolvedJob, resolve
 from meshwright.train.validation import Validation
 
 
@@ -89,7 +89,7 @@ class SmallCheckpoint:
         dist.barrier()  # no rank continues, and saves anew, while another reads
         return wrong
 
-    def resume(self, plan: Plan, meshes: Meshes, source: OpenSource) -> Job | str:
+    def resume(self, plan: ResolvedJob, meshes: Meshes, source: OpenSource) -> Job | str:
         """Return a new job that resumes from the checkpoint, or why it cannot be loaded."""
         manifest = self._manager.select_and_verify()
         assert manifest is not None
@@ -220,7 +220,7 @@ def _measure(
             take the routers' choices.
     """
     torch.compiler.reset()  # graphs of other cases in this process count against a limit
-    plan = preflight(config, world_size)
+    plan = resolve(config, world_size)
     vocabulary = Vocabulary(plan.model_args.vocab_size)
     plan, seen = dataclasses.replace(plan, tokenizer=vocabulary), Measurement()
     training = plan.config.training

@@ -24,7 +24,7 @@ from meshwright.commands.plan.simulate import deal
 from meshwright.config.loader import load_config
 from meshwright.parallelisms import expert_parallel
 from meshwright.parallelisms.meshes import Meshes, build_meshes
-from meshwright.train.preflight import Plan, preflight
+from meshwright.train.resolve import ResolvedJob, resolve
 from tests.helpers.one_rank import OneRank
 from tests.helpers.simulated_gpu import fake_cuda
 from tests.helpers.simulated_gpu.cases import CASES, Case
@@ -38,7 +38,7 @@ def simulate(case: Case) -> dict[str, object]:
     """Build rank `case.rank`, and take two steps; of the second, figures."""
     dist.init_process_group("fake", store=FakeStore(), rank=case.rank, world_size=case.world_size)
     config = load_config(case.words)
-    plan = preflight(config, case.world_size)
+    plan = resolve(config, case.world_size)
     meshes = build_meshes(plan.dims, "cuda")
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     watch = Watch(fake)
@@ -51,7 +51,7 @@ sharding.compute_local_shape_and_global_offset = fake_cuda.real(
 )
 
 
-def _run(case: Case, plan: Plan, meshes: Meshes, watch: Watch) -> dict[str, object]:
+def _run(case: Case, plan: ResolvedJob, meshes: Meshes, watch: Watch) -> dict[str, object]:
     rank = OneRank(plan, meshes, DEVICE)
     model, optimizer = rank.model, rank.optimizer
     watch.begin()

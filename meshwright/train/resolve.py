@@ -68,7 +68,7 @@ from meshwright.train.resolve_model import extend_by, resolve_model
 
 
 @dataclass(frozen=True)
-class Plan:
+class ResolvedJob:
     """A job that can be run."""
 
     config: JobConfig
@@ -84,7 +84,7 @@ class Plan:
     tokenizer: Tokenizer
     frozen: frozenset[str]
     """Names of the parameters that are not trained."""
-    stage_modules: list[list[str]]
+    pipeline_modules: list[list[str]]
     """Modules of each stage of the pipeline; without one, a single stage has them all."""
     fp32_modules: list[str]
     """Names of the modules that `training.fp32_modules` matches."""
@@ -96,11 +96,11 @@ class Plan:
     """Hash of the module of `experimental.custom_import`, as it runs here; "": there is none."""
     resume_step: int = 0
     """Step of the checkpoint to resume from; 0: there is none."""
-    stage: int = 1
+    stage_number: int = 1
     """Of the job, from 1 on; `config` is its own."""
-    begins_after: int = 0
+    starts_after: int = 0
     """The last step of the stage before it."""
-    next: "Plan | None" = None
+    next_stage: "ResolvedJob | None" = None
     """The stage after it."""
     given: JobConfig | None = None
     """The config of the whole job, with -1 and "auto" where they were given."""
@@ -110,23 +110,23 @@ class Plan:
     """Step before which `training.max_epochs` ends the data; 0: not known."""
 
     @property
-    def stages(self) -> "list[Plan]":
+    def training_stages(self) -> "list[ResolvedJob]":
         """This stage and the later ones."""
-        return [self] if self.next is None else [self, *self.next.stages]
+        return [self] if self.next_stage is None else [self, *self.next_stage.training_stages]
 
-    def at(self, step: int) -> "Plan":
+    def stage_at(self, step: int) -> "ResolvedJob":
         """Return the stage that continues after `step`."""
         is_over = step >= self.config.training.steps
-        return self.next.at(step) if is_over and self.next is not None else self
+        return self.next_stage.stage_at(step) if is_over and self.next_stage is not None else self
 
-    def begins_with(self, saved: Manifest) -> bool:
+    def begins_stage_with(self, saved: Manifest) -> bool:
         """Return whether the stage begins with a checkpoint, which the stage before it has saved;
         `ConfigError` if the checkpoint is of another stage, and does not end it."""
         step, was = saved["step"], saved.get("stage", 1)
-        is_end = was < self.stage and step == self.begins_after
-        if was == self.stage or is_end:
+        is_end = was < self.stage_number and step == self.starts_after
+        if was == self.stage_number or is_end:
             return is_end
-        key, here = "training.stages", f"step {step} is one of stage {self.stage}"
+        key, here = "training.stages", f"step {step} is one of stage {self.stage_number}"
         message = f"{key}: {here}, and its checkpoint was saved in stage {was}"
         fix = "give earlier stages the ends that they had, or use another job.dump_folder"
         raise ConfigError(key, f"{message}\n  fix: {fix}")
@@ -144,15 +144,17 @@ class Plan:
         degrees = {axis: getattr(parallelism, key) for axis, key in DEGREES.items()}
         return ParallelDims(**degrees | {"ep": degrees["ep"] * has_experts})
 
-    def stages_of(self, rank: int) -> list[int]:
+    def pipeline_stages_of(self, rank: int) -> list[int]:
         """Return the stages of the pipeline that `rank` has."""
         place = rank // self.dims.first_ranks.step
         schedule = self.config.parallelism.pipeline_parallel_schedule
-        return stages.stages_of_rank(place, self.dims.pp, len(self.stage_modules), schedule)
+        return stages.stages_of_rank(place, self.dims.pp, len(self.pipeline_modules), schedule)
 
     def modules_of(self, rank: int) -> list[str]:
         """Return the modules of all stages of `rank`."""
-        return [name for index in self.stages_of(rank) for name in self.stage_modules[index]]
+        return [
+            name for index in self.pipeline_stages_of(rank) for name in self.pipeline_modules[index]
+        ]
 
     def num_parameters(self, rank: int) -> int:
         """Return the parameters of all stages of `rank`, over its tensor-parallel ranks."""
@@ -194,7 +196,10 @@ class Plan:
     @property
     def notes(self) -> list[str]:
         """Lines that `meshwright check` prints, and the job when it starts."""
-        slow = [never_reached(stage.config, self.stages[-1].steps) for stage in self.stages]
+        slow = [
+            never_reached(stage.config, self.training_stages[-1].steps)
+            for stage in self.training_stages
+        ]
         lines = (
             self.batch_line,
             validation_note(self.config),
@@ -216,11 +221,11 @@ class Plan:
             *idle_groups(groups, names, self.frozen),
         )
         lines = {line.partition(" = ")[0]: line for line in found}
-        later = lines if self.next is None else self.next.idle_options
+        later = lines if self.next_stage is None else self.next_stage.idle_options
         return {k: line for k, line in lines.items() if k in later and not self.is_inherited(k)}
 
 
-def preflight(
+def resolve(
     config: JobConfig,
     world_size: int,
     *,
@@ -228,7 +233,7 @@ def preflight(
     looks_at_files: bool = True,
     checks_memory: bool = True,
     is_inherited: Callable[[str], bool] = lambda key: False,
-) -> Plan:
+) -> ResolvedJob:
     """Check `config` for a job of `world_size` ranks; each of its stages.
 
     Args:
@@ -244,23 +249,23 @@ def preflight(
     Raises:
         ConfigError: for the first thing that would keep it from running.
     """
-    plans, plan = list[Plan](), None
+    plans, plan = list[ResolvedJob](), None
     for number, one in enumerate(staged(config)):
         try:
-            found = _preflight_stage(one, world_size, is_gpu, looks_at_files, checks_memory)
+            found = _resolve_stage(one, world_size, is_gpu, looks_at_files, checks_memory)
         except ConfigError as error:
             raise error_of_stage(error, config, number) from None
-        begins_after = plans[-1].config.training.steps if plans else 0
-        plans.append(replace(found, stage=number + 1, begins_after=begins_after))
+        starts_after = plans[-1].config.training.steps if plans else 0
+        plans.append(replace(found, stage_number=number + 1, starts_after=starts_after))
     for found in reversed(plans):
-        plan = replace(found, next=plan, given=config, is_inherited=is_inherited)
+        plan = replace(found, next_stage=plan, given=config, is_inherited=is_inherited)
     assert plan is not None
     return _look_at_files(plan) if looks_at_files else plan
 
 
-def _preflight_stage(
+def _resolve_stage(
     config: JobConfig, world_size: int, is_gpu: bool, looks_at_files: bool, checks_memory: bool
-) -> Plan:
+) -> ResolvedJob:
     """Check one stage, apart from the checkpoint that it continues from."""
     tokenizer = check_alone(config, looks_at_files=looks_at_files)
     follows_ranks = config.training.global_batch_size == -1 and world_size > 1
@@ -303,7 +308,7 @@ def _preflight_stage(
         f"training.global_batch_size = -1: the batch follows the number of ranks, here {batch} "
         f"sequences per step; set it to {batch} for the same result on any mesh"
     )
-    return Plan(
+    return ResolvedJob(
         config=config,
         type_line=type_line,
         compile_line=compile_line,
@@ -312,7 +317,7 @@ def _preflight_stage(
         model_args=model_args,
         tokenizer=tokenizer,
         frozen=frozen,
-        stage_modules=stage_modules,
+        pipeline_modules=stage_modules,
         fp32_modules=fp32_modules,
         float8_layers=float8_layers,
         least_bytes=least_bytes,
@@ -320,7 +325,7 @@ def _preflight_stage(
     )
 
 
-def _look_at_files(plan: Plan) -> Plan:
+def _look_at_files(plan: ResolvedJob) -> ResolvedJob:
     """Check the checkpoint to resume from, or the weights to start from; return the plan of its
     stage, with the step."""
     config = plan.config.checkpoint
@@ -330,7 +335,7 @@ def _look_at_files(plan: Plan) -> Plan:
         check_initial(config, plan.model_args, plan.family, is_tie_given=is_tie_given)
         return plan
     checkpoint, manifest, _ = choice
-    plan = replace(plan.at(manifest["step"]), resume_step=manifest["step"])
+    plan = replace(plan.stage_at(manifest["step"]), resume_step=manifest["step"])
     diff = resume_diff(plan, manifest)
     diff.check()
     parameters = {n: p for n, p in plan.model_args.table.parameters.items() if n not in plan.frozen}
@@ -392,9 +397,11 @@ def check_data(config: JobConfig, *, looks_at_files: bool = True) -> Tokenizer:
     return tokenizer
 
 
-def resume_diff(plan: Plan, manifest: Manifest | None = None) -> ResumeDiff:
+def resume_diff(plan: ResolvedJob, manifest: Manifest | None = None) -> ResumeDiff:
     """Return how the job differs from the one that saved its checkpoint, whose manifest this is."""
     checkpoint = commit.step_folder(plan.checkpoint_folder, plan.resume_step)
     manifest = read_manifest(checkpoint) if manifest is None else manifest
     job = plan.config, plan.model_args, plan.data_identity, plan.frozen, plan.own_code
-    return find_resume_diff(manifest, checkpoint, *job, begins_stage=plan.begins_with(manifest))
+    return find_resume_diff(
+        manifest, checkpoint, *job, begins_stage=plan.begins_stage_with(manifest)
+    )
