@@ -25,9 +25,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from meshwright.commands.prove.bounds import BF16, Bounds, bounds_of
 from meshwright.commands.prove.cases import HSDP, SHARING, Case, Kind, build_case
-from meshwright.commands.prove.compare import BF16, Bounds, Reference, bounds_of, compare
-from meshwright.commands.prove.measure import LAST_RESUMED_STEP, measure
+from meshwright.commands.prove.compare import compare
+from meshwright.commands.prove.measure import measure
+from meshwright.commands.prove.measurement import LAST_RESUMED_STEP, Reference
 from meshwright.commands.prove.prove import record_references
 from meshwright.commands.prove.ranks import RankError, RankPool
 from meshwright.commands.prove.shrink import GLOBAL_BATCH, shrink

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor.debug import CommDebugMode
 
-from meshwright.commands.prove.compare import BOUNDS
+from meshwright.commands.prove.bounds import BOUNDS
 from meshwright.config.parallelism import Float8
 from meshwright.parallelisms.rules.degrees import ParallelDims
 from tests.helpers.job import mesh

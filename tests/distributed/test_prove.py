@@ -12,6 +12,7 @@ import pytest
 
 from meshwright.commands.main import main
 from meshwright.commands.prove import reference
+from meshwright.commands.prove.bounds import bounds_of
 from meshwright.commands.prove.cases import (
     HSDP,
     Case,
@@ -23,23 +24,17 @@ from meshwright.commands.prove.cases import (
     reference_case,
 )
 from meshwright.commands.prove.checked import Checked
-from meshwright.commands.prove.compare import (
+from meshwright.commands.prove.compare import compare
+from meshwright.commands.prove.measure import SmallCheckpoint, measure
+from meshwright.commands.prove.measurement import LAST_RESUMED_STEP, Measurement, Reference
+from meshwright.commands.prove.prove import _largest_of_layers, prove, record_references
+from meshwright.commands.prove.shrink import HEAD_DIM, KEPT, largest_tp, shrink
+from meshwright.commands.prove.verdict import (
     DIFFERENT,
     LATER_GRADIENT,
     OTHER_CHOICES,
-    Reference,
     Verdict,
-    bounds_of,
-    compare,
 )
-from meshwright.commands.prove.measure import (
-    LAST_RESUMED_STEP,
-    Measurement,
-    SmallCheckpoint,
-    measure,
-)
-from meshwright.commands.prove.prove import _largest_of_layers, prove, record_references
-from meshwright.commands.prove.shrink import HEAD_DIM, KEPT, largest_tp, shrink
 from meshwright.config.job_config import JobConfig, changed
 from meshwright.config.loader import load_config
 from meshwright.models.args import DecoderArgs

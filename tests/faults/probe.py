@@ -123,7 +123,7 @@ def _of_proof(fault: Fault) -> list[str]:
     """Return the verdict's failures in the case of `fault`, as short as a proof can be."""
     from meshwright.commands.prove import ranks
     from meshwright.commands.prove.cases import build_case, default_cases
-    from meshwright.commands.prove.measure import LAST_RESUMED_STEP
+    from meshwright.commands.prove.measurement import LAST_RESUMED_STEP
     from meshwright.commands.prove.prove import prove
     from meshwright.commands.prove.shrink import shrink
     from meshwright.config.job_config import changed

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from meshwright.commands.prove.compare import BOUNDS
+from meshwright.commands.prove.bounds import BOUNDS
 from meshwright.config.loader import load_config
 from meshwright.models.attention import CausalAttention, repeat_heads
 from meshwright.models.loss import SummedLoss

@@ -4,8 +4,8 @@ import math
 
 import pytest
 
+from meshwright.commands.prove.bounds import BF16, BOUNDS, TIES, bounds_of
 from meshwright.commands.prove.cases import Case, can_run, default_cases, reference_case
-from meshwright.commands.prove.compare import BF16, BOUNDS, TIES, bounds_of
 from meshwright.commands.prove.shrink import GLOBAL_BATCH, shrink
 from meshwright.commands.prove.user_options import (
     SCHEDULE,

@@ -7,21 +7,21 @@ from dataclasses import replace
 import pytest
 import torch
 
+from meshwright.commands.prove.bounds import BF16, BOUNDS, TIES
 from meshwright.commands.prove.cases import build_case, reference_case
 from meshwright.commands.prove.checked import Checked
-from meshwright.commands.prove.compare import (
-    BF16,
-    BOUNDS,
-    LATER_GRADIENT,
-    TIES,
-    Reference,
-    Verdict,
-    compare,
-)
+from meshwright.commands.prove.compare import compare
 from meshwright.commands.prove.compare_records import compare_records
-from meshwright.commands.prove.measure import COMPARED, Measurement, ShardComparison
-from meshwright.commands.prove.prove import Row, _why_not, cells, summary, write
+from meshwright.commands.prove.measurement import (
+    COMPARED,
+    Measurement,
+    Reference,
+    ShardComparison,
+)
+from meshwright.commands.prove.prove import Row, _why_not
+from meshwright.commands.prove.report import cells, summary, write
 from meshwright.commands.prove.shrink import HEAD_DIM, HIGHEST_LR, OWN_HEAD_DIM, shrink
+from meshwright.commands.prove.verdict import LATER_GRADIENT, Verdict
 from meshwright.config.job_config import JobConfig
 from meshwright.config.loader import load_config
 from meshwright.system.errors import ConfigError

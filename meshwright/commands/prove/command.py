@@ -31,21 +31,22 @@ def add_options(parser: Parser) -> None:
     )
 
 
-def run(given: Namespace) -> None:
+def run(options: Namespace) -> None:
     """Run the proof; exit with 1 if a case differs from one process.
 
     Raises:
         ConfigError: if the config could not run on any number of ranks, or the output cannot be
             written.
     """
-    check_named(given.config)
-    print(f"proving {given.config} ...", flush=True)
+    check_named(options.config)
+    print(f"proving {options.config} ...", flush=True)
     hide_gpus()
     # not at the top: torch takes a second
-    from meshwright.commands.prove import prove as proof
+    from meshwright.commands.prove import report
+    from meshwright.commands.prove.prove import Row, prove
     from meshwright.commands.prove.reference import check_reference
 
-    config = of_stage(read(given).config(), given.stage)
+    config = of_stage(read(options).config(), options.stage)
     check_contradictions(config)
     check_installed("float8.enable", config.float8.enable, "torchao")
     check_split_float8(config)
@@ -58,13 +59,13 @@ def run(given: Namespace) -> None:
         check(not reason, "training.mask_documents", True, rule, "install a C++ compiler")
     small = shrink(config, args)
     cases = default_cases(config, small, args)
-    if given.every_mesh:
+    if options.every_mesh:
         cases = distinct([*cases, *every_mesh(small, args)])
-    folder = given.output or Path(config.job.dump_folder) / "proof"
+    folder = options.output or Path(config.job.dump_folder) / "proof"
 
-    rows, count = list[proof.Row](), len(cases)
-    proof.write(folder, small, rows, count)  # a folder that cannot be written to is found now
-    print(proof.explanation(proof.ON_CONSOLE))
+    rows, count = list[Row](), len(cases)
+    report.write(folder, small, rows, count)  # a folder that cannot be written to is found now
+    print(report.explanation(report.ON_CONSOLE))
     print(f"{folder}/proof.md has more columns.\n")
     checked = check_reference(config, small)
     print(f"reference against plain PyTorch: {checked.row}")
@@ -72,16 +73,16 @@ def run(given: Namespace) -> None:
         print(f"    {line}")
     print(flush=True)
     width = len(str(count))
-    print(proof.line(" " * (2 * width + 1), proof.COLUMNS))
-    for row in proof.prove(small, cases):
+    print(report.line(" " * (2 * width + 1), report.COLUMNS))
+    for row in prove(small, cases):
         rows.append(row)
-        print(proof.line(f"{len(rows):>{width}}/{count}", proof.cells(row)), flush=True)
+        print(report.line(f"{len(rows):>{width}}/{count}", report.cells(row)), flush=True)
         not_run = [f"not run: {row.verdict.not_run}"] if row.verdict.not_run else []
         for line in (*row.verdict.failures, *not_run):
             print(f"    {line}")
         # later cases take minutes, and may be interrupted
-        proof.write(folder, small, rows, count, checked)
+        report.write(folder, small, rows, count, checked)
     caveat = ", which differs from plain PyTorch" if checked.failures else ""
-    print(f"\n{proof.summary(rows, count)}{caveat}; see {folder}/proof.md")
+    print(f"\n{report.summary(rows, count)}{caveat}; see {folder}/proof.md")
     if checked.failures or any(row.verdict.failures for row in rows):
         sys.exit(1)

@@ -1,36 +1,26 @@
-"""Runs cases one after the other, judges each, and shows the proof on the console and in files."""
+"""Runs cases one after the other, and judges each."""
 
 import contextlib
-import dataclasses
-import json
 import os
 import re
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-import meshwright
+from meshwright.commands.prove.bounds import bounds_of
 from meshwright.commands.prove.cases import Case, Kind, reference_case
-from meshwright.commands.prove.checked import Checked
-from meshwright.commands.prove.compare import (
-    BOUNDS,
-    GRADIENT_BOUND,
-    MEANINGS,
-    Reference,
-    Verdict,
-    bounds_of,
-    compare,
-)
-from meshwright.commands.prove.measure import COMPARED, measure, record_reference
+from meshwright.commands.prove.compare import compare
+from meshwright.commands.prove.measure import measure, record_reference
+from meshwright.commands.prove.measurement import COMPARED, Reference
 from meshwright.commands.prove.ranks import RankError, RankPool
+from meshwright.commands.prove.verdict import Verdict
 from meshwright.config.job_config import JobConfig
 from meshwright.parallelisms.rules.compile_choice import why_no_compiler
-from meshwright.system.errors import config_error
 
 RANK_TIMEOUT_S = 300
 """For a collective: ranks compile side by side on few cores."""
@@ -140,121 +130,3 @@ def _largest_of_layers(errors: Mapping[str, float]) -> dict[str, float]:
     for name, error in errors.items():
         largest[layers[name]] = max(error, largest.get(layers[name], 0.0))
     return {name: largest[layer] for name, layer in layers.items()}
-
-
-COLUMNS = ("case", "ranks", *MEANINGS, "seconds", "verdict")
-
-ON_CONSOLE = {
-    "weights": 7,
-    "batches": 7,
-    "loss": 7,
-    "gradient": 17,
-    "resume": 6,
-    "verdict": 7,
-    "case": 0,
-}
-"""Width of each column that the console has. The name of a case is last: it may be long."""
-
-
-def explanation(columns: Collection[str] = COLUMNS) -> str:
-    """Return the meaning of `columns`, one line each."""
-    lines = [f"{name}: {text}" for name, text in MEANINGS.items() if name in columns]
-    head = "Every case trains the same small model as one process does."
-    return "\n".join([head, *lines, "docs/correctness.md derives the bounds, and those of bf16."])
-
-
-def cells(row: Row) -> tuple[str, ...]:
-    """Return the row as text, in the order of `COLUMNS`; "-" for quantities that are not known."""
-    verdict = row.verdict
-    result = "FAILED" if verdict.failures else "not run" if verdict.not_run else "equal"
-    texts = {name: _cell(verdict.errors.get(name, "")) for name in MEANINGS}
-    if GRADIENT_BOUND in verdict.errors:
-        error, bound = (verdict.errors[name] for name in ("gradient", GRADIENT_BOUND))
-        texts["gradient"] = f"{error:.3g} of {bound:.2g}"
-    seconds = "-" if verdict.not_run else f"{row.seconds:.1f}"
-    return row.case.name, str(row.case.world_size), *texts.values(), seconds, result
-
-
-def _cell(value: float | str) -> str:
-    return f"{value:.1e}" if isinstance(value, float) else str(value) or "-"
-
-
-def summary(rows: Sequence[Row], num_cases: int) -> str:
-    """Return how many of `num_cases` are equal, e.g. "9 of 11 cases equal one process, 2 not run".
-
-    Args:
-        rows: of the cases so far.
-    """
-    num_equal = sum(cells(row)[-1] == "equal" for row in rows)
-    num_not_run = num_cases - len(rows) + sum(bool(row.verdict.not_run) for row in rows)
-    text = f"{num_equal} of {num_cases} cases equal one process"
-    return f"{text}, {num_not_run} not run" if num_not_run else text
-
-
-def line(number: str, texts: Sequence[str]) -> str:
-    """Return a row of the table for a console.
-
-    Args:
-        number: of the case, e.g. "3/11".
-    """
-    shown = dict(zip(COLUMNS, texts, strict=True))
-    row = "  ".join(shown[column].ljust(width) for column, width in ON_CONSOLE.items())
-    return f"{number}  {row}"
-
-
-def write(
-    folder: Path,
-    small: JobConfig,
-    rows: Sequence[Row],
-    num_cases: int,
-    checked: Checked | None = None,
-) -> None:
-    """Write `proof.json`, and `proof.md` with the table and its meaning.
-
-    Args:
-        rows: of the cases so far.
-        num_cases: with the ones that are still to run.
-        checked: the reference against plain PyTorch; None: not yet.
-
-    Raises:
-        ConfigError: if the folder cannot be written to.
-    """
-    reference = checked or Checked()
-    is_equal = len(rows) == num_cases and all(cells(row)[-1] == "equal" for row in rows)
-    proof = {
-        "proved": is_equal and not reference.failures,
-        "num_cases": num_cases,
-        "summary": summary(rows, num_cases),
-        "versions": {"meshwright": meshwright.__version__, "torch": torch.__version__},
-        "bounds": {kind: dataclasses.asdict(bounds) for kind, bounds in BOUNDS.items()},
-        "config": small.model_dump(),
-        "reference": reference.record,
-        "cases": [
-            {
-                "name": row.case.name,
-                "ranks": row.case.world_size,
-                "verdict": cells(row)[-1],
-                "bounds": row.case.bounds,
-                "seconds": round(row.seconds, 2),
-                **dataclasses.asdict(row.verdict),
-            }
-            for row in rows
-        ],
-    }
-    lines = [COLUMNS, ("---",) * len(COLUMNS), *(cells(row) for row in rows)]
-    table = "".join(f"| {' | '.join(texts)} |\n" for texts in lines)
-    failures = [f"- reference: {text}\n" for text in reference.failures]
-    failures += [f"- {row.case.name}: {text}\n" for row in rows for text in row.verdict.failures]
-    head = [
-        summary(rows, num_cases),
-        f"Reference against plain PyTorch: {reference.row}.",
-        explanation(),
-    ]
-    text = "\n\n".join([*head, table, "".join(failures)])
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "proof.json").write_text(json.dumps(proof, indent=1), "utf-8")
-        (folder / "proof.md").write_text(f"{text.rstrip()}\n", "utf-8")
-    except OSError as error:
-        rule = f"cannot be written to: {error.strerror}"
-        raise config_error("--output", str(folder), rule, "name another folder") from None

@@ -13,8 +13,8 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor, nn
 
+from meshwright.commands.prove.bounds import BOUNDS
 from meshwright.commands.prove.checked import NAMED, Checked
-from meshwright.commands.prove.compare import BOUNDS
 from meshwright.commands.prove.job import (
     STRETCH,
     STRETCH_NORMALISED,

@@ -1,0 +1,88 @@
+"""Errors up to which a case equals its reference; docs/correctness.md derives them."""
+
+import math
+from dataclasses import dataclass, replace
+
+from meshwright.commands.prove.cases import Case
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Relative errors up to which a case equals its reference; docs/correctness.md has reasons."""
+
+    loss: float
+    """Of step 1."""
+    grad_norm: float
+    """Of step 1."""
+    gradient: float
+    """For a parameter: norm of the difference over the norm."""
+    update: float
+    """For a parameter, of its change by the first steps: norm of the difference over the
+    norm."""
+    later_loss: float
+    """Of the steps after the first, when weights differ by rounding; and of
+    the validation, which is after it."""
+    later_grad_norm: float
+    later_gradient: float = math.inf
+    """As `gradient`, after two updates, of models with experts."""
+    other_choices: float = 1e-4
+    """Part of tokens whose router may choose other experts than one process's, by rounding."""
+    choice_gap: float = math.inf
+    """By how much scores of such a choice may differ from the scores of one process's choice."""
+    rounding: float = 0.0
+    """Added to `gradient`: times the parameter's own error of rounding, in the reference."""
+    update_rounding: float = 0.0
+    """Added to `update`, likewise."""
+    stored: float = 0.0
+    """Added to `gradient`, for a parameter that is stored in bf16: its fp32 sum is rounded."""
+    different: float = math.inf
+    """Part of the elements of the gradients in bf16 that may differ at all. Of the others half may:
+    fp32 sums of another order differ in their last bit."""
+
+
+BF16 = 2.0**-8
+"""Unit roundoff of bfloat16: the largest relative error of one rounding."""
+
+TIES = 1 / 32
+"""Part of gradients' elements that two sums in fp32 may round to different bf16 numbers."""
+
+OTHERS = 8 * BF16
+"""Part of tokens that may get other experts by rounding in bf16; 0.006 were seen in six steps."""
+
+SUMS = Bounds(1e-5, 1e-4, 1e-4, 16 * BF16, BF16 / 8, BF16, other_choices=OTHERS)
+"""Of products of the same bf16 numbers, whose sums are in fp32."""
+
+FLOAT8_SUMS = Bounds(1e-5, 1e-4, 1e-4, 64 * BF16, BF16 / 2, 4 * BF16)
+"""The same in float8: numbers are 16 times as far apart, and errors 4 times as large."""
+
+BOUNDS = {
+    "fp32": Bounds(1e-5, 1e-4, 1e-4, 1e-3, 1e-5, 1e-4, later_gradient=1e-4, choice_gap=1e-5),
+    "bf16 sums": SUMS,
+    # products of numbers that were added up in parts, and rounded
+    "bf16": Bounds(BF16, 4 * BF16, 1e-4, 0.5, BF16, 4 * BF16, other_choices=OTHERS, rounding=2.0),
+    # after each step a weight may round to a neighbor, two roundings away: 18 until step 10
+    "user types": replace(
+        SUMS, later_loss=18 * BF16 / 8, later_grad_norm=18 * BF16, update_rounding=2.0
+    ),
+    "float8 sums": FLOAT8_SUMS,
+    "float8 user types": replace(
+        FLOAT8_SUMS, later_loss=72 * BF16 / 8, later_grad_norm=72 * BF16, update_rounding=2.0
+    ),
+    "float8": Bounds(4 * BF16, 16 * BF16, 1e-4, 1.0, 4 * BF16, 16 * BF16, rounding=2.0),
+}
+"""By `Case.bounds`."""
+
+
+def bounds_of(case: Case) -> Bounds:
+    """Return the entry of `BOUNDS`, widened for the config's types of gradients."""
+    bounds, training = BOUNDS[case.bounds], case.config.training
+    if training.mixed_precision_reduce == "bfloat16":
+        # both ranks' parts and their sum are rounded, for each of 4 microbatches; uncorrelated
+        # ones are together sqrt(4) times as large as their sum
+        gradient = bounds.gradient + 3 * BF16 * 2
+        # Adam's update is nearly a sign, and as large a part of the signs may change
+        update = 2 * math.sqrt(gradient)
+        return replace(bounds, gradient=gradient, grad_norm=gradient, update=update)
+    if training.dtype == "bfloat16":
+        return replace(bounds, stored=2 * BF16, different=TIES)
+    return bounds
