@@ -20,6 +20,7 @@ from meshwright.checkpoint.manifest import MANIFEST, DamagedError, Manifest, rea
 from meshwright.commands.options import CHECKPOINT, input_path
 from meshwright.config.changes import ABSENT, differences, shown
 from meshwright.config.command_line import Parser
+from meshwright.config.saved import saved_config
 from meshwright.parallelisms.rules.degrees import AXES, mesh_text
 from meshwright.system.errors import ConfigError
 from meshwright.system.files import Place
@@ -100,11 +101,21 @@ def _loss(manifest: Manifest) -> str:
 def add_options_show(parser: Parser) -> None:
     parser.add_argument("checkpoint", type=input_path, help=CHECKPOINT)
     parser.add_argument("--tensors", action="store_true", help="name every tensor")
+    parser.add_argument(
+        "--config",
+        dest="as_toml",
+        action="store_true",
+        help="print only the TOML of the job that saved it",
+    )
 
 
 def run_show(given: Namespace) -> None:
-    """Print the facts of one checkpoint."""
+    """Print the facts of one checkpoint, or the config of the job that saved it."""
     place = Place("CHECKPOINT", given.checkpoint)
+    if given.as_toml:
+        with open_checkpoint(place, lambda line: print(line, file=sys.stderr)) as (_, manifest):
+            print(saved_config(manifest["config"]))
+        return
     with open_checkpoint(place, print, names=[INDEX]) as (found, manifest):
         tensors = read_saved_tensors(found)
         try:

@@ -3,6 +3,7 @@
 import dataclasses
 import errno
 import json
+import math
 import shutil
 from pathlib import Path
 from unittest.mock import Mock
@@ -14,6 +15,9 @@ from meshwright.checkpoint import commit
 from meshwright.checkpoint.find import find_candidates, find_entries
 from meshwright.checkpoint.retention import apply_retention
 from meshwright.commands import checkpoint as of_checkpoints
+from meshwright.config.changes import to_json
+from meshwright.config.job_config import JobConfig, changed
+from meshwright.config.loader import load_config
 from meshwright.system.errors import ConfigError
 from meshwright.system.files import Place
 from tests.helpers.checkpoints import set_manifest
@@ -71,6 +75,27 @@ def test_ls_lists_all_by_step_and_marks_the_newest_good_one(made, capsys) -> Non
         (made / "kept").rename(made / "step-10" / "checkpoint.json")
     assert "damaged: checkpoint.json cannot be read" in lines[3]
     assert lines[1].endswith("complete, newest")
+
+
+def test_show_prints_the_config_as_a_toml_of_any_mesh(copied, tmp_path, capsys) -> None:
+    saved = changed(JobConfig(), {"optimizer": {"lr": 0.02}, "training": {"max_norm": math.inf}})
+    mesh = {"parallelism": {"data_parallel_shard_degree": 4}}
+    config = to_json(changed(saved, mesh))
+    config["training"]["gone"] = 1  # of another version
+    set_manifest(copied / "step-10", config=config)
+    code, lines = run(capsys, "show", copied / "step-10", "--config")
+    assert code == 0
+    assert lines[0] == "# training.gone is left out: this version has no such key"
+    assert "data_parallel_shard_degree = -1  # 4 when it was saved" in lines
+    file = tmp_path / "again.toml"
+    file.write_text("\n".join(lines))
+    assert to_json(load_config([str(file)])) == to_json(
+        changed(saved, {"job": {"config_file": str(file)}})
+    )
+    config["training"]["steps"] = "many"
+    set_manifest(copied / "step-10", config=config)
+    with pytest.raises(ConfigError, match="training.steps"):
+        run(capsys, "show", copied / "step-10", "--config")
 
 
 def test_show_says_what_a_checkpoint_is(copied, capsys) -> None:

@@ -1,0 +1,48 @@
+"""The config that a checkpoint keeps, as a TOML that trains the same model again."""
+
+import json
+import re
+from typing import Any
+
+import pydantic
+
+from meshwright.config.job_config import JobConfig, changed
+from meshwright.config.loader import to_toml
+from meshwright.config.provenance import with_comments
+from meshwright.system.errors import ConfigError
+
+SHARD_DEGREE = "parallelism.data_parallel_shard_degree"
+
+
+def saved_config(saved: dict[str, Any]) -> str:
+    """Return the TOML of `saved`, the values of every key as `to_json` wrote them.
+
+    The degree of sharding is left open (-1), because ranks don't change the result: the job may be
+    repeated on any number of them. A key that this version doesn't have is left out, and a comment
+    at the top names it.
+
+    Raises:
+        ConfigError: if a value isn't one that this version accepts.
+    """
+    # JSON has no infinity, so a checkpoint has it as a string
+    values = json.loads(re.sub(r'"(-?Infinity|NaN)"', r"\1", json.dumps(saved)))
+    unknown = list[str]()
+    while True:
+        try:
+            config = JobConfig.model_validate(values)
+            break
+        except pydantic.ValidationError as error:
+            extra = [e["loc"] for e in error.errors() if e["type"] == "extra_forbidden"]
+            if not extra:
+                raise ConfigError("", f"the checkpoint's config isn't valid: {error}") from None
+            for *parents, key in extra:
+                table: Any = values
+                for part in parents:
+                    table = table[part]
+                del table[key]
+                unknown.append(".".join(map(str, (*parents, key))))
+    degree = config.parallelism.data_parallel_shard_degree
+    config = changed(config, {"parallelism": {"data_parallel_shard_degree": -1}})
+    toml = with_comments(to_toml(config), {SHARD_DEGREE: f"{degree} when it was saved"})
+    lines = [f"# {key} is left out: this version has no such key" for key in sorted(unknown)]
+    return "\n".join([*lines, toml.strip()])
