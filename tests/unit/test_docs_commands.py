@@ -39,7 +39,7 @@ OTHERS = {
         "mkdir",
     ),
     *("make", "mkdocs", "nohup", "pip", "pkill", "pre-commit", "python3", "rclone", "source"),
-    *("less", "sort", "tail", "tensorboard", "touch"),
+    *("less", "lm_eval", "sort", "tail", "tensorboard", "touch"),
 }
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 ASSIGNMENT = re.compile(r"[A-Z_]+=.*", re.DOTALL)
