@@ -276,9 +276,20 @@ def test_the_page_of_all_keys_is_the_config_s() -> None:
     """Otherwise: python -m scripts.config_reference > docs/config_reference.md"""
     shipped = (ROOT / "docs/config_reference.md").read_text("utf-8").splitlines()
     assert shipped == "\n".join(config_reference.page()).splitlines()
-    keys = [line.split("|")[1] for line in shipped if line.startswith("| `")]
+    keys = [line for line in shipped if line.startswith("### ")]
     keys += [name for line in shipped if line.startswith("As in") for name in line.split(", ")]
     assert len(keys) == len(list(all_keys()))
+
+
+def test_every_example_of_the_reference_is_valid(tmp_path) -> None:
+    examples = re.findall(
+        r", for example `(.+)`$", "\n".join(config_reference.page()), re.MULTILINE
+    )
+    assert len(examples) > 130
+    for number, example in enumerate(examples):
+        file = tmp_path / f"{number}.toml"
+        file.write_text(example)
+        load_config([str(file)])
 
 
 @pytest.mark.parametrize(
