@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.commands.main import main
-from meshwright.commands.prove import reference
+from meshwright.commands.prove import properties, reference
 from meshwright.commands.prove.bounds import bounds_of
 from meshwright.commands.prove.cases import (
     HSDP,
@@ -252,13 +252,16 @@ def test_the_command_goes_on_after_a_case_that_stops(tmp_path, monkeypatch, caps
     monkeypatch.setattr("meshwright.commands.prove.command.default_cases", lambda *_: cases)
     monkeypatch.setattr("meshwright.commands.prove.prove.measure", break_off)
     monkeypatch.setattr(reference, "check_reference", lambda *_: Checked(errors={"loss": 0.0}))
+    reach = properties.Property("reach", 4, 0, "keys", ["layer 1: query 2 sees no key"])
+    monkeypatch.setattr(properties, "check_properties", lambda _: [reach])
     with pytest.raises(SystemExit) as exit_code:
         main()
     assert exit_code.value.code == 1
     assert os.environ["TORCHINDUCTOR_VEC_ISA_OK"] == "0"  # a minute less for compiled cases
     out = capsys.readouterr().out
     assert "no such luck" in out
-    assert "1 of 2 cases equal one process" in out
+    assert "1 of 2 cases equal one process, which fails reach; see" in out
+    assert "reach      4        0      FAILED   keys\n    layer 1: query 2 sees no key" in out
     assert "reference against plain PyTorch: equal; loss 0.0e+00" in out
     proof = json.loads((tmp_path / "proof.json").read_text())
     assert proof["proved"] is False

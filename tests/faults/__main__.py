@@ -16,7 +16,7 @@ def row(fault: Fault, seconds: float, score: str, line: str) -> str:
     """Return a row of the table."""
     mesh = " x ".join(f"{axis} {degree}" for axis, degree in fault.mesh.items()) or "one process"
     case = f"prove: {mesh}" if fault.finder == "prove" else f"meshwright {fault.finder}"
-    case = "prove: reference" if fault.finder == "reference" else case
+    case = f"prove: {fault.finder}" if fault.finder in ("reference", "properties") else case
     case = fault.finder if fault.test_file else case
     extra = " ".join([*fault.words, *[fault.kind] * (fault.kind != "fp32")])
     cells = (

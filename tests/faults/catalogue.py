@@ -31,7 +31,8 @@ class Fault:
     """Name of the case, of those that `prove` has by itself; "": made of the fields before."""
     finder: str = "prove"
     """What must find it: the command `prove`, `check` or `export`, or a test by its pytest ID.
-    "reference" is the part of `prove` that compares its one process with plain PyTorch."""
+    "reference" is the part of `prove` that compares its one process with plain PyTorch, and
+    "properties" is what measures causal, reach and isolation on it."""
 
     @property
     def test_file(self) -> str:

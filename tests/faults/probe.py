@@ -116,6 +116,8 @@ def _failures(fault: Fault, path: Path) -> list[str]:
         return _of_command(path, "check", "debug_model", *fault.words)
     if fault.finder == "reference":
         return _of_reference(fault)
+    if fault.finder == "properties":
+        return _of_properties(fault)
     return _of_proof(fault)
 
 
@@ -165,6 +167,20 @@ def _of_reference(fault: Fault) -> list[str]:
     checked = check_reference(config, shrink(config, resolve_model(config)[1]))
     assert checked.verdict != "not checked", checked.not_checked
     return checked.failures
+
+
+def _of_properties(fault: Fault) -> list[str]:
+    """Return the failures of the properties of one process."""
+    from meshwright.commands.prove import ranks
+    from meshwright.commands.prove.properties import check_properties
+    from meshwright.commands.prove.shrink import shrink
+    from meshwright.config.loader import load_config
+    from meshwright.train.resolve_model import resolve_model
+
+    patch.object(ranks, "fork_server", lambda *_: multiprocessing.get_context("fork")).start()
+    config = load_config(["debug_model", *fault.words])
+    properties = check_properties(shrink(config, resolve_model(config)[1]))
+    return [f"{one.name}: {line}" for one in properties for line in one.failures]
 
 
 def _of_command(path: Path, *words: str) -> list[str]:

@@ -43,7 +43,8 @@ def test_every_test_that_must_find_a_fault_exists() -> None:
             text = (ROOT / fault.test_file).read_text("utf-8")
             assert re.search(rf"^def {name}\(", text, re.MULTILINE), fault.name
         else:
-            assert fault.finder in ("prove", "reference", "check", "export"), fault.name
+            finders = ("prove", "reference", "properties", "check", "export")
+            assert fault.finder in finders, fault.name
 
 
 def test_a_fault_is_read_from_its_lines() -> None:

@@ -18,6 +18,7 @@ from meshwright.commands.prove.measurement import (
     Reference,
     ShardComparison,
 )
+from meshwright.commands.prove.properties import Property
 from meshwright.commands.prove.prove import Row, _why_not
 from meshwright.commands.prove.report import cells, summary, write
 from meshwright.commands.prove.shrink import HEAD_DIM, HIGHEST_LR, OWN_HEAD_DIM, shrink
@@ -67,6 +68,22 @@ def test_a_reference_that_differs_from_plain_pytorch_proves_nothing(tmp_path) ->
     failure = "loss of step 2: 2 instead of nan, relative error nan"
     assert proof["reference"]["failures"] == [failure]
     assert f"- reference: {failure}" in (tmp_path / "proof.md").read_text()
+
+
+def test_a_property_that_fails_is_named_and_nothing_is_proved(tmp_path) -> None:
+    rows = [Row(reference_case(JobConfig()), Verdict(), 1.0)]
+    causal = Property("causal", 0.0, 1e-5, "no logit changes")
+    reach = Property("reach", 32, 0, "keys", ["layer 0: query 3 sees keys 0-4"])
+    for properties in ([causal], [causal, reach]):
+        write(tmp_path, JobConfig(), rows, 1, Checked(), properties)
+        proof = json.loads((tmp_path / "proof.json").read_text())
+        assert proof["proved"] is (properties == [causal])
+        assert [one["verdict"] for one in proof["properties"]] == ["equal", "FAILED"][
+            : len(properties)
+        ]
+    text = (tmp_path / "proof.md").read_text()
+    assert "| causal | 0 | 1e-05 | equal | no logit changes |\n| reach | 32 | 0 | FAILED |" in text
+    assert "- reach: layer 0: query 3 sees keys 0-4" in text
 
 
 def test_parameters_that_differ_are_named_with_the_worst_first() -> None:

@@ -149,6 +149,15 @@ def test_a_proof_in_the_folder_is_shown(folder) -> None:
     (folder / "proof" / "proof.json").write_text(json.dumps(proof))
     page, _ = page_of(folder)
     assert '<p class="bad">1 of 1 cases; one process against plain PyTorch: FAILED</p>' in page
+    proof["reference"]["verdict"] = "equal"
+    proof["properties"] = [
+        {"name": "reach", "verdict": "FAILED"},
+        {"name": "causal", "verdict": "equal"},
+    ]
+    (folder / "proof" / "proof.json").write_text(json.dumps(proof))
+    page, _ = page_of(folder)
+    assert '<p class="bad">1 of 1 cases; one process against plain PyTorch: equal; ' in page
+    assert "equal; FAILED on one process: reach</p>" in page
 
 
 def test_loads_of_experts_are_a_map_of_layers_and_experts(folder) -> None:

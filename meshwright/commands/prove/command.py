@@ -43,6 +43,7 @@ def run(options: Namespace) -> None:
     hide_gpus()
     # not at the top: torch takes a second
     from meshwright.commands.prove import report
+    from meshwright.commands.prove.properties import check_properties
     from meshwright.commands.prove.prove import Row, prove
     from meshwright.commands.prove.reference import check_reference
 
@@ -71,6 +72,12 @@ def run(options: Namespace) -> None:
     print(f"reference against plain PyTorch: {checked.row}")
     for line in checked.failures:
         print(f"    {line}")
+    properties = check_properties(small)
+    print("\n" + report.property_line([*report.PROPERTY_COLUMNS]))
+    for one in properties:
+        print(report.property_line(report.property_cells(one)))
+        for line in one.failures:
+            print(f"    {line}")
     print(flush=True)
     width = len(str(count))
     print(report.line(" " * (2 * width + 1), report.COLUMNS))
@@ -81,8 +88,11 @@ def run(options: Namespace) -> None:
         for line in (*row.verdict.failures, *not_run):
             print(f"    {line}")
         # later cases take minutes, and may be interrupted
-        report.write(folder, small, rows, count, checked)
-    caveat = ", which differs from plain PyTorch" if checked.failures else ""
-    print(f"\n{report.summary(rows, count)}{caveat}; see {folder}/proof.md")
-    if checked.failures or any(row.verdict.failures for row in rows):
+        report.write(folder, small, rows, count, checked, properties)
+    caveats = ["differs from plain PyTorch"] if checked.failures else []
+    if broken := [one.name for one in properties if one.failures]:
+        caveats.append(f"fails {', '.join(broken)}")
+    which = f", which {' and '.join(caveats)}" if caveats else ""
+    print(f"\n{report.summary(rows, count)}{which}; see {folder}/proof.md")
+    if caveats or any(row.verdict.failures for row in rows):
         sys.exit(1)

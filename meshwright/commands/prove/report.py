@@ -1,8 +1,8 @@
 """Shows a proof on the console and in files."""
 
-import dataclasses
 import json
 from collections.abc import Collection, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -10,6 +10,7 @@ import torch
 import meshwright
 from meshwright.commands.prove.bounds import BOUNDS
 from meshwright.commands.prove.checked import Checked
+from meshwright.commands.prove.properties import Property
 from meshwright.commands.prove.prove import Row
 from meshwright.commands.prove.verdict import GRADIENT_BOUND, MEANINGS
 from meshwright.config.job_config import JobConfig
@@ -75,12 +76,34 @@ def line(number: str, texts: Sequence[str]) -> str:
     return f"{number}  {row}"
 
 
+PROPERTY_COLUMNS = {"property": 9, "error": 7, "bound": 5, "verdict": 7, "what holds": 0}
+"""Of the table of properties, and the width of each on the console."""
+
+
+def property_cells(one: Property) -> tuple[str, ...]:
+    """Return a property as text, in the order of `PROPERTY_COLUMNS`."""
+    return one.name, f"{one.error:.2g}", f"{one.bound:g}", one.verdict, one.detail
+
+
+def property_line(texts: Sequence[str]) -> str:
+    """Return a row of the table of properties for a console."""
+    widths = PROPERTY_COLUMNS.values()
+    return "  ".join(text.ljust(width) for text, width in zip(texts, widths, strict=True)).rstrip()
+
+
+def _markdown(columns: Collection[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table, or nothing if it has no row."""
+    lines = [columns, ["---"] * len(columns), *rows] if rows else []
+    return "".join(f"| {' | '.join(texts)} |\n" for texts in lines)
+
+
 def write(
     folder: Path,
     small: JobConfig,
     rows: Sequence[Row],
     num_cases: int,
     checked: Checked | None = None,
+    properties: Sequence[Property] = (),
 ) -> None:
     """Write `proof.json`, and `proof.md` with the table and its meaning.
 
@@ -88,20 +111,23 @@ def write(
         rows: of the cases so far.
         num_cases: with the ones that are still to run.
         checked: the reference against plain PyTorch; None: not yet.
+        properties: of the model on one process; empty: not yet.
 
     Raises:
         ConfigError: if the folder cannot be written to.
     """
     reference = checked or Checked()
     is_equal = len(rows) == num_cases and all(cells(row)[-1] == "equal" for row in rows)
+    has_failed = bool(reference.failures) or any(one.failures for one in properties)
     proof = {
-        "proved": is_equal and not reference.failures,
+        "proved": is_equal and not has_failed,
         "num_cases": num_cases,
         "summary": summary(rows, num_cases),
         "versions": {"meshwright": meshwright.__version__, "torch": torch.__version__},
-        "bounds": {kind: dataclasses.asdict(bounds) for kind, bounds in BOUNDS.items()},
+        "bounds": {kind: asdict(bounds) for kind, bounds in BOUNDS.items()},
         "config": small.model_dump(),
         "reference": reference.record,
+        "properties": [{**asdict(one), "verdict": one.verdict} for one in properties],
         "cases": [
             {
                 "name": row.case.name,
@@ -109,21 +135,23 @@ def write(
                 "verdict": cells(row)[-1],
                 "bounds": row.case.bounds,
                 "seconds": round(row.seconds, 2),
-                **dataclasses.asdict(row.verdict),
+                **asdict(row.verdict),
             }
             for row in rows
         ],
     }
-    lines = [COLUMNS, ("---",) * len(COLUMNS), *(cells(row) for row in rows)]
-    table = "".join(f"| {' | '.join(texts)} |\n" for texts in lines)
     failures = [f"- reference: {text}\n" for text in reference.failures]
+    failures += [f"- {one.name}: {text}\n" for one in properties for text in one.failures]
     failures += [f"- {row.case.name}: {text}\n" for row in rows for text in row.verdict.failures]
-    head = [
+    parts = [
         summary(rows, num_cases),
         f"Reference against plain PyTorch: {reference.row}.",
+        _markdown(PROPERTY_COLUMNS, [property_cells(one) for one in properties]),
         explanation(),
+        _markdown(COLUMNS, [cells(row) for row in rows]),
+        "".join(failures),
     ]
-    text = "\n\n".join([*head, table, "".join(failures)])
+    text = "\n\n".join(filter(None, parts))
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "proof.json").write_text(json.dumps(proof, indent=1), "utf-8")

@@ -108,10 +108,15 @@ def proof_table(run: Run) -> str:
     ]
     reference = run.proof.get("reference", {}).get("verdict", "")
     kind = "good" if run.proof.get("proved") else "warn"
-    kind = "bad" if "FAILED" in (reference, *(verdict for _, verdict, *_ in rows)) else kind
+    verdicts = {one["name"]: one["verdict"] for one in run.proof.get("properties", [])}
+    failed = [name for name, verdict in verdicts.items() if verdict == "FAILED"]
+    is_wrong = failed or "FAILED" in (reference, *(verdict for _, verdict, *_ in rows))
+    kind = "bad" if is_wrong else kind
     text = escape(run.proof.get("summary", ""))
     if reference:
         text += f"; one process against plain PyTorch: {reference}"
+    if failed:
+        text += f"; FAILED on one process: {escape(', '.join(failed))}"
     # a phone shows the first columns
     cells = table(("case", "verdict", "ranks", "loss error", "gradient error"), rows)
     return f'<p class="{kind}">{text}</p><details><summary>Every case</summary>{cells}</details>'
