@@ -110,7 +110,7 @@ class Heartbeat:
         # last: a rank with this file is sent the signal, and must handle it
         unfinished.replace(path)
 
-    def beat(self, phase: str, step: int | None = None) -> None:
+    def update(self, phase: str, step: int | None = None) -> None:
         """Note that this rank enters `phase`. All ranks do so alike, in the same order.
 
         Args:

@@ -52,7 +52,7 @@ def validation_loss(figures: Mapping[str, Any]) -> float | None:
     return float(sum(losses) / len(losses))
 
 
-class Spared:
+class SafeSink:
     """A sink that may fail, as a full disk or code of the user's: it warns once, and tries again
     with every record."""
 

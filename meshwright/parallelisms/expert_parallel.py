@@ -159,7 +159,7 @@ class Balance:
         return found
 
     @torch.no_grad()
-    def after_step(self, sums: Tensor, is_held_back: Tensor) -> Mapping[str, Tensor]:
+    def after_step(self, sums: Tensor, skip_update: Tensor) -> Mapping[str, Tensor]:
         """Give routers the loads of the step, unless its update was held back, and begin the next.
         Collective, if the model has experts.
 
@@ -169,7 +169,7 @@ class Balance:
 
         Args:
             sums: of every rank, added up.
-            is_held_back: () bool.
+            skip_update: () bool.
 
         Returns:
             Figures by name, each (), the same on every rank.
@@ -187,11 +187,11 @@ class Balance:
         self._loads = loads = dict(zip(self._specs, parts, strict=True))
         for number, mixture in self._mixtures.items():
             load = loads[number]
-            mixture.load.copy_(torch.where(is_held_back, mixture.load, load))
+            mixture.load.copy_(torch.where(skip_update, mixture.load, load))
             if mixture.bias_update_rate and mixture.router.weight.requires_grad:
                 missing = (load.sum() - load * len(load)).sign()
                 moved = mixture.bias + mixture.bias_update_rate * missing
-                mixture.bias.copy_(torch.where(is_held_back, mixture.bias, moved))
+                mixture.bias.copy_(torch.where(skip_update, mixture.bias, moved))
             mixture.counts.zero_()
             mixture.figures.zero_()
         relative = torch.cat([mean_one(load) for load in loads.values()])

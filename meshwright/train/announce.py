@@ -39,7 +39,7 @@ def announce(
     device: torch.device,
     launch: Launch,
     sources: Sequence[OpenSource] = (),
-    held_out: Sequence[OpenSource] = (),
+    validation_sources: Sequence[OpenSource] = (),
 ) -> None:
     """Describe the job in the log, and write its config to the dump folder.
 
@@ -68,7 +68,7 @@ def announce(
         logger.debug("chosen for this machine by the launcher: %s", launch.host_settings)
     if dist.get_rank() == 0:  # which looks at files
         announce_data("data", sources)
-        announce_data("validation", held_out)
+        announce_data("validation", validation_sources)
     logger.info("%s", _describe_steps(plan, sources))
     logger.info(
         "global batch: %d sequences, %s tokens (%d x %s x %s)",

@@ -14,7 +14,7 @@ from torch import Tensor
 from meshwright.config.job_config import JobConfig
 from meshwright.config.training import BadSteps
 from meshwright.datasets.stream import Cursor
-from meshwright.metrics.sinks import JsonLines, Spared
+from meshwright.metrics.sinks import JsonLines, SafeSink
 from meshwright.system.errors import TrainingError
 from meshwright.system.log import logger
 
@@ -179,11 +179,11 @@ class BadStepReporter:
         self._num_seen = 0
         # by step: how many samples of each source had been read behind it
         self._counts = {step: cursor.counts or (0,) * len(sources)}
-        self._file: Spared | None = None
+        self._file: SafeSink | None = None
         path = Path(config.job.dump_folder) / FILE
         is_wanted = self._config.policy == "skip" or path.exists()
         if is_wanted and dist.get_rank() == 0:
-            self._file = Spared(FILE, partial(JsonLines, path, step))
+            self._file = SafeSink(FILE, partial(JsonLines, path, step))
 
     @property
     def figures(self) -> dict[str, float]:

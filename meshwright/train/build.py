@@ -149,7 +149,7 @@ def build_reporter(
     phases: Phases,
     model: LocalModel,
     found: Manifest | None,
-    held_out: Sequence[OpenSource],
+    validation_sources: Sequence[OpenSource],
     extra_sinks: Sequence[sinks.Sink],
 ) -> Reporter:
     """Return the figures of the job, which continues from `found`; its first rank writes them."""
@@ -161,7 +161,7 @@ def build_reporter(
         destinations = [console, *files, *extra_sinks, *_other_sinks(plan, model)]
         advance = console.advance
     tokens_seen = found["tokens_seen"] if found else 0
-    best = best_of(found, plan, held_out) if found else None
+    best = best_of(found, plan, validation_sources) if found else None
     return Reporter(work, device, phases, destinations, tokens_seen, advance, best)
 
 
@@ -170,11 +170,11 @@ def _other_sinks(plan: ResolvedJob, model: LocalModel) -> Iterator[sinks.Sink]:
     theirs is a warning."""
     folder = Path(plan.config.job.dump_folder)
     for name, build in user_sinks(plan.config).items():
-        yield sinks.Spared(name, partial(build, plan.config, folder))
+        yield sinks.SafeSink(name, partial(build, plan.config, folder))
     if plan.model_args.table.mixtures:
         file = folder / "experts.json"
         loads = partial(sinks.LoadsFile, file, lambda: model.balance.loads)
-        yield sinks.Spared(file.name, loads)
+        yield sinks.SafeSink(file.name, loads)
 
 
 def _peak_flops_per_s(config: JobConfig, device: torch.device) -> float | None:
@@ -194,19 +194,19 @@ def _files(config: JobConfig, resumed_step: int) -> Iterator[sinks.Sink]:
     """Yield every sink that the config asks for in addition to the console."""
     metrics, dump_folder = config.metrics, Path(config.job.dump_folder)
     lines = partial(sinks.JsonLines, dump_folder / "metrics.jsonl", resumed_step)
-    yield sinks.Spared("metrics.jsonl", lines)
+    yield sinks.SafeSink("metrics.jsonl", lines)
     samples = dump_folder / "samples.jsonl"
     writes_texts = config.validation.enable and bool(config.validation.sample_prompts)
     if writes_texts or samples.exists():  # to remove an earlier run's after the step to resume from
         texts = partial(sinks.TextLines, samples, resumed_step)
-        yield sinks.Spared("samples.jsonl", texts)
+        yield sinks.SafeSink("samples.jsonl", texts)
     if metrics.enable_tensorboard or metrics.enable_wandb:
         # 0.1 s, which other ranks and jobs without it need not spend
         from meshwright.metrics.trackers import TensorBoard, WeightsAndBiases
     if metrics.enable_tensorboard:
         folder = dump_folder / metrics.save_tb_folder
         events = partial(TensorBoard, folder, resumed_step, to_toml(config))
-        yield sinks.Spared(f"{folder}, for TensorBoard,", events)
+        yield sinks.SafeSink(f"{folder}, for TensorBoard,", events)
     if metrics.enable_wandb:
         tracked = partial(
             WeightsAndBiases,
@@ -217,4 +217,4 @@ def _files(config: JobConfig, resumed_step: int) -> Iterator[sinks.Sink]:
             name=metrics.wandb_name,
             is_resumed=resumed_step > 0,
         )
-        yield sinks.Spared("the run for Weights & Biases", tracked)
+        yield sinks.SafeSink("the run for Weights & Biases", tracked)

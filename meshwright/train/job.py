@@ -34,8 +34,8 @@ from meshwright.train.end import (
 )
 from meshwright.train.resolve import ResolvedJob
 from meshwright.train.resume import manifest_of, too_many_bad_records
-from meshwright.train.set_up import Job, meet, set_up
-from meshwright.train.stop import Vote, remove_stop_file
+from meshwright.train.set_up import Job, init_ranks, set_up
+from meshwright.train.stop import StopAgreement, remove_stop_file
 from meshwright.train.trainer import StepResult
 from meshwright.train.validation import write_texts
 
@@ -113,22 +113,22 @@ def run(
         with Requests() as requests:
             return run(plan, extra_sinks, requests, launch)
     launch = launch or Launch()
-    heart = heartbeat_of_this_rank(launch.folder)
-    heart.answer(last_collectives)
+    heartbeat = heartbeat_of_this_rank(launch.folder)
+    heartbeat.answer(last_collectives)
     last, begun, is_done, stage = plan.training_stages[-1], time.monotonic(), True, plan
     meshes: Meshes | None = None
     while is_done:
-        heart.limit(stage.config.comm.init_timeout_seconds, "comm.init_timeout_seconds")
-        heart.beat(meeting := "meeting the other ranks")
-        with heart.guard(), busy(meeting):
-            device, checkpoints = meet(stage, launch)
+        heartbeat.limit(stage.config.comm.init_timeout_seconds, "comm.init_timeout_seconds")
+        heartbeat.update(meeting := "meeting the other ranks")
+        with heartbeat.guard(), busy(meeting):
+            device, checkpoints = init_ranks(stage, launch)
         try:
             if stage is plan:
                 remove_stop_file(Path(plan.config.job.dump_folder))
-            heart.beat("set-up")
-            with heart.guard(), busy("set-up"):
+            heartbeat.update("set-up")
+            with heartbeat.guard(), busy("set-up"):
                 prepare_export(last.config)
-                job = set_up(stage, device, checkpoints, heart, launch, extra_sinks, meshes)
+                job = set_up(stage, device, checkpoints, heartbeat, launch, extra_sinks, meshes)
             if job is not None:
                 begun = time.monotonic() if stage is plan else begun
                 with ordered_attention(job.attention):
@@ -144,7 +144,7 @@ def run(
         _forget()
     rank = dist.get_rank()
     dist.destroy_process_group()
-    heart.limit(0, "")  # nobody waits for the export
+    heartbeat.limit(0, "")  # nobody waits for the export
     return is_done and (rank > 0 or export_at_end(last, requests))
 
 
@@ -163,30 +163,30 @@ def _train(job: Job, requests: Requests, begun: float) -> bool:
     rank, step = dist.get_rank(), job.plan.resume_step
     with note_failure(job.plan, lambda: job.reporter.step):
         # a rank that is asked before it gets here ends; its peers are not to wait for it in here
-        vote = Vote(dump_folder, config.job.max_run_seconds, requests, begun)
+        agreement = StopAgreement(dump_folder, config.job.max_run_seconds, requests, begun)
         with requests.held(), closing(job.reporter):
             with (
                 Profiler(config.profiling, dump_folder, rank, step) as profiler,
                 job.checkpoints,
-                job.heart.guard(),
+                job.heartbeat.guard(),
             ):
-                taken, is_done = _loop(job, vote, profiler, requests)
+                taken, is_done = _loop(job, agreement, profiler, requests)
                 if taken is not None and config.checkpoint.saves:
                     _save(job, taken, is_last=True, is_done=is_done)
             step = taken.step if taken is not None else step
             with job.phase("end", step):
-                return _end(job, vote, step, is_done)
+                return _end(job, agreement, step, is_done)
 
 
 def _loop(
-    job: Job, vote: Vote, profiler: Profiler, requests: Requests
+    job: Job, agreement: StopAgreement, profiler: Profiler, requests: Requests
 ) -> tuple[Taken | None, bool]:
     """Take steps until the ranks decide to stop or none is left; return the last one, and whether
     none is left: all are taken, or the data has ended."""
     config, step, taken, is_last = job.plan.config, job.plan.resume_step, None, False
-    waited_s = _fetch(job, vote, step)
-    vote.cast()
-    is_over = _decide(job, vote, step)
+    waited_s = _fetch(job, agreement, step)
+    agreement.send()
+    is_over = _decide(job, agreement, step)
     if config.compile.is_on and not is_over:
         logger.info("the first step compiles: minutes, or seconds if a job like it has run here")
     while not is_over:
@@ -196,7 +196,7 @@ def _loop(
             return taken, True
         step += 1
         is_first = step == job.plan.resume_step + 1
-        vote.cast()  # on whether this step is the last; the ranks hear the result after it
+        agreement.send()  # on whether this step is the last; received after it
         with job.phase("copying its batches to the device", step):
             batches = [batch.to(job.device, non_blocking=True) for batch in data.batches]
         with job.phase("first step", step, is_long=True) if is_first else nullcontext():
@@ -206,16 +206,16 @@ def _loop(
             requests.note_training()
         job.reporter.count(step, waited_s)
         job.bad_steps.count(step, data.cursor)
-        waited_s = _fetch(job, vote, step)
+        waited_s = _fetch(job, agreement, step)
         is_last = step == config.training.steps or job.loader.is_at_end
-        is_over = _decide(job, vote, step)
+        is_over = _decide(job, agreement, step)
         due = due_after(step, config, is_first=is_first, is_last=is_last, is_asked_to_stop=is_over)
         if due.look:
             with job.phase("looking for bad steps", step):
                 job.bad_steps.raise_or_report()
         if due.log:
-            _report(job, vote, taken, due)
-        is_over = due.stop or vote.decision.is_last(step)
+            _report(job, agreement, taken, due)
+        is_over = due.stop or agreement.decision.is_last(step)
         is_best = due.save_if_best and job.reporter.is_best(step)
         if (due.save or is_best) and not is_over:
             _save(job, taken, is_last=False)
@@ -224,66 +224,66 @@ def _loop(
                 job.checkpoints.prepare_saves(job.trainer.tensors)
         job.checkpoints.poll()
         if is_first or due.validate:
-            _set_limit(job, vote, "train_timeout_seconds")
+            _set_limit(job, agreement, "train_timeout_seconds")
         if due.collect_garbage:
             gc.collect(1)
         profiler.step()
-        if vote.takes_trace():
+        if agreement.takes_trace():
             profiler.request()
     return taken, is_last
 
 
-def _fetch(job: Job, vote: Vote, step: int) -> float:
+def _fetch(job: Job, agreement: StopAgreement, step: int) -> float:
     """Fetch the data of the two steps after `step`; return the seconds waited. If this rank cannot,
-    its vote during the first of the two says so, and no rank takes the second."""
+    it says so during the first of the two, and no rank takes the second."""
     start, wanted = time.perf_counter(), min(2, job.plan.config.training.steps - step)
     with job.phase("data", step + 1):
         count = job.loader.fetch(wanted)
     if count < wanted and job.loader.error is not None:
-        vote.fail(job.loader.error, step + count)
+        agreement.fail(job.loader.error, step + count)
     return time.perf_counter() - start
 
 
-def _decide(job: Job, vote: Vote, step: int) -> bool:
-    """Return whether the vote that was cast makes `step` the last. Collective."""
+def _decide(job: Job, agreement: StopAgreement, step: int) -> bool:
+    """Return whether the ranks agree that `step` is the last. Collective."""
     with job.phase("vote on stopping", step):
-        return vote.result().is_last(step)
+        return agreement.receive().is_last(step)
 
 
-def _report(job: Job, vote: Vote, taken: Taken, due: Due) -> None:
+def _report(job: Job, agreement: StopAgreement, taken: Taken, due: Due) -> None:
     """Write the record of a step; waits for the device."""
     with job.phase("report", taken.step):
-        figures = _figures(job, vote, taken)
+        figures = _figures(job, agreement, taken)
     if due.validate and job.validate is not None:
-        figures |= _validate(job, vote, taken.step)
+        figures |= _validate(job, agreement, taken.step)
     with job.phase("report", taken.step):
         job.reporter.report(taken.step, figures)
 
 
-def _figures(job: Job, vote: Vote, taken: Taken) -> dict[str, float]:
+def _figures(job: Job, agreement: StopAgreement, taken: Taken) -> dict[str, float]:
     """Return the figures of the step that are not rates; waits for the device."""
     step, data = taken.step, taken.data
     figures = job.trainer.figures_of(step, taken.result) | data.figures | job.bad_steps.figures
     if allowed := job.plan.config.training.max_bad_records:
         figures["data/bad_records"] = passed_over = bad_records(whole_cursor(data.cursor))
         if passed_over > allowed:
-            vote.fail(too_many_bad_records(passed_over, allowed), step)
+            agreement.fail(too_many_bad_records(passed_over, allowed), step)
     return figures
 
 
-def _validate(job: Job, vote: Vote, step: int) -> dict[str, float]:
+def _validate(job: Job, agreement: StopAgreement, step: int) -> dict[str, float]:
     """Evaluate the model, and have it continue the prompts, until the ranks decide to stop."""
     assert job.validate is not None
     if job.plan.config.compiles_validation:
-        _set_limit(job, vote, "init_timeout_seconds")
+        _set_limit(job, agreement, "init_timeout_seconds")
 
     def is_stopped() -> bool:
-        job.heart.beat("validation")
-        vote.cast()
-        return vote.result().is_last(step)
+        job.heartbeat.update("validation")
+        agreement.send()
+        return agreement.receive().is_last(step)
 
     with job.phase("validation", step):
-        fail = partial(vote.fail, last_step=step)
+        fail = partial(agreement.fail, last_step=step)
         figures = job.validate(job.trainer.model, is_stopped, fail, job.trainer.average)
         if job.plan.config.validation.sample_prompts:
             texts = write_texts(job.plan, job.meshes, job.trainer.model, is_stopped)
@@ -292,13 +292,15 @@ def _validate(job: Job, vote: Vote, step: int) -> dict[str, float]:
 
 
 def _set_limit(
-    job: Job, vote: Vote, key: Literal["init_timeout_seconds", "train_timeout_seconds"]
+    job: Job,
+    agreement: StopAgreement,
+    key: Literal["init_timeout_seconds", "train_timeout_seconds"],
 ) -> None:
     """From now on let no rank wait for another longer than that key of [comm] says."""
     seconds = getattr(job.plan.config.comm, key)
     set_timeout(job.meshes, seconds)
-    vote.limit = timedelta(seconds=seconds)
-    job.heart.limit(seconds, f"comm.{key}")
+    agreement.limit = timedelta(seconds=seconds)
+    job.heartbeat.limit(seconds, f"comm.{key}")
 
 
 def _save(job: Job, taken: Taken, *, is_last: bool, is_done: bool = False) -> None:
@@ -309,7 +311,7 @@ def _save(job: Job, taken: Taken, *, is_last: bool, is_done: bool = False) -> No
         manifest = manifest_of(
             job.plan,
             job.sources,
-            job.held_out,
+            job.validation_sources,
             step=taken.step,
             tokens_seen=job.reporter.tokens_seen,
             cursor=whole_cursor(taken.data.cursor),
@@ -330,16 +332,20 @@ def _save(job: Job, taken: Taken, *, is_last: bool, is_done: bool = False) -> No
         job.checkpoints.save(taken.step, tensors, manifest, is_last)
 
 
-def _end(job: Job, vote: Vote, step: int, is_done: bool) -> bool:
+def _end(job: Job, agreement: StopAgreement, step: int, is_done: bool) -> bool:
     """Close the parts, and say how it ended; return whether the last step is done."""
-    config, steps, reason = job.plan.config, job.plan.config.training.steps, vote.decision.reason
+    config, steps, reason = (
+        job.plan.config,
+        job.plan.config.training.steps,
+        agreement.decision.reason,
+    )
     is_new, following = step > job.plan.resume_step, job.plan.next_stage
     is_done = is_done and not (reason and following)
     job.loader.close()
     job.bad_steps.close()
     if reason:
-        vote.clear_stop_file()
-    if failures := vote.failures(step):
+        agreement.clear_stop_file()
+    if failures := agreement.failures(step):
         raise_data_error(config.checkpoint, failures, step, is_new=is_new)
     if not is_done:
         if is_new:
@@ -356,6 +362,7 @@ def _end(job: Job, vote: Vote, step: int, is_done: bool) -> bool:
         announce_end(job.plan, job.reporter, step, time.perf_counter() - job.since)
         note_end(job.plan, step, "finished")
     barrier()  # the first rank to leave with an error has torchrun end the others
-    for group in (vote.group, job.checkpoints.group):  # the next stage makes its own, and each has
-        dist.destroy_process_group(group)  # threads, and a connection to every other rank
+    # the next stage makes its own: each has threads, and a connection to every other rank
+    for group in (agreement.group, job.checkpoints.group):
+        dist.destroy_process_group(group)
     return is_done

@@ -22,7 +22,7 @@ from meshwright.train.resolve import ResolvedJob, resume_diff
 def manifest_of(
     plan: ResolvedJob,
     sources: Sequence[OpenSource],
-    held_out: Sequence[OpenSource],
+    validation_sources: Sequence[OpenSource],
     *,
     step: int,
     tokens_seen: int,
@@ -46,7 +46,7 @@ def manifest_of(
         "data": dataclasses.asdict(cursor),
         "data_identity": plan.data_identity,
         "data_content": {source.entry.name: source.content for source in sources},
-        "validation_content": {source.entry.name: source.content for source in held_out},
+        "validation_content": {source.entry.name: source.content for source in validation_sources},
         "data_revisions": {source.entry.name: source.found.revision for source in sources},
         "model_name": plan.config.model.name,
         "model_args": dataclasses.asdict(plan.model_args),
@@ -79,7 +79,7 @@ VALIDATED_ON = {
 
 
 def best_of(
-    saved: Manifest, plan: ResolvedJob, held_out: Sequence[OpenSource]
+    saved: Manifest, plan: ResolvedJob, validation_sources: Sequence[OpenSource]
 ) -> tuple[int, float] | None:
     """Return the best validation that a checkpoint knows of; None if it was of other data, too: no
     loss of this job compares with it."""
@@ -91,8 +91,8 @@ def best_of(
     tokenizer = "model.tokenizer_path"
     if saved["data_identity"].get(tokenizer) != plan.data_identity[tokenizer]:
         differ.add(tokenizer)
-    now = {source.entry.name: source.content for source in held_out}
-    if not differ and held_out and now != saved["validation_content"]:
+    now = {source.entry.name: source.content for source in validation_sources}
+    if not differ and validation_sources and now != saved["validation_content"]:
         differ.add("content of the validation data")
     if not differ:
         return int(step), loss

@@ -2,7 +2,7 @@
 
 The order matters:
 
-1. `meet`: start the process group, compare the jobs of all ranks, claim the checkpoints' folder.
+1. `init_ranks`: start the process group, compare the ranks' jobs, claim the checkpoint folder.
 2. `_resume_or_begin`: choose and verify the checkpoint; every later message names its step.
 3. `_open_data`: of the stage that the checkpoint decides, for data of earlier ones may be gone.
 4. Begin the log file and the history, now that the job will train.
@@ -72,9 +72,9 @@ class Job:
     attention: Sequence[str]
     """torch's kernels of attention in the order in which they are to be tried; empty: its own."""
     sources: Sequence[OpenSource]
-    held_out: Sequence[OpenSource]
+    validation_sources: Sequence[OpenSource]
     checkpoints: CheckpointManager
-    heart: Heartbeat
+    heartbeat: Heartbeat
     meshes: Meshes
     trainer: Trainer
     loader: Loader
@@ -93,7 +93,7 @@ class Job:
             is_long: the log says every ten seconds that the phase is not over, as it does of a
                 phase in `PAUSES`.
         """
-        self.heart.beat(name, step)
+        self.heartbeat.update(name, step)
         with ExitStack() as stack:
             if name in PAUSES:
                 stack.enter_context(self.reporter.paused(PAUSES[name]))
@@ -102,7 +102,7 @@ class Job:
             yield
 
 
-def meet(plan: ResolvedJob, launch: Launch) -> tuple[torch.device, CheckpointManager]:
+def init_ranks(plan: ResolvedJob, launch: Launch) -> tuple[torch.device, CheckpointManager]:
     """Have the ranks meet, and claim the folder of checkpoints. Collective.
 
     Raises:
@@ -137,7 +137,7 @@ def set_up(
     plan: ResolvedJob,
     device: torch.device,
     checkpoints: CheckpointManager,
-    heart: Heartbeat,
+    heartbeat: Heartbeat,
     launch: Launch,
     extra_sinks: Sequence[Sink],
     meshes: Meshes | None = None,
@@ -151,9 +151,9 @@ def set_up(
     """
     since = time.perf_counter()
     plan, found = _resume_or_begin(plan, checkpoints)
-    heart.beat("opening the data")
-    sources, held_out = _open_data(plan, checkpoints)
-    heart.beat("set-up")
+    heartbeat.update("opening the data")
+    sources, validation_sources = _open_data(plan, checkpoints)
+    heartbeat.update("set-up")
     has_steps, cursor = plan.resume_step < plan.config.training.steps, Cursor()
     if found is not None and has_steps:
         cursor = place_in_data(plan, found, sources)
@@ -167,7 +167,7 @@ def set_up(
     log_to_file(dump_folder / "logs", dist.get_rank())
     if plan.resume_step == 0 and dist.get_rank() == 0:
         set_aside_run(dump_folder)
-    announce(plan, device, launch, sources, held_out)
+    announce(plan, device, launch, sources, validation_sources)
     note_start(plan, device, is_new_stage=meshes is not None)
     if difference is not None and dist.get_rank() == 0:
         # `check`, which verifies no content, may have seen another checkpoint
@@ -180,7 +180,7 @@ def set_up(
         meshes = meshes or build_meshes(plan.dims, device.type)
         set_timeout(meshes, plan.config.comm.init_timeout_seconds)
         trainer = build_trainer(
-            plan, meshes, device, note=lambda phase: heart.beat(phase.replace("_", "/"))
+            plan, meshes, device, note=lambda phase: heartbeat.update(phase.replace("_", "/"))
         )
         checkpoints.guard(trainer.optimizer)
         _set_values(plan, checkpoints, trainer, found)
@@ -189,16 +189,18 @@ def set_up(
             device=device,
             attention=_order_attention(plan, device),
             sources=sources,
-            held_out=held_out,
+            validation_sources=validation_sources,
             checkpoints=checkpoints,
-            heart=heart,
+            heartbeat=heartbeat,
             meshes=meshes,
             trainer=trainer,
             loader=build_loader(plan, sources, meshes, device, cursor),
             reporter=build_reporter(
-                plan, device, trainer.phases, trainer.model, found, held_out, extra_sinks
+                plan, device, trainer.phases, trainer.model, found, validation_sources, extra_sinks
             ),
-            validate=Validation(plan, held_out, meshes, device) if held_out else None,
+            validate=Validation(plan, validation_sources, meshes, device)
+            if validation_sources
+            else None,
             bad_steps=BadStepReporter(
                 plan.config,
                 device,
@@ -247,9 +249,14 @@ def _open_data(
     told = checkpoints.tell(open_here)
     if not opened:
         open_here(told)
-    sources, held_out = opened
-    check_same({f"{source.entry.key}.dataset": source.content for source in (*sources, *held_out)})
-    return sources, held_out
+    sources, validation_sources = opened
+    check_same(
+        {
+            f"{source.entry.key}.dataset": source.content
+            for source in (*sources, *validation_sources)
+        }
+    )
+    return sources, validation_sources
 
 
 CONFIG = "config"

@@ -1,4 +1,4 @@
-"""The vote of all ranks on when to stop: for a signal, a file, the clock, or the end of data."""
+"""The agreement of all ranks on when to stop: a signal, a file, the clock, or the end of data."""
 
 import os
 import time
@@ -27,12 +27,12 @@ LOOK_EVERY_S = 1.0
 NO_LIMIT = 2**62
 
 VOTE_TIMEOUT = timedelta(hours=1)
-"""Longer delays of a vote are found by the timeouts of training."""
+"""Longer delays of a rank are found by the timeouts of training."""
 
 
 @dataclass(frozen=True)
 class Decision:
-    """The result of a vote, the same on every rank."""
+    """What the ranks have agreed on, the same on every rank."""
 
     reason: str = ""
     """Why the ranks stop; "": nobody was asked to."""
@@ -44,11 +44,11 @@ class Decision:
         return bool(self.reason) or step >= self.last_step
 
 
-class Vote:
-    """The vote of all ranks on when to stop: some may be asked to, or have no more data.
+class StopAgreement:
+    """The agreement of all ranks on when to stop: some may be asked to, or have no more data.
 
-    `cast` begins a vote, and `result` ends it. Collective: every rank calls both as often. Once the
-    ranks have decided to stop, both do nothing.
+    `send` starts an all-reduce, and `receive` waits for its result. Collective: every rank calls
+    both equally often. Once the ranks have decided to stop, both do nothing.
 
     Args:
         folder: where the stop file and the profile file may appear.
@@ -63,7 +63,7 @@ class Vote:
         self._stop_file, self._max_run_s = folder / STOP_FILE, max_run_s
         self._profile_file = folder / PROFILE_FILE
         self._requests = requests
-        self._reasons = (  # a vote is the place of a reason in here; the highest wins
+        self._reasons = (  # a rank sends the index of its reason; the highest wins
             "",
             f"job.max_run_seconds = {max_run_s} are over",
             f"{self._stop_file} is there",
@@ -76,14 +76,14 @@ class Vote:
         self._look_at = time.monotonic()
         self._begun = self._look_at if begun is None else begun
         self.limit = VOTE_TIMEOUT
-        """On waiting for the votes of other ranks."""
+        """How long to wait for other ranks."""
         self.group = dist.new_group(backend="gloo", timeout=VOTE_TIMEOUT)
         # the reason; the last step, negative; whether a trace is wanted
-        self._votes = torch.zeros(3, dtype=torch.int64)
+        self._message = torch.zeros(3, dtype=torch.int64)
         self._work: dist.Work | None = None
 
     def fail(self, error: Exception, last_step: int) -> None:
-        """Have the next vote say that this rank can take no step after `last_step`."""
+        """Have the next `send` say that this rank can take no step after `last_step`."""
         if last_step >= self._own_last_step:
             return
         self._error, self._own_last_step = error, last_step
@@ -99,27 +99,27 @@ class Vote:
         dist.all_gather_object(errors, None if mine is None else _as_plain(mine), self.group)
         return {rank: error for rank, error in enumerate(errors) if error is not None}
 
-    def cast(self) -> None:
-        """Send this rank's vote; waits for nothing."""
+    def send(self) -> None:
+        """Send what this rank knows; waits for nothing."""
         if self.decision.reason:
             return
         self._look()
         if name := self._requests.name:
             self._asked = max(self._asked, self._reasons.index(name))
-        self._votes[0] = self._asked
-        self._votes[1] = -self._own_last_step
-        self._votes[2] = int(self._wants_trace)
+        self._message[0] = self._asked
+        self._message[1] = -self._own_last_step
+        self._message[2] = int(self._wants_trace)
         self._wants_trace = False
         self._work = dist.all_reduce(
-            self._votes, dist.ReduceOp.MAX, group=self.group, async_op=True
+            self._message, dist.ReduceOp.MAX, group=self.group, async_op=True
         )
 
-    def result(self) -> Decision:
-        """Wait for the votes of all ranks, as they were cast; return their decision."""
+    def receive(self) -> Decision:
+        """Wait for what all ranks have sent; return their decision."""
         if self._work is not None:
             self._work.wait(self.limit)
             self._work = None
-            reason, last_step, wants_trace = self._votes.tolist()
+            reason, last_step, wants_trace = self._message.tolist()
             self.decision = Decision(self._reasons[reason], -last_step)
             self._takes_trace |= bool(wants_trace)
             self._requests.is_agreed = bool(reason)

@@ -148,15 +148,15 @@ class Trainer:
         loss, squares, of_model = summed(loss / meshes.tp.size(), squares, of_model)
         mark("optimizer")
         grad_norm = squares[0].sqrt()
-        is_held_back = detector.judge(step, loss, grad_norm, is_finite_here, num_labels)
+        skip_update = detector.judge(step, loss, grad_norm, is_finite_here, num_labels)
         if early is None:
             is_clipped = self.max_norm != float("inf")
             divisor = divisor_to_clip(grad_norm, self.max_norm) if is_clipped else None
-            update(self.optimizer, is_held_back, divisor)
+            update(self.optimizer, skip_update, divisor)
             self.optimizer.zero_grad()
         if self.average is not None:
-            self.average.update(is_held_back)
-        figures = balance.after_step(of_model, is_held_back)
+            self.average.update(skip_update)
+        figures = balance.after_step(of_model, skip_update)
         mark(None)
         group_norms = squares[1:].sqrt() if self.norm_groups else None
         return StepResult(loss, grad_norm, figures, group_norms)

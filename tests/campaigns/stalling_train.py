@@ -37,11 +37,11 @@ def plant(step: int, place: str, way: str) -> None:
         "validation": (decoder.Decoder, "forward"),
         "save": (CommittingWriter, "write_data"),
     }[place]
-    real, seen, beat = getattr(holder, name), {"step": 0}, Heartbeat.beat
+    real, seen, update = getattr(holder, name), {"step": 0}, Heartbeat.update
 
     def noted(self, phase, number=None):
         seen["step"] = seen["step"] if number is None else number
-        beat(self, phase, number)
+        update(self, phase, number)
 
     def stalling(*args, **named):
         trains = place != "validation" or not torch.is_grad_enabled()
@@ -49,7 +49,7 @@ def plant(step: int, place: str, way: str) -> None:
             stall(way)
         return real(*args, **named)
 
-    Heartbeat.beat = noted
+    Heartbeat.update = noted
     setattr(holder, name, stalling)
 
 

@@ -39,7 +39,7 @@ def take_steps(
 ) -> dict[str, torch.Tensor]:
     """This rank's matrices and their momenta afterwards."""
     for number in numbers:
-        is_held_back, divisor = STEPS[number]
+        skip_update, divisor = STEPS[number]
         given = gradients(number, args)
         for name, parameter in model.named_parameters():
             if not parameter.requires_grad:
@@ -51,7 +51,7 @@ def take_steps(
         set_learning_rate(optimizer, 0.02 / (number + 1))
         update(
             optimizer,
-            torch.tensor(is_held_back),
+            torch.tensor(skip_update),
             None if divisor is None else torch.tensor(divisor),
         )
         optimizer.zero_grad()

@@ -16,7 +16,7 @@ from meshwright.system.log import log_to_console
 from meshwright.system.processes import NUDGE, STOP, STOP_SIGNALS, Requests
 from meshwright.train import job
 from meshwright.train import stop as preemption
-from meshwright.train.stop import PROFILE_FILE, STOP_FILE, Vote, remove_stop_file
+from meshwright.train.stop import PROFILE_FILE, STOP_FILE, StopAgreement, remove_stop_file
 from tests.helpers.forked import Forked
 
 ROOT = Path(__file__).parents[2]
@@ -32,27 +32,27 @@ def steps_until_stopped(folder: Path, way: str) -> tuple[int, str]:
     handlers = [signal.getsignal(number) for number in handled]
     step = 0
     with Requests(folder=str(from_launcher)) as requests, requests.held():
-        vote = Vote(folder, 1 if way == "clock" and rank == 1 else 0, requests)
-        while not vote.result().is_last(step) and step < (STEPS if way != "clock" else 10**6):
+        agreement = StopAgreement(folder, 1 if way == "clock" and rank == 1 else 0, requests)
+        while not agreement.receive().is_last(step) and step < (STEPS if way != "clock" else 10**6):
             step += 1
-            vote.cast()
+            agreement.send()
             time.sleep(0.001 + 0.002 * rank)
             if rank == 0 and step == 5 and way == "data":
-                vote.fail(OSError("gone later"), last_step=9)
+                agreement.fail(OSError("gone later"), last_step=9)
             if rank == 1 and step == 5:
                 if way == "file":
                     (folder / STOP_FILE).touch()
                 elif way == "launcher":
                     (from_launcher / STOP).write_text("SIGTERM")
                 elif way == "data":
-                    vote.fail(OSError("gone"), last_step=7)
+                    agreement.fail(OSError("gone"), last_step=7)
                 elif way != "clock" and way:
                     os.kill(os.getpid(), signal.Signals[way])
-        vote.result()
-        reason = vote.decision.reason
+        agreement.receive()
+        reason = agreement.decision.reason
         if reason:
-            vote.clear_stop_file()
-        if failures := vote.failures(step):
+            agreement.clear_stop_file()
+        if failures := agreement.failures(step):
             reason = str(failures)
     assert [signal.getsignal(number) for number in handled] == handlers
     assert signal.set_wakeup_fd(-1) == -1
@@ -96,14 +96,14 @@ def test_all_ranks_stop_where_the_data_of_one_ends(on_ranks, tmp_path) -> None:
 def steps_of_traces(folder: Path) -> list[int]:
     """Steps after which a trace is to begin; rank 0's folder gets the file twice."""
     traced, rank = [], dist.get_rank()
-    vote = Vote(folder, 0, Requests())
+    agreement = StopAgreement(folder, 0, Requests())
     for step in range(1, 61):
-        vote.cast()
+        agreement.send()
         if rank == 0 and step in (3, 30):
             (folder / PROFILE_FILE).touch()
         time.sleep(0.001 + 0.002 * rank)
-        vote.result()
-        if vote.takes_trace():
+        agreement.receive()
+        if agreement.takes_trace():
             traced.append(step)
     return traced
 
@@ -122,11 +122,11 @@ def test_the_first_rank_of_each_machine_removes_the_stop_file(
     """A folder of the machine's own may have one that no other sees."""
     monkeypatch.setattr(preemption, "dist", MagicMock(get_rank=lambda: 2))
     monkeypatch.setenv("RANK", "2")
-    vote = Vote(tmp_path, 0, Requests())
+    agreement = StopAgreement(tmp_path, 0, Requests())
     for local_rank, is_left in (("1", True), ("0", False)):
         monkeypatch.setenv("LOCAL_RANK", local_rank)
         log_to_console(is_launched=True)
-        for remove in (vote.clear_stop_file, partial(remove_stop_file, tmp_path)):
+        for remove in (agreement.clear_stop_file, partial(remove_stop_file, tmp_path)):
             (tmp_path / STOP_FILE).touch()
             remove()
             assert (tmp_path / STOP_FILE).exists() == is_left
@@ -143,12 +143,12 @@ from meshwright.parallelisms.meshes import start_process_group
 start_process_group(torch.device("cpu"), 60)
 process.JOIN_TIMEOUT_S = 1
 requests = process.Requests(folder=sys.argv[2])
-vote = preemption.Vote(Path(sys.argv[1]), 0, requests)
+agreement = preemption.StopAgreement(Path(sys.argv[1]), 0, requests)
 with requests, requests.held():
     print("ready", flush=True)
     {work}
-    vote.cast()
-    print("asked" if vote.result().reason else "not asked", flush=True)
+    agreement.send()
+    print("asked" if agreement.receive().reason else "not asked", flush=True)
 os._exit(0)  # gloo's threads may abort an interpreter that ends
 """
 # one call without Python, of up to some seconds: Python's own handlers wait until it is over
@@ -175,11 +175,11 @@ def signalled(folder: Path, work: str, *numbers: int, **variables: str) -> tuple
 # as if it came just then, while files are looked for and what was found is noted
 IN_A_LOOK = """
     def look():
-        vote._look, before = lambda: None, vote._asked
+        agreement._look, before = lambda: None, agreement._asked
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(0.3)
-        vote._asked = max(before, 0)
-    vote._look = look
+        agreement._asked = max(before, 0)
+    agreement._look = look
 """
 FAILING = """
     def fail(*_, **__): raise OSError(116, "Stale file handle")
@@ -257,12 +257,12 @@ def test_what_would_not_go_on_is_not_said_to(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_waits_for_one_that_was_asked_and_is_gone_ends_too(monkeypatch) -> None:
-    """It made the vote's group while requests were held, and was killed after 30 s."""
+    """It made the agreement's group while requests were held, and was killed after 30 s."""
 
     def ask(*args: object) -> None:
         raise StopRequested(args[2].when_asked)
 
-    monkeypatch.setattr(job, "Vote", ask)
+    monkeypatch.setattr(job, "StopAgreement", ask)
     for name in ("dist", "note_failure"):
         monkeypatch.setattr(job, name, MagicMock())
     with pytest.raises(StopRequested, match="raise"):

@@ -32,9 +32,9 @@ def test_it_follows_the_weights_but_for_steps_held_back() -> None:
     set_weights(model, 1.0)
     average = Average(model, 0.75)
     average.begin()
-    for value, is_held_back in ((2.0, GO), (float("nan"), HOLD), (4.0, GO)):
+    for value, skip_update in ((2.0, GO), (float("nan"), HOLD), (4.0, GO)):
         set_weights(model, value)
-        average.update(is_held_back)
+        average.update(skip_update)
     want = 0.75 * (0.75 * 1 + 0.25 * 2) + 0.25 * 4
     assert average.tensors.keys() == dict(model.named_parameters()).keys()
     for mean in average.tensors.values():

@@ -11,7 +11,7 @@ import pytest
 from meshwright.config.loader import load_config
 from meshwright.datasets.opening import open_data
 from meshwright.datasets.sources import DATASETS
-from meshwright.metrics.sinks import Spared
+from meshwright.metrics.sinks import SafeSink
 from meshwright.models.families import MODELS
 from meshwright.system.errors import ConfigError, StorageError
 from meshwright.train.announce import announce_end
@@ -162,7 +162,7 @@ def test_faults_of_a_dataset_of_the_user_are_named(name, says, tmp_path) -> None
 def test_the_sink_of_the_docs_writes_its_file(tmp_path) -> None:
     config = load_config(words(tmp_path, example("sink")))
     ((name, build),) = user_sinks(config).items()
-    sink = Spared(name, lambda: build(config, tmp_path))
+    sink = SafeSink(name, lambda: build(config, tmp_path))
     sink.write({"step": 1, "loss/train": 2.5})
     sink.write({"step": 2, "loss/train": 2.25})
     sink.close()

@@ -31,7 +31,7 @@ from meshwright.launch.watch import (
 )
 from meshwright.system.errors import SaveError
 from meshwright.system.files import state_of
-from meshwright.train.stop import Vote
+from meshwright.train.stop import StopAgreement
 
 LIMIT_S = 0.5
 RANK = """
@@ -47,9 +47,9 @@ folder, facts, way = sys.argv[1:]
 heart = Heartbeat(Path(folder), json.loads(facts))
 heart.limit(%s, "comm.train_timeout_seconds")
 heart.answer(lambda: "last collectives: gloo:all_reduce")
-heart.beat("data", 7)
+heart.update("data", 7)
 if way != "behind":
-    heart.beat("forward/backward")
+    heart.update("forward/backward")
 print("ready", flush=True)
 if way == "loop":
     dead_loop()
@@ -312,7 +312,11 @@ def test_the_rank_that_differs_is_the_cause(change: dict, others: dict) -> None:
     [
         ("/a/concurrent/futures/meshwright/meshwright/step.py", watch.TORCH, False),
         ("/größe der welt/meshwright/meshwright/train/stop.py", watch.TORCH, True),
-        (inspect.getsourcefile(Vote), watch.TORCH, True),  # or who votes would look like the cause
+        (
+            inspect.getsourcefile(StopAgreement),
+            watch.TORCH,
+            True,
+        ),  # or who waits there would seem the cause
         (watch.__file__, watch.TORCH, False),
         (concurrent.futures.thread.__file__, watch.TORCH, True),
         (dist.distributed_c10d.__file__, watch.TORCH, True),
@@ -376,7 +380,7 @@ def test_a_beat_is_cheap(tmp_path: Path) -> None:
     heart, rounds = Heartbeat(tmp_path, {"rank": 0}), 10_000
     start = time.process_time()
     for step in range(rounds):
-        heart.beat("forward/backward", step)
+        heart.update("forward/backward", step)
     assert (time.process_time() - start) / rounds < 20e-6
     (beat,) = read_beats(tmp_path)
     assert (beat.count, beat.step, beat.phase) == (rounds, rounds - 1, "forward/backward")
@@ -386,15 +390,15 @@ def test_a_beat_is_cheap(tmp_path: Path) -> None:
 def test_a_phase_is_told_whole_and_beats_are_in_the_order_of_ranks(tmp_path: Path) -> None:
     phase = "meeting the other ranks, opening the data"
     for rank in (10, 0, 2):
-        (heart := Heartbeat(tmp_path, {"rank": rank})).beat(phase)
+        (heart := Heartbeat(tmp_path, {"rank": rank})).update(phase)
     found = [(beat.rank, beat.phase) for beat in read_beats(tmp_path)]
     assert found == [(0, phase), (2, phase), (10, phase)]
     with pytest.raises(AssertionError):  # it would be cut off in every message
-        heart.beat("x" * 65)
+        heart.update("x" * 65)
 
 
 def test_a_rank_alone_or_without_our_launcher_has_nobody_to_tell(tmp_path, monkeypatch) -> None:
     for folder, ranks in (("", "2"), (str(tmp_path), "1")):
         monkeypatch.setenv("WORLD_SIZE", ranks)
-        heartbeat.heartbeat_of_this_rank(folder).beat("data", 1)
+        heartbeat.heartbeat_of_this_rank(folder).update("data", 1)
     assert read_beats(tmp_path) == []

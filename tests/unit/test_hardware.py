@@ -11,7 +11,7 @@ from meshwright.system import hardware
 from meshwright.system.errors import ConfigError
 from meshwright.system.processes import Launch
 from meshwright.train.resolve import resolve
-from meshwright.train.set_up import _order_attention, meet
+from meshwright.train.set_up import _order_attention, init_ranks
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def test_a_rank_on_a_gpu_looks_at_the_width_of_heads(gpus, monkeypatch) -> None:
     words = "debug_model --training.mask_documents --model.args.dim=128 --model.args.n_heads=16"
     plan = resolve(load_config([*words.split(), "--model.args.n_kv_heads=16"]), 1)
     with pytest.raises(ConfigError, match="takes no heads of 8, below 16"):
-        meet(plan, Launch(num_gpus=1))
+        init_ranks(plan, Launch(num_gpus=1))
 
 
 def test_gpus_that_are_not_there_are_no_reason_to_train_on_cpus(gpus) -> None:
@@ -52,7 +52,7 @@ def test_gpus_that_are_not_there_are_no_reason_to_train_on_cpus(gpus) -> None:
             hardware.pick_device(local_rank, expected)
     gpus(0)
     with pytest.raises(ConfigError, match="^GPUs = 1: "):
-        meet(resolve(load_config(["debug_model"]), 1), Launch(num_gpus=1))
+        init_ranks(resolve(load_config(["debug_model"]), 1), Launch(num_gpus=1))
 
 
 def test_deterministic_algorithms_without_filling_memory(monkeypatch) -> None:

@@ -21,7 +21,7 @@ from meshwright.config.changes import to_json
 from meshwright.config.job_config import JobConfig, changed
 from meshwright.metrics.console import Console
 from meshwright.metrics.reporter import Phases, Reporter, Work
-from meshwright.metrics.sinks import JsonLines, Spared, TextLines, WholeRecords
+from meshwright.metrics.sinks import JsonLines, SafeSink, TextLines, WholeRecords
 from meshwright.metrics.trackers import TensorBoard, WeightsAndBiases
 from meshwright.system import hardware
 from meshwright.system.errors import ConfigError
@@ -159,7 +159,7 @@ def test_texts_follow_the_record_of_their_step_in_sinks_that_take_them() -> None
             self.append(texts | {"step": step})
 
     figures, both = Kept(), WithTexts()
-    reporter = reporter_to(Spared("b", lambda: figures), Spared("a", lambda: both))
+    reporter = reporter_to(SafeSink("b", lambda: figures), SafeSink("a", lambda: both))
     reporter.add_texts(TEXTS)
     for step in (1, 2):
         report(reporter, step)
@@ -191,7 +191,7 @@ def test_texts_are_written_as_they_are(tmp_path, caplog) -> None:
 def test_a_sink_that_fails_warns_once_and_is_tried_again(caplog) -> None:
     full, bug = OSError(28, "No space left on device"), KeyError("validation/loss")
     file = Mock(write=Mock(side_effect=[full, bug, full, None]))
-    sink = Spared("a.jsonl", lambda: file)
+    sink = SafeSink("a.jsonl", lambda: file)
     for step in (1, 2, 3, 4):
         sink.write({"step": step})
     assert file.write.call_args.args == ({"step": 4},)
@@ -199,8 +199,8 @@ def test_a_sink_that_fails_warns_once_and_is_tried_again(caplog) -> None:
         "a.jsonl cannot be written: [Errno 28] No space left on device; training continues"
     ]
     with pytest.raises(KeyError):  # at the start, before a step could be lost
-        Spared("b", Mock(side_effect=bug))
-    Spared("c", Mock(side_effect=[full, bug])).write({"step": 1})  # steps could be lost by now
+        SafeSink("b", Mock(side_effect=bug))
+    SafeSink("c", Mock(side_effect=[full, bug])).write({"step": 1})  # steps could be lost by now
 
 
 def test_a_record_is_written_whole_or_not_at_all(tmp_path) -> None:

@@ -273,18 +273,18 @@ def test_a_step_that_is_held_back_moves_neither_bias_nor_load(monkeypatch) -> No
     monkeypatch.setattr("torch.distributed.all_reduce", lambda tensor: None)
     model = model_of(bias_update_rate=0.01)
     balance = Balance([model])
-    for is_held_back in (True, False):
+    for skip_update in (True, False):
         model(torch.randint(131, (2, 16))).sum().backward()
         counts = {n: mixture.counts.clone() for n, mixture in model.mixtures().items()}
         sums = balance.sums(torch.device("cpu"), 1)
-        figures = balance.after_step(sums, torch.tensor(is_held_back))
+        figures = balance.after_step(sums, torch.tensor(skip_update))
         for number, mixture in model.mixtures().items():
             assert not mixture.counts.any()
-            moved = 0 if is_held_back else 0.01 * (counts[number].float().mean() > counts[number])
-            moved = moved - (0 if is_held_back else 0.01 * (counts[number] > 2 * 16 * 2 / 6))
+            moved = 0 if skip_update else 0.01 * (counts[number].float().mean() > counts[number])
+            moved = moved - (0 if skip_update else 0.01 * (counts[number] > 2 * 16 * 2 / 6))
             assert torch.allclose(mixture.bias, moved + torch.zeros(6))
             assert torch.equal(
-                mixture.load, torch.ones(6).long() if is_held_back else counts[number]
+                mixture.load, torch.ones(6).long() if skip_update else counts[number]
             )
         assert balance.loads == {number: own.tolist() for number, own in counts.items()}
         loads = torch.stack([*counts.values()]) * 6 / (2 * 16 * 2)

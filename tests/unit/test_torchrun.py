@@ -383,7 +383,7 @@ def ends_of(folder: Path) -> list[tuple[str, int, str]]:
 
 
 def test_a_stop_before_the_first_step_is_in_the_history(tmp_path, capsys) -> None:
-    Heartbeat(tmp_path, {"rank": 0}).beat("data", 0)
+    Heartbeat(tmp_path, {"rank": 0}).update("data", 0)
     note_event(tmp_path, 0, "start", {})
     (tmp_path / "stop").write_text("SIGTERM")
     assert report(tmp_path, {0: failure(tmp_path, 0, 75, "", 1.0)}) == 75
@@ -396,7 +396,7 @@ def test_the_launcher_of_the_first_rank_notes_the_end_of_ranks_that_were_killed(
 ) -> None:
     hearts = [Heartbeat(tmp_path, {"rank": first_rank + rank}) for rank in (0, 1)]
     for heart in hearts:
-        heart.beat("data", 7)
+        heart.update("data", 7)
     note_event(tmp_path, 5, "start", {})
     failed = first_rank + 1
     assert report(tmp_path, {failed: ProcessFailure(failed, 7, -signal.SIGKILL, "")}) == 137

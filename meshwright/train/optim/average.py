@@ -35,13 +35,13 @@ class Average:
             mean.copy_(weight)
 
     @torch.no_grad()
-    def update(self, is_held_back: Tensor) -> None:
+    def update(self, skip_update: Tensor) -> None:
         """Take in the weights after a step; not if that was held back: () bool, on its device."""
         for mean, weight in self._shards():
             # rounded once each, so shards of any mesh get the same bits; see `MatrixOptimizer`. In
             # fp32 the two shares would not add up to 1: 0.99999 would shrink every mean by 0.1 %
             new = mean + (weight.float() - mean) * (1 - self._decay)
-            mean.copy_(torch.where(is_held_back.to(mean.device), mean, new))
+            mean.copy_(torch.where(skip_update.to(mean.device), mean, new))
 
     @contextmanager
     @torch.no_grad()

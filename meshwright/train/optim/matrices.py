@@ -161,8 +161,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
                 self.state[parameter][MOMENTUM] = torch.zeros_like(parameter)
         if not self._trained or not hasattr(self, "found_inf"):
             return
-        is_held_back = self.found_inf > 0
-        parts = [self._smoothed(parameter, is_held_back) for parameter in self._trained]
+        skip_update = self.found_inf > 0
+        parts = [self._smoothed(parameter, skip_update) for parameter in self._trained]
         wholes = self._exchange.gather(parts)
         wholes = {i: self._direction(self._trained[i], whole) for i, whole in wholes.items()}
         updates = dict(zip(self._trained, self._exchange.scatter(wholes, parts[0]), strict=True))
@@ -174,9 +174,9 @@ class MatrixOptimizer(torch.optim.Optimizer):
                 value = local_shard(parameter)
                 update = updates[parameter].to(value) * factor
                 decayed = value * (1 - group["lr"] * group["weight_decay"])
-                _replace(value, decayed.sub_(update), is_held_back)
+                _replace(value, decayed.sub_(update), skip_update)
 
-    def _smoothed(self, parameter: nn.Parameter, is_held_back: Tensor) -> Tensor:
+    def _smoothed(self, parameter: nn.Parameter, skip_update: Tensor) -> Tensor:
         """Take the gradient into the running mean; return this rank's part, where it is sent."""
         momentum, mean = self._config.momentum, local_shard(self.state[parameter][MOMENTUM])
         if parameter.grad is None:
@@ -188,7 +188,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
             share = gradient * (1 - momentum)
             new = mean * momentum + share
             smoothed = new * momentum + share if self._config.nesterov else new
-            _replace(mean, new, is_held_back)
+            _replace(mean, new, skip_update)
         device = parameter.device_mesh.device_type if is_dtensor(parameter) else mean.device
         return smoothed.to(device, getattr(torch, self._config.dtype))
 
@@ -202,9 +202,9 @@ class MatrixOptimizer(torch.optim.Optimizer):
         return parameter.shape[-2] // self._heads.get(parameter, 1), parameter.shape[-1]
 
 
-def _replace(old: Tensor, new: Tensor, is_held_back: Tensor) -> None:
+def _replace(old: Tensor, new: Tensor, skip_update: Tensor) -> None:
     # bitwise unchanged if held back, also by numbers that are not finite
-    old.copy_(torch.where(is_held_back, old, new))
+    old.copy_(torch.where(skip_update, old, new))
 
 
 def orthogonalise(matrices: Tensor, config: Muon) -> Tensor:

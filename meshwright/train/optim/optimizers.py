@@ -157,12 +157,12 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 
 def update(
-    optimizer: torch.optim.Optimizer, is_held_back: Tensor, divisor: Tensor | None = None
+    optimizer: torch.optim.Optimizer, skip_update: Tensor, divisor: Tensor | None = None
 ) -> None:
     """Update the parameters of `optimizer`, unless they are to stay as they are.
 
     Args:
-        is_held_back: () bool, on the device: leave parameters and state bitwise unchanged.
+        skip_update: () bool, on the device: leave parameters and state bitwise unchanged.
         divisor: () fp32, on the device, of all gradients; None: 1. The kernel divides them as it
             reads them, and leaves them divided.
     """
@@ -170,7 +170,7 @@ def update(
     parameter_device = optimizer.param_groups[0]["params"][0].device
     # torch's fused optimizers read these attributes, as GradScaler sets them; without them they
     # would update all the same. They are not documented: the test of the contract fails if they go.
-    optimizer.found_inf = is_held_back.float().to(parameter_device)  # type: ignore[attr-defined]
+    optimizer.found_inf = skip_update.float().to(parameter_device)  # type: ignore[attr-defined]
     optimizer.grad_scale = (  # type: ignore[attr-defined]
         None if divisor is None else divisor.to(parameter_device)
     )
@@ -244,10 +244,10 @@ class OptimizerInBackward:
                 if parameter.requires_grad:
                     parameter.register_post_accumulate_grad_hook(partial(self._update, index))
 
-    def begin(self, is_held_back: Tensor) -> None:
-        """Begin a step, in which no parameter is to change if `is_held_back`, () bool."""
-        self._is_held_back = is_held_back
-        self.square_sum = torch.zeros((), device=is_held_back.device)
+    def begin(self, skip_update: Tensor) -> None:
+        """Begin a step, in which no parameter is to change if `skip_update`, () bool."""
+        self._skip_update = skip_update
+        self.square_sum = torch.zeros((), device=skip_update.device)
         self.gradients_are_final = True
 
     def _update(self, group: int, parameter: nn.Parameter) -> None:
@@ -257,7 +257,7 @@ class OptimizerInBackward:
         self.square_sum += square_sum
         optimizer = self._optimizer
         # gradients of other parameters and ranks are not known yet
-        is_bad = self._is_held_back | ~torch.isfinite(square_sum)
+        is_bad = self._skip_update | ~torch.isfinite(square_sum)
         groups = optimizer.param_groups
         optimizer.param_groups = [groups[group] | {"params": [parameter]}]
         update(optimizer, is_bad)
