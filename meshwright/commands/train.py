@@ -56,6 +56,9 @@ TOKENS_PER_CORE_S = 100_000
 """Another machine makes its tokens at least as fast: a tenth of the debug job's on a core of a Xeon
 (`meshwright tokenize debug_model`: 1.1 million)."""
 
+FIRST_MINUTE = "NGPU=1 CONFIG_FILE=train_configs/llama3_1b_sympy.toml ./run_llama_train.sh"
+"""The preset of a GPU's size that needs neither a network nor a tokenizer of a release."""
+
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
@@ -121,6 +124,8 @@ def run(given: Namespace) -> None:
             sources += open_data("validation", stage.config)
     where = f", of {ranks.machines} machines that meet at {_endpoint(given)}"
     where *= ranks.machines > 1
+    if ranks.gpus and Path(plan.config.job.config_file).name == "debug_model.toml":
+        logger.info("debug_model is for CPUs; for a minute on a GPU: %s", FIRST_MINUTE)
     logger.info("starting %s on this machine%s", numbered(ranks.per_machine, "rank"), where)
     os.environ.update(environment(ranks, os.environ))
     if place.interface:

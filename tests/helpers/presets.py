@@ -14,7 +14,7 @@ from meshwright.config.loader import load_config
 
 ROOT = Path(__file__).parents[2]
 DEVICE = "h100"
-SIZE = re.compile(r"^# .*, (\d+) GPUs of 80 GB\.$", re.MULTILINE)
+SIZE = re.compile(r"^# .*, (\d+) GPUs? of 80 GB\.$", re.MULTILINE)
 PLAN = re.compile(r"^# Plan: .*\n#   .*\n", re.MULTILINE)
 PEAK = re.compile(r"^# Plan: ([\d.]+) GiB .* (\d{4}-\d\d-\d\d), config (\w+)$", re.MULTILINE)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.commands.main import run
+from meshwright.commands.train import FIRST_MINUTE
 from meshwright.system import machine
 from meshwright.system.errors import ConfigError
 from meshwright.system.machine import (
@@ -22,6 +23,7 @@ from meshwright.system.machine import (
 )
 from meshwright.system.processes import Launch, Requests
 from meshwright.train.main import _run_command_line
+from tests.helpers.cli import command
 
 MISMATCH = "Failed to initialize NVML: Driver/library version mismatch"
 ILL = f"echo '{MISMATCH}'; exit 18"
@@ -67,6 +69,24 @@ def test_more_ranks_than_gpus_are_an_error_before_anything_starts(smi, monkeypat
     smi(LISTS_TWO)
     with pytest.raises(ConfigError, match="NGPU = 3: there are 2 GPUs\n  fix: lower it, or hide"):
         run(["train", "debug_model", "--ngpu=3"])
+
+
+@pytest.mark.parametrize("preset", ["debug_model", "debug_qwen3"])
+def test_the_debug_model_on_a_gpu_names_a_preset_of_its_size(
+    preset: str, smi, tmp_path, monkeypatch, capsys
+) -> None:
+    # other tests' signals would stay held
+    monkeypatch.setattr("signal.pthread_sigmask", lambda *_: None)
+    monkeypatch.setattr(os, "execv", lambda *_: None)
+    monkeypatch.setattr("meshwright.commands.train.exit_when_asked", lambda: None)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    smi(LISTS_TWO)
+    (tmp_path / "a.txt").write_text("a document " * 999)
+    data = ["--training.dataset=text", f"--training.dataset_path={tmp_path}/a.txt"]
+    data += ["--model.tokenizer_path=bytes", "--model.args={}", "--validation.enable=false"]
+    folders = [f"--training.token_cache_folder={tmp_path}", f"--job.dump_folder={tmp_path}/out"]
+    command("train")([preset, *data, *folders])
+    assert (FIRST_MINUTE in capsys.readouterr().out) == (preset == "debug_model")
 
 
 def test_a_machine_without_room_for_temporary_files_is_an_error(smi, monkeypatch) -> None:
