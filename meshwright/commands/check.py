@@ -3,7 +3,7 @@
 import os
 import shlex
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 from meshwright.checkpoint.claim import holder
@@ -67,8 +67,6 @@ def check_job(given: Namespace, ranks: Ranks) -> ResolvedJob:
     given.config = given.config or os.environ.get("CONFIG_FILE") or DEFAULT_PRESET
     log_to_console()
     written = read(given)
-    if written.notes:
-        _log_translation(written.notes, given.config)
     plan = resolve(
         written.config(),
         ranks.total,
@@ -152,17 +150,6 @@ def _warn_of_move(given: Namespace, plan: ResolvedJob) -> None:
         folder, fix = shown_path(path.parent), "to continue that one, add --job.dump_folder %s"
         words = f"this job uses job.dump_folder = %r, not %s, where its TOML is\n  fix: {fix}"
         logger.warning(words, job.dump_folder, folder, shlex.quote(folder))
-
-
-def _log_translation(notes: Sequence[str], name: str) -> None:
-    """Log the notes on a TOML of torchtitan's; keys without effect are only counted."""
-    told = [note for note in notes if ": without effect: " not in note]
-    logger.info("%s has torchtitan's keys. Changed:", os.path.normpath(name))
-    for note in told:
-        logger.info("  %s", note)
-    if count := len(notes) - len(told):
-        words = "%s without effect here; this lists them: meshwright config migrate %s"
-        logger.info(words, numbered(count, "key"), name)
 
 
 def _slow_type(ranks: Ranks, training: Training) -> str:

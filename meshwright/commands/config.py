@@ -1,7 +1,6 @@
 """`meshwright config`: the values of a config and their origin, and the meaning of every key."""
 
 import json
-import os
 import re
 import sys
 from argparse import Namespace
@@ -18,7 +17,7 @@ from meshwright.config.job_config import JobConfig
 from meshwright.config.loader import FOLDER, parse_config, preset_names, read, to_toml
 from meshwright.config.provenance import HEADER, Provenance, table_below
 from meshwright.models.families import MODELS
-from meshwright.system.errors import check, config_error, did_you_mean
+from meshwright.system.errors import config_error, did_you_mean
 from meshwright.system.log import console_width, wrap
 from meshwright.train.optim.registry import OPTIMIZERS
 
@@ -117,24 +116,6 @@ def _documentation_of(section_name: str, key: str = "") -> Iterator[str]:
             continue
         yield f"  --{section_name}.{entry.name} {entry.kind} (default: {entry.default})"
         yield fill(entry.text, 100, initial_indent=" " * 8, subsequent_indent=" " * 8)
-
-
-def run_migrate(given: Namespace) -> None:
-    """Print the translated TOML, under a note for each key whose name or meaning is another here.
-
-    Raises:
-        ConfigError: if the TOML is not torchtitan's, or asks for a feature that Meshwright lacks.
-    """
-    written = read(given)
-    config, notes = written.config(), written.notes
-    fix = "name a TOML with its model.name and model.flavor, as qwen3 and 8B"
-    check(bool(notes), "CONFIG", given.config, "is not torchtitan's", fix)
-    name = os.path.normpath(given.config)
-    print(f"# {name}, translated from torchtitan 0.2.2's keys.")
-    print("# Absent keys have Meshwright's defaults.\n#")
-    for note in notes:
-        print(wrap(f"# {note}", 100, "#     "))  # paths stay whole
-    print(f"\n{to_toml(config, exclude_unset=True)}", end="")
 
 
 def schema() -> dict[str, Any]:

@@ -54,12 +54,6 @@ COMMANDS = {
     "init": Command("init", "write a first TOML for your texts and this machine"),
     "check": Command("check", "check that a config can run", takes_config=True),
     "config": Command("config", "show every value of a config", takes_config=True),
-    "config migrate": Command(
-        "config",
-        "translate a TOML of torchtitan 0.2.2, with a note for each key",
-        takes_config=True,
-        suffix="_migrate",
-    ),
     "config diff": Command("config", "list the keys in which two configs differ", suffix="_diff"),
     "schema": Command("config", "print the JSON Schema of a config, for editors", suffix="_schema"),
     "tokenize": Command(

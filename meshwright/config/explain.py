@@ -44,18 +44,37 @@ RULES = {
 }
 
 
-def explain_mistake(mistake: ErrorDetails) -> ConfigError:
-    """Return one of pydantic's complaints as `key = value: rule`, with the fix if it is known."""
-    location = [str(part) for part in mistake["loc"]]
+def explain_mistake(mistake: ErrorDetails) -> Iterator[ConfigError]:
+    """Yield one of pydantic's complaints as `key = value: rule`, with the fix if it is known; for
+    a table of another framework's, one for each of its keys."""
+    location = tuple(str(part) for part in mistake["loc"])
     key, kind, value = ".".join(location), mistake["type"], mistake["input"]
     if kind == "extra_forbidden":
-        is_section = len(location) == 1 and isinstance(value, Mapping)
-        fix = suggest_section(key, value) if is_section else suggest_key(location)
-        what = "section" if is_section else "key"
-        return UnknownKeyError(key, f"unknown {what} {key}\n  fix: {fix}")
-    if kind == "missing":
-        return ConfigError(key, f"{key}: {RULES[kind]}")
-    return explain_value(key, mistake)
+        inside = [*_keys_inside(location, value)]
+        if any(_bare(".".join(one)) in _known_elsewhere() for one in inside):
+            yield from map(_unknown_key, inside)
+        elif len(location) == 1 and isinstance(value, Mapping):
+            fix = suggest_section(key, value)
+            yield UnknownKeyError(key, f"unknown section {key}\n  fix: {fix}")
+        else:
+            yield _unknown_key(location)
+    elif kind == "missing":
+        yield ConfigError(key, f"{key}: {RULES[kind]}")
+    else:
+        yield explain_value(key, mistake)
+
+
+def _unknown_key(key: Key) -> UnknownKeyError:
+    name = ".".join(key)
+    return UnknownKeyError(name, f"unknown key {name}\n  fix: {suggest_key(key)}")
+
+
+def _keys_inside(key: Key, value: object) -> Iterator[Key]:
+    """Yield the keys of a table and of the tables in it."""
+    for name, inner in value.items() if isinstance(value, Mapping) else ():
+        yield from _keys_inside((*key, name), inner)
+        if not isinstance(inner, Mapping):
+            yield (*key, name)
 
 
 def explain_value(key: str, mistake: ErrorDetails) -> ConfigError:
@@ -214,6 +233,11 @@ def read_synonyms() -> dict[str, dict[str, str]]:
     }
 
 
+def _known_elsewhere() -> Mapping[str, str]:
+    """Return what is known of other frameworks' keys: ours, or advice."""
+    return read_synonyms()["keys"] | read_synonyms()["advice"]
+
+
 def suggest_key(key: Sequence[str]) -> str:
     """Return advice on an unknown key, as the text of a `fix:` line.
 
@@ -221,8 +245,10 @@ def suggest_key(key: Sequence[str]) -> str:
         key: its parts: section, ..., name; or the name alone if it stands outside a section.
     """
     *tables, name = key
-    if advice := read_synonyms()["advice"].get(_bare(name)):
-        return advice
+    advice = read_synonyms()["advice"]
+    for written in (".".join(key), name):
+        if fix := advice.get(_bare(written)):
+            return fix
     if meant := next(filter(None, _meant(tuple(tables), name)), ""):
         return f"did you mean {meant}?"
     if name in JobConfig.model_fields:
@@ -258,7 +284,7 @@ def _meant(inside: Key, name: str) -> Iterator[str]:
 def suggest_section(name: str, keys: Iterable[str]) -> str:
     """Return advice on an unknown section with these keys, as the text of a `fix:` line."""
     sections, wanted, synonyms = list(JobConfig.model_fields), set(keys), read_synonyms()
-    if len(wanted) == 1 and _bare(key := min(wanted)) in synonyms["keys"] | synonyms["advice"]:
+    if len(wanted) == 1 and _bare(key := min(wanted)) in _known_elsewhere():
         return suggest_key((key,))  # as Lightning's trainer.max_steps
     holding = [section for section in sections if wanted and wanted <= _keys_of(section)]
     theirs = synonyms["sections"].get(_bare(name))

@@ -33,7 +33,6 @@ from meshwright.config.section import (
     is_path,
 )
 from meshwright.config.stages import error_of_stage
-from meshwright.config.torchtitan.translate import is_torchtitan, translate
 from meshwright.config.training import Source
 from meshwright.system.errors import (
     CombinedConfigError,
@@ -133,8 +132,6 @@ class Written(NamedTuple):
 
     raw: dict[str, Any]
     provenance: Provenance
-    notes: list[str]
-    """Notes on keys of a TOML of torchtitan's, each with its line."""
 
     def config(self) -> JobConfig:
         """Return the config, if every value is valid by itself.
@@ -146,7 +143,7 @@ class Written(NamedTuple):
             config = JobConfig.model_validate(self.raw)
             errors = unreadable_paths(config)
         except ValidationError as error:
-            errors = [explain_mistake(mistake) for mistake in error.errors()]
+            errors = [one for mistake in error.errors() for one in explain_mistake(mistake)]
         if errors:
             raise ConfigError("", self.provenance.explain(CombinedConfigError(errors)))
         return config
@@ -196,16 +193,10 @@ def _read(given: Namespace, provenance: Provenance) -> Written:
         _resolve_paths(table, Path.cwd())
         merge(given_here, table)
     lay_over(raw, given_here, provenance)
-    notes: list[str] = []
-    if is_torchtitan(raw):
-        job = translate(raw, Path.cwd())
-        raw = job.table
-        provenance.rename(job.origins)
-        notes = [f"{provenance.place(key)}: {text}" for key, text in job.notes]
     unset_empty_paths(raw, provenance)
     follow_folder(raw)
     follow_mix(raw)
-    return Written(raw, provenance, notes)
+    return Written(raw, provenance)
 
 
 def with_lines(error: ConfigError, given: Namespace) -> ConfigError:
@@ -262,7 +253,7 @@ def _read_toml(path: Path, provenance: Provenance, seen: tuple[Path, ...]) -> di
         check(isinstance(table, dict), name, table, f"must be a table, [{name}]")
     file = raw.get("job", {}).get("config_file")
     check(file is None, "job.config_file", file, "belongs on the command line")
-    _resolve_paths(raw, Path.cwd() if is_torchtitan(raw) else path.parent)
+    _resolve_paths(raw, path.parent)
     lay_over(base, raw, provenance)
     return base
 
@@ -339,14 +330,9 @@ def unreadable_paths(config: JobConfig) -> list[ConfigError]:
     return errors
 
 
-def to_toml(
-    config: JobConfig, *, exclude_defaults: bool = False, exclude_unset: bool = False
-) -> str:
-    """Return the config as TOML that loads to the same config; without defaults, or without keys
-    that were not given."""
-    table = config.model_dump(
-        exclude_none=True, exclude_defaults=exclude_defaults, exclude_unset=exclude_unset
-    )
+def to_toml(config: JobConfig, *, exclude_defaults: bool = False) -> str:
+    """Return the config as TOML that loads to the same config; without defaults, if asked."""
+    table = config.model_dump(exclude_none=True, exclude_defaults=exclude_defaults)
     table.get("job", {}).pop("config_file", None)
     for section in ("training", "validation"):
         keys = table.get(section, {})

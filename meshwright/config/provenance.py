@@ -93,11 +93,6 @@ class Provenance:
         self.forget(key)
         self._origins[key] = Origin(f"--{'.'.join(key)}")
 
-    def rename(self, origins: Mapping[str, str]) -> None:
-        """Note that keys, by name, come from others of the TOML."""
-        for key, other in origins.items():
-            self._origins[_split(key)] = self._nearest(other)[1]
-
     def forget(self, key: Key) -> None:
         """Forget `key` and the values written inside it."""
         for inner in [inner for inner in self._origins if inner[: len(key)] == key]:
@@ -112,14 +107,6 @@ class Provenance:
     def of(self, key: str) -> str:
         """Return where `key`, or else the nearest table around it, was given; "" if nowhere."""
         return self._nearest(key)[1].where
-
-    def place(self, key: str) -> str:
-        """Return `key` after its place, for a list of notes that is headed by the user's TOML."""
-        parts, (where, _) = self._nearest(key)
-        if ".".join(parts) != key:  # it has another framework's default
-            return key
-        where = where.replace(f"{self._outermost}:", "line ")
-        return where if where == f"--{key}" else f"{where}, {key}"
 
     def origin(self, key: str) -> str:
         """Return where the value of `key`, or a part of it, was given; "default" if nowhere."""

@@ -115,8 +115,6 @@ def _run_command_line(launch: Launch, requests: Requests) -> bool:
     config = written.config()
     if not launch.is_checked and os.environ.get("RANK", "0") == "0":
         slurm.warn_of_usr1(os.environ)
-        for note in written.notes:
-            logger.info("%s", note)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     allow_files(world_size)
     plan: ResolvedJob | None = None

@@ -19,7 +19,15 @@ FIRST = ["README", "quickstart", "tutorial", "fine_tuning", "export", "monitorin
 FIRST += ["troubleshooting"]
 STORIES = {
     "a job of one's own": FIRST,
-    "other jobs": ["configuration", "extending", "how_it_works", "mesh", "clusters", "compare"],
+    "other jobs": [
+        "configuration",
+        "extending",
+        "how_it_works",
+        "mesh",
+        "clusters",
+        "compare",
+        "upgrading",
+    ],
     "pages to look up": ["README of docs", "data", "correctness", "commands", "config_reference"],
 }
 FILES = {"README": ROOT / "README.md", "README of docs": ROOT / "docs/README.md"}
@@ -58,10 +66,6 @@ def is_elsewhere(line: str) -> bool:
 def folder(tmp_path: Path) -> Path:
     """As a clone, with files that pages take for granted."""
     clone = tmp_path / "clone"
-    theirs = tmp_path / "torchtitan/torchtitan/models/llama3/train_configs"
-    theirs.mkdir(parents=True)
-    for path in (ROOT / "tests/torchtitan").glob("*.toml"):
-        (theirs / path.name).symlink_to(path)
     (clone / "bin").mkdir(parents=True)
     for name in ("assets", "benchmarks", "docs", "train_configs"):
         (clone / name).symlink_to(ROOT / name)

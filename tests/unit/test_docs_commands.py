@@ -230,8 +230,6 @@ def _check_command(words: Sequence[str]) -> None:
 
 def _check_config(config: str, overrides: Sequence[str]) -> None:
     """A preset must be there; in the place of a user's own TOML the debug model's stands."""
-    if "torchtitan/" in config:  # keys are torchtitan's beside its own TOMLs
-        return
     is_own = not config or (config.endswith(".toml") and not config.startswith("train_configs/"))
     if not is_own:
         assert config in preset_names() or (ROOT / config).is_file()

@@ -84,6 +84,35 @@ def test_advice_on_a_section() -> None:
     assert suggest_section("foo", ["bar"]).startswith("leave it out; the sections are job, ")
 
 
+def test_a_toml_of_torchtitan_gets_one_message_for_each_key_that_names_ours(message) -> None:
+    """Of release 0.2.2, as in its Llama 3 405B, and more of the 149 keys of its `JobConfig`."""
+    text = (
+        '[job]\nprint_config = true\n[model]\nhf_assets_path = "a"\nconverters = ["float8"]\n'
+        '[compile]\ncomponents = ["model", "loss"]\n[validation]\nsteps = 12\n'
+        "[debug]\nseed = 1\ndeterministic = true\n"
+        "[quantize.linear.float8]\nenable_fsdp_float8_all_gather = true\nfilter_fqns = []\n"
+        "[parallelism]\npipeline_parallel_microbatch_size = 1\n[fault_tolerance]\nenable = false\n"
+    )
+    said = dict(
+        re.findall(r"^a.toml:\d+: unknown key (.*)\n.*\n.*\n  fix: (.*)", message(text), re.M)
+    )
+    assert {key: fix.removeprefix("did you mean ").split(" ")[0] for key, fix in said.items()} == {
+        "job.print_config": "leave",
+        "model.hf_assets_path": "model.tokenizer_path",
+        "model.converters": "float8.enable?",
+        "compile.components": "leave",
+        "validation.steps": "validation.num_samples",
+        "debug.seed": "training.seed?",
+        "debug.deterministic": "training.deterministic?",
+        "quantize.linear.float8.enable_fsdp_float8_all_gather": "leave",
+        "quantize.linear.float8.filter_fqns": "float8.filter_fqns?",
+        "parallelism.pipeline_parallel_microbatch_size": "training.local_batch_size",
+        "fault_tolerance.enable": "leave",
+    }
+    assert "did you mean llama?" in message('[model]\nname = "llama3"\nflavor = "8B"\n')
+    assert "did you mean llama3.1_8b" in message('[model]\nflavor = "8B"\n')
+
+
 def test_every_synonym_names_a_key() -> None:
     known = {".".join(key) for key, _ in all_keys()}
     for theirs, target in read_synonyms()["keys"].items():

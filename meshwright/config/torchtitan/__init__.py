@@ -1,4 +1,0 @@
-"""torchtitan's TOMLs, read as ours.
-
-Their checkpoints are in `checkpoint/conversion`.
-"""
