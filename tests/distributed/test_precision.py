@@ -155,7 +155,9 @@ def test_a_sum_over_tp_is_rounded_once() -> None:
         placements = [
             Partial() if one.is_replicate() else one for one in whole_parameter.placements
         ]
-        part = torch.full_like(whole_parameter.to_local(), value)
+        # the type in which autograd adds up: up to torch 2.14 bf16, as the parameter has
+        dtype = whole_parameter.grad_dtype
+        part = torch.full_like(whole_parameter.to_local(), value, dtype=dtype)
         whole_parameter.grad = DTensor.from_local(part, whole_parameter.device_mesh, placements)
     group.post_backward()
     group.finalize_backward()

@@ -13,6 +13,7 @@ from unittest.mock import patch
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor.parallel import RowwiseParallel
 
 from meshwright.checkpoint.manager import CheckpointManager
@@ -62,7 +63,12 @@ def no_sum_over_tp() -> Iterator[None]:
 @fault
 def sums_over_tp_in_bf16() -> Iterator[None]:
     """FSDP2 sums gradients of norms over tp in the type they were computed in (pytorch 190626)."""
-    with patch.object(data_parallel, "sum_over_tp_in_reduce_dtype", lambda model: None):
+    as_computed = property(lambda parameter: parameter.param_dtype)
+    with (
+        patch.object(data_parallel, "sum_over_tp_in_reduce_dtype", lambda model: None),
+        # torch 2.15 has no such fault by itself; older ones don't read this
+        patch.object(FSDPParam, "unsharded_grad_dtype", as_computed, create=True),
+    ):
         yield
 
 
