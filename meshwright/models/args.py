@@ -3,10 +3,12 @@
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar, Literal, Self
 
+from meshwright.models.checks import check_positive
+from meshwright.models.rope_scaling import Stretching
 from meshwright.models.table import (
     AttentionSpec,
     DecoderSpec,
@@ -24,48 +26,14 @@ def divisors_of(number: int) -> str:
     return f"{', '.join(first)} or {last}" if first else last
 
 
-LARGEST = 2**31
-"""Above this a dimension is a slip of the finger."""
-
 MOST_LAYERS = 10_000
-"""Above this so is their number: each has its place in the table."""
+"""Above this their number is a slip of the finger: each has its place in the table."""
 
 MOST_EXPERTS = 2**16
 """Of a layer: the number of each fits in 16 bits of the key by which they are sorted."""
 
 STD = 0.02
 """Of the initial values of most matrices."""
-
-
-def check_positive(args: object, *names: str) -> None:
-    """Raise `ValueError` unless every field is positive and no slip of the finger."""
-    for name in names:
-        if not 0 < getattr(args, name) < LARGEST:
-            raise ValueError(f"{name} = {getattr(args, name)}: must be positive and below 2^31")
-
-
-@dataclass(frozen=True)
-class RopeScaling:
-    """Stretching of the long rotary wavelengths; see `attention.rope_cache` for the formula."""
-
-    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}  # when read from a TOML
-
-    factor: float = 8.0
-    """How many times longer a context than in the original training."""
-    low_freq_factor: float = 1.0
-    """Wavelengths above original_seq_len / low_freq_factor are stretched by the whole factor."""
-    high_freq_factor: float = 4.0
-    """Wavelengths below original_seq_len / high_freq_factor are left alone."""
-    original_seq_len: int = 8192
-    """Tokens of context in the original training."""
-
-    def __post_init__(self) -> None:
-        check_positive(self, "factor", "low_freq_factor", "high_freq_factor", "original_seq_len")
-        if self.high_freq_factor <= self.low_freq_factor:
-            raise ValueError(
-                f"high_freq_factor = {self.high_freq_factor}: must be above low_freq_factor = "
-                f"{self.low_freq_factor}"
-            )
 
 
 @dataclass(frozen=True)
@@ -138,6 +106,14 @@ class DecoderArgs(ABC):
         """
         return [None] * self.n_layers
 
+    def attention_layers(self, attention: AttentionSpec) -> Sequence[AttentionSpec]:
+        """Return the attention of each layer.
+
+        Args:
+            attention: of layers that see all tokens before, as `decoder` makes it.
+        """
+        return [attention] * self.n_layers
+
     def small(self) -> dict[str, Any]:
         """Return dimensions of the family's own of a model with few of everything, by name."""
         return {}
@@ -149,9 +125,10 @@ class DecoderArgs(ABC):
         qk_norm: Literal["head", "all"] | None = None,
         out_std: float = STD,
         output_std: float = STD,
-        rope_scaling: RopeScaling | None = None,
+        rope_scaling: Stretching | None = None,
     ) -> DecoderSpec:
-        """Return a model of `n_layers` layers, with `expert_layers`, for `expand`.
+        """Return a model of `n_layers` layers, with `attention_layers` and `expert_layers`, for
+        `expand`.
 
         Args:
             norm, qk_norm: as in `LayerSpec` and `AttentionSpec`.
@@ -168,23 +145,58 @@ class DecoderArgs(ABC):
             norm_eps=self.norm_eps,
             std=STD,
             out_std=out_std,
+            rope=RopeSpec(head_dim, self.rope_theta, rope_scaling),
         )
         feed_forward = FeedForwardSpec(self.dim, self.hidden_dim, std=STD, out_std=out_std)
         layers = [
-            LayerSpec(attention, mixture or feed_forward, norm, self.norm_eps)
-            for mixture in self.expert_layers(out_std)
+            LayerSpec(own, mixture or feed_forward, norm, self.norm_eps)
+            for own, mixture in zip(
+                self.attention_layers(attention), self.expert_layers(out_std), strict=True
+            )
         ]
-        scaling = astuple(rope_scaling) if rope_scaling else None
         return DecoderSpec(
             dim=self.dim,
             vocab_size=self.vocab_size,
             layers=tuple(layers),
             norm_eps=self.norm_eps,
-            rope=RopeSpec(head_dim, self.rope_theta, scaling),
             tie_embeddings=self.tie_embeddings,
             std=STD,
             output_std=output_std,
         )
+
+
+@dataclass(frozen=True)
+class WindowArgs(DecoderArgs):
+    """The dimensions of a decoder most of whose layers see only the last tokens."""
+
+    window: int = 4096
+    """Tokens W that a token of these layers sees, with itself."""
+    full_every: int = 4
+    """Every layer of this number, counted from 1, sees all tokens before."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_positive(self, "window", "full_every")
+
+    def is_full(self, layer: int) -> bool:
+        """Return whether a layer, counted from 0, sees all tokens before."""
+        return (layer + 1) % self.full_every == 0
+
+    @property
+    def resolved(self) -> Self:
+        return replace(super().resolved, full_every=min(self.full_every, self.n_layers + 1))
+
+    def windowed(self, attention: AttentionSpec) -> AttentionSpec:
+        """Return the attention of layers with a window, from that of full ones."""
+        return replace(attention, window=self.window)
+
+    def attention_layers(self, attention: AttentionSpec) -> Sequence[AttentionSpec]:
+        """Return full layers at every `full_every`-th place, and layers with a window between."""
+        windowed = self.windowed(attention)
+        return [attention if self.is_full(layer) else windowed for layer in range(self.n_layers)]
+
+    def small(self) -> dict[str, Any]:
+        return super().small() | {"window": 7, "full_every": min(self.full_every, 2)}
 
 
 @dataclass(frozen=True)

@@ -12,45 +12,75 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from meshwright.models.layers import Linear, RMSNorm, add_layers
-from meshwright.models.table import AttentionSpec
+from meshwright.models.rope_scaling import LinearScaling, RopeScaling, Yarn
+from meshwright.models.table import AttentionSpec, RopeSpec
 
 Mask = Tensor | BlockMask
 """Which keys each query sees: (B, 1, queries, keys) bool, or the same in blocks."""
 
 
-def rope_cache(
-    seq_len: int,
-    head_dim: int,
-    theta: float,
-    device: torch.device | None = None,
-    *,
-    scaling: tuple[float, float, float, int] | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of position x frequency, with frequency_i = theta^(-2i / H).
+def rope_cache(seq_len: int, rope: RopeSpec, device: torch.device | None = None) -> Tensor:
+    """Return cosines and sines of position x frequency, with frequency_i = theta^(-2i / H).
 
-    Source: Su et al. 2021, arXiv:2104.09864, section 3.2.2; long wavelengths are stretched
-    as in Grattafiori et al. 2024, arXiv:2407.21783, and Meta's published code: frequencies
-    whose wavelength exceeds original / low are divided by `factor`, those below original / high
-    are kept, and in between the two are mixed linearly in original / wavelength.
+    Source: Su et al. 2021, arXiv:2104.09864, section 3.2.2.
 
     Args:
         seq_len: positions 0 .. seq_len - 1.
-        head_dim: H, even.
-        scaling: (factor, low, high, original), as in `RopeScaling`.
 
     Returns:
-        cos and sin, each (seq_len, H/2) fp32.
+        (2, seq_len, H/2) fp32, cosines first.
     """
-    exponent = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
-    frequency = 1.0 / theta**exponent  # (H/2,)
-    if scaling is not None:
-        factor, low, high, original = scaling
-        periods = original * frequency / (2 * math.pi)  # turns within the original context
-        kept = ((periods - low) / (high - low)).clamp(0, 1)
-        frequency = frequency * (kept + (1 - kept) / factor)
+    exponent = torch.arange(0, rope.head_dim, 2, dtype=torch.float32, device=device) / rope.head_dim
+    frequency = 1.0 / rope.theta**exponent  # (H/2,)
+    amplitude = 1.0
+    match rope.scaling:
+        case RopeScaling():
+            frequency = _stretch_long(frequency, rope.scaling)
+        case LinearScaling():
+            frequency = frequency / rope.scaling.factor
+        case Yarn():
+            frequency = _stretch_by_yarn(frequency, rope.theta, rope.scaling)
+            amplitude = rope.scaling.amplitude
     position = torch.arange(seq_len, dtype=torch.float32, device=device)
     angle = torch.outer(position, frequency)
-    return angle.cos(), angle.sin()
+    both = torch.stack([angle.cos(), angle.sin()])
+    return both if amplitude == 1.0 else both * amplitude
+
+
+def _stretch_long(frequency: Tensor, scaling: RopeScaling) -> Tensor:
+    """Divide frequencies whose wavelength exceeds original / low by the factor, keep those below
+    original / high, and mix the two linearly in original / wavelength in between.
+
+    Source: Grattafiori et al. 2024, arXiv:2407.21783, and Meta's published code.
+    """
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    # turns within the original context
+    periods = scaling.original_seq_len * frequency / (2 * math.pi)
+    kept = ((periods - low) / (high - low)).clamp(0, 1)
+    return frequency * (kept + (1 - kept) / scaling.factor)
+
+
+def _stretch_by_yarn(frequency: Tensor, theta: float, yarn: Yarn) -> Tensor:
+    """Divide frequencies of few turns within the original context by the factor, keep those of
+    many, and mix the two linearly in the number of the pair in between.
+
+    Source: Peng et al. 2023, arXiv:2309.00071, section 3.2, and the authors' code, which has the
+    bounds 0 and H - 1, and 0.001 where the two are equal.
+
+    Args:
+        frequency: (H/2,), of which number i is theta^(-2i / H).
+    """
+    width = 2 * len(frequency)
+    first, last = (  # the pair that makes so many turns
+        width * math.log(yarn.original_seq_len / (turns * 2 * math.pi)) / (2 * math.log(theta))
+        for turns in (yarn.beta_fast, yarn.beta_slow)
+    )
+    if yarn.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, width - 1)
+    pair = torch.arange(len(frequency), dtype=torch.float32, device=frequency.device)
+    stretched = ((pair - first) / ((last - first) or 0.001)).clamp(0, 1)
+    return frequency / yarn.factor * stretched + frequency * (1 - stretched)
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # (B, S, N, H) -> (B, S, N, H)
@@ -77,17 +107,34 @@ class CausalAttention(nn.Module):
     """
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = None, *, scale: float
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Mask | None = None,
+        *,
+        scale: float,
+        window: int | None = None,
     ) -> Tensor:
         """(B, N, S, H), (B, K, S, H) twice -> (B, N, S, H); K divides N.
 
         Args:
-            mask: from `build_mask`, and causal too; None: only causal.
+            mask: from `build_mask`, so it is causal and has the window, too; None: one document.
             scale: of products of queries with keys.
+            window: tokens that a token sees, with itself; None: all before.
         """
+        if mask is None and window is not None and window < q.shape[2]:
+            positions = torch.arange(q.shape[2], device=q.device)
+            mask = is_seen(positions.unsqueeze(1), positions, window)
         if mask is None:
             return causal_attention(q, k, v, scale=scale)
         return masked_attention(q, k, v, mask, scale=scale)
+
+
+def is_seen(query: Tensor, key: Tensor, window: int | None) -> Tensor:
+    """Return whether tokens at positions `query` see those at positions `key`: bool, broadcast."""
+    is_before = query >= key
+    return is_before if window is None else is_before & (query - key < window)
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Tensor:
@@ -122,7 +169,7 @@ class Attention(nn.Module):
 
     def __init__(self, spec: AttentionSpec) -> None:
         super().__init__()
-        self.head_dim, self.qk_norm = spec.head_dim, spec.qk_norm
+        self.head_dim, self.qk_norm, self.window = spec.head_dim, spec.qk_norm, spec.window
         self.scale = 1 / math.sqrt(spec.head_dim)
         add_layers(self, spec.parameters, spec.norm_eps)
         self.core = CausalAttention()
@@ -138,7 +185,7 @@ class Attention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)  # (B, S, N or K, H)
         q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))  # (B, N or K, S, H)
-        out = self.core(q, k, v, mask, scale=self.scale)  # (B, N, S, H)
+        out = self.core(q, k, v, mask, scale=self.scale, window=self.window)  # (B, N, S, H)
         return self.wo(out.transpose(1, 2).flatten(-2))
 
 
@@ -159,39 +206,52 @@ def positions_in_document(documents: Tensor, positions: Tensor | None = None) ->
     return _at(place - start, positions)
 
 
-def build_mask(documents: Tensor, positions: Tensor | None = None) -> Mask:
+def makes_blocks(device: torch.device) -> bool:
+    """Return whether masks on `device` are blocks for flex attention."""
+    return device.type == "cuda"
+
+
+def build_mask(
+    documents: Tensor, positions: Tensor | None = None, window: int | None = None
+) -> Mask:
     """Build a causal mask inside documents, in the form that suits the device of `documents`.
 
     Args:
         documents: (B, S) int of the keys.
         positions: (S/cp,) or (B, S/cp) int64 in the sequence, of the queries; None: all.
+        window: tokens that a token sees, with itself; None: all before.
     """
-    if documents.is_cuda:
-        return block_mask(documents, positions)
-    return dense_mask(documents, positions)
+    if makes_blocks(documents.device):
+        return block_mask(documents, positions, window)
+    return dense_mask(documents, positions, window)
 
 
-def dense_mask(documents: Tensor, positions: Tensor | None = None) -> Tensor:
+def dense_mask(
+    documents: Tensor, positions: Tensor | None = None, window: int | None = None
+) -> Tensor:
     """(B, 1, S/cp, S) bool, arguments as `build_mask`'s. Its memory grows with S^2."""
     place = torch.arange(documents.shape[1], device=documents.device)
     own = _at(documents, positions).unsqueeze(2)  # (B, S/cp, 1)
     rows = (place if positions is None else positions).unsqueeze(-1)  # (S/cp, 1) or (B, S/cp, 1)
-    return ((own == documents.unsqueeze(1)) & (rows >= place)).unsqueeze(1)
+    return ((own == documents.unsqueeze(1)) & is_seen(rows, place, window)).unsqueeze(1)
 
 
 @torch.no_grad()  # always: compiled, it would have a second graph for validation
-def block_mask(documents: Tensor, positions: Tensor | None = None) -> BlockMask:
+def block_mask(
+    documents: Tensor, positions: Tensor | None = None, window: int | None = None
+) -> BlockMask:
     """Blocks of queries by keys that are seen in full, in part or not at all, as `build_mask`'s."""
     batch, seq_len = documents.shape
     place = torch.arange(seq_len, device=documents.device).expand(batch, -1)
     own, rows = _at(documents, positions), _at(place, positions)  # (B, S/cp) each
 
-    def is_seen(b: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (own[b, query] == documents[b, key]) & (rows[b, query] >= key)
+    def is_in_mask(b: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        is_own = own[b, query] == documents[b, key]
+        return is_own & is_seen(rows[b, query], key, window)
 
     create = _compiled(create_block_mask) if documents.is_cuda else create_block_mask
     device = documents.device
-    return create(is_seen, batch, None, own.shape[1], seq_len, device=device)
+    return create(is_in_mask, batch, None, own.shape[1], seq_len, device=device)
 
 
 def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, scale: float) -> Tensor:

@@ -10,13 +10,14 @@ from meshwright.models.attention import (
     Attention,
     Mask,
     build_mask,
+    makes_blocks,
     positions_in_document,
     rope_cache,
 )
 from meshwright.models.layers import Embedding, FeedForward, build_layer
 from meshwright.models.loss import PADDING, SummedLoss
 from meshwright.models.mixture import Mixture
-from meshwright.models.table import LayerSpec, MixtureSpec, Parameter
+from meshwright.models.table import LayerSpec, MixtureSpec, Parameter, RopeSpec
 
 
 class Block(nn.Module):
@@ -121,9 +122,10 @@ class Decoder(nn.Module):
         own_part: of (B, S), the part whose routers are here; sequence parallelism replaces it.
     """
 
-    cos: Tensor
-    sin: Tensor
     routing = Routing()
+    makes_window_masks = True
+    """Whether layers with a window get it as blocks of a mask, where attention takes such; cores
+    that keep keys and values don't."""
 
     def __init__(self, args: DecoderArgs, seq_len: int) -> None:
         super().__init__()
@@ -136,9 +138,15 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleDict({str(i): Block(layer) for i, layer in enumerate(spec.layers)})
         self.norm: nn.Module | None = build_layer(modules["norm"]["weight"], spec.norm_eps)
         self.output: Projection | None = Projection(modules["output"])
-        for name in ("cos", "sin"):  # fp32 whatever the parameters are: bf16 has no exact positions
-            cache = torch.empty(seq_len, spec.rope.head_dim // 2, dtype=torch.float32)
+        for name, rope in self.rope_caches.items():
+            # fp32 whatever the parameters are: bf16 has no exact positions
+            cache = torch.empty(2, seq_len, rope.head_dim // 2, dtype=torch.float32)
             self.register_buffer(name, cache, persistent=False)
+
+    @property
+    def rope_caches(self) -> dict[str, RopeSpec]:
+        """The rotation of each buffer of cosines and sines, (2, S, H/2), by the buffer's name."""
+        return {f"rope_{number}": rope for number, rope in enumerate(self.table.ropes)}
 
     def mixtures(self) -> dict[int, Mixture]:
         """Feed-forwards with experts, by the number of their layer in the model."""
@@ -157,12 +165,9 @@ class Decoder(nn.Module):
         for mixture in self.mixtures().values():
             mixture.counts.zero_()
             mixture.figures.zero_()
-        rope = self.table.rope
-        cos, sin = rope_cache(
-            self.seq_len, rope.head_dim, rope.theta, self.cos.device, scaling=rope.scaling
-        )
-        self.cos.copy_(cos)
-        self.sin.copy_(sin)
+        for name, rope in self.rope_caches.items():
+            cache = self.get_buffer(name)
+            cache.copy_(rope_cache(self.seq_len, rope, cache.device))
 
     def forward(
         self,
@@ -189,19 +194,21 @@ class Decoder(nn.Module):
             assert self.tok_embeddings is not None  # a pipeline does not cut it off
             table = self.tok_embeddings.cast_table()  # once, so that both uses have one gradient
         x = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens, table=table)
-        mask = None
+        masks = self._masks(x, documents, positions)
         if documents is not None:
-            mask = build_mask(documents, positions)  # once for all blocks
             positions = positions_in_document(documents, positions)
-        if positions is None:
-            cos, sin = self.cos[: tokens.shape[1]], self.sin[: tokens.shape[1]]
-        else:
-            cos, sin = self.cos[positions], self.sin[positions]
+        places = slice(tokens.shape[1]) if positions is None else positions
+        rotations = {
+            rope: [half[places] for half in self.get_buffer(name).unbind(0)]
+            for name, rope in self.rope_caches.items()
+        }
         counted = None
         if labels is not None and self.table.mixtures:
             counted = self.own_part(labels != PADDING).flatten()
         for name, block in self.layers.items():
-            mixture = block.feed_forward
+            mixture, spec = block.feed_forward, self.table.layers[int(name)].attention
+            cos, sin = rotations[spec.rope]
+            mask = masks.get(spec.window)
             if not isinstance(mixture, Mixture):
                 x = block(x, cos, sin, mask)
                 continue
@@ -213,3 +220,23 @@ class Decoder(nn.Module):
         if self.norm is not None:
             x = self.norm(x)
         return x if self.output is None else self.output(x, labels, table)
+
+    def _masks(
+        self, x: Tensor, documents: Tensor | None, positions: Tensor | None
+    ) -> dict[int | None, Mask]:
+        """Return the masks of this stage's layers by their window, each made once for all layers.
+
+        Without documents, cores need no mask for a window, but on GPUs: flex attention takes it as
+        blocks, and those are made outside of compiled layers.
+        """
+        windows = dict.fromkeys(
+            self.table.layers[int(name)].attention.window for name in self.layers
+        )
+        if documents is None:
+            if not (self.makes_window_masks and makes_blocks(x.device)):
+                return {}
+            windows.pop(None, None)
+            # a rank with a part of the sequence gives positions, and `seq_len` is the whole
+            num_keys = x.shape[1] if positions is None else self.seq_len
+            documents = torch.zeros(len(x), num_keys, dtype=torch.int32, device=x.device)
+        return {window: build_mask(documents, positions, window) for window in windows}

@@ -4,7 +4,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from meshwright.models.args import DecoderArgs, RopeScaling
+from meshwright.models.args import DecoderArgs, WindowArgs
+from meshwright.models.config_json import (
+    FULL,
+    PARTIAL,
+    SLIDING,
+    Dimension,
+    Windows,
+    number,
+    positive,
+    read_stretching,
+    write_stretching,
+)
 
 
 @dataclass(frozen=True)
@@ -30,29 +41,6 @@ class ForeignTensor:
         if self.slices:
             return dict.fromkeys(self.slices, self.shape[1:])
         return {self.name: self.file_shape or self.shape}
-
-
-@dataclass(frozen=True)
-class Dimension:
-    """One of a model's dimensions, as a file gives it."""
-
-    key: str
-    """Its name in the file."""
-    value: Any
-
-
-def positive(key: str, value: object) -> int:
-    """Return the value of a file's key; raise `ValueError` unless it is a positive integer."""
-    if type(value) is not int or value < 1:
-        raise ValueError(f"{key} is {value!r}, not a positive integer")
-    return value
-
-
-def number(key: str, value: object) -> float:
-    """Return the value of a file's key; raise `ValueError` unless it is a number."""
-    if type(value) not in (int, float):
-        raise ValueError(f"{key} is {value!r}, not a number")
-    return float(value)  # type: ignore[arg-type]  # a number, as was just seen
 
 
 MODULES = {
@@ -105,30 +93,12 @@ INTEGERS = {
     "vocab_size": "vocab_size",
 }
 
-SCALING = {
-    "factor": "factor",
-    "low_freq_factor": "low_freq_factor",
-    "high_freq_factor": "high_freq_factor",
-    "original_seq_len": "original_max_position_embeddings",
-}
-"""Fields of `RopeScaling`, and the keys of rope_scaling or rope_parameters."""
-
 SAME = {"num_experts": "num_local_experts", "num_local_experts": "num_experts"}
 """Keys, and the keys in their place that some versions of transformers write."""
-
-ROPE_KEYS = {"rope_type", "type", "rope_theta", *SCALING.values()}
-"""Keys of those tables; others would be another rotation."""
 
 FIXED = {"is_causal": True, "attention_chunk_size": None, "per_layer_config": None}
 """Keys that transformers reads in any family, though no config class has them, and the one value
 that each can have for our models; absent, it is that (masking_utils.py, configuration_utils.py)."""
-
-CONTEXT = "original_max_position_embeddings"
-"""Such a key, or one of the rotation's table; of both, transformers takes this one if wavelengths
-are stretched (modeling_rope_utils.py, `standardize_rope_params`)."""
-
-PARTIAL = "partial_rotary_factor"
-"""Such a key, or one of config.json itself, that says nothing if it is 1."""
 
 
 @dataclass(frozen=True)
@@ -155,8 +125,15 @@ class HuggingFaceForm:
     dense_layers: tuple[str, str] | None = None
     """The same of the number of layers without experts; the key lists them. We have the first."""
     stretched_rope_type: str | None = None
-    """rope_type of config.json where wavelengths are stretched, as `RopeScaling` says; None: they
-    never are."""
+    """rope_type of config.json where wavelengths are stretched, a key in `config_json.KINDS`; None:
+    they never are."""
+    windows: Windows | None = None
+    """The keys of layers with windows; None: all layers are full."""
+    nests_rope: bool = False
+    """The rotation has a table for each kind of layer."""
+    local_theta: tuple[str, float] | None = None
+    """Of layers with windows, the older key of `local_theta`, and its value where no key says it;
+    None: they have the theta of full layers."""
 
     @property
     def tied_names(self) -> tuple[str, str]:
@@ -192,7 +169,7 @@ class HuggingFaceForm:
                 found[name] = ForeignTensor(
                     f"{theirs.format(layer)}.weight",
                     shape,
-                    args.table.rope.head_dim if module.endswith(self.rotated) else None,
+                    args.table.head_dim if module.endswith(self.rotated) else None,
                 )
         return found
 
@@ -214,24 +191,16 @@ class HuggingFaceForm:
             raise ValueError("quantization_config: the weights are quantized")
         if config.get(PARTIAL) not in (None, 1):
             raise ValueError(f"{PARTIAL} is {config[PARTIAL]!r}, which this model has not")
-        kinds = config.get("layer_types") or []
-        if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
-            raise ValueError(f"layer_types is {kinds!r}; this model has full_attention alone")
         found = self._read_integers(config)
-        # of both, transformers takes the older key
-        rope_key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
-        rope = config.get(rope_key) or {}
-        if not isinstance(rope, Mapping):
-            raise ValueError(f"{rope_key} is {rope!r}, not a table")
-        usual = self.defaults.get("rope_theta", 10000.0)
-        theta = rope.get("rope_theta", config.get("rope_theta", usual))
+        if self.windows:
+            found |= self.windows.read(config, found["n_layers"].value)
+        else:
+            kinds = config.get("layer_types") or []
+            if not isinstance(kinds, list) or any(kind != FULL for kind in kinds):
+                raise ValueError(f"layer_types is {kinds!r}; this model has {FULL} alone")
+        found |= self._read_ropes(config) if self.nests_rope else self._read_rope(config)
         eps = config.get("rms_norm_eps", self.defaults.get("rms_norm_eps", 1e-6))
-        theta_key = f"{rope_key}.rope_theta" if "rope_theta" in rope else "rope_theta"
         found["norm_eps"] = Dimension("rms_norm_eps", number("rms_norm_eps", eps))
-        found["rope_theta"] = Dimension(theta_key, number(theta_key, theta))
-        scaling = self._read_scaling(rope, rope_key, config)
-        if self.stretched_rope_type:
-            found["rope_scaling"] = Dimension(rope_key, scaling)
         for ours, (theirs, default) in self.flags.items():
             value = config.get(theirs, default)
             if type(value) is not bool:
@@ -261,26 +230,60 @@ class HuggingFaceForm:
         found["head_dim"] = Dimension("head_dim", positive("head_dim", head_dim))
         return found
 
-    def _read_scaling(
-        self, rope: Mapping[str, Any], rope_key: str, config: Mapping[str, Any]
-    ) -> RopeScaling | None:
-        kind = rope.get("rope_type", rope.get("type", "default"))
-        stretched = self.stretched_rope_type
-        if kind not in ("default", stretched) or kind is None:
-            kinds = f"default and {stretched}" if stretched else "default alone"
-            raise ValueError(f"{rope_key}.rope_type is {kind!r}; this model has {kinds}")
-        for key, value in rope.items():
-            if key not in ROPE_KEYS and value is not None and (key, value) != (PARTIAL, 1):
-                raise ValueError(f"{rope_key}.{key} is {value!r}, which this model has not")
-        if kind == "default":
-            return None
-        if CONTEXT in config and config[CONTEXT] != (inner := rope.get(CONTEXT)):
-            own = f"{CONTEXT} is {config[CONTEXT]!r}"
-            fix = "delete the one that the model was not trained with"
-            raise ValueError(f"{own}, and {rope_key}.{CONTEXT} {inner!r}\n  fix: {fix}")
-        for theirs in SCALING.values():
-            number(f"{rope_key}.{theirs}", rope.get(theirs))
-        return RopeScaling(**{ours: rope[theirs] for ours, theirs in SCALING.items()})
+    def _read_rope(self, config: Mapping[str, Any]) -> dict[str, Dimension]:
+        """Read the rotation. Of the two tables that may hold it, transformers takes the older."""
+        key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
+        rope = config.get(key) or {}
+        if not isinstance(rope, Mapping):
+            raise ValueError(f"{key} is {rope!r}, not a table")
+        theta = rope.get("rope_theta", config.get("rope_theta", self._usual_theta))
+        theta_key = f"{key}.rope_theta" if "rope_theta" in rope else "rope_theta"
+        found = {"rope_theta": Dimension(theta_key, number(theta_key, theta))}
+        scaling = read_stretching(rope, key, self.stretched_rope_type, config)
+        if self.stretched_rope_type:
+            found["rope_scaling"] = Dimension(key, scaling)
+        return found
+
+    def _read_ropes(self, config: Mapping[str, Any]) -> dict[str, Dimension]:
+        """Read the rotations of a family whose config.json has one for each kind of layer.
+
+        transformers updates that of full layers with the older table, and gives the older theta to
+        them alone (configuration_olmo3.py and configuration_gemma3.py, 5.24).
+        """
+        tables = config.get("rope_parameters") or {}
+        older = config.get("rope_scaling") or {}
+        is_nested = isinstance(tables, Mapping) and {*tables} <= {FULL, SLIDING}
+        if not is_nested or not all(isinstance(t or {}, Mapping) for t in tables.values()):
+            rule = f"not a table for each of {FULL} and {SLIDING}"
+            raise ValueError(f"rope_parameters is {tables!r}, {rule}")
+        if not isinstance(older, Mapping):
+            raise ValueError(f"rope_scaling is {older!r}, not a table")
+        full, sliding = {**(tables.get(FULL) or {}), **older}, tables.get(SLIDING) or {}
+        full_key, sliding_key = f"rope_parameters.{FULL}", f"rope_parameters.{SLIDING}"
+        theta = full.get("rope_theta", config.get("rope_theta", self._usual_theta))
+        local = self._usual_theta
+        if self.local_theta:
+            older_key, usual = self.local_theta
+            local = config.get(older_key, usual)
+        local = sliding.get("rope_theta", local)
+        theta, local = (number("rope_theta", value) for value in (theta, local))
+        found = {"rope_theta": Dimension(f"{full_key}.rope_theta", theta)}
+        if self.local_theta:
+            found["local_theta"] = Dimension(f"{sliding_key}.rope_theta", local)
+        elif theta != local:
+            rule = f"{theta} in full layers and {local} in others; this model has one for all"
+            raise ValueError(f"rope_theta is {rule}")
+        if full.get("truncate") is False:
+            raise ValueError(f"{full_key}.truncate is False, which transformers reads as true")
+        read_stretching(sliding, sliding_key, None, config)
+        scaling = read_stretching(full, full_key, self.stretched_rope_type, config)
+        if self.stretched_rope_type:
+            found["rope_scaling"] = Dimension(full_key, scaling)
+        return found
+
+    @property
+    def _usual_theta(self) -> object:
+        return self.defaults.get("rope_theta", 10000.0)
 
     def write_config(self, args: DecoderArgs, seq_len: int) -> dict[str, Any]:
         """config.json, in the spelling that transformers 4 and 5 both read, without the storage
@@ -296,7 +299,7 @@ class HuggingFaceForm:
             **self.fixed,
             **{key: getattr(args, ours) for ours, key in {**INTEGERS, **self.integers}.items()},
             **{theirs: getattr(args, ours) for ours, (theirs, _) in self.flags.items()},
-            "head_dim": args.table.rope.head_dim,
+            "head_dim": args.table.head_dim,
             "rms_norm_eps": args.norm_eps,
             "rope_theta": args.rope_theta,
             "rope_scaling": None,
@@ -310,13 +313,27 @@ class HuggingFaceForm:
         if self.dense_layers:
             ours, theirs = self.dense_layers
             config[theirs] = [*range(getattr(args, ours))]
-        if scaling := args.table.rope.scaling:
-            stretching = RopeScaling(*scaling)
-            table = {theirs: getattr(stretching, ours) for ours, theirs in SCALING.items()}
-            config["rope_scaling"] = {"rope_type": self.stretched_rope_type, **table}
-            stretched = round(stretching.factor * stretching.original_seq_len)
-            config["max_position_embeddings"] = max(seq_len, stretched)
+        if stretching := getattr(args, "rope_scaling", None):
+            config["rope_scaling"] = write_stretching(stretching)
+            # a linear one has no original context
+            original = getattr(stretching, "original_seq_len", 0)
+            config["max_position_embeddings"] = max(seq_len, round(stretching.factor * original))
+        if isinstance(args, WindowArgs) and self.windows:
+            is_full = [args.is_full(layer) for layer in range(args.n_layers)]
+            config |= self.windows.write(args.window, is_full)
+        if self.nests_rope:
+            config |= self._write_ropes(args, config["rope_scaling"])
         return config
+
+    def _write_ropes(
+        self, args: DecoderArgs, stretching: Mapping[str, Any] | None
+    ) -> dict[str, Any]:
+        """Return the keys of a family with a rotation for each kind of layer."""
+        theta = getattr(args, "local_theta", args.rope_theta)
+        full = {"rope_type": "default", "rope_theta": args.rope_theta, **(stretching or {})}
+        sliding = {"rope_type": "default", "rope_theta": theta}
+        older = {self.local_theta[0]: theta} if self.local_theta else {}
+        return older | {"rope_parameters": {FULL: full, SLIDING: sliding}}
 
 
 def _fused(name: str, key: str, shape: tuple[int, ...]) -> ForeignTensor:

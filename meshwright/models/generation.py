@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from meshwright.models.attention import Mask, causal_attention
+from meshwright.models.attention import CausalAttention, Mask
 from meshwright.models.decoder import Decoder
 
 WITHOUT_PLANS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -23,32 +23,43 @@ class NotFiniteError(ValueError):
 
 
 class CachedAttention(nn.Module):
-    """Attention of new positions to themselves and to all before, whose keys and values it keeps.
+    """Attention of new positions to themselves and to those before, whose keys and values it keeps:
+    with a window only the last ones, in a ring.
 
     It replaces `CausalAttention`, and keeps its contract.
     """
 
     def __init__(self, max_len: int) -> None:
         super().__init__()
-        self._max_len, self._len = max_len, 0
+        self._max_len, self._len, self._attend = max_len, 0, CausalAttention()
         self._keys = self._values = torch.empty(0)  # made when it is known how wide they are
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = None, *, scale: float
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Mask | None = None,
+        *,
+        scale: float,
+        window: int | None = None,
     ) -> Tensor:
         """As `CausalAttention`: all positions at first, then one by one."""
         assert mask is None
         assert self._len == 0 or q.shape[2] == 1  # else it would take an offset causal mask
         if self._len == 0:
             batch, heads, _, width = k.shape
-            self._keys, self._values = k.new_empty(2, batch, heads, self._max_len, width)
-        end = self._len + k.shape[2]
-        self._keys[:, :, self._len : end] = k
-        self._values[:, :, self._len : end] = v
-        is_first, self._len = self._len == 0, end
+            most = min(window or self._max_len, self._max_len)
+            self._keys, self._values = k.new_empty(2, batch, heads, most, width)
+        is_first, size = self._len == 0, self._keys.shape[2]
+        first, self._len = self._len, self._len + k.shape[2]
+        kept = torch.arange(max(first, self._len - size), self._len, device=k.device)
+        self._keys[:, :, kept % size] = k[:, :, kept - first]
+        self._values[:, :, kept % size] = v[:, :, kept - first]
         if is_first:
-            return causal_attention(q, k, v, scale=scale)
-        keys, values = self._keys[:, :, :end], self._values[:, :, :end]
+            return self._attend(q, k, v, scale=scale, window=window)
+        # keys are rotated already, so their order doesn't matter
+        keys, values = self._keys[:, :, : self._len], self._values[:, :, : self._len]
         return F.scaled_dot_product_attention(
             q, keys, values, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
         )
@@ -61,9 +72,11 @@ def _cached(model: Decoder, max_len: int) -> Iterator[None]:
     before = [attention.core for attention in attentions]
     for attention in attentions:
         attention.core = CachedAttention(max_len)
+    model.makes_window_masks = False
     try:
         yield
     finally:
+        model.makes_window_masks = True
         for attention, core in zip(attentions, before, strict=True):
             attention.core = core
 
@@ -79,7 +92,8 @@ def generate(
 ) -> Iterator[int]:
     """Yield the tokens that follow `prompt`, one by one, up to and with the first of `stop`.
 
-    Memory for keys and values: 2 * layers * K * H * (prompt + new tokens) elements.
+    Memory for keys and values: 2 * layers * K * H * (prompt + new tokens) elements; layers with a
+    window have at most that many tokens.
 
     Args:
         model: whole, on one device, made for sequences as long as prompt and new tokens together.

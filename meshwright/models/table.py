@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
+from meshwright.models.rope_scaling import Stretching
+
 Layout = Literal[
     "embedding",
     "colwise",
@@ -89,6 +91,16 @@ class State:
 
 
 @dataclass(frozen=True)
+class RopeSpec:
+    """Rotary positions of heads of width H."""
+
+    head_dim: int
+    theta: float
+    scaling: Stretching | None = None
+    """None: wavelengths aren't stretched."""
+
+
+@dataclass(frozen=True)
 class AttentionSpec:
     """Attention of N query heads over K key and value heads of width H, without biases."""
 
@@ -102,6 +114,16 @@ class AttentionSpec:
     std: float
     out_std: float
     """Of the initial values of `wo`."""
+    rope: RopeSpec
+    window: int | None = None
+    """Tokens that a token sees, with itself; None: all before."""
+
+    def num_pairs(self, seq_len: int) -> int:
+        """Return the pairs of a query and a key in a sequence, twice those that a causal mask
+        leaves: S^2 without a window, and 2 W S - W^2 with a window W, which is the same at W = S.
+        """
+        window = min(self.window or seq_len, seq_len)
+        return window * (2 * seq_len - window)
 
     @property
     def parameters(self) -> dict[str, Parameter]:
@@ -245,16 +267,6 @@ class LayerSpec:
 
 
 @dataclass(frozen=True)
-class RopeSpec:
-    """Rotary positions of heads of width H."""
-
-    head_dim: int
-    theta: float
-    scaling: tuple[float, float, float, int] | None
-    """(factor, low, high, original) of `attention.rope_cache`."""
-
-
-@dataclass(frozen=True)
 class DecoderSpec:
     """A whole model."""
 
@@ -262,7 +274,6 @@ class DecoderSpec:
     vocab_size: int
     layers: tuple[LayerSpec, ...]
     norm_eps: float
-    rope: RopeSpec
     tie_embeddings: bool
     std: float
     output_std: float
@@ -338,6 +349,16 @@ class DecoderSpec:
                 found[name.removesuffix(".weight")] = part
         return found
 
+    @cached_property
+    def ropes(self) -> tuple[RopeSpec, ...]:
+        """The different rotations of its layers."""
+        return tuple(dict.fromkeys(layer.attention.rope for layer in self.layers))
+
+    @property
+    def has_windows(self) -> bool:
+        """Return whether some layers see only the last tokens."""
+        return any(layer.attention.window is not None for layer in self.layers)
+
     @property
     def head_dim(self) -> int:
         """Width of attention's heads: of the widest, if blocks differ."""
@@ -385,12 +406,14 @@ class DecoderSpec:
         Matrix products only, a multiply-add as two: 6 per parameter in one (2 forward, 4 backward),
         and attention's two products of queries with keys and weights with values: of all pairs, or
         with `is_causal` of the half that kernels compute. All pairs are the convention of PaLM
-        (Chowdhery et al. 2022, arXiv:2204.02311, appendix B) and of torchtitan; recomputation by
-        activation checkpointing does not count.
+        (Chowdhery et al. 2022, arXiv:2204.02311, appendix B) and of torchtitan; layers with a
+        window have those of `AttentionSpec.num_pairs`. Recomputation by activation checkpointing
+        does not count.
         """
         multiplied = sum(p.numel * p.token_share for p in self.parameters.values())
-        of_pair = sum(12 * one.attention.n_heads * one.attention.head_dim for one in self.layers)
-        return round(6 * multiplied) + of_pair * seq_len // (2 if is_causal else 1)
+        attentions = [layer.attention for layer in self.layers]
+        of_pairs = sum(12 * a.n_heads * a.head_dim * a.num_pairs(seq_len) for a in attentions)
+        return round(6 * multiplied) + of_pairs // (max(seq_len, 1) * (2 if is_causal else 1))
 
     @cached_property
     def parts(self) -> Mapping[str, int]:

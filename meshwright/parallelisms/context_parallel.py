@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention.flex_attention import BlockMask
 
 from meshwright.config.training import Training
-from meshwright.models.attention import Mask, masked_attention, repeat_heads
+from meshwright.models.attention import Mask, is_seen, masked_attention, repeat_heads
 from meshwright.models.decoder import Decoder
 from meshwright.models.loss import Batch
 from meshwright.parallelisms.meshes import all_gather, reduce_scatter
@@ -85,6 +85,7 @@ def attend(
     mask: Mask | None = None,
     *,
     scale: float,
+    window: int | None = None,
     mesh: DeviceMesh,
     has_flash: bool = True,
 ) -> Tensor:
@@ -98,7 +99,10 @@ def attend(
     """
     rank, size = mesh.get_local_rank(), mesh.size()
     chunks = (rank, 2 * size - 1 - rank)
-    if mask is None and has_flash and q.dtype in FLASH[q.device.type].dtypes:
+    if window is not None and window >= q.shape[SEQUENCE] * size:
+        window = None
+    is_causal = mask is None and window is None
+    if is_causal and has_flash and q.dtype in FLASH[q.device.type].dtypes:
         width = q.shape[-1]
         if q.is_cuda and width % WIDTHS:  # zeros change neither scores nor other columns
             q, k, v = (F.pad(x, (0, -width % WIDTHS)) for x in (q, k, v))
@@ -107,26 +111,35 @@ def attend(
     k, v = _gather(torch.stack([k, v]), mesh).unbind(0)  # (B, K, S, H)
     if isinstance(mask, BlockMask):  # skips later keys by itself
         return masked_attention(q, k, v, mask, scale=scale)
-    return masked_in_chunks(q, k, v, mask, chunks, scale)
+    return masked_in_chunks(q, k, v, mask, chunks, scale, window)
 
 
 def masked_in_chunks(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, chunks: Chunks, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    chunks: Chunks,
+    scale: float,
+    window: int | None = None,
 ) -> Tensor:
-    """Attend by a kernel that takes masks: of each chunk of `q` to no key that comes later.
+    """Attend by a kernel that takes masks: of each chunk of `q` to no key that comes later, and to
+    none before the window of its first query.
 
     Args:
-        mask: (B, 1, S/cp, S) bool; None: only causal.
+        mask: (B, 1, S/cp, S) bool, with the window, too; None: one document.
     """
-    if mask is None:  # fp32 on a GPU, whose kernel has no grouped heads
+    if mask is None and q.is_cuda:  # in fp32, whose kernel has no grouped heads
         k, v = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1])
     length = q.shape[SEQUENCE] // 2
     outputs = []
     for part, chunk in enumerate(chunks):
         rows = slice(part * length, (part + 1) * length)
-        seen = slice(0, (chunk + 1) * length)
+        first = 0 if window is None else max(0, chunk * length - window + 1)
+        seen = slice(first, (chunk + 1) * length)
         if mask is None:
-            part_mask = q.new_ones(length, seen.stop, dtype=torch.bool).tril(chunk * length)
+            places = torch.arange(seen.start, seen.stop, device=q.device)
+            part_mask = is_seen(places[-length:].unsqueeze(1), places, window)
         else:
             part_mask = mask[:, :, rows, seen]
         keys, values = k[:, :, seen], v[:, :, seen]

@@ -116,6 +116,7 @@ def init_ranks(plan: ResolvedJob, launch: Launch) -> tuple[torch.device, Checkpo
         config,
         device.type,
         head_dim=min(layer.attention.head_dim for layer in plan.model_args.table.layers),
+        has_windows=plan.model_args.table.has_windows,
         # pytorch pull request 180666; a TorchVersion compares as a version, not as text
         waits_for_offload=torch.__version__ >= "2.13",
         has_float8=hardware.has_float8(device),
@@ -369,7 +370,10 @@ def _order_attention(plan: ResolvedJob, device: torch.device) -> list[str]:
     has_own = training.mask_documents or parallelism.context_parallel_degree > 1
     if device.type != "cuda" or has_own:
         return []
-    spec = plan.model_args.table.layers[0].attention
+    specs = (layer.attention for layer in plan.model_args.table.layers)
+    spec = next((spec for spec in specs if spec.window is None), None)
+    if spec is None:
+        return []
     tp = parallelism.tensor_parallel_degree
     order, line = hardware.choose_attention(
         training.attention_kernel,

@@ -32,21 +32,35 @@ def inputs(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:
 
 
 def plain(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None = None,
+    window: int = SEQ_LEN,
 ) -> torch.Tensor:
     """The formula."""
     seen = torch.ones(SEQ_LEN, SEQ_LEN).tril().bool() if mask is None else mask
+    seen = seen.triu(1 - window)
     k, v = (x.repeat_interleave(HEADS // KV_HEADS, dim=1) for x in (k, v))
     return (SCALE * q @ k.transpose(2, 3)).masked_fill(~seen, -torch.inf).softmax(-1) @ v
 
 
-def test_one_device_and_generation_are_the_formula() -> None:
+WINDOWS = (1, 2, 3, 4, 5, 8, 9, 16, 31, 32, 33)
+"""Of chunks of 4 and 8 tokens, and of sequences: one less, as many, and one more."""
+
+
+@pytest.mark.parametrize("window", [None, *WINDOWS])
+def test_one_device_and_generation_are_the_formula(window) -> None:
+    """The prompt is longer than the window, or shorter; kept keys are no more than it."""
     q, k, v, _ = inputs()
-    want = plain(q, k, v)
-    torch.testing.assert_close(CausalAttention()(q, k, v, scale=SCALE), want)
-    cached, parts = CachedAttention(SEQ_LEN), (slice(0, SEQ_LEN - 1), slice(SEQ_LEN - 1, None))
-    got = [cached(*(x[:, :, part] for x in (q, k, v)), scale=SCALE) for part in parts]
-    torch.testing.assert_close(torch.cat(got, dim=2), want)
+    want, options = plain(q, k, v, window=window or SEQ_LEN), {"scale": SCALE, "window": window}
+    torch.testing.assert_close(CausalAttention()(q, k, v, **options), want)
+    for prompt in (3, 20):
+        cached = CachedAttention(SEQ_LEN)
+        parts = [slice(0, prompt), *(slice(at, at + 1) for at in range(prompt, SEQ_LEN))]
+        got = [cached(*(x[:, :, part] for x in (q, k, v)), **options) for part in parts]
+        torch.testing.assert_close(torch.cat(got, dim=2), want)
+        assert cached._keys.shape[2] == min(window or SEQ_LEN, SEQ_LEN)
 
 
 DOCUMENTS = torch.tensor([[0] * 5 + [1] * 27, [0] * 32])
@@ -59,20 +73,24 @@ def test_gathered_keys_are_attention_to_the_whole_sequence(cp) -> None:
     mesh = meshes_of(ParallelDims(dp_replicate=1, dp_shard=1, cp=cp), "cpu").cp
     positions = local_positions(SEQ_LEN, mesh, torch.device("cpu"))
     for case in (
-        (torch.float32, True, False),
-        (torch.float32, False, False),
-        (torch.float32, True, True),
-        (torch.bfloat16, True, False),
+        (torch.float32, True, False, None),
+        (torch.float32, False, False, None),
+        (torch.float32, True, True, None),
+        (torch.bfloat16, True, False, None),
+        *((torch.float32, True, False, window) for window in WINDOWS[1:]),
+        *((torch.float32, True, True, window) for window in WINDOWS[1:]),
+        (torch.bfloat16, True, False, 5),
     ):
-        dtype, has_flash, is_masked = case
+        dtype, has_flash, is_masked, window = case
         *given, grad = inputs(dtype)
-        masks = (dense_mask(DOCUMENTS), dense_mask(DOCUMENTS, positions))
+        masks = (dense_mask(DOCUMENTS), dense_mask(DOCUMENTS, positions, window))
         whole_mask, own_mask = masks if is_masked else (None, None)
         whole = [part.float().requires_grad_() for part in given]
-        expected = plain(*whole, whole_mask)
+        expected = plain(*whole, whole_mask, window or SEQ_LEN)
         wants = [expected, *torch.autograd.grad(expected, whole, grad.float())]
         own = [part[:, :, positions].requires_grad_() for part in given]
-        output = attend(*own, own_mask, scale=SCALE, mesh=mesh, has_flash=has_flash)
+        options = {"scale": SCALE, "window": window, "mesh": mesh, "has_flash": has_flash}
+        output = attend(*own, own_mask, **options)
         gets = [output, *torch.autograd.grad(output, own, grad[:, :, positions])]
         for name, got, want in zip("oqkv", gets, wants, strict=True):
             assert got.dtype == dtype

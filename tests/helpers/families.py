@@ -2,11 +2,20 @@
 
 import dataclasses
 
-from meshwright.models.args import DecoderArgs, ExpertArgs, RopeScaling
+from meshwright.models.args import DecoderArgs, ExpertArgs, WindowArgs
 from meshwright.models.families import MODELS
 from meshwright.models.family import Family
+from meshwright.models.rope_scaling import LinearScaling, RopeScaling, Yarn
 
-SCALED = RopeScaling(factor=8.0, original_seq_len=16)
+SEQ_LEN = 32
+"""Of the tests of parity; a window of as many tokens changes nothing."""
+
+SCALED = {
+    "llama3": RopeScaling(factor=8.0, original_seq_len=16),
+    "linear": LinearScaling(factor=8.0),
+    "yarn": Yarn(factor=4.0, original_seq_len=16, beta_fast=2.0, beta_slow=0.3),
+}
+"""By rope_type; so that the short contexts of tests have pairs of every kind."""
 
 
 def family_of(args: DecoderArgs) -> Family:
@@ -40,8 +49,10 @@ def cases(vocab_size: int) -> dict[str, DecoderArgs]:
             "tied": {"tie_embeddings": True},
         }
         if family.hf.stretched_rope_type:
-            variants["scaled"] = {"rope_scaling": SCALED}
+            variants["scaled"] = {"rope_scaling": SCALED[family.hf.stretched_rope_type]}
             variants["mha-tied-scaled"] = variants["mha"] | variants["tied"] | variants["scaled"]
+        if isinstance(family.flavors["debugmodel"], WindowArgs):
+            variants |= {f"window-{size}": {"window": size} for size in (2, SEQ_LEN - 1, SEQ_LEN)}
         if isinstance(family.flavors["debugmodel"], ExpertArgs):
             variants["few"] = {"n_experts": 3, "n_active": 2}
         if name == "qwen3_moe":

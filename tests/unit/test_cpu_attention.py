@@ -108,6 +108,38 @@ def test_errors_against_fp64_are_no_larger_than_sdpas(shape, dtype) -> None:
         assert mine.dtype == dtype
 
 
+@in_both_types
+@pytest.mark.parametrize("length", [130, 300])
+def test_windows_of_every_edge_are_the_formula(length, dtype) -> None:
+    """Around the sizes of strips (32) and blocks (128), and of the sequence."""
+    for window in (2, 3, 31, 33, 63, 64, 65, 66, 127, 128, 129, 130, 255, 256, 257, 299, 300, 301):
+        tensors = inputs(1, 4, 2, length, 32)
+
+        def windowed(q: Tensor, k: Tensor, v: Tensor, window: int = window) -> Tensor:
+            return cpu_attention.attend(q, k, v, scale=0.2, window=window)
+
+        def formula(q: Tensor, k: Tensor, v: Tensor, window: int = window) -> Tensor:
+            scores = 0.2 * q @ k.repeat_interleave(2, 1).mT
+            sees = torch.ones(length, length).tril().triu(1 - window).bool()
+            return scores.masked_fill(~sees, -torch.inf).softmax(-1) @ v.repeat_interleave(2, 1)
+
+        exact = results(formula, tensors, torch.float64)
+        for mine, want in zip(results(windowed, tensors, dtype), exact, strict=True):
+            assert error(mine, want) < torch.finfo(dtype).eps * want.norm() * 8, window
+
+
+@has_kernel
+def test_a_window_of_one_token_is_its_value() -> None:
+    """Scores then have no gradient, in whatever type."""
+    tensors = inputs(length=100)
+    out, of_q, of_k, of_v = results(
+        lambda q, k, v: cpu_attention.attend(q, k, v, scale=0.2, window=1), tensors
+    )
+    assert torch.equal(out, tensors[2].repeat_interleave(2, 1))
+    assert max(of_q.abs().max(), of_k.abs().max()) < 0.05
+    assert torch.equal(of_v, tensors[3].double().unflatten(1, (2, 2)).sum(2).bfloat16())
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(REASONS[torch.float32] != "", reason=REASONS[torch.float32])
 def test_compiled_for_avx2_it_computes_the_same(monkeypatch) -> None:
@@ -159,8 +191,8 @@ def test_the_compiler_is_told_the_layouts_of_results(dtype) -> None:
     tensors = [x.to(dtype).contiguous() for x in inputs()]
 
     def every_result(q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> list[tuple]:
-        found = cpu_attention.cpu_attention(q, k, v, 0.2)
-        found += cpu_attention.cpu_attention_backward(grad, q, k, v, *found, 0.2)
+        found = cpu_attention.cpu_attention(q, k, v, 0.2, 9)
+        found += cpu_attention.cpu_attention_backward(grad, q, k, v, *found, 0.2, 9)
         return [(x.shape, x.stride(), x.dtype) for x in found]
 
     with FakeTensorMode() as mode:
@@ -185,7 +217,7 @@ def test_layout_of_inputs_does_not_matter() -> None:
 def test_what_overflows_is_infinite(dtype) -> None:
     q, k, v, grad = (x.to(dtype) for x in inputs())
     too_small = torch.full(q.shape[:-1], -200.0)
-    found = cpu_attention.cpu_attention_backward(grad, q, k, v, q, too_small, 0.2)
+    found = cpu_attention.cpu_attention_backward(grad, q, k, v, q, too_small, 0.2, 140)
     assert not any(gradient.isfinite().all() for gradient in found)
 
 
@@ -325,4 +357,4 @@ def test_a_lack_of_memory_is_an_error_of_python(name) -> None:
     long = torch.zeros(16).expand(1, 1, 2**44, 16)
     function = getattr(cpu_attention._kernel(), name)
     with pytest.raises(RuntimeError, match="allocate"):
-        cpu_attention._call(function, [long] * 7, [long], torch.zeros(1), 1, 0.2)
+        cpu_attention._call(function, [long] * 7, [long], torch.zeros(1), 1, 0.2, 1)

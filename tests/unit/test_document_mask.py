@@ -5,6 +5,7 @@ import warnings
 import pytest
 import torch
 from torch._dynamo.utils import counters
+from torch.nn.attention.flex_attention import BlockMask
 
 from meshwright.models import attention, decoder
 from meshwright.models.attention import (
@@ -13,7 +14,11 @@ from meshwright.models.attention import (
     masked_attention,
     positions_in_document,
 )
+from meshwright.models.decoder import Decoder
+from meshwright.models.families import MODELS
 from meshwright.models.loss import Batch
+from meshwright.parallelisms.initialize import initialize
+from tests.helpers.families import small
 from tests.helpers.packed import packed
 from tests.helpers.tiny import SEQ_LEN, plain_model
 
@@ -30,16 +35,20 @@ def test_positions_begin_at_0_in_every_document() -> None:
     assert torch.equal(positions_in_document(a_part_of_a_stream), WITHIN)
 
 
-def test_a_token_sees_itself_and_what_comes_before_in_its_document() -> None:
+@pytest.mark.parametrize("window", [None, 1, 2, 6])
+def test_a_token_sees_itself_and_what_comes_before_in_its_document(window) -> None:
     want = (DOCUMENTS[:, None, :, None] == DOCUMENTS[:, None, None, :]).tril()
-    assert torch.equal(dense_mask(DOCUMENTS), want)
-    assert torch.equal(dense_mask(DOCUMENTS, PART), want[:, :, PART])
-    assert torch.equal(dense_mask(DOCUMENTS, PART.expand(2, -1)), want[:, :, PART])
+    if window is not None:
+        want = want.triu(1 - window)
+    assert torch.equal(dense_mask(DOCUMENTS, None, window), want)
+    assert torch.equal(dense_mask(DOCUMENTS, PART, window), want[:, :, PART])
+    assert torch.equal(dense_mask(DOCUMENTS, PART.expand(2, -1), window), want[:, :, PART])
 
 
+@pytest.mark.parametrize("window", [None, 20])
 @pytest.mark.parametrize("part", [None, "cp", "pp"])
 @pytest.mark.parametrize("num_keys", [256, 300], ids=["blocks", "odd"])
-def test_blocks_are_the_same_mask(num_keys, part) -> None:
+def test_blocks_are_the_same_mask(num_keys, part, window) -> None:
     """What GPUs get; only its forward works on CPUs, where it is compiled by nobody."""
     generator = torch.Generator().manual_seed(0)
     starts = torch.rand(2, num_keys, generator=generator) < 0.02
@@ -54,8 +63,8 @@ def test_blocks_are_the_same_mask(num_keys, part) -> None:
     k, v = torch.randn(2, 2, 2, num_keys, 16, generator=generator)
     with torch.no_grad(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "flex_attention called without torch.compile")
-        got = masked_attention(q, k, v, block_mask(documents, positions), scale=0.2)
-    want = masked_attention(q, k, v, dense_mask(documents, positions), scale=0.2)
+        got = masked_attention(q, k, v, block_mask(documents, positions, window), scale=0.2)
+    want = masked_attention(q, k, v, dense_mask(documents, positions, window), scale=0.2)
     torch.testing.assert_close(got, want)
 
 
@@ -65,8 +74,33 @@ def test_blocks_rotate_by_positions_in_documents() -> None:
     llama.layers["1"].register_forward_pre_hook(lambda module, inputs: seen.extend(inputs[1:3]))
     llama(batch.tokens, positions=torch.arange(SEQ_LEN), documents=batch.documents)
     within = positions_in_document(batch.documents)
-    assert torch.equal(seen[0], llama.cos[within])
-    assert torch.equal(seen[1], llama.sin[within])
+    assert torch.equal(torch.stack(seen), llama.get_buffer("rope_0")[:, within])
+
+
+@pytest.mark.parametrize("has_documents", [False, True])
+def test_gpus_get_windows_as_blocks_made_once(monkeypatch, has_documents) -> None:
+    """Simulated: the CPU runs flex attention's forward. With positions of a rank's part, too."""
+    args = small(MODELS["olmo3"], 131)
+    tokens = torch.randint(131, (2, 32), generator=torch.Generator().manual_seed(0))
+    documents = torch.tensor([[0] * 12 + [1] * 20, [0] * 32]) if has_documents else None
+    model = Decoder(args, 32)
+    initialize(model, seed=0)
+    with torch.no_grad():
+        want = model(tokens, documents=documents)
+    made = []
+
+    def build(*given: object) -> BlockMask:
+        made.append(given[2])
+        return block_mask(*given)
+
+    monkeypatch.setattr(decoder, "makes_blocks", lambda _: True)
+    monkeypatch.setattr(decoder, "build_mask", build)
+    for positions in (None, torch.arange(32)):
+        made.clear()
+        with torch.no_grad():
+            got = model(tokens, documents=documents, positions=positions)
+        torch.testing.assert_close(got, want)
+        assert sorted(made, key=str) == [7, None][: 1 + has_documents]
 
 
 def test_a_batch_goes_to_a_device_as_a_whole() -> None:

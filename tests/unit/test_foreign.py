@@ -16,10 +16,10 @@ from meshwright.checkpoint.conversion.initial_load import (
 )
 from meshwright.checkpoint.conversion.readers import MetaWeights
 from meshwright.config.job_config import Checkpoint
-from meshwright.models.args import RopeScaling
 from meshwright.models.decoder import Decoder
 from meshwright.models.families import MODELS
 from meshwright.models.families.llama import FAMILY, LlamaArgs, read_params
+from meshwright.models.rope_scaling import RopeScaling
 from meshwright.system.errors import ConfigError
 from meshwright.system.files import Place
 from tests.helpers.checkpoints import Trap

@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from meshwright.checkpoint.conversion.hf_folder import find_tensors
+from meshwright.models.config_json import FULL, SLIDING
 from meshwright.models.families import MODELS
 from meshwright.system.errors import ConfigError
 from meshwright.system.files import Place
@@ -72,10 +73,15 @@ def test_an_absent_key_has_the_default_of_transformers(name) -> None:
     absent = ("rope_theta", "rope_scaling", "head_dim", "num_key_value_heads", "rms_norm_eps")
     written = form.write_config(CASES[f"{name}-gqa"], 64)
     written = {key: value for key, value in written.items() if key not in absent}
-    for rope in ({}, {"rope_scaling": {"type": "default"}, "rope_parameters": {"rope_theta": 5}}):
+    written.pop("rope_parameters", None)
+    spellings = ({}, {"rope_scaling": {"type": "default"}, "rope_parameters": {"rope_theta": 5}})
+    for rope in spellings[:1] if form.nests_rope else spellings:
         found = {key: one.value for key, one in form.read_config(written | rope).items()}
         theirs = AutoConfig.for_model(**written, **rope)
-        assert found["rope_theta"] == theirs.rope_parameters["rope_theta"]
+        tables = theirs.rope_parameters
+        tables = tables if form.nests_rope else dict.fromkeys((FULL, SLIDING), tables)
+        assert found["rope_theta"] == tables[FULL]["rope_theta"]
+        assert found.get("local_theta", found["rope_theta"]) == tables[SLIDING]["rope_theta"]
         assert found["n_kv_heads"] == theirs.num_key_value_heads
         assert found["norm_eps"] == theirs.rms_norm_eps
         width = theirs.hidden_size // theirs.num_attention_heads

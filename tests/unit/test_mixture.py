@@ -342,7 +342,7 @@ def test_a_proof_counts_loads_and_biases_once_more(monkeypatch, is_frozen) -> No
 def test_a_layer_with_experts_may_compute_in_fp32_beside_bf16(name) -> None:
     model, x = model_of(), torch.randn(2, 16, 32).bfloat16()
     part = model.get_submodule(name)
-    inputs = (model.cos[:16], model.sin[:16]) if name == "layers.1" else ()
+    inputs = model.get_buffer("rope_0")[:, :16].unbind(0) if name == "layers.1" else ()
     wanted, choice, figures, _ = part(x.float(), *inputs)
     compute_in_fp32(model, [name], torch.bfloat16)
     found = part(x, *inputs)

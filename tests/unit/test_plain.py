@@ -231,7 +231,7 @@ def test_the_rotary_table_is_within_rounding(words: str) -> None:
     # and with a base that is 0.1 % off it is not
     wrong = dataclasses.replace(args, rope_theta=args.rope_theta * 1.001)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reference, "angles", lambda _, at: angles(dataclasses.asdict(wrong), at))
+        patch.setattr(reference, "angles", lambda _, *at: angles(dataclasses.asdict(wrong), *at))
         reference.compare_rope(checked, decoder)
     assert checked.failures[0].startswith("RoPE at position ")
 

@@ -15,9 +15,9 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from meshwright.models.args import DecoderArgs
+from meshwright.models.config_json import Dimension
 from meshwright.models.family import (
     TIED,
-    Dimension,
     Family,
     ForeignTensor,
     HuggingFaceForm,

@@ -23,7 +23,8 @@ from meshwright.checkpoint.index import INDEX, SavedTensor, read_saved_tensors
 from meshwright.checkpoint.manifest import MANIFEST, Manifest
 from meshwright.config.job_config import Checkpoint
 from meshwright.models.args import DecoderArgs
-from meshwright.models.family import TIED, Dimension, Family
+from meshwright.models.config_json import Dimension
+from meshwright.models.family import TIED, Family
 from meshwright.system.errors import ConfigError, check, where_it_ends
 from meshwright.system.files import LFS_FIX, LFS_RULE, Place, is_lfs_pointer
 

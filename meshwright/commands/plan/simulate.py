@@ -25,6 +25,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from meshwright.commands.plan import torch_names
 from meshwright.commands.plan.ledger import HOST, Ledger, Record
 from meshwright.commands.plan.torch_names import (
+    MASK_BLOCK,
     FakeTensorMode,
     below_autograd,
     flex_attention_operator,
@@ -284,9 +285,6 @@ def plan_job(config: JobConfig, world_size: int, *, is_gpu: bool) -> ResolvedJob
 
 aten = torch.ops.aten
 
-BLOCK = 128
-"""Queries, and keys, of a block of flex attention's masks: torch's default."""
-
 _on_cpu = F.scaled_dot_product_attention
 
 
@@ -300,6 +298,7 @@ def as_gpu() -> Iterator[None]:
         (F, "rms_norm", RMSNorm.apply),
         (context_parallel, "FLASH", {"cpu": context_parallel.FLASH["cuda"]}),
         (decoder, "build_mask", _block_mask),
+        (decoder, "makes_blocks", lambda device: True),
         (attention, "flex_attention", flex_attention_operator),
         (loss, "BLOCKS", {"cpu": loss.BLOCKS["cuda"]}),
     )
@@ -345,17 +344,25 @@ class RMSNorm(torch.autograd.Function):
         return of_x, None, of_weight, None
 
 
-def _block_mask(documents: Tensor, positions: Tensor | None = None) -> BlockMask:
+def _block_mask(
+    documents: Tensor, positions: Tensor | None = None, window: int | None = None
+) -> BlockMask:
     """Make a mask of the size of `attention.block_mask`, without the dense one that the
-    compiler spares a GPU."""
+    compiler spares a GPU.
+
+    Its lists of blocks are as wide as a row of queries sees blocks with a window, by which
+    `trace` knows how many pairs are computed. (torch's are as wide as all keys: a few bytes more.)
+    """
     batch, keys = documents.shape
     queries = keys if positions is None else positions.shape[-1]
-    rows, columns = -(-queries // BLOCK), -(-keys // BLOCK)
+    rows, columns = -(-queries // MASK_BLOCK), -(-keys // MASK_BLOCK)
+    if window is not None:
+        columns = min(columns, 1 + -(-(window - 1) // MASK_BLOCK))
     counts = documents.new_zeros(batch, 1, rows, dtype=torch.int32)
     indices = documents.new_zeros(batch, 1, rows, columns, dtype=torch.int32)
     return BlockMask.from_kv_blocks(
         *(counts, indices, counts.clone(), indices.clone()),
-        BLOCK_SIZE=BLOCK,
+        BLOCK_SIZE=MASK_BLOCK,
         mask_mod=lambda b, head, query, key: documents[b, query] == documents[b, key],
         seq_lengths=(queries, keys),
     )

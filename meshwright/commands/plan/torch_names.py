@@ -125,6 +125,10 @@ def static_pipelines() -> Iterator[None]:
         yield
 
 
+MASK_BLOCK = 128
+"""Queries, and keys, of a block of flex attention's masks: torch's default."""
+
+
 def flex_attention_operator(
     q: Tensor, k: Tensor, v: Tensor, *, block_mask: flex.BlockMask, scale: float, enable_gqa: bool
 ) -> Tensor:

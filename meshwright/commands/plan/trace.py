@@ -273,7 +273,8 @@ def _pairs(func: Any, args: Any, kwargs: Any) -> float:
     late chunk of queries: together they see half of the pairs.
     """
     if "flex_attention" in str(func):
-        return 0.5
+        seen, every = _blocks_of_keys(args)
+        return 1 - seen / every / 2  # the first queries have fewer blocks before them
     schema = getattr(func, "_schema", None)
     names = [] if schema is None else [argument.name for argument in schema.arguments]
     if "is_causal" not in names:
@@ -283,10 +284,28 @@ def _pairs(func: Any, args: Any, kwargs: Any) -> float:
     return 0.5 if is_causal else 1.0
 
 
+def _heads(args: Any) -> list[Tensor]:
+    """Return a kernel's queries, keys, values and their gradients."""
+    found = (x for x in torch_names.tree_iter(args) if isinstance(x, Tensor))
+    return [x for x in found if x.ndim == 4 and x.is_floating_point()]
+
+
+def _blocks_of_keys(args: Any) -> tuple[int, int]:
+    """Return how many blocks of keys a query of flex attention sees at most, and how many there
+    are; (1, 1) of other kernels."""
+    found = (x for x in torch_names.tree_iter(args) if isinstance(x, Tensor) and x.ndim == 4)
+    lists = next((x for x in found if not x.is_floating_point()), None)
+    if lists is None:
+        return 1, 1
+    return lists.shape[3], -(-_heads(args)[1].shape[2] // torch_names.MASK_BLOCK)
+
+
 def _attention_flops(args: Any, *, is_backward: bool) -> int:
-    """Return the FLOPs of all pairs, as if not causal: two products forward, five backward."""
-    tensors = [x for x in torch_names.tree_iter(args) if isinstance(x, Tensor) and x.ndim == 4]
+    """Return the FLOPs of all pairs, as if not causal: two products forward, five backward. Where
+    flex attention has a window, of as many keys as the blocks that a query sees have."""
+    tensors = _heads(args)
     q, k, v = tensors[1:4] if is_backward and tensors[0].shape == tensors[1].shape else tensors[:3]
-    pairs = q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2]
+    seen, every = _blocks_of_keys(args)
+    pairs = q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] * seen // every
     widths = (3 * q.shape[3] + 2 * v.shape[3]) if is_backward else (q.shape[3] + v.shape[3])
     return 2 * pairs * widths

@@ -145,8 +145,9 @@ def show_attention(stage: Decoder) -> None:
     """
     is_normalised = any(layer.attention.qk_norm for layer in stage.table.layers)
     stretch = STRETCH_NORMALISED if is_normalised else STRETCH
-    for cache in (stage.cos, stage.sin):  # (S, H/2) each
-        cache *= torch.linspace(*stretch, len(cache)).unsqueeze(1)
+    for name in stage.rope_caches:
+        cache = stage.get_buffer(name)  # (2, S, H/2)
+        cache *= torch.linspace(*stretch, cache.shape[1]).unsqueeze(1)
 
 
 def unbalance(model: LocalModel) -> None:

@@ -40,6 +40,7 @@ FORMS = {
     "qwen3": Form(qk_norm="head"),  # arXiv:2505.09388
     "qwen3_moe": Form(qk_norm="head"),
     "olmo2": Form(qk_norm="all", is_post_norm=True),  # arXiv:2501.00656
+    "olmo3": Form(qk_norm="all", is_post_norm=True),
     "olmoe": Form(qk_norm="all"),  # arXiv:2409.02060
 }
 """By `model.name`."""
@@ -78,29 +79,66 @@ def head_width(args: Args) -> int:
     return width
 
 
-def frequencies(args: Args) -> Tensor:
+def window_of(args: Args, layer: int) -> int | None:
+    """Return how many tokens a token sees in a layer, with itself; None: all before."""
+    if "full_every" in args and (layer + 1) % args["full_every"] == 0:
+        return None
+    return args.get("window")
+
+
+def _scaling(args: Args, layer: int) -> Mapping[str, Any] | None:
+    """Return `rope_scaling`, which only layers without a window have."""
+    return args.get("rope_scaling") if window_of(args, layer) is None else None
+
+
+def frequencies(args: Args, layer: int) -> Tensor:
     """Return the angle between neighboring positions of each pair in a head, (H/2,) fp64.
 
-    Source: Su et al. 2021, arXiv:2104.09864; Grattafiori et al. 2024, arXiv:2407.21783, for
-    `rope_scaling`.
+    Source: Su et al. 2021, arXiv:2104.09864. For `rope_scaling`: Grattafiori et al. 2024,
+    arXiv:2407.21783; Peng et al. 2023, arXiv:2309.00071, whose authors' code bounds the pairs; Chen
+    et al. 2023, arXiv:2306.15595.
     """
-    width = head_width(args)
-    found = args["rope_theta"] ** -(torch.arange(0, width, 2, dtype=torch.float64) / width)
-    if scaling := args.get("rope_scaling"):
-        length, low, high = (
-            scaling[key] for key in ("original_seq_len", "low_freq_factor", "high_freq_factor")
-        )
-        wavelength, stretched = 2 * math.pi / found, found / scaling["factor"]
+    width, theta = head_width(args), args["rope_theta"]
+    if window_of(args, layer) is not None:
+        theta = args.get("local_theta", theta)
+    found: Tensor = theta ** -(torch.arange(0, width, 2, dtype=torch.float64) / width)
+    scaling = _scaling(args, layer)
+    if scaling is None:
+        return found
+    stretched, length = found / scaling["factor"], scaling.get("original_seq_len", 0)
+    if "low_freq_factor" in scaling:
+        low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+        wavelength = 2 * math.pi / found
         kept = (length / wavelength - low) / (high - low)
         mixed = kept * found + (1 - kept) * stretched
         is_long, is_short = wavelength > length / low, wavelength < length / high
-        found = torch.where(is_long, stretched, torch.where(is_short, found, mixed))
-    return found
+        return torch.where(is_long, stretched, torch.where(is_short, found, mixed))
+    if "beta_fast" in scaling:
+        first, last = (  # of the pair: theta^(-2 pair / H) length = 2 pi turns
+            math.log(length / (2 * math.pi * scaling[turns]), theta) * width / 2
+            for turns in ("beta_fast", "beta_slow")
+        )
+        if scaling["truncate"]:
+            first, last = math.floor(first), math.ceil(last)
+        first, last = max(first, 0), min(last, width - 1)
+        last += 0.001 * (first == last)
+        share = (torch.arange(width // 2, dtype=torch.float64) - first) / (last - first)
+        return found.lerp(stretched, share.clamp(0, 1))
+    return stretched
 
 
-def angles(args: Args, positions: Tensor) -> Tensor:
+def amplitude(args: Args, layer: int) -> float:
+    """Return the factor on rotated queries and keys, which YaRN has (section 3.4)."""
+    scaling = _scaling(args, layer) or {}
+    if "attention_factor" not in scaling:
+        return 1.0
+    given: float | None = scaling["attention_factor"]
+    return 0.1 * math.log(max(scaling["factor"], 1)) + 1 if given is None else given
+
+
+def angles(args: Args, positions: Tensor, layer: int) -> Tensor:
     """Return the angle of each position, (..., S) -> (..., S, H/2) fp64."""
-    return positions.unsqueeze(-1) * frequencies(args)
+    return positions.unsqueeze(-1) * frequencies(args, layer)
 
 
 @dataclass(frozen=True)
@@ -158,14 +196,17 @@ class Plain:
         x, documents = weights["tok_embeddings.weight"][batch.tokens], batch.documents
         sees = (documents.unsqueeze(2) == documents.unsqueeze(1)).tril()  # (B, queries, keys)
         positions = sees.sum(-1) - 1  # in the document
-        turned = angles(self._args, positions)
-        rotation = torch.polar(self._stretch[positions].unsqueeze(-1).expand_as(turned), turned)
+        distance = positions.unsqueeze(2) - positions.unsqueeze(1)
         own = x.new_zeros(())
         scales = options.balance_loss, options.sequence_balance_loss, options.router_z_loss
         for layer in range(self._args["n_layers"]):
             prefix, router = f"layers.{layer}.", routers.get(layer)
             part = {k.removeprefix(prefix): w for k, w in weights.items() if k.startswith(prefix)}
-            x = self._block(x, part, rotation, sees, router, batch.is_token)
+            turned, window = angles(self._args, positions, layer), window_of(self._args, layer)
+            length = self._stretch[positions].unsqueeze(-1) * amplitude(self._args, layer)
+            rotation = torch.polar(length.expand_as(turned), turned)
+            near = sees if window is None else sees & (distance < window)
+            x = self._block(x, part, rotation, near, router, batch.is_token)
             if router is not None:
                 own = own + sum(a * b for a, b in zip(scales, router.losses, strict=True))
         x = self._norm(x, weights["norm.weight"])

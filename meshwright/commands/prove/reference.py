@@ -6,13 +6,16 @@ Every case equals the reference, so a fault that one process has as well would p
 import dataclasses
 import math
 import time
+from collections.abc import Mapping
 from contextlib import closing
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from meshwright.commands.prove.cases import reference_case
 from meshwright.commands.prove.checked import Checked
-from meshwright.commands.prove.plain_decoder import FORMS, angles, shapes
+from meshwright.commands.prove.plain_decoder import FORMS, amplitude, angles, frequencies, shapes
 from meshwright.commands.prove.plain_optimizer import SHIPPED, kept_share, schedule, spikes
 from meshwright.commands.prove.ranks import RankError, RankPool
 from meshwright.commands.prove.reference_steps import TOO_WIDE, UNIT, bound_of_muon, compare_steps
@@ -137,33 +140,49 @@ def compare_shapes(checked: Checked, name: str, decoder: Decoder) -> None:
 
 
 def compare_rope(checked: Checked, decoder: Decoder) -> None:
-    """Compare the table of cosines and sines of a decoder on meta, at the user's length.
+    """Compare the tables of cosines and sines of a decoder on meta, at the user's length: that of
+    each layer, where they differ."""
+    for name, rope in decoder.rope_caches.items():
+        cache = torch.empty(2, decoder.seq_len, rope.head_dim // 2, dtype=torch.float32)
+        decoder.register_buffer(name, cache, persistent=False)
+    decoder.init_buffers()
+    names = {rope: name for name, rope in decoder.rope_caches.items()}
+    own = dataclasses.asdict(decoder.args)
+    compared = set[tuple[str, float, tuple[float, ...]]]()
+    for number, layer in enumerate(decoder.table.layers):
+        name = names[layer.attention.rope]
+        wanted = name, amplitude(own, number), tuple(frequencies(own, number).tolist())
+        if wanted in compared:
+            continue
+        compared.add(wanted)
+        if wrong := _wrong_angle(own, number, decoder.get_buffer(name)):
+            checked.fail("RoPE", [f"{wrong}, in layer {number}"])
+            return
+
+
+def _wrong_angle(args: Mapping[str, Any], layer: int, cache: Tensor) -> str:
+    """Return the first entry of a layer's table, (2, S, H/2), that is wrong; "": all are right.
 
     An angle is a position times a frequency, theta^-e. In fp32, rounding e changes theta^-e by the
     factor e ln(theta) x `UNIT`; the product, and the mixing of `rope_scaling`, round a few times
     more.
     """
-    for name in ("cos", "sin"):
-        cache = torch.empty(decoder.get_buffer(name).shape, dtype=torch.float32)
-        decoder.register_buffer(name, cache, persistent=False)
-    decoder.init_buffers()
-    own, seq_len = dataclasses.asdict(decoder.args), decoder.seq_len
-    scaling = own.get("rope_scaling")
-    spread = 1.0
-    if scaling:
+    scaling, spread = args.get("rope_scaling"), 1.0
+    if scaling and "low_freq_factor" in scaling:
         low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
         spread += scaling["factor"] * high / (high - low)
-    roundings = (math.log(own["rope_theta"]) + 4) * spread
-    for first in range(0, seq_len, 4096):
-        positions = torch.arange(first, min(first + 4096, seq_len), dtype=torch.float64)
-        angle = angles(own, positions)
-        bound = UNIT * (4 + roundings * angle)
-        for cache, want in ((decoder.cos, angle.cos()), (decoder.sin, angle.sin())):
-            error = (cache[first : first + len(angle)] - want).abs()
+    elif scaling:
+        spread += scaling["factor"]
+    roundings = (math.log(args["rope_theta"]) + 4) * spread
+    scale = amplitude(args, layer)
+    for first in range(0, cache.shape[1], 4096):
+        last = min(first + 4096, cache.shape[1])
+        angle = angles(args, torch.arange(first, last, dtype=torch.float64), layer)
+        bound = UNIT * (4 + roundings * angle) * scale
+        for half, want in zip(cache, (angle.cos() * scale, angle.sin() * scale), strict=True):
+            error = (half[first:last] - want).abs()
             if (wrong := (~(error <= bound)).nonzero()).numel():
                 row, pair = wrong[0].tolist()
-                text = f"{cache[first + row, pair]:.7g} instead of {want[row, pair]:.7g}"
-                checked.fail(
-                    "RoPE", [f"at position {first + row}: pair {pair} of a head has {text}"]
-                )
-                return
+                values = f"{half[first + row, pair]:.7g} instead of {want[row, pair]:.7g}"
+                return f"at position {first + row}: pair {pair} of a head has {values}"
+    return ""

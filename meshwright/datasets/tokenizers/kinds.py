@@ -32,6 +32,7 @@ OF_PRESETS = {
     "mixtral": "mistralai/Mixtral-8x7B-v0.1",
     "olmoe": "allenai/OLMoE-1B-7B-0924",
     "olmo2": "allenai/OLMo-2-1124-7B",
+    "olmo3": "allenai/Olmo-3-1025-7B",
     "qwen3": "Qwen/Qwen3-8B",
 }
 """Repositories on the Hugging Face hub, by the folder in assets/tokenizers that presets name."""

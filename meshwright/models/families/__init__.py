@@ -11,6 +11,7 @@ FAMILIES: tuple[str, ...] = (
     "meshwright.models.families.llama",
     "meshwright.models.families.qwen3",
     "meshwright.models.families.olmo2",
+    "meshwright.models.families.olmo3",
     "meshwright.models.families.qwen3_moe",
     "meshwright.models.families.olmoe",
     "meshwright.models.families.mixtral",

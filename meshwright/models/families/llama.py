@@ -8,8 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from meshwright.models.args import STD, DecoderArgs, RopeScaling
-from meshwright.models.family import Dimension, Family, HuggingFaceForm, number, positive
+from meshwright.models.args import STD, DecoderArgs
+from meshwright.models.config_json import Dimension, number, positive
+from meshwright.models.family import Family, HuggingFaceForm
+from meshwright.models.rope_scaling import RopeScaling
 from meshwright.models.table import DecoderSpec
 
 INTEGERS = ("dim", "n_layers", "n_heads", "n_kv_heads")

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from meshwright.models.args import ExpertArgs, check_positive
+from meshwright.models.args import ExpertArgs
+from meshwright.models.checks import check_positive
 from meshwright.models.families.qwen3 import FAMILY as QWEN3
 from meshwright.models.families.qwen3 import Qwen3Args
 from meshwright.models.family import EXPERTS, MODULES, Family, HuggingFaceForm

@@ -5,8 +5,9 @@
 // dQ += dS K, with delta = rowsum(dO O) (Dao et al. 2022, arXiv:2205.14135, sections 3.1 and B.2).
 // Scores are held transposed, keys by queries: each product then has operands as they are or as
 // they were laid out once, and softmax runs along contiguous rows of queries. Products sum in fp32;
-// P and dS are rounded to the type between them. Blocks above the diagonal are left out. In a
-// block on it, without AMX, each strip of keys leaves out the strips of queries before it.
+// P and dS are rounded to the type between them. Blocks above the diagonal, and before the window of
+// all their queries, are left out. In a block on the diagonal, without AMX, each strip of keys
+// leaves out the strips of queries before it.
 //
 // One thread does all of what one sum needs, always in the same order: equal bits for any number
 // of threads.
@@ -29,6 +30,8 @@ constexpr int64_t STRIP = 32;  // a power of 2
 static_assert(STRIP % 16 == 0 && (STRIP & (STRIP - 1)) == 0 && BLOCK % STRIP == 0);
 constexpr float LN_2 = 0.693147180559945309f, LOG2_E = 1.44269504088896341f;
 constexpr float INFINITE = std::numeric_limits<float>::infinity();
+// Below every score. Finite: a query may see no key of the first block, and then has no largest.
+constexpr float LOWEST = -std::numeric_limits<float>::max();
 
 template <typename T>
 struct Heads {  // (B, heads, S, H), the last stride 1
@@ -62,6 +65,18 @@ void load(const Heads<T>& from, int64_t batch, int64_t head, int64_t first, int6
   std::fill(to + count * width, to + BLOCK * width, T(0.0f));
 }
 
+// Which pairs of a block of queries and a block of keys count: all of them, those on and below the
+// diagonal, or those that also lie within the window.
+enum class Edge { NONE, DIAGONAL, WINDOW };
+
+// Whether a query sees a key that lies so many positions before it. The window is at least 1.
+template <Edge EDGE>
+inline bool sees(int32_t distance, int32_t window) {
+  if (EDGE == Edge::DIAGONAL) return distance >= 0;
+  if (EDGE == Edge::WINDOW) return distance >= 0 && distance < window;
+  return true;
+}
+
 // The size of the strips that a block is cut into; BLOCK: it is not cut.
 template <typename T>
 int64_t strip_size(bool is_on_diagonal) {
@@ -70,9 +85,9 @@ int64_t strip_size(bool is_on_diagonal) {
 
 // The first query that a strip of keys does not leave out. What is left out is neither written nor
 // read.
-template <bool IS_ON_DIAGONAL>
+template <Edge EDGE>
 int32_t first_query(int32_t key, int64_t strip) {
-  return IS_ON_DIAGONAL ? key & -static_cast<int32_t>(strip) : 0;
+  return EDGE == Edge::DIAGONAL ? key & -static_cast<int32_t>(strip) : 0;
 }
 
 // (keys, queries) = A (keys, width) B (width, queries)
@@ -103,18 +118,18 @@ void multiply_over_queries(
 
 // Softmax goes on by one block. Of each query: its largest score (in powers of 2) and sum so far,
 // and the factor that what was summed before is to be multiplied with. Scores become P^T by units
-// of keys.
-template <typename T, bool IS_ON_DIAGONAL>
-void softmax(int64_t strip, float* scores, float scale, float* largest, float* sums, float* factors,
-    Unit* p) {
+// of keys. The first query of the block lies `offset` positions behind the first key.
+template <typename T, Edge EDGE>
+void softmax(int64_t strip, int32_t offset, int32_t window, float* scores, float scale,
+    float* largest, float* sums, float* factors, Unit* p) {
   float top[BLOCK];
   std::copy_n(largest, BLOCK, top);
   for (int32_t key = 0; key < BLOCK; ++key) {
     const auto row = scores + key * BLOCK;
 #pragma omp simd
-    for (int32_t query = first_query<IS_ON_DIAGONAL>(key, strip); query < BLOCK; ++query) {
+    for (int32_t query = first_query<EDGE>(key, strip); query < BLOCK; ++query) {
       float score = row[query] * scale;
-      if (IS_ON_DIAGONAL) score = query >= key ? score : -INFINITE;
+      if (EDGE != Edge::NONE) score = sees<EDGE>(offset + query - key, window) ? score : -INFINITE;
       row[query] = score;
       top[query] = score > top[query] ? score : top[query];
     }
@@ -129,7 +144,7 @@ void softmax(int64_t strip, float* scores, float scale, float* largest, float* s
     const auto row = scores + key * BLOCK;
     const auto to = p + key / PER_UNIT<T> * BLOCK;
 #pragma omp simd
-    for (int64_t query = first_query<IS_ON_DIAGONAL>(key, strip); query < BLOCK; ++query) {
+    for (int64_t query = first_query<EDGE>(key, strip); query < BLOCK; ++query) {
       const float weight = power_of_2(row[query] - top[query]);
       if constexpr (std::is_same_v<T, float>) {
         std::memcpy(to + query, &weight, sizeof weight);
@@ -144,15 +159,16 @@ void softmax(int64_t strip, float* scores, float scale, float* largest, float* s
 }
 
 // P^T and dS^T, (keys, queries), from Q K^T and dO V^T transposed.
-template <typename T, bool IS_ON_DIAGONAL>
-void grad_of_scores(int64_t strip, const float* scores, const float* grad_of_p, const float* logs,
-    const float* delta, float scale, Bits<T>* p, Bits<T>* ds) {
+template <typename T, Edge EDGE>
+void grad_of_scores(int64_t strip, int32_t offset, int32_t window, const float* scores,
+    const float* grad_of_p, const float* logs, const float* delta, float scale, Bits<T>* p,
+    Bits<T>* ds) {
   for (int32_t key = 0; key < BLOCK; ++key) {
     const int64_t row = key * BLOCK;
 #pragma omp simd
-    for (int32_t query = first_query<IS_ON_DIAGONAL>(key, strip); query < BLOCK; ++query) {
+    for (int32_t query = first_query<EDGE>(key, strip); query < BLOCK; ++query) {
       float weight = power_of_2(scores[row + query] * scale - logs[query]);
-      if (IS_ON_DIAGONAL) weight = query >= key ? weight : 0.0f;
+      if (EDGE != Edge::NONE) weight = sees<EDGE>(offset + query - key, window) ? weight : 0.0f;
       p[row + query] = rounded<T>(weight);
       ds[row + query] = rounded<T>(weight * (grad_of_p[row + query] - delta[query]));
     }
@@ -181,9 +197,18 @@ Bits<T>* bits(T* values) {
 }
 
 struct Sizes {
-  int64_t batch, heads, kv_heads, length, width;
+  int64_t batch, heads, kv_heads, length, width, window;  // `length`, or less
   int64_t group() const { return heads / kv_heads; }
   int64_t blocks() const { return at::divup(length, BLOCK); }
+  // The first block of keys that block i of the queries sees.
+  int64_t first_keys(int64_t i) const {
+    return std::max<int64_t>(i * BLOCK - window + 1, 0) / BLOCK;
+  }
+  // Of block i of the queries and block j of the keys, whose last pair lies farthest apart.
+  Edge edge(int64_t i, int64_t j) const {
+    if (window < length && (i - j + 1) * BLOCK - 1 >= window) return Edge::WINDOW;
+    return i == j ? Edge::DIAGONAL : Edge::NONE;
+  }
 };
 
 template <typename T>
@@ -227,18 +252,23 @@ void forward(const Heads<T>* tensors, float* logsumexp, Sizes sizes, float scale
       const int64_t first_kv = (batch * sizes.kv_heads + head / sizes.group()) * num_blocks;
       load(q, batch, head, first, count, width, rows);
       transpose<Unit>(rows, width / PER_UNIT<T>, q_columns);
-      std::fill_n(largest, BLOCK, -INFINITE);
+      std::fill_n(largest, BLOCK, LOWEST);
       std::fill_n(sums, BLOCK, 0.0f);
-      for (int64_t j = 0; j <= i; ++j) {
+      const int64_t first_j = sizes.first_keys(i);
+      for (int64_t j = first_j; j <= i; ++j) {
         const int64_t at = (first_kv + j) * area;
-        const int64_t strip = strip_size<T>(i == j);
+        const Edge edge = sizes.edge(i, j);
+        const int64_t strip = strip_size<T>(edge == Edge::DIAGONAL);
         multiply_to_scores<T>(strip, width, all_keys + at, q_columns, scores);
-        const auto go_on = i == j ? softmax<T, true> : softmax<T, false>;
-        go_on(strip, scores, scale * LOG2_E, largest, sums, factors, p);
-        for (int64_t w = 0; j > 0 && w < width; ++w)
+        const auto go_on = edge == Edge::WINDOW ? softmax<T, Edge::WINDOW>
+            : edge == Edge::DIAGONAL            ? softmax<T, Edge::DIAGONAL>
+                                                : softmax<T, Edge::NONE>;
+        go_on(strip, (i - j) * BLOCK, sizes.window, scores, scale * LOG2_E, largest, sums, factors,
+            p);
+        for (int64_t w = 0; j > first_j && w < width; ++w)
 #pragma omp simd
           for (int64_t query = 0; query < BLOCK; ++query) sum[w * BLOCK + query] *= factors[query];
-        multiply_over_keys<T>(strip, width, j > 0, all_value_columns + at, p, sum);
+        multiply_over_keys<T>(strip, width, j > first_j, all_value_columns + at, p, sum);
       }
       for (int64_t r = 0; r < count; ++r) {
         const auto to = bits(out.row(batch, head, first + r));
@@ -310,20 +340,23 @@ void backward(const Heads<T>* tensors, const float* logsumexp, Sizes sizes, floa
         transpose<T>(keys, width, key_columns);
         load(v, batch, kv_head, first, count, width, values);
         for (int64_t i = 0; i < group * num_blocks; ++i) {
-          if (i % num_blocks < j) continue;  // these queries come before all of the keys
+          const int64_t block = i % num_blocks, first_j = sizes.first_keys(block);
+          if (block < j || first_j > j) continue;  // these queries see none of the keys
           const int64_t at = i * area / PER_UNIT<T>, row = i * BLOCK;
-          const bool adds = i > j, is_on_diagonal = i % num_blocks == j;
-          const int64_t strip = strip_size<T>(is_on_diagonal);
+          const bool adds = i > j;
+          const Edge edge = sizes.edge(block, j);
+          const int64_t strip = strip_size<T>(edge == Edge::DIAGONAL);
           multiply_to_scores<T>(strip, width, keys, q_columns + at, scores);
           multiply_to_scores<T>(strip, width, values, grad_columns + at, grad_of_p);
-          const auto grad_block =
-              is_on_diagonal ? grad_of_scores<T, true> : grad_of_scores<T, false>;
-          grad_block(strip, scores, grad_of_p, logs + row, delta + row, scale * LOG2_E, bits(p),
-              bits(ds));
+          const auto grad_block = edge == Edge::WINDOW ? grad_of_scores<T, Edge::WINDOW>
+              : edge == Edge::DIAGONAL                 ? grad_of_scores<T, Edge::DIAGONAL>
+                                                       : grad_of_scores<T, Edge::NONE>;
+          grad_block(strip, (block - j) * BLOCK, sizes.window, scores, grad_of_p, logs + row,
+              delta + row, scale * LOG2_E, bits(p), bits(ds));
           multiply_over_queries<T>(strip, width, adds, p, grad_units + at, dv);
           multiply_over_queries<T>(strip, width, adds, ds, q_units + at, dk);
           join_rows<T>(ds, BLOCK, ds_units);
-          multiply_over_keys<T>(strip, width, j > 0, key_columns, ds_units, dq + i * area);
+          multiply_over_keys<T>(strip, width, j > first_j, key_columns, ds_units, dq + i * area);
         }
         for (int64_t r = 0; r < count; ++r) {
           const auto to_k = bits(grad_k.row(batch, kv_head, first + r));
@@ -376,7 +409,7 @@ extern "C" int is_usable(int is_float) { return computes_in(is_float); }
 // Write the output and the logarithm of each query's sum of exponentials.
 //   tensors: q, k, v, and to write: out; their three strides each
 //   logsumexp: (B, N, S), contiguous, to write
-//   sizes: B, N, K, S, H; 16 divides H
+//   sizes: B, N, K, S, H; 16 divides H; and the tokens that a token sees, with itself, at most S
 extern "C" const char* attend(int is_float, void* const* tensors, const int64_t* strides,
     float* logsumexp, const Sizes* sizes, float scale) {
   return with_heads(is_float, tensors, strides, 4,

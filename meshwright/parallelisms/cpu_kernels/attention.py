@@ -105,26 +105,48 @@ def _of_any_rank(reason: str) -> str:
     return next((f"{why} (rank {rank})" for rank, why in enumerate(reasons) if why), "")
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = None, *, scale: float) -> Tensor:
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask | None = None,
+    *,
+    scale: float,
+    window: int | None = None,
+) -> Tensor:
     """Keep the contract of `CausalAttention`, without masks: all bf16, or all fp32."""
     assert mask is None
-    out, _ = cpu_attention(q, k, v, scale)
+    length = q.shape[2]
+    out, _ = cpu_attention(q, k, v, scale, min(window or length, length))
     return out
 
 
 # Operators, so that the compiler leaves their insides alone, and recomputation knows their names.
 @torch.library.custom_op("meshwright::cpu_attention", mutates_args=())
-def cpu_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def cpu_attention(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int
+) -> tuple[Tensor, Tensor]:
     """Return the output, in the shape of q, and the logarithm of each query's sum of exponentials,
-    (B, N, S) fp32; equal bits for any number of threads."""
+    (B, N, S) fp32; equal bits for any number of threads.
+
+    Args:
+        window: tokens that a token sees, with itself: at least 1, at most S.
+    """
     out, logsumexp = _like(q), q.new_empty(q.shape[:-1], dtype=torch.float32)
-    _call(_kernel().attend, [q, k, v], [out], logsumexp, k.shape[1], scale)
+    _call(_kernel().attend, [q, k, v], [out], logsumexp, k.shape[1], scale, window)
     return out, logsumexp
 
 
 @torch.library.custom_op("meshwright::cpu_attention_backward", mutates_args=())
 def cpu_attention_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, scale: float
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    scale: float,
+    window: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v, in their shapes; equal bits for any number of threads.
 
@@ -133,19 +155,19 @@ def cpu_attention_backward(
         logsumexp: as `cpu_attention` gives it.
     """
     gradients = _like(q), _like(k), _like(v)
-    inputs = [grad, q, k, v, out]
-    _call(_kernel().differentiate, inputs, gradients, logsumexp.contiguous(), k.shape[1], scale)
+    inputs, logsumexp = [grad, q, k, v, out], logsumexp.contiguous()
+    _call(_kernel().differentiate, inputs, gradients, logsumexp, k.shape[1], scale, window)
     return gradients
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, ctx.scale = inputs
+    q, k, v, ctx.scale, ctx.window = inputs
     ctx.save_for_backward(q, k, v, *output)
     ctx.mark_non_differentiable(output[1])
 
 
-def _differentiate(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-    return *cpu_attention_backward(grad, *ctx.saved_tensors, ctx.scale), None
+def _differentiate(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+    return *cpu_attention_backward(grad, *ctx.saved_tensors, ctx.scale, ctx.window), None, None
 
 
 # not by an autograd.Function, of which torch.compile's cache keeps no graph
@@ -153,13 +175,20 @@ cpu_attention.register_autograd(_differentiate, setup_context=_save)
 
 
 @cpu_attention.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int) -> tuple[Tensor, Tensor]:
     return _like(q), q.new_empty(q.shape[:-1], dtype=torch.float32)
 
 
 @cpu_attention_backward.register_fake
 def _(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, scale: float
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    scale: float,
+    window: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     return _like(q), _like(k), _like(v)
 
@@ -177,12 +206,13 @@ def _call(
     logsumexp: Tensor,
     num_kv_heads: int,
     scale: float,
+    window: int,
 ) -> None:
     """Call a function of the kernel with (B, heads, S, H) each; the first has all heads."""
     heads = [*(x if x.stride(-1) == 1 else x.contiguous() for x in inputs), *outputs]
     strides = [stride for x in heads for stride in x.stride()[:3]]
     batch, num_heads, length, width = heads[0].shape
-    sizes = batch, num_heads, num_kv_heads, length, width
+    sizes = batch, num_heads, num_kv_heads, length, width, window
     error = function(
         heads[0].dtype == torch.float32,
         (ctypes.c_void_p * len(heads))(*(x.data_ptr() for x in heads)),

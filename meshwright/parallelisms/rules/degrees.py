@@ -119,6 +119,7 @@ def check_device(
     device_type: str,
     *,
     head_dim: int = NARROWEST,
+    has_windows: bool = False,
     waits_for_offload: bool = True,
     has_float8: bool = True,
 ) -> None:
@@ -126,6 +127,7 @@ def check_device(
 
     Args:
         head_dim: width of the model's narrowest heads.
+        has_windows: some of its layers see only the last tokens.
         waits_for_offload: torch runs a gradient's hooks after its copy to the host is complete.
         has_float8: the device multiplies in float8.
 
@@ -156,23 +158,28 @@ def check_device(
         "the GPU (torch before 2.13)",
         "use torch 2.13 or newer, or leave one of the two out",
     )
+    if not is_gpu or not (config.training.mask_documents or has_windows):
+        return
+    key, value = "training.mask_documents", str(config.training.mask_documents)
+    what, leave = "flex attention, which does it on GPUs,", "leave it out"
+    if not value:
+        key, value = "model.flavor", config.model.flavor
+        what, leave = "flex attention, which has its windows on GPUs,", "choose another model"
     check(
-        not is_gpu
-        or not config.training.mask_documents
-        or parallelism.pipeline_parallel_degree == 1
+        parallelism.pipeline_parallel_degree == 1
         or parallelism.pipeline_parallel_schedule in ("GPipe", "1F1B", "Interleaved1F1B"),
-        "training.mask_documents",
-        True,
-        "flex attention, which does it on GPUs, is not known to work with a schedule that goes "
-        f"backward twice, as {parallelism.pipeline_parallel_schedule} does",
+        key,
+        value,
+        f"{what} is not known to work with a schedule that goes backward twice, as "
+        f"{parallelism.pipeline_parallel_schedule} does",
         'set parallelism.pipeline_parallel_schedule = "1F1B" or "Interleaved1F1B"',
     )
     check(
-        not is_gpu or not config.training.mask_documents or head_dim >= NARROWEST,
-        "training.mask_documents",
-        True,
-        f"flex attention, which does it on GPUs, takes no heads of {head_dim}, below {NARROWEST}",
-        "set a lower model.args.n_heads, or leave it out",
+        head_dim >= NARROWEST,
+        key,
+        value,
+        f"{what} takes no heads of {head_dim}, below {NARROWEST}",
+        f"set a lower model.args.n_heads, or {leave}",
     )
 
 
