@@ -83,7 +83,7 @@ OTHER = "name a checkpoint of this model"
 
 
 class CheckpointWeights(Weights):
-    """Tensors in a step's folder, of ours or of any torch.distributed.checkpoint.
+    """Tensors in a step's folder.
 
     Args:
         saved_name: a tensor's name there; by default our model's name.

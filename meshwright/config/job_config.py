@@ -154,9 +154,8 @@ class Checkpoint(Section, on_resume="none"):
 
     initial_load_path: InputPath = ""
     """Folder of the weights that the job starts from, if the dump folder holds no checkpoint to
-    resume from. A step's folder or a dump folder (its newest step) of meshwright or torchtitan:
-    only the weights are taken. Or a folder of Meta's (params.json, consolidated.*.pth), or of
-    Hugging Face's (`initial_load_in_hf`). Absent: the seed's weights."""
+    resume from. A step's folder or a dump folder (its newest step): only the weights are taken.
+    Or a Hugging Face model directory (`initial_load_in_hf`). Absent: the seed's weights."""
 
     load_only: bool = False
     """Resume from the dump folder, and save nothing."""

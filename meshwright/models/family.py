@@ -1,6 +1,6 @@
 """All in which model families differ, one record each. Free of torch."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -357,12 +357,6 @@ class Family:
     """Sizes by name, a `debugmodel` for CPUs among them."""
     hf: HuggingFaceForm
     """How Hugging Face has it."""
-    meta: Callable[[Mapping[str, Any]], dict[str, Dimension]] | None = None
-    """Reads the params.json of Meta's folders, as far as it has our dimensions. Raises `ValueError`
-    if it is of another function, or a key is missing. None: Meta has no such model."""
-    torchtitan: Mapping[str, str] | None = None
-    """Parts of our tensors' names, and their names in some versions of torchtitan; None: its
-    checkpoints cannot be read."""
     dense: "Family | None" = None
     """Family with a feed-forward where this one has experts, and otherwise the same parameters;
     None: there is none."""

@@ -1,36 +1,30 @@
-"""Folders of Hugging Face's, Meta's and torchtitan's on meshes: in as on one process, and out of
-what several ranks saved."""
+"""Hugging Face model directories on meshes: in as on one process, and out of what several ranks
+saved."""
 
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from meshwright.checkpoint.conversion.readers import HuggingFaceWeights
 from meshwright.checkpoint.reader import CheckpointWeights
-from meshwright.config.loader import load_config
 from meshwright.models.args import DecoderArgs
 from meshwright.parallelisms.local_model import LocalModel
 from meshwright.parallelisms.rules.degrees import ParallelDims
 from meshwright.system.files import Place
-from meshwright.train.build import build_model, initialize_weights
-from meshwright.train.resolve import resolve
 from tests.helpers.cli import checkpoint as checkpoint_tool
 from tests.helpers.cli import export
 from tests.helpers.families import family_of
-from tests.helpers.foreign import EVEN, args_words, interleaved, save_meta, save_torchtitan
 from tests.helpers.hf import (
     CASES,
     load_hf,
     save_checkpoint,
     save_transformers,
     tensors_of,
-    transformers_model,
 )
 from tests.helpers.job import assert_equal, mesh
 from tests.helpers.slow import slow
-from tests.helpers.tiny import meshes_of, parallel_model, whole
+from tests.helpers.tiny import parallel_model, whole
 
 MESHES = {
     2: {"fsdp": mesh(dp_shard=2), "tp": mesh(tp=2), "pp": mesh(pp=2)},
@@ -94,63 +88,3 @@ def _check(on_ranks, ranks: int, folder: Path, case: str, exported: list[str]) -
             continue
         export([str(folder / mesh_name), str(folder / f"{mesh_name}-out"), "--dtype", "float32"])
         assert_equal(tensors_of(folder / f"{mesh_name}-out"), was)
-
-
-TOML = Path(__file__).parents[1] / "integration" / "tiny.toml"
-TOKENS = torch.arange(2 * 50).view(2, 50) * 7 % EVEN.vocab_size
-AXES = {
-    1: {"one": []},
-    2: {
-        "fsdp": [],
-        "tp": ["--parallelism.tensor_parallel_degree", "2"],
-        "pp": ["--parallelism.pipeline_parallel_degree", "2"],
-    },
-}
-
-
-def make(kind: str, folder: Path, tensors: dict[str, torch.Tensor]) -> None:
-    if kind.startswith("meta"):
-        save_meta(folder, tensors, files=int(kind[5]), embedding_dim=int(kind[-1]))
-    else:
-        options = {"is_nested": "nested" in kind, "is_renamed": "renamed" in kind}
-        save_torchtitan(folder, tensors, **options)
-
-
-KINDS = (
-    *("meta-1-embedding-0", "meta-2-embedding-0", "meta-2-embedding-1"),
-    *("torchtitan-flat", "torchtitan-nested", "torchtitan-flat-renamed"),
-)
-
-
-def _start(ranks: int, folder: Path) -> None:
-    """Start a job on each mesh, up to its first step, and compare weights and logits."""
-    wanted = torch.load(folder / "wanted.pt")
-    for kind in KINDS:
-        for axes, options in AXES[ranks].items():
-            words = ["--job.config_file", str(TOML), "--job.dump_folder", str(folder / "out")]
-            words += ["--checkpoint.initial_load_path", str(folder / kind), *args_words(EVEN)]
-            config = load_config([*words, "--model.tokenizer_path", "bytes", *options])
-            plan = resolve(config, ranks)
-            meshes = meshes_of(plan.dims, "cpu")
-            model = build_model(plan, meshes, torch.device("cpu"))
-            initialize_weights(plan, model, dist.group.WORLD)
-            parameters = dict(model.named_parameters())
-            assert axes == "pp" or parameters.keys() == wanted["tensors"].keys()
-            for name, parameter in parameters.items():
-                same = torch.equal(whole(parameter), wanted["tensors"][name])
-                assert same, f"{kind}, {axes}: {name}"
-            if axes == "one":
-                logits = model.stages[0](TOKENS)
-                difference = (logits - wanted["logits"]).abs().max()
-                assert difference <= 1e-5 * wanted["logits"].abs().max(), kind
-
-
-@pytest.mark.parametrize("ranks", [*slow(1), 2])
-def test_a_job_starts_from_a_folder_of_metas_or_torchtitans(on_ranks, tmp_path, ranks) -> None:
-    theirs = transformers_model(EVEN)
-    tensors = interleaved(theirs)
-    for kind in KINDS:
-        make(kind, tmp_path / kind, tensors)
-    with torch.no_grad():
-        torch.save({"tensors": tensors, "logits": theirs(TOKENS).logits}, tmp_path / "wanted.pt")
-    on_ranks(ranks, _start, ranks, tmp_path)

@@ -1,4 +1,4 @@
-"""Weights from and to Hugging Face, Meta and torchtitan, with their tokenizers.
+"""Weights from and to Hugging Face, with their tokenizers.
 
 Names of tensors in another format belong to the model's family, in `models/family.py`.
 """

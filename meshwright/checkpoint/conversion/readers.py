@@ -14,9 +14,7 @@ from meshwright.checkpoint.conversion.hf_folder import check_tensors, find_tenso
 from meshwright.checkpoint.conversion.initial_load import (
     LOAD_KEY,
     InitialWeights,
-    check_meta_folder,
     find_initial,
-    find_names,
 )
 from meshwright.checkpoint.find import find_candidates
 from meshwright.checkpoint.on_ranks import on_first_rank, select_on_ranks
@@ -89,17 +87,6 @@ def halves(pairs: Tensor, head_dim: int) -> Tensor:
     return pairs.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
 
 
-class MetaWeights(Weights):
-    """The weights of a model folder of Meta's."""
-
-    def __init__(self, place: Place, family: Family, args: DecoderArgs) -> None:
-        self._parts = check_meta_folder(place, family, args)
-
-    def pieces(self, name: str) -> Iterator[Piece]:
-        for offset, tensor in self._parts[name]:
-            yield Piece((offset, tuple(tensor.shape)), partial(part_of_box, tensor))
-
-
 def open_weights(initial: InitialWeights, family: Family, args: DecoderArgs) -> Weights:
     """Return the reader of `initial`, for a model of `family` with `args`.
 
@@ -110,11 +97,6 @@ def open_weights(initial: InitialWeights, family: Family, args: DecoderArgs) -> 
     match initial.kind:
         case "hf":
             return HuggingFaceWeights(place, family.hf, args)
-        case "meta":
-            return MetaWeights(place, family, args)
-        case "torchtitan":
-            names = find_names(place, family, args)
-            return CheckpointWeights(place, names.__getitem__)
         case "ours":
             return CheckpointWeights(place)
 

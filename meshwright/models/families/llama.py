@@ -4,69 +4,12 @@ Source: Touvron et al. 2023, arXiv:2307.09288; Llama Team 2024, arXiv:2407.21783
 """
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from meshwright.models.args import STD, DecoderArgs
-from meshwright.models.config_json import Dimension, number, positive
 from meshwright.models.family import Family, HuggingFaceForm
 from meshwright.models.rope_scaling import RopeScaling
 from meshwright.models.table import DecoderSpec
-
-INTEGERS = ("dim", "n_layers", "n_heads", "n_kv_heads")
-
-NUMBERS = {"norm_eps": 1e-5, "rope_theta": 10000.0}
-"""Keys that older files lack, and the defaults of their model's code."""
-
-OTHER_MODELS = ("quantization_args", "lora_args", "moe_args", "vision_model", "vision_chunk_size")
-"""Keys of models that ours cannot be."""
-
-
-def read_params(params: Mapping[str, Any]) -> dict[str, Dimension]:
-    """Return our dimensions, except the ones that only the tensors give; see `Family.meta`."""
-    for key in OTHER_MODELS:
-        if params.get(key) not in (None, -1):
-            raise ValueError(f"{key} is {params[key]!r}: it is of another kind of model")
-    found = {}
-    for key in INTEGERS:
-        value = params.get(key)
-        if value is None and key == "n_kv_heads":
-            value = params.get("n_heads")
-        found[key] = Dimension(key, positive(key, value))
-    width = found["dim"].value // found["n_heads"].value
-    found["head_dim"] = Dimension("heads of width dim / n_heads, which", width)
-    vocab_size = params.get("vocab_size", -1)
-    if vocab_size != -1:  # which is for the tokenizer to say
-        found["vocab_size"] = Dimension("vocab_size", positive("vocab_size", vocab_size))
-    for key, default in NUMBERS.items():
-        found[key] = Dimension(key, number(key, params.get(key, default)))
-    found["hidden_dim"] = Dimension(
-        "a feed-forward width, by dim, multiple_of and ffn_dim_multiplier,", _hidden_dim(params)
-    )
-    scaling = RopeScaling() if params.get("use_scaled_rope") else None
-    found["rope_scaling"] = Dimension("use_scaled_rope, which in Llama 3.1", scaling)
-    return found
-
-
-def _hidden_dim(params: Mapping[str, Any]) -> int:
-    """Two thirds of 4 D, times the multiplier, up to the next multiple; truncated at each step."""
-    multiple_of = positive("multiple_of", params.get("multiple_of", 256))
-    multiplier = params.get("ffn_dim_multiplier")
-    multiplier = number("ffn_dim_multiplier", 1 if multiplier is None else multiplier)
-    if not 0 < multiplier < math.inf:
-        raise ValueError(f"ffn_dim_multiplier is {multiplier!r}, not a positive number")
-    hidden = int(multiplier * int(2 * 4 * params["dim"] / 3))
-    return -(-hidden // multiple_of) * multiple_of
-
-
-TORCHTITAN = {
-    "attention.wq.": "attention.qkv_linear.wq.",
-    "attention.wk.": "attention.qkv_linear.wk.",
-    "attention.wv.": "attention.qkv_linear.wv.",
-    "output.": "lm_head.",
-}
-"""Parts of our names, and their names from its version 0.3 on."""
 
 
 @dataclass(frozen=True)
@@ -126,6 +69,4 @@ FAMILY = Family(
         defaults={"rms_norm_eps": 1e-6},
         stretched_rope_type="llama3",
     ),
-    meta=read_params,
-    torchtitan=TORCHTITAN,
 )
