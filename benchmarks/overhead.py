@@ -19,8 +19,8 @@ from statistics import median
 import torch
 
 from meshwright.config.loader import load_config
-from meshwright.datasets.opening import CachedSource, open_data
-from meshwright.datasets.samples import CachedSamples
+from meshwright.datasets.opening import open_data
+from meshwright.datasets.samples import CachedSamples, CachedSource
 from meshwright.metrics.sinks import Record
 from meshwright.models.decoder import Decoder
 from meshwright.parallelisms.initialize import initialize

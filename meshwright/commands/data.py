@@ -90,7 +90,8 @@ def run_tokenize(given: Namespace) -> None:
     configs = staged(read(given).config())
     _say_first(given)
     # not at the top: see `run`
-    from meshwright.datasets.opening import StreamedSource, open_data
+    from meshwright.datasets.opening import open_data
+    from meshwright.datasets.stream import StreamedSource
 
     options, sources = {"num_workers": given.workers, "check_all": given.verify}, []
     for config in configs:

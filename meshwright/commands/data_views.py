@@ -12,9 +12,9 @@ from meshwright.checkpoint import commit
 from meshwright.checkpoint.manifest import DamagedError
 from meshwright.config.job_config import JobConfig
 from meshwright.datasets.named_sources import entries, is_streamed, validation_entries
-from meshwright.datasets.opening import CachedSource, OpenSource, recipe_of
-from meshwright.datasets.samples import Sample, SampleRules
-from meshwright.datasets.stream import Cursor, find_samples, mixture_at
+from meshwright.datasets.opening import recipe_of
+from meshwright.datasets.samples import CachedSource, Sample, SampleRules
+from meshwright.datasets.stream import Cursor, OpenSource, find_samples, mixture_at
 from meshwright.datasets.token_cache.cache import TokenCache
 from meshwright.datasets.token_cache.tokenizing import POLL_S, cache_folder, cache_root
 from meshwright.datasets.tokenizers.kinds import Tokenizer

@@ -39,7 +39,7 @@ from meshwright.system.machine import (
 from meshwright.system.processes import OTHER_MALLOC, STOP_SIGNALS, Launch, exit_when_asked
 
 if TYPE_CHECKING:
-    from meshwright.datasets.opening import OpenSource
+    from meshwright.datasets.stream import OpenSource
 
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(4 << 30), "MALLOC_TRIM_THRESHOLD_": str(8 << 30)}
 """glibc's: sizes in bytes from which it gives memory back."""
@@ -234,7 +234,7 @@ def _patience(ranks: Ranks, sources: "Sequence[OpenSource]", place: Place) -> li
     whether the others meet here, if torchrun would not see it."""
     if ranks.machines == 1:
         return []
-    from meshwright.datasets.opening import CachedSource  # not at the top: see `run`
+    from meshwright.datasets.samples import CachedSource  # not at the top: see `run`
 
     tokens = sum(source.cache.num_tokens for source in sources if isinstance(source, CachedSource))
     seconds = MEET_WITHIN_S + math.ceil(tokens / (TOKENS_PER_CORE_S * count_cores()))

@@ -1,8 +1,6 @@
-"""Documents to tokens, and everything that they depend on."""
+"""From documents to tokens, and everything that the tokens depend on."""
 
 import functools
-import hashlib
-import json
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -11,8 +9,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from meshwright.datasets import identity
 from meshwright.datasets.conversations import Document
-from meshwright.datasets.files import Entry, fingerprint
+from meshwright.datasets.files import Entry
 from meshwright.datasets.foreign_tokens import TokenFiles
 from meshwright.datasets.rows import Documents, IndexedDocuments, unreadable_now
 from meshwright.datasets.sources import DatasetSpec, find_dataset
@@ -84,10 +83,6 @@ class Encoder:
             raise RecordError(PATH_KEY, what) from None
 
 
-FORMAT, CHATS = 3, 3
-"""Of the files, and of what conversations become; another number is another cache."""
-
-
 @dataclass(frozen=True)
 class TokenizationSpec:
     """Everything that the tokens of a source depend on."""
@@ -109,8 +104,8 @@ class TokenizationSpec:
     def _own(self) -> DatasetSpec | None:
         """The dataset, if it is from the user's module."""
         module = import_user_module(self.custom_import) if self.custom_import else None
-        found: Mapping[str, DatasetSpec] = getattr(module, "DATASETS", {})
-        return found.get(self.entry.source.dataset)
+        datasets: Mapping[str, DatasetSpec] = getattr(module, "DATASETS", {})
+        return datasets.get(self.entry.source.dataset)
 
     @property
     def _spec(self) -> DatasetSpec:
@@ -128,7 +123,7 @@ class TokenizationSpec:
         if (own := self._own) is None:
             return self._spec.open(self.entry, streamed)
         try:
-            found = own.open(self.entry, streamed)
+            documents = own.open(self.entry, streamed)
         except (ConfigError, StorageError, *PASSED_ON):
             raise
         except BaseException as error:
@@ -136,12 +131,12 @@ class TokenizationSpec:
             if may_pass(error):
                 raise unreadable_now(self.entry, "dataset", what) from error
             raise self.entry.error("dataset", f"cannot be opened: {what}") from error
-        if not (own.has_tokens or isinstance(found, Documents)):
-            rule = f"its function returns {type(found).__name__}, and no documents"
+        if not (own.has_tokens or isinstance(documents, Documents)):
+            rule = f"its function returns {type(documents).__name__}, and no documents"
             raise self.entry.error("dataset", rule, "return IndexedDocuments(size, get)")
-        if isinstance(found, IndexedDocuments):
-            found.name = self.entry.name
-        return found
+        if isinstance(documents, IndexedDocuments):
+            documents.name = self.entry.name
+        return documents
 
     def encoder(self) -> Encoder:
         """Return the encoder of its documents."""
@@ -156,57 +151,34 @@ class TokenizationSpec:
 
         return Encoder(tokenizer, open_template)
 
+    @functools.cached_property
     def files(self) -> list[DataFile]:
-        """Find the files: a walk over folders, or requests to the hub."""
+        """The files of the source, as they are when it is asked for first: a walk over folders, or
+        requests to the Hub."""
         return self._spec.find(self.entry)
 
     @property
     def is_of_hub(self) -> bool:
-        """Whether its files are addresses of the hub."""
+        """Whether its files are addresses of the Hub."""
         return self._spec.path == "optional" and not self.entry.source.dataset_path
 
-    def identity(self) -> str:
-        """Hash of the documents, the code that makes them, the tokenizer and the chat template."""
-        return short_hash([FORMAT, fingerprint(self.entry, self.files()), *self._method])
-
-    def method(self) -> str:
-        """Hash of the same without the documents."""
-        return short_hash(self._method)
+    @property
+    def id(self) -> str:
+        """Hash of the documents, the code that makes them, the tokenizer and the chat template: the
+        name of the token cache."""
+        documents = identity.hash_documents(self.entry, self.files)
+        return identity.short_hash([identity.CACHE_FORMAT, documents, *self._encoding])
 
     @property
-    def _method(self) -> list[object]:
-        parts = tokenizer_parts(self.tokenizer, self.tokenizer_path, self.chat_template_path)
-        if find_any_template(self.tokenizer_path, self.chat_template_path):
-            parts.append(CHATS)  # there may be conversations
+    def encoding_hash(self) -> str:
+        """Hash of the same without the documents."""
+        return identity.short_hash(self._encoding)
+
+    @property
+    def _encoding(self) -> list[object]:
+        paths = self.tokenizer_path, self.chat_template_path
+        parts = identity.tokenizer_parts(self.tokenizer, *paths)
+        if identity.find_any_template(*paths):
+            parts.append(identity.CHATS_VERSION)  # there may be conversations
         code = code_of(self.custom_import) if self._own else ""
         return [*parts, code] if code else parts
-
-
-def find_any_template(tokenizer_path: str, chat_template_path: str) -> str:
-    """Return the chat template; "" if there is none. That matters only if there are conversations,
-    and is raised then."""
-    try:
-        return find_template(tokenizer_path, chat_template_path)
-    except ConfigError:
-        return ""
-
-
-def tokenizer_parts(
-    tokenizer: Tokenizer, tokenizer_path: str, chat_template_path: str
-) -> list[object]:
-    """Return everything about a tokenizer that the tokens of a document depend on, for JSON."""
-    template = find_any_template(tokenizer_path, chat_template_path)
-    ends = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id}
-    # tokens that the template writes by their names, which files next to the tokenizer give
-    named = [
-        (name, token)
-        for name, token in sorted(tokenizer.special_names.items())
-        if name in template and tokenizer.special_ids.get(token) != ends.get(name, -1)
-    ]
-    several = [tokenizer.before, tokenizer.after] if len(tokenizer.before) > 1 else []
-    return [tokenizer.fingerprint, *ends.values(), template, *named, *several]
-
-
-def short_hash(parts: list[object]) -> str:
-    """Return 16 hexadecimal digits that tell lists of JSON values apart."""
-    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]

@@ -3,8 +3,6 @@
 import fnmatch
 import glob
 import gzip
-import hashlib
-import importlib.util
 import os
 import re
 import shlex
@@ -12,10 +10,8 @@ import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from meshwright.config.section import MODULE_OBJECT
 from meshwright.config.training import Source
 from meshwright.datasets.storage import (
     DataFile,
@@ -64,9 +60,6 @@ SUFFIXES = {
 
 ROW_FORMATS = ("json", "parquet", "text", "arrow")
 """Of files that hold rows: names of datasets."""
-
-READERS_VERSION = 2
-"""Of the documents that `readers.py` makes of local files, and of the parts they are cut into."""
 
 
 @dataclass(frozen=True)
@@ -315,60 +308,3 @@ def token_paths(entry: Entry) -> list[DataFile]:
         with suppress(FileNotFoundError):
             return [stat(beside(path, ".bin"))]
     return stat_all(sorted({beside(file.path, ".bin") for file in local_files(entry)}))
-
-
-OF_DOCUMENTS = {
-    *("dataset", "dataset_subset", "dataset_split", "dataset_column"),
-    *("dataset_separator", "dataset_where", "max_documents"),
-}
-"""Settings that name the documents."""
-
-
-def fingerprint(entry: Entry, files: Sequence[DataFile], *, is_portable: bool = False) -> str:
-    """Changes with whatever changes the documents: settings, files, the formatting function.
-
-    Local files count with their paths, sizes and times of change, not their content; if
-    `is_portable`, with names and sizes, which a copy on another machine has too.
-    """
-    source = entry.source
-    parts = [repr(sorted(source.model_dump(include=OF_DOCUMENTS).items()))]
-    for file in files:
-        exact = f"{file.path} {file.stamp}"
-        name = os.path.basename(file.path) if is_portable else exact
-        parts.append(f"{name} {file.size}" if file.size >= 0 else file.path)
-    if name := source.dataset_format:
-        place, _, function = name.rpartition(":")
-        if MODULE_OBJECT.fullmatch(name):
-            spec = importlib.util.find_spec(place)
-            place = (spec.origin if spec else None) or place
-        parts.append(function)
-        parts.append(Path(place).read_text("utf-8") if os.path.isfile(place) else place)
-    if source.dataset in ROW_FORMATS:
-        parts.append(f"readers {READERS_VERSION}")
-    if entry.held_out:
-        parts.append(f"held out {entry.held_out} {entry.is_held_out}")
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
-
-
-COMMIT = re.compile(r"@([0-9a-f]{40})/")
-
-
-def revision(files: Sequence[DataFile]) -> str:
-    """Return the commit that addresses of the hub name; "" if they are local."""
-    found = {match[1] for file in files if (match := COMMIT.search(file.path))}
-    return " ".join(sorted(found))
-
-
-SAMPLED_FILES, SAMPLED_BYTES = 16, 4096
-
-
-def sampled(files: Sequence[DataFile]) -> str:
-    """Hash of the first and the last bytes of some of the files, evenly spread, that are local."""
-    files = [file for file in files if file.size >= 0]
-    found, step = hashlib.sha256(), -(-len(files) // SAMPLED_FILES) or 1
-    for file in files[::step]:
-        with open_file(file) as opened:
-            found.update(opened.read(SAMPLED_BYTES))
-            opened.seek(max(opened.seek(0, os.SEEK_END) - SAMPLED_BYTES, 0))
-            found.update(opened.read())
-    return found.hexdigest()[:16]

@@ -1,147 +1,96 @@
-"""The sources that a config names, opened."""
+"""The data of a job, in two steps: one process finds and tokenizes it, and sends what it has found
+to the others of the job; then each process opens it by that, and looks for nothing."""
 
 import os
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import zip_longest
+from pathlib import Path
 from typing import Any, Literal
 
 from meshwright.config.job_config import JobConfig
-from meshwright.datasets.encoding import Encoder, TokenizationSpec
-from meshwright.datasets.files import ROW_FORMATS, Entry, fingerprint, revision, sampled
-from meshwright.datasets.foreign_tokens import TokenFiles
+from meshwright.datasets import identity
+from meshwright.datasets.encoding import TokenizationSpec
+from meshwright.datasets.files import ROW_FORMATS, Entry
 from meshwright.datasets.named_sources import entries, is_streamed, validation_entries
 from meshwright.datasets.rows import Documents, LocalDocuments, unreadable
-from meshwright.datasets.samples import (
-    CachedSamples,
-    PackedSamples,
-    Packing,
-    SampleRules,
-    open_packing,
-)
+from meshwright.datasets.samples import CachedSource, open_packing
 from meshwright.datasets.sources import StreamedRows
 from meshwright.datasets.storage import BlockCache, DataFile, is_address
+from meshwright.datasets.stream import OpenSource, StreamedSource
 from meshwright.datasets.token_cache.cache import DamagedCacheError, TokenCache
 from meshwright.datasets.token_cache.tokenizing import cache_root, open_cache
 from meshwright.datasets.tokenizers.special_tokens import Ends
 from meshwright.system.log import logger
 
+Table = Literal["training", "validation"]
+
+TABLES: tuple[Table, ...] = ("training", "validation")
+
 
 @dataclass(frozen=True)
-class Found:
-    """The facts of a source that one process of a job finds, and tells the others: they look for
-    nothing."""
+class SourceFacts:
+    """What the process that finds a source sends to the others."""
 
-    revision: str = ""
-    """Commit of a dataset of the hub."""
+    commit: str = ""
+    """Of a dataset of the Hub."""
     cache: str = ""
-    """Name of its token cache; "": it is streamed, and has the following."""
-    content: str = ""
-    """Hashes of its settings with the names and sizes of its files; of a little of their content;
-    and of the user's code, the tokenizer and the chat template that make its tokens."""
+    """Name of the folder of its token cache; "": the source is streamed, and has the following."""
+    documents: str = ""
+    """As `StreamedSource.documents_hash`."""
     files: Sequence[DataFile] = ()
     """As they were when the job looked for them."""
     rows: Any = None
-    """Of a stream of the hub, its `IterableDataset`: it knows the addresses of its files."""
+    """Of a stream of the Hub, its `IterableDataset`: it knows the addresses of its files."""
 
 
-@dataclass(frozen=True)
-class CachedSource:
-    """Any sample of it can be read."""
-
-    entry: Entry
-    cache: TokenCache
-    found: Found = Found()
-    packing: Packing | None = None
-    """None: documents are cut."""
-
-    @property
-    def content(self) -> str:
-        """Equal where all its samples are."""
-        return self.cache.content
-
-    def samples_per_epoch(self, length: int) -> int:
-        """Return how many samples of `length` tokens an epoch has; length includes the label."""
-        return self.samples(SampleRules(length, seed=None)).samples_per_epoch
-
-    def samples(self, rules: SampleRules) -> CachedSamples:
-        """Return its samples, packed if it is."""
-        if self.packing is not None:
-            return PackedSamples(self.cache, self.packing, rules.seed)
-        return CachedSamples(self.cache, rules.length, rules.seed)
+Facts = Mapping[Table, Sequence[SourceFacts]]
 
 
-@dataclass(frozen=True)
-class StreamedSource:
-    """Its samples come in the order of its shards."""
-
-    entry: Entry
-    documents: Documents
-    encoder: Encoder
-    num_shards: int
-    window: int
-    """Documents that are shuffled together."""
-    found: Found = Found()
-
-    @property
-    def unused(self) -> set[str]:
-        """Columns of rows, and keys of messages, that have been read so far and are not used."""
-        return {*self.documents.unused, *self.encoder.unread}
-
-    @property
-    def content(self) -> str:
-        """The facts known without reading all of it."""
-        shards = f"{self.num_shards} shards, {self.window} documents a window"
-        return f"{shards}, {self.found.content}"
-
-
-OpenSource = CachedSource | StreamedSource
-
-
-def open_data(
-    table: Literal["training", "validation"],
-    config: JobConfig,
-    told: Sequence[Found] = (),
-    *,
-    num_workers: int = 0,
-    check_all: bool = False,
-    is_first_here: bool = False,
-) -> list[OpenSource]:
-    """Open the data of a table, none if the job is not validated; first tokenise sources that are
-    to be cached and are not yet.
-
-    Args:
-        told: the facts of each source, if another process of the job has found them.
-        num_workers: processes that tokenise; 0: one a core.
-        check_all: look at every byte of caches now, not when it is read.
-        is_first_here: of data that was told, this process looks for its machine whether the files
-            have the same content.
+def find_data(config: JobConfig) -> Facts:
+    """Find the sources of both tables, and tokenize those that are to be cached and are not yet.
 
     Raises:
         ConfigError: if something cannot be read, or holds fewer samples than it is to give.
     """
-    is_trained = table == "training"
-    named = entries(config.training, table) if is_trained else validation_entries(config)
-    needed = 1 if is_trained else max(config.validation.num_samples, 1)
-    how = config, needed, num_workers, check_all, is_first_here
-    sources = [_open(entry, one, *how) for entry, one in zip_longest(named, told)]
-    if not is_trained or config.training.packing == "cut":
-        return sources
-    length = config.training.seq_len + 1
-    return [_packed(source, length, again=check_all) for source in sources]
+    return {
+        table: [Opening(config, table).find(entry) for entry in entries_of(table, config)]
+        for table in TABLES
+    }
 
 
-def _packed(source: OpenSource, length: int, *, again: bool) -> OpenSource:
-    assert isinstance(source, CachedSource)  # `resolve` has refused it
-    source = replace(source, packing=open_packing(source.cache, length, again=again))
-    samples = source.samples_per_epoch(length)
-    logger.info(
-        "%s: its documents fill %s sequences, with %.3g %% padding",
-        *(source.entry.name, f"{samples:,}"),
-        100 * (1 - source.cache.num_tokens / (samples * length)),
-    )
-    return source
+def open_data(
+    table: Table,
+    config: JobConfig,
+    facts: Facts | None = None,
+    *,
+    num_workers: int = 0,
+    check_all: bool = False,
+    looks_at_files: bool = False,
+) -> list[OpenSource]:
+    """Open the data of a table, none if the job is not validated.
+
+    Args:
+        facts: from `find_data`; None: no other process has called it, and this one finds the data.
+        num_workers: processes that tokenize; 0: one a core.
+        check_all: look at every byte of caches now, not when it is read.
+        looks_at_files: look whether the files have the same content on this node as where they were
+            found. One process of each node does.
+
+    Raises:
+        ConfigError: as `find_data`.
+    """
+    opening = Opening(config, table, num_workers, check_all)
+    named = entries_of(table, config)
+    found = [opening.find(entry) for entry in named] if facts is None else facts[table]
+    pairs = zip(named, found, strict=True)
+    return [opening.open(entry, of_source, looks_at_files) for entry, of_source in pairs]
+
+
+def entries_of(table: Table, config: JobConfig) -> list[Entry]:
+    """Return the sources of a table; of validation none, if the job is not validated."""
+    if table == "training":
+        return entries(config.training, table)
+    return validation_entries(config)
 
 
 def recipe_of(entry: Entry, config: JobConfig) -> TokenizationSpec:
@@ -156,73 +105,131 @@ def recipe_of(entry: Entry, config: JobConfig) -> TokenizationSpec:
     )
 
 
-def _open(
-    entry: Entry,
-    told: Found | None,
-    config: JobConfig,
-    needed: int,
-    num_workers: int,
-    check_all: bool,
-    is_first_here: bool,
-) -> OpenSource:
-    recipe, length = recipe_of(entry, config), config.training.seq_len + 1
-    if is_streamed(entry):
-        found, documents = _documents(recipe, told, is_first_here)
-        shards, most = config.training.stream_shards, entry.source.max_documents
-        num_shards = min(shards, documents.max_shards, most or shards)
-        window = config.training.shuffle_window
-        return StreamedSource(entry, documents, recipe.encoder(), num_shards, window, found)
-    root = cache_root(config.training.token_cache_folder)
-    blocks = BlockCache(root / "blocks", int(config.training.block_cache_gib * (1 << 30)))
-    if told is not None:
-        with suppress(DamagedCacheError, OSError):  # this machine has caches of its own
-            cache = TokenCache(root / told.cache, looks_at_parts=is_first_here, blocks=blocks)
-            return CachedSource(entry, cache, told)
-    cache = open_cache(
-        recipe,
-        root,
-        num_workers=num_workers,
-        check_all=check_all,
-        max_bad_records=config.training.max_bad_records,
-        blocks=blocks,
-    )
-    if (samples := cache.num_tokens // length) < needed:
-        key = " or validation.num_samples" * (needed > 1)
-        what = f"its {cache.num_tokens:,} tokens give {samples} samples of {length}"
-        fix = f"add data, or lower training.seq_len{key}"
-        raise entry.error("dataset", f"{what}, and {needed} are needed", fix)
-    commit = revision(recipe.files()) if recipe.is_of_hub else ""
-    return CachedSource(entry, cache, Found(commit, cache.folder.name))
+@dataclass(frozen=True)
+class Opening:
+    """How one process finds and opens the sources of a table."""
+
+    config: JobConfig
+    table: Table
+    num_workers: int = 0
+    check_all: bool = False
+
+    def find(self, entry: Entry) -> SourceFacts:
+        """Look for a source; tokenize and pack it, unless it is streamed or that is done."""
+        recipe = recipe_of(entry, self.config)
+        if is_streamed(entry):
+            return self._find_stream(recipe)
+        cache = self._tokenize(recipe)
+        if self._is_packed:
+            samples = open_packing(cache, self._length, again=self.check_all).num_samples
+            logger.info(
+                "%s: its documents fill %s sequences, with %.3g %% padding",
+                entry.name,
+                f"{samples:,}",
+                100 * (1 - cache.num_tokens / (samples * self._length)),
+            )
+        commit = identity.commit_of(recipe.files) if recipe.is_of_hub else ""
+        return SourceFacts(commit, cache.folder.name)
+
+    def open(self, entry: Entry, facts: SourceFacts, looks_at_files: bool) -> OpenSource:
+        """Open a source that has been found, by this process or another."""
+        recipe = recipe_of(entry, self.config)
+        if is_streamed(entry):
+            return self._open_stream(recipe, facts, looks_at_files)
+        try:
+            folder = self._cache_root / facts.cache
+            cache = TokenCache(folder, looks_at_parts=looks_at_files, blocks=self._blocks)
+        except (DamagedCacheError, OSError):  # this node has files and caches of its own
+            cache = self._tokenize(recipe)
+        packing = open_packing(cache, self._length) if self._is_packed else None
+        return CachedSource(entry, cache, facts.commit, packing)
+
+    @property
+    def _length(self) -> int:
+        """Tokens of a sample."""
+        return self.config.training.seq_len + 1
+
+    @property
+    def _is_packed(self) -> bool:
+        return self.table == "training" and self.config.training.packing != "cut"
+
+    @property
+    def _cache_root(self) -> Path:
+        return cache_root(self.config.training.token_cache_folder)
+
+    @property
+    def _blocks(self) -> BlockCache:
+        limit = int(self.config.training.block_cache_gib * (1 << 30))
+        return BlockCache(self._cache_root / "blocks", limit)
+
+    def _tokenize(self, recipe: TokenizationSpec) -> TokenCache:
+        """Open the cache of a source, which is made first if need be.
+
+        Raises:
+            ConfigError: if it holds fewer samples than it is to give.
+        """
+        cache = open_cache(
+            recipe,
+            self._cache_root,
+            num_workers=self.num_workers,
+            check_all=self.check_all,
+            max_bad_records=self.config.training.max_bad_records,
+            blocks=self._blocks,
+        )
+        needed, keys = 1, "training.seq_len"
+        if self.table == "validation" and self.config.validation.num_samples > 1:
+            needed, keys = self.config.validation.num_samples, f"{keys} or validation.num_samples"
+        samples = cache.num_tokens // self._length
+        if samples < needed:
+            tokens = f"its {cache.num_tokens:,} tokens give {samples} samples of {self._length}"
+            rule, fix = f"{tokens}, and {needed} are needed", f"add data, or lower {keys}"
+            raise recipe.entry.error("dataset", rule, fix)
+        return cache
+
+    def _find_stream(self, recipe: TokenizationSpec) -> SourceFacts:
+        documents = _hash(recipe, recipe.files)
+        if not recipe.is_of_hub:
+            return SourceFacts(documents=documents, files=recipe.files)
+        opened, commit = recipe.open(streamed=True), identity.commit_of(recipe.files)
+        rows = opened.rows if isinstance(opened, StreamedRows) else None
+        return SourceFacts(commit, documents=documents, rows=rows)
+
+    def _open_stream(
+        self, recipe: TokenizationSpec, facts: SourceFacts, looks_at_files: bool
+    ) -> StreamedSource:
+        entry, training = recipe.entry, self.config.training
+        documents: Documents
+        if facts.rows is not None:
+            documents = StreamedRows(facts.rows, entry)
+        elif entry.source.dataset in ROW_FORMATS:
+            path = facts.files[0].path
+            if not (is_address(path) or os.path.exists(path)):  # this node has a copy elsewhere
+                facts = self._find_stream(recipe)
+            elif looks_at_files:
+                facts = replace(facts, documents=_hash(recipe, facts.files))
+            documents = LocalDocuments(entry, facts.files)
+        else:
+            opened = recipe.open(streamed=True)
+            assert isinstance(opened, Documents)  # `check_path` has rejected files of tokens
+            documents = opened
+        most = entry.source.max_documents or training.stream_shards
+        shards = min(training.stream_shards, documents.max_shards, most)
+        return StreamedSource(
+            entry,
+            documents,
+            recipe.encoder(),
+            shards,
+            training.shuffle_window,
+            facts.documents,
+            facts.commit,
+        )
 
 
-def _documents(
-    recipe: TokenizationSpec, told: Found | None, is_first_here: bool
-) -> tuple[Found, Documents]:
-    """Open the documents of a source that is streamed, of the files that the job was told of if
-    they are here, too: this machine may have a copy elsewhere."""
-    entry, is_local = recipe.entry, recipe.entry.source.dataset in ROW_FORMATS
-    if told is not None and told.rows is not None:
-        return told, StreamedRows(told.rows, entry)
-    if (
-        told is not None
-        and is_local
-        and (is_address(path := told.files[0].path) or os.path.exists(path))
-    ):
-        content = _content(recipe, told.files) if is_first_here else told.content
-        return replace(told, content=content), LocalDocuments(entry, told.files)
-    documents = recipe.open(streamed=True)
-    assert not isinstance(documents, TokenFiles)  # `resolve` has refused it
-    if told is not None and not is_local:
-        return told, documents
-    files = recipe.files()
-    rows = documents.rows if recipe.is_of_hub and isinstance(documents, StreamedRows) else None
-    commit = revision(files) if recipe.is_of_hub else ""
-    return Found(commit, content=_content(recipe, files), files=files, rows=rows), documents
-
-
-def _content(recipe: TokenizationSpec, files: Sequence[DataFile]) -> str:
+def _hash(recipe: TokenizationSpec, files: Sequence[DataFile]) -> str:
+    """Return the `documents_hash` of a stream of these files."""
     try:
-        some = sampled(files)
+        some = identity.hash_some_bytes(files)
     except OSError as error:
         raise unreadable(recipe.entry, error) from error
-    return f"{fingerprint(recipe.entry, files, is_portable=True)}, {some}, {recipe.method()}"
+    documents = identity.hash_documents(recipe.entry, files, is_portable=True)
+    return f"{documents}, {some}, {recipe.encoding_hash}"

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from meshwright.datasets.encoding import NO_LOSS
+from meshwright.datasets.files import Entry
 from meshwright.datasets.order import permutation, permuted
 from meshwright.datasets.storage import RangeFile
 from meshwright.datasets.token_cache.cache import (
@@ -218,6 +219,11 @@ class Packing:
     window: Callable[[int], Pieces]
     """Returns the pieces of a window, by sample."""
 
+    @property
+    def num_samples(self) -> int:
+        """Of an epoch."""
+        return int(self.bin_starts[-1])
+
 
 def packed_in_memory(cache: TokenCache, capacity: int) -> Packing:
     """Pack a cache. A window is computed whenever it is asked for."""
@@ -306,7 +312,7 @@ class PackedSamples(CachedSamples):
 
     def __init__(self, cache: TokenCache, packing: Packing, seed: int | None) -> None:
         super().__init__(cache, packing.capacity, seed)
-        self._packing, self.samples_per_epoch = packing, int(packing.bin_starts[-1])
+        self._packing, self.samples_per_epoch = packing, packing.num_samples
 
     def _sample(self, epoch: int, position: int) -> Sample:
         window = int(self._packing.bin_starts.searchsorted(position, side="right")) - 1
@@ -318,3 +324,30 @@ class PackedSamples(CachedSamples):
         begins, ends = own["begin"].tolist(), (own["begin"] + own["length"]).tolist()
         raw = [self._cache.tokens(*place) for place in zip(begins, ends, strict=True)]
         return to_sample(raw, padded_to=self._length)
+
+
+@dataclass(frozen=True)
+class CachedSource:
+    """A source in a token cache: any sample of it can be read."""
+
+    entry: Entry
+    cache: TokenCache
+    commit: str = ""
+    """Of a dataset of the Hub."""
+    packing: Packing | None = None
+    """None: documents are cut."""
+
+    @property
+    def content(self) -> str:
+        """Equal where all its samples are."""
+        return self.cache.content
+
+    def samples_per_epoch(self, length: int) -> int:
+        """Return how many samples of `length` tokens an epoch has; length includes the label."""
+        return self.samples(SampleRules(length, seed=None)).samples_per_epoch
+
+    def samples(self, rules: SampleRules) -> CachedSamples:
+        """Return its samples, packed if it is."""
+        if self.packing is not None:
+            return PackedSamples(self.cache, self.packing, rules.seed)
+        return CachedSamples(self.cache, rules.length, rules.seed)

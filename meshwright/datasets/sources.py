@@ -13,10 +13,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from meshwright.datasets import identity
 from meshwright.datasets.files import (
     ROW_FORMATS,
     Entry,
-    fingerprint,
     local_files,
     token_files,
     token_paths,
@@ -117,7 +117,7 @@ def open_hub(repository: str, subset: str, entry: Entry, streamed: bool) -> Docu
     options = {"name": name, "revision": source.dataset_revision or None}
     if source.dataset_path:
         # its own cache is not made again for a file that has changed, but not its time
-        made_of = fingerprint(entry, hub_files(repository, subset, entry))
+        made_of = identity.hash_documents(entry, hub_files(repository, subset, entry))
         folder = os.path.join(datasets.config.HF_DATASETS_CACHE, made_of)
         options = {"name": source.dataset_subset or None, "cache_dir": folder}
     with openable(entry):

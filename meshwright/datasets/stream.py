@@ -13,10 +13,11 @@ import numpy.typing as npt
 from pydantic import TypeAdapter
 
 from meshwright.config.job_config import JobConfig
-from meshwright.datasets.opening import CachedSource, OpenSource, StreamedSource
+from meshwright.datasets.encoding import Encoder
+from meshwright.datasets.files import Entry
 from meshwright.datasets.order import Mixture, permutation
-from meshwright.datasets.rows import Item, Reader
-from meshwright.datasets.samples import Sample, SampleRules, to_sample
+from meshwright.datasets.rows import Documents, Item, Reader
+from meshwright.datasets.samples import CachedSource, Sample, SampleRules, to_sample
 from meshwright.system.errors import RecordError, first_line
 from meshwright.system.files import ABSENT, may_pass, read_patiently, warn_once
 from meshwright.system.log import logger
@@ -27,6 +28,37 @@ PassOver = Callable[[RecordError], None]
 
 class EndOfData(Exception):  # noqa: N818  an end like StopIteration, no error
     """A source has been read as often as it may be."""
+
+
+@dataclass(frozen=True)
+class StreamedSource:
+    """A source that is read in the order of its shards."""
+
+    entry: Entry
+    documents: Documents
+    encoder: Encoder
+    num_shards: int
+    window: int
+    """Documents that are shuffled together."""
+    documents_hash: str = ""
+    """Hashes of its settings with the names and sizes of its files; of a little of their content;
+    and of the user's code, the tokenizer and the chat template that make its tokens."""
+    commit: str = ""
+    """Of a dataset of the Hub."""
+
+    @property
+    def unused(self) -> set[str]:
+        """Columns of rows, and keys of messages, that have been read so far and are not used."""
+        return {*self.documents.unused, *self.encoder.unread}
+
+    @property
+    def content(self) -> str:
+        """Equal where all its samples are, as far as is known without reading all of it."""
+        shards = f"{self.num_shards} shards, {self.window} documents a window"
+        return f"{shards}, {self.documents_hash}"
+
+
+OpenSource = CachedSource | StreamedSource
 
 
 @dataclass

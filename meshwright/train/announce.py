@@ -19,8 +19,9 @@ from meshwright.config.job_config import changed
 from meshwright.config.loader import to_toml
 from meshwright.config.provenance import with_comments
 from meshwright.datasets.named_sources import local_paths
-from meshwright.datasets.opening import CachedSource, OpenSource
+from meshwright.datasets.samples import CachedSource
 from meshwright.datasets.sources import by_suffix, left_out
+from meshwright.datasets.stream import OpenSource
 from meshwright.datasets.tokenizers.kinds import Tokenizer, end_of_chat
 from meshwright.metrics.console import duration
 from meshwright.metrics.reporter import Reporter

@@ -14,9 +14,8 @@ from meshwright.config.changes import to_json
 from meshwright.config.job_config import JobConfig
 from meshwright.config.loader import to_toml
 from meshwright.datasets.loader import Loader, slots_of
-from meshwright.datasets.opening import OpenSource
 from meshwright.datasets.samples import SampleRules
-from meshwright.datasets.stream import Cursor, SampleStream
+from meshwright.datasets.stream import Cursor, OpenSource, SampleStream
 from meshwright.metrics import sinks
 from meshwright.metrics.console import Console
 from meshwright.metrics.reporter import Phases, Reporter, Work

@@ -22,7 +22,7 @@ from meshwright.config.combinations import (
 )
 from meshwright.config.job_config import JobConfig, changed
 from meshwright.config.stages import error_of_stage, staged
-from meshwright.datasets.files import OF_DOCUMENTS
+from meshwright.datasets.identity import OF_DOCUMENTS
 from meshwright.datasets.named_sources import (
     check_budgets,
     check_mixture,

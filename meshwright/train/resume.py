@@ -10,8 +10,7 @@ import meshwright
 from meshwright.checkpoint.manifest import DATALOADER, Manifest, left_out
 from meshwright.config.changes import changes, config_defaults, to_json
 from meshwright.config.training import Source
-from meshwright.datasets.opening import OpenSource
-from meshwright.datasets.stream import Cursor, bad_records
+from meshwright.datasets.stream import Cursor, OpenSource, bad_records
 from meshwright.datasets.tokenizers.kinds import end_ids
 from meshwright.system.errors import ConfigError, config_error
 from meshwright.system.log import logger
@@ -47,7 +46,7 @@ def manifest_of(
         "data_identity": plan.data_identity,
         "data_content": {source.entry.name: source.content for source in sources},
         "validation_content": {source.entry.name: source.content for source in validation_sources},
-        "data_revisions": {source.entry.name: source.found.revision for source in sources},
+        "data_revisions": {source.entry.name: source.commit for source in sources},
         "model_name": plan.config.model.name,
         "model_args": dataclasses.asdict(plan.model_args),
         "tokenizer_path": plan.config.model.tokenizer_path,
@@ -114,7 +113,7 @@ def place_in_data(plan: ResolvedJob, saved: Manifest, sources: Sequence[OpenSour
         was = saved["data_content"].get(source.entry.name)
         if was != source.content and not (begins_stage and _is_new(source, saved)):
             commit = saved["data_revisions"].get(source.entry.name, "")
-            is_other = commit not in ("", source.found.revision)
+            is_other = commit not in ("", source.commit)
             pin = f"set {source.entry.key}.dataset_revision = {commit!r}; or " * is_other
             raise source.entry.error(
                 "dataset",

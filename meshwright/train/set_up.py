@@ -13,6 +13,7 @@ The order matters:
 import functools
 import gc
 import hashlib
+import itertools
 import json
 import os
 import socket
@@ -32,10 +33,10 @@ from meshwright.checkpoint.conversion.initial_load import check_initial
 from meshwright.checkpoint.manager import CheckpointManager
 from meshwright.checkpoint.manifest import Manifest
 from meshwright.config.changes import differences, shown, to_json
-from meshwright.datasets.encoding import short_hash, tokenizer_parts
+from meshwright.datasets.identity import short_hash, tokenizer_parts
 from meshwright.datasets.loader import Loader
-from meshwright.datasets.opening import Found, OpenSource, open_data
-from meshwright.datasets.stream import Cursor, steps_of_data
+from meshwright.datasets.opening import TABLES, find_data, open_data
+from meshwright.datasets.stream import Cursor, OpenSource, steps_of_data
 from meshwright.launch.heartbeat import Heartbeat
 from meshwright.metrics.reporter import Pause, Reporter
 from meshwright.metrics.sinks import Sink, set_aside_run
@@ -237,27 +238,17 @@ def _resume_or_begin(
 def _open_data(
     plan: ResolvedJob, checkpoints: CheckpointManager
 ) -> tuple[Sequence[OpenSource], Sequence[OpenSource]]:
-    """Open the training and the validation data: the first rank looks for files, revisions and
-    caches, and tells the others. Collective."""
-    opened: list[list[OpenSource]] = []
-    is_first_here = os.environ.get("LOCAL_RANK", "0") == "0"
-
-    def open_here(told: Sequence[Sequence[Found]] = ((), ())) -> list[list[Found]]:
-        opened.append(open_data("training", plan.config, told[0], is_first_here=is_first_here))
-        opened.append(open_data("validation", plan.config, told[1], is_first_here=is_first_here))
-        return [[source.found for source in sources] for sources in opened]
-
-    told = checkpoints.tell(open_here)
-    if not opened:
-        open_here(told)
-    sources, validation_sources = opened
+    """Open the training and the validation data by what the first rank finds of it: files, commits
+    and caches. The first rank of each node compares the content of the files. Collective."""
+    facts = checkpoints.tell(lambda: find_data(plan.config))
+    looks_at_files = os.environ.get("LOCAL_RANK", "0") == "0"
+    opened = [
+        open_data(table, plan.config, facts, looks_at_files=looks_at_files) for table in TABLES
+    ]
     check_same(
-        {
-            f"{source.entry.key}.dataset": source.content
-            for source in (*sources, *validation_sources)
-        }
+        {f"{source.entry.key}.dataset": source.content for source in itertools.chain(*opened)}
     )
-    return sources, validation_sources
+    return opened[0], opened[1]
 
 
 CONFIG = "config"

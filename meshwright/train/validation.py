@@ -9,9 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.datasets.loader import padded_samples, to_batches
-from meshwright.datasets.opening import CachedSource, OpenSource
-from meshwright.datasets.samples import Sample, SampleRules
-from meshwright.datasets.stream import Cursor
+from meshwright.datasets.samples import CachedSource, Sample, SampleRules
+from meshwright.datasets.stream import Cursor, OpenSource
 from meshwright.datasets.tokenizers.kinds import prompt_tokens, text_ends
 from meshwright.models.loss import IGNORE, Batch, SummedLoss, has_loss
 from meshwright.parallelisms.context_parallel import local_part, local_positions

@@ -245,11 +245,11 @@ def test_the_code_is_all_that_is_run(monkeypatch, tmp_path, name) -> None:
 def opened(folder: Path, mode: str) -> tuple[int, list[str], list[int]]:
     """How often this rank looked for files, what its sources hold, and its first tokens."""
     looked: list[str] = []
-    resolve, load = files.resolve, datasets.load_dataset
+    find_files, load = files.resolve, datasets.load_dataset
 
     def note(path: str, suffixes: Sequence[str]) -> list[files.DataFile]:
         looked.append(path)
-        return resolve(path, suffixes)
+        return find_files(path, suffixes)
 
     def load_builder(name: str, subset: str | None, revision: str | None = None) -> object:
         looked.append(name)
@@ -289,7 +289,7 @@ def test_the_first_rank_of_each_machine_looks_at_its_files(tmp_path: Path) -> No
     words = words_of(tmp_path, tmp_path / "data", training__dataset_mode="streamed")
     plan = resolve(load_config(words), 2, looks_at_files=False)
     manager = CheckpointManager(plan.checkpoint_folder, plan.config.checkpoint)
-    there = patch.object(opening, "_content", lambda *_: f"of machine {dist.get_rank()}")
+    there = patch.object(opening, "_hash", lambda *_: f"of machine {dist.get_rank()}")
     with there, patch.dict(os.environ, LOCAL_RANK="0"), pytest.raises(ConfigError, match="rank 1"):
         _open_data(plan, manager)
 

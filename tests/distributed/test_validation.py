@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from meshwright.config.loader import load_config
 from meshwright.config.training import Source
 from meshwright.datasets.files import Entry
-from meshwright.datasets.opening import CachedSource
+from meshwright.datasets.samples import CachedSource
 from meshwright.models.families.llama import LlamaArgs
 from meshwright.models.loss import IGNORE, Batch
 from meshwright.parallelisms.rules.degrees import ParallelDims

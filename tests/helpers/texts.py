@@ -13,8 +13,9 @@ from meshwright.config.training import Source
 from meshwright.datasets.conversations import Message
 from meshwright.datasets.encoding import Encoder, TokenizationSpec
 from meshwright.datasets.files import Entry
-from meshwright.datasets.opening import CachedSource, OpenSource, StreamedSource
 from meshwright.datasets.rows import Document, IndexedDocuments, Item
+from meshwright.datasets.samples import CachedSource
+from meshwright.datasets.stream import OpenSource, StreamedSource
 from meshwright.datasets.token_cache.tokenizing import open_cache
 from meshwright.datasets.tokenizers.kinds import ByteTokenizer
 
@@ -88,7 +89,8 @@ class TextsRecipe:
     def encoder(self) -> Encoder:
         return Encoder(ByteTokenizer(), Turns)
 
-    def identity(self) -> str:
+    @property
+    def id(self) -> str:
         return hashlib.sha256(repr(self.texts).encode()).hexdigest()[:16]
 
 

@@ -11,12 +11,12 @@ import pytest
 from pyarrow import parquet
 
 from meshwright.config.training import Source
-from meshwright.datasets.files import Entry, fingerprint
-from meshwright.datasets.opening import StreamedSource
+from meshwright.datasets.files import Entry
+from meshwright.datasets.identity import hash_documents
 from meshwright.datasets.rows import Item, conditions
 from meshwright.datasets.samples import SampleRules
 from meshwright.datasets.sources import find_dataset
-from meshwright.datasets.stream import Shard, ShardPlace
+from meshwright.datasets.stream import Shard, ShardPlace, StreamedSource
 from meshwright.datasets.token_cache.tokenizing import open_cache
 from meshwright.system.errors import ConfigError, RecordError
 from tests.helpers.cli import check_job
@@ -111,9 +111,9 @@ def test_a_held_out_part_is_the_same_in_any_order_and_kind_of_file(tmp_path: Pat
 def test_a_side_has_a_cache_of_its_own(data) -> None:
     source = Source(**data)
     sides = [Entry("t", "", source, *held) for held in ((), (0.1, False), (0.1, True), (0.2, True))]
-    assert len({fingerprint(side, []) for side in sides}) == 4
+    assert len({hash_documents(side, []) for side in sides}) == 4
     later = [{"max_documents": 3}, {"dataset_where": ["a == 1"]}]
-    assert len({fingerprint(entry(**data, **k), []) for k in [{}, *later]}) == 3
+    assert len({hash_documents(entry(**data, **k), []) for k in [{}, *later]}) == 3
 
 
 def shards(data: dict[str, str], place: list[ShardPlace], **keys: Any) -> list[Shard]:

@@ -19,8 +19,9 @@ from meshwright.config.training import Training
 from meshwright.datasets import samples as packing
 from meshwright.datasets.encoding import NO_LOSS
 from meshwright.datasets.loader import to_batches
-from meshwright.datasets.opening import CachedSource, open_data
+from meshwright.datasets.opening import find_data, open_data
 from meshwright.datasets.samples import (
+    CachedSource,
     PackedSamples,
     Sample,
     SampleRules,
@@ -237,11 +238,11 @@ def test_a_job_opens_its_data_packed(tmp_path) -> None:
     config = config_of(tmp_path)
     (source,) = open_data("training", config)
     assert isinstance(source, CachedSource)
-    (told,) = open_data("training", config, [source.found], is_first_here=True)
+    (again,) = open_data("training", config, find_data(config), looks_at_files=True)
     rules = SampleRules(LENGTH, SEED)
     first, second = (
         [sample.raw.tolist() for sample in find_samples(s, 0, 30, rules, (0, Cursor()))]
-        for s in (source, told)
+        for s in (source, again)
     )
     assert first == second
     pieces = [min(len(encode(t)) - at, 8) for t in TEXTS for at in range(0, len(encode(t)), 8)]

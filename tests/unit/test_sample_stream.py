@@ -26,13 +26,14 @@ from meshwright.datasets.loader import (
     to_batches,
     whole_cursor,
 )
-from meshwright.datasets.opening import OpenSource, open_data
+from meshwright.datasets.opening import open_data
 from meshwright.datasets.order import permutation, permuted
 from meshwright.datasets.rows import Item
 from meshwright.datasets.samples import CachedSamples, SampleRules
 from meshwright.datasets.stream import (
     Cursor,
     EndOfData,
+    OpenSource,
     SampleStream,
     Shard,
     ShardPlace,

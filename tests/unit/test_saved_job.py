@@ -10,9 +10,9 @@ import pytest
 from meshwright.config.changes import to_json
 from meshwright.config.job_config import Checkpoint
 from meshwright.config.loader import load_config
-from meshwright.datasets.opening import StreamedSource, open_data
+from meshwright.datasets.opening import open_data
 from meshwright.datasets.sources import DATASETS
-from meshwright.datasets.stream import Cursor
+from meshwright.datasets.stream import Cursor, StreamedSource
 from meshwright.system.errors import ConfigError
 from meshwright.system.modules import code_of, import_user_module
 from meshwright.train.resolve import ResolvedJob, resolve
@@ -61,7 +61,7 @@ def check_is_noticed(source: StreamedSource, before: str, fix: str = "fix: ", **
 
 def test_a_dataset_that_has_changed_names_the_commit_to_pin(tmp_path: Path) -> None:
     source = opened(*BYTES, *lines(tmp_path))
-    source = replace(source, found=replace(source.found, revision=NEW))
+    source = replace(source, commit=NEW)
     pin = f"fix: set training.dataset_revision = '{OLD}'; or restore"
     for revision, fix in ((OLD, pin), (NEW, "fix: restore"), ("", "fix: restore")):
         revisions = {source.entry.name: revision}

@@ -19,7 +19,8 @@ from pyarrow import parquet
 from meshwright.config.loader import load_config
 from meshwright.datasets import sympy_source
 from meshwright.datasets.encoding import NO_LOSS, TokenizationSpec
-from meshwright.datasets.files import fingerprint, local_files, revision
+from meshwright.datasets.files import local_files
+from meshwright.datasets.identity import commit_of, hash_documents
 from meshwright.datasets.named_sources import check_path, sympy_note
 from meshwright.datasets.opening import open_data
 from meshwright.datasets.rows import Document, Documents, IndexedDocuments, unreadable
@@ -195,7 +196,7 @@ def test_an_error_that_stays_asks_for_no_other_start(number: int | None, kind: t
 def test_a_stream_that_cannot_be_looked_at_now_is_started_again(folder: Path, monkeypatch) -> None:
     write("json", folder)
     stale = Mock(side_effect=OSError(116, "Stale file handle"))
-    monkeypatch.setattr("meshwright.datasets.opening.sampled", stale)
+    monkeypatch.setattr("meshwright.datasets.identity.hash_some_bytes", stale)
     keys = "dataset=json", f"dataset_path={folder}", "dataset_mode=streamed"
     words = [f"--training.{key}" for key in keys]
     config = load_config([*words, "--model.tokenizer_path=bytes"])
@@ -416,22 +417,22 @@ def test_what_a_dataset_does_not_read(keys, message) -> None:
         check_path(entry(**keys), find_dataset(keys["dataset"]))
 
 
-def test_whatever_changes_the_documents_changes_the_fingerprint(folder: Path) -> None:
+def test_whatever_changes_the_documents_changes_the_hash_documents(folder: Path) -> None:
     write("json", folder)
     files = local_files(entry(dataset="json", dataset_path=str(folder)))
     (folder / "formats.py").write_text(FORMAT)
     keys = {"dataset": "json", "dataset_path": str(folder)}
     formatted = keys | {"dataset_format": f"{folder}/formats.py:numbered"}
-    seen = [fingerprint(entry(**keys), files)]
-    assert fingerprint(entry(**keys), files) == seen[0]
-    seen.append(fingerprint(entry(**keys, dataset_column="other"), files))
-    seen.append(fingerprint(entry(**keys), files[:1]))
-    seen.append(fingerprint(entry(**formatted), files))
+    seen = [hash_documents(entry(**keys), files)]
+    assert hash_documents(entry(**keys), files) == seen[0]
+    seen.append(hash_documents(entry(**keys, dataset_column="other"), files))
+    seen.append(hash_documents(entry(**keys), files[:1]))
+    seen.append(hash_documents(entry(**formatted), files))
     (folder / "formats.py").write_text(FORMAT.replace("other", "text"))
-    seen.append(fingerprint(entry(**formatted), files))
+    seen.append(hash_documents(entry(**formatted), files))
     with open(folder / "a.jsonl", "a") as file:
         file.write('{"text": "more"}\n')
-    seen.append(fingerprint(entry(**keys), local_files(entry(**keys))))
+    seen.append(hash_documents(entry(**keys), local_files(entry(**keys))))
     assert len(set(seen)) == len(seen)
 
 
@@ -514,16 +515,16 @@ def hub(monkeypatch) -> dict[str, object]:
 def test_a_revision_of_the_hub_is_pinned_and_known(hub, folder: Path) -> None:
     recipe = partial(tokenization, dataset="owner/name")
     pinned, newest = recipe(dataset_revision=COMMITS[0]), recipe()
-    assert (revision(pinned.files()), revision(newest.files())) == COMMITS
-    assert pinned.identity() != newest.identity()
-    assert newest.identity() == recipe(dataset_revision=COMMITS[1]).identity()
+    assert (commit_of(pinned.files), commit_of(newest.files)) == COMMITS
+    assert pinned.id != newest.id
+    assert newest.id == recipe(dataset_revision=COMMITS[1]).id
     pinned.open(streamed=False)
     assert hub["revision"] == COMMITS[0]
     newest.open(streamed=False)
     assert hub["revision"] is None
     rule = r"dataset_split = 'dev': no such split\n  fix: choose from train"
     with pytest.raises(ConfigError, match=rule):
-        recipe(dataset_split="dev").identity()
+        _ = recipe(dataset_split="dev").id
 
 
 def test_a_cache_that_cannot_be_made_names_its_variable() -> None:

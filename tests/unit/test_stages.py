@@ -17,7 +17,8 @@ from meshwright.config.changes import changes, config_defaults, to_json
 from meshwright.config.job_config import JobConfig, changed
 from meshwright.config.loader import load_config
 from meshwright.config.stages import staged
-from meshwright.datasets.opening import CachedSource, open_data
+from meshwright.datasets.opening import open_data
+from meshwright.datasets.samples import CachedSource
 from meshwright.datasets.stream import Cursor, ShardPlace
 from meshwright.system.errors import ConfigError
 from meshwright.system.processes import Launch

@@ -19,10 +19,12 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
+from meshwright.config.loader import load_config
 from meshwright.config.section import BYTES
-from meshwright.datasets import encoding
+from meshwright.datasets import identity
 from meshwright.datasets.conversations import Conversation
 from meshwright.datasets.encoding import NO_LOSS, TokenizationSpec
+from meshwright.datasets.opening import open_data
 from meshwright.datasets.rows import IndexedDocuments
 from meshwright.datasets.samples import CachedSamples
 from meshwright.datasets.storage import DESCRIPTORS, RangeFile
@@ -86,6 +88,7 @@ def test_any_number_of_processes_makes_the_same_cache(tmp_path) -> None:
 
 BAD = """
 import multiprocessing, time
+from meshwright.datasets.opening import open_data
 from meshwright.datasets.rows import IndexedDocuments
 from meshwright.datasets.sources import DatasetSpec
 
@@ -186,7 +189,7 @@ def test_another_chat_template_is_another_cache(tmp_path) -> None:
     recipe = TokenizationSpec(source, BYTES, str(template))
     for content in ("{{ messages }}", "{{ messages[0] }}"):
         template.write_text(content)
-        identities.add(recipe.identity())
+        identities.add(recipe.id)
     assert len(identities) == 2
     # another token by a name that the template writes
     byte_level_json(tmp_path / "tokenizer.json", ["<s>", "</s>", "<end>"])
@@ -194,7 +197,7 @@ def test_another_chat_template_is_another_cache(tmp_path) -> None:
         (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos}))
         for content in ("{{ messages }}", "{{ eos_token }}"):
             template.write_text(content)
-            identities.add(replace(recipe, tokenizer_path=str(tmp_path)).identity())
+            identities.add(replace(recipe, tokenizer_path=str(tmp_path)).id)
     assert len(identities) == 6
 
 
@@ -300,12 +303,12 @@ def test_a_cache_of_someone_else_that_is_damaged(tmp_path, monkeypatch) -> None:
 def test_a_process_opens_what_is_there_now(tmp_path) -> None:
     """Not what was behind the same path before."""
     (tmp_path / "a.txt").write_text("first text")
-    recipe = tokenization(dataset="text", dataset_path=str(tmp_path / "a.txt"))
-    first = open_cache(recipe, tmp_path / "cache", num_workers=1)
+    keys = {"dataset": "text", "dataset_path": str(tmp_path / "a.txt")}
+    first = open_cache(tokenization(**keys), tmp_path / "cache", num_workers=1)
     stat = (tmp_path / "a.txt").stat()
     (tmp_path / "a.txt").write_text("another one")
     os.utime(tmp_path / "a.txt", ns=(stat.st_atime_ns, stat.st_mtime_ns))  # as rsync does
-    second = open_cache(recipe, tmp_path / "cache", num_workers=1)
+    second = open_cache(tokenization(**keys), tmp_path / "cache", num_workers=1)
     assert documents_of(first) == [encode("first text")]
     assert documents_of(second) == [encode("another one")]
 
@@ -485,6 +488,31 @@ def test_a_conversation_that_its_template_rejects_is_named_by_file_and_row(tmp_p
 @pytest.mark.parametrize("key", ["dataset_format", "dataset_column"])
 def test_what_becomes_of_conversations_is_part_of_the_cache(tmp_path, monkeypatch, key) -> None:
     recipe = chat_recipe(tmp_path, [], **{key: "messages"})
-    before = recipe.identity()
-    monkeypatch.setattr(encoding, "CHATS", encoding.CHATS + 1)
-    assert recipe.identity() != before
+    before = recipe.id
+    monkeypatch.setattr(identity, "CHATS_VERSION", identity.CHATS_VERSION + 1)
+    assert recipe.id != before
+
+
+def test_a_cache_of_an_earlier_version_is_found_by_its_name(tmp_path, monkeypatch) -> None:
+    """Names and contents are those of commit 69d0286a: by other names all data would be tokenized
+    again, and with other contents every checkpoint would be rejected."""
+    monkeypatch.chdir(tmp_path)
+    lines = [json.dumps({"text": f"document {i} of a few words", "id": i}) for i in range(40)]
+    Path("rows.jsonl").write_text("\n".join(lines))
+    os.utime("rows.jsonl", ns=(10**18, 10**18))
+    recipe = tokenization(dataset="json", dataset_path="rows.jsonl")
+    sides = [replace(recipe.entry, held_out=0.3, is_held_out=side) for side in (False, True)]
+    found = []
+    for spec in (recipe, *(replace(recipe, entry=side) for side in sides)):
+        cache = open_cache(spec, tmp_path, num_workers=1)
+        found.append((cache.folder.name, cache.content))
+    assert found == [
+        ("json-c7b02e0cf868569f", "aac42318302c43a0"),
+        ("json-bdb4ae5c851fe226", "80da6ce02c3a0a16"),
+        ("json-041f58391bb61f74", "33258a319b7d73e3"),
+    ]
+    words = ["--model.tokenizer_path=bytes", "--training.dataset=json"]
+    words += ["--training.dataset_path=rows.jsonl", "--training.dataset_mode=streamed"]
+    (stream,) = open_data("training", load_config(words))
+    hashes = "d9072a01c4b3ab5f, 2999aebf356ab7e8, 3ef775f29e6b80ac"
+    assert stream.content == f"1 shards, 256 documents a window, {hashes}"

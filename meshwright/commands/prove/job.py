@@ -14,10 +14,9 @@ from meshwright.checkpoint.state import RNG, TrainingTensors
 from meshwright.config.training import Source, Training
 from meshwright.datasets.encoding import NO_LOSS, Encoder, Tokens
 from meshwright.datasets.files import Entry
-from meshwright.datasets.opening import CachedSource, OpenSource, StreamedSource
 from meshwright.datasets.rows import IndexedDocuments
-from meshwright.datasets.samples import packed_in_memory
-from meshwright.datasets.stream import Cursor
+from meshwright.datasets.samples import CachedSource, packed_in_memory
+from meshwright.datasets.stream import Cursor, OpenSource, StreamedSource
 from meshwright.datasets.token_cache.cache import BLOCK_DOCUMENTS, TokenCache
 from meshwright.datasets.tokenizers.kinds import ByteTokenizer
 from meshwright.metrics.reporter import Reporter

@@ -39,8 +39,7 @@ from meshwright.commands.prove.measurement import (
 from meshwright.commands.prove.reductions import narrower, watch_reductions
 from meshwright.config.job_config import Checkpoint, JobConfig
 from meshwright.datasets.loader import whole_cursor
-from meshwright.datasets.opening import OpenSource
-from meshwright.datasets.stream import Cursor
+from meshwright.datasets.stream import Cursor, OpenSource
 from meshwright.metrics.reporter import Phase
 from meshwright.metrics.sinks import Record
 from meshwright.parallelisms.initialize import initialize

@@ -66,7 +66,7 @@ def cache_root(given: str) -> Path:
 def cache_folder(recipe: TokenizationSpec, root: Path) -> Path:
     """Return the folder of a source's cache; it need not be there."""
     name = recipe.entry.source.dataset.replace("/", "--")
-    return root / f"{name}-{recipe.identity()}"
+    return root / f"{name}-{recipe.id}"
 
 
 def open_cache(
