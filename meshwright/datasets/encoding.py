@@ -31,6 +31,17 @@ NO_LOSS = 1 << 31
 Tokens = npt.NDArray[np.uint32]
 
 
+def loss_line(num_lost: int, num_characters: int) -> str:
+    """Return a sentence on characters that the tokenizer has no token for; "" if there are none."""
+    if not num_lost:
+        return ""
+    share = num_lost / num_characters
+    return (
+        f"the tokenizer has no token for {num_lost:,} of {num_characters:,} characters "
+        f"({share:.2%}, white space left out): they vanish or become unknown tokens"
+    )
+
+
 class Encoder:
     """Documents to tokens: BOS text EOS, or a conversation by the chat template.
 
@@ -38,11 +49,15 @@ class Encoder:
         open_template: called if there is a conversation; it may raise that there is no template.
     """
 
+    num_lost, num_characters = 0, 0
+    """Characters of all texts so far that have no token, and all of them; both without white space,
+    and 0 where a tokenizer has a token for everything."""
+
+    _logged_at = 0
+    """`num_characters` when `new_loss_line` was last not empty."""
+
     def __init__(self, tokenizer: Tokenizer, open_template: "Callable[[], ChatTemplate]") -> None:
         self._tokenizer, self._open_template = tokenizer, open_template
-        self.num_lost, self.num_characters = 0, 0
-        """Characters of all texts so far that have no token, and all of them; both without white
-        space, and 0 where a tokenizer has a token for everything."""
 
     @functools.cached_property
     def _template(self) -> "ChatTemplate":
@@ -65,6 +80,14 @@ class Encoder:
         )
         self._count_lost(*document.texts)
         return np.where(counts, ids, np.bitwise_or(ids, NO_LOSS)).astype(np.uint32)
+
+    def new_loss_line(self) -> str:
+        """Return `loss_line` of the texts so far; "" until ten times as many have been read as when
+        it was last returned, so that a log of days has a few of them."""
+        if not self.num_lost or self.num_characters < 10 * self._logged_at:
+            return ""
+        self._logged_at = self.num_characters
+        return loss_line(self.num_lost, self.num_characters)
 
     def _count_lost(self, *texts: str) -> None:
         if self._tokenizer.loses_text:

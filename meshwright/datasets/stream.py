@@ -153,6 +153,8 @@ class Shard:
                 at.document, at.window, at.taken = 0, at.window + 1, at.taken + _count(window)
                 for name in sorted(self._source.unused):
                     warn_once(f"{self._source.entry.name}: {name!r} of its rows is not used")
+                if line := self._source.encoder.new_loss_line():
+                    logger.warning("%s: so far, %s", self._source.entry.name, line)
             if not has_documents:
                 fix = "lower training.stream_shards, so that each has some"
                 raise self._source.entry.error("dataset", "holds no text in one of its shards", fix)

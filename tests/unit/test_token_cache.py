@@ -467,6 +467,18 @@ def test_what_is_not_used_is_counted_in_the_log(tmp_path: Path, caplog) -> None:
     assert "with the number of each: 'id' (6), 'name' (6), 'url' (4)" in caplog.text
 
 
+def test_a_part_for_validation_does_not_count_the_same_columns_again(tmp_path, caplog) -> None:
+    lines = [
+        {"messages": [turn | {"content": str(n)} for turn in TURNS], "id": n} for n in range(9)
+    ]
+    recipe = chat_recipe(tmp_path, lines, dataset_format="messages")
+    with caplog.at_level("INFO"):
+        for is_held_out in (False, True):
+            side = replace(recipe.entry, held_out=0.5, is_held_out=is_held_out)
+            open_cache(replace(recipe, entry=side), tmp_path / "c", num_workers=1)
+    assert caplog.text.count("'id' (9)") == 1
+
+
 def test_what_other_processes_do_not_use_is_counted_too(tmp_path: Path, caplog) -> None:
     chat_recipe(tmp_path, [])
     module = tmp_path / "own.py"

@@ -2,16 +2,22 @@
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-from meshwright.datasets.encoding import Encoder
+from meshwright.config.section import BYTES
+from meshwright.datasets.encoding import Encoder, TokenizationSpec
+from meshwright.datasets.samples import SampleRules
+from meshwright.datasets.stream import Cursor, SampleStream, StreamedSource
+from meshwright.datasets.token_cache.tokenizing import open_cache
 from meshwright.datasets.tokenizers.kinds import build_tokenizer
 from meshwright.system.errors import ConfigError
 from tests.campaigns.tokenizer_files import draw, judge
+from tests.helpers.texts import entry
 from tests.helpers.tokenizer_files import byte_level_json, sentencepiece_model
 
 LETTERS = "abcdefghij"
@@ -187,3 +193,35 @@ def test_characters_without_a_token_are_counted(tmp_path: Path) -> None:
     lossy = build_tokenizer(str(sentencepiece_model(tmp_path / "v.model", **options)))
     assert lossy.loses_text
     assert lossy.count_lost("def \u1234\u1235 x") == (2, 6)
+
+
+def lossy_text(folder: Path, text: str) -> TokenizationSpec:
+    """Of a file, by a tokenizer of letters alone."""
+    letters_json(folder / "tokenizer.json", "[UNK]")
+    (folder / "a.txt").write_text(text)
+    return TokenizationSpec(entry("text", dataset_path=str(folder / "a.txt")), str(folder))
+
+
+LOSES = "the tokenizer has no token for 2 of 8 characters (25.00%, white space left out): they van"
+
+
+def test_a_cache_knows_how_many_characters_have_no_token(tmp_path: Path) -> None:
+    lossy = lossy_text(tmp_path, "abcd Z1 ab")
+    for _ in range(2):  # made, and found
+        cache = open_cache(lossy, tmp_path / "c", num_workers=1)
+        assert cache.loss_line.startswith(LOSES)
+    complete = replace(lossy, tokenizer_path=BYTES)
+    assert open_cache(complete, tmp_path / "c", num_workers=1).loss_line == ""
+
+
+def test_a_stream_says_now_and_then_how_many_characters_have_no_token(tmp_path, caplog) -> None:
+    lossy = lossy_text(tmp_path, "abcd Z1 ab")
+    documents, encoder = lossy.open(streamed=True), lossy.encoder()
+    source = StreamedSource(lossy.entry, documents, encoder, num_shards=1, window=1)
+    stream = SampleStream([source], Cursor(), SampleRules(9, seed=0), batch=1, slots=[0])
+    for _ in range(30):  # each has one epoch's 9 tokens
+        stream.next_sample()
+    said = [line for line in caplog.messages if "has no token" in line]
+    assert said[0].startswith(f"text: so far, {LOSES}")
+    assert [" of 8 " in said[0], " of 80 " in said[1]] == [True, True]
+    assert len(said) == 2

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from meshwright.datasets.encoding import loss_line
 from meshwright.datasets.storage import BlockCache, ChangedError, DataFile, RangeFile, is_address
 from meshwright.system.errors import ConfigError
 from meshwright.system.files import warn_once
@@ -239,14 +240,8 @@ class TokenCache:
 
     @property
     def loss_line(self) -> str:
-        """A sentence on characters that the tokenizer has no token for; "" if there are none."""
-        if not self._num_lost:
-            return ""
-        share = self._num_lost / self._num_characters
-        return (
-            f"the tokenizer has no token for {self._num_lost:,} of {self._num_characters:,} "
-            f"characters ({share:.2%}, white space left out): they vanish or become unknown tokens"
-        )
+        """As `encoding.loss_line`, of all documents."""
+        return loss_line(self._num_lost, self._num_characters)
 
     def lengths(self, block: int) -> Lengths:
         """Tokens of each document in a block, in the order in which they lie."""

@@ -258,7 +258,8 @@ def _tokenize(todo: _Todo, claims: Claims, num_workers: int, missing: int) -> No
                 if isinstance(answer := answers.recv(), BaseException):
                     raise answer
                 unused += answer
-            if unused:
+            # the rows of the part for validation are those of the training, which says it
+            if unused and not entry.is_held_out:
                 logger.info("%s: %s", name, note_of_unused(unused))
         except BaseException as error:
             counts[0] = 1
