@@ -43,7 +43,7 @@ def test_another_system_is_refused_before_anything_is_installed(tmp_path: Path) 
     (fake := tmp_path / "uname").write_text("#!/bin/sh\necho Darwin\n")
     fake.chmod(0o755)
     script = f'PATH={tmp_path}:$PATH; source "{ROOT}/scripts/environment.sh"; prepare_environment'
-    program = "import sys; sys.platform = 'darwin'; import meshwright"
+    program = "import sys; sys.platform = 'darwin'; from meshwright.__main__ import start; start()"
     for words, name in (
         (["bash", "-c", script], "Darwin"),
         ([sys.executable, "-c", program], "darwin"),

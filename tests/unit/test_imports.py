@@ -25,6 +25,13 @@ def test_the_collector_is_off_within_and_as_it_was_afterwards(is_on: bool) -> No
         (gc.enable if before else gc.disable)()
 
 
+def test_importing_the_package_ends_nothing_and_imports_little() -> None:
+    program = "import sys; sys.platform = 'darwin'; import meshwright; print(len(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert int(done.stdout) < 150  # torch has thousands
+
+
 SELDOM = {  # each takes tens of milliseconds or more of the time to the first step
     *("torch.distributed.pipelining", "torch._inductor.compile_fx", "torchao"),
     *("tensorboard", "wandb", "datasets", "pyarrow"),
