@@ -26,6 +26,7 @@ from meshwright.models.decoder import Decoder
 from meshwright.parallelisms.initialize import initialize
 from meshwright.system import hardware
 from meshwright.system.log import log_to_console, logger
+from meshwright.train.facts import look
 from meshwright.train.job import run
 from meshwright.train.resolve import ResolvedJob, resolve
 
@@ -48,7 +49,7 @@ def make_plan(folder: Path, steps: int, batch: int, more: list[str]) -> Resolved
         "compile.enable": "false",  # as the bare loop
     }
     config = load_config([*(f"--{key}={value}" for key, value in keys.items()), *more])
-    return resolve(config, world_size=1)
+    return resolve(config, look(config, 1))
 
 
 class BareLoop:

@@ -16,6 +16,7 @@ with uncollected():  # torch, too, as train.py
 
     from meshwright.config.loader import load_config
     from meshwright.system.log import log_to_console
+    from meshwright.train.facts import look
     from meshwright.train.job import run
     from meshwright.train.resolve import resolve
 
@@ -46,7 +47,7 @@ def main() -> None:
         keys = job_keys(w, folder) | tokenizer | json.loads(os.environ.get(OVERRIDES, "{}"))
         config = load_config([f"--{key}={value}" for key, value in keys.items()])
         marks = Marks()
-        run(resolve(config, w.ranks), extra_sinks=[marks])
+        run(resolve(config, look(config, w.ranks)), extra_sinks=[marks])
     marks.watch.report()
     os._exit(0)
 

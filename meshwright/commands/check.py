@@ -19,7 +19,8 @@ from meshwright.system.errors import as_toml, config_error, numbered
 from meshwright.system.files import Place
 from meshwright.system.log import log_to_console, logger
 from meshwright.system.machine import Ranks, count_ranks, why_bf16_is_slow
-from meshwright.train.resolve import ResolvedJob, resolve, resume_diff
+from meshwright.train.facts import look, look_at_files
+from meshwright.train.resolve import ResolvedJob, resolve
 
 DEFAULT_PRESET = "debug_model"
 
@@ -36,7 +37,7 @@ def run(given: Namespace) -> None:
     plan = check_job(given, ranks)
     parameters = f"{plan.model_args.table.num_params:,} parameters"
     can_run = f"{given.config} can run: {parameters}, {numbered(ranks.total, 'rank')}"
-    if plan.resume_step and resume_diff(plan).is_done:
+    if plan.resume_diff is not None and plan.resume_diff.is_done:
         print(f"{given.config} has nothing to do")
         return
     for stage in plan.training_stages:
@@ -53,13 +54,14 @@ def run(given: Namespace) -> None:
         logger.warning("an export would be rejected without --without-tokenizer: %s", why)
 
 
-def check_job(given: Namespace, ranks: Ranks) -> ResolvedJob:
+def check_job(given: Namespace, ranks: Ranks, device_type: str | None = None) -> ResolvedJob:
     """Check that a job can run, and log how "auto" was decided for compilation, which options have
     no effect, whether another type would be much faster, how the job differs from the one that
     saved the checkpoint to resume from, and whether its folder is another than its TOML's.
 
     Args:
         given: without CONFIG, gets that of $CONFIG_FILE, or the debug model.
+        device_type: "cuda" or "cpu", if it trains on this machine.
 
     Raises:
         ConfigError: for every fault.
@@ -67,12 +69,15 @@ def check_job(given: Namespace, ranks: Ranks) -> ResolvedJob:
     given.config = given.config or os.environ.get("CONFIG_FILE") or DEFAULT_PRESET
     log_to_console()
     written = read(given)
-    plan = resolve(
-        written.config(),
+    config = written.config()
+    facts = look(
+        config,
         ranks.total,
-        is_gpu=ranks.gpus != 0,
+        expects_gpus=ranks.gpus != 0,
+        device_type=device_type,
         is_inherited=written.provenance.is_inherited,
     )
+    plan = resolve(config, look_at_files(config, facts))
     if plan.config.checkpoint.last_save_in_hf and (why := _export_fault(plan)):
         fix = "set it to false, and export with --without-tokenizer"
         raise config_error("checkpoint.last_save_in_hf", True, f"would fail: {why}", fix)
@@ -84,10 +89,9 @@ def check_job(given: Namespace, ranks: Ranks) -> ResolvedJob:
         logger.info("%s", text)
     if slow:
         logger.warning("%s", slow)
-    if plan.resume_step:
-        diff = resume_diff(plan)
-        diff.log()
-        if diff.is_done:  # ranks take seconds to say so
+    if plan.resume_diff is not None:
+        plan.resume_diff.log()
+        if plan.resume_diff.is_done:  # ranks take seconds to say so
             logger.info("%s holds step %d, the last", plan.checkpoint_folder, plan.resume_step)
     _warn_of_move(given, plan)
     if is_taken:

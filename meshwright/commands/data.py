@@ -6,11 +6,15 @@ from argparse import Namespace
 
 from meshwright.commands.options import add_stage, check_named, of_stage
 from meshwright.config.command_line import Parser
+from meshwright.config.job_config import JobConfig
 from meshwright.config.loader import read
+from meshwright.config.rules import broken_rules
 from meshwright.config.stages import staged
-from meshwright.system.errors import check
+from meshwright.datasets.tokenizers.kinds import Tokenizer
+from meshwright.system.errors import Mistakes, check
 from meshwright.system.log import log_to_console, logger
-from meshwright.train.resolve import check_data
+from meshwright.train.facts import look_at_data
+from meshwright.train.resolve import DATA
 
 
 def add_options(parser: Parser) -> None:
@@ -64,6 +68,15 @@ def run(given: Namespace) -> None:
     else:
         before = of_stage(whole, given.stage - 1).training.steps if given.stage > 1 else 0
         views.print_overview(config, sources, config.training.steps - before)
+
+
+def check_data(config: JobConfig) -> Tokenizer:
+    """Return the tokenizer; raise `ConfigError` for everything that is wrong with the data."""
+    facts, mistakes = look_at_data(config), Mistakes()
+    mistakes.errors += [*facts.faults, *broken_rules(config, facts, DATA)]
+    mistakes.check()
+    assert facts.tokenizer is not None
+    return facts.tokenizer
 
 
 def _say_first(given: Namespace) -> None:

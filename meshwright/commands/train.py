@@ -14,14 +14,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from meshwright.checkpoint.commit import step_folder
-from meshwright.checkpoint.manifest import read_manifest
 from meshwright.commands.check import check_job
 from meshwright.commands.options import add_ranks
 from meshwright.config.command_line import Parser
 from meshwright.config.loader import find_config
 from meshwright.launch.restarts import check_progress
-from meshwright.parallelisms.rules.compile_choice import check_compiler
 from meshwright.system import slurm
 from meshwright.system.errors import ConfigError, check, numbered
 from meshwright.system.files import text_of
@@ -97,9 +94,8 @@ def run(given: Namespace) -> None:
     log_ranks = _log_ranks(given, ranks)
     nodes_given = given.nnodes is not None or bool(os.environ.get("NNODES"))
     slurm.check_tasks(ranks.machines if nodes_given else None, os.environ)
-    plan = check_job(given, ranks)
+    plan = check_job(given, ranks, device_type="cuda" if ranks.gpus else "cpu")
     check_progress(Path(plan.config.job.dump_folder), plan.resume_step, os.environ)
-    check_compiler(plan.config, is_gpu=ranks.gpus != 0)
     # not at the top: numpy takes as long as all checks, which come first
     from meshwright.datasets.opening import open_data
     from meshwright.datasets.stream import Cursor, steps_of_data
@@ -107,9 +103,8 @@ def run(given: Namespace) -> None:
 
     sources = open_data("training", plan.config)  # which tokenises it, before ranks wait for that
     cursor = Cursor()
-    if 0 < plan.resume_step < plan.config.training.steps:  # of other data, it is rejected
-        saved = read_manifest(step_folder(plan.checkpoint_folder, plan.resume_step))
-        cursor = place_in_data(plan, saved, sources)
+    if plan.facts.saved is not None and plan.resume_step < plan.config.training.steps:
+        cursor = place_in_data(plan, plan.facts.saved.manifest, sources)  # of other data: rejected
     data_steps = steps_of_data(plan.config, sources, plan.resume_step, cursor)
     known, told = replace(plan, data_steps=data_steps), plan.notes
     for text in known.notes:

@@ -320,6 +320,12 @@ class JobConfig(Section):
         return self.num_data_ranks * cut > 1 or needs_fsdp_alone(self.training, self.float8)
 
     @property
+    def overlaps_tensor_parallel(self) -> bool:
+        """Whether tensor parallelism's collectives and matmuls are to overlap."""
+        p = self.parallelism
+        return p.enable_async_tensor_parallel and p.tensor_parallel_degree > 1
+
+    @property
     def compiles_validation(self) -> bool:
         """Whether the first validation compiles: masks have compiled kernels."""
         return self.compile.is_on or self.training.mask_documents

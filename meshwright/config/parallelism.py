@@ -123,6 +123,11 @@ class ActivationCheckpoint(Section, on_resume="none"):
     """With mode = memory_budget: the share kept of a compiled block's usual activations.
     1: as without recomputation; 0: as with full."""
 
+    @property
+    def saves_by_op(self) -> bool:
+        """Whether the outputs of `saved_ops` are kept."""
+        return self.mode == "selective" and self.selective_ac_option == "op"
+
 
 def _check_bool_or_auto(value: object) -> object:
     """Refuse other values with one error: pydantic would give one for each type of the union."""

@@ -89,9 +89,9 @@ def _source(keys: Source) -> Source:
 
 def is_streamed(entry: Entry) -> bool:
     """Return whether its tokens are not kept."""
-    spec = find_dataset(entry.source.dataset)
-    assert spec is not None
-    mode = entry.source.dataset_mode
+    spec, mode = find_dataset(entry.source.dataset), entry.source.dataset_mode
+    if spec is None:  # `check_sources` rejects it
+        return False
     return spec.path == "optional" if mode == "auto" else mode == "streamed"
 
 
@@ -103,9 +103,8 @@ def local_paths(entry: Entry) -> list[str]:
     return [file.path for file in spec.find(entry)]
 
 
-def check_sources(section: Training | Validation, key: str, *, looks_at_files: bool = True) -> None:
-    """Check that datasets are known and have names of their own, and that local files are there; if
-    it `looks_at_files`, also their first rows."""
+def check_sources(section: Training | Validation, key: str) -> None:
+    """Check that datasets are known and have names of their own, and that their keys suit them."""
     is_single = "dataset" in section.model_fields_set and section.dataset
     check(
         not (section.datasets and is_single),
@@ -121,21 +120,33 @@ def check_sources(section: Training | Validation, key: str, *, looks_at_files: b
         if spec is None:
             fix = f'{did_you_mean(name, DATASETS)} (one of the hub is written "owner/name")'
             raise entry.error("dataset", "no such dataset", fix)
-        check_path(entry, spec, looks_at_files=looks_at_files)
+        check_path(entry, spec)
         if getattr(section, "packing", "cut") != "cut" and is_streamed(entry):
             rule = f"{entry.name} is streamed, so the lengths of its documents are not known"
             fix = f'set {entry.key}.dataset_mode = "cached", or leave packing out'
             raise config_error("training.packing", "best_fit", rule, fix)
-        files = spec.find(entry) if looks_at_files and name in ROW_FORMATS else []
-        check_kind(files, f"{entry.key}.dataset_path")
-        passes_over = getattr(section, "max_bad_records", 0) > 0
-        if files and not passes_over and (fault := head_fault(entry, files)) is not None:
-            file = next((file for file in files if str(fault).startswith(file.path)), None)
-            what, _, fix = str(fault).partition(FIX)
-            raise RecordError(fault.key, f"{what}{FIX}{fix or _fix_of(fault, entry, file)}")
         rule = "another dataset is called so, too"
         check(entry.name not in names, f"{entry.key}.name", entry.name, rule, "give it another")
         names.add(entry.name)
+
+
+def check_files(entry: Entry, max_bad_records: int = 0) -> None:
+    """Check that the local files of a source are there, and their first rows, unless some records
+    may be bad; `check_path` has the rest."""
+    source, spec = entry.source, find_dataset(entry.source.dataset)
+    if spec is None or not source.dataset_path:
+        return
+    if spec.path == "required":
+        spec.files(entry)
+    elif not Path(source.dataset_path).exists():
+        fix = where_it_ends(source.dataset_path)
+        raise entry.error("dataset_path", "no such file or folder", fix)
+    files = spec.find(entry) if source.dataset in ROW_FORMATS else []
+    check_kind(files, f"{entry.key}.dataset_path")
+    if files and not max_bad_records and (fault := head_fault(entry, files)) is not None:
+        file = next((file for file in files if str(fault).startswith(file.path)), None)
+        what, _, fix = str(fault).partition(FIX)
+        raise RecordError(fault.key, f"{what}{FIX}{fix or _fix_of(fault, entry, file)}")
 
 
 CHAT_COLUMNS = {
@@ -191,9 +202,8 @@ def head_fault(entry: Entry, files: Sequence[DataFile]) -> RecordError | None:
     return None
 
 
-def check_path(entry: Entry, spec: DatasetSpec, *, looks_at_files: bool = True) -> None:
-    """Check that path, subset, split and filters suit the dataset; and, if it `looks_at_files`,
-    that the path is there."""
+def check_path(entry: Entry, spec: DatasetSpec) -> None:
+    """Check that path, subset, split and filters suit the dataset."""
     source, is_hub = entry.source, spec.path == "optional"
     name, path = source.dataset, source.dataset_path
     of_it, out = f"dataset {name!r}", "leave it out"
@@ -208,10 +218,6 @@ def check_path(entry: Entry, spec: DatasetSpec, *, looks_at_files: bool = True) 
     refuse(has_none and path, "dataset_path", f"{of_it} reads no path")
     rule = "a copy of a dataset of the hub cannot be read from a folder with *, ? or [ in its path"
     refuse(is_hub and glob.has_magic(path), "dataset_path", rule, "rename the folder")
-    if needs_path and looks_at_files:
-        spec.files(entry)
-    elif path and looks_at_files and not Path(path).exists():
-        refuse(True, "dataset_path", "no such file or folder", where_it_ends(path))
     is_streamed, rule = source.dataset_mode == "streamed", "tokens are read where they lie"
     refuse(spec.has_tokens and is_streamed, "dataset_mode", rule)
     refuse(source.dataset_subset and not is_hub, "dataset_subset", f"{of_it} has no subsets")
@@ -308,7 +314,7 @@ def check_sample_prompts(validation: Validation, tokenizer: Tokenizer, seq_len: 
         )
 
 
-def check_validation(config: JobConfig, *, looks_at_files: bool = True) -> None:
+def check_validation(config: JobConfig) -> None:
     """Check that the validation has one source of documents, its own or the training's; and that
     it is known how much that is, if all of it is to be read."""
     validation, fraction = config.validation, config.training.validation_fraction
@@ -322,7 +328,7 @@ def check_validation(config: JobConfig, *, looks_at_files: bool = True) -> None:
         "gives it)",
     )
     if validation.enable and not fraction:
-        check_sources(validation, "validation", looks_at_files=looks_at_files)
+        check_sources(validation, "validation")
     streamed = [entry.name for entry in validation_entries(config) if is_streamed(entry)]
     count = validation.num_samples
     check(

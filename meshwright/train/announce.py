@@ -87,8 +87,8 @@ def announce(
 def _written(plan: ResolvedJob) -> str:
     """Return the TOML of the job with every key. One that was left open, by -1 or "auto", stays
     open, so that it runs on any mesh; a comment has its value in this job."""
-    given = plan.given or plan.config
-    given = changed(given, {"model": {"name": plan.config.model.name}})  # of a folder's family
+    # the family of a model folder
+    given = changed(plan.written, {"model": {"name": plan.config.model.name}})
     ranks, comments = numbered(dist.get_world_size(), "rank"), dict[str, str]()
     if not given.training.stages:  # each of which may fill it in otherwise
         for key, old, new in differences(to_json(given), to_json(plan.config)):

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from meshwright.config.loader import parse_config, read, with_lines
-from meshwright.parallelisms.rules.compile_choice import check_compiler
 from meshwright.system import hardware, slurm
 from meshwright.system.errors import (
     EXIT_CODES,
@@ -27,6 +26,7 @@ from meshwright.system.errors import (
 from meshwright.system.log import logger, print_error
 from meshwright.system.machine import allow_files, check_machines, given_rank
 from meshwright.system.processes import Launch, Requests, before_training, die_with_parent
+from meshwright.train.facts import look
 from meshwright.train.job import run
 from meshwright.train.resolve import ResolvedJob, resolve
 
@@ -119,14 +119,14 @@ def _run_command_line(launch: Launch, requests: Requests) -> bool:
     allow_files(world_size)
     plan: ResolvedJob | None = None
     try:
-        plan = resolve(
+        facts = look(
             config,
             world_size,
-            is_gpu=torch.cuda.is_available(),
-            looks_at_files=False,
+            expects_gpus=torch.cuda.is_available(),
+            device_type="cuda" if torch.cuda.is_available() else "cpu",
             is_inherited=written.provenance.is_inherited,
         )
-        check_compiler(plan.config, is_gpu=torch.cuda.is_available())
+        plan = resolve(config, facts)
         return run(plan, requests=requests, launch=launch)
     except ConfigError as error:
         if plan is None and launch.is_checked:
@@ -137,6 +137,7 @@ def _run_command_line(launch: Launch, requests: Requests) -> bool:
         raise
     except Exception as error:
         is_of_compiler = type(error).__module__.startswith(COMPILERS)
-        if is_of_compiler and plan and plan.compile_line and plan.config.compile.is_on:
-            error.add_note(f"{plan.compile_line}\n  fix: compile.enable = false")
+        reason = plan.reasons["compile.enable"] if plan is not None else ""
+        if is_of_compiler and reason:
+            error.add_note(f"{reason}\n  fix: compile.enable = false")
         raise

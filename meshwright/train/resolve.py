@@ -1,26 +1,30 @@
-"""Every check of a job that needs no rank and no memory.
+"""Makes a resolved job of a config and the facts: a pure function. Free of torch.
 
-Free of torch: the launcher calls it first, so a mistake is reported at once. Every rank
-calls it again, for users who start torchrun themselves.
+The launcher calls it first, so that a mistake is reported at once; every rank calls it again, with
+more facts.
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from meshwright.checkpoint import commit, find
-from meshwright.checkpoint.conversion.initial_load import check_initial
-from meshwright.checkpoint.manifest import OPTIMIZER, Manifest, left_out, read_manifest
+from meshwright.checkpoint.manifest import OPTIMIZER, Manifest, left_out
 from meshwright.checkpoint.resume_diff import ResumeDiff, find_resume_diff
-from meshwright.config.combinations import (
-    check_contradictions,
-    check_installed,
-    check_writable,
-    idle_options,
-    never_reached,
+from meshwright.config import combinations
+from meshwright.config.combinations import never_reached
+from meshwright.config.job_config import JobConfig, Update, changed
+from meshwright.config.rules import (
+    Check,
+    Choice,
+    Facts,
+    Row,
+    Rule,
+    broken_rules,
+    check_rules,
+    idle_keys,
 )
-from meshwright.config.job_config import JobConfig, changed
 from meshwright.config.stages import error_of_stage, staged
 from meshwright.datasets.identity import OF_DOCUMENTS
 from meshwright.datasets.named_sources import (
@@ -28,34 +32,19 @@ from meshwright.datasets.named_sources import (
     check_mixture,
     check_sample_prompts,
     check_sources,
-    check_template,
     check_validation,
     idle_source_options,
     sympy_note,
     tokenizer_notes,
     validation_note,
 )
-from meshwright.datasets.tokenizers.kinds import Tokenizer, build_tokenizer
-from meshwright.datasets.tokenizers.special_tokens import Ends
+from meshwright.datasets.tokenizers.kinds import Tokenizer
 from meshwright.models.args import DecoderArgs
 from meshwright.models.family import Family
-from meshwright.parallelisms.rules import memory, stages
-from meshwright.parallelisms.rules.compile_choice import check_budget, resolve_compile
-from meshwright.parallelisms.rules.degrees import (
-    DEGREES,
-    ParallelDims,
-    check_divisible,
-    check_experts,
-    resolve_auto_values,
-)
-from meshwright.parallelisms.rules.precision import (
-    check_fp32_modules,
-    find_float8_layers,
-    find_fp32_modules,
-    resolve_type,
-)
+from meshwright.parallelisms.rules import compile_choice, degrees, memory, precision, stages
+from meshwright.parallelisms.rules.degrees import DEGREES, ParallelDims
 from meshwright.system.errors import ConfigError, Mistakes, check
-from meshwright.system.modules import code_of
+from meshwright.train.facts import JobFacts, Saved
 from meshwright.train.optim.registry import (
     average_decay,
     check_optimizers,
@@ -64,7 +53,6 @@ from meshwright.train.optim.registry import (
     idle_groups,
     names_by_group,
 )
-from meshwright.train.resolve_model import extend_by, resolve_model
 
 
 @dataclass(frozen=True)
@@ -72,13 +60,12 @@ class ResolvedJob:
     """A job that can be run."""
 
     config: JobConfig
-    """Without -1: every value that follows from others is filled in."""
-    type_line: str
-    """How `training.mixed_precision_param = "auto"` was decided, as `resolve_type` returns it."""
-    compile_line: str
-    """How `compile.enable = "auto"` was decided, for the log; as `resolve_compile` returns it."""
-    batch_line: str
-    """For the log: that the batch, and so the result, follows the number of ranks; or ""."""
+    """Without -1 and "auto": every value that follows from others is filled in."""
+    written: JobConfig
+    """The config of the whole job, with -1 and "auto" where they were given."""
+    facts: JobFacts
+    reasons: Mapping[str, str]
+    """For the log: how a key that was left open was filled in, where that is worth a line."""
     family: Family
     model_args: DecoderArgs
     tokenizer: Tokenizer
@@ -93,19 +80,17 @@ class ResolvedJob:
     least_bytes: dict[str, float]
     """Memory that the rank with most parameters surely needs on its device, by purpose."""
     own_code: str
-    """Hash of the module of `experimental.custom_import`, as it runs here; "": there is none."""
+    """As the facts'."""
     resume_step: int = 0
     """Step of the checkpoint to resume from; 0: there is none."""
+    resume_diff: ResumeDiff | None = None
+    """How the job differs from the one that saved that checkpoint; None: there is none."""
     stage_number: int = 1
     """Of the job, from 1 on; `config` is its own."""
     starts_after: int = 0
     """The last step of the stage before it."""
     next_stage: "ResolvedJob | None" = None
     """The stage after it."""
-    given: JobConfig | None = None
-    """The config of the whole job, with -1 and "auto" where they were given."""
-    is_inherited: Callable[[str], bool] = lambda key: False
-    """Whether a preset gave a key: if it has no effect, the user has nothing to do."""
     data_steps: int = 0
     """Step before which `training.max_epochs` ends the data; 0: not known."""
 
@@ -130,6 +115,22 @@ class ResolvedJob:
         message = f"{key}: {here}, and its checkpoint was saved in stage {was}"
         fix = "give earlier stages the ends that they had, or use another job.dump_folder"
         raise ConfigError(key, f"{message}\n  fix: {fix}")
+
+    @property
+    def filled_in(self) -> Update:
+        """The values of the keys that a config may leave open, as plain data."""
+        parallelism, training = self.config.parallelism, self.config.training
+        return {
+            "parallelism": {
+                "data_parallel_shard_degree": parallelism.data_parallel_shard_degree,
+                "fsdp_reduce_gradients": parallelism.fsdp_reduce_gradients,
+            },
+            "training": {
+                "global_batch_size": training.global_batch_size,
+                "mixed_precision_param": training.mixed_precision_param,
+            },
+            "compile": {"enable": self.config.compile.enable},
+        }
 
     @property
     def steps(self) -> int:
@@ -201,12 +202,12 @@ class ResolvedJob:
             for stage in self.training_stages
         ]
         lines = (
-            self.batch_line,
+            self.reasons["training.global_batch_size"],
             validation_note(self.config),
             sympy_note(self.config),
             *tokenizer_notes(self.tokenizer, self.config),
-            self.type_line,
-            self.compile_line,
+            self.reasons["training.mixed_precision_param"],
+            self.reasons["compile.enable"],
             min(slow),
         )
         return [*filter(None, lines), *self.idle_options.values()]
@@ -215,193 +216,244 @@ class ResolvedJob:
     def idle_options(self) -> dict[str, str]:
         """Options that have no effect in this stage or a later one, and a sentence why."""
         names, groups = list(self.model_args.table.parameters), self.config.optimizer.groups
-        found = (
-            *idle_options(self.config),
+        idle = (
+            *idle_keys(self.config, self.facts, RULES),
             *idle_source_options(self.config),
             *idle_groups(groups, names, self.frozen),
         )
-        lines = {line.partition(" = ")[0]: line for line in found}
+        lines = {line.partition(" = ")[0]: line for line in idle}
         later = lines if self.next_stage is None else self.next_stage.idle_options
-        return {k: line for k, line in lines.items() if k in later and not self.is_inherited(k)}
+        is_inherited = self.facts.is_inherited
+        return {key: line for key, line in lines.items() if key in later and not is_inherited(key)}
 
 
-def resolve(
-    config: JobConfig,
-    world_size: int,
-    *,
-    is_gpu: bool = False,
-    looks_at_files: bool = True,
-    checks_memory: bool = True,
-    is_inherited: Callable[[str], bool] = lambda key: False,
-) -> ResolvedJob:
-    """Check `config` for a job of `world_size` ranks; each of its stages.
-
-    Args:
-        is_gpu: ranks train on GPUs, as far as is known here.
-        looks_at_files: also check the checkpoint to resume from, or the weights to start from. The
-            ranks of a job leave it to the first, once they can talk.
-        checks_memory: refuse a job that surely does not fit `job.device_memory_gib`.
-        is_inherited: as the plan's.
-
-    Returns:
-        The plan of the stage that the job continues with, as far as files were looked at.
-
-    Raises:
-        ConfigError: for the first thing that would keep it from running.
-    """
-    plans, plan = list[ResolvedJob](), None
-    for number, one in enumerate(staged(config)):
-        try:
-            found = _resolve_stage(one, world_size, is_gpu, looks_at_files, checks_memory)
-        except ConfigError as error:
-            raise error_of_stage(error, config, number) from None
-        starts_after = plans[-1].config.training.steps if plans else 0
-        plans.append(replace(found, stage_number=number + 1, starts_after=starts_after))
-    for found in reversed(plans):
-        plan = replace(found, next_stage=plan, given=config, is_inherited=is_inherited)
-    assert plan is not None
-    return _look_at_files(plan) if looks_at_files else plan
+def _judge(judge: Callable[..., object], *arguments: object) -> Sequence[ConfigError]:
+    """Return the errors that a function raises."""
+    mistakes = Mistakes()
+    with mistakes.collect():
+        judge(*arguments)
+    return mistakes.errors
 
 
-def _resolve_stage(
-    config: JobConfig, world_size: int, is_gpu: bool, looks_at_files: bool, checks_memory: bool
-) -> ResolvedJob:
-    """Check one stage, apart from the checkpoint that it continues from."""
-    tokenizer = check_alone(config, looks_at_files=looks_at_files)
-    follows_ranks = config.training.global_batch_size == -1 and world_size > 1
-    config = resolve_auto_values(config, world_size, stages.num_stages(config.parallelism))
-    config, type_line = resolve_type(config, is_gpu=is_gpu)
-    family, model_args = resolve_model(config)
-    config = changed(config, {"model": {"name": family.name}})
-    check_divisible(config, model_args.table)
-    check_experts(config, model_args.table)
-    fp32_modules = find_fp32_modules(config, model_args)
-    config, compile_line = resolve_compile(config, model_args, fp32_modules, is_gpu=is_gpu)
-    check_fp32_modules(config, fp32_modules, model_args.table)
-    check_budget(config, model_args.table, is_gpu=is_gpu)
-    stage_modules = stages.plan_pipeline(config, model_args.table)
-    float8_layers = find_float8_layers(config, model_args.table, fp32_modules)
-    names, patterns = list(model_args.table.parameters), config.model.frozen
-    frozen = frozenset[str]().union(*(find_names("model.frozen", one, names) for one in patterns))
-    check(len(frozen) < len(names), "model.frozen", patterns, "leaves no parameter to train")
-    load = memory.heaviest_load(config, model_args.table, stage_modules, frozen)
-    config = memory.choose_reduction(config, load)
-    least_bytes = memory.least_memory(config, load)
-    if config.job.device_memory_gib and checks_memory:
-        memory.check_memory(config, least_bytes, config.job.device_memory_gib)
-    names_by_group(config.optimizer.groups, names)
-    check_optimizers(config.optimizer, model_args.table.parameters)
-    check_budgets(config.training)
-    why_not = family.hf.why_not(model_args) if config.checkpoint.last_save_in_hf else ""
-    check(not why_not, "checkpoint.last_save_in_hf", True, why_not, "leave it out")
-    average_decay(config)
-    check(
-        tokenizer.vocab_size <= model_args.vocab_size,
+def _prompts(config: JobConfig, facts: JobFacts) -> Sequence[ConfigError]:
+    if not config.validation.enable:
+        return []
+    prompts = config.validation, facts.tokenizer, config.training.seq_len
+    return _judge(check_sample_prompts, *prompts)
+
+
+DATA: tuple[Row[JobFacts], ...] = (
+    Check(lambda c, _: _judge(check_sources, c.training, "training")),
+    Check(lambda c, _: _judge(check_mixture, c.training.datasets)),
+    Check(lambda c, _: _judge(check_validation, c)),
+    Check(_prompts, needs="tokenizer"),
+)
+
+
+def find_frozen(config: JobConfig, names: Sequence[str]) -> frozenset[str]:
+    """Return the names of the parameters that `model.frozen` matches, of `names`."""
+    key, patterns = "model.frozen", config.model.frozen
+    frozen = frozenset[str]().union(*(find_names(key, pattern, names) for pattern in patterns))
+    check(len(frozen) < len(names), key, patterns, "leaves no parameter to train")
+    return frozen
+
+
+def _small_vocabulary(config: JobConfig, facts: JobFacts) -> Mapping[str, int] | None:
+    assert facts.tokenizer is not None
+    sizes = {"tokenizer": facts.tokenizer.vocab_size, "model": facts.spec.vocab_size}
+    return sizes if sizes["tokenizer"] > sizes["model"] else None
+
+
+def _not_exported(config: JobConfig, facts: JobFacts) -> str:
+    assert facts.family is not None
+    assert facts.model is not None
+    return facts.family.hf.why_not(facts.model) if config.checkpoint.last_save_in_hf else ""
+
+
+MODEL: tuple[Row[JobFacts], ...] = (
+    Check(
+        lambda c, facts: _judge(find_frozen, c, list(facts.spec.parameters)),
+        needs="model",
+    ),
+    Check(
+        lambda c, facts: _judge(names_by_group, c.optimizer.groups, list(facts.spec.parameters)),
+        needs="model",
+    ),
+    Check(
+        lambda c, facts: _judge(check_optimizers, c.optimizer, facts.spec.parameters),
+        needs="model",
+    ),
+    Rule("checkpoint.last_save_in_hf", _not_exported, "{detail}", "leave it out", needs="model"),
+    Rule(
         "model.tokenizer_path",
-        config.model.tokenizer_path,
-        f"its vocabulary of {tokenizer.vocab_size} is larger than the model's, "
-        f"{model_args.vocab_size}",
-        f"set model.args.vocab_size = {tokenizer.vocab_size}",
-    )
-    batch = config.training.global_batch_size
-    batch_line = (
+        _small_vocabulary,
+        "its vocabulary of {detail[tokenizer]} is larger than the model's, {detail[model]}",
+        "set model.args.vocab_size = {detail[tokenizer]}",
+        needs="tokenizer model",
+    ),
+    Check(lambda c, _: _judge(check_budgets, c.training), needs="world_size"),
+    Check(lambda c, _: _judge(average_decay, c), needs="world_size"),
+)
+
+WITHOUT_DATA: tuple[Row[Facts], ...] = (
+    *combinations.RULES,
+    *degrees.RULES,
+    *precision.RULES,
+    *compile_choice.RULES,
+    *stages.RULES,
+)
+"""Rules that need the model and the device at most."""
+
+RULES: tuple[Row[Any], ...] = (*WITHOUT_DATA, *DATA, *MODEL)
+"""Every rule of a config whose -1 and "auto" are filled in, in the order of the messages."""
+
+
+def _choose_name(_: JobConfig, facts: JobFacts) -> Choice:
+    """A model folder decides about the family, unless the config does."""
+    return Choice({"model": {"name": facts.family.name}} if facts.family is not None else {})
+
+
+def _choose_mesh(config: JobConfig, facts: JobFacts) -> Choice:
+    if facts.world_size is None:
+        return Choice()
+    update = degrees.fill_in_mesh(config, facts.world_size)
+    batch = update["training"]["global_batch_size"]
+    follows_ranks = config.training.global_batch_size == -1 and facts.world_size > 1
+    line = (
         f"training.global_batch_size = -1: the batch follows the number of ranks, here {batch} "
         f"sequences per step; set it to {batch} for the same result on any mesh"
     )
+    return Choice(update, line if follows_ranks else "")
+
+
+CHOICES: tuple[tuple[str, Callable[[JobConfig, JobFacts], Choice]], ...] = (
+    ("model.name", _choose_name),
+    ("training.global_batch_size", _choose_mesh),
+    ("training.mixed_precision_param", precision.choose_type),
+    ("compile.enable", compile_choice.choose_compile),
+)
+"""How -1, "auto" and the family are filled in, in this order; by the key that is decided."""
+
+
+class _Filled(NamedTuple):
+    """The config of a stage that keeps to the rules, with nothing left open but the reduction."""
+
+    config: JobConfig
+    reasons: dict[str, str]
+
+
+def _fill_in(config: JobConfig, facts: JobFacts) -> _Filled:
+    """Fill in the values that a config leaves open; raise `ConfigError` for each broken rule."""
+    mistakes, reasons = Mistakes(), dict[str, str]()
+    mistakes.errors += broken_rules(config, facts, (degrees.MESH, stages.TAKES_STAGES))
+    if mistakes.errors:  # what depends on the mesh can't be judged
+        facts = replace(facts, world_size=None)
+    for key, choose in CHOICES:
+        update, reasons[key] = choose(config, facts)
+        config = changed(config, update)
+    mistakes.errors += broken_rules(config, facts, RULES)
+    mistakes.check()
+    return _Filled(config, reasons)
+
+
+def _complete(config: JobConfig, reasons: Mapping[str, str], facts: JobFacts) -> ResolvedJob:
+    """Return the job of a stage that keeps to `RULES`; raise `ConfigError` if its gradients can't
+    be kept, or it doesn't fit its device."""
+    assert facts.family is not None
+    assert facts.model is not None
+    assert facts.tokenizer is not None
+    table = facts.spec
+    pipeline_modules = stages.assign_modules(config.parallelism, table)
+    fp32_modules = precision.find_fp32_modules(config, table)
+    frozen = find_frozen(config, list(table.parameters))
+    load = memory.heaviest_load(config, table, pipeline_modules, frozen)
+    config = changed(config, memory.choose_reduction(config, load))
+    least_bytes = memory.least_memory(config, load)
+    check_rules(config, replace(facts, least_bytes=least_bytes), memory.RULES)
     return ResolvedJob(
         config=config,
-        type_line=type_line,
-        compile_line=compile_line,
-        batch_line=batch_line if follows_ranks else "",
-        family=family,
-        model_args=model_args,
-        tokenizer=tokenizer,
+        written=config,
+        facts=facts,
+        reasons=reasons,
+        family=facts.family,
+        model_args=facts.model,
+        tokenizer=facts.tokenizer,
         frozen=frozen,
-        pipeline_modules=stage_modules,
+        pipeline_modules=pipeline_modules,
         fp32_modules=fp32_modules,
-        float8_layers=float8_layers,
+        float8_layers=precision.find_float8_layers(config, table, fp32_modules),
         least_bytes=least_bytes,
-        own_code=code_of(config.experimental.custom_import),
+        own_code=facts.own_code,
     )
 
 
-def _look_at_files(plan: ResolvedJob) -> ResolvedJob:
-    """Check the checkpoint to resume from, or the weights to start from; return the plan of its
-    stage, with the step."""
-    config = plan.config.checkpoint
-    choice = find.choose(plan.checkpoint_folder, config.load_step) if config.enable else None
-    if choice is None:
-        is_tie_given = plan.config.model.gives_tie
-        check_initial(config, plan.model_args, plan.family, is_tie_given=is_tie_given)
-        return plan
-    checkpoint, manifest, _ = choice
-    plan = replace(plan.stage_at(manifest["step"]), resume_step=manifest["step"])
-    diff = resume_diff(plan, manifest)
+def resume_from(job: ResolvedJob, saved: Saved) -> ResolvedJob:
+    """Return the stage of `job` that continues from a checkpoint.
+
+    Args:
+        job: of the first stage that it may continue with.
+
+    Raises:
+        ConfigError: if the checkpoint does not suit the job.
+    """
+    checkpoint, manifest = saved
+    job = job.stage_at(manifest["step"])
+    diff = find_resume_diff(
+        manifest,
+        checkpoint,
+        job.config,
+        job.model_args,
+        job.data_identity,
+        job.frozen,
+        job.own_code,
+        begins_stage=job.begins_stage_with(manifest),
+    )
     diff.check()
-    parameters = {n: p for n, p in plan.model_args.table.parameters.items() if n not in plan.frozen}
-    optimizer, saved = plan.config.optimizer, manifest["config"].get("optimizer", {})
+    trained = {n: p for n, p in job.model_args.table.parameters.items() if n not in job.frozen}
+    optimizer, was = job.config.optimizer, manifest["config"].get("optimizer", {})
     check(
         diff.is_done
-        or OPTIMIZER in left_out(config, manifest)
-        or not has_other_state(optimizer, saved, parameters),
+        or OPTIMIZER in left_out(job.config.checkpoint, manifest)
+        or not has_other_state(optimizer, was, trained),
         "optimizer.name",
         optimizer.name,
         f"checkpoint {checkpoint} was saved with another optimizer",
         'use that, or begin with a fresh one: checkpoint.exclude_from_loading = ["optimizer"]',
     )
-    return plan
+    return replace(job, resume_step=manifest["step"], resume_diff=diff)
 
 
-def check_alone(config: JobConfig, *, looks_at_files: bool = True) -> Tokenizer:
-    """Check values that need no others, and rules between keys; return the tokenizer.
+def resolve(config: JobConfig, facts: JobFacts, filled_in: Sequence[Update] = ()) -> ResolvedJob:
+    """Return the job of `config`: its first stage, or the one that its checkpoint continues with.
 
     Args:
-        looks_at_files: also at the first row of local data.
+        facts: all that is known here, as `look` returns it.
+        filled_in: `ResolvedJob.filled_in` of each stage, if another rank has chosen.
 
     Raises:
-        ConfigError: for all faults together.
+        ConfigError: for every rule that is broken, as far as the facts tell; of several stages,
+            in the first that breaks one.
     """
-    mistakes = Mistakes()
+    mistakes, jobs = Mistakes(), list[ResolvedJob]()
+    mistakes.errors += facts.faults
     with mistakes.collect():
-        check_contradictions(config)
-    with mistakes.collect():
-        resolve_model(config)
-    with mistakes.collect():
-        tokenizer = check_data(config, looks_at_files=looks_at_files)
-    with mistakes.collect():
-        check_installed("metrics.enable_wandb", config.metrics.enable_wandb, "wandb")
-    with mistakes.collect():
-        check_installed("float8.enable", config.float8.enable, "torchao")
-    with mistakes.collect():
-        check_writable(config)
+        for number, one in enumerate(staged(config)):
+            try:
+                known = changed(one, filled_in[number]) if filled_in else one
+                filled = _fill_in(known, facts)
+                if not mistakes.errors:
+                    jobs.append(_complete(*filled, facts))
+            except ConfigError as error:
+                raise error_of_stage(error, config, number) from None
     mistakes.check()
-    return tokenizer
-
-
-def check_data(config: JobConfig, *, looks_at_files: bool = True) -> Tokenizer:
-    """Check the data as far as possible without reading it, as `check_alone` does."""
-    extend_by(config.experimental.custom_import)
-    mistakes = Mistakes()
-    with mistakes.collect():
-        model = config.model
-        tokenizer = build_tokenizer(model.tokenizer_path, Ends(model.bos_token, model.eos_token))
-        check_template(config.training, model)
-    with mistakes.collect():
-        check_sources(config.training, "training", looks_at_files=looks_at_files)
-        check_mixture(config.training.datasets)
-    with mistakes.collect():
-        check_validation(config, looks_at_files=looks_at_files)
-    mistakes.check()
-    if config.validation.enable:
-        check_sample_prompts(config.validation, tokenizer, config.training.seq_len)
-    return tokenizer
-
-
-def resume_diff(plan: ResolvedJob, manifest: Manifest | None = None) -> ResumeDiff:
-    """Return how the job differs from the one that saved its checkpoint, whose manifest this is."""
-    checkpoint = commit.step_folder(plan.checkpoint_folder, plan.resume_step)
-    manifest = read_manifest(checkpoint) if manifest is None else manifest
-    job = plan.config, plan.model_args, plan.data_identity, plan.frozen, plan.own_code
-    return find_resume_diff(
-        manifest, checkpoint, *job, begins_stage=plan.begins_stage_with(manifest)
-    )
+    following: ResolvedJob | None = None
+    for index in reversed(range(len(jobs))):
+        following = replace(
+            jobs[index],
+            written=config,
+            stage_number=index + 1,
+            starts_after=jobs[index - 1].config.training.steps if index else 0,
+            next_stage=following,
+        )
+    assert following is not None
+    return following if facts.saved is None else resume_from(following, facts.saved)

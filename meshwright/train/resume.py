@@ -15,7 +15,7 @@ from meshwright.datasets.tokenizers.kinds import end_ids
 from meshwright.system.errors import ConfigError, config_error
 from meshwright.system.log import logger
 from meshwright.system.modules import torch_version
-from meshwright.train.resolve import ResolvedJob, resume_diff
+from meshwright.train.resolve import ResolvedJob
 
 
 def manifest_of(
@@ -131,7 +131,8 @@ def place_in_data(plan: ResolvedJob, saved: Manifest, sources: Sequence[OpenSour
     allowed = plan.config.training.max_bad_records
     if (passed_over := bad_records(cursor)) > allowed:
         raise too_many_bad_records(passed_over, allowed)
-    if resume_diff(plan, saved).is_reweighted:  # earlier draws are not made up for
+    # earlier draws are not made up for
+    if plan.resume_diff is not None and plan.resume_diff.is_reweighted:
         return dataclasses.replace(cursor, weighted_from=cursor.counts)
     return cursor
 

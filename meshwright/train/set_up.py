@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 import meshwright
-from meshwright.checkpoint import find
+from meshwright.checkpoint import commit, find
 from meshwright.checkpoint.conversion.initial_load import check_initial
 from meshwright.checkpoint.manager import CheckpointManager
 from meshwright.checkpoint.manifest import Manifest
@@ -42,8 +42,6 @@ from meshwright.metrics.reporter import Pause, Reporter
 from meshwright.metrics.sinks import Sink, set_aside_run
 from meshwright.parallelisms.activation_checkpoint import find_ops
 from meshwright.parallelisms.meshes import Meshes, build_meshes, set_timeout, start_process_group
-from meshwright.parallelisms.rules.degrees import check_device
-from meshwright.parallelisms.rules.memory import check_memory
 from meshwright.system import hardware
 from meshwright.system.errors import ConfigError, in_ranges
 from meshwright.system.log import busy, log_to_file, logger
@@ -51,7 +49,8 @@ from meshwright.system.processes import Launch
 from meshwright.train.announce import announce, note_failure, note_start
 from meshwright.train.bad_steps import BadStepReporter
 from meshwright.train.build import build_loader, build_reporter, initialize_weights
-from meshwright.train.resolve import ResolvedJob, resume_diff
+from meshwright.train.facts import Saved
+from meshwright.train.resolve import ResolvedJob, resolve, resume_from
 from meshwright.train.resume import library_versions, place_in_data
 from meshwright.train.trainer import Trainer, build_trainer
 from meshwright.train.validation import Validation
@@ -113,18 +112,13 @@ def init_ranks(plan: ResolvedJob, launch: Launch) -> tuple[torch.device, Checkpo
     if config.training.deterministic:
         hardware.make_deterministic()
     device = hardware.pick_device(int(os.environ.get("LOCAL_RANK", "0")), launch.num_gpus)
-    check_device(
-        config,
-        device.type,
-        head_dim=min(layer.attention.head_dim for layer in plan.model_args.table.layers),
-        has_windows=plan.model_args.table.has_windows,
-        # pytorch pull request 180666; a TorchVersion compares as a version, not as text
-        waits_for_offload=torch.__version__ >= "2.13",
+    facts = replace(
+        plan.facts,
+        device_type=device.type,
+        device_memory_gib=hardware.memory_gib(device) if device.type == "cuda" else None,
         has_float8=hardware.has_float8(device),
     )
-    if device.type == "cuda":
-        for stage in plan.training_stages:
-            check_memory(stage.config, stage.least_bytes, hardware.memory_gib(device))
+    resolve(plan.written, facts)  # once more, now that the device is known
     find_ops(config.activation_checkpoint.saved_ops)
     if not dist.is_initialized():  # it is for a later stage
         start_process_group(device, config.comm.init_timeout_seconds)
@@ -161,7 +155,7 @@ def set_up(
         cursor = place_in_data(plan, found, sources)
     data_steps = steps_of_data(plan.config, sources, plan.resume_step, cursor)
     plan = replace(plan, data_steps=data_steps)
-    difference = None if found is None else resume_diff(plan, found)
+    difference = plan.resume_diff
     if difference is not None and difference.is_done:
         _say_done(plan)
         return None
@@ -230,9 +224,8 @@ def _resume_or_begin(
             lambda: check_initial(config, plan.model_args, plan.family, is_tie_given=is_tie_given)
         )
         return plan, None
-    plan = replace(plan.stage_at(found["step"]), resume_step=found["step"])
-    resume_diff(plan, found).check()
-    return plan, found
+    folder = commit.step_folder(plan.checkpoint_folder, found["step"])
+    return resume_from(plan, Saved(folder, found)), found
 
 
 def _open_data(

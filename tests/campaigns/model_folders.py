@@ -32,9 +32,9 @@ from meshwright.models.args import DecoderArgs
 from meshwright.models.decoder import Decoder
 from meshwright.system.errors import ConfigError
 from meshwright.system.files import Place
-from meshwright.train.resolve import resolve
 from tests.helpers.families import family_of
 from tests.helpers.hf import CASES, transformers_model
+from tests.helpers.resolved import resolved
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -297,7 +297,7 @@ def ours(folder: Folder, given: bool | None) -> Tensor:
     words += ["--job.dump_folder", str(folder.path.parent / "out")]
     if given is not None:
         words += ["--model.args.tie_embeddings", str(given).lower()]
-    plan = resolve(load_config(words), 1)
+    plan = resolved(load_config(words), 1)
     model = Decoder(plan.model_args, seq_len=64)
     model.init_buffers()
     model.init_state()

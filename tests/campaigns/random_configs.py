@@ -36,11 +36,11 @@ from meshwright.commands.prove.shrink import GLOBAL_BATCH, shrink
 from meshwright.commands.prove.user_options import own_options, user_types
 from meshwright.config.job_config import JobConfig, changed
 from meshwright.config.loader import load_config
-from meshwright.parallelisms.rules.degrees import KEYS, check_device
+from meshwright.parallelisms.rules.degrees import KEYS
 from meshwright.parallelisms.rules.stages import SCHEDULES
 from meshwright.system.errors import ConfigError
-from meshwright.train.resolve import resolve
 from meshwright.train.resolve_model import resolve_model
+from tests.helpers.resolved import resolved
 
 Maybe = Callable[..., list[str]]
 PATIENCE_S = 600
@@ -80,8 +80,7 @@ def draw(seed: int, number: int, most_ranks: int, has_experts: bool = False) -> 
         try:
             config = load_config(words)
             case, small = _case(config, mesh, microbatches, f"config {number}")
-            plan = resolve(case.config, case.world_size)
-            check_device(plan.config, "cpu")
+            resolved(case.config, case.world_size, device_type="cpu")
         except ConfigError:
             continue
         return Drawn(number, words, small, case)

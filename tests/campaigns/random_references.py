@@ -18,9 +18,9 @@ from meshwright.commands.prove.reference import compare_with_plain
 from meshwright.commands.prove.shrink import shrink
 from meshwright.config.loader import load_config
 from meshwright.system.errors import ConfigError
-from meshwright.train.resolve import resolve
 from meshwright.train.resolve_model import resolve_model
 from tests.campaigns.random_configs import draw
+from tests.helpers.resolved import resolved
 
 CHOICES = {
     "model.args.norm_eps": ("1e-5", "1e-6", "1e-8"),
@@ -66,7 +66,7 @@ def words_of(seed: int, number: int) -> list[str]:
             words += SCALING.format(chance.choice([2.0, 32.0]), chance.choice([16, 8192])).split()
         try:
             config = load_config(words)
-            resolve(shrink(config, resolve_model(config)[1]), 1)
+            resolved(shrink(config, resolve_model(config)[1]), 1)
         except ConfigError:
             continue
         return words

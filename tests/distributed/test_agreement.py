@@ -27,10 +27,10 @@ from meshwright.system.errors import ConfigError, in_ranges
 from meshwright.system.processes import Launch
 from meshwright.train import set_up
 from meshwright.train.announce import announce
-from meshwright.train.resolve import resolve
 from meshwright.train.resume import library_versions
 from meshwright.train.set_up import _open_data, check_agreement, check_same
 from tests.helpers.checkpoints import publish
+from tests.helpers.resolved import resolved, resolved_on_rank
 
 ROOT = Path(__file__).parents[2]
 TEXT = "".join(json.dumps({"text": f"text {number} " * 20}) + "\n" for number in range(50))
@@ -73,8 +73,8 @@ def difference(folder: Path, case: str) -> str:
         more["training__mixed_precision_param"] = "auto"
     config = load_config(words_of(folder, own, f"cache{rank}", **more))
     slow = "this CPU has none" if is_other else ""
-    with patch("meshwright.parallelisms.rules.precision.why_bf16_is_slow", return_value=slow):
-        plan = resolve(config, 2)
+    with patch("meshwright.train.facts.why_bf16_is_slow", return_value=slow):
+        plan = resolved(config, 2)
     others = {"tokenizer": {"tokenizer": Other()}, "own code": {"own_code": "other"}}
     others["folder"] = {"model_args": dataclasses.replace(plan.model_args, tie_embeddings=True)}
     if is_other:
@@ -165,7 +165,7 @@ def test_a_key_of_a_later_stage_is_compared(monkeypatch, tmp_path) -> None:
         tiny = f'extends = "{ROOT}/tests/integration/tiny.toml"\n[checkpoint]\nenable = true\n'
         file.write_text(tiny + stages)
         more = {"job__config_file": str(file), "training__global_batch_size": "4"}
-        check_agreement(resolve(load_config(words_of(tmp_path, text, **more)), 2))
+        check_agreement(resolved(load_config(words_of(tmp_path, text, **more)), 2))
     first, second = (one["config"] for one in facts)
     found = [*set_up._differences("config", second, first)]
     assert found == [("optimizer.lr", "0.002", "0.001")]
@@ -226,7 +226,7 @@ def test_the_first_rank_chooses_a_checkpoint_in_a_folder_that_all_see(on_ranks, 
 
 @pytest.mark.ranks(2)
 def test_only_the_first_rank_looks_at_files_for_the_notes_on_a_job(tmp_path) -> None:
-    plan = resolve(load_config(["debug_model", f"--job.dump_folder={tmp_path}"]), 2)
+    plan = resolved(load_config(["debug_model", f"--job.dump_folder={tmp_path}"]), 2)
     with patch("meshwright.train.resolve.validation_note", return_value="") as note:
         announce(plan, torch.device("cpu"), Launch())
     assert note.called == (dist.get_rank() == 0)
@@ -270,7 +270,7 @@ def opened(folder: Path, mode: str) -> tuple[int, list[str], list[int]]:
         patch.object(datasets, "load_dataset_builder", load_builder),
         patch.object(datasets, "load_dataset", load_hub),
     ):
-        plan = resolve(config, dist.get_world_size(), looks_at_files=False)
+        plan = resolved_on_rank(config, dist.get_world_size())
         manager = CheckpointManager(plan.checkpoint_folder, plan.config.checkpoint)
         with patch.dict(os.environ, LOCAL_RANK=str(dist.get_rank())):
             sources, held_out = _open_data(plan, manager)
@@ -287,7 +287,7 @@ def test_the_first_rank_of_each_machine_looks_at_its_files(tmp_path: Path) -> No
     data(tmp_path / "data")
     dist.barrier()
     words = words_of(tmp_path, tmp_path / "data", training__dataset_mode="streamed")
-    plan = resolve(load_config(words), 2, looks_at_files=False)
+    plan = resolved_on_rank(load_config(words), 2)
     manager = CheckpointManager(plan.checkpoint_folder, plan.config.checkpoint)
     there = patch.object(opening, "_hash", lambda *_: f"of machine {dist.get_rank()}")
     with there, patch.dict(os.environ, LOCAL_RANK="0"), pytest.raises(ConfigError, match="rank 1"):

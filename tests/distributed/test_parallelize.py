@@ -10,9 +10,9 @@ from meshwright.config.loader import load_config
 from meshwright.parallelisms.rules.degrees import ParallelDims
 from meshwright.system.log import logger
 from meshwright.train.build import build_model
-from meshwright.train.resolve import resolve
 from tests.distributed.test_manager import logged
 from tests.helpers.job import mesh
+from tests.helpers.resolved import resolved
 from tests.helpers.slow import slow
 from tests.helpers.tiny import TIED, TINY, meshes_of, parallel_model, plain_model, whole
 
@@ -37,7 +37,7 @@ from tests.helpers.tiny import TIED, TINY, meshes_of, parallel_model, plain_mode
 @pytest.mark.ranks(4)
 def test_each_part_is_in_the_log_once_and_not_per_stage(words, parts) -> None:
     config = load_config(["--job.config_file", "tests/integration/tiny.toml", *words.split()])
-    plan = resolve(config, 4)
+    plan = resolved(config, 4)
     level = logger.level
     logger.setLevel(logging.INFO)  # not by patch, which leaves logging's cache of levels
     with logged() as messages:

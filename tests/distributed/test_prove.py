@@ -42,10 +42,10 @@ from meshwright.models.families import MODELS
 from meshwright.models.families.llama import FLAVORS
 from meshwright.parallelisms.rules.degrees import KEYS
 from meshwright.parallelisms.rules.stages import SCHEDULES
-from meshwright.train.resolve import resolve
 from meshwright.train.resolve_model import resolve_model
 from tests.helpers.faults import FAULTS, MOMENT
 from tests.helpers.needs import skip_without_mesh_of_experts
+from tests.helpers.resolved import resolved
 from tests.helpers.slow import slow_but
 
 PRESETS = Path(__file__).parents[2] / "train_configs"
@@ -287,7 +287,7 @@ def test_every_case_of_every_preset_can_run(preset) -> None:
     assert len({case.name for case in cases}) > 16
     assert max(case.world_size for case in cases) == 8
     for case in cases:
-        plan = resolve(case.config, case.world_size)
+        plan = resolved(case.config, case.world_size)
         assert plan.config.training.global_batch_size == 8
     own = next(case for case in cases if case.name.startswith("as configured"))
     for key in ("tensor_parallel_degree", "context_parallel_degree", "pipeline_parallel_degree"):
@@ -299,7 +299,7 @@ def test_float8_is_proved_in_bf16_and_emulated() -> None:
     config = load_config(["--float8.enable=true", "--parallelism.tensor_parallel_degree=2"])
     cases = default_cases(config, shrink(config, ARGS), ARGS)
     for case in cases:
-        plan = resolve(case.config, case.world_size)
+        plan = resolved(case.config, case.world_size)
         assert bool(plan.float8_layers) == (case.kind != "fp32")
         assert case.bounds == case.kind.replace("bf16", "float8")
         assert case.config.float8.emulate
@@ -323,7 +323,7 @@ def test_every_schedule_has_microbatches_enough(schedule) -> None:
     args = args_of(config)
     cases = default_cases(config, shrink(config, args), args)
     for case in cases:
-        resolve(case.config, case.world_size)
+        resolved(case.config, case.world_size)
     own = [case.config.parallelism for case in cases if case.name.startswith("as configured")]
     for key in KEYS.values():
         assert any(getattr(parallelism, key) == 2 for parallelism in own)
@@ -353,7 +353,7 @@ def test_degrees_are_the_users_where_they_fit(words, names) -> None:
     cases = default_cases(config, shrink(config, args), args)
     assert {*names} <= {case.name for case in cases}
     for case in cases:
-        resolve(case.config, case.world_size)
+        resolved(case.config, case.world_size)
 
 
 def parts_of(*sizes: int) -> list[list[str]]:
@@ -386,7 +386,7 @@ def test_stages_are_the_users_where_they_fit(flavor, pp, schedule, parts, per_ra
     )
     args = FLAVORS[flavor]
     case = default_cases(config, shrink(config, args), args)[0]
-    plan, own = resolve(case.config, case.world_size), case.config.parallelism
+    plan, own = resolved(case.config, case.world_size), case.config.parallelism
     assert (own.pipeline_parallel_degree, own.pipeline_parallel_schedule) == (pp, schedule)
     assert own.module_fqns_per_model_part == small
     assert own.pipeline_parallel_stages_per_rank == per_rank
@@ -396,7 +396,7 @@ def test_stages_are_the_users_where_they_fit(flavor, pp, schedule, parts, per_ra
 def test_what_is_kept_and_what_is_not() -> None:
     tied = FLAVORS["llama3_1b"]
     config = load_config(["--training.seed=7", "--optimizer.lr=3e-4", "--model.flavor=llama3_1b"])
-    plan = resolve(shrink(config, tied), 1)
+    plan = resolved(shrink(config, tied), 1)
     assert plan.config.training.seed == 7
     assert plan.config.optimizer.lr == 3e-4
     assert plan.model_args.tie_embeddings
@@ -413,7 +413,7 @@ def test_heads_are_narrow_whatever_the_users_are(flavor) -> None:
         words.append("--model.args.dim=1024")
     config = load_config(words)
     args = resolve_model(config)[1]
-    small = resolve(reference_case(shrink(config, args)).config, 1).model_args
+    small = resolved(reference_case(shrink(config, args)).config, 1).model_args
     assert small.head_dim == HEAD_DIM != args.head_dim
     assert small.norm_eps == 1e-6
     # all that is not known to be kept is the small model's: a new field must be decided on

@@ -215,7 +215,7 @@ from pathlib import Path
 from meshwright.train import stop as preemption
 from meshwright.config.loader import load_config
 from meshwright.system.errors import TrainingError
-from meshwright.train.resolve import resolve
+from tests.helpers.resolved import resolved
 from meshwright.train.job import run
 
 class Stopper:
@@ -227,7 +227,7 @@ if __name__ == "__main__":  # the job tokenises, by processes that import this a
     toml = "tests/integration/tiny.toml"
     words = ["--job.config_file", toml, "--job.dump_folder", *sys.argv[1:]]
     try:
-        print("result", run(resolve(load_config(words), 1), [Stopper()]))
+        print("result", run(resolved(load_config(words), 1), [Stopper()]))
     except TrainingError as error:
         print("result", error)
     sys.stdout.flush()

@@ -19,13 +19,13 @@ from meshwright.models.families.llama import LlamaArgs
 from meshwright.models.loss import IGNORE, Batch
 from meshwright.parallelisms.rules.degrees import ParallelDims
 from meshwright.train import validation as parts
-from meshwright.train.resolve import resolve
 from meshwright.train.validation import NextToken, continue_prompts, evaluate, figures_of
 from tests.distributed.test_compile import Graphs
 from tests.helpers.fsdp import groups_of
 from tests.helpers.job import DEEP, SCHEDULES, Job, assert_equal, global_batch, mesh
 from tests.helpers.operators import Operators
 from tests.helpers.packed import one_by_one, packed
+from tests.helpers.resolved import resolved
 from tests.helpers.slow import slow_but
 from tests.helpers.tiny import SEQ_LEN, TIED, TINY, plain_model
 
@@ -141,7 +141,7 @@ def test_evaluation_equals_plain_pytorch(on_ranks, dims, options) -> None:
 
 
 def test_a_source_that_was_not_read_to_its_end_has_no_figures(monkeypatch) -> None:
-    plan = resolve(load_config(["--job.config_file", "tests/integration/tiny.toml"]), 1)
+    plan = resolved(load_config(["--job.config_file", "tests/integration/tiny.toml"]), 1)
     monkeypatch.setattr(parts, "evaluate", lambda *_: (1.0, 1, 1))
     sources = [CachedSource(Entry("validation", name, Source()), Mock()) for name in "ab"]
     validate = parts.Validation(plan, sources, Mock(), torch.device("cpu"))
@@ -152,7 +152,7 @@ def test_a_source_that_was_not_read_to_its_end_has_no_figures(monkeypatch) -> No
 
 def test_a_tokenizer_that_does_not_tell_its_bytes_has_loss_and_perplexity(monkeypatch) -> None:
     """It was accepted, and the job ended at its first validation."""
-    plan = resolve(load_config(["--job.config_file", "tests/integration/tiny.toml"]), 1)
+    plan = resolved(load_config(["--job.config_file", "tests/integration/tiny.toml"]), 1)
     words = Mock(wraps=plan.tokenizer, vocab_size=plan.tokenizer.vocab_size, token_bytes=None)
     plan = dataclasses.replace(plan, tokenizer=words)
     monkeypatch.setattr(parts, "evaluate", lambda *_: (1.0, 1, 0))
@@ -168,7 +168,7 @@ def test_few_samples_do_not_depend_on_the_seed_and_all_come_as_they_lie(monkeypa
     seeds = []
     monkeypatch.setattr(parts, "build_stream", lambda *given: seeds.append(given[-1].seed))
     for num_samples in (5, -1):
-        plan = resolve(load_config([*words, f"--validation.num_samples={num_samples}"]), 1)
+        plan = resolved(load_config([*words, f"--validation.num_samples={num_samples}"]), 1)
         parts.Validation(plan, [source], Mock(), torch.device("cpu"))._read(source)
     assert seeds == [0, None]
 

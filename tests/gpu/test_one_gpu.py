@@ -22,10 +22,10 @@ from meshwright.parallelisms.context_parallel import (
 )
 from meshwright.parallelisms.meshes import build_meshes
 from meshwright.system import hardware
-from meshwright.train.resolve import resolve
 from tests.gpu.launch import run
 from tests.helpers.jobs import ROOT
 from tests.helpers.one_rank import OneRank
+from tests.helpers.resolved import resolved
 from tests.helpers.simulated_gpu.cases import ONE_GPU
 from tests.helpers.simulated_gpu.guard import build_guard
 from tests.helpers.simulated_gpu.run import simulate
@@ -65,7 +65,7 @@ def build(device: torch.device, *words: str) -> OneRank:
     bf16 = [f"{PRECISION}=bfloat16"] * is_bf16
     sequences = [] if any(word.startswith(SEQUENCES) for word in words) else [f"{SEQUENCES}=2"]
     config = load_config([*SMALL, *SHORT, *sequences, *bf16, *words])
-    plan = resolve(config, 1)
+    plan = resolved(config, 1)
     rank = OneRank(plan, build_meshes(plan.dims, device.type), device)
     rank.initialize()
     return rank
@@ -175,7 +175,7 @@ def test_memory_is_what_the_simulation_says(device, tmp_path: Path, case: str) -
     assert "error" not in found, found["error"]
     torch._dynamo.reset()
     config = load_config(ONE_GPU[case].words)
-    plan = resolve(config, 1)
+    plan = resolved(config, 1)
     rank = OneRank(plan, build_meshes(plan.dims, "cuda"), device)
     rank.initialize()
     growths = []

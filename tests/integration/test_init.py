@@ -19,7 +19,7 @@ import pytest
 from meshwright.commands import corpus, init
 from meshwright.config.loader import load_config
 from meshwright.datasets import readers
-from meshwright.datasets.named_sources import check_sources
+from meshwright.datasets.named_sources import check_files, entries
 from meshwright.datasets.opening import open_data
 from meshwright.system.errors import ConfigError, RecordError
 from tests.helpers.cli import check_job, command
@@ -315,11 +315,9 @@ def test_rows_of_another_format_name_theirs(rows, given, fix, folder) -> None:
         "--training.dataset_path",
         folder / "rows.jsonl",
     ]
+    config = load_config([*map(str, words), f"--training.dataset_format={given}"])
     with pytest.raises(RecordError, match=f"\n  fix: set training.{fix}"):
-        check_sources(
-            load_config([*map(str, words), f"--training.dataset_format={given}"]).training,
-            "training",
-        )
+        check_files(*entries(config.training, "training"))
 
 
 @pytest.mark.parametrize(
@@ -334,4 +332,4 @@ def test_a_file_that_is_too_long_for_one_value_can_be_split(
     path = folder / ("a.json" if dataset == "json" else "a.txt")
     words = ["debug_model", f"--training.dataset={dataset}", f"--training.dataset_path={path}"]
     with pytest.raises(RecordError, match=re.escape(fix)):
-        check_sources(load_config(words).training, "training")
+        check_files(*entries(load_config(words).training, "training"))

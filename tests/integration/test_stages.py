@@ -181,7 +181,7 @@ from meshwright.system.log import log_to_console
 from meshwright.system.processes import Requests
 from meshwright.train import set_up
 from meshwright.train.job import run
-from meshwright.train.resolve import resolve
+from tests.helpers.resolved import resolved_on_rank
 
 class Stop:
     def write(self, record):
@@ -196,7 +196,7 @@ if __name__ == "__main__":  # the job tokenises, by processes that import this a
     log_to_console()
     made, build = [], set_up.build_meshes
     set_up.build_meshes = lambda *given: made.append(given) or build(*given)
-    plan = resolve(load_config(["--job.config_file", *sys.argv[1:]]), 1, looks_at_files=False)
+    plan = resolved_on_rank(load_config(["--job.config_file", *sys.argv[1:]]), 1)
     with Requests() as requests:
         print("result", run(plan, [Stop()], requests), "meshes", len(made))
     sys.stdout.flush()

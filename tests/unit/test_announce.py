@@ -17,8 +17,8 @@ from meshwright.system.log import log_to_console
 from meshwright.system.processes import Launch
 from meshwright.train import announce
 from meshwright.train.announce import announce_end, note_failure
-from meshwright.train.resolve import resolve
 from tests.helpers.files import no_room
+from tests.helpers.resolved import resolved
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_the_commands_at_the_end_can_be_copied_on_a_narrow_console(
     others = [word.format(tmp_path) for word in others]
     words = [f"--job.dump_folder={tmp_path}", *END_WORDS, *others]
     reporter = SimpleNamespace(tokens_seen=1000, best_validation=(20, 3.5))
-    announce_end(resolve(load_config(words), 1), reporter, 30, 1.0)
+    announce_end(resolved(load_config(words), 1), reporter, 30, 1.0)
     said = capsys.readouterr().out.splitlines()
     expected = [f"  meshwright {command.format(tmp_path)}" for command in commands]
     assert [line for line in said if "generate" in line or "export" in line] == expected
@@ -69,7 +69,7 @@ def test_the_commands_at_the_end_can_be_copied_on_a_narrow_console(
 
 def test_the_tokens_of_the_end_are_those_of_its_time(tmp_path, caplog) -> None:
     caplog.set_level("INFO", "meshwright")
-    plan = resolve(load_config([f"--job.dump_folder={tmp_path}", *END_WORDS]), 1)
+    plan = resolved(load_config([f"--job.dump_folder={tmp_path}", *END_WORDS]), 1)
     training = plan.config.training
     per_step = training.global_batch_size * training.seq_len
     reporter = SimpleNamespace(tokens_seen=30 * per_step, best_validation=None)
@@ -95,7 +95,7 @@ def test_a_job_says_how_many_parameters_are_trained_or_active(
     caplog.set_level("INFO", "meshwright")
     ranks = SimpleNamespace(get_rank=lambda: 1, get_world_size=lambda: 1)
     monkeypatch.setattr(announce, "dist", ranks)
-    plan = resolve(load_config(["--model.tokenizer_path=bytes", option]), 1)
+    plan = resolved(load_config(["--model.tokenizer_path=bytes", option]), 1)
     announce.announce(plan, torch.device("cpu"), Launch())
     table = plan.model_args.table
     said = f"debugmodel: {table.num_params:,} parameters{words.format(table.num_active_params)}"
@@ -120,7 +120,7 @@ def test_a_start_says_how_much_data_there_is_and_what_is_left_out(tmp_path, capl
         f"data: text: 3 files (2 .txt, 1 .md), 3 documents, {tokens:,} tokens; "
         "left out: 1 .TXT, 1 .html, 1 .txt, 1 without suffix"
     ]
-    plan = dataclasses.replace(resolve(config, 1), data_steps=steps_of_data(config, sources))
+    plan = dataclasses.replace(resolved(config, 1), data_steps=steps_of_data(config, sources))
     steps = 2 * (tokens // 65) // 2
     said = announce._describe_steps(plan, sources)
     start = f"to train: {steps * 2 * 64:,} tokens in {steps} steps"
@@ -148,7 +148,7 @@ def test_the_written_config_runs_on_any_mesh(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(
         announce, "dist", SimpleNamespace(get_rank=lambda: 0, get_world_size=lambda: 4)
     )
-    plan = resolve(config, 4)
+    plan = resolved(config, 4)
     announce.announce(plan, torch.device("cpu"), Launch())
     text = (tmp_path / "out" / "config.toml").read_text()
     dtype = plan.config.training.mixed_precision_param
@@ -159,7 +159,7 @@ def test_the_written_config_runs_on_any_mesh(tmp_path, monkeypatch) -> None:
     again = load_config([str(tmp_path / "out" / "config.toml")])
     assert again.model_dump(exclude={"job"}) == config.model_dump(exclude={"job"})
     for ranks in (2, 4, 8, 64):
-        assert resolve(again, ranks).config.training.global_batch_size == ranks
+        assert resolved(again, ranks).config.training.global_batch_size == ranks
     announce.note_start(plan, torch.device("cpu"), is_new_stage=False)
     (tmp_path / "out" / "metrics.jsonl").touch()
     shown = read_run(tmp_path / "out").config

@@ -11,7 +11,7 @@ from meshwright.system.errors import ConfigError
 from meshwright.train.optim.average import Average
 from meshwright.train.optim.optimizers import build_optimizer
 from meshwright.train.optim.registry import average_decay
-from meshwright.train.resolve import resolve
+from tests.helpers.resolved import resolved
 from tests.helpers.tiny import TINY, plain_model
 
 GO, HOLD = torch.tensor(False), torch.tensor(True)
@@ -111,10 +111,10 @@ def test_a_window_of_tokens_gives_the_decay() -> None:
     assert average_decay(config_of()) is None
     assert average_decay(config_of(decay=0.9)) == 0.9
     assert average_decay(config_of(window_tokens=8 * 128 * 4)) == 0.75
-    resolve(config_of(window_tokens=1025), 1)
+    resolved(config_of(window_tokens=1025), 1)
     with pytest.raises(
         ConfigError, match=r"= 1024: is no more than .*\n  fix: raise it above 1024"
     ):
-        resolve(config_of(window_tokens=1024), 1)
+        resolved(config_of(window_tokens=1024), 1)
     with pytest.raises(ConfigError, match="window_tokens = 9000: checkpoint.average.decay gives"):
-        resolve(config_of(window_tokens=9000, decay=0.5), 1)
+        resolved(config_of(window_tokens=9000, decay=0.5), 1)

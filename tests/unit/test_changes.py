@@ -5,7 +5,7 @@ import json
 import logging
 import re
 from pathlib import Path
-from unittest.mock import Mock, patch
+from unittest.mock import Mock
 
 import pytest
 
@@ -20,9 +20,9 @@ from meshwright.config.training import Training
 from meshwright.system.errors import ConfigError
 from meshwright.system.log import log_to_console, log_to_file, logger
 from meshwright.system.modules import code_of
-from meshwright.train.resolve import resolve, resume_diff
 from meshwright.train.resume import place_in_data
 from tests.helpers.checkpoints import publish
+from tests.helpers.resolved import resolved
 
 STEP = 5
 BASE = (
@@ -66,7 +66,7 @@ def resume(tmp_path: Path):
     """Save with some settings, then look at a resume with others."""
 
     def save(words: tuple[str, ...], manifest: dict) -> None:
-        plan = resolve(load_config([*BASE, "--job.dump_folder", str(tmp_path), *words]), 1)
+        plan = resolved(load_config([*BASE, "--job.dump_folder", str(tmp_path), *words]), 1)
         of_job = {
             "model_name": plan.config.model.name,
             "model_args": dataclasses.asdict(plan.model_args),
@@ -80,7 +80,7 @@ def resume(tmp_path: Path):
         if not commit.saved_steps(tmp_path / "checkpoint"):
             save(saved_with, manifest)
         words = (*BASE, "--job.dump_folder", str(tmp_path), *words)
-        return resume_diff(resolve(load_config(words), 1))
+        return resolved(load_config(words), 1).resume_diff
 
     return look
 
@@ -224,10 +224,8 @@ def test_a_mixture_may_go_on_with_other_weights(resume, caplog) -> None:
     plan = Mock(config=drift.config, checkpoint_folder=drift.checkpoint.parent)
     plan.begins_stage_with.return_value = False
     for is_reweighted, begin in ((True, (2, 6)), (False, ())):
-        with patch(
-            "meshwright.train.resume.resume_diff", return_value=Mock(is_reweighted=is_reweighted)
-        ):
-            assert place_in_data(plan, manifest, []).weighted_from == begin
+        plan.resume_diff.is_reweighted = is_reweighted
+        assert place_in_data(plan, manifest, []).weighted_from == begin
 
 
 def test_a_stage_begins_with_what_it_is_without_a_warning(resume, caplog) -> None:

@@ -32,9 +32,9 @@ from meshwright.system.errors import (
 )
 from meshwright.system.machine import Ranks
 from meshwright.system.processes import LAUNCH
-from meshwright.train.resolve import resolve
 from scripts import command_reference
 from tests.helpers.cli import check_job, command
+from tests.helpers.resolved import resolved
 
 ROOT = Path(__file__).parents[2]
 DEBUG = str(ROOT / "train_configs" / "debug_model.toml")
@@ -423,14 +423,15 @@ def test_a_type_that_nobody_asked_for_is_one_that_the_cpu_has(
     (tmp_path / "cpuinfo").write_text(f"processor\t: 0\n{cpu}\n")
     monkeypatch.setattr(machine, "CPU_INFO", tmp_path / "cpuinfo")
     given = ["--model.tokenizer_path=bytes", f"--job.dump_folder={tmp_path}", *words]
-    plan = resolve(load_config(given), 1, is_gpu=cpu == "a GPU")
+    plan = resolved(load_config(given), 1, expects_gpus=cpu == "a GPU")
     assert plan.config.training.mixed_precision_param == dtype
+    reason = plan.reasons["training.mixed_precision_param"]
     if not why:  # the CPU isn't asked
-        assert not plan.type_line
+        assert not reason
         return
-    assert plan.type_line.startswith(f'training.mixed_precision_param = "auto": {dtype}, since')
-    assert why in plan.type_line
-    assert plan.type_line in plan.notes
+    assert reason.startswith(f'training.mixed_precision_param = "auto": {dtype}, since')
+    assert why in reason
+    assert reason in plan.notes
 
 
 @pytest.mark.parametrize("command", ["prove", "plan --world-size=3 --device=cpu"])

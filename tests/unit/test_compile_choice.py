@@ -4,6 +4,7 @@ import os
 import stat
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -17,14 +18,16 @@ from meshwright.commands.prove.shrink import shrink
 from meshwright.config.changes import Difference, changes, config_defaults, to_json
 from meshwright.config.job_config import JobConfig
 from meshwright.config.loader import load_config, to_toml
+from meshwright.config.rules import broken_rules
 from meshwright.parallelisms.rules import compile_choice
-from meshwright.parallelisms.rules.compile_choice import LEAST_FLOP, check_compiler, why_no_compiler
+from meshwright.parallelisms.rules.compile_choice import LEAST_FLOP, why_no_compiler
 from meshwright.system.errors import ConfigError
 from meshwright.system.processes import Launch, Requests
 from meshwright.train.main import _run_command_line
-from meshwright.train.resolve import ResolvedJob, resolve
+from meshwright.train.resolve import ResolvedJob
 from meshwright.train.resolve_model import resolve_model
 from tests.helpers.cli import check_job
+from tests.helpers.resolved import resolved
 
 DEBUG = str(Path(__file__).parents[2] / "train_configs/debug_model.toml")
 LONG = ["--training.steps=50000"]
@@ -59,7 +62,7 @@ def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def plan_of(tmp_path: Path) -> Callable[..., ResolvedJob]:
     def plan_of(*words: str, ranks: int = 1) -> ResolvedJob:
         dump = f"--job.dump_folder={tmp_path / 'out'}"
-        return resolve(load_config([DEBUG, dump, *words]), ranks)
+        return resolved(load_config([DEBUG, dump, *words]), ranks)
 
     return plan_of
 
@@ -79,18 +82,19 @@ def test_the_work_of_the_whole_job_decides(plan_of) -> None:
     ):
         plan = plan_of(*words.split())
         assert plan.config.compile.enable is is_on, words
-        assert bool(plan.compile_line) is is_on
+        assert bool(plan.reasons["compile.enable"]) is is_on
 
 
 def test_neither_the_mesh_nor_a_value_that_is_given_decides(plan_of) -> None:
     for words, value in ((LONG, False), ([], True)):
         plan = plan_of(*words, f"--compile.enable={str(value).lower()}")
-        assert (plan.config.compile.enable, plan.compile_line) == (value, "")
+        assert (plan.config.compile.enable, plan.reasons["compile.enable"]) == (value, "")
     words = [*LONG, "--training.global_batch_size=16", "--training.local_batch_size=1"]
     for ranks in (1, 2, 8):
         plan = plan_of(*words, ranks=ranks)
         assert plan.config.compile.enable is True
-        assert "compiled, since the job computes 7.41 PFLOP (100 TFLOP or m" in plan.compile_line
+        reason = "compiled, since the job computes 7.41 PFLOP (100 TFLOP or m"
+        assert reason in plan.reasons["compile.enable"]
 
 
 @pytest.mark.parametrize(
@@ -108,8 +112,8 @@ def test_an_option_that_is_against_it_leaves_the_job_eager(
     words = [*LONG, *words]
     plan = plan_of(*words, ranks=ranks)
     assert plan.config.compile.enable is False
-    assert plan.compile_line.startswith('compile.enable = "auto": eager, since ')
-    assert reason in plan.compile_line
+    assert plan.reasons["compile.enable"].startswith('compile.enable = "auto": eager, since ')
+    assert reason in plan.reasons["compile.enable"]
     words.append("--compile.enable=true")
     if error:
         with pytest.raises(ConfigError, match=error):
@@ -132,7 +136,7 @@ def test_a_memory_budget_on_gpus_needs_a_torch_that_counts_grouped_heads(monkeyp
         config = load_config([DEBUG, BUDGET, *words])
         refusal = pytest.raises(ConfigError, match=r"torch 2\.11\.0 cannot on GPUs")
         with refusal if is_refused else nullcontext():
-            resolve(config, 1, is_gpu=is_gpu)
+            resolved(config, 1, expects_gpus=is_gpu)
 
 
 def test_the_same_options_that_can_be_compiled_are(plan_of) -> None:
@@ -147,15 +151,19 @@ def test_without_a_compiler_the_job_is_eager(plan_of, compiler) -> None:
     compiler.unlink()
     plan = plan_of(*LONG)
     assert plan.config.compile.enable is False
-    assert "eager, since there is no C++ compiler 'g++'" in plan.compile_line
-    check_compiler(plan.config, is_gpu=False)
-    for words in (["--compile.enable=true"], [BUDGET]):
-        config = plan_of(*words).config
-        check_compiler(config, is_gpu=True)
-        with pytest.raises(ConfigError, match="enable = true: there is no C.. compiler"):
-            check_compiler(config, is_gpu=False)
-    by_other = plan_of("--compile.enable=true", "--compile.backend=aot_eager")
-    check_compiler(by_other.config, is_gpu=False)
+    assert "eager, since there is no C++ compiler 'g++'" in plan.reasons["compile.enable"]
+    for words, is_told in (
+        (["--compile.enable=true"], True),
+        ([BUDGET], True),
+        (LONG, False),
+        (["--compile.enable=true", "--compile.backend=aot_eager"], False),
+    ):
+        plan = plan_of(*words)
+        on_cpu = replace(plan.facts, device_type="cpu")
+        said = "".join(map(str, broken_rules(plan.config, on_cpu, compile_choice.RULES)))
+        assert ("enable = true: there is no C++ compiler" in said) == is_told
+        on_gpu = replace(plan.facts, device_type="cuda")
+        assert not broken_rules(plan.config, on_gpu, compile_choice.RULES)
 
 
 def test_where_libraries_do_not_load_the_job_is_eager(plan_of, monkeypatch, tmp_path) -> None:
@@ -220,7 +228,7 @@ def test_an_option_that_needs_it_compiles_the_smallest_job(plan_of) -> None:
     for words, ranks in (([BUDGET], 1), (ASYNC_TP, 2), (budget_by, 1)):
         plan = plan_of("--training.steps=1", *words, ranks=ranks)
         assert plan.config.compile.enable is True
-        assert "needs it" in plan.compile_line
+        assert "needs it" in plan.reasons["compile.enable"]
     assert plan_of(ASYNC_TP[1]).config.compile.enable is False  # of no effect on one rank
     with pytest.raises(ConfigError, match="which compiled blocks cannot"):
         plan_of(BUDGET, *SPLIT, ranks=2)
@@ -292,7 +300,7 @@ def test_a_proof_compiles_the_config_if_it_says_so_or_must(words, first, is_on) 
     cases = default_cases(config, shrink(config, args), args)
     assert cases[0].name.split(":")[0] == first
     for case in cases:
-        plan = resolve(case.config, case.world_size)
+        plan = resolved(case.config, case.world_size)
         has_options = case.name.startswith("as configured") or case.kind == "bf16"
         wanted = case.name.startswith("compiled") or (has_options and is_on)
         assert plan.config.compile.enable is wanted, case.name

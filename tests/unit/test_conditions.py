@@ -5,16 +5,17 @@ from typing import Any
 import pytest
 import tomli
 
-from meshwright.config.combinations import IDLE_BESIDE, IDLE_WHERE, idle_options
+from meshwright.config import combinations
 from meshwright.config.fields import all_keys
 from meshwright.config.job_config import JobConfig, needs_fsdp_alone
 from meshwright.config.loader import load_config
 from meshwright.config.parallelism import Float8
+from meshwright.config.rules import Facts, Idle, Rule, idle_keys
 from meshwright.config.training import Training
 from meshwright.datasets.named_sources import idle_source_options
-from meshwright.parallelisms.rules.degrees import check_device
-from meshwright.train.resolve import resolve
+from meshwright.train.resolve import RULES
 from tests.helpers.cli import check_job
+from tests.helpers.resolved import broken, resolved
 from tests.helpers.tokenizer_files import byte_level_json
 
 KEYS = {".".join(key) for key, _ in all_keys()}
@@ -46,7 +47,7 @@ def settings(text: str) -> dict[str, Any]:
 
 def is_said_to_be_idle(option: str, beside: str) -> bool:
     config = config_with(**ON_ONE_RANK | settings(beside) | settings(option))
-    said = [*idle_options(config), *idle_source_options(config)]
+    said = [*idle_keys(config, Facts(), combinations.RULES), *idle_source_options(config)]
     return any(text.startswith(f"{option.split('=')[0]} = ") for text in said)
 
 
@@ -107,10 +108,8 @@ def test_an_option_is_idle_only_where_it_has_no_effect(option: str) -> None:
 
 
 def test_rows_of_the_tables_name_keys() -> None:
-    for cause, keys in IDLE_BESIDE.items():
-        section = cause.split(".")[0]
-        assert {f"{section}.{key}" for key in keys.split()} | {cause.split(" ")[0]} <= KEYS
-    assert {key for keys, _, _ in IDLE_WHERE for key in keys.split()} <= KEYS
+    idle = {key for row in RULES if isinstance(row, Idle) for key in row.keys.split()}
+    assert idle | {row.key for row in RULES if isinstance(row, Rule)} <= KEYS
 
 
 MESH_OPTIONS = """
@@ -147,7 +146,7 @@ def test_the_same_toml_runs_where_its_options_have_nothing_to_act_on(
         "100",
     ]
     for device_type in ("cpu", "cuda"):
-        check_device(resolve(load_config(words), 1).config, device_type)
+        assert not broken(resolved(load_config(words), 1).config, device_type=device_type)
 
 
 def test_a_config_of_defaults_says_nothing(tmp_path, capsys, monkeypatch) -> None:
@@ -236,7 +235,7 @@ def test_a_group_of_frozen_parameters_is_idle(tmp_path) -> None:
     config = config_with(
         optimizer__groups=groups, model__frozen=["norm.*"], job__dump_folder=str(tmp_path)
     )
-    (line,) = resolve(config, 1).idle_options.values()
+    (line,) = resolved(config, 1).idle_options.values()
     assert line == "optimizer.groups.0 has no effect: model.frozen has all its parameters"
 
 

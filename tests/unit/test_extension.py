@@ -15,7 +15,6 @@ from meshwright.metrics.sinks import SafeSink
 from meshwright.models.families import MODELS
 from meshwright.system.errors import ConfigError, StorageError
 from meshwright.train.announce import announce_end
-from meshwright.train.resolve import resolve
 from meshwright.train.resolve_model import extend_by, user_sinks
 from tests.campaigns.new_user import example
 from tests.helpers.checkpoints import set_manifest
@@ -23,6 +22,7 @@ from tests.helpers.cli import export, generate_text
 from tests.helpers.families import small
 from tests.helpers.hf import load_hf, save_checkpoint, save_transformers, tensors_of
 from tests.helpers.job import assert_equal
+from tests.helpers.resolved import resolved
 from tests.unit import test_families
 
 
@@ -48,7 +48,7 @@ def test_the_model_of_the_docs_has_its_published_size(tmp_path, caplog) -> None:
     family = example("mistral")
     model = ("--model.name", "mistral", "--model.flavor", "mistral_7b", "--checkpoint.enable")
     config = load_config(words(tmp_path, family + example("model"), *model))
-    plan = resolve(config, 8)
+    plan = resolved(config, 8)
     assert round(plan.model_args.table.num_params / 1e9, 3) == 7.248
     caplog.set_level("INFO", "meshwright")
     announce_end(plan, SimpleNamespace(tokens_seen=0, best_validation=None), 1, 1.0)
@@ -89,7 +89,7 @@ def test_a_dataset_that_two_processes_tokenise(tmp_path) -> None:
     data = ("--training.dataset", "stanzas", "--training.dataset_path", str(text))
     sizes = ("--training.seq_len", "32", "--training.token_cache_folder", str(tmp_path / "cache"))
     config = load_config(words(tmp_path, example("dataset"), *data, *sizes))
-    resolve(config, 1)
+    resolved(config, 1)
     (source,) = open_data("training", config, num_workers=2)
     assert source.cache.num_documents == 40
     assert bytes(source.cache.tokens(1, 9).tolist()) == b"stanza 0"

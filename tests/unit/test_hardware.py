@@ -10,8 +10,8 @@ from meshwright.config.loader import load_config
 from meshwright.system import hardware
 from meshwright.system.errors import ConfigError
 from meshwright.system.processes import Launch
-from meshwright.train.resolve import resolve
 from meshwright.train.set_up import _order_attention, init_ranks
+from tests.helpers.resolved import resolved
 
 
 @pytest.fixture
@@ -36,8 +36,9 @@ def test_a_rank_takes_its_gpu_or_the_cpu_if_none_is_expected(gpus) -> None:
 def test_a_rank_on_a_gpu_looks_at_the_width_of_heads(gpus, monkeypatch) -> None:
     gpus(1)
     monkeypatch.setattr(hardware, "has_float8", lambda _: True)
+    monkeypatch.setattr(hardware, "memory_gib", lambda _: 80.0)
     words = "debug_model --training.mask_documents --model.args.dim=128 --model.args.n_heads=16"
-    plan = resolve(load_config([*words.split(), "--model.args.n_kv_heads=16"]), 1)
+    plan = resolved(load_config([*words.split(), "--model.args.n_kv_heads=16"]), 1)
     with pytest.raises(ConfigError, match="takes no heads of 8, below 16"):
         init_ranks(plan, Launch(num_gpus=1))
 
@@ -52,7 +53,7 @@ def test_gpus_that_are_not_there_are_no_reason_to_train_on_cpus(gpus) -> None:
             hardware.pick_device(local_rank, expected)
     gpus(0)
     with pytest.raises(ConfigError, match="^GPUs = 1: "):
-        init_ranks(resolve(load_config(["debug_model"]), 1), Launch(num_gpus=1))
+        init_ranks(resolved(load_config(["debug_model"]), 1), Launch(num_gpus=1))
 
 
 def test_deterministic_algorithms_without_filling_memory(monkeypatch) -> None:
@@ -124,7 +125,7 @@ def test_the_log_names_the_kernel(hopper) -> None:
     "own", ["", "training.mask_documents=true", "parallelism.context_parallel_degree=2"]
 )
 def test_attention_of_torch_alone_has_an_order(hopper, own) -> None:
-    plan = resolve(load_config(["debug_model", *[f"--{own}"] * bool(own)]), 2)
+    plan = resolved(load_config(["debug_model", *[f"--{own}"] * bool(own)]), 2)
     assert (_order_attention(plan, torch.device("cuda")) == []) == bool(own)
     assert _order_attention(plan, torch.device("cpu")) == []
 

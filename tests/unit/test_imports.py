@@ -46,14 +46,14 @@ JOB = """
 import sys, meshwright.train.job, meshwright.train.resolve
 from meshwright.config.loader import load_config
 from meshwright.train.end import prepare_export
-from meshwright.train.resolve import resolve
+from tests.helpers.resolved import resolved
 
 class Sink:
     def write(self, figures): print("modules", *sys.modules)
     def close(self): pass
 
 Sink().write({})
-meshwright.train.job.run(resolve(load_config(sys.argv[1:]), 1), [Sink()])
+meshwright.train.job.run(resolved(load_config(sys.argv[1:]), 1), [Sink()])
 for is_asked_for in ("false", "true"):
     words = [f"--checkpoint.last_save_in_hf={is_asked_for}", "--model.tokenizer_path=x"]
     prepare_export(load_config(words))

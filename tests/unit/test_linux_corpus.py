@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.config.loader import load_config
-from meshwright.datasets.named_sources import check_sources
+from meshwright.datasets.named_sources import check_files, entries
 from scripts import linux_corpus
 
 FILES = {
@@ -78,7 +78,7 @@ def test_a_package_gives_one_corpus_that_can_be_checked(
     run(monkeypatch, "--check", folder)
     assert "2 files" in capsys.readouterr().out
     words = ["debug_model", "--training.dataset=json", f"--training.dataset_path={folder}"]
-    check_sources(load_config(words).training, "training")
+    check_files(*entries(load_config(words).training, "training"))
     with shards[1].open("a") as file:
         file.write(" ")
     with pytest.raises(SystemExit, match="2"):

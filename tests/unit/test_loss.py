@@ -13,9 +13,9 @@ from meshwright.models.loss import IGNORE, PADDING, SummedLoss
 from meshwright.parallelisms.meshes import build_meshes
 from meshwright.parallelisms.tensor_parallel import VocabularyParallelLoss
 from meshwright.train.build import build_model
-from meshwright.train.resolve import resolve
 from tests.helpers.needs import needs_compiler
 from tests.helpers.operators import Operators
+from tests.helpers.resolved import resolved
 from tests.helpers.tiny import TIED, TINY, fake_ranks, plain_model
 
 BATCH, SEQ_LEN, DIM, VOCAB = 2, 13, 8, 37
@@ -214,7 +214,7 @@ def test_the_config_sets_the_size_of_chunks_and_whether_they_are_compiled(monkey
     monkeypatch.setattr(SummedLoss, "compile", lambda _, backend: compiled.append(backend))
     words = ["--training.loss_chunk_tokens=5", "--compile.enable=true", "--compile.backend=eager"]
     with fake_ranks(1):
-        plan = resolve(load_config([*words, "--model.tokenizer_path=bytes"]), 1)
+        plan = resolved(load_config([*words, "--model.tokenizer_path=bytes"]), 1)
         model = build_model(plan, build_meshes(plan.dims, "cpu"), torch.device("cpu"))
     assert model.stages[0].output.loss.chunk_tokens == 5
     assert compiled == ["eager"]

@@ -14,7 +14,8 @@ from meshwright.parallelisms.rules.memory import heaviest_load
 from meshwright.system import hardware
 from meshwright.system.errors import ConfigError
 from meshwright.train import job as train
-from meshwright.train.resolve import ResolvedJob, resolve
+from meshwright.train.resolve import ResolvedJob
+from tests.helpers.resolved import resolved
 
 GIB = 2**30
 EARLY = {"optimizer__early_step_in_backward": True, "training__max_norm": "inf"}
@@ -30,7 +31,7 @@ def plan(ranks: int = 8, batch: int = 16, **keys: object) -> ResolvedJob:
         **{key.replace("__", "."): value for key, value in keys.items()},
     }
     config = load_config([f"--{key}={value}" for key, value in words.items()])
-    return resolve(config, ranks)
+    return resolved(config, ranks)
 
 
 ONCE, EVERY = "last_microbatch", "every_microbatch"
@@ -73,9 +74,9 @@ def test_microbatches_are_not_added_up_in_bfloat16() -> None:
         *({REDUCTION: ONCE}, copies, copies | {REDUCTION: EVERY}, PIPELINE, EARLY),
         BF16_WEIGHTS | {REDUCTION: EVERY},
     ):
-        with pytest.raises(ConfigError, match="would also add up the . microbatches") as error:
+        rule = "^training.mixed_precision_reduce = .* would also add up the . microbatches"
+        with pytest.raises(ConfigError, match=rule):
             plan(8, 32, **keys, **BF16_SUMS)
-        assert error.value.key == "training.mixed_precision_reduce"
 
 
 def test_shards_in_bfloat16_do_not_add_up_microbatches() -> None:

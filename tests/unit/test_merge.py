@@ -20,11 +20,11 @@ from meshwright.config.job_config import JobConfig
 from meshwright.system.errors import ConfigError
 from meshwright.system.files import Place
 from meshwright.system.processes import fork_server
-from meshwright.train.resolve import resolve
 from tests.helpers.checkpoints import set_manifest
 from tests.helpers.cli import checkpoint as main
 from tests.helpers.cli import command
 from tests.helpers.hf import SMALL, save_checkpoint
+from tests.helpers.resolved import resolved
 from tests.helpers.tiny import plain_model
 
 STEPS = (5, 10, 20)
@@ -102,11 +102,11 @@ def test_others_take_a_merge_and_a_resume_is_refused(made, tmp_path, capsys) -> 
         "job": {"dump_folder": str(tmp_path / "new")},
         "checkpoint": {"initial_load_path": str(out)},
     }
-    resolve(JobConfig.model_validate(tables), 1)
+    resolved(JobConfig.model_validate(tables), 1)
     command("generate")([str(out), "--prompt", "a", "--max-new-tokens", "2"])
     tables |= {"job": {"dump_folder": str(tmp_path / "run")}, "checkpoint": {"enable": True}}
     with pytest.raises(ConfigError, match="the weights alone: nothing resumes"):
-        resolve(JobConfig.model_validate(tables), 1)
+        resolved(JobConfig.model_validate(tables), 1)
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,8 @@ from meshwright.parallelisms import meshes as process_group
 from meshwright.parallelisms.meshes import Meshes, build_meshes, start_process_group
 from meshwright.parallelisms.rules.degrees import ParallelDims
 from meshwright.train.build import build_model
-from meshwright.train.resolve import resolve
 from tests.helpers.job import mesh
+from tests.helpers.resolved import resolved
 from tests.helpers.tiny import fake_ranks
 
 WHOLE = mesh(pp=2, dp_replicate=2, dp_shard=2, cp=2, tp=2)
@@ -63,7 +63,7 @@ def test_a_pipelines_first_call_is_of_all_its_ranks(monkeypatch) -> None:
     """NCCL makes a group's communicator in it."""
     words = ["--job.config_file", "tests/integration/tiny.toml", "--model.args.n_layers", "2"]
     words += ["--parallelism.pipeline_parallel_degree", "2", "--training.global_batch_size", "8"]
-    plan = resolve(load_config(words), 2)
+    plan = resolved(load_config(words), 2)
     groups = []
     with meshes_of_rank(1, plan.dims) as (meshes, _):
         monkeypatch.setattr(dist, "all_reduce", lambda *_, group: groups.append(group))

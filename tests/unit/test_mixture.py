@@ -37,8 +37,8 @@ from meshwright.parallelisms.initialize import initialize
 from meshwright.system.errors import ConfigError
 from meshwright.system.files import Place
 from meshwright.train.optim.registry import settings_of
-from meshwright.train.resolve import resolve
 from meshwright.train.resolve_model import resolve_model
+from tests.helpers.resolved import resolved
 from tests.helpers.tiny import BiasedArgs
 
 SMALL = MixtralArgs(32, 2, 4, 4, 24, 131, n_experts=6, n_active=2)
@@ -353,9 +353,9 @@ def test_a_layer_with_experts_may_compute_in_fp32_beside_bf16(name) -> None:
 
 
 @functools.cache
-def resolved(*words: str, world_size: int = 4) -> object:
+def resolved_with(*words: str, world_size: int = 4) -> object:
     given = ["--model.tokenizer_path=bytes", *words]
-    return resolve(load_config(given), world_size)
+    return resolved(load_config(given), world_size)
 
 
 MOE = "--model.name=qwen3_moe"
@@ -385,7 +385,7 @@ SPLIT_BACKWARD = """--parallelism.pipeline_parallel_degree=2 --activation_checkp
 )
 def test_bad_input_is_refused_in_one_line(words, message) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
-        resolved(*words.split())
+        resolved_with(*words.split())
     assert "fix:" in str(caught.value) or "use" in str(caught.value)
 
 
@@ -395,8 +395,8 @@ def test_what_a_familys_files_cannot_say_is_refused_before_training(monkeypatch,
     family = dataclasses.replace(MODELS["qwen3_moe"], args=BiasedArgs, flavors=flavors)
     monkeypatch.setitem(MODELS, "biased", dataclasses.replace(family, name="biased"))
     with pytest.raises(ConfigError, match="last_save_in_hf = true: qwen3_moe has no experts with"):
-        resolved("--model.name=biased", "--checkpoint.last_save_in_hf=true")
-    args = resolved("--model.name=biased").model_args
+        resolved_with("--model.name=biased", "--checkpoint.last_save_in_hf=true")
+    args = resolved_with("--model.name=biased").model_args
     with pytest.raises(ConfigError, match="cannot hold this model: qwen3_moe has no experts with"):
         check_hf_folder(Place("HF", tmp_path), family.hf, args)
     with pytest.raises(ConfigError, match=r"upcycle_noise = 0.1: qwen3_moe has no experts with"):
@@ -419,10 +419,10 @@ def test_torch_before_2_12_cannot_shard_experts_over_another_mesh(monkeypatch) -
 
     own = load_config(["--model.tokenizer_path=bytes", MOE, EP + "2"])
     pretend("2.12.1+cu130")
-    resolve(own, 2)
+    resolved(own, 2)
     pretend("2.11.0")
     with pytest.raises(ConfigError, match="which torch 2.11.0 cannot"):
-        resolve(own, 2)
+        resolved(own, 2)
     config = load_config([MOE])  # prove takes the meshes that are left
     args = resolve_model(config)[1]
     small = shrink(config, args)

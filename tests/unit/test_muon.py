@@ -19,10 +19,10 @@ from meshwright.train.optim.registry import (
     check_optimizers,
     heads_of,
 )
-from meshwright.train.resolve import resolve
 from meshwright.train.resolve_model import extend_by
 from tests.campaigns.new_user import example
 from tests.helpers.optimizers import set_gradients
+from tests.helpers.resolved import resolved
 from tests.helpers.tiny import TINY, plain_model
 
 GO = torch.tensor(False)
@@ -131,7 +131,7 @@ def test_bad_input_is_one_error(options, says) -> None:
     config = Optimizer(**{"name": "muon"} | options)
     job = JobConfig(model={"tokenizer_path": "bytes"}, training={"max_norm": float("inf")})
     with pytest.raises(ConfigError, match=says):  # before any rank starts
-        resolve(job.model_copy(update={"optimizer": config}), 1)
+        resolved(job.model_copy(update={"optimizer": config}), 1)
 
 
 def test_a_parameter_whose_role_is_unknown_needs_a_group() -> None:

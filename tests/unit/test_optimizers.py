@@ -30,8 +30,8 @@ from meshwright.train.optim.registry import (
     fitted_groups,
     names_by_group,
 )
-from meshwright.train.resolve import resolve
 from tests.helpers.optimizers import GROUPS, plain_groups, set_gradients
+from tests.helpers.resolved import resolved
 from tests.helpers.tiny import SEQ_LEN, TINY, plain_model
 
 GO, HOLD = torch.tensor(False), torch.tensor(True)
@@ -211,7 +211,7 @@ def test_groups_of_a_larger_model_are_fitted_to_a_smaller() -> None:
     assert [group.parameters for group in fitted] == [["layers.[0-3]*"], ["norm.*"]]
     assert len(names_by_group(fitted, NAMES)) == 2
     large = FLAVORS["llama3_8b"]
-    resolve(shrink(JobConfig(optimizer=Optimizer(groups=groups)), large), 1)
+    resolved(shrink(JobConfig(optimizer=Optimizer(groups=groups)), large), 1)
 
 
 def test_a_step_of_torchs_unfused_optimizer_is_as_torchs(element_wise) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from meshwright.commands.data import check_data
 from meshwright.commands.prove import job as prove_job
 from meshwright.config.changes import changes, config_defaults
 from meshwright.config.job_config import JobConfig, changed
@@ -33,8 +34,8 @@ from meshwright.datasets.stream import Cursor, find_samples
 from meshwright.datasets.token_cache.cache import DamagedCacheError
 from meshwright.models.loss import IGNORE, PADDING
 from meshwright.system.errors import ConfigError
-from meshwright.train.resolve import check_data, resolve
 from tests.helpers.cli import command
+from tests.helpers.resolved import resolved
 from tests.helpers.texts import LENGTH, TEXTS, cached, encode
 from tests.unit.test_sample_stream import read_steps
 
@@ -268,6 +269,6 @@ def test_the_data_command_prints_no_padding(tmp_path, capsys) -> None:
 
 
 def test_the_packing_belongs_to_the_data_of_a_resume(tmp_path) -> None:
-    packed, cut = (resolve(config_of(tmp_path, kind), 1) for kind in ("best_fit", "cut"))
+    packed, cut = (resolved(config_of(tmp_path, kind), 1) for kind in ("best_fit", "cut"))
     (difference,) = changes(cut.data_identity, packed.data_identity, config_defaults())
     assert difference == ("training.packing", "cut", "best_fit")

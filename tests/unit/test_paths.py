@@ -15,12 +15,12 @@ from unittest.mock import Mock
 import pytest
 
 from meshwright.commands.main import run
-from meshwright.config import combinations, loader
-from meshwright.config.combinations import check_writable
+from meshwright.config import loader
 from meshwright.config.job_config import JobConfig
 from meshwright.config.loader import load_config
 from meshwright.system.claims import Claim
 from meshwright.system.errors import ConfigError
+from meshwright.train import facts
 from tests.unit.test_config import PATH_KEYS
 
 NOBODY = 65534
@@ -144,13 +144,13 @@ def test_checkpoints_that_could_not_be_written_are_no_surprise_at_the_last_step(
 
 def test_one_rank_tries_whether_the_dump_folder_can_be_made(tmp_path: Path, monkeypatch) -> None:
     tried = Mock(side_effect=OSError("a quota"))
-    monkeypatch.setattr(combinations, "TemporaryDirectory", tried)
+    monkeypatch.setattr(facts, "TemporaryDirectory", tried)
     config = JobConfig.model_validate({"job": {"dump_folder": str(tmp_path / "new")}})
     monkeypatch.setenv("RANK", "7")
-    check_writable(config)
+    facts.check_writable(config)
     monkeypatch.delenv("RANK")
     with pytest.raises(ConfigError, match="is not a folder that can be written to"):
-        check_writable(config)
+        facts.check_writable(config)
 
 
 def test_who_needs_a_folder_of_checkpoints_alone(tmp_path: Path, capsys) -> None:

@@ -5,7 +5,7 @@ import pytest
 from meshwright.config.loader import load_config
 from meshwright.parallelisms.rules.stages import SCHEDULES, split_evenly, stages_of_rank
 from meshwright.system.errors import ConfigError
-from meshwright.train.resolve import resolve
+from tests.helpers.resolved import resolved
 
 PIPELINE = {
     "parallelism.pipeline_parallel_degree": 2,
@@ -22,7 +22,7 @@ PARTS = "parallelism.module_fqns_per_model_part"
 def plan(*words: str, world_size: int = 2):
     given = dict(word.split("=", 1) for word in words)
     config = load_config([f"--{key}={value}" for key, value in (PIPELINE | given).items()])
-    return resolve(config, world_size)
+    return resolved(config, world_size)
 
 
 def sizes(parts: list[list[str]]) -> list[int]:

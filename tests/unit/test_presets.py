@@ -7,10 +7,10 @@ import pytest
 
 from meshwright.commands.plan.devices import find_device
 from meshwright.config.loader import load_config
-from meshwright.train.resolve import resolve
 from tests.helpers.cli import command as cli
 from tests.helpers.needs import skip_without_mesh_of_experts
 from tests.helpers.presets import DEVICE, PEAK, command, fingerprint, peak_gib, presets
+from tests.helpers.resolved import resolved
 
 PRESETS = dict(presets())
 TOMLS = Path(__file__).parents[2] / "train_configs"
@@ -34,7 +34,7 @@ def test_a_preset_can_run_and_its_header_has_its_plan(path) -> None:
     config = load_config([str(path), *words])
     if config.parallelism.expert_parallel_degree > 1:
         skip_without_mesh_of_experts()
-    made = resolve(config, PRESETS[path])
+    made = resolved(config, PRESETS[path])
     assert sum(made.least_bytes.values()) < 0.5 * config.job.device_memory_gib * 2**30
 
 

@@ -16,9 +16,9 @@ from meshwright.commands.prove.user_options import (
 )
 from meshwright.config.job_config import JobConfig, changed
 from meshwright.config.loader import load_config
-from meshwright.train.resolve import resolve
 from meshwright.train.resolve_model import resolve_model
 from tests.campaigns.random_configs import draw
+from tests.helpers.resolved import resolved
 
 ACCUMULATES = ("--training.local_batch_size=1", "--training.global_batch_size=32")
 """On 1 to 32 ranks, and so several microbatches on fewer than 32."""
@@ -31,7 +31,7 @@ def cases_of(*words: str) -> tuple[JobConfig, list[Case]]:
 
 
 def microbatches(case: Case) -> int:
-    return resolve(case.config, case.world_size).config.num_microbatches
+    return resolved(case.config, case.world_size).config.num_microbatches
 
 
 def value(config: JobConfig, key: str) -> object:

@@ -15,10 +15,11 @@ from meshwright.datasets.sources import DATASETS
 from meshwright.datasets.stream import Cursor, StreamedSource
 from meshwright.system.errors import ConfigError
 from meshwright.system.modules import code_of, import_user_module
-from meshwright.train.resolve import ResolvedJob, resolve
+from meshwright.train.resolve import ResolvedJob
 from meshwright.train.resume import best_of, manifest_of, place_in_data
 from tests.helpers.checkpoints import BARE, publish
 from tests.helpers.cli import command
+from tests.helpers.resolved import resolved
 from tests.helpers.texts import OWN_DATASET
 from tests.helpers.tokenizer_files import byte_level_json
 
@@ -45,13 +46,11 @@ def place_of(source: StreamedSource, content: str, **more: object) -> Cursor:
             checkpoint=Checkpoint(), training=SimpleNamespace(max_bad_records=0)
         ),
         begins_stage_with=lambda saved: False,
+        resume_diff=SimpleNamespace(is_reweighted=False),
     )
     data = {"sample": 3, "counts": [3], "places": {}}
     saved = BARE | {"data_content": {source.entry.name: content}, "data": data} | more
-    with pytest.MonkeyPatch.context() as patch:
-        same = SimpleNamespace(is_reweighted=False)
-        patch.setattr("meshwright.train.resume.resume_diff", lambda plan, saved: same)
-        return place_in_data(plan, saved, [source])
+    return place_in_data(plan, saved, [source])
 
 
 def check_is_noticed(source: StreamedSource, before: str, fix: str = "fix: ", **more: str) -> None:
@@ -82,7 +81,7 @@ def test_the_code_that_runs_is_noted_not_the_file_of_today(tmp_path) -> None:
     module = tmp_path / "own.py"
     module.write_text("SINKS = {}")
     own = ("--experimental.custom_import", str(module))
-    plan = resolve(load_config([*BYTES, "--training.local_batch_size=2", *own]), 1)
+    plan = resolved(load_config([*BYTES, "--training.local_batch_size=2", *own]), 1)
     before = code_of(str(module))
     module.write_text("raise RuntimeError")
     assert noted(plan)["own_code"] == before
@@ -99,7 +98,7 @@ def test_other_data_is_refused_before_ranks_start(tmp_path, monkeypatch) -> None
     words = [*BYTES, *lines(tmp_path, "a document " * 99), "--training.seq_len=8", "--ngpu=1"]
     words += ["--checkpoint.enable", "--training.global_batch_size=8"]
     words += [f"--training.token_cache_folder={tmp_path}/caches", f"--job.dump_folder={tmp_path}"]
-    plan = resolve(load_config([word for word in words if word != "--ngpu=1"]), 1)
+    plan = resolved(load_config([word for word in words if word != "--ngpu=1"]), 1)
     saved = noted(plan) | {"data_content": {"json": "other"}}
     publish(tmp_path / "checkpoint", saved.pop("step"), **saved)
     with pytest.raises(ConfigError, match="its content is not what it was"):
@@ -148,7 +147,7 @@ def test_the_best_validation_counts_as_long_as_the_data_is_the_same(words, keys,
 
     def plan_of(*more: str):
         base = ["--model.tokenizer_path=bytes", "--validation.enable=true"]
-        return resolve(load_config([*base, *more]), 1)
+        return resolved(load_config([*base, *more]), 1)
 
     saved, here = plan_of("--training.local_batch_size=2"), plan_of(*words)
     manifest = BARE | {
@@ -166,7 +165,7 @@ def test_the_best_validation_counts_as_long_as_the_data_is_the_same(words, keys,
 
 def test_the_best_validation_counts_as_long_as_its_texts_are_the_same(tmp_path, caplog) -> None:
     caplog.set_level("INFO", "meshwright")
-    plan = resolve(load_config([*BYTES, "--training.local_batch_size=2"]), 1)
+    plan = resolved(load_config([*BYTES, "--training.local_batch_size=2"]), 1)
     before, after = (opened(*BYTES, *lines(tmp_path, text)) for text in ("one text", "another"))
     saved = noted(plan, [before], best=(20, 3.5))
     assert best_of(saved, plan, [before]) == (20, 3.5)

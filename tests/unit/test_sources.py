@@ -9,6 +9,7 @@ from functools import partial
 from http.client import IncompleteRead
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import Mock
 
 import datasets
@@ -21,7 +22,7 @@ from meshwright.datasets import sympy_source
 from meshwright.datasets.encoding import NO_LOSS, TokenizationSpec
 from meshwright.datasets.files import local_files
 from meshwright.datasets.identity import commit_of, hash_documents
-from meshwright.datasets.named_sources import check_path, sympy_note
+from meshwright.datasets.named_sources import check_files, check_path, sympy_note
 from meshwright.datasets.opening import open_data
 from meshwright.datasets.rows import Document, Documents, IndexedDocuments, unreadable
 from meshwright.datasets.samples import CachedSamples
@@ -398,6 +399,11 @@ def test_another_source_of_sympy_is_told_in_one_line(tmp_path, monkeypatch, capl
 OLD = {"dataset_revision": "main"}
 
 
+def check(source: Any) -> None:
+    check_path(source, find_dataset(source.source.dataset))
+    check_files(source)
+
+
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
@@ -414,7 +420,7 @@ OLD = {"dataset_revision": "main"}
 )
 def test_what_a_dataset_does_not_read(keys, message) -> None:
     with pytest.raises(ConfigError, match=message):
-        check_path(entry(**keys), find_dataset(keys["dataset"]))
+        check(entry(**keys))
 
 
 def test_whatever_changes_the_documents_changes_the_hash_documents(folder: Path) -> None:

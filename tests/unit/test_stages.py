@@ -23,9 +23,10 @@ from meshwright.datasets.stream import Cursor, ShardPlace
 from meshwright.system.errors import ConfigError
 from meshwright.system.processes import Launch
 from meshwright.train import announce
-from meshwright.train.resolve import ResolvedJob, resolve
+from meshwright.train.resolve import ResolvedJob
 from meshwright.train.resume import place_in_data
 from tests.helpers.cli import command
+from tests.helpers.resolved import resolved, resolved_on_rank
 from tests.helpers.texts import TEXTS, cached, weighted
 
 TOML = """
@@ -154,7 +155,7 @@ def test_an_error_names_the_stage_and_its_key(tmp_path) -> None:
         ("size = 16", "size = 15", "1.global_batch_size"),
     ):
         with pytest.raises(ConfigError) as caught:
-            resolve(config_of(tmp_path, stages.replace(good, bad), sources=""), 1)
+            resolved(config_of(tmp_path, stages.replace(good, bad), sources=""), 1)
         assert caught.value.key == f"training.stages.{key}"
         assert str(caught.value).startswith(f"training.stages.{key} = ")
 
@@ -179,7 +180,7 @@ def saved_by(plan: ResolvedJob, sources: list[CachedSource], cursor: Cursor) -> 
 
 
 def test_a_source_continues_in_the_next_stage(tmp_path) -> None:
-    plans = resolve(config_of(tmp_path, MORE), 1, looks_at_files=False).training_stages
+    plans = resolved_on_rank(config_of(tmp_path, MORE), 1).training_stages
     a, b, c = (cached(tmp_path, (*TEXTS, name), name) for name in "abc")
     at = Cursor(sample=64, counts=(48, 16))
     # other weights hold from here on
@@ -201,7 +202,7 @@ def test_a_source_continues_in_the_next_stage(tmp_path) -> None:
     at = Cursor(64, (48, 16), shards, weighted_from=(1, 2))
     for change, want in (("lr = 1e-3", at), ("seq_len = 32", Cursor(bad_records=2 + 3))):
         stages = f"[[training.stages]]\nuntil_tokens = 1000\n[[training.stages]]\n{change}"
-        plans = resolve(config_of(tmp_path, stages), 1, looks_at_files=False).training_stages
+        plans = resolved_on_rank(config_of(tmp_path, stages), 1).training_stages
         assert place_in_data(plans[1], saved_by(plans[0], [a, b], at), [a, b]) == want
 
 
@@ -214,7 +215,7 @@ def test_a_stage_tells_other_files_from_files_that_have_changed(tmp_path) -> Non
     def opened(name: str, text: str) -> tuple[ResolvedJob, Any, list[Any]]:
         (tmp_path / f"{name}.jsonl").write_text(json.dumps({"text": text}))
         sources = rows.format("training.", "a") + stages + rows.format("training.stages.", name)
-        first, second = resolve(config_of(tmp_path, "", training, sources), 1).training_stages
+        first, second = resolved(config_of(tmp_path, "", training, sources), 1).training_stages
         assert first.data_identity == second.data_identity
         saved = saved_by(first, open_data("training", first.config), Cursor(64, (64,)))
         return second, saved, open_data("training", second.config)
@@ -228,7 +229,7 @@ def test_a_stage_tells_other_files_from_files_that_have_changed(tmp_path) -> Non
 
 
 def test_the_stage_follows_from_the_step_or_is_asked_for(tmp_path) -> None:
-    plan = resolve(config_of(tmp_path), 1, looks_at_files=False)
+    plan = resolved_on_rank(config_of(tmp_path), 1)
     assert [one.starts_after for one in plan.training_stages] == [0, 8, 16]
     assert [plan.stage_at(step).stage_number for step in (0, 7, 8, 15, 16, 24)] == [
         1,
@@ -238,14 +239,14 @@ def test_the_stage_follows_from_the_step_or_is_asked_for(tmp_path) -> None:
         3,
         3,
     ]
-    assert of_stage(plan.given, 2) == staged(plan.given)[1]
+    assert of_stage(plan.written, 2) == staged(plan.written)[1]
     with pytest.raises(ConfigError, match="the job has 3 stages"):
-        of_stage(plan.given, 4)
+        of_stage(plan.written, 4)
     assert of_stage(config_of(tmp_path, ""), 1).training.steps == 24
 
 
 def test_a_checkpoint_of_a_stage_that_has_moved_is_refused(tmp_path) -> None:
-    second = resolve(config_of(tmp_path), 1, looks_at_files=False).training_stages[1]
+    second = resolved_on_rank(config_of(tmp_path), 1).training_stages[1]
     for step, stage, begins in ((8, 1, True), (9, 2, False), (8, 2, False)):
         assert second.begins_stage_with({"step": step, "stage": stage}) is begins
     for step, stage in ((10, 1), (8, 3)):
@@ -258,7 +259,7 @@ def test_a_warmup_may_end_in_a_later_stage(tmp_path) -> None:
     for warmup, stages, is_idle in ((20, THREE, False), (30, THREE, True), (0, own, False)):
         job = config_of(tmp_path, stages)
         config = changed(job, {"lr_scheduler": {"warmup_steps": warmup}})
-        notes = resolve(config, 1, looks_at_files=False).notes
+        notes = resolved_on_rank(config, 1).notes
         assert any("is never reached" in note for note in notes) == is_idle
 
 
@@ -272,9 +273,9 @@ def test_an_option_that_one_stage_uses_has_an_effect(tmp_path) -> None:
         sources = "[[training.datasets]]\n" + rows.format("streamed")
         config = config_of(tmp_path, stages, training, sources)
         config = changed(config, {"validation": {"enable": False}})
-        plan = resolve(config, 1)
+        plan = resolved(config, 1)
         assert any("token_cache_folder" in note for note in plan.notes) == is_idle
-        assert plan.given == config
+        assert plan.written == config
 
 
 def test_check_looks_at_every_stage(tmp_path, capsys) -> None:
@@ -322,7 +323,7 @@ def test_a_stage_says_its_own_steps_and_how_often_it_reads_its_data(
     ranks = SimpleNamespace(get_rank=lambda: 1, get_world_size=lambda: 1)
     monkeypatch.setattr(announce, "dist", ranks)
     sources = weighted([cached(tmp_path, (*TEXTS, name), name) for name in "ab"], (1, 4))
-    second = resolve(config_of(tmp_path), 1, looks_at_files=False).training_stages[1]
+    second = resolved_on_rank(config_of(tmp_path), 1).training_stages[1]
     announce.announce(replace(second, resume_step=8), torch.device("cpu"), Launch(), sources)
     assert "stage 2 of 3: steps 9 to 16 of 24; the eta is its own" in caplog.messages
     each = zip((1 / 5, 4 / 5), sources, strict=True)

@@ -11,11 +11,10 @@ from meshwright.config.job_config import JobConfig
 from meshwright.models.decoder import Decoder
 from meshwright.models.families.llama import LlamaArgs
 from meshwright.parallelisms.meshes import build_meshes
-from meshwright.parallelisms.rules.degrees import check_divisible
 from meshwright.parallelisms.tensor_parallel import apply_tp
-from meshwright.system.errors import ConfigError
 from scripts.draw_diagrams import SIZE, owner
 from tests.helpers.job import mesh
+from tests.helpers.resolved import broken
 from tests.helpers.tiny import SEQ_LEN, TINY, fake_ranks
 
 
@@ -53,10 +52,9 @@ def test_a_rank_without_rows_of_the_vocabulary_is_refused(degree: int) -> None:
     for rows in range(1, 70):
         args = LlamaArgs(16, 1, n_heads=8, n_kv_heads=8, hidden_dim=8, vocab_size=rows)
         if len(torch.empty(rows).chunk(degree)) == degree:
-            check_divisible(config, args.table)
+            assert not broken(config, model=args)
             continue
-        rule = rf"model\.args\.vocab_size = {rows}, for each rank leave none"
-        with pytest.raises(ConfigError, match=rule) as error:
-            check_divisible(config, args.table)
-        advice = str(error.value).partition("set model.args.vocab_size = ")[2]
+        said = broken(config, model=args)
+        assert f"model.args.vocab_size = {rows}, for each rank leave none" in said
+        advice = said.partition("set model.args.vocab_size = ")[2]
         assert len(torch.empty(int(advice.partition(",")[0])).chunk(degree)) == degree

@@ -11,7 +11,7 @@ import pytest
 
 from meshwright.datasets.files import token_paths
 from meshwright.datasets.foreign_tokens import open_array
-from meshwright.datasets.named_sources import check_path
+from meshwright.datasets.named_sources import check_files, check_path
 from meshwright.datasets.samples import CachedSamples
 from meshwright.datasets.sources import find_dataset
 from meshwright.datasets.storage import DataFile, stat
@@ -249,7 +249,9 @@ def test_what_resolving_says(tmp_path: Path) -> None:
     write_kind("nanoGPT", tmp_path / "a", DOCUMENTS)
 
     def check(dataset: str, **keys: object) -> None:
-        check_path(entry(dataset, dataset_path=str(tmp_path), **keys), find_dataset(dataset))
+        source = entry(dataset, dataset_path=str(tmp_path), **keys)
+        check_path(source, find_dataset(dataset))
+        check_files(source)
 
     check("tokens")
     with pytest.raises(ConfigError, match="there is no .*a.idx"):

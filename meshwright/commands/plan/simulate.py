@@ -43,6 +43,7 @@ from meshwright.parallelisms.meshes import Meshes, build_meshes
 from meshwright.system.errors import check
 from meshwright.system.modules import has_torch
 from meshwright.train.bad_steps import BadStepDetector
+from meshwright.train.facts import look
 from meshwright.train.optim import gradients
 from meshwright.train.optim.optimizers import update
 from meshwright.train.resolve import ResolvedJob, resolve
@@ -280,7 +281,9 @@ def plan_job(config: JobConfig, world_size: int, *, is_gpu: bool) -> ResolvedJob
             },
         },
     )
-    return resolve(config, world_size, is_gpu=is_gpu, checks_memory=False)
+    # a plan is also of jobs that don't fit
+    facts = look(config, world_size, expects_gpus=is_gpu, device_memory_gib=math.inf)
+    return resolve(config, facts)
 
 
 aten = torch.ops.aten

@@ -32,6 +32,7 @@ from meshwright.parallelisms.rules.degrees import (
 )
 from meshwright.parallelisms.rules.stages import SCHEDULES
 from meshwright.system.errors import ConfigError
+from meshwright.train.facts import look
 from meshwright.train.resolve import resolve
 
 LARGEST_DEGREE = 4
@@ -304,7 +305,7 @@ def num_ranks(mesh: Degrees) -> int:
 def can_run(case: Case) -> bool:
     """Return whether every rule accepts the case."""
     try:
-        resolve(case.config, case.world_size)
+        resolve(case.config, look(case.config, case.world_size))
     except ConfigError:
         return False
     return True

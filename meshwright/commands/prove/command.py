@@ -7,14 +7,14 @@ from pathlib import Path
 from meshwright.commands.options import add_stage, check_named, of_stage, output_folder
 from meshwright.commands.prove.cases import default_cases, distinct, every_mesh
 from meshwright.commands.prove.shrink import shrink
-from meshwright.config.combinations import check_contradictions, check_installed
 from meshwright.config.command_line import Parser
 from meshwright.config.loader import read
+from meshwright.config.rules import Facts, check_rules
 from meshwright.parallelisms.rules.compile_choice import why_no_compiler
-from meshwright.parallelisms.rules.degrees import check_divisible
-from meshwright.parallelisms.rules.stages import assign_modules, check_split_float8
 from meshwright.system.errors import check
 from meshwright.system.machine import hide_gpus
+from meshwright.train.facts import missing_packages
+from meshwright.train.resolve import WITHOUT_DATA
 from meshwright.train.resolve_model import resolve_model
 
 
@@ -48,12 +48,10 @@ def run(options: Namespace) -> None:
     from meshwright.commands.prove.reference import check_reference
 
     config = of_stage(read(options).config(), options.stage)
-    check_contradictions(config)
-    check_installed("float8.enable", config.float8.enable, "torchao")
-    check_split_float8(config)
     _, args = resolve_model(config)
-    check_divisible(config, args.table)
-    assign_modules(config.parallelism, args.table)
+    # a proof reports to nobody, so only one of them matters
+    missing = missing_packages() & {"torchao"}
+    check_rules(config, Facts(model=args, missing_packages=missing), WITHOUT_DATA)
     if config.training.mask_documents:  # then every case compiles, the reference included
         reason = why_no_compiler()
         rule = f"its attention is compiled, and {reason}"

@@ -49,6 +49,7 @@ from meshwright.parallelisms.replay import Choices, Replay, record_choices, repl
 from meshwright.parallelisms.shards import local_box, part_of_box
 from meshwright.system.errors import ConfigError, first_line
 from meshwright.system.files import Place
+from meshwright.train.facts import look
 from meshwright.train.resolve import ResolvedJob, resolve
 from meshwright.train.validation import Validation
 
@@ -171,7 +172,7 @@ def _measure(
             take the routers' choices.
     """
     torch.compiler.reset()  # graphs of other cases in this process count against a limit
-    plan = resolve(config, world_size)
+    plan = resolve(config, look(config, world_size))
     vocabulary = Vocabulary(plan.model_args.vocab_size)
     plan, seen = dataclasses.replace(plan, tokenizer=vocabulary), Measurement()
     training = plan.config.training

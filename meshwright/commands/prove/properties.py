@@ -28,6 +28,7 @@ from meshwright.parallelisms.initialize import initialize
 from meshwright.parallelisms.meshes import build_meshes
 from meshwright.system.errors import in_ranges
 from meshwright.train.build import build_model
+from meshwright.train.facts import look
 from meshwright.train.resolve import resolve
 
 LOGITS_BOUND = 1e-5
@@ -72,7 +73,8 @@ def check_properties(small: JobConfig) -> list[Property]:
 
 def measure_properties(small: JobConfig) -> list[Property]:
     """Measure on this process alone, in fp32 and with the attention that the small job has."""
-    plan = resolve(reference_case(small).config, 1)
+    config = reference_case(small).config
+    plan = resolve(config, look(config, 1))
     training = plan.config.training
     model = build_model(plan, build_meshes(plan.dims, "cpu"), torch.device("cpu"))
     decoder = model.stages[0]

@@ -39,6 +39,7 @@ from meshwright.parallelisms.replay import Choices, record_choices
 from meshwright.parallelisms.shards import local_shard
 from meshwright.train.bad_steps import BadStepDetector
 from meshwright.train.build import build_loader, build_stream
+from meshwright.train.facts import look
 from meshwright.train.resolve import resolve
 from meshwright.train.trainer import StepResult, build_trainer
 from meshwright.train.validation import evaluate, figures_of
@@ -106,7 +107,7 @@ class Steps:
     """
 
     def __init__(self, checked: Checked, config: JobConfig) -> None:
-        plan, cpu = resolve(config, 1), torch.device("cpu")
+        plan, cpu = resolve(config, look(config, 1)), torch.device("cpu")
         vocabulary = Vocabulary(plan.model_args.vocab_size)
         self._plan = plan = dataclasses.replace(plan, tokenizer=vocabulary)
         self._checked, self._config = checked, plan.config

@@ -5,13 +5,12 @@ from collections.abc import Collection, Iterator
 from fnmatch import fnmatchcase
 from typing import Any
 
-from meshwright.config.job_config import JobConfig
+from meshwright.config.job_config import JobConfig, changed
+from meshwright.config.rules import Facts, broken_rules
 from meshwright.models.args import DecoderArgs
-from meshwright.parallelisms.rules.degrees import DEGREES, resolve_auto_values
-from meshwright.parallelisms.rules.memory import choose_reduction, heaviest_load
-from meshwright.parallelisms.rules.precision import resolve_type
-from meshwright.parallelisms.rules.stages import assign_modules, num_stages
-from meshwright.system.errors import ConfigError
+from meshwright.parallelisms.rules import memory, stages
+from meshwright.parallelisms.rules.degrees import DEGREES, MESH, fill_in_mesh
+from meshwright.parallelisms.rules.precision import choose_type
 from meshwright.train.optim.registry import OPTIMIZERS, MatrixWise
 
 SCHEDULE = "pipeline_parallel_schedule"
@@ -102,10 +101,16 @@ def _sizes(config: JobConfig, args: DecoderArgs) -> Iterator[JobConfig]:
         if any(fnmatchcase(name, pattern) for pattern in config.model.frozen)
     )
     for shard in shards:
-        try:
-            size = resolve_auto_values(config, shard * math.prod(others), num_stages(p))
-            size, _ = resolve_type(size, is_gpu=True)  # as of jobs that need to save memory
-            load = heaviest_load(size, table, assign_modules(p, table), frozen)
-            yield choose_reduction(size, load)
-        except ConfigError:  # the job can't run on so many ranks
+        ranks = shard * math.prod(others)
+        # jobs that need to save memory train on GPUs
+        facts = Facts(world_size=ranks, expects_gpus=True, model=args)
+        if broken_rules(config, facts, (MESH, stages.TAKES_STAGES)):
             continue
+        size = changed(config, fill_in_mesh(config, ranks))
+        size = changed(size, choose_type(size, facts).update)
+        if broken_rules(size, facts, stages.RULES):
+            continue
+        load = memory.heaviest_load(size, table, stages.assign_modules(p, table), frozen)
+        size = changed(size, memory.choose_reduction(size, load))
+        if not broken_rules(size, facts, memory.RULES):
+            yield size

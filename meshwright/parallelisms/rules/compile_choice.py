@@ -5,25 +5,20 @@ import os
 import shutil
 import sysconfig
 import tempfile
-from collections.abc import Collection
 from pathlib import Path
 
-from meshwright.config.job_config import JobConfig, changed
-from meshwright.models.args import DecoderArgs
-from meshwright.models.table import DecoderSpec
-from meshwright.parallelisms.rules.precision import has_part_of_block
+from meshwright.config.job_config import JobConfig
+from meshwright.config.rules import Choice, Facts, Row, Rule
+from meshwright.parallelisms.rules.precision import find_fp32_modules, has_part_of_block
 from meshwright.parallelisms.rules.stages import splits_backward
-from meshwright.system.errors import check
 from meshwright.system.modules import has_torch, torch_version
 
 LEAST_FLOP = 100e12
 """Work of a whole job from which compiling pays."""
 
 
-def resolve_compile(
-    config: JobConfig, args: DecoderArgs, fp32_modules: Collection[str], *, is_gpu: bool
-) -> tuple[JobConfig, str]:
-    """Return `config` with `compile.enable` true or false, and how "auto" was decided.
+def choose_compile(config: JobConfig, facts: Facts) -> Choice:
+    """Decide about `compile.enable` = "auto"; small jobs aren't told.
 
     "auto" compiles if an option needs the compiler, as if true were given. Otherwise it compiles if
 
@@ -38,74 +33,75 @@ def resolve_compile(
 
     A job's work does not depend on the mesh, unless `training.global_batch_size` is -1: the data
     then depends on it, too. Data that ends before `training.steps` is not known here.
-
-    Args:
-        config: with every -1 filled in.
-        fp32_modules: as `find_fp32_modules` gives them.
-        is_gpu: ranks train on GPUs.
-
-    Returns:
-        The config, and a line for the log; empty if the config says true or false, or if the job
-        is small.
     """
-    if config.compile.enable != "auto":
-        return config, ""
+    if config.compile.enable != "auto" or facts.model is None:
+        return Choice()
     training = config.training
     tokens = training.seq_len * training.global_batch_size * training.steps
-    flop = args.table.flops_per_token(training.seq_len) * tokens
+    flop = facts.spec.flops_per_token(training.seq_len) * tokens
     is_on, reason = True, f"the job computes {_shown(flop)} ({_shown(LEAST_FLOP)} or more)"
     if option := _option_that_compiles(config):
         reason = f"{option} needs it"
     elif flop < LEAST_FLOP:
         is_on, reason = False, ""
-    elif obstacle := _obstacle(config, fp32_modules) or why_no_compiler(is_gpu):
+    elif obstacle := _obstacle(config, facts) or facts.no_compiler:
         is_on, reason = False, obstacle
     line = f'compile.enable = "auto": {"compiled" if is_on else "eager"}, since {reason}'
-    return changed(config, {"compile": {"enable": is_on}}), line if reason else ""
+    return Choice({"compile": {"enable": is_on}}, line if reason else "")
 
 
-def check_compiler(config: JobConfig, *, is_gpu: bool) -> None:
-    """Raise `ConfigError` if ranks on this machine's CPUs are to compile, and cannot.
-
-    Args:
-        config: as `resolve_compile` returns it.
-    """
-    if config.compile.is_on and config.compile.backend == "inductor" and not is_gpu:
-        reason = why_no_compiler()
-        check(not reason, "compile.enable", True, reason, "set compile.enable = false")
+def _has_grouped_heads(facts: Facts) -> bool:
+    attentions = (layer.attention for layer in facts.spec.layers)
+    return any(one.n_heads != one.n_kv_heads for one in attentions)
 
 
-def check_budget(config: JobConfig, model: DecoderSpec, *, is_gpu: bool) -> None:
-    """Raise `ConfigError` if the compiler is to weigh memory against work that torch cannot count:
-    of flash attention, on GPUs, whose heads are grouped (pytorch pull request 177188)."""
-    mode, training = config.activation_checkpoint.mode, config.training
-    is_grouped = any(x.attention.n_heads != x.attention.n_kv_heads for x in model.layers)
-    is_flash = training.mixed_precision_param == "bfloat16" and not training.mask_documents
-    check(
-        not (is_gpu and mode == "memory_budget" and is_grouped and is_flash) or has_torch(2, 12),
+RULES: tuple[Row[Facts], ...] = (
+    Rule(
+        "compile.enable",
+        lambda c, facts: (
+            c.compile.enable is True
+            and c.compile.backend == "inductor"
+            and facts.device_type == "cpu"
+            and facts.no_compiler
+        ),
+        "{detail}",
+        "set compile.enable = false",
+        needs="device_type",
+    ),
+    # torch can't count the work of flash attention with grouped heads: pytorch pull request 177188
+    Rule(
         "activation_checkpoint.mode",
-        mode,
-        f"torch {torch_version()} cannot on GPUs, if keys have fewer heads than queries",
+        lambda c, facts: (
+            facts.expects_gpus
+            and c.activation_checkpoint.mode == "memory_budget"
+            and c.training.mixed_precision_param == "bfloat16"
+            and not c.training.mask_documents
+            and _has_grouped_heads(facts)
+            and not has_torch(2, 12)
+            and torch_version()
+        ),
+        "torch {detail} cannot on GPUs, if keys have fewer heads than queries",
         "use torch 2.13, or another mode",
-    )
+        needs="model",
+    ),
+)
 
 
 def _option_that_compiles(config: JobConfig) -> str:
     """Return the option, if any, that has an effect in compiled blocks alone."""
-    parallelism = config.parallelism
     if config.activation_checkpoint.mode == "memory_budget":
         return 'activation_checkpoint.mode = "memory_budget"'
-    if parallelism.enable_async_tensor_parallel and parallelism.tensor_parallel_degree > 1:
+    if config.overlaps_tensor_parallel:
         return "parallelism.enable_async_tensor_parallel"
     return ""
 
 
-def _obstacle(config: JobConfig, fp32_modules: Collection[str]) -> str:
+def _obstacle(config: JobConfig, facts: Facts) -> str:
     """Return why blocks should not be compiled; "" if nothing in the config is against it."""
     parallelism, backend = config.parallelism, config.compile.backend
     if backend != "inductor":
         return f'compile.backend = "{backend}" makes no step faster'
-    if has_part_of_block(fp32_modules):
+    if has_part_of_block(find_fp32_modules(config, facts.spec)):
         return "training.fp32_modules names modules inside a block"
     if splits_backward(parallelism):
         return f"{parallelism.pipeline_parallel_schedule} computes gradients in two passes"

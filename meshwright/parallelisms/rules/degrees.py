@@ -1,15 +1,17 @@
-"""Rules across sections, and the values that follow from the rest of the config."""
+"""The degrees of the mesh and the global batch: their rules, and the values that fill in -1."""
 
 import itertools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 
-from meshwright.config.job_config import JobConfig, changed
+from meshwright.config.fields import value_of
+from meshwright.config.job_config import JobConfig, Update
+from meshwright.config.parallelism import Parallelism
+from meshwright.config.rules import Check, Facts, Row, Rule
 from meshwright.models.args import divisors_of
-from meshwright.models.table import DecoderSpec
-from meshwright.parallelisms.rules.stages import splits_backward
-from meshwright.system.errors import check
+from meshwright.parallelisms.rules.stages import num_stages, splits_backward
+from meshwright.system.errors import ConfigError, config_error
 from meshwright.system.modules import has_torch, torch_version
 
 KEYS = {
@@ -27,66 +29,59 @@ AXES = tuple(KEYS)
 DEGREES = KEYS | {"ep": "expert_parallel_degree"}
 """With the key of the one degree that is no axis of its own; see `ParallelDims.ep`."""
 
-ASYNC_TENSOR_PARALLEL = "parallelism.enable_async_tensor_parallel"
 
-
-def resolve_auto_values(config: JobConfig, world_size: int, num_stages: int) -> JobConfig:
-    """Return `config` with every -1 replaced by its value on `world_size` ranks.
-
-    Args:
-        num_stages: of the pipeline, over all ranks; a batch that is not given fills them once.
-
-    Raises:
-        ConfigError: if the degrees do not multiply to `world_size`, or the batch does not divide.
-    """
-    parallelism = config.parallelism
-    key = f"parallelism.{KEYS['dp_shard']}"
-    shard = parallelism.data_parallel_shard_degree
+def _other_degrees(parallelism: Parallelism) -> dict[str, int]:
+    """Return the degrees that multiply to the number of ranks with dp_shard's, by key."""
     names = (KEYS[axis] for axis in ("dp_replicate", "cp", "tp", "pp"))
-    degrees = {f"parallelism.{name}": getattr(parallelism, name) for name in names}
-    others = math.prod(degrees.values())
-    if shard == -1:
+    return {f"parallelism.{name}": getattr(parallelism, name) for name in names}
+
+
+def _filled_in(parallelism: Parallelism, world_size: int) -> int:
+    """Return the degree of dp_shard on `world_size` ranks, where -1 takes all that are left."""
+    shard = parallelism.data_parallel_shard_degree
+    return world_size // math.prod(_other_degrees(parallelism).values()) if shard == -1 else shard
+
+
+def _mesh(config: JobConfig, facts: Facts) -> Iterator[ConfigError]:
+    """The degrees multiply to the number of ranks, and the batch divides."""
+    degrees, ranks = _other_degrees(config.parallelism), facts.ranks
+    others, shard = math.prod(degrees.values()), _filled_in(config.parallelism, ranks)
+    if shard * others == ranks:
+        yield from _batch(config, ranks, shard)
+    elif config.parallelism.data_parallel_shard_degree == -1:
         # the one that is too many by itself, or else the largest
-        at_fault = max(degrees, key=lambda name: (world_size % degrees[name] > 0, degrees[name]))
-        check(
-            world_size % others == 0,
+        at_fault = max(degrees, key=lambda name: (ranks % degrees[name] > 0, degrees[name]))
+        yield config_error(
             at_fault,
             degrees[at_fault],
             f"this and the other given degrees multiply to {others}, which does not divide "
-            f"{world_size} ranks",
+            f"{ranks} ranks",
             f"launch a multiple of {others} ranks, or lower a degree",
         )
-        shard = world_size // others
-    check(
-        shard * others == world_size,
-        key,
-        shard,
-        f"the degrees multiply to {shard * others}, but there are {world_size} ranks",
-        f"launch {shard * others} ranks (NGPU), or set it to -1"
-        if shard
-        else "set it to -1 for all ranks that the other degrees leave over",
-    )
-    dp = shard * parallelism.data_parallel_replicate_degree
+    else:
+        yield config_error(
+            f"parallelism.{KEYS['dp_shard']}",
+            shard,
+            f"the degrees multiply to {shard * others}, but there are {ranks} ranks",
+            f"launch {shard * others} ranks (NGPU), or set it to -1"
+            if shard
+            else "set it to -1 for all ranks that the other degrees leave over",
+        )
+
+
+def _batch(config: JobConfig, ranks: int, shard: int) -> Iterator[ConfigError]:
     training = config.training
-    per_microbatch = dp * training.local_batch_size
-    global_batch_size = training.global_batch_size
-    if global_batch_size == -1:
-        global_batch_size = per_microbatch * num_stages
-    nearest = max(1, round(global_batch_size / per_microbatch)) * per_microbatch
-    check(
-        global_batch_size > 0 and global_batch_size % per_microbatch == 0,
+    dp = shard * config.parallelism.data_parallel_replicate_degree
+    batch, per_microbatch = training.global_batch_size, dp * training.local_batch_size
+    if batch == -1 or (batch > 0 and batch % per_microbatch == 0):
+        return
+    nearest = max(1, round(batch / per_microbatch)) * per_microbatch
+    yield config_error(
         "training.global_batch_size",
-        global_batch_size,
-        f"must be a positive multiple of {per_microbatch} = {dp} data-parallel "
-        f"ranks x local_batch_size {training.local_batch_size}",
-        f"the nearest is {nearest}" + _other_ranks(config, world_size, others),
-    )
-    return changed(
-        config,
-        {
-            "parallelism": {"data_parallel_shard_degree": shard},
-            "training": {"global_batch_size": global_batch_size},
-        },
+        batch,
+        f"must be a positive multiple of {per_microbatch} = {dp} data-parallel ranks x "
+        f"local_batch_size {training.local_batch_size}",
+        f"the nearest is {nearest}" + _other_ranks(config, ranks, ranks // shard),
     )
 
 
@@ -109,117 +104,128 @@ def _other_ranks(config: JobConfig, world_size: int, others: int) -> str:
     return f"; or launch {' or '.join(fewer + more)} {word} (NGPU)"
 
 
+def fill_in_mesh(config: JobConfig, world_size: int) -> Update:
+    """Return the values of every -1 of a config that keeps to `MESH`.
+
+    A batch that is not given has a microbatch for each stage of the pipeline.
+    """
+    parallelism, training = config.parallelism, config.training
+    shard, batch = _filled_in(parallelism, world_size), training.global_batch_size
+    if batch == -1:
+        dp = shard * parallelism.data_parallel_replicate_degree
+        batch = dp * training.local_batch_size * num_stages(parallelism)
+    return {
+        "parallelism": {"data_parallel_shard_degree": shard},
+        "training": {"global_batch_size": batch},
+    }
+
+
 NARROWEST = 16
 """Width of heads that flex attention takes on GPUs at least: torch._inductor.kernel.flex (2.11 and
 2.13), "embedding dimension of the query, key, and value must be at least 16"."""
 
 
-def check_device(
-    config: JobConfig,
-    device_type: str,
-    *,
-    head_dim: int = NARROWEST,
-    has_windows: bool = False,
-    waits_for_offload: bool = True,
-    has_float8: bool = True,
-) -> None:
-    """Rules that only a rank can check, which knows its device.
+def _flex_attention(config: JobConfig, facts: Facts) -> Iterator[ConfigError]:
+    """Flex attention, which GPUs use for documents and windows, can do both."""
+    if facts.device_type != "cuda":
+        return
+    if config.training.mask_documents:
+        key, does = "training.mask_documents", "does it"
+        fix = "set a lower model.args.n_heads, or leave it out"
+    elif facts.spec.has_windows:
+        key, does = "model.flavor", "has its windows"
+        fix = "set a lower model.args.n_heads, or choose another model"
+    else:
+        return
+    if splits_backward(config.parallelism):
+        yield config_error(
+            key,
+            value_of(config, key),
+            f"flex attention, which {does} on GPUs, is not known to work with a schedule that goes "
+            f"backward twice, as {config.parallelism.pipeline_parallel_schedule} does",
+            'set parallelism.pipeline_parallel_schedule = "1F1B" or "Interleaved1F1B"',
+        )
+    head_dim = min(layer.attention.head_dim for layer in facts.spec.layers)
+    if head_dim < NARROWEST:
+        yield config_error(
+            key,
+            value_of(config, key),
+            f"flex attention, which {does} on GPUs, takes no heads of {head_dim}, below "
+            f"{NARROWEST}",
+            fix,
+        )
 
-    Args:
-        head_dim: width of the model's narrowest heads.
-        has_windows: some of its layers see only the last tokens.
-        waits_for_offload: torch runs a gradient's hooks after its copy to the host is complete.
-        has_float8: the device multiplies in float8.
 
-    Raises:
-        ConfigError: naming the first that is broken.
-    """
-    parallelism, leave = config.parallelism, "leave it out"
-    check(
-        has_float8 or not config.float8.enable or config.float8.emulate,
+DEVICE: tuple[Row[Facts], ...] = (
+    Rule(
         "float8.enable",
-        True,
+        lambda c, facts: c.float8.enable and not (c.float8.emulate or facts.has_float8),
         "needs NVIDIA GPUs of compute capability 8.9 or newer (Ada, Hopper, Blackwell)",
-        f"{leave}; or set float8.emulate = true, which is slow, to try it",
-    )
-    is_idle = parallelism.tensor_parallel_degree == 1
-    is_on = parallelism.enable_async_tensor_parallel and not is_idle
-    rule = f"needs GPUs, and this machine trains on its {device_type}"
-    is_gpu, kernel = device_type == "cuda", config.training.attention_kernel
-    check(is_gpu or not is_on, ASYNC_TENSOR_PARALLEL, is_on, rule, leave)
-    check(is_gpu or kernel == "auto", "training.attention_kernel", kernel, rule, leave)
-    check(
-        not is_gpu
-        or waits_for_offload
-        or not (config.optimizer.early_step_in_backward and config.training.enable_cpu_offload),
+        "leave it out; or set float8.emulate = true, which is slow, to try it",
+        needs="has_float8",
+    ),
+    Rule(
+        "parallelism.enable_async_tensor_parallel",
+        lambda c, facts: c.overlaps_tensor_parallel and facts.device_type == "cpu",
+        "needs GPUs, and this machine trains on its cpu",
+        "leave it out",
+        needs="device_type",
+    ),
+    Rule(
+        "training.attention_kernel",
+        lambda c, facts: c.training.attention_kernel != "auto" and facts.device_type == "cpu",
+        "needs GPUs, and this machine trains on its cpu",
+        "leave it out",
+        needs="device_type",
+    ),
+    Rule(
         "optimizer.early_step_in_backward",
-        True,
+        lambda c, facts: (
+            facts.device_type == "cuda"
+            and c.optimizer.early_step_in_backward
+            and c.training.enable_cpu_offload
+            # an older torch runs hooks before the copy is complete: pytorch pull request 180666
+            and not has_torch(2, 13)
+        ),
         "with training.enable_cpu_offload it would read gradients that are still being copied from "
         "the GPU (torch before 2.13)",
         "use torch 2.13 or newer, or leave one of the two out",
-    )
-    if not is_gpu or not (config.training.mask_documents or has_windows):
-        return
-    key, value = "training.mask_documents", str(config.training.mask_documents)
-    what, leave = "flex attention, which does it on GPUs,", "leave it out"
-    if not value:
-        key, value = "model.flavor", config.model.flavor
-        what, leave = "flex attention, which has its windows on GPUs,", "choose another model"
-    check(
-        parallelism.pipeline_parallel_degree == 1
-        or parallelism.pipeline_parallel_schedule in ("GPipe", "1F1B", "Interleaved1F1B"),
-        key,
-        value,
-        f"{what} is not known to work with a schedule that goes backward twice, as "
-        f"{parallelism.pipeline_parallel_schedule} does",
-        'set parallelism.pipeline_parallel_schedule = "1F1B" or "Interleaved1F1B"',
-    )
-    check(
-        head_dim >= NARROWEST,
-        key,
-        value,
-        f"{what} takes no heads of {head_dim}, below {NARROWEST}",
-        f"set a lower model.args.n_heads, or {leave}",
-    )
+        needs="device_type",
+    ),
+    Check(_flex_attention, needs="device_type model"),
+)
+"""Rules of the device that a rank trains on."""
 
 
-def check_divisible(config: JobConfig, model: DecoderSpec) -> None:
-    """Check that every dimension split over ranks is divisible by their number, and that every
-    rank has rows of the vocabulary.
-
-    Raises:
-        ConfigError: naming the first that does not, and the degrees that would do.
-    """
-    cp = config.parallelism.context_parallel_degree
-    seq_len = config.training.seq_len
-    check(
-        cp == 1 or seq_len % (2 * cp) == 0,
-        "parallelism.context_parallel_degree",
-        cp,
-        f"twice it must divide training.seq_len = {seq_len}: a rank has two chunks of a sequence",
-        f"the nearest training.seq_len is {max(1, round(seq_len / (2 * cp))) * 2 * cp}",
-    )
-    degree = config.parallelism.tensor_parallel_degree
-    per_rank = " / context_parallel_degree" if cp > 1 else ""
-    parts = {**model.parts, f"training.seq_len{per_rank}": seq_len // cp}
-    common = math.gcd(*parts.values())
-    for name, size in parts.items():
-        check(
-            size % degree == 0,
-            "parallelism.tensor_parallel_degree",
-            degree,
-            f"does not divide {name} = {size}",
-            f"use {divisors_of(common)}",
+def _divisible(config: JobConfig, facts: Facts) -> Iterator[ConfigError]:
+    """Every dimension that is split over ranks is divisible by their number, and every rank has
+    rows of the vocabulary."""
+    cp, seq_len = config.parallelism.context_parallel_degree, config.training.seq_len
+    if cp > 1 and seq_len % (2 * cp):
+        yield config_error(
+            "parallelism.context_parallel_degree",
+            cp,
+            f"twice it must divide training.seq_len = {seq_len}: a rank has two chunks of a "
+            "sequence",
+            f"the nearest training.seq_len is {max(1, round(seq_len / (2 * cp))) * 2 * cp}",
         )
-    rows = -(-model.vocab_size // degree)  # as torch cuts: the last ranks may have fewer, or none
-    check(
-        rows * (degree - 1) < model.vocab_size,
-        "parallelism.tensor_parallel_degree",
-        degree,
-        f"{rows} rows of the vocabulary, model.args.vocab_size = {model.vocab_size}, for each rank "
-        "leave none for the last",
-        f"set model.args.vocab_size = {rows * degree}, or lower the degree",
-    )
+    key, degree = "parallelism.tensor_parallel_degree", config.parallelism.tensor_parallel_degree
+    per_rank = " / context_parallel_degree" if cp > 1 else ""
+    parts = {**facts.spec.parts, f"training.seq_len{per_rank}": seq_len // cp}
+    uneven = [f"{name} = {size}" for name, size in parts.items() if size % degree]
+    if uneven:
+        fix = f"use {divisors_of(math.gcd(*parts.values()))}"
+        yield config_error(key, degree, f"does not divide {uneven[0]}", fix)
+    vocab_size = facts.spec.vocab_size
+    rows = -(-vocab_size // degree)  # as torch cuts: the last ranks may have fewer, or none
+    if rows * (degree - 1) >= vocab_size:
+        yield config_error(
+            key,
+            degree,
+            f"{rows} rows of the vocabulary, model.args.vocab_size = {vocab_size}, for each rank "
+            "leave none for the last",
+            f"set model.args.vocab_size = {rows * degree}, or lower the degree",
+        )
 
 
 def shards_experts_apart() -> bool:
@@ -227,54 +233,85 @@ def shards_experts_apart() -> bool:
     return has_torch(2, 12)
 
 
-def check_experts(config: JobConfig, model: DecoderSpec) -> None:
-    """Check that the experts can be dealt out, and that every option has experts to act on.
+def _without_experts(config: JobConfig, facts: Facts) -> Iterator[ConfigError]:
+    """Every option for experts has some to act on."""
+    degree = config.parallelism.expert_parallel_degree
+    # the config.toml of a job gives every key
+    given = config.experts.model_dump(exclude_defaults=True)
+    options = {f"experts.{key}": value for key, value in given.items()}
+    if degree > 1:
+        options = {"parallelism.expert_parallel_degree": degree}
+    for name, value in options.items() if not facts.spec.mixtures else ():
+        yield config_error(name, value, "the model has no experts", "leave it out")
 
-    Args:
-        config: without -1.
 
-    Raises:
-        ConfigError: naming the first that is wrong, and a value that would do.
-    """
-    key, p, leave = "parallelism.expert_parallel_degree", config.parallelism, "leave it out"
-    degree = p.expert_parallel_degree
-    if not model.mixtures:
-        # the config.toml of a job gives every key
-        given = config.experts.model_dump(exclude_defaults=True)
-        options = {key: degree} if degree > 1 else {f"experts.{k}": v for k, v in given.items()}
-        for name, value in options.items():
-            check(False, name, value, "the model has no experts", leave)
-        return
+def _deals_out_experts(config: JobConfig, facts: Facts) -> Iterator[ConfigError]:
+    """The experts of each layer can be dealt out over the expert-parallel ranks."""
+    p = config.parallelism
+    key, degree = "parallelism.expert_parallel_degree", p.expert_parallel_degree
     ranks = p.data_parallel_shard_degree * p.context_parallel_degree * p.tensor_parallel_degree
-    counts = [mixture.n_experts for mixture in model.mixtures.values()]
+    counts = [mixture.n_experts for mixture in facts.spec.mixtures.values()]
     fix = f"use {divisors_of(math.gcd(ranks, *counts))}"
-    rule = (
-        f"must divide the {ranks} ranks of data_parallel_shard_degree x context_parallel_degree x "
-        "tensor_parallel_degree, among which experts are dealt out"
-    )
-    check(ranks % degree == 0, key, degree, rule, fix)
-    for count in counts:
-        rule = f"does not divide model.args.n_experts = {count}"
-        check(count % degree == 0, key, degree, rule, fix)
-    check(
-        max(degree, p.tensor_parallel_degree) == 1 or shards_experts_apart(),
-        key if degree > 1 else "parallelism.tensor_parallel_degree",
-        max(degree, p.tensor_parallel_degree),
-        "shards experts over another mesh than the rest of a layer, which torch "
-        f"{torch_version()} cannot",
-        "use torch 2.12 or newer, or set both degrees to 1",
-    )
-    rule = "experts in float8 are not proved to train"
-    check(not config.float8.enable, "float8.enable", True, rule, leave)
-    key, rule = "optimizer.early_step_in_backward", "is not proved to train experts"
-    check(not config.optimizer.early_step_in_backward, key, True, rule, leave)
-    check(
-        not splits_backward(p) or config.activation_checkpoint.mode == "none",
+    uneven = [count for count in counts if count % degree]
+    if counts and ranks % degree:
+        rule = (
+            f"must divide the {ranks} ranks of data_parallel_shard_degree x "
+            "context_parallel_degree x tensor_parallel_degree, among which experts are dealt out"
+        )
+        yield config_error(key, degree, rule, fix)
+    elif uneven:
+        yield config_error(key, degree, f"does not divide model.args.n_experts = {uneven[0]}", fix)
+
+
+def _shards_experts(config: JobConfig, facts: Facts) -> Iterator[ConfigError]:
+    """Torch can shard experts over another mesh than the rest of a layer, where that is needed."""
+    ep, tp = (getattr(config.parallelism, DEGREES[axis]) for axis in ("ep", "tp"))
+    if facts.spec.mixtures and max(ep, tp) > 1 and not shards_experts_apart():
+        yield config_error(
+            f"parallelism.{DEGREES['ep' if ep > 1 else 'tp']}",
+            max(ep, tp),
+            "shards experts over another mesh than the rest of a layer, which torch "
+            f"{torch_version()} cannot",
+            "use torch 2.12 or newer, or set both degrees to 1",
+        )
+
+
+EXPERTS: tuple[Row[Facts], ...] = (
+    Check(_without_experts, needs="model"),
+    Check(_deals_out_experts, needs="model world_size"),
+    Check(_shards_experts, needs="model"),
+    Rule(
+        "float8.enable",
+        lambda c, facts: c.float8.enable and facts.spec.mixtures,
+        "experts in float8 are not proved to train",
+        "leave it out",
+        needs="model",
+    ),
+    Rule(
+        "optimizer.early_step_in_backward",
+        lambda c, facts: c.optimizer.early_step_in_backward and facts.spec.mixtures,
+        "is not proved to train experts",
+        "leave it out",
+        needs="model",
+    ),
+    Rule(
         "parallelism.pipeline_parallel_schedule",
-        p.pipeline_parallel_schedule,
+        lambda c, facts: (
+            facts.spec.mixtures
+            and splits_backward(c.parallelism)
+            and c.activation_checkpoint.mode != "none"
+        ),
         "goes backward twice, and recomputation keeps the chosen experts for one pass alone",
         'choose Interleaved1F1B, or set activation_checkpoint.mode = "none"',
-    )
+        needs="model",
+    ),
+)
+
+MESH = Check(_mesh, needs="world_size")
+"""Judged on the config as it is written: one that breaks it has no mesh, and no -1 can be filled
+in."""
+
+RULES = (*DEVICE, Check(_divisible, needs="model"), *EXPERTS)
 
 
 def power_meshes(most: Mapping[str, int]) -> Iterator[dict[str, int]]:

@@ -1,12 +1,14 @@
 """The memory that a rank needs at the least, and how it keeps gradients. Free of torch."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from math import inf
 from typing import NamedTuple
 
-from meshwright.config.job_config import JobConfig, changed
+from meshwright.config.job_config import JobConfig, Update
+from meshwright.config.rules import Check, Facts, Row, Rule
 from meshwright.models.table import DecoderSpec, Parameter
 from meshwright.parallelisms.rules.stages import stages_of_rank
-from meshwright.system.errors import check
+from meshwright.system.errors import ConfigError, config_error
 
 GIB = 2**30
 
@@ -70,8 +72,8 @@ def heaviest_load(
     return max(loads, key=lambda load: load.parameters)
 
 
-def choose_reduction(config: JobConfig, load: Load) -> JobConfig:
-    """Return `config` with `fsdp_reduce_gradients` chosen if that is "auto" and has an effect.
+def choose_reduction(config: JobConfig, load: Load) -> Update:
+    """Decide about `fsdp_reduce_gradients` = "auto", where that has an effect.
 
     "every_microbatch" saves memory, and costs a reduce-scatter of every parameter per microbatch.
     It is chosen if there are several microbatches, nothing else needs whole gradients, and either
@@ -79,55 +81,24 @@ def choose_reduction(config: JobConfig, load: Load) -> JobConfig:
     - whole gradients take more, beyond the rank's shard of them, than `LARGEST_PART` of the memory
       that weights, optimizer and the shard leave of a device, or
     - `mixed_precision_reduce` is bfloat16: whole gradients would be added up in that type.
-
-    Raises:
-        ConfigError: if microbatches would be added up in bfloat16, whose sums of many are off by
-            1 %.
     """
     parallelism, training = config.parallelism, config.training
-    reduction, shards = parallelism.fsdp_reduce_gradients, _num_shards(config)
-    num_microbatches = config.num_microbatches
-    width = BYTES[training.mixed_precision_reduce]
-    saved = load.trained * (width - BYTES[training.dtype] / shards)
+    is_open = parallelism.fsdp_reduce_gradients == "auto"
+    if not (is_open and config.num_microbatches > 1 and config.has_fsdp):
+        return {}
+    shard = BYTES[training.dtype] / _num_shards(config)
+    saved = load.trained * (BYTES[training.mixed_precision_reduce] - shard)
     device = (config.job.device_memory_gib or USUAL_DEVICE_GIB) * GIB
     # of a config without a choice, so without whole gradients
     free = device - sum(least_memory(config, load).values())
-    limit = LARGEST_PART * max(free, 0)
-    if reduction == "auto" and num_microbatches > 1 and config.has_fsdp:
-        is_possible = (
-            parallelism.pipeline_parallel_degree == 1
-            and not config.optimizer.early_step_in_backward
-            and training.dtype == "float32"  # shards are added up in it
-        )
-        is_wanted = saved > limit or training.mixed_precision_reduce == "bfloat16"
-        reduction = "every_microbatch" if is_possible and is_wanted else "last_microbatch"
-    sums_in_fp32 = (
-        reduction == "every_microbatch"
-        and training.dtype == "float32"
-        # FSDP2 adds up what copies have to exchange at the end in the type of the exchange
-        and parallelism.data_parallel_replicate_degree == 1
+    is_possible = (
+        parallelism.pipeline_parallel_degree == 1
+        and not config.optimizer.early_step_in_backward
+        and training.dtype == "float32"  # shards are added up in it
     )
-    check(
-        training.mixed_precision_reduce == "float32" or num_microbatches == 1 or sums_in_fp32,
-        "training.mixed_precision_reduce",
-        training.mixed_precision_reduce,
-        f"would also add up the {num_microbatches} microbatches of a step in bfloat16",
-        'set it to "float32" (only FSDP without pipeline, copies (HSDP) and '
-        'optimizer.early_step_in_backward, with fsdp_reduce_gradients = "every_microbatch" and '
-        "fp32 weights, adds them up in fp32)",
-    )
-    check(
-        training.dtype == "float32"
-        or reduction != "every_microbatch"
-        or num_microbatches == 1
-        or parallelism.data_parallel_replicate_degree > 1,  # adds up in mixed_precision_reduce
-        "parallelism.fsdp_reduce_gradients",
-        reduction,
-        f"would add up the {num_microbatches} microbatches of a step in training.dtype, "
-        f"{training.dtype}",
-        'set it to "last_microbatch", or training.dtype to "float32"',
-    )
-    return changed(config, {"parallelism": {"fsdp_reduce_gradients": reduction}})
+    is_wanted = saved > LARGEST_PART * max(free, 0) or training.mixed_precision_reduce == "bfloat16"
+    choice = "every_microbatch" if is_possible and is_wanted else "last_microbatch"
+    return {"parallelism": {"fsdp_reduce_gradients": choice}}
 
 
 def least_memory(config: JobConfig, load: Load) -> dict[str, float]:
@@ -159,17 +130,14 @@ def least_memory(config: JobConfig, load: Load) -> dict[str, float]:
     return kept | (in_backward if gathered + whole > in_step else {"gradients": in_step})
 
 
-def check_memory(config: JobConfig, needed: Mapping[str, float], device_gib: float) -> None:
-    """Check that the device has the memory that a rank surely needs.
-
-    Args:
-        needed: bytes, by purpose, of `least_memory`.
-        device_gib: memory of a device.
-
-    Raises:
-        ConfigError: if not, with the amount that would do.
-    """
+def _fits_device(config: JobConfig, facts: Facts) -> Iterator[ConfigError]:
+    """The device has the memory that a rank surely needs, as far as the device is known."""
+    device_gib, needed = facts.device_memory_gib, facts.least_bytes or {}
+    if device_gib is None:
+        device_gib = config.job.device_memory_gib or inf
     parallelism, total = config.parallelism, sum(needed.values()) / GIB
+    if total <= device_gib:
+        return
     parts = ", ".join(f"{what} {size / GIB:.1f}" for what, size in needed.items() if size)
     ways = ["more ranks, or a higher tensor_parallel_degree"]
     is_alone = parallelism.pipeline_parallel_degree == 1
@@ -177,14 +145,53 @@ def check_memory(config: JobConfig, needed: Mapping[str, float], device_gib: flo
         ways.insert(0, 'parallelism.fsdp_reduce_gradients = "every_microbatch"')
     if not config.training.enable_cpu_offload:
         ways.append("training.enable_cpu_offload = true")
-    check(
-        total <= device_gib,
+    yield config_error(
         "parallelism.data_parallel_shard_degree",
         parallelism.data_parallel_shard_degree,
         f"a rank needs at least {total:.1f} GiB of its device's {device_gib:.1f} ({parts}), and "
         "activations besides",
         f"use {'; or '.join(ways)}",
     )
+
+
+def _adds_up_in_bf16(config: JobConfig, _: Facts) -> bool:
+    """Return whether microbatches would be added up in bfloat16: sums of many are off by 1 %."""
+    parallelism, training = config.parallelism, config.training
+    sums_in_fp32 = (
+        parallelism.fsdp_reduce_gradients == "every_microbatch"
+        and training.dtype == "float32"
+        # FSDP2 adds up what replicas have to exchange at the end in the type of the exchange
+        and parallelism.data_parallel_replicate_degree == 1
+    )
+    is_exact = training.mixed_precision_reduce == "float32" or sums_in_fp32
+    return not is_exact and config.num_microbatches > 1
+
+
+RULES: tuple[Row[Facts], ...] = (
+    Rule(
+        "training.mixed_precision_reduce",
+        _adds_up_in_bf16,
+        "would also add up the {config.num_microbatches} microbatches of a step in bfloat16",
+        'set it to "float32" (only FSDP without pipeline, copies (HSDP) and '
+        'optimizer.early_step_in_backward, with fsdp_reduce_gradients = "every_microbatch" and '
+        "fp32 weights, adds them up in fp32)",
+    ),
+    Rule(
+        "parallelism.fsdp_reduce_gradients",
+        lambda c, _: (
+            c.training.dtype != "float32"
+            and c.parallelism.fsdp_reduce_gradients == "every_microbatch"
+            # replicas add up in mixed_precision_reduce
+            and c.parallelism.data_parallel_replicate_degree == 1
+            and c.num_microbatches > 1
+        ),
+        "would add up the {config.num_microbatches} microbatches of a step in training.dtype, "
+        "{training.dtype}",
+        'set it to "last_microbatch", or training.dtype to "float32"',
+    ),
+    Check(_fits_device, needs="least_bytes"),
+)
+"""Judged on a config with `fsdp_reduce_gradients` chosen."""
 
 
 def _num_shards(config: JobConfig) -> int:

@@ -1,14 +1,15 @@
 """The stages of a pipeline: which modules each has, and which rank has which. Free of torch."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate, pairwise
 
 from meshwright.config.job_config import JobConfig
 from meshwright.config.parallelism import Parallelism
+from meshwright.config.rules import Check, Facts, Row, Rule
 from meshwright.models.table import DecoderSpec
-from meshwright.system.errors import check, did_you_mean
+from meshwright.system.errors import ConfigError, config_error, did_you_mean
 from meshwright.system.modules import has_torch, torch_version
 
 
@@ -36,37 +37,45 @@ SCHEDULES = {
 }
 
 
-def num_stages(parallelism: Parallelism) -> int:
-    """Stages over all ranks.
-
-    Raises:
-        ConfigError: if the schedule cannot have so many on a rank.
-    """
-    if parallelism.pipeline_parallel_degree == 1:
-        return 1
+def stages_per_rank(parallelism: Parallelism) -> int:
+    """Return the stages of each rank of a pipeline; -1 stands for the fewest, or for the parts."""
     per_rank = parallelism.pipeline_parallel_stages_per_rank
-    name = parallelism.pipeline_parallel_schedule
-    fewest, most = SCHEDULES[name].stages_per_rank
     if per_rank == -1:
+        fewest, _ = SCHEDULES[parallelism.pipeline_parallel_schedule].stages_per_rank
         parts = len(parallelism.module_fqns_per_model_part)
         per_rank = max(fewest, parts // parallelism.pipeline_parallel_degree)
+    return per_rank
+
+
+def num_stages(parallelism: Parallelism) -> int:
+    """Return the stages over all ranks."""
+    degree = parallelism.pipeline_parallel_degree
+    return 1 if degree == 1 else stages_per_rank(parallelism) * degree
+
+
+def splits_backward(parallelism: Parallelism) -> bool:
+    """Return whether there is a pipeline whose schedule computes gradients in two passes."""
+    has_pipeline = parallelism.pipeline_parallel_degree > 1
+    return has_pipeline and SCHEDULES[parallelism.pipeline_parallel_schedule].splits_backward
+
+
+def _takes_stages(config: JobConfig, _: Facts) -> Iterator[ConfigError]:
+    """The schedule can have so many stages on a rank."""
+    p = config.parallelism
+    name, per_rank = p.pipeline_parallel_schedule, stages_per_rank(p)
+    fewest, most = SCHEDULES[name].stages_per_rank
     takes = f"{fewest}" if fewest == most else f"{fewest} or more"
-    check(
-        fewest <= per_rank <= (most or per_rank),
-        "parallelism.pipeline_parallel_stages_per_rank",
-        per_rank,
-        f"schedule {name} takes {takes}",
-        f"set it to {fewest}, or choose another pipeline_parallel_schedule",
-    )
-    return per_rank * parallelism.pipeline_parallel_degree
+    if p.pipeline_parallel_degree > 1 and not fewest <= per_rank <= (most or per_rank):
+        yield config_error(
+            "parallelism.pipeline_parallel_stages_per_rank",
+            per_rank,
+            f"schedule {name} takes {takes}",
+            f"set it to {fewest}, or choose another pipeline_parallel_schedule",
+        )
 
 
-def check_schedule(config: JobConfig) -> None:
-    """Check that the schedule can run.
-
-    Raises:
-        ConfigError: if it has too few microbatches, or cannot be combined with other options.
-    """
+def _has_microbatches(config: JobConfig, _: Facts) -> Iterator[ConfigError]:
+    """The schedule has enough microbatches."""
     parallelism = config.parallelism
     ranks, name = parallelism.pipeline_parallel_degree, parallelism.pipeline_parallel_schedule
     if ranks == 1:
@@ -82,113 +91,120 @@ def check_schedule(config: JobConfig) -> None:
         "stages": f"{name} needs at least one a stage, {stages}",
         "rounds": f"{name} needs at least one a rank, {ranks}, and full rounds over the ranks",
     }.get(SCHEDULES[name].microbatches, f"{name} needs at least one a rank, {ranks}")
-    check(
-        nearest == num_microbatches,
-        "training.global_batch_size",
-        num_microbatches * per_microbatch,
-        f"makes {num_microbatches} microbatches of {per_microbatch} sequences; {rule}",
-        f"the nearest is {nearest * per_microbatch}; or lower training.local_batch_size",
-    )
-    if SCHEDULES[name].splits_backward:
-        key, what = "parallelism.pipeline_parallel_schedule", "computes gradients in two passes"
-        check(
-            not config.compile.is_on,
-            key,
-            name,
-            f"{what}, which compiled blocks cannot",
-            "set compile.enable = false, or choose Interleaved1F1B",
+    if nearest != num_microbatches:
+        yield config_error(
+            "training.global_batch_size",
+            num_microbatches * per_microbatch,
+            f"makes {num_microbatches} microbatches of {per_microbatch} sequences; {rule}",
+            f"the nearest is {nearest * per_microbatch}; or lower training.local_batch_size",
         )
-        ac = config.activation_checkpoint
-        check(
-            ac.mode != "selective" or ac.selective_ac_option != "op",
-            key,
-            name,
-            f"{what}, and what activation checkpointing saves by op is gone after the first",
-            'set activation_checkpoint.selective_ac_option = "2", or choose Interleaved1F1B',
-        )
-        # torch looks up the parameters of a stage before backward gathers them: it finds the
-        # shards, which are not in the graph, and gives the weights no gradients
-        # (stage_backward_input of torch 2.13, distributed/pipelining/_backward.py)
-        check(
-            parallelism.fsdp_reshard_after_forward != "always",
-            "parallelism.fsdp_reshard_after_forward",
-            parallelism.fsdp_reshard_after_forward,
-            f"{name} {what}, and torch would lose gradients of the weights freed after forward",
-            'leave it out, or set pipeline_parallel_schedule = "Interleaved1F1B"',
-        )
-    check_split_float8(config)
 
 
-def splits_backward(parallelism: Parallelism) -> bool:
-    """Return whether there is a pipeline whose schedule computes gradients in two passes."""
-    has_pipeline = parallelism.pipeline_parallel_degree > 1
-    return has_pipeline and SCHEDULES[parallelism.pipeline_parallel_schedule].splits_backward
-
-
-def check_split_float8(config: JobConfig) -> None:
-    """Check that torch can compute the gradients of float8 layers as the schedule does.
-
-    Up to 2.11, `stage_backward_weight` takes only nodes of torch's own (2.12 was not tried).
-    """
-    if not (config.float8.enable and splits_backward(config.parallelism)):
+def _has_layers(config: JobConfig, facts: Facts) -> Iterator[ConfigError]:
+    """Every stage has a layer, and the parts that are given are the model's modules."""
+    parallelism, num_layers = config.parallelism, len(facts.spec.layers)
+    degree, stages = parallelism.pipeline_parallel_degree, num_stages(parallelism)
+    if degree == 1:
         return
-    check(
-        has_torch(2, 13),
+    if stages > num_layers:
+        yield config_error(
+            "parallelism.pipeline_parallel_degree",
+            degree,
+            f"makes {stages} stages, but the model has {num_layers} layers, and each needs one",
+            f"use at most {num_layers * degree // stages}",
+        )
+    elif parallelism.module_fqns_per_model_part:
+        error = _fault_of_parts(parallelism.module_fqns_per_model_part, stages, num_layers)
+        yield from [error] if error is not None else []
+
+
+def _fault_of_parts(
+    parts: Sequence[Sequence[str]], stages: int, num_layers: int
+) -> ConfigError | None:
+    """Return what is wrong with the modules that are given for each stage; None: nothing is."""
+    key = "parallelism.module_fqns_per_model_part"
+    if len(parts) != stages:
+        fix = "set pipeline_parallel_stages_per_rank, or merge or split parts"
+        return config_error(key, parts, f"has {len(parts)} parts for {stages} stages", fix)
+    wanted = ["tok_embeddings", *(f"layers.{i}" for i in range(num_layers)), "norm", "output"]
+    names = [name for part in parts for name in part]
+    for name in names:
+        if name not in wanted:
+            return config_error(key, name, "no such module", did_you_mean(name, wanted))
+    if names != wanted:
+        rule = "does not name every module once, in the order of the model"
+        fix = f"write {', '.join(wanted[:2])}, ..., {', '.join(wanted[-3:])}"
+        return config_error(key, parts, rule, fix)
+    for part in parts:
+        has_layer = any(name.startswith("layers.") for name in part)
+        if not has_layer or ("norm" in part) != ("output" in part):
+            rule = "a stage needs a layer, and norm and output stay together"
+            return config_error(key, part, rule)
+    return None
+
+
+IN_TWO_PASSES = "computes gradients in two passes"
+
+RULES: tuple[Row[Facts], ...] = (
+    Check(_has_microbatches, needs="world_size"),
+    Rule(
         "parallelism.pipeline_parallel_schedule",
-        config.parallelism.pipeline_parallel_schedule,
-        f"computes gradients in two passes, which torch {torch_version()} cannot in float8 layers",
+        lambda c, _: splits_backward(c.parallelism) and c.compile.enable is True,
+        f"{IN_TWO_PASSES}, which compiled blocks cannot",
+        "set compile.enable = false, or choose Interleaved1F1B",
+    ),
+    Rule(
+        "parallelism.pipeline_parallel_schedule",
+        lambda c, _: splits_backward(c.parallelism) and c.activation_checkpoint.saves_by_op,
+        f"{IN_TWO_PASSES}, and what activation checkpointing saves by op is gone after the first",
+        'set activation_checkpoint.selective_ac_option = "2", or choose Interleaved1F1B',
+    ),
+    # torch looks up the parameters of a stage before backward gathers them: it finds the shards,
+    # which are not in the graph, and gives the weights no gradients (stage_backward_input of torch
+    # 2.13, distributed/pipelining/_backward.py)
+    Rule(
+        "parallelism.fsdp_reshard_after_forward",
+        lambda c, _: (
+            splits_backward(c.parallelism) and c.parallelism.fsdp_reshard_after_forward == "always"
+        ),
+        f"{{parallelism.pipeline_parallel_schedule}} {IN_TWO_PASSES}, and torch would lose "
+        "gradients of the weights freed after forward",
+        'leave it out, or set pipeline_parallel_schedule = "Interleaved1F1B"',
+    ),
+    # up to torch 2.11, `stage_backward_weight` takes only nodes of torch's own (2.12 was not tried)
+    Rule(
+        "parallelism.pipeline_parallel_schedule",
+        lambda c, _: (
+            c.float8.enable
+            and splits_backward(c.parallelism)
+            and not has_torch(2, 13)
+            and torch_version()
+        ),
+        f"{IN_TWO_PASSES}, which torch {{detail}} cannot in float8 layers",
         "use torch 2.13, or choose Interleaved1F1B",
-    )
+    ),
+    Rule(
+        "parallelism.pipeline_parallel_degree",
+        lambda c, facts: c.parallelism.pipeline_parallel_degree > 1 and facts.spec.tie_embeddings,
+        "the first and the last stage would share the embedding (model.args.tie_embeddings)",
+        "set it to 1, or model.args.tie_embeddings = false",
+        needs="model",
+    ),
+    Check(_has_layers, needs="model"),
+)
+
+TAKES_STAGES = Check(_takes_stages)
+"""Judged on the config as it is written: a batch of -1 follows from the number of stages."""
 
 
 def assign_modules(parallelism: Parallelism, model: DecoderSpec) -> list[list[str]]:
-    """Return the names of the modules of every stage: as the config says, else split evenly.
-
-    Raises:
-        ConfigError: if there are fewer layers than stages, or the config has no such stages.
-    """
-    key = "parallelism.module_fqns_per_model_part"
-    given, stages = parallelism.module_fqns_per_model_part, num_stages(parallelism)
-    num_layers = len(model.layers)
-    check(
-        stages <= num_layers,
-        "parallelism.pipeline_parallel_degree",
-        parallelism.pipeline_parallel_degree,
-        f"makes {stages} stages, but the model has {num_layers} layers, and each needs one",
-        f"use at most {num_layers * parallelism.pipeline_parallel_degree // stages}",
-    )
-    if not given or parallelism.pipeline_parallel_degree == 1:
-        size = model.in_matrices
-        layers = [size[f"layers.{index}"] for index in range(num_layers)]
-        embedding, output = size["tok_embeddings"], size["output"]
-        return split_evenly(layers, stages, embedding=embedding, output=output)
-    check(
-        len(given) == stages,
-        key,
-        given,
-        f"has {len(given)} parts for {stages} stages",
-        "set pipeline_parallel_stages_per_rank, or merge or split parts",
-    )
-    wanted = ["tok_embeddings", *(f"layers.{i}" for i in range(num_layers)), "norm", "output"]
-    names = [name for part in given for name in part]
-    for name in names:
-        check(name in wanted, key, name, "no such module", did_you_mean(name, wanted))
-    check(
-        names == wanted,
-        key,
-        given,
-        "does not name every module once, in the order of the model",
-        f"write {', '.join(wanted[:2])}, ..., {', '.join(wanted[-3:])}",
-    )
-    for part in given:
-        check(
-            any(name.startswith("layers.") for name in part)
-            and ("norm" in part) == ("output" in part),
-            key,
-            part,
-            "a stage needs a layer, and norm and output stay together",
-        )
-    return given
+    """Return the names of the modules of every stage: as the config says, else split evenly."""
+    if parallelism.module_fqns_per_model_part and parallelism.pipeline_parallel_degree > 1:
+        return parallelism.module_fqns_per_model_part
+    size = model.in_matrices
+    layers = [size[f"layers.{index}"] for index in range(len(model.layers))]
+    embedding, output = size["tok_embeddings"], size["output"]
+    return split_evenly(layers, num_stages(parallelism), embedding=embedding, output=output)
 
 
 def takes_microbatches(schedule: str, num_microbatches: int, num_ranks: int, stages: int) -> bool:
@@ -257,17 +273,3 @@ def _even_bounds(
     for begins in reversed(starts):
         bounds.insert(0, begins[bounds[0]])
     return tuple(bounds)
-
-
-def plan_pipeline(config: JobConfig, model: DecoderSpec) -> list[list[str]]:
-    """Check that the model can run as the pipeline that is asked for; the modules of each stage."""
-    parallelism = config.parallelism
-    check_schedule(config)
-    check(
-        parallelism.pipeline_parallel_degree == 1 or not model.tie_embeddings,
-        "parallelism.pipeline_parallel_degree",
-        parallelism.pipeline_parallel_degree,
-        "the first and the last stage would share the embedding (model.args.tie_embeddings)",
-        "set it to 1, or model.args.tie_embeddings = false",
-    )
-    return assign_modules(parallelism, model)

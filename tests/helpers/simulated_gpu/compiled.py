@@ -133,8 +133,8 @@ def compile_job(case: Case) -> dict[str, Any]:
     from meshwright.config.loader import load_config
     from meshwright.parallelisms import expert_parallel
     from meshwright.parallelisms.meshes import build_meshes
-    from meshwright.train.resolve import resolve
     from tests.helpers.one_rank import OneRank
+    from tests.helpers.resolved import resolved
     from tests.helpers.simulated_gpu.rank import DEVICE
 
     torch._dynamo.reset()
@@ -142,7 +142,9 @@ def compile_job(case: Case) -> dict[str, Any]:
     kernels.clear()
     dist.init_process_group("fake", store=FakeStore(), rank=case.rank, world_size=case.world_size)
     words = [word for word in case.words if not word.startswith("--compile.enable")]
-    plan = resolve(load_config([*words, "--compile.enable=true"]), case.world_size, is_gpu=True)
+    plan = resolved(
+        load_config([*words, "--compile.enable=true"]), case.world_size, expects_gpus=True
+    )
     meshes = build_meshes(plan.dims, "cuda")
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with fake, mock.patch.object(expert_parallel, "on_host", deal):

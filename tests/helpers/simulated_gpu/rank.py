@@ -24,8 +24,9 @@ from meshwright.commands.plan.simulate import deal
 from meshwright.config.loader import load_config
 from meshwright.parallelisms import expert_parallel
 from meshwright.parallelisms.meshes import Meshes, build_meshes
-from meshwright.train.resolve import ResolvedJob, resolve
+from meshwright.train.resolve import ResolvedJob
 from tests.helpers.one_rank import OneRank
+from tests.helpers.resolved import resolved
 from tests.helpers.simulated_gpu import fake_cuda
 from tests.helpers.simulated_gpu.cases import CASES, Case
 from tests.helpers.simulated_gpu.watch import Watch
@@ -38,7 +39,7 @@ def simulate(case: Case) -> dict[str, object]:
     """Build rank `case.rank`, and take two steps; of the second, figures."""
     dist.init_process_group("fake", store=FakeStore(), rank=case.rank, world_size=case.world_size)
     config = load_config(case.words)
-    plan = resolve(config, case.world_size)
+    plan = resolved(config, case.world_size)
     meshes = build_meshes(plan.dims, "cuda")
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     watch = Watch(fake)

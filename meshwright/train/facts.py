@@ -1,0 +1,170 @@
+"""What decides about a job and isn't in its config: this module looks, `resolve` then judges.
+
+Nothing else of a job's checks opens a file. Free of torch.
+"""
+
+import importlib.util
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+from meshwright.checkpoint import find
+from meshwright.checkpoint.conversion.initial_load import check_initial
+from meshwright.checkpoint.manifest import Manifest
+from meshwright.config.combinations import EXTRAS
+from meshwright.config.job_config import JobConfig
+from meshwright.config.rules import Facts
+from meshwright.config.stages import error_of_stage, staged
+from meshwright.datasets.named_sources import check_files, check_template, entries
+from meshwright.datasets.tokenizers.kinds import Tokenizer, build_tokenizer
+from meshwright.datasets.tokenizers.special_tokens import Ends
+from meshwright.models.family import Family
+from meshwright.parallelisms.rules.compile_choice import why_no_compiler
+from meshwright.system.errors import ConfigError, Mistakes, check
+from meshwright.system.machine import why_bf16_is_slow
+from meshwright.system.modules import code_of
+from meshwright.train.resolve_model import extend_by, resolve_model
+
+
+class Saved(NamedTuple):
+    """The checkpoint that a job resumes from."""
+
+    folder: Path
+    manifest: Manifest
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobFacts(Facts):
+    """The facts that only the trainer knows of."""
+
+    family: Family | None = None
+    tokenizer: Tokenizer | None = None
+    own_code: str = ""
+    """Hash of the module of `experimental.custom_import`, as it runs here; "": there is none."""
+
+    saved: Saved | None = None
+    is_inherited: Callable[[str], bool] = lambda key: False
+    """Whether a preset gave a key: if it has no effect, the user has nothing to do."""
+
+    faults: tuple[ConfigError, ...] = ()
+    """Errors that looking has found."""
+
+
+def look(config: JobConfig, world_size: int, **known: Any) -> JobFacts:
+    """Look at everything but data and checkpoints: the user's own module, the model's dimensions,
+    the tokenizer, folders to write to, packages, and this machine.
+
+    Args:
+        known: more facts, by name.
+    """
+    facts, mistakes = JobFacts(world_size=world_size, **known), Mistakes()
+    with mistakes.collect():
+        extend_by(config.experimental.custom_import)
+        facts = replace(facts, own_code=code_of(config.experimental.custom_import))
+    with mistakes.collect():
+        family, args = resolve_model(config)
+        facts = replace(facts, family=family, model=args)
+    with mistakes.collect():
+        facts = replace(facts, tokenizer=_open_tokenizer(config))
+    with mistakes.collect():
+        check_writable(config)
+    asks_cpu = config.training.mixed_precision_param == "auto" and not facts.expects_gpus
+    may_compile = config.compile.enable is not False
+    return replace(
+        facts,
+        slow_bf16=why_bf16_is_slow() if asks_cpu else "",
+        no_compiler=why_no_compiler(facts.expects_gpus) if may_compile else "",
+        missing_packages=missing_packages(),
+        faults=tuple(mistakes.errors),
+    )
+
+
+def missing_packages() -> frozenset[str]:
+    """Return the optional packages that aren't installed."""
+    return frozenset(name for name in EXTRAS if importlib.util.find_spec(name) is None)
+
+
+def look_at_files(config: JobConfig, facts: JobFacts) -> JobFacts:
+    """Look at the first rows of the data too, and at the checkpoint to resume from, or the weights
+    to start from. The ranks of a job leave it to the first, once they can talk."""
+    mistakes, checkpoint, saved = Mistakes(), config.checkpoint, None
+    with mistakes.collect():
+        _each_stage(config, _look_at_sources)
+    with mistakes.collect():
+        folder = Path(config.job.dump_folder) / checkpoint.folder
+        choice = find.choose(folder, checkpoint.load_step) if checkpoint.enable else None
+        if choice is not None:
+            saved = Saved(choice.path, choice.manifest)
+        elif facts.model is not None and facts.family is not None:
+            is_tie_given = config.model.gives_tie
+            check_initial(checkpoint, facts.model, facts.family, is_tie_given=is_tie_given)
+    return replace(facts, saved=saved, faults=(*facts.faults, *mistakes.errors))
+
+
+def look_at_data(config: JobConfig) -> JobFacts:
+    """Look at the tokenizer and the first rows of the data, for a command that trains nothing."""
+    facts, mistakes = JobFacts(), Mistakes()
+    with mistakes.collect():
+        extend_by(config.experimental.custom_import)
+        facts = replace(facts, tokenizer=_open_tokenizer(config))
+    with mistakes.collect():
+        _each_stage(config, _look_at_sources)
+    return replace(facts, faults=tuple(mistakes.errors))
+
+
+def _open_tokenizer(config: JobConfig) -> Tokenizer:
+    """Return the tokenizer; raise `ConfigError` if it, or a chat template, can't be read."""
+    model = config.model
+    ends = Ends(model.bos_token, model.eos_token)
+    tokenizer = build_tokenizer(model.tokenizer_path, ends)
+    _each_stage(config, lambda one: check_template(one.training, model))
+    return tokenizer
+
+
+def _look_at_sources(config: JobConfig) -> None:
+    training, validation = config.training, config.validation
+    for entry in entries(training, "training"):
+        check_files(entry, training.max_bad_records)
+    if validation.enable and not training.validation_fraction:
+        for entry in entries(validation, "validation"):
+            check_files(entry)
+
+
+def _each_stage(config: JobConfig, look_at: Callable[[JobConfig], None]) -> None:
+    for number, one in enumerate(staged(config)):
+        try:
+            look_at(one)
+        except ConfigError as error:
+            raise error_of_stage(error, config, number) from None
+
+
+def check_writable(config: JobConfig) -> None:
+    """Check that the folders that a job writes to are there, or can be made; leave no trace."""
+    dump_folder, checkpoint = Path(config.job.dump_folder), config.checkpoint
+    _check_folder("job.dump_folder", config.job.dump_folder, dump_folder)
+    if checkpoint.saves:  # its own link may lead to another file system
+        _check_folder("checkpoint.folder", checkpoint.folder, dump_folder / checkpoint.folder)
+
+
+def _check_folder(key: str, value: str, folder: Path) -> None:
+    existing = folder.absolute()
+    while not os.path.lexists(existing):
+        existing = existing.parent
+    what = "not a" if os.path.exists(existing) else "a link to no"
+    is_writable = existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)
+    is_first = os.environ.get("RANK", "0") == "0"  # others would make a folder each, on one server
+    if is_writable and is_first and existing != folder.absolute():
+        try:  # permissions do not tell: /proc takes no folder, nor does a quota that is used up
+            TemporaryDirectory(dir=existing).cleanup()
+        except OSError:
+            is_writable = False
+    check(
+        is_writable,
+        key,
+        value,
+        f"{existing} is {what} folder that can be written to",
+        "name another folder",
+    )
