@@ -8,6 +8,7 @@ import resource
 import socket
 import struct
 import subprocess
+import sys
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -31,11 +32,7 @@ NVIDIA_SMI_S = 20.0
 
 REPAIR = "repair the driver (often: reboot), or train on the CPU with CUDA_VISIBLE_DEVICES="
 
-AMD_NODES = Path("/sys/class/kfd/kfd/topology/nodes")
-"""Where AMD's driver describes its devices, CPUs among them."""
-
 DEVICES = Path("/dev")
-RENDER_DEVICES = DEVICES / "dri"
 CGROUPS = Path("/sys/fs/cgroup")
 OWN_CGROUP = Path("/proc/self/cgroup")
 CPU_INFO = Path("/proc/cpuinfo")
@@ -145,14 +142,14 @@ def allow_files(ranks: int) -> None:
 
 
 def count_gpus() -> int:
-    """Return the number of GPUs that torch will see, without the time that importing it takes.
+    """Return the number of GPUs that torch will see; NVIDIA's without importing it.
 
     Raises:
         ConfigError: if NVIDIA's driver does not answer, or answers with an error.
     """
     if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
         return _count_visible(visible)
-    return _count_amd_gpus() if _is_torch_for_amd() else _count_nvidia_gpus()
+    return _count_by_torch() if _is_torch_for_amd() else _count_nvidia_gpus()
 
 
 def hide_gpus() -> None:
@@ -198,23 +195,14 @@ def _is_torch_for_amd() -> bool:
     return re.search(r"^hip\b.*=\s*['\"]", version, re.MULTILINE) is not None
 
 
-def _count_amd_gpus() -> int:
-    """Count by files: AMD's tools hang where the driver does."""
-    count = sum(map(_is_amd_gpu, AMD_NODES.glob("*")))
-    lists = [os.environ.get(f"{name}_VISIBLE_DEVICES") for name in ("HIP", "ROCR")]
-    return min([count, *(_count_visible(visible) for visible in lists if visible is not None)])
-
-
-def _is_amd_gpu(node: Path) -> bool:
-    """Return whether a device is a GPU that this process, in a container maybe, is given."""
-    try:
-        if int((node / "gpu_id").read_text()) == 0:  # a CPU
-            return False
-        words = (node / "properties").read_text().split()
-    except OSError:  # this container may not use it
-        return False
-    minor = dict(zip(words[::2], words[1::2], strict=False)).get("drm_render_minor")
-    return (RENDER_DEVICES / f"renderD{minor}").exists()
+def _count_by_torch() -> int:
+    """Count in a process of its own: a launcher that has started a GPU's driver can't fork."""
+    words = [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"]
+    counted = subprocess.run(words, capture_output=True, text=True)
+    if counted.returncode != 0:
+        last = counted.stderr.strip().rpartition("\n")[2]
+        raise ConfigError("", f"torch cannot count the GPUs: {last}\n  fix: {REPAIR}")
+    return int(counted.stdout)
 
 
 def count_cores() -> int:

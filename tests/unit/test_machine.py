@@ -147,47 +147,23 @@ def test_a_command_that_starts_no_ranks_asks_no_driver(smi, tmp_path, words) -> 
     assert not (tmp_path / "asked").exists()
 
 
-@pytest.fixture
-def amd(tmp_path, monkeypatch) -> Path:
-    """Folder of a machine with a CPU, three GPUs that this container is given, one that it cannot
-    read of, and one without a device file."""
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    for node, (gpu, minor) in enumerate([(0, 0), (7, 128), (8, 129), (9, 130), (10, 131)]):
-        folder = tmp_path / "nodes" / str(node)
-        folder.mkdir(parents=True)
-        (folder / "gpu_id").write_text(f"{gpu}\n")
-        (folder / "properties").write_text(f"cpu_cores_count 0\ndrm_render_minor {minor}\n")
-    (tmp_path / "nodes" / "5").mkdir()
-    for minor in (128, 129, 130):
-        (tmp_path / f"renderD{minor}").touch()
-    monkeypatch.setattr(machine, "AMD_NODES", tmp_path / "nodes")
-    monkeypatch.setattr(machine, "RENDER_DEVICES", tmp_path)
-    return tmp_path
-
-
-@pytest.mark.parametrize(
-    ("visible", "count"),
-    [
-        *(({}, 3), ({"HIP": "1"}, 1), ({"ROCR": "0,1"}, 2), ({"ROCR": "0,1", "HIP": "0"}, 1)),
-        *(({"HIP": "0,1,2,3,4,5,6,7"}, 3), ({"HIP": "-1"}, 0), ({"CUDA": "0,1"}, 2)),
-    ],
-)
-def test_amd_gpus_are_counted_without_a_tool(amd, monkeypatch, visible, count) -> None:
-    monkeypatch.setattr(machine, "_is_torch_for_amd", lambda: True)
-    for name, devices in visible.items():
-        monkeypatch.setenv(f"{name}_VISIBLE_DEVICES", devices)
-    assert count_gpus() == count
-
-
 @pytest.mark.parametrize(("hip", "count"), [("'6.4.43482'", 3), ("None", 0)])
-def test_the_gpu_of_an_amd_laptop_is_none_for_a_torch_without_rocm(
-    amd, monkeypatch, hip, count
-) -> None:
-    (amd / "version.py").write_text(f"cuda: Optional[str] = None\nhip: Optional[str] = {hip}\n")
-    spec = ModuleSpec("torch", None, origin=str(amd / "__init__.py"))
+def test_a_torch_for_rocm_counts_by_itself(tmp_path, monkeypatch, hip, count) -> None:
+    """Of a laptop with an AMD processor, whose GPU no other torch can use, it isn't asked."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    cuda = "cuda = type('', (), {'device_count': staticmethod(lambda: 3)})"
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch/__init__.py").write_text(cuda)
+    (tmp_path / "torch/version.py").write_text(f"hip: Optional[str] = {hip}\n")
+    spec = ModuleSpec("torch", None, origin=str(tmp_path / "torch/__init__.py"))
     monkeypatch.setattr(machine, "find_spec", lambda _: spec)
     monkeypatch.setattr(machine, "_count_nvidia_gpus", lambda: 0)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     assert count_gpus() == count
+    (tmp_path / "torch/__init__.py").write_text("raise OSError('no driver')")
+    if count:
+        with pytest.raises(ConfigError, match="torch cannot count the GPUs: OSError: no driver"):
+            count_gpus()
 
 
 WHOLE = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
