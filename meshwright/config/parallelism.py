@@ -141,8 +141,8 @@ class Compile(Section, on_resume="none"):
 
     enable: Annotated[bool | Literal["auto"], BeforeValidator(_check_bool_or_auto)] = "auto"
     """Compile every block, for faster steps; one graph serves all of them. The first step then
-    takes longer. auto: if an option needs it, or if the whole job computes 100 TFLOP or more, a
-    C++ compiler is there, and no option is incompatible; the log says why."""
+    takes longer. auto: if an option needs it, on GPUs, and on CPUs from 500 steps on, if a C++
+    compiler is there and no option is incompatible; the log says why."""
 
     backend: Literal["inductor", "aot_eager", "eager"] = "inductor"
     """Backend of torch.compile; all but inductor are for finding faults."""

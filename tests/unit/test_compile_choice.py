@@ -1,4 +1,4 @@
-"""`compile.enable = "auto"`: a function of the job's work, its options, and the compiler."""
+"""`compile.enable = "auto"`: a function of the device, the steps, the options, and the compiler."""
 
 import os
 import stat
@@ -20,7 +20,7 @@ from meshwright.config.job_config import JobConfig
 from meshwright.config.loader import load_config, to_toml
 from meshwright.config.rules import broken_rules
 from meshwright.parallelisms.rules import compile_choice
-from meshwright.parallelisms.rules.compile_choice import LEAST_FLOP, why_no_compiler
+from meshwright.parallelisms.rules.compile_choice import LEAST_STEPS_ON_CPU, why_no_compiler
 from meshwright.system.errors import ConfigError
 from meshwright.system.processes import Launch, Requests
 from meshwright.train.main import _run_command_line
@@ -67,34 +67,21 @@ def plan_of(tmp_path: Path) -> Callable[..., ResolvedJob]:
     return plan_of
 
 
-def test_the_work_of_the_whole_job_decides(plan_of) -> None:
-    plan = plan_of()
-    training = plan.config.training
-    work = plan.model_args.table.flops_per_token(training.seq_len) * training.seq_len
-    enough = -int(-LEAST_FLOP // (work * training.global_batch_size))
-    assert training.steps < enough / 5
-    for words, is_on in (
-        (f"--training.steps={enough - 1}", False),
-        (f"--training.steps={enough}", True),
-        (f"--training.steps={enough // 10 + 1} --training.global_batch_size=160", True),
-        (f"--training.steps={enough // 10 + 1} --training.seq_len=2560", True),
-        (f"--training.steps={enough // 2} --model.args.n_layers=24", True),
-    ):
-        plan = plan_of(*words.split())
-        assert plan.config.compile.enable is is_on, words
+def test_gpus_compile_and_cpus_from_a_number_of_steps_on(plan_of) -> None:
+    for steps, is_on in ((LEAST_STEPS_ON_CPU - 1, False), (LEAST_STEPS_ON_CPU, True)):
+        plan = plan_of(f"--training.steps={steps}")
+        assert plan.config.compile.enable is is_on
         assert bool(plan.reasons["compile.enable"]) is is_on
+    assert "compiled, since the job has 500 steps (500 or more)" in plan.reasons["compile.enable"]
+    plan = resolved(load_config([DEBUG]), 1, expects_gpus=True)
+    assert plan.config.compile.enable is True
+    assert "compiled, since the job trains on GPUs" in plan.reasons["compile.enable"]
 
 
-def test_neither_the_mesh_nor_a_value_that_is_given_decides(plan_of) -> None:
+def test_a_value_that_is_given_decides(plan_of) -> None:
     for words, value in ((LONG, False), ([], True)):
         plan = plan_of(*words, f"--compile.enable={str(value).lower()}")
         assert (plan.config.compile.enable, plan.reasons["compile.enable"]) == (value, "")
-    words = [*LONG, "--training.global_batch_size=16", "--training.local_batch_size=1"]
-    for ranks in (1, 2, 8):
-        plan = plan_of(*words, ranks=ranks)
-        assert plan.config.compile.enable is True
-        reason = "compiled, since the job computes 7.41 PFLOP (100 TFLOP or m"
-        assert reason in plan.reasons["compile.enable"]
 
 
 @pytest.mark.parametrize(
@@ -268,7 +255,7 @@ def test_another_value_is_one_mistake(text, meant, tmp_path) -> None:
 
 def test_check_says_it_once(tmp_path, capsys) -> None:
     words = [DEBUG, "--ngpu", "1", "--job.dump_folder", str(tmp_path)]
-    for others, times in (LONG, 1), ([*LONG, "--compile.enable=true"], 0), ([], 0):
+    for others, times in (LONG, 1), ([*LONG, "--compile.enable=true"], 0):
         check_job([*words, *others])
         assert capsys.readouterr().out.count("compile.enable = ") == times
 
@@ -313,7 +300,7 @@ def test_a_plan_refuses_what_cannot_be_compiled() -> None:
 
 
 def test_a_search_leaves_a_job_compiled_that_is() -> None:
-    for words, has_split in ((LONG, False), ([], True)):
+    for words, has_split in (([], False), (["--compile.enable=false"], True)):
         config = load_config([DEBUG, *words, "--training.global_batch_size=64"])
         plans = (plan for _, plan in legal(config, 2, find_device("h100")) if plan.dims.pp > 1)
         schedules = {plan.config.parallelism.pipeline_parallel_schedule for plan in plans}

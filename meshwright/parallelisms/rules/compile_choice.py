@@ -13,39 +13,31 @@ from meshwright.parallelisms.rules.precision import find_fp32_modules, has_part_
 from meshwright.parallelisms.rules.stages import splits_backward
 from meshwright.system.modules import has_torch, torch_version
 
-LEAST_FLOP = 100e12
-"""Work of a whole job from which compiling pays."""
+LEAST_STEPS_ON_CPU = 500
+"""Steps from which compiling pays on a CPU. On two idle cores debug_model, the smallest preset,
+took 31 s to compile and won them back after 142 steps, at 1.46 times the speed. The rest is a
+margin for slower compilers and smaller gains."""
 
 
 def choose_compile(config: JobConfig, facts: Facts) -> Choice:
-    """Decide about `compile.enable` = "auto"; small jobs aren't told.
+    """Decide about `compile.enable` = "auto"; short jobs on CPUs aren't told.
 
-    "auto" compiles if an option needs the compiler, as if true were given. Otherwise it compiles if
-
-    - the job computes `LEAST_FLOP` or more over all of its steps, as MFU counts them,
-    - the backend is inductor, since others make no step faster, and the machine has its compilers,
-    - and no other option is incompatible with compiled blocks.
-
-    On two CPU cores the first compilation took 31 s, and compiled steps were 1.46 times as fast: it
-    paid after 100 s of eager steps, or 21 TFLOP. `LEAST_FLOP` leaves a factor of 5 for slower
-    compilers and smaller gains. A GPU computes it in less than a second, and loses at most one
-    compilation; later starts find it in inductor's cache.
-
-    A job's work does not depend on the mesh, unless `training.global_batch_size` is -1: the data
-    then depends on it, too. Data that ends before `training.steps` is not known here.
+    "auto" compiles if an option needs the compiler. Otherwise it compiles on GPUs, and on CPUs if
+    the job has `LEAST_STEPS_ON_CPU`, unless an option is incompatible or a compiler is missing.
     """
     if config.compile.enable != "auto" or facts.model is None:
         return Choice()
-    training = config.training
-    tokens = training.seq_len * training.global_batch_size * training.steps
-    flop = facts.spec.flops_per_token(training.seq_len) * tokens
-    is_on, reason = True, f"the job computes {_shown(flop)} ({_shown(LEAST_FLOP)} or more)"
+    steps = config.training.steps
     if option := _option_that_compiles(config):
-        reason = f"{option} needs it"
-    elif flop < LEAST_FLOP:
+        is_on, reason = True, f"{option} needs it"
+    elif not facts.expects_gpus and steps < LEAST_STEPS_ON_CPU:
         is_on, reason = False, ""
     elif obstacle := _obstacle(config, facts) or facts.no_compiler:
         is_on, reason = False, obstacle
+    elif facts.expects_gpus:
+        is_on, reason = True, "the job trains on GPUs"
+    else:
+        is_on, reason = True, f"the job has {steps:,} steps ({LEAST_STEPS_ON_CPU} or more)"
     line = f'compile.enable = "auto": {"compiled" if is_on else "eager"}, since {reason}'
     return Choice({"compile": {"enable": is_on}}, line if reason else "")
 
@@ -124,7 +116,9 @@ def why_no_compiler(is_gpu: bool = False) -> str:
         # torch/_inductor/cpp_builder.py writes -L and the folder without quotes
         return f"inductor cannot link with torch in a folder with a blank in its name ({file})"
     folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or tempfile.gettempdir()
-    if not _may_hold_programs(Path(folder)):
+    # it need not exist yet
+    there = next(path for path in (Path(folder), *Path(folder).absolute().parents) if path.exists())
+    if os.statvfs(there).f_flag & os.ST_NOEXEC:
         return f"{folder} is mounted noexec (TORCHINDUCTOR_CACHE_DIR names another folder)"
     has_c = any(map(shutil.which, (os.environ.get("CC", "gcc"), "clang")))
     if importlib.util.find_spec("triton") is not None and not has_c:
@@ -132,22 +126,7 @@ def why_no_compiler(is_gpu: bool = False) -> str:
     return ""
 
 
-def _may_hold_programs(folder: Path) -> bool:
-    """Return whether libraries can be loaded from a folder, which need not exist yet."""
-    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-    return not os.statvfs(there).f_flag & os.ST_NOEXEC
-
-
 def _torch_file() -> str:
     """Return the path of torch's `__init__.py`, without an import; "" if there is none."""
     spec = importlib.util.find_spec("torch")
     return (spec.origin or "") if spec is not None else ""
-
-
-def _shown(flop: float) -> str:
-    """Return a number of operations with three digits and a unit."""
-    for unit in ("", "K", "M", "G", "T", "P", "E"):
-        if flop < 999.5:
-            return f"{flop:.3g} {unit}FLOP"
-        flop /= 1000
-    return f"{flop:.3g} ZFLOP"
