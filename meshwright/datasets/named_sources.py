@@ -204,43 +204,55 @@ def head_fault(entry: Entry, files: Sequence[DataFile]) -> RecordError | None:
 
 def check_path(entry: Entry, spec: DatasetSpec) -> None:
     """Check that path, subset, split and filters suit the dataset."""
-    source, is_hub = entry.source, spec.path == "optional"
-    name, path = source.dataset, source.dataset_path
-    of_it, out = f"dataset {name!r}", "leave it out"
-
-    def refuse(is_wrong: object, key: str, rule: str, fix: str = out) -> None:
-        if is_wrong:
-            raise entry.error(key, rule, fix)
-
-    needs_path, has_none = spec.path == "required", spec.path == "none"
-    fix = "name a file, a folder or a glob"
-    refuse(needs_path and not path, "dataset_path", f"{of_it} needs it", fix)
-    refuse(has_none and path, "dataset_path", f"{of_it} reads no path")
-    rule = "a copy of a dataset of the hub cannot be read from a folder with *, ? or [ in its path"
-    refuse(is_hub and glob.has_magic(path), "dataset_path", rule, "rename the folder")
-    is_streamed, rule = source.dataset_mode == "streamed", "tokens are read where they lie"
-    refuse(spec.has_tokens and is_streamed, "dataset_mode", rule)
-    refuse(source.dataset_subset and not is_hub, "dataset_subset", f"{of_it} has no subsets")
-    rule = f"{'a local copy' if is_hub else of_it} has no revisions"
-    refuse(source.dataset_revision and (not is_hub or path), "dataset_revision", rule)
-    splits = ("train", "validation") if has_none else ("train",)
-    rule = f"{of_it} has only {' and '.join(splits)}"
-    fix = f'set {entry.key}.dataset_split = "train"'
-    refuse(not is_hub and source.dataset_split not in splits, "dataset_split", rule, fix)
-    rule = f"{of_it} has no rows"
-    refuse(source.dataset_where and not spec.has_rows, "dataset_where", rule)
-    rule = f'{of_it} is not "text"'
-    refuse(source.dataset_separator and name != "text", "dataset_separator", rule)
-    rule, fix = f"{of_it} holds tokens, which are read where they lie", "bound training.steps"
-    refuse(source.max_documents and spec.has_tokens, "max_documents", rule, f"{out}, or {fix}")
+    source = entry.source
+    if (broken := next(_broken_rules(entry, spec), None)) is not None:
+        key, rule, fix = broken
+        raise entry.error(key, rule, fix)
     check(
-        not entry.held_out or spec.has_rows or name == "sympy_source",
-        *("training.validation_fraction", entry.held_out),
-        f"{of_it} has no rows that could be held out",
+        not entry.held_out or spec.has_rows or source.dataset == "sympy_source",
+        "training.validation_fraction",
+        entry.held_out,
+        f"dataset {source.dataset!r} has no rows that could be held out",
         "name a dataset in [validation] instead",
     )
     if spec.has_rows or source.dataset_format:
         RowReader(entry)
+
+
+LEAVE_OUT = "leave it out"
+
+
+def _broken_rules(entry: Entry, spec: DatasetSpec) -> Iterator[tuple[str, str, str]]:
+    """Yield the key, the rule and a fix for each key that does not suit the dataset."""
+    source, name = entry.source, f"dataset {entry.source.dataset!r}"
+    is_of_hub = spec.path == "optional"
+    if spec.path == "required" and not source.dataset_path:
+        yield "dataset_path", f"{name} needs it", "name a file, a folder or a glob"
+    if spec.path == "none" and source.dataset_path:
+        yield "dataset_path", f"{name} reads no path", LEAVE_OUT
+    if is_of_hub and glob.has_magic(source.dataset_path):
+        copy = "a copy of a dataset of the hub"
+        rule = f"{copy} cannot be read from a folder with *, ? or [ in its path"
+        yield "dataset_path", rule, "rename the folder"
+    if spec.has_tokens and source.dataset_mode == "streamed":
+        yield "dataset_mode", "tokens are read where they lie", LEAVE_OUT
+    if source.dataset_subset and not is_of_hub:
+        yield "dataset_subset", f"{name} has no subsets", LEAVE_OUT
+    if source.dataset_revision and not is_of_hub:
+        yield "dataset_revision", f"{name} has no revisions", LEAVE_OUT
+    if source.dataset_revision and is_of_hub and source.dataset_path:
+        yield "dataset_revision", "a local copy has no revisions", LEAVE_OUT
+    splits = ["train", "validation"] if spec.path == "none" else ["train"]
+    if source.dataset_split not in splits and not is_of_hub:
+        fix = f'set {entry.key}.dataset_split = "train"'
+        yield "dataset_split", f"{name} has only {' and '.join(splits)}", fix
+    if source.dataset_where and not spec.has_rows:
+        yield "dataset_where", f"{name} has no rows", LEAVE_OUT
+    if source.dataset_separator and source.dataset != "text":
+        yield "dataset_separator", f'{name} is not "text"', LEAVE_OUT
+    if source.max_documents and spec.has_tokens:
+        rule = f"{name} holds tokens, which are read where they lie"
+        yield "max_documents", rule, f"{LEAVE_OUT}, or bound training.steps"
 
 
 def no_end(tokenizer: Tokenizer, model: Model) -> str:

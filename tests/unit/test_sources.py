@@ -397,6 +397,7 @@ def test_another_source_of_sympy_is_told_in_one_line(tmp_path, monkeypatch, capl
 
 
 OLD = {"dataset_revision": "main"}
+TOKENS = {"dataset": "tokens", "dataset_path": __file__}
 
 
 def check(source: Any) -> None:
@@ -416,6 +417,12 @@ def check(source: Any) -> None:
         ({"dataset": "c4", "dataset_path": "/no/[such]"}, "fix: rename the folder"),
         ({"dataset": "json", "dataset_path": __file__, **OLD}, "dataset 'json' has no revisions"),
         ({"dataset": "c4", "dataset_path": __file__, **OLD}, "a local copy has no revisions"),
+        (
+            {"dataset": "json", "dataset_path": __file__, "dataset_split": "test"},
+            "has only train\n",
+        ),
+        ({**TOKENS, "dataset_mode": "streamed"}, "tokens are read where they lie"),
+        ({**TOKENS, "max_documents": 3}, "holds tokens, .*\n  fix: leave it out, or bound"),
     ],
 )
 def test_what_a_dataset_does_not_read(keys, message) -> None:
@@ -423,7 +430,7 @@ def test_what_a_dataset_does_not_read(keys, message) -> None:
         check(entry(**keys))
 
 
-def test_whatever_changes_the_documents_changes_the_hash_documents(folder: Path) -> None:
+def test_whatever_changes_the_documents_changes_the_hash_of_documents(folder: Path) -> None:
     write("json", folder)
     files = local_files(entry(dataset="json", dataset_path=str(folder)))
     (folder / "formats.py").write_text(FORMAT)
