@@ -22,8 +22,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from meshwright.config.training import Source
-from meshwright.datasets.encoding import TokenizationSpec
 from meshwright.datasets.files import Entry
+from meshwright.datasets.recipe import TokenizationSpec
 from meshwright.datasets.token_cache.tokenizing import open_cache
 from meshwright.datasets.tokenizers.kinds import build_tokenizer
 

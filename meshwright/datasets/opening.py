@@ -9,9 +9,9 @@ from typing import Any, Literal
 
 from meshwright.config.job_config import JobConfig
 from meshwright.datasets import identity
-from meshwright.datasets.encoding import TokenizationSpec
 from meshwright.datasets.files import ROW_FORMATS, Entry
 from meshwright.datasets.named_sources import entries, is_streamed, validation_entries
+from meshwright.datasets.recipe import TokenizationSpec
 from meshwright.datasets.rows import Documents, LocalDocuments, unreadable
 from meshwright.datasets.samples import CachedSource, open_packing
 from meshwright.datasets.sources import StreamedRows

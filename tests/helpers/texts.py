@@ -11,8 +11,9 @@ from typing import ClassVar
 from meshwright.config.section import BYTES
 from meshwright.config.training import Source
 from meshwright.datasets.conversations import Message
-from meshwright.datasets.encoding import Encoder, TokenizationSpec
+from meshwright.datasets.encoding import Encoder
 from meshwright.datasets.files import Entry
+from meshwright.datasets.recipe import TokenizationSpec
 from meshwright.datasets.rows import Document, IndexedDocuments, Item
 from meshwright.datasets.samples import CachedSource
 from meshwright.datasets.stream import OpenSource, StreamedSource

@@ -19,11 +19,12 @@ from pyarrow import parquet
 
 from meshwright.config.loader import load_config
 from meshwright.datasets import sympy_source
-from meshwright.datasets.encoding import NO_LOSS, TokenizationSpec
+from meshwright.datasets.encoding import NO_LOSS
 from meshwright.datasets.files import local_files
 from meshwright.datasets.identity import commit_of, hash_documents
 from meshwright.datasets.named_sources import check_files, check_path, sympy_note
 from meshwright.datasets.opening import open_data
+from meshwright.datasets.recipe import TokenizationSpec
 from meshwright.datasets.rows import Document, Documents, IndexedDocuments, unreadable
 from meshwright.datasets.samples import CachedSamples
 from meshwright.datasets.sources import by_suffix, find_dataset, openable

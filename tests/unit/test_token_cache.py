@@ -23,8 +23,9 @@ from meshwright.config.loader import load_config
 from meshwright.config.section import BYTES
 from meshwright.datasets import identity
 from meshwright.datasets.conversations import Conversation
-from meshwright.datasets.encoding import NO_LOSS, TokenizationSpec
+from meshwright.datasets.encoding import NO_LOSS
 from meshwright.datasets.opening import open_data
+from meshwright.datasets.recipe import TokenizationSpec
 from meshwright.datasets.rows import IndexedDocuments
 from meshwright.datasets.samples import CachedSamples
 from meshwright.datasets.storage import DESCRIPTORS, RangeFile

@@ -10,7 +10,8 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from meshwright.config.section import BYTES
-from meshwright.datasets.encoding import Encoder, TokenizationSpec
+from meshwright.datasets.encoding import Encoder
+from meshwright.datasets.recipe import TokenizationSpec
 from meshwright.datasets.samples import SampleRules
 from meshwright.datasets.stream import Cursor, SampleStream, StreamedSource
 from meshwright.datasets.token_cache.tokenizing import open_cache
