@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,6 @@ from meshwright.config.changes import (
     Difference,
     changes,
     config_defaults,
-    effect_of,
     shown,
     to_json,
 )
@@ -25,10 +25,13 @@ from meshwright.models.args import DecoderArgs
 from meshwright.system.errors import ConfigError, config_error
 from meshwright.system.log import logger
 
+MIXTURE_WEIGHT = re.compile(r"training\.datasets\.\d+\.weight")
+"""Keys of the data that may change: earlier draws are not made up for."""
+
 
 @dataclass(frozen=True)
 class ResumeDiff:
-    """Differences between a job and the one that saved `checkpoint`, by their effect."""
+    """Differences between a job and the one that saved `checkpoint`."""
 
     checkpoint: Path
     config: JobConfig
@@ -44,10 +47,8 @@ class ResumeDiff:
     """Parameters that are frozen no longer, and have no optimizer state there."""
     is_reweighted: bool
     """The parts of a mixture have other weights."""
-    on_training: list[Difference]
-    """The job resumes, but not as it would have continued."""
-    harmless: list[Difference]
-    """The job resumes as it would have continued, rounding aside."""
+    changed: list[Difference]
+    """Keys with other values, which do not prevent a resume."""
     has_other_code: bool
     """The user's own module is another than it was."""
 
@@ -109,29 +110,18 @@ class ResumeDiff:
         return f"; or set {way}, to begin with {' and '.join(begins.values())}"
 
     def log(self, is_printed: bool = False) -> None:
-        """Log the differences that do not prevent a resume: a line for each key that matters.
+        """Log the keys that were changed and do not prevent a resume, in one line.
 
         Args:
             is_printed: on the console, so that it is to go to the log's file alone.
         """
-        extra, resuming = {"is_printed": is_printed}, f"resuming {self.checkpoint.name} with"
-        for difference in self.on_training:
-            what = "a change that training will show"
-            if effect_of(difference.key) is None:
-                what = "a key less"
-            logger.warning("%s %s: %s", resuming, what, _change(difference), extra=extra)
+        changes = [f"{key} = {shown(new)} (was {shown(old)})" for key, old, new in self.changed]
         if self.has_other_code:
-            key, name = "experimental.custom_import", self.config.experimental.custom_import
-            what = "other code than it was saved with, which training may show"
-            logger.warning("%s %s: %s = %r", resuming, what, key, name, extra=extra)
-        if self.harmless:
-            each = ", ".join(map(_change, self.harmless))
-            what = "changes that no result will show, rounding aside"
-            logger.info("%s %s: %s", resuming, what, each, extra=extra)
-
-
-def _change(difference: Difference) -> str:
-    return f"{difference.key} = {shown(difference.new)} (was {shown(difference.old)})"
+            name = self.config.experimental.custom_import
+            changes.append(f"experimental.custom_import = {name!r} (its code was edited)")
+        if changes:
+            words, extra = "resuming %s with changed keys: %s", {"is_printed": is_printed}
+            logger.info(words, self.checkpoint.name, ", ".join(changes), extra=extra)
 
 
 def find_resume_diff(
@@ -155,7 +145,6 @@ def find_resume_diff(
         begins_stage: the checkpoint ends the stage before, which may have had other data.
     """
     excluded, defaults = left_out(config.checkpoint, manifest), config_defaults()
-    once = "checkpoint.exclude_from_loading" if not excluded else ""  # what was left out once
     of_stage = SAID_BY_STAGES if begins_stage else ()
 
     def changed(saved: Mapping[str, Any], here: Mapping[str, Any]) -> list[Difference]:
@@ -163,20 +152,14 @@ def find_resume_diff(
 
     model = [*_model_changes(manifest, config, args)]
     identity = changed(manifest["data_identity"], data_identity)
-    weights = [difference for difference in identity if effect_of(difference.key) == "training"]
+    weights = [difference for difference in identity if MIXTURE_WEIGHT.fullmatch(difference.key)]
     trained_now = sorted({*manifest["frozen"]} - {*frozen})
-    # model and data are compared above, more exactly than by their keys
-    harmless_effects = {"none", "model"} if DATALOADER in excluded else {"none", "model", "data"}
-    on_training, harmless = list[Difference](), list[Difference]()
-    for difference in changed(manifest["config"], to_json(config)):
-        is_harmless = effect_of(difference.key) in harmless_effects or difference.key == once
-        (harmless if is_harmless else on_training).append(difference)
-    said = {difference.key for difference in on_training}
+    of_config = changed(manifest["config"], to_json(config))
+    keys = {difference.key for difference in of_config}
     of_data = identity if DATALOADER in excluded else weights
     is_done = config.training.steps <= manifest["step"] or (
         _data_has_ended(manifest, config) and not identity and DATALOADER not in excluded
     )
-    on_training += [difference for difference in of_data if difference.key not in said]
     return ResumeDiff(
         checkpoint=checkpoint,
         config=config,
@@ -188,8 +171,7 @@ def find_resume_diff(
         and not is_done,
         trained_now=[] if OPTIMIZER in excluded else trained_now,
         is_reweighted=bool(weights),
-        on_training=on_training,
-        harmless=harmless,
+        changed=of_config + [difference for difference in of_data if difference.key not in keys],
         has_other_code=bool(own_code and manifest["own_code"] not in ("", own_code)),
     )
 

@@ -1,12 +1,10 @@
-"""Compares two configs: which keys differ, and what each means for a run that resumes. No torch."""
+"""Compares two configs: which keys differ. Free of torch."""
 
 import json
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from meshwright.config.fields import find_field, find_section
 from meshwright.config.job_config import JobConfig
-from meshwright.config.section import OnResume
 from meshwright.system.errors import as_toml
 
 LONGEST_SHOWN = 100
@@ -26,16 +24,6 @@ class Difference(NamedTuple):
     """Dotted; a number stands for a table in a list."""
     old: Any
     new: Any
-
-
-def effect_of(key: str) -> OnResume | None:
-    """Return the effect of a key, or of one inside it; None: there is no such key."""
-    parts = tuple(key.split("."))
-    section, field, inner = find_section(parts[:1]), find_field(parts[:2]), find_field(parts)
-    if section is None or field is None:
-        return None
-    marks = [*(inner.metadata if inner else ()), *field.metadata, section.on_resume]
-    return next(mark for mark in marks if isinstance(mark, OnResume))
 
 
 def to_json(config: JobConfig) -> dict[str, Any]:

@@ -16,14 +16,12 @@ from meshwright.config.section import (
     PATH_OR_NAME,
     InputPath,
     LocalPath,
-    OfData,
-    OfTraining,
     Section,
 )
 from meshwright.config.training import BadSteps, Experts, LRScheduler, Training, Validation
 
 
-class Job(Section, on_resume="none"):
+class Job(Section):
     """[job] This run, and where its output goes."""
 
     config_file: InputPath = ""
@@ -47,7 +45,7 @@ class Job(Section, on_resume="none"):
     it resumes. Leave time for the save. 0: no limit."""
 
 
-class Model(Section, on_resume="model"):
+class Model(Section):
     """[model] Which model, how large, and its tokenizer."""
 
     name: str = "llama"
@@ -64,23 +62,23 @@ class Model(Section, on_resume="model"):
     hidden_dim, vocab_size, norm_eps, rope_theta, tie_embeddings, and those of the family. On the
     command line: --model.args.n_layers 4."""
 
-    frozen: OfTraining[list[str]] = []
+    frozen: list[str] = []
     """Parameters that are not trained, as glob patterns of their names: `tok_embeddings.*`,
     `layers.[01].*`, `*norm.weight`."""
 
-    tokenizer_path: OfData[InputPath] = ""
+    tokenizer_path: InputPath = ""
     """Hugging Face's `tokenizer.json`, a `tokenizer.model` of sentencepiece, or a folder with one;
     or "bytes" for UTF-8 bytes as tokens (vocabulary 258), which needs no file."""
 
-    bos_token: OfData[str | None] = None
+    bos_token: str | None = None
     """Token before every document, as `tokenizer.json` spells it; "": none. Absent: the token that
     the file's own post-processor puts first."""
 
-    eos_token: OfData[str | None] = None
+    eos_token: str | None = None
     """Token after every document; "": none. Absent: the token that the post-processor of
     `tokenizer.json` puts last, otherwise a well-known one in the file."""
 
-    chat_template_path: Annotated[OfData[InputPath], CHAT_TEMPLATES] = ""
+    chat_template_path: Annotated[InputPath, CHAT_TEMPLATES] = ""
     """Jinja file that makes text of conversations, or the name of a shipped one: "llama2",
     "llama3", "llama3.1", "mixtral", "olmo2", "qwen2.5" or "qwen3". Absent: the tokenizer's own."""
 
@@ -90,7 +88,7 @@ class Model(Section, on_resume="model"):
         return "tie_embeddings" in self.args
 
 
-class Average(Section, on_resume="none"):
+class Average(Section):
     """[checkpoint.average] A running mean of the weights in fp32: validated beside them, and saved.
     Off, unless one of the keys is given."""
 
@@ -108,7 +106,7 @@ class Average(Section, on_resume="none"):
         return self.decay is not None or self.window_tokens is not None
 
 
-class Checkpoint(Section, on_resume="none"):
+class Checkpoint(Section):
     """[checkpoint] Sharded checkpoints of everything that a resume needs."""
 
     enable: bool = False
@@ -146,7 +144,7 @@ class Checkpoint(Section, on_resume="none"):
     warns and continues, or stops with exit code 4. For the last step's checkpoint it always
     stops."""
 
-    exclude_from_loading: OfTraining[list[Literal["optimizer", "dataloader"]]] = []
+    exclude_from_loading: list[Literal["optimizer", "dataloader"]] = []
     """Parts that a resume does not load: "optimizer", for a fresh one; "dataloader", to begin
     with the first sample, of other data if need be. The step number is kept, and the learning rate
     follows from it. Applies once: a checkpoint saved by a job with this same setting is loaded in
@@ -193,7 +191,7 @@ class Checkpoint(Section, on_resume="none"):
         return self.enable and not self.load_only
 
 
-class Metrics(Section, on_resume="none"):
+class Metrics(Section):
     """[metrics] Reports and their destinations. {dump_folder}/metrics.jsonl is always written."""
 
     log_freq: PositiveInt = 10
@@ -227,7 +225,7 @@ class Metrics(Section, on_resume="none"):
     continues the same run."""
 
 
-class Profiling(Section, on_resume="none"):
+class Profiling(Section):
     """[profiling] Chrome traces of single steps by torch.profiler; snapshots of GPU memory. Also
     asked for at any time, by a file PROFILE in the dump folder."""
 
@@ -254,7 +252,7 @@ class Profiling(Section, on_resume="none"):
     """Folder for them inside `job.dump_folder`."""
 
 
-class Experimental(Section, on_resume="none"):
+class Experimental(Section):
     """[experimental] Code of your own."""
 
     custom_import: Annotated[InputPath, PATH_OR_NAME] = ""

@@ -4,10 +4,10 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, NonNegativeFloat, PositiveFloat
 
-from meshwright.config.section import Harmless, Section
+from meshwright.config.section import Section
 
 
-class ParameterGroup(Section, on_resume="training"):
+class ParameterGroup(Section):
     """[[optimizer.groups]] Parameters with a learning rate or a weight decay of their own."""
 
     parameters: Annotated[list[str], Field(min_length=1)]
@@ -30,7 +30,7 @@ def _three(numbers: list[float]) -> list[float]:
     return numbers
 
 
-class Muon(Section, on_resume="training"):
+class Muon(Section):
     """[optimizer.muon] Momentum that is made orthogonal, matrix by matrix. Defaults of Jordan 2024
     (kellerjordan.github.io/posts/muon), except `lr_scale`."""
 
@@ -58,7 +58,7 @@ class Muon(Section, on_resume="training"):
     """Type of the Newton-Schulz steps, and of the matrices that ranks exchange."""
 
 
-class Optimizer(Section, on_resume="training"):
+class Optimizer(Section):
     """[optimizer] The update of master weights in `training.dtype`."""
 
     name: str = "AdamW"
@@ -91,7 +91,7 @@ class Optimizer(Section, on_resume="training"):
 
     muon: Muon = Muon()
 
-    early_step_in_backward: Harmless[bool] = False
+    early_step_in_backward: bool = False
     """Update each parameter during backward, as soon as its gradient is final, and free that: the
     gradients of the whole model are never in memory together. Needs `training.max_norm = inf`, and
     optimizers that update element by element."""

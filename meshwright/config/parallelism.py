@@ -5,10 +5,10 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field, PositiveInt
 from pydantic_core import PydanticCustomError
 
-from meshwright.config.section import Harmless, OrFilledIn, Section
+from meshwright.config.section import OrFilledIn, Section
 
 
-class Parallelism(Section, on_resume="none"):
+class Parallelism(Section):
     """[parallelism] Degrees of the mesh; their product is the number of ranks."""
 
     data_parallel_replicate_degree: PositiveInt = 1
@@ -101,7 +101,7 @@ SAVED_OPS = [
 ]
 
 
-class ActivationCheckpoint(Section, on_resume="none"):
+class ActivationCheckpoint(Section):
     """[activation_checkpoint] Activations that backward recomputes instead of keeping them."""
 
     mode: Literal["none", "full", "selective", "memory_budget"] = "none"
@@ -136,7 +136,7 @@ def _check_bool_or_auto(value: object) -> object:
     return value
 
 
-class Compile(Section, on_resume="none"):
+class Compile(Section):
     """[compile] torch.compile, block by block."""
 
     enable: Annotated[bool | Literal["auto"], BeforeValidator(_check_bool_or_auto)] = "auto"
@@ -159,7 +159,7 @@ class Compile(Section, on_resume="none"):
         return self.enable
 
 
-class Float8(Section, on_resume="training"):
+class Float8(Section):
     """[float8] Matrix products of the blocks in 8 bits, forward and backward, by torchao (pip
     install 'meshwright[float8]'). On GPUs of compute capability 8.9 or newer; best compiled."""
 
@@ -178,11 +178,11 @@ class Float8(Section, on_resume="training"):
     projections of keys and values, are small in models with grouped heads: casts would cost more
     than they gain."""
 
-    emulate: Harmless[bool] = False
+    emulate: bool = False
     """Round to float8, but multiply in fp32: on any device, and slow. For tests and proofs."""
 
 
-class Comm(Section, on_resume="none"):
+class Comm(Section):
     """[comm] Limits on collectives."""
 
     init_timeout_seconds: PositiveInt = 300

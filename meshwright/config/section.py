@@ -1,8 +1,7 @@
 """The base class of a section, and the types of its values: paths, and numbers filled in later."""
 
 import re
-from enum import StrEnum
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
 
@@ -71,35 +70,8 @@ OrFilledIn = Annotated[int, Field(ge=-1)]
 where it is filled in)."""
 
 
-class OnResume(StrEnum):
-    """The effect of a change of a key on a run that resumes."""
-
-    NONE = "none"
-    """It changes rounding at most, or when and where something is saved or reported."""
-    TRAINING = "training"
-    """The run continues, but differently; training.steps sets the learning rate, too."""
-    MODEL = "model"
-    """The weights may be of another model. A checkpoint holds the resolved dimensions, and they
-    decide."""
-    DATA = "data"
-    """The data may be other data. The place in the data is valid only for the same samples in the
-    same order, so its identity and content decide."""
-
-
-T = TypeVar("T")
-Harmless = Annotated[T, OnResume.NONE]
-OfTraining = Annotated[T, OnResume.TRAINING]
-OfData = Annotated[T, OnResume.DATA]
-
-
 class Section(BaseModel):
-    """A TOML table: no key is ignored, no type is guessed, nothing changes after it is read.
-
-    Attributes:
-        on_resume: of the keys whose type does not say another effect.
-    """
-
-    on_resume: ClassVar[OnResume]
+    """A TOML table: no key is ignored, no type is guessed, nothing changes after it is read."""
 
     model_config = ConfigDict(
         extra="forbid",
@@ -109,11 +81,6 @@ class Section(BaseModel):
         allow_inf_nan=False,
         protected_namespaces=(),
     )
-
-    def __init_subclass__(cls, on_resume: str = "", **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        if on_resume:
-            cls.on_resume = OnResume(on_resume)
 
     @field_validator("*", mode="before")
     @classmethod

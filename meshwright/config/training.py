@@ -8,16 +8,14 @@ from meshwright.config.section import (
     OUTPUT_PATH,
     PATH_OR_NAME,
     DataPath,
-    Harmless,
     InputPath,
     LocalPath,
-    OfTraining,
     OrFilledIn,
     Section,
 )
 
 
-class Source(Section, on_resume="data"):
+class Source(Section):
     """Where text comes from: the same keys for training, for validation, and in a mixture."""
 
     dataset: str = "sympy_source"
@@ -78,14 +76,14 @@ class NamedSource(Source):
 class WeightedSource(NamedSource):
     """[[training.datasets]] One part of a mixture."""
 
-    weight: OfTraining[PositiveFloat | None] = None
+    weight: PositiveFloat | None = None
     """Its share of all samples is its weight over the sum of weights."""
 
     tokens: PositiveInt | None = None
     """Tokens to take from it in the whole job, instead of a weight."""
 
 
-class Stage(Section, on_resume="none"):
+class Stage(Section):
     """[[training.stages]] A part of the job. Its keys replace those of the whole job."""
 
     until_tokens: PositiveInt | None = None
@@ -141,7 +139,7 @@ class Training(Source):
     path or glob that starts at the file's folder. Lines that begin with # are left out. The other
     keys, `dataset` first, are those of [training]."""
 
-    max_epochs: Harmless[NonNegativeInt] = 0
+    max_epochs: NonNegativeInt = 0
     """Times that any source may be read through; training ends on all ranks before the step that
     would need more. 0: no limit."""
 
@@ -157,11 +155,11 @@ class Training(Source):
     sequence is padding, which the loss and the balance of experts leave out. Needs cached sources.
     Validation always cuts."""
 
-    mask_documents: OfTraining[bool] = False
+    mask_documents: bool = False
     """Keep the documents in a sequence apart: attention stays inside each, positions restart at 0,
     and the loss leaves out the first token of each."""
 
-    max_bad_records: Harmless[NonNegativeInt] = 0
+    max_bad_records: NonNegativeInt = 0
     """Records (a line that is no JSON, a row without its text, the rest of a damaged file, ...)
     that may be passed over; one more stops the job. A cached source counts them when it is
     tokenised. Streamed ones count them in the whole job, each epoch again, in the metrics and in
@@ -176,24 +174,24 @@ class Training(Source):
     file. Choose a multiple or a divisor of `global_batch_size`: each rank then reads only its own
     parts."""
 
-    token_cache_folder: Harmless[Annotated[LocalPath, OUTPUT_PATH]] = ""
+    token_cache_folder: Annotated[LocalPath, OUTPUT_PATH] = ""
     """Where tokens are kept. Absent: ~/.cache/meshwright, or $XDG_CACHE_HOME/meshwright."""
 
-    block_cache_gib: Harmless[PositiveFloat] = 16.0
+    block_cache_gib: PositiveFloat = 16.0
     """Most GiB of `token_cache_folder` that keep blocks of token files in object storage; the
     oldest are deleted beyond it. Per machine."""
 
-    stages: Harmless[list[Stage]] = []
+    stages: list[Stage] = []
     """Parts of the job, one after the other: tables [[training.stages]], each with `until_tokens`,
     the tokens of the job with which it ends (the last one has none), and keys that differ in it:
     `datasets`, or `weights` of the job's by name; `seq_len`, `global_batch_size`,
     `local_batch_size`; `lr`, `warmup_steps`, `total_steps`, `decay_ratio`, `decay_type`,
     `min_lr_factor`."""
 
-    local_batch_size: Harmless[PositiveInt] = 8
+    local_batch_size: PositiveInt = 8
     """Sequences per data-parallel rank and microbatch: as many as fit the memory."""
 
-    global_batch_size: OfTraining[OrFilledIn] = -1
+    global_batch_size: OrFilledIn = -1
     """Sequences per optimizer step over all ranks: a multiple of data-parallel ranks x
     `local_batch_size`. The rest is gradient accumulation. Set it if results must not depend on the
     number of ranks. -1: one microbatch per rank; with a pipeline, one per stage."""
@@ -201,58 +199,58 @@ class Training(Source):
     seq_len: PositiveInt = 2048
     """Tokens per sequence."""
 
-    max_norm: OfTraining[Annotated[float, Field(gt=0, allow_inf_nan=True)]] = 1.0
+    max_norm: Annotated[float, Field(gt=0, allow_inf_nan=True)] = 1.0
     """Bound on the global gradient norm: larger gradients are scaled down to it. inf: no bound."""
 
-    steps: OfTraining[PositiveInt] = 10000
+    steps: PositiveInt = 10000
     """Optimizer steps of the whole job, those before a resume included."""
 
-    dtype: OfTraining[Literal["float32", "bfloat16"]] = "float32"
+    dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the weights that the optimizer updates, and of its state. bfloat16: half the memory,
     but updates below about 2^-9 of a weight are lost."""
 
-    mixed_precision_param: OfTraining[Literal["auto", "float32", "bfloat16"]] = "auto"
+    mixed_precision_param: Literal["auto", "float32", "bfloat16"] = "auto"
     """Type of parameters and activations in forward and backward. auto: bfloat16; but float32 on a
     CPU that has no fast instructions for bfloat16, unless `dtype` or float8 needs that. All
     machines have to find the same type, or the job is rejected."""
 
-    fp32_modules: OfTraining[list[str]] = []
+    fp32_modules: list[str] = []
     """Modules, e.g. ["output", "layers.*.attention_norm", "layers.0"], whose weights and arithmetic
     stay fp32; their outputs are cast to mixed_precision_param, except the output's logits."""
 
-    mixed_precision_reduce: OfTraining[Literal["float32", "bfloat16"]] = "float32"
+    mixed_precision_reduce: Literal["float32", "bfloat16"] = "float32"
     """Type in which gradients are summed over ranks, those of norms and routers over
     tensor-parallel ranks included. With bfloat16, microbatches are still added up in fp32, so
     several of them need `parallelism.fsdp_reduce_gradients` = every_microbatch."""
 
-    loss_chunk_tokens: Harmless[NonNegativeInt] = 0
+    loss_chunk_tokens: NonNegativeInt = 0
     """Tokens of a microbatch whose logits exist at once, to save memory. 0 (recommended) chooses a
     number with which logits take no more memory than the output weight in bf16, or 16 Mi logits if
     the vocabulary is small."""
 
-    enable_cpu_offload: Harmless[bool] = False
+    enable_cpu_offload: bool = False
     """Keep sharded parameters, gradients and optimizer state in the host's memory, and update them
     there; the device gets parameters layer by layer. Slow: for models that do not fit otherwise."""
 
-    gc_freq: Harmless[PositiveInt] = 50
+    gc_freq: PositiveInt = 50
     """Steps between Python garbage collections, which happen at no other time."""
 
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Fixes the initial weights and the order of the data."""
 
-    attention_kernel: Harmless[Literal["auto", "cudnn", "flash", "fa3"]] = "auto"
+    attention_kernel: Literal["auto", "cudnn", "flash", "fa3"] = "auto"
     """Causal attention on GPUs. auto: cuDNN's kernel on H100, B200 and their like, unless the job
     is deterministic or this cuDNN is known to be wrong for `seq_len`; otherwise FlashAttention 2,
     or memory-efficient attention where it takes no such type. fa3: FlashAttention 3, if its
     package is installed. The log names the kernel. Documents and context parallelism have kernels
     of their own."""
 
-    deterministic: Harmless[bool] = False
+    deterministic: bool = False
     """Only algorithms that give equal bits in equal runs; slower on GPUs. Without it, kernels of
     GPUs, attention among them, add up in an order that changes from run to run."""
 
 
-class Validation(Source, on_resume="none"):
+class Validation(Source):
     """[validation] The loss on data that is not trained on."""
 
     enable: bool = False
@@ -276,7 +274,7 @@ class Validation(Source, on_resume="none"):
     """Most tokens after each prompt. Each takes a forward of one microbatch."""
 
 
-class BadSteps(Section, on_resume="training"):
+class BadSteps(Section):
     """[bad_steps] Steps whose loss or gradient norm cannot be right."""
 
     policy: Literal["stop", "skip"] = "stop"
@@ -285,7 +283,7 @@ class BadSteps(Section, on_resume="training"):
     skipped steps are in the log and in {dump_folder}/skipped_steps.jsonl, with the samples'
     indices. Not with `optimizer.early_step_in_backward`."""
 
-    budget: Harmless[Annotated[int, Field(ge=1, le=10_000)]] = 10
+    budget: Annotated[int, Field(ge=1, le=10_000)] = 10
     """With policy = "skip": steps that may be skipped in the whole job; one more stops it."""
 
     spike_std: NonNegativeFloat = 0.0
@@ -297,7 +295,7 @@ class BadSteps(Section, on_resume="training"):
     many, no step is a spike."""
 
 
-class Experts(Section, on_resume="training"):
+class Experts(Section):
     """[experts] How tokens are spread over the experts of a layer, in models that have some. No
     setting depends on the mesh or on microbatches."""
 
@@ -320,7 +318,7 @@ class Experts(Section, on_resume="training"):
     them small. OLMoE has 0.001."""
 
 
-class LRScheduler(Section, on_resume="training"):
+class LRScheduler(Section):
     """[lr_scheduler] The learning rate as a fraction of `optimizer.lr`: warm up, stay, decay."""
 
     warmup_steps: NonNegativeInt = 200

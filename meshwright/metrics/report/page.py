@@ -8,8 +8,7 @@ from html import escape
 from itertools import pairwise
 from statistics import fmean, median
 
-from meshwright.config.changes import Difference, differences, effect_of, shown
-from meshwright.config.section import OnResume
+from meshwright.config.changes import Difference, differences, shown
 from meshwright.metrics.console import duration
 from meshwright.metrics.report.document import Chart, Curve, document, draw, short, table
 from meshwright.metrics.report.run import TOKENS, Row, Run
@@ -197,10 +196,27 @@ def _time_table(run: Run) -> str:
 
 
 DECISIVE = (
-    *("training.global_batch_size", "training.datasets"),
-    *("checkpoint.initial_load_", "experimental.custom_import"),
+    "model.args",
+    "model.bos_token",
+    "model.chat_template_path",
+    "model.eos_token",
+    "model.flavor",
+    "model.name",
+    "model.tokenizer_path",
+    "training.dataset",
+    "training.global_batch_size",
+    "training.max_documents",
+    "training.mix_file",
+    "training.packing",
+    "training.seed",
+    "training.seq_len",
+    "training.shuffle_window",
+    "training.stream_shards",
+    "training.validation_fraction",
+    "checkpoint.initial_load_",
+    "experimental.custom_import",
 )
-"""Keys of weights and batches, in addition to the keys whose `OnResume` says so."""
+"""Beginnings of the keys of first weights and batches."""
 
 Named = Sequence[tuple[str, Run]]
 
@@ -291,8 +307,7 @@ def _pairs(named: Named) -> str:
 
 def _is_decisive(difference: Difference) -> bool:
     """Whether two runs that differ so have other weights at the start, or other batches."""
-    effect = effect_of(difference.key)
-    return effect in (OnResume.MODEL, OnResume.DATA) or difference.key.startswith(DECISIVE)
+    return difference.key.startswith(DECISIVE)
 
 
 def _configs(named: Named) -> str:
