@@ -95,7 +95,7 @@ def test_changed_keys_are_listed_in_one_line(resume, caplog) -> None:
         "model.frozen = ['norm.weight'] (was []), training.max_norm = inf (was 1.0), "
         "training.dtype = 'bfloat16' (was 'float32'), optimizer.groups.0 = {'parameters': "
         "['*norm.weight'], 'lr_scale': 0.5, 'weight_decay': None, 'optimizer': None} (was absent), "
-        "metrics.log_freq = 5 (was 10), compile.enable = false (was true)"
+        "compile.enable = false (was true), metrics.log_freq = 5 (was 10)"
     )
 
 
