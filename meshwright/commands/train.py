@@ -122,7 +122,7 @@ def run(given: Namespace) -> None:
     if ranks.gpus and Path(plan.config.job.config_file).name == "debug_model.toml":
         logger.info("debug_model is for CPUs; for a minute on a GPU: %s", FIRST_MINUTE)
     logger.info("starting %s on this machine%s", numbered(ranks.per_machine, "rank"), where)
-    os.environ.update(environment(ranks, os.environ))
+    os.environ.update(environment(ranks, os.environ, plan.resume_step))
     if place.interface:
         os.environ[GLOO] = place.interface
         if ranks.machines > 1:
@@ -147,11 +147,12 @@ def run(given: Namespace) -> None:
     os.execv(sys.executable, [*python, "meshwright.launch", *torchrun, *rank])
 
 
-def environment(ranks: Ranks, inherited: Mapping[str, str]) -> dict[str, str]:
+def environment(ranks: Ranks, inherited: Mapping[str, str], resume_step: int = 0) -> dict[str, str]:
     """Return the variables that the ranks need in addition to the inherited ones."""
     chosen = host_settings(ranks, inherited)
     told = Launch(
         is_checked=True,  # the check's notes are not repeated
+        checked_step=resume_step,
         num_gpus=ranks.gpus or 0,  # ranks compare it with the number that torch can use
         host_settings=" ".join(f"{name}={value}" for name, value in chosen.items()),
     )

@@ -50,6 +50,8 @@ class Launch:
     the output of ranks on line by line, without colour or bars."""
     is_checked: bool = False
     """`meshwright check` has written to the same console."""
+    checked_step: int = -1
+    """Step of the checkpoint that it has told of; 0: it has seen none; -1: it has not looked."""
     num_gpus: int = 0
     """GPUs of this machine, as the launcher counted them."""
     host_settings: str = ""

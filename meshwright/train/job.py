@@ -121,16 +121,17 @@ def run(
         heartbeat.limit(stage.config.comm.init_timeout_seconds, "comm.init_timeout_seconds")
         heartbeat.update(meeting := "meeting the other ranks")
         with heartbeat.guard(), busy(meeting):
-            device, checkpoints = init_ranks(stage, launch)
+            stage, device, checkpoints = init_ranks(stage, launch)
+        is_first, last = stage.stage_number == plan.stage_number, stage.training_stages[-1]
         try:
-            if stage is plan:
+            if is_first:
                 remove_stop_file(Path(plan.config.job.dump_folder))
             heartbeat.update("set-up")
             with heartbeat.guard(), busy("set-up"):
                 prepare_export(last.config)
                 job = set_up(stage, device, checkpoints, heartbeat, launch, extra_sinks, meshes)
             if job is not None:
-                begun = time.monotonic() if stage is plan else begun
+                begun = time.monotonic() if is_first else begun
                 with ordered_attention(job.attention):
                     is_done = _train(job, requests, begun)
             following = None if job is None else job.plan.next_stage

@@ -457,3 +457,28 @@ def resolve(config: JobConfig, facts: JobFacts, filled_in: Sequence[Update] = ()
         )
     assert following is not None
     return following if facts.saved is None else resume_from(following, facts.saved)
+
+
+def with_choices(job: ResolvedJob, choices: Sequence[Update] = ()) -> ResolvedJob:
+    """Return the job and its later stages, judged once more by its facts.
+
+    Args:
+        choices: the values that another rank has filled in, for each of these stages; as a rule,
+            the job's own.
+    """
+    following: ResolvedJob | None = None
+    for index, stage in reversed(list(enumerate(job.training_stages))):
+        config = changed(stage.config, choices[index] if choices else {})
+        try:
+            judged = _complete(*_fill_in(config, job.facts), job.facts)
+        except ConfigError as error:
+            raise error_of_stage(error, job.written, stage.stage_number - 1) from None
+        following = replace(
+            stage,
+            config=judged.config,
+            facts=job.facts,
+            least_bytes=judged.least_bytes,
+            next_stage=following,
+        )
+    assert following is not None
+    return following

@@ -10,30 +10,22 @@ The order matters:
    checkpoint or the first weights; then the loader can begin at its place.
 """
 
-import functools
 import gc
-import hashlib
 import itertools
-import json
 import os
-import socket
 import time
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-import meshwright
-from meshwright.checkpoint import commit, find
+from meshwright.checkpoint import commit
 from meshwright.checkpoint.conversion.initial_load import check_initial
 from meshwright.checkpoint.manager import CheckpointManager
 from meshwright.checkpoint.manifest import Manifest
-from meshwright.config.changes import differences, shown, to_json
-from meshwright.datasets.identity import short_hash, tokenizer_parts
 from meshwright.datasets.loader import Loader
 from meshwright.datasets.opening import TABLES, find_data, open_data
 from meshwright.datasets.stream import Cursor, OpenSource, steps_of_data
@@ -43,15 +35,15 @@ from meshwright.metrics.sinks import Sink, set_aside_run
 from meshwright.parallelisms.activation_checkpoint import find_ops
 from meshwright.parallelisms.meshes import Meshes, build_meshes, set_timeout, start_process_group
 from meshwright.system import hardware
-from meshwright.system.errors import ConfigError, in_ranges
 from meshwright.system.log import busy, log_to_file, logger
 from meshwright.system.processes import Launch
+from meshwright.train.agreement import check_agreement, check_same, take_choices
 from meshwright.train.announce import announce, note_failure, note_start
 from meshwright.train.bad_steps import BadStepReporter
 from meshwright.train.build import build_loader, build_reporter, initialize_weights
 from meshwright.train.facts import Saved
-from meshwright.train.resolve import ResolvedJob, resolve, resume_from
-from meshwright.train.resume import library_versions, place_in_data
+from meshwright.train.resolve import ResolvedJob, resume_from, with_choices
+from meshwright.train.resume import place_in_data
 from meshwright.train.trainer import Trainer, build_trainer
 from meshwright.train.validation import Validation
 
@@ -102,31 +94,38 @@ class Job:
             yield
 
 
-def init_ranks(plan: ResolvedJob, launch: Launch) -> tuple[torch.device, CheckpointManager]:
-    """Have the ranks meet, and claim the folder of checkpoints. Collective.
+def init_ranks(
+    job: ResolvedJob, launch: Launch
+) -> tuple[ResolvedJob, torch.device, CheckpointManager]:
+    """Have the ranks meet, agree on the job, and claim the folder of checkpoints. Collective.
+
+    Returns:
+        The job with the first rank's choices, this rank's device, and the checkpoints.
 
     Raises:
-        ConfigError: on every rank, if ranks run different jobs, or another job has the folder.
+        ConfigError: on every rank, if ranks run different jobs, or another job has the folder; on
+            this rank alone, before they meet, if its device can't train the job.
     """
-    config = plan.config
+    config = job.config
     if config.training.deterministic:
         hardware.make_deterministic()
     device = hardware.pick_device(int(os.environ.get("LOCAL_RANK", "0")), launch.num_gpus)
     facts = replace(
-        plan.facts,
+        job.facts,
         device_type=device.type,
         device_memory_gib=hardware.memory_gib(device) if device.type == "cuda" else None,
         has_float8=hardware.has_float8(device),
     )
-    resolve(plan.written, facts)  # once more, now that the device is known
+    job = with_choices(replace(job, facts=facts))
     find_ops(config.activation_checkpoint.saved_ops)
     if not dist.is_initialized():  # it is for a later stage
         start_process_group(device, config.comm.init_timeout_seconds)
-    check_agreement(plan)
-    checkpoints = CheckpointManager(plan.checkpoint_folder, config.checkpoint)
-    if checkpoints.tell(lambda: plan.needs_folder):
+    check_agreement(job)
+    checkpoints = CheckpointManager(job.checkpoint_folder, config.checkpoint)
+    job = take_choices(job, checkpoints.group)
+    if checkpoints.tell(lambda: job.needs_folder):
         checkpoints.claim()
-    return device, checkpoints
+    return job, device, checkpoints
 
 
 def set_up(
@@ -166,10 +165,8 @@ def set_up(
     announce(plan, device, launch, sources, validation_sources)
     note_start(plan, device, is_new_stage=meshes is not None)
     if difference is not None and dist.get_rank() == 0:
-        # `check`, which verifies no content, may have seen another checkpoint
-        seen = find.choose(plan.checkpoint_folder, plan.config.checkpoint.load_step)
-        is_same = seen is not None and seen.manifest["step"] == plan.resume_step
-        difference.log(launch.is_checked and is_same)
+        # `check`, which verifies no content, may have chosen another checkpoint
+        difference.log(launch.checked_step == plan.resume_step)
     with note_failure(plan, lambda: plan.resume_step):
         torch.manual_seed(plan.config.training.seed)
         gc.disable()  # a collection on one rank makes all others wait: they collect together
@@ -242,109 +239,6 @@ def _open_data(
         {f"{source.entry.key}.dataset": source.content for source in itertools.chain(*opened)}
     )
     return opened[0], opened[1]
-
-
-CONFIG = "config"
-
-HINTS = {
-    "compile.enable": ' ("auto" asks each machine for a C++ compiler; false runs on all machines)',
-    "training.mixed_precision_param": ' ("auto" asks the CPU of each machine; "float32" runs on '
-    "all machines)",
-}
-"""Said of keys whose "auto" machines may decide otherwise."""
-
-OWN_PATHS = {
-    "config_file",
-    "dump_folder",
-    "token_cache_folder",
-    "tokenizer_path",
-    "chat_template_path",
-    "dataset_path",
-    "dataset_format",
-}
-"""Keys that may differ between machines: only the files they lead to must be the same."""
-
-
-def check_agreement(plan: ResolvedJob) -> None:
-    """Compare this rank's job, apart from the data, with the others', by `check_same`."""
-    model = plan.config.model
-    of_tokenizer = tokenizer_parts(plan.tokenizer, model.tokenizer_path, model.chat_template_path)
-    libraries = ", ".join(f"{name} {number}" for name, number in library_versions().items())
-    check_same(
-        {
-            # a resume may begin in any stage
-            CONFIG: json.dumps([to_json(stage.config) for stage in plan.training_stages]),
-            # of a folder: a machine may have another config.json or other tensors there
-            "model.flavor": json.dumps(asdict(plan.model_args)),
-            "code": f"meshwright {meshwright.__version__}, source {_source_hash()}, "
-            f"torch {torch.__version__}, {libraries}",
-            "model.tokenizer_path": short_hash(of_tokenizer),
-            "experimental.custom_import": plan.own_code,
-        }
-    )
-
-
-def check_same(facts: Mapping[str, str]) -> None:
-    """Raise unless every rank gives the same facts. Collective.
-
-    A digest is gathered first: the facts of 16,384 ranks would be 61 MiB on each of them.
-
-    Raises:
-        ConfigError: on every rank, naming the ranks that differ, in which part, and from which.
-    """
-    digests = [""] * dist.get_world_size()
-    text = json.dumps(facts, sort_keys=True)
-    dist.all_gather_object(digests, hashlib.sha256(text.encode()).hexdigest())
-    if all(digest == digests[0] for digest in digests):
-        return
-    mine = (socket.gethostname(), dict(facts))
-    gathered: list[tuple[str, dict[str, str]]] = [mine] * len(digests)
-    dist.all_gather_object(gathered, mine)
-
-    def named(ranks: Sequence[int]) -> str:
-        hosts = sorted({gathered[rank][0] for rank in ranks})
-        return f"rank {in_ranges(ranks)} (on {', '.join(hosts[:3])}{', ...' * (len(hosts) > 3)})"
-
-    found = list[tuple[str, str]]()
-    for name in sorted({name for _, of_rank in gathered for name in of_rank}):
-        by_value = defaultdict[str, list[int]](list)
-        for rank, (_, of_rank) in enumerate(gathered):
-            by_value[of_rank.get(name, "nothing")].append(rank)
-        # most ranks, or the first, are what others differ from
-        (usual, most), *others = sorted(by_value.items(), key=lambda one: (-len(one[1]), one[1]))
-        found += [
-            (name, f"{key}: {named(ranks)}: {here}; {named(most)}: {there}")
-            for value, ranks in others
-            for key, here, there in _differences(name, value, usual)
-        ]
-    if found:
-        text = "\n  ".join(["ranks do not run the same job:", *(line for _, line in found)])
-        fix = "give all machines the same code, config, tokenizer and data"
-        key = "" if found[0][0] in (CONFIG, "code") else found[0][0]
-        raise ConfigError(key, f"{text}\n  fix: {fix}")
-
-
-def _differences(name: str, value: str, usual: str) -> Iterator[tuple[str, str, str]]:
-    """Yield the differences in one fact, with both values of each."""
-    if name != CONFIG:
-        yield name, value, usual
-        return
-    found = dict[str, tuple[str, str]]()
-    # of each stage; where one rank has fewer, training.steps of its last differs
-    for theirs, ours in zip(json.loads(usual), json.loads(value), strict=False):
-        for key, old, new in differences(theirs, ours):
-            if key.rpartition(".")[2] not in OWN_PATHS:
-                found.setdefault(key, (shown(new), shown(old) + HINTS.get(key, "")))
-    yield from ((key, here, there) for key, (here, there) in found.items())
-
-
-@functools.cache
-def _source_hash() -> str:
-    """Return a hash of every source file of the package."""
-    folder, found = Path(meshwright.__file__).parent, hashlib.sha256()
-    for path in sorted([*folder.rglob("*.py"), *folder.rglob("*.cpp")]):
-        found.update(f"{path.relative_to(folder)}\0".encode() + path.read_bytes())
-    return found.hexdigest()[:16]
 
 
 def _order_attention(plan: ResolvedJob, device: torch.device) -> list[str]:

@@ -25,10 +25,13 @@ from meshwright.datasets.samples import SampleRules
 from meshwright.datasets.stream import Cursor, SampleStream
 from meshwright.system.errors import ConfigError, in_ranges
 from meshwright.system.processes import Launch
-from meshwright.train import set_up
+from meshwright.train import agreement
+from meshwright.train.agreement import RankFacts, check_agreement, check_same, take_choices
 from meshwright.train.announce import announce
+from meshwright.train.facts import look
+from meshwright.train.resolve import resolve, with_choices
 from meshwright.train.resume import library_versions
-from meshwright.train.set_up import _open_data, check_agreement, check_same
+from meshwright.train.set_up import _open_data
 from tests.helpers.checkpoints import publish
 from tests.helpers.resolved import resolved, resolved_on_rank
 
@@ -69,21 +72,17 @@ def difference(folder: Path, case: str) -> str:
         data(folder / str(rank), TEXT + TEXT)
     if is_other and case == "a key":
         more["optimizer__lr"] = "1e-4"
-    if case == "cpu":
-        more["training__mixed_precision_param"] = "auto"
     config = load_config(words_of(folder, own, f"cache{rank}", **more))
-    slow = "this CPU has none" if is_other else ""
-    with patch("meshwright.train.facts.why_bf16_is_slow", return_value=slow):
-        plan = resolved(config, 2)
+    plan = resolved(config, 2)
     others = {"tokenizer": {"tokenizer": Other()}, "own code": {"own_code": "other"}}
     others["folder"] = {"model_args": dataclasses.replace(plan.model_args, tie_embeddings=True)}
     if is_other:
         plan = dataclasses.replace(plan, **others.get(case, {}))
-    code = "0" if is_other and case == "code" else set_up._source_hash()
+    code = "0" if is_other and case == "code" else agreement._source_hash()
     libraries = {"tokenizers": "0"} if is_other and case == "library" else library_versions()
     with (
-        patch.object(set_up, "_source_hash", lambda: code),
-        patch.object(set_up, "library_versions", lambda: libraries),
+        patch.object(agreement, "_source_hash", lambda: code),
+        patch.object(agreement, "library_versions", lambda: libraries),
     ):
         try:
             check_agreement(plan)
@@ -107,7 +106,6 @@ CASES = {
     "streamed, of equal size": "training.dataset: ",
     "streamed, of other size": "training.dataset: ",
     "a key": "optimizer.lr: ",
-    "cpu": "training.mixed_precision_param: ",
     "folder": "model.flavor: ",
     "tokenizer": "model.tokenizer_path: ",
     "code": "code: ",
@@ -133,8 +131,55 @@ def test_ranks_that_differ_are_named_with_what_they_differ_in(on_ranks, tmp_path
         assert f"; rank 0 (on {host}): " in line
         assert fix.startswith("  fix: ")
     assert f"rank 1 (on {host}): 0.0001; rank 0 (on {host}): 0.004" in first["a key"]
-    others = f"rank 0 (on {host}): 'bfloat16' (\"auto\" asks the CPU of each machine; "
-    assert f"rank 1 (on {host}): 'float32'; {others}" in first["cpu"]
+
+
+SLOW, NO_COMPILER = "this CPU has no instructions for it", "there is no C++ compiler"
+
+
+def choices_of(folder: Path) -> dict[str, object]:
+    """The values that this rank trains with, or its error, where the second node is poorer."""
+    words = words_of(folder, data(folder), training__mixed_precision_param="auto")
+    is_other, found = dist.get_rank() == 1, dict[str, object]()
+    group = dist.group.WORLD
+    assert group is not None
+    for case, option in (("type", "--compile.enable=false"), ("compiler", "--compile.enable=auto")):
+        more = [option, *(["--training.steps=100000000"] if case == "compiler" else [])]
+        with (
+            patch("meshwright.train.facts.why_bf16_is_slow", lambda: SLOW if is_other else ""),
+            patch("meshwright.train.facts.why_no_compiler", lambda _: NO_COMPILER * is_other),
+        ):
+            config = load_config([*words, *more])
+            own = resolve(config, look(config, 2, device_type="cpu"))
+        check_agreement(own)
+        values = own.config.training.mixed_precision_param, own.config.compile.enable
+        try:
+            job = take_choices(own, group)
+            found[case] = values, job.config.training.mixed_precision_param, job.filled_in
+        except ConfigError as error:
+            found[case] = values, str(error)
+    return found
+
+
+def test_ranks_take_the_choices_of_the_first_that_they_would_not_make(on_ranks, tmp_path) -> None:
+    first, second = on_ranks(2, choices_of, tmp_path)
+    assert [of_rank["type"][0][0] for of_rank in (first, second)] == ["bfloat16", "float32"]
+    assert first["type"][1:] == second["type"][1:]
+    assert second["type"][1] == "bfloat16"
+    assert [of_rank["compiler"][0][1] for of_rank in (first, second)] == [True, False]
+    said = f"compile.enable = true: {NO_COMPILER}\n  fix: set compile.enable = false"
+    assert first["compiler"][1] == second["compiler"][1] == said
+
+
+def test_a_job_with_its_own_choices_is_the_same_job(tmp_path) -> None:
+    """So are the choices of another rank that makes them alike."""
+    job = resolved_on_rank(load_config(words_of(tmp_path, data(tmp_path))), 2)
+    again = with_choices(job, [stage.filled_in for stage in job.training_stages])
+    assert (again.config, again.filled_in, again.least_bytes) == (
+        job.config,
+        job.filled_in,
+        job.least_bytes,
+    )
+    assert resolved_on_rank(job.config, 2).config == job.config
 
 
 def test_a_digest_is_gathered_and_if_ranks_differ_the_few_are_named(monkeypatch) -> None:
@@ -149,7 +194,7 @@ def test_a_digest_is_gathered_and_if_ranks_differ_the_few_are_named(monkeypatch)
     monkeypatch.setattr(dist, "all_gather_object", gather)
     check_same({"config": "x" * 4000})
     assert len(pickle.dumps(sent)) < 100
-    there += [(host, {"code": code}) for host, code in zip("abcd", "1222", strict=True)]
+    there += [RankFacts(host, {"code": code}) for host, code in zip("abcd", "1222", strict=True)]
     with pytest.raises(ConfigError) as error:
         check_same({})
     assert "code: rank 0 (on a): 1; rank 1-3 (on b, c, d): 2\n" in str(error.value)
@@ -158,7 +203,7 @@ def test_a_digest_is_gathered_and_if_ranks_differ_the_few_are_named(monkeypatch)
 def test_a_key_of_a_later_stage_is_compared(monkeypatch, tmp_path) -> None:
     """A job that resumes there would otherwise train on with two rates."""
     facts: list[dict[str, str]] = []
-    monkeypatch.setattr(set_up, "check_same", facts.append)
+    monkeypatch.setattr(agreement, "check_same", facts.append)
     text, file = data(tmp_path / "data"), tmp_path / "job.toml"
     for rate in (0.001, 0.002):
         stages = f"[[training.stages]]\nuntil_tokens = 400\n[[training.stages]]\nlr = {rate}\n"
@@ -167,8 +212,8 @@ def test_a_key_of_a_later_stage_is_compared(monkeypatch, tmp_path) -> None:
         more = {"job__config_file": str(file), "training__global_batch_size": "4"}
         check_agreement(resolved(load_config(words_of(tmp_path, text, **more)), 2))
     first, second = (one["config"] for one in facts)
-    found = [*set_up._differences("config", second, first)]
-    assert found == [("optimizer.lr", "0.002", "0.001")]
+    found = [*agreement._differences("config", second, first)]
+    assert found == [("training.stages.1.lr", "0.002", "0.001")]
 
 
 def test_ranks_in_words() -> None:
@@ -238,7 +283,7 @@ def test_the_code_is_all_that_is_run(monkeypatch, tmp_path, name) -> None:
     hashes = set()
     for text in ("", "1"):
         (tmp_path / name).write_text(text)
-        hashes.add(set_up._source_hash.__wrapped__())
+        hashes.add(agreement._source_hash.__wrapped__())
     assert len(hashes) == 2
 
 
