@@ -58,9 +58,23 @@ BESIDE = frozenset({"system", "tools", OPTIONS})
 
 MEANT = frozenset(
     {
-        *("system", "system_prompt", "tools", "functions", "history", "weight", OPTIONS),
-        *("label", "kto_tag", "chosen", "rejected"),
-        *("image", "images", "video", "videos", "audio", "audios"),
+        "system",
+        "system_prompt",
+        "tools",
+        "functions",
+        "history",
+        "weight",
+        OPTIONS,
+        "label",
+        "kto_tag",
+        "chosen",
+        "rejected",
+        "image",
+        "images",
+        "video",
+        "videos",
+        "audio",
+        "audios",
     }
 )
 """Columns that formats of OpenAI, TRL, axolotl, LLaMA-Factory or ShareGPT define, and without which
@@ -194,8 +208,8 @@ def as_document(value: object, words: str, code: str = "") -> Document:
         return _with_columns(value, _tables(value, "messages"))
     if is_list_of_tables(value):
         return Conversation(value)
-    found = "null" if value is None else shortened(value)
-    what = f"{words} {found}, which is neither text nor a list of {{role, content}}"
+    shown = "null" if value is None else shortened(value)
+    what = f"{words} {shown}, which is neither text nor a list of {{role, content}}"
     fix = f"{FIX}give dataset_format your own function that returns "
     fix = fix if code else f"{FIX}let it return one text: "
     code = code or "it"

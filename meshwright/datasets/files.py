@@ -166,15 +166,15 @@ def resolve(path: str, suffixes: Sequence[str]) -> list[DataFile]:
     if is_address(path):
         return stat_all(find_files(path, tuple(suffixes)))
     if os.path.isdir(path):
-        found = [file for file in _below(path) if file.endswith(tuple(suffixes))]
+        paths = [file for file in _below(path) if file.endswith(tuple(suffixes))]
     elif os.path.exists(path):
-        found = [path]
+        paths = [path]
     else:
         literal = path  # as much of it as is there, even if it reads as a pattern
         while literal and not os.path.exists(literal):
             literal = os.path.dirname(literal)
-        found = [*_matches(literal, re.split("/+", path[len(literal) :].lstrip("/")))]
-    return [stat(file) for file in sorted(found) if os.path.isfile(file)]
+        paths = [*_matches(literal, re.split("/+", path[len(literal) :].lstrip("/")))]
+    return [stat(file) for file in sorted(paths) if os.path.isfile(file)]
 
 
 def beside(path: str, suffix: str) -> str:
@@ -189,11 +189,11 @@ def _matches(folder: str, pattern: Sequence[str]) -> Iterator[str]:
         below = ((file, os.path.relpath(file, folder or ".")) for file in _below(folder))
         yield from (file for file, name in below if _fits(name.split("/"), pattern))
         return
-    found = [first] * os.path.exists(os.path.join(folder, first))  # maybe ".."
+    names = [first] if os.path.exists(os.path.join(folder, first)) else []  # it may be ".."
     if glob.has_magic(first):
-        _, folders, names = next(os.walk(folder or ".", onerror=_leave_out), ("", [], []))
-        found = fnmatch.filter(folders if rest else names, first)
-    for name in found:
+        _, folders, files = next(os.walk(folder or ".", onerror=_leave_out), ("", [], []))
+        names = fnmatch.filter(folders if rest else files, first)
+    for name in names:
         path = os.path.join(folder, name)
         if not _is_left_out(name, first):
             yield from _matches(path, rest) if rest else [path]
@@ -255,18 +255,18 @@ def local_files(entry: Entry) -> list[DataFile]:
         ConfigError: if there are none.
     """
     path, suffixes = entry.source.dataset_path, SUFFIXES[entry.source.dataset]
-    found = list[DataFile]()
+    files = list[DataFile]()
     if os.path.exists(os.path.join(path, "dataset_dict.json")):  # a test split would be trained on
         fix = f"name one of them, for example {os.path.join(path, 'train')}"
         raise entry.error("dataset_path", "is a DatasetDict with its splits", fix)
     with suppress(FileNotFoundError):  # a web server's answer
-        found = read_patiently(path, lambda: resolve(path, suffixes))
-    if found:
-        for file in found:  # the names decide on the cache, and errors print them
+        files = read_patiently(path, lambda: resolve(path, suffixes))
+    if files:
+        for file in files:  # the names decide on the cache, and errors print them
             if file.path.encode("utf-8", "ignore").decode() != file.path:
                 raise entry.error("dataset_path", f"{file.path!r} is no name in UTF-8", "rename it")
-        check_downloaded(found, f"{entry.key}.dataset_path")
-        return found
+        check_downloaded(files, f"{entry.key}.dataset_path")
+        return files
     wanted = "such file or folder"
     if os.path.isdir(path):
         wanted = f"file ending in {' or '.join(suffixes)}"
@@ -283,9 +283,9 @@ def local_files(entry: Entry) -> list[DataFile]:
 
 def token_files(entry: Entry) -> list[DataFile]:
     """Return the files of tokens that `dataset_path` stands for, then the indices beside them."""
-    is_megatron, found = entry.source.dataset == "megatron", token_paths(entry)
+    is_megatron, files = entry.source.dataset == "megatron", token_paths(entry)
     indices = list[DataFile]()
-    for file in found:
+    for file in files:
         name = beside(file.path, ".idx") if is_megatron else f"{file.path}.index"
         if is_megatron or file.path.endswith(".ds"):
             try:
@@ -293,8 +293,8 @@ def token_files(entry: Entry) -> list[DataFile]:
             except FileNotFoundError:
                 if is_megatron:
                     raise entry.error("dataset_path", f"there is no {name}") from None
-    check_downloaded([*found, *indices], f"{entry.key}.dataset_path")
-    return [*found, *indices]
+    check_downloaded([*files, *indices], f"{entry.key}.dataset_path")
+    return [*files, *indices]
 
 
 def token_paths(entry: Entry) -> list[DataFile]:

@@ -94,21 +94,21 @@ class TokenFiles:
         Raises:
             ConfigError: if it has another format, or holds tokens of another tokenizer.
         """
-        found = self.files[number]
+        data_file = self.files[number]
         bare = "<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4"
         try:
             if self._entry.source.dataset == "megatron":
-                file = open_megatron(found)
-            elif found.path.endswith(".ds"):
-                file = open_datatrove(found, bare)
+                file = open_megatron(data_file)
+            elif data_file.path.endswith(".ds"):
+                file = open_datatrove(data_file, bare)
             else:
-                file = open_array(found, bare)
+                file = open_array(data_file, bare)
             return index_tokens(file, tokenizer, block_bytes)
         except (FormatError, OSError) as error:
-            raise self._entry.error("dataset_path", f"{found.path}: {error}") from error
+            raise self._entry.error("dataset_path", f"{data_file.path}: {error}") from error
 
 
-def open_megatron(found: DataFile) -> TokenFile:
+def open_megatron(data_file: DataFile) -> TokenFile:
     """Open a `.bin` by the `.idx` beside it.
 
     Source: Megatron-LM, `megatron/core/datasets/indexed_dataset.py`. The index: 9 bytes of magic,
@@ -116,7 +116,7 @@ def open_megatron(found: DataFile) -> TokenFile:
     (uint64 each), int32 length and int64 place of each sequence, int64 boundaries: the first
     sequence of each document, and the end.
     """
-    name = beside(found.path, ".idx")
+    name = beside(data_file.path, ".idx")
     index = _whole(name)
     head = struct.calcsize("<QBQQ")
     if not index.startswith(MEGATRON_MAGIC) or len(index) < 9 + head:
@@ -133,41 +133,41 @@ def open_megatron(found: DataFile) -> TokenFile:
     bounds = np.frombuffer(index, "<i8", num_bounds, ends[2])
     starts = np.concatenate([[0], np.cumsum(sizes)])
     item = np.dtype(dtype).itemsize
-    is_of_file = np.array_equal(places, starts[:-1] * item) and found.size == starts[-1] * item
+    is_of_file = np.array_equal(places, starts[:-1] * item) and data_file.size == starts[-1] * item
     if not (is_of_file and (sizes >= 0).all()):
         raise FormatError("its index is of another file, or sequences do not follow each other")
     is_sorted = bounds[0] == 0 and bounds[-1] == num_sequences and (np.diff(bounds) >= 0).all()
     if not is_sorted:
         raise FormatError("its index has documents that are not its sequences, in their order")
-    return _of_documents(found, dtype, np.diff(starts[bounds]))
+    return _of_documents(data_file, dtype, np.diff(starts[bounds]))
 
 
-def open_datatrove(found: DataFile, bare: str) -> TokenFile:
+def open_datatrove(data_file: DataFile, bare: str) -> TokenFile:
     """Open a `.ds` by the index beside it; `bare` is the type if there is none.
 
     Source: datatrove, `pipeline/tokens/tokenizer.py`. The index: the end of each document, in
     tokens, as uint64.
     """
     try:
-        index = _whole(f"{found.path}.index")
+        index = _whole(f"{data_file.path}.index")
     except FileNotFoundError:
-        return open_array(found, bare)
+        return open_array(data_file, bare)
     if len(index) % 8 or not index:
         raise FormatError("its index is cut short")
     ends = np.frombuffer(index, "<u8").astype(np.int64)
     if (np.diff(ends, prepend=0) < 0).any() or ends[-1] < 1:
         raise FormatError("its index has documents that do not follow each other")
-    size, rest = divmod(found.size, int(ends[-1]))
+    size, rest = divmod(data_file.size, int(ends[-1]))
     if rest or size not in (2, 4):
         raise FormatError(f"its index is of another file: it ends at token {ends[-1]:,}")
-    return _of_documents(found, f"<u{size}", np.diff(ends, prepend=0))
+    return _of_documents(data_file, f"<u{size}", np.diff(ends, prepend=0))
 
 
-def _of_documents(found: DataFile, dtype: str, lengths: npt.NDArray[np.int64]) -> TokenFile:
+def _of_documents(data_file: DataFile, dtype: str, lengths: npt.NDArray[np.int64]) -> TokenFile:
     if lengths.max(initial=0) >= 1 << 32:
         raise FormatError("has a document of 2^32 tokens or more")
     of_documents = lengths[lengths > 0].astype(np.uint32)
-    return TokenFile(RangeFile(found.path), found.size, 0, dtype, of_documents)
+    return TokenFile(RangeFile(data_file.path), data_file.size, 0, dtype, of_documents)
 
 
 def _whole(path: str) -> bytes:
@@ -175,28 +175,28 @@ def _whole(path: str) -> bytes:
         return file.read()
 
 
-def open_array(found: DataFile, bare: str) -> TokenFile:
+def open_array(data_file: DataFile, bare: str) -> TokenFile:
     """Open a shard of one array by its header; `bare` is the type of one without.
 
     Source: numpy's format 1 to 3; llm.c, `dev/data/data_common.py` (documents begin with EOS).
     """
-    file = RangeFile(found.path)
+    file = RangeFile(data_file.path)
     head = file.read(0, LLM_C_HEADER)
     if head.startswith(NUMPY_MAGIC):
         shape, dtype, offset = _numpy_header(file.read(0, MOST_NUMPY_HEADER))
         if len(shape) != 1 or dtype not in NUMPY_DTYPES:
             kinds = "u2, u4, i4, u8 or i8"
             raise FormatError(f"holds {dtype} of shape {shape}, not a row of {kinds}")
-        opened = TokenFile(file, found.size, offset, NUMPY_DTYPES[dtype])
+        opened = TokenFile(file, data_file.size, offset, NUMPY_DTYPES[dtype])
         return _with_count(opened, shape[0])
     if len(head) == LLM_C_HEADER:
         magic, version, count = struct.unpack_from("<iii", head)
         if kind := LLM_C.get((magic, version)):
-            opened = TokenFile(file, found.size, LLM_C_HEADER, kind, has_eos_first=True)
+            opened = TokenFile(file, data_file.size, LLM_C_HEADER, kind, has_eos_first=True)
             return _with_count(opened, count)
-    if found.size % np.dtype(bare).itemsize:
+    if data_file.size % np.dtype(bare).itemsize:
         raise FormatError(f"its size is no multiple of {np.dtype(bare).itemsize} bytes")
-    return TokenFile(file, found.size, 0, bare)
+    return TokenFile(file, data_file.size, 0, bare)
 
 
 def _numpy_header(head: bytes) -> tuple[tuple[int, ...], str, int]:
@@ -246,8 +246,8 @@ def index_tokens(file: TokenFile, tokenizer: Tokenizer, block_bytes: int) -> Ind
         ]
         num_bytes += int(bytes_of[tokens].sum())
         if file.lengths is None:
-            found = np.flatnonzero(tokens == tokenizer.eos_id) + begin
-            ends.append(found if file.has_eos_first else found + 1)
+            eos_at = np.flatnonzero(tokens == tokenizer.eos_id) + begin
+            ends.append(eos_at if file.has_eos_first else eos_at + 1)
         begin += len(tokens)
     if may_be_halves:
         raise FormatError(

@@ -38,12 +38,12 @@ def entries(section: Training | Validation, key: str) -> list[Entry]:
     named, held_out = list(section.datasets), getattr(section, "validation_fraction", 0.0)
     if not named:
         return [Entry(key, section.dataset, _source(section), held_out)]
-    found = []
+    parts = []
     for number, part in enumerate(named):
         name, place = part.name or part.dataset, f"{key}.datasets.{number}"
         weight = isinstance(part, WeightedSource) and (part.weight or part.tokens)
-        found.append(Entry(place, name, _source(part), held_out, weight=weight or 1))
-    return found
+        parts.append(Entry(place, name, _source(part), held_out, weight=weight or 1))
+    return parts
 
 
 def validation_entries(config: JobConfig) -> list[Entry]:

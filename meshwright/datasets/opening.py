@@ -81,8 +81,8 @@ def open_data(
     """
     opening = Opening(config, table, num_workers, check_all)
     named = entries_of(table, config)
-    found = [opening.find(entry) for entry in named] if facts is None else facts[table]
-    pairs = zip(named, found, strict=True)
+    facts_of_each = [opening.find(entry) for entry in named] if facts is None else facts[table]
+    pairs = zip(named, facts_of_each, strict=True)
     return [opening.open(entry, of_source, looks_at_files) for entry, of_source in pairs]
 
 

@@ -48,9 +48,9 @@ class TokenizationSpec:
 
     @property
     def _spec(self) -> DatasetSpec:
-        found = self._own or find_dataset(self.entry.source.dataset)
-        assert found is not None  # `resolve` has looked
-        return found
+        spec = self._own or find_dataset(self.entry.source.dataset)
+        assert spec is not None  # `resolve` has looked
+        return spec
 
     def open(self, streamed: bool) -> Documents | TokenFiles:
         """Return the documents.

@@ -87,17 +87,17 @@ class Condition:
         Raises:
             ValueError: if it has not the column, or another type of value in it.
         """
-        found: Any = row
+        actual: Any = row
         names = [self.column] if self.column in row else self.column.split(".")
         for name in names:
-            if not isinstance(found, dict) or name not in found:
+            if not isinstance(actual, dict) or name not in actual:
                 raise ValueError(f"no column {self.column!r}, but {', '.join(row) or 'none'}")
-            found = found[name]
+            actual = actual[name]
         try:
-            found = len(found) if self.is_length else found
-            return bool(SIGNS[self.sign](found, self.value))
+            actual = len(actual) if self.is_length else actual
+            return bool(SIGNS[self.sign](actual, self.value))
         except TypeError as error:
-            raise ValueError(f"{self.column!r} is {shortened(found)}: {error}") from error
+            raise ValueError(f"{self.column!r} is {shortened(actual)}: {error}") from error
 
 
 def conditions(entry: Entry) -> list[Condition]:
@@ -106,7 +106,7 @@ def conditions(entry: Entry) -> list[Condition]:
     Raises:
         ConfigError: if one cannot be read.
     """
-    found = []
+    parsed = []
     for number, text in enumerate(entry.source.dataset_where):
         key = f"{entry.key}.dataset_where.{number}"
         rule = "must be a column, or len(column), then ==, !=, <, <=, > or >=, then a value"
@@ -120,8 +120,8 @@ def conditions(entry: Entry) -> list[Condition]:
         except (ValueError, SyntaxError) as error:
             raise config_error(key, text, f"{value} is no value", fix) from error
         column = (match["sized"] or match["column"]).strip()
-        found.append(Condition(column, bool(match["sized"]), match["sign"], value))
-    return found
+        parsed.append(Condition(column, bool(match["sized"]), match["sign"], value))
+    return parsed
 
 
 Item = Document | RecordError

@@ -168,7 +168,7 @@ def best_fit(lengths: npt.NDArray[np.int64], capacity: int) -> npt.NDArray[np.ui
     """
     rooms: list[list[int]] = [[] for _ in range(capacity)]  # bins, by their room
     some, count = 0, 0  # bit r of `some`: there is a bin with room r
-    found = np.empty(len(lengths), np.uint32)
+    bins = np.empty(len(lengths), np.uint32)
     for piece in np.argsort(-lengths, kind="stable").tolist():
         length = int(lengths[piece])
         fitting = some >> length
@@ -179,11 +179,11 @@ def best_fit(lengths: npt.NDArray[np.int64], capacity: int) -> npt.NDArray[np.ui
                 some ^= 1 << room
         else:
             room, bin_, count = capacity, count, count + 1
-        found[piece], room = bin_, room - length
+        bins[piece], room = bin_, room - length
         if room:
             rooms[room].append(bin_)
             some |= 1 << room
-    return found
+    return bins
 
 
 def pack_window(cache: TokenCache, window: int, capacity: int) -> Pieces:

@@ -63,8 +63,8 @@ class DatasetSpec:
         if isinstance(given, str) or not isinstance(given, Iterable):
             rule = f"its function `files` returns {given!r}, and no list of paths"
             raise entry.error("dataset", rule, "return a list")
-        found = [file if isinstance(file, DataFile) else DataFile(file) for file in given]
-        return [stat(f.path) if f.size < 0 and os.path.exists(f.path) else f for f in found]
+        files = [file if isinstance(file, DataFile) else DataFile(file) for file in given]
+        return [stat(f.path) if f.size < 0 and os.path.exists(f.path) else f for f in files]
 
 
 def open_local(entry: Entry, streamed: bool) -> Documents:
@@ -148,8 +148,8 @@ def hub_files(repository: str, subset: str, entry: Entry) -> list[DataFile]:
     """Addresses, with the revision, of the files of one split; or paths of a local copy."""
     path = entry.source.dataset_path
     if path:
-        found = sorted(str(p) for p in Path(path).rglob("*") if p.is_file()) or [path]
-        return [stat(file) for file in found]
+        paths = sorted(str(p) for p in Path(path).rglob("*") if p.is_file()) or [path]
+        return [stat(file) for file in paths]
     import datasets  # here, because it takes a second that other sources need not wait for
 
     name, revision = entry.source.dataset_subset or subset or None, entry.source.dataset_revision
@@ -174,7 +174,9 @@ def openable(entry: Entry) -> Iterator[None]:
     except BaseException as error:
         if may_pass(error):
             raise unreadable_now(entry, key, _reason(error)) from error
-        fix = 'set dataset = "arrow" and dataset_path to it' * ("save_to_disk" in str(error))
+        # the advice of `datasets` on a folder that it wrote names a function of its own
+        is_saved = "save_to_disk" in str(error)
+        fix = 'set dataset = "arrow" and dataset_path to it' if is_saved else ""
         raise entry.error(key, f"cannot be opened: {_reason(error)}", fix) from error
 
 
@@ -233,9 +235,9 @@ MOST_SUFFIXES = 4
 
 def by_suffix(paths: Iterable[str]) -> list[str]:
     """Return how many files have each suffix: ["56 .txt", "1 .jsonl"]. Rare ones are added up."""
-    found = Counter(sorted(Path(path).suffix or "without suffix" for path in paths)).most_common()
-    shown = [f"{count} {suffix}" for suffix, count in found[:MOST_SUFFIXES]]
-    others = sum(count for _, count in found[MOST_SUFFIXES:])
+    counts = Counter(sorted(Path(path).suffix or "without suffix" for path in paths)).most_common()
+    shown = [f"{count} {suffix}" for suffix, count in counts[:MOST_SUFFIXES]]
+    others = sum(count for _, count in counts[MOST_SUFFIXES:])
     return [*shown, f"{others} others"] if others else shown
 
 

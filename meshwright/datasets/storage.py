@@ -73,8 +73,8 @@ def stat(path: str) -> DataFile:
         ConfigError: if it may not be read, or a package is missing.
     """
     if not is_address(path):
-        found = os.stat(path)
-        return DataFile(path, found.st_size, str(found.st_mtime_ns))
+        state = os.stat(path)
+        return DataFile(path, state.st_size, str(state.st_mtime_ns))
     return _patiently(path, lambda: _look(path))
 
 
@@ -98,8 +98,8 @@ def find_files(address: str, suffixes: tuple[str, ...]) -> list[str]:
             raise ConfigError("", f"{address}: a web server does not list files\n  fix: {fix}")
         return [address]
     files, is_glob = _file_system(address), "*" in address or "?" in address
-    found = _patiently(address, lambda: list((files.glob if is_glob else files.find)(address)))
-    names = sorted(name if "://" in name else f"{scheme}://{name.lstrip('/')}" for name in found)
+    listed = _patiently(address, lambda: list((files.glob if is_glob else files.find)(address)))
+    names = sorted(name if "://" in name else f"{scheme}://{name.lstrip('/')}" for name in listed)
     if names == [address] or is_glob:
         return names
     return [
@@ -167,9 +167,9 @@ class RangeFile:
 
     def _request(self, begin: int, size: int) -> bytes:
         if self.path.startswith(("http://", "https://")):
-            content, found = _ask(self.path, begin, size)
-            self._compare(found.stamp)
-            if len(content) != max(min(size, found.size - begin), 0):
+            content, remote = _ask(self.path, begin, size)
+            self._compare(remote.stamp)
+            if len(content) != max(min(size, remote.size - begin), 0):
                 raise ConnectionError(f"{len(content)} of {size} bytes came")
             return content
         if not self._is_known:  # fsspec does not say which content an answer is of
@@ -178,9 +178,9 @@ class RangeFile:
         files = _file_system(self.path)
         return bytes(files.cat_file(self.path, start=begin, end=begin + size))
 
-    def _compare(self, found: str) -> None:
-        self.stamp = self.stamp or found
-        if found != self.stamp:
+    def _compare(self, stamp: str) -> None:
+        self.stamp = self.stamp or stamp
+        if stamp != self.stamp:
             raise ChangedError(f"{self.path}: has changed since the job looked at it first")
 
 
@@ -231,13 +231,13 @@ class BlockCache:
 
     def _shrink(self) -> None:
         """Delete the oldest blocks until a sixteenth of the limit is free."""
-        found = []
+        blocks = []
         for path in self.folder.glob("??/*"):
             with suppress(OSError):  # another process deleted it
                 state = path.stat()
-                found.append((state.st_mtime_ns, state.st_size, path))
-        size = sum(size for _, size, _ in found)
-        for _, of_one, path in sorted(found):
+                blocks.append((state.st_mtime_ns, state.st_size, path))
+        size = sum(size for _, size, _ in blocks)
+        for _, of_one, path in sorted(blocks):
             if size <= self._limit * 15 // 16:
                 return
             self._delete(path)
@@ -319,8 +319,14 @@ def _file_system(address: str) -> Any:
 
 
 STAMPS = (
-    *("ETag", "etag", "md5Hash", "blob_id", "checksum"),
-    *("LastModified", "last_modified", "mtime"),
+    "ETag",
+    "etag",
+    "md5Hash",
+    "blob_id",
+    "checksum",
+    "LastModified",
+    "last_modified",
+    "mtime",
 )
 """Fields of fsspec's descriptions that another content changes, the surest first."""
 
@@ -330,11 +336,11 @@ def _look(address: str) -> DataFile:
         return _ask(address, 0, 1)[1]
     files = _file_system(address)
     files.invalidate_cache()
-    found = files.info(address)
-    if found.get("type") == "directory":
+    info = files.info(address)
+    if info.get("type") == "directory":
         raise IsADirectoryError(f"{address} is a folder")
-    stamp = next((f"{name} {found[name]}" for name in STAMPS if found.get(name)), "")
-    return DataFile(address, int(found["size"]), stamp)
+    stamp = next((f"{name} {info[name]}" for name in STAMPS if info.get(name)), "")
+    return DataFile(address, int(info["size"]), stamp)
 
 
 CONTENT_RANGE = re.compile(r"bytes (?:(\d+)-(\d+)|\*)/(\d+)")

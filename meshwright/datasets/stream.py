@@ -184,14 +184,14 @@ class Shard:
                     shard = number, source.num_shards, at.window_state
                     self._reader = source.documents.read(*shard)
                 at.window_state = self._reader.state()
-                found, taken = list[Item](), at.taken
-                while len(found) < source.window and taken < self._most:
+                items, taken = list[Item](), at.taken
+                while len(items) < source.window and taken < self._most:
                     item = next(self._reader, None)
                     if item is None:
                         break
-                    found.append(item)
+                    items.append(item)
                     taken += _count([item])
-                return found
+                return items
             except Exception as error:
                 self._reader = None
                 if isinstance(error, ABSENT) and may_pass(error):  # of a hub that does not answer
@@ -315,15 +315,15 @@ class SampleStream:
     def epochs(self) -> dict[str, float]:
         """How often each source has been read; of a streamed one, whole times of its shards that
         are read here, on average."""
-        found = dict[str, float]()
+        counts = dict[str, float]()
         for source, count in zip(self._sources, self._counts, strict=True):
             name = source.entry.name
             if name in self._cached:
-                found[name] = count / self._cached[name].samples_per_epoch
+                counts[name] = count / self._cached[name].samples_per_epoch
             else:
                 of_each = [shard.place.epoch for shard in self._shards[name].values()]
-                found[name] = sum(of_each) / max(len(of_each), 1)
-        return found
+                counts[name] = sum(of_each) / max(len(of_each), 1)
+        return counts
 
     @property
     def _counts(self) -> list[int]:

@@ -74,11 +74,11 @@ def open_sympy(entry: Entry, streamed: bool) -> Documents:
 
 def content_of(root: Path) -> str:
     """Return the SHA-256 of the names, sizes and bytes of the files below a folder of sympy."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for file in _files(root):
         content = file.read_bytes()
-        found.update(f"{file.relative_to(root).as_posix()} {len(content)}\n".encode() + content)
-    return found.hexdigest()
+        digest.update(f"{file.relative_to(root).as_posix()} {len(content)}\n".encode() + content)
+    return digest.hexdigest()
 
 
 def version_note() -> str:

@@ -57,8 +57,8 @@ def asked_for(
     is_conversation = any(is_struct(getattr(kind, "value_type", kind)) for kind in kinds)
     wanted = {*columns, *(beside if is_conversation else ())}
     others = [name for name in schema.names if name not in wanted]
-    found = dict.fromkeys(name for name in schema.names if name in wanted)
-    return list(found), dict.fromkeys(others, Unreadable("is not read"))
+    kept = dict.fromkeys(name for name in schema.names if name in wanted)
+    return list(kept), dict.fromkeys(others, Unreadable("is not read"))
 
 
 def table_rows(batch: Any, others: Row) -> Iterator[Row]:

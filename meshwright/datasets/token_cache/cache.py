@@ -81,10 +81,20 @@ class PartIndex(NamedTuple):
 
 
 OF_CACHE = (
-    *("content", "num_bytes", "num_documents", "dtype"),
-    *("part_starts", "block_starts", "length_checksums"),
-    *("sources", "offsets", "stamps", "num_bad", "first_bad"),
-    *("num_lost", "num_characters"),
+    "content",
+    "num_bytes",
+    "num_documents",
+    "dtype",
+    "part_starts",
+    "block_starts",
+    "length_checksums",
+    "sources",
+    "offsets",
+    "stamps",
+    "num_bad",
+    "first_bad",
+    "num_lost",
+    "num_characters",
 )
 """Arrays that are kept of the whole."""
 
@@ -143,8 +153,8 @@ def load_arrays(path: Path, names: Collection[str]) -> dict[str, npt.NDArray[np.
 def load_index(part: Part) -> PartIndex:
     """Load the index of a part; see `load_arrays`."""
     arrays = load_arrays(part.index, PartIndex._fields)
-    found: dict[str, Any] = {name: a if a.ndim else a.item() for name, a in arrays.items()}
-    return PartIndex(**found)
+    fields: dict[str, Any] = {name: a if a.ndim else a.item() for name, a in arrays.items()}
+    return PartIndex(**fields)
 
 
 class PartTokens:
@@ -311,8 +321,8 @@ def _checked(file: RangeFile, begin: int, size: int, expected: object) -> bytes:
 
 
 def _check_size(path: Path, size: int) -> None:
-    found = path.stat().st_size if path.exists() else None
-    if found != size:
+    actual = path.stat().st_size if path.exists() else None
+    if actual != size:
         raise DamagedCacheError(
-            f"{path.name} is missing" if found is None else f"{path.name} has {found} of {size} B"
+            f"{path.name} is missing" if actual is None else f"{path.name} has {actual} of {size} B"
         )

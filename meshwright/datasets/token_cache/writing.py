@@ -210,8 +210,9 @@ def join_parts(recipe: TokenizationSpec, parts: Sequence[Part]) -> None:
                 break
         file.flush()
     if not sum(sizes):
-        keys = ["validation_fraction"] * bool(entry.held_out)
-        keys += ["dataset_where"] * bool(entry.source.dataset_where)
+        keys = ["validation_fraction"] if entry.held_out else []
+        if entry.source.dataset_where:
+            keys.append("dataset_where")
         rule, fix = "holds no text", "name other files"
         if keys:
             rule, fix = f"{rule} that is left by {' and '.join(keys)}", f"change {keys[-1]}"
