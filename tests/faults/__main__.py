@@ -15,13 +15,15 @@ HEAD = "| fault | published | case | seconds | score | verdict |\n|---|---|---|-
 def row(fault: Fault, seconds: float, score: str, line: str) -> str:
     """Return a row of the table."""
     mesh = " x ".join(f"{axis} {degree}" for axis, degree in fault.mesh.items()) or "one process"
-    case = f"prove: {mesh}" if fault.finder == "prove" else f"meshwright {fault.finder}"
+    case = f"prove: {fault.case or mesh}" if fault.finder == "prove" else f"meshwright {fault.finder}"
     case = f"prove: {fault.finder}" if fault.finder in ("reference", "properties") else case
     case = fault.finder if fault.test_file else case
     extra = " ".join([*fault.words, *[fault.kind] * (fault.kind != "fp32")])
+    *_, text = ["", *line.strip().splitlines()]  # of a traceback, what was raised
+    text = text[:110].replace("|", "\\|")
     cells = (
         f"{fault.name.replace('_', ' ')} | {fault.thread}",
-        f"{case}{', ' * bool(extra)}{extra} | {seconds:.1f} | {score} | {line[:110]}",
+        f"{case}{', ' * bool(extra)}{extra} | {seconds:.1f} | {score} | {text}",
     )
     return f"| {' | '.join(cells)} |\n"
 

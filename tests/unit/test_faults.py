@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.faults.__main__ import row
 from tests.faults.catalogue import FAULTS, Fault, parse
 from tests.faults.probe import ROOT, failures_of_test, patched, plant
 
@@ -57,6 +58,14 @@ def test_a_fault_is_read_from_its_lines() -> None:
     assert (fault.words, fault.num_microbatches) == (["--model.name=qwen3"], 2)
     assert (fault.name, fault.thread, fault.named) == ("of_two_files", "seen here", "loss:")
     assert parse(TWO_FILES.replace('"num_microbatches": 2', '"finder": "a.py::b"')).test_file
+
+
+def test_a_row_of_the_table_is_one_line() -> None:
+    line = "stopped: rank 1: Traceback\n  File\nKeyError: 'a|b'\n"
+    text = row(FAULTS[0], 1.5, "named", line)
+    assert text.endswith(r"| 1.5 | named | KeyError: 'a\|b' |" + "\n")
+    assert text.count("\n") == 1
+    assert row(FAULTS[0], 1.5, "BLIND", "").endswith("| BLIND |  |\n")
 
 
 @pytest.mark.slow
