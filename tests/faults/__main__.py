@@ -14,8 +14,9 @@ HEAD = "| fault | published | case | seconds | score | verdict |\n|---|---|---|-
 
 def row(fault: Fault, seconds: float, score: str, line: str) -> str:
     """Return a row of the table."""
-    mesh = " x ".join(f"{axis} {degree}" for axis, degree in fault.mesh.items()) or "one process"
-    case = f"prove: {fault.case or mesh}" if fault.finder == "prove" else f"meshwright {fault.finder}"
+    axes = " x ".join(f"{axis} {degree}" for axis, degree in fault.mesh.items())
+    name = fault.case or axes or "one process"
+    case = f"prove: {name}" if fault.finder == "prove" else f"meshwright {fault.finder}"
     case = f"prove: {fault.finder}" if fault.finder in ("reference", "properties") else case
     case = fault.finder if fault.test_file else case
     extra = " ".join([*fault.words, *[fault.kind] * (fault.kind != "fp32")])
