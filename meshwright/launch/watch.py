@@ -108,14 +108,17 @@ def waits_for_others(stacks: str) -> bool:
 
 def culprits(evidence: Sequence[Evidence]) -> list[Evidence]:
     """Return the ranks that the others wait for; none if that cannot be told."""
-    counts = [rank.count for rank in evidence]
-    by_weight = (
-        [rank for rank in evidence if rank.state in STOPPED],
-        [rank for rank in evidence if rank.count == min(counts) < max(counts)],
-        [rank for rank in evidence if not rank.waits],
-        [rank for rank in evidence if rank.state == "D"],
-    )
-    return next((found for found in by_weight if 0 < len(found) < max(len(evidence), 2)), [])
+    fewest = min((rank.count for rank in evidence), default=0)
+    stopped = [rank for rank in evidence if rank.state in STOPPED]
+    behind = [rank for rank in evidence if rank.count == fewest]
+    busy = [rank for rank in evidence if not rank.waits]
+    in_the_kernel = [rank for rank in evidence if rank.state == "D"]
+    # the strongest evidence first; what is true of all ranks tells them apart no more
+    for suspects in (stopped, behind, busy, in_the_kernel):
+        if suspects and len(suspects) < len(evidence):
+            return suspects
+    # a rank alone has nobody to be compared with
+    return [] if len(evidence) > 1 else stopped or busy or in_the_kernel
 
 
 def verdict(evidence: Sequence[Evidence], num_ranks: int, where: str) -> list[str]:
