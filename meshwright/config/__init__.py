@@ -1,4 +1,4 @@
 """The TOML as typed, frozen data, and its errors with line and fix.
 
-Rules that need the mesh are in `parallelisms/rules`, those that need files in `train/resolve.py`.
+Rules between keys are in `combinations.py`, those that need the mesh in `parallelisms/rules`.
 """

@@ -1,5 +1,4 @@
-"""The rules that a config must keep to run on a mesh. Imports no torch.
+"""The rules that a config must keep to run on a mesh, and the values that follow. Imports no torch.
 
-A rule takes sections of the config and sizes of the model, and raises `ConfigError`. Files on disk
-are checked in `train/resolve.py`.
+Rules are rows of tables (`config/rules.py`), judged by `train/resolve.py`. They read no files.
 """
