@@ -5,10 +5,11 @@ more facts.
 """
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from meshwright.checkpoint.manifest import OPTIMIZER, Manifest, left_out
 from meshwright.checkpoint.resume_diff import ResumeDiff, find_resume_diff
@@ -335,15 +336,9 @@ CHOICES: tuple[tuple[str, Callable[[JobConfig, JobFacts], Choice]], ...] = (
 """How -1, "auto" and the family are filled in, in this order; by the key that is decided."""
 
 
-class _Filled(NamedTuple):
-    """The config of a stage that keeps to the rules, with nothing left open but the reduction."""
-
-    config: JobConfig
-    reasons: dict[str, str]
-
-
-def _fill_in(config: JobConfig, facts: JobFacts) -> _Filled:
-    """Fill in the values that a config leaves open; raise `ConfigError` for each broken rule."""
+def _fill_in(config: JobConfig, facts: JobFacts) -> tuple[JobConfig, dict[str, str]]:
+    """Return the config of a stage with nothing left open but the reduction, and the reasons for
+    the log; raise `ConfigError` for each broken rule."""
     mistakes, reasons = Mistakes(), dict[str, str]()
     mistakes.errors += broken_rules(config, facts, (degrees.MESH, stages.TAKES_STAGES))
     if mistakes.errors:  # what depends on the mesh can't be judged
@@ -353,7 +348,7 @@ def _fill_in(config: JobConfig, facts: JobFacts) -> _Filled:
         config = changed(config, update)
     mistakes.errors += broken_rules(config, facts, RULES)
     mistakes.check()
-    return _Filled(config, reasons)
+    return config, reasons
 
 
 def _complete(config: JobConfig, reasons: Mapping[str, str], facts: JobFacts) -> ResolvedJob:
@@ -423,36 +418,41 @@ def resume_from(job: ResolvedJob, saved: Saved) -> ResolvedJob:
     return replace(job, resume_step=manifest["step"], resume_diff=diff)
 
 
-def resolve(config: JobConfig, facts: JobFacts, filled_in: Sequence[Update] = ()) -> ResolvedJob:
+@contextmanager
+def _of_stage(config: JobConfig, number: int) -> Iterator[None]:
+    """Put errors that are raised inside under the keys of a stage, counted from 0."""
+    try:
+        yield
+    except ConfigError as error:
+        raise error_of_stage(error, config, number) from None
+
+
+def resolve(config: JobConfig, facts: JobFacts) -> ResolvedJob:
     """Return the job of `config`: its first stage, or the one that its checkpoint continues with.
 
     Args:
         facts: all that is known here, as `look` returns it.
-        filled_in: `ResolvedJob.filled_in` of each stage, if another rank has chosen.
 
     Raises:
         ConfigError: for every rule that is broken, as far as the facts tell; of several stages,
             in the first that breaks one.
     """
-    mistakes, jobs = Mistakes(), list[ResolvedJob]()
+    mistakes, filled = Mistakes(), list[tuple[JobConfig, dict[str, str]]]()
     mistakes.errors += facts.faults
     with mistakes.collect():
-        for number, one in enumerate(staged(config)):
-            try:
-                known = changed(one, filled_in[number]) if filled_in else one
-                filled = _fill_in(known, facts)
-                if not mistakes.errors:
-                    jobs.append(_complete(*filled, facts))
-            except ConfigError as error:
-                raise error_of_stage(error, config, number) from None
+        for number, stage in enumerate(staged(config)):
+            with _of_stage(config, number):
+                filled.append(_fill_in(stage, facts))
     mistakes.check()
     following: ResolvedJob | None = None
-    for index in reversed(range(len(jobs))):
+    for number, (stage, reasons) in reversed(list(enumerate(filled))):
+        with _of_stage(config, number):
+            job = _complete(stage, reasons, facts)
         following = replace(
-            jobs[index],
+            job,
             written=config,
-            stage_number=index + 1,
-            starts_after=jobs[index - 1].config.training.steps if index else 0,
+            stage_number=number + 1,
+            starts_after=filled[number - 1][0].training.steps if number else 0,
             next_stage=following,
         )
     assert following is not None
@@ -469,10 +469,8 @@ def with_choices(job: ResolvedJob, choices: Sequence[Update] = ()) -> ResolvedJo
     following: ResolvedJob | None = None
     for index, stage in reversed(list(enumerate(job.training_stages))):
         config = changed(stage.config, choices[index] if choices else {})
-        try:
+        with _of_stage(job.written, stage.stage_number - 1):
             judged = _complete(*_fill_in(config, job.facts), job.facts)
-        except ConfigError as error:
-            raise error_of_stage(error, job.written, stage.stage_number - 1) from None
         following = replace(
             stage,
             config=judged.config,
