@@ -14,7 +14,7 @@ from meshwright.datasets.tokenizers.kinds import Tokenizer
 from meshwright.system.errors import Mistakes, check
 from meshwright.system.log import log_to_console, logger
 from meshwright.train.facts import look_at_data
-from meshwright.train.resolve import DATA
+from meshwright.train.rules import DATA
 
 
 def add_options(parser: Parser) -> None:

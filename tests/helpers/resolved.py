@@ -5,7 +5,8 @@ from typing import Any
 from meshwright.config.job_config import JobConfig
 from meshwright.config.rules import Facts, broken_rules
 from meshwright.train.facts import look, look_at_files
-from meshwright.train.resolve import WITHOUT_DATA, ResolvedJob, resolve
+from meshwright.train.resolve import ResolvedJob, resolve
+from meshwright.train.rules import WITHOUT_DATA
 
 
 def resolved(config: JobConfig, world_size: int, **known: Any) -> ResolvedJob:

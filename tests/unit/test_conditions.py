@@ -13,7 +13,7 @@ from meshwright.config.parallelism import Float8
 from meshwright.config.rules import Facts, Idle, Rule, idle_keys
 from meshwright.config.training import Training
 from meshwright.datasets.named_sources import idle_source_options
-from meshwright.train.resolve import RULES
+from meshwright.train.rules import RULES
 from tests.helpers.cli import check_job
 from tests.helpers.resolved import broken, resolved
 from tests.helpers.tokenizer_files import byte_level_json

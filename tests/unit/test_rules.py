@@ -11,7 +11,8 @@ from meshwright.config.loader import load_config
 from meshwright.config.rules import Check, Facts, Idle, Rule, broken_rules, check_rules, idle_keys
 from meshwright.system.errors import ConfigError, config_error
 from meshwright.train.facts import look
-from meshwright.train.resolve import RULES, resolve
+from meshwright.train.resolve import resolve
+from meshwright.train.rules import RULES
 
 TABLE = (
     Rule(

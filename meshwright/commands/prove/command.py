@@ -14,8 +14,8 @@ from meshwright.parallelisms.rules.compile_choice import why_no_compiler
 from meshwright.system.errors import check
 from meshwright.system.machine import hide_gpus
 from meshwright.train.facts import missing_packages
-from meshwright.train.resolve import WITHOUT_DATA
 from meshwright.train.resolve_model import resolve_model
+from meshwright.train.rules import WITHOUT_DATA
 
 
 def add_options(parser: Parser) -> None:
