@@ -3,7 +3,6 @@
 import json
 import math
 import re
-import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from functools import cache
@@ -15,7 +14,7 @@ from pydantic_core import ErrorDetails
 
 from meshwright.config.fields import Key, all_keys, find_section
 from meshwright.config.job_config import JobConfig
-from meshwright.config.provenance import ASSIGNMENT, HEADER, underline
+from meshwright.config.provenance import underline
 from meshwright.system.errors import ConfigError, UnknownKeyError, config_error
 
 ALIKE = 0.74
@@ -132,11 +131,6 @@ def _toml(value: object) -> str:
     return tomli_w.dumps({"value": value}).partition("= ")[2].strip()
 
 
-DOUBLE, SINGLE = "\u201c\u201d\u201e\u201f\u00ab\u00bb", "\u2018\u2019\u201a\u201b"
-
-STRAIGHT = str.maketrans(DOUBLE + SINGLE, '"' * len(DOUBLE) + "'" * len(SINGLE))
-"""Quotes of word processors and web pages, and ours."""
-
 NUMBERS = (
     (r"(\d[\d_]*)[kK]", r"write \g<1>000"),
     (r"([+-]?\d+),(\d+)", r"write \1.\2"),
@@ -150,10 +144,7 @@ SLIPS = (
     (rf"(?i:{'|'.join(NO)})", "write false"),
     *NUMBERS,
     (r'"([^"\']*\\[^"\']*)"', r"write it in single quotes, which leave \\ alone: '\1'"),
-    (r"(\"{3}|'{3}|\"|')([^\"']*)[\"']?", r"close the quote: \1\2\1"),
-    (r"\[[^\]]*", "close the list: ]"),
     (r"([A-Za-z/~.][^\"'\\]*)", r'quote it: "\1"'),
-    (r"([A-Za-z/~.][^\"']*)", r"quote it: '\1'"),
 )
 """Patterns of values that are not TOML, and how to write them; the first counts."""
 
@@ -166,44 +157,11 @@ def explain_syntax(error: tomli.TOMLDecodeError, path: str) -> ConfigError:
         number -= 1
         column = len(lines[number - 1]) - 1
     line = lines[number - 1]
-    message = error.msg
-    if message.startswith("Cannot") and (first := _written_before(lines[:number])):
-        message, column = f"line {first} has it, too", len(line) - len(line.lstrip())
     pointer = underline(line, column, column + 1)
-    fixes = [f"  fix: {fix}"] if (fix := _right_line(line)) else []
-    return ConfigError("", "\n".join([f"{path}:{number}: not TOML: {message}", *pointer, *fixes]))
-
-
-def _written_before(lines: Sequence[str]) -> int:
-    """Return the number of the line that has the table, or the key, of the last line; or 0."""
-    pattern = HEADER if HEADER.match(lines[-1]) else ASSIGNMENT
-    last = pattern.match(lines[-1])
-    for number in range(len(lines) - 1, 0, -1):
-        there = pattern.match(lines[number - 1])
-        if last and there and there["key"] == last["key"]:
-            return number
-        if pattern is ASSIGNMENT and HEADER.match(lines[number - 1]):
-            break  # of another table
-    return 0
-
-
-def _right_line(line: str) -> str:
-    """Return how the line has to be written; "" if that cannot be known."""
-    stripped = line.strip(" \t\r")  # other spaces are wrong
-    if stripped.startswith(("//", "--", ";", "/*")):
-        return "a comment begins with #"
-    candidates = [
-        unicodedata.normalize("NFKC", stripped).translate(STRAIGHT).strip(),
-        stripped.rstrip(",;").rstrip(),
-        re.sub(r"^([\w.]+)(:|\s*==)\s*", r"\1 = ", stripped),  # YAML, Python
-    ]
-    if stripped.removesuffix(":") in JobConfig.model_fields:
-        candidates.append(f"[{stripped.removesuffix(':')}]")
-    for candidate in candidates:
-        if candidate != stripped and _is_toml(candidate):
-            return f"write {candidate}"
-    value = re.match(r"[\w.\"'-]+\s*=\s*([^#\n]*)", stripped)
-    return _rewritten(value[1].strip(), SLIPS) if value else ""
+    value = re.match(r"\s*[\w.\"'-]+\s*=\s*([^#\n]*)", line)
+    fix = _rewritten(value[1].strip(), SLIPS) if value else ""
+    fixes = [f"  fix: {fix}"] if fix else []
+    return ConfigError("", "\n".join([f"{path}:{number}: not TOML: {error.msg}", *pointer, *fixes]))
 
 
 def _rewritten(value: str, rules: Iterable[tuple[str, str]]) -> str:
@@ -212,14 +170,6 @@ def _rewritten(value: str, rules: Iterable[tuple[str, str]]) -> str:
         return f"write {value.replace(',', '_')}"
     found = ((re.fullmatch(pattern, value), advice) for pattern, advice in rules)
     return next((match.expand(advice) for match, advice in found if match), "")
-
-
-def _is_toml(line: str) -> bool:
-    try:
-        tomli.loads(line)
-    except tomli.TOMLDecodeError:
-        return False
-    return True
 
 
 @cache
