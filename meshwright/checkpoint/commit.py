@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from zlib_ng.zlib_ng import crc32
 
-from meshwright.checkpoint.claim import check_claim
+from meshwright.checkpoint import lease
 from meshwright.checkpoint.index import INDEX
 from meshwright.checkpoint.manifest import (
     MANIFEST,
@@ -168,7 +168,7 @@ def publish(unfinished: Path, manifest: Mapping[str, Any], files: Mapping[str, F
         file.flush()
         sync_file(file.fileno(), unfinished / MANIFEST)
     sync_folder(unfinished)
-    check_claim(unfinished.parent, name["nonce"])
+    lease.check_lease(unfinished.parent, name["nonce"])
     if os.path.lexists(final):  # not of this run, which has set aside later checkpoints
         logger.warning("%s was there already; it is now %s", final, set_aside(final).name)
     unfinished.rename(final)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.checkpoint import commit, find
-from meshwright.checkpoint.claim import Claim, TakenOverError, new_nonce
+from meshwright.checkpoint.lease import JobLease, TakenOverError, new_nonce
 from meshwright.checkpoint.manifest import Manifest, left_out
 from meshwright.checkpoint.on_ranks import check_shared, on_first_rank, select_on_ranks
 from meshwright.checkpoint.retention import Retention, set_aside_later
@@ -48,11 +48,9 @@ class CheckpointManager:
         # ranks wait here for others that write and delete files: longer than for a training step
         self.group = dist.new_group(backend="gloo", timeout=CHECKPOINT_TIMEOUT)
         """Of all ranks; one save after the other uses it, in the background."""
-        nonce = [new_nonce()]
-        dist.broadcast_object_list(nonce, group=self.group)
-        self._nonce, self._saves = nonce[0], 0
+        self._lease = JobLease(folder)
+        self._nonce, self._saves = self.tell(new_nonce), 0
         self._safe_step: int | None = None
-        self._claim = Claim(folder, self._nonce)
         self._retention = Retention(
             folder, config.keep_latest_k, config.keep_every_n_steps, config.keep_best
         )
@@ -79,34 +77,37 @@ class CheckpointManager:
         finally:
             self.release()
 
-    def claim(self) -> None:
+    def take_lease(self) -> None:
         """Make this job the only one of the folder, until `release`; and begin to remove the
         leftovers of killed saves.
 
         Raises:
             ConfigError: on every rank, if another job uses it, or ranks do not share it.
         """
-        if self.tell(self._claim_folder) and self._config.saves and dist.get_world_size() > 1:
+        nonce = self.tell(self._take_lease)
+        self._nonce = nonce or self._nonce
+        if nonce and self._config.saves and dist.get_world_size() > 1:
             try:
-                check_shared(self._folder, self._nonce, self.group)
+                check_shared(self._folder, nonce, self.group)
             except ConfigError:
                 self.release()
                 raise
 
-    def _claim_folder(self) -> bool:
+    def _take_lease(self) -> str:
+        """Return the nonce of the lease; "": it could not be taken."""
         try:
-            self._claim.take()
+            self._lease.take()
             if self._config.saves:
                 self._retention.clean_up()
-            return True
+            return self._lease.nonce
         except OSError as error:  # saves will say so, if they fail too
-            words = "%s could not be claimed, so another job may use it too: %s"
+            words = "%s could not be leased, so another job may use it too: %s"
             logger.warning(words, self._folder, error)
-            return False
+            return ""
 
     def release(self) -> None:
         """Let other jobs write to the folder."""
-        self._claim.give_back()
+        self._lease.give_back()
 
     def select_and_verify(self) -> Manifest | None:
         """Choose the checkpoint to resume from, and verify it as `checkpoint.verify` says; return

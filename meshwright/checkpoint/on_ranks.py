@@ -10,8 +10,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from meshwright.checkpoint import commit
-from meshwright.checkpoint.claim import holder
+from meshwright.checkpoint import commit, lease
 from meshwright.checkpoint.commit import being_read
 from meshwright.checkpoint.find import Choice, first_good
 from meshwright.checkpoint.manifest import DamagedError, Manifest
@@ -111,12 +110,12 @@ SEEN_WITHIN_S = 10.0
 
 
 def check_shared(folder: Path, nonce: str, group: dist.ProcessGroup) -> None:
-    """Raise `ConfigError` on every rank if one does not see the claim on `folder` that the first
-    rank has made, with `nonce`. Collective over `group`, which is the whole job."""
+    """Raise `ConfigError` on every rank if one does not see the lease on `folder` that the first
+    rank has taken, with `nonce`. Collective over `group`, which is the whole job."""
 
     def find_blind_host() -> str:
         end = time.monotonic() + SEEN_WITHIN_S
-        while (owner := holder(folder)) is None or owner.nonce != nonce:
+        while not lease.holds(folder, nonce):
             if time.monotonic() > end:
                 return socket.gethostname()
             time.sleep(0.2)

@@ -6,9 +6,9 @@ from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 
-from meshwright.checkpoint.claim import holder
 from meshwright.checkpoint.conversion.hf_folder import declared_ends
 from meshwright.checkpoint.conversion.initial_load import LOAD_KEY
+from meshwright.checkpoint.lease import running_here
 from meshwright.commands.options import add_ranks
 from meshwright.config.loader import Written, read
 from meshwright.config.provenance import shown_path
@@ -83,8 +83,7 @@ def check_job(given: Namespace, ranks: Ranks, device_type: str | None = None) ->
         raise config_error("checkpoint.last_save_in_hf", True, f"would fail: {why}", fix)
     notes = sorted(plan.notes, key=lambda text: "has no effect" not in text)  # last ones are read
     slow = _slow_type(ranks, plan.config.training)
-    owner = holder(plan.checkpoint_folder) if plan.needs_folder else None
-    is_taken = owner is not None and owner.is_here and not owner.is_gone
+    user = running_here(plan.checkpoint_folder) if plan.needs_folder else ""
     for text in (*_inherited(written), *_other_eos(plan), *notes):
         logger.info("%s", text)
     if slow:
@@ -94,9 +93,9 @@ def check_job(given: Namespace, ranks: Ranks, device_type: str | None = None) ->
         if plan.resume_diff.is_done:  # ranks take seconds to say so
             logger.info("%s holds step %d, the last", plan.checkpoint_folder, plan.resume_step)
     _warn_of_move(given, plan)
-    if is_taken:
+    if user:
         words = "a job that runs uses %s: %s\n  fix: start another when it has ended"
-        logger.warning(words, plan.checkpoint_folder, owner)
+        logger.warning(words, plan.checkpoint_folder, user)
     return plan
 
 

@@ -4,6 +4,7 @@ import shutil
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -18,8 +19,8 @@ from meshwright.datasets.stream import Cursor, OpenSource, find_samples, mixture
 from meshwright.datasets.token_cache.cache import TokenCache
 from meshwright.datasets.token_cache.tokenizing import POLL_S, cache_folder, cache_root
 from meshwright.datasets.tokenizers.kinds import Tokenizer
-from meshwright.system.claims import SILENCE_S, Claim, read
 from meshwright.system.errors import ConfigError, check, config_error
+from meshwright.system.lease import LEASE_S, Lease, describe, is_here
 from meshwright.system.log import align
 
 Row = Sequence[str]
@@ -204,32 +205,39 @@ def remove(config: JobConfig, name: str) -> None:
     is_one = folder.parent == root and (any(folder.glob("*.npz")) or name == "blocks")
     if not is_one or not folder.is_dir():
         raise config_error("--remove", name, f"is no cache in {root}", "see --caches for the names")
-    _check_dead([*folder.glob("*.claim")])
-    # first the file without which it is no cache: an interruption leaves none that looks whole
-    (folder / "cache.npz").unlink(missing_ok=True)
-    shutil.rmtree(folder)
+    with ExitStack() as held:
+        _lease_all([*folder.glob("*.lease")], held)
+        # first the file without which it is no cache: an interruption leaves none that looks whole
+        (folder / "cache.npz").unlink(missing_ok=True)
+        shutil.rmtree(folder)
     print(f"removed {folder}")
 
 
-def _check_dead(files: Sequence[Path]) -> None:
-    """Remove the claims on parts of a cache if their owners are gone: they may be on another
-    machine, whose clock is another, so changes of the claims are waited for, of all at once.
+def _lease_all(files: Sequence[Path], held: ExitStack) -> None:
+    """Take the leases on parts of a cache if their owners are gone: they may be on another node,
+    so touches of the files are waited for, of all at once.
 
     Raises:
         ConfigError: if one is not gone.
     """
-    first = {file: read(file) for file in files}
-    left = [claim for claim in map(Claim, files) if not claim.remove_if_dead()]
-    if left:
-        what = f"looking for {SILENCE_S:.0f} s at most whether a job writes to {files[0].parent}"
-        print(what, file=sys.stderr)
-    while left:
-        for file in (claim.file for claim in left):
-            state = read(file)
-            owner = state.owner if state else None
-            if state != first[file] or (owner and owner.is_here):
+    leases = [Lease(file) for file in files]
+    is_first = True
+    while leases := [lease for lease in leases if not _take(lease, held)]:
+        for lease in leases:
+            owner = lease.owner
+            if lease.was_touched or (owner and is_here(owner)):
+                who = describe(owner) if owner else "unknown"
+                what = f"a job is writing to {lease.file.parent}: {who}"
                 fix = "stop it, or wait until it has ended"
-                what = f"a job is writing to {file.parent}: {owner or 'unknown'}"
                 raise ConfigError("--remove", f"{what}\n  fix: {fix}")
+        if is_first:
+            what = f"looking for {LEASE_S:.0f} s at most whether a job writes to {files[0].parent}"
+            print(what, file=sys.stderr)
+            is_first = False
         time.sleep(POLL_S)
-        left = [claim for claim in left if not claim.remove_if_dead()]
+
+
+def _take(lease: Lease, held: ExitStack) -> bool:
+    if is_ours := lease.take():
+        held.callback(lease.give_back)
+    return is_ours

@@ -2,7 +2,7 @@
 
 The order matters:
 
-1. `init_ranks`: start the process group, compare the ranks' jobs, claim the checkpoint folder.
+1. `init_ranks`: start the process group, compare the ranks' jobs, lease the checkpoint folder.
 2. `_resume_or_begin`: choose and verify the checkpoint; every later message names its step.
 3. `_open_data`: of the stage that the checkpoint decides, for data of earlier ones may be gone.
 4. Begin the log file and the history, now that the job will train.
@@ -97,7 +97,7 @@ class Job:
 def init_ranks(
     job: ResolvedJob, launch: Launch
 ) -> tuple[ResolvedJob, torch.device, CheckpointManager]:
-    """Have the ranks meet, agree on the job, and claim the folder of checkpoints. Collective.
+    """Have the ranks meet, agree on the job, and lease the folder of checkpoints. Collective.
 
     Returns:
         The job with the first rank's choices, this rank's device, and the checkpoints.
@@ -124,7 +124,7 @@ def init_ranks(
     checkpoints = CheckpointManager(job.checkpoint_folder, config.checkpoint)
     job = take_choices(job, checkpoints.group)
     if checkpoints.tell(lambda: job.needs_folder):
-        checkpoints.claim()
+        checkpoints.take_lease()
     return job, device, checkpoints
 
 

@@ -229,10 +229,10 @@ def own_folder(folder: Path) -> tuple[str, float]:
     dist.barrier()
     with patch.object(shared_folder, "SEEN_WITHIN_S", 0.3):
         reads = CheckpointManager(mine / "checkpoint", Checkpoint(enable=True, load_only=True))
-        reads.claim()  # it writes nothing that others have to see
+        reads.take_lease()  # it writes nothing that others have to see
         reads.release()
         try:
-            CheckpointManager(mine / "checkpoint", Checkpoint(enable=True)).claim()
+            CheckpointManager(mine / "checkpoint", Checkpoint(enable=True)).take_lease()
         except ConfigError as error:
             return str(error)
     return ""
@@ -252,7 +252,7 @@ def shared_by_all(folder: Path) -> tuple[object, int]:
     inspect = commit.inspect
     manager = CheckpointManager(folder, Checkpoint(enable=True))
     with patch.object(commit, "inspect", noting):
-        manager.claim()
+        manager.take_lease()
         found = manager.select_and_verify()
     manager.release()
     assert found is not None

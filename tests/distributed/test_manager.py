@@ -1,7 +1,6 @@
 """Saving and loading on ranks that agree, also when one of them cannot write."""
 
 import errno
-import json
 import logging
 import os
 import pickle
@@ -22,7 +21,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from meshwright.checkpoint import claim, commit
+from meshwright.checkpoint import commit, lease
 from meshwright.checkpoint.manager import CheckpointManager
 from meshwright.checkpoint.manifest import Manifest
 from meshwright.checkpoint.staging import Staging
@@ -30,6 +29,7 @@ from meshwright.config.job_config import Checkpoint
 from meshwright.system.errors import ConfigError, SaveError, StorageError
 from tests.helpers.checkpoints import BARE, Trap, republish
 from tests.helpers.files import contents, failing_reads, flip_bit, no_room, tree
+from tests.helpers.leases import FAR, rewrite
 
 ROWS = 131  # uneven shards, which torch.save writes before their file is closed
 
@@ -432,12 +432,10 @@ def test_everything_is_on_the_disk_before_it_gets_its_name(folder: str, tmp_path
 @pytest.mark.ranks(2)
 def test_a_job_whose_folder_was_taken_over_ends(folder: str) -> None:
     manager, path = make(folder), Path(folder)
-    manager.claim()
+    manager.take_lease()
     save(manager, 5)
     if dist.get_rank() == 0:
-        content = json.loads((path / "job.lock").read_text())
-        content |= {"host": "far", "machine": "another", "nonce": "f" * 12}
-        (path / "job.lock").write_text(json.dumps(content))
+        rewrite(path / "job.lock", **FAR, token="f" * 32)
     dist.barrier()
     with pytest.raises(SaveError, match="on far.*This job ends: the other continues"):
         save(manager, 10)
@@ -450,8 +448,8 @@ def test_a_job_whose_folder_was_taken_over_ends(folder: str) -> None:
         if dist.get_rank() == 0:
             beat = threading.Timer(0.5, os.utime, [path / "job.lock"])
             beat.start()
-        with patch.object(claim, "GRACE_S", 1.0), pytest.raises(ConfigError, match="on far"):
-            make(folder, **options).claim()
+        with patch.object(lease, "GRACE_S", 1.0), pytest.raises(ConfigError, match="on far"):
+            make(folder, **options).take_lease()
 
 
 @pytest.mark.ranks(2)
@@ -461,7 +459,7 @@ def test_a_job_that_only_reads_removes_nothing_of_a_killed_one(folder: str) -> N
     dist.barrier()
     for only_reads in (True, False):
         with make(folder, load_only=only_reads) as manager:
-            manager.claim()
+            manager.take_lease()
         assert left.exists() == only_reads
 
 

@@ -37,9 +37,11 @@ def republish(folder: Path, step: int) -> None:
     commit.publish(unfinished, manifest, records_of(unfinished))
 
 
-def publish(folder: Path, step: int, text: str = "", **manifest: object) -> Path:
+def publish(
+    folder: Path, step: int, text: str = "", nonce: str = commit.NO_NONCE, **manifest: object
+) -> Path:
     """Make a complete checkpoint whose index is `text`."""
-    unfinished = commit.unfinished_folder(folder, step)
+    unfinished = commit.unfinished_folder(folder, step, nonce)
     unfinished.mkdir(parents=True)
     (unfinished / INDEX).write_text(text)
     commit.publish(unfinished, BARE | {"step": step} | manifest, records_of(unfinished))

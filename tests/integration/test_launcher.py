@@ -17,7 +17,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from meshwright.checkpoint import commit
-from meshwright.checkpoint.claim import Claim, new_nonce
+from meshwright.checkpoint.lease import JobLease
 from meshwright.config.loader import load_config
 from meshwright.system.errors import ConfigError
 from tests.helpers.cli import check_job
@@ -108,12 +108,12 @@ def test_a_job_that_saves_nothing_shares_checkpoints_and_no_records(tmp_path: Pa
     (tmp_path / "checkpoint").mkdir()
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/checkpoint").symlink_to(tmp_path / "checkpoint")
-    claim = Claim(tmp_path / "checkpoint", new_nonce())
-    claim.take()
+    lease = JobLease(tmp_path / "checkpoint")
+    lease.take()
     words = ("--checkpoint.load_only", "--training.steps", 1)
     train_alone(tmp_path / "mine", *words)
     assert "another job uses" in train_alone(tmp_path, *words, code=2).stderr
-    claim.give_back()
+    lease.give_back()
 
 
 def test_loss_does_not_depend_on_the_number_of_ranks(uninterrupted: Path, tmp_path: Path) -> None:

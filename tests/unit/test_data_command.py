@@ -15,7 +15,7 @@ from meshwright.config.stages import staged
 from meshwright.datasets.opening import open_data
 from meshwright.datasets.samples import SampleRules
 from meshwright.datasets.stream import Cursor, SampleStream
-from meshwright.system import claims
+from meshwright.system import lease
 from meshwright.system.errors import ConfigError
 from tests.helpers.checkpoints import publish
 from tests.helpers.cli import command
@@ -171,23 +171,24 @@ def test_caches_are_listed_and_removed(tmp_path, capsys) -> None:
 @pytest.mark.parametrize("skew_s", [-3600, 3600])
 def test_a_cache_that_another_machine_writes_is_not_removed(skew_s, tmp_path, monkeypatch) -> None:
     """Whatever its clock says; and once it is silent, the cache is removed."""
-    monkeypatch.setattr(claims, "SILENCE_S", 0.6)
+    for name, seconds in {"BEAT_S": 0.1, "LEASE_S": 0.6, "STUCK_S": 0.1}.items():
+        monkeypatch.setattr(lease, name, seconds)
     monkeypatch.setattr(data_views, "POLL_S", 0.02)
     path = write(tmp_path)
     data([path])
     [name] = [n for n in os.listdir(tmp_path / "caches") if n.startswith("json")][:1]
-    claims_of_all = [tmp_path / "caches" / name / f"{number}.claim" for number in range(9)]
-    claim = claims_of_all[-1]
+    files = [tmp_path / "caches" / name / f"{number}.lease" for number in range(9)]
+    touched = files[-1]
     owner = {"host": "other", "machine": "other", "pid": 1, "job": "", "nonce": "0" * 12}
-    for file in claims_of_all:  # one of each worker
+    for file in files:  # one of each worker
         file.write_text(json.dumps(owner))
     is_over = threading.Event()
 
     def beat() -> None:
         while not is_over.wait(0.1):
-            os.utime(claim, (time.time() + skew_s,) * 2)
+            os.utime(touched, (time.time() + skew_s,) * 2)
 
-    os.utime(claim, (time.time() + skew_s,) * 2)
+    os.utime(touched, (time.time() + skew_s,) * 2)
 
     writer = threading.Thread(target=beat)
     writer.start()
@@ -197,14 +198,14 @@ def test_a_cache_that_another_machine_writes_is_not_removed(skew_s, tmp_path, mo
     finally:
         is_over.set()
         writer.join()
-    alive = claims.Claim(claim.with_name("10.claim"))  # of this machine: nothing to wait for
+    alive = lease.Lease(touched.with_name("10.lease"))  # of this machine: nothing to wait for
     assert alive.take()
     with pytest.raises(ConfigError, match=f"a job is writing to .*process {os.getpid()} on "):
         data([path, "--remove", name])
     alive.give_back()
-    for file in claims_of_all:
+    for file in files:
         file.write_text(json.dumps(owner))
     begun = time.monotonic()
     data([path, "--remove", name])
     assert time.monotonic() - begun < 9 * 0.6  # their silence is waited for together
-    assert not claim.parent.exists()
+    assert not touched.parent.exists()

@@ -7,14 +7,12 @@ import random
 import shutil
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
 import pytest
 
 from meshwright.datasets.token_cache.tokenizing import open_cache
-from meshwright.system import claims
 from tests.helpers.files import contents
 from tests.helpers.slow import slow
 from tests.helpers.texts import TextsRecipe
@@ -40,7 +38,7 @@ import fcntl, os, subprocess, sys, time
 from pathlib import Path
 from meshwright.datasets.encoding import Encoder
 from meshwright.datasets.token_cache.tokenizing import open_cache
-from meshwright.system import claims
+from meshwright.system import lease
 from tests.helpers.texts import TextsRecipe
 from tests.unit.test_machines import TEXTS
 
@@ -53,7 +51,7 @@ def slow(self, document):
 
 encode, Encoder.encode = Encoder.encode, slow
 fcntl.flock = no_flock
-claims.BEAT_S, claims.SILENCE_S = 0.2, 2.0
+lease.BEAT_S, lease.LEASE_S = 0.2, 2.0
 name, folder = sys.argv[1:]
 subprocess.run(["hostname", name], check=True)
 assert os.getpid() < 10  # as in every other machine
@@ -74,7 +72,7 @@ def test_machines_make_one_cache_equal_to_the_bit(num_machines, num_killed, tmp_
     machines = [start(f"node{n}", tmp_path / "shared") for n in range(num_machines)]
     for killed in machines[:num_killed]:
         end = time.monotonic() + 60
-        while not list(shared.glob("*.claim")):  # it, or another, is at work
+        while not list(shared.glob("*.lease")):  # it, or another, is at work
             assert time.monotonic() < end
             time.sleep(0.01)
         time.sleep(rng.uniform(0, 0.5))
@@ -89,21 +87,3 @@ def test_machines_make_one_cache_equal_to_the_bit(num_machines, num_killed, tmp_
     left = {name for name in found if ".unfinished" in name}
     assert len(left) <= num_killed
     assert {name: found[name] for name in found.keys() - left} == contents(alone.folder)
-
-
-def test_a_claim_that_another_removed_does_not_come_back(tmp_path, monkeypatch) -> None:
-    removed = threading.Event()
-
-    def remove(claim: claims.Claim) -> bool:  # between the look at a claim and its next beat
-        claim.file.unlink(missing_ok=True)
-        removed.set()
-        return True
-
-    monkeypatch.setattr(claims, "BEAT_S", 0.01)
-    monkeypatch.setattr(claims.Claim, "_is_ours", remove)
-    claim = claims.Claim(tmp_path / "0.claim")
-    assert claim.take()
-    assert removed.wait(60)
-    claim._is_over.set()
-    claim._beating.join()
-    assert list(tmp_path.iterdir()) == []

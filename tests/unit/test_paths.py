@@ -18,8 +18,8 @@ from meshwright.commands.main import run
 from meshwright.config import loader
 from meshwright.config.job_config import JobConfig
 from meshwright.config.loader import load_config
-from meshwright.system.claims import Claim
 from meshwright.system.errors import ConfigError
+from meshwright.system.lease import Lease
 from meshwright.train import facts
 from tests.unit.test_config import PATH_KEYS
 
@@ -157,8 +157,8 @@ def test_who_needs_a_folder_of_checkpoints_alone(tmp_path: Path, capsys) -> None
     (theirs := tmp_path / "theirs").mkdir()
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/link").symlink_to(theirs)
-    claim = Claim(theirs / "job.lock")
-    assert claim.take()
+    lease = Lease(theirs / "job.lock")
+    assert lease.take()
     words = ["check", "debug_model", f"--job.dump_folder={tmp_path}/mine"]
     for folder, is_read in itertools.product((theirs, "../theirs", "link"), (True, False)):
         run([*words, f"--checkpoint.folder={folder}", f"--checkpoint.load_only={is_read}"])
@@ -166,7 +166,7 @@ def test_who_needs_a_folder_of_checkpoints_alone(tmp_path: Path, capsys) -> None
     own = [f"--job.dump_folder={tmp_path}", "--checkpoint.folder=theirs"]
     run([*words[:2], *own, "--checkpoint.enable=false"])  # its records would mix with the other's
     assert f"{theirs}: process {os.getpid()} on " in capsys.readouterr().out
-    claim.give_back()
+    lease.give_back()
 
 
 def test_a_folder_that_was_moved_is_not_the_one_that_its_config_names(tmp_path, capsys) -> None:

@@ -315,7 +315,7 @@ def test_a_process_opens_what_is_there_now(tmp_path) -> None:
 
 
 def test_two_processes_make_each_part_once(tmp_path, monkeypatch) -> None:
-    """Threads here, each with claims of its own: as processes, they wait for no lock."""
+    """Threads here, each with leases of its own: as processes, they wait for no lock."""
     made = list[int]()
     real = tokenizing.write_part
 
@@ -332,7 +332,7 @@ def test_two_processes_make_each_part_once(tmp_path, monkeypatch) -> None:
         caches = [future.result() for future in opening]
     assert sorted(made) == list(range(8))
     assert documents_of(caches[0]) == documents_of(caches[1])
-    assert not list(caches[0].folder.glob("*.claim"))
+    assert not list(caches[0].folder.glob("*.lease"))
 
 
 def unfinished_of(path: Path) -> Path:

@@ -37,18 +37,18 @@ from meshwright.datasets.token_cache.writing import (
     too_many_bad_records,
     write_part,
 )
-from meshwright.system.claims import Claim
 from meshwright.system.errors import ConfigError, RecordError, check, numbered
 from meshwright.system.files import remove_left_over
+from meshwright.system.lease import Lease
 from meshwright.system.log import busy, logger
 from meshwright.system.machine import count_cores
 from meshwright.system.processes import die_with_parent
 
 POLL_S, JOIN = 0.5, "join"
-"""Seconds between two looks at the parts of others; the claim of who writes the index of all."""
+"""Seconds between two looks at the parts of others; the lease of who writes the index of all."""
 
 FILES_TOGETHER = 64
-"""Files of tokens that have one claim: looking at one takes no longer than claiming it."""
+"""Files of tokens that have one lease: looking at one takes no longer than leasing it."""
 
 
 def cache_root(given: str) -> Path:
@@ -122,16 +122,16 @@ def _open_if_complete(folder: Path, blocks: BlockCache | None) -> TokenCache | N
         return None
 
 
-Claims = Callable[[str], Claim]
+Leases = Callable[[str], Lease]
 
 
-def _claims(folder: Path) -> Claims:
-    """Return the claims of this process on parts of a cache, by name.
+def _leases(folder: Path) -> Leases:
+    """Return the leases of this process on parts of a cache, by name.
 
     They save work, and nothing else depends on them: if two processes make a part, both write the
     same bytes under names of their own, and the last one gives it its name.
     """
-    return functools.cache(lambda name: Claim(folder / f"{name}.claim"))
+    return functools.cache(lambda name: Lease(folder / f"{name}.lease"))
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,7 @@ class _Todo:
         return found
 
     def runs(self) -> Iterator[tuple[str, list[Part]]]:
-        """Yield the parts that are left by the name of their claim: some small files have one."""
+        """Yield the parts that are left by the name of their lease: some small files have one."""
         size = FILES_TOGETHER if self.parts[0].source else 1
         for number, run in itertools.groupby(self.left(), lambda part: part.number // size):
             yield str(number), list(run)
@@ -214,30 +214,26 @@ def _make(
         for part in parts
         if is_damaged(part, check_all or str(part.number) in noted)
     }
-    todo, claims = _Todo(recipe, parts, dtype, wrong, max_bad_records), _claims(folder)
+    todo, leases = _Todo(recipe, parts, dtype, wrong, max_bad_records), _leases(folder)
     remove_left_over(folder)
     missing = len(todo.left())
     if missing:
-        _tokenize(todo, claims, min(num_workers or count_cores(), missing), missing)
+        _tokenize(todo, leases, min(num_workers or count_cores(), missing), missing)
     # of a new cache: another process that was faster may have joined it
     is_wrong = was_there and (missing or check_all or LENGTHS in noted)
     try:
-        while (cache := None if is_wrong else _open_if_complete(folder, blocks)) is None:
-            if claims(JOIN).take():
-                join_parts(recipe, todo.parts)
-                cache = TokenCache(folder, blocks=blocks)
-                break
-            time.sleep(POLL_S)
+        if is_wrong or _open_if_complete(folder, blocks) is None:
+            with leases(JOIN):
+                if is_wrong or _open_if_complete(folder, blocks) is None:
+                    join_parts(recipe, todo.parts)
+        cache = TokenCache(folder, blocks=blocks)
     except DamagedCacheError as damage:  # someone else writes here, or the disk is failing
         raise ConfigError(CACHE_KEY, f"{folder}: {damage}\n  fix: delete the folder") from damage
-    finally:
-        with suppress(OSError):  # it is another's work by then
-            claims(JOIN).give_back()
     damaged.unlink(missing_ok=True)
     return cache
 
 
-def _tokenize(todo: _Todo, claims: Claims, num_workers: int, missing: int) -> None:
+def _tokenize(todo: _Todo, leases: Leases, num_workers: int, missing: int) -> None:
     entry, total = todo.recipe.entry, len(todo.parts)
     name = f"{entry.name} for validation" if entry.key.startswith("validation") else entry.name
     done = f", {total - missing} of {total} parts are there" if missing < total else ""
@@ -253,7 +249,7 @@ def _tokenize(todo: _Todo, claims: Claims, num_workers: int, missing: int) -> No
         # no pool: its locks would be left behind by a Ctrl-C, which ends this process at once
         workers = [_start(context, todo, counts, number) for number in range(1, num_workers)]
         try:
-            unused = _work(todo, claims, counts, 0)
+            unused = _work(todo, leases, counts, 0)
             for _, answers in workers:
                 if isinstance(answer := answers.recv(), BaseException):
                     raise answer
@@ -274,7 +270,7 @@ def _tokenize(todo: _Todo, claims: Claims, num_workers: int, missing: int) -> No
                 process.join()
         while todo.left():  # others make them; or they are gone, and it is done here
             time.sleep(POLL_S)
-            _work(todo, claims, counts, 0)
+            _work(todo, leases, counts, 0)
 
 
 def _start(context: SpawnContext, todo: _Todo, counts: Any, worker: int) -> tuple[Any, Connection]:
@@ -292,7 +288,7 @@ def _work_apart(parent: int, todo: _Todo, counts: Any, worker: int, answer: Conn
     die_with_parent(parent)
     found: Counter[str] | BaseException
     try:
-        found = _work(todo, _claims(todo.folder), counts, worker)
+        found = _work(todo, _leases(todo.folder), counts, worker)
     except BaseException as error:  # Ctrl-C comes to this process, too
         error.add_note("".join(traceback.format_exception(error)))  # it is lost on the way
         found = error
@@ -300,8 +296,8 @@ def _work_apart(parent: int, todo: _Todo, counts: Any, worker: int, answer: Conn
         answer.send(found)
 
 
-def _work(todo: _Todo, claims: Claims, counts: Any, worker: int) -> Counter[str]:
-    """Make parts until none is left that nobody has claimed; return what their documents have that
+def _work(todo: _Todo, leases: Leases, counts: Any, worker: int) -> Counter[str]:
+    """Make parts until none is left that nobody has leased; return what their documents have that
     nothing uses."""
     documents, encoder = open_source(todo.recipe)
     unused = Counter[str]() if isinstance(documents, TokenFiles) else documents.unused
@@ -317,19 +313,19 @@ def _work(todo: _Todo, claims: Claims, counts: Any, worker: int) -> Counter[str]
         for name, run in todo.runs():
             if counts[0]:
                 return Counter()
-            if all(map(todo.is_done, run)) or not claims(name).take():
+            if all(map(todo.is_done, run)) or not leases(name).take():
                 continue
             has_made = True
             try:
                 for part in run:
-                    if not todo.is_done(part):  # somebody may have made it before the claim
+                    if not todo.is_done(part):  # somebody may have made it before the lease
                         write_part(todo.recipe, part, todo.dtype, todo.max_bad_records, advance)
             except BaseException:
                 counts[0] = 1
                 raise
             finally:
                 with suppress(OSError):  # as above
-                    claims(name).give_back()
+                    leases(name).give_back()
             if todo.recipe.entry.source.max_documents:
                 break  # fewer may be left than were
     return unused + encoder.unread
