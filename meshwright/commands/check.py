@@ -43,12 +43,13 @@ def run(given: Namespace) -> None:
     for stage in plan.training_stages:
         config = stage.config
         num_steps = config.training.steps - max(stage.starts_after, plan.resume_step)
-        after = f" after step {plan.resume_step:,}" * (stage is plan and plan.resume_step > 0)
-        steps = f"{numbered(num_steps, 'step')} of {config.tokens_per_step:,} tokens{after}"
-        ends = f", stage {stage.stage_number} to step {config.training.steps:,}" * (
-            len(plan.training_stages) > 1
-        )
-        print(f"{can_run}, {steps}{ends}")
+        steps = f"{numbered(num_steps, 'step')} of {config.tokens_per_step:,} tokens"
+        if stage is plan and plan.resume_step > 0:
+            steps += f" after step {plan.resume_step:,}"
+        parts = [can_run, steps]
+        if len(plan.training_stages) > 1:
+            parts.append(f"stage {stage.stage_number} to step {config.training.steps:,}")
+        print(", ".join(parts))
     # last, since its libraries take a fifth of a second to import
     if not plan.config.checkpoint.last_save_in_hf and (why := _export_fault(plan)):
         logger.warning("an export would be rejected without --without-tokenizer: %s", why)

@@ -234,7 +234,7 @@ def _patience(ranks: Ranks, sources: "Sequence[OpenSource]", place: Place) -> li
 
     tokens = sum(source.cache.num_tokens for source in sources if isinstance(source, CachedSource))
     seconds = MEET_WITHIN_S + math.ceil(tokens / (TOKENS_PER_CORE_S * count_cores()))
-    here = ",is_host=1" * place.is_host
+    here = ",is_host=1" if place.is_host else ""
     return ["--rdzv-conf", f"join_timeout={seconds},read_timeout={seconds}{here}"]
 
 

@@ -122,8 +122,10 @@ def launch() -> None:
             print_error(_apart(error, args, Path(folder)))
             sys.exit(1)
         except SignalException as signalled:
-            lost = "the steps since the last checkpoint are lost" * _has_trained(request)
-            print_error(f"{signalled}: killed; {lost or 'there was nothing new to save'}")
+            lost = "there was nothing new to save"
+            if _has_trained(request):
+                lost = "the steps since the last checkpoint are lost"
+            print_error(f"{signalled}: killed; {lost}")
             sys.exit(128 + signal.Signals[str(signalled)])
 
 
@@ -261,7 +263,7 @@ def _ask_to_stop(request: Path, number: int, heard: list[int]) -> None:
     request.with_suffix(f".{name}").rename(request)
     late = "stops, at the latest after its first step"
     will = "saves and stops" if _has_trained(request) else late
-    again = "; again: killed" * (number == signal.SIGINT)
+    again = "; again: killed" if number == signal.SIGINT else ""
     # a handler may have interrupted a print; the reader of our stderr (`| tee`) may be gone by now
     with suppress(OSError):
         os.write(2, f"meshwright: {name}: the job {will}{again}\n".encode())
@@ -301,7 +303,9 @@ def _report(error: ChildFailedError, request: Path, args: argparse.Namespace, wa
     how = f"was killed by {failure.signal_name()}" if end.code < 0 else f"failed (exit {code})"
     if end.code in BY_TORCHRUN:
         how = "was ended by SIGTERM"
-    hint = "; most often there is too little memory: dmesg" * (end.code == -signal.SIGKILL)
+    hint = ""
+    if end.code == -signal.SIGKILL:
+        hint = "; most often there is too little memory: dmesg"
     if end.has_lost_peer:  # it has not failed by itself
         how = "lost its connection to another rank"
         hint = "; look for the first failure on the consoles of all machines (traceback: the logs)"

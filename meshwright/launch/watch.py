@@ -154,7 +154,8 @@ def verdict(evidence: Sequence[Evidence], num_ranks: int, where: str) -> list[st
 
 def _ranks(ranks: Iterable[int]) -> str:
     ranks = list(ranks)
-    return f"rank{'s' * (len(ranks) > 1)} {in_ranges(ranks)}"
+    noun = "rank" if len(ranks) == 1 else "ranks"
+    return f"{noun} {in_ranges(ranks)}"
 
 
 def report(evidence: Sequence[Evidence]) -> str:
@@ -270,7 +271,11 @@ class Watch:
             logger.warning(
                 "rank %d has been in %s for %.0f s, longer than %s; the others wait for it "
                 "(its state: %s)",
-                *(rank.rank, rank.place, rank.age_s, rank.limit_key, rank.state or "dead"),
+                rank.rank,
+                rank.place,
+                rank.age_s,
+                rank.limit_key,
+                rank.state or "dead",
             )
 
     def _others(self, beat: Beat) -> Machines | None:

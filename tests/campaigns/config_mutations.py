@@ -304,15 +304,13 @@ def not_toml(draw: random.Random) -> Mutation | None:
         wrong, helps = f"{key} = {value.title()}", f"write {value}"
     elif value.startswith('"'):
         bare = value.strip('"')
-        ways = [(f"{key} = {bare}", f'quote it: "{bare}"'), (f'{key} = "{bare}', "close the quote")]
-        wrong, helps = draw.choice(ways)
-        if wrong == f"{key} = {bare}" and bare.isdecimal():
+        wrong, helps = f"{key} = {bare}", f'quote it: "{bare}"'
+        if bare.isdecimal():
             return None  # a number, and so TOML
     elif value.isdecimal() and value.endswith("000"):
         wrong, helps = f"{key} = {value[:-3]}k", f"write {value}"
     else:
-        ways = [(f"{key} = None", "leave the key out"), (f"{key}: {value}", f"{key} = {value}")]
-        wrong, helps = draw.choice(ways)
+        wrong, helps = f"{key} = None", "leave the key out"
     return Mutation("not TOML", _with_line(text, number, wrong), number, ("not TOML",), (helps,))
 
 

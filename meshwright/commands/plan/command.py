@@ -8,7 +8,7 @@ from meshwright.commands.options import add_stage, check_named, of_stage, output
 from meshwright.commands.plan.devices import DEVICES, Device, find_device
 from meshwright.config.command_line import Parser
 from meshwright.config.loader import read
-from meshwright.system.errors import check
+from meshwright.system.errors import check, numbered
 from meshwright.system.log import console_width, wrap
 from meshwright.system.machine import count_cores, hide_gpus
 
@@ -56,7 +56,7 @@ def run(given: Namespace) -> None:
     with contextlib.redirect_stdout(sys.stderr):  # libraries' output is no part of the plan
         device = _check(given)
         what = "searching a mesh" if given.search else "planning"
-        ranks = f"{given.world_size} rank{'s' * (given.world_size > 1)}"
+        ranks = numbered(given.world_size, "rank")
         print(f"{what} for {given.config} on {ranks} ...", flush=True)  # the rest takes seconds
         config = of_stage(read(given).config(), given.stage)
         hide_gpus()

@@ -174,7 +174,7 @@ def to_text(plan: ResolvedJob, ranks: list[RankPlan], device: Device) -> str:
         f"{shown.verdict}{of}: {_parameters(table.num_params)} parameters{active} on "
         f"{dims.num_ranks} x {device.name} ({str(dims) or 'one rank'})",
         f"{plan.config.training.global_batch_size} samples, {plan.config.tokens_per_step:,} tokens "
-        f"per step, in {count} microbatch{'es' * (count > 1)} per rank",
+        f"per step, in {count} {'microbatch' if count == 1 else 'microbatches'} per rank",
     ]
     if table.mixtures:
         lines.append(f"experts of a rank get {shown.imbalance:g} times the mean of rows")

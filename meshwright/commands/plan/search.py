@@ -113,7 +113,7 @@ def words_of(plan: ResolvedJob) -> str:
     names = [f"{axis} {size}" for axis, size in sizes.items() if size > 1] or ["FSDP alone"]
     if plan.dims.pp > 1:
         names.append(plan.config.parallelism.pipeline_parallel_schedule)
-    kept = ", gathered parameters kept" * plan.config.parallelism.keeps_gathered
+    kept = ", gathered parameters kept" if plan.config.parallelism.keeps_gathered else ""
     size, mode = plan.config.training.local_batch_size, plan.config.activation_checkpoint.mode
     return f"{', '.join(names)}; microbatch {size}; recomputation {mode}{kept}"
 
