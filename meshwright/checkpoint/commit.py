@@ -44,7 +44,7 @@ NO_NONCE = "0" * 16
 CHUNK_BYTES = 4 * 2**20
 
 
-class Entry(NamedTuple):
+class CheckpointEntry(NamedTuple):
     """A folder with the name of a checkpoint."""
 
     step: int
@@ -55,14 +55,14 @@ class Entry(NamedTuple):
     """Of the save or the deletion under way; "": none is."""
 
 
-def entries(folder: Path) -> list[Entry]:
+def entries(folder: Path) -> list[CheckpointEntry]:
     """Return everything in `folder` that has the name of a checkpoint, by step and name."""
 
-    def find() -> list[Entry]:
+    def scan() -> list[CheckpointEntry]:
         with os.scandir(folder) as listing:
             # only a link has to be looked at: the listing itself tells which others are folders
             return sorted(
-                Entry(
+                CheckpointEntry(
                     int(name["step"]),
                     Path(entry),
                     name["state"] or name["aside"] or "",
@@ -74,7 +74,7 @@ def entries(folder: Path) -> list[Entry]:
             )
 
     try:
-        return read_patiently(folder, find)
+        return read_patiently(folder, scan)
     except ABSENT:
         return []
 
@@ -86,8 +86,8 @@ def saved_steps(folder: Path) -> list[int]:
 
 def step_of(name: str) -> int | None:
     """Return the step of a complete checkpoint's folder by its name; None for any other name."""
-    found = NAME.fullmatch(name)
-    return int(found["step"]) if found and found.end("step") == len(name) else None
+    match = NAME.fullmatch(name)
+    return int(match["step"]) if match and match.end("step") == len(name) else None
 
 
 def step_folder(folder: Path, step: int) -> Path:
@@ -134,10 +134,10 @@ def verify(checkpoint: Path, manifest: Manifest, names: Sequence[str]) -> list[s
     for name in names:
         path = checkpoint / name
         try:
-            found = read_patiently(path, partial(_read_crc32, path))
+            checksum = read_patiently(path, partial(_read_crc32, path))
         except ABSENT as error:  # a network file system may show a new file late
             raise StorageError(f"{path} is not visible on this machine: {error.strerror}") from None
-        if found != manifest["files"][name]["crc32"]:
+        if checksum != manifest["files"][name]["crc32"]:
             wrong.append(f"the content of {name} has changed since it was written")
     return wrong
 

@@ -21,7 +21,7 @@ from meshwright.system.files import Place
 
 
 class Choice(NamedTuple):
-    """A checkpoint whose files are all there in full."""
+    """A checkpoint that its judge has found good."""
 
     path: Path
     manifest: Manifest
@@ -29,15 +29,18 @@ class Choice(NamedTuple):
     """Newer ones that are damaged, and how."""
 
 
-def first_good(
-    place: Place, candidates: Iterable[Path], read: Callable[[Path], Manifest] = inspect
-) -> Choice | None:
+Judge = Callable[[Path], Manifest]
+"""Returns the manifest of a checkpoint, or raises `DamagedError`. One process may judge, as
+`commit.inspect` and `open_checkpoint` do, or all ranks together, as `on_ranks.select_on_ranks`."""
+
+
+def select(place: Place, candidates: Iterable[Path], judge: Judge = inspect) -> Choice | None:
     """Return the first of `candidates` that is not damaged; None if there are no candidates.
 
     Args:
         place: of the one that is named, or of the folder that holds them.
-        read: returns the manifest of one, or raises `DamagedError`. By default its files are all
-            there in full, though their content is not read.
+        judge: by default, files that are all there in full are good, though their content is not
+            read.
 
     Raises:
         ConfigError: if all are damaged: starting over would be a surprise.
@@ -45,7 +48,7 @@ def first_good(
     passed_over: dict[Path, str] = {}
     for path in candidates:
         try:
-            return Choice(path, read(path), passed_over)
+            return Choice(path, judge(path), passed_over)
         except DamagedError as error:
             passed_over[path] = error.what
     if place.path in passed_over:
@@ -57,7 +60,7 @@ def first_good(
 
 
 def of_job(folder: Path, load_step: int) -> tuple[Place, list[Path]]:
-    """Return what `first_good` takes of a job's folder: the checkpoint of `load_step`; if -1, all.
+    """Return what `select` takes of a job's folder: the checkpoint of `load_step`; if -1, all.
     Raises `ConfigError` if it is not there."""
     steps, place = saved_steps(folder), Place("job.dump_folder", folder)
     if load_step != -1:
@@ -72,8 +75,8 @@ def of_job(folder: Path, load_step: int) -> tuple[Place, list[Path]]:
 
 def choose(folder: Path, load_step: int) -> Choice | None:
     """Return the checkpoint of `of_job` whose files are all there in full; raises as that and as
-    `first_good`."""
-    return first_good(*of_job(folder, load_step))
+    `select`."""
+    return select(*of_job(folder, load_step))
 
 
 def find_entries(place: Place) -> list[Path]:
@@ -109,10 +112,10 @@ def find_candidates(place: Place) -> list[Path]:
     """Return the complete ones of `find_entries`, the newest first; raises as that, and if `place`
     is one that is not complete."""
     check_complete(place)
-    found = find_entries(place)
-    if found == [place.path]:
-        return found
-    return [path for path in reversed(found) if step_of(path.name) is not None]
+    paths = find_entries(place)
+    if paths == [place.path]:
+        return paths
+    return [path for path in reversed(paths) if step_of(path.name) is not None]
 
 
 def check_complete(place: Place) -> None:
@@ -152,7 +155,7 @@ def open_checkpoint(
     """
     with ExitStack() as held:
 
-        def read(path: Path) -> Manifest:
+        def judge(path: Path) -> Manifest:
             manifest = inspect(path)
             held.enter_context(being_read(path))  # a job may just have deleted it
             files = sorted(manifest["files"]) if names is None else names
@@ -161,7 +164,7 @@ def open_checkpoint(
                 raise DamagedError(path, "; ".join(wrong))
             return manifest
 
-        choice = first_good(place, find_candidates(place), read)
+        choice = select(place, find_candidates(place), judge)
         if choice is None:
             raise no_checkpoint(place)
         for newer, what in choice.passed_over.items():

@@ -124,9 +124,9 @@ class CheckpointManager:
             choice = select_on_ranks(candidates, self.group, held, is_read=is_read)
         return None if choice is None else choice.manifest
 
-    def tell(self, find: Callable[[], T]) -> T:
+    def tell(self, ask: Callable[[], T]) -> T:
         """As `on_first_rank`; the ranks may wait for as long as a checkpoint takes."""
-        return on_first_rank(find, self.group)
+        return on_first_rank(ask, self.group)
 
     def load(self, state: "TrainingTensors", manifest: Manifest) -> None:
         """Restore `state` in place from the checkpoint of `manifest`, which `select_and_verify` has

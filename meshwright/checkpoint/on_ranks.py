@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from meshwright.checkpoint import commit, lease
 from meshwright.checkpoint.commit import being_read
-from meshwright.checkpoint.find import Choice, first_good
+from meshwright.checkpoint.find import Choice, select
 from meshwright.checkpoint.manifest import DamagedError, Manifest
 from meshwright.system.errors import ConfigError, StorageError, in_ranges
 from meshwright.system.files import Place
@@ -21,45 +21,44 @@ from meshwright.system.log import logger
 T = TypeVar("T")
 
 
-def on_first_rank(find: Callable[[], T], group: dist.ProcessGroup) -> T:
-    """Call `find` on the first rank alone; return its result, or raise its `ConfigError` or
+def on_first_rank(ask: Callable[[], T], group: dist.ProcessGroup) -> T:
+    """Call `ask` on the first rank alone; return its result, or raise its `ConfigError` or
     `StorageError`, on every rank. Collective over `group`, which is the whole job."""
-    told: list[Any] = [None]
+    answer: list[Any] = [None]
     if dist.get_rank() == 0:
         try:
-            told = [find()]
+            answer = [ask()]
         except (ConfigError, StorageError) as error:
-            told = [error]
-    dist.broadcast_object_list(told, src=0, group=group)
-    if isinstance(told[0], ConfigError | StorageError):
-        raise told[0]
-    return told[0]
+            answer = [error]
+    dist.broadcast_object_list(answer, src=0, group=group)
+    if isinstance(answer[0], ConfigError | StorageError):
+        raise answer[0]
+    return answer[0]
 
 
 def select_on_ranks(
-    find: Callable[[], tuple[Place, list[Path]]],
+    candidates: Callable[[], tuple[Place, list[Path]]],
     group: dist.ProcessGroup,
     held: ExitStack,
     *,
     is_read: bool = True,
 ) -> Choice | None:
-    """Return the first good one of the checkpoints that `find` finds, as `first_good` does, of
-    which every byte that its manifest names was compared with its checksum if `is_read`: each rank
-    reads a part of the files.
+    """Return the first good one of the `candidates`, as `select` does, of which every byte that its
+    manifest names was compared with its checksum if `is_read`: each rank reads a part of the files.
 
     A damaged one is named in the log. Collective over `group`, which is the whole job.
 
     Args:
-        find: is called on the first rank, for what `first_good` takes.
+        candidates: is called on the first rank, for what `select` takes.
         group: its timeout has to be long enough for a rank's part of the files.
         held: until it ends, no retention deletes the checkpoint.
 
     Raises:
-        ConfigError: on every rank, if `find` does, or all are damaged.
+        ConfigError: on every rank, if `candidates` does, or all are damaged.
         StorageError: on every rank, if one of them cannot read its part now.
     """
 
-    def read(path: Path) -> Manifest:
+    def judge(path: Path) -> Manifest:
         manifest = on_first_rank(partial(commit.inspect, path), group)
         by_rank = on_every_rank(partial(_verify, path, manifest, held, is_read), group)
         if wrong := [what for of_rank in by_rank for what in of_rank]:
@@ -67,7 +66,7 @@ def select_on_ranks(
             raise DamagedError(path, "; ".join(wrong))
         return manifest
 
-    choice = first_good(*on_first_rank(find, group), read)
+    choice = select(*on_first_rank(candidates, group), judge)
     if choice is not None and dist.get_rank() == 0:
         for path, what in choice.passed_over.items():
             logger.warning("passed over %s, which is damaged: %s", path, what)
@@ -85,24 +84,24 @@ def _verify(path: Path, manifest: Manifest, held: ExitStack, is_read: bool) -> l
     return commit.verify(path, manifest, mine) if is_read else []
 
 
-def on_every_rank(find: Callable[[], T], group: dist.ProcessGroup) -> list[T]:
-    """Call `find` on every rank; return all results, by rank, or raise the `ConfigError` or
+def on_every_rank(ask: Callable[[], T], group: dist.ProcessGroup) -> list[T]:
+    """Call `ask` on every rank; return all results, by rank, or raise the `ConfigError` or
     `StorageError` of one. Collective, as `on_first_rank`."""
-    here: T | ConfigError | StorageError
+    own: T | ConfigError | StorageError
     try:
-        here = find()
+        own = ask()
     except (ConfigError, StorageError) as error:
-        here = error
-    gathered = [here] * dist.get_world_size()
-    dist.all_gather_object(gathered, here, group=group)
-    found: list[T] = []
-    for rank, of_rank in enumerate(gathered):
-        if isinstance(of_rank, ConfigError):
-            raise of_rank
-        if isinstance(of_rank, StorageError):
-            raise StorageError(f"rank {rank}: {of_rank}")
-        found.append(of_rank)
-    return found
+        own = error
+    gathered = [own] * dist.get_world_size()
+    dist.all_gather_object(gathered, own, group=group)
+    results: list[T] = []
+    for rank, answer in enumerate(gathered):
+        if isinstance(answer, ConfigError):
+            raise answer
+        if isinstance(answer, StorageError):
+            raise StorageError(f"rank {rank}: {answer}")
+        results.append(answer)
+    return results
 
 
 SEEN_WITHIN_S = 10.0

@@ -373,8 +373,9 @@ def _check_all(current: Path, reference: Path, steps: int, want: Records) -> Non
     if subprocess.run([*compare, *last], check=False).returncode:
         raise file_faults.WrongError("tensors of the last checkpoint differ")
     left = [entry.path.name for entry in commit.entries(checkpoints) if entry.nonce]
-    if left or (checkpoints / "job.lock").exists():
-        raise file_faults.WrongError(f"left over: {left or 'job.lock'}")
+    left += [name for name in ("job.lock", "job.txt") if (checkpoints / name).exists()]
+    if left:
+        raise file_faults.WrongError(f"left over: {left}")
 
 
 def _what_is_wrong(start: Start, code: int, kind: str, want: Records) -> str | None:

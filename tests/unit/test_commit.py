@@ -169,12 +169,12 @@ def test_a_damaged_checkpoint_is_passed_over_unless_it_was_named(tmp_path: Path,
             raise DamagedError(path, damaged[path.name])
         return commit.inspect(path)
 
-    choice = find.first_good(*find.of_job(tmp_path, -1), read)
+    choice = find.select(*find.of_job(tmp_path, -1), read)
     assert choice.path.name == "step-5"
     assert [path.name for path in choice.passed_over] == ["step-15", "step-10"]
     damaged["step-5"] = "worse"
     with pytest.raises(ConfigError, match="every checkpoint in it .* step-5: worse") as error:
-        find.first_good(*find.of_job(tmp_path, -1), read)
+        find.select(*find.of_job(tmp_path, -1), read)
     assert error.value.key == "job.dump_folder"
 
 

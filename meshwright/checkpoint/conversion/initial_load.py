@@ -14,7 +14,7 @@ from meshwright.checkpoint.conversion.hf_folder import (
     check_hf_folder,
     is_hf_folder,
 )
-from meshwright.checkpoint.find import find_candidates, first_good, saved_args
+from meshwright.checkpoint.find import find_candidates, saved_args, select
 from meshwright.checkpoint.index import INDEX
 from meshwright.checkpoint.manifest import MANIFEST, Manifest
 from meshwright.config.job_config import Checkpoint
@@ -52,7 +52,7 @@ def find_initial(config: Checkpoint) -> InitialWeights:
         return InitialWeights("hf", place)
     candidates = find_candidates(place)
     _reject_other_formats(place, candidates)
-    found = first_good(place, candidates)
+    found = select(place, candidates)
     if found is None:
         is_hf = is_hf_folder(place.path)
         raise place.error("holds no checkpoint", _other(True) if is_hf else "")
