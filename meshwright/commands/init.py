@@ -43,13 +43,6 @@ class Scale:
     seq_len: int
     steps: int
     epochs: float
-    minutes: int
-    """About; 0: not known."""
-
-    def __str__(self) -> str:
-        steps = f"{self.steps:,} steps of {self.batch * self.seq_len:,} tokens"
-        time = f" and {numbered(self.minutes, 'minute')} on {self.machine}" * (self.minutes > 0)
-        return f"{steps}, about {self.epochs:.2g} epochs{time}"
 
 
 def add_options(parser: Parser) -> None:
@@ -83,11 +76,12 @@ def run(given: Namespace) -> None:
         print(f"looking at {given.corpus} ...", flush=True)
         corpus = look_at(given.corpus)
         print(corpus.description)
-    scale = scale_for(SYMPY_TOKENS if corpus is None else corpus.num_to_train)
+    scale = scale_for(SYMPY_TOKENS if corpus is None else corpus.num_tokens * (1 - corpus.held_out))
     lines = _toml(out, corpus, scale)
     text = "".join(f"{line.removesuffix('# ').rstrip()}\n" for line in lines)
     write_output(out, text, "OUT")
-    print(f"wrote {out}: {scale}\n")
+    steps = f"{scale.steps:,} steps of {scale.batch * scale.seq_len:,} tokens"
+    print(f"wrote {out}: {steps}, about {scale.epochs:.2g} epochs, for {scale.machine}\n")
     name = shlex.quote(str(out))
     print(f"meshwright check {name}\nmeshwright train {name}")
 
@@ -103,10 +97,9 @@ def scale_for(num_tokens: int) -> Scale:
     if not gpus:
         steps = min(steps, MINUTES * 60 * TOKENS_PER_CORE_S * cores // per_step)
     steps = max(steps, LEAST_STEPS)
-    minutes = 0 if gpus else max(round(steps * per_step / (TOKENS_PER_CORE_S * cores * 60)), 1)
     machine = numbered(gpus, "GPU") if gpus else numbered(cores, "CPU core")
     epochs = steps * per_step / max(num_tokens, 1)
-    return Scale(machine, gpus > 0, batch, seq_len, steps, epochs, minutes)
+    return Scale(machine, gpus > 0, batch, seq_len, steps, epochs)
 
 
 def _toml(out: Path, corpus: Corpus | None, scale: Scale) -> Iterator[str]:
