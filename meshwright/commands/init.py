@@ -76,7 +76,7 @@ def run(given: Namespace) -> None:
         print(f"looking at {given.corpus} ...", flush=True)
         corpus = look_at(given.corpus)
         print(corpus.description)
-    scale = scale_for(SYMPY_TOKENS if corpus is None else corpus.num_tokens * (1 - corpus.held_out))
+    scale = scale_for(SYMPY_TOKENS if corpus is None else corpus.num_to_train)
     lines = _toml(out, corpus, scale)
     text = "".join(f"{line.removesuffix('# ').rstrip()}\n" for line in lines)
     write_output(out, text, "OUT")
