@@ -8,6 +8,7 @@ or with none (OLMo, nanoGPT).
 import io
 import struct
 import zlib
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -86,6 +87,8 @@ class TokenFiles:
 
     def __init__(self, entry: Entry, files: Sequence[DataFile]) -> None:
         self._entry, self.files = entry, files
+        self.unused = Counter[str]()
+        """Empty: as `Documents.unused`, and tokens have no columns."""
 
     def index(self, number: int, tokenizer: Tokenizer, block_bytes: int) -> Indexed:
         """Read one file. One without a header is of the smallest unsigned type that holds the

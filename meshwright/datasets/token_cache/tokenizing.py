@@ -300,7 +300,7 @@ def _work(todo: _Todo, leases: Leases, counts: Any, worker: int) -> Counter[str]
     """Make parts until none is left that nobody has leased; return what their documents have that
     nothing uses."""
     documents, encoder = open_source(todo.recipe)
-    unused = Counter[str]() if isinstance(documents, TokenFiles) else documents.unused
+    unused = documents.unused
     unused.clear()  # whoever began with a look at the first document
 
     def advance(num_bytes: int, num_tokens: int) -> None:

@@ -58,12 +58,33 @@ def write_part(
     """
     documents, encoder = open_source(recipe)
     if isinstance(documents, TokenFiles):
-        opened, of_each, sums, size = documents.index(part.number, recipe.tokenizer, BLOCK_BYTES)
-        index = PartIndex(of_each, sums, size, opened.dtype, opened.offset, opened.file.stamp)
-        # thousands of flushes take a minute; an index that a power cut damages is made again
-        _save_arrays(part.index, is_flushed=False, **index._asdict())
+        index = _index_file(documents, recipe, part)
         advance(documents.files[part.number].size, 0)
-        return
+    else:
+        index = _tokenize_part(documents, encoder, recipe, part, dtype, max_bad_records, advance)
+    # thousands of flushes take a minute; an index that a power cut damages is made again
+    is_flushed = part.source is None
+    _save_arrays(part.index, is_flushed=is_flushed, **index._asdict())
+
+
+def _index_file(documents: TokenFiles, recipe: TokenizationSpec, part: Part) -> PartIndex:
+    """Read a file of tokens once, and return its index."""
+    opened, lengths, checksums, num_bytes = documents.index(
+        part.number, recipe.tokenizer, BLOCK_BYTES
+    )
+    return PartIndex(lengths, checksums, num_bytes, opened.dtype, opened.offset, opened.file.stamp)
+
+
+def _tokenize_part(
+    documents: Documents,
+    encoder: Encoder,
+    recipe: TokenizationSpec,
+    part: Part,
+    dtype: str,
+    max_bad_records: int,
+    advance: Advance,
+) -> PartIndex:
+    """Write the tokens of a part, and return its index."""
     lengths, num_bytes, bad = list[int](), 0, list[RecordError]()
     before = encoder.num_lost, encoder.num_characters
     has_flags = np.dtype(dtype).itemsize == 4
@@ -91,7 +112,7 @@ def write_part(
             num_bytes += size
             advance(size, len(tokens))
         file.flush()
-    index = PartIndex(
+    return PartIndex(
         np.array(lengths, np.uint32),
         np.array(file.checksums, np.uint32),
         num_bytes,
@@ -101,7 +122,6 @@ def write_part(
         num_lost=encoder.num_lost - before[0],
         num_characters=encoder.num_characters - before[1],
     )
-    _save_arrays(part.index, **index._asdict())
 
 
 def too_many_bad_records(count: int, first: str) -> RecordError:
