@@ -33,6 +33,13 @@ from meshwright.train.facts import JobFacts, Saved
 from meshwright.train.optim.registry import has_other_state, idle_groups
 from meshwright.train.rules import RULES, find_frozen
 
+OPEN_KEYS = {
+    "parallelism": ("data_parallel_shard_degree", "fsdp_reduce_gradients"),
+    "training": ("global_batch_size", "mixed_precision_param"),
+    "compile": ("enable",),
+}
+"""The keys that `resolve` fills in for -1 or "auto", by section."""
+
 
 @dataclass(frozen=True)
 class ResolvedJob:
@@ -98,17 +105,9 @@ class ResolvedJob:
     @property
     def filled_in(self) -> Update:
         """The values of the keys that a config may leave open, as plain data."""
-        parallelism, training = self.config.parallelism, self.config.training
         return {
-            "parallelism": {
-                "data_parallel_shard_degree": parallelism.data_parallel_shard_degree,
-                "fsdp_reduce_gradients": parallelism.fsdp_reduce_gradients,
-            },
-            "training": {
-                "global_batch_size": training.global_batch_size,
-                "mixed_precision_param": training.mixed_precision_param,
-            },
-            "compile": {"enable": self.config.compile.enable},
+            name: {key: getattr(getattr(self.config, name), key) for key in keys}
+            for name, keys in OPEN_KEYS.items()
         }
 
     @property

@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from meshwright.config.changes import differences, to_json
 from meshwright.config.job_config import JobConfig
 from meshwright.config.loader import load_config
 from meshwright.config.rules import Check, Facts, Idle, Rule, broken_rules, check_rules, idle_keys
 from meshwright.system.errors import ConfigError, config_error
 from meshwright.train.facts import look
-from meshwright.train.resolve import resolve
+from meshwright.train.resolve import OPEN_KEYS, resolve
 from meshwright.train.rules import RULES
 
 TABLE = (
@@ -80,3 +81,16 @@ def test_resolving_opens_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.undo()
     assert job.config.parallelism.data_parallel_shard_degree == 2
     assert resolve(job.config, facts).config == job.config
+
+
+def test_the_keys_that_are_sent_to_other_ranks_are_those_that_are_filled_in(tmp_path: Path) -> None:
+    words = ["--model.tokenizer_path=bytes", "--model.args.vocab_size=258", "--training.steps=9"]
+    words += [f"--job.dump_folder={tmp_path}", "--parallelism.pipeline_parallel_degree=2"]
+    config = load_config(words)  # which leaves all of them open
+    job = resolve(config, look(config, 4))
+    open_keys = {f"{section}.{key}" for section, keys in OPEN_KEYS.items() for key in keys}
+    filled_in = {one.key for one in differences(to_json(config), to_json(job.config))}
+    assert filled_in == open_keys
+    assert {section: set(keys) for section, keys in job.filled_in.items()} == {
+        section: set(keys) for section, keys in OPEN_KEYS.items()
+    }
