@@ -173,7 +173,7 @@ def _train(job: Job, requests: Requests, begun: float) -> bool:
             ):
                 taken, is_done = _loop(job, agreement, profiler, requests)
                 if taken is not None and config.checkpoint.saves:
-                    _save(job, taken, is_last=True, is_done=is_done)
+                    save(job, taken, is_last=True, is_done=is_done)
             step = taken.step if taken is not None else step
             with job.phase("end", step):
                 return _end(job, agreement, step, is_done)
@@ -219,7 +219,7 @@ def _loop(
         is_over = due.stop or agreement.decision.is_last(step)
         is_best = due.save_if_best and job.reporter.is_best(step)
         if (due.save or is_best) and not is_over:
-            _save(job, taken, is_last=False)
+            save(job, taken, is_last=False)
         elif is_first and config.checkpoint.saves and not is_over:
             with job.phase("preparing saves", step):
                 job.checkpoints.prepare_saves(job.trainer.tensors)
@@ -304,7 +304,7 @@ def _set_limit(
     job.heartbeat.limit(seconds, f"comm.{key}")
 
 
-def _save(job: Job, taken: Taken, *, is_last: bool, is_done: bool = False) -> None:
+def save(job: Job, taken: Taken, *, is_last: bool, is_done: bool = False) -> None:
     """Save the step; `is_last`: the job ends with it; `is_done`: as no step is left."""
     config = job.plan.config.checkpoint
     with job.phase("save", taken.step):

@@ -14,9 +14,9 @@ import gc
 import itertools
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -53,6 +53,16 @@ PAUSES: dict[str, Pause | None] = {
     "preparing saves": None,
 }
 """Phases that rates leave out, and the figure that the time of each adds to, if any."""
+
+
+@dataclass(frozen=True)
+class Data:
+    """The opened data of a job."""
+
+    sources: Sequence[OpenSource]
+    validation_sources: Sequence[OpenSource]
+    begin: Cursor = field(default_factory=Cursor)
+    """Where the first step of a new job begins to read."""
 
 
 @dataclass(frozen=True)
@@ -136,6 +146,8 @@ def set_up(
     launch: Launch,
     extra_sinks: Sequence[Sink],
     meshes: Meshes | None = None,
+    data: Data | None = None,
+    make_reporter: Callable[..., Reporter] = build_reporter,
 ) -> Job | None:
     """Resume or begin: build every part of the job. None if its last step is done already.
 
@@ -143,13 +155,16 @@ def set_up(
         plan: of the first stage that it may continue with.
         extra_sinks: in addition to the config's.
         meshes: of the stage before, if any: NCCL would keep memory for groups made anew.
+        data: in the place of the config's.
+        make_reporter: takes the arguments of `build_reporter`.
     """
     since = time.perf_counter()
     plan, found = _resume_or_begin(plan, checkpoints)
     heartbeat.update("opening the data")
-    sources, validation_sources = _open_data(plan, checkpoints)
+    data = data or Data(*_open_data(plan, checkpoints))
+    sources, validation_sources = data.sources, data.validation_sources
     heartbeat.update("set-up")
-    has_steps, cursor = plan.resume_step < plan.config.training.steps, Cursor()
+    has_steps, cursor = plan.resume_step < plan.config.training.steps, data.begin
     if found is not None and has_steps:
         cursor = place_in_data(plan, found, sources)
     data_steps = steps_of_data(plan.config, sources, plan.resume_step, cursor)
@@ -188,7 +203,7 @@ def set_up(
             meshes=meshes,
             trainer=trainer,
             loader=build_loader(plan, sources, meshes, device, cursor),
-            reporter=build_reporter(
+            reporter=make_reporter(
                 plan, device, trainer.phases, trainer.model, found, validation_sources, extra_sinks
             ),
             validate=Validation(plan, validation_sources, meshes, device)

@@ -25,7 +25,8 @@ from meshwright.commands.prove.cases import (
 )
 from meshwright.commands.prove.checked import Checked
 from meshwright.commands.prove.compare import compare
-from meshwright.commands.prove.measure import SmallCheckpoint, measure
+from meshwright.commands.prove.job import clear_checkpoints
+from meshwright.commands.prove.measure import measure
 from meshwright.commands.prove.measurement import LAST_RESUMED_STEP, Measurement, Reference
 from meshwright.commands.prove.prove import _largest_of_layers, prove, record_references
 from meshwright.commands.prove.shrink import HEAD_DIM, KEPT, largest_tp, shrink
@@ -222,12 +223,12 @@ def test_planted_faults_are_named(verdict_of, name) -> None:
 @pytest.mark.ranks(1)
 def test_a_case_leaves_the_folder_of_checkpoints_to_the_next(tmp_path) -> None:
     """A save into a folder that is gone since the last one warns about its file system."""
-    SmallCheckpoint(tmp_path, 1)
-    step = tmp_path / "checkpoints of 1" / "step-4"
-    step.mkdir(parents=True)
-    SmallCheckpoint(tmp_path, 1)
-    assert step.parent.is_dir()
-    assert not step.exists()
+    folder = tmp_path / "checkpoint"
+    clear_checkpoints(folder)
+    (folder / "step-4").mkdir(parents=True)
+    clear_checkpoints(folder)
+    assert folder.is_dir()
+    assert not (folder / "step-4").exists()
 
 
 def test_rounding_is_the_largest_of_all_layers() -> None:

@@ -17,7 +17,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
 from meshwright.checkpoint.conversion.hf_folder import check_hf_folder
 from meshwright.checkpoint.conversion.initial_load import family_there
 from meshwright.commands.prove.cases import can_run, default_cases, every_mesh
-from meshwright.commands.prove.job import Books
+from meshwright.commands.prove.router_accounting import RouterAccounting
 from meshwright.commands.prove.shrink import shrink
 from meshwright.config.job_config import Checkpoint
 from meshwright.config.loader import load_config
@@ -315,7 +315,7 @@ def test_metrics_of_routers_are_means_over_tokens_and_layers(monkeypatch) -> Non
 @pytest.mark.parametrize("is_frozen", [False, True])
 def test_a_proof_counts_loads_and_biases_once_more(monkeypatch, is_frozen) -> None:
     monkeypatch.setattr("torch.distributed.all_reduce", lambda tensor: None)
-    model, books = model_of(bias_update_rate=0.01), Books(0.01)
+    model, accounting = model_of(bias_update_rate=0.01), RouterAccounting(0.01)
     model.layers["0"].feed_forward.router.weight.requires_grad_(not is_frozen)
     local = SimpleNamespace(stages=[model])
     balance, seen = Balance([model]), list[tuple[int, torch.Tensor]]()
@@ -334,7 +334,9 @@ def test_a_proof_counts_loads_and_biases_once_more(monkeypatch, is_frozen) -> No
         balance.after_step(balance.sums(torch.device("cpu"), 1), torch.tensor(False))
         layers = {number for number, _ in seen}
         choices = {n: torch.cat([c for number, c in seen if number == n]) for n in layers}
-        wrong = books.wrong_counts(local, choices, torch.ones(len(choices[0]), dtype=torch.bool))
+        wrong = accounting.wrong_counts(
+            local, choices, torch.ones(len(choices[0]), dtype=torch.bool)
+        )
         assert wrong == ([f"layers.1.feed_forward.{fault}"] if fault else [])
 
 

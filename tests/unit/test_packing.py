@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from meshwright.commands.data import check_data
-from meshwright.commands.prove import job as prove_job
+from meshwright.commands.prove import data as proof_data
+from meshwright.commands.prove.measurement import SAVED_STEP
 from meshwright.config.changes import changes, config_defaults
 from meshwright.config.job_config import JobConfig, changed
 from meshwright.config.loader import load_config
@@ -155,9 +156,9 @@ def test_a_packing_that_is_not_whole_or_of_other_tokens_is_made_again(
 def test_the_small_job_of_prove_goes_on_in_the_next_epoch() -> None:
     for kind in ("cut", "best_fit"):
         training = Training(packing=kind, seq_len=31, global_batch_size=8)
-        source = prove_job.open_source(training, 256, SEED)
-        left = source.samples_per_epoch(32) - prove_job.first_cursor(source, training).sample
-        assert 0 <= left - prove_job.SAVED_STEP * 8 < 8, kind
+        source = proof_data.open_source(training, 256, SEED)
+        left = source.samples_per_epoch(32) - proof_data.first_cursor(source, training).sample
+        assert 0 <= left - SAVED_STEP * 8 < 8, kind
 
 
 @pytest.mark.parametrize("split", [(2, 2, 1), (4, 1, 1), (1, 1, 4), (2, 1, 2)])

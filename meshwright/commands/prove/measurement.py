@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from meshwright.metrics.sinks import Record
 
-VALIDATED_STEP, LAST_RESUMED_STEP = 1, 6
+VALIDATED_STEP, SAVED_STEP, LAST_RESUMED_STEP = 1, 4, 6
 LATER_STEP = 3
 """Whose gradients are compared as well, if there are experts: loads have then been summed."""
 

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from meshwright.commands.prove.cases import reference_case
 from meshwright.commands.prove.checked import NAMED
-from meshwright.commands.prove.job import calm_post_norms, show_attention
 from meshwright.commands.prove.ranks import RankError, RankPool
+from meshwright.commands.prove.weights import calm_post_norms, show_attention
 from meshwright.config.job_config import JobConfig
 from meshwright.models.decoder import Decoder, Routing
 from meshwright.models.router import BalanceLosses

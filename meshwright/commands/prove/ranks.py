@@ -6,6 +6,7 @@ import os
 import tempfile
 import threading
 import traceback
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -116,6 +117,8 @@ def _share_one_gloo_thread() -> None:
             super().__init__(store, rank, size, options)
 
     dist.distributed_c10d.ProcessGroupGloo = OnSharedDevice  # type: ignore[misc]
+    # of a job, whose groups keep the pool's: torch doesn't take the class for gloo's
+    warnings.filterwarnings("ignore", "Set timeout is now only supported")
 
 
 def _stacks_file(folder: str, rank: int) -> Path:

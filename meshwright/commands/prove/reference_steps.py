@@ -6,42 +6,31 @@ errors of one step don't grow into the next, and each quantity fails on its own.
 
 import dataclasses
 import math
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from meshwright.commands.prove.bounds import BOUNDS
 from meshwright.commands.prove.checked import NAMED, Checked
-from meshwright.commands.prove.job import (
-    STRETCH,
-    STRETCH_NORMALISED,
-    Vocabulary,
-    calm_post_norms,
-    documents_of,
-    first_cursor,
-    open_source,
-    show_attention,
-    unbalance,
-)
+from meshwright.commands.prove.data import documents_of
+from meshwright.commands.prove.job import ProofJob
 from meshwright.commands.prove.measure import different
 from meshwright.commands.prove.plain_batch import compare_batch, compare_documents, read_batch
 from meshwright.commands.prove.plain_decoder import UNCOUNTED, Plain, Router
 from meshwright.commands.prove.plain_optimizer import kept_share, optimizers, schedule
+from meshwright.commands.prove.weights import STRETCH, STRETCH_NORMALISED
 from meshwright.config.job_config import JobConfig
 from meshwright.datasets.samples import SampleRules
 from meshwright.models.loss import IGNORE, Batch
-from meshwright.parallelisms.initialize import initialize
-from meshwright.parallelisms.meshes import build_meshes
 from meshwright.parallelisms.replay import Choices, record_choices
 from meshwright.parallelisms.shards import local_shard
-from meshwright.train.bad_steps import BadStepDetector
-from meshwright.train.build import build_loader, build_stream
-from meshwright.train.facts import look
-from meshwright.train.resolve import resolve
-from meshwright.train.trainer import StepResult, build_trainer
+from meshwright.train.build import build_stream
+from meshwright.train.trainer import StepResult
 from meshwright.train.validation import evaluate, figures_of
 
 NUM_STEPS = 4
@@ -79,12 +68,13 @@ def compare_steps(checked: Checked, config: JobConfig) -> None:
     Args:
         config: of the small job on one process, in fp32.
     """
-    steps = Steps(checked, config)
-    for step in range(1, NUM_STEPS + 1):
-        steps.compare(step)
-    steps.compare_validation()
-    steps.compare_skipped(NUM_STEPS + 1)
-    steps.close()
+    with tempfile.TemporaryDirectory() as root:
+        steps = Steps(checked, config, Path(root))
+        for step in range(1, NUM_STEPS + 1):
+            steps.compare(step)
+        steps.compare_validation()
+        steps.compare_skipped(NUM_STEPS + 1)
+        steps.close()
 
 
 @dataclass(frozen=True)
@@ -104,43 +94,31 @@ class Steps:
 
     Args:
         config: as of `compare_steps`.
+        root: folder for the trainer's files.
     """
 
-    def __init__(self, checked: Checked, config: JobConfig) -> None:
-        plan, cpu = resolve(config, look(config, 1)), torch.device("cpu")
-        vocabulary = Vocabulary(plan.model_args.vocab_size)
-        self._plan = plan = dataclasses.replace(plan, tokenizer=vocabulary)
-        self._checked, self._config = checked, plan.config
-        self._meshes, training = build_meshes(plan.dims, "cpu"), plan.config.training
-        self._trainer = build_trainer(plan, self._meshes, cpu)
-        self._detector = BadStepDetector(cpu)
-        self._token_bytes = torch.tensor(vocabulary.token_bytes)
-        for stage in self._trainer.model.stages:
-            initialize(stage, training.seed)
-            show_attention(stage)
-            calm_post_norms(stage)
-        if self._trainer.average is not None:
-            self._trainer.average.begin()
-        unbalance(self._trainer.model)
-        source = open_source(training, vocabulary.vocab_size, training.seed)
-        cursor = first_cursor(source, training)
-        self._loader = build_loader(plan, [source], self._meshes, cpu, cursor)
-        self._documents = documents_of(training, vocabulary.vocab_size, training.seed)
+    def __init__(self, checked: Checked, config: JobConfig, root: Path) -> None:
+        self._job = job = ProofJob(config, 1, root)
+        self._checked, self._config = checked, job.resolved.config
+        training, args = self._config.training, job.resolved.model_args
+        self._trainer, self._detector = job.trainer, job.running.bad_steps.detector
+        self._token_bytes = torch.tensor(job.resolved.tokenizer.token_bytes)
+        self._documents = documents_of(training, args.vocab_size, training.seed)
         rules = SampleRules(training.seq_len + 1, training.seed)
-        self._stream = build_stream(plan, [source], self._meshes, cursor, rules)
+        data = job.data
+        self._stream = build_stream(job.resolved, data.sources, job.meshes, data.begin, rules)
 
-        self._args = dataclasses.asdict(plan.model_args)
+        self._args = dataclasses.asdict(args)
         is_normalised = any(name.endswith("q_norm.weight") for name in self._state().weights)
-        stretch = torch.linspace(
-            *(STRETCH_NORMALISED if is_normalised else STRETCH), training.seq_len
-        )
-        self._plain = Plain(plan.family.name, self._args, stretch)
+        first, last = STRETCH_NORMALISED if is_normalised else STRETCH
+        stretch = torch.linspace(first, last, training.seq_len)
+        self._plain = Plain(job.resolved.family.name, self._args, stretch)
         self._weights = {
             name: weight.clone().requires_grad_(not self._is_frozen(name))
             for name, weight in self._state().weights.items()
         }
-        found = optimizers(self._weights, self._args, plan.config.optimizer)
-        self._optimizers = dict(zip(self._weights, found, strict=True))
+        plain_optimizers = optimizers(self._weights, self._args, self._config.optimizer)
+        self._optimizers = dict(zip(self._weights, plain_optimizers, strict=True))
 
     def compare(self, step: int) -> None:
         """Compare a step, counted from 1."""
@@ -148,7 +126,7 @@ class Steps:
         if step == 1 and before.means:
             exact = dict.fromkeys(before.means, 0.0)
             self._checked.tensors("EMA", "before step 1", before.means, before.weights, exact)
-        self._batches = next(self._loader).batches
+        self._batches = next(self._job.running.loader).batches
         # the samples of the same global batch, read once more
         samples = [self._stream.next_sample() for _ in range(self._stream.batch)]
         read = [sample for sample in samples if sample is not None]
@@ -168,7 +146,7 @@ class Steps:
                         gradients[names[parameter]] = gradient.clone()
 
         hook = trainer.optimizer.register_step_pre_hook(keep)
-        with record_choices(trainer.model.stages, self._meshes) as choices:
+        with record_choices(trainer.model.stages, self._job.meshes) as choices:
             result = trainer.step(step, self._batches, self._detector)
         hook.remove()
         after = self._state()
@@ -197,7 +175,7 @@ class Steps:
 
     def close(self) -> None:
         """Stop reading ahead."""
-        self._loader.close()
+        self._job.close()
 
     def _is_frozen(self, name: str) -> bool:
         return any(fnmatchcase(name, pattern) for pattern in self._config.model.frozen)
@@ -233,9 +211,9 @@ class Steps:
         routers = self._routers(before, choices)
         loss, own = self._plain.losses(self._weights, self._batch, routers, self._config.experts)
         trained = {name: w for name, w in self._weights.items() if w.requires_grad}
-        found = torch.autograd.grad(loss + own, [*trained.values()])
-        wanted = dict(zip(trained, found, strict=True))
-        norm = math.sqrt(sum(gradient.square().sum().item() for gradient in found))
+        plain_gradients = torch.autograd.grad(loss + own, [*trained.values()])
+        wanted = dict(zip(trained, plain_gradients, strict=True))
+        norm = math.sqrt(sum(gradient.square().sum().item() for gradient in plain_gradients))
         place, bounds = f"of step {step}", BOUNDS["fp32"]
         self._checked.number("loss", place, result.loss.item(), loss.item(), bounds.loss)
         self._checked.number(
@@ -328,8 +306,9 @@ class Steps:
             checked.tensors("EMA", f"at step {step}", after.means, wanted, limits, moves)
 
     def _compare_figures(self, what: str, state: State, weights: dict[str, Tensor]) -> None:
-        with record_choices(self._trainer.model.stages, self._meshes) as choices:
-            sums = evaluate(self._trainer.model, [self._batches], self._meshes, self._token_bytes)
+        model, meshes = self._trainer.model, self._job.meshes
+        with record_choices(model.stages, meshes) as choices:
+            sums = evaluate(model, [self._batches], meshes, self._token_bytes)
         got, labels = figures_of(*sums), self._batch.labels
         routers = self._routers(state, choices)
         with torch.no_grad():

@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from meshwright.config.job_config import Average, Checkpoint, JobConfig, Metrics, Profiling, changed
 from meshwright.config.parallelism import ActivationCheckpoint, Compile, Parallelism
 from meshwright.config.section import BYTES
-from meshwright.config.training import Source, Validation
+from meshwright.config.training import BadSteps, Source, Validation
 from meshwright.datasets.named_sources import entries, is_streamed
 from meshwright.datasets.sources import find_dataset
 from meshwright.models.args import DecoderArgs
@@ -72,7 +72,7 @@ def _num_layers(parallelism: Parallelism, num_layers: int) -> int:
     return max(NUM_LAYERS, min(stages + 1, MOST_LAYERS))
 
 
-def _found(patterns: Sequence[str], names: Sequence[str]) -> list[str]:
+def _matching(patterns: Sequence[str], names: Sequence[str]) -> list[str]:
     """Return the patterns that match a name of the small model."""
     return [pattern for pattern in patterns if any(fnmatchcase(name, pattern) for name in names)]
 
@@ -123,7 +123,7 @@ def shrink(config: JobConfig, args: DecoderArgs) -> JobConfig:
     first = entries(config.training, "training")[0]
     has_stream = find_dataset(first.source.dataset) is not None and is_streamed(first)
     names = [*small_args.table.parameters]
-    frozen = _found(config.model.frozen, names)
+    frozen = _matching(config.model.frozen, names)
     layers = small_args.table.linear_layers()
     left_out = [part for part in config.float8.filter_fqns if any(part in name for name in layers)]
     model = {"args": user_args | dimensions, "tokenizer_path": BYTES, "frozen": frozen}
@@ -138,7 +138,7 @@ def shrink(config: JobConfig, args: DecoderArgs) -> JobConfig:
         "seq_len": SEQ_LEN,
         "steps": STEPS,
         "mixed_precision_param": "bfloat16",
-        "fp32_modules": _found(config.training.fp32_modules, small_args.table.module_names),
+        "fp32_modules": _matching(config.training.fp32_modules, small_args.table.module_names),
         "loss_chunk_tokens": LOSS_CHUNK_TOKENS,
         "enable_cpu_offload": False,  # cases have it: it must not change the model
     }
@@ -158,6 +158,7 @@ def shrink(config: JobConfig, args: DecoderArgs) -> JobConfig:
             "activation_checkpoint": ActivationCheckpoint(),
             "compile": Compile(enable=False),  # cases say otherwise
             "validation": Validation(num_samples=NUM_VALIDATED),
+            "bad_steps": BadSteps(),  # a case takes none
             "checkpoint": Checkpoint(average=_average(config)),
             "metrics": Metrics(
                 enable_tensorboard=False,

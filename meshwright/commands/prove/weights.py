@@ -1,0 +1,67 @@
+"""Changes the first values of a small model, so that mistakes show and rounding doesn't grow."""
+
+import torch
+
+from meshwright.models.decoder import Decoder
+from meshwright.parallelisms.local_model import LocalModel
+from meshwright.train.trainer import Trainer
+
+STRETCH = (8.0, 16.0)
+"""Of queries and keys at the first and at the last position."""
+
+STRETCH_NORMALISED = (1.0, 2.0)
+"""The same, of queries and keys that the model normalises."""
+
+EMBEDDING_SCALE, BRANCH_SCALE = 32.0, 0.125
+"""Of the embedding and of the norms' weights where blocks have their norms at the end. Powers of
+two, so exact."""
+
+
+def prepare_weights(trainer: Trainer) -> None:
+    """Prepare the initial values of a job that has not taken a step."""
+    for stage in trainer.model.stages:
+        show_attention(stage)
+        calm_post_norms(stage)
+    if trainer.average is not None:
+        trainer.average.begin()
+    unbalance(trainer.model)
+
+
+def show_attention(stage: Decoder) -> None:
+    """Stretch the rotary cache of `stage`, more towards its end, in place.
+
+    Initial queries and keys are so small that attention is nearly a mean of its inputs: which
+    token is where would hardly show. And rotary attention sees nothing but distances: if documents
+    did not begin at position 0, each query would still see its own keys at the right ones. Here
+    scores are of order 1, and depend on places. Queries and keys that are normalised make such
+    scores by themselves: stretched as far, attention would be chaotic, and rounding would grow.
+    """
+    is_normalised = any(layer.attention.qk_norm for layer in stage.table.layers)
+    stretch = STRETCH_NORMALISED if is_normalised else STRETCH
+    for name in stage.rope_caches:
+        cache = stage.get_buffer(name)  # (2, S, H/2)
+        cache *= torch.linspace(*stretch, cache.shape[1]).unsqueeze(1)
+
+
+def unbalance(model: LocalModel) -> None:
+    """Give routers loads as if of a step before, uneven: at even ones losses have no gradient."""
+    for stage in model.stages:
+        for mixture in stage.mixtures().values():
+            mixture.load.copy_(torch.arange(1, len(mixture.load) + 1))
+
+
+@torch.no_grad()
+def calm_post_norms(stage: Decoder) -> None:
+    """If the blocks of `stage` have their norms at the end, scale embedding and norms, in place.
+
+    Such a block adds a vector of size 1, however small its attention's output, to a residual stream
+    that begins at 0.02: so each rounding would grow from block to block. At these scales blocks add
+    to the stream about as much as the blocks of other families do.
+    """
+    if all(layer.norm == "pre" for layer in stage.table.layers):
+        return
+    if stage.tok_embeddings is not None:
+        stage.tok_embeddings.weight.mul_(EMBEDDING_SCALE)
+    for name, parameter in stage.named_parameters():
+        if name.endswith((".attention_norm.weight", ".ffn_norm.weight")):
+            parameter.mul_(BRANCH_SCALE)
