@@ -60,6 +60,8 @@ def validation_note(config: JobConfig) -> str:
     """Return a note if validation reads none of the datasets that training reads, or a file that
     training reads, too; or ""."""
     training, held_out = entries(config.training, ""), validation_entries(config)
+    if not held_out:
+        return ""
     trained, tried = ({entry.source.dataset for entry in some} for some in (training, held_out))
     if tried and not trained & tried:
         names = (", ".join(sorted(some)) for some in (tried, trained))

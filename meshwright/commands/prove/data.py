@@ -102,7 +102,7 @@ def documents_of(training: Training, vocab_size: int, seed: int) -> list[Tokens]
 
 def open_source(training: Training, vocab_size: int, seed: int) -> OpenSource:
     """Documents in memory, streamed or not as `training` says."""
-    entry = Entry("training", "synthetic", Source())
+    entry = Entry("training", "synthetic", Source(dataset="synthetic"))
     pieces, is_cut = documents_of(training, vocab_size, seed), training.packing == "cut"
     if training.dataset_mode != "streamed":
         cache = MemoryCache(pieces)

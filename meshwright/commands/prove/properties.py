@@ -201,8 +201,7 @@ def _relative_errors(logits: Tensor, wanted: Tensor) -> Tensor:
 
 def window_of(layer: LayerSpec) -> int | None:
     """Return how many keys a query of a layer sees, itself included; None: all before it."""
-    window: int | None = getattr(layer.attention, "window", None)
-    return window
+    return layer.attention.window
 
 
 def visible_keys(seq_len: int, window: int | None, documents: Tensor | None) -> Tensor:
