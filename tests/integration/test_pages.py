@@ -16,7 +16,7 @@ from tests.campaigns.new_user import commands, example
 from tests.helpers.jobs import ROOT, environment
 
 FIRST = ["README", "quickstart", "tutorial", "fine_tuning", "export", "monitoring", "checkpoints"]
-FIRST += ["troubleshooting"]
+FIRST += ["troubleshooting", "continue_pretraining", "sweep", "loss_spikes", "evaluate"]
 STORIES = {
     "a job of one's own": FIRST,
     "other jobs": [
@@ -28,11 +28,19 @@ STORIES = {
         "compare",
         "upgrading",
     ],
-    "pages to look up": ["README of docs", "data", "correctness", "commands", "config_reference"],
+    "pages to look up": [
+        "README of docs",
+        "data",
+        "hyperparameters",
+        "containers",
+        "correctness",
+        "commands",
+        "config_reference",
+    ],
 }
 FILES = {"README": ROOT / "README.md", "README of docs": ROOT / "docs/README.md"}
 ELSEWHERE = {
-    "the network": ("git clone *", "pip install *", "apt-get *", "hf *", "*Llama-3*"),
+    "the network": ("git clone *", "pip install *", "apt-get *", "hf *", "lm_eval *", "*Llama-3*"),
     "a gated tokenizer": ("meshwright check llama3*", "meshwright train llama3*"),
     "GPUs, Slurm, other frameworks": (
         "*sbatch *",
