@@ -4,11 +4,12 @@ import gc
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 
 from meshwright.config.job_config import Profiling
+from meshwright.metrics.observers import Observer
 from meshwright.system.files import only_warn
 from meshwright.system.log import logger
 
@@ -19,10 +20,8 @@ LARGEST = 15
 """Rows of a summary."""
 
 
-class Profiler:
+class Profiler(Observer):
     """Traces, snapshots, or both, on a schedule and on demand.
-
-    As a context; `step` is called once per step.
 
     Args:
         step: the last step that is done.
@@ -40,7 +39,7 @@ class Profiler:
         self._last_asked = 0
         """Last step of the trace on demand that is under way; 0: there is none."""
 
-    def __enter__(self) -> "Profiler":
+    def __enter__(self) -> Self:
         config = self._config
         if config.enable_profiling:
             wait = config.profile_freq - config.profiler_warmup - config.profiler_active
@@ -60,7 +59,7 @@ class Profiler:
         if self._records_memory or (self._last_asked and self._has_gpu):
             _record(False)
 
-    def request(self) -> None:
+    def on_trace_request(self) -> None:
         """Trace the next `profiler_active` steps, after `profiler_warmup` others."""
         if self._traces is not None:
             logger.info("PROFILE ignored: profiling is already on")
@@ -73,8 +72,8 @@ class Profiler:
         if self._has_gpu and not self._records_memory:
             _record(True)
 
-    def step(self) -> None:
-        """Note the end of a step; write traces and snapshots that are due."""
+    def on_step_end(self) -> None:
+        """Write traces and snapshots that are due."""
         self._step += 1
         if self._records_memory and self._step % self._config.profile_freq == 0:
             self._write_snapshot(f"step_{self._step}")

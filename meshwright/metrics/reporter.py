@@ -1,4 +1,4 @@
-"""Times the steps of a job, and computes the metrics that it reports."""
+"""Times the steps of a job, computes the metrics that it reports, and writes them to sinks."""
 
 import sys
 import time
@@ -9,7 +9,8 @@ from typing import Any, Literal
 
 import torch
 
-from meshwright.metrics.sinks import Record, Sink, Texts, TextSink, validation_loss
+from meshwright.metrics.observers import Observer
+from meshwright.metrics.sinks import Record, Sink, Texts, TextSink
 from meshwright.system import hardware
 from meshwright.system.log import logger
 
@@ -78,14 +79,13 @@ class Work:
 
 
 class Reporter:
-    """Times steps, and writes a record of each logged step to every sink.
+    """Times steps, and makes the record of each logged step.
 
-    Rates are averages over the steps since the last record. Only the first rank has sinks.
+    Rates are averages over the steps since the last record.
 
     Attributes:
         step: the last step that was counted.
         tokens_seen: by all ranks, since step 1.
-        best_validation: the step with the lowest validation loss so far, and that loss.
     """
 
     def __init__(
@@ -93,27 +93,20 @@ class Reporter:
         work: Work,
         device: torch.device,
         phases: Phases,
-        sinks: Sequence[Sink],
         tokens_seen: int,
-        advance: Callable[[int], None] | None = None,
-        best_validation: tuple[int, float] | None = None,
         clock: Callable[[], float] | None = None,
     ) -> None:
-        """`advance`: gets the number of every step, once it has been handed to the device; `clock`:
-        gives the seconds that rates are made of."""
-        self._work, self._device, self._sinks = work, device, sinks
+        """`clock`: gives the seconds that rates are made of."""
+        self._work, self._device = work, device
         self._clock = clock or time.perf_counter
-        self._advance = advance
         self.tokens_seen = tokens_seen
         self.step = 0
-        self.best_validation = best_validation
         self._phases = phases
         self._restart()
 
     def _restart(self) -> None:
         self._steps, self._data_s = 0, 0.0
         self._paused: dict[Pause | None, float] = {}
-        self._texts: Texts = {}
         self._since = self._clock()
 
     def count(self, step: int, data_s: float) -> None:
@@ -122,11 +115,10 @@ class Reporter:
         self._steps += 1
         self._data_s += data_s
         self.tokens_seen += self._work.tokens_per_step
-        if self._advance is not None:
-            self._advance(step)
 
-    def report(self, step: int, figures: Mapping[str, float]) -> None:
-        """Write the record of `step`; its figures being on the host, the device has finished it."""
+    def report(self, step: int, figures: Mapping[str, float]) -> Record:
+        """Return the record of `step`; its figures being on the host, the device has finished
+        it."""
         passed_s = self._clock() - self._since - sum(self._paused.values())
         step_s = passed_s / self._steps
         wps = self._work.tokens_per_step / step_s / self._work.num_devices
@@ -151,22 +143,8 @@ class Reporter:
             if pause is not None:
                 record[f"time/{pause}_s"] = seconds
         record["memory/peak_gib"] = hardware.peak_memory_gib(self._device)
-        loss = validation_loss(figures)
-        if loss is not None and (self.best_validation is None or loss < self.best_validation[1]):
-            self.best_validation = step, loss
-        for sink in self._sinks:
-            sink.write(record)
-            if self._texts and isinstance(sink, TextSink):
-                sink.write_texts(step, self._texts)
         self._restart()
-
-    def add_texts(self, texts: Texts) -> None:
-        """Have the next report write texts of the model, too."""
-        self._texts = texts
-
-    def is_best(self, step: int) -> bool:
-        """Return whether the validation of `step` has the lowest loss so far."""
-        return self.best_validation is not None and self.best_validation[0] == step
+        return record
 
     @contextmanager
     def paused(self, pause: Pause | None) -> Iterator[None]:
@@ -179,7 +157,34 @@ class Reporter:
         yield
         self._paused[pause] = self._paused.get(pause, 0.0) + self._clock() - start
 
-    def close(self) -> None:
+
+class SinkWriter(Observer):
+    """Writes each record, and the texts of its validation, to every sink.
+
+    Args:
+        advance: shows how far the job is; gets the number of every step.
+    """
+
+    def __init__(self, sinks: Sequence[Sink], advance: Callable[[int], None] | None = None) -> None:
+        self._sinks, self._advance = sinks, advance
+        self._texts: Texts = {}
+
+    def after_step(self, step: int, samples_read: tuple[int, ...]) -> None:
+        if self._advance is not None:
+            self._advance(step)
+
+    def add_texts(self, texts: Texts) -> None:
+        """Have the next record followed by texts that the model wrote."""
+        self._texts = texts
+
+    def on_report(self, record: Record) -> None:
+        for sink in self._sinks:
+            sink.write(record)
+            if self._texts and isinstance(sink, TextSink):
+                sink.write_texts(int(record["step"]), self._texts)
+        self._texts = {}
+
+    def __exit__(self, *_: object) -> None:
         """Close every sink, also those after one that fails."""
         failed: Exception | None = None
         for sink in self._sinks:

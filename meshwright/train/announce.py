@@ -24,7 +24,6 @@ from meshwright.datasets.sources import by_suffix, left_out
 from meshwright.datasets.stream import OpenSource
 from meshwright.datasets.tokenizers.kinds import Tokenizer, end_of_chat
 from meshwright.metrics.console import duration
-from meshwright.metrics.reporter import Reporter
 from meshwright.metrics.sinks import note_event
 from meshwright.models.families import FAMILIES
 from meshwright.system import hardware, slurm
@@ -174,13 +173,25 @@ def _describe_tokenizer(tokenizer: Tokenizer) -> str:
     return words
 
 
-def announce_end(plan: ResolvedJob, reporter: Reporter, step: int, seconds: float) -> None:
-    """Log a finished job's results, and the commands that use them."""
+def announce_end(
+    plan: ResolvedJob,
+    tokens_seen: int,
+    best_validation: tuple[int, float] | None,
+    step: int,
+    seconds: float,
+) -> None:
+    """Log a finished job's results, and the commands that use them.
+
+    Args:
+        tokens_seen: by all ranks, since step 1.
+        best_validation: the step with the lowest validation loss, and that loss.
+        seconds: that this process took.
+    """
     tokens = plan.config.tokens_per_step * (step - plan.resume_step)
-    earlier = f"; {reporter.tokens_seen:,} since step 1" if plan.resume_step else ""
+    earlier = f"; {tokens_seen:,} since step 1" if plan.resume_step else ""
     logger.info("finished: %s tokens in %s%s", f"{tokens:,}", duration(seconds), earlier)
-    if reporter.best_validation is not None:
-        best, loss = reporter.best_validation
+    if best_validation is not None:
+        best, loss = best_validation
         logger.info("best validation loss: %.4f, at step %s", loss, f"{best:,}")
     config = plan.config
     folder = shlex.quote(config.job.dump_folder)

@@ -1,24 +1,18 @@
-"""Builds the parts of a job from its plan: model, first weights, loader, reporter."""
+"""Builds the parts of a job from its plan: model, first weights, loader."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from meshwright.checkpoint.conversion.initial_load import family_there
-from meshwright.checkpoint.manifest import Manifest
-from meshwright.config.changes import to_json
 from meshwright.config.job_config import JobConfig
-from meshwright.config.loader import to_toml
 from meshwright.datasets.loader import Loader, slots_of
 from meshwright.datasets.samples import SampleRules
 from meshwright.datasets.stream import Cursor, OpenSource, SampleStream
-from meshwright.metrics import sinks
-from meshwright.metrics.console import Console
-from meshwright.metrics.reporter import Phases, Reporter, Work
+from meshwright.metrics.reporter import Work
 from meshwright.models.decoder import Decoder
 from meshwright.parallelisms.initialize import initialize
 from meshwright.parallelisms.local_model import Allocate, LocalModel, allocate, build_local_model
@@ -27,8 +21,6 @@ from meshwright.parallelisms.parallelize import parallelize
 from meshwright.system.hardware import peak_of
 from meshwright.system.log import logger
 from meshwright.train.resolve import ResolvedJob
-from meshwright.train.resolve_model import user_sinks
-from meshwright.train.resume import best_of
 
 
 def build_model(
@@ -142,40 +134,6 @@ def work_of(plan: ResolvedJob, device: torch.device) -> Work:
     )
 
 
-def build_reporter(
-    plan: ResolvedJob,
-    device: torch.device,
-    phases: Phases,
-    model: LocalModel,
-    found: Manifest | None,
-    validation_sources: Sequence[OpenSource],
-    extra_sinks: Sequence[sinks.Sink],
-) -> Reporter:
-    """Return the figures of the job, which continues from `found`; its first rank writes them."""
-    config, work = plan.config, work_of(plan, device)
-    destinations, advance = [*extra_sinks], None
-    if dist.get_rank() == 0:
-        console = Console(plan.steps, plan.resume_step)
-        files = _files(config, plan.resume_step)
-        destinations = [console, *files, *extra_sinks, *_other_sinks(plan, model)]
-        advance = console.advance
-    tokens_seen = found["tokens_seen"] if found else 0
-    best = best_of(found, plan, validation_sources) if found else None
-    return Reporter(work, device, phases, destinations, tokens_seen, advance, best)
-
-
-def _other_sinks(plan: ResolvedJob, model: LocalModel) -> Iterator[sinks.Sink]:
-    """Yield the sinks of the user's own module, and the one of loads of experts; an `OSError` of
-    theirs is a warning."""
-    folder = Path(plan.config.job.dump_folder)
-    for name, build in user_sinks(plan.config).items():
-        yield sinks.SafeSink(name, partial(build, plan.config, folder))
-    if plan.model_args.table.mixtures:
-        file = folder / "experts.json"
-        loads = partial(sinks.LoadsFile, file, lambda: model.balance.loads)
-        yield sinks.SafeSink(file.name, loads)
-
-
 def _peak_flops_per_s(config: JobConfig, device: torch.device) -> float | None:
     """Return the peak that MFU is a part of, and log it; None if nobody has given it."""
     if config.metrics.peak_tflops:
@@ -187,33 +145,3 @@ def _peak_flops_per_s(config: JobConfig, device: torch.device) -> float | None:
         peak, source = found
     logger.debug("peak for mfu: %.4g TFLOP/s per device (%s)", peak / 1e12, source)
     return peak
-
-
-def _files(config: JobConfig, resumed_step: int) -> Iterator[sinks.Sink]:
-    """Yield every sink that the config asks for in addition to the console."""
-    metrics, dump_folder = config.metrics, Path(config.job.dump_folder)
-    lines = partial(sinks.JsonLines, dump_folder / "metrics.jsonl", resumed_step)
-    yield sinks.SafeSink("metrics.jsonl", lines)
-    samples = dump_folder / "samples.jsonl"
-    writes_texts = config.validation.enable and bool(config.validation.sample_prompts)
-    if writes_texts or samples.exists():  # to remove an earlier run's after the step to resume from
-        texts = partial(sinks.TextLines, samples, resumed_step)
-        yield sinks.SafeSink("samples.jsonl", texts)
-    if metrics.enable_tensorboard or metrics.enable_wandb:
-        # 0.1 s, which other ranks and jobs without it need not spend
-        from meshwright.metrics.trackers import TensorBoard, WeightsAndBiases
-    if metrics.enable_tensorboard:
-        folder = dump_folder / metrics.save_tb_folder
-        events = partial(TensorBoard, folder, resumed_step, to_toml(config))
-        yield sinks.SafeSink(f"{folder}, for TensorBoard,", events)
-    if metrics.enable_wandb:
-        tracked = partial(
-            WeightsAndBiases,
-            dump_folder,
-            to_json(config),
-            project=metrics.wandb_project,
-            entity=metrics.wandb_entity,
-            name=metrics.wandb_name,
-            is_resumed=resumed_step > 0,
-        )
-        yield sinks.SafeSink("the run for Weights & Biases", tracked)

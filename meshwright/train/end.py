@@ -1,13 +1,17 @@
-"""The end of a job: whether it can resume, as an error, and the export of its last checkpoint."""
+"""The end of a job: how its steps ended, whether it can resume, and the last export."""
 
+import time
 from collections.abc import Mapping
+from enum import Enum, auto
 from importlib import import_module
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from meshwright.checkpoint.find import open_checkpoint
 from meshwright.config.job_config import Checkpoint, JobConfig
+from meshwright.parallelisms.meshes import barrier
 from meshwright.system.errors import (
     ConfigError,
     DataError,
@@ -19,7 +23,76 @@ from meshwright.system.errors import (
 from meshwright.system.files import Place
 from meshwright.system.log import logger
 from meshwright.system.processes import Requests
+from meshwright.train.announce import announce_end, note_end
 from meshwright.train.resolve import ResolvedJob
+from meshwright.train.set_up import RunningJob
+from meshwright.train.stop import StopAgreement
+
+
+class End(Enum):
+    """How the steps of a stage of training ended."""
+
+    STOPPED = auto()
+    """The ranks were asked to stop, before the last step or before the next stage."""
+    STAGE = auto()
+    """All steps of the stage are taken, and another stage follows."""
+    DATA = auto()
+    """`training.max_epochs` leaves no data for another step."""
+    DONE = auto()
+    """All steps are taken."""
+
+
+def how_it_ends(plan: ResolvedJob, step: int, reason: str, *, is_complete: bool) -> End:
+    """Return how a stage ends with `step`.
+
+    Args:
+        reason: why the ranks stop; "": nobody has asked them to.
+        is_complete: there is no step left.
+    """
+    if not is_complete:
+        return End.STOPPED
+    if plan.next_stage is not None:
+        return End.STOPPED if reason else End.STAGE
+    return End.DONE if step >= plan.config.training.steps else End.DATA
+
+
+def end_steps(job: RunningJob, agreement: StopAgreement, step: int, *, is_complete: bool) -> End:
+    """Close what the steps needed, and say how they ended, in the log and in the history.
+
+    Raises:
+        StorageError, ConfigError, TrainingError, DataError: as `raise_data_error`, and
+            `check_resumes` if the ranks were asked to stop.
+    """
+    plan, config, reason = job.plan, job.plan.config, agreement.decision.reason
+    is_new = step > plan.resume_step
+    job.loader.close()
+    if reason:
+        agreement.clear_stop_file()
+    if failures := agreement.failures(step):
+        raise_data_error(config.checkpoint, failures, step, is_new=is_new)
+    end = how_it_ends(plan, step, reason, is_complete=is_complete)
+    match end:
+        case End.STOPPED:
+            if is_new:
+                check_resumes(config.checkpoint, f"after step {step} of {plan.steps}: {reason}")
+            words = "stopped after step %d of %d: %s; start it again to resume"
+            logger.info(words, step, plan.steps, reason)
+            note_end(plan, step, f"stopped: {reason}")
+        case End.STAGE:
+            logger.info("stage %d ends with step %d", plan.stage_number, step)
+            note_end(plan, step, f"finished stage {plan.stage_number}")
+        case End.DATA | End.DONE:
+            if end is End.DATA:
+                epochs = config.training.max_epochs
+                logger.info("the data ends here: training.max_epochs = %d", epochs)
+            best, seconds = job.best_validation.best, time.perf_counter() - job.since
+            announce_end(plan, job.reporter.tokens_seen, best, step, seconds)
+            note_end(plan, step, "finished")
+    barrier()  # the first rank to leave with an error has torchrun end the others
+    # the next stage makes its own: each has threads, and a connection to every other rank
+    for group in (agreement.group, job.checkpoints.group):
+        dist.destroy_process_group(group)
+    return end
 
 
 def raise_data_error(

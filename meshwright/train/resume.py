@@ -2,18 +2,17 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from typing import Any
 
 import meshwright
 from meshwright.checkpoint.manifest import DATALOADER, Manifest, left_out
-from meshwright.config.changes import changes, config_defaults, to_json
-from meshwright.config.training import Source
+from meshwright.config.changes import to_json
 from meshwright.datasets.stream import Cursor, OpenSource, bad_records
 from meshwright.datasets.tokenizers.kinds import end_ids
+from meshwright.metrics.observers import Observer
 from meshwright.system.errors import ConfigError, config_error
-from meshwright.system.log import logger
 from meshwright.system.modules import torch_version
 from meshwright.train.resolve import ResolvedJob
 
@@ -27,21 +26,24 @@ def manifest_of(
     tokens_seen: int,
     cursor: Cursor,
     loss: float,
-    bad_steps: dict[str, Any],
-    best_validation: tuple[int, float] | None,
+    observers: Mapping[str, Observer],
 ) -> dict[str, Any]:
     """Return the manifest of a checkpoint.
 
     Args:
         cursor: where the next step's samples begin, of all ranks.
-        best_validation: the step with the lowest validation loss so far, and that loss.
+        observers: by name, under which each has its state in the manifest.
     """
     return {
         "step": step,
         "tokens_seen": tokens_seen,
         "loss": loss if math.isfinite(loss) else None,
-        "bad_steps": bad_steps,
-        "best_validation": best_validation,
+        "best_validation": None,
+        **{
+            name: state
+            for name, observer in observers.items()
+            if (state := observer.state_dict()) is not None
+        },
         "data": dataclasses.asdict(cursor),
         "data_identity": plan.data_identity,
         "data_content": {source.entry.name: source.content for source in sources},
@@ -67,37 +69,6 @@ def manifest_of(
 def library_versions() -> dict[str, str]:
     """Return the versions that tokens depend on, and places in streamed data."""
     return {name: version(name) for name in ("tokenizers", "datasets")}
-
-
-VALIDATED_ON = {
-    *(f"validation.{key}" for key in (*Source.model_fields, "datasets", "num_samples")),
-    "training.seq_len",
-    "training.mask_documents",
-}
-"""Keys whose change makes losses of validations incomparable, in addition to the tokenizer."""
-
-
-def best_of(
-    saved: Manifest, plan: ResolvedJob, validation_sources: Sequence[OpenSource]
-) -> tuple[int, float] | None:
-    """Return the best validation that a checkpoint knows of; None if it was of other data, too: no
-    loss of this job compares with it."""
-    if saved["best_validation"] is None:
-        return None
-    step, loss = saved["best_validation"]
-    changed = changes(saved["config"], to_json(plan.config), config_defaults())
-    differ = {".".join(key.split(".")[:2]) for key, _, _ in changed} & VALIDATED_ON
-    tokenizer = "model.tokenizer_path"
-    if saved["data_identity"].get(tokenizer) != plan.data_identity[tokenizer]:
-        differ.add(tokenizer)
-    now = {source.entry.name: source.content for source in validation_sources}
-    if not differ and validation_sources and now != saved["validation_content"]:
-        differ.add("content of the validation data")
-    if not differ:
-        return int(step), loss
-    words = "the best validation loss so far, %.4f at step %d, no longer counts: it was measured "
-    logger.info(words + "with other %s", loss, step, ", ".join(sorted(differ)))
-    return None
 
 
 def place_in_data(plan: ResolvedJob, saved: Manifest, sources: Sequence[OpenSource]) -> Cursor:

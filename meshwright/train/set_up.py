@@ -14,7 +14,7 @@ import gc
 import itertools
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -30,17 +30,26 @@ from meshwright.datasets.loader import Loader
 from meshwright.datasets.opening import TABLES, find_data, open_data
 from meshwright.datasets.stream import Cursor, OpenSource, steps_of_data
 from meshwright.launch.heartbeat import Heartbeat
-from meshwright.metrics.reporter import Pause, Reporter
+from meshwright.metrics.observers import Observer
+from meshwright.metrics.reporter import Pause, Reporter, SinkWriter
 from meshwright.metrics.sinks import Sink, set_aside_run
 from meshwright.parallelisms.activation_checkpoint import find_ops
+from meshwright.parallelisms.local_model import LocalModel
 from meshwright.parallelisms.meshes import Meshes, build_meshes, set_timeout, start_process_group
 from meshwright.system import hardware
 from meshwright.system.log import busy, log_to_file, logger
 from meshwright.system.processes import Launch
 from meshwright.train.agreement import check_agreement, check_same, take_choices
 from meshwright.train.announce import announce, note_failure, note_start
-from meshwright.train.bad_steps import BadStepReporter
-from meshwright.train.build import build_loader, build_reporter, initialize_weights
+from meshwright.train.bad_steps import BadStepDetector
+from meshwright.train.best_validation import BestValidation
+from meshwright.train.build import build_loader, initialize_weights, work_of
+from meshwright.train.build_observers import (
+    build_bad_steps,
+    build_best_validation,
+    build_observers,
+    build_sinks,
+)
 from meshwright.train.facts import Saved
 from meshwright.train.resolve import ResolvedJob, resume_from, with_choices
 from meshwright.train.resume import place_in_data
@@ -66,7 +75,7 @@ class Data:
 
 
 @dataclass(frozen=True)
-class Job:
+class RunningJob:
     """The parts of one rank's job, ready for the step after `plan.resume_step`."""
 
     plan: ResolvedJob
@@ -82,7 +91,10 @@ class Job:
     loader: Loader
     reporter: Reporter
     validate: Validation | None
-    bad_steps: BadStepReporter
+    detector: BadStepDetector
+    best_validation: BestValidation
+    observers: Mapping[str, Observer]
+    """Everything optional, by name: the bad steps' report and the best validation among them."""
     since: float
     """`time.perf_counter()` when its set-up began."""
 
@@ -147,8 +159,9 @@ def set_up(
     extra_sinks: Sequence[Sink],
     meshes: Meshes | None = None,
     data: Data | None = None,
-    make_reporter: Callable[..., Reporter] = build_reporter,
-) -> Job | None:
+    clock: Callable[[], float] | None = None,
+    make_sinks: Callable[[ResolvedJob, LocalModel, Sequence[Sink]], SinkWriter] = build_sinks,
+) -> RunningJob | None:
     """Resume or begin: build every part of the job. None if its last step is done already.
 
     Args:
@@ -156,7 +169,8 @@ def set_up(
         extra_sinks: in addition to the config's.
         meshes: of the stage before, if any: NCCL would keep memory for groups made anew.
         data: in the place of the config's.
-        make_reporter: takes the arguments of `build_reporter`.
+        clock: gives the seconds that rates are made of; None: those of the process.
+        make_sinks: makes what writes records.
     """
     since = time.perf_counter()
     plan, found = _resume_or_begin(plan, checkpoints)
@@ -192,7 +206,10 @@ def set_up(
         )
         checkpoints.guard(trainer.optimizer)
         _set_values(plan, checkpoints, trainer, found)
-        return Job(
+        bad_steps = build_bad_steps(plan, device, sources, cursor.counts, found)
+        best = build_best_validation(plan, validation_sources, found)
+        sinks = make_sinks(plan, trainer.model, extra_sinks)
+        return RunningJob(
             plan=plan,
             device=device,
             attention=_order_attention(plan, device),
@@ -203,20 +220,19 @@ def set_up(
             meshes=meshes,
             trainer=trainer,
             loader=build_loader(plan, sources, meshes, device, cursor),
-            reporter=make_reporter(
-                plan, device, trainer.phases, trainer.model, found, validation_sources, extra_sinks
+            reporter=Reporter(
+                work_of(plan, device),
+                device,
+                trainer.phases,
+                found["tokens_seen"] if found else 0,
+                clock,
             ),
             validate=Validation(plan, validation_sources, meshes, device)
             if validation_sources
             else None,
-            bad_steps=BadStepReporter(
-                plan.config,
-                device,
-                sources=[source.entry.name for source in sources],
-                step=plan.resume_step,
-                cursor=cursor,
-                saved=found["bad_steps"] if found else None,
-            ),
+            detector=bad_steps.detector,
+            best_validation=best,
+            observers=build_observers(plan, meshes, trainer, bad_steps, best, sinks),
             since=since,
         )
 

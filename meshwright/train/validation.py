@@ -1,8 +1,7 @@
-"""Validation: the loss on held-out data, and texts that the model writes, on any mesh."""
+"""Validation: the loss on held-out data, on any mesh."""
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -11,15 +10,13 @@ from torch import Tensor
 from meshwright.datasets.loader import padded_samples, to_batches
 from meshwright.datasets.samples import CachedSource, Sample, SampleRules
 from meshwright.datasets.stream import Cursor, OpenSource
-from meshwright.datasets.tokenizers.kinds import prompt_tokens, text_ends
-from meshwright.models.loss import IGNORE, Batch, SummedLoss, has_loss
+from meshwright.models.loss import Batch, has_loss
 from meshwright.parallelisms.context_parallel import local_part, local_positions
 from meshwright.parallelisms.data_parallel import reset_after_no_grad
 from meshwright.parallelisms.local_model import LocalModel
 from meshwright.parallelisms.meshes import Meshes
 from meshwright.system.errors import ConfigError
 from meshwright.train.build import build_stream
-from meshwright.train.optim.average import Average
 from meshwright.train.resolve import ResolvedJob
 
 
@@ -71,128 +68,6 @@ def evaluate(
     return loss, int(num_labels), int(num_bytes)
 
 
-NONE = -1
-"""In the place of a token that this rank does not know."""
-
-
-class NextToken(SummedLoss):
-    """Replaces a model's loss, whose logits choose a token for each sequence."""
-
-    def __init__(self, loss: SummedLoss) -> None:
-        super().__init__()
-        self._loss = loss
-
-    def __call__(self, x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-        """(B, S, D), (V, D), (B, S) -> (B,) int64: the likeliest token after the position whose
-        label counts; `NONE` in a sequence without such a label."""
-        is_wanted = has_loss(labels)
-        logits = self._loss.logits(x, weight, is_wanted.int().argmax(1))  # (B, 1, V)
-        return logits[:, 0].argmax(-1).where(is_wanted.any(1), NONE)
-
-
-@torch.no_grad()
-def continue_prompts(
-    model: LocalModel,
-    prompts: Sequence[Sequence[int]],
-    meshes: Meshes,
-    *,
-    shape: tuple[int, int],
-    num_tokens: int,
-    stop: Collection[int],
-    mask_documents: bool,
-    is_stopped: Callable[[], bool],
-) -> list[list[int]] | None:
-    """Return the likeliest tokens after each prompt; None if the job was asked to stop meanwhile.
-
-    The state of training is unchanged. Collective.
-
-    Args:
-        model: as `evaluate` takes it.
-        prompts: at least one token each; with `num_tokens` more, at most as long as a sequence.
-        shape: B and S of a microbatch of training. B prompts are continued at a time.
-        stop: tokens that end a text; they are not part of it.
-        mask_documents: give attention the mask that it has in training.
-        is_stopped: a collective, asked before each token.
-    """
-    rows = [list(prompt) for prompt in prompts]
-    positions = local_positions(shape[1], meshes.cp, torch.device(meshes.world.device_type))
-
-    def choose(some: Sequence[Sequence[int]]) -> list[int] | None:
-        if is_stopped():
-            return None
-        return _next_tokens(model, _batch(some, shape, mask_documents), positions, meshes)
-
-    with _chooses_tokens(model):
-        is_whole = all(
-            _continue(rows[first : first + shape[0]], choose, num_tokens, stop)
-            for first in range(0, len(rows), shape[0])
-        )
-    reset_after_no_grad(model.stages)
-    if not is_whole:
-        return None
-    return [row[len(prompt) :] for row, prompt in zip(rows, prompts, strict=True)]
-
-
-def _continue(
-    rows: Sequence[list[int]],
-    choose: Callable[[Sequence[Sequence[int]]], list[int] | None],
-    num_tokens: int,
-    stop: Collection[int],
-) -> bool:
-    """Put the tokens that `choose` gives behind each of `rows`; return False once it gives none."""
-    ended = [False] * len(rows)
-    for _ in range(num_tokens):
-        chosen = choose(rows)
-        if chosen is None:
-            return False
-        for number, (row, token) in enumerate(zip(rows, chosen, strict=False)):
-            ended[number] |= token in stop
-            if not ended[number]:
-                row.append(token)
-        if all(ended):
-            break
-    return True
-
-
-def _batch(rows: Sequence[Sequence[int]], shape: tuple[int, int], mask_documents: bool) -> Batch:
-    """Return a microbatch whose only labels that count are at the ends of `rows`; causal attention
-    does not see the padding after them."""
-    tokens, labels = torch.zeros(shape, dtype=torch.int64), torch.full(shape, IGNORE)
-    for number, row in enumerate(rows):
-        tokens[number, : len(row)] = torch.tensor(row)
-        labels[number, len(row) - 1] = 0
-    documents = torch.zeros(shape, dtype=torch.int32) if mask_documents else None
-    return Batch(tokens, labels, documents)
-
-
-def _next_tokens(model: LocalModel, batch: Batch, positions: Tensor, meshes: Meshes) -> list[int]:
-    """Return the next token of each sequence, the same on every rank."""
-    chosen = torch.full((len(batch.tokens),), NONE, device=positions.device)
-
-    def take(tokens: Tensor, _: Batch) -> None:
-        chosen.copy_(tokens)
-
-    batch = local_part(batch.to(positions.device), positions)
-    model.forward_all([batch], positions, take)
-    # over the whole job: ranks without the last stage, or without the position, have NONE
-    dist.all_reduce(chosen, op=dist.ReduceOp.MAX)
-    return [int(token) for token in chosen.tolist()]
-
-
-@contextmanager
-def _chooses_tokens(model: LocalModel) -> Iterator[None]:
-    """Within, the last stage gives tokens instead of a loss."""
-    outputs = [stage.output for stage in model.stages if stage.output is not None]
-    before = [output.loss for output in outputs]
-    for output in outputs:
-        output.loss = NextToken(output.loss)
-    try:
-        yield
-    finally:
-        for output, loss in zip(outputs, before, strict=True):
-            output.loss = loss
-
-
 Fail = Callable[[Exception], None]
 """Notes that this rank cannot continue, so that all ranks stop."""
 
@@ -223,39 +98,22 @@ class Validation:
         }
 
     def __call__(
-        self,
-        model: LocalModel,
-        is_stopped: Callable[[], bool],
-        fail: Fail,
-        average: Average | None = None,
-    ) -> dict[str, float]:
-        """Return the figures by name, without a source that it was stopped in: that is asked
-        before each step, a collective.
-
-        Args:
-            average: of the weights, which is evaluated as well.
-        """
-        figures = self._figures(model, is_stopped, fail)
-        if average is not None:
-            with average.in_place():
-                of_mean = self._figures(model, is_stopped, fail)
-            figures |= {f"average/{name}": figure for name, figure in of_mean.items()}
-        return figures
-
-    def _figures(
         self, model: LocalModel, is_stopped: Callable[[], bool], fail: Fail
     ) -> dict[str, float]:
+        """Return the figures by name, without a source that it was stopped in: that is asked
+        before each step, a collective."""
         figures: dict[str, float] = {}
         for source in self._sources:
             steps = _until_stopped(self._steps(source), is_stopped, fail)
             sums = evaluate(model, steps, self._meshes, self._token_bytes)
             if is_stopped():
                 break
-            prefix = "validation/" + f"{source.entry.name}/" * (len(self._sources) > 1)
-            found = figures_of(*sums)
+            of_source = figures_of(*sums)
             if not self._tells_bytes:
-                del found["bits_per_byte"]
-            figures |= {f"{prefix}{name}": figure for name, figure in found.items()}
+                del of_source["bits_per_byte"]
+            many = len(self._sources) > 1
+            prefix = f"validation/{source.entry.name}" if many else "validation"
+            figures |= {f"{prefix}/{name}": figure for name, figure in of_source.items()}
         return figures
 
     def _steps(self, source: OpenSource) -> Iterator[list[Batch]]:
@@ -294,24 +152,3 @@ def _until_stopped(
         if is_stopped() or batches is None:
             return
         yield batches
-
-
-def write_texts(
-    plan: ResolvedJob, meshes: Meshes, model: LocalModel, is_stopped: Callable[[], bool]
-) -> dict[str, str]:
-    """Continue `validation.sample_prompts`; return texts by prompt, none if it was stopped."""
-    validation, training, tokenizer = plan.config.validation, plan.config.training, plan.tokenizer
-    continued = continue_prompts(
-        model,
-        [prompt_tokens(tokenizer, text) for text in validation.sample_prompts],
-        meshes,
-        shape=(training.local_batch_size, training.seq_len),
-        num_tokens=validation.sample_tokens,
-        stop=text_ends(tokenizer),
-        mask_documents=training.mask_documents,
-        is_stopped=is_stopped,
-    )
-    return {
-        text: tokenizer.decode([*tokenizer.encode(text), *tokens])
-        for text, tokens in zip(validation.sample_prompts, continued or [], strict=False)
-    }

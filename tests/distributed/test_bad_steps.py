@@ -10,12 +10,12 @@ import torch.distributed as dist
 
 from meshwright.config.job_config import JobConfig
 from meshwright.config.training import BadSteps
-from meshwright.datasets.stream import Cursor
 from meshwright.models.families.llama import LlamaArgs
 from meshwright.models.loss import IGNORE, Batch
 from meshwright.parallelisms.rules.degrees import ParallelDims
 from meshwright.system.errors import TrainingError
-from meshwright.train.bad_steps import FILE, BadStepDetector, BadStepReporter
+from meshwright.train.bad_step_report import FILE, BadStepReporter
+from meshwright.train.bad_steps import BadStepDetector
 from tests.distributed.test_manager import logged
 from tests.helpers.faults import loss_times
 from tests.helpers.job import DEEP, SCHEDULES, Job, frozen, global_batch, mesh
@@ -125,42 +125,43 @@ def test_what_was_skipped_is_said_once_with_its_samples(tmp_path: Path) -> None:
     saved = None
 
     def start(step: int, counts: tuple[int, ...]) -> BadStepReporter:
-        sources, cursor = ["books", "code"], Cursor(sum(counts), counts)
-        place = {"sources": sources, "step": step, "cursor": cursor}
-        return BadStepReporter(config, CPU, saved=saved, **place)
+        place = {"sources": ["books", "code"], "step": step, "samples_read": counts}
+        reporter = BadStepReporter(config, CPU, **place)
+        reporter.load_state_dict(saved)
+        return reporter
 
     def step(
         log: BadStepReporter, number: int, loss: float, counts: tuple[int, int], labels: int = 8
     ) -> None:
         is_finite, num_labels = torch.tensor(rank == 0 or loss == loss), torch.tensor(labels)
         log.detector.judge(number, torch.tensor(loss), torch.tensor(1.0), is_finite, num_labels)
-        log.count(number, Cursor(sum(counts), counts))
+        log.after_step(number, counts)
 
     log = start(40, (300, 20))
     with logged() as messages:
-        log.raise_or_report()
+        log.check()
         step(log, 41, 4.0, (305, 23))
         step(log, 42, 4.5, (310, 26))
         step(log, 43, float("nan"), (315, 29))
         step(log, 44, 4.2, (323, 29))
         assert messages == []
-        log.raise_or_report()
-        log.raise_or_report()
+        log.check()
+        log.check()
         step(log, 45, 99.0, (328, 32))
-        assert log.figures == {"optim/skipped_steps": 1}
-        log.raise_or_report()
-    assert log.figures == {"optim/skipped_steps": 2}
+        assert log.figures() == {"optim/skipped_steps": 1}
+        log.check()
+    assert log.figures() == {"optim/skipped_steps": 2}
     assert len(messages) == (2 if rank == 0 else 0)
-    saved = json.loads(json.dumps(log.state()))
+    saved = json.loads(json.dumps(log.state_dict()))
     assert saved["skipped"] == [43, 45]
-    log.close()
+    log.__exit__(None, None, None)
     log = start(45, (328, 32))
     step(log, 46, 4.1, (333, 35))
     step(log, 47, float("nan"), (338, 38), labels=0)
     step(log, 48, 77.0, (346, 38))
     step(log, 49, 4.1, (351, 41))
     with logged() as more, pytest.raises(TrainingError) as error:
-        log.raise_or_report()
+        log.check()
     said = (
         "step 43 .*(1 of at most 3): non-finite loss on rank 1; .*310 to 314 of books, 26 to 28 of",
         "step 45 .*(2 of at most 3): loss 99 .*323 to 327 of books, 29 to 31 of code",
@@ -170,7 +171,7 @@ def test_what_was_skipped_is_said_once_with_its_samples(tmp_path: Path) -> None:
         assert re.match(pattern.replace("(", r"\(").replace(")", r"\)"), message)
     says = "loss 77 .* at step 48; .*338 to 345 of books; .*budget = 3 .*steps 43, 45, 47"
     assert re.match(says, str(error.value))
-    log.close()
+    log.__exit__(None, None, None)
     dist.barrier()
     records = [json.loads(line) for line in (tmp_path / FILE).read_text().splitlines()]
     assert [record["step"] for record in records] == [40, 43, 45, 47]

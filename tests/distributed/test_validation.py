@@ -19,7 +19,8 @@ from meshwright.models.families.llama import LlamaArgs
 from meshwright.models.loss import IGNORE, Batch
 from meshwright.parallelisms.rules.degrees import ParallelDims
 from meshwright.train import validation as parts
-from meshwright.train.validation import NextToken, continue_prompts, evaluate, figures_of
+from meshwright.train.sample_texts import NextToken, continue_prompts
+from meshwright.train.validation import evaluate, figures_of
 from tests.distributed.test_compile import Graphs
 from tests.helpers.fsdp import groups_of
 from tests.helpers.job import DEEP, SCHEDULES, Job, assert_equal, global_batch, mesh

@@ -60,8 +60,7 @@ def test_the_commands_at_the_end_can_be_copied_on_a_narrow_console(
     (tmp_path / "sink.py").write_text("SINKS = {}")
     others = [word.format(tmp_path) for word in others]
     words = [f"--job.dump_folder={tmp_path}", *END_WORDS, *others]
-    reporter = SimpleNamespace(tokens_seen=1000, best_validation=(20, 3.5))
-    announce_end(resolved(load_config(words), 1), reporter, 30, 1.0)
+    announce_end(resolved(load_config(words), 1), 1000, (20, 3.5), 30, 1.0)
     said = capsys.readouterr().out.splitlines()
     expected = [f"  meshwright {command.format(tmp_path)}" for command in commands]
     assert [line for line in said if "generate" in line or "export" in line] == expected
@@ -72,11 +71,10 @@ def test_the_tokens_of_the_end_are_those_of_its_time(tmp_path, caplog) -> None:
     plan = resolved(load_config([f"--job.dump_folder={tmp_path}", *END_WORDS]), 1)
     training = plan.config.training
     per_step = training.global_batch_size * training.seq_len
-    reporter = SimpleNamespace(tokens_seen=30 * per_step, best_validation=None)
     for resumed_step, earlier in ((0, ""), (20, f"; {30 * per_step:,} since step 1")):
         caplog.clear()
         resumed = dataclasses.replace(plan, resume_step=resumed_step)
-        announce_end(resumed, reporter, 30, 1.0)
+        announce_end(resumed, 30 * per_step, None, 30, 1.0)
         tokens = f"{(30 - resumed_step) * per_step:,}"
         assert caplog.messages[0] == f"finished: {tokens} tokens in 0:00:01{earlier}"
 

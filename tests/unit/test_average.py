@@ -34,7 +34,7 @@ def test_it_follows_the_weights_but_for_steps_held_back() -> None:
     average.begin()
     for value, skip_update in ((2.0, GO), (float("nan"), HOLD), (4.0, GO)):
         set_weights(model, value)
-        average.update(skip_update)
+        average.after_update(skip_update)
     want = 0.75 * (0.75 * 1 + 0.25 * 2) + 0.25 * 4
     assert average.tensors.keys() == dict(model.named_parameters()).keys()
     for mean in average.tensors.values():
@@ -45,7 +45,7 @@ def test_it_follows_the_weights_but_for_steps_held_back() -> None:
     average = Average(model, 0.99999)
     average.begin()
     for _ in range(3):
-        average.update(GO)
+        average.after_update(GO)
     for name, parameter in model.named_parameters():
         assert torch.equal(average.tensors[name], parameter)
 
@@ -57,7 +57,7 @@ def test_a_model_in_bf16_has_a_mean_in_fp32_which_it_gets_in_place_and_back() ->
     average = Average(model, 0.999)
     average.begin()
     set_weights(model, 1.0078125)  # the next number of bf16: the mean moves by less
-    average.update(GO)
+    average.after_update(GO)
     kept = {name: mean.clone() for name, mean in average.tensors.items()}
     assert all(((mean > 1) & (mean < 1.0001)).all() for mean in kept.values())
     with average.in_place():
@@ -74,7 +74,7 @@ def test_it_is_saved_and_begins_anew_where_it_was_not() -> None:
     average, another = Average(model, 0.5), Average(other, 0.5)
     average.begin()
     set_weights(model, 0.5)
-    average.update(GO)
+    average.after_update(GO)
     saved, loaded = (
         TrainingTensors(
             m,

@@ -18,9 +18,9 @@ from meshwright.system.errors import (
     cause,
     exit_code,
 )
-from meshwright.train import job as train
-from meshwright.train.end import raise_data_error
-from meshwright.train.job import due_after
+from meshwright.train import job
+from meshwright.train.end import End, how_it_ends, raise_data_error
+from meshwright.train.step_actions import actions_after
 from meshwright.train.stop import _as_plain
 
 KEYS = {
@@ -31,14 +31,14 @@ KEYS = {
     "metrics.log_freq": "5",
     "training.gc_freq": "7",
 }
-BEST = {"checkpoint.keep_best": "true"}
+HOST = "needs_host_figures"
 
 
 def due(step: int, keys: dict[str, str] | None = None, **moment: bool) -> set[str]:
     config = load_config([f"--{key}={value}" for key, value in (KEYS | (keys or {})).items()])
     of_moment = {"is_first": False, "is_last": False, "is_asked_to_stop": False} | moment
-    decided = due_after(step, config, **of_moment)
-    names = ("stop", "validate", "log", "save", "save_if_best", "collect_garbage", "look")
+    decided = actions_after(step, config, **of_moment)
+    names = ("stop", "validate", "log", "save", "collect_garbage", "needs_host_figures")
     return {name for name in names if getattr(decided, name)}
 
 
@@ -46,21 +46,18 @@ def due(step: int, keys: dict[str, str] | None = None, **moment: bool) -> set[st
     ("decided", "wanted"),
     [
         (due(3), set()),
-        (due(4), {"save", "look"}),
-        (due(5), {"log", "look"}),
-        (due(6), {"validate", "log", "look"}),
+        (due(4), {"save", HOST}),
+        (due(5), {"log", HOST}),
+        (due(6), {"validate", "log", HOST}),
         (due(7), {"collect_garbage"}),
-        (due(1, is_first=True), {"log", "look"}),
+        (due(1, is_first=True), {"log", HOST}),
         # a job that ends saves once, at its end, and validates if it is done
-        (due(4, is_last=True), {"stop", "validate", "log", "look"}),
-        (due(4, is_asked_to_stop=True), {"stop", "log", "look"}),
+        (due(4, is_last=True), {"stop", "validate", "log", HOST}),
+        (due(4, is_asked_to_stop=True), {"stop", "log", HOST}),
         (due(4, keys={"checkpoint.enable": "false"}), set()),
         (due(6, keys={"validation.enable": "false"}), set()),
         (due(4, keys={"checkpoint.load_only": "true"}), set()),
-        (due(6, keys=BEST), {"validate", "log", "look", "save_if_best"}),
-        (due(6, keys=BEST | {"checkpoint.enable": "false"}), {"validate", "log", "look"}),
-        (due(6, keys=BEST | {"checkpoint.load_only": "true"}), {"validate", "log", "look"}),
-        (due(1, keys={"checkpoint.enable_first_step_checkpoint": "true"}), {"save", "look"}),
+        (due(1, keys={"checkpoint.enable_first_step_checkpoint": "true"}), {"save", HOST}),
         (due(3, keys={"checkpoint.enable_first_step_checkpoint": "true"}), set()),
     ],
 )
@@ -79,13 +76,33 @@ def test_a_step_is_followed_by_all_that_is_due(decided: set[str], wanted: set[st
 def test_validation_that_compiles_may_take_as_long_as_the_first_step(
     monkeypatch: pytest.MonkeyPatch, key: str, limits: list[str]
 ) -> None:
-    given, job = list[str](), MagicMock()
+    limits_set, running = list[str](), MagicMock(observers={})
     eager = [] if key == "compile.enable" else ["--compile.enable=false"]
-    job.plan.config = load_config([*eager, f"--{key}=true"])
-    job.validate.return_value = {"loss/validation": 1.0}
-    monkeypatch.setattr(train, "_set_limit", lambda job, stop, key: given.append(key))
-    assert "loss/validation" in train._validate(job, MagicMock(), 7)
-    assert given == limits
+    running.plan.config = load_config([*eager, f"--{key}=true"])
+    running.validate.return_value = {"loss/validation": 1.0}
+    monkeypatch.setattr(job.Steps, "_set_limit", lambda _, key: limits_set.append(key))
+    steps = job.Steps(running, MagicMock(), MagicMock())
+    assert "loss/validation" in steps._validate()
+    assert limits_set == limits
+
+
+@pytest.mark.parametrize(
+    ("moment", "wanted"),
+    [
+        ({"is_complete": False}, End.STOPPED),
+        ({"is_complete": True}, End.DONE),
+        ({"is_complete": True, "reason": "SIGTERM"}, End.DONE),  # there was nothing left to do
+        ({"is_complete": True, "step": 7}, End.DATA),
+        ({"is_complete": True, "follows": True}, End.STAGE),
+        ({"is_complete": True, "follows": True, "step": 7}, End.STAGE),
+        ({"is_complete": True, "follows": True, "reason": "SIGTERM"}, End.STOPPED),
+    ],
+)
+def test_how_the_steps_of_a_stage_end(moment, wanted) -> None:
+    plan = MagicMock(next_stage=MagicMock() if moment.get("follows") else None)
+    plan.config.training.steps = 8
+    step, reason = moment.get("step", 8), moment.get("reason", "")
+    assert how_it_ends(plan, step, reason, is_complete=moment["is_complete"]) is wanted
 
 
 GONE = StorageError("the hub does not answer\n  fix: again")

@@ -51,7 +51,7 @@ def test_the_model_of_the_docs_has_its_published_size(tmp_path, caplog) -> None:
     plan = resolved(config, 8)
     assert round(plan.model_args.table.num_params / 1e9, 3) == 7.248
     caplog.set_level("INFO", "meshwright")
-    announce_end(plan, SimpleNamespace(tokens_seen=0, best_validation=None), 1, 1.0)
+    announce_end(plan, 0, None, 1, 1.0)
     assert caplog.messages[-1].endswith(f" MODEL_FOLDER --custom-import {tmp_path}/mine.py")
 
 

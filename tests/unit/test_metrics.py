@@ -18,15 +18,17 @@ from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from meshwright.commands.plan.devices import DEVICES
 from meshwright.config.changes import to_json
-from meshwright.config.job_config import JobConfig, changed
+from meshwright.config.job_config import Checkpoint, JobConfig, changed
 from meshwright.metrics.console import Console
-from meshwright.metrics.reporter import Phases, Reporter, Work
-from meshwright.metrics.sinks import JsonLines, SafeSink, TextLines, WholeRecords
+from meshwright.metrics.reporter import Phases, Reporter, SinkWriter, Work
+from meshwright.metrics.sinks import JsonLines, Record, SafeSink, TextLines, WholeRecords
 from meshwright.metrics.trackers import TensorBoard, WeightsAndBiases
 from meshwright.system import hardware
 from meshwright.system.errors import ConfigError
 from meshwright.system.log import log_to_console, logger
-from meshwright.train.build import _files, _peak_flops_per_s
+from meshwright.train.best_validation import BestValidation
+from meshwright.train.build import _peak_flops_per_s
+from meshwright.train.build_observers import _files
 from tests.helpers.files import no_room
 
 
@@ -42,21 +44,17 @@ WORK = Work(1, 1, 1, num_devices=1, peak_flops_per_s=None)
 CPU = torch.device("cpu")
 
 
-def reporter_to(*sinks: object, **options: object) -> Reporter:
-    return Reporter(WORK, CPU, Phases(CPU), [*sinks], **{"tokens_seen": 0} | options)
-
-
-def report(reporter: Reporter, step: int, **figures: float) -> None:
+def report(reporter: Reporter, step: int, **figures: float) -> Record:
     reporter.count(step, data_s=0.0)
-    reporter.report(step, figures)
+    return reporter.report(step, figures)
 
 
 def test_rates_follow_from_tokens_time_and_flops(monkeypatch) -> None:
     now = 100.0
     monkeypatch.setattr("time.perf_counter", lambda: now)
     work = Work(1000, 600, 450, num_devices=4, peak_flops_per_s=1e6)
-    sink, phases = Kept(), Phases(CPU)
-    reporter = Reporter(work, CPU, phases, [sink], tokens_seen=5000)
+    phases = Phases(CPU)
+    reporter = Reporter(work, CPU, phases, tokens_seen=5000)
     for step in (6, 7):
         now += 0.2
         phases.mark("optimizer")
@@ -65,8 +63,7 @@ def test_rates_follow_from_tokens_time_and_flops(monkeypatch) -> None:
         reporter.count(step, data_s=0.1)
     with reporter.paused("validation"):
         now += 50.0
-    reporter.report(7, {"loss/train": 2.0})
-    (record,) = sink
+    record = reporter.report(7, {"loss/train": 2.0})
     assert record["time/step_s"] == pytest.approx(0.5)
     assert record["time/data_s"] == pytest.approx(0.1)
     assert record["time/wps"] == pytest.approx(1000 / 0.5 / 4)
@@ -79,15 +76,15 @@ def test_rates_follow_from_tokens_time_and_flops(monkeypatch) -> None:
     with reporter.paused(None):
         now += 7.0
     now += 0.25
-    report(reporter, 8, **{"loss/train": 2.0})
-    assert sink[1]["time/step_s"] == pytest.approx(0.25)  # since the last record alone
-    assert sink[1].keys() == record.keys() - {"time/validation_s", "time/optimizer_s"}
+    later = report(reporter, 8, **{"loss/train": 2.0})
+    assert later["time/step_s"] == pytest.approx(0.25)  # since the last record alone
+    assert later.keys() == record.keys() - {"time/validation_s", "time/optimizer_s"}
     slow = dataclasses.replace(work, peak_flops_per_s=1.0)  # more is computed than it can
-    reporter = Reporter(slow, CPU, phases, [sink], tokens_seen=0)
+    reporter = Reporter(slow, CPU, phases, tokens_seen=0)
     now += 1.0
-    report(reporter, 1)
-    assert sink[2]["time/tflops"] > 0
-    assert "time/mfu_pct" not in sink[2]
+    without_peak = report(reporter, 1)
+    assert without_peak["time/tflops"] > 0
+    assert "time/mfu_pct" not in without_peak
 
 
 def test_a_resumed_run_leaves_no_step_twice(tmp_path) -> None:
@@ -140,14 +137,25 @@ def test_tensorboard_opens_with_both_losses(tmp_path) -> None:
 
 
 def test_the_best_validation_is_the_lowest_mean_and_outlives_a_resume() -> None:
-    reporter = reporter_to(best_validation=(10, 4.0))
+    validation = BestValidation(Checkpoint(enable=True, keep_best=True))
+    validation.load_state_dict((10, 4.0))
     for step, losses, is_best in (
         *((11, [], False), (20, [3.0, 6.0], False), (30, [3.5, 4.0], True)),
         (40, [math.nan, 1.0], False),
     ):
-        report(reporter, step, **{f"validation/{n}/loss": loss for n, loss in enumerate(losses)})
-        assert reporter.is_best(step) == is_best, step
-    assert reporter.best_validation == (30, 3.75)
+        figures = {f"validation/{n}/loss": loss for n, loss in enumerate(losses)}
+        validation.on_report({"step": step, **figures})
+        assert validation.wants_save(step) == is_best, step
+    assert validation.state_dict() == (30, 3.75)
+
+
+@pytest.mark.parametrize(
+    "keys", [{"keep_best": False}, {"enable": False}, {"load_only": True}], ids=str
+)
+def test_a_job_that_keeps_or_saves_none_saves_no_best(keys: dict[str, bool]) -> None:
+    validation = BestValidation(Checkpoint(**{"enable": True, "keep_best": True} | keys))
+    validation.on_report({"step": 5, "validation/loss": 1.0})
+    assert not validation.wants_save(5)
 
 
 TEXTS = {"def f": "def f(x):\n    return x", "1 +": "1 + 1"}
@@ -159,10 +167,10 @@ def test_texts_follow_the_record_of_their_step_in_sinks_that_take_them() -> None
             self.append(texts | {"step": step})
 
     figures, both = Kept(), WithTexts()
-    reporter = reporter_to(SafeSink("b", lambda: figures), SafeSink("a", lambda: both))
-    reporter.add_texts(TEXTS)
+    writer = SinkWriter([SafeSink("b", lambda: figures), SafeSink("a", lambda: both)])
+    writer.add_texts(TEXTS)
     for step in (1, 2):
-        report(reporter, step)
+        writer.on_report({"step": step})
     assert [row["step"] for row in figures] == [1, 2]
     assert [row["step"] for row in both] == [1, 1, 2]
     assert both[1] == TEXTS | {"step": 1}
@@ -314,7 +322,7 @@ def test_every_logger_is_closed_and_a_run_that_fails_is_shown_as_failed(wandb, t
             raise RuntimeError("its own fault")
 
     def close(*others: Kept) -> None:
-        reporter_to(*others, tracked(tmp_path)).close()
+        SinkWriter([*others, tracked(tmp_path)]).__exit__(None, None, None)
 
     close()
     with pytest.raises(RuntimeError, match="its own fault"):

@@ -40,9 +40,9 @@ def test_snapshots_by_the_step_of_the_job_or_on_demand(is_asked, recorded, tmp_p
     config = Profiling(profiler_warmup=0) if is_asked else CONFIG
     with Profiler(config, tmp_path, 2, 4) as profiler:
         if is_asked:
-            profiler.request()
+            profiler.on_trace_request()
         for _ in range(5):  # steps 5 to 9
-            profiler.step()
+            profiler.on_step_end()
     steps = (5,) if is_asked else (6, 9)
     assert written(tmp_path / "memory_snapshot") == {f"step_{n}/rank_2.pickle" for n in steps}
     assert recorded == [{"max_entries": 100_000}, {"enabled": None}]
@@ -52,7 +52,7 @@ def test_snapshots_by_the_step_of_the_job_or_on_demand(is_asked, recorded, tmp_p
 def test_a_snapshot_when_memory_runs_out(error: Exception, recorded, tmp_path) -> None:
     def train() -> None:
         with Profiler(CONFIG, tmp_path, 0, 0) as profiler:
-            profiler.step()
+            profiler.on_step_end()
             raise error
 
     with pytest.raises(type(error)):
@@ -70,7 +70,7 @@ def test_traces_do_not_fill_the_memory(tmp_path) -> None:
         with Profiler(config, tmp_path, 0, 0) as profiler:
             for step in range(1, 21):
                 torch.ones(1).add(1)
-                profiler.step()
+                profiler.on_step_end()
                 gc.collect(1)
                 if step % 5 == 0:
                     seen.append(sum(isinstance(one, FunctionEvent) for one in gc.get_objects()))
@@ -84,12 +84,12 @@ def test_a_trace_on_demand_with_its_summary(tmp_path, caplog) -> None:
     """After step 4: step 5 warms up, 6 and 7 are traced, and no other."""
     config = Profiling(profiler_warmup=1, profiler_active=2)
     with caplog.at_level("INFO"), Profiler(config, tmp_path, 1, 4) as profiler:
-        profiler.request()
-        profiler.request()
+        profiler.on_trace_request()
+        profiler.on_trace_request()
         for step in range(5, 10):
             with torch.profiler.record_function(f"step {step}"):
                 torch.ones(64, 64) @ torch.ones(64, 64)
-            profiler.step()
+            profiler.on_step_end()
     assert "asked for a trace: of 2 step(s) after step 5" in caplog.text
     assert caplog.text.count("PROFILE ignored: profiling is already on") == 1
     (folder,) = (tmp_path / "profile_traces").iterdir()
@@ -106,7 +106,7 @@ def test_a_trace_on_demand_with_its_summary(tmp_path, caplog) -> None:
 def test_a_job_that_ends_before_or_has_no_gpu_says_so_and_leaves_no_file(tmp_path, caplog) -> None:
     config = Profiling(profiler_warmup=0, enable_memory_snapshot=True)
     with caplog.at_level("INFO"), Profiler(config, tmp_path, 0, 0) as profiler:
-        profiler.request()
+        profiler.on_trace_request()
     assert "the job ended before the requested trace" in caplog.text
     assert "enable_memory_snapshot has no effect: there is no GPU" in caplog.text
     assert not any(tmp_path.iterdir())

@@ -7,8 +7,8 @@ import pytest
 from meshwright.config.training import Training, Validation
 from meshwright.datasets.named_sources import check_sample_prompts
 from meshwright.system.errors import ConfigError
-from meshwright.train import validation as parts
-from meshwright.train.validation import _continue
+from meshwright.train import sample_texts as parts
+from meshwright.train.sample_texts import _continue
 
 EOS = 9
 

@@ -15,8 +15,9 @@ from meshwright.datasets.sources import DATASETS
 from meshwright.datasets.stream import Cursor, StreamedSource
 from meshwright.system.errors import ConfigError
 from meshwright.system.modules import code_of, import_user_module
+from meshwright.train.best_validation import BestValidation, best_of
 from meshwright.train.resolve import ResolvedJob
-from meshwright.train.resume import best_of, manifest_of, place_in_data
+from meshwright.train.resume import manifest_of, place_in_data
 from tests.helpers.checkpoints import BARE, publish
 from tests.helpers.cli import command
 from tests.helpers.resolved import resolved
@@ -73,8 +74,11 @@ def noted(
     best: tuple[int, float] | None = None,
 ) -> dict[str, Any]:
     """A manifest."""
-    facts = {"step": 1, "tokens_seen": 0, "cursor": Cursor(), "loss": 1.0, "bad_steps": {}}
-    return manifest_of(plan, [], held_out, best_validation=best, **facts)
+    facts = {"step": 1, "tokens_seen": 0, "cursor": Cursor(), "loss": 1.0}
+    validation = BestValidation(plan.config.checkpoint)
+    validation.load_state_dict(best)
+    observers = {"best_validation": validation}
+    return {"bad_steps": {}, **manifest_of(plan, [], held_out, observers=observers, **facts)}
 
 
 def test_the_code_that_runs_is_noted_not_the_file_of_today(tmp_path) -> None:

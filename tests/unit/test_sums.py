@@ -136,6 +136,6 @@ def test_an_average_of_bf16_weights() -> None:
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.fill_(value)
-        average.begin() if start else [average.update(torch.tensor(False)) for _ in range(3)]
+        average.begin() if start else [average.after_update(torch.tensor(False)) for _ in range(3)]
     for mean in average.tensors.values():
         assert mean.flatten()[0].item() == pytest.approx(512 - 256 * 0.999**3, rel=1e-6)

@@ -7,7 +7,6 @@ import gc
 import hashlib
 import math
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,26 +16,23 @@ from torch import Tensor
 
 from meshwright.checkpoint import commit
 from meshwright.checkpoint.manager import CheckpointManager
-from meshwright.checkpoint.manifest import Manifest
 from meshwright.checkpoint.state import RNG
 from meshwright.commands.prove.data import Vocabulary, first_cursor, open_source
 from meshwright.commands.prove.weights import prepare_weights, show_attention
 from meshwright.config.job_config import Checkpoint, JobConfig, changed
-from meshwright.datasets.stream import OpenSource
 from meshwright.launch.heartbeat import Heartbeat
-from meshwright.metrics.reporter import Phases, Reporter
-from meshwright.metrics.sinks import Record, Sink
+from meshwright.metrics.reporter import SinkWriter
+from meshwright.metrics.sinks import Record
 from meshwright.models.loss import PADDING
 from meshwright.parallelisms.local_model import LocalModel
 from meshwright.parallelisms.meshes import build_meshes
 from meshwright.parallelisms.shards import local_shard
 from meshwright.system.processes import Launch
-from meshwright.train.build import work_of
 from meshwright.train.facts import look
-from meshwright.train.job import Taken, save
+from meshwright.train.job import FinishedStep, save
 from meshwright.train.optim.optimizers import LR_SCALE
-from meshwright.train.resolve import ResolvedJob, resolve
-from meshwright.train.set_up import Data, Job, set_up
+from meshwright.train.resolve import resolve
+from meshwright.train.set_up import Data, RunningJob, set_up
 from meshwright.train.trainer import Trainer
 
 Samples = dict[tuple[int, int], str]
@@ -58,18 +54,6 @@ def clear_checkpoints(folder: Path) -> None:
         for step in folder.glob("*"):
             shutil.rmtree(step)
     dist.barrier()
-
-
-class LastRecord:
-    """A sink that keeps the last record."""
-
-    record: Record
-
-    def write(self, record: Record) -> None:
-        self.record = record
-
-    def close(self) -> None:
-        """Do nothing."""
 
 
 class ProofJob:
@@ -107,7 +91,7 @@ class ProofJob:
         )
         self.data = Data(sources, validation_sources, first_cursor(sources[0], training))
         self.meshes = _meshes(self.resolved.dims, "cpu")
-        self._seconds, self._last = 0.0, LastRecord()
+        self._seconds = 0.0
         self.running = self._set_up()
         prepare_weights(self.trainer)
 
@@ -121,7 +105,7 @@ class ProofJob:
         """This rank's part of the model."""
         return self.running.trainer.model
 
-    def _set_up(self) -> Job:
+    def _set_up(self) -> RunningJob:
         # without a terminal, no progress bar
         with contextlib.redirect_stdout(None):
             job = set_up(
@@ -130,30 +114,16 @@ class ProofJob:
                 _checkpoints(self.resolved.checkpoint_folder),
                 Heartbeat(),
                 Launch(),
-                [self._last],
+                [],
                 self.meshes,
                 self.data,
-                self._make_reporter,
+                clock=lambda: self._seconds,
+                make_sinks=lambda *_: SinkWriter([]),  # no file, on any rank
             )
         # other jobs follow in this process
         gc.enable()
         assert job is not None, "the job is not done"
         return job
-
-    def _make_reporter(
-        self,
-        resolved: ResolvedJob,
-        device: torch.device,
-        phases: Phases,
-        model: LocalModel,
-        saved: Manifest | None,
-        validation_sources: Sequence[OpenSource],
-        sinks: Sequence[Sink],
-    ) -> Reporter:
-        """Report to `sinks` alone, on every rank, by a clock that shows a second for each step."""
-        tokens_seen = saved["tokens_seen"] if saved else 0
-        work = work_of(resolved, device)
-        return Reporter(work, device, phases, sinks, tokens_seen, clock=lambda: self._seconds)
 
     def step(self, step: int, samples: Samples) -> Record:
         """Take one optimizer step, and return its record.
@@ -171,26 +141,30 @@ class ProofJob:
                 samples[step, index] = _hash(*sample)
         # the first step shows gradients as they are
         trainer = job.trainer if step > 1 else dataclasses.replace(job.trainer, max_norm=math.inf)
-        result = trainer.step(step, data.batches, job.bad_steps.detector)
-        self._taken = Taken(step, data, result)
+        result = trainer.step(step, data.batches, job.detector)
+        self._finished = FinishedStep(step, data, result)
         self._seconds += 1
         job.reporter.count(step, 0.0)
-        job.bad_steps.count(step, data.cursor)
+        for observer in job.observers.values():
+            observer.after_step(step, data.cursor.counts)
         figures = trainer.figures_of(step, result) | data.figures
         group = trainer.optimizer.param_groups[0]
         figures["optim/lr_taken"] = group["lr"] / group[LR_SCALE]
-        job.reporter.report(step, figures)
-        return self._last.record
+        return job.reporter.report(step, figures)
 
     def validate(self) -> dict[str, float]:
         """Return the figures of a validation, by name."""
         assert self.running.validate is not None
-        return self.running.validate(self.model, lambda: False, _fail, self.trainer.average)
+        evaluate = functools.partial(self.running.validate, self.model, lambda: False, _fail)
+        figures = evaluate()
+        if self.trainer.average is not None:
+            figures |= self.trainer.average.on_validation(evaluate, lambda: False)
+        return figures
 
     def save(self) -> Path:
         """Save a checkpoint of the last step, and return its folder."""
-        save(self.running, self._taken, is_last=True)
-        return commit.step_folder(self.resolved.checkpoint_folder, self._taken.step)
+        save(self.running, self._finished, is_last=True)
+        return commit.step_folder(self.resolved.checkpoint_folder, self._finished.step)
 
     def resume(self) -> None:
         """Go on as a new job that resumes from the checkpoint.

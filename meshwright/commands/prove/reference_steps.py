@@ -101,7 +101,7 @@ class Steps:
         self._job = job = ProofJob(config, 1, root)
         self._checked, self._config = checked, job.resolved.config
         training, args = self._config.training, job.resolved.model_args
-        self._trainer, self._detector = job.trainer, job.running.bad_steps.detector
+        self._trainer, self._detector = job.trainer, job.running.detector
         self._token_bytes = torch.tensor(job.resolved.tokenizer.token_bytes)
         self._documents = documents_of(training, args.vocab_size, training.seed)
         rules = SampleRules(training.seq_len + 1, training.seed)

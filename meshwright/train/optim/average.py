@@ -1,17 +1,18 @@
 """The running mean of the weights, for `checkpoint.average`."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
+from meshwright.metrics.observers import Evaluate, Observer
 from meshwright.parallelisms.data_parallel import reset_after_no_grad
 from meshwright.parallelisms.local_model import LocalModel
 from meshwright.parallelisms.shards import local_shard
 
 
-class Average:
+class Average(Observer):
     """An exponential moving average of every parameter, in fp32, in its layout and place. `decay`
     is the share of the mean that an update keeps."""
 
@@ -35,13 +36,18 @@ class Average:
             mean.copy_(weight)
 
     @torch.no_grad()
-    def update(self, skip_update: Tensor) -> None:
+    def after_update(self, skip_update: Tensor) -> None:
         """Take in the weights after a step; not if that was held back: () bool, on its device."""
         for mean, weight in self._shards():
             # rounded once each, so shards of any mesh get the same bits; see `MatrixOptimizer`. In
             # fp32 the two shares would not add up to 1: 0.99999 would shrink every mean by 0.1 %
             new = mean + (weight.float() - mean) * (1 - self._decay)
             mean.copy_(torch.where(skip_update.to(mean.device), mean, new))
+
+    def on_validation(self, evaluate: Evaluate, is_stopped: Callable[[], bool]) -> dict[str, float]:
+        """Evaluate the means as well."""
+        with self.in_place():
+            return {f"average/{name}": figure for name, figure in evaluate().items()}
 
     @contextmanager
     @torch.no_grad()

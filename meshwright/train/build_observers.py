@@ -1,0 +1,136 @@
+"""Builds the observers of a job, which are everything optional in it, and its sinks."""
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from meshwright.checkpoint.manifest import Manifest
+from meshwright.config.changes import to_json
+from meshwright.config.job_config import JobConfig
+from meshwright.config.loader import to_toml
+from meshwright.datasets.stream import OpenSource
+from meshwright.metrics import sinks
+from meshwright.metrics.console import Console
+from meshwright.metrics.observers import Observer
+from meshwright.metrics.profiling import Profiler
+from meshwright.metrics.reporter import SinkWriter
+from meshwright.parallelisms.local_model import LocalModel
+from meshwright.parallelisms.meshes import Meshes
+from meshwright.train.bad_step_report import BadStepReporter
+from meshwright.train.best_validation import BestValidation, best_of
+from meshwright.train.resolve import ResolvedJob
+from meshwright.train.resolve_model import user_sinks
+from meshwright.train.sample_texts import SampleTexts
+from meshwright.train.trainer import Trainer
+
+
+def build_bad_steps(
+    plan: ResolvedJob,
+    device: torch.device,
+    sources: Sequence[OpenSource],
+    samples_read: tuple[int, ...],
+    saved: Manifest | None,
+) -> BadStepReporter:
+    """Return the report of bad steps, and in it what finds them, as `saved` has left it."""
+    reporter = BadStepReporter(
+        plan.config,
+        device,
+        sources=[source.entry.name for source in sources],
+        step=plan.resume_step,
+        samples_read=samples_read,
+    )
+    if saved is not None:
+        reporter.load_state_dict(saved["bad_steps"])
+    return reporter
+
+
+def build_best_validation(
+    plan: ResolvedJob, validation_sources: Sequence[OpenSource], saved: Manifest | None
+) -> BestValidation:
+    """Return what knows the best validation, with that of `saved` if it still compares."""
+    best = BestValidation(plan.config.checkpoint)
+    if saved is not None:
+        best.load_state_dict(best_of(saved, plan, validation_sources))
+    return best
+
+
+def build_observers(
+    plan: ResolvedJob,
+    meshes: Meshes,
+    trainer: Trainer,
+    bad_steps: BadStepReporter,
+    best_validation: BestValidation,
+    writer: SinkWriter,
+) -> dict[str, Observer]:
+    """Return every observer of the job, by the name under which a checkpoint has its state, in the
+    order in which they are called."""
+    config = plan.config
+    observers: dict[str, Observer] = {"bad_steps": bad_steps}
+    if trainer.average is not None:
+        observers["average"] = trainer.average
+    if config.validation.sample_prompts:
+        observers["sample_texts"] = SampleTexts(plan, meshes, trainer.model, writer.add_texts)
+    folder, rank = Path(config.job.dump_folder), dist.get_rank()
+    return observers | {
+        "best_validation": best_validation,
+        "sinks": writer,
+        "profiler": Profiler(config.profiling, folder, rank, plan.resume_step),
+    }
+
+
+def build_sinks(
+    plan: ResolvedJob, model: LocalModel, extra_sinks: Sequence[sinks.Sink]
+) -> SinkWriter:
+    """Return what writes records to the config's sinks, on the first rank, and to the extra ones,
+    on each rank."""
+    if dist.get_rank() > 0:
+        return SinkWriter(extra_sinks)
+    console = Console(plan.steps, plan.resume_step)
+    files = _files(plan.config, plan.resume_step)
+    every = [console, *files, *extra_sinks, *_other_sinks(plan, model)]
+    return SinkWriter(every, console.advance)
+
+
+def _other_sinks(plan: ResolvedJob, model: LocalModel) -> Iterator[sinks.Sink]:
+    """Yield the sinks of the user's own module, and the one of loads of experts; an `OSError` of
+    theirs is a warning."""
+    folder = Path(plan.config.job.dump_folder)
+    for name, build in user_sinks(plan.config).items():
+        yield sinks.SafeSink(name, partial(build, plan.config, folder))
+    if plan.model_args.table.mixtures:
+        file = folder / "experts.json"
+        loads = partial(sinks.LoadsFile, file, lambda: model.balance.loads)
+        yield sinks.SafeSink(file.name, loads)
+
+
+def _files(config: JobConfig, resumed_step: int) -> Iterator[sinks.Sink]:
+    """Yield every sink that the config asks for in addition to the console."""
+    metrics, dump_folder = config.metrics, Path(config.job.dump_folder)
+    lines = partial(sinks.JsonLines, dump_folder / "metrics.jsonl", resumed_step)
+    yield sinks.SafeSink("metrics.jsonl", lines)
+    samples = dump_folder / "samples.jsonl"
+    writes_texts = config.validation.enable and bool(config.validation.sample_prompts)
+    if writes_texts or samples.exists():  # to remove an earlier run's after the step to resume from
+        texts = partial(sinks.TextLines, samples, resumed_step)
+        yield sinks.SafeSink("samples.jsonl", texts)
+    if metrics.enable_tensorboard or metrics.enable_wandb:
+        # 0.1 s, which other ranks and jobs without it need not spend
+        from meshwright.metrics.trackers import TensorBoard, WeightsAndBiases
+    if metrics.enable_tensorboard:
+        folder = dump_folder / metrics.save_tb_folder
+        events = partial(TensorBoard, folder, resumed_step, to_toml(config))
+        yield sinks.SafeSink(f"{folder}, for TensorBoard,", events)
+    if metrics.enable_wandb:
+        tracked = partial(
+            WeightsAndBiases,
+            dump_folder,
+            to_json(config),
+            project=metrics.wandb_project,
+            entity=metrics.wandb_entity,
+            name=metrics.wandb_name,
+            is_resumed=resumed_step > 0,
+        )
+        yield sinks.SafeSink("the run for Weights & Biases", tracked)
