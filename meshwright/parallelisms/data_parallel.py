@@ -124,9 +124,13 @@ def apply_fsdp(
     if meshes.tp.size() > 1:
         sum_over_tp_in_reduce_dtype(model)
     ahead = parallelism.fsdp_prefetch_layers * max(map(len, layers))
-    shares = parallelism.fsdp_cpu_backend == "auto"
-    is_shared = sum(shares and share_memory(model, one, ahead) for one in used) > 0
-    return _describe(mesh, training) + "; through shared memory" * is_shared
+    line = _describe(mesh, training)
+    if parallelism.fsdp_cpu_backend == "auto":
+        # a list, because each mesh is to share its memory, whether or not another one does
+        shared = [share_memory(model, one, ahead) for one in used]
+        if any(shared):
+            line += "; through shared memory"
+    return line
 
 
 def _sharding(
@@ -200,14 +204,16 @@ def _placement(model: Decoder, meshes: Meshes) -> Callable[[nn.Parameter], Any] 
 
 
 def _describe(mesh: DeviceMesh, training: Training) -> str:
-    parts = mesh.size(-1)
-    return (
-        f"FSDP2: parameters {f'cut in {parts}' if parts > 1 else 'whole'}"
-        + f", {mesh.size(0)} copies" * (mesh.ndim > 1)
-        + f"; computes in {training.mixed_precision_param}"
-        + f", reduces in {training.mixed_precision_reduce}" * (mesh.size() > 1)
-        + "; shards in host memory" * training.enable_cpu_offload
-    )
+    shards = mesh.size(-1)
+    parts = [f"FSDP2: parameters {f'cut in {shards}' if shards > 1 else 'whole'}"]
+    if mesh.ndim > 1:
+        parts[0] += f", {mesh.size(0)} copies"
+    parts.append(f"computes in {training.mixed_precision_param}")
+    if mesh.size() > 1:
+        parts[1] += f", reduces in {training.mixed_precision_reduce}"
+    if training.enable_cpu_offload:
+        parts.append("shards in host memory")
+    return "; ".join(parts)
 
 
 def _prefetch(root: "FSDPModule", layers: Sequence[Sequence["FSDPModule"]], ahead: int) -> None:
