@@ -121,19 +121,25 @@ class DecoderArgs(ABC):
     def decoder(
         self,
         *,
-        norm: Literal["pre", "post"] = "pre",
+        norm: Literal["pre", "post", "sandwich"] = "pre",
+        has_norm_offset: bool = False,
         qk_norm: Literal["head", "all"] | None = None,
         out_std: float = STD,
         output_std: float = STD,
         rope_scaling: Stretching | None = None,
+        activation: Literal["silu", "gelu"] = "silu",
+        residual_scale: float = 1.0,
+        **options: Any,
     ) -> DecoderSpec:
         """Return a model of `n_layers` layers, with `attention_layers` and `expert_layers`, for
         `expand`.
 
         Args:
-            norm, qk_norm: as in `LayerSpec` and `AttentionSpec`.
+            norm, has_norm_offset, qk_norm, activation, residual_scale: as in `LayerSpec`,
+                `AttentionSpec` and `FeedForwardSpec`.
             out_std: of the initial values of matrices that end on the residual stream.
             output_std: as in `DecoderSpec`.
+            options: further fields of `DecoderSpec`.
         """
         head_dim = self.head_dim or self.dim // self.n_heads
         attention = AttentionSpec(
@@ -146,10 +152,15 @@ class DecoderArgs(ABC):
             std=STD,
             out_std=out_std,
             rope=RopeSpec(head_dim, self.rope_theta, rope_scaling),
+            has_norm_offset=has_norm_offset,
         )
-        feed_forward = FeedForwardSpec(self.dim, self.hidden_dim, std=STD, out_std=out_std)
+        feed_forward = FeedForwardSpec(
+            self.dim, self.hidden_dim, std=STD, out_std=out_std, activation=activation
+        )
         layers = [
-            LayerSpec(own, mixture or feed_forward, norm, self.norm_eps)
+            LayerSpec(
+                own, mixture or feed_forward, norm, self.norm_eps, has_norm_offset, residual_scale
+            )
             for own, mixture in zip(
                 self.attention_layers(attention), self.expert_layers(out_std), strict=True
             )
@@ -162,6 +173,8 @@ class DecoderArgs(ABC):
             tie_embeddings=self.tie_embeddings,
             std=STD,
             output_std=output_std,
+            has_norm_offset=has_norm_offset,
+            **options,
         )
 
 

@@ -2,6 +2,7 @@
 made of several."""
 
 import math
+from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
 from typing import Any
@@ -115,6 +116,7 @@ class CausalAttention(nn.Module):
         *,
         scale: float,
         window: int | None = None,
+        soft_cap: float | None = None,
     ) -> Tensor:
         """(B, N, S, H), (B, K, S, H) twice -> (B, N, S, H); K divides N.
 
@@ -122,13 +124,15 @@ class CausalAttention(nn.Module):
             mask: from `build_mask`, so it is causal and has the window, too; None: one document.
             scale: of products of queries with keys.
             window: tokens that a token sees, with itself; None: all before.
+            soft_cap: c, scores s become c tanh(s / c); None: they stay.
         """
-        if mask is None and window is not None and window < q.shape[2]:
+        is_whole = window is None or window >= q.shape[2]
+        if mask is None and is_whole and soft_cap is None:
+            return causal_attention(q, k, v, scale=scale)
+        if mask is None:
             positions = torch.arange(q.shape[2], device=q.device)
             mask = is_seen(positions.unsqueeze(1), positions, window)
-        if mask is None:
-            return causal_attention(q, k, v, scale=scale)
-        return masked_attention(q, k, v, mask, scale=scale)
+        return masked_attention(q, k, v, mask, scale=scale, soft_cap=soft_cap)
 
 
 def is_seen(query: Tensor, key: Tensor, window: int | None) -> Tensor:
@@ -155,7 +159,7 @@ def repeat_heads(x: Tensor, n_heads: int) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Causal attention of N query heads over K key/value heads, with rotary positions, no biases.
+    """Causal attention of N query heads over K key/value heads, with rotary positions.
 
     Source: Ainslie et al. 2023, arXiv:2305.13245 (grouped queries). Names are Meta's.
     """
@@ -170,12 +174,15 @@ class Attention(nn.Module):
     def __init__(self, spec: AttentionSpec) -> None:
         super().__init__()
         self.head_dim, self.qk_norm, self.window = spec.head_dim, spec.qk_norm, spec.window
-        self.scale = 1 / math.sqrt(spec.head_dim)
+        self.scale = 1 / math.sqrt(spec.head_dim) if spec.scale is None else spec.scale
+        self.soft_cap = spec.soft_cap
         add_layers(self, spec.parameters, spec.norm_eps)
         self.core = CausalAttention()
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask | None = None) -> Tensor:
-        """(B, S, D) -> (B, S, D)."""
+    def forward(
+        self, x: Tensor, cos: Tensor | None, sin: Tensor | None, mask: Mask | None = None
+    ) -> Tensor:
+        """(B, S, D) -> (B, S, D); without `cos` and `sin`, (S, H/2), positions are not known."""
         q, k, v = self.wq(x), self.wk(x), self.wv(x)
         if self.qk_norm == "all":
             q, k = self.q_norm(q), self.k_norm(k)
@@ -183,9 +190,12 @@ class Attention(nn.Module):
         q, k, v = (heads.unflatten(-1, (-1, self.head_dim)) for heads in (q, k, v))
         if self.qk_norm == "head":
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)  # (B, S, N or K, H)
+        if cos is not None and sin is not None:
+            q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)  # (B, S, N or K, H)
         q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))  # (B, N or K, S, H)
-        out = self.core(q, k, v, mask, scale=self.scale, window=self.window)  # (B, N, S, H)
+        out = self.core(  # (B, N, S, H)
+            q, k, v, mask, scale=self.scale, window=self.window, soft_cap=self.soft_cap
+        )
         return self.wo(out.transpose(1, 2).flatten(-2))
 
 
@@ -254,17 +264,48 @@ def block_mask(
     return create(is_in_mask, batch, None, own.shape[1], seq_len, device=device)
 
 
-def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, scale: float) -> Tensor:
-    """(B, N, queries, H), (B, K, keys, H) twice -> (B, N, queries, H); K divides N."""
+def masked_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask | None,
+    *,
+    scale: float,
+    soft_cap: float | None = None,
+) -> Tensor:
+    """(B, N, queries, H), (B, K, keys, H) twice -> (B, N, queries, H); K divides N.
+
+    Args:
+        mask: None: every query sees every key.
+        soft_cap: as `CausalAttention` takes it. On CPUs no kernel has it, so that there is a matrix
+            of all scores.
+    """
     is_grouped = q.shape[1] != k.shape[1]
     if isinstance(mask, BlockMask):
         # within a compiled block it is compiled with that
         is_eager = q.is_cuda and not torch.compiler.is_compiling()
         attend = _compiled(flex_attention) if is_eager else flex_attention
-        return attend(q, k, v, block_mask=mask, scale=scale, enable_gqa=is_grouped)
+        options = {} if soft_cap is None else {"score_mod": capped(soft_cap)}
+        return attend(q, k, v, block_mask=mask, scale=scale, enable_gqa=is_grouped, **options)
+    if soft_cap is not None:
+        scores = q @ repeat_heads(k, q.shape[1]).mT * scale
+        scores = capped(soft_cap)(scores.float())
+        if mask is not None:
+            scores = scores.masked_fill(~mask, -torch.inf)
+        return scores.softmax(-1).type_as(q) @ repeat_heads(v, q.shape[1])
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, scale=scale, enable_gqa=is_grouped
     )
+
+
+@cache  # so that flex attention is given the same function each time, and compiled once
+def capped(cap: float) -> Callable[..., Tensor]:
+    """Return the function of scores s that gives c tanh(s / c), as flex attention takes it."""
+
+    def cap_scores(scores: Tensor, *indices: Tensor) -> Tensor:
+        return cap * torch.tanh(scores / cap)
+
+    return cap_scores
 
 
 def _at(values: Tensor, positions: Tensor | None) -> Tensor:

@@ -23,24 +23,34 @@ from meshwright.models.table import LayerSpec, MixtureSpec, Parameter, RopeSpec
 class Block(nn.Module):
     """Attention, then feed-forward, each added to the residual stream.
 
-    Norms are of the input of each (Xiong et al. 2020, arXiv:2002.04745), or of its output (OLMo
-    Team 2024, arXiv:2501.00656, section 3.2).
+    Norms are of the input of each (Xiong et al. 2020, arXiv:2002.04745), of its output (OLMo Team
+    2024, arXiv:2501.00656, section 3.2), or of both (Gemma Team 2024, arXiv:2408.00118, section 2).
     """
 
     def __init__(self, spec: LayerSpec) -> None:
         super().__init__()
-        self.norm, modules = spec.norm, spec.modules
+        self.norm, self.residual_scale, modules = spec.norm, spec.residual_scale, spec.modules
         self.attention_norm = build_layer(modules["attention_norm"]["weight"], spec.norm_eps)
         self.attention = Attention(spec.attention)
+        if spec.norm == "sandwich":
+            weight = modules["post_attention_norm"]["weight"]
+            self.post_attention_norm = build_layer(weight, spec.norm_eps)
         self.ffn_norm = build_layer(modules["ffn_norm"]["weight"], spec.norm_eps)
         self.feed_forward: FeedForward | Mixture = (
             Mixture(spec.feed_forward)
             if isinstance(spec.feed_forward, MixtureSpec)
             else FeedForward(spec.feed_forward)
         )
+        if spec.norm == "sandwich":
+            self.post_ffn_norm = build_layer(modules["post_ffn_norm"]["weight"], spec.norm_eps)
 
     def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask | None = None, *routing: Tensor | None
+        self,
+        x: Tensor,
+        cos: Tensor | None,
+        sin: Tensor | None,
+        mask: Mask | None = None,
+        *routing: Tensor | None,
     ) -> Tensor | tuple[Tensor | None, ...]:
         """(B, S, D) -> (B, S, D); with experts also the other results of `Mixture`.
 
@@ -48,14 +58,19 @@ class Block(nn.Module):
             routing: further arguments of `Mixture`.
         """
         is_post = self.norm == "post"
-        if is_post:
-            x = x + self.attention_norm(self.attention(x, cos, sin, mask))
-        else:
-            x = x + self.attention(self.attention_norm(x), cos, sin, mask)
+        out = self.attention(x if is_post else self.attention_norm(x), cos, sin, mask)
+        if self.norm != "pre":
+            out = self.attention_norm(out) if is_post else self.post_attention_norm(out)
+        x = self._add(x, out)
         out = self.feed_forward(x if is_post else self.ffn_norm(x), *routing)
         out, *others = out if isinstance(out, tuple) else (out,)
-        x = x + (self.ffn_norm(out) if is_post else out)
+        if self.norm != "pre":
+            out = self.ffn_norm(out) if is_post else self.post_ffn_norm(out)
+        x = self._add(x, out)
         return (x, *others) if others else x
+
+    def _add(self, x: Tensor, out: Tensor) -> Tensor:
+        return x + (out if self.residual_scale == 1 else out * self.residual_scale)
 
 
 class Projection(nn.Module):
@@ -68,15 +83,19 @@ class Projection(nn.Module):
 
     Args:
         parameters: the table's.
+        scale: of the logits.
+        cap: of the logits, as `SummedLoss` takes it.
     """
 
     weight: Tensor
 
-    def __init__(self, parameters: Mapping[str, Parameter]) -> None:
+    def __init__(
+        self, parameters: Mapping[str, Parameter], scale: float = 1.0, cap: float | None = None
+    ) -> None:
         super().__init__()
         for name, parameter in parameters.items():
             self.register_parameter(name, nn.Parameter(torch.empty(parameter.shape)))
-        self.loss = SummedLoss()
+        self.scale, self.loss = scale, SummedLoss(cap=cap)
 
     def forward(
         self, x: Tensor, labels: Tensor | None = None, table: Tensor | None = None
@@ -87,6 +106,7 @@ class Projection(nn.Module):
             table: (V, D), the embedding's, where there is no weight.
         """
         weight = self.weight if table is None else table
+        x = x if self.scale == 1 else x * self.scale  # of fewer numbers than the logits
         return self.loss.logits(x, weight) if labels is None else self.loss(x, weight, labels)
 
 
@@ -123,9 +143,11 @@ class Decoder(nn.Module):
     """
 
     routing = Routing()
-    makes_window_masks = True
-    """Whether layers with a window get it as blocks of a mask, where attention takes such; cores
-    that keep keys and values don't."""
+    has_copy = False
+    """Whether this is a pipeline's last stage, whose embedding only projects to logits."""
+    makes_masks = True
+    """Whether layers with a window or a soft cap get blocks of a mask, where attention takes such;
+    cores that keep keys and values don't."""
 
     def __init__(self, args: DecoderArgs, seq_len: int) -> None:
         super().__init__()
@@ -137,7 +159,9 @@ class Decoder(nn.Module):
         self.tok_embeddings: Embedding | None = embedding
         self.layers = nn.ModuleDict({str(i): Block(layer) for i, layer in enumerate(spec.layers)})
         self.norm: nn.Module | None = build_layer(modules["norm"]["weight"], spec.norm_eps)
-        self.output: Projection | None = Projection(modules["output"])
+        self.output: Projection | None = Projection(
+            modules["output"], spec.output_scale, spec.output_cap
+        )
         for name, rope in self.rope_caches.items():
             # fp32 whatever the parameters are: bf16 has no exact positions
             cache = torch.empty(2, seq_len, rope.head_dim // 2, dtype=torch.float32)
@@ -191,9 +215,14 @@ class Decoder(nn.Module):
         """
         table = None
         if self.output is not None and self.table.tie_embeddings:
-            assert self.tok_embeddings is not None  # a pipeline does not cut it off
+            assert self.tok_embeddings is not None  # a pipeline's last stage has a copy
             table = self.tok_embeddings.cast_table()  # once, so that both uses have one gradient
-        x = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens, table=table)
+        embedding = None if self.has_copy else self.tok_embeddings
+        x = tokens if embedding is None else embedding(tokens, table=table)
+        if embedding is not None and self.table.embedding_scale != 1:
+            # rounded to the type of activations, as transformers does
+            scale = torch.full((), self.table.embedding_scale, dtype=x.dtype, device=x.device)
+            x = x * scale
         masks = self._masks(x, documents, positions)
         if documents is not None:
             positions = positions_in_document(documents, positions)
@@ -207,7 +236,7 @@ class Decoder(nn.Module):
             counted = self.own_part(labels != PADDING).flatten()
         for name, block in self.layers.items():
             mixture, spec = block.feed_forward, self.table.layers[int(name)].attention
-            cos, sin = rotations[spec.rope]
+            cos, sin = (None, None) if spec.rope is None else rotations[spec.rope]
             mask = masks.get(spec.window)
             if not isinstance(mixture, Mixture):
                 x = block(x, cos, sin, mask)
@@ -226,17 +255,16 @@ class Decoder(nn.Module):
     ) -> dict[int | None, Mask]:
         """Return the masks of this stage's layers by their window, each made once for all layers.
 
-        Without documents, cores need no mask for a window, but on GPUs: flex attention takes it as
-        blocks, and those are made outside of compiled layers.
+        Without documents, cores need no mask for a window or a soft cap, but on GPUs: flex
+        attention takes blocks, and those are made outside of compiled layers.
         """
-        windows = dict.fromkeys(
-            self.table.layers[int(name)].attention.window for name in self.layers
-        )
+        specs = [self.table.layers[int(name)].attention for name in self.layers]
         if documents is None:
-            if not (self.makes_window_masks and makes_blocks(x.device)):
+            if not (self.makes_masks and makes_blocks(x.device)):
                 return {}
-            windows.pop(None, None)
+            specs = [spec for spec in specs if spec.needs_mask]
             # a rank with a part of the sequence gives positions, and `seq_len` is the whole
             num_keys = x.shape[1] if positions is None else self.seq_len
             documents = torch.zeros(len(x), num_keys, dtype=torch.int32, device=x.device)
+        windows = dict.fromkeys(spec.window for spec in specs)
         return {window: build_mask(documents, positions, window) for window in windows}

@@ -1,6 +1,6 @@
 """All in which model families differ, one record each. Free of torch."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -120,6 +120,15 @@ class HuggingFaceForm:
     """Values of keys that are absent, where transformers has others than most families."""
     integers: Mapping[str, str] = field(default_factory=dict)
     """Our name of a dimension of the family's own, and its key."""
+    numbers: Mapping[str, tuple[str, float]] = field(default_factory=dict)
+    """The same of a factor, and its value where the key is absent."""
+    caps: Mapping[str, tuple[str, float | None]] = field(default_factory=dict)
+    """The same of a soft cap, which may be null, too."""
+    read_own: Callable[[Mapping[str, Any]], dict[str, Dimension]] | None = None
+    """Reads the dimensions that no field above can say. Raises `ValueError` if our model has not
+    what a key says."""
+    write_own: Callable[[Any], dict[str, Any]] | None = None
+    """Returns their keys, from the family's args."""
     flags: Mapping[str, tuple[str, bool]] = field(default_factory=dict)
     """The same of a switch, and its value where the key is absent."""
     dense_layers: tuple[str, str] | None = None
@@ -155,7 +164,8 @@ class HuggingFaceForm:
         """
         found = {}
         for name, parameter in args.table.parameters.items():
-            shape, module = parameter.shape, name.removesuffix(".weight")
+            kind = "bias" if name.endswith(".bias") else "weight"
+            shape, module = parameter.shape, name.removesuffix(f".{kind}")
             layer = module.split(".")[1] if module.startswith("layers.") else ""
             key = module.replace(f".{layer}.", ".{}.", 1) if layer else module
             theirs = self.modules[key]
@@ -167,7 +177,7 @@ class HuggingFaceForm:
                 found[name] = ForeignTensor(slices[0], shape, slices=slices)
             else:
                 found[name] = ForeignTensor(
-                    f"{theirs.format(layer)}.weight",
+                    f"{theirs.format(layer)}.{kind}",
                     shape,
                     args.table.head_dim if module.endswith(self.rotated) else None,
                 )
@@ -201,6 +211,13 @@ class HuggingFaceForm:
         found |= self._read_ropes(config) if self.nests_rope else self._read_rope(config)
         eps = config.get("rms_norm_eps", self.defaults.get("rms_norm_eps", 1e-6))
         found["norm_eps"] = Dimension("rms_norm_eps", number("rms_norm_eps", eps))
+        for ours, (theirs, factor) in self.numbers.items():
+            found[ours] = Dimension(theirs, number(theirs, config.get(theirs, factor)))
+        for ours, (theirs, cap) in self.caps.items():
+            value = config.get(theirs, cap)
+            found[ours] = Dimension(theirs, None if value is None else number(theirs, value))
+        if self.read_own is not None:
+            found |= self.read_own(config)
         for ours, (theirs, default) in self.flags.items():
             value = config.get(theirs, default)
             if type(value) is not bool:
@@ -298,7 +315,10 @@ class HuggingFaceForm:
             "model_type": self.model_type,
             **self.fixed,
             **{key: getattr(args, ours) for ours, key in {**INTEGERS, **self.integers}.items()},
-            **{theirs: getattr(args, ours) for ours, (theirs, _) in self.flags.items()},
+            **{
+                theirs: getattr(args, ours)
+                for ours, (theirs, _) in {**self.flags, **self.numbers, **self.caps}.items()
+            },
             "head_dim": args.table.head_dim,
             "rms_norm_eps": args.norm_eps,
             "rope_theta": args.rope_theta,
@@ -323,6 +343,8 @@ class HuggingFaceForm:
             config |= self.windows.write(args.window, is_full)
         if self.nests_rope:
             config |= self._write_ropes(args, config["rope_scaling"])
+        if self.write_own is not None:
+            config |= self.write_own(args)
         return config
 
     def _write_ropes(

@@ -4,11 +4,10 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from meshwright.models.attention import CausalAttention, Mask
+from meshwright.models.attention import CausalAttention, Mask, masked_attention
 from meshwright.models.decoder import Decoder
 
 WITHOUT_PLANS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -43,6 +42,7 @@ class CachedAttention(nn.Module):
         *,
         scale: float,
         window: int | None = None,
+        soft_cap: float | None = None,
     ) -> Tensor:
         """As `CausalAttention`: all positions at first, then one by one."""
         assert mask is None
@@ -57,12 +57,10 @@ class CachedAttention(nn.Module):
         self._keys[:, :, kept % size] = k[:, :, kept - first]
         self._values[:, :, kept % size] = v[:, :, kept - first]
         if is_first:
-            return self._attend(q, k, v, scale=scale, window=window)
+            return self._attend(q, k, v, scale=scale, window=window, soft_cap=soft_cap)
         # keys are rotated already, so their order doesn't matter
         keys, values = self._keys[:, :, : self._len], self._values[:, :, : self._len]
-        return F.scaled_dot_product_attention(
-            q, keys, values, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
-        )
+        return masked_attention(q, keys, values, None, scale=scale, soft_cap=soft_cap)
 
 
 @contextmanager
@@ -72,11 +70,11 @@ def _cached(model: Decoder, max_len: int) -> Iterator[None]:
     before = [attention.core for attention in attentions]
     for attention in attentions:
         attention.core = CachedAttention(max_len)
-    model.makes_window_masks = False
+    model.makes_masks = False
     try:
         yield
     finally:
-        model.makes_window_masks = True
+        model.makes_masks = True
         for attention, core in zip(attentions, before, strict=True):
             attention.core = core
 

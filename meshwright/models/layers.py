@@ -26,22 +26,29 @@ def cast(weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class Linear(nn.Linear):
-    """A matrix product without a bias."""
-
-    def __init__(self, in_features: int, out_features: int) -> None:
-        super().__init__(in_features, out_features, bias=False)
+    """A matrix product, with a bias or without."""
 
     def forward(self, x: Tensor) -> Tensor:  # (..., in) -> (..., out)
-        return F.linear(x, self.weight.to(x.dtype))
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return F.linear(x, self.weight.to(x.dtype), bias)
 
 
 class RMSNorm(nn.RMSNorm):
     """Division by the root mean square, then a weight.
 
     Source: Zhang and Sennrich 2019, arXiv:1910.07467.
+
+    Attributes:
+        is_offset: the factor is 1 + w, as Gemma's code has it. It is added and multiplied in fp32,
+            since near 1 bf16 would round w away.
     """
 
+    is_offset = False
+
     def forward(self, x: Tensor) -> Tensor:  # (..., D) -> (..., D)
+        if self.is_offset:
+            factor = 1.0 + self.weight.float()
+            return F.rms_norm(x.float(), self.normalized_shape, factor, self.eps).type_as(x)
         return F.rms_norm(x, self.normalized_shape, cast(self.weight, x.dtype), self.eps)
 
 
@@ -110,31 +117,37 @@ class _Vectors(torch.autograd.Function):
         return of_table, None, None
 
 
-def build_layer(parameter: Parameter, eps: float = 1e-5) -> nn.Module:
+def build_layer(parameter: Parameter, eps: float = 1e-5, *, has_bias: bool = False) -> nn.Module:
     """Return the layer whose weight the table declares as `parameter`.
 
     Args:
         eps: of a norm.
+        has_bias: of a matrix product.
     """
     *rows, columns = parameter.shape
     match parameter.layout:
         case "embedding":
             return Embedding(rows[0], columns)
         case "on_sequence" | "on_heads" | "over_heads":
-            return RMSNorm(columns, eps=eps)
-    return Linear(columns, rows[0])
+            norm = RMSNorm(columns, eps=eps)
+            norm.is_offset = parameter.is_offset
+            return norm
+    return Linear(columns, rows[0], bias=has_bias)
 
 
 def add_layers(module: nn.Module, parameters: Mapping[str, Parameter], eps: float = 1e-5) -> None:
     """Give `module` the layers that its part of the table names."""
     for name, parameter in parameters.items():
-        module.add_module(name.removesuffix(".weight"), build_layer(parameter, eps))
+        if name.endswith(".weight"):
+            layer = name.removesuffix(".weight")
+            has_bias = f"{layer}.bias" in parameters
+            module.add_module(layer, build_layer(parameter, eps, has_bias=has_bias))
 
 
 class FeedForward(nn.Module):
-    """SwiGLU block, w2(silu(w1 x) * w3 x), without biases.
+    """Gated block, w2(silu(w1 x) * w3 x), or with gelu by tanh; without biases.
 
-    Source: Shazeer 2020, arXiv:2002.05202 (FFN_SwiGLU). Names of weights are Meta's.
+    Source: Shazeer 2020, arXiv:2002.05202 (FFN_SwiGLU, FFN_GEGLU). Names of weights are Meta's.
     """
 
     w1: Linear
@@ -143,7 +156,10 @@ class FeedForward(nn.Module):
 
     def __init__(self, spec: FeedForwardSpec) -> None:
         super().__init__()
+        self.activation = spec.activation
         add_layers(self, spec.parameters)
 
     def forward(self, x: Tensor) -> Tensor:  # (B, S, D) -> (B, S, D)
-        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+        gate = self.w1(x)
+        gate = F.silu(gate) if self.activation == "silu" else F.gelu(gate, approximate="tanh")
+        return self.w2(gate * self.w3(x))

@@ -74,10 +74,11 @@ class SummedLoss:
         chunk_tokens: tokens whose logits exist at once; 0: as many as the model is wide, half as
             many if the logits are in fp32, so that they take no more memory than the weight would
             in bf16; or as `SMALL_LOGITS` allows, if that is more.
+        cap: c, logits z become c tanh(z / c); None: they stay.
     """
 
-    def __init__(self, chunk_tokens: int = 0) -> None:
-        self.chunk_tokens = chunk_tokens
+    def __init__(self, chunk_tokens: int = 0, cap: float | None = None) -> None:
+        self.chunk_tokens, self.cap = chunk_tokens, cap
         self._log_sums, self._exponentiate = _log_sums_in_blocks, _exponentiate_in_blocks
         self._add: Callable[[Tensor, Tensor], object] = add_
 
@@ -97,7 +98,8 @@ class SummedLoss:
         Args:
             at: (B,) int64, a position in each sequence. Only its logits are computed: (B, 1, V).
         """
-        return F.linear(rows_at(x, at), weight.to(x.dtype))
+        logits = F.linear(rows_at(x, at), weight.to(x.dtype))
+        return logits if self.cap is None else self.cap * torch.tanh(logits / self.cap)
 
     def __call__(self, x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         """(B, S, D), (V, D), (B, S) -> () fp32; differentiable once, by `x` and `weight`.
@@ -207,13 +209,20 @@ def _differentiate(
         chunk = slice(start, start + chunk_tokens)
         is_counted, places = has_loss(labels[chunk]), labels[chunk] - first
         logits = torch.mm(x[chunk], weight.t(), out=memory[: len(places)])
+        if loss.cap is not None:
+            logits.div_(loss.cap).tanh_().mul_(loss.cap)
         log_sum, own = loss.measure(logits, places)
         log_sum_of_all, own_of_all = loss.join(log_sum, own)
         losses[chunk] = torch.where(is_counted, log_sum_of_all - own_of_all, 0.0)
         if not (needs_x or needs_weight):
             continue
         log_sum = log_sum_of_all.where(is_counted, torch.inf)
-        loss.differentiate_(logits, places, own, log_sum)
+        if loss.cap is None:
+            loss.differentiate_(logits, places, own, log_sum)
+        else:
+            slope = 1 - (logits / loss.cap).square_()  # of c tanh(z / c)
+            loss.differentiate_(logits, places, own, log_sum)
+            logits.mul_(slope)
         if of_x is not None:
             torch.mm(logits, weight, out=of_x[chunk])
         if of_weight is not None:

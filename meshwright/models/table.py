@@ -56,6 +56,8 @@ class Parameter:
     """Key in `model.args` of the parts that only whole can be cut apart, and their number."""
     alternates: bool = False
     """Its initial values are 1, -1, 1, ... instead of one."""
+    is_offset: bool = False
+    """Its layer multiplies by 1 + w, so its initial values are less by one."""
 
     @cached_property  # as the next: a search asks for them a million times
     def numel(self) -> int:
@@ -102,7 +104,7 @@ class RopeSpec:
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """Attention of N query heads over K key and value heads of width H, without biases."""
+    """Attention of N query heads over K key and value heads of width H."""
 
     dim: int
     n_heads: int
@@ -114,9 +116,23 @@ class AttentionSpec:
     std: float
     out_std: float
     """Of the initial values of `wo`."""
-    rope: RopeSpec
+    rope: RopeSpec | None
+    """None: the layer knows no positions."""
     window: int | None = None
     """Tokens that a token sees, with itself; None: all before."""
+    scale: float | None = None
+    """Of products of queries with keys; None: 1 / sqrt(H)."""
+    soft_cap: float | None = None
+    """c: scores s become c tanh(s / c). None: they stay."""
+    has_norm_offset: bool = False
+    """Norms of queries and keys multiply by 1 + w."""
+    biases: tuple[str, ...] = ()
+    """The projections that have biases, which start at zero: of "wq", "wk", "wv" and "wo"."""
+
+    @property
+    def needs_mask(self) -> bool:
+        """Return whether the kernels of GPUs for plain causal attention don't do it."""
+        return self.window is not None or self.soft_cap is not None
 
     def num_pairs(self, seq_len: int) -> int:
         """Return the pairs of a query and a key in a sequence, twice those that a causal mask
@@ -130,15 +146,22 @@ class AttentionSpec:
         """By name in the module."""
         query, kv = self.n_heads * self.head_dim, self.n_kv_heads * self.head_dim
         heads, kv_heads = ("n_heads", self.n_heads), ("n_kv_heads", self.n_kv_heads)
-        found = {
-            "wq.weight": Parameter((query, self.dim), "colwise", self.std, parts=heads),
-            "wk.weight": Parameter((kv, self.dim), "colwise", self.std, parts=kv_heads),
-            "wv.weight": Parameter((kv, self.dim), "colwise", self.std, parts=kv_heads),
-            "wo.weight": Parameter((self.dim, query), "rowwise", self.out_std, parts=heads),
+        matrices = {
+            "wq": Parameter((query, self.dim), "colwise", self.std, parts=heads),
+            "wk": Parameter((kv, self.dim), "colwise", self.std, parts=kv_heads),
+            "wv": Parameter((kv, self.dim), "colwise", self.std, parts=kv_heads),
+            "wo": Parameter((self.dim, query), "rowwise", self.out_std, parts=heads),
         }
+        found = dict[str, Parameter]()
+        for name, matrix in matrices.items():
+            found[f"{name}.weight"] = matrix
+            if name in self.biases:
+                bias = Parameter(matrix.shape[:1], matrix.layout, 0.0, 0, matrix.parts)
+                found[f"{name}.bias"] = bias
         match self.qk_norm:
             case "head":
-                norm = Parameter((self.head_dim,), "on_heads", None, 0)
+                offset = self.has_norm_offset
+                norm = Parameter((self.head_dim,), "on_heads", None, 0, is_offset=offset)
                 found |= {"q_norm.weight": norm, "k_norm.weight": norm}
             case "all":
                 found["q_norm.weight"] = Parameter((query,), "over_heads", None, 0, heads)
@@ -155,6 +178,8 @@ class FeedForwardSpec:
     std: float
     out_std: float
     """Of the initial values of `w2`."""
+    activation: Literal["silu", "gelu"] = "silu"
+    """Of the gate. gelu: its approximation by tanh."""
 
     @property
     def parameters(self) -> dict[str, Parameter]:
@@ -249,20 +274,28 @@ class LayerSpec:
 
     attention: AttentionSpec
     feed_forward: FeedForwardSpec | MixtureSpec
-    norm: Literal["pre", "post"]
-    """Norms precede attention and feed-forward, or follow them."""
+    norm: Literal["pre", "post", "sandwich"]
+    """Norms precede attention and feed-forward, or follow them, or both."""
     norm_eps: float
+    has_norm_offset: bool = False
+    """Norms multiply by 1 + w."""
+    residual_scale: float = 1.0
+    """Of the results of attention and feed-forward, where they are added."""
 
     @property
     def modules(self) -> dict[str, dict[str, Parameter]]:
         """Parameters by name in the module, by the module's name in the block, in its order."""
-        norm = {"weight": Parameter((self.attention.dim,), "on_sequence", None, 0)}
+        shape, offset = (self.attention.dim,), self.has_norm_offset
+        norm = {"weight": Parameter(shape, "on_sequence", None, 0, is_offset=offset)}
+        has_two = self.norm == "sandwich"
         return {
             "attention_norm": norm,
             "attention": self.attention.parameters,
             "attention.core": {},
+            **({"post_attention_norm": norm} if has_two else {}),
             "ffn_norm": norm,
             "feed_forward": self.feed_forward.parameters,
+            **({"post_ffn_norm": norm} if has_two else {}),
         }
 
 
@@ -278,6 +311,14 @@ class DecoderSpec:
     std: float
     output_std: float
     """Of the initial values of the output projection, and of an embedding that is that too."""
+    has_norm_offset: bool = False
+    """The last norm multiplies by 1 + w."""
+    embedding_scale: float = 1.0
+    """Of the embedding's vectors, in the type of activations."""
+    output_scale: float = 1.0
+    """Of the logits."""
+    output_cap: float | None = None
+    """c: logits z become c tanh(z / c). None: they stay."""
 
     @cached_property
     def modules(self) -> Mapping[str, Mapping[str, Parameter]]:
@@ -299,8 +340,15 @@ class DecoderSpec:
             found[f"layers.{index}"] = {}
             found |= {f"layers.{index}.{name}": own for name, own in layer.modules.items()}
         alternates = self.tie_embeddings
-        norm = {"weight": Parameter((self.dim,), "on_sequence", None, 0, alternates=alternates)}
-        return found | {"norm": norm, "output": output}
+        norm = Parameter(
+            (self.dim,),
+            "on_sequence",
+            None,
+            0,
+            alternates=alternates,
+            is_offset=self.has_norm_offset,
+        )
+        return found | {"norm": {"weight": norm}, "output": output}
 
     @cached_property
     def parameters(self) -> Mapping[str, Parameter]:
@@ -342,7 +390,7 @@ class DecoderSpec:
         tensor-parallel ranks."""
         found: dict[str, tuple[int, int]] = {}
         for name, parameter in self.parameters.items():
-            if parameter.layout in ("colwise", "rowwise"):
+            if parameter.layout in ("colwise", "rowwise") and parameter.role == "matrix":
                 rows, columns = parameter.shape
                 is_colwise = parameter.layout == "colwise"
                 part = (rows // tp, columns) if is_colwise else (rows, columns // tp)
@@ -352,12 +400,13 @@ class DecoderSpec:
     @cached_property
     def ropes(self) -> tuple[RopeSpec, ...]:
         """The different rotations of its layers."""
-        return tuple(dict.fromkeys(layer.attention.rope for layer in self.layers))
+        ropes = dict.fromkeys(layer.attention.rope for layer in self.layers)
+        return tuple(rope for rope in ropes if rope is not None)
 
     @property
-    def has_windows(self) -> bool:
-        """Return whether some layers see only the last tokens."""
-        return any(layer.attention.window is not None for layer in self.layers)
+    def needs_masks(self) -> bool:
+        """Return whether some layers have windows or soft caps."""
+        return any(layer.attention.needs_mask for layer in self.layers)
 
     @property
     def head_dim(self) -> int:

@@ -86,6 +86,7 @@ def attend(
     *,
     scale: float,
     window: int | None = None,
+    soft_cap: float | None = None,
     mesh: DeviceMesh,
     has_flash: bool = True,
 ) -> Tensor:
@@ -101,7 +102,7 @@ def attend(
     chunks = (rank, 2 * size - 1 - rank)
     if window is not None and window >= q.shape[SEQUENCE] * size:
         window = None
-    is_causal = mask is None and window is None
+    is_causal = mask is None and window is None and soft_cap is None
     if is_causal and has_flash and q.dtype in FLASH[q.device.type].dtypes:
         width = q.shape[-1]
         if q.is_cuda and width % WIDTHS:  # zeros change neither scores nor other columns
@@ -110,8 +111,8 @@ def attend(
         return apply(q, k, v, chunks, mesh, scale)[..., :width]
     k, v = _gather(torch.stack([k, v]), mesh).unbind(0)  # (B, K, S, H)
     if isinstance(mask, BlockMask):  # skips later keys by itself
-        return masked_attention(q, k, v, mask, scale=scale)
-    return masked_in_chunks(q, k, v, mask, chunks, scale, window)
+        return masked_attention(q, k, v, mask, scale=scale, soft_cap=soft_cap)
+    return masked_in_chunks(q, k, v, mask, chunks, scale, window, soft_cap)
 
 
 def masked_in_chunks(
@@ -122,6 +123,7 @@ def masked_in_chunks(
     chunks: Chunks,
     scale: float,
     window: int | None = None,
+    soft_cap: float | None = None,
 ) -> Tensor:
     """Attend by a kernel that takes masks: of each chunk of `q` to no key that comes later, and to
     none before the window of its first query.
@@ -143,7 +145,10 @@ def masked_in_chunks(
         else:
             part_mask = mask[:, :, rows, seen]
         keys, values = k[:, :, seen], v[:, :, seen]
-        outputs.append(masked_attention(q[:, :, rows], keys, values, part_mask, scale=scale))
+        queries = q[:, :, rows]
+        outputs.append(
+            masked_attention(queries, keys, values, part_mask, scale=scale, soft_cap=soft_cap)
+        )
     return torch.cat(outputs, SEQUENCE)
 
 

@@ -40,6 +40,8 @@ def initialize(model: Decoder, seed: int) -> None:
             local.detach().fill_(1.0)
         else:
             fill_normal(local.detach(), declared.std, seed, name, tuple(parameter.shape), offset)
+        if declared.is_offset:
+            local.detach().sub_(1.0)
     model.init_buffers()
     model.init_state()
 

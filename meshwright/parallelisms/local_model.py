@@ -1,6 +1,6 @@
 """One rank's part of the model."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -41,6 +41,12 @@ class LocalModel(nn.Module):
             for name, child in stage.named_children():
                 if name != "layers":
                     self.add_module(name, child)
+
+    def named_parameters_once(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the parameters with their names, without the last stage's copy of a tied embedding:
+        over the ranks of a pipeline each has one place."""
+        copies = {s.tok_embeddings.weight for s in self.stages if s.has_copy and s.tok_embeddings}
+        yield from (pair for pair in self.named_parameters() if pair[1] not in copies)
 
     def forward_all(
         self, batches: Sequence[Batch], positions: Tensor, take: Callable[[Tensor, Batch], None]
@@ -146,3 +152,4 @@ def keep_modules(model: Decoder, names: Sequence[str]) -> None:
     for name, _ in list(model.named_children()):
         if name != "layers" and name not in names:
             setattr(model, name, None)
+    model.has_copy = "tok_embeddings" in names and "layers.0" not in names

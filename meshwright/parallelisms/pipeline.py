@@ -12,10 +12,12 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_s
 
 from meshwright.config.training import Training
 from meshwright.models.decoder import Decoder
+from meshwright.models.layers import Embedding
 from meshwright.models.loss import Batch
 from meshwright.parallelisms.data_parallel import accumulate_in_reduce_dtype
 from meshwright.parallelisms.meshes import Meshes
 from meshwright.parallelisms.rules.stages import SCHEDULES, stages_of_rank
+from meshwright.parallelisms.shards import is_dtensor
 from meshwright.system.modules import has_torch
 
 
@@ -119,6 +121,7 @@ class Pipeline:
         )
         """A line for the log."""
         self._has_last = num_stages - 1 in stages
+        self._tied = self._tied_embedding(num_stages)
         # the first call of an NCCL group needs all of its ranks (torch's batch_isend_irecv), and a
         # schedule's first messages are between two
         dist.all_reduce(torch.zeros((), device=device), group=self._group)
@@ -160,9 +163,41 @@ class Pipeline:
             # torch's error says in which stage; callers ask for a timeout, or a lack of memory
             cause.add_note(str(error))
             raise cause from None
+        self._sum_tied_gradients(tokens.device)
         if not self._has_last:
             return torch.zeros((), device=tokens.device)
         return torch.stack([loss.detach() for loss in losses]).sum()
+
+    def _tied_embedding(self, num_stages: int) -> tuple[Embedding, int] | None:
+        """Return this rank's tied embedding, and the rank of the group that has the other: the
+        first stage and the last have it. None: it has none."""
+        ends = {0: self._ranks[-1], num_stages - 1: self._ranks[0]}
+        for index, other in ends.items():
+            stage = self.stages.get(index)
+            if stage is not None and stage.table.tie_embeddings:
+                assert stage.tok_embeddings is not None
+                return stage.tok_embeddings, other
+        return None
+
+    @torch.no_grad()
+    def _sum_tied_gradients(self, device: torch.device) -> None:
+        """Add the gradient of the other copy of a tied embedding to this one's, so that both get
+        the same update: a sum of two has the same bits in either order."""
+        if self._tied is None:
+            return
+        embedding, other = self._tied
+        gradient = embedding.weight.grad
+        if gradient is None:  # it is frozen
+            return
+        local = gradient.to_local() if is_dtensor(gradient) else gradient
+        mine = local.to(device).contiguous()  # offloaded gradients are on the host
+        theirs = torch.empty_like(mine)
+        message = partial(dist.P2POp, group=self._group, group_peer=other)
+        for work in dist.batch_isend_irecv(
+            [message(dist.isend, mine), message(dist.irecv, theirs)]
+        ):
+            work.wait()
+        local.add_(theirs.to(local.device))
 
     def forward_all(
         self, batches: Sequence[Batch], positions: Tensor, take: Callable[[Tensor, Batch], None]

@@ -35,8 +35,8 @@ class VocabularyParallelLoss(SummedLoss):
     Source: Shoeybi et al. 2019, arXiv:1909.08053, section 3.
     """
 
-    def __init__(self, mesh: DeviceMesh) -> None:
-        super().__init__()
+    def __init__(self, mesh: DeviceMesh, cap: float | None = None) -> None:
+        super().__init__(cap=cap)
         self.mesh = mesh
 
     def logits(self, x: Tensor, weight: Tensor, at: Tensor | None = None) -> Tensor:
@@ -140,7 +140,7 @@ def apply_tp(model: Decoder, mesh: DeviceMesh) -> str:
             around = module.rpartition(".")[0]
             plan[around] = _gather(model.get_submodule(around))
     if model.output is not None:  # a tied one's weight is cut as the embedding's
-        model.output.loss = VocabularyParallelLoss(mesh)
+        model.output.loss = VocabularyParallelLoss(mesh, model.output.loss.cap)
     for module, style in plan.items():  # by name: torch reads a plan's keys as patterns, each anew
         parallelize_module(model.get_submodule(module), mesh, style)
     if model.tok_embeddings is not None:

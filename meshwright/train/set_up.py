@@ -280,7 +280,7 @@ def _order_attention(plan: ResolvedJob, device: torch.device) -> list[str]:
     if device.type != "cuda" or has_own:
         return []
     specs = (layer.attention for layer in plan.model_args.table.layers)
-    spec = next((spec for spec in specs if spec.window is None), None)
+    spec = next((spec for spec in specs if not spec.needs_mask), None)
     if spec is None:
         return []
     tp = parallelism.tensor_parallel_degree

@@ -145,7 +145,8 @@ class Trainer:
         is_finite_here = torch.isfinite(loss)
 
         if early is None:
-            squares = local_square_sums(model.named_parameters(), self.norm_groups, loss.device)
+            own = model.named_parameters_once()
+            squares = local_square_sums(own, self.norm_groups, loss.device)
         else:
             squares = early.square_sum.unsqueeze(0)
         mark("communication")

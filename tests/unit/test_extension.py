@@ -45,11 +45,11 @@ def words(folder: Path, code: str, *others: str) -> list[str]:
 
 
 def test_the_model_of_the_docs_has_its_published_size(tmp_path, caplog) -> None:
-    family = example("mistral")
-    model = ("--model.name", "mistral", "--model.flavor", "mistral_7b", "--checkpoint.enable")
+    family = example("exaone4")
+    model = ("--model.name", "exaone4", "--model.flavor", "exaone4_32b", "--checkpoint.enable")
     config = load_config(words(tmp_path, family + example("model"), *model))
     plan = resolved(config, 8)
-    assert round(plan.model_args.table.num_params / 1e9, 3) == 7.248
+    assert round(plan.model_args.table.num_params / 1e9, 3) == 32.003
     caplog.set_level("INFO", "meshwright")
     announce_end(plan, 0, None, 1, 1.0)
     assert caplog.messages[-1].endswith(f" MODEL_FOLDER --custom-import {tmp_path}/mine.py")
@@ -57,13 +57,13 @@ def test_the_model_of_the_docs_has_its_published_size(tmp_path, caplog) -> None:
 
 def test_a_model_is_exported_and_generates_with_its_module_alone(tmp_path, capsys) -> None:
     module = tmp_path / "mine.py"
-    module.write_text(example("mistral") + example("model"), "utf-8")
+    module.write_text(example("exaone4") + example("model"), "utf-8")
     extend_by(str(module))
-    args = small(MODELS["mistral"], vocab_size=259)
+    args = small(MODELS["exaone4"], vocab_size=259)
     model = load_hf(save_transformers(tmp_path / "hf", args), args)
     checkpoint = save_checkpoint(tmp_path / "dump" / "checkpoint", model, args)
     set_manifest(checkpoint, config={"experimental": {"custom_import": str(module)}})
-    del MODELS["mistral"]
+    del MODELS["exaone4"]
 
     out, prompt = tmp_path / "out", ("--prompt", "Once", "--max-new-tokens", "8")
     for command, options in ((export, (out,)), (generate_text, prompt)):
@@ -76,7 +76,7 @@ def test_a_model_is_exported_and_generates_with_its_module_alone(tmp_path, capsy
     assert_equal(tensors_of(out), tensors_of(tmp_path / "hf"))
     texts = []
     for source in (checkpoint, out):
-        del MODELS["mistral"]  # each command imports it
+        del MODELS["exaone4"]  # each command imports it
         capsys.readouterr()
         generate_text([source, *prompt, *own])
         texts.append(capsys.readouterr().out)
@@ -240,12 +240,12 @@ def test_a_module_is_found_by_its_name_too(tmp_path, monkeypatch) -> None:
 
 @pytest.mark.parametrize("changes", [{}, {"tie_embeddings": True}], ids=["untied", "tied"])
 def test_the_example_passes_the_tests_of_families(tmp_path, changes) -> None:
-    code = example("mistral")
+    code = example("exaone4")
     assert len(code.splitlines()) < 250
     assert not re.search(r"parallelisms|^import torch", code, re.MULTILINE)
     (tmp_path / "mine.py").write_text(code + example("model"), "utf-8")
     extend_by(str(tmp_path / "mine.py"))
-    args = small(MODELS["mistral"], vocab_size=131, **changes)
+    args = small(MODELS["exaone4"], vocab_size=131, **changes)
     test_families.test_the_table_is_that_of_the_model(args)
     test_families.test_logits_loss_and_gradients_equal_transformers(args, 32)
     test_families.test_packed_documents_equal_transformers(args)

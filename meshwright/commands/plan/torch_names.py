@@ -130,7 +130,14 @@ MASK_BLOCK = 128
 
 
 def flex_attention_operator(
-    q: Tensor, k: Tensor, v: Tensor, *, block_mask: flex.BlockMask, scale: float, enable_gqa: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    block_mask: flex.BlockMask,
+    scale: float,
+    enable_gqa: bool,
+    score_mod: Callable[..., Tensor] = flex._identity,
 ) -> Tensor:
     """Do flex attention as one operator, as compiled code does.
 
@@ -139,4 +146,4 @@ def flex_attention_operator(
     assert enable_gqa or q.shape[1] == k.shape[1]
     options = {"PRESCALE_QK": False, "OUTPUT_LOGSUMEXP": True, "OUTPUT_MAX": False}
     mask = block_mask.as_tuple()
-    return flex.flex_attention_hop(q, k, v, flex._identity, mask, scale, options)[0]
+    return flex.flex_attention_hop(q, k, v, score_mod, mask, scale, options)[0]

@@ -211,8 +211,14 @@ def every_mesh(small: JobConfig, args: DecoderArgs) -> list[Case]:
     for mesh in ({"tp": 2}, {"cp": 2}, {"dp_shard": 2, "tp": 2}, {"pp": 2, "cp": 2}):
         cases.append(build_case("bf16", small, mesh, kind="bf16"))
     cases = [case for case in cases if case.mesh.get("tp", 1) <= largest_tp(args)]
-    cases = [case for case in cases if not (args.tie_embeddings and "pp" in case.mesh)]
+    if args.tie_embeddings:
+        cases = [case for case in cases if not ("pp" in case.mesh and _is_v(case))]
     return _within_torch(cases, args)
+
+
+def _is_v(case: Case) -> bool:
+    """Return whether the first and the last stage would be on one rank."""
+    return SCHEDULES[case.config.parallelism.pipeline_parallel_schedule].is_v
 
 
 def _within_torch(cases: Iterable[Case], args: DecoderArgs) -> list[Case]:

@@ -30,8 +30,14 @@ class Form:
 
     qk_norm: Literal["head", "all"] | None = None
     """RMS norm of queries and keys: of each head, or over all heads of a token."""
-    is_post_norm: bool = False
-    """Norms are of the results of attention and feed-forward, not of their inputs."""
+    norm: Literal["pre", "post", "sandwich"] = "pre"
+    """Norms are of the inputs of attention and feed-forward, of their results, or of both."""
+    biases: str = ""
+    """Of q, k and v, the projections that have biases."""
+    is_gemma: bool = False
+    """Norms multiply by 1 + w, the gate has GELU by tanh, and embeddings are times sqrt(D)."""
+    divides_logits: bool = False
+    """By `logits_scaling`, instead of multiplying by it."""
 
 
 FORMS = {
@@ -39,9 +45,16 @@ FORMS = {
     "mixtral": Form(),  # arXiv:2401.04088
     "qwen3": Form(qk_norm="head"),  # arXiv:2505.09388
     "qwen3_moe": Form(qk_norm="head"),
-    "olmo2": Form(qk_norm="all", is_post_norm=True),  # arXiv:2501.00656
-    "olmo3": Form(qk_norm="all", is_post_norm=True),
+    "olmo2": Form(qk_norm="all", norm="post"),  # arXiv:2501.00656
+    "olmo3": Form(qk_norm="all", norm="post"),
     "olmoe": Form(qk_norm="all"),  # arXiv:2409.02060
+    "gemma2": Form(norm="sandwich", is_gemma=True),  # arXiv:2408.00118
+    "gemma3_text": Form(qk_norm="head", norm="sandwich", is_gemma=True),  # arXiv:2503.19786
+    "smollm3": Form(),
+    "qwen2": Form(biases="qkv"),  # arXiv:2407.10671
+    "mistral": Form(),  # arXiv:2310.06825
+    "granite": Form(divides_logits=True),
+    "hyperclovax": Form(norm="sandwich"),  # arXiv:2506.22403
 }
 """By `model.name`."""
 
@@ -55,12 +68,17 @@ def shapes(name: str, args: Args) -> dict[str, tuple[int, ...]]:
     if qk_norm is not None:
         attention |= {"q_norm": (width if qk_norm == "head" else query,)}
         attention |= {"k_norm": (width if qk_norm == "head" else kv,)}
+    biases = {which: attention[f"w{which}"][:1] for which in FORMS[name].biases}
+    norms = [f"{norm}_norm" for norm in ("attention", "ffn")]
+    if FORMS[name].norm == "sandwich":
+        norms += [f"post_{norm}" for norm in norms]
     found: dict[str, tuple[int, ...]] = {"tok_embeddings.weight": (args["vocab_size"], dim)}
     if not args["tie_embeddings"]:
         found["output.weight"] = args["vocab_size"], dim
     for layer in range(args["n_layers"]):
         part, inner = f"layers.{layer}", args["hidden_dim"]
-        found |= {f"{part}.{norm}_norm.weight": (dim,) for norm in ("attention", "ffn")}
+        found |= {f"{part}.{norm}.weight": (dim,) for norm in norms}
+        found |= {f"{part}.attention.w{which}.bias": shape for which, shape in biases.items()}
         found |= {f"{part}.attention.{which}.weight": shape for which, shape in attention.items()}
         prefix, suffix = f"{part}.feed_forward.", ".weight"
         experts: tuple[int, ...] = ()
@@ -193,7 +211,10 @@ class Plain:
             weights: fp64, by name.
             routers: by number of the layer; each gets its results.
         """
-        x, documents = weights["tok_embeddings.weight"][batch.tokens], batch.documents
+        args, documents = self._args, batch.documents
+        x = weights["tok_embeddings.weight"][batch.tokens] * args.get("embedding_multiplier", 1.0)
+        if self._form.is_gemma:
+            x = x * math.sqrt(args["dim"])
         sees = (documents.unsqueeze(2) == documents.unsqueeze(1)).tril()  # (B, queries, keys)
         positions = sees.sum(-1) - 1  # in the document
         distance = positions.unsqueeze(2) - positions.unsqueeze(1)
@@ -204,7 +225,9 @@ class Plain:
             part = {k.removeprefix(prefix): w for k, w in weights.items() if k.startswith(prefix)}
             turned, window = angles(self._args, positions, layer), window_of(self._args, layer)
             length = self._stretch[positions].unsqueeze(-1) * amplitude(self._args, layer)
-            rotation = torch.polar(length.expand_as(turned), turned)
+            rotation: Tensor | None = torch.polar(length.expand_as(turned), turned)
+            if "no_rope_every" in args and (layer + 1) % args["no_rope_every"] == 0:
+                rotation = None
             near = sees if window is None else sees & (distance < window)
             x = self._block(x, part, rotation, near, router, batch.is_token)
             if router is not None:
@@ -212,6 +235,9 @@ class Plain:
         x = self._norm(x, weights["norm.weight"])
         is_tied = self._args["tie_embeddings"]
         logits = x @ weights["tok_embeddings.weight" if is_tied else "output.weight"].T
+        factor = args.get("logits_scaling", 1.0)
+        logits = logits / factor if self._form.divides_logits else logits * factor
+        logits = _capped(logits, args.get("output_cap"))
         loss = F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), ignore_index=UNCOUNTED)
         return loss, own / batch.tokens.numel()
 
@@ -219,7 +245,7 @@ class Plain:
         self,
         x: Tensor,
         weights: Weights,
-        rotation: Tensor,
+        rotation: Tensor | None,
         sees: Tensor,
         router: Router | None,
         is_token: Tensor,
@@ -228,35 +254,50 @@ class Plain:
             if router is not None:
                 return self._mix(y, weights, router, is_token)
             w1, w2, w3 = (weights[f"feed_forward.w{number}.weight"] for number in (1, 2, 3))
-            return _swiglu(y, w1, w2, w3)
+            return _geglu(y, w1, w2, w3) if self._form.is_gemma else _swiglu(y, w1, w2, w3)
 
-        norms = [weights[f"{name}_norm.weight"] for name in ("attention", "ffn")]
-        if self._form.is_post_norm:
-            x = x + self._norm(self._attend(x, weights, rotation, sees), norms[0])
-            return x + self._norm(feed_forward(x), norms[1])
-        x = x + self._attend(self._norm(x, norms[0]), weights, rotation, sees)
-        return x + feed_forward(self._norm(x, norms[1]))
+        def attend(y: Tensor) -> Tensor:
+            return self._attend(y, weights, rotation, sees)
+
+        before = {"pre": "{}_norm", "sandwich": "{}_norm", "post": ""}[self._form.norm]
+        after = {"pre": "", "sandwich": "post_{}_norm", "post": "{}_norm"}[self._form.norm]
+        for name, part in (("attention", attend), ("ffn", feed_forward)):
+            y = x
+            if before:
+                y = self._norm(y, weights[f"{before.format(name)}.weight"])
+            y = part(y)
+            if after:
+                y = self._norm(y, weights[f"{after.format(name)}.weight"])
+            x = x + y * self._args.get("residual_multiplier", 1.0)
+        return x
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return x / (x.square().mean(-1, keepdim=True) + self._args["norm_eps"]).sqrt() * weight
+        factor = weight + 1 if self._form.is_gemma else weight
+        return x / (x.square().mean(-1, keepdim=True) + self._args["norm_eps"]).sqrt() * factor
 
-    def _attend(self, x: Tensor, weights: Weights, rotation: Tensor, sees: Tensor) -> Tensor:
+    def _attend(self, x: Tensor, weights: Weights, rotation: Tensor | None, sees: Tensor) -> Tensor:
         def heads(which: str) -> Tensor:  # (B, heads, S, H)
             y, norm = x @ weights[f"attention.w{which}.weight"].T, f"attention.{which}_norm.weight"
+            if which in self._form.biases:
+                y = y + weights[f"attention.w{which}.bias"]
             if norm in weights and self._form.qk_norm == "all":
                 y = self._norm(y, weights[norm])
             count = self._args["n_heads" if which == "q" else "n_kv_heads"]
             y = y.unflatten(-1, (count, -1))
             if norm in weights and self._form.qk_norm == "head":
                 y = self._norm(y, weights[norm])
-            if which != "v":  # numbers 2i and 2i + 1 of a head are a point that is turned
+            if (
+                which != "v" and rotation is not None
+            ):  # numbers 2i and 2i + 1 of a head are a point that is turned
                 points = torch.view_as_complex(y.unflatten(-1, (-1, 2)).contiguous())
                 y = torch.view_as_real(points * rotation.unsqueeze(2)).flatten(-2)
             return y.transpose(1, 2)
 
         q, k, v = map(heads, "qkv")
         k, v = (y.repeat_interleave(q.shape[1] // y.shape[1], 1) for y in (k, v))
-        scores = q @ k.mT / math.sqrt(q.shape[-1])
+        scale = self._args.get("query_scale", q.shape[-1]) ** -0.5
+        scores = q @ k.mT * self._args.get("attention_multiplier", scale)
+        scores = _capped(scores, self._args.get("attention_cap"))
         mixed = scores.masked_fill(~sees.unsqueeze(1), -math.inf).softmax(-1) @ v
         return mixed.transpose(1, 2).flatten(-2) @ weights["attention.wo.weight"].T
 
@@ -289,6 +330,17 @@ class Plain:
 
 def _over_mean(load: Tensor) -> Tensor:
     return load / load.mean(-1, keepdim=True).clamp(min=1e-9)
+
+
+def _capped(x: Tensor, cap: float | None) -> Tensor:
+    return x if cap is None else cap * (x / cap).tanh()
+
+
+def _geglu(x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
+    """The same paper, with the GELU of Hendrycks and Gimpel 2016, arXiv:1606.08415, by tanh."""
+    y = x @ w1.T
+    gate = y / 2 * (1 + (math.sqrt(2 / math.pi) * (y + 0.044715 * y**3)).tanh())
+    return (gate * (x @ w3.T)) @ w2.T
 
 
 def _swiglu(x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:

@@ -19,7 +19,11 @@ from torch import Tensor, nn
 from meshwright.commands.prove.cases import reference_case
 from meshwright.commands.prove.checked import NAMED
 from meshwright.commands.prove.ranks import RankError, RankPool
-from meshwright.commands.prove.weights import calm_post_norms, show_attention
+from meshwright.commands.prove.weights import (
+    calm_post_norms,
+    show_attention,
+    show_layers_without_positions,
+)
 from meshwright.config.job_config import JobConfig
 from meshwright.models.decoder import Decoder, Routing
 from meshwright.models.router import BalanceLosses
@@ -81,6 +85,7 @@ def measure_properties(small: JobConfig) -> list[Property]:
     initialize(decoder, training.seed)
     show_attention(decoder)
     calm_post_norms(decoder)
+    show_layers_without_positions(decoder)
     for mixture in decoder.mixtures().values():
         # they would add gradients of their own, between all tokens
         mixture.losses = BalanceLosses()

@@ -150,6 +150,8 @@ def compare_rope(checked: Checked, decoder: Decoder) -> None:
     own = dataclasses.asdict(decoder.args)
     compared = set[tuple[str, float, tuple[float, ...]]]()
     for number, layer in enumerate(decoder.table.layers):
+        if layer.attention.rope is None:
+            continue
         name = names[layer.attention.rope]
         wanted = name, amplitude(own, number), tuple(frequencies(own, number).tolist())
         if wanted in compared:

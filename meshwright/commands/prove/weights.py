@@ -22,6 +22,7 @@ def prepare_weights(trainer: Trainer) -> None:
     for stage in trainer.model.stages:
         show_attention(stage)
         calm_post_norms(stage)
+        show_layers_without_positions(stage)
     if trainer.average is not None:
         trainer.average.begin()
     unbalance(trainer.model)
@@ -58,10 +59,24 @@ def calm_post_norms(stage: Decoder) -> None:
     that begins at 0.02: so each rounding would grow from block to block. At these scales blocks add
     to the stream about as much as the blocks of other families do.
     """
-    if all(layer.norm == "pre" for layer in stage.table.layers):
+    norm, table = stage.table.layers[0].norm, stage.table
+    if norm == "pre":
         return
-    if stage.tok_embeddings is not None:
+    if stage.tok_embeddings is not None and table.embedding_scale == 1:
         stage.tok_embeddings.weight.mul_(EMBEDDING_SCALE)
+    prefix = "post_" if norm == "sandwich" else ""
+    ends = f".{prefix}attention_norm.weight", f".{prefix}ffn_norm.weight"
     for name, parameter in stage.named_parameters():
-        if name.endswith((".attention_norm.weight", ".ffn_norm.weight")):
-            parameter.mul_(BRANCH_SCALE)
+        if name.endswith(ends):
+            offset = int(table.parameters[name].is_offset)
+            parameter.add_(offset).mul_(BRANCH_SCALE).sub_(offset)
+
+
+@torch.no_grad()
+def show_layers_without_positions(stage: Decoder) -> None:
+    """Scale the queries of layers that don't rotate them as `show_attention` scales those of the
+    others, and their keys, in place."""
+    for name, block in stage.layers.items():
+        spec = stage.table.layers[int(name)].attention
+        if spec.rope is None and spec.qk_norm is None:
+            block.get_parameter("attention.wq.weight").mul_(STRETCH[0] ** 2)

@@ -15,6 +15,13 @@ FAMILIES: tuple[str, ...] = (
     "meshwright.models.families.qwen3_moe",
     "meshwright.models.families.olmoe",
     "meshwright.models.families.mixtral",
+    "meshwright.models.families.gemma2",
+    "meshwright.models.families.gemma3_text",
+    "meshwright.models.families.smollm3",
+    "meshwright.models.families.qwen2",
+    "meshwright.models.families.mistral",
+    "meshwright.models.families.granite",
+    "meshwright.models.families.hyperclovax",
 )
 """Modules, free of torch, each with a `FAMILY` of the module's name."""
 

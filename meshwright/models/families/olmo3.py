@@ -28,6 +28,7 @@ class Olmo3Args(WindowArgs):
 
     def windowed(self, attention: AttentionSpec) -> AttentionSpec:
         """Return the attention of layers with a window, whose rotation is never stretched."""
+        assert attention.rope is not None
         rope = replace(attention.rope, scaling=None)
         return replace(super().windowed(attention), rope=rope)
 

@@ -90,9 +90,13 @@ def apply_cpu_attention(model: Decoder, dtype: torch.dtype) -> str:
     """
     if reason := _of_any_rank(why_not(model.table.head_dim, dtype)):
         return f"attention: torch's, since {reason}"
-    for block in model.layers.values():
-        core = block.get_submodule("attention.core")
-        core.forward = attend  # one for all blocks, so that they share a graph
+    specs = {name: model.table.layers[int(name)].attention for name in model.layers}
+    if all(spec.soft_cap is not None for spec in specs.values()):
+        return "attention: plain products, since no kernel for CPUs has soft caps"
+    for name, block in model.layers.items():
+        if specs[name].soft_cap is None:
+            core = block.get_submodule("attention.core")
+            core.forward = attend  # one for all blocks, so that they share a graph
     return f"attention: {SOURCES[-1].parent.name}/{SOURCES[-1].name}"
 
 
@@ -113,9 +117,12 @@ def attend(
     *,
     scale: float,
     window: int | None = None,
+    soft_cap: float | None = None,
 ) -> Tensor:
-    """Keep the contract of `CausalAttention`, without masks: all bf16, or all fp32."""
+    """Keep the contract of `CausalAttention`, without masks and soft caps: all bf16, or all
+    fp32."""
     assert mask is None
+    assert soft_cap is None
     length = q.shape[2]
     out, _ = cpu_attention(q, k, v, scale, min(window or length, length))
     return out

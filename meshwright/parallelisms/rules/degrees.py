@@ -132,8 +132,8 @@ def _flex_attention(config: JobConfig, facts: Facts) -> Iterator[ConfigError]:
     if config.training.mask_documents:
         key, does = "training.mask_documents", "does it"
         fix = "set a lower model.args.n_heads, or leave it out"
-    elif facts.spec.has_windows:
-        key, does = "model.flavor", "has its windows"
+    elif facts.spec.needs_masks:
+        key, does = "model.flavor", "has its windows and soft caps"
         fix = "set a lower model.args.n_heads, or choose another model"
     else:
         return

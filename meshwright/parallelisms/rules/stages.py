@@ -184,10 +184,27 @@ RULES: tuple[Row[Facts], ...] = (
         "use torch 2.13, or choose Interleaved1F1B",
     ),
     Rule(
-        "parallelism.pipeline_parallel_degree",
-        lambda c, facts: c.parallelism.pipeline_parallel_degree > 1 and facts.spec.tie_embeddings,
-        "the first and the last stage would share the embedding (model.args.tie_embeddings)",
-        "set it to 1, or model.args.tie_embeddings = false",
+        "parallelism.pipeline_parallel_schedule",
+        lambda c, facts: (
+            c.parallelism.pipeline_parallel_degree > 1
+            and SCHEDULES[c.parallelism.pipeline_parallel_schedule].is_v
+            and facts.spec.tie_embeddings
+        ),
+        "has the first and the last stage on one rank, which would have the tied embedding twice "
+        "(model.args.tie_embeddings)",
+        'choose "1F1B" or "Interleaved1F1B", or set model.args.tie_embeddings = false',
+        needs="model",
+    ),
+    Rule(
+        "optimizer.early_step_in_backward",
+        lambda c, facts: (
+            c.parallelism.pipeline_parallel_degree > 1
+            and c.optimizer.early_step_in_backward
+            and facts.spec.tie_embeddings
+        ),
+        "updates before the first and the last stage have added up their gradients of the tied "
+        "embedding (model.args.tie_embeddings)",
+        "leave it out, or set model.args.tie_embeddings = false",
         needs="model",
     ),
     Check(_has_layers, needs="model"),
@@ -198,13 +215,19 @@ TAKES_STAGES = Check(_takes_stages)
 
 
 def assign_modules(parallelism: Parallelism, model: DecoderSpec) -> list[list[str]]:
-    """Return the names of the modules of every stage: as the config says, else split evenly."""
-    if parallelism.module_fqns_per_model_part and parallelism.pipeline_parallel_degree > 1:
-        return parallelism.module_fqns_per_model_part
-    size = model.in_matrices
-    layers = [size[f"layers.{index}"] for index in range(len(model.layers))]
-    embedding, output = size["tok_embeddings"], size["output"]
-    return split_evenly(layers, num_stages(parallelism), embedding=embedding, output=output)
+    """Return the names of the modules of every stage: as the config says, else split evenly. The
+    last one of a tied model has the embedding, too: a copy, which has the same name, first values
+    and updates as the first stage's."""
+    parts = parallelism.module_fqns_per_model_part
+    if not parts or parallelism.pipeline_parallel_degree == 1:
+        size = model.in_matrices
+        layers = [size[f"layers.{index}"] for index in range(len(model.layers))]
+        embedding = size["tok_embeddings"]
+        output = embedding if model.tie_embeddings else size["output"]
+        parts = split_evenly(layers, num_stages(parallelism), embedding=embedding, output=output)
+    if len(parts) == 1 or not model.tie_embeddings:
+        return parts
+    return [*parts[:-1], ["tok_embeddings", *parts[-1]]]
 
 
 def takes_microbatches(schedule: str, num_microbatches: int, num_ranks: int, stages: int) -> bool:

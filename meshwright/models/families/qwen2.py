@@ -1,0 +1,59 @@
+"""Qwen2 and Qwen2.5 as data. Free of torch.
+
+Source: Qwen Team 2024, arXiv:2412.15115; dimensions come from the config.json of Qwen/Qwen2.5-0.5B
+to Qwen/Qwen2.5-32B.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from meshwright.models.args import STD, DecoderArgs
+from meshwright.models.family import Family, HuggingFaceForm
+from meshwright.models.rope_scaling import Yarn
+from meshwright.models.table import AttentionSpec, DecoderSpec
+
+
+@dataclass(frozen=True)
+class Qwen2Args(DecoderArgs):
+    """Dimensions of a Qwen2."""
+
+    norm_eps: float = 1e-6
+    rope_theta: float = 1000000.0
+    rope_scaling: Yarn | None = None
+
+    def expand(self) -> DecoderSpec:
+        """The report gives no initial values; these make logits of variance 1 at any width."""
+        return self.decoder(
+            out_std=STD / math.sqrt(2 * self.n_layers),
+            output_std=1 / math.sqrt(self.dim),
+            rope_scaling=self.rope_scaling,
+        )
+
+    def attention_layers(self, attention: AttentionSpec) -> Sequence[AttentionSpec]:
+        """Return layers whose projections to queries, keys and values have biases."""
+        return [replace(attention, biases=("wq", "wk", "wv"))] * self.n_layers
+
+
+FLAVORS: dict[str, Qwen2Args] = {
+    "debugmodel": Qwen2Args(
+        dim=256, n_layers=6, n_heads=8, n_kv_heads=4, hidden_dim=768, vocab_size=2048
+    ),
+    "qwen2.5_0.5b": Qwen2Args(896, 24, 14, 2, 4864, 151936, tie_embeddings=True),
+    "qwen2.5_1.5b": Qwen2Args(1536, 28, 12, 2, 8960, 151936, tie_embeddings=True),
+    "qwen2.5_7b": Qwen2Args(3584, 28, 28, 4, 18944, 152064),
+    "qwen2.5_32b": Qwen2Args(5120, 64, 40, 8, 27648, 152064, norm_eps=1e-5),
+}
+
+FAMILY = Family(
+    name="qwen2",
+    args=Qwen2Args,
+    flavors=FLAVORS,
+    hf=HuggingFaceForm(
+        model_type="qwen2",
+        architecture="Qwen2ForCausalLM",
+        fixed={"hidden_act": "silu", "use_sliding_window": False},
+        defaults={"num_key_value_heads": 32},
+        stretched_rope_type="yarn",
+    ),
+)
