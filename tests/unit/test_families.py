@@ -179,10 +179,8 @@ llama3.1_405b 405.853, qwen3_0.6b 0.596, qwen3_1.7b 1.721, qwen3_4b 4.022, qwen3
 qwen3_14b 14.768, qwen3_32b 32.762, olmo2_1b 1.485, olmo2_7b 7.299, olmo2_13b 13.716,
 olmo2_32b 32.234, qwen3_30b_a3b 30.532, qwen3_235b_a22b 235.094, olmoe_1b_7b 6.919,
 mixtral_8x7b 46.703, olmo3_7b 7.298, olmo3_32b 32.234, gemma2_2b 2.614,
-gemma2_9b 9.242, gemma2_27b 27.227, gemma3_270m 0.268, gemma3_1b 1.000, gemma3_4b 3.880,
-gemma3_12b 11.766, gemma3_27b 27.009, smollm3_3b 3.075, qwen2.5_0.5b 0.494, qwen2.5_1.5b 1.544,
-qwen2.5_7b 7.616, qwen2.5_32b 32.764, mistral_7b_v0.1 7.242, mistral_7b_v0.3 7.248,
-granite3.1_2b 2.534, granite3.1_8b 8.171, hyperclovax_14b 14.748
+gemma3_270m 0.268, gemma3_1b 1.000, gemma3_4b 3.880, gemma3_12b 11.766, gemma3_27b 27.009,
+smollm3_3b 3.075, qwen2.5_7b 7.616, mistral_7b_v0.1 7.242, granite3.1_8b 8.171
 """
 PUBLISHED = {name: float(size) for name, size in map(str.split, SIZES.split(","))}
 """Billions of parameters."""

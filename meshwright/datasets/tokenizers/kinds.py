@@ -39,9 +39,7 @@ OF_PRESETS = {
     "smollm3": "HuggingFaceTB/SmolLM3-3B-Base",
     "qwen2.5": "Qwen/Qwen2.5-7B",
     "mistral_v0.1": "mistralai/Mistral-7B-v0.1",
-    "mistral_v0.3": "mistralai/Mistral-7B-v0.3",
     "granite": "ibm-granite/granite-3.1-8b-base",
-    "hyperclovax": "naver-hyperclovax/HyperCLOVAX-SEED-Think-14B",
 }
 """Repositories on the Hugging Face hub, by the folder in assets/tokenizers that presets name."""
 

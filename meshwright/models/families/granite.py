@@ -1,7 +1,7 @@
 """Granite 3 as data. Free of torch.
 
 Source: IBM 2024 (Granite 3.0 Language Models); dimensions come from the config.json of
-ibm-granite/granite-3.1-2b-base and ibm-granite/granite-3.1-8b-base.
+ibm-granite/granite-3.1-8b-base.
 """
 
 from collections.abc import Sequence
@@ -68,7 +68,6 @@ FLAVORS: dict[str, GraniteArgs] = {
     "debugmodel": GraniteArgs(
         dim=256, n_layers=6, n_heads=8, n_kv_heads=4, hidden_dim=768, vocab_size=2048
     ),
-    "granite3.1_2b": GraniteArgs(2048, 40, 32, 8, 8192, 49155),
     "granite3.1_8b": GraniteArgs(
         *(4096, 40, 32, 8, 12800, 49155),
         rope_theta=10000000.0,

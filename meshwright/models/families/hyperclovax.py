@@ -1,7 +1,7 @@
 """HyperCLOVA X SEED Think as data. Free of torch.
 
-Source: NAVER Cloud 2025 (HyperCLOVA X THINK), arXiv:2506.22403; dimensions come from the
-config.json of naver-hyperclovax/HyperCLOVAX-SEED-Think-14B.
+Source: NAVER Cloud 2025 (HyperCLOVA X THINK), arXiv:2506.22403; defaults come from the
+config.json of naver-hyperclovax/HyperCLOVAX-SEED-Think-14B, whose folder `model.flavor` reads.
 """
 
 from dataclasses import dataclass
@@ -30,7 +30,6 @@ FLAVORS: dict[str, HyperClovaXArgs] = {
     "debugmodel": HyperClovaXArgs(
         dim=256, n_layers=6, n_heads=8, n_kv_heads=4, hidden_dim=768, vocab_size=2048
     ),
-    "hyperclovax_14b": HyperClovaXArgs(6144, 38, 48, 8, 14336, 110592, head_dim=128),
 }
 
 FAMILY = Family(

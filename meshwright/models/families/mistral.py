@@ -1,7 +1,7 @@
 """Mistral 7B as data. Free of torch.
 
 Source: Jiang et al. 2023, arXiv:2310.06825; dimensions come from the config.json of
-mistralai/Mistral-7B-v0.1 and mistralai/Mistral-7B-v0.3.
+mistralai/Mistral-7B-v0.1.
 """
 
 import math
@@ -54,7 +54,6 @@ FLAVORS: dict[str, MistralArgs] = {
         dim=256, n_layers=6, n_heads=8, n_kv_heads=4, hidden_dim=768, vocab_size=2048, window=64
     ),
     "mistral_7b_v0.1": MistralArgs(4096, 32, 32, 8, 14336, 32000, rope_theta=1e4, window=4096),
-    "mistral_7b_v0.3": MistralArgs(4096, 32, 32, 8, 14336, 32768),
 }
 
 FAMILY = Family(

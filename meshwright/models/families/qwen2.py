@@ -1,7 +1,6 @@
 """Qwen2 and Qwen2.5 as data. Free of torch.
 
-Source: Qwen Team 2024, arXiv:2412.15115; dimensions come from the config.json of Qwen/Qwen2.5-0.5B
-to Qwen/Qwen2.5-32B.
+Source: Qwen Team 2024, arXiv:2412.15115; dimensions come from the config.json of Qwen/Qwen2.5-7B.
 """
 
 import math
@@ -39,10 +38,7 @@ FLAVORS: dict[str, Qwen2Args] = {
     "debugmodel": Qwen2Args(
         dim=256, n_layers=6, n_heads=8, n_kv_heads=4, hidden_dim=768, vocab_size=2048
     ),
-    "qwen2.5_0.5b": Qwen2Args(896, 24, 14, 2, 4864, 151936, tie_embeddings=True),
-    "qwen2.5_1.5b": Qwen2Args(1536, 28, 12, 2, 8960, 151936, tie_embeddings=True),
     "qwen2.5_7b": Qwen2Args(3584, 28, 28, 4, 18944, 152064),
-    "qwen2.5_32b": Qwen2Args(5120, 64, 40, 8, 27648, 152064, norm_eps=1e-5),
 }
 
 FAMILY = Family(
