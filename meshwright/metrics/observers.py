@@ -14,7 +14,7 @@ Evaluate = Callable[[], dict[str, float]]
 
 
 class Observer:
-    """Watches a run and may add to it. Every method here does nothing: override what you need.
+    """Watches a run and may add to it. No method here does anything: override some.
 
     Each rank has the same observers and calls them in the same order, so a method may be
     collective. For each step that is trained, the calls are
@@ -53,7 +53,7 @@ class Observer:
         """
 
     def check(self) -> None:
-        """Look at what the device has computed; raise an error here to end the run before
+        """Look at the device's results; raise an error here to end the run before
         anything is logged or saved."""
 
     def figures(self) -> dict[str, float]:
@@ -82,7 +82,7 @@ class Observer:
         """Somebody has asked for a trace of the next steps, by the file PROFILE."""
 
     def on_step_end(self) -> None:
-        """All that follows a step is done; the next one begins."""
+        """The work after a step is done; the next one begins."""
 
     def state_dict(self) -> Any:
         """Return the state that a resume on any mesh needs, as JSON; None: there is none."""

@@ -109,7 +109,7 @@ def _describe_model(plan: ResolvedJob) -> str:
 
 
 def _describe_steps(plan: ResolvedJob, sources: Sequence[OpenSource]) -> str:
-    """Say how much is left to train, how often that reads the data, and what ends it early."""
+    """Say how much is left to train, how often that reads the data, and if it ends early."""
     training, num_tokens = plan.config.training, plan.config.tokens_per_step
     num_steps = plan.steps - plan.resume_step
     words = f"to train: {num_tokens * num_steps:,} tokens in {numbered(num_steps, 'step')}"

@@ -34,7 +34,7 @@ def build_bad_steps(
     samples_read: tuple[int, ...],
     saved: Manifest | None,
 ) -> BadStepReporter:
-    """Return the report of bad steps, and in it what finds them, as `saved` has left it."""
+    """Return the report of bad steps, with their detector, as `saved` has left it."""
     reporter = BadStepReporter(
         plan.config,
         device,
@@ -50,7 +50,7 @@ def build_bad_steps(
 def build_best_validation(
     plan: ResolvedJob, validation_sources: Sequence[OpenSource], saved: Manifest | None
 ) -> BestValidation:
-    """Return what knows the best validation, with that of `saved` if it still compares."""
+    """Return the best validation's observer, with the one of `saved` if it still compares."""
     best = BestValidation(plan.config.checkpoint)
     if saved is not None:
         best.load_state_dict(best_of(saved, plan, validation_sources))
@@ -84,7 +84,7 @@ def build_observers(
 def build_sinks(
     plan: ResolvedJob, model: LocalModel, extra_sinks: Sequence[sinks.Sink]
 ) -> SinkWriter:
-    """Return what writes records to the config's sinks, on the first rank, and to the extra ones,
+    """Return the writer of records to the config's sinks, on the first rank, and to the extra ones,
     on each rank."""
     if dist.get_rank() > 0:
         return SinkWriter(extra_sinks)

@@ -57,7 +57,7 @@ def how_it_ends(plan: ResolvedJob, step: int, reason: str, *, is_complete: bool)
 
 
 def end_steps(job: RunningJob, agreement: StopAgreement, step: int, *, is_complete: bool) -> End:
-    """Close what the steps needed, and say how they ended, in the log and in the history.
+    """Close the parts of the steps, and say how they ended, in the log and in the history.
 
     Raises:
         StorageError, ConfigError, TrainingError, DataError: as `raise_data_error`, and
@@ -156,7 +156,7 @@ def export_at_end(plan: ResolvedJob, requests: Requests) -> bool:
 
 
 def prepare_export(config: JobConfig) -> None:
-    """Import what `export_last` will need, if it is asked for: files may change during the job."""
+    """Import the modules of `export_last`, if it is asked for: files may change during the job."""
     if config.checkpoint.last_save_in_hf:
         import_module("meshwright.checkpoint.conversion.export")
         import_module("meshwright.checkpoint.conversion.tokenizer_files")
@@ -164,7 +164,7 @@ def prepare_export(config: JobConfig) -> None:
 
 def export_last(plan: ResolvedJob) -> None:
     """Export the newest checkpoint to {dump_folder}/hf, unless it is there already; `SaveError` if
-    it cannot be written, or is not what was saved."""
+    it cannot be written, or differs from the saved one."""
     # not above: other jobs would import them before their first step
     from meshwright.checkpoint.conversion.export import Job, export
     from meshwright.checkpoint.conversion.tokenizer_files import tokenizer_files

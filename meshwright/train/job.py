@@ -135,7 +135,7 @@ class FinishedStep:
 
 
 class Steps:
-    """The steps of one stage: fetch its data, take it, decide what follows, report it, save it.
+    """The steps of one stage: fetch its data, take it, decide, report it, save it.
 
     Attributes:
         step: the last one that was taken, or that the job resumes from.
@@ -210,7 +210,7 @@ class Steps:
         return FinishedStep(step, data, result)
 
     def _decide(self) -> StepActions:
-        """Decide what follows the step, with the other ranks. Collective."""
+        """Decide on the work after the step, with the other ranks. Collective."""
         self.is_complete = self.step == self._config.training.steps or self._job.loader.is_at_end
         return actions_after(
             self.step,
@@ -286,7 +286,7 @@ class Steps:
                 job.checkpoints.prepare_saves(job.trainer.tensors)
 
     def _finish_step(self, actions: StepActions) -> None:
-        """Do what is left before the next step."""
+        """Finish the rest before the next step."""
         job = self._job
         job.checkpoints.poll()
         if self._is_first or actions.validate:
@@ -339,6 +339,6 @@ def save(
 
 
 def _check(job: RunningJob) -> None:
-    """Let observers look at what the device has computed, and end the job."""
+    """Let observers look at the device's results, and end the job."""
     for observer in job.observers.values():
         observer.check()

@@ -1,4 +1,4 @@
-"""What a job writes into the manifest of a checkpoint, and reads from it when it resumes."""
+"""The facts that a job writes into a checkpoint's manifest, and reads when it resumes."""
 
 import dataclasses
 import math

@@ -169,8 +169,8 @@ def set_up(
         extra_sinks: in addition to the config's.
         meshes: of the stage before, if any: NCCL would keep memory for groups made anew.
         data: in the place of the config's.
-        clock: gives the seconds that rates are made of; None: those of the process.
-        make_sinks: makes what writes records.
+        clock: gives the seconds that rates are made of; None: the process's.
+        make_sinks: makes the writer of records.
     """
     since = time.perf_counter()
     plan, found = _resume_or_begin(plan, checkpoints)

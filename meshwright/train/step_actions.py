@@ -1,4 +1,4 @@
-"""What follows a step: decided once, and alike on every rank."""
+"""The work that follows a step: decided once, and alike on every rank."""
 
 from dataclasses import dataclass
 

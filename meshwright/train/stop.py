@@ -32,7 +32,7 @@ VOTE_TIMEOUT = timedelta(hours=1)
 
 @dataclass(frozen=True)
 class Decision:
-    """What the ranks have agreed on, the same on every rank."""
+    """The agreement of the ranks, the same on each."""
 
     reason: str = ""
     """Why the ranks stop; "": nobody was asked to."""
@@ -100,7 +100,7 @@ class StopAgreement:
         return {rank: error for rank, error in enumerate(errors) if error is not None}
 
     def send(self) -> None:
-        """Send what this rank knows; waits for nothing."""
+        """Send this rank's part; waits for nothing."""
         if self.decision.reason:
             return
         self._look()
@@ -115,7 +115,7 @@ class StopAgreement:
         )
 
     def receive(self) -> Decision:
-        """Wait for what all ranks have sent; return their decision."""
+        """Wait for all ranks' parts; return their decision."""
         if self._work is not None:
             self._work.wait(self.limit)
             self._work = None

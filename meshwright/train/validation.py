@@ -21,7 +21,7 @@ from meshwright.train.resolve import ResolvedJob
 
 
 def figures_of(loss: float, num_labels: int, num_bytes: int) -> dict[str, float]:
-    """Return the figures of what `evaluate` gives: nats per counted label, every label weighing the
+    """Return the figures of `evaluate`: nats per counted label, every label weighing the
     same; e to that, inf beyond a float; and the size of the text compressed by the model, which,
     unlike the loss, can be compared between tokenizers. nan where nothing counts."""
     mean = torch.tensor(loss, dtype=torch.float64) / num_labels
