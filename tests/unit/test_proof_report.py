@@ -293,6 +293,16 @@ def test_every_figure_of_a_record_is_compared(change, says) -> None:
     assert says in "".join(lines)
 
 
+def test_a_metric_of_zero_equals_itself_within_any_bound() -> None:
+    """As a router loss that is off, of steps after the first in bf16, whose bound is infinite."""
+    name = "experts/sequence_balance_loss"
+    wanted = [{"step": step, name: 0.0} for step in (1.0, 2.0)]
+    bounds = {"sums": 1e-4, "later_sums": math.inf}
+    assert not compare_records(wanted, [wanted], **bounds)
+    (line,) = compare_records(wanted, [[wanted[0], {"step": 2.0, name: math.nan}]], **bounds)
+    assert line == f"{name}: nan instead of 0 at step 2.0 on rank 0"
+
+
 def test_an_error_that_is_no_number_is_the_worst() -> None:
     """Of a tensor between two others, whose errors are finite, and of the first step."""
     errors = {"a": 0.1, "b": math.nan, "c": 0.2}
