@@ -193,6 +193,20 @@ DEVICE: tuple[Row[Facts], ...] = (
         needs="device_type",
     ),
     Check(_flex_attention, needs="device_type model"),
+    Rule(
+        "activation_checkpoint.mode",
+        lambda c, facts: (
+            facts.device_type == "cuda"
+            and c.activation_checkpoint.mode == "selective"
+            and c.activation_checkpoint.selective_ac_option == "op"
+            and c.compile.enable is False
+            and any(layer.attention.soft_cap is not None for layer in facts.spec.layers)
+        ),
+        "isn't known to work with eager flex attention that has a soft cap: traced, it goes "
+        "backward through the cap twice",
+        'set compile.enable = true, or activation_checkpoint.mode = "full"',
+        needs="device_type model",
+    ),
 )
 """Rules of the device that a rank trains on."""
 
