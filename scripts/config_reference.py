@@ -22,6 +22,9 @@ may stand at the top of a TOML as it is, or without the first part of its name b
 header. How a config is put together: [configuration](configuration.md)."""
 
 EXAMPLES = {
+    "job.dump_folder": '"outputs/my_job"',
+    "job.description": '"the first try with twice the learning rate"',
+    "model.name": '"qwen3"',
     "job.max_run_seconds": "3600",
     "model.args": "{n_layers = 4, rope_theta = 500000.0}",
     "model.frozen": '["tok_embeddings.*", "layers.[01].*"]',

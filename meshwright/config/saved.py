@@ -18,8 +18,8 @@ def saved_config(saved: dict[str, Any]) -> str:
     """Return the TOML of `saved`, the values of every key as `to_json` wrote them.
 
     The degree of sharding is left open (-1), because ranks don't change the result: the job may be
-    repeated on any number of them. A key that this version doesn't have is left out, and a comment
-    at the top names it.
+    repeated on any number of them. It starts anew, whatever step the job itself resumed from. A key
+    that this version doesn't have is left out, and a comment at the top names it.
 
     Raises:
         ConfigError: if a value isn't one that this version accepts.
@@ -42,7 +42,9 @@ def saved_config(saved: dict[str, Any]) -> str:
                 del table[key]
                 unknown.append(".".join(map(str, (*parents, key))))
     degree = config.parallelism.data_parallel_shard_degree
-    config = changed(config, {"parallelism": {"data_parallel_shard_degree": -1}})
+    # the step that a job went back to belongs to its start, not to the run
+    again = {"data_parallel_shard_degree": -1}
+    config = changed(config, {"parallelism": again, "checkpoint": {"load_step": -1}})
     toml = with_comments(to_toml(config), {SHARD_DEGREE: f"{degree} when it was saved"})
     lines = [f"# {key} is left out: this version has no such key" for key in sorted(unknown)]
     return "\n".join([*lines, toml.strip()])

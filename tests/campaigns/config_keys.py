@@ -23,6 +23,7 @@ import torch
 import transformers
 from torch import Tensor
 from transformers import AutoConfig
+from transformers.models.auto.configuration_auto import model_type_to_module_name
 
 from meshwright.checkpoint.conversion.hf_folder import find_family, read_args
 from meshwright.checkpoint.conversion.readers import HuggingFaceWeights
@@ -59,7 +60,8 @@ BESIDE = {"architectures", "auto_map", "transformers_version", "model_type", "id
 def keys_of(model_type: str) -> list[str]:
     """Return every key of a family's config.json that transformers looks at."""
     folder = Path(transformers.__file__).parent
-    files = (f"models/{model_type}/modeling_{model_type}.py", *SOURCES)
+    module = model_type_to_module_name(model_type)  # of gemma3_text it is gemma3
+    files = (f"models/{module}/modeling_{module}.py", *SOURCES)
     found = {name for f in files for m in READS.findall((folder / f).read_text()) for name in m}
     methods = {name for name in dir(transformers.PreTrainedConfig) if name[0] != "_"}
     found = {name for name in found if name and name not in methods}

@@ -337,7 +337,7 @@ CHOICES = (
     ("activation_checkpoint", "mode", "selectiv", 'write "selective"'),
     ("compile", "backend", "Inductor", 'write "inductor"'),
     ("model", "name", "lama", "did you mean llama?"),
-    ("model", "name", "mistral", "(docs/extending.md adds one)"),
+    ("model", "name", "falcon", "(docs/extending.md adds one)"),
     ("model", "flavor", "debug_model", "did you mean debugmodel?"),
     ("training", "dataset", "sympy-source", "did you mean sympy_source?"),
     ("training", "dataset", "openwebtext", "choose from"),
