@@ -44,12 +44,13 @@ TOLERANCE = 1e-5
 
 def stir(model: Decoder | LocalModel) -> None:
     """Other values than ones in every norm, the same however it is sharded: a gradient that does
-    not know its own weight is then wrong."""
+    not know its own weight is then wrong. Where a norm multiplies by 1 + w, w is what differs."""
+    table = model.table if isinstance(model, Decoder) else model.stages[0].table
     for name, parameter in model.named_parameters():
         if "norm" in name:
             local, offset = local_box(parameter.detach())
             fill_normal(local, 0.3, 1, name, tuple(parameter.shape), offset)
-            local.add_(1)
+            local.add_(0 if table.parameters[name].is_offset else 1)
 
 
 ALL = [(family, ranks) for ranks in (2, 4) for family in MODELS]

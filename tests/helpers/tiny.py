@@ -25,7 +25,7 @@ from meshwright.parallelisms.meshes import Meshes, build_meshes
 from meshwright.parallelisms.parallelize import parallelize
 from meshwright.parallelisms.rules.degrees import ParallelDims
 from meshwright.parallelisms.rules.precision import find_float8_layers
-from meshwright.parallelisms.rules.stages import split_evenly
+from meshwright.parallelisms.rules.stages import assign_modules, split_evenly
 
 # 131 rows, and 66 inner ones, leave uneven shards on 2 or on 4 ranks
 TINY = LlamaArgs(dim=32, n_layers=3, n_heads=4, n_kv_heads=2, hidden_dim=66, vocab_size=131)
@@ -141,10 +141,12 @@ def parallel_model(
         )
         allocate(stage, CPU, CPU)
 
+    parts = split_evenly([1] * args.n_layers, num_stages, embedding=0, output=0)
+    pipeline = Parallelism(pipeline_parallel_degree=dims.pp, module_fqns_per_model_part=parts)
     model = build_local_model(
         functools.partial(Decoder, args, SEQ_LEN),
         prepare,
-        split_evenly([1] * args.n_layers, num_stages, embedding=0, output=0),
+        assign_modules(pipeline, args.table),
         frozen=frozen,
         fp32_modules=fp32_modules,
         meshes=meshes,
