@@ -75,9 +75,7 @@ class BadStepReporter(Observer):
     def state_dict(self) -> dict[str, Any]:
         return {"skipped": list(self._skipped), "statistics": self.detector.statistics()}
 
-    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """None: the checkpoint is of no job, but of tensors alone."""
-        state = state or {}
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._skipped = list(state.get("skipped", ()))
         self.detector = BadStepDetector(
             self._device, self._config, len(self._skipped), state.get("statistics")

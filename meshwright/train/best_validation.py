@@ -35,7 +35,7 @@ class BestValidation(Observer):
     def state_dict(self) -> tuple[int, float] | None:
         return self.best
 
-    def load_state_dict(self, state: tuple[int, float] | None) -> None:
+    def load_state_dict(self, state: tuple[int, float]) -> None:
         self.best = state
 
 

@@ -1,13 +1,13 @@
 """Builds the observers of a job, which are everything optional in it, and its sinks."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from meshwright.checkpoint.manifest import Manifest
 from meshwright.config.changes import to_json
 from meshwright.config.job_config import JobConfig
 from meshwright.config.loader import to_toml
@@ -20,7 +20,7 @@ from meshwright.metrics.reporter import SinkWriter
 from meshwright.parallelisms.local_model import LocalModel
 from meshwright.parallelisms.meshes import Meshes
 from meshwright.train.bad_step_report import BadStepReporter
-from meshwright.train.best_validation import BestValidation, best_of
+from meshwright.train.best_validation import BestValidation
 from meshwright.train.resolve import ResolvedJob
 from meshwright.train.resolve_model import user_sinks
 from meshwright.train.sample_texts import SampleTexts
@@ -32,29 +32,15 @@ def build_bad_steps(
     device: torch.device,
     sources: Sequence[OpenSource],
     samples_read: tuple[int, ...],
-    saved: Manifest | None,
 ) -> BadStepReporter:
-    """Return the report of bad steps, with their detector, as `saved` has left it."""
-    reporter = BadStepReporter(
+    """Return the report of bad steps, with their detector."""
+    return BadStepReporter(
         plan.config,
         device,
         sources=[source.entry.name for source in sources],
         step=plan.resume_step,
         samples_read=samples_read,
     )
-    if saved is not None:
-        reporter.load_state_dict(saved["bad_steps"])
-    return reporter
-
-
-def build_best_validation(
-    plan: ResolvedJob, validation_sources: Sequence[OpenSource], saved: Manifest | None
-) -> BestValidation:
-    """Return the best validation's observer, with the one of `saved` if it still compares."""
-    best = BestValidation(plan.config.checkpoint)
-    if saved is not None:
-        best.load_state_dict(best_of(saved, plan, validation_sources))
-    return best
 
 
 def build_observers(
@@ -79,6 +65,17 @@ def build_observers(
         "sinks": writer,
         "profiler": Profiler(config.profiling, folder, rank, plan.resume_step),
     }
+
+
+def load_observers(observers: Mapping[str, Observer], saved: Mapping[str, Any]) -> None:
+    """Give each observer the state that a checkpoint has under its name, if there is one.
+
+    Args:
+        saved: the manifest, or states in the place of some of its.
+    """
+    for name, observer in observers.items():
+        if (state := saved.get(name)) is not None:
+            observer.load_state_dict(state)
 
 
 def build_sinks(

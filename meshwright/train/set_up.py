@@ -42,13 +42,13 @@ from meshwright.system.processes import Launch
 from meshwright.train.agreement import check_agreement, check_same, take_choices
 from meshwright.train.announce import announce, note_failure, note_start
 from meshwright.train.bad_steps import BadStepDetector
-from meshwright.train.best_validation import BestValidation
+from meshwright.train.best_validation import BestValidation, best_of
 from meshwright.train.build import build_loader, initialize_weights, work_of
 from meshwright.train.build_observers import (
     build_bad_steps,
-    build_best_validation,
     build_observers,
     build_sinks,
+    load_observers,
 )
 from meshwright.train.facts import Saved
 from meshwright.train.resolve import ResolvedJob, resume_from, with_choices
@@ -187,15 +187,7 @@ def set_up(
     if difference is not None and difference.is_done:
         _say_done(plan)
         return None
-    dump_folder = Path(plan.config.job.dump_folder)
-    log_to_file(dump_folder / "logs", dist.get_rank())
-    if plan.resume_step == 0 and dist.get_rank() == 0:
-        set_aside_run(dump_folder)
-    announce(plan, device, launch, sources, validation_sources)
-    note_start(plan, device, is_new_stage=meshes is not None)
-    if difference is not None and dist.get_rank() == 0:
-        # `check`, which verifies no content, may have chosen another checkpoint
-        difference.log(launch.checked_step == plan.resume_step)
+    _begin_in_folder(plan, device, launch, data, is_new_stage=meshes is not None)
     with note_failure(plan, lambda: plan.resume_step):
         torch.manual_seed(plan.config.training.seed)
         gc.disable()  # a collection on one rank makes all others wait: they collect together
@@ -206,9 +198,14 @@ def set_up(
         )
         checkpoints.guard(trainer.optimizer)
         _set_values(plan, checkpoints, trainer, found)
-        bad_steps = build_bad_steps(plan, device, sources, cursor.counts, found)
-        best = build_best_validation(plan, validation_sources, found)
+        bad_steps = build_bad_steps(plan, device, sources, cursor.counts)
+        best = BestValidation(plan.config.checkpoint)
         sinks = make_sinks(plan, trainer.model, extra_sinks)
+        observers = build_observers(plan, meshes, trainer, bad_steps, best, sinks)
+        if found is not None:
+            # a loss that was measured on other data doesn't compare with this job's
+            comparable = {"best_validation": best_of(found, plan, validation_sources)}
+            load_observers(observers, {**found, **comparable})
         return RunningJob(
             plan=plan,
             device=device,
@@ -232,9 +229,24 @@ def set_up(
             else None,
             detector=bad_steps.detector,
             best_validation=best,
-            observers=build_observers(plan, meshes, trainer, bad_steps, best, sinks),
+            observers=observers,
             since=since,
         )
+
+
+def _begin_in_folder(
+    plan: ResolvedJob, device: torch.device, launch: Launch, data: Data, *, is_new_stage: bool
+) -> None:
+    """Say in the log and in the dump folder what this start of the job does."""
+    dump_folder = Path(plan.config.job.dump_folder)
+    log_to_file(dump_folder / "logs", dist.get_rank())
+    if plan.resume_step == 0 and dist.get_rank() == 0:
+        set_aside_run(dump_folder)
+    announce(plan, device, launch, data.sources, data.validation_sources)
+    note_start(plan, device, is_new_stage=is_new_stage)
+    if plan.resume_diff is not None and dist.get_rank() == 0:
+        # `check`, which verifies no content, may have chosen another checkpoint
+        plan.resume_diff.log(launch.checked_step == plan.resume_step)
 
 
 def _resume_or_begin(

@@ -127,7 +127,8 @@ def test_what_was_skipped_is_said_once_with_its_samples(tmp_path: Path) -> None:
     def start(step: int, counts: tuple[int, ...]) -> BadStepReporter:
         place = {"sources": ["books", "code"], "step": step, "samples_read": counts}
         reporter = BadStepReporter(config, CPU, **place)
-        reporter.load_state_dict(saved)
+        if saved is not None:
+            reporter.load_state_dict(saved)
         return reporter
 
     def step(

@@ -73,9 +73,11 @@ def test_gpus_compile_and_cpus_from_a_number_of_steps_on(plan_of) -> None:
         assert plan.config.compile.enable is is_on
         assert bool(plan.reasons["compile.enable"]) is is_on
     assert "compiled, since the job has 500 steps (500 or more)" in plan.reasons["compile.enable"]
-    plan = resolved(load_config([DEBUG]), 1, expects_gpus=True)
-    assert plan.config.compile.enable is True
-    assert "compiled, since the job trains on GPUs" in plan.reasons["compile.enable"]
+    for device_type, is_said in (("cuda", True), (None, False)):  # None: it isn't known here
+        plan = resolved(load_config([DEBUG]), 1, expects_gpus=True, device_type=device_type)
+        assert plan.config.compile.enable is True
+        said = plan.reasons["compile.enable"]
+        assert ("compiled, since the job trains on GPUs" in said) is is_said
 
 
 def test_a_value_that_is_given_decides(plan_of) -> None:
@@ -254,7 +256,7 @@ def test_another_value_is_one_mistake(text, meant, tmp_path) -> None:
 
 
 def test_check_says_it_once(tmp_path, capsys) -> None:
-    words = [DEBUG, "--ngpu", "1", "--job.dump_folder", str(tmp_path)]
+    words = [DEBUG, "--job.dump_folder", str(tmp_path)]
     for others, times in (LONG, 1), ([*LONG, "--compile.enable=true"], 0):
         check_job([*words, *others])
         assert capsys.readouterr().out.count("compile.enable = ") == times

@@ -13,9 +13,11 @@ from meshwright.config.loader import load_config
 from meshwright.datasets.opening import open_data
 from meshwright.datasets.sources import DATASETS
 from meshwright.datasets.stream import Cursor, StreamedSource
+from meshwright.metrics.observers import Observer
 from meshwright.system.errors import ConfigError
 from meshwright.system.modules import code_of, import_user_module
 from meshwright.train.best_validation import BestValidation, best_of
+from meshwright.train.build_observers import load_observers
 from meshwright.train.resolve import ResolvedJob
 from meshwright.train.resume import manifest_of, place_in_data
 from tests.helpers.checkpoints import BARE, publish
@@ -179,3 +181,16 @@ def test_the_best_validation_counts_as_long_as_its_texts_are_the_same(tmp_path, 
     said = [r.getMessage() for r in caplog.records]
     assert said.count(FORGOTTEN + "content of the validation data") == 2
     assert best_of(saved, plan, []) == (20, 3.5)  # it is not validated now
+
+
+def test_an_observer_gets_the_state_that_a_checkpoint_has_under_its_name() -> None:
+    class Counter(Observer):
+        count = 0
+
+        def load_state_dict(self, state: int) -> None:
+            self.count = state
+
+    old, new, without = Counter(), Counter(), Counter()
+    saved = {"old": 3, "without": None, "step": 10}
+    load_observers({"old": old, "new": new, "without": without}, saved)
+    assert [one.count for one in (old, new, without)] == [3, 0, 0]

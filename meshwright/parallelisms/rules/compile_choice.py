@@ -35,7 +35,8 @@ def choose_compile(config: JobConfig, facts: Facts) -> Choice:
     elif obstacle := _obstacle(config, facts) or facts.no_compiler:
         is_on, reason = False, obstacle
     elif facts.expects_gpus:
-        is_on, reason = True, "the job trains on GPUs"
+        # not said where the GPUs weren't counted, as for `meshwright check --ngpu 8` on a laptop
+        is_on, reason = True, "the job trains on GPUs" if facts.device_type else ""
     else:
         is_on, reason = True, f"the job has {steps:,} steps ({LEAST_STEPS_ON_CPU} or more)"
     line = f'compile.enable = "auto": {"compiled" if is_on else "eager"}, since {reason}'
