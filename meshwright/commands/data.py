@@ -104,7 +104,7 @@ def run_tokenize(given: Namespace) -> None:
     _say_first(given)
     # not at the top: see `run`
     from meshwright.datasets.opening import open_data
-    from meshwright.datasets.stream import StreamedSource
+    from meshwright.datasets.shards import StreamedSource
 
     options, sources = {"num_workers": given.workers, "check_all": given.verify}, []
     for config in configs:

@@ -13,7 +13,8 @@ import torch.distributed as dist
 
 from meshwright.datasets.encoding import NO_LOSS
 from meshwright.datasets.samples import Sample, blank_sample
-from meshwright.datasets.stream import Cursor, EndOfData, SampleStream, merged
+from meshwright.datasets.shards import EndOfData
+from meshwright.datasets.stream import Cursor, SampleStream, merged
 from meshwright.models.loss import IGNORE, PADDING, Batch
 from meshwright.system.errors import DataError, config_error
 

@@ -14,9 +14,10 @@ from meshwright.datasets.named_sources import entries, is_streamed, validation_e
 from meshwright.datasets.recipe import TokenizationSpec
 from meshwright.datasets.rows import Documents, LocalDocuments, unreadable
 from meshwright.datasets.samples import CachedSource, open_packing
+from meshwright.datasets.shards import StreamedSource
 from meshwright.datasets.sources import StreamedRows
 from meshwright.datasets.storage import BlockCache, DataFile, is_address
-from meshwright.datasets.stream import OpenSource, StreamedSource
+from meshwright.datasets.stream import OpenSource
 from meshwright.datasets.token_cache.cache import DamagedCacheError, TokenCache
 from meshwright.datasets.token_cache.tokenizing import cache_root, open_cache
 from meshwright.datasets.tokenizers.special_tokens import Ends

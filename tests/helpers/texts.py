@@ -16,7 +16,8 @@ from meshwright.datasets.files import Entry
 from meshwright.datasets.recipe import TokenizationSpec
 from meshwright.datasets.rows import Document, IndexedDocuments, Item
 from meshwright.datasets.samples import CachedSource
-from meshwright.datasets.stream import OpenSource, StreamedSource
+from meshwright.datasets.shards import StreamedSource
+from meshwright.datasets.stream import OpenSource
 from meshwright.datasets.token_cache.tokenizing import open_cache
 from meshwright.datasets.tokenizers.kinds import ByteTokenizer
 

@@ -17,7 +17,7 @@ from meshwright.commands.train import _log_ranks, _patience, _rendezvous, _rende
 from meshwright.config.command_line import parse
 from meshwright.config.loader import find_config
 from meshwright.datasets.samples import CachedSource
-from meshwright.datasets.stream import StreamedSource
+from meshwright.datasets.shards import StreamedSource
 from meshwright.system.errors import (
     EXIT_CONFIG,
     EXIT_DATA,

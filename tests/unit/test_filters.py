@@ -15,8 +15,8 @@ from meshwright.datasets.files import Entry
 from meshwright.datasets.identity import hash_documents
 from meshwright.datasets.rows import Item, conditions
 from meshwright.datasets.samples import SampleRules
+from meshwright.datasets.shards import Shard, ShardPlace, StreamedSource
 from meshwright.datasets.sources import find_dataset
-from meshwright.datasets.stream import Shard, ShardPlace, StreamedSource
 from meshwright.datasets.token_cache.tokenizing import open_cache
 from meshwright.system.errors import ConfigError, RecordError
 from tests.helpers.cli import check_job

@@ -11,8 +11,9 @@ from meshwright.config.changes import to_json
 from meshwright.config.job_config import Checkpoint
 from meshwright.config.loader import load_config
 from meshwright.datasets.opening import open_data
+from meshwright.datasets.shards import StreamedSource
 from meshwright.datasets.sources import DATASETS
-from meshwright.datasets.stream import Cursor, StreamedSource
+from meshwright.datasets.stream import Cursor
 from meshwright.metrics.observers import Observer
 from meshwright.system.errors import ConfigError
 from meshwright.system.modules import code_of, import_user_module

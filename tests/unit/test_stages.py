@@ -19,7 +19,8 @@ from meshwright.config.loader import load_config
 from meshwright.config.stages import staged
 from meshwright.datasets.opening import open_data
 from meshwright.datasets.samples import CachedSource
-from meshwright.datasets.stream import Cursor, ShardPlace
+from meshwright.datasets.shards import ShardPlace
+from meshwright.datasets.stream import Cursor
 from meshwright.system.errors import ConfigError
 from meshwright.system.processes import Launch
 from meshwright.train import announce

@@ -19,8 +19,9 @@ from meshwright.datasets import storage
 from meshwright.datasets.files import local_files
 from meshwright.datasets.rows import LocalDocuments
 from meshwright.datasets.samples import CachedSamples, SampleRules
+from meshwright.datasets.shards import StreamedSource
 from meshwright.datasets.storage import BlockCache, ChangedError, RangeFile, open_file, stat
-from meshwright.datasets.stream import Cursor, SampleStream, StreamedSource
+from meshwright.datasets.stream import Cursor, SampleStream
 from meshwright.datasets.token_cache.cache import TokenCache
 from meshwright.datasets.token_cache.tokenizing import open_cache
 from meshwright.system import files

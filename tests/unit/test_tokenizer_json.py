@@ -13,7 +13,8 @@ from meshwright.config.section import BYTES
 from meshwright.datasets.encoding import Encoder
 from meshwright.datasets.recipe import TokenizationSpec
 from meshwright.datasets.samples import SampleRules
-from meshwright.datasets.stream import Cursor, SampleStream, StreamedSource
+from meshwright.datasets.shards import StreamedSource
+from meshwright.datasets.stream import Cursor, SampleStream
 from meshwright.datasets.token_cache.tokenizing import open_cache
 from meshwright.datasets.tokenizers.kinds import build_tokenizer
 from meshwright.system.errors import ConfigError

@@ -12,7 +12,8 @@ from meshwright.datasets.encoding import NO_LOSS, Encoder, Tokens
 from meshwright.datasets.files import Entry
 from meshwright.datasets.rows import IndexedDocuments
 from meshwright.datasets.samples import CachedSource, packed_in_memory
-from meshwright.datasets.stream import Cursor, OpenSource, StreamedSource
+from meshwright.datasets.shards import StreamedSource
+from meshwright.datasets.stream import Cursor, OpenSource
 from meshwright.datasets.token_cache.cache import BLOCK_DOCUMENTS, TokenCache
 from meshwright.datasets.tokenizers.kinds import ByteTokenizer
 
