@@ -88,9 +88,7 @@ NAMES = {
 }
 
 FLAVORS: dict[str, Gemma2Args] = {
-    "debugmodel": Gemma2Args(
-        dim=256, n_layers=6, n_heads=8, n_kv_heads=4, hidden_dim=768, vocab_size=2048, window=64
-    ),
+    "debugmodel": Gemma2Args(256, 6, 8, 4, 768, 2048, window=64),
     "gemma2_2b": Gemma2Args(2304, 26, 8, 4, 9216, 256000, head_dim=256),
 }
 

@@ -54,16 +54,7 @@ SMALL: dict[str, Any] = {"vocab_size": 262144, "window": 512, "rope_scaling": No
 
 FLAVORS: dict[str, Gemma3Args] = {
     "debugmodel": Gemma3Args(
-        dim=256,
-        n_layers=6,
-        n_heads=8,
-        n_kv_heads=4,
-        hidden_dim=768,
-        vocab_size=2048,
-        head_dim=48,
-        query_scale=48,
-        window=64,
-        full_every=3,
+        256, 6, 8, 4, 768, 2048, head_dim=48, query_scale=48, window=64, full_every=3
     ),
     "gemma3_270m": _gemma3(640, 18, 4, 1, 2048, **SMALL),
     "gemma3_1b": _gemma3(1152, 26, 4, 1, 6912, **SMALL),

@@ -65,9 +65,7 @@ class GraniteArgs(MultiplierArgs):
 
 
 FLAVORS: dict[str, GraniteArgs] = {
-    "debugmodel": GraniteArgs(
-        dim=256, n_layers=6, n_heads=8, n_kv_heads=4, hidden_dim=768, vocab_size=2048
-    ),
+    "debugmodel": GraniteArgs(256, 6, 8, 4, 768, 2048),
     "granite3.1_8b": GraniteArgs(
         *(4096, 40, 32, 8, 12800, 49155),
         rope_theta=10000000.0,

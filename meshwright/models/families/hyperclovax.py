@@ -27,9 +27,7 @@ class HyperClovaXArgs(MultiplierArgs):
 
 
 FLAVORS: dict[str, HyperClovaXArgs] = {
-    "debugmodel": HyperClovaXArgs(
-        dim=256, n_layers=6, n_heads=8, n_kv_heads=4, hidden_dim=768, vocab_size=2048
-    ),
+    "debugmodel": HyperClovaXArgs(256, 6, 8, 4, 768, 2048),
 }
 
 FAMILY = Family(

@@ -43,9 +43,7 @@ def _llama3(
 
 
 FLAVORS: dict[str, LlamaArgs] = {
-    "debugmodel": LlamaArgs(
-        dim=256, n_layers=6, n_heads=8, n_kv_heads=4, hidden_dim=768, vocab_size=2048
-    ),
+    "debugmodel": LlamaArgs(256, 6, 8, 4, 768, 2048),
     "llama2_7b": _llama2(4096, 32, 32, 32, 11008),
     "llama2_13b": _llama2(5120, 40, 40, 40, 13824),
     "llama2_70b": _llama2(8192, 80, 64, 8, 28672),

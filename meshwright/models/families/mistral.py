@@ -50,9 +50,7 @@ def _read(config: Mapping[str, Any]) -> dict[str, Dimension]:
 
 
 FLAVORS: dict[str, MistralArgs] = {
-    "debugmodel": MistralArgs(
-        dim=256, n_layers=6, n_heads=8, n_kv_heads=4, hidden_dim=768, vocab_size=2048, window=64
-    ),
+    "debugmodel": MistralArgs(256, 6, 8, 4, 768, 2048, window=64),
     "mistral_7b_v0.1": MistralArgs(4096, 32, 32, 8, 14336, 32000, rope_theta=1e4, window=4096),
 }
 

@@ -32,9 +32,7 @@ class MixtralArgs(ExpertArgs):
 
 
 FLAVORS: dict[str, MixtralArgs] = {
-    "debugmodel": MixtralArgs(
-        dim=256, n_layers=6, n_heads=8, n_kv_heads=4, hidden_dim=384, vocab_size=2048
-    ),
+    "debugmodel": MixtralArgs(256, 6, 8, 4, 384, 2048),
     "mixtral_8x7b": MixtralArgs(4096, 32, 32, 8, 14336, 32000),
 }
 

@@ -28,9 +28,7 @@ def _olmo2(dim: int, layers: int, heads: int, kv_heads: int, hidden: int) -> Olm
 
 
 FLAVORS: dict[str, Olmo2Args] = {
-    "debugmodel": Olmo2Args(
-        dim=256, n_layers=6, n_heads=8, n_kv_heads=4, hidden_dim=768, vocab_size=2048
-    ),
+    "debugmodel": Olmo2Args(256, 6, 8, 4, 768, 2048),
     "olmo2_1b": _olmo2(2048, 16, 16, 16, 8192),
     "olmo2_7b": _olmo2(4096, 32, 32, 32, 11008),
     "olmo2_13b": _olmo2(5120, 40, 40, 40, 13824),

@@ -34,16 +34,7 @@ class Olmo3Args(WindowArgs):
 
 
 FLAVORS: dict[str, Olmo3Args] = {
-    "debugmodel": Olmo3Args(
-        dim=256,
-        n_layers=6,
-        n_heads=8,
-        n_kv_heads=4,
-        hidden_dim=768,
-        vocab_size=2048,
-        window=64,
-        full_every=3,
-    ),
+    "debugmodel": Olmo3Args(256, 6, 8, 4, 768, 2048, window=64, full_every=3),
     "olmo3_7b": Olmo3Args(4096, 32, 32, 32, 11008, 100278),
     "olmo3_32b": Olmo3Args(5120, 64, 40, 8, 27648, 100278),
 }

@@ -35,9 +35,7 @@ class Qwen2Args(DecoderArgs):
 
 
 FLAVORS: dict[str, Qwen2Args] = {
-    "debugmodel": Qwen2Args(
-        dim=256, n_layers=6, n_heads=8, n_kv_heads=4, hidden_dim=768, vocab_size=2048
-    ),
+    "debugmodel": Qwen2Args(256, 6, 8, 4, 768, 2048),
     "qwen2.5_7b": Qwen2Args(3584, 28, 28, 4, 18944, 152064),
 }
 

@@ -34,9 +34,7 @@ def _qwen3(dim: int, layers: int, heads: int, hidden: int, tied: bool = False) -
 
 
 FLAVORS: dict[str, Qwen3Args] = {
-    "debugmodel": Qwen3Args(
-        dim=256, n_layers=6, n_heads=8, n_kv_heads=4, hidden_dim=768, vocab_size=2048, head_dim=48
-    ),
+    "debugmodel": Qwen3Args(256, 6, 8, 4, 768, 2048, head_dim=48),
     "qwen3_0.6b": _qwen3(1024, 28, 16, 3072, tied=True),
     "qwen3_1.7b": _qwen3(2048, 28, 16, 6144, tied=True),
     "qwen3_4b": _qwen3(2560, 36, 32, 9728, tied=True),

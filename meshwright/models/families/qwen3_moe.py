@@ -47,16 +47,7 @@ class Qwen3MoeArgs(Qwen3Args, ExpertArgs):
 
 FLAVORS: dict[str, Qwen3MoeArgs] = {
     "debugmodel": Qwen3MoeArgs(
-        dim=256,
-        n_layers=6,
-        n_heads=8,
-        n_kv_heads=4,
-        hidden_dim=768,
-        vocab_size=2048,
-        head_dim=48,
-        n_experts=16,
-        n_active=4,
-        expert_dim=192,
+        256, 6, 8, 4, 768, 2048, head_dim=48, n_experts=16, n_active=4, expert_dim=192
     ),
     "qwen3_30b_a3b": Qwen3MoeArgs(2048, 48, 32, 4, 6144, 151936, head_dim=128),
     "qwen3_235b_a22b": Qwen3MoeArgs(4096, 94, 64, 4, 12288, 151936, head_dim=128, expert_dim=1536),

@@ -73,9 +73,7 @@ def _write(args: SmolLM3Args) -> dict[str, object]:
 
 
 FLAVORS: dict[str, SmolLM3Args] = {
-    "debugmodel": SmolLM3Args(
-        dim=256, n_layers=6, n_heads=8, n_kv_heads=4, hidden_dim=768, vocab_size=2048
-    ),
+    "debugmodel": SmolLM3Args(256, 6, 8, 4, 768, 2048),
     "smollm3_3b": SmolLM3Args(2048, 36, 16, 4, 11008, 128256),
 }
 
