@@ -18,8 +18,10 @@ from meshwright.checkpoint import commit
 from meshwright.checkpoint.manager import CheckpointManager
 from meshwright.checkpoint.state import RNG
 from meshwright.commands.prove.data import Vocabulary, first_cursor, open_source
+from meshwright.commands.prove.measurement import LAST_RESUMED_STEP
 from meshwright.commands.prove.weights import prepare_weights, show_attention
 from meshwright.config.job_config import Checkpoint, JobConfig, changed
+from meshwright.config.training import BadSteps
 from meshwright.launch.heartbeat import Heartbeat
 from meshwright.metrics.reporter import SinkWriter
 from meshwright.metrics.sinks import Record
@@ -28,6 +30,7 @@ from meshwright.parallelisms.local_model import LocalModel
 from meshwright.parallelisms.meshes import build_meshes
 from meshwright.parallelisms.shards import local_shard
 from meshwright.system.processes import Launch
+from meshwright.train.bad_steps import BadStepDetector
 from meshwright.train.facts import look
 from meshwright.train.job import FinishedStep, save
 from meshwright.train.optim.optimizers import LR_SCALE
@@ -123,7 +126,9 @@ class ProofJob:
         # other jobs follow in this process
         gc.enable()
         assert job is not None, "the job is not done"
-        return job
+        # a loss that isn't finite is compared as any other is, and doesn't end the case
+        skips_all = BadSteps(policy="skip", budget=LAST_RESUMED_STEP)
+        return dataclasses.replace(job, detector=BadStepDetector(job.device, skips_all))
 
     def step(self, step: int, samples: Samples) -> Record:
         """Take one optimizer step, and return its record.
