@@ -17,7 +17,8 @@ from meshwright.models.attention import (
 from meshwright.models.layers import Embedding, FeedForward, build_layer
 from meshwright.models.loss import PADDING, SummedLoss
 from meshwright.models.mixture import Mixture
-from meshwright.models.table import LayerSpec, MixtureSpec, Parameter, RopeSpec
+from meshwright.models.parameter import Parameter
+from meshwright.models.table import LayerSpec, MixtureSpec, RopeSpec
 
 
 class Block(nn.Module):

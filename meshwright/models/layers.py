@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from meshwright.models.table import FeedForwardSpec, Parameter
+from meshwright.models.parameter import Parameter
+from meshwright.models.table import FeedForwardSpec
 
 
 def cast(weight: Tensor, dtype: torch.dtype) -> Tensor:

@@ -4,92 +4,13 @@ Names, shapes, counts, FLOPs, costs of pipeline stages, initial values, layouts 
 divisibility follow from here. Free of torch, so that a config is checked before torch is loaded.
 """
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
+from meshwright.models.parameter import Parameter, State, block_of
 from meshwright.models.rope_scaling import Stretching
-
-Layout = Literal[
-    "embedding",
-    "colwise",
-    "rowwise",
-    "on_sequence",
-    "on_tokens",
-    "on_heads",
-    "over_heads",
-    "experts",
-    "output",
-]
-"""How tensor parallelism holds a parameter. A rank has its part of the sequence between the
-modules of a block, and its part of the heads or of the inner width inside them.
-
-    embedding: rows are cut; the module takes whole sequences of tokens.
-    colwise: rows (output features) are cut; the module takes whole sequences.
-    rowwise: columns (input features) are cut; results are summed over ranks.
-    on_sequence: whole; the module works on the rank's part of the sequence, (B, S/tp, D).
-    on_tokens: whole; the module works on the rank's part of the sequence, (B S/tp, D).
-    on_heads: whole; the module works on the rank's heads, (B, S, N/tp, H).
-    over_heads: cut as the heads, (B, S, N H/tp); the module is a norm over the heads of all ranks.
-    experts: not cut by tensor parallelism, whose ranks share in the experts as others do: the first
-        dimension, one expert each, is cut over the ep axis.
-    output: rows are cut, and so are the logits.
-"""
-
-Role = Literal["embedding", "output", "norm", "bias", "matrix", "experts"]
-"""The use of a parameter. experts: matrices (E, R, C), one for each expert."""
-
-
-@dataclass(frozen=True)
-class Parameter:
-    """One parameter of a module."""
-
-    shape: tuple[int, ...]
-    layout: Layout
-    std: float | None
-    """Standard deviation of its initial values; None: they are one."""
-    token_share: float = 1.0
-    """Share of tokens that it multiplies as a matrix; 0: a vector, or a table to look up in."""
-    parts: tuple[str, int] | None = None
-    """Key in `model.args` of the parts that only whole can be cut apart, and their number."""
-    alternates: bool = False
-    """Its initial values are 1, -1, 1, ... instead of one."""
-    is_offset: bool = False
-    """Its layer multiplies by 1 + w, so its initial values are less by one."""
-
-    @cached_property  # as the next: a search asks for them a million times
-    def numel(self) -> int:
-        """Elements."""
-        return math.prod(self.shape)
-
-    @cached_property
-    def role(self) -> Role | None:
-        """Its use, if its shape and layout tell."""
-        if self.layout == "embedding" or self.layout == "output":
-            return self.layout
-        vector: Role = "norm" if self.std is None else "bias"
-        plane: Role = vector if self.layout == "experts" else "matrix"
-        by_dimensions: dict[int, Role] = {1: vector, 2: plane, 3: "experts"}
-        return by_dimensions.get(len(self.shape))
-
-
-def block_of(name: str) -> str:
-    """Return the module of a parameter that a stage of a pipeline has whole: a layer, as
-    "layers.3", "tok_embeddings", "norm" or "output"."""
-    return ".".join(name.split(".")[: 2 if name.startswith("layers.") else 1])
-
-
-@dataclass(frozen=True)
-class State:
-    """A tensor of a module that is no parameter, but part of a checkpoint: the same on every rank
-    that has the module."""
-
-    shape: tuple[int, ...]
-    dtype: Literal["float32", "int64"]
-    value: float
-    """At the start, of every element."""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from meshwright.config.training import Training
 from meshwright.models.decoder import Decoder
 from meshwright.models.loss import Batch
-from meshwright.models.table import block_of
+from meshwright.models.parameter import block_of
 from meshwright.parallelisms.expert_parallel import Balance
 from meshwright.parallelisms.meshes import Meshes
 from meshwright.parallelisms.rules.stages import stages_of_rank

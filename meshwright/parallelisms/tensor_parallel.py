@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import (
 
 from meshwright.models.decoder import Decoder
 from meshwright.models.loss import SummedLoss, rows_at
-from meshwright.models.table import Layout
+from meshwright.models.parameter import Layout
 from meshwright.parallelisms.meshes import all_gather
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from meshwright.metrics.reporter import Phase, Phases
 from meshwright.models.decoder import Decoder
 from meshwright.models.loss import Batch, has_loss
-from meshwright.models.table import block_of
+from meshwright.models.parameter import block_of
 from meshwright.parallelisms.context_parallel import local_part, local_positions
 from meshwright.parallelisms.local_model import Allocate, LocalModel, allocate
 from meshwright.parallelisms.meshes import Meshes

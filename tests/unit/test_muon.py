@@ -9,7 +9,7 @@ from torch import nn
 from meshwright.checkpoint.state import TrainingTensors
 from meshwright.config.job_config import JobConfig
 from meshwright.config.optimizer import Muon, Optimizer, ParameterGroup
-from meshwright.models.table import Parameter
+from meshwright.models.parameter import Parameter
 from meshwright.system.errors import ConfigError
 from meshwright.train.optim.matrices import orthogonalise
 from meshwright.train.optim.optimizers import build_optimizer, set_learning_rate, update

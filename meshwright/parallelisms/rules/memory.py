@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 from meshwright.config.job_config import JobConfig, Update
 from meshwright.config.rules import Check, Facts, Row, Rule
-from meshwright.models.table import DecoderSpec, Parameter
+from meshwright.models.parameter import Parameter
+from meshwright.models.table import DecoderSpec
 from meshwright.parallelisms.rules.stages import stages_of_rank
 from meshwright.system.errors import ConfigError, config_error
 

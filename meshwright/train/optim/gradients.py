@@ -9,7 +9,7 @@ from operator import itemgetter
 import torch
 from torch import Tensor, nn
 
-from meshwright.models.table import block_of
+from meshwright.models.parameter import block_of
 from meshwright.parallelisms.shards import is_dtensor
 
 CPU_CHUNK = 1 << 15  # elements that are added up in one go

@@ -32,7 +32,7 @@ from torch.distributed import ProcessGroup
 from meshwright.config.job_config import JobConfig
 from meshwright.config.optimizer import Optimizer
 from meshwright.config.training import LRScheduler
-from meshwright.models.table import Parameter
+from meshwright.models.parameter import Parameter
 from meshwright.parallelisms.shards import is_dtensor, local_shard
 from meshwright.train.optim.gradients import local_square_sums
 from meshwright.train.optim.matrices import MatrixOptimizer

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from meshwright.config.job_config import JobConfig
 from meshwright.config.optimizer import Muon, Optimizer, ParameterGroup
-from meshwright.models.table import Parameter
+from meshwright.models.parameter import Parameter
 from meshwright.system.errors import ConfigError, check, did_you_mean
 
 Groups = list[dict[str, Any]]
