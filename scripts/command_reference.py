@@ -7,45 +7,50 @@ import argparse
 from collections.abc import Iterator
 from textwrap import fill
 
-from meshwright.commands.main import COMMANDS, Parser, build_parser
+from meshwright.commands.main import GROUPS, Command, Parser, build_parser, example
 
 HEAD = """# Command line
 
-For looking up a command. Made from the code by `python -m scripts.command_reference`. The command
-`meshwright` is in the environment that `./run_llama_train.sh` sets up:
+Every command with its options and an example. Made from the code by
+`python -m scripts.command_reference`. The command `meshwright` is in the environment that
+`./run_llama_train.sh` sets up:
 
 ```bash
 source .venv/bin/activate
 meshwright check debug_model --training.steps 30
 ```
 
-`CONFIG` is the path of a TOML or the name of a preset (`meshwright config --presets`). Without it
-`train` and `check` take `$CONFIG_FILE` or `debug_model`, and `config` shows the defaults. Others
-need it. Commands that take it also take `--section.key VALUE` for [any key](config_reference.md).
-Write a value that begins with `-` with an equals sign: `--optimizer.lr=-1e5`. A mistake of yours
-ends a command with exit code 2 and one message. `train` has
-[more codes](configuration.md#exit-codes).
-"""
-
-TAIL = "\nNext: [configure a job](configuration.md)."
+`CONFIG` is the path of a TOML or the name of a preset (`meshwright config --presets` lists them).
+If you leave it out, `train` and `check` use `$CONFIG_FILE` or `debug_model`, and `config` shows the
+defaults. The other commands need it. Commands with a `CONFIG` also take `--section.key VALUE` for
+[any key](config_reference.md). If a value starts with `-`, write an equals sign:
+`--optimizer.lr=-1e5`. A mistake in a config or a command line ends with exit code 2 and one
+message. `train` has [more exit codes](configuration.md#exit-codes)."""
 
 
 def page() -> Iterator[str]:
     """Lines of Markdown."""
     yield HEAD
-    for name, command in COMMANDS.items():
-        parser = build_parser(name)
-        yield f"## {name}\n"
-        yield f"{command.purpose[0].upper()}{command.purpose[1:]}.\n"
-        words = [f"meshwright {name}", *map(usage, options(parser))]
-        whole = " ".join(word.replace(" ", "\xa0") for word in words)  # broken between options
-        lines = fill(whole, 80, subsequent_indent="    ", break_on_hyphens=False)
-        yield "```text\n" + lines.replace("\xa0", " ") + "\n```\n"
-        for action in options(parser):
-            if action.metavar != "CONFIG":  # explained at the top
-                yield f"* `{form(action)}`: {action.help}"
-        yield ""
-    yield TAIL.strip()
+    for title, group in GROUPS.items():
+        yield f"\n## {title}"
+        for name, command in group.items():
+            yield from section(name, command)
+
+
+def section(name: str, command: Command) -> Iterator[str]:
+    """Lines of one command: its purpose, usage, example and options."""
+    parser = build_parser(name)
+    yield f"\n### {name}\n"
+    yield f"{command.purpose[0].upper()}{command.purpose[1:]}.\n"
+    words = [f"meshwright {name}", *map(usage, options(parser))]
+    whole = " ".join(word.replace(" ", "\xa0") for word in words)  # broken between options
+    lines = fill(whole, 74, subsequent_indent="    ", break_on_hyphens=False)
+    yield "```text\n" + lines.replace("\xa0", " ") + "\n```\n"
+    yield f"For example: `{example(name)}`"
+    yield ""
+    for action in options(parser):
+        if action.metavar != "CONFIG":  # explained at the top
+            yield f"* `{form(action)}`: {action.help}"
 
 
 def options(parser: Parser) -> list[argparse.Action]:

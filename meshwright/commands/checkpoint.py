@@ -39,7 +39,9 @@ DIFFERENCE_COLUMNS = ("TENSOR", "DIFFER", "OF", "LARGEST", "AT", "A", "B")
 
 
 def add_options_ls(parser: Parser) -> None:
-    parser.add_argument("folder", type=input_path, help="a dump folder, or one of checkpoints")
+    parser.add_argument(
+        "folder", type=input_path, help="a dump folder, or its folder of checkpoints"
+    )
 
 
 def run_ls(given: Namespace) -> None:
@@ -100,12 +102,12 @@ def _loss(manifest: Manifest) -> str:
 
 def add_options_show(parser: Parser) -> None:
     parser.add_argument("checkpoint", type=input_path, help=CHECKPOINT)
-    parser.add_argument("--tensors", action="store_true", help="name every tensor")
+    parser.add_argument("--tensors", action="store_true", help="list every tensor")
     parser.add_argument(
         "--config",
         dest="as_toml",
         action="store_true",
-        help="print only the TOML of the job that saved it",
+        help="print the TOML of the run that saved it",
     )
 
 
@@ -175,7 +177,7 @@ def _data(manifest: Manifest) -> Iterator[tuple[str, object]]:
 
 def add_options_verify(parser: Parser) -> None:
     parser.add_argument(
-        "folder", type=input_path, help="a step's folder, or a dump folder: all in it"
+        "folder", type=input_path, help="a step's folder, or a dump folder for all its checkpoints"
     )
 
 
@@ -212,8 +214,8 @@ def _damage(checkpoint: Path) -> list[str]:
 
 def add_options_diff(parser: Parser) -> None:
     parser.add_argument("a", type=input_path, help=CHECKPOINT)
-    parser.add_argument("b", type=input_path, help="the same")
-    parser.add_argument("--tensors", action="store_true", help="compare tensors alone")
+    parser.add_argument("b", type=input_path, help=CHECKPOINT)
+    parser.add_argument("--tensors", action="store_true", help="compare only the tensors")
 
 
 def run_diff(given: Namespace) -> None:

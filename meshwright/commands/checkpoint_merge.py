@@ -21,11 +21,11 @@ KINDS = "mean, linear, 1-sqrt, ema=0.9, or numbers as 0.25,0.75"
 
 
 def add_options(parser: Parser) -> None:
-    parser.add_argument("run", type=input_path, help="a dump folder, or one of checkpoints")
-    parser.add_argument("--steps", required=True, help="steps to merge, as 800,900,1000")
+    parser.add_argument("run", type=input_path, help="a dump folder, or its folder of checkpoints")
+    parser.add_argument("--steps", required=True, help="steps to merge, for example 800,900,1000")
     parser.add_argument("--weights", default="mean", help=f"{KINDS} (default: mean)")
     parser.add_argument(
-        "--out", required=True, type=output_folder, help="the folder to make a checkpoint in"
+        "--out", required=True, type=output_folder, help="the folder for the merged checkpoint"
     )
 
 

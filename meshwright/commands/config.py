@@ -28,10 +28,10 @@ def add_options(parser: Parser) -> None:
         nargs="?",
         const="",
         metavar="NAME",
-        help="document every key, or those of a section, or one key",
+        help="print the documentation of a section or a key (default: of all keys)",
     )
     parser.add_argument(
-        "--presets", action="store_true", help="list the presets, each with its purpose"
+        "--presets", action="store_true", help="list the presets with their purposes"
     )
 
 
@@ -52,7 +52,7 @@ def run(given: Namespace) -> None:
 
 def add_options_diff(parser: Parser) -> None:
     parser.add_argument("a", help="a TOML file, or a preset by name")
-    parser.add_argument("b", help="the same")
+    parser.add_argument("b", help="a TOML file, or a preset by name")
 
 
 def run_diff(given: Namespace) -> None:
@@ -102,8 +102,9 @@ def _documentation(section_name: str) -> Iterator[str]:
     yield "usage: meshwright config [CONFIG] [--section.key VALUE ...] [--presets]"
     yield "       meshwright config --help [SECTION | SECTION.KEY]\n"
     yield "Show every value of a config, with its origin.\n"
+    yield "example:\n  meshwright config my_job.toml --optimizer.lr 1e-3\n"
     yield "Every key can stand in the TOML as [section] key = value, or on the command line as"
-    yield "--section.key value. A flag may stand alone: --compile.enable is the same with true."
+    yield "--section.key value. A true/false key needs no value: --compile.enable means true."
     for name in sections:
         yield from _documentation_of(name)
 

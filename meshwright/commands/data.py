@@ -24,10 +24,10 @@ def add_options(parser: Parser) -> None:
         "--samples",
         nargs=3,
         metavar=("NAME", "FIRST", "LAST"),
-        help="print samples of a source, by its name and their indices in skipped_steps.jsonl",
+        help="print samples FIRST to LAST of a source, as skipped_steps.jsonl lists them",
     )
-    views.add_argument("--caches", action="store_true", help="list all token caches of the folder")
-    views.add_argument("--remove", metavar="NAME", help="remove the cache that --caches names so")
+    views.add_argument("--caches", action="store_true", help="list the token caches")
+    views.add_argument("--remove", metavar="NAME", help="remove this token cache")
     add_stage(parser)
 
 
@@ -89,7 +89,9 @@ def add_options_tokenize(parser: Parser) -> None:
     parser.add_argument(
         "--workers", type=int, metavar="N", default=0, help="processes (default: one per core)"
     )
-    parser.add_argument("--verify", action="store_true", help="read every byte, repair damage")
+    parser.add_argument(
+        "--verify", action="store_true", help="check every byte of the cache and repair damage"
+    )
 
 
 def run_tokenize(given: Namespace) -> None:

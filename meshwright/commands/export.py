@@ -15,30 +15,30 @@ from meshwright.train.resolve_model import extend_by
 
 def add_options(parser: Parser) -> None:
     parser.add_argument("checkpoint", type=input_path, help=CHECKPOINT)
-    parser.add_argument("out", type=output_folder, help="the folder to make")
+    parser.add_argument("out", type=output_folder, help="the folder to create")
     parser.add_argument(
         "--dtype",
         choices=("bfloat16", "float32"),
         default="bfloat16",
-        help="type of the weights there (default: bfloat16)",
+        help="type of the exported weights (default: bfloat16)",
     )
     parser.add_argument(
         "--max-shard-size",
         metavar="SIZE",
         default="5GB",
-        help="most bytes per file: a number and KB, MB or GB (default: 5GB)",
+        help="maximum size of a file, for example 500MB (default: 5GB)",
     )
     parser.add_argument(
-        "--average", action="store_true", help="export the mean of checkpoint.average"
+        "--average", action="store_true", help="export the averaged weights of checkpoint.average"
     )
     parser.add_argument(
         "--fused",
         action="store_true",
-        help="stack experts, as transformers 5 has them in memory, where the hub has one by one",
+        help="write experts stacked, as transformers 5 holds them, not one tensor each",
     )
     add_saved_model(parser)
     parser.add_argument(
-        "--without-tokenizer", action="store_true", help="leave the tokenizer's files out"
+        "--without-tokenizer", action="store_true", help="don't write the tokenizer's files"
     )
 
 

@@ -20,32 +20,38 @@ def add_options(parser: Parser) -> None:
         "source",
         type=input_path,
         metavar="CHECKPOINT_OR_HF_FOLDER",
-        help=f"{CHECKPOINT}; or a model folder of Hugging Face",
+        help=f"{CHECKPOINT}; or a Hugging Face model directory",
     )
     parser.add_argument("--prompt", required=True, metavar="TEXT", help="text to continue")
-    parser.add_argument("--max-new-tokens", type=int, metavar="N", default=100, help="default: 100")
+    parser.add_argument(
+        "--max-new-tokens",
+        type=int,
+        metavar="N",
+        default=100,
+        help="most tokens to generate (default: 100)",
+    )
     parser.add_argument(
         "--temperature",
         type=float,
         metavar="T",
         default=0.0,
-        help="0, the default: the likeliest token each time; 0.8: varied; above 1: wild",
+        help="0: greedy decoding; higher values give more varied text (default: 0)",
     )
     parser.add_argument(
         "--top-p",
         type=float,
         metavar="P",
         default=1.0,
-        help="sample from the likeliest tokens whose probabilities sum to P (default: 1, all)",
+        help="nucleus sampling: from the most likely tokens with total probability P (default: 1)",
     )
     parser.add_argument(
-        "--seed", type=int, metavar="N", default=0, help="another seed, another text (default: 0)"
+        "--seed", type=int, metavar="N", default=0, help="seed of the sampling (default: 0)"
     )
     parser.add_argument(
         "--dtype",
         choices=("auto", "bfloat16", "float32"),
         default="auto",
-        help="auto, the default: bfloat16 on a GPU, float32 on a CPU",
+        help="auto: bfloat16 on a GPU, float32 on a CPU (default: auto)",
     )
     add_saved_model(parser)
 

@@ -59,7 +59,7 @@ def add_options(parser: Parser) -> None:
         dest="corpus",
         type=readable,
         metavar="PATH",
-        help="your texts: a file, a folder or a glob (default: the source code of sympy)",
+        help="your text data: a file, a folder or a glob (default: the source code of sympy)",
     )
 
 

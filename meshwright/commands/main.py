@@ -1,6 +1,6 @@
 """The command `meshwright`.
 
-To add a command: a module with `add_options(parser)` and `run(given)`, and a line in `COMMANDS`.
+To add a command: a module with `add_options(parser)` and `run(given)`, and a row in `GROUPS`.
 """
 
 import errno
@@ -9,6 +9,7 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from textwrap import fill, indent
 from typing import NamedTuple
 
 from meshwright import __version__
@@ -27,12 +28,14 @@ from meshwright.system.modules import uncollected
 
 
 class Command(NamedTuple):
-    """A row of `COMMANDS`."""
+    """A row of `GROUPS`."""
 
     module: str
     """In this folder. Imported only for its command, and free of torch, which takes a second: what
     needs torch is imported by `run`."""
     purpose: str
+    example: str
+    """Words after `meshwright NAME`, which its `--help` shows as one that works."""
     takes_config: bool = False
     """It takes CONFIG and --section.key: `read(given).config()` loads them."""
     suffix: str = ""
@@ -45,50 +48,123 @@ class Command(NamedTuple):
         return getattr(module, f"{name}{self.suffix}", None)
 
 
-COMMANDS = {
-    "train": Command(
-        "train",
-        "check a config, tokenise its data and train on all GPUs, or on 2 CPU ranks",
-        takes_config=True,
-    ),
-    "init": Command("init", "write a first TOML for your texts and this machine"),
-    "check": Command("check", "check that a config can run", takes_config=True),
-    "config": Command("config", "show every value of a config", takes_config=True),
-    "config diff": Command("config", "list the keys in which two configs differ", suffix="_diff"),
-    "schema": Command("config", "print the JSON Schema of a config, for editors", suffix="_schema"),
-    "tokenize": Command(
-        "data", "tokenise the data of a job", takes_config=True, suffix="_tokenize"
-    ),
-    "data": Command(
-        "data",
-        "describe the data of a job, print its samples, list and remove token caches",
-        takes_config=True,
-    ),
-    "plan": Command(
-        "plan.command",
-        "plan memory, traffic and step time on devices that are not there",
-        takes_config=True,
-    ),
-    "prove": Command(
-        "prove.command",
-        "train a config in small on many meshes, and compare each with one process",
-        takes_config=True,
-    ),
-    "report": Command(
-        "report",
-        "write a run as one HTML file: curves, time, validation, resumes, skipped steps, config",
-    ),
-    "checkpoint ls": Command("checkpoint", "list checkpoints", suffix="_ls"),
-    "checkpoint show": Command("checkpoint", "describe a checkpoint", suffix="_show"),
-    "checkpoint verify": Command(
-        "checkpoint", "compare every byte with its checksum", suffix="_verify"
-    ),
-    "checkpoint diff": Command("checkpoint", "compare two checkpoints", suffix="_diff"),
-    "checkpoint merge": Command("checkpoint_merge", "average the weights of several steps"),
-    "export": Command("export", "write a checkpoint for Hugging Face"),
-    "generate": Command("generate", "generate text"),
+GROUPS = {
+    "Start": {
+        "init": Command(
+            "init", "write a first TOML for your text data and this machine", "--from my_texts"
+        ),
+        "check": Command(
+            "check",
+            "find every mistake in a config, before anything starts",
+            "my_job.toml --ngpu 8",
+            takes_config=True,
+        ),
+        "train": Command(
+            "train",
+            "check a config, tokenize its data and train on all GPUs, or on 2 CPU ranks",
+            "my_job.toml --ngpu 2 --training.steps 100",
+            takes_config=True,
+        ),
+    },
+    "Configs": {
+        "config": Command(
+            "config",
+            "show every value of a config",
+            "my_job.toml --optimizer.lr 1e-3",
+            takes_config=True,
+        ),
+        "config diff": Command(
+            "config",
+            "list the keys in which two configs differ",
+            "debug_model my_job.toml",
+            suffix="_diff",
+        ),
+        "schema": Command(
+            "config",
+            "print the JSON Schema of a config, for editors",
+            "> schema.json",
+            suffix="_schema",
+        ),
+    },
+    "Data": {
+        "data": Command(
+            "data",
+            "describe the data of a config, print its samples, list and remove token caches",
+            "my_job.toml --step 1",
+            takes_config=True,
+        ),
+        "tokenize": Command(
+            "data",
+            "tokenize the data of a config",
+            "my_job.toml",
+            takes_config=True,
+            suffix="_tokenize",
+        ),
+    },
+    "Memory and parallelism": {
+        "plan": Command(
+            "plan.command",
+            "estimate memory, traffic and step time on GPUs that you don't have",
+            "llama3_8b --world-size 8 --device h100",
+            takes_config=True,
+        ),
+        "prove": Command(
+            "prove.command",
+            "check that parallel training matches one process, with a small copy of a config",
+            "my_job.toml --parallelism.tensor_parallel_degree 2",
+            takes_config=True,
+        ),
+    },
+    "Runs": {
+        "report": Command(
+            "report",
+            "write runs as one HTML page: curves, speed, validation, resumes, skipped steps",
+            "outputs/my_job outputs/debug_model --output both.html",
+        ),
+    },
+    "Checkpoints": {
+        "checkpoint ls": Command("checkpoint", "list checkpoints", "outputs/my_job", suffix="_ls"),
+        "checkpoint show": Command(
+            "checkpoint",
+            "describe a checkpoint, or print its config",
+            "outputs/my_job --config",
+            suffix="_show",
+        ),
+        "checkpoint verify": Command(
+            "checkpoint",
+            "compare every byte with its checksum",
+            "outputs/my_job",
+            suffix="_verify",
+        ),
+        "checkpoint diff": Command(
+            "checkpoint",
+            "compare the weights of two checkpoints",
+            "outputs/my_job outputs/debug_model",
+            suffix="_diff",
+        ),
+        "checkpoint merge": Command(
+            "checkpoint_merge",
+            "average the weights of several steps",
+            "outputs/my_job --steps 60,80 --out outputs/merged",
+        ),
+    },
+    "Models": {
+        "generate": Command(
+            "generate", "generate text", 'outputs/my_job --prompt "Once upon a time"'
+        ),
+        "export": Command(
+            "export", "write a checkpoint for Hugging Face", "outputs/my_job my_model"
+        ),
+    },
 }
-"""By name, of one word or two."""
+"""By the group of `meshwright --help` and by name, of one word or two."""
+
+COMMANDS = {name: command for group in GROUPS.values() for name, command in group.items()}
+
+
+def example(name: str) -> str:
+    """Return a command line that works, for help and docs."""
+    return f"meshwright {name} {COMMANDS[name].example}"
 
 
 def build_parser(name: str, words: Sequence[str] = ()) -> Parser:
@@ -98,10 +174,11 @@ def build_parser(name: str, words: Sequence[str] = ()) -> Parser:
         words: its command line, for the config keys that it names.
     """
     command = COMMANDS[name]
-    parser = Parser(f"meshwright {name}", description=_sentence(command.purpose))
+    parser = Parser(f"meshwright {name}", description=fill(_sentence(command.purpose), 78))
+    parser.epilog = f"example:\n  {example(name)}"
     if command.takes_config:
         add_config(parser, words)
-        parser.epilog = EVERY_KEY
+        parser.epilog += f"\n\n{EVERY_KEY}"
     if add_options := command.function("add_options"):
         add_options(parser)
     return parser
@@ -120,7 +197,7 @@ def run(words: Sequence[str]) -> None:
     if name not in COMMANDS:
         within = [command for command in COMMANDS if command.startswith(f"{name} ")]
         if within and words[1:2] in ([], ["--help"], ["-h"]):
-            _print_commands(within)
+            _print_commands(f"{name} ", within)
             return
         wrong = " ".join(words[:2]) if within else name
         fix = did_you_mean(wrong, within or [*COMMANDS, "--help", "--version"])
@@ -150,7 +227,7 @@ def main() -> None:
     steady_streams()
     try:
         if words[0] in ("--help", "-h", "help"):
-            _print_commands(list(COMMANDS))
+            _print_groups()
         elif words[0] == "--version":
             print(f"meshwright {__version__}")
         else:
@@ -173,14 +250,28 @@ def main() -> None:
         sys.exit(EXIT_CONFIG)
 
 
-def _print_commands(names: Sequence[str]) -> None:
-    print("usage: meshwright COMMAND ...       meshwright COMMAND --help: its options\n")
-    width = max(map(len, names))
+def _print_groups() -> None:
+    print(
+        "usage: meshwright COMMAND ...\n\n`meshwright COMMAND --help` has options and an example."
+    )
+    for title, group in GROUPS.items():
+        print(f"\n{title}")
+        _print_purposes(list(group))
+    print("\n--version prints the version.")
+    print("\nA first run, in minutes on a CPU: meshwright train debug_model")
+
+
+def _print_commands(prefix: str, names: Sequence[str]) -> None:
+    print(f"usage: meshwright {prefix}COMMAND ...\n")
+    _print_purposes(names)
+    print(f"\n`meshwright {prefix}COMMAND --help` has options and an example.")
+
+
+def _print_purposes(names: Sequence[str]) -> None:
+    width = max(map(len, COMMANDS)) + 4
     for name in names:
-        print(f"  {name:{width}}  {_sentence(COMMANDS[name].purpose)}")
-    if "train" in names:
-        print("\n  --version          Print the version.")
-        print("\nA first run, in minutes on a CPU: meshwright train debug_model")
+        text = fill(_sentence(COMMANDS[name].purpose), 78 - width)
+        print(indent(f"  {name}".ljust(width) + text, " " * width, lambda line: line[0] != " "))
 
 
 def _sentence(purpose: str) -> str:

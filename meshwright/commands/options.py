@@ -12,7 +12,7 @@ from meshwright.config.section import ADDRESS
 from meshwright.config.stages import staged
 from meshwright.system.errors import ConfigError, check, config_error, numbered, out_of_reach
 
-CHECKPOINT = "a step's folder, or a dump folder: its newest"
+CHECKPOINT = "a step's folder, or a dump folder for its newest checkpoint"
 
 
 def readable(text: str) -> str:
@@ -88,7 +88,11 @@ def check_named(config: object) -> None:
 def add_stage(parser: Parser) -> None:
     """Option for one stage of a job that has several."""
     parser.add_argument(
-        "--stage", type=int, default=1, metavar="N", help="of [[training.stages]] (default: 1)"
+        "--stage",
+        type=int,
+        default=1,
+        metavar="N",
+        help="which of [[training.stages]] (default: 1)",
     )
 
 
@@ -107,9 +111,9 @@ def of_stage(config: JobConfig, stage: int) -> JobConfig:
 def add_ranks(parser: Parser) -> None:
     """Options for the number of ranks, shared by commands that start or count them."""
     parser.add_argument(
-        "--ngpu", metavar="N", help="ranks per machine (default: $NGPU, or its GPUs, or 2)"
+        "--ngpu", metavar="N", help="ranks per node (default: $NGPU, or all GPUs, or 2 on a CPU)"
     )
-    parser.add_argument("--nnodes", metavar="N", help="machines (default: $NNODES, or 1)")
+    parser.add_argument("--nnodes", metavar="N", help="number of nodes (default: $NNODES, or 1)")
 
 
 def add_saved_model(parser: Parser) -> None:
@@ -118,8 +122,8 @@ def add_saved_model(parser: Parser) -> None:
         "--tokenizer",
         type=readable,
         metavar="PATH",
-        help="its path, if it is no longer where the job read it",
+        help="the tokenizer, if it has moved since the run",
     )
     parser.add_argument(
-        "--custom-import", default="", metavar="MODULE", help="your module that has the model"
+        "--custom-import", default="", metavar="MODULE", help="your module that defines the model"
     )

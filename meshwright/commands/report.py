@@ -18,13 +18,13 @@ def add_options(parser: Parser) -> None:
         type=input_path,
         metavar="RUN_DIR",
         nargs="+",
-        help="a job.dump_folder; of several, all are compared with the first",
+        help="a job.dump_folder; further ones are compared with the first",
     )
     parser.add_argument(
         "--output",
         type=output_file,
         metavar="FILE",
-        help="HTML file (default: RUN_DIR/report.html; of several, compare.html in the first)",
+        help="HTML file (default: RUN_DIR/report.html, or compare.html for several runs)",
     )
 
 

@@ -67,10 +67,12 @@ def add_options(parser: Parser) -> None:
     parser.add_argument(
         "--rdzv-endpoint",
         metavar="HOST:PORT",
-        help="where machines meet, one of them (default: $RDZV_ENDPOINT)",
+        help="address of the first node, the same on all (default: $RDZV_ENDPOINT)",
     )
     parser.add_argument(
-        "--rdzv-id", metavar="NAME", help="of the job there (default: $RDZV_ID, or meshwright)"
+        "--rdzv-id",
+        metavar="NAME",
+        help="ID of the job, the same on all nodes (default: $RDZV_ID, or meshwright)",
     )
 
 

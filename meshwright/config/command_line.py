@@ -11,10 +11,9 @@ OVERRIDE = re.compile(r"--(?P<key>\w+(\.[\w-]+)+)(=.*)?", re.DOTALL)
 
 CONFIG_FILE = "job.config_file"
 
-EVERY_KEY = (
-    "--section.key VALUE sets any key of the config; a true/false key may stand alone. "
-    "`meshwright config --help` documents every key."
-)
+EVERY_KEY = """\
+`--section.key VALUE` sets any key of the config, and a true/false key needs
+no VALUE. `meshwright config --help` documents every key."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -25,10 +24,16 @@ class Parser(argparse.ArgumentParser):
         """Names of their values by their own, for advice."""
         # "resolve": `config` has a --help of its own
         super().__init__(
-            prog, description=description, allow_abbrev=False, conflict_handler="resolve"
+            prog,
+            description=description,
+            allow_abbrev=False,
+            conflict_handler="resolve",
+            formatter_class=argparse.RawDescriptionHelpFormatter,  # an example has its line
         )
 
     def add_argument(self, *names: Any, **settings: Any) -> argparse.Action:
+        if not names[0].startswith("-"):
+            settings.setdefault("metavar", names[0].upper())
         value = settings.get("metavar", "VALUE")
         self.options |= {name: value for name in names if name.startswith("--")}
         return super().add_argument(*names, **settings)

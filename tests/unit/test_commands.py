@@ -17,7 +17,7 @@ from torch.distributed.run import parse_args
 
 import meshwright
 from meshwright.commands import train
-from meshwright.commands.main import COMMANDS, main, run
+from meshwright.commands.main import COMMANDS, GROUPS, example, main, run
 from meshwright.commands.options import write_output
 from meshwright.commands.train import MALLOC, WAITING, environment
 from meshwright.config.loader import load_config
@@ -46,7 +46,22 @@ def test_help_of_every_command(capsys) -> None:
         with pytest.raises(SystemExit) if name != "config" else nullcontext() as end:
             run([*name.split(), "--help"])
         assert name == "config" or end.value.code == 0
-        assert f"usage: meshwright {name}" in capsys.readouterr().out
+        said = capsys.readouterr().out
+        assert f"usage: meshwright {name}" in said
+        assert f"\nexample:\n  {example(name)}\n" in said
+
+
+def test_the_list_of_commands_is_grouped_and_fits_a_console(capsys, monkeypatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["meshwright"])
+    main()
+    lines = capsys.readouterr().out.splitlines()
+    places = [lines.index(title) for title in GROUPS]
+    for start, end, group in zip(places, [*places[1:], None], GROUPS.values(), strict=True):
+        rows = lines[start:end]
+        assert all(any(row.startswith(f"  {name} ") for row in rows) for name in group)
+    assert max(map(len, lines)) < 80
+    run(["checkpoint"])
+    assert "usage: meshwright checkpoint COMMAND ...\n" in capsys.readouterr().out
 
 
 FIRST_WORDS = {

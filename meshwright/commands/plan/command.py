@@ -25,22 +25,33 @@ def add_options(parser: Parser) -> None:
         help=f"{', '.join(DEVICES)}, cpu, or the GiB of another GPU",
     )
     parser.add_argument(
-        "--rank", type=int, metavar="R", help="a rank to simulate (default: those that need most)"
+        "--rank",
+        type=int,
+        metavar="R",
+        help="rank to simulate (default: those with the highest peak)",
     )
-    parser.add_argument("--all-stages", action="store_true", help="one rank of every stage")
+    parser.add_argument(
+        "--all-stages", action="store_true", help="simulate one rank of every pipeline stage"
+    )
     add_stage(parser)
     parser.add_argument(
         "--imbalance",
         type=float,
         metavar="F",
         default=1.0,
-        help="rows of the busiest rank's experts, over the mean (default: 1)",
+        help="tokens of the busiest expert-parallel rank, relative to the mean (default: 1)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--html", type=output_file, metavar="FILE", help="write a page, too")
-    parser.add_argument("--search", action="store_true", help="find the best mesh and modes")
     parser.add_argument(
-        "--no-remedies", action="store_true", help="do not try changes if it is tight or too large"
+        "--html", type=output_file, metavar="FILE", help="also write the plan as a page"
+    )
+    parser.add_argument(
+        "--search",
+        action="store_true",
+        help="find the fastest mesh, recomputation and batch that fit",
+    )
+    parser.add_argument(
+        "--no-remedies", action="store_true", help="don't look for changes that make it fit"
     )
     parser.add_argument(
         "--workers", type=int, default=0, metavar="N", help="processes (default: one per core)"
