@@ -201,6 +201,10 @@ class Metrics(Section):
     """Also report the gradient norm of each layer, of the embedding, of the last norm and of the
     output. Not with `optimizer.early_step_in_backward`."""
 
+    every_step: bool = False
+    """Keep the loss, the gradient norm and, with `grad_norm_by_group`, the groups' norms of every
+    step in {dump_folder}/steps.jsonl, not of logged steps alone. The device isn't waited for."""
+
     peak_tflops: NonNegativeFloat = 0.0
     """Dense TFLOP/s of one device, of which MFU is a percentage. 0: the data sheet's figure in
     bf16, if the device is known; without a figure there is no MFU."""

@@ -176,7 +176,7 @@ HISTORY = "history.jsonl"
 Event = Literal["start", "end"]
 
 OF_A_RUN = ["metrics.jsonl", HISTORY, "samples.jsonl", "skipped_steps.jsonl", "experts.json"]
-OF_A_RUN += ["config.toml"]
+OF_A_RUN += ["config.toml", "steps.jsonl"]
 """Files in the dump folder that a job which starts over begins again."""
 
 

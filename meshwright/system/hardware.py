@@ -47,6 +47,26 @@ def device_name(device: torch.device) -> str:
     return found[1] if found else device.type
 
 
+def device_id(device: torch.device) -> str:
+    """Return the number by which the driver tells this GPU from all others; "" of a CPU."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+
+
+def kernels(device: torch.device) -> dict[str, object]:
+    """Return the choices that decide which kernels compute a job, and so how its sums are rounded:
+    the CPU's instructions and threads, the GPU's libraries."""
+    facts: dict[str, object] = {
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "cpu": torch.backends.cpu.get_cpu_capability(),
+        "threads": torch.get_num_threads(),
+    }
+    if device.type == "cuda":
+        facts |= {"cuda": torch.version.cuda, "hip": torch.version.hip}
+        facts["cudnn"] = torch.backends.cudnn.version()
+        facts["tf32"] = torch.backends.cuda.matmul.allow_tf32
+    return facts
+
+
 # Word in the name that the driver reports (first match wins) -> dense bf16 FLOP/s, and the vendor's
 # document.
 PEAKS: tuple[tuple[str, float, str], ...] = (

@@ -3,6 +3,7 @@
 import gc
 import hashlib
 import importlib.util
+import subprocess
 import sys
 import traceback
 from collections.abc import Iterator
@@ -66,6 +67,47 @@ def code_of(name: str) -> str:
     """
     file = Path(import_user_module(name).__file__ or "") if name else Path()
     return hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else ""
+
+
+PACKAGE = Path(__file__).parents[1]
+
+
+@cache
+def source_hash() -> str:
+    """Return a hash of every source file of the package."""
+    digest = hashlib.sha256()
+    for path in sorted([*PACKAGE.rglob("*.py"), *PACKAGE.rglob("*.cpp")]):
+        digest.update(f"{path.relative_to(PACKAGE)}\0".encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+GIT_S = 10.0
+"""Seconds that git gets to look at a checkout, which may be on a slow file system."""
+
+
+def git_state() -> dict[str, object]:
+    """Return the commit of the checkout that the package is run from, and whether its files are as
+    they were committed; nothing if it is not run from one, or there is no git."""
+    # a virtual environment may lie in the checkout of another project, which doesn't track it
+    is_tracked = _git("ls-files", "--error-unmatch", "__init__.py")
+    commit = _git("rev-parse", "HEAD") if is_tracked else ""
+    if not commit:
+        return {}
+    return {"commit": commit, "is_clean": not _git("status", "--porcelain", "-uno")}
+
+
+def _git(*words: str) -> str:
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(PACKAGE), *words],
+            capture_output=True,
+            text=True,
+            timeout=GIT_S,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout.strip()
 
 
 @contextmanager

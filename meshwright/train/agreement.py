@@ -2,14 +2,12 @@
 first for all that the config leaves open.
 """
 
-import functools
 import hashlib
 import json
 import socket
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -20,6 +18,7 @@ from meshwright.checkpoint.on_ranks import on_every_rank, on_first_rank
 from meshwright.config.changes import differences, shown, to_json
 from meshwright.datasets.identity import short_hash, tokenizer_parts
 from meshwright.system.errors import ConfigError, in_ranges
+from meshwright.system.modules import source_hash
 from meshwright.train.resolve import ResolvedJob, with_choices
 from meshwright.train.resume import library_versions
 
@@ -60,7 +59,7 @@ def check_agreement(job: ResolvedJob) -> None:
             CONFIG: json.dumps(to_json(job.written)),
             # of a folder: a node may have another config.json or other tensors there
             "model.flavor": json.dumps([job.family.name, asdict(job.model_args)]),
-            "code": f"meshwright {meshwright.__version__}, source {_source_hash()}, "
+            "code": f"meshwright {meshwright.__version__}, source {source_hash()}, "
             f"torch {torch.__version__}, {libraries}",
             "model.tokenizer_path": short_hash(of_tokenizer),
             "experimental.custom_import": job.own_code,
@@ -132,12 +131,3 @@ def _differences(name: str, value: str, usual: str) -> Iterator[tuple[str, str, 
     for key, old, new in differences(json.loads(usual), json.loads(value)):
         if key.rpartition(".")[2] not in OWN_PATHS:
             yield key, shown(new), shown(old)
-
-
-@functools.cache
-def _source_hash() -> str:
-    """Return a hash of every source file of the package."""
-    folder, digest = Path(meshwright.__file__).parent, hashlib.sha256()
-    for path in sorted([*folder.rglob("*.py"), *folder.rglob("*.cpp")]):
-        digest.update(f"{path.relative_to(folder)}\0".encode() + path.read_bytes())
-    return digest.hexdigest()[:16]

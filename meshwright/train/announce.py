@@ -1,19 +1,13 @@
 """A job's messages at its start and end, and the record of its config and history."""
 
-import os
-import platform
 import shlex
-import socket
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-import meshwright
 from meshwright.config.changes import LEFT_OPEN, differences, shown, to_json
 from meshwright.config.job_config import changed
 from meshwright.config.loader import to_toml
@@ -26,7 +20,7 @@ from meshwright.datasets.tokenizers.kinds import Tokenizer, end_of_chat
 from meshwright.metrics.console import duration
 from meshwright.metrics.sinks import note_event
 from meshwright.models.families import FAMILIES
-from meshwright.system import hardware, slurm
+from meshwright.system import hardware
 from meshwright.system.errors import StopRequested, first_line, numbered
 from meshwright.system.files import only_warn, whole_file
 from meshwright.system.log import logger
@@ -209,31 +203,6 @@ def announce_end(
     logger.info("next:")
     for command in commands:
         logger.info("  %s", command, extra={"is_command": True})
-
-
-def note_start(plan: ResolvedJob, device: torch.device, *, is_new_stage: bool) -> None:
-    """Add this start to the history of the run; it is no resume if it `is_new_stage`."""
-    if dist.get_rank() > 0:
-        return
-    facts: dict[str, Any] = {
-        "ranks": dist.get_world_size(),
-        "is_new_stage": is_new_stage,
-        "mesh": str(plan.dims) or "no mesh",
-        "host": socket.gethostname(),
-        "system": platform.platform(),
-        "device": hardware.device_name(device),
-        "versions": {
-            "meshwright": meshwright.__version__,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-        },
-        "parameters": plan.model_args.table.num_params,
-        "command": shlex.join(sys.argv),
-        "config": to_json(plan.config),
-    }
-    if job := slurm.job_name(os.environ):
-        facts["slurm"] = {"job": job, "restart": slurm.restarts(os.environ)}
-    note_event(Path(plan.config.job.dump_folder), plan.resume_step, "start", facts)
 
 
 @contextmanager

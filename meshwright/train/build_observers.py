@@ -24,6 +24,7 @@ from meshwright.train.best_validation import BestValidation
 from meshwright.train.resolve import ResolvedJob
 from meshwright.train.resolve_model import user_sinks
 from meshwright.train.sample_texts import SampleTexts
+from meshwright.train.step_record import StepRecord
 from meshwright.train.trainer import Trainer
 
 
@@ -49,6 +50,7 @@ def build_observers(
     trainer: Trainer,
     bad_steps: BadStepReporter,
     best_validation: BestValidation,
+    record: StepRecord,
     writer: SinkWriter,
 ) -> dict[str, Observer]:
     """Return every observer of the job, by the name under which a checkpoint has its state, in the
@@ -62,6 +64,7 @@ def build_observers(
     folder, rank = Path(config.job.dump_folder), dist.get_rank()
     return observers | {
         "best_validation": best_validation,
+        "step_record": record,
         "sinks": writer,
         "profiler": Profiler(config.profiling, folder, rank, plan.resume_step),
     }

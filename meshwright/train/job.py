@@ -205,6 +205,7 @@ class Steps:
             result = job.trainer.step(step, batches, job.detector)
         if self._is_first:
             self._requests.note_training()
+        job.step_record.add(step, result)
         for observer in job.observers.values():
             observer.after_step(step, data.cursor.counts)
         return FinishedStep(step, data, result)

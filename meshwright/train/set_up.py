@@ -40,7 +40,7 @@ from meshwright.system import hardware
 from meshwright.system.log import busy, log_to_file, logger
 from meshwright.system.processes import Launch
 from meshwright.train.agreement import check_agreement, check_same, take_choices
-from meshwright.train.announce import announce, note_failure, note_start
+from meshwright.train.announce import announce, note_failure
 from meshwright.train.bad_steps import BadStepDetector
 from meshwright.train.best_validation import BestValidation, best_of
 from meshwright.train.build import build_loader, initialize_weights, work_of
@@ -53,6 +53,8 @@ from meshwright.train.build_observers import (
 from meshwright.train.facts import Saved
 from meshwright.train.resolve import ResolvedJob, resume_from, with_choices
 from meshwright.train.resume import place_in_data
+from meshwright.train.start_facts import note_start
+from meshwright.train.step_record import StepRecord
 from meshwright.train.trainer import Trainer, build_trainer
 from meshwright.train.validation import Validation
 
@@ -93,6 +95,7 @@ class RunningJob:
     validate: Validation | None
     detector: BadStepDetector
     best_validation: BestValidation
+    step_record: StepRecord
     observers: Mapping[str, Observer]
     """Everything optional, by name: the bad steps' report and the best validation among them."""
     since: float
@@ -187,7 +190,7 @@ def set_up(
     if difference is not None and difference.is_done:
         _say_done(plan)
         return None
-    _begin_in_folder(plan, device, launch, data, is_new_stage=meshes is not None)
+    attention = _begin_in_folder(plan, device, launch, data, is_new_stage=meshes is not None)
     with note_failure(plan, lambda: plan.resume_step):
         torch.manual_seed(plan.config.training.seed)
         gc.disable()  # a collection on one rank makes all others wait: they collect together
@@ -201,7 +204,8 @@ def set_up(
         bad_steps = build_bad_steps(plan, device, sources, cursor.counts)
         best = BestValidation(plan.config.checkpoint)
         sinks = make_sinks(plan, trainer.model, extra_sinks)
-        observers = build_observers(plan, meshes, trainer, bad_steps, best, sinks)
+        record = StepRecord(plan, trainer)
+        observers = build_observers(plan, meshes, trainer, bad_steps, best, record, sinks)
         if found is not None:
             # a loss that was measured on other data doesn't compare with this job's
             comparable = {"best_validation": best_of(found, plan, validation_sources)}
@@ -209,7 +213,7 @@ def set_up(
         return RunningJob(
             plan=plan,
             device=device,
-            attention=_order_attention(plan, device),
+            attention=attention,
             sources=sources,
             validation_sources=validation_sources,
             checkpoints=checkpoints,
@@ -229,6 +233,7 @@ def set_up(
             else None,
             detector=bad_steps.detector,
             best_validation=best,
+            step_record=record,
             observers=observers,
             since=since,
         )
@@ -236,17 +241,20 @@ def set_up(
 
 def _begin_in_folder(
     plan: ResolvedJob, device: torch.device, launch: Launch, data: Data, *, is_new_stage: bool
-) -> None:
-    """Say in the log and in the dump folder what this start of the job does."""
+) -> list[str]:
+    """Say in the log and in the dump folder what this start of the job does; return the order of
+    kernels of attention. Collective."""
     dump_folder = Path(plan.config.job.dump_folder)
     log_to_file(dump_folder / "logs", dist.get_rank())
     if plan.resume_step == 0 and dist.get_rank() == 0:
         set_aside_run(dump_folder)
     announce(plan, device, launch, data.sources, data.validation_sources)
-    note_start(plan, device, is_new_stage=is_new_stage)
+    attention = _order_attention(plan, device)
+    note_start(plan, device, data.sources, data.validation_sources, attention, is_new_stage)
     if plan.resume_diff is not None and dist.get_rank() == 0:
         # `check`, which verifies no content, may have chosen another checkpoint
         plan.resume_diff.log(launch.checked_step == plan.resume_step)
+    return attention
 
 
 def _resume_or_begin(

@@ -23,6 +23,7 @@ from meshwright.config.loader import load_config
 from meshwright.datasets import files, opening
 from meshwright.datasets.samples import SampleRules
 from meshwright.datasets.stream import Cursor, SampleStream
+from meshwright.system import modules
 from meshwright.system.errors import ConfigError, in_ranges
 from meshwright.system.processes import Launch
 from meshwright.train import agreement
@@ -78,10 +79,10 @@ def difference(folder: Path, case: str) -> str:
     others["folder"] = {"model_args": dataclasses.replace(plan.model_args, tie_embeddings=True)}
     if is_other:
         plan = dataclasses.replace(plan, **others.get(case, {}))
-    code = "0" if is_other and case == "code" else agreement._source_hash()
+    code = "0" if is_other and case == "code" else agreement.source_hash()
     libraries = {"tokenizers": "0"} if is_other and case == "library" else library_versions()
     with (
-        patch.object(agreement, "_source_hash", lambda: code),
+        patch.object(agreement, "source_hash", lambda: code),
         patch.object(agreement, "library_versions", lambda: libraries),
     ):
         try:
@@ -279,11 +280,11 @@ def test_only_the_first_rank_looks_at_files_for_the_notes_on_a_job(tmp_path) -> 
 
 @pytest.mark.parametrize("name", ["a.py", "a.cpp"])
 def test_the_code_is_all_that_is_run(monkeypatch, tmp_path, name) -> None:
-    monkeypatch.setattr("meshwright.__file__", str(tmp_path / "__init__.py"))
+    monkeypatch.setattr("meshwright.system.modules.PACKAGE", tmp_path)
     hashes = set()
     for text in ("", "1"):
         (tmp_path / name).write_text(text)
-        hashes.add(agreement._source_hash.__wrapped__())
+        hashes.add(modules.source_hash.__wrapped__())
     assert len(hashes) == 2
 
 

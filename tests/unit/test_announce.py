@@ -15,7 +15,7 @@ from meshwright.metrics.report.run import read_run
 from meshwright.metrics.sinks import HISTORY, note_event, note_missing_end, set_aside_run
 from meshwright.system.log import log_to_console
 from meshwright.system.processes import Launch
-from meshwright.train import announce
+from meshwright.train import announce, start_facts
 from meshwright.train.announce import announce_end, note_failure
 from tests.helpers.files import no_room
 from tests.helpers.resolved import resolved
@@ -158,7 +158,11 @@ def test_the_written_config_runs_on_any_mesh(tmp_path, monkeypatch) -> None:
     assert again.model_dump(exclude={"job"}) == config.model_dump(exclude={"job"})
     for ranks in (2, 4, 8, 64):
         assert resolved(again, ranks).config.training.global_batch_size == ranks
-    announce.note_start(plan, torch.device("cpu"), is_new_stage=False)
+    ranks = SimpleNamespace(
+        get_rank=lambda: 0, get_world_size=lambda: 4, all_gather_object=lambda rows, own: None
+    )
+    monkeypatch.setattr(start_facts, "dist", ranks)
+    start_facts.note_start(plan, torch.device("cpu"), [], [], [], is_new_stage=False)
     (tmp_path / "out" / "metrics.jsonl").touch()
     shown = read_run(tmp_path / "out").config
     assert shown["training"]["global_batch_size"] == 4
