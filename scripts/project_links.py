@@ -19,15 +19,15 @@ def readme(text: str, project: dict[str, Any]) -> str:
     address = project.get("urls", {}).get("Repository", "")
     authors = " and ".join(f"{{{author['name']}}}" for author in project["authors"])
     report = f"open an issue at {address}/issues" if address else "fill in `.github/ISSUE_TEMPLATE`"
-    link = f", url = {{{address}}}" if address else ""
+    link = f",\n  url = {{{address}}}" if address else ""
     text = re.sub(
         r"git clone .+ meshwright &&",
         f"git clone {address or '<this repository>'} meshwright &&",
         text,
     )
     text = re.sub(r"(?<=To report a bug, ).+?(?=, with )", report, text)
-    text = re.sub(r"author = \{.+?\}(?=, title)", f"author = {{{authors}}}", text)
-    return re.sub(r"(version = \{[\d.]+\}).*\}", rf"\1{link}}}", text)
+    text = re.sub(r"author = \{.+?\}(?=,\n)", f"author = {{{authors}}}", text)
+    return re.sub(r"(version = \{[\d.]+\})[^`]*\}", rf"\1{link}}}", text)
 
 
 def site(text: str, project: dict[str, Any]) -> str:

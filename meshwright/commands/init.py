@@ -106,7 +106,7 @@ def _toml(out: Path, corpus: Corpus | None, scale: Scale) -> Iterator[str]:
     """Yield the lines of the TOML."""
     yield f"#:schema {(FOLDER / 'schema.json').as_uri()}"  # editors complete and check keys by it
     yield f"# A first job, for {scale.machine}. All keys: meshwright config --help"
-    yield _line("extends", PRESET, "a preset; meshwright config --presets lists them")
+    yield _line("extends", PRESET, "a preset: meshwright config --presets")
     yield "\n[job]"
     yield _line("dump_folder", f"outputs/{out.stem}", "checkpoints, logs and figures")
     if scale.is_gpu:
