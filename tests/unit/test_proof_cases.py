@@ -1,6 +1,7 @@
 """A proof's cases have the user's options also where a step has several microbatches."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -166,6 +167,9 @@ def test_types_of_the_user_have_one_case_and_others_are_fp32(words, keys, gradie
         assert bounds.different == (TIES if keys == ["dtype"] else math.inf)
         assert bounds.update_rounding == 2
     assert bounds_of(cases[0]) == BOUNDS["fp32"]
+    cut = {"parallelism": {"pipeline_parallel_degree": 2}, "training": {"dtype": "bfloat16"}}
+    staged = replace(cases[0], config=changed(cases[0].config, cut))
+    assert bounds_of(staged).tied_parts_rounded
 
 
 def test_a_step_of_one_process_adds_up_in_fp32_whatever_the_reduction() -> None:

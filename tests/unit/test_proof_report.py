@@ -254,6 +254,25 @@ def test_gradients_in_fp32_beside_bf16_weights_differ_by_fp32_sums_alone(error, 
     assert failures(4) == [*of_v, of_w]
 
 
+@pytest.mark.parametrize(
+    ("num_different", "is_tied", "is_named"),
+    [(50, True, False), (51, True, True), (3, False, False), (4, False, True)],
+)
+def test_a_tied_embedding_of_two_stages_is_rounded_again(num_different, is_tied, is_named) -> None:
+    """Half of its elements may then differ, and an untied one's only at ties."""
+    name = "tok_embeddings.weight"
+    error = 3 * BF16 if is_tied else BF16
+    shards = {name: ShardComparison((0,), (100,), num_different, error**2)}
+    seen = Measurement([2.0], [1.0], shards=dict.fromkeys(COMPARED, shards))
+    norms = {kind: dict.fromkeys(shards, 1.0) for kind in COMPARED}
+    roundings = {kind: dict.fromkeys(shards, 0.0) for kind in ("gradients", "updates")}
+    names = [name] if is_tied else [name, "output.weight"]
+    shapes = dict.fromkeys(names, (100,))
+    reference = Reference(seen, shapes, norms, roundings, {name})
+    found = compare(reference, [seen], replace(STORED, tied_parts_rounded=True)).failures
+    assert any(line.startswith("gradient") for line in found) is is_named
+
+
 def test_an_update_in_narrower_types_may_differ_by_twice_its_rounding() -> None:
     bounds = replace(BOUNDS["user types"], update=0.1)
     for error, is_wrong in ((0.49, False), (0.51, True)):

@@ -38,6 +38,9 @@ class Bounds:
     different: float = math.inf
     """Part of the elements of the gradients in bf16 that may differ at all. Of the others half may:
     fp32 sums of another order differ in their last bit."""
+    tied_parts_rounded: bool = False
+    """Whether the gradient of a tied embedding is a sum of two that are stored in bf16: the first
+    and the last stage of a pipeline each have one."""
 
 
 BF16 = 2.0**-8
@@ -45,6 +48,9 @@ BF16 = 2.0**-8
 
 TIES = 1 / 32
 """Part of gradients' elements that two sums in fp32 may round to different bf16 numbers."""
+
+ROUNDED_AGAIN = 1 / 2
+"""The same of a sum whose parts are rounded before it, in another order than the reference's."""
 
 OTHERS = 8 * BF16
 """Part of tokens that may get other experts by rounding in bf16; 0.006 were seen in six steps."""
@@ -84,5 +90,6 @@ def bounds_of(case: Case) -> Bounds:
         update = 2 * math.sqrt(gradient)
         return replace(bounds, gradient=gradient, grad_norm=gradient, update=update)
     if training.dtype == "bfloat16":
-        return replace(bounds, stored=2 * BF16, different=TIES)
+        has_ends = case.config.parallelism.pipeline_parallel_degree > 1
+        return replace(bounds, stored=2 * BF16, different=TIES, tied_parts_rounded=has_ends)
     return bounds
