@@ -178,8 +178,7 @@ def heartbeat_of_this_rank(folder: str) -> Heartbeat:
     env = os.environ
     if not folder or env.get("WORLD_SIZE", "1") == "1":
         return Heartbeat()
-    facts: dict[str, Any] = {name: int(env[variable]) for name, variable in FACTS.items()}
-    facts |= {"store": [env["MASTER_ADDR"], int(env["MASTER_PORT"])]}
+    facts = {name: int(env[variable]) for name, variable in FACTS.items()}
     try:
         return Heartbeat(Path(folder) / HEARTBEATS, facts)
     except OSError:  # a full disk: the job can do without

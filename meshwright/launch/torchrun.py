@@ -24,7 +24,7 @@ from torch.distributed.run import parse_args, run
 
 from meshwright.config.loader import load_config
 from meshwright.launch.heartbeat import HEARTBEATS, LOOK_EVERY_S
-from meshwright.launch.machines import OTHER_PROGRAM, Meeting
+from meshwright.launch.meeting import OTHER_PROGRAM, Meeting
 from meshwright.launch.watch import Watch, in_time, tail
 from meshwright.metrics.sinks import note_missing_end
 from meshwright.system.errors import (

@@ -19,7 +19,7 @@ from typing import TypeVar
 import torch
 
 from meshwright.launch.heartbeat import EXAMINE, LOOK_EVERY_S, STACKS_SIGNAL, Beat, read_beats
-from meshwright.launch.machines import TELL_S, Machines
+from meshwright.launch.node_files import TELL_S, NodeFiles
 from meshwright.system.errors import ConfigError, in_ranges
 from meshwright.system.files import state_of, text_of
 from meshwright.system.log import logger
@@ -36,10 +36,8 @@ WRITE_S = 3.0
 STUCK_S = 10.0
 """Seconds after a verdict in which torchrun ends, unless it waits for a store that is silent."""
 
-ASK_MACHINES_EVERY_S = 2.0
-
 SILENT_S = 20.0
-"""Seconds at least after which a machine that tells nothing is lost, however low the limit is."""
+"""Seconds at least after which a node that tells nothing is lost, however low the limit is."""
 
 ABORTED = "Watchdog caught collective operation timeout"
 """NCCL's last words on stderr before it aborts a rank: torch, ProcessGroupNCCL.cpp."""
@@ -121,16 +119,20 @@ def culprits(evidence: Sequence[Evidence]) -> list[Evidence]:
     return [] if len(evidence) > 1 else stopped or busy or in_the_kernel
 
 
-def verdict(evidence: Sequence[Evidence], num_ranks: int, where: str) -> list[str]:
+def verdict(
+    evidence: Sequence[Evidence], num_ranks: int, where: str, *, is_shared: bool = True
+) -> list[str]:
     """Return the message about a hang, the cause last.
 
     Args:
-        num_ranks: of the whole job; the ones without evidence are on machines that do not answer.
+        num_ranks: of the whole job; the ones without evidence are on nodes that tell nothing.
         where: file with the stacks; "" if there is none.
+        is_shared: whether nodes can read each other's evidence. If not, the verdict is about the
+            ranks of this node.
     """
     silent = set(range(num_ranks)) - {rank.rank for rank in evidence}
     guilty = culprits(evidence)
-    if silent and not any(rank.state in STOPPED for rank in evidence):
+    if silent and is_shared and not any(rank.state in STOPPED for rank in evidence):
         guilty = []
         answer = {rank.host.partition(".")[0] for rank in evidence}
         nodes = [name for name in node_names(os.environ) if name.partition(".")[0] not in answer]
@@ -145,6 +147,11 @@ def verdict(evidence: Sequence[Evidence], num_ranks: int, where: str) -> list[st
         f"{_ranks(rank.rank for rank in others if rank.place == place)}: in {place}"
         for place in dict.fromkeys(rank.place for rank in others)
     ]
+    if not is_shared:
+        lines.append(
+            "the dump folder isn't shared, so only the ranks of this node are judged: "
+            "compare the consoles of all nodes"
+        )
     if where:
         lines.append(f"stacks of all ranks: {where}")
     if limit := next((r for r in evidence if r.limit_key), None):
@@ -194,10 +201,7 @@ class Watch:
         self._folder, self._stderr, self._reports, self._leave = folder, stderr, reports, leave
         self._stopped_s: dict[int, float] = {}
         self._warned: set[tuple[int, int]] = set()
-        self._asked_at = time.monotonic()
-        self._machines: Machines | None = None
-        self._asking = threading.Thread()
-        self._is_told, self._unanswered = False, 0
+        self._nodes: NodeFiles | None = None
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
 
@@ -208,6 +212,8 @@ class Watch:
     def __exit__(self, *_: object) -> None:
         self._ended.set()
         self._thread.join()  # a verdict under way is finished
+        if self._nodes is not None and self.verdict is None:
+            in_time(self._nodes.leave)
 
     def last_beat(self, rank: int) -> Beat | None:
         """Return the last beat of a rank; None if it was not on this machine, or alone."""
@@ -235,23 +241,18 @@ class Watch:
             if state in GONE and waited_s >= NEARLY * beat.limit_s > 0 and self._aborted(beat):
                 return True
         self._warn(beats, now)
-        if now - self._asked_at < ASK_MACHINES_EVERY_S:
-            return False
-        self._asked_at = now
-        # a machine that has lost its power or its network, and has the store, never answers; one
-        # that is only slow has answered at the next look
-        if self._asking.is_alive():
-            self._unanswered += 1
-        else:
-            self._unanswered = 0
-            self._asking = threading.Thread(target=self._ask, args=(beats[0],), daemon=True)
-            self._asking.start()
-            self._asking.join(LOOK_EVERY_S)
-        return self._is_told or _is_long(self._unanswered, beats[0])
+        return self._is_hung_elsewhere(beats[0])
 
-    def _ask(self, beat: Beat) -> None:
-        if (others := self._others(beat)) is not None:
-            self._is_told = others.is_trouble() or _is_long(others.silent_looks(), beat)
+    def _is_hung_elsewhere(self, beat: Beat) -> bool:
+        """Return whether another node has found a hang, or is lost: without power it closes no
+        connection, so the ranks would wait as long as the longest limit, an hour for a save."""
+        if beat.facts["machines"] == 1:
+            return False
+        if self._nodes is None:
+            facts = beat.facts
+            self._nodes = NodeFiles(self._reports, facts["machine"], facts["machines"])
+        is_lost = self._nodes.silent_s > max(beat.limit_s, SILENT_S)
+        return self._nodes.is_hang_found or (is_lost and beat.limit_s > 0)
 
     def _aborted(self, beat: Beat) -> bool:
         path = self._stderr(beat.facts["local_rank"])
@@ -278,12 +279,6 @@ class Watch:
                 rank.state or "dead",
             )
 
-    def _others(self, beat: Beat) -> Machines | None:
-        if self._machines is None and beat.facts["machines"] > 1:
-            with suppress(RuntimeError):  # it is there once torchrun has begun, and not at its end
-                self._machines = Machines(beat.facts)
-        return self._machines
-
     def _examine(self, beats: Sequence[Beat]) -> list[Evidence]:
         """Have the ranks here write their stacks and last collectives, and collect everything."""
         states = {beat.rank: state_of(beat.pid) for beat in beats}  # which the question may change
@@ -308,17 +303,16 @@ class Watch:
 
     def _conclude(self, beats: Sequence[Beat]) -> None:
         evidence = self._examine(beats)
-        if self._asking.is_alive():  # a store that is only slow will answer
-            self._asking.join(WRITE_S)
-        if not self._asking.is_alive() and (others := self._others(beats[0])) is not None:
-            exchange = partial(others.exchange, [asdict(rank) for rank in evidence])
-            told = in_time(exchange, TELL_S + WRITE_S) or []
-            of_all = sorted((Evidence(**rank) for rank in told), key=lambda rank: rank.rank)
-            evidence = of_all or evidence
+        is_shared = True
+        if self._nodes is not None:
+            exchange = partial(self._nodes.exchange, [asdict(rank) for rank in evidence])
+            of_all = in_time(exchange, TELL_S + WRITE_S) or []
+            of_all = sorted((Evidence(**rank) for rank in of_all), key=lambda rank: rank.rank)
+            evidence, is_shared = of_all or evidence, self._nodes.is_shared
         facts = beats[0].facts
         name = f"hang_{facts['machine']}.txt"
         where = in_time(partial(self._write, name, report(evidence)), WRITE_S) or ""
-        self.verdict = verdict(evidence, facts["world_size"], where)
+        self.verdict = verdict(evidence, facts["world_size"], where, is_shared=is_shared)
         for beat in beats:
             _kill(beat.pid, signal.SIGKILL)
 
@@ -326,12 +320,6 @@ class Watch:
         path = self._reports() / name
         path.write_text(text, "utf-8")
         return str(path)
-
-
-def _is_long(looks: int, beat: Beat) -> bool:
-    """Return whether a machine is lost that told nothing at so many looks in a row, though a rank
-    here may wait for longer: a save for an hour, without a word to others."""
-    return beat.limit_s > 0 and looks * ASK_MACHINES_EVERY_S > max(beat.limit_s, SILENT_S)
 
 
 def tail(path: Path, size: int = TAIL_BYTES) -> str:

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from meshwright.models.table import block_of
+from meshwright.models.parameter import block_of
 from meshwright.parallelisms.shards import is_dtensor, local_shard
 
 WHOLE_NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

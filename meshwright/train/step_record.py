@@ -10,7 +10,7 @@ from torch import Tensor
 
 from meshwright.metrics.observers import Observer
 from meshwright.metrics.sinks import JsonLines, Record, SafeSink
-from meshwright.models.table import block_of
+from meshwright.models.parameter import block_of
 from meshwright.train.fingerprints import fingerprints
 from meshwright.train.resolve import ResolvedJob
 

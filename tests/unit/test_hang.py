@@ -18,9 +18,9 @@ from unittest.mock import Mock
 import pytest
 import torch.distributed as dist
 
-from meshwright.launch import heartbeat, machines, watch
+from meshwright.launch import heartbeat, node_files, watch
 from meshwright.launch.heartbeat import Beat, Heartbeat, read_beats
-from meshwright.launch.machines import Machines
+from meshwright.launch.node_files import NodeFiles
 from meshwright.launch.watch import (
     ABORTED,
     Evidence,
@@ -67,7 +67,7 @@ with heart.guard():
 @pytest.fixture(autouse=True)
 def _in_a_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     # ranks look for the question every half second
-    times = {"LOOK_EVERY_S": 0.1, "ANSWER_S": 0.8, "ASK_MACHINES_EVERY_S": 0.2, "WARN_AFTER_S": 0.5}
+    times = {"LOOK_EVERY_S": 0.1, "ANSWER_S": 0.8, "WARN_AFTER_S": 0.5}
     for name, seconds in times.items():
         monkeypatch.setattr(watch, name, seconds)
 
@@ -183,26 +183,33 @@ def test_a_job_that_may_go_on_is_not_ended(tmp_path, start, caplog, way: str, co
     assert all("rank 1 has been in data of step 7 for" in text for text in caplog.messages)
 
 
-def test_machines_tell_each_other(tmp_path: Path, start) -> None:
-    """The rank that is stopped is on another machine than the one that waits."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    facts = {"machines": 2, "store": ["127.0.0.1", store.port], "local_rank": 0}
-    folders = [tmp_path / name for name in "ab"]
-    ranks = [
-        start(number, "wait", folder, machine=number, **facts)
-        for number, folder in enumerate(folders)
-    ]
-    os.kill(ranks[1].pid, signal.SIGSTOP)
-    with ExitStack() as stack:
-        launchers = [
-            stack.enter_context(watching(folder, reports=lambda: tmp_path)) for folder in folders
+def test_nodes_tell_each_other(tmp_path: Path, start, monkeypatch) -> None:
+    """The rank that is stopped is on another node than the one that waits; without a shared folder
+    each judges its own."""
+    monkeypatch.setattr(node_files, "TELL_S", 4.0)
+    for shared in (True, False):
+        folders = [tmp_path / f"{shared}_{name}" for name in "ab"]
+        logs = [tmp_path, tmp_path] if shared else folders
+        ranks = [
+            start(number, "wait", folder, machine=number, machines=2, local_rank=0)
+            for number, folder in enumerate(folders)
         ]
-        end = time.monotonic() + 15
-        while time.monotonic() < end and any(w.verdict is None for w in launchers):
-            time.sleep(0.1)
-    lasts = [launcher.verdict[-1] for launcher in launchers]
-    assert [last.partition(" (on ")[0] for last in lasts] == ["rank 1", "rank 1"]
-    assert {path.name for path in tmp_path.glob("hang_*")} == {"hang_0.txt", "hang_1.txt"}
+        if not shared:
+            os.kill(ranks[0].pid, signal.SIGSTOP)
+        os.kill(ranks[1].pid, signal.SIGSTOP)
+        with ExitStack() as stack:
+            launchers = [
+                stack.enter_context(watching(folder, reports=lambda log=log: log))
+                for folder, log in zip(folders, logs, strict=True)
+            ]
+            end = time.monotonic() + 15
+            while time.monotonic() < end and any(w.verdict is None for w in launchers):
+                time.sleep(0.1)
+        lasts = [launcher.verdict[-1].partition(" (on ")[0] for launcher in launchers]
+        assert lasts == (["rank 1", "rank 1"] if shared else ["rank 0", "rank 1"])
+        told = ["only the ranks of this node" in "".join(w.verdict) for w in launchers]
+        assert told == [not shared] * 2
+        assert [(f / f"hang_{n}.txt").exists() for n, f in enumerate(logs)] == [True, True]
 
 
 BEAT = Beat(0, 1, 5, 3, "save", 1e9, LIMIT_S, "comm.k", "", {"machines": 1})
@@ -210,84 +217,74 @@ ONE = Evidence(**vars(BEAT), host="a", age_s=9.0, state="S", stacks="", waits=Tr
 SAME = [replace(ONE, rank=rank) for rank in range(4)]
 
 
-def test_a_launcher_stays_until_the_others_have_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The store ends with the launcher that has it."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    facts = {"store": ["127.0.0.1", store.port], "machines": 2}
-    first, late = (Machines({**facts, "machine": machine}) for machine in (0, 1))
-    monkeypatch.setattr(machines, "LOOK_AGAIN_S", 0.01)
-    real = late._store  # its answers take longer than the others wait between two looks
-    slow = Mock(wraps=real, get=lambda key: time.sleep(0.4) or real.get(key))
-    monkeypatch.setattr(late, "_store", slow)
-    read = []
-    thread = threading.Thread(target=lambda: read.extend(late.exchange(["b"])))
-    thread.start()
-    told = first.exchange(["a"])
-    assert sorted(told) == ["a", "b"]
-    assert int(store.get("meshwright_hang/done")) == 2
-    thread.join()
-    assert sorted(read) == ["a", "b"]
+def node(folder: Path, number: int, nodes: int = 2) -> NodeFiles:
+    """A node whose thread has ended, so that a test says when it looks."""
+    files = NodeFiles(lambda: folder, number, nodes)
+    files._ended.set()
+    files._thread.join()
+    files.look()
+    return files
 
 
-def test_only_what_another_machine_has_told_is_trouble(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(watch, "ASK_MACHINES_EVERY_S", 0)
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    facts = {"store": ["127.0.0.1", store.port], "machines": 2, "machine": 0}
-    launcher, beat = watching(tmp_path), replace(BEAT, facts=facts)
-    assert not launcher._is_hung([beat])
-    store.set("meshwright_hang/trouble", "yes")
+def test_only_what_another_node_writes_in_this_run_is_a_hang(tmp_path, monkeypatch) -> None:
+    """Files of an earlier run are there; the others hear of a hang from the first node."""
+    monkeypatch.setattr(node_files, "LOOK_AGAIN_S", 0.01)
+    monkeypatch.setattr(node_files, "TELL_S", 0.3)
+    for number in range(3):
+        (tmp_path / f"node_{number}.json").write_text('["old"]')
+    first, last = node(tmp_path, 0, 3), node(tmp_path, 2, 3)
+    for files in (first, last):
+        files.look()
+        assert not files.is_hang_found
+    assert last.exchange(["c"]) == ["c"]  # others have written nothing, and node 1 nothing new
+    for number, files in ((0, first), (1, node(tmp_path, 1, 3))):
+        files.look()
+        assert files.is_hang_found == (number == 0)
+    assert first.exchange(["a"]) == ["a", "c"]
+    last.look()
+    assert last.is_hang_found
+    launcher, beat = watching(tmp_path), replace(BEAT, facts={"machines": 3, "machine": 2})
+    launcher._nodes = last
     assert launcher._is_hung([beat])
+    first.leave()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["node_1.json", "node_2.json"]
 
 
-def test_a_store_without_an_answer_keeps_no_launcher(tmp_path, start, monkeypatch) -> None:
-    """The machine that has it lost its power: torch then waits for many minutes, torchrun too."""
-    for name in ("STUCK_S", "WRITE_S"):
+def test_a_folder_that_does_not_answer_keeps_no_launcher(tmp_path, start, monkeypatch) -> None:
+    """The node that has the store lost its power, so torchrun waits for many minutes as well."""
+    for name in ("STUCK_S", "WRITE_S", "TELL_S"):
         monkeypatch.setattr(watch, name, 0.1)
     rank, left = start(0, "timeout", machines=2), threading.Event()
-    launcher = watching(tmp_path, leave=left.set)
-    launcher._machines = Mock(is_trouble=lambda: left.wait(60))
-    with launcher:
+    with watching(tmp_path, reports=lambda: left.wait(60) and tmp_path, leave=left.set) as launcher:
         assert left.wait(20)
     assert rank.wait(5) == -signal.SIGKILL
-    assert launcher.verdict[-1] == "the job hangs, and nothing is heard of rank 1"
+    assert "only the ranks of this node" in "".join(launcher.verdict)
 
 
-def test_a_machine_that_tells_nothing_more_is_lost(tmp_path: Path, monkeypatch) -> None:
+def test_a_node_that_tells_nothing_more_is_lost(tmp_path: Path, monkeypatch) -> None:
     """It has lost its power while the others save, which may take an hour."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    facts = {"store": ["127.0.0.1", store.port], "machines": 2}
-    first, other = (Machines({**facts, "machine": machine}) for machine in (0, 1))
-    looks = [first.silent_looks(), first.silent_looks()]  # the other has no ranks yet
-    for machine in (other, first, first, first, other, first):
-        looks.append(machine.silent_looks())
-    assert looks == [0, 0, 0, 0, 1, 2, 0, 0]
-    monkeypatch.setattr(watch, "ASK_MACHINES_EVERY_S", 0.01)
+    first = node(tmp_path, 0)
+    first.look()
+    silent = [first.silent_s]  # the other has no ranks yet
+    other = node(tmp_path, 1)
+    for files in (first, first, first, other, first):
+        time.sleep(0.01)  # times of files may be coarse
+        files.look()
+        silent.append(files.silent_s)
+    assert silent == [0, 0, 2, 4, 0, 0]
+    for _ in range(3):
+        other.look()
+    assert other.silent_s == 4  # the first node is looked at, too
+    other._ended.set()
+    other.leave()  # that a launcher has ended is not a loss
+    first.look()
+    assert first.silent_s == 0
     monkeypatch.setattr(watch, "SILENT_S", 0.1)
-    beat = replace(BEAT, limit_s=0.15, facts=facts | {"machine": 0})
-    for lost, limit_s, is_hung in ((15, 0.15, False), (16, 0.15, True), (99, 0.0, False)):
+    beat = replace(BEAT, facts={"machines": 2, "machine": 0})
+    for silent_s, limit_s, is_hung in ((0.15, 0.15, False), (0.16, 0.15, True), (99, 0, False)):
         launcher = watching(tmp_path)
-        launcher._machines = Mock(is_trouble=lambda: False, silent_looks=lambda lost=lost: lost)
-        time.sleep(0.02)
+        launcher._nodes = Mock(is_hang_found=False, silent_s=silent_s)
         assert launcher._is_hung([replace(beat, limit_s=limit_s)]) == is_hung
-    # the store does not answer, and the rank has not failed; or it is only slow
-    for answers_in_s, is_lost in ((60.0, True), (0.15, False)):
-        over, launcher = threading.Event(), watching(tmp_path)
-        is_trouble = lambda over=over, s=answers_in_s: over.wait(s) and False  # noqa: E731
-        launcher._machines = Mock(is_trouble=is_trouble, silent_looks=lambda: 0)
-        looks = [time.sleep(0.02) or launcher._is_hung([beat]) for _ in range(18)]
-        over.set()
-        assert looks == [False] * (16 if is_lost else 18) + [True] * 2 * is_lost
-
-
-def test_a_slow_store_is_waited_for(tmp_path, start) -> None:
-    rank, told = start(0, "timeout", machines=2), threading.Event()
-    launcher = watching(tmp_path)
-    launcher._machines = Mock(
-        is_trouble=lambda: time.sleep(2), silent_looks=lambda: 0, exchange=lambda _: told.set()
-    )
-    with launcher:
-        assert rank.wait(20) == -signal.SIGKILL
-    assert told.is_set()
 
 
 @pytest.mark.parametrize(

@@ -20,9 +20,10 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 
 from meshwright.commands.train import _rendezvous_alone
 from meshwright.launch import __main__ as launcher
-from meshwright.launch import machines, torchrun
+from meshwright.launch import meeting as meeting_module
+from meshwright.launch import torchrun
 from meshwright.launch.heartbeat import Heartbeat
-from meshwright.launch.machines import Meeting
+from meshwright.launch.meeting import Meeting
 from meshwright.launch.torchrun import PREFIX, _ask_to_stop, _report, _set_up_console
 from meshwright.launch.watch import Watch
 from meshwright.metrics.sinks import note_event
@@ -278,14 +279,14 @@ def test_another_program_at_the_rendezvous_ends_the_job(tmp_path, monkeypatch, c
         left.append((folder, code))
         raise OSError
 
-    monkeypatch.setattr(machines, "ANSWER_S", 0.1)
+    monkeypatch.setattr(meeting_module, "ANSWER_S", 0.1)
     monkeypatch.setattr(torchrun, "SILENT_S", 0.5)
     monkeypatch.setattr(torchrun, "_leave", leave)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         at = f"127.0.0.1:{silent.getsockname()[1]}"
         meeting = Meeting(at, 2, "job")
         meeting.come()
-        assert meeting.describe() == f"waiting at {at}: {machines.OTHER_PROGRAM}"
+        assert meeting.describe() == f"waiting at {at}: {meeting_module.OTHER_PROGRAM}"
         monkeypatch.setattr(torchrun, "Meeting", lambda *_: meeting)
         given = Namespace(nnodes="2", rdzv_endpoint=at, rdzv_id="job")
         torchrun._announce_wait(given, tmp_path)

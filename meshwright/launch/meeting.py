@@ -1,15 +1,11 @@
-"""The launchers of a job's machines, as they tell each other in torchrun's store."""
+"""The nodes of a job, while they wait for each other at torchrun's store."""
 
-import json
 import os
 import socket
 import threading
-import time
-from collections.abc import Mapping
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
-from typing import Any
 
 import torch.distributed as dist
 
@@ -22,17 +18,6 @@ ANSWER_S = 5.0
 """Seconds after which a store that says nothing is taken for another program."""
 
 OTHER_PROGRAM = "a program listens there that does not answer as torchrun does"
-
-TELL_S = 8.0
-"""Seconds that other machines get to tell of their ranks."""
-
-LOOK_AGAIN_S = 0.1
-
-
-def _connect(host: str, port: int, timeout_s: float, prefix: str) -> dist.Store:
-    timeout = timedelta(seconds=timeout_s)
-    store = dist.TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
-    return dist.PrefixStore(prefix, store)
 
 
 class Meeting:
@@ -76,7 +61,11 @@ class Meeting:
 
     def _ask(self, host: str, port: int) -> None:
         with suppress(RuntimeError):
-            store = _connect(host, port, MEET_S, self._prefix)
+            timeout = timedelta(seconds=MEET_S)
+            there = dist.TCPStore(
+                host, port, is_master=False, timeout=timeout, wait_for_workers=False
+            )
+            store = dist.PrefixStore(self._prefix, there)
             store.set(f"machine {store.add('count', 1)}", self._me)
             self._store = store
 
@@ -112,59 +101,3 @@ class Meeting:
         rest = f"; missing: {', '.join(missing)}" if missing else ""
         came = f"{len(here)} of {self._machines} machines are here ({', '.join(here)})"
         return f"waiting at {self._endpoint}: {came}{rest}"
-
-
-class Machines:
-    """The launchers of the other machines, while ranks run.
-
-    Args:
-        facts: of a rank here.
-
-    Raises:
-        RuntimeError: (every method) if the store does not answer.
-    """
-
-    def __init__(self, facts: Mapping[str, Any]) -> None:
-        self._machine, self._count = facts["machine"], facts["machines"]
-        host, port = facts["store"]
-        self._store = _connect(host, port, TELL_S, "meshwright_hang")
-        self._counts = [0] * self._count
-        self._looks = [0] * self._count
-
-    def is_trouble(self) -> bool:
-        """Return whether any machine has found a hang. A store that is gone is not one."""
-        with suppress(RuntimeError):
-            return bool(self._store.check(["trouble"]))
-        return False
-
-    def silent_looks(self) -> int:
-        """Tell the others that this machine is here; return at how many calls in a row the most
-        silent machine has told nothing, as the first machine sees it; 0 elsewhere."""
-        with suppress(RuntimeError):  # as above
-            self._store.add(f"here {self._machine}", 1)
-            if self._machine > 0:
-                return 0
-            counts = [self._store.add(f"here {machine}", 0) for machine in range(self._count)]
-            for machine, (count, before) in enumerate(zip(counts, self._counts, strict=True)):
-                # one that has told nothing yet has no ranks
-                self._looks[machine] = self._looks[machine] + 1 if count == before > 0 else 0
-            self._counts = counts
-        return max(self._looks)
-
-    def exchange(self, ranks: list[Any]) -> list[Any]:
-        """Send the others what is known of the ranks here; return what is told of all in time."""
-        self._store.set("trouble", "yes")
-        self._store.set(f"of {self._machine}", json.dumps(ranks))
-        keys = {f"of {machine}" for machine in range(self._count)}
-        told: list[Any] = []
-        end = time.monotonic() + TELL_S
-        while keys and time.monotonic() < end:
-            for key in [key for key in keys if self._store.check([key])]:
-                told += json.loads(self._store.get(key))
-                keys.remove(key)
-            time.sleep(LOOK_AGAIN_S)
-        with suppress(RuntimeError):  # the store ends with the launcher that has it, so wait
-            self._store.add("done", 1)
-            while self._store.add("done", 0) < self._count and time.monotonic() < end:
-                time.sleep(LOOK_AGAIN_S)
-        return told
