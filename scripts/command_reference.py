@@ -25,7 +25,7 @@ If you leave it out, `train` and `check` use `$CONFIG_FILE` or `debug_model`, an
 defaults. The other commands need it. Commands with a `CONFIG` also take `--section.key VALUE` for
 [any key](config_reference.md). If a value starts with `-`, write an equals sign:
 `--optimizer.lr=-1e5`. A mistake in a config or a command line ends with exit code 2 and one
-message. `train` has [more exit codes](configuration.md#exit-codes)."""
+message. `train` has [more exit codes](exit_codes.md#exit-codes)."""
 
 
 def page() -> Iterator[str]:

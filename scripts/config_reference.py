@@ -15,11 +15,10 @@ from meshwright.system.errors import as_toml
 PRESETS = Path(__file__).parents[1] / "train_configs"
 HEAD = """# Configuration reference
 
-For looking up a key: its type, its default and an example. Made from
-`meshwright/config/job_config.py` by
-`python -m scripts.config_reference`; `meshwright config --help SECTION` prints the same. An example
-may stand at the top of a TOML as it is, or without the first part of its name below the section's
-header. How a config is put together: [configuration](configuration.md)."""
+Every key with its type, its default and an example, which works as it is at the top of a TOML.
+Below the section's header, leave out the first part of the key. `meshwright config --help SECTION`
+prints the same, and [Configure a run](configuration.md) explains how a config is put together.
+Made from `meshwright/config/job_config.py` by `python -m scripts.config_reference`."""
 
 EXAMPLES = {
     "job.dump_folder": '"outputs/my_job"',

@@ -1,6 +1,6 @@
 """Errors that a user can act on, and the exit code of a job. Free of torch.
 
-docs/configuration.md has the codes for users.
+docs/exit_codes.md has the codes for users.
 """
 
 import itertools

@@ -208,7 +208,7 @@ def count_labels(batches: Sequence[Batch], meshes: Meshes) -> Tensor:
     """Return how many labels of the global batch count: () int64. Collective.
 
     The loss is divided by it, once. A mean of the ranks' means would weigh a rank with few labels
-    as much as a full one. See docs/how_it_works.md.
+    as much as a full one. See docs/architecture.md.
     """
     num_labels = torch.stack([has_loss(batch.labels).sum() for batch in batches]).sum()
     dist.all_reduce(num_labels, group=meshes.loss.get_group())

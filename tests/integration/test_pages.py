@@ -16,13 +16,22 @@ from tests.campaigns.new_user import commands, example
 from tests.helpers.jobs import ROOT, environment
 
 FIRST = ["README", "quickstart", "tutorial", "fine_tuning", "export", "monitoring", "checkpoints"]
-FIRST += ["troubleshooting", "continue_pretraining", "sweep", "loss_spikes", "evaluate"]
+FIRST += [
+    "exit_codes",
+    "troubleshooting",
+    "continue_pretraining",
+    "sweep",
+    "loss_spikes",
+    "evaluate",
+]
 STORIES = {
     "a job of one's own": FIRST,
     "other jobs": [
         "configuration",
         "extending",
-        "how_it_works",
+        "parallelism",
+        "experts",
+        "data_order",
         "mesh",
         "clusters",
         "compare",
@@ -30,7 +39,12 @@ STORIES = {
     ],
     "pages to look up": [
         "README of docs",
+        "architecture",
         "data",
+        "mixtures",
+        "packing",
+        "tokenizers",
+        "glossary",
         "hyperparameters",
         "containers",
         "correctness",

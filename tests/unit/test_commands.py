@@ -372,7 +372,7 @@ def test_files_that_cannot_be_written_are_refused_before_work(tmp_path) -> None:
 
 
 def test_every_exit_code_is_documented() -> None:
-    text = (ROOT / "docs/configuration.md").read_text()
+    text = (ROOT / "docs/exit_codes.md").read_text()
     for code in (*EXIT_CODES.values(), EXIT_HANG, EXIT_STOPPED, EXIT_INTERRUPTED):
         assert f"| {code} |" in text, code
 

@@ -29,6 +29,7 @@ OTHERS = {
         "cat",
         "cd",
         "cp",
+        "echo",
         "eval",
         "flock",
         "git",

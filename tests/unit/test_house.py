@@ -1,4 +1,4 @@
-"""The package layout: layers, no circles, a sentence for every module (docs/how_it_works.md).
+"""The package layout: layers, no circles, a sentence for every module (docs/architecture.md).
 
 How many files and lines there are is no test: `python -m scripts.sizes` prints it.
 """

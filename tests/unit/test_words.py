@@ -53,12 +53,12 @@ def messages_of(file: Path) -> Iterator[str]:
     ],
 )
 def test_stand_ins_for_nouns_are_rare(pattern: str, prose_of) -> None:
-    """At most one of each kind in a thousand words."""
+    """At most one in a thousand words, of "what" two."""
     prose = {file: " ".join(prose_of(file)) for file in ROOT.glob(pattern)}
     count = sum(len(text.split()) for text in prose.values())
-    for words in (r"\bwhat\b", STAND_INS):
+    for words, most in ((r"\bwhat\b", 2), (STAND_INS, 1)):
         hits = {f: len(re.findall(words, text, re.IGNORECASE)) for f, text in prose.items()}
-        assert 1000 * sum(hits.values()) <= count, {f: n for f, n in hits.items() if n}
+        assert 1000 * sum(hits.values()) <= most * count, {f: n for f, n in hits.items() if n}
 
 
 def plain(text: str) -> str:
@@ -96,12 +96,13 @@ def test_pages_speak_plainly_to_the_reader() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_a_page_says_whom_it_is_for_shows_an_example_and_leads_on(page: Path) -> None:
+def test_a_page_says_what_it_is_about_and_shows_an_example(page: Path) -> None:
     text = page.read_text("utf-8")
-    if page.name != "README.md":
-        assert re.match(r"# .+\n\n(Read this (if your?|to)|For looking up)\b", text)
+    first = text.split("\n\n")[1]
+    assert re.match(r"[\w`*]", first)
+    assert not first.startswith("Read this")
     assert "```" in "".join(text.splitlines(keepends=True)[:30])
-    assert text.rstrip().splitlines()[-1].startswith("Next: ")
+    assert not re.search(r"^Next: ", text, re.MULTILINE)  # the site's footer has it
 
 
 def test_a_release_is_told_in_300_words() -> None:
