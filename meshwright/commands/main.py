@@ -116,6 +116,23 @@ GROUPS = {
         ),
     },
     "Runs": {
+        "experiment run": Command(
+            "experiment.command",
+            "train the arms of an experiment until each has a verdict",
+            "lr.toml",
+        ),
+        "experiment show": Command(
+            "experiment.command",
+            "print the verdicts of an experiment",
+            "lr.toml --json",
+            suffix="_show",
+        ),
+        "experiment add": Command(
+            "experiment.command",
+            "add an arm to an experiment",
+            "lr.toml hotter optimizer.lr=x2 on=hot",
+            suffix="_add",
+        ),
         "report": Command(
             "report",
             "write runs as one HTML page: curves, speed, validation, resumes, skipped steps",

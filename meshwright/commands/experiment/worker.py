@@ -1,0 +1,198 @@
+"""A worker: takes the runs of an experiment, one at a time, until every arm is decided.
+
+Any number of them share an experiment, on all nodes that see its folder. The worker of a run has
+its lease; the run ends with its worker, and the next one that takes the lease resumes it.
+"""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from types import FrameType
+
+from meshwright.checkpoint.lease import FILE as JOB_LEASE
+from meshwright.commands.experiment.registry import Arm, Experiment, lease, load, save
+from meshwright.commands.experiment.runs import (
+    VALIDATIONS,
+    Key,
+    Result,
+    State,
+    folder_of,
+    has_ended,
+    judged,
+    read_results,
+    write_result,
+)
+from meshwright.commands.experiment.spec import BASE, Document, Values, as_word
+from meshwright.metrics.report.run import read_run
+from meshwright.system.errors import EXIT_STOPPED, EXIT_TRAINING, StopRequested, check
+from meshwright.system.lease import Lease, owner_of
+from meshwright.system.processes import stop_signals
+
+POLL_S = 1.0
+"""Between two looks for a run to take, while others have all."""
+
+ATTEMPTS = 2
+"""Crashes of a run in a row, after which it has failed."""
+
+CALIBRATION_PART = 0.1
+"""Of the seconds of the budget, which the base trains to measure the time of a step."""
+LEAST_CALIBRATION_S = 5
+
+CHILD = """
+import sys
+from meshwright.commands.main import main
+from meshwright.system.processes import die_with_parent
+die_with_parent(int(sys.argv.pop(1)))
+main()
+"""
+"""A `meshwright train` that the kernel kills with its worker."""
+
+Note = Callable[[str], None]
+
+
+class Worker:
+    """Takes runs and judges them; `note` gets a line for each."""
+
+    def __init__(self, document: Document, note: Note) -> None:
+        self._document, self._spec, self._note = document, document.spec, note
+        self._leases = dict[str, Lease]()
+        self._since_s = time.time()
+        self._child: subprocess.Popen[bytes] | None = None
+        self._requests = list[str]()
+
+    def work(self) -> State:
+        """Take runs until none is wanted; return how things are then.
+
+        Raises:
+            StopRequested: if a signal asked for it; the run is saved, and the next worker has it.
+        """
+        before = {number: signal.signal(number, self._stop) for number in stop_signals()}
+        try:
+            self._measure_budget()
+            while [*(state := self._state()).wanted(self._since_s)]:
+                if not self._take_one(state):
+                    time.sleep(POLL_S)
+                self._check_asked()
+            return state
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _state(self) -> State:
+        experiment = load(self._document)
+        assert experiment is not None
+        return State(self._document, experiment, read_results(self._document, experiment))
+
+    def _take_one(self, state: State) -> bool:
+        """Take the first wanted run that nobody else has, to its end; return whether there was
+        one."""
+        for key in state.wanted(self._since_s):
+            name = f"{key.arm}.seed-{key.seed}"
+            own = self._leases.setdefault(name, lease(self._document, name))
+            if not own.take():
+                continue
+            try:
+                # its last worker may have finished it since the results were read
+                if key in {*self._state().wanted(self._since_s)}:
+                    self._finish(state.experiment, key)
+            finally:
+                own.give_back()
+            return True
+        return False
+
+    def _finish(self, experiment: Experiment, key: Key) -> None:
+        """Train a run to its end, and write its result."""
+        arm, folder = experiment.arms[key.arm], folder_of(self._document, key)
+        steps, since_s, code = experiment.steps_of(arm), time.time(), 0
+        for attempt in range(1, ATTEMPTS + 1):
+            if not has_ended(folder, steps):
+                code = self._train(
+                    arm, folder, {"training.seed": key.seed, **self._settings(steps)}
+                )
+                self._check_asked()
+            if code in (0, EXIT_TRAINING):
+                break
+            self._note(f"{key.arm}, seed {key.seed}: exit code {code} ({attempt}): {folder}")
+            if owner_of(folder / "checkpoint" / JOB_LEASE) is not None:
+                return  # the job of a worker that is gone is about to end
+        fields = judged(folder, experiment.metric, steps) if code == 0 else {}
+        fields = {"status": "diverged" if code == EXIT_TRAINING else "failed"} | fields
+        ended_s = time.time()
+        seconds = round(ended_s - since_s, 3)
+        result = Result(
+            *key, exit_code=code, steps=steps, seconds=seconds, ended_s=ended_s, **fields
+        )
+        write_result(self._document, experiment, result)
+        end = result.status if result.value is None else f"{result.value:.4f}"
+        self._note(f"{key.arm}, seed {key.seed}: {end} in {seconds:.0f} s")
+
+    def _settings(self, steps: int) -> Values:
+        """Return the keys that the experiment sets for a run of so many steps."""
+        defaults = {"checkpoint.keep_latest_k": 1, "validation.freq": max(steps // VALIDATIONS, 1)}
+        own = {key: value for key, value in defaults.items() if key not in self._spec.common}
+        return {"training.steps": steps, **own}
+
+    def _train(self, arm: Arm, folder: Path, settings: Values) -> int:
+        """Run `meshwright train` in a dump folder; return its exit code."""
+        folder.mkdir(parents=True, exist_ok=True)
+        keys = arm.keys | settings | {"job.dump_folder": str(folder), "checkpoint.enable": True}
+        words = ["train", arm.config, "--ngpu", str(arm.ranks), "--nnodes", "1"]
+        words += [f"--{key}={as_word(value)}" for key, value in keys.items()]
+        with open(folder / "console.log", "ab") as console:
+            self._child = subprocess.Popen(
+                [sys.executable, "-P", "-c", CHILD, str(os.getpid()), *words],
+                cwd=self._document.file.parent,
+                stdin=subprocess.DEVNULL,
+                stdout=console,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # a terminal's Ctrl-C is for the worker, which passes it on
+            )
+        if self._requests:
+            self._child.terminate()
+        return self._child.wait()
+
+    def _measure_budget(self) -> None:
+        """Turn a budget in seconds into steps: once, by the base on this machine, so that the runs
+        of a pair have as many."""
+        seconds = self._spec.budget.seconds
+        if seconds is None or self._state().experiment.seconds_to_steps:
+            return
+        with lease(self._document, "budget"):
+            experiment = self._state().experiment
+            if experiment.seconds_to_steps:  # another worker was first
+                return
+            folder = self._document.folder / "budget"
+            shutil.rmtree(folder, ignore_errors=True)
+            limit = max(round(CALIBRATION_PART * seconds), LEAST_CALIBRATION_S)
+            settings = {"training.steps": 2**31, "job.max_run_seconds": limit}
+            settings |= {"metrics.log_freq": 1, "validation.enable": False}
+            code = self._train(experiment.arms[BASE], folder, settings)
+            self._check_asked()
+            times = read_run(folder).values("time/step_s") if code == EXIT_STOPPED else []
+            fix = f"see {folder}/console.log"
+            check(len(times) > 1, "budget.seconds", seconds, "the base can't be timed", fix)
+            steps = max(round(seconds / median(times[1:])), VALIDATIONS)
+            with lease(self._document, "arms"):
+                current = self._state().experiment
+                save(self._document, replace(current, seconds_to_steps=steps))
+            shutil.rmtree(folder, ignore_errors=True)
+            self._note(
+                f"{seconds} s are {steps} steps of {median(times[1:]):.3g} s on this machine"
+            )
+
+    def _stop(self, number: int, frame: FrameType | None) -> None:
+        """Pass a request to stop on to the run; the second one ends it at once."""
+        self._requests.append(signal.Signals(number).name)
+        if self._child is not None and self._child.poll() is None:
+            (self._child.terminate if len(self._requests) == 1 else self._child.kill)()
+
+    def _check_asked(self) -> None:
+        if self._requests:
+            raise StopRequested(self._requests[0])

@@ -1,0 +1,66 @@
+"""A `meshwright train` for experiments that takes milliseconds: its loss is a formula of its keys.
+
+It resumes from the step that it wrote last, ends with its worker, and notes each start and end, so
+that a test sees a run that was taken twice. `optimizer.lr` above 1 diverges; a file `crash` in the
+experiment's folder, which it removes, has it crash.
+"""
+
+import hashlib
+import json
+import math
+import os
+import random
+import sys
+import time
+from pathlib import Path
+
+from meshwright.system.processes import die_with_parent
+
+STEP_S = "FAKE_STEP_S"
+"""Environment variable: seconds of a step."""
+
+CHILD = "from tests.helpers.fake_train import main; main()"
+
+
+def loss_at(keys: dict[str, str], step: int) -> float:
+    """The loss falls towards 2, faster with a larger rate; seeds share their noise in part."""
+    lr = float(keys.get("optimizer.lr", 4e-3))
+    noise = random.Random(f"{keys['training.seed']}").gauss(0, 0.05)
+    # as of a real change: small, and another one for each value
+    own = hashlib.sha256(f"{keys['training.seed']} {lr}".encode()).digest()[0] / 255 - 0.5
+    return 2 + 4 * math.exp(-50 * lr * step / 24) + noise + 1e-3 * own * (lr != 4e-3)
+
+
+def main() -> None:
+    die_with_parent(int(sys.argv[1]))
+    keys = dict(
+        word[2:].split("=", 1) for word in sys.argv if word.startswith("--") and "=" in word
+    )
+    folder, steps = Path(keys["job.dump_folder"]), int(keys["training.steps"])
+    (folder / "pids.txt").open("a").write(f"{os.getpid()}\n")
+    crash = folder.parents[1] / "crash"
+    if crash.exists():
+        crash.unlink()
+        sys.exit(1)
+    metrics, history = folder / "metrics.jsonl", folder / "history.jsonl"
+    # a line that a kill cut short doesn't count
+    lines = metrics.read_text().splitlines(keepends=True) if metrics.exists() else []
+    done = [line for line in lines if line.endswith("}\n")]
+    metrics.write_text("".join(done))
+    begin = json.loads(done[-1])["step"] if done else 0
+    _note(history, "start", begin)
+    for step in range(begin + 1, steps + 1):
+        time.sleep(float(os.environ.get(STEP_S, "0")))
+        if float(keys.get("optimizer.lr", 0)) > 1 and step > 5:
+            _note(history, "end", step, reason="failed: the loss is not finite")
+            sys.exit(3)
+        row = {"step": step, "loss/train": loss_at(keys, step), "data/tokens": 512 * step}
+        row["time/step_s"] = 0.5
+        if step % int(keys["validation.freq"]) == 0 or step == steps:
+            row["validation/loss"] = loss_at(keys, step)
+        metrics.open("a").write(json.dumps(row) + "\n")
+    _note(history, "end", steps, reason="finished")
+
+
+def _note(history: Path, event: str, step: int, **facts: str) -> None:
+    history.open("a").write(json.dumps({"event": event, "step": step, "unix_s": 0, **facts}) + "\n")

@@ -1,0 +1,326 @@
+"""`meshwright experiment`: verdicts, bad input, and workers with runs that take milliseconds."""
+
+import json
+import math
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from statistics import stdev
+
+import pytest
+
+from meshwright.commands.experiment import verdict as verdicts
+from meshwright.commands.experiment import worker
+from meshwright.commands.experiment.spec import read_spec
+from meshwright.commands.experiment.verdict import Pair, alpha_of, half_width, judge, least_pairs
+from meshwright.commands.main import run
+from meshwright.system.errors import ConfigError
+from tests.helpers import fake_train
+
+ROOT = Path(__file__).parents[2]
+MARGIN = 0.002
+
+
+def judged(*differences: float, number: int = 1, margin: float = MARGIN) -> verdicts.Verdict:
+    return judge([Pair(d, d == 0) for d in differences], alpha_of(number), margin)
+
+
+@pytest.mark.parametrize("count", [3, 5, 12])
+def test_the_interval_ends_where_the_evidence_reaches_1_over_alpha(count: int) -> None:
+    """By the martingale itself, not its inverse: the Bayes factor of a t statistic for a Gaussian
+    mixture over effect / spread."""
+    t, g = half_width(count, 0.025), verdicts.MIXTURE_WIDTH
+    v, prior = count - 1, 1 + count * g
+    log_e = -0.5 * math.log(prior) + count / 2 * (
+        math.log1p(t * t / v) - math.log1p(t * t / (v * prior))
+    )
+    assert log_e == pytest.approx(math.log(1 / 0.025))
+
+
+def test_three_pairs_can_decide_the_first_arms_and_four_the_eleventh() -> None:
+    assert [least_pairs(alpha_of(n)) for n in (1, 2, 3, 11, 12, 54)] == [3, 3, 4, 4, 5, 5]
+    assert sum(map(alpha_of, range(1, 10_000))) < verdicts.ALPHA
+
+
+def test_of_sequences_without_effect_few_get_a_verdict() -> None:
+    """All looks at 3 to 10 pairs together; tests/campaigns/verdicts.py has 40,000."""
+    draw = random.Random(7)
+    words = [judged(*(draw.gauss(0, 1) for _ in range(10))).word for _ in range(600)]
+    assert sum(word in ("better", "worse") for word in words) <= 600 * alpha_of(1)
+    assert words.count("open") > 550
+    words = [judged(*(draw.gauss(4, 1) for _ in range(10))).word for _ in range(100)]
+    assert words.count("worse") == 100
+
+
+def test_verdicts() -> None:
+    assert judged(0.03, 0.031, 0.0305).word == "worse"
+    better = judged(-0.03, -0.031, -0.0305, 5.0)
+    assert (better.word, better.num_pairs) == ("better", 3)  # the fourth doesn't take it back
+    assert judged(1e-5, -2e-5, 1e-5).word == "equal"
+    assert judged(0.0, 0.0).word == "identical"
+    assert judged(0.0, 1e-9).word == "open"
+    assert judged(math.inf, -0.03, math.inf).word == "diverged"
+    once = judged(-0.03, math.inf, -0.031, -0.0305)
+    assert (once.word, once.num_diverged) == ("better", 1)
+    assert judged().seeds_needed == 3
+    assert judged(0.1, number=3).seeds_needed == 4
+
+
+def test_the_seeds_needed_decide_if_mean_and_spread_stay() -> None:
+    some = judged(0.02, 0.05, 0.005, 0.04)
+    assert some.word == "open"
+    assert some.seeds_needed is not None
+    count, spread = some.seeds_needed, stdev([0.02, 0.05, 0.005, 0.04])
+    reach = [half_width(n, 0.025) * spread / math.sqrt(n) for n in (count - 1, count)]
+    assert reach[0] >= some.mean > reach[1]
+    assert judged(1.0, -1.0, 1.0, -1.0, margin=1e-9).seeds_needed is None
+
+
+BASE = f"""
+extends = "{ROOT}/tests/integration/tiny.toml"
+[training]
+dataset = "text"
+dataset_path = "text.txt"
+[validation]
+enable = true
+dataset = "text"
+dataset_path = "text.txt"
+num_samples = 8
+"""
+HEAD = 'base = "tiny.toml"\nbudget = {steps = 24}\nranks = 1\nseeds = 4\n'
+
+
+class Lab:
+    """A folder with a base and an experiment."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.file = folder, folder / "lab.toml"
+        (folder / "tiny.toml").write_text(BASE)
+        (folder / "text.txt").write_text("to be, or not to be, that is the question " * 60)
+        self.runs = folder / "outputs" / "lab"
+
+    def write(self, text: str, head: str = HEAD) -> "Lab":
+        self.file.write_text(head + text)
+        return self
+
+    def __call__(self, name: str, *words: str) -> int:
+        try:
+            run(["experiment", name, str(self.file), *words])
+        except SystemExit as end:
+            return int(end.code or 0)
+        return 0
+
+    def results(self) -> dict[tuple[str, int], dict]:
+        rows = map(json.loads, (self.runs / "results.jsonl").read_text().splitlines())
+        return {(row["arm"], row["seed"]): row for row in rows}
+
+
+@pytest.fixture
+def lab(tmp_path, monkeypatch) -> Lab:
+    monkeypatch.setattr(worker, "CHILD", fake_train.CHILD)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setattr(worker, "POLL_S", 0.05)
+    return Lab(tmp_path)
+
+
+ARMS = """
+[arms.hot]
+"optimizer.lr" = "x2"
+[arms.silent]
+"metrics.log_freq" = 7
+[arms.wild]
+optimizer.lr = 2.0
+"""
+
+
+def test_an_experiment_is_decided_and_its_json_is_stable(lab, capsys) -> None:
+    assert lab.write(ARMS)("run", "--json") == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    summary = json.loads(line)
+    arms = {arm["arm"]: arm for arm in summary["arms"]}
+    assert [arm["verdict"] for arm in arms.values()] == ["better", "identical", "diverged"]
+    assert [arm["number"] for arm in arms.values()] == [1, 2, 3]
+    assert {*summary} == {
+        *("experiment", "folder", "metric", "margin", "steps", "is_decided", "finished"),
+        *("diverged", "failed", "base", "arms"),
+    }
+    assert {*arms["hot"]} == {
+        *("arm", "number", "on", "keys", "verdict", "num_pairs", "num_diverged", "mean", "spread"),
+        *("low", "high", "seeds_needed", "alpha", "unpaired"),
+    }
+    results = lab.results()
+    assert len(results) == summary["finished"] + summary["diverged"] == 3 + 3 + 2 + 2
+    keys = {"training.seed": "0", "optimizer.lr": "0.008"}
+    late = [fake_train.loss_at(keys, step) for step in (18, 20, 22, 24)]
+    assert results["hot", 0]["value"] == pytest.approx(sum(late) / 4, rel=1e-12)
+    assert results["wild", 0]["exit_code"] == 3
+    assert lab("show") == 0
+    out = capsys.readouterr().out
+    assert "worse: diverges" in out
+    assert "identical: the same bits" in out
+
+
+def test_arms_are_added_and_stand_on_each_other(lab, capsys) -> None:
+    lab.write(ARMS)("run")
+    verdict = lab_verdicts(lab, capsys)["hot"]
+    assert lab("add", "hotter", "on=hot", "optimizer.lr=x2") == 0
+    assert "arm 4: hotter, compared with hot" in capsys.readouterr().out
+    assert lab("run") == 0
+    assert lab.results()["hotter", 0]["value"] < lab.results()["hot", 0]["value"]
+    assert lab_verdicts(lab, capsys)["hot"] == verdict
+    with pytest.raises(ConfigError, match="is an arm already"):
+        lab("add", "hotter", "optimizer.lr=1e-3")
+    with pytest.raises(ConfigError, match="is hot again"):
+        lab("add", "same", "optimizer.lr=0.008")
+
+
+def lab_verdicts(lab: Lab, capsys) -> dict[str, dict]:
+    capsys.readouterr()
+    lab("show", "--json")
+    return {arm["arm"]: arm for arm in json.loads(capsys.readouterr().out)["arms"]}
+
+
+def test_draws_make_arms(lab) -> None:
+    lab.write(
+        """
+        [grid]
+        "optimizer.lr" = [4e-3, 8e-3]
+        "optimizer.weight_decay" = [0.1, 0.0]
+        [list]
+        "lr_scheduler.warmup_steps" = [2, 5]
+        [random]
+        count = 2
+        "optimizer.lr" = {log = [1e-4, 1e-2]}
+        """
+    )
+    names = [one.name for one in read_spec(lab.file).requests()]
+    assert names[:2] == ["lr=0.004,weight_decay=0.1", "lr=0.004,weight_decay=0.0"]
+    more = [one.keys for one in read_spec(lab.file).requests()][-2:]
+    lab.file.write_text(lab.file.read_text().replace("count = 2", "count = 3"))
+    assert [one.keys for one in read_spec(lab.file).requests()][-3:-1] == more
+    assert lab("run") in (0, 3)
+    kept = json.loads((lab.runs / "experiment.json").read_text())
+    # two of the draws are the base
+    assert len(kept["arms"]) == 1 + 3 + 1 + 3
+
+
+def test_budgets_become_steps_once(lab, capsys) -> None:
+    head = HEAD.replace("steps = 24", "tokens = 4096")  # 8 sequences of 64 tokens
+    lab.write('[arms.wide]\n"training.global_batch_size" = 16\n', head)("run")
+    results = lab.results()
+    assert (results["base", 0]["steps"], results["wide", 0]["steps"]) == (8, 4)
+    assert "paired by seed only: other data" in capsys.readouterr().out
+
+
+def test_a_crash_is_run_again_and_not_judged(lab, capsys) -> None:
+    lab.runs.mkdir(parents=True)
+    (lab.runs / "crash").touch()
+    assert lab.write(ARMS)("run") == 0
+    assert "exit code 1 (1)" in capsys.readouterr().out
+    assert {row["status"] for row in lab.results().values()} == {"finished", "diverged"}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('[arms.a]\n"optimizer.lr" = 4e-3', r"lab.toml:\d+: .*is base again: no value differs"),
+        ('[arms.a]\n"training.seed" = 4', r"lab.toml:6.*can't vary here: the experiment pairs"),
+        ('[arms.a]\n"validation.num_samples" = 4', "one validation judges all arms"),
+        ('[arms.a]\n"training.seq_len" = 32', "validated otherwise: by another training.seq_len"),
+        ('[arms.a]\n"optimizer.lrr" = 4', r"lab.toml:5: a: --optimizer.lrr: unknown key"),
+        ('[arms.a]\n"optimizer.lr" = "x2"\n[arms.b]\n"optimizer.lr" = 8e-3', "b.*is a again"),
+        ("[arms.a]\nlr = 2", r"arms.a.lr = 2: is no key of a config"),
+        ('[arms.a]\non = "b"\n"optimizer.lr" = 2', "there is no such arm"),
+        ('[arms.a]\n"optimizer.decay" = "x2"', "base has no positive number there"),
+        ('[arms.base]\n"optimizer.lr" = 2', "can't name an arm"),
+        ('[grid]\n"optimizer.lr" = 4', "must be a list of values"),
+        ('[random]\ncount = 0\n"optimizer.lr" = [1, 2]', "must be a positive number"),
+        ('[random]\ncount = 2\n"optimizer.lr" = {log = [0, 1]}', "isn't a range to draw from"),
+        ('[common]\n"training.steps" = 4', "the budget decides it"),
+        ('[common]\n"validation.enable" = false', "doesn't validate"),
+        ('[common]\n"training.global_batch_size" = -1', "follows the number of ranks"),
+    ],
+)
+def test_bad_arms_are_rejected_before_anything_runs(lab, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"(?s){message}"):
+        lab.write(text)("run")
+    assert not lab.runs.exists()
+
+
+@pytest.mark.parametrize(
+    ("head", "message"),
+    [
+        ('metric = "validation/accuracy"', "the base doesn't log it"),
+        ("seed = 4", r"unknown key seed\n.*fix: did you mean seeds\?"),
+        ("budget.minutes = 4", "unknown key budget.minutes"),
+        ("budget.tokens = 4", "needs steps, tokens or seconds, and only one of them"),
+        ("seeds = 1", "greater than or equal to 2"),
+        ('base = "tinny.toml"', "did you mean tiny.toml"),
+    ],
+)
+def test_a_bad_experiment_is_rejected(lab, head: str, message: str) -> None:
+    key = head.partition(" =")[0]
+    lines = [line for line in HEAD.splitlines() if not line.startswith(f"{key} =")]
+    if key == "budget.tokens":
+        lines = [line.replace("{steps = 24}", "{steps = 24, tokens = 4}") for line in lines]
+    elif key == "budget.minutes":
+        lines = [line.replace("{steps = 24}", "{minutes = 4}") for line in lines]
+    else:
+        lines.append(head)
+    with pytest.raises(ConfigError, match=f"(?s){message}"):
+        lab.write(ARMS, "\n".join(lines) + "\n")("run")
+    assert not lab.runs.exists()
+
+
+def test_a_folder_of_another_experiment_is_rejected(lab) -> None:
+    lab.write(ARMS)("run")
+    with pytest.raises(ConfigError, match=r"another experiment's: budget.steps = 24 there, 30 now"):
+        lab.write(ARMS, HEAD.replace("24", "30"))("run")
+    with pytest.raises(ConfigError, match="the folder has this arm with other keys"):
+        lab.write(ARMS.replace("2.0", "3.0"))("run")
+    lab.write(ARMS, HEAD.replace("seeds = 4", "seeds = 5"))  # seeds may be added
+    assert lab("run") == 0
+
+
+def worker_of(lab: Lab) -> subprocess.Popen:
+    environment = os.environ | {fake_train.STEP_S: "0.02"}
+    words = [sys.executable, "-m", "tests.helpers.experiment_worker", str(lab.file)]
+    return subprocess.Popen(words, env=environment, cwd=ROOT)
+
+
+def test_the_run_of_a_killed_worker_ends_with_it_and_the_next_one_resumes_it(lab) -> None:
+    first = worker_of(lab.write(ARMS))
+    pids = lab.runs / "base" / "seed-0" / "pids.txt"
+    while not (pids.exists() and (pids.parent / "metrics.jsonl").exists()):
+        time.sleep(0.02)
+    first.kill()
+    first.wait()
+    child = int(pids.read_text().split()[0])
+    for _ in range(100):
+        if not Path(f"/proc/{child}").exists():
+            break
+        time.sleep(0.02)
+    with pytest.raises(ProcessLookupError):
+        os.kill(child, 0)
+    second, third = worker_of(lab), worker_of(lab)
+    assert (second.wait(60), third.wait(60)) == (0, 0)
+    starts = [json.loads(line) for line in (pids.parent / "history.jsonl").open()]
+    assert [row["event"] for row in starts] == ["start", "start", "end"]
+    assert starts[1]["step"] > 0
+    for (arm, seed), row in lab.results().items():
+        if row["status"] == "finished" and (arm, seed) != ("base", 0):
+            folder = lab.runs / arm / f"seed-{seed}"
+            assert len((folder / "pids.txt").read_text().split()) == 1, (arm, seed)
+
+
+def test_a_worker_that_is_asked_to_stop_passes_it_on(lab) -> None:
+    one = worker_of(lab.write(ARMS))
+    while not (lab.runs / "base" / "seed-0" / "metrics.jsonl").exists():
+        time.sleep(0.02)
+    one.send_signal(signal.SIGTERM)
+    assert one.wait(30) == 75
+    assert not (lab.runs / "results.jsonl").exists()
