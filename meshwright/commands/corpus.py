@@ -32,14 +32,8 @@ from meshwright.datasets.storage import DataFile
 from meshwright.datasets.tables import Row
 from meshwright.datasets.tokenizers.kinds import build_tokenizer
 from meshwright.datasets.tokenizers.special_tokens import well_formed
-from meshwright.system.errors import (
-    ConfigError,
-    RecordError,
-    check,
-    config_error,
-    numbered,
-    where_it_ends,
-)
+from meshwright.system import errors
+from meshwright.system.errors import RecordError
 
 PRESET = "debug_model"
 """Its tokenizer counts the tokens, and its sequences have to be filled."""
@@ -66,8 +60,6 @@ SEPARATORS = {
 }
 """Words that may separate the documents of a file, and how such a document is called."""
 
-A_FILE, WRAPPED = "a file", "a file, whose lines end where those of a page would"
-
 
 @dataclass(frozen=True)
 class Corpus:
@@ -90,39 +82,42 @@ def look_at(path: str) -> Corpus:
         ConfigError: if they hold none, or tokens, or conversations.
     """
     kind, path, files = _find_files(path)
-    source, unit = Source(dataset=kind, dataset_path=path), A_FILE
+    column, separator, unit = "text", "", "a file"
     if kind != "text":
         column, unit = _column(kind, files[0])
-        source = source.model_copy(update={"dataset_column": column})
     elif len(files) < FEW:
         separator, unit = _separator(files)
-        source = source.model_copy(update={"dataset_separator": separator})
-    entry = Entry("training", kind, source)
-    texts, is_all = _sample(entry, files)
-    check(bool(texts), "--from", path, "holds no text", "name the files that do")
+    source = Source(
+        dataset=kind, dataset_path=path, dataset_column=column, dataset_separator=separator
+    )
+    texts, is_all = _sample(Entry("training", kind, source), files)
+    errors.check(bool(texts), "--from", path, "holds no text", "name the files that do")
     sizes = [len(text.encode()) for text in texts]
-    whole = sum(sizes) if is_all else sum(map(_text_bytes, files))
-    is_per_file = kind == "text" and not source.dataset_separator
-    count = len(files) if is_per_file else math.ceil(whole / sum(sizes) * len(texts))
+    num_bytes = sum(sizes) if is_all else sum(map(_text_bytes, files))
+    count = math.ceil(num_bytes / sum(sizes) * len(texts))
+    if kind == "text" and not source.dataset_separator:
+        count = len(files)
     preset = load_config([PRESET])
-    tokenizer = build_tokenizer(preset.model.tokenizer_path)
     part = "".join(texts)[:TOKENISED_BYTES]
-    num_tokens = round(whole * len(tokenizer.encode(part)) / len(part.encode()))
-    sample = preset.training.seq_len + 1
-    rule = f"holds {numbered(num_tokens, 'token')}, and a sequence of the preset takes {sample}"
-    check(num_tokens >= 2 * sample, "--from", path, rule, "add texts")
+    tokens_per_byte = len(build_tokenizer(preset.model.tokenizer_path).encode(part)) / len(
+        part.encode()
+    )
+    num_tokens, sample = round(num_bytes * tokens_per_byte), preset.training.seq_len + 1
+    rule = (
+        f"holds {errors.numbered(num_tokens, 'token')}, and a sequence of the preset takes {sample}"
+    )
+    errors.check(num_tokens >= 2 * sample, "--from", path, rule, "add texts")
     share = held_out = 0.2 if count < 1000 else 0.05 if count < 20_000 else 0.01
-    if is_all:
+    if is_all:  # the documents themselves say how many of them are held out
         side = Entry("", "", source, held_out, is_held_out=True)
-        share = sum(size for text, size in zip(texts, sizes, strict=True) if is_on_side(side, text))
-        share /= whole
+        share = sum(len(text.encode()) for text in texts if is_on_side(side, text)) / num_bytes
     if count < FEW or share in (0, 1) or held_out * num_tokens < LEAST_SAMPLES * sample:
         share = held_out = 0.0
     others = by_suffix(left_out(path, [file.path for file in files]))
     rest = f"; left out: {', '.join(others)}" if others else ""
-    about = f"about {numbered(count, 'document')}, {num_tokens:,} tokens{rest}"
     description = (
-        f"{numbered(len(files), 'file')} of {kind}, {about}\n"
+        f"{errors.numbered(len(files), 'file')} of {kind}, "
+        f"about {errors.numbered(count, 'document')}, {num_tokens:,} tokens{rest}\n"
         f"the median document has {statistics.median_low(sizes):,} bytes: it is {unit}"
     )
     to_train = round(num_tokens * (1 - share))
@@ -144,16 +139,18 @@ def _find_files(path: str) -> tuple[str, str, list[DataFile]]:
         files = resolve(path, ())
         first = files[0].path if files else path
         kind = next((kind for kind in SUFFIXES if first.endswith(SUFFIXES[kind])), "text")
-    check(kind in ROW_FORMATS, "--from", path, "holds tokens", "see docs/data.md for such files")
+    errors.check(
+        kind in ROW_FORMATS, "--from", path, "holds tokens", "see docs/data.md for such files"
+    )
     fix = "name a file, a folder or a glob of texts, JSON, Parquet or Arrow"
     fix += "; names that begin with . or _ are left out"
-    fix = fix if files or os.path.exists(path.split("*")[0]) else where_it_ends(path)
+    fix = fix if files or os.path.exists(path.split("*")[0]) else errors.where_it_ends(path)
     files = [file for file in files if file.size]
-    check(bool(files), "--from", path, "no text is there", fix)
+    errors.check(bool(files), "--from", path, "no text is there", fix)
     check_downloaded(files, "--from")
     check_kind(files, "--from")
     is_table = files[0].path.endswith(TABLES)
-    check(not is_table, "--from", path, "is a table, not texts", TABLE_FIX)
+    errors.check(not is_table, "--from", path, "is a table, not texts", TABLE_FIX)
     return kind, path, files
 
 
@@ -167,8 +164,9 @@ def _separator(files: list[DataFile]) -> tuple[str, str]:
         if count * whole >= FEW * seen > 0:
             lines = [line for part in parts for line in part.split(b"\n")[1:-1] if line]
             is_wrapped = separator == "\n" and _are_wrapped(lines)
-            return ("", WRAPPED) if is_wrapped else (separator, unit)
-    return "", A_FILE
+            wrapped = "a file, whose lines end where those of a page would"
+            return ("", wrapped) if is_wrapped else (separator, unit)
+    return "", "a file"
 
 
 def _glimpses(files: list[DataFile]) -> Iterator[bytes]:
@@ -194,7 +192,7 @@ def _column(kind: str, file: DataFile) -> tuple[str, str]:
     for _, place, row in itertools.islice(read(Range(file), Layout(kind)), LOOKED_AT):
         if isinstance(row, str):
             fix = """write lines like {"text": "..."}""" if "object" in row else "name other files"
-            raise ConfigError("", f"{place}: {row}\n  fix: {fix}")
+            raise errors.ConfigError("", f"{place}: {row}\n  fix: {fix}")
         rows.append(row)
         sizes.update({key: len(text) for key, text in row.items() if isinstance(text, str)})
     columns = dict.fromkeys(itertools.chain.from_iterable(rows))
@@ -203,14 +201,14 @@ def _column(kind: str, file: DataFile) -> tuple[str, str]:
         if wanted <= columns.keys() and "text" not in sizes:
             fix = f'begin with the preset fine_tune and training.dataset_format = "{name}"'
             rule = f"{held}: conversations"
-            raise config_error("--from", file.path, rule, f"{fix} (docs/fine_tuning.md)")
+            raise errors.config_error("--from", file.path, rule, f"{fix} (docs/fine_tuning.md)")
     lists = [key for row in rows for key, value in row.items() if isinstance(value, list)]
     if lists and kind == "json" and len(rows) == 1:
         fix = f"make lines of them: jq -c '.{lists[0]}[]' {shlex.quote(file.path)} > rows.jsonl"
-        raise config_error("--from", file.path, f"its rows are in the list {lists[0]}", fix)
+        raise errors.config_error("--from", file.path, f"its rows are in the list {lists[0]}", fix)
     if not sizes.total():
         fix = "name files whose rows hold text, or join them by a function as dataset_format"
-        raise config_error("--from", file.path, f"no column holds text: {held}", fix)
+        raise errors.config_error("--from", file.path, f"no column holds text: {held}", fix)
     column = "text" if "text" in sizes else max(sizes, key=lambda key: sizes[key])
     rest = ", ".join(key for key in columns if key != column)
     joined = f"\ncolumns left out: {rest}; a function as training.dataset_format can join columns"
@@ -219,22 +217,23 @@ def _column(kind: str, file: DataFile) -> tuple[str, str]:
 
 def _sample(entry: Entry, files: list[DataFile]) -> tuple[list[str], bool]:
     """Return documents of evenly spread places in the files, and whether they are all."""
-    documents, texts, is_all = LocalDocuments(entry, files), list[str](), True
+    documents, texts = LocalDocuments(entry, files), list[str]()
     numbers = range(0, documents.parts, -(-documents.parts // PLACES))
+    is_all = len(numbers) == documents.parts
     for number in numbers:
         size = 0
         for item in documents.read_part(number):
-            if isinstance(item, RecordError) and entry.name == "text":  # rows may lack theirs
-                fault = str(item).partition(" (training.")[0]
-                fix = "name other files, or correct it (iconv makes UTF-8 of other text)"
-                raise ConfigError("", f"{fault}\n  fix: {fix}")
             if isinstance(item, str) and item:
                 texts.append(well_formed(item))
                 size += len(item)
+            elif isinstance(item, RecordError) and entry.name == "text":  # rows may lack theirs
+                fault = str(item).partition(" (training.")[0]
+                fix = "name other files, or correct it (iconv makes UTF-8 of other text)"
+                raise errors.ConfigError("", f"{fault}{errors.FIX}{fix}")
             if size > SAMPLE_BYTES // len(numbers):
                 is_all = False
                 break
-    return texts, is_all and len(numbers) == documents.parts
+    return texts, is_all
 
 
 def _text_bytes(file: DataFile) -> int:
