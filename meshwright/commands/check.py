@@ -34,24 +34,24 @@ def run(given: Namespace) -> None:
         ConfigError: if it cannot.
     """
     ranks = count_ranks(given, start_here=False)
-    plan = check_job(given, ranks)
-    parameters = f"{plan.model_args.table.num_params:,} parameters"
+    resolved = check_job(given, ranks)
+    parameters = f"{resolved.model_args.table.num_params:,} parameters"
     can_run = f"{given.config} can run: {parameters}, {numbered(ranks.total, 'rank')}"
-    if plan.resume_diff is not None and plan.resume_diff.is_done:
+    if resolved.resume_diff is not None and resolved.resume_diff.is_done:
         print(f"{given.config} has nothing to do")
         return
-    for stage in plan.training_stages:
+    for stage in resolved.training_stages:
         config = stage.config
-        num_steps = config.training.steps - max(stage.starts_after, plan.resume_step)
+        num_steps = config.training.steps - max(stage.starts_after, resolved.resume_step)
         steps = f"{numbered(num_steps, 'step')} of {config.tokens_per_step:,} tokens"
-        if stage is plan and plan.resume_step > 0:
-            steps += f" after step {plan.resume_step:,}"
+        if stage is resolved and resolved.resume_step > 0:
+            steps += f" after step {resolved.resume_step:,}"
         parts = [can_run, steps]
-        if len(plan.training_stages) > 1:
+        if len(resolved.training_stages) > 1:
             parts.append(f"stage {stage.stage_number} to step {config.training.steps:,}")
         print(", ".join(parts))
     # last, since its libraries take a fifth of a second to import
-    if not plan.config.checkpoint.last_save_in_hf and (why := _export_fault(plan)):
+    if not resolved.config.checkpoint.last_save_in_hf and (why := _export_fault(resolved)):
         logger.warning("an export would be rejected without --without-tokenizer: %s", why)
 
 
@@ -78,42 +78,46 @@ def check_job(given: Namespace, ranks: Ranks, device_type: str | None = None) ->
         device_type=device_type,
         is_inherited=written.provenance.is_inherited,
     )
-    plan = resolve(config, look_at_files(config, facts))
-    if plan.config.checkpoint.last_save_in_hf and (why := _export_fault(plan)):
+    resolved = resolve(config, look_at_files(config, facts))
+    if resolved.config.checkpoint.last_save_in_hf and (why := _export_fault(resolved)):
         fix = "set it to false, and export with --without-tokenizer"
         raise config_error("checkpoint.last_save_in_hf", True, f"would fail: {why}", fix)
-    notes = sorted(plan.notes, key=lambda text: "has no effect" not in text)  # last ones are read
-    slow = _slow_type(ranks, plan.config.training)
-    user = running_here(plan.checkpoint_folder) if plan.needs_folder else ""
-    for text in (*_inherited(written), *_other_eos(plan), *notes):
+    notes = sorted(
+        resolved.notes, key=lambda text: "has no effect" not in text
+    )  # last ones are read
+    slow = _slow_type(ranks, resolved.config.training)
+    user = running_here(resolved.checkpoint_folder) if resolved.needs_folder else ""
+    for text in (*_inherited(written), *_other_eos(resolved), *notes):
         logger.info("%s", text)
     if slow:
         logger.warning("%s", slow)
-    if plan.resume_diff is not None:
-        plan.resume_diff.log()
-        if plan.resume_diff.is_done:  # ranks take seconds to say so
-            logger.info("%s holds step %d, the last", plan.checkpoint_folder, plan.resume_step)
-    _warn_of_move(given, plan)
+    if resolved.resume_diff is not None:
+        resolved.resume_diff.log()
+        if resolved.resume_diff.is_done:  # ranks take seconds to say so
+            logger.info(
+                "%s holds step %d, the last", resolved.checkpoint_folder, resolved.resume_step
+            )
+    _warn_of_move(given, resolved)
     if user:
         words = "a job that runs uses %s: %s\n  fix: start another when it has ended"
-        logger.warning(words, plan.checkpoint_folder, user)
-    return plan
+        logger.warning(words, resolved.checkpoint_folder, user)
+    return resolved
 
 
-def _export_fault(plan: ResolvedJob) -> str:
+def _export_fault(resolved: ResolvedJob) -> str:
     """Return why the tokenizer could not be exported; "" if nothing is known against it."""
-    if not isinstance(plan.tokenizer, SentencePieceTokenizer):  # others are copied
+    if not isinstance(resolved.tokenizer, SentencePieceTokenizer):  # others are copied
         return ""
     # not at the top: it imports the libraries of tokenizers
     from meshwright.checkpoint.conversion.tokenizer_files import why_not_exported
 
-    return why_not_exported(plan.tokenizer)
+    return why_not_exported(resolved.tokenizer)
 
 
-def _other_eos(plan: ResolvedJob) -> Iterator[str]:
+def _other_eos(resolved: ResolvedJob) -> Iterator[str]:
     """Say that the model folder to start from ends texts at another token than the tokenizer."""
-    config, eos_id = plan.config.checkpoint, plan.tokenizer.eos_id
-    if config.initial_load_in_hf and eos_id is not None and not plan.resume_step:
+    config, eos_id = resolved.config.checkpoint, resolved.tokenizer.eos_id
+    if config.initial_load_in_hf and eos_id is not None and not resolved.resume_step:
         declared = declared_ends(Place(LOAD_KEY, Path(config.initial_load_path)))
         if declared and eos_id not in declared:
             yield (
@@ -144,10 +148,10 @@ def _shown(path: str) -> str:
     return as_toml(path if path == BYTES else shown_path(Path(path)))
 
 
-def _warn_of_move(given: Namespace, plan: ResolvedJob) -> None:
+def _warn_of_move(given: Namespace, resolved: ResolvedJob) -> None:
     """Warn if a job wrote the TOML, and its folder was moved since, or is looked for from another
     working directory: `job.dump_folder` does not lead there."""
-    job, path = plan.config.job, Path(plan.config.job.config_file)
+    job, path = resolved.config.job, Path(resolved.config.job.config_file)
     is_of_job = path.name == "config.toml" and (path.parent / "history.jsonl").exists()
     is_there = os.path.realpath(path.parent) == os.path.realpath(job.dump_folder)
     if is_of_job and not is_there and ("job", "dump_folder") not in given.overrides:

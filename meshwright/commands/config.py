@@ -24,7 +24,8 @@ from meshwright.train.optim.registry import OPTIMIZERS
 
 def add_options(parser: Parser) -> None:
     parser.add_argument(
-        *("-h", "--help"),
+        "-h",
+        "--help",
         nargs="?",
         const="",
         metavar="NAME",

@@ -96,35 +96,39 @@ def run(given: Namespace) -> None:
     log_ranks = _log_ranks(given, ranks)
     nodes_given = given.nnodes is not None or bool(os.environ.get("NNODES"))
     slurm.check_tasks(ranks.machines if nodes_given else None, os.environ)
-    plan = check_job(given, ranks, device_type="cuda" if ranks.gpus else "cpu")
-    check_progress(Path(plan.config.job.dump_folder), plan.resume_step, os.environ)
+    resolved = check_job(given, ranks, device_type="cuda" if ranks.gpus else "cpu")
+    check_progress(Path(resolved.config.job.dump_folder), resolved.resume_step, os.environ)
     # not at the top: numpy takes as long as all checks, which come first
     from meshwright.datasets.opening import open_data
     from meshwright.datasets.stream import Cursor, steps_of_data
     from meshwright.train.resume import place_in_data
 
-    sources = open_data("training", plan.config)  # which tokenises it, before ranks wait for that
+    sources = open_data(
+        "training", resolved.config
+    )  # which tokenises it, before ranks wait for that
     cursor = Cursor()
-    if plan.facts.saved is not None and plan.resume_step < plan.config.training.steps:
-        cursor = place_in_data(plan, plan.facts.saved.manifest, sources)  # of other data: rejected
-    data_steps = steps_of_data(plan.config, sources, plan.resume_step, cursor)
-    known, told = replace(plan, data_steps=data_steps), plan.notes
+    if resolved.facts.saved is not None and resolved.resume_step < resolved.config.training.steps:
+        cursor = place_in_data(
+            resolved, resolved.facts.saved.manifest, sources
+        )  # of other data: rejected
+    data_steps = steps_of_data(resolved.config, sources, resolved.resume_step, cursor)
+    known, told = replace(resolved, data_steps=data_steps), resolved.notes
     for text in known.notes:
         if text not in told:
             logger.warning("%s", text)
-    for stage in plan.training_stages[1:]:
+    for stage in resolved.training_stages[1:]:
         sources += open_data("training", stage.config)
-    for stage in plan.training_stages:
-        if (
-            stage is plan or stage.config.training.validation_fraction
-        ):  # it reads a part of the data
+    for stage in resolved.training_stages:
+        # with a fraction, a stage is validated on a part of its own data
+        if stage is resolved or stage.config.training.validation_fraction:
             sources += open_data("validation", stage.config)
-    where = f", of {ranks.machines} machines that meet at {_endpoint(given)}"
-    where *= ranks.machines > 1
-    if ranks.gpus and Path(plan.config.job.config_file).name == "debug_model.toml":
+    where = ""
+    if ranks.machines > 1:
+        where = f", of {ranks.machines} machines that meet at {_endpoint(given)}"
+    if ranks.gpus and Path(resolved.config.job.config_file).name == "debug_model.toml":
         logger.info("debug_model is for CPUs; for a minute on a GPU: %s", FIRST_MINUTE)
     logger.info("starting %s on this machine%s", numbered(ranks.per_machine, "rank"), where)
-    os.environ.update(environment(ranks, os.environ, plan.resume_step))
+    os.environ.update(environment(ranks, os.environ, resolved.resume_step))
     if place.interface:
         os.environ[GLOO] = place.interface
         if ranks.machines > 1:
@@ -133,13 +137,17 @@ def run(given: Namespace) -> None:
     torchrun = [
         *rendezvous,
         *_patience(ranks, sources, place),
-        *("--nproc-per-node", str(ranks.per_machine), "--local-ranks-filter", log_ranks),
+        f"--nproc-per-node={ranks.per_machine}",
+        f"--local-ranks-filter={log_ranks}",
+        "--role=rank",
+        "--tee=3",
         # ranks of a second attempt would meet the first attempt's in the store
-        *("--role", "rank", "--tee", "3", "--max-restarts", "0"),
-        *(("--local-addr", place.address) if place.address else ()),
+        "--max-restarts=0",
         *_numa_binding(ranks),
         "--no-python",
     ]
+    if place.address:
+        torchrun.insert(0, f"--local-addr={place.address}")
     # -P: as it finds modules, not the folder
     # -u: torchrun does not flush the lines of ranks that it hands on: files got them in blocks
     python = [sys.executable, "-u", "-P", "-m"]
@@ -205,8 +213,10 @@ def _rendezvous_alone(place: Place) -> list[str]:
     `localhost`, which /etc/hosts may lack."""
     host = f"[{place.address}]" if ":" in place.address else place.address
     return [
-        *("--nnodes", "1", "--rdzv-backend", "c10d"),  # PET_NNODES of Kubeflow may say otherwise
-        *("--rdzv-endpoint", f"{host}:0", "--rdzv-id", "meshwright"),
+        "--nnodes=1",  # PET_NNODES of Kubeflow may say otherwise
+        "--rdzv-backend=c10d",
+        f"--rdzv-endpoint={host}:0",
+        "--rdzv-id=meshwright",
     ]
 
 
@@ -216,13 +226,17 @@ def _rendezvous(given: Namespace, ranks: Ranks) -> list[str]:
     host, _, port = endpoint.rpartition(":")
     check(
         bool(host) and port.isdecimal() and 0 < int(port) < 2**16,
-        *("RDZV_ENDPOINT", endpoint, f"must be host:port of one of the {ranks.machines} machines"),
+        "RDZV_ENDPOINT",
+        endpoint,
+        f"must be host:port of one of the {ranks.machines} machines",
         f"write {host or endpoint.strip(':') or 'node1'}:29500, the same on all",
     )
     name = given.rdzv_id or os.environ.get("RDZV_ID") or "meshwright"
     return [
-        *("--nnodes", str(ranks.machines), "--rdzv-backend", "c10d"),
-        *("--rdzv-endpoint", endpoint, "--rdzv-id", name),
+        f"--nnodes={ranks.machines}",
+        "--rdzv-backend=c10d",
+        f"--rdzv-endpoint={endpoint}",
+        f"--rdzv-id={name}",
     ]
 
 

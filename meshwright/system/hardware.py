@@ -142,7 +142,8 @@ def attention_order(
     is_right = cudnn >= RIGHT_CUDNN or (cudnn > 0 and seq_len % 128 == 0)
     is_fastest = capability[0] in (9, 10) and not is_deterministic
     is_first = kernel == "cudnn" or (kernel == "auto" and is_fastest)
-    return ["cudnn"] * (is_right and is_first) + ["flash", "efficient", "math"]
+    others = ["flash", "efficient", "math"]
+    return ["cudnn", *others] if is_right and is_first else others
 
 
 def choose_attention(

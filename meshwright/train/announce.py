@@ -29,7 +29,7 @@ from meshwright.train.resolve import ResolvedJob
 
 
 def announce(
-    plan: ResolvedJob,
+    resolved: ResolvedJob,
     device: torch.device,
     launch: Launch,
     sources: Sequence[OpenSource] = (),
@@ -39,23 +39,28 @@ def announce(
 
     The console gets the lines that differ from job to job. Details go to the log's file.
     """
-    config, path = plan.config, Path(plan.config.job.dump_folder) / "config.toml"
+    config, path = resolved.config, Path(resolved.config.job.dump_folder) / "config.toml"
     if config.job.description:
         logger.info("%s", config.job.description)
-    if (last := plan.training_stages[-1]).stage_number > 1:
-        steps = f"steps {plan.starts_after + 1:,} to {config.training.steps:,} of {last.steps:,}"
+    if (last := resolved.training_stages[-1]).stage_number > 1:
+        steps = (
+            f"steps {resolved.starts_after + 1:,} to {config.training.steps:,} of {last.steps:,}"
+        )
         logger.info(
-            "stage %d of %d: %s; the eta is its own", plan.stage_number, last.stage_number, steps
+            "stage %d of %d: %s; the eta is its own",
+            resolved.stage_number,
+            last.stage_number,
+            steps,
         )
     logger.info("config: %s; every value: %s", Path(config.job.config_file).name or "none", path)
     logger.debug("config, where it differs from the defaults:")
     for line in filter(None, to_toml(config, exclude_defaults=True).splitlines()):
         logger.debug("  %s", line)
-    for text in plan.notes if dist.get_rank() == 0 else ():  # they look at files
+    for text in resolved.notes if dist.get_rank() == 0 else ():  # they look at files
         logger.info("%s", text, extra={"is_printed": launch.is_checked})
-    logger.info("%s", _describe_model(plan))
-    logger.info("%s", _describe_tokenizer(plan.tokenizer))
-    ranks, mesh = numbered(dist.get_world_size(), "rank"), str(plan.dims) or "no mesh"
+    logger.info("%s", _describe_model(resolved))
+    logger.info("%s", _describe_tokenizer(resolved.tokenizer))
+    ranks, mesh = numbered(dist.get_world_size(), "rank"), str(resolved.dims) or "no mesh"
     device_name = hardware.device_name(device)
     logger.info("%s (%s) on %s; torch %s", ranks, mesh, device_name, torch.__version__)
     if launch.host_settings:
@@ -63,52 +68,52 @@ def announce(
     if dist.get_rank() == 0:  # which looks at files
         announce_data("data", sources)
         announce_data("validation", validation_sources)
-    logger.info("%s", _describe_steps(plan, sources))
+    logger.info("%s", _describe_steps(resolved, sources))
     logger.info(
         "global batch: %d sequences, %s tokens (%d x %s x %s)",
         config.training.global_batch_size,
         f"{config.tokens_per_step:,}",
         config.training.local_batch_size,
-        numbered(plan.dims.dp, "rank"),
+        numbered(resolved.dims.dp, "rank"),
         numbered(config.num_microbatches, "microbatch", "es"),
     )
     if dist.get_rank() == 0:
         with only_warn("%s cannot be written", path), whole_file(path) as file:
-            file.write(_written(plan).encode())
+            file.write(_written(resolved).encode())
 
 
-def _written(plan: ResolvedJob) -> str:
+def _written(resolved: ResolvedJob) -> str:
     """Return the TOML of the job with every key. One that was left open, by -1 or "auto", stays
     open, so that it runs on any mesh; a comment has its value in this job."""
     # the family of a model folder
-    given = changed(plan.written, {"model": {"name": plan.config.model.name}})
+    given = changed(resolved.written, {"model": {"name": resolved.config.model.name}})
     ranks, comments = numbered(dist.get_world_size(), "rank"), dict[str, str]()
     if not given.training.stages:  # each of which may fill it in otherwise
-        for key, old, new in differences(to_json(given), to_json(plan.config)):
+        for key, old, new in differences(to_json(given), to_json(resolved.config)):
             if old in LEFT_OPEN:
                 comments[key] = f"{shown(new)} on {ranks}"
     return with_comments(to_toml(given), comments)
 
 
-def _describe_model(plan: ResolvedJob) -> str:
-    model, table = plan.config.model, plan.model_args.table
+def _describe_model(resolved: ResolvedJob) -> str:
+    model, table = resolved.config.model, resolved.model_args.table
     words = f"{model.name} {model.flavor}: {table.num_params:,} parameters"
     if table.mixtures:
         words += f", {table.num_active_params:,} of them active for a token"
-    if plan.frozen:
+    if resolved.frozen:
         own = table.parameters.items()
-        trained = sum(parameter.numel for name, parameter in own if name not in plan.frozen)
+        trained = sum(parameter.numel for name, parameter in own if name not in resolved.frozen)
         words += f", {trained:,} of them trained"
     return words
 
 
-def _describe_steps(plan: ResolvedJob, sources: Sequence[OpenSource]) -> str:
+def _describe_steps(resolved: ResolvedJob, sources: Sequence[OpenSource]) -> str:
     """Say how much is left to train, how often that reads the data, and if it ends early."""
-    training, num_tokens = plan.config.training, plan.config.tokens_per_step
-    num_steps = plan.steps - plan.resume_step
+    training, num_tokens = resolved.config.training, resolved.config.tokens_per_step
+    num_steps = resolved.steps - resolved.resume_step
     words = f"to train: {num_tokens * num_steps:,} tokens in {numbered(num_steps, 'step')}"
-    if plan.resume_step:
-        words += f" of {plan.steps:,}"
+    if resolved.resume_step:
+        words += f" of {resolved.steps:,}"
     num_samples = training.global_batch_size * num_steps
     whole = sum(source.entry.weight for source in sources)
     epochs = sorted(
@@ -119,7 +124,7 @@ def _describe_steps(plan: ResolvedJob, sources: Sequence[OpenSource]) -> str:
     if epochs:
         least, most = (f"{count:.3g}" for count in (epochs[0], epochs[-1]))
         words += f", {least} epochs" if least == most else f", {least} to {most} epochs"
-    if plan.steps < training.steps:
+    if resolved.steps < training.steps:
         words += f" (training.max_epochs = {training.max_epochs})"
     return words
 
@@ -131,7 +136,7 @@ def announce_data(purpose: str, sources: Sequence[OpenSource]) -> None:
     name, paths, skipped = sources[0].entry.name, list[str](), list[str]()
     if len(sources) > 1:
         names = [source.entry.name for source in sources]
-        name = f"{len(names)} sources ({', '.join(names[:4])}{', ...' * (len(names) > 4)})"
+        name = f"{len(names)} sources ({', '.join(names[:4])}{', ...' if len(names) > 4 else ''})"
     for source in sources:
         files = local_paths(source.entry)
         paths += files
@@ -168,7 +173,7 @@ def _describe_tokenizer(tokenizer: Tokenizer) -> str:
 
 
 def announce_end(
-    plan: ResolvedJob,
+    resolved: ResolvedJob,
     tokens_seen: int,
     best_validation: tuple[int, float] | None,
     step: int,
@@ -181,13 +186,13 @@ def announce_end(
         best_validation: the step with the lowest validation loss, and that loss.
         seconds: that this process took.
     """
-    tokens = plan.config.tokens_per_step * (step - plan.resume_step)
-    earlier = f"; {tokens_seen:,} since step 1" if plan.resume_step else ""
+    tokens = resolved.config.tokens_per_step * (step - resolved.resume_step)
+    earlier = f"; {tokens_seen:,} since step 1" if resolved.resume_step else ""
     logger.info("finished: %s tokens in %s%s", f"{tokens:,}", duration(seconds), earlier)
     if best_validation is not None:
         best, loss = best_validation
         logger.info("best validation loss: %.4f, at step %s", loss, f"{best:,}")
-    config = plan.config
+    config = resolved.config
     folder = shlex.quote(config.job.dump_folder)
     commands = [f"meshwright report {folder}"]
     if config.metrics.enable_tensorboard:
@@ -206,17 +211,17 @@ def announce_end(
 
 
 @contextmanager
-def note_failure(plan: ResolvedJob, step: Callable[[], int]) -> Iterator[None]:
+def note_failure(resolved: ResolvedJob, step: Callable[[], int]) -> Iterator[None]:
     """Add an error, or a request to stop, that ends this process after `step()` to the history."""
     try:
         yield
     except (Exception, StopRequested) as error:
         how = "stopped" if isinstance(error, StopRequested) else "failed"
-        note_end(plan, max(step(), plan.resume_step), f"{how}: {first_line(error)}")
+        note_end(resolved, max(step(), resolved.resume_step), f"{how}: {first_line(error)}")
         raise
 
 
-def note_end(plan: ResolvedJob, step: int, reason: str) -> None:
+def note_end(resolved: ResolvedJob, step: int, reason: str) -> None:
     """Add the end of this process to the history of the run."""
     if dist.get_rank() == 0:
-        note_event(Path(plan.config.job.dump_folder), step, "end", {"reason": reason})
+        note_event(Path(resolved.config.job.dump_folder), step, "end", {"reason": reason})

@@ -48,17 +48,17 @@ VALIDATED_ON = {
 
 
 def best_of(
-    saved: Manifest, plan: ResolvedJob, validation_sources: Sequence[OpenSource]
+    saved: Manifest, resolved: ResolvedJob, validation_sources: Sequence[OpenSource]
 ) -> tuple[int, float] | None:
     """Return the best validation that a checkpoint knows of; None if it was of other data, too: no
     loss of this job compares with it."""
     if saved["best_validation"] is None:
         return None
     step, loss = saved["best_validation"]
-    changed = changes(saved["config"], to_json(plan.config), config_defaults())
+    changed = changes(saved["config"], to_json(resolved.config), config_defaults())
     differ = {".".join(key.split(".")[:2]) for key, _, _ in changed} & VALIDATED_ON
     tokenizer = "model.tokenizer_path"
-    if saved["data_identity"].get(tokenizer) != plan.data_identity[tokenizer]:
+    if saved["data_identity"].get(tokenizer) != resolved.data_identity[tokenizer]:
         differ.add(tokenizer)
     now = {source.entry.name: source.content for source in validation_sources}
     if not differ and validation_sources and now != saved["validation_content"]:

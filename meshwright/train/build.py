@@ -1,4 +1,4 @@
-"""Builds the parts of a job from its plan: model, first weights, loader."""
+"""Builds the parts of a resolved job: model, first weights, loader."""
 
 import time
 from collections.abc import Sequence
@@ -24,10 +24,10 @@ from meshwright.train.resolve import ResolvedJob
 
 
 def build_model(
-    plan: ResolvedJob, meshes: Meshes, device: torch.device, *, allocate: Allocate = allocate
+    resolved: ResolvedJob, meshes: Meshes, device: torch.device, *, allocate: Allocate = allocate
 ) -> LocalModel:
     """Build this rank's part of the model, parallelised; its values are arbitrary. Collective."""
-    config, training = plan.config, plan.config.training
+    config, training = resolved.config, resolved.config.training
     applied: list[str] = []
 
     def prepare(stage: Decoder) -> None:
@@ -36,18 +36,18 @@ def build_model(
                 stage,
                 meshes,
                 config,
-                fp32_modules=plan.fp32_modules,
-                float8_layers=plan.float8_layers,
+                fp32_modules=resolved.fp32_modules,
+                float8_layers=resolved.float8_layers,
             )
         )
         allocate(stage, torch.device("cpu") if training.enable_cpu_offload else device, device)
 
     model = build_local_model(
-        partial(Decoder, plan.model_args, training.seq_len),
+        partial(Decoder, resolved.model_args, training.seq_len),
         prepare,
-        plan.pipeline_modules,
-        frozen=plan.frozen,
-        fp32_modules=plan.fp32_modules,
+        resolved.pipeline_modules,
+        frozen=resolved.frozen,
+        fp32_modules=resolved.fp32_modules,
         meshes=meshes,
         training=training,
         schedule=config.parallelism.pipeline_parallel_schedule,
@@ -60,23 +60,23 @@ def build_model(
     return model
 
 
-def initialize_weights(plan: ResolvedJob, model: LocalModel, group: dist.ProcessGroup) -> None:
+def initialize_weights(resolved: ResolvedJob, model: LocalModel, group: dist.ProcessGroup) -> None:
     """Give parameters and buffers their values at step 0. Collective over `group`, the whole job.
 
     Raises:
         ConfigError: if their source is not the one that `resolve` saw.
     """
-    config = plan.config.checkpoint
+    config = resolved.config.checkpoint
     if not config.initial_load_path:
         for stage in model.stages:
-            initialize(stage, plan.config.training.seed)
+            initialize(stage, resolved.config.training.seed)
         return
     # late: few jobs start from the weights of another
     from meshwright.checkpoint.conversion.readers import load_upcycled, open_initial, open_weights
 
     start, noise = time.perf_counter(), config.initial_load_upcycle_noise
     with open_initial(config, group) as initial:
-        there = family_there(config, plan.model_args, plan.family)
+        there = family_there(config, resolved.model_args, resolved.family)
         weights = open_weights(initial, *there)
         for stage in model.stages:
             stage.init_buffers()
@@ -85,46 +85,49 @@ def initialize_weights(plan: ResolvedJob, model: LocalModel, group: dist.Process
         if noise is None:
             weights.load(tensors)
         else:
-            table, seed = plan.model_args.table, plan.config.training.seed
+            table, seed = resolved.model_args.table, resolved.config.training.seed
             load_upcycled(weights, table, noise, seed, tensors)
     path = initial.place.path
     logger.info("first weights from %s in %.1f s", path, time.perf_counter() - start)
 
 
 def build_loader(
-    plan: ResolvedJob,
+    resolved: ResolvedJob,
     sources: Sequence[OpenSource],
     meshes: Meshes,
     device: torch.device,
     cursor: Cursor,
 ) -> Loader:
     """Return this rank's batches, from `cursor` on."""
-    training = plan.config.training
+    training = resolved.config.training
     rules = SampleRules(
         training.seq_len + 1, training.seed, training.max_epochs, training.max_bad_records
     )
-    stream = build_stream(plan, sources, meshes, cursor, rules)
+    stream = build_stream(resolved, sources, meshes, cursor, rules)
     local, masks = training.local_batch_size, training.mask_documents
     return Loader(stream, local, mask_documents=masks, pin_memory=device.type == "cuda")
 
 
 def build_stream(
-    plan: ResolvedJob,
+    resolved: ResolvedJob,
     sources: Sequence[OpenSource],
     meshes: Meshes,
     cursor: Cursor,
     rules: SampleRules,
 ) -> SampleStream:
     """Return the samples of the job, of which this rank's part is asked for."""
-    local, batch = plan.config.training.local_batch_size, plan.config.training.global_batch_size
+    local, batch = (
+        resolved.config.training.local_batch_size,
+        resolved.config.training.global_batch_size,
+    )
     slots = slots_of(meshes.dp.get_local_rank(), meshes.dp.size(), local, batch)
     return SampleStream(sources, cursor, rules, batch=batch, slots=frozenset(slots))
 
 
-def work_of(plan: ResolvedJob, device: torch.device) -> Work:
+def work_of(resolved: ResolvedJob, device: torch.device) -> Work:
     """Return the work of a step of the job, over its ranks."""
-    config = plan.config
-    table, seq_len = plan.model_args.table, config.training.seq_len
+    config = resolved.config
+    table, seq_len = resolved.model_args.table, config.training.seq_len
     return Work(
         tokens_per_step=config.tokens_per_step,
         flops_per_token=table.flops_per_token(seq_len),

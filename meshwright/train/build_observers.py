@@ -29,23 +29,23 @@ from meshwright.train.trainer import Trainer
 
 
 def build_bad_steps(
-    plan: ResolvedJob,
+    resolved: ResolvedJob,
     device: torch.device,
     sources: Sequence[OpenSource],
     samples_read: tuple[int, ...],
 ) -> BadStepReporter:
     """Return the report of bad steps, with their detector."""
     return BadStepReporter(
-        plan.config,
+        resolved.config,
         device,
         sources=[source.entry.name for source in sources],
-        step=plan.resume_step,
+        step=resolved.resume_step,
         samples_read=samples_read,
     )
 
 
 def build_observers(
-    plan: ResolvedJob,
+    resolved: ResolvedJob,
     meshes: Meshes,
     trainer: Trainer,
     bad_steps: BadStepReporter,
@@ -55,18 +55,18 @@ def build_observers(
 ) -> dict[str, Observer]:
     """Return every observer of the job, by the name under which a checkpoint has its state, in the
     order in which they are called."""
-    config = plan.config
+    config = resolved.config
     observers: dict[str, Observer] = {"bad_steps": bad_steps}
     if trainer.average is not None:
         observers["average"] = trainer.average
     if config.validation.sample_prompts:
-        observers["sample_texts"] = SampleTexts(plan, meshes, trainer.model, writer.add_texts)
+        observers["sample_texts"] = SampleTexts(resolved, meshes, trainer.model, writer.add_texts)
     folder, rank = Path(config.job.dump_folder), dist.get_rank()
     return observers | {
         "best_validation": best_validation,
         "step_record": record,
         "sinks": writer,
-        "profiler": Profiler(config.profiling, folder, rank, plan.resume_step),
+        "profiler": Profiler(config.profiling, folder, rank, resolved.resume_step),
     }
 
 
@@ -82,25 +82,25 @@ def load_observers(observers: Mapping[str, Observer], saved: Mapping[str, Any]) 
 
 
 def build_sinks(
-    plan: ResolvedJob, model: LocalModel, extra_sinks: Sequence[sinks.Sink]
+    resolved: ResolvedJob, model: LocalModel, extra_sinks: Sequence[sinks.Sink]
 ) -> SinkWriter:
     """Return the writer of records to the config's sinks, on the first rank, and to the extra ones,
     on each rank."""
     if dist.get_rank() > 0:
         return SinkWriter(extra_sinks)
-    console = Console(plan.steps, plan.resume_step)
-    files = _files(plan.config, plan.resume_step)
-    every = [console, *files, *extra_sinks, *_other_sinks(plan, model)]
+    console = Console(resolved.steps, resolved.resume_step)
+    files = _files(resolved.config, resolved.resume_step)
+    every = [console, *files, *extra_sinks, *_other_sinks(resolved, model)]
     return SinkWriter(every, console.advance)
 
 
-def _other_sinks(plan: ResolvedJob, model: LocalModel) -> Iterator[sinks.Sink]:
+def _other_sinks(resolved: ResolvedJob, model: LocalModel) -> Iterator[sinks.Sink]:
     """Yield the sinks of the user's own module, and the one of loads of experts; an `OSError` of
     theirs is a warning."""
-    folder = Path(plan.config.job.dump_folder)
-    for name, build in user_sinks(plan.config).items():
-        yield sinks.SafeSink(name, partial(build, plan.config, folder))
-    if plan.model_args.table.mixtures:
+    folder = Path(resolved.config.job.dump_folder)
+    for name, build in user_sinks(resolved.config).items():
+        yield sinks.SafeSink(name, partial(build, resolved.config, folder))
+    if resolved.model_args.table.mixtures:
         file = folder / "experts.json"
         loads = partial(sinks.LoadsFile, file, lambda: model.balance.loads)
         yield sinks.SafeSink(file.name, loads)

@@ -42,7 +42,7 @@ class End(Enum):
     """All steps are taken."""
 
 
-def how_it_ends(plan: ResolvedJob, step: int, reason: str, *, is_complete: bool) -> End:
+def how_it_ends(resolved: ResolvedJob, step: int, reason: str, *, is_complete: bool) -> End:
     """Return how a stage ends with `step`.
 
     Args:
@@ -51,9 +51,9 @@ def how_it_ends(plan: ResolvedJob, step: int, reason: str, *, is_complete: bool)
     """
     if not is_complete:
         return End.STOPPED
-    if plan.next_stage is not None:
+    if resolved.next_stage is not None:
         return End.STOPPED if reason else End.STAGE
-    return End.DONE if step >= plan.config.training.steps else End.DATA
+    return End.DONE if step >= resolved.config.training.steps else End.DATA
 
 
 def end_steps(job: RunningJob, agreement: StopAgreement, step: int, *, is_complete: bool) -> End:
@@ -63,31 +63,31 @@ def end_steps(job: RunningJob, agreement: StopAgreement, step: int, *, is_comple
         StorageError, ConfigError, TrainingError, DataError: as `raise_data_error`, and
             `check_resumes` if the ranks were asked to stop.
     """
-    plan, config, reason = job.plan, job.plan.config, agreement.decision.reason
-    is_new = step > plan.resume_step
+    resolved, config, reason = job.resolved, job.resolved.config, agreement.decision.reason
+    is_new = step > resolved.resume_step
     job.loader.close()
     if reason:
         agreement.clear_stop_file()
     if failures := agreement.failures(step):
         raise_data_error(config.checkpoint, failures, step, is_new=is_new)
-    end = how_it_ends(plan, step, reason, is_complete=is_complete)
+    end = how_it_ends(resolved, step, reason, is_complete=is_complete)
     match end:
         case End.STOPPED:
             if is_new:
-                check_resumes(config.checkpoint, f"after step {step} of {plan.steps}: {reason}")
+                check_resumes(config.checkpoint, f"after step {step} of {resolved.steps}: {reason}")
             words = "stopped after step %d of %d: %s; start it again to resume"
-            logger.info(words, step, plan.steps, reason)
-            note_end(plan, step, f"stopped: {reason}")
+            logger.info(words, step, resolved.steps, reason)
+            note_end(resolved, step, f"stopped: {reason}")
         case End.STAGE:
-            logger.info("stage %d ends with step %d", plan.stage_number, step)
-            note_end(plan, step, f"finished stage {plan.stage_number}")
+            logger.info("stage %d ends with step %d", resolved.stage_number, step)
+            note_end(resolved, step, f"finished stage {resolved.stage_number}")
         case End.DATA | End.DONE:
             if end is End.DATA:
                 epochs = config.training.max_epochs
                 logger.info("the data ends here: training.max_epochs = %d", epochs)
             best, seconds = job.best_validation.best, time.perf_counter() - job.since
-            announce_end(plan, job.reporter.tokens_seen, best, step, seconds)
-            note_end(plan, step, "finished")
+            announce_end(resolved, job.reporter.tokens_seen, best, step, seconds)
+            note_end(resolved, step, "finished")
     barrier()  # the first rank to leave with an error has torchrun end the others
     # the next stage makes its own: each has threads, and a connection to every other rank
     for group in (agreement.group, job.checkpoints.group):
@@ -141,14 +141,14 @@ def check_has_data(step: int) -> None:
         raise ConfigError(key, f"{key}: gives less than one global batch\n  fix: {fix}")
 
 
-def export_at_end(plan: ResolvedJob, requests: Requests) -> bool:
+def export_at_end(resolved: ResolvedJob, requests: Requests) -> bool:
     """Export the last checkpoint if the config asks for it. False: a request to stop ends it."""
-    config = plan.config.checkpoint
+    config = resolved.config.checkpoint
     if not (config.last_save_in_hf and config.saves):
         return True
     try:
         requests.check()  # it may have come during the last save
-        export_last(plan)
+        export_last(resolved)
     except StopRequested as asked:
         logger.info("%s: the export is left out; start it again for it", asked)
         return False
@@ -162,15 +162,15 @@ def prepare_export(config: JobConfig) -> None:
         import_module("meshwright.checkpoint.conversion.tokenizer_files")
 
 
-def export_last(plan: ResolvedJob) -> None:
+def export_last(resolved: ResolvedJob) -> None:
     """Export the newest checkpoint to {dump_folder}/hf, unless it is there already; `SaveError` if
     it cannot be written, or differs from the saved one."""
     # not above: other jobs would import them before their first step
     from meshwright.checkpoint.conversion.export import Job, export
     from meshwright.checkpoint.conversion.tokenizer_files import tokenizer_files
 
-    config = plan.config
-    place = Place("checkpoint.last_save_in_hf", plan.checkpoint_folder)
+    config = resolved.config
+    place = Place("checkpoint.last_save_in_hf", resolved.checkpoint_folder)
     try:
         with open_checkpoint(place, logger.warning) as (found, manifest):
             out = Path(config.job.dump_folder).absolute() / "hf" / found.path.name
@@ -179,10 +179,10 @@ def export_last(plan: ResolvedJob) -> None:
             job = Job(
                 found,
                 manifest,
-                plan.family,
-                plan.tokenizer,
+                resolved.family,
+                resolved.tokenizer,
                 tokenizer_files(
-                    plan.tokenizer,
+                    resolved.tokenizer,
                     config.model.tokenizer_path,
                     seq_len=config.training.seq_len,
                     chat_template_path=config.model.chat_template_path,

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 def run(
-    plan: ResolvedJob,
+    resolved: ResolvedJob,
     extra_sinks: Sequence[Sink] = (),
     requests: Requests | None = None,
     launch: Launch | None = None,
@@ -59,21 +59,21 @@ def run(
     """
     if requests is None:
         with Requests() as requests:
-            return run(plan, extra_sinks, requests, launch)
+            return run(resolved, extra_sinks, requests, launch)
     launch = launch or Launch()
     heartbeat = heartbeat_of_this_rank(launch.folder)
     heartbeat.answer(last_collectives)
-    last, begun, stage = plan.training_stages[-1], time.monotonic(), plan
+    last, begun, stage = resolved.training_stages[-1], time.monotonic(), resolved
     meshes: Meshes | None = None
     while True:
         heartbeat.limit(stage.config.comm.init_timeout_seconds, "comm.init_timeout_seconds")
         heartbeat.update(meeting := "meeting the other ranks")
         with heartbeat.guard(), busy(meeting):
             stage, device, checkpoints = init_ranks(stage, launch)
-        is_first, last = stage.stage_number == plan.stage_number, stage.training_stages[-1]
+        is_first, last = stage.stage_number == resolved.stage_number, stage.training_stages[-1]
         try:
             if is_first:
-                remove_stop_file(Path(plan.config.job.dump_folder))
+                remove_stop_file(Path(resolved.config.job.dump_folder))
             heartbeat.update("set-up")
             with heartbeat.guard(), busy("set-up"):
                 prepare_export(last.config)
@@ -85,10 +85,10 @@ def run(
                     end = _train(job, requests, begun)
         finally:
             checkpoints.release()
-        if job is None or job.plan.next_stage is None or end is not End.STAGE:
+        if job is None or job.resolved.next_stage is None or end is not End.STAGE:
             break
         # from the checkpoint of this stage, whichever it began with
-        following = job.plan.next_stage
+        following = job.resolved.next_stage
         config = changed(following.config, {"checkpoint": {"load_step": -1}})
         stage, meshes, job = replace(following, config=config), job.meshes, None
         _free_memory()
@@ -109,8 +109,8 @@ def _free_memory() -> None:
 
 def _train(job: RunningJob, requests: Requests, begun: float) -> End:
     """Take the steps of a stage and save the last; return how they ended."""
-    config = job.plan.config
-    with note_failure(job.plan, lambda: job.reporter.step):
+    config = job.resolved.config
+    with note_failure(job.resolved, lambda: job.reporter.step):
         # a rank that is asked before it gets here ends; its peers are not to wait for it in here
         agreement = StopAgreement(
             Path(config.job.dump_folder), config.job.max_run_seconds, requests, begun
@@ -144,8 +144,8 @@ class Steps:
 
     def __init__(self, job: RunningJob, agreement: StopAgreement, requests: Requests) -> None:
         self._job, self._agreement, self._requests = job, agreement, requests
-        self._config = job.plan.config
-        self.step = job.plan.resume_step
+        self._config = job.resolved.config
+        self.step = job.resolved.resume_step
         self.is_complete = False
 
     def take(self) -> None:
@@ -182,7 +182,7 @@ class Steps:
     @property
     def _is_first(self) -> bool:
         """Whether the last step is the first of this process."""
-        return self.step == self._job.plan.resume_step + 1
+        return self.step == self._job.resolved.resume_step + 1
 
     def _fetch(self) -> float:
         """Fetch the data of the next two steps; return the seconds waited. If this rank cannot, it
@@ -317,11 +317,11 @@ def save(
         is_last: the job ends with it.
         is_complete: as no step is left.
     """
-    config = job.plan.config.checkpoint
+    config = job.resolved.config.checkpoint
     with job.phase("save", finished.step):
         _check(job)
         manifest = manifest_of(
-            job.plan,
+            job.resolved,
             job.sources,
             job.validation_sources,
             step=finished.step,
@@ -330,7 +330,7 @@ def save(
             loss=finished.result.loss.item(),
             observers=job.observers,
         )
-        if is_complete and finished.step < job.plan.config.training.steps:
+        if is_complete and finished.step < job.resolved.config.training.steps:
             manifest["data_ended"] = True
         tensors: TrainingTensors | ModelTensors = job.trainer.tensors
         if is_complete and config.last_save_model_only:

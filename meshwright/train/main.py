@@ -38,7 +38,8 @@ def main(launch: Launch, requests: Requests) -> None:
         die_with_parent(launch.pid or os.getppid())
     # a machine's first rank mostly says the same, and this one is then ended; the first ranks of
     # other machines do not wait: their launchers would be left by the first one's, and exit with 1
-    code, waits_s = 0, FIRST_RANK_PRINTS_WITHIN_S * (os.environ.get("LOCAL_RANK", "0") != "0")
+    is_first = os.environ.get("LOCAL_RANK", "0") == "0"
+    code, waits_s = 0, 0 if is_first else FIRST_RANK_PRINTS_WITHIN_S
     try:
         requests.when_asked = "raise"
         requests.check()
@@ -117,7 +118,7 @@ def _run_command_line(launch: Launch, requests: Requests) -> bool:
         slurm.warn_of_usr1(os.environ)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     allow_files(world_size)
-    plan: ResolvedJob | None = None
+    resolved: ResolvedJob | None = None
     try:
         facts = look(
             config,
@@ -126,10 +127,10 @@ def _run_command_line(launch: Launch, requests: Requests) -> bool:
             device_type="cuda" if torch.cuda.is_available() else "cpu",
             is_inherited=written.provenance.is_inherited,
         )
-        plan = resolve(config, facts)
-        return run(plan, requests=requests, launch=launch)
+        resolved = resolve(config, facts)
+        return run(resolved, requests=requests, launch=launch)
     except ConfigError as error:
-        if plan is None and launch.is_checked:
+        if resolved is None and launch.is_checked:
             check_machines()
         raise with_lines(error, given) from None
     except torch.OutOfMemoryError as error:
@@ -137,7 +138,7 @@ def _run_command_line(launch: Launch, requests: Requests) -> bool:
         raise
     except Exception as error:
         is_of_compiler = type(error).__module__.startswith(COMPILERS)
-        reason = plan.reasons["compile.enable"] if plan is not None else ""
+        reason = resolved.reasons["compile.enable"] if resolved is not None else ""
         if is_of_compiler and reason:
             error.add_note(f"{reason}\n  fix: compile.enable = false")
         raise

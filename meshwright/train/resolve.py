@@ -119,9 +119,11 @@ class ResolvedJob:
     @property
     def dims(self) -> ParallelDims:
         """The degrees of the mesh."""
-        parallelism, has_experts = self.config.parallelism, bool(self.model_args.table.mixtures)
+        parallelism = self.config.parallelism
         degrees = {axis: getattr(parallelism, key) for axis, key in DEGREES.items()}
-        return ParallelDims(**degrees | {"ep": degrees["ep"] * has_experts})
+        if not self.model_args.table.mixtures:
+            degrees["ep"] = 0
+        return ParallelDims(**degrees)
 
     def pipeline_stages_of(self, rank: int) -> list[int]:
         """Return the stages of the pipeline that `rank` has."""

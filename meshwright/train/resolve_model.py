@@ -137,7 +137,7 @@ def _args_mistake(mistake: ErrorDetails, args: DecoderArgs) -> ConfigError:
     if mistake["type"] == "unexpected_keyword_argument":
         valid = [field.name for field in dataclasses.fields(args)]
         fix = did_you_mean(str(mistake["loc"][-1]), valid) if len(mistake["loc"]) == 1 else ""
-        return UnknownKeyError(key, f"unknown key {key}" + f"\n  fix: {fix}" * bool(fix))
+        return UnknownKeyError(key, f"unknown key {key}" + (f"\n  fix: {fix}" if fix else ""))
     if mistake["type"] != "value_error":
         return explain_value(key, mistake)
     message = mistake["msg"].removeprefix("Value error, ")  # it begins with the name of a dimension

@@ -18,7 +18,7 @@ from meshwright.train.resolve import ResolvedJob
 
 
 def manifest_of(
-    plan: ResolvedJob,
+    resolved: ResolvedJob,
     sources: Sequence[OpenSource],
     validation_sources: Sequence[OpenSource],
     *,
@@ -45,24 +45,24 @@ def manifest_of(
             if (state := observer.state_dict()) is not None
         },
         "data": dataclasses.asdict(cursor),
-        "data_identity": plan.data_identity,
+        "data_identity": resolved.data_identity,
         "data_content": {source.entry.name: source.content for source in sources},
         "validation_content": {source.entry.name: source.content for source in validation_sources},
         "data_revisions": {source.entry.name: source.commit for source in sources},
-        "model_name": plan.config.model.name,
-        "model_args": dataclasses.asdict(plan.model_args),
-        "tokenizer_path": plan.config.model.tokenizer_path,
-        "special_tokens": end_ids(plan.tokenizer),
-        "frozen": sorted(plan.frozen),
-        "own_code": plan.own_code,
-        "mesh": dataclasses.asdict(plan.dims),
+        "model_name": resolved.config.model.name,
+        "model_args": dataclasses.asdict(resolved.model_args),
+        "tokenizer_path": resolved.config.model.tokenizer_path,
+        "special_tokens": end_ids(resolved.tokenizer),
+        "frozen": sorted(resolved.frozen),
+        "own_code": resolved.own_code,
+        "mesh": dataclasses.asdict(resolved.dims),
         "versions": {
             "meshwright": meshwright.__version__,
             "torch": torch_version(),
             **library_versions(),
         },
-        "config": to_json(plan.config),
-        "stage": plan.stage_number,
+        "config": to_json(resolved.config),
+        "stage": resolved.stage_number,
     }
 
 
@@ -71,21 +71,22 @@ def library_versions() -> dict[str, str]:
     return {name: version(name) for name in ("tokenizers", "datasets")}
 
 
-def place_in_data(plan: ResolvedJob, saved: Manifest, sources: Sequence[OpenSource]) -> Cursor:
+def place_in_data(resolved: ResolvedJob, saved: Manifest, sources: Sequence[OpenSource]) -> Cursor:
     """Return where a resume continues to read.
 
     Raises:
         ConfigError: if the data is other data now, or too many records were passed over.
     """
-    if DATALOADER in left_out(plan.config.checkpoint, saved):
+    if DATALOADER in left_out(resolved.config.checkpoint, saved):
         return Cursor()
-    begins_stage = plan.begins_stage_with(saved)
+    begins_stage = resolved.begins_stage_with(saved)
     for source in sources:
         was = saved["data_content"].get(source.entry.name)
         if was != source.content and not (begins_stage and _is_new(source, saved)):
             commit = saved["data_revisions"].get(source.entry.name, "")
-            is_other = commit not in ("", source.commit)
-            pin = f"set {source.entry.key}.dataset_revision = {commit!r}; or " * is_other
+            pin = ""
+            if commit not in ("", source.commit):
+                pin = f"set {source.entry.key}.dataset_revision = {commit!r}; or "
             raise source.entry.error(
                 "dataset",
                 f"its content is not what it was when the checkpoint was saved: {source.content} "
@@ -97,13 +98,13 @@ def place_in_data(plan: ResolvedJob, saved: Manifest, sources: Sequence[OpenSour
                 "(checkpoint.exclude_from_loading)",
             )
     if begins_stage:
-        return _place_in_stage(plan, saved, sources)
+        return _place_in_stage(resolved, saved, sources)
     cursor = Cursor.from_json(saved["data"])
-    allowed = plan.config.training.max_bad_records
+    allowed = resolved.config.training.max_bad_records
     if (passed_over := bad_records(cursor)) > allowed:
         raise too_many_bad_records(passed_over, allowed)
     # earlier draws are not made up for
-    if plan.resume_diff is not None and plan.resume_diff.is_reweighted:
+    if resolved.resume_diff is not None and resolved.resume_diff.is_reweighted:
         return dataclasses.replace(cursor, weighted_from=cursor.counts)
     return cursor
 
@@ -116,14 +117,16 @@ def _is_new(source: OpenSource, saved: Manifest) -> bool:
     return not keys <= tables.get(source.entry.name, {}).items()
 
 
-def _place_in_stage(plan: ResolvedJob, saved: Manifest, sources: Sequence[OpenSource]) -> Cursor:
+def _place_in_stage(
+    resolved: ResolvedJob, saved: Manifest, sources: Sequence[OpenSource]
+) -> Cursor:
     """Return where the first step of a stage begins to read: in a source that the stage before had
     too, where that one stopped."""
     cursor = Cursor.from_json(saved["data"])
     content = {source.entry.name: source.content for source in sources}
-    if (saved["data_identity"], saved["data_content"]) == (plan.data_identity, content):
+    if (saved["data_identity"], saved["data_content"]) == (resolved.data_identity, content):
         return cursor
-    if saved["data_identity"]["training.seq_len"] != plan.config.training.seq_len:
+    if saved["data_identity"]["training.seq_len"] != resolved.config.training.seq_len:
         return Cursor(bad_records=bad_records(cursor))
     before = dict(zip(saved["data_content"], cursor.counts, strict=True))
     kept = dict(content.items() & saved["data_content"].items())

@@ -27,26 +27,30 @@ class SampleTexts(Observer):
 
     def __init__(
         self,
-        plan: ResolvedJob,
+        resolved: ResolvedJob,
         meshes: Meshes,
         model: LocalModel,
         add_texts: Callable[[Texts], None],
     ) -> None:
-        self._plan, self._meshes, self._model = plan, meshes, model
+        self._resolved, self._meshes, self._model = resolved, meshes, model
         self._add_texts = add_texts
 
     def on_validation(
         self, evaluate: Evaluate, is_stopped: Callable[[], bool]
     ) -> Mapping[str, float]:
-        self._add_texts(write_texts(self._plan, self._meshes, self._model, is_stopped))
+        self._add_texts(write_texts(self._resolved, self._meshes, self._model, is_stopped))
         return {}
 
 
 def write_texts(
-    plan: ResolvedJob, meshes: Meshes, model: LocalModel, is_stopped: Callable[[], bool]
+    resolved: ResolvedJob, meshes: Meshes, model: LocalModel, is_stopped: Callable[[], bool]
 ) -> dict[str, str]:
     """Continue `validation.sample_prompts`; return texts by prompt, none if it was stopped."""
-    validation, training, tokenizer = plan.config.validation, plan.config.training, plan.tokenizer
+    validation, training, tokenizer = (
+        resolved.config.validation,
+        resolved.config.training,
+        resolved.tokenizer,
+    )
     continued = continue_prompts(
         model,
         [prompt_tokens(tokenizer, text) for text in validation.sample_prompts],

@@ -78,9 +78,9 @@ class Data:
 
 @dataclass(frozen=True)
 class RunningJob:
-    """The parts of one rank's job, ready for the step after `plan.resume_step`."""
+    """The parts of one rank's job, ready for the step after `resolved.resume_step`."""
 
-    plan: ResolvedJob
+    resolved: ResolvedJob
     device: torch.device
     attention: Sequence[str]
     """torch's kernels of attention in the order in which they are to be tried; empty: its own."""
@@ -154,7 +154,7 @@ def init_ranks(
 
 
 def set_up(
-    plan: ResolvedJob,
+    resolved: ResolvedJob,
     device: torch.device,
     checkpoints: CheckpointManager,
     heartbeat: Heartbeat,
@@ -168,7 +168,7 @@ def set_up(
     """Resume or begin: build every part of the job. None if its last step is done already.
 
     Args:
-        plan: of the first stage that it may continue with.
+        resolved: of the first stage that it may continue with.
         extra_sinks: in addition to the config's.
         meshes: of the stage before, if any: NCCL would keep memory for groups made anew.
         data: in the place of the config's.
@@ -176,42 +176,42 @@ def set_up(
         make_sinks: makes the writer of records.
     """
     since = time.perf_counter()
-    plan, found = _resume_or_begin(plan, checkpoints)
+    resolved, found = _resume_or_begin(resolved, checkpoints)
     heartbeat.update("opening the data")
-    data = data or Data(*_open_data(plan, checkpoints))
+    data = data or Data(*_open_data(resolved, checkpoints))
     sources, validation_sources = data.sources, data.validation_sources
     heartbeat.update("set-up")
-    has_steps, cursor = plan.resume_step < plan.config.training.steps, data.begin
+    has_steps, cursor = resolved.resume_step < resolved.config.training.steps, data.begin
     if found is not None and has_steps:
-        cursor = place_in_data(plan, found, sources)
-    data_steps = steps_of_data(plan.config, sources, plan.resume_step, cursor)
-    plan = replace(plan, data_steps=data_steps)
-    difference = plan.resume_diff
+        cursor = place_in_data(resolved, found, sources)
+    data_steps = steps_of_data(resolved.config, sources, resolved.resume_step, cursor)
+    resolved = replace(resolved, data_steps=data_steps)
+    difference = resolved.resume_diff
     if difference is not None and difference.is_done:
-        _say_done(plan)
+        _say_done(resolved)
         return None
-    attention = _begin_in_folder(plan, device, launch, data, is_new_stage=meshes is not None)
-    with note_failure(plan, lambda: plan.resume_step):
-        torch.manual_seed(plan.config.training.seed)
+    attention = _begin_in_folder(resolved, device, launch, data, is_new_stage=meshes is not None)
+    with note_failure(resolved, lambda: resolved.resume_step):
+        torch.manual_seed(resolved.config.training.seed)
         gc.disable()  # a collection on one rank makes all others wait: they collect together
-        meshes = meshes or build_meshes(plan.dims, device.type)
-        set_timeout(meshes, plan.config.comm.init_timeout_seconds)
+        meshes = meshes or build_meshes(resolved.dims, device.type)
+        set_timeout(meshes, resolved.config.comm.init_timeout_seconds)
         trainer = build_trainer(
-            plan, meshes, device, note=lambda phase: heartbeat.update(phase.replace("_", "/"))
+            resolved, meshes, device, note=lambda phase: heartbeat.update(phase.replace("_", "/"))
         )
         checkpoints.guard(trainer.optimizer)
-        _set_values(plan, checkpoints, trainer, found)
-        bad_steps = build_bad_steps(plan, device, sources, cursor.counts)
-        best = BestValidation(plan.config.checkpoint)
-        sinks = make_sinks(plan, trainer.model, extra_sinks)
-        record = StepRecord(plan, trainer)
-        observers = build_observers(plan, meshes, trainer, bad_steps, best, record, sinks)
+        _set_values(resolved, checkpoints, trainer, found)
+        bad_steps = build_bad_steps(resolved, device, sources, cursor.counts)
+        best = BestValidation(resolved.config.checkpoint)
+        sinks = make_sinks(resolved, trainer.model, extra_sinks)
+        record = StepRecord(resolved, trainer)
+        observers = build_observers(resolved, meshes, trainer, bad_steps, best, record, sinks)
         if found is not None:
             # a loss that was measured on other data doesn't compare with this job's
-            comparable = {"best_validation": best_of(found, plan, validation_sources)}
+            comparable = {"best_validation": best_of(found, resolved, validation_sources)}
             load_observers(observers, {**found, **comparable})
         return RunningJob(
-            plan=plan,
+            resolved=resolved,
             device=device,
             attention=attention,
             sources=sources,
@@ -220,15 +220,15 @@ def set_up(
             heartbeat=heartbeat,
             meshes=meshes,
             trainer=trainer,
-            loader=build_loader(plan, sources, meshes, device, cursor),
+            loader=build_loader(resolved, sources, meshes, device, cursor),
             reporter=Reporter(
-                work_of(plan, device),
+                work_of(resolved, device),
                 device,
                 trainer.phases,
                 found["tokens_seen"] if found else 0,
                 clock,
             ),
-            validate=Validation(plan, validation_sources, meshes, device)
+            validate=Validation(resolved, validation_sources, meshes, device)
             if validation_sources
             else None,
             detector=bad_steps.detector,
@@ -240,51 +240,53 @@ def set_up(
 
 
 def _begin_in_folder(
-    plan: ResolvedJob, device: torch.device, launch: Launch, data: Data, *, is_new_stage: bool
+    resolved: ResolvedJob, device: torch.device, launch: Launch, data: Data, *, is_new_stage: bool
 ) -> list[str]:
     """Say in the log and in the dump folder what this start of the job does; return the order of
     kernels of attention. Collective."""
-    dump_folder = Path(plan.config.job.dump_folder)
+    dump_folder = Path(resolved.config.job.dump_folder)
     log_to_file(dump_folder / "logs", dist.get_rank())
-    if plan.resume_step == 0 and dist.get_rank() == 0:
+    if resolved.resume_step == 0 and dist.get_rank() == 0:
         set_aside_run(dump_folder)
-    announce(plan, device, launch, data.sources, data.validation_sources)
-    attention = _order_attention(plan, device)
-    note_start(plan, device, data.sources, data.validation_sources, attention, is_new_stage)
-    if plan.resume_diff is not None and dist.get_rank() == 0:
+    announce(resolved, device, launch, data.sources, data.validation_sources)
+    attention = _order_attention(resolved, device)
+    note_start(resolved, device, data.sources, data.validation_sources, attention, is_new_stage)
+    if resolved.resume_diff is not None and dist.get_rank() == 0:
         # `check`, which verifies no content, may have chosen another checkpoint
-        plan.resume_diff.log(launch.checked_step == plan.resume_step)
+        resolved.resume_diff.log(launch.checked_step == resolved.resume_step)
     return attention
 
 
 def _resume_or_begin(
-    plan: ResolvedJob, checkpoints: CheckpointManager
+    resolved: ResolvedJob, checkpoints: CheckpointManager
 ) -> tuple[ResolvedJob, Manifest | None]:
-    """Return the plan of the stage and step that the job resumes from, and the manifest there.
+    """Return the job of the stage and step that this run resumes from, and the manifest there.
 
     Raises:
         ConfigError: if the checkpoint does not suit the config, or the first weights do not.
     """
     found = checkpoints.select_and_verify()
     if found is None:
-        config, is_tie_given = plan.config.checkpoint, plan.config.model.gives_tie
+        config, is_tie_given = resolved.config.checkpoint, resolved.config.model.gives_tie
         checkpoints.tell(
-            lambda: check_initial(config, plan.model_args, plan.family, is_tie_given=is_tie_given)
+            lambda: check_initial(
+                config, resolved.model_args, resolved.family, is_tie_given=is_tie_given
+            )
         )
-        return plan, None
-    folder = commit.step_folder(plan.checkpoint_folder, found["step"])
-    return resume_from(plan, Saved(folder, found)), found
+        return resolved, None
+    folder = commit.step_folder(resolved.checkpoint_folder, found["step"])
+    return resume_from(resolved, Saved(folder, found)), found
 
 
 def _open_data(
-    plan: ResolvedJob, checkpoints: CheckpointManager
+    resolved: ResolvedJob, checkpoints: CheckpointManager
 ) -> tuple[Sequence[OpenSource], Sequence[OpenSource]]:
     """Open the training and the validation data by what the first rank finds of it: files, commits
     and caches. The first rank of each node compares the content of the files. Collective."""
-    facts = checkpoints.tell(lambda: find_data(plan.config))
+    facts = checkpoints.tell(lambda: find_data(resolved.config))
     looks_at_files = os.environ.get("LOCAL_RANK", "0") == "0"
     opened = [
-        open_data(table, plan.config, facts, looks_at_files=looks_at_files) for table in TABLES
+        open_data(table, resolved.config, facts, looks_at_files=looks_at_files) for table in TABLES
     ]
     check_same(
         {f"{source.entry.key}.dataset": source.content for source in itertools.chain(*opened)}
@@ -292,14 +294,14 @@ def _open_data(
     return opened[0], opened[1]
 
 
-def _order_attention(plan: ResolvedJob, device: torch.device) -> list[str]:
+def _order_attention(resolved: ResolvedJob, device: torch.device) -> list[str]:
     """Return the order of torch's kernels of attention on a GPU, if plain attention is used; empty:
     torch's own. The log names the kernel."""
-    training, parallelism = plan.config.training, plan.config.parallelism
+    training, parallelism = resolved.config.training, resolved.config.parallelism
     has_own = training.mask_documents or parallelism.context_parallel_degree > 1
     if device.type != "cuda" or has_own:
         return []
-    specs = (layer.attention for layer in plan.model_args.table.layers)
+    specs = (layer.attention for layer in resolved.model_args.table.layers)
     spec = next((spec for spec in specs if not spec.needs_mask), None)
     if spec is None:
         return []
@@ -315,21 +317,21 @@ def _order_attention(plan: ResolvedJob, device: torch.device) -> list[str]:
     return order
 
 
-def _say_done(plan: ResolvedJob) -> None:
-    step, steps = plan.resume_step, plan.config.training.steps
+def _say_done(resolved: ResolvedJob) -> None:
+    step, steps = resolved.resume_step, resolved.config.training.steps
     key, what = "training.steps", f"step {step} of {steps}"
     if step < steps:
         key, what = "training.max_epochs", f"step {step}, where the data ends"
     words = "nothing to do: %s holds %s. To train further, raise %s; to start over, use another "
-    logger.info(words + "job.dump_folder.", plan.checkpoint_folder, what, key)
+    logger.info(words + "job.dump_folder.", resolved.checkpoint_folder, what, key)
 
 
 def _set_values(
-    plan: ResolvedJob, checkpoints: CheckpointManager, trainer: Trainer, found: Manifest | None
+    resolved: ResolvedJob, checkpoints: CheckpointManager, trainer: Trainer, found: Manifest | None
 ) -> None:
     """Load the checkpoint `found`, or set the first values."""
     if found is None:
-        initialize_weights(plan, trainer.model, checkpoints.group)
+        initialize_weights(resolved, trainer.model, checkpoints.group)
         if trainer.average is not None:
             trainer.average.begin()
         return

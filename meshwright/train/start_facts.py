@@ -24,7 +24,7 @@ from meshwright.train.resume import library_versions
 
 
 def note_start(
-    plan: ResolvedJob,
+    resolved: ResolvedJob,
     device: torch.device,
     sources: Sequence[OpenSource],
     validation_sources: Sequence[OpenSource],
@@ -42,9 +42,9 @@ def note_start(
         return
     facts: dict[str, Any] = {
         "ranks": dist.get_world_size(),
-        "stage": plan.stage_number,
+        "stage": resolved.stage_number,
         "is_new_stage": is_new_stage,
-        "mesh": str(plan.dims) or "no mesh",
+        "mesh": str(resolved.dims) or "no mesh",
         "host": socket.gethostname(),
         "system": platform.platform(),
         "device": hardware.device_name(device),
@@ -58,17 +58,17 @@ def note_start(
         },
         "source": source_hash(),
         "git": git_state(),
-        "own_code": plan.own_code,
-        "tokenizer": plan.tokenizer.fingerprint,
+        "own_code": resolved.own_code,
+        "tokenizer": resolved.tokenizer.fingerprint,
         "data_content": {source.entry.name: source.content for source in sources},
         "validation_content": {source.entry.name: source.content for source in validation_sources},
-        "parameters": plan.model_args.table.num_params,
+        "parameters": resolved.model_args.table.num_params,
         "command": shlex.join(sys.argv),
-        "config": to_json(plan.config),
+        "config": to_json(resolved.config),
     }
     if job := slurm.job_name(os.environ):
         facts["slurm"] = {"job": job, "restart": slurm.restarts(os.environ)}
-    note_event(Path(plan.config.job.dump_folder), plan.resume_step, "start", facts)
+    note_event(Path(resolved.config.job.dump_folder), resolved.resume_step, "start", facts)
 
 
 def _gpus_by_host(device: torch.device) -> dict[str, dict[int, str]]:

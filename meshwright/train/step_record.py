@@ -29,18 +29,18 @@ class StepRecord(Observer):
     line of a run is of step 0: the initial weights, and "groups", the names.
 
     Args:
-        plan: lines after its `resume_step` are removed.
+        resolved: lines after its `resume_step` are removed.
     """
 
-    def __init__(self, plan: ResolvedJob, trainer: "Trainer") -> None:
-        self._trainer, self._is_new = trainer, plan.resume_step == 0
-        self._groups = list(dict.fromkeys(map(block_of, plan.model_args.table.parameters)))
-        self._keeps_all = plan.config.metrics.every_step
+    def __init__(self, resolved: ResolvedJob, trainer: "Trainer") -> None:
+        self._trainer, self._is_new = trainer, resolved.resume_step == 0
+        self._groups = list(dict.fromkeys(map(block_of, resolved.model_args.table.parameters)))
+        self._keeps_all = resolved.config.metrics.every_step
         self._kept: list[tuple[int, Tensor]] = []
         self._file: SafeSink | None = None
         if dist.get_rank() == 0:
-            path = Path(plan.config.job.dump_folder) / FILE
-            self._file = SafeSink(FILE, partial(JsonLines, path, plan.resume_step))
+            path = Path(resolved.config.job.dump_folder) / FILE
+            self._file = SafeSink(FILE, partial(JsonLines, path, resolved.resume_step))
 
     def __enter__(self) -> "StepRecord":
         if self._is_new:

@@ -171,7 +171,7 @@ class Trainer:
 
 
 def build_trainer(
-    plan: ResolvedJob,
+    resolved: ResolvedJob,
     meshes: Meshes,
     device: torch.device,
     *,
@@ -183,9 +183,9 @@ def build_trainer(
     Args:
         note: gets each phase of each step as it begins.
     """
-    config = plan.config
-    model = build_model(plan, meshes, device, allocate=allocate)
-    table, ranks = plan.model_args.table.parameters, meshes.stage.get_group()
+    config = resolved.config
+    model = build_model(resolved, meshes, device, allocate=allocate)
+    table, ranks = resolved.model_args.table.parameters, meshes.stage.get_group()
     optimizer = build_optimizer(model.named_parameters(), config.optimizer, table, ranks)
     is_early, decay = config.optimizer.early_step_in_backward, average_decay(config)
     names = table if config.metrics.grad_norm_by_group else ()
@@ -193,7 +193,7 @@ def build_trainer(
         model,
         optimizer,
         meshes,
-        learning_rate(config, plan.steps),
+        learning_rate(config, resolved.steps),
         Phases(device, note),
         early=OptimizerInBackward(optimizer) if is_early else None,
         average=None if decay is None else Average(model, decay),

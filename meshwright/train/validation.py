@@ -83,13 +83,17 @@ class Validation:
     """
 
     def __init__(
-        self, plan: ResolvedJob, sources: Sequence[OpenSource], meshes: Meshes, device: torch.device
+        self,
+        resolved: ResolvedJob,
+        sources: Sequence[OpenSource],
+        meshes: Meshes,
+        device: torch.device,
     ) -> None:
-        self._plan, self._training = plan, plan.config.training
+        self._resolved, self._training = resolved, resolved.config.training
         self._sources, self._meshes, self._device = sources, meshes, device
-        known = plan.tokenizer.token_bytes
+        known = resolved.tokenizer.token_bytes
         self._tells_bytes = known is not None
-        sizes = known if known is not None else [0] * plan.tokenizer.vocab_size
+        sizes = known if known is not None else [0] * resolved.tokenizer.vocab_size
         self._token_bytes = torch.tensor(sizes, device=device)
         self._kept = {
             source.entry.key: list(self._read(source))
@@ -125,7 +129,7 @@ class Validation:
 
     def _read(self, source: OpenSource) -> Iterator[list[Sample]]:
         """Yield this rank's samples of each step."""
-        training, num_samples = self._training, self._plan.config.validation.num_samples
+        training, num_samples = self._training, self._resolved.config.validation.num_samples
         rules = SampleRules(
             training.seq_len + 1,
             # the first samples of a set would be those of its first file; all come as they lie
@@ -133,7 +137,7 @@ class Validation:
             max_epochs=1,
             max_bad_records=training.max_bad_records,
         )
-        stream = build_stream(self._plan, [source], self._meshes, Cursor(), rules)
+        stream = build_stream(self._resolved, [source], self._meshes, Cursor(), rules)
         if isinstance(source, CachedSource) and num_samples == -1:
             num_samples = source.samples_per_epoch(rules.length)
         return padded_samples(stream, num_samples)

@@ -78,7 +78,7 @@ def test_validation_that_compiles_may_take_as_long_as_the_first_step(
 ) -> None:
     limits_set, running = list[str](), MagicMock(observers={})
     eager = [] if key == "compile.enable" else ["--compile.enable=false"]
-    running.plan.config = load_config([*eager, f"--{key}=true"])
+    running.resolved.config = load_config([*eager, f"--{key}=true"])
     running.validate.return_value = {"loss/validation": 1.0}
     monkeypatch.setattr(job.Steps, "_set_limit", lambda _, key: limits_set.append(key))
     steps = job.Steps(running, MagicMock(), MagicMock())

@@ -90,7 +90,7 @@ def find_tensors(place: Place) -> dict[str, StoredTensor]:
             place.check(name in there, rule, AGAIN)
             found[name] = there[name]
         if unused := sorted(there.keys() - assigned):
-            words = f"{folder / file}: {', '.join(unused[:3])}{', ...' * (len(unused) > 3)}"
+            words = f"{folder / file}: {', '.join(unused[:3])}{', ...' if len(unused) > 3 else ''}"
             warn_once(f"{words} left out, since {INDEX} doesn't name this file for it")
     return found
 

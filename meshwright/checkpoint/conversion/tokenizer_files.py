@@ -111,9 +111,21 @@ def _settings(tokenizer: Tokenizer, was: dict[str, Any], seq_len: int) -> dict[s
 
 
 OF_CLASS = {
-    *("tokenizer_class", "auto_map", "backend", "tokenizer_file", "name_or_path", "is_local"),
-    *("added_tokens_decoder", "add_bos_token", "add_eos_token", "add_prefix_space", "legacy"),
-    *("from_slow", "special_tokens_map_file", "processor_class", "vocab_file"),
+    "tokenizer_class",
+    "auto_map",
+    "backend",
+    "tokenizer_file",
+    "name_or_path",
+    "is_local",
+    "added_tokens_decoder",
+    "add_bos_token",
+    "add_eos_token",
+    "add_prefix_space",
+    "legacy",
+    "from_slow",
+    "special_tokens_map_file",
+    "processor_class",
+    "vocab_file",
 }
 """Keys of tokenizer_config.json that say how a class builds a tokenizer; tokenizer.json says it."""
 

@@ -153,7 +153,7 @@ whose own buffers do so, too (benchmarks/results/plans.md)."""
 
 
 def beside_tensors(
-    plan: ResolvedJob, device: Device, peak: int, num_groups: int, most: Mapping[str, float]
+    resolved: ResolvedJob, device: Device, peak: int, num_groups: int, most: Mapping[str, float]
 ) -> list[Overhead]:
     """Model the memory that a rank of `plan` needs besides its tensors.
 
@@ -175,8 +175,8 @@ def beside_tensors(
         Overhead("Python and torch", 0.4 * GIB, 1.0 * GIB),
         Overhead("freed blocks that malloc keeps", 0.0, kept),
     ]
-    checkpoint = plan.config.checkpoint
-    saved = sum(plan.least_bytes.get(name, 0.0) for name in ("weights", "optimizer"))
+    checkpoint = resolved.config.checkpoint
+    saved = sum(resolved.least_bytes.get(name, 0.0) for name in ("weights", "optimizer"))
     if checkpoint.enable and checkpoint.async_mode == "thread" and saved:
         size = float(round(saved))
         found.append(Overhead("copy of an asynchronous save", size, size))

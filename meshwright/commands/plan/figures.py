@@ -187,7 +187,7 @@ class StepTime:
     """Part of the step in which the rank waits for other stages."""
 
 
-def step_time(simulation: Simulation, plan: ResolvedJob, device: Rates) -> StepTime | None:
+def step_time(simulation: Simulation, resolved: ResolvedJob, device: Rates) -> StepTime | None:
     """Replay the step's entries in two streams, computation and FSDP2's communication; None:
     nothing is published of the device.
 
@@ -225,11 +225,11 @@ def step_time(simulation: Simulation, plan: ResolvedJob, device: Rates) -> StepT
     backward, forward = spent
     each, now = forward + backward, max(now, comm)
     seconds = now + simulation.left_out * each
-    part = bubble(plan, backward / each)
+    part = bubble(resolved, backward / each)
     return StepTime(seconds / (1 - part), seconds - compute * seconds / now, part)
 
 
-def bubble(plan: ResolvedJob, backward: float) -> float:
+def bubble(resolved: ResolvedJob, backward: float) -> float:
     """Return the part of a step in which a rank of the pipeline waits, with stages of equal time.
 
     (p - 1) / (v m + p - 1) with v stages per rank and m microbatches: Narayanan et al. 2021,
@@ -239,8 +239,10 @@ def bubble(plan: ResolvedJob, backward: float) -> float:
     Args:
         backward: part of a microbatch's time.
     """
-    ranks, schedule = plan.dims.pp, plan.config.parallelism.pipeline_parallel_schedule
+    ranks, schedule = resolved.dims.pp, resolved.config.parallelism.pipeline_parallel_schedule
     wait = ranks - 1.0
     if SCHEDULES[schedule].splits_backward:
         wait *= max(1 - backward, backward / 2)
-    return wait / (len(plan.pipeline_modules) // ranks * plan.config.num_microbatches + wait)
+    return wait / (
+        len(resolved.pipeline_modules) // ranks * resolved.config.num_microbatches + wait
+    )

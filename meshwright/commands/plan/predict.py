@@ -37,27 +37,27 @@ class Figures:
         return round(max(self.peaks.values()))
 
 
-def measure(plan: ResolvedJob, rank: int, device: Rates) -> Figures:
+def measure(resolved: ResolvedJob, rank: int, device: Rates) -> Figures:
     """Simulate `rank` of `plan`."""
-    simulation = simulate(plan, rank, is_gpu=device.is_gpu, imbalance=device.imbalance)
-    time, memory = step_time(simulation, plan, device), Memory(simulation.record)
+    simulation = simulate(resolved, rank, is_gpu=device.is_gpu, imbalance=device.imbalance)
+    time, memory = step_time(simulation, resolved, device), Memory(simulation.record)
     seconds = time.seconds if time else 0.0
     return Figures(memory.by_place(), seconds, simulation.num_groups, memory.most())
 
 
-def predict(plan: ResolvedJob, rank: int, device: Rates) -> Figures:
+def predict(resolved: ResolvedJob, rank: int, device: Rates) -> Figures:
     """Predict a rank's figures from two depths, as each layer adds the same; of a pipeline, whose
     ranks have few layers, simulate all of them."""
-    depth, step = plan.model_args.n_layers, period(plan.config)
+    depth, step = resolved.model_args.n_layers, period(resolved.config)
     # from 4 on there is a layer with the usual neighbours: the next is gathered ahead of it, while
     # the gradients of the one before are reduced
     few = 4 * step + depth % step
     depths: list[ResolvedJob] = []
-    if plan.dims.pp == 1 and depth > few + step:
+    if resolved.dims.pp == 1 and depth > few + step:
         with suppress(ConfigError):  # if the config names layers that a shallow model lacks
-            depths = [at_depth(plan, device, layers) for layers in (few, few + step)]
+            depths = [at_depth(resolved, device, layers) for layers in (few, few + step)]
     if not depths:
-        return measure(plan, rank, device)
+        return measure(resolved, rank, device)
     first, second = (measure(one, rank, device) for one in depths)
 
     def along(at_few: float, at_more: float) -> float:
@@ -87,11 +87,11 @@ def need_of(config: JobConfig, world_size: int, device: Rates) -> Need:
     Raises:
         ConfigError: if the job cannot run.
     """
-    plan = plan_job(config, world_size, is_gpu=device.is_gpu)
+    resolved = plan_job(config, world_size, is_gpu=device.is_gpu)
     needs, seconds = list[tuple[float, int, str]](), 0.0
-    for figures in (predict(plan, rank, device) for rank in telling_ranks(plan)):
+    for figures in (predict(resolved, rank, device) for rank in telling_ranks(resolved)):
         peak = figures.peak_bytes
-        modelled = beside_tensors(plan, device, peak, figures.num_groups, figures.most)
+        modelled = beside_tensors(resolved, device, peak, figures.num_groups, figures.most)
         needed = peak + sum(part.high for part in modelled)
         needs.append((needed, peak, verdict(device, peak, modelled)))
         seconds = max(seconds, figures.seconds)
@@ -99,11 +99,11 @@ def need_of(config: JobConfig, world_size: int, device: Rates) -> Need:
     return Need(peak, word, seconds)
 
 
-def telling_ranks(plan: ResolvedJob) -> list[int]:
+def telling_ranks(resolved: ResolvedJob) -> list[int]:
     """Return the ranks that tell whether a job fits: the first, and of a pipeline also the last and
     the one with most parameters. The others have shards as large or smaller."""
-    firsts = plan.dims.first_ranks
-    return sorted({0, firsts[-1], max(firsts, key=lambda rank: plan.num_parameters(rank))})
+    firsts = resolved.dims.first_ranks
+    return sorted({0, firsts[-1], max(firsts, key=lambda rank: resolved.num_parameters(rank))})
 
 
 def period(config: JobConfig) -> int:
@@ -113,15 +113,15 @@ def period(config: JobConfig) -> int:
     return int(option) if is_counted else 1
 
 
-def at_depth(plan: ResolvedJob, device: Device, layers: int) -> ResolvedJob:
+def at_depth(resolved: ResolvedJob, device: Device, layers: int) -> ResolvedJob:
     """Return the same job, without a pipeline, with a model of `layers` layers.
 
     Raises:
         ConfigError: if the config names layers that this model lacks.
     """
-    args = plan.config.model.args | {"n_layers": layers}
-    config = changed(plan.config, {"model": {"args": args}})
-    return plan_job(config, plan.dims.num_ranks, is_gpu=device.is_gpu)
+    args = resolved.config.model.args | {"n_layers": layers}
+    config = changed(resolved.config, {"model": {"args": args}})
+    return plan_job(config, resolved.dims.num_ranks, is_gpu=device.is_gpu)
 
 
 def find_remedies(

@@ -84,14 +84,17 @@ class RankPlan:
 
 def plan_rank(config: JobConfig, world_size: int, rank: int, device: devices.Rates) -> RankPlan:
     """Return the figures of one rank, simulated in this process."""
-    plan = plan_job(config, world_size, is_gpu=device.is_gpu)
-    simulation = simulate(plan, rank, is_gpu=device.is_gpu, imbalance=device.imbalance)
-    memory, time = figures.Memory(simulation.record), figures.step_time(simulation, plan, device)
+    resolved = plan_job(config, world_size, is_gpu=device.is_gpu)
+    simulation = simulate(resolved, rank, is_gpu=device.is_gpu, imbalance=device.imbalance)
+    memory, time = (
+        figures.Memory(simulation.record),
+        figures.step_time(simulation, resolved, device),
+    )
     peak, most = memory.peak, memory.most()
-    modelled = devices.beside_tensors(plan, device, peak.num_bytes, simulation.num_groups, most)
+    modelled = devices.beside_tensors(resolved, device, peak.num_bytes, simulation.num_groups, most)
     return RankPlan(
         rank,
-        plan.pipeline_stages_of(rank) if plan.dims.pp > 1 else [],
+        resolved.pipeline_stages_of(rank) if resolved.dims.pp > 1 else [],
         peak,
         most,
         modelled,
@@ -105,12 +108,12 @@ def plan_rank(config: JobConfig, world_size: int, rank: int, device: devices.Rat
     )
 
 
-def mfu(plan: ResolvedJob, device: Device, seconds: float, *, is_causal: bool = False) -> float:
+def mfu(resolved: ResolvedJob, device: Device, seconds: float, *, is_causal: bool = False) -> float:
     """Return the model FLOPs utilization of a step; `is_causal` as `flops_per_token` takes it."""
-    training, table = plan.config.training, plan.model_args.table
+    training, table = resolved.config.training, resolved.model_args.table
     peak = device.peak(training.mixed_precision_param)
     per_token = table.flops_per_token(training.seq_len, is_causal=is_causal)
-    return plan.config.tokens_per_step * per_token / plan.dims.num_ranks / seconds / peak
+    return resolved.config.tokens_per_step * per_token / resolved.dims.num_ranks / seconds / peak
 
 
 def neediest(ranks: list[RankPlan]) -> RankPlan:
@@ -125,7 +128,10 @@ def slowest(ranks: list[RankPlan]) -> StepTime | None:
 
 
 def to_json(
-    plan: ResolvedJob, ranks: list[RankPlan], device: Device, remedies: Sequence[tuple[str, Need]]
+    resolved: ResolvedJob,
+    ranks: list[RankPlan],
+    device: Device,
+    remedies: Sequence[tuple[str, Need]],
 ) -> dict[str, Any]:
     """Return the plan for programs; figures at the top are of the rank that needs most.
 
@@ -133,7 +139,7 @@ def to_json(
     device. `mfu` counts all pairs of attention, `mfu_causal` half of them. `step_seconds_error` is
     a part of `step_seconds`, and null if no run on the device was compared.
     """
-    shown, time, training = neediest(ranks), slowest(ranks), plan.config.training
+    shown, time, training = neediest(ranks), slowest(ranks), resolved.config.training
     kinds = ("parameters", "optimizer", "gradients", "activations")
     return {
         "peak_bytes": shown.peak.num_bytes,
@@ -141,20 +147,20 @@ def to_json(
         "step_seconds": time and time.seconds,
         "step_seconds_error": time and error_of_time(device),
         "step_seconds_source": SOURCE if time else "",
-        "mfu": time and mfu(plan, device, time.seconds),
-        "mfu_causal": time and mfu(plan, device, time.seconds, is_causal=True),
+        "mfu": time and mfu(resolved, device, time.seconds),
+        "mfu_causal": time and mfu(resolved, device, time.seconds, is_causal=True),
         "fits": shown.verdict == "fits",
         "verdict": shown.verdict,
         "rank": shown.rank,
-        "world_size": plan.dims.num_ranks,
+        "world_size": resolved.dims.num_ranks,
         "device": asdict(device),
-        "mesh": asdict(plan.dims),
+        "mesh": asdict(resolved.dims),
         "samples_per_step": training.global_batch_size,
-        "tokens_per_step": plan.config.tokens_per_step,
-        "microbatches": plan.config.num_microbatches,
-        "parameters": plan.model_args.table.num_params,
-        "active_parameters": plan.model_args.table.num_active_params,
-        "flops_per_token_for_mfu": plan.model_args.table.flops_per_token(training.seq_len),
+        "tokens_per_step": resolved.config.tokens_per_step,
+        "microbatches": resolved.config.num_microbatches,
+        "parameters": resolved.model_args.table.num_params,
+        "active_parameters": resolved.model_args.table.num_active_params,
+        "flops_per_token_for_mfu": resolved.model_args.table.flops_per_token(training.seq_len),
         "ranks": [asdict(rank) for rank in ranks],
         "remedies": [
             {"change": change, "peak_bytes": need.peak_bytes, "verdict": need.verdict}
@@ -163,18 +169,19 @@ def to_json(
     }
 
 
-def to_text(plan: ResolvedJob, ranks: list[RankPlan], device: Device) -> str:
+def to_text(resolved: ResolvedJob, ranks: list[RankPlan], device: Device) -> str:
     """Return the plan for people."""
-    shown, count, dims = neediest(ranks), plan.config.num_microbatches, plan.dims
+    shown, count, dims = neediest(ranks), resolved.config.num_microbatches, resolved.dims
     of = f" (of rank {shown.rank})" if len(ranks) > 1 else ""
-    table, active = plan.model_args.table, ""
+    table, active = resolved.model_args.table, ""
     if table.mixtures:
         active = f", {_parameters(table.num_active_params)} of them active for a token,"
     lines = [
         f"{shown.verdict}{of}: {_parameters(table.num_params)} parameters{active} on "
         f"{dims.num_ranks} x {device.name} ({str(dims) or 'one rank'})",
-        f"{plan.config.training.global_batch_size} samples, {plan.config.tokens_per_step:,} tokens "
-        f"per step, in {count} {'microbatch' if count == 1 else 'microbatches'} per rank",
+        f"{resolved.config.training.global_batch_size} samples, "
+        f"{resolved.config.tokens_per_step:,} tokens per step, "
+        f"in {count} {'microbatch' if count == 1 else 'microbatches'} per rank",
     ]
     if table.mixtures:
         lines.append(f"experts of a rank get {shown.imbalance:g} times the mean of rows")
@@ -182,7 +189,7 @@ def to_text(plan: ResolvedJob, ranks: list[RankPlan], device: Device) -> str:
         lines += ["", *_rank_lines(rank, device)]
     if len(ranks) == 1 and dims.pp > 1:
         lines += ["", f"of rank {shown.rank} alone: without --rank, the ranks that need most"]
-    return "\n".join([*lines, "", *_time_lines(plan, slowest(ranks), device)])
+    return "\n".join([*lines, "", *_time_lines(resolved, slowest(ranks), device)])
 
 
 def _parameters(count: int) -> str:
@@ -230,30 +237,30 @@ def _rank_lines(rank: RankPlan, device: Device) -> list[str]:
     return lines + [row(kind, f"{count / 1e12:.3f}") for kind, count in rank.flops.items()]
 
 
-def _time_lines(plan: ResolvedJob, time: StepTime | None, device: Device) -> list[str]:
+def _time_lines(resolved: ResolvedJob, time: StepTime | None, device: Device) -> list[str]:
     if time is None:
         return [f"step time: not known, as no rates are published of a {device.name}"]
-    tokens, part = plan.config.tokens_per_step / plan.dims.num_ranks, error_of_time(device)
+    tokens, part = resolved.config.tokens_per_step / resolved.dims.num_ranks, error_of_time(device)
     error = f" (+-{100 * part:.0f} %)" if part else ""
     unlike = "" if part else "; no run on this device was compared"
     return [
         f"step: {time.seconds:.4g} s{error}, {tokens / time.seconds:,.0f} tokens/s per rank, "
-        f"{100 * mfu(plan, device, time.seconds):.1f} % MFU "
-        f"({100 * mfu(plan, device, time.seconds, is_causal=True):.1f} % with half of attention's "
-        f"pairs): {SOURCE}{unlike}",
+        f"{100 * mfu(resolved, device, time.seconds):.1f} % MFU "
+        f"({100 * mfu(resolved, device, time.seconds, is_causal=True):.1f} % with half of "
+        f"attention's pairs): {SOURCE}{unlike}",
         f"  exposed communication {time.exposed_s:.3g} s, "
         f"pipeline bubble {100 * time.bubble:.1f} %",
     ]
 
 
-def to_html(plan: ResolvedJob, ranks: list[RankPlan], device: Device) -> str:
+def to_html(resolved: ResolvedJob, ranks: list[RankPlan], device: Device) -> str:
     """Return a page that needs no other file."""
-    title = f"{plan.config.model.flavor} on {device.name}"
+    title = f"{resolved.config.model.flavor} on {device.name}"
     curves = "".join(_curve(rank, device) for rank in ranks)
     return document(
         title,
         f'<h1>{escape(title)}</h1><h2>Memory</h2><div class="charts">{curves}</div>'
-        f'<div class="card scroll"><pre>{escape(to_text(plan, ranks, device))}</pre></div>',
+        f'<div class="card scroll"><pre>{escape(to_text(resolved, ranks, device))}</pre></div>',
     )
 
 

@@ -64,11 +64,11 @@ def legal(config: JobConfig, ranks: int, device: Device) -> Iterator[Candidate]:
     The global batch stays the config's, so more tokens per second are a shorter step. So does the
     use of the compiler, whose blocks have rates of their own.
     """
-    plan = plan_job(config, ranks, is_gpu=device.is_gpu)
-    batch, is_compiled = plan.config.training.global_batch_size, plan.config.compile.is_on
+    resolved = plan_job(config, ranks, is_gpu=device.is_gpu)
+    batch, is_compiled = resolved.config.training.global_batch_size, resolved.config.compile.is_on
     config = changed(config, {"training": {"global_batch_size": batch}})
     config = changed(config, {"compile": {"enable": is_compiled}})
-    num_experts = math.gcd(*(m.n_experts for m in plan.model_args.table.mixtures.values())) or 1
+    num_experts = math.gcd(*(m.n_experts for m in resolved.model_args.table.mixtures.values())) or 1
     for update in _updates(config, ranks, device, num_experts):
         with suppress(ConfigError):
             yield update, plan_job(changed(config, update), ranks, is_gpu=device.is_gpu)
@@ -107,14 +107,17 @@ def _updates(config: JobConfig, ranks: int, device: Device, num_experts: int) ->
             }
 
 
-def words_of(plan: ResolvedJob) -> str:
+def words_of(resolved: ResolvedJob) -> str:
     """Return a candidate in words."""
-    sizes = {axis: getattr(plan.dims, axis) for axis in AXES}
+    sizes = {axis: getattr(resolved.dims, axis) for axis in AXES}
     names = [f"{axis} {size}" for axis, size in sizes.items() if size > 1] or ["FSDP alone"]
-    if plan.dims.pp > 1:
-        names.append(plan.config.parallelism.pipeline_parallel_schedule)
-    kept = ", gathered parameters kept" if plan.config.parallelism.keeps_gathered else ""
-    size, mode = plan.config.training.local_batch_size, plan.config.activation_checkpoint.mode
+    if resolved.dims.pp > 1:
+        names.append(resolved.config.parallelism.pipeline_parallel_schedule)
+    kept = ", gathered parameters kept" if resolved.config.parallelism.keeps_gathered else ""
+    size, mode = (
+        resolved.config.training.local_batch_size,
+        resolved.config.activation_checkpoint.mode,
+    )
     return f"{', '.join(names)}; microbatch {size}; recomputation {mode}{kept}"
 
 
@@ -138,11 +141,11 @@ class Work(NamedTuple):
     """Of the optimizer, per parameter of the rank."""
 
 
-def shape_of(plan: ResolvedJob) -> tuple[tuple[int, ...], str]:
+def shape_of(resolved: ResolvedJob) -> tuple[tuple[int, ...], str]:
     """Return the key of a candidate's `Work`, its cut and its mode: a layer's operators depend on
     nothing else that a search chooses, and grow with the sequences."""
-    cut = tuple(getattr(plan.dims, axis) for axis in AXES if axis != "pp")
-    return cut, plan.config.activation_checkpoint.mode
+    cut = tuple(getattr(resolved.dims, axis) for axis in AXES if axis != "pp")
+    return cut, resolved.config.activation_checkpoint.mode
 
 
 def measure_work(config: JobConfig, device: Rates) -> Work:
@@ -155,10 +158,10 @@ def measure_work(config: JobConfig, device: Rates) -> Work:
     ranks = math.lcm(2 * cut, config.parallelism.expert_parallel_degree)
     batch = {"local_batch_size": 1, "global_batch_size": ranks // cut}
     update = {"parallelism": ALONE, "training": batch}
-    plan = plan_job(changed(config, update), ranks, is_gpu=device.is_gpu)
+    resolved = plan_job(changed(config, update), ranks, is_gpu=device.is_gpu)
     with suppress(ConfigError):  # if the config names layers that a shallow model lacks
-        plan = at_depth(plan, device, 2 * period(config))
-    simulation = simulate(plan, 0, is_gpu=device.is_gpu, imbalance=device.imbalance)
+        resolved = at_depth(resolved, device, 2 * period(config))
+    simulation = simulate(resolved, 0, is_gpu=device.is_gpu, imbalance=device.imbalance)
     seconds, kept = defaultdict[int | str, float](float), defaultdict[int, float](float)
     for entry in simulation.entries:
         part = UPDATE if entry.at.phase == UPDATE else layer_of(entry.at.module)
@@ -170,38 +173,42 @@ def measure_work(config: JobConfig, device: Rates) -> Work:
         item = record.items[number]
         if item.purpose == "activations" and item.born.phase == FORWARD:
             kept[layer_of(item.born.module)] += size
-    layers = [Layer(seconds[n], kept[n]) for n in range(plan.model_args.n_layers)]
-    return Work(layers, seconds[-1], seconds[UPDATE] * ranks / plan.num_parameters(0))
+    layers = [Layer(seconds[n], kept[n]) for n in range(resolved.model_args.n_layers)]
+    return Work(layers, seconds[-1], seconds[UPDATE] * ranks / resolved.num_parameters(0))
 
 
-def estimate(plan: ResolvedJob, work: Work, device: Rates) -> tuple[float, float]:
+def estimate(resolved: ResolvedJob, work: Work, device: Rates) -> tuple[float, float]:
     """Return a candidate's seconds per step, and bytes that its first rank surely has at once."""
-    dims, size = plan.dims, plan.config.training.local_batch_size
+    dims, size = resolved.dims, resolved.config.training.local_batch_size
     busy, num_bytes = list[float](), list[float]()
     for rank in (0, dims.first_ranks[-1]):
-        names = plan.modules_of(rank)
+        names = resolved.modules_of(rank)
         numbers = (number for name in names if (number := layer_of(name)) >= 0)
         layers = [work.layers[number % len(work.layers)] for number in numbers]
         seconds = sum(one.seconds for one in layers) + ("output" in names) * work.rest_s
-        busy.append(plan.config.num_microbatches * size * seconds)
+        busy.append(resolved.config.num_microbatches * size * seconds)
         num_bytes.append(size * sum(one.num_bytes for one in layers))
-    copies, sent = _fsdp_seconds(plan, device)
-    parameters = plan.num_parameters(0) / (dims.tp * dims.dp_shard * dims.cp)
-    backward = 0.75 if plan.config.activation_checkpoint.mode == "full" else 2 / 3
-    seconds = max(copies + max(busy), sent) / (1 - bubble(plan, backward))
-    return seconds + work.update_s * parameters, _least_bytes(plan, num_bytes[0])
+    copies, sent = _fsdp_seconds(resolved, device)
+    parameters = resolved.num_parameters(0) / (dims.tp * dims.dp_shard * dims.cp)
+    backward = 0.75 if resolved.config.activation_checkpoint.mode == "full" else 2 / 3
+    seconds = max(copies + max(busy), sent) / (1 - bubble(resolved, backward))
+    return seconds + work.update_s * parameters, _least_bytes(resolved, num_bytes[0])
 
 
-def _fsdp_seconds(plan: ResolvedJob, device: Rates) -> tuple[float, float]:
+def _fsdp_seconds(resolved: ResolvedJob, device: Rates) -> tuple[float, float]:
     """Return the time of FSDP's copies and of its collectives, on the first rank."""
-    training, dims, parallelism = plan.config.training, plan.dims, plan.config.parallelism
-    count, shards = plan.config.num_microbatches, dims.dp_shard * dims.cp
+    training, dims, parallelism = (
+        resolved.config.training,
+        resolved.dims,
+        resolved.config.parallelism,
+    )
+    count, shards = resolved.config.num_microbatches, dims.dp_shard * dims.cp
     once = 1 if dims.pp > 1 else count  # in a pipeline they stay until the end of the step
     gathers = once if parallelism.keeps_gathered else 2 * count
     reductions = count if parallelism.fsdp_reduce_gradients == "every_microbatch" else 1
     width = gathers * BYTES[training.mixed_precision_param]
     width += reductions * BYTES[training.mixed_precision_reduce]
-    own = plan.model_args.table.of_blocks(plan.modules_of(0))
+    own = resolved.model_args.table.of_blocks(resolved.modules_of(0))
     experts = sum(p.numel for p in own if p.layout == "experts")
     others = sum(p.numel for p in own) - experts
     parts = ((others / dims.tp, shards), (experts / max(dims.ep, 1), dims.efsdp))
@@ -211,17 +218,17 @@ def _fsdp_seconds(plan: ResolvedJob, device: Rates) -> tuple[float, float]:
     return 2 * sum(size for size, _ in moved) / device.bytes_per_s, sent / link
 
 
-def _least_bytes(plan: ResolvedJob, activations: float) -> float:
+def _least_bytes(resolved: ResolvedJob, activations: float) -> float:
     """Return the bytes that the first rank surely has at once: a candidate that is left out by them
     would not fit.
 
     At the end of the last forward in flight these are its state, its gathered weights, the
     gradients of earlier microbatches, and the `activations` of its layers, per microbatch.
     """
-    least, ranks, count = plan.least_bytes, plan.dims.pp, plan.config.num_microbatches
+    least, ranks, count = resolved.least_bytes, resolved.dims.pp, resolved.config.num_microbatches
     in_flight: float = min(ranks, count)
-    if plan.config.parallelism.pipeline_parallel_schedule == "Interleaved1F1B":
-        per_rank = len(plan.pipeline_modules) // ranks
+    if resolved.config.parallelism.pipeline_parallel_schedule == "Interleaved1F1B":
+        per_rank = len(resolved.pipeline_modules) // ranks
         ahead = (per_rank - 1) * ranks + 2 * (ranks - 1) + 1  # then one for each backward
         in_flight = min(ahead, count * per_rank) / per_rank
     then = ["weights", "optimizer", "gathered weights"] + ["whole gradients"] * (count > in_flight)
@@ -281,23 +288,23 @@ def find(config: JobConfig, ranks: int, device: Rates, workers: int) -> Found:
     """
     start = time.perf_counter()
     candidates = list(legal(config, ranks, device))
-    estimates = estimate_all([plan for _, plan in candidates], device, workers)
+    estimates = estimate_all([resolved for _, resolved in candidates], device, workers)
     fitting = []
-    for (update, plan), (seconds, size) in zip(candidates, estimates, strict=True):
-        peak, groups = round(size), sum(degree > 1 for degree in vars(plan.dims).values())
-        modelled = devices.beside_tensors(plan, device, peak, groups, {})
+    for (update, resolved), (seconds, size) in zip(candidates, estimates, strict=True):
+        peak, groups = round(size), sum(degree > 1 for degree in vars(resolved.dims).values())
+        modelled = devices.beside_tensors(resolved, device, peak, groups, {})
         if devices.verdict(device, peak, modelled) == "fits":  # it might
-            fitting.append((seconds, words_of(plan), update, plan))
+            fitting.append((seconds, words_of(resolved), update, resolved))
     queue = sorted(fitting, key=itemgetter(0, 1))
     found: list[tuple[Simulated, Update]] = []
     while queue and len(found) < SIMULATED:
         missing = SIMULATED - len(found)
         now, queue = queue[:missing], queue[missing:]
-        tasks = [(plan.config, ranks, device) for *_, plan in now]
+        tasks = [(resolved.config, ranks, device) for *_, resolved in now]
         needs = in_processes(tasks, need_of, workers, "simulated candidates")
-        for (_, words, update, plan), need in zip(now, needs, strict=True):
+        for (_, words, update, resolved), need in zip(now, needs, strict=True):
             if need.verdict == "fits":
-                speed = plan.config.tokens_per_step / need.seconds
+                speed = resolved.config.tokens_per_step / need.seconds
                 one = Simulated(need.seconds, need.peak_bytes, words, speed)
                 found.append((one, update))
     check(bool(found), "--device", device.name, f"none of {len(candidates)} candidates fits")
@@ -317,11 +324,11 @@ def estimate_all(
     plans: Sequence[ResolvedJob], device: Rates, workers: int
 ) -> list[tuple[float, float]]:
     """Measure the work of every shape once, and estimate all candidates."""
-    configs = {shape_of(plan): plan.config for plan in plans}
+    configs = {shape_of(resolved): resolved.config for resolved in plans}
     tasks = [(config, device) for config in configs.values()]
     found = in_processes(tasks, measure_work, workers, "simulated layers")
     works = dict(zip(configs, found, strict=True))
-    return [estimate(plan, works[shape_of(plan)], device) for plan in plans]
+    return [estimate(resolved, works[shape_of(resolved)], device) for resolved in plans]
 
 
 def to_text(found: Found) -> str:

@@ -83,7 +83,9 @@ class Simulation:
             yield (1 + self.left_out if entry.at.microbatch == self.repeated else 1), entry
 
 
-def simulate(plan: ResolvedJob, rank: int, *, is_gpu: bool, imbalance: float = 1.0) -> Simulation:
+def simulate(
+    resolved: ResolvedJob, rank: int, *, is_gpu: bool, imbalance: float = 1.0
+) -> Simulation:
     """Simulate a step of `rank` on fake tensors.
 
     Args:
@@ -91,25 +93,27 @@ def simulate(plan: ResolvedJob, rank: int, *, is_gpu: bool, imbalance: float = 1
         imbalance: rows of the rank's experts over the mean of all ranks, in every layer; more than
             `worst_imbalance` counts as that.
     """
-    dealt = partial(deal, imbalance=min(imbalance, worst_imbalance(plan)))
-    torch_names.start_fake_process_group(rank, plan.dims.num_ranks)
+    dealt = partial(deal, imbalance=min(imbalance, worst_imbalance(resolved)))
+    torch_names.start_fake_process_group(rank, resolved.dims.num_ranks)
     try:
-        meshes = build_meshes(plan.dims, "cpu")
+        meshes = build_meshes(resolved.dims, "cpu")
         with (
             as_gpu() if is_gpu else nullcontext(),
             torch_names.static_pipelines(),
             mock.patch.object(expert_parallel, "on_host", dealt),
         ):
-            return run_step(plan, meshes, FakeTensorMode(allow_non_fake_inputs=True), is_gpu=is_gpu)
+            return run_step(
+                resolved, meshes, FakeTensorMode(allow_non_fake_inputs=True), is_gpu=is_gpu
+            )
     finally:
         dist.destroy_process_group()
 
 
-def worst_imbalance(plan: ResolvedJob) -> float:
+def worst_imbalance(resolved: ResolvedJob) -> float:
     """Return `simulate`'s imbalance if every token goes to the same experts, on one rank if they
     fit there; 1: no rank can have more rows than others."""
-    mixtures = plan.model_args.table.mixtures.values()
-    return min([max(plan.dims.ep, 1.0), *(one.n_experts / one.n_active for one in mixtures)])
+    mixtures = resolved.model_args.table.mixtures.values()
+    return min([max(resolved.dims.ep, 1.0), *(one.n_experts / one.n_active for one in mixtures)])
 
 
 def deal(splits: Tensor, num_rows: int, imbalance: float = 1.0) -> list[list[int]]:
@@ -121,7 +125,7 @@ def deal(splits: Tensor, num_rows: int, imbalance: float = 1.0) -> list[list[int
 
 
 def run_step(
-    plan: ResolvedJob, meshes: Meshes, fake: FakeTensorMode | None, *, is_gpu: bool = False
+    resolved: ResolvedJob, meshes: Meshes, fake: FakeTensorMode | None, *, is_gpu: bool = False
 ) -> Simulation:
     """Take a step of this rank with a ledger.
 
@@ -129,14 +133,14 @@ def run_step(
         is_gpu: offloaded tensors are not in the planned memory.
         fake: mode of the tensors; None: real ones.
     """
-    simulated, num_microbatches = num_simulated(plan), plan.config.num_microbatches
-    is_early, mode = plan.config.optimizer.early_step_in_backward, fake or nullcontext()
+    simulated, num_microbatches = num_simulated(resolved), resolved.config.num_microbatches
+    is_early, mode = resolved.config.optimizer.early_step_in_backward, fake or nullcontext()
     # a CPU plans for itself: there, offloaded tensors are in the memory that is planned
-    is_offloaded = is_gpu and plan.config.training.enable_cpu_offload
-    if plan.dims.pp > 1:  # a schedule is made for a number of microbatches
-        samples = plan.config.training.global_batch_size // num_microbatches * simulated
-        shorter = changed(plan.config, {"training": {"global_batch_size": samples}})
-        plan = replace(plan, config=shorter)
+    is_offloaded = is_gpu and resolved.config.training.enable_cpu_offload
+    if resolved.dims.pp > 1:  # a schedule is made for a number of microbatches
+        samples = resolved.config.training.global_batch_size // num_microbatches * simulated
+        shorter = changed(resolved.config, {"training": {"global_batch_size": samples}})
+        resolved = replace(resolved, config=shorter)
     scope = Scope()
     trace = Trace(meshes, scope)
     ledger = Ledger(scope, trace.see, fake, has_copies=not is_gpu)
@@ -151,7 +155,7 @@ def run_step(
         scope,
         ledger,
     ):
-        trainer = eager_trainer(plan, meshes, mode)
+        trainer = eager_trainer(resolved, meshes, mode)
         model, optimizer = trainer.model, trainer.optimizer
         scope.name_modules(model.stages)
         note_shards(model.parameters(), "parameters")
@@ -166,9 +170,9 @@ def run_step(
 
         optimizer.register_step_pre_hook(note_gradients)
         with mode:
-            detector = BadStepDetector(CPU, plan.config.bad_steps)
-            batches = make_batches(plan, num_microbatches)
-            kept = list(_pipeline_buffers(plan, model, num_microbatches - simulated))
+            detector = BadStepDetector(CPU, resolved.config.bad_steps)
+            batches = make_batches(resolved, num_microbatches)
+            kept = list(_pipeline_buffers(resolved, model, num_microbatches - simulated))
             ledger.note(kept, "communication buffers")
             for batch in batches:
                 ledger.note((x for x in vars(batch).values() if x is not None), "activations")
@@ -185,38 +189,40 @@ def run_step(
     return Simulation(ledger.record, trace.entries, simulated, num_microbatches - simulated)
 
 
-def num_simulated(plan: ResolvedJob) -> int:
+def num_simulated(resolved: ResolvedJob) -> int:
     """Return how many microbatches stand for all of a step.
 
     The first makes the sums of gradients, the second adds to them, and the last reduces them. In a
     pipeline, 1F1B and its kin reach a steady state; GPipe and schedules that go as a V do not, or
     late, and are simulated whole.
     """
-    ranks, schedule = plan.dims.pp, plan.config.parallelism.pipeline_parallel_schedule
+    ranks, schedule = resolved.dims.pp, resolved.config.parallelism.pipeline_parallel_schedule
     if ranks == 1:
-        return min(plan.config.num_microbatches, 3)
+        return min(resolved.config.num_microbatches, 3)
     steady = {"1F1B": ranks + 2, "Interleaved1F1B": 3 * ranks}.get(schedule)
     # microbatches are left out in whole rounds over the ranks, as Interleaved1F1B takes them
-    left_out = max(0, plan.config.num_microbatches - steady) // ranks * ranks if steady else 0
-    return plan.config.num_microbatches - left_out
+    left_out = max(0, resolved.config.num_microbatches - steady) // ranks * ranks if steady else 0
+    return resolved.config.num_microbatches - left_out
 
 
-def eager_trainer(plan: ResolvedJob, meshes: Meshes, mode: AbstractContextManager[Any]) -> Trainer:
+def eager_trainer(
+    resolved: ResolvedJob, meshes: Meshes, mode: AbstractContextManager[Any]
+) -> Trainer:
     """Build the trainer of this rank, with eager blocks: its tensors in `mode`, and meshes and
     modules outside."""
     eager = {"compile": {"enable": False}, "parallelism": {"enable_async_tensor_parallel": False}}
-    plan = replace(plan, config=changed(plan.config, eager))
+    resolved = replace(resolved, config=changed(resolved.config, eager))
 
     def allocate_in_mode(model: nn.Module, parameters: torch.device, buffers: torch.device) -> None:
         with mode:
             allocate(model, parameters, buffers)
 
-    return build_trainer(plan, meshes, CPU, allocate=allocate_in_mode)
+    return build_trainer(resolved, meshes, CPU, allocate=allocate_in_mode)
 
 
-def make_batches(plan: ResolvedJob, count: int) -> list[Batch]:
+def make_batches(resolved: ResolvedJob, count: int) -> list[Batch]:
     """Return `count` microbatches, with three documents in each sequence if they are masked."""
-    training, found = plan.config.training, list[Batch]()
+    training, found = resolved.config.training, list[Batch]()
     shape = (training.local_batch_size, training.seq_len)
     for _ in range(count):
         tokens = torch.zeros(shape, dtype=torch.int64)
@@ -236,7 +242,7 @@ def _give_state(model: LocalModel, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
 
 
-def _pipeline_buffers(plan: ResolvedJob, model: LocalModel, left_out: int) -> Iterator[Tensor]:
+def _pipeline_buffers(resolved: ResolvedJob, model: LocalModel, left_out: int) -> Iterator[Tensor]:
     """Yield the memory that a pipeline keeps for each of `left_out` microbatches.
 
     torch before 2.15 makes buffers for the activations and gradients that a stage receives, for
@@ -244,8 +250,8 @@ def _pipeline_buffers(plan: ResolvedJob, model: LocalModel, left_out: int) -> It
     """
     if model.pipeline is None:
         return
-    training, last = plan.config.training, len(plan.pipeline_modules) - 1
-    batch = (training.local_batch_size, training.seq_len // plan.dims.cp)
+    training, last = resolved.config.training, len(resolved.pipeline_modules) - 1
+    batch = (training.local_batch_size, training.seq_len // resolved.dims.cp)
     received = sum((index > 0) + (index < last) for index in model.pipeline.stages)
     for _ in range(left_out * 2):
         yield torch.empty(batch, dtype=torch.int64)
@@ -364,7 +370,10 @@ def _block_mask(
     counts = documents.new_zeros(batch, 1, rows, dtype=torch.int32)
     indices = documents.new_zeros(batch, 1, rows, columns, dtype=torch.int32)
     return BlockMask.from_kv_blocks(
-        *(counts, indices, counts.clone(), indices.clone()),
+        counts,
+        indices,
+        counts.clone(),
+        indices.clone(),
         BLOCK_SIZE=MASK_BLOCK,
         mask_mod=lambda b, head, query, key: documents[b, query] == documents[b, key],
         seq_lengths=(queries, keys),

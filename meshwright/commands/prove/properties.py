@@ -78,9 +78,9 @@ def check_properties(small: JobConfig) -> list[Property]:
 def measure_properties(small: JobConfig) -> list[Property]:
     """Measure on this process alone, in fp32 and with the attention that the small job has."""
     config = reference_case(small).config
-    plan = resolve(config, look(config, 1))
-    training = plan.config.training
-    model = build_model(plan, build_meshes(plan.dims, "cpu"), torch.device("cpu"))
+    resolved = resolve(config, look(config, 1))
+    training = resolved.config.training
+    model = build_model(resolved, build_meshes(resolved.dims, "cpu"), torch.device("cpu"))
     decoder = model.stages[0]
     initialize(decoder, training.seed)
     show_attention(decoder)
@@ -91,7 +91,7 @@ def measure_properties(small: JobConfig) -> list[Property]:
         mixture.losses = BalanceLosses()
     generator = torch.Generator().manual_seed(training.seed)
     size = (2, training.seq_len)
-    tokens = torch.randint(plan.model_args.vocab_size, size, generator=generator)
+    tokens = torch.randint(resolved.model_args.vocab_size, size, generator=generator)
     documents = None
     if training.mask_documents:
         lengths = document_lengths(training.seq_len)

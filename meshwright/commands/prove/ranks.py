@@ -22,8 +22,10 @@ from meshwright.system.processes import die_with_parent, fork_server
 
 IMPORTED_BY_RANKS = (
     "torch._dynamo",
-    *("meshwright.parallelisms.tensor_parallel", "meshwright.parallelisms.pipeline"),
-    *("meshwright.checkpoint.reader", "meshwright.checkpoint.writer"),
+    "meshwright.parallelisms.tensor_parallel",
+    "meshwright.parallelisms.pipeline",
+    "meshwright.checkpoint.reader",
+    "meshwright.checkpoint.writer",
 )
 """Modules that jobs import where they need them. Meshes need them all, and imported before the
 fork they take no time of a rank."""

@@ -156,8 +156,9 @@ def _charts(run: Run) -> str:
         for first in range(0, len(groups), 6)
     ]
     drawn = "".join(map(draw, charts))
-    note = '<p class="note">Dashed lines: resumes and new stages; red marks: skipped steps.</p>'
-    note *= bool(seams or skipped)
+    note = ""
+    if seams or skipped:
+        note = '<p class="note">Dashed lines: resumes and new stages; red marks: skipped steps.</p>'
     return f'<div class="charts">{drawn}</div>{note}' if drawn else ""
 
 

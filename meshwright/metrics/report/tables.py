@@ -20,12 +20,15 @@ def validation_table(run: Run) -> str:
     best, _ = best_validation(run) or (None, None)
     head = ["step", *(name.removeprefix("validation/").replace("_", " ") for name in names)]
     cells = [
-        [f"{row['step']:,}{' best' * (row['step'] == best)}", *(number(row.get(n)) for n in names)]
+        [
+            f"{row['step']:,}{' best' if row['step'] == best else ''}",
+            *(number(row.get(n)) for n in names),
+        ]
         for row in run.records
         if any(name in row for name in names)
     ]
     hidden = f"<p class='note'>The last 20 of {len(cells)}; all are in metrics.jsonl.</p>"
-    return table(head, cells[-20:]) + hidden * (len(cells) > 20)
+    return table(head, cells[-20:]) + (hidden if len(cells) > 20 else "")
 
 
 def texts(run: Run) -> str:
@@ -101,7 +104,9 @@ def proof_table(run: Run) -> str:
         return ""
     rows = [
         [
-            *(case["name"], case.get("verdict", ""), str(case["ranks"])),
+            case["name"],
+            case.get("verdict", ""),
+            str(case["ranks"]),
             *(number(case.get("errors", {}).get(name)) for name in ("loss", "gradient")),
         ]
         for case in run.proof.get("cases", [])
