@@ -4,6 +4,7 @@ import json
 import math
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from meshwright.commands.experiment.spec import read_spec
 from meshwright.commands.experiment.verdict import Pair, alpha_of, half_width, judge, least_pairs
 from meshwright.commands.main import run
 from meshwright.system.errors import ConfigError
+from meshwright.system.files import text_of
 from tests.helpers import fake_train
 
 ROOT = Path(__file__).parents[2]
@@ -184,6 +186,26 @@ def lab_verdicts(lab: Lab, capsys) -> dict[str, dict]:
     return {arm["arm"]: arm for arm in json.loads(capsys.readouterr().out)["arms"]}
 
 
+def test_the_page_has_intervals_tables_and_seeds_and_needs_no_network(lab, tmp_path) -> None:
+    lab.write(ARMS)("run")
+    lab("show", "--output", str(tmp_path / "page.html"))
+    text = (tmp_path / "page.html").read_text()
+    assert 'name="viewport"' in text
+    assert "http" not in text
+    (strips, *_) = re.findall(r"<h2>Differences from the base</h2>(.*?)<h2>", text, re.DOTALL)
+    assert re.findall(r'aria-label="(.*?)"', strips) == [
+        *("hot: better", "silent: identical", "wild: diverged")
+    ]
+    lines = re.findall(r"M(-?[\d.]+),10H(-?[\d.]+)", strips)
+    assert [tuple(map(float, line)) for line in lines][1] == (500, 500)  # no difference: the middle
+    low, high = map(float, lines[0])
+    assert low < high < 500  # left is better
+    curves = re.findall(r'<polyline class="curve (\w+)"', text)
+    # the mean and three seeds of one arm, two of another; the third has no validations
+    assert curves == ["c0", *["thin"] * 3, "c0", *["thin"] * 2]
+    assert "<td>optimizer.lr = &#x27;x2&#x27;</td>" in text
+
+
 def test_draws_make_arms(lab) -> None:
     lab.write(
         """
@@ -295,7 +317,7 @@ def worker_of(lab: Lab) -> subprocess.Popen:
 def test_the_run_of_a_killed_worker_ends_with_it_and_the_next_one_resumes_it(lab) -> None:
     first = worker_of(lab.write(ARMS))
     pids = lab.runs / "base" / "seed-0" / "pids.txt"
-    while not (pids.exists() and (pids.parent / "metrics.jsonl").exists()):
+    while text_of(pids.with_name("metrics.jsonl")).count("\n") < 3:
         time.sleep(0.02)
     first.kill()
     first.wait()

@@ -9,7 +9,7 @@ from typing import Any
 import tomli
 
 from meshwright.commands.experiment.spec import as_request, read_spec
-from meshwright.commands.options import input_path
+from meshwright.commands.options import input_path, output_file, write_output
 from meshwright.config.command_line import Parser
 from meshwright.system.errors import ConfigError, StopRequested, check, code_of_request, numbered
 from meshwright.system.log import align, log_to_console, logger
@@ -26,7 +26,11 @@ def add_options(parser: Parser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object, on one line")
 
 
-add_options_show = add_options
+def add_options_show(parser: Parser) -> None:
+    add_options(parser)
+    parser.add_argument(
+        "--output", type=output_file, metavar="FILE", help="also write a page there, as HTML"
+    )
 
 
 def add_options_add(parser: Parser) -> None:
@@ -83,6 +87,11 @@ def run_show(given: Namespace) -> None:
         fix = f"meshwright experiment run {given.file}"
         raise ConfigError("", f"{document.folder}: holds no experiment yet\n  fix: {fix}")
     state = State(document, experiment, read_results(document, experiment))
+    if given.output:
+        # not at the top: it takes longer than all else
+        from meshwright.commands.experiment.page import page
+
+        write_output(given.output, page(state), "--output")
     _print(state.summary(), is_json=given.json)
 
 

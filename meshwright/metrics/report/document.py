@@ -53,7 +53,7 @@ figcaption { font-weight: 600 } figcaption small { font-weight: 400; margin-left
   stroke-width: 2 } svg * { vector-effect: non-scaling-stroke }
 .c0 { --c: var(--c0) } .c1 { --c: var(--c1) } .c2 { --c: var(--c2) } .c3 { --c: var(--c3) }
 .c4 { --c: var(--c4) } .c5 { --c: var(--c5) } .c6 { --c: var(--c6) } .c7 { --c: var(--c7) }
-.c8 { --c: var(--c8) }
+.c8 { --c: var(--c8) } .thin { --c: var(--c4); stroke-width: .8 }
 .cross { position: absolute; top: 0; bottom: 0; width: 1px; background: var(--soft);
   display: none; pointer-events: none }
 .tip { position: absolute; top: .2rem; display: none; pointer-events: none; z-index: 1;
@@ -136,6 +136,8 @@ class Curve:
     name: str
     points: Points
     has_dots: bool = False
+    is_thin: bool = False
+    """Gray and thin, and not in the legend."""
 
 
 @dataclass(frozen=True)
@@ -247,6 +249,7 @@ def draw(chart: Chart) -> str:
     names = "".join(
         f'<span><i class="c{number}"></i>{escape(curve.name)}</span>'
         for number, curve in enumerate(curves)
+        if not curve.is_thin
     )
     legend = f'<p class="legend">{names}</p>' if len(curves) > 1 else ""
     scale = ", logarithmic" if is_log else ""
@@ -293,7 +296,8 @@ def _shape(
     if curve.has_dots or len(points) == 1:
         # a line of no length with round ends stays a circle however the drawing is stretched
         dots = "".join(f'<path class="dot c{number}" d="M{a:.1f},{b:.1f}h0"/>' for a, b in points)
-    return f'<polyline class="curve c{number}" points="{path}"/>{dots}'
+    color = "thin" if curve.is_thin else f"c{number}"
+    return f'<polyline class="curve {color}" points="{path}"/>{dots}'
 
 
 def _for_tooltip(chart: Chart, first: int, last: int) -> dict[str, object]:
