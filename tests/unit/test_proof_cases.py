@@ -167,9 +167,9 @@ def test_types_of_the_user_have_one_case_and_others_are_fp32(words, keys, gradie
         assert bounds.different == (TIES if keys == ["dtype"] else math.inf)
         assert bounds.update_rounding == 2
     assert bounds_of(cases[0]) == BOUNDS["fp32"]
-    cut = {"parallelism": {"pipeline_parallel_degree": 2}, "training": {"dtype": "bfloat16"}}
-    staged = replace(cases[0], config=changed(cases[0].config, cut))
-    assert bounds_of(staged).tied_parts_rounded
+    cut = changed(config, {"parallelism": {"pipeline_parallel_degree": 2}})
+    staged = replace(cases[0], kind="bf16 sums", config=cut)
+    assert bounds_of(staged).tied == (3 * BF16 if keys[:1] == ["dtype"] else BF16)
 
 
 def test_a_step_of_one_process_adds_up_in_fp32_whatever_the_reduction() -> None:

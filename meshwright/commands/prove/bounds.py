@@ -38,9 +38,9 @@ class Bounds:
     different: float = math.inf
     """Part of the elements of the gradients in bf16 that may differ at all. Of the others half may:
     fp32 sums of another order differ in their last bit."""
-    tied_parts_rounded: bool = False
-    """Whether the gradient of a tied embedding is a sum of two that are stored in bf16: the first
-    and the last stage of a pipeline each have one."""
+    tied: float = 0.0
+    """Added to `gradient`, for a tied embedding that the first and the last stage of a pipeline
+    both have: one process rounds the sum of its two gradients to bf16 in each microbatch."""
 
 
 BF16 = 2.0**-8
@@ -82,6 +82,9 @@ BOUNDS = {
 def bounds_of(case: Case) -> Bounds:
     """Return the entry of `BOUNDS`, widened for the config's types of gradients."""
     bounds, training = BOUNDS[case.bounds], case.config.training
+    has_ends = case.config.parallelism.pipeline_parallel_degree > 1
+    if has_ends and training.mixed_precision_param == "bfloat16":
+        bounds = replace(bounds, tied=BF16)
     if training.mixed_precision_reduce == "bfloat16":
         # both ranks' parts and their sum are rounded, for each of 4 microbatches; uncorrelated
         # ones are together sqrt(4) times as large as their sum
@@ -90,6 +93,7 @@ def bounds_of(case: Case) -> Bounds:
         update = 2 * math.sqrt(gradient)
         return replace(bounds, gradient=gradient, grad_norm=gradient, update=update)
     if training.dtype == "bfloat16":
-        has_ends = case.config.parallelism.pipeline_parallel_degree > 1
-        return replace(bounds, stored=2 * BF16, different=TIES, tied_parts_rounded=has_ends)
+        # each end of a pipeline rounds its own part, too, to store it
+        tied = bounds.tied + 2 * BF16 if has_ends else 0.0
+        return replace(bounds, stored=2 * BF16, different=TIES, tied=tied)
     return bounds

@@ -39,11 +39,10 @@ def compare_weights(verdict: Verdict, reference: Reference, ranks: Sequence[Meas
 def compare_gradients(
     verdict: Verdict, reference: Reference, ranks: Sequence[Measurement], bounds: Bounds
 ) -> None:
-    errors, in_parts = [], _sums_of_rounded(reference, bounds)
+    errors, tied = [], _tied_over_stages(reference, bounds)
     for error, name in _errors("gradients", reference, ranks):
         bound = bounds.gradient + (bounds.stored if name in reference.in_bf16 else 0.0)
-        if name in in_parts:  # its two parts are rounded, too, here and in the reference
-            bound += bounds.stored
+        bound += bounds.tied if name in tied else 0.0
         if bounds.rounding:
             bound += bounds.rounding * reference.roundings["gradients"][name]
         if not error <= bound:
@@ -51,19 +50,17 @@ def compare_gradients(
             verdict.failures.append(text)
         errors.append((error, bound, name))
     in_bf16 = {*reference.in_bf16}
-    part = _check_different(verdict, ranks, in_bf16 - in_parts, bounds.different)
-    _check_different(verdict, ranks, in_parts, ROUNDED_AGAIN)
+    part = _check_different(verdict, ranks, in_bf16 - tied, bounds.different)
+    _check_different(verdict, ranks, in_bf16 & tied, ROUNDED_AGAIN)
     verdict.errors[DIFFERENT] = part
     worst, bound, name = max(errors, key=lambda one: (math.isnan(one[0]), one[0] / one[1]))
     verdict.errors |= {"gradient": worst, GRADIENT_BOUND: bound, "of": name if worst else ""}
 
 
-def _sums_of_rounded(reference: Reference, bounds: Bounds) -> set[str]:
-    """Return the names of the gradients in bf16 that are sums of two that are in bf16 already."""
-    is_tied = "output.weight" not in reference.shapes
-    if not (bounds.tied_parts_rounded and is_tied):
-        return set()
-    return {"tok_embeddings.weight"} & {*reference.in_bf16}
+def _tied_over_stages(reference: Reference, bounds: Bounds) -> set[str]:
+    """Return the name of the embedding if it is the output's weight, on another stage."""
+    is_tied = bounds.tied > 0 and "output.weight" not in reference.shapes
+    return {"tok_embeddings.weight"} if is_tied else set()
 
 
 def _check_different(
