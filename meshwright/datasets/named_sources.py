@@ -85,8 +85,8 @@ def sympy_note(config: JobConfig) -> str:
 
 
 def _source(keys: Source) -> Source:
-    """Only the keys that say where text comes from."""
-    return Source.model_validate({name: getattr(keys, name) for name in Source.model_fields})
+    """Return only the keys that say where text comes from, which the section has validated."""
+    return Source.model_construct(**{name: getattr(keys, name) for name in Source.model_fields})
 
 
 def is_streamed(entry: Entry) -> bool:
