@@ -22,7 +22,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from meshwright.config.training import Source
-from meshwright.datasets.files import Entry
+from meshwright.datasets.files import SourceEntry
 from meshwright.datasets.recipe import TokenizationSpec
 from meshwright.datasets.token_cache.tokenizing import open_cache
 from meshwright.datasets.tokenizers.kinds import build_tokenizer
@@ -64,7 +64,9 @@ def train_bpe(folder: Path) -> None:
 def tokens(folder: Path) -> Iterator[int]:
     """Tokens in a cache."""
     source = Source(dataset="json", dataset_path=str(folder / CORPUS))
-    recipe = TokenizationSpec(Entry("training", "json", source), str(folder / "tokenizer.json"))
+    recipe = TokenizationSpec(
+        SourceEntry("training", "json", source), str(folder / "tokenizer.json")
+    )
     yield 0
     yield open_cache(recipe, folder / f"cache-{os.getpid()}", num_workers=1).num_tokens
 

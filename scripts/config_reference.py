@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from meshwright.config.fields import Entry, entries, summary
+from meshwright.config.fields import KeyEntry, entries, summary
 from meshwright.config.job_config import JobConfig
 from meshwright.system.errors import as_toml
 
@@ -94,7 +94,7 @@ WITHOUT_EXAMPLE = ("job.config_file", "training.mix_file")
 def page() -> Iterator[str]:
     """Lines of Markdown; a key that means the same in two sections is explained in the first."""
     yield HEAD
-    explained, used = dict[Entry, str](), _used_by_presets()
+    explained, used = dict[KeyEntry, str](), _used_by_presets()
     for section in JobConfig.model_fields:
         yield f"\n## {section}\n"
         yield summary(section).removeprefix(f"[{section}] ")
@@ -115,7 +115,7 @@ def page() -> Iterator[str]:
                 yield f"\nAs in [{other}](#{other}): `{'`, `'.join(same)}`."
 
 
-def _example(key: str, entry: Entry, used: Mapping[str, str]) -> str:
+def _example(key: str, entry: KeyEntry, used: Mapping[str, str]) -> str:
     """Return the TOML of a value that differs from the default, if there is an obvious one."""
     if key in EXAMPLES:
         return EXAMPLES[key]

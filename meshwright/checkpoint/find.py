@@ -17,7 +17,7 @@ from meshwright.checkpoint.commit import NAME, being_read, entries, inspect, sav
 from meshwright.checkpoint.manifest import MANIFEST, DamagedError, Manifest
 from meshwright.models.args import DecoderArgs
 from meshwright.system.errors import ConfigError, check, where_it_ends
-from meshwright.system.files import Place
+from meshwright.system.files import NamedPath
 
 
 class Choice(NamedTuple):
@@ -34,7 +34,7 @@ Judge = Callable[[Path], Manifest]
 `commit.inspect` and `open_checkpoint` do, or all ranks together, as `on_ranks.select_on_ranks`."""
 
 
-def select(place: Place, candidates: Iterable[Path], judge: Judge = inspect) -> Choice | None:
+def select(place: NamedPath, candidates: Iterable[Path], judge: Judge = inspect) -> Choice | None:
     """Return the first of `candidates` that is not damaged; None if there are no candidates.
 
     Args:
@@ -59,17 +59,17 @@ def select(place: Place, candidates: Iterable[Path], judge: Judge = inspect) -> 
     return None
 
 
-def of_job(folder: Path, load_step: int) -> tuple[Place, list[Path]]:
+def of_job(folder: Path, load_step: int) -> tuple[NamedPath, list[Path]]:
     """Return what `select` takes of a job's folder: the checkpoint of `load_step`; if -1, all.
     Raises `ConfigError` if it is not there."""
-    steps, place = saved_steps(folder), Place("job.dump_folder", folder)
+    steps, place = saved_steps(folder), NamedPath("job.dump_folder", folder)
     if load_step != -1:
         there = ", ".join(map(str, steps)) or "none"
         rule = f"not among the checkpoints in {folder}: {there}"
         fix = "name one of them, or -1 for the newest"
         check(load_step in steps, "checkpoint.load_step", load_step, rule, fix)
         steps = [load_step]
-        place = Place("checkpoint.load_step", commit.step_folder(folder, load_step))
+        place = NamedPath("checkpoint.load_step", commit.step_folder(folder, load_step))
     return place, [commit.step_folder(folder, step) for step in reversed(steps)]
 
 
@@ -79,7 +79,7 @@ def choose(folder: Path, load_step: int) -> Choice | None:
     return select(*of_job(folder, load_step))
 
 
-def find_entries(place: Place) -> list[Path]:
+def find_entries(place: NamedPath) -> list[Path]:
     """Return the step's folder that `place` is, or all in it or in a folder in it (a dump folder),
     by step and name, whatever has become of them. Raises `ConfigError` if several folders in it
     hold some."""
@@ -108,7 +108,7 @@ def _folder_of_job(dump_folder: Path) -> list[Path]:
     return []
 
 
-def find_candidates(place: Place) -> list[Path]:
+def find_candidates(place: NamedPath) -> list[Path]:
     """Return the complete ones of `find_entries`, the newest first; raises as that, and if `place`
     is one that is not complete."""
     check_complete(place)
@@ -118,13 +118,13 @@ def find_candidates(place: Place) -> list[Path]:
     return [path for path in reversed(paths) if step_of(path.name) is not None]
 
 
-def check_complete(place: Place) -> None:
+def check_complete(place: NamedPath) -> None:
     """Raise `ConfigError` if it is a checkpoint that is being written or deleted."""
     is_partial = place.path.name.endswith((commit.UNFINISHED, commit.DELETED))
     place.check(not is_partial, "is not a complete checkpoint")
 
 
-def no_checkpoint(place: Place) -> ConfigError:
+def no_checkpoint(place: NamedPath) -> ConfigError:
     """Return the error of a path without a checkpoint in it."""
     if not place.path.exists():
         return place.error("no such folder", where_it_ends(place.path))
@@ -134,14 +134,14 @@ def no_checkpoint(place: Place) -> ConfigError:
 class Opened(NamedTuple):
     """A checkpoint that may be read."""
 
-    place: Place
+    place: NamedPath
     """Its step's folder."""
     manifest: Manifest
 
 
 @contextmanager
 def open_checkpoint(
-    place: Place, say: Callable[[str], None], names: Sequence[str] | None = None
+    place: NamedPath, say: Callable[[str], None], names: Sequence[str] | None = None
 ) -> Iterator[Opened]:
     """Give the checkpoint that `place` means, in a folder of several the newest good one. Its
     content was compared with its checksums, and no job's retention deletes it meanwhile.
@@ -169,10 +169,10 @@ def open_checkpoint(
             raise no_checkpoint(place)
         for newer, what in choice.passed_over.items():
             say(f"passed over {newer.name}: {what}")
-        yield Opened(Place(place.key, choice.path), choice.manifest)
+        yield Opened(NamedPath(place.key, choice.path), choice.manifest)
 
 
-def saved_args(place: Place, manifest: Manifest, kind: type[DecoderArgs]) -> DecoderArgs:
+def saved_args(place: NamedPath, manifest: Manifest, kind: type[DecoderArgs]) -> DecoderArgs:
     """Return the dimensions of the model that the checkpoint is of, of the family's class `kind`.
 
     Raises:

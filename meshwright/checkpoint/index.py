@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 from meshwright.checkpoint.manifest import check_file_name
 from meshwright.system.errors import ConfigError, StorageError
-from meshwright.system.files import LFS_FIX, LFS_POINTER, LFS_RULE, Place, read_patiently
+from meshwright.system.files import LFS_FIX, LFS_POINTER, LFS_RULE, NamedPath, read_patiently
 
 
 class Record:
@@ -97,7 +97,7 @@ class SavedTensor:
         return f"{self.dtype} {self.size}"
 
 
-def read_saved_tensors(place: Place) -> dict[str, SavedTensor]:
+def read_saved_tensors(place: NamedPath) -> dict[str, SavedTensor]:
     """Return every tensor of the checkpoint, by name; other entries are left out.
 
     Raises:

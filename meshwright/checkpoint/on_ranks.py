@@ -15,7 +15,7 @@ from meshwright.checkpoint.commit import being_read
 from meshwright.checkpoint.find import Choice, select
 from meshwright.checkpoint.manifest import DamagedError, Manifest
 from meshwright.system.errors import ConfigError, StorageError, in_ranges
-from meshwright.system.files import Place
+from meshwright.system.files import NamedPath
 from meshwright.system.log import logger
 
 T = TypeVar("T")
@@ -37,7 +37,7 @@ def on_first_rank(ask: Callable[[], T], group: dist.ProcessGroup) -> T:
 
 
 def select_on_ranks(
-    candidates: Callable[[], tuple[Place, list[Path]]],
+    candidates: Callable[[], tuple[NamedPath, list[Path]]],
     group: dist.ProcessGroup,
     held: ExitStack,
     *,
@@ -122,7 +122,7 @@ def check_shared(folder: Path, nonce: str, group: dist.ProcessGroup) -> None:
 
     hosts = on_every_rank(find_blind_host, group)
     blind = [rank for rank, host in enumerate(hosts) if host]
-    Place("job.dump_folder", folder).check(
+    NamedPath("job.dump_folder", folder).check(
         not blind,
         f"rank {in_ranges(blind)} (on {', '.join(sorted({*hosts} - {''}))}) does not see what "
         "rank 0 writes there",

@@ -19,7 +19,7 @@ from meshwright.checkpoint.on_ranks import on_every_rank
 from meshwright.checkpoint.state import AVERAGE, MODEL
 from meshwright.parallelisms.shards import Box, local_box, part_of_box
 from meshwright.system.errors import ConfigError, StorageError
-from meshwright.system.files import Place, may_pass
+from meshwright.system.files import NamedPath, may_pass
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class CheckpointWeights(Weights):
         ConfigError, StorageError: if its index cannot be read.
     """
 
-    def __init__(self, place: Place, saved_name: Callable[[str], str] = MODEL.__add__) -> None:
+    def __init__(self, place: NamedPath, saved_name: Callable[[str], str] = MODEL.__add__) -> None:
         self._place, self._saved_name = place, saved_name
         self.saved = read_saved_tensors(place)
         """By their names there."""
@@ -179,7 +179,7 @@ def restore(
     }
 
     def fill() -> None:
-        weights = CheckpointWeights(Place("checkpoint.load_step", folder), str)
+        weights = CheckpointWeights(NamedPath("checkpoint.load_step", folder), str)
         has_average = any(name.startswith(AVERAGE) for name in weights.saved)
         for name in wanted.keys() - weights.saved.keys():
             # a rank that was not there when the checkpoint was written keeps the RNG it has; means

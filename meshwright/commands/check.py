@@ -16,7 +16,7 @@ from meshwright.config.section import BYTES
 from meshwright.config.training import Training
 from meshwright.datasets.tokenizers.kinds import SentencePieceTokenizer
 from meshwright.system.errors import as_toml, config_error, numbered
-from meshwright.system.files import Place
+from meshwright.system.files import NamedPath
 from meshwright.system.log import log_to_console, logger
 from meshwright.system.machine import Ranks, count_ranks, why_bf16_is_slow
 from meshwright.train.facts import look, look_at_files
@@ -118,7 +118,7 @@ def _other_eos(resolved: ResolvedJob) -> Iterator[str]:
     """Say that the model folder to start from ends texts at another token than the tokenizer."""
     config, eos_id = resolved.config.checkpoint, resolved.tokenizer.eos_id
     if config.initial_load_in_hf and eos_id is not None and not resolved.resume_step:
-        declared = declared_ends(Place(LOAD_KEY, Path(config.initial_load_path)))
+        declared = declared_ends(NamedPath(LOAD_KEY, Path(config.initial_load_path)))
         if declared and eos_id not in declared:
             yield (
                 f"the tokenizer's EOS is {eos_id}, and {config.initial_load_path} ends texts at "

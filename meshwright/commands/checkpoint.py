@@ -23,7 +23,7 @@ from meshwright.config.command_line import Parser
 from meshwright.config.saved import saved_config
 from meshwright.parallelisms.rules.degrees import AXES, mesh_text
 from meshwright.system.errors import ConfigError
-from meshwright.system.files import Place
+from meshwright.system.files import NamedPath
 from meshwright.system.log import align
 
 COLUMNS = ("NAME", "SAVED", "SIZE", "TOKENS", "LOSS", "MESH", "STATE")
@@ -46,7 +46,7 @@ def add_options_ls(parser: Parser) -> None:
 
 def run_ls(given: Namespace) -> None:
     """Print a line per checkpoint."""
-    rows, place = [], Place("FOLDER", given.folder)
+    rows, place = [], NamedPath("FOLDER", given.folder)
     paths = find_entries(place)
     if not paths:
         raise no_checkpoint(place)
@@ -113,7 +113,7 @@ def add_options_show(parser: Parser) -> None:
 
 def run_show(given: Namespace) -> None:
     """Print the facts of one checkpoint, or the config of the job that saved it."""
-    place = Place("CHECKPOINT", given.checkpoint)
+    place = NamedPath("CHECKPOINT", given.checkpoint)
     if given.as_toml:
         with open_checkpoint(place, lambda line: print(line, file=sys.stderr)) as (_, manifest):
             print(saved_config(manifest["config"]))
@@ -183,7 +183,7 @@ def add_options_verify(parser: Parser) -> None:
 
 def run_verify(given: Namespace) -> None:
     """Compare every byte with its checksum; exit with 1 if something is damaged."""
-    place = Place("CHECKPOINT_OR_FOLDER", given.folder)
+    place = NamedPath("CHECKPOINT_OR_FOLDER", given.folder)
     candidates = find_candidates(place)  # no resume looks at checkpoints set aside
     if not candidates:
         raise no_checkpoint(place)
@@ -224,7 +224,7 @@ def run_diff(given: Namespace) -> None:
     Raises:
         ConfigError: if there is no checkpoint, or it is damaged.
     """
-    a, b = Place("A", given.a), Place("B", given.b)
+    a, b = NamedPath("A", given.a), NamedPath("B", given.b)
     with open_checkpoint(a, print) as of_a, open_checkpoint(b, print) as of_b:
         print(f"A: {of_a.place.path}\nB: {of_b.place.path}")
         are_equal = given.tensors or _diff_manifests(of_a.manifest, of_b.manifest)
@@ -258,7 +258,7 @@ def _whole(value: object) -> str:
     return "absent" if value is ABSENT else json.dumps(value)
 
 
-def _diff_tensors(a: Place, b: Place) -> bool:
+def _diff_tensors(a: NamedPath, b: NamedPath) -> bool:
     # not at the top: torch takes a second
     from meshwright.checkpoint.reader import CheckpointWeights, compare
 

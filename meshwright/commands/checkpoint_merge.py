@@ -15,7 +15,7 @@ from meshwright.checkpoint.manifest import Manifest
 from meshwright.commands.options import input_path, output_folder
 from meshwright.config.command_line import Parser
 from meshwright.system.errors import check, config_error
-from meshwright.system.files import Place
+from meshwright.system.files import NamedPath
 
 KINDS = "mean, linear, 1-sqrt, ema=0.9, or numbers as 0.25,0.75"
 
@@ -38,11 +38,11 @@ def run(given: Namespace) -> None:
     """
     steps = _steps(given.steps)
     shares = shares_of(given.weights, len(steps))
-    place = Place("RUN", given.run)
+    place = NamedPath("RUN", given.run)
     folders = _folders(place, steps)
     out = given.out.absolute()
     final = commit.step_folder(out, steps[-1])
-    target = Place("--out", given.out)
+    target = NamedPath("--out", given.out)
     target.check(not final.exists(), f"{final} is there", "name another folder")
     rule = f"is inside of {given.run}, where a job's checkpoints are looked for"
     target.check(not out.is_relative_to(given.run.absolute()), rule, "name a folder elsewhere")
@@ -103,7 +103,7 @@ def shares_of(text: str, count: int) -> list[float]:
     return given
 
 
-def _folders(place: Place, steps: Sequence[int]) -> list[Place]:
+def _folders(place: NamedPath, steps: Sequence[int]) -> list[NamedPath]:
     """Return where the checkpoint of each step is."""
     found = {commit.step_of(path.name): path for path in find_entries(place)}
     found.pop(None, None)
@@ -112,7 +112,7 @@ def _folders(place: Place, steps: Sequence[int]) -> list[Place]:
     missing = ",".join(str(step) for step in steps if step not in found)
     rule = f"not among the checkpoints in {place.path}"
     check(not missing, "--steps", missing, rule, f"those are {', '.join(map(str, found))}")
-    return [Place(place.key, found[step]) for step in steps]
+    return [NamedPath(place.key, found[step]) for step in steps]
 
 
 def common_tensors(parts: Sequence[Opened]) -> Mapping[str, SavedTensor]:
@@ -145,6 +145,6 @@ def _facts(manifest: Manifest) -> dict[str, Any]:
     }
 
 
-def _weights(place: Place) -> dict[str, SavedTensor]:
+def _weights(place: NamedPath) -> dict[str, SavedTensor]:
     saved = read_saved_tensors(place)
     return {name: tensor for name, tensor in saved.items() if name.startswith("model.")}

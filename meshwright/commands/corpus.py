@@ -17,8 +17,8 @@ from meshwright.datasets.file_kinds import TABLE_FIX, TABLES, check_kind
 from meshwright.datasets.files import (
     ROW_FORMATS,
     SUFFIXES,
-    Entry,
     Range,
+    SourceEntry,
     check_downloaded,
     chunks,
     codec_of,
@@ -90,7 +90,7 @@ def look_at(path: str) -> Corpus:
     source = Source(
         dataset=kind, dataset_path=path, dataset_column=column, dataset_separator=separator
     )
-    texts, is_all = _sample(Entry("training", kind, source), files)
+    texts, is_all = _sample(SourceEntry("training", kind, source), files)
     errors.check(bool(texts), "--from", path, "holds no text", "name the files that do")
     sizes = [len(text.encode()) for text in texts]
     num_bytes = sum(sizes) if is_all else sum(map(_text_bytes, files))
@@ -109,7 +109,7 @@ def look_at(path: str) -> Corpus:
     errors.check(num_tokens >= 2 * sample, "--from", path, rule, "add texts")
     share = held_out = 0.2 if count < 1000 else 0.05 if count < 20_000 else 0.01
     if is_all:  # the documents themselves say how many of them are held out
-        side = Entry("", "", source, held_out, is_held_out=True)
+        side = SourceEntry("", "", source, held_out, is_held_out=True)
         share = sum(len(text.encode()) for text in texts if is_on_side(side, text)) / num_bytes
     if count < FEW or share in (0, 1) or held_out * num_tokens < LEAST_SAMPLES * sample:
         share = held_out = 0.0
@@ -215,7 +215,7 @@ def _column(kind: str, file: DataFile) -> tuple[str, str]:
     return column, f"the column {column} of a row{joined if rest else ''}"
 
 
-def _sample(entry: Entry, files: list[DataFile]) -> tuple[list[str], bool]:
+def _sample(entry: SourceEntry, files: list[DataFile]) -> tuple[list[str], bool]:
     """Return documents of evenly spread places in the files, and whether they are all."""
     documents, texts = LocalDocuments(entry, files), list[str]()
     numbers = range(0, documents.parts, -(-documents.parts // PLACES))

@@ -8,7 +8,7 @@ from pathlib import Path
 from meshwright.commands.options import CHECKPOINT, add_saved_model, input_path, output_folder
 from meshwright.config.command_line import Parser
 from meshwright.system.errors import check
-from meshwright.system.files import Place
+from meshwright.system.files import NamedPath
 from meshwright.system.log import console_width, wrap
 from meshwright.train.resolve_model import extend_by
 
@@ -57,14 +57,14 @@ def run(given: Namespace) -> None:
     # not at the top: torch takes a second
     import torch
 
-    from meshwright.checkpoint.conversion.export import Job, export
+    from meshwright.checkpoint.conversion.export import Export, export
     from meshwright.checkpoint.conversion.tokenizer_files import tokenizer_files
     from meshwright.checkpoint.find import open_checkpoint
     from meshwright.checkpoint.state import AVERAGE, MODEL
     from meshwright.commands.saved import open_tokenizer, saved_spec
 
     extend_by(given.custom_import, "--custom-import")
-    with open_checkpoint(Place("CHECKPOINT", given.checkpoint), _say) as (place, manifest):
+    with open_checkpoint(NamedPath("CHECKPOINT", given.checkpoint), _say) as (place, manifest):
         _say(f"checkpoint: {place.path}")
         tokenizer, path = open_tokenizer(place, manifest, given.tokenizer)
         files: dict[str, Path | str] = {}
@@ -76,7 +76,7 @@ def run(given: Namespace) -> None:
                 chat_template_path=manifest["config"].get("model", {}).get("chat_template_path"),
             )
             _say(f"tokenizer: {path}, as {', '.join(files)}")
-        job = Job(
+        job = Export(
             place,
             manifest,
             saved_spec(place, manifest),

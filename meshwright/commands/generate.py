@@ -11,7 +11,7 @@ from meshwright.commands.options import CHECKPOINT, add_saved_model, input_path
 from meshwright.config.command_line import Parser
 from meshwright.datasets.tokenizers.kinds import Tokenizer
 from meshwright.system.errors import ConfigError, check
-from meshwright.system.files import Place
+from meshwright.system.files import NamedPath
 from meshwright.train.resolve_model import extend_by
 
 
@@ -77,7 +77,7 @@ def run(given: Namespace) -> None:
     from meshwright.models.generation import NotFiniteError, generate, greedy, sampler
 
     extend_by(given.custom_import, "--custom-import")
-    with open_source(Place(SOURCE, given.source), given.tokenizer) as source:
+    with open_source(NamedPath(SOURCE, given.source), given.tokenizer) as source:
         prompt = encode_prompt(source, given.prompt)
         length = len(prompt) + given.max_new_tokens
         if 0 < source.trained_length < length:

@@ -35,7 +35,7 @@ from meshwright.models.families import MODELS
 from meshwright.models.family import Family
 from meshwright.system import hardware
 from meshwright.system.errors import ConfigError, check, config_error, first_line
-from meshwright.system.files import Place
+from meshwright.system.files import NamedPath
 
 SOURCE = "CHECKPOINT_OR_HF_FOLDER"
 
@@ -55,7 +55,7 @@ class TextSource:
     """Tokens of a sequence in training; 0: not known."""
 
 
-def saved_spec(place: Place, manifest: Manifest) -> Family:
+def saved_spec(place: NamedPath, manifest: Manifest) -> Family:
     """Return the family of the model that a checkpoint is of.
 
     The job's own module is not imported unless the user names it: a checkpoint from elsewhere must
@@ -68,7 +68,9 @@ def saved_spec(place: Place, manifest: Manifest) -> Family:
     return MODELS[name]
 
 
-def open_tokenizer(place: Place, manifest: Manifest, given: str | None) -> tuple[Tokenizer, str]:
+def open_tokenizer(
+    place: NamedPath, manifest: Manifest, given: str | None
+) -> tuple[Tokenizer, str]:
     """Open the tokenizer that the checkpoint was trained with; return its path, too.
 
     Args:
@@ -100,7 +102,7 @@ def _build_tokenizer(path: str, ends: Ends, fix: str) -> Tokenizer:
 
 
 @contextmanager
-def open_source(place: Place, tokenizer_path: str | None) -> Iterator[TextSource]:
+def open_source(place: NamedPath, tokenizer_path: str | None) -> Iterator[TextSource]:
     """Give the model that `place` means; a checkpoint is verified, and held meanwhile."""
     if not find_candidates(place):
         yield _open_hf(place, tokenizer_path)
@@ -112,7 +114,7 @@ def open_source(place: Place, tokenizer_path: str | None) -> Iterator[TextSource
         yield TextSource(args, CheckpointWeights(found), tokenizer, text_ends(tokenizer), length)
 
 
-def _open_hf(place: Place, tokenizer_path: str | None) -> TextSource:
+def _open_hf(place: NamedPath, tokenizer_path: str | None) -> TextSource:
     if not place.path.is_dir():
         raise no_checkpoint(place)
     fix = "name a job.dump_folder, a step's folder in it, or a model folder"
@@ -134,7 +136,7 @@ def _open_hf(place: Place, tokenizer_path: str | None) -> TextSource:
     return TextSource(args, weights, tokenizer, text_ends(tokenizer) | _stops(place), length)
 
 
-def _stops(place: Place) -> frozenset[int]:
+def _stops(place: NamedPath) -> frozenset[int]:
     """Tokens that generation_config.json says end a text: chats have one of their own."""
     if not (place.path / GENERATION_CONFIG).is_file():
         return frozenset()

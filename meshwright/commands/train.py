@@ -25,7 +25,7 @@ from meshwright.system.files import text_of
 from meshwright.system.log import logger
 from meshwright.system.machine import (
     GLOO,
-    Place,
+    NetworkPlace,
     Ranks,
     allow_files,
     count_cores,
@@ -208,7 +208,7 @@ def _endpoint(given: Namespace) -> str:
     return given.rdzv_endpoint or os.environ.get("RDZV_ENDPOINT") or ""
 
 
-def _rendezvous_alone(place: Place) -> list[str]:
+def _rendezvous_alone(place: NetworkPlace) -> list[str]:
     """torchrun's options for a machine that trains without others. Its own `--standalone` looks up
     `localhost`, which /etc/hosts may lack."""
     host = f"[{place.address}]" if ":" in place.address else place.address
@@ -240,7 +240,7 @@ def _rendezvous(given: Namespace, ranks: Ranks) -> list[str]:
     ]
 
 
-def _patience(ranks: Ranks, sources: "Sequence[OpenSource]", place: Place) -> list[str]:
+def _patience(ranks: Ranks, sources: "Sequence[OpenSource]", place: NetworkPlace) -> list[str]:
     """torchrun's options for how long this machine waits: others may have no tokens yet, and the
     one that they meet at as well. torchrun would give up after 60 s where that one is late. And
     whether the others meet here, if torchrun would not see it."""

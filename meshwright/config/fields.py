@@ -70,7 +70,7 @@ def _keys_below(place: Key) -> Iterator[tuple[Key, FieldInfo]]:
             yield (name,), field
 
 
-class Entry(NamedTuple):
+class KeyEntry(NamedTuple):
     """A key: its name (dotted, if it is in a section of the section), and its text in a line."""
 
     name: str
@@ -86,13 +86,13 @@ def summary(section_name: str) -> str:
     return " ".join((section.__doc__ or "").split())
 
 
-def entries(section_name: str) -> Iterator[Entry]:
+def entries(section_name: str) -> Iterator[KeyEntry]:
     """Yield the keys of a section, in order."""
     for key, field in _keys_below((section_name,)):
         section = find_section((section_name, *key[:-1]))
         assert section is not None
         default = field.get_default(call_default_factory=True)
-        yield Entry(
+        yield KeyEntry(
             ".".join(key),
             _kind(_properties(section)[key[-1]]),
             "absent" if default is None else as_toml(default),

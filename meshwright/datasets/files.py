@@ -63,7 +63,7 @@ ROW_FORMATS = ("json", "parquet", "text", "arrow")
 
 
 @dataclass(frozen=True)
-class Entry:
+class SourceEntry:
     """A source as the config names it."""
 
     key: str
@@ -88,7 +88,7 @@ class Entry:
         return RecordError(name, f"{what} ({name} = {as_toml(value)})" + (fix and f"{FIX}{fix}"))
 
 
-class Place(NamedTuple):
+class RowPlace(NamedTuple):
     """Of a row in its file."""
 
     at: int
@@ -248,7 +248,7 @@ def check_downloaded(files: Sequence[DataFile], key: str) -> None:
                 raise config_error(key, file.path, LFS_RULE, LFS_FIX)
 
 
-def local_files(entry: Entry) -> list[DataFile]:
+def local_files(entry: SourceEntry) -> list[DataFile]:
     """Return the files of `dataset_path`: itself, files of the right kind below it, or its glob.
 
     Raises:
@@ -281,7 +281,7 @@ def local_files(entry: Entry) -> list[DataFile]:
     raise entry.error("dataset_path", f"no {wanted}", fix)
 
 
-def token_files(entry: Entry) -> list[DataFile]:
+def token_files(entry: SourceEntry) -> list[DataFile]:
     """Return the files of tokens that `dataset_path` stands for, then the indices beside them."""
     is_megatron, files = entry.source.dataset == "megatron", token_paths(entry)
     indices = list[DataFile]()
@@ -297,7 +297,7 @@ def token_files(entry: Entry) -> list[DataFile]:
     return [*files, *indices]
 
 
-def token_paths(entry: Entry) -> list[DataFile]:
+def token_paths(entry: SourceEntry) -> list[DataFile]:
     """Return the files of tokens that `dataset_path` stands for."""
     path = entry.source.dataset_path
     if entry.source.dataset != "megatron":

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from meshwright.datasets.files import Entry, beside
+from meshwright.datasets.files import SourceEntry, beside
 from meshwright.datasets.storage import DataFile, RangeFile, open_file, stat
 from meshwright.datasets.tokenizers.kinds import Tokenizer
 
@@ -85,7 +85,7 @@ Indexed = tuple[TokenFile, Lengths, npt.NDArray[np.uint32], int]
 class TokenFiles:
     """The files of a source, in the order of their names: in place of documents."""
 
-    def __init__(self, entry: Entry, files: Sequence[DataFile]) -> None:
+    def __init__(self, entry: SourceEntry, files: Sequence[DataFile]) -> None:
         self._entry, self.files = entry, files
         self.unused = Counter[str]()
         """Empty: as `Documents.unused`, and tokens have no columns."""

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from meshwright.config.section import MODULE_OBJECT
-from meshwright.datasets.files import ROW_FORMATS, Entry
+from meshwright.datasets.files import ROW_FORMATS, SourceEntry
 from meshwright.datasets.storage import DataFile, open_file
 from meshwright.datasets.tokenizers.kinds import Tokenizer, find_template
 from meshwright.system.errors import ConfigError
@@ -43,7 +43,9 @@ COMMIT = re.compile(r"@([0-9a-f]{40})/")
 SAMPLED_FILES, SAMPLED_BYTES = 16, 4096
 
 
-def hash_documents(entry: Entry, files: Sequence[DataFile], *, is_portable: bool = False) -> str:
+def hash_documents(
+    entry: SourceEntry, files: Sequence[DataFile], *, is_portable: bool = False
+) -> str:
     """Return 16 digits that change with whatever changes the documents: settings, files, the
     formatting function.
 

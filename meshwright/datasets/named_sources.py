@@ -14,7 +14,7 @@ from meshwright.config.job_config import JobConfig, Model
 from meshwright.config.training import Source, Training, Validation, WeightedSource
 from meshwright.datasets.conversations import FORMATS
 from meshwright.datasets.file_kinds import TABLE_FIX, TABLES, check_kind
-from meshwright.datasets.files import ROW_FORMATS, SUFFIXES, Entry, Range
+from meshwright.datasets.files import ROW_FORMATS, SUFFIXES, Range, SourceEntry
 from meshwright.datasets.readers import Layout, read
 from meshwright.datasets.rows import LocalDocuments, RowReader
 from meshwright.datasets.sources import DATASETS, DatasetSpec, find_dataset
@@ -33,20 +33,20 @@ from meshwright.system.errors import (
 )
 
 
-def entries(section: Training | Validation, key: str) -> list[Entry]:
+def entries(section: Training | Validation, key: str) -> list[SourceEntry]:
     """Return the sources of `[key]`: those in its list, or the one that it is itself."""
     named, held_out = list(section.datasets), getattr(section, "validation_fraction", 0.0)
     if not named:
-        return [Entry(key, section.dataset, _source(section), held_out)]
+        return [SourceEntry(key, section.dataset, _source(section), held_out)]
     parts = []
     for number, part in enumerate(named):
         name, place = part.name or part.dataset, f"{key}.datasets.{number}"
         weight = isinstance(part, WeightedSource) and (part.weight or part.tokens)
-        parts.append(Entry(place, name, _source(part), held_out, weight=weight or 1))
+        parts.append(SourceEntry(place, name, _source(part), held_out, weight=weight or 1))
     return parts
 
 
-def validation_entries(config: JobConfig) -> list[Entry]:
+def validation_entries(config: JobConfig) -> list[SourceEntry]:
     """Return the sources of the validation, none if there is none: its own, or the parts of the
     training's that are held out."""
     if not config.validation.enable:
@@ -89,7 +89,7 @@ def _source(keys: Source) -> Source:
     return Source.model_construct(**{name: getattr(keys, name) for name in Source.model_fields})
 
 
-def is_streamed(entry: Entry) -> bool:
+def is_streamed(entry: SourceEntry) -> bool:
     """Return whether its tokens are not kept."""
     spec, mode = find_dataset(entry.source.dataset), entry.source.dataset_mode
     if spec is None:  # `check_sources` rejects it
@@ -97,7 +97,7 @@ def is_streamed(entry: Entry) -> bool:
     return spec.path == "optional" if mode == "auto" else mode == "streamed"
 
 
-def local_paths(entry: Entry) -> list[str]:
+def local_paths(entry: SourceEntry) -> list[str]:
     """Return the paths of the files of a source on this machine's disks; none of the hub's."""
     spec = find_dataset(entry.source.dataset)
     if spec is None or spec.path == "optional" or is_address(entry.source.dataset_path):
@@ -132,7 +132,7 @@ def check_sources(section: Training | Validation, key: str) -> None:
         names.add(entry.name)
 
 
-def check_files(entry: Entry, max_bad_records: int = 0) -> None:
+def check_files(entry: SourceEntry, max_bad_records: int = 0) -> None:
     """Check that the local files of a source are there, and their first rows, unless some records
     may be bad; `check_path` has the rest."""
     source, spec = entry.source, find_dataset(entry.source.dataset)
@@ -159,7 +159,7 @@ CHAT_COLUMNS = {
 """The columns by which rows of conversations are known, by their `dataset_format`."""
 
 
-def _fix_of(fault: RecordError, entry: Entry, file: DataFile | None) -> str:
+def _fix_of(fault: RecordError, entry: SourceEntry, file: DataFile | None) -> str:
     """Return advice on the fault of a first row.
 
     Args:
@@ -191,7 +191,7 @@ def _fix_of(fault: RecordError, entry: Entry, file: DataFile | None) -> str:
 MOST_HEADS = 64
 
 
-def head_fault(entry: Entry, files: Sequence[DataFile]) -> RecordError | None:
+def head_fault(entry: SourceEntry, files: Sequence[DataFile]) -> RecordError | None:
     """Read the first row of some of `files`, evenly spread, and return the first error."""
     if not any(file.size for file in files):
         return entry.record_error("dataset_path", f"{files[0].path}: is empty")
@@ -204,7 +204,7 @@ def head_fault(entry: Entry, files: Sequence[DataFile]) -> RecordError | None:
     return None
 
 
-def check_path(entry: Entry, spec: DatasetSpec) -> None:
+def check_path(entry: SourceEntry, spec: DatasetSpec) -> None:
     """Check that path, subset, split and filters suit the dataset."""
     source = entry.source
     if (broken := next(_broken_rules(entry, spec), None)) is not None:
@@ -224,7 +224,7 @@ def check_path(entry: Entry, spec: DatasetSpec) -> None:
 LEAVE_OUT = "leave it out"
 
 
-def _broken_rules(entry: Entry, spec: DatasetSpec) -> Iterator[tuple[str, str, str]]:
+def _broken_rules(entry: SourceEntry, spec: DatasetSpec) -> Iterator[tuple[str, str, str]]:
     """Yield the key, the rule and a fix for each key that does not suit the dataset."""
     source, name = entry.source, f"dataset {entry.source.dataset!r}"
     is_of_hub = spec.path == "optional"

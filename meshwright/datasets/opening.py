@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from meshwright.config.job_config import JobConfig
 from meshwright.datasets import identity
-from meshwright.datasets.files import ROW_FORMATS, Entry
+from meshwright.datasets.files import ROW_FORMATS, SourceEntry
 from meshwright.datasets.named_sources import entries, is_streamed, validation_entries
 from meshwright.datasets.recipe import TokenizationSpec
 from meshwright.datasets.rows import Documents, LocalDocuments, unreadable
@@ -87,14 +87,14 @@ def open_data(
     return [opening.open(entry, of_source, looks_at_files) for entry, of_source in pairs]
 
 
-def entries_of(table: Table, config: JobConfig) -> list[Entry]:
+def entries_of(table: Table, config: JobConfig) -> list[SourceEntry]:
     """Return the sources of a table; of validation none, if the job is not validated."""
     if table == "training":
         return entries(config.training, table)
     return validation_entries(config)
 
 
-def recipe_of(entry: Entry, config: JobConfig) -> TokenizationSpec:
+def recipe_of(entry: SourceEntry, config: JobConfig) -> TokenizationSpec:
     """Return everything that the tokens of a source depend on."""
     model = config.model
     return TokenizationSpec(
@@ -115,7 +115,7 @@ class Opening:
     num_workers: int = 0
     check_all: bool = False
 
-    def find(self, entry: Entry) -> SourceFacts:
+    def find(self, entry: SourceEntry) -> SourceFacts:
         """Look for a source; tokenize and pack it, unless it is streamed or that is done."""
         recipe = recipe_of(entry, self.config)
         if is_streamed(entry):
@@ -132,7 +132,7 @@ class Opening:
         commit = identity.commit_of(recipe.files) if recipe.is_of_hub else ""
         return SourceFacts(commit, cache.folder.name)
 
-    def open(self, entry: Entry, facts: SourceFacts, looks_at_files: bool) -> OpenSource:
+    def open(self, entry: SourceEntry, facts: SourceFacts, looks_at_files: bool) -> OpenSource:
         """Open a source that has been found, by this process or another."""
         recipe = recipe_of(entry, self.config)
         if is_streamed(entry):

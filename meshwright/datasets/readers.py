@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any
 
-from meshwright.datasets.files import CHUNK, Place, Range, chunks, codec_of
+from meshwright.datasets.files import CHUNK, Range, RowPlace, chunks, codec_of
 from meshwright.datasets.storage import ChangedError, DataFile, UnsupportedError, open_file
 from meshwright.datasets.tables import UNREADABLE, Row, asked_for, table_rows
 from meshwright.system.errors import first_line, shortened
@@ -44,18 +44,18 @@ class Layout:
     """Of text, the words between two documents; `PARAGRAPH`; or "": each file is one."""
 
 
-Rows = Generator[tuple[Place, str, Row | str], None, None]
+Rows = Generator[tuple[RowPlace, str, Row | str], None, None]
 """The place of a row; the same in words: `path:line`, `path, byte n` or `path, row n`; and the row,
 or the reason why it cannot be read."""
 
-Pieces = Iterator[tuple[Place, bytes | None]]
+Pieces = Iterator[tuple[RowPlace, bytes | None]]
 """The place of a piece of a file, and its content; None: it is longer than `LONGEST`."""
 
-END = Place(-1, 0)
+END = RowPlace(-1, 0)
 """After damage that ends the file."""
 
 
-def read(part: Range, layout: Layout, after: Place | None = None) -> Rows:
+def read(part: Range, layout: Layout, after: RowPlace | None = None) -> Rows:
     """Yield the rows of a range with their places.
 
     Args:
@@ -84,7 +84,7 @@ def read(part: Range, layout: Layout, after: Place | None = None) -> Rows:
             yield END, part.file.path, f"cannot be read{behind}: {first_line(error)}"
 
 
-def _json(part: Range, layout: Layout, after: Place | None) -> Rows:
+def _json(part: Range, layout: Layout, after: RowPlace | None) -> Rows:
     """Yield objects: one per line, or those of a file that is one JSON value in several lines."""
     if not _has_lines(part.file):
         yield from _json_value(part, after)
@@ -94,7 +94,7 @@ def _json(part: Range, layout: Layout, after: Place | None) -> Rows:
             yield place, _words(part, place), _row(line, is_json=True)
 
 
-def _words(part: Range, place: Place) -> str:
+def _words(part: Range, place: RowPlace) -> str:
     path = part.file.path
     return f"{path}, byte {place.at}" if part.begin else f"{path}:{place.number + 1}"
 
@@ -143,7 +143,7 @@ def _has_lines(file: DataFile) -> bool:
     return True
 
 
-def _json_value(part: Range, after: Place | None) -> Rows:
+def _json_value(part: Range, after: RowPlace | None) -> Rows:
     """Yield the objects of a file that is one list or one object, which is read as a whole."""
     try:
         [(_, content)] = _pieces(part, WHOLE)
@@ -153,10 +153,10 @@ def _json_value(part: Range, after: Place | None) -> Rows:
     begin = after.number if after else 0
     for number, row in enumerate(value if isinstance(value, list) else [value]):
         if number >= begin:
-            yield Place(0, number), f"{part.file.path}, row {number}", _object(row)
+            yield RowPlace(0, number), f"{part.file.path}, row {number}", _object(row)
 
 
-def _text(part: Range, layout: Layout, after: Place | None) -> Rows:
+def _text(part: Range, layout: Layout, after: RowPlace | None) -> Rows:
     """Yield files as they are, or the texts between separators without line ends around them."""
     if not layout.separator:
         yield from ((at, part.file.path, _row(piece)) for at, piece in _pieces(part, WHOLE))
@@ -169,9 +169,9 @@ def _text(part: Range, layout: Layout, after: Place | None) -> Rows:
             yield place, _words(part, place), _row(piece)
 
 
-def _paragraphs(part: Range, after: Place | None) -> Pieces:
+def _paragraphs(part: Range, after: RowPlace | None) -> Pieces:
     """Yield runs of lines; one belongs to the range of the last empty line before it."""
-    held, size, begin = list[bytes](), 0, Place(0, 0)
+    held, size, begin = list[bytes](), 0, RowPlace(0, 0)
     is_owned = after is not None or not part.begin
     lines = _pieces(part._replace(end=None), NEWLINE, after)
     for place, line in chain(lines, [(END, b"")]):
@@ -188,7 +188,7 @@ def _paragraphs(part: Range, after: Place | None) -> Pieces:
             return
 
 
-def _pieces(part: Range, separator: bytes, after: Place | None = None) -> Pieces:
+def _pieces(part: Range, separator: bytes, after: RowPlace | None = None) -> Pieces:
     """Yield the pieces that begin in a range, without separators and byte-order mark; at the end
     of the file an empty one, too.
 
@@ -219,14 +219,14 @@ def _pieces(part: Range, separator: bytes, after: Place | None = None) -> Pieces
                 piece = content if at else content.removeprefix(codecs.BOM_UTF8)
                 # wherever the chunks begin
                 is_long = dropped + len(content) > LONGEST
-                yield Place(at, number), None if is_long else piece
+                yield RowPlace(at, number), None if is_long else piece
                 number += 1
             is_cut = False
             at += dropped + len(content) + len(separator)
             dropped = 0
 
 
-def _parquet(part: Range, layout: Layout, after: Place | None) -> Rows:
+def _parquet(part: Range, layout: Layout, after: RowPlace | None) -> Rows:
     import pyarrow.parquet as parquet  # here, as in `chunks`
 
     with (
@@ -243,7 +243,7 @@ def _parquet(part: Range, layout: Layout, after: Place | None) -> Rows:
             yield from _of_batches(part, batches, others, f"of row group {group}", group, after)
 
 
-def _arrow(part: Range, layout: Layout, after: Place | None) -> Rows:
+def _arrow(part: Range, layout: Layout, after: RowPlace | None) -> Rows:
     import pyarrow as arrow  # as above
 
     with open_file(part.file) as opened:
@@ -271,7 +271,7 @@ def _rows_at_once(num_bytes: int, num_rows: int) -> int:
 
 
 def _of_batches(
-    part: Range, batches: Iterator[Any], others: Row, words: str, group: int, after: Place | None
+    part: Range, batches: Iterator[Any], others: Row, words: str, group: int, after: RowPlace | None
 ) -> Rows:
     """Yield the rows of a row group, or a batch, from a place in it on.
 
@@ -284,11 +284,11 @@ def _of_batches(
         skipped = min(max(begin - number, 0), batch.num_rows)
         number += skipped
         for row in table_rows(batch.slice(skipped), others):
-            yield Place(group, number), f"{part.file.path}, row {number} {words}", row
+            yield RowPlace(group, number), f"{part.file.path}, row {number} {words}", row
             number += 1
 
 
-_READERS: dict[str, Callable[[Range, Layout, Place | None], Rows]] = {
+_READERS: dict[str, Callable[[Range, Layout, RowPlace | None], Rows]] = {
     "json": _json,
     "text": _text,
     "parquet": _parquet,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from meshwright.datasets import identity
 from meshwright.datasets.encoding import Encoder
-from meshwright.datasets.files import Entry
+from meshwright.datasets.files import SourceEntry
 from meshwright.datasets.foreign_tokens import TokenFiles
 from meshwright.datasets.rows import Documents, IndexedDocuments, unreadable_now
 from meshwright.datasets.sources import DatasetSpec, find_dataset
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 class TokenizationSpec:
     """Everything that the tokens of a source depend on."""
 
-    entry: Entry
+    entry: SourceEntry
     tokenizer_path: str
     chat_template_path: str = ""
     custom_import: str = ""

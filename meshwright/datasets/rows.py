@@ -26,7 +26,7 @@ from meshwright.datasets.conversations import (
     unused_columns,
     without_nulls,
 )
-from meshwright.datasets.files import Entry, Place, Range
+from meshwright.datasets.files import Range, RowPlace, SourceEntry
 from meshwright.datasets.readers import Layout, cut, read
 from meshwright.datasets.storage import ChangedError, DataFile, UnsupportedError
 from meshwright.datasets.tables import Row
@@ -48,7 +48,7 @@ from meshwright.system.modules import import_user_module, in_words
 AGAIN = "run the same command again when the network or the file system answers"
 
 
-def is_on_side(entry: Entry, document: Document) -> bool:
+def is_on_side(entry: SourceEntry, document: Document) -> bool:
     """Return whether a document is of the part that is meant, by its content, not its place."""
     if not entry.held_out:
         return True
@@ -100,7 +100,7 @@ class Condition:
             raise ValueError(f"{self.column!r} is {shortened(actual)}: {error}") from error
 
 
-def conditions(entry: Entry) -> list[Condition]:
+def conditions(entry: SourceEntry) -> list[Condition]:
     """Return the conditions of `dataset_where`.
 
     Raises:
@@ -127,9 +127,6 @@ def conditions(entry: Entry) -> list[Condition]:
 Item = Document | RecordError
 """A document, or why a record is none."""
 
-ToItem = Callable[[Row, str], Item]
-"""Of a row and words for its place. It gives "" for a row that is to be left out."""
-
 
 class RowReader:
     """Makes documents of the rows of a source: by its function, its format or its column.
@@ -138,7 +135,7 @@ class RowReader:
         ConfigError: if the function cannot be found, or a condition cannot be read.
     """
 
-    def __init__(self, entry: Entry) -> None:
+    def __init__(self, entry: SourceEntry) -> None:
         self._entry, self._column = entry, entry.source.dataset_column
         name = entry.source.dataset_format
         self._format = FORMATS.get(name)
@@ -197,7 +194,7 @@ class RowReader:
             raise ValueError(f"{what}; the row has {', '.join(row)}") from error
 
 
-def _load_function(entry: Entry) -> Callable[[dict[str, Any]], Any]:
+def _load_function(entry: SourceEntry) -> Callable[[dict[str, Any]], Any]:
     name = entry.source.dataset_format
     place, _, attribute = name.rpartition(":")
     try:
@@ -302,7 +299,7 @@ LEAST_PART, MOST_PART, MANY_PARTS = 1 << 21, 1 << 28, 256
 class LocalDocuments(Documents):
     """Documents of local files, read by `readers.py`."""
 
-    def __init__(self, entry: Entry, files: Sequence[DataFile]) -> None:
+    def __init__(self, entry: SourceEntry, files: Sequence[DataFile]) -> None:
         self._entry, self._files, self._layout = entry, files, _layout(entry)
         self._to_item = RowReader(entry)
         self.unused, self.max_shards = self._to_item.unused, len(files)
@@ -327,7 +324,7 @@ class LocalDocuments(Documents):
         size, more = divmod(len(self._files), num_shards)
         begin = shard * size + min(shard, more)
         ranges = [Range(file) for file in self._files[begin : begin + size + (shard < more)]]
-        at: list[Any] = [state[0], state[1] and Place(*state[1])] if state else [0, None]
+        at: list[Any] = [state[0], state[1] and RowPlace(*state[1])] if state else [0, None]
         return Reader(self._items(ranges, at), lambda: [at[0], at[1] and list(at[1])])
 
     def _items(self, ranges: Sequence[Range], at: list[Any]) -> Iterator[Item]:
@@ -349,7 +346,7 @@ class LocalDocuments(Documents):
             raise unreadable(self._entry, error) from error
 
 
-def unreadable(entry: Entry, error: OSError) -> ConfigError | StorageError:
+def unreadable(entry: SourceEntry, error: OSError) -> ConfigError | StorageError:
     """Return the error of a file that has changed, or that cannot be read now."""
     if isinstance(error, UnsupportedError):
         return entry.error("dataset_path", str(error), error.fix)
@@ -360,12 +357,12 @@ def unreadable(entry: Entry, error: OSError) -> ConfigError | StorageError:
     return unreadable_now(entry, "dataset_path", what)
 
 
-def unreadable_now(entry: Entry, key: str, what: str) -> StorageError:
+def unreadable_now(entry: SourceEntry, key: str, what: str) -> StorageError:
     """A scheduler starts a job that ends by it again."""
     return StorageError(str(entry.error(key, f"cannot be read now: {what}", AGAIN)))
 
 
-def _layout(entry: Entry) -> Layout:
+def _layout(entry: SourceEntry) -> Layout:
     """Return how the files of a source hold rows, and which columns of them are read."""
     source = entry.source
     columns: tuple[str, ...] | None = None

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from meshwright.datasets.encoding import NO_LOSS
-from meshwright.datasets.files import Entry
+from meshwright.datasets.files import SourceEntry
 from meshwright.datasets.order import permutation, permuted
 from meshwright.datasets.storage import RangeFile
 from meshwright.datasets.token_cache.cache import (
@@ -330,7 +330,7 @@ class PackedSamples(CachedSamples):
 class CachedSource:
     """A source in a token cache: any sample of it can be read."""
 
-    entry: Entry
+    entry: SourceEntry
     cache: TokenCache
     commit: str = ""
     """Of a dataset of the Hub."""

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from meshwright.datasets.encoding import Encoder
-from meshwright.datasets.files import Entry
+from meshwright.datasets.files import SourceEntry
 from meshwright.datasets.order import permutation
 from meshwright.datasets.rows import Documents, Item, Reader
 from meshwright.datasets.samples import Sample, SampleRules, to_sample
@@ -29,7 +29,7 @@ class EndOfData(Exception):  # noqa: N818  an end like StopIteration, no error
 class StreamedSource:
     """A source that is read in the order of its shards."""
 
-    entry: Entry
+    entry: SourceEntry
     documents: Documents
     encoder: Encoder
     num_shards: int

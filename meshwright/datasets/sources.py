@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from meshwright.datasets import identity
 from meshwright.datasets.files import (
     ROW_FORMATS,
-    Entry,
+    SourceEntry,
     local_files,
     token_files,
     token_paths,
@@ -44,9 +44,9 @@ if TYPE_CHECKING:
 class DatasetSpec:
     """An entry of the dataset table."""
 
-    open: "Callable[[Entry, bool], Documents | TokenFiles]"
+    open: "Callable[[SourceEntry, bool], Documents | TokenFiles]"
     """Of a source; whether it is to be streamed."""
-    files: Callable[[Entry], Sequence[DataFile | str]]
+    files: Callable[[SourceEntry], Sequence[DataFile | str]]
     """Its files, which may be given by their paths or addresses: others mean other documents."""
     path: Literal["none", "optional", "required"] = "none"
     """The role of `dataset_path`. It is optional for datasets of the hub, which are streamed unless
@@ -57,7 +57,7 @@ class DatasetSpec:
     """Its documents are made of rows by `RowReader`, which heeds `dataset_where` and what is held
     out for validation."""
 
-    def find(self, entry: Entry) -> list[DataFile]:
+    def find(self, entry: SourceEntry) -> list[DataFile]:
         """Return its files as they are now."""
         given = self.files(entry)
         if isinstance(given, str) or not isinstance(given, Iterable):
@@ -67,12 +67,12 @@ class DatasetSpec:
         return [stat(f.path) if f.size < 0 and os.path.exists(f.path) else f for f in files]
 
 
-def open_local(entry: Entry, streamed: bool) -> Documents:
+def open_local(entry: SourceEntry, streamed: bool) -> Documents:
     """Open local files."""
     return LocalDocuments(entry, local_files(entry))
 
 
-def open_tokens(entry: Entry, streamed: bool) -> "TokenFiles":
+def open_tokens(entry: SourceEntry, streamed: bool) -> "TokenFiles":
     """Open files of tokens that others have made."""
     from meshwright.datasets.foreign_tokens import TokenFiles  # here: `check` needs no numpy
 
@@ -82,7 +82,7 @@ def open_tokens(entry: Entry, streamed: bool) -> "TokenFiles":
 class StreamedRows(Documents):
     """Rows of a Hugging Face `IterableDataset`, its files dealt out to shards."""
 
-    def __init__(self, rows: Any, entry: Entry) -> None:
+    def __init__(self, rows: Any, entry: SourceEntry) -> None:
         self.rows, self._entry, self._to_item = rows, entry, RowReader(entry)
         self.unused = self._to_item.unused
         self.max_shards = self.parts = rows.num_shards
@@ -107,7 +107,7 @@ class StreamedRows(Documents):
             return next(rows, None)
 
 
-def open_hub(repository: str, subset: str, entry: Entry, streamed: bool) -> Documents:
+def open_hub(repository: str, subset: str, entry: SourceEntry, streamed: bool) -> Documents:
     """Open a dataset of the Hugging Face hub, or a local copy of it."""
     import datasets  # here, because it takes a second that other sources need not wait for
 
@@ -144,7 +144,7 @@ def open_hub(repository: str, subset: str, entry: Entry, streamed: bool) -> Docu
     return documents
 
 
-def hub_files(repository: str, subset: str, entry: Entry) -> list[DataFile]:
+def hub_files(repository: str, subset: str, entry: SourceEntry) -> list[DataFile]:
     """Addresses, with the revision, of the files of one split; or paths of a local copy."""
     path = entry.source.dataset_path
     if path:
@@ -163,7 +163,7 @@ def hub_files(repository: str, subset: str, entry: Entry) -> list[DataFile]:
 
 
 @contextmanager
-def openable(entry: Entry) -> Iterator[None]:
+def openable(entry: SourceEntry) -> Iterator[None]:
     """Whatever a reader or network client of `datasets` raises becomes a `ConfigError`; or a
     `StorageError`, which a scheduler starts again, if it may pass."""
     key = "dataset_path" if entry.source.dataset_path else "dataset"

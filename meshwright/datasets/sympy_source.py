@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
-from meshwright.datasets.files import Entry
+from meshwright.datasets.files import SourceEntry
 from meshwright.datasets.rows import Documents, IndexedDocuments, Item, is_on_side
 from meshwright.system.log import logger
 
@@ -26,7 +26,7 @@ HELD_OUT_EVERY = 20
 """Files: one of so many is of the split "validation"."""
 
 
-def _root(entry: Entry) -> Path:
+def _root(entry: SourceEntry) -> Path:
     spec = find_spec("sympy")
     if spec is None or not spec.submodule_search_locations:
         fix = f"python -m pip install sympy=={VERSION}"
@@ -43,7 +43,7 @@ def _files(root: Path) -> list[Path]:
     return sorted((file for file in files if file.stat().st_size), key=lambda file: file.parts)
 
 
-def sympy_files(entry: Entry) -> list[str]:
+def sympy_files(entry: SourceEntry) -> list[str]:
     """Return the paths of the Python files of sympy, of one split, without tests and benchmarks.
 
     Raises:
@@ -54,7 +54,7 @@ def sympy_files(entry: Entry) -> list[str]:
     return [file for n, file in numbered if (n % HELD_OUT_EVERY == 10) == held_out]
 
 
-def open_sympy(entry: Entry, streamed: bool) -> Documents:
+def open_sympy(entry: SourceEntry, streamed: bool) -> Documents:
     """Open the source code of sympy: each file is a document. Warn if it has been changed since
     `VERSION` was published."""
     files, root = sympy_files(entry), _root(entry)

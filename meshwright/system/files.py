@@ -341,7 +341,7 @@ def warn_once(message: str) -> None:
 
 
 @dataclass(frozen=True)
-class Place:
+class NamedPath:
     """A path that a user gave, and its key: an error names both."""
 
     key: str

@@ -250,7 +250,7 @@ def why_bf16_is_slow() -> str:
 
 
 @dataclass(frozen=True)
-class Place:
+class NetworkPlace:
     """How the others reach this machine, where torch would not find it out."""
 
     is_host: bool = False
@@ -262,7 +262,7 @@ class Place:
     """gloo would tell the address that the host name leads to here; "": that one is right."""
 
 
-def place_alone(inherited: Mapping[str, str]) -> Place:
+def place_alone(inherited: Mapping[str, str]) -> NetworkPlace:
     """Return the place of a machine that trains without others. Its ranks meet at a numeric address
     of the loopback interface, so nobody looks up a name: the machine's own may be unknown, or lead
     to an address that it had elsewhere, and then torch tries for minutes.
@@ -278,10 +278,10 @@ def place_alone(inherited: Mapping[str, str]) -> Place:
         rule = "the loopback interface is down, by which the ranks of a machine meet"
         fix = f"have root run: ip link set {LOOPBACK} up"
         raise ConfigError("", f"{LOOPBACK}: {rule}\n  fix: {fix}")
-    return Place(address=address, interface="" if GLOO in inherited else LOOPBACK)
+    return NetworkPlace(address=address, interface="" if GLOO in inherited else LOOPBACK)
 
 
-def find_place(host: str, inherited: Mapping[str, str]) -> Place:
+def find_place(host: str, inherited: Mapping[str, str]) -> NetworkPlace:
     """Return the place of this machine in the network where all machines meet.
 
     Args:
@@ -300,7 +300,7 @@ def find_place(host: str, inherited: Mapping[str, str]) -> Place:
             "reach it\n  fix: add a line with the machine's address and that name to /etc/hosts",
         )
     if host == "localhost" or _is_loopback(host):  # the machines are one
-        return Place()
+        return NetworkPlace()
     own = _addresses(name := socket.gethostname()) or own
     there = next(iter(_addresses(host)), "")
     way = _way_to(there)
@@ -313,7 +313,7 @@ def find_place(host: str, inherited: Mapping[str, str]) -> Place:
             f"host name = {name}: leads to {own[0]}, where other machines find themselves\n"
             f"  fix: export {GLOO}={' or '.join(others)}, by which they reach it",
         )
-    return Place(
+    return NetworkPlace(
         is_host=way == there != "" and way not in own,
         # who writes an address may have no names
         address=way if way != own[0] or host == there else "",

@@ -20,7 +20,7 @@ from meshwright.system.errors import (
     StorageError,
     TrainingError,
 )
-from meshwright.system.files import Place
+from meshwright.system.files import NamedPath
 from meshwright.system.log import logger
 from meshwright.system.processes import Requests
 from meshwright.train.announce import announce_end, note_end
@@ -166,17 +166,17 @@ def export_last(resolved: ResolvedJob) -> None:
     """Export the newest checkpoint to {dump_folder}/hf, unless it is there already; `SaveError` if
     it cannot be written, or differs from the saved one."""
     # not above: other jobs would import them before their first step
-    from meshwright.checkpoint.conversion.export import Job, export
+    from meshwright.checkpoint.conversion.export import Export, export
     from meshwright.checkpoint.conversion.tokenizer_files import tokenizer_files
 
     config = resolved.config
-    place = Place("checkpoint.last_save_in_hf", resolved.checkpoint_folder)
+    place = NamedPath("checkpoint.last_save_in_hf", resolved.checkpoint_folder)
     try:
         with open_checkpoint(place, logger.warning) as (found, manifest):
             out = Path(config.job.dump_folder).absolute() / "hf" / found.path.name
             if out.exists():
                 return
-            job = Job(
+            job = Export(
                 found,
                 manifest,
                 resolved.family,

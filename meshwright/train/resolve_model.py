@@ -28,7 +28,7 @@ from meshwright.system.errors import (
     did_you_mean,
     where_it_ends,
 )
-from meshwright.system.files import Place
+from meshwright.system.files import NamedPath
 from meshwright.system.modules import import_user_module, in_words
 from meshwright.train.optim.registry import OPTIMIZERS, ElementWise, MatrixWise
 
@@ -106,7 +106,7 @@ def resolve_model(config: JobConfig) -> tuple[Family, DecoderArgs]:
     check(name in MODELS, "model.name", name, "no such model", fix)
     family = MODELS[name]
     if is_path(flavor):
-        place = Place("model.flavor", Path(flavor))
+        place = NamedPath("model.flavor", Path(flavor))
         if "name" not in config.model.model_fields_set:
             family = find_family(place, list(MODELS.values()))
         args = read_args(place, family.hf, family.args, is_tie_given=config.model.gives_tie)

@@ -30,7 +30,7 @@ from meshwright.checkpoint.conversion.readers import HuggingFaceWeights
 from meshwright.models.decoder import Decoder
 from meshwright.models.families import MODELS
 from meshwright.system.errors import ConfigError
-from meshwright.system.files import Place
+from meshwright.system.files import NamedPath
 from tests.campaigns.model_folders import TOKENS, equal, logits
 from tests.helpers.families import family_of
 from tests.helpers.hf import CASES, save_transformers
@@ -85,7 +85,7 @@ def changes(config: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def ours(folder: Path) -> Tensor:
     """Return what we compute from a folder, if it is not rejected."""
-    place = Place("model.flavor", folder)
+    place = NamedPath("model.flavor", folder)
     family = find_family(place, list(MODELS.values()))
     args = read_args(place, family.hf, family.args)
     weights = HuggingFaceWeights(place, family.hf, args)

@@ -31,7 +31,7 @@ from meshwright.config.loader import load_config
 from meshwright.models.args import DecoderArgs
 from meshwright.models.decoder import Decoder
 from meshwright.system.errors import ConfigError
-from meshwright.system.files import Place
+from meshwright.system.files import NamedPath
 from tests.helpers.families import family_of
 from tests.helpers.hf import CASES, transformers_model
 from tests.helpers.resolved import resolved
@@ -302,7 +302,7 @@ def ours(folder: Folder, given: bool | None) -> Tensor:
     model.init_buffers()
     model.init_state()
     weights = HuggingFaceWeights(
-        Place("folder", folder.path), family_of(folder.args).hf, plan.model_args
+        NamedPath("folder", folder.path), family_of(folder.args).hf, plan.model_args
     )
     with torch.no_grad():
         weights.load(dict(model.named_parameters()))

@@ -37,7 +37,7 @@ from meshwright.checkpoint.conversion.tokenizer_files import tokenizer_files
 from meshwright.checkpoint.conversion.tokenizer_proof import prove_tokenizer
 from meshwright.datasets.tokenizers.kinds import build_tokenizer, text_ends
 from meshwright.system.errors import ConfigError, RecordError
-from meshwright.system.files import Place
+from meshwright.system.files import NamedPath
 
 WORDS = [
     *("the", "cat", "sat", "on", "a", "mat", "ünd", "der", "Hund", "lief"),
@@ -278,7 +278,7 @@ def _exported(ours: Any, folder: Path) -> str:
         text = content if isinstance(content, str) else content.read_text("utf-8")
         (out / name).write_text(text, "utf-8")
     try:
-        prove_tokenizer(ours, Place("OUT", out), text_ends(ours), lambda line: None)
+        prove_tokenizer(ours, NamedPath("OUT", out), text_ends(ours), lambda line: None)
     except ConfigError as error:
         return f"the export: {error}"
     return ""

@@ -11,7 +11,7 @@ from meshwright.checkpoint.reader import CheckpointWeights
 from meshwright.models.args import DecoderArgs
 from meshwright.parallelisms.local_model import LocalModel
 from meshwright.parallelisms.rules.degrees import ParallelDims
-from meshwright.system.files import Place
+from meshwright.system.files import NamedPath
 from tests.helpers.cli import checkpoint as checkpoint_tool
 from tests.helpers.cli import export
 from tests.helpers.families import family_of
@@ -51,13 +51,13 @@ def _compare(ranks: int, folder: Path, case: str, saved: Path) -> None:
 
     for name, dims in MESHES[ranks].items():
         model = build(dims, args)
-        weights = HuggingFaceWeights(Place("folder", folder), family_of(args).hf, args)
+        weights = HuggingFaceWeights(NamedPath("folder", folder), family_of(args).hf, args)
         weights.load(dict(model.named_parameters()))
         assert_as_wanted(model, name)
         checkpoint = save_checkpoint(saved / name, model, args)
         torch.distributed.barrier()
         model = build(dims, args)
-        CheckpointWeights(Place("folder", checkpoint)).load(dict(model.named_parameters()))
+        CheckpointWeights(NamedPath("folder", checkpoint)).load(dict(model.named_parameters()))
         assert_as_wanted(model, f"{name}, from a checkpoint")
 
 

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.checkpoint.reader import CheckpointWeights
-from meshwright.system.files import Place
+from meshwright.system.files import NamedPath
 from tests.helpers.job import DEEP, SCHEDULES, Job, assert_equal, mesh
 from tests.helpers.rounding import assert_updated_alike
 from tests.helpers.slow import slow_but
@@ -85,7 +85,7 @@ def _resume(name: str, folder: str) -> tuple[Tensors, Tensors]:
     job.take_step(1)  # so that there is state of an optimizer to be replaced
     # another rank's generators are not this one's, as the manager knows
     state = {k: v for k, v in job.tensors.state_dict().items() if not k.startswith("rng.")}
-    CheckpointWeights(Place("test", Path(folder)), str).load(state)
+    CheckpointWeights(NamedPath("test", Path(folder)), str).load(state)
     job.tensors.load_state_dict(state)
     for stage in job.model.stages:
         stage.init_buffers()

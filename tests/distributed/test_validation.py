@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 
 from meshwright.config.loader import load_config
 from meshwright.config.training import Source
-from meshwright.datasets.files import Entry
+from meshwright.datasets.files import SourceEntry
 from meshwright.datasets.samples import CachedSource
 from meshwright.models.families.llama import LlamaArgs
 from meshwright.models.loss import IGNORE, Batch
@@ -144,7 +144,7 @@ def test_evaluation_equals_plain_pytorch(on_ranks, dims, options) -> None:
 def test_a_source_that_was_not_read_to_its_end_has_no_figures(monkeypatch) -> None:
     plan = resolved(load_config(["--job.config_file", "tests/integration/tiny.toml"]), 1)
     monkeypatch.setattr(parts, "evaluate", lambda *_: (1.0, 1, 1))
-    sources = [CachedSource(Entry("validation", name, Source()), Mock()) for name in "ab"]
+    sources = [CachedSource(SourceEntry("validation", name, Source()), Mock()) for name in "ab"]
     validate = parts.Validation(plan, sources, Mock(), torch.device("cpu"))
     is_stopped = Mock(side_effect=[False, True])
     figures = validate(Mock(), is_stopped, Mock())
@@ -157,7 +157,7 @@ def test_a_tokenizer_that_does_not_tell_its_bytes_has_loss_and_perplexity(monkey
     words = Mock(wraps=plan.tokenizer, vocab_size=plan.tokenizer.vocab_size, token_bytes=None)
     plan = dataclasses.replace(plan, tokenizer=words)
     monkeypatch.setattr(parts, "evaluate", lambda *_: (1.0, 1, 0))
-    sources = [CachedSource(Entry("validation", "a", Source()), Mock())]
+    sources = [CachedSource(SourceEntry("validation", "a", Source()), Mock())]
     validate = parts.Validation(plan, sources, Mock(), torch.device("cpu"))
     figures = validate(Mock(), lambda: False, Mock())
     assert figures.keys() == {"validation/loss", "validation/perplexity"}
@@ -165,7 +165,7 @@ def test_a_tokenizer_that_does_not_tell_its_bytes_has_loss_and_perplexity(monkey
 
 def test_few_samples_do_not_depend_on_the_seed_and_all_come_as_they_lie(monkeypatch) -> None:
     words = ["--job.config_file", "tests/integration/tiny.toml", "--training.seed=7"]
-    source = CachedSource(Entry("validation", "a", Source()), Mock(num_tokens=1 << 20))
+    source = CachedSource(SourceEntry("validation", "a", Source()), Mock(num_tokens=1 << 20))
     seeds = []
     monkeypatch.setattr(parts, "build_stream", lambda *given: seeds.append(given[-1].seed))
     for num_samples in (5, -1):

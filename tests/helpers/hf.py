@@ -15,7 +15,7 @@ from meshwright.checkpoint.conversion.readers import HuggingFaceWeights, halves
 from meshwright.datasets.tokenizers.kinds import build_tokenizer, end_ids
 from meshwright.models.args import DecoderArgs
 from meshwright.models.decoder import Decoder
-from meshwright.system.files import Place
+from meshwright.system.files import NamedPath
 from tests.helpers.checkpoints import BARE, records_of
 from tests.helpers.families import cases, family_of
 
@@ -82,7 +82,7 @@ def load_hf(folder: Path, args: DecoderArgs = SMALL) -> Decoder:
     """On this process alone."""
     model = Decoder(args, seq_len=64)
     model.init_buffers()
-    weights = HuggingFaceWeights(Place("folder", folder), family_of(args).hf, args)
+    weights = HuggingFaceWeights(NamedPath("folder", folder), family_of(args).hf, args)
     weights.load(dict(model.named_parameters()))
     return model
 

@@ -12,7 +12,7 @@ from meshwright.config.section import BYTES
 from meshwright.config.training import Source
 from meshwright.datasets.conversations import Message
 from meshwright.datasets.encoding import Encoder
-from meshwright.datasets.files import Entry
+from meshwright.datasets.files import SourceEntry
 from meshwright.datasets.recipe import TokenizationSpec
 from meshwright.datasets.rows import Document, IndexedDocuments, Item
 from meshwright.datasets.samples import CachedSource
@@ -34,9 +34,9 @@ TEXTS = ("a", "bc", "defghij", "k" * 57, "", "lmnop", "qrst", "uvwxyz" * 3, "ABC
 LENGTH = 8
 
 
-def entry(name: str = "data", **keys: object) -> Entry:
+def entry(name: str = "data", **keys: object) -> SourceEntry:
     """Of the data of training, with these keys; without a kind, its name is one."""
-    return Entry("training", name, Source(**{"dataset": name} | keys))
+    return SourceEntry("training", name, Source(**{"dataset": name} | keys))
 
 
 def tokenization(**keys: object) -> TokenizationSpec:
@@ -75,7 +75,7 @@ class TextsRecipe:
     """File that grows by a line whenever the documents are opened."""
 
     @property
-    def entry(self) -> Entry:
+    def entry(self) -> SourceEntry:
         return entry(self.name)
 
     def open(self, streamed: bool) -> IndexedDocuments:

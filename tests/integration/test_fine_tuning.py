@@ -14,7 +14,7 @@ from meshwright.checkpoint.reader import CheckpointWeights
 from meshwright.commands.main import run as run_command
 from meshwright.datasets.tokenizers.kinds import build_tokenizer
 from meshwright.system.errors import ConfigError
-from meshwright.system.files import Place
+from meshwright.system.files import NamedPath
 from meshwright.system.modules import code_of
 from tests.campaigns.new_user import example
 from tests.helpers.hf import SMALL, save_transformers, tensors_of
@@ -80,7 +80,7 @@ def test_from_a_folder_to_a_folder(tmp_path: Path) -> None:
     assert own_code == code_of(str(tmp_path / "mine.py"))
 
     whole, last = (
-        read_saved_tensors(Place("", dump / "checkpoint" / f"step-{step}")) for step in (1, 2)
+        read_saved_tensors(NamedPath("", dump / "checkpoint" / f"step-{step}")) for step in (1, 2)
     )
     assert any(name.startswith("optimizer.") for name in whole)
     assert {name.partition(".")[0] for name in last} == {"model"}
@@ -91,7 +91,7 @@ def test_from_a_folder_to_a_folder(tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(dump / "hf" / "step-2")
     turns = [{"role": "user", "content": "hi"}]
     assert tokenizer.apply_chat_template(turns, tokenize=False) == "user: hi</s>"
-    saved = CheckpointWeights(Place("", dump / "checkpoint" / "step-2"))
+    saved = CheckpointWeights(NamedPath("", dump / "checkpoint" / "step-2"))
     ours = saved.read("tok_embeddings.weight")
     theirs = tensors_of(dump / "hf" / "step-2")["model.embed_tokens.weight"]
     assert torch.equal(ours, theirs)

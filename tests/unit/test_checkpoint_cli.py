@@ -19,7 +19,7 @@ from meshwright.config.changes import to_json
 from meshwright.config.job_config import JobConfig, changed
 from meshwright.config.loader import load_config
 from meshwright.system.errors import ConfigError
-from meshwright.system.files import Place
+from meshwright.system.files import NamedPath
 from tests.helpers.checkpoints import set_manifest
 from tests.helpers.cli import checkpoint as main
 from tests.helpers.files import flip_bit
@@ -314,6 +314,6 @@ def test_models_of_other_formats_are_no_checkpoints(tmp_path) -> None:
     for name in ("checkpoint/step-7/checkpoint.json", "hf/step-7/config.json"):
         (tmp_path / name).parent.mkdir(parents=True)
         (tmp_path / name).write_text("{}")
-    place, step = Place("FOLDER", tmp_path), tmp_path / "checkpoint/step-7"
+    place, step = NamedPath("FOLDER", tmp_path), tmp_path / "checkpoint/step-7"
     assert find_candidates(place) == [step]
     assert find_entries(place) == [step]

@@ -27,7 +27,7 @@ from meshwright.system.errors import (
     EXIT_TRAINING,
     ConfigError,
 )
-from meshwright.system.machine import Place, Ranks, count_ranks, find_place
+from meshwright.system.machine import NetworkPlace, Ranks, count_ranks, find_place
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -95,7 +95,7 @@ def test_machines_meet_at_a_host_and_a_port() -> None:
 def test_one_machine_waits_for_no_other_that_kubeflow_names(monkeypatch) -> None:
     """torchrun takes its variables for options, and would wait for 10 minutes without a word."""
     monkeypatch.setenv("PET_NNODES", "2")
-    words = _rendezvous_alone(Place(address="127.0.0.1"))
+    words = _rendezvous_alone(NetworkPlace(address="127.0.0.1"))
     assert parse_args([*words, "train.py"]).nnodes == "1"
 
 
@@ -122,14 +122,14 @@ def test_machines_wait_until_the_others_have_made_their_tokens(monkeypatch) -> N
     monkeypatch.setattr("meshwright.commands.train.count_cores", lambda: 4)
     sources = [Mock(CachedSource, cache=Mock(num_tokens=n)) for n in (10**9, 10**7 + 1)]
     ranks = Ranks(per_machine=1, machines=2, gpus=0)
-    words = _patience(ranks, [*sources, Mock(StreamedSource)], Place(is_host=True))
+    words = _patience(ranks, [*sources, Mock(StreamedSource)], NetworkPlace(is_host=True))
     backend = ["--nnodes", "2", "--rdzv-backend", "c10d"]
     config, *_ = config_from_args(parse_args([*backend, *words, "train.py"]))
     given = RendezvousParameters("c10d", "node0:1", "id", 1, 2, **config.rdzv_configs)
     for name in ("join_timeout", "read_timeout"):
         assert given.get_as_int(name) == 600 + 2526  # 1.01 billion tokens by 4 cores
     assert given.get_as_bool("is_host") is True
-    assert _patience(Ranks(per_machine=8, machines=1, gpus=8), sources, Place()) == []
+    assert _patience(Ranks(per_machine=8, machines=1, gpus=8), sources, NetworkPlace()) == []
 
 
 def test_a_machine_that_cannot_look_up_its_own_name_is_refused(monkeypatch) -> None:

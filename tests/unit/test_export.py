@@ -22,7 +22,7 @@ from meshwright.datasets.tokenizers.kinds import build_tokenizer
 from meshwright.models.families.llama import LlamaArgs
 from meshwright.models.families.mixtral import MixtralArgs
 from meshwright.system.errors import ConfigError
-from meshwright.system.files import Place
+from meshwright.system.files import NamedPath
 from tests.helpers.checkpoints import set_manifest
 from tests.helpers.cli import check_job, export
 from tests.helpers.files import no_room, tree
@@ -381,7 +381,7 @@ def test_a_class_that_transformers_takes_by_the_type_of_the_model_is_replaced(tm
     ours, said = build_tokenizer("bytes"), []
     for name, content in tokenizer_files.tokenizer_files(ours, "bytes", seq_len=8).items():
         (tmp_path / name).write_text(str(content))
-    prove_tokenizer(ours, Place("OUT", tmp_path), [257], said.append)
+    prove_tokenizer(ours, NamedPath("OUT", tmp_path), [257], said.append)
     assert "rebuilds it as Qwen2Tokenizer: tokenization.py keeps it as it stands" in said[0]
     for trusts in (False, True):
         theirs = AutoTokenizer.from_pretrained(tmp_path, trust_remote_code=trusts)

@@ -11,7 +11,7 @@ import pytest
 from pyarrow import parquet
 
 from meshwright.config.training import Source
-from meshwright.datasets.files import Entry
+from meshwright.datasets.files import SourceEntry
 from meshwright.datasets.identity import hash_documents
 from meshwright.datasets.rows import Item, conditions
 from meshwright.datasets.samples import SampleRules
@@ -110,7 +110,9 @@ def test_a_held_out_part_is_the_same_in_any_order_and_kind_of_file(tmp_path: Pat
 
 def test_a_side_has_a_cache_of_its_own(data) -> None:
     source = Source(**data)
-    sides = [Entry("t", "", source, *held) for held in ((), (0.1, False), (0.1, True), (0.2, True))]
+    sides = [
+        SourceEntry("t", "", source, *held) for held in ((), (0.1, False), (0.1, True), (0.2, True))
+    ]
     assert len({hash_documents(side, []) for side in sides}) == 4
     later = [{"max_documents": 3}, {"dataset_where": ["a == 1"]}]
     assert len({hash_documents(entry(**data, **k), []) for k in [{}, *later]}) == 3

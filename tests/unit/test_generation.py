@@ -13,7 +13,7 @@ from meshwright.commands.saved import open_source
 from meshwright.models.decoder import Decoder
 from meshwright.models.generation import generate, greedy, sampler
 from meshwright.system.errors import ConfigError
-from meshwright.system.files import Place
+from meshwright.system.files import NamedPath
 from tests.helpers.checkpoints import set_manifest
 from tests.helpers.cli import export, generate_text
 from tests.helpers.files import flip_bit
@@ -120,7 +120,7 @@ def test_the_command_writes_the_same_from_either_folder(tmp_path, capsys) -> Non
     cut = said(folder, "--tokenizer", "bytes")
     assert cut == PROMPT + before.decode("utf-8", errors="replace")
     (folder / "generation_config.json").unlink()
-    with open_source(Place("FOLDER", folder), "bytes") as source:
+    with open_source(NamedPath("FOLDER", folder), "bytes") as source:
         assert source.stop == {257}  # the tokenizer's own
     for source in ([checkpoint], [folder, "--tokenizer", "bytes"]):
         generate_text([*map(str, source), "--prompt", PROMPT, "--max-new-tokens", "60"])

@@ -13,7 +13,7 @@ from meshwright.checkpoint.conversion.hf_folder import find_tensors
 from meshwright.models.config_json import FULL, SLIDING
 from meshwright.models.families import MODELS
 from meshwright.system.errors import ConfigError
-from meshwright.system.files import Place
+from meshwright.system.files import NamedPath
 from tests.helpers.cli import export
 from tests.helpers.families import family_of
 from tests.helpers.hf import (
@@ -170,4 +170,4 @@ def test_a_file_that_may_not_be_read_is_not_damaged(tmp_path) -> None:
         patch.object(Path, "open", denied),
         pytest.raises(ConfigError, match="model.safetensors cannot be read: Permission denied"),
     ):
-        find_tensors(Place("folder", tmp_path))
+        find_tensors(NamedPath("folder", tmp_path))

@@ -18,7 +18,7 @@ from meshwright.checkpoint.writer import write
 from meshwright.commands.checkpoint_merge import shares_of
 from meshwright.config.job_config import JobConfig
 from meshwright.system.errors import ConfigError
-from meshwright.system.files import Place
+from meshwright.system.files import NamedPath
 from meshwright.system.processes import fork_server
 from tests.helpers.checkpoints import set_manifest
 from tests.helpers.cli import checkpoint as main
@@ -46,7 +46,7 @@ def merge(run: Path, out: Path, steps: str = "5,10,20", weights: str = "mean") -
 def weights_of(folder: Path) -> dict[str, torch.Tensor]:
     model = plain_model(SMALL)
     parameters = {name: torch.empty_like(p) for name, p in model.named_parameters()}
-    CheckpointWeights(Place("test", folder)).load(parameters)
+    CheckpointWeights(NamedPath("test", folder)).load(parameters)
     return parameters
 
 
@@ -85,7 +85,7 @@ def test_loads_of_experts_are_the_newest_steps(tmp_path) -> None:
         model.register_buffer("load", torch.tensor(load))
         save_checkpoint(tmp_path / "run", model, SMALL, step)
     merge(tmp_path / "run", tmp_path / "out", "1,2", "linear")
-    found = CheckpointWeights(Place("test", tmp_path / "out/step-2"), str).read("model.load")
+    found = CheckpointWeights(NamedPath("test", tmp_path / "out/step-2"), str).read("model.load")
     assert torch.equal(found, torch.tensor([2, 4]))  # and not 1.67 and 4.33, cut off
 
 
@@ -195,6 +195,6 @@ def test_a_merge_takes_the_memory_of_the_sum_and_of_one_part(tmp_path) -> None:
         unfinished = commit.unfinished_folder(tmp_path, step)
         write(tensors, unfinished, NO_JOB | {"step": step}, None, None)
         path = commit.step_folder(tmp_path, step)
-        parts.append(Opened(Place("test", path), read_manifest(path)))
+        parts.append(Opened(NamedPath("test", path), read_manifest(path)))
     with ProcessPoolExecutor(1, fork_server(__name__)) as pool:
         assert pool.submit(peak_of_a_merge, parts, tmp_path / "merged").result() < 4.8

@@ -35,7 +35,7 @@ from meshwright.parallelisms.data_parallel import compute_in_fp32
 from meshwright.parallelisms.expert_parallel import Balance
 from meshwright.parallelisms.initialize import initialize
 from meshwright.system.errors import ConfigError
-from meshwright.system.files import Place
+from meshwright.system.files import NamedPath
 from meshwright.train.optim.registry import settings_of
 from meshwright.train.resolve_model import resolve_model
 from tests.helpers.resolved import resolved
@@ -400,7 +400,7 @@ def test_what_a_familys_files_cannot_say_is_refused_before_training(monkeypatch,
         resolved_with("--model.name=biased", "--checkpoint.last_save_in_hf=true")
     args = resolved_with("--model.name=biased").model_args
     with pytest.raises(ConfigError, match="cannot hold this model: qwen3_moe has no experts with"):
-        check_hf_folder(Place("HF", tmp_path), family.hf, args)
+        check_hf_folder(NamedPath("HF", tmp_path), family.hf, args)
     with pytest.raises(ConfigError, match=r"upcycle_noise = 0.1: qwen3_moe has no experts with"):
         family_there(Checkpoint(initial_load_upcycle_noise=0.1), args, family)
 

@@ -13,7 +13,7 @@ from meshwright.config.job_config import Checkpoint
 from meshwright.models.families import MODELS
 from meshwright.system import files
 from meshwright.system.errors import ConfigError
-from meshwright.system.files import Place, is_lfs_pointer
+from meshwright.system.files import NamedPath, is_lfs_pointer
 from tests.campaigns.model_folders import EMBEDDING, HEAD, INDEX, POINTER, SINGLE, run
 from tests.helpers.cli import command
 from tests.helpers.hf import CASES, save_transformers
@@ -147,4 +147,4 @@ def test_a_text_about_pointers_is_none(tmp_path) -> None:
     assert is_lfs_pointer(pointer)
     assert not is_lfs_pointer(text)
     with pytest.raises(ConfigError, match="pointer is a Git LFS pointer"):
-        Place("key", tmp_path).read_json("pointer")
+        NamedPath("key", tmp_path).read_json("pointer")

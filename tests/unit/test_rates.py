@@ -15,7 +15,7 @@ from meshwright.commands.plan.devices import (
 from meshwright.commands.plan.figures import entry_seconds, ring_width, step_time
 from meshwright.commands.plan.ledger import Record
 from meshwright.commands.plan.simulate import Simulation, plan_job
-from meshwright.commands.plan.trace import Entry, Moment
+from meshwright.commands.plan.trace import Moment, TraceEntry
 from meshwright.config.loader import load_config
 from tests.helpers.jobs import ROOT
 
@@ -23,12 +23,12 @@ H100 = find_device("h100")
 AT = Moment("forward", "", 1)
 
 
-def _operator(name: str, dtype: str, num_bytes: int, flops: int) -> Entry:
-    return Entry(name, AT, False, num_bytes, flops, dtype)
+def _operator(name: str, dtype: str, num_bytes: int, flops: int) -> TraceEntry:
+    return TraceEntry(name, AT, False, num_bytes, flops, dtype)
 
 
-def _collective(kind: str, ranks: range, sent_bytes: float, *, is_fsdp: bool) -> Entry:
-    return Entry(kind, AT, is_fsdp, 0, axis="fsdp", ranks=ranks, sent_bytes=sent_bytes)
+def _collective(kind: str, ranks: range, sent_bytes: float, *, is_fsdp: bool) -> TraceEntry:
+    return TraceEntry(kind, AT, is_fsdp, 0, axis="fsdp", ranks=ranks, sent_bytes=sent_bytes)
 
 
 @pytest.mark.parametrize(

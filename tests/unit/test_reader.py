@@ -17,7 +17,7 @@ from meshwright.checkpoint.reader import CheckpointWeights
 from meshwright.checkpoint.staging import Staging
 from meshwright.checkpoint.writer import CommittingWriter, StagedPlanner
 from meshwright.system.errors import ConfigError
-from meshwright.system.files import Place
+from meshwright.system.files import NamedPath
 from tests.helpers.checkpoints import BARE, Trap
 
 
@@ -27,7 +27,7 @@ def save(folder: Path, **others: object) -> Path:
 
 
 def read(folder: Path, name: str = "a") -> torch.Tensor:
-    return CheckpointWeights(Place("A", folder), saved_name=str).read(name)
+    return CheckpointWeights(NamedPath("A", folder), saved_name=str).read(name)
 
 
 def refusal(folder: Path, name: str = "a") -> str:

@@ -20,8 +20,8 @@ from meshwright.datasets import files, readers
 from meshwright.datasets.files import (
     PACKED,
     SUFFIXES,
-    Place,
     Range,
+    RowPlace,
     resolve,
 )
 from meshwright.datasets.readers import END, Layout, cut, read
@@ -96,17 +96,19 @@ def compress(path: Path, content: bytes) -> None:
         file.write(content)
 
 
-def rows_of(path: Path, layout: Layout, after: Place | None = None) -> list[tuple[Place, Any]]:
+def rows_of(
+    path: Path, layout: Layout, after: RowPlace | None = None
+) -> list[tuple[RowPlace, Any]]:
     """Places, and rows or words that say why there is none."""
     found = read(Range(stat(str(path))), layout, after)
     return [(p, f"{words}: {row}" if isinstance(row, str) else row) for p, words, row in found]
 
 
-def check_everywhere(path: Path, layout: Layout, whole: list[tuple[Place, Any]]) -> None:
+def check_everywhere(path: Path, layout: Layout, whole: list[tuple[RowPlace, Any]]) -> None:
     """The rest from every place on is the rest of the whole; so is the sum of all parts."""
     file = stat(str(path))
     for index, (place, _) in list(enumerate(whole))[:: len(whole) // 6 + 1]:
-        rest = rows_of(path, layout, Place(*json.loads(json.dumps(place))))
+        rest = rows_of(path, layout, RowPlace(*json.loads(json.dumps(place))))
         assert rest == whole[index + 1 :], (path, place)
     values = [row for _, _, row in read(Range(file), layout)]
     for size in (file.size // 60 + 1, file.size // 7 + 1, file.size // 2 + 1):

@@ -30,7 +30,7 @@ from meshwright.models.family import Family, ForeignTensor
 from meshwright.parallelisms.local_model import keep_modules
 from meshwright.parallelisms.parallelize import quiet_torchao
 from meshwright.parallelisms.rules.stages import split_evenly
-from meshwright.system.files import Place, make_folder, sync_file, sync_folder
+from meshwright.system.files import NamedPath, make_folder, sync_file, sync_folder
 
 NUM_TOKENS = 256
 
@@ -39,7 +39,7 @@ TOLERANCE = 1e-3
 permutation, rotation or constant gives more by far."""
 
 
-class Job:
+class Export:
     """An export of a checkpoint.
 
     Args:
@@ -56,7 +56,7 @@ class Job:
 
     def __init__(
         self,
-        place: Place,
+        place: NamedPath,
         manifest: Manifest,
         family: Family,
         tokenizer: Tokenizer,
@@ -82,7 +82,7 @@ class Job:
         self.special_tokens = {key: token for key, token in special.items() if token is not None}
 
 
-def export(job: Job, out: Path, say: Callable[[str], None]) -> None:
+def export(job: Export, out: Path, say: Callable[[str], None]) -> None:
     """Write the folder `out`, which appears when it is complete and has been compared.
 
     In memory there are at most the tensors of a file, or one layer in fp32; while transformers
@@ -94,7 +94,7 @@ def export(job: Job, out: Path, say: Callable[[str], None]) -> None:
     Raises:
         ConfigError: if `out` exists, cannot be written, or then differs from the checkpoint.
     """
-    place = Place("OUT", out)
+    place = NamedPath("OUT", out)
     place.check(not out.exists(), "exists already", "name another folder, or remove it")
     unfinished = out.with_name(f"{out.name}.{secrets.token_hex(8)}{UNFINISHED}")
     try:
@@ -102,7 +102,7 @@ def export(job: Job, out: Path, say: Callable[[str], None]) -> None:
         unfinished.mkdir()
         try:
             _write(job, unfinished, say)
-            _verify(job, Place("OUT", unfinished), say)
+            _verify(job, NamedPath("OUT", unfinished), say)
             unfinished.rename(out)
             sync_folder(out.parent)
         finally:
@@ -117,7 +117,7 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _write(job: Job, folder: Path, say: Callable[[str], None]) -> None:
+def _write(job: Export, folder: Path, say: Callable[[str], None]) -> None:
     for name, content in job.other_files.items():
         (folder / name).parent.mkdir(exist_ok=True)
         if isinstance(content, str):
@@ -135,7 +135,7 @@ def _write(job: Job, folder: Path, say: Callable[[str], None]) -> None:
     ends = {"eos_token_id": stops[0] if len(stops) == 1 else stops} if stops else {}
     was = {}
     if GENERATION_CONFIG in job.other_files:  # settings of sampling
-        was = Place("OUT", folder).read_json(GENERATION_CONFIG)
+        was = NamedPath("OUT", folder).read_json(GENERATION_CONFIG)
     _write_json(folder / GENERATION_CONFIG, was | job.special_tokens | ends)
     tensors = job.form.tensors(job.args, is_fused=job.is_fused)
     _check_state(job)
@@ -150,14 +150,14 @@ def _write(job: Job, folder: Path, say: Callable[[str], None]) -> None:
             sync_file(file.fileno(), path)
 
 
-def _check_state(job: Job) -> None:
+def _check_state(job: Export) -> None:
     """Check that no tensor matters for which the folder has no place.
 
     Raises:
         ConfigError: if experts were chosen by biases, too.
     """
     for name in job.args.table.state:
-        place = Place("CHECKPOINT", Path(name))
+        place = NamedPath("CHECKPOINT", Path(name))
         place.check(
             not name.endswith(".bias") or not job.weights.read(name).any(),
             "is a bias that counts in the choice of experts, and the family's files have no place "
@@ -166,7 +166,7 @@ def _check_state(job: Job) -> None:
         )
 
 
-def _write_weights(job: Job, folder: Path, tensors: Mapping[str, ForeignTensor]) -> None:
+def _write_weights(job: Export, folder: Path, tensors: Mapping[str, ForeignTensor]) -> None:
     """Write every tensor to `folder`, and the index if that takes several files."""
     shapes = {name: shape for theirs in tensors.values() for name, shape in theirs.parts.items()}
     split = split_state_dict_into_shards_factory(
@@ -192,7 +192,7 @@ def _write_weights(job: Job, folder: Path, tensors: Mapping[str, ForeignTensor])
         _write_json(folder / INDEX, index)
 
 
-def _read(job: Job, name: str, foreign: ForeignTensor) -> dict[str, Tensor]:
+def _read(job: Export, name: str, foreign: ForeignTensor) -> dict[str, Tensor]:
     """Return one of our tensors by the names that the files have for it."""
     tensor = job.weights.read(name).to(job.dtype)
     if foreign.slices:
@@ -204,7 +204,7 @@ def _write_json(file: Path, content: Mapping[str, Any]) -> None:
     file.write_text(json.dumps(content, indent=2) + "\n", "utf-8")
 
 
-def _verify(job: Job, place: Place, say: Callable[[str], None]) -> None:
+def _verify(job: Export, place: NamedPath, say: Callable[[str], None]) -> None:
     """Read the written files back."""
     written = HuggingFaceWeights(place, job.form, job.args)
     tensors = job.form.tensors(job.args)
@@ -239,7 +239,7 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _verify_logits(job: Job, place: Place, say: Callable[[str], None]) -> None:
+def _verify_logits(job: Export, place: NamedPath, say: Callable[[str], None]) -> None:
     """Hold logits of transformers with the folder against ours with the checkpoint's weights,
     rounded as the folder's."""
     tokens = (torch.arange(NUM_TOKENS) * 7919 % job.args.vocab_size).unsqueeze(0)
@@ -262,7 +262,7 @@ def _verify_logits(job: Job, place: Place, say: Callable[[str], None]) -> None:
     )
 
 
-def _logits_of_ours(job: Job, tokens: Tensor) -> Tensor:
+def _logits_of_ours(job: Export, tokens: Tensor) -> Tensor:
     """In fp32, with one layer in memory at a time; where embeddings are tied, with all."""
     count = 1 if job.args.tie_embeddings else job.args.n_layers
     x = tokens
@@ -279,7 +279,7 @@ def _logits_of_ours(job: Job, tokens: Tensor) -> Tensor:
     return x
 
 
-def _logits_of_transformers(place: Place, tokens: Tensor) -> tuple[Tensor, str]:
+def _logits_of_transformers(place: NamedPath, tokens: Tensor) -> tuple[Tensor, str]:
     transformers: Any = importlib.import_module("transformers")  # only to compare with
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()

@@ -23,7 +23,7 @@ from meshwright.models.family import (
     HuggingFaceForm,
 )
 from meshwright.system.errors import ConfigError, as_toml, where_it_ends
-from meshwright.system.files import LFS_FIX, LFS_RULE, Place, is_lfs_pointer, warn_once
+from meshwright.system.files import LFS_FIX, LFS_RULE, NamedPath, is_lfs_pointer, warn_once
 
 WEIGHT_TYPES = ("F32", "BF16", "F16")
 """Types that a model's weights may have, as safetensors names them."""
@@ -56,7 +56,7 @@ def is_hf_folder(path: Path) -> bool:
     return (path / CONFIG).is_file()
 
 
-def find_tensors(place: Place) -> dict[str, StoredTensor]:
+def find_tensors(place: NamedPath) -> dict[str, StoredTensor]:
     """Return every tensor of the folder's safetensors files, by the name it has there.
 
     With an index, a file gives only the tensors that the index assigns to it: shards of an older
@@ -95,7 +95,7 @@ def find_tensors(place: Place) -> dict[str, StoredTensor]:
     return found
 
 
-def _read_header(place: Place, name: str) -> dict[str, StoredTensor]:
+def _read_header(place: NamedPath, name: str) -> dict[str, StoredTensor]:
     """Return every tensor in a file; its header has to cover it to the last byte."""
     file = place.path / name
     place.check(file.is_file(), f"{name} is missing, which {INDEX} names", AGAIN)
@@ -115,7 +115,7 @@ def _read_header(place: Place, name: str) -> dict[str, StoredTensor]:
         raise place.error(rule, AGAIN) from None
 
 
-def declared_ends(place: Place) -> frozenset[int]:
+def declared_ends(place: NamedPath) -> frozenset[int]:
     """Return the ids that config.json and generation_config.json of a folder give to EOS."""
     found = set[int]()
     for name in (CONFIG, GENERATION_CONFIG):
@@ -125,7 +125,7 @@ def declared_ends(place: Place) -> frozenset[int]:
     return frozenset(found)
 
 
-def _check_single(place: Place) -> None:
+def _check_single(place: NamedPath) -> None:
     folder = place.path
     if (folder / SINGLE).is_file():
         return
@@ -146,7 +146,7 @@ def _check_single(place: Place) -> None:
     raise place.error(f"holds neither {SINGLE} nor {INDEX}")
 
 
-def find_family(place: Place, families: Sequence[Family]) -> Family:
+def find_family(place: NamedPath, families: Sequence[Family]) -> Family:
     """Return the family that the folder's config.json names.
 
     Raises:
@@ -160,7 +160,7 @@ def find_family(place: Place, families: Sequence[Family]) -> Family:
     return found[0]
 
 
-def read_dimensions(place: Place, form: HuggingFaceForm) -> dict[str, Dimension]:
+def read_dimensions(place: NamedPath, form: HuggingFaceForm) -> dict[str, Dimension]:
     """Return the folder's config.json as our dimensions.
 
     Raises:
@@ -173,14 +173,14 @@ def read_dimensions(place: Place, form: HuggingFaceForm) -> dict[str, Dimension]
         raise place.error(f"{CONFIG}: {error}") from None
 
 
-def _read_config(place: Place) -> dict[str, Any]:
+def _read_config(place: NamedPath) -> dict[str, Any]:
     place.check(place.path.is_dir(), "no such folder", where_it_ends(place.path))
     place.check(is_hf_folder(place.path), f"holds no {CONFIG}", "name a folder of Hugging Face's")
     return place.read_json(CONFIG)
 
 
 def check_hf_folder(
-    place: Place, form: HuggingFaceForm, args: DecoderArgs, *, is_tie_given: bool = False
+    place: NamedPath, form: HuggingFaceForm, args: DecoderArgs, *, is_tie_given: bool = False
 ) -> None:
     """Check that the folder is of a model with `args`, and whole.
 
@@ -211,7 +211,7 @@ def check_hf_folder(
         refuse_to_tie(place, embedding, output, is_tie_given=is_tie_given)
 
 
-def refuse_to_tie(place: Place, embedding: str, output: str, *, is_tie_given: bool) -> None:
+def refuse_to_tie(place: NamedPath, embedding: str, output: str, *, is_tie_given: bool) -> None:
     """Raise `ConfigError` because a folder's output projection isn't its embedding, as a tied
     model's is; if the user gave `model.args.tie_embeddings`, log that it isn't read."""
     rule = f"{output} differs from {embedding}"
@@ -277,7 +277,7 @@ def _as_toml(value: object) -> str:
 
 
 def check_tensors(
-    place: Place, form: HuggingFaceForm, args: DecoderArgs, stored: Mapping[str, StoredTensor]
+    place: NamedPath, form: HuggingFaceForm, args: DecoderArgs, stored: Mapping[str, StoredTensor]
 ) -> dict[str, ForeignTensor]:
     """Check that `stored` are the parameters of the model with `args`, and nothing besides.
 
@@ -306,7 +306,9 @@ def check_tensors(
     return wanted
 
 
-def _check_tensor(place: Place, name: str, tensor: StoredTensor, shape: tuple[int, ...]) -> None:
+def _check_tensor(
+    place: NamedPath, name: str, tensor: StoredTensor, shape: tuple[int, ...]
+) -> None:
     place.check(
         tensor.shape == shape,
         f"{name} in {tensor.file.name} has shape {tensor.shape}, not {shape}",
@@ -319,7 +321,7 @@ def _check_tensor(place: Place, name: str, tensor: StoredTensor, shape: tuple[in
 
 
 def read_args(
-    place: Place, form: HuggingFaceForm, kind: type[DecoderArgs], *, is_tie_given: bool = False
+    place: NamedPath, form: HuggingFaceForm, kind: type[DecoderArgs], *, is_tie_given: bool = False
 ) -> DecoderArgs:
     """Return the dimensions that config.json gives. If it says that the model is tied, the tensors
     have the last word, as far as they can be read: a folder may hold a config.json alone.

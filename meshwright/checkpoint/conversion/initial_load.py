@@ -22,7 +22,7 @@ from meshwright.models.args import DecoderArgs
 from meshwright.models.config_json import Dimension
 from meshwright.models.family import Family
 from meshwright.system.errors import check, where_it_ends
-from meshwright.system.files import Place
+from meshwright.system.files import NamedPath
 
 LOAD_KEY = "checkpoint.initial_load_path"
 
@@ -31,7 +31,7 @@ class InitialWeights(NamedTuple):
     """A folder to start from."""
 
     kind: Literal["ours", "hf"]
-    place: Place
+    place: NamedPath
     """The step's folder, if the format has steps."""
     manifest: Manifest | None = None
     """Of ours."""
@@ -43,7 +43,7 @@ def find_initial(config: Checkpoint) -> InitialWeights:
     Raises:
         ConfigError: if it is not there, not of the kind that is said, or damaged.
     """
-    place = Place(LOAD_KEY, Path(config.initial_load_path))
+    place = NamedPath(LOAD_KEY, Path(config.initial_load_path))
     if not place.path.exists():
         raise place.error("no such folder", where_it_ends(place.path))
     place.check(place.path.is_dir(), "is not a folder")
@@ -56,10 +56,10 @@ def find_initial(config: Checkpoint) -> InitialWeights:
     if found is None:
         is_hf = is_hf_folder(place.path)
         raise place.error("holds no checkpoint", _other(True) if is_hf else "")
-    return InitialWeights("ours", Place(LOAD_KEY, found.path), found.manifest)
+    return InitialWeights("ours", NamedPath(LOAD_KEY, found.path), found.manifest)
 
 
-def _reject_other_formats(place: Place, candidates: Sequence[Path]) -> None:
+def _reject_other_formats(place: NamedPath, candidates: Sequence[Path]) -> None:
     """Raise `ConfigError` for a folder of Meta's, or an index of torch's without our manifest."""
     use_hf = "set checkpoint.initial_load_in_hf = true"
     has_params = (place.path / "params.json").is_file()
@@ -71,7 +71,7 @@ def _reject_other_formats(place: Place, candidates: Sequence[Path]) -> None:
         )
     folders = candidates or [place.path]
     if all((one / INDEX).is_file() and not (one / MANIFEST).exists() for one in folders):
-        raise Place(LOAD_KEY, folders[0]).error(
+        raise NamedPath(LOAD_KEY, folders[0]).error(
             f"has no {MANIFEST}: it is torchtitan's, or was copied in part",
             "copy all of it, or convert torchtitan's by its scripts/checkpoint_conversion/"
             f"convert_to_hf.py, and {use_hf}",

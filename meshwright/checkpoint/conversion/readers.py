@@ -25,13 +25,13 @@ from meshwright.models.family import Family, ForeignTensor, HuggingFaceForm
 from meshwright.models.table import DecoderSpec
 from meshwright.parallelisms.initialize import fill_normal
 from meshwright.parallelisms.shards import Box, local_box, part_of_box
-from meshwright.system.files import Place
+from meshwright.system.files import NamedPath
 
 
 class HuggingFaceWeights(Weights):
     """The weights of a model folder of Hugging Face."""
 
-    def __init__(self, place: Place, form: HuggingFaceForm, args: DecoderArgs) -> None:
+    def __init__(self, place: NamedPath, form: HuggingFaceForm, args: DecoderArgs) -> None:
         self._stored = find_tensors(place)
         self._foreign = check_tensors(place, form, args, self._stored)
         files = {tensor.file for tensor in self._stored.values()}
@@ -115,10 +115,10 @@ def open_initial(config: Checkpoint, group: ProcessGroup) -> Iterator[InitialWei
     with ExitStack() as held:
         initial = on_first_rank(partial(find_initial, config), group)
         if initial.manifest is not None:
-            named = Place(LOAD_KEY, Path(config.initial_load_path))
+            named = NamedPath(LOAD_KEY, Path(config.initial_load_path))
             choice = select_on_ranks(lambda: (named, find_candidates(named)), group, held)
             assert choice is not None  # `find_initial` has found one
-            place = Place(LOAD_KEY, choice.path)
+            place = NamedPath(LOAD_KEY, choice.path)
             initial = initial._replace(place=place, manifest=choice.manifest)
         yield initial
 

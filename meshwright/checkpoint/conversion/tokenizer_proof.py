@@ -15,7 +15,7 @@ from meshwright.datasets.tokenizers.jinja_templates import TODAY, compile_templa
 from meshwright.datasets.tokenizers.kinds import Tokenizer, end_ids, find_template
 from meshwright.datasets.tokenizers.special_tokens import SETTINGS
 from meshwright.system.errors import ConfigError, RecordError
-from meshwright.system.files import Place, sync_file
+from meshwright.system.files import NamedPath, sync_file
 
 LEAVE_OUT = "export without it (--without-tokenizer), and encode text as training did"
 
@@ -77,7 +77,7 @@ def first_difference(tokenizer: Tokenizer, encode: Callable[[str], list[int]]) -
 
 
 def prove_tokenizer(
-    tokenizer: Tokenizer, place: Place, stops: Collection[int], say: Callable[[str], None]
+    tokenizer: Tokenizer, place: NamedPath, stops: Collection[int], say: Callable[[str], None]
 ) -> None:
     """Compare ids, special tokens and conversations.
 
@@ -151,7 +151,9 @@ def _add_class(folder: Path) -> None:
             sync_file(file.fileno(), folder / name)
 
 
-def _compare_special(tokenizer: Tokenizer, place: Place, stops: Collection[int], auto: Any) -> None:
+def _compare_special(
+    tokenizer: Tokenizer, place: NamedPath, stops: Collection[int], auto: Any
+) -> None:
     """Compare ids of special tokens, by their names and in a text."""
     for name, want in end_ids(tokenizer).items():
         got = getattr(auto, name)
@@ -177,7 +179,7 @@ TURNS = ("What does this do?", SAMPLES[0], "  Grüße,\r\n\r\n世界  ", "A list
 
 
 def _compare_conversations(
-    tokenizer: Tokenizer, place: Place, auto: Any, say: Callable[[str], None]
+    tokenizer: Tokenizer, place: NamedPath, auto: Any, say: Callable[[str], None]
 ) -> None:
     """Compare three conversations in the folder's chat template, if it has one."""
     if not isinstance(tokenizer, HuggingFaceTokenizer):

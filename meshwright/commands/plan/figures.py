@@ -12,7 +12,7 @@ import numpy as np
 from meshwright.commands.plan.devices import ATTENTION, COLLECTIVE_S, LAUNCH_S, MATMUL, Rates
 from meshwright.commands.plan.ledger import AT_START, HOST, PURPOSES, Record
 from meshwright.commands.plan.simulate import Simulation
-from meshwright.commands.plan.trace import FORWARD, UPDATE, Entry, ranks_in_node
+from meshwright.commands.plan.trace import FORWARD, UPDATE, TraceEntry, ranks_in_node
 from meshwright.parallelisms.rules.stages import SCHEDULES
 from meshwright.train.resolve import ResolvedJob
 
@@ -146,7 +146,7 @@ def flops(simulation: Simulation) -> dict[str, int]:
     return dict(sorted(found.items()))
 
 
-def entry_seconds(entry: Entry, device: Rates) -> float:
+def entry_seconds(entry: TraceEntry, device: Rates) -> float:
     """Return the time of an operator or a collective.
 
     An operator takes the larger of the times for its FLOPs and for its bytes; a collective that of

@@ -30,7 +30,7 @@ from meshwright.commands.plan.torch_names import (
     below_autograd,
     flex_attention_operator,
 )
-from meshwright.commands.plan.trace import Entry, Scope, Trace
+from meshwright.commands.plan.trace import Scope, Trace, TraceEntry
 from meshwright.config.job_config import JobConfig, changed
 from meshwright.config.section import BYTES
 from meshwright.config.training import Training, WeightedSource
@@ -60,7 +60,7 @@ class Simulation:
 
     record: Record
     """Of both; with the optimizer in backward of step 2 alone."""
-    entries: list[Entry]
+    entries: list[TraceEntry]
     """In the order of the program."""
     simulated: int
     """Microbatches."""
@@ -77,7 +77,7 @@ class Simulation:
         """Process groups that communicate: one for each axis."""
         return len({entry.axis for entry in self.entries if entry.axis})
 
-    def whole_step(self) -> Iterator[tuple[int, Entry]]:
+    def whole_step(self) -> Iterator[tuple[int, TraceEntry]]:
         """Yield every entry, with how many times the whole step has it."""
         for entry in self.entries:
             yield (1 + self.left_out if entry.at.microbatch == self.repeated else 1), entry

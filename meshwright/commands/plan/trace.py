@@ -158,7 +158,7 @@ SENT = {"broadcast": 1, "send": 1, "recv": 0}
 
 
 @dataclass(frozen=True)
-class Entry:
+class TraceEntry:
     """One operator of this rank, or one collective or message."""
 
     name: str
@@ -192,7 +192,7 @@ class Trace:
 
     def __init__(self, meshes: Meshes, scope: Scope) -> None:
         self._groups, self._scope = _axes(meshes), scope
-        self.entries: list[Entry] = []
+        self.entries: list[TraceEntry] = []
 
     def see(self, func: Any, args: Any, kwargs: Any, output: Any) -> None:
         """Take note of an operator."""
@@ -209,7 +209,7 @@ class Trace:
         flops = _flops(func, args, kwargs, output)
         dtype = str(first.dtype if first is not None else "").removeprefix("torch.")
         scope, pairs = self._scope, _pairs(func, args, kwargs)
-        entry = Entry(name, scope.moment, scope.is_fsdp, size, flops, dtype, pairs=pairs)
+        entry = TraceEntry(name, scope.moment, scope.is_fsdp, size, flops, dtype, pairs=pairs)
         self.entries.append(entry)
 
     def _see_collective(self, func: Any, args: Any, output: Any) -> None:
@@ -223,7 +223,7 @@ class Trace:
         size = max((x.numel() * x.element_size() for x in tensors), default=0)
         part, scope = (len(ranks) - 1) / len(ranks), self._scope
         sent = size * (IN_RINGS[kind] * part if kind in IN_RINGS else float(SENT[kind]))
-        found = Entry(kind, scope.moment, scope.is_fsdp, size, 0, "", axis, ranks, sent)
+        found = TraceEntry(kind, scope.moment, scope.is_fsdp, size, 0, "", axis, ranks, sent)
         self.entries.append(found)
 
     def _group(self, args: Any) -> tuple[str, range]:

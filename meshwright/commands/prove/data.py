@@ -9,7 +9,7 @@ import numpy.typing as npt
 from meshwright.commands.prove.measurement import SAVED_STEP
 from meshwright.config.training import Source, Training
 from meshwright.datasets.encoding import NO_LOSS, Encoder, Tokens
-from meshwright.datasets.files import Entry
+from meshwright.datasets.files import SourceEntry
 from meshwright.datasets.rows import IndexedDocuments
 from meshwright.datasets.samples import CachedSource, packed_in_memory
 from meshwright.datasets.shards import StreamedSource
@@ -103,7 +103,7 @@ def documents_of(training: Training, vocab_size: int, seed: int) -> list[Tokens]
 
 def open_source(training: Training, vocab_size: int, seed: int) -> OpenSource:
     """Documents in memory, streamed or not as `training` says."""
-    entry = Entry("training", "synthetic", Source(dataset="synthetic"))
+    entry = SourceEntry("training", "synthetic", Source(dataset="synthetic"))
     pieces, is_cut = documents_of(training, vocab_size, seed), training.packing == "cut"
     if training.dataset_mode != "streamed":
         cache = MemoryCache(pieces)

@@ -30,7 +30,7 @@ from meshwright.metrics.sinks import Record
 from meshwright.parallelisms.replay import Choices, Replay, record_choices, replay_choices
 from meshwright.parallelisms.shards import local_box, part_of_box
 from meshwright.system.errors import ConfigError, first_line
-from meshwright.system.files import Place
+from meshwright.system.files import NamedPath
 from meshwright.train.trainer import Trainer
 
 MEAN_OF = "the mean of "
@@ -155,7 +155,7 @@ class _Measuring:
         Where a part of a tensor lies in the whole is known from the initial values, which one
         process agrees with. So a checkpoint that equals the job is one that any mesh can load.
         """
-        folder, state = Place("proof", self._job.save()), self._job.state_dict()
+        folder, state = NamedPath("proof", self._job.save()), self._job.state_dict()
         names = read_saved_tensors(folder)
         whole = {
             name: torch.empty(tensor.shape, dtype=tensor.dtype)

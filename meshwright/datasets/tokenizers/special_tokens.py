@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from meshwright.system.files import Place
+from meshwright.system.files import NamedPath
 
 
 class Ends(NamedTuple):
@@ -56,7 +56,7 @@ def read_beside(tokenizer_file: Path, name: str) -> dict[str, Any]:
         ConfigError: if it cannot be read.
     """
     is_there = tokenizer_file.with_name(name).is_file()
-    return Place(PATH_KEY, tokenizer_file.parent).read_json(name) if is_there else {}
+    return NamedPath(PATH_KEY, tokenizer_file.parent).read_json(name) if is_there else {}
 
 
 def well_formed(text: str) -> str:
