@@ -3,9 +3,10 @@
 import glob
 import os
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 from pydantic import BaseModel
 
@@ -31,6 +32,9 @@ from meshwright.system.errors import (
     numbered,
     where_it_ends,
 )
+
+SPLITS = ("train", "validation")
+"""Of a dataset without a path."""
 
 
 def entries(section: Training | Validation, key: str) -> list[SourceEntry]:
@@ -94,13 +98,13 @@ def is_streamed(entry: SourceEntry) -> bool:
     spec, mode = find_dataset(entry.source.dataset), entry.source.dataset_mode
     if spec is None:  # `check_sources` rejects it
         return False
-    return spec.path == "optional" if mode == "auto" else mode == "streamed"
+    return spec.is_of_hub if mode == "auto" else mode == "streamed"
 
 
 def local_paths(entry: SourceEntry) -> list[str]:
     """Return the paths of the files of a source on this machine's disks; none of the hub's."""
     spec = find_dataset(entry.source.dataset)
-    if spec is None or spec.path == "optional" or is_address(entry.source.dataset_path):
+    if spec is None or spec.is_of_hub or is_address(entry.source.dataset_path):
         return []
     return [file.path for file in spec.find(entry)]
 
@@ -204,12 +208,94 @@ def head_fault(entry: SourceEntry, files: Sequence[DataFile]) -> RecordError | N
     return None
 
 
+class SourceRule(NamedTuple):
+    """A row of a table: what no source may have. In its texts, {name} is the dataset, and {table}
+    the table of the config."""
+
+    key: str
+    """That is at fault."""
+    broken: Callable[[Source, DatasetSpec], object]
+    says: str
+    fix: str = "leave it out"
+
+
+SOURCE_RULES = (
+    SourceRule(
+        "dataset_path",
+        lambda source, spec: spec.path == "required" and not source.dataset_path,
+        "{name} needs it",
+        "name a file, a folder or a glob",
+    ),
+    SourceRule(
+        "dataset_path",
+        lambda source, spec: spec.path == "none" and source.dataset_path,
+        "{name} reads no path",
+    ),
+    SourceRule(
+        "dataset_path",
+        lambda source, spec: spec.is_of_hub and glob.has_magic(source.dataset_path),
+        "a copy of a dataset of the hub cannot be read from a folder with *, ? or [ in its path",
+        "rename the folder",
+    ),
+    SourceRule(
+        "dataset_mode",
+        lambda source, spec: spec.has_tokens and source.dataset_mode == "streamed",
+        "tokens are read where they lie",
+    ),
+    SourceRule(
+        "dataset_subset",
+        lambda source, spec: source.dataset_subset and not spec.is_of_hub,
+        "{name} has no subsets",
+    ),
+    SourceRule(
+        "dataset_revision",
+        lambda source, spec: source.dataset_revision and not spec.is_of_hub,
+        "{name} has no revisions",
+    ),
+    SourceRule(
+        "dataset_revision",
+        lambda source, spec: source.dataset_revision and source.dataset_path,
+        "a local copy has no revisions",
+    ),
+    SourceRule(
+        "dataset_split",
+        lambda source, spec: spec.path == "none" and source.dataset_split not in SPLITS,
+        "{name} has only train and validation",
+        'set {table}.dataset_split = "train"',
+    ),
+    SourceRule(
+        "dataset_split",
+        lambda source, spec: spec.path == "required" and source.dataset_split != "train",
+        "{name} has only train",
+        'set {table}.dataset_split = "train"',
+    ),
+    SourceRule(
+        "dataset_where",
+        lambda source, spec: source.dataset_where and not spec.has_rows,
+        "{name} has no rows",
+    ),
+    SourceRule(
+        "dataset_separator",
+        lambda source, spec: source.dataset_separator and source.dataset != "text",
+        '{name} is not "text"',
+    ),
+    SourceRule(
+        "max_documents",
+        lambda source, spec: source.max_documents and spec.has_tokens,
+        "{name} holds tokens, which are read where they lie",
+        "leave it out, or bound training.steps",
+    ),
+)
+"""What the keys of a source must keep to; the first that is broken is reported."""
+
+
 def check_path(entry: SourceEntry, spec: DatasetSpec) -> None:
     """Check that path, subset, split and filters suit the dataset."""
     source = entry.source
-    if (broken := next(_broken_rules(entry, spec), None)) is not None:
-        key, rule, fix = broken
-        raise entry.error(key, rule, fix)
+    for rule in SOURCE_RULES:
+        if rule.broken(source, spec):
+            names = {"name": f"dataset {source.dataset!r}", "table": entry.key}
+            raise entry.error(rule.key, rule.says.format(**names), rule.fix.format(**names))
     check(
         not entry.held_out or spec.has_rows or source.dataset == "sympy_source",
         "training.validation_fraction",
@@ -219,42 +305,6 @@ def check_path(entry: SourceEntry, spec: DatasetSpec) -> None:
     )
     if spec.has_rows or source.dataset_format:
         RowReader(entry)
-
-
-LEAVE_OUT = "leave it out"
-
-
-def _broken_rules(entry: SourceEntry, spec: DatasetSpec) -> Iterator[tuple[str, str, str]]:
-    """Yield the key, the rule and a fix for each key that does not suit the dataset."""
-    source, name = entry.source, f"dataset {entry.source.dataset!r}"
-    is_of_hub = spec.path == "optional"
-    if spec.path == "required" and not source.dataset_path:
-        yield "dataset_path", f"{name} needs it", "name a file, a folder or a glob"
-    if spec.path == "none" and source.dataset_path:
-        yield "dataset_path", f"{name} reads no path", LEAVE_OUT
-    if is_of_hub and glob.has_magic(source.dataset_path):
-        copy = "a copy of a dataset of the hub"
-        rule = f"{copy} cannot be read from a folder with *, ? or [ in its path"
-        yield "dataset_path", rule, "rename the folder"
-    if spec.has_tokens and source.dataset_mode == "streamed":
-        yield "dataset_mode", "tokens are read where they lie", LEAVE_OUT
-    if source.dataset_subset and not is_of_hub:
-        yield "dataset_subset", f"{name} has no subsets", LEAVE_OUT
-    if source.dataset_revision and not is_of_hub:
-        yield "dataset_revision", f"{name} has no revisions", LEAVE_OUT
-    if source.dataset_revision and is_of_hub and source.dataset_path:
-        yield "dataset_revision", "a local copy has no revisions", LEAVE_OUT
-    splits = ["train", "validation"] if spec.path == "none" else ["train"]
-    if source.dataset_split not in splits and not is_of_hub:
-        fix = f'set {entry.key}.dataset_split = "train"'
-        yield "dataset_split", f"{name} has only {' and '.join(splits)}", fix
-    if source.dataset_where and not spec.has_rows:
-        yield "dataset_where", f"{name} has no rows", LEAVE_OUT
-    if source.dataset_separator and source.dataset != "text":
-        yield "dataset_separator", f'{name} is not "text"', LEAVE_OUT
-    if source.max_documents and spec.has_tokens:
-        rule = f"{name} holds tokens, which are read where they lie"
-        yield "max_documents", rule, f"{LEAVE_OUT}, or bound training.steps"
 
 
 def no_end(tokenizer: Tokenizer, model: Model) -> str:

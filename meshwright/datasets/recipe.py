@@ -99,7 +99,7 @@ class TokenizationSpec:
     @property
     def is_of_hub(self) -> bool:
         """Whether its files are addresses of the Hub."""
-        return self._spec.path == "optional" and not self.entry.source.dataset_path
+        return self._spec.is_of_hub and not self.entry.source.dataset_path
 
     @property
     def id(self) -> str:

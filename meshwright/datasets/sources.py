@@ -57,6 +57,11 @@ class DatasetSpec:
     """Its documents are made of rows by `RowReader`, which heeds `dataset_where` and what is held
     out for validation."""
 
+    @property
+    def is_of_hub(self) -> bool:
+        """Whether it is a dataset of the Hugging Face hub, or a local copy of one."""
+        return self.path == "optional"
+
     def find(self, entry: SourceEntry) -> list[DataFile]:
         """Return its files as they are now."""
         given = self.files(entry)
