@@ -68,6 +68,14 @@ class DecoderArgs(ABC):
         check_positive(self, "vocab_size", "norm_eps", "rope_theta")
         if self.n_layers > MOST_LAYERS:
             raise ValueError(f"n_layers = {self.n_layers}: must be at most {MOST_LAYERS}")
+        self.check_heads()
+
+    def check_heads(self) -> None:
+        """Check the number of heads and their width.
+
+        Raises:
+            ValueError: if they don't fit each other.
+        """
         if self.n_heads % self.n_kv_heads:
             raise ValueError(
                 f"n_kv_heads = {self.n_kv_heads}: must divide n_heads = {self.n_heads}: "

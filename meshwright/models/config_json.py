@@ -52,6 +52,8 @@ FIELDS: Mapping[type[Stretching], Mapping[str, str]] = {
         "beta_slow": "beta_slow",
         "attention_factor": "attention_factor",
         "truncate": "truncate",
+        "mscale": "mscale",
+        "mscale_all_dim": "mscale_all_dim",
     },
 }
 """Our names of what the rotation's table says, and its keys."""
@@ -68,6 +70,8 @@ OPTIONAL: Mapping[str, object] = {
     "beta_slow": 1.0,
     "attention_factor": None,
     "truncate": True,
+    "mscale": None,
+    "mscale_all_dim": None,
 }
 """Keys that a table may lack, and what they are then."""
 

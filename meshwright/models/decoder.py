@@ -14,6 +14,8 @@ from meshwright.models.attention import (
     positions_in_document,
     rope_cache,
 )
+from meshwright.models.latent import LatentSpec
+from meshwright.models.latent_attention import LatentAttention
 from meshwright.models.layers import Embedding, FeedForward, build_layer
 from meshwright.models.loss import PADDING, SummedLoss
 from meshwright.models.mixture import Mixture
@@ -32,7 +34,11 @@ class Block(nn.Module):
         super().__init__()
         self.norm, self.residual_scale, modules = spec.norm, spec.residual_scale, spec.modules
         self.attention_norm = build_layer(modules["attention_norm"]["weight"], spec.norm_eps)
-        self.attention = Attention(spec.attention)
+        self.attention: Attention | LatentAttention = (
+            LatentAttention(spec.attention)
+            if isinstance(spec.attention, LatentSpec)
+            else Attention(spec.attention)
+        )
         if spec.norm == "sandwich":
             weight = modules["post_attention_norm"]["weight"]
             self.post_attention_norm = build_layer(weight, spec.norm_eps)

@@ -111,6 +111,11 @@ class HuggingFaceForm:
     """Its class in transformers."""
     fixed: Mapping[str, object]
     """Keys of config.json that can have but one value for our model; absent, they have it."""
+    aliases: tuple[str, ...] = ()
+    """Further names of it in config.json, which files of the same model have; none is written."""
+    state: Mapping[str, str] = field(default_factory=dict)
+    """Our name of a tensor that is no parameter, and theirs; {} is the layer. Files have it in
+    fp32, as we do, whatever the type of weights."""
     modules: Mapping[str, str] = field(default_factory=lambda: MODULES)
     """Our name of a module and theirs, with names that a model may lack; {} is the layer."""
     rotated: tuple[str, ...] = ROTATED
@@ -157,7 +162,7 @@ class HuggingFaceForm:
         return ""
 
     def tensors(self, args: DecoderArgs, *, is_fused: bool = False) -> dict[str, ForeignTensor]:
-        """Return every parameter of the plain model, in its order.
+        """Return every parameter of the plain model, in its order, and the state in the files.
 
         Args:
             is_fused: experts as `FUSED` has them, and not one by one.
@@ -181,6 +186,10 @@ class HuggingFaceForm:
                     shape,
                     args.table.head_dim if module.endswith(self.rotated) else None,
                 )
+        for name, state in args.table.state.items():
+            layer = name.split(".")[1]
+            if theirs := self.state.get(name.replace(f".{layer}.", ".{}.", 1), ""):
+                found[name] = ForeignTensor(theirs.format(layer), state.shape)
         return found
 
     def read_config(self, config: Mapping[str, Any]) -> dict[str, Dimension]:
@@ -190,7 +199,7 @@ class HuggingFaceForm:
         Raises:
             ValueError: if our model is not that function, or a key is missing.
         """
-        if config.get("model_type") != self.model_type:
+        if config.get("model_type") not in (self.model_type, *self.aliases):
             fix = "set model.name to its family, or name another folder"
             rule = f"model_type is {config.get('model_type')!r}, not {self.model_type!r}"
             raise ValueError(f"{rule}\n  fix: {fix}")

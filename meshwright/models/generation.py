@@ -9,6 +9,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from meshwright.models.attention import CausalAttention, Mask, masked_attention
 from meshwright.models.decoder import Decoder
+from meshwright.models.latent_attention import LatentAttention
 
 WITHOUT_PLANS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 """Kernels of attention but cuDNN's, which plans anew for each length of the keys: every token."""
@@ -63,20 +64,69 @@ class CachedAttention(nn.Module):
         return masked_attention(q, keys, values, None, scale=scale, soft_cap=soft_cap)
 
 
+class CachedLatents(nn.Module):
+    """Keeps the latents and rotated keys of positions, and gives those of all so far, as the `seen`
+    of `LatentAttention`."""
+
+    def __init__(self, max_len: int) -> None:
+        super().__init__()
+        self._max_len, self._len, self._kept = max_len, 0, torch.empty(0)
+
+    def forward(self, new: Tensor) -> Tensor:
+        """(B, new positions, W) -> (B, all positions, W)."""
+        first, self._len = self._len, self._len + new.shape[1]
+        if first == 0:
+            self._kept = new.new_empty(len(new), self._max_len, new.shape[2])
+        self._kept[:, first : self._len] = new
+        return self._kept[:, : self._len]
+
+
+class LastAttention(nn.Module):
+    """Attention of all positions, or of the last one to all. It replaces `CausalAttention`, and
+    keeps its contract."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._attend = CausalAttention()
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Mask | None = None,
+        *,
+        scale: float,
+        window: int | None = None,
+        soft_cap: float | None = None,
+    ) -> Tensor:
+        """(B, N, 1 or S, H), (B, K, S, H) twice -> (B, N, 1 or S, H)."""
+        assert mask is None
+        assert window is None
+        if q.shape[2] == k.shape[2]:
+            return self._attend(q, k, v, scale=scale, soft_cap=soft_cap)
+        return masked_attention(q, k, v, None, scale=scale, soft_cap=soft_cap)
+
+
 @contextmanager
 def _cached(model: Decoder, max_len: int) -> Iterator[None]:
     """Within, `model` continues where its last call ended."""
-    attentions = [block.get_submodule("attention") for block in model.layers.values()]
-    before = [attention.core for attention in attentions]
-    for attention in attentions:
-        attention.core = CachedAttention(max_len)
+    before = list[tuple[nn.Module, str, nn.Module]]()
+    for block in model.layers.values():
+        attention = block.get_submodule("attention")
+        caches: dict[str, nn.Module] = {"core": CachedAttention(max_len)}
+        if isinstance(attention, LatentAttention):
+            caches = {"seen": CachedLatents(max_len), "core": LastAttention()}
+        for name, cache in caches.items():
+            before.append((attention, name, getattr(attention, name)))
+            setattr(attention, name, cache)
     model.makes_masks = False
     try:
         yield
     finally:
         model.makes_masks = True
-        for attention, core in zip(attentions, before, strict=True):
-            attention.core = core
+        for attention, name, module in before:
+            setattr(attention, name, module)
 
 
 @torch.no_grad()
@@ -91,7 +141,8 @@ def generate(
     """Yield the tokens that follow `prompt`, one by one, up to and with the first of `stop`.
 
     Memory for keys and values: 2 * layers * K * H * (prompt + new tokens) elements; layers with a
-    window have at most that many tokens.
+    window have at most that many tokens. Of latent attention the latents are kept, layers *
+    (kv_lora_rank + qk_rope_head_dim) * tokens elements, and keys and values computed anew.
 
     Args:
         model: whole, on one device, made for sequences as long as prompt and new tokens together.

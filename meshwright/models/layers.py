@@ -126,10 +126,10 @@ def build_layer(parameter: Parameter, eps: float = 1e-5, *, has_bias: bool = Fal
         has_bias: of a matrix product.
     """
     *rows, columns = parameter.shape
-    match parameter.layout:
+    match parameter.role:
         case "embedding":
             return Embedding(rows[0], columns)
-        case "on_sequence" | "on_heads" | "over_heads":
+        case "norm":
             norm = RMSNorm(columns, eps=eps)
             norm.is_offset = parameter.is_offset
             return norm

@@ -132,7 +132,9 @@ class Mixture(nn.Module):
         is_softmax = spec.scores == "softmax"
         scores = logits.softmax(-1) if is_softmax else logits.sigmoid()
         biased, gap = scores.detach() + self.bias, None
-        choice = choose_experts(biased, spec.n_active, spec.n_groups, spec.n_active_groups)
+        choice = choose_experts(
+            biased, spec.n_active, spec.n_groups, spec.n_active_groups, spec.n_best
+        )
         if chosen is None:
             chosen = choice
         else:

@@ -8,6 +8,7 @@ from typing import Literal
 Layout = Literal[
     "embedding",
     "colwise",
+    "colwise_gathered",
     "rowwise",
     "on_sequence",
     "on_tokens",
@@ -21,6 +22,8 @@ modules of a block, and its part of the heads or of the inner width inside them.
 
     embedding: rows are cut; the module takes whole sequences of tokens.
     colwise: rows (output features) are cut; the module takes whole sequences.
+    colwise_gathered: the same; the block has gathered the sequences before, as the input of several
+        modules, and sums up its gradient over ranks.
     rowwise: columns (input features) are cut; results are summed over ranks.
     on_sequence: whole; the module works on the rank's part of the sequence, (B, S/tp, D).
     on_tokens: whole; the module works on the rank's part of the sequence, (B S/tp, D).

@@ -73,14 +73,20 @@ class Yarn:
     """Factor on rotated queries and keys; None: 0.1 ln(factor) + 1."""
     truncate: bool = True
     """The two bounds are rounded to whole pairs of a head."""
+    mscale: float | None = None
+    """With `mscale_all_dim`, attention_factor is m(mscale) / m(mscale_all_dim) if it isn't given,
+    where m(x) = 0.1 x ln(factor) + 1."""
+    mscale_all_dim: float | None = None
+    """Models with latent attention multiply products of queries with keys by the square of
+    m(mscale_all_dim)."""
 
     def __post_init__(self) -> None:
         check_positive(self, "factor", "original_seq_len", "beta_fast", "beta_slow")
         if self.attention_factor is not None:
             check_positive(self, "attention_factor")
-        if self.beta_fast <= self.beta_slow:
+        if self.beta_fast < self.beta_slow:
             raise ValueError(
-                f"beta_fast = {self.beta_fast}: must be above beta_slow = {self.beta_slow}"
+                f"beta_fast = {self.beta_fast}: must be at least beta_slow = {self.beta_slow}"
             )
 
     @property
@@ -88,7 +94,20 @@ class Yarn:
         """The factor on rotated queries and keys."""
         if self.attention_factor is not None:
             return self.attention_factor
-        return 0.1 * math.log(self.factor) + 1 if self.factor > 1 else 1.0
+        if self.mscale and self.mscale_all_dim:
+            return self._growth(self.mscale) / self._growth(self.mscale_all_dim)
+        return self._growth(1.0)
+
+    @property
+    def score_factor(self) -> float:
+        """The factor on products of queries with keys in latent attention.
+
+        Source: DeepSeek-AI 2024, arXiv:2405.04434, section 3.1.4, and its published code.
+        """
+        return self._growth(self.mscale_all_dim) ** 2 if self.mscale_all_dim else 1.0
+
+    def _growth(self, mscale: float) -> float:
+        return 0.1 * mscale * math.log(self.factor) + 1 if self.factor > 1 else 1.0
 
 
 Stretching = RopeScaling | LinearScaling | Yarn

@@ -24,15 +24,18 @@ class Router(nn.Linear):
 # an operator, so that activation checkpointing can keep its result: a choice that is made again
 # may be another one
 @torch.library.custom_op("meshwright::choose_experts", mutates_args=())
-def choose_experts(scores: Tensor, n_active: int, n_groups: int, n_active_groups: int) -> Tensor:
+def choose_experts(
+    scores: Tensor, n_active: int, n_groups: int, n_active_groups: int, n_best: int = 2
+) -> Tensor:
     """(T, E) fp32 -> (T, K) int64: the experts of highest score; between equal ones the first.
 
-    With groups, only experts of a token's best groups count; a group's score is the sum of its two
-    highest. Source: DeepSeek-AI 2024, arXiv:2412.19437, section 2.1.2, and its published code.
+    With groups, only experts of a token's best groups count; a group's score is the sum of its
+    `n_best` highest. Source: DeepSeek-AI 2024, arXiv:2412.19437, section 2.1.2, and its published
+    code (2), and arXiv:2405.04434, section 2.2.2 (1).
     """
     if n_active_groups < n_groups:
         grouped = scores.unflatten(1, (n_groups, -1))
-        best = grouped.topk(min(2, grouped.shape[2])).values.sum(-1)
+        best = grouped.topk(min(n_best, grouped.shape[2])).values.sum(-1)
         is_best = torch.zeros_like(best, dtype=torch.bool)
         is_best.scatter_(1, _highest(best, n_active_groups), True)
         scores = grouped.masked_fill(~is_best.unsqueeze(-1), -torch.inf).flatten(1)
@@ -40,7 +43,9 @@ def choose_experts(scores: Tensor, n_active: int, n_groups: int, n_active_groups
 
 
 @choose_experts.register_fake
-def _(scores: Tensor, n_active: int, n_groups: int, n_active_groups: int) -> Tensor:
+def _(
+    scores: Tensor, n_active: int, n_groups: int, n_active_groups: int, n_best: int = 2
+) -> Tensor:
     return scores.new_empty(scores.shape[0], n_active, dtype=torch.int64)
 
 

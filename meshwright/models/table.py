@@ -51,6 +51,16 @@ class AttentionSpec:
     """The projections that have biases, which start at zero: of "wq", "wk", "wv" and "wo"."""
 
     @property
+    def value_dim(self) -> int:
+        """Width of a head's values."""
+        return self.head_dim
+
+    @property
+    def bare_modules(self) -> tuple[str, ...]:
+        """Names of its modules that have no parameters, in their order."""
+        return ("core",)
+
+    @property
     def needs_mask(self) -> bool:
         """Return whether the kernels of GPUs for plain causal attention don't do it."""
         return self.window is not None or self.soft_cap is not None
@@ -101,12 +111,14 @@ class FeedForwardSpec:
     """Of the initial values of `w2`."""
     activation: Literal["silu", "gelu"] = "silu"
     """Of the gate. gelu: its approximation by tanh."""
+    width_key: str = "hidden_dim"
+    """Key in `model.args` that its inner width comes from, or a product of some."""
 
     @property
     def parameters(self) -> dict[str, Parameter]:
         """By name in the module."""
         inner, outer = (self.hidden_dim, self.dim), (self.dim, self.hidden_dim)
-        parts = ("hidden_dim", self.hidden_dim)
+        parts = (self.width_key, self.hidden_dim)
         return {
             "w1.weight": Parameter(inner, "colwise", self.std, parts=parts),
             "w2.weight": Parameter(outer, "rowwise", self.out_std, parts=parts),
@@ -137,6 +149,8 @@ class MixtureSpec:
     """Groups of experts of equal size."""
     n_active_groups: int = 1
     """Groups that a token's experts are in."""
+    n_best: int = 2
+    """Highest scores of a group that add up to the group's."""
     shared: FeedForwardSpec | None = None
     """A feed-forward that every token goes through too."""
     activation: Literal["swiglu", "clamped_swiglu"] = "swiglu"
@@ -212,7 +226,7 @@ class LayerSpec:
         return {
             "attention_norm": norm,
             "attention": self.attention.parameters,
-            "attention.core": {},
+            **{f"attention.{name}": {} for name in self.attention.bare_modules},
             **({"post_attention_norm": norm} if has_two else {}),
             "ffn_norm": norm,
             "feed_forward": self.feed_forward.parameters,
@@ -308,13 +322,15 @@ class DecoderSpec:
 
     def linear_layers(self, tp: int = 1) -> dict[str, tuple[int, int]]:
         """(out, in) of the weights of linear layers in blocks, by name of the layer; of one of `tp`
-        tensor-parallel ranks."""
+        tensor-parallel ranks. With several, those whose input the block has gathered aren't among
+        them: they multiply plain tensors, which converted layers don't."""
         found: dict[str, tuple[int, int]] = {}
         for name, parameter in self.parameters.items():
-            if parameter.layout in ("colwise", "rowwise") and parameter.role == "matrix":
+            layouts = {"colwise", "rowwise"} | ({"colwise_gathered"} if tp == 1 else set())
+            if parameter.layout in layouts and parameter.role == "matrix":
                 rows, columns = parameter.shape
-                is_colwise = parameter.layout == "colwise"
-                part = (rows // tp, columns) if is_colwise else (rows, columns // tp)
+                is_rowwise = parameter.layout == "rowwise"
+                part = (rows, columns // tp) if is_rowwise else (rows // tp, columns)
                 found[name.removesuffix(".weight")] = part
         return found
 
@@ -382,7 +398,9 @@ class DecoderSpec:
         """
         multiplied = sum(p.numel * p.token_share for p in self.parameters.values())
         attentions = [layer.attention for layer in self.layers]
-        of_pairs = sum(12 * a.n_heads * a.head_dim * a.num_pairs(seq_len) for a in attentions)
+        of_pairs = sum(
+            6 * a.n_heads * (a.head_dim + a.value_dim) * a.num_pairs(seq_len) for a in attentions
+        )
         return round(6 * multiplied) + of_pairs // (max(seq_len, 1) * (2 if is_causal else 1))
 
     @cached_property

@@ -13,6 +13,8 @@ from torch.nn.attention.flex_attention import BlockMask
 from meshwright.config.training import Training
 from meshwright.models.attention import Mask, is_seen, masked_attention, repeat_heads
 from meshwright.models.decoder import Decoder
+from meshwright.models.latent import LatentSpec
+from meshwright.models.latent_attention import LatentAttention
 from meshwright.models.loss import Batch
 from meshwright.parallelisms.meshes import all_gather, reduce_scatter
 
@@ -65,7 +67,18 @@ def apply_cp(model: Decoder, mesh: DeviceMesh, training: Training) -> str:
     for block in model.layers.values():
         core = block.get_submodule("attention.core")
         core.forward = shared
-    return f"context parallelism: sequences cut in {mesh.size()}; keys and values are gathered"
+        if isinstance(block.attention, LatentAttention):
+            seen = block.get_submodule("attention.seen")
+            seen.forward = functools.partial(gather_latents, mesh=mesh)
+    latents = any(isinstance(layer.attention, LatentSpec) for layer in model.table.layers)
+    what = "latents" if latents else "keys and values"
+    return f"context parallelism: sequences cut in {mesh.size()}; {what} are gathered"
+
+
+def gather_latents(own: Tensor, mesh: DeviceMesh) -> Tensor:
+    """(B, S/cp, W) -> (B, S, W), in the order of positions; backward adds up over ranks. Keys and
+    values are wider by far: V3's 128 heads have 40,960 numbers of a token, and a latent 576."""
+    return _in_order(all_gather(own.unsqueeze(0), mesh))
 
 
 def has_flash_attention(device_type: str, dtype: torch.dtype, head_dim: int) -> bool:
@@ -90,7 +103,8 @@ def attend(
     mesh: DeviceMesh,
     has_flash: bool = True,
 ) -> Tensor:
-    """(B, N, S/cp, H), (B, K, S/cp, H) twice -> (B, N, S/cp, H).
+    """(B, N, S/cp, H), (B, K, S/cp, H) twice -> (B, N, S/cp, H); or keys and values are of all
+    positions already.
 
     It keeps the contract of `CausalAttention`. Collective over `mesh`, in forward and backward.
 
@@ -102,14 +116,19 @@ def attend(
     chunks = (rank, 2 * size - 1 - rank)
     if window is not None and window >= q.shape[SEQUENCE] * size:
         window = None
+    is_whole = k.shape[SEQUENCE] > q.shape[SEQUENCE]
     is_causal = mask is None and window is None and soft_cap is None
     if is_causal and has_flash and q.dtype in FLASH[q.device.type].dtypes:
         width = q.shape[-1]
         if q.is_cuda and width % WIDTHS:  # zeros change neither scores nor other columns
             q, k, v = (F.pad(x, (0, -width % WIDTHS)) for x in (q, k, v))
+        if is_whole:
+            in_chunks: Callable[..., Tensor] = _AttentionInChunks.apply
+            return in_chunks(q, k, v, chunks, scale)[..., :width]
         apply: Callable[..., Tensor] = _GatheredAttention.apply
         return apply(q, k, v, chunks, mesh, scale)[..., :width]
-    k, v = _gather(torch.stack([k, v]), mesh).unbind(0)  # (B, K, S, H)
+    if not is_whole:
+        k, v = _gather(torch.stack([k, v]), mesh).unbind(0)  # (B, K, S, H)
     if isinstance(mask, BlockMask):  # skips later keys by itself
         return masked_attention(q, k, v, mask, scale=scale, soft_cap=soft_cap)
     return masked_in_chunks(q, k, v, mask, chunks, scale, window, soft_cap)
@@ -182,6 +201,24 @@ class _GatheredAttention(torch.autograd.Function):
         of_q, of_k, of_v = gradients_in_chunks(grad, q, keys, values, output, sums, chunks, scale)
         of_k, of_v = _scatter(torch.stack([of_k, of_v]), mesh).unbind(0)
         return of_q, of_k, of_v, None, None, None
+
+
+class _AttentionInChunks(torch.autograd.Function):
+    """Causal attention of a rank's chunks to keys and values of all positions."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, chunks: Chunks, scale: float) -> Tensor:
+        """(B, N, S/cp, H), twice (B, K, S, H) -> (B, N, S/cp, H)."""
+        output, sums = attend_in_chunks(q, k, v, chunks, scale)
+        ctx.save_for_backward(q, k, v, output, *sums)
+        ctx.options = chunks, scale
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, output, *sums = ctx.saved_tensors
+        gradients = gradients_in_chunks(grad, q, k, v, output, sums, *ctx.options)
+        return *gradients, None, None
 
 
 def attend_in_chunks(

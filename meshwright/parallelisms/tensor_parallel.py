@@ -22,6 +22,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from meshwright.models.decoder import Decoder
+from meshwright.models.latent_attention import LatentAttention
 from meshwright.models.loss import SummedLoss, rows_at
 from meshwright.models.parameter import Layout
 from meshwright.parallelisms.meshes import all_gather
@@ -45,7 +46,7 @@ class VocabularyParallelLoss(SummedLoss):
         Args:
             at: (B,) positions in the whole sequences, as `SummedLoss.logits` takes them.
         """
-        x, own = rows_at(self._gathered(x), at), cast(DTensor, weight).to_local()
+        x, own = rows_at(gather_sequence(x, self.mesh), at), cast(DTensor, weight).to_local()
         shape = torch.Size((*x.shape[:2], weight.shape[0]))
         strides = (shape[1] * shape[2], shape[2], 1)
         logits = DTensor.from_local(
@@ -59,17 +60,12 @@ class VocabularyParallelLoss(SummedLoss):
         first = min(self.mesh.get_local_rank() * rows_per_rank, weight.shape[0])
         own = cast(DTensor, weight).to_local()
         chunk_tokens = self.tokens_per_chunk(weight, x.dtype)
-        x = self._gathered(x)
+        x = gather_sequence(x, self.mesh)
         return self.of_rows(x, own, labels, chunk_tokens=chunk_tokens, first=first)
 
     def join(self, log_sum: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
         both = all_gather(torch.stack([log_sum, own]).unsqueeze(0), self.mesh)  # (tp, 2, tokens)
         return both[:, 0].logsumexp(0), both[:, 1].amax(0)
-
-    def _gathered(self, x: Tensor) -> Tensor:
-        """(B, S/tp, D) -> (B, S, D), where a gradient is this rank's summand."""
-        whole = DTensor.from_local(x, self.mesh, [Shard(1)]).redistribute(placements=[Replicate()])
-        return whole.to_local(grad_placements=[Partial()])
 
 
 class NormOverRanks(nn.Module):
@@ -131,14 +127,21 @@ def apply_tp(model: Decoder, mesh: DeviceMesh) -> str:
             norm = NormOverRanks(model.get_submodule(module), mesh)
             setattr(model.get_submodule(around), own, norm)
             continue
-        if parameter.layout == "output":
+        if parameter.layout in ("output", "colwise_gathered"):
             cut = distribute_tensor(model.get_parameter(name), mesh, [Shard(0)])
             model.get_submodule(module).register_parameter("weight", nn.Parameter(cut))
+            if parameter.layout == "colwise_gathered":
+                layer = cast(nn.Linear, model.get_submodule(module))
+                layer.forward = functools.partial(_multiply_own_rows, layer)  # type: ignore[method-assign]
             continue
         plan[module] = styles[parameter.layout]
         if parameter.layout == "colwise":  # gathered once for all of them
             around = module.rpartition(".")[0]
             plan[around] = _gather(model.get_submodule(around))
+    for block in model.layers.values():
+        if isinstance(block.attention, LatentAttention):
+            narrow = block.get_submodule("attention.narrow")
+            narrow.forward = functools.partial(gather_sequence, mesh=mesh)
     if model.output is not None:  # a tied one's weight is cut as the embedding's
         model.output.loss = VocabularyParallelLoss(mesh, model.output.loss.cap)
     for module, style in plan.items():  # by name: torch reads a plan's keys as patterns, each anew
@@ -147,6 +150,19 @@ def apply_tp(model: Decoder, mesh: DeviceMesh) -> str:
         model.tok_embeddings.look_up = _look_up_in_shard
         model.tok_embeddings.register_forward_hook(_own_storage)
     return f"tensor parallelism: matrices, and the sequence between them, cut in {mesh.size()}"
+
+
+def gather_sequence(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    """(B, S/tp, W) -> (B, S, W), where a gradient is this rank's summand: its own heads', or rows'.
+
+    Backward adds the summands up and gives each rank its part of the sequence."""
+    whole = DTensor.from_local(x, mesh, [Shard(1)]).redistribute(placements=[Replicate()])
+    return whole.to_local(grad_placements=[Partial()])
+
+
+def _multiply_own_rows(layer: nn.Linear, x: Tensor) -> Tensor:
+    """(..., in) -> (..., out/tp), of a rank's rows of the weight."""
+    return F.linear(x, cast(DTensor, layer.weight).to_local().to(x.dtype))
 
 
 def _gather(module: nn.Module) -> PrepareModuleInput:

@@ -4,7 +4,9 @@ import dataclasses
 
 from meshwright.models.args import DecoderArgs, ExpertArgs, WindowArgs
 from meshwright.models.families import MODELS
+from meshwright.models.families.deepseek_v2 import DeepseekArgs
 from meshwright.models.family import Family
+from meshwright.models.latent import LatentArgs
 from meshwright.models.rope_scaling import LinearScaling, RopeScaling, Yarn
 
 SEQ_LEN = 32
@@ -36,7 +38,10 @@ def small(family: Family, vocab_size: int, **changes: object) -> DecoderArgs:
         "head_dim": 10 if debug.head_dim else None,
         **debug.small(),
     }
-    return dataclasses.replace(debug, **(dimensions | changes))
+    found = dimensions | changes
+    if isinstance(debug, LatentArgs):  # widths of a head are its own keys
+        found |= {"n_kv_heads": found["n_heads"], "head_dim": None}
+    return dataclasses.replace(debug, **found)
 
 
 def cases(vocab_size: int) -> dict[str, DecoderArgs]:
@@ -55,6 +60,13 @@ def cases(vocab_size: int) -> dict[str, DecoderArgs]:
             variants |= {f"window-{size}": {"window": size} for size in (2, SEQ_LEN - 1, SEQ_LEN)}
         if isinstance(family.flavors["debugmodel"], ExpertArgs):
             variants["few"] = {"n_experts": 3, "n_active": 2}
+        if isinstance(family.flavors["debugmodel"], DeepseekArgs):
+            variants["few"] |= {"n_groups": 1, "n_active_groups": 1, "n_dense_layers": 0}
+            groups = {"n_groups": 4, "n_active_groups": 2}
+            variants["groups"] = groups | {"routed_scaling_factor": 2.0, "v_head_dim": 10}
+            ranks = {"q_lora_rank": 0 if family.flavors["debugmodel"].q_lora_rank else 18}
+            yarn = dataclasses.replace(SCALED["yarn"], mscale=0.7, mscale_all_dim=0.9)
+            variants["mscale"] = ranks | {"rope_scaling": yarn}
         if name == "qwen3_moe":
             variants["dense-first"] = {"n_dense_layers": 1, "normalize_experts": False}
         for variant, changes in variants.items():

@@ -37,6 +37,10 @@ def transformers_model(args: DecoderArgs = SMALL, seed: int = 0) -> PreTrainedMo
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.3, generator=generator)
+    state = family_of(args).hf.state.values()
+    for name, buffer in model.named_buffers():
+        if any(name.endswith(theirs.rpartition("{}")[2]) for theirs in state):
+            nn.init.normal_(buffer, std=0.3, generator=generator)
     return model.eval()
 
 
@@ -48,14 +52,23 @@ def random_model(args: DecoderArgs, seq_len: int = 32) -> Decoder:
     model.init_state()
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.3)
+    for buffer in state_in_files(model).values():
+        nn.init.normal_(buffer, std=0.3)
     return model
+
+
+def state_in_files(ours: Decoder) -> dict[str, torch.Tensor]:
+    """Tensors that are no parameters, but in a folder of Hugging Face."""
+    names = family_of(ours.args).hf.tensors(ours.args)
+    return {name: buffer for name, buffer in ours.named_buffers() if name in names}
 
 
 def in_transformers(ours: Decoder) -> PreTrainedModel:
     """The same function, by the config.json and the names that an export would write."""
     theirs = _unfilled(ours.args)
-    tensors = their_tensors(ours, dict(ours.named_parameters()))
-    assert {name for name, _ in theirs.named_parameters()} == tensors.keys()
+    tensors = their_tensors(ours, dict(ours.named_parameters()) | state_in_files(ours))
+    state = {name for name, _ in theirs.named_buffers() if name in tensors}
+    assert {name for name, _ in theirs.named_parameters()} == tensors.keys() - state
     theirs.load_state_dict(tensors, strict=False)  # a tied output has two names there
     return theirs
 
@@ -64,6 +77,8 @@ def their_tensors(ours: Decoder, tensors: dict[str, torch.Tensor]) -> dict[str, 
     """`tensors` by transformers' names, and in its order of rows."""
     found = {}
     for name, foreign in family_of(ours.args).hf.tensors(ours.args, is_fused=True).items():
+        if name not in tensors:  # state has no gradient
+            continue
         tensor = tensors[name].detach()
         tensor = halves(tensor, foreign.head_dim) if foreign.head_dim else tensor
         before = found.get(foreign.name)  # w1, to which w3 comes
@@ -82,8 +97,9 @@ def load_hf(folder: Path, args: DecoderArgs = SMALL) -> Decoder:
     """On this process alone."""
     model = Decoder(args, seq_len=64)
     model.init_buffers()
+    model.init_state()
     weights = HuggingFaceWeights(NamedPath("folder", folder), family_of(args).hf, args)
-    weights.load(dict(model.named_parameters()))
+    weights.load(dict(model.named_parameters()) | state_in_files(model))
     return model
 
 

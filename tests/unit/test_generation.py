@@ -25,7 +25,10 @@ FP32 = ["--dtype", "float32"]
 PROMPT = "def f(x):"
 
 
-EVERYDAY = "llama-gqa llama-mha-tied-scaled qwen3-tied olmo2-gqa qwen3_moe-dense-first mixtral-gqa"
+EVERYDAY = (
+    "llama-gqa llama-mha-tied-scaled qwen3-tied olmo2-gqa qwen3_moe-dense-first mixtral-gqa "
+    "deepseek_v3-gqa"
+)
 
 
 @pytest.mark.parametrize("args", slow_but(EVERYDAY, {name: [args] for name, args in CASES.items()}))

@@ -26,6 +26,8 @@ from tests.helpers.hf import (
 )
 from tests.helpers.job import assert_equal
 
+V3_FORM = MODELS["deepseek_v3"].hf
+
 
 @pytest.mark.parametrize("args", CASES.values(), ids=CASES.keys())
 def test_in_and_out_again_is_equal_to_the_bit(args, tmp_path, capsys) -> None:
@@ -46,7 +48,7 @@ def test_in_and_out_again_is_equal_to_the_bit(args, tmp_path, capsys) -> None:
     again = AutoModelForCausalLM.from_pretrained(out, config=theirs.config)
     assert torch.equal(again(tokens).logits, want)
     said = capsys.readouterr().out
-    count = len(args.table.parameters)
+    count = len(family_of(args).hf.tensors(args))
     assert f"compared {count} tensors with the checkpoint's to the bit: equal" in said
     assert "compared logits of 256 tokens, in fp32, with transformers" in said
 
@@ -85,7 +87,8 @@ def test_an_absent_key_has_the_default_of_transformers(name) -> None:
         assert found["n_kv_heads"] == theirs.num_key_value_heads
         assert found["norm_eps"] == theirs.rms_norm_eps
         width = theirs.hidden_size // theirs.num_attention_heads
-        assert found["head_dim"] == (getattr(theirs, "head_dim", None) or width)
+        if "kv_lora_rank" not in found:  # heads whose widths are keys of their own
+            assert found["head_dim"] == (getattr(theirs, "head_dim", None) or width)
 
 
 def test_what_follows_from_the_config_may_be_in_the_files_too(tmp_path) -> None:
@@ -110,6 +113,54 @@ def test_half_precision_is_read_exactly(tmp_path, dtype) -> None:
     tokens = torch.arange(50).view(1, 50)
     want = theirs(tokens).logits
     assert (load_hf(tmp_path)(tokens) - want).abs().max() <= 1e-5 * want.abs().max()
+
+
+def test_biases_of_the_choice_stay_fp32_beside_weights_in_bf16(tmp_path) -> None:
+    args = CASES["deepseek_v3-gqa"]
+    folder = save_transformers(tmp_path / "hf", args)
+    checkpoint = save_checkpoint(tmp_path, load_hf(folder, args), args)
+    export([str(checkpoint), str(tmp_path / "half"), "--dtype", "bfloat16"])
+    before, state = tensors_of(folder), set[str]()
+    for key, tensor in tensors_of(tmp_path / "half").items():
+        state |= {key} if key.endswith(".e_score_correction_bias") else set()
+        want = before[key] if key in state else before[key].bfloat16()
+        assert tensor.dtype == want.dtype, key
+        assert torch.equal(tensor, want), key
+    assert len(state) == len(args.table.mixtures)
+
+
+def test_odd_spellings_of_deepseek_are_read_as_transformers_reads_them(tmp_path) -> None:
+    """Or rejected by their key."""
+    written = V3_FORM.write_config(CASES["deepseek_v3-mscale"], 64)
+
+    def value(key: str, **changes: object) -> object:
+        return V3_FORM.read_config({**written, **changes})[key].value
+
+    absent = {k: v for k, v in written.items() if k not in ("head_dim", "q_lora_rank")}
+    assert V3_FORM.read_config(absent)["q_lora_rank"].value == 1536
+    assert value("q_lora_rank", q_lora_rank=None) == 0
+    assert V3_FORM.read_config({**written, "model_type": "kimi_k2"})["n_groups"].value == 4
+    old = {**written["rope_scaling"], "type": "yarn"}
+    del old["rope_type"]
+    assert value("rope_scaling", rope_scaling=old) == CASES["deepseek_v3-mscale"].rope_scaling
+    for key, wrong in {
+        "head_dim": 3,
+        "first_k_dense_replace": -1,
+        "n_group": 1.5,
+        "topk_method": "greedy",
+        "scoring_func": "softmax",
+        "rope_interleave": False,
+        "attention_bias": True,
+        "kv_lora_rank": 0,
+    }.items():
+        with pytest.raises(ValueError, match=f"^{key} is {wrong}|^{key} is '{wrong}'"):
+            V3_FORM.read_config({**written, key: wrong})
+    v2 = MODELS["deepseek_v2"].hf
+    grouped = v2.write_config(CASES["deepseek_v2-groups"], 64)
+    assert grouped["topk_method"] == "group_limited_greedy"
+    assert v2.read_config({**grouped, "topk_method": "greedy"})["n_groups"].value == 1
+    with pytest.raises(ValueError, match="topk_method is 'noaux_tc'"):
+        v2.read_config({**grouped, "topk_method": "noaux_tc"})
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe-dense-first", "mixtral-gqa"])

@@ -121,7 +121,18 @@ def test_spikes_are_the_plain_ones() -> None:
     assert checked.failures == []
 
 
-@pytest.mark.parametrize("name", ["llama-mha-tied-scaled", "olmo2-gqa", "qwen3_moe-dense-first"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "llama-mha-tied-scaled",
+        "olmo2-gqa",
+        "qwen3_moe-dense-first",
+        "deepseek_v2-groups",
+        "deepseek_v2-mscale",
+        "deepseek_v3-gqa",
+        "deepseek_v3-mscale",
+    ],
+)
 def test_the_plain_decoder_is_transformers(name: str) -> None:
     model, routing = random_model(CASES[name]), Recorded()
     theirs = in_transformers(model).double()

@@ -76,10 +76,17 @@ class Export:
         )
         self.seq_len = int(manifest["data_identity"]["training.seq_len"])
         self.dtype, self.max_shard_size, self.is_fused = dtype, max_shard_size, is_fused
+        self.untrained = untrained
         self.tokenizer, self.other_files = tokenizer, other_files
         self.ends_of_text = sorted(text_ends(tokenizer))
         special = end_ids(tokenizer)
         self.special_tokens = {key: token for key, token in special.items() if token is not None}
+
+    def read(self, name: str) -> Tensor:
+        """Return one of our tensors in the type that the folder has it in: weights in `dtype`, and
+        state as it is."""
+        tensor = self.weights.read(name)
+        return tensor if name in self.untrained else tensor.to(self.dtype)
 
 
 def export(job: Export, out: Path, say: Callable[[str], None]) -> None:
@@ -138,7 +145,7 @@ def _write(job: Export, folder: Path, say: Callable[[str], None]) -> None:
         was = NamedPath("OUT", folder).read_json(GENERATION_CONFIG)
     _write_json(folder / GENERATION_CONFIG, was | job.special_tokens | ends)
     tensors = job.form.tensors(job.args, is_fused=job.is_fused)
-    _check_state(job)
+    _check_state(job, tensors)
     _write_weights(job, folder, tensors)
     size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     say(f"wrote {len(tensors)} tensors, {size:,} bytes, as {_name(job.dtype)}")
@@ -150,13 +157,13 @@ def _write(job: Export, folder: Path, say: Callable[[str], None]) -> None:
             sync_file(file.fileno(), path)
 
 
-def _check_state(job: Export) -> None:
+def _check_state(job: Export, tensors: Mapping[str, ForeignTensor]) -> None:
     """Check that no tensor matters for which the folder has no place.
 
     Raises:
         ConfigError: if experts were chosen by biases, too.
     """
-    for name in job.args.table.state:
+    for name in job.untrained.keys() - tensors.keys():
         place = NamedPath("CHECKPOINT", Path(name))
         place.check(
             not name.endswith(".bias") or not job.weights.read(name).any(),
@@ -194,7 +201,7 @@ def _write_weights(job: Export, folder: Path, tensors: Mapping[str, ForeignTenso
 
 def _read(job: Export, name: str, foreign: ForeignTensor) -> dict[str, Tensor]:
     """Return one of our tensors by the names that the files have for it."""
-    tensor = job.weights.read(name).to(job.dtype)
+    tensor = job.read(name)
     if foreign.slices:
         return dict(zip(foreign.slices, tensor, strict=True))
     return {foreign.name: tensor if foreign.head_dim is None else halves(tensor, foreign.head_dim)}
@@ -215,10 +222,11 @@ def _verify(job: Export, place: NamedPath, say: Callable[[str], None]) -> None:
         target.copy_(values)
 
     for name, foreign in tensors.items():
-        want = job.weights.read(name).to(job.dtype)
-        written.load({name: (got := torch.empty(foreign.shape, dtype=job.dtype))}, put)
+        want = job.read(name)
+        dtypes.clear()
+        written.load({name: (got := torch.empty(foreign.shape, dtype=want.dtype))}, put)
         place.check(
-            dtypes == {job.dtype} and torch.equal(_bits(got), _bits(want)),
+            dtypes == {want.dtype} and torch.equal(_bits(got), _bits(want)),
             f"{name} differs from the checkpoint",
             "export again; if it stays so, the disk or meshwright is at fault",
         )
@@ -273,8 +281,10 @@ def _logits_of_ours(job: Export, tokens: Tensor) -> Tensor:
         stage.to_empty(device="cpu")
         stage.init_buffers()
         stage.init_state()
-        for name, parameter in stage.named_parameters():
-            parameter.copy_(job.weights.read(name).to(job.dtype))
+        there = job.form.tensors(job.args)
+        for name, tensor in stage.state_dict().items():
+            if name in there:
+                tensor.copy_(job.read(name))
         x = stage(x)
     return x
 

@@ -153,7 +153,7 @@ def find_family(place: NamedPath, families: Sequence[Family]) -> Family:
         ConfigError: if it is none of `families`.
     """
     kind = _read_config(place).get("model_type")
-    found = [family for family in families if family.hf.model_type == kind]
+    found = [family for family in families if kind in (family.hf.model_type, *family.hf.aliases)]
     known = ", ".join(family.hf.model_type for family in families)
     fix = "write a family for it (docs/extending.md), or name another folder"
     place.check(bool(found), f"{CONFIG}: model_type is {kind!r}, not one of {known}", fix)

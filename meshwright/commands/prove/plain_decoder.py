@@ -23,6 +23,9 @@ Weights = Mapping[str, Tensor]
 
 UNCOUNTED = -1
 
+LATENT_EPS = 1e-6
+"""Of the norms of latents, in DeepSeek's published code."""
+
 
 @dataclass(frozen=True)
 class Form:
@@ -36,6 +39,10 @@ class Form:
     """Of q, k and v, the projections that have biases."""
     is_gemma: bool = False
     """Norms multiply by 1 + w, the gate has GELU by tanh, and embeddings are times sqrt(D)."""
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    """From a router's logits to scores of experts."""
+    n_best: int = 2
+    """Scores of a group of experts that add up to the group's."""
     divides_logits: bool = False
     """By `logits_scaling`, instead of multiplying by it."""
 
@@ -55,19 +62,16 @@ FORMS = {
     "mistral": Form(),  # arXiv:2310.06825
     "granite": Form(divides_logits=True),
     "hyperclovax": Form(norm="sandwich"),  # arXiv:2506.22403
+    "deepseek_v2": Form(n_best=1),  # arXiv:2405.04434
+    "deepseek_v3": Form(scores="sigmoid"),  # arXiv:2412.19437
 }
 """By `model.name`."""
 
 
 def shapes(name: str, args: Args) -> dict[str, tuple[int, ...]]:
     """Return the shape of each weight, by its name; `name` is a key in `FORMS`."""
-    dim, width, qk_norm = args["dim"], head_width(args), FORMS[name].qk_norm
-    query, kv = args["n_heads"] * width, args["n_kv_heads"] * width
-    attention: dict[str, tuple[int, ...]] = {"wq": (query, dim), "wk": (kv, dim), "wv": (kv, dim)}
-    attention["wo"] = dim, query
-    if qk_norm is not None:
-        attention |= {"q_norm": (width if qk_norm == "head" else query,)}
-        attention |= {"k_norm": (width if qk_norm == "head" else kv,)}
+    dim = args["dim"]
+    attention = _latent_shapes(args) if has_latents(args) else _attention_shapes(name, args)
     biases = {which: attention[f"w{which}"][:1] for which in FORMS[name].biases}
     norms = [f"{norm}_norm" for norm in ("attention", "ffn")]
     if FORMS[name].norm == "sandwich":
@@ -86,14 +90,51 @@ def shapes(name: str, args: Args) -> dict[str, tuple[int, ...]]:
             experts, inner = (args["n_experts"],), args.get("expert_dim", inner)
             found[f"{prefix}router.weight"] = args["n_experts"], dim
             prefix, suffix = f"{prefix}experts.", ""
-        matrices = {"w1": (inner, dim), "w2": (dim, inner), "w3": (inner, dim)}
-        found |= {f"{prefix}{w}{suffix}": (*experts, *shape) for w, shape in matrices.items()}
+        found |= {f"{prefix}{w}{suffix}": (*experts, *s) for w, s in _swiglu_shapes(dim, inner)}
+        if experts and "n_shared_experts" in args:
+            shared = _swiglu_shapes(dim, args["n_shared_experts"] * inner)
+            found |= {f"{part}.feed_forward.shared.{w}.weight": shape for w, shape in shared}
     return found | {"norm.weight": (dim,)}
 
 
-def head_width(args: Args) -> int:
-    """Return H, the width of a head."""
-    width: int = args["head_dim"] or args["dim"] // args["n_heads"]
+def _swiglu_shapes(dim: int, inner: int) -> list[tuple[str, tuple[int, int]]]:
+    return [("w1", (inner, dim)), ("w2", (dim, inner)), ("w3", (inner, dim))]
+
+
+def _attention_shapes(name: str, args: Args) -> dict[str, tuple[int, ...]]:
+    dim, width, qk_norm = args["dim"], rotated_width(args), FORMS[name].qk_norm
+    query, kv = args["n_heads"] * width, args["n_kv_heads"] * width
+    found: dict[str, tuple[int, ...]] = {"wq": (query, dim), "wk": (kv, dim), "wv": (kv, dim)}
+    found["wo"] = dim, query
+    if qk_norm is not None:
+        found |= {"q_norm": (width if qk_norm == "head" else query,)}
+        found |= {"k_norm": (width if qk_norm == "head" else kv,)}
+    return found
+
+
+def _latent_shapes(args: Args) -> dict[str, tuple[int, ...]]:
+    dim, heads, rank, q_rank = (
+        args[key] for key in ("dim", "n_heads", "kv_lora_rank", "q_lora_rank")
+    )
+    plain, rotated, value = (
+        args[key] for key in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    )
+    query = heads * (plain + rotated)
+    found: dict[str, tuple[int, ...]] = {"wkv_a": (rank + rotated, dim), "kv_norm": (rank,)}
+    found |= {"wkv_b": (heads * (plain + value), rank), "wo": (dim, heads * value)}
+    if not q_rank:
+        return found | {"wq": (query, dim)}
+    return found | {"wq_a": (q_rank, dim), "q_norm": (q_rank,), "wq_b": (query, q_rank)}
+
+
+def has_latents(args: Args) -> bool:
+    """Return whether attention is DeepSeek's, arXiv:2405.04434, section 2.1."""
+    return "kv_lora_rank" in args
+
+
+def rotated_width(args: Args) -> int:
+    """Return how many elements of a head are rotated: all H, but with latents."""
+    width: int = args.get("qk_rope_head_dim") or args["head_dim"] or args["dim"] // args["n_heads"]
     return width
 
 
@@ -116,7 +157,7 @@ def frequencies(args: Args, layer: int) -> Tensor:
     arXiv:2407.21783; Peng et al. 2023, arXiv:2309.00071, whose authors' code bounds the pairs; Chen
     et al. 2023, arXiv:2306.15595.
     """
-    width, theta = head_width(args), args["rope_theta"]
+    width, theta = rotated_width(args), args["rope_theta"]
     if window_of(args, layer) is not None:
         theta = args.get("local_theta", theta)
     found: Tensor = theta ** -(torch.arange(0, width, 2, dtype=torch.float64) / width)
@@ -151,7 +192,16 @@ def amplitude(args: Args, layer: int) -> float:
     if "attention_factor" not in scaling:
         return 1.0
     given: float | None = scaling["attention_factor"]
-    return 0.1 * math.log(max(scaling["factor"], 1)) + 1 if given is None else given
+    if given is not None:
+        return given
+    if scaling["mscale"] and scaling["mscale_all_dim"]:
+        return _growth(scaling, scaling["mscale"]) / _growth(scaling, scaling["mscale_all_dim"])
+    return _growth(scaling, 1.0)
+
+
+def _growth(scaling: Mapping[str, Any], mscale: float) -> float:
+    """Return YaRN's factor with a weight on its logarithm, as DeepSeek's code has it."""
+    return 0.1 * mscale * math.log(max(scaling["factor"], 1)) + 1
 
 
 def angles(args: Args, positions: Tensor, layer: int) -> Tensor:
@@ -276,6 +326,10 @@ class Plain:
         return x / (x.square().mean(-1, keepdim=True) + self._args["norm_eps"]).sqrt() * factor
 
     def _attend(self, x: Tensor, weights: Weights, rotation: Tensor | None, sees: Tensor) -> Tensor:
+        if has_latents(self._args):
+            assert rotation is not None
+            return self._attend_by_latents(x, weights, rotation, sees)
+
         def heads(which: str) -> Tensor:  # (B, heads, S, H)
             y, norm = x @ weights[f"attention.w{which}.weight"].T, f"attention.{which}_norm.weight"
             if which in self._form.biases:
@@ -286,11 +340,8 @@ class Plain:
             y = y.unflatten(-1, (count, -1))
             if norm in weights and self._form.qk_norm == "head":
                 y = self._norm(y, weights[norm])
-            if (
-                which != "v" and rotation is not None
-            ):  # numbers 2i and 2i + 1 of a head are a point that is turned
-                points = torch.view_as_complex(y.unflatten(-1, (-1, 2)).contiguous())
-                y = torch.view_as_real(points * rotation.unsqueeze(2)).flatten(-2)
+            if which != "v" and rotation is not None:
+                y = _turned(y, rotation)
             return y.transpose(1, 2)
 
         q, k, v = map(heads, "qkv")
@@ -301,31 +352,85 @@ class Plain:
         mixed = scores.masked_fill(~sees.unsqueeze(1), -math.inf).softmax(-1) @ v
         return mixed.transpose(1, 2).flatten(-2) @ weights["attention.wo.weight"].T
 
+    def _attend_by_latents(
+        self, x: Tensor, weights: Weights, rotation: Tensor, sees: Tensor
+    ) -> Tensor:
+        """DeepSeek-AI 2024, arXiv:2405.04434, equations 37 to 47."""
+        args, plain = self._args, self._args["qk_nope_head_dim"]
+
+        def product(y: Tensor, name: str) -> Tensor:
+            return y @ weights[f"attention.{name}.weight"].T
+
+        def normed(y: Tensor, name: str) -> Tensor:
+            return y / (y.square().mean(-1, keepdim=True) + LATENT_EPS).sqrt() * weights[name]
+
+        if args["q_lora_rank"]:
+            q = product(normed(product(x, "wq_a"), "attention.q_norm.weight"), "wq_b")
+        else:
+            q = product(x, "wq")
+        q = q.unflatten(-1, (args["n_heads"], -1))
+        q = torch.cat([q[..., :plain], _turned(q[..., plain:], rotation)], -1)
+        latent, key = product(x, "wkv_a").tensor_split([args["kv_lora_rank"]], -1)
+        key = _turned(key.unsqueeze(2), rotation)  # the same for all heads
+        kv = product(normed(latent, "attention.kv_norm.weight"), "wkv_b")
+        k, v = kv.unflatten(-1, (args["n_heads"], -1)).tensor_split([plain], -1)
+        k = torch.cat([k, key.expand(*k.shape[:-1], -1)], -1)
+
+        scaling = args["rope_scaling"]
+        scale = q.shape[-1] ** -0.5
+        if scaling and scaling["mscale_all_dim"]:
+            scale *= _growth(scaling, scaling["mscale_all_dim"]) ** 2
+        scores = torch.einsum("bqnh,bknh->bnqk", q, k) * scale
+        shares = scores.masked_fill(~sees.unsqueeze(1), -math.inf).softmax(-1)
+        return product(torch.einsum("bnqk,bknv->bqnv", shares, v).flatten(-2), "wo")
+
+    def _chosen(self, biased: Tensor, count: int) -> Tensor:
+        """(B, S, E) -> (B, S, K): the highest scores, in the best groups if there are some."""
+        groups = self._args.get("n_groups", 1)
+        each = biased.unflatten(-1, (groups, -1))
+        of_groups = each.topk(min(self._form.n_best, each.shape[-1])).values.sum(-1)
+        best = of_groups.topk(self._args.get("n_active_groups", 1)).indices
+        is_out = torch.ones_like(of_groups, dtype=torch.bool).scatter(-1, best, False)
+        return each.masked_fill(is_out.unsqueeze(-1), -math.inf).flatten(-2).topk(count).indices
+
     def _mix(self, x: Tensor, weights: Weights, router: Router, is_token: Tensor) -> Tensor:
         """Experts by `router.chosen` (Shazeer et al. 2017, arXiv:1701.06538), and the router's
         results."""
         logits = x @ weights["feed_forward.router.weight"].T  # (B, S, E)
-        scores, chosen = logits.softmax(-1), router.chosen
+        is_softmax, chosen = self._form.scores == "softmax", router.chosen
+        scores = logits.softmax(-1) if is_softmax else logits.sigmoid()
         biased = scores.detach() + router.bias
-        best = biased.topk(chosen.shape[-1]).values.sum(-1)
-        router.gap = (best - biased.gather(-1, chosen).sum(-1)).max().item()
+        best = biased.gather(-1, self._chosen(biased, chosen.shape[-1])).sum(-1)
+        router.gap = (best - biased.gather(-1, chosen).sum(-1)).abs().max().item()
         taken = torch.zeros_like(scores).scatter(-1, chosen, 1.0) * is_token.unsqueeze(-1)
         of_sequence = taken.sum(1, keepdim=True)
         router.counts = of_sequence.sum((0, 1)).detach()
-        evenness = [(scores * _over_mean(load)).sum(-1) for load in (router.load, of_sequence)]
+        shares = scores / scores.sum(-1, keepdim=True)
+        evenness = [(shares * _over_mean(load)).sum(-1) for load in (router.load, of_sequence)]
         each = [*evenness, logits.logsumexp(-1).square()]
         router.losses = [(loss * is_token).sum() for loss in each]
 
         share = scores.gather(-1, chosen)
         if self._args["normalize_experts"]:
             share = share / share.sum(-1, keepdim=True)
+        share = share * self._args.get("routed_scaling_factor", 1.0)
         gates = torch.zeros_like(scores).scatter(-1, chosen, share).unbind(-1)
         experts = zip(*(weights[f"feed_forward.experts.w{n}"] for n in (1, 2, 3)), strict=True)
         # each computes every token, and the gates of all but its own are 0
         outputs = [
             gate.unsqueeze(-1) * _swiglu(x, *own) for gate, own in zip(gates, experts, strict=True)
         ]
-        return torch.stack(outputs).sum(0)
+        mixed = torch.stack(outputs).sum(0)
+        if "n_shared_experts" not in self._args:
+            return mixed
+        names = (f"feed_forward.shared.w{number}.weight" for number in (1, 2, 3))
+        return mixed + _swiglu(x, *(weights[name] for name in names))
+
+
+def _turned(x: Tensor, rotation: Tensor) -> Tensor:
+    """(B, S, heads, R): numbers 2i and 2i + 1 of a head are a point that is turned."""
+    points = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
+    return torch.view_as_real(points * rotation.unsqueeze(2)).flatten(-2)
 
 
 def _over_mean(load: Tensor) -> Tensor:

@@ -90,8 +90,9 @@ def optimizers(
     betas = (config.beta1, config.beta2)
     for name, weight in weights.items():
         own, heads = settings(name, weight, config), 1
-        if config.muon.split_heads and name.endswith(("wq.weight", "wk.weight", "wv.weight")):
-            heads = args["n_heads" if name.endswith("wq.weight") else "n_kv_heads"]
+        layer = name.removesuffix(".weight").rpartition(".")[2]
+        if config.muon.split_heads and layer in ("wq", "wk", "wv", "wq_b", "wkv_b"):
+            heads = args["n_kv_heads" if layer in ("wk", "wv") else "n_heads"]
         group = {"params": [weight], "weight_decay": own.weight_decay, "lr": 0.0, "heads": heads}
         if own.optimizer not in SHIPPED:
             yield None, own

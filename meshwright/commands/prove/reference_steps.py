@@ -23,7 +23,7 @@ from meshwright.commands.prove.measure import different
 from meshwright.commands.prove.plain_batch import compare_batch, compare_documents, read_batch
 from meshwright.commands.prove.plain_decoder import UNCOUNTED, Plain, Router
 from meshwright.commands.prove.plain_optimizer import kept_share, optimizers, schedule
-from meshwright.commands.prove.weights import STRETCH, STRETCH_NORMALISED
+from meshwright.commands.prove.weights import stretch_of
 from meshwright.config.job_config import JobConfig
 from meshwright.datasets.samples import SampleRules
 from meshwright.models.loss import IGNORE, Batch
@@ -109,9 +109,7 @@ class Steps:
         self._stream = build_stream(job.resolved, data.sources, job.meshes, data.begin, rules)
 
         self._args = dataclasses.asdict(args)
-        is_normalised = any(name.endswith("q_norm.weight") for name in self._state().weights)
-        first, last = STRETCH_NORMALISED if is_normalised else STRETCH
-        stretch = torch.linspace(first, last, training.seq_len)
+        stretch = torch.linspace(*stretch_of(args.table), training.seq_len)
         self._plain = Plain(job.resolved.family.name, self._args, stretch)
         self._weights = {
             name: weight.clone().requires_grad_(not self._is_frozen(name))

@@ -4,6 +4,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
+from typing import Any
 
 from meshwright.config.job_config import Average, Checkpoint, JobConfig, Metrics, Profiling, changed
 from meshwright.config.parallelism import ActivationCheckpoint, Compile, Parallelism
@@ -107,19 +108,22 @@ def shrink(config: JobConfig, args: DecoderArgs) -> JobConfig:
     kv_heads = tp if tp > 1 else min(args.n_kv_heads, 3)
     heads = kv_heads * min(args.n_heads // args.n_kv_heads, 2)
     has_own_width = args.head_dim not in (None, args.dim / args.n_heads)
-    small_args = dataclasses.replace(
-        args,
-        dim=heads * HEAD_DIM,
-        n_layers=_num_layers(config.parallelism, args.n_layers),
-        n_heads=heads,
-        n_kv_heads=kv_heads,
-        hidden_dim=22 * max(tp, 2),  # divides by tp, but the rest not by 4 ranks
-        vocab_size=VOCAB_SIZE,
-        head_dim=OWN_HEAD_DIM if has_own_width else HEAD_DIM,
-        **args.small(),
-    )
+    few: dict[str, Any] = {
+        "dim": heads * HEAD_DIM,
+        "n_layers": _num_layers(config.parallelism, args.n_layers),
+        "n_heads": heads,
+        "n_kv_heads": kv_heads,
+        "hidden_dim": 22 * max(tp, 2),  # divides by tp, but the rest not by 4 ranks
+        "vocab_size": VOCAB_SIZE,
+        "head_dim": OWN_HEAD_DIM if has_own_width else HEAD_DIM,
+    }
+    small_args = dataclasses.replace(args, **(few | args.small()))
     user_args = {name: value for name, value in config.model.args.items() if name in KEPT}
-    dimensions = {name: value for name, value in vars(small_args).items() if name not in KEPT}
+    dimensions = {
+        name: value
+        for name, value in vars(small_args).items()
+        if name not in KEPT and value is not None  # which TOML has not
+    }
     first = entries(config.training, "training")[0]
     has_stream = find_dataset(first.source.dataset) is not None and is_streamed(first)
     names = [*small_args.table.parameters]

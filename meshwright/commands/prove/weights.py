@@ -3,6 +3,7 @@
 import torch
 
 from meshwright.models.decoder import Decoder
+from meshwright.models.table import DecoderSpec
 from meshwright.parallelisms.local_model import LocalModel
 from meshwright.train.trainer import Trainer
 
@@ -37,11 +38,17 @@ def show_attention(stage: Decoder) -> None:
     scores are of order 1, and depend on places. Queries and keys that are normalised make such
     scores by themselves: stretched as far, attention would be chaotic, and rounding would grow.
     """
-    is_normalised = any(layer.attention.qk_norm for layer in stage.table.layers)
-    stretch = STRETCH_NORMALISED if is_normalised else STRETCH
+    stretch = stretch_of(stage.table)
     for name in stage.rope_caches:
         cache = stage.get_buffer(name)  # (2, S, H/2)
         cache *= torch.linspace(*stretch, cache.shape[1]).unsqueeze(1)
+
+
+def stretch_of(table: DecoderSpec) -> tuple[float, float]:
+    """Return by how much queries and keys of a model are stretched at the first and at the last
+    position."""
+    is_normalised = any(layer.attention.qk_norm for layer in table.layers)
+    return STRETCH_NORMALISED if is_normalised else STRETCH
 
 
 def unbalance(model: LocalModel) -> None:

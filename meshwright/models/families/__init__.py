@@ -22,6 +22,8 @@ FAMILIES: tuple[str, ...] = (
     "meshwright.models.families.mistral",
     "meshwright.models.families.granite",
     "meshwright.models.families.hyperclovax",
+    "meshwright.models.families.deepseek_v2",
+    "meshwright.models.families.deepseek_v3",
 )
 """Modules, free of torch, each with a `FAMILY` of the module's name."""
 

@@ -99,9 +99,13 @@ def settings_of(name: str, declared: Parameter, config: Optimizer) -> Settings:
     return Settings(group.optimizer or optimizer, group.lr_scale, own_decay)
 
 
+HEADS = (".wq", ".wk", ".wv", ".wq_b", ".wkv_b")
+"""Ends of the names of layers whose rows are those of heads, one after the other."""
+
+
 def heads_of(name: str, parameter: Parameter) -> int:
     """Return into how many matrices `optimizer.muon.split_heads` cuts a parameter, by rows."""
-    is_projection = name.endswith((".wq.weight", ".wk.weight", ".wv.weight"))
+    is_projection = name.rpartition(".")[0].endswith(HEADS)
     return parameter.parts[1] if is_projection and parameter.parts else 1
 
 
