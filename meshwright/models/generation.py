@@ -65,8 +65,10 @@ class CachedAttention(nn.Module):
 
 
 class CachedLatents(nn.Module):
-    """Keeps the latents and rotated keys of positions, and gives those of all so far, as the `seen`
-    of `LatentAttention`."""
+    """Keeps the latents and rotated keys of positions, and returns them from the first one on.
+
+    It replaces the `seen` of `LatentAttention`.
+    """
 
     def __init__(self, max_len: int) -> None:
         super().__init__()

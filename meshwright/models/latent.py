@@ -15,7 +15,8 @@ from meshwright.models.table import AttentionSpec
 @dataclass(frozen=True, kw_only=True)
 class LatentSpec(AttentionSpec):
     """Attention of N heads whose keys and values are products of one narrow vector of a token, its
-    latent. The last elements of a query are rotated, those of a key are the same for all heads.
+    latent. The last elements of a query or key are rotated; the rotated part of a key is the same
+    for all heads.
 
     Source: DeepSeek-AI 2024, arXiv:2405.04434, section 2.1 (MLA). Names are DeepSeek's.
     """

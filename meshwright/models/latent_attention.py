@@ -11,13 +11,13 @@ from meshwright.models.latent import LatentSpec
 from meshwright.models.layers import Linear, RMSNorm, add_layers
 
 EPS = 1e-6
-"""Of the norms of latents, whatever that of other norms is (modeling_deepseek.py of DeepSeek-V2 and
-V3, and transformers)."""
+"""Of the norms of latents, which don't take the model's (DeepSeek's modeling_deepseek.py, and
+transformers)."""
 
 
 class LatentAttention(nn.Module):
-    """Causal attention of N heads, of which a token's latent and one rotated key are all that other
-    tokens need.
+    """Causal attention of N heads, where other tokens need only the latent and the rotated key of a
+    token.
 
     Source: DeepSeek-AI 2024, arXiv:2405.04434, section 2.1. Names are DeepSeek's.
 
@@ -25,8 +25,8 @@ class LatentAttention(nn.Module):
         narrow: identity of (B, S, W), the vectors from which a token's heads are computed.
             Tensor parallelism, whose ranks have parts of the sequence before it, gathers them here.
         seen: identity of (B, S, kv_rank + rotated_dim), the latents and rotated keys that tokens
-            see. Context parallelism gathers those of other ranks here; generation puts those of
-            earlier tokens before them.
+            see. Context parallelism gathers them from other ranks here; generation puts earlier
+            tokens' before them.
     """
 
     wq: Linear

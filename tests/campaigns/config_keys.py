@@ -93,7 +93,7 @@ def ours(folder: Path) -> Tensor:
     model.init_buffers()
     model.init_state()
     with torch.no_grad():
-        weights.load(dict(model.named_parameters()))
+        weights.load(model.state_dict())
         found: Tensor = model(TOKENS)
     return found
 

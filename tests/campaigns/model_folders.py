@@ -305,7 +305,7 @@ def ours(folder: Folder, given: bool | None) -> Tensor:
         NamedPath("folder", folder.path), family_of(folder.args).hf, plan.model_args
     )
     with torch.no_grad():
-        weights.load(dict(model.named_parameters()))
+        weights.load(model.state_dict())
         found: Tensor = model(TOKENS)
     return found
 

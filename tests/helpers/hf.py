@@ -99,7 +99,7 @@ def load_hf(folder: Path, args: DecoderArgs = SMALL) -> Decoder:
     model.init_buffers()
     model.init_state()
     weights = HuggingFaceWeights(NamedPath("folder", folder), family_of(args).hf, args)
-    weights.load(dict(model.named_parameters()) | state_in_files(model))
+    weights.load(model.state_dict())
     return model
 
 

@@ -37,6 +37,8 @@ OF_PRESETS = {
     "gemma2": "google/gemma-2-2b",
     "gemma3": "google/gemma-3-1b-pt",
     "smollm3": "HuggingFaceTB/SmolLM3-3B-Base",
+    "deepseek_v2": "deepseek-ai/DeepSeek-V2-Lite",
+    "deepseek_v3": "deepseek-ai/DeepSeek-V3-Base",
     "qwen2.5": "Qwen/Qwen2.5-7B",
     "mistral_v0.1": "mistralai/Mistral-7B-v0.1",
     "granite": "ibm-granite/granite-3.1-8b-base",

@@ -138,7 +138,7 @@ def read(config: Mapping[str, Any], dense: int, groups: tuple[int, int]) -> dict
 
     Args:
         dense: first layers without experts, where no key says it.
-        groups: the same of groups, and of those that a token's experts are in.
+        groups: the number of groups, and of a token's groups, where no key says it.
     """
     rank, keys = config.get("q_lora_rank", 1536) or 0, ("n_group", "topk_group")
     theirs = [config.get(key) or usual for key, usual in zip(keys, groups, strict=True)]

@@ -100,7 +100,7 @@ def settings_of(name: str, declared: Parameter, config: Optimizer) -> Settings:
 
 
 HEADS = (".wq", ".wk", ".wv", ".wq_b", ".wkv_b")
-"""Ends of the names of layers whose rows are those of heads, one after the other."""
+"""Ends of the names of layers whose rows belong to heads, one after the other."""
 
 
 def heads_of(name: str, parameter: Parameter) -> int:
