@@ -29,7 +29,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from meshwright.commands.plan.devices import FRAGMENTED, GIB, Device, estimated, find_device
 from meshwright.commands.plan.predict import predict
 from meshwright.commands.plan.simulate import plan_job
-from meshwright.config.job_config import changed
+from meshwright.config.changes import changed
 from meshwright.config.loader import load_config
 from meshwright.models.loss import SummedLoss
 from meshwright.parallelisms import activation_checkpoint

@@ -1,11 +1,14 @@
-"""Compares two configs: which keys differ. Free of torch."""
+"""Changes a config, and compares two: which keys differ. Free of torch."""
 
 import json
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from meshwright.config.job_config import JobConfig
-from meshwright.system.errors import as_toml
+from pydantic import ValidationError
+
+from meshwright.config.explain import explain_mistake
+from meshwright.config.job_config import JobConfig, Update
+from meshwright.system.errors import CombinedConfigError, as_toml
 
 LONGEST_SHOWN = 100
 
@@ -15,6 +18,25 @@ LEFT_OPEN = (-1, "auto")
 
 ABSENT = object()
 """Stands for a value where a key is on one side alone."""
+
+
+def changed(config: JobConfig, update: Update) -> JobConfig:
+    """Return `config` with the values of `update`, by section and key.
+
+    Raises:
+        ConfigError: for each key that does not exist, and each value that breaks a rule of its own;
+            combinations of keys are judged when a job is resolved.
+    """
+    sections: dict[str, Any] = {name: getattr(config, name) for name in config.model_fields_set}
+    for name, keys in update.items():
+        section = getattr(config, name, None)
+        own = () if section is None else section.model_fields_set
+        sections[name] = {key: getattr(section, key) for key in own} | dict(keys)
+    try:
+        return JobConfig.model_validate(sections)
+    except ValidationError as error:
+        mistakes = [one for mistake in error.errors() for one in explain_mistake(mistake)]
+        raise CombinedConfigError(mistakes) from None
 
 
 class Difference(NamedTuple):

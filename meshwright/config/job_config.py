@@ -337,14 +337,6 @@ Update = Mapping[str, Mapping[str, Any]]
 """New values, by section and key."""
 
 
-def changed(config: JobConfig, update: Update) -> JobConfig:
-    """Return `config` with the values of `update`, which are not checked."""
-    sections = {
-        name: getattr(config, name).model_copy(update=keys) for name, keys in update.items()
-    }
-    return config.model_copy(update=sections)
-
-
 def differing(config: JobConfig, update: Update) -> dict[str, dict[str, Any]]:
     """Return the values of `update` that `config` has not."""
     found = {

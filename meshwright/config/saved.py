@@ -6,7 +6,8 @@ from typing import Any
 
 import pydantic
 
-from meshwright.config.job_config import JobConfig, changed
+from meshwright.config.changes import changed
+from meshwright.config.job_config import JobConfig
 from meshwright.config.loader import to_toml
 from meshwright.config.provenance import with_comments
 from meshwright.system.errors import ConfigError

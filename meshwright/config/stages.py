@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from meshwright.config.job_config import JobConfig, changed
+from meshwright.config.changes import changed
+from meshwright.config.job_config import JobConfig
 from meshwright.config.training import Source, Stage
 from meshwright.system.errors import CombinedConfigError, ConfigError, check, config_error
 

@@ -8,8 +8,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from meshwright.config.changes import LEFT_OPEN, differences, shown, to_json
-from meshwright.config.job_config import changed
+from meshwright.config.changes import LEFT_OPEN, changed, differences, shown, to_json
 from meshwright.config.loader import to_toml
 from meshwright.config.provenance import with_comments
 from meshwright.datasets.named_sources import local_paths

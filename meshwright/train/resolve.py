@@ -12,8 +12,9 @@ from pathlib import Path
 
 from meshwright.checkpoint.manifest import OPTIMIZER, Manifest, left_out
 from meshwright.checkpoint.resume_diff import ResumeDiff, find_resume_diff
+from meshwright.config.changes import changed
 from meshwright.config.combinations import never_reached
-from meshwright.config.job_config import JobConfig, Update, changed
+from meshwright.config.job_config import JobConfig, Update
 from meshwright.config.rules import Choice, broken_rules, check_rules, idle_keys
 from meshwright.config.stages import error_of_stage, staged
 from meshwright.datasets.identity import OF_DOCUMENTS

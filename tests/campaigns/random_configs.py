@@ -34,7 +34,8 @@ from meshwright.commands.prove.prove import record_references
 from meshwright.commands.prove.ranks import RankError, RankPool
 from meshwright.commands.prove.shrink import GLOBAL_BATCH, shrink
 from meshwright.commands.prove.user_options import own_options, user_types
-from meshwright.config.job_config import JobConfig, changed
+from meshwright.config.changes import changed
+from meshwright.config.job_config import JobConfig
 from meshwright.config.loader import load_config
 from meshwright.parallelisms.rules.degrees import KEYS
 from meshwright.parallelisms.rules.stages import SCHEDULES

@@ -36,7 +36,8 @@ from meshwright.commands.prove.verdict import (
     OTHER_CHOICES,
     Verdict,
 )
-from meshwright.config.job_config import JobConfig, changed
+from meshwright.config.changes import changed
+from meshwright.config.job_config import JobConfig
 from meshwright.config.loader import load_config
 from meshwright.models.args import DecoderArgs
 from meshwright.models.families import MODELS

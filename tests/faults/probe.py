@@ -128,7 +128,7 @@ def _of_proof(fault: Fault) -> list[str]:
     from meshwright.commands.prove.measurement import LAST_RESUMED_STEP
     from meshwright.commands.prove.prove import prove
     from meshwright.commands.prove.shrink import shrink
-    from meshwright.config.job_config import changed
+    from meshwright.config.changes import changed
     from meshwright.config.loader import load_config
     from meshwright.train.resolve_model import resolve_model
 

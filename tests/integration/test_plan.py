@@ -15,7 +15,7 @@ from meshwright.commands.plan import predict, search
 from meshwright.commands.plan.devices import ERRORS, estimated, find_device
 from meshwright.commands.plan.search import legal
 from meshwright.commands.plan.simulate import plan_job
-from meshwright.config.job_config import changed
+from meshwright.config.changes import changed
 from meshwright.config.loader import load_config
 from meshwright.system.errors import ConfigError
 from meshwright.system.processes import in_processes

@@ -12,7 +12,7 @@ import pytest
 from meshwright.checkpoint import commit
 from meshwright.checkpoint.manifest import read_manifest
 from meshwright.checkpoint.resume_diff import ResumeDiff
-from meshwright.config.changes import ABSENT, Difference, differences, to_json
+from meshwright.config.changes import ABSENT, Difference, changed, differences, to_json
 from meshwright.config.job_config import JobConfig
 from meshwright.config.loader import load_config
 from meshwright.system.errors import ConfigError
@@ -295,3 +295,29 @@ def test_what_another_process_has_said_goes_to_the_file_alone(resume, capsys, tm
             handler.close()
     assert capsys.readouterr().out.count("resuming step-5 with") == 1
     assert (tmp_path / "rank_0.log").read_text().count("resuming step-5 with") == 2
+
+
+@pytest.mark.parametrize(
+    ("update", "message"),
+    [
+        ({"training": {"steps": -5}}, "training.steps = -5: should be greater than 0"),
+        ({"training": {"steps": "many"}}, "training.steps = 'many': must be a whole number"),
+        (
+            {"training": {"stepz": 5}},
+            "unknown key training.stepz\n  fix: did you mean",
+        ),
+        ({"trainin": {"steps": 5}}, "unknown section trainin\n  fix: did you mean training?"),
+    ],
+)
+def test_a_change_is_checked(update, message) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        changed(JobConfig(), update)
+
+
+def test_a_change_keeps_what_was_given() -> None:
+    """Some rules ask whether a key was given at all, such as `model.name` beside a folder."""
+    before = changed(JobConfig(), {"model": {"flavor": "debugmodel"}})
+    after = changed(before, {"model": {"frozen": ["norm.*"]}, "training": {"steps": 5}})
+    assert after.model.model_fields_set == {"flavor", "frozen"}
+    assert after.training.model_fields_set == {"steps"}
+    assert changed(after, {}) == after

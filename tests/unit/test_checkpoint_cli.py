@@ -15,8 +15,8 @@ from meshwright.checkpoint import commit
 from meshwright.checkpoint.find import find_candidates, find_entries
 from meshwright.checkpoint.retention import apply_retention
 from meshwright.commands import checkpoint as of_checkpoints
-from meshwright.config.changes import to_json
-from meshwright.config.job_config import JobConfig, changed
+from meshwright.config.changes import changed, to_json
+from meshwright.config.job_config import JobConfig
 from meshwright.config.loader import load_config
 from meshwright.system.errors import ConfigError
 from meshwright.system.files import NamedPath

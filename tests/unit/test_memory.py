@@ -6,7 +6,7 @@ from collections.abc import Iterable
 import pytest
 import torch
 
-from meshwright.config.job_config import changed
+from meshwright.config.changes import changed
 from meshwright.config.loader import load_config
 from meshwright.models.families import olmoe
 from meshwright.models.families.llama import FLAVORS

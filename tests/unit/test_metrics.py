@@ -17,8 +17,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from meshwright.commands.plan.devices import DEVICES
-from meshwright.config.changes import to_json
-from meshwright.config.job_config import Checkpoint, JobConfig, changed
+from meshwright.config.changes import changed, to_json
+from meshwright.config.job_config import Checkpoint, JobConfig
 from meshwright.metrics.console import Console
 from meshwright.metrics.reporter import Phases, Reporter, SinkWriter, Work
 from meshwright.metrics.sinks import JsonLines, Record, SafeSink, TextLines, WholeRecords

@@ -14,8 +14,8 @@ import torch
 from meshwright.commands.data import check_data
 from meshwright.commands.prove import data as proof_data
 from meshwright.commands.prove.measurement import SAVED_STEP
-from meshwright.config.changes import changes, config_defaults
-from meshwright.config.job_config import JobConfig, changed
+from meshwright.config.changes import changed, changes, config_defaults
+from meshwright.config.job_config import JobConfig
 from meshwright.config.loader import load_config
 from meshwright.config.training import Training
 from meshwright.datasets import samples as packing

@@ -15,7 +15,8 @@ from meshwright.commands.prove.user_options import (
     reduction_choices,
     user_types,
 )
-from meshwright.config.job_config import JobConfig, changed
+from meshwright.config.changes import changed
+from meshwright.config.job_config import JobConfig
 from meshwright.config.loader import load_config
 from meshwright.train.resolve_model import resolve_model
 from tests.campaigns.random_configs import draw

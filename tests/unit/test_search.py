@@ -20,7 +20,8 @@ from meshwright.commands.plan.search import (
     words_of,
 )
 from meshwright.commands.plan.simulate import plan_job
-from meshwright.config.job_config import JobConfig, changed, differing
+from meshwright.config.changes import changed
+from meshwright.config.job_config import JobConfig, differing
 from meshwright.config.loader import load_config
 from meshwright.train.resolve import ResolvedJob
 from tests.helpers.needs import skip_without_mesh_of_experts

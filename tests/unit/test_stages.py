@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from meshwright.commands.options import of_stage
-from meshwright.config.changes import changes, config_defaults, to_json
-from meshwright.config.job_config import JobConfig, changed
+from meshwright.config.changes import changed, changes, config_defaults, to_json
+from meshwright.config.job_config import JobConfig
 from meshwright.config.loader import load_config
 from meshwright.config.stages import staged
 from meshwright.datasets.opening import open_data

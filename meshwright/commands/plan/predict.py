@@ -12,7 +12,8 @@ import tomli_w
 from meshwright.commands.plan.devices import Device, Rates, beside_tensors, verdict
 from meshwright.commands.plan.figures import Memory, step_time
 from meshwright.commands.plan.simulate import plan_job, simulate
-from meshwright.config.job_config import JobConfig, Update, changed, differing
+from meshwright.config.changes import changed
+from meshwright.config.job_config import JobConfig, Update, differing
 from meshwright.system.errors import ConfigError, numbered
 from meshwright.system.processes import in_processes
 from meshwright.train.resolve import ResolvedJob

@@ -16,7 +16,8 @@ from meshwright.commands.plan.devices import GIB, SOURCE, Device, error_of_time
 from meshwright.commands.plan.figures import StepTime
 from meshwright.commands.plan.predict import Need, find_remedies, telling_ranks
 from meshwright.commands.plan.simulate import plan_job, simulate, worst_imbalance
-from meshwright.config.job_config import JobConfig, changed
+from meshwright.config.changes import changed
+from meshwright.config.job_config import JobConfig
 from meshwright.metrics.report.document import Chart, Curve, document, draw
 from meshwright.system.errors import check
 from meshwright.system.processes import in_processes

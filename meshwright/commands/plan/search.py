@@ -22,7 +22,8 @@ from meshwright.commands.plan.figures import bubble, entry_seconds, layer_of, ri
 from meshwright.commands.plan.predict import at_depth, need_of, period
 from meshwright.commands.plan.simulate import plan_job, simulate
 from meshwright.commands.plan.trace import FORWARD, UPDATE
-from meshwright.config.job_config import JobConfig, Update, changed, differing
+from meshwright.config.changes import changed
+from meshwright.config.job_config import JobConfig, Update, differing
 from meshwright.parallelisms.rules.degrees import DEGREES, power_meshes
 from meshwright.parallelisms.rules.memory import BYTES
 from meshwright.system.errors import ConfigError, check

@@ -31,7 +31,8 @@ from meshwright.commands.plan.torch_names import (
     flex_attention_operator,
 )
 from meshwright.commands.plan.trace import Scope, Trace, TraceEntry
-from meshwright.config.job_config import JobConfig, changed
+from meshwright.config.changes import changed
+from meshwright.config.job_config import JobConfig
 from meshwright.config.section import BYTES
 from meshwright.config.training import Training, WeightedSource
 from meshwright.models import attention, decoder, loss

@@ -20,7 +20,8 @@ from meshwright.commands.prove.user_options import (
     stored_in_fp32,
     user_types,
 )
-from meshwright.config.job_config import JobConfig, changed
+from meshwright.config.changes import changed
+from meshwright.config.job_config import JobConfig
 from meshwright.config.parallelism import Parallelism
 from meshwright.models.args import DecoderArgs
 from meshwright.parallelisms.rules.degrees import (

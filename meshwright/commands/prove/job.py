@@ -20,7 +20,8 @@ from meshwright.checkpoint.state import RNG
 from meshwright.commands.prove.data import Vocabulary, first_cursor, open_source
 from meshwright.commands.prove.measurement import LAST_RESUMED_STEP
 from meshwright.commands.prove.weights import prepare_weights, show_attention
-from meshwright.config.job_config import Checkpoint, JobConfig, changed
+from meshwright.config.changes import changed
+from meshwright.config.job_config import Checkpoint, JobConfig
 from meshwright.config.training import BadSteps
 from meshwright.launch.heartbeat import Heartbeat
 from meshwright.metrics.reporter import SinkWriter

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
-from meshwright.config.job_config import Average, Checkpoint, JobConfig, Metrics, Profiling, changed
+from meshwright.config.changes import changed
+from meshwright.config.job_config import Average, Checkpoint, JobConfig, Metrics, Profiling
 from meshwright.config.parallelism import ActivationCheckpoint, Compile, Parallelism
 from meshwright.config.section import BYTES
 from meshwright.config.training import BadSteps, Source, Validation

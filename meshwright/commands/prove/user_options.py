@@ -5,7 +5,8 @@ from collections.abc import Collection, Iterator
 from fnmatch import fnmatchcase
 from typing import Any
 
-from meshwright.config.job_config import JobConfig, changed
+from meshwright.config.changes import changed
+from meshwright.config.job_config import JobConfig
 from meshwright.config.rules import Facts, broken_rules
 from meshwright.models.args import DecoderArgs
 from meshwright.parallelisms.rules import memory, stages
