@@ -2,13 +2,13 @@
 
 import signal
 
-from meshwright import exit_unless_linux
+import meshwright
 
 
 def start() -> None:
     """Run the command of the command line. Ctrl-C while it is imported ends it without a word; then
     a terminal that closes and SIGTERM end it as Ctrl-C does: unfinished files are removed."""
-    exit_unless_linux()
+    meshwright.exit_unless_linux()
     usual = signal.getsignal(signal.SIGINT)
     if usual is signal.default_int_handler:  # an import may make another error of its exception
         signal.signal(signal.SIGINT, signal.SIG_DFL)

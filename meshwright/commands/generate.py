@@ -3,7 +3,7 @@
 import math
 import sys
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import takewhile
 
@@ -56,21 +56,43 @@ def add_options(parser: Parser) -> None:
     add_saved_model(parser)
 
 
+def check_sampling(
+    max_new_tokens: int,
+    temperature: float,
+    top_p: float,
+    seed: int,
+    option: Callable[[str], str] = lambda name: name,
+) -> None:
+    """Raise `ConfigError` if an option of the sampling is out of bounds, or has no effect.
+
+    Args:
+        option: returns the name that the user knows of an argument.
+    """
+    key = option("max_new_tokens")
+    check(max_new_tokens > 0, key, max_new_tokens, "must be positive")
+    key, is_finite = option("temperature"), math.isfinite(temperature) and temperature >= 0
+    check(is_finite, key, temperature, "must be 0 or more")
+    check(0 < top_p <= 1, option("top_p"), top_p, "must be above 0 and at most 1")
+    check(0 <= seed < 2**63, option("seed"), seed, "must be 0 or more, and below 2^63")
+    for name, value, usual in (("top_p", top_p, 1), ("seed", seed, 0)):
+        rule = "has no effect without a temperature: the likeliest token is taken each time"
+        fix = f"add {option('temperature')} 0.8"
+        check(temperature > 0 or value == usual, option(name), value, rule, fix)
+
+
 def run(given: Namespace) -> None:
     """Print the prompt and its continuation.
 
     Raises:
         ConfigError: if there is no model, or an option is out of bounds.
     """
-    positive = "must be positive"
-    check(given.max_new_tokens > 0, "--max-new-tokens", given.max_new_tokens, positive)
-    is_finite = math.isfinite(given.temperature) and given.temperature >= 0
-    check(is_finite, "--temperature", given.temperature, "must be 0 or more")
-    check(0 < given.top_p <= 1, "--top-p", given.top_p, "must be above 0 and at most 1")
-    check(0 <= given.seed < 2**63, "--seed", given.seed, "must be 0 or more, and below 2^63")
-    for name, value, usual in (("--top-p", given.top_p, 1), ("--seed", given.seed, 0)):
-        rule = "has no effect without a temperature: the likeliest token is taken each time"
-        check(given.temperature > 0 or value == usual, name, value, rule, "add --temperature 0.8")
+    check_sampling(
+        given.max_new_tokens,
+        given.temperature,
+        given.top_p,
+        given.seed,
+        lambda name: f"--{name.replace('_', '-')}",
+    )
     print(f"reading {given.source} ...", file=sys.stderr, flush=True)  # the text alone is stdout's
     # not at the top: torch takes a second
     from meshwright.commands.saved import SOURCE, build_model, encode_prompt, open_source

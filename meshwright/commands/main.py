@@ -12,7 +12,7 @@ from importlib import import_module
 from textwrap import fill, indent
 from typing import NamedTuple
 
-from meshwright import __version__
+import meshwright
 from meshwright.config.command_line import EVERY_KEY, Parser, add_config, parse
 from meshwright.system.errors import (
     EXIT_CONFIG,
@@ -246,7 +246,7 @@ def main() -> None:
         if words[0] in ("--help", "-h", "help"):
             _print_groups()
         elif words[0] == "--version":
-            print(f"meshwright {__version__}")
+            print(f"meshwright {meshwright.__version__}")
         else:
             run(words)
         sys.stdout.flush()

@@ -166,7 +166,8 @@ def parse_config(words: Sequence[str]) -> Namespace:
 
 
 def read(given: Namespace) -> Written:
-    """Read the TOML `given.config` ("": none), and lay `given.overrides` over it.
+    """Read the TOML `given.config` ("": none; or a config that is loaded already), and lay
+    `given.overrides` over it: from Python, they may be values instead of texts.
 
     Raises:
         ConfigError: if the TOML cannot be read.
@@ -180,16 +181,19 @@ def read(given: Namespace) -> Written:
 
 def _read(given: Namespace, provenance: Provenance) -> Written:
     raw: dict[str, Any] = {}
-    if given.config:
+    if isinstance(given.config, JobConfig):
+        raw = given.config.model_dump(exclude_unset=True)
+    elif given.config:
         path = find_config(given.config)
         raw = _read_toml(path, provenance, ())
         set_value(raw, ("job", "config_file"), os.path.abspath(path))
     given_here: dict[str, Any] = {}
-    for key, text in given.overrides.items():
-        _check_override(key, text)
+    for key, value in given.overrides.items():
+        _check_override(key, value)
         provenance.add_override(key)
         table: dict[str, Any] = {}
-        set_value(table, key, _from_text(text, find_field(key)))
+        is_text = isinstance(value, str)
+        set_value(table, key, _from_text(value, find_field(key)) if is_text else value)
         _resolve_paths(table, Path.cwd())
         merge(given_here, table)
     lay_over(raw, given_here, provenance)
@@ -214,13 +218,14 @@ def with_lines(error: ConfigError, given: Namespace) -> ConfigError:
     return ConfigError("", again.provenance.explain(error))
 
 
-def _check_override(key: Key, text: str) -> None:
+def _check_override(key: Key, value: object) -> None:
     """Refuse a part of a list, and a flag that has taken the CONFIG after it for its value."""
     name, field = f"--{'.'.join(key)}", find_field(key)
     if number := next((n for n, part in enumerate(key) if part.isdecimal()), 0):
         fix = f"write all of {'.'.join(key[:number])} in the TOML"
         rule = "the command line replaces a list as a whole"
         raise ConfigError("", f"{name}: {rule}\n  fix: {fix}")
+    text = value if isinstance(value, str) else ""
     if field and is_flag(field) and (text.endswith(".toml") or text in preset_names()):
         what = f"{name} = {text!r}: is no value of it, but a CONFIG"
         raise ConfigError("", f"{what}\n  fix: write {name}=true {text}")

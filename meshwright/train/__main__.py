@@ -3,7 +3,7 @@
 import os
 import sys
 
-from meshwright import exit_unless_linux
+import meshwright
 from meshwright.system.errors import EXIT_CONFIG, ConfigError
 from meshwright.system.log import busy, log_to_console, print_error
 from meshwright.system.modules import uncollected
@@ -13,7 +13,7 @@ from meshwright.system.slurm import check_tasks
 
 def start() -> None:
     """Run this process's rank, and leave with its exit code."""
-    exit_unless_linux()
+    meshwright.exit_unless_linux()
     if "RANK" not in os.environ:
         try:
             check_tasks(1, os.environ)  # here, since torch takes seconds to import

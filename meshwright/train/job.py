@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 import torch.distributed as dist
 
-from meshwright.config.job_config import changed
+from meshwright.config.changes import changed
 from meshwright.datasets.loader import StepData, whole_cursor
 from meshwright.datasets.stream import bad_records
 from meshwright.launch.heartbeat import heartbeat_of_this_rank
@@ -134,6 +134,27 @@ class FinishedStep:
     result: StepResult
 
 
+def take_step(job: RunningJob, step: int, data: StepData) -> FinishedStep:
+    """Hand a step to the device, and tell observers. Collective."""
+    with job.phase("copying its batches to the device", step):
+        batches = [batch.to(job.device, non_blocking=True) for batch in data.batches]
+    is_first = step == job.resolved.resume_step + 1
+    with job.phase("first step", step, is_long=True) if is_first else nullcontext():
+        result = job.trainer.step(step, batches, job.detector)
+    job.step_record.add(step, result)
+    for observer in job.observers.values():
+        observer.after_step(step, data.cursor.counts)
+    return FinishedStep(step, data, result)
+
+
+def figures_of(job: RunningJob, finished: FinishedStep) -> dict[str, float]:
+    """Return the figures of the step that are not rates; waits for the device."""
+    figures = job.trainer.figures_of(finished.step, finished.result) | finished.data.figures
+    for observer in job.observers.values():
+        figures |= observer.figures()
+    return figures
+
+
 class Steps:
     """The steps of one stage: fetch its data, take it, decide, report it, save it.
 
@@ -197,18 +218,11 @@ class Steps:
 
     def _step(self, data: StepData) -> FinishedStep:
         """Hand the next step to the device."""
-        job, step = self._job, self.step + 1
-        with job.phase("copying its batches to the device", step):
-            batches = [batch.to(job.device, non_blocking=True) for batch in data.batches]
-        self.step = step
-        with job.phase("first step", step, is_long=True) if self._is_first else nullcontext():
-            result = job.trainer.step(step, batches, job.detector)
+        self.step += 1
+        finished = take_step(self._job, self.step, data)
         if self._is_first:
             self._requests.note_training()
-        job.step_record.add(step, result)
-        for observer in job.observers.values():
-            observer.after_step(step, data.cursor.counts)
-        return FinishedStep(step, data, result)
+        return finished
 
     def _decide(self) -> StepActions:
         """Decide on the work after the step, with the other ranks. Collective."""
@@ -245,13 +259,10 @@ class Steps:
                     observer.on_report(record)
 
     def _figures(self, finished: FinishedStep) -> dict[str, float]:
-        """Return the figures of the step that are not rates; waits for the device."""
-        job, data = self._job, finished.data
-        figures = job.trainer.figures_of(finished.step, finished.result) | data.figures
-        for observer in job.observers.values():
-            figures |= observer.figures()
+        """Return the same, with the bad records of all ranks, which may end the job."""
+        figures, cursor = figures_of(self._job, finished), finished.data.cursor
         if allowed := self._config.training.max_bad_records:
-            figures["data/bad_records"] = passed_over = bad_records(whole_cursor(data.cursor))
+            figures["data/bad_records"] = passed_over = bad_records(whole_cursor(cursor))
             if passed_over > allowed:
                 self._agreement.fail(too_many_bad_records(passed_over, allowed), self.step)
         return figures

@@ -164,6 +164,7 @@ def set_up(
     data: Data | None = None,
     clock: Callable[[], float] | None = None,
     make_sinks: Callable[[ResolvedJob, LocalModel, Sequence[Sink]], SinkWriter] = build_sinks,
+    logs_to_file: bool = True,
 ) -> RunningJob | None:
     """Resume or begin: build every part of the job. None if its last step is done already.
 
@@ -174,6 +175,7 @@ def set_up(
         data: in the place of the config's.
         clock: gives the seconds that rates are made of; None: the process's.
         make_sinks: makes the writer of records.
+        logs_to_file: the log goes to a file of the dump folder, too.
     """
     since = time.perf_counter()
     resolved, found = _resume_or_begin(resolved, checkpoints)
@@ -190,6 +192,8 @@ def set_up(
     if difference is not None and difference.is_done:
         _say_done(resolved)
         return None
+    if logs_to_file:
+        log_to_file(Path(resolved.config.job.dump_folder) / "logs", dist.get_rank())
     attention = _begin_in_folder(resolved, device, launch, data, is_new_stage=meshes is not None)
     with note_failure(resolved, lambda: resolved.resume_step):
         torch.manual_seed(resolved.config.training.seed)
@@ -245,7 +249,6 @@ def _begin_in_folder(
     """Say in the log and in the dump folder what this start of the job does; return the order of
     kernels of attention. Collective."""
     dump_folder = Path(resolved.config.job.dump_folder)
-    log_to_file(dump_folder / "logs", dist.get_rank())
     if resolved.resume_step == 0 and dist.get_rank() == 0:
         set_aside_run(dump_folder)
     announce(resolved, device, launch, data.sources, data.validation_sources)

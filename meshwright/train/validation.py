@@ -3,12 +3,19 @@
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.datasets.loader import padded_samples, to_batches
-from meshwright.datasets.samples import CachedSource, Sample, SampleRules
+from meshwright.datasets.samples import (
+    CachedSource,
+    Sample,
+    SampleRules,
+    blank_sample,
+    to_sample,
+)
 from meshwright.datasets.stream import Cursor, OpenSource
 from meshwright.models.loss import Batch, has_loss
 from meshwright.parallelisms.context_parallel import local_part, local_positions
@@ -68,6 +75,46 @@ def evaluate(
     return loss, int(num_labels), int(num_bytes)
 
 
+def _token_bytes(resolved: ResolvedJob, device: torch.device) -> Tensor:
+    """Return the bytes of text that each token stands for, (V,) int; 0 if that isn't known."""
+    known = resolved.tokenizer.token_bytes
+    return torch.tensor(known or [0] * resolved.tokenizer.vocab_size, device=device)
+
+
+def _known_figures(resolved: ResolvedJob, sums: tuple[float, int, int]) -> dict[str, float]:
+    """Return `figures_of` the sums, without bits per byte if bytes aren't known."""
+    figures = figures_of(*sums)
+    if resolved.tokenizer.token_bytes is None:
+        del figures["bits_per_byte"]
+    return figures
+
+
+def evaluate_texts(
+    resolved: ResolvedJob,
+    model: LocalModel,
+    texts: Sequence[str],
+    meshes: Meshes,
+    device: torch.device,
+) -> dict[str, float]:
+    """Return the figures of `model` on texts, by name. Collective: every rank has all texts.
+
+    Each text is between BOS and EOS, and cut into parts of S + 1 tokens that overlap by one, so
+    that each token but the first is predicted once, from those before it in its part.
+    """
+    training, tokenizer = resolved.config.training, resolved.tokenizer
+    length, samples = training.seq_len + 1, list[Sample]()
+    for text in texts:
+        ids = [*tokenizer.before, *tokenizer.encode(text), *tokenizer.after]
+        for first in range(0, len(ids) - 1, training.seq_len):
+            part = np.array(ids[first : first + length], np.uint32)
+            samples.append(to_sample([part], padded_to=length))
+    size = training.local_batch_size
+    samples += [blank_sample(length)] * (-len(samples) % size)  # shapes stay as compiled
+    batches = to_batches(samples, size, training.mask_documents) if samples else []
+    steps = ([batch.send(device)] for batch in batches)
+    return _known_figures(resolved, evaluate(model, steps, meshes, _token_bytes(resolved, device)))
+
+
 Fail = Callable[[Exception], None]
 """Notes that this rank cannot continue, so that all ranks stop."""
 
@@ -91,10 +138,7 @@ class Validation:
     ) -> None:
         self._resolved, self._training = resolved, resolved.config.training
         self._sources, self._meshes, self._device = sources, meshes, device
-        known = resolved.tokenizer.token_bytes
-        self._tells_bytes = known is not None
-        sizes = known if known is not None else [0] * resolved.tokenizer.vocab_size
-        self._token_bytes = torch.tensor(sizes, device=device)
+        self._token_bytes = _token_bytes(resolved, device)
         self._kept = {
             source.entry.key: list(self._read(source))
             for source in sources
@@ -112,9 +156,7 @@ class Validation:
             sums = evaluate(model, steps, self._meshes, self._token_bytes)
             if is_stopped():
                 break
-            of_source = figures_of(*sums)
-            if not self._tells_bytes:
-                del of_source["bits_per_byte"]
+            of_source = _known_figures(self._resolved, sums)
             many = len(self._sources) > 1
             prefix = f"validation/{source.entry.name}" if many else "validation"
             figures |= {f"{prefix}/{name}": figure for name, figure in of_source.items()}

@@ -51,6 +51,7 @@ STORIES = {
         "correctness",
         "commands",
         "config_reference",
+        "python",
     ],
 }
 FILES = {"README": ROOT / "README.md", "README of docs": ROOT / "docs/README.md"}
@@ -69,6 +70,7 @@ ELSEWHERE = {
     "a file of the reader's": ("meshwright tokenize *",),
     "tests/distributed/test_prove.py": ("meshwright prove *",),
     "tests/unit/test_extension.py": ("MLFLOW_TRACKING_URI=*",),
+    "tests/integration/test_python.py": ("meshwright train outputs/notebook/*",),
     "tests/unit/test_linux_corpus.py": ("*linux_corpus*",),
     "tests/unit/test_experiment.py": ("meshwright experiment *",),
     "tests/unit/test_search.py": ("* --search*",),

@@ -31,6 +31,7 @@ FLOORS = (
     "checkpoint launch",
     "train",
     "commands",
+    "api",
 )
 FLOOR = {part: number for number, parts in enumerate(FLOORS) for part in parts.split()}
 MOST_PRIVATE_NAMES = 63

@@ -126,6 +126,14 @@ def default_cases(config: JobConfig, small: JobConfig, args: DecoderArgs) -> lis
     return _within_torch(cases, args)
 
 
+def quick_cases(cases: Sequence[Case]) -> list[Case]:
+    """Return three of `default_cases`: the config's own shape, and two that compile nothing and
+    need no reference in bf16, on other meshes if there are some."""
+    own, *others = cases
+    eager = [c for c in others if c.kind == "fp32" and c.config.compile.enable is False]
+    return [own, *sorted(eager, key=lambda case: case.mesh == own.mesh)[:2]]
+
+
 def _accumulating(
     small: JobConfig, own: Sequence[Case], options: Options, chosen: Sequence[str]
 ) -> Iterator[Case]:

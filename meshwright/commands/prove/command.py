@@ -5,13 +5,18 @@ from argparse import Namespace
 from pathlib import Path
 
 from meshwright.commands.options import add_stage, check_named, of_stage, output_folder
-from meshwright.commands.prove.cases import default_cases, distinct, every_mesh
+from meshwright.commands.prove.cases import (
+    default_cases,
+    distinct,
+    every_mesh,
+    quick_cases,
+)
 from meshwright.commands.prove.shrink import shrink
 from meshwright.config.command_line import Parser
 from meshwright.config.loader import read
 from meshwright.config.rules import Facts, check_rules
 from meshwright.parallelisms.rules.compile_choice import why_no_compiler
-from meshwright.system.errors import check
+from meshwright.system.errors import check, numbered
 from meshwright.system.machine import hide_gpus
 from meshwright.train.facts import missing_packages
 from meshwright.train.resolve_model import resolve_model
@@ -22,6 +27,8 @@ def add_options(parser: Parser) -> None:
     """Options of `meshwright prove`."""
     every = "try every schedule, and every mesh of 2, 4 and 8 ranks"
     parser.add_argument("--every-mesh", action="store_true", help=every)
+    quick = "run three cases: the config's own mesh, and two others that compile nothing"
+    parser.add_argument("--quick", action="store_true", help=quick)
     add_stage(parser)
     parser.add_argument(
         "--output",
@@ -39,6 +46,8 @@ def run(options: Namespace) -> None:
             written.
     """
     check_named(options.config)
+    is_one = not (options.quick and options.every_mesh)
+    check(is_one, "--quick", True, "is given beside --every-mesh", "leave out one of the two")
     print(f"proving {options.config} ...", flush=True)
     hide_gpus()
     # not at the top: torch takes a second
@@ -60,6 +69,10 @@ def run(options: Namespace) -> None:
     cases = default_cases(config, small, args)
     if options.every_mesh:
         cases = distinct([*cases, *every_mesh(small, args)])
+    num_left_out = len(cases)
+    if options.quick:
+        cases = quick_cases(cases)
+    num_left_out -= len(cases)
     folder = options.output or Path(config.job.dump_folder) / "proof"
 
     rows, count = list[Row](), len(cases)
@@ -92,5 +105,7 @@ def run(options: Namespace) -> None:
         caveats.append(f"fails {', '.join(broken)}")
     which = f", which {' and '.join(caveats)}" if caveats else ""
     print(f"\n{report.summary(rows, count)}{which}; see {folder}/proof.md")
+    if num_left_out:
+        print(f"without --quick, {numbered(num_left_out, 'more case')} would run")
     if caveats or any(row.verdict.failures for row in rows):
         sys.exit(1)

@@ -1,0 +1,47 @@
+"""Loads a config from Python, and reads the metrics of a run. Free of torch."""
+
+import os
+from argparse import Namespace
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from meshwright.config.job_config import JobConfig
+from meshwright.config.loader import read
+from meshwright.metrics.report.run import read_run
+
+
+def load(
+    config: str | Path | JobConfig = "", overrides: Mapping[str, object] | None = None
+) -> JobConfig:
+    """Load a config, check every value, and return it.
+
+    Args:
+        config: a TOML, a preset by name, or a config that is loaded already; "": only defaults.
+        overrides: new values by dotted key, as `{"training.steps": 5}`. A text stands for the same
+            value as on the command line.
+
+    Raises:
+        ConfigError: with one entry per mistake, each with its place and a fix.
+    """
+    values = {tuple(key.split(".")): _plain(value) for key, value in (overrides or {}).items()}
+    base = config if isinstance(config, JobConfig) else os.fspath(config)
+    return read(Namespace(config=base, overrides=values)).config()
+
+
+def _plain(value: object) -> object:
+    """Return a value as TOML has it."""
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    return list(value) if isinstance(value, tuple) else value
+
+
+def read_metrics(dump_folder: str | Path) -> list[dict[str, Any]]:
+    """Return the records of a run's metrics.jsonl, one for each logged step, in rising order.
+
+    `pandas.DataFrame(read_metrics("outputs"))` is a table. Values that aren't finite are left out.
+
+    Raises:
+        ConfigError: if the folder holds no run.
+    """
+    return [dict(record) for record in read_run(Path(dump_folder)).records]

@@ -1,0 +1,32 @@
+"""Leaves the caller's process as it was."""
+
+import gc
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+@contextmanager
+def restored_process() -> Iterator[None]:
+    """Afterwards, restore what a job sets for its whole process: the environment, the garbage
+    collector, torch's random numbers, and its choice of deterministic algorithms."""
+    environment, collects = dict(os.environ), gc.isenabled()
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    is_strict = torch.are_deterministic_algorithms_enabled()
+    only_warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    fills = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    benchmarks = torch.backends.cudnn.benchmark
+    try:
+        with torch.random.fork_rng(devices):
+            yield
+    finally:
+        (gc.enable if collects else gc.disable)()
+        torch.use_deterministic_algorithms(is_strict, warn_only=only_warns)
+        torch.utils.deterministic.fill_uninitialized_memory = fills  # type: ignore[attr-defined]
+        torch.backends.cudnn.benchmark = benchmarks
+        # last, because torch may set variables meanwhile
+        for name in os.environ.keys() - environment.keys():
+            del os.environ[name]
+        os.environ.update(environment)
