@@ -26,6 +26,12 @@ def add_options(parser: Parser) -> None:
         metavar=("NAME", "FIRST", "LAST"),
         help="print samples FIRST to LAST of a source, as skipped_steps.jsonl lists them",
     )
+    views.add_argument(
+        "--documents",
+        nargs=2,
+        metavar=("NAME", "NUMBER"),
+        help="print a document of a source, and the file and row it comes from",
+    )
     views.add_argument("--caches", action="store_true", help="list the token caches")
     views.add_argument("--remove", metavar="NAME", help="remove this token cache")
     add_stage(parser)
@@ -63,6 +69,8 @@ def run(given: Namespace) -> None:
     if given.samples is not None:
         found = views.of_source(config, sources, given.stage, *given.samples)
         views.print_samples(found, tokenizer)
+    elif given.documents is not None:
+        views.print_document(config, sources, tokenizer, *given.documents)
     elif given.step is not None:
         views.print_samples(views.of_step(config, sources, given.step, given.stage), tokenizer)
     else:

@@ -15,8 +15,9 @@ from meshwright.config.job_config import JobConfig
 from meshwright.datasets.named_sources import entries, is_streamed, validation_entries
 from meshwright.datasets.opening import recipe_of
 from meshwright.datasets.samples import CachedSource, Sample, SampleRules
-from meshwright.datasets.stream import Cursor, OpenSource, find_samples, mixture_at
+from meshwright.datasets.stream import Cursor, OpenSource, draw_samples, find_samples
 from meshwright.datasets.token_cache.cache import TokenCache
+from meshwright.datasets.token_cache.locate import document_tokens, locate
 from meshwright.datasets.token_cache.tokenizing import POLL_S, cache_folder, cache_root
 from meshwright.datasets.tokenizers.kinds import Tokenizer
 from meshwright.system.errors import ConfigError, check, config_error
@@ -141,18 +142,9 @@ def of_step(config: JobConfig, sources: Sequence[OpenSource], step: int, stage: 
     check(bool(places), "--step", step, rule, "name a later step, or use --samples")
     saved, before = places[-1]
     first = before.sample + (step - 1 - saved) * batch
-    since, mixture = mixture_at(before, sources)
-    for _ in range(before.sample, first):
-        mixture.draw()
-    begins = [sum(pair) for pair in zip(since, mixture.counts, strict=True)]
-    drawn = [mixture.draw() for _ in range(batch)]
-    rules, found = _rules(config), list[Iterator[Sample]]()
-    for number, begin in enumerate(begins):
-        read, last = (before.counts or since)[number], begin + drawn.count(number) - 1
-        found.append(find_samples(sources[number], begin, last, rules, (read, before)))
-    for index, number in enumerate(drawn):
-        place = f"{sources[number].entry.name} {begins[number] + drawn[:index].count(number)}"
-        yield f"step {step}, sample {index}: {place}", next(found[number])
+    drawn = draw_samples(sources, before, first, batch, _rules(config))
+    for index, (number, place, sample) in enumerate(drawn):
+        yield f"step {step}, sample {index}: {sources[number].entry.name} {place}", sample
 
 
 def of_source(
@@ -160,18 +152,46 @@ def of_source(
 ) -> Found:
     """Yield samples of one source. Of a streamed one, everything since the last checkpoint before
     them is read again."""
-    names = [source.entry.name for source in sources]
-    check(name in names, "--samples", name, f"is not one of {', '.join(names)}")
+    source = named_source("--samples", sources, name)
     is_range = first.isdecimal() and last.isdecimal() and int(first) <= int(last)
     check(is_range, "--samples", f"{first} {last}", "are not two indices, the first one first")
-    number, begin = names.index(name), int(first)
+    number, begin = sources.index(source), int(first)
     before = (0, Cursor())
     for _, cursor in _cursors(config, sources, stage):
         if cursor.counts and cursor.counts[number] <= begin:
             before = cursor.counts[number], cursor
-    found = find_samples(sources[number], begin, int(last), _rules(config), before)
+    found = find_samples(source, begin, int(last), _rules(config), before)
     for index, sample in enumerate(found, begin):
         yield f"sample {index} of {name}", sample
+
+
+def print_document(
+    config: JobConfig,
+    sources: Sequence[OpenSource],
+    tokenizer: Tokenizer,
+    name: str,
+    number: str,
+) -> None:
+    """Print a document of a cached source: its place in the data, and its tokens as text."""
+    source = named_source("--documents", sources, name)
+    if not isinstance(source, CachedSource):
+        fix = 'set its dataset_mode = "cached", or print samples: --samples'
+        raise config_error("--documents", name, "is streamed, so documents have no numbers", fix)
+    count = source.cache.num_documents
+    is_one = number.isdecimal() and int(number) < count
+    check(is_one, "--documents", number, f"is not a number from 0 to {count - 1}")
+    document = source.cache.document(int(number))
+    tokens = document_tokens(source.cache, document)
+    where = locate(recipe_of(source.entry, config), source.cache, document)
+    print(f"--- {name} {number}: {where}, {len(tokens):,} tokens")
+    print(tokenizer.decode(tokens.tolist()))
+
+
+def named_source(option: str, sources: Sequence[OpenSource], name: str) -> OpenSource:
+    """Return the source of that name; raise `ConfigError` if there is none."""
+    names = [source.entry.name for source in sources]
+    check(name in names, option, name, f"is not one of {', '.join(names)}")
+    return sources[names.index(name)]
 
 
 def print_caches(config: JobConfig, *, has_job: bool) -> None:

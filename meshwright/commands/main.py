@@ -38,6 +38,8 @@ class Command(NamedTuple):
     """Words after `meshwright NAME`, which its `--help` shows as one that works."""
     takes_config: bool = False
     """It takes CONFIG and --section.key: `read(given).config()` loads them."""
+    takes_run: bool = False
+    """It takes RUN, a dump folder, in the place of CONFIG."""
     suffix: str = ""
     """Of its functions `add_options` (none: no options) and `run`, which takes the parsed ones."""
 
@@ -138,6 +140,12 @@ GROUPS = {
             "write runs as one HTML page: curves, speed, validation, resumes, skipped steps",
             "outputs/my_job outputs/debug_model --output both.html",
         ),
+        "replay": Command(
+            "replay.command",
+            "take a step of a run again: compare it with the record, and name its samples",
+            "outputs/my_job --step 53",
+            takes_run=True,
+        ),
     },
     "Checkpoints": {
         "checkpoint ls": Command("checkpoint", "list checkpoints", "outputs/my_job", suffix="_ls"),
@@ -193,8 +201,8 @@ def build_parser(name: str, words: Sequence[str] = ()) -> Parser:
     command = COMMANDS[name]
     parser = Parser(f"meshwright {name}", description=fill(_sentence(command.purpose), 78))
     parser.epilog = f"example:\n  {example(name)}"
-    if command.takes_config:
-        add_config(parser, words)
+    if command.takes_config or command.takes_run:
+        add_config(parser, words, is_run=command.takes_run)
         parser.epilog += f"\n\n{EVERY_KEY}"
     if add_options := command.function("add_options"):
         add_options(parser)

@@ -57,17 +57,20 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError("", f"{message}\n  fix: {self.prog} --help lists all options")
 
 
-def add_config(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:
-    """Add CONFIG, and an option for each `--section.key` among `words`.
+A_CONFIG = "a TOML file, or a preset by name (meshwright config --presets lists them)"
+
+A_RUN = "the dump folder of a run, whose config is taken"
+
+
+def add_config(
+    parser: argparse.ArgumentParser, words: Sequence[str], *, is_run: bool = False
+) -> None:
+    """Add CONFIG, or RUN, and an option for each `--section.key` among `words`.
 
     Any name is accepted, because the check of the config reports wrong ones, and better.
     """
-    parser.add_argument(
-        "config",
-        nargs="?",
-        metavar="CONFIG",
-        help="a TOML file, or a preset by name (meshwright config --presets lists them)",
-    )
+    metavar, what = ("RUN", A_RUN) if is_run else ("CONFIG", A_CONFIG)
+    parser.add_argument("config", nargs="?", metavar=metavar, help=what)
     for name in {match["key"] for word in words if (match := OVERRIDE.fullmatch(word))}:
         of_flag: dict[str, Any] = {"nargs": "?", "const": "true"}
         parser.add_argument(

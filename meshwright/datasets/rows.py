@@ -257,6 +257,11 @@ class Documents(ABC):
         """One of `parts`."""
         return self.read(number, self.parts)
 
+    def placed(self, number: int) -> Iterator[tuple[str, Item]]:
+        """Yield the items of one of `parts`, each after words for its place."""
+        for index, item in enumerate(self.read_part(number)):
+            yield f"document {index} of part {number}", item
+
     @abstractmethod
     def read(self, shard: int, num_shards: int, state: Any = None) -> Reader:
         """One of `num_shards` pieces, in its own order, from `state` on."""
@@ -272,6 +277,11 @@ class IndexedDocuments(Documents):
         self.max_shards = max(size, 1)
         # some for each process, and none larger than a few hundred MB of tokens
         self.parts = max(min(size, 8 if size < 4096 else 64), -(-size // 2**18), 1)
+
+    def placed(self, number: int) -> Iterator[tuple[str, Item]]:
+        begin = self._size * number // self.parts
+        for index, item in enumerate(self.read_part(number), begin):
+            yield f"row {index}", item
 
     def read(self, shard: int, num_shards: int, state: Any = None) -> Reader:
         begin, end = (self._size * s // num_shards for s in (shard, shard + 1))
@@ -317,6 +327,9 @@ class LocalDocuments(Documents):
         return len(self._ranges)
 
     def read_part(self, number: int) -> Iterator[Item]:
+        return (item for _, item in self.placed(number))
+
+    def placed(self, number: int) -> Iterator[tuple[str, Item]]:
         return self._items(self._ranges[number], [0, None])
 
     def read(self, shard: int, num_shards: int, state: Any = None) -> Reader:
@@ -325,10 +338,11 @@ class LocalDocuments(Documents):
         begin = shard * size + min(shard, more)
         ranges = [Range(file) for file in self._files[begin : begin + size + (shard < more)]]
         at: list[Any] = [state[0], state[1] and RowPlace(*state[1])] if state else [0, None]
-        return Reader(self._items(ranges, at), lambda: [at[0], at[1] and list(at[1])])
+        items = (item for _, item in self._items(ranges, at))
+        return Reader(items, lambda: [at[0], at[1] and list(at[1])])
 
-    def _items(self, ranges: Sequence[Range], at: list[Any]) -> Iterator[Item]:
-        """Yield the documents of ranges of files, one after the other.
+    def _items(self, ranges: Sequence[Range], at: list[Any]) -> Iterator[tuple[str, Item]]:
+        """Yield the documents of ranges of files, one after the other, each after its place.
 
         Args:
             at: number of the range, and place of the last row that was read there; kept up to date.
@@ -338,9 +352,9 @@ class LocalDocuments(Documents):
                 for place, words, row in read(part, self._layout, at[1]):
                     at[1] = place
                     if isinstance(row, str):
-                        yield self._entry.record_error("dataset_path", f"{words}: {row}")
+                        yield words, self._entry.record_error("dataset_path", f"{words}: {row}")
                     else:
-                        yield self._to_item(row, words)
+                        yield words, self._to_item(row, words)
                 at[:] = number + 1, None
         except OSError as error:
             raise unreadable(self._entry, error) from error

@@ -45,6 +45,8 @@ class Sample:
     """Of the pieces of documents that it is made of; the padding counts as one."""
     padding: int = 0
     """Tokens at its end that are of no document."""
+    streamed_from: Sequence[str] = ()
+    """Of a streamed source: the document of each piece, in words."""
 
     @property
     def tokens(self) -> npt.NDArray[np.int64]:
@@ -89,6 +91,9 @@ def blank_sample(length: int) -> Sample:
     return Sample(np.full(length, NO_LOSS, np.uint32), [length])
 
 
+Range = tuple[int, int]
+"""First token in a cache, and the one after the last."""
+
 BLOCKS_KEPT = 64
 """Of 1024 documents each, some 80 KiB."""
 
@@ -109,14 +114,19 @@ class CachedSamples:
 
     def read(self, index: int) -> Sample:
         """Sample `index`, counted over all epochs."""
+        pieces = [self._cache.tokens(*part) for part in self.ranges(index)]
+        return to_sample(pieces, padded_to=self._length)
+
+    def ranges(self, index: int) -> list[Range]:
+        """Return where the pieces of sample `index` lie in the cache."""
         epoch, position = divmod(index, self.samples_per_epoch)
         if self._seed is not None:
             position = permuted(position, self.samples_per_epoch, self._seed, epoch)
-        return self._sample(epoch, position)
+        return self._ranges(epoch, position)
 
-    def _sample(self, epoch: int, position: int) -> Sample:
-        """Sample `position` of an epoch, before samples are shuffled."""
-        begin, pieces = position * self._length, list[Raw]()
+    def _ranges(self, epoch: int, position: int) -> list[Range]:
+        """Return the ranges of sample `position` of an epoch, before samples are shuffled."""
+        begin, found = position * self._length, list[Range]()
         end = begin + self._length
         block = int(self._cache.block_starts.searchsorted(begin, side="right")) - 1
         while begin < end:
@@ -124,10 +134,10 @@ class CachedSamples:
             document = bisect_right(ends, begin)
             while begin < end and document < len(ends):
                 stop, shift = min(end, ends[document]), shifts[document]
-                pieces.append(self._cache.tokens(begin + shift, stop + shift))
+                found.append((begin + shift, stop + shift))
                 begin, document = stop, document + 1
             block += 1
-        return to_sample(pieces)
+        return found
 
     def _shuffled_block(self, epoch: int, block: int) -> tuple[list[int], list[int]]:
         """Return of each document, in this epoch's order, how far it lies in the cache behind its
@@ -314,7 +324,7 @@ class PackedSamples(CachedSamples):
         super().__init__(cache, packing.capacity, seed)
         self._packing, self.samples_per_epoch = packing, packing.num_samples
 
-    def _sample(self, epoch: int, position: int) -> Sample:
+    def _ranges(self, epoch: int, position: int) -> list[Range]:
         window = int(self._packing.bin_starts.searchsorted(position, side="right")) - 1
         pieces, first = self._packing.window(window), int(self._packing.bin_starts[window])
         bounds = pieces["bin"].searchsorted([position - first, position - first + 1])
@@ -322,8 +332,7 @@ class PackedSamples(CachedSamples):
         if self._seed is not None:
             own = own[permutation(len(own), self._seed, epoch, position)]
         begins, ends = own["begin"].tolist(), (own["begin"] + own["length"]).tolist()
-        raw = [self._cache.tokens(*place) for place in zip(begins, ends, strict=True)]
-        return to_sample(raw, padded_to=self._length)
+        return list(zip(begins, ends, strict=True))
 
 
 @dataclass(frozen=True)

@@ -109,6 +109,7 @@ class Shard:
             ConfigError: if there are none in a whole epoch.
         """
         pieces: list[npt.NDArray[np.unsignedinteger]] = []
+        names = list[str]()
         at, missing, first_epoch = self._at, self._rules.length, self._at.epoch
         if self._tokens is None:
             self._tokens = next(self._documents)
@@ -116,6 +117,8 @@ class Shard:
             piece = self._tokens[at.used : at.used + missing]
             if len(piece):
                 pieces.append(piece)
+                place = f"epoch {at.epoch}, window {at.window}, document {at.document}"
+                names.append(f"shard {self._number}, {place}")
             at.used += len(piece)
             missing -= len(piece)
             if missing:
@@ -127,7 +130,7 @@ class Shard:
                         f"of {self._rules.length} tokens",
                         "lower training.stream_shards or training.seq_len, or add data",
                     )
-        return to_sample(pieces)
+        return replace(to_sample(pieces), streamed_from=names)
 
     def _encoded(self) -> Iterator[npt.NDArray[np.uint32]]:
         """Yield the tokens of the documents, of all epochs, from the place on; and move it."""

@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import TypeAdapter
 
@@ -220,3 +220,34 @@ def find_samples(
     for _ in range(count, last + 1):
         if (sample := stream.next_sample()) is not None:
             yield sample
+
+
+class DrawnSample(NamedTuple):
+    """A sample of a step, and where it comes from."""
+
+    source: int
+    """Number of its source."""
+    number: int
+    """Of the sample in its source, counted over all epochs."""
+    sample: Sample
+
+
+def draw_samples(
+    sources: Sequence[OpenSource], before: Cursor, first: int, count: int, rules: SampleRules
+) -> Iterator[DrawnSample]:
+    """Yield `count` samples of the job from its sample `first` on, in their order.
+
+    Args:
+        before: a place at or before `first`.
+    """
+    since, mixture = mixture_at(before, sources)
+    for _ in range(before.sample, first):
+        mixture.draw()
+    begins = [sum(pair) for pair in zip(since, mixture.counts, strict=True)]
+    drawn, found = [mixture.draw() for _ in range(count)], list[Iterator[Sample]]()
+    for number, begin in enumerate(begins):
+        read, last = (before.counts or since)[number], begin + drawn.count(number) - 1
+        found.append(find_samples(sources[number], begin, last, rules, (read, before)))
+    for index, number in enumerate(drawn):
+        place = begins[number] + drawn[:index].count(number)
+        yield DrawnSample(number, place, next(found[number]))

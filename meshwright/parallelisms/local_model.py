@@ -1,6 +1,7 @@
 """One rank's part of the model."""
 
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor, nn
 
 from meshwright.config.training import Training
 from meshwright.models.decoder import Decoder
-from meshwright.models.loss import Batch
+from meshwright.models.loss import Batch, SummedLoss
 from meshwright.models.parameter import block_of
 from meshwright.parallelisms.expert_parallel import Balance
 from meshwright.parallelisms.meshes import Meshes
@@ -68,6 +69,19 @@ class LocalModel(nn.Module):
                 batch.tokens, batch.labels, positions=positions, documents=batch.documents
             )
             take(loss, batch)
+
+    @contextmanager
+    def with_loss(self, make: Callable[[SummedLoss], SummedLoss]) -> Iterator[None]:
+        """Within, the last stage computes what `make` makes of its loss."""
+        outputs = [stage.output for stage in self.stages if stage.output is not None]
+        before = [output.loss for output in outputs]
+        for output in outputs:
+            output.loss = make(output.loss)
+        try:
+            yield
+        finally:
+            for output, loss in zip(outputs, before, strict=True):
+                output.loss = loss
 
 
 def allocate(model: nn.Module, parameters: torch.device, buffers: torch.device) -> None:

@@ -1,7 +1,6 @@
 """Sample texts: how the model continues `validation.sample_prompts`, on any mesh."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -118,7 +117,7 @@ def continue_prompts(
             return None
         return _next_tokens(model, _batch(some, shape, mask_documents), positions, meshes)
 
-    with _chooses_tokens(model):
+    with model.with_loss(NextToken):
         is_whole = all(
             _continue(rows[first : first + shape[0]], choose, num_tokens, stop)
             for first in range(0, len(rows), shape[0])
@@ -173,17 +172,3 @@ def _next_tokens(model: LocalModel, batch: Batch, positions: Tensor, meshes: Mes
     # over the whole job: ranks without the last stage, or without the position, have NONE
     dist.all_reduce(chosen, op=dist.ReduceOp.MAX)
     return [int(token) for token in chosen.tolist()]
-
-
-@contextmanager
-def _chooses_tokens(model: LocalModel) -> Iterator[None]:
-    """Within, the last stage gives tokens instead of a loss."""
-    outputs = [stage.output for stage in model.stages if stage.output is not None]
-    before = [output.loss for output in outputs]
-    for output in outputs:
-        output.loss = NextToken(output.loss)
-    try:
-        yield
-    finally:
-        for output, loss in zip(outputs, before, strict=True):
-            output.loss = loss

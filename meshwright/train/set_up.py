@@ -86,6 +86,8 @@ class RunningJob:
     """torch's kernels of attention in the order in which they are to be tried; empty: its own."""
     sources: Sequence[OpenSource]
     validation_sources: Sequence[OpenSource]
+    begin: Cursor
+    """Where the samples of its first step begin."""
     checkpoints: CheckpointManager
     heartbeat: Heartbeat
     meshes: Meshes
@@ -220,6 +222,7 @@ def set_up(
             attention=attention,
             sources=sources,
             validation_sources=validation_sources,
+            begin=cursor,
             checkpoints=checkpoints,
             heartbeat=heartbeat,
             meshes=meshes,

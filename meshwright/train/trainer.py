@@ -138,10 +138,7 @@ class Trainer:
         mark("forward_backward")
         if early is not None:
             early.begin(detector.is_stopped)
-        if model.pipeline is not None:
-            loss = model.pipeline.run(batches, positions, num_labels)
-        else:
-            loss = _accumulate(model.stages[0], batches, positions, num_labels, self)
+        loss = self.forward_backward(batches, positions, num_labels)
         is_finite_here = torch.isfinite(loss)
 
         if early is None:
@@ -168,6 +165,24 @@ class Trainer:
         mark(None)
         group_norms = squares[1:].sqrt() if self.norm_groups else None
         return StepResult(loss, grad_norm, figures, group_norms)
+
+    def forward_backward(
+        self, batches: Sequence[Batch], positions: Tensor, num_labels: Tensor
+    ) -> Tensor:
+        """Forward and backward of this rank's microbatches; gradients are added up, and reduced.
+        Collective.
+
+        Args:
+            batches: of a pipeline all of a step; tokens and labels are (B, S/cp).
+            positions: (S/cp,) int64 of the tokens.
+            num_labels: () that the sum of losses is divided by.
+
+        Returns:
+            () fp32: this rank's share of the mean loss.
+        """
+        if self.model.pipeline is not None:
+            return self.model.pipeline.run(batches, positions, num_labels)
+        return _accumulate(self.model.stages[0], batches, positions, num_labels, self)
 
 
 def build_trainer(

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from meshwright.models.table import block_of
+from meshwright.models.parameter import block_of
 from meshwright.system import modules
 from meshwright.train.fingerprints import bit_sum, fingerprints
 from tests.helpers.job import Job, mesh

@@ -22,6 +22,7 @@ FIRST += [
     "continue_pretraining",
     "sweep",
     "loss_spikes",
+    "replay",
     "evaluate",
 ]
 STORIES = {
@@ -72,6 +73,7 @@ ELSEWHERE = {
     "tests/unit/test_extension.py": ("MLFLOW_TRACKING_URI=*",),
     "tests/integration/test_python.py": ("meshwright train outputs/notebook/*",),
     "tests/unit/test_linux_corpus.py": ("*linux_corpus*",),
+    "tests/distributed/test_replay_command.py": ("meshwright replay *", "* --documents *"),
     "tests/unit/test_experiment.py": ("meshwright experiment *",),
     "tests/unit/test_search.py": ("* --search*",),
     "tests/integration/test_campaigns.py": ("python -m tests.faults*",),

@@ -7,7 +7,7 @@ import tempfile
 import threading
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -36,16 +36,24 @@ class RankError(RuntimeError):
 
 
 class RankPool:
-    """`world_size` CPU ranks in one process group, that run functions sent to them.
+    """`world_size` ranks in one process group, that run functions sent to them.
 
     Args:
+        modules: of the functions, imported before the ranks start.
+        backend: "gloo" for CPUs; "nccl" for ranks with a GPU each.
         timeout_s: for a collective: a deadlock fails after that, not after half an hour.
     """
 
-    def __init__(self, world_size: int, timeout_s: int = 60) -> None:
+    def __init__(
+        self,
+        world_size: int,
+        timeout_s: int = 60,
+        modules: Sequence[str] = ("meshwright.commands.prove.measure",),
+        backend: str = "gloo",
+    ) -> None:
         # ranks fork from one process that imported torch, has no thread and computes nothing:
         # each would take 4 s of a core to import it by itself
-        context = fork_server("meshwright.commands.prove.measure", *IMPORTED_BY_RANKS)
+        context = fork_server(*modules, *IMPORTED_BY_RANKS)
         self.world_size = world_size
         self._folder = tempfile.TemporaryDirectory()
         pipes = [context.Pipe() for _ in range(world_size)]
@@ -53,7 +61,7 @@ class RankPool:
         self._processes = [
             context.Process(
                 target=_serve,
-                args=(rank, world_size, self._folder.name, timeout_s, theirs),
+                args=(rank, world_size, self._folder.name, timeout_s, backend, theirs),
                 daemon=True,
             )
             for rank, (_, theirs) in enumerate(pipes)
@@ -128,7 +136,9 @@ def _stacks_file(folder: str, rank: int) -> Path:
     return Path(folder, f"stacks.{rank}")
 
 
-def _serve(rank: int, world_size: int, folder: str, timeout_s: int, connection: Connection) -> None:
+def _serve(
+    rank: int, world_size: int, folder: str, timeout_s: int, backend: str, connection: Connection
+) -> None:
     # the server of forks ends with the caller, and ignores Ctrl-C: a rank that waits for others
     # would outlive them
     die_with_parent(os.getppid())
@@ -138,10 +148,12 @@ def _serve(rank: int, world_size: int, folder: str, timeout_s: int, connection: 
     tqdm.set_lock(threading.RLock())
     faulthandler.enable(_stacks_file(folder, rank).open("w"))
     timeout = timedelta(seconds=timeout_s)
+    if backend == "nccl":
+        os.environ["LOCAL_RANK"] = str(rank)  # by which it picks its GPU
     _share_one_gloo_thread()
     # they meet at a file: a free port is a race
     url = f"file://{folder}/meet"
-    dist.init_process_group("gloo", url, timeout=timeout, world_size=world_size, rank=rank)
+    dist.init_process_group(backend, url, timeout=timeout, world_size=world_size, rank=rank)
     while True:
         try:
             fn, args = connection.recv()

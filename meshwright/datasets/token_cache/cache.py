@@ -165,7 +165,8 @@ class PartTokens:
     """
 
     def __init__(self, part: Part, index: PartIndex, blocks: BlockCache | None = None) -> None:
-        self.part, self._file = part, RangeFile(part.tokens, index.stamp, blocks)
+        self.part, self.index = part, index
+        self._file = RangeFile(part.tokens, index.stamp, blocks)
         self._offset, self._size = index.offset, index.size
         self._expected = index.token_checksums
         self._is_checked = np.zeros(len(self._expected), np.bool_)
@@ -198,6 +199,17 @@ class PartTokens:
         # a block of object storage may come from there again
         self._is_checked[number] = self._file.is_local
         return content
+
+
+class CachedDocument(NamedTuple):
+    """Where a document lies in a cache."""
+
+    number: int
+    """In the order of the cache, from 0 on."""
+    begin: int
+    """Its first token in the cache."""
+    end: int
+    """The token after its last."""
 
 
 class TokenCache:
@@ -262,6 +274,27 @@ class TokenCache:
         except DamagedCacheError as error:
             raise self._damage(LENGTHS, f"{self.folder / LENGTHS}: {error}") from error
         return np.frombuffer(content, np.uint32)
+
+    def document_at(self, position: int) -> "CachedDocument":
+        """Return the document that token `position` is of."""
+        block = int(self.block_starts.searchsorted(position, side="right")) - 1
+        ends = self.block_starts[block] + np.cumsum(self.lengths(block), dtype=np.int64)
+        index = int(ends.searchsorted(position, side="right"))
+        begin = ends[index - 1] if index else self.block_starts[block]
+        return CachedDocument(block * BLOCK_DOCUMENTS + index, int(begin), int(ends[index]))
+
+    def document(self, number: int) -> "CachedDocument":
+        """Return a document by its number, from 0 to `num_documents` - 1."""
+        block, index = divmod(number, BLOCK_DOCUMENTS)
+        before = int(self.lengths(block)[:index].sum(dtype=np.int64))
+        return self.document_at(int(self.block_starts[block]) + before)
+
+    def place_of(self, document: "CachedDocument") -> tuple[Part, int]:
+        """Return the part that holds a document, and how many of the part lie before it."""
+        number = int(self._part_starts.searchsorted(document.begin, side="right")) - 1
+        lengths = self._opened(number).index.lengths
+        ends = self._part_starts[number] + np.cumsum(lengths, dtype=np.int64)
+        return self._parts[number], int(ends.searchsorted(document.begin, side="right"))
 
     def tokens(self, begin: int, end: int) -> npt.NDArray[np.unsignedinteger]:
         """Tokens `begin` to `end`, which lie in one document.

@@ -98,21 +98,21 @@ def read_run(folder: Path) -> Run:
             for name, value in row.items()
             if isinstance(value, int | float) and math.isfinite(value)
         }
-        for row in _rows(metrics)
+        for row in rows_of(metrics)
     ]
     return Run(
         folder,
         records=sorted(records, key=lambda row: row["step"]),
-        history=[row for row in _rows(folder / "history.jsonl") if "event" in row],
-        skipped=_rows(folder / "skipped_steps.jsonl"),
-        texts=[row for row in _rows(folder / "samples.jsonl") if "text" in row],
+        history=[row for row in rows_of(folder / "history.jsonl") if "event" in row],
+        skipped=rows_of(folder / "skipped_steps.jsonl"),
+        texts=[row for row in rows_of(folder / "samples.jsonl") if "text" in row],
         config_text=text_of(folder / "config.toml"),
         proof=_table(folder / "proof" / "proof.json"),
         loads=_table(folder / "experts.json"),
     )
 
 
-def _rows(file: Path) -> list[dict[str, Any]]:
+def rows_of(file: Path) -> list[dict[str, Any]]:
     """Lines of JSON that have a step; a line that a kill cut short is left out."""
     rows = []
     for line in text_of(file).splitlines():

@@ -1,0 +1,1 @@
+"""`meshwright replay`: takes a step of a run again, and says which samples made it."""

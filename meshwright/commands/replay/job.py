@@ -1,0 +1,116 @@
+"""The job that takes steps of a run again, on one rank."""
+
+import gc
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, redirect_stdout
+from dataclasses import dataclass, replace
+
+import torch
+
+from meshwright.config.changes import changed
+from meshwright.config.job_config import JobConfig
+from meshwright.launch.heartbeat import Heartbeat
+from meshwright.metrics.reporter import SinkWriter
+from meshwright.models.loss import Batch
+from meshwright.parallelisms.meshes import Meshes
+from meshwright.system.hardware import ordered_attention
+from meshwright.system.processes import Launch
+from meshwright.train.facts import look
+from meshwright.train.resolve import ResolvedJob, resolve
+from meshwright.train.set_up import RunningJob, init_ranks, set_up
+
+
+@dataclass(frozen=True)
+class StepFigures:
+    """The results of a step."""
+
+    step: int
+    loss: float
+    grad_norm: float
+    norms: Sequence[float] = ()
+    """Of the gradients of each group of parameters."""
+
+    @property
+    def all(self) -> tuple[float, ...]:
+        """The loss, the norm, and the norms of groups."""
+        return self.loss, self.grad_norm, *self.norms
+
+
+def open_job(
+    config: JobConfig, ranks: int, meshes: Meshes | None = None, local_batch_size: int = 0
+) -> RunningJob:
+    """Build the job and load its checkpoint. Collective.
+
+    Args:
+        meshes: of the job before in this process, if there was one.
+        local_batch_size: in the place of the config's, in every stage; 0: as it is.
+
+    Raises:
+        ConfigError: if the config can't run here, or the checkpoint or the data isn't the run's.
+    """
+    is_gpu = torch.cuda.is_available()
+    facts = look(config, ranks, expects_gpus=is_gpu, device_type="cuda" if is_gpu else "cpu")
+    resolved = resolve(config, facts)
+    resolved, device, checkpoints = init_ranks(_reading(resolved, local_batch_size), Launch())
+    with redirect_stdout(None):  # no bar
+        job = set_up(
+            resolved,
+            device,
+            checkpoints,
+            Heartbeat(),
+            Launch(),
+            [],
+            meshes,
+            make_sinks=lambda *_: SinkWriter([]),
+        )
+    gc.enable()  # as other jobs follow in this process
+    assert job is not None, "its steps aren't done"
+    return job
+
+
+def _reading(resolved: ResolvedJob, local_batch_size: int) -> ResolvedJob:
+    """Return the job and its later stages, none of which saves or sets aside checkpoints. Their
+    rules ask that jobs with stages save, and were judged before."""
+    config = changed(resolved.config, {"checkpoint": {"load_only": True}})
+    if local_batch_size:
+        config = changed(config, {"training": {"local_batch_size": local_batch_size}})
+    later = None
+    if resolved.next_stage is not None:
+        later = _reading(resolved.next_stage, local_batch_size)
+    return replace(resolved, config=config, next_stage=later)
+
+
+def close_job(job: RunningJob) -> None:
+    """Stop reading ahead, and free the memory of a job that nothing refers to any more."""
+    job.loader.close()
+    job.observers["step_record"].__exit__(None, None, None)
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+Look = Callable[[RunningJob, int, list[Batch]], None]
+"""Looks at the job, the number of its next step, and the batches of that."""
+
+
+def take_steps(
+    job: RunningJob, last: int, before_last: Look | None = None, *, note: Callable[[int], None]
+) -> list[StepFigures]:
+    """Take the steps up to `last` as the run took them. Collective.
+
+    Args:
+        before_last: is called before the last of them.
+        note: gets the number of each step that is taken.
+    """
+    figures = list[StepFigures]()
+    with ExitStack() as stack:
+        stack.enter_context(ordered_attention(job.attention))
+        for step in range(job.resolved.resume_step + 1, last + 1):
+            data = next(job.loader)
+            batches = [batch.to(job.device) for batch in data.batches]
+            if step == last and before_last is not None:
+                before_last(job, step, batches)
+            result = job.trainer.step(step, batches, job.detector)
+            norms = [] if result.group_norms is None else result.group_norms.tolist()
+            figures.append(StepFigures(step, result.loss.item(), result.grad_norm.item(), norms))
+            note(step)
+    return figures

@@ -1,0 +1,206 @@
+"""`meshwright replay`: steps of jobs on real ranks come back, and planted documents are named."""
+
+import json
+import os
+import random
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from meshwright.commands.replay.job import StepFigures
+from meshwright.commands.replay.replay import ComparedStep, Replayed
+from meshwright.commands.replay.samples import SampleTable
+from meshwright.config.loader import load_config
+from meshwright.datasets.opening import open_data
+from meshwright.datasets.samples import CachedSource, SampleRules
+from meshwright.system.errors import ConfigError
+from tests.helpers.cli import command
+from tests.helpers.files import contents
+from tests.helpers.jobs import train_alone, train_on_ranks
+
+replay = command("replay")
+EXPERTS = ["--model.name", "qwen3_moe"]
+
+JOBS: dict[str, list[object]] = {
+    "fsdp2 x tp, ema": [
+        *("--parallelism.data_parallel_shard_degree", 2),
+        *("--parallelism.tensor_parallel_degree", 2, "--checkpoint.average.decay", 0.9),
+    ],
+    "hsdp x pp, accumulation": [
+        *("--parallelism.data_parallel_replicate_degree", 2),
+        *("--parallelism.data_parallel_shard_degree", 1),
+        *("--parallelism.pipeline_parallel_degree", 2),
+    ],
+    "fsdp2 x cp, packing": [
+        *("--parallelism.data_parallel_shard_degree", 2),
+        *("--parallelism.context_parallel_degree", 2, "--training.packing", "best_fit"),
+    ],
+    "streamed, a step skipped": [
+        *("--training.dataset_mode", "streamed", "--bad_steps.policy", "skip"),
+        *("--bad_steps.spike_std", 0.5, "--bad_steps.spike_window", 2),
+    ],
+}
+
+
+def _results(capsys: pytest.CaptureFixture[str], *words: object) -> dict:
+    capsys.readouterr()
+    replay([*words, "--json"])
+    return json.loads(capsys.readouterr().out)
+
+
+def _differences(result: dict) -> list[tuple[float, float]]:
+    """Relative ones of loss and norm, of every recorded step."""
+    return [
+        tuple(
+            abs(step["taken"][name] / step["recorded"][name] - 1) for name in ("loss", "grad_norm")
+        )
+        for step in result["steps"]
+        if step["recorded"]
+    ]
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_a_step_of_four_ranks_comes_back_on_one_process(name, tmp_path: Path, capsys) -> None:
+    """Within rounding, and to the bit on the mesh of the run, whose files stay as they are."""
+    run = tmp_path / "run"
+    train_on_ranks(run, *JOBS[name], "--training.steps", 13, ranks=4)
+    before = contents(run)
+    result = _results(capsys, run, "--step", 13)
+    assert [step["taken"]["step"] for step in result["steps"]] == [11, 12, 13]
+    differences = _differences(result)
+    assert len(differences) == 3
+    assert all(loss < 1e-6 and norm < 1e-5 for loss, norm in differences), differences
+    assert result["first_other_step"] is None
+    if name != "hsdp x pp, accumulation":  # the other test has one of these
+        assert contents(run) == before
+        return
+    result = _results(capsys, run, "--step", 13, "--ngpu", 4)
+    assert _differences(result) == [(0, 0)] * 3
+    assert [step["twin"] for step in result["steps"]] == [None] * 3  # none is needed
+    assert contents(run) == before
+
+
+def _write_documents(folder: Path) -> None:
+    """256 of Python's library; document 137 is of random Chinese characters."""
+    files = sorted(Path(os.__file__).parent.glob("*.py"))[:170]
+    texts = [file.read_text(errors="ignore") for file in files]
+    pieces = [text[at : at + 2000] for text in texts for at in (0, 2000, 4000)]
+    found = [piece for piece in pieces if len(piece) > 1500][:256]
+    assert len(found) == 256
+    characters = random.Random(1).choices(range(0x4E00, 0x9FA5), k=700)
+    found[137] = "".join(map(chr, characters))
+    lines = (json.dumps({"text": text}) + "\n" for text in found)
+    (folder / "texts.jsonl").write_text("".join(lines))
+
+
+@pytest.fixture(scope="module")
+def spoilt(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of 60 steps, some of which have read a part of the document."""
+    folder = tmp_path_factory.mktemp("spoilt")
+    _write_documents(folder)
+    data = ["--training.dataset", "json", "--training.dataset_path", folder / "texts.jsonl"]
+    words = ["--checkpoint.interval", 10, "--checkpoint.keep_latest_k", 0]
+    words += ["--training.global_batch_size", 16, "--training.local_batch_size", 16]
+    train_alone(folder / "run", *data, *words, "--optimizer.lr", 1.5e-2, "--training.steps", 60)
+    return folder / "run"
+
+
+def _steps_with(run: Path, number: int) -> list[int]:
+    """The late steps that have a sample of nothing but that document."""
+    config = load_config([str(run / "config.toml")])
+    (source,) = open_data("training", config)
+    assert isinstance(source, CachedSource)
+    samples = source.samples(SampleRules(config.training.seq_len + 1, config.training.seed))
+    return [
+        step
+        for step in range(35, 61)
+        for index in range(16 * (step - 1), 16 * step)
+        if {source.cache.document_at(at).number for at, _ in samples.ranges(index)} == {number}
+    ]
+
+
+def test_the_bad_document_is_named_by_the_step_and_by_a_scan(spoilt: Path, capsys) -> None:
+    step = _steps_with(spoilt, 137)[-1]
+    table = _results(capsys, spoilt, "--step", step)["table"]
+    worst = table["samples"][0]
+    assert worst["documents"][0]["name"] == "json 137"
+    assert worst["documents"][0]["place"] == f"{spoilt.parent}/texts.jsonl:138"
+    assert worst["grad_norm"] > 1.2 * table["samples"][1]["grad_norm"]
+    assert worst["deviations"] > 2.5
+    scan = _results(capsys, spoilt, "--scan", "--step", 31, "--samples", 4)
+    assert scan["num_documents"] == 256
+    assert scan["highest"][0]["name"] == "json 137"
+    assert scan["highest"][0]["place"] == f"{spoilt.parent}/texts.jsonl:138"
+    assert [len(scan[end]) for end in ("highest", "lowest")] == [4, 4]
+    assert scan["lowest"][0]["deviations"] < 0
+
+
+def test_samples_that_stand_out_are_told_with_their_documents(spoilt, capsys, monkeypatch) -> None:
+    monkeypatch.setattr("meshwright.commands.replay.samples.STANDS_OUT", 2.5)
+    replay([spoilt, "--step", _steps_with(spoilt, 137)[-1]])
+    out = capsys.readouterr().out
+    assert "equal to the record in every bit" in out
+    assert "the gradient norm would be 0." in out
+    assert re.search(rf"  json 137 +{spoilt.parent}/texts.jsonl:138\n +costliest tokens of s", out)
+    assert f"meshwright data {spoilt}/config.toml --documents json 137" in out
+
+
+def test_a_record_that_is_not_the_run_s_is_seen(spoilt: Path, tmp_path: Path, capsys) -> None:
+    """By a hundredth of a per mille in one figure: the code of the run could be another."""
+    for path in spoilt.iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    (tmp_path / "steps.jsonl").unlink()
+    rows = [json.loads(line) for line in (spoilt / "steps.jsonl").read_text().splitlines()]
+    rows[23]["grad_norm"] *= 1 + 1e-5
+    (tmp_path / "steps.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(SystemExit, match="1"):
+        replay([tmp_path, "--step", 24])
+    assert "the gradient norm of step 23 by 1.0e-05, and rounding" in " ".join(
+        capsys.readouterr().out.split()
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "^RUN: not given\n  fix: name a dump folder"),
+        (["nowhere", "--step", 1], "RUN_DIR = 'nowhere': no such folder"),
+        (["RUN"], "^--step = None: not given"),
+        (["RUN", "--step", 61], "^--step = 61: the run has taken 60 steps\n  fix: .* 1 to 60"),
+        (["RUN", "--step", 0], "^--step = 0"),
+        (["RUN", "--step", 5, "--ngpu", 0], "^--ngpu = 0: must be positive"),
+        (["RUN", "--step", 5, "--optimizer.lrr", 1], "unknown key optimizer.lrr"),
+        (
+            ["RUN", "--step", 15, "--model.args.dim", 64],
+            "model.args.dim = 64: checkpoint .*step-10",
+        ),
+    ],
+)
+def test_what_cannot_be_replayed_is_one_error(spoilt: Path, words, message) -> None:
+    with pytest.raises(ConfigError, match=message):
+        replay([spoilt if word == "RUN" else word for word in words])
+
+
+def _replayed(recorded: float, twin: Callable[[int], float]) -> Replayed:
+    steps = [
+        ComparedStep(
+            StepFigures(step, 2.0, 1.0),
+            StepFigures(step, 2.0 * (1 + recorded), 1.0),
+            StepFigures(step, 2.0 * (1 + twin(step)), 1.0),
+        )
+        for step in range(1, 11)
+    ]
+    return Replayed("", "float32", steps, SampleTable([], [], None))
+
+
+def test_the_bound_is_ten_times_the_rounding_and_growth_beyond_the_horizon_is_told() -> None:
+    assert _replayed(9e-6, lambda step: 1e-6).first_other is None
+    other = _replayed(1.1e-5, lambda step: 1e-6).first_other
+    assert other is not None
+    assert other.taken.step == 1
+    assert _replayed(0, lambda step: 1e-6).beyond_horizon is None
+    beyond = _replayed(0, lambda step: 1e-8 * 4**step).beyond_horizon
+    assert beyond is not None
+    assert beyond.taken.step == 9
