@@ -125,7 +125,12 @@ class Loader:
         except EndOfData:
             return None
         mine = [sample for sample in read if sample is not None]
-        batches = to_batches(mine, self._local_batch_size, self._mask_documents)
+        batches = to_batches(
+            mine,
+            self._local_batch_size,
+            self._mask_documents,
+            tells_sources=self._stream.is_mixture,
+        )
         if self._pin_memory:
             batches = [batch.pin_memory() for batch in batches]
         return StepData(batches, self._stream.cursor, self._stream.epochs)
@@ -161,20 +166,24 @@ def padded_samples(stream: SampleStream, num_samples: int) -> Iterator[list[Samp
         yield [sample for sample in read if sample is not None]
 
 
-def to_batches(samples: Sequence[Sample], size: int, mask_documents: bool) -> list[Batch]:
+def to_batches(
+    samples: Sequence[Sample], size: int, mask_documents: bool, *, tells_sources: bool = False
+) -> list[Batch]:
     """Batches of `size` samples."""
     raw = np.stack([sample.raw for sample in samples]).astype(np.int64)
     tokens, labels = raw[:, :-1], raw[:, 1:].copy()
     if raw.max() >= NO_LOSS:
         labels[labels >= NO_LOSS] = IGNORE
         tokens = tokens & ~NO_LOSS
-    parts = [np.ascontiguousarray(tokens), labels]
+    parts = {"tokens": np.ascontiguousarray(tokens), "labels": labels}
     if mask_documents:
         documents = np.stack([sample.documents for sample in samples])
         # the first token of a document cannot be foreseen
         labels[documents[:, 1:] != documents[:, :-1]] = IGNORE
-        parts.append(np.ascontiguousarray(documents[:, :-1]))
+        parts["documents"] = np.ascontiguousarray(documents[:, :-1])
+    if tells_sources:
+        parts["sources"] = np.array([sample.source for sample in samples], np.int64)
     for row, sample in enumerate(samples):
         labels[row, raw.shape[1] - sample.padding :] = PADDING
-    split = zip(*(torch.from_numpy(part).split(size) for part in parts), strict=True)
-    return [Batch(*tensors) for tensors in split]
+    split = zip(*(torch.from_numpy(part).split(size) for part in parts.values()), strict=True)
+    return [Batch(**dict(zip(parts, tensors, strict=True))) for tensors in split]

@@ -47,6 +47,8 @@ class Sample:
     """Tokens at its end that are of no document."""
     streamed_from: Sequence[str] = ()
     """Of a streamed source: the document of each piece, in words."""
+    source: int = 0
+    """Its number among the sources of a mixture."""
 
     @property
     def tokens(self) -> npt.NDArray[np.int64]:

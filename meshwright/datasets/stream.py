@@ -111,6 +111,11 @@ class SampleStream:
             warn_once(f"{what} whole, in a mixture or with max_epochs; {fix}")
 
     @property
+    def is_mixture(self) -> bool:
+        """Whether there are several sources."""
+        return len(self._sources) > 1
+
+    @property
     def names(self) -> str:
         """Of the sources."""
         return ", ".join(source.entry.name for source in self._sources)
@@ -172,7 +177,9 @@ class SampleStream:
                 shards[shard] = self._open(source, shard, place=ShardPlace())
             sample = shards[shard].next_sample()
         self._sample += 1
-        return sample if is_asked_for else None
+        if sample is None or not is_asked_for:
+            return None
+        return replace(sample, source=number) if number else sample
 
     def _is_read_here(self, shard: int, num_shards: int) -> bool:
         """Return whether any sample of a shard falls into one of this rank's slots: sample i is in

@@ -42,12 +42,11 @@ class TextSink(Protocol):
 
 def validation_loss(figures: Mapping[str, Any]) -> float | None:
     """Return the mean loss of all validation sets; None if there is none, or one is not finite."""
-    losses = [
-        value
-        for name, value in figures.items()
-        if name.startswith("validation/") and name.endswith("/loss")
-    ]
-    if not losses or not all(value is not None and math.isfinite(value) for value in losses):
+    names = [n for n in figures if n.startswith("validation/") and n.endswith("/loss")]
+    if "validation/loss" in names:  # the mean already; runs of earlier versions lack it
+        names = ["validation/loss"]
+    losses = [figures[name] for name in names]
+    if not losses or not all(loss is not None and math.isfinite(loss) for loss in losses):
         return None
     return float(sum(losses) / len(losses))
 

@@ -36,6 +36,8 @@ class Batch:
     documents: Tensor | None = None
     """(B, S) int32: which document of its sequence each token belongs to, rising from 0. None:
     attention does not stop between documents. Not cut where context parallelism cuts the others."""
+    sources: Tensor | None = None
+    """(B,) int64: from which source of a mixture each sequence is. None: it isn't told."""
 
     def to(self, device: torch.device, non_blocking: bool = False) -> "Batch":
         """Return the same on `device`."""
@@ -52,7 +54,8 @@ class Batch:
 
     def _each(self, move: Callable[[Tensor], Tensor]) -> "Batch":
         documents = None if self.documents is None else move(self.documents)
-        return Batch(move(self.tokens), move(self.labels), documents)
+        sources = None if self.sources is None else move(self.sources)
+        return Batch(move(self.tokens), move(self.labels), documents, sources)
 
 
 SMALL_LOGITS = 1 << 24
@@ -81,6 +84,8 @@ class SummedLoss:
         self.chunk_tokens, self.cap = chunk_tokens, cap
         self._log_sums, self._exponentiate = _log_sums_in_blocks, _exponentiate_in_blocks
         self._add: Callable[[Tensor, Tensor], object] = add_
+        self.listen: Callable[[Tensor, Tensor], None] | None = None
+        """Gets the loss of each token, 0 where there is none, and the labels: (B, S) each."""
 
     def compile(self, backend: Any) -> None:
         """Compile the passes over logits and gradients between matrix products.
@@ -128,7 +133,7 @@ class SummedLoss:
         if x.shape[:-1] != labels.shape:
             raise ValueError(f"states {tuple(x.shape)} and labels {tuple(labels.shape)} disagree")
         needed = [torch.is_grad_enabled() and tensor.requires_grad for tensor in (x, weight)]
-        loss, of_x, of_weight = _differentiate(
+        losses, of_x, of_weight = _differentiate(
             x.flatten(0, 1).detach(),
             weight.detach().to(x.dtype),
             labels.flatten(),
@@ -137,6 +142,9 @@ class SummedLoss:
             chunk_tokens,
             needed,
         )
+        loss = losses.sum()
+        if self.listen is not None:
+            self.listen(losses.view(labels.shape), labels)
         # One node for each gradient: schedules that split backward start the weight's part at the
         # node where both meet, and torch 2.11 takes only nodes of its own there, like additions.
         with_gradient: Callable[..., Tensor] = _WithGradient.apply
@@ -196,7 +204,8 @@ def _differentiate(
     chunk_tokens: int,
     needed: list[bool],
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return the loss and, from the same pass, its gradients by `x` and (in fp32) by `weight`."""
+    """Return the losses and, from the same pass, the gradients of their sum by `x` and (in fp32) by
+    `weight`."""
     needs_x, needs_weight = needed
     of_x = torch.empty_like(x) if needs_x else None
     losses = torch.empty(len(x), dtype=torch.float32, device=x.device)
@@ -227,7 +236,7 @@ def _differentiate(
             torch.mm(logits, weight, out=of_x[chunk])
         if of_weight is not None:
             loss.add_product(of_weight, logits, x[chunk], is_first=start == 0)
-    return losses.sum(), of_x, of_weight
+    return losses, of_x, of_weight
 
 
 class _WithGradient(torch.autograd.Function):

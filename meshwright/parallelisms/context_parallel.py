@@ -52,7 +52,8 @@ def local_part(batch: Batch, positions: Tensor) -> Batch:
     """
     if len(positions) == batch.tokens.shape[1]:
         return batch
-    return Batch(batch.tokens[:, positions], batch.labels[:, positions], batch.documents)
+    tokens, labels = batch.tokens[:, positions], batch.labels[:, positions]
+    return Batch(tokens, labels, batch.documents, batch.sources)
 
 
 def apply_cp(model: Decoder, mesh: DeviceMesh, training: Training) -> str:

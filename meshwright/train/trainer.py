@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from meshwright.datasets.named_sources import entries
 from meshwright.metrics.reporter import Phase, Phases
 from meshwright.models.decoder import Decoder
 from meshwright.models.loss import Batch, has_loss
@@ -18,6 +19,7 @@ from meshwright.parallelisms.meshes import Meshes
 from meshwright.parallelisms.shards import is_fsdp
 from meshwright.train.bad_steps import BadStepDetector
 from meshwright.train.build import build_model
+from meshwright.train.loss_by_source import LossBySource
 from meshwright.train.optim.average import Average
 from meshwright.train.optim.gradients import divisor_to_clip, local_square_sums
 from meshwright.train.optim.optimizers import (
@@ -84,6 +86,8 @@ class Trainer:
     reshard_every_microbatch: bool = True
     """Free gathered parameters at the end of every microbatch, not of the step alone. A pipeline
     ignores it."""
+    by_source: LossBySource | None = None
+    """Of a mixture."""
     norm_groups: Sequence[str] = ()
     """Every `block_of` a parameter, to get their norms too. Not with `early`."""
 
@@ -104,7 +108,7 @@ class Trainer:
 
     def figures_of(self, step: int, result: StepResult) -> dict[str, float]:
         """Return the figures of a step by the names that records have for them; waits for the
-        device."""
+        device. Collective."""
         on_device = {"loss/train": result.loss, "optim/grad_norm": result.grad_norm}
         on_device |= result.figures
         values = torch.stack([*on_device.values()]).tolist()  # one copy
@@ -112,7 +116,7 @@ class Trainer:
         if result.group_norms is not None:
             norms = zip(self.norm_groups, result.group_norms.tolist(), strict=True)
             figures |= {f"optim/grad_norm/{group}": norm for group, norm in norms}
-        return figures
+        return figures if self.by_source is None else figures | self.by_source.figures()
 
     def step(self, step: int, batches: Sequence[Batch], detector: BadStepDetector) -> StepResult:
         """Forward and backward over this rank's microbatches, clip, and update once.
@@ -135,6 +139,8 @@ class Trainer:
         positions = local_positions(first.shape[1], meshes.cp, first.device)
         batches = [local_part(batch, positions) for batch in batches]
         num_labels = count_labels(batches, meshes)
+        if self.by_source is not None:
+            self.by_source.begin(batches)
         mark("forward_backward")
         if early is not None:
             early.begin(detector.is_stopped)
@@ -204,6 +210,7 @@ def build_trainer(
     optimizer = build_optimizer(model.named_parameters(), config.optimizer, table, ranks)
     is_early, decay = config.optimizer.early_step_in_backward, average_decay(config)
     names = table if config.metrics.grad_norm_by_group else ()
+    sources = [entry.name for entry in entries(config.training, "training")]
     return Trainer(
         model,
         optimizer,
@@ -215,6 +222,7 @@ def build_trainer(
         max_norm=config.training.max_norm,
         reduce_every_microbatch=config.parallelism.fsdp_reduce_gradients == "every_microbatch",
         reshard_every_microbatch=config.parallelism.fsdp_reshard_after_forward != "never",
+        by_source=LossBySource(model, sources, meshes, device) if len(sources) > 1 else None,
         norm_groups=list(dict.fromkeys(map(block_of, names))),
     )
 

@@ -160,6 +160,10 @@ class Validation:
             many = len(self._sources) > 1
             prefix = f"validation/{source.entry.name}" if many else "validation"
             figures |= {f"{prefix}/{name}": figure for name, figure in of_source.items()}
+        else:
+            if len(self._sources) > 1:
+                losses = [figures[f"validation/{one.entry.name}/loss"] for one in self._sources]
+                figures["validation/loss"] = sum(losses) / len(losses)
         return figures
 
     def _steps(self, source: OpenSource) -> Iterator[list[Batch]]:

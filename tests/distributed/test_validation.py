@@ -15,6 +15,7 @@ from meshwright.config.loader import load_config
 from meshwright.config.training import Source
 from meshwright.datasets.files import SourceEntry
 from meshwright.datasets.samples import CachedSource
+from meshwright.metrics.sinks import validation_loss
 from meshwright.models.families.llama import LlamaArgs
 from meshwright.models.loss import IGNORE, Batch
 from meshwright.parallelisms.rules.degrees import ParallelDims
@@ -149,6 +150,20 @@ def test_a_source_that_was_not_read_to_its_end_has_no_figures(monkeypatch) -> No
     is_stopped = Mock(side_effect=[False, True])
     figures = validate(Mock(), is_stopped, Mock())
     assert {name.split("/")[1] for name in figures} == {"a"}
+
+
+def test_the_loss_of_several_sets_is_their_mean_beside_each(monkeypatch) -> None:
+    """Whatever their sizes: it's one number to judge runs by."""
+    resolved_job = resolved(load_config(["--job.config_file", "tests/integration/tiny.toml"]), 1)
+    sums = Mock(side_effect=[(2.0, 2, 1), (30.0, 10, 1)])
+    monkeypatch.setattr(parts, "evaluate", sums)
+    sources = [CachedSource(SourceEntry("validation", name, Source()), Mock()) for name in "ab"]
+    validate = parts.Validation(resolved_job, sources, Mock(), torch.device("cpu"))
+    figures = validate(Mock(), lambda: False, Mock())
+    losses = {name: value for name, value in figures.items() if name.endswith("/loss")}
+    assert losses == {"validation/a/loss": 1, "validation/b/loss": 3, "validation/loss": 2}
+    assert validation_loss(figures | {"validation/loss": 2.5}) == 2.5
+    assert validation_loss({"validation/a/loss": 1.0, "validation/b/loss": 3.0}) == 2
 
 
 def test_a_tokenizer_that_does_not_tell_its_bytes_has_loss_and_perplexity(monkeypatch) -> None:

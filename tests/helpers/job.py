@@ -114,12 +114,13 @@ class Job:
     def part(self, batch: Batch) -> list[Batch]:
         """This rank's microbatches of a global batch."""
         dp = self.meshes.dp
-        parts = (
-            part.split(self.size)[dp.get_local_rank() :: dp.size()]
-            for part in (batch.tokens, batch.labels, batch.documents)
+        parts = {
+            name: part.split(self.size)[dp.get_local_rank() :: dp.size()]
+            for name, part in vars(batch).items()
             if part is not None
-        )
-        return [*map(Batch, *parts)]
+        }
+        batches = zip(*parts.values(), strict=True)
+        return [Batch(**dict(zip(parts, own, strict=True))) for own in batches]
 
     def batches(self, step: int) -> list[Batch]:
         return self.part(Batch(*global_batch(step)))

@@ -402,6 +402,21 @@ def batches_of(source: OpenSource, mask_documents: bool) -> list[Batch]:
     return [batch for data in loader for batch in data.batches]
 
 
+def test_batches_of_a_mixture_tell_the_source_of_each_sequence(tmp_path) -> None:
+    """Or the loss by source would be another source's; batches of one source tell none."""
+    sources = weighted([cached(tmp_path / c, (c * 50,) * 9, c) for c in "abc"], [1, 2, 1])
+    order = SampleStream(sources, Cursor(), SampleRules(LENGTH, 0), batch=8, slots=range(4))
+    loader = Loader(order, 2, mask_documents=True, pin_memory=False)
+    seen = Counter()
+    for batch in (batch for _ in range(5) for batch in next(loader).batches):
+        for tokens, source in zip(batch.tokens.tolist(), batch.sources.tolist(), strict=True):
+            assert {*tokens} - {BOS, EOS} <= {ord("abc"[source])}
+            seen[source] += 1
+    assert seen.keys() == {0, 1, 2}
+    loader.close()
+    assert batches_of(sources[1], mask_documents=False)[0].sources is None
+
+
 def test_loss_counts_on_every_token_of_a_text() -> None:
     """Its EOS included: a model that never learns to end would write on and on."""
     tokens = Encoder(ByteTokenizer(), Mock()).encode("some text")

@@ -216,8 +216,11 @@ def _metrics(plan: ResolvedJob) -> list[str]:
     """Return the metrics of a validation that can judge a run."""
     parts = ["loss", "bits_per_byte"] if plan.tokenizer.token_bytes is not None else ["loss"]
     names = [entry.name for entry in validation_entries(plan.config)]
-    places = [f"validation/{name}" for name in names] if len(names) > 1 else ["validation"]
-    logged = [f"{place}/{part}" for place in places for part in parts]
+    if len(names) > 1:
+        logged = [f"validation/{name}/{part}" for name in names for part in parts]
+        logged.insert(0, "validation/loss")  # their mean
+    else:
+        logged = [f"validation/{part}" for part in parts]
     if plan.config.checkpoint.average.is_on:
         logged += [f"average/{name}" for name in logged]
     return logged

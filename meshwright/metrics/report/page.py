@@ -145,7 +145,12 @@ def _charts(run: Run) -> str:
     ]
     seams, skipped = run.resumed_steps, [int(row["step"]) for row in run.skipped]
     chart = partial(Chart, seams=seams, skipped=skipped)
+    sources = [
+        Curve(name.removeprefix("loss/train/"), run.series(name))
+        for name in run.names("loss/train/")
+    ]
     charts = [chart("Loss", "nats per token", losses)]
+    charts.append(chart("Training loss by source", "nats per token", sources))
     charts += [
         chart(title, unit, [Curve(name, run.series(name))], starts_at_zero=from_zero)
         for title, unit, name, from_zero in FIGURES
