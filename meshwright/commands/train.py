@@ -112,9 +112,9 @@ def run(given: Namespace) -> None:
             resolved, resolved.facts.saved.manifest, sources
         )  # of other data: rejected
     data_steps = steps_of_data(resolved.config, sources, resolved.resume_step, cursor)
-    known, told = replace(resolved, data_steps=data_steps), resolved.notes
-    for text in known.notes:
-        if text not in told:
+    # a few notes depend on the steps that the data lasts, which only tokenizing tells
+    for text in replace(resolved, data_steps=data_steps).notes:
+        if text not in resolved.notes:
             logger.warning("%s", text)
     for stage in resolved.training_stages[1:]:
         sources += open_data("training", stage.config)
@@ -160,13 +160,13 @@ def run(given: Namespace) -> None:
 def environment(ranks: Ranks, inherited: Mapping[str, str], resume_step: int = 0) -> dict[str, str]:
     """Return the variables that the ranks need in addition to the inherited ones."""
     chosen = host_settings(ranks, inherited)
-    told = Launch(
+    launch = Launch(
         is_checked=True,  # the check's notes are not repeated
         checked_step=resume_step,
         num_gpus=ranks.gpus or 0,  # ranks compare it with the number that torch can use
         host_settings=" ".join(f"{name}={value}" for name, value in chosen.items()),
     )
-    return chosen | told.as_variable()
+    return chosen | launch.as_variable()
 
 
 def host_settings(ranks: Ranks, inherited: Mapping[str, str]) -> dict[str, str]:

@@ -78,8 +78,8 @@ class Meeting:
         """Return the machines that have counted since the last call, this one first."""
         if self._store is None:
             return []
-        told = [f"machine {number}" for number in range(1, self._store.add("count", 0) + 1)]
-        names = dict.fromkeys([self._me, *(self._store.get(key).decode() for key in told)])
+        keys = [f"machine {number}" for number in range(1, self._store.add("count", 0) + 1)]
+        names = dict.fromkeys([self._me, *(self._store.get(key).decode() for key in keys)])
         before, self._counts = self._counts, {name: self._store.add(name, 0) for name in names}
         return [name for name in names if self._counts[name] != before.get(name, 0)]
 

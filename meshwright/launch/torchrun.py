@@ -98,8 +98,13 @@ def launch() -> None:
         # torchrun is left no signal: it would take even the ones that nohup has us ignore. A name
         # that is none it passes over
         args = parse_args(["--log-dir", folder, "--signals-to-handle", "", *sys.argv[1:]])
-        told = replace(Launch.of_environment(), pid=os.getpid(), folder=folder)
-        os.environ |= replace(told, terminal=_set_up_console(args)).as_variable()
+        launch = replace(
+            Launch.of_environment(),
+            pid=os.getpid(),
+            folder=folder,
+            terminal=_set_up_console(args),
+        )
+        os.environ |= launch.as_variable()
         if int(args.nnodes) == 1:
             _ask_for_no_name()
         _announce_wait(args, Path(folder))
