@@ -17,7 +17,7 @@ from torch import Tensor
 
 from meshwright.checkpoint import commit, find
 from meshwright.checkpoint.lease import JobLease, TakenOverError, new_nonce
-from meshwright.checkpoint.manifest import Manifest, left_out
+from meshwright.checkpoint.manifest import Manifest, excluded_parts
 from meshwright.checkpoint.on_ranks import check_shared, on_first_rank, select_on_ranks
 from meshwright.checkpoint.retention import Retention, set_aside_later
 from meshwright.checkpoint.staging import Staging
@@ -141,7 +141,7 @@ class CheckpointManager:
         self._safe_step = step = manifest["step"]
         folder = commit.step_folder(self._folder, step)
         start = time.perf_counter()
-        excluded = left_out(self._config, manifest)
+        excluded = excluded_parts(self._config, manifest)
         wanted = restore(folder, state.state_dict(), excluded, self.group)
         state.load_state_dict(wanted)
         if not self._config.load_only:

@@ -178,7 +178,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
 OPTIMIZER, DATALOADER = "optimizer", "dataloader"
 
 
-def left_out(config: Checkpoint, manifest: Manifest) -> frozenset[str]:
+def excluded_parts(config: Checkpoint, manifest: Manifest) -> frozenset[str]:
     """Return the parts that `exclude_from_loading` leaves out of the checkpoint with `manifest`.
 
     A checkpoint that was saved with the same setting is loaded in full, so that restarts keep their

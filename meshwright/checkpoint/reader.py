@@ -163,7 +163,7 @@ def restore(
     `group`.
 
     Args:
-        excluded: parts to leave out, as `manifest.left_out` names them.
+        excluded: parts to leave out, as `manifest.excluded_parts` names them.
 
     Returns:
         The part of `state` that was filled.

@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from meshwright.checkpoint.manifest import DATALOADER, OPTIMIZER, Manifest, left_out
+from meshwright.checkpoint.manifest import DATALOADER, OPTIMIZER, Manifest, excluded_parts
 from meshwright.config.changes import (
     ABSENT,
     Difference,
@@ -144,7 +144,7 @@ def find_resume_diff(
         own_code: as the manifest's.
         begins_stage: the checkpoint ends the stage before, which may have had other data.
     """
-    excluded, defaults = left_out(config.checkpoint, manifest), config_defaults()
+    excluded, defaults = excluded_parts(config.checkpoint, manifest), config_defaults()
     of_stage = SAID_BY_STAGES if begins_stage else ()
 
     def changed(saved: Mapping[str, Any], here: Mapping[str, Any]) -> list[Difference]:

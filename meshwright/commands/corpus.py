@@ -27,7 +27,7 @@ from meshwright.datasets.files import (
 from meshwright.datasets.named_sources import CHAT_COLUMNS
 from meshwright.datasets.readers import PARAGRAPH, Layout, read
 from meshwright.datasets.rows import LocalDocuments, is_on_side
-from meshwright.datasets.sources import by_suffix, left_out
+from meshwright.datasets.sources import by_suffix, other_files
 from meshwright.datasets.storage import DataFile
 from meshwright.datasets.tables import Row
 from meshwright.datasets.tokenizers.kinds import build_tokenizer
@@ -113,7 +113,7 @@ def look_at(path: str) -> Corpus:
         share = sum(len(text.encode()) for text in texts if is_on_side(side, text)) / num_bytes
     if count < FEW or share in (0, 1) or held_out * num_tokens < LEAST_SAMPLES * sample:
         share = held_out = 0.0
-    others = by_suffix(left_out(path, [file.path for file in files]))
+    others = by_suffix(other_files(path, [file.path for file in files]))
     rest = f"; left out: {', '.join(others)}" if others else ""
     description = (
         f"{errors.numbered(len(files), 'file')} of {kind}, "
@@ -129,7 +129,7 @@ def _find_files(path: str) -> tuple[str, str, list[DataFile]]:
     empty."""
     if os.path.isdir(path):
         found = {kind: resolve(path, SUFFIXES[kind]) for kind in ROW_FORMATS}
-        others = by_suffix(left_out(path, []))
+        others = by_suffix(other_files(path, []))
         if not any(found.values()) and others and "." in others[0]:  # as of a folder of .py
             path = os.path.join(path, "**", f"*{others[0].split()[1]}")
             found["text"] = resolve(path, ())

@@ -16,7 +16,7 @@ from meshwright.datasets.tokenizers.kinds import Tokenizer, build_tokenizer, fin
 from meshwright.datasets.tokenizers.special_tokens import OWN, Ends
 from meshwright.system.errors import PASSED_ON, ConfigError, StorageError
 from meshwright.system.files import may_pass
-from meshwright.system.modules import code_of, import_user_module, in_words
+from meshwright.system.modules import code_of, describe_error, import_user_module
 
 if TYPE_CHECKING:
     from meshwright.datasets.tokenizers.chat import ChatTemplate
@@ -66,7 +66,7 @@ class TokenizationSpec:
         except (ConfigError, StorageError, *PASSED_ON):
             raise
         except BaseException as error:
-            what = in_words(error, str(import_user_module(self.custom_import).__file__))
+            what = describe_error(error, str(import_user_module(self.custom_import).__file__))
             if may_pass(error):
                 raise unreadable_now(self.entry, "dataset", what) from error
             raise self.entry.error("dataset", f"cannot be opened: {what}") from error

@@ -43,7 +43,7 @@ from meshwright.system.errors import (
     where_it_ends,
 )
 from meshwright.system.files import may_pass
-from meshwright.system.modules import import_user_module, in_words
+from meshwright.system.modules import describe_error, import_user_module
 
 AGAIN = "run the same command again when the network or the file system answers"
 
@@ -190,7 +190,7 @@ class RowReader:
         except PASSED_ON:
             raise
         except BaseException as error:  # whatever the user's function raises
-            what = in_words(error, self._entry.source.dataset_format.rpartition(":")[0])
+            what = describe_error(error, self._entry.source.dataset_format.rpartition(":")[0])
             raise ValueError(f"{what}; the row has {', '.join(row)}") from error
 
 
@@ -206,7 +206,7 @@ def _load_function(entry: SourceEntry) -> Callable[[dict[str, Any]], Any]:
         fix = f'write "package.module:function" or "path/to/file.py:function", or {formats}'
         if place.endswith(".py") and not Path(place).exists():
             fix = where_it_ends(place)
-        what = f"cannot be imported: {in_words(error, place)}"
+        what = f"cannot be imported: {describe_error(error, place)}"
         raise entry.error("dataset_format", what, fix) from error
     function = getattr(module, attribute, None)
     if not callable(function):
@@ -296,7 +296,7 @@ class IndexedDocuments(Documents):
             if isinstance(error, (ConfigError, DataError, StorageError, *PASSED_ON)):
                 raise
             code = getattr(self._get, "__code__", None)
-            what = in_words(error, getattr(code, "co_filename", ""))
+            what = describe_error(error, getattr(code, "co_filename", ""))
             if may_pass(error):
                 raise StorageError(f"{words} cannot be read now: {what}\n  fix: {AGAIN}") from error
             return RecordError("", f"{words}: {what}")

@@ -246,7 +246,7 @@ def by_suffix(paths: Iterable[str]) -> list[str]:
     return [*shown, f"{others} others"] if others else shown
 
 
-def left_out(folder: str, taken: Collection[str]) -> Iterator[str]:
+def other_files(folder: str, taken: Collection[str]) -> Iterator[str]:
     """Yield the files below a folder that are not taken. Folders that begin with . or _, and links
     to folders, are not looked into."""
     taken = set(taken)

@@ -52,7 +52,7 @@ def has_torch(*version: int) -> bool:
     return tuple(map(int, torch_version().split(".")[:2])) >= version
 
 
-def in_words(error: BaseException, file: str) -> str:
+def describe_error(error: BaseException, file: str) -> str:
     """Return the kind and the text of `error`, and the last line of `file` that raised it, if one
     did: "ValueError: no text (FILE:LINE)"."""
     frames = traceback.extract_tb(error.__traceback__)

@@ -13,7 +13,7 @@ from meshwright.config.loader import to_toml
 from meshwright.config.provenance import with_comments
 from meshwright.datasets.named_sources import local_paths
 from meshwright.datasets.samples import CachedSource
-from meshwright.datasets.sources import by_suffix, left_out
+from meshwright.datasets.sources import by_suffix, other_files
 from meshwright.datasets.stream import OpenSource
 from meshwright.datasets.tokenizers.kinds import Tokenizer, end_of_chat
 from meshwright.metrics.console import duration
@@ -139,7 +139,7 @@ def announce_data(purpose: str, sources: Sequence[OpenSource]) -> None:
     for source in sources:
         files = local_paths(source.entry)
         paths += files
-        skipped += left_out(source.entry.source.dataset_path, files)
+        skipped += other_files(source.entry.source.dataset_path, files)
     parts = [numbered(len(paths), "file")] if paths else []
     if len(kinds := by_suffix(paths)) > 1:
         parts[0] += f" ({', '.join(kinds)})"

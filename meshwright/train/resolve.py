@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from meshwright.checkpoint.manifest import OPTIMIZER, Manifest, left_out
+from meshwright.checkpoint.manifest import OPTIMIZER, Manifest, excluded_parts
 from meshwright.checkpoint.resume_diff import ResumeDiff, find_resume_diff
 from meshwright.config.changes import changed
 from meshwright.config.combinations import never_reached
@@ -307,7 +307,7 @@ def resume_from(job: ResolvedJob, saved: Saved) -> ResolvedJob:
     optimizer, was = job.config.optimizer, manifest["config"].get("optimizer", {})
     check(
         diff.is_done
-        or OPTIMIZER in left_out(job.config.checkpoint, manifest)
+        or OPTIMIZER in excluded_parts(job.config.checkpoint, manifest)
         or not has_other_state(optimizer, was, trained),
         "optimizer.name",
         optimizer.name,

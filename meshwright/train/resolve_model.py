@@ -29,7 +29,7 @@ from meshwright.system.errors import (
     where_it_ends,
 )
 from meshwright.system.files import NamedPath
-from meshwright.system.modules import import_user_module, in_words
+from meshwright.system.modules import describe_error, import_user_module
 from meshwright.train.optim.registry import OPTIMIZERS, ElementWise, MatrixWise
 
 IMPORT_KEY = "experimental.custom_import"
@@ -74,7 +74,7 @@ def _import(name: str, key: str) -> ModuleType:
             raise _error(name, "no such file", key, where_it_ends(name)) from None
         elif name.endswith(".py"):
             fix = "correct it; docs/extending.md has examples"
-        what = f"cannot be imported: {in_words(error, name)}"
+        what = f"cannot be imported: {describe_error(error, name)}"
         raise _error(name, what, key, fix) from error
 
 

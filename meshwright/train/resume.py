@@ -7,7 +7,7 @@ from importlib.metadata import version
 from typing import Any
 
 import meshwright
-from meshwright.checkpoint.manifest import DATALOADER, Manifest, left_out
+from meshwright.checkpoint.manifest import DATALOADER, Manifest, excluded_parts
 from meshwright.config.changes import to_json
 from meshwright.datasets.stream import Cursor, OpenSource, bad_records
 from meshwright.datasets.tokenizers.kinds import end_ids
@@ -77,7 +77,7 @@ def place_in_data(resolved: ResolvedJob, saved: Manifest, sources: Sequence[Open
     Raises:
         ConfigError: if the data is other data now, or too many records were passed over.
     """
-    if DATALOADER in left_out(resolved.config.checkpoint, saved):
+    if DATALOADER in excluded_parts(resolved.config.checkpoint, saved):
         return Cursor()
     begins_stage = resolved.begins_stage_with(saved)
     for source in sources:

@@ -167,7 +167,7 @@ def test_an_estimate_is_near_the_simulation() -> None:
         "pp 2, 1F1B; microbatch 4; recomputation none, gathered parameters kept",
     }
     config = changed(config, {"training": {"global_batch_size": 16}})
-    plans = [plan for _, plan in legal(config, 2, h100) if search.words_of(plan) in wanted]
+    plans = [plan for _, plan in legal(config, 2, h100) if search.describe(plan) in wanted]
     assert len(plans) == 3
     estimates = search.estimate_all(plans, h100, 2)
     tasks = [(plan.config, 2, h100) for plan in plans]

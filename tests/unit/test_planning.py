@@ -16,9 +16,9 @@ from meshwright.commands.plan import trace as scope
 from meshwright.commands.plan.devices import (
     GIB,
     Device,
-    beside_tensors,
     estimated,
     find_device,
+    non_tensor_memory,
 )
 from meshwright.commands.plan.figures import Memory, Peak, StepTime, bubble
 from meshwright.commands.plan.ledger import AT_START, HOST, PURPOSES, Event, Item, Record
@@ -108,7 +108,7 @@ def test_on_cpus_malloc_counts(tensors, passing, activations, resident) -> None:
     plan, sizes = plan_job(load_config([DEBUG]), 2, is_gpu=False), (passing, activations)
     most = dict(zip(("temporary", "activations"), (x * GIB for x in sizes), strict=True))
     most["parameters"] = GIB  # which malloc does not keep: they stay
-    python, malloc = beside_tensors(plan, find_device("cpu"), int(tensors * GIB), 1, most)[:2]
+    python, malloc = non_tensor_memory(plan, find_device("cpu"), int(tensors * GIB), 1, most)[:2]
     assert tensors + (python.low + malloc.high) / GIB > resident
     assert tensors + (python.low + malloc.high) / GIB < 1.25 * resident
 
@@ -118,7 +118,7 @@ def test_a_plan_counts_the_copy_of_an_asynchronous_save() -> None:
 
     def staged(*more: str) -> list[str]:
         plan = plan_job(load_config([*words, *more]), 2, is_gpu=False)
-        parts = beside_tensors(plan, find_device("cpu"), GIB, 0, {"temporary": GIB})
+        parts = non_tensor_memory(plan, find_device("cpu"), GIB, 0, {"temporary": GIB})
         return [part.what for part in parts if part.low == part.high]
 
     assert staged("--checkpoint.enable=true") == ["copy of an asynchronous save"]
@@ -142,7 +142,7 @@ def test_a_remedy_has_the_verdict_of_its_neediest_rank_and_its_own_groups(monkey
     monkeypatch.setattr(predicting, "predict", predicted)
     monkeypatch.setattr(predicting, "in_processes", at_once)
     job = plan_job(load_config([DEBUG]), 2, is_gpu=True)
-    modelled = beside_tensors(job, Device("", 1.0), 9 * GIB, 2, {})
+    modelled = non_tensor_memory(job, Device("", 1.0), 9 * GIB, 2, {})
     low, high = (sum(getattr(part, end) for part in modelled) / GIB for end in ("low", "high"))
     for room, word in ((high, "fits"), (high - 0.01, "tight"), (low - 0.01, "does not fit")):
         device = estimated(Device("", 9 + room + 1e-6))

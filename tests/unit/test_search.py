@@ -15,9 +15,9 @@ from meshwright.commands.plan.search import (
     Candidate,
     Layer,
     Work,
+    describe,
     estimate,
     legal,
-    words_of,
 )
 from meshwright.commands.plan.simulate import plan_job
 from meshwright.config.changes import changed
@@ -54,7 +54,7 @@ def test_candidates_are_legal_and_many() -> None:
     assert {plan.config.activation_checkpoint.mode for plan in plans} == {*MODES}
     assert {plan.dims.pp for plan in plans} > {1, 2}
     assert {plan.config.parallelism.keeps_gathered for plan in plans} == {True, False}
-    assert len({words_of(plan) for plan in plans}) == len(plans)
+    assert len({describe(plan) for plan in plans}) == len(plans)
     assert {plan.config.training.global_batch_size for plan in plans} == {64}
 
 
@@ -113,7 +113,7 @@ def test_layers_of_a_model_repeat_those_that_were_measured() -> None:
     (plan,) = (
         p
         for p in _plans()
-        if words_of(p).startswith("FSDP alone; microbatch 8; recomputation none, gathered")
+        if describe(p).startswith("FSDP alone; microbatch 8; recomputation none, gathered")
     )
     half = Work([Layer(1e-3, GIB), Layer(0.0, 0.0)], 0.0, 0.0)
     found, whole = (estimate(plan, one, RATES) for one in (half, work(1e-3, 1.0)))
@@ -126,7 +126,7 @@ def test_layers_of_a_model_repeat_those_that_were_measured() -> None:
 
 def test_parameters_that_are_kept_are_gathered_once_per_microbatch() -> None:
     """Others twice. They are bf16; gradients, reduced once per step, are fp32."""
-    by_words = {words_of(plan): plan for plan in _plans()}
+    by_words = {describe(plan): plan for plan in _plans()}
     seen = 0
     for words, plan in by_words.items():
         if plan.config.parallelism.keeps_gathered and plan.dims.pp == 1 and plan.dims.dp_shard > 1:
@@ -175,9 +175,9 @@ def asked(monkeypatch) -> list[ResolvedJob]:
 
 def test_a_search_simulates_the_fastest_until_eight_fit_and_ranks_them(asked) -> None:
     found = search.find(_config(), 8, RATES, 2)
-    words = {words_of(plan): update for update, plan in _candidates()}
+    words = {describe(plan): update for update, plan in _candidates()}
     without = {name for name in words if "recomputation none" in name}
-    names = [words_of(plan) for plan in asked]
+    names = [describe(plan) for plan in asked]
     assert found.candidates == len(words)
     assert found.simulated == len(names) == len({*names})
     assert without < {*names}
@@ -244,8 +244,8 @@ def test_a_search_of_experts_tries_their_degrees(monkeypatch) -> None:
     found = list(legal(config, 4, H100))
     degrees = {pp: {p.dims.ep for _, p in found if p.dims.pp == pp} for pp in (1, 2, 4)}
     assert degrees == {1: {1, 2, 4}, 2: {1, 2}, 4: {1}}  # 1, the config's, the most
-    assert len({words_of(plan) for _, plan in found}) == len(found)
+    assert len({describe(plan) for _, plan in found}) == len(found)
     update, plan = next(pair for pair in found if pair[1].dims.ep == 4)
-    assert "ep 4" in words_of(plan)
+    assert "ep 4" in describe(plan)
     work = search.measure_work(changed(config, update), RATES)  # on few ranks, but no fewer
     assert all(layer.seconds > 0 and layer.num_bytes > 0 for layer in work.layers)

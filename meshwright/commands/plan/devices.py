@@ -152,7 +152,7 @@ that there is of a purpose. Of those that come and go between others 1.0 to 1.6 
 whose own buffers do so, too (benchmarks/results/plans.md)."""
 
 
-def beside_tensors(
+def non_tensor_memory(
     resolved: ResolvedJob, device: Device, peak: int, num_groups: int, most: Mapping[str, float]
 ) -> list[Overhead]:
     """Model the memory that a rank of `plan` needs besides its tensors.

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 import tomli_w
 
-from meshwright.commands.plan.devices import Device, Rates, beside_tensors, verdict
+from meshwright.commands.plan.devices import Device, Rates, non_tensor_memory, verdict
 from meshwright.commands.plan.figures import Memory, step_time
 from meshwright.commands.plan.simulate import plan_job, simulate
 from meshwright.config.changes import changed
@@ -92,7 +92,7 @@ def need_of(config: JobConfig, world_size: int, device: Rates) -> Need:
     needs, seconds = list[tuple[float, int, str]](), 0.0
     for figures in (predict(resolved, rank, device) for rank in telling_ranks(resolved)):
         peak = figures.peak_bytes
-        modelled = beside_tensors(resolved, device, peak, figures.num_groups, figures.most)
+        modelled = non_tensor_memory(resolved, device, peak, figures.num_groups, figures.most)
         needed = peak + sum(part.high for part in modelled)
         needs.append((needed, peak, verdict(device, peak, modelled)))
         seconds = max(seconds, figures.seconds)

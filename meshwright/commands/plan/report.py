@@ -46,7 +46,7 @@ def plan(config: JobConfig, given: Namespace, device: Device) -> str:
         found = [plan_rank(*tasks[0])]
     else:
         found = in_processes(tasks, plan_rank, given.workers, "simulated ranks")
-    shown, remedies = neediest(found), list[tuple[str, Need]]()
+    shown, remedies = largest_rank(found), list[tuple[str, Need]]()
     if shown.verdict != "fits" and not given.no_remedies:
         as_given = changed(job.config, {"compile": {"enable": config.compile.enable}})
         peak = shown.peak.num_bytes
@@ -92,7 +92,9 @@ def plan_rank(config: JobConfig, world_size: int, rank: int, device: devices.Rat
         figures.step_time(simulation, resolved, device),
     )
     peak, most = memory.peak, memory.most()
-    modelled = devices.beside_tensors(resolved, device, peak.num_bytes, simulation.num_groups, most)
+    modelled = devices.non_tensor_memory(
+        resolved, device, peak.num_bytes, simulation.num_groups, most
+    )
     return RankPlan(
         rank,
         resolved.pipeline_stages_of(rank) if resolved.dims.pp > 1 else [],
@@ -117,7 +119,7 @@ def mfu(resolved: ResolvedJob, device: Device, seconds: float, *, is_causal: boo
     return resolved.config.tokens_per_step * per_token / resolved.dims.num_ranks / seconds / peak
 
 
-def neediest(ranks: list[RankPlan]) -> RankPlan:
+def largest_rank(ranks: list[RankPlan]) -> RankPlan:
     """Return the rank that needs most memory: its verdict is the job's."""
     return max(ranks, key=lambda x: x.peak.num_bytes + sum(part.high for part in x.overheads))
 
@@ -140,7 +142,7 @@ def to_json(
     device. `mfu` counts all pairs of attention, `mfu_causal` half of them. `step_seconds_error` is
     a part of `step_seconds`, and null if no run on the device was compared.
     """
-    shown, time, training = neediest(ranks), slowest(ranks), resolved.config.training
+    shown, time, training = largest_rank(ranks), slowest(ranks), resolved.config.training
     kinds = ("parameters", "optimizer", "gradients", "activations")
     return {
         "peak_bytes": shown.peak.num_bytes,
@@ -172,7 +174,7 @@ def to_json(
 
 def to_text(resolved: ResolvedJob, ranks: list[RankPlan], device: Device) -> str:
     """Return the plan for people."""
-    shown, count, dims = neediest(ranks), resolved.config.num_microbatches, resolved.dims
+    shown, count, dims = largest_rank(ranks), resolved.config.num_microbatches, resolved.dims
     of = f" (of rank {shown.rank})" if len(ranks) > 1 else ""
     table, active = resolved.model_args.table, ""
     if table.mixtures:

@@ -108,7 +108,7 @@ def _updates(config: JobConfig, ranks: int, device: Device, num_experts: int) ->
             }
 
 
-def words_of(resolved: ResolvedJob) -> str:
+def describe(resolved: ResolvedJob) -> str:
     """Return a candidate in words."""
     sizes = {axis: getattr(resolved.dims, axis) for axis in AXES}
     names = [f"{axis} {size}" for axis, size in sizes.items() if size > 1] or ["FSDP alone"]
@@ -293,9 +293,9 @@ def find(config: JobConfig, ranks: int, device: Rates, workers: int) -> Found:
     fitting = []
     for (update, resolved), (seconds, size) in zip(candidates, estimates, strict=True):
         peak, groups = round(size), sum(degree > 1 for degree in vars(resolved.dims).values())
-        modelled = devices.beside_tensors(resolved, device, peak, groups, {})
+        modelled = devices.non_tensor_memory(resolved, device, peak, groups, {})
         if devices.verdict(device, peak, modelled) == "fits":  # it might
-            fitting.append((seconds, words_of(resolved), update, resolved))
+            fitting.append((seconds, describe(resolved), update, resolved))
     queue = sorted(fitting, key=itemgetter(0, 1))
     found: list[tuple[Simulated, Update]] = []
     while queue and len(found) < SIMULATED:
