@@ -91,13 +91,24 @@ class Manifest(TypedDict):
 _ADAPTER = TypeAdapter(Manifest)
 
 NO_JOB: dict[str, Any] = {
-    **{key: {} for key in ("data", "data_identity", "data_content", "data_revisions")},
-    **{key: {} for key in ("validation_content", "special_tokens", "model_args", "mesh")},
-    **{key: {} for key in ("versions", "config")},
-    **dict.fromkeys(("loss", "bad_steps", "best_validation")),
-    **dict.fromkeys(("model_name", "tokenizer_path", "own_code"), ""),
     "tokens_seen": 0,
+    "loss": None,
+    "bad_steps": None,
+    "best_validation": None,
+    "data": {},
+    "data_identity": {},
+    "data_content": {},
+    "data_revisions": {},
+    "validation_content": {},
+    "model_name": "",
+    "model_args": {},
+    "tokenizer_path": "",
+    "special_tokens": {},
     "frozen": [],
+    "mesh": {},
+    "versions": {},
+    "config": {},
+    "own_code": "",
 }
 """The manifest, apart from `step`, of tensors that no job saved: of a proof or a benchmark."""
 

@@ -256,22 +256,19 @@ def test_the_tokenizer_of_a_preset_is_one_command_away() -> None:
         (r'path = "C:\Users"', r"write it in single quotes, which leave \ alone: 'C:\Users'"),
         ("lr = .5e-3", "write 0.5e-3"),
         ("lr = 1.", "write 1.0"),
+        # no guess is better than a wrong one
+        ("import torch", ""),
+        ("+steps = 3", ""),
+        ("root:x:0:0", ""),
+        ("steps = 2**10", ""),
+        ("<<<<<<< HEAD", ""),
     ],
 )
 def test_a_slip_in_toml_gets_the_right_spelling(message, line, fix) -> None:
     said = message(f"[training]\n{line}\n")
     assert said.startswith("a.toml:3: not TOML: ")
-    assert f"  fix: {fix}" in said
+    assert f"  fix: {fix}" in said if fix else "fix" not in said
     assert "^" in said
-
-
-@pytest.mark.parametrize(
-    "line", ["import torch", "+steps = 3", "root:x:0:0", "steps = 2**10", "<<<<<<< HEAD"]
-)
-def test_no_guess_is_better_than_a_wrong_one(message, line) -> None:
-    said = message(f"[training]\n{line}\n")
-    assert said.startswith("a.toml:3: not TOML: ")
-    assert "fix" not in said
 
 
 @pytest.mark.parametrize(

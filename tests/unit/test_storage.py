@@ -87,7 +87,10 @@ def test_batches_are_those_of_the_disk_to_the_bit(server, tmp_path, keeps_blocks
         assert server.num_requests == before
 
 
-@pytest.mark.parametrize("fault", ["503", "reset", "short", "slow"])
+FAULTS = ["503", "reset", "short"]
+
+
+@pytest.mark.parametrize("fault", [*FAULTS, "slow"])
 def test_a_fault_that_passes_is_waited_for(server, tmp_path, fault) -> None:
     server.files["a"] = bytes(range(256))
     server.faults = iter([fault, fault])
@@ -95,21 +98,19 @@ def test_a_fault_that_passes_is_waited_for(server, tmp_path, fault) -> None:
     assert server.num_requests == 3
 
 
-@pytest.mark.parametrize("fault", ["503", "reset", "short"])
-def test_a_fault_that_stays_says_so(server, fault) -> None:
+@pytest.mark.parametrize(
+    ("fault", "asked", "error", "says"),
+    [
+        *((one, 7, StorageError, "/a cannot be read: .*\n  fix: run") for one in FAULTS),
+        ("whole", 1, ConfigError, "gives no ranges"),
+    ],
+)
+def test_a_fault_that_stays_says_so(server, fault, asked, error, says) -> None:
     server.files["a"] = bytes(256)
     server.faults = iter([fault] * 7)
-    with pytest.raises(StorageError, match="/a cannot be read: .*\n  fix: run the same command"):
+    with pytest.raises(error, match=says):
         RangeFile(f"{server.address}/a").read(3, 5)
-    assert server.num_requests == 7
-
-
-def test_a_server_without_ranges_is_not_asked_again(server) -> None:
-    server.files["a"] = bytes(256)
-    server.faults = iter(["whole"])
-    with pytest.raises(ConfigError, match="gives no ranges"):
-        RangeFile(f"{server.address}/a").read(3, 5)
-    assert server.num_requests == 1
+    assert server.num_requests == asked
 
 
 def test_spaces_and_umlauts_are_sent_as_browsers_do(server) -> None:
