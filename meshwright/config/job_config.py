@@ -6,7 +6,7 @@ Sections and keys have torchtitan 0.2's names wherever the meaning is the same.
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
+from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from meshwright.config.optimizer import Optimizer
 from meshwright.config.parallelism import ActivationCheckpoint, Comm, Compile, Float8, Parallelism
@@ -260,7 +260,16 @@ class Experimental(Section):
     """[experimental] Code of your own."""
 
     custom_import: Annotated[InputPath, PATH_OR_NAME] = ""
-    """Module with models, datasets, optimizers or sinks: "package.module", or "path/to/file.py"."""
+    """Module with models, datasets, optimizers, sinks or options: "package.module", or
+    "path/to/file.py"."""
+
+
+class Options(Section):
+    """[options] A table for each name that your own module has options for: [options.NAME]."""
+
+    model_config = ConfigDict(extra="allow")
+
+    __pydantic_extra__: dict[str, dict[str, Any]]
 
 
 class JobConfig(Section):
@@ -283,6 +292,7 @@ class JobConfig(Section):
     profiling: Profiling = Profiling()
     comm: Comm = Comm()
     experimental: Experimental = Experimental()
+    options: Options = Options()
 
     @property
     def schedule_steps(self) -> int:

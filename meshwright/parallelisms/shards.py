@@ -42,6 +42,14 @@ def local_shard(value: Tensor) -> Tensor:
     return value.to_local() if is_dtensor(value) else value
 
 
+def has_layout_of(parameter: Tensor, value: Tensor) -> bool:
+    """Return whether `value` has the shape of `parameter`, and is sharded as it is."""
+    if is_dtensor(parameter):
+        is_sharded_alike = is_dtensor(value) and value.placements == parameter.placements
+        return is_sharded_alike and value.shape == parameter.shape
+    return not is_dtensor(value) and value.shape == parameter.shape
+
+
 def local_box(parameter: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     """Return this rank's shard of `parameter` (or all of it), and its offset in the whole."""
     if not is_dtensor(parameter):

@@ -26,7 +26,7 @@ from meshwright.parallelisms.rules.compile_choice import why_no_compiler
 from meshwright.system.errors import ConfigError, Mistakes, check
 from meshwright.system.machine import why_bf16_is_slow
 from meshwright.system.modules import code_of
-from meshwright.train.resolve_model import extend_by, resolve_model
+from meshwright.train.resolve_model import extend_by, own_options, resolve_model
 
 
 class Saved(NamedTuple):
@@ -63,6 +63,7 @@ def look(config: JobConfig, world_size: int, **known: Any) -> JobFacts:
     facts, mistakes = JobFacts(world_size=world_size, **known), Mistakes()
     with mistakes.collect():
         extend_by(config.experimental.custom_import)
+        own_options(config)
         facts = replace(facts, own_code=code_of(config.experimental.custom_import))
     with mistakes.collect():
         family, args = resolve_model(config)

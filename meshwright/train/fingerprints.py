@@ -47,13 +47,15 @@ def fingerprints(
     """
     sums = torch.zeros(2, len(groups), dtype=torch.int64, device=device)
     for name, parameter in parameters:
-        if not _is_first_copy(parameter):
-            continue
-        group = groups.index(block_of(name))
-        sums[0, group] += bit_sum(local_shard(parameter)).to(device)
+        is_first, group = _is_first_copy(parameter), groups.index(block_of(name))
+        if is_first:
+            sums[0, group] += bit_sum(local_shard(parameter)).to(device)
         for value in state.get(parameter, {}).values():
             # a count of steps has no dimensions, and every rank has it
-            if isinstance(value, Tensor) and value.dim():
+            if not (isinstance(value, Tensor) and value.dim()):
+                continue
+            # of an optimizer of whole matrices, one rank of all has the state
+            if is_first or not is_dtensor(value):
                 sums[1, group] += bit_sum(local_shard(value)).to(device)
     dist.all_reduce(sums)
     weights, of_state = ([f"{total % 2**64:016x}" for total in row] for row in sums.tolist())

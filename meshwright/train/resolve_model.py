@@ -8,12 +8,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
 from meshwright.checkpoint.conversion.hf_folder import find_family, read_args
 from meshwright.config.explain import explain_value
 from meshwright.config.job_config import JobConfig
+from meshwright.config.own_options import checked_options
 from meshwright.config.section import is_path
 from meshwright.datasets.sources import DATASETS, DatasetSpec
 from meshwright.models.args import DecoderArgs
@@ -38,6 +39,7 @@ TABLES: dict[str, tuple[dict[str, Any] | None, tuple[type, ...]]] = {
     "MODELS": (MODELS, (Family,)),
     "DATASETS": (DATASETS, (DatasetSpec,)),
     "OPTIMIZERS": (OPTIMIZERS, (ElementWise, MatrixWise)),
+    "OPTIONS": (None, (type,)),
     "SINKS": (None, (Callable,)),  # type: ignore[dict-item] # built later, by the first rank
 }
 """Tables that a module may have, by name: ours that they extend, and the kinds of their values."""
@@ -61,6 +63,17 @@ def user_sinks(config: JobConfig) -> dict[str, BuildSink]:
     """Return the functions that build the user's sinks, by name."""
     name = config.experimental.custom_import
     return dict(_table(name, "SINKS", IMPORT_KEY)) if name else {}
+
+
+def own_options(config: JobConfig) -> dict[str, BaseModel]:
+    """Return the options that the user's module declares, by name, with the values of the config.
+
+    Raises:
+        ConfigError: for each mistake in [options.NAME].
+    """
+    name = config.experimental.custom_import
+    models = _table(name, "OPTIONS", IMPORT_KEY) if name else {}
+    return checked_options(config.options, models)
 
 
 def _import(name: str, key: str) -> ModuleType:

@@ -25,12 +25,14 @@ from meshwright.train.optim.gradients import divisor_to_clip, local_square_sums
 from meshwright.train.optim.optimizers import (
     OptimizerInBackward,
     build_optimizer,
+    check_state,
     learning_rate,
     set_learning_rate,
     update,
 )
 from meshwright.train.optim.registry import average_decay
 from meshwright.train.resolve import ResolvedJob
+from meshwright.train.resolve_model import own_options
 
 if TYPE_CHECKING:
     from meshwright.checkpoint.state import ModelTensors, TrainingTensors
@@ -88,6 +90,8 @@ class Trainer:
     ignores it."""
     by_source: LossBySource | None = None
     """Of a mixture."""
+    has_checked_state: bool = False
+    """Whether the state that the optimizer made at its first update can be saved."""
     norm_groups: Sequence[str] = ()
     """Every `block_of` a parameter, to get their norms too. Not with `early`."""
 
@@ -165,6 +169,9 @@ class Trainer:
             divisor = divisor_to_clip(grad_norm, self.max_norm) if is_clipped else None
             update(self.optimizer, skip_update, divisor)
             self.optimizer.zero_grad()
+        if not self.has_checked_state:
+            check_state(self.optimizer, model.named_parameters())
+            self.has_checked_state = True
         if self.average is not None:
             self.average.after_update(skip_update)
         figures = balance.after_step(of_model, skip_update)
@@ -207,7 +214,9 @@ def build_trainer(
     config = resolved.config
     model = build_model(resolved, meshes, device, allocate=allocate)
     table, ranks = resolved.model_args.table.parameters, meshes.stage.get_group()
-    optimizer = build_optimizer(model.named_parameters(), config.optimizer, table, ranks)
+    optimizer = build_optimizer(
+        model.named_parameters(), config.optimizer, table, ranks, own_options(config)
+    )
     is_early, decay = config.optimizer.early_step_in_backward, average_decay(config)
     names = table if config.metrics.grad_norm_by_group else ()
     sources = [entry.name for entry in entries(config.training, "training")]

@@ -261,13 +261,17 @@ def test_the_command_goes_on_after_a_case_that_stops(tmp_path, monkeypatch, caps
     assert exit_code.value.code == 1
     assert os.environ["TORCHINDUCTOR_VEC_ISA_OK"] == "0"  # a minute less for compiled cases
     out = capsys.readouterr().out
-    assert "no such luck" in out
+    assert re.search(
+        r"\n    stopped: rank \d: ValueError: no such luck \(.*/test_prove.py:\d+\)\n", out
+    )
+    assert "Traceback" not in out
     assert "1 of 2 cases equal one process, which fails reach; see" in out
     assert "reach      4        0      FAILED   keys\n    layer 1: query 2 sees no key" in out
     assert "reference against plain PyTorch: equal; loss 0.0e+00" in out
     proof = json.loads((tmp_path / "proof.json").read_text())
     assert proof["proved"] is False
     assert [bool(case["failures"]) for case in proof["cases"]] == [True, False]
+    assert "Traceback" in proof["cases"][0]["details"]
     assert "no such luck" in (tmp_path / "proof.md").read_text()
 
 

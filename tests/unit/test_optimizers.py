@@ -20,6 +20,7 @@ from meshwright.train.optim import optimizers, registry
 from meshwright.train.optim.optimizers import (
     OptimizerInBackward,
     build_optimizer,
+    check_state,
     found,
     set_learning_rate,
     update,
@@ -218,8 +219,8 @@ def test_a_step_of_torchs_unfused_optimizer_is_as_torchs(element_wise) -> None:
     """It updates parameters in place, which autograd allows only where it does not record."""
     model, theirs = plain_model(), plain_model()
     kind = type(build(model, options(element_wise)))
-    assert kind.__name__ == element_wise
-    for each, optimizer in ((model, kind), (theirs, getattr(torch.optim, element_wise))):
+    (of_torch,) = kind.__bases__  # `without_compiler` makes a subclass
+    for each, optimizer in ((model, kind), (theirs, of_torch)):
         optimizer = optimizer(each.parameters(), lr=0.01)
         for seed in range(2):
             set_gradients(each, seed)
@@ -227,3 +228,42 @@ def test_a_step_of_torchs_unfused_optimizer_is_as_torchs(element_wise) -> None:
             optimizer.zero_grad()
         assert all(parameter.grad is None for parameter in each.parameters())
     assert all(map(torch.equal, model.parameters(), theirs.parameters()))
+
+
+class Factored(torch.optim.Optimizer):
+    """As somebody may write who doesn't know of shards: a state for each row."""
+
+    def __init__(self, parameters, lr: float, state) -> None:
+        super().__init__(parameters, {"lr": lr})
+        self._new_state = state
+
+    def step(self, closure=None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["r"] = self._new_state(parameter)
+
+
+@pytest.mark.parametrize(
+    ("state", "words"),
+    [
+        (lambda p: p.new_zeros(p.shape[0]), "keeps 'r' of tok_embeddings.weight: of shape (131,)"),
+        (lambda p: 3, "keeps 'r' of tok_embeddings.weight: int"),
+        (torch.zeros_like, ""),
+        (lambda p: torch.zeros(()), ""),
+    ],
+)
+def test_state_that_no_checkpoint_gives_back_is_rejected(monkeypatch, state, words: str) -> None:
+    """Instead of a checkpoint that can't be resumed."""
+    entry = ElementWise(lambda groups, config: Factored(groups, config.lr, state))
+    monkeypatch.setitem(OPTIMIZERS, "factored", entry)
+    model = plain_model()
+    optimizer = build(model, options("factored"))
+    set_gradients(model, 0)
+    update(optimizer, GO)
+    if not words:
+        check_state(optimizer, model.named_parameters())
+        return
+    with pytest.raises(ConfigError) as caught:
+        check_state(optimizer, model.named_parameters())
+    assert words in str(caught.value)
+    assert "MatrixWise with `state`" in str(caught.value)

@@ -64,7 +64,7 @@ def prove(small: JobConfig, cases: Sequence[Case]) -> Iterator[Row]:
                 ranks = pool.run(measure, case.config, case.world_size, file)
                 verdict = compare(reference, ranks, bounds_of(case))
             except RankError as error:  # a case that fails on the way takes its ranks with it
-                verdict, pool = Verdict([f"stopped: {error}"]), None
+                verdict, pool = Verdict([f"stopped: {error}"], details=error.details), None
             yield Row(case, verdict, time.perf_counter() - start)
 
 

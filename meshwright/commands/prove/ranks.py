@@ -3,6 +3,7 @@
 import faulthandler
 import gc
 import os
+import re
 import tempfile
 import threading
 import traceback
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
+from meshwright.system.errors import first_line
 from meshwright.system.machine import LOOPBACK
 from meshwright.system.processes import die_with_parent, fork_server
 
@@ -32,7 +34,22 @@ fork they take no time of a rank."""
 
 
 class RankError(RuntimeError):
-    """A function failed on a rank."""
+    """A function failed on a rank.
+
+    Args:
+        message: a sentence.
+        details: the traceback, or the stacks of threads.
+    """
+
+    def __init__(self, message: str, details: str = "") -> None:
+        super().__init__(message)
+        self.details = details
+        if details:
+            self.add_note(details)
+
+
+LIBRARIES = re.compile(r"/(site|dist)-packages/|/lib/python3\.\d+/|^<")
+"""In the paths of files that are neither Meshwright's nor the user's."""
 
 
 class RankPool:
@@ -75,7 +92,7 @@ class RankPool:
         """Call `fn(*args)` on every rank; return each result. `fn` must be a module's own function.
 
         Raises:
-            RankError: with the traceback of the first rank to fail; the pool is then closed.
+            RankError: of the first rank to fail; the pool is then closed.
         """
         results: dict[int, Any] = {}
         for connection in self._connections:
@@ -92,10 +109,11 @@ class RankPool:
                     code = self._processes[rank].exitcode  # -6: SIGABRT, by an error in C++
                     stacks = _stacks_file(self._folder.name, rank)
                     text = stacks.read_text() if stacks.exists() else ""
-                    is_ok, results[rank] = False, f"its process ended (exit code {code})\n{text}"
+                    is_ok, results[rank] = False, (f"its process ended (exit code {code})", text)
                 if not is_ok:
                     self.close()
-                    raise RankError(f"rank {rank}: {results[rank]}")
+                    sentence, details = results[rank]
+                    raise RankError(f"rank {rank}: {sentence}", details)
         return [results[rank] for rank in sorted(results)]
 
     def close(self) -> None:
@@ -161,5 +179,13 @@ def _serve(
             os._exit(0)
         try:
             connection.send((True, fn(*args)))
-        except BaseException:
-            connection.send((False, traceback.format_exc()))
+        except BaseException as error:
+            connection.send((False, (_sentence(error), traceback.format_exc())))
+
+
+def _sentence(error: BaseException) -> str:
+    """Return the kind and the text of an error, and the last line outside of libraries."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not LIBRARIES.search(frame.filename)]
+    where = f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
+    return f"{type(error).__name__}: {first_line(error)}{where}"

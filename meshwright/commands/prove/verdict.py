@@ -18,6 +18,8 @@ class Verdict:
     """One line each, naming the quantity or the parameter; none: the case is proved, if it ran."""
     not_run: str = ""
     """The reason, if this machine cannot run the case."""
+    details: str = ""
+    """The traceback of a case that stopped."""
     errors: dict[str, float | str] = field(default_factory=dict)
     """Of each quantity in `MEANINGS`, by its name; and `OTHER_CHOICES`, `LATER_GRADIENT`,
     `GRADIENT_BOUND` and `DIFFERENT`."""

@@ -11,9 +11,46 @@ from torch.distributed import ProcessGroup
 
 from meshwright.config.optimizer import Muon
 from meshwright.parallelisms.shards import Box, boxes_of_ranks, is_dtensor, local_shard, part_of_box
+from meshwright.system.errors import ConfigError
 
 MOMENTUM = "momentum"
 """State of a matrix: the running mean of its gradients, in its type and layout."""
+
+
+OWNED = "owned_"
+"""Before the name of a state that a matrix's owner alone has."""
+
+
+class MatrixFunction(NamedTuple):
+    """The function of an entry of the registry, as `registry.MatrixWise` describes its parts."""
+
+    direction: Callable[..., Any]
+    scale: Callable[[int, int, Any], float]
+    state: Callable[[int, int], Mapping[str, tuple[int, ...]]] | None
+    options: Any
+
+    def updates_of(
+        self, matrices: Tensor, state: Mapping[str, Tensor]
+    ) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """Return the updates of B matrices (B, R, C), and their new state.
+
+        Raises:
+            ConfigError: if these haven't the shapes of the matrices and of the state.
+        """
+        if self.state is None:
+            updates, new = self.direction(matrices, self.options), dict[str, Tensor]()
+        else:
+            updates, new = self.direction(matrices, self.options, state)
+        wanted = {"the updates": tuple(matrices.shape)}
+        wanted |= {f"state {name!r}": tuple(value.shape) for name, value in state.items()}
+        shapes = {"the updates": tuple(updates.shape)}
+        shapes |= {f"state {name!r}": tuple(value.shape) for name, value in new.items()}
+        for name in [*wanted, *shapes]:
+            have, want = shapes.get(name), wanted.get(name)
+            if have != want:
+                rule = f"its function gives {name} the shape {have}, and {want} is declared"
+                raise ConfigError("optimizer.name", f"optimizer.name: {rule}")
+        return updates, new
 
 
 class Move(NamedTuple):
@@ -35,6 +72,9 @@ class Exchange:
     Args:
         matrices: parameters, (..., R, C), in the same order on every rank.
         group: the ranks that hold them; None: this one alone.
+
+    Attributes:
+        owned: the numbers of the matrices that this rank owns.
     """
 
     def __init__(self, matrices: Sequence[Tensor], group: ProcessGroup | None) -> None:
@@ -52,7 +92,7 @@ class Exchange:
                 boxes = boxes_of_ranks(matrix.shape, matrix.device_mesh, matrix.placements)
             self._boxes.append({place[rank]: box for rank, box in boxes.items()})
         owners = self._share_out()
-        self._owned = [i for i, owner in enumerate(owners) if owner == self._me]
+        self.owned = [i for i, owner in enumerate(owners) if owner == self._me]
         self._in, self._back = list[Move](), list[Move]()
         """The moves that concern this rank."""
         for i, (boxes, owner) in enumerate(zip(self._boxes, owners, strict=True)):
@@ -74,7 +114,7 @@ class Exchange:
         """Return each matrix that this rank owns, by index, from parts of one type. Collective."""
         if self._size == 1:
             return dict(enumerate(parts))
-        found = {i: parts[0].new_empty(self._shapes[i]) for i in self._owned}
+        found = {i: parts[0].new_empty(self._shapes[i]) for i in self.owned}
         for move, part in self._swap(self._in, lambda move: parts[move.matrix], parts[0]):
             part_of_box(found[move.matrix], move.box).copy_(part)
         return found
@@ -124,7 +164,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
 
     Args:
         groups: with `lr` and `weight_decay`.
-        direction, scale: as of `registry.MatrixWise`.
+        function: of whole matrices.
+        config: momentum, and the type in which it is sent.
         heads: number of matrices that a parameter consists of, row by row, if it is several.
         ranks: that hold the same layers; None: this one alone.
     """
@@ -135,15 +176,13 @@ class MatrixOptimizer(torch.optim.Optimizer):
     def __init__(
         self,
         groups: list[dict[str, Any]],
-        direction: Callable[[Tensor, Muon], Tensor],
-        scale: Callable[[int, int, Muon], float],
+        function: MatrixFunction,
         config: Muon,
         heads: Mapping[nn.Parameter, int],
         ranks: ProcessGroup | None,
     ) -> None:
         super().__init__(groups, {})
-        self._direction_of, self._scale = direction, scale
-        self._config, self._heads = config, heads
+        self._function, self._config, self._heads = function, config, heads
         # now, since planning takes steps with fake tensors alone
         self._trained = [p for g in groups for p in g["params"] if p.requires_grad]
         self._exchange = Exchange(self._trained, ranks)
@@ -156,50 +195,84 @@ class MatrixOptimizer(torch.optim.Optimizer):
         torch that asks for the state, by a step of gradients 0: that makes it, and updates nothing,
         since the function may have no value there, and other stages do not join.
         """
-        for parameter in self._trained:
-            if MOMENTUM not in self.state[parameter]:
-                self.state[parameter][MOMENTUM] = torch.zeros_like(parameter)
+        self._make_state()
         if not self._trained or not hasattr(self, "found_inf"):
             return
         skip_update = self.found_inf > 0
         parts = [self._smoothed(parameter, skip_update) for parameter in self._trained]
         wholes = self._exchange.gather(parts)
-        wholes = {i: self._direction(self._trained[i], whole) for i, whole in wholes.items()}
+        for i, whole in wholes.items():
+            wholes[i] = self._direction(self._trained[i], whole, skip_update)
         updates = dict(zip(self._trained, self._exchange.scatter(wholes, parts[0]), strict=True))
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is None:
                     continue
-                factor = group["lr"] * self._scale(*self._size(parameter), self._config)
+                scale = self._function.scale(*self._size(parameter), self._function.options)
+                factor = group["lr"] * scale
                 value = local_shard(parameter)
                 update = updates[parameter].to(value) * factor
                 decayed = value * (1 - group["lr"] * group["weight_decay"])
                 _replace(value, decayed.sub_(update), skip_update)
 
+    def _make_state(self) -> None:
+        """Make the state that isn't there yet, of zeros."""
+        if self._function.state is None:
+            for parameter in self._trained:
+                if MOMENTUM not in self.state[parameter]:
+                    self.state[parameter][MOMENTUM] = torch.zeros_like(parameter)
+            return
+        for parameter in (self._trained[index] for index in self._exchange.owned):
+            rows, columns = self._size(parameter)
+            count = parameter.numel() // (rows * columns)
+            for name, shape in self._function.state(rows, columns).items():
+                if OWNED + name not in self.state[parameter]:
+                    zeros = torch.zeros(count, *shape, device=_device_of(parameter))
+                    self.state[parameter][OWNED + name] = zeros
+
     def _smoothed(self, parameter: nn.Parameter, skip_update: Tensor) -> Tensor:
-        """Take the gradient into the running mean; return this rank's part, where it is sent."""
+        """Return this rank's part of the matrix, where it is sent: the gradient, or the running
+        mean, which takes the gradient in."""
+        if self._function.state is not None:
+            return self._gradient(parameter).to(_device_of(parameter), torch.float32)
         momentum, mean = self._config.momentum, local_shard(self.state[parameter][MOMENTUM])
         if parameter.grad is None:
             smoothed = torch.zeros_like(mean)
         else:
-            gradient = local_shard(parameter.grad)
-            if (divisor := getattr(self, "grad_scale", None)) is not None:
-                gradient /= divisor
-            share = gradient * (1 - momentum)
+            share = self._gradient(parameter) * (1 - momentum)
             new = mean * momentum + share
             smoothed = new * momentum + share if self._config.nesterov else new
             _replace(mean, new, skip_update)
-        device = parameter.device_mesh.device_type if is_dtensor(parameter) else mean.device
-        return smoothed.to(device, getattr(torch, self._config.dtype))
+        return smoothed.to(_device_of(parameter), getattr(torch, self._config.dtype))
 
-    def _direction(self, parameter: nn.Parameter, whole: Tensor) -> Tensor:
+    def _gradient(self, parameter: nn.Parameter) -> Tensor:
+        """Return this rank's part of the gradient, divided as `grad_scale` says."""
+        if parameter.grad is None:
+            return torch.zeros_like(local_shard(parameter))
+        gradient = local_shard(parameter.grad)
+        if (divisor := getattr(self, "grad_scale", None)) is not None:
+            gradient /= divisor
+        return gradient
+
+    def _direction(self, parameter: nn.Parameter, whole: Tensor, skip_update: Tensor) -> Tensor:
         # always (B, R, C) of the same numbers, and so the same kernels multiply it on any mesh
-        matrices = whole.view(-1, *self._size(parameter))
-        return self._direction_of(matrices, self._config).view(whole.shape)
+        matrices, kept = whole.view(-1, *self._size(parameter)), self.state[parameter]
+        state = {k.removeprefix(OWNED): v for k, v in kept.items() if k.startswith(OWNED)}
+        updates, new = self._function.updates_of(matrices, state)
+        for name, value in new.items():
+            _replace(state[name], value, skip_update.to(value.device))
+        return updates.view(whole.shape)
 
     def _size(self, parameter: nn.Parameter) -> tuple[int, int]:
         """Return R and C of the matrices that a parameter consists of."""
         return parameter.shape[-2] // self._heads.get(parameter, 1), parameter.shape[-1]
+
+
+def _device_of(parameter: nn.Parameter) -> torch.device:
+    """Return where whole matrices are computed: the device, also of weights on the host."""
+    if is_dtensor(parameter):
+        return torch.device(parameter.device_mesh.device_type)
+    return parameter.device
 
 
 def _replace(old: Tensor, new: Tensor, skip_update: Tensor) -> None:

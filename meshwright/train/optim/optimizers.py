@@ -10,8 +10,8 @@ An optimizer of the table
 * updates a parameter from that parameter, its gradient and its state alone, and, if it is
   `ElementWise`, each element so, which lets `OptimizerInBackward` update one at a time;
 * begins with a state of zeros, also if its first update is held back;
-* keeps every state as a tensor, in the parameter's layout or with one element: checkpoints hold
-  nothing else (`checkpoint/state.py` refuses other state).
+* keeps every state as a tensor, in the parameter's layout or with one element: `check_state`
+  rejects other state after the first update, because no checkpoint could give it back.
 
 `tests/unit/test_optimizers.py` holds every entry to it.
 """
@@ -23,6 +23,7 @@ from contextlib import contextmanager, nullcontext
 from functools import partial
 from inspect import unwrap
 from pkgutil import resolve_name
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
@@ -33,9 +34,10 @@ from meshwright.config.job_config import JobConfig
 from meshwright.config.optimizer import Optimizer
 from meshwright.config.training import LRScheduler
 from meshwright.models.parameter import Parameter
-from meshwright.parallelisms.shards import is_dtensor, local_shard
+from meshwright.parallelisms.shards import has_layout_of, is_dtensor, local_shard
+from meshwright.system.errors import ConfigError
 from meshwright.train.optim.gradients import local_square_sums
-from meshwright.train.optim.matrices import MatrixOptimizer
+from meshwright.train.optim.matrices import OWNED, MatrixFunction, MatrixOptimizer
 from meshwright.train.optim.registry import (
     OPTIMIZERS,
     ElementWise,
@@ -86,6 +88,7 @@ def build_optimizer(
     config: Optimizer,
     table: Mapping[str, Parameter],
     ranks: ProcessGroup | None = None,
+    own_options: Mapping[str, Any] = MappingProxyType({}),
 ) -> torch.optim.Optimizer:
     """Build the optimizer that `config` names, one parameter group for all of the same settings.
 
@@ -95,6 +98,7 @@ def build_optimizer(
         named_parameters: with their names in the plain model; of a pipeline, this rank's.
         table: of the plain model.
         ranks: that hold the same parameters; None: this one alone.
+        own_options: of the user's module, by name.
     """
     groups: dict[Settings, dict[str, Any]] = {}
     heads: dict[nn.Parameter, int] = {}
@@ -112,13 +116,40 @@ def build_optimizer(
             parts.append(found(entry.build)(members, config))
         else:
             kind = without_compiler(MatrixOptimizer)
-            parts.append(
-                kind(members, found(entry.direction), entry.scale, config.muon, heads, ranks)
+            function = MatrixFunction(
+                found(entry.direction), entry.scale, entry.state, own_options.get(name, config.muon)
             )
+            parts.append(kind(members, function, config.muon, heads, ranks))
     is_plain = len(parts) == 1 and not isinstance(parts[0], MatrixOptimizer)
     optimizer = parts[0] if is_plain else without_compiler(SeveralOptimizers)(parts)
     set_learning_rate(optimizer, config.lr)
     return optimizer
+
+
+def check_state(
+    optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, nn.Parameter]]
+) -> None:
+    """Raise `ConfigError` if the optimizer keeps state that no checkpoint could give back.
+
+    Args:
+        optimizer: after its first update.
+    """
+    for name, parameter in named_parameters:
+        for key, value in optimizer.state.get(parameter, {}).items():
+            is_tensor = isinstance(value, Tensor)
+            if is_tensor and (value.numel() == 1 or has_layout_of(parameter, value)):
+                continue
+            if key.startswith(OWNED):
+                continue
+            shape = f"of shape {tuple(value.shape)}" if is_tensor else type(value).__name__
+            of_all = tuple(local_shard(parameter).shape)
+            raise ConfigError(
+                "optimizer.name",
+                f"optimizer.name: your optimizer keeps {key!r} of {name}: {shape}, where this rank "
+                f"has {of_all} of the parameter; a checkpoint couldn't be resumed on another mesh"
+                "\n  fix: keep a tensor of the parameter's shape or of one element; an optimizer "
+                "that needs whole matrices is a MatrixWise with `state`",
+            )
 
 
 class SeveralOptimizers(torch.optim.Optimizer):

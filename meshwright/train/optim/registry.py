@@ -33,14 +33,22 @@ class ElementWise:
 class MatrixWise:
     """An optimizer whose update of a matrix follows from the whole of it, on any mesh.
 
-    Momentum, weight decay and the learning rate are applied around it (`matrices.py`).
+    Momentum, weight decay and the learning rate are applied around it (`matrices.py`). The
+    options that its functions get are those of [options.NAME], if its module has a model of them,
+    and else the section `optimizer.muon`.
     """
 
     direction: Function
-    """From B matrices (B, R, C), in `optimizer.muon.dtype`, and the section `optimizer.muon` to
-    their updates, of the same shape and type. Each follows from its own matrix alone."""
-    scale: Callable[[int, int, Muon], float]
-    """From R and C to the factor on the update."""
+    """From B matrices (B, R, C), in `optimizer.muon.dtype`, and the options to their updates, of
+    the same shape and type. Each follows from its own matrix alone. With `state`, the matrices are
+    the gradients in fp32, there is a third argument, the state (B, ...) by name, and a second
+    result, the new state."""
+    scale: Callable[[int, int, Any], float]
+    """From R, C and the options to the factor on the update."""
+    state: Callable[[int, int], Mapping[str, tuple[int, ...]]] | None = None
+    """From R and C to the shapes of the state of a matrix, by name: fp32, and zeros at first. Only
+    the rank that computes the matrix's updates keeps it, and saves it. None: Muon's momentum is
+    the only state, and the matrices are that."""
 
 
 def _scale(rows: int, columns: int, config: Muon) -> float:

@@ -1,0 +1,50 @@
+"""Checks the tables [options.NAME] by models of the user's own module."""
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+
+from pydantic import BaseModel, ValidationError
+
+from meshwright.config.explain import explain_value
+from meshwright.config.job_config import Options
+from meshwright.system.errors import CombinedConfigError, ConfigError, UnknownKeyError, did_you_mean
+
+Models = Mapping[str, type[BaseModel]]
+
+
+def checked_options(options: Options, models: Models) -> dict[str, BaseModel]:
+    """Return the options of every name in `models`: its defaults, where the config gives none.
+
+    Raises:
+        ConfigError: for each name that has no model, and each mistake that a model finds.
+    """
+    given = options.model_extra or {}
+    unknown = given.keys() - models.keys()
+    mistakes, found = list(map(partial(_unknown_name, models), unknown)), dict[str, BaseModel]()
+    for name, model in models.items():
+        try:
+            found[name] = model.model_validate(given.get(name, {}))
+        except ValidationError as error:
+            mistakes += _explain(name, model, error)
+    if mistakes:
+        raise CombinedConfigError(mistakes)
+    return found
+
+
+def _unknown_name(models: Models, name: str) -> ConfigError:
+    fix = did_you_mean(name, models) if models else ""
+    fix = fix or f'add OPTIONS = {{"{name}": ...}} to the module of experimental.custom_import'
+    key = f"options.{name}"
+    return UnknownKeyError(key, f"{key}: no module has options of this name\n  fix: {fix}")
+
+
+def _explain(name: str, model: type[BaseModel], error: ValidationError) -> Iterator[ConfigError]:
+    for mistake in error.errors():
+        key = ".".join(["options", name, *map(str, mistake["loc"])])
+        if mistake["type"] == "extra_forbidden":
+            fix = did_you_mean(str(mistake["loc"][-1]), model.model_fields)
+            yield UnknownKeyError(key, f"unknown key {key}\n  fix: {fix}")
+        elif mistake["type"] == "missing":
+            yield ConfigError(key, f"{key}: must be given")
+        else:
+            yield explain_value(key, mistake)
