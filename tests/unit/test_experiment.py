@@ -298,7 +298,7 @@ def test_a_bad_experiment_is_rejected(lab, head: str, message: str) -> None:
     assert not lab.runs.exists()
 
 
-def test_a_folder_of_another_experiment_is_rejected(lab) -> None:
+def test_a_folder_of_another_experiment_is_rejected(lab, capsys) -> None:
     lab.write(ARMS)("run")
     with pytest.raises(ConfigError, match=r"another experiment's: budget.steps = 24 there, 30 now"):
         lab.write(ARMS, HEAD.replace("24", "30"))("run")
@@ -306,6 +306,9 @@ def test_a_folder_of_another_experiment_is_rejected(lab) -> None:
         lab.write(ARMS.replace("2.0", "3.0"))("run")
     lab.write(ARMS, HEAD.replace("seeds = 4", "seeds = 5"))  # seeds may be added
     assert lab("run") == 0
+    lab.write(ARMS.partition("[arms.silent]")[0])("show", "--json")  # arms may be taken out
+    summary = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert [arm["arm"] for arm in summary["arms"]] == ["hot"]
 
 
 def worker_of(lab: Lab) -> subprocess.Popen:

@@ -133,8 +133,16 @@ class Arms:
             config, below = path_of(self._document, request.base), self._spec.common
         values = {key: self._value(request, key) for key in request.keys}
         ranks = self._count_ranks(request.ranks or reference.ranks)
-        number = len(self._arms)
-        arm = Arm(request.name, number, config, below | values, request.keys, ranks, request.on)
+        arm = Arm(
+            request.name,
+            number=len(self._arms),
+            config=config,
+            keys=below | values,
+            asked=request.keys,
+            ranks=ranks,
+            on=request.on,
+            is_added=not request.place,
+        )
         plan = self._resolve(arm, place)
         if (twin := self._twin(arm, plan)) is not None:
             rule = f"is {twin} again: no value differs"

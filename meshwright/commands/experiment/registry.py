@@ -35,6 +35,8 @@ class Arm:
     on: str
     """The arm that it is compared with; "": it is the base."""
     tokens_per_step: int = 0
+    is_added: bool = False
+    """By `add`, so it isn't in the TOML."""
     unpaired: list[str] = field(default_factory=list)
     """Which of "weights" and "data" differ from the reference's at equal seeds."""
 

@@ -144,11 +144,17 @@ class State:
                 yield Pair(own.value - reference.value, own.curve == reference.curve)
 
     @cached_property
+    def arms(self) -> list[Arm]:
+        """Arms to judge: not the base, nor one that was taken out of the TOML."""
+        names = {request.name for request in self.document.requests()}
+        arms = self.experiment.arms.values()
+        return [arm for arm in arms if arm.is_added or arm.name in names]
+
+    @cached_property
     def verdicts(self) -> dict[str, Verdict]:
-        """By arm, without the base."""
+        """By arm."""
         margin = self.document.spec.margin
-        arms = [arm for arm in self.experiment.arms.values() if arm.name != BASE]
-        return {arm.name: judge(self.pairs_of(arm), alpha_of(arm.number), margin) for arm in arms}
+        return {a.name: judge(self.pairs_of(a), alpha_of(a.number), margin) for a in self.arms}
 
     @property
     def open_arms(self) -> list[Arm]:
@@ -199,7 +205,7 @@ class State:
                 "mean": fmean(values) if values else None,
                 "spread": stdev(values) if len(values) > 1 else None,
             },
-            "arms": [self._row(arm) for arm in self.experiment.arms.values() if arm.name != BASE],
+            "arms": [self._row(arm) for arm in self.arms],
         }
 
     def _row(self, arm: Arm) -> dict[str, Any]:
