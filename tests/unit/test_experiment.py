@@ -148,7 +148,7 @@ def test_an_experiment_is_decided_and_its_json_is_stable(lab, capsys) -> None:
     assert [arm["number"] for arm in arms.values()] == [1, 2, 3]
     assert {*summary} == {
         *("experiment", "folder", "metric", "margin", "steps", "is_decided", "finished"),
-        *("diverged", "failed", "base", "arms"),
+        *("diverged", "failed", "base", "screening", "arms"),
     }
     assert {*arms["hot"]} == {
         *("arm", "number", "on", "keys", "verdict", "num_pairs", "num_diverged", "mean", "spread"),
@@ -238,6 +238,41 @@ def test_budgets_become_steps_once(lab, capsys) -> None:
     assert "paired by seed only: other data" in capsys.readouterr().out
 
 
+def test_a_screening_keeps_the_best_and_judges_them_on_fresh_seeds(lab, capsys) -> None:
+    rates = [1e-3, 2e-3, 3e-3, 5e-3, 6e-3, 7e-3]
+    text = (
+        f"[list]\n'optimizer.lr' = {rates}\n[screen]\nsteps = 0.5\nkeep = 1\nseeds = [100, 101]\n"
+    )
+    lab.write(text)("run", "--json")
+    summary = json.loads(capsys.readouterr().out)
+    assert [(arm["arm"], arm["number"], arm["verdict"]) for arm in summary["arms"]] == [
+        ("lr=0.007", 1, "better")
+    ]
+    assert summary["screening"] == {
+        "part": 0.0,
+        "left": ["lr=0.007"],
+        "dropped": {
+            # rounds of 3, 6 and 12 steps: 6 arms become 3, then 2, then 1
+            **{f"lr={rate}": 0.125 for rate in (0.003, 0.002, 0.001)},
+            "lr=0.005": 0.25,
+            "lr=0.006": 0.5,
+        },
+    }
+    results = lab.results()
+    steps = {arm: row["steps"] for (arm, seed), row in results.items() if seed == 100}
+    assert steps == {f"lr={r}": n for r, n in zip(rates, (3, 3, 3, 6, 12, 12), strict=True)}
+    starts = (lab.runs / "lr=0.007/seed-100/history.jsonl").read_text().splitlines()
+    resumed = [row["step"] for row in map(json.loads, starts) if row["event"] == "start"]
+    assert resumed == [0, 3, 6]
+    assert {seed for arm, seed in results if arm == "base"} == {0, 1, 2}
+    assert lab("add", "other", "optimizer.weight_decay=0.0") == 0
+    capsys.readouterr()
+    lab("show", "--json")
+    assert json.loads(capsys.readouterr().out)["arms"][1]["number"] == 2  # after `keep`
+    with pytest.raises(ConfigError, match="the screening began without it"):
+        lab.write(text.replace("0.001,", "0.001, 9e-3,"))("run")
+
+
 def test_a_crash_is_run_again_and_not_judged(lab, capsys) -> None:
     lab.runs.mkdir(parents=True)
     (lab.runs / "crash").touch()
@@ -262,6 +297,8 @@ def test_a_crash_is_run_again_and_not_judged(lab, capsys) -> None:
         ('[grid]\n"optimizer.lr" = 4', "must be a list of values"),
         ('[random]\ncount = 0\n"optimizer.lr" = [1, 2]', "must be a positive number"),
         ('[random]\ncount = 2\n"optimizer.lr" = {log = [0, 1]}', "isn't a range to draw from"),
+        ("[screen]\nseeds = [3]", r"lab.toml:6: .*seeds 0 to 3 are the verdict's"),
+        ('[arms.a]\non = "b"\n[arms.b]\n[screen]', "can't change one that may be dropped"),
         ('[common]\n"training.steps" = 4', "the budget decides it"),
         ('[common]\n"validation.enable" = false', "doesn't validate"),
         ('[common]\n"training.global_batch_size" = -1', "follows the number of ranks"),

@@ -60,7 +60,12 @@ def register(document: Document, added: Sequence[Request] = ()) -> Experiment:
     requests = [*document.requests(), *added]
     try:
         known = load(document)
-        if known is None or any(one.name not in known.arms for one in requests):
+        new = [one for one in requests if known is None or one.name not in known.arms]
+        if known is not None and document.spec.screen is not None:
+            for late in new:
+                rule, fix = "the screening began without it", "use meshwright experiment add"
+                check(not late.place, late.place, late.name, rule, fix)
+        if known is None or new:
             with chdir(document.file.parent):
                 Arms(document, known).add(requests)  # a mistake leaves no folder
                 with lease(document, "arms"):

@@ -79,7 +79,8 @@ def run_show(given: Namespace) -> None:
     """
     # not at the top: see `run`
     from meshwright.commands.experiment.registry import load
-    from meshwright.commands.experiment.runs import State, read_results
+    from meshwright.commands.experiment.results import read_results
+    from meshwright.commands.experiment.state import State
 
     document = read_spec(given.file)
     experiment = load(document)
@@ -134,6 +135,10 @@ def _print(summary: dict[str, Any], *, is_json: bool) -> None:
     mean = f"{base['mean']:.4f}{spread}" if base["mean"] is not None else "no run yet"
     print(f"{summary['metric']} after {summary['steps']:,} steps; base: {mean}")
     print(align([("arm", "pairs", "difference", "interval", "verdict"), *_rows(summary)]))
+    if screening := summary["screening"]:
+        print(
+            f"screening: {len(screening['left'])} left, dropped {', '.join(screening['dropped'])}"
+        )
     for folder in summary["failed"]:
         print(f"failed: {folder}")
 

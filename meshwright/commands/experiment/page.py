@@ -5,7 +5,8 @@ from html import escape
 from statistics import fmean
 from typing import Any
 
-from meshwright.commands.experiment.runs import Key, State
+from meshwright.commands.experiment.results import Key
+from meshwright.commands.experiment.state import State
 from meshwright.config.changes import shown
 from meshwright.metrics.report.document import WIDTH, Chart, Curve, document, draw, short, table
 

@@ -100,7 +100,7 @@ def identity_of(document: Document) -> Values:
     """Return everything that decides about the runs of the base."""
     with chdir(document.file.parent):
         base = without_job(config_of(path_of(document), document.spec.common))
-    spec = document.spec.model_dump(include={"budget", "metric", "ranks"})
+    spec = document.spec.model_dump(include={"budget", "metric", "ranks", "screen"})
     own = {key: new for key, _, new in differences(without_job(JobConfig()), base)}
     return dict(json.loads(json.dumps(spec | {"base": own})))
 

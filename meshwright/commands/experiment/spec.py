@@ -56,6 +56,17 @@ class Budget(Section):
         return self
 
 
+class Screening(Section):
+    """[screen] Drops most of the TOML's arms before any verdict."""
+
+    steps: Annotated[float, Field(gt=0, le=1)] = 0.25
+    """Part of the budget that the last round trains; each round before, half of the next."""
+    keep: PositiveInt = 4
+    """Arms that are left."""
+    seeds: Annotated[list[int], Field(min_length=1)] = Field([1_000_000])
+    """None of them is a seed of the verdict: an arm that was lucky with it would be so again."""
+
+
 class Spec(Section):
     """The TOML of an experiment."""
 
@@ -76,6 +87,7 @@ class Spec(Section):
     grid: dict[str, Any] = Field(default_factory=dict)
     one_by_one: dict[str, Any] = Field(default_factory=dict, alias="list")
     random: dict[str, Any] = Field(default_factory=dict)
+    screen: Screening | None = None
 
 
 class Request(NamedTuple):
@@ -123,6 +135,13 @@ class Document(NamedTuple):
         for request in found:
             check(request.name not in names, request.place, request.name, "is the name of two arms")
             names.add(request.name)
+        if (screen := self.spec.screen) is not None:
+            shared = [seed for seed in screen.seeds if 0 <= seed < self.spec.seeds]
+            rule = f"seeds 0 to {self.spec.seeds - 1} are the verdict's, which must be fresh"
+            check(not shared, "screen.seeds", screen.seeds, rule, "write others, or leave it out")
+            for request in found:
+                rule = "an arm of a screening can't change one that may be dropped"
+                check(request.on == BASE, f"{request.place}.on", request.on, rule, "add it later")
         return found
 
     def explain(self, error: ConfigError) -> ConfigError:
@@ -160,7 +179,7 @@ def _explain(mistake: Any) -> ConfigError:
     location = [str(part) for part in mistake["loc"]]
     key = ".".join(location)
     if mistake["type"] == "extra_forbidden":
-        table = Budget if location[0] == "budget" else Spec
+        table = {"budget": Budget, "screen": Screening}.get(location[0], Spec)
         names = [field.alias or name for name, field in table.model_fields.items()]
         return ConfigError(key, f"unknown key {key}\n  fix: {did_you_mean(location[-1], names)}")
     if mistake["type"] == "missing":

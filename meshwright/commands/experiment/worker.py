@@ -17,12 +17,11 @@ from statistics import median
 from types import FrameType
 
 from meshwright.checkpoint.lease import FILE as JOB_LEASE
-from meshwright.commands.experiment.registry import Arm, Experiment, lease, load, save
-from meshwright.commands.experiment.runs import (
+from meshwright.commands.experiment.registry import Arm, lease, load, save
+from meshwright.commands.experiment.results import (
     VALIDATIONS,
     Key,
     Result,
-    State,
     folder_of,
     has_ended,
     judged,
@@ -30,6 +29,7 @@ from meshwright.commands.experiment.runs import (
     write_result,
 )
 from meshwright.commands.experiment.spec import BASE, Document, Values, as_word
+from meshwright.commands.experiment.state import State
 from meshwright.metrics.report.run import read_run
 from meshwright.system.errors import EXIT_STOPPED, EXIT_TRAINING, StopRequested, check
 from meshwright.system.lease import Lease, owner_of
@@ -100,22 +100,26 @@ class Worker:
                 continue
             try:
                 # its last worker may have finished it since the results were read
-                if key in {*self._state().wanted(self._since_s)}:
-                    self._finish(state.experiment, key)
+                state = self._state()
+                if key in {*state.wanted(self._since_s)}:
+                    self._finish(state, key)
             finally:
                 own.give_back()
             return True
         return False
 
-    def _finish(self, experiment: Experiment, key: Key) -> None:
+    def _finish(self, state: State, key: Key) -> None:
         """Train a run to its end, and write its result."""
-        arm, folder = experiment.arms[key.arm], folder_of(self._document, key)
-        steps, since_s, code = experiment.steps_of(arm), time.time(), 0
+        experiment, folder = state.experiment, folder_of(self._document, key)
+        arm, steps = experiment.arms[key.arm], state.steps_of(key)
+        since_s, code = time.time(), 0
+        settings = {"training.seed": key.seed, **self._settings(steps)}
+        if steps < experiment.steps_of(arm) and "lr_scheduler.total_steps" not in arm.keys:
+            # of a screening: the schedule is the whole budget's
+            settings["lr_scheduler.total_steps"] = experiment.steps_of(arm)
         for attempt in range(1, ATTEMPTS + 1):
             if not has_ended(folder, steps):
-                code = self._train(
-                    arm, folder, {"training.seed": key.seed, **self._settings(steps)}
-                )
+                code = self._train(arm, folder, settings)
                 self._check_asked()
             if code in (0, EXIT_TRAINING):
                 break

@@ -1,0 +1,155 @@
+"""Where an experiment is: the screening, the verdicts, and the runs that are wanted next."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from statistics import fmean, stdev
+from typing import Any
+
+from meshwright.commands.experiment.registry import Arm, Experiment
+from meshwright.commands.experiment.results import Key, Result, folder_of
+from meshwright.commands.experiment.screening import Halving, halve, steps_at
+from meshwright.commands.experiment.spec import BASE, Document
+from meshwright.commands.experiment.verdict import Pair, Verdict, alpha_of, judge
+
+
+@dataclass(frozen=True)
+class State:
+    """Where an experiment is."""
+
+    document: Document
+    experiment: Experiment
+    results: dict[Key, Result]
+
+    @property
+    def seeds(self) -> range:
+        """The seeds of the verdict."""
+        return range(self.document.spec.seeds)
+
+    def pairs_of(self, arm: Arm) -> Iterator[Pair]:
+        """Yield the pairs of an arm in the order of seeds, up to the first that isn't there yet: so
+        it doesn't matter which worker was faster."""
+        for seed in self.seeds:
+            reference = self.results.get(Key(arm.on, seed))
+            own = self.results.get(Key(arm.name, seed))
+            if reference is not None and reference.status != "finished":
+                continue
+            if reference is None or own is None:
+                return
+            if own.status == "diverged":
+                yield Pair(math.inf)
+            elif own.value is not None and reference.value is not None:
+                yield Pair(own.value - reference.value, own.curve == reference.curve)
+
+    @cached_property
+    def screening(self) -> Halving | None:
+        """The screening of the TOML's arms; None: there is none."""
+        screen, own = self.document.spec.screen, self.experiment.steps_of
+        return halve(screen, self._of_toml, own, self.results) if screen is not None else None
+
+    @property
+    def _of_toml(self) -> list[Arm]:
+        names = {request.name for request in self.document.requests()}
+        return [arm for arm in self.experiment.arms.values() if arm.name in names]
+
+    @cached_property
+    def arms(self) -> dict[str, int]:
+        """The numbers of the arms to judge, by name: of the TOML's arms, or the survivors of their
+        screening; and of added ones."""
+        added = [arm for arm in self.experiment.arms.values() if arm.is_added]
+        if self.screening is None:
+            return {arm.name: arm.number for arm in [*self._of_toml, *added]}
+        survivors = [] if self.screening.part else self.screening.left
+        numbers = {arm.name: number for number, arm in enumerate(survivors, 1)}
+        first = self.screening.keep + 1
+        return numbers | {arm.name: number for number, arm in enumerate(added, first)}
+
+    def steps_of(self, key: Key) -> int:
+        """Return the steps of a run."""
+        steps = self.experiment.steps_of(self.experiment.arms[key.arm])
+        if key.seed in self.seeds or self.screening is None:
+            return steps
+        return steps_at(self.screening.part, steps)
+
+    @cached_property
+    def verdicts(self) -> dict[str, Verdict]:
+        """By arm."""
+        margin = self.document.spec.margin
+        return {
+            name: judge(self.pairs_of(self.experiment.arms[name]), alpha_of(number), margin)
+            for name, number in self.arms.items()
+        }
+
+    @property
+    def open_arms(self) -> list[Arm]:
+        """Arms that need more seeds."""
+        return [self.experiment.arms[n] for n, v in self.verdicts.items() if v.word == "open"]
+
+    def wanted(self, since_s: float) -> Iterator[Key]:
+        """Yield the runs that are missing, seed by seed, each arm after its reference.
+
+        Args:
+            since_s: a failure before it is tried again.
+        """
+        if self.screening is not None:
+            yield from self.screening.missing
+        active = {arm.name for arm in self.open_arms}
+        for arm in reversed(self.experiment.arms.values()):
+            if arm.name in active and arm.on:
+                active.add(arm.on)
+        for seed in self.seeds:
+            for arm in self.experiment.arms.values():
+                result = self.results.get(Key(arm.name, seed))
+                reference = self.results.get(Key(arm.on, seed))
+                is_paired = reference is None or reference.status == "finished"
+                fails = result is not None and result.status == "failed"
+                is_missing = result is None or (fails and result.ended_s < since_s)
+                if arm.name in active and is_missing and is_paired:
+                    yield Key(arm.name, seed)
+
+    @property
+    def failed(self) -> list[Result]:
+        """Runs that crashed."""
+        return [result for result in self.results.values() if result.status == "failed"]
+
+    def summary(self) -> dict[str, Any]:
+        """Return the state as the object that `--json` prints."""
+        values = [r.value for r in self.results.values() if r.arm == BASE and r.value is not None]
+        runs = [*self.results.values()]
+        return {
+            "experiment": str(self.document.file),
+            "folder": str(self.document.folder),
+            "metric": self.experiment.metric,
+            "margin": self.document.spec.margin,
+            "steps": self.experiment.steps_of(self.experiment.arms[BASE]),
+            "is_decided": not (self.open_arms or (self.screening and self.screening.part)),
+            "finished": sum(run.status == "finished" for run in runs),
+            "diverged": sum(run.status == "diverged" for run in runs),
+            "failed": [str(folder_of(self.document, Key(r.arm, r.seed))) for r in self.failed],
+            "base": {
+                "seeds": len(values),
+                "mean": fmean(values) if values else None,
+                "spread": stdev(values) if len(values) > 1 else None,
+            },
+            "screening": self.screening
+            and {
+                "part": self.screening.part,
+                "left": [arm.name for arm in self.screening.left],
+                "dropped": self.screening.dropped,
+            },
+            "arms": [self._row(self.experiment.arms[name]) for name in self.arms],
+        }
+
+    def _row(self, arm: Arm) -> dict[str, Any]:
+        verdict = asdict(self.verdicts[arm.name])
+        return {
+            "arm": arm.name,
+            "number": self.arms[arm.name],
+            "on": arm.on,
+            "keys": arm.asked,
+            "verdict": verdict.pop("word"),
+            **verdict,
+            "alpha": alpha_of(self.arms[arm.name]),
+            "unpaired": arm.unpaired,
+        }
