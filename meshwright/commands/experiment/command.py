@@ -136,9 +136,8 @@ def _print(summary: dict[str, Any], *, is_json: bool) -> None:
     print(f"{summary['metric']} after {summary['steps']:,} steps; base: {mean}")
     print(align([("arm", "pairs", "difference", "interval", "verdict"), *_rows(summary)]))
     if screening := summary["screening"]:
-        print(
-            f"screening: {len(screening['left'])} left, dropped {', '.join(screening['dropped'])}"
-        )
+        dropped = ", ".join(screening["dropped"])
+        print(f"screening: {len(screening['left'])} left, dropped: {dropped or 'none'}")
     for folder in summary["failed"]:
         print(f"failed: {folder}")
 

@@ -179,7 +179,8 @@ def _explain(mistake: Any) -> ConfigError:
     location = [str(part) for part in mistake["loc"]]
     key = ".".join(location)
     if mistake["type"] == "extra_forbidden":
-        table = {"budget": Budget, "screen": Screening}.get(location[0], Spec)
+        tables: dict[str, type[Section]] = {"budget": Budget, "screen": Screening}
+        table = tables.get(location[0], Spec)
         names = [field.alias or name for name, field in table.model_fields.items()]
         return ConfigError(key, f"unknown key {key}\n  fix: {did_you_mean(location[-1], names)}")
     if mistake["type"] == "missing":
