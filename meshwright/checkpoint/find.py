@@ -15,6 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 from meshwright.checkpoint import commit
 from meshwright.checkpoint.commit import NAME, being_read, entries, inspect, saved_steps, step_of
 from meshwright.checkpoint.manifest import MANIFEST, DamagedError, Manifest
+from meshwright.config.job_config import Checkpoint
 from meshwright.models.args import DecoderArgs
 from meshwright.system.errors import ConfigError, check, where_it_ends
 from meshwright.system.files import NamedPath
@@ -59,24 +60,39 @@ def select(place: NamedPath, candidates: Iterable[Path], judge: Judge = inspect)
     return None
 
 
-def of_job(folder: Path, load_step: int) -> tuple[NamedPath, list[Path]]:
-    """Return what `select` takes of a job's folder: the checkpoint of `load_step`; if -1, all.
-    Raises `ConfigError` if it is not there."""
+def of_job(folder: Path, config: Checkpoint) -> tuple[NamedPath, list[Path]]:
+    """Return what `select` takes of a job's folder: the checkpoint of `load_step`; otherwise all,
+    or those up to `rewind_to`. Raises `ConfigError` if none is there that a key names."""
     steps, place = saved_steps(folder), NamedPath("job.dump_folder", folder)
-    if load_step != -1:
-        there = ", ".join(map(str, steps)) or "none"
+    there = ", ".join(map(str, steps)) or "none"
+    if config.load_step != -1:
         rule = f"not among the checkpoints in {folder}: {there}"
         fix = "name one of them, or -1 for the newest"
-        check(load_step in steps, "checkpoint.load_step", load_step, rule, fix)
-        steps = [load_step]
-        place = NamedPath("checkpoint.load_step", commit.step_folder(folder, load_step))
+        check(config.load_step in steps, "checkpoint.load_step", config.load_step, rule, fix)
+        steps = [config.load_step]
+        place = NamedPath("checkpoint.load_step", commit.step_folder(folder, config.load_step))
+    elif (last := config.rewind_to) != -1 and not _is_rewound(folder, steps, last):
+        steps = [step for step in steps if step <= last]
+        rule = f"no checkpoint in {folder} is so early: {there}"
+        check(bool(steps), "checkpoint.rewind_to", last, rule, "name a later step")
     return place, [commit.step_folder(folder, step) for step in reversed(steps)]
 
 
-def choose(folder: Path, load_step: int) -> Choice | None:
+def _is_rewound(folder: Path, steps: Sequence[int], last: int) -> bool:
+    """Return whether the newest good one of `steps` was saved by a job with this `rewind_to`."""
+    for step in reversed(steps):
+        try:
+            saved = inspect(commit.step_folder(folder, step))["config"].get("checkpoint", {})
+        except DamagedError:
+            continue
+        return bool(saved.get("rewind_to", -1) == last)
+    return False
+
+
+def choose(folder: Path, config: Checkpoint) -> Choice | None:
     """Return the checkpoint of `of_job` whose files are all there in full; raises as that and as
     `select`."""
-    return select(*of_job(folder, load_step))
+    return select(*of_job(folder, config))
 
 
 def find_entries(place: NamedPath) -> list[Path]:

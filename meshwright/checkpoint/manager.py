@@ -118,7 +118,7 @@ class CheckpointManager:
         """
         if not self._config.enable:
             return None
-        candidates = partial(find.of_job, self._folder, self._config.load_step)
+        candidates = partial(find.of_job, self._folder, self._config)
         with ExitStack() as held:
             is_read = self._config.verify == "full"
             choice = select_on_ranks(candidates, self.group, held, is_read=is_read)

@@ -99,6 +99,7 @@ def run(given: Namespace) -> None:
     resolved = check_job(given, ranks, device_type="cuda" if ranks.gpus else "cpu")
     check_progress(Path(resolved.config.job.dump_folder), resolved.resume_step, os.environ)
     # not at the top: numpy takes as long as all checks, which come first
+    from meshwright.datasets.excluded import find_excluded
     from meshwright.datasets.opening import open_data
     from meshwright.datasets.stream import Cursor, steps_of_data
     from meshwright.train.resume import place_in_data
@@ -106,6 +107,9 @@ def run(given: Namespace) -> None:
     sources = open_data(
         "training", resolved.config
     )  # which tokenises it, before ranks wait for that
+    find_excluded(
+        resolved.config.training.exclude, sources, are_all=len(resolved.training_stages) == 1
+    )
     cursor = Cursor()
     if resolved.facts.saved is not None and resolved.resume_step < resolved.config.training.steps:
         cursor = place_in_data(

@@ -83,6 +83,18 @@ CHECKPOINTS: tuple[Row[Facts], ...] = (
         ENABLE_CHECKPOINTS,
     ),
     Rule(
+        "checkpoint.rewind_to",
+        lambda c, _: not c.checkpoint.enable and c.checkpoint.rewind_to != -1,
+        NOTHING_LOADED,
+        ENABLE_CHECKPOINTS,
+    ),
+    Rule(
+        "checkpoint.rewind_to",
+        lambda c, _: c.checkpoint.rewind_to != -1 and c.checkpoint.load_step != -1,
+        "checkpoint.load_step = {checkpoint.load_step} names a checkpoint, too",
+        ONE_OF_TWO,
+    ),
+    Rule(
         "checkpoint.exclude_from_loading",
         lambda c, _: not c.checkpoint.enable and c.checkpoint.exclude_from_loading,
         NOTHING_LOADED,

@@ -131,6 +131,10 @@ class Checkpoint(Section):
     load_step: Annotated[int, Field(ge=-1)] = -1
     """Step to resume from. -1: the newest that is not damaged."""
 
+    rewind_to: Annotated[int, Field(ge=-1)] = -1
+    """Go back to the newest checkpoint at or before this step, once: later ones are set aside, and
+    restarts with this key continue the new run. -1: no rewind."""
+
     verify: Literal["full", "sizes"] = "full"
     """How a resume finds damage before it loads a checkpoint. full: by the checksum of every byte,
     so that each is read twice. sizes: by the sizes of files; a flipped bit is then loaded."""

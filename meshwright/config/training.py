@@ -155,6 +155,11 @@ class Training(Source):
     sequence is padding, which the loss and the balance of experts leave out. Needs cached sources.
     Validation always cuts."""
 
+    exclude: list[str] = []
+    """Documents and samples that the loss leaves out, as `meshwright replay` names them: "json
+    document 137", "json sample 848-863". They keep their places, so all other samples stay as they
+    are, on any mesh. It may change at a resume. Documents of cached sources only."""
+
     mask_documents: bool = False
     """Keep the documents in a sequence apart: attention stays inside each, positions restart at 0,
     and the loss leaves out the first token of each."""

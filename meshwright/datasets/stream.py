@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from pydantic import TypeAdapter
 
 from meshwright.config.job_config import JobConfig
+from meshwright.datasets.excluded import ExcludedParts
 from meshwright.datasets.order import Mixture
 from meshwright.datasets.samples import CachedSource, Sample, SampleRules
 from meshwright.datasets.shards import EndOfData, Shard, ShardPlace, StreamedSource
@@ -72,6 +73,7 @@ class SampleStream:
     Args:
         batch: samples of a global batch.
         slots: which of them, by number, are asked for; others are only stepped over.
+        excluded: parts of sources that the loss leaves out, by the source's name.
     """
 
     def __init__(
@@ -82,8 +84,9 @@ class SampleStream:
         *,
         batch: int,
         slots: Collection[int],
+        excluded: Mapping[str, ExcludedParts] | None = None,
     ) -> None:
-        self.rules = rules
+        self.rules, self._excluded = rules, excluded or {}
         self._sample, self._start = cursor.sample, cursor
         self._before, self._mixture = mixture_at(cursor, sources)
         self.batch, self.slots = batch, slots
@@ -179,6 +182,9 @@ class SampleStream:
         self._sample += 1
         if sample is None or not is_asked_for:
             return None
+        name = source.entry.name
+        if excluded := self._excluded.get(name):
+            sample = excluded.without_loss(sample, index, self._cached.get(name))
         return replace(sample, source=number) if number else sample
 
     def _is_read_here(self, shard: int, num_shards: int) -> bool:

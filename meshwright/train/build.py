@@ -1,7 +1,7 @@
 """Builds the parts of a resolved job: model, first weights, loader."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import torch
@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from meshwright.checkpoint.conversion.initial_load import family_there
 from meshwright.config.job_config import JobConfig
+from meshwright.datasets.excluded import ExcludedParts, find_excluded
 from meshwright.datasets.loader import Loader, slots_of
 from meshwright.datasets.samples import SampleRules
 from meshwright.datasets.stream import Cursor, OpenSource, SampleStream
@@ -101,9 +102,13 @@ def build_loader(
     """Return this rank's batches, from `cursor` on."""
     training = resolved.config.training
     rules = SampleRules(
-        training.seq_len + 1, training.seed, training.max_epochs, training.max_bad_records
+        training.seq_len + 1,
+        training.seed,
+        training.max_epochs,
+        training.max_bad_records,
     )
-    stream = build_stream(resolved, sources, meshes, cursor, rules)
+    excluded = find_excluded(training.exclude, sources)
+    stream = build_stream(resolved, sources, meshes, cursor, rules, excluded)
     local, masks = training.local_batch_size, training.mask_documents
     return Loader(stream, local, mask_documents=masks, pin_memory=device.type == "cuda")
 
@@ -114,6 +119,7 @@ def build_stream(
     meshes: Meshes,
     cursor: Cursor,
     rules: SampleRules,
+    excluded: Mapping[str, ExcludedParts] | None = None,
 ) -> SampleStream:
     """Return the samples of the job, of which this rank's part is asked for."""
     local, batch = (
@@ -121,7 +127,9 @@ def build_stream(
         resolved.config.training.global_batch_size,
     )
     slots = slots_of(meshes.dp.get_local_rank(), meshes.dp.size(), local, batch)
-    return SampleStream(sources, cursor, rules, batch=batch, slots=frozenset(slots))
+    return SampleStream(
+        sources, cursor, rules, batch=batch, slots=frozenset(slots), excluded=excluded
+    )
 
 
 def work_of(resolved: ResolvedJob, device: torch.device) -> Work:

@@ -96,7 +96,7 @@ def look_at_files(config: JobConfig, facts: JobFacts) -> JobFacts:
         _each_stage(config, _look_at_sources)
     with mistakes.collect():
         folder = Path(config.job.dump_folder) / checkpoint.folder
-        choice = find.choose(folder, checkpoint.load_step) if checkpoint.enable else None
+        choice = find.choose(folder, checkpoint) if checkpoint.enable else None
         if choice is not None:
             saved = Saved(choice.path, choice.manifest)
         elif facts.model is not None and facts.family is not None:

@@ -18,10 +18,16 @@ from meshwright.datasets.samples import CachedSource, SampleRules
 from meshwright.system.errors import ConfigError
 from tests.helpers.cli import command
 from tests.helpers.files import contents
-from tests.helpers.jobs import train_alone, train_on_ranks
+from tests.helpers.jobs import CONFIG, ROOT, train_alone, train_on_ranks
 
 replay = command("replay")
-EXPERTS = ["--model.name", "qwen3_moe"]
+
+STAGES = """
+[[training.stages]]
+until_tokens = 4096
+[[training.stages]]
+seq_len = 32
+"""
 
 JOBS: dict[str, list[object]] = {
     "fsdp2 x tp, ema": [
@@ -36,6 +42,11 @@ JOBS: dict[str, list[object]] = {
     "fsdp2 x cp, packing": [
         *("--parallelism.data_parallel_shard_degree", 2),
         *("--parallelism.context_parallel_degree", 2, "--training.packing", "best_fit"),
+    ],
+    "experts": [
+        *("--model.name", "qwen3_moe", "--model.args.head_dim", 8, "--model.args.n_experts", 4),
+        *("--model.args.n_active", 2, "--model.args.expert_dim", 32),
+        *("--parallelism.expert_parallel_degree", 2),
     ],
     "streamed, a step skipped": [
         *("--training.dataset_mode", "streamed", "--bad_steps.policy", "skip"),
@@ -80,6 +91,22 @@ def test_a_step_of_four_ranks_comes_back_on_one_process(name, tmp_path: Path, ca
     assert _differences(result) == [(0, 0)] * 3
     assert [step["twin"] for step in result["steps"]] == [None] * 3  # none is needed
     assert contents(run) == before
+
+
+def test_a_step_of_a_later_stage_comes_back(tmp_path: Path, capsys) -> None:
+    """Stage 2 begins after step 8, with the checkpoint of the end of stage 1."""
+    config = tmp_path / "stages.toml"
+    config.write_text(CONFIG.read_text().replace("../../assets", str(ROOT / "assets")) + STAGES)
+    words = ["--training.steps", 14, "--checkpoint.keep_latest_k", 0]
+    train_on_ranks(tmp_path / "run", *words, config=config)
+    for step, first in ((14, 11), (10, 9), (7, 6)):
+        result = _results(capsys, tmp_path / "run", "--step", step)
+        assert result["steps"][0]["taken"]["step"] == first
+        assert all(loss < 1e-6 and norm < 1e-5 for loss, norm in _differences(result))
+        assert result["steps"][-1]["recorded"]["step"] == step
+    (tmp_path / "run/checkpoint/step-8").rename(tmp_path / "away")
+    with pytest.raises(ConfigError, match="no checkpoint before it is of stage 2, .* after step 8"):
+        replay([tmp_path / "run", "--step", 9])
 
 
 def _write_documents(folder: Path) -> None:

@@ -12,9 +12,12 @@ from meshwright.commands.main import main
 FIRST, LAST = "1", "2"
 """Steps of the checkpoints of a job that trains for one step, and then for two."""
 
+BACK = {"--checkpoint.load_step", "--checkpoint.rewind_to"}
+
 FEWER = {
     "--training.steps": LAST,
     "--checkpoint.load_step": FIRST,
+    "--checkpoint.rewind_to": FIRST,
     "--steps": f"{FIRST},{LAST}",
     "--ngpu": "2",
 }
@@ -26,7 +29,7 @@ def small(words: Sequence[str]) -> list[str]:
     for option in FEWER.keys() & rest if name != "check" else ():
         rest[rest.index(option) + 1] = FEWER[option]
     if name == "train" and "--training.steps" not in rest:
-        rest.append(f"--training.steps={LAST if '--checkpoint.load_step' in rest else FIRST}")
+        rest.append(f"--training.steps={LAST if BACK & {*rest} else FIRST}")
     if name == "train":
         rest.append("--validation.num_samples=2")
     if name == "plan":

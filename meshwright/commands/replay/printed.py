@@ -135,6 +135,9 @@ def _next(table: SampleTable, step: int, run: str) -> Iterator[str]:
     yield "next:"
     yield f"  meshwright data {run}/config.toml --documents {cached[0]}"
     yield f"  meshwright replay {run} --step {step} --scan"
+    name, _, number = cached[0].rpartition(" ")
+    yield f"  meshwright train CONFIG --checkpoint.rewind_to {step - 1} \\"
+    yield f"      --training.exclude '[\"{name} document {number}\"]'"
 
 
 def lines_of_scan(scan: Scan) -> Iterator[str]:

@@ -142,6 +142,7 @@ def _without_traces(
         ("checkpoint", "folder"): str(checkpoints.absolute()),
         ("checkpoint", "enable"): "true",
         ("checkpoint", "load_step"): str(checkpoint or -1),
+        ("checkpoint", "rewind_to"): "-1",
         ("checkpoint", "keep_best"): "false",
         ("validation", "enable"): "false",
         ("checkpoint", "exclude_from_loading"): "[]",
