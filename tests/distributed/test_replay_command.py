@@ -105,7 +105,7 @@ def test_a_step_of_a_later_stage_comes_back(tmp_path: Path, capsys) -> None:
         assert all(loss < 1e-6 and norm < 1e-5 for loss, norm in _differences(result))
         assert result["steps"][-1]["recorded"]["step"] == step
     (tmp_path / "run/checkpoint/step-8").rename(tmp_path / "away")
-    with pytest.raises(ConfigError, match="no checkpoint before it is of stage 2, .* after step 8"):
+    with pytest.raises(ConfigError, match="no checkpoint of stage 2, .* after step 8, is before"):
         replay([tmp_path / "run", "--step", 9])
 
 
