@@ -116,6 +116,9 @@ class HuggingFaceForm:
     state: Mapping[str, str] = field(default_factory=dict)
     """Our name of a tensor that is no parameter, and theirs; {} is the layer. Files have it in
     fp32, as we do, whatever the type of weights."""
+    predictors: str | None = None
+    """Key of the number of layers that follow the last one and predict further tokens (MTP). They
+    are left out, and none are written. None: there is no such key."""
     modules: Mapping[str, str] = field(default_factory=lambda: MODULES)
     """Our name of a module and theirs, with names that a model may lack; {} is the layer."""
     rotated: tuple[str, ...] = ROTATED
@@ -191,6 +194,11 @@ class HuggingFaceForm:
             if theirs := self.state.get(name.replace(f".{layer}.", ".{}.", 1), ""):
                 found[name] = ForeignTensor(theirs.format(layer), state.shape)
         return found
+
+    def is_of_predictor(self, name: str, args: DecoderArgs) -> bool:
+        """Return whether a tensor of the files belongs to a layer after the last one of `args`."""
+        layer = name.removeprefix("model.layers.").partition(".")[0]
+        return self.predictors is not None and layer.isdecimal() and int(layer) >= args.n_layers
 
     def read_config(self, config: Mapping[str, Any]) -> dict[str, Dimension]:
         """Read a config.json as the dimensions of our model, by our names; an absent key
@@ -339,6 +347,8 @@ class HuggingFaceForm:
             "use_cache": True,
             **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
         }
+        if self.predictors:
+            config[self.predictors] = 0
         if self.dense_layers:
             ours, theirs = self.dense_layers
             config[theirs] = [*range(getattr(args, ours))]

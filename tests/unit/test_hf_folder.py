@@ -129,6 +129,27 @@ def test_biases_of_the_choice_stay_fp32_beside_weights_in_bf16(tmp_path) -> None
     assert len(state) == len(args.table.mixtures)
 
 
+def test_layers_that_predict_further_tokens_are_named_and_left_out(tmp_path, caplog) -> None:
+    """DeepSeek-V3's files have one, after the last layer, and transformers leaves it out, too."""
+    args = CASES["deepseek_v3-gqa"]
+    folder = save_transformers(tmp_path / "hf", args, max_shard_size="1GB")
+    want = load_hf(folder, args).state_dict()
+    config = json.loads((folder / "config.json").read_text())
+    config["num_nextn_predict_layers"] = 1
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = load_file(folder / "model.safetensors")
+    extra = {"model.layers.3.eh_proj.weight": torch.ones(32, 64)}
+    save_file(tensors | extra, folder / "model.safetensors", {"format": "pt"})
+    assert_equal(load_hf(folder, args).state_dict(), want)
+    assert (
+        "1 tensors, model.layers.3.eh_proj.weight the first, left out: multi-token" in caplog.text
+    )
+    extra = {"model.layers.2.eh_proj.weight": torch.ones(32, 64)}
+    save_file(tensors | extra, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ConfigError, match="layers.2.eh_proj.weight, for which the model has no"):
+        load_hf(folder, args)
+
+
 def test_odd_spellings_of_deepseek_are_read_as_transformers_reads_them(tmp_path) -> None:
     """Or rejected by their key."""
     written = V3_FORM.write_config(CASES["deepseek_v3-mscale"], 64)

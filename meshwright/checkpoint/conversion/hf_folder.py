@@ -301,8 +301,14 @@ def check_tensors(
             _check_tensor(place, name, stored[name], shape)
     # old files have buffers that follow from config.json
     others = [n for n in stored if n not in known and not n.endswith("rotary_emb.inv_freq")]
-    if others:
-        raise place.error(f"holds {others[0]}, for which the model has no place")
+    predictors = [name for name in others if form.is_of_predictor(name, args)]
+    if predictors:
+        warn_once(
+            f"{place.path}: {len(predictors)} tensors, {predictors[0]} the first, left out: "
+            f"multi-token prediction ({form.predictors}) isn't trained"
+        )
+    if unknown := [name for name in others if name not in predictors]:
+        raise place.error(f"holds {unknown[0]}, for which the model has no place")
     return wanted
 
 
