@@ -4,7 +4,7 @@ import dataclasses
 
 from meshwright.models.args import DecoderArgs, ExpertArgs, WindowArgs
 from meshwright.models.families import MODELS
-from meshwright.models.families.deepseek_v2 import DeepseekArgs
+from meshwright.models.families.deepseek import DeepseekArgs
 from meshwright.models.family import Family
 from meshwright.models.latent import LatentArgs
 from meshwright.models.rope_scaling import LinearScaling, RopeScaling, Yarn

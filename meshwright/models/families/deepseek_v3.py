@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshwright.models.config_json import Dimension
-from meshwright.models.families.deepseek_v2 import (
+from meshwright.models.families.deepseek import (
     INTEGERS,
     NAMES,
     SIZES,
