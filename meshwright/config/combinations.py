@@ -46,6 +46,8 @@ SOURCE_KEYS = " ".join(key for key in Source.model_fields if key != "dataset")
 
 def _decay_fits(config: JobConfig, _: Facts) -> Iterator[ConfigError]:
     schedule, steps = config.lr_scheduler, config.schedule_steps
+    if schedule.name != "wsd":
+        return
     if schedule.decay_ratio is not None and schedule.warmup_steps + config.num_decay_steps > steps:
         total = f"lr_scheduler.total_steps = {steps}" if schedule.total_steps else f"{steps}"
         yield config_error(
@@ -66,8 +68,13 @@ SCHEDULE: tuple[Row[Facts], ...] = (
         "raise it, or leave it out",
     ),
     Idle(
+        "lr_scheduler.decay_ratio lr_scheduler.decay_type",
+        lambda c, _: c.lr_scheduler.name != "wsd",
+        "the schedule is another than wsd",
+    ),
+    Idle(
         "lr_scheduler.decay_type lr_scheduler.min_lr_factor",
-        lambda c, _: c.num_decay_steps == 0,
+        lambda c, _: c.num_decay_steps == 0 and c.lr_scheduler.name == "wsd",
         "no step is left for a decay",
     ),
 )

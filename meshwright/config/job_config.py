@@ -264,7 +264,7 @@ class Experimental(Section):
     """[experimental] Code of your own."""
 
     custom_import: Annotated[InputPath, PATH_OR_NAME] = ""
-    """Module with models, datasets, optimizers, sinks or options: "package.module", or
+    """Module with models, datasets, optimizers, schedules, sinks or options: "package.module", or
     "path/to/file.py"."""
 
 

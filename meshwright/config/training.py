@@ -326,6 +326,10 @@ class Experts(Section):
 class LRScheduler(Section):
     """[lr_scheduler] The learning rate as a fraction of `optimizer.lr`: warm up, stay, decay."""
 
+    name: str = "wsd"
+    """wsd: warm up, stay, decay, as the keys below say. inverse_sqrt: warm up, then fall as
+    1 / sqrt(step), but not below `min_lr_factor`. `experimental.custom_import` may add one."""
+
     warmup_steps: NonNegativeInt = 200
     """Optimizer steps from 0 to the peak."""
 

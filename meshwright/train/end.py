@@ -13,6 +13,7 @@ from meshwright.checkpoint.find import open_checkpoint
 from meshwright.config.job_config import Checkpoint, JobConfig
 from meshwright.parallelisms.meshes import barrier
 from meshwright.system.errors import (
+    FIX,
     ConfigError,
     DataError,
     SaveError,
@@ -119,7 +120,8 @@ def raise_data_error(
         raise ConfigError(getattr(error, "key", ""), fault)
     check_resumes(config, fault)
     fix = "if the cause was temporary, run the same command again: the last step is saved"
-    raise DataError(fault if isinstance(error, StorageError) else f"{fault}\n  fix: {fix}")
+    has_fix = FIX in fault
+    raise DataError(fault if has_fix else f"{fault}{FIX}{fix}")
 
 
 def check_resumes(config: Checkpoint, stopped: str) -> None:

@@ -26,6 +26,7 @@ from meshwright.parallelisms.rules.compile_choice import why_no_compiler
 from meshwright.system.errors import ConfigError, Mistakes, check
 from meshwright.system.machine import why_bf16_is_slow
 from meshwright.system.modules import code_of
+from meshwright.train.optim.registry import check_schedule
 from meshwright.train.resolve_model import extend_by, own_options, resolve_model
 
 
@@ -63,7 +64,7 @@ def look(config: JobConfig, world_size: int, **known: Any) -> JobFacts:
     facts, mistakes = JobFacts(world_size=world_size, **known), Mistakes()
     with mistakes.collect():
         extend_by(config.experimental.custom_import)
-        own_options(config)
+        check_schedule(config, own_options(config))
         facts = replace(facts, own_code=code_of(config.experimental.custom_import))
     with mistakes.collect():
         family, args = resolve_model(config)

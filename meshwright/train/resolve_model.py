@@ -31,7 +31,7 @@ from meshwright.system.errors import (
 )
 from meshwright.system.files import NamedPath
 from meshwright.system.modules import describe_error, import_user_module
-from meshwright.train.optim.registry import OPTIMIZERS, ElementWise, MatrixWise
+from meshwright.train.optim.registry import OPTIMIZERS, SCHEDULES, ElementWise, MatrixWise
 
 IMPORT_KEY = "experimental.custom_import"
 
@@ -39,6 +39,7 @@ TABLES: dict[str, tuple[dict[str, Any] | None, tuple[type, ...]]] = {
     "MODELS": (MODELS, (Family,)),
     "DATASETS": (DATASETS, (DatasetSpec,)),
     "OPTIMIZERS": (OPTIMIZERS, (ElementWise, MatrixWise)),
+    "SCHEDULES": (SCHEDULES, (Callable,)),  # type: ignore[dict-item]
     "OPTIONS": (None, (type,)),
     "SINKS": (None, (Callable,)),  # type: ignore[dict-item] # built later, by the first rank
 }
@@ -49,7 +50,7 @@ BuildSink = Callable[[JobConfig, Path], Any]
 
 
 def extend_by(name: str, key: str = IMPORT_KEY) -> None:
-    """Take over the models, datasets and optimizers of a user's module, if there is one;
+    """Take over the models, datasets, optimizers and schedules of a user's module, if there is one;
     `ConfigError` of `key` if it cannot be imported, or takes a name that is ours."""
     if not name:
         return

@@ -224,7 +224,7 @@ def build_trainer(
         model,
         optimizer,
         meshes,
-        learning_rate(config, resolved.steps),
+        learning_rate(config, resolved.steps, own_options(config)),
         Phases(device, note),
         early=OptimizerInBackward(optimizer) if is_early else None,
         average=None if decay is None else Average(model, decay),

@@ -107,6 +107,7 @@ def test_how_the_steps_of_a_stage_end(moment, wanted) -> None:
 
 GONE = StorageError("the hub does not answer\n  fix: again")
 BAD = ConfigError("training.dataset_path", "not JSON")
+SHORT = ConfigError("training.stream_shards", "a shard is too short\n  fix: lower it")
 
 
 @pytest.mark.parametrize(
@@ -114,6 +115,7 @@ BAD = ConfigError("training.dataset_path", "not JSON")
     [
         (BAD, False, True, ConfigError),  # started again, it would go in circles
         (BAD, True, True, DataError),
+        (SHORT, True, True, DataError),
         (GONE, False, True, StorageError),
         (GONE, False, False, StorageError),  # there is nothing to lose
         (GONE, True, True, DataError),

@@ -106,6 +106,17 @@ def test_keys_of_others_and_of_other_sections_lead_to_ours() -> None:
     assert sum(key in said for key, said in moves) > 0.97 * len(moves)
 
 
+def test_no_synonym_contradicts_a_key_that_exists() -> None:
+    """Advice such as "leave it out: not supported" may be older than the key."""
+    bare = {f"{section}.{key}".replace("_", ""): f"{section}.{key}" for section, key in KEYS}
+    for table in ("keys", "advice"):
+        for theirs, target in read_synonyms()[table].items():
+            if "." in theirs:
+                assert theirs not in bare, (theirs, target)
+            for key in {key for name, key in bare.items() if name.partition(".")[2] == theirs}:
+                assert key in target or table == "keys", (theirs, target)
+
+
 def test_typing_errors_are_found_and_no_guess_misleads() -> None:
     """At least 95 % of them: a key of three letters may be nearer to another."""
     draw, right, count = random.Random(99), 0, 0

@@ -6,9 +6,17 @@ import pytest
 import torch
 from transformers import get_scheduler
 
+from meshwright.commands.prove.plain_optimizer import schedule
 from meshwright.config.loader import load_config
 from meshwright.config.training import LRScheduler
+from meshwright.system.errors import ConfigError
+from meshwright.train.facts import look
+from meshwright.train.optim import optimizers, registry
 from meshwright.train.optim.optimizers import learning_rate, warmup_stable_decay
+from meshwright.train.optim.registry import SCHEDULES
+from meshwright.train.resolve import resolve
+from meshwright.train.resolve_model import TABLES
+from tests.campaigns.new_user import example
 
 STEPS, WARMUP = 100, 10
 
@@ -84,3 +92,78 @@ def test_the_beginning_of_a_longer_schedule() -> None:
     squeezed = learning_rate(load_config(words), 10)
     assert [begun(step) for step in range(1, 11)] == [long(step) for step in range(1, 11)]
     assert squeezed(10) < begun(10)
+
+
+def test_inverse_sqrt_is_transformers_without_its_late_step() -> None:
+    """Its first step has a rate of 0, and so each has the rate that ours had a step before."""
+    config = load_config(["--lr_scheduler.name=inverse_sqrt", "--lr_scheduler.warmup_steps=10"])
+    rates = learning_rate(config, STEPS)
+    weight = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([weight], lr=config.optimizer.lr)
+    theirs = get_scheduler("inverse_sqrt", optimizer, num_warmup_steps=WARMUP)
+    for step in range(1, STEPS + 1):
+        optimizer.step()
+        theirs.step()
+        assert rates(step) == pytest.approx(optimizer.param_groups[0]["lr"], rel=1e-12)
+        assert schedule(step, STEPS, config.lr_scheduler) * 8e-4 == pytest.approx(rates(step))
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    """Words of a job with a module of schedules."""
+    monkeypatch.setattr("meshwright.train.resolve_model.SCHEDULES", table := dict(SCHEDULES))
+    for module in (registry, optimizers):
+        monkeypatch.setattr(module, "SCHEDULES", table)
+    monkeypatch.setitem(TABLES, "SCHEDULES", (table, TABLES["SCHEDULES"][1]))
+
+    def words(code: str, name: str, *others: str) -> list[str]:
+        path = tmp_path / f"{name}.py"
+        path.write_text(code, "utf-8")
+        dump = ["--job.dump_folder", str(tmp_path), "--training.steps=100"]
+        own = ["--experimental.custom_import", str(path), "--lr_scheduler.name", name]
+        return ["debug_model", *dump, *own, *others]
+
+    return words
+
+
+def test_a_schedule_of_your_own_is_the_docs(own) -> None:
+    config = load_config(own(example("schedule"), "stairs", "--lr_scheduler.warmup_steps=10"))
+    resolve(config, look(config, 1))
+    rates = learning_rate(config, 100)
+    lr = config.optimizer.lr
+    assert [rates(step) / lr for step in (5, 25, 26, 50, 51, 100)] == [
+        0.5,
+        1,
+        0.5,
+        0.5,
+        0.25,
+        0.125,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("code", "name", "others", "message"),
+    [
+        ("", "stairz", [], "lr_scheduler.name = 'stairz': no such schedule\n  fix: "),
+        (
+            "SCHEDULES = {'off': lambda step, steps, options: -1.0}",
+            "off",
+            [],
+            "lr_scheduler.name = 'off': its function gives -1.0 for step 1 of 100\n  fix: return a",
+        ),
+        (
+            "from meshwright.config.section import Section\n"
+            "class Own(Section):\n    power: float = 1.0\n"
+            "SCHEDULES = {'mine': lambda step, steps, own: step**-own.power}\n"
+            "OPTIONS = {'mine': Own}",
+            "mine",
+            ["--options.mine.power=steep"],
+            "options.mine.power = 'steep': should be a valid number",
+        ),
+    ],
+)
+def test_a_wrong_schedule_is_one_sentence(own, code, name, others, message) -> None:
+    config = load_config(own(code, name, *others))
+    with pytest.raises(ConfigError) as caught:
+        resolve(config, look(config, 1))
+    assert message in str(caught.value)

@@ -112,6 +112,8 @@ def schedule(step: int, steps: int, config: LRScheduler) -> float:
     steps, warmup = config.total_steps or steps, config.warmup_steps
     if step <= warmup:
         return step / warmup
+    if config.name == "inverse_sqrt":
+        return max((max(warmup, 1) / step) ** 0.5, config.min_lr_factor)
     length = steps - warmup
     if config.decay_ratio is not None:
         length = min(length, round(config.decay_ratio * steps))

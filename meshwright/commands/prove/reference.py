@@ -93,6 +93,11 @@ def not_modeled(config: JobConfig) -> list[str]:
 def _compare_schedule(checked: Checked, config: JobConfig) -> None:
     """Compare the learning rate at up to 2000 steps of the job, and the share of the EMA."""
     steps, peak = config.training.steps, config.optimizer.lr
+    if config.lr_scheduler.name not in ("wsd", "inverse_sqrt"):
+        checked.not_checked.append(
+            f'the learning rate of your schedule "{config.lr_scheduler.name}"'
+        )
+        return
     lr_at, count = learning_rate(config, steps), min(steps, 2000)
     for number in range(count):
         step = 1 + number * (steps - 1) // max(count - 1, 1)

@@ -40,6 +40,7 @@ from meshwright.train.optim.gradients import local_square_sums
 from meshwright.train.optim.matrices import OWNED, MatrixFunction, MatrixOptimizer
 from meshwright.train.optim.registry import (
     OPTIMIZERS,
+    SCHEDULES,
     ElementWise,
     Function,
     Groups,
@@ -325,8 +326,27 @@ def warmup_stable_decay(step: int, steps: int, schedule: LRScheduler) -> float:
     return schedule.min_lr_factor + (1 - schedule.min_lr_factor) * left
 
 
-def learning_rate(config: JobConfig, steps: int) -> Callable[[int], float]:
-    """Return the learning rate at each step of a job of `steps`, counted from 1."""
+def inverse_sqrt(step: int, steps: int, schedule: LRScheduler) -> float:
+    """Return the fraction of the peak learning rate at a step, counted from 1: linear from 0 over
+    the W steps of `warmup_steps`, then sqrt(W / step).
+
+    Source: Vaswani et al. 2017, arXiv:1706.03762, section 5.3.
+    """
+    warmup_steps = max(schedule.warmup_steps, 1)
+    if step <= warmup_steps:
+        return step / warmup_steps
+    return max(math.sqrt(warmup_steps / step), schedule.min_lr_factor)
+
+
+def learning_rate(
+    config: JobConfig, steps: int, own_options: Mapping[str, Any] = MappingProxyType({})
+) -> Callable[[int], float]:
+    """Return the learning rate at each step of a job of `steps`, counted from 1.
+
+    Args:
+        own_options: of the user's module, by name.
+    """
     schedule = config.lr_scheduler
-    steps = schedule.total_steps or steps
-    return lambda step: config.optimizer.lr * warmup_stable_decay(step, steps, schedule)
+    steps, fraction = schedule.total_steps or steps, found(SCHEDULES[schedule.name])
+    options = own_options.get(schedule.name, schedule)
+    return lambda step: config.optimizer.lr * fraction(step, steps, options)

@@ -2,6 +2,7 @@
 and the decay of the mean of all. Free of torch."""
 
 import json
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -63,6 +64,32 @@ OPTIMIZERS: dict[str, ElementWise | MatrixWise] = {
     "Adam": ElementWise("meshwright.train.optim.optimizers:build_adam"),
     "muon": MatrixWise("meshwright.train.optim.matrices:orthogonalise", _scale),
 }
+
+SCHEDULES: dict[str, Function] = {
+    "wsd": "meshwright.train.optim.optimizers:warmup_stable_decay",
+    "inverse_sqrt": "meshwright.train.optim.optimizers:inverse_sqrt",
+}
+"""By name: from a step, counted from 1, the number of steps, and options to the fraction of the
+peak learning rate. The options are those of [options.NAME], if the function's module has a model of
+them, and else the section `lr_scheduler`."""
+
+
+def check_schedule(config: JobConfig, own_options: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` if there is no such schedule, or one of the user's gives no fractions: at
+    the first, the middle and the last step."""
+    name, steps = config.lr_scheduler.name, config.schedule_steps
+    fix = did_you_mean(name, SCHEDULES)
+    check(name in SCHEDULES, "lr_scheduler.name", name, "no such schedule", fix)
+    function = SCHEDULES[name]
+    if isinstance(function, str):  # it is ours
+        return
+    for step in (1, (steps + 1) // 2, steps):
+        value = function(step, steps, own_options.get(name, config.lr_scheduler))
+        is_fraction = isinstance(value, int | float) and math.isfinite(value) and value >= 0
+        rule = f"its function gives {value!r} for step {step} of {steps}"
+        fix = "return a fraction of the peak, 0 or more"
+        check(is_fraction, "lr_scheduler.name", name, rule, fix)
+
 
 FALLBACK = "AdamW"
 """Optimizer of the parameters that a matrix-wise one does not take by itself."""
