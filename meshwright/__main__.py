@@ -10,7 +10,7 @@ def start() -> None:
     a terminal that closes and SIGTERM end it as Ctrl-C does: unfinished files are removed."""
     meshwright.exit_unless_linux()
     usual = signal.getsignal(signal.SIGINT)
-    if usual is signal.default_int_handler:  # an import may make another error of its exception
+    if usual is signal.default_int_handler:  # an import may make a different error of its exception
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     # not at the top: it takes the 0.06 s that are meant
     from meshwright.commands.main import main

@@ -17,7 +17,7 @@ document.title = Math.ceil(document.querySelector("main").scrollHeight)</script>
 
 
 def cut(page: str, section: str) -> str:
-    """Return the page with one section alone, by its heading, and nothing in it folded."""
+    """Return the page with one section only, by its heading, and nothing in it folded."""
     head, *sections = re.split("(?=<h2>)", page)
     (found,) = [each for each in sections if each.startswith(f"<h2>{section}</h2>")]
     return head.partition("<main>")[0] + f"<main>{found.replace('<details>', '<details open>')}"

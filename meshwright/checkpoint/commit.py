@@ -35,7 +35,7 @@ NAME = re.compile(
     r"(?:\.(?P<nonce>[0-9a-f]{16})\.(?P<state>unfinished|deleted)|\.(?P<aside>aside)\d+)?"
 )
 """A complete checkpoint, or one that is being written or deleted, or was set aside. The nonce says
-that a job of ours made it: a folder of a user's that ends the same way is left alone."""
+that our job made it: a folder of a user's that ends the same way is left unchanged."""
 
 UNFINISHED, DELETED = ".unfinished", ".deleted"
 
@@ -105,8 +105,8 @@ def inspect(checkpoint: Path) -> Manifest:
     """Return the manifest of `checkpoint`, whose files are all there, and as long as they were.
 
     Raises:
-        DamagedError: if they are not, or if it is the checkpoint of another step, renamed.
-        StorageError: if that cannot be seen now.
+        DamagedError: if they aren't, or if it is the checkpoint of a different step, renamed.
+        StorageError: if that can't be seen now.
     """
     manifest = read_manifest(checkpoint)
     if step_of(checkpoint.name) not in (None, step := manifest["step"]):
@@ -128,7 +128,7 @@ def verify(checkpoint: Path, manifest: Manifest, names: Sequence[str]) -> list[s
     """Read the files `names`, which `inspect` has seen, to the last byte; return every fault.
 
     Raises:
-        StorageError: if one cannot be read now, or is not to be seen on this machine.
+        StorageError: if one can't be read now, or isn't to be seen on this machine.
     """
     wrong = []
     for name in names:
@@ -192,8 +192,8 @@ def being_read(checkpoint: Path) -> Iterator[None]:
     """Keep every job's retention from deleting `checkpoint`, by a shared flock on its manifest.
 
     Raises:
-        DamagedError: if it is not there, or no longer.
-        StorageError: if it cannot be read now.
+        DamagedError: if it isn't there, or no longer.
+        StorageError: if it can't be read now.
     """
     path = checkpoint / MANIFEST
     try:

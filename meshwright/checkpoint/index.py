@@ -19,7 +19,7 @@ from meshwright.system.files import LFS_FIX, LFS_POINTER, LFS_RULE, NamedPath, r
 
 
 class Record:
-    """A call that was not made. Each function named has a class of its own, derived from this."""
+    """A call that wasn't made. Each function named has its own class, derived from this."""
 
     called: ClassVar[str]
     """Its name, as `package.module.name`."""
@@ -101,8 +101,8 @@ def read_saved_tensors(place: NamedPath) -> dict[str, SavedTensor]:
     """Return every tensor of the checkpoint, by name; other entries are left out.
 
     Raises:
-        StorageError: if the index cannot be read now.
-        ConfigError: if it is not there, is damaged, or names a file outside of the folder.
+        StorageError: if the index can't be read now.
+        ConfigError: if it isn't there, is damaged, or names a file outside of the folder.
     """
     file = place.path / INDEX
     try:
@@ -134,7 +134,7 @@ def _read_tensor(name: str, entry: Any, where: dict[Any, Any]) -> SavedTensor:
     A forged size would be memory that nothing fills.
 
     Raises:
-        ValueError: if it is not made of its chunks, or those have no place in files of the folder.
+        ValueError: if it isn't made of its chunks, or those have no place in files of the folder.
         AttributeError, KeyError, TypeError, IndexError: if it is no entry.
     """
     dtype = entry["properties"].state[0].called.removeprefix("torch.")

@@ -38,7 +38,7 @@ class JobLease:
         self._folder, self._lease = folder, Lease(folder / FILE)
         self._made = [folder]
         self.nonce = ""
-        """Names of the job's unfinished checkpoints begin with it: the first digits of the lease's
+        """Names of the job's unfinished checkpoints start with it: the first digits of the lease's
         token. "" until it is taken."""
 
     def take(self) -> None:
@@ -47,7 +47,7 @@ class JobLease:
 
         Raises:
             ConfigError: if another job runs.
-            OSError: if the folder cannot be written, or something else has the file's name, or this
+            OSError: if the folder can't be written, or something else has the file's name, or this
                 user may not read it.
         """
         begun, file = time.monotonic(), self._lease.file
@@ -71,7 +71,7 @@ class JobLease:
 
     def give_back(self) -> None:
         """Let another job have the folder, and remove that if it is empty, as the folders made for
-        it. Does nothing if it was not taken, or was taken over."""
+        it. Does nothing if it wasn't taken, or was taken over."""
         with only_warn("%s could not be removed", self._lease.file):
             if not self._lease.is_ours():
                 self._lease.give_back()
@@ -86,7 +86,7 @@ class JobLease:
         raise ConfigError(
             "job.dump_folder",
             f"job.dump_folder: another job uses {self._folder}: {holder(self._folder)}"
-            "\n  fix: wait until it has ended, or use another "
+            "\n  fix: wait until it has ended, or use a different "
             f"job.dump_folder; if you know that it has ended, remove {self._lease.file}",
         )
 
@@ -97,7 +97,7 @@ def new_nonce() -> str:
 
 
 def check_lease(folder: Path, nonce: str) -> None:
-    """Raise `TakenOverError` if a job that runs, and is not the one with `nonce`, has the lease on
+    """Raise `TakenOverError` if a job that runs, and isn't the one with `nonce`, has the lease on
     `folder`. There may be none (the disk was full), or a killed job's."""
     owner = owner_of(folder / FILE)
     if owner is not None and not nonce.startswith(nonce_of(owner)) and not is_gone(owner):

@@ -78,11 +78,11 @@ class CheckpointManager:
             self.release()
 
     def take_lease(self) -> None:
-        """Make this job the only one of the folder, until `release`; and begin to remove the
+        """Make this job the only one of the folder, until `release`; and start to remove the
         leftovers of killed saves.
 
         Raises:
-            ConfigError: on every rank, if another job uses it, or ranks do not share it.
+            ConfigError: on every rank, if another job uses it, or ranks don't share it.
         """
         nonce = self.tell(self._take_lease)
         self._nonce = nonce or self._nonce
@@ -94,7 +94,7 @@ class CheckpointManager:
                 raise
 
     def _take_lease(self) -> str:
-        """Return the nonce of the lease; "": it could not be taken."""
+        """Return the nonce of the lease; "": it couldn't be taken."""
         try:
             self._lease.take()
             if self._config.saves:
@@ -133,8 +133,8 @@ class CheckpointManager:
         returned, but for the parts that `exclude_from_loading` names; set aside later checkpoints.
 
         Raises:
-            ConfigError: if a tensor is missing, has another shape, or is damaged; or if a later
-                checkpoint cannot be set aside.
+            ConfigError: if a tensor is missing, has a different shape, or is damaged; or if a later
+                checkpoint can't be set aside.
         """
         from meshwright.checkpoint.reader import restore
 
@@ -156,7 +156,7 @@ class CheckpointManager:
 
     def prepare_saves(self, state: "TrainingTensors") -> None:
         """Import the modules that saves need (later, other versions may have been installed), and
-        begin to preallocate the host memory that async saves copy into.
+        start to preallocate the host memory that async saves copy into.
 
         Call after the first step, when the optimizer has state; otherwise the first save does both.
         """
@@ -184,7 +184,7 @@ class CheckpointManager:
         write error is raised by the next `save` or `poll`.
 
         Raises:
-            SaveError: on every rank, if it could not be written, and it is the last or
+            SaveError: on every rank, if it couldn't be written, and it is the last or
                 `on_save_failure` says so; else that is a warning.
         """
         if self._staging is None:
@@ -207,7 +207,7 @@ class CheckpointManager:
         return commit.unfinished_folder(self._folder, step, self._retention.nonce)
 
     def poll(self) -> None:
-        """Raise the error of a finished background save, if any; does not wait."""
+        """Raise the error of a finished background save, if any; doesn't wait."""
         if self._staging is not None and self._in_flight is not None and self._in_flight.done():
             done, self._in_flight = self._in_flight, None
             done.result()

@@ -43,7 +43,7 @@ class FileRecord(TypedDict):
 
 @with_config(ConfigDict(strict=True, extra="allow"))
 class Manifest(TypedDict):
-    """A checkpoint's facts, all but its tensors. Scripts may add keys of their own."""
+    """A checkpoint's facts, all but its tensors. Scripts may add their own keys."""
 
     version: int
     crc32: str
@@ -51,9 +51,9 @@ class Manifest(TypedDict):
     step: int
     tokens_seen: int
     loss: float | None
-    """None: it was not finite."""
+    """None: it wasn't finite."""
     bad_steps: dict[str, Any] | None
-    """State of the detector of bad steps."""
+    """State of the detector of skipped steps."""
     best_validation: list[float] | None
     """The step with the lowest validation loss so far, and that loss."""
     data: dict[str, Any]
@@ -73,7 +73,7 @@ class Manifest(TypedDict):
     config: dict[str, Any]
     files: dict[Annotated[str, AfterValidator(check_file_name)], FileRecord]
     data_revisions: dict[str, str]
-    """Commits of datasets of the hub, by source; "" for others."""
+    """Commits of Hub dataset, by source; "" for others."""
     validation_content: dict[str, str]
     """As `data_content`, of the data that the job is validated on."""
     special_tokens: dict[str, int | None]
@@ -81,11 +81,11 @@ class Manifest(TypedDict):
     own_code: str
     """Hash of the module of `experimental.custom_import`; "": there was none."""
     model_only: NotRequired[bool]
-    """It holds the weights alone. Absent: all that a resume needs."""
+    """It holds the weights only. Absent: all that a resume needs."""
     stage: NotRequired[int]
     """Of `training.stages`, from 1 on."""
     data_ended: NotRequired[bool]
-    """There was no data for another step."""
+    """There was no data for one more step."""
 
 
 _ADAPTER = TypeAdapter(Manifest)
@@ -114,7 +114,7 @@ NO_JOB: dict[str, Any] = {
 
 
 class DamagedError(ConfigError):
-    """A checkpoint is not as it was saved.
+    """A checkpoint isn't as it was saved.
 
     Args:
         what: the damage.
@@ -124,7 +124,7 @@ class DamagedError(ConfigError):
         super().__init__(
             "checkpoint.load_step",
             f"checkpoint.load_step: checkpoint {checkpoint} is damaged: {what}"
-            "\n  fix: name another step in checkpoint.load_step, or -1 for the newest good one",
+            "\n  fix: choose another step in checkpoint.load_step, or -1 for the newest good one",
         )
         self._checkpoint, self.what = checkpoint, what
 
@@ -137,7 +137,7 @@ def from_json(text: bytes) -> Manifest:
 
     Raises:
         ValueError, RecursionError: if it is damaged.
-        ConfigError: if it is of a version that is not known here.
+        ConfigError: if it is of a version that isn't known here.
     """
     raw = json.loads(text)
     if not isinstance(raw, dict):
@@ -169,9 +169,9 @@ def read_manifest(checkpoint: Path) -> Manifest:
     """Return the manifest in the folder `checkpoint`.
 
     Raises:
-        DamagedError: if it is not there, or has changed since it was written.
-        StorageError: if it cannot be read now.
-        ConfigError: if it is of a version that is not known here.
+        DamagedError: if it isn't there, or has changed since it was written.
+        StorageError: if it can't be read now.
+        ConfigError: if it is of a version that isn't known here.
     """
     path = checkpoint / MANIFEST
     try:

@@ -34,11 +34,11 @@ def merge(
     tensors: Mapping[str, SavedTensor],
     folder: Path,
 ) -> Path:
-    """Write a checkpoint of the sums of `parts` times `shares`, of their weights alone.
+    """Write a checkpoint of the sums of `parts` times `shares`, of their weights only.
 
-    Added up in fp64 in the order of `parts` and rounded once, so the mesh of each does not show. It
-    holds a tensor in fp64 and another one at a time. Tensors of integers are the last part's: the
-    loads of experts count one step's tokens, and a mean of counts is the count of no step.
+    Added up in fp64 in the order of `parts` and rounded once, so the mesh of each doesn't show. It
+    holds a tensor in fp64 and one more at a time. Tensors of integers are the last part's: the
+    expert load count one step's tokens, and a mean of counts is the count of no step.
 
     Args:
         parts: of one model.
@@ -49,7 +49,7 @@ def merge(
         the step's folder.
 
     Raises:
-        ConfigError: if a part cannot be read, or the merge not be written; nothing of it is left.
+        ConfigError: if a part can't be read, or the merge not be written; nothing of it is left.
     """
     manifest, steps = parts[-1].manifest, [part.manifest["step"] for part in parts]
     facts = {key: value for key, value in manifest.items() if key not in ("files", "crc32")}
@@ -88,5 +88,5 @@ def merge(
         if not isinstance(failure, OSError):
             raise failure from None
         rule = f"cannot be written: {failure.strerror or failure}"
-        raise config_error("--out", str(folder), rule, "name another folder") from None
+        raise config_error("--out", str(folder), rule, "choose a different folder") from None
     return commit.step_folder(folder, steps[-1])

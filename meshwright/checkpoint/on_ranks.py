@@ -55,7 +55,7 @@ def select_on_ranks(
 
     Raises:
         ConfigError: on every rank, if `candidates` does, or all are damaged.
-        StorageError: on every rank, if one of them cannot read its part now.
+        StorageError: on every rank, if one of them can't read its part now.
     """
 
     def judge(path: Path) -> Manifest:
@@ -69,7 +69,7 @@ def select_on_ranks(
     choice = select(*on_first_rank(candidates, group), judge)
     if choice is not None and dist.get_rank() == 0:
         for path, what in choice.passed_over.items():
-            logger.warning("passed over %s, which is damaged: %s", path, what)
+            logger.warning("skipped %s, which is damaged: %s", path, what)
     return choice
 
 
@@ -109,7 +109,7 @@ SEEN_WITHIN_S = 10.0
 
 
 def check_shared(folder: Path, nonce: str, group: dist.ProcessGroup) -> None:
-    """Raise `ConfigError` on every rank if one does not see the lease on `folder` that the first
+    """Raise `ConfigError` on every rank if one doesn't see the lease on `folder` that the first
     rank has taken, with `nonce`. Collective over `group`, which is the whole job."""
 
     def find_blind_host() -> str:
@@ -126,5 +126,5 @@ def check_shared(folder: Path, nonce: str, group: dist.ProcessGroup) -> None:
         not blind,
         f"rank {in_ranges(blind)} (on {', '.join(sorted({*hosts} - {''}))}) does not see what "
         "rank 0 writes there",
-        "name a folder on a file system that all machines share",
+        "name a folder on a file system that all nodes share",
     )

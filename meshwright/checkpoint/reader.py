@@ -65,8 +65,8 @@ class Weights(ABC):
             put: gets this rank's part of a tensor, and the values for it.
 
         Raises:
-            ConfigError: if one is missing, has another shape, or is damaged.
-            StorageError: if a file cannot be read now.
+            ConfigError: if one is missing, has a different shape, or is damaged.
+            StorageError: if a file can't be read now.
         """
         found = []
         for name, tensor in tensors.items():
@@ -89,7 +89,7 @@ class CheckpointWeights(Weights):
         saved_name: a tensor's name there; by default our model's name.
 
     Raises:
-        ConfigError, StorageError: if its index cannot be read.
+        ConfigError, StorageError: if its index can't be read.
     """
 
     def __init__(self, place: NamedPath, saved_name: Callable[[str], str] = MODEL.__add__) -> None:
@@ -118,7 +118,7 @@ class CheckpointWeights(Weights):
             self._file.close()
 
     def read(self, name: str) -> Tensor:
-        """Return the whole tensor `name`, in the type it was saved in; raises as `load`."""
+        """Return the full tensor `name`, in the type it was saved in; raises as `load`."""
         saved = self._find(name)
         try:
             whole = torch.empty(saved.shape, dtype=getattr(torch, saved.dtype))
@@ -170,7 +170,7 @@ def restore(
 
     Raises:
         ConfigError: on every rank, if a tensor is missing on one, has another shape, or is damaged.
-        StorageError: on every rank, if one of them cannot read a file now.
+        StorageError: on every rank, if one of them can't read a file now.
     """
     wanted = {
         name: tensor
@@ -182,15 +182,15 @@ def restore(
         weights = CheckpointWeights(NamedPath("checkpoint.load_step", folder), str)
         has_average = any(name.startswith(AVERAGE) for name in weights.saved)
         for name in wanted.keys() - weights.saved.keys():
-            # a rank that was not there when the checkpoint was written keeps the RNG it has; means
-            # that were not kept then begin with the weights
+            # a rank that wasn't there when the checkpoint was written keeps the RNG it has; means
+            # that weren't kept then start with the weights
             if name.startswith("rng.") or (name.startswith(AVERAGE) and not has_average):
                 del wanted[name]
             elif name.startswith(f"{OPTIMIZER}."):
                 raise ConfigError(
                     "optimizer.name",
                     f"optimizer.name: checkpoint {folder} has no {name}: it was saved with another "
-                    "optimizer\n  fix: use that, or begin with a fresh one: "
+                    "optimizer\n  fix: use that, or start with a fresh one: "
                     'checkpoint.exclude_from_loading = ["optimizer"]',
                 )
         weights.load(wanted)
@@ -213,7 +213,7 @@ class TensorDifference:
     """Elements that differ in any bit."""
     numel: int
     largest: float
-    """Of |a - b|; infinite where one is not a number."""
+    """Of |a - b|; infinite where one isn't a number."""
     index: tuple[int, ...]
     """Where |a - b| is largest."""
     a: float

@@ -26,7 +26,7 @@ from meshwright.system.errors import ConfigError, config_error
 from meshwright.system.log import logger
 
 MIXTURE_WEIGHT = re.compile(r"training\.datasets\.\d+\.weight")
-"""Keys of the data that may change: earlier draws are not made up for."""
+"""Keys of the data that may change: earlier draws aren't made up for."""
 
 
 @dataclass(frozen=True)
@@ -36,21 +36,21 @@ class ResumeDiff:
     checkpoint: Path
     config: JobConfig
     model: list[Difference]
-    """The weights are of another model."""
+    """The weights are of a different model."""
     data: list[Difference]
-    """The place in the data is one in other data, or in another order."""
+    """The place in the data is one in other data, or in a different order."""
     is_done: bool
     """There is nothing left to train: no step, or no data."""
     lacks_optimizer: bool
-    """It holds the weights alone, and there is something left to train."""
+    """It holds the weights only, and there is something left to train."""
     trained_now: list[str]
     """Parameters that are frozen no longer, and have no optimizer state there."""
     is_reweighted: bool
     """The parts of a mixture have other weights."""
     changed: list[Difference]
-    """Keys with other values, which do not prevent a resume."""
+    """Keys with other values, which don't prevent a resume."""
     has_other_code: bool
-    """The user's own module is another than it was."""
+    """The user's own module differs from what it was."""
 
     def check(self) -> None:
         """Raise unless the job can resume from the checkpoint.
@@ -62,8 +62,8 @@ class ResumeDiff:
             raise config_error(
                 "training.steps",
                 self.config.training.steps,
-                f"checkpoint {self.checkpoint} holds the weights alone: nothing resumes from that",
-                "set checkpoint.load_step to an earlier step; or begin with a fresh "
+                f"checkpoint {self.checkpoint} holds the weights only: nothing resumes from that",
+                "set checkpoint.load_step to an earlier step; or start with a fresh "
                 'optimizer: checkpoint.exclude_from_loading = ["optimizer"]',
             )
         wrong = [
@@ -107,13 +107,13 @@ class ResumeDiff:
         way = f"checkpoint.exclude_from_loading = {json.dumps(names)}"
         if names == sorted(self.config.checkpoint.exclude_from_loading):
             way = "checkpoint.load_step to its step"  # for it has been left out once
-        return f"; or set {way}, to begin with {' and '.join(begins.values())}"
+        return f"; or set {way}, to start with {' and '.join(begins.values())}"
 
     def log(self, is_printed: bool = False) -> None:
-        """Log the keys that were changed and do not prevent a resume, in one line.
+        """Log the keys that were changed and don't prevent a resume, in one line.
 
         Args:
-            is_printed: on the console, so that it is to go to the log's file alone.
+            is_printed: on the console, so that it is to go to the log's file only.
         """
         changes = [f"{key} = {shown(new)} (was {shown(old)})" for key, old, new in self.changed]
         if self.has_other_code:
@@ -201,7 +201,7 @@ def _alike(saved: Mapping[str, Any], args: DecoderArgs) -> tuple[dict[str, Any],
     there, here = dict(saved), dataclasses.asdict(args)
     try:
         filled = TypeAdapter(type(args)).validate_python(saved).resolved
-    except ValidationError:  # of another family, or version
+    except ValidationError:  # of a different family, or version
         return there, here
     for name in [*here]:
         if (there.get(name) is None) != (here[name] is None):

@@ -23,7 +23,7 @@ BEST_FILE = "best.json"
 
 
 class Retention:
-    """Deletes, in a thread of its own, old checkpoints in a folder.
+    """Deletes, in its own thread, old checkpoints in a folder.
 
     Deleting takes minutes on some file systems, and other ranks would wait for the first. What
     fails is a warning, and is tried again after the next save.
@@ -38,11 +38,11 @@ class Retention:
         self._thread = ThreadPoolExecutor(1, "retention")
         self._last: Future[None] | None = None
         self.nonce = ""
-        """Of the save under way, whose folder is not to be deleted."""
+        """Of the save under way, whose folder isn't to be deleted."""
 
     def clean_up(self, job: str = "") -> None:
-        """Begin to remove the leftovers of killed saves and deletions; if `job` is given, only of
-        the saves whose nonces begin with it."""
+        """Start to remove the leftovers of killed saves and deletions; if `job` is given, only of
+        the saves whose nonces start with it."""
         self._submit(
             lambda: clean_up(
                 self._folder, lambda nonce: nonce == self.nonce or not nonce.startswith(job)
@@ -50,7 +50,7 @@ class Retention:
         )
 
     def apply(self) -> None:
-        """Begin to delete old checkpoints, too."""
+        """Start to delete old checkpoints as well."""
         self.clean_up()
         self._submit(self._apply)
 
@@ -72,14 +72,14 @@ class Retention:
         best = mark_best(self._folder) if self._keep_best else None
         for step in apply_retention(self._folder, *self._kept, best):
             checkpoint = step_folder(self._folder, step)
-            logger.info("%s is being read: it is deleted another time", checkpoint)
+            logger.info("%s is being read: it is deleted later", checkpoint)
 
 
 def mark_best(folder: Path) -> int | None:
     """Write the checkpoint with the lowest validation loss to `BEST_FILE`; return its step.
 
     If the newest checkpoint knows of none, as after a resume with other validation data, it is
-    still the one that the file names. None: there is none, or it is not there.
+    still the one that the file gives. None: there is none, or it isn't there.
     """
     steps = saved_steps(folder)
     try:
@@ -101,7 +101,7 @@ def _marked(folder: Path, steps: Sequence[int]) -> int | None:
     """The step that `BEST_FILE` names, if it is one of `steps`."""
     try:
         step = json.loads((folder / BEST_FILE).read_text("utf-8"))["step"]
-    except (OSError, ValueError, KeyError, TypeError):  # it is not there, or was tampered with
+    except (OSError, ValueError, KeyError, TypeError):  # it isn't there, or was tampered with
         return None
     return step if step in steps else None
 
@@ -169,13 +169,13 @@ def _delete(checkpoint: Path) -> bool:
 
 
 MOST_ASIDE = 3
-"""How often one step may be set aside by jobs that `load_step` begins in the past."""
+"""How often one step may be set aside by jobs that `load_step` starts in the past."""
 
 
 def set_aside_later(folder: Path, step: int, *, is_named: bool) -> None:
     """Rename the checkpoints after `step`, so that they count no longer.
 
-    They belong to a run that is not continued: among the checkpoints of this run they would be
+    They belong to a run that isn't continued: among the checkpoints of this run they would be
     taken for its newest.
 
     Args:
@@ -183,7 +183,7 @@ def set_aside_later(folder: Path, step: int, *, is_named: bool) -> None:
             away the steps of the one before, and fill the disk with them.
 
     Raises:
-        ConfigError: if one cannot be renamed; or if `is_named`, and one has been set aside
+        ConfigError: if one can't be renamed; or if `is_named`, and one has been set aside
             `MOST_ASIDE` times.
     """
     try:
@@ -206,7 +206,7 @@ def set_aside_later(folder: Path, step: int, *, is_named: bool) -> None:
 
 
 def clean_up(folder: Path, is_in_use: Callable[[str], bool] = lambda nonce: False) -> None:
-    """Remove the leftovers of killed saves and deletions; warn of any that cannot be removed.
+    """Remove the leftovers of killed saves and deletions; warn of any that can't be removed.
 
     Args:
         is_in_use: whether a save with this nonce is under way.

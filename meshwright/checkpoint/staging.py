@@ -79,7 +79,7 @@ class Staging:
     def hold_update(self) -> None:
         """Keep the device's work from here on, in the current stream, until copies are made.
 
-        The host does not wait.
+        The host doesn't wait.
         """
         for event in self._copied:
             if not event.query():
@@ -94,7 +94,7 @@ class Staging:
         """Give every copy a place in the memory, one after the other."""
         sizes = (shape.numel() * dtype.itemsize for dtype, shape, _ in layout.values())
         *offsets, total = accumulate((-(-n // ALIGNMENT) * ALIGNMENT for n in sizes), initial=0)
-        total = max(total, 1)  # a rank may have empty shards alone
+        total = max(total, 1)  # a rank may have empty shards only
         self.tensors, self._layout = {}, layout
         if self._memory is None or total != len(self._memory):
             self._take_memory(total)

@@ -28,7 +28,7 @@ class TrainingTensors:
     not among them: they are the config's, and the learning rate is a function of the step.
 
     Args:
-        average: running means of the weights, by their names; if there are any.
+        average: EMAs of the weights, by their names; if there are any.
     """
 
     def __init__(
@@ -65,8 +65,8 @@ class TrainingTensors:
         return state
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Load the tensors of `state_dict`, or another mesh's resharded to ours; without
-        any of the optimizer's, it starts fresh; without any means, they begin with the weights."""
+        """Load the tensors of `state_dict`, or a different mesh's resharded to ours; without
+        any of the optimizer's, it starts fresh; without any means, they start with the weights."""
         set_model_state_dict(self._model, _below(MODEL, state))
         means = _below(AVERAGE, state) or dict(self._model.named_parameters())
         with torch.no_grad():
@@ -88,7 +88,7 @@ class TrainingTensors:
 
 
 class ModelTensors:
-    """The weights alone, and their means, in `dtype`: to start from, not to resume."""
+    """The weights only, and their means, in `dtype`: to start from, not to resume."""
 
     def __init__(
         self, model: nn.Module, dtype: torch.dtype, average: Mapping[str, Tensor] | None = None

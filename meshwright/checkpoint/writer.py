@@ -194,9 +194,9 @@ class _ChecksummingStream(io.BufferedIOBase):
             raise
         self._length += len(view)
         if self._length - self._flushed >= FLUSH_BYTES:
-            # has Linux begin to write them to the disk, which else is idle until the fsync
+            # has Linux start to write them to the disk, which else is idle until the fsync
             length = self._length - self._flushed
-            with suppress(OSError):  # it is advice, which some file systems do not take
+            with suppress(OSError):  # it is advice, which some file systems don't take
                 os.posix_fadvise(self._file.fileno(), self._flushed, length, os.POSIX_FADV_DONTNEED)
             self._flushed = self._length
         return len(view)

@@ -31,7 +31,7 @@ def run(given: Namespace) -> None:
     """Print that the job can run on the given number of ranks, after the notes on it.
 
     Raises:
-        ConfigError: if it cannot.
+        ConfigError: if it can't.
     """
     ranks = count_ranks(given, start_here=False)
     resolved = check_job(given, ranks)
@@ -57,8 +57,8 @@ def run(given: Namespace) -> None:
 
 def check_job(given: Namespace, ranks: Ranks, device_type: str | None = None) -> ResolvedJob:
     """Check that a job can run, and log how "auto" was decided for compilation, which options have
-    no effect, whether another type would be much faster, how the job differs from the one that
-    saved the checkpoint to resume from, and whether its folder is another than its TOML's.
+    no effect, whether a different type would be much faster, how the job differs from the one that
+    saved the checkpoint to resume from, and whether its folder differs from its TOML's.
 
     Args:
         given: without CONFIG, gets that of $CONFIG_FILE, or the debug model.
@@ -105,7 +105,7 @@ def check_job(given: Namespace, ranks: Ranks, device_type: str | None = None) ->
 
 
 def _export_fault(resolved: ResolvedJob) -> str:
-    """Return why the tokenizer could not be exported; "" if nothing is known against it."""
+    """Return why the tokenizer couldn't be exported; "" if nothing is known against it."""
     if not isinstance(resolved.tokenizer, SentencePieceTokenizer):  # others are copied
         return ""
     # not at the top: it imports the libraries of tokenizers
@@ -115,13 +115,13 @@ def _export_fault(resolved: ResolvedJob) -> str:
 
 
 def _other_eos(resolved: ResolvedJob) -> Iterator[str]:
-    """Say that the model folder to start from ends texts at another token than the tokenizer."""
+    """Say that the model folder to start from ends text at a different token than the tokenizer."""
     config, eos_id = resolved.config.checkpoint, resolved.tokenizer.eos_id
     if config.initial_load_in_hf and eos_id is not None and not resolved.resume_step:
         declared = declared_ends(NamedPath(LOAD_KEY, Path(config.initial_load_path)))
         if declared and eos_id not in declared:
             yield (
-                f"the tokenizer's EOS is {eos_id}, and {config.initial_load_path} ends texts at "
+                f"the tokenizer's EOS is {eos_id}, and {config.initial_load_path} ends text at "
                 f"{', '.join(map(str, sorted(declared)))}: model.eos_token sets it"
             )
 
@@ -150,7 +150,7 @@ def _shown(path: str) -> str:
 
 def _warn_of_move(given: Namespace, resolved: ResolvedJob) -> None:
     """Warn if a job wrote the TOML, and its folder was moved since, or is looked for from another
-    working directory: `job.dump_folder` does not lead there."""
+    working directory: `job.dump_folder` doesn't lead there."""
     job, path = resolved.config.job, Path(resolved.config.job.config_file)
     is_of_job = path.name == "config.toml" and (path.parent / "history.jsonl").exists()
     is_there = os.path.realpath(path.parent) == os.path.realpath(job.dump_folder)
@@ -163,7 +163,7 @@ def _warn_of_move(given: Namespace, resolved: ResolvedJob) -> None:
 def _slow_type(ranks: Ranks, training: Training) -> str:
     """Return advice on the type of a job's matmuls, or nothing.
 
-    Where the GPUs were not counted, or there are more machines, this one's CPU says nothing.
+    Where the GPUs weren't counted, or there are more nodes, this one's CPU says nothing.
     """
     dtype, is_this_cpu = training.mixed_precision_param, ranks.gpus == 0 and ranks.machines == 1
     if ranks.gpus and dtype == "float32":

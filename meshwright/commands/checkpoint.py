@@ -123,7 +123,7 @@ def run_show(given: Namespace) -> None:
         try:
             print(align([*_facts(found.path, manifest, tensors)]))
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            # of tables in it the keys are not checked, and text may be none that can be printed
+            # of tables in it the keys aren't checked, and text may be none that can be printed
             raise found.error(f"{MANIFEST} is forged or damaged: {error!r}") from None
     if given.tensors:
         rows = [
@@ -275,7 +275,7 @@ def _diff_tensors(a: NamedPath, b: NamedPath) -> bool:
     print(f"\ntensors: {equal} of {len(names)} are equal to the bit")
     unlike = [(name, there, here) for name, there, here in both if there != here]
     for name, there, here in unlike:
-        # every rank has its own: on another mesh there are others
+        # every rank has its own: on a different mesh there are others
         note = " (of a rank that the other mesh does not have)" if name.startswith("rng.") else ""
         print(f"  {name}: {there or 'absent'} in A, {here or 'absent'} in B{note}")
     if rows:

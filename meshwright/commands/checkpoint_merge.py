@@ -33,7 +33,7 @@ def run(given: Namespace) -> None:
     """Merge, and print the weight of each step.
 
     Raises:
-        ConfigError: if the steps cannot be merged, or the weights are none; before any tensor is
+        ConfigError: if the steps can't be merged, or the weights are none; before any tensor is
             read.
     """
     steps = _steps(given.steps)
@@ -43,7 +43,7 @@ def run(given: Namespace) -> None:
     out = given.out.absolute()
     final = commit.step_folder(out, steps[-1])
     target = NamedPath("--out", given.out)
-    target.check(not final.exists(), f"{final} is there", "name another folder")
+    target.check(not final.exists(), f"{final} is there", "choose a different folder")
     rule = f"is inside of {given.run}, where a job's checkpoints are looked for"
     target.check(not out.is_relative_to(given.run.absolute()), rule, "name a folder elsewhere")
     print(f"merging {len(steps)} checkpoints of {given.run} ...", flush=True)
@@ -74,7 +74,7 @@ def shares_of(text: str, count: int) -> list[float]:
 
     mean: 1/n. linear: i-th of n in proportion to i. 1-sqrt: sqrt(i/n) - sqrt((i-1)/n), by which
     steps at a constant rate count as if it had decayed as 1 - sqrt does (Tian et al. 2025,
-    arXiv:2507.17634, where the mean stands for a linear decay). ema=B: of a running mean from the
+    arXiv:2507.17634, where the mean stands for a linear decay). ema=B: of an EMA from the
     oldest on, B^(n-1) for that and (1-B) B^(n-i) for the others.
 
     Raises:
@@ -126,7 +126,7 @@ def common_tensors(parts: Sequence[Opened]) -> Mapping[str, SavedTensor]:
     for place, manifest in others:
         for what, theirs in _facts(manifest).items():
             ours, name = facts[what], first.place.path.name
-            rule = f"is of another {what} than {name}: {theirs} instead of {ours}"
+            rule = f"is of a different {what} than {name}: {theirs} instead of {ours}"
             place.check(theirs == ours, rule, "merge steps of one run")
         there = _weights(place)
         differ = [name for name in {**tensors, **there} if tensors.get(name) != there.get(name)]

@@ -41,7 +41,7 @@ def run(given: Namespace) -> None:
     if given.presets:
         width = console_width(sys.stdout)
         for name in preset_names():
-            # a preset begins with the line of its schema, and then says for what it is
+            # a preset starts with the line of its schema, and then says for what it is
             about = (FOLDER / f"{name}.toml").read_text("utf-8").splitlines()[1].removeprefix("# ")
             print(wrap(f"{name:<16} {about}", width, " " * 17))
     elif given.help is not None:

@@ -39,7 +39,7 @@ PRESET = "debug_model"
 """Its tokenizer counts the tokens, and its sequences have to be filled."""
 
 SAMPLE_BYTES, TOKENISED_BYTES, PLACES = 1 << 20, 1 << 17, 16
-"""Of the text that is looked at, at so many places, and of that the part that is tokenised."""
+"""Of the text that is looked at, at so many places, and of that the part that is tokenized."""
 
 LOOKED_AT = 100
 """Rows among which one has to hold text."""
@@ -71,7 +71,7 @@ class Corpus:
     held_out: float
     """Part of the documents to validate on; 0: there are too few."""
     num_to_train: int
-    """Tokens that are not held out."""
+    """Tokens that aren't held out."""
     description: str
 
 
@@ -106,7 +106,7 @@ def look_at(path: str) -> Corpus:
     rule = (
         f"holds {errors.numbered(num_tokens, 'token')}, and a sequence of the preset takes {sample}"
     )
-    errors.check(num_tokens >= 2 * sample, "--from", path, rule, "add texts")
+    errors.check(num_tokens >= 2 * sample, "--from", path, rule, "add text")
     share = held_out = 0.2 if count < 1000 else 0.05 if count < 20_000 else 0.01
     if is_all:  # the documents themselves say how many of them are held out
         side = SourceEntry("", "", source, held_out, is_held_out=True)
@@ -125,7 +125,7 @@ def look_at(path: str) -> Corpus:
 
 
 def _find_files(path: str) -> tuple[str, str, list[DataFile]]:
-    """Return how the files at a path hold text, the path or a glob of them, and those that are not
+    """Return how the files at a path hold text, the path or a glob of them, and those that aren't
     empty."""
     if os.path.isdir(path):
         found = {kind: resolve(path, SUFFIXES[kind]) for kind in ROW_FORMATS}
@@ -142,15 +142,15 @@ def _find_files(path: str) -> tuple[str, str, list[DataFile]]:
     errors.check(
         kind in ROW_FORMATS, "--from", path, "holds tokens", "see docs/data.md for such files"
     )
-    fix = "name a file, a folder or a glob of texts, JSON, Parquet or Arrow"
-    fix += "; names that begin with . or _ are left out"
+    fix = "name a file, a folder or a glob of text files, JSON, Parquet or Arrow"
+    fix += "; names that start with . or _ are left out"
     fix = fix if files or os.path.exists(path.split("*")[0]) else errors.where_it_ends(path)
     files = [file for file in files if file.size]
     errors.check(bool(files), "--from", path, "no text is there", fix)
     check_downloaded(files, "--from")
     check_kind(files, "--from")
     is_table = files[0].path.endswith(TABLES)
-    errors.check(not is_table, "--from", path, "is a table, not texts", TABLE_FIX)
+    errors.check(not is_table, "--from", path, "is a table, not text", TABLE_FIX)
     return kind, path, files
 
 
@@ -199,7 +199,7 @@ def _column(kind: str, file: DataFile) -> tuple[str, str]:
     held = f"its rows have the columns {', '.join(columns)}" if columns else "it holds no rows"
     for name, wanted in CHAT_COLUMNS.items():
         if wanted <= columns.keys() and "text" not in sizes:
-            fix = f'begin with the preset fine_tune and training.dataset_format = "{name}"'
+            fix = f'start with the preset fine_tune and training.dataset_format = "{name}"'
             rule = f"{held}: conversations"
             raise errors.config_error("--from", file.path, rule, f"{fix} (docs/fine_tuning.md)")
     lists = [key for row in rows for key, value in row.items() if isinstance(value, list)]

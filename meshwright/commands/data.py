@@ -41,7 +41,7 @@ def run(given: Namespace) -> None:
     """Describe the data of a job; print some of its samples; list or remove caches.
 
     Raises:
-        ConfigError: if the config is wrong, its data cannot be read, or there is no such cache.
+        ConfigError: if the config is wrong, its data can't be read, or there is no such cache.
     """
     whole = read(given).config()
     config = of_stage(whole, given.stage)
@@ -88,7 +88,7 @@ def check_data(config: JobConfig) -> Tokenizer:
 
 
 def _say_first(given: Namespace) -> None:
-    """Print what follows: imports, and many files, take a while. stdout is for the data alone."""
+    """Print what follows: imports, and many files, take a while. stdout is for the data only."""
     check_named(given.config or given.overrides)
     print(f"reading the data of {given.config or 'a job'} ...", file=sys.stderr, flush=True)
 
@@ -103,10 +103,10 @@ def add_options_tokenize(parser: Parser) -> None:
 
 
 def run_tokenize(given: Namespace) -> None:
-    """Tokenise the job's data that is not tokenised yet.
+    """Tokenize the job's data that isn't tokenized yet.
 
     Raises:
-        ConfigError: if the config is wrong or its data cannot be read.
+        ConfigError: if the config is wrong or its data can't be read.
     """
     check(given.workers >= 0, "--workers", given.workers, "must be 0 or more")
     log_to_console()

@@ -124,7 +124,7 @@ def _cursors(
     for step in commit.saved_steps(folder):
         try:
             manifest = commit.inspect(commit.step_folder(folder, step))
-        except DamagedError:  # or deleted by the job that runs; another one tells a place, too
+        except DamagedError:  # or deleted by the job that runs; another one tells a place as well
             continue
         # a place in other data is none in this
         if manifest.get("stage", 1) == stage and [*manifest["data_content"].items()] == here:
@@ -238,7 +238,7 @@ def _lease_all(files: Sequence[Path], held: ExitStack) -> None:
     so touches of the files are waited for, of all at once.
 
     Raises:
-        ConfigError: if one is not gone.
+        ConfigError: if one isn't gone.
     """
     leases = [Lease(file) for file in files]
     is_first = True

@@ -1,4 +1,4 @@
-"""`meshwright export`: a checkpoint as a model folder of Hugging Face."""
+"""`meshwright export`: a checkpoint as a Hugging Face model directory."""
 
 import re
 import sys
@@ -29,7 +29,7 @@ def add_options(parser: Parser) -> None:
         help="maximum size of a file, for example 500MB (default: 5GB)",
     )
     parser.add_argument(
-        "--average", action="store_true", help="export the averaged weights of checkpoint.average"
+        "--average", action="store_true", help="export the EMA of the weights of checkpoint.average"
     )
     parser.add_argument(
         "--fused",
@@ -46,9 +46,9 @@ def run(given: Namespace) -> None:
     """Export, and print the comparisons made.
 
     Raises:
-        ConfigError: if the checkpoint cannot be exported.
+        ConfigError: if the checkpoint can't be exported.
     """
-    out, fix = given.out.absolute(), "name another folder, or remove it"
+    out, fix = given.out.absolute(), "choose a different folder, or remove it"
     check(not out.exists(), "OUT", str(given.out), "exists already", fix)
     size, fix = given.max_shard_size, "write a number and KB, MB or GB, as 5GB"
     is_size = bool(re.fullmatch(r"(?=.*[1-9])\d+(\.\d+)?\s*[KMG]B", size))

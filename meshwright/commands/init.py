@@ -57,10 +57,10 @@ def run(given: Namespace) -> None:
     """Write the TOML, and say which commands come next.
 
     Raises:
-        ConfigError: if the file is there already or cannot be written, or no text is found.
+        ConfigError: if the file is there already or can't be written, or no text is found.
     """
     out: Path = given.out
-    fix = "name another file, or remove it"
+    fix = "choose a different file, or remove it"
     errors.check(not out.exists(), "OUT", str(out), "exists already", fix)
     corpus = None
     if given.corpus is not None:
@@ -148,7 +148,7 @@ def _toml(machine: str, sections: Mapping[str, Keys]) -> str:
     schema = (FOLDER / "schema.json").as_uri()  # editors complete and check keys by it
     lines = [f"#:schema {schema}"]
     lines.append(f"# A first job, for {machine}. All keys: meshwright config --help")
-    preset: Keys = {"extends": (PRESET, "a preset; meshwright config --presets lists them")}
+    preset: Keys = {"extends": (PRESET, "a preset: meshwright config --presets")}
     for name, keys in {"": preset, **sections}.items():
         lines += ["", f"[{name}]"] if name else []
         for key, (value, comment) in keys.items():

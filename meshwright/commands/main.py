@@ -234,7 +234,7 @@ def run(words: Sequence[str]) -> None:
     try:
         command(given)
     except OSError as error:
-        if error.filename is None or may_pass(error):  # of stdout; or worth another start
+        if error.filename is None or may_pass(error):  # of stdout; or worth a new start
             raise
         raise ConfigError("", f"{error.filename}: {error.strerror}") from None
     except ConfigError as error:

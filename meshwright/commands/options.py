@@ -19,7 +19,7 @@ def readable(text: str) -> str:
     """Return the path.
 
     Raises:
-        ArgumentTypeError: if this user cannot read it.
+        ArgumentTypeError: if this user can't read it.
     """
     if why := out_of_reach(text):
         raise ArgumentTypeError(f"{text!r}: {why}")
@@ -54,7 +54,7 @@ def output_file(text: str) -> Path:
         fix = f"make it: mkdir -p {shlex.quote(str(folder))}"
         raise ArgumentTypeError(f"{text!r}: there is no folder {folder}\n  fix: {fix}")
     if path.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
-        raise ArgumentTypeError(f"{text!r}: cannot be written\n  fix: name another file")
+        raise ArgumentTypeError(f"{text!r}: cannot be written\n  fix: choose a different file")
     return path
 
 
@@ -65,7 +65,7 @@ def write_output(path: Path, text: str, key: str) -> None:
         key: of the command line.
 
     Raises:
-        ConfigError: if it cannot be written: `output_file` has not seen a full disk, nor a file
+        ConfigError: if it can't be written: `output_file` hasn't seen a full disk, nor a file
             that no option names.
     """
     is_new = not path.exists()
@@ -76,7 +76,7 @@ def write_output(path: Path, text: str, key: str) -> None:
             with suppress(OSError):  # of a folder that is read-only, even if the file is missing
                 path.unlink()
         rule = f"cannot be written: {error.strerror}"
-        raise config_error(key, str(path), rule, "name another file") from None
+        raise config_error(key, str(path), rule, "choose a different file") from None
 
 
 def check_named(config: object) -> None:

@@ -9,7 +9,7 @@ from meshwright.metrics.report.run import read_run
 from meshwright.system.errors import check, config_error
 
 MOST_RUNS = 9
-"""Colours of a chart."""
+"""Colors of a chart."""
 
 
 def add_options(parser: Parser) -> None:
@@ -32,7 +32,7 @@ def run(given: Namespace) -> None:
     """Write the report of a dump folder, or the comparison of several.
 
     Raises:
-        ConfigError: if a folder holds no run, or there are more than colours.
+        ConfigError: if a folder holds no run, or there are more than colors.
     """
     folders = given.run_dirs
     check(len(folders) <= MOST_RUNS, "RUN_DIR", len(folders), f"at most {MOST_RUNS}", "name fewer")

@@ -58,7 +58,7 @@ class TextSource:
 def saved_spec(place: NamedPath, manifest: Manifest) -> Family:
     """Return the family of the model that a checkpoint is of.
 
-    The job's own module is not imported unless the user names it: a checkpoint from elsewhere must
+    The job's own module isn't imported unless the user names it: a checkpoint from elsewhere must
     not choose code to run.
     """
     name = manifest["model_name"]
@@ -71,13 +71,13 @@ def saved_spec(place: NamedPath, manifest: Manifest) -> Family:
 def open_tokenizer(
     place: NamedPath, manifest: Manifest, given: str | None
 ) -> tuple[Tokenizer, str]:
-    """Open the tokenizer that the checkpoint was trained with; return its path, too.
+    """Open the tokenizer that the checkpoint was trained with; return its path as well.
 
     Args:
         given: its path; None: the path that the job had.
 
     Raises:
-        ConfigError: if it is not there, or another.
+        ConfigError: if it isn't there, or another.
     """
     path = given or manifest["tokenizer_path"]
     model = manifest["config"].get("model", {})
@@ -137,7 +137,7 @@ def _open_hf(place: NamedPath, tokenizer_path: str | None) -> TextSource:
 
 
 def _stops(place: NamedPath) -> frozenset[int]:
-    """Tokens that generation_config.json says end a text: chats have one of their own."""
+    """Tokens that generation_config.json says end a text: chats have their own."""
     if not (place.path / GENERATION_CONFIG).is_file():
         return frozenset()
     tokens: Any = place.read_json(GENERATION_CONFIG).get("eos_token_id")

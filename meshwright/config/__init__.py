@@ -1,4 +1,4 @@
 """The TOML as typed, frozen data, and its errors with line and fix.
 
-Rules between keys are in `combinations.py`, those that need the mesh in `parallelisms/rules`.
+Rules between keys are in `combinations.py`, rules that need the mesh in `parallelisms/rules`.
 """

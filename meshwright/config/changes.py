@@ -17,7 +17,7 @@ LEFT_OPEN = (-1, "auto")
 """Values that stand for one that follows from the mesh or the machine."""
 
 ABSENT = object()
-"""Stands for a value where a key is on one side alone."""
+"""Stands for a value where a key is on one side only."""
 
 
 def changed(config: JobConfig, update: Update) -> JobConfig:
@@ -87,7 +87,7 @@ def changes(
     saved: Mapping[str, Any], here: Mapping[str, Any], defaults: Mapping[str, Any]
 ) -> Iterator[Difference]:
     """Yield the same, where `saved` may be of an older version: a key that it lacks counts as
-    changed only if it has not its default.
+    changed only if it hasn't its default.
 
     Args:
         defaults: by dotted key.

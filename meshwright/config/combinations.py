@@ -35,7 +35,7 @@ def _not_installed(key: str, package: str) -> Rule[Facts]:
 
 
 def _idle_if_off(section: type[Section], name: str) -> Idle[Facts]:
-    """Return the row of a section that may be off; first weights are loaded all the same."""
+    """Return the row of a section that may be off; initial weights are loaded all the same."""
     keys = [key for key in section.model_fields if key not in ("enable", "average")]
     own = " ".join(key for key in keys if not key.startswith("initial_load"))
     return idle_while(f"{name}.enable", False, own)
@@ -146,7 +146,7 @@ CHECKPOINTS: tuple[Row[Facts], ...] = (
             c.checkpoint.average.decay is not None
             and c.checkpoint.average.window_tokens is not None
         ),
-        "checkpoint.average.decay gives the mean, too",
+        "checkpoint.average.decay gives the mean as well",
         ONE_OF_TWO,
     ),
     _idle_if_off(Checkpoint, "checkpoint"),
@@ -234,13 +234,13 @@ COMPILER: tuple[Row[Facts], ...] = (
         "activation_checkpoint.mode",
         lambda c, _: _wants_budget(c) and not _compiles_by(c, "inductor", "aot_eager"),
         "the compiler chooses, and backend eager does not",
-        f"{USE_INDUCTOR}, or choose another mode",
+        f"{USE_INDUCTOR}, or choose a different mode",
     ),
     Rule(
         "activation_checkpoint.mode",
         lambda c, _: _wants_budget(c) and c.float8.enable,
         "is not known to work with float8.enable",
-        "choose another mode",
+        "choose a different mode",
     ),
     Rule(
         "parallelism.enable_async_tensor_parallel",
@@ -347,7 +347,7 @@ OTHERS: tuple[Row[Facts], ...] = (
     Idle(
         "training.attention_kernel",
         lambda c, _: c.training.mask_documents or c.parallelism.context_parallel_degree > 1,
-        "documents and context parallelism have kernels of their own",
+        "documents and context parallelism have their own kernels",
     ),
     idle_while("metrics.enable_tensorboard", False, "save_tb_folder"),
     idle_while("metrics.enable_wandb", False, "wandb_project wandb_entity wandb_name"),

@@ -84,7 +84,7 @@ def add_config(
 
 
 def _needs_value(name: str) -> bool:
-    """Return whether the key is known, and is not a flag."""
+    """Return whether the key is known, and isn't a flag."""
     # pydantic takes 0.1 s, more than `--help` needs for all else
     from meshwright.config.fields import find_field, is_flag
 
@@ -96,7 +96,7 @@ def parse(parser: Parser, words: Sequence[str]) -> argparse.Namespace:
     """Parse `words`; with a config, its file is `.config` ("": none) and the rest `.overrides`.
 
     Raises:
-        ConfigError: if a word is not understood.
+        ConfigError: if a word isn't understood.
     """
     # "intermixed": CONFIG may stand before, between and after options
     given, rest = parser.parse_known_intermixed_args(words)
@@ -115,7 +115,9 @@ def parse(parser: Parser, words: Sequence[str]) -> argparse.Namespace:
         delattr(given, name)
     named = given.overrides.pop(tuple(CONFIG_FILE.split(".")), None)
     is_one = named is None or given.config is None
-    check(is_one, "CONFIG", given.config, f"given beside --{CONFIG_FILE} {named}", "name one")
+    check(
+        is_one, "CONFIG", given.config, f"given together with --{CONFIG_FILE} {named}", "name one"
+    )
     given.config = given.config or named or ""
     return given
 

@@ -89,7 +89,7 @@ def explain_value(key: str, mistake: ErrorDetails) -> ConfigError:
 
 
 def _right_spelling(kind: str, value: object, choices: Sequence[str]) -> str:
-    """Return how the value has to be written; "" if that cannot be known."""
+    """Return how the value has to be written; "" if that can't be known."""
     match kind:
         case "int_type" | "int_from_float" | "float_type":
             return _as_number(value, whole=kind != "float_type")
@@ -143,14 +143,14 @@ SLIPS = (
     (rf"(?i:{'|'.join(YES)})", "write true"),
     (rf"(?i:{'|'.join(NO)})", "write false"),
     *NUMBERS,
-    (r'"([^"\']*\\[^"\']*)"', r"write it in single quotes, which leave \\ alone: '\1'"),
+    (r'"([^"\']*\\[^"\']*)"', r"write it in single quotes, which leave \\ unchanged: '\1'"),
     (r"([A-Za-z/~.][^\"'\\]*)", r'quote it: "\1"'),
 )
-"""Patterns of values that are not TOML, and how to write them; the first counts."""
+"""Patterns of values that aren't TOML, and how to write them; the first counts."""
 
 
 def explain_syntax(error: tomli.TOMLDecodeError, path: str) -> ConfigError:
-    """Return the error of a TOML that cannot be parsed: the line, a caret, the right spelling."""
+    """Return the error of a TOML that can't be parsed: the line, a caret, the right spelling."""
     lines = error.doc.split("\n")
     number, column = min(error.lineno, len(lines)), error.colno - 1
     if not lines[number - 1].strip() and number > 1:  # the end of the line came too early
@@ -192,7 +192,7 @@ def suggest_key(key: Sequence[str]) -> str:
     """Return advice on an unknown key, as the text of a `fix:` line.
 
     Args:
-        key: its parts: section, ..., name; or the name alone if it stands outside a section.
+        key: its parts: section, ..., name; or only the name if it stands outside a section.
     """
     *tables, name = key
     advice = read_synonyms()["advice"]

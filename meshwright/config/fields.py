@@ -128,7 +128,7 @@ def json_schema(names: Mapping[Key, Sequence[str]], presets: Sequence[str]) -> d
     """Return the JSON Schema (draft 2020-12) of a TOML.
 
     Args:
-        names: the values of keys that take a name. Another one is a mistake, unless the TOML, or
+        names: the values of keys that take a name. Any other is a mistake, unless the TOML, or
             one of the user's that it extends, may import a module that adds it.
         presets: none of them imports a module.
     """

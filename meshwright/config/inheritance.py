@@ -69,7 +69,7 @@ def _leave_out_data(base: dict[str, Any], over: Mapping[str, Any], provenance: P
         here, inherited = over.get(section, {}), base.get(section)
         named = (inherited or {}).get("dataset", default)
         names_other = "datasets" in here or here.get("dataset", named) != named
-        # a preset that says how rows are to be read, of files that it does not name
+        # a preset that says how rows are to be read, of files that it doesn't name
         is_template = named in ROWS and not any((inherited or {}).get(key) for key in WAYS)
         goes = {*WAYS} if any(here.get(key) for key in WAYS) else set[str]()
         if (names_other and not is_template) or (holds_out and "dataset" not in here):
@@ -104,7 +104,7 @@ def _tables(key: Key, value: object) -> Iterator[tuple[Key, dict[str, Any]]]:
 
 
 def follow_folder(raw: dict[str, Any]) -> None:
-    """Take the tokenizer from the folder that `model.flavor` names, and the first weights if
+    """Take the tokenizer from the folder that `model.flavor` names, and the initial weights if
     `checkpoint.initial_load_in_hf` asks for some, in place, unless they are given."""
     model, checkpoint = raw.get("model", {}), raw.get("checkpoint", {})
     flavor = model.get("flavor")

@@ -35,10 +35,10 @@ class Muon(Section):
     (kellerjordan.github.io/posts/muon), except `lr_scale`."""
 
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.95
-    """Decay per step of the gradient's running mean."""
+    """Decay per step of the gradient's EMA."""
 
     nesterov: bool = True
-    """Use the gradient and the running mean after it, not the mean alone."""
+    """Use the gradient and the EMA after it, not the mean only."""
 
     steps: Annotated[int, Field(ge=1, le=20)] = 5
     """Newton-Schulz steps."""
@@ -70,10 +70,10 @@ class Optimizer(Section):
     """Peak learning rate."""
 
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    """Decay per step of the gradient's running mean."""
+    """Decay per step of the gradient's EMA."""
 
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
-    """Decay per step of the squared gradient's running mean."""
+    """Decay per step of the squared gradient's EMA."""
 
     eps: PositiveFloat = 1e-8
     """Added to the denominator of the update."""
@@ -82,10 +82,10 @@ class Optimizer(Section):
     """Weight decay of parameters with two dimensions: matrices and embeddings."""
 
     decay_norm_and_bias: bool = False
-    """Apply weight decay to weights of norms and to biases, too."""
+    """Apply weight decay to weights of norms and to biases as well."""
 
     groups: list[ParameterGroup] = []
-    """Parameters with settings of their own: tables [[optimizer.groups]], each with `parameters`
+    """Parameters with their own settings: tables [[optimizer.groups]], each with `parameters`
     (glob patterns of names, as in `model.frozen`), and `lr_scale` (a factor on the learning rate),
     `weight_decay` or `optimizer`. The first group that matches a parameter counts."""
 

@@ -15,7 +15,7 @@ class Parallelism(Section):
     """Replicas of the sharded model (HSDP when above 1)."""
 
     data_parallel_shard_degree: OrFilledIn = -1
-    """Ranks that share one replica's parameters (FSDP2). -1: all that the other degrees leave."""
+    """Ranks that share one replica's parameters (FSDP2). -1: all other ranks."""
 
     tensor_parallel_degree: PositiveInt = 1
     """Ranks that share every matrix, and the sequence between matmuls; best within a node."""
@@ -25,7 +25,7 @@ class Parallelism(Section):
     collectives and their matmuls into pieces that overlap."""
 
     context_parallel_degree: PositiveInt = 1
-    """Ranks that share each sequence; for sequences whose activations do not fit one device."""
+    """Ranks that share each sequence; for sequences whose activations don't fit one device."""
 
     expert_parallel_degree: PositiveInt = 1
     """Ranks that share the experts of each layer; tokens travel to theirs and back. Not a factor of
@@ -41,7 +41,7 @@ class Parallelism(Section):
     """In which order a rank computes its microbatches, forward and backward. GPipe and the
     schedules with a split backward (InterleavedZeroBubble, ZBVZeroBubble, DualPipeV) keep the
     gradient of the output's weight for every microbatch in flight, 4 bytes x vocabulary x width
-    each. The last three cannot be compiled."""
+    each. The last three can't be compiled."""
 
     pipeline_parallel_stages_per_rank: OrFilledIn = -1
     """Pieces of the model on each rank of the pipeline. -1: the fewest that the schedule takes."""
@@ -130,7 +130,7 @@ class ActivationCheckpoint(Section):
 
 
 def _check_bool_or_auto(value: object) -> object:
-    """Refuse other values with one error: pydantic would give one for each type of the union."""
+    """Reject other values with one error: pydantic would give one for each type of the union."""
     if not (isinstance(value, bool) or value == "auto"):
         raise PydanticCustomError("bool_or_auto", 'must be true, false or "auto"')
     return value
@@ -169,7 +169,7 @@ class Float8(Section):
 
     recipe_name: Literal["rowwise", "tensorwise"] = "rowwise"
     """rowwise: each row and column that is multiplied has a scale, a power of two, so that the
-    model does not depend on the mesh beyond rounding. tensorwise: one scale for a whole tensor. It
+    model doesn't depend on the mesh beyond rounding. tensorwise: one scale for a full tensor. It
     is faster, but a token's result then depends on the other tokens of its microbatch, so on the
     mesh and on `training.local_batch_size`."""
 
@@ -190,4 +190,4 @@ class Comm(Section):
 
     train_timeout_seconds: PositiveInt = 100
     """Seconds that a collective may take after that, or that a rank may be stopped. Then the job
-    ends with exit code 6, and names the rank that the others wait for."""
+    ends with exit code 6, and reports the rank that the others wait for."""

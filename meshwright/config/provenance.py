@@ -23,7 +23,7 @@ MOST_COLUMNS = 96
 
 
 def table_below(header: re.Match[str], counts: Counter[Key]) -> Key:
-    """Return the table that a header begins, with the number of each table in a list.
+    """Return the table that a header starts, with the number of each table in a list.
 
     Args:
         counts: tables of each list so far; this one is added.
@@ -129,7 +129,7 @@ class Provenance:
         return parts, self._origins.get(parts, Origin(""))
 
     def _place(self, error: ConfigError) -> tuple[str, int]:
-        """Sort key: file and line; keys that were not written come first."""
+        """Sort key: file and line; keys that weren't written come first."""
         path, _, line = self.of(error.key).rpartition(":")
         return path, int(line) if path else 0
 

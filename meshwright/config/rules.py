@@ -103,7 +103,7 @@ class Rule(Generic[F]):
 
 @dataclass(frozen=True)
 class Check(Generic[F]):
-    """A row whose key or texts are computed: a function that yields the errors."""
+    """A row whose key or messages are computed: a function that yields the errors."""
 
     judge: Callable[[JobConfig, F], Iterable[ConfigError]]
     needs: str = ""
@@ -112,9 +112,9 @@ class Check(Generic[F]):
 
 @dataclass(frozen=True)
 class Idle(Generic[F]):
-    """A row of a table: keys that have no effect beside others.
+    """A row of a table: keys that have no effect next to others.
 
-    They are reported, not rejected, because the same TOML may run on another mesh.
+    They are reported, not rejected, because the same TOML may run on a different mesh.
     """
 
     keys: str

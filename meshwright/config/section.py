@@ -9,11 +9,11 @@ ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 
 
 def check_is_path(value: str) -> str:
-    """Refuse an address: taken for a path, "s3://bucket" is a folder called "s3:"."""
+    """Reject an address: taken for a path, "s3://bucket" is a folder called "s3:"."""
     if match := ADDRESS.match(value):
         fix = "mount it as a file system, or copy it, and name the path"
         fix = "leave out file://" if match[1].lower() == "file" else fix
-        rule = "begins an address, and a path of this machine's file systems is needed"
+        rule = "starts an address, and a path of this machine's file systems is needed"
         raise ValueError(f"{match[0]} {rule}\n  fix: {fix}")
     return value
 
@@ -33,7 +33,7 @@ LOGIN = re.compile(r"(?i)https?://[^/]*@|[^/]+://[^/]*:[^/]*@")
 
 
 def check_address(value: str) -> str:
-    """Refuse an address of a local file, or one with a user or a password in it."""
+    """Reject an address of a local file, or one with a user or a password in it."""
     if LOGIN.match(value):
         rule = "holds a login, which logs, checkpoints and reports would show"
         fix = "leave it out: clients of storages find yours in the environment or their own files"
@@ -66,7 +66,7 @@ def is_path(value: str) -> bool:
 OUTPUT_PATH = "output path"
 
 OrFilledIn = Annotated[int, Field(ge=-1)]
-"""A positive number, or -1 for the one that follows from the rest of the config (0 is refused
+"""A positive number, or -1 for the one that follows from the rest of the config (0 is rejected
 where it is filled in)."""
 
 
@@ -85,7 +85,7 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _check_fits(cls, value: object) -> object:
-        """Refuse a number that TOML has not: tensors and files hold 64 bits."""
+        """Reject a number that TOML hasn't: tensors and files hold 64 bits."""
         if isinstance(value, int) and not -(2**63) <= value < 2**63:
             raise ValueError("must be a number of 64 bits, so below 2^63")
         return value

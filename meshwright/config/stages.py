@@ -29,7 +29,7 @@ def staged(config: JobConfig) -> list[JobConfig]:
     `training.steps` of each is the last step of the stage, counted from the start of the job.
 
     Raises:
-        ConfigError: if the stages cannot follow each other.
+        ConfigError: if the stages can't follow each other.
     """
     stages, total = config.training.stages, config.training.steps
     if not stages:
@@ -47,12 +47,12 @@ def staged(config: JobConfig) -> list[JobConfig]:
                 one,
                 {
                     "training": {"steps": step},
-                    # of the last stage alone
+                    # of the last stage only
                     "checkpoint": {"last_save_model_only": False, "last_save_in_hf": False},
                 },
             )
         found.append(one)
-    rule = f"stage {len(stages)} begins after step {step}"
+    rule = f"stage {len(stages)} starts after step {step}"
     check(step < total, "training.steps", total, rule, f"set it to more than {step}")
     return found
 
@@ -61,7 +61,7 @@ def _check_job(config: JobConfig) -> None:
     """Check the rest of the job: each stage continues from the checkpoint of the one before."""
     training, key = config.training, "training.stages"
     if not config.checkpoint.saves:
-        rule = "each stage begins with the checkpoint of the one before, and nothing is saved"
+        rule = "each stage starts with the checkpoint of the one before, and nothing is saved"
         fix = "set checkpoint.enable = true, and checkpoint.load_only = false"
         raise ConfigError(key, f"{key}: {rule}\n  fix: {fix}")
     epochs, batch = training.max_epochs, training.global_batch_size
@@ -92,7 +92,7 @@ def _resolved(config: JobConfig, stage: Stage, number: int) -> JobConfig:
     update: dict[str, dict[str, Any]] = {
         "training": {"stages": []},
         "optimizer": {},
-        "lr_scheduler": {"total_steps": schedule},  # which the end of a stage does not move
+        "lr_scheduler": {"total_steps": schedule},  # which the end of a stage doesn't move
     }
     for key, section in PLACES.items():
         if (value := getattr(stage, key)) not in (None, []):
@@ -109,7 +109,7 @@ def _reweighted(config: JobConfig, stage: Stage, number: int) -> list[Any]:
     key, datasets = f"training.stages.{number}.weights", config.training.datasets
     names = [source.name or source.dataset for source in datasets]
     if stage.datasets:
-        rule = "the stage has data sets of its own"
+        rule = "the stage has its own data sets"
         raise config_error(key, stage.weights, rule, "give their weights there")
     for name in stage.weights:
         rule = f"no source of training.datasets is called {name}"

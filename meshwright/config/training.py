@@ -19,7 +19,7 @@ class Source(Section):
     """Where text comes from: the same keys for training, for validation, and in a mixture."""
 
     dataset: str = "sympy_source"
-    """text, json, parquet, arrow: local files of texts. megatron, tokens: local files of token ids
+    """text, json, parquet, arrow: local files of text. megatron, tokens: local files of token ids
     (.bin with .idx of Megatron-LM; .npy or .bin of OLMo, nanoGPT or llm.c; .ds of datatrove). c4,
     fineweb, fineweb-edu, slimpajama, or any "owner/name": of the Hugging Face hub. sympy_source:
     the Python code of sympy, which torch installs, for trying."""
@@ -29,14 +29,14 @@ class Source(Section):
     one file); for a named dataset a local copy of it."""
 
     dataset_subset: str = ""
-    """Configuration of a dataset of the hub, e.g. "en" or "sample-10BT". Absent: the usual one."""
+    """Configuration of a Hub dataset, e.g. "en" or "sample-10BT". Absent: the usual one."""
 
     dataset_revision: str = ""
-    """Commit, tag or branch of a dataset of the hub. Absent: the newest when the job starts; the
+    """Commit, tag or branch of a Hub dataset. Absent: the newest when the job starts; the
     log and its checkpoints name the commit."""
 
     dataset_split: str = "train"
-    """Part of a dataset of the hub; of sympy_source "train", or "validation": every 20th file."""
+    """Part of a Hub dataset; of sympy_source "train", or "validation": every 20th file."""
 
     dataset_column: str = "text"
     """Column that holds the text, or a conversation: a list of {role, content}, of which only the
@@ -57,20 +57,20 @@ class Source(Section):
 
     dataset_format: Annotated[InputPath, PATH_OR_NAME] = ""
     """How a row becomes a conversation or a text, instead of a column: "alpaca", "sharegpt",
-    "messages"; or a function of yours from a row (a dict), "package.module:function" or
+    "messages"; or your function from a row (a dict), "package.module:function" or
     "path/to/file.py:function"."""
 
     dataset_mode: Literal["auto", "cached", "streamed"] = "auto"
-    """cached: tokenised once, into files that every later job reads; any sample can be read, and
-    all are shuffled. streamed: tokenised as it is read, for data too large to be
-    tokenised first. auto: streamed for datasets of the hub, otherwise cached."""
+    """cached: tokenized once, into files that every later job reads; any sample can be read, and
+    all are shuffled. streamed: tokenized as it is read, for data too large to be
+    tokenized first. auto: streamed for Hub dataset, otherwise cached."""
 
 
 class NamedSource(Source):
     """[[validation.datasets]] One of several."""
 
     name: str = ""
-    """Its name in figures. Absent: the dataset's name."""
+    """Its name in metrics. Absent: the dataset's name."""
 
 
 class WeightedSource(NamedSource):
@@ -98,7 +98,7 @@ class Stage(Section):
     """Other weights of the job's `datasets`, by name: {web = 0.2, code = 0.8}."""
 
     seq_len: PositiveInt | None = None
-    """As `training.seq_len`. With another one, every source begins with its first sample."""
+    """As `training.seq_len`. With a different one, every source starts with its first sample."""
 
     global_batch_size: PositiveInt | None = None
     """As `training.global_batch_size`."""
@@ -131,12 +131,12 @@ class Training(Source):
 
     datasets: list[WeightedSource] = []
     """A mixture, instead of `dataset` and its keys: tables [[training.datasets]], each with the
-    keys of a dataset, `name` (in figures), and `weight` (its share) or `tokens` (to take from it in
+    keys of a dataset, `name` (in metrics), and `weight` (its share) or `tokens` (to take from it in
     the whole job). At any moment the samples drawn from each are within one of its share."""
 
     mix_file: InputPath = ""
     """A mixture as a file, instead of `datasets`: a line for each part, its weight, a space, and a
-    path or glob that starts at the file's folder. Lines that begin with # are left out. The other
+    path or glob that starts at the file's folder. Lines that start with # are left out. The other
     keys, `dataset` first, are those of [training]."""
 
     max_epochs: NonNegativeInt = 0
@@ -166,8 +166,8 @@ class Training(Source):
 
     max_bad_records: NonNegativeInt = 0
     """Records (a line that is no JSON, a row without its text, the rest of a damaged file, ...)
-    that may be passed over; one more stops the job. A cached source counts them when it is
-    tokenised. Streamed ones count them in the whole job, each epoch again, in the metrics and in
+    that may be skipped; one more stops the job. A cached source counts them when it is
+    tokenized. Streamed ones count them in the whole job, each epoch again, in the metrics and in
     the logs of the ranks that meet them. 0: the first stops it."""
 
     shuffle_window: PositiveInt = 256
@@ -217,7 +217,7 @@ class Training(Source):
     mixed_precision_param: Literal["auto", "float32", "bfloat16"] = "auto"
     """Type of parameters and activations in forward and backward. auto: bfloat16; but float32 on a
     CPU that has no fast instructions for bfloat16, unless `dtype` or float8 needs that. All
-    machines have to find the same type, or the job is rejected."""
+    nodes have to find the same type, or the job is rejected."""
 
     fp32_modules: list[str] = []
     """Modules, e.g. ["output", "layers.*.attention_norm", "layers.0"], whose weights and arithmetic
@@ -235,7 +235,7 @@ class Training(Source):
 
     enable_cpu_offload: bool = False
     """Keep sharded parameters, gradients and optimizer state in the host's memory, and update them
-    there; the device gets parameters layer by layer. Slow: for models that do not fit otherwise."""
+    there; the device gets parameters layer by layer. Slow: for models that don't fit otherwise."""
 
     gc_freq: PositiveInt = 50
     """Steps between Python garbage collections, which happen at no other time."""
@@ -247,7 +247,7 @@ class Training(Source):
     """Causal attention on GPUs. auto: cuDNN's kernel on H100, B200 and their like, unless the job
     is deterministic or this cuDNN is known to be wrong for `seq_len`; otherwise FlashAttention 2,
     or memory-efficient attention where it takes no such type. fa3: FlashAttention 3, if its
-    package is installed. The log names the kernel. Documents and context parallelism have kernels
+    package is installed. The log gives the kernel. Documents and context parallelism have kernels
     of their own."""
 
     deterministic: bool = False
@@ -256,7 +256,7 @@ class Training(Source):
 
 
 class Validation(Source):
-    """[validation] The loss on data that is not trained on."""
+    """[validation] The loss on data that isn't trained on."""
 
     enable: bool = False
     """Validate every `freq` steps and after the last."""
@@ -270,17 +270,17 @@ class Validation(Source):
 
     datasets: list[NamedSource] = []
     """Several datasets, each with its own loss, instead of `dataset` and its keys: tables
-    [[validation.datasets]], each with the keys of a dataset and `name` (in figures)."""
+    [[validation.datasets]], each with the keys of a dataset and `name` (in metrics)."""
 
     sample_prompts: list[str] = []
-    """Prompts that the model continues at each validation, always by the likeliest token."""
+    """Prompts that the model continues at each validation, always by the most likely token."""
 
     sample_tokens: PositiveInt = 32
     """Most tokens after each prompt. Each takes a forward of one microbatch."""
 
 
 class BadSteps(Section):
-    """[bad_steps] Steps whose loss or gradient norm cannot be right."""
+    """[bad_steps] Steps whose loss or gradient norm can't be right."""
 
     policy: Literal["stop", "skip"] = "stop"
     """stop: the job ends at the next report or save (exit code 3), with the weights as they were
@@ -293,10 +293,10 @@ class BadSteps(Section):
 
     spike_std: NonNegativeFloat = 0.0
     """A step is also bad if its loss or its gradient norm is more than this many standard
-    deviations above its running mean; 6 is usual. 0: only figures that are not finite are bad."""
+    deviations above its EMA; 6 is usual. 0: only metrics that aren't finite are bad."""
 
     spike_window: Annotated[int, Field(ge=2)] = 128
-    """Good steps that the running means and deviations look back over; before there have been as
+    """Good steps that the EMAs and deviations look back over; before there have been as
     many, no step is a spike."""
 
 
@@ -315,7 +315,7 @@ class Experts(Section):
 
     bias_update_rate: NonNegativeFloat = 0.0
     """Per step, add this to the bias of each expert with fewer tokens than the mean, and subtract
-    it from that of others; biases count in the choice of experts alone. DeepSeek-V3 has 0.001. Only
+    it from that of others; biases count in the choice of experts only. DeepSeek-V3 has 0.001. Only
     families whose files have a place for biases can be exported then."""
 
     router_z_loss: NonNegativeFloat = 0.0
@@ -338,7 +338,7 @@ class LRScheduler(Section):
     Absent: `training.steps`."""
 
     decay_ratio: Annotated[float, Field(ge=0, le=1)] | None = None
-    """Part of all steps spent decaying; absent: decay begins when the warm-up ends."""
+    """Part of all steps spent decaying; absent: decay starts when the warm-up ends."""
 
     decay_type: Literal["linear", "sqrt", "cosine"] = "linear"
     """Shape of the decay."""

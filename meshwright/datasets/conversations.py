@@ -22,7 +22,7 @@ class Conversation:
     """Turns, and what else the chat template is given.
 
     Raises:
-        ValueError: if a message cannot be used.
+        ValueError: if a message can't be used.
     """
 
     messages: list[Message]
@@ -41,7 +41,7 @@ class Conversation:
 
     @property
     def texts(self) -> list[str]:
-        """The texts of its messages."""
+        """The text of its messages."""
         contents = [message.get("content") or "" for message in self.messages]
         parts = ([c] if isinstance(c, str) else [part["text"] for part in c] for c in contents)
         return [*itertools.chain.from_iterable(parts)]
@@ -78,7 +78,7 @@ MEANT = frozenset(
     }
 )
 """Columns that formats of OpenAI, TRL, axolotl, LLaMA-Factory or ShareGPT define, and without which
-another conversation would be learned."""
+a different conversation would be learned."""
 
 OTHER_WEIGHTS = ("train", "training", "train_detail", "loss", "trainable")
 """Keys by which other programs leave a message out of the loss."""
@@ -97,7 +97,7 @@ def from_alpaca(row: Mapping[str, Any]) -> Conversation:
     pairs of question and answer before."""
     history = row.get("history") or []
     if not isinstance(history, list) or not all(map(_is_pair, history)):
-        raise ValueError(f"its 'history' is {shortened(history)}, not a list of pairs of texts")
+        raise ValueError(f"its 'history' is {shortened(history)}, not a list of pairs of strings")
     instruction = _text(row, "instruction")
     given = "" if row.get("input") is None else _text(row, "input")
     prompt = f"{instruction}\n\n{given}" if given else instruction
@@ -169,7 +169,7 @@ FORMATS = {
 
 
 def unused_columns(row: Mapping[str, Any], used: Iterable[str]) -> list[str]:
-    """Return the columns with a value that a format does not use.
+    """Return the columns with a value that a format doesn't use.
 
     Raises:
         ValueError: if one of them is of `MEANT`.
@@ -184,7 +184,7 @@ def unused_columns(row: Mapping[str, Any], used: Iterable[str]) -> list[str]:
 
 
 def note_of_unused(counts: Counter[str]) -> str:
-    """Return a line about columns of rows, and keys of messages, that are not used."""
+    """Return a line about columns of rows, and keys of messages, that aren't used."""
     names = ", ".join(f"{name!r} ({count:,})" for name, count in counts.most_common())
     return f"columns and keys of messages that are not used, with the number of each: {names}"
 
@@ -198,7 +198,7 @@ def as_document(value: object, words: str, code: str = "") -> Document:
         code: the same in a function that the user could write; "": the user's function gave it.
 
     Raises:
-        ValueError: if it is neither, or a message cannot be used.
+        ValueError: if it is neither, or a message can't be used.
     """
     if isinstance(value, str | Conversation):
         return value
@@ -237,7 +237,7 @@ def _with_columns(row: Mapping[str, Any], turns: list[Message]) -> Conversation:
         if first.get("role") != "system":
             turns = [{"role": "system", "content": _text(row, "system")}, *turns]
         elif first.get("content") != system:
-            raise ValueError("has a column 'system' and another first message of that role")
+            raise ValueError("has a column 'system' and a different first message of that role")
     tools, options = row.get("tools") or None, row.get(OPTIONS) or {}
     if isinstance(tools, str):
         tools = _from_json("its 'tools'", tools) or None

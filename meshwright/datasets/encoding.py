@@ -41,7 +41,7 @@ class Encoder:
     """
 
     num_lost, num_characters = 0, 0
-    """Characters of all texts so far that have no token, and all of them; both without white space,
+    """Characters of all text so far that have no token, and all of them; both without white space,
     and 0 where a tokenizer has a token for everything."""
 
     _logged_at = 0
@@ -56,7 +56,7 @@ class Encoder:
 
     @property
     def unread(self) -> Counter[str]:
-        """Messages that have a key, by its name, which the chat template does not read."""
+        """Messages that have a key, by its name, which the chat template doesn't read."""
         return self._template.unread if "_template" in vars(self) else Counter()
 
     def encode(self, document: Document) -> Tokens:
@@ -73,7 +73,7 @@ class Encoder:
         return np.where(counts, ids, np.bitwise_or(ids, NO_LOSS)).astype(np.uint32)
 
     def new_loss_line(self) -> str:
-        """Return `loss_line` of the texts so far; "" until ten times as many have been read as when
+        """Return `loss_line` of the text so far; "" until ten times as many have been read as when
         it was last returned, so that a log of days has a few of them."""
         if not self.num_lost or self.num_characters < 10 * self._logged_at:
             return ""
@@ -91,7 +91,7 @@ class Encoder:
             return self._tokenizer.encode(text)
         except (Exception, *PASSED_ON):
             raise
-        except BaseException as panic:  # of Rust: a worker could not even hand it on
-            where = f"the tokenizer fails on a text that begins with {text[:40]!r}"
+        except BaseException as panic:  # of Rust: a worker couldn't even hand it on
+            where = f"the tokenizer fails on a text that starts with {text[:40]!r}"
             what = f"{PATH_KEY}: {where}: {type(panic).__name__}: {panic}"
             raise RecordError(PATH_KEY, what) from None

@@ -10,7 +10,7 @@ from meshwright.datasets.storage import DataFile
 from meshwright.system.errors import config_error
 
 TABLES = tuple(f"{name}{packed}" for name in (".csv", ".tsv") for packed in ("", *PACKED))
-"""Endings of tables as text: their first line names the columns."""
+"""Endings of tables as text: their first line has the columns."""
 
 TABLE_FIX = "write its rows as JSON lines, as docs/data.md#csv does"
 

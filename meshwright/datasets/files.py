@@ -64,12 +64,12 @@ ROW_FORMATS = ("json", "parquet", "text", "arrow")
 
 @dataclass(frozen=True)
 class SourceEntry:
-    """A source as the config names it."""
+    """A source as the config gives it."""
 
     key: str
     """The table that holds its keys: `training`, or `training.datasets.1`."""
     name: str
-    """In figures."""
+    """In metrics."""
     source: Source = field(hash=False)  # it has lists
     held_out: float = 0.0
     """Part of its documents that is kept for validation,"""
@@ -94,11 +94,11 @@ class RowPlace(NamedTuple):
     at: int
     """Byte, before compression; row group of Parquet; batch of Arrow; 0 in a single JSON value."""
     number: int
-    """Line since the beginning of the range; row of the row group, the batch or the JSON list."""
+    """Line since the start of the range; row of the row group, the batch or the JSON list."""
 
 
 class Range(NamedTuple):
-    """Rows of a file that begin in a part of it."""
+    """Rows of a file that start in a part of it."""
 
     file: DataFile
     begin: int = 0
@@ -112,17 +112,17 @@ CHUNK = 1 << 18
 
 
 def codec_of(file: DataFile) -> str | None:
-    """Return how a file is compressed, by its name; None if it is not."""
+    """Return how a file is compressed, by its name; None if it isn't."""
     return PACKED.get(os.path.splitext(file.path)[1])
 
 
 def chunks(file: DataFile, at: int = 0) -> Iterator[bytes]:
     """Yield the content of a file from a byte on, decompressed if its name says so. Compressed ones
-    are read from their beginning, always by the same pieces: where the error of a damaged file
-    comes does not depend on the place.
+    are read from their start, always by the same pieces: where the error of a damaged file
+    comes doesn't depend on the place.
 
     Raises:
-        UnsupportedError: if it is whole, but compressed in a way that cannot be read here.
+        UnsupportedError: if it is whole, but compressed in a way that can't be read here.
         OSError, ValueError, EOFError: if it is damaged.
     """
     codec = codec_of(file)
@@ -160,7 +160,7 @@ def resolve(path: str, suffixes: Sequence[str]) -> list[DataFile]:
 
     They come in the order of their paths. In a glob, `**` stands for any number of folders. A path
     that exists is taken as it is, even with a `*` in it. Links are followed. Below a folder, only
-    `suffixes` are wanted; names that begin with `.` or `_` are left out, as are Arrow's own
+    `suffixes` are wanted; names that start with `.` or `_` are left out, as are Arrow's own
     `cache-*.arrow`.
     """
     if is_address(path):
@@ -178,7 +178,7 @@ def resolve(path: str, suffixes: Sequence[str]) -> list[DataFile]:
 
 
 def beside(path: str, suffix: str) -> str:
-    """Return the path, or address, with another ending."""
+    """Return the path, or address, with a different ending."""
     return os.path.splitext(path)[0] + suffix
 
 
@@ -222,7 +222,7 @@ def _below(folder: str) -> Iterator[str]:
 
 
 def _is_left_out(name: str, pattern: str = "") -> bool:
-    """Return whether a file or folder holds no data, unless the pattern names its beginning."""
+    """Return whether a file or folder holds no data, unless the pattern names its start."""
     if name.startswith("cache-") and name.endswith(".arrow"):
         return not pattern.startswith("cache-")
     return name[0] in "._" and pattern[:1] != name[0]
@@ -273,7 +273,7 @@ def local_files(entry: SourceEntry) -> list[DataFile]:
     fixed = path  # as much of it as is no pattern
     while glob.has_magic(fixed):
         fixed = os.path.dirname(fixed)
-    fix = f"check the path: {fixed or '.'} holds none; names that begin with . or _ are left out"
+    fix = f"check the path: {fixed or '.'} holds none; names that start with . or _ are left out"
     if is_address(path):
         fix = "check the address"
     elif not os.path.exists(fixed):
@@ -282,7 +282,7 @@ def local_files(entry: SourceEntry) -> list[DataFile]:
 
 
 def token_files(entry: SourceEntry) -> list[DataFile]:
-    """Return the files of tokens that `dataset_path` stands for, then the indices beside them."""
+    """Return the files of tokens that `dataset_path` stands for, then the indices next to them."""
     is_megatron, files = entry.source.dataset == "megatron", token_paths(entry)
     indices = list[DataFile]()
     for file in files:

@@ -41,13 +41,13 @@ CHUNK = 1 << 23
 """Bytes looked at together."""
 
 ENOUGH_TOKENS = 64
-"""Of which every second would not be 0 by chance."""
+"""Of which every second wouldn't be 0 by chance."""
 
 Lengths = npt.NDArray[np.uint32]
 
 
 class FormatError(ValueError):
-    """A file has not the format that its name says."""
+    """A file hasn't the format that its name says."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class TokenFiles:
         vocabulary, as OLMo-core and nanoGPT have it.
 
         Raises:
-            ConfigError: if it has another format, or holds tokens of another tokenizer.
+            ConfigError: if it has a different format, or holds tokens of a different tokenizer.
         """
         data_file = self.files[number]
         bare = "<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4"
@@ -112,7 +112,7 @@ class TokenFiles:
 
 
 def open_megatron(data_file: DataFile) -> TokenFile:
-    """Open a `.bin` by the `.idx` beside it.
+    """Open a `.bin` by the `.idx` next to it.
 
     Source: Megatron-LM, `megatron/core/datasets/indexed_dataset.py`. The index: 9 bytes of magic,
     version 1 (uint64), code of the type (uint8), number of sequences and of document boundaries
@@ -138,7 +138,7 @@ def open_megatron(data_file: DataFile) -> TokenFile:
     item = np.dtype(dtype).itemsize
     is_of_file = np.array_equal(places, starts[:-1] * item) and data_file.size == starts[-1] * item
     if not (is_of_file and (sizes >= 0).all()):
-        raise FormatError("its index is of another file, or sequences do not follow each other")
+        raise FormatError("its index is of a different file, or sequences do not follow each other")
     is_sorted = bounds[0] == 0 and bounds[-1] == num_sequences and (np.diff(bounds) >= 0).all()
     if not is_sorted:
         raise FormatError("its index has documents that are not its sequences, in their order")
@@ -146,7 +146,7 @@ def open_megatron(data_file: DataFile) -> TokenFile:
 
 
 def open_datatrove(data_file: DataFile, bare: str) -> TokenFile:
-    """Open a `.ds` by the index beside it; `bare` is the type if there is none.
+    """Open a `.ds` by the index next to it; `bare` is the type if there is none.
 
     Source: datatrove, `pipeline/tokens/tokenizer.py`. The index: the end of each document, in
     tokens, as uint64.
@@ -162,7 +162,7 @@ def open_datatrove(data_file: DataFile, bare: str) -> TokenFile:
         raise FormatError("its index has documents that do not follow each other")
     size, rest = divmod(data_file.size, int(ends[-1]))
     if rest or size not in (2, 4):
-        raise FormatError(f"its index is of another file: it ends at token {ends[-1]:,}")
+        raise FormatError(f"its index is of a different file: it ends at token {ends[-1]:,}")
     return _of_documents(data_file, f"<u{size}", np.diff(ends, prepend=0))
 
 
@@ -181,7 +181,7 @@ def _whole(path: str) -> bytes:
 def open_array(data_file: DataFile, bare: str) -> TokenFile:
     """Open a shard of one array by its header; `bare` is the type of one without.
 
-    Source: numpy's format 1 to 3; llm.c, `dev/data/data_common.py` (documents begin with EOS).
+    Source: numpy's format 1 to 3; llm.c, `dev/data/data_common.py` (documents start with EOS).
     """
     file = RangeFile(data_file.path)
     head = file.read(0, LLM_C_HEADER)
@@ -203,7 +203,7 @@ def open_array(data_file: DataFile, bare: str) -> TokenFile:
 
 
 def _numpy_header(head: bytes) -> tuple[tuple[int, ...], str, int]:
-    """Return the shape, the type and where the array begins."""
+    """Return the shape, the type and where the array starts."""
     header, stream = np.lib.format, io.BytesIO(head)
     try:
         is_first = header.read_magic(stream) == (1, 0)
@@ -225,12 +225,12 @@ def index_tokens(file: TokenFile, tokenizer: Tokenizer, block_bytes: int) -> Ind
     """Read the file once.
 
     Raises:
-        FormatError: if it holds an id that the tokenizer has not, or no ends of documents, or if
+        FormatError: if it holds an id that the tokenizer hasn't, or no ends of documents, or if
             it has no header and looks like tokens of a wider type.
     """
     if file.lengths is None and tokenizer.eos_id is None:
         raise FormatError("its documents cannot be told apart: the tokenizer has no EOS")
-    # where a tokenizer does not tell, nothing but a line in the log needs them
+    # where a tokenizer doesn't tell, nothing but a line in the log needs them
     bytes_of = np.array(tokenizer.token_bytes or [0] * tokenizer.vocab_size)
     checksums, ends, num_bytes, begin = list[int](), [np.empty(0, np.int64)], 0, 0
     is_bare = file.offset == 0 and file.lengths is None  # nothing says of which type they are
@@ -240,7 +240,7 @@ def index_tokens(file: TokenFile, tokenizer: Tokenizer, block_bytes: int) -> Ind
             where = begin + int(np.flatnonzero(tokens >= tokenizer.vocab_size)[0])
             raise FormatError(
                 f"token {where} has id {int(tokens[where - begin])}, and the tokenizer has "
-                f"{tokenizer.vocab_size}: it is of another tokenizer, or of another type"
+                f"{tokenizer.vocab_size}: it is of a different tokenizer, or of a different type"
             )
         may_be_halves = may_be_halves and not tokens[1::2].any()
         content = tokens.tobytes()

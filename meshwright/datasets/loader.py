@@ -178,7 +178,7 @@ def to_batches(
     parts = {"tokens": np.ascontiguousarray(tokens), "labels": labels}
     if mask_documents:
         documents = np.stack([sample.documents for sample in samples])
-        # the first token of a document cannot be foreseen
+        # the first token of a document can't be foreseen
         labels[documents[:, 1:] != documents[:, :-1]] = IGNORE
         parts["documents"] = np.ascontiguousarray(documents[:, :-1])
     if tells_sources:

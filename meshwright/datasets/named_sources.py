@@ -1,4 +1,4 @@
-"""The sources that a config names. Free of torch and numpy."""
+"""The sources that a config gives. Free of torch and numpy."""
 
 import glob
 import os
@@ -62,7 +62,7 @@ def validation_entries(config: JobConfig) -> list[SourceEntry]:
 
 def validation_note(config: JobConfig) -> str:
     """Return a note if validation reads none of the datasets that training reads, or a file that
-    training reads, too; or ""."""
+    training reads as well; or ""."""
     training, held_out = entries(config.training, ""), validation_entries(config)
     if not held_out:
         return ""
@@ -77,7 +77,7 @@ def validation_note(config: JobConfig) -> str:
     ours, theirs = ({*map(os.path.realpath, some)} for some in paths)  # links may lead to one file
     shared = sorted(ours & theirs)
     count = numbered(len(shared), "file")
-    return f"training reads {count} of the validation, too: {shared[0]}" if shared else ""
+    return f"training reads {count} of the validation as well: {shared[0]}" if shared else ""
 
 
 def sympy_note(config: JobConfig) -> str:
@@ -94,7 +94,7 @@ def _source(keys: Source) -> Source:
 
 
 def is_streamed(entry: SourceEntry) -> bool:
-    """Return whether its tokens are not kept."""
+    """Return whether its tokens aren't kept."""
     spec, mode = find_dataset(entry.source.dataset), entry.source.dataset_mode
     if spec is None:  # `check_sources` rejects it
         return False
@@ -110,13 +110,13 @@ def local_paths(entry: SourceEntry) -> list[str]:
 
 
 def check_sources(section: Training | Validation, key: str) -> None:
-    """Check that datasets are known and have names of their own, and that their keys suit them."""
+    """Check that datasets are known and have their own names, and that their keys suit them."""
     is_single = "dataset" in section.model_fields_set and section.dataset
     check(
         not (section.datasets and is_single),
         f"{key}.dataset",
         section.dataset,
-        f"is given beside [[{key}.datasets]]",
+        f"is given together with [[{key}.datasets]]",
         "leave out one of the two",
     )
     names = set[str]()
@@ -131,7 +131,7 @@ def check_sources(section: Training | Validation, key: str) -> None:
             rule = f"{entry.name} is streamed, so the lengths of its documents are not known"
             fix = f'set {entry.key}.dataset_mode = "cached", or leave packing out'
             raise config_error("training.packing", "best_fit", rule, fix)
-        rule = "another dataset is called so, too"
+        rule = "another dataset has this name"
         check(entry.name not in names, f"{entry.key}.name", entry.name, rule, "give it another")
         names.add(entry.name)
 
@@ -209,7 +209,7 @@ def head_fault(entry: SourceEntry, files: Sequence[DataFile]) -> RecordError | N
 
 
 class SourceRule(NamedTuple):
-    """A row of a table: what no source may have. In its texts, {name} is the dataset, and {table}
+    """A row of a table: what no source may have. In its text, {name} is the dataset, and {table}
     the table of the config."""
 
     key: str
@@ -234,7 +234,7 @@ SOURCE_RULES = (
     SourceRule(
         "dataset_path",
         lambda source, spec: spec.is_of_hub and glob.has_magic(source.dataset_path),
-        "a copy of a dataset of the hub cannot be read from a folder with *, ? or [ in its path",
+        "a copy of a Hub dataset cannot be read from a folder with *, ? or [ in its path",
         "rename the folder",
     ),
     SourceRule(
@@ -308,7 +308,7 @@ def check_path(entry: SourceEntry, spec: DatasetSpec) -> None:
 
 
 def no_end(tokenizer: Tokenizer, model: Model) -> str:
-    """Return a note if the tokenizer has no EOS, and the config does not ask for that; or ""."""
+    """Return a note if the tokenizer has no EOS, and the config doesn't ask for that; or ""."""
     if tokenizer.eos_id is not None or model.eos_token is not None:
         return ""
     return "the tokenizer has no EOS, the token that ends a document; see model.eos_token"
@@ -387,7 +387,7 @@ def check_validation(config: JobConfig) -> None:
         not (fraction and validation.enable and (own or validation.datasets)),
         "training.validation_fraction",
         fraction,
-        "is given beside a dataset of [validation]",
+        "is given together with a dataset of [validation]",
         "leave out one of the two (training.validation_fraction = 0 if a TOML that is extended "
         "gives it)",
     )

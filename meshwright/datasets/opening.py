@@ -33,7 +33,7 @@ class SourceFacts:
     """What the process that finds a source sends to the others."""
 
     commit: str = ""
-    """Of a dataset of the Hub."""
+    """Of a Hub dataset."""
     cache: str = ""
     """Name of the folder of its token cache; "": the source is streamed, and has the following."""
     documents: str = ""
@@ -48,10 +48,10 @@ Facts = Mapping[Table, Sequence[SourceFacts]]
 
 
 def find_data(config: JobConfig) -> Facts:
-    """Find the sources of both tables, and tokenize those that are to be cached and are not yet.
+    """Find the sources of both tables, and tokenize those that are to be cached and aren't yet.
 
     Raises:
-        ConfigError: if something cannot be read, or holds fewer samples than it is to give.
+        ConfigError: if something can't be read, or holds fewer samples than it is to give.
     """
     return {
         table: [Opening(config, table).find(entry) for entry in entries_of(table, config)]
@@ -68,7 +68,7 @@ def open_data(
     check_all: bool = False,
     looks_at_files: bool = False,
 ) -> list[OpenSource]:
-    """Open the data of a table, none if the job is not validated.
+    """Open the data of a table, none if the job isn't validated.
 
     Args:
         facts: from `find_data`; None: no other process has called it, and this one finds the data.
@@ -88,7 +88,7 @@ def open_data(
 
 
 def entries_of(table: Table, config: JobConfig) -> list[SourceEntry]:
-    """Return the sources of a table; of validation none, if the job is not validated."""
+    """Return the sources of a table; of validation none, if the job isn't validated."""
     if table == "training":
         return entries(config.training, table)
     return validation_entries(config)
@@ -140,7 +140,7 @@ class Opening:
         try:
             folder = self._cache_root / facts.cache
             cache = TokenCache(folder, looks_at_parts=looks_at_files, blocks=self._blocks)
-        except (DamagedCacheError, OSError):  # this node has files and caches of its own
+        except (DamagedCacheError, OSError):  # this node has its own files and caches
             cache = self._tokenize(recipe)
         packing = open_packing(cache, self._length) if self._is_packed else None
         return CachedSource(entry, cache, facts.commit, packing)

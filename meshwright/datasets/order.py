@@ -45,7 +45,7 @@ def _round_keys(seed: int, epoch: int) -> tuple[int, ...]:
 
 def _mixed(bits: int) -> int:
     """64 bits, each of which depends on all of `bits`: the output function of SplitMix64 (Steele,
-    Lea and Flood 2014, "Fast splittable pseudorandom number generators", figure 15)."""
+    Lea and Flood 2014, "Fast splittable pseudorandom number generators", fig. 15)."""
     bits = (bits ^ bits >> 30) * 0xBF58476D1CE4E5B9 & MASK
     bits = (bits ^ bits >> 27) * 0x94D049BB133111EB & MASK
     return bits ^ bits >> 31
@@ -65,7 +65,7 @@ class Mixture:
     Source: Tijdeman 1980, "The chairman assignment problem", Discrete Mathematics 32: of the
     sources that are far enough behind their share, the one that would first fall a whole sample
     behind. The distance stays at or below 1 - 1/(2K - 2) for K sources, at every n. It is computed
-    in whole numbers, so it does not drift.
+    in whole numbers, so it doesn't drift.
 
     Args:
         weights: any positive numbers; only their ratio counts, exact in their decimal digits.

@@ -1,7 +1,7 @@
 """Rows of local files, one by one: JSON lines, text, Parquet and Arrow, compressed or not.
 
-A reader begins at any place, and raises nothing but `OSError`. Instead of a bad row, or of the rest
-of a damaged file, it yields the reason why it cannot be read.
+A reader starts at any place, and raises nothing but `OSError`. Instead of a bad row, or of the rest
+of a damaged file, it yields the reason why it can't be read.
 """
 
 import codecs
@@ -46,7 +46,7 @@ class Layout:
 
 Rows = Generator[tuple[RowPlace, str, Row | str], None, None]
 """The place of a row; the same in words: `path:line`, `path, byte n` or `path, row n`; and the row,
-or the reason why it cannot be read."""
+or the reason why it can't be read."""
 
 Pieces = Iterator[tuple[RowPlace, bytes | None]]
 """The place of a piece of a file, and its content; None: it is longer than `LONGEST`."""
@@ -60,11 +60,11 @@ def read(part: Range, layout: Layout, after: RowPlace | None = None) -> Rows:
 
     Args:
         part: a part as `cut` has made it, or a whole file.
-        after: the place of the last row that is not wanted any more; None: from the beginning.
-            Bytes before it are not read, unless they are compressed.
+        after: the place of the last row that isn't wanted any more; None: from the start.
+            Bytes before it aren't read, unless they are compressed.
 
     Raises:
-        OSError: if the file cannot be read now, has changed, or has gone.
+        OSError: if the file can't be read now, has changed, or has gone.
     """
     if after == END:
         return
@@ -157,7 +157,7 @@ def _json_value(part: Range, after: RowPlace | None) -> Rows:
 
 
 def _text(part: Range, layout: Layout, after: RowPlace | None) -> Rows:
-    """Yield files as they are, or the texts between separators without line ends around them."""
+    """Yield files as they are, or what is between separators without line ends around them."""
     if not layout.separator:
         yield from ((at, part.file.path, _row(piece)) for at, piece in _pieces(part, WHOLE))
         return
@@ -189,21 +189,21 @@ def _paragraphs(part: Range, after: RowPlace | None) -> Pieces:
 
 
 def _pieces(part: Range, separator: bytes, after: RowPlace | None = None) -> Pieces:
-    """Yield the pieces that begin in a range, without separators and byte-order mark; at the end
-    of the file an empty one, too.
+    """Yield the pieces that start in a range, without separators and byte-order mark; at the end
+    of the file an empty one as well.
 
     Raises:
         ValueError: if a file that is to stay whole is longer than `LONGEST`.
     """
     at, number = after or (part.begin, 0)
-    is_cut = after is None and at > 0  # it may begin in the middle of a piece
+    is_cut = after is None and at > 0  # it may start in the middle of a piece
     at = max(at - len(separator), 0) if is_cut else at
     held, dropped, overlap = bytearray(), 0, max(len(separator) - 1, 0)
     for chunk in chain(chunks(part.file, at), [b""]):
         known = max(len(held) - overlap, 0)
         held += chunk
         if chunk and (not separator or held.find(separator, known) < 0):
-            # a long piece comes in many chunks, and a separator may have begun
+            # a long piece comes in many chunks, and a separator may have started
             if len(held) > LONGEST + overlap:
                 if not separator:
                     raise ValueError(f"longer than {LONGEST >> 20} MiB")
@@ -217,7 +217,7 @@ def _pieces(part: Range, separator: bytes, after: RowPlace | None = None) -> Pie
                 return
             if not is_cut:
                 piece = content if at else content.removeprefix(codecs.BOM_UTF8)
-                # wherever the chunks begin
+                # wherever the chunks start
                 is_long = dropped + len(content) > LONGEST
                 yield RowPlace(at, number), None if is_long else piece
                 number += 1
@@ -276,7 +276,7 @@ def _of_batches(
     """Yield the rows of a row group, or a batch, from a place in it on.
 
     Args:
-        others: each row's keys of columns that are not read.
+        others: each row's keys of columns that aren't read.
         words: for the group.
     """
     number, begin = 0, after.number if after and after.at == group else 0
@@ -294,7 +294,7 @@ _READERS: dict[str, Callable[[Range, Layout, RowPlace | None], Rows]] = {
     "parquet": _parquet,
     "arrow": _arrow,
 }
-"""By format. Each yields the row at `after`, too, which `read` leaves out."""
+"""By format. Each yields the row at `after` as well, which `read` leaves out."""
 
 
 def cut(files: Sequence[DataFile], layout: Layout, part_bytes: int) -> list[list[Range]]:
@@ -302,7 +302,7 @@ def cut(files: Sequence[DataFile], layout: Layout, part_bytes: int) -> list[list
     several files. Compressed lines, a single JSON value and a row group stay whole.
 
     Raises:
-        OSError: if a large file cannot be opened.
+        OSError: if a large file can't be opened.
     """
     parts, size = list[list[Range]](), part_bytes
     for file in files:
@@ -335,7 +335,7 @@ def _split(file: DataFile, layout: Layout, part_bytes: int) -> list[Range]:
 
 
 def _can_be_cut(file: DataFile, layout: Layout) -> bool:
-    """Return whether the beginnings of lines or texts can be told from the middle of a file."""
+    """Return whether the starts of lines or documents can be told from the middle of a file."""
     if codec_of(file):
         return False
     if layout.format == "json":

@@ -30,9 +30,9 @@ class TokenizationSpec:
     tokenizer_path: str
     chat_template_path: str = ""
     custom_import: str = ""
-    """Module of the user's that may have the dataset: a process that tokenises imports it anew."""
+    """Module of the user's that may have the dataset: a process that tokenizes imports it anew."""
     ends: Ends = OWN
-    """Tokens around a document that the config names."""
+    """Tokens around a document that the config gives."""
 
     @property
     def tokenizer(self) -> Tokenizer:

@@ -85,7 +85,7 @@ class Condition:
         """Return whether the row is wanted.
 
         Raises:
-            ValueError: if it has not the column, or another type of value in it.
+            ValueError: if it hasn't the column, or a different type of value in it.
         """
         actual: Any = row
         names = [self.column] if self.column in row else self.column.split(".")
@@ -104,7 +104,7 @@ def conditions(entry: SourceEntry) -> list[Condition]:
     """Return the conditions of `dataset_where`.
 
     Raises:
-        ConfigError: if one cannot be read.
+        ConfigError: if one can't be read.
     """
     parsed = []
     for number, text in enumerate(entry.source.dataset_where):
@@ -132,7 +132,7 @@ class RowReader:
     """Makes documents of the rows of a source: by its function, its format or its column.
 
     Raises:
-        ConfigError: if the function cannot be found, or a condition cannot be read.
+        ConfigError: if the function can't be found, or a condition can't be read.
     """
 
     def __init__(self, entry: SourceEntry) -> None:
@@ -142,7 +142,7 @@ class RowReader:
         self._function = _load_function(entry) if name and not self._format else None
         self._wanted = conditions(entry)
         self.unused = Counter[str]()
-        """Rows that have a column, by its name, which the format does not use."""
+        """Rows that have a column, by its name, which the format doesn't use."""
 
     def __call__(self, row: Row, place: str) -> Item:
         key = "dataset_where"
@@ -217,7 +217,7 @@ def _load_function(entry: SourceEntry) -> Callable[[dict[str, Any]], Any]:
 
 
 class Reader(Iterator[Item]):
-    """Iterates over documents, and can be begun again where it is: `state` returns a value that
+    """Iterates over documents, and can be started again where it is: `state` returns a value that
     stands, in JSON, for the place before the next document."""
 
     def __init__(self, items: Iterator[Item], state: Callable[[], Any]) -> None:
@@ -241,17 +241,17 @@ def _checked(item: object, words: str) -> Item:
 
 
 class Documents(ABC):
-    """Documents that can be read again and again, in pieces. A record that cannot be read is
+    """Documents that can be read again and again, in pieces. A record that can't be read is
     yielded as its error, in its place."""
 
     max_shards: int
     """Most pieces that can be read independently of each other."""
 
     parts: int
-    """Pieces in which they are best tokenised, by one process each."""
+    """Pieces in which they are best tokenized, by one process each."""
 
     unused: Counter[str]
-    """Rows that have a column, by its name, which their format does not use."""
+    """Rows that have a column, by its name, which their format doesn't use."""
 
     def read_part(self, number: int) -> Iterator[Item]:
         """One of `parts`."""
@@ -303,7 +303,7 @@ class IndexedDocuments(Documents):
 
 
 LEAST_PART, MOST_PART, MANY_PARTS = 1 << 21, 1 << 28, 256
-"""Bytes of a part that one process tokenises, and parts that are enough for many cores."""
+"""Bytes of a part that one process tokenizes, and parts that are enough for many cores."""
 
 
 class LocalDocuments(Documents):
@@ -361,7 +361,7 @@ class LocalDocuments(Documents):
 
 
 def unreadable(entry: SourceEntry, error: OSError) -> ConfigError | StorageError:
-    """Return the error of a file that has changed, or that cannot be read now."""
+    """Return the error of a file that has changed, or that can't be read now."""
     if isinstance(error, UnsupportedError):
         return entry.error("dataset_path", str(error), error.fix)
     what = f"{error.filename}: {error.strerror}" if error.filename else str(error)

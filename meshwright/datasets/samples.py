@@ -72,7 +72,7 @@ class SampleRules:
     max_epochs: int = 0
     """Times that a source may be read; 0: no limit."""
     max_bad_records: int = 0
-    """Records of streamed sources that may be passed over, in all shards that are read here."""
+    """Records of streamed sources that may be skipped, in all shards that are read here."""
 
 
 def to_sample(pieces: Sequence[Raw], *, padded_to: int = 0) -> Sample:
@@ -162,7 +162,7 @@ WINDOWS_KEPT = 64
 """In memory, of some 256 KiB each."""
 
 PIECE = np.dtype([("begin", "<i8"), ("length", "<u4"), ("bin", "<u4")])
-"""Tokens that stay together: where they begin in the cache, and in which sample of the window they
+"""Tokens that stay together: where they start in the cache, and in which sample of the window they
 are."""
 
 Pieces = npt.NDArray[np.void]
@@ -248,7 +248,7 @@ def stored_packing(cache: TokenCache, capacity: int) -> Packing:
     """Return the same, read from two files in the folder of the cache.
 
     Raises:
-        DamagedCacheError: if they are not there or not whole, or pack other tokens.
+        DamagedCacheError: if they aren't there or not whole, or pack other tokens.
     """
     path = _path(cache, capacity)
     arrays = load_arrays(path.with_suffix(".npz"), OF_PACKING)
@@ -272,7 +272,7 @@ def stored_packing(cache: TokenCache, capacity: int) -> Packing:
 
 
 def open_packing(cache: TokenCache, capacity: int, *, again: bool = False) -> Packing:
-    """Open the packing of a cache into samples of `capacity` tokens; first make it, if it cannot be
+    """Open the packing of a cache into samples of `capacity` tokens; first make it, if it can't be
     read. Processes that make it at the same time write the same files.
 
     Args:
@@ -311,7 +311,7 @@ def _store(cache: TokenCache, capacity: int) -> None:
 
 
 def _path(cache: TokenCache, capacity: int) -> Path:
-    """Return the file of all pieces; their starts and checksums are in an .npz beside it."""
+    """Return the file of all pieces; their starts and checksums are in an .npz next to it."""
     return cache.folder / f"packed-{capacity}"
 
 
@@ -320,7 +320,7 @@ def _num_bins(pieces: Pieces) -> int:
 
 
 class PackedSamples(CachedSamples):
-    """Samples of whole documents: the same ones in every epoch, in another order."""
+    """Samples of whole documents: the same ones in every epoch, in a different order."""
 
     def __init__(self, cache: TokenCache, packing: Packing, seed: int | None) -> None:
         super().__init__(cache, packing.capacity, seed)
@@ -344,7 +344,7 @@ class CachedSource:
     entry: SourceEntry
     cache: TokenCache
     commit: str = ""
-    """Of a dataset of the Hub."""
+    """Of a Hub dataset."""
     packing: Packing | None = None
     """None: documents are cut."""
 

@@ -18,7 +18,7 @@ from meshwright.system.files import ABSENT, may_pass, read_patiently, warn_once
 from meshwright.system.log import logger
 
 PassOver = Callable[[RecordError], None]
-"""Called with a record that is to be passed over; raises if it is not to be."""
+"""Called with a record that is to be skipped; raises if it isn't to be."""
 
 
 class EndOfData(Exception):  # noqa: N818  an end like StopIteration, no error
@@ -39,11 +39,11 @@ class StreamedSource:
     """Hashes of its settings with the names and sizes of its files; of a little of their content;
     and of the user's code, the tokenizer and the chat template that make its tokens."""
     commit: str = ""
-    """Of a dataset of the Hub."""
+    """Of a Hub dataset."""
 
     @property
     def unused(self) -> set[str]:
-        """Columns of rows, and keys of messages, that have been read so far and are not used."""
+        """Columns of rows, and keys of messages, that have been read so far and aren't used."""
         return {*self.documents.unused, *self.encoder.unread}
 
     @property
@@ -67,7 +67,7 @@ class ShardPlace:
     used: int = 0
     """Tokens of it that have gone into samples."""
     bad_records: int = 0
-    """Records before the current document that were passed over, in all epochs."""
+    """Records before the current document that were skipped, in all epochs."""
     taken: int = 0
     """Documents before the window, in this epoch, that `max_documents` counts."""
 
@@ -75,7 +75,7 @@ class ShardPlace:
 class Shard:
     """One of the independent parts of a source: documents, shuffled window by window, end to end.
 
-    A record that is passed over stands in its window as a document without tokens. So the stream is
+    A record that is skipped stands in its window as a document without tokens. So the stream is
     the same whoever reads it, and from whatever place.
     """
 
@@ -98,7 +98,7 @@ class Shard:
 
     @property
     def place(self) -> ShardPlace:
-        """Where the next sample begins."""
+        """Where the next sample starts."""
         return replace(self._at)
 
     def next_sample(self) -> Sample:
@@ -159,7 +159,7 @@ class Shard:
                 raise EndOfData
 
     def _encode(self, document: Item) -> npt.NDArray[np.uint32] | None:
-        """Return the tokens of a document; None of a record that is passed over."""
+        """Return the tokens of a document; None of a record that is skipped."""
         try:
             if isinstance(document, RecordError):
                 raise document
@@ -170,7 +170,7 @@ class Shard:
 
     def _read_window(self) -> list[Item]:
         """Return the documents of the next window, none at the end of the epoch; read again from
-        its beginning if that may help."""
+        its start if that may help."""
         source, number, at = self._source, self._number, self._at
 
         def read() -> list[Item]:
@@ -189,7 +189,7 @@ class Shard:
                 return items
             except Exception as error:
                 self._reader = None
-                if isinstance(error, ABSENT) and may_pass(error):  # of a hub that does not answer
+                if isinstance(error, ABSENT) and may_pass(error):  # of a hub that doesn't answer
                     raise ConnectionError(first_line(error)) from error
                 raise
 

@@ -35,11 +35,11 @@ AT_ONCE, AHEAD = 16, 8 << 20
 
 
 class ChangedError(OSError):
-    """A file is not the one that it was when the job first looked at it."""
+    """A file isn't the one that it was when the job first looked at it."""
 
 
 class UnsupportedError(OSError):
-    """A file is good, but made in a way that cannot be read here."""
+    """A file is good, but made in a way that can't be read here."""
 
     def __init__(self, what: str, fix: str) -> None:
         super().__init__(what)
@@ -56,7 +56,7 @@ class DataFile:
     """Bytes; -1: unknown, of a file on the hub."""
     stamp: str = ""
     """Another one, if the content has changed: of a local file, the time of its last change in
-    nanoseconds. "": the storage does not say."""
+    nanoseconds. "": the storage doesn't say."""
 
 
 def is_address(path: str) -> bool:
@@ -69,7 +69,7 @@ def stat(path: str) -> DataFile:
 
     Raises:
         FileNotFoundError: if there is none.
-        StorageError: if the storage does not answer.
+        StorageError: if the storage doesn't answer.
         ConfigError: if it may not be read, or a package is missing.
     """
     if not is_address(path):
@@ -86,10 +86,10 @@ def stat_all(paths: Sequence[str]) -> list[DataFile]:
 
 def find_files(address: str, suffixes: tuple[str, ...]) -> list[str]:
     """Return the files that an address stands for: itself, the ones below it that end in one of
-    `suffixes`, or its glob. A name below it that begins with "." or "_" is left out.
+    `suffixes`, or its glob. A name below it that starts with "." or "_" is left out.
 
     Raises:
-        ConfigError: if files cannot be listed there.
+        ConfigError: if files can't be listed there.
     """
     scheme = address.partition("://")[0]
     if scheme in ("http", "https"):
@@ -129,8 +129,8 @@ class RangeFile:
         """Return `size` bytes from `begin` on; fewer only at the end of the file.
 
         Raises:
-            ChangedError: if the storage says that the content is another by now.
-            StorageError: if they cannot be read, also not after some time.
+            ChangedError: if the storage says that the content has changed.
+            StorageError: if they can't be read, also not after some time.
             OSError: as `stat`.
         """
         if size <= 0:
@@ -160,7 +160,7 @@ class RangeFile:
             while size and (part := os.pread(file.fileno(), size, begin)):  # of 2 GiB at most
                 parts.append(part)
                 begin, size = begin + len(part), size - len(part)
-        except OSError:  # of a stale handle, another is to be had; or there were too many
+        except OSError:  # of a stale handle, a different can be had; or there were too many
             _open.cache_clear()
             raise
         return b"".join(parts)
@@ -172,7 +172,7 @@ class RangeFile:
             if len(content) != max(min(size, remote.size - begin), 0):
                 raise ConnectionError(f"{len(content)} of {size} bytes came")
             return content
-        if not self._is_known:  # fsspec does not say which content an answer is of
+        if not self._is_known:  # fsspec doesn't say which content an answer is of
             self._compare(_look(self.path).stamp)
             self._is_known = True
         files = _file_system(self.path)
@@ -253,8 +253,8 @@ def open_file(file: DataFile) -> IO[bytes]:
     """Open a file for reading and seeking.
 
     Raises:
-        ChangedError: if it is gone, or is another than when the job looked for it.
-        OSError: if it cannot be read now. Of object storage, as `stat` and `RangeFile.read`.
+        ChangedError: if it is gone, or differs from when the job looked for it.
+        OSError: if it can't be read now. Of object storage, as `stat` and `RangeFile.read`.
     """
     path = file.path
     if is_address(path):
@@ -328,7 +328,7 @@ STAMPS = (
     "last_modified",
     "mtime",
 )
-"""Fields of fsspec's descriptions that another content changes, the surest first."""
+"""Fields of fsspec's descriptions that a different content changes, the surest first."""
 
 
 def _look(address: str) -> DataFile:

@@ -32,9 +32,9 @@ class Cursor:
     places: Mapping[str, Mapping[int, ShardPlace]] = field(default_factory=dict)
     """By name of a streamed source: positions in the shards that have been read."""
     weighted_from: tuple[int, ...] = ()
-    """The counts when the present weights began; (): at the first sample."""
+    """The counts when the present weights started; (): at the first sample."""
     bad_records: int = 0
-    """Records that were passed over in places that an earlier stage has left."""
+    """Records that were skipped in places that an earlier stage has left."""
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> "Cursor":
@@ -43,7 +43,7 @@ class Cursor:
 
 
 def bad_records(cursor: Cursor) -> int:
-    """Return how many records were passed over in the shards that a cursor knows or has left."""
+    """Return how many records were skipped in the shards that a cursor knows or has left."""
     places = (place for shards in cursor.places.values() for place in shards.values())
     return cursor.bad_records + sum(place.bad_records for place in places)
 
@@ -109,8 +109,8 @@ class SampleStream:
         }
         for name in self._shards if self._reads_all and len(self.slots) < batch else ():
             times = batch // max(len(self.slots), 1)
-            what = f"{name} is streamed, and each of {times} ranks reads and tokenises it"
-            fix = 'set its dataset_mode = "cached" to tokenise it once'
+            what = f"{name} is streamed, and each of {times} ranks reads and tokenizes it"
+            fix = 'set its dataset_mode = "cached" to tokenize it once'
             warn_once(f"{what} whole, in a mixture or with max_epochs; {fix}")
 
     @property
@@ -157,10 +157,10 @@ class SampleStream:
         so_far = bad_records(self.cursor)
         if so_far >= self.rules.max_bad_records:
             raise error
-        logger.warning("passed over a record (%d): %s", so_far + 1, error)
+        logger.warning("skipped a record (%d): %s", so_far + 1, error)
 
     def next_sample(self) -> Sample | None:
-        """Return the next sample; None if it is not one of the slots.
+        """Return the next sample; None if it isn't one of the slots.
 
         Raises:
             EndOfData: if its source has been read `max_epochs` times.
@@ -189,7 +189,7 @@ class SampleStream:
 
     def _is_read_here(self, shard: int, num_shards: int) -> bool:
         """Return whether any sample of a shard falls into one of this rank's slots: sample i is in
-        slot i mod batch, and from shard i mod shards. In a mixture, sample i of the job is not
+        slot i mod batch, and from shard i mod shards. In a mixture, sample i of the job isn't
         sample i of its source. With `max_epochs`, all ranks reach the end at the same sample."""
         common = math.gcd(self.batch, num_shards)
         return self._reads_all or any(slot % common == shard % common for slot in self.slots)

@@ -1,7 +1,7 @@
 """The corpus of the debug presets: the source code of sympy.
 
 torch installs sympy, so the corpus is there without a network. It's the same on every Python, which
-Python's own standard library is not, so the losses that the docs print hold on each.
+Python's own standard library isn't, so the losses that the docs print hold on each.
 """
 
 import hashlib
@@ -47,7 +47,7 @@ def sympy_files(entry: SourceEntry) -> list[str]:
     """Return the paths of the Python files of sympy, of one split, without tests and benchmarks.
 
     Raises:
-        ConfigError: if sympy is not installed.
+        ConfigError: if sympy isn't installed.
     """
     held_out = entry.source.dataset_split == "validation"
     numbered = enumerate(map(str, _files(_root(entry))))
@@ -86,7 +86,7 @@ def version_note() -> str:
     ""."""
     try:
         installed = version("sympy")
-    except PackageNotFoundError:  # its folder alone is on the path
+    except PackageNotFoundError:  # only its folder is on the path
         return ""
     if installed == VERSION:
         return ""

@@ -1,4 +1,4 @@
-"""Rows of tables: which columns are read, and what becomes of a value that cannot be."""
+"""Rows of tables: which columns are read, and what becomes of a value that can't be."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ UNREADABLE = (OSError, ValueError, EOFError, ArithmeticError, LookupError, NotIm
 
 @dataclass(frozen=True)
 class Unreadable:
-    """Stands in a row for a value that is damaged, that Python cannot hold, or that nobody asked
+    """Stands in a row for a value that is damaged, that Python can't hold, or that nobody asked
     for."""
 
     reason: str
@@ -27,7 +27,7 @@ class Unreadable:
 
 
 class TableRow(Row):
-    """A row of a table. To ask it for a value that cannot be read is a `ValueError`."""
+    """A row of a table. To ask it for a value that can't be read is a `ValueError`."""
 
     def __getitem__(self, column: str) -> Any:
         value = super().__getitem__(column)
@@ -47,7 +47,7 @@ def asked_for(
 
     Args:
         columns: the wanted ones; None: all.
-        beside: columns that are wanted as well if the first of `columns` is a list of tables.
+        next to: columns that are wanted as well if the first of `columns` is a list of tables.
     """
     if columns is None:
         return None, {}
@@ -65,7 +65,7 @@ def table_rows(batch: Any, others: Row) -> Iterator[Row]:
     """Yield the rows of a record batch.
 
     Args:
-        others: each row's keys of columns that are not read.
+        others: each row's keys of columns that aren't read.
     """
     names = batch.schema.names
     columns = dict(zip(names, map(_values, batch.columns), strict=True))
@@ -76,7 +76,7 @@ def table_rows(batch: Any, others: Row) -> Iterator[Row]:
 
 
 def _values(column: Any) -> list[Any]:
-    """Return the values of a column; `Unreadable` for one that is text that is not UTF-8, lies
+    """Return the values of a column; `Unreadable` for one that is text that isn't UTF-8, lies
     beyond the column, or has no place in Python's type for it."""
     what = "is damaged text"
     try:

@@ -19,7 +19,7 @@ def main() -> None:
     # asks ranks for their stacks; sent to every process of the job, it must not end this one
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     log_to_console()
-    # or torch prints a page of C++ at each try to reach a machine that is not there yet
+    # or torch prints a page of C++ at each try to reach a machine that isn't there yet
     is_given = CPP_LOG in os.environ
     os.environ.setdefault(CPP_LOG, "FATAL")
     with busy("loading torch"), uncollected():

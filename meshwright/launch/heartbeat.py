@@ -23,7 +23,7 @@ from typing import Any
 from meshwright.system.errors import EXIT_CODES
 
 HEARTBEATS = "heartbeats"
-"""Folder in the launcher's, on each machine. The first rank there makes it."""
+"""Folder in the launcher's, on each node. The first rank there makes it."""
 
 STACKS_SIGNAL = signal.SIGRTMIN + 1
 """Has a rank write its stacks for the launcher. SIGUSR2 is the user's, and writes to the log."""
@@ -55,7 +55,7 @@ HOLD_S = 20
 TIMED_OUT = re.compile(r"tim(ed|es|ing) ?-?out|timeout", re.IGNORECASE)
 
 UNTIL_TIMEOUT = 0.8
-"""An error that comes earlier than this part of the limit is not a timeout."""
+"""An error that comes earlier than this part of the limit isn't a timeout."""
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ class Heartbeat:
             answered = 0
             while True:
                 time.sleep(LOOK_EVERY_S)
-                with suppress(OSError):  # it is not there yet; or a full disk
+                with suppress(OSError):  # it isn't there yet; or a full disk
                     if (asked := (folder / EXAMINE).stat().st_mtime_ns) > answered:
                         answered = asked
                         path.write_text(last_collectives(), "utf-8")
@@ -186,7 +186,7 @@ def heartbeat_of_this_rank(folder: str) -> Heartbeat:
 
 
 def read_beats(folder: Path) -> list[Beat]:
-    """Return the beats in `folder` by rank; none if no rank has begun."""
+    """Return the beats in `folder` by rank; none if no rank has started."""
     return sorted(map(_read, folder.glob("rank_*.beat")), key=lambda beat: beat.rank)
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from meshwright.system import slurm
 
 MEET_S = 1.0
-"""Seconds that the store gets to answer while machines meet: it is on one of them."""
+"""Seconds that the store gets to answer while nodes meet: it is on one of them."""
 
 ANSWER_S = 5.0
 """Seconds after which a store that says nothing is taken for another program."""
@@ -21,18 +21,18 @@ OTHER_PROGRAM = "a program listens there that does not answer as torchrun does"
 
 
 class Meeting:
-    """The machines that have come, for the one who waits there.
+    """The nodes that have come, for the one who waits there.
 
     Each counts up its own number in the store, so a machine that has left is seen to be still.
 
     Args:
         endpoint: host:port of the store.
-        machines: that have to come.
+        nodes: that have to come.
         name: of the job there.
     """
 
     def __init__(self, endpoint: str, machines: int, name: str) -> None:
-        self._endpoint, self._machines, self._prefix = endpoint, machines, f"machines of {name}"
+        self._endpoint, self._machines, self._prefix = endpoint, machines, f"nodes of {name}"
         self._me = f"{socket.gethostname()}:{os.getpid()}"
         self._store: dist.Store | None = None
         self._counts: dict[str, int] = {}
@@ -54,7 +54,7 @@ class Meeting:
                 self._asking.join(ANSWER_S)
             if self._store is not None:
                 self._store.add(self._me, 1)
-        except RuntimeError:  # it does not answer any more
+        except RuntimeError:  # it doesn't answer any more
             pass
         except OSError as error:  # nor yet
             self._why = f" ({error.strerror or error})"
@@ -75,7 +75,7 @@ class Meeting:
         return self._asking is not None and self._asking.is_alive()
 
     def _here(self) -> list[str]:
-        """Return the machines that have counted since the last call, this one first."""
+        """Return the nodes that have counted since the last call, this one first."""
         if self._store is None:
             return []
         keys = [f"machine {number}" for number in range(1, self._store.add("count", 0) + 1)]
@@ -84,7 +84,7 @@ class Meeting:
         return [name for name in names if self._counts[name] != before.get(name, 0)]
 
     def describe(self) -> str:
-        """Say where this machine waits, which machines have come, and which have not."""
+        """Say where this machine waits, which nodes have come, and which haven't."""
         try:
             here = [name.partition(":")[0] for name in self._here()]
         except RuntimeError:
@@ -99,5 +99,5 @@ class Meeting:
             name for name in slurm.node_names(os.environ) if name.partition(".")[0] not in short
         ]
         rest = f"; missing: {', '.join(missing)}" if missing else ""
-        came = f"{len(here)} of {self._machines} machines are here ({', '.join(here)})"
+        came = f"{len(here)} of {self._machines} nodes are here ({', '.join(here)})"
         return f"waiting at {self._endpoint}: {came}{rest}"

@@ -77,7 +77,7 @@ class NodeFiles:
         """
         if not self._paths:
             self._open()
-        os.utime(self._paths[self._node])  # this works on a full disk, too
+        os.utime(self._paths[self._node])  # this works on a full disk as well
         for node in range(1, self._nodes) if self._node == 0 else [0]:
             path = self._paths[node]
             changed = _time(path)

@@ -24,7 +24,7 @@ def check_progress(folder: Path, resume_step: int, env: Mapping[str, str]) -> No
         resume_step: step of the newest checkpoint, at which this start resumes; 0: none.
 
     Raises:
-        ConfigError: if the last `MAX_RESTARTS` restarts have not: the next one would not, either.
+        ConfigError: if the last `MAX_RESTARTS` restarts haven't: the next one wouldn't, either.
     """
     restart = slurm.restarts(env)
     if restart < MAX_RESTARTS:

@@ -55,7 +55,7 @@ from meshwright.system.processes import (
 )
 
 PREFIX = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
-"""torchrun's environment variable for the beginning of every line of a rank."""
+"""torchrun's environment variable for the start of every line of a rank."""
 
 RANKS = "meshwright.train"
 """The module that a rank runs."""
@@ -64,7 +64,7 @@ STDERR = "*/attempt_*/{}/stderr.log"
 """Where torchrun's --tee copies the stderr of a rank to: LOG_DIR/JOB/attempt_N/LOCAL_RANK."""
 
 FAULT = "Fatal Python error"
-"""How Python begins to say where it was when C++ ended it."""
+"""How Python starts to say where it was when C++ ended it."""
 
 TAIL_LINES, TAIL_BYTES = 20, 2**20
 
@@ -75,7 +75,7 @@ SILENT_S = 60.0
 """Seconds after which a program that has the port of the rendezvous, and says nothing, ends the
 job."""
 
-OTHER_PORT = f"{FIX}choose another port, the same on all machines"
+OTHER_PORT = f"{FIX}choose a different port, the same on all nodes"
 
 
 def launch() -> None:
@@ -136,14 +136,14 @@ def launch() -> None:
 
 def _silence_torchrun() -> None:
     """Hold back torchrun's reports of signals and failed ranks: we have our own."""
-    for name in list(logging.root.manager.loggerDict):  # each module of it has a level of its own
+    for name in list(logging.root.manager.loggerDict):  # each module of it has its own level
         if name.startswith("torch.distributed.elastic"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
 def _announce_wait(args: argparse.Namespace, folder: Path) -> None:
     """Log every ten seconds, in a thread, that there are no ranks yet, and which of the other
-    machines are missing."""
+    nodes are missing."""
     meeting = None
     if int(args.nnodes) > 1:
         meeting = Meeting(args.rdzv_endpoint, int(args.nnodes), args.rdzv_id)
@@ -176,24 +176,24 @@ def _ask_for_no_name() -> None:
     """Have torchrun take the host name as it is.
 
     It looks the name up for records that nobody reads, and without an answer that takes 20 s
-    each time. If torchrun asks in another way one day, those seconds come back.
+    each time. If torchrun asks in a different way one day, those seconds come back.
     """
     socket.getfqdn = lambda name="": name or socket.gethostname()
 
 
 def _apart(error: RendezvousError, args: argparse.Namespace, folder: Path) -> str:
-    """Return the message that the machines did not meet, or have lost each other since."""
+    """Return the message that the nodes didn't meet, or have lost each other since."""
     at = f"{args.rdzv_endpoint}: {first_line(error.__cause__ or error)}\n  fix: "
     if _has_ranks(folder):
-        return f"the machines have lost each other at {at}see the consoles of all"
+        return f"the nodes have lost each other at {at}see the consoles of all"
     if int(args.nnodes) == 1:
         return f"the ranks cannot meet at {at}start it again"
-    return f"the {args.nnodes} machines did not meet at {at}start the same command on all"
+    return f"the {args.nnodes} nodes did not meet at {at}start the same command on all"
 
 
 def _end_though_stuck(folder: Path, heard: Sequence[int]) -> None:
     """Have a thread end this process if it is asked to stop before there are ranks, and its main
-    thread does not come back from C++: there it waits for the first machine.
+    thread doesn't come back from C++: there it waits for the first node.
 
     Args:
         heard: signals that the main thread has answered, and may be stuck after.
@@ -255,7 +255,7 @@ def _ask_to_stop(request: Path, number: int, heard: list[int]) -> None:
     heard.append(number)
     if number == signal.SIGINT and heard.count(number) > 1:
         _kill(number)
-    if not _has_ranks(request.parent):  # it waits for other machines, for minutes
+    if not _has_ranks(request.parent):  # it waits for other nodes, for minutes
         if len(heard) == 1:
             print_error(before_training(name))
         sys.exit(code_of_request(name))
@@ -311,9 +311,9 @@ def _report(error: ChildFailedError, request: Path, args: argparse.Namespace, wa
     hint = ""
     if end.code == -signal.SIGKILL:
         hint = "; most often there is too little memory: dmesg"
-    if end.has_lost_peer:  # it has not failed by itself
+    if end.has_lost_peer:  # it hasn't failed by itself
         how = "lost its connection to another rank"
-        hint = "; look for the first failure on the consoles of all machines (traceback: the logs)"
+        hint = "; look for the first failure on the consoles of all nodes (traceback: the logs)"
     elif text := _traceback(failure):
         _print(text)
     else:
@@ -350,7 +350,7 @@ def _print(*lines: str) -> None:
 
 
 def _note_end(args: argparse.Namespace, watch: Watch, reason: str) -> None:
-    """Add the end to the history of the run, if its first rank was here and could not."""
+    """Add the end to the history of the run, if its first rank was here and couldn't."""
     if (beat := watch.last_beat(0)) is not None:
         in_time(lambda: note_missing_end(_logs(args).parent, beat.step, reason, watch.began))
 
@@ -380,7 +380,7 @@ def _show_stderr(rank: int, failure: ProcessFailure, args: argparse.Namespace) -
 
 
 def _logs(args: argparse.Namespace) -> Path:
-    """Make the job's folder of logs; raise ConfigError if its config cannot be read any more."""
+    """Make the job's folder of logs; raise ConfigError if its config can't be read any more."""
     words = args.training_script_args
     if RANKS in words:  # `python -m meshwright.train`, as `meshwright train` starts ranks
         words = words[words.index(RANKS) + 1 :]

@@ -63,7 +63,7 @@ MEANINGS = {
 }
 
 TORCH = str(Path(torch.__file__).parent)
-"""Any folder, if it was built from source. A user may have a folder torch/distributed, too."""
+"""Any folder, if it was built from source. A user may have a folder torch/distributed as well."""
 
 WAITS_IN = re.compile(r"/meshwright/train/stop\.py$|/concurrent/futures/\w+\.py$")
 """Files in whose functions a rank waits for others, in addition to torch.distributed."""
@@ -105,7 +105,7 @@ def waits_for_others(stacks: str) -> bool:
 
 
 def culprits(evidence: Sequence[Evidence]) -> list[Evidence]:
-    """Return the ranks that the others wait for; none if that cannot be told."""
+    """Return the ranks that the others wait for; none if that can't be told."""
     fewest = min((rank.count for rank in evidence), default=0)
     stopped = [rank for rank in evidence if rank.state in STOPPED]
     behind = [rank for rank in evidence if rank.count == fewest]
@@ -180,13 +180,13 @@ class Watch:
 
     Attributes:
         verdict: lines about the hang, the cause last; None if there is none.
-        began: seconds of the epoch.
+        started: seconds of the epoch.
 
     Args:
         folder: of the heartbeats.
         stderr: returns the file with the stderr of a rank, by its number on this machine.
         reports: returns the folder for the stacks.
-        leave: ends this process, if torchrun does not after a verdict.
+        leave: ends this process, if torchrun doesn't after a verdict.
     """
 
     def __init__(
@@ -216,7 +216,7 @@ class Watch:
             in_time(self._nodes.leave)
 
     def last_beat(self, rank: int) -> Beat | None:
-        """Return the last beat of a rank; None if it was not on this machine, or alone."""
+        """Return the last beat of a rank; None if it wasn't on this machine, or is the only one."""
         return next((beat for beat in read_beats(self._folder) if beat.rank == rank), None)
 
     def _run(self) -> None:
@@ -259,9 +259,9 @@ class Watch:
         return path is not None and ABORTED in tail(path)
 
     def _warn(self, beats: Sequence[Beat], now: float) -> None:
-        """Name the ranks that do not wait for others though the limit is over.
+        """Name the ranks that don't wait for others though the limit is over.
 
-        This does not prove a hang: a save may take longer, and so may a step without a collective.
+        This doesn't prove a hang: a save may take longer, and so may a step without a collective.
         """
         late = [beat for beat in beats if now - beat.since - WARN_AFTER_S >= beat.limit_s > 0]
         new = {(beat.rank, beat.count) for beat in late} - self._warned

@@ -32,17 +32,17 @@ COLUMNS = {
     "GiB": (7, ""),
     "eta": (12, ""),
 }
-"""Width and colour of each column, by its header."""
+"""Width and color of each column, by its header."""
 
 LOAD = "experts/load_max"
-"""Figure of the column "load", which is there for models that have it."""
+"""Metric of the column "load", which is there for models that have it."""
 
 LEFT_OUT = ("TFLOP/s", "GiB", "lr")
 """Columns that a narrow console drops, in this order; metrics.jsonl has them."""
 
 
 def duration(seconds: float | None) -> str:
-    """Return "1:02:03", or "2d 01:02:03"; "-" if it is not known."""
+    """Return "1:02:03", or "2d 01:02:03"; "-" if it isn't known."""
     if seconds is None:
         return "-"
     minutes, second = divmod(round(seconds), 60)
@@ -145,7 +145,7 @@ class Console:
 
 
 def _fitting(record: Record, used: int) -> list[str]:
-    """Return the columns of which the record has figures, and for which there is room."""
+    """Return the columns of which the record has metrics, and for which there is room."""
     found = [name for name in COLUMNS if name != "load" or LOAD in record]
     for name in LEFT_OUT:
         if used + sum(COLUMNS[shown][0] for shown in found) > console_width(console_stream()):

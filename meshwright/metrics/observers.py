@@ -1,5 +1,5 @@
 """The seam on which everything optional in a run hangs: the EMA of the weights, the best
-checkpoint, sample texts, the report of bad steps, the profiler, and the sinks of records."""
+checkpoint, sample generations, the report of skipped steps, the profiler and the sinks."""
 
 from collections.abc import Callable, Mapping
 from types import TracebackType
@@ -10,7 +10,7 @@ from torch import Tensor
 from meshwright.metrics.sinks import Record
 
 Evaluate = Callable[[], dict[str, float]]
-"""Evaluates the model with the weights that it has now; returns the figures by name."""
+"""Evaluates the model with the weights that it has now; returns the metrics by name."""
 
 
 class Observer:
@@ -39,7 +39,7 @@ class Observer:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Close files; do not raise the error, which is on its way anyway."""
+        """Close files; don't raise the error, which is on its way anyway."""
 
     def after_update(self, skip_update: Tensor) -> None:
         """The weights were updated, unless `skip_update`, () bool on the device. Don't wait for
@@ -57,13 +57,13 @@ class Observer:
         anything is logged or saved."""
 
     def figures(self) -> dict[str, float]:
-        """Return figures for the record of the step, by name."""
+        """Return metrics for the record of the step, by name."""
         return {}
 
     def on_validation(
         self, evaluate: Evaluate, is_stopped: Callable[[], bool]
     ) -> Mapping[str, float]:
-        """The model was evaluated; return more figures for the record.
+        """The model was evaluated; return more metrics for the record.
 
         Args:
             evaluate: evaluates it once more, for an observer that changes the weights meanwhile.
@@ -82,7 +82,7 @@ class Observer:
         """Somebody has asked for a trace of the next steps, by the file PROFILE."""
 
     def on_step_end(self) -> None:
-        """The work after a step is done; the next one begins."""
+        """The work after a step is done; the next one starts."""
 
     def state_dict(self) -> Any:
         """Return the state that a resume on any mesh needs, as JSON; None: there is none."""

@@ -89,7 +89,7 @@ class Profiler(Observer):
                 _record(False)
 
     def _start(self, wait: int, repeat: int) -> torch.profiler.profile:
-        """Begin a Chrome trace after `wait` steps; `repeat`: how often, 0 for ever."""
+        """Start a Chrome trace after `wait` steps; `repeat`: how often, 0 for ever."""
         activities = {torch.profiler.ProfilerActivity.CPU}
         if self._has_gpu:
             activities.add(torch.profiler.ProfilerActivity.CUDA)

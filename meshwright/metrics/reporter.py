@@ -24,7 +24,7 @@ class Phases:
     host launched them. Elsewhere they are the host's, which computes.
 
     Args:
-        note: gets the name of each phase when the host begins it.
+        note: gets the name of each phase when the host starts it.
     """
 
     def __init__(self, device: torch.device, note: Callable[[Phase], None] | None = None) -> None:
@@ -36,7 +36,7 @@ class Phases:
         self._events: list[tuple[Phase, torch.cuda.Event, torch.cuda.Event]] = []
 
     def mark(self, phase: Phase | None) -> None:
-        """End the phase under way, and begin `phase`. None: nothing that is timed follows."""
+        """End the phase under way, and start `phase`. None: nothing that is timed follows."""
         if self._note is not None and phase is not None:
             self._note(phase)
         now: Any = time.perf_counter()
@@ -117,7 +117,7 @@ class Reporter:
         self.tokens_seen += self._work.tokens_per_step
 
     def report(self, step: int, figures: Mapping[str, float]) -> Record:
-        """Return the record of `step`; its figures being on the host, the device has finished
+        """Return the record of `step`; its metrics being on the host, the device has finished
         it."""
         passed_s = self._clock() - self._since - sum(self._paused.values())
         step_s = passed_s / self._steps
@@ -151,7 +151,7 @@ class Reporter:
         """Leave the time inside out of rates.
 
         Args:
-            pause: the figure that the time adds to; None: no figure.
+            pause: the metric that the time adds to; None: no chart.
         """
         start = self._clock()
         yield
@@ -159,7 +159,7 @@ class Reporter:
 
 
 class SinkWriter(Observer):
-    """Writes each record, and the texts of its validation, to every sink.
+    """Writes each record, and the text of its validation, to every sink.
 
     Args:
         advance: shows how far the job is; gets the number of every step.
@@ -174,7 +174,7 @@ class SinkWriter(Observer):
             self._advance(step)
 
     def add_texts(self, texts: Texts) -> None:
-        """Have the next record followed by texts that the model wrote."""
+        """Have the next record followed by text that the model wrote."""
         self._texts = texts
 
     def on_report(self, record: Record) -> None:

@@ -29,7 +29,7 @@ and opens the first two."""
 
 
 class TensorBoard:
-    """TensorBoard's scalars, texts (the config as TOML, and the model's) and hyperparameters.
+    """TensorBoard's scalars, text (the config as TOML, and the model's) and hyperparameters.
 
     It hides events of an earlier run after the step to resume from.
 
@@ -100,9 +100,9 @@ class WeightsAndBiases:
     """Sends records to a run, which a resumed job continues.
 
     W&B takes each step once, in rising order. A job that was killed resumes at its last checkpoint,
-    so it trains some steps again that the run already has: the run keeps the figures that it has.
-    Without a connection (WANDB_MODE=offline) the steps that the run has are not known, and a
-    resumed job's part begins at its checkpoint.
+    so it trains some steps again that the run already has: the run keeps the metrics that it has.
+    Without a connection (WANDB_MODE=offline) the steps that the run has aren't known, and a
+    resumed job's part starts at its checkpoint.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class WeightsAndBiases:
             project, entity, name: as W&B means them; "": its own choice.
 
         Raises:
-            ConfigError: if W&B refuses the run or cannot be reached.
+            ConfigError: if W&B rejects the run or can't be reached.
         """
         import wandb  # an extra; `resolve` has made sure that it is there
 

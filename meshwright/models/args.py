@@ -41,7 +41,7 @@ class DecoderArgs(ABC):
     """The dimensions of a decoder; a family is a subclass that expands them to a table.
 
     Raises:
-        ValueError: if the dimensions do not fit each other.
+        ValueError: if the dimensions don't fit each other.
     """
 
     __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}  # when read from a TOML
@@ -54,7 +54,7 @@ class DecoderArgs(ABC):
     n_kv_heads: int
     """Key and value heads K; each serves N/K query heads."""
     hidden_dim: int
-    """Inner width F of the feed-forward block."""
+    """FFN hidden size F of the feed-forward block."""
     vocab_size: int
     norm_eps: float = 1e-5
     rope_theta: float = 500000.0
@@ -222,7 +222,7 @@ class WindowArgs(DecoderArgs):
 
 @dataclass(frozen=True)
 class ExpertArgs(DecoderArgs):
-    """The dimensions of a decoder whose layers have experts, each of inner width `hidden_dim`."""
+    """The dimensions of a decoder whose layers have experts, each of MLP width `hidden_dim`."""
 
     n_experts: int = 8
     """Experts E of a layer."""
@@ -254,7 +254,7 @@ class ExpertArgs(DecoderArgs):
         return [self.mixture(self.hidden_dim, out_std)] * self.n_layers
 
     def mixture(self, hidden_dim: int, out_std: float, **options: Any) -> MixtureSpec:
-        """Return the experts of a layer, each of inner width `hidden_dim`.
+        """Return the experts of a layer, each of FFN hidden size `hidden_dim`.
 
         Args:
             options: further fields of `MixtureSpec`.

@@ -121,7 +121,7 @@ class CausalAttention(nn.Module):
         """(B, N, S, H), (B, K, S, H) twice -> (B, N, S, H); K divides N.
 
         Args:
-            mask: from `build_mask`, so it is causal and has the window, too; None: one document.
+            mask: from `build_mask`, so it is causal and has the window as well; None: one document.
             scale: of products of queries with keys.
             window: tokens that a token sees, with itself; None: all before.
             soft_cap: c, scores s become c tanh(s / c); None: they stay.
@@ -182,7 +182,7 @@ class Attention(nn.Module):
     def forward(
         self, x: Tensor, cos: Tensor | None, sin: Tensor | None, mask: Mask | None = None
     ) -> Tensor:
-        """(B, S, D) -> (B, S, D); without `cos` and `sin`, (S, H/2), positions are not known."""
+        """(B, S, D) -> (B, S, D); without `cos` and `sin`, (S, H/2), positions aren't known."""
         q, k, v = self.wq(x), self.wk(x), self.wv(x)
         if self.qk_norm == "all":
             q, k = self.q_norm(q), self.k_norm(k)

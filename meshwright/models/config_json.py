@@ -87,11 +87,11 @@ def read_stretching(
         config: the file.
 
     Raises:
-        ValueError: if that is another rotation than ours.
+        ValueError: if that is a different rotation than ours.
     """
     rope_type = rope.get("rope_type", rope.get("type", "default"))
     if rope_type not in ("default", kind) or rope_type is None:
-        kinds = f"default and {kind}" if kind else "default alone"
+        kinds = f"default and {kind}" if kind else "default only"
         raise ValueError(f"{where}.rope_type is {rope_type!r}; this model has {kinds}")
     fields = FIELDS[KINDS[kind]] if kind else {}
     known = {"rope_type", "type", "rope_theta", *fields.values(), *FIELDS[RopeScaling].values()}

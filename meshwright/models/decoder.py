@@ -81,10 +81,10 @@ class Block(nn.Module):
 
 
 class Projection(nn.Module):
-    """The projection to logits, by a weight of its own or by the embedding's.
+    """The projection to logits, by its own weight or by the embedding's.
 
     Source of the latter: Press and Wolf 2016, arXiv:1608.05859. It then holds no second name of the
-    weight, because sharing does not survive the move from meta, which gives every module tensors of
+    weight, because sharing doesn't survive the move from meta, which gives every module tensors of
     its own. `loss` knows how to multiply by the weight, so that tensor parallelism has one thing to
     replace.
 
@@ -180,7 +180,7 @@ class Decoder(nn.Module):
         return {f"rope_{number}": rope for number, rope in enumerate(self.table.ropes)}
 
     def mixtures(self) -> dict[int, Mixture]:
-        """Feed-forwards with experts, by the number of their layer in the model."""
+        """MLPs with experts, by the number of their layer in the model."""
         found = {int(name): block.feed_forward for name, block in self.layers.items()}
         return {number: part for number, part in found.items() if isinstance(part, Mixture)}
 
@@ -214,11 +214,11 @@ class Decoder(nn.Module):
 
         Args:
             labels: (B, S) int64, as `SummedLoss` takes them. A stage without the output needs
-                them for its routers, which do not count padding.
+                them for its routers, which don't count padding.
             positions: (S,) or (B, S) int64 of the tokens in their sequence, else 0 .. S-1.
             documents: (B, S) int: which document of its sequence each position belongs to, rising
                 from 0. Attention then stops between them, and the positions that it rotates by
-                begin at 0 in each. Of whole sequences, also where `tokens` are parts of them.
+                start at 0 in each. Of whole sequences, also where `tokens` are parts of them.
         """
         table = None
         if self.output is not None and self.table.tie_embeddings:

@@ -28,10 +28,10 @@ class ForeignTensor:
     """If given, the rows of each head, which are so many, are for a rotation of (i, i + H/2); ours
     are for one of (2i, 2i + 1)."""
     slices: tuple[str, ...] = ()
-    """If given, the files hold each slice of the first dimension under a name of its own, and
+    """If given, the files hold each slice of the first dimension under its own name, and
     `name` is that of none."""
     start: int = 0
-    """Where its part of the second dimension begins, if the files hold it with others in one."""
+    """Where its part of the second dimension starts, if the files hold it with others in one."""
     file_shape: tuple[int, ...] | None = None
     """Shape of that one tensor."""
 
@@ -131,9 +131,9 @@ class HuggingFaceForm:
     numbers: Mapping[str, tuple[str, float]] = field(default_factory=dict)
     """The same of a factor, and its value where the key is absent."""
     caps: Mapping[str, tuple[str, float | None]] = field(default_factory=dict)
-    """The same of a soft cap, which may be null, too."""
+    """The same of a soft cap, which may be null as well."""
     read_own: Callable[[Mapping[str, Any]], dict[str, Dimension]] | None = None
-    """Reads the dimensions that no field above can say. Raises `ValueError` if our model has not
+    """Reads the dimensions that no field above can say. Raises `ValueError` if our model hasn't
     what a key says."""
     write_own: Callable[[Any], dict[str, Any]] | None = None
     """Returns their keys, from the family's args."""
@@ -205,15 +205,15 @@ class HuggingFaceForm:
         means transformers' default.
 
         Raises:
-            ValueError: if our model is not that function, or a key is missing.
+            ValueError: if our model isn't that function, or a key is missing.
         """
         if config.get("model_type") not in (self.model_type, *self.aliases):
-            fix = "set model.name to its family, or name another folder"
+            fix = "set model.name to its family, or choose a different folder"
             rule = f"model_type is {config.get('model_type')!r}, not {self.model_type!r}"
             raise ValueError(f"{rule}\n  fix: {fix}")
         for key, only in (FIXED | {**self.fixed}).items():
             if config.get(key, only) != only:
-                raise ValueError(f"{key} is {config[key]!r}; this model has {only!r} alone")
+                raise ValueError(f"{key} is {config[key]!r}; this model has {only!r} only")
         if config.get("quantization_config"):
             raise ValueError("quantization_config: the weights are quantized")
         if config.get(PARTIAL) not in (None, 1):
@@ -224,7 +224,7 @@ class HuggingFaceForm:
         else:
             kinds = config.get("layer_types") or []
             if not isinstance(kinds, list) or any(kind != FULL for kind in kinds):
-                raise ValueError(f"layer_types is {kinds!r}; this model has {FULL} alone")
+                raise ValueError(f"layer_types is {kinds!r}; this model has {FULL} only")
         found |= self._read_ropes(config) if self.nests_rope else self._read_rope(config)
         eps = config.get("rms_norm_eps", self.defaults.get("rms_norm_eps", 1e-6))
         found["norm_eps"] = Dimension("rms_norm_eps", number("rms_norm_eps", eps))
@@ -244,7 +244,7 @@ class HuggingFaceForm:
             ours, theirs = self.dense_layers
             dense = config.get(theirs) or []
             if dense != [*range(len(dense))]:
-                raise ValueError(f"{theirs} is {dense!r}; this model has the first layers alone")
+                raise ValueError(f"{theirs} is {dense!r}; this model has the first layers only")
             found[ours] = Dimension(theirs, len(dense))
         tied = config.get("tie_word_embeddings", False)
         found["tie_embeddings"] = Dimension("tie_word_embeddings", bool(tied))
@@ -282,7 +282,7 @@ class HuggingFaceForm:
         """Read the rotations of a family whose config.json has one for each kind of layer.
 
         transformers updates that of full layers with the older table, and gives the older theta to
-        them alone (configuration_olmo3.py and configuration_gemma3.py, 5.24).
+        them only (configuration_olmo3.py and configuration_gemma3.py, 5.24).
         """
         tables = config.get("rope_parameters") or {}
         older = config.get("rope_scaling") or {}

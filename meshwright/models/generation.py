@@ -178,12 +178,12 @@ def generate(
 
 
 def greedy(logits: Tensor) -> int:
-    """Return the likeliest token."""
+    """Return the most likely token."""
     return int(logits.argmax())
 
 
 def sampler(temperature: float, top_p: float, seed: int) -> Choose:
-    """Draws from softmax(logits / temperature), among the likeliest tokens that together have a
+    """Draws from softmax(logits / temperature), among the most likely tokens that together have a
     probability of `top_p` or more.
 
     Source: Holtzman et al. 2020, arXiv:1904.09751, section 3.1 (nucleus sampling). It draws on the

@@ -20,7 +20,7 @@ from meshwright.models.table import FeedForwardSpec
 def cast(weight: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a weight in `dtype`, whose gradients are added up and rounded in that type.
 
-    A weight itself may take them in another one (`Tensor.grad_dtype`), as FSDP2's do from torch
+    A weight itself may take them in a different one (`Tensor.grad_dtype`), as FSDP2's do from torch
     2.15 on: then the number of microbatches would decide how gradients are rounded.
     """
     return weight.view_as(weight) if weight.dtype == dtype else weight.to(dtype)
@@ -80,7 +80,7 @@ class Embedding(nn.Embedding):
         """(B, S) int64 -> (B, S, D).
 
         Args:
-            table: the result of `cast_table`, if it is used elsewhere, too.
+            table: the result of `cast_table`, if it is used elsewhere as well.
         """
         table = self.weight if table is None else table
         dtype = self.dtype or table.dtype

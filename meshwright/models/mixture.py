@@ -86,11 +86,11 @@ class Mixture(nn.Module):
     arXiv:1701.06538.
 
     Attributes:
-        bias: (E,) fp32, added to scores for the choice alone; part of checkpoints.
+        bias: (E,) fp32, added to scores for the choice only; part of checkpoints.
         load: (E,) int64, of the last step: tokens of each expert, but for padding; part of
             checkpoints.
         counts: (E,) int64, the same of this step so far, on this rank.
-        figures: (4,) fp32, of `own_losses` in this step so far, on this rank.
+        metrics: (4,) fp32, of `own_losses` in this step so far, on this rank.
         losses: of this layer.
         bias_update_rate: by which a step moves `bias` towards even loads; 0: it stays.
         sum_over_ranks: adds up integers over the ranks that have parts of the same sequences.
@@ -119,7 +119,7 @@ class Mixture(nn.Module):
     def forward(
         self, x: Tensor, chosen: Tensor | None = None, counted: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """(B, S, D) -> (B, S, D), the router's choice of experts, (B, S, K) int64, and figures.
+        """(B, S, D) -> (B, S, D), the router's choice of experts, (B, S, K) int64, and metrics.
 
         Args:
             chosen: (B, S, K) experts to take in the place of the router's choice. Then the last
@@ -233,14 +233,14 @@ def leaves_memory(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) != (9, 0)
 
 
-# torch's own, under a name that compiles and is traced in fp32 too: its shape rule takes bf16 alone
+# torch's own, under a name that compiles and is traced in fp32 too: its shape rule takes bf16 only
 # (2.13)
 @torch.library.custom_op("meshwright::grouped_matmul", mutates_args=())
 def grouped_matmul(a: Tensor, b: Tensor, ends: Tensor, *, is_transposed: bool = False) -> Tensor:
     """(R, in), (E, in, out) -> (R, out): rows up to ends[0] by b[0], and so on; or (in, R),
     (R, out) -> (E, in, out): the product of the columns and rows of each group, zeros without any.
 
-    Where torch does not multiply in groups, a loop does, to equal results: as where there are no
+    Where torch doesn't multiply in groups, a loop does, to equal results: as where there are no
     rows at all, on a rank whose experts nobody chose (pytorch pull request 192497).
 
     Args:

@@ -18,7 +18,7 @@ Layout = Literal[
     "output",
 ]
 """How tensor parallelism holds a parameter. A rank has its part of the sequence between the
-modules of a block, and its part of the heads or of the inner width inside them.
+modules of a block, and its part of the heads or of the FFN hidden size inside them.
 
     embedding: rows are cut; the module takes whole sequences of tokens.
     colwise: rows (output features) are cut; the module takes whole sequences.

@@ -22,7 +22,7 @@ class RopeScaling:
     low_freq_factor: float = 1.0
     """Wavelengths above original_seq_len / low_freq_factor are stretched by the whole factor."""
     high_freq_factor: float = 4.0
-    """Wavelengths below original_seq_len / high_freq_factor are left alone."""
+    """Wavelengths below original_seq_len / high_freq_factor are left unchanged."""
     original_seq_len: int = 8192
     """Tokens of context in the original training."""
 
@@ -66,7 +66,7 @@ class Yarn:
     original_seq_len: int = 8192
     """Tokens of context in the original training."""
     beta_fast: float = 32.0
-    """Wavelengths with more turns than this within the original context are left alone."""
+    """Wavelengths with more turns than this within the original context are left unchanged."""
     beta_slow: float = 1.0
     """Wavelengths with fewer turns than this are stretched by the whole factor."""
     attention_factor: float | None = None

@@ -16,13 +16,13 @@ class Router(nn.Linear):
     bias: Tensor | None  # type: ignore[assignment]  # which torch's class has too
 
     def forward(self, x: Tensor) -> Tensor:  # (T, D) -> (T, E) fp32
-        # rounded first: FSDP2 gives the rounded weight, one process alone the fp32 one
+        # rounded first: FSDP2 gives the rounded weight, a single process the fp32 one
         bias = None if self.bias is None else self.bias.to(x.dtype).float()
         return F.linear(x.float(), self.weight.to(x.dtype).float(), bias)
 
 
 # an operator, so that activation checkpointing can keep its result: a choice that is made again
-# may be another one
+# may be a different one
 @torch.library.custom_op("meshwright::choose_experts", mutates_args=())
 def choose_experts(
     scores: Tensor, n_active: int, n_groups: int, n_active_groups: int, n_best: int = 2
@@ -125,10 +125,10 @@ def own_losses(
     *,
     is_softmax: bool,
 ) -> tuple[Tensor | None, Tensor]:
-    """Return the gradient of `losses` by `logits`, (T, E), None if all weights are 0; and figures
+    """Return the gradient of `losses` by `logits`, (T, E), None if all weights are 0; and metrics
     of the losses, (4,) fp32.
 
-    The figures are sums over tokens: of load x share of score by the batch's load and by the
+    The metrics are sums over tokens: of load x share of score by the batch's load and by the
     sequence's, of the squared logsumexp, and of the entropy of shares.
 
     Args:

@@ -46,7 +46,7 @@ class AttentionSpec:
     soft_cap: float | None = None
     """c: scores s become c tanh(s / c). None: they stay."""
     has_norm_offset: bool = False
-    """Norms of queries and keys multiply by 1 + w."""
+    """QK-norm multiply by 1 + w."""
     biases: tuple[str, ...] = ()
     """The projections that have biases, which start at zero: of "wq", "wk", "wv" and "wo"."""
 
@@ -102,7 +102,7 @@ class AttentionSpec:
 
 @dataclass(frozen=True)
 class FeedForwardSpec:
-    """Gated feed-forward of inner width F, without biases."""
+    """Gated feed-forward of FFN hidden size F, without biases."""
 
     dim: int
     hidden_dim: int
@@ -112,7 +112,7 @@ class FeedForwardSpec:
     activation: Literal["silu", "gelu"] = "silu"
     """Of the gate. gelu: its approximation by tanh."""
     width_key: str = "hidden_dim"
-    """Key in `model.args` that its inner width comes from, or a product of some."""
+    """Key in `model.args` that its FFN hidden size comes from, or a product of some."""
 
     @property
     def parameters(self) -> dict[str, Parameter]:
@@ -128,7 +128,7 @@ class FeedForwardSpec:
 
 @dataclass(frozen=True)
 class MixtureSpec:
-    """E gated feed-forwards of inner width F, of which each token goes through K."""
+    """E gated MLPs of FFN hidden size F, of which each token goes through K."""
 
     dim: int
     hidden_dim: int
@@ -263,7 +263,7 @@ class DecoderSpec:
         token's vector e, the norm scales e to length sqrt(D), and with weights of one its product
         with its own row of the table is sqrt(D) |e|: every token predicts itself. With as many
         weights of -1 that product is a sum of D terms of both signs, as of any other row, so the
-        first loss is that of an output of its own.
+        first loss is that of its own output.
         """
         matrix = (self.vocab_size, self.dim)
         embedding = Parameter(matrix, "embedding", self.std, 0)
@@ -305,7 +305,7 @@ class DecoderSpec:
 
     @cached_property
     def mixtures(self) -> Mapping[int, MixtureSpec]:
-        """Feed-forwards with experts, by the number of their layer."""
+        """MLPs with experts, by the number of their layer."""
         found = {index: layer.feed_forward for index, layer in enumerate(self.layers)}
         return {index: spec for index, spec in found.items() if isinstance(spec, MixtureSpec)}
 
@@ -357,7 +357,7 @@ class DecoderSpec:
 
     @property
     def num_active_params(self) -> int:
-        """Parameters that a token meets: all, but of the experts its own alone."""
+        """Parameters that a token meets: all, but of the experts its own only."""
         idle = (
             parameter.numel // spec.n_experts * (spec.n_experts - spec.n_active)
             for spec in self.mixtures.values()
@@ -394,7 +394,7 @@ class DecoderSpec:
         with `is_causal` of the half that kernels compute. All pairs are the convention of PaLM
         (Chowdhery et al. 2022, arXiv:2204.02311, appendix B) and of torchtitan; layers with a
         window have those of `AttentionSpec.num_pairs`. Recomputation by activation checkpointing
-        does not count.
+        doesn't count.
         """
         multiplied = sum(p.numel * p.token_share for p in self.parameters.values())
         attentions = [layer.attention for layer in self.layers]

@@ -22,7 +22,7 @@ Operator = Callable[..., Any]
 
 Backend = Callable[[fx.GraphModule, list[Tensor]], Callable[..., Any]]
 MESHES_HAVE_NO_SIZE = "unsafe_treat_script_objects_as_zero_size"
-"""Option of torch.compile, there in torch 2.13, not in 2.11: without it the compiler refuses to
+"""Option of torch.compile, there in torch 2.13, not in 2.11: without it the compiler rejects to
 tell what memory a mesh takes."""
 
 KEPT = ("meshwright.choose_experts", "meshwright.exchange_counts")
@@ -60,7 +60,7 @@ def apply_ac(
     return f"activation checkpointing: {mode}{detail.get(mode, '')}"
 
 
-@functools.cache  # the compiler takes equal graphs with another backend for others
+@functools.cache  # the compiler takes equal graphs with a different backend for others
 def keep_within_budget(backend: str, memory_budget: float, has_meshes: bool = False) -> Backend:
     """Return the compiler `backend`, keeping this share, in [0, 1], of the activations it would
     keep.
@@ -69,16 +69,16 @@ def keep_within_budget(backend: str, memory_budget: float, has_meshes: bool = Fa
         has_meshes: graphs have device meshes among their inputs, as under tensor parallelism.
 
     Raises:
-        ConfigError: if torch cannot tell what memory a mesh takes.
+        ConfigError: if torch can't tell what memory a mesh takes.
     """
     check(
         not has_meshes or hasattr(partitioner, MESHES_HAVE_NO_SIZE),
         "activation_checkpoint.mode",
         "memory_budget",
         f"torch {torch.__version__} cannot with tensor parallelism",
-        "use torch 2.13, or another mode",
+        "use torch 2.13, or a different mode",
     )
-    # with operators of ours, as the CPU's attention, which were else free to compute again
+    # with our operators, as the CPU's attention, which were else free to compute again
     options: dict[str, object] = {
         "activation_memory_budget": memory_budget,
         "is_non_builtin_to_include": True,
@@ -99,7 +99,7 @@ def keep_within_budget(backend: str, memory_budget: float, has_meshes: bool = Fa
 @functools.cache  # blocks with the same function share a compiled graph
 def _keeping(names: tuple[str, ...]) -> Callable[[], object]:
     """Return the `context_fn` of `checkpoint` that keeps outputs of these operators."""
-    # names, and not their operators, some of which torch.compile does not know
+    # names, and not their operators, some of which torch.compile doesn't know
     contexts = functools.partial(_contexts, names)
     # by this torch.compile's cache tells policies apart; without it, it keeps no graph
     contexts.cache_hash = f"save {names}, prefer to compute others again"  # type: ignore[attr-defined]
@@ -165,7 +165,7 @@ def _recompute(block: nn.Module, **options: Any) -> None:
     forward = block.forward
     draws = any(isinstance(part, DROPOUTS) and part.p > 0 for part in block.modules())
 
-    # a function of ours, not a partial: torch.compile starts at the first frame that is not torch's
+    # our function, not a partial: torch.compile starts at the first frame that isn't torch's
     def recomputed(*inputs: Tensor) -> Tensor:
         return checkpoint(
             forward,

@@ -35,7 +35,7 @@ def local_positions(seq_len: int, mesh: DeviceMesh, device: torch.device) -> Ten
     """Return which of the positions 0 .. S-1 this rank of the cp axis has: (S/cp,) int64.
 
     The sequence is cut into 2 cp chunks; rank r has chunks r and 2 cp - 1 - r. With causal
-    attention that is the same work for every rank, where neighbouring chunks would give the last
+    attention that is the same work for every rank, where neighboring chunks would give the last
     rank most of it. Source: Grattafiori et al. 2024, arXiv:2407.21783, section 3.3.2.
     """
     if mesh.size() == 1:
@@ -149,7 +149,7 @@ def masked_in_chunks(
     none before the window of its first query.
 
     Args:
-        mask: (B, 1, S/cp, S) bool, with the window, too; None: one document.
+        mask: (B, 1, S/cp, S) bool, with the window as well; None: one document.
     """
     if mask is None and q.is_cuda:  # in fp32, whose kernel has no grouped heads
         k, v = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1])
@@ -173,9 +173,9 @@ def masked_in_chunks(
 
 
 class _GatheredAttention(torch.autograd.Function):
-    """Causal attention that keeps a rank's own keys and values alone, and gathers twice.
+    """Causal attention that keeps a rank's own keys and values only, and gathers twice.
 
-    The fused kernels return the logarithms but no gradient of them, hence a backward of ours.
+    The fused kernels return the logarithms but no gradient of them, hence our backward.
     """
 
     @staticmethod
@@ -258,7 +258,7 @@ def gradients_in_chunks(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of `q`, `k` and `v`, from that of `attend_in_chunks`'s output."""
     flash_backward = FLASH[q.device.type].backward
-    # of no element are there more than two parts, so that 16-bit sums, too, are rounded once
+    # of no element are there more than two parts, so that 16-bit sums as well, are rounded once
     grad_q, grad_k, grad_v = (torch.zeros_like(x) for x in (q, k, v))
     by_chunk = [x.chunk(2, SEQUENCE) for x in (grad_q, grad, q, output)]
     for into, grad_out, queries, out, logsumexp, seen in zip(

@@ -78,7 +78,7 @@ def apply_fsdp(
     Args:
         model: best on the meta device. With `training.enable_cpu_offload` its shards are to be
             given their memory on the CPU.
-        fp32_modules: names of modules, none within another, that are not cast to
+        fp32_modules: names of modules, none within another, that aren't cast to
             `training.mixed_precision_param` but are separate groups, with casts around them.
     """
     mesh = meshes.fsdp
@@ -101,7 +101,7 @@ def apply_fsdp(
         layers.append([embedding])
     *_, last = model.layers.values()
     for block in model.layers.values():
-        # backward begins with the last and the output: freed, they would be gathered twice in a row
+        # backward starts with the last and the output: freed, they would be gathered twice in a row
         reshard = at_end if block is last else not never
         within = [module for module in block.modules() if module in kept and module is not block]
         inner = [shard(module, reshard_after_forward=reshard) for module in within]
@@ -119,14 +119,14 @@ def apply_fsdp(
         _prefetch(root, layers, parallelism.fsdp_prefetch_layers)
     used = [mesh] if meshes.experts is None else [mesh, meshes.experts]
     if any(one.size() > 1 for one in used):
-        # over one rank, the default mean is the sum, and does not divide
+        # over one rank, the default mean is the sum, and doesn't divide
         sum_gradients(model)
     if meshes.tp.size() > 1:
         sum_over_tp_in_reduce_dtype(model)
     ahead = parallelism.fsdp_prefetch_layers * max(map(len, layers))
     line = _describe(mesh, training)
     if parallelism.fsdp_cpu_backend == "auto":
-        # a list, because each mesh is to share its memory, whether or not another one does
+        # a list, because each mesh is to share its memory, whether or not a different one does
         shared = [share_memory(model, one, ahead) for one in used]
         if any(shared):
             line += "; through shared memory"
@@ -158,7 +158,7 @@ def _sharding(
     offload, mesh = OffloadPolicy(), meshes.fsdp
     place = _placement(model, meshes)
     if training.enable_cpu_offload:
-        # pinned, so that copies do not wait; torch pins by way of an accelerator, or raises
+        # pinned, so that copies don't wait; torch pins by way of an accelerator, or raises
         offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
 
     def shard(*modules: nn.Module, reshard_after_forward: bool) -> "FSDPModule":
@@ -237,7 +237,7 @@ def sum_gradients(model: Decoder) -> None:
     for module in model.modules():
         if is_fsdp(module):
             module.set_gradient_divide_factor(1.0)
-            # else FSDP2 pre-multiplies within the collective, which gloo cannot
+            # else FSDP2 pre-multiplies within the collective, which gloo can't
             module.set_force_sum_reduction_for_comms(True)
 
 

@@ -85,7 +85,7 @@ def exchanged(
     return all_to_all(spread(out, place, order.unsqueeze(1), None), to, by, group)
 
 
-# one operator, so that activation checkpointing keeps its results: backward does not ask again, nor
+# one operator, so that activation checkpointing keeps its results: backward doesn't ask again, nor
 # does the host wait for the device again
 @torch.library.custom_op("meshwright::exchange_counts", mutates_args=())
 def exchange_counts(counts: Tensor, group_name: str) -> tuple[Tensor, Tensor]:
@@ -146,7 +146,7 @@ class Balance:
 
     @torch.no_grad()
     def sums(self, device: torch.device, copies: int) -> Tensor:
-        """(layers with experts, 5) fp32, this rank's summands of figures; dense models have none.
+        """(layers with experts, 5) fp32, this rank's summands of metrics; dense models have none.
 
         Args:
             copies: ranks that have the same layers.
@@ -160,7 +160,7 @@ class Balance:
 
     @torch.no_grad()
     def after_step(self, sums: Tensor, skip_update: Tensor) -> Mapping[str, Tensor]:
-        """Give routers the loads of the step, unless its update was held back, and begin the next.
+        """Give routers the loads of the step, unless its update was held back, and start the next.
         Collective, if the model has experts.
 
         Biases of experts with fewer tokens than the mean rise by the rate, those of others fall.
@@ -172,7 +172,7 @@ class Balance:
             skip_update: () bool.
 
         Returns:
-            Figures by name, each (), the same on every rank.
+            Metrics by name, each (), the same on every rank.
         """
         if not self._specs:
             return {}

@@ -1,4 +1,4 @@
-"""Initial weights that depend on the seed, the parameter's name and the element's index alone.
+"""Initial weights that depend on the seed, the parameter's name and the element's index only.
 
 Not on the number of ranks, the mesh, the wrapping, the device, or the order of the parameters: a
 rank computes just the elements that it holds, and any two ranks agree on any element, to the bit.
@@ -63,7 +63,7 @@ def fill_normal(
 ) -> None:
     """Fill `box`, which lies at `offset` in a tensor of `global_shape`, with truncated normals.
 
-    Element i of the whole tensor, counted in row-major order, is a function of (seed, name, i).
+    Element i of the full tensor, counted in row-major order, is a function of (seed, name, i).
     Temporaries are a few times a block of `BLOCKS`, or one row where that is longer. Does not wait
     for the device, but for the first box on it.
     """
@@ -87,7 +87,7 @@ def fill_normal(
 def _mix_(x: Tensor) -> Tensor:
     """Replace states of the SplitMix64 generator by their outputs, int64 bits.
 
-    Source: Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators", figure 16:
+    Source: Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators", fig. 16:
     its state after i steps is key + i * GAMMA modulo 2^64, so any output can be had on its own.
     """
     x.bitwise_xor_(_shift_right(x, 30)).mul_(_signed(0xBF58476D1CE4E5B9))

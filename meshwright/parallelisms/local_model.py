@@ -30,7 +30,7 @@ class LocalModel(nn.Module):
     """In the order of the model; without a pipeline one, the whole model."""
     pipeline: "Pipeline | None"
     balance: Balance
-    """The part of a step that evens out the loads of experts."""
+    """The part of a step that evens out the expert load."""
 
     def __init__(self, stages: Sequence[Decoder], pipeline: "Pipeline | None" = None) -> None:
         super().__init__()
@@ -124,7 +124,7 @@ def build_local_model(
         build: the whole model.
         prepare: parallelises a stage that is on meta, and gives it memory.
         stage_modules: names of the modules of every stage; one stage: no pipeline.
-        frozen: names of parameters that are not trained.
+        frozen: names of parameters that aren't trained.
         fp32_modules: names of modules whose parameters are fp32.
         schedule: of the pipeline, if there is one.
         device: of activations.

@@ -52,7 +52,7 @@ class Meshes:
     """As `fsdp`, for experts: the ranks of dp_shard, cp and tp, arranged as efsdp x ep. None: as
     all other parameters, or there are no experts."""
     ep: DeviceMesh | None = None
-    """Who has which experts: neighbouring ranks, which communicate most."""
+    """Who has which experts: neighboring ranks, which communicate most."""
 
     @property
     def all(self) -> list[DeviceMesh]:
@@ -85,7 +85,7 @@ def build_meshes(dims: ParallelDims, device_type: str) -> Meshes:
         return groups[key]
 
     def line(name: str, *axes: str) -> DeviceMesh:
-        """Return a mesh of one axis: the ranks that differ from this one along `axes` alone."""
+        """Return a mesh of one axis: the ranks that differ from this one along `axes` only."""
         where = zip(AXES, here, strict=True)
         members = ranks[tuple(slice(None) if axis in axes else at for axis, at in where)]
         return DeviceMesh.from_group(group_of(members, name), device_type, mesh_dim_names=(name,))
@@ -139,9 +139,9 @@ LATE_S = 5
 STORE_S, TRY_S = 60.0, 5.0
 """Seconds that torchrun's store gets to answer a rank, and one try to connect."""
 
-REACH = "open every port between the machines: ranks listen on any that is free"
+REACH = "open every port between the nodes: ranks listen on any that is free"
 
-OTHER_NETWORK = "set GLOO_SOCKET_IFNAME to the interface by which machines reach each other"
+OTHER_NETWORK = "set GLOO_SOCKET_IFNAME to the interface by which nodes reach each other"
 
 
 def start_process_group(device: torch.device, timeout_s: int) -> None:
@@ -190,11 +190,11 @@ def start_process_group(device: torch.device, timeout_s: int) -> None:
 
 
 def _check_way(host: str, port: int, timeout_s: float) -> None:
-    """Raise RuntimeError if the store of the ranks does not answer, though torchrun has it ready
+    """Raise RuntimeError if the store of the ranks doesn't answer, though torchrun has it ready
     before a rank starts: torch itself would try for longer, and say it on a page of C++."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":  # the first rank is to make it
         return
-    end = time.monotonic() + min(timeout_s / 2, STORE_S)  # before other machines give up
+    end = time.monotonic() + min(timeout_s / 2, STORE_S)  # before other nodes give up
     while True:
         try:
             socket.create_connection((host, port), TRY_S).close()
@@ -228,11 +228,11 @@ NUM_SHOWN = 5
 def last_collectives() -> str:
     """Return the collectives that tell the most of a hang, from torch's flight recorders.
 
-    Of NCCL the first that this rank's GPU has not completed, since the host begins collectives long
-    before; otherwise the last that the host began. Empty if torch records none: the names are
+    Of NCCL the first that this rank's GPU hasn't completed, since the host starts collectives long
+    before; otherwise the last that the host started. Empty if torch records none: the names are
     private, and the buffers may be off.
     """
-    # gloo has a recorder of its own; torch without CUDA has no NCCL
+    # gloo has its own recorder; torch without CUDA has no NCCL
     of_nccl, of_gloo = _recorded("_dump_nccl_trace_json"), _recorded("_dump_fr_trace_json")
     lines = []
     if waiting := [entry for entry in of_nccl if entry["state"] != "completed"]:
@@ -245,7 +245,7 @@ def last_collectives() -> str:
 
 
 def _recorded(name: str) -> list[dict[str, Any]]:
-    """Return the entries that a function of torch dumps, oldest first; none if it is not there."""
+    """Return the entries that a function of torch dumps, oldest first; none if it isn't there."""
     dump = getattr(torch._C._distributed_c10d, name, None)
     entries = [] if dump is None else json.loads(dump(True, False)).get("entries", [])
     return sorted(entries, key=_begun_at)

@@ -26,8 +26,8 @@ from meshwright.parallelisms.meshes import Meshes
 
 @contextmanager
 def quiet_torchao() -> Iterator[None]:
-    """Hold back warnings while torchao is imported: of kernels that it cannot load, none of which
-    is needed here, and of a function of torch's that it should not call."""
+    """Hold back warnings while torchao is imported: of kernels that it can't load, none of which
+    is needed here, and of a function of torch's that it shouldn't call."""
     noisy = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
     levels = [one.level for one in noisy]
     for one in noisy:
@@ -74,10 +74,10 @@ FOLDERS = ("models", "parallelisms")
 def tell_code_apart() -> None:
     """Let a graph be found again only by the code that made it, and on a CPU of that kind.
 
-    Of our operators and policies of recomputation torch's key has the names alone, and not the
+    Of our operators and policies of recomputation torch's key has the names only, and not the
     gradients and layouts, which are part of the graph: another version of Meshwright would train
     with those of the one before. The key also leaves out the vector instructions that a graph's C++
-    is written for. On another CPU that shares the cache such graphs do not compile, or write beyond
+    is written for. On another CPU that shares the cache such graphs don't compile, or write beyond
     the ends of tensors. What the user has put into the key stays.
     """
     tag = f"{_hash_of_code()} {torch.backends.cpu.get_cpu_capability()}"
@@ -106,11 +106,11 @@ def parallelize(
 
     0. Float8 layers, which take the place of others under the same names.
     1. Tensor parallelism first, because its plan finds submodules by their plain names, those of
-       the model's table. Then expert parallelism, of the parameters that it leaves alone.
+       the model's table. Then expert parallelism, of the parameters that it leaves unchanged.
     2. Context parallelism, inside of every wrapper of a block.
     3. Activation checkpointing before compile, so that the compiler sees the recomputation.
     4. Compile block by block, so that one graph serves every layer; and the loss. On CPUs, the
-       kernel of attention, too.
+       kernel of attention as well.
     5. FSDP last, so that its hooks surround the compiled blocks; on a single rank too if it has to
        offload or to add gradients up. Otherwise it would only copy: layers cast their own weights.
 
@@ -147,7 +147,7 @@ def parallelize(
         model.output.loss.chunk_tokens = training.loss_chunk_tokens
     if compilation.is_on:
         if is_on_cpu and wants_cpu_attention(compilation, training, parallelism):
-            from meshwright.parallelisms.cpu_kernels import attention  # an operator, for CPUs alone
+            from meshwright.parallelisms.cpu_kernels import attention  # an operator, for CPUs only
 
             dtype = getattr(torch, training.mixed_precision_param)
             applied.append(attention.apply_cpu_attention(model, dtype))
@@ -178,7 +178,7 @@ def _compile(
     tell_code_apart()
     # on GPUs inductor advises lower precision for fp32 matmuls: of routers, which are to be exact
     warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")
-    # torch warns of operations in place under recomputation; blocks have them on new tensors alone
+    # torch warns of operations in place under recomputation; blocks have them on new tensors only
     logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
     # on CPUs of a machine with CUDA it warns that there is no GPU
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)

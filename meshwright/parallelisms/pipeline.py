@@ -26,7 +26,7 @@ class Stage(PipelineStage):
 
     Weight gradients that are computed apart from input gradients are added up in FSDP2's
     `reduce_dtype`, as others are. And it sends no first message to a stage on its own rank:
-    schedules that go through the ranks as a V have neighbouring stages on one rank; torch 2.11 lets
+    schedules that go through the ranks as a V have neighboring stages on one rank; torch 2.11 lets
     them greet by messages like others, and gloo has no connection from a rank to itself. 2.13 does
     not call this.
     """
@@ -205,7 +205,7 @@ class Pipeline:
         """As `LocalModel.forward_all`; at each beat every microbatch moves on by one stage.
 
         So in beat t stage s has microbatch t - s. All messages of a beat are exchanged at once and
-        in the order of stages, hence two ranks cannot wait for each other.
+        in the order of stages, hence two ranks can't wait for each other.
         """
         rank, ranks = dist.get_rank(self._group), self._ranks
         message = partial(dist.P2POp, group=self._group)

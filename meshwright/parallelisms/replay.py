@@ -133,7 +133,7 @@ def _routed(stages: Sequence[Decoder], routing: Routing) -> Iterator[None]:
 def record_choices(stages: Sequence[Decoder], meshes: Meshes) -> Iterator[dict[int, Tensor]]:
     """Record which experts the tokens of all forwards within go through.
 
-    Recomputation is not recorded. Collective over the job.
+    Recomputation isn't recorded. Collective over the job.
 
     Args:
         stages: of a `LocalModel`; its forwards within have one shape.
@@ -151,13 +151,13 @@ def record_choices(stages: Sequence[Decoder], meshes: Meshes) -> Iterator[dict[i
 def replay_choices(stages: Sequence[Decoder], choices: Choices, meshes: Meshes) -> Iterator[Replay]:
     """Let tokens of the forwards within go through the experts `choices`, and not the router's.
 
-    The scores that weight the experts, and the gradients, are the router's own: of ids alone a
+    The scores that weight the experts, and the gradients, are the router's own: from IDs a
     model learns as it would by itself. For example, training then takes the experts of a rollout
     (Ma et al. 2025, arXiv:2510.11370).
 
     Args:
         stages: of a `LocalModel`, on any mesh.
-        choices: the same on every rank; the forwards within begin at the first sequence.
+        choices: the same on every rank; the forwards within start at the first sequence.
 
     Yields:
         How often, and how far, routers would have chosen otherwise.

@@ -55,7 +55,7 @@ def local_box(parameter: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     if not is_dtensor(parameter):
         return parameter, (0,) * parameter.dim()
     # Private, used by torch's own checkpointing to the same end; no public name says where in
-    # the whole tensor a shard lies. If it moves, import it from where dcp's planner does.
+    # the full tensor a shard lies. If it moves, import it from where dcp's planner does.
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     _, offset = compute_local_shape_and_global_offset(

@@ -36,7 +36,7 @@ def share_memory(model: nn.Module, mesh: DeviceMesh, ahead: int) -> bool:
         ahead: groups that are gathered before they are needed.
 
     Returns:
-        Whether they do: CPU ranks of gloo do that can map memory of one another.
+        Whether they do: CPU ranks of gloo do that can map memory of each other.
     """
     if mesh.size(-1) == 1 or mesh.device_type != "cpu":
         return False
@@ -59,7 +59,7 @@ def share_memory(model: nn.Module, mesh: DeviceMesh, ahead: int) -> bool:
         return False
     gather, scatter = AllGather(slots), ReduceScatter(slots)
     for own in groups:
-        # Any objects with these methods will do. FSDP2's setters refuse modules of two groups
+        # Any objects with these methods will do. FSDP2's setters reject modules of two groups
         # (2.13). If the names are gone, gloo is used: slower, and to the same results.
         own._all_gather_comm, own._reduce_scatter_comm = gather, scatter
     return True
@@ -77,7 +77,7 @@ def fsdp_groups(model: nn.Module) -> Iterator[Any]:
 
 
 def open_slots(group: dist.ProcessGroup, count: int, slot_bytes: int) -> Slots | None:
-    """Return memory that all ranks of `group` share; None if they cannot. Collective.
+    """Return memory that all ranks of `group` share; None if they can't. Collective.
 
     It is a file without a name, so nothing remains of it when the last rank ends, in whatever way.
     The first rank's `slot_bytes` count. A page takes memory once it is written.
@@ -121,7 +121,7 @@ def _make_file(count: int, slot_bytes: int) -> File | None:
 
 
 def _open(file: File) -> NDArray[np.uint8] | None:
-    try:  # on another machine the path leads to nothing, or to another file
+    try:  # on another node the path leads to nothing, or to a different file
         with open(f"/proc/{file.process}/fd/{file.number}", "r+b") as opened:
             if opened.read(len(file.token)) != file.token:
                 return None
@@ -152,7 +152,7 @@ class Slots:
     def meet(self, tensor: Tensor) -> None:
         """Wait until each rank has written its part of `tensor`. Collective.
 
-        A slot is free if its tensor was gone on every rank when this began. So all ranks have the
+        A slot is free if its tensor was gone on every rank when this started. So all ranks have the
         same free slots, and none writes what another still reads.
         """
         size = tensor.numel() * tensor.itemsize

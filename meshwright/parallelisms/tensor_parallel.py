@@ -174,7 +174,7 @@ def _gather(module: nn.Module) -> PrepareModuleInput:
 
 
 def enable_async_tp(mesh: DeviceMesh) -> str:
-    """Let inductor overlap collectives over `mesh`, the tp axis, with products beside them.
+    """Let inductor overlap collectives over `mesh`, the tp axis, with products next to them.
 
     It fuses an all-gather and the products that follow, or a product and the reduce-scatter that
     follows, into operations that go piece by piece. Of effect on all that this process compiles
@@ -186,11 +186,11 @@ def enable_async_tp(mesh: DeviceMesh) -> str:
     # without overlap.
     torch._inductor.config._micro_pipeline_tp = True
     # Private too, and said to be deprecated and needless, but without it inductor's pass (2.13)
-    # takes the group for one that has no symmetric memory, and silently leaves it alone.
+    # takes the group for one that has no symmetric memory, and silently leaves it unchanged.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         enable_symm_mem_for_group(mesh.get_group().group_name)
-    return "asynchronous tensor parallelism: collectives overlap with the products beside them"
+    return "asynchronous tensor parallelism: collectives overlap with the products next to them"
 
 
 def _look_up_in_shard(table: Tensor, tokens: Tensor, dtype: torch.dtype) -> Tensor:

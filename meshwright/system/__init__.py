@@ -1,4 +1,4 @@
-"""Errors, log, files, processes and the devices of this machine: everything that is not training.
+"""Errors, log, files, processes and the devices of this machine: everything that isn't training.
 
 It imports nothing of the other folders.
 """

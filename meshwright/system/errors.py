@@ -35,7 +35,7 @@ FIX = "\n  fix: "
 
 
 class ConfigError(ValueError):
-    """The configuration cannot be run.
+    """The configuration can't be run.
 
     In a job every rank raises it: before the first collective, unless the ranks must meet to find
     the fault.
@@ -51,7 +51,7 @@ class ConfigError(ValueError):
         self.key = key
 
     def __reduce__(self) -> tuple[type["ConfigError"], tuple[str, str]]:
-        """Exceptions are pickled by their message alone; this one has to come from a worker."""
+        """Exceptions are pickled by their message only; this one has to come from a worker."""
         return ConfigError, (self.key, str(self))
 
 
@@ -71,7 +71,7 @@ class CombinedConfigError(ConfigError):
 
 
 class Mistakes:
-    """Run checks that do not need each other, and raise every fault at once."""
+    """Run checks that don't need each other, and raise every fault at once."""
 
     def __init__(self) -> None:
         self.errors: list[ConfigError] = []
@@ -95,32 +95,32 @@ class Mistakes:
 
 
 class TrainingError(RuntimeError):
-    """Training went wrong and cannot continue. Raised on every rank."""
+    """Training went wrong and can't continue. Raised on every rank."""
 
 
 class RecordError(ConfigError):
-    """One record cannot be made into tokens; `training.max_bad_records` may pass over it."""
+    """One record can't be made into tokens; `training.max_bad_records` may pass over it."""
 
 
 class DataError(RuntimeError):
-    """The data cannot be read on. The last step is saved. Raised on every rank."""
+    """The data can't be read on. The last step is saved. Raised on every rank."""
 
 
 class StorageError(DataError):
-    """Files cannot be read now, and may be good: nothing is given up for them. Start again."""
+    """Files can't be read now, and may be good: nothing is given up for them. Start again."""
 
     has_waited = False
     """Whether they were read again after growing waits: no caller does that once more."""
 
 
 class SaveError(RuntimeError):
-    """A checkpoint could not be written, and the job must stop, or is over."""
+    """A checkpoint couldn't be written, and the job must stop, or is over."""
 
 
 class StopRequested(BaseException):
     """This rank is asked to stop while it has nothing to save; its text is the signal's name.
 
-    No `Exception`: code that passes over errors does not take it.
+    No `Exception`: code that passes over errors doesn't take it.
     """
 
 
@@ -144,12 +144,12 @@ LOST_PEER = re.compile(
     r"gloo/transport\S* .*(closed|reset) by peer|gloo/transport\S* .*Broken pipe|ncclRemoteError"
     r"|remote process exited|Connection was likely closed"
 )
-"""Errors of a rank that another one has left: gloo's, NCCL's, the store's."""
+"""Errors of a rank that a different one has left: gloo's, NCCL's, the store's."""
 
 
 @dataclass(frozen=True)
 class RankEnd:
-    """A rank that did not end with 0."""
+    """A rank that didn't end with 0."""
 
     rank: int
     code: int
@@ -157,7 +157,7 @@ class RankEnd:
     when: float = 0.0
     """Seconds of the epoch."""
     has_lost_peer: bool = False
-    """It failed because another rank, here or on another machine, was gone."""
+    """It failed because another rank, here or on another node, was gone."""
 
 
 def code_of_request(name: str) -> int:
@@ -181,10 +181,10 @@ def cause(ends: Sequence[RankEnd]) -> RankEnd:
 
 
 def exit_code(ends: Sequence[RankEnd], asked: str = "", *, has_trained: bool) -> int:
-    """Return the exit code of a job that does not hang.
+    """Return the exit code of a job that doesn't hang.
 
     Args:
-        ends: of the ranks that did not end with 0.
+        ends: of the ranks that didn't end with 0.
         asked: the signal that asked the launcher to stop the job; "": none did.
         has_trained: the ranks have taken a step since the start.
     """
@@ -212,7 +212,7 @@ def config_error(key: str, value: object, rule: str, fix: str = "") -> ConfigErr
 
 
 def as_toml(value: object) -> str:
-    """Return a value as a TOML has it, where text may stand in single quotes, too."""
+    """Return a value as a TOML has it, where text may stand in single quotes as well."""
     return repr(value).lower() if isinstance(value, bool) else repr(value)
 
 
@@ -241,7 +241,7 @@ def did_you_mean(wrong: str, valid: Iterable[str], alike: float = 0.75) -> str:
 
 
 def where_it_ends(path: str | Path) -> str:
-    """Return advice on a path that does not exist, or is no folder: a name that is near, or how far
+    """Return advice on a path that doesn't exist, or is no folder: a name that is near, or how far
     it exists."""
     path = Path(path).absolute()
     if path.exists():
@@ -258,8 +258,8 @@ def where_it_ends(path: str | Path) -> str:
 
 
 def out_of_reach(path: str | Path) -> str:
-    """Return why nobody can tell here whether `path` exists, or why this user cannot read it, and
-    then the fix; "" for a path that can be read, or that does not exist. A name like $HOME must
+    """Return why nobody can tell here whether `path` exists, or why this user can't read it, and
+    then the fix; "" for a path that can be read, or that doesn't exist. A name like $HOME must
     exist: a job would make a folder called so."""
     if str(path).startswith("~"):
         return f"there is no user {Path(path).parts[0][1:]}\n  fix: write the folder itself"
@@ -272,13 +272,15 @@ def out_of_reach(path: str | Path) -> str:
     except PermissionError:
         parents = reversed(Path(path).absolute().parents)
         closed = next((p for p in parents if not os.access(p, os.X_OK)), path)
-        return f"permission denied\n  fix: name another path; this user may not enter {closed}"
+        return (
+            f"permission denied\n  fix: choose a different path; this user may not enter {closed}"
+        )
     except (OSError, ValueError) as error:  # a name too long; links in a circle; a zero byte
         reason = getattr(error, "strerror", None) or str(error)
-        return f"{reason[0].lower()}{reason[1:]}\n  fix: name another path"
+        return f"{reason[0].lower()}{reason[1:]}\n  fix: choose a different path"
     if os.access(path, os.R_OK | (os.X_OK if is_folder else 0)):
         return ""
-    return "permission denied\n  fix: name another path; this user may not read it"
+    return "permission denied\n  fix: choose a different path; this user may not read it"
 
 
 def numbered(count: int, noun: str, ending: str = "s") -> str:

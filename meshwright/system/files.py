@@ -1,4 +1,4 @@
-"""Writes, flushes and locks files, also if the file system cannot flush or lock. No torch."""
+"""Writes, flushes and locks files, also if the file system can't flush or lock. No torch."""
 
 import errno
 import fcntl
@@ -95,11 +95,11 @@ def whole_file(path: Path, *, is_flushed: bool = True) -> Iterator[BinaryIO]:
 UNFINISHED = re.compile(r".*\.([0-9a-f]{8})-[0-9a-f]{8}\.([0-9]{1,9})\.unfinished")
 
 DEAD_AFTER_S = 86_400
-"""A file that another machine has not written to for so long was left by a process that is gone."""
+"""A file that another node hasn't written to for so long was left by a process that is gone."""
 
 
 def remove_left_over(folder: Path) -> None:
-    """Remove files that `whole_file` began in `folder`, and whose process is surely gone."""
+    """Remove files that `whole_file` started in `folder`, and whose process is surely gone."""
     with TemporaryFile(dir=folder) as file:
         now = os.fstat(file.fileno()).st_mtime  # by the clock of the file system
     for path in folder.glob("*.unfinished"):
@@ -113,7 +113,7 @@ def remove_left_over(folder: Path) -> None:
 
 
 def text_of(path: Path) -> str:
-    """Return the text of a file, as far as it is UTF-8; "" if it cannot be read."""
+    """Return the text of a file, as far as it is UTF-8; "" if it can't be read."""
     try:
         return path.read_text("utf-8", "replace")
     except OSError:
@@ -132,13 +132,13 @@ LFS_FIX = "run `git lfs install` and `git lfs pull` in its repository"
 
 def is_lfs_pointer(path: Path | str) -> bool:
     """Return whether `git clone` left a pointer in the place of a file that Git LFS keeps. Raises
-    `OSError` if it cannot be read."""
+    `OSError` if it can't be read."""
     with Path(path).open("rb") as file:
         return LFS_POINTER.match(file.read(LFS_BYTES)) is not None
 
 
 def state_of(pid: int) -> str:
-    """Return the kernel's letter for the state of a process; "" if it is gone, "?" if that cannot
+    """Return the kernel's letter for the state of a process; "" if it is gone, "?" if that can't
     be told."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text("utf-8", "replace")
@@ -163,7 +163,7 @@ def is_running(pid: int) -> bool:
 @cache
 def this_machine() -> str:
     """Return words that are equal where process numbers mean the same, in one boot of a kernel and
-    one namespace of them. "" where the system does not say."""
+    one namespace of them. "" where the system doesn't say."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"
@@ -172,7 +172,7 @@ def this_machine() -> str:
 
 
 def _machine_digits() -> str:
-    """8 hexadecimal digits of this machine; random where the system does not say."""
+    """8 hexadecimal digits of this machine; random where the system doesn't say."""
     words = f"{socket.gethostname()} {this_machine()}" if this_machine() else secrets.token_hex(8)
     return f"{zlib.crc32(words.encode()):08x}"
 
@@ -200,7 +200,7 @@ def may_pass(error: BaseException | None) -> bool:
     """Return whether the error, or its cause, is one of a network or a file system that may be gone
     later.
 
-    `datasets` makes a `FileNotFoundError` of a hub that does not answer, and hides the cause.
+    `datasets` makes a `FileNotFoundError` of a hub that doesn't answer, and hides the cause.
     """
     passes: bool | None = None
     while error is not None:
@@ -253,7 +253,7 @@ def read_patiently(path: Path | str, read: Callable[[], T]) -> T:
     """Return `read()`, which reads `path`; call it again after growing waits if that fails.
 
     A server that restarts or a stale handle says nothing about a file's content. A permission is
-    not waited for, since it takes a person to give it. An error that does not pass is raised.
+    not waited for, since it takes a person to give it. An error that doesn't pass is raised.
 
     Raises:
         StorageError: if the errors stay.
@@ -329,7 +329,7 @@ def lock(file: IO[Any], kind: int, path: Path, risk: str) -> bool:
 
 
 def mount_of(path: Path) -> Path:
-    """Return where the file system of `path` begins."""
+    """Return where the file system of `path` starts."""
     path = path.absolute()
     return next(place for place in (path, *path.parents) if place.is_mount())
 
@@ -342,7 +342,7 @@ def warn_once(message: str) -> None:
 
 @dataclass(frozen=True)
 class NamedPath:
-    """A path that a user gave, and its key: an error names both."""
+    """A path that a user gave, and its key: an error has both."""
 
     key: str
     path: Path

@@ -86,7 +86,7 @@ PEAKS: tuple[tuple[str, float, str], ...] = (
 
 def peak_of(device: torch.device, dtype: torch.dtype) -> tuple[float, str] | None:
     """Return the published dense peak for bf16 in FLOP/s, and the vendor's document; None for other
-    types, and devices that are not in the table, such as CPUs."""
+    types, and devices that aren't in the table, such as CPUs."""
     name = device_name(device)
     if dtype != torch.bfloat16 or re.search(r"\bMIG\b", name):  # a slice of the named device
         return None
@@ -95,7 +95,7 @@ def peak_of(device: torch.device, dtype: torch.dtype) -> tuple[float, str] | Non
 
 
 def has_float8(device: torch.device) -> bool:
-    """Return whether the device multiplies in float8. AMD's GPUs do so in types of their own."""
+    """Return whether the device multiplies in float8. AMD's GPUs do so in their own types."""
     if device.type != "cuda" or torch.version.hip is not None:
         return False
     return torch.cuda.get_device_capability(device) >= (8, 9)
@@ -124,7 +124,7 @@ def make_deterministic() -> None:
 
 RIGHT_CUDNN = 91501
 """From this version on (as an integer) cuDNN's attention is right for any length of sequence, and
-torch takes it first on its own; before, for multiples of 128 alone (pytorch issue 169849)."""
+torch takes it first on its own; before, for multiples of 128 only (pytorch issue 169849)."""
 
 SDPA_BACKENDS = {
     "cudnn": "CUDNN_ATTENTION",
@@ -156,7 +156,7 @@ def choose_attention(
         heads: query heads, key and value heads, width.
 
     Raises:
-        ConfigError: if the kernel that is named does not take such heads on this GPU.
+        ConfigError: if the kernel that is named doesn't take such heads on this GPU.
     """
     key, fix = "training.attention_kernel", 'use "auto"'
     if kernel == "fa3":
@@ -212,8 +212,8 @@ def _first_kernel(
 def ordered_attention(order: Sequence[str]) -> AbstractContextManager[Any]:
     """Have torch try these kernels of attention, in this order; none: as it does by itself.
 
-    For the whole process: backward, which recomputes on threads of its own, chooses as forward did,
-    and so does the compiler when it traces. Its caches do not know of the order, hence the tag.
+    For the whole process: backward, which recomputes on its own threads, chooses as forward did,
+    and so does the compiler when it traces. Its caches don't know of the order, hence the tag.
     """
     if not order:
         return nullcontext()

@@ -4,7 +4,7 @@
 at once if the process is gone, or after `LEASE_S` without a touch by the clock of the other. No
 lock of the file system is needed: NFS and its like have them, or not, or on one node only.
 
-A lease is a hint: a process that was suspended for longer wakes up beside its successor. Whoever
+A lease is a hint: a process that was suspended for longer wakes up next to its successor. Whoever
 can't afford that compares `token` with the file's before the last step, as checkpoints do.
 """
 
@@ -28,7 +28,7 @@ POLL_S = 0.25
 
 STUCK_S = 2.0
 """filelock had so long to replace a file whose process is gone. It can't on a file system that
-cannot exchange two names, such as NFS, nor while a killed process waits for its parent."""
+can't exchange two names, such as NFS, nor while a killed process waits for its parent."""
 
 FIRST_NAMESPACE = 0xEFFFFFFC
 """Inode of the first namespace of process numbers. Source: PROC_PID_INIT_INO in Linux's
@@ -40,7 +40,7 @@ class Lease:
 
     def __init__(self, file: Path) -> None:
         self.file = file
-        # not of one thread: whoever gives it back may be another
+        # not of one thread: whoever gives it back may be a different
         self._lease = SoftFileLease(
             file, lease_duration=LEASE_S, heartbeat_interval=BEAT_S, thread_local=False
         )
@@ -53,7 +53,7 @@ class Lease:
         """Make the file, also in the place of one whose owner is gone; return whether it is ours.
 
         Raises:
-            OSError: if it cannot be written.
+            OSError: if it can't be written.
         """
         for _ in range(2):
             try:
@@ -68,7 +68,7 @@ class Lease:
         """Remove the file, if it was taken and is still ours.
 
         Raises:
-            OSError: if it cannot be removed.
+            OSError: if it can't be removed.
         """
         self._lease.release()
 
@@ -92,11 +92,11 @@ class Lease:
 
     @property
     def owner(self) -> OwnerRecord | None:
-        """Whom the file names; None: there is no file, or it names nobody."""
+        """The owner in the file; None: there is no file, or it has no owner."""
         return self._lease.owner
 
     def _remove_if_stuck(self) -> bool:
-        """Remove a file that filelock cannot replace; return whether it is gone.
+        """Remove a file that filelock can't replace; return whether it is gone.
 
         Of several processes that do so at once, one may remove the new file of another, which
         then notices that it has lost its lease.
@@ -126,7 +126,7 @@ class Lease:
 
 
 def owner_of(file: Path) -> OwnerRecord | None:
-    """Return whom a lease's file names; None: there is no file, or it names nobody."""
+    """Return whom a lease's file names; None: there is no file, or it has no owner."""
     return SoftFileLease(file).owner
 
 

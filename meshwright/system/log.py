@@ -26,10 +26,10 @@ WIDTH = 100
 """Columns of a line on the console, at most."""
 
 COLUMNS = "MESHWRIGHT_COLUMNS"
-"""Environment variable with another number of them."""
+"""Environment variable with a different number of them."""
 
 INDENT = " " * 9
-"""As wide as the time that begins each line."""
+"""As wide as the time that starts each line."""
 
 EXCERPT = " " * 4
 
@@ -42,7 +42,7 @@ NOT_SHOWN = re.compile(
     r"[\x00-\x08\x0b\x0c\x0e-\x1a\x1c-\x1f\x7f-\x9f\ud800-\udfff]|\x1b(?!\[[0-9;]*m)"
     r"|(?P<login>(?i:(?<=http://)|(?<=https://)|(?<=://)[^\s/:@]*:)[^\s/]+(?=@))"
 )
-"""Control characters, but for lines and colours; bytes of a file's name that are no text; and the
+"""Control characters, but for lines and colors; bytes of a file's name that are no text; and the
 user and the password in an address."""
 
 
@@ -68,7 +68,7 @@ class ConsoleFormatter(FileFormatter):
     """The time of day and the message, in lines of at most `width` columns.
 
     A longer word, such as a path, stays whole, for copying. Of a record with `coloured` (`extra`),
-    a console with colour shows that text instead. A record with `is_command` is a line to copy: it
+    a console with color shows that text instead. A record with `is_command` is a line to copy: it
     has no time, and stays whole.
     """
 
@@ -159,7 +159,7 @@ def is_terminal(stream: TextIO) -> bool:
 
 
 def has_colour(stream: TextIO) -> bool:
-    """Return whether to colour text on `stream`. Source: https://no-color.org."""
+    """Return whether to color text on `stream`. Source: https://no-color.org."""
     return is_terminal(stream) and not os.environ.get("NO_COLOR")
 
 
@@ -173,9 +173,9 @@ def console_width(stream: TextIO) -> int:
 
 
 def log_to_console(*, is_launched: bool = False, terminal: str = "") -> None:
-    """Send the log of this rank to stdout, or its warnings alone if another rank says the same.
+    """Send the log of this rank to stdout, or its warnings only if another rank says the same.
 
-    Records of `logger.debug` go to the log's file alone. So does a record with `is_printed`
+    Records of `logger.debug` go to the log's file only. So does a record with `is_printed`
     (`extra`): another process has shown it.
 
     Args:
@@ -234,9 +234,9 @@ def log_to_file(folder: Path, rank: int) -> None:
     """Also append the log of this rank to `folder`/rank_N.log; on SIGUSR2, its threads' stacks."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:  # checks of permissions did not see it: a quota, /proc, ...
+    except OSError as error:  # checks of permissions didn't see it: a quota, /proc, ...
         what = f"job.dump_folder: {folder} cannot be made: {error.strerror}"
-        raise ConfigError("job.dump_folder", f"{what}\n  fix: name another folder") from None
+        raise ConfigError("job.dump_folder", f"{what}\n  fix: choose a different folder") from None
     path = (folder / f"rank_{rank}.log").absolute()
     if str(path) in {getattr(handler, "baseFilename", "") for handler in logger.handlers}:
         return  # an earlier stage of the job
@@ -268,7 +268,7 @@ class RankFile(logging.FileHandler):
 def busy(
     task: str, progress: Callable[[], str] | None = None, every_s: float | None = None
 ) -> Iterator[None]:
-    """Log every `SPEAK_EVERY_S` seconds that `task` is not done yet.
+    """Log every `SPEAK_EVERY_S` seconds that `task` isn't done yet.
 
     Args:
         progress: returns how far it is, e.g. "12 of 64 parts"; "": nothing is to be logged.

@@ -41,7 +41,7 @@ BF16_INSTRUCTIONS = {"avx512_bf16", "amx_bf16", "avx_ne_convert", "bf16"}
 """As the Linux kernel names them; the last is ARM's."""
 
 GLOO = "GLOO_SOCKET_IFNAME"
-"""gloo's environment variable: the interface whose address other machines are told."""
+"""gloo's environment variable: the interface whose address other nodes are told."""
 
 LOOPBACK = "lo"
 """Linux's name of the interface that leads back to this machine."""
@@ -60,7 +60,7 @@ class Ranks:
 
     @property
     def total(self) -> int:
-        """Ranks over all machines."""
+        """Ranks over all nodes."""
         return self.per_machine * self.machines
 
 
@@ -68,7 +68,7 @@ def count_ranks(given: Namespace, *, start_here: bool = True) -> Ranks:
     """Return the ranks that the options --ngpu and --nnodes, or NGPU and NNODES, ask for.
 
     Args:
-        start_here: otherwise GPUs are only counted if nothing names the ranks per machine.
+        start_here: otherwise GPUs are only counted if nothing names the ranks per node.
 
     Raises:
         ConfigError: if they are no positive numbers, or the driver fails.
@@ -121,8 +121,8 @@ def check_machines() -> None:
     they have checked the job for as many on each."""
     names = ("LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "WORLD_SIZE")
     here, machines, ranks = (int(os.environ[name]) for name in names)
-    rule = f"the {machines} machines have {ranks} ranks in all"
-    check(here * machines == ranks, "NGPU", here, rule, "set the same NGPU on all machines")
+    rule = f"the {machines} nodes have {ranks} ranks in all"
+    check(here * machines == ranks, "NGPU", here, rule, "set the same NGPU on all nodes")
 
 
 def allow_files(ranks: int) -> None:
@@ -145,7 +145,7 @@ def count_gpus() -> int:
     """Return the number of GPUs that torch will see; NVIDIA's without importing it.
 
     Raises:
-        ConfigError: if NVIDIA's driver does not answer, or answers with an error.
+        ConfigError: if NVIDIA's driver doesn't answer, or answers with an error.
     """
     if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
         return _count_visible(visible)
@@ -168,7 +168,7 @@ def _count_nvidia_gpus() -> int:
     command, pipe = ["nvidia-smi", "-L"], subprocess.PIPE
     try:
         asked = subprocess.Popen(command, stdout=pipe, stderr=subprocess.STDOUT, text=True)
-    except OSError:  # there is no driver; or its tool is a package of its own, as in Debian
+    except OSError:  # there is no driver; or its tool is its own package, as in Debian
         return sum(1 for _ in DEVICES.glob("nvidia[0-9]*"))
     fault = ""
     try:
@@ -176,7 +176,7 @@ def _count_nvidia_gpus() -> int:
         if asked.returncode != 0 and "no devices" not in said.lower():  # this job is given none
             fault = f"failed with exit code {asked.returncode}: {' '.join(said.split())}"
     except subprocess.TimeoutExpired:
-        asked.kill()  # not waited for: a process that hangs in the driver cannot be killed
+        asked.kill()  # not waited for: a process that hangs in the driver can't be killed
         fault = f"does not answer within {NVIDIA_SMI_S:g} s"
     if fault:
         raise ConfigError("", f"nvidia-smi -L: {fault}\n  fix: {REPAIR}")
@@ -186,7 +186,7 @@ def _count_nvidia_gpus() -> int:
 def _is_torch_for_amd() -> bool:
     """Return whether the installed torch uses AMD's GPUs, and so none of NVIDIA's.
 
-    Most laptops with an AMD processor have a GPU that torch cannot use, listed as any other.
+    Most laptops with an AMD processor have a GPU that torch can't use, listed as any other.
     """
     torch = find_spec("torch")
     if torch is None or torch.origin is None:
@@ -196,7 +196,7 @@ def _is_torch_for_amd() -> bool:
 
 
 def _count_by_torch() -> int:
-    """Count in a process of its own: a launcher that has started a GPU's driver can't fork."""
+    """Count in its own process: a launcher that has started a GPU's driver can't fork."""
     words = [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"]
     counted = subprocess.run(words, capture_output=True, text=True)
     if counted.returncode != 0:
@@ -233,7 +233,7 @@ def _limits(file: str) -> Iterator[list[str]]:
 
 def why_bf16_is_slow() -> str:
     """Return why this machine's CPU multiplies slower in bfloat16 than in float32; empty: it does
-    not, or the system does not say."""
+    not, or the system doesn't say."""
     lines = [line.partition(":") for line in CPU_INFO.read_text().splitlines()]
     found = {name.strip(): value.split() for name, _, value in reversed(lines)}
     flags = {*found.get("flags", []), *found.get("Features", [])}
@@ -251,11 +251,11 @@ def why_bf16_is_slow() -> str:
 
 @dataclass(frozen=True)
 class NetworkPlace:
-    """How the others reach this machine, where torch would not find it out."""
+    """How the others reach this machine, where torch wouldn't find it out."""
 
     is_host: bool = False
-    """They meet here, at an address that the host name does not lead to. torchrun looks at no
-    other, and each machine would wait for another one to begin."""
+    """They meet here, at an address that the host name doesn't lead to. torchrun looks at no
+    other, and each node would wait for a different one to start."""
     address: str = ""
     """torchrun and the ranks would tell the host name; "": others know it."""
     interface: str = ""
@@ -282,7 +282,7 @@ def place_alone(inherited: Mapping[str, str]) -> NetworkPlace:
 
 
 def find_place(host: str, inherited: Mapping[str, str]) -> NetworkPlace:
-    """Return the place of this machine in the network where all machines meet.
+    """Return the place of this machine in the network where all nodes meet.
 
     Args:
         host: a name or an address, at which they meet.
@@ -299,7 +299,7 @@ def find_place(host: str, inherited: Mapping[str, str]) -> NetworkPlace:
             f"host name = {name}: this machine cannot look up its own name, so that others cannot "
             "reach it\n  fix: add a line with the machine's address and that name to /etc/hosts",
         )
-    if host == "localhost" or _is_loopback(host):  # the machines are one
+    if host == "localhost" or _is_loopback(host):  # the nodes are one
         return NetworkPlace()
     own = _addresses(name := socket.gethostname()) or own
     there = next(iter(_addresses(host)), "")
@@ -310,7 +310,7 @@ def find_place(host: str, inherited: Mapping[str, str]) -> NetworkPlace:
         others = [each for _, each in socket.if_nameindex() if each != "lo"]
         raise ConfigError(
             "",
-            f"host name = {name}: leads to {own[0]}, where other machines find themselves\n"
+            f"host name = {name}: leads to {own[0]}, where other nodes find themselves\n"
             f"  fix: export {GLOO}={' or '.join(others)}, by which they reach it",
         )
     return NetworkPlace(
@@ -322,7 +322,7 @@ def find_place(host: str, inherited: Mapping[str, str]) -> NetworkPlace:
 
 
 def _addresses(host: str) -> list[str]:
-    """Return where a name leads to, in the order in which gloo tries it; [] if it is not known."""
+    """Return where a name leads to, in the order in which gloo tries it; [] if it isn't known."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError:

@@ -22,7 +22,9 @@ def import_user_module(name: str) -> ModuleType:
     if not name.endswith(".py"):
         return importlib.import_module(name)
     content = Path(name).read_bytes() if Path(name).is_file() else b""
-    digest = hashlib.sha256(name.encode() + content).hexdigest()  # a file that changed is another
+    digest = hashlib.sha256(
+        name.encode() + content
+    ).hexdigest()  # a file that changed is a different
     own_name = f"meshwright_user_{digest[:8]}"
     if own_name in sys.modules:
         return sys.modules[own_name]
@@ -63,7 +65,7 @@ def describe_error(error: BaseException, file: str) -> str:
 def code_of(name: str) -> str:
     """Return a hash of the file of `import_user_module(name)`; "" if there is none, or no name.
 
-    Modules that it imports itself are not in it.
+    Modules that it imports itself aren't in it.
     """
     file = Path(import_user_module(name).__file__ or "") if name else Path()
     return hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else ""
@@ -87,8 +89,8 @@ GIT_S = 10.0
 
 def git_state() -> dict[str, object]:
     """Return the commit of the checkout that the package is run from, and whether its files are as
-    they were committed; nothing if it is not run from one, or there is no git."""
-    # a virtual environment may lie in the checkout of another project, which doesn't track it
+    they were committed; nothing if it isn't run from one, or there is no git."""
+    # a virtual environment may lie in the checkout of a different project, which doesn't track it
     is_tracked = _git("ls-files", "--error-unmatch", "__init__.py")
     commit = _git("rev-parse", "HEAD") if is_tracked else ""
     if not commit:

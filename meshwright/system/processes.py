@@ -33,8 +33,8 @@ LAUNCH = "MESHWRIGHT_LAUNCH"
 
 STOP, TRAINED = "stop", "trained"
 """Files in the launcher's folder. It writes the name of the signal that it was sent to the first,
-and does not pass the signal on: torchrun sends SIGTERM to the ranks of a job that has failed, and a
-rank could not tell which it is. A rank makes the second once it has taken a step."""
+and doesn't pass the signal on: torchrun sends SIGTERM to the ranks of a job that has failed, and a
+rank couldn't tell which it is. A rank makes the second once it has taken a step."""
 
 
 @dataclass(frozen=True)
@@ -47,11 +47,11 @@ class Launch:
     """On this machine: for requests to stop, and for heartbeats."""
     terminal: str = ""
     """The local rank that is shown and the launcher's terminal, as "0:/dev/pts/3". torchrun hands
-    the output of ranks on line by line, without colour or bars."""
+    the output of ranks on line by line, without color or bars."""
     is_checked: bool = False
     """`meshwright check` has written to the same console."""
     checked_step: int = -1
-    """Step of the checkpoint that it has told of; 0: it has seen none; -1: it has not looked."""
+    """Step of the checkpoint that it has told of; 0: it has seen none; -1: it hasn't looked."""
     num_gpus: int = 0
     """GPUs of this machine, as the launcher counted them."""
     host_settings: str = ""
@@ -80,11 +80,11 @@ LISTEN_EVERY_S = 0.5
 """Seconds between two looks for the launcher's request."""
 
 STUCK_S = 5.0
-"""Seconds after which a rank that has nothing to save ends, though its main thread has not come
+"""Seconds after which a rank that has nothing to save ends, though its main thread hasn't come
 back from C."""
 
 JOIN_TIMEOUT_S = 20
-"""Seconds a rank that got SIGTERM waits for the others to join the stop. If they do not, the job
+"""Seconds a rank that got SIGTERM waits for the others to join the stop. If they don't, the job
 has failed: exit before torchrun's SIGKILL at 30 s hides the cause."""
 
 
@@ -114,7 +114,7 @@ def before_training(name: str) -> str:
 
 
 class Requests:
-    """Requests to stop that this rank gets: signals of its own, and the launcher's file.
+    """Requests to stop that this rank gets: its own signals, and the launcher's file.
 
     As a context, in the main thread: another thread listens, whatever the main thread does. By
     `when_asked` a request ends the process ("exit"), raises `StopRequested` in the main thread
@@ -259,7 +259,7 @@ class Requests:
             self.check()
 
     def _exit_if_stuck(self) -> None:
-        # in the final export the main thread comes back, and names the step that is saved
+        # in the final export the main thread comes back, and reports the step that is saved
         if self.when_asked == "raise" and not (self._is_raised or self.has_trained):
             os._exit(self.exit_code)
 

@@ -24,7 +24,7 @@ def start() -> None:
     log_to_console(is_launched=launch.pid > 0, terminal=launch.terminal)
     with Requests("exit", launch.folder) as requests:
         with busy("loading torch"), uncollected():
-            # not above: processes that tokenise read this file too, and need no torch
+            # not above: processes that tokenize read this file too, and need no torch
             from meshwright.train.main import main
         main(launch, requests)
 

@@ -57,7 +57,7 @@ def check_agreement(job: ResolvedJob) -> None:
     check_same(
         {
             CONFIG: json.dumps(to_json(job.written)),
-            # of a folder: a node may have another config.json or other tensors there
+            # of a folder: a node may have a different config.json or other tensors there
             "model.flavor": json.dumps([job.family.name, asdict(job.model_args)]),
             "code": f"meshwright {meshwright.__version__}, source {source_hash()}, "
             f"torch {torch.__version__}, {libraries}",
@@ -97,7 +97,7 @@ def check_same(facts: Mapping[str, str]) -> None:
         first = next(name for name in names if lines[name])
         every = (line for name in names for line in lines[name])
         text = "\n  ".join(["ranks do not run the same job:", *every])
-        fix = "give all machines the same code, config, tokenizer and data"
+        fix = "give all nodes the same code, config, tokenizer and data"
         key = "" if first in (CONFIG, "code") else first
         raise ConfigError(key, f"{text}\n  fix: {fix}")
 

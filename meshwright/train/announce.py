@@ -129,7 +129,7 @@ def _describe_steps(resolved: ResolvedJob, sources: Sequence[OpenSource]) -> str
 
 
 def announce_data(purpose: str, sources: Sequence[OpenSource]) -> None:
-    """Say in one line how much data there is, and which files beside it are left out."""
+    """Say in one line how much data there is, and which files next to it are left out."""
     if not sources:
         return
     name, paths, skipped = sources[0].entry.name, list[str](), list[str]()

@@ -58,7 +58,7 @@ class BadStepReporter(Observer):
         """Report the steps skipped since the last call; waits for the device. Collective.
 
         Raises:
-            TrainingError: on every rank, if there were more bad steps than allowed.
+            TrainingError: on every rank, if there were more skipped steps than allowed.
         """
         for bad, ranks in _with_ranks(self.detector.bad_steps(self._num_seen)):
             if self._num_seen >= self.detector.allowed:
@@ -116,7 +116,7 @@ class BadStepReporter(Observer):
             return "non-finite gradient norm (every loss was finite)"
         return " and ".join(
             f"{name} {bad.values[index]:.5g} (more than {self._config.spike_std:g} standard "
-            f"deviations of {bad.deviations[index]:.3g} above its running mean "
+            f"deviations of {bad.deviations[index]:.3g} above its EMA "
             f"{bad.means[index]:.5g})"
             for index, name in enumerate(("loss", "gradient norm"))
             if bad.values[index] > bad.means[index] + self._config.spike_std * bad.deviations[index]
@@ -148,8 +148,8 @@ class BadStepReporter(Observer):
 
 
 def _with_ranks(bad_steps: Sequence[BadStep]) -> list[tuple[BadStep, list[int]]]:
-    """Return each step with the ranks on whose samples its loss was not finite. Collective if any
-    was not."""
+    """Return each step with the ranks on whose samples its loss wasn't finite. Collective if any
+    wasn't."""
     mine = [bad.is_finite_here for bad in bad_steps]
     is_finite: list[list[bool]] = [mine]
     if not all(math.isfinite(bad.values[0]) for bad in bad_steps):

@@ -1,4 +1,4 @@
-"""Finds bad steps on the device, and has their updates skipped."""
+"""Finds non-finite steps and loss spikes on the device, and skips their updates."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -29,18 +29,18 @@ class BadStep:
 class BadStepDetector:
     """Judges each step on the device, by its global loss and gradient norm.
 
-    The update of a bad step is held back. Once there are more of them than are allowed, so is every
+    The update of a skipped step is held back. Once there are more of them than allowed, so is every
     update that follows: the weights stay those before the step that was one too many, until the
-    host looks. All ranks see the same figures, so they judge alike.
+    host looks. All ranks see the same metrics, so they judge alike.
 
-    The running mean and variance are of good steps alone: exponentially weighted with 1/n for the
+    Mean and variance are moving averages over good steps, exponentially weighted with 1/n for the
     n-th and 1/`spike_window` from step `spike_window` on, before which nothing is a spike. Source:
     Finch 2009, "Incremental calculation of weighted mean and variance", the last part; with 1/n it
     is Welford's 1962 algorithm. Skipping steps whose loss or norm is k deviations off is the rule
     of OLMo-core's SkipStepOptimizer, which keeps a whole window.
 
     Args:
-        config: None: the default, which allows no bad step.
+        config: None: the default, which allows no such step.
         num_before: steps that were skipped before this process; they count towards the budget. If
             they have used it up, the next one stops the job.
         statistics: of the checkpoint that is resumed from.
@@ -55,13 +55,13 @@ class BadStepDetector:
     ) -> None:
         config = config or BadSteps()
         self.allowed = max(config.budget - num_before, 0) if config.policy == "skip" else 0
-        """Bad steps of this process that do not end the job."""
+        """Skipped steps of this process that don't end the job."""
         self._spike_std, self._window = config.spike_std, config.spike_window
         self._num_bad = torch.zeros((), dtype=torch.int64, device=device)
-        # one row a bad step, one for the step that is too many, and one that is written at every
-        # step and counts only if it was bad: doubles, which hold every step's number
+        # one row a skipped step, one for the step that is too many, and one that is written at
+        # every step and counts only if it was bad: doubles, which hold every step's number
         self._rows = torch.zeros(self.allowed + 2, 9, dtype=torch.float64, device=device)
-        # while spikes are not looked for, statistics would grow old
+        # while spikes aren't looked for, statistics would grow old
         known = (statistics or {}) if config.spike_std else {}
         self._num_good = torch.full((), known.get("num_good", 0), device=device)
         # doubles: the square of a norm may be beyond the floats, and would stay in the variance
@@ -78,7 +78,7 @@ class BadStepDetector:
     def judge(
         self, step: int, loss: Tensor, grad_norm: Tensor, is_finite_here: Tensor, num_labels: Tensor
     ) -> Tensor:
-        """Note a step's figures. Waits for nothing.
+        """Note a step's metrics. Waits for nothing.
 
         Args:
             loss, grad_norm: () fp32, the same on every rank; so is `num_labels`, () int64.
@@ -116,7 +116,7 @@ class BadStepDetector:
         self._variance = torch.where(is_good, variance, self._variance)
 
     def bad_steps(self, first: int = 0) -> list[BadStep]:
-        """Return the bad steps of this process, without the `first` ones. Waits for the device."""
+        """Return this process's skipped steps without the `first` ones. Waits for the device."""
         num_bad = int(self._num_bad.item())
         rows = self._rows[first:num_bad].tolist() if num_bad > first else []
         return [

@@ -50,7 +50,7 @@ VALIDATED_ON = {
 def best_of(
     saved: Manifest, resolved: ResolvedJob, validation_sources: Sequence[OpenSource]
 ) -> tuple[int, float] | None:
-    """Return the best validation that a checkpoint knows of; None if it was of other data, too: no
+    """Return the best validation that a checkpoint knows of; None if it was of other data: no
     loss of this job compares with it."""
     if saved["best_validation"] is None:
         return None

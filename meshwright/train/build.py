@@ -1,4 +1,4 @@
-"""Builds the parts of a resolved job: model, first weights, loader."""
+"""Builds the parts of a resolved job: model, initial weights, loader."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -65,14 +65,14 @@ def initialize_weights(resolved: ResolvedJob, model: LocalModel, group: dist.Pro
     """Give parameters and buffers their values at step 0. Collective over `group`, the whole job.
 
     Raises:
-        ConfigError: if their source is not the one that `resolve` saw.
+        ConfigError: if their source isn't the one that `resolve` saw.
     """
     config = resolved.config.checkpoint
     if not config.initial_load_path:
         for stage in model.stages:
             initialize(stage, resolved.config.training.seed)
         return
-    # late: few jobs start from the weights of another
+    # late: few jobs start from the weights of a different
     from meshwright.checkpoint.conversion.readers import load_upcycled, open_initial, open_weights
 
     start, noise = time.perf_counter(), config.initial_load_upcycle_noise
@@ -89,7 +89,7 @@ def initialize_weights(resolved: ResolvedJob, model: LocalModel, group: dist.Pro
             table, seed = resolved.model_args.table, resolved.config.training.seed
             load_upcycled(weights, table, noise, seed, tensors)
     path = initial.place.path
-    logger.info("first weights from %s in %.1f s", path, time.perf_counter() - start)
+    logger.info("initial weights from %s in %.1f s", path, time.perf_counter() - start)
 
 
 def build_loader(

@@ -34,7 +34,7 @@ def build_bad_steps(
     sources: Sequence[OpenSource],
     samples_read: tuple[int, ...],
 ) -> BadStepReporter:
-    """Return the report of bad steps, with their detector."""
+    """Return the report of skipped steps, with their detector."""
     return BadStepReporter(
         resolved.config,
         device,
@@ -95,7 +95,7 @@ def build_sinks(
 
 
 def _other_sinks(resolved: ResolvedJob, model: LocalModel) -> Iterator[sinks.Sink]:
-    """Yield the sinks of the user's own module, and the one of loads of experts; an `OSError` of
+    """Yield the sinks of the user's own module, and the one of expert load; an `OSError` of
     theirs is a warning."""
     folder = Path(resolved.config.job.dump_folder)
     for name, build in user_sinks(resolved.config).items():

@@ -38,7 +38,7 @@ class End(Enum):
     STAGE = auto()
     """All steps of the stage are taken, and another stage follows."""
     DATA = auto()
-    """`training.max_epochs` leaves no data for another step."""
+    """`training.max_epochs` leaves no data for one more step."""
     DONE = auto()
     """All steps are taken."""
 
@@ -99,7 +99,7 @@ def end_steps(job: RunningJob, agreement: StopAgreement, step: int, *, is_comple
 def raise_data_error(
     config: Checkpoint, failures: Mapping[int, Exception], step: int, *, is_new: bool
 ) -> None:
-    """End a job of which some ranks cannot read the data of the step after `step`.
+    """End a job of which some ranks can't read the data of the step after `step`.
 
     Args:
         failures: their errors, by rank.
@@ -125,13 +125,13 @@ def raise_data_error(
 
 
 def check_resumes(config: Checkpoint, stopped: str) -> None:
-    """Raise `TrainingError` if the same command, run again, would not resume from here."""
+    """Raise `TrainingError` if the same command, run again, wouldn't resume from here."""
     if not config.saves:
         why = "checkpoint.load_only = true" if config.enable else "checkpoint.enable = false"
         raise TrainingError(f"{stopped}; nothing was saved, because {why}")
     if config.load_step != -1:
         raise TrainingError(
-            f"{stopped}; it is saved, but checkpoint.load_step = {config.load_step} would begin "
+            f"{stopped}; it is saved, but checkpoint.load_step = {config.load_step} would start "
             "from there again\n  fix: leave checkpoint.load_step out"
         )
 
@@ -166,7 +166,7 @@ def prepare_export(config: JobConfig) -> None:
 
 def export_last(resolved: ResolvedJob) -> None:
     """Export the newest checkpoint to {dump_folder}/hf, unless it is there already; `SaveError` if
-    it cannot be written, or differs from the saved one."""
+    it can't be written, or differs from the saved one."""
     # not above: other jobs would import them before their first step
     from meshwright.checkpoint.conversion.export import Export, export
     from meshwright.checkpoint.conversion.tokenizer_files import tokenizer_files

@@ -147,7 +147,7 @@ def check_writable(config: JobConfig) -> None:
     """Check that the folders that a job writes to are there, or can be made; leave no trace."""
     dump_folder, checkpoint = Path(config.job.dump_folder), config.checkpoint
     _check_folder("job.dump_folder", config.job.dump_folder, dump_folder)
-    if checkpoint.saves:  # its own link may lead to another file system
+    if checkpoint.saves:  # its own link may lead to a different file system
         _check_folder("checkpoint.folder", checkpoint.folder, dump_folder / checkpoint.folder)
 
 
@@ -159,7 +159,7 @@ def _check_folder(key: str, value: str, folder: Path) -> None:
     is_writable = existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)
     is_first = os.environ.get("RANK", "0") == "0"  # others would make a folder each, on one server
     if is_writable and is_first and existing != folder.absolute():
-        try:  # permissions do not tell: /proc takes no folder, nor does a quota that is used up
+        try:  # permissions don't tell: /proc takes no folder, nor does a quota that is used up
             TemporaryDirectory(dir=existing).cleanup()
         except OSError:
             is_writable = False
@@ -168,5 +168,5 @@ def _check_folder(key: str, value: str, folder: Path) -> None:
         key,
         value,
         f"{existing} is {what} folder that can be written to",
-        "name another folder",
+        "choose a different folder",
     )

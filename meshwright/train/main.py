@@ -33,11 +33,11 @@ from meshwright.train.resolve import ResolvedJob, resolve
 
 def main(launch: Launch, requests: Requests) -> None:
     """Run the job that the command line describes; leave with its exit code."""
-    if dist.is_torchelastic_launched():  # torchrun gives every rank a session of its own, so
+    if dist.is_torchelastic_launched():  # torchrun gives every rank its own session, so
         # nothing else would end it; without torchrun it may outlive its shell
         die_with_parent(launch.pid or os.getppid())
     # a machine's first rank mostly says the same, and this one is then ended; the first ranks of
-    # other machines do not wait: their launchers would be left by the first one's, and exit with 1
+    # other nodes don't wait: their launchers would be left by the first one's, and exit with 1
     is_first = os.environ.get("LOCAL_RANK", "0") == "0"
     code, waits_s = 0, 0 if is_first else FIRST_RANK_PRINTS_WITHIN_S
     try:
@@ -85,7 +85,7 @@ def _stopped_before_training(launch: Launch, requests: Requests) -> int:
 
 
 def _log_failure(error: Exception) -> None:
-    """Log the traceback; of a rank that another one has left, only to the file."""
+    """Log the traceback; of a rank that a different one has left, only to the file."""
     if LOST_PEER.search(str(error)):
         logger.error("failed: the connection to another rank is lost")
         logger.error("failed", exc_info=error, extra={"is_printed": True})
@@ -94,7 +94,7 @@ def _log_failure(error: Exception) -> None:
 
 
 COMPILERS = ("torch._dynamo", "torch._inductor", "triton")
-"""Modules of the errors that compilation raises; private, for a hint alone."""
+"""Modules of the errors that compilation raises; private, for a hint only."""
 
 FIRST_RANK_PRINTS_WITHIN_S = 5
 """Seconds other ranks of a machine wait before exiting, so that its first can report an error."""

@@ -57,7 +57,7 @@ class ResolvedJob:
     model_args: DecoderArgs
     tokenizer: Tokenizer
     frozen: frozenset[str]
-    """Names of the parameters that are not trained."""
+    """Names of the parameters that aren't trained."""
     pipeline_modules: list[list[str]]
     """Modules of each stage of the pipeline; without one, a single stage has them all."""
     fp32_modules: list[str]
@@ -92,8 +92,8 @@ class ResolvedJob:
         return self.next_stage.stage_at(step) if is_over and self.next_stage is not None else self
 
     def begins_stage_with(self, saved: Manifest) -> bool:
-        """Return whether the stage begins with a checkpoint, which the stage before it has saved;
-        `ConfigError` if the checkpoint is of another stage, and does not end it."""
+        """Return whether the stage starts with a checkpoint, which the stage before it has saved;
+        `ConfigError` if the checkpoint is of another stage, and doesn't end it."""
         step, was = saved["step"], saved.get("stage", 1)
         is_end = was < self.stage_number and step == self.starts_after
         if was == self.stage_number or is_end:
@@ -150,7 +150,7 @@ class ResolvedJob:
     @property
     def needs_folder(self) -> bool:
         """Whether no other job may use that folder meanwhile: this one saves there, or writes its
-        records beside it. By a path or a link, jobs that only read may share another's."""
+        records next to it. By a path or a link, jobs that only read may share another's."""
         folder = Path(os.path.realpath(self.checkpoint_folder))
         is_beside = folder.is_relative_to(os.path.realpath(self.config.job.dump_folder))
         return self.config.checkpoint.saves or is_beside
@@ -288,7 +288,7 @@ def resume_from(job: ResolvedJob, saved: Saved) -> ResolvedJob:
         job: of the first stage that it may continue with.
 
     Raises:
-        ConfigError: if the checkpoint does not suit the job.
+        ConfigError: if the checkpoint doesn't suit the job.
     """
     checkpoint, manifest = saved
     job = job.stage_at(manifest["step"])
@@ -311,8 +311,8 @@ def resume_from(job: ResolvedJob, saved: Saved) -> ResolvedJob:
         or not has_other_state(optimizer, was, trained),
         "optimizer.name",
         optimizer.name,
-        f"checkpoint {checkpoint} was saved with another optimizer",
-        'use that, or begin with a fresh one: checkpoint.exclude_from_loading = ["optimizer"]',
+        f"checkpoint {checkpoint} was saved with a different optimizer",
+        'use that, or start with a fresh one: checkpoint.exclude_from_loading = ["optimizer"]',
     )
     return replace(job, resume_step=manifest["step"], resume_diff=diff)
 

@@ -31,7 +31,7 @@ def manifest_of(
     """Return the manifest of a checkpoint.
 
     Args:
-        cursor: where the next step's samples begin, of all ranks.
+        cursor: where the next step's samples start, of all ranks.
         observers: by name, under which each has its state in the manifest.
     """
     return {
@@ -75,7 +75,7 @@ def place_in_data(resolved: ResolvedJob, saved: Manifest, sources: Sequence[Open
     """Return where a resume continues to read.
 
     Raises:
-        ConfigError: if the data is other data now, or too many records were passed over.
+        ConfigError: if the data is other data now, or too many records were skipped.
     """
     if DATALOADER in excluded_parts(resolved.config.checkpoint, saved):
         return Cursor()
@@ -92,9 +92,9 @@ def place_in_data(resolved: ResolvedJob, saved: Manifest, sources: Sequence[Open
                 f"its content is not what it was when the checkpoint was saved: {source.content} "
                 f"now, {was} then",
                 f"{pin}restore the data (dataset_mode too, and of a streamed source "
-                "training.stream_shards, training.shuffle_window, code of your own, the chat "
+                "training.stream_shards, training.shuffle_window, your own code, the chat "
                 "template, BOS and EOS), "
-                "use another job.dump_folder, or begin with the first sample "
+                "use another job.dump_folder, or start with the first sample "
                 "(checkpoint.exclude_from_loading)",
             )
     if begins_stage:
@@ -103,7 +103,7 @@ def place_in_data(resolved: ResolvedJob, saved: Manifest, sources: Sequence[Open
     allowed = resolved.config.training.max_bad_records
     if (passed_over := bad_records(cursor)) > allowed:
         raise too_many_bad_records(passed_over, allowed)
-    # earlier draws are not made up for
+    # earlier draws aren't made up for
     if resolved.resume_diff is not None and resolved.resume_diff.is_reweighted:
         return dataclasses.replace(cursor, weighted_from=cursor.counts)
     return cursor
@@ -120,7 +120,7 @@ def _is_new(source: OpenSource, saved: Manifest) -> bool:
 def _place_in_stage(
     resolved: ResolvedJob, saved: Manifest, sources: Sequence[OpenSource]
 ) -> Cursor:
-    """Return where the first step of a stage begins to read: in a source that the stage before had
+    """Return where the first step of a stage starts to read: in a source that the stage before had
     too, where that one stopped."""
     cursor = Cursor.from_json(saved["data"])
     content = {source.entry.name: source.content for source in sources}
@@ -132,12 +132,12 @@ def _place_in_stage(
     kept = dict(content.items() & saved["data_content"].items())
     counts = tuple(before[name] if name in kept else 0 for name in content)
     places = {name: place for name, place in cursor.places.items() if name in kept}
-    # where a streamed source is alone, sample i of the job is its own i-th: ranks read by that
+    # if a streamed source is the only one, sample i of the job is its own i-th: ranks read by that
     begin = Cursor(sum(counts), counts, places, weighted_from=counts)
     return dataclasses.replace(begin, bad_records=bad_records(cursor) - bad_records(begin))
 
 
 def too_many_bad_records(count: int, allowed: int) -> ConfigError:
-    """Return the error of ranks that have passed over too many records together."""
-    rule = f"{count} records have been passed over so far"
+    """Return the error of ranks that have skipped too many records together."""
+    rule = f"{count} records have been skipped so far"
     return config_error("training.max_bad_records", allowed, rule, "raise it")

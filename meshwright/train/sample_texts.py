@@ -1,4 +1,4 @@
-"""Sample texts: how the model continues `validation.sample_prompts`, on any mesh."""
+"""Sample generations: how the model continues `validation.sample_prompts`, on any mesh."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 
@@ -21,7 +21,7 @@ class SampleTexts(Observer):
     """Has the model continue the prompts at each validation.
 
     Args:
-        add_texts: gets the texts by prompt, which the next report writes.
+        add_texts: gets the text by prompt, which the next report writes.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class SampleTexts(Observer):
 def write_texts(
     resolved: ResolvedJob, meshes: Meshes, model: LocalModel, is_stopped: Callable[[], bool]
 ) -> dict[str, str]:
-    """Continue `validation.sample_prompts`; return texts by prompt, none if it was stopped."""
+    """Continue `validation.sample_prompts`; return text by prompt, none if it was stopped."""
     validation, training, tokenizer = (
         resolved.config.validation,
         resolved.config.training,
@@ -67,7 +67,7 @@ def write_texts(
 
 
 NONE = -1
-"""In the place of a token that this rank does not know."""
+"""In the place of a token that this rank doesn't know."""
 
 
 class NextToken(SummedLoss):
@@ -78,7 +78,7 @@ class NextToken(SummedLoss):
         self._loss = loss
 
     def __call__(self, x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-        """(B, S, D), (V, D), (B, S) -> (B,) int64: the likeliest token after the position whose
+        """(B, S, D), (V, D), (B, S) -> (B,) int64: the most likely token after the position whose
         label counts; `NONE` in a sequence without such a label."""
         is_wanted = has_loss(labels)
         logits = self._loss.logits(x, weight, is_wanted.int().argmax(1))  # (B, 1, V)
@@ -97,7 +97,7 @@ def continue_prompts(
     mask_documents: bool,
     is_stopped: Callable[[], bool],
 ) -> list[list[int]] | None:
-    """Return the likeliest tokens after each prompt; None if the job was asked to stop meanwhile.
+    """Return the most likely tokens after each prompt; None if the job was asked to stop meanwhile.
 
     The state of training is unchanged. Collective.
 
@@ -105,7 +105,7 @@ def continue_prompts(
         model: as `evaluate` takes it.
         prompts: at least one token each; with `num_tokens` more, at most as long as a sequence.
         shape: B and S of a microbatch of training. B prompts are continued at a time.
-        stop: tokens that end a text; they are not part of it.
+        stop: tokens that end a text; they aren't part of it.
         mask_documents: give attention the mask that it has in training.
         is_stopped: a collective, asked before each token.
     """
@@ -151,7 +151,7 @@ def _continue(
 
 def _batch(rows: Sequence[Sequence[int]], shape: tuple[int, int], mask_documents: bool) -> Batch:
     """Return a microbatch whose only labels that count are at the ends of `rows`; causal attention
-    does not see the padding after them."""
+    doesn't see the padding after them."""
     tokens, labels = torch.zeros(shape, dtype=torch.int64), torch.full(shape, IGNORE)
     for number, row in enumerate(rows):
         tokens[number, : len(row)] = torch.tensor(row)

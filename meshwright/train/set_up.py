@@ -5,9 +5,9 @@ The order matters:
 1. `init_ranks`: start the process group, compare the ranks' jobs, lease the checkpoint folder.
 2. `_resume_or_begin`: choose and verify the checkpoint; every later message names its step.
 3. `_open_data`: of the stage that the checkpoint decides, for data of earlier ones may be gone.
-4. Begin the log file and the history, now that the job will train.
+4. Start the log file and the history, now that the job will train.
 5. Seed, stop garbage collection, build the meshes, then the model and its optimizer; load the
-   checkpoint or the first weights; then the loader can begin at its place.
+   checkpoint or the initial weights; then the loader can start at its place.
 """
 
 import gc
@@ -63,7 +63,7 @@ PAUSES: dict[str, Pause | None] = {
     "save": "checkpoint",
     "preparing saves": None,
 }
-"""Phases that rates leave out, and the figure that the time of each adds to, if any."""
+"""Phases that rates leave out, and the metric that the time of each adds to, if any."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Data:
     sources: Sequence[OpenSource]
     validation_sources: Sequence[OpenSource]
     begin: Cursor = field(default_factory=Cursor)
-    """Where the first step of a new job begins to read."""
+    """Where the first step of a new job starts to read."""
 
 
 @dataclass(frozen=True)
@@ -99,9 +99,9 @@ class RunningJob:
     best_validation: BestValidation
     step_record: StepRecord
     observers: Mapping[str, Observer]
-    """Everything optional, by name: the bad steps' report and the best validation among them."""
+    """Everything optional, by name, such as the report of skipped steps."""
     since: float
-    """`time.perf_counter()` when its set-up began."""
+    """`time.perf_counter()` when its set-up started."""
 
     @contextmanager
     def phase(self, name: str, step: int | None = None, *, is_long: bool = False) -> Iterator[None]:
@@ -109,7 +109,7 @@ class RunningJob:
 
         Args:
             step: the one under way; None: as before.
-            is_long: the log says every ten seconds that the phase is not over, as it does of a
+            is_long: the log says every ten seconds that the phase isn't over, as it does of a
                 phase in `PAUSES`.
         """
         self.heartbeat.update(name, step)
@@ -168,7 +168,7 @@ def set_up(
     make_sinks: Callable[[ResolvedJob, LocalModel, Sequence[Sink]], SinkWriter] = build_sinks,
     logs_to_file: bool = True,
 ) -> RunningJob | None:
-    """Resume or begin: build every part of the job. None if its last step is done already.
+    """Resume or start: build every part of the job. None if its last step is done already.
 
     Args:
         resolved: of the first stage that it may continue with.
@@ -258,7 +258,7 @@ def _begin_in_folder(
     attention = _order_attention(resolved, device)
     note_start(resolved, device, data.sources, data.validation_sources, attention, is_new_stage)
     if resolved.resume_diff is not None and dist.get_rank() == 0:
-        # `check`, which verifies no content, may have chosen another checkpoint
+        # `check`, which verifies no content, may have chosen a different checkpoint
         resolved.resume_diff.log(launch.checked_step == resolved.resume_step)
     return attention
 
@@ -269,7 +269,7 @@ def _resume_or_begin(
     """Return the job of the stage and step that this run resumes from, and the manifest there.
 
     Raises:
-        ConfigError: if the checkpoint does not suit the config, or the first weights do not.
+        ConfigError: if the checkpoint doesn't suit the config, or the initial weights don't.
     """
     found = checkpoints.select_and_verify()
     if found is None:
@@ -302,7 +302,7 @@ def _open_data(
 
 def _order_attention(resolved: ResolvedJob, device: torch.device) -> list[str]:
     """Return the order of torch's kernels of attention on a GPU, if plain attention is used; empty:
-    torch's own. The log names the kernel."""
+    torch's own. The log gives the kernel."""
     training, parallelism = resolved.config.training, resolved.config.parallelism
     has_own = training.mask_documents or parallelism.context_parallel_degree > 1
     if device.type != "cuda" or has_own:

@@ -19,7 +19,7 @@ class StepActions:
 
     @property
     def needs_host_figures(self) -> bool:
-        """Whether the host needs the device's figures now, and waits for them."""
+        """Whether the host needs the device's metrics now, and waits for them."""
         return self.log or self.save or self.stop
 
 

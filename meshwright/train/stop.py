@@ -54,7 +54,7 @@ class StopAgreement:
         folder: where the stop file and the profile file may appear.
         max_run_s: seconds after `begun` at which the job is to stop; 0: none.
         requests: signals that this rank gets, and its launcher's.
-        begun: by `time.monotonic`; None: now.
+        started: by `time.monotonic`; None: now.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class StopAgreement:
             self._stop_file.unlink(missing_ok=True)
 
     def _look(self) -> None:
-        """Note requests to stop that are not signals."""
+        """Note requests to stop that aren't signals."""
         now = time.monotonic()
         if now < self._look_at:
             return
@@ -148,13 +148,13 @@ class StopAgreement:
         if os.path.exists(self._stop_file):  # no, where a file system fails for a moment
             self._asked = max(self._asked, 2)
         if dist.get_rank() == 0:
-            with suppress(OSError):  # it is not there, or a file system fails for a moment
+            with suppress(OSError):  # it isn't there, or a file system fails for a moment
                 self._profile_file.unlink()
                 self._wants_trace = True
 
 
 def _is_first_here() -> bool:
-    """Machines may not share the folder: one that was left on a disk would stop every start."""
+    """Nodes may not share the folder: one that was left on a disk would stop every start."""
     return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
@@ -163,10 +163,10 @@ def remove_stop_file(folder: Path) -> None:
     if not _is_first_here():
         return
     path = folder / STOP_FILE
-    with suppress(OSError):  # it is not there; or it has its effect
+    with suppress(OSError):  # it isn't there; or it has its effect
         path.unlink()
         words = "removed %s, which is older than this job; touch the file again to stop the job"
-        logger.warning(words, path)  # where machines share the folder, any of them may be first
+        logger.warning(words, path)  # where nodes share the folder, any of them may be first
 
 
 def _as_plain(error: Exception) -> Exception:

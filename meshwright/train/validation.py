@@ -28,7 +28,7 @@ from meshwright.train.resolve import ResolvedJob
 
 
 def figures_of(loss: float, num_labels: int, num_bytes: int) -> dict[str, float]:
-    """Return the figures of `evaluate`: nats per counted label, every label weighing the
+    """Return the metrics of `evaluate`: nats per counted label, every label weighing the
     same; e to that, inf beyond a float; and the size of the text compressed by the model, which,
     unlike the loss, can be compared between tokenizers. nan where nothing counts."""
     mean = torch.tensor(loss, dtype=torch.float64) / num_labels
@@ -47,10 +47,10 @@ def evaluate(
     Waits for the device once, at the end. Collective, with as many steps on every rank.
 
     Args:
-        model: as the trainer has it, between two steps. It is not switched to `eval()`, since
+        model: as the trainer has it, between two steps. It isn't switched to `eval()`, since
             nothing in it would differ.
         steps: each with the microbatches of a training step, as many and of the same shapes, on
-            the device; ranks that differ along pp, cp or tp alone have the same. Missing sequences
+            the device; ranks that differ along pp, cp or tp only have the same. Missing sequences
             are filled up with some whose labels are all `IGNORE`.
         token_bytes: (V,) int on the device: bytes of text that each token stands for.
     """
@@ -116,7 +116,7 @@ def evaluate_texts(
 
 
 Fail = Callable[[Exception], None]
-"""Notes that this rank cannot continue, so that all ranks stop."""
+"""Notes that this rank can't continue, so that all ranks stop."""
 
 
 class Validation:
@@ -148,7 +148,7 @@ class Validation:
     def __call__(
         self, model: LocalModel, is_stopped: Callable[[], bool], fail: Fail
     ) -> dict[str, float]:
-        """Return the figures by name, without a source that it was stopped in: that is asked
+        """Return the metrics by name, without a source that it was stopped in: that is asked
         before each step, a collective."""
         figures: dict[str, float] = {}
         for source in self._sources:

@@ -255,7 +255,7 @@ def blind_rank(begin: Starter, folder: Path, chance: random.Random) -> str:
     start.kill()
     start.end()
     blind = begin(folder, FILE_FAULT=f"blind:{folder / 'checkpoint'}")
-    expect(blind, (EXIT_CONFIG,), "on a file system that all machines share")
+    expect(blind, (EXIT_CONFIG,), "on a file system that all nodes share")
     expect(begin(folder), (0,))
     return "a rank that does not see the folder"
 

@@ -253,7 +253,7 @@ def test_what_would_not_go_on_is_not_said_to(tmp_path: Path) -> None:
     (step,) = commit.saved_steps(tmp_path / "checkpoint")
     assert step > 0
     back = result_of_stopping(tmp_path, "--checkpoint.load_step", str(step))
-    assert f"it is saved, but checkpoint.load_step = {step} would begin from there again" in back
+    assert f"it is saved, but checkpoint.load_step = {step} would start from there again" in back
 
 
 def test_a_rank_that_waits_for_one_that_was_asked_and_is_gone_ends_too(monkeypatch) -> None:

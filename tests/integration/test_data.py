@@ -87,7 +87,7 @@ def test_a_bad_line_saves_and_may_be_passed_over(tmp_path: Path) -> None:
 
     leave = ("--training.max_bad_records", 1)
     result = train_alone(folder, *options, *leave)
-    assert f"passed over a record (1): {place}" in result.stdout
+    assert f"skipped a record (1): {place}" in result.stdout
     assert records(folder)[-1]["data/bad_records"] == 1
 
 
@@ -179,7 +179,7 @@ def test_a_part_is_held_out_and_a_bad_line_of_a_cache_passed_over(tmp_path: Path
         *("--validation.num_samples", -1, "--training.token_cache_folder", tmp_path / "cache"),
         *("--training.global_batch_size", 16, "--training.local_batch_size", 4),
     )
-    refused = train_alone(tmp_path / "refused", *options, code=2)
+    refused = train_alone(tmp_path / "rejected", *options, code=2)
     assert "1.jsonl:61: not JSON" in refused.stderr
     found = []
     for name, train in ("two", train_on_ranks), ("one", train_alone):
@@ -264,5 +264,5 @@ def test_a_worker_that_is_killed_is_one_error(tmp_path) -> None:
     os.kill(wait_for(workers, "two workers", 60)[0], signal.SIGKILL)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 2, output
-    assert "a process that tokenised was killed" in output
+    assert "a process that tokenized was killed" in output
     assert "Traceback" not in output

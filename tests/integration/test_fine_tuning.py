@@ -73,7 +73,7 @@ def test_from_a_folder_to_a_folder(tmp_path: Path) -> None:
     }
     dump = tmp_path / "dump"
     done = train_alone(dump, *words(keys), config=PRESET)
-    assert f"first weights from {model}" in done.stdout
+    assert f"initial weights from {model}" in done.stdout
     assert losses(dump).keys() == {1, 2}
     assert len((dump / "losses.csv").read_text().split()) == 2  # the user's sink
     own_code = read_manifest(dump / "checkpoint" / "step-1").get("own_code")
@@ -100,7 +100,7 @@ def test_from_a_folder_to_a_folder(tmp_path: Path) -> None:
     check = ["check", str(PRESET), "--ngpu", "1", "--job.dump_folder", str(dump)]
     run_command([*check, *words(keys)])  # there is nothing to do
     keys["training.steps"] = 3
-    with pytest.raises(ConfigError, match=r"step-2 holds the weights alone"):
+    with pytest.raises(ConfigError, match=r"step-2 holds the weights only"):
         run_command([*check, *words(keys)])
     keys["checkpoint.exclude_from_loading"] = '["optimizer"]'
     run_command([*check, *words(keys)])

@@ -128,11 +128,11 @@ def test_a_file_that_is_there_stays(folder) -> None:
         ("rows.jsonl", "", "no text is there"),
         ("a.txt", "Too short.\n" * 20, "and a sequence of the preset takes 257"),
         ("a.npy", "tokens", "holds tokens"),
-        ("a.csv", "id,text\n" * 999, "is a table, not texts\n  fix: .* docs/data.md#csv"),
+        ("a.csv", "id,text\n" * 999, "is a table, not text\n  fix: .* docs/data.md#csv"),
         (
             "qa.json",
             '[{"instruction": "Why?", "input": "", "output": "So."}]',
-            'conversations\n  fix: begin with the preset fine_tune and .*"alpaca"',
+            'conversations\n  fix: start with the preset fine_tune and .*"alpaca"',
         ),
         (
             "squad.json",
@@ -142,7 +142,7 @@ def test_a_file_that_is_there_stays(folder) -> None:
         ("strings.json", '["a", "b"]', 'fix: write lines like {"text": "..."}'),
         ("a.txt", "\udce9" * 999, "a.txt: not UTF-8: .* 0xe9: .*\n  fix: name other"),
         ("", "", "exists, but holds no"),
-        ("left/_a.txt", "A line.\n" * 999, "is there\n  fix: .* begin with . or _ are left out"),
+        ("left/_a.txt", "A line.\n" * 999, "is there\n  fix: .* start with . or _ are left out"),
     ],
 )
 def test_other_content_is_refused(name, content, says, folder) -> None:

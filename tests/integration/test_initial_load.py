@@ -43,7 +43,7 @@ def test_a_job_starts_from_weights_and_later_from_its_own_checkpoint(tmp_path, c
     for train, (name, options) in zip((train_on_ranks, train_alone), starts.items(), strict=True):
         done = train(tmp_path / name, *options, "--training.steps", 2)
         figures[name] = losses(tmp_path / name)
-        assert "first weights from" in done.stdout
+        assert "initial weights from" in done.stdout
     assert figures["hf"].keys() == {1, 2}
     # weights of zero give log(259) = 5.56, fresh ones about 6.06
     assert 5.58 < figures["hf"][1][0] < 5.85  # by Python, whose sources are the data
@@ -54,7 +54,7 @@ def test_a_job_starts_from_weights_and_later_from_its_own_checkpoint(tmp_path, c
         shutil.rmtree(path)
     done = train_alone(tmp_path / "hf", *starts["hf"], "--training.steps", 3)
     assert "resumed from" in done.stdout
-    assert "first weights from" not in done.stdout
+    assert "initial weights from" not in done.stdout
     assert losses(tmp_path / "hf").keys() == {1, 2, 3}
 
     by_two_ranks = str(tmp_path / "hf" / "checkpoint" / "step-2")
@@ -77,8 +77,8 @@ def test_damaged_weights_are_passed_over_or_refused_on_every_rank(tmp_path) -> N
     flip_bit(bad / "__0_0.distcp", 8 * 50_000)
     options = words(checkpoint__initial_load_path=tmp_path / "other")
     done = train_on_ranks(tmp_path / "out", *options, "--training.steps", 1)
-    assert f"passed over {bad}, which is damaged: the content of __0_0.distcp" in done.stdout
-    assert f"first weights from {good}" in done.stdout
+    assert f"skipped {bad}, which is damaged: the content of __0_0.distcp" in done.stdout
+    assert f"initial weights from {good}" in done.stdout
     damaged = words(checkpoint__initial_load_path=bad)
     done = train_on_ranks(tmp_path / "b", *damaged, "--training.steps", 1, code=2)
     said = "checkpoint.initial_load_path"

@@ -121,7 +121,7 @@ def test_all_that_cannot_work_is_named_at_once(resume, tmp_path) -> None:
         "  fix: use another job.dump_folder, or the values it was saved with",
     ]
     error = error_of(resume, "--training.seed", "1")
-    assert 'set checkpoint.exclude_from_loading = ["dataloader", "optimizer"], to begin' in error
+    assert 'set checkpoint.exclude_from_loading = ["dataloader", "optimizer"], to start' in error
 
 
 GIVEN = ("--model.args.head_dim", "32")
@@ -166,7 +166,7 @@ def test_a_job_whose_data_has_ended_is_done(resume) -> None:
         (*mixture, *once, "--training.global_batch_size", "4"),
         (*parts("weight=1", "weight=2"), *once),
     ):
-        assert "holds the weights alone" in error_of(resume, *words)
+        assert "holds the weights only" in error_of(resume, *words)
 
 
 def parts(*of_each: str) -> tuple[str, str]:
@@ -234,7 +234,7 @@ def test_other_data_may_be_begun_with_its_first_sample(resume, caplog) -> None:
 def test_what_is_left_out_is_left_out_once(resume) -> None:
     """A job that is started again goes on where it was, though its config still says so."""
     error = error_of(resume, *EXCLUDE, "--training.seed", "1", saved_with=EXCLUDE)
-    assert error.endswith("or set checkpoint.load_step to its step, to begin with the first sample")
+    assert error.endswith("or set checkpoint.load_step to its step, to start with the first sample")
     named = ("--checkpoint.load_step", str(STEP))
     assert resume(*EXCLUDE, *named, "--training.seed", "1").data == []
 
@@ -246,7 +246,9 @@ MUON = ("--optimizer.name", "muon")
 def test_an_optimizer_of_another_kind_is_refused_before_a_rank_starts(resume, saved_with) -> None:
     other = () if saved_with else MUON
     error = error_of(resume, *other, saved_with=saved_with)
-    assert re.search("(?s)^optimizer.name = .*another optimizer.*fix: use that, or begin", error)
+    assert re.search(
+        "(?s)^optimizer.name = .*a different optimizer.*fix: use that, or start", error
+    )
     resume(*other, "--checkpoint.exclude_from_loading", '["optimizer"]')
     assert resume(*other, "--training.steps", str(STEP)).is_done
     resume(*saved_with)

@@ -324,12 +324,12 @@ CHANGES = "{% set _ = messages.append({'role': 'assistant', 'content': 'x'}) %}"
         (MISTRAL, [], "has no message whose role is 'assistant', but none at all"),
         (MISTRAL, talk("a"), "has no message whose role is 'assistant', but user"),
         (MISTRAL, [{"role": "system", "content": "a"}, *talk("b", "c")],
-         "is refused by the chat template: Only user and assistant roles are supported"),
+         "is rejected by the chat template: Only user and assistant roles are supported"),
         (CHATML, talk("\ufdd0 a", "b"), "holds one of the noncharacters"),
         (CHATML, talk("a \ufdd2", "b"), "holds one of the noncharacters"),
         # a sandbox: what it were to add would be trained on
-        ("{{ messages.__class__.__mro__ }}", talk("a", "b"), "is refused by the chat"),
-        (CHANGES, talk("a", "b"), "is refused by the chat template: access to attribute"),
+        ("{{ messages.__class__.__mro__ }}", talk("a", "b"), "is rejected by the chat"),
+        (CHANGES, talk("a", "b"), "is rejected by the chat template: access to attribute"),
         # templates that do not show what the assistant wrote
         ("{{ messages | length }}" + CHATML, talk("a", "b", "c"),
          "shows that the chat template writes what is before message 2 otherwise"),
@@ -364,7 +364,7 @@ def test_where_templates_are_found(folder: Path, tmp_path: Path) -> None:
     tokenizer = tmp_path / "tokenizer.json"
     tokenizer.write_bytes((folder / "tokenizer.json").read_bytes())
     config = tmp_path / "tokenizer_config.json"
-    with pytest.raises(ConfigError, match="no chat_template.jinja beside it"):
+    with pytest.raises(ConfigError, match="no chat_template.jinja next to it"):
         find_template(str(tmp_path))
     config.write_text(json.dumps({"chat_template": "one"}))
     assert find_template(str(tmp_path)) == find_template(str(tokenizer)) == "one"

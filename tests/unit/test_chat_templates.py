@@ -315,7 +315,7 @@ def test_content_in_parts(folder: Path) -> None:
     assert learned(chat, folder, messages) == ["b|c<|im_end|>"]
     for template in (CHATML, CHATML.replace("message.content or ''", "message.content | string")):
         chat = ChatTemplate(build_tokenizer(str(folder)), template)
-        with pytest.raises(RecordError, match="has content in parts|is refused by the chat temp"):
+        with pytest.raises(RecordError, match="has content in parts|is rejected by the chat temp"):
             chat.encode(messages)
 
 

@@ -197,13 +197,15 @@ def test_a_file_of_a_command_is_written_whole_or_not_at_all(tmp_path, monkeypatc
 
     monkeypatch.setattr(Path, "write_text", fill)
     page = tmp_path / "a.html"
-    with pytest.raises(ConfigError, match="a.html': cannot be written: No space .*\n  fix: name"):
+    with pytest.raises(ConfigError, match="a.html': cannot be written: No space .*\n  fix: choose"):
         write_output(page, "a page", "--html")
     assert not page.exists()
     read_only = OSError(errno.EROFS, os.strerror(errno.EROFS))  # which unlink says of any file
     for name in ("write_text", "unlink"):
         monkeypatch.setattr(Path, name, Mock(side_effect=read_only))
-    with pytest.raises(ConfigError, match="a.html': cannot be written: Read-only .*\n  fix: name"):
+    with pytest.raises(
+        ConfigError, match="a.html': cannot be written: Read-only .*\n  fix: choose"
+    ):
         write_output(page, "a page", "--html")
 
 
@@ -253,13 +255,13 @@ def test_the_config_is_a_plain_argument_anywhere(words) -> None:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ([DEBUG, "--job.config_file", DEBUG], "given beside --job.config_file"),
+        ([DEBUG, "--job.config_file", DEBUG], "given together with --job.config_file"),
         ([DEBUG, "--steps", "3"], "did you mean --training.steps?"),
         ([DEBUG, "other.toml"], "'other.toml': expected CONFIG or --section.key value"),
         (["4", DEBUG], "fix: leave it out; CONFIG is 4"),
         ([DEBUG, "-training.steps", "3"], "fix: write --training.steps"),
         ([DEBUG, "\N{EM DASH}training.steps", "3"], "fix: write --training.steps"),
-        (["--config", DEBUG], "fix: name the TOML alone on the command line"),
+        (["--config", DEBUG], "fix: name only the TOML on the command line"),
         (["https://example.org/a.toml"], "fix: fetch the file"),
         (["--nnode", "2"], "'--nnode': no such option\n  fix: write --nnodes"),
         (["bsae.toml"], "neither a file here nor a preset\n  fix: did you mean base.toml?"),

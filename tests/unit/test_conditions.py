@@ -190,25 +190,25 @@ def test_validation_on_other_data_than_training_is_told(tmp_path, capsys) -> Non
     check_job([toml])
     out = " ".join(capsys.readouterr().out.split())
     assert said not in out
-    assert f"training reads 1 file of the validation, too: {tmp_path}/a.txt" in out
+    assert f"training reads 1 file of the validation as well: {tmp_path}/a.txt" in out
     (tmp_path / "b.txt").write_text("other words")  # beside train.bin, for example, val.bin
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder/c.txt").symlink_to(tmp_path / "a.txt")
     for path, is_shared in (("b.txt", False), ("*.txt", True), ("folder", True)):
         check_job([toml, "--training.dataset_path", tmp_path / path])
-        assert ("of the validation, too: " in capsys.readouterr().out) == is_shared
+        assert ("of the validation as well: " in capsys.readouterr().out) == is_shared
     (tmp_path / "a.jsonl").write_text('{"text": "some words", "a": 1}')
     keys = ("dataset=json", f"dataset_path={tmp_path}/a.jsonl")
     both = [f"--{table}.{key}" for table in ("training", "validation") for key in keys]
     check_job([toml, *both])
-    assert "of the validation, too: " in capsys.readouterr().out
+    assert "of the validation as well: " in capsys.readouterr().out
     # of the others, a part may be the validation's
     for part in ("--training.dataset_where=['a == 1']", "--training.max_documents=1"):
         check_job([toml, *both, part])
-        assert "of the validation, too: " not in capsys.readouterr().out
+        assert "of the validation as well: " not in capsys.readouterr().out
     toml.write_text(f'extends = "debug_model"\n[training]\n{own}validation_fraction = 0.5\n')
     check_job([toml])
-    assert "of the validation, too: " not in capsys.readouterr().out
+    assert "of the validation as well: " not in capsys.readouterr().out
 
 
 def test_documents_that_nothing_ends_are_told(tmp_path, capsys) -> None:

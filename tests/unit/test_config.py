@@ -162,7 +162,7 @@ def test_an_address_is_no_path_but_of_data(toml) -> None:
             [f"--{key}", "s3://bucket/a"],
             toml(f'[{section}]\n{name} = "s3://bucket/a"\n'),
         ):
-            assert f"{key} = 's3://bucket/a': s3:// begins an address" in error_of(words)
+            assert f"{key} = 's3://bucket/a': s3:// starts an address" in error_of(words)
     inside = '[[training.datasets]]\ndataset = "json"\ndataset_format = "hf://a/b"\n'
     assert "training.datasets.0.dataset_format = 'hf://a/b'" in error_of(toml(inside))
     for address in ("s3://bucket/a", "https://host/a.npy"):
@@ -386,7 +386,7 @@ LISTS = {  # keys after `HEAD`, and a part of the error
     f"local_batch_size = 4\nsteps = 10\n{PART}tokens = 2000\n{ANOTHER}tokens = 500\n": (
         "steps = 10: takes 2,560 tokens, but training.datasets give 2,500\n  fix: set it to 9"
     ),
-    f'dataset = "c4"\n{PART}weight = 1\n': "a.toml:6: training.dataset = 'c4': is given beside",
+    f'dataset = "c4"\n{PART}weight = 1\n': "a.toml:6: training.dataset = 'c4': is given together",
     f"{VALIDATION}num_samples = 0\n": "validation.num_samples = 0: must be positive or -1",
     f'{VALIDATION}dataset = "c4"\n': "validation.num_samples = -1: c4 is streamed",
     f'{VALIDATION}[[validation.datasets]]\ndataset = "json"\n': "datasets.0.dataset_path = ''",

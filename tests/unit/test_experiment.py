@@ -337,7 +337,9 @@ def test_a_bad_experiment_is_rejected(lab, head: str, message: str) -> None:
 
 def test_a_folder_of_another_experiment_is_rejected(lab, capsys) -> None:
     lab.write(ARMS)("run")
-    with pytest.raises(ConfigError, match=r"another experiment's: budget.steps = 24 there, 30 now"):
+    with pytest.raises(
+        ConfigError, match=r"a different experiment's: budget.steps = 24 there, 30 now"
+    ):
         lab.write(ARMS, HEAD.replace("24", "30"))("run")
     with pytest.raises(ConfigError, match="the folder has this arm with other keys"):
         lab.write(ARMS.replace("2.0", "3.0"))("run")

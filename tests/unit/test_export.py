@@ -216,7 +216,7 @@ def test_a_model_that_transformers_does_not_take(tmp_path) -> None:
     checkpoint = save_checkpoint(tmp_path, random_model(args), args)
     said = message(checkpoint, tmp_path / "out")
     assert "cannot load it: " in said
-    assert "fix: try another version of transformers" in said
+    assert "fix: try a different version of transformers" in said
 
 
 def test_a_checkpoint_is_kept_while_it_is_exported(checkpoint, tmp_path, monkeypatch) -> None:

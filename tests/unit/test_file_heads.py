@@ -120,7 +120,7 @@ def test_conversations_without_a_chat_template_are_refused_before_they_are_read(
     (tmp_path / "chat.jinja").write_text("{{ messages }}")
     data = ("training.dataset=json", f"training.dataset_path={tmp_path}/rows.jsonl")
     job = ["debug_model", *(f"--{key}" for key in (*data, "training.dataset_format=messages"))]
-    with pytest.raises(ConfigError, match="no chat_template.jinja beside it"):
+    with pytest.raises(ConfigError, match="no chat_template.jinja next to it"):
         check_job(job)
     check_job([*job, f"--model.chat_template_path={tmp_path}/chat.jinja"])
 

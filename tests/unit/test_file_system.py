@@ -47,13 +47,13 @@ def test_a_folder_that_cannot_be_opened_is_no_error(tmp_path: Path, monkeypatch)
     """Some network file systems open files alone; a folder that is gone is an error."""
 
     def refuse(path: Path, flags: int) -> int:
-        raise OSError(code, "refused", str(path))
+        raise OSError(code, "rejected", str(path))
 
     monkeypatch.setattr(os, "open", refuse)
     code = errno.EINVAL
     sync_folder(tmp_path)
     code = errno.EIO
-    with pytest.raises(OSError, match="refused"):
+    with pytest.raises(OSError, match="rejected"):
         sync_folder(tmp_path)
 
 

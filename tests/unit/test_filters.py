@@ -157,7 +157,10 @@ FRACTION = ["--training.validation_fraction=0.1", "--validation.enable=true"]
     [
         (['--training.dataset_where=["a == 1"]'], "dataset 'sympy_source' has no rows"),
         (["--training.dataset_separator=x"], "dataset 'sympy_source' is not \"text\""),
-        ([*FRACTION, "--validation.dataset=c4"], "is given beside a dataset of [validation]"),
+        (
+            [*FRACTION, "--validation.dataset=c4"],
+            "is given together with a dataset of [validation]",
+        ),
     ],
 )
 def test_a_filter_that_a_source_does_not_have_is_refused(words, says) -> None:

@@ -264,7 +264,7 @@ def test_the_tokenizer_of_a_preset_is_one_command_away() -> None:
         ("name = llama", 'quote it: "llama"'),
         ("steps = 1,000", "write 1_000"),
         ("lr = 0,001", "write 0.001"),
-        (r'path = "C:\Users"', r"write it in single quotes, which leave \ alone: 'C:\Users'"),
+        (r'path = "C:\Users"', r"write it in single quotes, which leave \ unchanged: 'C:\Users'"),
         ("lr = .5e-3", "write 0.5e-3"),
         ("lr = 1.", "write 1.0"),
         # no guess is better than a wrong one
@@ -339,7 +339,7 @@ TEXT = "[training]\ndataset = 'text'\n"
         ("[optimizer]\nbetas = [0.9]\n", "did you mean optimizer.beta1 and optimizer.beta2?"),
         ("[training]\ndataset_path = '$HOME/a'\ndataset = 'text'\n", "variables are not replaced"),
         (f"{TEXT}dataset_path = 'nodir/*.txt'\n", "HERE exists, but holds no nodir"),
-        (f"{TEXT}dataset_path = '*.txt'\n", "HERE holds none; names that begin with . or _ are"),
+        (f"{TEXT}dataset_path = '*.txt'\n", "HERE holds none; names that start with . or _ are"),
         ("[training]\ndataset = 'c4'\ndataset_path = 'a.tml'\n", "did you mean a.toml?"),
         ("[training]\ndataset_format = 'b.py:f'\n", "HERE exists, but holds no b.py"),
         ("[model]\ntokenizer_path = ''\n", "path: not given\n  fix: name a tokenizer.model, a"),

@@ -105,7 +105,7 @@ def test_others_take_a_merge_and_a_resume_is_refused(made, tmp_path, capsys) -> 
     resolved(JobConfig.model_validate(tables), 1)
     command("generate")([str(out), "--prompt", "a", "--max-new-tokens", "2"])
     tables |= {"job": {"dump_folder": str(tmp_path / "run")}, "checkpoint": {"enable": True}}
-    with pytest.raises(ConfigError, match="the weights alone: nothing resumes"):
+    with pytest.raises(ConfigError, match="the weights only: nothing resumes"):
         resolved(JobConfig.model_validate(tables), 1)
 
 
@@ -138,7 +138,7 @@ def test_parts_of_different_models_are_refused(made, tmp_path) -> None:
     for step, says, of_manifest in (
         (2, "is bfloat16 .* there, and float32 .* in step-1", None),
         (3, "norm.weight is float32 7 there, and float32 32", None),
-        (4, "is of another model than step-1: qwen3 instead", {"model_name": "qwen3"}),
+        (4, "is of a different model than step-1: qwen3 instead", {"model_name": "qwen3"}),
         (5, "is of another size than step-1", {"model_args": {"dim": 8}}),
         (6, "another tokenizer", {"data_identity": {"model.tokenizer_path": "other"}}),
     ):
@@ -151,7 +151,7 @@ def test_parts_of_different_models_are_refused(made, tmp_path) -> None:
 
 def test_a_folder_that_is_taken_or_a_runs_own_is_refused(made, tmp_path) -> None:
     merge(made, tmp_path / "out", "5,10")
-    with pytest.raises(ConfigError, match="step-10 is there\n  fix: name another"):
+    with pytest.raises(ConfigError, match="step-10 is there\n  fix: choose a different"):
         merge(made, tmp_path / "out", "5,10")
     with pytest.raises(ConfigError, match="is inside of .*\n  fix: name a folder elsewhere"):
         merge(made, made / "merged", "5,10")

@@ -58,8 +58,8 @@ def test_it_is_the_same_as_tables(tmp_path: Path) -> None:
         ("inf a\n", (), "'inf a' is not"),
         ("0.5\n", (), "'0.5' is not"),
         ("# none\n", (), "names no files"),
-        ("1 a\n", ("--training.dataset_path=b",), "is given beside training.dataset_path"),
-        ("1 a\n", ('--training.datasets=[{"dataset": "c4"}]',), "beside training.datasets"),
+        ("1 a\n", ("--training.dataset_path=b",), "is given together with training.dataset_path"),
+        ("1 a\n", ('--training.datasets=[{"dataset": "c4"}]',), "together with training.datasets"),
     ],
 )
 def test_a_file_that_is_no_mixture_is_refused(text, words, says, tmp_path: Path) -> None:

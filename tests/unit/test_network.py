@@ -50,7 +50,7 @@ def can_unshare() -> bool:
 def test_others_are_told_an_address_of_the_network_in_which_all_meet(tmp_path) -> None:
     gloo = {"GLOO_SOCKET_IFNAME": "net8"}
     nowhere = (
-        "'host name = node0: leads to 127.0.1.1, where other machines find themselves\\n"
+        "'host name = node0: leads to 127.0.1.1, where other nodes find themselves\\n"
         "  fix: export GLOO_SOCKET_IFNAME=net8 or net9, by which they reach it'"
     )
     cases = {

@@ -98,7 +98,7 @@ training.global_batch_size=5 {SCHEDULE}=Interleaved1F1B
 training.global_batch_size=3 {SCHEDULE}=DualPipeV => at least one a stage, 4 => the nearest is 4
 training.global_batch_size=1 {SCHEDULE}=GPipe => at least one a rank, 2 => the nearest is 2
 model.args.n_layers=1 => makes 2 stages, but the model has 1 layers => use at most 1
-{PER_RANK}=2 => schedule 1F1B takes 1 => set it to 1, or choose another
+{PER_RANK}=2 => schedule 1F1B takes 1 => set it to 1, or choose a different
 {SCHEDULE}=ZBVZeroBubble {PER_RANK}=3 => schedule ZBVZeroBubble takes 2 => set it to 2
 {SCHEDULE}=ZBVZeroBubble compile.enable=true => which compiled blocks cannot => set compile
 {SCHEDULE}=ZBVZeroBubble activation_checkpoint.mode=selective

@@ -252,8 +252,8 @@ def test_several_runs_are_compared_where_weights_and_batches_were_equal(tmp_path
     page, text = page_of(a, b, c, d, "--output", tmp_path / "c.html")
     assert page.count('class="chart"') == 3  # losses, and the difference: no speed in these records
     assert "b/run4+0 at step 10.5 at step 2-0.25 from step 4" in text
-    assert "c/run is not compared: another training.seed." in text
-    assert "d/run is not compared: another training.global_batch_size." in text
+    assert "c/run is not compared: a different training.seed." in text
+    assert "d/run is not compared: a different training.global_batch_size." in text
     assert "optimizer.lr0.0020.00010.00010.002" in text  # a row of configs, a column for each
     # runs of other batches have tokens on their axis
     assert 'aria-label="Training loss, tokens 4096 to 16384"' in page

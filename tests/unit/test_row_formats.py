@@ -164,7 +164,7 @@ def test_any_other_column_that_is_not_used_is_counted(name: str) -> None:
         ("messages", {"messages": HELLO, "tools": ["add"]}, "its 'tools' is ['add'], not a list"),
         ("messages", {"messages": HELLO, "system": 3}, "its 'system' is 3, not a text"),
         ("messages", {"messages": [SYSTEM, *HELLO], "system": "no"},
-         "has a column 'system' and another first message of that role"),
+         "has a column 'system' and a different first message of that role"),
         ("messages", {"messages": []}, "the conversation has no message"),
         ("messages", {"messages": "[]"}, "its 'messages' is '[]', not a list of tables "
          "(training.dataset_format = 'messages')\n  fix: give dataset_format your own function "

@@ -481,7 +481,7 @@ def test_what_each_rank_reads_whole_is_said(num_ranks, max_epochs, caplog) -> No
     rules, slots = SampleRules(LENGTH, 0, max_epochs), range(8 // num_ranks)
     source = streamed(name=f"stream {num_ranks} {max_epochs}")  # a warning is given once
     SampleStream([source], Cursor(), rules, batch=8, slots=slots)
-    said = f"each of {num_ranks} ranks reads and tokenises it whole"
+    said = f"each of {num_ranks} ranks reads and tokenizes it whole"
     assert (said in caplog.text) == (num_ranks > 1 and max_epochs > 0)
 
 
@@ -609,7 +609,7 @@ def test_whatever_ends_the_thread_that_reads_is_said(end: BaseException) -> None
 @pytest.mark.parametrize(
     ("error", "kind", "says"),
     [
-        (Panic("index 3"), RecordError, "fails on a text that begins with 'ab': Panic"),
+        (Panic("index 3"), RecordError, "fails on a text that starts with 'ab': Panic"),
         (StopRequested("SIGTERM"), StopRequested, "SIGTERM"),
     ],
 )

@@ -268,7 +268,7 @@ def test_no_room_for_tokens() -> None:
 
 def test_texts_and_conversations_do_not_mix(tmp_path) -> None:
     conversation = Conversation([{"role": "user", "content": "hello"}])
-    with pytest.raises(ConfigError, match="texts and conversations"):
+    with pytest.raises(ConfigError, match="text and conversations"):
         open_cache(TextsRecipe(("text", conversation)), tmp_path, num_workers=1)
 
 
@@ -307,11 +307,11 @@ def test_a_process_opens_what_is_there_now(tmp_path) -> None:
     keys = {"dataset": "text", "dataset_path": str(tmp_path / "a.txt")}
     first = open_cache(tokenization(**keys), tmp_path / "cache", num_workers=1)
     stat = (tmp_path / "a.txt").stat()
-    (tmp_path / "a.txt").write_text("another one")
+    (tmp_path / "a.txt").write_text("a different one")
     os.utime(tmp_path / "a.txt", ns=(stat.st_atime_ns, stat.st_mtime_ns))  # as rsync does
     second = open_cache(tokenization(**keys), tmp_path / "cache", num_workers=1)
     assert documents_of(first) == [encode("first text")]
-    assert documents_of(second) == [encode("another one")]
+    assert documents_of(second) == [encode("a different one")]
 
 
 def test_two_processes_make_each_part_once(tmp_path, monkeypatch) -> None:

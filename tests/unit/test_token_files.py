@@ -180,8 +180,8 @@ def test_a_file_that_has_changed_is_not_accepted_by_another_start(tmp_path: Path
         ("no index of Megatron's", ".idx", slice(0, 1), b"\0"),
         ("type 7, not 1 and 4, 5 or 8", ".idx", slice(17, 18), b"\7"),
         ("cut short", ".idx", slice(-8, None), b""),
-        ("of another file", ".idx", slice(34, 35), b"\4"),  # tokens of the first sequence
-        ("of another file", ".bin", slice(2, None), b""),
+        ("of a different file", ".idx", slice(34, 35), b"\4"),  # tokens of the first sequence
+        ("of a different file", ".bin", slice(2, None), b""),
         ("not its sequences", ".idx", slice(-8, None), (1).to_bytes(8, "little")),
     ],
 )
@@ -236,7 +236,7 @@ def test_zeros_between_tokens_are_tokens_where_the_type_is_known(kind: str, tmp_
 
 @pytest.mark.parametrize(
     ("ends", "message"),
-    [([2, 1], "do not follow"), ([5], "of another file"), ([], "cut short")],
+    [([2, 1], "do not follow"), ([5], "of a different file"), ([], "cut short")],
 )
 def test_a_wrong_index_of_datatrove_is_refused(ends: list[int], message: str, tmp_path) -> None:
     path = write_kind("datatrove", tmp_path / "a", DOCUMENTS)

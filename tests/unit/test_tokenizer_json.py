@@ -122,7 +122,7 @@ def random_tokenizer(raw: dict[str, Any]) -> Tokenizer:
 )
 def test_json_of_another_library(content: str, holds: str, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text(content)
-    with pytest.raises(ConfigError, match="JSON of another library: ") as caught:
+    with pytest.raises(ConfigError, match="JSON of a different library: ") as caught:
         build_tokenizer(str(tmp_path))
     assert holds in str(caught.value)
     assert "fix: name a tokenizer.json that" in str(caught.value)

@@ -141,7 +141,7 @@ def test_special_tokens_that_a_model_has_as_pieces_are_text_in_a_text(tmp_path: 
 def test_a_word_without_a_piece_and_without_an_unknown_token_is_a_bad_record(tmp_path) -> None:
     tokenizer = build_tokenizer(str(word_json(tmp_path / "t.json", ["1", "2"], None, ["[EOS]"])))
     assert tokenizer.encode("1 2") == [0, 1]  # though it has no "a"
-    with pytest.raises(RecordError, match="the tokenizer fails on a text that begins with '1 b'"):
+    with pytest.raises(RecordError, match="the tokenizer fails on a text that starts with '1 b'"):
         tokenizer.encode("1 b")
 
 
@@ -158,7 +158,7 @@ def test_a_conversation_or_a_prompt_without_a_piece_is_an_error_of_its_own(tmp_p
     chat = ChatTemplate(ours, "{% for m in messages %}{{ m.content }} {% endfor %}")
     with pytest.raises(RecordError, match=r"a.jsonl:7: the conversation .* fails on a text that"):
         chat.encode([{"role": "assistant", "content": "other"}], "a.jsonl:7")
-    with pytest.raises(RecordError, match="fails on a text that begins with 'other'"):
+    with pytest.raises(RecordError, match="fails on a text that starts with 'other'"):
         prompt_tokens(ours, "other")
 
 
@@ -217,7 +217,7 @@ def test_an_eos_that_only_a_file_beside_names(tmp_path: Path) -> None:
     assert build_tokenizer(str(file)).eos_id is None
     found = with_settings(tmp_path, eos_token={"content": "<end of mine>"})
     assert found.eos_id == found.special_ids["<end of mine>"]
-    with pytest.raises(ConfigError, match="lacks '<eos!>', which a file beside it names as eos"):
+    with pytest.raises(ConfigError, match="lacks '<eos!>', which a file next to it names as eos"):
         with_settings(tmp_path, eos_token="<eos!>")
 
 

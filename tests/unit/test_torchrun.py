@@ -90,7 +90,7 @@ def test_a_launcher_that_waits_says_where_and_for_whom(tmp_path, monkeypatch, ca
     wait_for(lambda: alone in caplog.text, "a line", seconds=20)
     store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
     here = socket.gethostname()
-    wait_for(lambda: f"1 of 3 machines are here ({here})" in caplog.text, "a line", seconds=20)
+    wait_for(lambda: f"1 of 3 nodes are here ({here})" in caplog.text, "a line", seconds=20)
     (tmp_path / "logs_of_ranks").mkdir()
     assert not left
     del store
@@ -164,10 +164,10 @@ def test_machines_that_lose_each_other_are_not_said_not_to_have_met(tmp_path) ->
     error.__cause__ = RuntimeError("Connection was likely closed")
     why = "at node0:1: Connection was likely closed\n  fix: "
     said = torchrun._apart(error, given, tmp_path)
-    assert said == f"the 2 machines did not meet {why}start the same command on all"
+    assert said == f"the 2 nodes did not meet {why}start the same command on all"
     (tmp_path / "logs_of_ranks").mkdir()
     said = torchrun._apart(error, given, tmp_path)
-    assert said == f"the machines have lost each other {why}see the consoles of all"
+    assert said == f"the nodes have lost each other {why}see the consoles of all"
 
 
 STUCK = """
@@ -261,7 +261,7 @@ torchrun.launch()
 
 @pytest.mark.parametrize(
     ("found", "says", "code"),
-    [("hang", "rank 1 hangs\n", EXIT_HANG), ("nothing", "the 2 machines did not meet at ", 1)],
+    [("hang", "rank 1 hangs\n", EXIT_HANG), ("nothing", "the 2 nodes did not meet at ", 1)],
 )
 def test_a_hang_is_told_though_the_store_is_gone(found, says, code, tmp_path) -> None:
     (tmp_path / "apart.py").write_text(APART)
@@ -316,7 +316,7 @@ def test_a_machine_that_has_left_the_meeting_is_not_counted(host, monkeypatch) -
         if both:
             other.come()
         here = ("2", "node1, node2", "node3") if both else ("1", "node1", "node2, node3")
-        words = "waiting at {}: {} of 3 machines are here ({}); missing: {}"
+        words = "waiting at {}: {} of 3 nodes are here ({}); missing: {}"
         assert mine.describe() == words.format(at, *here)
 
 

@@ -1,4 +1,4 @@
-"""Export a checkpoint as a model folder of Hugging Face, and compare the two."""
+"""Export a checkpoint as a Hugging Face model directory, and compare the two."""
 
 import importlib.util
 import json
@@ -46,12 +46,12 @@ class Export:
         place: of the step's folder.
         other_files: of the tokenizer: files to copy, or their content, by their names in the
             folder; none: it is left out.
-        prefix: of the names of the weights there; state that is not trained has that of the model.
+        prefix: of the names of the weights there; state that isn't trained has that of the model.
         is_fused: write experts stacked, as transformers 5 has them in memory; otherwise one by one,
             as the hub does.
 
     Raises:
-        ConfigError: if the checkpoint cannot be read.
+        ConfigError: if the checkpoint can't be read.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Export:
     ) -> None:
         self.form, self.args = family.hf, saved_args(place, manifest, family.args)
         why_not = self.form.why_not(self.args)
-        place.check(not why_not, f"cannot be a folder of Hugging Face: {why_not}")
+        place.check(not why_not, f"cannot be a Hugging Face directory: {why_not}")
         untrained = self.args.table.state  # without a mean
         self.weights = CheckpointWeights(
             place, lambda name: (MODEL if name in untrained else prefix) + name
@@ -99,10 +99,10 @@ def export(job: Export, out: Path, say: Callable[[str], None]) -> None:
         say: is called with a line for each thing done.
 
     Raises:
-        ConfigError: if `out` exists, cannot be written, or then differs from the checkpoint.
+        ConfigError: if `out` exists, can't be written, or then differs from the checkpoint.
     """
     place = NamedPath("OUT", out)
-    place.check(not out.exists(), "exists already", "name another folder, or remove it")
+    place.check(not out.exists(), "exists already", "choose a different folder, or remove it")
     unfinished = out.with_name(f"{out.name}.{secrets.token_hex(8)}{UNFINISHED}")
     try:
         make_folder(out.parent)
@@ -116,7 +116,7 @@ def export(job: Export, out: Path, say: Callable[[str], None]) -> None:
             shutil.rmtree(unfinished, ignore_errors=True)
     except OSError as error:
         reason = error.strerror or error
-        raise place.error(f"cannot be written: {reason}", "name another folder") from None
+        raise place.error(f"cannot be written: {reason}", "choose a different folder") from None
     say(f"exported to {out}")
 
 
@@ -161,7 +161,7 @@ def _check_state(job: Export, tensors: Mapping[str, ForeignTensor]) -> None:
     """Check that no tensor matters for which the folder has no place.
 
     Raises:
-        ConfigError: if experts were chosen by biases, too.
+        ConfigError: if experts were chosen by biases as well.
     """
     for name in job.untrained.keys() - tensors.keys():
         place = NamedPath("CHECKPOINT", Path(name))
@@ -242,7 +242,7 @@ def _verify(job: Export, place: NamedPath, say: Callable[[str], None]) -> None:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """So that a NaN equals itself, and zero does not equal minus zero."""
+    """So that a NaN equals itself, and zero doesn't equal minus zero."""
     return tensor.contiguous().view(torch.uint8)
 
 
@@ -257,7 +257,7 @@ def _verify_logits(job: Export, place: NamedPath, say: Callable[[str], None]) ->
     place.check(
         largest > 0,  # equal on both sides, and no comparison
         "the checkpoint's logits are all 0: the model was not trained",
-        "export another checkpoint",
+        "export a different checkpoint",
     )
     place.check(
         difference <= TOLERANCE * largest,
@@ -296,7 +296,7 @@ def _logits_of_transformers(place: NamedPath, tokens: Tensor) -> tuple[Tensor, s
     by = f"transformers {transformers.__version__}"
     try:
         with quiet_torchao():  # which transformers imports here
-            # one expert after the other: its grouped matmul takes aligned widths alone
+            # one expert after the other: its grouped matmul takes aligned widths only
             config = transformers.AutoConfig.from_pretrained(
                 place.path, local_files_only=True, experts_implementation="eager"
             )
@@ -308,8 +308,8 @@ def _logits_of_transformers(place: NamedPath, tokens: Tensor) -> tuple[Tensor, s
                 use_safetensors=True,
                 output_loading_info=True,
             )
-    except Exception as error:  # a model that this version does not take
-        fix = "try another version of transformers"
+    except Exception as error:  # a model that this version doesn't take
+        fix = "try a different version of transformers"
         raise place.error(f"{by} cannot load it: {error}", fix) from None
     wrong = {kind: sorted(map(str, names)) for kind, names in report.items() if names}
     place.check(not wrong, f"transformers does not find some of its tensors in it: {wrong}")

@@ -1,6 +1,6 @@
-"""The content of a model folder of Hugging Face, and whether it is the wanted model.
+"""The content of a Hugging Face model directory, and whether it is the wanted model.
 
-Free of torch, so that a job that cannot start says so before any rank does; only a tied model whose
+Free of torch, so that a job that can't start says so before any rank does; only a tied model whose
 files hold the output projection too needs it, to compare the two tensors.
 """
 
@@ -52,7 +52,7 @@ COMPARED_ROWS = 4096
 
 
 def is_hf_folder(path: Path) -> bool:
-    """Return whether `path` looks like a model folder of Hugging Face."""
+    """Return whether `path` looks like a Hugging Face model directory."""
     return (path / CONFIG).is_file()
 
 
@@ -64,7 +64,7 @@ def find_tensors(place: NamedPath) -> dict[str, StoredTensor]:
 
     Raises:
         ConfigError: if there are none, or a file is missing or not whole; or if a single file lies
-            beside an index that doesn't name it, so that nothing says which weights are meant.
+            next to an index that doesn't name it, so that nothing says which weights are meant.
     """
     folder = place.path
     if not (folder / INDEX).is_file():
@@ -155,7 +155,7 @@ def find_family(place: NamedPath, families: Sequence[Family]) -> Family:
     kind = _read_config(place).get("model_type")
     found = [family for family in families if kind in (family.hf.model_type, *family.hf.aliases)]
     known = ", ".join(family.hf.model_type for family in families)
-    fix = "write a family for it (docs/extending.md), or name another folder"
+    fix = "write a family for it (docs/extending.md), or choose a different folder"
     place.check(bool(found), f"{CONFIG}: model_type is {kind!r}, not one of {known}", fix)
     return found[0]
 
@@ -164,7 +164,7 @@ def read_dimensions(place: NamedPath, form: HuggingFaceForm) -> dict[str, Dimens
     """Return the folder's config.json as our dimensions.
 
     Raises:
-        ConfigError: if it is of a model that ours cannot be.
+        ConfigError: if it is of a model that ours can't be.
     """
     config = _read_config(place)
     try:
@@ -175,7 +175,7 @@ def read_dimensions(place: NamedPath, form: HuggingFaceForm) -> dict[str, Dimens
 
 def _read_config(place: NamedPath) -> dict[str, Any]:
     place.check(place.path.is_dir(), "no such folder", where_it_ends(place.path))
-    place.check(is_hf_folder(place.path), f"holds no {CONFIG}", "name a folder of Hugging Face's")
+    place.check(is_hf_folder(place.path), f"holds no {CONFIG}", "name a Hugging Face directory")
     return place.read_json(CONFIG)
 
 
@@ -188,7 +188,7 @@ def check_hf_folder(
 
     Args:
         is_tie_given: the user gave `args.tie_embeddings`, which then holds: an output projection
-            beside a tied embedding isn't read.
+            next to a tied embedding isn't read.
 
     Raises:
         ConfigError: naming every dimension that differs, or the first tensor.
@@ -285,7 +285,7 @@ def check_tensors(
         For each of our parameters, its tensor there.
 
     Raises:
-        ConfigError: for the first that is missing, has another shape or type, or has no place.
+        ConfigError: for the first that is missing, has a different shape or type, or has no place.
     """
     layouts = [form.tensors(args, is_fused=is_fused) for is_fused in (False, True)]
     wanted = max(layouts, key=lambda tensors: sum(t.name in stored for t in tensors.values()))
@@ -318,7 +318,7 @@ def _check_tensor(
     place.check(
         tensor.shape == shape,
         f"{name} in {tensor.file.name} has shape {tensor.shape}, not {shape}",
-        "its config.json is of another model",
+        "its config.json is of a different model",
     )
     place.check(
         tensor.dtype in WEIGHT_TYPES,
@@ -330,13 +330,13 @@ def read_args(
     place: NamedPath, form: HuggingFaceForm, kind: type[DecoderArgs], *, is_tie_given: bool = False
 ) -> DecoderArgs:
     """Return the dimensions that config.json gives. If it says that the model is tied, the tensors
-    have the last word, as far as they can be read: a folder may hold a config.json alone.
+    have the last word, as far as they can be read: a folder may hold a config.json only.
 
     Args:
         is_tie_given: the user says whether it is tied, so that the tensors needn't be read.
 
     Raises:
-        ConfigError: if they cannot be our model's dimensions.
+        ConfigError: if they can't be our model's dimensions.
     """
     values = {name: found.value for name, found in read_dimensions(place, form).items()}
     if values["tie_embeddings"] and not is_tie_given:

@@ -38,10 +38,10 @@ class InitialWeights(NamedTuple):
 
 
 def find_initial(config: Checkpoint) -> InitialWeights:
-    """Return the folder to start from; the content of its files is not read.
+    """Return the folder to start from; the content of its files isn't read.
 
     Raises:
-        ConfigError: if it is not there, not of the kind that is said, or damaged.
+        ConfigError: if it isn't there, not of the kind that is said, or damaged.
     """
     place = NamedPath(LOAD_KEY, Path(config.initial_load_path))
     if not place.path.exists():
@@ -79,7 +79,7 @@ def _reject_other_formats(place: NamedPath, candidates: Sequence[Path]) -> None:
 
 
 def _other(is_hf: bool) -> str:
-    kind = "a folder of Hugging Face's" if is_hf else "one of meshwright's"
+    kind = "a Hugging Face directory" if is_hf else "one of meshwright's"
     return f"set checkpoint.initial_load_in_hf = {str(is_hf).lower()} if it is {kind}"
 
 
@@ -91,7 +91,7 @@ def check_initial(
     Args:
         family: of the model, with the forms in which others have it.
         is_tie_given: the user gave `args.tie_embeddings`: an output projection that differs from
-            the embedding is then left out, if they are to be tied, and otherwise refused.
+            the embedding is then left out, if they are to be tied, and otherwise rejected.
 
     Raises:
         ConfigError: naming the fault.
@@ -111,9 +111,9 @@ def check_initial(
                 "model.name",
                 family.name,
                 f"{place.path} holds weights of the family {name!r}",
-                f'set model.name = "{name}", or start from another folder'
+                f'set model.name = "{name}", or start from a different folder'
                 if config.initial_load_upcycle_noise is None
-                else "start from another folder",
+                else "start from a different folder",
             )
             saved = saved_args(place, manifest, type(args)).resolved
             names = [field.name for field in dataclasses.fields(saved)]
@@ -128,7 +128,7 @@ def family_there(
     config: Checkpoint, args: DecoderArgs, family: Family
 ) -> tuple[Family, DecoderArgs]:
     """Return the family and the dimensions of the weights to start from: the model's, or the dense
-    ones whose feed-forwards become its experts.
+    ones whose MLPs become its experts.
 
     Raises:
         ConfigError: if there is no such dense model.

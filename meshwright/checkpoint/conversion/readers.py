@@ -1,4 +1,4 @@
-"""Reads a job's first weights on any mesh: each rank reads its shards of a folder."""
+"""Reads a job's initial weights on any mesh: each rank reads its shards of a folder."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -29,7 +29,7 @@ from meshwright.system.files import NamedPath
 
 
 class HuggingFaceWeights(Weights):
-    """The weights of a model folder of Hugging Face."""
+    """The weights of a Hugging Face model directory."""
 
     def __init__(self, place: NamedPath, form: HuggingFaceForm, args: DecoderArgs) -> None:
         self._stored = find_tensors(place)
@@ -61,7 +61,7 @@ class HuggingFaceWeights(Weights):
         if foreign.file_shape:
             rest[0] = slice(rest[0].start + foreign.start, rest[0].stop + foreign.start)
         head_dim = foreign.head_dim or 1
-        # rows of a head lie in another order, so heads are read whole
+        # rows of a head lie in a different order, so heads are read whole
         first, end = rows.start // head_dim * head_dim, -(-rows.stop // head_dim) * head_dim
         read = self._slice(foreign.name, (slice(first, end), *rest))
         if foreign.head_dim is not None:
@@ -91,7 +91,7 @@ def open_weights(initial: InitialWeights, family: Family, args: DecoderArgs) -> 
     """Return the reader of `initial`, for a model of `family` with `args`.
 
     Raises:
-        ConfigError: if they cannot be read.
+        ConfigError: if they can't be read.
     """
     place = initial.place
     match initial.kind:
@@ -130,7 +130,7 @@ def load_upcycled(
     """Fill a model with experts, each a copy of its layer's dense feed-forward with noise.
 
     Routers are fresh, and their state stays as it is. The noise, as all that is fresh, depends on
-    the seed, the parameter's name and the element's index alone, so no mesh changes a bit. In
+    the seed, the parameter's name and the element's index only, so no mesh changes a bit. In
     addition to `parameters` there is one matrix of a feed-forward in memory. Not collective.
 
     Source: Komatsuzaki et al. 2022, arXiv:2212.05055.

@@ -1,7 +1,7 @@
 """The files of a tokenizer in an exported folder, by the names that Hugging Face has.
 
 transformers, vLLM and llama.cpp read a `tokenizer.json` as it stands. From a bare sentencepiece
-`tokenizer.model` they make one of their own, in some versions with other ids.
+`tokenizer.model` they make their own, in some versions with other ids.
 """
 
 import json
@@ -42,7 +42,7 @@ def tokenizer_files(
 ) -> dict[str, Path | str]:
     """Return the files of a tokenizer, or their content, by the names that Hugging Face has.
 
-    A file with any other name is taken alone: the files next to it may belong to another.
+    A file with any other name is taken by itself: the files next to it may belong to another.
 
     Args:
         path: where it was found, or "bytes".
@@ -50,7 +50,7 @@ def tokenizer_files(
         chat_template_path: the job's, which replaces the tokenizer's own.
 
     Raises:
-        ConfigError: if transformers could not be given the same ids, or the template is gone.
+        ConfigError: if transformers couldn't be given the same ids, or the template is gone.
     """
     files: dict[str, Path | str] = {}
     if path != BYTES:
@@ -97,11 +97,11 @@ def _settings(tokenizer: Tokenizer, was: dict[str, Any], seq_len: int) -> dict[s
     names = {**tokenizer.special_names}
     if "eos_token" in names:
         names.setdefault("pad_token", names["eos_token"])
-    if len(tokenizer.before) <= 1:  # transformers builds a template of BOS alone from it
+    if len(tokenizer.before) <= 1:  # transformers builds a template of BOS only from it
         kept["add_bos_token"] = bool(tokenizer.before)
     return {
         "clean_up_tokenization_spaces": False,
-        # without token_type_ids, which models like ours do not take
+        # without token_type_ids, which models like ours don't take
         "model_input_names": ["input_ids", "attention_mask"],
         **kept,
         **names,
@@ -131,11 +131,11 @@ OF_CLASS = {
 
 
 def _same_model(tokenizer: Tokenizer, file: Path) -> dict[str, Path | str]:
-    """Return the sentencepiece model beside a tokenizer.json, if it gives its ids: llama.cpp
+    """Return the sentencepiece model next to a tokenizer.json, if it gives its ids: llama.cpp
     prefers it."""
     try:
         model = build_tokenizer(str(file))
-    except ConfigError:  # a file of another kind
+    except ConfigError:  # a file of a different kind
         return {}
     is_same = all(model.encode(text) == tokenizer.encode(text) for text in samples(tokenizer))
     return {MODEL: file} if is_same else {}
@@ -188,7 +188,7 @@ def to_tokenizer_json(tokenizer: Tokenizer) -> str | None:
 
 
 def _of_pieces(tokenizer: SentencePieceTokenizer) -> tokenizers.Tokenizer:
-    from sentencepiece.sentencepiece_model_pb2 import ModelProto  # here: of this kind alone
+    from sentencepiece.sentencepiece_model_pb2 import ModelProto  # here: only of this kind
 
     model = ModelProto.FromString(tokenizer.content)
     trainer, normalizer, pieces = model.trainer_spec, model.normalizer_spec, model.pieces
@@ -196,7 +196,7 @@ def _of_pieces(tokenizer: SentencePieceTokenizer) -> tokenizers.Tokenizer:
         kind = trainer.model_type
         raise ValueError(f"it is a sentencepiece model of kind {kind}, not unigram or BPE")
     unknown = next((i for i, piece in enumerate(pieces) if piece.type == piece.UNKNOWN), None)
-    # the others are not found in text: sentencepiece has them out of its trie
+    # the others aren't found in text: sentencepiece has them out of its trie
     usual = [piece.type == piece.NORMAL for piece in pieces]
     defined = [piece.piece for piece in pieces if piece.type == piece.USER_DEFINED]
     if trainer.model_type == trainer.UNIGRAM:
@@ -223,7 +223,7 @@ def _of_pieces(tokenizer: SentencePieceTokenizer) -> tokenizers.Tokenizer:
     steps: list[Any] = []
     if normalizer.precompiled_charsmap:
         # It replaces what readers see as one character by the shortest of its parts that the map
-        # has; sentencepiece looks up part after part, the longest first. So a mark that does not
+        # has; sentencepiece looks up part after part, the longest first. So a mark that doesn't
         # combine with a character before it is still lost, if the map replaces that.
         if tokenizer.encode("e\u0323\u0302") == tokenizer.encode("\u1ec7"):
             steps.append(normalizers.NFC())
@@ -273,10 +273,10 @@ def _merges(pieces: Iterable[str], ids: Mapping[str, int]) -> list[tuple[str, st
 def _with_specials(
     made: tokenizers.Tokenizer, specials: Mapping[str, int], bos_id: int | None
 ) -> tokenizers.Tokenizer:
-    """Add special tokens, of which one begins a text.
+    """Add special tokens, of which one starts a text.
 
     Raises:
-        ValueError: if one would have another id.
+        ValueError: if one would have a different id.
     """
     in_order = sorted(specials, key=specials.__getitem__)
     made.add_special_tokens([AddedToken(name, normalized=False) for name in in_order])

@@ -25,7 +25,7 @@ SAMPLES = (
     "汉字和标点。没有空格",
     "😀👩‍👩‍👧‍👦🇩🇪 é é Vie\u0323\u0302t",
     " ",
-    " begins with a space, ends with one ",
+    " starts with a space, ends with one ",
     "   \n\n\n \t\t\r\n  \r\r\n",
     "0123456789" * 7 + " 1 22 333 4444",
     "\n" * 50 + "a" + " " * 99 + "b" + "\t" * 33,
@@ -33,7 +33,7 @@ SAMPLES = (
     "עברית العربية हिन्दी ไทย",
     "https://example.org/a_b?c=d&e=%20 <a href='x'>y</a> {\"k\": [1, 2.5e-3]}",
 )
-"""Texts that are hard on tokenizers: cuts, runs of white space, bytes without a piece."""
+"""Text that are hard on tokenizers: cuts, runs of white space, bytes without a piece."""
 
 
 MOST_IDS = 20_000
@@ -41,7 +41,7 @@ MOST_IDS = 20_000
 
 
 def samples(tokenizer: Tokenizer) -> Iterator[str]:
-    """Yield `SAMPLES`, and texts of the pieces of the vocabulary, in their order and in another. No
+    """Yield `SAMPLES`, and text of the pieces of the vocabulary, in their order and in another. No
     text holds a special token."""
     specials, special_ids = tokenizer.special_ids, set(tokenizer.special_ids.values())
     step = max(1, tokenizer.vocab_size // MOST_IDS)
@@ -57,7 +57,7 @@ def samples(tokenizer: Tokenizer) -> Iterator[str]:
 
 def first_difference(tokenizer: Tokenizer, encode: Callable[[str], list[int]]) -> str | int:
     """Return the first of `samples` for which `encode` gives other ids, in words; without one, how
-    many ids were compared. Texts that the tokenizer can't encode are bad records in training."""
+    many ids were compared. Text that the tokenizer can't encode are bad records in training."""
     count = 0
     for text in samples(tokenizer):
         try:

@@ -69,12 +69,12 @@ def register(document: Document, added: Sequence[Request] = ()) -> Experiment:
             with chdir(document.file.parent):
                 Arms(document, known).add(requests)  # a mistake leaves no folder
                 with lease(document, "arms"):
-                    # another worker may have added some by now
+                    # a different worker may have added some by now
                     known = Arms(document, load(document)).add(requests)
                     save(document, known)
         for request in requests:
             arm = known.arms.get(request.name)
-            rule, fix = "the folder has this arm with other keys", "give it another name"
+            rule, fix = "the folder has this arm with other keys", "give it a different name"
             is_same = arm is None or arm.asked == request.keys
             check(is_same, request.place, request.name, rule, fix)
     except ConfigError as error:
@@ -215,7 +215,7 @@ class Arms:
         if is_other and not metric.endswith("bits_per_byte"):
             keys.add("model.tokenizer_path")
         if keys:
-            rule = f"would be validated otherwise: by another {', '.join(sorted(keys))}"
+            rule = f"would be validated otherwise: by a different {', '.join(sorted(keys))}"
             fix = "keep it; of other tokenizers, bits_per_byte can be compared"
             raise config_error(place, place.rpartition(".")[2], rule, fix)
 

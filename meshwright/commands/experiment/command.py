@@ -114,7 +114,7 @@ def run_add(given: Namespace) -> None:
     request = as_request(given.name, "", table)
     known = load(document)
     is_new = known is None or given.name not in known.arms
-    check(is_new, "NAME", given.name, "is an arm already", "give it another name")
+    check(is_new, "NAME", given.name, "is an arm already", "give it a different name")
     arm = register(document, [request]).arms[given.name]
     print(f"arm {arm.number}: {arm.name}, compared with {arm.on}")
 

@@ -50,7 +50,7 @@ class Experiment:
     arms: dict[str, Arm]
     """By name, in the order of their numbers; the first is the base."""
     seconds_to_steps: int = 0
-    """Steps that a budget in seconds stands for; 0: not measured, or another budget."""
+    """Steps that a budget in seconds stands for; 0: not measured, or a different budget."""
 
     def steps_of(self, arm: Arm) -> int:
         """Return the steps of each run of an arm."""
@@ -64,7 +64,7 @@ def load(document: Document) -> Experiment | None:
     """Return the experiment of the folder; None: nothing has run there.
 
     Raises:
-        ConfigError: if it is damaged, or another experiment's.
+        ConfigError: if it is damaged, or a different experiment's.
     """
     path = document.folder / FILE
     if not path.exists():
@@ -74,11 +74,11 @@ def load(document: Document) -> Experiment | None:
         arms = {arm["name"]: Arm(**arm) for arm in kept["arms"]}
         experiment = Experiment(**kept | {"arms": arms})
     except (TypeError, ValueError, KeyError) as error:
-        fix = "restore it, or name another folder"
+        fix = "restore it, or choose a different folder"
         raise ConfigError("", f"{path}: is damaged: {error!r}\n  fix: {fix}") from None
     for key, old, new in differences(experiment.identity, identity_of(document)):
-        was = f"folder {document.folder} is another experiment's: {key} = {shown(old)} there"
-        fix = "name another folder, or change it back"
+        was = f"folder {document.folder} is a different experiment's: {key} = {shown(old)} there"
+        fix = "choose a different folder, or change it back"
         raise document.explain(ConfigError("folder", f"{was}, {shown(new)} now\n  fix: {fix}"))
     return experiment
 

@@ -45,7 +45,7 @@ class Budget(Section):
 
     steps: PositiveInt | None = None
     tokens: PositiveInt | None = None
-    """An arm with another batch then takes another number of steps."""
+    """An arm with a different batch then takes a different number of steps."""
     seconds: PositiveInt | None = None
     """Of steps, without start-up, compilation, validation and saves. Turned into steps once."""
 
@@ -72,7 +72,7 @@ class Spec(Section):
 
     base: str
     folder: str = ""
-    """Where the runs go, relative to the file. Absent: outputs/NAME beside it."""
+    """Where the runs go, relative to the file. Absent: outputs/NAME next to it."""
     seeds: Annotated[int, Field(ge=2, le=1000)] = 8
     """Most seeds of an arm: 0, 1, 2, ..."""
     budget: Budget
@@ -196,14 +196,14 @@ def as_request(name: str, place: str, table: Mapping[str, Any]) -> Request:
     """
     is_name = NAME.fullmatch(name) is not None and name != BASE
     rule = f"can't name an arm: letters, digits and _ . , + = - can, but not {BASE!r}"
-    check(is_name, place, name, rule, "write another name")
+    check(is_name, place, name, rule, "write a different name")
     keys = dict(flattened(table))
     base, ranks, on = (keys.pop(key, None) for key in OWN_KEYS)
     check(isinstance(base, str | None), f"{place}.base", base, "must be the path of a TOML")
     is_count = ranks is None or (type(ranks) is int and ranks > 0)
     check(is_count, f"{place}.ranks", ranks, "must be a positive number")
     check(isinstance(on, str | None), f"{place}.on", on, "must be the name of an arm")
-    check(not (on and base), f"{place}.on", on, "is given beside a base", "leave out one")
+    check(not (on and base), f"{place}.on", on, "is given together with a base", "leave out one")
     loose = next((key for key in keys if "." not in key), None)
     rule = "is no key of a config"
     fix = f'write "section.key" = value; an arm\'s own keys are {", ".join(OWN_KEYS)}'
@@ -250,7 +250,7 @@ def _word(value: object) -> str:
 
 
 def _random(table: Mapping[str, Any]) -> Iterator[Request]:
-    """Draw `count` arms; each draw is a function of `seed` and its number alone, so a larger count
+    """Draw `count` arms; each draw is a function of `seed` and its number only, so a larger count
     adds arms and keeps the first ones."""
     if not table:
         return
@@ -286,5 +286,5 @@ def as_word(value: object) -> str:
     quotes there."""
     if isinstance(value, str):
         return value
-    # JSON with other separators, and another word for infinity, is TOML
+    # JSON with other separators, and a different word for infinity, is TOML
     return json.dumps(value, separators=(", ", " = ")).replace("Infinity", "inf")

@@ -1,4 +1,4 @@
-"""Judges an arm by the differences of its pairs. Standard library alone."""
+"""Judges an arm by the differences of its pairs. Standard library only."""
 
 import math
 from collections.abc import Iterable, Sequence

@@ -170,7 +170,7 @@ class Worker:
             return
         with lease(self._document, "budget"):
             experiment = self._state().experiment
-            if experiment.seconds_to_steps:  # another worker was first
+            if experiment.seconds_to_steps:  # a different worker was first
                 return
             folder = self._document.folder / "budget"
             shutil.rmtree(folder, ignore_errors=True)

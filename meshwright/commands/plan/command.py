@@ -22,7 +22,7 @@ def add_options(parser: Parser) -> None:
         "--device",
         metavar="D",
         required=True,
-        help=f"{', '.join(DEVICES)}, cpu, or the GiB of another GPU",
+        help=f"{', '.join(DEVICES)}, cpu, or the GiB of a different GPU",
     )
     parser.add_argument(
         "--rank",
@@ -62,7 +62,7 @@ def run(given: Namespace) -> None:
     """Plan the job that `given` names, and print the plan.
 
     Raises:
-        ConfigError: if the job cannot run.
+        ConfigError: if the job can't run.
     """
     with contextlib.redirect_stdout(sys.stderr):  # libraries' output is no part of the plan
         device = _check(given)
@@ -71,7 +71,7 @@ def run(given: Namespace) -> None:
         print(f"{what} for {given.config} on {ranks} ...", flush=True)  # the rest takes seconds
         config = of_stage(read(given).config(), given.stage)
         hide_gpus()
-        # not at the top: they need torch, which `--help` and the checks so far do not
+        # not at the top: they need torch, which `--help` and the checks so far don't
         from meshwright.commands.plan import report, search
 
         text = (search.search if given.search else report.plan)(config, given, device)

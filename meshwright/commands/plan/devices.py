@@ -17,7 +17,7 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Device:
-    """Published figures of one device, and of a usual node of them."""
+    """Published numbers of one device, and of a usual node of them."""
 
     name: str
     memory_gib: float
@@ -97,7 +97,7 @@ operators without FLOPs do."""
 
 FUSED = 0.5
 """Part of its bytes that a pointwise operator of a block moves, once it is compiled with its
-neighbours."""
+neighbors."""
 
 LAUNCH_S, COLLECTIVE_S = 4e-6, 20e-6
 """Least times of an operator and of a collective."""
@@ -107,7 +107,7 @@ SOURCE = "estimated by published runs on H100s"
 
 ERRORS = {"H100": 0.15, "H200": 0.2}
 """Of an estimated step time, by the first word of a device's name: within it are the published
-steps of benchmarks/results/plans.md, and the measured ones of gpu.md beside it."""
+steps of benchmarks/results/plans.md, and the measured ones of gpu.md next to it."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ def error_of_time(device: Device) -> float | None:
 
 @dataclass(frozen=True)
 class Overhead:
-    """Memory besides tensors, modelled: a range in bytes."""
+    """Memory besides tensors, modeled: a range in bytes."""
 
     what: str
     low: float
@@ -149,7 +149,7 @@ FRAGMENTED = 0.05
 MALLOC_KEEPS, OF_LASTING = 1.5, {"parameters": 0.0, "optimizer": 0.0, "activations": 0.25}
 """Most that malloc keeps of freed tensors, with the launcher's thresholds, as a part of the most
 that there is of a purpose. Of those that come and go between others 1.0 to 1.6 were seen with gloo,
-whose own buffers do so, too (benchmarks/results/plans.md)."""
+whose own buffers do so as well (benchmarks/results/plans.md)."""
 
 
 def non_tensor_memory(
@@ -184,7 +184,7 @@ def non_tensor_memory(
 
 
 def verdict(device: Device, peak: int, modelled: list[Overhead]) -> str:
-    """Return "fits", "tight" (it depends on the modelled part) or "does not fit"."""
+    """Return "fits", "tight" (it depends on the modeled part) or "doesn't fit"."""
     memory = device.memory_gib * GIB
     if peak + sum(part.high for part in modelled) <= memory:
         return "fits"

@@ -1,4 +1,4 @@
-"""From a simulation to figures: the peak, its ledger, the curve, traffic and FLOPs."""
+"""From a simulation to numbers: the peak, its ledger, the curve, traffic and FLOPs."""
 
 from __future__ import annotations
 
@@ -191,8 +191,8 @@ def step_time(simulation: Simulation, resolved: ResolvedJob, device: Rates) -> S
     """Replay the step's entries in two streams, computation and FSDP2's communication; None:
     nothing is published of the device.
 
-    FSDP2 issues an all-gather ahead, so it begins as soon as the one before it was taken out of its
-    buffer; the copy out of the buffer waits for it. A reduce-scatter begins when its gradients are
+    FSDP2 issues an all-gather ahead, so it starts as soon as the one before it was taken out of its
+    buffer; the copy out of the buffer waits for it. A reduce-scatter starts when its gradients are
     there, and the end of backward waits for the last. Every other collective is waited for.
     """
     if not device.flops_per_s:

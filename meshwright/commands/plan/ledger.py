@@ -36,7 +36,7 @@ PURPOSES = (
 
 
 HOST = "host"
-"""Purpose of tensors that are not on the device."""
+"""Purpose of tensors that aren't on the device."""
 
 AT_START = Moment("at start", "", 0)
 """Of tensors made before the step."""
@@ -76,12 +76,12 @@ class Ledger(torch_names.TorchDispatchMode):
         scope: knows which module and phase runs.
         seen: called with each operator, its arguments and its output.
         fake: tensors of this mode count; None: all real ones.
-        has_copies: as on CPUs, an operand of another type is converted in a temporary (torch's
+        has_copies: as on CPUs, an operand of a different type is converted in a temporary (torch's
             TensorIterator); GPUs convert it element by element.
     """
 
     supports_higher_order_operators = True
-    """Flex attention is one: without it torch refuses to run it within this mode."""
+    """Flex attention is one: without it torch won't run it within this mode."""
 
     def __init__(
         self,
@@ -102,11 +102,11 @@ class Ledger(torch_names.TorchDispatchMode):
 
     @classmethod
     def is_infra_mode(cls) -> bool:
-        """torch.compile refuses to run within other modes."""
+        """torch.compile won't run within other modes."""
         return True
 
     def begin(self) -> None:
-        """Begin a new record, with the tensors that live now as its first events."""
+        """Start a new record, with the tensors that live now as its first events."""
         old, self.record = self.record, Record()
         for new, (key, number) in enumerate(self._live.items()):
             item = old.items[number]

@@ -47,15 +47,15 @@ def measure(resolved: ResolvedJob, rank: int, device: Rates) -> Figures:
 
 
 def predict(resolved: ResolvedJob, rank: int, device: Rates) -> Figures:
-    """Predict a rank's figures from two depths, as each layer adds the same; of a pipeline, whose
+    """Predict a rank's numbers from two depths, as each layer adds the same; of a pipeline, whose
     ranks have few layers, simulate all of them."""
     depth, step = resolved.model_args.n_layers, period(resolved.config)
-    # from 4 on there is a layer with the usual neighbours: the next is gathered ahead of it, while
+    # from 4 on there is a layer with the usual neighbors: the next is gathered ahead of it, while
     # the gradients of the one before are reduced
     few = 4 * step + depth % step
     depths: list[ResolvedJob] = []
     if resolved.dims.pp == 1 and depth > few + step:
-        with suppress(ConfigError):  # if the config names layers that a shallow model lacks
+        with suppress(ConfigError):  # if the config gives layers that a shallow model lacks
             depths = [at_depth(resolved, device, layers) for layers in (few, few + step)]
     if not depths:
         return measure(resolved, rank, device)
@@ -83,10 +83,10 @@ class Need:
 
 
 def need_of(config: JobConfig, world_size: int, device: Rates) -> Need:
-    """Plan a job, and predict the ranks that need most: for a process of its own.
+    """Plan a job, and predict the ranks that need most: for its own process.
 
     Raises:
-        ConfigError: if the job cannot run.
+        ConfigError: if the job can't run.
     """
     resolved = plan_job(config, world_size, is_gpu=device.is_gpu)
     needs, seconds = list[tuple[float, int, str]](), 0.0
@@ -118,7 +118,7 @@ def at_depth(resolved: ResolvedJob, device: Device, layers: int) -> ResolvedJob:
     """Return the same job, without a pipeline, with a model of `layers` layers.
 
     Raises:
-        ConfigError: if the config names layers that this model lacks.
+        ConfigError: if the config gives layers that this model lacks.
     """
     args = resolved.config.model.args | {"n_layers": layers}
     config = changed(resolved.config, {"model": {"args": args}})
@@ -132,7 +132,7 @@ def find_remedies(
     memory, as a person would write them, the lowest first.
 
     Args:
-        peak_bytes: of the rank that does not fit.
+        peak_bytes: of the rank that doesn't fit.
     """
     configs = dict[str, JobConfig]()
     for update in _changes(config, ranks):
@@ -156,7 +156,7 @@ def find_remedies(
 
 
 def _need_if_it_runs(config: JobConfig, world_size: int, device: Rates) -> Need | None:
-    """As `need_of`; None if the model cannot be built: operators of `saved_ops` may be unknown."""
+    """As `need_of`; None if the model can't be built: operators of `saved_ops` may be unknown."""
     try:
         return need_of(config, world_size, device)
     except ConfigError:

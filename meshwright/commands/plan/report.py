@@ -29,7 +29,7 @@ def plan(config: JobConfig, given: Namespace, device: Device) -> str:
     rank of every place of the pipeline.
 
     Raises:
-        ConfigError: if the job cannot run.
+        ConfigError: if the job can't run.
     """
     world_size = given.world_size
     job = plan_job(config, world_size, is_gpu=device.is_gpu)
@@ -63,7 +63,7 @@ def plan(config: JobConfig, given: Namespace, device: Device) -> str:
 
 @dataclass(frozen=True)
 class RankPlan:
-    """All figures of one rank."""
+    """All numbers of one rank."""
 
     rank: int
     stages: list[int]
@@ -84,7 +84,7 @@ class RankPlan:
 
 
 def plan_rank(config: JobConfig, world_size: int, rank: int, device: devices.Rates) -> RankPlan:
-    """Return the figures of one rank, simulated in this process."""
+    """Return the numbers of one rank, simulated in this process."""
     resolved = plan_job(config, world_size, is_gpu=device.is_gpu)
     simulation = simulate(resolved, rank, is_gpu=device.is_gpu, imbalance=device.imbalance)
     memory, time = (
@@ -136,7 +136,7 @@ def to_json(
     device: Device,
     remedies: Sequence[tuple[str, Need]],
 ) -> dict[str, Any]:
-    """Return the plan for programs; figures at the top are of the rank that needs most.
+    """Return the plan for programs; numbers at the top are of the rank that needs most.
 
     `step_seconds` and `mfu` are of the slowest rank, and null if nothing is published of the
     device. `mfu` counts all pairs of attention, `mfu_causal` half of them. `step_seconds_error` is
@@ -191,7 +191,7 @@ def to_text(resolved: ResolvedJob, ranks: list[RankPlan], device: Device) -> str
     for rank in ranks:
         lines += ["", *_rank_lines(rank, device)]
     if len(ranks) == 1 and dims.pp > 1:
-        lines += ["", f"of rank {shown.rank} alone: without --rank, the ranks that need most"]
+        lines += ["", f"of rank {shown.rank} only: without --rank, the ranks that need most"]
     return "\n".join([*lines, "", *_time_lines(resolved, slowest(ranks), device)])
 
 
@@ -228,7 +228,7 @@ def _rank_lines(rank: RankPlan, device: Device) -> list[str]:
     if peak.by_module:
         lines.append("  activations at the peak:")
     lines += [row(f"  {name}", _gib(size)) for name, size in [*peak.by_module.items()][:6]]
-    lines.append(f"  modelled besides: {_gib(low)} to {_gib(high)} GiB")
+    lines.append(f"  modeled besides: {_gib(low)} to {_gib(high)} GiB")
     lines += [f"{row(f'  {x.what}', _gib(x.low))} to {_gib(x.high)}" for x in rank.overheads]
     lines.append(f"  {rank.verdict}: {ends} of {device.memory_gib:g} GiB")
     if rank.traffic:

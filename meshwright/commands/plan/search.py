@@ -63,7 +63,7 @@ def legal(config: JobConfig, ranks: int, device: Device) -> Iterator[Candidate]:
     """Yield every candidate that `resolve` lets pass.
 
     The global batch stays the config's, so more tokens per second are a shorter step. So does the
-    use of the compiler, whose blocks have rates of their own.
+    use of the compiler, whose blocks have their own rates.
     """
     resolved = plan_job(config, ranks, is_gpu=device.is_gpu)
     batch, is_compiled = resolved.config.training.global_batch_size, resolved.config.compile.is_on
@@ -79,7 +79,7 @@ def _updates(config: JobConfig, ranks: int, device: Device, num_experts: int) ->
     """Yield powers of two: tensor parallelism within a node, pipelines of up to 16 ranks; and of
     expert parallelism no ranks, the config's, as many as a node has, and the most.
 
-    Copies (HSDP) are not tried: they send and keep more, and the latency that they spare large
+    Copies (HSDP) aren't tried: they send and keep more, and the latency that they spare large
     groups is in no rate.
     """
     longest = 8 if config.training.seq_len >= LONG else 1
@@ -111,7 +111,7 @@ def _updates(config: JobConfig, ranks: int, device: Device, num_experts: int) ->
 def describe(resolved: ResolvedJob) -> str:
     """Return a candidate in words."""
     sizes = {axis: getattr(resolved.dims, axis) for axis in AXES}
-    names = [f"{axis} {size}" for axis, size in sizes.items() if size > 1] or ["FSDP alone"]
+    names = [f"{axis} {size}" for axis, size in sizes.items() if size > 1] or ["FSDP only"]
     if resolved.dims.pp > 1:
         names.append(resolved.config.parallelism.pipeline_parallel_schedule)
     kept = ", gathered parameters kept" if resolved.config.parallelism.keeps_gathered else ""
@@ -160,7 +160,7 @@ def measure_work(config: JobConfig, device: Rates) -> Work:
     batch = {"local_batch_size": 1, "global_batch_size": ranks // cut}
     update = {"parallelism": ALONE, "training": batch}
     resolved = plan_job(changed(config, update), ranks, is_gpu=device.is_gpu)
-    with suppress(ConfigError):  # if the config names layers that a shallow model lacks
+    with suppress(ConfigError):  # if the config gives layers that a shallow model lacks
         resolved = at_depth(resolved, device, 2 * period(config))
     simulation = simulate(resolved, 0, is_gpu=device.is_gpu, imbalance=device.imbalance)
     seconds, kept = defaultdict[int | str, float](float), defaultdict[int, float](float)
@@ -221,7 +221,7 @@ def _fsdp_seconds(resolved: ResolvedJob, device: Rates) -> tuple[float, float]:
 
 def _least_bytes(resolved: ResolvedJob, activations: float) -> float:
     """Return the bytes that the first rank surely has at once: a candidate that is left out by them
-    would not fit.
+    wouldn't fit.
 
     At the end of the last forward in flight these are its state, its gathered weights, the
     gradients of earlier microbatches, and the `activations` of its layers, per microbatch.

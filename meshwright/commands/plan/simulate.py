@@ -60,7 +60,7 @@ class Simulation:
     """The first update of one rank, and its step 2, when the optimizer has its state."""
 
     record: Record
-    """Of both; with the optimizer in backward of step 2 alone."""
+    """Of both; with the optimizer in backward of step 2 only."""
     entries: list[TraceEntry]
     """In the order of the program."""
     simulated: int
@@ -131,7 +131,7 @@ def run_step(
     """Take a step of this rank with a ledger.
 
     Args:
-        is_gpu: offloaded tensors are not in the planned memory.
+        is_gpu: offloaded tensors aren't in the planned memory.
         fake: mode of the tensors; None: real ones.
     """
     simulated, num_microbatches = num_simulated(resolved), resolved.config.num_microbatches
@@ -194,7 +194,7 @@ def num_simulated(resolved: ResolvedJob) -> int:
     """Return how many microbatches stand for all of a step.
 
     The first makes the sums of gradients, the second adds to them, and the last reduces them. In a
-    pipeline, 1F1B and its kin reach a steady state; GPipe and schedules that go as a V do not, or
+    pipeline, 1F1B and its kin reach a steady state; GPipe and schedules that go as a V don't, or
     late, and are simulated whole.
     """
     ranks, schedule = resolved.dims.pp, resolved.config.parallelism.pipeline_parallel_schedule
@@ -264,7 +264,7 @@ def plan_job(config: JobConfig, world_size: int, *, is_gpu: bool) -> ResolvedJob
     """Check `config` for `world_size` ranks, but not for files, and not for memory.
 
     Raises:
-        ConfigError: if the job cannot run, or if only the compiler knows its memory.
+        ConfigError: if the job can't run, or if only the compiler knows its memory.
     """
     mode, key = config.activation_checkpoint.mode, "activation_checkpoint.mode"
     rule = "only the compiler knows what it keeps"

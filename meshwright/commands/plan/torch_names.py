@@ -51,7 +51,7 @@ def backward_number() -> int | None:
 
 
 def below_autograd() -> AbstractContextManager[object]:
-    """Within, operators with a kernel for some devices are not taken apart on others.
+    """Within, operators with a kernel for some devices aren't taken apart on others.
 
     Gone: AttributeError at the first norm of a plan for GPUs.
     """
@@ -59,7 +59,7 @@ def below_autograd() -> AbstractContextManager[object]:
 
 
 def group_name(argument: object) -> str | None:
-    """Return the name of the process group that an operator of c10d takes; None: it is not one.
+    """Return the name of the process group that an operator of c10d takes; None: it isn't one.
 
     `unbox` gone: AttributeError at the first collective of FSDP2.
     """
@@ -72,7 +72,7 @@ def group_name(argument: object) -> str | None:
 def resizes_seen(seen: Callable[[torch.UntypedStorage, int], None]) -> Iterator[None]:
     """Call `seen` before every `UntypedStorage.resize_`, by which FSDP2 frees and allocates.
 
-    Public, but replaced. If FSDP2 frees in another way, plans exceed the allocator's figures, and
+    Public, but replaced. If FSDP2 frees in another way, plans exceed the allocator's numbers, and
     tests/distributed/test_planning.py fails.
     """
     plain = torch.UntypedStorage.resize_

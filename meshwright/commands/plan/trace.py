@@ -44,7 +44,7 @@ class Moment(NamedTuple):
 
 class Scope:
     """Follows modules by hooks, and the rest by the frames of the Python stack: by names of files,
-    so if torch moves one, bytes get another purpose but no count changes."""
+    so if torch moves one, bytes get a different purpose but no count changes."""
 
     def __init__(self) -> None:
         self.phase, self.module, self.purpose, self.microbatch = OTHER, "", "unattributed", 0
@@ -259,7 +259,7 @@ def _flops(func: Any, args: Any, kwargs: Any, output: Any) -> int:
     packet = getattr(func, "overloadpacket", func)
     name = getattr(packet, "__name__", "")
     if name.startswith(("_scaled_dot_product", "flex_attention")):
-        # torch has no formula for CPU's and flex; torch 2.11's refuses grouped heads
+        # torch has no formula for CPU's and flex; torch 2.11's rejects grouped heads
         return _attention_flops(args, is_backward="backward" in name)
     formula = torch_names.flop_registry.get(packet)
     return 0 if formula is None else int(formula(*args, **kwargs, out_val=output))

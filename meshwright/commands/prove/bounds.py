@@ -37,7 +37,7 @@ class Bounds:
     """Added to `gradient`, for a parameter that is stored in bf16: its fp32 sum is rounded."""
     different: float = math.inf
     """Part of the elements of the gradients in bf16 that may differ at all. Of the others half may:
-    fp32 sums of another order differ in their last bit."""
+    fp32 sums of a different order differ in their last bit."""
     tied: float = 0.0
     """Added to `gradient`, for a tied embedding that the first and the last stage of a pipeline
     both have: one process rounds the sum of its two gradients to bf16 in each microbatch."""
@@ -93,7 +93,7 @@ def bounds_of(case: Case) -> Bounds:
         update = 2 * math.sqrt(gradient)
         return replace(bounds, gradient=gradient, grad_norm=gradient, update=update)
     if training.dtype == "bfloat16":
-        # each end of a pipeline rounds its own part, too, to store it
+        # each end of a pipeline rounds its own part as well, to store it
         tied = bounds.tied + 2 * BF16 if has_ends else 0.0
         return replace(bounds, stored=2 * BF16, different=TIES, tied=tied)
     return bounds

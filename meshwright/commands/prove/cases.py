@@ -88,7 +88,7 @@ def reference_case(small: JobConfig, kind: Kind = "fp32") -> Case:
 
 
 def default_cases(config: JobConfig, small: JobConfig, args: DecoderArgs) -> list[Case]:
-    """Return the config's own shape, each of its axes alone, and options that users switch."""
+    """Return the config's own shape, each of its axes by itself, and options that users switch."""
     used, options = _used_axes(config, args), own_options(config)
     if config.compile.enable == "auto":  # a separate case is compiled, unless an option needs it
         has_budget = config.activation_checkpoint.mode == "memory_budget"
@@ -99,7 +99,7 @@ def default_cases(config: JobConfig, small: JobConfig, args: DecoderArgs) -> lis
     shape = cases[0].mesh
     cases += [*_accumulating(small, cases, options, chosen)]
     for axis in used if len(used) > 1 else ():
-        cases.append(_largest(f"{axis} alone", config, small, args, [axis], {}))
+        cases.append(_largest(f"{axis} only", config, small, args, [axis], {}))
     if args.table.mixtures:
         for mesh in ({"dp_shard": 2}, {"dp_shard": 4}, {"dp_shard": 2, "tp": 2}):
             if mesh.get("tp", 1) <= largest_tp(args):
@@ -207,7 +207,7 @@ def every_mesh(small: JobConfig, args: DecoderArgs) -> list[Case]:
     for name in SCHEDULES:
         mesh, schedule = {"pp": 2, "dp_shard": 2}, {"pipeline_parallel_schedule": name}
         cases.append(build_case(name, small, mesh, parallelism=schedule))
-        if SCHEDULES[name].splits_backward:  # gradients of weights take another path
+        if SCHEDULES[name].splits_backward:  # gradients of weights take a different path
             cases.append(
                 build_case(f"{name}, bf16", small, mesh, kind="bf16 sums", parallelism=schedule)
             )

@@ -19,7 +19,7 @@ class Checked:
     """The comparison of a reference with plain PyTorch."""
 
     not_checked: list[str] = field(default_factory=list)
-    """Options, or parts, that plain PyTorch does not have."""
+    """Options, or parts, that plain PyTorch doesn't have."""
     errors: dict[str, float] = field(default_factory=dict)
     """The largest relative error of each quantity."""
     lines: dict[str, list[str]] = field(default_factory=dict)
@@ -28,7 +28,7 @@ class Checked:
 
     @property
     def failures(self) -> list[str]:
-        """One line each, beginning with the quantity that differs."""
+        """One line each, start with the quantity that differs."""
         return [f"{what} {line}" for what, lines in self.lines.items() for line in lines]
 
     @property

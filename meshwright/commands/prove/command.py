@@ -42,7 +42,7 @@ def run(options: Namespace) -> None:
     """Run the proof; exit with 1 if a case differs from one process.
 
     Raises:
-        ConfigError: if the config could not run on any number of ranks, or the output cannot be
+        ConfigError: if the config couldn't run on any number of ranks, or the output can't be
             written.
     """
     check_named(options.config)
@@ -76,7 +76,7 @@ def run(options: Namespace) -> None:
     folder = options.output or Path(config.job.dump_folder) / "proof"
 
     rows, count = list[Row](), len(cases)
-    report.write(folder, small, rows, count)  # a folder that cannot be written to is found now
+    report.write(folder, small, rows, count)  # a folder that can't be written to is found now
     print(report.explanation(report.ON_CONSOLE))
     print(f"{folder}/proof.md has more columns.\n")
     checked = check_reference(config, small)

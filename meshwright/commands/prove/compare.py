@@ -119,7 +119,7 @@ def _compare_validation(
 
 
 def _compare_second_validation(verdict: Verdict, ranks: Sequence[Measurement]) -> None:
-    """Check that a validation right after another one gives the same, since it changes nothing."""
+    """Check that a validation right after a different gives the same, since it changes nothing."""
     if wrong := [number for number, rank in enumerate(ranks) if rank.unlike_before]:
         names = ", ".join(ranks[wrong[0]].unlike_before)
         verdict.failures.append(
@@ -130,7 +130,7 @@ def _compare_second_validation(verdict: Verdict, ranks: Sequence[Measurement]) -
 def _compare_metrics(
     verdict: Verdict, reference: Reference, ranks: Sequence[Measurement], bounds: Bounds
 ) -> None:
-    """Compare records. Norms of groups differ by no more than their gradients do; later figures are
+    """Compare records. Norms of groups differ by no more than their gradients do; later metrics are
     bounded only where nothing but fp32 sums differs."""
     roundings = reference.roundings.get("gradients", {}).values()
     gradient = bounds.gradient + bounds.stored + bounds.rounding * max(roundings, default=0.0)

@@ -22,7 +22,7 @@ def compare_records(
     sums: float,
     later_sums: float,
 ) -> list[str]:
-    """Return a line for each figure that differs: where it first does.
+    """Return a line for each metric that differs: where it first does.
 
     Args:
         wanted: of one process, by step.
@@ -41,7 +41,7 @@ def compare_records(
 def _differences(
     want: Record, got: Record, num_devices: int, sums: float
 ) -> Iterator[tuple[str, str]]:
-    """Yield the names of figures that differ, and how."""
+    """Yield the names of metrics that differ, and how."""
     for name in sorted(want.keys() | got.keys()):
         wanted, figure = want.get(name, math.nan), got.get(name, math.nan)
         bound = sums if name.startswith(SUMS) else 0.0

@@ -49,7 +49,7 @@ def documents(vocab_size: int, seed: int, shortest: int = SHORTEST) -> list[Toke
 
 
 class MemoryCache(TokenCache):
-    """A token cache that lies in memory: nothing is tokenised, and every rank makes the same."""
+    """A token cache that lies in memory: nothing is tokenized, and every rank makes the same."""
 
     loss_line = ""
 
@@ -115,8 +115,8 @@ def open_source(training: Training, vocab_size: int, seed: int) -> OpenSource:
 
 
 def first_cursor(source: OpenSource, training: Training) -> Cursor:
-    """Return where the small job begins to read: so near the end of an epoch of a cache that the
-    next one begins after the resume. A stream begins at its start."""
+    """Return where the small job starts to read: so near the end of an epoch of a cache that the
+    next one starts after the resume. A stream starts at its start."""
     if not isinstance(source, CachedSource):
         return Cursor()
     batch = training.global_batch_size

@@ -1,4 +1,4 @@
-"""The trainer's own job on one rank of a small mesh, with synthetic data and a clock of its own."""
+"""The trainer's own job on one rank of a small mesh, with synthetic data and its own clock."""
 
 import contextlib
 import dataclasses
@@ -159,7 +159,7 @@ class ProofJob:
         return job.reporter.report(step, figures)
 
     def validate(self) -> dict[str, float]:
-        """Return the figures of a validation, by name."""
+        """Return the metrics of a validation, by name."""
         assert self.running.validate is not None
         evaluate = functools.partial(self.running.validate, self.model, lambda: False, _fail)
         figures = evaluate()
@@ -176,7 +176,7 @@ class ProofJob:
         """Go on as a new job that resumes from the checkpoint.
 
         Raises:
-            ConfigError: if it cannot be loaded, on every rank.
+            ConfigError: if it can't be loaded, on every rank.
         """
         self.close()
         for tensor in self.state_dict().values():

@@ -1,4 +1,4 @@
-"""One rank's figures of a few steps, compared with the reference."""
+"""One rank's metrics of a few steps, compared with the reference."""
 
 import contextlib
 from collections.abc import Iterator, Mapping
@@ -234,7 +234,7 @@ def different(mine: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> list[
 
 
 def _comparable(record: Record) -> Record:
-    """Return the figures that don't follow from this machine's speed and memory."""
+    """Return the metrics that don't follow from this machine's speed and memory."""
     times = {f"time/{phase}_s" for phase in (*get_args(Phase), *get_args(Pause))}
     return {k: v for k, v in record.items() if k not in times and not k.startswith("memory/")}
 

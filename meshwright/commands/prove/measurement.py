@@ -11,7 +11,7 @@ LATER_STEP = 3
 
 COMPARED = ("weights", "gradients", "updates", "later_gradients")
 """Initial weights; gradients of step 1, before clipping; weights after step `LAST_RESUMED_STEP`,
-and running means, minus initial ones; of a model with experts, gradients of step `LATER_STEP`."""
+and EMAs, minus initial ones; of a model with experts, gradients of step `LATER_STEP`."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class ShardComparison:
     offset: tuple[int, ...]
     shape: tuple[int, ...]
     num_different: int
-    """Elements that are not equal to the bit."""
+    """Elements that aren't equal to the bit."""
     error: float
     """Square of the 2-norm of the difference."""
 
@@ -33,7 +33,7 @@ class Measurement:
     losses: list[float] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
     records: list[Record] = field(default_factory=list)
-    """Figures of every step that don't follow from this machine's speed and memory, by name."""
+    """Metrics of every step that don't follow from this machine's speed and memory, by name."""
     samples: dict[tuple[int, int], str] = field(default_factory=dict)
     """By step and index in the global batch: hash of the sample."""
     shards: dict[str, dict[str, ShardComparison]] = field(default_factory=dict)
@@ -42,15 +42,15 @@ class Measurement:
     """Parameters whose gradients were summed over ranks in a narrower type than
     `training.mixed_precision_reduce`, and that type."""
     wrong_counts: list[str] = field(default_factory=list)
-    """Loads and biases of routers that do not follow from the choices, to the bit, after a step."""
+    """Loads and biases of routers that don't follow from the choices, to the bit, after a step."""
     other_choices: tuple[int, int] = (0, 0)
     """Tokens whose router would have chosen other experts than it was told, of how many."""
     choice_gap: float = 0.0
     """By how much, at most, scores of such a choice differ from the scores that were told."""
     validation: dict[str, float] = field(default_factory=dict)
-    """Figures of the validation, by name."""
+    """Metrics of the validation, by name."""
     unlike_before: list[str] = field(default_factory=list)
-    """Names of figures that differ in a second validation, right after it."""
+    """Names of metrics that differ in a second validation, right after it."""
     wrong_in_checkpoint: list[str] = field(default_factory=list)
     """Tensors that differ, where this rank holds them, between the checkpoint and the job."""
     wrong_after_load: list[str] = field(default_factory=list)

@@ -55,7 +55,7 @@ def compare_batch(checked: Checked, step: int, batches: Sequence[Batch], plain: 
     for name, (got, want) in pairs.items():
         if (wrong := (got != want).nonzero()).numel():
             sample, position = wrong[0].tolist()
-            place = f"sample {sample} has another at position {position}"
+            place = f"sample {sample} has a different token at position {position}"
             checked.fail(name, [f"of step {step}: {place}"])
 
 

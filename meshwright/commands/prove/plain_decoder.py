@@ -1,4 +1,4 @@
-"""A decoder of the shipped families in plain PyTorch and fp64, written from the config alone.
+"""A decoder of the shipped families in plain PyTorch and fp64, written from the config only.
 
 `prove` compares its one-process reference with it (`reference.py`). Because the two must not share
 a mistake, this file imports nothing of `meshwright.models` or of the trainer: formulas come from
@@ -215,7 +215,7 @@ class PlainBatch:
 
     tokens: Tensor
     labels: Tensor
-    """The next token; `UNCOUNTED` where it is not to be learned."""
+    """The next token; `UNCOUNTED` where it isn't to be learned."""
     is_token: Tensor
     """Bool; false: padding."""
     documents: Tensor
@@ -229,7 +229,7 @@ class Router:
     load: Tensor
     """(E,) tokens of each expert in the step before."""
     bias: Tensor
-    """(E,) added to scores for the choice alone."""
+    """(E,) added to scores for the choice only."""
     chosen: Tensor
     """(B, S, K) experts to take."""
     counts: Tensor = field(init=False)

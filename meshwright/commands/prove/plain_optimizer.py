@@ -86,7 +86,7 @@ class PlainMuon(torch.optim.Optimizer):
 def optimizers(
     weights: Weights, args: Args, config: Optimizer
 ) -> Iterator[tuple[torch.optim.Optimizer | None, Settings]]:
-    """Yield an optimizer for each weight in turn, None if it is not `SHIPPED`, and its settings."""
+    """Yield an optimizer for each weight in turn, None if it isn't `SHIPPED`, and its settings."""
     betas = (config.beta1, config.beta2)
     for name, weight in weights.items():
         own, heads = settings(name, weight, config), 1
@@ -128,7 +128,7 @@ def schedule(step: int, steps: int, config: LRScheduler) -> float:
 
 
 def kept_share(config: Average, tokens_per_step: int) -> float | None:
-    """Return the share of the running mean of weights that a step keeps; None: there is no mean."""
+    """Return the share of the EMA of weights that a step keeps; None: there is no mean."""
     if config.window_tokens is not None:
         return 1 - tokens_per_step / config.window_tokens
     return config.decay

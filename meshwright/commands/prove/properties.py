@@ -1,6 +1,6 @@
 """What each token's logits depend on: three properties of the model, measured on one process.
 
-Comparing meshes cannot show a window that is off by one everywhere, or documents that leak into
+Comparing meshes can't show a window that is off by one everywhere, or documents that leak into
 each other on every mesh. These checks need no second implementation, so they hold for a model of
 your own as well.
 """
@@ -76,7 +76,7 @@ def check_properties(small: JobConfig) -> list[Property]:
 
 
 def measure_properties(small: JobConfig) -> list[Property]:
-    """Measure on this process alone, in fp32 and with the attention that the small job has."""
+    """Measure on this process only, in fp32 and with the attention that the small job has."""
     config = reference_case(small).config
     resolved = resolve(config, look(config, 1))
     training = resolved.config.training
@@ -87,7 +87,7 @@ def measure_properties(small: JobConfig) -> list[Property]:
     calm_post_norms(decoder)
     show_layers_without_positions(decoder)
     for mixture in decoder.mixtures().values():
-        # they would add gradients of their own, between all tokens
+        # they would add their own gradients, between all tokens
         mixture.losses = BalanceLosses()
     generator = torch.Generator().manual_seed(training.seed)
     size = (2, training.seq_len)
@@ -111,7 +111,7 @@ def document_lengths(seq_len: int) -> list[int]:
 class _Choices(Routing):
     """Records the experts that each layer chooses, or prescribes recorded ones.
 
-    The choice of the highest scores is not continuous, so rounding could turn it.
+    The choice of the highest scores isn't continuous, so rounding could turn it.
 
     Args:
         prescribed: (B, S, K) int64 by number of the layer; none for layers that choose.
@@ -168,8 +168,8 @@ def check_causal(decoder: Decoder, tokens: Tensor, documents: Tensor | None) -> 
 
 
 def check_isolation(decoder: Decoder, tokens: Tensor, documents: Tensor | None) -> Property:
-    """Compare the logits of a batch with those of each of its sequences alone; and if `documents`
-    are masked, with those of each document alone.
+    """Compare the logits of a batch with those of each of its sequences by itself; and if
+    `documents` are masked, with those of each document by itself.
 
     Args:
         tokens: (B, S) int64.
@@ -191,11 +191,11 @@ def check_isolation(decoder: Decoder, tokens: Tensor, documents: Tensor | None) 
             worst = error if not error <= worst else worst
             if not error <= LOGITS_BOUND:
                 failures.append(
-                    f"the logits of {name}sequence {row} are not those that it has alone, "
+                    f"the logits of {name}sequence {row} are not those that it has by itself, "
                     f"relative error {error:.1e}"
                 )
     what = "sequences of a batch" if documents is None else "documents of packed sequences"
-    detail = f"logits of {what} equal each one's alone"
+    detail = f"logits of {what} equal each one's by itself"
     return Property("isolation", worst, LOGITS_BOUND, detail, _first(failures))
 
 
@@ -323,7 +323,7 @@ def _forward_for_each_query(decoder: Decoder, tokens: Tensor, documents: Tensor 
 def _has_gradient(outputs: Tensor, inputs: Tensor) -> Tensor:
     """(S, S, D) twice -> (S, S) bool: whether output t of sequence t depends on its input s.
 
-    One backward serves all queries, since sequence t has the gradient of query t alone.
+    One backward serves all queries, since sequence t has the gradient of query t only.
     """
     generator = torch.Generator().manual_seed(0)
     weights = torch.randn(outputs.shape[-1], generator=generator)

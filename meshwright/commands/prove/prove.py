@@ -69,7 +69,7 @@ def prove(small: JobConfig, cases: Sequence[Case]) -> Iterator[Row]:
 
 
 def _why_not(case: Case) -> str:
-    """Return why this machine cannot run the case; "" if it can."""
+    """Return why this machine can't run the case; "" if it can."""
     compilation = case.config.compile  # a case with "auto" has an option that needs the compiler
     starts_compiler = compilation.enable is not False and compilation.backend == "inductor"
     return why_no_compiler() if starts_compiler else ""

@@ -104,7 +104,7 @@ class RankPool:
                 rank = self._connections.index(ready)
                 try:
                     is_ok, results[rank] = ready.recv()
-                except (EOFError, ConnectionResetError):  # the latter: it has not read its work
+                except (EOFError, ConnectionResetError):  # the latter: it hasn't read its work
                     self._processes[rank].join(5)
                     code = self._processes[rank].exitcode  # -6: SIGABRT, by an error in C++
                     stacks = _stacks_file(self._folder.name, rank)
@@ -127,7 +127,7 @@ class RankPool:
 def _share_one_gloo_thread() -> None:
     """Have all gloo groups of this process use one device.
 
-    Each group makes a device of its own otherwise, whose thread wakes up a hundred times a second
+    Each group makes its own device otherwise, whose thread wakes up a hundred times a second
     for as long as the process lives: the groups of a few meshes take a core from whoever works.
     torch has no public way to say so. Without the names it would raise here, and nothing is lost
     if this function goes.
@@ -139,7 +139,7 @@ def _share_one_gloo_thread() -> None:
     class OnSharedDevice(own):  # type: ignore[misc]
         def __init__(
             self, store: dist.Store, rank: int, size: int, timeout: timedelta, **_: object
-        ) -> None:  # torch 2.14 says whether ranks may be exchanged, too: not here
+        ) -> None:  # torch 2.14 says whether ranks may be exchanged as well: not here
             options = own._Options()
             options._devices, options._timeout, options._threads = [device], timeout, 2
             super().__init__(store, rank, size, options)

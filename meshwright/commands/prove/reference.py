@@ -51,7 +51,7 @@ def check_reference(config: JobConfig, small: JobConfig) -> Checked:
 
 
 def compare_with_plain(config: JobConfig, small: JobConfig) -> Checked:
-    """Compare on this process alone."""
+    """Compare on this process only."""
     start, checked = time.perf_counter(), Checked()
     family, args = resolve_model(config)
     _compare_schedule(checked, config)
@@ -65,14 +65,14 @@ def compare_with_plain(config: JobConfig, small: JobConfig) -> Checked:
         decoder = Decoder(args, config.training.seq_len)
     compare_rope(checked, decoder)
     compare_shapes(checked, family.name, decoder)
-    if SHAPE not in checked.lines:  # plain PyTorch could not take the weights
+    if SHAPE not in checked.lines:  # plain PyTorch couldn't take the weights
         compare_steps(checked, reference_case(small).config)
     checked.seconds = time.perf_counter() - start
     return checked
 
 
 def not_modeled(config: JobConfig) -> list[str]:
-    """Return the options of a config that plain PyTorch does not have."""
+    """Return the options of a config that plain PyTorch doesn't have."""
     optimizer = config.optimizer
     used = {optimizer.name, *(group.optimizer for group in optimizer.groups)} - {None}
     muon = optimizer.muon

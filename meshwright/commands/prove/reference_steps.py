@@ -50,7 +50,7 @@ TOO_WIDE = 0.1
 """A bound that would pass a wrong step of Muon."""
 
 ROUTER_LOSSES = ("balance_loss", "sequence_balance_loss", "router_z_loss")
-"""Figures of the losses in `Router.losses`, in their order."""
+"""Metrics of the losses in `Router.losses`, in their order."""
 
 
 def bound_of_muon(a: float, steps: int) -> float:

@@ -38,7 +38,7 @@ def explanation(columns: Collection[str] = COLUMNS) -> str:
 
 
 def cells(row: Row) -> tuple[str, ...]:
-    """Return the row as text, in the order of `COLUMNS`; "-" for quantities that are not known."""
+    """Return the row as text, in the order of `COLUMNS`; "-" for quantities that aren't known."""
     verdict = row.verdict
     result = "FAILED" if verdict.failures else "not run" if verdict.not_run else "equal"
     texts = {name: _cell(verdict.errors.get(name, "")) for name in MEANINGS}
@@ -114,7 +114,7 @@ def write(
         properties: of the model on one process; empty: not yet.
 
     Raises:
-        ConfigError: if the folder cannot be written to.
+        ConfigError: if the folder can't be written to.
     """
     reference = checked or Checked()
     is_equal = len(rows) == num_cases and all(cells(row)[-1] == "equal" for row in rows)
@@ -158,4 +158,4 @@ def write(
         (folder / "proof.md").write_text(f"{text.rstrip()}\n", "utf-8")
     except OSError as error:
         rule = f"cannot be written to: {error.strerror}"
-        raise config_error("--output", str(folder), rule, "name another folder") from None
+        raise config_error("--output", str(folder), rule, "choose a different folder") from None

@@ -30,7 +30,7 @@ LARGEST_TP, MAX_RANKS = 4, 8
 HIGHEST_LR = 1e-3
 """Peak learning rate of the small job, at most. Its weights are about 0.02, and Adam changes each
 by up to the rate per step. At 0.01 training is chaotic, so rounding grows until a correct mesh
-differs at step 10. At this rate rounding does not grow."""
+differs at step 10. At this rate rounding doesn't grow."""
 
 PEAK_TFLOPS = 1.0
 """Per second and device, which MFU is a part of: more than a step of a second takes."""
@@ -92,7 +92,7 @@ def _optimizer(config: JobConfig, names: Sequence[str]) -> dict[str, object]:
 
 def _average(config: JobConfig) -> Average:
     """Return a mean that six steps show, if the config asks for one. It keeps another share than it
-    takes in, so that the two cannot be exchanged."""
+    takes in, so that the two can't be exchanged."""
     return Average(decay=0.75) if config.checkpoint.average.is_on else Average()
 
 
@@ -123,7 +123,7 @@ def shrink(config: JobConfig, args: DecoderArgs) -> JobConfig:
     dimensions = {
         name: value
         for name, value in vars(small_args).items()
-        if name not in KEPT and value is not None  # which TOML has not
+        if name not in KEPT and value is not None  # which TOML hasn't
     }
     first = entries(config.training, "training")[0]
     has_stream = find_dataset(first.source.dataset) is not None and is_streamed(first)

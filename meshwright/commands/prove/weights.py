@@ -19,7 +19,7 @@ two, so exact."""
 
 
 def prepare_weights(trainer: Trainer) -> None:
-    """Prepare the initial values of a job that has not taken a step."""
+    """Prepare the initial values of a job that hasn't taken a step."""
     for stage in trainer.model.stages:
         show_attention(stage)
         calm_post_norms(stage)
@@ -34,7 +34,7 @@ def show_attention(stage: Decoder) -> None:
 
     Initial queries and keys are so small that attention is nearly a mean of its inputs: which
     token is where would hardly show. And rotary attention sees nothing but distances: if documents
-    did not begin at position 0, each query would still see its own keys at the right ones. Here
+    didn't start at position 0, each query would still see its own keys at the right ones. Here
     scores are of order 1, and depend on places. Queries and keys that are normalised make such
     scores by themselves: stretched as far, attention would be chaotic, and rounding would grow.
     """
@@ -63,7 +63,7 @@ def calm_post_norms(stage: Decoder) -> None:
     """If the blocks of `stage` have their norms at the end, scale embedding and norms, in place.
 
     Such a block adds a vector of size 1, however small its attention's output, to a residual stream
-    that begins at 0.02: so each rounding would grow from block to block. At these scales blocks add
+    that starts at 0.02: so each rounding would grow from block to block. At these scales blocks add
     to the stream about as much as the blocks of other families do.
     """
     norm, table = stage.table.layers[0].norm, stage.table

@@ -1,4 +1,4 @@
-"""Documents tokenised once, into files that all jobs share.
+"""Documents tokenized once, into files that all jobs share.
 
-A data set that is streamed never comes here: it is tokenised while it is read.
+A data set that is streamed never comes here: it is tokenized while it is read.
 """

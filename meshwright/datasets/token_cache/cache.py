@@ -3,7 +3,7 @@
 A cache is a folder. Of each part, which one process wrote: `00000.tokens`, the ids of its documents
 one after the other, uint16 or uint32; and `00000.npz`, the lengths of the documents and checksums.
 Of the whole: `lengths`, uint32; and `cache.npz`, which is there only if all else is. Where the
-tokens are files of others, it has the path or address of each part's, the byte it begins at, and
+tokens are files of others, it has the path or address of each part's, the byte it starts at, and
 the stamp of its content in object storage.
 """
 
@@ -43,7 +43,7 @@ Starts = npt.NDArray[np.int64]
 
 
 def starts_of(sizes: Sequence[int]) -> Starts:
-    """(n,) sizes -> (n + 1,) where each begins, and the end."""
+    """(n,) sizes -> (n + 1,) where each starts, and the end."""
     return np.cumsum([0, *sizes], dtype=np.int64)
 
 
@@ -58,7 +58,7 @@ class PartIndex(NamedTuple):
     """Of the text, in UTF-8."""
     dtype: str
     offset: int = 0
-    """Byte that the tokens begin at,"""
+    """Byte that the tokens start at,"""
     stamp: str = ""
     """and the stamp of the content, of a file of others."""
     num_bad: int = 0
@@ -100,7 +100,7 @@ OF_CACHE = (
 
 
 class DamagedCacheError(Exception):
-    """A file of a cache is not as it was written."""
+    """A file of a cache isn't as it was written."""
 
 
 @dataclass(frozen=True)
@@ -129,24 +129,24 @@ class Part:
 
 
 def changed_source(part: Part, what: str) -> ConfigError:
-    """Return the error of a file of others that is not as it was: only its owner knows why."""
+    """Return the error of a file of others that isn't as it was: only its owner knows why."""
     fix = f"restore it, or delete {part.folder} to accept it as it is"
     message = f"{part.tokens}: has changed since it was indexed: {what}"
     return ConfigError(CACHE_KEY, f"{message}\n  fix: {fix}")
 
 
 def load_arrays(path: Path, names: Collection[str]) -> dict[str, npt.NDArray[np.generic]]:
-    """Return the arrays `names` of an .npz, whose format has checksums of its own.
+    """Return the arrays `names` of an .npz, whose format has its own checksums.
 
     Raises:
-        DamagedCacheError: if it is not whole, or is not there.
+        DamagedCacheError: if it isn't whole, or isn't there.
     """
     try:
         with np.load(path, allow_pickle=False) as arrays:
             return {name: arrays[name] for name in names}
     except Exception as error:  # zipfile and numpy raise a dozen kinds over a flipped bit
         if isinstance(error, OSError) and error.errno not in (errno.ENOENT, errno.EINVAL, None):
-            raise  # it was not read
+            raise  # it wasn't read
         raise DamagedCacheError(f"{path.name}: {error}") from error
 
 
@@ -175,7 +175,7 @@ class PartTokens:
         """Return bytes `begin` to `end` of its tokens.
 
         Raises:
-            DamagedCacheError: if they are not as they were written.
+            DamagedCacheError: if they aren't as they were written.
             OSError: as `RangeFile.read`.
         """
         first, last = begin // BLOCK_BYTES, (end - 1) // BLOCK_BYTES + 1
@@ -223,7 +223,7 @@ class TokenCache:
         blocks: of tokens that lie in object storage.
 
     Raises:
-        DamagedCacheError: if it is not complete: a file is missing, or has not the size it had.
+        DamagedCacheError: if it isn't complete: a file is missing, or hasn't the size it had.
     """
 
     def __init__(
@@ -235,7 +235,7 @@ class TokenCache:
         """Hash: equal where all tokens of all documents are."""
         self.num_bytes, self.num_documents = int(arrays["num_bytes"]), int(arrays["num_documents"])
         self.num_bad, self.first_bad = int(arrays["num_bad"]), str(arrays["first_bad"])
-        """Records that are no documents, and were passed over; the first of them, as an error."""
+        """Records that are no documents, and were skipped; the first of them, as an error."""
         self._num_lost, self._num_characters = (
             int(arrays[name]) for name in ("num_lost", "num_characters")
         )
@@ -300,8 +300,8 @@ class TokenCache:
         """Tokens `begin` to `end`, which lie in one document.
 
         Raises:
-            ConfigError: if they are not as they were written.
-            StorageError: if they cannot be read.
+            ConfigError: if they aren't as they were written.
+            StorageError: if they can't be read.
         """
         number = int(self._part_starts.searchsorted(begin, side="right")) - 1
         opened, first, item = self._opened(number), self._part_starts[number], self._dtype.itemsize
@@ -330,7 +330,9 @@ class TokenCache:
             with open(self.folder / DAMAGED, "a") as file:
                 file.write(f"{which}\n")
         except OSError as error:
-            fix = f"delete {self.folder} ({error.strerror}), or set {CACHE_KEY} to another folder"
+            fix = (
+                f"delete {self.folder} ({error.strerror}), or set {CACHE_KEY} to a different folder"
+            )
         else:
             fix = "run the same command again: it checks this part, and repairs it"
         return ConfigError(CACHE_KEY, f"{what}\n  fix: {fix}")
@@ -340,7 +342,7 @@ def _checked(file: RangeFile, begin: int, size: int, expected: object) -> bytes:
     """Return bytes of a file, as they are on the disk if those in memory are wrong.
 
     Raises:
-        DamagedCacheError: if they are wrong there, too.
+        DamagedCacheError: if they are wrong there as well.
     """
     content = file.read(begin, size)
     if zlib.crc32(content) == expected:

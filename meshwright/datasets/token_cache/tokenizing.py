@@ -1,4 +1,4 @@
-"""From documents to a token cache, once, by all cores of all machines."""
+"""From documents to a token cache, once, by all cores of all nodes."""
 
 import functools
 import itertools
@@ -80,15 +80,15 @@ def open_cache(
 ) -> TokenCache:
     """Open the token cache of `recipe` below `root`; make its missing parts first.
 
-    Processes of any number of machines may call it at once: each makes some of the parts. Parts
+    Processes of any number of nodes may call it at once: each makes some of the parts. Parts
     that an interrupted call left are used.
 
     Args:
-        num_workers: processes that tokenise; 0: one a core.
+        num_workers: processes that tokenize; 0: one a core.
         check_all: hold everything against its checksums now, not when it is read.
 
     Raises:
-        ConfigError: if documents cannot be read, hold nothing, or there is no room for tokens; or
+        ConfigError: if documents can't be read, hold nothing, or there is no room for tokens; or
             if too many records are no documents.
     """
     open_source.cache_clear()  # a file may have changed since
@@ -105,7 +105,7 @@ def open_cache(
             CACHE_KEY,
             f"{error.filename or folder}: {error.strerror or error}, while tokens were to be "
             f"read or written in {folder}"
-            f"\n  fix: make room or give permission, or set {CACHE_KEY} to another folder",
+            f"\n  fix: make room or give permission, or set {CACHE_KEY} to a different folder",
         ) from error
     if cache.num_bad > max_bad_records:
         raise too_many_bad_records(cache.num_bad, cache.first_bad)
@@ -129,7 +129,7 @@ def _leases(folder: Path) -> Leases:
     """Return the leases of this process on parts of a cache, by name.
 
     They save work, and nothing else depends on them: if two processes make a part, both write the
-    same bytes under names of their own, and the last one gives it its name.
+    same bytes under their own names, and the last one gives it its name.
     """
     return functools.cache(lambda name: Lease(folder / f"{name}.lease"))
 
@@ -158,7 +158,7 @@ class _Todo:
             return False
 
     def left(self) -> list[Part]:
-        """Return the parts that are not made; of `max_documents`, only the needed ones."""
+        """Return the parts that aren't made; of `max_documents`, only the needed ones."""
         most = self.recipe.entry.source.max_documents
         count, found, there = 0, [], set(os.listdir(self.folder))
         for part in self.parts:
@@ -237,7 +237,7 @@ def _tokenize(todo: _Todo, leases: Leases, num_workers: int, missing: int) -> No
     entry, total = todo.recipe.entry, len(todo.parts)
     name = f"{entry.name} for validation" if entry.key.startswith("validation") else entry.name
     done = f", {total - missing} of {total} parts are there" if missing < total else ""
-    logger.info("tokenising %s by %s%s", name, numbered(num_workers, "process", "es"), done)
+    logger.info("tokenizing %s by %s%s", name, numbered(num_workers, "process", "es"), done)
     logger.debug("into %s", todo.folder)
     if multiprocessing.current_process().daemon:  # it has no children
         num_workers = 1
@@ -261,7 +261,7 @@ def _tokenize(todo: _Todo, leases: Leases, num_workers: int, missing: int) -> No
             counts[0] = 1
             if not isinstance(error, EOFError):
                 raise
-            what = "a process that tokenised was killed: for want of memory?"
+            what = "a process that tokenized was killed: for want of memory?"
             fix = "meshwright tokenize --workers 1; finished parts are kept"
             raise ConfigError(CACHE_KEY, f"{what}\n  fix: {fix}") from error
         finally:
@@ -280,7 +280,7 @@ def _start(context: SpawnContext, todo: _Todo, counts: Any, worker: int) -> tupl
     given = (os.getpid(), todo, counts, worker, answer)
     process = context.Process(target=_work_apart, args=given)
     process.start()
-    answer.close()  # or its end would not be noticed
+    answer.close()  # or its end wouldn't be noticed
     return process, answers
 
 
@@ -289,10 +289,10 @@ def _work_apart(parent: int, todo: _Todo, counts: Any, worker: int, answer: Conn
     found: Counter[str] | BaseException
     try:
         found = _work(todo, _leases(todo.folder), counts, worker)
-    except BaseException as error:  # Ctrl-C comes to this process, too
+    except BaseException as error:  # Ctrl-C comes to this process as well
         error.add_note("".join(traceback.format_exception(error)))  # it is lost on the way
         found = error
-    with suppress(BrokenPipeError):  # another error came first
+    with suppress(BrokenPipeError):  # a different error came first
         answer.send(found)
 
 
@@ -301,7 +301,7 @@ def _work(todo: _Todo, leases: Leases, counts: Any, worker: int) -> Counter[str]
     nothing uses."""
     documents, encoder = open_source(todo.recipe)
     unused = documents.unused
-    unused.clear()  # whoever began with a look at the first document
+    unused.clear()  # whoever started with a look at the first document
 
     def advance(num_bytes: int, num_tokens: int) -> None:
         counts[1 + 2 * worker] += num_bytes
@@ -346,15 +346,15 @@ def _shown(name: str, todo: _Todo, counts: Any) -> Iterator[None]:
     def far() -> str:
         done, seconds = total - len(todo.left()), time.perf_counter() - start
         made = done - at_first
-        if not bar.disable:  # counted anew, as other machines make parts, too
+        if not bar.disable:  # counted anew, as other nodes make parts as well
             bar.n = done
             bar.set_postfix_str(rates())
             return ""
         eta = f", about {seconds / made * (total - done):,.0f} s left" if made else ""
         return f"{done} of {total} parts, {rates()}{eta}"
 
-    with bar, busy(f"tokenising {name}", far, None if bar.disable else POLL_S):
+    with bar, busy(f"tokenizing {name}", far, None if bar.disable else POLL_S):
         yield
         far()
     seconds = time.perf_counter() - start
-    logger.info("tokenised %s in %.1f s: %s here", name, seconds, rates())
+    logger.info("tokenized %s in %.1f s: %s here", name, seconds, rates())

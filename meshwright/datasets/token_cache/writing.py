@@ -51,10 +51,10 @@ MESSAGES_KEPT = 3
 def write_part(
     recipe: TokenizationSpec, part: Part, dtype: str, max_bad_records: int, advance: Advance
 ) -> None:
-    """Tokenise the documents of one part, or index its file of tokens.
+    """Tokenize the documents of one part, or index its file of tokens.
 
     Raises:
-        ConfigError: if its documents cannot be read, or more than `max_bad_records` are none.
+        ConfigError: if its documents can't be read, or more than `max_bad_records` are none.
     """
     documents, encoder = open_source(recipe)
     if isinstance(documents, TokenFiles):
@@ -104,7 +104,7 @@ def _tokenize_part(
                 continue
             if not has_flags and tokens.max() >= NO_LOSS:
                 raise recipe.entry.error(
-                    "dataset_column", "holds texts and conversations: they must be one kind"
+                    "dataset_column", "holds text and conversations: they must be one kind"
                 )
             file.write(tokens.astype(dtype).tobytes())
             lengths.append(len(tokens))
@@ -138,7 +138,7 @@ def is_damaged(part: Part, checks_content: bool) -> bool:
     read it.
 
     Raises:
-        ConfigError: if a file of others is not as it was when it was indexed.
+        ConfigError: if a file of others isn't as it was when it was indexed.
     """
     if not part.index.exists():
         return False
@@ -150,7 +150,7 @@ def is_damaged(part: Part, checks_content: bool) -> bool:
     try:
         size = part.own.stat().st_size if part.source is None else part.source.size
         if size != index.offset + index.size:
-            raise DamagedCacheError("it has another size")
+            raise DamagedCacheError("it has a different size")
         if checks_content:
             PartTokens(part, index).check()
     except (DamagedCacheError, ChangedError, FileNotFoundError) as damage:

@@ -26,7 +26,7 @@ REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names of the assistant's thoughts. transformers hands them on under the first two."""
 
 MEANT = frozenset({*REASONING, "tool_calls", "function_call", "tools"})
-"""Keys of a message, and `tools`, without which the assistant would learn another answer."""
+"""Keys of a message, and `tools`, without which the assistant would learn a different answer."""
 
 
 class _Input(NamedTuple):
@@ -37,7 +37,7 @@ class _Input(NamedTuple):
     options: dict[str, Any]
 
     def until(self, count: int) -> "_Input":
-        """Return the same with the first messages alone."""
+        """Return the same with the first messages only."""
         return self._replace(messages=self.messages[:count])
 
     def without(self, keys: Collection[str]) -> "_Input":
@@ -47,7 +47,7 @@ class _Input(NamedTuple):
 
 
 class _UnclearError(ValueError):
-    """The text of a template does not show which part of it the assistant wrote."""
+    """The text of a template doesn't show which part of it the assistant wrote."""
 
 
 def take_out(marked: str) -> tuple[str, bytes]:
@@ -65,8 +65,8 @@ def take_out(marked: str) -> tuple[str, bytes]:
 class ChatTemplate:
     """Makes token ids of conversations as transformers' `apply_chat_template` does, but safely.
 
-    The template alone writes special tokens (BOS among them: add none). A special token's text
-    inside a message stays text; where a kind of tokenizer cannot do that, it is an error.
+    Only the template writes special tokens (BOS among them: add none). A special token's text
+    inside a message stays text; where a kind of tokenizer can't do that, it is an error.
 
     Loss counts on the assistant's text: the template's {% generation %} blocks; if it
     has none, its text for an assistant's message after the generation prompt, up to and
@@ -78,7 +78,7 @@ class ChatTemplate:
         template: Jinja source, as `find_template` gives it.
 
     Raises:
-        ConfigError: if the tokenizer cannot be used for chat, or the template not compiled.
+        ConfigError: if the tokenizer can't be used for chat, or the template not compiled.
     """
 
     def __init__(self, tokenizer: Tokenizer, template: str) -> None:
@@ -97,7 +97,7 @@ class ChatTemplate:
         self._space_after_turn = re.compile(rf"(?:{specials})(\s+)\Z")
         self._written_roles = set[str]()
         self.unread = Counter[str]()
-        """Messages that have a key, by its name, which the template does not read."""
+        """Messages that have a key, by its name, which the template doesn't read."""
 
     def encode(
         self,
@@ -117,7 +117,7 @@ class ChatTemplate:
 
         Raises:
             RecordError: if the assistant writes nothing in it, the template rejects it, drops a
-                part of it, or does not show which text is the assistant's.
+                part of it, or doesn't show which text is the assistant's.
         """
         try:
             roles = [message["role"] for message in messages]
@@ -144,7 +144,7 @@ class ChatTemplate:
             raise RecordError(DATA_KEY, f"{DATA_KEY}: {at}the conversation {error}") from error
 
     def _wall_off(self, value: Any) -> Any:
-        """`value` with a wall inside of every special token in its strings, so that it cannot be
+        """`value` with a wall inside of every special token in its strings, so that it can't be
         parsed."""
         if isinstance(value, str):
             value = well_formed(value)
@@ -166,7 +166,7 @@ class ChatTemplate:
 
         Args:
             prompt: add the header of the next answer.
-            by: another template.
+            by: a different template.
         """
         try:
             return (by or self._template).render(
@@ -177,7 +177,7 @@ class ChatTemplate:
                 **self._tokenizer.special_names | given.options,
             )
         except Exception as error:  # a template is a program: TypeError and all are its errors
-            raise ValueError(f"is refused by the chat template: {first_line(error)}") from error
+            raise ValueError(f"is rejected by the chat template: {first_line(error)}") from error
 
     def _check_nothing_lost(self, given: _Input) -> None:
         """Raise if the template drops what the assistant would have to learn; count other keys."""
@@ -207,7 +207,7 @@ class ChatTemplate:
         return re.search(rf"\b{re.escape(key)}\b", self._source) is not None
 
     def _check_roles(self, given: _Input) -> None:
-        """Some templates pass over messages of a role that they do not know."""
+        """Some templates pass over messages of a role that they don't know."""
         for role in {message["role"] for message in given.messages} - self._written_roles:
             others = [message for message in given.messages if message["role"] != role]
             try:
@@ -236,7 +236,7 @@ class ChatTemplate:
             parted[number] = parted[number] | {"content": [{"type": "text", "text": text}]}
         try:
             expected = self._render(given._replace(messages=plain))
-        except ValueError:  # it is a template of parts alone
+        except ValueError:  # it is a template of parts only
             return
         if self._render(given._replace(messages=parted)) != expected:
             raise ValueError(
@@ -309,7 +309,7 @@ class ChatTemplate:
         header = after[size:]
         if not header or not before.endswith(header):
             return after
-        # headers of roles may begin alike: the turn ends with the first special token behind it
+        # headers of roles may start alike: the turn ends with the first special token behind it
         text = _text_of(given.messages[k]).strip()
         at = after.find(text, len(before), size) if text else -1
         if at < 0:
@@ -324,7 +324,9 @@ class ChatTemplate:
     def _check_header(self, given: _Input, written: str) -> None:
         """A template that ignores `add_generation_prompt` may write its header among the answer."""
         *before_it, message = given.messages
-        if not (text := _text_of(message).strip()):  # a call: another answer has the same header
+        if not (
+            text := _text_of(message).strip()
+        ):  # a call: a different answer has the same header
             text = "?"
             probe = given._replace(messages=[*before_it, {"role": "assistant", "content": text}])
             written = self._render(probe)[len(self._render(given.until(len(before_it)))) :]

@@ -24,8 +24,8 @@ from meshwright.datasets.tokenizers.special_tokens import (
 )
 from meshwright.system.errors import RecordError, first_line
 
-# Read by `tokenizers` at each batch. Where it is not set, a batch of a single text starts a thread
-# for each core; whoever tokenises in several processes has use for one in each.
+# Read by `tokenizers` at each batch. Where it isn't set, a batch of a single text starts a thread
+# for each core; whoever tokenizes in several processes has use for one in each.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 KNOWN_EOS = (
@@ -43,7 +43,7 @@ SPEAK_FOR_THEMSELVES = {"Sequence", "Replace", "ByteFallback", "Fuse", "Strip", 
 """Decoders under which a piece is its text, with `SPACE` for a space and <0x0A> for a byte."""
 
 WALL = "\ufdd2"
-"""Mark within text that looks like a special token and is not. It has no token. Unicode keeps it,
+"""Mark within text that looks like a special token and isn't. It has no token. Unicode keeps it,
 as all noncharacters, for marks within a program."""
 
 
@@ -52,9 +52,9 @@ class HuggingFaceTokenizer:
 
     `before` has the tokens that the file's own post-processor puts before a text, without the EOS,
     which would separate documents twice. EOS is the token that it puts last, otherwise a well-known
-    one in the file: of several, the one that a file beside it names as `eos_token`, else the first
-    of `KNOWN_EOS`. Only if it has none, any token that a file beside it names. Added tokens that
-    are not special are found in any text, as their families mean them to be.
+    one in the file: of several, the one in a file next to it as `eos_token`, else the first
+    of `KNOWN_EOS`. Only if it has none, any token in a file next to it. Added tokens that
+    aren't special are found in any text, as their families mean them to be.
 
     Args:
         ends: BOS and EOS that go before that.
@@ -117,10 +117,10 @@ class HuggingFaceTokenizer:
         added = self._tokenizer.get_added_tokens_decoder().values()
         special = {token.content for token in added if token.special}
         known = [token for token in KNOWN_EOS if self._tokenizer.token_to_id(token) is not None]
-        # "</s>" may be HTML to a tokenizer that has another EOS
+        # "</s>" may be HTML to a tokenizer that has a different EOS
         known = [token for token in known if token in special] or known
         best = named if named in known or not known else known[0]
-        return self._ids_of(best, "a file beside it names as eos_token")
+        return self._ids_of(best, "a file next to it names as eos_token")
 
     def _make_special(self, token_id: int) -> str:
         """Return a token's name. Some files list it as an ordinary one, and so find it in text."""
@@ -251,7 +251,7 @@ def _encode(tokenizer: tokenizers.Tokenizer, text: str) -> list[int]:
 
 
 def _cannot_encode(text: str, error: Exception) -> RecordError:
-    what = f"fails on a text that begins with {text[:40]!r}: {first_line(error)}"
+    what = f"fails on a text that starts with {text[:40]!r}: {first_line(error)}"
     return RecordError(PATH_KEY, f"{PATH_KEY}: the tokenizer {what}")
 
 

@@ -1,6 +1,6 @@
 """Reads a `tokenizer.json` as the file itself says.
 
-The `tokenizers` library numbers added tokens one after another, whatever ids the file gives them,
+The `tokenizers` library numbers added tokens one after the other, whatever ids the file gives them,
 and keeps the file's BPE dropout. Here a token has the id that the file gives it, and the same text
 always gives the same tokens; otherwise the file is rejected.
 """
@@ -35,7 +35,7 @@ def parse(content: bytes) -> dict[str, Any]:
     keys = ", ".join(map(repr, list(raw)[:4])) if isinstance(raw, dict) else ""
     holds = f"an object of {keys or 'nothing'}" if isinstance(raw, dict) else type(raw).__name__
     raise ValueError(
-        f"it's JSON of another library: it holds {holds}, and no model with a vocab"
+        f"it's JSON of a different library: it holds {holds}, and no model with a vocab"
         "\n  fix: name a tokenizer.json that Hugging Face's tokenizers library has saved"
     )
 
@@ -53,7 +53,7 @@ class JsonFile(NamedTuple):
 def load(content: bytes) -> JsonFile:
     """Read a file.
 
-    Documents are split by the packing alone, so truncation and padding are dropped, and so is
+    Documents are split by the packing only, so truncation and padding are dropped, and so is
     dropout, which gives other tokens at each call. Ids that have no token get placeholders, since
     the library would give those ids to the added tokens that follow.
 
@@ -90,7 +90,7 @@ def pieces_of(raw: dict[str, Any]) -> dict[str, int]:
 
 
 def _check_ids(raw: dict[str, Any]) -> None:
-    """Raise `ValueError` if an added token and another token have one id, or one token two."""
+    """Raise `ValueError` if an added token and a different token have one id, or one token two."""
     pieces, names = pieces_of(raw), dict[int, str]()
     by_id = {token_id: piece for piece, token_id in pieces.items()}
     for token in raw.get("added_tokens") or []:
@@ -115,7 +115,7 @@ def _check_ids(raw: dict[str, Any]) -> None:
 
 
 def _misread(tokenizer: tokenizers.Tokenizer, raw: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the first added token to which the library gives another id than the file."""
+    """Return the first added token to which the library gives a different id than the file."""
     added: list[dict[str, Any]] = raw.get("added_tokens") or []
     wrong = (token for token in added if tokenizer.token_to_id(token["content"]) != token["id"])
     return next(wrong, None)
@@ -150,7 +150,7 @@ def _placeholder(number: int, names: set[str]) -> dict[str, Any]:
 
 
 def without_pieces(raw: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
-    """Return the JSON with other texts for the pieces `names` of the model, which no text has."""
+    """Return the JSON with other strings for the pieces `names` of the model, which no text has."""
     model, pieces = raw["model"], pieces_of(raw)
     all_names = {*pieces, *(token["content"] for token in raw["added_tokens"])}
     renamed = {name: _placeholder(pieces[name], all_names)["content"] for name in names}

@@ -73,7 +73,7 @@ class Tokenizer(Protocol):
     @property
     def special_names(self) -> dict[str, str]:
         """Special tokens by the names that Hugging Face has: bos_token, eos_token and so on. The
-        files next to a tokenizer may name another EOS: of chats, it ends a turn."""
+        files next to a tokenizer may have a different EOS: of chats, it ends a turn."""
 
     @property
     def special_ids(self) -> dict[str, int]:
@@ -82,14 +82,14 @@ class Tokenizer(Protocol):
     @property
     def token_bytes(self) -> list[int] | None:
         """Bytes of UTF-8 text that each of the `vocab_size` ids stands for; 0 for special tokens.
-        None if the tokenizer does not tell.
+        None if the tokenizer doesn't tell.
 
         Over the ids of a text they add up to its bytes, exactly for byte-level kinds. Others count
         the text as they normalise it, with a space before it.
         """
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of `text` alone, without BOS and EOS; the spelling of a special token is
+        """Return the ids of `text` only, without BOS and EOS; the spelling of a special token is
         text."""
 
     def decode(self, ids: list[int]) -> str:
@@ -101,7 +101,7 @@ class Tokenizer(Protocol):
 
 
 class _OneTokenEnds:
-    """Documents begin with BOS and end with EOS, where there are such tokens."""
+    """Documents start with BOS and end with EOS, where there are such tokens."""
 
     bos_id: int | None
     eos_id: int | None
@@ -148,7 +148,7 @@ class SentencePieceTokenizer(_OneTokenEnds):
     """A `tokenizer.model` of sentencepiece. Control tokens in text are just text to it."""
 
     def __init__(self, path: Path) -> None:
-        import sentencepiece  # here: `check` waits for no library of another kind
+        import sentencepiece  # here: `check` waits for no library of a different kind
 
         self.content = path.read_bytes()
         self.fingerprint = hashlib.sha256(self.content).hexdigest()[:16]
@@ -199,7 +199,7 @@ def build_tokenizer(path: str, ends: Ends = OWN) -> Tokenizer:
     """Build the tokenizer in the file `path`, or in the folder `path` under its usual name.
 
     Raises:
-        ConfigError: if there is none, or it cannot be read, or lacks one of `ends`.
+        ConfigError: if there is none, or it can't be read, or lacks one of `ends`.
     """
     if path == BYTES:
         return _with_ends(ByteTokenizer(), ends, path)
@@ -244,7 +244,7 @@ def _reject_tiktoken(file: Path, content: bytes) -> None:
 
 
 def _with_ends(tokenizer: Tokenizer, ends: Ends, path: str) -> Tokenizer:
-    """Return a tokenizer of another kind without the tokens that `ends` leaves out."""
+    """Return a tokenizer of a different kind without the tokens that `ends` leaves out."""
     for name, token in ends._asdict().items():
         if token == "":
             setattr(tokenizer, f"{name}_id", None)
@@ -271,7 +271,7 @@ def text_ends(tokenizer: Tokenizer) -> frozenset[int]:
 
 
 def prompt_tokens(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Return `text` as the beginning of a document; empty if it is no token and there is no BOS.
+    """Return `text` as the start of a document; empty if it is no token and there is no BOS.
 
     A special token's spelling is the token, as in a conversation, where the tokenizer can do that.
     """
@@ -344,7 +344,7 @@ def find_template(tokenizer_path: str, template_path: str = "") -> str:
             names = ", ".join(map(str, named))
             raise missing(f"{SETTINGS} has the chat templates {names}, and none is the default")
     if not isinstance(found, str) or not found.strip():
-        raise missing(f'no {TEMPLATE} beside it, and no "chat_template" in {SETTINGS}')
+        raise missing(f'no {TEMPLATE} next to it, and no "chat_template" in {SETTINGS}')
     return found
 
 

@@ -1,4 +1,4 @@
-"""Known of a tokenizer before it is built: tokens that the config names, and files beside it."""
+"""Known of a tokenizer before it is built: tokens that the config gives, and files next to it."""
 
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -7,14 +7,14 @@ from meshwright.system.files import NamedPath
 
 
 class Ends(NamedTuple):
-    """Tokens around a document as the config names them. "": none; None: the tokenizer's own."""
+    """Tokens around a document as the config gives them. "": none; None: the tokenizer's own."""
 
     bos: str | None = None
     eos: str | None = None
 
 
 SPACE = "\u2581"
-"""A space in a piece of the kinds that are not byte-level."""
+"""A space in a piece of the kinds that aren't byte-level."""
 
 OWN = Ends()
 """The tokenizer's own."""
@@ -24,7 +24,7 @@ PATH_KEY, TEMPLATE_KEY = "model.tokenizer_path", "model.chat_template_path"
 SETTINGS, NAMES = "tokenizer_config.json", "special_tokens_map.json"
 TEMPLATE = "chat_template.jinja"
 BESIDE = (SETTINGS, NAMES, TEMPLATE)
-"""Files beside a tokenizer that say how it is used."""
+"""Files next to a tokenizer that say how it is used."""
 
 
 def shipped_template(name: str) -> Path:
@@ -33,11 +33,11 @@ def shipped_template(name: str) -> Path:
 
 
 def special_names(tokenizer_file: Path) -> dict[str, str | None]:
-    """Return the tokens that files beside `tokenizer_file` call `bos_token` and so on; None: the
+    """Return the tokens that files next to `tokenizer_file` call `bos_token` and so on; None: the
     family has no such token. The first file that names one decides.
 
     Raises:
-        ConfigError: if one of them cannot be read.
+        ConfigError: if one of them can't be read.
     """
     names: dict[str, str | None] = {}
     for file in (SETTINGS, NAMES):
@@ -50,10 +50,10 @@ def special_names(tokenizer_file: Path) -> dict[str, str | None]:
 
 
 def read_beside(tokenizer_file: Path, name: str) -> dict[str, Any]:
-    """Return the JSON object in the file `name` beside a tokenizer; empty if there is none.
+    """Return the JSON object in the file `name` next to a tokenizer; empty if there is none.
 
     Raises:
-        ConfigError: if it cannot be read.
+        ConfigError: if it can't be read.
     """
     is_there = tokenizer_file.with_name(name).is_file()
     return NamedPath(PATH_KEY, tokenizer_file.parent).read_json(name) if is_there else {}

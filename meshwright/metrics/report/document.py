@@ -70,10 +70,10 @@ pre { white-space: pre-wrap; overflow-wrap: anywhere; margin: .4rem 0;
 """
 
 SCRIPT = """
-for (const figure of document.querySelectorAll(".chart")) {
-  const { x, first, last, names, rows } = JSON.parse(figure.dataset.chart);
-  const plot = figure.querySelector(".plot"), tip = figure.querySelector(".tip");
-  const cross = figure.querySelector(".cross");
+for (const chart of document.querySelectorAll(".chart")) {
+  const { x, first, last, names, rows } = JSON.parse(chart.dataset.chart);
+  const plot = chart.querySelector(".plot"), tip = chart.querySelector(".tip");
+  const cross = chart.querySelector(".cross");
   const hide = () => { tip.style.display = cross.style.display = "none"; };
   const show = (event) => {
     const box = plot.getBoundingClientRect();

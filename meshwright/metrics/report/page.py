@@ -1,4 +1,4 @@
-"""Writes a run as one HTML page: curves, tables, texts; or several runs, side by side."""
+"""Writes a run as one HTML page: curves, tables, text; or several runs, side by side."""
 
 import os
 import time
@@ -49,7 +49,7 @@ def page(run: Run) -> str:
     sections = {
         "": _tiles(run),
         "Curves": _charts(run),
-        "Loads of experts": loads_map(run),
+        "Expert load": loads_map(run),
         "Time": _time_table(run),
         "Validation": validation_table(run),
         "Texts": texts(run),
@@ -222,7 +222,7 @@ DECISIVE = (
     "checkpoint.initial_load_",
     "experimental.custom_import",
 )
-"""Beginnings of the keys of first weights and batches."""
+"""Beginnings of the keys of initial weights and batches."""
 
 Named = Sequence[tuple[str, Run]]
 
@@ -287,7 +287,7 @@ def _charts_of_all(named: Named) -> str:
 
 
 def _pairs(named: Named) -> str:
-    """The loss of each run minus the first's, where both began alike and saw the same batches."""
+    """The loss of each run minus the first's, where both started alike and saw the same batches."""
     (reference, base), *others = named
     losses = dict(base.series("loss/train"))
     curves, rows, notes = [Curve(reference, [])], [], ""
@@ -295,7 +295,7 @@ def _pairs(named: Named) -> str:
         apart = [d.key for d in differences(base.config, run.config) if _is_decisive(d)]
         points = [(s, v - losses[s]) for s, v in run.series("loss/train") if s in losses]
         if apart or not points:
-            why = ", ".join(f"another {key}" for key in apart) or "no step is in both logs"
+            why = ", ".join(f"a different {key}" for key in apart) or "no step is in both logs"
             notes += f'<p class="note">{escape(name)} is not compared: {escape(why)}.</p>'
             continue
         curves.append(Curve(name, points))
@@ -317,7 +317,7 @@ def _is_decisive(difference: Difference) -> bool:
 
 
 def _configs(named: Named) -> str:
-    """A row for each key whose values are not all equal."""
+    """A row for each key whose values aren't all equal."""
     (_, base), *others = named
     values: dict[str, list[str]] = {}
     for column, (_, run) in enumerate(others, 1):

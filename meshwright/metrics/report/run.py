@@ -25,13 +25,13 @@ class Run:
 
     folder: Path
     records: Sequence[Row]
-    """Logged steps, in rising order, without values that are not finite."""
+    """Logged steps, in rising order, without values that aren't finite."""
     history: Sequence[Row]
     """Starts and ends of processes."""
     skipped: Sequence[Row]
     """Steps that were left out."""
     texts: Sequence[Row]
-    """Texts that the model wrote at validations."""
+    """Text that the model wrote at validations."""
     config_text: str
     """TOML."""
     proof: Row | None
@@ -46,12 +46,12 @@ class Run:
 
     @property
     def resumed_steps(self) -> list[int]:
-        """Steps after which another process resumed, or another stage began."""
+        """Steps after which another process resumed, or another stage started."""
         return [int(row["step"]) for row in self.starts[1:]]
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """The values of every key; none, if config.toml cannot be read. A key that is left
+        """The values of every key; none, if config.toml can't be read. A key that is left
         open there has its value of the last start."""
         try:
             written = tomllib.loads(self.config_text)
@@ -65,20 +65,20 @@ class Run:
         return written
 
     def series(self, name: str, x: str = "step") -> list[tuple[int, float]]:
-        """Return the steps, or values of `x`, and the values of a figure."""
+        """Return the steps, or values of `x`, and the values of a chart."""
         return [(int(row[x]), float(row[name])) for row in self.records if name in row and x in row]
 
     def values(self, name: str) -> list[float]:
-        """Return the values of a figure."""
+        """Return the values of a chart."""
         return [value for _, value in self.series(name)]
 
     def names(self, prefix: str) -> list[str]:
-        """Return the figures whose names begin with `prefix`, in the order of appearance."""
+        """Return the metrics whose names start with `prefix`, in the order of appearance."""
         seen = dict.fromkeys(name for row in self.records for name in row)
         return [name for name in seen if name.startswith(prefix)]
 
     def last(self, name: str) -> Any:
-        """Return the newest value of a figure; None if there is none."""
+        """Return the newest value of a metric; None if there is none."""
         return next((row[name] for row in reversed(self.records) if name in row), None)
 
 

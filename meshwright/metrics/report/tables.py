@@ -32,7 +32,7 @@ def validation_table(run: Run) -> str:
 
 
 def texts(run: Run) -> str:
-    """Return the model's texts of the first and of the last validation, as they are."""
+    """Return the model's text of the first and of the last validation, as they are."""
     steps = [int(row["step"]) for row in run.texts]
     shown = sorted({steps[0], steps[-1]}) if steps else []
     parts = [

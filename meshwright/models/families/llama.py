@@ -20,7 +20,7 @@ class LlamaArgs(DecoderArgs):
 
     def expand(self) -> DecoderSpec:
         """Matrices that end on the residual stream start smaller the more layers there are, so that
-        its variance does not grow with depth (Radford et al. 2019, GPT-2, section 2.3). The output
+        its variance doesn't grow with depth (Radford et al. 2019, GPT-2, section 2.3). The output
         projection starts so that logits have variance 1 at any width."""
         return self.decoder(
             out_std=STD / math.sqrt(2 * self.n_layers),

@@ -15,7 +15,7 @@ from meshwright.models.table import DecoderSpec
 
 @dataclass(frozen=True)
 class MixtralArgs(ExpertArgs):
-    """Dimensions of a Mixtral; `hidden_dim` is the inner width of an expert."""
+    """Dimensions of a Mixtral; `hidden_dim` is the FFN hidden size of an expert."""
 
     rope_theta: float = 1000000.0
 

@@ -13,7 +13,7 @@ from meshwright.models.table import DecoderSpec
 
 @dataclass(frozen=True)
 class OlmoeArgs(ExpertArgs):
-    """Dimensions of an OLMoE; `hidden_dim` is the inner width of an expert."""
+    """Dimensions of an OLMoE; `hidden_dim` is the FFN hidden size of an expert."""
 
     rope_theta: float = 10000.0
     n_experts: int = 64

@@ -23,7 +23,7 @@ class Qwen3MoeArgs(Qwen3Args, ExpertArgs):
     n_experts: int = 128
     n_active: int = 8
     expert_dim: int = 768
-    """Inner width F of an expert."""
+    """FFN hidden size F of an expert."""
     n_dense_layers: int = 0
     """First layers that have one feed-forward of `hidden_dim` instead."""
 
@@ -40,7 +40,7 @@ class Qwen3MoeArgs(Qwen3Args, ExpertArgs):
         return super().small() | {"expert_dim": 24, "n_dense_layers": min(self.n_dense_layers, 1)}
 
     def expert_layers(self, out_std: float) -> Sequence[MixtureSpec | None]:
-        """As the base's, with a width of their own, after the dense layers."""
+        """As the base's, with their own width, after the dense layers."""
         mixture, dense = self.mixture(self.expert_dim, out_std), self.n_dense_layers
         return [*[None] * dense, *[mixture] * (self.n_layers - dense)]
 

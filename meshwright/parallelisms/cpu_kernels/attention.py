@@ -1,4 +1,4 @@
-"""Causal attention on CPUs by a kernel of ours (attention.cpp), forward and backward.
+"""Causal attention on CPUs by our kernel (attention.cpp), forward and backward.
 
 The kernel is compiled on the machine that runs it, by the compiler of torch.compile, into the cache
 of torch.compile.
@@ -29,7 +29,7 @@ FLAGS = [
 """Of the compiler, after inductor's, whose own code is written as vectors already."""
 
 BF16_FLAG = "-mavx512bf16"
-"""Of the compiler, where a CPU has these instructions: machines that share a cache stay apart."""
+"""Of the compiler, where a CPU has these instructions: nodes that share a cache stay apart."""
 
 INSTRUCTIONS = {torch.bfloat16: ("amx_bf16", "avx512_bf16"), torch.float32: ("avx2",)}
 """For each type that the kernel computes in, those of which a CPU needs one."""
@@ -65,7 +65,7 @@ def _kernel() -> ctypes.CDLL:
 
     has_bf16 = torch.cpu.get_capabilities().get("avx512_bf16", False)
     flags = (*FLAGS, *[BF16_FLAG] * has_bf16)
-    # the cache knows texts and commands, not what another torch's headers make of them
+    # the cache knows text and commands, not what a different torch's headers make of them
     text = "".join([f"// torch {torch.__version__}\n", *(path.read_text() for path in SOURCES)])
     try:
         # without its trial of the compiler, for which it starts a process and imports torch: this
@@ -128,7 +128,7 @@ def attend(
     return out
 
 
-# Operators, so that the compiler leaves their insides alone, and recomputation knows their names.
+# Operators, so that the compiler doesn't look inside, and recomputation knows their names.
 @torch.library.custom_op("meshwright::cpu_attention", mutates_args=())
 def cpu_attention(
     q: Tensor, k: Tensor, v: Tensor, scale: float, window: int
@@ -201,7 +201,7 @@ def _(
 
 
 def _like(heads: Tensor) -> Tensor:
-    """Empty, and as the layers beside attention have heads: (B, S, heads, H) in memory."""
+    """Empty, and as the layers next to attention have heads: (B, S, heads, H) in memory."""
     found = torch.empty_like(heads.transpose(1, 2), memory_format=torch.contiguous_format)
     return found.transpose(1, 2)
 

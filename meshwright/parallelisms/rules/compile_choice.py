@@ -74,14 +74,14 @@ RULES: tuple[Row[Facts], ...] = (
             and torch_version()
         ),
         "torch {detail} cannot on GPUs, if keys have fewer heads than queries",
-        "use torch 2.13, or another mode",
+        "use torch 2.13, or a different mode",
         needs="model",
     ),
 )
 
 
 def _option_that_compiles(config: JobConfig) -> str:
-    """Return the option, if any, that has an effect in compiled blocks alone."""
+    """Return the option, if any, that has an effect in compiled blocks only."""
     if config.activation_checkpoint.mode == "memory_budget":
         return 'activation_checkpoint.mode = "memory_budget"'
     if config.overlaps_tensor_parallel:
@@ -90,7 +90,7 @@ def _option_that_compiles(config: JobConfig) -> str:
 
 
 def _obstacle(config: JobConfig, facts: Facts) -> str:
-    """Return why blocks should not be compiled; "" if nothing in the config is against it."""
+    """Return why blocks shouldn't be compiled; "" if nothing in the config is against it."""
     parallelism, backend = config.parallelism, config.compile.backend
     if backend != "inductor":
         return f'compile.backend = "{backend}" makes no step faster'
@@ -102,7 +102,7 @@ def _obstacle(config: JobConfig, facts: Facts) -> str:
 
 
 def why_no_compiler(is_gpu: bool = False) -> str:
-    """Return why inductor cannot compile on this machine; "" if it can, as far as is seen.
+    """Return why inductor can't compile on this machine; "" if it can, as far as is seen.
 
     It looks where inductor does (torch/_inductor: config.py, cpp.cxx; cpp_builder.py,
     `_get_python_include_dirs`), and Triton, which compiles for GPUs (triton/runtime/build.py).
@@ -120,7 +120,7 @@ def why_no_compiler(is_gpu: bool = False) -> str:
     # it need not exist yet
     there = next(path for path in (Path(folder), *Path(folder).absolute().parents) if path.exists())
     if os.statvfs(there).f_flag & os.ST_NOEXEC:
-        return f"{folder} is mounted noexec (TORCHINDUCTOR_CACHE_DIR names another folder)"
+        return f"{folder} is mounted noexec (TORCHINDUCTOR_CACHE_DIR names a different folder)"
     has_c = any(map(shutil.which, (os.environ.get("CC", "gcc"), "clang")))
     if importlib.util.find_spec("triton") is not None and not has_c:
         return "there is no C compiler for Triton (CC, gcc or clang)"

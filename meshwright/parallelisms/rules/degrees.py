@@ -21,7 +21,7 @@ KEYS = {
     "cp": "context_parallel_degree",
     "tp": "tensor_parallel_degree",
 }
-"""Key in [parallelism] of the degree of each axis. Outermost first: neighbouring ranks, which share
+"""Key in [parallelism] of the degree of each axis. Outermost first: neighboring ranks, which share
 a node, get the axes that communicate most."""
 
 AXES = tuple(KEYS)
@@ -107,7 +107,7 @@ def _other_ranks(config: JobConfig, world_size: int, others: int) -> str:
 def fill_in_mesh(config: JobConfig, world_size: int) -> Update:
     """Return the values of every -1 of a config that keeps to `MESH`.
 
-    A batch that is not given has a microbatch for each stage of the pipeline.
+    A batch that isn't given has a microbatch for each stage of the pipeline.
     """
     parallelism, training = config.parallelism, config.training
     shard, batch = _filled_in(parallelism, world_size), training.global_batch_size
@@ -134,7 +134,7 @@ def _flex_attention(config: JobConfig, facts: Facts) -> Iterator[ConfigError]:
         fix = "set a lower model.args.n_heads, or leave it out"
     elif facts.spec.needs_masks:
         key, does = "model.flavor", "has its windows and soft caps"
-        fix = "set a lower model.args.n_heads, or choose another model"
+        fix = "set a lower model.args.n_heads, or choose a different model"
     else:
         return
     if splits_backward(config.parallelism):
@@ -243,7 +243,7 @@ def _divisible(config: JobConfig, facts: Facts) -> Iterator[ConfigError]:
 
 
 def shards_experts_apart() -> bool:
-    """Return whether FSDP2 of this torch may shard experts over a mesh of their own."""
+    """Return whether FSDP2 of this torch may shard experts over their own mesh."""
     return has_torch(2, 12)
 
 
@@ -284,7 +284,7 @@ def _shards_experts(config: JobConfig, facts: Facts) -> Iterator[ConfigError]:
         yield config_error(
             f"parallelism.{DEGREES['ep' if ep > 1 else 'tp']}",
             max(ep, tp),
-            "shards experts over another mesh than the rest of a layer, which torch "
+            "shards experts over a different mesh than the rest of a layer, which torch "
             f"{torch_version()} cannot",
             "use torch 2.12 or newer, or set both degrees to 1",
         )
@@ -315,7 +315,7 @@ EXPERTS: tuple[Row[Facts], ...] = (
             and splits_backward(c.parallelism)
             and c.activation_checkpoint.mode != "none"
         ),
-        "goes backward twice, and recomputation keeps the chosen experts for one pass alone",
+        "goes backward twice, and recomputation keeps the chosen experts for one pass only",
         'choose Interleaved1F1B, or set activation_checkpoint.mode = "none"',
         needs="model",
     ),
@@ -346,7 +346,7 @@ class ParallelDims:
     cp: int = 1
     tp: int = 1
     ep: int = 0
-    """Not an axis of its own: of the ranks along dp_shard, cp and tp, those that share the experts
+    """Not its own axis: of the ranks along dp_shard, cp and tp, those that share the experts
     of a layer, each with some of them. 0: the model has no experts."""
 
     @property

@@ -19,7 +19,7 @@ USUAL_DEVICE_GIB = 80
 
 LARGEST_PART = 0.25
 """Of the memory that weights and optimizer leave of a device: whole gradients may take it between
-microbatches. The rest is for activations, which are not known here."""
+microbatches. The rest is for activations, which aren't known here."""
 
 
 class Load(NamedTuple):
@@ -43,7 +43,7 @@ def heaviest_load(
 
     Args:
         stage_modules: modules of each stage.
-        frozen: names of the parameters that are not trained.
+        frozen: names of the parameters that aren't trained.
     """
     p = config.parallelism
     tp, ep = p.tensor_parallel_degree, p.expert_parallel_degree

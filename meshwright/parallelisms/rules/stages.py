@@ -70,7 +70,7 @@ def _takes_stages(config: JobConfig, _: Facts) -> Iterator[ConfigError]:
             "parallelism.pipeline_parallel_stages_per_rank",
             per_rank,
             f"schedule {name} takes {takes}",
-            f"set it to {fewest}, or choose another pipeline_parallel_schedule",
+            f"set it to {fewest}, or choose a different pipeline_parallel_schedule",
         )
 
 
@@ -160,7 +160,7 @@ RULES: tuple[Row[Facts], ...] = (
         'set activation_checkpoint.selective_ac_option = "2", or choose Interleaved1F1B',
     ),
     # torch looks up the parameters of a stage before backward gathers them: it finds the shards,
-    # which are not in the graph, and gives the weights no gradients (stage_backward_input of torch
+    # which aren't in the graph, and gives the weights no gradients (stage_backward_input of torch
     # 2.13, distributed/pipelining/_backward.py)
     Rule(
         "parallelism.fsdp_reshard_after_forward",
@@ -171,7 +171,7 @@ RULES: tuple[Row[Facts], ...] = (
         "gradients of the weights freed after forward",
         'leave it out, or set pipeline_parallel_schedule = "Interleaved1F1B"',
     ),
-    # up to torch 2.11, `stage_backward_weight` takes only nodes of torch's own (2.12 was not tried)
+    # up to torch 2.11, `stage_backward_weight` takes only nodes of torch's own (2.12 wasn't tried)
     Rule(
         "parallelism.pipeline_parallel_schedule",
         lambda c, _: (
@@ -216,7 +216,7 @@ TAKES_STAGES = Check(_takes_stages)
 
 def assign_modules(parallelism: Parallelism, model: DecoderSpec) -> list[list[str]]:
     """Return the names of the modules of every stage: as the config says, else split evenly. The
-    last one of a tied model has the embedding, too: a copy, which has the same name, first values
+    last one of a tied model also has the embedding: a copy, which has the same name, first values
     and updates as the first stage's."""
     parts = parallelism.module_fqns_per_model_part
     if not parts or parallelism.pipeline_parallel_degree == 1:
@@ -279,7 +279,7 @@ def _even_bounds(
     num_layers, before = len(layers), [0, *accumulate(layers)]  # costs of the first n layers
     heaviest = [0] * (num_layers + 1)  # of the best split of the first n layers into s stages
     squares = [0] * (num_layers + 1)  # its sum of squared costs: between equals, the most even
-    starts: list[list[int]] = []  # by stage and n: where the last of those s stages begins
+    starts: list[list[int]] = []  # by stage and n: where the last of those s stages starts
     for stage in range(num_stages):
         extra = (embedding if stage == 0 else 0) + (output if stage == num_stages - 1 else 0)
         found = [(0, 0, 0)] * (num_layers + 1)

@@ -1,4 +1,4 @@
-"""The running mean of the weights, for `checkpoint.average`."""
+"""The EMA of the weights, for `checkpoint.average`."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -40,7 +40,7 @@ class Average(Observer):
         """Take in the weights after a step; not if that was held back: () bool, on its device."""
         for mean, weight in self._shards():
             # rounded once each, so shards of any mesh get the same bits; see `MatrixOptimizer`. In
-            # fp32 the two shares would not add up to 1: 0.99999 would shrink every mean by 0.1 %
+            # fp32 the two shares wouldn't add up to 1: 0.99999 would shrink every mean by 0.1 %
             new = mean + (weight.float() - mean) * (1 - self._decay)
             mean.copy_(torch.where(skip_update.to(mean.device), mean, new))
 

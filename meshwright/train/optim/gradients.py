@@ -67,7 +67,7 @@ def _squares(grads: Sequence[Tensor]) -> tuple[Tensor, list[int]]:
     if grads[0].device.type == "cpu":
         chunks = [norm for grad in grads for norm in _norms_of_chunks(grad.flatten())]
         return torch.cat(chunks).square(), [-(-grad.numel() // CPU_CHUNK) for grad in grads]
-    # Called by torch.nn.utils.get_total_norm, which cannot be told a type: it would round the
+    # Called by torch.nn.utils.get_total_norm, which can't be told a type: it would round the
     # norm of bf16 gradients to bf16. If it goes, torch.linalg.vector_norm of each would do.
     norms = torch._foreach_norm([*grads], 2, torch.float32)
     return torch.stack(norms).square(), [1] * len(grads)
