@@ -1,4 +1,4 @@
-"""Commands from Python, each in a process of its own, since they hide GPUs or start ranks."""
+"""Commands from Python, each in its own process, since they hide GPUs or start ranks."""
 
 import json
 import re
@@ -28,7 +28,7 @@ def plan(
 
     Args:
         world_size: ranks of the job.
-        device: "h100" or another that the command knows, "cpu", or the GiB of another GPU.
+        device: "h100" or another that the command knows, "cpu", or the GiB of a different GPU.
         all_stages: plan one rank of every pipeline stage.
 
     Raises:
@@ -81,7 +81,7 @@ def export(
         dtype: of the weights there.
         average: export the mean of `checkpoint.average`.
         tokenizer: its path, if it is no longer where the job read it.
-        with_tokenizer: write the tokenizer's files, too.
+        with_tokenizer: write the tokenizer's files as well.
         custom_import: your module that has the model's family.
 
     Raises:

@@ -1,4 +1,4 @@
-"""A saved model in this process, and the texts that it writes."""
+"""A saved model in this process, and the text that it writes."""
 
 from itertools import takewhile
 from pathlib import Path
@@ -68,7 +68,7 @@ def generate(
     Args:
         model: of `load_model`, or a session's.
         temperature: 0: greedy decoding; above, tokens are sampled.
-        top_p: sample from the likeliest tokens whose probabilities sum to this.
+        top_p: sample from the most likely tokens whose probabilities sum to this.
         seed: of the sampling.
 
     Raises:

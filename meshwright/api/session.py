@@ -71,7 +71,7 @@ class Session:
             stack.enter_context(restored_process())
             collects = gc.isenabled()
             resolved = _resolve(config)
-            # in a process of its own, because it starts others, which would import the caller's
+            # in its own process, because it starts others, which would import the caller's
             run_with_config(config, "tokenize")
             self._job = _open(resolved, sinks, stack)
             if collects:  # no other rank waits for a collection
@@ -127,12 +127,12 @@ class Session:
         """Return loss, perplexity and bits per byte of the model as it is now.
 
         Args:
-            texts: to evaluate it on: each between BOS and EOS, where the tokenizer has them, in
+            text: to evaluate it on: each between BOS and EOS, where the tokenizer has them, in
                 parts of `training.seq_len` tokens. None: on the job's validation data; the names
                 are then those of metrics.jsonl.
 
         Raises:
-            ConfigError: if there are neither texts nor validation data.
+            ConfigError: if there are neither text nor validation data.
         """
         self._check_open()
         job = self._job
@@ -141,7 +141,7 @@ class Session:
                 return evaluate_texts(
                     job.resolved, job.trainer.model, texts, job.meshes, job.device
                 )
-            fix = "validation.enable = true, or pass texts"
+            fix = "validation.enable = true, or pass text"
             check(job.validate is not None, "validation.enable", False, "there is no data", fix)
             assert job.validate is not None
             return job.validate(job.trainer.model, lambda: False, _raise)
@@ -176,7 +176,7 @@ class Session:
 
     def _check_open(self) -> None:
         if not self._is_open:
-            raise ConfigError("", "the Session is closed\n  fix: make another one")
+            raise ConfigError("", "the Session is closed\n  fix: make another")
 
     def _take_step(self) -> Step | None:
         """Take the next step; None: the data ends."""

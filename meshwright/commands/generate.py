@@ -1,4 +1,4 @@
-"""`meshwright generate`: text from a checkpoint, or from a model folder of Hugging Face."""
+"""`meshwright generate`: text from a checkpoint, or from a Hugging Face model directory."""
 
 import math
 import sys
@@ -75,7 +75,7 @@ def check_sampling(
     check(0 < top_p <= 1, option("top_p"), top_p, "must be above 0 and at most 1")
     check(0 <= seed < 2**63, option("seed"), seed, "must be 0 or more, and below 2^63")
     for name, value, usual in (("top_p", top_p, 1), ("seed", seed, 0)):
-        rule = "has no effect without a temperature: the likeliest token is taken each time"
+        rule = "has no effect without a temperature: the most likely token is taken each time"
         fix = f"add {option('temperature')} 0.8"
         check(temperature > 0 or value == usual, option(name), value, rule, fix)
 
@@ -93,7 +93,7 @@ def run(given: Namespace) -> None:
         given.seed,
         lambda name: f"--{name.replace('_', '-')}",
     )
-    print(f"reading {given.source} ...", file=sys.stderr, flush=True)  # the text alone is stdout's
+    print(f"reading {given.source} ...", file=sys.stderr, flush=True)  # stdout is only for the text
     # not at the top: torch takes a second
     from meshwright.commands.saved import SOURCE, build_model, encode_prompt, open_source
     from meshwright.models.generation import NotFiniteError, generate, greedy, sampler
@@ -113,7 +113,7 @@ def run(given: Namespace) -> None:
         _print_text(source.tokenizer, source.stop, given.prompt, follow(model, prompt))
     except NotFiniteError as error:
         print(flush=True)
-        fix = "generate from another checkpoint"
+        fix = "generate from a different checkpoint"
         raise ConfigError("", f"{SOURCE}: {error}\n  fix: {fix}") from None
 
 

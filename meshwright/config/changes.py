@@ -24,7 +24,7 @@ def changed(config: JobConfig, update: Update) -> JobConfig:
     """Return `config` with the values of `update`, by section and key.
 
     Raises:
-        ConfigError: for each key that does not exist, and each value that breaks a rule of its own;
+        ConfigError: for each key that doesn't exist, and each value that breaks its own rule;
             combinations of keys are judged when a job is resolved.
     """
     sections: dict[str, Any] = {name: getattr(config, name) for name in config.model_fields_set}

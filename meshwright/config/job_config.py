@@ -36,7 +36,7 @@ class Job(Section):
     """Free text, repeated in the log."""
 
     device_memory_gib: NonNegativeFloat = 0
-    """Memory of one GPU in GiB. With it, a job that surely does not fit is refused before it
+    """Memory of one GPU in GiB. With it, a job that surely doesn't fit is rejected before it
     starts, and `parallelism.fsdp_reduce_gradients` = auto takes it into account. 0: not known; each
     rank then compares the GPU that it finds."""
 
@@ -63,7 +63,7 @@ class Model(Section):
     command line: --model.args.n_layers 4."""
 
     frozen: list[str] = []
-    """Parameters that are not trained, as glob patterns of their names: `tok_embeddings.*`,
+    """Parameters that aren't trained, as glob patterns of their names: `tok_embeddings.*`,
     `layers.[01].*`, `*norm.weight`."""
 
     tokenizer_path: InputPath = ""
@@ -89,7 +89,7 @@ class Model(Section):
 
 
 class Average(Section):
-    """[checkpoint.average] A running mean of the weights in fp32: validated beside them, and saved.
+    """[checkpoint.average] An EMA of the weights in fp32: validated next to them, and saved.
     Off, unless one of the keys is given."""
 
     decay: Annotated[float, Field(gt=0, lt=1)] | None = None
@@ -129,7 +129,7 @@ class Checkpoint(Section):
     mean), and keep that checkpoint until there is a better one. {folder}/best.json names it."""
 
     load_step: Annotated[int, Field(ge=-1)] = -1
-    """Step to resume from. -1: the newest that is not damaged."""
+    """Step to resume from. -1: the newest that isn't damaged."""
 
     rewind_to: Annotated[int, Field(ge=-1)] = -1
     """Go back to the newest checkpoint at or before this step, once: later ones are set aside, and
@@ -144,12 +144,12 @@ class Checkpoint(Section):
     in host memory, as large as the rank's part. disabled: training waits."""
 
     on_save_failure: Literal["warn", "stop"] = "warn"
-    """If a checkpoint cannot be written (disk full, folder not writable), the job
+    """If a checkpoint can't be written (disk full, folder not writable), the job
     warns and continues, or stops with exit code 4. For the last step's checkpoint it always
     stops."""
 
     exclude_from_loading: list[Literal["optimizer", "dataloader"]] = []
-    """Parts that a resume does not load: "optimizer", for a fresh one; "dataloader", to begin
+    """Parts that a resume doesn't load: "optimizer", for a fresh one; "dataloader", to start
     with the first sample, of other data if need be. The step number is kept, and the learning rate
     follows from it. Applies once: a checkpoint saved by a job with this same setting is loaded in
     full, unless `load_step` names it."""
@@ -166,24 +166,24 @@ class Checkpoint(Section):
     """Save after step 1 too: whether the storage can be written shows at once."""
 
     last_save_model_only: bool = False
-    """Save the weights alone after the last step, in `export_dtype`: a third of the size. Nothing
+    """Save the weights only after the last step, in `export_dtype`: a third of the size. Nothing
     resumes from that checkpoint; a job starts from it by `initial_load_path`."""
 
     last_save_in_hf: bool = False
     """After the last step, write the weights in `export_dtype` to {dump_folder}/hf/step-N too, as a
-    model folder of Hugging Face, as `meshwright export` does and with its comparisons. The first
+    Hugging Face model directory, as `meshwright export` does and with its comparisons. The first
     rank does it, with the whole model in its memory while logits are compared."""
 
     export_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Type of the weights that `last_save_model_only` and `last_save_in_hf` write."""
 
     initial_load_in_hf: bool = False
-    """`initial_load_path` is a model folder of Hugging Face's: config.json and safetensors. Absent,
+    """`initial_load_path` is a Hugging Face model directory's: config.json and safetensors. Absent,
     it is the folder that `model.flavor` names."""
 
     initial_load_upcycle_noise: NonNegativeFloat | None = None
     """`initial_load_path` holds a dense model: Qwen3 for model.name = "qwen3_moe", Llama for
-    "mixtral". Each expert begins as a copy of its layer's feed-forward plus normal noise of this
+    "mixtral". Each expert starts as a copy of its layer's feed-forward plus normal noise of this
     deviation, as a share of that of fresh weights. Routers are fresh. Absent: the folder holds a
     model of the same family."""
 
@@ -207,11 +207,11 @@ class Metrics(Section):
 
     every_step: bool = False
     """Keep the loss, the gradient norm and, with `grad_norm_by_group`, the groups' norms of every
-    step in {dump_folder}/steps.jsonl, not of logged steps alone. The device isn't waited for."""
+    step in {dump_folder}/steps.jsonl, not of logged steps only. The device isn't waited for."""
 
     peak_tflops: NonNegativeFloat = 0.0
-    """Dense TFLOP/s of one device, of which MFU is a percentage. 0: the data sheet's figure in
-    bf16, if the device is known; without a figure there is no MFU."""
+    """Dense TFLOP/s of one device, of which MFU is a percentage. 0: the data sheet's number in
+    bf16, if the device is known; without one there is no MFU."""
 
     enable_tensorboard: bool = True
     """Write TensorBoard events."""
@@ -261,7 +261,7 @@ class Profiling(Section):
 
 
 class Experimental(Section):
-    """[experimental] Code of your own."""
+    """[experimental] Your own code."""
 
     custom_import: Annotated[InputPath, PATH_OR_NAME] = ""
     """Module with models, datasets, optimizers, schedules, sinks or options: "package.module", or
@@ -352,7 +352,7 @@ Update = Mapping[str, Mapping[str, Any]]
 
 
 def differing(config: JobConfig, update: Update) -> dict[str, dict[str, Any]]:
-    """Return the values of `update` that `config` has not."""
+    """Return the values of `update` that `config` hasn't."""
     found = {
         name: {key: new for key, new in keys.items() if getattr(getattr(config, name), key) != new}
         for name, keys in update.items()
@@ -372,8 +372,8 @@ def suits_cpu_attention(training: Training, parallelism: Parallelism) -> bool:
 
 
 def needs_fsdp_alone(training: Training, float8: Float8) -> bool:
-    """Return whether one rank needs FSDP2: to offload, since autograd would not add up in fp32, or
-    since float8 layers do not cast their weights to bf16 first, as they do on several ranks."""
+    """Return whether one rank needs FSDP2: to offload, since autograd wouldn't add up in fp32, or
+    since float8 layers don't cast their weights to bf16 first, as they do on several ranks."""
     adds_up_in_fp32 = training.mixed_precision_param == "float32" or (
         training.dtype == training.mixed_precision_reduce == "float32"
     )

@@ -95,14 +95,14 @@ def follow_mix(raw: dict[str, Any]) -> None:
     the other keys of a source from `[training]`, and the path as its name.
 
     Raises:
-        ConfigError: if the file cannot be read, or a line is not a weight and a path.
+        ConfigError: if the file can't be read, or a line isn't a weight and a path.
     """
     training = raw.get("training", {})
     path = training.get("mix_file")
     if not (isinstance(path, str) and path):
         return
     for other in ("datasets", "dataset_path"):
-        rule = f"is given beside training.{other}"
+        rule = f"is given together with training.{other}"
         check(not training.get(other), MIX_FILE, path, rule, "leave out one")
     fix = 'say of which kind its files are, e.g. training.dataset = "json"'
     check(bool(training.get("dataset")), MIX_FILE, path, "needs training.dataset", fix)
@@ -128,7 +128,7 @@ OF_FUNCTION = re.compile(r"(?<=\.py):\w+$")
 
 
 class Written(NamedTuple):
-    """A config as it is written: its values are not checked yet."""
+    """A config as it is written: its values aren't checked yet."""
 
     raw: dict[str, Any]
     provenance: Provenance
@@ -167,10 +167,10 @@ def parse_config(words: Sequence[str]) -> Namespace:
 
 def read(given: Namespace) -> Written:
     """Read the TOML `given.config` ("": none; or a config that is loaded already), and lay
-    `given.overrides` over it: from Python, they may be values instead of texts.
+    `given.overrides` over it: from Python, they may be values instead of text.
 
     Raises:
-        ConfigError: if the TOML cannot be read.
+        ConfigError: if the TOML can't be read.
     """
     provenance = Provenance()
     try:
@@ -219,7 +219,7 @@ def with_lines(error: ConfigError, given: Namespace) -> ConfigError:
 
 
 def _check_override(key: Key, value: object) -> None:
-    """Refuse a part of a list, and a flag that has taken the CONFIG after it for its value."""
+    """Reject a part of a list, and a flag that has taken the CONFIG after it for its value."""
     name, field = f"--{'.'.join(key)}", find_field(key)
     if number := next((n for n, part in enumerate(key) if part.isdecimal()), 0):
         fix = f"write all of {'.'.join(key[:number])} in the TOML"
@@ -320,9 +320,9 @@ def _resolve_paths(raw: dict[str, Any], folder: Path) -> None:
 
 
 def unreadable_paths(config: JobConfig) -> list[ConfigError]:
-    """Return the errors of paths that this user cannot reach: a look at them would raise elsewhere.
+    """Return the errors of paths that this user can't reach: a look at them would raise elsewhere.
 
-    A path that does not exist is none of them.
+    A path that doesn't exist is none of them.
     """
     errors, closed = list[ConfigError](), set[Path]()
     for key, table, marks in _paths(config.model_dump()):
@@ -342,7 +342,7 @@ def to_toml(config: JobConfig, *, exclude_defaults: bool = False) -> str:
     for section in ("training", "validation"):
         keys = table.get(section, {})
         if keys.get("datasets") and keys.get("dataset"):
-            del keys["dataset"]  # the default, which would be refused beside them
+            del keys["dataset"]  # the default, which would be rejected next to them
         if section == "validation" and config.training.validation_fraction:  # as would its data
             table[section] = {key: keys[key] for key in keys if key not in Source.model_fields}
     return tomli_w.dumps({name: section for name, section in table.items() if section})

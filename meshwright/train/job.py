@@ -54,8 +54,8 @@ def run(
 
     Raises:
         StopRequested: if asked before the first step.
-        TrainingError: if there were more bad steps than allowed; or if it was asked to stop, and
-            the same command would not resume from there.
+        TrainingError: if more steps were skipped than allowed; or if it was asked to stop, and
+            the same command wouldn't resume from there.
     """
     if requests is None:
         with Requests() as requests:
@@ -87,7 +87,7 @@ def run(
             checkpoints.release()
         if job is None or job.resolved.next_stage is None or end is not End.STAGE:
             break
-        # from the checkpoint of this stage, whichever it began with
+        # from the checkpoint of this stage, whichever it started with
         following = job.resolved.next_stage
         config = changed(following.config, {"checkpoint": {"load_step": -1}})
         stage, meshes, job = replace(following, config=config), job.meshes, None
@@ -111,7 +111,7 @@ def _train(job: RunningJob, requests: Requests, begun: float) -> End:
     """Take the steps of a stage and save the last; return how they ended."""
     config = job.resolved.config
     with note_failure(job.resolved, lambda: job.reporter.step):
-        # a rank that is asked before it gets here ends; its peers are not to wait for it in here
+        # a rank that is asked before it gets here ends; its peers aren't to wait for it in here
         agreement = StopAgreement(
             Path(config.job.dump_folder), config.job.max_run_seconds, requests, begun
         )
@@ -148,7 +148,7 @@ def take_step(job: RunningJob, step: int, data: StepData) -> FinishedStep:
 
 
 def figures_of(job: RunningJob, finished: FinishedStep) -> dict[str, float]:
-    """Return the figures of the step that are not rates; waits for the device."""
+    """Return the metrics of the step that aren't rates; waits for the device."""
     figures = job.trainer.figures_of(finished.step, finished.result) | finished.data.figures
     for observer in job.observers.values():
         figures |= observer.figures()
@@ -206,7 +206,7 @@ class Steps:
         return self.step == self._job.resolved.resume_step + 1
 
     def _fetch(self) -> float:
-        """Fetch the data of the next two steps; return the seconds waited. If this rank cannot, it
+        """Fetch the data of the next two steps; return the seconds waited. If this rank can't, it
         says so during the first of the two, and no rank takes the second."""
         start, wanted = time.perf_counter(), min(2, self._config.training.steps - self.step)
         loader = self._job.loader
@@ -244,7 +244,7 @@ class Steps:
         """Check the step, and write its record; waits for the device where one is due."""
         job, step = self._job, finished.step
         if actions.needs_host_figures:
-            with job.phase("looking for bad steps", step):
+            with job.phase("looking for skipped steps", step):
                 _check(job)
         if not actions.log:
             return
@@ -312,7 +312,7 @@ class Steps:
                 observer.on_trace_request()
 
     def _set_limit(self, key: Literal["init_timeout_seconds", "train_timeout_seconds"]) -> None:
-        """From now on let no rank wait for another longer than that key of [comm] says."""
+        """From now on let no rank wait for a different longer than that key of [comm] says."""
         seconds = getattr(self._config.comm, key)
         set_timeout(self._job.meshes, seconds)
         self._agreement.limit = timedelta(seconds=seconds)

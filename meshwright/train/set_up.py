@@ -87,7 +87,7 @@ class RunningJob:
     sources: Sequence[OpenSource]
     validation_sources: Sequence[OpenSource]
     begin: Cursor
-    """Where the samples of its first step begin."""
+    """Where the samples of its first step start."""
     checkpoints: CheckpointManager
     heartbeat: Heartbeat
     meshes: Meshes
@@ -177,7 +177,7 @@ def set_up(
         data: in the place of the config's.
         clock: gives the seconds that rates are made of; None: the process's.
         make_sinks: makes the writer of records.
-        logs_to_file: the log goes to a file of the dump folder, too.
+        logs_to_file: the log goes to a file of the dump folder as well.
     """
     since = time.perf_counter()
     resolved, found = _resume_or_begin(resolved, checkpoints)

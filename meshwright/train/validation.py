@@ -96,7 +96,7 @@ def evaluate_texts(
     meshes: Meshes,
     device: torch.device,
 ) -> dict[str, float]:
-    """Return the figures of `model` on texts, by name. Collective: every rank has all texts.
+    """Return the metrics of `model` on text, by name. Collective: every rank has all text.
 
     Each text is between BOS and EOS, and cut into parts of S + 1 tokens that overlap by one, so
     that each token but the first is predicted once, from those before it in its part.

@@ -47,7 +47,9 @@ def run(options: Namespace) -> None:
     """
     check_named(options.config)
     is_one = not (options.quick and options.every_mesh)
-    check(is_one, "--quick", True, "is given beside --every-mesh", "leave out one of the two")
+    check(
+        is_one, "--quick", True, "is given together with --every-mesh", "leave out one of the two"
+    )
     print(f"proving {options.config} ...", flush=True)
     hide_gpus()
     # not at the top: torch takes a second

@@ -99,7 +99,7 @@ def _request(recorded: "RecordedRun", step: int, given: Namespace) -> "Iterator[
             try:
                 held.enter_context(being_read(path))
             except DamagedError as error:
-                fix = "run the same command again: it takes another one"
+                fix = "run the same command again: it takes a different one"
                 raise ConfigError("", f"{path}: {error.what}\n  fix: {fix}") from None
         config = recorded.config(step, checkpoint, given.ngpu, given, Path(folder))
         threads = start.get("kernels", {}).get("threads", 0)
@@ -107,7 +107,7 @@ def _request(recorded: "RecordedRun", step: int, given: Namespace) -> "Iterator[
 
 
 def _say_first(recorded: "RecordedRun", step: int, request: "Request", *, is_scan: bool) -> None:
-    """Print what follows: imports and steps take a while. stdout is for the results alone."""
+    """Print what follows: imports and steps take a while. stdout is for the results only."""
     start, checkpoint = recorded.start_of(step), recorded.checkpoint_before(step)
     what = f"scan of the documents of {recorded.folder}"
     if not is_scan:

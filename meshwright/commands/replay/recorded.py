@@ -57,7 +57,7 @@ class RecordedRun:
             (row["step"] for row in self.run.starts if row.get("stage") == _stage(start)), 0
         )
         rule = (
-            f"no checkpoint of stage {_stage(start)}, which begins after step {begin}, is before it"
+            f"no checkpoint of stage {_stage(start)}, which starts after step {begin}, is before it"
         )
         check(nearest >= begin, "--step", step, rule, "keep more checkpoints (keep_latest_k)")
         return nearest
@@ -121,7 +121,7 @@ def _from_json(config: Mapping[str, Any]) -> JobConfig:
 
 def _of_record(config: Mapping[str, Any]) -> dict[Key, str]:
     """Return the keys that a config may leave open and that decide about numbers, as the job had
-    them: another machine or mesh would fill them in otherwise."""
+    them: another node or mesh would fill them in otherwise."""
     keys = ("global_batch_size", "mixed_precision_param")
     return {("training", key): str(config["training"][key]) for key in keys}
 
@@ -134,7 +134,7 @@ def _without_traces(
     Args:
         is_early: gradients are gone before norms of groups could be taken.
     """
-    if checkpoint == 0:  # it finds none, and begins with the initial weights
+    if checkpoint == 0:  # it finds none, and starts with the initial weights
         checkpoints = folder / "without"
     return {
         ("job", "dump_folder"): str(folder / "replay"),

@@ -19,7 +19,7 @@ LEAST_ROUNDING = 1e-7
 """Relative differences below it are taken for rounding: an ulp of float32 is 6e-8 to 1.2e-7."""
 
 TIMES_ROUNDING = 10.0
-"""How many times the difference of the twin a figure may differ from the record."""
+"""How many times the difference of the twin a metric may differ from the record."""
 
 WITHOUT_TWIN = {"float32": 1e-5, "bfloat16": 5e-2}
 """Relative differences by rounding where nothing measures them, by the type of activations: of 10
@@ -48,17 +48,17 @@ class Request:
 
 @dataclass(frozen=True)
 class ComparedStep:
-    """A step, beside its record and its twin: the same step with other microbatches."""
+    """A step, next to its record and its twin: the same step with other microbatches."""
 
     taken: StepFigures
     recorded: StepFigures | None
-    """None: the run has not logged the step."""
+    """None: the run hasn't logged the step."""
     twin: StepFigures | None = None
     """None: there is none, as the bits are equal, or a step is a single sequence."""
 
     @property
     def is_equal(self) -> bool:
-        """Whether every figure of the record is equal to the bit."""
+        """Whether every metric of the record is equal to the bit."""
         return not any(self.differences)
 
     @property
@@ -68,12 +68,12 @@ class ComparedStep:
 
     @property
     def rounding(self) -> list[float]:
-        """Relative differences of the twin, of the same figures."""
+        """Relative differences of the twin, of the same metrics."""
         return [] if self.twin is None else relative(self.twin.all, self.taken.all)
 
 
 def relative(values: Sequence[float], wanted: Sequence[float]) -> list[float]:
-    """Return relative differences; 0 where both are not finite, as a record has no such values."""
+    """Return relative differences; 0 where both aren't finite, as a record has no such values."""
     pairs = zip(values, wanted, strict=False)  # the record may lack the groups
     return [abs(a - b) / max(abs(b), 1e-30) if a == a and b == b else 0.0 for a, b in pairs]
 
@@ -90,7 +90,7 @@ class Replayed:
 
     @property
     def bounds(self) -> list[float]:
-        """How far each figure may be off by rounding: loss, norm, norms of groups."""
+        """How far each metric may be off by rounding: loss, norm, norms of groups."""
         columns = zip(*(step.rounding for step in self.steps), strict=True)
         largest = [max(column) for column in columns]
         if not largest:
@@ -110,7 +110,7 @@ class Replayed:
 
     @property
     def beyond_horizon(self) -> ComparedStep | None:
-        """The first step up to which rounding alone has grown too much to compare any."""
+        """The first step up to which rounding only has grown too much to compare any."""
         return next((s for s in self.steps if s.rounding and s.rounding[0] > HORIZON), None)
 
 
@@ -163,7 +163,7 @@ def _recorded(row: Row | None) -> StepFigures | None:
 
 
 def _other_microbatch(job: RunningJob) -> int:
-    """Return another number of sequences, with which sums are rounded otherwise; 0: there is
+    """Return a different number of sequences, with which sums are rounded otherwise; 0: there is
     none."""
     training = job.resolved.config.training
     size, of_rank = training.local_batch_size, training.global_batch_size // job.meshes.dp.size()

@@ -22,7 +22,7 @@ def locate(recipe: TokenizationSpec, cache: TokenCache, document: CachedDocument
     that it was tokenized from is read again.
 
     Raises:
-        ConfigError: if the data cannot be read, or is not what it was.
+        ConfigError: if the data can't be read, or isn't what it was.
     """
     part, before = cache.place_of(document)
     documents, encoder = open_source(recipe)
@@ -35,7 +35,7 @@ def locate(recipe: TokenizationSpec, cache: TokenCache, document: CachedDocument
         try:
             is_here = before == 0
             tokens = encoder.encode(item) if is_here or may_be_bad else None
-        except RecordError:  # it was passed over
+        except RecordError:  # it was skipped
             continue
         if is_here and tokens is not None:
             if np.array_equal(tokens.astype(np.int64) & ~NO_LOSS, document_tokens(cache, document)):
