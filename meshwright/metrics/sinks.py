@@ -15,33 +15,33 @@ from meshwright.system.files import only_warn, text_of, whole_file
 from meshwright.system.log import logger
 
 Record = dict[str, float | int]
-"""`step`, and the figures of that step; docs/monitoring.md explains each name."""
+"""`step`, and the metrics of that step; docs/monitoring.md explains each name."""
 
 
 class Sink(Protocol):
     """Takes one record per logged step."""
 
     def write(self, record: Record) -> None:
-        """`record["step"]` is the step; the rest are its figures."""
+        """`record["step"]` is the step; the rest are its metrics."""
 
     def close(self) -> None:
         """Nothing is written afterwards."""
 
 
 Texts = Mapping[str, str]
-"""Texts that the model wrote, by their prompts, with which they begin."""
+"""Text that the model wrote, by their prompts, with which they start."""
 
 
 @runtime_checkable
 class TextSink(Protocol):
-    """A sink that takes texts, too."""
+    """A sink that takes text as well."""
 
     def write_texts(self, step: int, texts: Texts) -> None:
-        """Take the texts of a validation, after the record of its step."""
+        """Take the text of a validation, after the record of its step."""
 
 
 def validation_loss(figures: Mapping[str, Any]) -> float | None:
-    """Return the mean loss of all validation sets; None if there is none, or one is not finite."""
+    """Return the mean loss of all validation sets; None if there is none, or one isn't finite."""
     names = [n for n in figures if n.startswith("validation/") and n.endswith("/loss")]
     if "validation/loss" in names:  # the mean already; runs of earlier versions lack it
         names = ["validation/loss"]
@@ -113,7 +113,7 @@ class WholeRecords:
 class JsonLines:
     """One JSON object a line. Lines of an earlier run after the step to resume from are removed.
 
-    Figures that are not finite become null: JSON has no word for them.
+    Metrics that aren't finite become null: JSON has no word for them.
     """
 
     def __init__(self, path: Path, resumed_step: int) -> None:
@@ -141,7 +141,7 @@ class TextLines(JsonLines):
     """One JSON object per text."""
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Figures are elsewhere."""
+        """Metrics are elsewhere."""
 
     def write_texts(self, step: int, texts: Texts) -> None:
         for prompt, text in texts.items():
@@ -176,11 +176,11 @@ Event = Literal["start", "end"]
 
 OF_A_RUN = ["metrics.jsonl", HISTORY, "samples.jsonl", "skipped_steps.jsonl", "experts.json"]
 OF_A_RUN += ["config.toml", "steps.jsonl"]
-"""Files in the dump folder that a job which starts over begins again."""
+"""Files in the dump folder that a job which starts over starts again."""
 
 
 def set_aside_run(folder: Path) -> None:
-    """Move the files of an earlier run in `folder` to a folder of their own in it; nothing if that
+    """Move the files of an earlier run in `folder` to their own folder in it; nothing if that
     run has logged no step."""
     metrics = folder / OF_A_RUN[0]
     with only_warn("the earlier run in %s cannot be set aside", folder):
@@ -196,7 +196,7 @@ def set_aside_run(folder: Path) -> None:
 
 
 def note_event(folder: Path, step: int, event: Event, facts: Mapping[str, Any]) -> None:
-    """Append an event, with facts for JSON. A job that starts over at step 0 begins a new file."""
+    """Append an event, with facts for JSON. A job that starts over at step 0 starts a new file."""
     line = json.dumps({"event": event, "step": step, "unix_s": round(time.time(), 1), **facts})
     try:
         if event == "start" and step == 0:

@@ -1,6 +1,6 @@
 """A microbatch, and the next-token loss of its hidden states, in chunks of tokens.
 
-Whole logits never exist.
+Full logits never exist.
 
 The gradient of a chunk's logits is computed at once, and multiplied into the gradients of the
 hidden states and of the weight: nothing is computed twice. Source: Hsu et al. 2024,
@@ -21,21 +21,21 @@ IGNORE = -100
 """Label of a position without loss."""
 
 PADDING = -101
-"""Label of a position that is no token: without loss, and routers do not count it."""
+"""Label of a position that is no token: without loss, and routers don't count it."""
 
 
-@dataclass(frozen=True, eq=False)  # tensors that are equal are not one truth value
+@dataclass(frozen=True, eq=False)  # tensors that are equal aren't one truth value
 class Batch:
     """One microbatch of a rank."""
 
     tokens: Tensor
     """(B, S) int64."""
     labels: Tensor
-    """(B, S) int64: the token that follows; `IGNORE` where that is not to be learned,
+    """(B, S) int64: the token that follows; `IGNORE` where that isn't to be learned,
     and `PADDING` where the position has no token."""
     documents: Tensor | None = None
     """(B, S) int32: which document of its sequence each token belongs to, rising from 0. None:
-    attention does not stop between documents. Not cut where context parallelism cuts the others."""
+    attention doesn't stop between documents. Not cut where context parallelism cuts the others."""
     sources: Tensor | None = None
     """(B,) int64: from which source of a mixture each sequence is. None: it isn't told."""
 
@@ -48,7 +48,7 @@ class Batch:
         return self._each(Tensor.pin_memory)
 
     def send(self, device: torch.device) -> "Batch":
-        """Return the same on `device`; the host does not wait for it."""
+        """Return the same on `device`; the host doesn't wait for it."""
         batch = self.pin_memory() if device.type == "cuda" else self
         return batch.to(device, non_blocking=True)
 
@@ -111,10 +111,10 @@ class SummedLoss:
 
         Args:
             labels: int64; `IGNORE` and `PADDING` mark positions without loss. The loss of any other
-                label that is not in the vocabulary is infinite.
+                label that isn't in the vocabulary is infinite.
 
         Raises:
-            ValueError: if `labels` is not `x` without its last dimension.
+            ValueError: if `labels` isn't `x` without its last dimension.
         """
         chunk_tokens = self.tokens_per_chunk(weight, x.dtype)
         return self.of_rows(x, weight, labels, chunk_tokens=chunk_tokens)
@@ -146,7 +146,7 @@ class SummedLoss:
         if self.listen is not None:
             self.listen(losses.view(labels.shape), labels)
         # One node for each gradient: schedules that split backward start the weight's part at the
-        # node where both meet, and torch 2.11 takes only nodes of its own there, like additions.
+        # node where both meet, and torch 2.11 takes only its own nodes there, like additions.
         with_gradient: Callable[..., Tensor] = _WithGradient.apply
         for tensor, gradient in ((x, of_x), (weight, of_weight)):
             if gradient is not None:
@@ -156,7 +156,7 @@ class SummedLoss:
 
     def join(self, log_sum: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
         """From these rows of the vocabulary to all: the log of the sum of exponentials, and the
-        label's logit, which is -inf where the label is not among the rows; each (tokens,)."""
+        label's logit, which is -inf where the label isn't among the rows; each (tokens,)."""
         return log_sum, own
 
     def measure(self, logits: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
@@ -170,7 +170,7 @@ class SummedLoss:
 
         Args:
             own: as `measure` gives it for these rows.
-            log_sum: over all rows; inf where the label does not count.
+            log_sum: over all rows; inf where the label doesn't count.
         """
         self._exponentiate(logits, log_sum)
         tokens = torch.arange(len(logits), device=logits.device)
@@ -183,7 +183,7 @@ class SummedLoss:
         """Add gradient^T x, (tokens, rows) and (tokens, D), to `total`, (rows, D) fp32.
 
         Args:
-            is_first: `total` is not there yet.
+            is_first: `total` isn't there yet.
         """
         if x.dtype == total.dtype:  # one call multiplies and adds
             total.addmm_(gradient.t(), x, beta=0 if is_first else 1)
@@ -262,7 +262,7 @@ class _WithGradient(torch.autograd.Function):
         else:
             size = _small_block_size(gradient)
             for part, into in zip(gradient.split(size), scaled.split(size), strict=True):
-                product = part * grad  # copying rounds, too
+                product = part * grad  # copying rounds as well
                 into.copy_(product if ctx.dtype == ctx.rounded_to else product.to(ctx.rounded_to))
         return scaled, None, None
 
@@ -288,7 +288,7 @@ def exponentiate_(logits: Tensor, log_sum: Tensor) -> None:  # (tokens, rows), (
 
 
 def add_(total: Tensor, part: Tensor) -> None:
-    """Add `part`, maybe of another type, to `total`; compiled, that needs no copy of it."""
+    """Add `part`, maybe of a different type, to `total`; compiled, that needs no copy of it."""
     total.add_(part)
 
 
@@ -322,5 +322,5 @@ def _block_size(matrix: Tensor) -> int:
 
 
 def _small_block_size(matrix: Tensor) -> int:
-    """Rows of a block that lies in a CPU's cache beside fp32 and rounded copies of it."""
+    """Rows of a block that lies in a CPU's cache next to fp32 and rounded copies of it."""
     return max(1, _block_size(matrix) // 4)

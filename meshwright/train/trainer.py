@@ -77,16 +77,16 @@ class Trainer:
     """Adds up the times of the parts of steps."""
     early: OptimizerInBackward | None = None
     """If given, each parameter is updated during backward, once its gradient is final. A non-finite
-    gradient then blocks only its own parameter, so the first bad step may leave the weights partly
-    updated. Requires `max_norm` inf."""
+    gradient then blocks only its own parameter, so a first non-finite step may leave the weights
+    partly updated. Requires `max_norm` inf."""
     average: Average | None = None
     max_norm: float = float("inf")
-    """Bound on the global gradient norm; inf leaves gradients alone."""
+    """Bound on the global gradient norm; inf leaves gradients unchanged."""
     reduce_every_microbatch: bool = False
     """Keep sums of sharded gradients between microbatches, instead of whole gradients: less memory
     for more communication. A pipeline ignores it."""
     reshard_every_microbatch: bool = True
-    """Free gathered parameters at the end of every microbatch, not of the step alone. A pipeline
+    """Free gathered parameters at the end of every microbatch, not of the step only. A pipeline
     ignores it."""
     by_source: LossBySource | None = None
     """Of a mixture."""
@@ -104,14 +104,14 @@ class Trainer:
         return TrainingTensors(self.model, self.optimizer, dist.get_rank(), average)
 
     def model_tensors(self, dtype: torch.dtype) -> "ModelTensors":
-        """Return the weights alone, and their means, in `dtype`."""
+        """Return the weights only, and their means, in `dtype`."""
         from meshwright.checkpoint.state import ModelTensors  # takes up to 0.8 s
 
         average = None if self.average is None else self.average.tensors
         return ModelTensors(self.model, dtype, average)
 
     def figures_of(self, step: int, result: StepResult) -> dict[str, float]:
-        """Return the figures of a step by the names that records have for them; waits for the
+        """Return the metrics of a step by the names that records have for them; waits for the
         device. Collective."""
         on_device = {"loss/train": result.loss, "optim/grad_norm": result.grad_norm}
         on_device |= result.figures
@@ -209,7 +209,7 @@ def build_trainer(
     """Build this rank's part of a job. Collective.
 
     Args:
-        note: gets each phase of each step as it begins.
+        note: gets each phase of each step as it starts.
     """
     config = resolved.config
     model = build_model(resolved, meshes, device, allocate=allocate)
