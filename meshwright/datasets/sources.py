@@ -1,6 +1,6 @@
 """The kinds of sources in the dataset table, and how each is opened: files, rows, tokens, the hub.
 
-Tokenising their documents is in `datasets/tokenizers` and `datasets/token_cache`.
+Tokenizing their documents is in `datasets/tokenizers` and `datasets/token_cache`.
 """
 
 import copy
@@ -49,7 +49,7 @@ class DatasetSpec:
     files: Callable[[SourceEntry], Sequence[DataFile | str]]
     """Its files, which may be given by their paths or addresses: others mean other documents."""
     path: Literal["none", "optional", "required"] = "none"
-    """The role of `dataset_path`. It is optional for datasets of the hub, which are streamed unless
+    """The role of `dataset_path`. It is optional for Hub dataset, which are streamed unless
     the config says otherwise."""
     has_tokens: bool = False
     """It holds tokens, which are read where they lie, instead of documents."""
@@ -104,7 +104,7 @@ class StreamedRows(Documents):
                 count += 1
                 yield self._to_item(row, f"row {count} since the start")
 
-        # up to the first row `datasets` gives the state of the beginning, whatever it has loaded
+        # up to the first row `datasets` gives the state of the start, whatever it has loaded
         return Reader(items(), lambda: rows.state_dict() if count or state is None else state)
 
     def _next(self, rows: Iterator[Row]) -> Row | None:
@@ -121,7 +121,7 @@ def open_hub(repository: str, subset: str, entry: SourceEntry, streamed: bool) -
     name = source.dataset_subset or subset or None
     options = {"name": name, "revision": source.dataset_revision or None}
     if source.dataset_path:
-        # its own cache is not made again for a file that has changed, but not its time
+        # its own cache isn't made again for a file that has changed, but not its time
         made_of = identity.hash_documents(entry, hub_files(repository, subset, entry))
         folder = os.path.join(datasets.config.HF_DATASETS_CACHE, made_of)
         options = {"name": source.dataset_subset or None, "cache_dir": folder}
@@ -179,7 +179,7 @@ def openable(entry: SourceEntry) -> Iterator[None]:
     except BaseException as error:
         if may_pass(error):
             raise unreadable_now(entry, key, _reason(error)) from error
-        # the advice of `datasets` on a folder that it wrote names a function of its own
+        # the advice of `datasets` on a folder that it wrote names its own function
         is_saved = "save_to_disk" in str(error)
         fix = 'set dataset = "arrow" and dataset_path to it' if is_saved else ""
         raise entry.error(key, f"cannot be opened: {_reason(error)}", fix) from error
@@ -247,8 +247,8 @@ def by_suffix(paths: Iterable[str]) -> list[str]:
 
 
 def other_files(folder: str, taken: Collection[str]) -> Iterator[str]:
-    """Yield the files below a folder that are not taken. Folders that begin with . or _, and links
-    to folders, are not looked into."""
+    """Yield the files below a folder that aren't taken. Folders that start with . or _, and links
+    to folders, aren't looked into."""
     taken = set(taken)
     for parent, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if name[0] not in "._"]

@@ -269,7 +269,7 @@ def test_a_screening_keeps_the_best_and_judges_them_on_fresh_seeds(lab, capsys) 
     capsys.readouterr()
     lab("show", "--json")
     assert json.loads(capsys.readouterr().out)["arms"][1]["number"] == 2  # after `keep`
-    with pytest.raises(ConfigError, match="the screening began without it"):
+    with pytest.raises(ConfigError, match="the screening started without it"):
         lab.write(text.replace("0.001,", "0.001, 9e-3,"))("run")
 
 

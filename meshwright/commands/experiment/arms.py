@@ -63,7 +63,7 @@ def register(document: Document, added: Sequence[Request] = ()) -> Experiment:
         new = [one for one in requests if known is None or one.name not in known.arms]
         if known is not None and document.spec.screen is not None:
             for late in new:
-                rule, fix = "the screening began without it", "use meshwright experiment add"
+                rule, fix = "the screening started without it", "use meshwright experiment add"
                 check(not late.place, late.place, late.name, rule, fix)
         if known is None or new:
             with chdir(document.file.parent):

@@ -37,7 +37,7 @@ class Result:
     arm: str
     seed: int
     status: Literal["finished", "diverged", "failed"]
-    """diverged: its loss or gradient was not finite, so it stopped. failed: it crashed twice in a
+    """diverged: its loss or gradient wasn't finite, so it stopped. failed: it crashed twice in a
     row; that is no result, and the next worker to start tries it again."""
     exit_code: int
     """Of `meshwright train`."""

@@ -1,6 +1,6 @@
 """Screening by successive halving, on seeds of its own: an arm that it drops gets no verdict.
 
-Source: Jamieson and Talwalkar 2016, arXiv:1502.07943, figure 1. Ranks at few steps mislead where
+Source: Jamieson and Talwalkar 2016, arXiv:1502.07943, fig. 1. Ranks at few steps mislead where
 learning rates differ, so keep generously.
 """
 
@@ -34,7 +34,7 @@ def halve(
     steps_of: Callable[[Arm], int],
     results: Mapping[Key, Result],
 ) -> Halving:
-    """Return the first round that lacks a run, or the end: a function of the results alone.
+    """Return the first round that lacks a run, or the end: a function of the results only.
 
     Each round trains twice as long as the one before, from where that ended, and half of the arms
     stay: those with the lowest means over the seeds.

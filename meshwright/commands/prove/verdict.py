@@ -17,7 +17,7 @@ class Verdict:
     failures: list[str] = field(default_factory=list)
     """One line each, naming the quantity or the parameter; none: the case is proved, if it ran."""
     not_run: str = ""
-    """The reason, if this machine cannot run the case."""
+    """The reason, if this machine can't run the case."""
     details: str = ""
     """The traceback of a case that stopped."""
     errors: dict[str, float | str] = field(default_factory=dict)
@@ -36,10 +36,10 @@ MEANINGS = {
     "of": "that parameter",
     "update": "the same error of the sum of a parameter's first updates "
     f"({BOUNDS['fp32'].update:g})",
-    "validation": f"largest relative error of its figures ({BOUNDS['fp32'].later_loss:g})",
-    "metrics": "tokens, rates per device, learning rate, epochs and other figures of records that "
+    "validation": f"largest relative error of its metrics ({BOUNDS['fp32'].later_loss:g})",
+    "metrics": "tokens, rates per device, learning rate, epochs and other metrics of records that "
     "differ from one process's, of any step (bound: 0)",
-    "resume": "tensors and figures that a save and a resume have changed, bit by bit (bound: 0)",
+    "resume": "tensors and metrics that a save and a resume have changed, bit by bit (bound: 0)",
 }
 """Of the columns of the table that are errors."""
 

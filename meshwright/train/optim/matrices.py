@@ -14,11 +14,11 @@ from meshwright.parallelisms.shards import Box, boxes_of_ranks, is_dtensor, loca
 from meshwright.system.errors import ConfigError
 
 MOMENTUM = "momentum"
-"""State of a matrix: the running mean of its gradients, in its type and layout."""
+"""State of a matrix: the EMA of its gradients, in its type and layout."""
 
 
 OWNED = "owned_"
-"""Before the name of a state that a matrix's owner alone has."""
+"""Before the name of a state that a matrix's owner only has."""
 
 
 class MatrixFunction(NamedTuple):
@@ -71,7 +71,7 @@ class Exchange:
 
     Args:
         matrices: parameters, (..., R, C), in the same order on every rank.
-        group: the ranks that hold them; None: this one alone.
+        group: the ranks that hold them; None: this one only.
 
     Attributes:
         owned: the numbers of the matrices that this rank owns.
@@ -167,7 +167,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         function: of whole matrices.
         config: momentum, and the type in which it is sent.
         heads: number of matrices that a parameter consists of, row by row, if it is several.
-        ranks: that hold the same layers; None: this one alone.
+        ranks: that hold the same layers; None: this one only.
     """
 
     found_inf: Tensor
@@ -183,7 +183,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
     ) -> None:
         super().__init__(groups, {})
         self._function, self._config, self._heads = function, config, heads
-        # now, since planning takes steps with fake tensors alone
+        # now, since planning takes steps with fake tensors only
         self._trained = [p for g in groups for p in g["params"] if p.requires_grad]
         self._exchange = Exchange(self._trained, ranks)
 
@@ -193,7 +193,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
 
         `found_inf` and `grad_scale` count as of torch's fused optimizers. Without the first, it is
         torch that asks for the state, by a step of gradients 0: that makes it, and updates nothing,
-        since the function may have no value there, and other stages do not join.
+        since the function may have no value there, and other stages don't join.
         """
         self._make_state()
         if not self._trained or not hasattr(self, "found_inf"):
@@ -276,7 +276,7 @@ def _device_of(parameter: nn.Parameter) -> torch.device:
 
 
 def _replace(old: Tensor, new: Tensor, skip_update: Tensor) -> None:
-    # bitwise unchanged if held back, also by numbers that are not finite
+    # bitwise unchanged if held back, also by numbers that aren't finite
     old.copy_(torch.where(skip_update, old, new))
 
 

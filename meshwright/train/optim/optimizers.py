@@ -4,12 +4,12 @@ An optimizer of the table
 
 * has its parameters in groups with `LR_SCALE` and `weight_decay`, and takes the learning rate from
   `set_learning_rate` before every update;
-* is updated by `update` alone, which can have the kernel divide the gradients, and can hold an
+* is updated by `update` only, which can have the kernel divide the gradients, and can hold an
   update back: parameters and state, its count of steps included, then stay bitwise the same, and
-  the host does not learn of it;
-* updates a parameter from that parameter, its gradient and its state alone, and, if it is
+  the host doesn't learn of it;
+* updates a parameter from that parameter, its gradient and its state only, and, if it is
   `ElementWise`, each element so, which lets `OptimizerInBackward` update one at a time;
-* begins with a state of zeros, also if its first update is held back;
+* starts with a state of zeros, also if its first update is held back;
 * keeps every state as a tensor, in the parameter's layout or with one element: `check_state`
   rejects other state after the first update, because no checkpoint could give it back.
 
@@ -53,9 +53,9 @@ Kind = TypeVar("Kind", bound=torch.optim.Optimizer)
 
 
 def without_compiler(kind: type[Kind]) -> type[Kind]:
-    """Return a class as `kind`, but whose methods do not import torch's compiler.
+    """Return a class as `kind`, but whose methods don't import torch's compiler.
 
-    torch's wrappers, which have the compiler leave them alone, import it: 0.8 s of the time to the
+    torch's wrappers, which keep the compiler out of them, import it: 0.8 s of the time to the
     first step. If torch no longer wraps them, they are the methods again.
     """
     methods = {name: unwrap(getattr(kind, name)) for name in ("add_param_group", "zero_grad")}
@@ -98,7 +98,7 @@ def build_optimizer(
     Args:
         named_parameters: with their names in the plain model; of a pipeline, this rank's.
         table: of the plain model.
-        ranks: that hold the same parameters; None: this one alone.
+        ranks: that hold the same parameters; None: this one only.
         own_options: of the user's module, by name.
     """
     groups: dict[Settings, dict[str, Any]] = {}
@@ -154,7 +154,7 @@ def check_state(
 
 
 class SeveralOptimizers(torch.optim.Optimizer):
-    """Optimizers as one: each has groups of its own, and all of them one state."""
+    """Optimizers as one: each has its own groups, and all of them one state."""
 
     def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
         groups = [
@@ -201,7 +201,7 @@ def update(
     # The optimizer would move them itself, but not wait: too early a read for offloaded weights.
     parameter_device = optimizer.param_groups[0]["params"][0].device
     # torch's fused optimizers read these attributes, as GradScaler sets them; without them they
-    # would update all the same. They are not documented: the test of the contract fails if they go.
+    # would update all the same. They aren't documented: the test of the contract fails if they go.
     optimizer.found_inf = skip_update.float().to(parameter_device)  # type: ignore[attr-defined]
     optimizer.grad_scale = (  # type: ignore[attr-defined]
         None if divisor is None else divisor.to(parameter_device)
@@ -277,7 +277,7 @@ class OptimizerInBackward:
                     parameter.register_post_accumulate_grad_hook(partial(self._update, index))
 
     def begin(self, skip_update: Tensor) -> None:
-        """Begin a step, in which no parameter is to change if `skip_update`, () bool."""
+        """Start a step, in which no parameter is to change if `skip_update`, () bool."""
         self._skip_update = skip_update
         self.square_sum = torch.zeros((), device=skip_update.device)
         self.gradients_are_final = True
@@ -288,7 +288,7 @@ class OptimizerInBackward:
         square_sum = local_square_sums([("", parameter)], (), self.square_sum.device)[0]
         self.square_sum += square_sum
         optimizer = self._optimizer
-        # gradients of other parameters and ranks are not known yet
+        # gradients of other parameters and ranks aren't known yet
         is_bad = self._skip_update | ~torch.isfinite(square_sum)
         groups = optimizer.param_groups
         optimizer.param_groups = [groups[group] | {"params": [parameter]}]

@@ -19,7 +19,7 @@ Groups = list[dict[str, Any]]
 """Parameter groups, as torch's optimizers take them."""
 
 Function = Callable[..., Any] | str
-"""A function, or "package.module:name" of one: then its module is not imported by a check."""
+"""A function, or "package.module:name" of one: then its module isn't imported by a check."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class MatrixWise:
 
     direction: Function
     """From B matrices (B, R, C), in `optimizer.muon.dtype`, and the options to their updates, of
-    the same shape and type. Each follows from its own matrix alone. With `state`, the matrices are
+    the same shape and type. Each follows from its own matrix only. With `state`, the matrices are
     the gradients in fp32, there is a third argument, the state (B, ...) by name, and a second
     result, the new state."""
     scale: Callable[[int, int, Any], float]
@@ -92,7 +92,7 @@ def check_schedule(config: JobConfig, own_options: Mapping[str, Any]) -> None:
 
 
 FALLBACK = "AdamW"
-"""Optimizer of the parameters that a matrix-wise one does not take by itself."""
+"""Optimizer of the parameters that a matrix-wise one doesn't take by itself."""
 
 
 class Settings(NamedTuple):
@@ -190,9 +190,9 @@ def has_other_state(
     config: Optimizer, saved: Mapping[str, Any], table: Mapping[str, Parameter]
 ) -> bool:
     """Return whether a parameter's optimizer looks at whole matrices, and that of the section
-    `saved` does not, or the other way round: the state of one has no place in the other.
+    `saved` doesn't, or the other way round: the state of one has no place in the other.
 
-    False for a section of another version, or optimizers of a module that is not there.
+    False for a section of a different version, or optimizers of a module that isn't there.
     """
     try:
         before = check_optimizers(Optimizer.model_validate_json(json.dumps(saved)), table)
