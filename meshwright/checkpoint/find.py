@@ -36,11 +36,11 @@ Judge = Callable[[Path], Manifest]
 
 
 def select(place: NamedPath, candidates: Iterable[Path], judge: Judge = inspect) -> Choice | None:
-    """Return the first of `candidates` that is not damaged; None if there are no candidates.
+    """Return the first of `candidates` that isn't damaged; None if there are no candidates.
 
     Args:
         place: of the one that is named, or of the folder that holds them.
-        judge: by default, files that are all there in full are good, though their content is not
+        judge: by default, files that are all there in full are good, though their content isn't
             read.
 
     Raises:
@@ -53,9 +53,9 @@ def select(place: NamedPath, candidates: Iterable[Path], judge: Judge = inspect)
         except DamagedError as error:
             passed_over[path] = error.what
     if place.path in passed_over:
-        raise place.error(f"is damaged: {passed_over[place.path]}", "name another step's folder")
+        raise place.error(f"is damaged: {passed_over[place.path]}", "choose another step's folder")
     each = "; ".join(f"{path.name}: {what}" for path, what in passed_over.items())
-    fix = "restore one of them, or name another folder"
+    fix = "restore one of them, or choose a different folder"
     place.check(not passed_over, f"every checkpoint in it is damaged: {each}", fix)
     return None
 
@@ -109,7 +109,7 @@ def find_entries(place: NamedPath) -> list[Path]:
     # by their places: the config, or a link, may name one of them once more
     places = {os.path.realpath(one): one for one in within}
     folders = [path] if entries(path) else [one for one in places.values() if entries(one)]
-    # {dump_folder}/hf holds models of another format
+    # {dump_folder}/hf holds models of a different format
     folders = [one for one in folders if any(one.glob(f"*/{MANIFEST}"))] or folders
     names = ", ".join(map(str, folders))
     place.check(len(folders) < 2, f"holds several folders of checkpoints: {names}", "name one")
@@ -126,7 +126,7 @@ def _folder_of_job(dump_folder: Path) -> list[Path]:
 
 def find_candidates(place: NamedPath) -> list[Path]:
     """Return the complete ones of `find_entries`, the newest first; raises as that, and if `place`
-    is one that is not complete."""
+    is one that isn't complete."""
     check_complete(place)
     paths = find_entries(place)
     if paths == [place.path]:
@@ -163,7 +163,7 @@ def open_checkpoint(
     content was compared with its checksums, and no job's retention deletes it meanwhile.
 
     Args:
-        say: is told which are passed over, and why.
+        say: is told which are skipped, and why.
         names: files whose content is read; None: all.
 
     Raises:
@@ -184,7 +184,7 @@ def open_checkpoint(
         if choice is None:
             raise no_checkpoint(place)
         for newer, what in choice.passed_over.items():
-            say(f"passed over {newer.name}: {what}")
+            say(f"skipped {newer.name}: {what}")
         yield Opened(NamedPath(place.key, choice.path), choice.manifest)
 
 
@@ -192,7 +192,7 @@ def saved_args(place: NamedPath, manifest: Manifest, kind: type[DecoderArgs]) ->
     """Return the dimensions of the model that the checkpoint is of, of the family's class `kind`.
 
     Raises:
-        ConfigError: if it does not say, or says more than its files can hold.
+        ConfigError: if it doesn't say, or says more than its files can hold.
     """
     try:
         args = TypeAdapter(kind).validate_python(manifest["model_args"])

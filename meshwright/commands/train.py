@@ -1,4 +1,4 @@
-"""`meshwright train`: check a config, tokenise its data, start the ranks."""
+"""`meshwright train`: check a config, tokenize its data, start the ranks."""
 
 import math
 import os
@@ -80,7 +80,7 @@ def run(given: Namespace) -> None:
     """Become torchrun once everything is known to be right; return only by an exception.
 
     Raises:
-        ConfigError: if the job cannot run.
+        ConfigError: if the job can't run.
     """
     exit_when_asked()
     ranks = count_ranks(given)
@@ -106,7 +106,7 @@ def run(given: Namespace) -> None:
 
     sources = open_data(
         "training", resolved.config
-    )  # which tokenises it, before ranks wait for that
+    )  # which tokenizes it, before ranks wait for that
     find_excluded(
         resolved.config.training.exclude, sources, are_all=len(resolved.training_stages) == 1
     )
@@ -128,7 +128,7 @@ def run(given: Namespace) -> None:
             sources += open_data("validation", stage.config)
     where = ""
     if ranks.machines > 1:
-        where = f", of {ranks.machines} machines that meet at {_endpoint(given)}"
+        where = f", of {ranks.machines} nodes that meet at {_endpoint(given)}"
     if ranks.gpus and Path(resolved.config.job.config_file).name == "debug_model.toml":
         logger.info("debug_model is for CPUs; for a minute on a GPU: %s", FIRST_MINUTE)
     logger.info("starting %s on this machine%s", numbered(ranks.per_machine, "rank"), where)
@@ -136,7 +136,7 @@ def run(given: Namespace) -> None:
     if place.interface:
         os.environ[GLOO] = place.interface
         if ranks.machines > 1:
-            logger.info("%s=%s: the way to where the machines meet", GLOO, place.interface)
+            logger.info("%s=%s: the way to where the nodes meet", GLOO, place.interface)
     sys.stdout.flush()
     torchrun = [
         *rendezvous,
@@ -153,7 +153,7 @@ def run(given: Namespace) -> None:
     if place.address:
         torchrun.insert(0, f"--local-addr={place.address}")
     # -P: as it finds modules, not the folder
-    # -u: torchrun does not flush the lines of ranks that it hands on: files got them in blocks
+    # -u: torchrun doesn't flush the lines of ranks that it hands on: files got them in blocks
     python = [sys.executable, "-u", "-P", "-m"]
     words = ["--job.config_file", str(find_config(given.config)), *_overrides(given)]
     rank = [*python, "meshwright.train", *words]
@@ -165,7 +165,7 @@ def environment(ranks: Ranks, inherited: Mapping[str, str], resume_step: int = 0
     """Return the variables that the ranks need in addition to the inherited ones."""
     chosen = host_settings(ranks, inherited)
     launch = Launch(
-        is_checked=True,  # the check's notes are not repeated
+        is_checked=True,  # the check's notes aren't repeated
         checked_step=resume_step,
         num_gpus=ranks.gpus or 0,  # ranks compare it with the number that torch can use
         host_settings=" ".join(f"{name}={value}" for name, value in chosen.items()),
@@ -174,9 +174,9 @@ def environment(ranks: Ranks, inherited: Mapping[str, str], resume_step: int = 0
 
 
 def host_settings(ranks: Ranks, inherited: Mapping[str, str]) -> dict[str, str]:
-    """Return variables that make ranks faster on this machine, and that the user has not set.
+    """Return variables that make ranks faster on this machine, and that the user hasn't set.
 
-    They cannot be set later, from within a process. Their gains: benchmarks/results/speed.md.
+    They can't be set later, from within a process. Their gains: benchmarks/results/speed.md.
     """
     new = {}
     if ranks.gpus and not any(name in inherited for name in ALLOCATOR):
@@ -225,14 +225,14 @@ def _rendezvous_alone(place: NetworkPlace) -> list[str]:
 
 
 def _rendezvous(given: Namespace, ranks: Ranks) -> list[str]:
-    """torchrun's options for how the machines of a job meet."""
+    """torchrun's options for how the nodes of a job meet."""
     endpoint = _endpoint(given)
     host, _, port = endpoint.rpartition(":")
     check(
         bool(host) and port.isdecimal() and 0 < int(port) < 2**16,
         "RDZV_ENDPOINT",
         endpoint,
-        f"must be host:port of one of the {ranks.machines} machines",
+        f"must be host:port of one of the {ranks.machines} nodes",
         f"write {host or endpoint.strip(':') or 'node1'}:29500, the same on all",
     )
     name = given.rdzv_id or os.environ.get("RDZV_ID") or "meshwright"
@@ -247,7 +247,7 @@ def _rendezvous(given: Namespace, ranks: Ranks) -> list[str]:
 def _patience(ranks: Ranks, sources: "Sequence[OpenSource]", place: NetworkPlace) -> list[str]:
     """torchrun's options for how long this machine waits: others may have no tokens yet, and the
     one that they meet at as well. torchrun would give up after 60 s where that one is late. And
-    whether the others meet here, if torchrun would not see it."""
+    whether the others meet here, if torchrun wouldn't see it."""
     if ranks.machines == 1:
         return []
     from meshwright.datasets.samples import CachedSource  # not at the top: see `run`
@@ -273,7 +273,7 @@ def _numa_binding(ranks: Ranks) -> list[str]:
     has_nodes = len(list(NUMA_NODES.glob("node[0-9]*"))) > 1
     is_whole = len(os.sched_getaffinity(0)) == os.cpu_count()
     numactl = shutil.which("numactl")
-    # virtual machines say -1, which torch takes for the first node, for all ranks (2.13)
+    # virtual nodes say -1, which torch takes for the first node, for all ranks (2.13)
     devices = [[text_of(path / name) for name in FACTS] for path in PCI_DEVICES.glob("*")]
     gpus = [node for vendor, kind, node in devices if GPU.match(f"{vendor} {kind}")]
     is_known = bool(gpus) and all(node.strip().isdecimal() for node in gpus)

@@ -98,7 +98,7 @@ CHECKPOINTS: tuple[Row[Facts], ...] = (
     Rule(
         "checkpoint.rewind_to",
         lambda c, _: c.checkpoint.rewind_to != -1 and c.checkpoint.load_step != -1,
-        "checkpoint.load_step = {checkpoint.load_step} names a checkpoint, too",
+        "checkpoint.load_step = {checkpoint.load_step} names a checkpoint as well",
         ONE_OF_TWO,
     ),
     Rule(

@@ -78,7 +78,6 @@ ELSEWHERE = {
     "tests/unit/test_experiment.py": ("meshwright experiment *",),
     "tests/unit/test_search.py": ("* --search*",),
     "tests/integration/test_campaigns.py": ("python -m tests.faults*",),
-    "tests/integration/test_simulated_gpu.py": ("python -m tests.helpers.simulated_gpu*",),
 }
 """Commands that this test does not run: what they need, or the test that runs them."""
 
