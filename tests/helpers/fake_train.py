@@ -36,6 +36,7 @@ def main() -> None:
     keys = dict(
         word[2:].split("=", 1) for word in sys.argv if word.startswith("--") and "=" in word
     )
+    keys.setdefault("training.seed", "0")
     folder, steps = Path(keys["job.dump_folder"]), int(keys["training.steps"])
     (folder / "pids.txt").open("a").write(f"{os.getpid()}\n")
     crash = folder.parents[1] / "crash"
@@ -56,7 +57,9 @@ def main() -> None:
             sys.exit(3)
         row = {"step": step, "loss/train": loss_at(keys, step), "data/tokens": 512 * step}
         row["time/step_s"] = 0.5
-        if step % int(keys["validation.freq"]) == 0 or step == steps:
+        if "job.max_run_seconds" in keys and step > begin + 3:
+            sys.exit(75)
+        if step % int(keys.get("validation.freq", steps)) == 0 or step == steps:
             row["validation/loss"] = loss_at(keys, step)
         metrics.open("a").write(json.dumps(row) + "\n")
     _note(history, "end", steps, reason="finished")

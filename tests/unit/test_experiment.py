@@ -236,6 +236,13 @@ def test_budgets_become_steps_once(lab, capsys) -> None:
     results = lab.results()
     assert (results["base", 0]["steps"], results["wide", 0]["steps"]) == (8, 4)
     assert "paired by seed only: other data" in capsys.readouterr().out
+    lab.file = lab.folder / "timed.toml"
+    lab.runs = lab.folder / "outputs" / "timed"
+    lab.write(ARMS, HEAD.replace("steps = 24", "seconds = 8"))("run")
+    # a step takes half a second
+    assert {row["steps"] for row in lab.results().values()} == {16}
+    assert not (lab.runs / "budget").exists()
+    assert "8 s are 16 steps of 0.5 s" in capsys.readouterr().out
 
 
 def test_a_screening_keeps_the_best_and_judges_them_on_fresh_seeds(lab, capsys) -> None:

@@ -46,9 +46,11 @@ def halve(
         missing = list[Key]()
         for arm in left:
             keys = [Key(arm.name, seed) for seed in screen.seeds]
-            values = {key: mean_at(results.get(key), steps_at(part, steps_of(arm))) for key in keys}
-            missing += [key for key, value in values.items() if value is None]
-            means[arm.name] = fmean(value or math.inf for value in values.values())
+            steps = steps_at(part, steps_of(arm))
+            values = [mean_at(results.get(key), steps) for key in keys]
+            known = [value for value in values if value is not None]
+            missing += [key for key, value in zip(keys, values, strict=True) if value is None]
+            means[arm.name] = fmean(known) if known else math.inf
         if missing:
             return Halving(screen.keep, left, part, missing, dropped)
         left.sort(key=lambda arm: (means[arm.name], arm.number))

@@ -31,8 +31,14 @@ from meshwright.commands.experiment.results import (
 from meshwright.commands.experiment.spec import BASE, Document, Values, as_word
 from meshwright.commands.experiment.state import State
 from meshwright.metrics.report.run import read_run
-from meshwright.system.errors import EXIT_STOPPED, EXIT_TRAINING, StopRequested, check
-from meshwright.system.lease import Lease, owner_of
+from meshwright.system.errors import (
+    EXIT_CONFIG,
+    EXIT_STOPPED,
+    EXIT_TRAINING,
+    StopRequested,
+    check,
+)
+from meshwright.system.lease import Lease, is_gone, owner_of
 from meshwright.system.processes import stop_signals
 
 POLL_S = 1.0
@@ -124,14 +130,21 @@ class Worker:
             if code in (0, EXIT_TRAINING):
                 break
             self._note(f"{key.arm}, seed {key.seed}: exit code {code} ({attempt}): {folder}")
-            if owner_of(folder / "checkpoint" / JOB_LEASE) is not None:
-                return  # the job of a worker that is gone is about to end
+            owner = owner_of(folder / "checkpoint" / JOB_LEASE)
+            if code == EXIT_CONFIG and owner is not None and not is_gone(owner):
+                return  # the job of a worker that is gone has the folder, and is about to end
         fields = judged(folder, experiment.metric, steps) if code == 0 else {}
         fields = {"status": "diverged" if code == EXIT_TRAINING else "failed"} | fields
         ended_s = time.time()
         seconds = round(ended_s - since_s, 3)
         result = Result(
-            *key, exit_code=code, steps=steps, seconds=seconds, ended_s=ended_s, **fields
+            arm=key.arm,
+            seed=key.seed,
+            exit_code=code,
+            steps=steps,
+            seconds=seconds,
+            ended_s=ended_s,
+            **fields,
         )
         write_result(self._document, experiment, result)
         end = result.status if result.value is None else f"{result.value:.4f}"
@@ -169,6 +182,7 @@ class Worker:
         if seconds is None or self._state().experiment.seconds_to_steps:
             return
         with lease(self._document, "budget"):
+            self._check_asked()
             experiment = self._state().experiment
             if experiment.seconds_to_steps:  # a different worker was first
                 return
