@@ -256,8 +256,9 @@ class MatrixOptimizer(torch.optim.Optimizer):
 
     def _direction(self, parameter: nn.Parameter, whole: Tensor, skip_update: Tensor) -> Tensor:
         # always (B, R, C) of the same numbers, and so the same kernels multiply it on any mesh
-        matrices, kept = whole.view(-1, *self._size(parameter)), self.state[parameter]
-        state = {k.removeprefix(OWNED): v for k, v in kept.items() if k.startswith(OWNED)}
+        matrices = whole.view(-1, *self._size(parameter))
+        kept = self.state[parameter].items()
+        state = {k.removeprefix(OWNED): value for k, value in kept if k.startswith(OWNED)}
         updates, new = self._function.updates_of(matrices, state)
         for name, value in new.items():
             _replace(state[name], value, skip_update.to(value.device))

@@ -333,9 +333,9 @@ def inverse_sqrt(step: int, steps: int, schedule: LRScheduler) -> float:
     Source: Vaswani et al. 2017, arXiv:1706.03762, section 5.3.
     """
     warmup_steps = max(schedule.warmup_steps, 1)
-    if step <= warmup_steps:
-        return step / warmup_steps
-    return max(math.sqrt(warmup_steps / step), schedule.min_lr_factor)
+    if step > warmup_steps:
+        return max(math.sqrt(warmup_steps / step), schedule.min_lr_factor)
+    return step / warmup_steps
 
 
 def learning_rate(
