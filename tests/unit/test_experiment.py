@@ -170,7 +170,7 @@ def test_arms_are_added_and_stand_on_each_other(lab, capsys) -> None:
     lab.write(ARMS)("run")
     verdict = lab_verdicts(lab, capsys)["hot"]
     assert lab("add", "hotter", "on=hot", "optimizer.lr=x2") == 0
-    assert "arm 4: hotter, compared with hot" in capsys.readouterr().out
+    assert "hotter is compared with hot" in capsys.readouterr().out
     assert lab("run") == 0
     assert lab.results()["hotter", 0]["value"] < lab.results()["hot", 0]["value"]
     assert lab_verdicts(lab, capsys)["hot"] == verdict

@@ -116,7 +116,7 @@ def run_add(given: Namespace) -> None:
     is_new = known is None or given.name not in known.arms
     check(is_new, "NAME", given.name, "is an arm already", "give it a different name")
     arm = register(document, [request]).arms[given.name]
-    print(f"arm {arm.number}: {arm.name}, compared with {arm.on}")
+    print(f"{arm.name} is compared with {arm.on}")
 
 
 def _value(text: str) -> Any:
