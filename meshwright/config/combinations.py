@@ -70,7 +70,7 @@ SCHEDULE: tuple[Row[Facts], ...] = (
     Idle(
         "lr_scheduler.decay_ratio lr_scheduler.decay_type",
         lambda c, _: c.lr_scheduler.name != "wsd",
-        "the schedule is another than wsd",
+        "the schedule differs from wsd",
     ),
     Idle(
         "lr_scheduler.decay_type lr_scheduler.min_lr_factor",

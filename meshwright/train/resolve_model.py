@@ -1,4 +1,4 @@
-"""Finds the model family and dimensions that a config names, also in your own module. No torch."""
+"""Finds the model family and dimensions that a config gives, also in your own module. No torch."""
 
 import dataclasses
 import json
@@ -51,7 +51,7 @@ BuildSink = Callable[[JobConfig, Path], Any]
 
 def extend_by(name: str, key: str = IMPORT_KEY) -> None:
     """Take over the models, datasets, optimizers and schedules of a user's module, if there is one;
-    `ConfigError` of `key` if it cannot be imported, or takes a name that is ours."""
+    `ConfigError` of `key` if it can't be imported, or takes a name that is ours."""
     if not name:
         return
     for table, (known, _) in TABLES.items():
@@ -154,5 +154,5 @@ def _args_mistake(mistake: ErrorDetails, args: DecoderArgs) -> ConfigError:
         return UnknownKeyError(key, f"unknown key {key}" + (f"\n  fix: {fix}" if fix else ""))
     if mistake["type"] != "value_error":
         return explain_value(key, mistake)
-    message = mistake["msg"].removeprefix("Value error, ")  # it begins with the name of a dimension
+    message = mistake["msg"].removeprefix("Value error, ")  # it starts with the name of a dimension
     return ConfigError(f"{key}.{message.partition(' = ')[0]}", f"{key}.{message}")

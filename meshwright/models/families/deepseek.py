@@ -15,12 +15,12 @@ from meshwright.models.table import DecoderSpec, FeedForwardSpec, MixtureSpec
 
 @dataclass(frozen=True)
 class DeepseekArgs(LatentArgs, ExpertArgs):
-    """Dimensions of a DeepSeek: latent attention, and experts beside a shared one."""
+    """Dimensions of a DeepSeek: latent attention, and experts next to a shared one."""
 
     norm_eps: float = 1e-6
     rope_theta: float = 10000.0
     expert_dim: int = 1408
-    """Inner width F of an expert."""
+    """FFN hidden size F of an expert."""
     n_shared_experts: int = 2
     """Experts that every token goes through, as one feed-forward of so many times the width."""
     n_groups: int = 1
@@ -59,7 +59,7 @@ class DeepseekArgs(LatentArgs, ExpertArgs):
         )
 
     def expert_layers(self, out_std: float) -> Sequence[MixtureSpec | None]:
-        """Return experts beside one that all tokens go through, after the dense layers."""
+        """Return experts next to one that all tokens go through, after the dense layers."""
         width = self.expert_dim * self.n_shared_experts
         key = "expert_dim * n_shared_experts"
         shared = FeedForwardSpec(self.dim, width, STD, out_std, width_key=key)
@@ -128,7 +128,7 @@ def read(config: Mapping[str, Any], dense: int, groups: tuple[int, int]) -> dict
     if type(dense) is not int or dense < 0:
         raise ValueError(f"first_k_dense_replace is {dense!r}, not an integer from 0 on")
     return {
-        "head_dim": Dimension("head_dim", None),  # heads have widths of their own
+        "head_dim": Dimension("head_dim", None),  # heads have their own widths
         "q_lora_rank": Dimension("q_lora_rank", rank and positive("q_lora_rank", rank)),
         "n_groups": Dimension(keys[0], positive(keys[0], theirs[0])),
         "n_active_groups": Dimension(keys[1], positive(keys[1], theirs[1])),
