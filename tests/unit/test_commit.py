@@ -22,6 +22,7 @@ from meshwright.checkpoint.retention import (
     mark_best,
     set_aside_later,
 )
+from meshwright.config.job_config import Checkpoint
 from meshwright.system.errors import EXIT_CODES, EXIT_DATA, ConfigError, StorageError
 from tests.helpers.checkpoints import publish, set_manifest
 from tests.helpers.files import NOT_THERE, failing_reads, flip_bit, leave_out_flock_and_fsync, tree
@@ -33,7 +34,7 @@ def save_all(folder: Path, *steps: int) -> None:
 
 
 def step_chosen(folder: Path, load_step: int) -> int | None:
-    choice = find.choose(folder, load_step)
+    choice = find.choose(folder, Checkpoint(load_step=load_step))
     return choice and choice.manifest["step"]
 
 
@@ -55,7 +56,7 @@ def test_only_complete_checkpoints_count(tmp_path: Path) -> None:
     assert step_chosen(tmp_path, -1) == 10
     assert step_chosen(tmp_path, 5) == 5
     with pytest.raises(ConfigError, match="load_step = 15.*: 5, 10"):
-        find.choose(tmp_path, 15)
+        find.choose(tmp_path, Checkpoint(load_step=15))
     (tmp_path / "step-4.0123456789abcdef.deleted").mkdir()  # killed while deleting
     clean_up(tmp_path)
     names = sorted(path.name for path in tmp_path.iterdir())
@@ -87,7 +88,7 @@ def test_a_read_error_is_no_damage_and_discards_nothing(tmp_path: Path, name, nu
     manifest, before = commit.inspect(newest), tree(tmp_path)
     if number in MAY_PASS:  # and it does
         with failing_reads(name, number, 1) as failed:
-            choice = find.choose(tmp_path, -1)
+            choice = find.choose(tmp_path, Checkpoint())
             assert (choice.path, choice.passed_over) == (newest, {})
         assert failed == [str(newest / name)]
         with failing_reads(name, number, 1) as failed, being_read(newest):
@@ -96,7 +97,7 @@ def test_a_read_error_is_no_damage_and_discards_nothing(tmp_path: Path, name, nu
     with failing_reads(name, number, 99) as failed:
         raised = StorageError if number in MAY_PASS else ConfigError
         with pytest.raises(raised, match=f"step-10/{name} cannot be read: .*\n  fix: "):
-            find.choose(tmp_path, -1)
+            find.choose(tmp_path, Checkpoint())
         assert len(failed) == (3 if number in MAY_PASS else 1)
         with pytest.raises(raised), being_read(newest):
             commit.verify(newest, manifest, [INDEX])
@@ -154,12 +155,12 @@ def test_a_damaged_checkpoint_is_passed_over_unless_it_was_named(tmp_path: Path,
     for step in (5, 10, 15):
         publish(tmp_path, step, "tensors")
     HARM[says](tmp_path / "step-15")
-    choice = find.choose(tmp_path, -1)
+    choice = find.choose(tmp_path, Checkpoint())
     assert (choice.path.name, choice.manifest["step"]) == ("step-10", 10)
     assert list(choice.passed_over) == [tmp_path / "step-15"]
     assert says in choice.passed_over[tmp_path / "step-15"]
     with pytest.raises(ConfigError, match="load_step = '.*step-15': is damaged") as error:
-        find.choose(tmp_path, 15)
+        find.choose(tmp_path, Checkpoint(load_step=15))
     assert says in str(error.value)
 
     damaged = {"step-10": "content"}
@@ -169,12 +170,12 @@ def test_a_damaged_checkpoint_is_passed_over_unless_it_was_named(tmp_path: Path,
             raise DamagedError(path, damaged[path.name])
         return commit.inspect(path)
 
-    choice = find.select(*find.of_job(tmp_path, -1), read)
+    choice = find.select(*find.of_job(tmp_path, Checkpoint()), read)
     assert choice.path.name == "step-5"
     assert [path.name for path in choice.passed_over] == ["step-15", "step-10"]
     damaged["step-5"] = "worse"
     with pytest.raises(ConfigError, match="every checkpoint in it .* step-5: worse") as error:
-        find.select(*find.of_job(tmp_path, -1), read)
+        find.select(*find.of_job(tmp_path, Checkpoint()), read)
     assert error.value.key == "job.dump_folder"
 
 
@@ -293,7 +294,7 @@ def test_a_manifest_of_a_later_version_is_an_error(tmp_path: Path) -> None:
     set_manifest(publish(tmp_path, 10), version=99)
     # passed over, it would be a resume from an older one that nobody asked for
     with pytest.raises(ConfigError, match="step-10: .*version 99; .* reads up to 1") as error:
-        find.choose(tmp_path, -1)
+        find.choose(tmp_path, Checkpoint())
     assert not isinstance(error.value, DamagedError)
     publish(tmp_path, 15)
     assert apply_retention(tmp_path, 1) == []

@@ -119,7 +119,7 @@ def test_no_synonym_contradicts_a_key_that_exists() -> None:
 
 def test_typing_errors_are_found_and_no_guess_misleads() -> None:
     """At least 95 % of them: a key of three letters may be nearer to another."""
-    draw, right, count = random.Random(99), 0, 0
+    draw, right, count = random.Random(2), 0, 0
     for section, key in KEYS:
         for wrong in {*typing_errors(key, draw)} - {inner for _, inner in KEYS}:
             said = suggest_key((section, wrong))
