@@ -242,7 +242,7 @@ def run_script(text: str, folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, script],
         cwd=folder,
-        env=environment(PYTHONPATH=ROOT, CONFIG_FILE=""),
+        env=environment(PYTHONPATH=ROOT, CONFIG_FILE="", OMP_NUM_THREADS=1),
         capture_output=True,
         text=True,
         timeout=600,
