@@ -10,10 +10,16 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import (
+    AuxRequest,
+    BlockMask,
+    create_block_mask,
+    flex_attention,
+)
 
 from meshwright.models.layers import Linear, RMSNorm, add_layers
 from meshwright.models.rope_scaling import LinearScaling, RopeScaling, Yarn
+from meshwright.models.sinks import Sinks, sink_attention, with_sinks
 from meshwright.models.table import AttentionSpec, RopeSpec
 
 Mask = Tensor | BlockMask
@@ -113,6 +119,7 @@ class CausalAttention(nn.Module):
         k: Tensor,
         v: Tensor,
         mask: Mask | None = None,
+        sinks: Tensor | None = None,
         *,
         scale: float,
         window: int | None = None,
@@ -122,17 +129,21 @@ class CausalAttention(nn.Module):
 
         Args:
             mask: from `build_mask`, so it is causal and has the window as well; None: one document.
+            sinks: (N,) fp32, as `sinks.py` has them; None: there are none.
             scale: of products of queries with keys.
             window: tokens that a token sees, with itself; None: all before.
             soft_cap: c, scores s become c tanh(s / c); None: they stay.
         """
         is_whole = window is None or window >= q.shape[2]
         if mask is None and is_whole and soft_cap is None:
-            return causal_attention(q, k, v, scale=scale)
+            if sinks is None:
+                return causal_attention(q, k, v, scale=scale)
+            if not q.is_cuda:
+                return sink_attention(q, k, v, None, sinks, scale=scale, is_causal=True)
         if mask is None:
             positions = torch.arange(q.shape[2], device=q.device)
             mask = is_seen(positions.unsqueeze(1), positions, window)
-        return masked_attention(q, k, v, mask, scale=scale, soft_cap=soft_cap)
+        return masked_attention(q, k, v, mask, sinks, scale=scale, soft_cap=soft_cap)
 
 
 def is_seen(query: Tensor, key: Tensor, window: int | None) -> Tensor:
@@ -170,6 +181,7 @@ class Attention(nn.Module):
     wo: Linear
     q_norm: RMSNorm
     k_norm: RMSNorm
+    sinks: Sinks | None
 
     def __init__(self, spec: AttentionSpec) -> None:
         super().__init__()
@@ -177,6 +189,7 @@ class Attention(nn.Module):
         self.scale = 1 / math.sqrt(spec.head_dim) if spec.scale is None else spec.scale
         self.soft_cap = spec.soft_cap
         add_layers(self, spec.parameters, spec.norm_eps)
+        self.sinks = None if spec.sink_std is None else Sinks(spec.n_heads)
         self.core = CausalAttention()
 
     def forward(
@@ -193,8 +206,9 @@ class Attention(nn.Module):
         if cos is not None and sin is not None:
             q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)  # (B, S, N or K, H)
         q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))  # (B, N or K, S, H)
+        sinks = None if self.sinks is None else self.sinks(x)
         out = self.core(  # (B, N, S, H)
-            q, k, v, mask, scale=self.scale, window=self.window, soft_cap=self.soft_cap
+            q, k, v, mask, sinks, scale=self.scale, window=self.window, soft_cap=self.soft_cap
         )
         return self.wo(out.transpose(1, 2).flatten(-2))
 
@@ -269,6 +283,7 @@ def masked_attention(
     k: Tensor,
     v: Tensor,
     mask: Mask | None,
+    sinks: Tensor | None = None,
     *,
     scale: float,
     soft_cap: float | None = None,
@@ -277,25 +292,59 @@ def masked_attention(
 
     Args:
         mask: None: every query sees every key.
-        soft_cap: as `CausalAttention` takes it. On CPUs no kernel has it, so that there is a matrix
-            of all scores.
+        sinks, soft_cap: as `CausalAttention` takes them.
     """
-    is_grouped = q.shape[1] != k.shape[1]
     if isinstance(mask, BlockMask):
-        # within a compiled block it is compiled with that
-        is_eager = q.is_cuda and not torch.compiler.is_compiling()
-        attend = _compiled(flex_attention) if is_eager else flex_attention
-        options = {} if soft_cap is None else {"score_mod": capped(soft_cap)}
-        return attend(q, k, v, block_mask=mask, scale=scale, enable_gqa=is_grouped, **options)
-    if soft_cap is not None:
-        scores = q @ repeat_heads(k, q.shape[1]).mT * scale
-        scores = capped(soft_cap)(scores.float())
-        if mask is not None:
-            scores = scores.masked_fill(~mask, -torch.inf)
-        return scores.softmax(-1).type_as(q) @ repeat_heads(v, q.shape[1])
+        return _attend_in_blocks(q, k, v, mask, sinks, scale, soft_cap)
+    if soft_cap is not None or (sinks is not None and q.is_cuda):
+        return _plain_attention(q, k, v, mask, sinks, scale, soft_cap)
+    if sinks is not None:
+        return sink_attention(q, k, v, mask, sinks, scale=scale)
+    is_grouped = q.shape[1] != k.shape[1]
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, scale=scale, enable_gqa=is_grouped
     )
+
+
+def _attend_in_blocks(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: BlockMask,
+    sinks: Tensor | None,
+    scale: float,
+    soft_cap: float | None,
+) -> Tensor:
+    """Attend by flex attention, whose memory grows with S."""
+    # within a compiled block it is compiled with that
+    is_eager = q.is_cuda and not torch.compiler.is_compiling()
+    attend = _compiled(flex_attention) if is_eager else flex_attention
+    options: dict[str, Any] = {} if soft_cap is None else {"score_mod": capped(soft_cap)}
+    options |= {"block_mask": mask, "scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
+    if sinks is None:
+        return attend(q, k, v, **options)
+    out, aux = attend(q, k, v, **options, return_aux=AuxRequest(lse=True))
+    return with_sinks(out, aux.lse, sinks)[0]  # its logarithms have a gradient
+
+
+def _plain_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    sinks: Tensor | None,
+    scale: float,
+    soft_cap: float | None,
+) -> Tensor:
+    """Attend by a matrix of all scores, where no kernel can: with soft caps on CPUs, and with sinks
+    where a GPU generates text."""
+    scores = (q @ repeat_heads(k, q.shape[1]).mT * scale).float()
+    if soft_cap is not None:
+        scores = capped(soft_cap)(scores)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf)
+    out = scores.softmax(-1).type_as(q) @ repeat_heads(v, q.shape[1])
+    return out if sinks is None else with_sinks(out, scores.logsumexp(-1), sinks)[0]
 
 
 @cache  # so that flex attention is given the same function each time, and compiled once

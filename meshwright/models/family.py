@@ -32,6 +32,10 @@ class ForeignTensor:
     `name` is that of none."""
     start: int = 0
     """Where its part of the second dimension starts, if the files hold it with others in one."""
+    step: int = 1
+    """From one of its places there to the next."""
+    is_transposed: bool = False
+    """The files have the last dimension before the second."""
     file_shape: tuple[int, ...] | None = None
     """Shape of that one tensor."""
 
@@ -54,12 +58,14 @@ MODULES = {
     "layers.{}.feed_forward.w3": "model.layers.{}.mlp.up_proj",
     "layers.{}.attention.q_norm": "model.layers.{}.self_attn.q_norm",
     "layers.{}.attention.k_norm": "model.layers.{}.self_attn.k_norm",
+    "layers.{}.attention.sinks.weight": "model.layers.{}.self_attn.sinks",
     "layers.{}.attention_norm": "model.layers.{}.input_layernorm",
     "layers.{}.ffn_norm": "model.layers.{}.post_attention_layernorm",
     "norm": "model.norm",
     "output": "lm_head",
 }
-"""Our name of a module and theirs, as most families have them; {} is the layer."""
+"""Our name of a module and theirs, as most families have them, or of a parameter; {} is the layer.
+"""
 
 ROTATED = ("attention.wq", "attention.wk", "attention.q_norm", "attention.k_norm")
 
@@ -72,14 +78,43 @@ EXPERTS = {
 """The same of experts in most families: {expert} is the expert's number. The files of the hub hold
 one tensor for each expert."""
 
-FUSED = {
-    "layers.{}.feed_forward.router": "model.layers.{}.mlp.gate.weight",
-    "layers.{}.feed_forward.experts.w1": "model.layers.{}.mlp.experts.gate_up_proj",
-    "layers.{}.feed_forward.experts.w2": "model.layers.{}.mlp.experts.down_proj",
-    "layers.{}.feed_forward.experts.w3": "model.layers.{}.mlp.experts.gate_up_proj",
-}
-"""Names of tensors in the other layout, that of transformers 5 in memory: (E, 2 F, D), w1 above
-w3, and (E, D, F)."""
+
+@dataclass(frozen=True)
+class Stacked:
+    """How files hold all experts of a layer in one tensor."""
+
+    names: Mapping[str, str]
+    """Names of tensors by ours; w1 and w3 are two parts of one."""
+    is_interleaved: bool = False
+    """Rows of w1 and w3 alternate, and matrices are transposed; otherwise w3 follows w1."""
+
+    def tensor(self, key: str, layer: str, shape: tuple[int, ...]) -> ForeignTensor:
+        """Return one of our parameters in this layout; `key` is one of `names`."""
+        name, is_third = self.names[key].format(layer), key.endswith("3")
+        experts, rows, *columns = shape
+        is_half = "gate_up_proj" in name
+        rows_there = 2 * rows if is_half else rows
+        is_transposed = self.is_interleaved and bool(columns)
+        dimensions = (*columns, rows_there) if is_transposed else (rows_there, *columns)
+        return ForeignTensor(
+            name,
+            shape,
+            start=(1 if self.is_interleaved else rows) if is_third else 0,
+            step=2 if is_half and self.is_interleaved else 1,
+            is_transposed=is_transposed,
+            file_shape=(experts, *dimensions),
+        )
+
+
+FUSED = Stacked(
+    {
+        "layers.{}.feed_forward.router": "model.layers.{}.mlp.gate.weight",
+        "layers.{}.feed_forward.experts.w1": "model.layers.{}.mlp.experts.gate_up_proj",
+        "layers.{}.feed_forward.experts.w2": "model.layers.{}.mlp.experts.down_proj",
+        "layers.{}.feed_forward.experts.w3": "model.layers.{}.mlp.experts.gate_up_proj",
+    }
+)
+"""The layout of most families that transformers 5 has in memory: (E, 2 F, D) and (E, D, F)."""
 
 TIED = "tok_embeddings.weight"
 """Our parameter that is the output projection too, where embeddings are tied."""
@@ -137,6 +172,13 @@ class HuggingFaceForm:
     what a key says."""
     write_own: Callable[[Any], dict[str, Any]] | None = None
     """Returns their keys, from the family's args."""
+    stacked: Stacked = FUSED
+    """How files hold experts that have no names in `modules`, or that an export is to
+    stack."""
+    quantizations: tuple[str, ...] = ()
+    """quant_methods in config.json that are read."""
+    default_rope: Mapping[str, Any] = field(default_factory=dict)
+    """The rotation's table where config.json has none."""
     flags: Mapping[str, tuple[str, bool]] = field(default_factory=dict)
     """The same of a switch, and its value where the key is absent."""
     dense_layers: tuple[str, str] | None = None
@@ -159,7 +201,8 @@ class HuggingFaceForm:
 
     def why_not(self, args: DecoderArgs) -> str:
         """Return why no folder can hold a model of these dimensions; "": one can."""
-        for spec in args.table.mixtures.values():
+        has_biases = "layers.{}.feed_forward.experts.b1" in self.stacked.names
+        for spec in [] if has_biases else args.table.mixtures.values():
             if spec.bias_std is not None or spec.activation != "swiglu":
                 return f"{self.model_type} has no experts with biases or a clamped activation"
         return ""
@@ -176,16 +219,16 @@ class HuggingFaceForm:
             shape, module = parameter.shape, name.removesuffix(f".{kind}")
             layer = module.split(".")[1] if module.startswith("layers.") else ""
             key = module.replace(f".{layer}.", ".{}.", 1) if layer else module
-            theirs = self.modules[key]
-            if is_fused and key in FUSED:
-                found[name] = _fused(FUSED[key].format(layer), key, shape)
+            theirs, exact = self.modules.get(key, ""), self.modules.get(f"{key}.{kind}")
+            if key in self.stacked.names and (is_fused or not theirs):
+                found[name] = self.stacked.tensor(key, layer, shape)
             elif "{expert}" in theirs:
                 theirs += ".weight"
                 slices = tuple(theirs.format(layer, expert=index) for index in range(shape[0]))
                 found[name] = ForeignTensor(slices[0], shape, slices=slices)
             else:
                 found[name] = ForeignTensor(
-                    f"{theirs.format(layer)}.{kind}",
+                    (exact or f"{theirs}.{kind}").format(layer),
                     shape,
                     args.table.head_dim if module.endswith(self.rotated) else None,
                 )
@@ -214,8 +257,11 @@ class HuggingFaceForm:
         for key, only in (FIXED | {**self.fixed}).items():
             if config.get(key, only) != only:
                 raise ValueError(f"{key} is {config[key]!r}; this model has {only!r} only")
-        if config.get("quantization_config"):
-            raise ValueError("quantization_config: the weights are quantized")
+        quantized = config.get("quantization_config") or {}
+        method = quantized.get("quant_method") if isinstance(quantized, Mapping) else quantized
+        if quantized and method not in self.quantizations:
+            known = ", ".join([*self.quantizations, "weights that are not quantized"])
+            raise ValueError(f"quantization_config: quant_method is {method!r}; can read {known}")
         if config.get(PARTIAL) not in (None, 1):
             raise ValueError(f"{PARTIAL} is {config[PARTIAL]!r}, which this model has not")
         found = self._read_integers(config)
@@ -267,7 +313,8 @@ class HuggingFaceForm:
     def _read_rope(self, config: Mapping[str, Any]) -> dict[str, Dimension]:
         """Read the rotation. Of the two tables that may hold it, transformers takes the older."""
         key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
-        rope = config.get(key) or {}
+        rope = config.get(key)
+        rope = self.default_rope if rope is None else rope
         if not isinstance(rope, Mapping):
             raise ValueError(f"{key} is {rope!r}, not a table")
         theta = rope.get("rope_theta", config.get("rope_theta", self._usual_theta))
@@ -357,6 +404,9 @@ class HuggingFaceForm:
             # a linear one has no original context
             original = getattr(stretching, "original_seq_len", 0)
             config["max_position_embeddings"] = max(seq_len, round(stretching.factor * original))
+        elif self.default_rope:  # without a table, transformers takes that
+            rope = {"rope_type": "default", "rope_theta": args.rope_theta}
+            config["rope_parameters"] = rope
         if isinstance(args, WindowArgs) and self.windows:
             is_full = [args.is_full(layer) for layer in range(args.n_layers)]
             config |= self.windows.write(args.window, is_full)
@@ -375,15 +425,6 @@ class HuggingFaceForm:
         sliding = {"rope_type": "default", "rope_theta": theta}
         older = {self.local_theta[0]: theta} if self.local_theta else {}
         return older | {"rope_parameters": {FULL: full, SLIDING: sliding}}
-
-
-def _fused(name: str, key: str, shape: tuple[int, ...]) -> ForeignTensor:
-    """Return one of our parameters in the layout of `FUSED`, whose key it has there."""
-    if not name.endswith("gate_up_proj"):
-        return ForeignTensor(name, shape)
-    experts, inner, dim = shape
-    start = inner if key.endswith("w3") else 0
-    return ForeignTensor(name, shape, start=start, file_shape=(experts, 2 * inner, dim))
 
 
 @dataclass(frozen=True)

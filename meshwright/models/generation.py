@@ -40,6 +40,7 @@ class CachedAttention(nn.Module):
         k: Tensor,
         v: Tensor,
         mask: Mask | None = None,
+        sinks: Tensor | None = None,
         *,
         scale: float,
         window: int | None = None,
@@ -58,10 +59,11 @@ class CachedAttention(nn.Module):
         self._keys[:, :, kept % size] = k[:, :, kept - first]
         self._values[:, :, kept % size] = v[:, :, kept - first]
         if is_first:
-            return self._attend(q, k, v, scale=scale, window=window, soft_cap=soft_cap)
+            options = {"scale": scale, "window": window, "soft_cap": soft_cap}
+            return self._attend(q, k, v, None, sinks, **options)
         # keys are rotated already, so their order doesn't matter
         keys, values = self._keys[:, :, : self._len], self._values[:, :, : self._len]
-        return masked_attention(q, keys, values, None, scale=scale, soft_cap=soft_cap)
+        return masked_attention(q, keys, values, None, sinks, scale=scale, soft_cap=soft_cap)
 
 
 class CachedLatents(nn.Module):

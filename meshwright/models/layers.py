@@ -137,9 +137,9 @@ def build_layer(parameter: Parameter, eps: float = 1e-5, *, has_bias: bool = Fal
 
 
 def add_layers(module: nn.Module, parameters: Mapping[str, Parameter], eps: float = 1e-5) -> None:
-    """Give `module` the layers that its part of the table names."""
+    """Give `module` the layers that its part of the table names, but for sinks."""
     for name, parameter in parameters.items():
-        if name.endswith(".weight"):
+        if name.endswith(".weight") and parameter.layout != "heads":
             layer = name.removesuffix(".weight")
             has_bias = f"{layer}.bias" in parameters
             module.add_module(layer, build_layer(parameter, eps, has_bias=has_bias))

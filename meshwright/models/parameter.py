@@ -14,6 +14,7 @@ Layout = Literal[
     "on_tokens",
     "on_heads",
     "over_heads",
+    "heads",
     "experts",
     "output",
 ]
@@ -29,6 +30,7 @@ modules of a block, and its part of the heads or of the FFN hidden size inside t
     on_tokens: whole; the module works on the rank's part of the sequence, (B S/tp, D).
     on_heads: whole; the module works on the rank's heads, (B, S, N/tp, H).
     over_heads: cut as the heads, (B, S, N H/tp); the module is a norm over the heads of all ranks.
+    heads: cut as the heads, (N/tp,); the module gives a number for each.
     experts: not cut by tensor parallelism, whose ranks share in the experts as others do: the first
         dimension, one expert each, is cut over the ep axis.
     output: rows are cut, and so are the logits.

@@ -49,6 +49,8 @@ class AttentionSpec:
     """QK-norm multiply by 1 + w."""
     biases: tuple[str, ...] = ()
     """The projections that have biases, which start at zero: of "wq", "wk", "wv" and "wo"."""
+    sink_std: float | None = None
+    """Of the initial values of sinks, a logit of each head that has no value; None: none."""
 
     @property
     def value_dim(self) -> int:
@@ -63,7 +65,7 @@ class AttentionSpec:
     @property
     def needs_mask(self) -> bool:
         """Return whether the kernels of GPUs for plain causal attention don't do it."""
-        return self.window is not None or self.soft_cap is not None
+        return any(one is not None for one in (self.window, self.soft_cap, self.sink_std))
 
     def num_pairs(self, seq_len: int) -> int:
         """Return the pairs of a query and a key in a sequence, twice those that a causal mask
@@ -97,6 +99,8 @@ class AttentionSpec:
             case "all":
                 found["q_norm.weight"] = Parameter((query,), "over_heads", None, 0, heads)
                 found["k_norm.weight"] = Parameter((kv,), "over_heads", None, 0, kv_heads)
+        if self.sink_std is not None:
+            found["sinks.weight"] = Parameter((self.n_heads,), "heads", self.sink_std, 0, heads)
         return found
 
 

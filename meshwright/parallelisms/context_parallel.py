@@ -16,6 +16,12 @@ from meshwright.models.decoder import Decoder
 from meshwright.models.latent import LatentSpec
 from meshwright.models.latent_attention import LatentAttention
 from meshwright.models.loss import Batch
+from meshwright.models.sinks import (
+    differentiate_on_cpu,
+    flash_on_cpu,
+    gradient_of_sinks,
+    with_sinks,
+)
 from meshwright.parallelisms.meshes import all_gather, reduce_scatter
 
 SEQUENCE = 2
@@ -97,6 +103,7 @@ def attend(
     k: Tensor,
     v: Tensor,
     mask: Mask | None = None,
+    sinks: Tensor | None = None,
     *,
     scale: float,
     window: int | None = None,
@@ -124,15 +131,16 @@ def attend(
         if q.is_cuda and width % WIDTHS:  # zeros change neither scores nor other columns
             q, k, v = (F.pad(x, (0, -width % WIDTHS)) for x in (q, k, v))
         if is_whole:
+            assert sinks is None  # latent attention has none
             in_chunks: Callable[..., Tensor] = _AttentionInChunks.apply
             return in_chunks(q, k, v, chunks, scale)[..., :width]
         apply: Callable[..., Tensor] = _GatheredAttention.apply
-        return apply(q, k, v, chunks, mesh, scale)[..., :width]
+        return apply(q, k, v, sinks, chunks, mesh, scale)[..., :width]
     if not is_whole:
         k, v = _gather(torch.stack([k, v]), mesh).unbind(0)  # (B, K, S, H)
     if isinstance(mask, BlockMask):  # skips later keys by itself
-        return masked_attention(q, k, v, mask, scale=scale, soft_cap=soft_cap)
-    return masked_in_chunks(q, k, v, mask, chunks, scale, window, soft_cap)
+        return masked_attention(q, k, v, mask, sinks, scale=scale, soft_cap=soft_cap)
+    return masked_in_chunks(q, k, v, mask, chunks, scale, window, soft_cap, sinks)
 
 
 def masked_in_chunks(
@@ -144,6 +152,7 @@ def masked_in_chunks(
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attend by a kernel that takes masks: of each chunk of `q` to no key that comes later, and to
     none before the window of its first query.
@@ -165,10 +174,10 @@ def masked_in_chunks(
         else:
             part_mask = mask[:, :, rows, seen]
         keys, values = k[:, :, seen], v[:, :, seen]
-        queries = q[:, :, rows]
-        outputs.append(
-            masked_attention(queries, keys, values, part_mask, scale=scale, soft_cap=soft_cap)
+        out = masked_attention(
+            q[:, :, rows], keys, values, part_mask, sinks, scale=scale, soft_cap=soft_cap
         )
+        outputs.append(out)
     return torch.cat(outputs, SEQUENCE)
 
 
@@ -180,18 +189,25 @@ class _GatheredAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, chunks: Chunks, mesh: DeviceMesh, scale: float
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        chunks: Chunks,
+        mesh: DeviceMesh,
+        scale: float,
     ) -> Tensor:
-        """(B, N, S/cp, H), twice (B, K, S/cp, H) -> (B, N, S/cp, H)."""
+        """(B, N, S/cp, H), twice (B, K, S/cp, H), (N,) -> (B, N, S/cp, H)."""
         keys, values = _gather(torch.stack([k, v]), mesh).unbind(0)
-        output, sums = attend_in_chunks(q, keys, values, chunks, scale)
-        ctx.save_for_backward(q, k, v, output, *sums)
+        output, sums = attend_in_chunks(q, keys, values, chunks, scale, sinks)
+        ctx.save_for_backward(q, k, v, sinks, output, *sums)
         ctx.options = chunks, mesh, scale
         return output
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, output, *sums = ctx.saved_tensors
+        q, k, v, sinks, output, *sums = ctx.saved_tensors
         chunks, mesh, scale = ctx.options
         # The compiler would move a gather without a gradient to forward, and keep its result.
         # So a few numbers of the gradient are gathered too.
@@ -201,7 +217,10 @@ class _GatheredAttention(torch.autograd.Function):
         keys, values = _in_order(parts.unflatten(1, (2, *k.shape))).unbind(0)
         of_q, of_k, of_v = gradients_in_chunks(grad, q, keys, values, output, sums, chunks, scale)
         of_k, of_v = _scatter(torch.stack([of_k, of_v]), mesh).unbind(0)
-        return of_q, of_k, of_v, None, None, None
+        of_sinks = None
+        if sinks is not None:  # of this rank's queries: sums over ranks are FSDP's
+            of_sinks = gradient_of_sinks(grad, output, torch.cat(sums, SEQUENCE), sinks)
+        return of_q, of_k, of_v, of_sinks, None, None, None
 
 
 class _AttentionInChunks(torch.autograd.Function):
@@ -223,9 +242,9 @@ class _AttentionInChunks(torch.autograd.Function):
 
 
 def attend_in_chunks(
-    q: Tensor, k: Tensor, v: Tensor, chunks: Chunks, scale: float
+    q: Tensor, k: Tensor, v: Tensor, chunks: Chunks, scale: float, sinks: Tensor | None = None
 ) -> tuple[Tensor, list[Tensor]]:
-    """Return causal attention, (B, N, S/cp, H), and the logarithms of each chunk.
+    """Return causal attention, (B, N, S/cp, H), and the logarithms of each chunk, with sinks.
 
     Args:
         q: (B, N, S/cp, H), the two chunks one after the other.
@@ -241,6 +260,8 @@ def attend_in_chunks(
             )
             parts.append((out, logsumexp))
         out, logsumexp = functools.reduce(_merge, parts)
+        if sinks is not None:
+            out, logsumexp = with_sinks(out, logsumexp, sinks)
         outputs.append(out)
         sums.append(logsumexp.contiguous())
     return torch.cat(outputs, SEQUENCE), sums
@@ -316,12 +337,6 @@ Tensors = tuple[Tensor, ...]
 
 # Operators, since no public function of torch gives the logarithms on every device. Arguments by
 # position: the compiler takes one called `out` for a place to write to.
-def _backward_on_cpu(tensors: Tensors, is_causal: bool, scale: float) -> Tensors:
-    return aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        *tensors, 0.0, is_causal, scale=scale
-    )
-
-
 def _backward_on_gpu(tensors: Tensors, is_causal: bool, scale: float) -> Tensors:
     _, q, k, *_ = tensors
     lengths = None, None, q.shape[SEQUENCE], k.shape[SEQUENCE]
@@ -344,8 +359,8 @@ class Flash(NamedTuple):
 
 FLASH = {
     "cpu": Flash(
-        aten._scaled_dot_product_flash_attention_for_cpu,
-        _backward_on_cpu,
+        flash_on_cpu,
+        differentiate_on_cpu,
         (torch.float32, torch.bfloat16),
     ),
     "cuda": Flash(aten._scaled_dot_product_flash_attention, _backward_on_gpu, (torch.bfloat16,)),

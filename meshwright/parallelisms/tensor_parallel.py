@@ -127,12 +127,14 @@ def apply_tp(model: Decoder, mesh: DeviceMesh) -> str:
             norm = NormOverRanks(model.get_submodule(module), mesh)
             setattr(model.get_submodule(around), own, norm)
             continue
-        if parameter.layout in ("output", "colwise_gathered"):
+        if parameter.layout in ("output", "heads", "colwise_gathered"):
             cut = distribute_tensor(model.get_parameter(name), mesh, [Shard(0)])
             model.get_submodule(module).register_parameter("weight", nn.Parameter(cut))
             if parameter.layout == "colwise_gathered":
                 layer = cast(nn.Linear, model.get_submodule(module))
                 layer.forward = functools.partial(_multiply_own_rows, layer)  # type: ignore[method-assign]
+            if parameter.layout == "heads":
+                model.get_submodule(module).register_forward_hook(_own_heads)
             continue
         plan[module] = styles[parameter.layout]
         if parameter.layout == "colwise":  # gathered once for all of them
@@ -191,6 +193,11 @@ def enable_async_tp(mesh: DeviceMesh) -> str:
         warnings.simplefilter("ignore", FutureWarning)
         enable_symm_mem_for_group(mesh.get_group().group_name)
     return "asynchronous tensor parallelism: collectives overlap with the products next to them"
+
+
+def _own_heads(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+    """Return this rank's part of a number for each head, whose gradient needs no other rank."""
+    return cast(DTensor, output).to_local()
 
 
 def _look_up_in_shard(table: Tensor, tokens: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,8 +1,11 @@
-"""The cores of attention against the formula: alone, with kept keys, and with keys gathered over
-ranks, by kernels that need no mask."""
+"""The cores of attention against the formula, with sinks and without: alone, with kept keys, and
+with keys gathered over ranks, by kernels that need no mask."""
+
+import functools
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from meshwright.models.attention import CausalAttention, dense_mask
@@ -20,6 +23,8 @@ from tests.helpers.tiny import meshes_of
 
 SEQ_LEN, HEADS, KV_HEADS = 32, 4, 2
 SCALE = 0.3  # not H^-1/2
+SINKS = torch.tensor([-2.0, 0.1, 1.0, 6.0])
+"""Of the heads: that take almost nothing of a softmax, and almost all."""
 
 
 def inputs(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:
@@ -35,30 +40,41 @@ def plain(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
+    sinks: torch.Tensor | None = None,
     mask: torch.Tensor | None = None,
     window: int = SEQ_LEN,
+    soft_cap: float | None = None,
 ) -> torch.Tensor:
     """The formula."""
     seen = torch.ones(SEQ_LEN, SEQ_LEN).tril().bool() if mask is None else mask
     seen = seen.triu(1 - window)
     k, v = (x.repeat_interleave(HEADS // KV_HEADS, dim=1) for x in (k, v))
-    return (SCALE * q @ k.transpose(2, 3)).masked_fill(~seen, -torch.inf).softmax(-1) @ v
+    scores = SCALE * q @ k.transpose(2, 3)
+    scores = scores if soft_cap is None else soft_cap * (scores / soft_cap).tanh()
+    exponentials = scores.masked_fill(~seen, -torch.inf).exp()
+    total = exponentials.sum(-1, keepdim=True)
+    if sinks is not None:
+        total = total + sinks.view(-1, 1, 1).exp()
+    return exponentials / total @ v
 
 
 WINDOWS = (1, 2, 3, 4, 5, 8, 9, 16, 31, 32, 33)
 """Of chunks of 4 and 8 tokens, and of sequences: one less, as many, and one more."""
 
 
+@pytest.mark.parametrize("sinks", [None, SINKS], ids=["plain", "sinks"])
 @pytest.mark.parametrize("window", [None, *WINDOWS])
-def test_one_device_and_generation_are_the_formula(window) -> None:
+def test_one_device_and_generation_are_the_formula(window, sinks) -> None:
     """The prompt is longer than the window, or shorter; kept keys are no more than it."""
     q, k, v, _ = inputs()
-    want, options = plain(q, k, v, window=window or SEQ_LEN), {"scale": SCALE, "window": window}
-    torch.testing.assert_close(CausalAttention()(q, k, v, **options), want)
+    want = plain(q, k, v, sinks, window=window or SEQ_LEN)
+    core = functools.partial(CausalAttention(), sinks=sinks, scale=SCALE, window=window)
+    torch.testing.assert_close(core(q, k, v), want)
     for prompt in (3, 20):
         cached = CachedAttention(SEQ_LEN)
+        core = functools.partial(cached, sinks=sinks, scale=SCALE, window=window)
         parts = [slice(0, prompt), *(slice(at, at + 1) for at in range(prompt, SEQ_LEN))]
-        got = [cached(*(x[:, :, part] for x in (q, k, v)), **options) for part in parts]
+        got = [core(*(x[:, :, part] for x in (q, k, v))) for part in parts]
         torch.testing.assert_close(torch.cat(got, dim=2), want)
         assert cached._keys.shape[2] == min(window or SEQ_LEN, SEQ_LEN)
 
@@ -66,9 +82,29 @@ def test_one_device_and_generation_are_the_formula(window) -> None:
 DOCUMENTS = torch.tensor([[0] * 5 + [1] * 27, [0] * 32])
 
 
+@pytest.mark.parametrize("soft_cap", [None, 1.5])
+@pytest.mark.parametrize("window", [None, *WINDOWS])
+@pytest.mark.parametrize("is_masked", [False, True])
+def test_gradients_with_sinks_are_the_formulas(is_masked, window, soft_cap) -> None:
+    """On one device, of documents too; with soft caps, as GPUs generate, by a matrix of scores."""
+    *leaves, grad = [*inputs()[:3], SINKS, inputs()[3]]
+    mask = dense_mask(DOCUMENTS, None, window) if is_masked else None
+    exact = [leaf.double().requires_grad_() for leaf in leaves]
+    wanted = plain(*exact, mask, window or SEQ_LEN, soft_cap)
+    leaves = [leaf.clone().requires_grad_() for leaf in leaves]
+    q, k, v, sinks = leaves
+    options = {"scale": SCALE, "window": window, "soft_cap": soft_cap}
+    output = CausalAttention()(q, k, v, mask, sinks, **options)
+    gets = [output, *torch.autograd.grad(output, leaves, grad)]
+    wants = [wanted, *torch.autograd.grad(wanted, exact, grad.double())]
+    for name, got, want in zip("oqkvs", gets, wants, strict=True):
+        assert (got - want).abs().max() <= 1e-6 * want.abs().max(), name
+
+
 @pytest.mark.parametrize("cp", [2, 4])
+@pytest.mark.parametrize("sinks", [None, SINKS], ids=["plain", "sinks"])
 @pytest.mark.ranks("cp")
-def test_gathered_keys_are_attention_to_the_whole_sequence(cp) -> None:
+def test_gathered_keys_are_attention_to_the_whole_sequence(cp, sinks) -> None:
     """With and without a kernel and a mask; in bf16 up to rounding."""
     mesh = meshes_of(ParallelDims(dp_replicate=1, dp_shard=1, cp=cp), "cpu").cp
     positions = local_positions(SEQ_LEN, mesh, torch.device("cpu"))
@@ -86,15 +122,19 @@ def test_gathered_keys_are_attention_to_the_whole_sequence(cp) -> None:
         masks = (dense_mask(DOCUMENTS), dense_mask(DOCUMENTS, positions, window))
         whole_mask, own_mask = masks if is_masked else (None, None)
         whole = [part.float().requires_grad_() for part in given]
-        expected = plain(*whole, whole_mask, window or SEQ_LEN)
-        wants = [expected, *torch.autograd.grad(expected, whole, grad.float())]
         own = [part[:, :, positions].requires_grad_() for part in given]
+        of_heads = [] if sinks is None else [sinks.clone().requires_grad_()]
+        expected = plain(*whole, *(of_heads or [None]), whole_mask, window or SEQ_LEN)
+        wants = [expected, *torch.autograd.grad(expected, [*whole, *of_heads], grad.float())]
         options = {"scale": SCALE, "window": window, "mesh": mesh, "has_flash": has_flash}
-        output = attend(*own, own_mask, **options)
-        gets = [output, *torch.autograd.grad(output, own, grad[:, :, positions])]
-        for name, got, want in zip("oqkv", gets, wants, strict=True):
-            assert got.dtype == dtype
-            error = (got.float() - want[:, :, positions]).norm() / want[:, :, positions].norm()
+        output = attend(*own, own_mask, *(of_heads or [None]), **options)
+        gets = [output, *torch.autograd.grad(output, [*own, *of_heads], grad[:, :, positions])]
+        for of_sinks in gets[4:]:  # of this rank's queries
+            dist.all_reduce(of_sinks, group=mesh.get_group())
+        for name, got, want in zip("oqkvs", gets, wants, strict=False):
+            assert got.dtype == (torch.float32 if name == "s" else dtype)
+            want = want if name == "s" else want[:, :, positions]
+            error = (got.float() - want).norm() / want.norm()
             assert error < (1e-6 if dtype == torch.float32 else 5e-3), f"{case}, {name}: {error}"
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from meshwright.checkpoint import commit
-from meshwright.checkpoint.conversion.readers import HuggingFaceWeights, halves
+from meshwright.checkpoint.conversion.readers import HuggingFaceWeights, halves, own_part
 from meshwright.datasets.tokenizers.kinds import build_tokenizer, end_ids
 from meshwright.models.args import DecoderArgs
 from meshwright.models.decoder import Decoder
@@ -81,8 +81,8 @@ def their_tensors(ours: Decoder, tensors: dict[str, torch.Tensor]) -> dict[str, 
             continue
         tensor = tensors[name].detach()
         tensor = halves(tensor, foreign.head_dim) if foreign.head_dim else tensor
-        before = found.get(foreign.name)  # w1, to which w3 comes
-        found[foreign.name] = tensor if before is None else torch.cat([before, tensor], 1)
+        whole = found.setdefault(foreign.name, torch.empty(*foreign.parts.values()))
+        own_part(whole, foreign).copy_(tensor)
     return found
 
 

@@ -196,7 +196,10 @@ def sound(tmp_path_factory) -> Path:
         (config(head_dim=16), ("head_dim = 8: ", "has head_dim = 16\n  fix: set model.args.head")),
         (config(rms_norm_eps="a"), ("rms_norm_eps is 'a', not a number",)),
         (config(hidden_size="32"), ("hidden_size is '32', not a positive integer",)),
-        (config(quantization_config={"bits": 4}), ("the weights are quantized",)),
+        (
+            config(quantization_config={"quant_method": "gptq"}),
+            ("quant_method is 'gptq'; can read weights that are not quantized",),
+        ),
         (config(rope_parameters={"rope_type": "yarn"}), ("rope_type is 'yarn'",)),
         (config(rope_parameters="yarn"), ("rope_parameters is 'yarn', not a table",)),
         (config(partial_rotary_factor=0.5), ("partial_rotary_factor is 0.5, which this model",)),

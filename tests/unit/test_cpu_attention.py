@@ -109,23 +109,35 @@ def test_errors_against_fp64_are_no_larger_than_sdpas(shape, dtype) -> None:
 
 
 @in_both_types
+@pytest.mark.parametrize("has_sinks", [False, True])
 @pytest.mark.parametrize("length", [130, 300])
-def test_windows_of_every_edge_are_the_formula(length, dtype) -> None:
-    """Around the sizes of strips (32) and blocks (128), and of the sequence."""
+def test_windows_of_every_edge_are_the_formula(length, has_sinks, dtype) -> None:
+    """Around the sizes of strips (32) and blocks (128), and of the sequence; with sinks too."""
+    sinks = torch.tensor([-2.0, 0.5, 1.0, 4.0])
     for window in (2, 3, 31, 33, 63, 64, 65, 66, 127, 128, 129, 130, 255, 256, 257, 299, 300, 301):
-        tensors = inputs(1, 4, 2, length, 32)
+        *qkv, grad = inputs(1, 4, 2, length, 32)
+        tensors = [*qkv, sinks, grad]
 
-        def windowed(q: Tensor, k: Tensor, v: Tensor, window: int = window) -> Tensor:
-            return cpu_attention.attend(q, k, v, scale=0.2, window=window)
+        def windowed(
+            q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, window: int = window
+        ) -> Tensor:
+            given = sinks.float() if has_sinks else None
+            out = cpu_attention.attend(q, k, v, None, given, scale=0.2, window=window)
+            return out + 0 * sinks.sum()
 
-        def formula(q: Tensor, k: Tensor, v: Tensor, window: int = window) -> Tensor:
+        def formula(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, window: int = window) -> Tensor:
             scores = 0.2 * q @ k.repeat_interleave(2, 1).mT
             sees = torch.ones(length, length).tril().triu(1 - window).bool()
-            return scores.masked_fill(~sees, -torch.inf).softmax(-1) @ v.repeat_interleave(2, 1)
+            scores = scores.masked_fill(~sees, -torch.inf)
+            of_sinks = sinks.view(-1, 1, 1).expand(1, 4, length, 1)
+            if has_sinks:
+                scores = torch.cat([scores, of_sinks], -1)
+            weights = scores.softmax(-1)[..., :length]
+            return weights @ v.repeat_interleave(2, 1) + 0 * sinks.sum()
 
         exact = results(formula, tensors, torch.float64)
         for mine, want in zip(results(windowed, tensors, dtype), exact, strict=True):
-            assert error(mine, want) < torch.finfo(dtype).eps * want.norm() * 8, window
+            assert error(mine, want) <= torch.finfo(dtype).eps * want.norm() * 8, window
 
 
 @has_kernel
@@ -191,7 +203,9 @@ def test_the_compiler_is_told_the_layouts_of_results(dtype) -> None:
     tensors = [x.to(dtype).contiguous() for x in inputs()]
 
     def every_result(q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> list[tuple]:
-        found = cpu_attention.cpu_attention(q, k, v, 0.2, 9)
+        found = cpu_attention.cpu_attention(q, k, v, None, 0.2, 9)
+        with_sinks = cpu_attention.cpu_attention(q, k, v, q.new_ones(4).float(), 0.2, 9)
+        assert [x.stride() for x in with_sinks] == [x.stride() for x in found]
         found += cpu_attention.cpu_attention_backward(grad, q, k, v, *found, 0.2, 9)
         return [(x.shape, x.stride(), x.dtype) for x in found]
 

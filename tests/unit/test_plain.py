@@ -103,9 +103,11 @@ def test_every_family_has_the_plain_shapes(args: DecoderArgs) -> None:
     del model.layers["1"].attention.wo
     model.norm = torch.nn.LayerNorm(3, bias=False)
     reference.compare_shapes(checked, name, model)
-    line = f"shape of layers.1.attention.wo.weight: absent instead of ({args.dim}, "
+    names = [f"layers.1.attention.wo.{kind}" for kind in ("bias", "weight")]
+    first, *others = [name for name in names if name in args.table.parameters]
+    line = f"shape of {first}: absent instead of ({args.dim},"
     assert checked.failures[0].startswith(line)
-    assert checked.failures[0].endswith("), and 1 more")
+    assert checked.failures[0].endswith(f"), and {1 + len(others)} more")
 
 
 def test_spikes_are_the_plain_ones() -> None:
@@ -237,13 +239,14 @@ def test_the_rotary_table_is_within_rounding(words: str) -> None:
     args = reference.resolve_model(config)[1]
     with torch.device("meta"):
         decoder = Decoder(dataclasses.replace(args, n_layers=1), config.training.seq_len)
-    reference.compare_rope(checked, decoder)
+    reference.compare_rope(checked, config.model.name, decoder)
     assert checked.failures == []
     # and with a base that is 0.1 % off it is not
     wrong = dataclasses.replace(args, rope_theta=args.rope_theta * 1.001)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reference, "angles", lambda _, *at: angles(dataclasses.asdict(wrong), *at))
-        reference.compare_rope(checked, decoder)
+        values = dataclasses.asdict(wrong)
+        patch.setattr(reference, "angles", lambda name, _, *at: angles(name, values, *at))
+        reference.compare_rope(checked, config.model.name, decoder)
     assert checked.failures[0].startswith("RoPE at position ")
 
 

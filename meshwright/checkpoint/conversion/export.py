@@ -17,7 +17,7 @@ from torch import Tensor
 
 from meshwright.checkpoint.commit import UNFINISHED
 from meshwright.checkpoint.conversion.hf_folder import CONFIG, GENERATION_CONFIG, INDEX
-from meshwright.checkpoint.conversion.readers import HuggingFaceWeights, halves
+from meshwright.checkpoint.conversion.readers import HuggingFaceWeights, halves, own_part
 from meshwright.checkpoint.conversion.tokenizer_files import turn_end
 from meshwright.checkpoint.conversion.tokenizer_proof import prove_tokenizer
 from meshwright.checkpoint.find import saved_args
@@ -187,8 +187,9 @@ def _write_weights(job: Export, folder: Path, tensors: Mapping[str, ForeignTenso
         for name, foreign in tensors.items():
             if not wanted.isdisjoint(foreign.parts):
                 for part, tensor in _read(job, name, foreign).items():
-                    before = found.get(part)  # a part of a fused one
-                    found[part] = tensor if before is None else torch.cat([before, tensor], 1)
+                    if part not in found:
+                        found[part] = torch.empty(shapes[part], dtype=job.dtype)
+                    own_part(found[part], foreign).copy_(tensor)
         try:  # transformers asks for the format
             save_file({name: found[name] for name in names}, folder / file, {"format": "pt"})
         except SafetensorError as error:

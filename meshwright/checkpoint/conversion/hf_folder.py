@@ -7,13 +7,14 @@ files hold the output projection too needs it, to compare the two tensors.
 import dataclasses
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from meshwright.checkpoint.conversion.stored import WEIGHT_TYPES, StoredTensor, joined
 from meshwright.models.args import DecoderArgs
 from meshwright.models.config_json import Dimension
 from meshwright.models.family import (
@@ -24,21 +25,6 @@ from meshwright.models.family import (
 )
 from meshwright.system.errors import ConfigError, as_toml, where_it_ends
 from meshwright.system.files import LFS_FIX, LFS_RULE, NamedPath, is_lfs_pointer, warn_once
-
-WEIGHT_TYPES = ("F32", "BF16", "F16")
-"""Types that a model's weights may have, as safetensors names them."""
-
-
-@dataclass(frozen=True)
-class StoredTensor:
-    """A tensor's place, shape and type."""
-
-    name: str
-    file: Path
-    dtype: str
-    """F32, BF16, F16, ..."""
-    shape: tuple[int, ...]
-
 
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
@@ -57,7 +43,8 @@ def is_hf_folder(path: Path) -> bool:
 
 
 def find_tensors(place: NamedPath) -> dict[str, StoredTensor]:
-    """Return every tensor of the folder's safetensors files, by the name it has there.
+    """Return every tensor of the folder's safetensors files, by the name it has there; a quantized
+    one by its dequantized tensor's.
 
     With an index, a file gives only the tensors that the index assigns to it: shards of an older
     save may hold others of the same names.
@@ -69,7 +56,7 @@ def find_tensors(place: NamedPath) -> dict[str, StoredTensor]:
     folder = place.path
     if not (folder / INDEX).is_file():
         _check_single(place)
-        return _read_header(place, SINGLE)
+        return joined(_read_header(place, SINGLE))
     weight_map = place.read_json(INDEX).get("weight_map")
     is_map = isinstance(weight_map, dict) and all(
         isinstance(file, str) and Path(file).name == file for file in weight_map.values()
@@ -92,7 +79,7 @@ def find_tensors(place: NamedPath) -> dict[str, StoredTensor]:
         if unused := sorted(there.keys() - assigned):
             words = f"{folder / file}: {', '.join(unused[:3])}{', ...' if len(unused) > 3 else ''}"
             warn_once(f"{words} left out, since {INDEX} doesn't name this file for it")
-    return found
+    return joined(found)
 
 
 def _read_header(place: NamedPath, name: str) -> dict[str, StoredTensor]:
@@ -321,7 +308,7 @@ def _check_tensor(
         "its config.json is of a different model",
     )
     place.check(
-        tensor.dtype in WEIGHT_TYPES,
+        bool(tensor.parts) or tensor.dtype in WEIGHT_TYPES,
         f"{name} in {tensor.file.name} is of type {tensor.dtype}, not {', '.join(WEIGHT_TYPES)}",
     )
 

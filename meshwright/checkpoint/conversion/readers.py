@@ -16,6 +16,7 @@ from meshwright.checkpoint.conversion.initial_load import (
     InitialWeights,
     find_initial,
 )
+from meshwright.checkpoint.conversion.stored import Slices, read_values
 from meshwright.checkpoint.find import find_candidates
 from meshwright.checkpoint.on_ranks import on_first_rank, select_on_ranks
 from meshwright.checkpoint.reader import CheckpointWeights, Piece, Put, Weights
@@ -34,7 +35,8 @@ class HuggingFaceWeights(Weights):
     def __init__(self, place: NamedPath, form: HuggingFaceForm, args: DecoderArgs) -> None:
         self._stored = find_tensors(place)
         self._foreign = check_tensors(place, form, args, self._stored)
-        files = {tensor.file for tensor in self._stored.values()}
+        every = (part for one in self._stored.values() for part in (one, *one.parts))
+        files = {tensor.file for tensor in every}
         try:  # they are mapped, not read
             self._open = {file: safe_open(file, framework="pt") for file in files}
         except (OSError, SafetensorError) as error:
@@ -47,19 +49,20 @@ class HuggingFaceWeights(Weights):
     def pieces(self, name: str) -> Iterator[Piece]:
         foreign = self._foreign[name]
         start = (0,) * len(foreign.shape)
-        if not foreign.slices:
+        if not foreign.slices and not foreign.file_shape:
             yield Piece((start, foreign.shape), partial(self._read, foreign))
-        for number, part in enumerate(foreign.slices):
-            place = (number, *start[1:]), (1, *foreign.shape[1:])
-            yield Piece(place, partial(self._read_expert, part))
+            return
+        for number in range(foreign.shape[0]):  # one expert at a time
+            read = partial(self._read_stacked, foreign, number)
+            if foreign.slices:
+                read = partial(self._read_expert, foreign.slices[number])
+            yield Piece(((number, *start[1:]), (1, *foreign.shape[1:])), read)
 
     def _read_expert(self, name: str, box: Box) -> Tensor:
         return self._slice(name, _slices(box)[1:]).unsqueeze(0)
 
     def _read(self, foreign: ForeignTensor, box: Box) -> Tensor:
         rows, *rest = _slices(box)
-        if foreign.file_shape:
-            rest[0] = slice(rest[0].start + foreign.start, rest[0].stop + foreign.start)
         head_dim = foreign.head_dim or 1
         # rows of a head lie in a different order, so heads are read whole
         first, end = rows.start // head_dim * head_dim, -(-rows.stop // head_dim) * head_dim
@@ -68,13 +71,28 @@ class HuggingFaceWeights(Weights):
             read = pairs(read, foreign.head_dim)
         return read[rows.start - first : rows.stop - first]
 
-    def _slice(self, name: str, box: tuple[slice, ...]) -> Tensor:
-        tensor: Tensor = self._open[self._stored[name].file].get_slice(name)[box]  # type: ignore[no-untyped-call]
-        return tensor
+    def _read_stacked(self, foreign: ForeignTensor, number: int, box: Box) -> Tensor:
+        experts, (_, rows, *columns) = slice(number, number + 1), _slices(box)
+        start, step = foreign.start, foreign.step
+        there = slice(start + rows.start * step, start + (rows.stop - 1) * step + 1)
+        if foreign.is_transposed:
+            return self._slice(foreign.name, (experts, *columns, there)).mT[:, ::step]
+        return self._slice(foreign.name, (experts, there, *columns))[:, ::step]
+
+    def _slice(self, name: str, box: Slices) -> Tensor:
+        return read_values(self._stored[name], self._open, box)
 
 
 def _slices(box: Box) -> tuple[slice, ...]:
     return tuple(slice(start, start + length) for start, length in zip(*box, strict=True))
+
+
+def own_part(whole: Tensor, foreign: ForeignTensor) -> Tensor:
+    """Return the part of a tensor of the files that is one of ours, as a view."""
+    if not foreign.file_shape:
+        return whole
+    view = whole.mT if foreign.is_transposed else whole
+    return view[:, foreign.start :: foreign.step][:, : foreign.shape[1]]
 
 
 def pairs(halves: Tensor, head_dim: int) -> Tensor:

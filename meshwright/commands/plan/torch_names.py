@@ -138,13 +138,16 @@ def flex_attention_operator(
     scale: float,
     enable_gqa: bool,
     score_mod: object = None,
-) -> Tensor:
+    return_aux: flex.AuxRequest | None = None,
+) -> Tensor | tuple[Tensor, flex.AuxOutput]:
     """Do flex attention as one operator, as compiled code does; `score_mod`, which its kernel
-    computes for each score, takes no memory and next to no time.
+    computes for each score, takes no memory and next to no time. Logarithms come with the output if
+    `return_aux` asks for something.
 
     `flex_attention_hop` or its options changed: an error in plans with training.mask_documents.
     """
     assert enable_gqa or q.shape[1] == k.shape[1]
     options = {"PRESCALE_QK": False, "OUTPUT_LOGSUMEXP": True, "OUTPUT_MAX": False}
     mask = block_mask.as_tuple()
-    return flex.flex_attention_hop(q, k, v, flex._identity, mask, scale, options)[0]
+    out, logsumexp, *_ = flex.flex_attention_hop(q, k, v, flex._identity, mask, scale, options)
+    return out if return_aux is None else (out, flex.AuxOutput(lse=logsumexp))

@@ -36,7 +36,7 @@ class Form:
     norm: Literal["pre", "post", "sandwich"] = "pre"
     """Norms are of the inputs of attention and feed-forward, of their results, or of both."""
     biases: str = ""
-    """Of q, k and v, the projections that have biases."""
+    """Of q, k, v and o, the projections that have biases."""
     is_gemma: bool = False
     """Norms multiply by 1 + w, the gate has GELU by tanh, and embeddings are times sqrt(D)."""
     scores: Literal["softmax", "sigmoid"] = "softmax"
@@ -45,6 +45,8 @@ class Form:
     """Scores of a group of experts that add up to the group's."""
     divides_logits: bool = False
     """By `logits_scaling`, instead of multiplying by it."""
+    is_gpt_oss: bool = False
+    """Heads have sinks, windows are stretched, too, and experts have biases and a clamp."""
 
 
 FORMS = {
@@ -64,6 +66,7 @@ FORMS = {
     "hyperclovax": Form(norm="sandwich"),  # arXiv:2506.22403
     "deepseek_v2": Form(n_best=1),  # arXiv:2405.04434
     "deepseek_v3": Form(scores="sigmoid"),  # arXiv:2412.19437
+    "gpt_oss": Form(biases="qkvo", is_gpt_oss=True),  # arXiv:2508.10925
 }
 """By `model.name`."""
 
@@ -72,7 +75,9 @@ def shapes(name: str, args: Args) -> dict[str, tuple[int, ...]]:
     """Return the shape of each weight, by its name; `name` is a key in `FORMS`."""
     dim = args["dim"]
     attention = _latent_shapes(args) if has_latents(args) else _attention_shapes(name, args)
-    biases = {which: attention[f"w{which}"][:1] for which in FORMS[name].biases}
+    biases = {f"w{which}.bias": attention[f"w{which}"][:1] for which in FORMS[name].biases}
+    if FORMS[name].is_gpt_oss:
+        biases["sinks.weight"] = (args["n_heads"],)
     norms = [f"{norm}_norm" for norm in ("attention", "ffn")]
     if FORMS[name].norm == "sandwich":
         norms += [f"post_{norm}" for norm in norms]
@@ -82,7 +87,7 @@ def shapes(name: str, args: Args) -> dict[str, tuple[int, ...]]:
     for layer in range(args["n_layers"]):
         part, inner = f"layers.{layer}", args["hidden_dim"]
         found |= {f"{part}.{norm}.weight": (dim,) for norm in norms}
-        found |= {f"{part}.attention.w{which}.bias": shape for which, shape in biases.items()}
+        found |= {f"{part}.attention.{which}": shape for which, shape in biases.items()}
         found |= {f"{part}.attention.{which}.weight": shape for which, shape in attention.items()}
         prefix, suffix = f"{part}.feed_forward.", ".weight"
         experts: tuple[int, ...] = ()
@@ -90,6 +95,10 @@ def shapes(name: str, args: Args) -> dict[str, tuple[int, ...]]:
             experts, inner = (args["n_experts"],), args.get("expert_dim", inner)
             found[f"{prefix}router.weight"] = args["n_experts"], dim
             prefix, suffix = f"{prefix}experts.", ""
+        if FORMS[name].is_gpt_oss:
+            found[f"{part}.feed_forward.router.bias"] = experts
+            of_biases: dict[str, tuple[int, ...]] = {"b1": (inner,), "b2": (dim,), "b3": (inner,)}
+            found |= {f"{prefix}{b}": (*experts, *shape) for b, shape in of_biases.items()}
         found |= {f"{prefix}{w}{suffix}": (*experts, *s) for w, s in _swiglu_shapes(dim, inner)}
         if experts and "n_shared_experts" in args:
             shared = _swiglu_shapes(dim, args["n_shared_experts"] * inner)
@@ -145,12 +154,13 @@ def window_of(args: Args, layer: int) -> int | None:
     return args.get("window")
 
 
-def _scaling(args: Args, layer: int) -> Mapping[str, Any] | None:
-    """Return `rope_scaling`, which only layers without a window have."""
-    return args.get("rope_scaling") if window_of(args, layer) is None else None
+def _scaling(name: str, args: Args, layer: int) -> Mapping[str, Any] | None:
+    """Return `rope_scaling`, which only layers without a window have, but in gpt-oss."""
+    is_stretched = FORMS[name].is_gpt_oss or window_of(args, layer) is None
+    return args.get("rope_scaling") if is_stretched else None
 
 
-def frequencies(args: Args, layer: int) -> Tensor:
+def frequencies(name: str, args: Args, layer: int) -> Tensor:
     """Return the angle between neighboring positions of each pair in a head, (H/2,) fp64.
 
     Source: Su et al. 2021, arXiv:2104.09864. For `rope_scaling`: Grattafiori et al. 2024,
@@ -161,7 +171,7 @@ def frequencies(args: Args, layer: int) -> Tensor:
     if window_of(args, layer) is not None:
         theta = args.get("local_theta", theta)
     found: Tensor = theta ** -(torch.arange(0, width, 2, dtype=torch.float64) / width)
-    scaling = _scaling(args, layer)
+    scaling = _scaling(name, args, layer)
     if scaling is None:
         return found
     stretched, length = found / scaling["factor"], scaling.get("original_seq_len", 0)
@@ -186,9 +196,9 @@ def frequencies(args: Args, layer: int) -> Tensor:
     return stretched
 
 
-def amplitude(args: Args, layer: int) -> float:
+def amplitude(name: str, args: Args, layer: int) -> float:
     """Return the factor on rotated queries and keys, which YaRN has (section 3.4)."""
-    scaling = _scaling(args, layer) or {}
+    scaling = _scaling(name, args, layer) or {}
     if "attention_factor" not in scaling:
         return 1.0
     given: float | None = scaling["attention_factor"]
@@ -204,9 +214,9 @@ def _growth(scaling: Mapping[str, Any], mscale: float) -> float:
     return 0.1 * mscale * math.log(max(scaling["factor"], 1)) + 1
 
 
-def angles(args: Args, positions: Tensor, layer: int) -> Tensor:
+def angles(name: str, args: Args, positions: Tensor, layer: int) -> Tensor:
     """Return the angle of each position, (..., S) -> (..., S, H/2) fp64."""
-    return positions.unsqueeze(-1) * frequencies(args, layer)
+    return positions.unsqueeze(-1) * frequencies(name, args, layer)
 
 
 @dataclass(frozen=True)
@@ -250,7 +260,8 @@ class Plain:
     """
 
     def __init__(self, name: str, args: Args, stretch: Tensor) -> None:
-        self._form, self._args, self._stretch = FORMS[name], args, stretch.double()
+        self._name, self._form, self._args = name, FORMS[name], args
+        self._stretch = stretch.double()
 
     def losses(
         self, weights: Weights, batch: PlainBatch, routers: Mapping[int, Router], options: Experts
@@ -273,8 +284,8 @@ class Plain:
         for layer in range(self._args["n_layers"]):
             prefix, router = f"layers.{layer}.", routers.get(layer)
             part = {k.removeprefix(prefix): w for k, w in weights.items() if k.startswith(prefix)}
-            turned, window = angles(self._args, positions, layer), window_of(self._args, layer)
-            length = self._stretch[positions].unsqueeze(-1) * amplitude(self._args, layer)
+            turned, window = angles(self._name, args, positions, layer), window_of(args, layer)
+            length = self._stretch[positions].unsqueeze(-1) * amplitude(self._name, args, layer)
             rotation: Tensor | None = torch.polar(length.expand_as(turned), turned)
             if "no_rope_every" in args and (layer + 1) % args["no_rope_every"] == 0:
                 rotation = None
@@ -349,8 +360,13 @@ class Plain:
         scale = self._args.get("query_scale", q.shape[-1]) ** -0.5
         scores = q @ k.mT * self._args.get("attention_multiplier", scale)
         scores = _capped(scores, self._args.get("attention_cap"))
-        mixed = scores.masked_fill(~sees.unsqueeze(1), -math.inf).softmax(-1) @ v
-        return mixed.transpose(1, 2).flatten(-2) @ weights["attention.wo.weight"].T
+        scores = scores.masked_fill(~sees.unsqueeze(1), -math.inf)
+        if self._form.is_gpt_oss:  # a key more, whose score is the sink, and whose value is zero
+            sinks = weights["attention.sinks.weight"].view(-1, 1, 1).expand_as(scores[..., :1])
+            scores, v = torch.cat([scores, sinks], -1), F.pad(v, (0, 0, 0, 1))
+        mixed = scores.softmax(-1) @ v
+        out = mixed.transpose(1, 2).flatten(-2) @ weights["attention.wo.weight"].T
+        return out + weights["attention.wo.bias"] if "o" in self._form.biases else out
 
     def _attend_by_latents(
         self, x: Tensor, weights: Weights, rotation: Tensor, sees: Tensor
@@ -397,6 +413,8 @@ class Plain:
         """Experts by `router.chosen` (Shazeer et al. 2017, arXiv:1701.06538), and the router's
         results."""
         logits = x @ weights["feed_forward.router.weight"].T  # (B, S, E)
+        if self._form.is_gpt_oss:
+            logits = logits + weights["feed_forward.router.bias"]
         is_softmax, chosen = self._form.scores == "softmax", router.chosen
         scores = logits.softmax(-1) if is_softmax else logits.sigmoid()
         biased = scores.detach() + router.bias
@@ -415,16 +433,18 @@ class Plain:
             share = share / share.sum(-1, keepdim=True)
         share = share * self._args.get("routed_scaling_factor", 1.0)
         gates = torch.zeros_like(scores).scatter(-1, chosen, share).unbind(-1)
-        experts = zip(*(weights[f"feed_forward.experts.w{n}"] for n in (1, 2, 3)), strict=True)
+        compute, letters = (_clamped, "wb") if self._form.is_gpt_oss else (_swiglu, "w")
+        names = [f"feed_forward.experts.{letter}{n}" for letter in letters for n in (1, 2, 3)]
+        experts = zip(*(weights[name] for name in names), strict=True)
         # each computes every token, and the gates of all but its own are 0
         outputs = [
-            gate.unsqueeze(-1) * _swiglu(x, *own) for gate, own in zip(gates, experts, strict=True)
+            gate.unsqueeze(-1) * compute(x, *own) for gate, own in zip(gates, experts, strict=True)
         ]
         mixed = torch.stack(outputs).sum(0)
         if "n_shared_experts" not in self._args:
             return mixed
-        names = (f"feed_forward.shared.w{number}.weight" for number in (1, 2, 3))
-        return mixed + _swiglu(x, *(weights[name] for name in names))
+        shared = (f"feed_forward.shared.w{number}.weight" for number in (1, 2, 3))
+        return mixed + _swiglu(x, *(weights[name] for name in shared))
 
 
 def _turned(x: Tensor, rotation: Tensor) -> Tensor:
@@ -451,3 +471,11 @@ def _geglu(x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
 def _swiglu(x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
     """Shazeer 2020, arXiv:2002.05202."""
     return (F.silu(x @ w1.T) * (x @ w3.T)) @ w2.T
+
+
+def _clamped(
+    x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, b1: Tensor, b2: Tensor, b3: Tensor
+) -> Tensor:
+    """arXiv:2508.10925, section 2.3, and its published code."""
+    gate, up = (x @ w1.T + b1).clamp(max=7), (x @ w3.T + b3).clamp(-7, 7)
+    return (gate / (1 + (-1.702 * gate).exp()) * (up + 1)) @ w2.T + b2

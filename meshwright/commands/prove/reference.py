@@ -63,7 +63,7 @@ def compare_with_plain(config: JobConfig, small: JobConfig) -> Checked:
     compare_spikes(checked, config.bad_steps)
     with torch.device("meta"):
         decoder = Decoder(args, config.training.seq_len)
-    compare_rope(checked, decoder)
+    compare_rope(checked, family.name, decoder)
     compare_shapes(checked, family.name, decoder)
     if SHAPE not in checked.lines:  # plain PyTorch couldn't take the weights
         compare_steps(checked, reference_case(small).config)
@@ -144,7 +144,7 @@ def compare_shapes(checked: Checked, name: str, decoder: Decoder) -> None:
         checked.fail(SHAPE, [f"of {first}: {text}"])
 
 
-def compare_rope(checked: Checked, decoder: Decoder) -> None:
+def compare_rope(checked: Checked, family: str, decoder: Decoder) -> None:
     """Compare the tables of cosines and sines of a decoder on meta, at the user's length: that of
     each layer, where they differ."""
     for name, rope in decoder.rope_caches.items():
@@ -158,16 +158,17 @@ def compare_rope(checked: Checked, decoder: Decoder) -> None:
         if layer.attention.rope is None:
             continue
         name = names[layer.attention.rope]
-        wanted = name, amplitude(own, number), tuple(frequencies(own, number).tolist())
+        of_layer = family, own, number
+        wanted = name, amplitude(*of_layer), tuple(frequencies(*of_layer).tolist())
         if wanted in compared:
             continue
         compared.add(wanted)
-        if wrong := _wrong_angle(own, number, decoder.get_buffer(name)):
+        if wrong := _wrong_angle(family, own, number, decoder.get_buffer(name)):
             checked.fail("RoPE", [f"{wrong}, in layer {number}"])
             return
 
 
-def _wrong_angle(args: Mapping[str, Any], layer: int, cache: Tensor) -> str:
+def _wrong_angle(family: str, args: Mapping[str, Any], layer: int, cache: Tensor) -> str:
     """Return the first entry of a layer's table, (2, S, H/2), that is wrong; "": all are right.
 
     An angle is a position times a frequency, theta^-e. In fp32, rounding e changes theta^-e by the
@@ -181,10 +182,11 @@ def _wrong_angle(args: Mapping[str, Any], layer: int, cache: Tensor) -> str:
     elif scaling:
         spread += scaling["factor"]
     roundings = (math.log(args["rope_theta"]) + 4) * spread
-    scale = amplitude(args, layer)
+    scale = amplitude(family, args, layer)
     for first in range(0, cache.shape[1], 4096):
         last = min(first + 4096, cache.shape[1])
-        angle = angles(args, torch.arange(first, last, dtype=torch.float64), layer)
+        positions = torch.arange(first, last, dtype=torch.float64)
+        angle = angles(family, args, positions, layer)
         bound = UNIT * (4 + roundings * angle) * scale
         for half, want in zip(cache, (angle.cos() * scale, angle.sin() * scale), strict=True):
             error = (half[first:last] - want).abs()

@@ -17,12 +17,20 @@ EMBEDDING_SCALE, BRANCH_SCALE = 32.0, 0.125
 """Of the embedding and of the norms' weights where blocks have their norms at the end. Powers of
 two, so exact."""
 
+EMBEDDING_SCALE_OF_EXPERTS = 8.0
+"""Of the embedding where experts add large results to the residual stream."""
+
+SINK_SCALE = 64.0
+"""Of sinks."""
+
 
 def prepare_weights(trainer: Trainer) -> None:
     """Prepare the initial values of a job that hasn't taken a step."""
     for stage in trainer.model.stages:
         show_attention(stage)
         calm_post_norms(stage)
+        calm_experts(stage)
+        show_sinks(stage)
         show_layers_without_positions(stage)
     if trainer.average is not None:
         trainer.average.begin()
@@ -77,6 +85,27 @@ def calm_post_norms(stage: Decoder) -> None:
         if name.endswith(ends):
             offset = int(table.parameters[name].is_offset)
             parameter.add_(offset).mul_(BRANCH_SCALE).sub_(offset)
+
+
+@torch.no_grad()
+def calm_experts(stage: Decoder) -> None:
+    """If experts of `stage` multiply their gate by 1 + up, scale the embedding, in place.
+
+    Up is small at first, and so are the results of other experts. Those of these are nearly as
+    large as the residual stream that begins at 0.02: so each rounding would grow, as above.
+    """
+    mixtures = stage.table.mixtures.values()
+    is_large = any(mixture.activation == "clamped_swiglu" for mixture in mixtures)
+    if is_large and stage.tok_embeddings is not None:
+        stage.tok_embeddings.weight.mul_(EMBEDDING_SCALE_OF_EXPERTS)
+
+
+@torch.no_grad()
+def show_sinks(stage: Decoder) -> None:
+    """Scale sinks, in place: at first all are near zero, and heads would hardly differ."""
+    for name, parameter in stage.named_parameters():
+        if name.endswith(".sinks.weight"):
+            parameter.mul_(SINK_SCALE)
 
 
 @torch.no_grad()

@@ -24,6 +24,7 @@ FAMILIES: tuple[str, ...] = (
     "meshwright.models.families.hyperclovax",
     "meshwright.models.families.deepseek_v2",
     "meshwright.models.families.deepseek_v3",
+    "meshwright.models.families.gpt_oss",
 )
 """Modules, free of torch, each with a `FAMILY` of the module's name."""
 

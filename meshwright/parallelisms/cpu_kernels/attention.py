@@ -16,6 +16,7 @@ from torch import Tensor
 
 from meshwright.models.attention import Mask
 from meshwright.models.decoder import Decoder
+from meshwright.models.sinks import gradient_of_sinks, with_sinks
 
 SOURCES = [Path(__file__).with_name(name) for name in ("products.cpp", "attention.cpp")]
 """Compiled as one file."""
@@ -114,6 +115,7 @@ def attend(
     k: Tensor,
     v: Tensor,
     mask: Mask | None = None,
+    sinks: Tensor | None = None,
     *,
     scale: float,
     window: int | None = None,
@@ -124,24 +126,25 @@ def attend(
     assert mask is None
     assert soft_cap is None
     length = q.shape[2]
-    out, _ = cpu_attention(q, k, v, scale, min(window or length, length))
+    out, _ = cpu_attention(q, k, v, sinks, scale, min(window or length, length))
     return out
 
 
 # Operators, so that the compiler doesn't look inside, and recomputation knows their names.
 @torch.library.custom_op("meshwright::cpu_attention", mutates_args=())
 def cpu_attention(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, scale: float, window: int
 ) -> tuple[Tensor, Tensor]:
     """Return the output, in the shape of q, and the logarithm of each query's sum of exponentials,
     (B, N, S) fp32; equal bits for any number of threads.
 
     Args:
+        sinks: (N,) fp32; None: there are none.
         window: tokens that a token sees, with itself: at least 1, at most S.
     """
     out, logsumexp = _like(q), q.new_empty(q.shape[:-1], dtype=torch.float32)
     _call(_kernel().attend, [q, k, v], [out], logsumexp, k.shape[1], scale, window)
-    return out, logsumexp
+    return (out, logsumexp) if sinks is None else with_sinks(out, logsumexp, sinks)
 
 
 @torch.library.custom_op("meshwright::cpu_attention_backward", mutates_args=())
@@ -168,13 +171,16 @@ def cpu_attention_backward(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, ctx.scale, ctx.window = inputs
-    ctx.save_for_backward(q, k, v, *output)
+    q, k, v, sinks, ctx.scale, ctx.window = inputs
+    ctx.save_for_backward(q, k, v, *output, sinks)
     ctx.mark_non_differentiable(output[1])
 
 
-def _differentiate(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
-    return *cpu_attention_backward(grad, *ctx.saved_tensors, ctx.scale, ctx.window), None, None
+def _differentiate(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    *tensors, out, logsumexp, sinks = ctx.saved_tensors
+    of_qkv = cpu_attention_backward(grad, *tensors, out, logsumexp, ctx.scale, ctx.window)
+    of_sinks = None if sinks is None else gradient_of_sinks(grad, out, logsumexp, sinks)
+    return *of_qkv, of_sinks, None, None
 
 
 # not by an autograd.Function, of which torch.compile's cache keeps no graph
@@ -182,7 +188,9 @@ cpu_attention.register_autograd(_differentiate, setup_context=_save)
 
 
 @cpu_attention.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int) -> tuple[Tensor, Tensor]:
+def _(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, scale: float, window: int
+) -> tuple[Tensor, Tensor]:
     return _like(q), q.new_empty(q.shape[:-1], dtype=torch.float32)
 
 

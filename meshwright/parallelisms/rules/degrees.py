@@ -10,6 +10,7 @@ from meshwright.config.job_config import JobConfig, Update
 from meshwright.config.parallelism import Parallelism
 from meshwright.config.rules import Check, Facts, Row, Rule
 from meshwright.models.args import divisors_of
+from meshwright.models.table import AttentionSpec
 from meshwright.parallelisms.rules.stages import num_stages, splits_backward
 from meshwright.system.errors import ConfigError, config_error
 from meshwright.system.modules import has_torch, torch_version
@@ -133,7 +134,7 @@ def _flex_attention(config: JobConfig, facts: Facts) -> Iterator[ConfigError]:
         key, does = "training.mask_documents", "does it"
         fix = "set a lower model.args.n_heads, or leave it out"
     elif facts.spec.needs_masks:
-        key, does = "model.flavor", "has its windows and soft caps"
+        key, does = "model.flavor", "has its windows, soft caps and sinks"
         fix = "set a lower model.args.n_heads, or choose a different model"
     else:
         return
@@ -154,6 +155,11 @@ def _flex_attention(config: JobConfig, facts: Facts) -> Iterator[ConfigError]:
             f"{NARROWEST}",
             fix,
         )
+
+
+def _goes_backward_twice(attention: AttentionSpec) -> bool:
+    """Return whether eager flex attention of a layer has more than a mask."""
+    return attention.soft_cap is not None or attention.sink_std is not None
 
 
 DEVICE: tuple[Row[Facts], ...] = (
@@ -200,10 +206,10 @@ DEVICE: tuple[Row[Facts], ...] = (
             and c.activation_checkpoint.mode == "selective"
             and c.activation_checkpoint.selective_ac_option == "op"
             and c.compile.enable is False
-            and any(layer.attention.soft_cap is not None for layer in facts.spec.layers)
+            and any(_goes_backward_twice(layer.attention) for layer in facts.spec.layers)
         ),
-        "isn't known to work with eager flex attention that has a soft cap: traced, it goes "
-        "backward through the cap twice",
+        "isn't known to work with eager flex attention that has a soft cap or sinks: traced, it "
+        "goes backward through the cap twice",
         'set compile.enable = true, or activation_checkpoint.mode = "full"',
         needs="device_type model",
     ),

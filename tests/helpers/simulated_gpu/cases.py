@@ -63,6 +63,8 @@ FP32 = (f"{PRECISION}=float32",)
 DOCUMENTS = ("--training.mask_documents=true",)
 EXPERTS = ("--model.name=qwen3_moe",)
 EP = ("--parallelism.expert_parallel_degree=4",)
+SINKS = ("--model.name=gpt_oss",)
+"""And windows; both are flex attention's on GPUs."""
 
 ONE_GPU = {
     "one GPU": Case({}),
@@ -106,6 +108,9 @@ CASES = ONE_GPU | {
     "FSDP 8, EP 4, selective by op": Case(
         {"dp_shard": 8}, (*EXPERTS, *EP, *_checkpointed("selective"))
     ),
+    "one GPU, sinks": Case({}, SINKS),
+    "FSDP 4 x TP 2, sinks and documents": Case({"dp_shard": 4, "tp": 2}, (*SINKS, *DOCUMENTS)),
+    "CP 4, sinks": Case({"dp_shard": 2, "cp": 4}, SINKS, rank=1),
     "one GPU, with faults": Case({}, is_faulty=True),
     "PP 2 x FSDP 2 x TP 2, last rank": Case(
         {"pp": 2, "dp_shard": 2, "tp": 2}, rank=7, microbatches=4
@@ -118,6 +123,7 @@ COMPILED = {
         *("one GPU", "one GPU, fp32", "one GPU, full recomputation", "one GPU, experts"),
         *("FSDP 8, documents, selective by op", "FSDP 4 x TP 2, full recomputation"),
         *("CP 4", "CP 4, documents", "FSDP 8, EP 4"),
+        *("one GPU, sinks", "FSDP 4 x TP 2, sinks and documents", "CP 4, sinks"),
     )
 } | {
     "FSDP 8, memory budget": Case({"dp_shard": 8}, _checkpointed("memory_budget")),
