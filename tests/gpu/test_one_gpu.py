@@ -37,6 +37,7 @@ FP32 = (f"{PRECISION}=float32",)
 DOCUMENTS = ("--training.mask_documents=true",)
 OFFLOADED = ("--training.enable_cpu_offload=true",)
 EXPERTS = ("--model.name=qwen3_moe",)
+SINKS = ("--model.name=gpt_oss",)
 MUON = ("--optimizer.name=muon",)
 EARLY = ("--optimizer.early_step_in_backward=true", "--training.max_norm=inf")
 SMALL = (
@@ -90,6 +91,8 @@ MODES = {
     "Muon": MUON,
     "experts": EXPERTS,
     "experts, compiled, selective": (*EXPERTS, *COMPILED, *SELECTIVE),
+    "sinks": SINKS,
+    "sinks, compiled, documents": (*SINKS, *COMPILED, *DOCUMENTS),
 }
 
 
