@@ -188,7 +188,7 @@ def _write_weights(job: Export, folder: Path, tensors: Mapping[str, ForeignTenso
             if not wanted.isdisjoint(foreign.parts):
                 for part, tensor in _read(job, name, foreign).items():
                     if part not in found:
-                        found[part] = torch.empty(shapes[part], dtype=job.dtype)
+                        found[part] = torch.empty(shapes[part], dtype=tensor.dtype)
                     own_part(found[part], foreign).copy_(tensor)
         try:  # transformers asks for the format
             save_file({name: found[name] for name in names}, folder / file, {"format": "pt"})

@@ -14,7 +14,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from meshwright.checkpoint.conversion.stored import WEIGHT_TYPES, StoredTensor, joined
+from meshwright.checkpoint.conversion.stored import FORMATS, WEIGHT_TYPES, StoredTensor, joined
 from meshwright.models.args import DecoderArgs
 from meshwright.models.config_json import Dimension
 from meshwright.models.family import (
@@ -155,9 +155,15 @@ def read_dimensions(place: NamedPath, form: HuggingFaceForm) -> dict[str, Dimens
     """
     config = _read_config(place)
     try:
-        return form.read_config(config)
+        found = form.read_config(config)
     except ValueError as error:
         raise place.error(f"{CONFIG}: {error}") from None
+    quantized = config.get("quantization_config") or {}
+    for key, only in FORMATS[quantized["quant_method"]].fixed.items() if quantized else ():
+        own = quantized.get(key, only)
+        rule = f"quantization_config.{key} is {own!r}; can read {only!r} alone"
+        place.check(own == only, f"{CONFIG}: {rule}")
+    return found
 
 
 def _read_config(place: NamedPath) -> dict[str, Any]:

@@ -4,7 +4,7 @@ Free of torch, but for the functions that read values.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,10 +36,12 @@ class Format:
 
     parts: tuple[tuple[str, str], ...]
     """What the names of the tensors that stand for one add to its name, and their types."""
-    shape: Callable[[Sequence[tuple[int, ...]]], tuple[int, ...]]
-    """Returns its shape, from theirs."""
+    shape: Callable[[Sequence[tuple[int, ...]]], tuple[int, ...] | None]
+    """Returns its shape, from theirs; None: they don't fit each other."""
     read: "Callable[[Sequence[Any], Slices], Tensor]"
     """Returns a part of its values from theirs, which safetensors gives as slices."""
+    fixed: Mapping[str, object] = field(default_factory=dict)
+    """Keys of quantization_config that can have but one value."""
 
 
 MXFP4_BLOCK = 32
@@ -72,7 +74,41 @@ def _read_mxfp4(parts: Sequence[Any], box: Slices) -> "Tensor":
     return whole[:, columns.start - first * MXFP4_BLOCK :][:, : columns.stop - columns.start]
 
 
+FP8_BLOCK = 128
+"""Rows and columns of a matrix that share a scale; the last block has the rest of them."""
+
+
+def _shape_of_fp8(shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...] | None:
+    matrix, scales = shapes
+    fits = len(matrix) == 2 and scales == tuple(-(-size // FP8_BLOCK) for size in matrix)
+    return matrix if fits else None
+
+
+def _read_fp8(parts: Sequence[Any], box: Slices) -> "Tensor":
+    """Multiply each block by its scale in fp32, as transformers does. Names of scales end in "inv"
+    because values were divided by their inverses.
+
+    Source: DeepSeek-AI 2024, arXiv:2412.19437, section 3.3.2, and README_WEIGHTS.md of its files.
+    """
+    import torch  # not where a folder is only looked at
+
+    values, scales = parts
+    blocks = [slice(part.start // FP8_BLOCK, -(-part.stop // FP8_BLOCK)) for part in box]
+    spread: Tensor = scales[tuple(blocks)]
+    for dimension, (part, own) in enumerate(zip(box, blocks, strict=True)):
+        of_each = torch.arange(part.start, part.stop) // FP8_BLOCK - own.start
+        spread = spread.index_select(dimension, of_each)
+    found: Tensor = values[box].float() * spread
+    return found
+
+
 FORMATS: Mapping[str, Format] = {
+    "fp8": Format(
+        (("", "F8_E4M3"), ("_scale_inv", "F32")),
+        _shape_of_fp8,
+        _read_fp8,
+        {"weight_block_size": [FP8_BLOCK, FP8_BLOCK], "fmt": "e4m3"},
+    ),
     "mxfp4": Format((("_blocks", "U8"), ("_scales", "U8")), _shape_of_mxfp4, _read_mxfp4),
 }
 """By quant_method in config.json."""
@@ -89,9 +125,11 @@ def joined(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
             there = tuple(part for part in parts if part is not None)
             if [part.dtype for part in there] != [dtype for _, dtype in form.parts]:
                 continue
+            shape = form.shape([part.shape for part in there])
+            if shape is None:
+                continue
             for part in there:
                 del found[part.name]
-            shape = form.shape([part.shape for part in there])
             found[base] = StoredTensor(base, there[0].file, method, shape, there)
     return found
 

@@ -116,6 +116,7 @@ FAMILY = Family(
         state={
             "layers.{}.feed_forward.bias": "model.layers.{}.mlp.gate.e_score_correction_bias",
         },
+        quantizations=("fp8",),
         predictors="num_nextn_predict_layers",
         modules=NAMES,
         rotated=(),
