@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from meshwright.checkpoint.conversion.hf_folder import find_tensors
+from meshwright.checkpoint.conversion.hf_folder import find_family, find_tensors
 from meshwright.models.config_json import FULL, SLIDING
 from meshwright.models.families import MODELS
 from meshwright.system.errors import ConfigError
@@ -144,6 +144,8 @@ def test_layers_that_predict_further_tokens_are_named_and_left_out(tmp_path, cap
     assert (
         "1 tensors, model.layers.3.eh_proj.weight the first, left out: multi-token" in caplog.text
     )
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": "kimi_k2"}))
+    assert find_family(NamedPath("folder", folder), [*MODELS.values()]) is MODELS["deepseek_v3"]
     extra = {"model.layers.2.eh_proj.weight": torch.ones(32, 64)}
     save_file(tensors | extra, folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(ConfigError, match="layers.2.eh_proj.weight, for which the model has no"):
