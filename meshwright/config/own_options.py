@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from functools import partial
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ValidationError, create_model
 
 from meshwright.config.explain import explain_value
 from meshwright.config.job_config import Options
@@ -23,12 +23,20 @@ def checked_options(options: Options, models: Models) -> dict[str, BaseModel]:
     mistakes, found = list(map(partial(_unknown_name, models), unknown)), dict[str, BaseModel]()
     for name, model in models.items():
         try:
-            found[name] = model.model_validate(given.get(name, {}))
+            found[name] = _strict(model).model_validate(given.get(name, {}))
         except ValidationError as error:
             mistakes += _explain(name, model, error)
     if mistakes:
         raise CombinedConfigError(mistakes)
     return found
+
+
+def _strict(model: type[BaseModel]) -> type[BaseModel]:
+    """Return a model that rejects unknown keys, unless it says what becomes of them: pydantic would
+    ignore a misspelled one."""
+    if "extra" in model.model_config:
+        return model
+    return create_model(model.__name__, __base__=model, __cls_kwargs__={"extra": "forbid"})
 
 
 def _unknown_name(models: Models, name: str) -> ConfigError:

@@ -74,6 +74,9 @@ def own_options(config: JobConfig) -> dict[str, BaseModel]:
     """
     name = config.experimental.custom_import
     models = _table(name, "OPTIONS", IMPORT_KEY) if name else {}
+    if not all(issubclass(model, BaseModel) for model in models.values()):
+        what = "OPTIONS must be a dict from names to classes of pydantic's BaseModel"
+        raise _error(name, what, IMPORT_KEY)
     return checked_options(config.options, models)
 
 
