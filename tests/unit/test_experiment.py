@@ -16,6 +16,8 @@ import pytest
 
 from meshwright.commands.experiment import verdict as verdicts
 from meshwright.commands.experiment import worker
+from meshwright.commands.experiment.arms import register
+from meshwright.commands.experiment.command import EXIT_FAILED
 from meshwright.commands.experiment.spec import read_spec
 from meshwright.commands.experiment.verdict import Pair, alpha_of, half_width, judge, least_pairs
 from meshwright.commands.main import run
@@ -243,6 +245,35 @@ def test_budgets_become_steps_once(lab, capsys) -> None:
     assert {row["steps"] for row in lab.results().values()} == {16}
     assert not (lab.runs / "budget").exists()
     assert "8 s are 16 steps of 0.5 s" in capsys.readouterr().out
+
+
+SCREEN = "[list]\n'optimizer.lr' = [1e-3, 7e-3]\n[screen]\nsteps = 0.5\nkeep = 1\nseeds = [100]\n"
+
+
+def test_a_crash_in_a_screening_is_run_again_and_drops_no_arm(lab, capsys, monkeypatch) -> None:
+    monkeypatch.setattr(worker, "ATTEMPTS", 1)
+    lab.runs.mkdir(parents=True)
+    (lab.runs / "crash").touch()  # of the first run
+    text = SCREEN.replace("1e-3, 7e-3", "7e-3, 1e-3")
+    assert lab.write(text)("run", "--json") == EXIT_FAILED
+    summary = json.loads(capsys.readouterr().out)
+    assert (summary["screening"]["dropped"], summary["is_decided"]) == ({}, False)
+    assert lab("run", "--json") == 0
+    summary = json.loads(capsys.readouterr().out)
+    assert [(arm["arm"], arm["verdict"]) for arm in summary["arms"]] == [("lr=0.007", "better")]
+
+
+def test_a_run_of_a_screening_can_be_resumed_and_keeps_the_schedule_of_its_base(lab) -> None:
+    """The base saves only the weights at the end, and its schedule is longer than the budget."""
+    base = lab.folder / "tiny.toml"
+    base.write_text(
+        BASE + "[checkpoint]\nlast_save_model_only = true\n[lr_scheduler]\ntotal_steps = 99\n"
+    )
+    arm = lab.write(SCREEN) and register(read_spec(lab.file)).arms["lr=0.007"]
+    assert worker._settings_of_screening(arm, 24) == {"checkpoint.last_save_model_only": False}
+    base.write_text(BASE)
+    both = {"checkpoint.last_save_model_only": False, "lr_scheduler.total_steps": 24}
+    assert worker._settings_of_screening(arm, 24) == both
 
 
 def test_a_screening_keeps_the_best_and_judges_them_on_fresh_seeds(lab, capsys) -> None:

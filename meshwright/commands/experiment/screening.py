@@ -67,8 +67,10 @@ def steps_at(part: float, steps: int) -> int:
 
 def mean_at(result: Result | None, steps: int) -> float | None:
     """Return the mean of the validations of the last quarter of `steps`; None: the run isn't that
-    far. A run that diverged or failed is the worst."""
-    if result is None or (result.status == "finished" and result.steps < steps):
+    far, or it failed, which says nothing about the arm. One that diverged is the worst."""
+    if result is None or result.status == "failed":
+        return None
+    if result.status == "finished" and result.steps < steps:
         return None
     late = [value for step, value in result.curve if LAST_QUARTER * steps <= step <= steps]
     return fmean(late) if late else math.inf

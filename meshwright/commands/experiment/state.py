@@ -92,21 +92,21 @@ class State:
         Args:
             since_s: a failure before it is tried again.
         """
+        failed = {key: run for key, run in self.results.items() if run.status == "failed"}
+        waiting = {key for key, run in failed.items() if run.ended_s >= since_s}
+        done = (self.results.keys() - failed.keys()) | waiting
         if self.screening is not None:
-            yield from self.screening.missing
+            yield from (key for key in self.screening.missing if key not in waiting)
         active = {arm.name for arm in self.open_arms}
         for arm in reversed(self.experiment.arms.values()):
             if arm.name in active and arm.on:
                 active.add(arm.on)
         for seed in self.seeds:
             for arm in self.experiment.arms.values():
-                result = self.results.get(Key(arm.name, seed))
-                reference = self.results.get(Key(arm.on, seed))
+                key, reference = Key(arm.name, seed), self.results.get(Key(arm.on, seed))
                 is_paired = reference is None or reference.status == "finished"
-                fails = result is not None and result.status == "failed"
-                is_missing = result is None or (fails and result.ended_s < since_s)
-                if arm.name in active and is_missing and is_paired:
-                    yield Key(arm.name, seed)
+                if arm.name in active and is_paired and key not in done:
+                    yield key
 
     @property
     def failed(self) -> list[Result]:

@@ -17,7 +17,7 @@ from statistics import median
 from types import FrameType
 
 from meshwright.checkpoint.lease import FILE as JOB_LEASE
-from meshwright.commands.experiment.registry import Arm, lease, load, save
+from meshwright.commands.experiment.registry import Arm, config_of, lease, load, save
 from meshwright.commands.experiment.results import (
     VALIDATIONS,
     Key,
@@ -120,9 +120,8 @@ class Worker:
         arm, steps = experiment.arms[key.arm], state.steps_of(key)
         since_s, code = time.time(), 0
         settings = {"training.seed": key.seed, **self._settings(steps)}
-        if steps < experiment.steps_of(arm) and "lr_scheduler.total_steps" not in arm.keys:
-            # of a screening: the schedule is the whole budget's
-            settings["lr_scheduler.total_steps"] = experiment.steps_of(arm)
+        if steps < experiment.steps_of(arm):
+            settings |= _settings_of_screening(arm, experiment.steps_of(arm))
         for attempt in range(1, ATTEMPTS + 1):
             if not has_ended(folder, steps):
                 code = self._train(arm, folder, settings)
@@ -214,3 +213,12 @@ class Worker:
     def _check_asked(self) -> None:
         if self._requests:
             raise StopRequested(self._requests[0])
+
+
+def _settings_of_screening(arm: Arm, steps: int) -> Values:
+    """Return further keys of a run that ends early: the next round resumes it, and its schedule is
+    that of all `steps` of the budget, unless the arm has its own."""
+    key = "lr_scheduler.total_steps"
+    has_own = key in arm.keys or config_of(arm.config, {}).lr_scheduler.total_steps is not None
+    resumable = {"checkpoint.last_save_model_only": False}
+    return resumable if has_own else resumable | {key: steps}
