@@ -1,6 +1,7 @@
 """`meshwright replay`: steps of jobs on real ranks come back, and planted documents are named."""
 
 import json
+import math
 import os
 import random
 import re
@@ -8,10 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from meshwright.commands.replay.job import StepFigures
-from meshwright.commands.replay.replay import ComparedStep, Replayed
-from meshwright.commands.replay.samples import SampleTable
+from meshwright.commands.replay.replay import ComparedStep, Replayed, relative
+from meshwright.commands.replay.samples import SampleTable, deviations_of, robust_deviations
 from meshwright.config.loader import load_config
 from meshwright.datasets.opening import open_data
 from meshwright.datasets.samples import CachedSource, SampleRules
@@ -208,6 +210,25 @@ def test_a_record_that_is_not_the_run_s_is_seen(spoilt: Path, tmp_path: Path, ca
 def test_what_cannot_be_replayed_is_one_error(spoilt: Path, words, message) -> None:
     with pytest.raises(ConfigError, match=message):
         replay([spoilt if word == "RUN" else word for word in words])
+
+
+def test_values_that_are_not_finite_equal_no_finite_ones() -> None:
+    nan, inf = math.nan, math.inf
+    assert relative([nan, inf, 1.0, 2.0], [1.0, nan, nan, 2.0]) == [inf, 0, inf, 0]
+    broken = ComparedStep(StepFigures(1, nan, nan), StepFigures(1, 2.0, 1.0))
+    assert not broken.is_equal
+    assert Replayed("", "float32", [broken], SampleTable([], [], None)).first_other is broken
+
+
+def test_a_sample_without_a_finite_loss_stands_out_and_one_without_targets_does_not() -> None:
+    counted = torch.ones(6, 4, dtype=torch.bool)
+    counted[5] = False
+    means = torch.tensor([2.0, 2.1, 1.9, 2.05, math.nan, 0.0])
+    *others, broken, empty = deviations_of(means, counted).tolist()
+    assert (broken, empty) == (math.inf, 0)
+    assert max(map(abs, others)) < 3.5
+    assert not deviations_of(torch.full((6,), math.nan), counted).any()  # it's not one of them
+    assert robust_deviations(torch.empty(0)).tolist() == []
 
 
 def _replayed(recorded: float, twin: Callable[[int], float]) -> Replayed:

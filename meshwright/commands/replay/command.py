@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import sys
 from argparse import Namespace
 from collections.abc import Callable
@@ -142,10 +143,19 @@ def _on_ranks(work: Callable[["Request"], Result], request: "Request", has_gpus:
 
 def _print(given: Namespace, result: dict[str, Any], lines: "Callable[[], Iterator[str]]") -> None:
     if given.json:
-        print(json.dumps(result, indent=1))
+        print(json.dumps(_in_json(result), indent=1))
         return
     for line in lines():
         print(line)
+
+
+def _in_json(value: Any) -> Any:
+    """Return a result with null where a number isn't finite: JSON has no word for it."""
+    if isinstance(value, dict):
+        return {key: _in_json(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_in_json(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _as_json(replayed: "Replayed", groups: list[str]) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Takes steps of a run again, and compares each with the record. Runs on every rank."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -73,9 +74,14 @@ class ComparedStep:
 
 
 def relative(values: Sequence[float], wanted: Sequence[float]) -> list[float]:
-    """Return relative differences; 0 where both aren't finite, as a record has no such values."""
-    pairs = zip(values, wanted, strict=False)  # the record may lack the groups
-    return [abs(a - b) / max(abs(b), 1e-30) if a == a and b == b else 0.0 for a, b in pairs]
+    """Return relative differences: 0 where neither is finite, infinite where one of them is."""
+    return [_relative(*pair) for pair in zip(values, wanted, strict=False)]  # groups may be missing
+
+
+def _relative(value: float, wanted: float) -> float:
+    if math.isfinite(value) != math.isfinite(wanted):
+        return math.inf
+    return abs(value - wanted) / max(abs(wanted), 1e-30) if math.isfinite(wanted) else 0.0
 
 
 @dataclass(frozen=True)
@@ -157,9 +163,11 @@ _bar = partial(tqdm, leave=False, disable=None)
 
 
 def _recorded(row: Row | None) -> StepFigures | None:
-    if row is None or row.get("loss") is None or row.get("grad_norm") is None:
+    if row is None:
         return None
-    return StepFigures(row["step"], row["loss"], row["grad_norm"], row.get("norms", []))
+    # a record has no value that isn't finite
+    loss, norm = (math.nan if row.get(k) is None else row[k] for k in ("loss", "grad_norm"))
+    return StepFigures(row["step"], loss, norm, row.get("norms", []))
 
 
 def _other_microbatch(job: RunningJob) -> int:

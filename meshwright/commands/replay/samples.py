@@ -69,13 +69,29 @@ class SampleTable:
 
 
 def robust_deviations(values: Tensor) -> Tensor:
-    """Return how many standard deviations each value is from the median.
+    """Return how many standard deviations each value is from the median: infinitely many, if it
+    isn't finite and others are.
 
     The deviation is 1.4826 times the median of distances, which a few outliers don't move
     (Rousseeuw and Croux 1993, "Alternatives to the median absolute deviation").
     """
-    distances = values - values.median()
-    return distances / (1.4826 * distances.abs().median()).clamp(min=1e-9)
+    is_finite = values.isfinite()
+    if not is_finite.any():
+        return torch.zeros_like(values)
+    distances = values - values[is_finite].median()
+    deviation = 1.4826 * distances[is_finite].abs().median()
+    return (distances / deviation.clamp(min=1e-9)).where(is_finite, torch.inf)
+
+
+def deviations_of(means: Tensor, counted: Tensor) -> Tensor:
+    """Return the deviations of samples by their mean losses: 0 of one that has no targets.
+
+    Args:
+        counted: (samples, S) bool, the targets that count.
+    """
+    has_targets, deviations = counted.any(1), torch.zeros_like(means)
+    deviations[has_targets] = robust_deviations(means[has_targets])
+    return deviations
 
 
 def measure_samples(
@@ -90,7 +106,7 @@ def measure_samples(
     losses = token_losses(job.trainer.model, batches, job.meshes).cpu()
     counted = has_loss(_all_labels(job, batches)).cpu()
     means = losses.sum(1) / counted.sum(1).clamp(min=1)
-    deviations = robust_deviations(means)
+    deviations = deviations_of(means, counted)
     order = deviations.abs().argsort(descending=True).tolist()
     shown = sorted(order[:count], key=lambda index: -deviations[index])
     out = [index for index in shown if abs(deviations[index]) > STANDS_OUT]

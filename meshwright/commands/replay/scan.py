@@ -68,15 +68,14 @@ def scan_documents(job: RunningJob, count: int, note: Callable[[int], None]) -> 
     check(bool(cached), "--scan", names, "is streamed: nobody knows where it ends", fix)
     places, found, total = Places(job.resolved.config), list[ScannedDocument](), 0
     for source in cached:
-        means = _losses_of(job, source, total, note)
+        means, long_enough = _losses_of(job, source, total, note)
         total += len(means)
-        known = means[~means.isnan()]
-        deviations = torch.full_like(means, torch.nan)
-        deviations[~means.isnan()] = robust_deviations(known)
-        order = deviations.nan_to_num(0).argsort(descending=True).tolist()
-        for number in dict.fromkeys([*order[:count], *order[-count:]]):
+        deviations = robust_deviations(means[long_enough])
+        order = deviations.argsort(descending=True).tolist()
+        for index in dict.fromkeys([*order[:count], *order[-count:]]):
+            number = int(long_enough[index])
             document = source.cache.document(number)
-            values = means[number].item(), deviations[number].item()
+            values = means[number].item(), deviations[index].item()
             is_told = dist.get_rank() == 0  # it reads files
             place = places.find(source, document) if is_told else ""
             name, size = f"{source.entry.name} {number}", document.end - document.begin
@@ -87,8 +86,9 @@ def scan_documents(job: RunningJob, count: int, note: Callable[[int], None]) -> 
 
 def _losses_of(
     job: RunningJob, source: CachedSource, done: int, note: Callable[[int], None]
-) -> Tensor:
-    """Return the mean loss of each document: (documents,) fp64; NaN of one that is too short."""
+) -> tuple[Tensor, Tensor]:
+    """Return the mean loss of each document, (documents,) fp64, and the numbers of those that
+    aren't too short to have one."""
     training = job.resolved.config.training
     sums = torch.zeros(2, source.cache.num_documents, dtype=torch.float64)
     per_call = training.local_batch_size * job.meshes.dp.size()
@@ -101,7 +101,7 @@ def _losses_of(
             note(done + piece.document)
     if waiting:
         _add_losses(job, waiting, sums)
-    return sums[0] / sums[1]
+    return sums[0] / sums[1], sums[1].nonzero().flatten()
 
 
 def _pieces(source: CachedSource, length: int) -> Iterator[_Piece]:
