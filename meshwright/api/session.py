@@ -67,6 +67,8 @@ class Session:
     def __init__(self, config: JobConfig, sinks: Sequence[Sink] = ()) -> None:
         _check_free()
         self._finished: FinishedStep | None = None
+        self._saved_step = 0
+        self._is_broken = False
         with ExitStack() as stack:
             stack.enter_context(restored_process())
             collects = gc.isenabled()
@@ -115,6 +117,7 @@ class Session:
         Raises:
             TrainingError: after a non-finite step or a loss spike, as `bad_steps` says.
             ConfigError, DataError: if the data can't be read.
+            ConfigError: after any error or interrupt within a step.
         """
         check(count is None or count >= 0, "count", count, "must not be negative")
         last = self.config.training.steps
@@ -160,10 +163,12 @@ class Session:
         job, finished = self._job, self._finished
         rule, fix = "the job saves no checkpoints", "set it to true"
         check(self.config.checkpoint.saves, "checkpoint.enable", False, rule, fix)
-        if finished is None:
+        self._check_whole()
+        if finished is None or finished.step == self._saved_step:
             raise ConfigError("", "save: there is no new step\n  fix: take one, with steps(1)")
         is_complete = finished.step == self.config.training.steps or job.loader.is_at_end
         save(job, finished, is_last=True, is_complete=is_complete)
+        self._saved_step = finished.step
         return commit.step_folder(job.resolved.checkpoint_folder, finished.step)
 
     def close(self) -> None:
@@ -178,9 +183,23 @@ class Session:
         if not self._is_open:
             raise ConfigError("", "the Session is closed\n  fix: make another")
 
+    def _check_whole(self) -> None:
+        if self._is_broken:
+            what = "the last step didn't end, so weights and data may be ahead of it"
+            fix = "make another Session, which resumes from the last checkpoint"
+            raise ConfigError("", f"{what}\n  fix: {fix}")
+
     def _take_step(self) -> Step | None:
         """Take the next step; None: the data ends."""
         self._check_open()
+        self._check_whole()
+        try:
+            return self._take_whole_step()
+        except BaseException:  # Ctrl-C in a notebook, too
+            self._is_broken = True
+            raise
+
+    def _take_whole_step(self) -> Step | None:
         job, step = self._job, self.step + 1
         data = next(job.loader, None)
         if data is None:

@@ -22,7 +22,7 @@ from meshwright.parallelisms.context_parallel import local_part, local_positions
 from meshwright.parallelisms.data_parallel import reset_after_no_grad
 from meshwright.parallelisms.local_model import LocalModel
 from meshwright.parallelisms.meshes import Meshes
-from meshwright.system.errors import ConfigError
+from meshwright.system.errors import ConfigError, check
 from meshwright.train.build import build_stream
 from meshwright.train.resolve import ResolvedJob
 
@@ -100,6 +100,9 @@ def evaluate_texts(
 
     Each text is between BOS and EOS, and cut into parts of S + 1 tokens that overlap by one, so
     that each token but the first is predicted once, from those before it in its part.
+
+    Raises:
+        ConfigError: if no token has one before it.
     """
     training, tokenizer = resolved.config.training, resolved.tokenizer
     length, samples = training.seq_len + 1, list[Sample]()
@@ -108,9 +111,10 @@ def evaluate_texts(
         for first in range(0, len(ids) - 1, training.seq_len):
             part = np.array(ids[first : first + length], np.uint32)
             samples.append(to_sample([part], padded_to=length))
+    check(bool(samples), "texts", [*texts], "have no token to predict", "pass longer ones")
     size = training.local_batch_size
     samples += [blank_sample(length)] * (-len(samples) % size)  # shapes stay as compiled
-    batches = to_batches(samples, size, training.mask_documents) if samples else []
+    batches = to_batches(samples, size, training.mask_documents)
     steps = ([batch.send(device)] for batch in batches)
     return _known_figures(resolved, evaluate(model, steps, meshes, _token_bytes(resolved, device)))
 

@@ -162,6 +162,8 @@ def test_misuse_is_one_sentence_with_a_fix(tmp_path: Path, monkeypatch) -> None:
             mw.Session(small(tmp_path / "other"))
         with pytest.raises(mw.ConfigError, match=r"model is made for 64\n  fix: load_model"):
             mw.generate(session.model, session.tokenizer, "a", 100)
+        with pytest.raises(mw.ConfigError, match=r"texts = \[\]: have no token to predict\n  fix"):
+            session.evaluate([])
         with pytest.raises(mw.ConfigError, match=r"top_p = 0.5: has no effect without a temperat"):
             mw.generate(session.model, session.tokenizer, "a", 5, top_p=0.5)
     session.close()  # again, which does nothing
@@ -177,6 +179,29 @@ def test_misuse_is_one_sentence_with_a_fix(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(mw.ConfigError, match=r"a Session is one rank, and WORLD_SIZE is 2"):
         mw.Session(small(tmp_path))
+
+
+def test_a_step_that_did_not_end_is_not_continued(tmp_path: Path, monkeypatch) -> None:
+    """Its batch was taken, and its update may be half done: the next Session takes it again."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    losses, _ = run(tmp_path / "whole")
+    with mw.Session(small(tmp_path / "broken")) as session:
+        assert [step.loss for step in session.steps(2)] == losses[:2]
+        session.save()
+        with pytest.raises(mw.ConfigError, match=r"there is no new step\n  fix: take one"):
+            session.save()
+        with monkeypatch.context() as patched:
+            patched.setattr("meshwright.api.session.take_step", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                next(session.steps())
+        for go_on in (session.save, lambda: next(session.steps())):
+            with pytest.raises(mw.ConfigError, match=r"the last step didn't end.*\n  fix: make an"):
+                go_on()
+    assert [path.name for path in (tmp_path / "broken/checkpoint").glob("step-*")] == ["step-2"]
+    assert run(tmp_path / "broken")[0] == losses[2:]
 
 
 def test_load_gives_the_errors_of_the_command_line(tmp_path: Path) -> None:
