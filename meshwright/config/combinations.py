@@ -73,6 +73,11 @@ SCHEDULE: tuple[Row[Facts], ...] = (
         "the schedule differs from wsd",
     ),
     Idle(
+        "lr_scheduler.total_steps",
+        lambda c, _: c.lr_scheduler.name == "inverse_sqrt",
+        "1 / sqrt(step) has no end",
+    ),
+    Idle(
         "lr_scheduler.decay_type lr_scheduler.min_lr_factor",
         lambda c, _: c.num_decay_steps == 0 and c.lr_scheduler.name == "wsd",
         "no step is left for a decay",

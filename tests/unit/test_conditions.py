@@ -84,6 +84,7 @@ OPTIONS = {  # a value that is not the default, beside which others it is idle, 
     "checkpoint.average.decay=0.5": ("", "checkpoint.enable=true"),
     "checkpoint.average.window_tokens=1000000": ("", "validation.enable=true"),
     'lr_scheduler.decay_type="cosine"': ("training.steps=100", "lr_scheduler.warmup_steps=2"),
+    "lr_scheduler.total_steps=500": ('lr_scheduler.name="inverse_sqrt"', ""),
     "lr_scheduler.min_lr_factor=0.25": (
         "lr_scheduler.decay_ratio=0.0", "lr_scheduler.decay_ratio=0.1"
     ),

@@ -152,6 +152,12 @@ def test_a_schedule_of_your_own_is_the_docs(own) -> None:
             "lr_scheduler.name = 'off': its function gives -1.0 for step 1 of 100\n  fix: return a",
         ),
         (
+            "SCHEDULES = {'late': lambda step, steps, options: 1 / (step - 1)}",
+            "late",
+            [],
+            "its function raises for step 1 of 100: ZeroDivisionError: division by zero (",
+        ),
+        (
             "from meshwright.config.section import Section\n"
             "class Own(Section):\n    power: float = 1.0\n"
             "SCHEDULES = {'mine': lambda step, steps, own: step**-own.power}\n"

@@ -13,7 +13,8 @@ from pydantic import ValidationError
 from meshwright.config.job_config import JobConfig
 from meshwright.config.optimizer import Muon, Optimizer, ParameterGroup
 from meshwright.models.parameter import Parameter
-from meshwright.system.errors import ConfigError, check, did_you_mean
+from meshwright.system.errors import ConfigError, check, config_error, did_you_mean
+from meshwright.system.modules import describe_error
 
 Groups = list[dict[str, Any]]
 """Parameter groups, as torch's optimizers take them."""
@@ -84,7 +85,13 @@ def check_schedule(config: JobConfig, own_options: Mapping[str, Any]) -> None:
     if isinstance(function, str):  # it is ours
         return
     for step in (1, (steps + 1) // 2, steps):
-        value = function(step, steps, own_options.get(name, config.lr_scheduler))
+        try:
+            value = function(step, steps, own_options.get(name, config.lr_scheduler))
+        except Exception as error:  # whatever the user's function raises
+            code = getattr(function, "__code__", None)
+            what = describe_error(error, getattr(code, "co_filename", ""))
+            rule = f"its function raises for step {step} of {steps}: {what}"
+            raise config_error("lr_scheduler.name", name, rule, "correct it") from None
         is_fraction = isinstance(value, int | float) and math.isfinite(value) and value >= 0
         rule = f"its function gives {value!r} for step {step} of {steps}"
         fix = "return a fraction of the peak, 0 or more"
