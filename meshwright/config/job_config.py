@@ -166,7 +166,7 @@ class Checkpoint(Section):
     """Save after step 1 too: whether the storage can be written shows at once."""
 
     last_save_model_only: bool = False
-    """Save the weights only after the last step, in `export_dtype`: a third of the size. Nothing
+    """After the last step, save only the weights, in `export_dtype`: a third of the size. Nothing
     resumes from that checkpoint; a job starts from it by `initial_load_path`."""
 
     last_save_in_hf: bool = False

@@ -38,7 +38,7 @@ class Muon(Section):
     """Decay per step of the gradient's EMA."""
 
     nesterov: bool = True
-    """Use the gradient and the EMA after it, not the mean only."""
+    """Use the gradient and the mean after it, not only the mean."""
 
     steps: Annotated[int, Field(ge=1, le=20)] = 5
     """Newton-Schulz steps."""

@@ -160,7 +160,7 @@ class RangeFile:
             while size and (part := os.pread(file.fileno(), size, begin)):  # of 2 GiB at most
                 parts.append(part)
                 begin, size = begin + len(part), size - len(part)
-        except OSError:  # of a stale handle, a different can be had; or there were too many
+        except OSError:  # of a stale handle, a new one can be had; or there were too many
             _open.cache_clear()
             raise
         return b"".join(parts)

@@ -40,7 +40,7 @@ class Lease:
 
     def __init__(self, file: Path) -> None:
         self.file = file
-        # not of one thread: whoever gives it back may be a different
+        # not of one thread: a different thread may give it back
         self._lease = SoftFileLease(
             file, lease_duration=LEASE_S, heartbeat_interval=BEAT_S, thread_local=False
         )

@@ -24,7 +24,7 @@ def import_user_module(name: str) -> ModuleType:
     content = Path(name).read_bytes() if Path(name).is_file() else b""
     digest = hashlib.sha256(
         name.encode() + content
-    ).hexdigest()  # a file that changed is a different
+    ).hexdigest()  # a changed file is a different module
     own_name = f"meshwright_user_{digest[:8]}"
     if own_name in sys.modules:
         return sys.modules[own_name]

@@ -72,7 +72,7 @@ def initialize_weights(resolved: ResolvedJob, model: LocalModel, group: dist.Pro
         for stage in model.stages:
             initialize(stage, resolved.config.training.seed)
         return
-    # late: few jobs start from the weights of a different
+    # late: few jobs start from weights of a different job
     from meshwright.checkpoint.conversion.readers import load_upcycled, open_initial, open_weights
 
     start, noise = time.perf_counter(), config.initial_load_upcycle_noise

@@ -28,7 +28,7 @@ class Checked:
 
     @property
     def failures(self) -> list[str]:
-        """One line each, start with the quantity that differs."""
+        """One line each, which begins with the quantity that differs."""
         return [f"{what} {line}" for what, lines in self.lines.items() for line in lines]
 
     @property

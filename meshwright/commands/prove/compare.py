@@ -119,7 +119,7 @@ def _compare_validation(
 
 
 def _compare_second_validation(verdict: Verdict, ranks: Sequence[Measurement]) -> None:
-    """Check that a validation right after a different gives the same, since it changes nothing."""
+    """Check that a second validation gives the same as the first, since it changes nothing."""
     if wrong := [number for number, rank in enumerate(ranks) if rank.unlike_before]:
         names = ", ".join(ranks[wrong[0]].unlike_before)
         verdict.failures.append(

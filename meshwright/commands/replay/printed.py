@@ -79,7 +79,7 @@ def _of_last(replayed: Replayed, groups: Sequence[str]) -> Iterator[str]:
 def _of_horizon(replayed: Replayed) -> Iterator[str]:
     if beyond := replayed.beyond_horizon:
         text = (
-            f"rounding only changes the loss of step {beyond.taken.step} by "
+            f"rounding by itself changes the loss of step {beyond.taken.step} by "
             f"{beyond.rounding[0]:.1e}: replay from a nearer checkpoint, or on the mesh of the run"
         )
         yield from _entry("beyond horizon", text)

@@ -116,7 +116,7 @@ class Replayed:
 
     @property
     def beyond_horizon(self) -> ComparedStep | None:
-        """The first step up to which rounding only has grown too much to compare any."""
+        """The first step up to which rounding by itself has grown too much to compare any."""
         return next((s for s in self.steps if s.rounding and s.rounding[0] > HORIZON), None)
 
 
