@@ -37,6 +37,7 @@ from meshwright.system.processes import OTHER_MALLOC, STOP_SIGNALS, Launch, exit
 
 if TYPE_CHECKING:
     from meshwright.datasets.stream import OpenSource
+    from meshwright.train.resolve import ResolvedJob
 
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(4 << 30), "MALLOC_TRIM_THRESHOLD_": str(8 << 30)}
 """glibc's: sizes in bytes from which it gives memory back."""
@@ -98,34 +99,7 @@ def run(given: Namespace) -> None:
     slurm.check_tasks(ranks.machines if nodes_given else None, os.environ)
     resolved = check_job(given, ranks, device_type="cuda" if ranks.gpus else "cpu")
     check_progress(Path(resolved.config.job.dump_folder), resolved.resume_step, os.environ)
-    # not at the top: numpy takes as long as all checks, which come first
-    from meshwright.datasets.excluded import find_excluded
-    from meshwright.datasets.opening import open_data
-    from meshwright.datasets.stream import Cursor, steps_of_data
-    from meshwright.train.resume import place_in_data
-
-    sources = open_data(
-        "training", resolved.config
-    )  # which tokenizes it, before ranks wait for that
-    find_excluded(
-        resolved.config.training.exclude, sources, are_all=len(resolved.training_stages) == 1
-    )
-    cursor = Cursor()
-    if resolved.facts.saved is not None and resolved.resume_step < resolved.config.training.steps:
-        cursor = place_in_data(
-            resolved, resolved.facts.saved.manifest, sources
-        )  # of other data: rejected
-    data_steps = steps_of_data(resolved.config, sources, resolved.resume_step, cursor)
-    # a few notes depend on the steps that the data lasts, which only tokenizing tells
-    for text in replace(resolved, data_steps=data_steps).notes:
-        if text not in resolved.notes:
-            logger.warning("%s", text)
-    for stage in resolved.training_stages[1:]:
-        sources += open_data("training", stage.config)
-    for stage in resolved.training_stages:
-        # with a fraction, a stage is validated on a part of its own data
-        if stage is resolved or stage.config.training.validation_fraction:
-            sources += open_data("validation", stage.config)
+    sources = _open_data(resolved)
     where = ""
     if ranks.machines > 1:
         where = f", of {ranks.machines} nodes that meet at {_endpoint(given)}"
@@ -159,6 +133,37 @@ def run(given: Namespace) -> None:
     rank = [*python, "meshwright.train", *words]
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # until the launcher has its handlers
     os.execv(sys.executable, [*python, "meshwright.launch", *torchrun, *rank])
+
+
+def _open_data(resolved: "ResolvedJob") -> "list[OpenSource]":
+    """Open the sources of every stage, which tokenizes them before ranks wait for that; warn of
+    what only their length tells.
+
+    Raises:
+        ConfigError: if a checkpoint has other data, or `training.exclude` names nothing of it.
+    """
+    # not at the top: numpy takes as long as all checks, which come first
+    from meshwright.datasets.excluded import find_excluded
+    from meshwright.datasets.opening import open_data
+    from meshwright.datasets.stream import Cursor, steps_of_data
+    from meshwright.train.resume import place_in_data
+
+    config, saved, cursor = resolved.config, resolved.facts.saved, Cursor()
+    sources = open_data("training", config)
+    find_excluded(config.training.exclude, sources, are_all=resolved.is_only_stage)
+    if saved is not None and resolved.resume_step < config.training.steps:
+        cursor = place_in_data(resolved, saved.manifest, sources)
+    data_steps = steps_of_data(config, sources, resolved.resume_step, cursor)
+    for text in replace(resolved, data_steps=data_steps).notes:
+        if text not in resolved.notes:
+            logger.warning("%s", text)
+    for stage in resolved.training_stages[1:]:
+        sources += open_data("training", stage.config)
+    for stage in resolved.training_stages:
+        # with a fraction, a stage is validated on a part of its own data
+        if stage is resolved or stage.config.training.validation_fraction:
+            sources += open_data("validation", stage.config)
+    return sources
 
 
 def environment(ranks: Ranks, inherited: Mapping[str, str], resume_step: int = 0) -> dict[str, str]:

@@ -107,7 +107,7 @@ def build_loader(
         training.max_epochs,
         training.max_bad_records,
     )
-    excluded = find_excluded(training.exclude, sources)
+    excluded = find_excluded(training.exclude, sources, are_all=resolved.is_only_stage)
     stream = build_stream(resolved, sources, meshes, cursor, rules, excluded)
     local, masks = training.local_batch_size, training.mask_documents
     return Loader(stream, local, mask_documents=masks, pin_memory=device.type == "cuda")

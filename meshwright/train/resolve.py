@@ -86,6 +86,11 @@ class ResolvedJob:
         """This stage and the later ones."""
         return [self] if self.next_stage is None else [self, *self.next_stage.training_stages]
 
+    @property
+    def is_only_stage(self) -> bool:
+        """Whether the job has no other stage, earlier or later."""
+        return self.stage_number == 1 and self.next_stage is None
+
     def stage_at(self, step: int) -> "ResolvedJob":
         """Return the stage that continues after `step`."""
         is_over = step >= self.config.training.steps

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from meshwright.commands.train import _open_data
 from meshwright.config.loader import load_config
 from meshwright.datasets.encoding import NO_LOSS
 from meshwright.datasets.excluded import find_excluded
@@ -13,6 +14,8 @@ from meshwright.datasets.opening import open_data
 from meshwright.datasets.samples import Sample, SampleRules
 from meshwright.datasets.stream import Cursor, SampleStream
 from meshwright.system.errors import ConfigError
+from meshwright.train.facts import look, look_at_files
+from meshwright.train.resolve import resolve
 from tests.helpers.jobs import CONFIG, losses, records, train_alone, train_on_ranks
 
 OVERRIDES = ["--training.seq_len=64", "--training.global_batch_size=8"]
@@ -90,6 +93,19 @@ def test_what_excludes_nothing_is_an_error(entry: str, mode: str, message: str) 
     _, sources = _opened(f"--training.dataset_mode={mode}")
     with pytest.raises(ConfigError, match=message):
         find_excluded([entry], sources, are_all=True)
+
+
+def test_a_later_stage_may_have_other_sources() -> None:
+    """Those of the stage that is over aren't there when the job resumes, and nothing is wrong."""
+    stages = '[{until_tokens=1024}, {datasets=[{name="b", dataset="sympy_source", weight=1}]}]'
+    words = [f"--training.stages={stages}", '--training.exclude=["sympy_source sample 3"]']
+    config = load_config([str(CONFIG), *OVERRIDES, *words])
+    later = resolve(config, look_at_files(config, look(config, 1))).next_stage
+    assert later is not None
+    assert [source.entry.name for source in _open_data(later)] == ["b"]
+    config = load_config([str(CONFIG), *OVERRIDES, words[1].replace("sympy", "simpy")])
+    with pytest.raises(ConfigError, match="no source is called simpy_source"):
+        _open_data(resolve(config, look_at_files(config, look(config, 1))))
 
 
 def test_a_run_goes_back_once_and_on_without_the_samples_on_any_mesh(tmp_path: Path) -> None:

@@ -176,6 +176,8 @@ def test_misuse_is_one_sentence_with_a_fix(tmp_path: Path, monkeypatch) -> None:
     stages = [{"until_tokens": 512}, {}]
     with pytest.raises(mw.ConfigError, match=r"training.stages = 2: a Session takes the steps"):
         mw.Session(small(tmp_path, training__stages=stages))
+    with pytest.raises(mw.ConfigError, match="training.exclude.0 = .*no source is called other"):
+        mw.Session(small(tmp_path / "new", training__exclude=["other sample 1"]))
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(mw.ConfigError, match=r"a Session is one rank, and WORLD_SIZE is 2"):
         mw.Session(small(tmp_path))
