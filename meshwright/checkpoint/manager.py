@@ -152,6 +152,10 @@ class CheckpointManager:
                 logger.warning("%s is left out: checkpoint.exclude_from_loading", part)
             for part in {*self._config.exclude_from_loading} - excluded:
                 logger.info("%s was left out once, and is loaded now", part)
+        rewind_to = self._config.rewind_to
+        if rewind_to != -1 and step > rewind_to:
+            words = "checkpoint.rewind_to = %d: this run went back already, and continues"
+            logger.info(words, rewind_to)
         logger.info("resumed from %s in %.1f s", folder, time.perf_counter() - start)
 
     def prepare_saves(self, state: "TrainingTensors") -> None:

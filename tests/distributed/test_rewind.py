@@ -130,7 +130,8 @@ def test_a_run_goes_back_once_and_on_without_the_samples_on_any_mesh(tmp_path: P
         assert second[step] == pytest.approx(first[step], rel=1e-5)
     assert [row["step"] for row in records(tmp_path, "skipped_steps")] == [8, 9]  # no label is left
     assert second[10][0] != pytest.approx(first[10][0], rel=1e-5)
-    train_on_ranks(tmp_path, *back, "--training.steps", 14)  # as a scheduler's restart
+    again = train_on_ranks(tmp_path, *back, "--training.steps", 14)  # as a scheduler's restart
+    assert "rewind_to = 7: this run went back already, and continues" in again.stdout
     starts = [row["step"] for row in records(tmp_path, "history") if row["event"] == "start"]
     assert starts == [0, 5, 12]
     assert {step: losses(tmp_path)[step] for step in second} == second
