@@ -332,6 +332,7 @@ def test_a_crash_is_run_again_and_not_judged(lab, capsys) -> None:
         ('[arms.a]\non = "b"\n"optimizer.lr" = 2', "there is no such arm"),
         ('[arms.a]\n"optimizer.decay" = "x2"', "base has no positive number there"),
         ('[arms.base]\n"optimizer.lr" = 2', "can't name an arm"),
+        ('[arms."results.jsonl"]\n"optimizer.lr" = 2', "can't name an arm"),
         ('[grid]\n"optimizer.lr" = 4', "must be a list of values"),
         ('[random]\ncount = 0\n"optimizer.lr" = [1, 2]', "must be a positive number"),
         ('[random]\ncount = 2\n"optimizer.lr" = {log = [0, 1]}', "isn't a range to draw from"),

@@ -31,6 +31,9 @@ from meshwright.system.errors import (
 
 BASE = "base"
 
+RESERVED = (BASE, "budget", "experiment.json", "leases", "results.jsonl")
+"""Names that the folder of an experiment has already."""
+
 OWN_KEYS = ("base", "ranks", "on")
 """Keys of an arm that aren't keys of a config."""
 
@@ -194,8 +197,8 @@ def as_request(name: str, place: str, table: Mapping[str, Any]) -> Request:
     Raises:
         ConfigError: if it isn't one.
     """
-    is_name = NAME.fullmatch(name) is not None and name != BASE
-    rule = f"can't name an arm: letters, digits and _ . , + = - can, but not {BASE!r}"
+    is_name = NAME.fullmatch(name) is not None and name not in RESERVED
+    rule = f"can't name an arm: letters, digits and _ . , + = - can, but not {', '.join(RESERVED)}"
     check(is_name, place, name, rule, "write a different name")
     keys = dict(flattened(table))
     base, ranks, on = (keys.pop(key, None) for key in OWN_KEYS)
