@@ -325,7 +325,10 @@ def test_a_crash_is_run_again_and_not_judged(lab, capsys) -> None:
         ('[arms.a]\n"optimizer.lr" = 4e-3', r"lab.toml:\d+: .*is base again: no value differs"),
         ('[arms.a]\n"training.seed" = 4', r"lab.toml:6.*can't vary here: the experiment pairs"),
         ('[arms.a]\n"validation.num_samples" = 4', "one validation judges all arms"),
-        ('[arms.a]\n"training.seq_len" = 32', "validated otherwise: by another training.seq_len"),
+        (
+            '[arms.a]\n"training.seq_len" = 32',
+            "validated otherwise: by a different training.seq_len",
+        ),
         ('[arms.a]\n"optimizer.lrr" = 4', r"lab.toml:5: a: --optimizer.lrr: unknown key"),
         ('[arms.a]\n"optimizer.lr" = "x2"\n[arms.b]\n"optimizer.lr" = 8e-3', "b.*is a again"),
         ("[arms.a]\nlr = 2", r"arms.a.lr = 2: is no key of a config"),
