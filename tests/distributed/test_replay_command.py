@@ -164,6 +164,9 @@ def test_the_bad_document_is_named_by_the_step_and_by_a_scan(spoilt: Path, capsy
     assert scan["highest"][0]["place"] == f"{spoilt.parent}/texts.jsonl:138"
     assert [len(scan[end]) for end in ("highest", "lowest")] == [4, 4]
     assert scan["lowest"][0]["deviations"] < 0
+    newest = _results(capsys, spoilt, "--scan", "--samples", 2)  # of a run without a step left
+    assert newest["num_documents"] == 256
+    assert newest["highest"][0]["loss"] != scan["highest"][0]["loss"]
 
 
 def test_samples_that_stand_out_are_told_with_their_documents(spoilt, capsys, monkeypatch) -> None:

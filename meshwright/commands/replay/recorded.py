@@ -69,7 +69,7 @@ class RecordedRun:
         on some `ranks`, without writing to the run.
 
         Args:
-            given: the command line: `overrides` has keys of the user's.
+            given: the command line: `overrides` has keys of the user's; `scan`: weights suffice.
             folder: for its own files.
 
         Raises:
@@ -86,6 +86,7 @@ class RecordedRun:
             **_of_record(start["config"]),
             **_without_traces(folder, self.checkpoint_folder(start), checkpoint, is_early),
             **of_mesh(start, ranks),
+            **(_of_scan(start["config"], step) if given.scan else {}),
             **given.overrides,
         }
         words = Namespace(config=str(file), overrides=overrides)
@@ -152,6 +153,18 @@ def _without_traces(
         ("metrics", "enable_tensorboard"): "false",
         ("metrics", "enable_wandb"): "false",
     }
+
+
+def _of_scan(config: Mapping[str, Any], step: int) -> dict[Key, str]:
+    """Return the keys with which a job loads weights only, and doesn't find that it has no step
+    left before `step`, or no data."""
+    keys: dict[Key, str] = {
+        ("checkpoint", "exclude_from_loading"): '["optimizer", "dataloader"]',
+        ("training", "steps"): str(max(config["training"]["steps"], step)),
+    }
+    if total_steps := config["lr_scheduler"]["total_steps"]:
+        keys["lr_scheduler", "total_steps"] = str(max(total_steps, step))
+    return keys
 
 
 def of_mesh(start: Row, ranks: int) -> dict[Key, str]:
