@@ -189,9 +189,17 @@ def test_a_record_that_is_not_the_run_s_is_seen(spoilt: Path, tmp_path: Path, ca
     (tmp_path / "steps.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     with pytest.raises(SystemExit, match="1"):
         replay([tmp_path, "--step", 24])
-    assert "the gradient norm of step 23 by 1.0e-05, and rounding" in " ".join(
-        capsys.readouterr().out.split()
-    )
+    out = " ".join(capsys.readouterr().out.split())
+    assert "the gradient norm of step 23 by 1.0e-05, and rounding" in out
+    assert "steps 21 to 23 not as recorded: loss" in out
+
+
+def test_a_start_with_a_fresh_optimizer_is_replayed_with_one(tmp_path: Path, capsys) -> None:
+    words = ["--checkpoint.interval", 2, "--checkpoint.keep_latest_k", 0]
+    train_alone(tmp_path, *words, "--training.steps", 2)
+    fresh = ["--checkpoint.exclude_from_loading", '["optimizer"]']
+    train_alone(tmp_path, *words, *fresh, "--training.steps", 4)
+    assert _differences(_results(capsys, tmp_path, "--step", 4)) == [(0, 0)] * 2
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ def lines_of_replay(replayed: Replayed, groups: Sequence[str], run: str) -> Iter
     """
     *before, last = replayed.steps
     if before:
-        yield from _entry(_steps(before), _agreement(before))
+        yield from _entry(_steps(before), _agreement(before, replayed))
     yield from _of_last(replayed, groups)
     yield from _of_horizon(replayed)
     yield ""
@@ -42,7 +42,7 @@ def _steps(steps: Sequence[ComparedStep]) -> str:
     return f"step {first}" if first == last else f"steps {first} to {last}"
 
 
-def _agreement(steps: Sequence[ComparedStep]) -> str:
+def _agreement(steps: Sequence[ComparedStep], replayed: Replayed) -> str:
     """Return how well steps agree with their records, in words."""
     recorded = [step for step in steps if step.recorded is not None]
     if not recorded:
@@ -51,7 +51,10 @@ def _agreement(steps: Sequence[ComparedStep]) -> str:
     if all(step.is_equal for step in recorded):
         return f"equal to the record in every bit{which}"
     loss, norm = (max(step.differences[index] for step in recorded) for index in (0, 1))
-    text = f"as recorded{which} but for rounding: loss {loss:.1e}, gradient norm {norm:.1e}"
+    text = f"as recorded{which} but for rounding"
+    if any(map(replayed.is_other, recorded)):
+        text = "not as recorded"
+    text += f": loss {loss:.1e}, gradient norm {norm:.1e}"
     if rounding := [step.rounding for step in steps if step.rounding]:
         of_loss, of_norm = (max(row[index] for row in rounding) for index in (0, 1))
         text += f" (rounding twin: {of_loss:.1e}, {of_norm:.1e})"
@@ -70,7 +73,7 @@ def _of_last(replayed: Replayed, groups: Sequence[str]) -> Iterator[str]:
     if len(before) > 3:
         times = last.grad_norm / median(one.taken.grad_norm for one in before)
         yield from _entry("", f"{times:.2g} x the median norm of {_steps(before)}")
-    yield from _entry("", _agreement([step]))
+    yield from _entry("", _agreement([step], replayed))
     if last.norms:
         ordered = sorted(zip(groups, last.norms, strict=True), key=lambda pair: -pair[1])
         yield from _entry("norms", ", ".join(f"{name} {value:.3g}" for name, value in ordered))

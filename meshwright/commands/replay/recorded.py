@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.checkpoint import commit
+from meshwright.checkpoint.manifest import excluded_parts
 from meshwright.config.fields import Key
 from meshwright.config.job_config import JobConfig
 from meshwright.config.loader import read, to_toml, with_lines
@@ -62,6 +63,14 @@ class RecordedRun:
         check(nearest >= begin, "--step", step, rule, "keep more checkpoints (keep_latest_k)")
         return nearest
 
+    def _excluded(self, start: Row, checkpoint: int) -> list[str]:
+        """Return the parts of a checkpoint that the process of `start` left out, if it began with
+        that one."""
+        if checkpoint == 0 or checkpoint != start["step"]:
+            return []
+        manifest = commit.inspect(commit.step_folder(self.checkpoint_folder(start), checkpoint))
+        return sorted(excluded_parts(_from_json(start["config"]).checkpoint, manifest))
+
     def config(
         self, step: int, checkpoint: int, ranks: int, given: Namespace, folder: Path
     ) -> JobConfig:
@@ -85,6 +94,7 @@ class RecordedRun:
         overrides = {
             **_of_record(start["config"]),
             **_without_traces(folder, self.checkpoint_folder(start), checkpoint, is_early),
+            ("checkpoint", "exclude_from_loading"): json.dumps(self._excluded(start, checkpoint)),
             **of_mesh(start, ranks),
             **(_of_scan(start["config"], step) if given.scan else {}),
             **given.overrides,
@@ -146,7 +156,6 @@ def _without_traces(
         ("checkpoint", "rewind_to"): "-1",
         ("checkpoint", "keep_best"): "false",
         ("validation", "enable"): "false",
-        ("checkpoint", "exclude_from_loading"): "[]",
         ("metrics", "grad_norm_by_group"): str(not is_early).lower(),
         ("profiling", "enable_profiling"): "false",
         ("profiling", "enable_memory_snapshot"): "false",

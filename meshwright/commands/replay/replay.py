@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 from tqdm import tqdm
@@ -94,7 +94,7 @@ class Replayed:
     steps: Sequence[ComparedStep]
     table: SampleTable
 
-    @property
+    @cached_property
     def bounds(self) -> list[float]:
         """How far each metric may be off by rounding: loss, norm, norms of groups."""
         columns = zip(*(step.rounding for step in self.steps), strict=True)
@@ -103,16 +103,15 @@ class Replayed:
             return [WITHOUT_TWIN[self.dtype]] * len(self.steps[0].taken.all)
         return [TIMES_ROUNDING * max(one, LEAST_ROUNDING) for one in largest]
 
+    def is_other(self, step: ComparedStep) -> bool:
+        """Return whether a step differs from its record by more than rounding."""
+        # the record may lack groups
+        return any(d > b for d, b in zip(step.differences, self.bounds, strict=False))
+
     @property
     def first_other(self) -> ComparedStep | None:
         """The first step that differs from its record by more than rounding."""
-        bounds = self.bounds
-
-        def is_other(step: ComparedStep) -> bool:
-            # the record may lack groups
-            return any(d > b for d, b in zip(step.differences, bounds, strict=False))
-
-        return next(filter(is_other, self.steps), None)
+        return next(filter(self.is_other, self.steps), None)
 
     @property
     def beyond_horizon(self) -> ComparedStep | None:
