@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import chdir
 from pathlib import Path
 from statistics import stdev
 
@@ -18,11 +19,14 @@ from meshwright.commands.experiment import verdict as verdicts
 from meshwright.commands.experiment import worker
 from meshwright.commands.experiment.arms import register
 from meshwright.commands.experiment.command import EXIT_FAILED
+from meshwright.commands.experiment.registry import Arm, config_of
 from meshwright.commands.experiment.spec import read_spec
 from meshwright.commands.experiment.verdict import Pair, alpha_of, half_width, judge, least_pairs
 from meshwright.commands.main import run
 from meshwright.system.errors import ConfigError
 from meshwright.system.files import text_of
+from meshwright.train.facts import look
+from meshwright.train.resolve import resolve
 from tests.helpers import fake_train
 
 ROOT = Path(__file__).parents[2]
@@ -245,6 +249,26 @@ def test_budgets_become_steps_once(lab, capsys) -> None:
     assert {row["steps"] for row in lab.results().values()} == {16}
     assert not (lab.runs / "budget").exists()
     assert "8 s are 16 steps of 0.5 s" in capsys.readouterr().out
+    lab.file = lab.folder / "short.toml"
+    lab.write(ARMS, HEAD.replace("steps = 24", "seconds = 2"))("run")
+    text = "2 s are 4 steps of 0.5 s on this machine; runs take 12, one for each of their validatio"
+    assert text in capsys.readouterr().out
+
+
+def test_the_base_is_timed_though_its_schedule_has_an_end(lab, monkeypatch) -> None:
+    (lab.folder / "tiny.toml").write_text(BASE + "[lr_scheduler]\ntotal_steps = 99\n")
+    train, checked = worker.Worker._train, []
+
+    def checked_train(self: worker.Worker, arm: Arm, folder: Path, settings: dict) -> int:
+        with chdir(lab.folder):
+            config = config_of(arm.config, arm.keys | settings)
+            resolve(config, look(config, 1))
+        checked.append(folder.name)
+        return train(self, arm, folder, settings)
+
+    monkeypatch.setattr(worker.Worker, "_train", checked_train)
+    lab.write("[arms.a]\noptimizer.lr = 1e-3\n", HEAD.replace("steps = 24", "seconds = 8"))("run")
+    assert checked[0] == "budget"
 
 
 SCREEN = "[list]\n'optimizer.lr' = [1e-3, 7e-3]\n[screen]\nsteps = 0.5\nkeep = 1\nseeds = [100]\n"

@@ -188,21 +188,25 @@ class Worker:
             folder = self._document.folder / "budget"
             shutil.rmtree(folder, ignore_errors=True)
             limit = max(round(CALIBRATION_PART * seconds), LEAST_CALIBRATION_S)
-            settings = {"training.steps": 2**31, "job.max_run_seconds": limit}
+            endless = {"training.steps": 2**31, "lr_scheduler.total_steps": 2**31}
+            settings = endless | {"job.max_run_seconds": limit}
             settings |= {"metrics.log_freq": 1, "validation.enable": False}
             code = self._train(experiment.arms[BASE], folder, settings)
             self._check_asked()
             times = read_run(folder).values("time/step_s") if code == EXIT_STOPPED else []
             fix = f"see {folder}/console.log"
             check(len(times) > 1, "budget.seconds", seconds, "the base can't be timed", fix)
-            steps = max(round(seconds / median(times[1:])), VALIDATIONS)
+            step_s = median(times[1:])
+            fitting = round(seconds / step_s)
+            steps = max(fitting, VALIDATIONS)
             with lease(self._document, "arms"):
                 current = self._state().experiment
                 save(self._document, replace(current, seconds_to_steps=steps))
             shutil.rmtree(folder, ignore_errors=True)
-            self._note(
-                f"{seconds} s are {steps} steps of {median(times[1:]):.3g} s on this machine"
-            )
+            text = f"{seconds} s are {fitting} steps of {step_s:.3g} s on this machine"
+            if steps > fitting:
+                text += f"; runs take {steps}, one for each of their validations"
+            self._note(text)
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
         """Pass a request to stop on to the run; the second one ends it at once."""
