@@ -341,14 +341,14 @@ def test_every_schedule_has_microbatches_enough(schedule) -> None:
         (["tp=8", "dp_shard=1"], ["as configured: tp 8"]),
         (
             ["tp=4", "dp_shard=16"],
-            ["as configured: dp_shard 2 x tp 4", "dp_shard alone: dp_shard 8"],
+            ["as configured: dp_shard 2 x tp 4", "dp_shard only: dp_shard 8"],
         ),
         (["cp=4", "dp_shard=2"], ["as configured: dp_shard 2 x cp 4"]),
         (["pp=8", "dp_shard=1"], ["as configured: pp 8"]),
         (["pp=3", "dp_shard=-1"], ["as configured: pp 3 x dp_shard 2"]),
         (
             ["pp=64", "dp_shard=64", "tp=8"],
-            ["as configured: pp 2 x dp_shard 2 x tp 2", "tp alone: tp 8"],
+            ["as configured: pp 2 x dp_shard 2 x tp 2", "tp only: tp 8"],
         ),
     ],
 )

@@ -70,8 +70,8 @@ def without_decay(name: str, *others: object) -> registry.Settings:
     return found._replace(weight_decay=0.0) if name == "tok_embeddings.weight" else found
 
 
-def a_step_late(config: JobConfig, steps: int):
-    lr_at = registry_learning_rate(config, steps)
+def a_step_late(*job: object):
+    lr_at = registry_learning_rate(*job)
     return lambda step: lr_at(max(step - 1, 1))
 
 

@@ -189,7 +189,7 @@ def sound(tmp_path_factory) -> Path:
         (lambda f: edit(f / INDEX, weight_map={NORM: "../x"}), ("no weight_map of tensors to",)),
         (lambda f: (f / "config.json").write_text("{"), ("config.json cannot be read",)),
         (config(model_type="mistral"), ("model_type is 'mistral', not 'llama'",)),
-        (config(attention_bias=True), ("attention_bias is True; this model has False alone",)),
+        (config(attention_bias=True), ("attention_bias is True; this model has False only",)),
         (config(layer_types=["sliding_attention"]), ("layer_types is ['sliding_attention']",)),
         (config(layer_types=True), ("layer_types is True; this model has",)),
         (config(hidden_act="gelu"), ("hidden_act is 'gelu'",)),

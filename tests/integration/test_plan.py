@@ -162,7 +162,7 @@ def test_an_estimate_is_near_the_simulation() -> None:
     h100 = estimated(find_device("h100"))
     config = load_config([str(DEBUG), "--training.seq_len=2048", *words])
     wanted = {
-        "FSDP alone; microbatch 4; recomputation full",
+        "FSDP only; microbatch 4; recomputation full",
         "tp 2; microbatch 4; recomputation full",
         "pp 2, 1F1B; microbatch 4; recomputation none, gathered parameters kept",
     }

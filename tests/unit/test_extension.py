@@ -239,13 +239,13 @@ def test_a_module_is_found_by_its_name_too(tmp_path, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("changes", [{}, {"tie_embeddings": True}], ids=["untied", "tied"])
-def test_the_example_passes_the_tests_of_families(tmp_path, changes) -> None:
+def test_the_example_passes_the_tests_of_families(tmp_path, monkeypatch, changes) -> None:
     code = example("exaone4")
     assert len(code.splitlines()) < 250
     assert not re.search(r"parallelisms|^import torch", code, re.MULTILINE)
     (tmp_path / "mine.py").write_text(code + example("model"), "utf-8")
     extend_by(str(tmp_path / "mine.py"))
     args = small(MODELS["exaone4"], vocab_size=131, **changes)
-    test_families.test_the_table_is_that_of_the_model(args)
+    test_families.test_the_table_is_that_of_the_model(args, monkeypatch)
     test_families.test_logits_loss_and_gradients_equal_transformers(args, 32)
     test_families.test_packed_documents_equal_transformers(args)

@@ -240,7 +240,7 @@ def test_machines_with_unequal_numbers_of_ranks_are_named(monkeypatch) -> None:
     monkeypatch.setattr("sys.argv", ["train.py", "--job.config_file", debug])
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
-    for own, ranks, words in ((1, 3, "NGPU = 1: the 2 machines have 3 ranks in all"), (3, 6, "16")):
+    for own, ranks, words in ((1, 3, "NGPU = 1: the 2 nodes have 3 ranks in all"), (3, 6, "16")):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(own))
         monkeypatch.setenv("WORLD_SIZE", str(ranks))
         with pytest.raises(ConfigError, match=words):

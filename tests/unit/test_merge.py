@@ -139,8 +139,8 @@ def test_parts_of_different_models_are_refused(made, tmp_path) -> None:
         (2, "is bfloat16 .* there, and float32 .* in step-1", None),
         (3, "norm.weight is float32 7 there, and float32 32", None),
         (4, "is of a different model than step-1: qwen3 instead", {"model_name": "qwen3"}),
-        (5, "is of another size than step-1", {"model_args": {"dim": 8}}),
-        (6, "another tokenizer", {"data_identity": {"model.tokenizer_path": "other"}}),
+        (5, "is of a different size than step-1", {"model_args": {"dim": 8}}),
+        (6, "different tokenizer", {"data_identity": {"model.tokenizer_path": "other"}}),
     ):
         if of_manifest:
             set_manifest(save_checkpoint(run, plain_model(SMALL), SMALL, step), **of_manifest)

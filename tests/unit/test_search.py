@@ -113,7 +113,7 @@ def test_layers_of_a_model_repeat_those_that_were_measured() -> None:
     (plan,) = (
         p
         for p in _plans()
-        if describe(p).startswith("FSDP alone; microbatch 8; recomputation none, gathered")
+        if describe(p).startswith("FSDP only; microbatch 8; recomputation none, gathered")
     )
     half = Work([Layer(1e-3, GIB), Layer(0.0, 0.0)], 0.0, 0.0)
     found, whole = (estimate(plan, one, RATES) for one in (half, work(1e-3, 1.0)))
