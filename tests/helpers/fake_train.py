@@ -2,7 +2,7 @@
 
 It resumes from the step that it wrote last, ends with its worker, and notes each start and end, so
 that a test sees a run that was taken twice. `optimizer.lr` above 1 diverges; a file `crash` in the
-experiment's folder, which it removes, has it crash.
+experiment's folder, which it removes, has it crash, with the exit code that is in it, or 1.
 """
 
 import hashlib
@@ -41,8 +41,9 @@ def main() -> None:
     (folder / "pids.txt").open("a").write(f"{os.getpid()}\n")
     crash = folder.parents[1] / "crash"
     if crash.exists():
+        code = int(crash.read_text() or 1)
         crash.unlink()
-        sys.exit(1)
+        sys.exit(code)
     metrics, history = folder / "metrics.jsonl", folder / "history.jsonl"
     # a line that a kill cut short doesn't count
     lines = metrics.read_text().splitlines(keepends=True) if metrics.exists() else []

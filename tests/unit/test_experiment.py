@@ -15,6 +15,7 @@ from statistics import stdev
 
 import pytest
 
+from meshwright.checkpoint.lease import FILE as JOB_LEASE
 from meshwright.commands.experiment import verdict as verdicts
 from meshwright.commands.experiment import worker
 from meshwright.commands.experiment.arms import register
@@ -23,8 +24,9 @@ from meshwright.commands.experiment.registry import Arm, config_of
 from meshwright.commands.experiment.spec import read_spec
 from meshwright.commands.experiment.verdict import Pair, alpha_of, half_width, judge, least_pairs
 from meshwright.commands.main import run
-from meshwright.system.errors import ConfigError
+from meshwright.system.errors import EXIT_CONFIG, ConfigError
 from meshwright.system.files import text_of
+from meshwright.system.lease import Lease
 from meshwright.train.facts import look
 from meshwright.train.resolve import resolve
 from tests.helpers import fake_train
@@ -341,6 +343,17 @@ def test_a_crash_is_run_again_and_not_judged(lab, capsys) -> None:
     assert lab.write(ARMS)("run") == 0
     assert "exit code 1 (1)" in capsys.readouterr().out
     assert {row["status"] for row in lab.results().values()} == {"finished", "diverged"}
+
+
+def test_a_run_whose_folder_a_living_job_has_is_not_judged(lab, capsys, monkeypatch) -> None:
+    """As of a killed worker whose job still ends: the run is taken again, and hasn't failed."""
+    monkeypatch.setattr(worker, "ATTEMPTS", 1)
+    checkpoints = lab.runs / "base/seed-0/checkpoint"
+    checkpoints.mkdir(parents=True)
+    (lab.runs / "crash").write_text(str(EXIT_CONFIG))
+    with Lease(checkpoints / JOB_LEASE):
+        assert lab.write(ARMS)("run", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["failed"] == []
 
 
 @pytest.mark.parametrize(

@@ -62,6 +62,23 @@ def test_it_is_torchs_on_one_process(nesterov, scale, of_torch) -> None:
             assert torch.equal(got, want), name
 
 
+def test_gradients_are_divided_before_their_running_mean() -> None:
+    """By a power of 2, which rounds nothing; a mean of gradients divided alike looks the same."""
+    models = plain_model(), plain_model()
+    config = Optimizer(name="muon", lr=0.01)
+    optimizers = [build_optimizer(model.named_parameters(), config, TABLE) for model in models]
+    for seed, divisor in enumerate((1.0, 4.0)):
+        for model in models:
+            set_gradients(model, seed)
+        for parameter in models[1].parameters():
+            assert parameter.grad is not None
+            parameter.grad /= divisor
+        update(optimizers[0], GO, torch.tensor(divisor))
+        update(optimizers[1], GO)
+    for (name, got), want in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(got, want), name
+
+
 def test_singular_values_come_near_to_one() -> None:
     torch.manual_seed(0)
     for shape in ((3, 32, 32), (2, 16, 64), (2, 64, 16)):
