@@ -18,7 +18,9 @@ from meshwright.models.args import STD, DecoderArgs, ExpertArgs
 from meshwright.models.attention import rope_cache
 from meshwright.models.decoder import Block
 from meshwright.models.families import MODELS
+from meshwright.models.families.deepseek import DeepseekArgs
 from meshwright.models.family import Family
+from meshwright.models.latent import LatentArgs
 from meshwright.models.mixture import Mixture
 
 SEQ_LEN = 256
@@ -28,17 +30,22 @@ def sized(family: Family, dim: int, n_layers: int, vocab_size: int) -> DecoderAr
     """Return a model of that width, with heads of 64; two of four experts are half as wide as a
     dense FFN."""
     debug = family.flavors["debugmodel"]
-    has_experts = isinstance(debug, ExpertArgs)
+    has_experts, n_heads = isinstance(debug, ExpertArgs), max(2, dim // 64)
+    # latent attention has keys of its own for each head
+    n_kv_heads = n_heads if isinstance(debug, LatentArgs) else max(1, dim // 128)
+    experts = {"n_experts": 4, "n_active": 2} if has_experts else {}
+    if isinstance(debug, DeepseekArgs):
+        experts |= {"n_dense_layers": 0, "n_groups": 1, "n_active_groups": 1}
     return dataclasses.replace(
         debug,
         dim=dim,
         n_layers=n_layers,
-        n_heads=max(2, dim // 64),
-        n_kv_heads=max(1, dim // 128),
+        n_heads=n_heads,
+        n_kv_heads=n_kv_heads,
         head_dim=64 if debug.head_dim else None,
         hidden_dim=dim * 4 // 3 if has_experts else dim * 8 // 3,
         vocab_size=vocab_size,
-        **({"n_experts": 4, "n_active": 2} if has_experts else {}),
+        **experts,
     )
 
 

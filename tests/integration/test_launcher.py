@@ -450,7 +450,7 @@ def test_a_full_disk_costs_records_but_no_steps(tmp_path: Path) -> None:
         *("--training.steps", steps, "--checkpoint.enable", "false"),
         *("--bad_steps.policy", "skip"),
     )
-    for size in ("44k", "4k"):
+    for size in ("64k", "4k"):
         with small_disk(folder, size):
             result = train_alone(folder, *options)
             assert result.stderr == ""
