@@ -7,12 +7,13 @@ import random
 import re
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from meshwright.commands.replay.job import StepFigures
-from meshwright.commands.replay.replay import ComparedStep, Replayed, relative
+from meshwright.commands.replay.replay import ComparedStep, Replayed, _other_microbatch, relative
 from meshwright.commands.replay.samples import SampleTable, deviations_of, robust_deviations
 from meshwright.config.loader import load_config
 from meshwright.datasets.opening import open_data
@@ -96,12 +97,12 @@ def test_a_step_of_four_ranks_comes_back_on_one_process(name, tmp_path: Path, ca
 
 
 def test_a_step_of_a_later_stage_comes_back(tmp_path: Path, capsys) -> None:
-    """Stage 2 begins after step 8, with the checkpoint of the end of stage 1."""
+    """Stage 2 begins with the checkpoint of the end of stage 1, step 8; the run with none."""
     config = tmp_path / "stages.toml"
     config.write_text(CONFIG.read_text().replace("../../assets", str(ROOT / "assets")) + STAGES)
     words = ["--training.steps", 14, "--checkpoint.keep_latest_k", 0]
     train_on_ranks(tmp_path / "run", *words, config=config)
-    for step, first in ((14, 11), (10, 9), (7, 6)):
+    for step, first in ((14, 11), (10, 9), (7, 6), (3, 1)):
         result = _results(capsys, tmp_path / "run", "--step", step)
         assert result["steps"][0]["taken"]["step"] == first
         assert all(loss < 1e-6 and norm < 1e-5 for loss, norm in _differences(result))
@@ -240,6 +241,16 @@ def test_a_sample_without_a_finite_loss_stands_out_and_one_without_targets_does_
     assert max(map(abs, others)) < 3.5
     assert not deviations_of(torch.full((6,), math.nan), counted).any()  # it's not one of them
     assert robust_deviations(torch.empty(0)).tolist() == []
+
+
+@pytest.mark.parametrize(
+    ("size", "of_rank", "other"),
+    [(1, 12, 2), (2, 12, 1), (6, 12, 3), (12, 12, 6), (3, 9, 1), (9, 9, 1), (1, 9, 0)],
+)
+def test_the_twin_has_other_microbatches_that_still_divide_the_batch(size, of_rank, other) -> None:
+    training = Mock(local_batch_size=size, global_batch_size=2 * of_rank)
+    job = Mock(**{"resolved.config.training": training, "meshes.dp.size.return_value": 2})
+    assert _other_microbatch(job) == other
 
 
 def _replayed(recorded: float, twin: Callable[[int], float]) -> Replayed:
