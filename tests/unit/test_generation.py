@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
+from meshwright.api import saved_models
 from meshwright.commands.saved import open_source
 from meshwright.models.decoder import Decoder
 from meshwright.models.generation import generate, greedy, sampler
@@ -92,7 +93,7 @@ def test_sampling_follows_temperature_and_top_p() -> None:
     assert not torch.equal(first, other)
 
 
-def test_the_command_writes_the_same_from_either_folder(tmp_path, capsys) -> None:
+def test_the_command_and_the_api_write_the_same_from_either_folder(tmp_path, capsys) -> None:
     model: Decoder = load_hf(save_transformers(tmp_path / "hf"))
     checkpoint = save_checkpoint(tmp_path / "dump" / "checkpoint", model, SMALL)
     prompt = [256, *PROMPT.encode()]
@@ -111,6 +112,7 @@ def test_the_command_writes_the_same_from_either_folder(tmp_path, capsys) -> Non
     in_other_words = elsewhere / ".." / "dump"  # its config names the same folder
     for source in (checkpoint, tmp_path / "dump", in_other_words, elsewhere):
         assert said(source) == PROMPT + text
+    assert saved_models.generate(*saved_models.load_model(checkpoint), PROMPT, 40) == PROMPT + text
     folder = tmp_path / "hf"
     of_job = shutil.copytree(folder, tmp_path / "dump" / "hf" / "step-4")
     for source in (folder, of_job):
