@@ -21,6 +21,7 @@ from meshwright.commands.experiment import worker
 from meshwright.commands.experiment.arms import register
 from meshwright.commands.experiment.command import EXIT_FAILED
 from meshwright.commands.experiment.registry import Arm, config_of
+from meshwright.commands.experiment.results import has_ended
 from meshwright.commands.experiment.spec import read_spec
 from meshwright.commands.experiment.verdict import Pair, alpha_of, half_width, judge, least_pairs
 from meshwright.commands.main import run
@@ -343,6 +344,17 @@ def test_a_crash_is_run_again_and_not_judged(lab, capsys) -> None:
     assert lab.write(ARMS)("run") == 0
     assert "exit code 1 (1)" in capsys.readouterr().out
     assert {row["status"] for row in lab.results().values()} == {"finished", "diverged"}
+
+
+def test_a_run_that_was_killed_after_its_last_step_has_not_ended(tmp_path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 2}\n')
+    history = tmp_path / "history.jsonl"
+    start = '{"event": "start", "step": 0, "unix_s": 0}\n'
+    history.write_text(start)
+    assert not has_ended(tmp_path, 2)
+    end = '{"event": "end", "step": 2, "unix_s": 0, "reason": "finished"}\n'
+    history.write_text(start + end)
+    assert [has_ended(tmp_path, steps) for steps in (2, 3)] == [True, False]
 
 
 def test_a_run_whose_folder_a_living_job_has_is_not_judged(lab, capsys, monkeypatch) -> None:
