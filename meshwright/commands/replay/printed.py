@@ -15,7 +15,11 @@ WIDTH, KEY_WIDTH = 74, 16
 
 def _entry(key: str, text: str) -> Iterator[str]:
     """Yield the lines of a key and its text."""
-    for line in textwrap.wrap(text, WIDTH - KEY_WIDTH - 2) or [""]:
+    # a path stays whole, so that it can be copied
+    lines = textwrap.wrap(
+        text, WIDTH - KEY_WIDTH - 2, break_long_words=False, break_on_hyphens=False
+    )
+    for line in lines or [""]:
         yield f"  {key:{KEY_WIDTH}}{line}"
         key = ""
 
