@@ -328,7 +328,7 @@ STAMPS = (
     "last_modified",
     "mtime",
 )
-"""Fields of fsspec's descriptions that a different content changes, the surest first."""
+"""Fields of fsspec's descriptions that a change of the content changes, the surest first."""
 
 
 def _look(address: str) -> DataFile:

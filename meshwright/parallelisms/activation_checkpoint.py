@@ -22,7 +22,7 @@ Operator = Callable[..., Any]
 
 Backend = Callable[[fx.GraphModule, list[Tensor]], Callable[..., Any]]
 MESHES_HAVE_NO_SIZE = "unsafe_treat_script_objects_as_zero_size"
-"""Option of torch.compile, there in torch 2.13, not in 2.11: without it the compiler rejects to
+"""Option of torch.compile, there in torch 2.13, not in 2.11: without it the compiler can't
 tell what memory a mesh takes."""
 
 KEPT = ("meshwright.choose_experts", "meshwright.exchange_counts")

@@ -126,7 +126,7 @@ def apply_fsdp(
     ahead = parallelism.fsdp_prefetch_layers * max(map(len, layers))
     line = _describe(mesh, training)
     if parallelism.fsdp_cpu_backend == "auto":
-        # a list, because each mesh is to share its memory, whether or not a different one does
+        # a list, because each mesh is to share its memory, whether or not the other does
         shared = [share_memory(model, one, ahead) for one in used]
         if any(shared):
             line += "; through shared memory"

@@ -144,7 +144,7 @@ LOST_PEER = re.compile(
     r"gloo/transport\S* .*(closed|reset) by peer|gloo/transport\S* .*Broken pipe|ncclRemoteError"
     r"|remote process exited|Connection was likely closed"
 )
-"""Errors of a rank that a different one has left: gloo's, NCCL's, the store's."""
+"""Errors of a rank that another has left: gloo's, NCCL's, the store's."""
 
 
 @dataclass(frozen=True)

@@ -85,7 +85,7 @@ def _stopped_before_training(launch: Launch, requests: Requests) -> int:
 
 
 def _log_failure(error: Exception) -> None:
-    """Log the traceback; of a rank that a different one has left, only to the file."""
+    """Log the traceback; of a rank that another has left, only to the file."""
     if LOST_PEER.search(str(error)):
         logger.error("failed: the connection to another rank is lost")
         logger.error("failed", exc_info=error, extra={"is_printed": True})

@@ -185,13 +185,8 @@ def set_up(
     data = data or Data(*_open_data(resolved, checkpoints))
     sources, validation_sources = data.sources, data.validation_sources
     heartbeat.update("set-up")
-    has_steps, cursor = resolved.resume_step < resolved.config.training.steps, data.begin
-    if found is not None and has_steps:
-        cursor = place_in_data(resolved, found, sources)
-    data_steps = steps_of_data(resolved.config, sources, resolved.resume_step, cursor)
-    resolved = replace(resolved, data_steps=data_steps)
-    difference = resolved.resume_diff
-    if difference is not None and difference.is_done:
+    resolved, cursor = _place(resolved, found, data)
+    if (difference := resolved.resume_diff) is not None and difference.is_done:
         _say_done(resolved)
         return None
     if logs_to_file:
@@ -209,6 +204,7 @@ def set_up(
         _set_values(resolved, checkpoints, trainer, found)
         bad_steps = build_bad_steps(resolved, device, sources, cursor.counts)
         best = BestValidation(resolved.config.checkpoint)
+        tokens = found["tokens_seen"] if found else 0
         sinks = make_sinks(resolved, trainer.model, extra_sinks)
         record = StepRecord(resolved, trainer)
         observers = build_observers(resolved, meshes, trainer, bad_steps, best, record, sinks)
@@ -228,13 +224,7 @@ def set_up(
             meshes=meshes,
             trainer=trainer,
             loader=build_loader(resolved, sources, meshes, device, cursor),
-            reporter=Reporter(
-                work_of(resolved, device),
-                device,
-                trainer.phases,
-                found["tokens_seen"] if found else 0,
-                clock,
-            ),
+            reporter=Reporter(work_of(resolved, device), device, trainer.phases, tokens, clock),
             validate=Validation(resolved, validation_sources, meshes, device)
             if validation_sources
             else None,
@@ -244,6 +234,15 @@ def set_up(
             observers=observers,
             since=since,
         )
+
+
+def _place(resolved: ResolvedJob, found: Manifest | None, data: Data) -> tuple[ResolvedJob, Cursor]:
+    """Return the job with the steps that its data have, and where it starts in them."""
+    cursor = data.begin
+    if found is not None and resolved.resume_step < resolved.config.training.steps:
+        cursor = place_in_data(resolved, found, data.sources)
+    steps = steps_of_data(resolved.config, data.sources, resolved.resume_step, cursor)
+    return replace(resolved, data_steps=steps), cursor
 
 
 def _begin_in_folder(

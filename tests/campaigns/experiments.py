@@ -18,20 +18,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.helpers.fake_train import STEP_S
+from tests.helpers.fake_train import BASE, STEP_S
 
 ROOT = Path(__file__).parents[2]
-BASE = f"""
-extends = "{ROOT}/tests/integration/tiny.toml"
-[training]
-dataset = "text"
-dataset_path = "text.txt"
-[validation]
-enable = true
-dataset = "text"
-dataset_path = "text.txt"
-num_samples = 8
-"""
 EXPERIMENT = """
 base = "tiny.toml"
 budget = {steps = 24}

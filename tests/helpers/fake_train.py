@@ -16,8 +16,23 @@ from pathlib import Path
 
 from meshwright.system.processes import die_with_parent
 
+ROOT = Path(__file__).parents[2]
+
 STEP_S = "FAKE_STEP_S"
 """Environment variable: seconds of a step."""
+
+BASE = f"""
+extends = "{ROOT}/tests/integration/tiny.toml"
+[training]
+dataset = "text"
+dataset_path = "text.txt"
+[validation]
+enable = true
+dataset = "text"
+dataset_path = "text.txt"
+num_samples = 8
+"""
+"""A base of experiments, in a folder with a text.txt."""
 
 CHILD = "from tests.helpers.fake_train import main; main()"
 

@@ -31,6 +31,7 @@ from meshwright.system.lease import Lease
 from meshwright.train.facts import look
 from meshwright.train.resolve import resolve
 from tests.helpers import fake_train
+from tests.helpers.fake_train import BASE
 
 ROOT = Path(__file__).parents[2]
 MARGIN = 0.002
@@ -91,17 +92,6 @@ def test_the_seeds_needed_decide_if_mean_and_spread_stay() -> None:
     assert judged(1.0, -1.0, 1.0, -1.0, margin=1e-9).seeds_needed is None
 
 
-BASE = f"""
-extends = "{ROOT}/tests/integration/tiny.toml"
-[training]
-dataset = "text"
-dataset_path = "text.txt"
-[validation]
-enable = true
-dataset = "text"
-dataset_path = "text.txt"
-num_samples = 8
-"""
 HEAD = 'base = "tiny.toml"\nbudget = {steps = 24}\nranks = 1\nseeds = 4\n'
 
 

@@ -131,7 +131,9 @@ class Worker:
             self._note(f"{key.arm}, seed {key.seed}: exit code {code} ({attempt}): {folder}")
             owner = owner_of(folder / "checkpoint" / JOB_LEASE)
             if code == EXIT_CONFIG and owner is not None and not is_gone(owner):
-                return  # the job of a worker that is gone has the folder, and is about to end
+                # the job of a worker that is gone has the folder, and is about to end
+                time.sleep(POLL_S)
+                return
         fields = judged(folder, experiment.metric, steps) if code == 0 else {}
         fields = {"status": "diverged" if code == EXIT_TRAINING else "failed"} | fields
         ended_s = time.time()

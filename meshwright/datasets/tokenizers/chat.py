@@ -324,9 +324,7 @@ class ChatTemplate:
     def _check_header(self, given: _Input, written: str) -> None:
         """A template that ignores `add_generation_prompt` may write its header among the answer."""
         *before_it, message = given.messages
-        if not (
-            text := _text_of(message).strip()
-        ):  # a call: a different answer has the same header
+        if not (text := _text_of(message).strip()):  # a call: any other answer has the same header
             text = "?"
             probe = given._replace(messages=[*before_it, {"role": "assistant", "content": text}])
             written = self._render(probe)[len(self._render(given.until(len(before_it)))) :]

@@ -90,7 +90,7 @@ def pieces_of(raw: dict[str, Any]) -> dict[str, int]:
 
 
 def _check_ids(raw: dict[str, Any]) -> None:
-    """Raise `ValueError` if an added token and a different token have one id, or one token two."""
+    """Raise `ValueError` if an added token and another have one id, or one token two."""
     pieces, names = pieces_of(raw), dict[int, str]()
     by_id = {token_id: piece for piece, token_id in pieces.items()}
     for token in raw.get("added_tokens") or []:

@@ -145,3 +145,20 @@ def write(args: DeepseekArgs) -> dict[str, object]:
         "topk_group": args.n_active_groups,
         "first_k_dense_replace": args.n_dense_layers,
     }
+
+
+DEBUG: dict[str, Any] = {
+    "dim": 256,
+    "n_layers": 6,
+    "n_heads": 8,
+    "n_kv_heads": 8,
+    "hidden_dim": 768,
+    "vocab_size": 2048,
+    "n_experts": 16,
+    "n_active": 4,
+    "kv_lora_rank": 64,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+}
+"""What the debug models of both families share."""

@@ -9,7 +9,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshwright.models.config_json import Dimension
-from meshwright.models.families.deepseek import INTEGERS, NAMES, SIZES, DeepseekArgs, read, write
+from meshwright.models.families.deepseek import (
+    DEBUG,
+    INTEGERS,
+    NAMES,
+    SIZES,
+    DeepseekArgs,
+    read,
+    write,
+)
 from meshwright.models.family import Family, HuggingFaceForm
 from meshwright.models.rope_scaling import Yarn
 
@@ -47,21 +55,7 @@ def _write(args: DeepseekV2Args) -> dict[str, object]:
 YARN = Yarn(40.0, 4096, mscale=0.707, mscale_all_dim=0.707)
 
 FLAVORS: dict[str, DeepseekV2Args] = {
-    "debugmodel": DeepseekV2Args(
-        dim=256,
-        n_layers=6,
-        n_heads=8,
-        n_kv_heads=8,
-        hidden_dim=768,
-        vocab_size=2048,
-        n_experts=16,
-        n_active=4,
-        expert_dim=96,
-        kv_lora_rank=64,
-        qk_nope_head_dim=32,
-        qk_rope_head_dim=16,
-        v_head_dim=32,
-    ),
+    "debugmodel": DeepseekV2Args(**DEBUG, expert_dim=96),
     "deepseek_v2_lite": DeepseekV2Args(
         2048, 27, 16, 16, 10944, 102400, n_experts=64, n_active=6, rope_scaling=YARN
     ),

@@ -10,6 +10,7 @@ from typing import Any
 
 from meshwright.models.config_json import Dimension
 from meshwright.models.families.deepseek import (
+    DEBUG,
     INTEGERS,
     NAMES,
     SIZES,
@@ -44,19 +45,8 @@ def _read(config: Mapping[str, Any]) -> dict[str, Dimension]:
 
 FLAVORS: dict[str, DeepseekV3Args] = {
     "debugmodel": DeepseekV3Args(
-        dim=256,
-        n_layers=6,
-        n_heads=8,
-        n_kv_heads=8,
-        hidden_dim=768,
-        vocab_size=2048,
-        n_experts=16,
-        n_active=4,
+        **DEBUG,
         q_lora_rank=96,
-        kv_lora_rank=64,
-        qk_nope_head_dim=32,
-        qk_rope_head_dim=16,
-        v_head_dim=32,
         expert_dim=192,
         n_groups=4,
         n_active_groups=2,
