@@ -43,21 +43,21 @@ def build(dims: ParallelDims, args: DecoderArgs) -> LocalModel:
 def _compare(ranks: int, folder: Path, case: str, saved: Path) -> None:
     """Fill from Hugging Face's folder, save a checkpoint, and fill from that."""
     args = CASES[case]
-    wanted = {name: p.detach() for name, p in load_hf(folder, args).named_parameters()}
+    wanted = load_hf(folder, args).state_dict()
 
     def assert_as_wanted(model: LocalModel, what: str) -> None:
-        for name, parameter in model.named_parameters():
-            assert torch.equal(whole(parameter), wanted[name]), f"{what}: {name}"
+        for name, tensor in model.state_dict(keep_vars=True).items():
+            assert torch.equal(whole(tensor), wanted[name]), f"{what}: {name}"
 
     for name, dims in MESHES[ranks].items():
         model = build(dims, args)
         weights = HuggingFaceWeights(NamedPath("folder", folder), family_of(args).hf, args)
-        weights.load(dict(model.named_parameters()))
+        weights.load(model.state_dict(keep_vars=True))
         assert_as_wanted(model, name)
         checkpoint = save_checkpoint(saved / name, model, args)
         torch.distributed.barrier()
         model = build(dims, args)
-        CheckpointWeights(NamedPath("folder", checkpoint)).load(dict(model.named_parameters()))
+        CheckpointWeights(NamedPath("folder", checkpoint)).load(model.state_dict(keep_vars=True))
         assert_as_wanted(model, f"{name}, from a checkpoint")
 
 

@@ -9,6 +9,7 @@ from meshwright.commands.prove.reference import compare_with_plain
 from meshwright.commands.prove.shrink import shrink
 from meshwright.config.job_config import JobConfig
 from meshwright.config.loader import load_config
+from meshwright.models.args import ExpertArgs
 from meshwright.models.families import MODELS
 from meshwright.train.optim import optimizers, registry
 from meshwright.train.resolve_model import resolve_model
@@ -54,7 +55,8 @@ def test_the_reference_is_plain_pytorch(on_ranks, words: str) -> None:
     assert 0 < errors["gradient"] < 1e-5  # other arithmetic, and no bit more than rounding
     assert errors["update"] > 0
     assert (errors.get("EMA", 0.0) > 0) == (EMA in words)
-    assert ("balance_loss" in errors) == any(name in words for name in ("moe", "mixtral"))
+    args = resolve_model(load_config(words.split()))[1]
+    assert ("balance_loss" in errors) == isinstance(args, ExpertArgs)
 
 
 @pytest.mark.parametrize("number", slow_but("0", {str(n): [n] for n in range(8)}))

@@ -34,7 +34,8 @@ def settings(name: str, weight: Tensor, config: Optimizer) -> Settings:
 
     Matrices and embeddings have weight decay, and vectors don't. Muon takes the matrices of layers.
     """
-    is_matrix = weight.dim() > 1
+    # the biases of a layer's experts are stacked: one vector a row
+    is_matrix = weight.dim() > (2 if ".experts." in name else 1)
     is_of_layer = is_matrix and name.startswith("layers.")
     optimizer = "AdamW" if config.name == "muon" and not is_of_layer else config.name
     decay = config.weight_decay if is_matrix or config.decay_norm_and_bias else 0.0
