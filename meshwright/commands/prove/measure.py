@@ -27,7 +27,7 @@ from meshwright.commands.prove.router_accounting import RouterAccounting
 from meshwright.config.job_config import JobConfig
 from meshwright.metrics.reporter import Pause, Phase
 from meshwright.metrics.sinks import Record
-from meshwright.parallelisms.replay import Choices, Replay, record_choices, replay_choices
+from meshwright.parallelisms.routing_replay import Choices, Replay, record_choices, replay_choices
 from meshwright.parallelisms.shards import local_box, part_of_box
 from meshwright.system.errors import ConfigError, first_line
 from meshwright.system.files import NamedPath

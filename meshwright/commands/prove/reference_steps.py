@@ -27,7 +27,7 @@ from meshwright.commands.prove.weights import stretch_of
 from meshwright.config.job_config import JobConfig
 from meshwright.datasets.samples import SampleRules
 from meshwright.models.loss import IGNORE, Batch
-from meshwright.parallelisms.replay import Choices, record_choices
+from meshwright.parallelisms.routing_replay import Choices, record_choices
 from meshwright.parallelisms.shards import local_shard
 from meshwright.train.build import build_stream
 from meshwright.train.trainer import StepResult

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from meshwright.parallelisms.local_model import LocalModel
-from meshwright.parallelisms.replay import Choices
+from meshwright.parallelisms.routing_replay import Choices
 
 
 class RouterAccounting:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from meshwright.models.decoder import Routing
 from meshwright.models.loss import IGNORE, Batch
-from meshwright.parallelisms.replay import record_choices, replay_choices
+from meshwright.parallelisms.routing_replay import record_choices, replay_choices
 from meshwright.parallelisms.rules.degrees import ParallelDims
 from tests.helpers.job import GLOBAL_BATCH, SCHEDULES, Job, mesh
 from tests.helpers.rounding import adamw
