@@ -79,7 +79,9 @@ class Published:
 
 
 def _torchtitan(ranks: int, speed: float, gib: float, *, is_compiled: bool) -> Published:
-    name = f"torchtitan, 8B, FSDP {ranks}{', compiled' * is_compiled}"
+    name = f"torchtitan, 8B, FSDP {ranks}"
+    if is_compiled:
+        name += ", compiled"
     batches = (2, 2 * ranks)
     return Published(
         name, "llama3.1_8b", ranks, batches, "", speed, gib, TORCHTITAN, is_compiled, True

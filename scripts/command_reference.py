@@ -69,8 +69,9 @@ def form(action: argparse.Action) -> str:
 def usage(action: argparse.Action) -> str:
     """The form, in brackets if you may leave it out."""
     is_needed = action.required if action.option_strings else action.nargs != "?"
-    more = " ..." * (action.nargs == "+")
-    return f"{form(action)}{more}" if is_needed else f"[{form(action)}]"
+    if not is_needed:
+        return f"[{form(action)}]"
+    return f"{form(action)} ..." if action.nargs == "+" else form(action)
 
 
 if __name__ == "__main__":

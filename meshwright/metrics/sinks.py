@@ -174,8 +174,15 @@ HISTORY = "history.jsonl"
 
 Event = Literal["start", "end"]
 
-OF_A_RUN = ["metrics.jsonl", HISTORY, "samples.jsonl", "skipped_steps.jsonl", "experts.json"]
-OF_A_RUN += ["config.toml", "steps.jsonl"]
+OF_A_RUN = (
+    "metrics.jsonl",
+    HISTORY,
+    "samples.jsonl",
+    "skipped_steps.jsonl",
+    "experts.json",
+    "config.toml",
+    "steps.jsonl",
+)
 """Files in the dump folder that a job which starts over starts again."""
 
 
@@ -201,9 +208,11 @@ def note_event(folder: Path, step: int, event: Event, facts: Mapping[str, Any]) 
     try:
         if event == "start" and step == 0:
             (folder / HISTORY).unlink(missing_ok=True)
-        is_torn = text_of(folder / HISTORY)[-1:] not in ("", "\n")  # as after a loss of power
+        # a loss of power may have torn the last line: the new one starts on a line of its own
+        if text_of(folder / HISTORY)[-1:] not in ("", "\n"):
+            line = "\n" + line
         with closing(WholeRecords(folder / HISTORY)) as file:
-            file.append(b"\n" * is_torn + line.encode() + b"\n")
+            file.append(f"{line}\n".encode())
     except OSError as error:  # a full disk, say
         logger.warning("%s cannot be written: %s; training continues", folder / HISTORY, error)
 

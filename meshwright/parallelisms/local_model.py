@@ -150,7 +150,10 @@ def build_local_model(
     trained = {block_of(name) for name in table.parameters if name not in frozen}
     used = (index for index, modules in enumerate(stage_modules) if trained.intersection(modules))
     pipeline = Pipeline(
-        *(stages, num_stages, meshes, training),
+        stages,
+        num_stages,
+        meshes,
+        training,
         schedule=schedule,
         first_trained=next(used),
         device=device,

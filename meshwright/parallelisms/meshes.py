@@ -73,7 +73,7 @@ def build_meshes(dims: ParallelDims, device_type: str) -> Meshes:
         if members.numel() == ranks.numel() and not is_own:
             assert dist.group.WORLD is not None
             return dist.group.WORLD
-        key = (*members.flatten().tolist(), *[-1] * is_own)
+        key = (*members.flatten().tolist(), is_own)
         if key not in groups:
             # Only its members make a group: otherwise every rank makes the groups of all others.
             # All ranks make theirs in the same order, so none waits for another in a circle.

@@ -56,13 +56,14 @@ def apply_float8(model: Decoder, names: Collection[str], options: Float8) -> str
         config=dataclasses.replace(recipe, emulate=options.emulate),
         module_filter_fn=lambda _, name: name in names,
     )
-    is_rowwise = options.recipe_name == "rowwise"
-    return (
-        f"float8: {sum(name in names for name, _ in model.named_modules())} layers, "
-        f"{options.recipe_name}"
-        + ", emulated" * options.emulate
-        + "; losses depend on the mesh and on the local batch" * (not is_rowwise)
-    )
+    num_layers = sum(name in names for name, _ in model.named_modules())
+    note = f"float8: {num_layers} layers, {options.recipe_name}"
+    if options.emulate:
+        note += ", emulated"
+    # one scale for the whole tensor, which is another tensor on another mesh
+    if options.recipe_name != "rowwise":
+        note += "; losses depend on the mesh and on the local batch"
+    return note
 
 
 OURS = Path(__file__).parents[1]

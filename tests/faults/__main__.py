@@ -19,12 +19,13 @@ def row(fault: Fault, seconds: float, score: str, line: str) -> str:
     case = f"prove: {name}" if fault.finder == "prove" else f"meshwright {fault.finder}"
     case = f"prove: {fault.finder}" if fault.finder in ("reference", "properties") else case
     case = fault.finder if fault.test_file else case
-    extra = " ".join([*fault.words, *[fault.kind] * (fault.kind != "fp32")])
+    options = fault.words if fault.kind == "fp32" else (*fault.words, fault.kind)
+    case = ", ".join([case, " ".join(options)]) if options else case
     *_, text = ["", *line.strip().splitlines()]  # of a traceback, what was raised
     text = text[:110].replace("|", "\\|")
     cells = (
         f"{fault.name.replace('_', ' ')} | {fault.thread}",
-        f"{case}{', ' * bool(extra)}{extra} | {seconds:.1f} | {score} | {text}",
+        f"{case} | {seconds:.1f} | {score} | {text}",
     )
     return f"| {' | '.join(cells)} |\n"
 

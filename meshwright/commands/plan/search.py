@@ -232,7 +232,9 @@ def _least_bytes(resolved: ResolvedJob, activations: float) -> float:
         per_rank = len(resolved.pipeline_modules) // ranks
         ahead = (per_rank - 1) * ranks + 2 * (ranks - 1) + 1  # then one for each backward
         in_flight = min(ahead, count * per_rank) / per_rank
-    then = ["weights", "optimizer", "gathered weights"] + ["whole gradients"] * (count > in_flight)
+    then = ["weights", "optimizer", "gathered weights"]
+    if count > in_flight:  # an earlier microbatch has left its gradients
+        then.append("whole gradients")
     held = sum(least.get(purpose, 0.0) for purpose in then)
     return max(sum(least.values()), held + in_flight * activations)
 

@@ -64,8 +64,9 @@ def _kernel() -> ctypes.CDLL:
     from torch._inductor import config, cpu_vec_isa
     from torch._inductor.codecache import CppCodeCache  # not at import, which would take a second
 
-    has_bf16 = torch.cpu.get_capabilities().get("avx512_bf16", False)
-    flags = (*FLAGS, *[BF16_FLAG] * has_bf16)
+    flags = [*FLAGS]
+    if torch.cpu.get_capabilities().get("avx512_bf16", False):
+        flags.append(BF16_FLAG)
     # the cache knows text and commands, not what a different torch's headers make of them
     text = "".join([f"// torch {torch.__version__}\n", *(path.read_text() for path in SOURCES)])
     try:
