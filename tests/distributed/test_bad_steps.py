@@ -99,7 +99,7 @@ MESHES = {
 
 
 @pytest.mark.parametrize(
-    ("dims", "microbatches", "options", "args"), slow_but("accumulate offload tp pp-zbv", MESHES)
+    ("dims", "microbatches", "options", "args"), slow_but("accumulate pp-zbv", MESHES)
 )
 def test_a_skipped_step_leaves_all_as_it_was(on_ranks, dims, microbatches, options, args) -> None:
     ranks = dims.dp * dims.cp * dims.tp * dims.pp

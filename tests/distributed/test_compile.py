@@ -50,7 +50,7 @@ CASES = {
     "pp-op": (PP, AOT | OP | SCHEDULES["Interleaved1F1B"]),
 }
 """Each mesh with two policies of recomputation, and each policy on several meshes."""
-EVERYDAY = ("fsdp", "pp-op", "tp-full")
+EVERYDAY = ("fsdp", "pp-op")
 HAS_BUDGET_OF_MESHES = hasattr(partitioner, MESHES_HAVE_NO_SIZE)  # from torch 2.12 or 2.13 on
 LOSS = 2  # graphs of the loss, where it is computed
 
@@ -82,8 +82,8 @@ def graphs_of_compared_steps(dims: ParallelDims, options: dict) -> int:
         pytest.param(
             case,
             marks=[
-                *[needs_compiler] * (INDUCTOR.items() <= options.items()),
-                *[pytest.mark.slow] * (case not in EVERYDAY),
+                *([needs_compiler] if INDUCTOR.items() <= options.items() else []),
+                *([] if case in EVERYDAY else [pytest.mark.slow]),
             ],
         )
         for case, (_, options) in CASES.items()
@@ -126,7 +126,7 @@ def test_attentions_kernel_on_cpus_changes_rounding_alone(dims, options) -> None
 def test_all_ranks_have_attentions_kernel_or_none() -> None:
     """In a job where all can have it, and where the second rank cannot."""
     for lacking in (None, 1):
-        reason = "of a test" * (dist.get_rank() == lacking)
+        reason = "of a test" if dist.get_rank() == lacking else ""
         with patch.object(attention, "why_not", lambda *_, reason=reason: reason):
             model, _ = parallel_model(FSDP, compile_backend="eager")
         cores = [block.attention.core for block in model.stages[0].layers.values()]

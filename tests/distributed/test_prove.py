@@ -143,9 +143,7 @@ SOUND = {
 }
 
 
-@pytest.mark.parametrize(
-    ("small", "kind", "mesh"), slow_but("fsdp-tp documents streamed tp-ep", SOUND)
-)
+@pytest.mark.parametrize(("small", "kind", "mesh"), slow_but("fsdp-tp streamed", SOUND))
 def test_a_sound_mesh_is_equal(verdict_of, small, kind, mesh) -> None:
     verdict = verdict_of(case_on(small, kind, **mesh), small=small)
     assert verdict.failures == []
@@ -207,7 +205,10 @@ FAULTY = {
 """Many more: tests/faults."""
 
 
-@pytest.mark.parametrize("name", FAULTY)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow if "bf16" in name else ()) for name in FAULTY],
+)
 def test_planted_faults_are_named(verdict_of, name) -> None:
     mesh, words, *kind = FAULTY[name]
     verdict = verdict_of(case_on(SMALL, *kind, **mesh), name)

@@ -22,6 +22,7 @@ from meshwright.system.errors import ConfigError
 from tests.helpers.cli import command
 from tests.helpers.files import contents
 from tests.helpers.jobs import CONFIG, ROOT, train_alone, train_on_ranks
+from tests.helpers.slow import slow
 
 replay = command("replay")
 
@@ -57,6 +58,8 @@ JOBS: dict[str, list[object]] = {
     ],
 }
 
+EVERYDAY = "hsdp x pp, accumulation"
+
 
 def _results(capsys: pytest.CaptureFixture[str], *words: object) -> dict:
     capsys.readouterr()
@@ -75,7 +78,7 @@ def _differences(result: dict) -> list[tuple[float, float]]:
     ]
 
 
-@pytest.mark.parametrize("name", JOBS)
+@pytest.mark.parametrize("name", [EVERYDAY, *slow(*(JOBS.keys() - {EVERYDAY}))])
 def test_a_step_of_four_ranks_comes_back_on_one_process(name, tmp_path: Path, capsys) -> None:
     """Within rounding, and to the bit on the mesh of the run, whose files stay as they are."""
     run = tmp_path / "run"
@@ -96,6 +99,7 @@ def test_a_step_of_four_ranks_comes_back_on_one_process(name, tmp_path: Path, ca
     assert contents(run) == before
 
 
+@pytest.mark.slow
 def test_a_step_of_a_later_stage_comes_back(tmp_path: Path, capsys) -> None:
     """Stage 2 begins with the checkpoint of the end of stage 1, step 8; the run with none."""
     config = tmp_path / "stages.toml"

@@ -61,6 +61,7 @@ def test_a_hub_that_does_not_answer_is_no_mistake_of_the_config(tmp_path: Path) 
     assert "Traceback" not in job.stderr
 
 
+@pytest.mark.slow
 def test_a_bad_line_saves_and_may_be_passed_over(tmp_path: Path) -> None:
     """On two ranks, of which one meets it; then on one, with and without leave to pass over it."""
     write_texts(tmp_path / "data", 2, 2, 60)
@@ -94,22 +95,26 @@ def test_a_bad_line_saves_and_may_be_passed_over(tmp_path: Path) -> None:
 def test_a_validation_that_fails_costs_no_step(tmp_path: Path) -> None:
     """One of two ranks reads a damaged block, in the middle of a job."""
     folder, cache = tmp_path / "out", tmp_path / "cache"
+    write_texts(tmp_path / "train", 2, 2, 60)
+    write_texts(tmp_path / "validation", 3, 1, 60)
     options = (
-        *("--validation.enable", "--validation.dataset_split", "validation"),
-        *("--validation.freq", 3, "--validation.num_samples", 64, "--checkpoint.interval", 100),
+        *("--training.dataset", "json", "--training.dataset_path", tmp_path / "train"),
+        *("--validation.dataset", "json", "--validation.dataset_path", tmp_path / "validation"),
+        *("--validation.enable", "--validation.freq", 3, "--validation.num_samples", 64),
+        *("--training.steps", 6, "--checkpoint.interval", 100),
         *("--training.token_cache_folder", cache),
     )
     command("tokenize")(["--job.config_file", CONFIG, *options])
     sizes = {path: path.stat().st_size for path in cache.rglob("*/00000.tokens")}
-    flip_bit(min(sizes, key=sizes.__getitem__), 8 * 70)  # of a twentieth of the files
+    flip_bit(min(sizes, key=sizes.__getitem__), 8 * 70)
     result = train_on_ranks(folder, *options, code=5)
     # of two ranks that meet it, one may find it forgotten by the other
     assert "run the same command again: it checks this part, and repairs it" in result.stdout
     assert commit.saved_steps(folder / "checkpoint") == [3]
-    train_alone(folder, *options, "--training.steps", 6)
+    train_alone(folder, *options)
     assert "validation/loss" in records(folder)[-1]
     manifest = read_manifest(commit.step_folder(folder / "checkpoint", 6))
-    assert manifest.get("validation_content", {}).keys() == {"sympy_source"}
+    assert manifest.get("validation_content", {}).keys() == {"json"}
     # on which tokens and places in streamed data depend
     packages = {name: version(name) for name in ("tokenizers", "datasets")}
     assert packages.items() <= manifest["versions"].items()

@@ -104,6 +104,7 @@ def test_check_says_what_is_left_to_train(uninterrupted: Path, capsys) -> None:
     assert re.search(r", 3 steps of \d+ tokens after step 20$", capsys.readouterr().out.strip())
 
 
+@pytest.mark.slow
 def test_a_job_that_saves_nothing_shares_checkpoints_and_no_records(tmp_path: Path) -> None:
     (tmp_path / "checkpoint").mkdir()
     (tmp_path / "mine").mkdir()
