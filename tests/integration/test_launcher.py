@@ -161,6 +161,7 @@ def test_another_model_or_order_in_the_same_folder_is_refused(uninterrupted: Pat
     assert tree(uninterrupted) == before
 
 
+@pytest.mark.slow
 def test_no_rank_outlives_a_killed_launcher(tmp_path: Path) -> None:
     folder = tmp_path / "out"
     process = subprocess.Popen(
@@ -171,14 +172,14 @@ def test_no_rank_outlives_a_killed_launcher(tmp_path: Path) -> None:
     )
     wait_for(lambda: (folder / "metrics.jsonl").exists() and records(folder), "the first step")
     wait_for(lambda: len(ranks_of(folder)) == 2, "two ranks")
-    check_stacks(process, folder)
     process.kill()
     process.wait()
     wait_for(lambda: not ranks_of(folder), "the end of the ranks", seconds=30)
 
 
 def press_ctrl_c(folder: Path, times: int) -> tuple[int, str, float]:
-    """Exit code, stderr and seconds of a job whose terminal does that during training."""
+    """Exit code, stderr and seconds of a job whose terminal does that during training, after it
+    was asked for its stacks."""
     console = folder.with_suffix(".log")
     with console.open("w") as output:
         process = subprocess.Popen(
@@ -194,6 +195,7 @@ def press_ctrl_c(folder: Path, times: int) -> tuple[int, str, float]:
         wait_for(lambda: (folder / "metrics.jsonl").exists() and records(folder), "the first step")
         # a file gets its line at once, too, though none follows that would fill a block
         wait_for(lambda: "loss" in console.read_text(), "the line of the first step", seconds=3)
+        check_stacks(process, folder)
         start = time.monotonic()
         for _ in range(times):
             os.killpg(process.pid, signal.SIGINT)
@@ -215,7 +217,7 @@ def test_ctrl_c_saves_and_stops_and_a_second_ends_the_job_at_once(tmp_path, time
         assert not ranks_of(folder)
     else:
         (*_, step) = commit.saved_steps(folder / "checkpoint")
-        assert step == max(losses(folder))
+        assert step == max(losses(folder)) > 1
     assert code == (75, 130)[times - 1]
     assert errors.splitlines()[times - 1 :] == said[times - 1 :]
 
@@ -228,8 +230,6 @@ def check_stacks(process: subprocess.Popen, folder: Path) -> None:
         log = folder / "logs" / f"rank_{rank}.log"
         wait_for(lambda log=log: "most recent call first" in log.read_text(), "stacks")
         assert ", line " in log.read_text()
-    steps = len(records(folder))
-    wait_for(lambda: len(records(folder)) > steps, "another step")
     assert process.poll() is None
 
 

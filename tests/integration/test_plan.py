@@ -142,6 +142,7 @@ def test_masked_documents_are_planned_for_gpus(capsys) -> None:
     assert flops["attention, backward"] > flops["attention, forward"] > 0
 
 
+@pytest.mark.slow
 def test_a_search_prints_the_best_and_its_toml(monkeypatch, capsys) -> None:
     monkeypatch.setattr(search, "SIMULATED", 2)
     monkeypatch.setattr(search, "legal", lambda *job: islice(legal(*job), 24))

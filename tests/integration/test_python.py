@@ -24,6 +24,7 @@ import meshwright as mw
 from meshwright.system.log import logger
 from tests.helpers.compare_checkpoints import assert_same_tensors
 from tests.helpers.jobs import CONFIG, ROOT, environment, train_alone
+from tests.helpers.slow import slow
 
 
 @pytest.fixture(autouse=True)
@@ -88,7 +89,7 @@ def run(folder: Path, **changes: object) -> tuple[list[float], dict[str, torch.T
         return losses, {k: v.clone() for k, v in session.model.state_dict().items()}
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("deterministic", [False, *slow(True)])
 def test_a_session_leaves_no_trace_and_a_second_one_gives_the_same_bits(
     tmp_path: Path, deterministic: bool
 ) -> None:
@@ -253,6 +254,7 @@ def test_the_page_runs_as_it_stands(tmp_path: Path) -> None:
     assert "True 3 of 3 cases equal one process" in done.stdout
 
 
+@pytest.mark.slow
 def test_the_notebook_runs(tmp_path: Path) -> None:
     notebook = json.loads((ROOT / "examples/notebook.ipynb").read_text("utf-8"))
     cells = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
