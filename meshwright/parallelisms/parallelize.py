@@ -60,7 +60,7 @@ def apply_float8(model: Decoder, names: Collection[str], options: Float8) -> str
     note = f"float8: {num_layers} layers, {options.recipe_name}"
     if options.emulate:
         note += ", emulated"
-    # one scale for the whole tensor, which is another tensor on another mesh
+    # the others have one scale for a tensor, and ranks of another mesh have other tensors
     if options.recipe_name != "rowwise":
         note += "; losses depend on the mesh and on the local batch"
     return note

@@ -1,6 +1,9 @@
 """Every registered family, small: a family that is added gets their tests."""
 
 import dataclasses
+from collections.abc import Mapping
+from itertools import groupby
+from typing import Any
 
 from meshwright.models.args import DecoderArgs, ExpertArgs, WindowArgs
 from meshwright.models.families import MODELS
@@ -8,6 +11,7 @@ from meshwright.models.families.deepseek import DeepseekArgs
 from meshwright.models.family import Family
 from meshwright.models.latent import LatentArgs
 from meshwright.models.rope_scaling import LinearScaling, RopeScaling, Yarn
+from tests.helpers.slow import slow_but
 
 SEQ_LEN = 32
 """Of the tests of parity; a window of as many tokens changes nothing."""
@@ -74,3 +78,13 @@ def cases(vocab_size: int) -> dict[str, DecoderArgs]:
         for variant, changes in variants.items():
             found[f"{name}-{variant}"] = small(family, vocab_size, **changes)
     return found
+
+
+def two_of_each(cases: Mapping[str, DecoderArgs]) -> list[Any]:
+    """Return parameters of pytest: the first case of each family, and its last, which has most of
+    its own; the others are slow."""
+    everyday: list[str] = []
+    for _, names in groupby(cases, lambda name: name.partition("-")[0]):
+        first, *others = names
+        everyday += [first, *others[-1:]]
+    return slow_but(" ".join(everyday), {name: [args] for name, args in cases.items()})

@@ -24,7 +24,7 @@ from tests.helpers.slow import slow
 
 WITH_FAULTS = "one GPU, with faults"
 OFFLOADED = "FSDP 8, CPU offload"
-EVERYDAY = ("FSDP 8", WITH_FAULTS)
+EVERYDAY = ("FSDP 8",)
 EP = tuple(name for name in CASES if "EP" in name)
 
 
@@ -75,6 +75,7 @@ def test_a_place_is_named_by_its_package_wherever_the_checkout_is(monkeypatch) -
         assert innermost([(f"{above}/tests/a.py", 5), *torchs]) == "b.py:2"
 
 
+@pytest.mark.slow
 def test_faults_are_noticed(figures) -> None:
     found = figures[WITH_FAULTS]
     assert "error" not in found, found["error"]

@@ -437,6 +437,7 @@ def worker_of(lab: Lab) -> subprocess.Popen:
     return subprocess.Popen(words, env=environment, cwd=ROOT)
 
 
+@pytest.mark.slow
 def test_the_run_of_a_killed_worker_ends_with_it_and_the_next_one_resumes_it(lab) -> None:
     first = worker_of(lab.write(ARMS))
     pids = lab.runs / "base" / "seed-0" / "pids.txt"

@@ -18,12 +18,14 @@ from meshwright.models.families import MODELS
 from meshwright.models.families.llama import LlamaArgs
 from meshwright.models.latent import LatentSpec
 from meshwright.parallelisms.initialize import _fill_in_turn, initialize
-from tests.helpers.families import cases, small
+from tests.helpers.families import cases, small, two_of_each
 from tests.helpers.hf import in_transformers, random_model, their_tensors
+from tests.helpers.slow import slow
 from tests.helpers.tiny import SEQ_LEN
 
 CASES = cases(vocab_size=131)
 every_case = pytest.mark.parametrize("args", CASES.values(), ids=CASES.keys())
+two_cases = pytest.mark.parametrize("args", two_of_each(CASES))
 
 
 def assert_gradients_equal(ours: Decoder, theirs: PreTrainedModel) -> None:
@@ -59,7 +61,7 @@ def test_logits_loss_and_gradients_equal_transformers(args: DecoderArgs, seq_len
     assert_gradients_equal(ours, theirs)
 
 
-@every_case
+@two_cases
 def test_packed_documents_equal_transformers(args: DecoderArgs) -> None:
     """Which is told of them by a mask of four dimensions, and by positions; where layers differ,
     by a mask for each kind, since it would forget the windows."""
@@ -96,7 +98,7 @@ WITH_SINKS = {
 """Products of that kernel, which is called for its logarithms."""
 
 
-@every_case
+@two_cases
 def test_the_table_is_that_of_the_model(args: DecoderArgs, monkeypatch) -> None:
     model, table = Decoder(args, SEQ_LEN), args.table
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
@@ -147,7 +149,7 @@ def _first_loss(args: DecoderArgs) -> float:
     return loss.item() - math.log(args.vocab_size)
 
 
-@pytest.mark.parametrize("vocab_size", [131, 2048])
+@pytest.mark.parametrize("vocab_size", [2048, *slow(131)])
 @pytest.mark.parametrize("name", MODELS)
 def test_first_loss_is_about_the_logarithm_of_the_vocabulary(name: str, vocab_size: int) -> None:
     size = {"dim": 256, "head_dim": 64, "hidden_dim": 128, "n_layers": 2}

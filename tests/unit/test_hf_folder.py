@@ -15,7 +15,7 @@ from meshwright.models.families import MODELS
 from meshwright.system.errors import ConfigError
 from meshwright.system.files import NamedPath
 from tests.helpers.cli import export
-from tests.helpers.families import family_of
+from tests.helpers.families import family_of, two_of_each
 from tests.helpers.hf import (
     CASES,
     load_hf,
@@ -29,7 +29,7 @@ from tests.helpers.job import assert_equal
 V3_FORM = MODELS["deepseek_v3"].hf
 
 
-@pytest.mark.parametrize("args", CASES.values(), ids=CASES.keys())
+@pytest.mark.parametrize("args", two_of_each(CASES))
 def test_in_and_out_again_is_equal_to_the_bit(args, tmp_path, capsys) -> None:
     theirs = transformers_model(args)
     theirs.save_pretrained(tmp_path / "hf", max_shard_size="30KB")

@@ -32,7 +32,7 @@ from meshwright.models.decoder import Decoder, Routing
 from meshwright.models.families import FAMILIES, MODELS
 from meshwright.models.loss import IGNORE
 from meshwright.train.optim.optimizers import warmup_stable_decay
-from tests.helpers.families import cases, family_of
+from tests.helpers.families import cases, family_of, two_of_each
 from tests.helpers.hf import in_transformers, random_model, their_tensors
 
 CASES = cases(vocab_size=131)
@@ -80,7 +80,7 @@ def assert_close(got: torch.Tensor, want: torch.Tensor, name: str, bound: float 
     assert error <= bound, f"{name}: {error:.1e}"
 
 
-@pytest.mark.parametrize("args", CASES.values(), ids=CASES.keys())
+@pytest.mark.parametrize("args", two_of_each(CASES))
 def test_every_family_is_the_plain_decoder(args: DecoderArgs) -> None:
     model, routing = random_model(args), Recorded()
     model.routing, batch = routing, some_batch(args.vocab_size, with_documents=True)
