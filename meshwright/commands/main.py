@@ -14,14 +14,7 @@ from typing import NamedTuple
 
 import meshwright
 from meshwright.config.command_line import EVERY_KEY, Parser, add_config, parse
-from meshwright.system.errors import (
-    EXIT_CONFIG,
-    EXIT_DATA,
-    EXIT_INTERRUPTED,
-    ConfigError,
-    DataError,
-    did_you_mean,
-)
+from meshwright.system import errors
 from meshwright.system.files import may_pass
 from meshwright.system.log import print_error, steady_streams
 from meshwright.system.modules import uncollected
@@ -217,7 +210,7 @@ def run(words: Sequence[str]) -> None:
     """
     for word in words:
         if word.encode("utf-8", "ignore").decode() != word:
-            raise ConfigError("", f"{word!r} is no text in UTF-8\n  fix: set LC_ALL=C.UTF-8")
+            raise errors.ConfigError("", f"{word!r} is no text in UTF-8\n  fix: set LC_ALL=C.UTF-8")
     name = " ".join(words[:2]) if " ".join(words[:2]) in COMMANDS else words[0]
     if name not in COMMANDS:
         within = [command for command in COMMANDS if command.startswith(f"{name} ")]
@@ -225,8 +218,8 @@ def run(words: Sequence[str]) -> None:
             _print_commands(f"{name} ", within)
             return
         wrong = " ".join(words[:2]) if within else name
-        fix = did_you_mean(wrong, within or [*COMMANDS, "--help", "--version"])
-        raise ConfigError("", f"unknown command {wrong}\n  fix: {fix}")
+        fix = errors.did_you_mean(wrong, within or [*COMMANDS, "--help", "--version"])
+        raise errors.ConfigError("", f"unknown command {wrong}\n  fix: {fix}")
     rest = words[len(name.split()) :]
     given = parse(build_parser(name, rest), rest)
     command = COMMANDS[name].function("run")
@@ -236,8 +229,8 @@ def run(words: Sequence[str]) -> None:
     except OSError as error:
         if error.filename is None or may_pass(error):  # of stdout; or worth a new start
             raise
-        raise ConfigError("", f"{error.filename}: {error.strerror}") from None
-    except ConfigError as error:
+        raise errors.ConfigError("", f"{error.filename}: {error.strerror}") from None
+    except errors.ConfigError as error:
         if not COMMANDS[name].takes_config:
             raise
         # not at the top: pydantic takes 0.1 s, and a list of the commands needs none
@@ -258,11 +251,11 @@ def main() -> None:
         else:
             run(words)
         sys.stdout.flush()
-    except (ConfigError, DataError) as error:
+    except (errors.ConfigError, errors.DataError) as error:
         print_error(error)
-        sys.exit(EXIT_CONFIG if isinstance(error, ConfigError) else EXIT_DATA)
+        sys.exit(errors.EXIT_CONFIG if isinstance(error, errors.ConfigError) else errors.EXIT_DATA)
     except KeyboardInterrupt:
-        sys.exit(EXIT_INTERRUPTED)
+        sys.exit(errors.EXIT_INTERRUPTED)
     except OSError as error:
         # `| head` has seen enough; or `> FILE` on a full disk, for other files have names
         if error.errno not in (errno.EPIPE, errno.ENOSPC):
@@ -272,7 +265,7 @@ def main() -> None:
         if error.errno == errno.EPIPE:
             sys.exit(128 + signal.SIGPIPE)
         print_error(f"stdout cannot be written: {error.strerror}\n  fix: make room there")
-        sys.exit(EXIT_CONFIG)
+        sys.exit(errors.EXIT_CONFIG)
 
 
 def _print_groups() -> None:

@@ -22,14 +22,7 @@ from meshwright.datasets.storage import (
     stat,
     stat_all,
 )
-from meshwright.system.errors import (
-    FIX,
-    ConfigError,
-    RecordError,
-    as_toml,
-    config_error,
-    where_it_ends,
-)
+from meshwright.system import errors
 from meshwright.system.files import (
     LFS_BYTES,
     LFS_FIX,
@@ -78,14 +71,16 @@ class SourceEntry:
     weight: float = 1
     """Its samples among those of all sources; only the ratio counts."""
 
-    def error(self, key: str, what: str, fix: str = "") -> ConfigError:
+    def error(self, key: str, what: str, fix: str = "") -> errors.ConfigError:
         """That `key` of this source is at fault."""
-        return config_error(f"{self.key}.{key}", getattr(self.source, key), what, fix)
+        return errors.config_error(f"{self.key}.{key}", getattr(self.source, key), what, fix)
 
-    def record_error(self, key: str, what: str, fix: str = "") -> RecordError:
+    def record_error(self, key: str, what: str, fix: str = "") -> errors.RecordError:
         """That a record is at fault, as `key` of this source has it read. Its place comes first."""
         name, value = f"{self.key}.{key}", getattr(self.source, key)
-        return RecordError(name, f"{what} ({name} = {as_toml(value)})" + (fix and f"{FIX}{fix}"))
+        return errors.RecordError(
+            name, f"{what} ({name} = {errors.as_toml(value)})" + (fix and f"{errors.FIX}{fix}")
+        )
 
 
 class RowPlace(NamedTuple):
@@ -245,7 +240,7 @@ def check_downloaded(files: Sequence[DataFile], key: str) -> None:
             continue
         with suppress(OSError), open_file(file) as opened:  # its reader says what is wrong
             if LFS_POINTER.match(opened.read(LFS_BYTES)):
-                raise config_error(key, file.path, LFS_RULE, LFS_FIX)
+                raise errors.config_error(key, file.path, LFS_RULE, LFS_FIX)
 
 
 def local_files(entry: SourceEntry) -> list[DataFile]:
@@ -277,7 +272,7 @@ def local_files(entry: SourceEntry) -> list[DataFile]:
     if is_address(path):
         fix = "check the address"
     elif not os.path.exists(fixed):
-        fix = where_it_ends(fixed)
+        fix = errors.where_it_ends(fixed)
     raise entry.error("dataset_path", f"no {wanted}", fix)
 
 
@@ -302,7 +297,7 @@ def token_paths(entry: SourceEntry) -> list[DataFile]:
     path = entry.source.dataset_path
     if entry.source.dataset != "megatron":
         return local_files(entry)
-    with suppress(FileNotFoundError, ConfigError):
+    with suppress(FileNotFoundError, errors.ConfigError):
         return [stat(f"{path}.bin")]  # Megatron names both files without their endings
     if path.endswith((".bin", ".idx")):
         with suppress(FileNotFoundError):

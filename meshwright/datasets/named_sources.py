@@ -22,16 +22,7 @@ from meshwright.datasets.sources import DATASETS, DatasetSpec, find_dataset
 from meshwright.datasets.storage import DataFile, is_address
 from meshwright.datasets.sympy_source import version_note
 from meshwright.datasets.tokenizers.kinds import Tokenizer, find_template, prompt_tokens
-from meshwright.system.errors import (
-    FIX,
-    ConfigError,
-    RecordError,
-    check,
-    config_error,
-    did_you_mean,
-    numbered,
-    where_it_ends,
-)
+from meshwright.system import errors
 
 SPLITS = ("train", "validation")
 """Of a dataset without a path."""
@@ -76,7 +67,7 @@ def validation_note(config: JobConfig) -> str:
     paths = ([p for e in some for p in local_paths(e)] for some in (whole, held_out))
     ours, theirs = ({*map(os.path.realpath, some)} for some in paths)  # links may lead to one file
     shared = sorted(ours & theirs)
-    count = numbered(len(shared), "file")
+    count = errors.numbered(len(shared), "file")
     return f"training reads {count} of the validation as well: {shared[0]}" if shared else ""
 
 
@@ -112,7 +103,7 @@ def local_paths(entry: SourceEntry) -> list[str]:
 def check_sources(section: Training | Validation, key: str) -> None:
     """Check that datasets are known and have their own names, and that their keys suit them."""
     is_single = "dataset" in section.model_fields_set and section.dataset
-    check(
+    errors.check(
         not (section.datasets and is_single),
         f"{key}.dataset",
         section.dataset,
@@ -124,15 +115,17 @@ def check_sources(section: Training | Validation, key: str) -> None:
         name = entry.source.dataset
         spec = find_dataset(name)
         if spec is None:
-            fix = f'{did_you_mean(name, DATASETS)} (one of the hub is written "owner/name")'
+            fix = f'{errors.did_you_mean(name, DATASETS)} (one of the hub is written "owner/name")'
             raise entry.error("dataset", "no such dataset", fix)
         check_path(entry, spec)
         if getattr(section, "packing", "cut") != "cut" and is_streamed(entry):
             rule = f"{entry.name} is streamed, so the lengths of its documents are not known"
             fix = f'set {entry.key}.dataset_mode = "cached", or leave packing out'
-            raise config_error("training.packing", "best_fit", rule, fix)
+            raise errors.config_error("training.packing", "best_fit", rule, fix)
         rule = "another dataset has this name"
-        check(entry.name not in names, f"{entry.key}.name", entry.name, rule, "give it another")
+        errors.check(
+            entry.name not in names, f"{entry.key}.name", entry.name, rule, "give it another"
+        )
         names.add(entry.name)
 
 
@@ -145,14 +138,16 @@ def check_files(entry: SourceEntry, max_bad_records: int = 0) -> None:
     if spec.path == "required":
         spec.files(entry)
     elif not Path(source.dataset_path).exists():
-        fix = where_it_ends(source.dataset_path)
+        fix = errors.where_it_ends(source.dataset_path)
         raise entry.error("dataset_path", "no such file or folder", fix)
     files = spec.find(entry) if source.dataset in ROW_FORMATS else []
     check_kind(files, f"{entry.key}.dataset_path")
     if files and not max_bad_records and (fault := head_fault(entry, files)) is not None:
         file = next((file for file in files if str(fault).startswith(file.path)), None)
-        what, _, fix = str(fault).partition(FIX)
-        raise RecordError(fault.key, f"{what}{FIX}{fix or _fix_of(fault, entry, file)}")
+        what, _, fix = str(fault).partition(errors.FIX)
+        raise errors.RecordError(
+            fault.key, f"{what}{errors.FIX}{fix or _fix_of(fault, entry, file)}"
+        )
 
 
 CHAT_COLUMNS = {
@@ -163,7 +158,7 @@ CHAT_COLUMNS = {
 """The columns by which rows of conversations are known, by their `dataset_format`."""
 
 
-def _fix_of(fault: RecordError, entry: SourceEntry, file: DataFile | None) -> str:
+def _fix_of(fault: errors.RecordError, entry: SourceEntry, file: DataFile | None) -> str:
     """Return advice on the fault of a first row.
 
     Args:
@@ -195,7 +190,7 @@ def _fix_of(fault: RecordError, entry: SourceEntry, file: DataFile | None) -> st
 MOST_HEADS = 64
 
 
-def head_fault(entry: SourceEntry, files: Sequence[DataFile]) -> RecordError | None:
+def head_fault(entry: SourceEntry, files: Sequence[DataFile]) -> errors.RecordError | None:
     """Read the first row of some of `files`, evenly spread, and return the first error."""
     if not any(file.size for file in files):
         return entry.record_error("dataset_path", f"{files[0].path}: is empty")
@@ -203,7 +198,7 @@ def head_fault(entry: SourceEntry, files: Sequence[DataFile]) -> RecordError | N
     documents = LocalDocuments(entry, heads)
     for number in range(len(heads)):
         item = next(documents.read(number, len(heads)), None)
-        if isinstance(item, RecordError):
+        if isinstance(item, errors.RecordError):
             return item
     return None
 
@@ -296,7 +291,7 @@ def check_path(entry: SourceEntry, spec: DatasetSpec) -> None:
         if rule.broken(source, spec):
             names = {"name": f"dataset {source.dataset!r}", "table": entry.key}
             raise entry.error(rule.key, rule.says.format(**names), rule.fix.format(**names))
-    check(
+    errors.check(
         not entry.held_out or spec.has_rows or source.dataset == "sympy_source",
         "training.validation_fraction",
         entry.held_out,
@@ -336,10 +331,10 @@ def check_mixture(sources: Sequence[WeightedSource]) -> None:
         key, has_tokens = f"training.datasets.{number}", source.tokens is not None
         if (source.weight is not None) == has_tokens:
             what = "has both weight and tokens" if has_tokens else "has neither weight nor tokens"
-            raise ConfigError(key, f"{key}: {what}\n  fix: give one of the two")
+            raise errors.ConfigError(key, f"{key}: {what}\n  fix: give one of the two")
         if has_tokens != (sources[0].tokens is not None):
             fix = "give all the same of the two"
-            raise ConfigError(key, f"{key}: weights and tokens are mixed\n  fix: {fix}")
+            raise errors.ConfigError(key, f"{key}: weights and tokens are mixed\n  fix: {fix}")
 
 
 def check_template(training: Training, model: Model) -> None:
@@ -352,7 +347,7 @@ def check_budgets(training: Training) -> None:
     """The job takes no more tokens than its sources are to give."""
     budget = sum(source.tokens or 0 for source in training.datasets)
     per_step = training.global_batch_size * training.seq_len
-    check(
+    errors.check(
         budget == 0 or training.steps * per_step <= budget,
         "training.steps",
         training.steps,
@@ -366,9 +361,13 @@ def check_sample_prompts(validation: Validation, tokenizer: Tokenizer, seq_len: 
     for number, prompt in enumerate(validation.sample_prompts):
         key, length = f"validation.sample_prompts.{number}", len(prompt_tokens(tokenizer, prompt))
         is_new = prompt not in validation.sample_prompts[:number]
-        check(is_new, key, prompt, "is there already, and gives the same text", "write it once")
-        check(length > 0, key, prompt, "is no token, and the tokenizer has no BOS", "write a text")
-        check(
+        errors.check(
+            is_new, key, prompt, "is there already, and gives the same text", "write it once"
+        )
+        errors.check(
+            length > 0, key, prompt, "is no token, and the tokenizer has no BOS", "write a text"
+        )
+        errors.check(
             length + validation.sample_tokens <= seq_len,
             key,
             prompt,
@@ -383,7 +382,7 @@ def check_validation(config: JobConfig) -> None:
     it is known how much that is, if all of it is to be read."""
     validation, fraction = config.validation, config.training.validation_fraction
     own = {"dataset", "dataset_path"} & validation.model_fields_set if validation.dataset else None
-    check(
+    errors.check(
         not (fraction and validation.enable and (own or validation.datasets)),
         "training.validation_fraction",
         fraction,
@@ -395,7 +394,7 @@ def check_validation(config: JobConfig) -> None:
         check_sources(validation, "validation")
     streamed = [entry.name for entry in validation_entries(config) if is_streamed(entry)]
     count = validation.num_samples
-    check(
+    errors.check(
         count > 0 or (count == -1 and not streamed),
         "validation.num_samples",
         count,

@@ -30,18 +30,7 @@ from meshwright.datasets.files import Range, RowPlace, SourceEntry
 from meshwright.datasets.readers import Layout, cut, read
 from meshwright.datasets.storage import ChangedError, DataFile, UnsupportedError
 from meshwright.datasets.tables import Row
-from meshwright.system.errors import (
-    FIX,
-    PASSED_ON,
-    ConfigError,
-    DataError,
-    RecordError,
-    StorageError,
-    config_error,
-    did_you_mean,
-    shortened,
-    where_it_ends,
-)
+from meshwright.system import errors
 from meshwright.system.files import may_pass
 from meshwright.system.modules import describe_error, import_user_module
 
@@ -97,7 +86,7 @@ class Condition:
             actual = len(actual) if self.is_length else actual
             return bool(SIGNS[self.sign](actual, self.value))
         except TypeError as error:
-            raise ValueError(f"{self.column!r} is {shortened(actual)}: {error}") from error
+            raise ValueError(f"{self.column!r} is {errors.shortened(actual)}: {error}") from error
 
 
 def conditions(entry: SourceEntry) -> list[Condition]:
@@ -112,19 +101,19 @@ def conditions(entry: SourceEntry) -> list[Condition]:
         rule = "must be a column, or len(column), then ==, !=, <, <=, > or >=, then a value"
         fix = """write it like "language == 'en'", "score >= 3" or "len(text) > 200\""""
         if not (match := CONDITION.fullmatch(text)):
-            raise config_error(key, text, rule, fix)
+            raise errors.config_error(key, text, rule, fix)
         names = {"true": True, "false": False, "null": None}
         value = match["value"].strip()
         try:
             value = names[value] if value in names else ast.literal_eval(value)
         except (ValueError, SyntaxError) as error:
-            raise config_error(key, text, f"{value} is no value", fix) from error
+            raise errors.config_error(key, text, f"{value} is no value", fix) from error
         column = (match["sized"] or match["column"]).strip()
         parsed.append(Condition(column, bool(match["sized"]), match["sign"], value))
     return parsed
 
 
-Item = Document | RecordError
+Item = Document | errors.RecordError
 """A document, or why a record is none."""
 
 
@@ -158,7 +147,7 @@ class RowReader:
                 document = replace(document, messages=messages, tools=tools, place=place)
             return document if is_on_side(self._entry, document) else ""
         except ValueError as error:
-            what, _, fix = str(error).partition(FIX)
+            what, _, fix = str(error).partition(errors.FIX)
             return self._entry.record_error(key, f"{place}: {what}", fix)
 
     def _document(self, row: Row) -> Document:
@@ -187,7 +176,7 @@ class RowReader:
         assert self._function is not None
         try:
             return self._function(row)
-        except PASSED_ON:
+        except errors.PASSED_ON:
             raise
         except BaseException as error:  # whatever the user's function raises
             what = describe_error(error, self._entry.source.dataset_format.rpartition(":")[0])
@@ -199,19 +188,19 @@ def _load_function(entry: SourceEntry) -> Callable[[dict[str, Any]], Any]:
     place, _, attribute = name.rpartition(":")
     try:
         module = import_user_module(place)
-    except PASSED_ON:
+    except errors.PASSED_ON:
         raise
     except BaseException as error:  # importing runs the user's code
         formats = ", ".join(f'"{name}"' for name in FORMATS)
         fix = f'write "package.module:function" or "path/to/file.py:function", or {formats}'
         if place.endswith(".py") and not Path(place).exists():
-            fix = where_it_ends(place)
+            fix = errors.where_it_ends(place)
         what = f"cannot be imported: {describe_error(error, place)}"
         raise entry.error("dataset_format", what, fix) from error
     function = getattr(module, attribute, None)
     if not callable(function):
         names = [name for name, value in vars(module).items() if callable(value)]
-        fix = did_you_mean(attribute, names)
+        fix = errors.did_you_mean(attribute, names)
         raise entry.error("dataset_format", f"has no function {attribute}", fix)
     return function
 
@@ -229,12 +218,12 @@ class Reader(Iterator[Item]):
 
 def _checked(item: object, words: str) -> Item:
     """Return a document, or the error of a row that holds none."""
-    if isinstance(item, RecordError):
+    if isinstance(item, errors.RecordError):
         return item
     try:
         document = as_document(item, f"{words} is")
     except ValueError as error:
-        return RecordError("", str(error))
+        return errors.RecordError("", str(error))
     if isinstance(document, str) or document.place:
         return document
     return replace(document, place=words)
@@ -293,13 +282,18 @@ class IndexedDocuments(Documents):
         try:
             return _checked(self._get(index), f"{words}:")
         except BaseException as error:  # whatever the user's function raises
-            if isinstance(error, (ConfigError, DataError, StorageError, *PASSED_ON)):
+            if isinstance(
+                error,
+                (errors.ConfigError, errors.DataError, errors.StorageError, *errors.PASSED_ON),
+            ):
                 raise
             code = getattr(self._get, "__code__", None)
             what = describe_error(error, getattr(code, "co_filename", ""))
             if may_pass(error):
-                raise StorageError(f"{words} cannot be read now: {what}\n  fix: {AGAIN}") from error
-            return RecordError("", f"{words}: {what}")
+                raise errors.StorageError(
+                    f"{words} cannot be read now: {what}\n  fix: {AGAIN}"
+                ) from error
+            return errors.RecordError("", f"{words}: {what}")
 
 
 LEAST_PART, MOST_PART, MANY_PARTS = 1 << 21, 1 << 28, 256
@@ -360,7 +354,7 @@ class LocalDocuments(Documents):
             raise unreadable(self._entry, error) from error
 
 
-def unreadable(entry: SourceEntry, error: OSError) -> ConfigError | StorageError:
+def unreadable(entry: SourceEntry, error: OSError) -> errors.ConfigError | errors.StorageError:
     """Return the error of a file that has changed, or that can't be read now."""
     if isinstance(error, UnsupportedError):
         return entry.error("dataset_path", str(error), error.fix)
@@ -371,9 +365,9 @@ def unreadable(entry: SourceEntry, error: OSError) -> ConfigError | StorageError
     return unreadable_now(entry, "dataset_path", what)
 
 
-def unreadable_now(entry: SourceEntry, key: str, what: str) -> StorageError:
+def unreadable_now(entry: SourceEntry, key: str, what: str) -> errors.StorageError:
     """A scheduler starts a job that ends by it again."""
-    return StorageError(str(entry.error(key, f"cannot be read now: {what}", AGAIN)))
+    return errors.StorageError(str(entry.error(key, f"cannot be read now: {what}", AGAIN)))
 
 
 def _layout(entry: SourceEntry) -> Layout:

@@ -27,22 +27,7 @@ from meshwright.launch.heartbeat import HEARTBEATS, LOOK_EVERY_S
 from meshwright.launch.meeting import OTHER_PROGRAM, Meeting
 from meshwright.launch.watch import Watch, in_time, tail
 from meshwright.metrics.sinks import note_missing_end
-from meshwright.system.errors import (
-    BY_TORCHRUN,
-    EXIT_CODES,
-    EXIT_CONFIG,
-    EXIT_HANG,
-    EXIT_INTERRUPTED,
-    EXIT_STOPPED,
-    FIX,
-    LOST_PEER,
-    ConfigError,
-    RankEnd,
-    cause,
-    code_of_request,
-    exit_code,
-    first_line,
-)
+from meshwright.system import errors
 from meshwright.system.files import text_of
 from meshwright.system.log import SPEAK_EVERY_S, logger, print_error
 from meshwright.system.processes import (
@@ -75,7 +60,7 @@ SILENT_S = 60.0
 """Seconds after which a program that has the port of the rendezvous, and says nothing, ends the
 job."""
 
-OTHER_PORT = f"{FIX}choose a different port, the same on all nodes"
+OTHER_PORT = f"{errors.FIX}choose a different port, the same on all nodes"
 
 
 def launch() -> None:
@@ -112,7 +97,7 @@ def launch() -> None:
 
         def leave() -> None:
             _report_hang(args, watch)
-            _leave(Path(folder), EXIT_HANG)
+            _leave(Path(folder), errors.EXIT_HANG)
 
         watch = Watch(hearts, partial(_stderr_of, args), partial(_logs, args), leave)
         try:
@@ -121,7 +106,7 @@ def launch() -> None:
         except (ChildFailedError, RendezvousError) as error:
             if watch.verdict is not None:
                 _report_hang(args, watch)
-                sys.exit(EXIT_HANG)
+                sys.exit(errors.EXIT_HANG)
             if isinstance(error, ChildFailedError):
                 sys.exit(_report(error, request, args, watch))
             print_error(_apart(error, args, Path(folder)))
@@ -162,7 +147,7 @@ def _announce_wait(args: argparse.Namespace, folder: Path) -> None:
                     print_error(
                         f"RDZV_ENDPOINT = {args.rdzv_endpoint!r}: {OTHER_PROGRAM}{OTHER_PORT}"
                     )
-                    _leave(folder, EXIT_CONFIG)
+                    _leave(folder, errors.EXIT_CONFIG)
                 if (waited_s := now - begun) >= due_s:
                     due_s += SPEAK_EVERY_S
                     what = "starting the ranks" if meeting is None else meeting.describe()
@@ -183,7 +168,7 @@ def _ask_for_no_name() -> None:
 
 def _apart(error: RendezvousError, args: argparse.Namespace, folder: Path) -> str:
     """Return the message that the nodes didn't meet, or have lost each other since."""
-    at = f"{args.rdzv_endpoint}: {first_line(error.__cause__ or error)}\n  fix: "
+    at = f"{args.rdzv_endpoint}: {errors.first_line(error.__cause__ or error)}\n  fix: "
     if _has_ranks(folder):
         return f"the nodes have lost each other at {at}see the consoles of all"
     if int(args.nnodes) == 1:
@@ -213,7 +198,7 @@ def _end_though_stuck(folder: Path, heard: Sequence[int]) -> None:
                     if not heard:
                         print_error(before_training(name))
                     is_kill = number == signal.SIGQUIT
-                    _leave(folder, 128 + number if is_kill else code_of_request(name))
+                    _leave(folder, 128 + number if is_kill else errors.code_of_request(name))
 
     threading.Thread(target=listen, name="signals", daemon=True).start()
 
@@ -258,7 +243,7 @@ def _ask_to_stop(request: Path, number: int, heard: list[int]) -> None:
     if not _has_ranks(request.parent):  # it waits for other nodes, for minutes
         if len(heard) == 1:
             print_error(before_training(name))
-        sys.exit(code_of_request(name))
+        sys.exit(errors.code_of_request(name))
     if request.exists():
         if number == signal.SIGINT:
             with suppress(OSError):
@@ -289,15 +274,15 @@ def _report(error: ChildFailedError, request: Path, args: argparse.Namespace, wa
     """Say why the job ended, unless its ranks have; return its exit code."""
     ends = [_end(rank, failure) for rank, failure in error.failures.items()]
     asked = text_of(request)
-    code = exit_code(ends, asked, has_trained=_has_trained(request))
-    end = cause(ends)
+    code = errors.exit_code(ends, asked, has_trained=_has_trained(request))
+    end = errors.cause(ends)
     failure = error.failures[end.rank]
-    if code in (EXIT_STOPPED, EXIT_INTERRUPTED):
+    if code in (errors.EXIT_STOPPED, errors.EXIT_INTERRUPTED):
         if not _has_trained(request):
             print_error(before_training(asked or "a request to stop"))
             _note_end(args, watch, f"stopped: {asked or 'a request to stop'}")
         return code
-    if code in EXIT_CODES.values():
+    if code in errors.EXIT_CODES.values():
         message = _recorded(failure).get("message")
         shown = [one for one in error.failures.values() if _is_shown(one.local_rank, args)]
         if message and message not in [_recorded(one).get("message") for one in shown]:
@@ -306,7 +291,7 @@ def _report(error: ChildFailedError, request: Path, args: argparse.Namespace, wa
     beat = watch.last_beat(end.rank)
     where = f", in {beat.place}" if beat else ""
     how = f"was killed by {failure.signal_name()}" if end.code < 0 else f"failed (exit {code})"
-    if end.code in BY_TORCHRUN:
+    if end.code in errors.BY_TORCHRUN:
         how = "was ended by SIGTERM"
     hint = ""
     if end.code == -signal.SIGKILL:
@@ -336,12 +321,14 @@ def _traceback(failure: ProcessFailure) -> str:
     return text.rstrip()
 
 
-def _end(rank: int, failure: ProcessFailure) -> RankEnd:
+def _end(rank: int, failure: ProcessFailure) -> errors.RankEnd:
     try:  # torchrun counts whole seconds; a rank writes this file when it fails
         when = Path(failure.error_file).stat().st_mtime
     except OSError:
         when = failure.timestamp
-    return RankEnd(rank, failure.exitcode, when, bool(LOST_PEER.search(_traceback(failure))))
+    return errors.RankEnd(
+        rank, failure.exitcode, when, bool(errors.LOST_PEER.search(_traceback(failure)))
+    )
 
 
 def _print(*lines: str) -> None:
@@ -366,7 +353,7 @@ def _show_stderr(rank: int, failure: ProcessFailure, args: argparse.Namespace) -
     if rank not in ends:
         return
     where = ""
-    with suppress(ConfigError, OSError):
+    with suppress(errors.ConfigError, OSError):
         folder = _logs(args)
         for number, end in ends.items():
             (folder / f"stderr_{number}.log").write_text(end, "utf-8")

@@ -12,15 +12,7 @@ import torch.distributed as dist
 from meshwright.checkpoint.find import open_checkpoint
 from meshwright.config.job_config import Checkpoint, JobConfig
 from meshwright.parallelisms.meshes import barrier
-from meshwright.system.errors import (
-    FIX,
-    ConfigError,
-    DataError,
-    SaveError,
-    StopRequested,
-    StorageError,
-    TrainingError,
-)
+from meshwright.system import errors
 from meshwright.system.files import NamedPath
 from meshwright.system.log import logger
 from meshwright.system.processes import Requests
@@ -115,22 +107,22 @@ def raise_data_error(
     rank, error = min(failures.items())
     fault = f"the data cannot be read after step {step}: rank {rank}: {error}"
     if not is_new:
-        if isinstance(error, StorageError):
-            raise StorageError(fault)
-        raise ConfigError(getattr(error, "key", ""), fault)
+        if isinstance(error, errors.StorageError):
+            raise errors.StorageError(fault)
+        raise errors.ConfigError(getattr(error, "key", ""), fault)
     check_resumes(config, fault)
     fix = "if the cause was temporary, run the same command again: the last step is saved"
-    has_fix = FIX in fault
-    raise DataError(fault if has_fix else f"{fault}{FIX}{fix}")
+    has_fix = errors.FIX in fault
+    raise errors.DataError(fault if has_fix else f"{fault}{errors.FIX}{fix}")
 
 
 def check_resumes(config: Checkpoint, stopped: str) -> None:
     """Raise `TrainingError` if the same command, run again, wouldn't resume from here."""
     if not config.saves:
         why = "checkpoint.load_only = true" if config.enable else "checkpoint.enable = false"
-        raise TrainingError(f"{stopped}; nothing was saved, because {why}")
+        raise errors.TrainingError(f"{stopped}; nothing was saved, because {why}")
     if config.load_step != -1:
-        raise TrainingError(
+        raise errors.TrainingError(
             f"{stopped}; it is saved, but checkpoint.load_step = {config.load_step} would start "
             "from there again\n  fix: leave checkpoint.load_step out"
         )
@@ -140,7 +132,7 @@ def check_has_data(step: int) -> None:
     """Raise `ConfigError` if `step`, for which there is no data, is the first."""
     if step == 1:
         key, fix = "training.max_epochs", "raise it, add data, or lower training.global_batch_size"
-        raise ConfigError(key, f"{key}: gives less than one global batch\n  fix: {fix}")
+        raise errors.ConfigError(key, f"{key}: gives less than one global batch\n  fix: {fix}")
 
 
 def export_at_end(resolved: ResolvedJob, requests: Requests) -> bool:
@@ -151,7 +143,7 @@ def export_at_end(resolved: ResolvedJob, requests: Requests) -> bool:
     try:
         requests.check()  # it may have come during the last save
         export_last(resolved)
-    except StopRequested as asked:
+    except errors.StopRequested as asked:
         logger.info("%s: the export is left out; start it again for it", asked)
         return False
     return True
@@ -192,5 +184,7 @@ def export_last(resolved: ResolvedJob) -> None:
                 dtype=getattr(torch, config.checkpoint.export_dtype),
             )
             export(job, out, logger.info)
-    except ConfigError as error:
-        raise SaveError(f"the checkpoint is saved, but not as a model folder: {error}") from None
+    except errors.ConfigError as error:
+        raise errors.SaveError(
+            f"the checkpoint is saved, but not as a model folder: {error}"
+        ) from None

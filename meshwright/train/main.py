@@ -11,18 +11,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from meshwright.config.loader import parse_config, read, with_lines
-from meshwright.system import hardware, slurm
-from meshwright.system.errors import (
-    EXIT_CODES,
-    EXIT_CONFIG,
-    EXIT_STOPPED,
-    LOST_PEER,
-    ConfigError,
-    DataError,
-    SaveError,
-    StopRequested,
-    TrainingError,
-)
+from meshwright.system import errors, hardware, slurm
 from meshwright.system.log import logger, print_error
 from meshwright.system.machine import allow_files, check_machines, given_rank
 from meshwright.system.processes import Launch, Requests, before_training, die_with_parent
@@ -49,16 +38,16 @@ def main(launch: Launch, requests: Requests) -> None:
         finally:
             requests.when_asked = "hold"  # torchrun ends the other ranks of a job that has failed
         if not is_done:
-            code = EXIT_STOPPED
-    except StopRequested:
+            code = errors.EXIT_STOPPED
+    except errors.StopRequested:
         code = _stopped_before_training(launch, requests)
-    except ConfigError as error:
+    except errors.ConfigError as error:
         time.sleep(waits_s)
         print_error(error)
-        code = EXIT_CONFIG
-    except (TrainingError, DataError, SaveError) as error:
+        code = errors.EXIT_CONFIG
+    except (errors.TrainingError, errors.DataError, errors.SaveError) as error:
         logger.error("stopped: %s", error)
-        code = EXIT_CODES[type(error)]
+        code = errors.EXIT_CODES[type(error)]
     except Exception as error:
         # ranks that were asked a moment before this one are gone, and so are compilers
         if requests.look() and not requests.has_trained:
@@ -70,7 +59,7 @@ def main(launch: Launch, requests: Requests) -> None:
     with contextlib.suppress(OSError):  # a full disk, where they go to files
         sys.stdout.flush()
         sys.stderr.flush()
-    if code in EXIT_CODES.values() and code != EXIT_CONFIG:
+    if code in errors.EXIT_CODES.values() and code != errors.EXIT_CONFIG:
         time.sleep(waits_s)
     # gloo's threads abort some ranks during interpreter teardown, after all is done or reported
     os._exit(code)
@@ -86,7 +75,7 @@ def _stopped_before_training(launch: Launch, requests: Requests) -> int:
 
 def _log_failure(error: Exception) -> None:
     """Log the traceback; of a rank that another has left, only to the file."""
-    if LOST_PEER.search(str(error)):
+    if errors.LOST_PEER.search(str(error)):
         logger.error("failed: the connection to another rank is lost")
         logger.error("failed", exc_info=error, extra={"is_printed": True})
     else:
@@ -129,7 +118,7 @@ def _run_command_line(launch: Launch, requests: Requests) -> bool:
         )
         resolved = resolve(config, facts)
         return run(resolved, requests=requests, launch=launch)
-    except ConfigError as error:
+    except errors.ConfigError as error:
         if resolved is None and launch.is_checked:
             check_machines()
         raise with_lines(error, given) from None

@@ -20,15 +20,7 @@ from meshwright.datasets.sources import DATASETS, DatasetSpec
 from meshwright.models.args import DecoderArgs
 from meshwright.models.families import MODELS
 from meshwright.models.family import Family
-from meshwright.system.errors import (
-    CombinedConfigError,
-    ConfigError,
-    UnknownKeyError,
-    check,
-    config_error,
-    did_you_mean,
-    where_it_ends,
-)
+from meshwright.system import errors
 from meshwright.system.files import NamedPath
 from meshwright.system.modules import describe_error, import_user_module
 from meshwright.train.optim.registry import OPTIMIZERS, SCHEDULES, ElementWise, MatrixWise
@@ -88,7 +80,7 @@ def _import(name: str, key: str) -> ModuleType:
         if isinstance(error, ModuleNotFoundError) and error.name == name.partition(".")[0]:
             fix = 'install it, or name its file: "path/to/file.py"'
         elif name.endswith(".py") and not Path(name).exists():
-            raise _error(name, "no such file", key, where_it_ends(name)) from None
+            raise _error(name, "no such file", key, errors.where_it_ends(name)) from None
         elif name.endswith(".py"):
             fix = "correct it; docs/extending.md has examples"
         what = f"cannot be imported: {describe_error(error, name)}"
@@ -106,9 +98,9 @@ def _table(name: str, table: str, key: str) -> Mapping[str, Any]:
     return found
 
 
-def _error(name: str, what: str, key: str, fix: str = "") -> ConfigError:
+def _error(name: str, what: str, key: str, fix: str = "") -> errors.ConfigError:
     usual = 'write "package.module" or "path/to/file.py"; docs/extending.md has examples'
-    return config_error(key, name, what, fix or usual)
+    return errors.config_error(key, name, what, fix or usual)
 
 
 def resolve_model(config: JobConfig) -> tuple[Family, DecoderArgs]:
@@ -119,8 +111,9 @@ def resolve_model(config: JobConfig) -> tuple[Family, DecoderArgs]:
     """
     extend_by(config.experimental.custom_import)
     name, flavor = config.model.name, config.model.flavor
-    fix = f"{did_you_mean(name, MODELS, 0.88)} (docs/extending.md adds one)"  # mistral, not mixtral
-    check(name in MODELS, "model.name", name, "no such model", fix)
+    # with a lower bound, mixtral would be offered for mistral
+    fix = f"{errors.did_you_mean(name, MODELS, 0.88)} (docs/extending.md adds one)"
+    errors.check(name in MODELS, "model.name", name, "no such model", fix)
     family = MODELS[name]
     if is_path(flavor):
         place = NamedPath("model.flavor", Path(flavor))
@@ -130,14 +123,14 @@ def resolve_model(config: JobConfig) -> tuple[Family, DecoderArgs]:
     else:
         sizes = family.flavors
         is_folder = f"write ./{flavor} for the folder" if Path(flavor).is_dir() else ""
-        fix = is_folder or did_you_mean(flavor, sizes)
-        check(flavor in sizes, "model.flavor", flavor, "no such size", fix)
+        fix = is_folder or errors.did_you_mean(flavor, sizes)
+        errors.check(flavor in sizes, "model.flavor", flavor, "no such size", fix)
         args = sizes[flavor]
     merged = dataclasses.asdict(args) | config.model.args
     try:
         return family, _decode(type(args), json.dumps(merged))
     except ValidationError as error:
-        raise CombinedConfigError(
+        raise errors.CombinedConfigError(
             [_args_mistake(mistake, args) for mistake in error.errors()]
         ) from None
 
@@ -149,13 +142,17 @@ def _decode(kind: type[DecoderArgs], text: str) -> DecoderArgs:
     return TypeAdapter(kind).validate_json(text, strict=True)
 
 
-def _args_mistake(mistake: ErrorDetails, args: DecoderArgs) -> ConfigError:
+def _args_mistake(mistake: ErrorDetails, args: DecoderArgs) -> errors.ConfigError:
     key = ".".join(["model.args", *map(str, mistake["loc"])])
     if mistake["type"] == "unexpected_keyword_argument":
         valid = [field.name for field in dataclasses.fields(args)]
-        fix = did_you_mean(str(mistake["loc"][-1]), valid) if len(mistake["loc"]) == 1 else ""
-        return UnknownKeyError(key, f"unknown key {key}" + (f"\n  fix: {fix}" if fix else ""))
+        fix = (
+            errors.did_you_mean(str(mistake["loc"][-1]), valid) if len(mistake["loc"]) == 1 else ""
+        )
+        return errors.UnknownKeyError(
+            key, f"unknown key {key}" + (f"\n  fix: {fix}" if fix else "")
+        )
     if mistake["type"] != "value_error":
         return explain_value(key, mistake)
     message = mistake["msg"].removeprefix("Value error, ")  # it starts with the name of a dimension
-    return ConfigError(f"{key}.{message.partition(' = ')[0]}", f"{key}.{message}")
+    return errors.ConfigError(f"{key}.{message.partition(' = ')[0]}", f"{key}.{message}")
