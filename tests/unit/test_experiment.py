@@ -16,8 +16,8 @@ from statistics import stdev
 import pytest
 
 from meshwright.checkpoint.lease import FILE as JOB_LEASE
+from meshwright.commands.experiment import arms, worker
 from meshwright.commands.experiment import verdict as verdicts
-from meshwright.commands.experiment import worker
 from meshwright.commands.experiment.arms import register
 from meshwright.commands.experiment.command import EXIT_FAILED
 from meshwright.commands.experiment.registry import Arm, config_of
@@ -414,6 +414,29 @@ def test_a_bad_experiment_is_rejected(lab, head: str, message: str) -> None:
     with pytest.raises(ConfigError, match=f"(?s){message}"):
         lab.write(ARMS, "\n".join(lines) + "\n")("run")
     assert not lab.runs.exists()
+
+
+def test_an_experiment_without_arms_is_rejected(lab) -> None:
+    with pytest.raises(
+        ConfigError, match=r"lab.toml has no arm to train\n  fix: add \[arms.NAME\]"
+    ):
+        lab.write("")("run")
+    assert not lab.runs.exists()
+    assert lab("add", "hot", "optimizer.lr=x2") == 0
+    assert lab("run") == 0
+
+
+def test_an_arm_of_a_job_on_gpus_is_added_from_a_node_without(lab, monkeypatch) -> None:
+    """It is resolved for GPUs, as the base. But no worker runs it here."""
+    monkeypatch.setattr(arms, "has_gpus", lambda: True)
+    register(read_spec(lab.write(ARMS).file))
+    monkeypatch.undo()
+    seen = []
+    monkeypatch.setattr(arms, "look", lambda *a, **known: seen.append(known) or look(*a, **known))
+    assert lab("add", "hotter", "optimizer.lr=x3") == 0
+    assert {known["expects_gpus"] for known in seen} == {True}
+    with pytest.raises(ConfigError, match="its runs are on GPUs, which this node's wouldn't be"):
+        lab("run")
 
 
 def test_a_folder_of_another_experiment_is_rejected(lab, capsys) -> None:

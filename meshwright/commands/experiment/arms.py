@@ -65,21 +65,35 @@ def register(document: Document, added: Sequence[Request] = ()) -> Experiment:
             for late in new:
                 rule, fix = "the screening started without it", "use meshwright experiment add"
                 check(not late.place, late.place, late.name, rule, fix)
-        if known is None or new:
-            with chdir(document.file.parent):
-                Arms(document, known).add(requests)  # a mistake leaves no folder
+        with chdir(document.file.parent):
+            checked = Arms(document, known).add(requests) if known is None or new else known
+            # a mistake leaves no folder
+            _check_any(document, requests, checked)
+            if checked is not known:
                 with lease(document, "arms"):
                     # a different worker may have added some by now
-                    known = Arms(document, load(document)).add(requests)
-                    save(document, known)
+                    checked = Arms(document, load(document)).add(requests)
+                    save(document, checked)
         for request in requests:
-            arm = known.arms.get(request.name)
-            rule, fix = "the folder has this arm with other keys", "give it a different name"
+            arm = checked.arms.get(request.name)
+            rule = "the folder has this arm with other keys"
+            fix = "give it a different name, or choose a different folder"
             is_same = arm is None or arm.asked == request.keys
             check(is_same, request.place, request.name, rule, fix)
     except ConfigError as error:
         raise document.explain(error) from None
-    return known
+    return checked
+
+
+def _check_any(document: Document, requests: Sequence[Request], experiment: Experiment) -> None:
+    if not requests and not any(arm.is_added for arm in experiment.arms.values()):
+        fix = f"add [arms.NAME], or: meshwright experiment add {document.file.name} NAME KEY=VALUE"
+        raise ConfigError("arms", f"{document.file.name} has no arm to train\n  fix: {fix}")
+
+
+def has_gpus() -> bool:
+    """Return whether runs of this node are on GPUs."""
+    return count_ranks(Namespace(ngpu=None, nnodes="1")).gpus != 0
 
 
 class Arms:
@@ -87,7 +101,10 @@ class Arms:
 
     def __init__(self, document: Document, known: Experiment | None) -> None:
         self._document, self._spec = document, document.spec
-        self._plans = dict[str, ResolvedJob]()
+        self._jobs = dict[str, ResolvedJob]()
+        # of the node where it started: an arm can be added from one without
+        known_gpus = known.on_gpus if known is not None else None
+        self._on_gpus = has_gpus() if known_gpus is None else known_gpus
         self._known = known or self._begin()
         self._arms = dict(self._known.arms)
 
@@ -107,19 +124,24 @@ class Arms:
         for key, value in common.items():
             _check_key("common", key, value, OF_RUNS)
         arm = Arm(BASE, 0, path_of(self._document), common, {}, self._count_ranks(), "")
-        self._plans[BASE] = plan = self._resolve(arm, "base")
-        is_set = plan.written.training.global_batch_size != -1
+        self._jobs[BASE] = resolved = self._resolve(arm, "base")
+        is_set = resolved.written.training.global_batch_size != -1
         fix = "set it in [common] or in the base"
         check(is_set, "base", name, "training.global_batch_size follows the number of ranks", fix)
         check(
-            plan.config.validation.enable, "base", name, "doesn't validate", "enable [validation]"
+            resolved.config.validation.enable,
+            "base",
+            name,
+            "doesn't validate",
+            "enable [validation]",
         )
-        average = "average/" if plan.config.checkpoint.average.is_on else ""
-        metric, logged = self._spec.metric or f"{average}validation/loss", _metrics(plan)
+        average = "average/" if resolved.config.checkpoint.average.is_on else ""
+        metric, logged = self._spec.metric or f"{average}validation/loss", _metrics(resolved)
         fix = did_you_mean(metric, logged)
         check(metric in logged, "metric", metric, "the base doesn't log it", fix)
-        arm = replace(arm, tokens_per_step=plan.config.tokens_per_step)
-        return Experiment(identity_of(self._document), metric, {BASE: arm})
+        arm = replace(arm, tokens_per_step=resolved.config.tokens_per_step)
+        identity = identity_of(self._document)
+        return Experiment(identity, metric, {BASE: arm}, on_gpus=self._on_gpus)
 
     def _count_ranks(self, own: int | None = None) -> int:
         wanted = own or self._spec.ranks
@@ -147,16 +169,19 @@ class Arms:
             ranks=ranks,
             on=request.on,
             is_added=not request.place,
+            steps=request.steps,
         )
-        plan = self._resolve(arm, place)
-        if (twin := self._twin(arm, plan)) is not None:
+        resolved = self._resolve(arm, place)
+        # an arm with steps of its own is never the same run
+        twin = None if arm.steps else self._twin(arm, resolved)
+        if twin is not None:
             rule = f"is {twin} again: no value differs"
             check(request.is_drawn, place, request.name, rule, "change a value, or leave it out")
             return None
-        self._check_judged_alike(place, plan, self._plan(request.on))
-        self._plans[arm.name] = plan
-        unpaired = [*_unpaired(plan, self._plan(request.on))]
-        return replace(arm, tokens_per_step=plan.config.tokens_per_step, unpaired=unpaired)
+        self._check_judged_alike(place, resolved, self.job(request.on))
+        self._jobs[arm.name] = resolved
+        unpaired = [*_unpaired(resolved, self.job(request.on))]
+        return replace(arm, tokens_per_step=resolved.config.tokens_per_step, unpaired=unpaired)
 
     def _value(self, request: Request, key: str) -> Any:
         """Return the value of a key: "x2" is twice the reference's."""
@@ -164,8 +189,10 @@ class Arms:
         match = TIMES.fullmatch(value) if isinstance(value, str) else None
         if match is None:
             return value
-        plan = self._plan(request.on)
-        below: Any = to_json(plan.config) | {"model": {"args": asdict(plan.model_args.resolved)}}
+        resolved = self.job(request.on)
+        below: Any = to_json(resolved.config) | {
+            "model": {"args": asdict(resolved.model_args.resolved)}
+        }
         for part in key.split("."):
             below = below.get(part) if isinstance(below, Mapping) else None
         is_number = type(below) in (int, float) and below > 0
@@ -174,44 +201,46 @@ class Arms:
         product = float(match[1]) * below
         return int(product) if isinstance(below, int) and product.is_integer() else product
 
-    def _plan(self, name: str) -> ResolvedJob:
-        if name not in self._plans:
-            self._plans[name] = self._resolve(self._arms[name], name)
-        return self._plans[name]
+    def job(self, name: str) -> ResolvedJob:
+        """Return the job of an arm that is registered."""
+        if name not in self._jobs:
+            self._jobs[name] = self._resolve(self._arms[name], name)
+        return self._jobs[name]
 
     def _resolve(self, arm: Arm, place: str) -> ResolvedJob:
         """Return the job of an arm, if it can run."""
         own: Values = {"job.dump_folder": str(self._document.folder / arm.name / "seed-0")}
-        if self._spec.budget.steps:
-            own["training.steps"] = self._spec.budget.steps
+        if steps := arm.steps or self._spec.budget.steps:
+            own["training.steps"] = steps
         try:
             config = config_of(arm.config, arm.keys | own)
-            has_gpus = count_ranks(Namespace(ngpu=None, nnodes="1")).gpus != 0
-            facts = look(config, arm.ranks, expects_gpus=has_gpus)
+            facts = look(config, arm.ranks, expects_gpus=self._on_gpus)
             return resolve(config, look_at_files(config, facts))
         except ConfigError as error:
             raise ConfigError(place, f"{arm.name}: {error}") from None
 
-    def _twin(self, arm: Arm, plan: ResolvedJob) -> str | None:
+    def _twin(self, arm: Arm, resolved: ResolvedJob) -> str | None:
         """Return the arm that runs the same already; None: there is none."""
-        values = without_job(plan.written)
+        values = without_job(resolved.written)
         if (
             self._arms[arm.on].ranks == arm.ranks
-            and without_job(self._plan(arm.on).written) == values
+            and without_job(self.job(arm.on).written) == values
         ):
             return arm.on
         alike = (arm.config, arm.keys, arm.ranks)
         others = self._arms.values()
         return next((a.name for a in others if (a.config, a.keys, a.ranks) == alike), None)
 
-    def _check_judged_alike(self, place: str, plan: ResolvedJob, reference: ResolvedJob) -> None:
+    def _check_judged_alike(
+        self, place: str, resolved: ResolvedJob, reference: ResolvedJob
+    ) -> None:
         metric, decisive = self._known.metric, {*VALIDATED_ON, "validation.freq"}
-        check(metric in _metrics(plan), "metric", metric, f"{place} doesn't log it")
-        if plan.config.training.validation_fraction:
+        check(metric in _metrics(resolved), "metric", metric, f"{place} doesn't log it")
+        if resolved.config.training.validation_fraction:
             decisive |= {"training.dataset", "training.datasets", "training.dataset_path"}
-        both = (to_json(reference.config), to_json(plan.config))
+        both = (to_json(reference.config), to_json(resolved.config))
         keys = {".".join(d.key.split(".")[:2]) for d in differences(*both)} & decisive
-        is_other = plan.tokenizer.fingerprint != reference.tokenizer.fingerprint
+        is_other = resolved.tokenizer.fingerprint != reference.tokenizer.fingerprint
         if is_other and not metric.endswith("bits_per_byte"):
             keys.add("model.tokenizer_path")
         if keys:
@@ -225,33 +254,33 @@ def _check_key(place: str, key: str, value: object, reserved: Mapping[str, str])
     check(not why, f"{place}.{key}", value, f"can't vary here: {why}", "leave it out")
 
 
-def _metrics(plan: ResolvedJob) -> list[str]:
+def _metrics(resolved: ResolvedJob) -> list[str]:
     """Return the metrics of a validation that can judge a run."""
-    parts = ["loss", "bits_per_byte"] if plan.tokenizer.token_bytes is not None else ["loss"]
-    names = [entry.name for entry in validation_entries(plan.config)]
+    parts = ["loss", "bits_per_byte"] if resolved.tokenizer.token_bytes is not None else ["loss"]
+    names = [entry.name for entry in validation_entries(resolved.config)]
     if len(names) > 1:
         logged = [f"validation/{name}/{part}" for name in names for part in parts]
         logged.insert(0, "validation/loss")  # their mean
     else:
         logged = [f"validation/{part}" for part in parts]
-    if plan.config.checkpoint.average.is_on:
+    if resolved.config.checkpoint.average.is_on:
         logged += [f"average/{name}" for name in logged]
     return logged
 
 
-def _unpaired(plan: ResolvedJob, reference: ResolvedJob) -> Iterator[str]:
+def _unpaired(resolved: ResolvedJob, reference: ResolvedJob) -> Iterator[str]:
     """Yield the parts that equal seeds don't make equal."""
-    both = (plan, reference)
+    both = (resolved, reference)
     ours, theirs = (
         {name: p.shape for name, p in job.model_args.table.parameters.items()} for job in both
     )
     if ours != theirs:
         yield "weights"
-    if _data_of(plan) != _data_of(reference):
+    if _data_of(resolved) != _data_of(reference):
         yield "data"
 
 
-def _data_of(plan: ResolvedJob) -> tuple[object, ...]:
-    training = plan.config.training
+def _data_of(resolved: ResolvedJob) -> tuple[object, ...]:
+    training = resolved.config.training
     sources = [(entry.source, entry.weight) for entry in entries(training, "training")]
-    return plan.data_identity, sources, training.global_batch_size
+    return resolved.data_identity, sources, training.global_batch_size

@@ -3,16 +3,21 @@
 import json
 import sys
 from argparse import Namespace
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import tomli
 
-from meshwright.commands.experiment.spec import as_request, read_spec
+from meshwright.commands.experiment.spec import Document, as_request, read_spec
 from meshwright.commands.options import input_path, output_file, write_output
 from meshwright.config.command_line import Parser
 from meshwright.system.errors import ConfigError, StopRequested, check, code_of_request, numbered
 from meshwright.system.log import align, log_to_console, logger
+
+if TYPE_CHECKING:
+    from meshwright.commands.experiment.state import State
+
+AnyState = TypeVar("AnyState", bound="State")
 
 EXIT_FAILED, EXIT_OPEN = 1, 3
 """A run crashed twice in a row; the seeds are used up, and an arm is open."""
@@ -52,23 +57,43 @@ def run(given: Namespace) -> None:
     """
     # not at the top: numpy and the tables of models take half a second
     from meshwright.commands.experiment.arms import register
-    from meshwright.commands.experiment.worker import Worker
+    from meshwright.commands.experiment.state import State
 
     document = read_spec(given.file)
     register(document)
-    if not given.json:
-        log_to_console()
-    note = (lambda line: print(line, file=sys.stderr)) if given.json else logger.info
-    try:
-        state = Worker(document, note).work()
-    except StopRequested as asked:
-        print(f"{asked}: stopped; run the same command again to go on", file=sys.stderr)
-        sys.exit(code_of_request(str(asked)))
+    state = work(document, given, State)
     _print(state.summary(), is_json=given.json)
     if state.failed:
         sys.exit(EXIT_FAILED)
     if state.open_arms:
         sys.exit(EXIT_OPEN)
+
+
+def work(document: Document, given: Namespace, make_state: Callable[..., AnyState]) -> AnyState:
+    """Take the runs of a list until none is wanted, and return its state then. A request to stop
+    ends the process, and the runs can be continued.
+
+    Raises:
+        ConfigError: if the list's runs are on GPUs, and this node has none, or the other way round.
+    """
+    # not at the top: see `run`
+    from meshwright.commands.experiment.arms import has_gpus
+    from meshwright.commands.experiment.registry import load
+    from meshwright.commands.experiment.worker import Worker
+
+    known = load(document)
+    if known is not None and known.on_gpus not in (None, has_gpus()):
+        place = f"{document.folder}: its runs are on {'GPUs' if known.on_gpus else 'CPUs'}"
+        fix = "start this worker on such a node, or choose a different folder"
+        raise ConfigError("", f"{place}, which this node's wouldn't be\n  fix: {fix}")
+    if not given.json:
+        log_to_console()
+    note = (lambda line: print(line, file=sys.stderr)) if given.json else logger.info
+    try:
+        return Worker(document, note, make_state).work()
+    except StopRequested as asked:
+        print(f"{asked}: stopped; run the same command again to go on", file=sys.stderr)
+        sys.exit(code_of_request(str(asked)))
 
 
 def run_show(given: Namespace) -> None:

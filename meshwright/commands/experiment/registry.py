@@ -37,6 +37,8 @@ class Arm:
     tokens_per_step: int = 0
     is_added: bool = False
     """By `add`, so it isn't in the TOML."""
+    steps: int = 0
+    """Of each of its runs; 0: the budget decides."""
     unpaired: list[str] = field(default_factory=list)
     """Which of "weights" and "data" differ from the reference's at equal seeds."""
 
@@ -49,11 +51,15 @@ class Experiment:
     metric: str
     arms: dict[str, Arm]
     """By name, in the order of their numbers; the first is the base."""
+    on_gpus: bool | None = None
+    """Where its runs are; None: it was started before this was kept."""
     seconds_to_steps: int = 0
     """Steps that a budget in seconds stands for; 0: not measured, or a different budget."""
 
     def steps_of(self, arm: Arm) -> int:
         """Return the steps of each run of an arm."""
+        if arm.steps:
+            return arm.steps
         budget = self.identity["budget"]
         if budget["tokens"]:
             return math.ceil(budget["tokens"] / arm.tokens_per_step)

@@ -13,7 +13,7 @@ import random
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, Self
+from typing import Annotated, Any, NamedTuple, Self, TypeVar
 
 import tomli
 from pydantic import Field, NonNegativeFloat, PositiveInt, ValidationError, model_validator
@@ -70,22 +70,27 @@ class Screening(Section):
     """None of them is a seed of the verdict: an arm that was lucky with it would be so again."""
 
 
-class Spec(Section):
-    """The TOML of an experiment."""
+class Runs(Section):
+    """What the TOML of any list of runs says."""
 
     base: str
     folder: str = ""
     """Where the runs go, relative to the file. Absent: outputs/NAME next to it."""
-    seeds: Annotated[int, Field(ge=2, le=1000)] = 8
-    """Most seeds of an arm: 0, 1, 2, ..."""
-    budget: Budget
-    margin: NonNegativeFloat = 0.002
-    """Nats. A smaller difference is none."""
     metric: str = ""
     """Absent: validation/loss; with `checkpoint.average`, average/validation/loss."""
     ranks: PositiveInt | None = None
     """Of each run, on one node. Absent: as `meshwright train` takes them."""
     common: dict[str, Any] = Field(default_factory=dict)
+
+
+class Spec(Runs):
+    """The TOML of an experiment."""
+
+    seeds: Annotated[int, Field(ge=2, le=1000)] = 8
+    """Most seeds of an arm: 0, 1, 2, ..."""
+    budget: Budget
+    margin: NonNegativeFloat = 0.002
+    """Nats. A smaller difference is none."""
     arms: dict[str, dict[str, Any]] = Field(default_factory=dict)
     grid: dict[str, Any] = Field(default_factory=dict)
     one_by_one: dict[str, Any] = Field(default_factory=dict, alias="list")
@@ -108,6 +113,8 @@ class Request(NamedTuple):
     """The arm that it changes, and is compared with."""
     is_drawn: bool = False
     """From a grid, a list or at random, where the base itself may come up."""
+    steps: int = 0
+    """Of each of its runs; 0: the budget decides."""
 
 
 class Document(NamedTuple):
@@ -158,9 +165,29 @@ def read_spec(file: Path) -> Document:
     Raises:
         ConfigError: with file and line, if it isn't one.
     """
+    document = Document(file.absolute(), *read_toml(file, Spec, "an experiment"))
+    try:
+        document.requests()
+    except ConfigError as error:
+        raise document.explain(error) from None
+    return document
+
+
+Kind = TypeVar("Kind", bound=Section)
+
+
+def read_toml(file: Path, kind: type[Kind], what: str) -> tuple[Kind, Provenance]:
+    """Read a TOML as a section, and the places of its keys.
+
+    Args:
+        what: the name of such a file, for the message that it's missing.
+
+    Raises:
+        ConfigError: with file and line, if it isn't one.
+    """
     file, provenance = file.absolute(), Provenance()
     if not file.is_file():
-        raise ConfigError("", f"{file}: no such file\n  fix: name the TOML of an experiment")
+        raise ConfigError("", f"{file}: no such file\n  fix: name the TOML of {what}")
     text = file.read_text("utf-8-sig", "replace")
     try:
         raw = tomli.loads(text)
@@ -168,22 +195,18 @@ def read_spec(file: Path) -> Document:
         raise explain_syntax(error, shown_path(file)) from None
     provenance.add_toml(file, text)
     try:
-        document = Document(file, Spec.model_validate(raw), provenance)
-        document.requests()
+        return kind.model_validate(raw), provenance
     except ValidationError as error:
-        errors = [_explain(mistake) for mistake in error.errors()]
+        errors = [_explain(mistake, kind) for mistake in error.errors()]
         raise ConfigError("", provenance.explain(CombinedConfigError(errors))) from None
-    except ConfigError as error:
-        raise document.explain(error) from None
-    return document
 
 
-def _explain(mistake: Any) -> ConfigError:
+def _explain(mistake: Any, kind: type[Section]) -> ConfigError:
     location = [str(part) for part in mistake["loc"]]
     key = ".".join(location)
     if mistake["type"] == "extra_forbidden":
         tables: dict[str, type[Section]] = {"budget": Budget, "screen": Screening}
-        table = tables.get(location[0], Spec)
+        table = tables.get(location[0], kind)
         names = [field.alias or name for name, field in table.model_fields.items()]
         return ConfigError(key, f"unknown key {key}\n  fix: {did_you_mean(location[-1], names)}")
     if mistake["type"] == "missing":

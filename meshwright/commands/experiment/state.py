@@ -86,17 +86,28 @@ class State:
         """Arms that need more seeds."""
         return [self.experiment.arms[n] for n, v in self.verdicts.items() if v.word == "open"]
 
+    def done(self, since_s: float) -> set[Key]:
+        """Return the runs that have ended; a failure before `since_s` is tried again."""
+        return {
+            key
+            for key, run in self.results.items()
+            if run.status != "failed" or run.ended_s >= since_s
+        }
+
+    def forecast(self, key: Key) -> str:
+        """Return a line to print before a run; "": there is none."""
+        return ""
+
     def wanted(self, since_s: float) -> Iterator[Key]:
         """Yield the runs that are missing, seed by seed, each arm after its reference.
 
         Args:
             since_s: a failure before it is tried again.
         """
-        failed = {key: run for key, run in self.results.items() if run.status == "failed"}
-        waiting = {key for key, run in failed.items() if run.ended_s >= since_s}
-        done = (self.results.keys() - failed.keys()) | waiting
+        done = self.done(since_s)
         if self.screening is not None:
-            yield from (key for key in self.screening.missing if key not in waiting)
+            failed = {key for key in done if self.results[key].status == "failed"}
+            yield from (key for key in self.screening.missing if key not in failed)
         active = {arm.name for arm in self.open_arms}
         for arm in reversed(self.experiment.arms.values()):
             if arm.name in active and arm.on:

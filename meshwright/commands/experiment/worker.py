@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from types import FrameType
+from typing import Generic, TypeVar
 
 from meshwright.checkpoint.lease import FILE as JOB_LEASE
 from meshwright.commands.experiment.registry import Arm, config_of, lease, load, save
@@ -61,19 +62,21 @@ main()
 """A `meshwright train` that the kernel kills with its worker."""
 
 Note = Callable[[str], None]
+AnyState = TypeVar("AnyState", bound=State)
 
 
-class Worker:
-    """Takes runs and judges them; `note` gets a line for each."""
+class Worker(Generic[AnyState]):
+    """Takes the runs that a `state` wants; `note` gets a line for each."""
 
-    def __init__(self, document: Document, note: Note) -> None:
+    def __init__(self, document: Document, note: Note, state: Callable[..., AnyState]) -> None:
         self._document, self._spec, self._note = document, document.spec, note
+        self._make_state = state
         self._leases = dict[str, Lease]()
         self._since_s = time.time()
         self._child: subprocess.Popen[bytes] | None = None
         self._requests = list[str]()
 
-    def work(self) -> State:
+    def work(self) -> AnyState:
         """Take runs until none is wanted; return how things are then.
 
         Raises:
@@ -91,10 +94,11 @@ class Worker:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def _state(self) -> State:
+    def _state(self) -> AnyState:
         experiment = load(self._document)
         assert experiment is not None
-        return State(self._document, experiment, read_results(self._document, experiment))
+        results = read_results(self._document, experiment)
+        return self._make_state(self._document, experiment, results)
 
     def _take_one(self, state: State) -> bool:
         """Take the first wanted run that nobody else has, to its end; return whether there was
@@ -119,6 +123,8 @@ class Worker:
         experiment, folder = state.experiment, folder_of(self._document, key)
         arm, steps = experiment.arms[key.arm], state.steps_of(key)
         since_s, code = time.time(), 0
+        if line := state.forecast(key):
+            self._note(line)
         settings = {"training.seed": key.seed, **self._settings(steps)}
         if steps < experiment.steps_of(arm):
             settings |= _settings_of_screening(arm, experiment.steps_of(arm))
