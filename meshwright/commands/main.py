@@ -128,6 +128,17 @@ GROUPS = {
             "lr.toml hotter optimizer.lr=x2 on=hot",
             suffix="_add",
         ),
+        "ladder run": Command(
+            "ladder.command",
+            "train models of growing size, and predict the loss of the next by a scaling law",
+            "ladder.toml",
+        ),
+        "ladder show": Command(
+            "ladder.command",
+            "print the rungs of a ladder, its law and its predictions",
+            "ladder.toml --json",
+            suffix="_show",
+        ),
         "report": Command(
             "report",
             "write runs as one HTML page: curves, speed, validation, resumes, skipped steps",
@@ -212,6 +223,9 @@ def run(words: Sequence[str]) -> None:
         if word.encode("utf-8", "ignore").decode() != word:
             raise errors.ConfigError("", f"{word!r} is no text in UTF-8\n  fix: set LC_ALL=C.UTF-8")
     name = " ".join(words[:2]) if " ".join(words[:2]) in COMMANDS else words[0]
+    if f"{name} run" in COMMANDS and words[1:] and words[1].endswith(".toml"):
+        # `run` is what such a command is for
+        name, words = f"{name} run", [name, "run", *words[1:]]
     if name not in COMMANDS:
         within = [command for command in COMMANDS if command.startswith(f"{name} ")]
         if within and words[1:2] in ([], ["--help"], ["-h"]):

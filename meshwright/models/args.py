@@ -126,6 +126,33 @@ class DecoderArgs(ABC):
         """Return dimensions of the family's own of a model with few of everything, by name."""
         return {}
 
+    def of_width(self, dim: int) -> dict[str, int]:
+        """Return the dimensions of a model of this shape and a different width, by name: depth and
+        FFN hidden size keep their ratio to the width, heads keep their width. A family that has
+        more dimensions that follow the width adds them.
+
+        Raises:
+            ValueError: if the width isn't a whole number of heads.
+        """
+        heads, rest = divmod(dim * self.n_heads, self.dim)
+        if rest:
+            unit = self.dim // math.gcd(self.dim, self.n_heads)
+            rule = f"must be a multiple of {unit}, for heads of the same width"
+            raise ValueError(f"dim = {dim}: {rule}: use {max(round(dim / unit), 1) * unit}")
+        groups = (n for n in range(1, heads + 1) if heads % n == 0)
+        kv_heads = [n for n in groups if n * self.n_heads <= heads * self.n_kv_heads]
+        return {
+            "dim": dim,
+            "n_heads": heads,
+            "n_kv_heads": max(kv_heads, default=1),
+            "n_layers": self.scaled(self.n_layers, dim),
+            "hidden_dim": self.scaled(self.hidden_dim, dim),
+        }
+
+    def scaled(self, size: int, dim: int) -> int:
+        """Return a size that has the same ratio to a different width, to the next whole number."""
+        return max(round(size * dim / self.dim), 1)
+
     def decoder(
         self,
         *,

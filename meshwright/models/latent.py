@@ -140,6 +140,12 @@ class LatentArgs(DecoderArgs):
         )
         return [latent] * self.n_layers
 
+    def of_width(self, dim: int) -> dict[str, int]:
+        ranks = {"kv_lora_rank": self.scaled(self.kv_lora_rank, dim)}
+        if self.q_lora_rank:
+            ranks["q_lora_rank"] = self.scaled(self.q_lora_rank, dim)
+        return super().of_width(dim) | ranks
+
     def small(self) -> dict[str, Any]:
         latents = {"q_lora_rank": min(self.q_lora_rank, 18), "kv_lora_rank": 10}
         widths = {"qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 8, "head_dim": None}

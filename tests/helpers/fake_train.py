@@ -39,11 +39,23 @@ CHILD = "from tests.helpers.fake_train import main; main()"
 
 def loss_at(keys: dict[str, str], step: int) -> float:
     """The loss falls towards 2, faster with a larger rate; seeds share their noise in part."""
+    if "model.args.dim" in keys:
+        return _loss_of_rung(keys, step)
     lr = float(keys.get("optimizer.lr", 4e-3))
     noise = random.Random(f"{keys['training.seed']}").gauss(0, 0.05)
     # as of a real change: small, and another one for each value
     own = hashlib.sha256(f"{keys['training.seed']} {lr}".encode()).digest()[0] / 255 - 0.5
     return 2 + 4 * math.exp(-50 * lr * step / 24) + noise + 1e-3 * own * (lr != 4e-3)
+
+
+def _loss_of_rung(keys: dict[str, str], step: int) -> float:
+    """By a law of the tokens so far; it rises with the width where larger models have a learning
+    rate above 4e-3."""
+    tokens = 64 * step * int(keys["training.global_batch_size"])
+    noise = random.Random(f"{keys['training.seed']} {keys['model.args.dim']}").gauss(0, 1e-3)
+    dim = int(keys["model.args.dim"])
+    rise = 1e-3 * dim**2 if float(keys["optimizer.lr"]) > 4e-3 and dim > 32 else 0.0
+    return 2 + 30 * tokens**-0.25 + noise + rise
 
 
 def main() -> None:

@@ -48,6 +48,7 @@ STORIES = {
         "glossary",
         "hyperparameters",
         "experiments",
+        "ladder",
         "containers",
         "correctness",
         "commands",
@@ -76,6 +77,7 @@ ELSEWHERE = {
     "tests/distributed/test_replay_command.py": ("meshwright replay *", "* --documents *"),
     "tests/distributed/test_rewind.py": ("* --training.exclude *",),
     "tests/unit/test_experiment.py": ("meshwright experiment *",),
+    "tests/unit/test_ladder.py": ("meshwright ladder *",),
     "tests/unit/test_search.py": ("* --search*",),
     "tests/integration/test_campaigns.py": ("python -m tests.faults*",),
 }

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.commands.experiment.spec import read_spec
+from meshwright.commands.ladder.rungs import read_ladder
 from meshwright.commands.main import COMMANDS, build_parser
 from meshwright.config.command_line import parse
 from meshwright.config.fields import find_field
@@ -127,9 +128,10 @@ TOMLS = [
 def test_a_printed_toml_has_keys_and_values_that_are_valid(text: str, tmp_path: Path) -> None:
     (tmp_path / "a.toml").write_text(text.replace('"debug_model.toml"', '"debug_model"'))
     (tmp_path / "mix.txt").write_text("1.0 a.jsonl\n")
-    if re.search(r"^base = .*\nbudget =", text):
-        read_spec(tmp_path / "a.toml")
-        return
+    for key, read in (("budget", read_spec), ("rungs", read_ladder)):
+        if re.search(rf"^base = .*\n{key} =", text):
+            read(tmp_path / "a.toml")
+            return
     load_config([str(tmp_path / "a.toml")])
 
 
@@ -189,9 +191,8 @@ def test_the_first_job_of_one_s_own_runs_after_the_first_command(tmp_path: Path)
 
 def test_commands_that_messages_and_docstrings_name_are_there() -> None:
     text = "".join(path.read_text("utf-8") for path in (ROOT / "meshwright").rglob("*.py"))
-    named = set(
-        re.findall(r"(?:`|fix: )meshwright ((?:checkpoint |config |experiment )?[a-z]+)", text)
-    )
+    groups = "|".join({name.split()[0] for name in COMMANDS if " " in name})
+    named = {*re.findall(rf"(?:`|fix: )meshwright ((?:(?:{groups}) )?[a-z]+)", text)}
     assert len(named) > 10
     assert named <= COMMANDS.keys()
 

@@ -67,6 +67,11 @@ class DeepseekArgs(LatentArgs, ExpertArgs):
         dense = self.n_dense_layers
         return [*[None] * dense, *[mixture] * (self.n_layers - dense)]
 
+    def of_width(self, dim: int) -> dict[str, int]:
+        found = super().of_width(dim)
+        dense = min(self.n_dense_layers, found["n_layers"] - 1)
+        return found | {"expert_dim": self.scaled(self.expert_dim, dim), "n_dense_layers": dense}
+
     def small(self) -> dict[str, Any]:
         groups = {
             "n_groups": min(self.n_groups, 4),
