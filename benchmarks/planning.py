@@ -1,23 +1,21 @@
 """Planned peaks beside those of torch's allocator, for every axis, mode and schedule.
 
     python -m benchmarks.planning [CASE ...]
-    python -m benchmarks.planning --presets [NAME ...]
     python -m benchmarks.planning --published
 
---presets plans every preset, or those named, and writes the plan into its header. --published
-compares step times and memory with figures that others published of jobs on H100s.
+--published compares step times and memory with figures that others published of jobs on H100s.
 
 Each case is one rank on the CPU, of the small model of tests/helpers/planning.py: planned on fake
 tensors, and run with real tensors under the fake process group; the peak is that of steps 1 and 2.
 """
 
-import datetime
 import json
 import subprocess
 import sys
 from collections import Counter
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -34,7 +32,8 @@ from meshwright.config.loader import load_config
 from meshwright.models.loss import SummedLoss
 from meshwright.parallelisms import activation_checkpoint
 from meshwright.system.processes import in_processes
-from tests.helpers.presets import ROOT, peak_gib, presets, with_plan
+
+ROOT = Path(__file__).parents[1]
 
 H100 = find_device("h100")
 TORCHTITAN = replace(H100, flops_per_s=886e12, bytes_per_s=2.4e12)
@@ -140,10 +139,7 @@ PUBLISHED = [
 
 
 def main() -> None:
-    mode, names = "".join(sys.argv[1:2]), sys.argv[2:]
-    if mode == "--presets":
-        write_presets(names)
-    elif mode == "--published":
+    if sys.argv[1:] == ["--published"]:
         compare_published()
     else:
         compare_peaks(sys.argv[1:])
@@ -165,16 +161,6 @@ def compare_peaks(cases: list[str]) -> None:
         part = found["by_purpose"]["unattributed"] / planned
         off = planned / allocated - 1
         print(f"| {name} | {planned:,} | {allocated:,} | {off:+.3%} | {part:.2%} |", flush=True)
-
-
-def write_presets(names: list[str]) -> None:
-    """Plan presets, and write the plan into their headers."""
-    today = datetime.date.today().isoformat()
-    for path, ranks in presets():
-        if not names or path.stem in names:
-            peak = peak_gib(path, ranks)
-            path.write_text(with_plan(path, path.read_text(), ranks, peak, today))
-            print(f"{path.name}: {peak:.1f} GiB on {ranks} ranks", flush=True)
 
 
 def compare_published() -> None:

@@ -26,6 +26,7 @@ CASES = {  # words, and what the output has
         ["--widths=64", "--layers=1", "--vocab-size=64"],
         r"\| mixtral \| 64 \| 1 \| \d",
     ),
+    "records": (["--steps=4"], r"log_freq = 10: \d.*\na line of every_step: \d.* ms\n"),
     "gpu_speed": (["{folder}", "--tiny", "--jobs"], r"\d  memory, GB/s\n"),
 }
 

@@ -170,10 +170,12 @@ def test_no_rank_outlives_a_killed_launcher(tmp_path: Path) -> None:
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
-    wait_for(lambda: (folder / "metrics.jsonl").exists() and records(folder), "the first step")
-    wait_for(lambda: len(ranks_of(folder)) == 2, "two ranks")
-    process.kill()
-    process.wait()
+    try:
+        wait_for(lambda: (folder / "metrics.jsonl").exists() and records(folder), "the first step")
+        wait_for(lambda: len(ranks_of(folder)) == 2, "two ranks")
+    finally:
+        process.kill()
+        process.wait()
     wait_for(lambda: not ranks_of(folder), "the end of the ranks", seconds=30)
 
 

@@ -7,12 +7,13 @@ import pytest
 
 from meshwright.commands.plan.devices import find_device
 from meshwright.config.loader import load_config
+from scripts.cards import measure, presets, read_cards
 from tests.helpers.cli import command as cli
 from tests.helpers.needs import skip_without_mesh_of_experts
-from tests.helpers.presets import DEVICE, PEAK, command, fingerprint, peak_gib, presets
 from tests.helpers.resolved import resolved
 
 PRESETS = dict(presets())
+CARDS = read_cards()
 TOMLS = Path(__file__).parents[2] / "train_configs"
 LEAST_PART = 0.55
 """Of a device's memory that tensors take at the peak: smaller batches cost speed for nothing."""
@@ -20,15 +21,13 @@ LEAST_PART = 0.55
 
 @pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
 def test_a_preset_can_run_and_its_header_has_its_plan(path) -> None:
-    """`python -m benchmarks.planning --presets` writes it."""
-    text = path.read_text()
-    found = PEAK.search(text)
-    assert found is not None
-    assert found[3] == fingerprint(text), "the config was changed after it was planned"
-    assert f"\n#   {command(path, PRESETS[path])}\n" in text
-    memory_gib = find_device(DEVICE).memory_gib
-    assert float(found[1]) < memory_gib
-    is_full = float(found[1]) > LEAST_PART * memory_gib
+    """`python -m scripts.cards --record NAME` writes it."""
+    text, card = path.read_text(), CARDS[path.stem]
+    assert f"--world-size {PRESETS[path]} --device h100" in card.command
+    assert f"\n#   {card.command}\n" in text
+    memory_gib = find_device("h100").memory_gib
+    assert card.figures["peak"] < memory_gib
+    is_full = card.figures["peak"] > LEAST_PART * memory_gib
     assert is_full != bool(re.search(r"^# Less than 55 % of the device: \w.+\.$", text, re.M))
     words = ["--model.tokenizer_path=bytes", "--metrics.enable_tensorboard=false"]
     config = load_config([str(path), *words])
@@ -40,10 +39,8 @@ def test_a_preset_can_run_and_its_header_has_its_plan(path) -> None:
 
 @pytest.mark.slow
 def test_a_plan_in_a_header_is_still_the_plan() -> None:
-    path = next(path for path in PRESETS if path.stem == "llama3_1b")
-    found = PEAK.search(path.read_text())
-    assert found is not None
-    assert f"{peak_gib(path, PRESETS[path]):.1f}" == found[1]
+    card = CARDS["llama3_1b"]
+    assert measure(card)["peak"] == pytest.approx(card.figures["peak"], abs=0.05)
 
 
 def test_the_list_of_presets_says_what_each_is_for(capsys, monkeypatch) -> None:
