@@ -1,8 +1,10 @@
-"""Print the files of the package that one training step of the debug model passes, and their lines.
+"""Print what one training step of the debug model passes: the files of the package with their
+lines, and the lines of those functions that run.
 
 python -m scripts.step_path            # a minute: two ranks train ten steps, uncompiled
 """
 
+import ast
 import os
 import subprocess
 import sys
@@ -14,20 +16,20 @@ TRACED = range(5, 8)
 """Steps of which calls are recorded: after the first ones, before validation and checkpoints."""
 OBSERVER = '''
 import os, sys, threading
-steps, files = 0, set()
+steps, places = 0, set()
 
 def record(frame, event, argument):
-    """Note the file of each call of the package; write all of them after the last traced step."""
+    """Note where each function is that is called; write it all after the last traced step."""
     global steps
-    file = frame.f_code.co_filename
-    if event != "call" or not file.startswith(os.environ["STEP_PATH_PACKAGE"]):
+    code = frame.f_code
+    if event != "call" or not code.co_filename.startswith(os.environ["STEP_PATH_PACKAGE"]):
         return
-    if file.endswith("train/trainer.py") and frame.f_code.co_name == "step":
+    if code.co_filename.endswith("train/trainer.py") and code.co_name == "step":
         steps += 1
         if steps == {stop}:
-            open(os.environ["STEP_PATH_OUTPUT"], "w").write("\\n".join(sorted(files)))
+            open(os.environ["STEP_PATH_OUTPUT"], "w").write("\\n".join(sorted(places)))
     if {start} <= steps < {stop}:
-        files.add(file)
+        places.add(f"{code.co_filename}:{code.co_firstlineno}")
 
 sys.setprofile(record)
 threading.setprofile(record)
@@ -54,13 +56,29 @@ def main() -> None:
             stdout=subprocess.DEVNULL,
             check=True,
         )
-        files = [Path(line) for line in output.read_text().splitlines()]
-    total = 0
-    for file in files:
-        lines = file.read_text("utf-8").count("\n")
-        total += lines
-        print(f"{lines:6,}  {file.relative_to(PACKAGE)}")
-    print(f"{total:6,}  in {len(files)} files")
+        places = [line.rpartition(":") for line in output.read_text().splitlines()]
+    called: dict[str, set[int]] = {}
+    for file, _, line in places:
+        called.setdefault(file, set()).add(int(line))
+    of_files = of_functions = 0
+    print(" lines    run")
+    for file, starts in called.items():
+        text = Path(file).read_text("utf-8")
+        lines, run = text.count("\n"), lines_of_functions(text, starts)
+        of_files, of_functions = of_files + lines, of_functions + run
+        print(f"{lines:6,} {run:6,}  {Path(file).relative_to(PACKAGE)}")
+    print(f"{of_files:6,} {of_functions:6,}  in {len(called)} files")
+
+
+def lines_of_functions(text: str, starts: set[int]) -> int:
+    """Count the lines of the functions that start there, with their decorators and docstrings."""
+    lines = set[int]()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef):
+            start = min(part.lineno for part in (node, *node.decorator_list))
+            if start in starts:
+                lines.update(range(start, (node.end_lineno or start) + 1))
+    return len(lines)
 
 
 if __name__ == "__main__":
