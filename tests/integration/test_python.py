@@ -105,11 +105,11 @@ def test_a_session_leaves_no_trace_and_a_second_one_gives_the_same_bits(
 
 
 def test_a_failed_session_leaves_no_trace(tmp_path: Path, monkeypatch) -> None:
-    run(tmp_path / "warm")
-    before = surroundings()
     monkeypatch.setattr("meshwright.api.session.set_up", lambda *_, **__: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        mw.Session(small(tmp_path / "a"))
+    for _ in range(2):  # modules that the first one imports stay
+        before = surroundings()
+        with pytest.raises(ZeroDivisionError):
+            mw.Session(small(tmp_path / "a"))
     monkeypatch.undo()
     assert {k: v for k, v in settled(before).items() if v != before[k]} == {}
     run(tmp_path / "a")
