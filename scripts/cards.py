@@ -42,8 +42,8 @@ class Card:
     config: str = ""
     """File whose values the figures depend on, or empty."""
     on: str = "cpu"
-    """What it needs: a "cpu" (any gives the same figures, so it is verified), a "clock", a "gpu", or
-    a "network"."""
+    """What it needs: a "cpu" (any gives the same figures, so it is verified), a "clock", a "gpu",
+    or a "network"."""
     within: float = 0.0
     """Relative difference that another machine may show."""
     config_hash: str = ""

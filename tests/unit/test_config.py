@@ -261,6 +261,7 @@ training.steps=3 => expected --section.key value fix: write --training.steps=3
 {PIPELINE} --parallelism.fsdp_prefetch_layers 2 => so nothing is gathered ahead
 {PIPELINE} --parallelism.fsdp_reduce_gradients every_microbatch
     => a pipeline's schedule reduces gradients once
+--checkpoint.average.decay 0.9 --checkpoint.average.window_tokens 9 => gives the mean as well
 --checkpoint.enable=false --checkpoint.load_step 5 => nothing is loaded while
 --checkpoint.enable=false --job.max_run_seconds 60 => would be lost
 --lr_scheduler.total_steps=119 => the schedule ends before training.steps = 120

@@ -516,7 +516,7 @@ def test_records_are_passed_over_on_any_mesh_and_after_resumes(split) -> None:
     assert [bad_records(cursor) for _, cursor in got] == counts
 
 
-def test_no_more_records_are_passed_over_than_may_be() -> None:
+def test_no_more_records_are_passed_over_than_may_be(caplog) -> None:
     for allowed, error in ((4, None), (3, "is bad"), (0, "is bad")):
         source = streamed(LETTERS, num_shards=1, window=26, get=with_errors(LETTERS, BAD))
         order = on_one_rank(source, max_epochs=1, max_bad_records=allowed)
@@ -524,6 +524,9 @@ def test_no_more_records_are_passed_over_than_may_be() -> None:
         with pytest.raises(RecordError if error else EndOfData, match=error):
             list(samples)
         assert bad_records(order.cursor) == min(allowed, 4)
+        numbers = [message.partition(":")[0] for message in caplog.messages]
+        assert numbers == [f"skipped a record ({n + 1})" for n in range(allowed)]
+        caplog.clear()
 
 
 def test_shards_share_max_documents_and_bad_records_are_none_of_them() -> None:

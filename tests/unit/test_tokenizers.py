@@ -88,6 +88,9 @@ def test_a_sentencepiece_model_gives_the_ids_of_its_library(files: dict[str, Pat
     theirs = sentencepiece.SentencePieceProcessor(model_file=str(files["sentencepiece"]))
     for text in TEXTS:
         assert ours.encode(text) == theirs.encode(text), text
+    # as chat templates know them
+    names = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    assert ours.special_names == names
 
 
 @pytest.mark.parametrize("kind", KINDS)
