@@ -211,7 +211,9 @@ def _every_second(names: tuple[str, ...]) -> object:
     return create_selective_checkpoint_contexts(policy)
 
 
-def _whole_logits(_: SummedLoss, x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+def _whole_logits(
+    _: SummedLoss, x: Tensor, weight: Tensor, labels: Tensor, loss_weights: None = None
+) -> Tensor:
     logits = F.linear(x, weight.to(x.dtype)).flatten(0, 1).float()
     return F.cross_entropy(logits, labels.flatten(), reduction="sum")
 

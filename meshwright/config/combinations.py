@@ -211,6 +211,12 @@ OPTIMIZER: tuple[Row[Facts], ...] = (
         f"{EARLY_STEP} frees each gradient before the norms are taken",
         ONE_OF_TWO,
     ),
+    Rule(
+        "metrics.layer_stats_freq",
+        lambda c, _: c.optimizer.early_step_in_backward and c.metrics.layer_stats_freq,
+        f"{EARLY_STEP} frees each gradient before its RMS is taken",
+        ONE_OF_TWO,
+    ),
     idle_while("optimizer.weight_decay", 0.0, "decay_norm_and_bias"),
     Idle(
         " ".join(f"optimizer.muon.{key}" for key in Muon.model_fields),
@@ -328,7 +334,20 @@ MESH: tuple[Row[Facts], ...] = (
     ),
 )
 
+
+def _loss_weights_differ(config: JobConfig, _: Facts) -> Iterator[ConfigError]:
+    weights = [source.loss_weight for source in config.training.datasets]
+    if len({*weights}) == 1 and weights[0] != 1:
+        yield config_error(
+            "training.datasets.0.loss_weight",
+            weights[0],
+            "every dataset has this weight, and only their ratio counts",
+            "leave it out, or give datasets different ones",
+        )
+
+
 OTHERS: tuple[Row[Facts], ...] = (
+    Check(_loss_weights_differ),
     Rule(
         "profiling.profile_freq",
         lambda c, _: (

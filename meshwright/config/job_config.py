@@ -205,6 +205,12 @@ class Metrics(Section):
     """Also report the gradient norm of each layer, of the embedding, of the last norm and of the
     output. Not with `optimizer.early_step_in_backward`."""
 
+    layer_stats_freq: NonNegativeInt = 0
+    """Steps between statistics of each layer: RMS of activations and of gradients, update over
+    weight, and the largest attention logit. Such a step is logged. 0: none. They take one more
+    forward of one sequence, and a copy of the weights while they are updated; training stays the
+    same to the bit. Not with `optimizer.early_step_in_backward`."""
+
     every_step: bool = False
     """Keep the loss, the gradient norm and, with `grad_norm_by_group`, the groups' norms of every
     step in {dump_folder}/steps.jsonl, not of logged steps only. The device isn't waited for."""

@@ -82,6 +82,10 @@ class WeightedSource(NamedSource):
     tokens: PositiveInt | None = None
     """Tokens to take from it in the whole job, instead of a weight."""
 
+    loss_weight: PositiveFloat = 1.0
+    """Factor on the loss of each of its labels. The loss of a step is the sum over labels divided
+    by the sum of their factors, so only the ratio between datasets counts."""
+
 
 class Stage(Section):
     """[[training.stages]] A part of the job. Its keys replace those of the whole job."""

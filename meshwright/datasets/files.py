@@ -70,6 +70,8 @@ class SourceEntry:
     """and whether that part is meant, not the rest."""
     weight: float = 1
     """Its samples among those of all sources; only the ratio counts."""
+    loss_weight: float = 1
+    """Factor on the loss of its labels; only the ratio counts."""
 
     def error(self, key: str, what: str, fix: str = "") -> errors.ConfigError:
         """That `key` of this source is at fault."""

@@ -36,8 +36,11 @@ def entries(section: Training | Validation, key: str) -> list[SourceEntry]:
     parts = []
     for number, part in enumerate(named):
         name, place = part.name or part.dataset, f"{key}.datasets.{number}"
-        weight = isinstance(part, WeightedSource) and (part.weight or part.tokens)
-        parts.append(SourceEntry(place, name, _source(part), held_out, weight=weight or 1))
+        entry = SourceEntry(place, name, _source(part), held_out)
+        if isinstance(part, WeightedSource):
+            weight = part.weight or part.tokens or 1
+            entry = replace(entry, weight=weight, loss_weight=part.loss_weight)
+        parts.append(entry)
     return parts
 
 

@@ -105,16 +105,23 @@ class Projection(nn.Module):
         self.scale, self.loss = scale, SummedLoss(cap=cap)
 
     def forward(
-        self, x: Tensor, labels: Tensor | None = None, table: Tensor | None = None
+        self,
+        x: Tensor,
+        labels: Tensor | None = None,
+        table: Tensor | None = None,
+        loss_weights: Tensor | None = None,
     ) -> Tensor:
         """(B, S, D) -> (B, S, V) logits, or with (B, S) labels their summed loss.
 
         Args:
             table: (V, D), the embedding's, where there is no weight.
+            loss_weights: (B,), as `SummedLoss` takes them.
         """
         weight = self.weight if table is None else table
         x = x if self.scale == 1 else x * self.scale  # of fewer numbers than the logits
-        return self.loss.logits(x, weight) if labels is None else self.loss(x, weight, labels)
+        if labels is None:
+            return self.loss.logits(x, weight)
+        return self.loss(x, weight, labels, loss_weights)
 
 
 class Routing:
@@ -207,6 +214,7 @@ class Decoder(nn.Module):
         *,
         positions: Tensor | None = None,
         documents: Tensor | None = None,
+        loss_weights: Tensor | None = None,
     ) -> Tensor:
         """(B, S) int64 -> () fp32, the loss added up over `labels`; without them (B, S, V) logits.
 
@@ -219,6 +227,7 @@ class Decoder(nn.Module):
             documents: (B, S) int: which document of its sequence each position belongs to, rising
                 from 0. Attention then stops between them, and the positions that it rotates by
                 start at 0 in each. Of whole sequences, also where `tokens` are parts of them.
+            loss_weights: (B,) fp32, as `SummedLoss` takes them.
         """
         table = None
         if self.output is not None and self.table.tie_embeddings:
@@ -230,7 +239,7 @@ class Decoder(nn.Module):
             # rounded to the type of activations, as transformers does
             scale = torch.full((), self.table.embedding_scale, dtype=x.dtype, device=x.device)
             x = x * scale
-        masks = self._masks(x, documents, positions)
+        masks = self.masks(x, documents, positions)
         if documents is not None:
             positions = positions_in_document(documents, positions)
         places = slice(tokens.shape[1]) if positions is None else positions
@@ -255,9 +264,9 @@ class Decoder(nn.Module):
             self.routing.note(int(name), choice, gap)
         if self.norm is not None:
             x = self.norm(x)
-        return x if self.output is None else self.output(x, labels, table)
+        return x if self.output is None else self.output(x, labels, table, loss_weights)
 
-    def _masks(
+    def masks(
         self, x: Tensor, documents: Tensor | None, positions: Tensor | None
     ) -> dict[int | None, Mask]:
         """Return the masks of this stage's layers by their window, each made once for all layers.

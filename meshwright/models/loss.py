@@ -38,6 +38,8 @@ class Batch:
     attention doesn't stop between documents. Not cut where context parallelism cuts the others."""
     sources: Tensor | None = None
     """(B,) int64: from which source of a mixture each sequence is. None: it isn't told."""
+    loss_weights: Tensor | None = None
+    """(B,) fp32: factors on the losses of each sequence. None: all are 1."""
 
     def to(self, device: torch.device, non_blocking: bool = False) -> "Batch":
         """Return the same on `device`."""
@@ -52,10 +54,21 @@ class Batch:
         batch = self.pin_memory() if device.type == "cuda" else self
         return batch.to(device, non_blocking=True)
 
+    def rows(self, rows: slice) -> "Batch":
+        """Return the batch of these sequences."""
+        return self._each(lambda part: part[rows])
+
     def _each(self, move: Callable[[Tensor], Tensor]) -> "Batch":
-        documents = None if self.documents is None else move(self.documents)
-        sources = None if self.sources is None else move(self.sources)
-        return Batch(move(self.tokens), move(self.labels), documents, sources)
+        def moved(part: Tensor | None) -> Tensor | None:
+            return None if part is None else move(part)
+
+        return Batch(
+            move(self.tokens),
+            move(self.labels),
+            moved(self.documents),
+            moved(self.sources),
+            moved(self.loss_weights),
+        )
 
 
 SMALL_LOGITS = 1 << 24
@@ -85,7 +98,8 @@ class SummedLoss:
         self._log_sums, self._exponentiate = _log_sums_in_blocks, _exponentiate_in_blocks
         self._add: Callable[[Tensor, Tensor], object] = add_
         self.listen: Callable[[Tensor, Tensor], None] | None = None
-        """Gets the loss of each token, 0 where there is none, and the labels: (B, S) each."""
+        """Gets the loss of each token without its weight, 0 where there is none, and the labels:
+        (B, S) each."""
 
     def compile(self, backend: Any) -> None:
         """Compile the passes over logits and gradients between matrix products.
@@ -106,18 +120,21 @@ class SummedLoss:
         logits = F.linear(rows_at(x, at), weight.to(x.dtype))
         return logits if self.cap is None else self.cap * torch.tanh(logits / self.cap)
 
-    def __call__(self, x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    def __call__(
+        self, x: Tensor, weight: Tensor, labels: Tensor, loss_weights: Tensor | None = None
+    ) -> Tensor:
         """(B, S, D), (V, D), (B, S) -> () fp32; differentiable once, by `x` and `weight`.
 
         Args:
             labels: int64; `IGNORE` and `PADDING` mark positions without loss. The loss of any other
                 label that isn't in the vocabulary is infinite.
+            loss_weights: (B,) fp32, positive factors on the losses of each sequence; None: 1.
 
         Raises:
             ValueError: if `labels` isn't `x` without its last dimension.
         """
         chunk_tokens = self.tokens_per_chunk(weight, x.dtype)
-        return self.of_rows(x, weight, labels, chunk_tokens=chunk_tokens)
+        return self.of_rows(x, weight, labels, loss_weights, chunk_tokens=chunk_tokens)
 
     def tokens_per_chunk(self, weight: Tensor, dtype: torch.dtype) -> int:
         """Return the size of chunks for a whole weight, (V, D), and logits of a type: the same on
@@ -127,22 +144,33 @@ class SummedLoss:
         return self.chunk_tokens or max(2 * dim // dtype.itemsize, SMALL_LOGITS // vocab_size)
 
     def of_rows(
-        self, x: Tensor, weight: Tensor, labels: Tensor, *, chunk_tokens: int, first: int = 0
+        self,
+        x: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        loss_weights: Tensor | None = None,
+        *,
+        chunk_tokens: int,
+        first: int = 0,
     ) -> Tensor:
         """The same, where `weight` has the rows of the vocabulary from `first` on."""
         if x.shape[:-1] != labels.shape:
             raise ValueError(f"states {tuple(x.shape)} and labels {tuple(labels.shape)} disagree")
+        factors = None
+        if loss_weights is not None:
+            factors = loss_weights.unsqueeze(1).expand(labels.shape).flatten()
         needed = [torch.is_grad_enabled() and tensor.requires_grad for tensor in (x, weight)]
         losses, of_x, of_weight = _differentiate(
             x.flatten(0, 1).detach(),
             weight.detach().to(x.dtype),
             labels.flatten(),
+            factors,
             first,
             self,
             chunk_tokens,
             needed,
         )
-        loss = losses.sum()
+        loss = (losses if factors is None else losses * factors).sum()
         if self.listen is not None:
             self.listen(losses.view(labels.shape), labels)
         # One node for each gradient: schedules that split backward start the weight's part at the
@@ -165,18 +193,30 @@ class SummedLoss:
         own = logits.gather(1, at.unsqueeze(1)).squeeze(1).float()
         return self._log_sums(logits), own.where(at == places, -torch.inf)
 
-    def differentiate_(self, logits: Tensor, places: Tensor, own: Tensor, log_sum: Tensor) -> None:
+    def differentiate_(
+        self,
+        logits: Tensor,
+        places: Tensor,
+        own: Tensor,
+        log_sum: Tensor,
+        factors: Tensor | None = None,
+    ) -> None:
         """Replace `logits` by the gradient of the loss with respect to them.
 
         Args:
             own: as `measure` gives it for these rows.
             log_sum: over all rows; inf where the label doesn't count.
+            factors: (tokens,) fp32, on each token's loss; None: 1.
         """
-        self._exponentiate(logits, log_sum)
+        # f p = exp(z - (log sum - log f)), so factors take no pass over logits of their own
+        self._exponentiate(logits, log_sum if factors is None else log_sum - factors.log())
         tokens = torch.arange(len(logits), device=logits.device)
         at = places.clamp(0, logits.shape[1] - 1)
         # from the logit in fp32: probability - 1 of a probability that was rounded has lost bits
-        of_label = ((own - log_sum).exp() - 1).to(logits.dtype)
+        of_label = (own - log_sum).exp() - 1
+        if factors is not None:
+            of_label = of_label * factors
+        of_label = of_label.to(logits.dtype)
         logits[tokens, at] = torch.where(at == places, of_label, logits[tokens, at])
 
     def add_product(self, total: Tensor, gradient: Tensor, x: Tensor, *, is_first: bool) -> None:
@@ -199,6 +239,7 @@ def _differentiate(
     x: Tensor,  # (tokens, D)
     weight: Tensor,  # (rows, D)
     labels: Tensor,  # (tokens,)
+    factors: Tensor | None,  # (tokens,)
     first: int,
     loss: SummedLoss,
     chunk_tokens: int,
@@ -226,11 +267,12 @@ def _differentiate(
         if not (needs_x or needs_weight):
             continue
         log_sum = log_sum_of_all.where(is_counted, torch.inf)
+        of_chunk = None if factors is None else factors[chunk]
         if loss.cap is None:
-            loss.differentiate_(logits, places, own, log_sum)
+            loss.differentiate_(logits, places, own, log_sum, of_chunk)
         else:
             slope = 1 - (logits / loss.cap).square_()  # of c tanh(z / c)
-            loss.differentiate_(logits, places, own, log_sum)
+            loss.differentiate_(logits, places, own, log_sum, of_chunk)
             logits.mul_(slope)
         if of_x is not None:
             torch.mm(logits, weight, out=of_x[chunk])

@@ -1,5 +1,6 @@
 """Context parallelism: each rank has a part of every sequence, and sees the keys of all."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -59,7 +60,7 @@ def local_part(batch: Batch, positions: Tensor) -> Batch:
     if len(positions) == batch.tokens.shape[1]:
         return batch
     tokens, labels = batch.tokens[:, positions], batch.labels[:, positions]
-    return Batch(tokens, labels, batch.documents, batch.sources)
+    return dataclasses.replace(batch, tokens=tokens, labels=labels)
 
 
 def apply_cp(model: Decoder, mesh: DeviceMesh, training: Training) -> str:
@@ -76,15 +77,17 @@ def apply_cp(model: Decoder, mesh: DeviceMesh, training: Training) -> str:
         core.forward = shared
         if isinstance(block.attention, LatentAttention):
             seen = block.get_submodule("attention.seen")
-            seen.forward = functools.partial(gather_latents, mesh=mesh)
+            seen.forward = functools.partial(gather_in_order, mesh=mesh)
     latents = any(isinstance(layer.attention, LatentSpec) for layer in model.table.layers)
     what = "latents" if latents else "keys and values"
     return f"context parallelism: sequences cut in {mesh.size()}; {what} are gathered"
 
 
-def gather_latents(own: Tensor, mesh: DeviceMesh) -> Tensor:
-    """(B, S/cp, W) -> (B, S, W), in the order of positions; backward adds up over ranks. Keys and
-    values are wider by far: V3's 128 heads have 40,960 numbers of a token, and a latent 576."""
+def gather_in_order(own: Tensor, mesh: DeviceMesh) -> Tensor:
+    """(..., S/cp, W) -> (..., S, W), in the order of positions; backward adds up over ranks.
+
+    Of latent attention the latents are gathered, since keys and values are wider by far: V3's 128
+    heads have 40,960 numbers of a token, and a latent 576."""
     return _in_order(all_gather(own.unsqueeze(0), mesh))
 
 

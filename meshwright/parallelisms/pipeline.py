@@ -133,7 +133,8 @@ class Pipeline:
         Args:
             batches: the same on all its ranks; tokens and labels are (B, S/cp).
             positions: (S/cp,) int64 of the tokens.
-            num_labels: () labels that count, over all data-parallel ranks and microbatches.
+            num_labels: () labels that count, over all data-parallel ranks and microbatches; or the
+                sum of their weights.
 
         Returns:
             () fp32: sum of the losses, divided by `num_labels`; zero on ranks without the last
@@ -147,6 +148,9 @@ class Pipeline:
         documents = [batch.documents for batch in batches if batch.documents is not None]
         if documents:
             inputs["documents"] = torch.cat(documents)
+        loss_weights = [batch.loss_weights for batch in batches if batch.loss_weights is not None]
+        if loss_weights:
+            inputs["loss_weights"] = torch.cat(loss_weights)
         self._num_labels = num_labels
         losses: list[Tensor] = []
         try:
@@ -235,7 +239,8 @@ class Pipeline:
                         message(dist.isend, outputs[index], tag=index, group_peer=target)
                     )
                 elif rank == target:
-                    received = torch.empty_like(self.activation, device=positions.device)
+                    size = len(batches[beat - index].tokens)
+                    received = torch.empty_like(self.activation[:size], device=positions.device)
                     inputs[index + 1] = received
                     messages.append(message(dist.irecv, received, tag=index, group_peer=source))
             for work in dist.batch_isend_irecv(messages) if messages else ():

@@ -54,14 +54,16 @@ class VocabularyParallelLoss(SummedLoss):
         )
         return logits.redistribute(placements=[Replicate()]).to_local().contiguous()
 
-    def __call__(self, x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-        """(B, S/tp, D), a weight cut along the vocabulary, (B, S) -> () fp32."""
+    def __call__(
+        self, x: Tensor, weight: Tensor, labels: Tensor, loss_weights: Tensor | None = None
+    ) -> Tensor:
+        """(B, S/tp, D), a weight cut along the vocabulary, (B, S), (B,) -> () fp32."""
         rows_per_rank = -(-weight.shape[0] // self.mesh.size())  # as `Shard` cuts
         first = min(self.mesh.get_local_rank() * rows_per_rank, weight.shape[0])
         own = cast(DTensor, weight).to_local()
         chunk_tokens = self.tokens_per_chunk(weight, x.dtype)
         x = gather_sequence(x, self.mesh)
-        return self.of_rows(x, own, labels, chunk_tokens=chunk_tokens, first=first)
+        return self.of_rows(x, own, labels, loss_weights, chunk_tokens=chunk_tokens, first=first)
 
     def join(self, log_sum: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
         both = all_gather(torch.stack([log_sum, own]).unsqueeze(0), self.mesh)  # (tp, 2, tokens)

@@ -167,9 +167,9 @@ class ResolvedJob:
         documents = training.model_dump(include=OF_DOCUMENTS)
         named: dict[str, object] = {f"training.{key}": documents[key] for key in documents}
         if training.datasets:
-            places = {"dataset_path", "dataset_format", "dataset_revision"}
+            others = {"dataset_path", "dataset_format", "dataset_revision", "loss_weight"}
             named = {
-                f"training.datasets.{number}": source.model_dump(exclude=places)
+                f"training.datasets.{number}": source.model_dump(exclude=others)
                 for number, source in enumerate(training.datasets)
             }
         return named | {

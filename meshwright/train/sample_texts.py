@@ -77,7 +77,9 @@ class NextToken(SummedLoss):
         super().__init__()
         self._loss = loss
 
-    def __call__(self, x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    def __call__(
+        self, x: Tensor, weight: Tensor, labels: Tensor, loss_weights: Tensor | None = None
+    ) -> Tensor:
         """(B, S, D), (V, D), (B, S) -> (B,) int64: the most likely token after the position whose
         label counts; `NONE` in a sequence without such a label."""
         is_wanted = has_loss(labels)

@@ -28,12 +28,14 @@ def actions_after(
 ) -> StepActions:
     """Decide; `is_last`: there is no step after this one, or no data for it."""
     validate = config.validation.enable and (is_last or step % config.validation.freq == 0)
+    stats_freq = config.metrics.layer_stats_freq
+    has_stats = stats_freq > 0 and step % stats_freq == 0
     stop, saves = is_last or is_asked_to_stop, config.checkpoint
     is_save_step = step % saves.interval == 0 or (step == 1 and saves.enable_first_step_checkpoint)
     return StepActions(
         stop=stop,
         validate=validate,
-        log=is_first or stop or validate or step % config.metrics.log_freq == 0,
+        log=is_first or stop or validate or has_stats or step % config.metrics.log_freq == 0,
         save=saves.saves and not stop and is_save_step,
         collect_garbage=step % config.training.gc_freq == 0,
     )

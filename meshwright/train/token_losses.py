@@ -1,5 +1,6 @@
 """The loss of every token, on any mesh; and the gradient norm of a part of a step's labels."""
 
+import dataclasses
 from collections.abc import Collection, Sequence
 
 import torch
@@ -23,7 +24,9 @@ class LossPerToken(SummedLoss):
         super().__init__()
         self._loss = loss
 
-    def __call__(self, x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    def __call__(
+        self, x: Tensor, weight: Tensor, labels: Tensor, loss_weights: Tensor | None = None
+    ) -> Tensor:
         """(B, S, D), (V, D), (B, S) -> (B, S) fp32, 0 where a label doesn't count."""
         rows = [
             F.cross_entropy(
@@ -82,7 +85,7 @@ def norm_of_part(
 
     Args:
         batches: this rank's microbatches of a step.
-        num_labels: that the loss is divided by; None: the kept ones'.
+        num_labels: that the loss is divided by, as `count_labels` gives it; None: the kept ones'.
     """
     meshes, model = trainer.meshes, trainer.model
     places = places_of(meshes, len(batches), len(batches[0].tokens))
@@ -93,7 +96,8 @@ def norm_of_part(
     for batch, rows in zip(batches, places, strict=True):
         own = is_kept[rows].to(batch.labels.device).unsqueeze(1)
         labels = batch.labels.where(own | ~has_loss(batch.labels), IGNORE)
-        wanted.append(local_part(Batch(batch.tokens, labels, batch.documents), positions))
+        part = dataclasses.replace(trainer.with_loss_weights(batch), labels=labels)
+        wanted.append(local_part(part, positions))
     if num_labels is None:
         num_labels = count_labels(wanted, meshes)
     if model.pipeline is None:  # others are left out by all ranks; a schedule has a fixed number

@@ -1,7 +1,7 @@
 """One optimizer step, and the `Trainer` that holds this rank's model and optimizer for it."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,6 +19,7 @@ from meshwright.parallelisms.meshes import Meshes
 from meshwright.parallelisms.shards import is_fsdp
 from meshwright.train.bad_steps import BadStepDetector
 from meshwright.train.build import build_model
+from meshwright.train.layer_stats import LayerStats
 from meshwright.train.loss_by_source import LossBySource
 from meshwright.train.optim.average import Average
 from meshwright.train.optim.gradients import divisor_to_clip, local_square_sums
@@ -94,6 +95,11 @@ class Trainer:
     """Whether the state that the optimizer made at its first update can be saved."""
     norm_groups: Sequence[str] = ()
     """Every `block_of` a parameter, to get their norms too. Not with `early`."""
+    layer_stats: LayerStats | None = None
+    """Not with `early`."""
+    loss_weights: Tensor | None = None
+    """(sources,) fp32: factors on the losses of the labels of each source of a mixture; the loss is
+    divided by their sum over labels. None: all are 1."""
 
     @property
     def tensors(self) -> "TrainingTensors":
@@ -141,10 +147,14 @@ class Trainer:
         mark("communication")
         first = batches[0].tokens
         positions = local_positions(first.shape[1], meshes.cp, first.device)
-        batches = [local_part(batch, positions) for batch in batches]
+        batches = [local_part(self.with_loss_weights(batch), positions) for batch in batches]
         num_labels = count_labels(batches, meshes)
         if self.by_source is not None:
             self.by_source.begin(batches)
+        layer_stats = self._layer_stats_at(step)
+        if layer_stats is not None:
+            mark("layer_stats")
+            layer_stats.measure_forward(batches[0], positions)
         mark("forward_backward")
         if early is not None:
             early.begin(detector.is_stopped)
@@ -153,7 +163,8 @@ class Trainer:
 
         if early is None:
             own = model.named_parameters_once()
-            squares = local_square_sums(own, self.norm_groups, loss.device)
+            groups = self.norm_groups if layer_stats is None else layer_stats.groups
+            squares = local_square_sums(own, groups, loss.device)
         else:
             squares = early.square_sum.unsqueeze(0)
         mark("communication")
@@ -164,6 +175,8 @@ class Trainer:
         mark("optimizer")
         grad_norm = squares[0].sqrt()
         skip_update = detector.judge(step, loss, grad_norm, is_finite_here, num_labels)
+        if layer_stats is not None:
+            layer_stats.keep_weights()
         if early is None:
             is_clipped = self.max_norm != float("inf")
             divisor = divisor_to_clip(grad_norm, self.max_norm) if is_clipped else None
@@ -175,9 +188,23 @@ class Trainer:
         if self.average is not None:
             self.average.after_update(skip_update)
         figures = balance.after_step(of_model, skip_update)
+        if layer_stats is not None:
+            mark("layer_stats")
+            figures = dict(figures) | layer_stats.figures(squares[1:].sqrt())
         mark(None)
         group_norms = squares[1:].sqrt() if self.norm_groups else None
         return StepResult(loss, grad_norm, figures, group_norms)
+
+    def with_loss_weights(self, batch: Batch) -> Batch:
+        """Return the batch with the factors on the losses of its sequences, if there are some."""
+        if self.loss_weights is None:
+            return batch
+        assert batch.sources is not None  # mixtures tell
+        return replace(batch, loss_weights=self.loss_weights[batch.sources])
+
+    def _layer_stats_at(self, step: int) -> LayerStats | None:
+        is_due = self.layer_stats is not None and self.layer_stats.is_due(step)
+        return self.layer_stats if is_due else None
 
     def forward_backward(
         self, batches: Sequence[Batch], positions: Tensor, num_labels: Tensor
@@ -188,7 +215,7 @@ class Trainer:
         Args:
             batches: of a pipeline all of a step; tokens and labels are (B, S/cp).
             positions: (S/cp,) int64 of the tokens.
-            num_labels: () that the sum of losses is divided by.
+            num_labels: () that the sum of losses is divided by, from `count_labels`.
 
         Returns:
             () fp32: this rank's share of the mean loss.
@@ -213,13 +240,17 @@ def build_trainer(
     """
     config = resolved.config
     model = build_model(resolved, meshes, device, allocate=allocate)
-    table, ranks = resolved.model_args.table.parameters, meshes.stage.get_group()
+    spec, ranks = resolved.model_args.table, meshes.stage.get_group()
+    table = spec.parameters
     optimizer = build_optimizer(
         model.named_parameters(), config.optimizer, table, ranks, own_options(config)
     )
     is_early, decay = config.optimizer.early_step_in_backward, average_decay(config)
-    names = table if config.metrics.grad_norm_by_group else ()
-    sources = [entry.name for entry in entries(config.training, "training")]
+    normed = table if config.metrics.grad_norm_by_group else ()
+    freq = config.metrics.layer_stats_freq
+    sources = entries(config.training, "training")
+    names = [entry.name for entry in sources]
+    loss_weights = [entry.loss_weight for entry in sources]
     return Trainer(
         model,
         optimizer,
@@ -231,20 +262,31 @@ def build_trainer(
         max_norm=config.training.max_norm,
         reduce_every_microbatch=config.parallelism.fsdp_reduce_gradients == "every_microbatch",
         reshard_every_microbatch=config.parallelism.fsdp_reshard_after_forward != "never",
-        by_source=LossBySource(model, sources, meshes, device) if len(sources) > 1 else None,
-        norm_groups=list(dict.fromkeys(map(block_of, names))),
+        by_source=LossBySource(model, names, meshes, device) if len(names) > 1 else None,
+        norm_groups=list(dict.fromkeys(map(block_of, normed))),
+        layer_stats=LayerStats(model, meshes, spec, resolved.frozen, freq) if freq else None,
+        loss_weights=torch.tensor(loss_weights, device=device)
+        if set(loss_weights) != {1}
+        else None,
     )
 
 
 def count_labels(batches: Sequence[Batch], meshes: Meshes) -> Tensor:
-    """Return how many labels of the global batch count: () int64. Collective.
+    """Return how many labels of the global batch count, () int64; with loss weights the sum of
+    these over labels, () fp32. Collective.
 
     The loss is divided by it, once. A mean of the ranks' means would weigh a rank with few labels
     as much as a full one. See docs/architecture.md.
     """
-    num_labels = torch.stack([has_loss(batch.labels).sum() for batch in batches]).sum()
+    counts = list[Tensor]()
+    for batch in batches:
+        of_sequences = has_loss(batch.labels).sum(1)
+        if batch.loss_weights is not None:
+            of_sequences = of_sequences * batch.loss_weights.double()
+        counts.append(of_sequences.sum())
+    num_labels = torch.stack(counts).sum()
     dist.all_reduce(num_labels, group=meshes.loss.get_group())
-    return num_labels
+    return num_labels.float() if num_labels.is_floating_point() else num_labels
 
 
 def _accumulate(
@@ -266,7 +308,13 @@ def _accumulate(
             model.set_is_last_backward(is_last)  # otherwise each would wait for its reductions
         if early is not None:
             early.gradients_are_final = is_last
-        total = model(batch.tokens, batch.labels, positions=positions, documents=batch.documents)
+        total = model(
+            batch.tokens,
+            batch.labels,
+            positions=positions,
+            documents=batch.documents,
+            loss_weights=batch.loss_weights,
+        )
         share = total / num_labels
         share.backward()
         loss += share.detach()

@@ -78,7 +78,13 @@ STORED_IN_BF16 = small_job(*IN_BF16, "--optimizer.name=muon", "--checkpoint.aver
 WITH_FP32 = '--training.fp32_modules=["output", "layers.*.attention_norm"]'
 STORED_BUT_SOME = small_job(*IN_BF16, WITH_FP32)
 REDUCED_IN_BF16 = small_job(IN_BF16[0], "--training.mixed_precision_reduce=bfloat16")
-WITH_NORMS = small_job(*BALANCED, "--metrics.grad_norm_by_group=true")
+PARTS = ", ".join(
+    f'{{name = "{n}", dataset = "stdlib", weight = 1, loss_weight = {n}.5}}' for n in (1, 3)
+)
+WITH_LOSS_WEIGHTS = small_job(f"--training.datasets=[{PARTS}]", "--training.packing=best_fit")
+STATS = "--metrics.layer_stats_freq=10"
+WITH_NORMS = small_job(*BALANCED, "--metrics.grad_norm_by_group=true", STATS)
+WITH_STATS = small_job(STATS)
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +128,8 @@ def verdict_of(on_ranks, references, folder):
 ON_EP = {"dp_shard": 2, "ep": 2}
 SOUND = {
     "fsdp-tp": (SMALL, "fp32", {"dp_shard": 2, "tp": 2}),
-    "pp-cp": (SMALL, "fp32", {"pp": 2, "cp": 2}),
+    "pp-cp, statistics of layers": (WITH_STATS, "fp32", {"pp": 2, "cp": 2}),
+    "pp-cp, loss weights": (WITH_LOSS_WEIGHTS, "fp32", {"pp": 2, "cp": 2}),
     "documents": (WITH_DOCUMENTS, "fp32", {"cp": 2}),
     "streamed": (STREAMED, "fp32", {"dp_shard": 2}),
     "tp-ep": (WITH_EXPERTS, "fp32", {"tp": 2, "ep": 2}),
@@ -136,8 +143,8 @@ SOUND = {
     "hsdp, weights and Muon in bf16": (STORED_IN_BF16, "user types", HSDP),
     "hsdp, weights in bf16 but some": (STORED_BUT_SOME, "user types", HSDP),
     "fsdp, reduced in bf16": (REDUCED_IN_BF16, "user types", {"dp_shard": 2}),
-    "fsdp-ep, norms of groups": (WITH_NORMS, "fp32", ON_EP),
-    "fsdp-ep, norms of groups, bf16": (WITH_NORMS, "bf16", ON_EP),
+    "fsdp-ep, norms of groups and statistics": (WITH_NORMS, "fp32", ON_EP),
+    "fsdp-ep, norms of groups and statistics, bf16": (WITH_NORMS, "bf16", ON_EP),
     "pp, float8": (FLOAT8, "bf16 sums", {"pp": 2}),
     "tp, float8": (FLOAT8, "bf16", {"tp": 2}),
 }

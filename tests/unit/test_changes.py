@@ -203,6 +203,15 @@ def test_a_mixture_may_go_on_with_other_weights(resume, caplog) -> None:
         assert place_in_data(plan, manifest, []).weighted_from == begin
 
 
+def test_a_mixture_may_go_on_with_other_loss_weights(resume, caplog) -> None:
+    saved = parts("weight=1", "weight=3")
+    drift = resume(*parts("weight=1", "weight=3, loss_weight=2"), saved_with=saved)
+    assert not drift.is_reweighted
+    assert [text for _, text in said(drift, caplog)] == [
+        "resuming step-5 with changed keys: training.datasets.1.loss_weight = 2.0 (was 1.0)"
+    ]
+
+
 def test_a_stage_begins_with_what_it_is_without_a_warning(resume, caplog) -> None:
     one = "{until_tokens=640, lr=1e-4, datasets=[{dataset='sympy_source', weight=1}]}"
     stages = (

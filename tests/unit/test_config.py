@@ -270,9 +270,12 @@ training.steps=3 => expected --section.key value fix: write --training.steps=3
 --lr_scheduler.decay_ratio 0.95 => do not fit in 120 after 20
 --profiling.profile_freq 2
     => profiler_warmup 3 + profiler_active 1 fix: raise it to their sum or more
+--training.datasets [{{dataset="sympy_source",weight=1,loss_weight=2}}]
+    => training.datasets.0.loss_weight = 2.0: every dataset has this weight
 --optimizer.early_step_in_backward => max_norm = 1.0 cannot be kept
 {EARLY} --parallelism.fsdp_reduce_gradients every_microbatch
     => would update with the gradients of one microbatch
+{EARLY} --metrics.layer_stats_freq 10 => frees each gradient before its RMS is taken
 {EARLY} --bad_steps.policy skip => bad_steps.policy = 'skip': optimizer.early_step
 {EARLY} --bad_steps.spike_std 6 => bad_steps.spike_std = 6.0: optimizer.early_step
 --job.dump_folder PRESET/x => is not a folder that can be written to

@@ -50,6 +50,8 @@ def due(step: int, keys: dict[str, str] | None = None, **moment: bool) -> set[st
         (due(5), {"log", HOST}),
         (due(6), {"validate", "log", HOST}),
         (due(7), {"collect_garbage"}),
+        (due(3, keys={"metrics.layer_stats_freq": "3"}), {"log", HOST}),
+        (due(2, keys={"metrics.layer_stats_freq": "3"}), set()),
         (due(1, is_first=True), {"log", HOST}),
         # a job that ends saves once, at its end, and validates if it is done
         (due(4, is_last=True), {"stop", "validate", "log", HOST}),

@@ -51,6 +51,18 @@ def test_loss_and_gradients_equal_the_plain_formula(chunk_tokens) -> None:
     torch.testing.assert_close(gradients(got, x, weight), wanted, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.parametrize("cap", [None, 2.0])
+def test_losses_of_sequences_have_weights(cap) -> None:
+    x, weight, labels = inputs()
+    factors = torch.linspace(0.25, 3.0, BATCH)
+    got = SummedLoss(7, cap)(x, weight, labels, factors)
+    each = [SummedLoss(7, cap)(x[n : n + 1], weight, labels[n : n + 1]) for n in range(BATCH)]
+    want = (torch.stack(each) * factors).sum()
+    torch.testing.assert_close(got, want, rtol=1e-6, atol=0)
+    wanted = gradients(want, x, weight)
+    torch.testing.assert_close(gradients(got, x, weight), wanted, rtol=1e-5, atol=1e-7)
+
+
 @pytest.mark.parametrize("block", [20, 1 << 20])  # a block of W's gradient: 2 of its rows, or all
 @pytest.mark.parametrize("chunk_tokens", CHUNKS)
 def test_in_bf16_it_is_as_near_to_fp32_as_the_plain_formula(

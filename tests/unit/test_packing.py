@@ -157,7 +157,7 @@ def test_the_small_job_of_prove_goes_on_in_the_next_epoch() -> None:
     for kind in ("cut", "best_fit"):
         training = Training(packing=kind, seq_len=31, global_batch_size=8)
         source = proof_data.open_source(training, 256, SEED)
-        left = source.samples_per_epoch(32) - proof_data.first_cursor(source, training).sample
+        left = source.samples_per_epoch(32) - proof_data.first_cursor([source], training).sample
         assert 0 <= left - SAVED_STEP * 8 < 8, kind
 
 

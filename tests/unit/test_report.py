@@ -126,6 +126,16 @@ def test_a_report_is_one_whole_file_with_everything_in_it(folder, capsys) -> Non
     assert "Dashed lines: resumes and new stages" in text
 
 
+def test_a_report_has_a_chart_of_each_statistic_of_layers(folder) -> None:
+    names = [f"layer_stats/max_attention_logit/layers.{layer}" for layer in range(8)]
+    rows = [{"step": step, **dict.fromkeys(names, 2.0)} for step in (10, 20)]
+    lines(folder / "metrics.jsonl", rows)
+    page, text = page_of(folder)
+    assert page.count('class="chart"') == 2  # of six layers, and of two
+    assert "Largest attention logit" in text
+    assert "layers.7" in text
+
+
 def test_a_proof_in_the_folder_is_shown(folder) -> None:
     (folder / "proof").mkdir()
     case = {"name": "tp 2", "ranks": 2, "errors": {"loss": 1e-7, "gradient": 0.5}}

@@ -8,7 +8,15 @@ from meshwright.metrics.sinks import Record
 PER_DEVICE = ("time/wps", "time/tflops", "time/mfu_pct", "time/mfu_causal_pct")
 """Rates of one device; a step takes as long on any mesh here, so all devices have one process's."""
 
-SUMS = ("optim/grad_norm/", "experts/entropy", "experts/balance_", "experts/sequence_", "experts/r")
+SUMS = (
+    "optim/grad_norm/",
+    "layer_stats/",
+    "loss/train/",
+    "experts/entropy",
+    "experts/balance_",
+    "experts/sequence_",
+    "experts/r",
+)
 """Beginnings of the names of sums in floating point, whose last bits depend on the mesh."""
 
 ROUNDING = 1e-12

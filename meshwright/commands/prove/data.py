@@ -1,6 +1,8 @@
 """The data of a small job: synthetic documents in memory, read by the trainer's own loader."""
 
 import zlib
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property, lru_cache
 
 import numpy as np
@@ -10,6 +12,7 @@ from meshwright.commands.prove.measurement import SAVED_STEP
 from meshwright.config.training import Source, Training
 from meshwright.datasets.encoding import NO_LOSS, Encoder, Tokens
 from meshwright.datasets.files import SourceEntry
+from meshwright.datasets.named_sources import entries
 from meshwright.datasets.rows import IndexedDocuments
 from meshwright.datasets.samples import CachedSource, packed_in_memory
 from meshwright.datasets.shards import StreamedSource
@@ -101,9 +104,24 @@ def documents_of(training: Training, vocab_size: int, seed: int) -> list[Tokens]
     return documents(vocab_size, seed, shortest)
 
 
-def open_source(training: Training, vocab_size: int, seed: int) -> OpenSource:
+SYNTHETIC = SourceEntry("training", "synthetic", Source(dataset="synthetic"))
+
+
+def parts_of(training: Training) -> list[tuple[SourceEntry, int]]:
+    """Return the sources of the small job, and the seed of each one's documents."""
+    if not training.datasets:
+        return [(SYNTHETIC, training.seed)]
+    parts = enumerate(entries(training, "training"))
+    return [
+        (replace(entry, source=SYNTHETIC.source), training.seed + 2 * number)
+        for number, entry in parts
+    ]
+
+
+def open_source(
+    training: Training, vocab_size: int, seed: int, entry: SourceEntry = SYNTHETIC
+) -> OpenSource:
     """Documents in memory, streamed or not as `training` says."""
-    entry = SourceEntry("training", "synthetic", Source(dataset="synthetic"))
     pieces, is_cut = documents_of(training, vocab_size, seed), training.packing == "cut"
     if training.dataset_mode != "streamed":
         cache = MemoryCache(pieces)
@@ -114,12 +132,16 @@ def open_source(training: Training, vocab_size: int, seed: int) -> OpenSource:
     return StreamedSource(entry, numbered, _Numbered(pieces), shards, window)
 
 
-def first_cursor(source: OpenSource, training: Training) -> Cursor:
+def first_cursor(sources: Sequence[OpenSource], training: Training) -> Cursor:
     """Return where the small job starts to read: so near the end of an epoch of a cache that the
-    next one starts after the resume. A stream starts at its start."""
-    if not isinstance(source, CachedSource):
+    next one starts after the resume. A stream starts at its start.
+
+    Args:
+        sources: all of them cached or none; with the same share of each batch.
+    """
+    share, length = training.global_batch_size // len(sources), training.seq_len + 1
+    sizes = [s.samples_per_epoch(length) for s in sources if isinstance(s, CachedSource)]
+    if not sizes:
         return Cursor()
-    batch = training.global_batch_size
-    batches = source.samples_per_epoch(training.seq_len + 1) // batch
-    begin = (batches - SAVED_STEP) * batch
-    return Cursor(begin, (begin,))
+    begin = (min(sizes) // share - SAVED_STEP) * share
+    return Cursor(begin * len(sources), (begin,) * len(sources))

@@ -17,7 +17,7 @@ from torch import Tensor
 from meshwright.checkpoint import commit
 from meshwright.checkpoint.manager import CheckpointManager
 from meshwright.checkpoint.state import RNG
-from meshwright.commands.prove.data import Vocabulary, first_cursor, open_source
+from meshwright.commands.prove.data import Vocabulary, first_cursor, open_source, parts_of
 from meshwright.commands.prove.measurement import LAST_RESUMED_STEP
 from meshwright.commands.prove.weights import prepare_weights, show_attention
 from meshwright.config.changes import changed
@@ -89,11 +89,10 @@ class ProofJob:
         vocabulary = Vocabulary(self.resolved.model_args.vocab_size)
         self.resolved = dataclasses.replace(self.resolved, tokenizer=vocabulary)
         training = self.resolved.config.training
-        sources, validation_sources = (
-            [open_source(training, vocabulary.vocab_size, seed)]
-            for seed in (training.seed, training.seed + 1)
-        )
-        self.data = Data(sources, validation_sources, first_cursor(sources[0], training))
+        size = vocabulary.vocab_size
+        sources = [open_source(training, size, seed, part) for part, seed in parts_of(training)]
+        validation_sources = [open_source(training, size, training.seed + 1)]
+        self.data = Data(sources, validation_sources, first_cursor(sources, training))
         self.meshes = _meshes(self.resolved.dims, "cpu")
         self._seconds = 0.0
         self.running = self._set_up()

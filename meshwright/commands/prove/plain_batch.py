@@ -32,12 +32,17 @@ def read_batch(samples: Sequence[Sample], training: Training) -> PlainBatch:
         is_learned[:, 1:] &= documents[:, 1:] == documents[:, :-1]
     else:
         documents = torch.zeros_like(documents)
+    loss_weights = None
+    if training.datasets:
+        by_source = torch.tensor([float(part.loss_weight) for part in training.datasets])
+        loss_weights = by_source.double()[[sample.source for sample in samples]]
     ends = torch.tensor([length - sample.padding for sample in samples])
     return PlainBatch(
         tokens[:, :-1],
         tokens[:, 1:].where(is_learned[:, 1:], UNCOUNTED),
         torch.arange(length - 1) < ends.unsqueeze(1),
         documents[:, :-1],
+        loss_weights,
     )
 
 

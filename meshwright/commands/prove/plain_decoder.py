@@ -230,6 +230,8 @@ class PlainBatch:
     """Bool; false: padding."""
     documents: Tensor
     """Number of the document in the sequence; all 0 unless they are masked."""
+    loss_weights: Tensor | None = None
+    """(B,) fp64, of the losses of each sequence; None: all are 1."""
 
 
 @dataclass
@@ -299,8 +301,11 @@ class Plain:
         factor = args.get("logits_scaling", 1.0)
         logits = logits / factor if self._form.divides_logits else logits * factor
         logits = _capped(logits, args.get("output_cap"))
-        loss = F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), ignore_index=UNCOUNTED)
-        return loss, own / batch.tokens.numel()
+        losses = F.cross_entropy(logits.mT, batch.labels, ignore_index=UNCOUNTED, reduction="none")
+        factors = (batch.labels != UNCOUNTED).double()
+        if batch.loss_weights is not None:
+            factors = factors * batch.loss_weights.unsqueeze(1)
+        return (losses * factors).sum() / factors.sum(), own / batch.tokens.numel()
 
     def _block(
         self,

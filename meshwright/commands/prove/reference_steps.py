@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from meshwright.commands.prove.bounds import BOUNDS
 from meshwright.commands.prove.checked import NAMED, Checked
-from meshwright.commands.prove.data import documents_of
+from meshwright.commands.prove.data import documents_of, parts_of
 from meshwright.commands.prove.job import ProofJob
 from meshwright.commands.prove.measure import different
 from meshwright.commands.prove.plain_batch import compare_batch, compare_documents, read_batch
@@ -26,7 +26,7 @@ from meshwright.commands.prove.plain_optimizer import kept_share, optimizers, sc
 from meshwright.commands.prove.weights import stretch_of
 from meshwright.config.job_config import JobConfig
 from meshwright.datasets.samples import SampleRules
-from meshwright.models.loss import IGNORE, Batch
+from meshwright.models.loss import IGNORE
 from meshwright.parallelisms.routing_replay import Choices, record_choices
 from meshwright.parallelisms.shards import local_shard
 from meshwright.train.build import build_stream
@@ -103,7 +103,11 @@ class Steps:
         training, args = self._config.training, job.resolved.model_args
         self._trainer, self._detector = job.trainer, job.running.detector
         self._token_bytes = torch.tensor(job.resolved.tokenizer.token_bytes)
-        self._documents = documents_of(training, args.vocab_size, training.seed)
+        self._documents = [
+            document
+            for _, seed in parts_of(training)
+            for document in documents_of(training, args.vocab_size, seed)
+        ]
         rules = SampleRules(training.seq_len + 1, training.seed)
         data = job.data
         self._stream = build_stream(job.resolved, data.sources, job.meshes, data.begin, rules)
@@ -164,7 +168,7 @@ class Steps:
         """Compare the state before and after a step without a label, whose loss is no number."""
         before = {k: tensor.clone() for k, tensor in self._trainer.tensors.state_dict().items()}
         batches = [
-            Batch(batch.tokens, torch.full_like(batch.labels, IGNORE), batch.documents)
+            dataclasses.replace(batch, labels=torch.full_like(batch.labels, IGNORE))
             for batch in self._batches
         ]
         self._trainer.step(step, batches, self._detector)
@@ -310,7 +314,9 @@ class Steps:
         got, labels = figures_of(*sums), self._batch.labels
         routers = self._routers(state, choices)
         with torch.no_grad():
-            loss, _ = self._plain.losses(weights, self._batch, routers, self._config.experts)
+            # a validation has no weights of losses
+            batch = dataclasses.replace(self._batch, loss_weights=None)
+            loss, _ = self._plain.losses(weights, batch, routers, self._config.experts)
         counted = labels[labels != UNCOUNTED]
         bits = loss.item() * len(counted) / math.log(2) / self._token_bytes[counted].sum().item()
         wanted = {"loss": loss.item(), "perplexity": math.exp(loss.item()), "bits_per_byte": bits}

@@ -96,6 +96,18 @@ def _average(config: JobConfig) -> Average:
     return Average(decay=0.75) if config.checkpoint.average.is_on else Average()
 
 
+def _weighted_parts(config: JobConfig) -> list[dict[str, Any]]:
+    """Return two parts of a mixture, of the smallest and the largest weight of losses; none, if the
+    losses of all are weighted alike."""
+    weights = {part.loss_weight for part in config.training.datasets}
+    if len(weights) < 2:
+        return []
+    return [
+        {"name": name, "dataset": Source().dataset, "weight": 1.0, "loss_weight": weight}
+        for name, weight in (("least", min(weights)), ("most", max(weights)))
+    ]
+
+
 def shrink(config: JobConfig, args: DecoderArgs) -> JobConfig:
     """Return the job on one process that every mesh is compared with.
 
@@ -132,11 +144,12 @@ def shrink(config: JobConfig, args: DecoderArgs) -> JobConfig:
     layers = small_args.table.linear_layers()
     left_out = [part for part in config.float8.filter_fqns if any(part in name for name in layers)]
     model = {"args": user_args | dimensions, "tokenizer_path": BYTES, "frozen": frozen}
+    parts = _weighted_parts(config)
     training = {
-        **Source().model_dump(),
+        **Source().model_dump(exclude={"dataset"} if parts else set()),
         "dataset_mode": "streamed" if has_stream else "cached",
         "stream_shards": min(config.training.stream_shards, MOST_SHARDS),
-        "datasets": [],
+        "datasets": parts,
         "max_epochs": 0,
         "local_batch_size": GLOBAL_BATCH,
         "global_batch_size": GLOBAL_BATCH,
@@ -168,6 +181,7 @@ def shrink(config: JobConfig, args: DecoderArgs) -> JobConfig:
             "metrics": Metrics(
                 enable_tensorboard=False,
                 grad_norm_by_group=config.metrics.grad_norm_by_group,
+                layer_stats_freq=min(config.metrics.layer_stats_freq, 1),
                 peak_tflops=PEAK_TFLOPS,
             ),
             "profiling": Profiling(),

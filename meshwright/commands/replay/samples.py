@@ -112,9 +112,9 @@ def measure_samples(
     out = [index for index in shown if abs(deviations[index]) > STANDS_OUT]
     norms, norm_without = dict[int, float](), None
     if job.trainer.early is None:  # which updates parameters within backward
-        whole = [batch.labels for batch in batches]
-        labels = count_labels([Batch(one, one) for one in whole], job.meshes)
-        labels = labels // job.meshes.cp.size()  # each rank of a cp group has all of them here
+        weighted = [job.trainer.with_loss_weights(batch) for batch in batches]
+        labels = count_labels(weighted, job.meshes)
+        labels = labels / job.meshes.cp.size()  # each rank of a cp group has all of them here
         norms = {i: norm_of_part(job.trainer, batches, [i], labels) for i in shown}
         rest = [index for index in order if index not in out]
         if out and rest:

@@ -30,6 +30,7 @@ PARTS = {  # of a step
     "time/data_s": "waiting for data",
     "time/communication_s": "all-reduce",
     "time/optimizer_s": "optimizer",
+    "time/layer_stats_s": "statistics of layers",
 }
 
 
@@ -40,6 +41,18 @@ FIGURES = (
     ("Peak memory", "GiB, first rank", "memory/peak_gib", True),
 )
 """Charts of one metric: title, unit, name, and whether they start at zero."""
+
+
+BY_GROUP = (
+    ("Gradient norm by group", "before clipping", "optim/grad_norm/"),
+    ("RMS of activations", "of one sequence", "layer_stats/activation_rms/"),
+    ("Largest attention logit", "of one sequence", "layer_stats/max_attention_logit/"),
+    ("RMS of gradients", "before clipping", "layer_stats/gradient_rms/"),
+    ("Update over weight", "RMS over RMS", "layer_stats/update_over_weight/"),
+)
+"""Charts of a metric of each layer: title, unit, and the beginning of the names."""
+
+CURVES_PER_CHART = 6
 
 
 def page(run: Run) -> str:
@@ -139,32 +152,31 @@ def _charts(run: Run) -> str:
     parts = [part for part in parts if part.points]
     rest = [(row["step"], _other(row)) for row in run.records if "time/step_s" in row]
     parts.append(Curve("other", rest))
-    groups = [
-        Curve(name.removeprefix("optim/grad_norm/"), run.series(name))
-        for name in run.names("optim/grad_norm/")
-    ]
     seams, skipped = run.resumed_steps, [int(row["step"]) for row in run.skipped]
     chart = partial(Chart, seams=seams, skipped=skipped)
-    sources = [
-        Curve(name.removeprefix("loss/train/"), run.series(name))
-        for name in run.names("loss/train/")
-    ]
     charts = [chart("Loss", "nats per token", losses)]
-    charts.append(chart("Training loss by source", "nats per token", sources))
+    charts.append(chart("Training loss by source", "nats per token", _curves(run, "loss/train/")))
     charts += [
         chart(title, unit, [Curve(name, run.series(name))], starts_at_zero=from_zero)
         for title, unit, name, from_zero in FIGURES
     ]
     charts.append(chart("Time of a step", "seconds", parts, is_stacked=True))
-    charts += [
-        chart("Gradient norm by group", "before clipping", groups[first : first + 6])
-        for first in range(0, len(groups), 6)
-    ]
+    for title, unit, prefix in BY_GROUP:
+        curves = _curves(run, prefix)
+        charts += [
+            chart(title, unit, curves[first : first + CURVES_PER_CHART])
+            for first in range(0, len(curves), CURVES_PER_CHART)
+        ]
     drawn = "".join(map(draw, charts))
     note = ""
     if seams or skipped:
         note = '<p class="note">Dashed lines: resumes and new stages; red marks: skipped steps.</p>'
     return f'<div class="charts">{drawn}</div>{note}' if drawn else ""
+
+
+def _curves(run: Run, prefix: str) -> list[Curve]:
+    """Return a curve for each metric whose name starts with `prefix`, named by the rest."""
+    return [Curve(name.removeprefix(prefix), run.series(name)) for name in run.names(prefix)]
 
 
 def _other(row: Row) -> float:

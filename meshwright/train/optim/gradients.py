@@ -19,30 +19,44 @@ CPU_CHUNK = 1 << 15  # elements that are added up in one go
 def local_square_sums(
     parameters: Iterable[tuple[str, nn.Parameter]], groups: Sequence[str], device: torch.device
 ) -> Tensor:
-    """Return this rank's share of the squared 2-norm of all gradients, and of each of `groups`.
-
-    Over all ranks the shares add up to the squares. Each element counts once: a gradient that n
-    ranks have in full counts 1/n on each of them.
+    """Return `square_sums` of the gradients.
 
     Args:
         parameters: with their names. Those without a gradient count nothing.
-        device: where the result is wanted; gradients may be on another.
+    """
+    gradients = ((name, parameter.grad) for name, parameter in parameters)
+    return square_sums(
+        ((name, grad) for name, grad in gradients if grad is not None), groups, device
+    )
+
+
+@torch.no_grad()
+def square_sums(
+    tensors: Iterable[tuple[str, Tensor]], groups: Sequence[str], device: torch.device
+) -> Tensor:
+    """Return this rank's share of the squared 2-norm of all tensors, and of each of `groups`.
+
+    Over all ranks the shares add up to the squares. Each element counts once: a tensor that n
+    ranks have in full counts 1/n on each of them.
+
+    Args:
+        tensors: with the names of their parameters.
+        device: where the result is wanted; they may be on another.
 
     Returns:
         (1 + G,) fp32; 0 of a group that is elsewhere. The first is to the bit that without groups.
     """
     by_replicas: dict[int, list[tuple[str, Tensor]]] = defaultdict(list)
-    for name, parameter in parameters:
-        grad = parameter.grad
-        if is_dtensor(grad):
-            pairs = zip(grad.device_mesh.shape, grad.placements, strict=True)
+    for name, tensor in tensors:
+        if is_dtensor(tensor):
+            pairs = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
             replicas = math.prod(size for size, placement in pairs if placement.is_replicate())
-            by_replicas[replicas].append((name, grad.to_local()))
-        elif grad is not None:
-            by_replicas[1].append((name, grad))
+            by_replicas[replicas].append((name, tensor.to_local()))
+        else:
+            by_replicas[1].append((name, tensor))
     sums = torch.zeros(1 + len(groups), device=device)
     for replicas, named in by_replicas.items():
-        squares, counts = _squares([grad for _, grad in named])
+        squares, counts = _squares([tensor for _, tensor in named])
         sums[0] += squares.sum().to(device) / replicas
         if groups:
             parts = [(block_of(name), n) for (name, _), n in zip(named, counts, strict=True)]
@@ -61,16 +75,16 @@ def divisor_to_clip(norm: Tensor, max_norm: float) -> Tensor:
     return ((norm + 1e-6) / max_norm).clamp(min=1.0)
 
 
-def _squares(grads: Sequence[Tensor]) -> tuple[Tensor, list[int]]:
-    """Squares of the 2-norms of parts of `grads`, whatever their types: (P,) fp32; and how many
+def _squares(tensors: Sequence[Tensor]) -> tuple[Tensor, list[int]]:
+    """Squares of the 2-norms of parts of `tensors`, whatever their types: (P,) fp32; and how many
     parts each has."""
-    if grads[0].device.type == "cpu":
-        chunks = [norm for grad in grads for norm in _norms_of_chunks(grad.flatten())]
-        return torch.cat(chunks).square(), [-(-grad.numel() // CPU_CHUNK) for grad in grads]
+    if tensors[0].device.type == "cpu":
+        chunks = [norm for tensor in tensors for norm in _norms_of_chunks(tensor.flatten())]
+        return torch.cat(chunks).square(), [-(-tensor.numel() // CPU_CHUNK) for tensor in tensors]
     # Called by torch.nn.utils.get_total_norm, which can't be told a type: it would round the
     # norm of bf16 gradients to bf16. If it goes, torch.linalg.vector_norm of each would do.
-    norms = torch._foreach_norm([*grads], 2, torch.float32)
-    return torch.stack(norms).square(), [1] * len(grads)
+    norms = torch._foreach_norm([*tensors], 2, torch.float32)
+    return torch.stack(norms).square(), [1] * len(tensors)
 
 
 def _norms_of_chunks(flat: Tensor) -> Iterator[Tensor]:
