@@ -160,7 +160,7 @@ def test_a_lower_budget_keeps_less_and_recomputes_more() -> None:
     assert saved_bytes(llama("full")) < 0.5 * saved_bytes(llama("none"))
     kept, flops = [], []
     _, _, plain_gradients = backward(llama("none"))
-    for budget in (1.0, 0.5, 0.25, 0.0):
+    for budget in (1.0, 0.25, 0.0):
         model = llama("memory_budget")
         for block in model.layers.values():
             block.compile(fullgraph=True, backend=keep_within_budget("aot_eager", budget))

@@ -20,6 +20,7 @@ from meshwright.models.loss import Batch
 from meshwright.parallelisms.initialize import initialize
 from tests.helpers.families import small
 from tests.helpers.packed import packed
+from tests.helpers.slow import slow_but
 from tests.helpers.tiny import SEQ_LEN, plain_model
 
 DOCUMENTS = torch.tensor([[0, 0, 0, 1, 1, 2], [0, 1, 2, 3, 3, 3]], dtype=torch.int32)
@@ -47,7 +48,7 @@ def test_a_token_sees_itself_and_what_comes_before_in_its_document(window) -> No
 
 @pytest.mark.parametrize("window", [None, 20])
 @pytest.mark.parametrize("part", [None, "cp", "pp"])
-@pytest.mark.parametrize("num_keys", [256, 300], ids=["blocks", "odd"])
+@pytest.mark.parametrize("num_keys", slow_but("odd", {"blocks": [256], "odd": [300]}))
 def test_blocks_are_the_same_mask(num_keys, part, window) -> None:
     """What GPUs get; only its forward works on CPUs, where it is compiled by nobody."""
     generator = torch.Generator().manual_seed(0)
