@@ -9,6 +9,7 @@ from typing import Any
 from meshwright.config.job_config import JobConfig
 from meshwright.config.loader import read
 from meshwright.metrics.report.run import read_run
+from meshwright.system.errors import ConfigError, shortened
 
 
 def load(
@@ -24,9 +25,20 @@ def load(
     Raises:
         ConfigError: with one entry per mistake, each with its place and a fix.
     """
+    _check_arguments(config, overrides)
     values = {tuple(key.split(".")): _plain(value) for key, value in (overrides or {}).items()}
     base = config if isinstance(config, JobConfig) else os.fspath(config)
     return read(Namespace(config=base, overrides=values)).config()
+
+
+def _check_arguments(config: object, overrides: object) -> None:
+    if not isinstance(config, str | os.PathLike | JobConfig):
+        what = f"load: config is {shortened(config)}, not a TOML, a preset's name or a config"
+        raise ConfigError("", f'{what}\n  fix: write load("my_job.toml"), or load() for defaults')
+    keys = overrides if isinstance(overrides, Mapping) else [overrides] if overrides else []
+    if not all(isinstance(key, str) for key in keys) or isinstance(overrides, str):
+        what = f"load: overrides is {shortened(overrides)}, not a dict with dotted keys"
+        raise ConfigError("", f'{what}\n  fix: write {{"training.steps": 5}}')
 
 
 def _plain(value: object) -> object:

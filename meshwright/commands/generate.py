@@ -96,7 +96,7 @@ def run(given: Namespace) -> None:
     print(f"reading {given.source} ...", file=sys.stderr, flush=True)  # stdout is only for the text
     # not at the top: torch takes a second
     from meshwright.commands.saved import SOURCE, build_model, encode_prompt, open_source
-    from meshwright.models.generation import NotFiniteError, generate, greedy, sampler
+    from meshwright.models.generation import NoCoreError, NotFiniteError, generate, greedy, sampler
 
     extend_by(given.custom_import, "--custom-import")
     with open_source(NamedPath(SOURCE, given.source), given.tokenizer) as source:
@@ -111,6 +111,8 @@ def run(given: Namespace) -> None:
     follow = partial(generate, max_new_tokens=given.max_new_tokens, choose=choose, stop=source.stop)
     try:
         _print_text(source.tokenizer, source.stop, given.prompt, follow(model, prompt))
+    except NoCoreError as error:
+        raise ConfigError("", f"{SOURCE}: {error}\n  fix: give it one") from None
     except NotFiniteError as error:
         print(flush=True)
         fix = "generate from a different checkpoint"

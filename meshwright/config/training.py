@@ -232,6 +232,10 @@ class Training(Source):
     tensor-parallel ranks included. With bfloat16, microbatches are still added up in fp32, so
     several of them need `parallelism.fsdp_reduce_gradients` = every_microbatch."""
 
+    loss: str = "cross_entropy"
+    """What is trained on. `experimental.custom_import` may add losses; validation always has the
+    cross entropy, so that its values compare."""
+
     loss_chunk_tokens: NonNegativeInt = 0
     """Tokens of a microbatch whose logits exist at once, to save memory. 0 (recommended) chooses a
     number with which logits take no more memory than the output weight in bf16, or 16 Mi logits if

@@ -15,6 +15,7 @@ from meshwright.models.table import (
     FeedForwardSpec,
     LayerSpec,
     MixtureSpec,
+    NormSpec,
     RopeSpec,
 )
 
@@ -122,6 +123,14 @@ class DecoderArgs(ABC):
         """
         return [attention] * self.n_layers
 
+    def feed_forward_layers(self, feed_forward: FeedForwardSpec) -> Sequence[FeedForwardSpec]:
+        """Return the feed-forward of each layer, if that has no experts.
+
+        Args:
+            feed_forward: as `decoder` makes it.
+        """
+        return [feed_forward] * self.n_layers
+
     def small(self) -> dict[str, Any]:
         """Return dimensions of the family's own of a model with few of everything, by name."""
         return {}
@@ -164,13 +173,14 @@ class DecoderArgs(ABC):
         rope_scaling: Stretching | None = None,
         activation: Literal["silu", "gelu"] = "silu",
         residual_scale: float = 1.0,
+        norms: type[NormSpec] = NormSpec,
         **options: Any,
     ) -> DecoderSpec:
-        """Return a model of `n_layers` layers, with `attention_layers` and `expert_layers`, for
-        `expand`.
+        """Return a model of `n_layers` layers, with `attention_layers`, `feed_forward_layers` and
+        `expert_layers`, for `expand`.
 
         Args:
-            norm, has_norm_offset, qk_norm, activation, residual_scale: as in `LayerSpec`,
+            norm, has_norm_offset, qk_norm, activation, residual_scale, norms: as in `LayerSpec`,
                 `AttentionSpec` and `FeedForwardSpec`.
             out_std: of the initial values of matrices that end on the residual stream.
             output_std: as in `DecoderSpec`.
@@ -194,10 +204,19 @@ class DecoderArgs(ABC):
         )
         layers = [
             LayerSpec(
-                own, mixture or feed_forward, norm, self.norm_eps, has_norm_offset, residual_scale
+                own,
+                mixture or dense,
+                norm,
+                self.norm_eps,
+                has_norm_offset,
+                residual_scale,
+                norms,
             )
-            for own, mixture in zip(
-                self.attention_layers(attention), self.expert_layers(out_std), strict=True
+            for own, dense, mixture in zip(
+                self.attention_layers(attention),
+                self.feed_forward_layers(feed_forward),
+                self.expert_layers(out_std),
+                strict=True,
             )
         ]
         return DecoderSpec(
@@ -209,6 +228,7 @@ class DecoderArgs(ABC):
             std=STD,
             output_std=output_std,
             has_norm_offset=has_norm_offset,
+            norms=norms,
             **options,
         )
 

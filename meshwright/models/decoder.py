@@ -7,20 +7,18 @@ from torch import Tensor, nn
 
 from meshwright.models.args import DecoderArgs
 from meshwright.models.attention import (
-    Attention,
     Mask,
     build_mask,
+    dense_mask,
     makes_blocks,
     positions_in_document,
     rope_cache,
 )
-from meshwright.models.latent import LatentSpec
-from meshwright.models.latent_attention import LatentAttention
-from meshwright.models.layers import Embedding, FeedForward, build_layer
+from meshwright.models.layers import Embedding, build_layer, build_part
 from meshwright.models.loss import PADDING, SummedLoss
 from meshwright.models.mixture import Mixture
 from meshwright.models.parameter import Parameter
-from meshwright.models.table import LayerSpec, MixtureSpec, RopeSpec
+from meshwright.models.table import LayerSpec, RopeSpec
 
 
 class Block(nn.Module):
@@ -32,24 +30,15 @@ class Block(nn.Module):
 
     def __init__(self, spec: LayerSpec) -> None:
         super().__init__()
-        self.norm, self.residual_scale, modules = spec.norm, spec.residual_scale, spec.modules
-        self.attention_norm = build_layer(modules["attention_norm"]["weight"], spec.norm_eps)
-        self.attention: Attention | LatentAttention = (
-            LatentAttention(spec.attention)
-            if isinstance(spec.attention, LatentSpec)
-            else Attention(spec.attention)
-        )
+        self.norm, self.residual_scale = spec.norm, spec.residual_scale
+        self.attention_norm: nn.Module = build_part(spec.norm_spec)
+        self.attention: nn.Module = build_part(spec.attention)
         if spec.norm == "sandwich":
-            weight = modules["post_attention_norm"]["weight"]
-            self.post_attention_norm = build_layer(weight, spec.norm_eps)
-        self.ffn_norm = build_layer(modules["ffn_norm"]["weight"], spec.norm_eps)
-        self.feed_forward: FeedForward | Mixture = (
-            Mixture(spec.feed_forward)
-            if isinstance(spec.feed_forward, MixtureSpec)
-            else FeedForward(spec.feed_forward)
-        )
+            self.post_attention_norm: nn.Module = build_part(spec.norm_spec)
+        self.ffn_norm: nn.Module = build_part(spec.norm_spec)
+        self.feed_forward: nn.Module = build_part(spec.feed_forward)
         if spec.norm == "sandwich":
-            self.post_ffn_norm = build_layer(modules["post_ffn_norm"]["weight"], spec.norm_eps)
+            self.post_ffn_norm: nn.Module = build_part(spec.norm_spec)
 
     def forward(
         self,
@@ -172,7 +161,7 @@ class Decoder(nn.Module):
         assert isinstance(embedding, Embedding)
         self.tok_embeddings: Embedding | None = embedding
         self.layers = nn.ModuleDict({str(i): Block(layer) for i, layer in enumerate(spec.layers)})
-        self.norm: nn.Module | None = build_layer(modules["norm"]["weight"], spec.norm_eps)
+        self.norm: nn.Module | None = build_part(spec.norm_spec)
         self.output: Projection | None = Projection(
             modules["output"], spec.output_scale, spec.output_cap
         )
@@ -253,7 +242,7 @@ class Decoder(nn.Module):
         for name, block in self.layers.items():
             mixture, spec = block.feed_forward, self.table.layers[int(name)].attention
             cos, sin = (None, None) if spec.rope is None else rotations[spec.rope]
-            mask = masks.get(spec.window)
+            mask = masks.get((spec.window, spec.has_own_core))
             if not isinstance(mixture, Mixture):
                 x = block(x, cos, sin, mask)
                 continue
@@ -268,19 +257,26 @@ class Decoder(nn.Module):
 
     def masks(
         self, x: Tensor, documents: Tensor | None, positions: Tensor | None
-    ) -> dict[int | None, Mask]:
-        """Return the masks of this stage's layers by their window, each made once for all layers.
+    ) -> dict[tuple[int | None, bool], Mask]:
+        """Return the masks of this stage's layers, by their window and whether a core of the user's
+        takes it, each made once for all layers.
 
-        Without documents, cores need no mask for a window or a soft cap, but on GPUs: flex
+        Without documents, our cores need no mask for a window or a soft cap, but on GPUs: flex
         attention takes blocks, and those are made outside of compiled layers.
         """
         specs = [self.table.layers[int(name)].attention for name in self.layers]
         if documents is None:
-            if not (self.makes_masks and makes_blocks(x.device)):
+            has_blocks = self.makes_masks and makes_blocks(x.device)
+            specs = [
+                spec for spec in specs if spec.has_own_core or (has_blocks and spec.needs_mask)
+            ]
+            if not specs:
                 return {}
-            specs = [spec for spec in specs if spec.needs_mask]
             # a rank with a part of the sequence gives positions, and `seq_len` is the whole
             num_keys = x.shape[1] if positions is None else self.seq_len
             documents = torch.zeros(len(x), num_keys, dtype=torch.int32, device=x.device)
-        windows = dict.fromkeys(spec.window for spec in specs)
-        return {window: build_mask(documents, positions, window) for window in windows}
+        kinds = dict.fromkeys((spec.window, spec.has_own_core) for spec in specs)
+        return {
+            (window, is_own): (dense_mask if is_own else build_mask)(documents, positions, window)
+            for window, is_own in kinds
+        }

@@ -144,7 +144,7 @@ class HuggingFaceForm:
     """The family's name in config.json."""
     architecture: str
     """Its class in transformers."""
-    fixed: Mapping[str, object]
+    fixed: Mapping[str, object] = field(default_factory=dict)
     """Keys of config.json that can have but one value for our model; absent, they have it."""
     aliases: tuple[str, ...] = ()
     """Further names of it in config.json, which files of the same model have; none is written."""
@@ -205,6 +205,9 @@ class HuggingFaceForm:
         for spec in [] if has_biases else args.table.mixtures.values():
             if spec.bias_std is not None or spec.activation != "swiglu":
                 return f"{self.model_type} has no experts with biases or a clamped activation"
+        for name, tensor in self.tensors(args).items():
+            if tensor.name.startswith("."):
+                return f"{self.model_type} has no name for {name}: add one to its `modules`"
         return ""
 
     def tensors(self, args: DecoderArgs, *, is_fused: bool = False) -> dict[str, ForeignTensor]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -9,13 +10,16 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from meshwright.models.attention import CausalAttention, Mask, masked_attention
 from meshwright.models.decoder import Decoder
-from meshwright.models.latent_attention import LatentAttention
 
 WITHOUT_PLANS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 """Kernels of attention but cuDNN's, which plans anew for each length of the keys: every token."""
 
 Choose = Callable[[Tensor], int]
 """(V,) fp32 logits of the next token -> a token."""
+
+
+class NoCoreError(ValueError):
+    """A layer of the user's mixes tokens without keys and values."""
 
 
 class NotFiniteError(ValueError):
@@ -85,6 +89,27 @@ class CachedLatents(nn.Module):
         return self._kept[:, : self._len]
 
 
+class CachedOwnAttention(nn.Module):
+    """A core of the user's, which gets the keys and values of all positions up to the last.
+
+    It replaces the `core` of attention whose spec has `has_own_core`.
+    """
+
+    def __init__(self, core: nn.Module, max_len: int) -> None:
+        super().__init__()
+        self._core = core
+        self._keys, self._values = CachedLatents(max_len), CachedLatents(max_len)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, **named: Any) -> Tensor:
+        """(B, N, new, H), (B, K, new, H) twice, (B, 1, new, positions) -> (B, N, new, H)."""
+        k, v = (
+            kept(new.transpose(1, 2).flatten(2)).unflatten(2, (new.shape[1], -1)).transpose(1, 2)
+            for kept, new in ((self._keys, k), (self._values, v))
+        )
+        out: Tensor = self._core(q, k, v, mask[..., : k.shape[2]], **named)
+        return out
+
+
 class LastAttention(nn.Module):
     """Attention of all positions, or of the last one to all. It replaces `CausalAttention`, and
     keeps its contract."""
@@ -116,11 +141,18 @@ class LastAttention(nn.Module):
 def _cached(model: Decoder, max_len: int) -> Iterator[None]:
     """Within, `model` continues where its last call ended."""
     before = list[tuple[nn.Module, str, nn.Module]]()
-    for block in model.layers.values():
-        attention = block.get_submodule("attention")
+    for number, block in model.layers.items():
+        attention, spec = (
+            block.get_submodule("attention"),
+            model.table.layers[int(number)].attention,
+        )
+        if "core" not in spec.bare_modules:
+            raise NoCoreError(f"layers.{number} has no `core` that could keep earlier tokens")
         caches: dict[str, nn.Module] = {"core": CachedAttention(max_len)}
-        if isinstance(attention, LatentAttention):
+        if "seen" in spec.bare_modules:
             caches = {"seen": CachedLatents(max_len), "core": LastAttention()}
+        if spec.has_own_core:
+            caches["core"] = CachedOwnAttention(attention.get_submodule("core"), max_len)
         for name, cache in caches.items():
             before.append((attention, name, getattr(attention, name)))
             setattr(attention, name, cache)

@@ -3,13 +3,13 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from meshwright.models.args import DecoderArgs
 from meshwright.models.checks import check_positive
 from meshwright.models.parameter import Parameter
 from meshwright.models.rope_scaling import Yarn
-from meshwright.models.table import AttentionSpec
+from meshwright.models.table import AttentionSpec, Module
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,6 +20,8 @@ class LatentSpec(AttentionSpec):
 
     Source: DeepSeek-AI 2024, arXiv:2405.04434, section 2.1 (MLA). Names are DeepSeek's.
     """
+
+    module: ClassVar[Module] = "meshwright.models.latent_attention:LatentAttention"
 
     q_rank: int
     """Width of the latent of queries; 0: they come from the layer's input."""

@@ -6,6 +6,7 @@ microbatches are added up in the type of the weight. If the types are equal, not
 """
 
 from collections.abc import Callable, Mapping
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from meshwright.models.parameter import Parameter
-from meshwright.models.table import FeedForwardSpec
+from meshwright.models.table import FeedForwardSpec, Module, NormSpec
 
 
 def cast(weight: Tensor, dtype: torch.dtype) -> Tensor:
@@ -134,6 +135,17 @@ def build_layer(parameter: Parameter, eps: float = 1e-5, *, has_bias: bool = Fal
             norm.is_offset = parameter.is_offset
             return norm
     return Linear(columns, rows[0], bias=has_bias)
+
+
+def build_norm(spec: NormSpec) -> nn.Module:
+    """Return a norm of the residual stream."""
+    return build_layer(spec.parameters["weight"], spec.eps)
+
+
+def build_part(spec: Any) -> Any:
+    """Return the module of a part of a model's table: of its `module`, which may be the user's."""
+    module: Module = type(spec).module
+    return (resolve_name(module) if isinstance(module, str) else module)(spec)
 
 
 def add_layers(module: nn.Module, parameters: Mapping[str, Parameter], eps: float = 1e-5) -> None:

@@ -95,8 +95,13 @@ class SummedLoss:
 
     def __init__(self, chunk_tokens: int = 0, cap: float | None = None) -> None:
         self.chunk_tokens, self.cap = chunk_tokens, cap
+        self.num_ranks = 1
         self._log_sums, self._exponentiate = _log_sums_in_blocks, _exponentiate_in_blocks
         self._add: Callable[[Tensor, Tensor], object] = add_
+        self.own: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
+        """Takes the place of cross entropy where gradients are needed: from hidden states (T, D),
+        logits (T, V) fp32 and labels (T,) to the loss of each token, (T,). Autograd goes through
+        it, chunk by chunk."""
         self.listen: Callable[[Tensor, Tensor], None] | None = None
         """Gets the loss of each token without its weight, 0 where there is none, and the labels:
         (B, S) each."""
@@ -219,6 +224,37 @@ class SummedLoss:
         of_label = of_label.to(logits.dtype)
         logits[tokens, at] = torch.where(at == places, of_label, logits[tokens, at])
 
+    def all_rows(self, logits: Tensor) -> Tensor:
+        """Return (tokens, V) logits, from the columns of these rows of the vocabulary."""
+        return logits
+
+    def differentiate_own_(
+        self, x: Tensor, logits: Tensor, labels: Tensor, first: int, factors: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Replace `logits` by the gradient of the user's loss with respect to them. Return the loss
+        of each token, and its gradient with respect to `x`, if it looks at that.
+
+        Args:
+            first: of the rows of the vocabulary that `logits` are of.
+            factors: (tokens,) on the losses, for the gradients only; None: 1.
+        """
+        assert self.own is not None
+        is_counted = has_loss(labels)
+        with torch.enable_grad():
+            states = x.detach().requires_grad_()
+            whole = self.all_rows(logits).detach().float().requires_grad_()
+            losses = self.own(states, whole, labels.where(is_counted, 0)).float()
+            weighted = losses if factors is None else losses * factors
+            total = weighted.where(is_counted, 0.0).sum()
+            of_states, of_logits = torch.autograd.grad(
+                total, (states, whole), allow_unused=True, materialize_grads=False
+            )
+        of_logits = torch.zeros_like(whole) if of_logits is None else of_logits
+        # a row without a label may have given no number
+        of_logits.masked_fill_(~is_counted.unsqueeze(1), 0.0)
+        logits.copy_(of_logits[:, first : first + logits.shape[1]])
+        return losses.detach().where(is_counted, 0.0), of_states
+
     def add_product(self, total: Tensor, gradient: Tensor, x: Tensor, *, is_first: bool) -> None:
         """Add gradient^T x, (tokens, rows) and (tokens, D), to `total`, (rows, D) fp32.
 
@@ -261,21 +297,28 @@ def _differentiate(
         logits = torch.mm(x[chunk], weight.t(), out=memory[: len(places)])
         if loss.cap is not None:
             logits.div_(loss.cap).tanh_().mul_(loss.cap)
-        log_sum, own = loss.measure(logits, places)
-        log_sum_of_all, own_of_all = loss.join(log_sum, own)
-        losses[chunk] = torch.where(is_counted, log_sum_of_all - own_of_all, 0.0)
-        if not (needs_x or needs_weight):
-            continue
-        log_sum = log_sum_of_all.where(is_counted, torch.inf)
-        of_chunk = None if factors is None else factors[chunk]
-        if loss.cap is None:
-            loss.differentiate_(logits, places, own, log_sum, of_chunk)
-        else:
+        slope = None
+        if loss.cap is not None and (needs_x or needs_weight):
             slope = 1 - (logits / loss.cap).square_()  # of c tanh(z / c)
+        of_states, of_chunk = None, None if factors is None else factors[chunk]
+        if loss.own is not None and (needs_x or needs_weight):
+            losses[chunk], of_states = loss.differentiate_own_(
+                x[chunk], logits, labels[chunk], first, of_chunk
+            )
+        else:
+            log_sum, own = loss.measure(logits, places)
+            log_sum_of_all, own_of_all = loss.join(log_sum, own)
+            losses[chunk] = torch.where(is_counted, log_sum_of_all - own_of_all, 0.0)
+            if not (needs_x or needs_weight):
+                continue
+            log_sum = log_sum_of_all.where(is_counted, torch.inf)
             loss.differentiate_(logits, places, own, log_sum, of_chunk)
+        if slope is not None:
             logits.mul_(slope)
         if of_x is not None:
             torch.mm(logits, weight, out=of_x[chunk])
+            if of_states is not None:  # each of the ranks that have rows has the same
+                of_x[chunk] += of_states / loss.num_ranks
         if of_weight is not None:
             loss.add_product(of_weight, logits, x[chunk], is_first=start == 0)
     return losses, of_x, of_weight

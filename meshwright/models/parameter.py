@@ -36,6 +36,20 @@ modules of a block, and its part of the heads or of the FFN hidden size inside t
     output: rows are cut, and so are the logits.
 """
 
+
+@dataclass(frozen=True)
+class Cut:
+    """A layout of your own: tensor-parallel ranks have equal parts of a parameter along `dim`.
+
+    The parameter belongs to a module inside of attention or of the feed-forward, which takes whole
+    sequences. That module sees the rank's part of the parameter, as if there were no other, and its
+    output is the rank's too: of its heads, or of its part of the FFN hidden size. A "rowwise" layer
+    adds the parts up.
+    """
+
+    dim: int
+
+
 Role = Literal["embedding", "output", "norm", "bias", "matrix", "experts"]
 """The use of a parameter. experts: matrices (E, R, C), one for each expert."""
 
@@ -45,7 +59,7 @@ class Parameter:
     """One parameter of a module."""
 
     shape: tuple[int, ...]
-    layout: Layout
+    layout: Layout | Cut
     std: float | None
     """Standard deviation of its initial values; None: they are one."""
     token_share: float = 1.0

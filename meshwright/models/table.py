@@ -4,13 +4,17 @@ Names, shapes, counts, FLOPs, costs of pipeline stages, initial values, layouts 
 divisibility follow from here. Free of torch, so that a config is checked before torch is loaded.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 from meshwright.models.parameter import Parameter, State, block_of
 from meshwright.models.rope_scaling import Stretching
+
+Module = str | Callable[..., Any]
+"""A class of `torch.nn.Module`, or a function that returns one, from its part of the table; or
+"package.module:name" of that, so that the table stays free of torch."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +29,18 @@ class RopeSpec:
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """Attention of N query heads over K key and value heads of width H."""
+    """Attention of N query heads over K key and value heads of width H.
+
+    A subclass may have other parameters, and a different module. Its `forward` takes and gives what
+    `Attention.forward` does.
+    """
+
+    module: ClassVar[Module] = "meshwright.models.attention:Attention"
+    has_own_core: ClassVar[bool] = False
+    """Its module named `core` isn't `CausalAttention`, so no kernel takes its place. It takes q
+    (B, N, queries, H), k and v (B, K, keys, H) and a mask, (B, 1, queries, keys) bool, of the keys
+    that each query sees, and whatever else its attention gives it by name. Keys may be more than
+    queries: with context parallelism, and when text is generated."""
 
     dim: int
     n_heads: int
@@ -106,7 +121,12 @@ class AttentionSpec:
 
 @dataclass(frozen=True)
 class FeedForwardSpec:
-    """Gated feed-forward of FFN hidden size F, without biases."""
+    """Gated feed-forward of FFN hidden size F, without biases.
+
+    A subclass may have other parameters, and a different module, from (B, S, D) to (B, S, D).
+    """
+
+    module: ClassVar[Module] = "meshwright.models.layers:FeedForward"
 
     dim: int
     hidden_dim: int
@@ -133,6 +153,8 @@ class FeedForwardSpec:
 @dataclass(frozen=True)
 class MixtureSpec:
     """E gated MLPs of FFN hidden size F, of which each token goes through K."""
+
+    module: ClassVar[Module] = "meshwright.models.mixture:Mixture"
 
     dim: int
     hidden_dim: int
@@ -208,6 +230,31 @@ class MixtureSpec:
 
 
 @dataclass(frozen=True)
+class NormSpec:
+    """RMS norm of the residual stream, of width D.
+
+    A subclass may have other parameters, and a different module, from (B, S, D) to (B, S, D). With
+    sequence parallelism it sees a part of S.
+    """
+
+    module: ClassVar[Module] = "meshwright.models.layers:build_norm"
+
+    dim: int
+    eps: float
+    has_offset: bool = False
+    """It multiplies by 1 + w."""
+    alternates: bool = False
+    """Its weights start with 1, -1, 1, ... instead of one."""
+
+    @property
+    def parameters(self) -> dict[str, Parameter]:
+        """By name in the module."""
+        shape, alternates, offset = (self.dim,), self.alternates, self.has_offset
+        weight = Parameter(shape, "on_sequence", None, 0, alternates=alternates, is_offset=offset)
+        return {"weight": weight}
+
+
+@dataclass(frozen=True)
 class LayerSpec:
     """A layer: attention and feed-forward, each with a norm, each added to the residual stream."""
 
@@ -220,12 +267,17 @@ class LayerSpec:
     """Norms multiply by 1 + w."""
     residual_scale: float = 1.0
     """Of the results of attention and feed-forward, where they are added."""
+    norms: type[NormSpec] = NormSpec
+
+    @property
+    def norm_spec(self) -> NormSpec:
+        """Each of its norms."""
+        return self.norms(self.attention.dim, self.norm_eps, self.has_norm_offset)
 
     @property
     def modules(self) -> dict[str, dict[str, Parameter]]:
         """Parameters by name in the module, by the module's name in the block, in its order."""
-        shape, offset = (self.attention.dim,), self.has_norm_offset
-        norm = {"weight": Parameter(shape, "on_sequence", None, 0, is_offset=offset)}
+        norm = self.norm_spec.parameters
         has_two = self.norm == "sandwich"
         return {
             "attention_norm": norm,
@@ -258,17 +310,23 @@ class DecoderSpec:
     """Of the logits."""
     output_cap: float | None = None
     """c: logits z become c tanh(z / c). None: they stay."""
+    norms: type[NormSpec] = NormSpec
 
-    @cached_property
-    def modules(self) -> Mapping[str, Mapping[str, Parameter]]:
-        """Parameters by name in the module, by the module's name, in the order of the model.
+    @property
+    def norm_spec(self) -> NormSpec:
+        """The last norm.
 
-        The last norm of a tied model starts with weights of both signs. If blocks add little to a
+        A tied model's starts with weights of both signs. If blocks add little to a
         token's vector e, the norm scales e to length sqrt(D), and with weights of one its product
         with its own row of the table is sqrt(D) |e|: every token predicts itself. With as many
         weights of -1 that product is a sum of D terms of both signs, as of any other row, so the
         first loss is that of its own output.
         """
+        return self.norms(self.dim, self.norm_eps, self.has_norm_offset, self.tie_embeddings)
+
+    @cached_property
+    def modules(self) -> Mapping[str, Mapping[str, Parameter]]:
+        """Parameters by name in the module, by the module's name, in the order of the model."""
         matrix = (self.vocab_size, self.dim)
         embedding = Parameter(matrix, "embedding", self.std, 0)
         output = {"weight": Parameter(matrix, "output", self.output_std)}
@@ -278,16 +336,7 @@ class DecoderSpec:
         for index, layer in enumerate(self.layers):
             found[f"layers.{index}"] = {}
             found |= {f"layers.{index}.{name}": own for name, own in layer.modules.items()}
-        alternates = self.tie_embeddings
-        norm = Parameter(
-            (self.dim,),
-            "on_sequence",
-            None,
-            0,
-            alternates=alternates,
-            is_offset=self.has_norm_offset,
-        )
-        return found | {"norm": {"weight": norm}, "output": output}
+        return found | {"norm": self.norm_spec.parameters, "output": output}
 
     @cached_property
     def parameters(self) -> Mapping[str, Parameter]:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention.flex_attention import BlockMask
 
@@ -15,7 +15,6 @@ from meshwright.config.training import Training
 from meshwright.models.attention import Mask, is_seen, masked_attention, repeat_heads
 from meshwright.models.decoder import Decoder
 from meshwright.models.latent import LatentSpec
-from meshwright.models.latent_attention import LatentAttention
 from meshwright.models.loss import Batch
 from meshwright.models.sinks import (
     differentiate_on_cpu,
@@ -72,15 +71,35 @@ def apply_cp(model: Decoder, mesh: DeviceMesh, training: Training) -> str:
     has_flash = has_flash_attention(mesh.device_type, dtype, model.table.head_dim)
     # one for all blocks, so that they share a graph
     shared = functools.partial(attend, mesh=mesh, has_flash=has_flash)
-    for block in model.layers.values():
-        core = block.get_submodule("attention.core")
-        core.forward = shared
-        if isinstance(block.attention, LatentAttention):
+    for name, block in model.layers.items():
+        core, spec = block.get_submodule("attention.core"), model.table.layers[int(name)].attention
+        if spec.has_own_core:
+            kind: Any = type(core)
+            core.__class__ = _with_gathered_keys(kind, mesh)
+        else:
+            core.forward = shared
+        if "seen" in spec.bare_modules:
             seen = block.get_submodule("attention.seen")
             seen.forward = functools.partial(gather_in_order, mesh=mesh)
     latents = any(isinstance(layer.attention, LatentSpec) for layer in model.table.layers)
     what = "latents" if latents else "keys and values"
     return f"context parallelism: sequences cut in {mesh.size()}; {what} are gathered"
+
+
+@functools.cache  # one class for all layers, so that they share a graph
+def _with_gathered_keys(kind: Any, mesh: DeviceMesh) -> Any:
+    """Return a class as `kind`, a core of the user's, whose code gets the keys and values of all
+    ranks, in the order of positions. The mask that it is given is of all keys."""
+
+    def forward(
+        self: nn.Module, q: Tensor, k: Tensor, v: Tensor, *others: Any, **named: Any
+    ) -> Any:
+        if k.shape[SEQUENCE] == q.shape[SEQUENCE]:  # else `seen` has gathered them
+            both = _in_order(all_gather(torch.cat([k, v], -1).unsqueeze(0), mesh))
+            k, v = both.split((k.shape[-1], v.shape[-1]), -1)
+        return kind.forward(self, q, k, v, *others, **named)
+
+    return type(kind.__name__, (kind,), {"forward": forward})
 
 
 def gather_in_order(own: Tensor, mesh: DeviceMesh) -> Tensor:

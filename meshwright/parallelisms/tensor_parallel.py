@@ -3,7 +3,8 @@
 import functools
 import inspect
 import warnings
-from typing import cast
+from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 import torch._inductor.config
@@ -22,9 +23,8 @@ from torch.distributed.tensor.parallel import (
 )
 
 from meshwright.models.decoder import Decoder
-from meshwright.models.latent_attention import LatentAttention
 from meshwright.models.loss import SummedLoss, rows_at
-from meshwright.models.parameter import Layout
+from meshwright.models.parameter import Cut, Layout
 from meshwright.parallelisms.meshes import all_gather
 
 
@@ -38,7 +38,7 @@ class VocabularyParallelLoss(SummedLoss):
 
     def __init__(self, mesh: DeviceMesh, cap: float | None = None) -> None:
         super().__init__(cap=cap)
-        self.mesh = mesh
+        self.mesh, self.num_ranks, self._vocab_size = mesh, mesh.size(), 0
 
     def logits(self, x: Tensor, weight: Tensor, at: Tensor | None = None) -> Tensor:
         """(B, S/tp, D), a weight cut along the vocabulary -> (B, S, V), the same on every rank.
@@ -60,10 +60,16 @@ class VocabularyParallelLoss(SummedLoss):
         """(B, S/tp, D), a weight cut along the vocabulary, (B, S), (B,) -> () fp32."""
         rows_per_rank = -(-weight.shape[0] // self.mesh.size())  # as `Shard` cuts
         first = min(self.mesh.get_local_rank() * rows_per_rank, weight.shape[0])
-        own = cast(DTensor, weight).to_local()
+        own, self._vocab_size = cast(DTensor, weight).to_local(), weight.shape[0]
         chunk_tokens = self.tokens_per_chunk(weight, x.dtype)
         x = gather_sequence(x, self.mesh)
         return self.of_rows(x, own, labels, loss_weights, chunk_tokens=chunk_tokens, first=first)
+
+    def all_rows(self, logits: Tensor) -> Tensor:
+        shape = torch.Size((len(logits), self._vocab_size))
+        strides = (self._vocab_size, 1)
+        logits = DTensor.from_local(logits, self.mesh, [Shard(1)], shape=shape, stride=strides)
+        return logits.redistribute(placements=[Replicate()]).to_local()
 
     def join(self, log_sum: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
         both = all_gather(torch.stack([log_sum, own]).unsqueeze(0), self.mesh)  # (tp, 2, tokens)
@@ -117,12 +123,19 @@ def apply_tp(model: Decoder, mesh: DeviceMesh) -> str:
         "on_heads": SequenceParallel(sequence_dim=2, use_local_output=True),
     }
     plan: dict[str, ParallelStyle] = {}
+    cuts: dict[str, list[tuple[str, int]]] = {}
     for name, _ in [*model.named_parameters()]:
         parameter = model.table.parameters.get(name)
         if parameter is None:
             raise ValueError(f"{name} has no layout: it is not in the table of the model")
         module = name.rpartition(".")[0]
         if parameter.layout == "experts":
+            continue
+        if isinstance(parameter.layout, Cut):
+            own = name.removeprefix(f"{module}.")
+            cuts.setdefault(module, []).append((own, parameter.layout.dim))
+            part = ".".join(module.split(".")[:3])  # as "layers.3.attention"
+            plan[part] = _gather(model.get_submodule(part))
             continue
         if parameter.layout == "over_heads":
             around, _, own = module.rpartition(".")
@@ -142,8 +155,10 @@ def apply_tp(model: Decoder, mesh: DeviceMesh) -> str:
         if parameter.layout == "colwise":  # gathered once for all of them
             around = module.rpartition(".")[0]
             plan[around] = _gather(model.get_submodule(around))
-    for block in model.layers.values():
-        if isinstance(block.attention, LatentAttention):
+    for module, own_cuts in cuts.items():
+        _cut(model.get_submodule(module), own_cuts, mesh)
+    for name, block in model.layers.items():
+        if "narrow" in model.table.layers[int(name)].attention.bare_modules:
             narrow = block.get_submodule("attention.narrow")
             narrow.forward = functools.partial(gather_sequence, mesh=mesh)
     if model.output is not None:  # a tied one's weight is cut as the embedding's
@@ -167,6 +182,42 @@ def gather_sequence(x: Tensor, mesh: DeviceMesh) -> Tensor:
 def _multiply_own_rows(layer: nn.Linear, x: Tensor) -> Tensor:
     """(..., in) -> (..., out/tp), of a rank's rows of the weight."""
     return F.linear(x, cast(DTensor, layer.weight).to_local().to(x.dtype))
+
+
+def _cut(module: nn.Module, cuts: Sequence[tuple[str, int]], mesh: DeviceMesh) -> None:
+    """Cut parameters of `module`, each along a dimension, and show it its own parts only."""
+    for name, dim in cuts:
+        parameter = distribute_tensor(module.get_parameter(name), mesh, [Shard(dim)])
+        module.register_parameter(name, nn.Parameter(parameter))
+    kind: Any = type(module)
+    module.__class__ = _with_own_parts(kind, tuple(name for name, _ in cuts))
+
+
+@functools.cache  # one class for all layers, so that they share a graph
+def _with_own_parts(kind: Any, names: tuple[str, ...]) -> Any:
+    """Return a class of modules as `kind`, in whose `forward` parameters of these names are a
+    rank's parts. Outside of it they are DTensors, which FSDP2 and checkpoints look for."""
+
+    def forward(self: Any, *inputs: Any) -> Any:
+        # the gradient of a gathered input is a summand: of this rank's part of the parameter
+        local = [
+            x.to_local(grad_placements=[Partial()]) if isinstance(x, DTensor) else x for x in inputs
+        ]
+        self.shows_parts = True
+        try:
+            return kind.forward(self, *local)
+        finally:
+            self.shows_parts = False
+
+    def own_part(name: str) -> property:
+        def get(self: Any) -> Tensor:
+            whole = self._parameters[name]
+            return whole.to_local() if self.shows_parts else whole
+
+        return property(get)
+
+    members: dict[str, Any] = {name: own_part(name) for name in names}
+    return type(kind.__name__, (kind,), members | {"forward": forward, "shows_parts": False})
 
 
 def _gather(module: nn.Module) -> PrepareModuleInput:

@@ -21,7 +21,9 @@ from meshwright.parallelisms.meshes import Meshes
 from meshwright.parallelisms.parallelize import parallelize
 from meshwright.system.hardware import peak_of
 from meshwright.system.log import logger
+from meshwright.train.losses import own_loss
 from meshwright.train.resolve import ResolvedJob
+from meshwright.train.resolve_model import own_options
 
 
 def build_model(
@@ -54,6 +56,10 @@ def build_model(
         schedule=config.parallelism.pipeline_parallel_schedule,
         device=device,
     )
+    loss = own_loss(config, own_options(config))
+    for stage in model.stages:
+        if stage.output is not None:
+            stage.output.loss.own = loss
     if model.pipeline is not None:
         logger.info("%s", model.pipeline.summary)
     for line in dict.fromkeys(applied):  # of all stages

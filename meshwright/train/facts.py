@@ -26,8 +26,15 @@ from meshwright.parallelisms.rules.compile_choice import why_no_compiler
 from meshwright.system.errors import ConfigError, Mistakes, check
 from meshwright.system.machine import why_bf16_is_slow
 from meshwright.system.modules import code_of
+from meshwright.train.losses import own_loss
 from meshwright.train.optim.registry import check_schedule
-from meshwright.train.resolve_model import extend_by, own_options, resolve_model
+from meshwright.train.resolve_model import (
+    check_own_model,
+    check_own_parts,
+    extend_by,
+    own_options,
+    resolve_model,
+)
 
 
 class Saved(NamedTuple):
@@ -63,12 +70,12 @@ def look(config: JobConfig, world_size: int, **known: Any) -> JobFacts:
     """
     facts, mistakes = JobFacts(world_size=world_size, **known), Mistakes()
     with mistakes.collect():
-        extend_by(config.experimental.custom_import)
-        check_schedule(config, own_options(config))
+        check_extensions(config)
         facts = replace(facts, own_code=code_of(config.experimental.custom_import))
     with mistakes.collect():
         family, args = resolve_model(config)
         facts = replace(facts, family=family, model=args)
+        check_own_model(config, family, args)
     with mistakes.collect():
         facts = replace(facts, tokenizer=_open_tokenizer(config))
     with mistakes.collect():
@@ -82,6 +89,19 @@ def look(config: JobConfig, world_size: int, **known: Any) -> JobFacts:
         missing_packages=missing_packages(),
         faults=tuple(mistakes.errors),
     )
+
+
+def check_extensions(config: JobConfig) -> None:
+    """Take over the tables of the user's module, and try what is in them.
+
+    Raises:
+        ConfigError: if an option, or an entry, is wrong.
+    """
+    extend_by(config.experimental.custom_import)
+    options = own_options(config)
+    check_schedule(config, options)
+    own_loss(config, options)
+    check_own_parts(config, options)
 
 
 def missing_packages() -> frozenset[str]:

@@ -23,6 +23,8 @@ from meshwright.models.family import Family
 from meshwright.system import errors
 from meshwright.system.files import NamedPath
 from meshwright.system.modules import describe_error, import_user_module
+from meshwright.train.losses import LOSSES
+from meshwright.train.metric_table import METRICS, Metric
 from meshwright.train.optim.registry import OPTIMIZERS, SCHEDULES, ElementWise, MatrixWise
 
 IMPORT_KEY = "experimental.custom_import"
@@ -31,6 +33,8 @@ TABLES: dict[str, tuple[dict[str, Any] | None, tuple[type, ...]]] = {
     "MODELS": (MODELS, (Family,)),
     "DATASETS": (DATASETS, (DatasetSpec,)),
     "OPTIMIZERS": (OPTIMIZERS, (ElementWise, MatrixWise)),
+    "METRICS": (METRICS, (Metric,)),
+    "LOSSES": (LOSSES, (Callable,)),  # type: ignore[dict-item]
     "SCHEDULES": (SCHEDULES, (Callable,)),  # type: ignore[dict-item]
     "OPTIONS": (None, (type,)),
     "SINKS": (None, (Callable,)),  # type: ignore[dict-item] # built later, by the first rank
@@ -42,8 +46,8 @@ BuildSink = Callable[[JobConfig, Path], Any]
 
 
 def extend_by(name: str, key: str = IMPORT_KEY) -> None:
-    """Take over the models, datasets, optimizers and schedules of a user's module, if there is one;
-    `ConfigError` of `key` if it can't be imported, or takes a name that is ours."""
+    """Take over the models, datasets, optimizers, losses and so on of a user's module, if there is
+    one; `ConfigError` of `key` if it can't be imported, or takes a name that is ours."""
     if not name:
         return
     for table, (known, _) in TABLES.items():
@@ -70,6 +74,18 @@ def own_options(config: JobConfig) -> dict[str, BaseModel]:
         what = "OPTIONS must be a dict from names to classes of pydantic's BaseModel"
         raise _error(name, what, IMPORT_KEY)
     return checked_options(config.options, models)
+
+
+def check_own_parts(config: JobConfig, own_options: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` if an optimizer, a loss or a metric of the user's module breaks its
+    contract."""
+    name = config.experimental.custom_import
+    module = import_user_module(name) if name else None
+    if any(getattr(module, table, None) for table in ("OPTIMIZERS", "LOSSES", "METRICS")):
+        # not at the top: it imports torch, which other checks don't wait for
+        from meshwright.train.own_contracts import check_contracts
+
+        check_contracts(name, IMPORT_KEY, own_options, config.optimizer)
 
 
 def _import(name: str, key: str) -> ModuleType:
@@ -133,6 +149,26 @@ def resolve_model(config: JobConfig) -> tuple[Family, DecoderArgs]:
         raise errors.CombinedConfigError(
             [_args_mistake(mistake, args) for mistake in error.errors()]
         ) from None
+
+
+def check_own_model(config: JobConfig, family: Family, args: DecoderArgs) -> None:
+    """Raise `ConfigError` if the user's module has this family, and the model's modules don't hold
+    the parameters of its table."""
+    name = config.experimental.custom_import
+    if not name or _table(name, "MODELS", IMPORT_KEY).get(family.name) is not family:
+        return
+    # not at the top: it imports torch, which ours need not, since tests compare them
+    from meshwright.models.table_check import check_modules
+
+    fix = "correct the table or the module; docs/extending.md has an example"
+    try:
+        check_modules(args.table)
+    except ValueError as error:
+        raise config_error("model.name", family.name, str(error), fix) from None
+    except Exception as error:  # whatever the user's code raises
+        file = str(import_user_module(name).__file__)
+        rule = f"its modules can't be built: {describe_error(error, file)}"
+        raise config_error("model.name", family.name, rule, fix) from error
 
 
 @lru_cache

@@ -18,6 +18,7 @@ from meshwright.datasets.named_sources import (
 from meshwright.parallelisms.rules import compile_choice, degrees, precision, stages
 from meshwright.system.errors import ConfigError, Mistakes, check
 from meshwright.train.facts import JobFacts
+from meshwright.train.metric_table import METRICS
 from meshwright.train.optim.registry import (
     average_decay,
     check_optimizers,
@@ -80,6 +81,23 @@ MODEL: tuple[Row[JobFacts], ...] = (
         needs="model",
     ),
     Rule("checkpoint.last_save_in_hf", _not_exported, "{detail}", "leave it out", needs="model"),
+    Rule(
+        "validation.sample_prompts",
+        lambda c, facts: (
+            c.validation.enable
+            and c.validation.sample_prompts
+            and not all("core" in one.attention.bare_modules for one in facts.spec.layers)
+        ),
+        "this model's layers have no `core` that could keep earlier tokens",
+        "leave it out",
+        needs="model",
+    ),
+    Rule(
+        "optimizer.early_step_in_backward",
+        lambda c, _: c.optimizer.early_step_in_backward and ", ".join(METRICS),
+        "leaves no gradients to the metrics of your module: {detail}",
+        "leave it out",
+    ),
     Rule(
         "model.tokenizer_path",
         _small_vocabulary,

@@ -307,7 +307,7 @@ def _order_attention(resolved: ResolvedJob, device: torch.device) -> list[str]:
     if device.type != "cuda" or has_own:
         return []
     specs = (layer.attention for layer in resolved.model_args.table.layers)
-    spec = next((spec for spec in specs if not spec.needs_mask), None)
+    spec = next((spec for spec in specs if not (spec.needs_mask or spec.has_own_core)), None)
     if spec is None:
         return []
     tp = parallelism.tensor_parallel_degree

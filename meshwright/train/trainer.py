@@ -32,6 +32,7 @@ from meshwright.train.optim.optimizers import (
     update,
 )
 from meshwright.train.optim.registry import average_decay
+from meshwright.train.own_metrics import OwnMetrics, from_limbs, to_limbs
 from meshwright.train.resolve import ResolvedJob
 from meshwright.train.resolve_model import own_options
 
@@ -54,11 +55,17 @@ class StepResult:
 
 
 def summed(*parts: Tensor) -> list[Tensor]:
-    """Return the sums of fp32 numbers over the whole job. Collective: a single one, for all."""
-    flat = torch.cat([part.flatten() for part in parts])
+    """Return the sums of fp32 or int64 numbers over the whole job, int64 exactly on up to 4096
+    ranks. Collective: a single one, for all."""
+    sent = [to_limbs(part) if part.dtype == torch.int64 else part for part in parts]
+    flat = torch.cat([part.flatten() for part in sent])
     dist.all_reduce(flat)
-    sums = flat.split([part.numel() for part in parts])
-    return [of_all.view_as(own) for of_all, own in zip(sums, parts, strict=True)]
+    split = flat.split([part.numel() for part in sent])
+    sums = [of_all.view_as(own) for of_all, own in zip(split, sent, strict=True)]
+    return [
+        from_limbs(of_all) if own.dtype == torch.int64 else of_all
+        for of_all, own in zip(sums, parts, strict=True)
+    ]
 
 
 @dataclass
@@ -93,6 +100,8 @@ class Trainer:
     """Of a mixture."""
     has_checked_state: bool = False
     """Whether the state that the optimizer made at its first update can be saved."""
+    own_metrics: OwnMetrics = field(default_factory=lambda: OwnMetrics({}))
+    """Not with `early`, which leaves no gradients."""
     norm_groups: Sequence[str] = ()
     """Every `block_of` a parameter, to get their norms too. Not with `early`."""
     layer_stats: LayerStats | None = None
@@ -121,7 +130,8 @@ class Trainer:
         device. Collective."""
         on_device = {"loss/train": result.loss, "optim/grad_norm": result.grad_norm}
         on_device |= result.figures
-        values = torch.stack([*on_device.values()]).tolist()  # one copy
+        # one copy, in a type that has every fp32 number and most integers
+        values = torch.stack([value.double() for value in on_device.values()]).tolist()
         figures = dict(zip(on_device, values, strict=True)) | {"optim/lr": self.lr_at(step)}
         if result.group_norms is not None:
             norms = zip(self.norm_groups, result.group_norms.tolist(), strict=True)
@@ -171,7 +181,10 @@ class Trainer:
         # ranks of a tp group have the same loss; ranks without the last stage have none
         balance, copies = model.balance, meshes.world.size() // meshes.pp.size()
         of_model = balance.sums(loss.device, copies)
-        loss, squares, of_model = summed(loss / meshes.tp.size(), squares, of_model)
+        own_metrics = self.own_metrics.measure(model, batches, meshes, loss.device)
+        loss, squares, of_model, *own_metrics = summed(
+            loss / meshes.tp.size(), squares, of_model, *own_metrics
+        )
         mark("optimizer")
         grad_norm = squares[0].sqrt()
         skip_update = detector.judge(step, loss, grad_norm, is_finite_here, num_labels)
@@ -187,10 +200,13 @@ class Trainer:
             self.has_checked_state = True
         if self.average is not None:
             self.average.after_update(skip_update)
-        figures = balance.after_step(of_model, skip_update)
+        figures = {
+            **balance.after_step(of_model, skip_update),
+            **self.own_metrics.results(own_metrics),
+        }
         if layer_stats is not None:
             mark("layer_stats")
-            figures = dict(figures) | layer_stats.figures(squares[1:].sqrt())
+            figures |= layer_stats.figures(squares[1:].sqrt())
         mark(None)
         group_norms = squares[1:].sqrt() if self.norm_groups else None
         return StepResult(loss, grad_norm, figures, group_norms)
@@ -263,6 +279,7 @@ def build_trainer(
         reduce_every_microbatch=config.parallelism.fsdp_reduce_gradients == "every_microbatch",
         reshard_every_microbatch=config.parallelism.fsdp_reshard_after_forward != "never",
         by_source=LossBySource(model, names, meshes, device) if len(names) > 1 else None,
+        own_metrics=OwnMetrics(own_options(config)),
         norm_groups=list(dict.fromkeys(map(block_of, normed))),
         layer_stats=LayerStats(model, meshes, spec, resolved.frozen, freq) if freq else None,
         loss_weights=torch.tensor(loss_weights, device=device)

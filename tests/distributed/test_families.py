@@ -1,6 +1,7 @@
 """Every registered family on meshes, against one device: a registered family gets these tests."""
 
 import functools
+from typing import Any
 
 import pytest
 import torch
@@ -14,13 +15,18 @@ from meshwright.parallelisms.local_model import LocalModel
 from meshwright.parallelisms.rules.degrees import ParallelDims, shards_experts_apart
 from meshwright.parallelisms.shards import local_box
 from meshwright.parallelisms.tensor_parallel import NormOverRanks
+from tests.campaigns.new_user import example
 from tests.helpers.families import small
 from tests.helpers.job import Job
 from tests.helpers.packed import packed
 from tests.helpers.slow import slow
 from tests.helpers.tiny import SEQ_LEN, meshes_of, plain_model
 
-ARGS = {name: small(family, vocab_size=131) for name, family in MODELS.items()}
+OWN: dict[str, Any] = {}
+exec(example("sigmoid"), OWN)
+FAMILIES = MODELS | OWN["MODELS"]
+"""With the one of docs/extending.md whose layers have parts that no registered family has."""
+ARGS = {name: small(family, vocab_size=131) for name, family in FAMILIES.items()}
 OPTIONS = {
     "plain": {},
     "full": {"ac_mode": "full"},
@@ -57,7 +63,7 @@ def stir(model: Decoder | LocalModel) -> None:
             local.add_(0 if table.parameters[name].is_offset else 1)
 
 
-ALL = [(family, cases, 4 if "4" in cases else 2) for cases in CASES for family in MODELS]
+ALL = [(family, cases, 4 if "4" in cases else 2) for cases in CASES for family in FAMILIES]
 EVERYDAY = [("qwen3_moe", "each axis", 2), ("deepseek_v3", "each axis", 2)]
 """Llama's meshes: tests/distributed/test_step.py."""
 

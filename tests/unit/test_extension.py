@@ -7,15 +7,29 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
+from meshwright.config.job_config import JobConfig
 from meshwright.config.loader import load_config
 from meshwright.datasets.opening import open_data
 from meshwright.datasets.sources import DATASETS
 from meshwright.metrics.sinks import SafeSink
 from meshwright.models.families import MODELS
+from meshwright.models.generation import generate, greedy
+from meshwright.models.table_check import check_modules
 from meshwright.system.errors import ConfigError, StorageError
 from meshwright.train.announce import announce_end
-from meshwright.train.resolve_model import extend_by, user_sinks
+from meshwright.train.losses import LOSSES
+from meshwright.train.metric_table import METRICS
+from meshwright.train.optim.registry import OPTIMIZERS
+from meshwright.train.resolve_model import (
+    check_own_model,
+    check_own_parts,
+    extend_by,
+    own_options,
+    resolve_model,
+    user_sinks,
+)
 from tests.campaigns.new_user import example
 from tests.helpers.checkpoints import set_manifest
 from tests.helpers.cli import export, generate_text
@@ -23,13 +37,14 @@ from tests.helpers.families import small
 from tests.helpers.hf import load_hf, save_checkpoint, save_transformers, tensors_of
 from tests.helpers.job import assert_equal
 from tests.helpers.resolved import resolved
+from tests.helpers.tiny import plain_model
 from tests.unit import test_families
 
 
 @pytest.fixture(autouse=True)
 def _as_before() -> Iterator[None]:
     """Names that a test adds go with it."""
-    tables = [(table, dict(table)) for table in (MODELS, DATASETS)]
+    tables = [(table, dict(table)) for table in (MODELS, DATASETS, OPTIMIZERS, LOSSES, METRICS)]
     yield
     for table, before in tables:
         table.clear()
@@ -249,3 +264,120 @@ def test_the_example_passes_the_tests_of_families(tmp_path, monkeypatch, changes
     test_families.test_the_table_is_that_of_the_model(args, monkeypatch)
     test_families.test_logits_loss_and_gradients_equal_transformers(args, 32)
     test_families.test_packed_documents_equal_transformers(args)
+
+
+def own_model(folder: Path, old: str = "", new: str = "") -> JobConfig:
+    """A job with the model of the docs that has parts of its own, after an edit."""
+    code = example("sigmoid")
+    assert code.count(old) >= 1
+    return load_config(words(folder, code.replace(old, new, 1), "--model.name", "sigmoid"))
+
+
+def test_own_parts_generate_the_tokens_of_whole_sequences(tmp_path) -> None:
+    family, args = resolve_model(own_model(tmp_path))
+    check_modules(args.table)
+    model, prompt = plain_model(small(family, vocab_size=131)), [3, 7, 11, 2]
+    chosen = list(prompt)
+    for _ in range(4):
+        chosen.append(int(model(torch.tensor([chosen]))[0, -1].argmax()))
+    assert [*generate(model, prompt, max_new_tokens=4, choose=greedy)] == chosen[4:]
+    assert family.hf.why_not(args) == (
+        "sigmoid has no name for layers.0.attention.mix.weight: add one to its `modules`"
+    )
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("self.bias = ", "self.shift = ", "the table declares layers.0.attention_norm.bias, which"),
+        ("own = super().parameters", "own = super().parameters; return own",
+         "the table declares layers.0.feed_forward.w3.weight, which no module holds"),
+        ("self.w1 = ", "self.w3 = Linear(2, 2); self.w1 = ",
+         "a module holds layers.0.feed_forward.w3.weight, which the table doesn't declare"),
+        ("torch.empty(spec.dim)", "torch.empty(2)",
+         r"attention_norm.weight has the shape \(256,\) in the table and \(2,\) in its module"),
+        ("Cut(dim=0)", "'heads_too'", "layout 'heads_too', which is none of embedding, "),
+        ("Cut(dim=0)", "'colwise'", "'colwise', which is of torch.nn.Linear, and its module is a"),
+        ("Cut(dim=0)", "Cut(dim=3)", r"of shape \(8, 32, 32\) has no dimension 3 to cut"),
+        (", parts=heads", "", "is cut along a dimension of 8: give it `parts`"),
+        ("mix.weight", "blend.weight", "the table declares layers.0.attention.blend.weight"),
+        ("self.core = ", "self.kernel = ", "its attention has no module 'core', which the table"),
+        ("spec.n_heads * spec", "spec.num_heads * spec",
+         "its modules can't be built: AttributeError: .*'num_heads' .*mine.py:48"),
+    ],
+)  # fmt: skip
+def test_a_table_that_its_modules_do_not_hold_is_rejected(old, new, message, tmp_path) -> None:
+    config = own_model(tmp_path, old, new)
+    family, args = resolve_model(config)
+    with pytest.raises(ConfigError, match=message) as error:
+        check_own_model(config, family, args)
+    assert error.value.key == "model.name"
+
+
+def checked(folder: Path, code: str, *others: str) -> None:
+    """Look at a module as `meshwright check` does."""
+    config = load_config(words(folder, code, *others))
+    extend_by(config.experimental.custom_import)
+    check_own_parts(config, own_options(config))
+
+
+SGD = """
+import torch
+from meshwright.train.optim.registry import ElementWise, MatrixWise
+
+class Own(torch.optim.Optimizer):
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                UPDATE
+
+OPTIMIZERS = {"own": ElementWise(lambda groups, config: Own(groups, {"lr": config.lr}))}
+"""
+
+RIGHT = "p.data -= (1 - self.found_inf) * group['lr'] * p.grad / (self.grad_scale or 1)"
+
+
+@pytest.mark.parametrize("name", ["loss", "metric", "optimizer", "adafactor"])
+def test_the_parts_of_the_docs_keep_their_contract(name, tmp_path) -> None:
+    checked(tmp_path, example(name))
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        (SGD.replace("UPDATE", RIGHT), ""),
+        (SGD.replace("UPDATE", "pass"), "which changes no weight"),
+        (SGD.replace("UPDATE", "p.data -= group['lr'] * p.grad"),
+         "'own', which ignores `found_inf`"),
+        (SGD.replace("UPDATE", RIGHT.partition(" / ")[0]), "ignores `grad_scale`"),
+        (SGD.replace("UPDATE", RIGHT.replace("p.grad /", "p.grad.mean(0) /")),
+         "updates an element by others of its matrix, of which a rank has a part"),
+        (SGD.replace("UPDATE", RIGHT + "; self.state[p]['owned_rows'] = p.new_zeros(len(p))"),
+         "keeps 'owned_rows' of weight: of shape"),
+        (SGD.replace("UPDATE", "p.lr"), "which raises AttributeError: .*mine.py:9"),
+        ("LOSSES = {'mean': lambda states, logits, targets, options: logits.logsumexp(-1).mean()}",
+         "LOSSES has 'mean', which gives .* for 5 tokens, instead of the loss of each"),
+        ("LOSSES = {'by': lambda states, logits, targets, options: logits[:, 0] - logits.max()}",
+         "'by', which gives a token another loss next to others, and chunks would change it"),
+        ("LOSSES = {'no': lambda states, logits, targets, options: states[:, 0]}",
+         "'no', which has no gradient by the logits"),
+        (example("metric").replace("(2, dt", "(len(parts.shards), dt").replace("[1] ", "[0] "),
+         "METRICS has 'optim/zero_share', which measures other sums on a rank that has no shard"),
+        (example("metric").replace("torch.int64", "torch.int32"), "measures torch.int32, and only"),
+    ],
+)  # fmt: skip
+def test_a_part_that_breaks_its_contract_is_named(code, message, tmp_path) -> None:
+    if not message:
+        checked(tmp_path, code)
+        return
+    with pytest.raises(ConfigError, match=message) as error:
+        checked(tmp_path, code)
+    assert error.value.key == "experimental.custom_import"
+
+
+def test_a_loss_or_early_step_that_does_not_fit_is_rejected(tmp_path) -> None:
+    with pytest.raises(ConfigError, match="training.loss = 'smoth': no such loss\n.*mean smooth"):
+        resolved(load_config(words(tmp_path, example("loss"), "--training.loss", "smoth")), 1)
+    early = ("--optimizer.early_step_in_backward", "--training.max_norm", "inf")
+    with pytest.raises(ConfigError, match="leaves no gradients to the metrics of your module: opt"):
+        resolved(load_config(words(tmp_path, example("metric"), *early)), 1)

@@ -18,8 +18,8 @@ from meshwright.config.rules import Facts, check_rules
 from meshwright.parallelisms.rules.compile_choice import why_no_compiler
 from meshwright.system.errors import check, numbered
 from meshwright.system.machine import hide_gpus
-from meshwright.train.facts import missing_packages
-from meshwright.train.resolve_model import resolve_model
+from meshwright.train.facts import check_extensions, missing_packages
+from meshwright.train.resolve_model import check_own_model, resolve_model
 from meshwright.train.rules import WITHOUT_DATA
 
 
@@ -59,7 +59,9 @@ def run(options: Namespace) -> None:
     from meshwright.commands.prove.reference import check_reference
 
     config = of_stage(read(options).config(), options.stage)
-    _, args = resolve_model(config)
+    family, args = resolve_model(config)
+    check_extensions(config)
+    check_own_model(config, family, args)
     # a proof reports to nobody, so only one of them matters
     missing = missing_packages() & {"torchao"}
     check_rules(config, Facts(model=args, missing_packages=missing), WITHOUT_DATA)

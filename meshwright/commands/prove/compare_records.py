@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from meshwright.metrics.sinks import Record
+from meshwright.train.metric_table import METRICS
 
 PER_DEVICE = ("time/wps", "time/tflops", "time/mfu_pct", "time/mfu_causal_pct")
 """Rates of one device; a step takes as long on any mesh here, so all devices have one process's."""
@@ -52,7 +53,7 @@ def _differences(
     """Yield the names of metrics that differ, and how."""
     for name in sorted(want.keys() | got.keys()):
         wanted, figure = want.get(name, math.nan), got.get(name, math.nan)
-        bound = sums if name.startswith(SUMS) else 0.0
+        bound = sums if name.startswith(SUMS) or name in METRICS else 0.0
         if name.startswith("optim/lr"):
             bound = ROUNDING
         if name in PER_DEVICE:

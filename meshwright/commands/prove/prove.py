@@ -21,6 +21,7 @@ from meshwright.commands.prove.ranks import RankError, RankPool
 from meshwright.commands.prove.verdict import Verdict
 from meshwright.config.job_config import JobConfig
 from meshwright.parallelisms.rules.compile_choice import why_no_compiler
+from meshwright.system.errors import ConfigError
 
 RANK_TIMEOUT_S = 300
 """For a collective: ranks compile side by side on few cores."""
@@ -41,6 +42,9 @@ def prove(small: JobConfig, cases: Sequence[Case]) -> Iterator[Row]:
     """Run `small` on one process, then every case on real ranks; a row as each is done.
 
     Ranks of a pool are kept for all cases of its size, and only one size lives at a time.
+
+    Raises:
+        ConfigError: if the job can't be run on one process either.
     """
     # Ranks compile code without vectors. For each kind of vectors inductor would have every rank,
     # one after the other, load a trial in a process that imports torch: up to ten, for a minute.
@@ -49,7 +53,13 @@ def prove(small: JobConfig, cases: Sequence[Case]) -> Iterator[Row]:
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         with contextlib.closing(RankPool(1, RANK_TIMEOUT_S)) as alone:
             kinds = {case.kind for case in cases}
-            references = record_references(alone.run, small, kinds, Path(folder))
+            try:
+                references = record_references(alone.run, small, kinds, Path(folder))
+            except RankError as error:  # each case would say the same
+                sentence = str(error).removeprefix("rank 0: ")
+                rule = f"the small job stops on one process: {sentence}"
+                fix = "correct what the line does; no case was run"
+                raise ConfigError("", f"{rule}\n  fix: {fix}") from error
         for case in sorted(cases, key=lambda case: case.world_size):
             if reason := _why_not(case):
                 yield Row(case, Verdict(not_run=reason), 0.0)

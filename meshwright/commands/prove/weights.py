@@ -114,5 +114,5 @@ def show_layers_without_positions(stage: Decoder) -> None:
     others, and their keys, in place."""
     for name, block in stage.layers.items():
         spec = stage.table.layers[int(name)].attention
-        if spec.rope is None and spec.qk_norm is None:
+        if spec.rope is None and spec.qk_norm is None and "wq.weight" in spec.parameters:
             block.get_parameter("attention.wq.weight").mul_(STRETCH[0] ** 2)

@@ -217,6 +217,14 @@ DEVICE: tuple[Row[Facts], ...] = (
 """Rules of the device that a rank trains on."""
 
 
+def _has_cores(config: JobConfig, facts: Facts) -> Iterator[ConfigError]:
+    """Context parallelism gathers keys and values at each layer's core."""
+    degree = config.parallelism.context_parallel_degree
+    if degree > 1 and not all("core" in one.attention.bare_modules for one in facts.spec.layers):
+        key, rule = "parallelism.context_parallel_degree", "this model's layers have no `core`"
+        yield config_error(key, degree, rule, "set it to 1")
+
+
 def _divisible(config: JobConfig, facts: Facts) -> Iterator[ConfigError]:
     """Every dimension that is split over ranks is divisible by their number, and every rank has
     rows of the vocabulary."""
@@ -331,7 +339,12 @@ MESH = Check(_mesh, needs="world_size")
 """Judged on the config as it is written: one that breaks it has no mesh, and no -1 can be filled
 in."""
 
-RULES = (*DEVICE, Check(_divisible, needs="model"), *EXPERTS)
+RULES = (
+    *DEVICE,
+    Check(_has_cores, needs="model"),
+    Check(_divisible, needs="model"),
+    *EXPERTS,
+)
 
 
 def power_meshes(most: Mapping[str, int]) -> Iterator[dict[str, int]]:

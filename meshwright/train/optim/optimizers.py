@@ -135,12 +135,19 @@ def check_state(
     Args:
         optimizer: after its first update.
     """
+    parts = optimizer.matrix_parts if isinstance(optimizer, SeveralOptimizers) else frozenset()
+    in_matrices = {
+        parameter
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if group.get(PART) in parts
+    }
     for name, parameter in named_parameters:
         for key, value in optimizer.state.get(parameter, {}).items():
             is_tensor = isinstance(value, Tensor)
             if is_tensor and (value.numel() == 1 or has_layout_of(parameter, value)):
                 continue
-            if key.startswith(OWNED):
+            if parameter in in_matrices and key.startswith(OWNED):
                 continue
             shape = f"of shape {tuple(value.shape)}" if is_tensor else type(value).__name__
             of_all = tuple(local_shard(parameter).shape)
@@ -164,6 +171,12 @@ class SeveralOptimizers(torch.optim.Optimizer):
         ]
         super().__init__(groups, {})
         self._parts = parts
+
+    @property
+    def matrix_parts(self) -> frozenset[int]:
+        """Numbers of the parts that are `MatrixOptimizer`."""
+        kinds = enumerate(self._parts)
+        return frozenset(number for number, one in kinds if isinstance(one, MatrixOptimizer))
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
