@@ -1,6 +1,7 @@
 """The data of a job, in two steps: one process finds and tokenizes it, and sends what it has found
 to the others of the job; then each process opens it by that, and looks for nothing."""
 
+import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -97,12 +98,14 @@ def entries_of(table: Table, config: JobConfig) -> list[SourceEntry]:
 def recipe_of(entry: SourceEntry, config: JobConfig) -> TokenizationSpec:
     """Return everything that the tokens of a source depend on."""
     model = config.model
+    options = (config.options.model_extra or {}).get(entry.source.dataset, {})
     return TokenizationSpec(
         entry,
         model.tokenizer_path,
         model.chat_template_path,
         config.experimental.custom_import,
         Ends(model.bos_token, model.eos_token),
+        json.dumps(options, sort_keys=True) if options else "",
     )
 
 
@@ -232,5 +235,7 @@ def _hash(recipe: TokenizationSpec, files: Sequence[DataFile]) -> str:
         some = identity.hash_some_bytes(files)
     except OSError as error:
         raise unreadable(recipe.entry, error) from error
-    documents = identity.hash_documents(recipe.entry, files, is_portable=True)
+    documents = identity.hash_documents(
+        recipe.entry, files, is_portable=True, options=recipe.options
+    )
     return f"{documents}, {some}, {recipe.encoding_hash}"

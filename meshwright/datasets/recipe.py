@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from pydantic import BaseModel
+
 from meshwright.datasets import identity
 from meshwright.datasets.encoding import Encoder
 from meshwright.datasets.files import SourceEntry
@@ -33,6 +35,8 @@ class TokenizationSpec:
     """Module of the user's that may have the dataset: a process that tokenizes imports it anew."""
     ends: Ends = OWN
     """Tokens around a document that the config gives."""
+    options: str = ""
+    """[options.NAME] of the dataset, as JSON; "": the config has none."""
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -45,6 +49,13 @@ class TokenizationSpec:
         module = import_user_module(self.custom_import) if self.custom_import else None
         datasets: Mapping[str, DatasetSpec] = getattr(module, "DATASETS", {})
         return datasets.get(self.entry.source.dataset)
+
+    @property
+    def _own_options(self) -> list[BaseModel]:
+        """The options of the user's dataset, if the module has a model of them."""
+        models = getattr(import_user_module(self.custom_import), "OPTIONS", {})
+        model = models.get(self.entry.source.dataset)
+        return [model.model_validate_json(self.options or "{}")] if model else []
 
     @property
     def _spec(self) -> DatasetSpec:
@@ -62,7 +73,7 @@ class TokenizationSpec:
         if (own := self._own) is None:
             return self._spec.open(self.entry, streamed)
         try:
-            documents = own.open(self.entry, streamed)
+            documents = own.open(self.entry, streamed, *self._own_options)
         except (ConfigError, StorageError, *PASSED_ON):
             raise
         except BaseException as error:
@@ -105,7 +116,7 @@ class TokenizationSpec:
     def id(self) -> str:
         """Hash of the documents, the code that makes them, the tokenizer and the chat template: the
         name of the token cache."""
-        documents = identity.hash_documents(self.entry, self.files)
+        documents = identity.hash_documents(self.entry, self.files, options=self.options)
         return identity.short_hash([identity.CACHE_FORMAT, documents, *self._encoding])
 
     @property

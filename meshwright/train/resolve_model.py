@@ -164,11 +164,11 @@ def check_own_model(config: JobConfig, family: Family, args: DecoderArgs) -> Non
     try:
         check_modules(args.table)
     except ValueError as error:
-        raise config_error("model.name", family.name, str(error), fix) from None
+        raise errors.config_error("model.name", family.name, str(error), fix) from None
     except Exception as error:  # whatever the user's code raises
         file = str(import_user_module(name).__file__)
         rule = f"its modules can't be built: {describe_error(error, file)}"
-        raise config_error("model.name", family.name, rule, fix) from error
+        raise errors.config_error("model.name", family.name, rule, fix) from error
 
 
 @lru_cache

@@ -110,6 +110,23 @@ def test_a_dataset_that_two_processes_tokenise(tmp_path) -> None:
     assert bytes(source.cache.tokens(1, 9).tolist()) == b"stanza 0"
 
 
+def test_options_of_a_dataset_make_other_documents(tmp_path) -> None:
+    text = tmp_path / "poem.txt"
+    text.write_text("\n\n".join(f"stanza {i} has a few words" for i in range(20)))
+    data = ("--training.dataset", "stanzas", "--training.dataset_path", str(text))
+    sizes = ("--training.seq_len", "16", "--training.token_cache_folder", str(tmp_path / "cache"))
+    own, found = words(tmp_path, example("dataset_options"), *data, *sizes), dict[str, int]()
+    for separator in ("", "has"):
+        options = [f"--options.stanzas.separator={separator}"] if separator else []
+        config = load_config([*own, *options])
+        extend_by(config.experimental.custom_import)
+        (source,) = open_data("training", config, num_workers=2)
+        found[source.content] = source.cache.num_documents
+    assert [*found.values()] == [20, 21]
+    with pytest.raises(ConfigError, match="unknown key options.stanzas.seperator\n.*separator"):
+        own_options(load_config([*own, "--options.stanzas.seperator=x"]))
+
+
 OWN_DATASETS = """
 from meshwright.datasets.rows import IndexedDocuments, Reader
 from meshwright.datasets.sources import DatasetSpec
