@@ -41,7 +41,8 @@ class BadStepReporter(Observer):
         self._config, self._sources, self._device = config.bad_steps, sources, device
         self._is_early = config.optimizer.early_step_in_backward
         self._skipped: list[int] = []
-        self.detector = BadStepDetector(device, self._config)
+        self._may_be_empty = bool(config.training.exclude)
+        self.detector = BadStepDetector(device, self._config, may_be_empty=self._may_be_empty)
         self._num_seen = 0
         # by step: how many samples of each source had been read behind it
         self._counts = {step: samples_read or (0,) * len(sources)}
@@ -78,7 +79,11 @@ class BadStepReporter(Observer):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._skipped = list(state.get("skipped", ()))
         self.detector = BadStepDetector(
-            self._device, self._config, len(self._skipped), state.get("statistics")
+            self._device,
+            self._config,
+            len(self._skipped),
+            state.get("statistics"),
+            may_be_empty=self._may_be_empty,
         )
 
     def __exit__(self, *_: object) -> None:

@@ -44,6 +44,8 @@ class BadStepDetector:
         num_before: steps that were skipped before this process; they count towards the budget. If
             they have used it up, the next one stops the job.
         statistics: of the checkpoint that is resumed from.
+        may_be_empty: a batch without any label that counts isn't bad: `training.exclude` has left
+            out all of them. Its update is held back all the same, since there is no mean.
     """
 
     def __init__(
@@ -52,10 +54,13 @@ class BadStepDetector:
         config: BadSteps | None = None,
         num_before: int = 0,
         statistics: Mapping[str, Any] | None = None,
+        *,
+        may_be_empty: bool = False,
     ) -> None:
         config = config or BadSteps()
         self.allowed = max(config.budget - num_before, 0) if config.policy == "skip" else 0
         """Skipped steps of this process that don't end the job."""
+        self._may_be_empty = may_be_empty
         self._spike_std, self._window = config.spike_std, config.spike_window
         self._num_bad = torch.zeros((), dtype=torch.int64, device=device)
         # one row a skipped step, one for the step that is too many, and one that is written at
@@ -99,7 +104,8 @@ class BadStepDetector:
         rest = is_finite_here.view(1), num_labels.view(1)
         row = torch.cat([number, values, self._mean, deviation, *rest])
         self._rows.index_copy_(0, self._num_bad.view(1), row.view(1, -1))
-        self._num_bad += is_bad & (self._num_bad <= self.allowed)
+        is_counted = is_bad & (num_labels > 0) if self._may_be_empty else is_bad
+        self._num_bad += is_counted & (self._num_bad <= self.allowed)
         if self._spike_std:
             self._take_in(values, is_good)
         return is_bad | self.is_stopped

@@ -150,3 +150,14 @@ def test_half_a_batch_is_the_mean_of_the_rest(tmp_path: Path) -> None:
     assert one[0] == pytest.approx(every[0], rel=0.05)
     assert one[1] > 1.1 * every[1]  # of half as many sequences, so noisier
     assert json.loads((tmp_path / "one/history.jsonl").read_text().splitlines()[0])["step"] == 0
+
+
+def test_a_step_whose_targets_are_all_excluded_leaves_the_weights(tmp_path: Path) -> None:
+    """It isn't a bad step, of which the default allows none."""
+    words = ["--training.steps", 2, "--training.exclude", '["sympy_source sample 0-7"]']
+    train_on_ranks(tmp_path, *words)
+    before, empty, after = records(tmp_path, "steps")
+    assert empty["loss"] is None
+    assert (empty["weights"], empty["step"]) == (before["weights"], 1)
+    assert after["weights"] != before["weights"]
+    assert not (tmp_path / "skipped_steps.jsonl").exists()

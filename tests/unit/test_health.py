@@ -96,6 +96,16 @@ def test_without_spikes_only_what_is_not_finite_is_bad() -> None:
     assert judge(detector, [math.nan, 4.0]) == [True, False]
 
 
+def test_a_batch_whose_targets_are_all_excluded_is_held_back_and_not_bad() -> None:
+    nan, none = torch.tensor(math.nan), torch.tensor(0)
+    for may_be_empty in (True, False):
+        detector = BadStepDetector(CPU, may_be_empty=may_be_empty)
+        assert detector.judge(1, nan, nan, torch.tensor(False), none)
+        assert bool(detector.is_stopped) != may_be_empty
+        assert detector.judge(2, nan, nan, torch.tensor(False), none + 1)
+        assert skipped(detector) == ([2] if may_be_empty else [1])
+
+
 def test_after_the_budget_no_step_is_good() -> None:
     """A change that lasts is no spike, and ends the job all the same."""
     detector = BadStepDetector(CPU, spikes(std=20, budget=3))
