@@ -214,6 +214,8 @@ class TensorDifference:
     numel: int
     largest: float
     """Of |a - b|; infinite where one isn't a number."""
+    second: float
+    """The next one, of a different element; 0: there is none."""
     index: tuple[int, ...]
     """Where |a - b| is largest."""
     a: float
@@ -223,7 +225,7 @@ class TensorDifference:
 
 def compare(name: str, a: Tensor, b: Tensor) -> TensorDifference | None:
     """Return the difference, if there is any, of two tensors of one shape and type."""
-    count, largest, place = 0, -1.0, 0
+    count, largest, second, place = 0, -1.0, 0.0, 0
     flat_a, flat_b = a.flatten(), b.flatten()
     for start in range(0, a.numel(), CHUNK):
         some_a, some_b = flat_a[start : start + CHUNK], flat_b[start : start + CHUNK]
@@ -237,12 +239,14 @@ def compare(name: str, a: Tensor, b: Tensor) -> TensorDifference | None:
         apart = (wide_a - wide_b).abs()
         apart[(wide_a == wide_b) | (wide_a.isnan() & wide_b.isnan())] = 0.0
         apart.nan_to_num_(nan=torch.inf, posinf=torch.inf)
-        where = int(apart.argmax())
-        if float(apart[where]) > largest:
-            largest = float(apart[where])
-            place = start + int(differ.nonzero()[where])
+        top, where = apart.topk(min(2, unequal))
+        # -1 stands for no element so far
+        *_, second, _ = sorted([0.0, max(largest, 0.0), second, *top.tolist()])
+        if float(top[0]) > largest:
+            largest = float(top[0])
+            place = start + int(differ.nonzero()[where[0]])
     if not count:
         return None
     index = tuple(int(i) for i in torch.unravel_index(torch.tensor(place), a.shape))
     values = float(flat_a[place]), float(flat_b[place])
-    return TensorDifference(name, count, a.numel(), largest, index, *values)
+    return TensorDifference(name, count, a.numel(), largest, second, index, *values)

@@ -150,6 +150,11 @@ GROUPS = {
             "outputs/my_job --step 53",
             takes_run=True,
         ),
+        "diverge": Command(
+            "diverge.command",
+            "find where two runs part: a key, a document, a module or an element of a tensor",
+            "outputs/my_job outputs/debug_model",
+        ),
     },
     "Checkpoints": {
         "checkpoint ls": Command("checkpoint", "list checkpoints", "outputs/my_job", suffix="_ls"),

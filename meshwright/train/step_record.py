@@ -44,7 +44,7 @@ class StepRecord(Observer):
 
     def __enter__(self) -> "StepRecord":
         if self._is_new:
-            self._write({"step": 0, "groups": self._groups} | self._fingerprints())
+            self._write({"step": 0, "groups": self._groups} | self.fingerprints())
         return self
 
     def add(self, step: int, result: "StepResult") -> None:
@@ -62,14 +62,15 @@ class StepRecord(Observer):
             line: dict[str, Any] = {"step": step, "loss": loss, "grad_norm": grad_norm}
             if norms:
                 line["norms"] = norms
-            self._write(line | (self._fingerprints() if step == record["step"] else {}))
+            self._write(line | (self.fingerprints() if step == record["step"] else {}))
         self._kept.clear()
 
     def __exit__(self, *_: object) -> None:
         if self._file is not None:
             self._file.close()
 
-    def _fingerprints(self) -> dict[str, list[str]]:
+    def fingerprints(self) -> dict[str, list[str]]:
+        """Return the sums of bits of weights and of optimizer state, by group. Collective."""
         model = self._trainer.model
         device = torch.device(self._trainer.meshes.world.device_type)
         state = self._trainer.optimizer.state

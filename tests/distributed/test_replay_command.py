@@ -13,8 +13,16 @@ import pytest
 import torch
 
 from meshwright.commands.replay.job import StepFigures
-from meshwright.commands.replay.replay import ComparedStep, Replayed, _other_microbatch, relative
-from meshwright.commands.replay.samples import SampleTable, deviations_of, robust_deviations
+from meshwright.commands.replay.printed import lines_of_replay
+from meshwright.commands.replay.recorded import relative
+from meshwright.commands.replay.replay import ComparedStep, Replayed, other_microbatch
+from meshwright.commands.replay.samples import (
+    DocumentPart,
+    SampleTable,
+    StepSample,
+    deviations_of,
+    robust_deviations,
+)
 from meshwright.config.loader import load_config
 from meshwright.datasets.opening import open_data
 from meshwright.datasets.samples import CachedSource, SampleRules
@@ -254,7 +262,7 @@ def test_a_sample_without_a_finite_loss_stands_out_and_one_without_targets_does_
 def test_the_twin_has_other_microbatches_that_still_divide_the_batch(size, of_rank, other) -> None:
     training = Mock(local_batch_size=size, global_batch_size=2 * of_rank)
     job = Mock(**{"resolved.config.training": training, "meshes.dp.size.return_value": 2})
-    assert _other_microbatch(job) == other
+    assert other_microbatch(job) == other
 
 
 def _replayed(recorded: float, twin: Callable[[int], float]) -> Replayed:
@@ -267,6 +275,19 @@ def _replayed(recorded: float, twin: Callable[[int], float]) -> Replayed:
         for step in range(1, 11)
     ]
     return Replayed("", "float32", steps, SampleTable([], [], None))
+
+
+@pytest.mark.parametrize(
+    ("first", "advice"),
+    [(1, "--job.dump_folder NEW"), (5, "--checkpoint.rewind_to 5")],
+)
+def test_the_advice_goes_back_only_where_there_is_a_checkpoint(first: int, advice: str) -> None:
+    part = DocumentPart("json 137", 100, 8.0, "a.jsonl:138")
+    sample = StepSample(0, 8.0, 7.0, None, [part], [])
+    steps = [ComparedStep(StepFigures(step, 2.0, 1.0), None) for step in range(first, 7)]
+    replayed = Replayed("", "float32", steps, SampleTable([sample], [0], None))
+    lines = [*lines_of_replay(replayed, [], "out/run")]
+    assert f"  meshwright train CONFIG {advice} \\" in lines
 
 
 def test_the_bound_is_ten_times_the_rounding_and_growth_beyond_the_horizon_is_told() -> None:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 RESULT_WITHIN_S = 3600
 """Seconds of the longest collective: a rank may load, or compile, for so long."""
 
+Work = TypeVar("Work")
 Result = TypeVar("Result")
 
 
@@ -76,10 +77,10 @@ def run(given: Namespace) -> None:
         from meshwright.commands.replay import printed, replay
 
         if given.scan:
-            scan = _on_ranks(replay.scan, request, bool(gpus))
+            scan = on_ranks(replay.scan, request, given.ngpu, bool(gpus))
             _print(given, dataclasses.asdict(scan), lambda: printed.lines_of_scan(scan))
             return
-        replayed = _on_ranks(replay.replay_steps, request, bool(gpus))
+        replayed = on_ranks(replay.replay_steps, request, given.ngpu, bool(gpus))
     lines = lambda: printed.lines_of_replay(replayed, recorded.groups, given.config)  # noqa: E731
     _print(given, _as_json(replayed, recorded.groups), lines)
     if replayed.beyond_horizon or replayed.first_other:
@@ -119,22 +120,22 @@ def _say_first(recorded: "RecordedRun", step: int, request: "Request", *, is_sca
     print(f"{what}\n{where}", file=sys.stderr, flush=True)
 
 
-def _on_ranks(work: Callable[["Request"], Result], request: "Request", has_gpus: bool) -> Result:
-    """Return the first rank's result of `work`."""
+def on_ranks(work: Callable[[Work], Result], request: Work, ranks: int, has_gpus: bool) -> Result:
+    """Return the first rank's result of `work(request)`, a module's own function, on all ranks."""
     # not at the top: as above
     import torch
     import torch.distributed as dist
 
     from meshwright.commands.prove.ranks import RankPool
 
-    if request.ranks == 1:
+    if ranks == 1:
         try:
             return work(request)
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
     backend = "nccl" if has_gpus and torch.cuda.is_available() else "gloo"
-    pool = RankPool(request.ranks, RESULT_WITHIN_S, [work.__module__], backend)
+    pool = RankPool(ranks, RESULT_WITHIN_S, [work.__module__], backend)
     try:
         return pool.run(work, request)[0]
     finally:
@@ -143,18 +144,18 @@ def _on_ranks(work: Callable[["Request"], Result], request: "Request", has_gpus:
 
 def _print(given: Namespace, result: dict[str, Any], lines: "Callable[[], Iterator[str]]") -> None:
     if given.json:
-        print(json.dumps(_in_json(result), indent=1))
+        print(json.dumps(as_json_value(result), indent=1))
         return
     for line in lines():
         print(line)
 
 
-def _in_json(value: Any) -> Any:
+def as_json_value(value: Any) -> Any:
     """Return a result with null where a number isn't finite: JSON has no word for it."""
     if isinstance(value, dict):
-        return {key: _in_json(one) for key, one in value.items()}
+        return {key: as_json_value(one) for key, one in value.items()}
     if isinstance(value, list | tuple):
-        return [_in_json(one) for one in value]
+        return [as_json_value(one) for one in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

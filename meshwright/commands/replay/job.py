@@ -93,13 +93,13 @@ Look = Callable[[RunningJob, int, list[Batch]], None]
 
 
 def take_steps(
-    job: RunningJob, last: int, before_last: Look | None = None, *, note: Callable[[int], None]
+    job: RunningJob, last: int, look: Look | None = None, *, note: Callable[[int], None]
 ) -> list[StepFigures]:
     """Take the steps up to `last` as the run took them. Collective.
 
     Args:
-        before_last: is called before the last of them.
-        note: gets the number of each step that is taken.
+        look: is called before each step.
+        note: gets the number of each step that is taken, after it.
     """
     figures = list[StepFigures]()
     with ExitStack() as stack:
@@ -107,8 +107,8 @@ def take_steps(
         for step in range(job.resolved.resume_step + 1, last + 1):
             data = next(job.loader)
             batches = [batch.to(job.device) for batch in data.batches]
-            if step == last and before_last is not None:
-                before_last(job, step, batches)
+            if look is not None:
+                look(job, step, batches)
             result = job.trainer.step(step, batches, job.detector)
             norms = [] if result.group_norms is None else result.group_norms.tolist()
             figures.append(StepFigures(step, result.loss.item(), result.grad_norm.item(), norms))

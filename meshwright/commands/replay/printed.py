@@ -13,7 +13,7 @@ WIDTH, KEY_WIDTH = 74, 16
 """Columns of a line, and of its key."""
 
 
-def _entry(key: str, text: str) -> Iterator[str]:
+def entry(key: str, text: str) -> Iterator[str]:
     """Yield the lines of a key and its text."""
     # a path stays whole, so that it can be copied
     lines = textwrap.wrap(
@@ -33,12 +33,12 @@ def lines_of_replay(replayed: Replayed, groups: Sequence[str], run: str) -> Iter
     """
     *before, last = replayed.steps
     if before:
-        yield from _entry(_steps(before), _agreement(before, replayed))
+        yield from entry(_steps(before), _agreement(before, replayed))
     yield from _of_last(replayed, groups)
     yield from _of_horizon(replayed)
     yield ""
     yield from _of_samples(replayed.table, last.taken.step)
-    yield from _next(replayed.table, last.taken.step, run)
+    yield from _next(replayed, run)
 
 
 def _steps(steps: Sequence[ComparedStep]) -> str:
@@ -72,15 +72,15 @@ def _of_last(replayed: Replayed, groups: Sequence[str]) -> Iterator[str]:
     if recorded is not None:
         loss += f" (recorded {recorded.loss:.7g})"
         norm += f" (recorded {recorded.grad_norm:.6g})"
-    yield from _entry(f"step {last.step}", loss)
-    yield from _entry("", norm)
+    yield from entry(f"step {last.step}", loss)
+    yield from entry("", norm)
     if len(before) > 3:
         times = last.grad_norm / median(one.taken.grad_norm for one in before)
-        yield from _entry("", f"{times:.2g} x the median norm of {_steps(before)}")
-    yield from _entry("", _agreement([step], replayed))
+        yield from entry("", f"{times:.2g} x the median norm of {_steps(before)}")
+    yield from entry("", _agreement([step], replayed))
     if last.norms:
         ordered = sorted(zip(groups, last.norms, strict=True), key=lambda pair: -pair[1])
-        yield from _entry("norms", ", ".join(f"{name} {value:.3g}" for name, value in ordered))
+        yield from entry("norms", ", ".join(f"{name} {value:.3g}" for name, value in ordered))
 
 
 def _of_horizon(replayed: Replayed) -> Iterator[str]:
@@ -89,7 +89,7 @@ def _of_horizon(replayed: Replayed) -> Iterator[str]:
             f"rounding by itself changes the loss of step {beyond.taken.step} by "
             f"{beyond.rounding[0]:.1e}: replay from a nearer checkpoint, or on the mesh of the run"
         )
-        yield from _entry("beyond horizon", text)
+        yield from entry("beyond horizon", text)
     elif other := replayed.first_other:
         index, (most, bound) = max(
             enumerate(zip(other.differences, replayed.bounds, strict=False)),
@@ -101,7 +101,7 @@ def _of_horizon(replayed: Replayed) -> Iterator[str]:
             "The code, the data, a kernel or the hardware isn't what it was; history.jsonl has "
             "what the run had"
         )
-        yield from _entry("differs", text)
+        yield from entry("differs", text)
 
 
 def _of_samples(table: SampleTable, step: int) -> Iterator[str]:
@@ -130,11 +130,12 @@ def _of_samples(table: SampleTable, step: int) -> Iterator[str]:
             continue
         told.add(part.name)
         tokens = ", ".join(f"{text!r} {loss:.1f}" for text, loss in sample.costliest)
-        yield from _entry(part.name, part.place)
-        yield from _entry("", f"costliest tokens of sample {sample.index}: {tokens}")
+        yield from entry(part.name, part.place)
+        yield from entry("", f"costliest tokens of sample {sample.index}: {tokens}")
 
 
-def _next(table: SampleTable, step: int, run: str) -> Iterator[str]:
+def _next(replayed: Replayed, run: str) -> Iterator[str]:
+    table, step = replayed.table, replayed.steps[-1].taken.step
     named = [s.documents[0] for s in table.samples if s.index in table.without]
     cached = [part.name for part in named if part.place]
     if not cached:
@@ -143,7 +144,9 @@ def _next(table: SampleTable, step: int, run: str) -> Iterator[str]:
     yield f"  meshwright data {run}/config.toml --documents {cached[0]}"
     yield f"  meshwright replay {run} --step {step} --scan"
     name, _, number = cached[0].rpartition(" ")
-    yield f"  meshwright train CONFIG --checkpoint.rewind_to {step - 1} \\"
+    is_from_checkpoint = replayed.steps[0].taken.step > 1
+    back = f"--checkpoint.rewind_to {step - 1}" if is_from_checkpoint else "--job.dump_folder NEW"
+    yield f"  meshwright train CONFIG {back} \\"
     yield f"      --training.exclude '[\"{name} document {number}\"]'"
 
 

@@ -9,6 +9,7 @@ import torch
 from tqdm import tqdm
 
 from meshwright.commands.replay.job import StepFigures, close_job, open_job, take_steps
+from meshwright.commands.replay.recorded import relative
 from meshwright.commands.replay.samples import SampleTable, measure_samples
 from meshwright.commands.replay.scan import Scan, scan_documents
 from meshwright.config.job_config import JobConfig
@@ -73,15 +74,11 @@ class ComparedStep:
         return [] if self.twin is None else relative(self.twin.all, self.taken.all)
 
 
-def relative(values: Sequence[float], wanted: Sequence[float]) -> list[float]:
-    """Return relative differences: 0 where neither is finite, infinite where one of them is."""
-    return [_relative(*pair) for pair in zip(values, wanted, strict=False)]  # groups may be missing
-
-
-def _relative(value: float, wanted: float) -> float:
-    if math.isfinite(value) != math.isfinite(wanted):
-        return math.inf
-    return abs(value - wanted) / max(abs(wanted), 1e-30) if math.isfinite(wanted) else 0.0
+def bounds_of(rounding: Sequence[Sequence[float]]) -> list[float]:
+    """Return how far each metric may be off, by the twin's differences of every step; none, if
+    there is no twin."""
+    columns = zip(*rounding, strict=True)
+    return [TIMES_ROUNDING * max(*column, LEAST_ROUNDING) for column in columns]
 
 
 @dataclass(frozen=True)
@@ -97,11 +94,8 @@ class Replayed:
     @cached_property
     def bounds(self) -> list[float]:
         """How far each metric may be off by rounding: loss, norm, norms of groups."""
-        columns = zip(*(step.rounding for step in self.steps), strict=True)
-        largest = [max(column) for column in columns]
-        if not largest:
-            return [WITHOUT_TWIN[self.dtype]] * len(self.steps[0].taken.all)
-        return [TIMES_ROUNDING * max(one, LEAST_ROUNDING) for one in largest]
+        without = [WITHOUT_TWIN[self.dtype]] * len(self.steps[0].taken.all)
+        return bounds_of([step.rounding for step in self.steps]) or without
 
     def is_other(self, step: ComparedStep) -> bool:
         """Return whether a step differs from its record by more than rounding."""
@@ -124,11 +118,12 @@ def replay_steps(request: Request) -> Replayed:
     tables = list[SampleTable]()
 
     def look(job: RunningJob, step: int, batches: list[Batch]) -> None:
-        tables.append(measure_samples(job, step, batches, request.num_samples))
+        if step == request.step:
+            tables.append(measure_samples(job, step, batches, request.num_samples))
 
     job = _open(request)
     begin, mesh, meshes = job.resolved.resume_step, str(job.resolved.dims) or "no mesh", job.meshes
-    dtype, size = job.resolved.config.training.mixed_precision_param, _other_microbatch(job)
+    dtype, size = job.resolved.config.training.mixed_precision_param, other_microbatch(job)
     with _bar("replay", request.step - begin) as bar:
         taken = take_steps(job, request.step, look, note=lambda _: bar.update())
     close_job(job)
@@ -169,7 +164,7 @@ def _recorded(row: Row | None) -> StepFigures | None:
     return StepFigures(row["step"], loss, norm, row.get("norms", []))
 
 
-def _other_microbatch(job: RunningJob) -> int:
+def other_microbatch(job: RunningJob) -> int:
     """Return a different number of sequences, with which sums are rounded otherwise; 0: there is
     none."""
     training = job.resolved.config.training

@@ -1,0 +1,62 @@
+"""The first step at which the records of two runs differ. Free of torch."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from meshwright.commands.replay.recorded import RecordedRun, relative
+from meshwright.metrics.report.run import Row
+
+METRICS = {"loss": "loss", "grad_norm": "gradient norm", "norms": "gradient norm of"}
+"""Of a step in the order of computation, and their words."""
+
+SUMS = {"optimizer": "optimizer state of", "weights": "weights of"}
+"""Sums of bits, which are equal or not."""
+
+
+@dataclass(frozen=True)
+class OtherStep:
+    """A step that two records have in different ways."""
+
+    step: int
+    names: Sequence[str]
+    """What differs, in the order of computation."""
+    largest: float
+    """Relative difference of loss and norms; 0: only bits of the weights or of the state."""
+
+
+def other_steps(a: RecordedRun, b: RecordedRun) -> Iterator[OtherStep]:
+    """Yield the steps that don't have the same bits in both records."""
+    groups = a.groups if a.groups == b.groups else []
+    for step in sorted(a.steps.keys() & b.steps.keys()):
+        if found := compare_rows(a.steps[step], b.steps[step], groups):
+            yield OtherStep(step, list(found), max(found.values()))
+
+
+def compare_rows(a: Row, b: Row, groups: Sequence[str]) -> dict[str, float]:
+    """Return what two lines of a record have in different bits, with the relative differences of
+    loss and norms; sums of bits have none, so theirs is 0."""
+    found = dict[str, float]()
+    for key, words in METRICS.items():
+        for name, left, right in _pairs(a.get(key), b.get(key), words, groups):
+            if left != right:
+                (found[name],) = relative([left], [right])
+    for key, words in SUMS.items():
+        for name, left, right in _pairs(a.get(key), b.get(key), words, groups):
+            if left != right:
+                found[name] = 0.0
+    return found
+
+
+def _pairs(a: Any, b: Any, words: str, groups: Sequence[str]) -> Iterator[tuple[str, Any, Any]]:
+    if isinstance(a, list) and isinstance(b, list):
+        for group, left, right in zip(groups, a, b, strict=False):
+            yield f"{words} {group}", left, right
+    elif not isinstance(a, list) and not isinstance(b, list):
+        yield words, a, b
+
+
+def has_other_rates(a: RecordedRun, b: RecordedRun) -> bool:
+    """Return whether a step that both have logged had different learning rates."""
+    rates: list[Mapping[int, float]] = [dict(one.run.series("optim/lr")) for one in (a, b)]
+    return any(rates[0][step] != rates[1][step] for step in rates[0].keys() & rates[1].keys())

@@ -1,0 +1,86 @@
+"""Takes intervals of steps in a process of its own, whose package may be a different checkout's."""
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from meshwright.commands.diverge.trace import Trace
+from meshwright.commands.replay.command import on_ranks
+from meshwright.commands.replay.job import close_job, open_job, take_steps
+from meshwright.commands.replay.replay import other_microbatch
+from meshwright.config.loader import load_config
+from meshwright.models.loss import Batch
+from meshwright.system.errors import EXIT_CONFIG, ConfigError
+from meshwright.system.modules import source_hash
+from meshwright.train.set_up import RunningJob
+
+
+@dataclass(frozen=True)
+class Interval:
+    """Steps to take, from a checkpoint on."""
+
+    config: str
+    """Path of a TOML, which names the checkpoint."""
+    ranks: int
+    last: int
+    traced: int = 0
+    """The step whose values are wanted; 0: none."""
+    threads: int = 0
+    """Of each rank on a CPU; 0: torch's choice."""
+    has_twin: bool = False
+    """The same once more with other microbatches."""
+
+
+def take_interval(interval: Interval) -> list[dict[str, Any]]:
+    """Return the steps of an interval, and of its twin, if there is one. Collective."""
+    if interval.threads:
+        torch.set_num_threads(interval.threads)
+    config = load_config([interval.config])
+    job = open_job(config, interval.ranks)
+    size, meshes = other_microbatch(job) if interval.has_twin else 0, job.meshes
+    taken = [_take(job, interval)]
+    del job
+    if size:
+        job = open_job(config, interval.ranks, meshes, local_batch_size=size)
+        taken.append(_take(job, interval))
+    return taken
+
+
+def _take(job: RunningJob, interval: Interval) -> dict[str, Any]:
+    """Return "steps", lines as those of steps.jsonl by step, and "trace"."""
+    trace, sums = Trace(interval.traced), dict[int, dict[str, list[str]]]()
+
+    def look(job: RunningJob, step: int, batches: list[Batch]) -> None:
+        trace.begin(job, step, batches)
+
+    def note(step: int) -> None:
+        trace.end(job, step)
+        sums[step] = job.step_record.fingerprints()
+
+    steps = take_steps(job, interval.last, look, note=note)
+    close_job(job)
+    rows = {one.step: asdict(one) | {"norms": [*one.norms]} | sums[one.step] for one in steps}
+    return {"steps": rows, "trace": trace.entries}
+
+
+def take_all(intervals: Sequence[Interval]) -> list[list[dict[str, Any]]]:
+    """Return the results of `take_interval`, each on as many ranks as it wants."""
+    has_gpus = torch.cuda.is_available()
+    return [on_ranks(take_interval, one, one.ranks, has_gpus) for one in intervals]
+
+
+def main(request: str, result: str) -> None:
+    """Take the intervals that the file `request` lists; write the hash of this source, and the
+    results. Exit as a command does if one of them can't be taken."""
+    intervals = [Interval(**one) for one in json.loads(Path(request).read_text("utf-8"))]
+    try:
+        taken = take_all(intervals)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        sys.exit(EXIT_CONFIG)
+    torch.save({"source": source_hash(), "intervals": taken}, result)

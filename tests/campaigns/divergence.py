@@ -1,0 +1,272 @@
+"""Plants one difference between two runs and asks `meshwright diverge` for it; or none that
+matters, which it must call rounding.
+
+    python -m tests.campaigns.divergence --kinds key,document,code,flip,kernels,null --count 100
+
+A run is the tiny model of the tests, 8 steps on one process or two ranks.
+"""
+
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import time
+from argparse import ArgumentParser
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+
+from meshwright.commands.diverge.verdict import Comparison, Verdict
+from meshwright.commands.replay.recorded import read_recorded
+from tests.helpers.jobs import CONFIG, ROOT, environment, start_on_ranks
+
+SCRIPT = ROOT / "tests/helpers/flipped_train.py"
+WORDS = ["--training.steps", 8, "--checkpoint.interval", 4, "--checkpoint.keep_latest_k", 0]
+WORDS += ["--metrics.grad_norm_by_group"]
+TWO = ["--parallelism.data_parallel_shard_degree", 2]
+START = "from meshwright.train.__main__ import start; start()"
+
+KEYS: dict[str, object] = {
+    "optimizer.lr": 4.1e-3,
+    "optimizer.beta1": 0.91,
+    "optimizer.beta2": 0.96,
+    "optimizer.eps": 1e-5,
+    "optimizer.weight_decay": 0.2,
+    "lr_scheduler.warmup_steps": 6,
+    "training.max_norm": 0.5,
+    "training.seed": 1,
+    "training.seq_len": 32,
+    "training.global_batch_size": 4,
+    "training.packing": "best_fit",
+    "model.args.hidden_dim": 96,
+}
+
+CODE = [
+    ("models/attention.py", "torch.stack([angle.cos(), angle.sin()])", "{}.bfloat16().float()"),
+    ("models/attention.py", "1 / math.sqrt(spec.head_dim)", "1.001 * {}"),
+    ("models/layers.py", "F.silu(gate)", "F.silu(gate * 1.0001)"),
+    ("models/decoder.py", "(out if self.residual_scale == 1", "1.0002 * {}"),
+    ("models/layers.py", "cast(self.weight, x.dtype), self.eps", "{} * 3"),
+    ("train/optim/optimizers.py", "eps=config.eps, fused", "eps=config.eps * 100, fused"),
+    ("train/optim/optimizers.py", "betas = (config.beta1, config.beta2", "{} * 0.999"),
+    (
+        "train/optim/optimizers.py",
+        "return step / warmup_steps\n    decay",
+        "return (step + 0.01) / warmup_steps\n    decay",
+    ),
+    ("train/optim/gradients.py", "(norm + 1e-6) / max_norm", "{} / 1.001"),
+    ("train/trainer.py", "share = total / num_labels", "{} * 1.0005"),
+]
+NAMED = (
+    *("rope", "layers.0.attention.core", "layers.0.feed_forward", "layers.0"),
+    *("layers.0.attention_norm", "update of", "exp_avg_sq of", "the learning rate"),
+    *("exp_avg of", "gradient of"),
+)
+"""What the verdict on each of `CODE` has to say."""
+
+TENSORS = ("layers.0.attention.wq", "layers.1.feed_forward.w1", "layers.1.attention.wo", "output")
+BITS = (0, 3, 6, 10, 14, 18, 20, 22, 23, 25, 27, 30)
+
+Judge = Callable[[Verdict], bool]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A pair of runs."""
+
+    kind: str
+    planted: str
+    train: Callable[[Path], None]
+    """Trains B into a folder."""
+    is_named: Judge
+    base: str = "one"
+    """The run A: "one" process, "two" ranks, or "json", which reads documents."""
+    code: Path | None = None
+
+
+def alone(folder: Path, *words: object, code: Path = ROOT, **variables: object) -> None:
+    """Train on one process of its own, which may have other code or kernels."""
+    env = environment(OMP_NUM_THREADS=1, PYTHONPATH=code, **variables)
+    words = (*WORDS[2 * ("--training.steps" in words) :], *words)
+    command = [sys.executable, "-P", "-c", START, *map(str, words)]
+    command += ["--job.config_file", str(CONFIG), "--job.dump_folder", str(folder)]
+    done = subprocess.run(command, env=env, cwd="/", capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def on_ranks(folder: Path, *words: object, ranks: int = 2, **variables: object) -> None:
+    """Train on ranks; a flip may end a job, whose record is left."""
+    variables = {"PYTHONPATH": ROOT, **variables}
+    words = (*WORDS, *words)
+    done = start_on_ranks(folder, *words, ranks=ranks, script=SCRIPT, **variables).wait(600)
+    assert done.returncode == 0 or "FLIP" in variables, done.stdout + done.stderr
+
+
+def documents(file: Path, changed: int = -1) -> list[object]:
+    """Write 60 documents, one of which may have one word more; return the keys that read them."""
+    texts = [f"document {n}: " + " ".join(f"{n * k % 97}" for k in range(60)) for n in range(60)]
+    if changed >= 0:
+        texts[changed] += " more"
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return ["--training.dataset", "json", "--training.dataset_path", file]
+
+
+def other_code(folder: Path, number: int) -> Path:
+    """Return a checkout in which a place of `CODE` is patched."""
+    name, old, new = CODE[number]
+    checkout = folder / f"code-{number}"
+    shutil.copytree(ROOT / "meshwright", checkout / "meshwright")
+    for beside in ("train_configs", "assets", "pyproject.toml"):
+        (checkout / beside).symlink_to(ROOT / beside)
+    file = checkout / "meshwright" / name
+    text = file.read_text()
+    assert text.count(old) == 1, (name, old)
+    file.write_text(text.replace(old, new.replace("{}", old)))
+    return checkout
+
+
+def cases(folder: Path, draw: random.Random) -> Iterator[Case]:
+    """Yield the pairs of every kind."""
+    for key, value in KEYS.items():
+        train = partial(_alone, [f"--{key}", value])
+        yield Case("key", key, train, partial(_is_called, "key", key))
+    for number in (0, 17, 41, 59):
+        words = documents(folder / f"texts-{number}.jsonl", number)
+        is_named = partial(_is_called, "data", f"json {number}")
+        yield Case("document", f"json {number}", partial(_alone, words), is_named, "json")
+    for number, (name, old, _) in enumerate(CODE):
+        code = other_code(folder, number)
+        is_named = partial(_is_module, NAMED[number])
+        planted = f"{name}: {old.strip()[:30]}"
+        yield Case("code", planted, partial(_alone, [], code=code), is_named, code=code)
+    yield from _flips(draw)
+    for words, variables in (
+        ([], {"ATEN_CPU_CAPABILITY": "default"}),
+        ([], {"ATEN_CPU_CAPABILITY": "avx2"}),
+        (["--training.attention_kernel", "math"], {}),
+    ):
+        train = partial(_alone, words, **variables)
+        yield Case("kernels", f"{words}{variables}", train, _is_rounding)
+    yield from _nulls(draw)
+
+
+def _is_called(kind: str, name: str, verdict: Verdict) -> bool:
+    return (verdict.kind, list(verdict.names)) == (kind, [name])
+
+
+def _is_module(name: str, verdict: Verdict) -> bool:
+    return verdict.kind == "module" and name in verdict.text
+
+
+def _alone(words: Sequence[object], folder: Path, **options: object) -> None:
+    alone(folder, *words, **options)
+
+
+def _flips(draw: random.Random) -> Iterator[Case]:
+    for value in ("gradient", "weight", "exp_avg", "exp_avg_sq", "collective"):
+        for bit in BITS if value != "collective" else (20, 22):
+            rank, local = draw.randrange(2), draw.randrange(512)
+            name = f"{draw.choice(TENSORS[:3])}.weight"
+            text = f"{value} {draw.choice((5, 6, 7))} {rank} {local} {bit} {name}"
+            if value == "collective":
+                text = f"collective 6 {rank} 0 {bit}"
+            yield Case("flip", text, partial(_flipped, text), partial(_is_flip, text), "two")
+
+
+def _flipped(text: str, folder: Path) -> None:
+    on_ranks(folder, *TWO, FLIP=text)
+
+
+def _is_flip(text: str, verdict: Verdict) -> bool:
+    """Whether run, rank, tensor and element are named; of a collective, the rank."""
+    value, _, rank, local, _, *names = text.split()
+    columns = {"layers.1.attention.wo.weight": 32}
+    if value == "collective":
+        return (verdict.run, verdict.rank) == ("B", int(rank))
+    rows = 32 if names[0].endswith("w1.weight") else 16  # of a rank
+    width = columns.get(names[0], 32)
+    element = (int(rank) * rows + int(local) // width, int(local) % width)
+    found = verdict.run, verdict.rank, verdict.names[0], tuple(verdict.element)
+    return found == ("B", int(rank), names[0], element)
+
+
+def _is_rounding(verdict: Verdict) -> bool:
+    return verdict.kind in ("equal", "rounding")
+
+
+def _nulls(draw: random.Random) -> Iterator[Case]:
+    tp, pp = "--parallelism.tensor_parallel_degree", "--parallelism.pipeline_parallel_degree"
+    replicas = ["--parallelism.data_parallel_replicate_degree", 2]
+    meshes = [[tp, 2], [pp, 2, "--training.local_batch_size", 1], TWO, replicas]
+    meshes += [["--parallelism.context_parallel_degree", 2], [*TWO, tp, 2], [*replicas, tp, 2]]
+    for mesh in meshes:
+        ranks = 2 ** sum(word == 2 for word in mesh)
+        yield Case("null", f"{mesh}", partial(_meshed, mesh, ranks), _is_rounding)
+    for size in (1, 4, 8):
+        words = ["--training.local_batch_size", size]
+        yield Case("null", f"{words}", partial(_alone, words), _is_rounding)
+    yield Case("null", "resumed twice", _resumed, _is_rounding)
+    yield Case("null", "the same", partial(_meshed, TWO, 2), _is_rounding, "two")
+
+
+def _meshed(mesh: Sequence[object], ranks: int, folder: Path) -> None:
+    on_ranks(folder, *mesh, ranks=ranks)
+
+
+def _resumed(folder: Path) -> None:
+    for steps in (3, 6, 8):
+        alone(folder, "--training.steps", steps)
+
+
+def judge(case: Case, base: Path, folder: Path) -> tuple[str, str, float]:
+    """Return "right", "silent" or "wrong", the verdict in words, and the seconds that it took."""
+    case.train(folder)
+    begin, lines = time.perf_counter(), list[str]()
+    a, b = (read_recorded(one) for one in (base, folder))
+    verdict = Comparison(a, b, case.code, 0, lambda *line: lines.append(": ".join(line))).verdict()
+    seconds = time.perf_counter() - begin
+    if case.is_named(verdict):
+        return "right", verdict.text, seconds
+    is_silent = verdict.kind in ("equal", "rounding", "run", "unexplained")
+    return "silent" if is_silent else "wrong", "\n    ".join([*lines, verdict.text]), seconds
+
+
+def main() -> None:
+    """Judge the pairs that the command line asks for; exit with 1 if one is named wrongly."""
+    parser = ArgumentParser()
+    parser.add_argument("--kinds", default="key,document,code,flip,kernels,null")
+    parser.add_argument("--count", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--minutes", type=float, default=600)
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    draw, end = random.Random(given.seed), time.monotonic() + 60 * given.minutes
+    with TemporaryDirectory() as name:
+        folder, totals = Path(name), Counter[str]()
+        os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
+        wanted = [c for c in cases(folder, draw) if c.kind in given.kinds.split(",")]
+        draw.shuffle(wanted)
+        for number, case in enumerate(wanted[: given.count]):
+            if time.monotonic() > end:
+                break
+            base = folder / case.base
+            if not base.exists():
+                words = documents(folder / "texts.jsonl") if case.base == "json" else []
+                _meshed(TWO, 2, base) if case.base == "two" else alone(base, *words)
+            result, text, seconds = judge(case, base, folder / f"b-{number}")
+            totals[f"{case.kind} {result}"] += 1
+            print(f"{result:6} {seconds:5.1f} s  {case.kind} {case.planted}: {text}", flush=True)
+            shutil.rmtree(folder / f"b-{number}")
+        print(dict(sorted(totals.items())))
+    sys.exit(any("wrong" in name for name in totals))
+
+
+if __name__ == "__main__":
+    main()

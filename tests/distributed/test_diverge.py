@@ -1,0 +1,223 @@
+"""`meshwright diverge`: planted differences are named, and what only changes rounding is not."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from meshwright.checkpoint.reader import compare
+from meshwright.commands.diverge.command import EXIT_UNEXPLAINED
+from meshwright.commands.diverge.facts import Fact, compare_facts
+from meshwright.commands.diverge.records import compare_rows
+from meshwright.commands.diverge.replays import first_far
+from meshwright.commands.diverge.trace import first_other_value
+from meshwright.system import errors
+from meshwright.system.errors import ConfigError
+from tests.campaigns import divergence
+from tests.campaigns.divergence import TWO, documents, on_ranks, other_code
+from tests.helpers.cli import command
+from tests.helpers.jobs import train_alone
+
+diverge = command("diverge")
+
+SHORT = ["--training.steps", 2, "--checkpoint.interval", 1, "--checkpoint.keep_latest_k", 0]
+
+
+def _result(capsys: pytest.CaptureFixture[str], code: int, *words: object) -> dict:
+    """What the command prints as JSON when it exits with `code`."""
+    capsys.readouterr()
+    if code:
+        with pytest.raises(SystemExit) as ended:
+            diverge([*words, "--json"])
+        assert ended.value.code == code
+    else:
+        diverge([*words, "--json"])
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two steps on one process."""
+    folder = tmp_path_factory.mktemp("base") / "run"
+    train_alone(folder, *SHORT)
+    return folder
+
+
+def test_a_key_is_named_and_a_run_equals_itself(base: Path, tmp_path: Path, capsys) -> None:
+    train_alone(tmp_path / "other", *SHORT, "--optimizer.beta2", 0.5)
+    result = _result(capsys, 1, base, tmp_path / "other")
+    assert result["verdict"]["names"] == ["optimizer.beta2"]
+    assert result["verdict"]["kind"] == "key"
+    assert result["facts"][0] == {
+        "name": "optimizer.beta2",
+        "a": "0.95",
+        "b": "0.5",
+        "effect": "key",
+    }
+    diverge([base, base])
+    out = capsys.readouterr().out
+    assert "equal bits in 2 steps" in out
+    assert "verdict         equal in every bit, to step 2" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "^A, B: not given"),
+        (["BASE", "nowhere"], "RUN_DIR = '.*nowhere': no such folder"),
+        (["BASE", "BASE", "--code-b", "BASE"], "^--code-b = .*: holds no meshwright/commands/div"),
+        (["BASE", "CUT"], "^B = .*: has no step in common with A"),
+    ],
+)
+def test_what_cannot_be_compared_is_one_error(base: Path, tmp_path: Path, words, message) -> None:
+    for path in base.iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    for name in ("steps", "metrics"):
+        (tmp_path / f"{name}.jsonl").unlink()
+        (tmp_path / f"{name}.jsonl").write_text('{"step": 7}\n')
+    folders = {"BASE": base, "CUT": tmp_path}
+    with pytest.raises(ConfigError, match=message):
+        diverge([folders.get(word, word) for word in words])
+
+
+def test_the_exit_code_of_an_unexplained_difference_means_nothing_else() -> None:
+    names = [name for name in vars(errors) if name.startswith("EXIT_") and name != "EXIT_CODES"]
+    assert EXIT_UNEXPLAINED not in {1, *(getattr(errors, name) for name in names)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("value", "bit", "index"), [("gradient", 20, (18, 13)), ("exp_avg", 8, (18, 13))]
+)
+def test_a_flipped_bit_is_named_with_its_element_and_rank(
+    value: str, bit: int, index: tuple[int, int], tmp_path: Path, capsys
+) -> None:
+    """Of one rank of two; the replay on two ranks gives the bits of the run without it."""
+    name = "layers.1.attention.wq.weight"
+    on_ranks(tmp_path / "a", *TWO)
+    on_ranks(tmp_path / "b", *TWO, FLIP=f"{value} 6 1 77 {bit} {name}")
+    for folders, run in ((("a", "b"), "B"), (("b", "a"), "A")):
+        verdict = _result(capsys, 1, *(tmp_path / one for one in folders))["verdict"]
+        found = [verdict[key] for key in ("kind", "run", "step", "rank")]
+        assert found == ["tensor", run, 6, 1]
+        assert (verdict["names"][0], tuple(verdict["element"])) == (name, index)
+        assert verdict["host"]
+        if value == "exp_avg":
+            return
+
+
+@pytest.mark.slow
+def test_patched_code_is_named_by_the_first_buffer_that_it_changes(tmp_path: Path, capsys) -> None:
+    """Tables of cos and sin in bf16: the records differ by 2e-6 at most, as by rounding."""
+    code = other_code(tmp_path, 0)
+    divergence.alone(tmp_path / "a")
+    divergence.alone(tmp_path / "b", code=code)
+    result = _result(capsys, 1, tmp_path / "a", tmp_path / "b", "--code-b", code)
+    assert result["verdict"]["kind"] == "module"
+    assert result["verdict"]["names"][0].startswith("rope")
+    assert any("models/attention.py" in one["text"] for one in result["stages"])
+    result = _result(capsys, 0, tmp_path / "a", tmp_path / "b")
+    assert "--code-b" in result["verdict"]["text"]
+
+
+@pytest.mark.slow
+def test_a_changed_document_is_named_with_its_row(tmp_path: Path, capsys) -> None:
+    for name, changed in (("a", -1), ("b", 41)):
+        words = documents(tmp_path / f"{name}.jsonl", changed)
+        divergence.alone(tmp_path / name, *words)
+    verdict = _result(capsys, 1, tmp_path / "a", tmp_path / "b")["verdict"]
+    assert (verdict["kind"], verdict["names"]) == ("data", ["json 41"])
+    assert "a.jsonl:42" in verdict["text"]
+
+
+@pytest.mark.slow
+def test_another_mesh_and_two_resumes_are_rounding_only(tmp_path: Path, capsys) -> None:
+    divergence.alone(tmp_path / "a")
+    on_ranks(tmp_path / "b", "--parallelism.tensor_parallel_degree", 2)
+    assert _result(capsys, 0, tmp_path / "a", tmp_path / "b")["verdict"]["kind"] == "rounding"
+    for steps in (3, 6, 8):
+        divergence.alone(tmp_path / "c", "--training.steps", steps)
+    assert _result(capsys, 0, tmp_path / "a", tmp_path / "c")["verdict"]["kind"] == "equal"
+
+
+def test_facts_are_told_apart_by_what_they_can_do() -> None:
+    def start(**changed: object) -> dict:
+        config = {
+            "optimizer": {"lr": changed.pop("lr", 1e-3)},
+            "training": {"local_batch_size": changed.pop("size", 2), "steps": changed.pop("n", 9)},
+            "job": {"dump_folder": changed.pop("folder", "a")},
+            "parallelism": {"data_parallel_shard_degree": changed.pop("shard", 2)},
+        }
+        facts = {"source": "1", "kernels": {"threads": 2}, "data_content": {"json": "x"}}
+        return {"config": config, **facts, **changed}
+
+    def effects(**changed: object) -> list[tuple[str, str]]:
+        found = compare_facts(start(), start(**changed), has_other_rates=False)
+        return [(fact.name, fact.effect) for fact in found]
+
+    assert effects() == []
+    assert effects(lr=2e-3, size=1) == [
+        ("optimizer.lr", "key"),
+        ("training.local_batch_size", "rounding"),
+    ]
+    assert effects(data_content={"json": "y"}) == [("data_content.json", "data")]
+    assert effects(source="2", kernels={"threads": 1}) == [
+        ("source", "code"),
+        ("kernels.threads", "rounding"),
+    ]
+    assert effects(n=12, shard=-1) == [("training.steps", "rounding")], "merely longer"
+    (steps,) = compare_facts(start(), start(n=12), has_other_rates=True)
+    assert steps.effect == "key"
+    assert not Fact("job.dump_folder", "a", "b", "rounding").changes_bits
+    assert Fact("mesh", "a", "b", "rounding").changes_bits
+
+
+def test_lines_of_a_record_differ_in_any_bit_and_in_what_is_not_finite() -> None:
+    row = {"loss": 2.0, "grad_norm": 1.0, "norms": [1.0, 2.0], "weights": ["0a", "0b"]}
+    groups = ["x", "y"]
+    assert compare_rows(row, row, groups) == {}
+    other = row | {"loss": None, "norms": [1.0, 2.5], "weights": ["0a", "0c"]}
+    assert compare_rows(row, other, groups) == {
+        "loss": float("inf"),
+        "gradient norm of y": 0.2,
+        "weights of y": 0.0,
+    }
+    assert compare_rows(row, {"loss": 2.0, "grad_norm": 1.0}, groups) == {}, "an older record"
+
+
+def test_each_metric_has_its_own_bound() -> None:
+    wanted = {1: {"loss": 2.0, "grad_norm": 1.0}, 2: {"loss": 2.0, "grad_norm": 1.0}}
+    taken = {1: {"loss": 2.0, "grad_norm": 1.00005}, 2: {"loss": 2.00004, "grad_norm": 1.0}}
+    assert first_far(taken, wanted, [1e-5, 1e-4]) == 2
+    assert first_far(taken, wanted, [1e-4, 1e-5]) == 1
+    assert first_far(taken, wanted, [1e-4, 1e-4]) is None
+
+
+def test_the_second_largest_difference_is_of_a_different_element() -> None:
+    a = torch.zeros(5000, dtype=torch.float32)
+    b = a.clone()
+    b[17] = 1.0
+    assert (found := compare("x", a, b)) is not None
+    assert (found.largest, found.second, found.index) == (1.0, 0.0, (17,))
+    b[4000] = -0.25
+    assert (found := compare("x", a, b)) is not None
+    assert (found.largest, found.second, found.index) == (1.0, 0.25, (17,))
+
+
+def _entry(kind: str, name: str, values: list[float]) -> dict[str, dict]:
+    entry = {"kind": kind, "name": name, "shape": [2, 2], "eps": 1.2e-7}
+    return {f"{kind} {name}": entry | {"values": torch.tensor(values).double()}}
+
+
+def test_the_first_value_beyond_ten_times_the_twin_is_named_with_its_element() -> None:
+    a = _entry("output", "x 0", [1, 1, 1, 1]) | _entry("gradient", "w", [1, 1, 1, 1])
+    twin = _entry("output", "x 0", [1, 1, 1, 1.00001]) | _entry("gradient", "w", [1, 1, 1, 1])
+    b = _entry("output", "x 0", [1, 1, 1, 1.00008]) | _entry("gradient", "w", [1, 1, 1.00001, 1])
+    found = first_other_value(a, b, twin)
+    assert found is not None
+    assert (found.kind, found.name, found.element) == ("gradient", "w", [1, 0])
+    assert first_other_value(a, a, twin) is None
+    without = first_other_value(a, b)
+    assert without is not None
+    assert without.words == "the output of x 0"
