@@ -122,7 +122,8 @@ class LadderState(State):
         }
 
     def _rung_row(self, rung: Rung) -> dict[str, Any]:
-        runs, is_further = self.runs_of(rung), rung in self.ladder.further
+        is_further = rung in self.ladder.further
+        runs = [] if is_further else self.runs_of(rung)
         predicted = self.backward.get(rung.name)
         if is_further and self.law is not None and not self.no_law:
             predicted = self.law.predict(self.ladder.variables(rung))

@@ -2,11 +2,13 @@
 
 from typing import Any
 
-HEAD = ("rung", "parameters", "tokens", "FLOPs", "minutes", "loss", "predicted", "interval")
+from meshwright.metrics.report.document import short
+
+HEAD = ("width", "parameters", "tokens", "FLOPs", "min", "loss", "predicted", "95 %")
 
 
 def describe(law: dict[str, Any]) -> str:
-    """Return a law in a line."""
+    """Return a law in two lines: its form, and its parameters."""
     pairs = zip(law["variables"], ("alpha", "beta"), "AB", strict=False)
     terms = "".join(f" + {factor} / {name}^{power}" for name, power, factor in pairs)
     parts = [
@@ -14,7 +16,7 @@ def describe(law: dict[str, Any]) -> str:
         for name in ("E", "alpha", "beta")
         if name in law
     ]
-    return f"L = E{terms}: {', '.join(parts)}; errors of {law['error']:.2%}"
+    return f"L = E{terms}, with errors of {law['error']:.2%}\n{', '.join(parts)}"
 
 
 def bounds(one: dict[str, float | None], places: int) -> str:
@@ -27,12 +29,12 @@ def row(rung: dict[str, Any]) -> tuple[str, ...]:
     """Return the cells of a rung, as in `HEAD`."""
     predicted, loss = rung["predicted"], rung["loss"]
     return (
-        rung["rung"],
-        f"{rung['parameters']:,}",
-        f"{rung['tokens']:,}",
-        f"{rung['flops']:.2e}",
+        str(rung["dim"]),
+        short(rung["parameters"]),
+        short(rung["tokens"]),
+        f"{rung['flops']:.1e}",
         f"{rung['seconds'] / 60:.1f}" if rung["runs"] else "",
         "" if loss is None else f"{loss:.4f}",
         "" if predicted is None else f"{predicted['value']:.4f}",
-        "" if predicted is None else bounds(predicted, 4),
+        "" if predicted is None else bounds(predicted, 3),
     )
