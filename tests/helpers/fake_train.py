@@ -1,8 +1,9 @@
 """A `meshwright train` for experiments that takes milliseconds: its loss is a formula of its keys.
 
-It resumes from the step that it wrote last, ends with its worker, and notes each start and end, so
-that a test sees a run that was taken twice. `optimizer.lr` above 1 diverges; a file `crash` in the
-experiment's folder, which it removes, has it crash, with the exit code that is in it, or 1.
+It resumes from the step that it wrote last, or from a checkpoint; it ends with its worker, and
+notes each start and end, so that a test sees a run that was taken twice. `optimizer.lr` above 1
+diverges; a file `crash` in the experiment's folder, which it removes, has it crash, with the exit
+code that is in it, or 1.
 """
 
 import hashlib
@@ -77,6 +78,8 @@ def main() -> None:
     done = [line for line in lines if line.endswith("}\n")]
     metrics.write_text("".join(done))
     begin = json.loads(done[-1])["step"] if done else 0
+    saved = [int(one.name.removeprefix("step-")) for one in folder.glob("checkpoint/step-*")]
+    begin = begin or max(saved, default=0)
     _note(history, "start", begin)
     for step in range(begin + 1, steps + 1):
         time.sleep(float(os.environ.get(STEP_S, "0")))
@@ -90,6 +93,8 @@ def main() -> None:
         if step % int(keys.get("validation.freq", steps)) == 0 or step == steps:
             row["validation/loss"] = loss_at(keys, step)
         metrics.open("a").write(json.dumps(row) + "\n")
+        if step % int(keys.get("checkpoint.keep_every_n_steps", 2**31)) == 0:
+            (folder / f"checkpoint/step-{step}").mkdir(parents=True)
     _note(history, "end", steps, reason="finished")
 
 

@@ -150,7 +150,18 @@ def test_an_experiment_is_decided_and_its_json_is_stable(lab, capsys) -> None:
         *("diverged", "failed", "base", "screening", "arms"),
     }
     assert {*arms["hot"]} == {
-        *("arm", "number", "on", "keys", "verdict", "num_pairs", "num_diverged", "mean", "spread"),
+        *(
+            "arm",
+            "number",
+            "on",
+            "from",
+            "keys",
+            "verdict",
+            "num_pairs",
+            "num_diverged",
+            "mean",
+            "spread",
+        ),
         *("low", "high", "seeds_needed", "alpha", "unpaired"),
     }
     results = lab.results()
@@ -381,6 +392,18 @@ def test_a_run_whose_folder_a_living_job_has_is_not_judged(lab, capsys, monkeypa
         ("[screen]\nseeds = [3]", r"lab.toml:6: .*seeds 0 to 3 are the verdict's"),
         ('[arms.a]\non = "b"\n[arms.b]\n[screen]', "can't change one that may be dropped"),
         ('[common]\n"training.steps" = 4', "the budget decides it"),
+        ('[arms.a]\nfrom = 19\n"optimizer.lr" = 1', r"lab.toml:6: .*must be at most 18, where"),
+        ('[arms.a]\nfrom = "x"\n"optimizer.lr" = 1', "must be a step"),
+        ('[arms.a]\nfrom = 6\n"optimizer.name" = "muon"', "saved with a different optimizer"),
+        ('[arms.a]\nfrom = 6\n"model.args.dim" = 64', r"step-6 of base.* was saved with 32"),
+        (
+            '[common]\n"checkpoint.interval" = 5\n[arms.a]\nfrom = 6\n"optimizer.lr" = 1',
+            "must be a multiple of checkpoint.interval = 5",
+        ),
+        (
+            '[arms.a]\nfrom = 6\n"optimizer.lr" = 1\n[screen]\nseeds = [9]',
+            "a screening doesn't train the base",
+        ),
         ('[common]\n"validation.enable" = false', "doesn't validate"),
         ('[common]\n"training.global_batch_size" = -1', "follows the number of ranks"),
     ],
@@ -413,6 +436,48 @@ def test_a_bad_experiment_is_rejected(lab, head: str, message: str) -> None:
         lines.append(head)
     with pytest.raises(ConfigError, match=f"(?s){message}"):
         lab.write(ARMS, "\n".join(lines) + "\n")("run")
+    assert not lab.runs.exists()
+
+
+BRANCHES = """
+[arms.late]
+from = 12
+"optimizer.lr" = "x2"
+[arms.silent]
+from = 8
+"metrics.log_freq" = 7
+"""
+
+
+def test_branches_start_from_a_checkpoint_of_the_base_of_the_same_seed(lab, capsys) -> None:
+    assert lab.write(BRANCHES)("run", "--json") == 0
+    arms = {arm["arm"]: arm for arm in json.loads(capsys.readouterr().out)["arms"]}
+    assert [(arm["from"], arm["verdict"]) for arm in arms.values()] == [
+        *((12, "better"), (8, "identical"))
+    ]
+    for seed in (0, 1):
+        folders = [lab.runs / name / f"seed-{seed}" for name in ("base", "late", "silent")]
+        firsts = [json.loads(text_of(one / "metrics.jsonl").split("\n")[0]) for one in folders]
+        assert [row["step"] for row in firsts] == [1, 13, 9]
+    with pytest.raises(ConfigError, match=r"step-10 is not there, and that run is over"):
+        lab("add", "later", "from=10", "optimizer.lr=x3")
+    assert lab("add", "later", "from=16", "optimizer.lr=x3") == 0
+
+
+@pytest.mark.slow
+def test_a_branch_that_changes_nothing_has_the_bits_of_its_base(tmp_path: Path, capsys) -> None:
+    """By real runs: the branch resumes, and its seeds have other weights and batches."""
+    lab = Lab(tmp_path).write(BRANCHES[BRANCHES.index("[arms.silent]") :])
+    assert lab("run", "--json") == 0
+    (arm,) = json.loads(capsys.readouterr().out)["arms"]
+    assert (arm["verdict"], arm["num_pairs"]) == ("identical", 2)
+    starts = (lab.runs / "silent/seed-0/history.jsonl").read_text().splitlines()
+    assert json.loads(starts[0])["step"] == 8
+
+
+def test_a_budget_in_seconds_has_no_branches(lab) -> None:
+    with pytest.raises(ConfigError, match="a branch needs a budget in steps or tokens"):
+        lab.write(BRANCHES, HEAD.replace("steps = 24", "seconds = 8"))("run")
     assert not lab.runs.exists()
 
 

@@ -7,6 +7,7 @@ from contextlib import chdir
 from dataclasses import asdict, replace
 from typing import Any
 
+from meshwright.commands.experiment.branches import check_branch, check_resumes
 from meshwright.commands.experiment.registry import (
     Arm,
     Experiment,
@@ -170,6 +171,7 @@ class Arms:
             on=request.on,
             is_added=not request.place,
             steps=request.steps,
+            branch=request.branch,
         )
         resolved = self._resolve(arm, place)
         # an arm with steps of its own is never the same run
@@ -179,6 +181,9 @@ class Arms:
             check(request.is_drawn, place, request.name, rule, "change a value, or leave it out")
             return None
         self._check_judged_alike(place, resolved, self.job(request.on))
+        if arm.branch:
+            check_branch(self._document, self._known, place, arm, reference)
+            check_resumes(place, arm, resolved, self.job(request.on))
         self._jobs[arm.name] = resolved
         unpaired = [*_unpaired(resolved, self.job(request.on))]
         return replace(arm, tokens_per_step=resolved.config.tokens_per_step, unpaired=unpaired)
@@ -209,7 +214,8 @@ class Arms:
 
     def _resolve(self, arm: Arm, place: str) -> ResolvedJob:
         """Return the job of an arm, if it can run."""
-        own: Values = {"job.dump_folder": str(self._document.folder / arm.name / "seed-0")}
+        # of no run, so that none is resumed here
+        own: Values = {"job.dump_folder": str(self._document.folder / arm.name / "seed-new")}
         if steps := arm.steps or self._spec.budget.steps:
             own["training.steps"] = steps
         try:

@@ -39,6 +39,8 @@ class Arm:
     """By `add`, so it isn't in the TOML."""
     steps: int = 0
     """Of each of its runs; 0: the budget decides."""
+    branch: int = 0
+    """The step of `on`'s checkpoint of the same seed that it starts from; 0: none."""
     unpaired: list[str] = field(default_factory=list)
     """Which of "weights" and "data" differ from the reference's at equal seeds."""
 

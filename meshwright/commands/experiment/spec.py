@@ -34,7 +34,7 @@ BASE = "base"
 RESERVED = (BASE, "budget", "experiment.json", "leases", "results.jsonl")
 """Names that the folder of an experiment has already."""
 
-OWN_KEYS = ("base", "ranks", "on")
+OWN_KEYS = ("base", "ranks", "on", "from")
 """Keys of an arm that aren't keys of a config."""
 
 NAME = re.compile(r"[A-Za-z0-9][\w.,+=-]{0,150}")
@@ -115,6 +115,8 @@ class Request(NamedTuple):
     """From a grid, a list or at random, where the base itself may come up."""
     steps: int = 0
     """Of each of its runs; 0: the budget decides."""
+    branch: int = 0
+    """`from`: the step of `on`'s checkpoint of the same seed that it starts from; 0: none."""
 
 
 class Document(NamedTuple):
@@ -224,17 +226,19 @@ def as_request(name: str, place: str, table: Mapping[str, Any]) -> Request:
     rule = f"can't name an arm: letters, digits and _ . , + = - can, but not {', '.join(RESERVED)}"
     check(is_name, place, name, rule, "write a different name")
     keys = dict(flattened(table))
-    base, ranks, on = (keys.pop(key, None) for key in OWN_KEYS)
+    base, ranks, on, branch = (keys.pop(key, None) for key in OWN_KEYS)
     check(isinstance(base, str | None), f"{place}.base", base, "must be the path of a TOML")
     is_count = ranks is None or (type(ranks) is int and ranks > 0)
     check(is_count, f"{place}.ranks", ranks, "must be a positive number")
+    is_step = branch is None or (type(branch) is int and branch > 0)
+    check(is_step, f"{place}.from", branch, "must be a step", "write from = 100")
     check(isinstance(on, str | None), f"{place}.on", on, "must be the name of an arm")
     check(not (on and base), f"{place}.on", on, "is given together with a base", "leave out one")
     loose = next((key for key in keys if "." not in key), None)
     rule = "is no key of a config"
     fix = f'write "section.key" = value; an arm\'s own keys are {", ".join(OWN_KEYS)}'
     check(loose is None, f"{place}.{loose}", keys.get(str(loose)), rule, fix)
-    return Request(name, place, keys, base or "", ranks, on or BASE)
+    return Request(name, place, keys, base or "", ranks, on or BASE, branch=branch or 0)
 
 
 def flattened(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -40,7 +40,9 @@ class State:
             if own.status == "diverged":
                 yield Pair(math.inf)
             elif own.value is not None and reference.value is not None:
-                yield Pair(own.value - reference.value, own.curve == reference.curve)
+                # a branch has no validations before it
+                both = [point for point in reference.curve if point[0] > arm.branch]
+                yield Pair(own.value - reference.value, own.curve == both)
 
     @cached_property
     def screening(self) -> Halving | None:
@@ -115,7 +117,8 @@ class State:
         for seed in self.seeds:
             for arm in self.experiment.arms.values():
                 key, reference = Key(arm.name, seed), self.results.get(Key(arm.on, seed))
-                is_paired = reference is None or reference.status == "finished"
+                # a branch waits for the checkpoint that it starts from
+                is_paired = not arm.branch if reference is None else reference.status == "finished"
                 if arm.name in active and is_paired and key not in done:
                     yield key
 
@@ -158,6 +161,7 @@ class State:
             "arm": arm.name,
             "number": self.arms[arm.name],
             "on": arm.on,
+            "from": arm.branch or None,
             "keys": arm.asked,
             "verdict": verdict.pop("word"),
             **verdict,

@@ -18,6 +18,11 @@ from types import FrameType
 from typing import Generic, TypeVar
 
 from meshwright.checkpoint.lease import FILE as JOB_LEASE
+from meshwright.commands.experiment.branches import (
+    CHECKPOINTS,
+    branch_off,
+    settings_of_origin,
+)
 from meshwright.commands.experiment.registry import Arm, config_of, lease, load, save
 from meshwright.commands.experiment.results import (
     VALIDATIONS,
@@ -125,17 +130,19 @@ class Worker(Generic[AnyState]):
         since_s, code = time.time(), 0
         if line := state.forecast(key):
             self._note(line)
-        settings = {"training.seed": key.seed, **self._settings(steps)}
+        own = self._settings(steps) | settings_of_origin(experiment, arm, self._spec.common)
+        settings = {"training.seed": key.seed, **own}
         if steps < experiment.steps_of(arm):
             settings |= _settings_of_screening(arm, experiment.steps_of(arm))
         for attempt in range(1, ATTEMPTS + 1):
             if not has_ended(folder, steps):
+                branch_off(self._document, arm, key.seed)
                 code = self._train(arm, folder, settings)
                 self._check_asked()
             if code in (0, EXIT_TRAINING):
                 break
             self._note(f"{key.arm}, seed {key.seed}: exit code {code} ({attempt}): {folder}")
-            owner = owner_of(folder / "checkpoint" / JOB_LEASE)
+            owner = owner_of(folder / CHECKPOINTS / JOB_LEASE)
             if code == EXIT_CONFIG and owner is not None and not is_gone(owner):
                 # the job of a worker that is gone has the folder, and is about to end
                 time.sleep(POLL_S)
@@ -166,7 +173,8 @@ class Worker(Generic[AnyState]):
     def _train(self, arm: Arm, folder: Path, settings: Values) -> int:
         """Run `meshwright train` in a dump folder; return its exit code."""
         folder.mkdir(parents=True, exist_ok=True)
-        keys = arm.keys | settings | {"job.dump_folder": str(folder), "checkpoint.enable": True}
+        keys = arm.keys | settings | {"job.dump_folder": str(folder)}
+        keys |= {"checkpoint.enable": True, "checkpoint.folder": CHECKPOINTS}
         words = ["train", arm.config, "--ngpu", str(arm.ranks), "--nnodes", "1"]
         words += [f"--{key}={as_word(value)}" for key, value in keys.items()]
         with open(folder / "console.log", "ab") as console:

@@ -1,0 +1,107 @@
+"""Arms that branch off: they start from a checkpoint of their reference's run of the same seed."""
+
+import math
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from meshwright.checkpoint.commit import step_folder
+from meshwright.checkpoint.manifest import NO_JOB
+from meshwright.commands.experiment.registry import Arm, Experiment
+from meshwright.commands.experiment.results import LAST_QUARTER, Key, folder_of, read_results
+from meshwright.commands.experiment.spec import Document, Values
+from meshwright.config.changes import to_json
+from meshwright.system.errors import ConfigError, check
+from meshwright.train.facts import Saved
+from meshwright.train.resolve import ResolvedJob, resume_from
+
+CHECKPOINTS = "checkpoint"
+"""Folder of the checkpoints in each dump folder."""
+
+KEPT = ("checkpoint.interval", "checkpoint.keep_every_n_steps")
+"""Keys that decide which checkpoints there are when a run is over."""
+
+
+def check_branch(
+    document: Document, experiment: Experiment, place: str, arm: Arm, reference: Arm
+) -> None:
+    """Check that the runs of the reference have the checkpoint that an arm starts from.
+
+    Raises:
+        ConfigError: if they won't have it, or the arm couldn't be judged.
+    """
+    key, spec = f"{place}.from", document.spec
+    rule = "a branch needs a budget in steps or tokens: seconds become steps when the base is timed"
+    check(not spec.budget.seconds, key, arm.branch, rule, "write budget = {steps = ...}")
+    rule = "a screening doesn't train the base, so there is nothing to start from"
+    check(spec.screen is None or arm.is_added, key, arm.branch, rule, "leave out [screen] or from")
+    most = int(LAST_QUARTER * experiment.steps_of(reference))
+    rule = f"must be at most {most}, where the validations that judge a run start"
+    check(arm.branch <= most, key, arm.branch, rule, f"write from = {most}")
+    for name in KEPT:
+        every = spec.common.get(name)
+        is_kept = every is None or (type(every) is int and every > 0 and arm.branch % every == 0)
+        check(is_kept, key, arm.branch, f"must be a multiple of {name} = {every} in [common]")
+    for result in read_results(document, experiment).values():
+        if result.arm == reference.name:
+            path = _origin(document, arm, result.seed)
+            rule = f"{path} is not there, and that run is over"
+            fix = "write the arm before its reference is trained, or leave from out"
+            check(path.is_dir(), key, arm.branch, rule, fix)
+
+
+def check_resumes(place: str, arm: Arm, job: ResolvedJob, reference: ResolvedJob) -> None:
+    """Check that an arm changes only what a resume may change.
+
+    Raises:
+        ConfigError: naming each key that keeps it from that.
+    """
+    manifest: Any = NO_JOB | {
+        "step": arm.branch,
+        "stage": reference.stage_number,
+        "config": to_json(reference.config),
+        "data_identity": reference.data_identity,
+        "model_name": reference.config.model.name,
+        "model_args": asdict(reference.model_args),
+        "frozen": sorted(reference.frozen),
+        "own_code": reference.own_code,
+    }
+    try:
+        resume_from(job, Saved(Path(f"step-{arm.branch} of {arm.on}"), manifest))
+    except ConfigError as error:
+        raise ConfigError(place, f"{arm.name}: {error}") from None
+
+
+def settings_of_origin(experiment: Experiment, arm: Arm, common: Mapping[str, Any]) -> Values:
+    """Return the keys by which the runs of an arm keep what its branches start from."""
+    branches = [one.branch for one in experiment.arms.values() if one.branch and one.on == arm.name]
+    return {key: math.gcd(*branches) for key in KEPT if branches and key not in common}
+
+
+def branch_off(document: Document, arm: Arm, seed: int) -> None:
+    """Give a run that hasn't started the checkpoint that it starts from, by hard links."""
+    folder = folder_of(document, Key(arm.name, seed)) / CHECKPOINTS
+    if not arm.branch or any(folder.glob("step-*")):
+        return
+    origin = _origin(document, arm, seed)
+    fix = "restore it, or remove the result.json of that run"
+    check(origin.is_dir(), "from", arm.branch, f"{origin} is not there any more", fix)
+    # renamed when it is complete, as the worker may be killed here
+    partial = folder / f".{origin.name}.partial"
+    shutil.rmtree(partial, ignore_errors=True)
+    shutil.copytree(origin, partial, copy_function=_link)
+    partial.rename(folder / origin.name)
+
+
+def _origin(document: Document, arm: Arm, seed: int) -> Path:
+    return step_folder(folder_of(document, Key(arm.on, seed)) / CHECKPOINTS, arm.branch)
+
+
+def _link(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # of a file system without hard links
+        shutil.copy2(source, target)
