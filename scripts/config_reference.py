@@ -69,6 +69,7 @@ EXAMPLES = {
     "optimizer.beta2": "0.99",
     "bad_steps.spike_std": "6.0",
     "lr_scheduler.decay_ratio": "0.2",
+    "lr_scheduler.decay_start": "8000",
     "parallelism.fsdp_prefetch_layers": "2",
     "parallelism.data_parallel_shard_degree": "8",
     "activation_checkpoint.memory_budget": "0.3",

@@ -62,13 +62,31 @@ def _decay_fits(config: JobConfig, _: Facts) -> Iterator[ConfigError]:
 SCHEDULE: tuple[Row[Facts], ...] = (
     Check(_decay_fits),
     Rule(
+        "lr_scheduler.decay_start",
+        lambda c, _: (
+            c.lr_scheduler.decay_start is not None and c.lr_scheduler.decay_ratio is not None
+        ),
+        "lr_scheduler.decay_ratio = {lr_scheduler.decay_ratio} gives the start as well",
+        ONE_OF_TWO,
+    ),
+    Rule(
+        "lr_scheduler.decay_start",
+        lambda c, _: (
+            c.lr_scheduler.name == "wsd"
+            and c.lr_scheduler.decay_start is not None
+            and c.lr_scheduler.decay_start < c.lr_scheduler.warmup_steps
+        ),
+        "lies within the warm-up of {lr_scheduler.warmup_steps} steps",
+        "raise it, or lower lr_scheduler.warmup_steps",
+    ),
+    Rule(
         "lr_scheduler.total_steps",
         lambda c, _: c.schedule_steps < c.training.steps,
         "the schedule ends before training.steps = {training.steps}",
         "raise it, or leave it out",
     ),
     Idle(
-        "lr_scheduler.decay_ratio lr_scheduler.decay_type",
+        "lr_scheduler.decay_ratio lr_scheduler.decay_start lr_scheduler.decay_type",
         lambda c, _: c.lr_scheduler.name != "wsd",
         "the schedule differs from wsd",
     ),

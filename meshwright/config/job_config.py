@@ -195,6 +195,19 @@ class Checkpoint(Section):
         return self.enable and not self.load_only
 
 
+class Sentry(Section):
+    """[sentry] Finds a GPU that computes wrongly: all data-parallel ranks compute one and the same
+    microbatch, forward and backward, and compare the bits of each block's output and gradients;
+    replicas also compare their weights. Errors of the optimizer and of collectives are found only
+    if replicas then differ. Training stays bitwise the same."""
+
+    interval: NonNegativeInt = 0
+    """Steps between comparisons, e.g. 100. Each takes as long as a microbatch. A rank that differs
+    from most others twice ends the job with exit code 7; of two ranks both are named, and with
+    tensor or context parallelism all that share the work. A difference that doesn't come again is
+    a warning. Not with one data-parallel rank or expert parallelism. 0: off."""
+
+
 class Metrics(Section):
     """[metrics] Reports and their destinations. {dump_folder}/metrics.jsonl is always written."""
 
@@ -298,6 +311,7 @@ class JobConfig(Section):
     float8: Float8 = Float8()
     validation: Validation = Validation()
     checkpoint: Checkpoint = Checkpoint()
+    sentry: Sentry = Sentry()
     metrics: Metrics = Metrics()
     profiling: Profiling = Profiling()
     comm: Comm = Comm()
@@ -313,6 +327,8 @@ class JobConfig(Section):
     def num_decay_steps(self) -> int:
         """Optimizer steps on which the learning rate falls."""
         schedule, steps = self.lr_scheduler, self.schedule_steps
+        if schedule.decay_start is not None:
+            return max(steps - schedule.decay_start, 0)
         if schedule.decay_ratio is None:
             return max(steps - schedule.warmup_steps, 0)
         return round(steps * schedule.decay_ratio)

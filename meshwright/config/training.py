@@ -123,6 +123,9 @@ class Stage(Section):
     decay_ratio: Annotated[float, Field(ge=0, le=1)] | None = None
     """As `lr_scheduler.decay_ratio`."""
 
+    decay_start: NonNegativeInt | None = None
+    """As `lr_scheduler.decay_start`."""
+
     decay_type: Literal["linear", "sqrt", "cosine"] | None = None
     """As `lr_scheduler.decay_type`."""
 
@@ -194,8 +197,8 @@ class Training(Source):
     """Parts of the job, one after the other: tables [[training.stages]], each with `until_tokens`,
     the tokens of the job with which it ends (the last one has none), and keys that differ in it:
     `datasets`, or `weights` of the job's by name; `seq_len`, `global_batch_size`,
-    `local_batch_size`; `lr`, `warmup_steps`, `total_steps`, `decay_ratio`, `decay_type`,
-    `min_lr_factor`."""
+    `local_batch_size`; `lr`, `warmup_steps`, `total_steps`, `decay_ratio`, `decay_start`,
+    `decay_type`, `min_lr_factor`."""
 
     local_batch_size: PositiveInt = 8
     """Sequences per data-parallel rank and microbatch: as many as fit the memory."""
@@ -347,6 +350,10 @@ class LRScheduler(Section):
 
     decay_ratio: Annotated[float, Field(ge=0, le=1)] | None = None
     """Part of all steps spent decaying; absent: decay starts when the warm-up ends."""
+
+    decay_start: NonNegativeInt | None = None
+    """Steps before the decay, in the place of `decay_ratio`; absent: that decides. The first step
+    of a decay still has the peak."""
 
     decay_type: Literal["linear", "sqrt", "cosine"] = "linear"
     """Shape of the decay."""

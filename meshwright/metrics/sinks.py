@@ -172,7 +172,7 @@ def _step_of(line: str) -> float:
 
 HISTORY = "history.jsonl"
 
-Event = Literal["start", "end"]
+Event = Literal["start", "end", "sentry"]
 
 OF_A_RUN = (
     "metrics.jsonl",
@@ -225,8 +225,8 @@ def note_missing_end(folder: Path, step: int, reason: str, since: float) -> None
         since: seconds of the epoch; a start that is older is another process's.
     """
     try:
-        *_, last = (folder / HISTORY).read_text("utf-8").splitlines()
-        row = json.loads(last)
+        rows = map(json.loads, (folder / HISTORY).read_text("utf-8").splitlines())
+        *_, row = (row for row in rows if row["event"] in ("start", "end"))
         is_open = row["event"] == "start" and row["unix_s"] >= round(since, 1)
     except (OSError, ValueError, KeyError):  # no process has noted its start
         return

@@ -22,6 +22,9 @@ EXIT_DATA = 5
 EXIT_HANG = 6
 """A rank stopped making progress, and the others waited for it until the limit."""
 
+EXIT_SICK = 7
+"""A rank computes wrongly: its GPU or its host is broken."""
+
 EXIT_STOPPED = 75
 """The job was asked to stop before its last step: start it again, and it resumes. EX_TEMPFAIL of
 <sysexits.h>."""
@@ -32,6 +35,15 @@ EXIT_INTERRUPTED = 130
 
 FIX = "\n  fix: "
 """Before the advice in a message."""
+
+
+ADVICE_AFTER_ADVICE = re.compile(r"(\n  fix: .*)(\n  fix: .*)+")
+
+
+def one_fix(message: str) -> str:
+    """Return a message without advice that directly follows other advice: the first is the cause's,
+    and the rest was added by code that knows less of it."""
+    return ADVICE_AFTER_ADVICE.sub(r"\1", message)
 
 
 class ConfigError(ValueError):
@@ -47,7 +59,7 @@ class ConfigError(ValueError):
     """
 
     def __init__(self, key: str, message: str) -> None:
-        super().__init__(message)
+        super().__init__(one_fix(message))
         self.key = key
 
     def __reduce__(self) -> tuple[type["ConfigError"], tuple[str, str]]:
@@ -98,6 +110,10 @@ class TrainingError(RuntimeError):
     """Training went wrong and can't continue. Raised on every rank."""
 
 
+class SickRankError(TrainingError):
+    """A rank computes wrongly, or has other weights than its replicas. Raised on every rank."""
+
+
 class RecordError(ConfigError):
     """One record can't be made into tokens; `training.max_bad_records` may pass over it."""
 
@@ -131,6 +147,7 @@ and a panic in Rust are no `Exception`, and would end a thread or a worker witho
 EXIT_CODES: dict[type[Exception], int] = {
     ConfigError: EXIT_CONFIG,
     TrainingError: EXIT_TRAINING,
+    SickRankError: EXIT_SICK,
     SaveError: EXIT_SAVE,
     DataError: EXIT_DATA,
     StorageError: EXIT_DATA,

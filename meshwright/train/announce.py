@@ -221,6 +221,7 @@ def note_failure(resolved: ResolvedJob, step: Callable[[], int]) -> Iterator[Non
 
 
 def note_end(resolved: ResolvedJob, step: int, reason: str) -> None:
-    """Add the end of this process to the history of the run."""
+    """Add the end of this process to the history of the run, and to the log's file."""
+    logger.debug("ended after step %d: %s", step, reason)
     if dist.get_rank() == 0:
         note_event(Path(resolved.config.job.dump_folder), step, "end", {"reason": reason})

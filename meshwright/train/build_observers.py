@@ -24,6 +24,7 @@ from meshwright.train.best_validation import BestValidation
 from meshwright.train.resolve import ResolvedJob
 from meshwright.train.resolve_model import user_sinks
 from meshwright.train.sample_texts import SampleTexts
+from meshwright.train.sentry import Sentry
 from meshwright.train.step_record import StepRecord
 from meshwright.train.trainer import Trainer
 
@@ -57,6 +58,8 @@ def build_observers(
     order in which they are called."""
     config = resolved.config
     observers: dict[str, Observer] = {"bad_steps": bad_steps}
+    if config.sentry.interval:
+        observers["sentry"] = Sentry(resolved, meshes, trainer)
     if trainer.average is not None:
         observers["average"] = trainer.average
     if config.validation.sample_prompts:

@@ -75,12 +75,14 @@ def end_steps(job: RunningJob, agreement: StopAgreement, step: int, *, is_comple
             logger.info("stage %d ends with step %d", resolved.stage_number, step)
             note_end(resolved, step, f"finished stage {resolved.stage_number}")
         case End.DATA | End.DONE:
+            how = "finished"
             if end is End.DATA:
-                epochs = config.training.max_epochs
-                logger.info("the data ends here: training.max_epochs = %d", epochs)
+                why = f"the data ends here: training.max_epochs = {config.training.max_epochs}"
+                logger.info("%s", why)
+                how = f"finished: {why}"
             best, seconds = job.best_validation.best, time.perf_counter() - job.since
             announce_end(resolved, job.reporter.tokens_seen, best, step, seconds)
-            note_end(resolved, step, "finished")
+            note_end(resolved, step, how)
     barrier()  # the first rank to leave with an error has torchrun end the others
     # the next stage makes its own: each has threads, and a connection to every other rank
     for group in (agreement.group, job.checkpoints.group):
@@ -112,8 +114,7 @@ def raise_data_error(
         raise errors.ConfigError(getattr(error, "key", ""), fault)
     check_resumes(config, fault)
     fix = "if the cause was temporary, run the same command again: the last step is saved"
-    has_fix = errors.FIX in fault
-    raise errors.DataError(fault if has_fix else f"{fault}{errors.FIX}{fix}")
+    raise errors.DataError(errors.one_fix(f"{fault}{errors.FIX}{fix}"))
 
 
 def check_resumes(config: Checkpoint, stopped: str) -> None:

@@ -210,6 +210,10 @@ def test_an_epoch_limit_ends_the_job_in_order(tmp_path) -> None:
     assert 1 - 8 / (8 * last["step"]) < last["data/epochs/json"] <= 1
     assert (tmp_path / "out/checkpoint" / f"step-{last['step']}").exists()
     assert "the data ends here" in result.stdout
+    reason = "finished: the data ends here: training.max_epochs = 1"
+    assert records(tmp_path / "out", "history")[-1]["reason"] == reason
+    log = (tmp_path / "out/logs/rank_0.log").read_text()
+    assert log.count(f"ended after step {last['step']}: {reason}") == 1
     assert f"in {last['step']} steps, " in result.stdout  # not the thousand
     assert "epochs (training.max_epochs = 1)" in result.stdout
     assert f"is never reached: lr_scheduler.warmup_steps = 200, and the job has {last['step']}" in (

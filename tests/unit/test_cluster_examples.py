@@ -23,6 +23,7 @@ from meshwright.system.errors import (
     EXIT_DATA,
     EXIT_HANG,
     EXIT_SAVE,
+    EXIT_SICK,
     EXIT_STOPPED,
     EXIT_TRAINING,
     ConfigError,
@@ -113,7 +114,12 @@ def test_a_job_starts_again_on_the_codes_that_slurm_s_does() -> None:
     (job,) = RUNTIME["spec"]["template"]["spec"]["replicatedJobs"]
     (rule,) = job["template"]["spec"]["podFailurePolicy"]["rules"]
     assert (rule["action"], rule["onExitCodes"]["operator"]) == ("FailJob", "In")
-    assert rule["onExitCodes"]["values"] == [EXIT_CONFIG, EXIT_TRAINING, EXIT_SAVE]
+    assert rule["onExitCodes"]["values"] == [
+        EXIT_CONFIG,
+        EXIT_TRAINING,
+        EXIT_SAVE,
+        EXIT_SICK,
+    ]
     assert TRAIN_JOB["spec"]["runtimeRef"]["name"] == RUNTIME["metadata"]["name"]
 
 

@@ -267,6 +267,9 @@ training.steps=3 => expected --section.key value fix: write --training.steps=3
 --lr_scheduler.total_steps=119 => the schedule ends before training.steps = 120
 --lr_scheduler.total_steps=200 --lr_scheduler.decay_ratio=0.95
     => do not fit in lr_scheduler.total_steps = 200 after 20
+--lr_scheduler.decay_start=60 --lr_scheduler.decay_ratio=0.5
+    => decay_ratio = 0.5 gives the start as well fix: leave one of the two out
+--lr_scheduler.decay_start=19 => lies within the warm-up of 20 steps
 --lr_scheduler.decay_ratio 0.95 => do not fit in 120 after 20
 --profiling.profile_freq 2
     => profiler_warmup 3 + profiler_active 1 fix: raise it to their sum or more

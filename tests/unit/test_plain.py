@@ -210,10 +210,12 @@ def test_schedules_are_the_plain_one(seed: int) -> None:
         return choices[int(torch.randint(len(choices), (), generator=generator))]
 
     steps = draw(1, 7, 100, 10_000)
+    ratio = draw(None, 0.0, 0.1, 0.55, 1.0)
     config = LRScheduler(
         warmup_steps=draw(0, 1, 5, 200),
         total_steps=draw(None, 50, 20_000),
-        decay_ratio=draw(None, 0.0, 0.1, 0.55, 1.0),
+        decay_ratio=ratio,
+        decay_start=draw(None, 5, 60, 9_000) if ratio is None else None,
         decay_type=draw("linear", "sqrt", "cosine"),
         min_lr_factor=draw(0.0, 0.1, 1.0),
     )

@@ -10,7 +10,8 @@ from meshwright.config.changes import differences, to_json
 from meshwright.config.job_config import JobConfig
 from meshwright.config.loader import load_config
 from meshwright.config.rules import Check, Facts, Idle, Rule, broken_rules, check_rules, idle_keys
-from meshwright.system.errors import ConfigError, config_error
+from meshwright.parallelisms.rules import sentry
+from meshwright.system.errors import CombinedConfigError, ConfigError, config_error
 from meshwright.train.facts import look
 from meshwright.train.resolve import OPEN_KEYS, resolve
 from meshwright.train.rules import RULES
@@ -52,6 +53,35 @@ def test_all_broken_rows_are_reported_together() -> None:
         "training.steps", "training.seed", "job.dump_folder"
     ]  # fmt: skip
     check_rules(JobConfig(training={"steps": 5}), Facts(), TABLE)
+
+
+@pytest.mark.parametrize(
+    ("degrees", "says"),
+    [
+        ({"data_parallel_shard_degree": 1}, "there is one data-parallel rank"),
+        ({"data_parallel_shard_degree": 4, "expert_parallel_degree": 2}, "rows of each other"),
+        ({"data_parallel_shard_degree": 2}, ""),
+        ({"data_parallel_shard_degree": 1, "data_parallel_replicate_degree": 2}, ""),
+    ],
+)
+def test_a_sentry_needs_ranks_that_compute_the_same(degrees, says) -> None:
+    config = JobConfig(parallelism=degrees, sentry={"interval": 100})
+    errors = broken_rules(config, Facts(world_size=4), sentry.RULES)
+    assert [says in str(error) for error in errors] == [True] * bool(says)
+    config = JobConfig(parallelism=degrees)
+    assert broken_rules(config, Facts(world_size=4), sentry.RULES) == []
+
+
+def test_advice_never_follows_advice() -> None:
+    """Code that adds a fix to an error of other code knows less of the cause."""
+    cause = config_error("training.seq_len", 4, "is too long", "lower it")
+    for error in (
+        config_error("training.steps", 1, str(cause), "raise it"),
+        ConfigError("", f"{config_error('a', 1, str(cause), 'b')}\n  fix: c"),
+    ):
+        assert str(error).endswith("training.seq_len = 4: is too long\n  fix: lower it")
+    several = CombinedConfigError([cause, cause])
+    assert str(several) == f"{cause}\n{cause}"
 
 
 def test_a_key_without_effect_is_told_once_if_it_is_not_the_default() -> None:

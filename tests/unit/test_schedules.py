@@ -79,6 +79,10 @@ def test_schedules_without_warmup_or_decay_or_of_few_steps() -> None:
     assert rate(12, 9, warmup_steps=0) == 0.2
     assert rate(9, 9, warmup_steps=0) == pytest.approx(0.2 + 0.8 / 9)
     assert rate(3, 4, warmup_steps=30) == pytest.approx(0.1)
+    by_step = [rate(step, 20, warmup_steps=4, decay_start=15) for step in range(1, 22)]
+    assert by_step == [rate(step, 20, warmup_steps=4, decay_ratio=0.25) for step in range(1, 22)]
+    assert by_step[15] == 1.0 > by_step[16]
+    assert rate(20, 20, warmup_steps=4, decay_start=30) == 1.0
     # the data ends before warm-up and decay have their steps: no jump from the peak
     short = {"warmup_steps": 20, "decay_ratio": 0.5}
     assert [rate(step, 24, **short) for step in (20, 21, 22)] == pytest.approx([1.0, 1.0, 0.8])

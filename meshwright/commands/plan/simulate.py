@@ -280,7 +280,7 @@ def plan_job(config: JobConfig, world_size: int, *, is_gpu: bool) -> ResolvedJob
     check(not config.float8.enable, "float8.enable", True, rule, fix)
     checkpoint = config.checkpoint
     data = {*WeightedSource.model_fields, "datasets", "max_epochs", "max_bad_records"}
-    sections = ("validation", "checkpoint", "metrics", "profiling")
+    sections = ("validation", "checkpoint", "metrics", "profiling", "sentry")
     config = config.model_copy(update={name: getattr(DEFAULTS, name) for name in sections})
     config = changed(
         config,

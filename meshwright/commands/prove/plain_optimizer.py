@@ -118,6 +118,8 @@ def schedule(step: int, steps: int, config: LRScheduler) -> float:
     length = steps - warmup
     if config.decay_ratio is not None:
         length = min(length, round(config.decay_ratio * steps))
+    if config.decay_start is not None:
+        length = min(length, max(steps - config.decay_start, 0))
     passed = step - (steps + 1 - length)  # of the decay, which ends where it is `length`
     done = min(max(passed, 0) / length, 1.0) if length > 0 else 0.0
     left = {

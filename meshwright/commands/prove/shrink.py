@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from meshwright.config.changes import changed
-from meshwright.config.job_config import Average, Checkpoint, JobConfig, Metrics, Profiling
+from meshwright.config.job_config import Average, Checkpoint, JobConfig, Metrics, Profiling, Sentry
 from meshwright.config.parallelism import ActivationCheckpoint, Compile, Parallelism
 from meshwright.config.section import BYTES
 from meshwright.config.training import BadSteps, Source, Validation
@@ -166,7 +166,10 @@ def shrink(config: JobConfig, args: DecoderArgs) -> JobConfig:
             "model": model,
             "training": training,
             "optimizer": _optimizer(config, names),
-            "lr_scheduler": {"warmup_steps": min(config.lr_scheduler.warmup_steps, 2)},
+            "lr_scheduler": {
+                "warmup_steps": min(config.lr_scheduler.warmup_steps, 2),
+                "decay_start": None if config.lr_scheduler.decay_start is None else 2,
+            },
             "float8": {"filter_fqns": left_out, "emulate": True},
         },
     )
@@ -185,5 +188,6 @@ def shrink(config: JobConfig, args: DecoderArgs) -> JobConfig:
                 peak_tflops=PEAK_TFLOPS,
             ),
             "profiling": Profiling(),
+            "sentry": Sentry(),
         }
     )

@@ -170,6 +170,7 @@ def _without_traces(
         ("checkpoint", "rewind_to"): "-1",
         ("checkpoint", "keep_best"): "false",
         ("validation", "enable"): "false",
+        ("sentry", "interval"): "0",
         ("metrics", "grad_norm_by_group"): str(not is_early).lower(),
         ("profiling", "enable_profiling"): "false",
         ("profiling", "enable_memory_snapshot"): "false",

@@ -103,7 +103,7 @@ def _state(run: Run) -> str:
     step = run.last("step") or 0
     if run.history and run.history[-1]["event"] == "end":
         reason = str(run.history[-1].get("reason", ""))
-        kind = "good" if reason == "finished" else "warn"
+        kind = "good" if reason.startswith("finished") else "warn"
         return f'<span class="pill {kind}">{escape(reason)}</span>'
     steps = run.config.get("training", {}).get("steps")
     if step == steps:

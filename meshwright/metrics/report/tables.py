@@ -53,10 +53,11 @@ def best_validation(run: Run) -> tuple[int, float] | None:
 
 def starts_table(run: Run) -> str:
     rows = []
-    for index, event in enumerate(run.history):
+    processes = [event for event in run.history if event["event"] in ("start", "end")]
+    for index, event in enumerate(processes):
         if event["event"] != "start":
             continue
-        after = run.history[index + 1] if index + 1 < len(run.history) else None
+        after = processes[index + 1] if index + 1 < len(processes) else None
         if after is not None and after["event"] == "end":
             until = f"step {after['step']:,}: {after.get('reason', '')}"
             lasted = duration(after["unix_s"] - event["unix_s"])

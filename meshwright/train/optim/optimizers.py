@@ -321,12 +321,14 @@ def warmup_stable_decay(step: int, steps: int, schedule: LRScheduler) -> float:
     Source: Hu et al. 2024, arXiv:2404.06395 (warm-up, stable, decay); "sqrt" is 1 - sqrt(part
     decayed), of Haegele et al. 2024, arXiv:2405.18392.
     """
-    warmup_steps, ratio = schedule.warmup_steps, schedule.decay_ratio
+    warmup_steps, ratio, start = schedule.warmup_steps, schedule.decay_ratio, schedule.decay_start
     if step <= warmup_steps:
         return step / warmup_steps
     decay_steps = steps - warmup_steps
     if ratio is not None:  # `training.max_epochs` may leave the decay fewer steps than it asks for
         decay_steps = min(decay_steps, round(steps * ratio))
+    elif start is not None:
+        decay_steps = min(decay_steps, max(steps - start, 0))
     decayed = step - 1 - (steps - decay_steps)
     if min(decayed, decay_steps) <= 0:
         return 1.0
