@@ -44,6 +44,7 @@ from meshwright.models.families import MODELS
 from meshwright.models.families.llama import FLAVORS
 from meshwright.parallelisms.rules.degrees import KEYS
 from meshwright.parallelisms.rules.stages import SCHEDULES
+from meshwright.system.errors import ConfigError
 from meshwright.train.resolve_model import resolve_model
 from tests.helpers.faults import FAULTS, MOMENT
 from tests.helpers.needs import skip_without_mesh_of_experts
@@ -249,6 +250,17 @@ def break_off(config: JobConfig, world_size: int, file: Path) -> Measurement:
     if config.parallelism.tensor_parallel_degree == 2:
         raise ValueError("no such luck")
     return measure(config, world_size, file)
+
+
+def has_no_luck(config: JobConfig, file: Path) -> None:
+    raise ValueError("no such luck")
+
+
+def test_a_job_that_stops_on_one_process_is_one_sentence(monkeypatch) -> None:
+    monkeypatch.setattr("meshwright.commands.prove.prove.record_reference", has_no_luck)
+    sentence = r"small job stops on one process: ValueError: no such luck \(.*py:\d+\)\n  fix: corr"
+    with pytest.raises(ConfigError, match=sentence):
+        next(prove(SMALL, [case_on(tp=2), case_on(dp_shard=2)]))
 
 
 def test_the_command_goes_on_after_a_case_that_stops(tmp_path, monkeypatch, capsys) -> None:
