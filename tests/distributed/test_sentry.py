@@ -85,7 +85,8 @@ def test_training_is_bitwise_the_same_with_it(dims, options, tmp_path) -> None:
 
 
 FLIPS = [
-    Flip("layers.1.feed_forward.w1", "forward", 10, 0.6),
+    # a lower bit may be rounded away before the output of the block
+    Flip("layers.1.feed_forward.w1", "forward", 20, 0.6),
     Flip("layers.0.attention.wv", "input", 12, 0.3),
     Flip("layers.2.feed_forward.w2", "weight", 10, 0.9),
 ]
@@ -109,9 +110,11 @@ def test_a_rank_that_computes_wrongly_is_named(dims: ParallelDims, tmp_path: Pat
             text = alarm(sentry, 2)
         assert text.startswith(f"rank {named} (on {socket.gethostname()}): computes wrongly"), text
         way = "forward" if flip.product == "forward" else "backward"
-        assert f"seen twice at {way} of " in text
+        assert f"seen twice at {way} of " in text, text
         assert alarm(sentry, 3) == ""
-    with flipping(job, FLIPS[0], is_once=True) if dist.get_rank() == 1 else nullcontext():
+    has_it = any(name == FLIPS[0].module for name, _ in job.model.named_modules())
+    is_sick = has_it and job.meshes.dp.get_local_rank() == 1
+    with flipping(job, FLIPS[0], is_once=True) if is_sick else nullcontext():
         assert alarm(sentry, 4) == ""
     if dist.get_rank() == 0:
         verdicts = [row["verdict"] for row in records(tmp_path, "history")]
