@@ -108,6 +108,29 @@ def test_a_step_of_four_ranks_comes_back_on_one_process(name, tmp_path: Path, ca
 
 
 @pytest.mark.slow
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("dtype", "of_loss", "of_norm"),
+    # bf16 keeps 8 bits: 4e-3 a value, of which the mean over 512 tokens leaves 2e-4
+    [("float32", 1e-6, 1e-5), ("bfloat16", 1e-3, 4e-2)],
+)
+def test_a_step_of_eight_ranks_comes_back_on_one_and_on_two(
+    dtype: str, of_loss: float, of_norm: float, tmp_path: Path, capsys
+) -> None:
+    degrees = ("tensor_parallel_degree", "pipeline_parallel_degree")
+    mesh = [word for name in degrees for word in (f"--parallelism.{name}", 2)]
+    mesh += ["--parallelism.data_parallel_shard_degree", 2]
+    words = ["--training.mixed_precision_param", dtype, "--training.steps", 7]
+    train_on_ranks(tmp_path / "run", *mesh, *words, ranks=8)
+    plain = [word for name in degrees for word in (f"--parallelism.{name}", 1)]
+    for ranks, own in ((1, []), (2, plain)):
+        result = _results(capsys, tmp_path / "run", "--step", 7, "--ngpu", ranks, *own)
+        differences = _differences(result)
+        assert len(differences) == 2
+        assert all(loss < of_loss and norm < of_norm for loss, norm in differences), differences
+        assert result["first_other_step"] is None
+
+
 def test_a_step_of_a_later_stage_comes_back(tmp_path: Path, capsys) -> None:
     """Stage 2 begins with the checkpoint of the end of stage 1, step 8; the run with none."""
     config = tmp_path / "stages.toml"
