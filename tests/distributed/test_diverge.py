@@ -1,12 +1,14 @@
 """`meshwright diverge`: planted differences are named, and what only changes rounding is not."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
-from meshwright.checkpoint.reader import compare
+from meshwright.checkpoint.reader import TensorDifference, compare
+from meshwright.commands.diverge.checkpoints import Pair
 from meshwright.commands.diverge.command import EXIT_UNEXPLAINED
 from meshwright.commands.diverge.facts import Fact, compare_facts
 from meshwright.commands.diverge.records import compare_rows
@@ -203,6 +205,29 @@ def test_the_second_largest_difference_is_of_a_different_element() -> None:
     b[4000] = -0.25
     assert (found := compare("x", a, b)) is not None
     assert (found.largest, found.second, found.index) == (1.0, 0.25, (17,))
+
+
+def test_an_element_is_named_only_if_it_stands_out_clearly(monkeypatch) -> None:
+    """What follows from a flipped bit stands out, too, above all in small tensors."""
+
+    def named(rows: list[tuple], groups: Sequence[str] = ()) -> str | None:
+        found = [
+            (TensorDifference(name, 9, 99, largest, second, (index,), 0, 0), 1.0)
+            for name, largest, second, index in rows
+        ]
+        monkeypatch.setattr(Pair, "others", lambda self: iter(found))
+        monkeypatch.setattr(Pair, "_element", lambda self, best, ranks: best.name)
+        return Pair(Path(), Path()).lone_element(2, groups)[0]
+
+    state = "optimizer.state.layers.0.w.exp_avg"
+    flipped = [(state, 1e-3, 1e-7, 3), ("model.layers.0.w", 1e-5, 1e-9, 3)]
+    after = [("optimizer.state.norm.w.exp_avg", 2e-4, 1e-8, 1), ("model.norm.w", 1e-4, 1e-8, 1)]
+    assert named(flipped) == state
+    assert named([*flipped, *after]) is None
+    assert named([*flipped, *after], groups=["layers.0"]) == state
+    assert named([(state, 1e-3, 5e-4, 3), ("model.layers.0.w", 1e-5, 5e-6, 3)]) is None
+    assert named([*flipped[1:], ("model.norm.w", 1e-4, 1e-8, 1)]) is None, "weights only"
+    assert named([("model.layers.0.w", 1e9, 1e-8, 1), *after]) == "model.layers.0.w"
 
 
 def _entry(kind: str, name: str, values: list[float]) -> dict[str, dict]:

@@ -3,13 +3,14 @@
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from meshwright.checkpoint import commit
 from meshwright.checkpoint.reader import CheckpointWeights, TensorDifference, compare
 from meshwright.checkpoint.state import OPTIMIZER, RNG
+from meshwright.models.parameter import block_of
 from meshwright.system.files import NamedPath
 
 Lone = tuple[float, TensorDifference]
@@ -80,30 +81,36 @@ class Pair:
         """Return whether any bit of any tensor differs."""
         return any(True for _ in self.others())
 
-    def lone_element(self, ranks: int) -> tuple[LoneElement | None, int]:
+    def lone_element(self, ranks: int, groups: Collection[str]) -> tuple[LoneElement | None, int]:
         """Return the element that stands out most, by the scale of its tensor, if one does; and how
         many tensors differ.
 
         Args:
             ranks: of the run B.
+            groups: of parameters in which the runs differed first; none: not known.
         """
         found, alone = (
             list(self.others()),
             defaultdict[tuple[str, tuple[int, ...]], list[Lone]](list),
         )
         for difference, scale in found:
-            if difference.numel > 1 and difference.largest > STANDS_OUT * difference.second:
-                place = _parts_of(difference.name)[0], difference.index
+            place = _parts_of(difference.name)[0], difference.index
+            is_candidate = not groups or block_of(place[0]) in groups
+            is_lone = difference.numel > 1 and difference.largest > STANDS_OUT * difference.second
+            if is_candidate and is_lone:
                 alone[place].append((difference.largest / max(scale, 1e-30), difference))
-        sure = [
+        tops = [
             max(of_place, key=lambda one: one[0])
             for of_place in alone.values()
             # an element whose gradient is nearly 0 stands out by chance, in its weight only, by
             # less than weights are large
             if len(of_place) > 1 or len(found) == 1 or of_place[0][0] >= 1
         ]
-        best = max(sure, key=lambda one: one[0], default=None)
-        return (None if best is None else self._element(best[1], ranks)), len(found)
+        tops.sort(key=lambda one: -one[0])
+        # what follows from a flipped bit may stand out, too
+        times = STANDS_OUT if groups else STANDS_OUT**2
+        is_clear = len(tops) == 1 or (len(tops) > 1 and tops[0][0] > times * tops[1][0])
+        return (self._element(tops[0][1], ranks) if is_clear else None), len(found)
 
     def _element(self, found: TensorDifference, ranks: int) -> LoneElement:
         _, b = self._open()

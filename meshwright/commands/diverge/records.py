@@ -24,6 +24,12 @@ class OtherStep:
     largest: float
     """Relative difference of loss and norms; 0: only bits of the weights or of the state."""
 
+    @property
+    def groups(self) -> set[str]:
+        """The groups of parameters whose weights or state differ; none, if that isn't logged."""
+        starts = tuple(SUMS.values())
+        return {name.rpartition(" ")[2] for name in self.names if name.startswith(starts)}
+
 
 def other_steps(a: RecordedRun, b: RecordedRun) -> Iterator[OtherStep]:
     """Yield the steps that don't have the same bits in both records."""

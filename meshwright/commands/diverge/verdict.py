@@ -159,9 +159,11 @@ class Comparison:
 
     # 3 checkpoints
 
-    def _lone(self, step: int) -> LoneElement | None:
+    def _lone(self, step: int, first: OtherStep) -> LoneElement | None:
         """Return the element that stands out in the checkpoint of a step."""
-        lone, count = pair_at(*self._folders, step).lone_element(self._starts[1]["ranks"])
+        groups = first.groups if len(first.groups) < len(self.a.groups) else ()
+        pair = pair_at(*self._folders, step)
+        lone, count = pair.lone_element(self._starts[1]["ranks"], groups)
         self.say("3 checkpoints", f"step-{step}: {numbered(count, 'tensor')} differ")
         if lone is not None:
             self.say("3 checkpoints", f"{lone.value} of {lone.place}: {lone.how_far}")
@@ -174,7 +176,7 @@ class Comparison:
         other = first_other(*self._folders, self._saved)
         equal = max((step for step in self._saved if other is None or step < other), default=0)
         self.say("3 checkpoints", f"equal to {f'step-{equal}' if equal else 'the initial weights'}")
-        lone = None if other is None else self._lone(other)
+        lone = None if other is None else self._lone(other, first)
         run = self._who(first, min(equal, first.step - 1)) if first.step else ""
         return self._went_wrong(run, first, lone)
 
@@ -264,7 +266,7 @@ class Comparison:
         if not run:
             return Verdict("unexplained", "neither record comes back: this isn't their machine")
         later = [step for step in self._saved if step >= last]
-        return self._went_wrong(run, other, self._lone(later[0]) if later else None)
+        return self._went_wrong(run, other, self._lone(later[0], other) if later else None)
 
     def _retake(
         self, begin: int, last: int, *, is_crossed: bool, traced: int = 0
