@@ -194,6 +194,17 @@ CHECKPOINTS: tuple[Row[Facts], ...] = (
 
 TOO_EARLY = f"{EARLY_STEP} updates weights before it is known whether the step is bad"
 
+
+def _has_mup(facts: Facts) -> bool:
+    return getattr(facts.model, "mup_base_dim", None) is not None
+
+
+def _optimizers(config: JobConfig) -> set[str]:
+    """Return the optimizers of a job, by name."""
+    optimizer = config.optimizer
+    return {optimizer.name} | {group.optimizer for group in optimizer.groups if group.optimizer}
+
+
 OPTIMIZER: tuple[Row[Facts], ...] = (
     Rule(
         EARLY_STEP,
@@ -234,6 +245,20 @@ OPTIMIZER: tuple[Row[Facts], ...] = (
         lambda c, _: c.optimizer.early_step_in_backward and c.metrics.layer_stats_freq,
         f"{EARLY_STEP} frees each gradient before its RMS is taken",
         ONE_OF_TWO,
+    ),
+    Rule(
+        "optimizer.name",
+        lambda c, facts: _has_mup(facts) and ", ".join(sorted(_optimizers(c) - {"AdamW"})),
+        "model.args.mup_base_dim has rules for AdamW only, not for {detail}",
+        "leave out one of the two",
+        needs="model",
+    ),
+    Rule(
+        "checkpoint.initial_load_in_hf",
+        lambda c, facts: _has_mup(facts) and c.checkpoint.initial_load_in_hf,
+        "these weights are of a model without muP, and model.args.mup_base_dim is given",
+        "leave out one of the two",
+        needs="model",
     ),
     idle_while("optimizer.weight_decay", 0.0, "decay_norm_and_bias"),
     Idle(

@@ -107,6 +107,12 @@ class DecoderArgs(ABC):
         """The same model, with every field filled in."""
         return replace(self, head_dim=self.head_dim or self.dim // self.n_heads)
 
+    @property
+    def folded_factors(self) -> dict[str, float]:
+        """Factors by name of a parameter that the model multiplies by and others don't: with them
+        in its weights, it is the same function to others."""
+        return {}
+
     def expert_layers(self, out_std: float) -> Sequence[MixtureSpec | None]:
         """Return the experts of each layer, in the place of its feed-forward; None: it keeps that.
 

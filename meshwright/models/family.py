@@ -201,6 +201,8 @@ class HuggingFaceForm:
 
     def why_not(self, args: DecoderArgs) -> str:
         """Return why no folder can hold a model of these dimensions; "": one can."""
+        if args.tie_embeddings and args.folded_factors:
+            return "its embedding is the output as well, so muP's factor on logits fits in neither"
         has_biases = "layers.{}.feed_forward.experts.b1" in self.stacked.names
         for spec in [] if has_biases else args.table.mixtures.values():
             if spec.bias_std is not None or spec.activation != "swiglu":

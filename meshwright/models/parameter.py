@@ -68,6 +68,8 @@ class Parameter:
     """Key in `model.args` of the parts that only whole can be cut apart, and their number."""
     alternates: bool = False
     """Its initial values are 1, -1, 1, ... instead of one."""
+    lr_scale: float = 1.0
+    """Factor on its learning rate. Weight decay, which that multiplies, is divided by it."""
     is_offset: bool = False
     """Its layer multiplies by 1 + w, so its initial values are less by one."""
 

@@ -5,7 +5,7 @@ divisibility follow from here. Free of torch, so that a config is checked before
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar, Literal
 
@@ -310,6 +310,8 @@ class DecoderSpec:
     """Of the logits."""
     output_cap: float | None = None
     """c: logits z become c tanh(z / c). None: they stay."""
+    matrix_lr_scale: float = 1.0
+    """`Parameter.lr_scale` of the matrices of layers."""
     norms: type[NormSpec] = NormSpec
 
     @property
@@ -341,11 +343,16 @@ class DecoderSpec:
     @cached_property
     def parameters(self) -> Mapping[str, Parameter]:
         """Every parameter by its name, in the order of the model."""
-        return {
+        found = {
             f"{module}.{name}": parameter
             for module, own in self.modules.items()
             for name, parameter in own.items()
         }
+        if self.matrix_lr_scale != 1:
+            for name, parameter in found.items():
+                if parameter.role == "matrix":
+                    found[name] = replace(parameter, lr_scale=self.matrix_lr_scale)
+        return found
 
     @cached_property
     def state(self) -> Mapping[str, State]:

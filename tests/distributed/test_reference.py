@@ -21,6 +21,7 @@ GROUPS = (
     '[{parameters=["*norm.weight"],lr_scale=0.5,weight_decay=0.2},'
     '{parameters=["layers.1.*"],optimizer="muon"}]'
 )
+WEIGHTED = [f'{{name="{n}",weight=1,loss_weight={n}.5}}' for n in (1, 3)]
 EMA = "--checkpoint.average.decay=0.999"
 ROUTER = "--experts.sequence_balance_loss=0.1 --experts.bias_update_rate=0.01"
 DECAY = "--lr_scheduler.decay_ratio=0.4 --lr_scheduler.decay_type=cosine"
@@ -37,6 +38,8 @@ CONFIGS = {
         "--training.packing=best_fit --optimizer.muon.nesterov=false"
     ],
     "small rate": ["--optimizer.lr=1e-6"],
+    "mup": ["--model.args={mup_base_dim=64}"],
+    "loss weights": [f"--training.datasets=[{','.join(WEIGHTED)}]"],
     "long": ["--model.flavor=llama3.1_8b --training.seq_len=8192"],
 }
 

@@ -76,16 +76,18 @@ class Export:
         )
         self.seq_len = int(manifest["data_identity"]["training.seq_len"])
         self.dtype, self.max_shard_size, self.is_fused = dtype, max_shard_size, is_fused
-        self.untrained = untrained
+        self.untrained, self.factors = untrained, self.args.folded_factors
         self.tokenizer, self.other_files = tokenizer, other_files
         self.ends_of_text = sorted(text_ends(tokenizer))
         special = end_ids(tokenizer)
         self.special_tokens = {key: token for key, token in special.items() if token is not None}
 
     def read(self, name: str) -> Tensor:
-        """Return one of our tensors in the type that the folder has it in: weights in `dtype`, and
-        state as it is."""
+        """Return one of our tensors in the type that the folder has it in: weights in `dtype`, with
+        the factors that the model has besides them, and state as it is."""
         tensor = self.weights.read(name)
+        if name in self.factors:
+            tensor = tensor * self.factors[name]
         return tensor if name in self.untrained else tensor.to(self.dtype)
 
 
@@ -285,7 +287,10 @@ def _logits_of_ours(job: Export, tokens: Tensor) -> Tensor:
         there = job.form.tensors(job.args)
         for name, tensor in stage.state_dict().items():
             if name in there:
-                tensor.copy_(job.read(name))
+                values = job.read(name)
+                if name in job.factors:  # which our model multiplies by itself
+                    values = values.float() / job.factors[name]
+                tensor.copy_(values)
         x = stage(x)
     return x
 

@@ -13,10 +13,12 @@ from meshwright.commands.prove.cases import (
 )
 from meshwright.commands.prove.shrink import shrink
 from meshwright.config.command_line import Parser
+from meshwright.config.job_config import JobConfig
 from meshwright.config.loader import read
 from meshwright.config.rules import Facts, check_rules
+from meshwright.models.args import DecoderArgs
 from meshwright.parallelisms.rules.compile_choice import why_no_compiler
-from meshwright.system.errors import check, numbered
+from meshwright.system.errors import check, config_error, numbered
 from meshwright.system.machine import hide_gpus
 from meshwright.train.facts import check_extensions, missing_packages
 from meshwright.train.resolve_model import check_own_model, resolve_model
@@ -29,6 +31,8 @@ def add_options(parser: Parser) -> None:
     parser.add_argument("--every-mesh", action="store_true", help=every)
     quick = "run three cases: the config's own mesh, and two others that compile nothing"
     parser.add_argument("--quick", action="store_true", help=quick)
+    coordinates = "check muP: train small models of several widths for a few steps, and no mesh"
+    parser.add_argument("--coordinates", action="store_true", help=coordinates)
     add_stage(parser)
     parser.add_argument(
         "--output",
@@ -36,6 +40,10 @@ def add_options(parser: Parser) -> None:
         metavar="FOLDER",
         help="folder for the tables (default: {dump_folder}/proof)",
     )
+
+
+EXCLUSIVE = ("--quick", "--every-mesh", "--coordinates")
+"""Options of which one may be given."""
 
 
 def run(options: Namespace) -> None:
@@ -46,10 +54,10 @@ def run(options: Namespace) -> None:
             written.
     """
     check_named(options.config)
-    is_one = not (options.quick and options.every_mesh)
-    check(
-        is_one, "--quick", True, "is given together with --every-mesh", "leave out one of the two"
-    )
+    chosen = [name for name in EXCLUSIVE if getattr(options, name[2:].replace("-", "_"))]
+    if len(chosen) > 1:
+        rule = f"is given together with {chosen[1]}"
+        raise config_error(chosen[0], True, rule, "leave out one of the two")
     print(f"proving {options.config} ...", flush=True)
     hide_gpus()
     # not at the top: torch takes a second
@@ -65,6 +73,9 @@ def run(options: Namespace) -> None:
     # a proof reports to nobody, so only one of them matters
     missing = missing_packages() & {"torchao"}
     check_rules(config, Facts(model=args, missing_packages=missing), WITHOUT_DATA)
+    if options.coordinates:
+        _prove_coordinates(config, args)
+        return
     if config.training.mask_documents:  # then every case compiles, the reference included
         reason = why_no_compiler()
         rule = f"its attention is compiled, and {reason}"
@@ -113,3 +124,24 @@ def run(options: Namespace) -> None:
         print(f"without --quick, {numbered(num_left_out, 'more case')} would run")
     if caveats or any(row.verdict.failures for row in rows):
         sys.exit(1)
+
+
+def _prove_coordinates(config: JobConfig, args: DecoderArgs) -> None:
+    """Print what each width has, and exit with 1 if it depends on the width."""
+    # torch takes a second
+    from meshwright.commands.prove.coordinates import BOUND, WIDTHS, check_coordinates
+
+    widths = ", ".join(map(str, WIDTHS))
+    print(f"RMS of layers, and decrease of the loss, at widths {widths}\n")
+    coordinates = check_coordinates(config, args)
+    failures = list[str]()
+    for one in coordinates:
+        values = "".join(f"{value:>10.3g}" for value in one.values)
+        print(f"{one.name:<36}{values}{one.spread:>8.2f}", flush=True)
+        failures += filter(None, [one.failure])
+    print()
+    for line in failures:
+        print(line)
+    if failures:
+        sys.exit(1)
+    print(f"largest over smallest is at most {BOUND} for each: muP holds at these widths")

@@ -136,6 +136,12 @@ def _latent_shapes(args: Args) -> dict[str, tuple[int, ...]]:
     return found | {"wq_a": (q_rank, dim), "q_norm": (q_rank,), "wq_b": (query, q_rank)}
 
 
+def widening(args: Args) -> float:
+    """Return muP's ratio of the width to the base width (Yang et al. 2022, arXiv:2203.03466)."""
+    base = args.get("mup_base_dim")
+    return 1.0 if base is None else args["dim"] / base
+
+
 def has_latents(args: Args) -> bool:
     """Return whether attention is DeepSeek's, arXiv:2405.04434, section 2.1."""
     return "kv_lora_rank" in args
@@ -300,7 +306,7 @@ class Plain:
         logits = x @ weights["tok_embeddings.weight" if is_tied else "output.weight"].T
         factor = args.get("logits_scaling", 1.0)
         logits = logits / factor if self._form.divides_logits else logits * factor
-        logits = _capped(logits, args.get("output_cap"))
+        logits = _capped(logits / widening(args), args.get("output_cap"))
         losses = F.cross_entropy(logits.mT, batch.labels, ignore_index=UNCOUNTED, reduction="none")
         factors = (batch.labels != UNCOUNTED).double()
         if batch.loss_weights is not None:
@@ -362,7 +368,8 @@ class Plain:
 
         q, k, v = map(heads, "qkv")
         k, v = (y.repeat_interleave(q.shape[1] // y.shape[1], 1) for y in (k, v))
-        scale = self._args.get("query_scale", q.shape[-1]) ** -0.5
+        power = -0.5 if self._args.get("mup_base_dim") is None else -1.0
+        scale = self._args.get("query_scale", q.shape[-1]) ** power
         scores = q @ k.mT * self._args.get("attention_multiplier", scale)
         scores = _capped(scores, self._args.get("attention_cap"))
         scores = scores.masked_fill(~sees.unsqueeze(1), -math.inf)

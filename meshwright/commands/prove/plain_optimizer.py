@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.commands.prove.plain_decoder import Args, Weights
+from meshwright.commands.prove.plain_decoder import Args, Weights, widening
 from meshwright.config.job_config import Average
 from meshwright.config.optimizer import Muon, Optimizer
 from meshwright.config.training import LRScheduler
@@ -29,21 +29,26 @@ class Settings:
     weight_decay: float
 
 
-def settings(name: str, weight: Tensor, config: Optimizer) -> Settings:
+def settings(name: str, weight: Tensor, config: Optimizer, ratio: float = 1.0) -> Settings:
     """Return the settings of a parameter by the rules of `[optimizer]` and its groups.
 
     Matrices and embeddings have weight decay, and vectors don't. Muon takes the matrices of layers.
+
+    Args:
+        ratio: of widths, by which muP lowers the rate of these, and raises their decay.
     """
     # the biases of a layer's experts are stacked: one vector a row
     is_matrix = weight.dim() > (2 if ".experts." in name else 1)
     is_of_layer = is_matrix and name.startswith("layers.")
     optimizer = "AdamW" if config.name == "muon" and not is_of_layer else config.name
     decay = config.weight_decay if is_matrix or config.decay_norm_and_bias else 0.0
+    factor = ratio if is_of_layer else 1.0
     for group in config.groups:
         if any(fnmatchcase(name, pattern) for pattern in group.parameters):
             own = decay if group.weight_decay is None else group.weight_decay
-            return Settings(group.optimizer or optimizer, group.lr_scale, own)
-    return Settings(optimizer, 1.0, decay)
+            kind = group.optimizer or optimizer
+            return Settings(kind, group.lr_scale / factor, own * factor)
+    return Settings(optimizer, 1 / factor, decay * factor)
 
 
 class PlainMuon(torch.optim.Optimizer):
@@ -90,7 +95,7 @@ def optimizers(
     """Yield an optimizer for each weight in turn, None if it isn't `SHIPPED`, and its settings."""
     betas = (config.beta1, config.beta2)
     for name, weight in weights.items():
-        own, heads = settings(name, weight, config), 1
+        own, heads = settings(name, weight, config, widening(args)), 1
         layer = name.removesuffix(".weight").rpartition(".")[2]
         if config.muon.split_heads and layer in ("wq", "wk", "wv", "wq_b", "wkv_b"):
             heads = args["n_kv_heads" if layer in ("wk", "wv") else "n_heads"]

@@ -130,6 +130,8 @@ def shrink(config: JobConfig, args: DecoderArgs) -> JobConfig:
         "vocab_size": VOCAB_SIZE,
         "head_dim": OWN_HEAD_DIM if has_own_width else HEAD_DIM,
     }
+    if getattr(args, "mup_base_dim", None) is not None:
+        few["mup_base_dim"] = few["dim"] // 2  # at the user's ratio the rate could be far too high
     small_args = dataclasses.replace(args, **(few | args.small()))
     user_args = {name: value for name, value in config.model.args.items() if name in KEPT}
     dimensions = {

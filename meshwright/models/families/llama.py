@@ -6,14 +6,15 @@ Source: Touvron et al. 2023, arXiv:2307.09288; Llama Team 2024, arXiv:2407.21783
 import math
 from dataclasses import dataclass
 
-from meshwright.models.args import STD, DecoderArgs
+from meshwright.models.args import STD
 from meshwright.models.family import Family, HuggingFaceForm
+from meshwright.models.mup import MupArgs
 from meshwright.models.rope_scaling import RopeScaling
 from meshwright.models.table import DecoderSpec
 
 
 @dataclass(frozen=True)
-class LlamaArgs(DecoderArgs):
+class LlamaArgs(MupArgs):
     """Dimensions of a Llama."""
 
     rope_scaling: RopeScaling | None = None

@@ -9,15 +9,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from meshwright.models.args import STD, DecoderArgs
+from meshwright.models.args import STD
 from meshwright.models.checks import check_positive
 from meshwright.models.config_json import Dimension, positive
 from meshwright.models.family import Family, HuggingFaceForm
+from meshwright.models.mup import MupArgs
 from meshwright.models.table import AttentionSpec, DecoderSpec
 
 
 @dataclass(frozen=True)
-class MistralArgs(DecoderArgs):
+class MistralArgs(MupArgs):
     """Dimensions of a Mistral."""
 
     rope_theta: float = 1000000.0

@@ -7,14 +7,15 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from meshwright.models.args import STD, DecoderArgs
+from meshwright.models.args import STD
 from meshwright.models.family import Family, HuggingFaceForm
+from meshwright.models.mup import MupArgs
 from meshwright.models.rope_scaling import Yarn
 from meshwright.models.table import AttentionSpec, DecoderSpec
 
 
 @dataclass(frozen=True)
-class Qwen2Args(DecoderArgs):
+class Qwen2Args(MupArgs):
     """Dimensions of a Qwen2."""
 
     norm_eps: float = 1e-6

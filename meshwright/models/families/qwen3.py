@@ -7,13 +7,14 @@ to Qwen/Qwen3-32B.
 import math
 from dataclasses import dataclass
 
-from meshwright.models.args import STD, DecoderArgs
+from meshwright.models.args import STD
 from meshwright.models.family import Family, HuggingFaceForm
+from meshwright.models.mup import MupArgs
 from meshwright.models.table import DecoderSpec
 
 
 @dataclass(frozen=True)
-class Qwen3Args(DecoderArgs):
+class Qwen3Args(MupArgs):
     """Dimensions of a Qwen3."""
 
     norm_eps: float = 1e-6

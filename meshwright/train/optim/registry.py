@@ -135,10 +135,14 @@ def settings_of(name: str, declared: Parameter, config: Optimizer) -> Settings:
     optimizer = config.name if takes_it else FALLBACK
     index = group_of(name, config.groups)
     if index is None:
-        return Settings(optimizer, 1.0, decay)
+        return Settings(optimizer, declared.lr_scale, decay / declared.lr_scale)
     group = config.groups[index]
     own_decay = decay if group.weight_decay is None else group.weight_decay
-    return Settings(group.optimizer or optimizer, group.lr_scale, own_decay)
+    return Settings(
+        group.optimizer or optimizer,
+        group.lr_scale * declared.lr_scale,
+        own_decay / declared.lr_scale,
+    )
 
 
 HEADS = (".wq", ".wk", ".wv", ".wq_b", ".wkv_b")
