@@ -14,6 +14,7 @@ from meshwright.models.table import (
     DecoderSpec,
     FeedForwardSpec,
     LayerSpec,
+    MixerSpec,
     MixtureSpec,
     NormSpec,
     RopeSpec,
@@ -121,7 +122,7 @@ class DecoderArgs(ABC):
         """
         return [None] * self.n_layers
 
-    def attention_layers(self, attention: AttentionSpec) -> Sequence[AttentionSpec]:
+    def attention_layers(self, attention: AttentionSpec) -> Sequence[MixerSpec]:
         """Return the attention of each layer.
 
         Args:
@@ -240,17 +241,15 @@ class DecoderArgs(ABC):
 
 
 @dataclass(frozen=True)
-class WindowArgs(DecoderArgs):
-    """The dimensions of a decoder most of whose layers see only the last tokens."""
+class FullEveryArgs(DecoderArgs):
+    """The dimensions of a decoder most of whose layers have a cheaper attention."""
 
-    window: int = 4096
-    """Tokens W that a token of these layers sees, with itself."""
     full_every: int = 4
-    """Every layer of this number, counted from 1, sees all tokens before."""
+    """Every layer of this number, counted from 1, has softmax attention to all tokens before."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_positive(self, "window", "full_every")
+        check_positive(self, "full_every")
 
     def is_full(self, layer: int) -> bool:
         """Return whether a layer, counted from 0, sees all tokens before."""
@@ -259,6 +258,18 @@ class WindowArgs(DecoderArgs):
     @property
     def resolved(self) -> Self:
         return replace(super().resolved, full_every=min(self.full_every, self.n_layers + 1))
+
+
+@dataclass(frozen=True)
+class WindowArgs(FullEveryArgs):
+    """The dimensions of a decoder most of whose layers see only the last tokens."""
+
+    window: int = 4096
+    """Tokens W that a token of these layers sees, with itself."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_positive(self, "window")
 
     def windowed(self, attention: AttentionSpec) -> AttentionSpec:
         """Return the attention of layers with a window, from that of full ones."""

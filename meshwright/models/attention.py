@@ -17,9 +17,9 @@ from torch.nn.attention.flex_attention import (
     flex_attention,
 )
 
-from meshwright.models.layers import Linear, RMSNorm, add_layers
+from meshwright.models.layers import Linear, OfHeads, RMSNorm, add_layers
 from meshwright.models.rope_scaling import LinearScaling, RopeScaling, Yarn
-from meshwright.models.sinks import Sinks, sink_attention, with_sinks
+from meshwright.models.sinks import sink_attention, with_sinks
 from meshwright.models.table import AttentionSpec, RopeSpec
 
 Mask = Tensor | BlockMask
@@ -94,8 +94,11 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # (B, S, N, H) -
     """Rotate each pair (x[2i], x[2i+1]) by its angle, in fp32; pairs lie as in Meta's weights.
 
     Args:
-        cos, sin: (S, H/2) or (B, S, H/2) fp32.
+        cos, sin: (S, R/2) or (B, S, R/2) fp32, of the first R elements; others stay as they are.
     """
+    width = 2 * cos.shape[-1]
+    if width < x.shape[-1]:
+        return torch.cat([apply_rope(x[..., :width], cos, sin), x[..., width:]], -1)
     pairs = x.float().unflatten(-1, (-1, 2))
     even, odd = pairs.unbind(-1)  # (B, S, N, H/2) each
     cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
@@ -178,24 +181,25 @@ class Attention(nn.Module):
     wq: Linear
     wk: Linear
     wv: Linear
+    wg: Linear
     wo: Linear
     q_norm: RMSNorm
     k_norm: RMSNorm
-    sinks: Sinks | None
+    sinks: OfHeads
 
     def __init__(self, spec: AttentionSpec) -> None:
         super().__init__()
         self.head_dim, self.qk_norm, self.window = spec.head_dim, spec.qk_norm, spec.window
         self.scale = 1 / math.sqrt(spec.head_dim) if spec.scale is None else spec.scale
-        self.soft_cap = spec.soft_cap
+        self.soft_cap, self.is_gated = spec.soft_cap, spec.is_gated
+        self.has_sinks = spec.sink_std is not None
         add_layers(self, spec.parameters, spec.norm_eps)
-        self.sinks = None if spec.sink_std is None else Sinks(spec.n_heads)
         self.core = CausalAttention()
 
     def forward(
         self, x: Tensor, cos: Tensor | None, sin: Tensor | None, mask: Mask | None = None
     ) -> Tensor:
-        """(B, S, D) -> (B, S, D); without `cos` and `sin`, (S, H/2), positions aren't known."""
+        """(B, S, D) -> (B, S, D); without `cos` and `sin`, (S, R/2), positions aren't known."""
         q, k, v = self.wq(x), self.wk(x), self.wv(x)
         if self.qk_norm == "all":
             q, k = self.q_norm(q), self.k_norm(k)
@@ -206,11 +210,14 @@ class Attention(nn.Module):
         if cos is not None and sin is not None:
             q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)  # (B, S, N or K, H)
         q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))  # (B, N or K, S, H)
-        sinks = None if self.sinks is None else self.sinks(x)
+        sinks = self.sinks(x) if self.has_sinks else None
         out = self.core(  # (B, N, S, H)
             q, k, v, mask, sinks, scale=self.scale, window=self.window, soft_cap=self.soft_cap
         )
-        return self.wo(out.transpose(1, 2).flatten(-2))
+        out = out.transpose(1, 2).flatten(-2)
+        if self.is_gated:  # Qiu et al. 2025, arXiv:2505.06708
+            out = out * torch.sigmoid(self.wg(x))
+        return self.wo(out)
 
 
 def positions_in_document(documents: Tensor, positions: Tensor | None = None) -> Tensor:

@@ -1,7 +1,7 @@
 """Values of Hugging Face's config.json, and its tables of rotary positions. Free of torch."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from meshwright.models.rope_scaling import LinearScaling, RopeScaling, Stretching, Yarn
@@ -126,28 +126,27 @@ def write_stretching(stretching: Stretching) -> dict[str, Any]:
     return {"rope_type": kind, **{key: value for key, value in table.items() if value is not None}}
 
 
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 """Kinds of layers in layer_types, and keys of rope_parameters where each has its own table."""
 
 
-@dataclass(frozen=True)
-class Windows:
+@dataclass(frozen=True, kw_only=True)
+class FullEvery:
     """The keys of a family of whose layers every k-th is full."""
 
-    default: int
-    """Of sliding_window, where the key is absent."""
     every: int
     """k, where no key says which layers are full."""
     pattern: str | None = None
     """Key of k in older files; None: there is none."""
+    kind: str = LINEAR
+    """Of the other layers."""
 
     def read(self, config: Mapping[str, Any], num_layers: int) -> dict[str, Dimension]:
-        """Read `window` and `full_every` of `WindowArgs`.
+        """Read `full_every` of `FullEveryArgs`.
 
         Raises:
             ValueError: if layers are others than every k-th full.
         """
-        window = positive("sliding_window", config.get("sliding_window", self.default))
         key, every = "layer_types", self.every
         if self.pattern and config.get(self.pattern) is not None:
             key, every = self.pattern, positive(self.pattern, config[self.pattern])
@@ -157,20 +156,32 @@ class Windows:
             if not isinstance(kinds, list):
                 raise ValueError(f"layer_types is {kinds!r}, not a list")
             every = kinds.index(FULL) + 1 if FULL in kinds else num_layers + 1
-            if kinds != [FULL if (i + 1) % every == 0 else SLIDING for i in range(num_layers)]:
-                rule = f"this model has {SLIDING}, and {FULL} in every k-th layer"
+            if kinds != [FULL if (i + 1) % every == 0 else self.kind for i in range(num_layers)]:
+                rule = f"this model has {self.kind}, and {FULL} in every k-th layer"
                 raise ValueError(f"layer_types is {kinds!r}; {rule}")
-        every = min(every, num_layers + 1)
-        return {"window": Dimension("sliding_window", window), "full_every": Dimension(key, every)}
+        return {"full_every": Dimension(key, min(every, num_layers + 1))}
 
-    def write(self, window: int, is_full: list[bool]) -> dict[str, Any]:
-        """Return the keys.
-
-        Args:
-            is_full: of each layer.
-        """
-        found: dict[str, Any] = {"sliding_window": window}
-        found["layer_types"] = [FULL if full else SLIDING for full in is_full]
+    def write(self, args: Any) -> dict[str, Any]:
+        """Return the keys of `FullEveryArgs`."""
+        is_full = [args.is_full(layer) for layer in range(args.n_layers)]
+        found: dict[str, Any] = {"layer_types": [FULL if full else self.kind for full in is_full]}
         if self.pattern:
             found[self.pattern] = is_full.index(True) + 1 if True in is_full else len(is_full) + 1
         return found
+
+
+@dataclass(frozen=True)
+class Windows(FullEvery):
+    """The same of a family whose other layers have a window."""
+
+    default: int
+    """Of sliding_window, where the key is absent."""
+    kind: str = field(default=SLIDING, kw_only=True)
+
+    def read(self, config: Mapping[str, Any], num_layers: int) -> dict[str, Dimension]:
+        window = positive("sliding_window", config.get("sliding_window", self.default))
+        found = {"window": Dimension("sliding_window", window)}
+        return found | super().read(config, num_layers)
+
+    def write(self, args: Any) -> dict[str, Any]:
+        return {"sliding_window": args.window} | super().write(args)

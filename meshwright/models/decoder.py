@@ -18,7 +18,7 @@ from meshwright.models.layers import Embedding, build_layer, build_part
 from meshwright.models.loss import PADDING, SummedLoss
 from meshwright.models.mixture import Mixture
 from meshwright.models.parameter import Parameter
-from meshwright.models.table import LayerSpec, RopeSpec
+from meshwright.models.table import AttentionSpec, LayerSpec, RopeSpec
 
 
 class Block(nn.Module):
@@ -51,6 +51,7 @@ class Block(nn.Module):
         """(B, S, D) -> (B, S, D); with experts also the other results of `Mixture`.
 
         Args:
+            mask: of softmax attention; linear attention takes the documents, (B, S) int.
             routing: further arguments of `Mixture`.
         """
         is_post = self.norm == "post"
@@ -242,7 +243,8 @@ class Decoder(nn.Module):
         for name, block in self.layers.items():
             mixture, spec = block.feed_forward, self.table.layers[int(name)].attention
             cos, sin = (None, None) if spec.rope is None else rotations[spec.rope]
-            mask = masks.get((spec.window, spec.has_own_core))
+            is_softmax = isinstance(spec, AttentionSpec)
+            mask = masks.get((spec.window, spec.has_own_core)) if is_softmax else documents
             if not isinstance(mixture, Mixture):
                 x = block(x, cos, sin, mask)
                 continue
@@ -264,7 +266,8 @@ class Decoder(nn.Module):
         Without documents, our cores need no mask for a window or a soft cap, but on GPUs: flex
         attention takes blocks, and those are made outside of compiled layers.
         """
-        specs = [self.table.layers[int(name)].attention for name in self.layers]
+        attentions = self.table.attentions
+        specs = [spec for layer, spec in attentions.items() if str(layer) in self.layers]
         if documents is None:
             has_blocks = self.makes_masks and makes_blocks(x.device)
             specs = [

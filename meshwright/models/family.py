@@ -2,20 +2,22 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any
 
-from meshwright.models.args import DecoderArgs, WindowArgs
+from meshwright.models.args import DecoderArgs
 from meshwright.models.config_json import (
     FULL,
     PARTIAL,
     SLIDING,
     Dimension,
-    Windows,
+    FullEvery,
     number,
     positive,
     read_stretching,
     write_stretching,
 )
+from meshwright.models.parameter import Parameter
 
 
 @dataclass(frozen=True)
@@ -25,13 +27,19 @@ class ForeignTensor:
     name: str
     shape: tuple[int, ...]
     head_dim: int | None = None
-    """If given, the rows of each head, which are so many, are for a rotation of (i, i + H/2); ours
+    """If given, the rows of each head, which are so many, are for a rotation of (i, i + R/2); ours
     are for one of (2i, 2i + 1)."""
+    rotated: int | None = None
+    """R, the first rows of a head, which are rotated; None: all."""
+    groups: int = 0
+    """If given, the rows of a tensor of the files come in so many groups, in each of which ours
+    start at `start`."""
     slices: tuple[str, ...] = ()
     """If given, the files hold each slice of the first dimension under its own name, and
     `name` is that of none."""
     start: int = 0
-    """Where its part of the second dimension starts, if the files hold it with others in one."""
+    """Where its part of the second dimension, or of a group, starts, if the files hold it with
+    others in one."""
     step: int = 1
     """From one of its places there to the next."""
     is_transposed: bool = False
@@ -106,6 +114,37 @@ class Stacked:
         )
 
 
+@dataclass(frozen=True)
+class Joined:
+    """How files hold several of our parameters of a layer in one tensor: some rows of each, group
+    by group."""
+
+    name: str
+    """There, with {} for the layer."""
+    parts: tuple[str, ...]
+    """Names of ours, in the order of their rows."""
+    groups: str | None = None
+    """Name of the dimension that is the number of groups; None: there is one."""
+    is_filter: bool = False
+    """It has a dimension of one more, the second."""
+
+    def tensors(
+        self, layer: str, args: DecoderArgs, table: Mapping[str, Parameter]
+    ) -> dict[str, tuple[str, int, int, tuple[int, ...]]]:
+        """Return name there, groups, start and shape there of each part that the layer has, by our
+        name."""
+        names = [f"layers.{layer}.{part}" for part in self.parts]
+        if names[0] not in table:
+            return {}
+        groups = getattr(args, self.groups) if self.groups else 1
+        rows = [table[name].shape[0] // groups for name in names]
+        columns = table[names[0]].shape[1:]
+        shape = (groups * sum(rows), *((1,) if self.is_filter else ()), *columns)
+        starts = [sum(rows[:index]) for index in range(len(rows))]
+        there = self.name.format(layer)
+        return {n: (there, groups, at, shape) for n, at in zip(names, starts, strict=True)}
+
+
 FUSED = Stacked(
     {
         "layers.{}.feed_forward.router": "model.layers.{}.mlp.gate.weight",
@@ -175,6 +214,12 @@ class HuggingFaceForm:
     stacked: Stacked = FUSED
     """How files hold experts that have no names in `modules`, or that an export is to
     stack."""
+    joined: tuple[Joined, ...] = ()
+    """Tensors of the files that are several of ours."""
+    partial_rotary: float | None = None
+    """partial_rotary_factor where the key is absent; None: heads are rotated whole."""
+    ignored_rope_keys: tuple[str, ...] = ()
+    """Keys of the rotation's table that say nothing of text."""
     quantizations: tuple[str, ...] = ()
     """quant_methods in config.json that are read."""
     default_rope: Mapping[str, Any] = field(default_factory=dict)
@@ -186,8 +231,8 @@ class HuggingFaceForm:
     stretched_rope_type: str | None = None
     """rope_type of config.json where wavelengths are stretched, a key in `config_json.KINDS`; None:
     they never are."""
-    windows: Windows | None = None
-    """The keys of layers with windows; None: all layers are full."""
+    windows: FullEvery | None = None
+    """The keys of layers with windows or linear attention; None: all layers are full."""
     nests_rope: bool = False
     """The rotation has a table for each kind of layer."""
     local_theta: tuple[str, float] | None = None
@@ -219,7 +264,13 @@ class HuggingFaceForm:
             is_fused: experts as `FUSED` has them, and not one by one.
         """
         found = {}
-        for name, parameter in args.table.parameters.items():
+        table, layers = args.table.parameters, map(str, range(args.n_layers))
+        joined = {
+            name: place
+            for layer, each in product(layers, self.joined)
+            for name, place in each.tensors(layer, args, table).items()
+        }
+        for name, parameter in table.items():
             kind = "bias" if name.endswith(".bias") else "weight"
             shape, module = parameter.shape, name.removesuffix(f".{kind}")
             layer = module.split(".")[1] if module.startswith("layers.") else ""
@@ -232,16 +283,23 @@ class HuggingFaceForm:
                 slices = tuple(theirs.format(layer, expert=index) for index in range(shape[0]))
                 found[name] = ForeignTensor(slices[0], shape, slices=slices)
             else:
-                found[name] = ForeignTensor(
-                    (exact or f"{theirs}.{kind}").format(layer),
-                    shape,
-                    args.table.head_dim if module.endswith(self.rotated) else None,
-                )
+                head_dim, rotated = None, None
+                if module.endswith(self.rotated):
+                    head_dim, rotated = args.table.head_dim, self._rotated_dim(args)
+                place: dict[str, Any] = {}
+                there = (exact or f"{theirs}.{kind}").format(layer)
+                if name in joined:
+                    there, groups, start, file_shape = joined[name]
+                    place = {"groups": groups, "start": start, "file_shape": file_shape}
+                found[name] = ForeignTensor(there, shape, head_dim, rotated, **place)
         for name, state in args.table.state.items():
             layer = name.split(".")[1]
             if theirs := self.state.get(name.replace(f".{layer}.", ".{}.", 1), ""):
                 found[name] = ForeignTensor(theirs.format(layer), state.shape)
         return found
+
+    def _rotated_dim(self, args: DecoderArgs) -> int | None:
+        return None if self.partial_rotary is None else args.table.ropes[0].head_dim
 
     def is_of_predictor(self, name: str, args: DecoderArgs) -> bool:
         """Return whether a tensor of the files belongs to a layer after the last one of `args`."""
@@ -267,7 +325,7 @@ class HuggingFaceForm:
         if quantized and method not in self.quantizations:
             known = ", ".join([*self.quantizations, "weights that are not quantized"])
             raise ValueError(f"quantization_config: quant_method is {method!r}; can read {known}")
-        if config.get(PARTIAL) not in (None, 1):
+        if self.partial_rotary is None and config.get(PARTIAL) not in (None, 1):
             raise ValueError(f"{PARTIAL} is {config[PARTIAL]!r}, which this model has not")
         found = self._read_integers(config)
         if self.windows:
@@ -325,6 +383,12 @@ class HuggingFaceForm:
         theta = rope.get("rope_theta", config.get("rope_theta", self._usual_theta))
         theta_key = f"{key}.rope_theta" if "rope_theta" in rope else "rope_theta"
         found = {"rope_theta": Dimension(theta_key, number(theta_key, theta))}
+        ignored = self.ignored_rope_keys
+        if self.partial_rotary is not None:
+            share = rope.get(PARTIAL, config.get(PARTIAL, self.partial_rotary))
+            found[PARTIAL] = Dimension(PARTIAL, number(PARTIAL, share))
+            ignored = (*ignored, PARTIAL)
+        rope = {name: value for name, value in rope.items() if name not in ignored}
         scaling = read_stretching(rope, key, self.stretched_rope_type, config)
         if self.stretched_rope_type:
             found["rope_scaling"] = Dimension(key, scaling)
@@ -412,9 +476,10 @@ class HuggingFaceForm:
         elif self.default_rope:  # without a table, transformers takes that
             rope = {"rope_type": "default", "rope_theta": args.rope_theta}
             config["rope_parameters"] = rope
-        if isinstance(args, WindowArgs) and self.windows:
-            is_full = [args.is_full(layer) for layer in range(args.n_layers)]
-            config |= self.windows.write(args.window, is_full)
+        if self.windows:
+            config |= self.windows.write(args)
+        if self.partial_rotary is not None:
+            config[PARTIAL] = getattr(args, PARTIAL)
         if self.nests_rope:
             config |= self._write_ropes(args, config["rope_scaling"])
         if self.write_own is not None:

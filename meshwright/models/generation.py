@@ -10,6 +10,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from meshwright.models.attention import CausalAttention, Mask, masked_attention
 from meshwright.models.decoder import Decoder
+from meshwright.models.delta import DeltaSpec
+from meshwright.models.delta_net import convolve, split_heads
+from meshwright.models.delta_rule import gated_delta_rule
 
 WITHOUT_PLANS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 """Kernels of attention but cuDNN's, which plans anew for each length of the keys: every token."""
@@ -110,6 +113,39 @@ class CachedOwnAttention(nn.Module):
         return out
 
 
+class CachedDelta(nn.Module):
+    """Keeps the state of linear attention, and the rows that its convolution sees again.
+
+    It replaces `DeltaCore`, and keeps its contract.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._rows, self._state = torch.empty(0), torch.empty(0)
+
+    def forward(
+        self,
+        rows: Tensor,
+        taps: Tensor,
+        decay: Tensor,
+        strength: Tensor,
+        documents: Tensor | None,
+        *,
+        value_dim: int,
+        key_dim: int,
+    ) -> Tensor:
+        """As `DeltaCore`, after the positions of the calls before."""
+        assert documents is None
+        behind, is_first = taps.shape[1] - 1, not self._state.numel()
+        before = rows.new_zeros(len(rows), behind, rows.shape[-1]) if is_first else self._rows
+        rows = torch.cat([before, rows], 1)
+        self._rows = rows[:, rows.shape[1] - behind :]
+        heads = split_heads(convolve(rows, taps, None), decay.shape[-1], key_dim, value_dim)
+        state = None if is_first else self._state
+        out, self._state = gated_delta_rule(*heads, decay, strength, state=state)
+        return out
+
+
 class LastAttention(nn.Module):
     """Attention of all positions, or of the last one to all. It replaces `CausalAttention`, and
     keeps its contract."""
@@ -151,6 +187,8 @@ def _cached(model: Decoder, max_len: int) -> Iterator[None]:
         caches: dict[str, nn.Module] = {"core": CachedAttention(max_len)}
         if "seen" in spec.bare_modules:
             caches = {"seen": CachedLatents(max_len), "core": LastAttention()}
+        if isinstance(spec, DeltaSpec):
+            caches = {"core": CachedDelta()}
         if spec.has_own_core:
             caches["core"] = CachedOwnAttention(attention.get_submodule("core"), max_len)
         for name, cache in caches.items():
@@ -178,7 +216,8 @@ def generate(
 
     Memory for keys and values: 2 * layers * K * H * (prompt + new tokens) elements; layers with a
     window have at most that many tokens. Of latent attention the latents are kept, layers *
-    (kv_lora_rank + qk_rope_head_dim) * tokens elements, and keys and values computed anew.
+    (kv_lora_rank + qk_rope_head_dim) * tokens elements, and keys and values computed anew. Linear
+    attention keeps its state, layers * H * K * V elements in fp32, however many tokens there are.
 
     Args:
         model: whole, on one device, made for sequences as long as prompt and new tokens together.

@@ -148,13 +148,29 @@ def build_part(spec: Any) -> Any:
     return (resolve_name(module) if isinstance(module, str) else module)(spec)
 
 
+class OfHeads(nn.Module):
+    """A parameter whose first dimension has heads: it isn't a matrix to multiply by."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(shape))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return it in fp32, as activations like `x` have it: rounded to its type."""
+        return self.weight.to(x.dtype).float()
+
+
 def add_layers(module: nn.Module, parameters: Mapping[str, Parameter], eps: float = 1e-5) -> None:
-    """Give `module` the layers that its part of the table names, but for sinks."""
+    """Give `module` the layers that its part of the table names."""
     for name, parameter in parameters.items():
-        if name.endswith(".weight") and parameter.layout != "heads":
-            layer = name.removesuffix(".weight")
-            has_bias = f"{layer}.bias" in parameters
-            module.add_module(layer, build_layer(parameter, eps, has_bias=has_bias))
+        if not name.endswith(".weight"):
+            continue
+        layer = name.removesuffix(".weight")
+        if parameter.layout == "heads":
+            module.add_module(layer, OfHeads(parameter.shape))
+            continue
+        has_bias = f"{layer}.bias" in parameters
+        module.add_module(layer, build_layer(parameter, eps, has_bias=has_bias))
 
 
 class FeedForward(nn.Module):

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import register_flop_formula
 
-from meshwright.models.layers import FeedForward
+from meshwright.models.layers import FeedForward, Linear
 from meshwright.models.router import (
     BalanceLosses,
     Router,
@@ -107,6 +107,7 @@ class Mixture(nn.Module):
         self.router = Router(spec.dim, spec.n_experts, bias=spec.bias_std is not None)
         self.experts = Experts(spec)
         self.shared = FeedForward(spec.shared) if spec.shared else None
+        self.shared_gate = Linear(spec.dim, 1, bias=False) if spec.is_shared_gated else None
         for name, state in spec.state.items():
             dtype = getattr(torch, state.dtype)
             self.register_buffer(name, torch.full(state.shape, state.value, dtype=dtype))
@@ -159,7 +160,15 @@ class Mixture(nn.Module):
         out = self.experts(rows, tally(chosen, spec.n_experts))
         y = combine(out, (weights * spec.scale).to(x.dtype), order, place).view(x.shape)
         choice = choice.unflatten(0, x.shape[:2])
-        return (y if self.shared is None else y + self.shared(x)), choice, figures, gap
+        return (y if self.shared is None else y + self._share(x, tokens)), choice, figures, gap
+
+    def _share(self, x: Tensor, tokens: Tensor) -> Tensor:
+        """Return the shared feed-forward's output for (B, S, D), which are (T, D) `tokens`."""
+        assert self.shared is not None
+        out = self.shared(x)
+        if self.shared_gate is None:
+            return out
+        return out * torch.sigmoid(self.shared_gate(tokens)).view(*x.shape[:2], 1)
 
     @torch.no_grad()
     def note(self, chosen: Tensor, figures: Tensor, counted: Tensor | None) -> None:

@@ -1,6 +1,7 @@
 """A parameter as data: its shape, use, initial values, and how ranks hold it. Free of torch."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -30,7 +31,7 @@ modules of a block, and its part of the heads or of the FFN hidden size inside t
     on_tokens: whole; the module works on the rank's part of the sequence, (B S/tp, D).
     on_heads: whole; the module works on the rank's heads, (B, S, N/tp, H).
     over_heads: cut as the heads, (B, S, N H/tp); the module is a norm over the heads of all ranks.
-    heads: cut as the heads, (N/tp,); the module gives a number for each.
+    heads: cut as the heads, (N/tp,) or (N H/tp, taps); the module gives the values.
     experts: not cut by tensor parallelism, whose ranks share in the experts as others do: the first
         dimension, one expert each, is cut over the ep axis.
     output: rows are cut, and so are the logits.
@@ -50,8 +51,9 @@ class Cut:
     dim: int
 
 
-Role = Literal["embedding", "output", "norm", "bias", "matrix", "experts"]
-"""The use of a parameter. experts: matrices (E, R, C), one for each expert."""
+Role = Literal["embedding", "output", "norm", "bias", "matrix", "experts", "taps"]
+"""The use of a parameter. experts: matrices (E, R, C), one for each expert. taps: a short filter
+of each channel, (W, taps)."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ class Parameter:
     shape: tuple[int, ...]
     layout: Layout | Cut
     std: float | None
-    """Standard deviation of its initial values; None: they are one."""
+    """Standard deviation of its initial values; None: they are one, or `quantile` gives them."""
     token_share: float = 1.0
     """Share of tokens that it multiplies as a matrix; 0: a vector, or a table to look up in."""
     parts: tuple[str, int] | None = None
@@ -72,6 +74,8 @@ class Parameter:
     """Factor on its learning rate. Weight decay, which that multiplies, is divided by it."""
     is_offset: bool = False
     """Its layer multiplies by 1 + w, so its initial values are less by one."""
+    quantile: Callable[[float], float] | None = None
+    """The initial values of a vector are this function of uniform numbers in (0, 1)."""
 
     @cached_property  # as the next: a search asks for them a million times
     def numel(self) -> int:
@@ -83,8 +87,10 @@ class Parameter:
         """Its use, if its shape and layout tell."""
         if self.layout == "embedding" or self.layout == "output":
             return self.layout
-        vector: Role = "norm" if self.std is None else "bias"
-        plane: Role = vector if self.layout == "experts" else "matrix"
+        vector: Role = "norm" if self.std is None and self.quantile is None else "bias"
+        plane: Role = "matrix"
+        if self.layout in ("experts", "heads"):
+            plane = vector if self.layout == "experts" else "taps"
         by_dimensions: dict[int, Role] = {1: vector, 2: plane, 3: "experts"}
         return by_dimensions.get(len(self.shape))
 

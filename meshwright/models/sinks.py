@@ -12,20 +12,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
-
-
-class Sinks(nn.Module):
-    """The sinks of N heads."""
-
-    def __init__(self, n_heads: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(n_heads))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return them, (N,) fp32, as activations like `x` have them: rounded to its type."""
-        return self.weight.to(x.dtype).float()
 
 
 def with_sinks(out: Tensor, log_sums: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:

@@ -4,6 +4,7 @@ Names, shapes, counts, FLOPs, costs of pipeline stages, initial values, layouts 
 divisibility follow from here. Free of torch, so that a config is checked before torch is loaded.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -19,16 +20,44 @@ Module = str | Callable[..., Any]
 
 @dataclass(frozen=True)
 class RopeSpec:
-    """Rotary positions of heads of width H."""
+    """Rotary positions of the first elements of a head."""
 
     head_dim: int
+    """How many elements are rotated: all H, or fewer."""
     theta: float
     scaling: Stretching | None = None
     """None: wavelengths aren't stretched."""
 
 
+class MixerSpec(ABC):
+    """The part of a layer that passes on information from token to token."""
+
+    module: ClassVar[Module]
+    has_own_core: ClassVar[bool] = False
+    dim: int
+    rope: RopeSpec | None
+    """None: the layer rotates nothing."""
+    window: int | None
+    """Tokens that a token sees, with itself; None: all before."""
+
+    @property
+    @abstractmethod
+    def parameters(self) -> dict[str, Parameter]:
+        """By name in the module."""
+
+    @property
+    def bare_modules(self) -> tuple[str, ...]:
+        """Names of its modules that have no parameters, in their order."""
+        return ("core",)
+
+    @abstractmethod
+    def num_flops(self, seq_len: int) -> int:
+        """Return the floating point operations of its forward for a sequence, but for the products
+        with its parameters."""
+
+
 @dataclass(frozen=True)
-class AttentionSpec:
+class AttentionSpec(MixerSpec):
     """Attention of N query heads over K key and value heads of width H.
 
     A subclass may have other parameters, and a different module. Its `forward` takes and gives what
@@ -66,16 +95,13 @@ class AttentionSpec:
     """The projections that have biases, which start at zero: of "wq", "wk", "wv" and "wo"."""
     sink_std: float | None = None
     """Of the initial values of sinks, a logit of each head that has no value; None: none."""
+    is_gated: bool = False
+    """The heads' results are times sigmoid(wg x)."""
 
     @property
     def value_dim(self) -> int:
         """Width of a head's values."""
         return self.head_dim
-
-    @property
-    def bare_modules(self) -> tuple[str, ...]:
-        """Names of its modules that have no parameters, in their order."""
-        return ("core",)
 
     @property
     def needs_mask(self) -> bool:
@@ -89,6 +115,10 @@ class AttentionSpec:
         window = min(self.window or seq_len, seq_len)
         return window * (2 * seq_len - window)
 
+    def num_flops(self, seq_len: int) -> int:
+        """Of the products of queries with keys and of weights with values, for `num_pairs`."""
+        return 2 * self.n_heads * (self.head_dim + self.value_dim) * self.num_pairs(seq_len)
+
     @property
     def parameters(self) -> dict[str, Parameter]:
         """By name in the module."""
@@ -98,6 +128,10 @@ class AttentionSpec:
             "wq": Parameter((query, self.dim), "colwise", self.std, parts=heads),
             "wk": Parameter((kv, self.dim), "colwise", self.std, parts=kv_heads),
             "wv": Parameter((kv, self.dim), "colwise", self.std, parts=kv_heads),
+        }
+        if self.is_gated:
+            matrices["wg"] = Parameter((query, self.dim), "colwise", self.std, parts=heads)
+        matrices |= {
             "wo": Parameter((self.dim, query), "rowwise", self.out_std, parts=heads),
         }
         found = dict[str, Parameter]()
@@ -179,6 +213,8 @@ class MixtureSpec:
     """Highest scores of a group that add up to the group's."""
     shared: FeedForwardSpec | None = None
     """A feed-forward that every token goes through too."""
+    is_shared_gated: bool = False
+    """Its result is times sigmoid(w x), with one vector w."""
     activation: Literal["swiglu", "clamped_swiglu"] = "swiglu"
     """Between the projections of an expert; `mixture.clamped_swiglu` is the second."""
     bias_std: float | None = None
@@ -218,7 +254,10 @@ class MixtureSpec:
             found["router.bias"] = Parameter((self.n_experts,), "on_tokens", self.bias_std, 0)
         found |= {f"experts.{name}": parameter for name, parameter in self.experts.items()}
         shared = self.shared.parameters if self.shared else {}
-        return found | {f"shared.{name}": parameter for name, parameter in shared.items()}
+        found |= {f"shared.{name}": parameter for name, parameter in shared.items()}
+        if self.is_shared_gated:
+            found["shared_gate.weight"] = Parameter((1, self.dim), "on_tokens", self.std)
+        return found
 
     @property
     def state(self) -> dict[str, State]:
@@ -258,7 +297,8 @@ class NormSpec:
 class LayerSpec:
     """A layer: attention and feed-forward, each with a norm, each added to the residual stream."""
 
-    attention: AttentionSpec
+    attention: MixerSpec
+    """Softmax attention (`AttentionSpec`), or linear attention (`delta.DeltaSpec`)."""
     feed_forward: FeedForwardSpec | MixtureSpec
     norm: Literal["pre", "post", "sandwich"]
     """Norms precede attention and feed-forward, or follow them, or both."""
@@ -400,15 +440,21 @@ class DecoderSpec:
         ropes = dict.fromkeys(layer.attention.rope for layer in self.layers)
         return tuple(rope for rope in ropes if rope is not None)
 
+    @cached_property
+    def attentions(self) -> Mapping[int, AttentionSpec]:
+        """Softmax attention, by the number of its layer."""
+        found = {index: layer.attention for index, layer in enumerate(self.layers)}
+        return {index: spec for index, spec in found.items() if isinstance(spec, AttentionSpec)}
+
     @property
     def needs_masks(self) -> bool:
         """Return whether some layers have windows or soft caps."""
-        return any(layer.attention.needs_mask for layer in self.layers)
+        return any(attention.needs_mask for attention in self.attentions.values())
 
     @property
     def head_dim(self) -> int:
-        """Width of attention's heads: of the widest, if blocks differ."""
-        return max(layer.attention.head_dim for layer in self.layers)
+        """Width of softmax attention's heads: of the widest, if blocks differ."""
+        return max(attention.head_dim for attention in self.attentions.values())
 
     @property
     def num_params(self) -> int:
@@ -453,15 +499,15 @@ class DecoderSpec:
         and attention's two products of queries with keys and weights with values: of all pairs, or
         with `is_causal` of the half that kernels compute. All pairs are the convention of PaLM
         (Chowdhery et al. 2022, arXiv:2204.02311, appendix B) and of torchtitan; layers with a
-        window have those of `AttentionSpec.num_pairs`. Recomputation by activation checkpointing
-        doesn't count.
+        window have those of `AttentionSpec.num_pairs`, and linear attention has its
+        recurrence's. Recomputation by activation checkpointing doesn't count.
         """
         multiplied = sum(p.numel * p.token_share for p in self.parameters.values())
-        attentions = [layer.attention for layer in self.layers]
-        of_pairs = sum(
-            6 * a.n_heads * (a.head_dim + a.value_dim) * a.num_pairs(seq_len) for a in attentions
-        )
-        return round(6 * multiplied) + of_pairs // (max(seq_len, 1) * (2 if is_causal else 1))
+        pairs = sum(attention.num_flops(seq_len) for attention in self.attentions.values())
+        linear = sum(layer.attention.num_flops(seq_len) for layer in self.layers) - pairs
+        parts = 2 if is_causal else 1
+        of_sequence = 3 * (parts * linear + pairs)
+        return round(6 * multiplied) + of_sequence // (max(seq_len, 1) * parts)
 
     @cached_property
     def parts(self) -> Mapping[str, int]:

@@ -22,6 +22,8 @@ from meshwright.models.sinks import (
     gradient_of_sinks,
     with_sinks,
 )
+from meshwright.models.table import AttentionSpec
+from meshwright.parallelisms.delta_context import recur
 from meshwright.parallelisms.meshes import all_gather, reduce_scatter
 
 SEQUENCE = 2
@@ -71,18 +73,21 @@ def apply_cp(model: Decoder, mesh: DeviceMesh, training: Training) -> str:
     has_flash = has_flash_attention(mesh.device_type, dtype, model.table.head_dim)
     # one for all blocks, so that they share a graph
     shared = functools.partial(attend, mesh=mesh, has_flash=has_flash)
+    recurrent = functools.partial(recur, mesh=mesh)
     for name, block in model.layers.items():
         core, spec = block.get_submodule("attention.core"), model.table.layers[int(name)].attention
         if spec.has_own_core:
             kind: Any = type(core)
             core.__class__ = _with_gathered_keys(kind, mesh)
         else:
-            core.forward = shared
+            core.forward = shared if isinstance(spec, AttentionSpec) else recurrent
         if "seen" in spec.bare_modules:
             seen = block.get_submodule("attention.seen")
             seen.forward = functools.partial(gather_in_order, mesh=mesh)
     latents = any(isinstance(layer.attention, LatentSpec) for layer in model.table.layers)
     what = "latents" if latents else "keys and values"
+    if len(model.table.attentions) < len(model.table.layers):
+        what += ", and maps of linear attention's states,"
     return f"context parallelism: sequences cut in {mesh.size()}; {what} are gathered"
 
 

@@ -6,6 +6,7 @@ rank computes just the elements that it holds, and any two ranks agree on any el
 
 import hashlib
 import math
+from collections.abc import Callable
 from functools import cache
 from statistics import NormalDist
 
@@ -36,6 +37,8 @@ def initialize(model: Decoder, seed: int) -> None:
         declared = model.table.parameters[name]
         if declared.alternates:
             _fill_in_turn(local.detach(), offset)
+        elif declared.quantile is not None:
+            _fill_by_quantile(local.detach(), declared.quantile, seed, name, offset[0])
         elif declared.std is None:
             local.detach().fill_(1.0)
         else:
@@ -51,6 +54,25 @@ def _fill_in_turn(box: Tensor, offset: tuple[int, ...]) -> None:
     ones."""
     box.fill_(1.0)
     box[1 - offset[0] % 2 :: 2] = -1.0
+
+
+def _fill_by_quantile(
+    box: Tensor, quantile: Callable[[float], float], seed: int, name: str, first: int
+) -> None:
+    """Fill `box`, which starts at place `first` of a vector, with `quantile` of uniform numbers.
+
+    Computed one by one on the host: logarithms of torch depend on the device and the vector width.
+    """
+    places = torch.arange(first + 1, first + 1 + len(box))
+    fractions = _shift_right(_mix_(places * _signed(GAMMA) + _key(seed, name)), 64 - FRACTION_BITS)
+    values = [quantile((number + 0.5) * 2.0**-FRACTION_BITS) for number in fractions.tolist()]
+    box.copy_(torch.tensor(values, dtype=torch.float32))
+
+
+def _key(seed: int, name: str) -> int:
+    """Return the state that the generator of a parameter starts from."""
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    return _signed(int.from_bytes(digest[:8], "little"))
 
 
 def fill_normal(
@@ -70,9 +92,10 @@ def fill_normal(
     if not box.numel():
         return
     device = box.device
-    key = int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "little")
     steps = [_signed(math.prod(global_shape[dim + 1 :]) * GAMMA) for dim in range(box.dim())]
-    row = torch.full((), _signed(key + GAMMA), device=device)  # states of the whole's first row
+    row = torch.full(
+        (), _signed(_key(seed, name) + GAMMA), device=device
+    )  # states of the whole's first row
     for dim in range(1, box.dim()):
         along = torch.arange(offset[dim], offset[dim] + box.shape[dim], device=device)
         row = row.unsqueeze(-1) + along * steps[dim]

@@ -61,8 +61,8 @@ class LayerStats:
             if name not in frozen:
                 self._trained[block_of(name)] += parameter.numel
         self._computing = [group for group in self.groups if group != "output"]
-        has_core = ("core" in layer.attention.bare_modules for layer in spec.layers)
-        self._attending = [f"layers.{number}" for number, has in enumerate(has_core) if has]
+        attentions = spec.attentions.items()
+        self._attending = [f"layers.{n}" for n, one in attentions if "core" in one.bare_modules]
         self._before: dict[str, Tensor] = {}
 
     def is_due(self, step: int) -> bool:

@@ -306,7 +306,7 @@ def _order_attention(resolved: ResolvedJob, device: torch.device) -> list[str]:
     has_own = training.mask_documents or parallelism.context_parallel_degree > 1
     if device.type != "cuda" or has_own:
         return []
-    specs = (layer.attention for layer in resolved.model_args.table.layers)
+    specs = resolved.model_args.table.attentions.values()
     spec = next((spec for spec in specs if not (spec.needs_mask or spec.has_own_core)), None)
     if spec is None:
         return []

@@ -6,6 +6,7 @@ from itertools import groupby
 from typing import Any
 
 from meshwright.models.args import DecoderArgs, ExpertArgs, WindowArgs
+from meshwright.models.delta import DeltaArgs
 from meshwright.models.families import MODELS
 from meshwright.models.families.deepseek import DeepseekArgs
 from meshwright.models.family import Family
@@ -43,6 +44,8 @@ def small(family: Family, vocab_size: int, **changes: object) -> DecoderArgs:
         **debug.small(),
     }
     found = dimensions | changes
+    if isinstance(debug, DeltaArgs):  # norms of what a state gives, which may be near zero
+        found |= {"norm_eps": 1e-3}
     if isinstance(debug, LatentArgs):  # widths of a head are its own keys
         found |= {"n_kv_heads": found["n_heads"], "head_dim": None}
     return dataclasses.replace(debug, **found)

@@ -35,13 +35,21 @@ def transformers_model(args: DecoderArgs = SMALL, seed: int = 0) -> PreTrainedMo
     """With weights large enough that attention is not flat, norms among them."""
     model = _unfilled(args, bos_token_id=256, eos_token_id=257)
     generator = torch.Generator().manual_seed(seed)
-    for parameter in model.parameters():
-        nn.init.normal_(parameter, std=0.3, generator=generator)
+    for name, parameter in model.named_parameters():
+        _fill(name, parameter, generator)
     state = family_of(args).hf.state.values()
     for name, buffer in model.named_buffers():
         if any(name.endswith(theirs.rpartition("{}")[2]) for theirs in state):
             nn.init.normal_(buffer, std=0.3, generator=generator)
     return model.eval()
+
+
+@torch.no_grad()
+def _fill(name: str, parameter: nn.Parameter, generator: torch.Generator | None = None) -> None:
+    """Filters are larger, and decays weaker: the norm of a result near zero magnifies rounding."""
+    nn.init.normal_(parameter, std=1.2 if ".conv" in name else 0.3, generator=generator)
+    if "a_log" in name.lower():
+        parameter -= 2
 
 
 def random_model(args: DecoderArgs, seq_len: int = 32) -> Decoder:
@@ -50,8 +58,8 @@ def random_model(args: DecoderArgs, seq_len: int = 32) -> Decoder:
     model = Decoder(args, seq_len)
     model.init_buffers()
     model.init_state()
-    for parameter in model.parameters():
-        nn.init.normal_(parameter, std=0.3)
+    for name, parameter in model.named_parameters():
+        _fill(name, parameter)
     for buffer in state_in_files(model).values():
         nn.init.normal_(buffer, std=0.3)
     return model
@@ -80,9 +88,11 @@ def their_tensors(ours: Decoder, tensors: dict[str, torch.Tensor]) -> dict[str, 
         if name not in tensors:  # state has no gradient
             continue
         tensor = tensors[name].detach()
-        tensor = halves(tensor, foreign.head_dim) if foreign.head_dim else tensor
+        if foreign.head_dim:
+            tensor = halves(tensor, foreign.head_dim, foreign.rotated)
         whole = found.setdefault(foreign.name, torch.empty(*foreign.parts.values()))
-        own_part(whole, foreign).copy_(tensor)
+        place = own_part(whole, foreign)
+        place.copy_(tensor.view_as(place))
     return found
 
 

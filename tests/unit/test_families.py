@@ -12,12 +12,16 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel
 
 from meshwright.config.job_config import JobConfig
+from meshwright.models import delta_net
 from meshwright.models.args import DecoderArgs, WindowArgs
 from meshwright.models.decoder import Decoder
+from meshwright.models.delta import DeltaArgs
 from meshwright.models.families import MODELS
 from meshwright.models.families.llama import LlamaArgs
 from meshwright.models.latent import LatentSpec
+from meshwright.models.table import AttentionSpec
 from meshwright.parallelisms.initialize import _fill_in_turn, initialize
+from tests.helpers.delta import recurrence
 from tests.helpers.families import cases, small, two_of_each
 from tests.helpers.hf import in_transformers, random_model, their_tensors
 from tests.helpers.slow import slow
@@ -69,6 +73,9 @@ def test_packed_documents_equal_transformers(args: DecoderArgs) -> None:
     theirs = in_transformers(ours)
     tokens = torch.randint(args.vocab_size, (3, 32))
     documents = torch.tensor([[0] * 5 + [1] * 20 + [2] * 7, [0] * 32, [0] + [1] * 30 + [2]])
+    if isinstance(args, DeltaArgs):  # which takes no mask: it is given one document at a time
+        assert_documents_equal(ours, theirs, tokens, documents)
+        return
     sees = (documents[:, None, :, None] == documents[:, None, None, :]).tril()
     positions = sees[:, 0].sum(-1) - 1
     windows = {layer.attention.window for layer in args.table.layers}
@@ -83,6 +90,17 @@ def test_packed_documents_equal_transformers(args: DecoderArgs) -> None:
     theirs_out = theirs(tokens, attention_mask=unseen, position_ids=positions).logits
     assert_close(logits, theirs_out, "logits")
     (logits.square().mean() + theirs_out.square().mean()).backward()
+    assert_gradients_equal(ours, theirs)
+
+
+def assert_documents_equal(
+    ours: Decoder, theirs: PreTrainedModel, tokens: torch.Tensor, documents: torch.Tensor
+) -> None:
+    logits = ours(tokens, documents=documents.int())
+    own = [(row, of == n) for row, of in enumerate(documents) for n in of.unique()]
+    alone = torch.cat([theirs(tokens[row, at].unsqueeze(0)).logits[0] for row, at in own])
+    assert_close(logits.flatten(0, 1), alone, "logits")
+    (logits.square().mean() + alone.square().mean()).backward()
     assert_gradients_equal(ours, theirs)
 
 
@@ -110,15 +128,22 @@ def test_the_table_is_that_of_the_model(args: DecoderArgs, monkeypatch) -> None:
     model.init_buffers()
     model.init_state()
     # attention as plain matrix products: torch has no count of its fused kernel on the CPU
+    monkeypatch.setattr(delta_net, "gated_delta_rule", recurrence)  # which the table counts
     counter = FlopCounterMode(display=False, custom_mapping=WITH_SINKS)
     with sdpa_kernel(SDPBackend.MATH), counter:
         model(torch.zeros(2, SEQ_LEN, dtype=torch.int64)).sum().backward()
     # values of latent attention are filled up with zeros that no kernel would need to multiply
     monkeypatch.setattr(LatentSpec, "value_dim", property(lambda spec: spec.head_dim))
-    layers = [replace(one, attention=replace(one.attention, window=None)) for one in table.layers]
+    layers = [
+        replace(one, attention=replace(one.attention, window=None))
+        if isinstance(one.attention, AttentionSpec)
+        else one
+        for one in table.layers
+    ]
     every_pair = replace(table, layers=tuple(layers)).flops_per_token(SEQ_LEN)  # as it counts
     assert counter.get_total_flops() == 2 * SEQ_LEN * every_pair
-    of_matrices = table.flops_per_token(0)
+    linear = [one.attention for one in layers if not isinstance(one.attention, AttentionSpec)]
+    of_matrices = table.flops_per_token(0) + 3 * sum(one.num_flops(1) for one in linear)
     halves = 2 * table.flops_per_token(SEQ_LEN, is_causal=True)
     assert abs(halves - (table.flops_per_token(SEQ_LEN) + of_matrices)) <= 1
 
@@ -132,6 +157,8 @@ def test_initial_values_are_those_of_the_table(args: DecoderArgs) -> None:
         factor = parameter + args.table.parameters[name].is_offset
         if args.table.parameters[name].alternates:
             assert factor.tolist() == [1, -1] * (args.dim // 2), name
+        elif quantile := args.table.parameters[name].quantile:
+            assert quantile(0.0001) <= parameter.min() < parameter.max() <= quantile(0.9999), name
         elif std is None:
             assert (factor == 1).all(), name
         elif parameter.numel() > 1000:
@@ -200,7 +227,7 @@ mixtral_8x7b 46.703, olmo3_7b 7.298, olmo3_32b 32.234, gemma2_2b 2.614,
 gemma3_270m 0.268, gemma3_1b 1.000, gemma3_4b 3.880, gemma3_12b 11.766, gemma3_27b 27.009,
 smollm3_3b 3.075, qwen2.5_7b 7.616, mistral_7b_v0.1 7.242, granite3.1_8b 8.171,
 deepseek_v2_lite 15.706, deepseek_v2 235.741, deepseek_v3 671.026, kimi_k2 1026.408,
-moonlight_16b_a3b 15.960
+moonlight_16b_a3b 15.960, qwen3_next_80b_a3b 79.674
 """
 PUBLISHED = {name: float(size) for name, size in map(str.split, SIZES.split(","))}
 """Billions of parameters."""

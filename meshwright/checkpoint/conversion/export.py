@@ -191,7 +191,8 @@ def _write_weights(job: Export, folder: Path, tensors: Mapping[str, ForeignTenso
                 for part, tensor in _read(job, name, foreign).items():
                     if part not in found:
                         found[part] = torch.empty(shapes[part], dtype=tensor.dtype)
-                    own_part(found[part], foreign).copy_(tensor)
+                    place = own_part(found[part], foreign)
+                    place.copy_(tensor.view_as(place))
         try:  # transformers asks for the format
             save_file({name: found[name] for name in names}, folder / file, {"format": "pt"})
         except SafetensorError as error:
@@ -207,7 +208,9 @@ def _read(job: Export, name: str, foreign: ForeignTensor) -> dict[str, Tensor]:
     tensor = job.read(name)
     if foreign.slices:
         return dict(zip(foreign.slices, tensor, strict=True))
-    return {foreign.name: tensor if foreign.head_dim is None else halves(tensor, foreign.head_dim)}
+    if foreign.head_dim is not None:
+        tensor = halves(tensor, foreign.head_dim, foreign.rotated)
+    return {foreign.name: tensor}
 
 
 def _write_json(file: Path, content: Mapping[str, Any]) -> None:

@@ -48,6 +48,9 @@ class HuggingFaceWeights(Weights):
 
     def pieces(self, name: str) -> Iterator[Piece]:
         foreign = self._foreign[name]
+        if foreign.groups:
+            yield from self._pieces_in_groups(foreign)
+            return
         start = (0,) * len(foreign.shape)
         if not foreign.slices and not foreign.file_shape:
             yield Piece((start, foreign.shape), partial(self._read, foreign))
@@ -57,6 +60,26 @@ class HuggingFaceWeights(Weights):
             if foreign.slices:
                 read = partial(self._read_expert, foreign.slices[number])
             yield Piece(((number, *start[1:]), (1, *foreign.shape[1:])), read)
+
+    def _pieces_in_groups(self, foreign: ForeignTensor) -> Iterator[Piece]:
+        rows, *columns = foreign.shape
+        length = rows // foreign.groups
+        for group in range(foreign.groups):
+            box = (group * length, *(0 for _ in columns)), (length, *columns)
+            yield Piece(box, partial(self._read_group, foreign, group))
+
+    def _read_group(self, foreign: ForeignTensor, group: int, box: Box) -> Tensor:
+        """Read a part of a group. All its rows are read, since a head's are in another order."""
+        assert foreign.file_shape is not None
+        rows, *columns = _slices(box)
+        length, there = (n // foreign.groups for n in (foreign.shape[0], foreign.file_shape[0]))
+        first = group * there + foreign.start
+        ones = [slice(1)] * (len(foreign.file_shape) - len(foreign.shape))
+        read = self._slice(foreign.name, (slice(first, first + length), *ones, *columns))
+        read = read.flatten(1)
+        if foreign.head_dim is not None:
+            read = pairs(read, foreign.head_dim, foreign.rotated)
+        return read[rows]
 
     def _read_expert(self, name: str, box: Box) -> Tensor:
         return self._slice(name, _slices(box)[1:]).unsqueeze(0)
@@ -68,7 +91,7 @@ class HuggingFaceWeights(Weights):
         first, end = rows.start // head_dim * head_dim, -(-rows.stop // head_dim) * head_dim
         read = self._slice(foreign.name, (slice(first, end), *rest))
         if foreign.head_dim is not None:
-            read = pairs(read, foreign.head_dim)
+            read = pairs(read, foreign.head_dim, foreign.rotated)
         return read[rows.start - first : rows.stop - first]
 
     def _read_stacked(self, foreign: ForeignTensor, number: int, box: Box) -> Tensor:
@@ -88,21 +111,37 @@ def _slices(box: Box) -> tuple[slice, ...]:
 
 
 def own_part(whole: Tensor, foreign: ForeignTensor) -> Tensor:
-    """Return the part of a tensor of the files that is one of ours, as a view."""
+    """Return the part of a tensor of the files that is one of ours, as a view; of rows in groups
+    with a dimension more, the first, of the groups."""
     if not foreign.file_shape:
         return whole
+    if foreign.groups:
+        length = foreign.shape[0] // foreign.groups
+        groups = whole.view(foreign.groups, -1, *foreign.shape[1:])
+        return groups[:, foreign.start : foreign.start + length]
     view = whole.mT if foreign.is_transposed else whole
     return view[:, foreign.start :: foreign.step][:, : foreign.shape[1]]
 
 
-def pairs(halves: Tensor, head_dim: int) -> Tensor:
-    """Rows of whole heads, from their order for a rotation of (i, i + H/2) to (2i, 2i + 1)."""
-    return halves.unflatten(0, (-1, 2, head_dim // 2)).transpose(1, 2).flatten(0, 2)
+def pairs(halves: Tensor, head_dim: int, rotated: int | None = None) -> Tensor:
+    """Rows of whole heads, from their order for a rotation of (i, i + R/2) to (2i, 2i + 1).
+
+    Args:
+        rotated: R; None: all.
+    """
+    return _reordered(halves, head_dim, rotated or head_dim, (2, -1))
 
 
-def halves(pairs: Tensor, head_dim: int) -> Tensor:
+def halves(pairs: Tensor, head_dim: int, rotated: int | None = None) -> Tensor:
     """Return the inverse of `pairs`."""
-    return pairs.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
+    return _reordered(pairs, head_dim, rotated or head_dim, (-1, 2))
+
+
+def _reordered(rows: Tensor, head_dim: int, rotated: int, sizes: tuple[int, int]) -> Tensor:
+    """Transpose the first rows of each head, as a matrix of these sizes."""
+    turned, others = rows.unflatten(0, (-1, head_dim)).tensor_split([rotated], 1)
+    turned = turned.unflatten(1, sizes).transpose(1, 2).flatten(1, 2)
+    return torch.cat([turned, others], 1).flatten(0, 1)
 
 
 def open_weights(initial: InitialWeights, family: Family, args: DecoderArgs) -> Weights:

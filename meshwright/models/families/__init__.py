@@ -25,6 +25,8 @@ FAMILIES: tuple[str, ...] = (
     "meshwright.models.families.deepseek_v2",
     "meshwright.models.families.deepseek_v3",
     "meshwright.models.families.gpt_oss",
+    "meshwright.models.families.qwen3_next",
+    "meshwright.models.families.qwen3_5_text",
 )
 """Modules, free of torch, each with a `FAMILY` of the module's name."""
 

@@ -92,14 +92,15 @@ def apply_cpu_attention(model: Decoder, dtype: torch.dtype) -> str:
     """
     if reason := _of_any_rank(why_not(model.table.head_dim, dtype)):
         return f"attention: torch's, since {reason}"
-    specs = {name: model.table.layers[int(name)].attention for name in model.layers}
+    attentions = model.table.attentions.items()
+    specs = {str(layer): spec for layer, spec in attentions if str(layer) in model.layers}
     if all(spec.has_own_core for spec in specs.values()):
         return "attention: the model's own"
     if all(spec.soft_cap is not None for spec in specs.values()):
         return "attention: plain products, since no kernel for CPUs has soft caps"
-    for name, block in model.layers.items():
-        if specs[name].soft_cap is None and not specs[name].has_own_core:
-            core = block.get_submodule("attention.core")
+    for name, spec in specs.items():
+        if spec.soft_cap is None and not spec.has_own_core:
+            core = model.layers[name].get_submodule("attention.core")
             core.forward = attend  # one for all blocks, so that they share a graph
     return f"attention: {SOURCES[-1].parent.name}/{SOURCES[-1].name}"
 

@@ -44,8 +44,7 @@ def choose_compile(config: JobConfig, facts: Facts) -> Choice:
 
 
 def _has_grouped_heads(facts: Facts) -> bool:
-    attentions = (layer.attention for layer in facts.spec.layers)
-    return any(one.n_heads != one.n_kv_heads for one in attentions)
+    return any(one.n_heads != one.n_kv_heads for one in facts.spec.attentions.values())
 
 
 RULES: tuple[Row[Facts], ...] = (

@@ -146,7 +146,7 @@ def _flex_attention(config: JobConfig, facts: Facts) -> Iterator[ConfigError]:
             f"backward twice, as {config.parallelism.pipeline_parallel_schedule} does",
             'set parallelism.pipeline_parallel_schedule = "1F1B" or "Interleaved1F1B"',
         )
-    head_dim = min(layer.attention.head_dim for layer in facts.spec.layers)
+    head_dim = min(attention.head_dim for attention in facts.spec.attentions.values())
     if head_dim < NARROWEST:
         yield config_error(
             key,
@@ -206,7 +206,7 @@ DEVICE: tuple[Row[Facts], ...] = (
             and c.activation_checkpoint.mode == "selective"
             and c.activation_checkpoint.selective_ac_option == "op"
             and c.compile.enable is False
-            and any(_goes_backward_twice(layer.attention) for layer in facts.spec.layers)
+            and any(_goes_backward_twice(one) for one in facts.spec.attentions.values())
         ),
         "isn't known to work with eager flex attention that has a soft cap or sinks: traced, it "
         "goes backward through the cap twice",

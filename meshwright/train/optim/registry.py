@@ -145,7 +145,7 @@ def settings_of(name: str, declared: Parameter, config: Optimizer) -> Settings:
     )
 
 
-HEADS = (".wq", ".wk", ".wv", ".wq_b", ".wkv_b")
+HEADS = (".wq", ".wg", ".wk", ".wv", ".wq_b", ".wkv_b")
 """Ends of the names of layers whose rows belong to heads, one after the other."""
 
 

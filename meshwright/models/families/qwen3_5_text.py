@@ -1,0 +1,90 @@
+"""The text models of Qwen3.5, the dense sizes, as data. Free of torch.
+
+Source: Qwen Team 2026 (Qwen3.5); dimensions are the defaults of transformers 5.24 for
+Qwen/Qwen3.5-9B.
+"""
+
+import math
+from dataclasses import dataclass
+
+from meshwright.models.args import STD
+from meshwright.models.config_json import FullEvery
+from meshwright.models.delta import DeltaArgs
+from meshwright.models.families.qwen3_next import (
+    DEFAULTS,
+    FILTERS,
+    GATED,
+    LINEAR,
+    LINEAR_DIMENSIONS,
+    NAMES,
+)
+from meshwright.models.family import Family, HuggingFaceForm, Joined
+from meshwright.models.table import DecoderSpec
+
+
+@dataclass(frozen=True)
+class Qwen35TextArgs(DeltaArgs):
+    """Dimensions of a Qwen3.5."""
+
+    norm_eps: float = 1e-6
+    rope_theta: float = 10000000.0
+
+    def expand(self) -> DecoderSpec:
+        """As Qwen3-Next's, without experts."""
+        return self.decoder(
+            qk_norm="head",
+            has_norm_offset=True,
+            out_std=STD / math.sqrt(2 * self.n_layers),
+            output_std=1 / math.sqrt(self.dim),
+        )
+
+
+FLAVORS: dict[str, Qwen35TextArgs] = {
+    "debugmodel": Qwen35TextArgs(
+        256,
+        6,
+        8,
+        4,
+        768,
+        2048,
+        head_dim=48,
+        full_every=3,
+        linear_num_key_heads=4,
+        linear_num_value_heads=8,
+        linear_key_head_dim=32,
+        linear_value_head_dim=32,
+    ),
+    "qwen3.5_9b": Qwen35TextArgs(4096, 32, 16, 4, 12288, 248320, head_dim=256),
+}
+
+FAMILY = Family(
+    name="qwen3_5_text",
+    args=Qwen35TextArgs,
+    flavors=FLAVORS,
+    hf=HuggingFaceForm(
+        model_type="qwen3_5_text",
+        architecture="Qwen3_5ForCausalLM",
+        modules={
+            **NAMES,
+            **{
+                f"layers.{{}}.attention.in_{part}": f"{LINEAR}.in_proj_{part}"
+                for part in ("z", "b", "a")
+            },
+        },
+        joined=(
+            GATED,
+            FILTERS,
+            Joined(
+                f"{LINEAR}.in_proj_qkv.weight",
+                tuple(f"attention.in_{part}.weight" for part in "qkv"),
+            ),
+        ),
+        fixed={"hidden_act": "silu", "attention_bias": False},
+        defaults={**DEFAULTS, "num_key_value_heads": 4},
+        integers=LINEAR_DIMENSIONS,
+        windows=FullEvery(every=4, pattern="full_attention_interval"),
+        partial_rotary=0.25,
+        # places in images; text has the same place in all sections
+        ignored_rope_keys=("mrope_section", "mrope_interleaved"),
+    ),
+)
