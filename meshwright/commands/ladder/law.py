@@ -30,6 +30,9 @@ BEND = 1.345
 BEND_VARIANCE = 0.7102
 """E[min(z^2, BEND^2)] of a standard normal z, by which the scale is consistent."""
 
+MOST_LEVERAGE = 0.95
+"""Above, a residual is too small to tell of its error."""
+
 ITERATIONS, SCALE_ITERATIONS = 150, 4
 IDLE_ITERATIONS = 8
 """Without progress of any problem, after which a solution is final."""
@@ -179,7 +182,7 @@ def fit(x: Array, losses: Array) -> Law:
         losses: (n), nats.
     """
     (n, k), y = x.shape, np.log(losses)
-    p, u = 1 + 2 * k, x - x.mean(0)
+    u = x - x.mean(0)
     starts = np.array(
         [
             [math.log(part), *[math.log((1 - part) / k)] * k, *np.log(powers)]
@@ -192,13 +195,15 @@ def fit(x: Array, losses: Array) -> Law:
     theta, objective = _solve(u, np.tile(y, (len(starts), 1)), starts, bends)
     for _ in range(SCALE_ITERATIONS):
         best = int(objective.argmin())
-        error = _model(u, theta[best : best + 1])[0][0] - y
-        # of residuals; of errors it is larger, since p parameters have fitted them
-        spread = math.sqrt((np.minimum(error**2, bends**2)).mean())
+        model, gradient = (part[0] for part in _model(u, theta[best : best + 1]))
+        # a residual is smaller than its error, the more the fit follows that point
+        leverage = np.einsum("np,pn->n", gradient, np.linalg.pinv(gradient))
+        error = (model - y) / np.sqrt(1 - np.clip(leverage, 0, MOST_LEVERAGE))
+        variance = np.minimum(error**2, bends**2).mean()
         if math.isfinite(bends[0]):
-            spread /= math.sqrt(BEND_VARIANCE)
-        scale = max(spread * math.sqrt(n / max(n - p, 1)), 1e-9)
-        bends = np.full(n, BEND * max(spread, 1e-9))
+            variance /= BEND_VARIANCE
+        scale = max(math.sqrt(variance), 1e-9)
+        bends = np.full(n, BEND * scale)
         theta, objective = _solve(u, np.tile(y, (len(theta), 1)), theta, bends)
     best = int(objective.argmin())
     return Law(x, y, theta[best], scale, float(objective[best]))
