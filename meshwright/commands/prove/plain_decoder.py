@@ -26,6 +26,9 @@ UNCOUNTED = -1
 LATENT_EPS = 1e-6
 """Of the norms of latents, in DeepSeek's published code."""
 
+L2_EPS = 1e-6
+"""Of the lengths of queries and keys of the gated delta rule, in FLA's published code."""
+
 
 @dataclass(frozen=True)
 class Form:
@@ -47,6 +50,8 @@ class Form:
     """By `logits_scaling`, instead of multiplying by it."""
     is_gpt_oss: bool = False
     """Heads have sinks, windows are stretched, too, and experts have biases and a clamp."""
+    is_qwen3_next: bool = False
+    """Norms multiply by 1 + w, attention is gated, and most layers have a recurrence instead."""
 
 
 FORMS = {
@@ -66,6 +71,8 @@ FORMS = {
     "hyperclovax": Form(norm="sandwich"),  # arXiv:2506.22403
     "deepseek_v2": Form(n_best=1),  # arXiv:2405.04434
     "deepseek_v3": Form(scores="sigmoid"),  # arXiv:2412.19437
+    "qwen3_next": Form(qk_norm="head", is_qwen3_next=True),  # arXiv:2412.06464, 2505.06708
+    "qwen3_5_text": Form(qk_norm="head", is_qwen3_next=True),
     "gpt_oss": Form(biases="qkvo", is_gpt_oss=True),  # arXiv:2508.10925
 }
 """By `model.name`."""
@@ -74,8 +81,8 @@ FORMS = {
 def shapes(name: str, args: Args) -> dict[str, tuple[int, ...]]:
     """Return the shape of each weight, by its name; `name` is a key in `FORMS`."""
     dim = args["dim"]
-    attention = _latent_shapes(args) if has_latents(args) else _attention_shapes(name, args)
-    biases = {f"w{which}.bias": attention[f"w{which}"][:1] for which in FORMS[name].biases}
+    softmax = _latent_shapes(args) if has_latents(args) else _attention_shapes(name, args)
+    biases = {f"w{which}.bias": softmax[f"w{which}"][:1] for which in FORMS[name].biases}
     if FORMS[name].is_gpt_oss:
         biases["sinks.weight"] = (args["n_heads"],)
     norms = [f"{norm}_norm" for norm in ("attention", "ffn")]
@@ -86,6 +93,7 @@ def shapes(name: str, args: Args) -> dict[str, tuple[int, ...]]:
         found["output.weight"] = args["vocab_size"], dim
     for layer in range(args["n_layers"]):
         part, inner = f"layers.{layer}", args["hidden_dim"]
+        attention = _recurrent_shapes(args) if is_recurrent(args, layer) else softmax
         found |= {f"{part}.{norm}.weight": (dim,) for norm in norms}
         found |= {f"{part}.attention.{which}": shape for which, shape in biases.items()}
         found |= {f"{part}.attention.{which}.weight": shape for which, shape in attention.items()}
@@ -100,10 +108,18 @@ def shapes(name: str, args: Args) -> dict[str, tuple[int, ...]]:
             of_biases: dict[str, tuple[int, ...]] = {"b1": (inner,), "b2": (dim,), "b3": (inner,)}
             found |= {f"{prefix}{b}": (*experts, *shape) for b, shape in of_biases.items()}
         found |= {f"{prefix}{w}{suffix}": (*experts, *s) for w, s in _swiglu_shapes(dim, inner)}
-        if experts and "n_shared_experts" in args:
-            shared = _swiglu_shapes(dim, args["n_shared_experts"] * inner)
+        if width := _shared_width(args) if experts else 0:
+            shared = _swiglu_shapes(dim, width)
             found |= {f"{part}.feed_forward.shared.{w}.weight": shape for w, shape in shared}
+        if experts and FORMS[name].is_qwen3_next:
+            found[f"{part}.feed_forward.shared_gate.weight"] = 1, dim
     return found | {"norm.weight": (dim,)}
+
+
+def _shared_width(args: Args) -> int:
+    """Return the FFN hidden size of the shared expert; 0: there is none."""
+    width: int = args.get("n_shared_experts", 0) * args.get("expert_dim", 0)
+    return args.get("shared_expert_dim", width)
 
 
 def _swiglu_shapes(dim: int, inner: int) -> list[tuple[str, tuple[int, int]]]:
@@ -111,10 +127,12 @@ def _swiglu_shapes(dim: int, inner: int) -> list[tuple[str, tuple[int, int]]]:
 
 
 def _attention_shapes(name: str, args: Args) -> dict[str, tuple[int, ...]]:
-    dim, width, qk_norm = args["dim"], rotated_width(args), FORMS[name].qk_norm
+    dim, width, qk_norm = args["dim"], head_width(args), FORMS[name].qk_norm
     query, kv = args["n_heads"] * width, args["n_kv_heads"] * width
     found: dict[str, tuple[int, ...]] = {"wq": (query, dim), "wk": (kv, dim), "wv": (kv, dim)}
     found["wo"] = dim, query
+    if FORMS[name].is_qwen3_next:
+        found["wg"] = query, dim
     if qk_norm is not None:
         found |= {"q_norm": (width if qk_norm == "head" else query,)}
         found |= {"k_norm": (width if qk_norm == "head" else kv,)}
@@ -142,15 +160,44 @@ def widening(args: Args) -> float:
     return 1.0 if base is None else args["dim"] / base
 
 
+def is_recurrent(args: Args, layer: int) -> bool:
+    """Return whether a layer has the gated delta rule, arXiv:2412.06464, instead of attention."""
+    return "linear_num_key_heads" in args and (layer + 1) % args["full_every"] != 0
+
+
+def _recurrent_shapes(args: Args) -> dict[str, tuple[int, ...]]:
+    dim, heads, taps = (
+        args[key] for key in ("dim", "linear_num_value_heads", "linear_conv_kernel_dim")
+    )
+    keys = args["linear_num_key_heads"] * args["linear_key_head_dim"]
+    values = heads * args["linear_value_head_dim"]
+    of_each = {"q": keys, "k": keys, "v": values}
+    inputs = of_each | {"z": values, "b": heads, "a": heads}
+    return {
+        **{f"in_{letter}": (rows, dim) for letter, rows in inputs.items()},
+        **{f"conv_{letter}": (rows, taps) for letter, rows in of_each.items()},
+        "a_log": (heads,),
+        "dt_bias": (heads,),
+        "norm": (args["linear_value_head_dim"],),
+        "out": (dim, values),
+    }
+
+
 def has_latents(args: Args) -> bool:
     """Return whether attention is DeepSeek's, arXiv:2405.04434, section 2.1."""
     return "kv_lora_rank" in args
 
 
-def rotated_width(args: Args) -> int:
-    """Return how many elements of a head are rotated: all H, but with latents."""
-    width: int = args.get("qk_rope_head_dim") or args["head_dim"] or args["dim"] // args["n_heads"]
+def head_width(args: Args) -> int:
+    """Return the width of a head of attention without latents."""
+    width: int = args["head_dim"] or args["dim"] // args["n_heads"]
     return width
+
+
+def rotated_width(args: Args) -> int:
+    """Return how many elements of a head are rotated, the first ones: all H, but with latents."""
+    width = args.get("qk_rope_head_dim") or head_width(args)
+    return int(width * args.get("partial_rotary_factor", 1.0))
 
 
 def window_of(args: Args, layer: int) -> int | None:
@@ -298,6 +345,8 @@ class Plain:
             if "no_rope_every" in args and (layer + 1) % args["no_rope_every"] == 0:
                 rotation = None
             near = sees if window is None else sees & (distance < window)
+            if is_recurrent(args, layer):
+                near, rotation = sees, None
             x = self._block(x, part, rotation, near, router, batch.is_token)
             if router is not None:
                 own = own + sum(a * b for a, b in zip(scales, router.losses, strict=True))
@@ -344,10 +393,15 @@ class Plain:
         return x
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        factor = weight + 1 if self._form.is_gemma else weight
+        is_offset = self._form.is_gemma or self._form.is_qwen3_next
+        return self._scaled(x, weight + 1 if is_offset else weight)
+
+    def _scaled(self, x: Tensor, factor: Tensor) -> Tensor:
         return x / (x.square().mean(-1, keepdim=True) + self._args["norm_eps"]).sqrt() * factor
 
     def _attend(self, x: Tensor, weights: Weights, rotation: Tensor | None, sees: Tensor) -> Tensor:
+        if "attention.a_log.weight" in weights:
+            return self._recur(x, weights, sees)
         if has_latents(self._args):
             assert rotation is not None
             return self._attend_by_latents(x, weights, rotation, sees)
@@ -377,8 +431,51 @@ class Plain:
             sinks = weights["attention.sinks.weight"].view(-1, 1, 1).expand_as(scores[..., :1])
             scores, v = torch.cat([scores, sinks], -1), F.pad(v, (0, 0, 0, 1))
         mixed = scores.softmax(-1) @ v
-        out = mixed.transpose(1, 2).flatten(-2) @ weights["attention.wo.weight"].T
+        mixed = mixed.transpose(1, 2).flatten(-2)
+        if self._form.is_qwen3_next:
+            mixed = mixed * (x @ weights["attention.wg.weight"].T).sigmoid()
+        out = mixed @ weights["attention.wo.weight"].T
         return out + weights["attention.wo.bias"] if "o" in self._form.biases else out
+
+    def _recur(self, x: Tensor, weights: Weights, sees: Tensor) -> Tensor:
+        """Yang et al. 2024, arXiv:2412.06464, equation 10, token by token; a state of zeros at the
+        first token of each document."""
+        args = self._args
+        heads = args["linear_num_value_heads"]
+
+        def of_input(letter: str) -> Tensor:
+            return x @ weights[f"attention.in_{letter}.weight"].T
+
+        def convolved(letter: str, count: int) -> Tensor:
+            rows, taps = of_input(letter), weights[f"attention.conv_{letter}.weight"]
+            out = torch.zeros_like(rows)
+            for back in range(taps.shape[1]):  # tokens of the same document only
+                own = sees.diagonal(-back, 1, 2).unsqueeze(-1)
+                part = rows[:, : rows.shape[1] - back] * own * taps[:, -1 - back]
+                out = out + F.pad(part, (0, 0, back, 0))
+            y = F.silu(out).unflatten(-1, (count, -1))
+            if letter != "v":
+                y = y / (y.square().sum(-1, keepdim=True) + L2_EPS).sqrt()
+            return y.repeat_interleave(heads // count, 2)  # (B, S, heads, K or V)
+
+        q, k = (convolved(letter, args["linear_num_key_heads"]) for letter in "qk")
+        v, strength = convolved("v", heads), of_input("b").sigmoid()
+        step = F.softplus(of_input("a") + weights["attention.dt_bias.weight"])
+        kept = (-weights["attention.a_log.weight"].exp() * step).exp()
+        continues = F.pad(sees.diagonal(-1, 1, 2), (1, 0))  # the document of the token before
+        kept, outputs = kept * continues.unsqueeze(-1), list[Tensor]()
+        state = x.new_zeros(len(x), heads, q.shape[-1], v.shape[-1])
+        for token in range(x.shape[1]):
+            key = k[:, token]
+            state = state * kept[:, token, :, None, None]
+            error = v[:, token] - torch.einsum("bhkv,bhk->bhv", state, key)
+            error = error * strength[:, token].unsqueeze(-1)
+            state = state + torch.einsum("bhk,bhv->bhkv", key, error)
+            outputs.append(torch.einsum("bhkv,bhk->bhv", state, q[:, token]))
+        out = torch.stack(outputs, 1) / math.sqrt(q.shape[-1])
+        out = self._scaled(out, weights["attention.norm.weight"])
+        gate = F.silu(of_input("z").unflatten(-1, (heads, -1)))
+        return (out * gate).flatten(-2) @ weights["attention.out.weight"].T
 
     def _attend_by_latents(
         self, x: Tensor, weights: Weights, rotation: Tensor, sees: Tensor
@@ -453,16 +550,20 @@ class Plain:
             gate.unsqueeze(-1) * compute(x, *own) for gate, own in zip(gates, experts, strict=True)
         ]
         mixed = torch.stack(outputs).sum(0)
-        if "n_shared_experts" not in self._args:
+        if not _shared_width(self._args):
             return mixed
-        shared = (f"feed_forward.shared.w{number}.weight" for number in (1, 2, 3))
-        return mixed + _swiglu(x, *(weights[name] for name in shared))
+        matrices = (weights[f"feed_forward.shared.w{number}.weight"] for number in (1, 2, 3))
+        shared = _swiglu(x, *matrices)
+        if self._form.is_qwen3_next:
+            shared = shared * (x @ weights["feed_forward.shared_gate.weight"].T).sigmoid()
+        return mixed + shared
 
 
 def _turned(x: Tensor, rotation: Tensor) -> Tensor:
-    """(B, S, heads, R): numbers 2i and 2i + 1 of a head are a point that is turned."""
+    """(B, S, heads, H): numbers 2i and 2i + 1 of a head, of the first, are a point to turn."""
+    x, others = x.tensor_split([2 * rotation.shape[-1]], -1)
     points = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
-    return torch.view_as_real(points * rotation.unsqueeze(2)).flatten(-2)
+    return torch.cat([torch.view_as_real(points * rotation.unsqueeze(2)).flatten(-2), others], -1)
 
 
 def _over_mean(load: Tensor) -> Tensor:

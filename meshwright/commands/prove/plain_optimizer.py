@@ -97,7 +97,7 @@ def optimizers(
     for name, weight in weights.items():
         own, heads = settings(name, weight, config, widening(args)), 1
         layer = name.removesuffix(".weight").rpartition(".")[2]
-        if config.muon.split_heads and layer in ("wq", "wk", "wv", "wq_b", "wkv_b"):
+        if config.muon.split_heads and layer in ("wq", "wg", "wk", "wv", "wq_b", "wkv_b"):
             heads = args["n_kv_heads" if layer in ("wk", "wv") else "n_heads"]
         group = {"params": [weight], "weight_decay": own.weight_decay, "lr": 0.0, "heads": heads}
         if own.optimizer not in SHIPPED:

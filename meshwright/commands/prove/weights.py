@@ -55,7 +55,7 @@ def show_attention(stage: Decoder) -> None:
 def stretch_of(table: DecoderSpec) -> tuple[float, float]:
     """Return by how much queries and keys of a model are stretched at the first and at the last
     position."""
-    is_normalised = any(layer.attention.qk_norm for layer in table.layers)
+    is_normalised = any(attention.qk_norm for attention in table.attentions.values())
     return STRETCH_NORMALISED if is_normalised else STRETCH
 
 
@@ -112,7 +112,8 @@ def show_sinks(stage: Decoder) -> None:
 def show_layers_without_positions(stage: Decoder) -> None:
     """Scale the queries of layers that don't rotate them as `show_attention` scales those of the
     others, and their keys, in place."""
-    for name, block in stage.layers.items():
-        spec = stage.table.layers[int(name)].attention
-        if spec.rope is None and spec.qk_norm is None and "wq.weight" in spec.parameters:
+    for layer, spec in stage.table.attentions.items():
+        is_scaled = spec.rope is not None or spec.qk_norm is not None
+        if str(layer) in stage.layers and "wq.weight" in spec.parameters and not is_scaled:
+            block = stage.layers[str(layer)]
             block.get_parameter("attention.wq.weight").mul_(STRETCH[0] ** 2)
