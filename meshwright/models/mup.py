@@ -16,7 +16,7 @@ from typing import Any
 
 from meshwright.models.args import STD, DecoderArgs, ExpertArgs
 from meshwright.models.checks import check_positive
-from meshwright.models.table import DecoderSpec, FeedForwardSpec, LayerSpec
+from meshwright.models.table import AttentionSpec, DecoderSpec, FeedForwardSpec, LayerSpec
 
 
 @dataclass(frozen=True)
@@ -61,12 +61,12 @@ class MupArgs(DecoderArgs):
         if self.mup_base_dim is None:
             return {}
         factors = {"output.weight": 1 / self.width_ratio}
-        for number, layer in enumerate(self.table.layers):
+        for number, attention in self.table.attentions.items():
             # others scale scores by 1 / sqrt(H): queries take the rest of 1 / H
-            rest = 1 / math.sqrt(layer.attention.head_dim)
+            rest = 1 / math.sqrt(attention.head_dim)
             module = f"layers.{number}.attention."
-            own = {name: rest for name in layer.attention.parameters if name.startswith("wq.")}
-            if layer.attention.qk_norm is not None:
+            own = {name: rest for name in attention.parameters if name.startswith("wq.")}
+            if attention.qk_norm is not None:
                 own = {"q_norm.weight": rest}
             factors |= {f"{module}{name}": factor for name, factor in own.items()}
         return factors
@@ -75,6 +75,7 @@ class MupArgs(DecoderArgs):
 def _scaled(layer: LayerSpec, ratio: float) -> LayerSpec:
     """Return a layer whose matrices start smaller, and whose scores are scaled by 1 / H."""
     attention, feed_forward = layer.attention, layer.feed_forward
+    assert isinstance(attention, AttentionSpec)
     assert isinstance(feed_forward, FeedForwardSpec)
     root = math.sqrt(ratio)
     return replace(
