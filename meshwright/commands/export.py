@@ -38,6 +38,11 @@ def add_options(parser: Parser) -> None:
     )
     add_saved_model(parser)
     parser.add_argument(
+        "--without-mtp",
+        action="store_true",
+        help="don't write the layers for multi-token prediction",
+    )
+    parser.add_argument(
         "--without-tokenizer", action="store_true", help="don't write the tokenizer's files"
     )
 
@@ -86,6 +91,7 @@ def run(given: Namespace) -> None:
             max_shard_size=size,
             prefix=AVERAGE if given.average else MODEL,
             is_fused=given.fused,
+            has_mtp=not given.without_mtp,
         )
         export(job, out, _say)
 

@@ -164,6 +164,21 @@ CHECKPOINTS: tuple[Row[Facts], ...] = (
         "name the dense model's folder there, or leave it out",
     ),
     Rule(
+        "checkpoint.initial_load_new_mtp",
+        lambda c, _: c.checkpoint.initial_load_new_mtp and not c.checkpoint.initial_load_path,
+        NO_INITIAL_PATH,
+        "leave it out: all weights are new",
+    ),
+    Rule(
+        "checkpoint.initial_load_new_mtp",
+        lambda c, _: (
+            c.checkpoint.initial_load_new_mtp
+            and c.checkpoint.initial_load_upcycle_noise is not None
+        ),
+        "is not known to work with checkpoint.initial_load_upcycle_noise",
+        "start with model.args.mtp_depth = 0, and add the layers in a later job",
+    ),
+    Rule(
         "checkpoint.average.window_tokens",
         lambda c, _: (
             c.checkpoint.average.decay is not None
@@ -184,6 +199,11 @@ CHECKPOINTS: tuple[Row[Facts], ...] = (
         "checkpoint.export_dtype",
         lambda c, _: not (c.checkpoint.last_save_model_only or c.checkpoint.last_save_in_hf),
         "the last save is a whole checkpoint",
+    ),
+    Idle(
+        "checkpoint.export_mtp",
+        lambda c, _: not c.checkpoint.last_save_in_hf,
+        "nothing is exported",
     ),
     Idle(
         "checkpoint.average.decay checkpoint.average.window_tokens",
@@ -389,8 +409,24 @@ def _loss_weights_differ(config: JobConfig, _: Facts) -> Iterator[ConfigError]:
         )
 
 
+def _suits_mtp(config: JobConfig, facts: Facts) -> Iterator[ConfigError]:
+    """Further tokens are predicted without options that no proof covers next to them."""
+    training, freq = config.training, config.metrics.layer_stats_freq
+    weights = {source.loss_weight for source in training.datasets} - {1.0}
+    used: dict[str, tuple[object, bool]] = {
+        "training.loss": (training.loss, training.loss != JobConfig().training.loss),
+        "training.datasets.0.loss_weight": (max(weights, default=1.0), bool(weights)),
+        "metrics.layer_stats_freq": (freq, bool(freq)),
+    }
+    for key, (value, is_used) in used.items():
+        if is_used and facts.spec.mtp_depth:
+            rule = "is not known to work with layers for MTP"
+            yield config_error(key, value, rule, "leave it out, or set model.args.mtp_depth = 0")
+
+
 OTHERS: tuple[Row[Facts], ...] = (
     Check(_loss_weights_differ),
+    Check(_suits_mtp, needs="model"),
     Rule(
         "profiling.profile_freq",
         lambda c, _: (
@@ -405,6 +441,11 @@ OTHERS: tuple[Row[Facts], ...] = (
         lambda c, _: c.training.attention_kernel == "cudnn" and c.training.deterministic,
         "cuDNN's backward is not deterministic, and training.deterministic is true",
         'use "flash"',
+    ),
+    Idle(
+        "training.mtp_loss_weight",
+        lambda _, facts: facts.model is not None and not facts.model.mtp_depth,
+        "model.args.mtp_depth = 0",
     ),
     _not_installed("metrics.enable_wandb", "wandb"),
     _idle_if_off(Validation, "validation"),

@@ -59,8 +59,9 @@ class Model(Section):
 
     args: dict[str, Any] = Field(default_factory=dict)
     """Dimensions that differ from the flavor's: dim, n_layers, n_heads, n_kv_heads, head_dim,
-    hidden_dim, vocab_size, norm_eps, rope_theta, tie_embeddings, and those of the family. On the
-    command line: --model.args.n_layers 4."""
+    hidden_dim, vocab_size, norm_eps, rope_theta, tie_embeddings, mtp_depth (layers that predict
+    further tokens, as DeepSeek-V3's does), and those of the family. On the command line:
+    --model.args.n_layers 4."""
 
     frozen: list[str] = []
     """Parameters that aren't trained, as glob patterns of their names: `tok_embeddings.*`,
@@ -177,6 +178,10 @@ class Checkpoint(Section):
     export_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Type of the weights that `last_save_model_only` and `last_save_in_hf` write."""
 
+    export_mtp: bool = True
+    """With `last_save_in_hf`: write the layers for multi-token prediction too. Only DeepSeek-V3's
+    files have a place for them, and transformers leaves them out."""
+
     initial_load_in_hf: bool = False
     """`initial_load_path` is a Hugging Face model directory's: config.json and safetensors. Absent,
     it is the folder that `model.flavor` names."""
@@ -186,6 +191,10 @@ class Checkpoint(Section):
     "mixtral". Each expert starts as a copy of its layer's feed-forward plus normal noise of this
     deviation, as a share of that of fresh weights. Routers are fresh. Absent: the folder holds a
     model of the same family."""
+
+    initial_load_new_mtp: bool = False
+    """`initial_load_path` holds a model without layers for multi-token prediction (`mtp_depth` in
+    `model.args`), which start with the seed's weights."""
 
     average: Average = Average()
 

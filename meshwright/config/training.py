@@ -244,6 +244,11 @@ class Training(Source):
     number with which logits take no more memory than the output weight in bf16, or 16 Mi logits if
     the vocabulary is small."""
 
+    mtp_loss_weight: PositiveFloat = 0.3
+    """Weight of the mean loss of further tokens, with layers for multi-token prediction
+    (`mtp_depth` in `model.args`). The logged loss doesn't contain it. DeepSeek-V3 has 0.3 for 10T
+    tokens and 0.1 for the last 4.8T (arXiv:2412.19437, section 4.2)."""
+
     enable_cpu_offload: bool = False
     """Keep sharded parameters, gradients and optimizer state in the host's memory, and update them
     there; the device gets parameters layer by layer. Slow: for models that don't fit otherwise."""

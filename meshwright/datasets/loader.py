@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -59,10 +60,17 @@ class Loader:
     error: Exception | None = None
 
     def __init__(
-        self, stream: SampleStream, local_batch_size: int, *, mask_documents: bool, pin_memory: bool
+        self,
+        stream: SampleStream,
+        local_batch_size: int,
+        *,
+        mask_documents: bool,
+        pin_memory: bool,
+        mtp_depth: int = 0,
     ) -> None:
         self._stream, self._local_batch_size = stream, local_batch_size
         self._mask_documents, self._pin_memory = mask_documents, pin_memory
+        self._mtp_depth = mtp_depth
         self._ready: queue.Queue[StepData | Exception | None] = queue.Queue(STEPS_AHEAD)
         self._fetched = deque[StepData]()
         self._is_over = False
@@ -130,6 +138,7 @@ class Loader:
             self._local_batch_size,
             self._mask_documents,
             tells_sources=self._stream.is_mixture,
+            mtp_depth=self._mtp_depth,
         )
         if self._pin_memory:
             batches = [batch.pin_memory() for batch in batches]
@@ -167,9 +176,14 @@ def padded_samples(stream: SampleStream, num_samples: int) -> Iterator[list[Samp
 
 
 def to_batches(
-    samples: Sequence[Sample], size: int, mask_documents: bool, *, tells_sources: bool = False
+    samples: Sequence[Sample],
+    size: int,
+    mask_documents: bool,
+    *,
+    tells_sources: bool = False,
+    mtp_depth: int = 0,
 ) -> list[Batch]:
-    """Batches of `size` samples."""
+    """Batches of `size` samples, with the tokens and labels of `mtp_depth` further places."""
     raw = np.stack([sample.raw for sample in samples]).astype(np.int64)
     tokens, labels = raw[:, :-1], raw[:, 1:].copy()
     if raw.max() >= NO_LOSS:
@@ -185,5 +199,30 @@ def to_batches(
         parts["sources"] = np.array([sample.source for sample in samples], np.int64)
     for row, sample in enumerate(samples):
         labels[row, raw.shape[1] - sample.padding :] = PADDING
+    if mtp_depth:
+        parts |= _future(parts["tokens"], labels, parts.get("documents"), mtp_depth)
     split = zip(*(torch.from_numpy(part).split(size) for part in parts.values()), strict=True)
     return [Batch(**dict(zip(parts, tensors, strict=True))) for tensors in split]
+
+
+def _future(
+    tokens: np.ndarray[Any, Any],
+    labels: np.ndarray[Any, Any],
+    documents: np.ndarray[Any, Any] | None,
+    depth: int,
+) -> dict[str, np.ndarray[Any, Any]]:
+    """(B, S) each -> `Batch.future_tokens` and `Batch.future_labels`, (B, depth, S) each.
+
+    Tokens are shifted on the host: a rank of context parallelism has a part of each sequence only.
+    """
+    shape = len(tokens), depth, tokens.shape[1]
+    future_tokens, future_labels = np.zeros(shape, np.int64), np.full(shape, PADDING, np.int64)
+    for shift in range(1, min(depth + 1, tokens.shape[1])):
+        of_tokens, of_labels = (
+            part[:, shift - 1, :-shift] for part in (future_tokens, future_labels)
+        )
+        of_tokens[:], of_labels[:] = tokens[:, shift:], labels[:, shift:]
+        if documents is not None:
+            is_beyond = documents[:, shift:] != documents[:, :-shift]
+            of_tokens[is_beyond], of_labels[is_beyond] = 0, PADDING
+    return {"future_tokens": future_tokens, "future_labels": future_labels}

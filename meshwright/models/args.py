@@ -17,6 +17,7 @@ from meshwright.models.table import (
     MixerSpec,
     MixtureSpec,
     NormSpec,
+    PredictorSpec,
     RopeSpec,
 )
 
@@ -30,6 +31,9 @@ def divisors_of(number: int) -> str:
 
 MOST_LAYERS = 10_000
 """Above this their number is a slip of the finger: each has its place in the table."""
+
+MOST_PREDICTORS = 16
+"""Each is as large as a layer, and its targets are as far away as its number."""
 
 MOST_EXPERTS = 2**16
 """Of a layer: the number of each fits in 16 bits of the key by which they are sorted."""
@@ -64,12 +68,18 @@ class DecoderArgs(ABC):
     """The output projection is the embedding."""
     head_dim: int | None = None
     """Width H of a head; None: dim / n_heads."""
+    mtp_depth: int = 0
+    """Layers of multi-token prediction (MTP): the first predicts the token after the next, and each
+    that follows a token one place further. Only training has them."""
 
     def __post_init__(self) -> None:
         check_positive(self, "dim", "n_layers", "n_heads", "n_kv_heads", "hidden_dim")
         check_positive(self, "vocab_size", "norm_eps", "rope_theta")
         if self.n_layers > MOST_LAYERS:
             raise ValueError(f"n_layers = {self.n_layers}: must be at most {MOST_LAYERS}")
+        if not 0 <= self.mtp_depth <= MOST_PREDICTORS:
+            rule = f"must be at least 0 and at most {MOST_PREDICTORS}"
+            raise ValueError(f"mtp_depth = {self.mtp_depth}: {rule}: use 1, as DeepSeek-V3 has")
         self.check_heads()
 
     def check_heads(self) -> None:
@@ -184,7 +194,7 @@ class DecoderArgs(ABC):
         **options: Any,
     ) -> DecoderSpec:
         """Return a model of `n_layers` layers, with `attention_layers`, `feed_forward_layers` and
-        `expert_layers`, for `expand`.
+        `expert_layers`, and `mtp_depth` more like the last one, for `expand`.
 
         Args:
             norm, has_norm_offset, qk_norm, activation, residual_scale, norms: as in `LayerSpec`,
@@ -226,10 +236,11 @@ class DecoderArgs(ABC):
                 strict=True,
             )
         ]
+        predictor = PredictorSpec(**vars(layers[-1]))
         return DecoderSpec(
             dim=self.dim,
             vocab_size=self.vocab_size,
-            layers=tuple(layers),
+            layers=(*layers, *[predictor] * self.mtp_depth),
             norm_eps=self.norm_eps,
             tie_embeddings=self.tie_embeddings,
             std=STD,

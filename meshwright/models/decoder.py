@@ -1,6 +1,7 @@
 """A decoder of any family, as plain single-device PyTorch."""
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,7 @@ from meshwright.models.layers import Embedding, build_layer, build_part
 from meshwright.models.loss import PADDING, SummedLoss
 from meshwright.models.mixture import Mixture
 from meshwright.models.parameter import Parameter
-from meshwright.models.table import AttentionSpec, LayerSpec, RopeSpec
+from meshwright.models.table import AttentionSpec, LayerSpec, PredictorSpec, RopeSpec
 
 
 class Block(nn.Module):
@@ -70,6 +71,37 @@ class Block(nn.Module):
         return x + (out if self.residual_scale == 1 else out * self.residual_scale)
 
 
+class Predictor(Block):
+    """A block that predicts a token further away than the model does (MTP).
+
+    `forward` takes the vectors of tokens that follow, and then the inputs of a `Block`.
+    """
+
+    def __init__(self, spec: PredictorSpec) -> None:
+        super().__init__(spec)
+        self.enorm, self.hnorm = build_part(spec.norm_spec), build_part(spec.norm_spec)
+        self.eh_proj = build_layer(spec.modules["eh_proj"]["weight"])
+        self.head_norm: nn.Module = build_part(spec.norm_spec)
+
+    def forward(  # type: ignore[override]  # it joins two inputs
+        self, x: Tensor, following: Tensor, *others: Tensor | Mask | None
+    ) -> Tensor | tuple[Tensor | None, ...]:
+        """(B, S, D) twice -> (B, S, D), normalized; with experts also the results of `Mixture`.
+
+        Args:
+            x: the normalized result of the model, or of the predictor before.
+            following: embedding of the token that is as many places further as the predictor's
+                number, counted from 1.
+        """
+        joined = torch.cat([self.enorm(following), self.hnorm(x)], -1)
+        x = self.eh_proj(joined.flatten(0, 1)).unflatten(0, joined.shape[:2])
+        out = super().forward(x, *others)  # type: ignore[arg-type]
+        if isinstance(out, Tensor):
+            normed: Tensor = self.head_norm(out)
+            return normed
+        return self.head_norm(out[0]), *out[1:]
+
+
 class Projection(nn.Module):
     """The projection to logits, by its own weight or by the embedding's.
 
@@ -100,18 +132,22 @@ class Projection(nn.Module):
         labels: Tensor | None = None,
         table: Tensor | None = None,
         loss_weights: Tensor | None = None,
-    ) -> Tensor:
+        scales: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """(B, S, D) -> (B, S, V) logits, or with (B, S) labels their summed loss.
 
         Args:
             table: (V, D), the embedding's, where there is no weight.
             loss_weights: (B,), as `SummedLoss` takes them.
+            scales: as `SummedLoss.with_future` takes them; the results are then its results.
         """
         weight = self.weight if table is None else table
         x = x if self.scale == 1 else x * self.scale  # of fewer numbers than the logits
         if labels is None:
             return self.loss.logits(x, weight)
-        return self.loss(x, weight, labels, loss_weights)
+        if scales is None:
+            return self.loss(x, weight, labels, loss_weights)
+        return self.loss.with_future(x, weight, labels, scales)
 
 
 class Routing:
@@ -144,11 +180,15 @@ class Decoder(nn.Module):
 
     Attributes:
         own_part: of (B, S), the part whose routers are here; sequence parallelism replaces it.
+        mtp_losses: (k,) fp32, of a model that predicts further tokens: the losses of each depth in
+            this step so far, on this rank.
     """
 
+    mtp_losses: Tensor
     routing = Routing()
     has_copy = False
-    """Whether this is a pipeline's last stage, whose embedding only projects to logits."""
+    """Whether this is a pipeline's last stage, whose embedding only projects to logits, or looks
+    up the tokens that predictors take."""
     makes_masks = True
     """Whether layers with a window or a soft cap get blocks of a mask, where attention takes such;
     cores that keep keys and values don't."""
@@ -161,7 +201,12 @@ class Decoder(nn.Module):
         embedding = build_layer(modules["tok_embeddings"]["weight"])
         assert isinstance(embedding, Embedding)
         self.tok_embeddings: Embedding | None = embedding
-        self.layers = nn.ModuleDict({str(i): Block(layer) for i, layer in enumerate(spec.layers)})
+        self.layers = nn.ModuleDict(
+            {
+                str(i): Predictor(layer) if isinstance(layer, PredictorSpec) else Block(layer)
+                for i, layer in enumerate(spec.layers)
+            }
+        )
         self.norm: nn.Module | None = build_part(spec.norm_spec)
         self.output: Projection | None = Projection(
             modules["output"], spec.output_scale, spec.output_cap
@@ -170,6 +215,8 @@ class Decoder(nn.Module):
             # fp32 whatever the parameters are: bf16 has no exact positions
             cache = torch.empty(2, seq_len, rope.head_dim // 2, dtype=torch.float32)
             self.register_buffer(name, cache, persistent=False)
+        if spec.mtp_depth:
+            self.register_buffer("mtp_losses", torch.zeros(spec.mtp_depth), persistent=False)
 
     @property
     def rope_caches(self) -> dict[str, RopeSpec]:
@@ -193,6 +240,8 @@ class Decoder(nn.Module):
         for mixture in self.mixtures().values():
             mixture.counts.zero_()
             mixture.figures.zero_()
+        if self.table.mtp_depth:
+            self.mtp_losses.zero_()
         for name, rope in self.rope_caches.items():
             cache = self.get_buffer(name)
             cache.copy_(rope_cache(self.seq_len, rope, cache.device))
@@ -205,10 +254,15 @@ class Decoder(nn.Module):
         positions: Tensor | None = None,
         documents: Tensor | None = None,
         loss_weights: Tensor | None = None,
+        future_tokens: Tensor | None = None,
+        future_labels: Tensor | None = None,
+        future_scales: Tensor | None = None,
     ) -> Tensor:
         """(B, S) int64 -> () fp32, the loss added up over `labels`; without them (B, S, V) logits.
 
         A stage without the embedding takes (B, S, D) instead; one without the output gives it.
+        Where gradients are recorded, the loss also has the gradients of the losses of
+        `future_labels`, each depth's times its scale, and `mtp_losses` gets these losses.
 
         Args:
             labels: (B, S) int64, as `SummedLoss` takes them. A stage without the output needs
@@ -218,17 +272,15 @@ class Decoder(nn.Module):
                 from 0. Attention then stops between them, and the positions that it rotates by
                 start at 0 in each. Of whole sequences, also where `tokens` are parts of them.
             loss_weights: (B,) fp32, as `SummedLoss` takes them.
+            future_tokens, future_labels, future_scales: as in `Batch`.
         """
+        is_predicting = self.output is not None and torch.is_grad_enabled()
+        future = None if future_tokens is None or not is_predicting else future_tokens
         table = None
         if self.output is not None and self.table.tie_embeddings:
             assert self.tok_embeddings is not None  # a pipeline's last stage has a copy
             table = self.tok_embeddings.cast_table()  # once, so that both uses have one gradient
-        embedding = None if self.has_copy else self.tok_embeddings
-        x = tokens if embedding is None else embedding(tokens, table=table)
-        if embedding is not None and self.table.embedding_scale != 1:
-            # rounded to the type of activations, as transformers does
-            scale = torch.full((), self.table.embedding_scale, dtype=x.dtype, device=x.device)
-            x = x * scale
+        x, following = self._embed(tokens, future, table)
         masks = self.masks(x, documents, positions)
         if documents is not None:
             positions = positions_in_document(documents, positions)
@@ -237,25 +289,76 @@ class Decoder(nn.Module):
             rope: [half[places] for half in self.get_buffer(name).unbind(0)]
             for name, rope in self.rope_caches.items()
         }
-        counted = None
-        if labels is not None and self.table.mixtures:
-            counted = self.own_part(labels != PADDING).flatten()
-        for name, block in self.layers.items():
-            mixture, spec = block.feed_forward, self.table.layers[int(name)].attention
+
+        def pass_through(name: str, counted: Tensor | None, *inputs: Tensor) -> Tensor:
+            spec = self.table.layers[int(name)].attention
             cos, sin = (None, None) if spec.rope is None else rotations[spec.rope]
             is_softmax = isinstance(spec, AttentionSpec)
             mask = masks.get((spec.window, spec.has_own_core)) if is_softmax else documents
-            if not isinstance(mixture, Mixture):
-                x = block(x, cos, sin, mask)
-                continue
-            given = self.routing.given(int(name), len(x))
-            x, choice, figures, gap = block(x, cos, sin, mask, given, counted)
-            if torch.is_grad_enabled():  # here and not in the block, which may be computed again
-                mixture.note(choice if given is None else given, figures, counted)
-            self.routing.note(int(name), choice, gap)
+            return self._pass_through(name, counted, *inputs, cos, sin, mask)
+
+        counted = self._counted(labels)
+        for name in self.layers:
+            if name not in self.table.predictors:
+                x = pass_through(name, counted, x)
         if self.norm is not None:
             x = self.norm(x)
-        return x if self.output is None else self.output(x, labels, table, loss_weights)
+        if self.output is None:
+            return x
+        if future is None:
+            return self.output(x, labels, table, loss_weights)
+        assert labels is not None
+        assert future_labels is not None
+        states, every_label = [x], [labels, *future_labels.unbind(1)]
+        for depth, name in enumerate(self.table.predictors):
+            counted = self._counted(every_label[depth + 1])
+            states.append(pass_through(name, counted, states[-1], following[depth]))
+        # one call: FSDP2 gathers a module's weights for its forward, and frees them after it
+        loss, of_depths = self.output(
+            torch.cat(states), torch.cat(every_label), table, scales=future_scales
+        )
+        self.mtp_losses += of_depths
+        return loss
+
+    def _counted(self, labels: Tensor | None) -> Tensor | None:
+        """(B, S) -> (B S,) bool: the tokens here that routers count; None: all, or no router."""
+        if labels is None or not self.table.mixtures:
+            return None
+        return self.own_part(labels != PADDING).flatten()
+
+    def _embed(
+        self, tokens: Tensor, future: Tensor | None, table: Tensor | None
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Return the input of the stage's first layer, (B, S, D), and the input of each predictor.
+        All tokens are looked up at once, so that FSDP2 gathers the embedding once."""
+        if self.tok_embeddings is None:
+            return tokens, []
+        wanted = [] if self.has_copy else [tokens]
+        wanted += [] if future is None else future.unbind(1)
+        if not wanted:
+            return tokens, []
+        ids = wanted[0] if len(wanted) == 1 else torch.cat(wanted)
+        vectors = self.tok_embeddings(ids, table=table)
+        if self.table.embedding_scale != 1:
+            # rounded to the type of activations, as transformers does
+            options = {"dtype": vectors.dtype, "device": vectors.device}
+            vectors = vectors * torch.full((), self.table.embedding_scale, **options)
+        if len(wanted) == 1 and not self.has_copy:
+            return vectors, []
+        each = [*vectors.chunk(len(wanted))]
+        return (tokens, each) if self.has_copy else (each[0], each[1:])
+
+    def _pass_through(self, name: str, counted: Tensor | None, *inputs: Any) -> Tensor:
+        """Return a layer's result, and take note of what its router did."""
+        block = self.layers[name]
+        if not isinstance(block.feed_forward, Mixture):
+            return block(*inputs)
+        given = self.routing.given(int(name), len(inputs[0]))
+        x, choice, figures, gap = block(*inputs, given, counted)
+        if torch.is_grad_enabled():  # here and not in the block, which may be computed again
+            block.feed_forward.note(choice if given is None else given, figures, counted)
+        self.routing.note(int(name), choice, gap)
+        return x
 
     def masks(
         self, x: Tensor, documents: Tensor | None, positions: Tensor | None

@@ -46,6 +46,8 @@ class ForeignTensor:
     """The files have the last dimension before the second."""
     file_shape: tuple[int, ...] | None = None
     """Shape of that one tensor."""
+    copies: tuple[str, ...] = ()
+    """Names of equal tensors, which files may lack."""
 
     @property
     def parts(self) -> dict[str, tuple[int, ...]]:
@@ -155,6 +157,20 @@ FUSED = Stacked(
 )
 """The layout of most families that transformers 5 has in memory: (E, 2 F, D) and (E, D, F)."""
 
+PREDICTORS = {
+    "layers.{}.enorm": "model.layers.{}.enorm",
+    "layers.{}.hnorm": "model.layers.{}.hnorm",
+    "layers.{}.eh_proj": "model.layers.{}.eh_proj",
+    "layers.{}.head_norm": "model.layers.{}.shared_head.norm",
+}
+"""Names of the modules of an MTP layer in DeepSeek's files, by ours."""
+
+COPIES = {
+    "tok_embeddings.weight": "model.layers.{}.embed_tokens.weight",
+    "output.weight": "model.layers.{}.shared_head.head.weight",
+}
+"""Our name of a parameter, and the name of the copy that each layer of MTP has in the files."""
+
 TIED = "tok_embeddings.weight"
 """Our parameter that is the output projection too, where embeddings are tied."""
 
@@ -191,8 +207,8 @@ class HuggingFaceForm:
     """Our name of a tensor that is no parameter, and theirs; {} is the layer. Files have it in
     fp32, as we do, whatever the type of weights."""
     predictors: str | None = None
-    """Key of the number of layers that follow the last one and predict further tokens (MTP). They
-    are left out, and none are written. None: there is no such key."""
+    """Key of the number of layers that follow the last one and predict further tokens (MTP), which
+    are `mtp_depth` of ours, or left out. None: files have none."""
     modules: Mapping[str, str] = field(default_factory=lambda: MODULES)
     """Our name of a module and theirs, with names that a model may lack; {} is the layer."""
     rotated: tuple[str, ...] = ROTATED
@@ -248,6 +264,8 @@ class HuggingFaceForm:
         """Return why no folder can hold a model of these dimensions; "": one can."""
         if args.tie_embeddings and args.folded_factors:
             return "its embedding is the output as well, so muP's factor on logits fits in neither"
+        if args.mtp_depth and self.predictors is None:
+            return f"{self.model_type} has no layers for MTP (model.args.mtp_depth)"
         has_biases = "layers.{}.feed_forward.experts.b1" in self.stacked.names
         for spec in [] if has_biases else args.table.mixtures.values():
             if spec.bias_std is not None or spec.activation != "swiglu":
@@ -286,11 +304,11 @@ class HuggingFaceForm:
                 head_dim, rotated = None, None
                 if module.endswith(self.rotated):
                     head_dim, rotated = args.table.head_dim, self._rotated_dim(args)
-                place: dict[str, Any] = {}
+                place: dict[str, Any] = {"copies": self._copies(name, args)}
                 there = (exact or f"{theirs}.{kind}").format(layer)
                 if name in joined:
                     there, groups, start, file_shape = joined[name]
-                    place = {"groups": groups, "start": start, "file_shape": file_shape}
+                    place |= {"groups": groups, "start": start, "file_shape": file_shape}
                 found[name] = ForeignTensor(there, shape, head_dim, rotated, **place)
         for name, state in args.table.state.items():
             layer = name.split(".")[1]
@@ -300,6 +318,11 @@ class HuggingFaceForm:
 
     def _rotated_dim(self, args: DecoderArgs) -> int | None:
         return None if self.partial_rotary is None else args.table.ropes[0].head_dim
+
+    def _copies(self, name: str, args: DecoderArgs) -> tuple[str, ...]:
+        is_both = name == TIED and args.tie_embeddings
+        theirs = [*COPIES.values()] if is_both else [COPIES[name]] if name in COPIES else []
+        return tuple(one.format(layer) for layer in args.table.predictors for one in theirs)
 
     def is_of_predictor(self, name: str, args: DecoderArgs) -> bool:
         """Return whether a tensor of the files belongs to a layer after the last one of `args`."""
@@ -464,7 +487,7 @@ class HuggingFaceForm:
             **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
         }
         if self.predictors:
-            config[self.predictors] = 0
+            config[self.predictors] = args.mtp_depth
         if self.dense_layers:
             ours, theirs = self.dense_layers
             config[theirs] = [*range(getattr(args, ours))]

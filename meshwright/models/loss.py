@@ -9,7 +9,7 @@ its own type, and has chunks as large as the hidden states.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -40,6 +40,14 @@ class Batch:
     """(B,) int64: from which source of a mixture each sequence is. None: it isn't told."""
     loss_weights: Tensor | None = None
     """(B,) fp32: factors on the losses of each sequence. None: all are 1."""
+    future_tokens: Tensor | None = None
+    """(B, k, S) int64: at depth i, counted from 1, the token that is i after each position. None:
+    the model predicts the next token only."""
+    future_labels: Tensor | None = None
+    """(B, k, S) int64: the token after that, as `labels`; `PADDING` where the document has no
+    token so far away."""
+    future_scales: Tensor | None = None
+    """(B, k) fp32: factors on the gradients of the losses of `future_labels`. None: not known."""
 
     def to(self, device: torch.device, non_blocking: bool = False) -> "Batch":
         """Return the same on `device`."""
@@ -59,16 +67,8 @@ class Batch:
         return self._each(lambda part: part[rows])
 
     def _each(self, move: Callable[[Tensor], Tensor]) -> "Batch":
-        def moved(part: Tensor | None) -> Tensor | None:
-            return None if part is None else move(part)
-
-        return Batch(
-            move(self.tokens),
-            move(self.labels),
-            moved(self.documents),
-            moved(self.sources),
-            moved(self.loss_weights),
-        )
+        parts = {field.name: getattr(self, field.name) for field in fields(self)}
+        return replace(self, **{n: move(part) for n, part in parts.items() if part is not None})
 
 
 SMALL_LOGITS = 1 << 24
@@ -138,8 +138,42 @@ class SummedLoss:
         Raises:
             ValueError: if `labels` isn't `x` without its last dimension.
         """
+        losses, gradient = self.of_tokens(x, weight, labels, loss_weights)
+        if self.listen is not None:
+            self.listen(losses, labels)
+        weighted = losses if loss_weights is None else losses * loss_weights.unsqueeze(1)
+        return weighted.sum() + gradient
+
+    def with_future(
+        self, x: Tensor, weight: Tensor, labels: Tensor, scales: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """((1 + k) B, S, D), (V, D), ((1 + k) B, S) -> the loss of the first B sequences, () fp32,
+        and the losses of the k depths that follow, (k,) fp32.
+
+        All share one pass over the weight. The first result has the gradients of all, and the
+        second has none.
+
+        Args:
+            scales: (B, k) factors on the gradients of the losses of each depth.
+        """
+        size, depth = scales.shape
+        factors = torch.cat([scales.new_ones(1, size), scales.t()]).flatten()  # of sequences
+        losses, gradient = self.of_tokens(x, weight, labels, factors)
+        if self.listen is not None:
+            self.listen(losses[:size], labels[:size])
+        return losses[:size].sum() + gradient, losses[size:].view(depth, -1).sum(1)
+
+    def of_tokens(
+        self, x: Tensor, weight: Tensor, labels: Tensor, factors: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """(B, S, D), (V, D), (B, S) -> the loss of each token, (B, S) fp32, without a gradient; and
+        () fp32, a zero that has the gradient of their sum.
+
+        Args:
+            factors: (B,) on the gradients of the losses of each sequence; None: 1.
+        """
         chunk_tokens = self.tokens_per_chunk(weight, x.dtype)
-        return self.of_rows(x, weight, labels, loss_weights, chunk_tokens=chunk_tokens)
+        return self.of_rows(x, weight, labels, factors, chunk_tokens=chunk_tokens)
 
     def tokens_per_chunk(self, weight: Tensor, dtype: torch.dtype) -> int:
         """Return the size of chunks for a whole weight, (V, D), and logits of a type: the same on
@@ -153,39 +187,34 @@ class SummedLoss:
         x: Tensor,
         weight: Tensor,
         labels: Tensor,
-        loss_weights: Tensor | None = None,
+        factors: Tensor | None = None,
         *,
         chunk_tokens: int,
         first: int = 0,
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
         """The same, where `weight` has the rows of the vocabulary from `first` on."""
         if x.shape[:-1] != labels.shape:
             raise ValueError(f"states {tuple(x.shape)} and labels {tuple(labels.shape)} disagree")
-        factors = None
-        if loss_weights is not None:
-            factors = loss_weights.unsqueeze(1).expand(labels.shape).flatten()
         needed = [torch.is_grad_enabled() and tensor.requires_grad for tensor in (x, weight)]
         losses, of_x, of_weight = _differentiate(
             x.flatten(0, 1).detach(),
             weight.detach().to(x.dtype),
             labels.flatten(),
-            factors,
+            None if factors is None else factors.repeat_interleave(labels.shape[1]),
             first,
             self,
             chunk_tokens,
             needed,
         )
-        loss = (losses if factors is None else losses * factors).sum()
-        if self.listen is not None:
-            self.listen(losses.view(labels.shape), labels)
+        zero = losses.new_zeros(())
         # One node for each gradient: schedules that split backward start the weight's part at the
-        # node where both meet, and torch 2.11 takes only its own nodes there, like additions.
+        # node where both meet, and torch 2.11 takes only its own nodes there, like additions. The
+        # caller adds once more: hooks of FSDP2 on the output mustn't be called again at that part.
         with_gradient: Callable[..., Tensor] = _WithGradient.apply
         for tensor, gradient in ((x, of_x), (weight, of_weight)):
             if gradient is not None:
-                loss = loss + with_gradient(tensor, gradient.view(tensor.shape), x.dtype)
-        # One for the output: hooks of FSDP2 on it must not be called again at the weight's part.
-        return loss.clone()
+                zero = zero + with_gradient(tensor, gradient.view(tensor.shape), x.dtype)
+        return losses.view(labels.shape), zero
 
     def join(self, log_sum: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
         """From these rows of the vocabulary to all: the log of the sum of exponentials, and the
@@ -282,7 +311,7 @@ def _differentiate(
     needed: list[bool],
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return the losses and, from the same pass, the gradients of their sum by `x` and (in fp32) by
-    `weight`."""
+    `weight`; each loss's times its factor."""
     needs_x, needs_weight = needed
     of_x = torch.empty_like(x) if needs_x else None
     losses = torch.empty(len(x), dtype=torch.float32, device=x.device)

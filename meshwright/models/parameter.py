@@ -65,7 +65,8 @@ class Parameter:
     std: float | None
     """Standard deviation of its initial values; None: they are one, or `quantile` gives them."""
     token_share: float = 1.0
-    """Share of tokens that it multiplies as a matrix; 0: a vector, or a table to look up in."""
+    """Share of tokens that it multiplies as a matrix, above 1 if it multiplies each several times;
+    0: a vector, or a table to look up in."""
     parts: tuple[str, int] | None = None
     """Key in `model.args` of the parts that only whole can be cut apart, and their number."""
     alternates: bool = False

@@ -331,12 +331,32 @@ class LayerSpec:
 
 
 @dataclass(frozen=True)
+class PredictorSpec(LayerSpec):
+    """A layer of multi-token prediction (MTP): it follows the model's last layer or the MTP layer
+    before it, and predicts a token one place further.
+
+    Source: DeepSeek-AI 2024, arXiv:2412.19437, section 2.2. Names are DeepSeek's.
+    """
+
+    own_modules: ClassVar = ("enorm", "hnorm", "eh_proj", "head_norm")
+    """Those that other layers haven't."""
+
+    @property
+    def modules(self) -> dict[str, dict[str, Parameter]]:
+        dim, norm = self.attention.dim, self.norm_spec.parameters
+        joined = {"weight": Parameter((dim, 2 * dim), "on_tokens", self.attention.std)}
+        own = zip(self.own_modules, (norm, norm, joined, norm), strict=True)
+        return super().modules | dict(own)
+
+
+@dataclass(frozen=True)
 class DecoderSpec:
     """A whole model."""
 
     dim: int
     vocab_size: int
     layers: tuple[LayerSpec, ...]
+    """Layers of MTP, if the model has some, are the last."""
     norm_eps: float
     tie_embeddings: bool
     std: float
@@ -369,16 +389,32 @@ class DecoderSpec:
     @cached_property
     def modules(self) -> Mapping[str, Mapping[str, Parameter]]:
         """Parameters by name in the module, by the module's name, in the order of the model."""
-        matrix = (self.vocab_size, self.dim)
+        matrix, uses = (self.vocab_size, self.dim), 1.0 + self.mtp_depth
         embedding = Parameter(matrix, "embedding", self.std, 0)
-        output = {"weight": Parameter(matrix, "output", self.output_std)}
+        output = {"weight": Parameter(matrix, "output", self.output_std, uses)}
         if self.tie_embeddings:  # looked up in, and multiplied by
-            embedding, output = Parameter(matrix, "embedding", self.output_std), {}
+            embedding, output = Parameter(matrix, "embedding", self.output_std, uses), {}
         found = {"tok_embeddings": {"weight": embedding}}
         for index, layer in enumerate(self.layers):
             found[f"layers.{index}"] = {}
             found |= {f"layers.{index}.{name}": own for name, own in layer.modules.items()}
         return found | {"norm": self.norm_spec.parameters, "output": output}
+
+    @cached_property
+    def mtp_depth(self) -> int:
+        """Layers that predict further tokens."""
+        return sum(isinstance(layer, PredictorSpec) for layer in self.layers)
+
+    @cached_property
+    def predictors(self) -> list[str]:
+        """Numbers of these layers, in their order, as names in `layers`."""
+        last = len(self.layers)
+        return [str(index) for index in range(last - self.mtp_depth, last)]
+
+    @property
+    def copies_embedding(self) -> bool:
+        """Return whether the last stage of a pipeline has a copy of the embedding."""
+        return self.tie_embeddings or self.mtp_depth > 0
 
     @cached_property
     def parameters(self) -> Mapping[str, Parameter]:

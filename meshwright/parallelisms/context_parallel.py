@@ -54,14 +54,19 @@ def local_positions(seq_len: int, mesh: DeviceMesh, device: torch.device) -> Ten
 
 
 def local_part(batch: Batch, positions: Tensor) -> Batch:
-    """Return the tokens and labels at `positions` of every sequence; the batch, if that is all.
+    """Return tokens and labels at `positions` of every sequence; the batch, if that is all.
 
     `documents` stays whole: masking a query needs the document ids of all keys.
     """
     if len(positions) == batch.tokens.shape[1]:
         return batch
     tokens, labels = batch.tokens[:, positions], batch.labels[:, positions]
-    return dataclasses.replace(batch, tokens=tokens, labels=labels)
+    own = dataclasses.replace(batch, tokens=tokens, labels=labels)
+    if batch.future_tokens is None or batch.future_labels is None:
+        return own
+    future_tokens = batch.future_tokens[..., positions]
+    future_labels = batch.future_labels[..., positions]
+    return dataclasses.replace(own, future_tokens=future_tokens, future_labels=future_labels)
 
 
 def apply_cp(model: Decoder, mesh: DeviceMesh, training: Training) -> str:

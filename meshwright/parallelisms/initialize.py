@@ -6,7 +6,7 @@ rank computes just the elements that it holds, and any two ranks agree on any el
 
 import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import cache
 from statistics import NormalDist
 
@@ -29,10 +29,19 @@ BLOCKS = {"cpu": 1 << 15, "cuda": 1 << 22}
 cores wait for each other longer than they compute; on GPUs few kernels are launched."""
 
 
-@torch.no_grad()
 def initialize(model: Decoder, seed: int) -> None:
     """Fill every parameter and buffer of `model` in place, sharded or not."""
+    initialize_parameters(model, seed, model.table.parameters)
+    model.init_buffers()
+    model.init_state()
+
+
+@torch.no_grad()
+def initialize_parameters(model: Decoder, seed: int, names: Collection[str]) -> None:
+    """Fill the parameters of `model` that are in `names` in place, sharded or not."""
     for name, parameter in model.named_parameters():
+        if name not in names:
+            continue
         local, offset = local_box(parameter)
         declared = model.table.parameters[name]
         if declared.alternates:
@@ -45,8 +54,6 @@ def initialize(model: Decoder, seed: int) -> None:
             fill_normal(local.detach(), declared.std, seed, name, tuple(parameter.shape), offset)
         if declared.is_offset:
             local.detach().sub_(1.0)
-    model.init_buffers()
-    model.init_state()
 
 
 def _fill_in_turn(box: Tensor, offset: tuple[int, ...]) -> None:

@@ -44,10 +44,19 @@ class LocalModel(nn.Module):
                     self.add_module(name, child)
 
     def named_parameters_once(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the parameters with their names, without the last stage's copy of a tied embedding:
+        """Yield the parameters with their names, without the last stage's copy of the embedding:
         over the ranks of a pipeline each has one place."""
         copies = {s.tok_embeddings.weight for s in self.stages if s.has_copy and s.tok_embeddings}
         yield from (pair for pair in self.named_parameters() if pair[1] not in copies)
+
+    def take_mtp_losses(self, device: torch.device) -> Tensor:
+        """Return the losses of each depth in this step, (k,) fp32, zeros where the last stage
+        isn't; and start the next step."""
+        losses = torch.zeros(self.stages[0].table.mtp_depth, device=device)
+        for stage in self.stages if len(losses) else ():
+            losses += stage.mtp_losses
+            stage.mtp_losses.zero_()
+        return losses
 
     def forward_all(
         self, batches: Sequence[Batch], positions: Tensor, take: Callable[[Tensor, Batch], None]

@@ -121,7 +121,7 @@ class Pipeline:
         )
         """A line for the log."""
         self._has_last = num_stages - 1 in stages
-        self._tied = self._tied_embedding(num_stages)
+        self._copied = self._copied_embedding(num_stages)
         # the first call of an NCCL group needs all of its ranks (torch's batch_isend_irecv), and a
         # schedule's first messages are between two
         dist.all_reduce(torch.zeros((), device=device), group=self._group)
@@ -145,12 +145,11 @@ class Pipeline:
         labels = torch.cat([batch.labels for batch in batches])
         # of every stage; the last takes the labels
         inputs = {"labels": labels, "positions": positions.expand(len(tokens), -1)}
-        documents = [batch.documents for batch in batches if batch.documents is not None]
-        if documents:
-            inputs["documents"] = torch.cat(documents)
-        loss_weights = [batch.loss_weights for batch in batches if batch.loss_weights is not None]
-        if loss_weights:
-            inputs["loss_weights"] = torch.cat(loss_weights)
+        optional = "documents", "loss_weights", "future_tokens", "future_labels", "future_scales"
+        for name in optional:
+            parts = [getattr(batch, name) for batch in batches]
+            if parts[0] is not None:
+                inputs[name] = torch.cat(parts)
         self._num_labels = num_labels
         losses: list[Tensor] = []
         try:
@@ -167,29 +166,30 @@ class Pipeline:
             # torch's error says in which stage; callers ask for a timeout, or a lack of memory
             cause.add_note(str(error))
             raise cause from None
-        self._sum_tied_gradients(tokens.device)
+        self._sum_copied_gradients(tokens.device)
         if not self._has_last:
             return torch.zeros((), device=tokens.device)
         return torch.stack([loss.detach() for loss in losses]).sum()
 
-    def _tied_embedding(self, num_stages: int) -> tuple[Embedding, int] | None:
-        """Return this rank's tied embedding, and the rank of the group that has the other: the
-        first stage and the last have it. None: it has none."""
+    def _copied_embedding(self, num_stages: int) -> tuple[Embedding, int] | None:
+        """Return this rank's embedding, and the rank of the group that has the other, if the first
+        stage and the last have it: if it is tied, or predictors look up tokens. None: it has none.
+        """
         ends = {0: self._ranks[-1], num_stages - 1: self._ranks[0]}
         for index, other in ends.items():
             stage = self.stages.get(index)
-            if stage is not None and stage.table.tie_embeddings:
+            if stage is not None and stage.table.copies_embedding:
                 assert stage.tok_embeddings is not None
                 return stage.tok_embeddings, other
         return None
 
     @torch.no_grad()
-    def _sum_tied_gradients(self, device: torch.device) -> None:
-        """Add the gradient of the other copy of a tied embedding to this one's, so that both get
-        the same update: a sum of two has the same bits in either order."""
-        if self._tied is None:
+    def _sum_copied_gradients(self, device: torch.device) -> None:
+        """Add the gradient of the other copy of the embedding to this one's, so that both get the
+        same update: a sum of two has the same bits in either order."""
+        if self._copied is None:
             return
-        embedding, other = self._tied
+        embedding, other = self._copied
         gradient = embedding.weight.grad
         if gradient is None:  # it is frozen
             return

@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from meshwright.models.decoder import Decoder
+from meshwright.models.decoder import Decoder, Predictor
 from meshwright.models.loss import SummedLoss, rows_at
 from meshwright.models.parameter import Cut, Layout
 from meshwright.parallelisms.meshes import all_gather
@@ -54,16 +54,16 @@ class VocabularyParallelLoss(SummedLoss):
         )
         return logits.redistribute(placements=[Replicate()]).to_local().contiguous()
 
-    def __call__(
-        self, x: Tensor, weight: Tensor, labels: Tensor, loss_weights: Tensor | None = None
-    ) -> Tensor:
-        """(B, S/tp, D), a weight cut along the vocabulary, (B, S), (B,) -> () fp32."""
+    def of_tokens(
+        self, x: Tensor, weight: Tensor, labels: Tensor, factors: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """(B, S/tp, D), a weight cut along the vocabulary, (B, S) -> (B, S) fp32 and () fp32."""
         rows_per_rank = -(-weight.shape[0] // self.mesh.size())  # as `Shard` cuts
         first = min(self.mesh.get_local_rank() * rows_per_rank, weight.shape[0])
         own, self._vocab_size = cast(DTensor, weight).to_local(), weight.shape[0]
         chunk_tokens = self.tokens_per_chunk(weight, x.dtype)
         x = gather_sequence(x, self.mesh)
-        return self.of_rows(x, own, labels, loss_weights, chunk_tokens=chunk_tokens, first=first)
+        return self.of_rows(x, own, labels, factors, chunk_tokens=chunk_tokens, first=first)
 
     def all_rows(self, logits: Tensor) -> Tensor:
         shape = torch.Size((len(logits), self._vocab_size))
@@ -168,6 +168,9 @@ def apply_tp(model: Decoder, mesh: DeviceMesh) -> str:
     if model.tok_embeddings is not None:
         model.tok_embeddings.look_up = _look_up_in_shard
         model.tok_embeddings.register_forward_hook(_own_storage)
+    for block in model.layers.values():
+        if isinstance(block, Predictor):
+            block.head_norm.register_forward_hook(_own_storage)
     return f"tensor parallelism: matrices, and the sequence between them, cut in {mesh.size()}"
 
 
@@ -260,6 +263,7 @@ def _look_up_in_shard(table: Tensor, tokens: Tensor, dtype: torch.dtype) -> Tens
 
 
 def _own_storage(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-    """Wait for the reduce-scatter and copy: compiled blocks fail in backward ('Tensor' object has
-    no attribute '_local_tensor', torch 2.13) when their input is the collective's own result."""
+    """Copy the result. Compiled blocks fail in backward ('Tensor' object has no attribute
+    '_local_tensor', torch 2.13) when their input is a reduce-scatter's own result, and FSDP2 warns
+    of a module whose result is a view."""
     return output.clone()

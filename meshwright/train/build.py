@@ -15,7 +15,7 @@ from meshwright.datasets.samples import SampleRules
 from meshwright.datasets.stream import Cursor, OpenSource, SampleStream
 from meshwright.metrics.reporter import Work
 from meshwright.models.decoder import Decoder
-from meshwright.parallelisms.initialize import initialize
+from meshwright.parallelisms.initialize import initialize, initialize_parameters
 from meshwright.parallelisms.local_model import Allocate, LocalModel, allocate, build_local_model
 from meshwright.parallelisms.meshes import Meshes
 from meshwright.parallelisms.parallelize import parallelize
@@ -85,14 +85,21 @@ def initialize_weights(resolved: ResolvedJob, model: LocalModel, group: dist.Pro
     with open_initial(config, group) as initial:
         there = family_there(config, resolved.model_args, resolved.family)
         weights = open_weights(initial, *there)
+        table, seed = resolved.model_args.table, resolved.config.training.seed
+        new = set[str]()
+        if config.initial_load_new_mtp:
+            there_table = there[1].table
+            new |= table.parameters.keys() - there_table.parameters.keys()
+            new |= table.state.keys() - there_table.state.keys()
         for stage in model.stages:
+            initialize_parameters(stage, seed, new)
             stage.init_buffers()
             stage.init_state()
         tensors = model.state_dict(keep_vars=True)
+        tensors = {name: tensor for name, tensor in tensors.items() if name not in new}
         if noise is None:
             weights.load(tensors)
         else:
-            table, seed = resolved.model_args.table, resolved.config.training.seed
             load_upcycled(weights, table, noise, seed, tensors)
     path = initial.place.path
     logger.info("initial weights from %s in %.1f s", path, time.perf_counter() - start)
@@ -115,8 +122,13 @@ def build_loader(
     )
     excluded = find_excluded(training.exclude, sources, are_all=resolved.is_only_stage)
     stream = build_stream(resolved, sources, meshes, cursor, rules, excluded)
-    local, masks = training.local_batch_size, training.mask_documents
-    return Loader(stream, local, mask_documents=masks, pin_memory=device.type == "cuda")
+    return Loader(
+        stream,
+        training.local_batch_size,
+        mask_documents=training.mask_documents,
+        pin_memory=device.type == "cuda",
+        mtp_depth=resolved.model_args.mtp_depth,
+    )
 
 
 def build_stream(

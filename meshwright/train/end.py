@@ -183,6 +183,7 @@ def export_last(resolved: ResolvedJob) -> None:
                     chat_template_path=config.model.chat_template_path,
                 ),
                 dtype=getattr(torch, config.checkpoint.export_dtype),
+                has_mtp=config.checkpoint.export_mtp,
             )
             export(job, out, logger.info)
     except errors.ConfigError as error:

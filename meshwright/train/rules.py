@@ -3,6 +3,7 @@ Free of torch.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from meshwright.config import combinations
@@ -67,7 +68,10 @@ def _small_vocabulary(config: JobConfig, facts: JobFacts) -> Mapping[str, int] |
 def _not_exported(config: JobConfig, facts: JobFacts) -> str:
     assert facts.family is not None
     assert facts.model is not None
-    return facts.family.hf.why_not(facts.model) if config.checkpoint.last_save_in_hf else ""
+    model = facts.model
+    if not config.checkpoint.export_mtp:
+        model = replace(model, mtp_depth=0)
+    return facts.family.hf.why_not(model) if config.checkpoint.last_save_in_hf else ""
 
 
 MODEL: tuple[Row[JobFacts], ...] = (
@@ -80,7 +84,13 @@ MODEL: tuple[Row[JobFacts], ...] = (
         lambda c, facts: _judge(check_optimizers, c.optimizer, facts.spec.parameters),
         needs="model",
     ),
-    Rule("checkpoint.last_save_in_hf", _not_exported, "{detail}", "leave it out", needs="model"),
+    Rule(
+        "checkpoint.last_save_in_hf",
+        _not_exported,
+        "{detail}",
+        "leave it out; without layers for MTP: set checkpoint.export_mtp = false",
+        needs="model",
+    ),
     Rule(
         "validation.sample_prompts",
         lambda c, facts: (

@@ -14,7 +14,7 @@ from meshwright.parallelisms.data_parallel import reset_after_no_grad
 from meshwright.parallelisms.local_model import LocalModel
 from meshwright.parallelisms.meshes import Meshes
 from meshwright.train.optim.gradients import local_square_sums
-from meshwright.train.trainer import Trainer, count_labels, summed
+from meshwright.train.trainer import Trainer, count_future_labels, count_labels, summed
 
 
 class LossPerToken(SummedLoss):
@@ -95,11 +95,15 @@ def norm_of_part(
     wanted = list[Batch]()
     for batch, rows in zip(batches, places, strict=True):
         own = is_kept[rows].to(batch.labels.device).unsqueeze(1)
-        labels = batch.labels.where(own | ~has_loss(batch.labels), IGNORE)
-        part = dataclasses.replace(trainer.with_loss_weights(batch), labels=labels)
+        part = _with_labels_of(trainer.with_loss_weights(batch), own)
         wanted.append(local_part(part, positions))
     if num_labels is None:
         num_labels = count_labels(wanted, meshes)
+        num_future = count_future_labels(wanted, meshes)
+    else:
+        whole = [local_part(batch, positions) for batch in batches]
+        num_future = count_future_labels(whole, meshes)
+    wanted = trainer.weigh_future(wanted, num_labels, num_future)
     if model.pipeline is None:  # others are left out by all ranks; a schedule has a fixed number
         is_needed = is_kept.view(len(batches), -1).any(1).tolist()
         wanted = [one for one, needed in zip(wanted, is_needed, strict=True) if needed]
@@ -107,5 +111,16 @@ def norm_of_part(
     squares = local_square_sums(model.named_parameters_once(), (), positions.device)
     trainer.optimizer.zero_grad()
     for stage in model.stages:
-        stage.init_buffers()  # experts have counted the tokens
+        stage.init_buffers()  # experts have counted the tokens, and losses of depths were added up
     return float(summed(squares)[0][0].sqrt().item())
+
+
+def _with_labels_of(batch: Batch, own: Tensor) -> Batch:
+    """Return a batch in which only the labels of the sequences `own`, (B, 1) bool, count."""
+
+    def kept(labels: Tensor, own: Tensor) -> Tensor:
+        return labels.where(own | ~has_loss(labels), IGNORE)
+
+    future = batch.future_labels
+    future = None if future is None else kept(future, own.unsqueeze(1))
+    return dataclasses.replace(batch, labels=kept(batch.labels, own), future_labels=future)

@@ -109,6 +109,8 @@ class Trainer:
     loss_weights: Tensor | None = None
     """(sources,) fp32: factors on the losses of the labels of each source of a mixture; the loss is
     divided by their sum over labels. None: all are 1."""
+    mtp_loss_weight: float = 0.3
+    """Of the mean over depths of the losses of further tokens, where the model predicts some."""
 
     @property
     def tensors(self) -> "TrainingTensors":
@@ -159,6 +161,8 @@ class Trainer:
         positions = local_positions(first.shape[1], meshes.cp, first.device)
         batches = [local_part(self.with_loss_weights(batch), positions) for batch in batches]
         num_labels = count_labels(batches, meshes)
+        num_future = count_future_labels(batches, meshes)
+        batches = self.weigh_future(batches, num_labels, num_future)
         if self.by_source is not None:
             self.by_source.begin(batches)
         layer_stats = self._layer_stats_at(step)
@@ -181,9 +185,10 @@ class Trainer:
         # ranks of a tp group have the same loss; ranks without the last stage have none
         balance, copies = model.balance, meshes.world.size() // meshes.pp.size()
         of_model = balance.sums(loss.device, copies)
+        of_depths = model.take_mtp_losses(loss.device) / meshes.tp.size()
         own_metrics = self.own_metrics.measure(model, batches, meshes, loss.device)
-        loss, squares, of_model, *own_metrics = summed(
-            loss / meshes.tp.size(), squares, of_model, *own_metrics
+        loss, squares, of_model, of_depths, *own_metrics = summed(
+            loss / meshes.tp.size(), squares, of_model, of_depths, *own_metrics
         )
         mark("optimizer")
         grad_norm = squares[0].sqrt()
@@ -200,7 +205,9 @@ class Trainer:
             self.has_checked_state = True
         if self.average is not None:
             self.average.after_update(skip_update)
+        mtp = zip(range(1, len(of_depths) + 1), of_depths / num_future, strict=True)
         figures = {
+            **{f"loss/mtp_{depth}": mean for depth, mean in mtp},
             **balance.after_step(of_model, skip_update),
             **self.own_metrics.results(own_metrics),
         }
@@ -221,6 +228,24 @@ class Trainer:
     def _layer_stats_at(self, step: int) -> LayerStats | None:
         is_due = self.layer_stats is not None and self.layer_stats.is_due(step)
         return self.layer_stats if is_due else None
+
+    def weigh_future(
+        self, batches: Sequence[Batch], num_labels: Tensor, num_future: Tensor
+    ) -> list[Batch]:
+        """Return the microbatches with the factors that give the loss of each depth its weight in
+        the mean loss. DeepSeek-AI 2024, arXiv:2412.19437, equations 24 and 25, but with a mean over
+        the labels that count.
+
+        Args:
+            num_labels, num_future: as `count_labels` and `count_future_labels` return them.
+        """
+        if not len(num_future):
+            return [*batches]
+        # the sum of all losses is divided by `num_labels`
+        scales = self.mtp_loss_weight / len(num_future) * num_labels / num_future.clamp(min=1)
+        return [
+            replace(batch, future_scales=scales.expand(len(batch.tokens), -1)) for batch in batches
+        ]
 
     def forward_backward(
         self, batches: Sequence[Batch], positions: Tensor, num_labels: Tensor
@@ -285,6 +310,7 @@ def build_trainer(
         loss_weights=torch.tensor(loss_weights, device=device)
         if set(loss_weights) != {1}
         else None,
+        mtp_loss_weight=config.training.mtp_loss_weight,
     )
 
 
@@ -304,6 +330,17 @@ def count_labels(batches: Sequence[Batch], meshes: Meshes) -> Tensor:
     num_labels = torch.stack(counts).sum()
     dist.all_reduce(num_labels, group=meshes.loss.get_group())
     return num_labels.float() if num_labels.is_floating_point() else num_labels
+
+
+def count_future_labels(batches: Sequence[Batch], meshes: Meshes) -> Tensor:
+    """Return how many labels of each depth count in the global batch: (k,) int64, which is empty if
+    the model predicts the next token only. Collective."""
+    labels = [batch.future_labels for batch in batches if batch.future_labels is not None]
+    if not labels:
+        return torch.empty(0, device=batches[0].tokens.device)
+    counts = torch.stack([has_loss(one).sum((0, 2)) for one in labels]).sum(0)
+    dist.all_reduce(counts, group=meshes.loss.get_group())
+    return counts
 
 
 def _accumulate(
@@ -331,6 +368,9 @@ def _accumulate(
             positions=positions,
             documents=batch.documents,
             loss_weights=batch.loss_weights,
+            future_tokens=batch.future_tokens,
+            future_labels=batch.future_labels,
+            future_scales=batch.future_scales,
         )
         share = total / num_labels
         share.backward()

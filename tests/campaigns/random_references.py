@@ -42,6 +42,8 @@ CHOICES = {
     "lr_scheduler.min_lr_factor": ("0.0", "0.1", "1.0"),
     "checkpoint.average.window_tokens": ("10000000", "100000000000"),
     "experts.balance_loss": ("0.0", "0.01", "1.0"),
+    "model.args.mtp_depth": ("0", "1", "2"),
+    "training.mtp_loss_weight": ("0.1", "1.0"),
 }
 """Values of a key, which two of three configs have; the rest keep its default."""
 

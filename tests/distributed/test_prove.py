@@ -84,6 +84,7 @@ PARTS = ", ".join(
 )
 WITH_LOSS_WEIGHTS = small_job(f"--training.datasets=[{PARTS}]", "--training.packing=best_fit")
 STATS = "--metrics.layer_stats_freq=10"
+WITH_MTP = small_job(*BALANCED, "--model.args.mtp_depth=2", "--training.mask_documents=true")
 WITH_NORMS = small_job(*BALANCED, "--metrics.grad_norm_by_group=true", STATS)
 WITH_STATS = small_job(STATS)
 
@@ -146,6 +147,10 @@ SOUND = {
     "fsdp, reduced in bf16": (REDUCED_IN_BF16, "user types", {"dp_shard": 2}),
     "fsdp-ep, norms of groups and statistics": (WITH_NORMS, "fp32", ON_EP),
     "fsdp-ep, norms of groups and statistics, bf16": (WITH_NORMS, "bf16", ON_EP),
+    "mtp, pp": (WITH_MTP, "fp32", {"pp": 2}),
+    "mtp, fsdp-ep": (WITH_MTP, "fp32", ON_EP),
+    "mtp, tp-cp": (WITH_MTP, "fp32", {"tp": 2, "cp": 2}),
+    "mtp, pp, bf16": (WITH_MTP, "bf16 sums", {"pp": 2}),
     "pp, float8": (FLOAT8, "bf16 sums", {"pp": 2}),
     "tp, float8": (FLOAT8, "bf16", {"tp": 2}),
 }

@@ -37,6 +37,11 @@ CONFIGS = {
         f"--model.name=qwen3_moe --optimizer.name=muon --experts.router_z_loss=0.01 {ROUTER} {EMA} "
         "--training.packing=best_fit --optimizer.muon.nesterov=false"
     ],
+    "mtp": [
+        "--model.name=deepseek_v3 --model.args.mtp_depth=2 --training.mask_documents=true "
+        f"--training.packing=best_fit --training.mtp_loss_weight=0.7 {ROUTER}"
+    ],
+    "mtp, tied": ["--model.args.mtp_depth=1 --model.args.tie_embeddings=true"],
     "small rate": ["--optimizer.lr=1e-6"],
     "mup": ["--model.args={mup_base_dim=64}"],
     "loss weights": [f"--training.datasets=[{','.join(WEIGHTED)}]"],

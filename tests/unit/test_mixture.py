@@ -335,7 +335,7 @@ def test_a_proof_counts_loads_and_biases_once_more(monkeypatch, is_frozen) -> No
         layers = {number for number, _ in seen}
         choices = {n: torch.cat([c for number, c in seen if number == n]) for n in layers}
         wrong = accounting.wrong_counts(
-            local, choices, torch.ones(len(choices[0]), dtype=torch.bool)
+            local, choices, torch.ones(len(choices[0]), 1, *choices[0].shape[1:2], dtype=torch.bool)
         )
         assert wrong == ([f"layers.1.feed_forward.{fault}"] if fault else [])
 

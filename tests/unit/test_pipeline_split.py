@@ -104,7 +104,7 @@ model.args.n_layers=1 => makes 2 stages, but the model has 1 layers => use at mo
 {SCHEDULE}=ZBVZeroBubble activation_checkpoint.mode=selective
     => saves by op is gone after the first => selective_ac_option = "2"
 {SCHEDULE}=DualPipeV model.args.tie_embeddings=true
-    => would have the tied embedding twice => choose "1F1B" or "Interleaved1F1B"
+    => would have the embedding twice => choose "1F1B" or "Interleaved1F1B"
 """
 OF_PARTS = {
     (f"tok_embeddings {LAYERS} norm output",): "has 1 parts for 2 stages => merge or split parts",

@@ -16,9 +16,6 @@ from meshwright.commands.prove.plain_batch import read_batch
 from meshwright.commands.prove.plain_decoder import (
     FORMS,
     UNCOUNTED,
-    Plain,
-    PlainBatch,
-    Router,
     angles,
 )
 from meshwright.commands.prove.plain_optimizer import PlainMuon, optimizers, schedule
@@ -28,51 +25,16 @@ from meshwright.config.optimizer import Muon, Optimizer, ParameterGroup
 from meshwright.config.training import BadSteps, Experts, LRScheduler, Training
 from meshwright.datasets.samples import Sample
 from meshwright.models.args import DecoderArgs
-from meshwright.models.decoder import Decoder, Routing
+from meshwright.models.decoder import Decoder
 from meshwright.models.families import FAMILIES, MODELS
 from meshwright.models.loss import IGNORE
 from meshwright.train.optim.optimizers import warmup_stable_decay
 from tests.helpers.families import cases, family_of, two_of_each
 from tests.helpers.hf import in_transformers, random_model, their_tensors
+from tests.helpers.plain import Recorded, plain_loss, some_batch
 
 CASES = cases(vocab_size=131)
 PROVE = Path(reference.__file__).parent
-
-
-class Recorded(Routing):
-    def __init__(self) -> None:
-        self.chosen: dict[int, torch.Tensor] = {}
-
-    def note(self, layer: int, choice: torch.Tensor, gap: object) -> None:
-        self.chosen[layer] = choice
-
-
-def plain_loss(
-    model: Decoder, batch: PlainBatch, routing: Recorded
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Loss and gradients of the plain decoder, with the weights of ours."""
-    args, mixtures = model.args, model.mixtures()
-    weights = {n: p.detach().double().requires_grad_() for n, p in model.named_parameters()}
-    routers = {
-        layer: Router(mixtures[layer].load.double(), mixtures[layer].bias, chosen)
-        for layer, chosen in routing.chosen.items()
-    }
-    plain = Plain(family_of(args).name, dataclasses.asdict(args), torch.ones(batch.tokens.shape[1]))
-    loss, _ = plain.losses(weights, batch, routers, Experts())
-    loss.backward()
-    assert all(router.gap < 1e-5 for router in routers.values())
-    return loss, {name: weight.grad for name, weight in weights.items()}
-
-
-def some_batch(vocab_size: int, *, with_documents: bool = False) -> PlainBatch:
-    torch.manual_seed(1)
-    tokens, labels = torch.randint(vocab_size, (2, 3, 32))
-    labels[0, 5:] = UNCOUNTED
-    documents = torch.zeros(3, 32, dtype=torch.int64)
-    if with_documents:
-        documents[1, 9:] = 1
-        documents[1, 20:] = 2
-    return PlainBatch(tokens, labels, torch.ones(3, 32, dtype=torch.bool), documents)
 
 
 def assert_close(got: torch.Tensor, want: torch.Tensor, name: str, bound: float = 1e-5) -> None:
@@ -87,7 +49,7 @@ def test_every_family_is_the_plain_decoder(args: DecoderArgs) -> None:
     labels = batch.labels.where(batch.labels >= 0, IGNORE)
     loss = model(batch.tokens, labels, documents=batch.documents.int()) / (labels >= 0).sum()
     loss.backward()
-    want, gradients = plain_loss(model, batch, routing)
+    want, gradients, _ = plain_loss(model, batch, routing)
     assert loss.item() == pytest.approx(want.item(), rel=1e-5)
     for name, parameter in model.named_parameters():
         assert_close(parameter.grad, gradients[name], name)
@@ -143,7 +105,7 @@ def test_the_plain_decoder_is_transformers(name: str) -> None:
     logits = theirs(batch.tokens).logits
     loss = F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), ignore_index=UNCOUNTED)
     loss.backward()
-    want, gradients = plain_loss(model, batch, routing)
+    want, gradients, _ = plain_loss(model, batch, routing)
     assert loss.item() == pytest.approx(want.item(), rel=1e-6)  # their angles are in fp32
     found = {name: p.grad for name, p in theirs.named_parameters()}
     for name, gradient in their_tensors(model, gradients).items():
@@ -295,9 +257,16 @@ def test_a_model_of_the_users_own_is_not_checked(monkeypatch) -> None:
 @pytest.mark.parametrize("mask_documents", [False, True])
 def test_a_plain_batch_knows_padding_and_where_documents_begin(mask_documents: bool) -> None:
     sample = Sample(np.arange(1, 10, dtype=np.uint32), lengths=[4, 3, 2], padding=2)
-    batch = read_batch([sample], Training(mask_documents=mask_documents))
+    batch = read_batch([sample], Training(mask_documents=mask_documents), 2)
     assert batch.is_token.tolist() == [[True] * 7 + [False]]
-    labels = [2, 3, 4, 5, 6, 7, 8, 9]
+    labels = [2, 3, 4, 5, 6, 7, 8, plain_decoder.UNCOUNTED]
     if mask_documents:
         labels[3] = labels[6] = plain_decoder.UNCOUNTED
     assert batch.labels.tolist() == [labels]
+    second = batch.further[1]  # depth
+    if mask_documents:
+        assert second.tokens.tolist() == [[3, 4, 0, 0, 7, 0, 0, 0]]
+        assert second.is_token.tolist() == [[True, True, False, False, True] + [False] * 3]
+    else:
+        assert second.tokens.tolist() == [[3, 4, 5, 6, 7, 0, 0, 0]]
+        assert second.labels.tolist() == [[4, 5, 6, 7, 8] + [plain_decoder.UNCOUNTED] * 3]

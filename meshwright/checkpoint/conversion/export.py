@@ -6,6 +6,7 @@ import math
 import secrets
 import shutil
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,7 @@ class Export:
         prefix: of the names of the weights there; state that isn't trained has that of the model.
         is_fused: write experts stacked, as transformers 5 has them in memory; otherwise one by one,
             as the hub does.
+        has_mtp: write the layers for multi-token prediction.
 
     Raises:
         ConfigError: if the checkpoint can't be read.
@@ -66,10 +68,14 @@ class Export:
         max_shard_size: str = "5GB",
         prefix: str = MODEL,
         is_fused: bool = False,
+        has_mtp: bool = True,
     ) -> None:
         self.form, self.args = family.hf, saved_args(place, manifest, family.args)
+        if not has_mtp:
+            self.args = replace(self.args, mtp_depth=0)
         why_not = self.form.why_not(self.args)
-        place.check(not why_not, f"cannot be a Hugging Face directory: {why_not}")
+        fix = "leave these layers out: --without-mtp" if self.args.mtp_depth else ""
+        place.check(not why_not, f"cannot be a Hugging Face directory: {why_not}", fix)
         untrained = self.args.table.state  # without a mean
         self.weights = CheckpointWeights(
             place, lambda name: (MODEL if name in untrained else prefix) + name
@@ -177,7 +183,11 @@ def _check_state(job: Export, tensors: Mapping[str, ForeignTensor]) -> None:
 
 def _write_weights(job: Export, folder: Path, tensors: Mapping[str, ForeignTensor]) -> None:
     """Write every tensor to `folder`, and the index if that takes several files."""
-    shapes = {name: shape for theirs in tensors.values() for name, shape in theirs.parts.items()}
+    shapes = {
+        name: shape
+        for theirs in tensors.values()
+        for name, shape in (theirs.parts | dict.fromkeys(theirs.copies, theirs.shape)).items()
+    }
     split = split_state_dict_into_shards_factory(
         shapes,
         get_storage_size=lambda shape: math.prod(shape) * job.dtype.itemsize,
@@ -187,7 +197,7 @@ def _write_weights(job: Export, folder: Path, tensors: Mapping[str, ForeignTenso
     for file, names in split.filename_to_tensors.items():
         wanted, found = {*names}, dict[str, Tensor]()
         for name, foreign in tensors.items():
-            if not wanted.isdisjoint(foreign.parts):
+            if not wanted.isdisjoint((*foreign.parts, *foreign.copies)):
                 for part, tensor in _read(job, name, foreign).items():
                     if part not in found:
                         found[part] = torch.empty(shapes[part], dtype=tensor.dtype)
@@ -210,7 +220,7 @@ def _read(job: Export, name: str, foreign: ForeignTensor) -> dict[str, Tensor]:
         return dict(zip(foreign.slices, tensor, strict=True))
     if foreign.head_dim is not None:
         tensor = halves(tensor, foreign.head_dim, foreign.rotated)
-    return {foreign.name: tensor}
+    return dict.fromkeys((foreign.name, *foreign.copies), tensor)
 
 
 def _write_json(file: Path, content: Mapping[str, Any]) -> None:
@@ -258,7 +268,7 @@ def _verify_logits(job: Export, place: NamedPath, say: Callable[[str], None]) ->
     rounded as the folder's."""
     tokens = (torch.arange(NUM_TOKENS) * 7919 % job.args.vocab_size).unsqueeze(0)
     want = _logits_of_ours(job, tokens)
-    got, by = _logits_of_transformers(place, tokens)
+    got, by = _logits_of_transformers(job, place, tokens)
     difference, largest = (got - want).abs().max().item(), want.abs().max().item()
     place.check(
         largest > 0,  # equal on both sides, and no comparison
@@ -278,11 +288,11 @@ def _verify_logits(job: Export, place: NamedPath, say: Callable[[str], None]) ->
 
 def _logits_of_ours(job: Export, tokens: Tensor) -> Tensor:
     """In fp32, with one layer in memory at a time; where embeddings are tied, with all."""
-    count = 1 if job.args.tie_embeddings else job.args.n_layers
-    x = tokens
-    for modules in split_evenly([1] * job.args.n_layers, count, embedding=0, output=0):
+    args, x = replace(job.args, mtp_depth=0), tokens
+    count = 1 if args.tie_embeddings else args.n_layers
+    for modules in split_evenly([1] * args.n_layers, count, embedding=0, output=0):
         with torch.device("meta"):
-            stage = Decoder(job.args, NUM_TOKENS)
+            stage = Decoder(args, NUM_TOKENS)
         keep_modules(stage, modules)
         stage.to_empty(device="cpu")
         stage.init_buffers()
@@ -298,7 +308,7 @@ def _logits_of_ours(job: Export, tokens: Tensor) -> Tensor:
     return x
 
 
-def _logits_of_transformers(place: NamedPath, tokens: Tensor) -> tuple[Tensor, str]:
+def _logits_of_transformers(job: Export, place: NamedPath, tokens: Tensor) -> tuple[Tensor, str]:
     transformers: Any = importlib.import_module("transformers")  # only to compare with
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
@@ -320,7 +330,16 @@ def _logits_of_transformers(place: NamedPath, tokens: Tensor) -> tuple[Tensor, s
     except Exception as error:  # a model that this version doesn't take
         fix = "try a different version of transformers"
         raise place.error(f"{by} cannot load it: {error}", fix) from None
-    wrong = {kind: sorted(map(str, names)) for kind, names in report.items() if names}
+    # its models have no layers for MTP
+    wrong = {
+        kind: unexpected
+        for kind, names in report.items()
+        if (
+            unexpected := sorted(
+                name for name in map(str, names) if not job.form.is_of_predictor(name, job.args)
+            )
+        )
+    }
     place.check(not wrong, f"transformers does not find some of its tensors in it: {wrong}")
     logits: Tensor = model(tokens).logits
     return logits, by

@@ -219,11 +219,16 @@ def is_tied_there(form: HuggingFaceForm, stored: Mapping[str, StoredTensor]) -> 
     embedding, output = (stored.get(name) for name in form.tied_names)
     if embedding is None or output is None:
         return True
-    states = (one.file.stat() for one in (embedding, output))
-    return _are_equal(embedding, output, tuple((it.st_mtime_ns, it.st_size) for it in states))
+    return are_equal(embedding, output)
 
 
-@lru_cache(4)
+def are_equal(one: StoredTensor, other: StoredTensor) -> bool:
+    """Return whether two tensors have equal values; they are compared again if a file changes."""
+    states = (tensor.file.stat() for tensor in (one, other))
+    return _are_equal(one, other, tuple((it.st_mtime_ns, it.st_size) for it in states))
+
+
+@lru_cache(16)
 def _are_equal(one: StoredTensor, other: StoredTensor, states: tuple[tuple[int, int], ...]) -> bool:
     """Return whether two tensors have equal values; as far as they do, both are read.
 
@@ -283,7 +288,7 @@ def check_tensors(
     layouts = [form.tensors(args, is_fused=is_fused) for is_fused in (False, True)]
     wanted = max(layouts, key=lambda tensors: sum(t.name in stored for t in tensors.values()))
     embedding, output = form.tied_names
-    known = {name for theirs in wanted.values() for name in theirs.parts}
+    known = {name for theirs in wanted.values() for name in (*theirs.parts, *theirs.copies)}
     if args.tie_embeddings:
         known.add(output)
         if embedding not in stored and output in stored:
@@ -297,12 +302,24 @@ def check_tensors(
     predictors = [name for name in others if form.is_of_predictor(name, args)]
     if predictors:
         warn_once(
-            f"{place.path}: {len(predictors)} tensors, {predictors[0]} the first, left out: "
-            f"multi-token prediction ({form.predictors}) isn't trained"
+            f"{place.path}: {len(predictors)} tensors, {predictors[0]} the first, left out: they "
+            f"are of multi-token prediction, and model.args.mtp_depth = {args.mtp_depth}"
         )
+    for theirs in wanted.values():
+        for copy in theirs.copies:
+            _check_copy(place, stored, theirs.name, copy)
     if unknown := [name for name in others if name not in predictors]:
         raise place.error(f"holds {unknown[0]}, for which the model has no place")
     return wanted
+
+
+def _check_copy(place: NamedPath, stored: Mapping[str, StoredTensor], name: str, copy: str) -> None:
+    """Check that a layer for MTP has the embedding and the output of the model."""
+    place.check(
+        copy not in stored or are_equal(stored[name], stored[copy]),
+        f"{copy} differs from {name}, which our layers for multi-token prediction share",
+        "set model.args.mtp_depth = 0",
+    )
 
 
 def _check_tensor(

@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 from meshwright.checkpoint.conversion.hf_folder import (
     check_args,
     check_hf_folder,
+    find_tensors,
     is_hf_folder,
 )
 from meshwright.checkpoint.find import find_candidates, saved_args, select
@@ -98,8 +99,9 @@ def check_initial(
     """
     if not config.initial_load_path:
         return
-    family, args = family_there(config, args, family)
     kind, place, manifest = find_initial(config)
+    _check_predictors(config, args, _depth_there(place, manifest, family, args))
+    family, args = family_there(config, args, family)
     match kind:
         case "hf":
             check_hf_folder(place, family.hf, args, is_tie_given=is_tie_given)
@@ -121,18 +123,52 @@ def check_initial(
             check_args(args, there, str(place.path))
 
 
+NEW_MTP_KEY = "checkpoint.initial_load_new_mtp"
+
+
+def _depth_there(
+    place: NamedPath, manifest: Manifest | None, family: Family, args: DecoderArgs
+) -> int:
+    """Return how many layers of the folder are for MTP."""
+    if manifest is not None:
+        return int(manifest["model_args"].get("mtp_depth", 0))
+    if not args.mtp_depth:  # they are left out
+        return 0
+    names = (name for name in find_tensors(place) if family.hf.is_of_predictor(name, args))
+    return len({name.split(".")[2] for name in names})
+
+
+def _check_predictors(config: Checkpoint, args: DecoderArgs, depth_there: int) -> None:
+    """Raise `ConfigError` if the layers for MTP would be new, and the config doesn't say so, or the
+    other way round."""
+    key, depth = "model.args.mtp_depth", args.mtp_depth
+    if config.initial_load_new_mtp:
+        rule, fix = f"{key} = 0: the model has no layers for MTP", f"set {key} = 1, or leave it out"
+        check(depth > 0, NEW_MTP_KEY, True, rule, fix)
+        rule = f"{config.initial_load_path} holds layers for MTP"
+        check(depth_there == 0, NEW_MTP_KEY, True, rule, "leave it out")
+        return
+    fix = f"set it to {depth_there}"
+    if depth_there == 0:
+        fix += f", or {NEW_MTP_KEY} = true to train new ones"
+    rule = f"{config.initial_load_path} holds {depth_there or 'no'} layers for MTP"
+    check(depth == depth_there, key, depth, rule, fix)
+
+
 UPCYCLE_KEY = "checkpoint.initial_load_upcycle_noise"
 
 
 def family_there(
     config: Checkpoint, args: DecoderArgs, family: Family
 ) -> tuple[Family, DecoderArgs]:
-    """Return the family and the dimensions of the weights to start from: the model's, or the dense
-    ones whose MLPs become its experts.
+    """Return the family and the dimensions of the weights to start from: the model's, but for new
+    layers, or the dimensions of the dense model whose MLPs become its experts.
 
     Raises:
         ConfigError: if there is no such dense model.
     """
+    if config.initial_load_new_mtp:
+        args = dataclasses.replace(args, mtp_depth=0)
     noise = config.initial_load_upcycle_noise
     if noise is None:
         return family, args

@@ -235,7 +235,11 @@ def make_batches(resolved: ResolvedJob, count: int) -> list[Batch]:
         documents = None
         if training.mask_documents:
             documents = (torch.arange(shape[1]) * 3 // shape[1]).int().repeat(shape[0], 1)
-        found.append(Batch(tokens, torch.zeros_like(tokens), documents))
+        future = {}
+        if depth := resolved.model_args.mtp_depth:
+            for name in ("future_tokens", "future_labels"):
+                future[name] = torch.zeros(shape[0], depth, shape[1], dtype=torch.int64)
+        found.append(Batch(tokens, torch.zeros_like(tokens), documents, **future))
     return found
 
 

@@ -39,8 +39,9 @@ class Bounds:
     """Part of the elements of the gradients in bf16 that may differ at all. Of the others half may:
     fp32 sums of a different order differ in their last bit."""
     tied: float = 0.0
-    """Added to `gradient`, for a tied embedding that the first and the last stage of a pipeline
-    both have: one process rounds the sum of its two gradients to bf16 in each microbatch."""
+    """Added to `gradient`, for an embedding that the first and the last stage of a pipeline both
+    have, since it is tied or MTP looks up tokens: one process rounds the sum of its two gradients
+    to bf16 in each microbatch."""
 
 
 BF16 = 2.0**-8

@@ -221,7 +221,7 @@ def every_mesh(small: JobConfig, args: DecoderArgs) -> list[Case]:
     for mesh in ({"tp": 2}, {"cp": 2}, {"dp_shard": 2, "tp": 2}, {"pp": 2, "cp": 2}):
         cases.append(build_case("bf16", small, mesh, kind="bf16"))
     cases = [case for case in cases if case.mesh.get("tp", 1) <= largest_tp(args)]
-    if args.tie_embeddings:
+    if args.table.copies_embedding:
         cases = [case for case in cases if not ("pp" in case.mesh and _is_v(case))]
     return _within_torch(cases, args)
 

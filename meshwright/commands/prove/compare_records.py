@@ -13,6 +13,7 @@ SUMS = (
     "optim/grad_norm/",
     "layer_stats/",
     "loss/train/",
+    "loss/mtp_",
     "experts/entropy",
     "experts/balance_",
     "experts/sequence_",

@@ -26,7 +26,7 @@ from meshwright.config.training import BadSteps
 from meshwright.launch.heartbeat import Heartbeat
 from meshwright.metrics.reporter import SinkWriter
 from meshwright.metrics.sinks import Record
-from meshwright.models.loss import PADDING
+from meshwright.models.loss import PADDING, Batch
 from meshwright.parallelisms.local_model import LocalModel
 from meshwright.parallelisms.meshes import build_meshes
 from meshwright.parallelisms.shards import local_shard
@@ -72,7 +72,8 @@ class ProofJob:
 
     Attributes:
         running: the trainer's job: a new one, or after `resume` the one that has resumed.
-        is_token: of each position of this rank's last step, (sequences, S) bool: no padding.
+        is_token: of each position of this rank's last step, (sequences, 1 + k, S) bool: no padding,
+            there and, at each of k depths of MTP, so many places further.
     """
 
     is_token: Tensor
@@ -137,11 +138,12 @@ class ProofJob:
             samples: gets the hashes of this rank's.
         """
         job, data = self.running, next(self.running.loader)
-        self.is_token = torch.cat([batch.labels for batch in data.batches]) != PADDING
+        self.is_token = torch.cat([_labels(batch) for batch in data.batches]) != PADDING
         dims = self.resolved.dims
         for number, batch in enumerate(data.batches):
             first = (number * dims.dp + self.meshes.dp.get_local_rank()) * len(batch.tokens)
-            parts = [p for p in (batch.tokens, batch.labels, batch.documents) if p is not None]
+            read = batch.tokens, _labels(batch).flatten(1), batch.documents, batch.future_tokens
+            parts = [part.flatten(1) for part in read if part is not None]
             for index, sample in enumerate(zip(*parts, strict=True), first):
                 samples[step, index] = _hash(*sample)
         # the first step shows gradients as they are
@@ -194,6 +196,12 @@ class ProofJob:
     def close(self) -> None:
         """Stop reading ahead."""
         self.running.loader.close()
+
+
+def _labels(batch: Batch) -> Tensor:
+    """Return the labels of each depth, (B, 1 + k, S)."""
+    labels = batch.labels.unsqueeze(1)
+    return labels if batch.future_labels is None else torch.cat([labels, batch.future_labels], 1)
 
 
 def _fail(error: Exception) -> None:

@@ -91,10 +91,15 @@ def shapes(name: str, args: Args) -> dict[str, tuple[int, ...]]:
     found: dict[str, tuple[int, ...]] = {"tok_embeddings.weight": (args["vocab_size"], dim)}
     if not args["tie_embeddings"]:
         found["output.weight"] = args["vocab_size"], dim
-    for layer in range(args["n_layers"]):
+    for layer in range(args["n_layers"] + args["mtp_depth"]):
         part, inner = f"layers.{layer}", args["hidden_dim"]
-        attention = _recurrent_shapes(args) if is_recurrent(args, layer) else softmax
+        attention = softmax
+        if is_recurrent(args, min(layer, args["n_layers"] - 1)):  # further ones are as the last
+            attention = _recurrent_shapes(args)
         found |= {f"{part}.{norm}.weight": (dim,) for norm in norms}
+        if layer >= args["n_layers"]:
+            found |= {f"{part}.{norm}.weight": (dim,) for norm in ("enorm", "hnorm", "head_norm")}
+            found[f"{part}.eh_proj.weight"] = dim, 2 * dim
         found |= {f"{part}.attention.{which}": shape for which, shape in biases.items()}
         found |= {f"{part}.attention.{which}.weight": shape for which, shape in attention.items()}
         prefix, suffix = f"{part}.feed_forward.", ".weight"
@@ -285,6 +290,9 @@ class PlainBatch:
     """Number of the document in the sequence; all 0 unless they are masked."""
     loss_weights: Tensor | None = None
     """(B,) fp64, of the losses of each sequence; None: all are 1."""
+    further: Sequence["PlainBatch"] = ()
+    """At depth i, counted from 1, the same of the tokens that are i places further, in the place of
+    their predecessors."""
 
 
 @dataclass
@@ -320,25 +328,24 @@ class Plain:
 
     def losses(
         self, weights: Weights, batch: PlainBatch, routers: Mapping[int, Router], options: Experts
-    ) -> tuple[Tensor, Tensor]:
-        """Return the mean loss of the labels that count, and the sum of the routers' own losses.
+    ) -> tuple[Tensor, list[Tensor], Tensor]:
+        """Return the mean loss of the labels that count, the same of each depth of further tokens,
+        and the sum of the routers' own losses.
+
+        Source of the further tokens: DeepSeek-AI 2024, arXiv:2412.19437, equations 21 to 24; as in
+        the published weights, the embedding comes first, and each depth has its own last norm.
 
         Args:
             weights: fp64, by name.
             routers: by number of the layer; each gets its results.
         """
         args, documents = self._args, batch.documents
-        x = weights["tok_embeddings.weight"][batch.tokens] * args.get("embedding_multiplier", 1.0)
-        if self._form.is_gemma:
-            x = x * math.sqrt(args["dim"])
         sees = (documents.unsqueeze(2) == documents.unsqueeze(1)).tril()  # (B, queries, keys)
         positions = sees.sum(-1) - 1  # in the document
         distance = positions.unsqueeze(2) - positions.unsqueeze(1)
-        own = x.new_zeros(())
-        scales = options.balance_loss, options.sequence_balance_loss, options.router_z_loss
-        for layer in range(self._args["n_layers"]):
-            prefix, router = f"layers.{layer}.", routers.get(layer)
-            part = {k.removeprefix(prefix): w for k, w in weights.items() if k.startswith(prefix)}
+
+        def pass_through(x: Tensor, part: Weights, number: int, is_token: Tensor) -> Tensor:
+            layer = min(number, args["n_layers"] - 1)  # further ones are as the last
             turned, window = angles(self._name, args, positions, layer), window_of(args, layer)
             length = self._stretch[positions].unsqueeze(-1) * amplitude(self._name, args, layer)
             rotation: Tensor | None = torch.polar(length.expand_as(turned), turned)
@@ -347,20 +354,42 @@ class Plain:
             near = sees if window is None else sees & (distance < window)
             if is_recurrent(args, layer):
                 near, rotation = sees, None
-            x = self._block(x, part, rotation, near, router, batch.is_token)
-            if router is not None:
-                own = own + sum(a * b for a, b in zip(scales, router.losses, strict=True))
+            return self._block(x, part, rotation, near, routers.get(number), is_token)
+
+        x, further = self._embedded(weights, batch.tokens), list[Tensor]()
+        for layer in range(args["n_layers"]):
+            x = pass_through(x, _part(weights, layer), layer, batch.is_token)
         x = self._norm(x, weights["norm.weight"])
-        is_tied = self._args["tie_embeddings"]
+        loss = self._loss(x, weights, batch)
+        for number, ahead in enumerate(batch.further, args["n_layers"]):
+            part = _part(weights, number)
+            vectors = self._norm(self._embedded(weights, ahead.tokens), part["enorm.weight"])
+            x = torch.cat([vectors, self._norm(x, part["hnorm.weight"])], -1)
+            x = pass_through(x @ part["eh_proj.weight"].T, part, number, ahead.is_token)
+            x = self._norm(x, part["head_norm.weight"])
+            further.append(self._loss(x, weights, ahead))
+        scales = options.balance_loss, options.sequence_balance_loss, options.router_z_loss
+        own = torch.zeros((), dtype=torch.float64)
+        for router in routers.values():
+            own = own + sum(a * b for a, b in zip(scales, router.losses, strict=True))
+        return loss, further, own / batch.tokens.numel()
+
+    def _embedded(self, weights: Weights, tokens: Tensor) -> Tensor:
+        args = self._args
+        x = weights["tok_embeddings.weight"][tokens] * args.get("embedding_multiplier", 1.0)
+        return x * math.sqrt(args["dim"]) if self._form.is_gemma else x
+
+    def _loss(self, x: Tensor, weights: Weights, batch: PlainBatch) -> Tensor:
+        args = self._args
+        is_tied, factor = args["tie_embeddings"], args.get("logits_scaling", 1.0)
         logits = x @ weights["tok_embeddings.weight" if is_tied else "output.weight"].T
-        factor = args.get("logits_scaling", 1.0)
         logits = logits / factor if self._form.divides_logits else logits * factor
         logits = _capped(logits / widening(args), args.get("output_cap"))
         losses = F.cross_entropy(logits.mT, batch.labels, ignore_index=UNCOUNTED, reduction="none")
         factors = (batch.labels != UNCOUNTED).double()
         if batch.loss_weights is not None:
             factors = factors * batch.loss_weights.unsqueeze(1)
-        return (losses * factors).sum() / factors.sum(), own / batch.tokens.numel()
+        return (losses * factors).sum() / factors.sum()
 
     def _block(
         self,
@@ -557,6 +586,12 @@ class Plain:
         if self._form.is_qwen3_next:
             shared = shared * (x @ weights["feed_forward.shared_gate.weight"].T).sigmoid()
         return mixed + shared
+
+
+def _part(weights: Weights, layer: int) -> Weights:
+    """Return the weights of a layer, by their names in it."""
+    prefix = f"layers.{layer}."
+    return {k.removeprefix(prefix): w for k, w in weights.items() if k.startswith(prefix)}
 
 
 def _turned(x: Tensor, rotation: Tensor) -> Tensor:

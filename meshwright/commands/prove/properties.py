@@ -24,6 +24,7 @@ from meshwright.commands.prove.weights import (
     show_attention,
     show_layers_without_positions,
 )
+from meshwright.config.changes import changed
 from meshwright.config.job_config import JobConfig
 from meshwright.models.decoder import Decoder, Routing
 from meshwright.models.router import BalanceLosses
@@ -78,6 +79,8 @@ def check_properties(small: JobConfig) -> list[Property]:
 def measure_properties(small: JobConfig) -> list[Property]:
     """Measure on this process only, in fp32 and with the attention that the small job has."""
     config = reference_case(small).config
+    args = config.model.args | {"mtp_depth": 0}  # what predictors see has no logits
+    config = changed(config, {"model": {"args": args}})
     resolved = resolve(config, look(config, 1))
     training = resolved.config.training
     model = build_model(resolved, build_meshes(resolved.dims, "cpu"), torch.device("cpu"))

@@ -132,7 +132,7 @@ class Steps:
         # the samples of the same global batch, read once more
         samples = [self._stream.next_sample() for _ in range(self._stream.batch)]
         read = [sample for sample in samples if sample is not None]
-        self._batch = read_batch(read, self._config.training)
+        self._batch = read_batch(read, self._config.training, self._args["mtp_depth"])
         compare_batch(self._checked, step, self._batches, self._batch)
         compare_documents(self._checked, step, read, self._documents)
         gradients: dict[str, Tensor] = {}
@@ -211,13 +211,21 @@ class Steps:
             for name, weight in self._weights.items():
                 weight.copy_(before.weights[name])
         routers = self._routers(before, choices)
-        loss, own = self._plain.losses(self._weights, self._batch, routers, self._config.experts)
+        loss, further, own = self._plain.losses(
+            self._weights, self._batch, routers, self._config.experts
+        )
         trained = {name: w for name, w in self._weights.items() if w.requires_grad}
-        plain_gradients = torch.autograd.grad(loss + own, [*trained.values()])
+        total = loss + own
+        if further:
+            total = total + self._config.training.mtp_loss_weight * torch.stack(further).mean()
+        plain_gradients = torch.autograd.grad(total, [*trained.values()])
         wanted = dict(zip(trained, plain_gradients, strict=True))
         norm = math.sqrt(sum(gradient.square().sum().item() for gradient in plain_gradients))
         place, bounds = f"of step {step}", BOUNDS["fp32"]
         self._checked.number("loss", place, result.loss.item(), loss.item(), bounds.loss)
+        for depth, want in enumerate(further, 1):
+            got = result.figures[f"loss/mtp_{depth}"].item()
+            self._checked.number(f"loss at depth {depth}", place, got, want.item(), bounds.loss)
         self._checked.number(
             "gradient norm", place, result.grad_norm.item(), norm, bounds.grad_norm
         )
@@ -312,11 +320,12 @@ class Steps:
         with record_choices(model.stages, meshes) as choices:
             sums = evaluate(model, [self._batches], meshes, self._token_bytes)
         got, labels = figures_of(*sums), self._batch.labels
-        routers = self._routers(state, choices)
+        # a validation has no weights of losses, and doesn't evaluate predictors
+        own = {layer: chosen for layer, chosen in choices.items() if layer < self._args["n_layers"]}
+        routers = self._routers(state, own)
+        batch = dataclasses.replace(self._batch, loss_weights=None, further=())
         with torch.no_grad():
-            # a validation has no weights of losses
-            batch = dataclasses.replace(self._batch, loss_weights=None)
-            loss, _ = self._plain.losses(weights, batch, routers, self._config.experts)
+            loss, *_ = self._plain.losses(weights, batch, routers, self._config.experts)
         counted = labels[labels != UNCOUNTED]
         bits = loss.item() * len(counted) / math.log(2) / self._token_bytes[counted].sum().item()
         wanted = {"loss": loss.item(), "perplexity": math.exp(loss.item()), "bits_per_byte": bits}

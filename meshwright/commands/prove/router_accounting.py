@@ -23,12 +23,15 @@ class RouterAccounting:
 
         Args:
             choices: of the step that was taken last.
-            is_token: (sequences, S) bool, of all ranks.
+            is_token: (sequences, 1 + k, S) bool, of all ranks: at each of k depths of MTP, whether
+                there is a token so many places further.
         """
-        wrong = list[str]()
+        wrong, table = list[str](), model.stages[0].table
         mixtures = [pair for stage in model.stages for pair in stage.mixtures().items()]
         for number, mixture in mixtures:
-            chosen, name = choices[number][is_token].flatten(), f"layers.{number}.feed_forward"
+            depth = max(0, number + 1 + table.mtp_depth - len(table.layers))
+            chosen = choices[number][is_token[:, depth]].flatten()
+            name = f"layers.{number}.feed_forward"
             counts = torch.bincount(chosen, minlength=len(mixture.load))
             bias = self._biases.setdefault(name, torch.zeros(len(counts)))
             if mixture.router.weight.requires_grad:  # a frozen router keeps its choice

@@ -18,7 +18,7 @@ from meshwright.models.families.deepseek import (
     read,
     write,
 )
-from meshwright.models.family import Family, HuggingFaceForm
+from meshwright.models.family import PREDICTORS, Family, HuggingFaceForm
 from meshwright.models.rope_scaling import Yarn
 
 
@@ -108,7 +108,7 @@ FAMILY = Family(
         },
         quantizations=("fp8",),
         predictors="num_nextn_predict_layers",
-        modules=NAMES,
+        modules=NAMES | PREDICTORS,
         rotated=(),
         fixed={
             "hidden_act": "silu",

@@ -102,7 +102,8 @@ def _has_microbatches(config: JobConfig, _: Facts) -> Iterator[ConfigError]:
 
 def _has_layers(config: JobConfig, facts: Facts) -> Iterator[ConfigError]:
     """Every stage has a layer, and the parts that are given are the model's modules."""
-    parallelism, num_layers = config.parallelism, len(facts.spec.layers)
+    parallelism = config.parallelism
+    num_layers = len(facts.spec.layers) - facts.spec.mtp_depth
     degree, stages = parallelism.pipeline_parallel_degree, num_stages(parallelism)
     if degree == 1:
         return
@@ -141,6 +142,13 @@ def _fault_of_parts(
             rule = "a stage needs a layer, and norm and output stay together"
             return config_error(key, part, rule)
     return None
+
+
+def _without_copy(facts: Facts) -> str:
+    """Return the keys and values with which the last stage has no copy of the embedding."""
+    tie = ["model.args.tie_embeddings = false"] if facts.spec.tie_embeddings else []
+    mtp = ["model.args.mtp_depth = 0"] if facts.spec.mtp_depth else []
+    return " and ".join(tie + mtp)
 
 
 IN_TWO_PASSES = "computes gradients in two passes"
@@ -188,11 +196,12 @@ RULES: tuple[Row[Facts], ...] = (
         lambda c, facts: (
             c.parallelism.pipeline_parallel_degree > 1
             and SCHEDULES[c.parallelism.pipeline_parallel_schedule].is_v
-            and facts.spec.tie_embeddings
+            and facts.spec.copies_embedding
+            and _without_copy(facts)
         ),
-        "has the first and the last stage on one rank, which would have the tied embedding twice "
-        "(model.args.tie_embeddings)",
-        'choose "1F1B" or "Interleaved1F1B", or set model.args.tie_embeddings = false',
+        "has the first and the last stage on one rank, which would have the embedding twice, since "
+        "it is tied, or MTP looks up tokens in the last stage",
+        'choose "1F1B" or "Interleaved1F1B", or set {detail}',
         needs="model",
     ),
     Rule(
@@ -200,11 +209,12 @@ RULES: tuple[Row[Facts], ...] = (
         lambda c, facts: (
             c.parallelism.pipeline_parallel_degree > 1
             and c.optimizer.early_step_in_backward
-            and facts.spec.tie_embeddings
+            and facts.spec.copies_embedding
+            and _without_copy(facts)
         ),
-        "updates before the first and the last stage have added up their gradients of the tied "
-        "embedding (model.args.tie_embeddings)",
-        "leave it out, or set model.args.tie_embeddings = false",
+        "updates before the first and the last stage have added up their gradients of the "
+        "embedding, which is tied, or which MTP looks up tokens in",
+        "leave it out, or set {detail}",
         needs="model",
     ),
     Check(_has_layers, needs="model"),
@@ -215,17 +225,24 @@ TAKES_STAGES = Check(_takes_stages)
 
 
 def assign_modules(parallelism: Parallelism, model: DecoderSpec) -> list[list[str]]:
-    """Return the names of the modules of every stage: as the config says, else split evenly. The
-    last one of a tied model also has the embedding: a copy, which has the same name, first values
-    and updates as the first stage's."""
+    """Return the names of the modules of every stage: as the config says, else split evenly.
+
+    The last stage also has the layers of MTP. Then, or if embeddings are tied, it has the embedding
+    as well: a copy, which has the same name, first values
+    and updates as the first stage's.
+    """
     parts = parallelism.module_fqns_per_model_part
+    predictors = [f"layers.{name}" for name in model.predictors]
     if not parts or parallelism.pipeline_parallel_degree == 1:
         size = model.in_matrices
-        layers = [size[f"layers.{index}"] for index in range(len(model.layers))]
+        count = len(model.layers) - model.mtp_depth
+        layers = [size[f"layers.{index}"] for index in range(count)]
         embedding = size["tok_embeddings"]
         output = embedding if model.tie_embeddings else size["output"]
-        parts = split_evenly(layers, num_stages(parallelism), embedding=embedding, output=output)
-    if len(parts) == 1 or not model.tie_embeddings:
+        last = (1 + model.mtp_depth) * output + sum(size[name] for name in predictors)
+        parts = split_evenly(layers, num_stages(parallelism), embedding=embedding, output=last)
+    parts = [*parts[:-1], [*parts[-1], *predictors]]
+    if len(parts) == 1 or not model.copies_embedding:
         return parts
     return [*parts[:-1], ["tok_embeddings", *parts[-1]]]
 
