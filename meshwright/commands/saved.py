@@ -4,7 +4,7 @@ import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -110,6 +110,7 @@ def open_source(place: NamedPath, tokenizer_path: str | None) -> Iterator[TextSo
     with open_checkpoint(place, partial(print, file=sys.stderr)) as (found, manifest):
         tokenizer, _ = open_tokenizer(found, manifest, tokenizer_path)
         args = saved_args(found, manifest, saved_spec(found, manifest).args)
+        args = replace(args, mtp_depth=0)  # text needs the next token only
         length = manifest["data_identity"].get("training.seq_len", 0)
         yield TextSource(args, CheckpointWeights(found), tokenizer, text_ends(tokenizer), length)
 

@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 
 from meshwright.checkpoint.conversion.initial_load import check_initial
 from meshwright.commands.prove.plain_decoder import UNCOUNTED, PlainBatch
+from meshwright.commands.saved import SOURCE, build_model, open_source
 from meshwright.config.job_config import Checkpoint
 from meshwright.config.loader import load_config
 from meshwright.datasets.encoding import NO_LOSS
@@ -21,6 +22,7 @@ from meshwright.models.families import MODELS
 from meshwright.models.loss import IGNORE, PADDING
 from meshwright.parallelisms.initialize import initialize
 from meshwright.system.errors import ConfigError
+from meshwright.system.files import NamedPath
 from tests.helpers.cli import export
 from tests.helpers.families import SEQ_LEN, cases, family_of
 from tests.helpers.hf import (
@@ -170,6 +172,13 @@ def test_deepseeks_layer_is_read_and_written_to_the_bit(tmp_path) -> None:
     config = json.loads((tmp_path / "kept" / "config.json").read_text())
     assert config["num_nextn_predict_layers"] == 1
 
+    with open_source(NamedPath(SOURCE, checkpoint), None) as source:
+        generating = build_model(source, 16, "float32")
+    assert generating.layers.keys() == model.layers.keys() - {str(ARGS.n_layers)}
+    tokens = torch.arange(10).unsqueeze(0)
+    with torch.no_grad():
+        assert torch.equal(generating(tokens), model(tokens))
+
     export([str(checkpoint), str(tmp_path / "dropped"), "--dtype", "float32", "--without-mtp"])
     others = {name: tensor for name, tensor in published.items() if not name.startswith(layer)}
     assert_equal(tensors_of(tmp_path / "dropped"), others)
@@ -196,15 +205,20 @@ def test_a_layer_with_another_embedding_is_rejected(tmp_path) -> None:
             False,
             False,
             1,
-            "model.args.mtp_depth = 1: .* holds no layers for MTP\n"
+            "model.args.mtp_depth = 1: .* holds weights of mtp_depth = 0\n"
             "  fix: set it to 0, or checkpoint.initial_load_new_mtp = true to train new ones",
         ),
-        (True, False, 2, "model.args.mtp_depth = 2: .* holds 1 layers for MTP\n  fix: set it to 1"),
+        (
+            True,
+            False,
+            2,
+            "model.args.mtp_depth = 2: .* holds weights of mtp_depth = 1\n  fix: set it to 1",
+        ),
         (
             True,
             True,
             1,
-            "initial_load_new_mtp = true: .* holds layers for MTP\n  fix: leave it out",
+            "initial_load_new_mtp = true: .* holds weights of mtp_depth = 1\n  fix: leave it out",
         ),
         (
             False,

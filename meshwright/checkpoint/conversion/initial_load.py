@@ -145,13 +145,13 @@ def _check_predictors(config: Checkpoint, args: DecoderArgs, depth_there: int) -
     if config.initial_load_new_mtp:
         rule, fix = f"{key} = 0: the model has no layers for MTP", f"set {key} = 1, or leave it out"
         check(depth > 0, NEW_MTP_KEY, True, rule, fix)
-        rule = f"{config.initial_load_path} holds layers for MTP"
+        rule = f"{config.initial_load_path} holds weights of mtp_depth = {depth_there}"
         check(depth_there == 0, NEW_MTP_KEY, True, rule, "leave it out")
         return
     fix = f"set it to {depth_there}"
     if depth_there == 0:
         fix += f", or {NEW_MTP_KEY} = true to train new ones"
-    rule = f"{config.initial_load_path} holds {depth_there or 'no'} layers for MTP"
+    rule = f"{config.initial_load_path} holds weights of mtp_depth = {depth_there}"
     check(depth == depth_there, key, depth, rule, fix)
 
 
