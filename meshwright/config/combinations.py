@@ -417,6 +417,7 @@ def _suits_mtp(config: JobConfig, facts: Facts) -> Iterator[ConfigError]:
         "training.loss": (training.loss, training.loss != JobConfig().training.loss),
         "training.datasets.0.loss_weight": (max(weights, default=1.0), bool(weights)),
         "metrics.layer_stats_freq": (freq, bool(freq)),
+        "sentry.interval": (config.sentry.interval, bool(config.sentry.interval)),
     }
     for key, (value, is_used) in used.items():
         if is_used and facts.spec.mtp_depth:
