@@ -412,12 +412,14 @@ def _loss_weights_differ(config: JobConfig, _: Facts) -> Iterator[ConfigError]:
 def _suits_mtp(config: JobConfig, facts: Facts) -> Iterator[ConfigError]:
     """Further tokens are predicted without options that no proof covers next to them."""
     training, freq = config.training, config.metrics.layer_stats_freq
+    mup = getattr(facts.model, "mup_base_dim", 0)
     weights = {source.loss_weight for source in training.datasets} - {1.0}
     used: dict[str, tuple[object, bool]] = {
         "training.loss": (training.loss, training.loss != JobConfig().training.loss),
         "training.datasets.0.loss_weight": (max(weights, default=1.0), bool(weights)),
         "metrics.layer_stats_freq": (freq, bool(freq)),
         "sentry.interval": (config.sentry.interval, bool(config.sentry.interval)),
+        "model.args.mup_base_dim": (mup, bool(mup)),
     }
     for key, (value, is_used) in used.items():
         if is_used and facts.spec.mtp_depth:

@@ -273,6 +273,7 @@ def test_depths_count_in_flops_and_parameters() -> None:
         '--training.datasets=[{name="a",weight=1},{name="b",weight=1,loss_weight=2.0}]',
         "--metrics.layer_stats_freq=10",
         "--sentry.interval=10",
+        "--model.args.mup_base_dim=64",
     ],
 )
 def test_options_that_no_proof_covers_are_rejected(word: str) -> None:
