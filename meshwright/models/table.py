@@ -338,13 +338,15 @@ class PredictorSpec(LayerSpec):
     Source: DeepSeek-AI 2024, arXiv:2412.19437, section 2.2. Names are DeepSeek's.
     """
 
+    joined_std: float = 0.02
+    """Of the initial values of `eh_proj`."""
     own_modules: ClassVar = ("enorm", "hnorm", "eh_proj", "head_norm")
     """Those that other layers haven't."""
 
     @property
     def modules(self) -> dict[str, dict[str, Parameter]]:
         dim, norm = self.attention.dim, self.norm_spec.parameters
-        joined = {"weight": Parameter((dim, 2 * dim), "on_tokens", self.attention.std)}
+        joined = {"weight": Parameter((dim, 2 * dim), "on_tokens", self.joined_std)}
         own = zip(self.own_modules, (norm, norm, joined, norm), strict=True)
         return super().modules | dict(own)
 
