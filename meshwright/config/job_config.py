@@ -292,8 +292,8 @@ class Experimental(Section):
     """[experimental] Your own code."""
 
     custom_import: Annotated[InputPath, PATH_OR_NAME] = ""
-    """Module with models, datasets, optimizers, schedules, sinks or options: "package.module", or
-    "path/to/file.py"."""
+    """Module with models, datasets, optimizers, schedules, losses, metrics, sinks or options:
+    "package.module", or "path/to/file.py"."""
 
 
 class Options(Section):

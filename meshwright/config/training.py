@@ -63,7 +63,7 @@ class Source(Section):
     dataset_mode: Literal["auto", "cached", "streamed"] = "auto"
     """cached: tokenized once, into files that every later job reads; any sample can be read, and
     all are shuffled. streamed: tokenized as it is read, for data too large to be
-    tokenized first. auto: streamed for Hub dataset, otherwise cached."""
+    tokenized first. auto: streamed for Hub datasets, otherwise cached."""
 
 
 class NamedSource(Source):

@@ -49,7 +49,7 @@ class DatasetSpec:
     files: Callable[[SourceEntry], Sequence[DataFile | str]]
     """Its files, which may be given by their paths or addresses: others mean other documents."""
     path: Literal["none", "optional", "required"] = "none"
-    """The role of `dataset_path`. It is optional for Hub dataset, which are streamed unless
+    """The role of `dataset_path`. It is optional for Hub datasets, which are streamed unless
     the config says otherwise."""
     has_tokens: bool = False
     """It holds tokens, which are read where they lie, instead of documents."""

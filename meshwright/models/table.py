@@ -90,7 +90,7 @@ class AttentionSpec(MixerSpec):
     soft_cap: float | None = None
     """c: scores s become c tanh(s / c). None: they stay."""
     has_norm_offset: bool = False
-    """QK-norm multiply by 1 + w."""
+    """QK-norm multiplies by 1 + w."""
     biases: tuple[str, ...] = ()
     """The projections that have biases, which start at zero: of "wq", "wk", "wv" and "wo"."""
     sink_std: float | None = None

@@ -45,7 +45,7 @@ def add_options_add(parser: Parser) -> None:
         "keys",
         nargs="+",
         metavar="KEY=VALUE",
-        help="section.key=value, as in the TOML; also base=, ranks= and on=, the arm to change",
+        help="section.key=value, as in the TOML; also base=, ranks=, from=, on= as in [arms.NAME]",
     )
 
 
