@@ -26,6 +26,7 @@ from meshwright.commands.prove.verdict import LATER_GRADIENT, Verdict
 from meshwright.config.job_config import JobConfig
 from meshwright.config.loader import load_config
 from meshwright.system.errors import ConfigError
+from meshwright.train.metric_table import METRICS, Metric
 from meshwright.train.resolve_model import resolve_model
 from tests.helpers.cli import command
 
@@ -307,7 +308,7 @@ def test_every_figure_of_a_record_is_compared(change, says) -> None:
     want = FIGURES | RATES | {"optim/grad_norm/output": 1.0}
     right = want | {name: rate / 2 for name, rate in RATES.items()}
     ranks = [[right], [right | change]]
-    lines = compare_records([want], ranks, sums=1e-4, later_sums=1e-4)
+    lines = compare_records([want], ranks, sums=1e-4, later_sums=1e-4, own=1e-4)
     assert len(lines) == bool(says)
     assert says in "".join(lines)
 
@@ -316,10 +317,21 @@ def test_a_metric_of_zero_equals_itself_within_any_bound() -> None:
     """As a router loss that is off, of steps after the first in bf16, whose bound is infinite."""
     name = "experts/sequence_balance_loss"
     wanted = [{"step": step, name: 0.0} for step in (1.0, 2.0)]
-    bounds = {"sums": 1e-4, "later_sums": math.inf}
+    bounds = {"sums": 1e-4, "later_sums": math.inf, "own": math.inf}
     assert not compare_records(wanted, [wanted], **bounds)
     (line,) = compare_records(wanted, [[wanted[0], {"step": 2.0, name: math.nan}]], **bounds)
     assert line == f"{name}: nan instead of 0 at step 2.0 on rank 0"
+
+
+def test_a_metric_of_yours_is_compared_where_nothing_is_rounded(monkeypatch) -> None:
+    """In bf16 a count, for example, may differ by any amount; but it's a number."""
+    monkeypatch.setitem(METRICS, "zeros", Metric(lambda parts, options: None))
+    wanted, off = [[{"step": 1.0, "zeros": value}] for value in (0.0, 0.5)]
+    (line,) = compare_records(wanted, [off], sums=1e-4, later_sums=1e-4, own=1e-4)
+    assert line == "zeros: 0.5 instead of 0 at step 1.0 on rank 0"
+    assert not compare_records(wanted, [off], sums=1e-4, later_sums=1e-4, own=math.inf)
+    off[0]["zeros"] = math.nan
+    assert compare_records(wanted, [off], sums=1e-4, later_sums=1e-4, own=math.inf)
 
 
 def test_an_error_that_is_no_number_is_the_worst() -> None:

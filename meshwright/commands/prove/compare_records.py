@@ -1,7 +1,7 @@
 """Compares the metrics that a mesh writes with one process's."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from meshwright.metrics.sinks import Record
 from meshwright.train.metric_table import METRICS
@@ -31,6 +31,7 @@ def compare_records(
     *,
     sums: float,
     later_sums: float,
+    own: float,
 ) -> list[str]:
     """Return a line for each metric that differs: where it first does.
 
@@ -38,28 +39,32 @@ def compare_records(
         wanted: of one process, by step.
         ranks: of every rank.
         sums, later_sums: relative errors up to which `SUMS` are equal at step 1, and later.
+        own: the same of metrics of a user's module.
     """
     found = dict[str, str]()
     for rank, records in enumerate(ranks):
         for want, got in zip(wanted, records, strict=True):
             bound = sums if want is wanted[0] else later_sums
-            for name, line in _differences(want, got, len(ranks), bound):
+            bounds = dict.fromkeys(METRICS, own)
+            bounds |= {name: bound for name in want.keys() | got.keys() if name.startswith(SUMS)}
+            for name, line in _differences(want, got, len(ranks), bounds):
                 found.setdefault(name, f"{line} at step {want['step']} on rank {rank}")
     return [*found.values()]
 
 
 def _differences(
-    want: Record, got: Record, num_devices: int, sums: float
+    want: Record, got: Record, num_devices: int, bounds: Mapping[str, float]
 ) -> Iterator[tuple[str, str]]:
     """Yield the names of metrics that differ, and how."""
     for name in sorted(want.keys() | got.keys()):
         wanted, figure = want.get(name, math.nan), got.get(name, math.nan)
-        bound = sums if name.startswith(SUMS) or name in METRICS else 0.0
+        bound = bounds.get(name, 0.0)
         if name.startswith("optim/lr"):
             bound = ROUNDING
         if name in PER_DEVICE:
             wanted, bound = wanted / num_devices, ROUNDING
         # an infinite bound times zero is NaN, within which nothing lies
-        is_equal = figure == wanted or abs(figure - wanted) <= bound * abs(wanted)
+        limit = bound * abs(wanted) if bound < math.inf else math.inf
+        is_equal = figure == wanted or abs(figure - wanted) <= limit
         if not is_equal:
             yield name, f"{name}: {figure:.7g} instead of {wanted:.7g}"
