@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Set up if need be, then `meshwright train`: check the config, tokenise what is not yet, train.
+# Set up if need be, then `meshwright train`: check the config, tokenize what is not yet, train.
 #
 #   ./run_llama_train.sh [CONFIG] [--section.key value ...]     e.g. --training.steps 1000
 #   ./run_llama_train.sh --help                                 its options
