@@ -133,8 +133,9 @@ class Reporter:
             "time/data_s": self._data_s / self._steps,
         }
         peak = self._work.peak_flops_per_s
-        if peak is not None and flops_per_s <= peak:  # otherwise the peak is too low
-            causal_flops_per_s = wps * self._work.causal_flops_per_token
+        causal_flops_per_s = wps * self._work.causal_flops_per_token
+        # kernels compute no less than the causal part: above the peak, that is too low
+        if peak is not None and causal_flops_per_s <= peak:
             record["time/mfu_pct"] = 100 * flops_per_s / peak
             record["time/mfu_causal_pct"] = 100 * causal_flops_per_s / peak
         for phase, seconds in self._phases.take().items():

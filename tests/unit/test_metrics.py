@@ -85,6 +85,10 @@ def test_rates_follow_from_tokens_time_and_flops(monkeypatch) -> None:
     without_peak = report(reporter, 1)
     assert without_peak["time/tflops"] > 0
     assert "time/mfu_pct" not in without_peak
+    # long sequences: kernels skip half of the pairs that the first percentage counts
+    reporter = Reporter(dataclasses.replace(work, peak_flops_per_s=130e3), CPU, phases, 0)
+    now += 1.0
+    assert report(reporter, 1)["time/mfu_pct"] == pytest.approx(100 * 150 / 130)
 
 
 def test_a_resumed_run_leaves_no_step_twice(tmp_path) -> None:
