@@ -198,7 +198,7 @@ CHECKPOINTS: tuple[Row[Facts], ...] = (
     Idle(
         "checkpoint.export_dtype",
         lambda c, _: not (c.checkpoint.last_save_model_only or c.checkpoint.last_save_in_hf),
-        "the last save is a whole checkpoint",
+        "the last save is a full checkpoint",
     ),
     Idle(
         "checkpoint.export_mtp",

@@ -94,7 +94,7 @@ class Average(Section):
     Off, unless one of the keys is given."""
 
     decay: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """Share of the mean that each step keeps, e.g. 0.999: mean = decay x mean + (1 - decay) x
+    """Share of the EMA that each step keeps, e.g. 0.999: EMA = decay x EMA + (1 - decay) x
     weights."""
 
     window_tokens: PositiveInt | None = None
@@ -189,7 +189,7 @@ class Checkpoint(Section):
     initial_load_upcycle_noise: NonNegativeFloat | None = None
     """`initial_load_path` holds a dense model: Qwen3 for model.name = "qwen3_moe", Llama for
     "mixtral". Each expert starts as a copy of its layer's feed-forward plus normal noise of this
-    deviation, as a share of that of fresh weights. Routers are fresh. Absent: the folder holds a
+    std, as a share of that of fresh weights. Routers are fresh. Absent: the folder holds a
     model of the same family."""
 
     initial_load_new_mtp: bool = False

@@ -289,7 +289,7 @@ class Validation(Source):
     [[validation.datasets]], each with the keys of a dataset and `name` (in metrics)."""
 
     sample_prompts: list[str] = []
-    """Prompts that the model continues at each validation, always by the most likely token."""
+    """Prompts that the model continues at each validation, by greedy decoding."""
 
     sample_tokens: PositiveInt = 32
     """Most tokens after each prompt. Each takes a forward of one microbatch."""
@@ -326,7 +326,7 @@ class Experts(Section):
     batch. transformers' `router_aux_loss_coef` is stronger by the number of experts of a token."""
 
     sequence_balance_loss: NonNegativeFloat = 0.0
-    """Weight of the same loss with the loads of each whole sequence, as DeepSeek-V3 has it. With
+    """Weight of the same loss with the loads of each full sequence, as DeepSeek-V3 has it. With
     context or tensor parallelism it costs a small all-reduce per layer."""
 
     bias_update_rate: NonNegativeFloat = 0.0
