@@ -1,6 +1,8 @@
 """`meshwright diverge`: planted differences are named, and what only changes rounding is not."""
 
 import json
+import os
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -8,12 +10,15 @@ import pytest
 import torch
 
 from meshwright.checkpoint.reader import TensorDifference, compare
+from meshwright.commands.diverge import replays
 from meshwright.commands.diverge.checkpoints import Pair
 from meshwright.commands.diverge.command import EXIT_UNEXPLAINED
 from meshwright.commands.diverge.facts import Fact, compare_facts
-from meshwright.commands.diverge.records import compare_rows
+from meshwright.commands.diverge.records import OtherStep, compare_rows
 from meshwright.commands.diverge.replays import first_far
 from meshwright.commands.diverge.trace import first_other_value
+from meshwright.commands.diverge.verdict import Comparison, Verdict
+from meshwright.commands.replay.recorded import read_recorded
 from meshwright.system import errors
 from meshwright.system.errors import ConfigError
 from tests.campaigns import divergence
@@ -171,8 +176,56 @@ def test_facts_are_told_apart_by_what_they_can_do() -> None:
     assert effects(n=12, shard=-1) == [("training.steps", "rounding")], "merely longer"
     (steps,) = compare_facts(start(), start(n=12), has_other_rates=True)
     assert steps.effect == "key"
+    assert effects(config=start()["config"] | {"sentry": {"interval": 9}}) == [
+        ("sentry", "rounding")
+    ], "training is bitwise the same with it"
+    assert not Fact("sentry.interval", "0", "9", "rounding").changes_bits
     assert not Fact("job.dump_folder", "a", "b", "rounding").changes_bits
     assert Fact("mesh", "a", "b", "rounding").changes_bits
+
+
+def test_an_interval_is_replayed_for_a_large_difference_behind_a_small_one(
+    base: Path, monkeypatch
+) -> None:
+    """Both lie behind the same checkpoint, and the small one came back as recorded."""
+    taken = list[tuple[int, int]]()
+
+    def of_interval(_: Comparison, begin: int, other: OtherStep) -> Verdict | None:
+        taken.append((begin, other.step))
+        return Verdict("run", "") if other.step == 40 else None
+
+    monkeypatch.setattr(Comparison, "_of_interval", of_interval)
+    run = read_recorded(base)
+    comparison = Comparison(run, run, None, 0, lambda *_: None)
+    comparison._saved, comparison._limit = [50], 1e-4
+    others = [OtherStep(5, ["loss"], 2e-6), OtherStep(40, ["loss"], 0.1)]
+    assert comparison._of_replays(others).kind == "run"
+    assert taken == [(0, 5), (0, 40)]
+
+
+def test_the_process_of_other_code_ends_with_an_error_here(
+    base: Path, tmp_path: Path, monkeypatch
+) -> None:
+    worker, pid = tmp_path / "meshwright/commands/diverge/worker.py", tmp_path / "pid"
+    worker.parent.mkdir(parents=True)
+    worker.write_text(
+        f"import os, time\ndef main(*_):\n    os.mkdir({str(pid)!r} + str(os.getpid()))\n"
+        "    time.sleep(60)\n"
+    )
+    started = list[Path]()
+
+    def fail(_: object) -> list:
+        while not started:
+            started.extend(tmp_path.glob("pid*"))
+            time.sleep(0.01)
+        raise ConfigError("", "not here")
+
+    monkeypatch.setattr(replays, "take_all", fail)
+    run = read_recorded(base)
+    with pytest.raises(ConfigError, match="not here"):
+        replays.Replays(run, run, tmp_path)._work(tmp_path, [], [])
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(started[0].name.removeprefix("pid")), 0)
 
 
 def test_lines_of_a_record_differ_in_any_bit_and_in_what_is_not_finite() -> None:

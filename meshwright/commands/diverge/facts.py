@@ -11,7 +11,7 @@ Effect = Literal["key", "data", "code", "rounding"]
 """key: it decides about numbers. code: it may. rounding: it decides only how sums are rounded."""
 
 OF_ROUNDING = (
-    *("job", "metrics", "profiling", "comm", "validation", "parallelism", "compile"),
+    *("job", "metrics", "profiling", "sentry", "comm", "validation", "parallelism", "compile"),
     *("checkpoint", "activation_checkpoint", "experimental.custom_import"),
     *("training.local_batch_size", "training.attention_kernel", "training.deterministic"),
     *("training.enable_cpu_offload", "training.gc_freq", "training.loss_chunk_tokens"),
@@ -26,8 +26,8 @@ DECISIVE = ("checkpoint.initial_load", "checkpoint.exclude_from_loading")
 """Keys in those sections that do."""
 
 ASIDE = (
-    *("job.", "metrics.", "checkpoint.", "profiling.", "comm.", "validation.", "lr_scheduler."),
-    *("training.steps", "training.token_cache_folder", "training.max_epochs"),
+    *("job.", "metrics.", "checkpoint.", "profiling.", "sentry.", "comm.", "validation."),
+    *("lr_scheduler.", "training.steps", "training.token_cache_folder", "training.max_epochs"),
 )
 """Of those, keys that change not even rounding; a schedule counts if rates differ."""
 

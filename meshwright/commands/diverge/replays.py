@@ -213,8 +213,13 @@ class Replays:
             stderr=subprocess.PIPE,
             text=True,
         )
-        taken = take_all(of_a)
-        _, text = process.communicate()
+        try:
+            taken = take_all(of_a)
+            _, text = process.communicate()
+        except BaseException:
+            process.kill()  # its result would have no reader, and its files are removed
+            process.communicate()
+            raise
         if process.returncode:
             lines = text.strip().splitlines() or [f"exit code {process.returncode}"]
             # of a traceback the last line has the error

@@ -229,9 +229,9 @@ class Comparison:
             if not far:
                 continue
             begin = max((step for step in self._saved if step < far[0].step), default=0)
-            if begin not in seen and (found := self._of_interval(begin, far[0])):
+            if far[0].step not in seen and (found := self._of_interval(begin, far[0])):
                 return found
-            seen.add(begin)
+            seen.add(far[0].step)
         if not seen:
             self.say("2 records", "never beyond 1e-6, so nothing has to be replayed")
         text = "rounding only"
