@@ -61,8 +61,12 @@ class LayerStats:
             if name not in frozen:
                 self._trained[block_of(name)] += parameter.numel
         self._computing = [group for group in self.groups if group != "output"]
-        attentions = spec.attentions.items()
-        self._attending = [f"layers.{n}" for n, one in attentions if "core" in one.bare_modules]
+        # only our core is known to compute logits from these arguments
+        self._attending = [
+            f"layers.{number}"
+            for number, one in spec.attentions.items()
+            if "core" in one.bare_modules and not one.has_own_core
+        ]
         self._before: dict[str, Tensor] = {}
 
     def is_due(self, step: int) -> bool:

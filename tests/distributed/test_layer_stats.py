@@ -3,17 +3,20 @@ them."""
 
 import dataclasses
 import functools
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch._dynamo.utils import counters
 
+from meshwright.models.args import DecoderArgs
 from meshwright.models.families import MODELS
 from meshwright.models.loss import IGNORE, Batch
 from meshwright.models.parameter import block_of
 from meshwright.parallelisms.rules.degrees import ParallelDims
 from meshwright.train.layer_stats import LayerStats
+from tests.campaigns.new_user import example
 from tests.helpers.families import small
 from tests.helpers.job import DEEP, SCHEDULES, Job, assert_equal, global_batch, mesh
 from tests.helpers.rounding import adamw
@@ -146,3 +149,20 @@ def test_statistics_are_plain_pytorch_s_and_training_is_the_same(on_ranks, dims,
     assert all(result == results[0] for result in results)
     for got, want in zip(results[0], reference(options), strict=True):
         assert got == pytest.approx(want, rel=1e-5)
+
+
+def test_a_core_of_the_user_takes_what_it_likes_and_has_no_logits(on_ranks) -> None:
+    (figures,) = on_ranks(1, _figures_of_own_attention)
+    assert "layer_stats/activation_rms/layers.1" in figures
+    assert not [name for name in figures if "logit" in name]
+
+
+def _figures_of_own_attention() -> dict[str, float]:
+    """With a core that isn't told the scale."""
+    module: dict[str, Any] = {}
+    code = example("sigmoid").replace("mask, *, scale", "mask, scale=0.25")
+    exec(code.replace(", mask, scale=self.head_dim**-0.5)", ", mask)"), module)
+    shape = {field.name: getattr(TINY, field.name) for field in dataclasses.fields(DecoderArgs)}
+    args = module["SigmoidArgs"](**shape)
+    *_, figures, _ = _train(mesh(), {"args": args}, has_stats=True)
+    return figures[0]
