@@ -5,6 +5,7 @@ import math
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -398,7 +399,7 @@ def test_a_run_whose_folder_a_living_job_has_is_not_judged(lab, capsys, monkeypa
         ('[arms.a]\nfrom = 6\n"model.args.dim" = 64', r"step-6 of base.* was saved with 32"),
         (
             '[common]\n"checkpoint.interval" = 5\n[arms.a]\nfrom = 6\n"optimizer.lr" = 1',
-            "must be a multiple of checkpoint.interval = 5",
+            "must be a multiple of checkpoint.interval = 5 .*fix: leave that key out",
         ),
         (
             '[arms.a]\nfrom = 6\n"optimizer.lr" = 1\n[screen]\nseeds = [9]',
@@ -461,7 +462,15 @@ def test_branches_start_from_a_checkpoint_of_the_base_of_the_same_seed(lab, caps
         assert [row["step"] for row in firsts] == [1, 13, 9]
     with pytest.raises(ConfigError, match=r"step-10 is not there, and that run is over"):
         lab("add", "later", "from=10", "optimizer.lr=x3")
+    with pytest.raises(ConfigError, match="the folder has this arm with other keys"):
+        lab.write(BRANCHES.replace("12", "16"))("run")
+    lab.write(BRANCHES)
     assert lab("add", "later", "from=16", "optimizer.lr=x3") == 0
+    shutil.rmtree(lab.runs / "base/seed-0/checkpoint/step-16")
+    with pytest.raises(ConfigError, match=r"remove .*/base/seed-0: that run is then taken again"):
+        lab("run")
+    shutil.rmtree(lab.runs / "base/seed-0")
+    assert lab("run") == 0
 
 
 @pytest.mark.slow

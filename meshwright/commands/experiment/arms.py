@@ -79,7 +79,12 @@ def register(document: Document, added: Sequence[Request] = ()) -> Experiment:
             arm = checked.arms.get(request.name)
             rule = "the folder has this arm with other keys"
             fix = "give it a different name, or choose a different folder"
-            is_same = arm is None or arm.asked == request.keys
+            is_same = arm is None or (arm.asked, arm.on, arm.branch, arm.steps) == (
+                request.keys,
+                request.on,
+                request.branch,
+                request.steps,
+            )
             check(is_same, request.place, request.name, rule, fix)
     except ConfigError as error:
         raise document.explain(error) from None

@@ -44,7 +44,8 @@ def check_branch(
     for name in KEPT:
         every = spec.common.get(name)
         is_kept = every is None or (type(every) is int and every > 0 and arm.branch % every == 0)
-        check(is_kept, key, arm.branch, f"must be a multiple of {name} = {every} in [common]")
+        rule = f"must be a multiple of {name} = {every} in [common]"
+        check(is_kept, key, arm.branch, rule, "leave that key out: what is needed is kept then")
     for result in read_results(document, experiment).values():
         if result.arm == reference.name:
             path = _origin(document, arm, result.seed)
@@ -87,7 +88,7 @@ def branch_off(document: Document, arm: Arm, seed: int) -> None:
     if not arm.branch or any(folder.glob("step-*")):
         return
     origin = _origin(document, arm, seed)
-    fix = "restore it, or remove the result.json of that run"
+    fix = f"restore it, or remove {origin.parents[1]}: that run is then taken again"
     check(origin.is_dir(), "from", arm.branch, f"{origin} is not there any more", fix)
     # renamed when it is complete, as the worker may be killed here
     partial = folder / f".{origin.name}.partial"
