@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from meshwright.checkpoint.reader import TensorDifference, compare
-from meshwright.commands.diverge import replays
+from meshwright.commands.diverge import replays, verdict
 from meshwright.commands.diverge.checkpoints import Pair
 from meshwright.commands.diverge.command import EXIT_UNEXPLAINED
 from meshwright.commands.diverge.facts import Fact, compare_facts
@@ -201,6 +201,34 @@ def test_an_interval_is_replayed_for_a_large_difference_behind_a_small_one(
     others = [OtherStep(5, ["loss"], 2e-6), OtherStep(40, ["loss"], 0.1)]
     assert comparison._of_replays(others).kind == "run"
     assert taken == [(0, 5), (0, 40)]
+
+
+def test_steps_are_taken_again_from_a_checkpoint_that_both_have(base: Path, monkeypatch) -> None:
+    """Also if the runs have met again by a later one."""
+    begins = list[int]()
+    monkeypatch.setattr(verdict, "first_other", lambda *_: None)
+    monkeypatch.setattr(Comparison, "_who", lambda *words: begins.append(words[2]))
+    run = read_recorded(base)
+    comparison = Comparison(run, run, None, 0, lambda *_: None)
+    comparison._folders, comparison._saved = (base, base), [4, 8]
+    for step in (3, 6, 9):
+        comparison._of_arithmetic(OtherStep(step, ["loss"], 0.1))
+    assert begins == [0, 4, 8]
+
+
+def test_a_run_whose_history_is_of_an_earlier_version_is_one_error(
+    base: Path, tmp_path: Path
+) -> None:
+    for path in base.iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    starts = [json.loads(line) for line in (base / "history.jsonl").read_text().splitlines()]
+    for row in starts:
+        row.pop("kernels", None)
+    (tmp_path / "history.jsonl").unlink()
+    (tmp_path / "history.jsonl").write_text("\n".join(map(json.dumps, starts)))
+    for folders, name in (((base, tmp_path), "B"), ((tmp_path, base), "A")):
+        with pytest.raises(ConfigError, match=f"^{name} = .*: its history.jsonl has no kernels"):
+            diverge(folders)
 
 
 def test_the_process_of_other_code_ends_with_an_error_here(

@@ -26,6 +26,9 @@ Kind = Literal["equal", "rounding", "key", "data", "code", "module", "tensor", "
 
 Which = Literal["A", "B", ""]
 
+NEEDED = ("ranks", "mesh", "gpus", "kernels", "source", "data_content")
+"""Of a start; earlier versions have kept less."""
+
 MOST_CPU_RANKS = 8
 """On CPUs a run of more ranks is replayed on one process."""
 
@@ -80,6 +83,10 @@ class Comparison:
         others = [*other_steps(*runs), *self._early_end(common[-1])]
         step = min(others[0].step, common[-1]) if others else common[-1]
         self._starts = a, b = self.a.start_of(max(step, 1)), self.b.start_of(max(step, 1))
+        for name, run, start in (("A", self.a, a), ("B", self.b, b)):
+            missing = ", ".join(fact for fact in NEEDED if fact not in start)
+            rule, fix = f"its history.jsonl has no {missing}", "name a run of this version"
+            check(not missing, name, str(run.folder), rule, fix)
         self._folders = self.a.checkpoint_folder(a), self.b.checkpoint_folder(b)
         self._saved = common_steps(*self._folders)
         self._limit = WITHOUT_TWIN[a["config"]["training"]["mixed_precision_param"]]
@@ -177,7 +184,8 @@ class Comparison:
         equal = max((step for step in self._saved if other is None or step < other), default=0)
         self.say("3 checkpoints", f"equal to {f'step-{equal}' if equal else 'the initial weights'}")
         lone = None if other is None else self._lone(other, first)
-        run = self._who(first, min(equal, first.step - 1)) if first.step else ""
+        begin = max((step for step in self._saved if step < min(equal + 1, first.step)), default=0)
+        run = self._who(first, begin) if first.step else ""
         return self._went_wrong(run, first, lone)
 
     def _who(self, first: OtherStep, begin: int) -> Which:
