@@ -209,6 +209,8 @@ class HuggingFaceForm:
     predictors: str | None = None
     """Key of the number of layers that follow the last one and predict further tokens (MTP), which
     are `mtp_depth` of ours, or left out. None: files have none."""
+    left_out: tuple[str, ...] = ()
+    """Beginnings of the names of tensors that transformers leaves out of its model, too."""
     modules: Mapping[str, str] = field(default_factory=lambda: MODULES)
     """Our name of a module and theirs, with names that a model may lack; {} is the layer."""
     rotated: tuple[str, ...] = ROTATED

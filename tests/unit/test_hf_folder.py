@@ -129,6 +129,19 @@ def test_biases_of_the_choice_stay_fp32_beside_weights_in_bf16(tmp_path) -> None
     assert len(state) == len(args.table.mixtures)
 
 
+@pytest.mark.parametrize("case", ["qwen3_next-gqa", "qwen3_5_text-gqa"])
+def test_tensors_that_transformers_leaves_out_are_named(tmp_path, caplog, case) -> None:
+    """The published files of these families have layers for MTP by names that it has no use for."""
+    args = CASES[case]
+    folder = save_transformers(tmp_path / "hf", args, max_shard_size="1GB")
+    want = load_hf(folder, args).state_dict()
+    tensors = load_file(folder / "model.safetensors")
+    extra = {"mtp.fc.weight": torch.ones(32, 64), "mtp.norm.weight": torch.ones(32)}
+    save_file(tensors | extra, folder / "model.safetensors", {"format": "pt"})
+    assert_equal(load_hf(folder, args).state_dict(), want)
+    assert "2 tensors, mtp.fc.weight the first, left out, as transformers" in caplog.text
+
+
 def test_layers_that_predict_further_tokens_are_named_and_left_out(tmp_path, caplog) -> None:
     """DeepSeek-V3's files have one, after the last layer, and transformers leaves it out, too."""
     args = CASES["deepseek_v3-gqa"]

@@ -305,10 +305,16 @@ def check_tensors(
             f"{place.path}: {len(predictors)} tensors, {predictors[0]} the first, left out: they "
             f"are of multi-token prediction, and model.args.mtp_depth = {args.mtp_depth}"
         )
+    left_out = [name for name in others if name.startswith(form.left_out)]
+    if left_out:
+        warn_once(
+            f"{place.path}: {len(left_out)} tensors, {left_out[0]} the first, left out, as "
+            f"transformers leaves them out of {form.model_type}"
+        )
     for theirs in wanted.values():
         for copy in theirs.copies:
             _check_copy(place, stored, theirs.name, copy)
-    if unknown := [name for name in others if name not in predictors]:
+    if unknown := [name for name in others if name not in {*predictors, *left_out}]:
         raise place.error(f"holds {unknown[0]}, for which the model has no place")
     return wanted
 

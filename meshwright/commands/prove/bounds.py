@@ -24,7 +24,9 @@ class Bounds:
     the validation, which is after it."""
     later_grad_norm: float
     later_gradient: float = math.inf
-    """As `gradient`, after two updates, of models with experts."""
+    """As `gradient`, after two updates, of models with experts. Weights differ by as much as
+    `update` allows, which is 1e-4 of them at the highest learning rate, and gradients by a few
+    times that."""
     other_choices: float = 1e-4
     """Part of tokens whose router may choose other experts than one process's, by rounding."""
     choice_gap: float = math.inf
@@ -63,7 +65,7 @@ FLOAT8_SUMS = Bounds(1e-5, 1e-4, 1e-4, 64 * BF16, BF16 / 2, 4 * BF16)
 """The same in float8: numbers are 16 times as far apart, and errors 4 times as large."""
 
 BOUNDS = {
-    "fp32": Bounds(1e-5, 1e-4, 1e-4, 1e-3, 1e-5, 1e-4, later_gradient=1e-4, choice_gap=1e-5),
+    "fp32": Bounds(1e-5, 1e-4, 1e-4, 1e-3, 1e-5, 1e-4, later_gradient=1e-3, choice_gap=1e-5),
     "bf16 sums": SUMS,
     # products of numbers that were added up in parts, and rounded
     "bf16": Bounds(BF16, 4 * BF16, 1e-4, 0.5, BF16, 4 * BF16, other_choices=OTHERS, rounding=2.0),

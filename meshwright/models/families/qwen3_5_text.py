@@ -64,6 +64,7 @@ FAMILY = Family(
     hf=HuggingFaceForm(
         model_type="qwen3_5_text",
         architecture="Qwen3_5ForCausalLM",
+        left_out=("mtp.", "model.visual."),
         modules={
             **NAMES,
             **{

@@ -124,6 +124,7 @@ FAMILY = Family(
     hf=HuggingFaceForm(
         model_type="qwen3_next",
         architecture="Qwen3NextForCausalLM",
+        left_out=("mtp.",),
         modules={
             **NAMES,
             **EXPERTS,
