@@ -102,6 +102,11 @@ class Predictor(Block):
         return self.head_norm(out[0]), *out[1:]
 
 
+def build_block(spec: LayerSpec) -> Block:
+    """Return the module of a layer."""
+    return Predictor(spec) if isinstance(spec, PredictorSpec) else Block(spec)
+
+
 class Projection(nn.Module):
     """The projection to logits, by its own weight or by the embedding's.
 
@@ -202,10 +207,7 @@ class Decoder(nn.Module):
         assert isinstance(embedding, Embedding)
         self.tok_embeddings: Embedding | None = embedding
         self.layers = nn.ModuleDict(
-            {
-                str(i): Predictor(layer) if isinstance(layer, PredictorSpec) else Block(layer)
-                for i, layer in enumerate(spec.layers)
-            }
+            {str(i): build_block(layer) for i, layer in enumerate(spec.layers)}
         )
         self.norm: nn.Module | None = build_part(spec.norm_spec)
         self.output: Projection | None = Projection(

@@ -7,7 +7,7 @@ from typing import get_args
 import torch
 from torch import nn
 
-from meshwright.models.decoder import Block
+from meshwright.models.decoder import build_block
 from meshwright.models.layers import build_part
 from meshwright.models.parameter import Cut, Layout, Parameter
 from meshwright.models.table import DecoderSpec
@@ -25,7 +25,7 @@ def check_modules(table: DecoderSpec) -> None:
     """
     for layer in dict.fromkeys(table.layers):
         with torch.device("meta"):
-            block = Block(layer)
+            block = build_block(layer)
         declared = {
             f"{module}.{name}": parameter
             for module, own in layer.modules.items()

@@ -24,5 +24,11 @@ class Metric:
     """From the sums, (K,) on the device, and the options to the metric, ()."""
 
 
+OF_RECORDS = (
+    *("step", "loss/", "data/", "time/", "memory/", "validation/", "average/", "experts/"),
+    *("layer_stats/", "optim/grad_norm", "optim/lr", "optim/skipped_steps"),
+)
+"""How the names start that records have for our metrics."""
+
 METRICS: dict[str, Metric] = {}
 """By the name that records have for it, such as "optim/zeros"."""

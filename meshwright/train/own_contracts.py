@@ -12,7 +12,7 @@ from meshwright.config.optimizer import Optimizer
 from meshwright.models.parameter import Parameter
 from meshwright.system.errors import ConfigError, config_error
 from meshwright.system.modules import describe_error, import_user_module
-from meshwright.train.metric_table import Metric
+from meshwright.train.metric_table import OF_RECORDS, Metric
 from meshwright.train.optim.optimizers import build_optimizer, check_state, update
 from meshwright.train.optim.registry import ElementWise, MatrixWise
 from meshwright.train.own_metrics import Shard, StepParts
@@ -48,7 +48,7 @@ def check_contracts(module: str, key: str, options: Options, config: Optimizer) 
     for name, loss in getattr(own, "LOSSES", {}).items():
         trials["LOSSES", name] = partial(_try_loss, partial(loss, options=options.get(name)))
     for name, metric in getattr(own, "METRICS", {}).items():
-        trials["METRICS", name] = partial(_try_metric, metric, options.get(name))
+        trials["METRICS", name] = partial(_try_metric, name, metric, options.get(name))
     for (table, name), run in trials.items():
         try:
             run()
@@ -138,8 +138,12 @@ def _try_loss(loss: Callable[..., Tensor]) -> None:
         raise BrokenError("gives a token another loss next to others, and chunks would change it")
 
 
-def _try_metric(metric: Metric, options: Any) -> None:
+def _try_metric(name: str, metric: Metric, options: Any) -> None:
     """Sums have one shape on every rank, also where a rank has nothing, and give one number."""
+    if name.startswith(OF_RECORDS):  # one of the two would be lost
+        raise BrokenError(
+            'starts as the built-in metrics do: write another name, such as "own/NAME"'
+        )
     shard = Shard("layers.0.attention.wq.weight", _random(2, 3), _random(2, 3, seed=1))
     some, none = (metric.measure(StepParts(own, ()), options) for own in ([shard], []))
     for sums in (some, none):

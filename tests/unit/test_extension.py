@@ -3,6 +3,7 @@
 import re
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -293,6 +294,7 @@ def own_model(folder: Path, old: str = "", new: str = "") -> JobConfig:
 def test_own_parts_generate_the_tokens_of_whole_sequences(tmp_path) -> None:
     family, args = resolve_model(own_model(tmp_path))
     check_modules(args.table)
+    check_modules(replace(args, mtp_depth=1).table)
     model, prompt = plain_model(small(family, vocab_size=131)), [3, 7, 11, 2]
     chosen = list(prompt)
     for _ in range(4):
@@ -381,6 +383,8 @@ def test_the_parts_of_the_docs_keep_their_contract(name, tmp_path) -> None:
         (example("metric").replace("(2, dt", "(len(parts.shards), dt").replace("[1] ", "[0] "),
          "METRICS has 'optim/zero_share', which measures other sums on a rank that has no shard"),
         (example("metric").replace("torch.int64", "torch.int32"), "measures torch.int32, and only"),
+        (example("metric").replace("optim/zero_share", "loss/train"),
+         "METRICS has 'loss/train', which starts as the built-in metrics do"),
     ],
 )  # fmt: skip
 def test_a_part_that_breaks_its_contract_is_named(code, message, tmp_path) -> None:
