@@ -484,6 +484,14 @@ def test_a_branch_that_changes_nothing_has_the_bits_of_its_base(tmp_path: Path, 
     assert json.loads(starts[0])["step"] == 8
 
 
+def test_a_branch_and_its_base_are_judged_by_the_same_validations(lab, capsys) -> None:
+    """Also the latest that there may be: the base has a validation where it starts."""
+    lab.write(BRANCHES[BRANCHES.index("[arms.silent]") :].replace("8", "18"))
+    assert lab("run", "--json") == 0
+    (arm,) = json.loads(capsys.readouterr().out)["arms"]
+    assert (arm["verdict"], arm["mean"]) == ("identical", 0)
+
+
 def test_a_budget_in_seconds_has_no_branches(lab) -> None:
     with pytest.raises(ConfigError, match="a branch needs a budget in steps or tokens"):
         lab.write(BRANCHES, HEAD.replace("steps = 24", "seconds = 8"))("run")

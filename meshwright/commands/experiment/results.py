@@ -1,6 +1,7 @@
 """The runs of an experiment, and their results: in the folder of each, and in one file of all."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean
@@ -94,18 +95,22 @@ def has_ended(folder: Path, steps: int) -> bool:
     return is_finished and run.last("step") == steps
 
 
+def late_mean(curve: Sequence[tuple[int, float]], steps: int) -> float:
+    """Return the number of a run of so many steps, from its validations."""
+    return fmean(value for step, value in curve if step >= LAST_QUARTER * steps)
+
+
 def judged(folder: Path, metric: str, steps: int) -> dict[str, Any]:
     """Return the fields of the result of a run that ended with exit code 0."""
     run = read_run(folder)
     curve = run.series(metric)
-    late = [value for step, value in curve if step >= LAST_QUARTER * steps]
     if run.last("step") != steps:  # the data ended
         return {"status": "failed"}
     if curve[-1:] == [] or curve[-1][0] != steps:  # the last one isn't finite
         return {"status": "diverged"}
     return {
         "status": "finished",
-        "value": fmean(late),
+        "value": late_mean(curve, steps),
         "curve": curve,
         "tokens": run.last(TOKENS) or 0,
     }

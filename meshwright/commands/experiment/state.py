@@ -8,7 +8,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from meshwright.commands.experiment.registry import Arm, Experiment
-from meshwright.commands.experiment.results import Key, Result, folder_of
+from meshwright.commands.experiment.results import Key, Result, folder_of, late_mean
 from meshwright.commands.experiment.screening import Halving, halve, steps_at
 from meshwright.commands.experiment.spec import BASE, Document
 from meshwright.commands.experiment.verdict import Pair, Verdict, alpha_of, judge
@@ -39,10 +39,11 @@ class State:
                 return
             if own.status == "diverged":
                 yield Pair(math.inf)
-            elif own.value is not None and reference.value is not None:
-                # a branch has no validations before it
+            elif own.value is not None:
+                # a branch has no validations up to its start
                 both = [point for point in reference.curve if point[0] > arm.branch]
-                yield Pair(own.value - reference.value, own.curve == both)
+                difference = own.value - late_mean(both, reference.steps)
+                yield Pair(difference, own.curve == both)
 
     @cached_property
     def screening(self) -> Halving | None:
