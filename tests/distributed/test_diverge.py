@@ -3,7 +3,9 @@
 import json
 import os
 import time
+from argparse import Namespace
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -229,6 +231,18 @@ def test_a_run_whose_history_is_of_an_earlier_version_is_one_error(
     for folders, name in (((base, tmp_path), "B"), ((tmp_path, base), "A")):
         with pytest.raises(ConfigError, match=f"^{name} = .*: its history.jsonl has no kernels"):
             diverge(folders)
+
+
+def test_a_replay_leaves_out_what_only_watches(base: Path, tmp_path: Path) -> None:
+    """Statistics of layers take one more forward, which a trace would take for the step's."""
+    start = json.loads((base / "history.jsonl").read_text().splitlines()[0])
+    start["config"]["metrics"]["layer_stats_freq"] = 1
+    start["config"]["sentry"]["interval"] = 1
+    recorded = read_recorded(base)
+    recorded = replace(recorded, run=replace(recorded.run, history=[start]))
+    given = Namespace(overrides={}, scan=False)
+    config = recorded.config(2, 0, 1, given, tmp_path)
+    assert (config.metrics.layer_stats_freq, config.sentry.interval) == (0, 0)
 
 
 def test_the_process_of_other_code_ends_with_an_error_here(

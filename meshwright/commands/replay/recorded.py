@@ -172,6 +172,7 @@ def _without_traces(
         ("validation", "enable"): "false",
         ("sentry", "interval"): "0",
         ("metrics", "grad_norm_by_group"): str(not is_early).lower(),
+        ("metrics", "layer_stats_freq"): "0",
         ("profiling", "enable_profiling"): "false",
         ("profiling", "enable_memory_snapshot"): "false",
         ("metrics", "enable_tensorboard"): "false",
