@@ -34,6 +34,8 @@ OF_PRESETS = {
     "olmo2": "allenai/OLMo-2-1124-7B",
     "olmo3": "allenai/Olmo-3-1025-7B",
     "qwen3": "Qwen/Qwen3-8B",
+    "qwen3_next": "Qwen/Qwen3-Next-80B-A3B-Instruct",
+    "qwen3.5": "Qwen/Qwen3.5-9B",
     "gpt_oss": "openai/gpt-oss-20b",
     "gemma2": "google/gemma-2-2b",
     "gemma3": "google/gemma-3-1b-pt",
