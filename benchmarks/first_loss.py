@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from meshwright.models.args import STD, DecoderArgs, ExpertArgs
 from meshwright.models.attention import rope_cache
 from meshwright.models.decoder import Block
+from meshwright.models.delta import DeltaArgs
 from meshwright.models.families import MODELS
 from meshwright.models.families.deepseek import DeepseekArgs
 from meshwright.models.family import Family
@@ -36,6 +37,8 @@ def sized(family: Family, dim: int, n_layers: int, vocab_size: int) -> DecoderAr
     experts = {"n_experts": 4, "n_active": 2} if has_experts else {}
     if isinstance(debug, DeepseekArgs):
         experts |= {"n_dense_layers": 0, "n_groups": 1, "n_active_groups": 1}
+    if isinstance(debug, DeltaArgs):  # a layer must have softmax attention
+        experts["full_every"] = min(debug.full_every, n_layers)
     return dataclasses.replace(
         debug,
         dim=dim,

@@ -35,7 +35,7 @@ differs at step 10. At this rate rounding doesn't grow."""
 PEAK_TFLOPS = 1.0
 """Per second and device, which MFU is a part of: more than a step of a second takes."""
 
-KEPT = ("norm_eps", "rope_theta", "rope_scaling", "tie_embeddings")
+KEPT = ("norm_eps", "rope_theta", "rope_scaling", "tie_embeddings", "mup_base_dim")
 """Fields of the model's args that stay the user's; all others follow from the small size."""
 
 
