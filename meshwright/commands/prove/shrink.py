@@ -35,7 +35,7 @@ differs at step 10. At this rate rounding doesn't grow."""
 PEAK_TFLOPS = 1.0
 """Per second and device, which MFU is a part of: more than a step of a second takes."""
 
-KEPT = ("norm_eps", "rope_theta", "rope_scaling", "tie_embeddings", "mup_base_dim")
+KEPT = ("norm_eps", "rope_theta", "rope_scaling", "tie_embeddings")
 """Fields of the model's args that stay the user's; all others follow from the small size."""
 
 
@@ -108,15 +108,8 @@ def _weighted_parts(config: JobConfig) -> list[dict[str, Any]]:
     ]
 
 
-def shrink(config: JobConfig, args: DecoderArgs) -> JobConfig:
-    """Return the job on one process that every mesh is compared with.
-
-    Kept: family, tied embeddings, rotary scaling, grouped heads, seed, optimizer, schedule,
-    clipping, whether documents are masked and data is streamed. Replaced: dimensions, by small ones
-    that divide where the user's do and are odd where that finds mistakes; data, by that of
-    `job.py`; precision, by bf16 products; cases in fp32 change that, and all but "user types" the
-    types of weights, reductions and Muon; a rate above `HIGHEST_LR`.
-    """
+def _small_args(config: JobConfig, args: DecoderArgs) -> DecoderArgs:
+    """Return dimensions that divide where the user's do, and are odd where that finds mistakes."""
     tp = largest_tp(args, config.parallelism.tensor_parallel_degree)
     kv_heads = tp if tp > 1 else min(args.n_kv_heads, 3)
     heads = kv_heads * min(args.n_heads // args.n_kv_heads, 2)
@@ -132,7 +125,19 @@ def shrink(config: JobConfig, args: DecoderArgs) -> JobConfig:
     }
     if getattr(args, "mup_base_dim", None) is not None:
         few["mup_base_dim"] = few["dim"] // 2  # at the user's ratio the rate could be far too high
-    small_args = dataclasses.replace(args, **(few | args.small()))
+    return dataclasses.replace(args, **(few | args.small()))
+
+
+def shrink(config: JobConfig, args: DecoderArgs) -> JobConfig:
+    """Return the job on one process that every mesh is compared with.
+
+    Kept: family, tied embeddings, rotary scaling, grouped heads, seed, optimizer, schedule,
+    clipping, whether documents are masked and data is streamed. Replaced: dimensions, by small ones
+    that divide where the user's do and are odd where that finds mistakes; data, by that of
+    `job.py`; precision, by bf16 products; cases in fp32 change that, and all but "user types" the
+    types of weights, reductions and Muon; a rate above `HIGHEST_LR`.
+    """
+    small_args = _small_args(config, args)
     user_args = {name: value for name, value in config.model.args.items() if name in KEPT}
     dimensions = {
         name: value
