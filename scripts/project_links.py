@@ -18,7 +18,11 @@ def readme(text: str, project: dict[str, Any]) -> str:
     """Return the README with the clone command, the place of bug reports and the citation."""
     address = project.get("urls", {}).get("Repository", "")
     authors = " and ".join(f"{{{author['name']}}}" for author in project["authors"])
-    report = f"open an issue at {address}/issues" if address else "fill in `.github/ISSUE_TEMPLATE`"
+    report = (
+        f"open an issue at {address}/issues"
+        if address
+        else "fill in `.github/ISSUE_TEMPLATE/bug_report.md`"
+    )
     link = f",\n  url = {{{address}}}" if address else ""
     text = re.sub(
         r"git clone .+ meshwright &&",

@@ -32,16 +32,16 @@ every_case = pytest.mark.parametrize("args", CASES.values(), ids=CASES.keys())
 two_cases = pytest.mark.parametrize("args", two_of_each(CASES))
 
 
-def assert_gradients_equal(ours: Decoder, theirs: PreTrainedModel) -> None:
+def assert_gradients_equal(ours: Decoder, theirs: PreTrainedModel, bound: float = 1e-5) -> None:
     gradients = {name: p.grad for name, p in ours.named_parameters()}
     wanted = {name: p.grad for name, p in theirs.named_parameters()}
     for name, got in their_tensors(ours, gradients).items():
-        assert_close(got, wanted[name], name)
+        assert_close(got, wanted[name], name, bound)
 
 
-def assert_close(got: torch.Tensor, want: torch.Tensor, what: str) -> None:
+def assert_close(got: torch.Tensor, want: torch.Tensor, what: str, bound: float = 1e-5) -> None:
     error = (got - want).abs().max() / want.abs().max()
-    assert error <= 1e-5, f"{what}: {error:.2e} of the largest value"
+    assert error <= bound, f"{what}: {error:.2e} of the largest value"
 
 
 LONG = [case for case in CASES if case.endswith(("-gqa", "-scaled"))]
@@ -101,7 +101,8 @@ def assert_documents_equal(
     alone = torch.cat([theirs(tokens[row, at].unsqueeze(0)).logits[0] for row, at in own])
     assert_close(logits.flatten(0, 1), alone, "logits")
     (logits.square().mean() + alone.square().mean()).backward()
-    assert_gradients_equal(ours, theirs)
+    # transformers' own rule is off by up to 3.9e-5 here; ours by 1e-5 at most (test_delta.py)
+    assert_gradients_equal(ours, theirs, bound=5e-5)
 
 
 def products(q: torch.Size, count: int) -> int:

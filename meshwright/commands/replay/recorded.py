@@ -198,7 +198,7 @@ def of_mesh(start: Row, ranks: int) -> dict[Key, str]:
     On one process nothing is compiled, unless the run was one: that takes longer than the steps, as
     a rule, and other kernels round otherwise anyway.
     """
-    if ranks == start["ranks"]:
+    if ranks == start.get("ranks"):
         keys = [("compile", "enable"), ("parallelism", "fsdp_reduce_gradients")]
         # as the command line has them
         return {(name, key): as_toml(start["config"][name][key]).strip("'") for name, key in keys}
