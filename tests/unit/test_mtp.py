@@ -18,6 +18,7 @@ from meshwright.datasets.encoding import NO_LOSS
 from meshwright.datasets.loader import to_batches
 from meshwright.datasets.samples import Sample
 from meshwright.models.args import DecoderArgs
+from meshwright.models.delta import DeltaArgs
 from meshwright.models.families import MODELS
 from meshwright.models.loss import IGNORE, PADDING
 from meshwright.parallelisms.initialize import initialize
@@ -85,9 +86,11 @@ def test_layers_for_mtp_are_the_plain_ones(args: DecoderArgs) -> None:
     assert loss.item() == pytest.approx(want.item(), rel=1e-5)
     means = (model.mtp_losses / counts).tolist()
     assert means == pytest.approx([loss.item() for loss in further], rel=1e-5)
+    # norms of nearly zero queries and keys of linear attention magnify rounding
+    bound = 5e-5 if isinstance(args, DeltaArgs) else 1e-5
     for name, parameter in model.named_parameters():
         error = (parameter.grad - gradients[name]).norm() / gradients[name].norm()
-        assert error <= 1e-5, f"{name}: {error:.1e}"
+        assert error <= bound, f"{name}: {error:.1e}"
 
 
 @pytest.mark.parametrize("mask_documents", [True, False])
