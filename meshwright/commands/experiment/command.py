@@ -27,7 +27,9 @@ NAMES = {"diverged": "worse: diverges", "identical": "identical: the same bits"}
 
 
 def add_options(parser: Parser) -> None:
-    parser.add_argument("file", type=input_path, metavar="FILE.toml", help="the experiment")
+    parser.add_argument(
+        "file", type=input_path, metavar="FILE.toml", help="the experiment, or ladder"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object, on one line")
 
 

@@ -7,23 +7,12 @@ from functools import partial
 from typing import Any
 
 from meshwright.commands.experiment.command import EXIT_FAILED, EXIT_OPEN, work
+from meshwright.commands.experiment.command import add_options as add_options
+from meshwright.commands.experiment.command import add_options_show as add_options_show
 from meshwright.commands.ladder.text import HEAD, describe, row
-from meshwright.commands.options import input_path, output_file, write_output
-from meshwright.config.command_line import Parser
+from meshwright.commands.options import write_output
 from meshwright.system.errors import ConfigError
 from meshwright.system.log import align
-
-
-def add_options(parser: Parser) -> None:
-    parser.add_argument("file", type=input_path, metavar="FILE.toml", help="the ladder")
-    parser.add_argument("--json", action="store_true", help="print one JSON object, on one line")
-
-
-def add_options_show(parser: Parser) -> None:
-    add_options(parser)
-    parser.add_argument(
-        "--output", type=output_file, metavar="FILE", help="also write a page there, as HTML"
-    )
 
 
 def run(given: Namespace) -> None:
