@@ -46,7 +46,7 @@ def section(name: str, command: Command) -> Iterator[str]:
     whole = " ".join(word.replace(" ", "\xa0") for word in words)  # broken between options
     lines = fill(whole, 74, subsequent_indent="    ", break_on_hyphens=False)
     yield "```text\n" + lines.replace("\xa0", " ") + "\n```\n"
-    yield f"For example: `{example(name)}`"
+    yield f"Example: `{example(name)}`."
     yield ""
     for action in options(parser):
         if action.metavar != "CONFIG":  # explained at the top

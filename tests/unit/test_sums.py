@@ -2,7 +2,25 @@
 
 Here are the sums of one process that aren't within a single matrix product of torch's. Those over
 ranks and microbatches are in tests/distributed/test_precision.py, and of squares, for the gradient
-norm, in test_gradients.py. docs/correctness.md has a table of all.
+norm, in test_gradients.py. All of them:
+
+* gradients over ranks, those of norms and routers over tp included:
+  `training.mixed_precision_reduce` (`prove`; test_precision.py)
+* gradients over microbatches: float32 with float32 weights; otherwise `mixed_precision_reduce`,
+  and `every_microbatch` is rejected without replicas (test_precision.py, test_memory.py)
+* output weight's gradient over chunks of the loss: float32, rounded once (256, 1 and 1; 256 chunks
+  of 8 tokens)
+* exponentials over the vocabulary, losses of tokens: float32
+* gradients of a token that occurs several times: float32, rounded once; with tp by torch's
+  operator, which adds up in the compute type on CPUs
+* gradient of a norm's weight over tokens, of an expert's weights and biases, results of a token's
+  experts: float32 inside the kernel
+* tokens per expert: int64 (test_mixture.py)
+* router losses and metrics: float32
+* squares of the gradient norm: float32, in parts (test_gradients.py)
+* EMA of the weights: float32, whatever the weights are
+* loss, gradient norm and metrics over ranks: float32; validation float64 (`prove`)
+* activations and their gradients over tp and cp: compute type (bounds of bf16)
 """
 
 import math

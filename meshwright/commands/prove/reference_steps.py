@@ -40,7 +40,7 @@ UNIT = 2.0**-24
 """Unit roundoff of fp32: the largest relative error of one rounding."""
 
 STEP_BOUND = 256 * UNIT
-"""Relative error of an optimizer's step; docs/correctness.md derives it."""
+"""Relative error of an optimizer's step; benchmarks/results/proof.md derives it."""
 
 STORED_BOUND = 4 * UNIT
 """Relative error of a sum that is rounded where it is kept."""
