@@ -4,54 +4,48 @@ import itertools
 import math
 import os
 import re
-import shlex
 import statistics
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
 from meshwright.config.loader import load_config
 from meshwright.config.training import Source
-from meshwright.datasets.file_kinds import TABLE_FIX, TABLES, check_kind
+from meshwright.datasets.file_kinds import TABLE_FIX, TABLES
 from meshwright.datasets.files import (
     ROW_FORMATS,
     SUFFIXES,
     Range,
     SourceEntry,
-    check_downloaded,
     chunks,
     codec_of,
+    local_files,
     resolve,
 )
-from meshwright.datasets.named_sources import CHAT_COLUMNS
+from meshwright.datasets.named_sources import CHAT_COLUMNS, check_files
 from meshwright.datasets.readers import PARAGRAPH, Layout, read
-from meshwright.datasets.rows import LocalDocuments, is_on_side
+from meshwright.datasets.rows import LocalDocuments
 from meshwright.datasets.sources import by_suffix, other_files
 from meshwright.datasets.storage import DataFile
-from meshwright.datasets.tables import Row
 from meshwright.datasets.tokenizers.kinds import build_tokenizer
 from meshwright.datasets.tokenizers.special_tokens import well_formed
 from meshwright.system import errors
-from meshwright.system.errors import RecordError
 
 PRESET = "debug_model"
 """Its tokenizer counts the tokens, and its sequences have to be filled."""
 
-SAMPLE_BYTES, TOKENISED_BYTES, PLACES = 1 << 20, 1 << 17, 16
+SAMPLE_BYTES, TOKENIZED_BYTES, PLACES = 1 << 20, 1 << 17, 16
 """Of the text that is looked at, at so many places, and of that the part that is tokenized."""
 
 LOOKED_AT = 100
 """Rows among which one has to hold text."""
 
 FEW = 20
-"""Documents that are too few for a part of them to be held out: files are cut into more."""
+"""Files that are too few to be a document each: they are cut into more."""
 
 PACKED_BY = 3
 """Bytes of text per byte of a compressed file, about."""
-
-LEAST_SAMPLES = 8
-"""Sequences that are held out at least."""
 
 SEPARATORS = {
     "<|endoftext|>": "the text between two <|endoftext|>",
@@ -70,9 +64,7 @@ class Corpus:
     num_tokens: int
     held_out: float
     """Part of the documents to validate on; 0: there are too few."""
-    num_to_train: int
-    """Tokens that aren't held out."""
-    description: str
+    description: str = ""
 
 
 def look_at(path: str) -> Corpus:
@@ -81,106 +73,93 @@ def look_at(path: str) -> Corpus:
     Raises:
         ConfigError: if they hold none, or tokens, or conversations.
     """
-    kind, path, files = _find_files(path)
-    column, separator, unit = "text", "", "a file"
+    kind, path = _kind(path)
+    source = Source(dataset=kind, dataset_path=path)
+    files = local_files(entry := SourceEntry("training", kind, source))
+    check_files(entry, max_bad_records=1)  # a bad row is no reason to write no config
+    separator, unit = "", "a file"
     if kind != "text":
         column, unit = _column(kind, files[0])
+        source = source.model_copy(update={"dataset_column": column})
     elif len(files) < FEW:
         separator, unit = _separator(files)
-    source = Source(
-        dataset=kind, dataset_path=path, dataset_column=column, dataset_separator=separator
-    )
-    texts, is_all = _sample(SourceEntry("training", kind, source), files)
-    errors.check(bool(texts), "--from", path, "holds no text", "name the files that do")
+        source = source.model_copy(update={"dataset_separator": separator})
+    texts, is_all = _sample(entry := SourceEntry("training", kind, source), files)
+    if not texts:
+        check_files(entry)  # says why
+    errors.check(bool(texts), "--from", path, "holds no text", "name files that do")
     sizes = [len(text.encode()) for text in texts]
     num_bytes = sum(sizes) if is_all else sum(map(_text_bytes, files))
-    count = math.ceil(num_bytes / sum(sizes) * len(texts))
-    if kind == "text" and not source.dataset_separator:
-        count = len(files)
-    preset = load_config([PRESET])
-    part = "".join(texts)[:TOKENISED_BYTES]
-    tokens_per_byte = len(build_tokenizer(preset.model.tokenizer_path).encode(part)) / len(
-        part.encode()
-    )
-    num_tokens, sample = round(num_bytes * tokens_per_byte), preset.training.seq_len + 1
-    rule = (
-        f"holds {errors.numbered(num_tokens, 'token')}, and a sequence of the preset takes {sample}"
-    )
+    num_documents = math.ceil(num_bytes / sum(sizes) * len(texts))
+    preset, part = load_config([PRESET]), "".join(texts)[:TOKENIZED_BYTES]
+    tokens = build_tokenizer(preset.model.tokenizer_path).encode(part)
+    num_tokens = round(num_bytes * len(tokens) / len(part.encode()))
+    sample = preset.training.seq_len + 1
+    held = errors.numbered(num_tokens, "token")
+    rule = f"holds {held}, and a sequence of the preset takes {sample}"
     errors.check(num_tokens >= 2 * sample, "--from", path, rule, "add text")
-    share = held_out = 0.2 if count < 1000 else 0.05 if count < 20_000 else 0.01
-    if is_all:  # the documents themselves say how many of them are held out
-        side = SourceEntry("", "", source, held_out, is_held_out=True)
-        share = sum(len(text.encode()) for text in texts if is_on_side(side, text)) / num_bytes
-    if count < FEW or share in (0, 1) or held_out * num_tokens < LEAST_SAMPLES * sample:
-        share = held_out = 0.0
     others = by_suffix(other_files(path, [file.path for file in files]))
     rest = f"; left out: {', '.join(others)}" if others else ""
     description = (
         f"{errors.numbered(len(files), 'file')} of {kind}, "
-        f"about {errors.numbered(count, 'document')}, {num_tokens:,} tokens{rest}\n"
+        f"about {errors.numbered(num_documents, 'document')}, {num_tokens:,} tokens{rest}\n"
         f"the median document has {statistics.median_low(sizes):,} bytes: it is {unit}"
     )
-    to_train = round(num_tokens * (1 - share))
-    return Corpus(source, len(files), num_tokens, held_out, to_train, description)
+    held_out = _part_to_hold_out(num_documents, num_tokens // sample)
+    return Corpus(source, len(files), num_tokens, held_out, description)
 
 
-def _find_files(path: str) -> tuple[str, str, list[DataFile]]:
-    """Return how the files at a path hold text, the path or a glob of them, and those that aren't
-    empty."""
+def _kind(path: str) -> tuple[str, str]:
+    """Return how the files at a path hold text, and the path or a glob of them."""
     if os.path.isdir(path):
-        found = {kind: resolve(path, SUFFIXES[kind]) for kind in ROW_FORMATS}
-        others = by_suffix(other_files(path, []))
-        if not any(found.values()) and others and "." in others[0]:  # as of a folder of .py
-            path = os.path.join(path, "**", f"*{others[0].split()[1]}")
-            found["text"] = resolve(path, ())
-        kind = max(found, key=lambda kind: sum(file.size for file in found[kind]))
-        files = found[kind]
-    else:
-        files = resolve(path, ())
-        first = files[0].path if files else path
-        kind = next((kind for kind in SUFFIXES if first.endswith(SUFFIXES[kind])), "text")
-    errors.check(
-        kind in ROW_FORMATS, "--from", path, "holds tokens", "see docs/data.md for such files"
-    )
-    fix = "name a file, a folder or a glob of text files, JSON, Parquet or Arrow"
-    fix += "; names that start with . or _ are left out"
-    fix = fix if files or os.path.exists(path.split("*")[0]) else errors.where_it_ends(path)
-    files = [file for file in files if file.size]
-    errors.check(bool(files), "--from", path, "no text is there", fix)
-    check_downloaded(files, "--from")
-    check_kind(files, "--from")
-    is_table = files[0].path.endswith(TABLES)
-    errors.check(not is_table, "--from", path, "is a table, not text", TABLE_FIX)
-    return kind, path, files
+        sizes = {
+            kind: sum(file.size for file in resolve(path, SUFFIXES[kind])) for kind in ROW_FORMATS
+        }
+        kind, others = max(sizes, key=lambda kind: sizes[kind]), by_suffix(other_files(path, []))
+        if sizes[kind] or not others or "." not in others[0]:
+            return kind, path
+        return "text", os.path.join(path, "**", f"*{others[0].split()[1]}")  # as of a folder of .py
+    files = resolve(path, ())
+    first = files[0].path if files else path
+    kind = next((kind for kind in SUFFIXES if first.endswith(SUFFIXES[kind])), "text")
+    fix = "see docs/data.md for such files"
+    errors.check(kind in ROW_FORMATS, "--from", path, "holds tokens", fix)
+    errors.check(not first.endswith(TABLES), "--from", path, "is a table, not text", TABLE_FIX)
+    return kind, path
 
 
-def _separator(files: list[DataFile]) -> tuple[str, str]:
+def _part_to_hold_out(num_documents: int, num_samples: int) -> float:
+    """Return the part of the documents to validate on: 256 sequences or more, of 16 documents or
+    more, since a hash of each decides and may choose none of a few; 0 if there are too few."""
+    part = min(0.2, float(f"{max(256 / num_samples, 16 / num_documents):.1g}"))
+    return part if num_documents >= 2 * FEW and part * num_samples >= 8 else 0.0
+
+
+def _separator(files: Sequence[DataFile]) -> tuple[str, str]:
     """Return the words between the documents of a few files, and a name for such a document."""
-    parts, whole = list(_glimpses(files)), sum(map(_text_bytes, files))
-    seen = sum(map(len, parts))
-    parts = [re.sub(rb"[ \t\r]+\n", b"\n", part) for part in parts]
+    text, num_bytes = b"".join(_glimpses(files)), sum(map(_text_bytes, files))
+    lines = re.sub(rb"[ \t\r]+\n", b"\n", text)
     for separator, unit in SEPARATORS.items():
-        count = sum(part.count(separator.encode()) for part in parts)
-        if count * whole >= FEW * seen > 0:
-            lines = [line for part in parts for line in part.split(b"\n")[1:-1] if line]
-            is_wrapped = separator == "\n" and _are_wrapped(lines)
-            wrapped = "a file, whose lines end where those of a page would"
-            return ("", wrapped) if is_wrapped else (separator, unit)
+        if lines.count(separator.encode()) * num_bytes >= FEW * len(text) > 0:
+            if separator == "\n" and _is_wrapped(lines):
+                return "", "a file, whose lines end where those of a page would"
+            return separator, unit
     return "", "a file"
 
 
-def _glimpses(files: list[DataFile]) -> Iterator[bytes]:
-    """Yield bytes of the files from places that are evenly spread over all of them."""
+def _glimpses(files: Sequence[DataFile]) -> Iterator[bytes]:
+    """Yield bytes of the files from places that are evenly spread over all of them: the head of a
+    file may be a foreword."""
     ends = list(itertools.accumulate(file.size for file in files))
-    for at in range(0, ends[-1], -(-ends[-1] // PLACES)):
+    for at in range(0, ends[-1], -(-ends[-1] // PLACES) or 1):
         file, end = next((f, end) for f, end in zip(files, ends, strict=True) if at < end)
         with suppress(OSError, ValueError, EOFError):  # of a damaged file, which its reader names
             yield next(chunks(file, 0 if codec_of(file) else at - end + file.size), b"")
 
 
-def _are_wrapped(lines: list[bytes]) -> bool:
+def _is_wrapped(text: bytes) -> bool:
     """Return whether the lines of a text end where a page would: most are of nearly one length."""
-    lengths = sorted(map(len, lines)) or [0]
+    lengths = sorted(len(line) for line in text.split(b"\n") if line)
     median, long = lengths[len(lengths) // 2], lengths[len(lengths) * 19 // 20]
     return 50 <= median <= long <= 200 and median >= 0.85 * long
 
@@ -188,48 +167,33 @@ def _are_wrapped(lines: list[bytes]) -> bool:
 def _column(kind: str, file: DataFile) -> tuple[str, str]:
     """Return the column with the text, "text" or the one with most of it; and a name for such a
     document, with the columns that are left out."""
-    rows, sizes = list[Row](), Counter[str]()
-    for _, place, row in itertools.islice(read(Range(file), Layout(kind)), LOOKED_AT):
-        if isinstance(row, str):
-            fix = """write lines like {"text": "..."}""" if "object" in row else "name other files"
-            raise errors.ConfigError("", f"{place}: {row}\n  fix: {fix}")
-        rows.append(row)
+    looked_at = itertools.islice(read(Range(file), Layout(kind)), LOOKED_AT)
+    rows = [row for _, _, row in looked_at if isinstance(row, dict)]
+    names, sizes = dict.fromkeys(itertools.chain.from_iterable(rows)), Counter[str]()
+    for row in rows:
         sizes.update({key: len(text) for key, text in row.items() if isinstance(text, str)})
-    columns = dict.fromkeys(itertools.chain.from_iterable(rows))
-    held = f"its rows have the columns {', '.join(columns)}" if columns else "it holds no rows"
-    for name, wanted in CHAT_COLUMNS.items():
-        if wanted <= columns.keys() and "text" not in sizes:
-            fix = f'start with the preset fine_tune and training.dataset_format = "{name}"'
-            rule = f"{held}: conversations"
-            raise errors.config_error("--from", file.path, rule, f"{fix} (docs/fine_tuning.md)")
-    lists = [key for row in rows for key, value in row.items() if isinstance(value, list)]
-    if lists and kind == "json" and len(rows) == 1:
-        fix = f"make lines of them: jq -c '.{lists[0]}[]' {shlex.quote(file.path)} > rows.jsonl"
-        raise errors.config_error("--from", file.path, f"its rows are in the list {lists[0]}", fix)
-    if not sizes.total():
-        fix = "name files whose rows hold text, or join them by a function as dataset_format"
-        raise errors.config_error("--from", file.path, f"no column holds text: {held}", fix)
-    column = "text" if "text" in sizes else max(sizes, key=lambda key: sizes[key])
-    rest = ", ".join(key for key in columns if key != column)
-    joined = f"\ncolumns left out: {rest}; a function as training.dataset_format can join columns"
-    return column, f"the column {column} of a row{joined if rest else ''}"
+    is_chat = any(wanted <= names.keys() for wanted in CHAT_COLUMNS.values())
+    holds_rows = len(rows) == 1 and any(isinstance(value, list) for value in rows[0].values())
+    column = "text"  # the check of the files has advice on rows without it
+    if sizes and "text" not in sizes and not is_chat and not holds_rows:
+        column = max(sizes, key=lambda key: sizes[key])
+    others = ", ".join(name for name in names if name != column)
+    joined = "a function as training.dataset_format can join columns"
+    rest = f"\ncolumns left out: {others}; {joined}" if others else ""
+    return column, f"the column {column} of a row{rest}"
 
 
-def _sample(entry: SourceEntry, files: list[DataFile]) -> tuple[list[str], bool]:
+def _sample(entry: SourceEntry, files: Sequence[DataFile]) -> tuple[list[str], bool]:
     """Return documents of evenly spread places in the files, and whether they are all."""
     documents, texts = LocalDocuments(entry, files), list[str]()
-    numbers = range(0, documents.parts, -(-documents.parts // PLACES))
+    numbers = range(0, documents.parts, -(-documents.parts // PLACES) or 1)
     is_all = len(numbers) == documents.parts
     for number in numbers:
         size = 0
         for item in documents.read_part(number):
-            if isinstance(item, str) and item:
+            if isinstance(item, str) and item:  # no bad record, which the job rejects
                 texts.append(well_formed(item))
                 size += len(item)
-            elif isinstance(item, RecordError) and entry.name == "text":  # rows may lack theirs
-                fault = str(item).partition(" (training.")[0]
-                fix = "name other files, or correct it (iconv makes UTF-8 of other text)"
-                raise errors.ConfigError("", f"{fault}{errors.FIX}{fix}")
             if size > SAMPLE_BYTES // len(numbers):
                 is_all = False
                 break

@@ -21,6 +21,7 @@ from meshwright.datasets.rows import LocalDocuments, RowReader
 from meshwright.datasets.sources import DATASETS, DatasetSpec, find_dataset
 from meshwright.datasets.storage import DataFile, is_address
 from meshwright.datasets.sympy_source import version_note
+from meshwright.datasets.tables import Row
 from meshwright.datasets.tokenizers.kinds import Tokenizer, find_template, prompt_tokens
 from meshwright.system import errors
 
@@ -170,8 +171,8 @@ def _fix_of(fault: errors.RecordError, entry: SourceEntry, file: DataFile | None
     source, path = entry.source, file.path if file else ""
     if fault.key.endswith("dataset_where"):
         return "correct the condition, or leave it out"
-    if "no column" in str(fault):
-        return f"set {entry.key}.dataset_column"
+    if "not a JSON object" in str(fault):
+        return 'write lines like {"text": "..."}'
     kinds = (kind for kind in ROW_FORMATS if path.endswith(SUFFIXES[kind]))
     if (kind := next(kinds, source.dataset)) != source.dataset:
         return f'set {entry.key}.dataset = "{kind}"'
@@ -181,13 +182,26 @@ def _fix_of(fault: errors.RecordError, entry: SourceEntry, file: DataFile | None
         if kind == "json":
             return f"make lines of it: jq -c '.[]' {shlex.quote(path)} > rows.jsonl"
         return f"set {entry.key}.dataset_separator to the words between its documents"
-    if file is not None and source.dataset_format in CHAT_COLUMNS:
+    if file is not None and ("no column" in str(fault) or source.dataset_format in CHAT_COLUMNS):
         _, _, row = next(read(Range(file), Layout(kind)))
-        if isinstance(row, dict) and not CHAT_COLUMNS[source.dataset_format] <= row.keys():
-            fits = (name for name, columns in CHAT_COLUMNS.items() if columns <= row.keys())
-            other = next(fits, "file.py:function")
-            return f'set {entry.key}.dataset_format = "{other}"'
+        if isinstance(row, dict) and (fix := _fix_of_columns(row, entry, path)):
+            return fix
     return "correct it, or set training.max_bad_records to pass over such records"
+
+
+def _fix_of_columns(row: Row, entry: SourceEntry, path: str) -> str:
+    """Return advice on a first row by its columns; "" if they are those of its format."""
+    given = entry.source.dataset_format
+    fits = [name for name, columns in CHAT_COLUMNS.items() if columns <= row.keys()]
+    if given and given in fits:
+        return ""
+    if fits or given:
+        name = fits[0] if fits else "file.py:function"
+        return f'set {entry.key}.dataset_format = "{name}", as docs/fine_tuning.md does'
+    lists = [key for key, value in row.items() if isinstance(value, list)]
+    if lists and entry.source.dataset == "json":
+        return f"make lines of a list: jq -c '.{lists[0]}[]' {shlex.quote(path)} > rows.jsonl"
+    return f"set {entry.key}.dataset_column"
 
 
 MOST_HEADS = 64
