@@ -139,6 +139,12 @@ def test_a_page_says_what_it_is_about_and_shows_an_example(page: Path) -> None:
     assert not re.search(r"^Next: ", text, re.MULTILINE)  # the site's footer has it
 
 
+def test_the_readme_is_read_in_minutes() -> None:
+    """Words of sentences, tables and code together."""
+    text = (ROOT / "README.md").read_text("utf-8")
+    assert len(re.findall(r"\S*\w\S*", text)) <= 1000
+
+
 def test_a_release_is_told_in_300_words() -> None:
     _, *releases = (ROOT / "CHANGELOG.md").read_text("utf-8").split("\n## ")
     assert all(len(release.split()) <= 300 for release in releases)
