@@ -2,7 +2,6 @@
 
 import json
 import os
-import time
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import replace
@@ -26,7 +25,7 @@ from meshwright.system.errors import ConfigError
 from tests.campaigns import divergence
 from tests.campaigns.divergence import TWO, documents, on_ranks, other_code
 from tests.helpers.cli import command
-from tests.helpers.jobs import train_alone
+from tests.helpers.jobs import train_alone, wait_for
 
 diverge = command("diverge")
 
@@ -257,9 +256,7 @@ def test_the_process_of_other_code_ends_with_an_error_here(
     started = list[Path]()
 
     def fail(_: object) -> list:
-        while not started:
-            started.extend(tmp_path.glob("pid*"))
-            time.sleep(0.01)
+        started.extend(wait_for(lambda: [*tmp_path.glob("pid*")], "a worker"))
         raise ConfigError("", "not here")
 
     monkeypatch.setattr(replays, "take_all", fail)

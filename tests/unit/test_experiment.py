@@ -33,6 +33,7 @@ from meshwright.train.facts import look
 from meshwright.train.resolve import resolve
 from tests.helpers import fake_train
 from tests.helpers.fake_train import BASE
+from tests.helpers.jobs import wait_for
 
 ROOT = Path(__file__).parents[2]
 MARGIN = 0.002
@@ -546,8 +547,8 @@ def worker_of(lab: Lab) -> subprocess.Popen:
 def test_the_run_of_a_killed_worker_ends_with_it_and_the_next_one_resumes_it(lab) -> None:
     first = worker_of(lab.write(ARMS))
     pids = lab.runs / "base" / "seed-0" / "pids.txt"
-    while text_of(pids.with_name("metrics.jsonl")).count("\n") < 3:
-        time.sleep(0.02)
+    log = pids.with_name("metrics.jsonl")
+    wait_for(lambda: text_of(log).count("\n") >= 3, "a run's third step")
     first.kill()
     first.wait()
     child = int(pids.read_text().split()[0])
@@ -570,8 +571,7 @@ def test_the_run_of_a_killed_worker_ends_with_it_and_the_next_one_resumes_it(lab
 
 def test_a_worker_that_is_asked_to_stop_passes_it_on(lab) -> None:
     one = worker_of(lab.write(ARMS))
-    while not (lab.runs / "base" / "seed-0" / "metrics.jsonl").exists():
-        time.sleep(0.02)
+    wait_for((lab.runs / "base/seed-0/metrics.jsonl").exists, "a run's first step")
     one.send_signal(signal.SIGTERM)
     assert one.wait(30) == 75
     assert not (lab.runs / "results.jsonl").exists()
