@@ -43,6 +43,9 @@ class Report:
     """What a rank knows of itself after two comparisons, of which the first didn't agree."""
 
     rank: int
+    peer: int
+    """Its place among its data-parallel peers: ranks that share the work of a replica, as under tensor
+    parallelism, have the same one."""
     host: str
     gpu: str
     """Its number on the node, and the driver's for it; "" of a CPU."""
@@ -108,17 +111,23 @@ def judge(step: int, reports: Sequence[Report]) -> Verdict:
     of_once = [(report, report.once) for report in reports if report.once]
     found = of_weights or of_results or of_once
     ranks, (_, first) = [report for report, _ in found], found[0]
+    # without a majority, whoever contradicts itself is the wrong one
+    is_split = not (of_weights or first.has_majority)
+    unsteady = [report for report in ranks if is_split and not report.is_steady]
+    is_alone = len({report.peer for report in unsteady}) == 1
+    if is_alone:
+        ranks = unsteady
     who = "; ".join(map(str, ranks))
     at = f"at {first.part} of step {step}"
     peers = f"{first.num_peers} data-parallel ranks"
     if not (of_weights or of_results):
+        others = "its peer" if first.num_peers == 2 and is_alone else f"most of {peers}"
         text = (
-            f"{who}: computed something else than most of {peers}, {at}, but not when it was "
+            f"{who}: computed something else than {others}, {at}, but not when it was "
             "computed again; training continues"
         )
         return Verdict("transient", ranks, first.part, text)
-    unsteady = [report for report in ranks if not report.is_steady]
-    if not of_weights and not first.has_majority and len(unsteady) > 1:
+    if unsteady and not is_alone:
         text = (
             f"the sentry is off from now on: ranks {in_ranges(one.rank for one in unsteady)} got "
             "different results for the same microbatch, so a kernel isn't deterministic"
@@ -128,7 +137,7 @@ def judge(step: int, reports: Sequence[Report]) -> Verdict:
     what = "have other weights than their replicas" if of_weights else "compute wrongly"
     if len(ranks) == 1:
         what = "has other weights than its replicas" if of_weights else "computes wrongly"
-    elif not first.has_majority:
+    elif not (first.has_majority or is_alone):
         who, what = f"one of these {what}", who
     else:
         what += ", or one of them does, since they share the work of a replica"
@@ -207,6 +216,7 @@ class Sentry(Observer):
             gpu = f"{torch.cuda.current_device()}, {hardware.device_id(self._device)}"
         here = Report(
             dist.get_rank(),
+            own,
             socket.gethostname(),
             gpu,
             weights[1] if all(weights) else None,

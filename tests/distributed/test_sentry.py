@@ -121,9 +121,10 @@ def test_a_rank_that_computes_wrongly_is_named(dims: ParallelDims, tmp_path: Pat
         assert verdicts == ["sick"] * len(FLIPS) + ["transient"]
 
 
-def report(rank: int, **seen: object) -> Report:
+def report(rank: int, peer: int | None = None, **seen: object) -> Report:
+    peer = rank if peer is None else peer
     values = {"weights": None, "results": None, "once": None, "is_steady": True} | seen
-    return Report(rank, f"node{rank // 2}", "", **values)
+    return Report(rank, peer, f"node{rank // 2}", "", **values)
 
 
 def test_the_majority_decides_whose_numbers_are_wrong() -> None:
@@ -164,6 +165,16 @@ def test_the_verdict_accuses_no_more_than_it_knows() -> None:
     # two ranks that don't repeat their own results aren't both broken
     unsteady = [report(rank, results=half, once=half, is_steady=False) for rank in (0, 1)]
     assert judge(9, unsteady).kind == "not deterministic"
+    # who contradicts itself is the wrong one of two, and of two groups
+    wrong = {"results": half, "once": half}
+    one = judge(9, [report(0, **wrong), report(1, **wrong, is_steady=False)])
+    assert (one.kind, [report.rank for report in one.ranks]) == ("sick", [1])
+    assert "rank 1 (on node0): computes wrongly" in one.text
+    groups = [report(rank, rank // 2, **wrong, is_steady=rank < 2) for rank in range(4)]
+    group = judge(9, groups)
+    assert (group.kind, [report.rank for report in group.ranks]) == ("sick", [2, 3])
+    once = judge(9, [report(0, once=half), report(1, once=half, is_steady=False)])
+    assert (once.kind, [report.rank for report in once.ranks]) == ("transient", [1])
 
 
 SICK = """

@@ -210,6 +210,21 @@ def test_a_run_that_has_only_begun_has_a_report_but_not_a_folder_without(tmp_pat
     assert "running, or ended without a word" in (tmp_path / "report.html").read_text()
 
 
+def test_a_transient_sentry_event_is_a_note_and_a_sick_rank_is_the_end(folder) -> None:
+    sick = "failed: rank 1 (on n3, GPU 2, GPU-8a): computes wrongly"
+    rank = {"rank": 1, "host": "<n3>", "gpu": ""}
+    event = {"event": "sentry", "step": 10, "ranks": [rank], "part": "forward of layers.0"}
+    with open(folder / "history.jsonl", "a") as file:
+        file.write(json.dumps(event | {"verdict": "transient"}) + "\n")
+        rank["gpu"] = "2, GPU-8a"
+        file.write(json.dumps(event | {"step": 20, "verdict": "sick"}) + "\n")
+        file.write(json.dumps({"event": "end", "step": 20, "unix_s": 1e3, "reason": sick}) + "\n")
+    _, text = page_of(folder)
+    assert "10note: transientrank 1 on <n3>forward of layers.0" in text
+    assert "20sick: the job endedrank 1 on <n3>, GPU 2, GPU-8aforward of layers.0" in text
+    assert sick in text
+
+
 @pytest.mark.parametrize("wrong", ['"leyers": {"1": [1, 2]}', '"layers": {"1": []}'])
 def test_a_file_of_a_run_that_is_damaged_is_one_error(wrong, folder) -> None:
     (folder / "experts.json").write_text(f'{{"step": 40, {wrong}}}')

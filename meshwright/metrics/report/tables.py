@@ -100,6 +100,24 @@ def skipped_table(run: Run) -> str:
     return table(("step", "reason", "loss", "gradient norm", "samples"), rows)
 
 
+def sentry_table(run: Run) -> str:
+    """What the sentry found, of which only a sick rank has ended the job."""
+    rows = [
+        [
+            f"{event['step']:,}",
+            "sick: the job ended" if event["verdict"] == "sick" else f"note: {event['verdict']}",
+            "; ".join(
+                f"rank {one['rank']} on {one['host']}" + (f", GPU {one['gpu']}" if one["gpu"] else "")
+                for one in event["ranks"]
+            ),
+            event["part"],
+        ]
+        for event in run.history
+        if event["event"] == "sentry"
+    ]
+    return table(("step", "verdict", "ranks", "first difference"), rows)
+
+
 def proof_table(run: Run) -> str:
     if run.proof is None:
         return ""
