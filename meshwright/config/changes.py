@@ -1,7 +1,8 @@
 """Changes a config, and compares two: which keys differ. Free of torch."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 from pydantic import ValidationError
@@ -37,6 +38,24 @@ def changed(config: JobConfig, update: Update) -> JobConfig:
     except ValidationError as error:
         mistakes = [one for mistake in error.errors() for one in explain_mistake(mistake)]
         raise CombinedConfigError(mistakes) from None
+
+
+def with_values(
+    config: Mapping[str, Any], other: Mapping[str, Any], keys: Collection[str]
+) -> dict[str, Any]:
+    """Return a config, as JSON, that has the values of `other` at dotted `keys`; a key below a list
+    of tables brings the list."""
+    result: dict[str, Any] = json.loads(json.dumps(config))
+    for key in keys:
+        *tables, name = takewhile(lambda part: not part.isdecimal(), key.split("."))
+        target, source = result, other
+        for table in tables:
+            target, source = target.setdefault(table, {}), source.get(table, {})
+        if name in source:
+            target[name] = source[name]
+        else:
+            target.pop(name, None)
+    return result
 
 
 class Difference(NamedTuple):

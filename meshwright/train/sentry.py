@@ -44,8 +44,8 @@ class Report:
 
     rank: int
     peer: int
-    """Its place among its data-parallel peers: ranks that share the work of a replica, as under tensor
-    parallelism, have the same one."""
+    """Its place among its data-parallel peers: ranks that share the work of one, as under tensor
+    parallelism, have the same place."""
     host: str
     gpu: str
     """Its number on the node, and the driver's for it; "" of a CPU."""

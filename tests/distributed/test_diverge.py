@@ -25,7 +25,7 @@ from meshwright.system.errors import ConfigError
 from tests.campaigns import divergence
 from tests.campaigns.divergence import TWO, documents, on_ranks, other_code
 from tests.helpers.cli import command
-from tests.helpers.jobs import train_alone, wait_for
+from tests.helpers.jobs import train_alone, train_on_ranks, wait_for
 
 diverge = command("diverge")
 
@@ -185,36 +185,81 @@ def test_facts_are_told_apart_by_what_they_can_do() -> None:
     assert Fact("mesh", "a", "b", "rounding").changes_bits
 
 
+def _comparison(base: Path, **known: object) -> Comparison:
+    """Of a run with itself, with what the records and checkpoints should say."""
+    run = read_recorded(base)
+    comparison = Comparison(run, run, None, 0, lambda *_: None)
+    for name, value in known.items():
+        setattr(comparison, name, value)
+    return comparison
+
+
 def test_an_interval_is_replayed_for_a_large_difference_behind_a_small_one(
     base: Path, monkeypatch
 ) -> None:
     """Both lie behind the same checkpoint, and the small one came back as recorded."""
-    taken = list[tuple[int, int]]()
+    taken = list[int]()
 
-    def of_interval(_: Comparison, begin: int, other: OtherStep) -> Verdict | None:
-        taken.append((begin, other.step))
+    def of_interval(_: Comparison, before: int, other: OtherStep) -> Verdict | None:
+        taken.append(other.step)
         return Verdict("run", "") if other.step == 40 else None
 
     monkeypatch.setattr(Comparison, "_of_interval", of_interval)
-    run = read_recorded(base)
-    comparison = Comparison(run, run, None, 0, lambda *_: None)
-    comparison._saved, comparison._limit = [50], 1e-4
+    comparison = _comparison(base, _expects_bits=False, _limit=1e-4)
     others = [OtherStep(5, ["loss"], 2e-6), OtherStep(40, ["loss"], 0.1)]
-    assert comparison._of_replays(others).kind == "run"
-    assert taken == [(0, 5), (0, 40)]
+    assert comparison._of_steps(others).kind == "run"
+    assert taken == [5, 40]
 
 
 def test_steps_are_taken_again_from_a_checkpoint_that_both_have(base: Path, monkeypatch) -> None:
-    """Also if the runs have met again by a later one."""
-    begins = list[int]()
+    """Also if the runs have met again by a later one; with rounding, from before the last step that
+    is still the same."""
     monkeypatch.setattr(verdict, "first_other", lambda *_: None)
-    monkeypatch.setattr(Comparison, "_who", lambda *words: begins.append(words[2]))
-    run = read_recorded(base)
-    comparison = Comparison(run, run, None, 0, lambda *_: None)
-    comparison._folders, comparison._saved = (base, base), [4, 8]
-    for step in (3, 6, 9):
-        comparison._of_arithmetic(OtherStep(step, ["loss"], 0.1))
-    assert begins == [0, 4, 8]
+    exact = _comparison(base, _expects_bits=True, _folders=(base, base), _saved=[4, 8])
+    assert [exact._around(step - 1, step) for step in (3, 6, 9)] == [
+        (0, None),
+        (4, None),
+        (8, None),
+    ]
+    rounded = _comparison(base, _expects_bits=False, _saved=[4, 8])
+    assert [rounded._around(step, 6) for step in (0, 4, 5)] == [(0, 8), (4, 8), (4, 8)]
+
+
+@pytest.mark.parametrize(
+    ("causes", "found", "most"),
+    [
+        ([{"c"}], ["c"], 7),
+        ([{"a"}, {"h"}], ["a", "h"], 13),
+        ([{"c", "d"}], ["c", "d"], 7),
+        ([set()], list("abcdefgh"), 15),
+        ([{"x"}], [], 1),
+    ],
+)
+def test_keys_that_change_a_step_are_found_by_halves(causes, found, most) -> None:
+    taken = list[object]()
+
+    class Replays:
+        def is_changed_by(self, keys: Sequence[str]) -> bool:
+            taken.append(keys)
+            return any(cause <= set(keys) for cause in causes)
+
+    assert verdict._causes(Replays(), list("abcdefgh")) == found  # type: ignore[arg-type]
+    assert len(taken) <= most
+
+
+@pytest.mark.slow
+def test_keys_that_change_nothing_are_not_named(tmp_path: Path, capsys) -> None:
+    """A norm that nothing is clipped to, next to one key that counts; by itself it is no cause."""
+    norm, decay = "--training.max_norm", ["--optimizer.weight_decay", 0.5]
+    train_alone(tmp_path / "a", *SHORT, norm, 1e6)
+    train_alone(tmp_path / "b", *SHORT, norm, 2e6, *decay, "--training.max_bad_records", 3)
+    result = _result(capsys, 1, tmp_path / "a", tmp_path / "b")
+    assert result["verdict"]["names"] == ["optimizer.weight_decay"]
+    assert "training.max_norm" in [fact["name"] for fact in result["facts"]]
+    words = ["--parallelism.tensor_parallel_degree", 2]
+    train_on_ranks(tmp_path / "mesh", *SHORT, norm, 2e6, *words)
+    result = _result(capsys, 0, tmp_path / "a", tmp_path / "mesh")
+    assert result["verdict"]["kind"] == "rounding"
 
 
 def test_a_run_whose_history_is_of_an_earlier_version_is_one_error(
@@ -261,8 +306,9 @@ def test_the_process_of_other_code_ends_with_an_error_here(
 
     monkeypatch.setattr(replays, "take_all", fail)
     run = read_recorded(base)
-    with pytest.raises(ConfigError, match="not here"):
-        replays.Replays(run, run, tmp_path)._work(tmp_path, [], [])
+    interval = replays.Replays(run, run, tmp_path, 0, 1)
+    with interval, pytest.raises(ConfigError, match="not here"):
+        interval._work([], [replays.Interval("", 1, 1)])
     with pytest.raises(ProcessLookupError):
         os.kill(int(started[0].name.removeprefix("pid")), 0)
 

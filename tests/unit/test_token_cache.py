@@ -67,6 +67,31 @@ def test_every_document_is_there_in_order(texts, tmp_path, small_blocks) -> None
     assert cache.num_bytes == sum(map(len, texts))
 
 
+@pytest.mark.parametrize("number", [0, 3, 150, 255])
+@pytest.mark.parametrize("change", ["other", "longer", "absent"])
+def test_the_first_other_document_is_found_by_checksums(
+    number, change, tmp_path, small_blocks, monkeypatch
+) -> None:
+    """Of caches of many parts, reading little more than the block that differs."""
+    read = list[int]()
+    monkeypatch.setattr("meshwright.datasets.token_cache.cache.PIECE_TOKENS", 64)
+    texts = [text for text in MANY if text]
+    a = open_cache(TextsRecipe(tuple(texts)), tmp_path / "a", num_workers=1)
+    old = texts[number]
+    texts[number] = {"other": old.swapcase(), "longer": f"{old} more", "absent": ""}[change]
+    b = open_cache(TextsRecipe(tuple(texts)), tmp_path / "b", num_workers=1)
+    tokens = TokenCache.tokens
+
+    def counted(self: TokenCache, begin: int, end: int) -> object:
+        read.append(end - begin)
+        return tokens(self, begin, end)
+
+    monkeypatch.setattr(TokenCache, "tokens", counted)
+    assert a.first_other_document(b) == b.first_other_document(a) == number
+    assert sum(read) <= 2 * 2 * 4 * 64
+    assert a.first_other_document(a) == a.num_documents
+
+
 def test_a_dataset_of_the_users_is_read_anew_when_its_code_has_changed(tmp_path) -> None:
     module = tmp_path / "own.py"
     recipe = TokenizationSpec(entry("own"), BYTES, custom_import=str(module))

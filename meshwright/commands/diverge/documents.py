@@ -1,6 +1,10 @@
-"""The first document in which the data of two runs differ, and the first step that reads it."""
+"""The first document in which the data of two runs differ, and the step that reads it.
 
-from collections.abc import Mapping
+Caches are compared by their checksums, one for 64 KiB of tokens and one for 1024 lengths, so only
+the piece that differs is read. Samples are read of a few steps at most.
+"""
+
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,10 +14,12 @@ from meshwright.config.job_config import JobConfig
 from meshwright.config.loader import load_config
 from meshwright.datasets.opening import open_data, recipe_of
 from meshwright.datasets.samples import CachedSource, SampleRules
-from meshwright.datasets.token_cache.cache import TokenCache
 from meshwright.datasets.token_cache.locate import locate
 from meshwright.metrics.report.run import Row
 from meshwright.system.errors import ConfigError, first_line
+
+MOST_SAMPLES = 100_000
+"""That are read of each run, which takes about 10 s."""
 
 
 @dataclass(frozen=True)
@@ -22,25 +28,27 @@ class OtherDocument:
 
     name: str
     """The source's, and the number of the document."""
-    tokens: tuple[int, int]
+    tokens: Sequence[int]
     """Of it in A and in B; 0: it isn't there."""
-    places: tuple[str, str]
+    places: Sequence[str]
     """File and row in A and in B."""
-    first_step: int | None
-    """That reads a different sample; None: none so far, or the runs have other batches."""
+    step: int | None
+    """The first of the steps asked about that reads other samples; None: too many were asked
+    about, or the runs have other batches."""
 
-    @property
-    def words(self) -> str:
-        """The document in both runs."""
+    def __str__(self) -> str:
         (a, b), (place_a, place_b) = self.tokens, self.places
         return f"{self.name}: {place_a} with {a:,} tokens in A, {place_b} with {b:,} in B"
 
 
-def other_document(a: RecordedRun, b: RecordedRun, starts: tuple[Row, Row]) -> OtherDocument | str:
-    """Return the document; or why there is none to name, as a clause."""
-    contents: list[Mapping[str, str]] = [start["data_content"] for start in starts]
-    opened = list[tuple[JobConfig, CachedSource]]()
+def other_document(
+    a: RecordedRun, b: RecordedRun, starts: Sequence[Row], steps: range
+) -> OtherDocument | str | None:
+    """Return the document; None if `steps` read the same samples in both runs; or why there is no
+    document to name, as a clause."""
+    contents = [start["data_content"] for start in starts]
     name = next(n for n, content in contents[0].items() if contents[1].get(n) != content)
+    opened = list[tuple[JobConfig, CachedSource]]()
     for run, content in zip((a, b), contents, strict=True):
         try:
             config = load_config([str(run.folder / "config.toml")])
@@ -53,44 +61,45 @@ def other_document(a: RecordedRun, b: RecordedRun, starts: tuple[Row, Row]) -> O
         if not isinstance(source, CachedSource):
             return f"{name} is streamed, so its documents have no numbers"
         opened.append((config, source))
-    (config, ours), (other_config, theirs) = opened
-    number = _first_other(ours.cache, theirs.cache)
-    lengths, places = list[int](), list[str]()
-    for of_run, source in opened:
-        is_there = number < source.cache.num_documents
-        document = source.cache.document(number) if is_there else None
-        lengths.append(document.end - document.begin if document else 0)
-        try:
-            recipe = recipe_of(source.entry, of_run)
-            places.append(locate(recipe, source.cache, document) if document else "absent")
-        except ConfigError as error:  # the file has been edited since
-            places.append(first_line(error))
-    last = min(max(run.steps) for run in (a, b))
-    step = _first_step(config, other_config, ours, theirs, last)
-    pairs = (lengths[0], lengths[1]), (places[0], places[1])
-    return OtherDocument(f"{name} {number}", *pairs, step)
+    step = None
+    if _is_comparable(opened[0][0], opened[1][0], steps):
+        step = _first_step(opened, steps)
+        if step is None:
+            return None
+    number = opened[0][1].cache.first_other_document(opened[1][1].cache)
+    tokens, places = zip(*(_look(*one, number) for one in opened), strict=True)
+    return OtherDocument(f"{name} {number}", tokens, places, step)
 
 
-def _first_other(a: TokenCache, b: TokenCache) -> int:
-    """Return the number of the first document that isn't the same in both caches."""
-    count = min(a.num_documents, b.num_documents)
-    for number in range(count):
-        ours, theirs = a.document(number), b.document(number)
-        if ours != theirs or not np.array_equal(a.tokens(*ours[1:]), b.tokens(*theirs[1:])):
-            return number
-    return count
+def _look(config: JobConfig, source: CachedSource, number: int) -> tuple[int, str]:
+    """Return how many tokens a document has, and where it comes from."""
+    if number >= source.cache.num_documents:
+        return 0, "absent"
+    document = source.cache.document(number)
+    try:
+        place = locate(recipe_of(source.entry, config), source.cache, document)
+    except ConfigError as error:  # the file has been edited since
+        place = first_line(error)
+    return document.end - document.begin, place
 
 
-def _first_step(
-    a: JobConfig, b: JobConfig, ours: CachedSource, theirs: CachedSource, last: int
-) -> int | None:
-    """Return the first step with a different sample, of jobs with one source and equal batches."""
+def _is_comparable(a: JobConfig, b: JobConfig, steps: range) -> bool:
+    """Return whether sample n of one run stands for sample n of the other, and n stays small."""
     size = a.training.global_batch_size
-    if size != b.training.global_batch_size or a.training.datasets or size < 1:
-        return None
-    rules = (SampleRules(c.training.seq_len + 1, c.training.seed) for c in (a, b))
-    left, right = (s.samples(r) for s, r in zip((ours, theirs), rules, strict=True))
-    for number in range(size * last):
-        if not np.array_equal(left.read(number).raw, right.read(number).raw):
-            return number // size + 1
+    has_mixture = bool(a.training.datasets or b.training.datasets)
+    is_equal = size == b.training.global_batch_size and a.training.seed == b.training.seed
+    return is_equal and not has_mixture and 0 < size * len(steps) <= MOST_SAMPLES
+
+
+def _first_step(opened: Sequence[tuple[JobConfig, CachedSource]], steps: range) -> int | None:
+    """Return the first of `steps` that doesn't read the same tokens in both."""
+    left, right = (
+        source.samples(SampleRules(config.training.seq_len + 1, config.training.seed))
+        for config, source in opened
+    )
+    size = opened[0][0].training.global_batch_size
+    for step in steps:
+        for number in range(size * (step - 1), size * step):
+            if not np.array_equal(left.read(number).raw, right.read(number).raw):
+                return step
     return None

@@ -5,23 +5,21 @@ import os
 import subprocess
 import sys
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, mkdtemp
 from typing import Any
 
 import torch
 
 from meshwright.checkpoint import commit
-from meshwright.checkpoint.commit import being_read
-from meshwright.checkpoint.manifest import DamagedError
 from meshwright.commands.diverge.trace import OtherValue, first_other_value
 from meshwright.commands.diverge.worker import Interval, take_all
-from meshwright.commands.replay.recorded import RecordedRun, relative
+from meshwright.commands.replay.recorded import RecordedRun, held, relative
 from meshwright.commands.replay.replay import HORIZON, WITHOUT_TWIN, bounds_of
-from meshwright.config.changes import changed
+from meshwright.config.changes import changed, with_values
 from meshwright.config.job_config import Update
 from meshwright.config.loader import to_toml
 from meshwright.metrics.report.run import Row
@@ -40,17 +38,17 @@ Taken = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Retaken:
-    """An interval, taken again on one process."""
+class Findings:
+    """What one process makes of an interval."""
 
-    first_off: tuple[int | None, int | None]
+    is_off: tuple[int | None, int | None]
     """The first step of A, and of B, that isn't as recorded, by more than rounding."""
-    first_crossed: int | None
-    """The first step that isn't A's when it is taken from A's checkpoint with the facts of B."""
+    crossed: int | None
+    """The first step that the facts of B change, taken from A's checkpoint."""
     rounding: float
     """Largest relative difference of the twin of A."""
-    other_value: OtherValue | None
-    """The first value of the traced step that isn't A's with the facts of B."""
+    value: OtherValue | None
+    """The first value of the traced step that the facts of B change."""
     source_b: str
     """Hash of the code that has taken B's steps."""
 
@@ -59,152 +57,148 @@ def first_far(steps: Steps, wanted: Steps, bounds: Sequence[float]) -> int | Non
     """Return the first step that differs from `wanted` by more than `bounds` allow its loss, its
     norm and the norms of its groups."""
     for step in sorted(steps.keys() & wanted.keys()):
-        apart = relative(metrics_of(steps[step]), metrics_of(wanted[step]))
+        apart = relative(_metrics_of(steps[step]), _metrics_of(wanted[step]))
         if any(distance > bound for distance, bound in zip(apart, bounds, strict=False)):
             return step
     return None
 
 
-def metrics_of(row: Row) -> list[float | None]:
-    """Return the loss, the norm, and the norms of groups of a line."""
+def _metrics_of(row: Row) -> list[float | None]:
     return [row.get("loss"), row.get("grad_norm"), *row.get("norms", [])]
 
 
 class Replays:
-    """Replays of two runs.
+    """Steps `begin` + 1 to `last` of two runs. A context manager, in which nothing deletes the
+    checkpoints. Every method raises `ConfigError` if the steps can't be taken here.
 
     Args:
         code_b: the checkout that B's facts are taken with; None: this one.
+        begin: a step of which both have a checkpoint; 0: the initial weights.
     """
 
-    def __init__(self, a: RecordedRun, b: RecordedRun, code_b: Path | None) -> None:
-        self._runs, self._code_b = (a, b), code_b
+    def __init__(
+        self, a: RecordedRun, b: RecordedRun, code_b: Path | None, begin: int, last: int
+    ) -> None:
+        self._a, self._b, self._code_b, self._begin, self._last = a, b, code_b, begin, last
+        self._start = a.start_of(last)
+        self._exit = ExitStack()
+        self._ours: list[Taken] = []
+        self._bounds: Sequence[float] = ()
 
-    def on_own_mesh(self, checkpoint: int, last: int) -> Steps:
-        """Return the steps of A after `checkpoint` up to `last`, on the mesh of A.
+    def __enter__(self) -> "Replays":
+        with ExitStack() as stack:
+            name = stack.enter_context(TemporaryDirectory(prefix="meshwright-diverge-"))
+            self._folder = Path(name)
+            if self._begin:
+                for run in (self._a, self._b):
+                    folder = run.checkpoint_folder(run.start_of(self._last))
+                    stack.enter_context(held(commit.step_folder(folder, self._begin)))
+            self._exit = stack.pop_all()
+        return self
 
-        Raises:
-            ConfigError: if they can't be taken here.
-        """
-        run = self._runs[0]
-        start = run.start_of(last)
-        with TemporaryDirectory(prefix="meshwright-diverge-") as name, ExitStack() as held:
-            self._hold(held, run, checkpoint, last)
-            config = self._config(Path(name, "a"), run, checkpoint, last, start["ranks"], {})
-            threads = start["kernels"]["threads"]
-            interval = Interval(config, start["ranks"], last, threads=threads)
-            ((taken,),), _, _ = self._work(Path(name), [interval], [])
+    def __exit__(self, *_: object) -> None:
+        self._exit.close()
+
+    def on_own_mesh(self) -> Steps:
+        """Return the steps of A on its mesh, which have the bits of its record."""
+        ranks, threads = self._start["ranks"], self._start["kernels"]["threads"]
+        config = self._config(self._a, self._a, ranks, {})
+        ((taken,),), _, _ = self._work([Interval(config, ranks, self._last, threads=threads)], [])
         steps: Steps = taken["steps"]
         return steps
 
-    def on_one_process(
-        self, checkpoint: int, last: int, traced: int, *, is_crossed: bool
-    ) -> Retaken:
-        """Return the steps after `checkpoint` up to `last`.
+    def on_one_process(self, traced: int, *, is_crossed: bool) -> Findings:
+        """Take the steps with the facts of each run, A's also with other microbatches.
 
         Args:
             traced: the step whose values are compared.
-            is_crossed: the facts of the runs differ.
-
-        Raises:
-            ConfigError: if they can't be taken here.
+            is_crossed: also take them with the facts of B from the checkpoint of A.
         """
-        a, b = self._runs
-        folder = a.checkpoint_folder(a.start_of(last))
-        with TemporaryDirectory(prefix="meshwright-diverge-") as name, ExitStack() as held:
-            for run in self._runs:
-                self._hold(held, run, checkpoint, last)
-            size = a.start_of(last)["config"]["training"]["local_batch_size"]
-            same: Update = {"training": {"local_batch_size": size}}
-            config = self._config(Path(name, "a"), a, checkpoint, last, 1, {})
-            of_a = Interval(config, 1, last, traced, has_twin=True)
-            config = self._config(Path(name, "b"), b, checkpoint, last, 1, same)
-            of_b = [Interval(config, 1, last)]
-            if is_crossed:
-                # initial weights are of B's own code and config
-                at = {"checkpoint": {"folder": str(folder.absolute())}} if checkpoint else {}
-                from_a = {**same, **at}
-                config = self._config(Path(name, "crossed"), b, checkpoint, last, 1, from_a)
-                of_b.append(Interval(config, 1, last, traced))
-            ((ours, *twin),), theirs, sources = self._work(Path(name), [of_a], of_b)
-        ((own,), *crossed) = theirs
-        return self._judge(ours, twin, own, [one[0] for one in crossed], sources[1])
-
-    def _judge(
-        self,
-        ours: Taken,
-        twin: Sequence[Taken],
-        own: Taken,
-        crossed: Sequence[Taken],
-        source_b: str,
-    ) -> Retaken:
-        """Return the findings of what was taken; there may be no twin, and nothing crossed."""
+        of_a = Interval(self._config(self._a, self._a), 1, self._last, traced, has_twin=True)
+        of_b = [Interval(self._config(self._b, self._b), 1, self._last, traced)]
+        if is_crossed and self._begin:  # initial weights follow from the facts of B anyway
+            of_b.append(Interval(self._config(self._b, self._a), 1, self._last, traced))
+        (self._ours,), ((own,), *others), source_b = self._work([of_a], of_b)
+        ours, *twin = self._ours
         steps: Steps = ours["steps"]
         rounding = {
-            step: relative(metrics_of(row), metrics_of(steps[step]))
+            step: relative(_metrics_of(row), _metrics_of(steps[step]))
             for one in twin
             for step, row in one["steps"].items()
         }
         # where rounding has grown too much, nothing can be told
         known = {s: row for s, row in steps.items() if rounding.get(s, [0.0])[0] <= HORIZON}
-        training = self._runs[0].start_of(max(steps))["config"]["training"]
-        without = [WITHOUT_TWIN[training["mixed_precision_param"]]] * len(
-            metrics_of(steps[max(steps)])
-        )
-        bounds = bounds_of([rounding[step] for step in known if step in rounding]) or without
-        value = None
-        if crossed:
-            value = first_other_value(*(one["trace"] for one in (ours, *crossed, *twin)))
-        of_b = {step: own["steps"][step] for step in known}
-        off = [
-            first_far(taken, run.steps, bounds)
-            for taken, run in zip((known, of_b), self._runs, strict=True)
-        ]
-        return Retaken(
-            first_off=(off[0], off[1]),
-            first_crossed=first_far(crossed[0]["steps"], known, bounds) if crossed else None,
-            rounding=max((max(rounding[step]) for step in known if step in rounding), default=0.0),
-            other_value=value,
+        of_twin = [rounding[step] for step in known if step in rounding]
+        limit = WITHOUT_TWIN[self._start["config"]["training"]["mixed_precision_param"]]
+        self._bounds = bounds_of(of_twin) or [limit] * len(_metrics_of(steps[self._last]))
+        crossed = others[0][0] if others else own
+        step, value = self._change(crossed) if is_crossed else (None, None)
+        of_b_known = {step: own["steps"][step] for step in known}
+        return Findings(
+            is_off=(
+                first_far(known, self._a.steps, self._bounds),
+                first_far(of_b_known, self._b.steps, self._bounds),
+            ),
+            crossed=step,
+            rounding=max(map(max, of_twin), default=0.0),
+            value=value,
             source_b=source_b,
         )
 
-    def _hold(self, held: ExitStack, run: RecordedRun, checkpoint: int, last: int) -> None:
-        """Keep a job that runs from deleting the checkpoint."""
-        if checkpoint:
-            path = commit.step_folder(run.checkpoint_folder(run.start_of(last)), checkpoint)
-            try:
-                held.enter_context(being_read(path))
-            except DamagedError as error:
-                fix = "run the same command again: it takes a different one"
-                raise ConfigError("", f"{path}: {error.what}\n  fix: {fix}") from None
+    def is_changed_by(self, keys: Collection[str]) -> bool:
+        """Return whether B's values of `keys` change the steps of A, after `on_one_process`. With
+        the code of A."""
+        if self._a.run.config.get("training", {}).get("stages"):
+            raise ConfigError("", "the keys of a run with stages can't be tried one by one")
+        values = with_values(self._start["config"], self._b.start_of(self._last)["config"], keys)
+        history = [{**self._start, "config": values}]
+        hybrid = replace(self._a, run=replace(self._a.run, history=history))
+        traced = self._begin + 1
+        interval = Interval(self._config(hybrid, self._a), 1, self._last, traced)
+        ((taken,),), _, _ = self._work([interval], [])
+        return any(one is not None for one in self._change(taken))
+
+    def _change(self, taken: Taken) -> tuple[int | None, OtherValue | None]:
+        """Return the first step, and value, that other facts than A's have changed."""
+        ours, *twin = self._ours
+        value = first_other_value(*(one["trace"] for one in (ours, taken, *twin)))
+        return first_far(taken["steps"], ours["steps"], self._bounds), value
 
     def _config(
         self,
-        folder: Path,
         run: RecordedRun,
-        checkpoint: int,
-        last: int,
-        ranks: int,
-        update: Mapping[str, Any],
+        checkpoints: RecordedRun,
+        ranks: int = 1,
+        plain: Update = PLAIN,
     ) -> str:
-        """Return the path of the config of an interval, in a folder of its own."""
-        folder.mkdir()
+        """Return the path of a config of the interval, in a folder of its own.
+
+        Args:
+            run: has the facts.
+            checkpoints: the run to begin from. Initial weights follow from the facts.
+        """
+        folder = Path(mkdtemp(dir=self._folder))
         given = Namespace(overrides={}, scan=False)
-        plain = {} if ranks > 1 else PLAIN
-        config = changed(run.config(last, checkpoint, ranks, given, folder), {**plain, **update})
+        config = changed(run.config(self._last, self._begin, ranks, given, folder), plain)
+        if ranks == 1:
+            size = self._start["config"]["training"]["local_batch_size"]
+            config = changed(config, {"training": {"local_batch_size": size}})
+        if self._begin:
+            place = checkpoints.checkpoint_folder(checkpoints.start_of(self._last)).absolute()
+            config = changed(config, {"checkpoint": {"folder": str(place)}})
         file = folder / "interval.toml"
         file.write_text(to_toml(config), "utf-8")
         return str(file)
 
     def _work(
-        self, folder: Path, of_a: Sequence[Interval], of_b: Sequence[Interval]
-    ) -> tuple[list[Any], list[Any], list[str]]:
-        """Return what is taken with the code of each run, and the hashes of both codes. Different
-        code has a process of its own."""
-        if self._code_b is None:
+        self, of_a: Sequence[Interval], of_b: Sequence[Interval]
+    ) -> tuple[list[Any], list[Any], str]:
+        """Return what is taken with the code of each run, and the hash of B's. Different code has a
+        process of its own."""
+        if self._code_b is None or not of_b:
             taken = take_all([*of_a, *of_b])
-            return taken[: len(of_a)], taken[len(of_a) :], [source_hash()] * 2
-        request, result = folder / "request.json", folder / "result.pt"
+            return taken[: len(of_a)], taken[len(of_a) :], source_hash()
+        request, result = self._folder / "request.json", self._folder / "result.pt"
         request.write_text(json.dumps([asdict(one) for one in of_b]), "utf-8")
         process = subprocess.Popen(
             [sys.executable, "-P", "-c", START, str(request), str(result)],
@@ -226,4 +220,4 @@ class Replays:
             line = lines[0 if process.returncode == EXIT_CONFIG else -1]
             raise ConfigError("", f"{self._code_b}: {line}")
         done = torch.load(result, weights_only=True)
-        return taken, done["intervals"], [source_hash(), done["source"]]
+        return taken, done["intervals"], done["source"]

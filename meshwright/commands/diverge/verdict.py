@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from pydantic import ValidationError
+
 from meshwright.commands.diverge.checkpoints import LoneElement, common_steps, first_other, pair_at
 from meshwright.commands.diverge.documents import other_document
 from meshwright.commands.diverge.facts import Fact, compare_facts, other_files
@@ -14,8 +16,8 @@ from meshwright.commands.diverge.records import (
     has_other_rates,
     other_steps,
 )
-from meshwright.commands.diverge.replays import Replays, Retaken
-from meshwright.commands.diverge.trace import OtherValue
+from meshwright.commands.diverge.replays import Findings, Replays
+from meshwright.commands.prove.ranks import RankError
 from meshwright.commands.replay.recorded import RecordedRun
 from meshwright.commands.replay.replay import LEAST_ROUNDING, TIMES_ROUNDING, WITHOUT_TWIN
 from meshwright.metrics.report.run import Row
@@ -77,34 +79,30 @@ class Comparison:
         Raises:
             ConfigError: if they have no step in common.
         """
-        runs = (self.a, self.b)
         common = sorted(step for step in self.a.steps.keys() & self.b.steps.keys() if step)
         check(bool(common), "B", str(self.b.folder), "has no step in common with A", "name others")
-        others = [*other_steps(*runs), *self._early_end(common[-1])]
-        step = min(others[0].step, common[-1]) if others else common[-1]
-        self._starts = a, b = self.a.start_of(max(step, 1)), self.b.start_of(max(step, 1))
-        for name, run, start in (("A", self.a, a), ("B", self.b, b)):
-            missing = ", ".join(fact for fact in NEEDED if fact not in start)
-            rule, fix = f"its history.jsonl has no {missing}", "name a run of this version"
-            check(not missing, name, str(run.folder), rule, fix)
-        self._folders = self.a.checkpoint_folder(a), self.b.checkpoint_folder(b)
-        self._saved = common_steps(*self._folders)
-        self._limit = WITHOUT_TWIN[a["config"]["training"]["mixed_precision_param"]]
-        self.facts = compare_facts(a, b, has_other_rates=has_other_rates(*runs))
+        others = [*other_steps(self.a, self.b), *self._early_end(common[-1])]
+        self._begin(min(others[0].step, common[-1]) if others else common[-1])
         self._say_facts()
         self._say_records(others, common)
         if not others:
             return Verdict("equal", f"equal in every bit, to step {common[-1]}")
-        is_rounded = any(f.effect == "rounding" and f.changes_bits for f in self.facts)
-        is_sure = not is_rounded or any(one.largest > self._limit for one in others)
-        if is_sure and self._names("key") and not self._names("code"):
-            return self._told_otherwise()
-        if self._names("data") and (found := self._of_data(others[0])):
-            return found
+        return self._of_steps(others)
+
+    def _begin(self, step: int) -> None:
+        """Look at the processes that took a step."""
+        self._starts = self.a.start_of(max(step, 1)), self.b.start_of(max(step, 1))
+        for name, run, start in zip("AB", (self.a, self.b), self._starts, strict=True):
+            missing = ", ".join(fact for fact in NEEDED if fact not in start)
+            rule, fix = f"its history.jsonl has no {missing}", "name a run of this version"
+            check(not missing, name, str(run.folder), rule, fix)
+        a, b = self._starts
+        self._folders = self.a.checkpoint_folder(a), self.b.checkpoint_folder(b)
+        self._saved = common_steps(*self._folders)
+        self._limit = WITHOUT_TWIN[a["config"]["training"]["mixed_precision_param"]]
+        self.facts = compare_facts(a, b, has_other_rates=has_other_rates(self.a, self.b))
         is_ordered = a["kernels"]["deterministic"] or not any(gpu for _, gpu in _gpus(a).values())
-        if is_ordered and not any(fact.changes_bits for fact in self.facts):
-            return self._of_arithmetic(others[0])
-        return self._of_replays(others)
+        self._expects_bits = is_ordered and not any(fact.changes_bits for fact in self.facts)
 
     # 1 facts
 
@@ -125,22 +123,22 @@ class Comparison:
             files = other_files(PACKAGE, self.code_b / PACKAGE.name)
             self.say("1 facts", f"files that --code-b has otherwise: {', '.join(files) or 'none'}")
 
-    def _told_otherwise(self) -> Verdict:
-        keys = self._names("key", "data")
-        return Verdict("key", f"the runs were told otherwise: {', '.join(keys)}", keys)
-
-    def _of_data(self, first: OtherStep) -> Verdict | None:
-        """Return the document that differs; None if the runs part before they read it."""
-        found, names = other_document(self.a, self.b, self._starts), self._names("data")
+    def _of_data(self, steps: range) -> Verdict | None:
+        """Return the document that differs; None if the steps read the same samples."""
+        names = self._names("data")
+        found = other_document(self.a, self.b, self._starts, steps) if names else None
+        if found is None:
+            return None
+        keys = [name for name in self._names("key") if name != "tokenizer"]
+        untried = f"; not tried: {', '.join(keys)}" if keys else ""
+        if "tokenizer" in self._names("key"):
+            return Verdict("key", f"the tokenizer differs{untried}", ["tokenizer"])
         if isinstance(found, str):
             self.say("1 facts", found)
-            return Verdict("data", f"the data differs: {', '.join(names)}", names)
-        step = found.first_step
-        self.say("1 facts", f"{found.words}; first read in step {step or 'not known'}")
-        if step is not None and step > first.step:
-            return None
-        text = f"the data differs in document {found.name} ({found.places[0]})"
-        return Verdict("data", text, [found.name], step=step)
+            return Verdict("data", f"the data differs: {', '.join(names)}{untried}", names)
+        self.say("1 facts", f"{found}; first read in step {found.step or 'not known'}")
+        text = f"the data differs in document {found.name} ({found.places[0]}){untried}"
+        return Verdict("data", text, [found.name], step=found.step)
 
     # 2 records
 
@@ -166,52 +164,108 @@ class Comparison:
 
     # 3 checkpoints
 
-    def _lone(self, step: int, first: OtherStep) -> LoneElement | None:
-        """Return the element that stands out in the checkpoint of a step."""
+    def _around(self, before: int, step: int) -> tuple[int, int | None]:
+        """Return the last checkpoint that is equal as far as is known, and the first one behind a
+        step that differs, if it was saved. Where all bits should be equal, they are bisected."""
+        if not self._expects_bits:
+            later = (saved for saved in self._saved if saved >= step)
+            return max((saved for saved in self._saved if saved <= before), default=0), next(
+                later, None
+            )
+        other = first_other(*self._folders, self._saved)
+        is_equal = [saved for saved in self._saved if other is None or saved < other]
+        name = f"step-{is_equal[-1]}" if is_equal else "the initial weights"
+        self.say("3 checkpoints", f"equal to {name}")
+        return max((saved for saved in is_equal if saved < step), default=0), other
+
+    def _lone(self, saved: int, first: OtherStep) -> LoneElement | None:
+        """Return the element that stands out in a checkpoint."""
         groups = first.groups if len(first.groups) < len(self.a.groups) else ()
-        pair = pair_at(*self._folders, step)
+        pair = pair_at(*self._folders, saved)
         lone, count = pair.lone_element(self._starts[1]["ranks"], groups)
-        self.say("3 checkpoints", f"step-{step}: {numbered(count, 'tensor')} differ")
+        self.say("3 checkpoints", f"step-{saved}: {numbered(count, 'tensor')} differ")
         if lone is not None:
             self.say("3 checkpoints", f"{lone.value} of {lone.place}: {lone.how_far}")
         return lone
 
-    # 4 replay, of runs that should have the same bits
+    # 4 replay
 
-    def _of_arithmetic(self, first: OtherStep) -> Verdict:
-        """Return which run went wrong by itself, and where."""
-        other = first_other(*self._folders, self._saved)
-        equal = max((step for step in self._saved if other is None or step < other), default=0)
-        self.say("3 checkpoints", f"equal to {f'step-{equal}' if equal else 'the initial weights'}")
-        lone = None if other is None else self._lone(other, first)
-        begin = max((step for step in self._saved if step < min(equal + 1, first.step)), default=0)
-        run = self._who(first, begin) if first.step else ""
-        return self._went_wrong(run, first, lone)
+    @property
+    def _is_crossed(self) -> bool:
+        """Whether B has facts, or code, that can be tried from a checkpoint of A."""
+        return self.code_b is not None or bool(self._names("key", "data"))
 
-    def _who(self, first: OtherStep, begin: int) -> Which:
-        """Return the run whose bits, or numbers, don't come back here."""
-        ranks = self._starts[0]["ranks"]
-        if ranks > (self.num_gpus or MOST_CPU_RANKS):
-            retaken = self._retake(begin, first.step, is_crossed=False)
-            return "" if retaken is None else self._off(retaken)
+    def _of_steps(self, others: Sequence[OtherStep]) -> Verdict:
+        """Return what explains the first step that differs beyond an ulp (the first at all, if
+        there are facts to try), or the first one beyond what rounding is known to reach."""
+        seen = set[int]()
+        is_exact = self._expects_bits or self._is_crossed
+        for bound in (-1.0 if is_exact else TIMES_ROUNDING * LEAST_ROUNDING, self._limit):
+            other = next((one for one in others if one.largest > bound or one.step == 0), None)
+            if other is None or other.step in seen:
+                continue
+            seen.add(other.step)
+            common = self.a.steps.keys() & self.b.steps.keys()
+            before = max((step for step in common if step < other.step), default=0)
+            if found := self._of_data(range(before + 1, other.step + 1)):
+                return found
+            if found := self._of_interval(before, other):
+                return found
+        if not seen:
+            self.say("2 records", "never beyond 1e-6, so nothing has to be replayed")
+        text = "rounding only"
+        if self._names("code") and self.code_b is None:
+            text += "; other code has run: --code-b CHECKOUT compares what its modules compute"
+        return Verdict("rounding", text, step=others[0].step)
+
+    def _of_interval(self, before: int, other: OtherStep) -> Verdict | None:
+        """Return why a step differs; None: both runs come back, and the facts of B change nothing.
+
+        Args:
+            before: the last step that doesn't.
+        """
+        (begin, later), last = self._around(before, other.step), max(other.step, 1)
+        with Replays(self.a, self.b, self.code_b, begin, last) as replays:
+            if self._expects_bits and self._starts[0]["ranks"] <= (self.num_gpus or MOST_CPU_RANKS):
+                is_off = self._bits(replays, begin, last)
+            else:
+                found = self._retake(replays, begin, last)
+                if found is None:
+                    return self._one_of(other)
+                if found.crossed or found.value:
+                    return self._of_keys(replays) or self._of_value(replays, found, begin)
+                is_off = found.is_off[0] is not None, found.is_off[1] is not None
+        if not (any(is_off) or self._expects_bits):
+            return None
+        run: Which = "" if is_off[0] == is_off[1] else "A" if is_off[0] else "B"
+        named = self._names("code")
+        if named and self.code_b is None:
+            whose = {"A": "B", "B": "A", "": "neither run"}[run]
+            text = f"the code here gives the record of {whose}: {', '.join(named)}"
+            return Verdict("code", f"{text}. --code-b CHECKOUT names the module", named, step=last)
+        if not (run or self._expects_bits):
+            return Verdict("unexplained", "neither record comes back: this isn't their machine")
+        return self._went_wrong(run, other, None if later is None else self._lone(later, other))
+
+    def _bits(self, replays: Replays, begin: int, last: int) -> tuple[bool, bool]:
+        """Return whether the bits of A, and of B, don't come back on their mesh."""
         try:
-            steps = Replays(self.a, self.b, None).on_own_mesh(begin, first.step)
-        except ConfigError as error:
+            steps = replays.on_own_mesh()
+        except (ConfigError, RankError) as error:
             self.say("4 replay", f"can't be taken here: {first_line(error)}")
-            return ""
-        off = [
+            return True, True
+        a, b = (
             any(
-                step not in run.steps or compare_rows(row, run.steps[step], self.a.groups)
+                step not in run.steps or bool(compare_rows(row, run.steps[step], self.a.groups))
                 for step, row in steps.items()
                 if step in self.a.steps or step in self.b.steps
             )
             for run in (self.a, self.b)
-        ]
-        run: Which = "" if off[0] == off[1] else "A" if off[0] else "B"
-        whose = {"A": "run B", "B": "run A", "": "neither run"}[run]
-        span = f"steps {begin + 1} to {first.step} on {numbered(ranks, 'rank')}"
-        self.say("4 replay", f"{span}: the bits of {whose}")
-        return run
+        )
+        whose = {(True, False): "run B", (False, True): "run A"}.get((a, b), "neither run")
+        ranks = numbered(self._starts[0]["ranks"], "rank")
+        self.say("4 replay", f"steps {begin + 1} to {last} on {ranks}: the bits of {whose}")
+        return a, b
 
     def _went_wrong(self, run: Which, first: OtherStep, lone: LoneElement | None) -> Verdict:
         text = f"the arithmetic of {f'run {run}' if run else 'one run'} went wrong by itself"
@@ -226,101 +280,85 @@ class Comparison:
         names = [lone.parameter, lone.value]
         return Verdict("tensor", text, names, run, first.step, lone.index, lone.rank, host, gpu)
 
-    # 4 replay, of runs with other facts
-
-    def _of_replays(self, others: Sequence[OtherStep]) -> Verdict:
-        """Return what replays say of the first step beyond an ulp (of the first step at all, if
-        there are facts to try), and of the first one beyond what rounding is known to reach."""
-        seen = set[int]()
-        for bound in (-1.0 if self._is_crossed else TIMES_ROUNDING * LEAST_ROUNDING, self._limit):
-            far = [one for one in others if one.largest > bound or one.step == 0]
-            if not far:
-                continue
-            begin = max((step for step in self._saved if step < far[0].step), default=0)
-            if far[0].step not in seen and (found := self._of_interval(begin, far[0])):
-                return found
-            seen.add(far[0].step)
-        if not seen:
-            self.say("2 records", "never beyond 1e-6, so nothing has to be replayed")
-        text = "rounding only"
-        if self._names("code") and self.code_b is None:
-            text += "; other code has run: --code-b CHECKOUT compares what its modules compute"
-        return Verdict("rounding", text, step=others[0].step)
-
-    @property
-    def _is_crossed(self) -> bool:
-        """Whether B has facts, or code, that can be tried from a checkpoint of A."""
-        return self.code_b is not None or bool(self._names("key", "data"))
-
-    def _of_interval(self, begin: int, other: OtherStep) -> Verdict | None:
-        """Return the verdict of an interval; None: both runs come back, with the facts of each."""
-        last, named = max(other.step, 1), self._names("key", "data", "code")
-        retaken = self._retake(begin, last, is_crossed=self._is_crossed)
-        if retaken is None:
-            text = f"the facts that differ, and no replay tells more: {', '.join(named)}"
-            kind: Kind = "code" if named else "unexplained"
-            return Verdict(kind, text if named else "not known", named, step=last)
-        if (step := retaken.first_crossed) or retaken.other_value:
-            if retaken.other_value is None and step is not None and step > begin + 1:
-                retaken = self._retake(begin, step, is_crossed=True, traced=step) or retaken
-            return self._of_value(retaken.other_value, step or begin + 1)
-        if retaken.first_off == (None, None):
+    def _one_of(self, other: OtherStep) -> Verdict | None:
+        """Return the verdict where nothing can be replayed; None: it may be rounding."""
+        named = self._names("key", "data", "code")
+        if self._expects_bits:
+            return self._went_wrong("", other, None)
+        if other.largest <= self._limit:
             return None
-        run = self._off(retaken)
-        if self._names("code") and self.code_b is None:
-            whose = {"A": "B", "B": "A", "": "neither run"}[run]
-            text = f"the code here gives the record of {whose}: {', '.join(self._names('code'))}"
-            return Verdict("code", f"{text}. --code-b CHECKOUT names the module", named, step=last)
-        if not run:
-            return Verdict("unexplained", "neither record comes back: this isn't their machine")
-        later = [step for step in self._saved if step >= last]
-        return self._went_wrong(run, other, self._lone(later[0], other) if later else None)
+        if not named:
+            return Verdict("unexplained", "not known", step=other.step)
+        kind: Kind = "key" if self._names("key") else "code"
+        one_of = "" if len(named) == 1 else "one of "
+        text = f"no replay here can tell; what differs is {one_of}{', '.join(named)}"
+        return Verdict(kind, text, named, step=other.step)
 
-    def _retake(
-        self, begin: int, last: int, *, is_crossed: bool, traced: int = 0
-    ) -> Retaken | None:
-        """Return an interval, taken again; None, which is said: it can't be taken here."""
-        replays, traced = Replays(self.a, self.b, self.code_b), traced or begin + 1
+    def _retake(self, replays: Replays, begin: int, last: int) -> Findings | None:
+        """Return what one process makes of the interval; None, which is said: it can't be taken
+        here."""
         try:
-            retaken = replays.on_one_process(begin, last, traced, is_crossed=is_crossed)
+            found = replays.on_one_process(begin + 1, is_crossed=self._is_crossed)
         except ConfigError as error:
             self.say("4 replay", f"can't be taken here: {first_line(error)}")
             return None
         parts = [
             f"{name} as recorded" if step is None else f"{name} not as recorded in step {step}"
-            for name, step in zip("AB", retaken.first_off, strict=True)
+            for name, step in zip("AB", found.is_off, strict=True)
         ]
-        if is_crossed:
-            step = retaken.first_crossed
-            same = "the same" if step is None else f"something else in step {step}"
+        if self._is_crossed:
+            step = found.crossed
+            same = "the same loss and norms" if step is None else f"something else in step {step}"
             parts.append(f"A with the facts of B gives {same}")
-        span = f"steps {begin + 1} to {last} on 1 process (twin: {retaken.rounding:.1e})"
+        span = f"steps {begin + 1} to {last} on 1 process (twin: {found.rounding:.1e})"
         self.say("4 replay", f"{span}: {', '.join(parts)}")
-        if self.code_b is not None and retaken.source_b != (ran := self._starts[1]["source"]):
-            self.say("4 replay", f"--code-b has the source {retaken.source_b}, and B ran {ran}")
-        return retaken
+        if self.code_b is not None and found.source_b != (ran := self._starts[1]["source"]):
+            self.say("4 replay", f"--code-b has the source {found.source_b}, and B ran {ran}")
+        return found
 
-    @staticmethod
-    def _off(retaken: Retaken) -> Which:
-        """Return the one run whose record doesn't come back."""
-        a, b = (step is not None for step in retaken.first_off)
-        return "" if a == b else "A" if a else "B"
+    def _of_keys(self, replays: Replays) -> Verdict | None:
+        """Return which keys of the config explain the difference; None: none does."""
+        keys = [name for name in self._names("key") if name != "tokenizer"]
+        is_only = len(keys) == 1 and self.code_b is None and not self._names("data")
+        try:
+            found = keys if is_only else _causes(replays, keys)
+        except (ConfigError, ValidationError) as error:
+            self.say("4 replay", f"keys can't be tried one by one: {first_line(error)}")
+            text = f"one of the keys that differ explains it: {', '.join(keys)}"
+            return Verdict("key", text, keys)
+        if not found:
+            return None
+        if len(found) < len(keys):
+            self.say("4 replay", f"of the keys, only {', '.join(found)} changes these steps")
+        return Verdict("key", f"the runs were told otherwise: {', '.join(found)}", found)
 
     # 5 modules
 
-    def _of_value(self, value: OtherValue | None, step: int) -> Verdict:
-        """Return the verdict of a replay that the facts of B change."""
+    def _of_value(self, replays: Replays, found: Findings, begin: int) -> Verdict:
+        """Return the verdict of a replay that the facts of B change, though no key does."""
+        step, value = found.crossed or begin + 1, found.value
+        if value is None and step > begin + 1:
+            value = replays.on_one_process(step, is_crossed=True).value
         if value is not None:
             index = ", ".join(map(str, value.element))
             text = f"{value.words}, element ({index}): {value.difference:.1e} where rounding "
             self.say("5 modules", f"step {step}: {text}explains {value.bound:.1e}")
-        if self._names("key", "data"):
-            return self._told_otherwise()
-        if value is None:
-            names = self._names("code")
-            return Verdict("code", f"the code differs: {', '.join(names)}", names, step=step)
+        if value is None or self.code_b is None:
+            kind: Kind = "data" if self._names("data") else "code"
+            names = self._names(kind)
+            return Verdict(kind, f"what differs: {', '.join(names)}", names, step=step)
         text = f"the code differs: {value.words}"
         return Verdict("module", text, [value.name, value.kind], "", step, value.element)
+
+
+def _causes(replays: Replays, keys: Sequence[str]) -> list[str]:
+    """Return those of `keys` that change the steps, found by halves; keys that change them only
+    together are returned together."""
+    if not keys or not replays.is_changed_by(keys):
+        return []
+    half = len(keys) // 2
+    found = [*_causes(replays, keys[:half]), *_causes(replays, keys[half:])] if half else []
+    return found or [*keys]
 
 
 def _gpus(start: Row) -> dict[int, tuple[str, str]]:

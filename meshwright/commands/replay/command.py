@@ -6,14 +6,12 @@ import math
 import sys
 from argparse import Namespace
 from collections.abc import Callable
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from meshwright.checkpoint import commit
-from meshwright.checkpoint.commit import being_read
-from meshwright.checkpoint.manifest import DamagedError
 from meshwright.config.command_line import Parser
 from meshwright.system.errors import ConfigError, check, numbered
 from meshwright.system.machine import count_gpus
@@ -91,18 +89,16 @@ def run(given: Namespace) -> None:
 def _request(recorded: "RecordedRun", step: int, given: Namespace) -> "Iterator[Request]":
     """Give what the ranks are to do; meanwhile nothing deletes the checkpoint that they read."""
     # not at the top: torch takes a second
+    from meshwright.commands.replay.recorded import held
     from meshwright.commands.replay.replay import Request
 
     checkpoint = recorded.checkpoint_before(step)
     start = recorded.start_of(step)
-    with ExitStack() as held, TemporaryDirectory(prefix="meshwright-replay-") as folder:
-        if checkpoint:
-            path = commit.step_folder(recorded.checkpoint_folder(start), checkpoint)
-            try:
-                held.enter_context(being_read(path))
-            except DamagedError as error:
-                fix = "run the same command again: it takes a different one"
-                raise ConfigError("", f"{path}: {error.what}\n  fix: {fix}") from None
+    path = commit.step_folder(recorded.checkpoint_folder(start), checkpoint)
+    with (
+        held(path) if checkpoint else nullcontext(),
+        TemporaryDirectory(prefix="meshwright-replay-") as folder,
+    ):
         config = recorded.config(step, checkpoint, given.ngpu, given, Path(folder))
         threads = start.get("kernels", {}).get("threads", 0)
         yield Request(config, given.ngpu, step, recorded.steps, threads, given.samples)

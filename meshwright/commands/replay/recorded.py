@@ -3,14 +3,16 @@
 import json
 import math
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from meshwright.checkpoint import commit
-from meshwright.checkpoint.manifest import excluded_parts
+from meshwright.checkpoint.commit import being_read
+from meshwright.checkpoint.manifest import DamagedError, excluded_parts
 from meshwright.config.fields import Key
 from meshwright.config.job_config import JobConfig
 from meshwright.config.loader import read, to_toml, with_lines
@@ -105,6 +107,18 @@ class RecordedRun:
             return read(words).config()
         except ConfigError as error:
             raise with_lines(error, words) from None
+
+
+@contextmanager
+def held(checkpoint: Path) -> Iterator[None]:
+    """Keep a job that runs from deleting a checkpoint; raise `ConfigError` if it's gone."""
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(being_read(checkpoint))
+        except DamagedError as error:
+            fix = "run the same command again: it takes a different one"
+            raise ConfigError("", f"{checkpoint}: {error.what}\n  fix: {fix}") from None
+        yield
 
 
 def read_recorded(folder: Path) -> RecordedRun:

@@ -29,6 +29,9 @@ BLOCK_BYTES = 1 << 16
 BLOCK_DOCUMENTS = 1 << 10
 """Lengths of documents are checked, and documents shuffled, in blocks of this many."""
 
+PIECE_TOKENS = 1 << 20
+"""Tokens of two caches are compared in pieces of this many."""
+
 CACHE_KEY = "training.token_cache_folder"
 
 LENGTHS = "lengths"
@@ -288,6 +291,53 @@ class TokenCache:
         block, index = divmod(number, BLOCK_DOCUMENTS)
         before = int(self.lengths(block)[:index].sum(dtype=np.int64))
         return self.document_at(int(self.block_starts[block]) + before)
+
+    def first_other_document(self, other: "TokenCache") -> int:
+        """Return the number of the first document that isn't the same in another cache; the number
+        of documents, where one cache begins with all of the other.
+
+        Checksums are compared first. Tokens are read of blocks that differ, and where the parts of
+        the caches begin at other tokens, as after the document.
+        """
+        number = min(self.num_documents, other.num_documents)
+        count = min(len(self._length_checksums), len(other._length_checksums))
+        differs = self._length_checksums[:count] != other._length_checksums[:count]
+        for block in np.flatnonzero(differs).tolist():
+            ours, theirs = self.lengths(block), other.lengths(block)
+            common = min(len(ours), len(theirs))
+            if (unequal := np.flatnonzero(ours[:common] != theirs[:common])).size:
+                number = block * BLOCK_DOCUMENTS + int(unequal[0])
+                break
+        end = self.document(number - 1).end if number else 0
+        position = self._first_other_token(other, end)
+        return number if position is None else self.document_at(position).number
+
+    def _first_other_token(self, other: "TokenCache", end: int) -> int | None:
+        """Return the first position below `end` that has a different token in another cache."""
+        position = 0
+        while position < end:
+            numbers = [
+                int(c._part_starts.searchsorted(position, "right")) - 1 for c in (self, other)
+            ]
+            starts = [c._part_starts[n] for c, n in zip((self, other), numbers, strict=True)]
+            ends = [c._part_starts[n + 1] for c, n in zip((self, other), numbers, strict=True)]
+            stop = min(*map(int, ends), end)
+            if starts[0] == starts[1] == position and self._dtype == other._dtype:
+                ours, theirs = (
+                    c._opened(n).index.token_checksums
+                    for c, n in zip((self, other), numbers, strict=True)
+                )
+                count = min(len(ours), len(theirs))
+                unequal = np.flatnonzero(ours[:count] != theirs[:count])
+                equal = int(unequal[0]) if unequal.size else count
+                position = min(position + equal * BLOCK_BYTES // self._dtype.itemsize, stop)
+            piece = min(position + PIECE_TOKENS, stop)
+            if piece > position:
+                apart = self.tokens(position, piece) != other.tokens(position, piece)
+                if apart.any():
+                    return position + int(apart.argmax())
+            position = piece
+        return None
 
     def place_of(self, document: "CachedDocument") -> tuple[Part, int]:
         """Return the part that holds a document, and how many of the part lie before it."""

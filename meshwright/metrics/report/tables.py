@@ -107,7 +107,8 @@ def sentry_table(run: Run) -> str:
             f"{event['step']:,}",
             "sick: the job ended" if event["verdict"] == "sick" else f"note: {event['verdict']}",
             "; ".join(
-                f"rank {one['rank']} on {one['host']}" + (f", GPU {one['gpu']}" if one["gpu"] else "")
+                f"rank {one['rank']} on {one['host']}"
+                + (f", GPU {one['gpu']}" if one["gpu"] else "")
                 for one in event["ranks"]
             ),
             event["part"],
