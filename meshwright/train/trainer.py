@@ -1,5 +1,6 @@
 """One optimizer step, and the `Trainer` that holds this rank's model and optimizer for it."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -134,7 +135,16 @@ class Trainer:
         on_device |= result.figures
         # one copy, in a type that has every fp32 number and most integers
         values = torch.stack([value.double() for value in on_device.values()]).tolist()
-        figures = dict(zip(on_device, values, strict=True)) | {"optim/lr": self.lr_at(step)}
+        figures = dict(zip(on_device, values, strict=True))
+        # 0 / 0 where no sequence has a target so far ahead; a loss that isn't finite shows in the
+        # norm of its gradient
+        if math.isfinite(figures["optim/grad_norm"]):
+            figures = {
+                name: value
+                for name, value in figures.items()
+                if not (name.startswith("loss/mtp_") and math.isnan(value))
+            }
+        figures["optim/lr"] = self.lr_at(step)
         if result.group_norms is not None:
             norms = zip(self.norm_groups, result.group_norms.tolist(), strict=True)
             figures |= {f"optim/grad_norm/{group}": norm for group, norm in norms}

@@ -474,6 +474,32 @@ def test_branches_start_from_a_checkpoint_of_the_base_of_the_same_seed(lab, caps
     assert lab("run") == 0
 
 
+def test_a_branch_of_a_run_that_is_being_trained_needs_a_checkpoint_that_it_keeps(lab) -> None:
+    lab.write(BRANCHES)("run")
+    shutil.rmtree(lab.runs / "base/seed-1")
+    folder = lab.runs / "base/seed-1"
+    folder.mkdir()
+    saves = "[checkpoint]\ninterval = {}\nkeep_every_n_steps = {}\n"
+    (folder / "config.toml").write_text(saves.format(4, 4))
+    shutil.copytree(lab.runs / "base/seed-0/checkpoint/step-16", folder / "checkpoint/step-12")
+    shutil.move(folder / "checkpoint/step-12", lab.runs / "base/seed-0/checkpoint/step-10")
+    message = r"seed-1 is being trained, and keeps no .*\n  fix: write from = 4, or a multiple"
+    with pytest.raises(ConfigError, match=message):
+        lab("add", "later", "from=10", "optimizer.lr=x3")
+    (folder / "config.toml").write_text(saves.format(4, 0))
+    with pytest.raises(ConfigError, match=r"keeps no checkpoint .*\n  fix: leave from out; or"):
+        lab("add", "later", "from=16", "optimizer.lr=x3")
+    (folder / "config.toml").write_text(saves.format(4, 8))
+    assert lab("add", "later", "from=16", "optimizer.lr=x3") == 0
+
+
+def test_branches_that_would_save_a_checkpoint_every_few_steps_are_rejected(lab) -> None:
+    head = HEAD.replace("steps = 24", "steps = 600")
+    with pytest.raises(ConfigError, match="150 checkpoints, one every 4 steps, the greatest"):
+        lab.write(BRANCHES, head)("run")
+    assert not lab.runs.exists()
+
+
 @pytest.mark.slow
 def test_a_branch_that_changes_nothing_has_the_bits_of_its_base(tmp_path: Path, capsys) -> None:
     """By real runs: the branch resumes, and its seeds have other weights and batches."""

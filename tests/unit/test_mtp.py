@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ from meshwright.models.loss import IGNORE, PADDING
 from meshwright.parallelisms.initialize import initialize
 from meshwright.system.errors import ConfigError
 from meshwright.system.files import NamedPath
+from meshwright.train.trainer import StepResult, Trainer
 from tests.helpers.cli import export
 from tests.helpers.families import SEQ_LEN, cases, family_of
 from tests.helpers.hf import (
@@ -283,3 +285,18 @@ def test_options_that_no_proof_covers_are_rejected(word: str) -> None:
     config = load_config(["--model.args.mtp_depth=1", word])
     with pytest.raises(ConfigError, match=r"MTP\n  fix: leave it out, or set model.args.mtp_depth"):
         resolved(config, 1)
+
+
+def test_a_depth_without_targets_has_no_loss_in_the_record() -> None:
+    """Where a step's documents are too short for it; what isn't finite otherwise is kept."""
+    trainer = SimpleNamespace(lr_at=lambda step: 0.1, norm_groups=[], by_source=None)
+    nan = torch.tensor(float("nan"))
+
+    def names(norm: float) -> set[str]:
+        depths = {"loss/mtp_1": torch.tensor(2.0), "loss/mtp_2": nan}
+        result = StepResult(torch.tensor(3.0), torch.tensor(norm), depths, None)
+        return {*Trainer.figures_of(trainer, 1, result)}  # type: ignore[arg-type]
+
+    usual = {"loss/train", "optim/grad_norm", "optim/lr", "loss/mtp_1"}
+    assert names(1.0) == usual
+    assert names(float("nan")) == {*usual, "loss/mtp_2"}

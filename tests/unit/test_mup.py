@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from meshwright.commands.prove import coordinates
+from meshwright.commands.prove.command import _prove_coordinates
 from meshwright.commands.prove.coordinates import check_coordinates
 from meshwright.config.loader import load_config
 from meshwright.models import mup
@@ -89,6 +90,14 @@ def _failures(monkeypatch, widths: tuple[int, ...]) -> list[str]:
     config = load_config(["--optimizer.lr=1e-3"])
     args = LlamaArgs(256, 6, 8, 4, 768, 2048, mup_base_dim=256)
     return [one.failure for one in check_coordinates(config, args) if one.failure]
+
+
+def test_a_model_without_mup_has_no_coordinates(capsys) -> None:
+    """The error comes first, and no table's head."""
+    config = load_config([])
+    with pytest.raises(ConfigError, match="the model doesn't have muP"):
+        _prove_coordinates(config, LlamaArgs(256, 6, 8, 4, 768, 2048))
+    assert capsys.readouterr().out == ""
 
 
 @pytest.mark.slow

@@ -187,7 +187,7 @@ class Arms:
             return None
         self._check_judged_alike(place, resolved, self.job(request.on))
         if arm.branch:
-            check_branch(self._document, self._known, place, arm, reference)
+            check_branch(self._document, self._known, place, arm, reference, self._arms.values())
             check_resumes(place, arm, resolved, self.job(request.on))
         self._jobs[arm.name] = resolved
         unpaired = [*_unpaired(resolved, self.job(request.on))]

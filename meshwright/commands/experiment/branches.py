@@ -3,18 +3,21 @@
 import math
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import tomli
+
 from meshwright.checkpoint.commit import step_folder
 from meshwright.checkpoint.manifest import NO_JOB
 from meshwright.commands.experiment.registry import Arm, Experiment
-from meshwright.commands.experiment.results import LAST_QUARTER, Key, folder_of, read_results
+from meshwright.commands.experiment.results import LAST_QUARTER, RESULT, Key, folder_of
 from meshwright.commands.experiment.spec import Document, Values
 from meshwright.config.changes import to_json
-from meshwright.system.errors import ConfigError, check
+from meshwright.system.errors import ConfigError, check, numbered
+from meshwright.system.files import text_of
 from meshwright.train.facts import Saved
 from meshwright.train.resolve import ResolvedJob, resume_from
 
@@ -24,11 +27,22 @@ CHECKPOINTS = "checkpoint"
 KEPT = ("checkpoint.interval", "checkpoint.keep_every_n_steps")
 """Keys that decide which checkpoints there are when a run is over."""
 
+MOST_CHECKPOINTS = 50
+"""That a run saves and keeps for branches without being asked to."""
+
 
 def check_branch(
-    document: Document, experiment: Experiment, place: str, arm: Arm, reference: Arm
+    document: Document,
+    experiment: Experiment,
+    place: str,
+    arm: Arm,
+    reference: Arm,
+    others: Iterable[Arm],
 ) -> None:
     """Check that the runs of the reference have the checkpoint that an arm starts from.
+
+    Args:
+        others: all arms before this one.
 
     Raises:
         ConfigError: if they won't have it, or the arm couldn't be judged.
@@ -46,12 +60,27 @@ def check_branch(
         is_kept = every is None or (type(every) is int and every > 0 and arm.branch % every == 0)
         rule = f"must be a multiple of {name} = {every} in [common]"
         check(is_kept, key, arm.branch, rule, "leave that key out: what is needed is kept then")
-    for result in read_results(document, experiment).values():
-        if result.arm == reference.name:
-            path = _origin(document, arm, result.seed)
-            rule = f"{path} is not there, and that run is over"
-            fix = "write the arm before its reference is trained, or leave from out"
-            check(path.is_dir(), key, arm.branch, rule, fix)
+    every = math.gcd(arm.branch, *(one.branch for one in others if one.on == arm.on))
+    count = experiment.steps_of(reference) // every
+    is_own = any(name in spec.common for name in KEPT)
+    rule = f"each run of {arm.on} would save {count} checkpoints, one every "
+    rule += f"{numbered(every, 'step')}, the greatest common divisor of its branches"
+    fix = "choose others, which have a larger one, or set checkpoint.interval in [common]"
+    check(is_own or count <= MOST_CHECKPOINTS, key, arm.branch, rule, fix)
+    for folder in sorted((document.folder / reference.name).glob("seed-*")):
+        path = step_folder(folder / CHECKPOINTS, arm.branch)
+        is_over = (folder / RESULT).exists()
+        if path.is_dir() or not (is_over or (folder / "config.toml").exists()):
+            continue
+        rule, fix = f"{path} is not there, and that run is over", "leave from out"
+        if not is_over:
+            saves = tomli.loads(text_of(folder / "config.toml"))["checkpoint"]
+            kept = math.lcm(saves["interval"], saves["keep_every_n_steps"])
+            rule = f"{folder} is being trained, and keeps no checkpoint of that step"
+            fix = f"write from = {kept}, or a multiple" if kept else fix
+            if kept and arm.branch % kept == 0:
+                continue
+        check(False, key, arm.branch, rule, f"{fix}; or write the arm before {arm.on} is trained")
 
 
 def check_resumes(place: str, arm: Arm, job: ResolvedJob, reference: ResolvedJob) -> None:

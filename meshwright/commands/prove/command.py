@@ -131,9 +131,9 @@ def _prove_coordinates(config: JobConfig, args: DecoderArgs) -> None:
     # torch takes a second
     from meshwright.commands.prove.coordinates import BOUND, WIDTHS, check_coordinates
 
+    coordinates = check_coordinates(config, args)
     widths = ", ".join(map(str, WIDTHS))
     print(f"RMS of layers, and decrease of the loss, at widths {widths}\n")
-    coordinates = check_coordinates(config, args)
     failures = list[str]()
     for one in coordinates:
         values = "".join(f"{value:>10.3g}" for value in one.values)

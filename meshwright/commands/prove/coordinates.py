@@ -52,7 +52,7 @@ class Coordinate:
 
 
 def check_coordinates(config: JobConfig, args: DecoderArgs) -> Iterator[Coordinate]:
-    """Train small models of every width for a few steps on one batch, and yield what changes.
+    """Train small models of every width for a few steps on one batch, and return what changes.
 
     The smallest width is their base, the learning rate the config's.
 
@@ -62,6 +62,10 @@ def check_coordinates(config: JobConfig, args: DecoderArgs) -> Iterator[Coordina
     if not isinstance(args, MupArgs) or args.mup_base_dim is None:
         fix = "set model.args.mup_base_dim to the width that you chose the learning rate for"
         raise config_error("--coordinates", True, "the model doesn't have muP", fix)
+    return _coordinates(config, args)
+
+
+def _coordinates(config: JobConfig, args: MupArgs) -> Iterator[Coordinate]:
     by_width = [_train(config, widened(args, width)) for width in WIDTHS]
     for name in by_width[0]:
         yield Coordinate(name, tuple(values[name] for values in by_width))
