@@ -22,13 +22,18 @@ from meshwright.checkpoint.find import find_candidates, no_checkpoint, open_chec
 from meshwright.checkpoint.manifest import Manifest
 from meshwright.checkpoint.reader import CheckpointWeights, Weights
 from meshwright.datasets.tokenizers.kinds import (
+    TOKENIZERS,
     Tokenizer,
     build_tokenizer,
     end_ids,
     prompt_tokens,
     text_ends,
 )
-from meshwright.datasets.tokenizers.special_tokens import OWN, Ends
+from meshwright.datasets.tokenizers.special_tokens import (
+    OWN,
+    TokenizerKeys,
+    tokenizer_keys,
+)
 from meshwright.models.args import DecoderArgs
 from meshwright.models.decoder import Decoder
 from meshwright.models.families import MODELS
@@ -62,10 +67,15 @@ def saved_spec(place: NamedPath, manifest: Manifest) -> Family:
     not choose code to run.
     """
     name = manifest["model_name"]
-    module = manifest["config"].get("experimental", {}).get("custom_import", "")
-    fix = f"--custom-import {shlex.quote(module)} (which the job named)" if module else ""
-    place.check(name in MODELS, f"is of a model {name!r}, which is not known here", fix)
+    rule = f"is of a model {name!r}, which is not known here"
+    place.check(name in MODELS, rule, _module_of(manifest))
     return MODELS[name]
+
+
+def _module_of(manifest: Manifest) -> str:
+    """Return the advice to name the module that the job had; "" if it had none."""
+    module = manifest["config"].get("experimental", {}).get("custom_import", "")
+    return f"--custom-import {shlex.quote(module)} (which the job named)" if module else ""
 
 
 def open_tokenizer(
@@ -80,10 +90,10 @@ def open_tokenizer(
         ConfigError: if it isn't there, or another.
     """
     path = given or manifest["tokenizer_path"]
-    model = manifest["config"].get("model", {})
-    ends = Ends(model.get("bos_token"), model.get("eos_token"))
+    keys = tokenizer_keys(manifest["config"])
     fix = "name the tokenizer that it was trained with: --tokenizer PATH"
-    tokenizer = _build_tokenizer(path, ends, fix)
+    how = _module_of(manifest) if keys.name and keys.name not in TOKENIZERS else fix
+    tokenizer = _build_tokenizer(path, keys, how)
     then, now = manifest["data_identity"].get("model.tokenizer_path"), tokenizer.fingerprint
     rule = f"is not what checkpoint {place.path} was trained with: {now} instead of {then}"
     check(now == then, "--tokenizer", path, rule, fix)
@@ -94,9 +104,9 @@ def open_tokenizer(
     return tokenizer, path
 
 
-def _build_tokenizer(path: str, ends: Ends, fix: str) -> Tokenizer:
+def _build_tokenizer(path: str, keys: TokenizerKeys, fix: str) -> Tokenizer:
     try:
-        return build_tokenizer(path, ends)
+        return build_tokenizer(path, keys)
     except ConfigError as error:
         raise config_error("--tokenizer", path, first_line(error), fix) from None
 

@@ -67,6 +67,10 @@ class Model(Section):
     """Parameters that aren't trained, as glob patterns of their names: `tok_embeddings.*`,
     `layers.[01].*`, `*norm.weight`."""
 
+    tokenizer: str = ""
+    """Tokenizer that `experimental.custom_import` adds, by its name; `tokenizer_path` is then its
+    file, if it needs one. Absent: the one in `tokenizer_path`, whose kind its content decides."""
+
     tokenizer_path: InputPath = ""
     """Hugging Face's `tokenizer.json`, a `tokenizer.model` of sentencepiece, or a folder with one;
     or "bytes" for UTF-8 bytes as tokens (vocabulary 258), which needs no file."""

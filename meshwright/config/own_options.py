@@ -1,4 +1,4 @@
-"""Checks the tables [options.NAME] by models of the user's own module."""
+"""The tables [options.NAME], checked by models of the user's own module."""
 
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -10,6 +10,19 @@ from meshwright.config.job_config import Options
 from meshwright.system.errors import CombinedConfigError, ConfigError, UnknownKeyError, did_you_mean
 
 Models = Mapping[str, type[BaseModel]]
+
+OPTIONS: dict[str, type[BaseModel]] = {}
+"""The models of the user's module, by name."""
+
+
+def options_of(name: str, written: str) -> BaseModel | None:
+    """Return the options of a name, which are checked already; None: there is no model for it.
+
+    Args:
+        written: as JSON; "": the config has none.
+    """
+    model = OPTIONS.get(name)
+    return model.model_validate_json(written or "{}") if model else None
 
 
 def checked_options(options: Options, models: Models) -> dict[str, BaseModel]:

@@ -57,8 +57,8 @@ class Source(Section):
 
     dataset_format: Annotated[InputPath, PATH_OR_NAME] = ""
     """How a row becomes a conversation or a text, instead of a column: "alpaca", "sharegpt",
-    "messages"; or your function from a row (a dict), "package.module:function" or
-    "path/to/file.py:function"."""
+    "messages", or one that `experimental.custom_import` adds; or your function from a row (a
+    dict), "package.module:function" or "path/to/file.py:function"."""
 
     dataset_mode: Literal["auto", "cached", "streamed"] = "auto"
     """cached: tokenized once, into files that every later job reads; any sample can be read, and

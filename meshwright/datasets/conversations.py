@@ -160,12 +160,13 @@ class Format:
     """Those that it uses."""
 
 
-FORMATS = {
+FORMATS: dict[str, Format | Callable[[dict[str, Any], Any], object]] = {
     "alpaca": Format(from_alpaca, BESIDE | {"instruction", "input", "output", "history"}),
     "sharegpt": Format(from_sharegpt, BESIDE | {"conversations"}),
     "messages": Format(from_messages, BESIDE | {"messages"}),
 }
-"""By the name that `dataset_format` gives."""
+"""By the name that `dataset_format` gives. Those of the user's module are functions: from a row and
+the options of [options.NAME] to what `as_document` takes."""
 
 
 def unused_columns(row: Mapping[str, Any], used: Iterable[str]) -> list[str]:

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from meshwright.datasets.conversations import Document
+from meshwright.datasets.conversations import Conversation, Document
 from meshwright.datasets.tokenizers.kinds import Tokenizer
 from meshwright.datasets.tokenizers.special_tokens import PATH_KEY
-from meshwright.system.errors import PASSED_ON, RecordError
+from meshwright.system.errors import PASSED_ON, ConfigError, RecordError
+from meshwright.system.modules import describe_error, file_of
 
 if TYPE_CHECKING:
     from meshwright.datasets.tokenizers.chat import ChatTemplate
@@ -34,7 +35,8 @@ def loss_line(num_lost: int, num_characters: int) -> str:
 
 
 class Encoder:
-    """Documents to tokens: BOS text EOS, or a conversation by the chat template.
+    """Documents to tokens: BOS text EOS, or a conversation by the chat template, unless the
+    tokenizer encodes it by itself.
 
     Args:
         open_template: called if there is a conversation; it may raise that there is no template.
@@ -66,9 +68,7 @@ class Encoder:
             self._count_lost(document)
             whole = [*self._tokenizer.before, *ids, *self._tokenizer.after] if ids else []
             return np.array(whole, np.uint32)
-        ids, counts = self._template.encode(
-            document.messages, document.place, tools=document.tools, options=document.options
-        )
+        ids, counts = self._encode_conversation(document)
         self._count_lost(*document.texts)
         return np.where(counts, ids, np.bitwise_or(ids, NO_LOSS)).astype(np.uint32)
 
@@ -89,9 +89,30 @@ class Encoder:
     def _encode_text(self, text: str) -> list[int]:
         try:
             return self._tokenizer.encode(text)
-        except (Exception, *PASSED_ON):
+        except (ConfigError, MemoryError, *PASSED_ON):
             raise
-        except BaseException as panic:  # of Rust: a worker couldn't even hand it on
+        except BaseException as error:  # of the user's code; or a panic of Rust
             where = f"the tokenizer fails on a text that starts with {text[:40]!r}"
-            what = f"{PATH_KEY}: {where}: {type(panic).__name__}: {panic}"
+            what = f"{PATH_KEY}: {where}: {self._describe(error)}"
             raise RecordError(PATH_KEY, what) from None
+
+    def _encode_conversation(self, document: Conversation) -> tuple[list[int], list[bool]]:
+        """Return the ids of a conversation, and for each whether loss counts on it."""
+        own = getattr(self._tokenizer, "encode_conversation", None)
+        if own is None:
+            return self._template.encode(
+                document.messages, document.place, tools=document.tools, options=document.options
+            )
+        try:
+            ids, counts = own(document)
+            if len(ids) != len(counts) or not any(counts):
+                raise ValueError(f"gives {len(ids)} ids and {sum(counts)} that loss counts on")
+        except (ConfigError, MemoryError, *PASSED_ON):
+            raise
+        except BaseException as error:
+            what = f"{document.place}: the tokenizer's encode_conversation: {self._describe(error)}"
+            raise RecordError(PATH_KEY, f"{PATH_KEY}: {what}") from None
+        return ids, counts
+
+    def _describe(self, error: BaseException) -> str:
+        return describe_error(error, file_of(type(self._tokenizer)))

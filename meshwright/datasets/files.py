@@ -72,6 +72,10 @@ class SourceEntry:
     """Its samples among those of all sources; only the ratio counts."""
     loss_weight: float = 1
     """Factor on the loss of its labels; only the ratio counts."""
+    options: str = ""
+    """[options.NAME] of its dataset, as JSON; "": the config has none."""
+    format_options: str = ""
+    """The same of its `dataset_format`."""
 
     def error(self, key: str, what: str, fix: str = "") -> errors.ConfigError:
         """That `key` of this source is at fault."""

@@ -44,24 +44,17 @@ SAMPLED_FILES, SAMPLED_BYTES = 16, 4096
 
 
 def hash_documents(
-    entry: SourceEntry,
-    files: Sequence[DataFile],
-    *,
-    is_portable: bool = False,
-    options: str = "",
+    entry: SourceEntry, files: Sequence[DataFile], *, is_portable: bool = False
 ) -> str:
     """Return 16 digits that change with whatever changes the documents: settings, files, the
     formatting function.
 
     Local files count with their paths, sizes and times of change, not their content; if
     `is_portable`, with names and sizes, which a copy on another node has as well.
-
-    Args:
-        options: of the user's dataset, as JSON.
     """
     source = entry.source
     parts = [repr(sorted(source.model_dump(include=OF_DOCUMENTS).items()))]
-    parts += [options] if options else []
+    parts += [options for options in (entry.options, entry.format_options) if options]
     for file in files:
         exact = f"{file.path} {file.stamp}"
         name = os.path.basename(file.path) if is_portable else exact

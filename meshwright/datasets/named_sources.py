@@ -1,6 +1,7 @@
 """The sources that a config gives. Free of torch and numpy."""
 
 import glob
+import json
 import os
 import shlex
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +14,7 @@ from pydantic import BaseModel
 from meshwright.config.changes import shown
 from meshwright.config.job_config import JobConfig, Model
 from meshwright.config.training import Source, Training, Validation, WeightedSource
-from meshwright.datasets.conversations import FORMATS
+from meshwright.datasets.conversations import FORMATS, Format
 from meshwright.datasets.file_kinds import TABLE_FIX, TABLES, check_kind
 from meshwright.datasets.files import ROW_FORMATS, SUFFIXES, Range, SourceEntry
 from meshwright.datasets.readers import Layout, read
@@ -43,6 +44,14 @@ def entries(section: Training | Validation, key: str) -> list[SourceEntry]:
             entry = replace(entry, weight=weight, loss_weight=part.loss_weight)
         parts.append(entry)
     return parts
+
+
+def with_options(entry: SourceEntry, config: JobConfig) -> SourceEntry:
+    """Return a source with the options that the config gives for its dataset and its format."""
+    tables, source = config.options.model_dump(mode="json"), entry.source
+    written = {name: json.dumps(table, sort_keys=True) for name, table in tables.items() if table}
+    of_format = written.get(source.dataset_format, "")
+    return replace(entry, options=written.get(source.dataset, ""), format_options=of_format)
 
 
 def validation_entries(config: JobConfig) -> list[SourceEntry]:
@@ -356,7 +365,8 @@ def check_mixture(sources: Sequence[WeightedSource]) -> None:
 
 def check_template(training: Training, model: Model) -> None:
     """Check that there is a chat template, if a format of the data makes conversations."""
-    if any(entry.source.dataset_format in FORMATS for entry in entries(training, "training")):
+    formats = (FORMATS.get(one.source.dataset_format) for one in entries(training, "training"))
+    if any(isinstance(one, Format) for one in formats):
         find_template(model.tokenizer_path, model.chat_template_path)
 
 

@@ -1,7 +1,6 @@
 """The data of a job, in two steps: one process finds and tokenizes it, and sends what it has found
 to the others of the job; then each process opens it by that, and looks for nothing."""
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,7 +10,12 @@ from typing import Any, Literal
 from meshwright.config.job_config import JobConfig
 from meshwright.datasets import identity
 from meshwright.datasets.files import ROW_FORMATS, SourceEntry
-from meshwright.datasets.named_sources import entries, is_streamed, validation_entries
+from meshwright.datasets.named_sources import (
+    entries,
+    is_streamed,
+    validation_entries,
+    with_options,
+)
 from meshwright.datasets.recipe import TokenizationSpec
 from meshwright.datasets.rows import Documents, LocalDocuments, unreadable
 from meshwright.datasets.samples import CachedSource, open_packing
@@ -21,7 +25,7 @@ from meshwright.datasets.storage import BlockCache, DataFile, is_address
 from meshwright.datasets.stream import OpenSource
 from meshwright.datasets.token_cache.cache import DamagedCacheError, TokenCache
 from meshwright.datasets.token_cache.tokenizing import cache_root, open_cache
-from meshwright.datasets.tokenizers.special_tokens import Ends
+from meshwright.datasets.tokenizers.special_tokens import tokenizer_keys
 from meshwright.system.log import logger
 
 Table = Literal["training", "validation"]
@@ -97,15 +101,13 @@ def entries_of(table: Table, config: JobConfig) -> list[SourceEntry]:
 
 def recipe_of(entry: SourceEntry, config: JobConfig) -> TokenizationSpec:
     """Return everything that the tokens of a source depend on."""
-    model = config.model
-    options = (config.options.model_extra or {}).get(entry.source.dataset, {})
+    model, sections = config.model, {"model", "options"}
     return TokenizationSpec(
-        entry,
+        with_options(entry, config),
         model.tokenizer_path,
         model.chat_template_path,
         config.experimental.custom_import,
-        Ends(model.bos_token, model.eos_token),
-        json.dumps(options, sort_keys=True) if options else "",
+        tokenizer_keys(config.model_dump(mode="json", include=sections)),
     )
 
 
@@ -235,7 +237,5 @@ def _hash(recipe: TokenizationSpec, files: Sequence[DataFile]) -> str:
         some = identity.hash_some_bytes(files)
     except OSError as error:
         raise unreadable(recipe.entry, error) from error
-    documents = identity.hash_documents(
-        recipe.entry, files, is_portable=True, options=recipe.options
-    )
+    documents = identity.hash_documents(recipe.entry, files, is_portable=True)
     return f"{documents}, {some}, {recipe.encoding_hash}"

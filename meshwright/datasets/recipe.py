@@ -1,27 +1,40 @@
 """A source, and everything that its tokens depend on: the recipe of a token cache or a stream."""
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from pydantic import BaseModel
-
+from meshwright.config.own_options import OPTIONS, options_of
 from meshwright.datasets import identity
+from meshwright.datasets.conversations import FORMATS
 from meshwright.datasets.encoding import Encoder
 from meshwright.datasets.files import SourceEntry
 from meshwright.datasets.foreign_tokens import TokenFiles
 from meshwright.datasets.rows import Documents, IndexedDocuments, unreadable_now
-from meshwright.datasets.sources import DatasetSpec, find_dataset
+from meshwright.datasets.sources import DATASETS, DatasetSpec, find_dataset
 from meshwright.datasets.storage import DataFile
-from meshwright.datasets.tokenizers.kinds import Tokenizer, build_tokenizer, find_template
-from meshwright.datasets.tokenizers.special_tokens import OWN, Ends
+from meshwright.datasets.tokenizers.kinds import (
+    TOKENIZERS,
+    Tokenizer,
+    build_tokenizer,
+    find_template,
+)
+from meshwright.datasets.tokenizers.special_tokens import OWN, TokenizerKeys
 from meshwright.system.errors import PASSED_ON, ConfigError, StorageError
 from meshwright.system.files import may_pass
 from meshwright.system.modules import code_of, describe_error, import_user_module
 
 if TYPE_CHECKING:
     from meshwright.datasets.tokenizers.chat import ChatTemplate
+
+OWN_TABLES: dict[str, dict[str, Any]] = {
+    "DATASETS": DATASETS,
+    "FORMATS": FORMATS,
+    "TOKENIZERS": TOKENIZERS,
+    "OPTIONS": OPTIONS,
+}
+"""Tables of a user's module that tokenizing needs, and ours that they extend."""
 
 
 @dataclass(frozen=True)
@@ -32,34 +45,30 @@ class TokenizationSpec:
     tokenizer_path: str
     chat_template_path: str = ""
     custom_import: str = ""
-    """Module of the user's that may have the dataset: a process that tokenizes imports it anew."""
-    ends: Ends = OWN
-    """Tokens around a document that the config gives."""
-    options: str = ""
-    """[options.NAME] of the dataset, as JSON; "": the config has none."""
+    """Module of the user's that may have the dataset, its format or the tokenizer."""
+    keys: TokenizerKeys = OWN
+    """What else the config says of the tokenizer."""
+
+    def _take_over(self) -> None:
+        """Add what the user's module has to the tables: a process that tokenizes starts without."""
+        for table, known in OWN_TABLES.items():
+            known.update(self._own(table))
+
+    def _own(self, table: str) -> Mapping[str, Any]:
+        """Return a table of the user's module."""
+        module = import_user_module(self.custom_import) if self.custom_import else None
+        return getattr(module, table, {})
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer; it is built once in a process."""
-        return build_tokenizer(self.tokenizer_path, self.ends)
-
-    @property
-    def _own(self) -> DatasetSpec | None:
-        """The dataset, if it is from the user's module."""
-        module = import_user_module(self.custom_import) if self.custom_import else None
-        datasets: Mapping[str, DatasetSpec] = getattr(module, "DATASETS", {})
-        return datasets.get(self.entry.source.dataset)
-
-    @property
-    def _own_options(self) -> list[BaseModel]:
-        """The options of the user's dataset, if the module has a model of them."""
-        models = getattr(import_user_module(self.custom_import), "OPTIONS", {})
-        model = models.get(self.entry.source.dataset)
-        return [model.model_validate_json(self.options or "{}")] if model else []
+        """The tokenizer; of a file, it is built once in a process."""
+        self._take_over()
+        return build_tokenizer(self.tokenizer_path, self.keys)
 
     @property
     def _spec(self) -> DatasetSpec:
-        spec = self._own or find_dataset(self.entry.source.dataset)
+        self._take_over()
+        spec = find_dataset(self.entry.source.dataset)
         assert spec is not None  # `resolve` has looked
         return spec
 
@@ -70,10 +79,14 @@ class TokenizationSpec:
             ConfigError: if the user's own function fails, or returns something else.
             StorageError: if its error may pass.
         """
-        if (own := self._own) is None:
-            return self._spec.open(self.entry, streamed)
+        spec, name = self._spec, self.entry.source.dataset
+        if name not in self._own("DATASETS"):
+            return spec.open(self.entry, streamed)
+        opens: Callable[..., Any] = spec.open
+        options = options_of(name, self.entry.options)
+        arguments = [self.entry, streamed] if options is None else [self.entry, streamed, options]
         try:
-            documents = own.open(self.entry, streamed, *self._own_options)
+            documents = opens(*arguments)
         except (ConfigError, StorageError, *PASSED_ON):
             raise
         except BaseException as error:
@@ -81,7 +94,7 @@ class TokenizationSpec:
             if may_pass(error):
                 raise unreadable_now(self.entry, "dataset", what) from error
             raise self.entry.error("dataset", f"cannot be opened: {what}") from error
-        if not (own.has_tokens or isinstance(documents, Documents)):
+        if not (spec.has_tokens or isinstance(documents, Documents)):
             rule = f"its function returns {type(documents).__name__}, and no documents"
             raise self.entry.error("dataset", rule, "return IndexedDocuments(size, get)")
         if isinstance(documents, IndexedDocuments):
@@ -116,7 +129,7 @@ class TokenizationSpec:
     def id(self) -> str:
         """Hash of the documents, the code that makes them, the tokenizer and the chat template: the
         name of the token cache."""
-        documents = identity.hash_documents(self.entry, self.files, options=self.options)
+        documents = identity.hash_documents(self.entry, self.files)
         return identity.short_hash([identity.CACHE_FORMAT, documents, *self._encoding])
 
     @property
@@ -130,5 +143,13 @@ class TokenizationSpec:
         parts = identity.tokenizer_parts(self.tokenizer, *paths)
         if identity.find_any_template(*paths):
             parts.append(identity.CHATS_VERSION)  # there may be conversations
-        code = code_of(self.custom_import) if self._own else ""
+        source = self.entry.source
+        of_module = (
+            ("DATASETS", source.dataset),
+            ("FORMATS", source.dataset_format),
+            ("TOKENIZERS", self.keys.name),
+        )
+        is_own = any(name in self._own(table) for table, name in of_module)
+        code = code_of(self.custom_import) if is_own else ""
+        parts += [self.keys.options] if self.keys.options else []
         return [*parts, code] if code else parts

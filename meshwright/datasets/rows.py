@@ -14,12 +14,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from meshwright.config.own_options import options_of
 from meshwright.datasets.conversations import (
     BESIDE,
     FORMATS,
     MEANT,
     Conversation,
     Document,
+    Format,
     as_document,
     from_messages,
     is_list_of_tables,
@@ -32,7 +34,7 @@ from meshwright.datasets.storage import ChangedError, DataFile, UnsupportedError
 from meshwright.datasets.tables import Row
 from meshwright.system import errors
 from meshwright.system.files import may_pass
-from meshwright.system.modules import describe_error, import_user_module
+from meshwright.system.modules import describe_error, file_of, import_user_module
 
 AGAIN = "run the same command again when the network or the file system answers"
 
@@ -127,8 +129,14 @@ class RowReader:
     def __init__(self, entry: SourceEntry) -> None:
         self._entry, self._column = entry, entry.source.dataset_column
         name = entry.source.dataset_format
-        self._format = FORMATS.get(name)
-        self._function = _load_function(entry) if name and not self._format else None
+        known = FORMATS.get(name)
+        self._format = known if isinstance(known, Format) else None
+        self._function: Callable[..., object] | None = None
+        self._options = list[object]()
+        if known is not None and not isinstance(known, Format):
+            self._function, self._options = known, [options_of(name, entry.format_options)]
+        elif name and self._format is None:
+            self._function = _load_function(entry)
         self._wanted = conditions(entry)
         self.unused = Counter[str]()
         """Rows that have a column, by its name, which the format doesn't use."""
@@ -156,11 +164,11 @@ class RowReader:
         Raises:
             ValueError: if it has none, or one that would lose something.
         """
-        if self._function is not None:
-            return as_document(self._call(row), "the function returns")
         if self._format is not None:
             self.unused.update(unused_columns(row, self._format.columns))
             return self._format.read(row)
+        if self._function is not None:
+            return as_document(self._call(row), "the function returns")
         column = self._column
         if column not in row:
             raise ValueError(f"no column {column!r}, but {', '.join(row) or 'none'}")
@@ -175,11 +183,11 @@ class RowReader:
     def _call(self, row: Row) -> object:
         assert self._function is not None
         try:
-            return self._function(row)
+            return self._function(row, *self._options)
         except errors.PASSED_ON:
             raise
         except BaseException as error:  # whatever the user's function raises
-            what = describe_error(error, self._entry.source.dataset_format.rpartition(":")[0])
+            what = describe_error(error, file_of(self._function))
             raise ValueError(f"{what}; the row has {', '.join(row)}") from error
 
 
@@ -287,8 +295,7 @@ class IndexedDocuments(Documents):
                 (errors.ConfigError, errors.DataError, errors.StorageError, *errors.PASSED_ON),
             ):
                 raise
-            code = getattr(self._get, "__code__", None)
-            what = describe_error(error, getattr(code, "co_filename", ""))
+            what = describe_error(error, file_of(self._get))
             if may_pass(error):
                 raise errors.StorageError(
                     f"{words} cannot be read now: {what}\n  fix: {AGAIN}"
@@ -377,7 +384,7 @@ def _layout(entry: SourceEntry) -> Layout:
     beside: tuple[str, ...] = ()
     named = [c.column for c in conditions(entry)]  # "a.b": of that name, or b in a
     named += [name.partition(".")[0] for name in named]
-    if known := FORMATS.get(source.dataset_format):
+    if isinstance(known := FORMATS.get(source.dataset_format), Format):
         columns = (*known.columns, *MEANT, *named)
     elif not source.dataset_format:
         columns, beside = (source.dataset_column, *named), (*BESIDE, *MEANT)

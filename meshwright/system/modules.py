@@ -62,6 +62,12 @@ def describe_error(error: BaseException, file: str) -> str:
     return f"{type(error).__name__}: {error}" + (f" ({file}:{lines[-1]})" if lines else "")
 
 
+def file_of(function: object) -> str:
+    """Return the file of the module that defines a function or a class; "" if there is none."""
+    module = sys.modules.get(getattr(function, "__module__", None) or "")
+    return str(getattr(module, "__file__", ""))
+
+
 def code_of(name: str) -> str:
     """Return a hash of the file of `import_user_module(name)`; "" if there is none, or no name.
 

@@ -198,8 +198,9 @@ def announce_end(
         commands.append(f"tensorboard --logdir {folder}")
     if config.checkpoint.saves:
         module = config.experimental.custom_import
-        # a module without the model: of a sink, or a dataset
+        # a module without model and tokenizer: of a sink, or a dataset
         is_ours = f"meshwright.models.families.{config.model.name}" in FAMILIES
+        is_ours = is_ours and not config.model.tokenizer
         own = f" --custom-import {shlex.quote(module)}" if module and not is_ours else ""
         commands.append(f'meshwright generate {folder} --prompt "..."{own}')
         if not config.checkpoint.last_save_in_hf:

@@ -18,9 +18,10 @@ from meshwright.config.combinations import EXTRAS
 from meshwright.config.job_config import JobConfig
 from meshwright.config.rules import Facts
 from meshwright.config.stages import error_of_stage, staged
-from meshwright.datasets.named_sources import check_files, check_template, entries
+from meshwright.datasets.named_sources import check_files, check_template, entries, with_options
+from meshwright.datasets.tokenizers.contract import check_contract
 from meshwright.datasets.tokenizers.kinds import Tokenizer, build_tokenizer
-from meshwright.datasets.tokenizers.special_tokens import Ends
+from meshwright.datasets.tokenizers.special_tokens import tokenizer_keys
 from meshwright.models.family import Family
 from meshwright.parallelisms.rules.compile_choice import why_no_compiler
 from meshwright.system.errors import ConfigError, Mistakes, check
@@ -31,7 +32,7 @@ from meshwright.train.optim.registry import check_schedule
 from meshwright.train.resolve_model import (
     check_own_model,
     check_own_parts,
-    extend_by,
+    extend_only_by,
     own_options,
     resolve_model,
 )
@@ -97,7 +98,7 @@ def check_extensions(config: JobConfig) -> None:
     Raises:
         ConfigError: if an option, or an entry, is wrong.
     """
-    extend_by(config.experimental.custom_import)
+    extend_only_by(config.experimental.custom_import)
     options = own_options(config)
     check_schedule(config, options)
     own_loss(config, options)
@@ -130,7 +131,7 @@ def look_at_data(config: JobConfig) -> JobFacts:
     """Look at the tokenizer and the first rows of the data, for a command that trains nothing."""
     facts, mistakes = JobFacts(), Mistakes()
     with mistakes.collect():
-        extend_by(config.experimental.custom_import)
+        extend_only_by(config.experimental.custom_import)
         facts = replace(facts, tokenizer=_open_tokenizer(config))
     with mistakes.collect():
         _each_stage(config, _look_at_sources)
@@ -140,19 +141,22 @@ def look_at_data(config: JobConfig) -> JobFacts:
 def _open_tokenizer(config: JobConfig) -> Tokenizer:
     """Return the tokenizer; raise `ConfigError` if it, or a chat template, can't be read."""
     model = config.model
-    ends = Ends(model.bos_token, model.eos_token)
-    tokenizer = build_tokenizer(model.tokenizer_path, ends)
-    _each_stage(config, lambda one: check_template(one.training, model))
+    keys = tokenizer_keys(config.model_dump(mode="json", include={"model", "options"}))
+    tokenizer = build_tokenizer(model.tokenizer_path, keys)
+    if keys.name:
+        check_contract(tokenizer, keys.name)
+    if not hasattr(tokenizer, "encode_conversation"):
+        _each_stage(config, lambda one: check_template(one.training, model))
     return tokenizer
 
 
 def _look_at_sources(config: JobConfig) -> None:
     training, validation = config.training, config.validation
     for entry in entries(training, "training"):
-        check_files(entry, training.max_bad_records)
+        check_files(with_options(entry, config), training.max_bad_records)
     if validation.enable and not training.validation_fraction:
         for entry in entries(validation, "validation"):
-            check_files(entry)
+            check_files(with_options(entry, config))
 
 
 def _each_stage(config: JobConfig, look_at: Callable[[JobConfig], None]) -> None:

@@ -14,9 +14,11 @@ from pydantic_core import ErrorDetails
 from meshwright.checkpoint.conversion.hf_folder import find_family, read_args
 from meshwright.config.explain import explain_value
 from meshwright.config.job_config import JobConfig
-from meshwright.config.own_options import checked_options
+from meshwright.config.own_options import OPTIONS, checked_options
 from meshwright.config.section import is_path
+from meshwright.datasets.conversations import FORMATS
 from meshwright.datasets.sources import DATASETS, DatasetSpec
+from meshwright.datasets.tokenizers.kinds import TOKENIZERS
 from meshwright.models.args import DecoderArgs
 from meshwright.models.families import MODELS
 from meshwright.models.family import Family
@@ -32,17 +34,23 @@ IMPORT_KEY = "experimental.custom_import"
 TABLES: dict[str, tuple[dict[str, Any] | None, tuple[type, ...]]] = {
     "MODELS": (MODELS, (Family,)),
     "DATASETS": (DATASETS, (DatasetSpec,)),
+    "FORMATS": (FORMATS, (Callable,)),  # type: ignore[dict-item]
+    "TOKENIZERS": (TOKENIZERS, (Callable,)),  # type: ignore[dict-item]
     "OPTIMIZERS": (OPTIMIZERS, (ElementWise, MatrixWise)),
     "METRICS": (METRICS, (Metric,)),
     "LOSSES": (LOSSES, (Callable,)),  # type: ignore[dict-item]
     "SCHEDULES": (SCHEDULES, (Callable,)),  # type: ignore[dict-item]
-    "OPTIONS": (None, (type,)),
+    "OPTIONS": (OPTIONS, (type,)),
     "SINKS": (None, (Callable,)),  # type: ignore[dict-item] # built later, by the first rank
 }
 """Tables that a module may have, by name: ours that they extend, and the kinds of their values."""
 
 BuildSink = Callable[[JobConfig, Path], Any]
 """From the config and the dump folder to a sink: `write(record)` and `close()`."""
+
+
+_ADDED = set[tuple[str, str]]()
+"""Table and name of each entry that is a user's."""
 
 
 def extend_by(name: str, key: str = IMPORT_KEY) -> None:
@@ -52,8 +60,23 @@ def extend_by(name: str, key: str = IMPORT_KEY) -> None:
         return
     for table, (known, _) in TABLES.items():
         for entry, value in _table(name, table, key).items():
-            if known is not None and known.setdefault(entry, value) is not value:
+            if known is None:
+                continue
+            # a notebook imports a module again that was edited
+            if entry in known and (table, entry) not in _ADDED:
                 raise _error(name, f"{table} has {entry!r}, which is there already", key)
+            known[entry] = value
+            _ADDED.add((table, entry))
+
+
+def extend_only_by(name: str) -> None:
+    """Do so for a job, which has nothing of the modules that earlier jobs of this process named."""
+    for table, entry in _ADDED:
+        known, _ = TABLES[table]
+        assert known is not None
+        known.pop(entry, None)
+    _ADDED.clear()
+    extend_by(name)
 
 
 def user_sinks(config: JobConfig) -> dict[str, BuildSink]:

@@ -29,6 +29,16 @@ RECIPES: dict[str, tuple[str, dict[str, Any]]] = {
             "options.stanzas.separator": "--",
         },
     ),
+    "tokenizer": (
+        "tokenizer",
+        {
+            "model.tokenizer": "characters",
+            "model.tokenizer_path": "poem.txt",
+            "options.characters.lower": True,
+            "training.dataset": "text",
+            "training.dataset_path": "poem.txt",
+        },
+    ),
     "model": ("sigmoid", {"model.name": "sigmoid", "model.flavor": "debugmodel"}),
     "sink": ("sink", {}),
 }

@@ -99,16 +99,20 @@ def test_a_model_is_exported_and_generates_with_its_module_alone(tmp_path, capsy
     assert texts[0] == texts[1] != "Once\n"
 
 
-def test_a_dataset_that_two_processes_tokenise(tmp_path) -> None:
+def test_a_dataset_and_a_tokenizer_that_two_processes_use(tmp_path) -> None:
     text = tmp_path / "poem.txt"
     text.write_text("\n\n".join(f"stanza {i} has a few words" for i in range(40)))
     data = ("--training.dataset", "stanzas", "--training.dataset_path", str(text))
     sizes = ("--training.seq_len", "32", "--training.token_cache_folder", str(tmp_path / "cache"))
-    config = load_config(words(tmp_path, example("dataset"), *data, *sizes))
+    own = words(tmp_path, example("dataset") + example("tokenizer"), *data, *sizes)
+    own[own.index("bytes")] = str(text)
+    config = load_config([*own, "--model.tokenizer", "characters"])
     resolved(config, 1)
     (source,) = open_data("training", config, num_workers=2)
     assert source.cache.num_documents == 40
-    assert bytes(source.cache.tokens(1, 9).tolist()) == b"stanza 0"
+    characters = sorted({*text.read_text()})
+    tokens = source.cache.tokens(0, 8).tolist()
+    assert "".join(characters[token] for token in tokens) == "stanza 0"
 
 
 def test_options_of_a_dataset_make_other_documents(tmp_path) -> None:

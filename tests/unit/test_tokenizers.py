@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerFast
 from meshwright.config.section import BYTES
 from meshwright.datasets.tokenizers.chat import ChatTemplate
 from meshwright.datasets.tokenizers.kinds import build_tokenizer, end_of_chat, prompt_tokens
-from meshwright.datasets.tokenizers.special_tokens import Ends
+from meshwright.datasets.tokenizers.special_tokens import TokenizerKeys
 from meshwright.system.errors import ConfigError, RecordError
 from tests.helpers.tokenizer_files import (
     CODE,
@@ -205,14 +205,14 @@ def test_a_document_begins_with_bos_only_if_the_post_processor_says_so(tmp_path:
 def test_the_config_names_other_tokens_around_a_document(tmp_path: Path) -> None:
     file = byte_level_json(tmp_path / "tokenizer.json", LLAMA3)
     by_name = build_tokenizer(str(file)).special_ids
-    chat = build_tokenizer(str(file), Ends("", "<|eot_id|>"))
+    chat = build_tokenizer(str(file), TokenizerKeys("", "<|eot_id|>"))
     assert (chat.bos_id, chat.eos_id) == (None, by_name["<|eot_id|>"])
     assert build_tokenizer(str(file)).eos_id == by_name[LLAMA3[1]]  # another one
     with pytest.raises(ConfigError, match="lacks '<none>', which model.bos_token or model.eos_"):
-        build_tokenizer(str(file), Ends("<none>"))
-    assert build_tokenizer(BYTES, Ends("")).bos_id is None
+        build_tokenizer(str(file), TokenizerKeys("<none>"))
+    assert build_tokenizer(BYTES, TokenizerKeys("")).bos_id is None
     with pytest.raises(ConfigError, match="model.eos_token = 'a': only a tokenizer.json can have"):
-        build_tokenizer(BYTES, Ends(None, "a"))
+        build_tokenizer(BYTES, TokenizerKeys(None, "a"))
 
 
 def test_an_eos_that_only_a_file_beside_names(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from meshwright.config.section import BYTES
 from meshwright.datasets.tokenizers.chat import ChatTemplate
 from meshwright.datasets.tokenizers.huggingface import HuggingFaceTokenizer, any_of
 from meshwright.datasets.tokenizers.kinds import (
+    ByteTokenizer,
     SentencePieceTokenizer,
     Tokenizer,
     build_tokenizer,
@@ -53,7 +54,7 @@ def tokenizer_files(
         ConfigError: if transformers couldn't be given the same ids, or the template is gone.
     """
     files: dict[str, Path | str] = {}
-    if path != BYTES:
+    if path not in ("", BYTES):
         file = find_file(path)
         if file.name in (JSON, MODEL):
             beside = (*BESIDE, ADDED, GENERATION_CONFIG)
@@ -160,7 +161,7 @@ def why_not_exported(tokenizer: Tokenizer) -> str:
     Sentencepiece chooses the leftmost of pairs with equal scores, and a tokenizer.json has an order
     of all pairs. Normalizers differ in rare marks.
     """
-    if not isinstance(tokenizer, SentencePieceTokenizer):
+    if isinstance(tokenizer, HuggingFaceTokenizer | ByteTokenizer):
         return ""
     try:
         made = tokenizers.Tokenizer.from_str(to_tokenizer_json(tokenizer) or "")
@@ -183,6 +184,8 @@ def to_tokenizer_json(tokenizer: Tokenizer) -> str | None:
     """
     if isinstance(tokenizer, HuggingFaceTokenizer):
         return tokenizer.made
+    if not isinstance(tokenizer, SentencePieceTokenizer | ByteTokenizer):
+        raise ValueError(f"{type(tokenizer).__name__} is not a kind that has such a file")
     made = _of_pieces(tokenizer) if isinstance(tokenizer, SentencePieceTokenizer) else _of_bytes()
     return _with_specials(made, tokenizer.special_ids, tokenizer.bos_id).to_str(pretty=True)
 

@@ -17,6 +17,7 @@ from meshwright.datasets.samples import CachedSource, SampleRules
 from meshwright.datasets.token_cache.locate import locate
 from meshwright.metrics.report.run import Row
 from meshwright.system.errors import ConfigError, first_line
+from meshwright.train.resolve_model import extend_only_by
 
 MOST_SAMPLES = 100_000
 """That are read of each run, which takes about 10 s."""
@@ -52,6 +53,7 @@ def other_document(
     for run, content in zip((a, b), contents, strict=True):
         try:
             config = load_config([str(run.folder / "config.toml")])
+            extend_only_by(config.experimental.custom_import)
             sources = {one.entry.name: one for one in open_data("training", config)}
         except ConfigError as error:
             return f"the data of {run.folder} can't be opened: {first_line(error)}"

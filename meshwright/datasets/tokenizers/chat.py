@@ -84,7 +84,7 @@ class ChatTemplate:
     def __init__(self, tokenizer: Tokenizer, template: str) -> None:
         if not isinstance(tokenizer, HuggingFaceTokenizer):
             what = "cannot parse the special tokens of a chat template"
-            fix = "use a tokenizer.json"
+            fix = "use a tokenizer.json, or give your own tokenizer an encode_conversation"
             kind = type(tokenizer).__name__
             raise ConfigError(PATH_KEY, f"{PATH_KEY}: a {kind} {what}\n  fix: {fix}")
         self._tokenizer, self._source = tokenizer, template

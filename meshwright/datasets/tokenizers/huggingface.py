@@ -18,7 +18,7 @@ from meshwright.datasets.tokenizers.special_tokens import (
     OWN,
     PATH_KEY,
     SPACE,
-    Ends,
+    TokenizerKeys,
     special_names,
     well_formed,
 )
@@ -60,7 +60,7 @@ class HuggingFaceTokenizer:
         ends: BOS and EOS that go before that.
     """
 
-    def __init__(self, path: Path, ends: Ends = OWN) -> None:
+    def __init__(self, path: Path, ends: TokenizerKeys = OWN) -> None:
         content = path.read_bytes()
         self._tokenizer, raw, self.made = json_file.load(content)
         """`made` is the content of the tokenizer.json that is read instead of the file."""

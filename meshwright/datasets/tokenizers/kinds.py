@@ -3,10 +3,12 @@
 import hashlib
 import os
 import re
+from collections.abc import Callable
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
+from meshwright.config.own_options import options_of
 from meshwright.config.section import BYTES, CHAT_TEMPLATES
 from meshwright.datasets.tokenizers.special_tokens import (
     BESIDE,
@@ -16,13 +18,21 @@ from meshwright.datasets.tokenizers.special_tokens import (
     SPACE,
     TEMPLATE,
     TEMPLATE_KEY,
-    Ends,
+    TokenizerKeys,
     read_beside,
     shipped_template,
     well_formed,
 )
-from meshwright.system.errors import ConfigError, check, config_error, where_it_ends
+from meshwright.system.errors import (
+    PASSED_ON,
+    ConfigError,
+    check,
+    config_error,
+    did_you_mean,
+    where_it_ends,
+)
 from meshwright.system.files import LFS_FIX, LFS_POINTER, LFS_RULE, is_lfs_pointer
+from meshwright.system.modules import describe_error, file_of
 
 OF_PRESETS = {
     "llama2": "meta-llama/Llama-2-7b-hf",
@@ -118,6 +128,20 @@ class _OneTokenEnds:
         return [] if self.eos_id is None else [self.eos_id]
 
 
+class TokenizerBase(_OneTokenEnds):
+    """What a tokenizer of the user's module has, unless it says otherwise: no special tokens, and a
+    token for every text."""
+
+    bos_id = eos_id = None
+    loses_text = False
+    special_names: ClassVar[dict[str, str]] = {}
+    special_ids: ClassVar[dict[str, int]] = {}
+    token_bytes: list[int] | None = None
+
+    def count_lost(self, text: str) -> tuple[int, int]:
+        return 0, len(text)
+
+
 class ByteTokenizer(_OneTokenEnds):
     """UTF-8 bytes, then BOS and EOS: needs no file."""
 
@@ -198,22 +222,48 @@ class SentencePieceTokenizer(_OneTokenEnds):
         return next(sizes), next(sizes)
 
 
-def build_tokenizer(path: str, ends: Ends = OWN) -> Tokenizer:
-    """Build the tokenizer in the file `path`, or in the folder `path` under its usual name.
+TOKENIZERS: dict[str, Callable[[str, Any], Tokenizer]] = {}
+"""The tokenizers of the user's module, by name: from `model.tokenizer_path` and the options of
+[options.NAME] to the tokenizer, which may be a `TokenizerBase`."""
+
+NAME_KEY = "model.tokenizer"
+
+
+def build_tokenizer(path: str, keys: TokenizerKeys = OWN) -> Tokenizer:
+    """Build the tokenizer in the file `path`, or in the folder `path` under its usual name; or the
+    user's of that name.
 
     Raises:
-        ConfigError: if there is none, or it can't be read, or lacks one of `ends`.
+        ConfigError: if there is none, or it can't be read, or lacks BOS or EOS of `keys`.
     """
+    if keys.name:
+        return _with_ends(_build_own(path, keys), keys, keys.name)
     if path == BYTES:
-        return _with_ends(ByteTokenizer(), ends, path)
+        return _with_ends(ByteTokenizer(), keys, path)
     file = find_file(path)
     beside = [file, *(file.with_name(name) for name in BESIDE)]
     found = (file.stat() for file in beside if file.exists())
-    return _build(file, ends, tuple((it.st_mtime_ns, it.st_size, it.st_ino) for it in found))
+    return _build(file, keys, tuple((it.st_mtime_ns, it.st_size, it.st_ino) for it in found))
+
+
+def _build_own(path: str, keys: TokenizerKeys) -> Tokenizer:
+    """Build a tokenizer of the user's module."""
+    name, options = keys.name, options_of(keys.name, keys.options)
+    rule, fix = "no such tokenizer", did_you_mean(name, TOKENIZERS) if TOKENIZERS else ""
+    fix = fix or "name the module that has it, in experimental.custom_import"
+    check(name in TOKENIZERS, NAME_KEY, name, rule, fix)
+    build = TOKENIZERS[name]
+    try:
+        return build(path, options)
+    except (ConfigError, *PASSED_ON):
+        raise
+    except BaseException as error:  # whatever the user's code raises
+        what = describe_error(error, file_of(build))
+        raise config_error(NAME_KEY, name, f"cannot be built: {what}", "correct it") from error
 
 
 @lru_cache(4)  # every source needs it, and a vocabulary of 128k takes seconds
-def _build(file: Path, ends: Ends, states: tuple[tuple[int, int, int], ...]) -> Tokenizer:
+def _build(file: Path, ends: TokenizerKeys, states: tuple[tuple[int, int, int], ...]) -> Tokenizer:
     """`states` of the file and of the ones next to it: if one changes, it is another tokenizer."""
     content = file.read_bytes()
     check(bool(content.strip()), PATH_KEY, str(file), "is empty", "download it again")
@@ -246,9 +296,9 @@ def _reject_tiktoken(file: Path, content: bytes) -> None:
         )
 
 
-def _with_ends(tokenizer: Tokenizer, ends: Ends, path: str) -> Tokenizer:
-    """Return a tokenizer of a different kind without the tokens that `ends` leaves out."""
-    for name, token in ends._asdict().items():
+def _with_ends(tokenizer: Tokenizer, keys: TokenizerKeys, path: str) -> Tokenizer:
+    """Return a tokenizer of a different kind without the tokens that `keys` leave out."""
+    for name, token in (("bos", keys.bos), ("eos", keys.eos)):
         if token == "":
             setattr(tokenizer, f"{name}_id", None)
         elif token is not None:

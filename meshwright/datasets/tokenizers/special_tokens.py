@@ -1,22 +1,40 @@
-"""Known of a tokenizer before it is built: tokens that the config gives, and files next to it."""
+"""Known of a tokenizer before it is built: what the config says of it, and files next to it."""
 
+import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from meshwright.system.files import NamedPath
 
 
-class Ends(NamedTuple):
-    """Tokens around a document as the config gives them. "": none; None: the tokenizer's own."""
+class TokenizerKeys(NamedTuple):
+    """What a config says of a tokenizer, apart from its path."""
 
     bos: str | None = None
+    """Token before a document. "": none; None: the tokenizer's own."""
     eos: str | None = None
+    """Token after a document, in the same way."""
+    name: str = ""
+    """Of the tokenizer of the user's module; "": its file says what it is."""
+    options: str = ""
+    """[options.NAME] of that, as JSON; "": the config has none."""
+
+
+def tokenizer_keys(config: Mapping[str, Any]) -> TokenizerKeys:
+    """Return what the sections `model` and `options` of a config, as plain data, say of the
+    tokenizer."""
+    model = config.get("model", {})
+    name = model.get("tokenizer", "")
+    options = config.get("options", {}).get(name)
+    written = json.dumps(options, sort_keys=True) if options else ""
+    return TokenizerKeys(model.get("bos_token"), model.get("eos_token"), name, written)
 
 
 SPACE = "\u2581"
 """A space in a piece of the kinds that aren't byte-level."""
 
-OWN = Ends()
+OWN = TokenizerKeys()
 """The tokenizer's own."""
 
 PATH_KEY, TEMPLATE_KEY = "model.tokenizer_path", "model.chat_template_path"

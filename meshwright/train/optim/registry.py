@@ -14,7 +14,7 @@ from meshwright.config.job_config import JobConfig
 from meshwright.config.optimizer import Muon, Optimizer, ParameterGroup
 from meshwright.models.parameter import Parameter
 from meshwright.system.errors import ConfigError, check, config_error, did_you_mean
-from meshwright.system.modules import describe_error
+from meshwright.system.modules import describe_error, file_of
 
 Groups = list[dict[str, Any]]
 """Parameter groups, as torch's optimizers take them."""
@@ -88,8 +88,7 @@ def check_schedule(config: JobConfig, own_options: Mapping[str, Any]) -> None:
         try:
             value = function(step, steps, own_options.get(name, config.lr_scheduler))
         except Exception as error:  # whatever the user's function raises
-            code = getattr(function, "__code__", None)
-            what = describe_error(error, getattr(code, "co_filename", ""))
+            what = describe_error(error, file_of(function))
             rule = f"its function raises for step {step} of {steps}: {what}"
             raise config_error("lr_scheduler.name", name, rule, "correct it") from None
         is_fraction = isinstance(value, int | float) and math.isfinite(value) and value >= 0
