@@ -35,6 +35,7 @@ from meshwright.datasets.tokenizers.special_tokens import (
     tokenizer_keys,
 )
 from meshwright.models.args import DecoderArgs
+from meshwright.models.config_json import text_config
 from meshwright.models.decoder import Decoder
 from meshwright.models.families import MODELS
 from meshwright.models.family import Family
@@ -143,7 +144,7 @@ def _open_hf(place: NamedPath, tokenizer_path: str | None) -> TextSource:
             TRAINED_WITH,
         )
     weights = HuggingFaceWeights(place, spec.hf, args)
-    length = place.read_json(CONFIG).get("max_position_embeddings", 0)
+    length = text_config(place.read_json(CONFIG)).get("max_position_embeddings", 0)
     return TextSource(args, weights, tokenizer, text_ends(tokenizer) | _stops(place), length)
 
 

@@ -126,6 +126,24 @@ def write_stretching(stretching: Stretching) -> dict[str, Any]:
     return {"rope_type": kind, **{key: value for key, value in table.items() if value is not None}}
 
 
+NESTED, AROUND = "text_config", ("quantization_config", "tie_word_embeddings", "eos_token_id")
+"""Key of the text model's own table, in files of a model that sees images too, and keys of the
+outer table that hold for the text model unless its own has them."""
+
+
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the keys of a config.json's text model: of the table that nests them, if there is one.
+
+    Raises:
+        ValueError: if that is no table.
+    """
+    if NESTED not in config:
+        return config
+    if not isinstance(config[NESTED], Mapping):
+        raise ValueError(f"{NESTED} is {config[NESTED]!r}, not a table")
+    return {key: config[key] for key in AROUND if key in config} | {**config[NESTED]}
+
+
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 """Kinds of layers in layer_types, and keys of rope_parameters where each has its own table."""
 

@@ -8,6 +8,7 @@ from typing import Any
 from meshwright.models.args import DecoderArgs
 from meshwright.models.config_json import (
     FULL,
+    NESTED,
     PARTIAL,
     SLIDING,
     Dimension,
@@ -15,6 +16,7 @@ from meshwright.models.config_json import (
     number,
     positive,
     read_stretching,
+    text_config,
     write_stretching,
 )
 from meshwright.models.parameter import Parameter
@@ -191,6 +193,16 @@ FIXED = {"is_causal": True, "attention_chunk_size": None, "per_layer_config": No
 that each can have for our models; absent, it is that (masking_utils.py, configuration_utils.py)."""
 
 
+VISION = (
+    "vision_tower.",
+    "multi_modal_projector.",
+    "model.vision_tower.",
+    "model.multi_modal_projector.",
+    "model.visual.",
+)
+"""Beginnings of the names of what sees images, in files of models that nest a text model."""
+
+
 @dataclass(frozen=True)
 class HuggingFaceForm:
     """Names of a family's modules, and keys of its config.json."""
@@ -203,6 +215,9 @@ class HuggingFaceForm:
     """Keys of config.json that can have but one value for our model; absent, they have it."""
     aliases: tuple[str, ...] = ()
     """Further names of it in config.json, which files of the same model have; none is written."""
+    nested_in: str | None = None
+    """The model_type of files that hold such a model next to a vision tower; they are read, and
+    never written."""
     state: Mapping[str, str] = field(default_factory=dict)
     """Our name of a tensor that is no parameter, and theirs; {} is the layer. Files have it in
     fp32, as we do, whatever the type of weights."""
@@ -210,7 +225,7 @@ class HuggingFaceForm:
     """Key of the number of layers that follow the last one and predict further tokens (MTP), which
     are `mtp_depth` of ours, or left out. None: files have none."""
     left_out: tuple[str, ...] = ()
-    """Beginnings of the names of tensors that transformers leaves out of its model, too."""
+    """Beginnings of the names of tensors that are no part of our model."""
     modules: Mapping[str, str] = field(default_factory=lambda: MODULES)
     """Our name of a module and theirs, with names that a model may lack; {} is the layer."""
     rotated: tuple[str, ...] = ROTATED
@@ -256,6 +271,11 @@ class HuggingFaceForm:
     local_theta: tuple[str, float] | None = None
     """Of layers with windows, the older key of `local_theta`, and its value where no key says it;
     None: they have the theta of full layers."""
+
+    @property
+    def model_types(self) -> tuple[str | None, ...]:
+        """Values of config.json's model_type with which files are read."""
+        return (self.model_type, *self.aliases, self.nested_in)
 
     @property
     def tied_names(self) -> tuple[str, str]:
@@ -338,10 +358,8 @@ class HuggingFaceForm:
         Raises:
             ValueError: if our model isn't that function, or a key is missing.
         """
-        if config.get("model_type") not in (self.model_type, *self.aliases):
-            fix = "set model.name to its family, or choose a different folder"
-            rule = f"model_type is {config.get('model_type')!r}, not {self.model_type!r}"
-            raise ValueError(f"{rule}\n  fix: {fix}")
+        self._check_model_type(config)
+        config = text_config(config)
         for key, only in (FIXED | {**self.fixed}).items():
             if config.get(key, only) != only:
                 raise ValueError(f"{key} is {config[key]!r}; this model has {only!r} only")
@@ -380,9 +398,18 @@ class HuggingFaceForm:
             if dense != [*range(len(dense))]:
                 raise ValueError(f"{theirs} is {dense!r}; this model has the first layers only")
             found[ours] = Dimension(theirs, len(dense))
-        tied = config.get("tie_word_embeddings", False)
+        tied = config.get("tie_word_embeddings", self.defaults.get("tie_word_embeddings", False))
         found["tie_embeddings"] = Dimension("tie_word_embeddings", bool(tied))
         return found
+
+    def _check_model_type(self, config: Mapping[str, Any]) -> None:
+        found, where = config.get("model_type"), "model_type"
+        if found is not None and found == self.nested_in:
+            found = text_config(config).get("model_type", self.model_type)
+            where = f"{NESTED}.model_type"
+        if found not in (self.model_type, *self.aliases):
+            fix = "set model.name to its family, or choose a different folder"
+            raise ValueError(f"{where} is {found!r}, not {self.model_type!r}\n  fix: {fix}")
 
     def _read_integers(self, config: Mapping[str, Any]) -> dict[str, Dimension]:
         found = {}

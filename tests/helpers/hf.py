@@ -36,7 +36,7 @@ def transformers_model(args: DecoderArgs = SMALL, seed: int = 0) -> PreTrainedMo
     model = _unfilled(args, bos_token_id=256, eos_token_id=257)
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
-        _fill(name, parameter, generator)
+        fill(name, parameter, generator)
     state = family_of(args).hf.state.values()
     for name, buffer in model.named_buffers():
         if any(name.endswith(theirs.rpartition("{}")[2]) for theirs in state):
@@ -45,7 +45,7 @@ def transformers_model(args: DecoderArgs = SMALL, seed: int = 0) -> PreTrainedMo
 
 
 @torch.no_grad()
-def _fill(name: str, parameter: nn.Parameter, generator: torch.Generator | None = None) -> None:
+def fill(name: str, parameter: nn.Parameter, generator: torch.Generator | None = None) -> None:
     """Filters are larger, and decays weaker: the norm of a result near zero magnifies rounding."""
     nn.init.normal_(parameter, std=1.2 if ".conv" in name else 0.3, generator=generator)
     if "a_log" in name.lower():
@@ -59,7 +59,7 @@ def random_model(args: DecoderArgs, seq_len: int = 32) -> Decoder:
     model.init_buffers()
     model.init_state()
     for name, parameter in model.named_parameters():
-        _fill(name, parameter)
+        fill(name, parameter)
     for buffer in state_in_files(model).values():
         nn.init.normal_(buffer, std=0.3)
     return model

@@ -5,6 +5,7 @@ files hold the output projection too needs it, to compare the two tensors.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -16,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 
 from meshwright.checkpoint.conversion.stored import FORMATS, WEIGHT_TYPES, StoredTensor, joined
 from meshwright.models.args import DecoderArgs
-from meshwright.models.config_json import Dimension
+from meshwright.models.config_json import Dimension, text_config
 from meshwright.models.family import (
     TIED,
     Family,
@@ -42,9 +43,30 @@ def is_hf_folder(path: Path) -> bool:
     return (path / CONFIG).is_file()
 
 
+TEXT_PREFIXES = {"language_model.": "", "model.language_model.": "model."}
+"""Beginnings of the names of a text model's tensors in files that hold a vision tower too, and
+what the text model's own files have in their place."""
+
+
 def find_tensors(place: NamedPath) -> dict[str, StoredTensor]:
     """Return every tensor of the folder's safetensors files, by the name it has there; a quantized
-    one by its dequantized tensor's.
+    one by its dequantized tensor's, and one of a nested text model by the name without a nest.
+
+    Raises:
+        ConfigError: as `_find_stored`.
+    """
+    return {_text_name(name): tensor for name, tensor in joined(_find_stored(place)).items()}
+
+
+def _text_name(name: str) -> str:
+    for nested, own in TEXT_PREFIXES.items():
+        if name.startswith(nested):
+            return own + name.removeprefix(nested)
+    return name
+
+
+def _find_stored(place: NamedPath) -> dict[str, StoredTensor]:
+    """Return every tensor of the folder's safetensors files.
 
     With an index, a file gives only the tensors that the index assigns to it: shards of an older
     save may hold others of the same names.
@@ -56,7 +78,7 @@ def find_tensors(place: NamedPath) -> dict[str, StoredTensor]:
     folder = place.path
     if not (folder / INDEX).is_file():
         _check_single(place)
-        return joined(_read_header(place, SINGLE))
+        return _read_header(place, SINGLE)
     weight_map = place.read_json(INDEX).get("weight_map")
     is_map = isinstance(weight_map, dict) and all(
         isinstance(file, str) and Path(file).name == file for file in weight_map.values()
@@ -79,7 +101,7 @@ def find_tensors(place: NamedPath) -> dict[str, StoredTensor]:
         if unused := sorted(there.keys() - assigned):
             words = f"{folder / file}: {', '.join(unused[:3])}{', ...' if len(unused) > 3 else ''}"
             warn_once(f"{words} left out, since {INDEX} doesn't name this file for it")
-    return joined(found)
+    return found
 
 
 def _read_header(place: NamedPath, name: str) -> dict[str, StoredTensor]:
@@ -107,7 +129,7 @@ def declared_ends(place: NamedPath) -> frozenset[int]:
     found = set[int]()
     for name in (CONFIG, GENERATION_CONFIG):
         if (place.path / name).is_file():
-            ids: Any = place.read_json(name).get("eos_token_id")
+            ids: Any = text_config(place.read_json(name)).get("eos_token_id")
             found |= {i for i in (ids if isinstance(ids, list) else [ids]) if isinstance(i, int)}
     return frozenset(found)
 
@@ -140,7 +162,7 @@ def find_family(place: NamedPath, families: Sequence[Family]) -> Family:
         ConfigError: if it is none of `families`.
     """
     kind = _read_config(place).get("model_type")
-    found = [family for family in families if kind in (family.hf.model_type, *family.hf.aliases)]
+    found = [family for family in families if kind and kind in family.hf.model_types]
     known = ", ".join(family.hf.model_type for family in families)
     fix = "write a family for it (docs/extending.md), or choose a different folder"
     place.check(bool(found), f"{CONFIG}: model_type is {kind!r}, not one of {known}", fix)
@@ -158,7 +180,7 @@ def read_dimensions(place: NamedPath, form: HuggingFaceForm) -> dict[str, Dimens
         found = form.read_config(config)
     except ValueError as error:
         raise place.error(f"{CONFIG}: {error}") from None
-    quantized = config.get("quantization_config") or {}
+    quantized = text_config(config).get("quantization_config") or {}
     for key, only in FORMATS[quantized["quant_method"]].fixed.items() if quantized else ():
         own = quantized.get(key, only)
         rule = f"quantization_config.{key} is {own!r}; can read {only!r} alone"
@@ -296,7 +318,7 @@ def check_tensors(
     for ours, theirs in wanted.items():
         for name, shape in theirs.parts.items():
             place.check(name in stored, f"{name}, our {ours}, is in none of its files", AGAIN)
-            _check_tensor(place, name, stored[name], shape)
+            _check_tensor(place, stored[name], shape)
     # old files have buffers that follow from config.json
     others = [n for n in stored if n not in known and not n.endswith("rotary_emb.inv_freq")]
     predictors = [name for name in others if form.is_of_predictor(name, args)]
@@ -305,17 +327,17 @@ def check_tensors(
             f"{place.path}: {len(predictors)} tensors, {predictors[0]} the first, left out: they "
             f"are of multi-token prediction, and model.args.mtp_depth = {args.mtp_depth}"
         )
-    left_out = [name for name in others if name.startswith(form.left_out)]
-    if left_out:
-        warn_once(
-            f"{place.path}: {len(left_out)} tensors, {left_out[0]} the first, left out, as "
-            f"transformers leaves them out of {form.model_type}"
-        )
+    left_out = {prefix: [n for n in others if n.startswith(prefix)] for prefix in form.left_out}
+    for prefix, names in left_out.items():
+        if names:
+            what = f"{len(names)} tensors of {prefix}*, {names[0]} the first, left out"
+            warn_once(f"{place.path}: {what}: they are no part of {form.model_type}")
     for theirs in wanted.values():
         for copy in theirs.copies:
             _check_copy(place, stored, theirs.name, copy)
-    if unknown := [name for name in others if name not in {*predictors, *left_out}]:
-        raise place.error(f"holds {unknown[0]}, for which the model has no place")
+    known |= {*predictors, *itertools.chain(*left_out.values())}
+    if unknown := [name for name in others if name not in known]:
+        raise place.error(f"holds {stored[unknown[0]].name}, for which the model has no place")
     return wanted
 
 
@@ -328,17 +350,16 @@ def _check_copy(place: NamedPath, stored: Mapping[str, StoredTensor], name: str,
     )
 
 
-def _check_tensor(
-    place: NamedPath, name: str, tensor: StoredTensor, shape: tuple[int, ...]
-) -> None:
+def _check_tensor(place: NamedPath, tensor: StoredTensor, shape: tuple[int, ...]) -> None:
+    where = f"{tensor.name} in {tensor.file.name}"
     place.check(
         tensor.shape == shape,
-        f"{name} in {tensor.file.name} has shape {tensor.shape}, not {shape}",
+        f"{where} has shape {tensor.shape}, not {shape}",
         "its config.json is of a different model",
     )
     place.check(
         bool(tensor.parts) or tensor.dtype in WEIGHT_TYPES,
-        f"{name} in {tensor.file.name} is of type {tensor.dtype}, not {', '.join(WEIGHT_TYPES)}",
+        f"{where} is of type {tensor.dtype}, not {', '.join(WEIGHT_TYPES)}",
     )
 
 

@@ -87,6 +87,18 @@ NAMES = {
     "layers.{}.post_ffn_norm": "model.layers.{}.post_feedforward_layernorm",
 }
 
+DEFAULTS: dict[str, object] = {
+    "hidden_size": 2304,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "intermediate_size": 9216,
+    "query_pre_attn_scalar": 256,
+    "tie_word_embeddings": True,
+}
+"""Values of absent keys in both classes of transformers. Published files of Gemma 3 have few."""
+
 FLAVORS: dict[str, Gemma2Args] = {
     "debugmodel": Gemma2Args(256, 6, 8, 4, 768, 2048, window=64),
     "gemma2_2b": Gemma2Args(2304, 26, 8, 4, 9216, 256000, head_dim=256),
@@ -105,7 +117,7 @@ FAMILY = Family(
             "attention_bias": False,
             "use_bidirectional_attention": None,
         },
-        defaults={"head_dim": 256, "num_key_value_heads": 4, "query_pre_attn_scalar": 256},
+        defaults={**DEFAULTS, "vocab_size": 256000},
         integers={"query_scale": "query_pre_attn_scalar"},
         caps={
             "attention_cap": ("attn_logit_softcapping", 50.0),

@@ -9,8 +9,8 @@ from typing import Any
 
 from meshwright.models.checks import check_positive
 from meshwright.models.config_json import Windows
-from meshwright.models.families.gemma2 import NAMES, GemmaArgs
-from meshwright.models.family import Family, HuggingFaceForm
+from meshwright.models.families.gemma2 import DEFAULTS, NAMES, GemmaArgs
+from meshwright.models.family import VISION, Family, HuggingFaceForm
 from meshwright.models.rope_scaling import LinearScaling
 from meshwright.models.table import AttentionSpec, DecoderSpec
 
@@ -70,6 +70,8 @@ FAMILY = Family(
     hf=HuggingFaceForm(
         model_type="gemma3_text",
         architecture="Gemma3ForCausalLM",
+        nested_in="gemma3",
+        left_out=VISION,
         modules=NAMES,
         fixed={
             "hidden_activation": "gelu_pytorch_tanh",
@@ -78,12 +80,7 @@ FAMILY = Family(
             "attn_logit_softcapping": None,
             "final_logit_softcapping": None,
         },
-        defaults={
-            "head_dim": 256,
-            "num_key_value_heads": 4,
-            "query_pre_attn_scalar": 256,
-            "rope_theta": 1000000.0,
-        },
+        defaults={**DEFAULTS, "vocab_size": 262208, "rope_theta": 1000000.0},
         integers={"query_scale": "query_pre_attn_scalar"},
         stretched_rope_type="linear",
         windows=Windows(4096, every=6, pattern="sliding_window_pattern"),

@@ -12,7 +12,7 @@ from typing import Any
 from meshwright.models.args import STD
 from meshwright.models.checks import check_positive
 from meshwright.models.config_json import Dimension, positive
-from meshwright.models.family import Family, HuggingFaceForm
+from meshwright.models.family import VISION, Family, HuggingFaceForm
 from meshwright.models.mup import MupArgs
 from meshwright.models.table import AttentionSpec, DecoderSpec
 
@@ -62,6 +62,8 @@ FAMILY = Family(
     hf=HuggingFaceForm(
         model_type="mistral",
         architecture="MistralForCausalLM",
+        nested_in="mistral3",
+        left_out=VISION,
         fixed={"hidden_act": "silu"},
         defaults={"num_key_value_heads": 8},
         read_own=_read,

@@ -18,7 +18,7 @@ from meshwright.models.families.qwen3_next import (
     LINEAR_DIMENSIONS,
     NAMES,
 )
-from meshwright.models.family import Family, HuggingFaceForm, Joined
+from meshwright.models.family import VISION, Family, HuggingFaceForm, Joined
 from meshwright.models.table import DecoderSpec
 
 
@@ -64,7 +64,8 @@ FAMILY = Family(
     hf=HuggingFaceForm(
         model_type="qwen3_5_text",
         architecture="Qwen3_5ForCausalLM",
-        left_out=("mtp.", "model.visual."),
+        nested_in="qwen3_5",
+        left_out=("mtp.", *VISION),
         modules={
             **NAMES,
             **{
@@ -81,7 +82,15 @@ FAMILY = Family(
             ),
         ),
         fixed={"hidden_act": "silu", "attention_bias": False},
-        defaults={**DEFAULTS, "num_key_value_heads": 4},
+        defaults={
+            **DEFAULTS,
+            "hidden_size": 4096,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 4,
+            "intermediate_size": 12288,
+            "vocab_size": 248320,
+        },
         integers=LINEAR_DIMENSIONS,
         windows=FullEvery(every=4, pattern="full_attention_interval"),
         partial_rotary=0.25,

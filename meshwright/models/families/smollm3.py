@@ -90,7 +90,11 @@ FAMILY = Family(
             "mlp_bias": False,
             "use_sliding_window": False,
         },
-        defaults={"num_key_value_heads": 4, "rope_theta": 2000000.0},
+        defaults={
+            "num_key_value_heads": 4,
+            "rope_theta": 2000000.0,
+            "tie_word_embeddings": True,
+        },
         stretched_rope_type="yarn",
         read_own=_read,
         write_own=_write,
