@@ -42,6 +42,7 @@ EXAMPLES = {
     "training.fp32_modules": '["output"]',
     "training.stages": "[{until_tokens = 1000000}, {lr = 1e-4}]",
     "optimizer.groups": '[{parameters = ["*norm.weight"], lr_scale = 0.5}]',
+    "optimizer.qk_clip_threshold": "100.0",
     "lr_scheduler.total_steps": "10000",
     "experts.sequence_balance_loss": "1e-4",
     "experts.bias_update_rate": "1e-3",

@@ -5,6 +5,7 @@ without effect, such as `pipeline_parallel_schedule` without a pipeline, is repo
 """
 
 from collections.abc import Iterator
+from fnmatch import fnmatchcase
 from math import inf
 
 from meshwright.config.fields import value_of
@@ -412,12 +413,14 @@ def _loss_weights_differ(config: JobConfig, _: Facts) -> Iterator[ConfigError]:
 def _suits_mtp(config: JobConfig, facts: Facts) -> Iterator[ConfigError]:
     """Further tokens are predicted without options that no proof covers next to them."""
     training, freq = config.training, config.metrics.layer_stats_freq
+    clip = config.optimizer.qk_clip_threshold
     mup = getattr(facts.model, "mup_base_dim", 0)
     weights = {source.loss_weight for source in training.datasets} - {1.0}
     used: dict[str, tuple[object, bool]] = {
         "training.loss": (training.loss, training.loss != JobConfig().training.loss),
         "training.datasets.0.loss_weight": (max(weights, default=1.0), bool(weights)),
         "metrics.layer_stats_freq": (freq, bool(freq)),
+        "optimizer.qk_clip_threshold": (clip, clip is not None),
         "sentry.interval": (config.sentry.interval, bool(config.sentry.interval)),
         "model.args.mup_base_dim": (mup, bool(mup)),
     }
@@ -427,9 +430,41 @@ def _suits_mtp(config: JobConfig, facts: Facts) -> Iterator[ConfigError]:
             yield config_error(key, value, rule, "leave it out, or set model.args.mtp_depth = 0")
 
 
+def _suits_qk_clip(config: JobConfig, facts: Facts) -> Iterator[ConfigError]:
+    """QK-clip needs logits that are known, and that follow from weights that it may change."""
+    threshold, frozen = config.optimizer.qk_clip_threshold, config.model.frozen
+    if threshold is None:
+        return
+    attentions = facts.spec.attentions
+    changed = [
+        f"layers.{layer}.attention.{name}"
+        for layer, one in attentions.items()
+        for name in one.logit_rows
+    ]
+    kept = [name for name in changed if any(fnmatchcase(name, pattern) for pattern in frozen)]
+    specs = attentions.values()
+    reasons = {
+        "the model normalizes queries and keys, so their weights don't make logits large": any(
+            one.qk_norm for one in specs
+        ),
+        "the model caps its logits": any(one.soft_cap is not None for one in specs),
+        "the logits of a core of your own aren't known": any(one.has_own_core for one in specs),
+        f"model.frozen has {kept[:1]}, which it would change": bool(kept),
+        f"{EARLY_STEP} updates before a step is known to be good": (
+            config.optimizer.early_step_in_backward
+        ),
+    }
+    for reason, applies in reasons.items():
+        if applies:
+            key = "optimizer.qk_clip_threshold"
+            yield config_error(key, threshold, reason, "leave it out")
+
+
 OTHERS: tuple[Row[Facts], ...] = (
     Check(_loss_weights_differ),
     Check(_suits_mtp, needs="model"),
+    Check(_suits_qk_clip, needs="model"),
+    idle_while("optimizer.qk_clip_threshold", None, "qk_clip_interval"),
     Rule(
         "profiling.profile_freq",
         lambda c, _: (

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, NonNegativeFloat, PositiveFloat
+from pydantic import AfterValidator, Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from meshwright.config.section import Section
 
@@ -90,6 +90,15 @@ class Optimizer(Section):
     `weight_decay` or `optimizer`. The first group that matches a parameter counts."""
 
     muon: Muon = Muon()
+
+    qk_clip_threshold: PositiveFloat | None = None
+    """QK-clip (Kimi Team 2025, arXiv:2507.20534): if a head's largest attention logit is above it,
+    the head's query and key weights are multiplied so that it would have been equal. The report has
+    100. Absent: off."""
+
+    qk_clip_interval: PositiveInt = 1
+    """Steps from one check of the logits to the next. Each costs one more forward of the global
+    batch, a third of a step's FLOPs."""
 
     early_step_in_backward: bool = False
     """Update each parameter during backward, as soon as its gradient is final, and free that: the

@@ -14,7 +14,7 @@ from meshwright.metrics.sinks import Record, Sink, Texts, TextSink
 from meshwright.system import hardware
 from meshwright.system.log import logger
 
-Phase = Literal["forward_backward", "communication", "optimizer", "layer_stats"]
+Phase = Literal["forward_backward", "communication", "optimizer", "layer_stats", "qk_clip"]
 
 
 class Phases:

@@ -45,6 +45,17 @@ class LatentSpec(AttentionSpec):
         return ("narrow", "seen", "core")
 
     @property
+    def logit_rows(self) -> dict[str, tuple[tuple[int, float], ...]]:
+        """As the base's. The rotated part of a key is that of all heads, so it stays, and the
+        rotated part of the query takes the whole factor (arXiv:2507.20534, section 2.1)."""
+        plain = self.head_dim - self.rotated_dim
+        query = "wq_b.weight" if self.q_rank else "wq.weight"
+        return {
+            query: ((plain, 0.5), (self.rotated_dim, 1.0)),
+            "wkv_b.weight": ((plain, 0.5), (self.v_dim, 0.0)),
+        }
+
+    @property
     def parameters(self) -> dict[str, Parameter]:
         parts = ("n_heads", self.n_heads)
 

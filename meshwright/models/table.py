@@ -108,6 +108,18 @@ class AttentionSpec(MixerSpec):
         """Return whether the kernels of GPUs for plain causal attention don't do it."""
         return any(one is not None for one in (self.window, self.soft_cap, self.sink_std))
 
+    @property
+    def logit_rows(self) -> dict[str, tuple[tuple[int, float], ...]]:
+        """Return what to multiply so that all logits of a head are times a factor, by the name of
+        the parameter: of the rows of each head, or of each key head, how many rows are times which
+        power of that factor.
+
+        Query heads that share a key head have to have the same factor.
+        """
+        names = [f"{layer}.weight" for layer in ("wq", "wk")]
+        names += [f"{layer}.bias" for layer in ("wq", "wk") if layer in self.biases]
+        return dict.fromkeys(names, ((self.head_dim, 0.5),))
+
     def num_pairs(self, seq_len: int) -> int:
         """Return the pairs of a query and a key in a sequence, twice those that a causal mask
         leaves: S^2 without a window, and 2 W S - W^2 with a window W, which is the same at W = S.

@@ -27,6 +27,7 @@ class Metric:
 OF_RECORDS = (
     *("step", "loss/", "data/", "time/", "memory/", "validation/", "average/", "experts/"),
     *("layer_stats/", "optim/grad_norm", "optim/lr", "optim/skipped_steps"),
+    "qk_clip/",
 )
 """How the names start that records have for our metrics."""
 

@@ -32,6 +32,7 @@ from meshwright.train.optim.optimizers import (
     set_learning_rate,
     update,
 )
+from meshwright.train.optim.qk_clip import QKClip
 from meshwright.train.optim.registry import average_decay
 from meshwright.train.own_metrics import OwnMetrics, from_limbs, to_limbs
 from meshwright.train.resolve import ResolvedJob
@@ -107,6 +108,8 @@ class Trainer:
     """Every `block_of` a parameter, to get their norms too. Not with `early`."""
     layer_stats: LayerStats | None = None
     """Not with `early`."""
+    qk_clip: QKClip | None = None
+    """Not with `early`."""
     loss_weights: Tensor | None = None
     """(sources,) fp32: factors on the losses of the labels of each source of a mixture; the loss is
     divided by their sum over labels. None: all are 1."""
@@ -179,6 +182,10 @@ class Trainer:
         if layer_stats is not None:
             mark("layer_stats")
             layer_stats.measure_forward(batches[0], positions)
+        qk_clip = self.qk_clip if self.qk_clip is not None and self.qk_clip.is_due(step) else None
+        if qk_clip is not None:
+            mark("qk_clip")
+            qk_clip.measure(batches, positions)
         mark("forward_backward")
         if early is not None:
             early.begin(detector.is_stopped)
@@ -213,6 +220,7 @@ class Trainer:
         if not self.has_checked_state:
             check_state(self.optimizer, model.named_parameters())
             self.has_checked_state = True
+        clipped = {} if qk_clip is None else qk_clip.apply(skip_update)
         if self.average is not None:
             self.average.after_update(skip_update)
         mtp = zip(range(1, len(of_depths) + 1), of_depths / num_future, strict=True)
@@ -220,6 +228,7 @@ class Trainer:
             **{f"loss/mtp_{depth}": mean for depth, mean in mtp},
             **balance.after_step(of_model, skip_update),
             **self.own_metrics.results(own_metrics),
+            **clipped,
         }
         if layer_stats is not None:
             mark("layer_stats")
@@ -298,7 +307,8 @@ def build_trainer(
     )
     is_early, decay = config.optimizer.early_step_in_backward, average_decay(config)
     normed = table if config.metrics.grad_norm_by_group else ()
-    freq = config.metrics.layer_stats_freq
+    freq, threshold = config.metrics.layer_stats_freq, config.optimizer.qk_clip_threshold
+    interval = config.optimizer.qk_clip_interval
     sources = entries(config.training, "training")
     names = [entry.name for entry in sources]
     loss_weights = [entry.loss_weight for entry in sources]
@@ -317,6 +327,7 @@ def build_trainer(
         own_metrics=OwnMetrics(own_options(config)),
         norm_groups=list(dict.fromkeys(map(block_of, normed))),
         layer_stats=LayerStats(model, meshes, spec, resolved.frozen, freq) if freq else None,
+        qk_clip=None if threshold is None else QKClip(model, meshes, spec, threshold, interval),
         loss_weights=torch.tensor(loss_weights, device=device)
         if set(loss_weights) != {1}
         else None,

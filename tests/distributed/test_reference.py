@@ -43,6 +43,11 @@ CONFIGS = {
     ],
     "mtp, tied": ["--model.args.mtp_depth=1 --model.args.tie_embeddings=true"],
     "small rate": ["--optimizer.lr=1e-6"],
+    "qk-clip": [
+        "--model.name=qwen2 --model.flavor=qwen2.5_7b --optimizer.qk_clip_threshold=100 "
+        f"--optimizer.qk_clip_interval=9 {EMA}"
+    ],
+    "qk-clip, latents": ["--model.name=deepseek_v3 --optimizer.qk_clip_threshold=0.7"],
     "mup": ["--model.args={mup_base_dim=64}"],
     "loss weights": [f"--training.datasets=[{','.join(WEIGHTED)}]"],
     "long": ["--model.flavor=llama3.1_8b --training.seq_len=8192"],

@@ -189,6 +189,7 @@ def test_an_address_holds_no_login(toml, capsys) -> None:
 
 ASYNC_TP = "--parallelism.enable_async_tensor_parallel --parallelism.tensor_parallel_degree 2"
 EARLY = "--optimizer.early_step_in_backward --training.max_norm inf"
+CLIP = "--optimizer.qk_clip_threshold 100"
 OFFLOAD = "--training.enable_cpu_offload"
 PIPELINE = "--parallelism.pipeline_parallel_degree 2"
 
@@ -278,6 +279,13 @@ training.steps=3 => expected --section.key value fix: write --training.steps=3
 --optimizer.early_step_in_backward => max_norm = 1.0 cannot be kept
 {EARLY} --parallelism.fsdp_reduce_gradients every_microbatch
     => would update with the gradients of one microbatch
+{CLIP} --model.name qwen3 => the model normalizes queries and keys
+{CLIP} --model.name gemma2 => qk_clip_threshold = 100.0: the model caps its logits fix: leave it
+{CLIP} --model.frozen ["layers.0.*"] => ['layers.0.attention.wq.weight'], which it would change
+{CLIP} --model.name deepseek_v3 --model.args.mtp_depth 1
+    => qk_clip_threshold = 100.0: is not known to work with layers for MTP
+{CLIP} {EARLY} => updates before a step is known to be good
+--optimizer.qk_clip_interval 0 => qk_clip_interval = 0: should be greater than 0
 {EARLY} --metrics.layer_stats_freq 10 => frees each gradient before its RMS is taken
 {EARLY} --bad_steps.policy skip => bad_steps.policy = 'skip': optimizer.early_step
 {EARLY} --bad_steps.spike_std 6 => bad_steps.spike_std = 6.0: optimizer.early_step

@@ -185,11 +185,12 @@ def run_step(
             trace.entries.clear()
             if is_early:
                 ledger.begin()
-            # statistics of layers aren't of every step: of them, the copy of the weights counts
+            # statistics of layers and QK-clip aren't of every step: of these, the copy of the
+            # weights counts
             if trainer.layer_stats is not None:
                 keep_weights = trainer.layer_stats.keep_weights
                 optimizer.register_step_pre_hook(lambda *_: keep_weights())
-            step = replace(trainer, layer_stats=None).step
+            step = replace(trainer, layer_stats=None, qk_clip=None).step
             step(2, batches[:simulated], detector)
         ledger.settle()
     return Simulation(ledger.record, trace.entries, simulated, num_microbatches - simulated)

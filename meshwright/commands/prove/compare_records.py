@@ -12,6 +12,7 @@ PER_DEVICE = ("time/wps", "time/tflops", "time/mfu_pct", "time/mfu_causal_pct")
 SUMS = (
     "optim/grad_norm/",
     "layer_stats/",
+    "qk_clip/",
     "loss/train/",
     "loss/mtp_",
     "experts/entropy",

@@ -325,6 +325,8 @@ class Plain:
     def __init__(self, name: str, args: Args, stretch: Tensor) -> None:
         self._name, self._form, self._args = name, FORMS[name], args
         self._stretch = stretch.double()
+        self.largest_logits: list[Tensor] = []
+        """(N,) of each head that attends, by layer, of the last call of `losses`."""
 
     def losses(
         self, weights: Weights, batch: PlainBatch, routers: Mapping[int, Router], options: Experts
@@ -356,6 +358,7 @@ class Plain:
                 near, rotation = sees, None
             return self._block(x, part, rotation, near, routers.get(number), is_token)
 
+        self.largest_logits.clear()
         x, further = self._embedded(weights, batch.tokens), list[Tensor]()
         for layer in range(args["n_layers"]):
             x = pass_through(x, _part(weights, layer), layer, batch.is_token)
@@ -456,6 +459,7 @@ class Plain:
         scores = q @ k.mT * self._args.get("attention_multiplier", scale)
         scores = _capped(scores, self._args.get("attention_cap"))
         scores = scores.masked_fill(~sees.unsqueeze(1), -math.inf)
+        self.largest_logits.append(scores.detach().amax((0, 2, 3)))
         if self._form.is_gpt_oss:  # a key more, whose score is the sink, and whose value is zero
             sinks = weights["attention.sinks.weight"].view(-1, 1, 1).expand_as(scores[..., :1])
             scores, v = torch.cat([scores, sinks], -1), F.pad(v, (0, 0, 0, 1))
@@ -535,8 +539,9 @@ class Plain:
         if scaling and scaling["mscale_all_dim"]:
             scale *= _growth(scaling, scaling["mscale_all_dim"]) ** 2
         scores = torch.einsum("bqnh,bknh->bnqk", q, k) * scale
-        shares = scores.masked_fill(~sees.unsqueeze(1), -math.inf).softmax(-1)
-        return product(torch.einsum("bnqk,bknv->bqnv", shares, v).flatten(-2), "wo")
+        scores = scores.masked_fill(~sees.unsqueeze(1), -math.inf)
+        self.largest_logits.append(scores.detach().amax((0, 2, 3)))
+        return product(torch.einsum("bnqk,bknv->bqnv", scores.softmax(-1), v).flatten(-2), "wo")
 
     def _chosen(self, biased: Tensor, count: int) -> Tensor:
         """(B, S, E) -> (B, S, K): the highest scores, in the best groups if there are some."""

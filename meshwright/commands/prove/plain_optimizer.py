@@ -12,7 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.commands.prove.plain_decoder import Args, Weights, widening
+from meshwright.commands.prove.plain_decoder import (
+    Args,
+    Weights,
+    has_latents,
+    head_width,
+    is_recurrent,
+    widening,
+)
 from meshwright.config.job_config import Average
 from meshwright.config.optimizer import Muon, Optimizer
 from meshwright.config.training import LRScheduler
@@ -107,6 +114,44 @@ def optimizers(
         else:
             kind = torch.optim.AdamW if own.optimizer == "AdamW" else torch.optim.Adam
             yield kind([group], betas=betas, eps=config.eps, foreach=False), own
+
+
+@torch.no_grad()
+def clip_qk(weights: Weights, largest: Sequence[Tensor], args: Args, threshold: float) -> set[str]:
+    """Multiply weights of queries and keys so that no logit would have been above the threshold,
+    and return their names.
+
+    Source: Kimi Team 2025, arXiv:2507.20534, algorithm 1. A rotated key that all heads share stays;
+    heads that share any other key have one factor.
+
+    Args:
+        largest: (N,) logits of the heads of each layer that attends.
+    """
+    own = [(head_width(args), 0.5)]
+    of_heads = {"wq": own, "wk": own}
+    if has_latents(args):
+        plain, turned = args["qk_nope_head_dim"], args["qk_rope_head_dim"]
+        of_heads = {"wq_b" if args["q_lora_rank"] else "wq": [(plain, 0.5), (turned, 1.0)]}
+        of_heads["wkv_b"] = [(plain, 0.5), (args["v_head_dim"], 0.0)]
+    layers = [n for n in range(args["n_layers"]) if not is_recurrent(args, n)]
+    changed = set[str]()
+    for layer, logits in zip(layers, largest, strict=True):
+        groups = logits.view(args["n_kv_heads"], -1).tolist()
+        factors = [threshold / max(threshold, *group) for group in groups]
+        names = [f"layers.{layer}.attention.{kind}" for kind in of_heads]
+        for name in [f"{one}.{end}" for one in names for end in ("weight", "bias")]:
+            if name not in weights:
+                continue
+            changed.add(name)
+            parts, row = of_heads[name.split(".")[-2]], 0
+            heads = len(weights[name]) // sum(width for width, _ in parts)
+            for head in range(heads):
+                for width, power in parts:
+                    weights[name][row : row + width] *= (
+                        factors[head * len(factors) // heads] ** power
+                    )
+                    row += width
+    return changed
 
 
 def schedule(step: int, steps: int, config: LRScheduler) -> float:

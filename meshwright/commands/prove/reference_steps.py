@@ -22,7 +22,7 @@ from meshwright.commands.prove.job import ProofJob
 from meshwright.commands.prove.measure import different
 from meshwright.commands.prove.plain_batch import compare_batch, compare_documents, read_batch
 from meshwright.commands.prove.plain_decoder import UNCOUNTED, Plain, Router
-from meshwright.commands.prove.plain_optimizer import kept_share, optimizers, schedule
+from meshwright.commands.prove.plain_optimizer import clip_qk, kept_share, optimizers, schedule
 from meshwright.commands.prove.weights import stretch_of
 from meshwright.config.job_config import JobConfig
 from meshwright.datasets.samples import SampleRules
@@ -45,6 +45,9 @@ STEP_BOUND = 256 * UNIT
 STORED_BOUND = 4 * UNIT
 """Relative error of a sum that is rounded where it is kept."""
 
+
+LOGIT_BOUND = 1e-5
+"""Relative error of the largest logit of a head in fp32, as of the loss."""
 
 TOO_WIDE = 0.1
 """A bound that would pass a wrong step of Muon."""
@@ -154,6 +157,10 @@ class Steps:
         after = self._state()
         routers = self._compare_backward(step, before, choices, result, gradients)
         self._compare_routers(step, before, after, routers, result)
+        if (got := result.figures.get("qk_clip/max_logit")) is not None:
+            want = torch.cat(self._plain.largest_logits).max().item()
+            place = f"of step {step}"
+            self._checked.number("largest logit", place, got.item(), want, LOGIT_BOUND)
         self._compare_update(step, before, after, gradients, rates)
 
     def compare_validation(self) -> None:
@@ -283,17 +290,20 @@ class Steps:
             weight.grad = gradients.get(name)
         nn.utils.clip_grad_norm_(self._weights.values(), config.training.max_norm)
         lr = config.optimizer.lr * schedule(step, config.training.steps, config.lr_scheduler)
+        for name, (optimizer, own) in self._optimizers.items():
+            want = lr * own.lr_scale
+            checked.number("learning rate", f"of step {step} of {name}", rates[name], want, 1e-9)
+            if optimizer is not None:
+                optimizer.param_groups[0]["lr"] = want
+                optimizer.step()
+        clipped = self._clip_qk(step)
         known: dict[str, Tensor] = {}
         changes: dict[str, Tensor] = {}
         limits: dict[str, float] = {}
         muon = config.optimizer.muon
         for name, (optimizer, own) in self._optimizers.items():
-            want = lr * own.lr_scale
-            checked.number("learning rate", f"of step {step} of {name}", rates[name], want, 1e-9)
             if optimizer is None:
                 continue
-            optimizer.param_groups[0]["lr"] = want
-            optimizer.step()
             bound = STEP_BOUND
             if own.optimizer == "muon":
                 bound = max(bound, bound_of_muon(muon.coefficients[0], muon.steps))
@@ -302,6 +312,8 @@ class Steps:
             known[name] = self._weights[name].detach()
             changes[name] = known[name] - before.weights[name]
             limits[name] = bound + _stored(known[name], changes[name])
+            if name in clipped:
+                limits[name] += LOGIT_BOUND * _ratio(known[name], changes[name])
         got = {name: after.weights[name] for name in known}
         checked.tensors("update", f"at step {step}", got, known, limits, changes)
 
@@ -314,6 +326,14 @@ class Steps:
             moves = {name: mean - before.means[name] for name, mean in wanted.items()}
             limits = {n: STEP_BOUND + _stored(mean, moves[n]) for n, mean in wanted.items()}
             checked.tensors("EMA", f"at step {step}", after.means, wanted, limits, moves)
+
+    def _clip_qk(self, step: int) -> set[str]:
+        """Let plain PyTorch clip as the step did, and return the names of the weights."""
+        optimizer = self._config.optimizer
+        if optimizer.qk_clip_threshold is None or step % optimizer.qk_clip_interval:
+            return set()
+        largest = self._plain.largest_logits
+        return clip_qk(self._weights, largest, self._args, optimizer.qk_clip_threshold)
 
     def _compare_figures(self, what: str, state: State, weights: dict[str, Tensor]) -> None:
         model, meshes = self._trainer.model, self._job.meshes
@@ -341,5 +361,10 @@ def _copy(tensor: Tensor) -> Tensor:
 
 def _stored(whole: Tensor, change: Tensor) -> float:
     """Return the error of rounding a sum where it is kept, relative to the change of it."""
+    return STORED_BOUND * _ratio(whole, change)
+
+
+def _ratio(whole: Tensor, change: Tensor) -> float:
+    """Return the norm of a sum over that of the change of it; 0 if it doesn't change."""
     norm = change.norm().item()
-    return STORED_BOUND * whole.norm().item() / norm if norm else 0.0
+    return whole.norm().item() / norm if norm else 0.0

@@ -32,6 +32,9 @@ HIGHEST_LR = 1e-3
 by up to the rate per step. At 0.01 training is chaotic, so rounding grows until a correct mesh
 differs at step 10. At this rate rounding doesn't grow."""
 
+LOWEST_LOGITS = 1.0
+"""Threshold of QK-clip in the small job, at most: the largest logits of some heads are above it."""
+
 PEAK_TFLOPS = 1.0
 """Per second and device, which MFU is a part of: more than a step of a second takes."""
 
@@ -83,10 +86,13 @@ def _optimizer(config: JobConfig, names: Sequence[str]) -> dict[str, object]:
     """Return the keys of the small job's optimizer; `names` are its parameters."""
     groups = fitted_groups(config.optimizer.groups, names)
     highest_lr = HIGHEST_LR / max([1.0, *(group.lr_scale for group in groups)])
+    threshold = config.optimizer.qk_clip_threshold
     return {
         "lr": min(config.optimizer.lr, highest_lr),
         "early_step_in_backward": False,
         "groups": groups,
+        "qk_clip_threshold": None if threshold is None else min(threshold, LOWEST_LOGITS),
+        "qk_clip_interval": min(config.optimizer.qk_clip_interval, 2),
     }
 
 

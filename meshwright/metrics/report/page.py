@@ -32,6 +32,7 @@ PARTS = {  # of a step
     "time/communication_s": "all-reduce",
     "time/optimizer_s": "optimizer",
     "time/layer_stats_s": "statistics of layers",
+    "time/qk_clip_s": "QK-clip",
 }
 
 
