@@ -8,8 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from meshwright.config.fields import KeyEntry, entries, summary
-from meshwright.config.job_config import JobConfig
+from meshwright.config.fields import SECTIONS, KeyEntry, entries, summary
 from meshwright.system.errors import as_toml
 
 PRESETS = Path(__file__).parents[1] / "train_configs"
@@ -97,10 +96,10 @@ def page() -> Iterator[str]:
     """Lines of Markdown; a key that means the same in two sections is explained in the first."""
     yield HEAD
     explained, used = dict[KeyEntry, str](), _used_by_presets()
-    for section in JobConfig.model_fields:
+    for section, declared in SECTIONS.items():
         yield f"\n## {section}\n"
-        yield summary(section).removeprefix(f"[{section}] ")
-        for entry in entries(section):
+        yield summary(declared).removeprefix(f"[{section}] ")
+        for entry in entries(declared):
             if explained.setdefault(entry, section) != section:
                 continue
             key = f"{section}.{entry.name}"
@@ -111,8 +110,8 @@ def page() -> Iterator[str]:
                 facts += f", for example `{key} = {_example(key, entry, used)}`"
             yield facts
             yield f"\n{entry.text}"
-        for other in JobConfig.model_fields:
-            same = [e.name for e in entries(section) if explained[e] == other != section]
+        for other in SECTIONS:
+            same = [e.name for e in entries(declared) if explained[e] == other != section]
             if same:
                 yield f"\nAs in [{other}](#{other}): `{'`, `'.join(same)}`."
 

@@ -107,7 +107,7 @@ def check_job(given: Namespace, ranks: Ranks, device_type: str | None = None) ->
 def _export_fault(resolved: ResolvedJob) -> str:
     """Return why the tokenizer couldn't be exported; "" if nothing is known against it."""
     is_copied = not isinstance(resolved.tokenizer, SentencePieceTokenizer)
-    if is_copied and not resolved.config.model.tokenizer:
+    if is_copied and not resolved.config.model.tokenizer_type:
         return ""
     # not at the top: it imports the libraries of tokenizers
     from meshwright.checkpoint.conversion.tokenizer_files import why_not_exported

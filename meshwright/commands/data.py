@@ -59,7 +59,7 @@ def run(given: Namespace) -> None:
         views.remove(config, given.remove)
         return
     if given.caches:
-        if has_job := bool(config.model.tokenizer or config.model.tokenizer_path):
+        if has_job := bool(config.model.tokenizer_type or config.model.tokenizer_path):
             check_data(config)
         views.print_caches(config, has_job=has_job)
         return

@@ -77,7 +77,8 @@ GROUPS = {
         "schema": Command(
             "config",
             "print the JSON Schema of a config, for editors",
-            "> schema.json",
+            "my_job.toml > schema.json",
+            takes_config=True,
             suffix="_schema",
         ),
     },

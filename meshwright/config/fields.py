@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cache, reduce
 from typing import Any, NamedTuple, get_args, get_origin
 
+from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from meshwright.config.job_config import JobConfig
@@ -11,6 +12,13 @@ from meshwright.config.section import Section
 from meshwright.system.errors import as_toml
 
 Key = tuple[str, ...]
+
+
+SECTIONS: dict[str, type[Section]] = {
+    name: field.annotation  # type: ignore[misc]
+    for name, field in JobConfig.model_fields.items()
+}
+"""By name."""
 
 
 def find_field(key: Key) -> FieldInfo | None:
@@ -53,21 +61,20 @@ def is_flag(field: FieldInfo) -> bool:
 
 def all_keys() -> Iterator[tuple[Key, FieldInfo]]:
     """Yield every key of every section, in order, without those inside lists of tables."""
-    for name in JobConfig.model_fields:
-        for key, field in _keys_below((name,)):
+    for name, section in SECTIONS.items():
+        for key, _, field in _keys_below(section):
             yield (name, *key), field
 
 
-def _keys_below(place: Key) -> Iterator[tuple[Key, FieldInfo]]:
-    """Yield the keys of the section at `place`, and those of a section in it in its place."""
-    section = find_section(place)
-    assert section is not None
+def _keys_below(section: type[BaseModel]) -> Iterator[tuple[Key, type[BaseModel], FieldInfo]]:
+    """Yield the keys of a section with the section that has them, which is one inside of it for
+    keys of two parts."""
     for name, field in section.model_fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
-            for key, inner in _keys_below((*place, name)):
-                yield (name, *key), inner
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            for key, inner, of_inner in _keys_below(field.annotation):
+                yield (name, *key), inner, of_inner
         else:
-            yield (name,), field
+            yield (name,), section, field
 
 
 class KeyEntry(NamedTuple):
@@ -79,29 +86,27 @@ class KeyEntry(NamedTuple):
     text: str
 
 
-def summary(section_name: str) -> str:
+def summary(section: type[BaseModel]) -> str:
     """Return the section's own description."""
-    section = find_section((section_name,))
-    assert section is not None
     return " ".join((section.__doc__ or "").split())
 
 
-def entries(section_name: str) -> Iterator[KeyEntry]:
-    """Yield the keys of a section, in order."""
-    for key, field in _keys_below((section_name,)):
-        section = find_section((section_name, *key[:-1]))
-        assert section is not None
+def entries(section: type[BaseModel]) -> Iterator[KeyEntry]:
+    """Yield the keys of a section, in order; of one that a module of the user's declares, too."""
+    for key, owner, field in _keys_below(section):
         default = field.get_default(call_default_factory=True)
+        default = list(default) if isinstance(default, tuple) else default
+        shown = "none, it must be given" if field.is_required() else as_toml(default)
         yield KeyEntry(
             ".".join(key),
-            _kind(_properties(section)[key[-1]]),
-            "absent" if default is None else as_toml(default),
+            _kind(_properties(owner)[key[-1]]),
+            "absent" if default is None else shown,
             " ".join((field.description or "").split()),
         )
 
 
 @cache
-def _properties(section: type[Section]) -> dict[str, Any]:
+def _properties(section: type[BaseModel]) -> dict[str, Any]:
     return dict(section.model_json_schema()["properties"])
 
 
@@ -121,13 +126,18 @@ def _kind(schema: dict[str, Any]) -> str:
         "object": "TABLE",
         "array": "LIST",
     }
-    return names[schema["type"]]
+    return names.get(schema.get("type", ""), "VALUE")  # a model of the user's may have any type
 
 
-def json_schema(names: Mapping[Key, Sequence[str]], presets: Sequence[str]) -> dict[str, Any]:
+def json_schema(
+    names: Mapping[Key, Sequence[str]],
+    presets: Sequence[str],
+    options: Mapping[str, type[BaseModel]],
+) -> dict[str, Any]:
     """Return the JSON Schema (draft 2020-12) of a TOML.
 
     Args:
+        options: models of [options.NAME] by name; without any, all tables are allowed.
         names: the values of keys that take a name. Any other is a mistake, unless the TOML, or
             one of the user's that it extends, may import a module that adds it.
         presets: none of them imports a module.
@@ -143,6 +153,12 @@ def json_schema(names: Mapping[Key, Sequence[str]], presets: Sequence[str]) -> d
     # editors hand on TOML's inf as null, since JSON has none
     max_norm = sections["Training"]["properties"]["max_norm"]
     max_norm["anyOf"] = [{"type": max_norm.pop("type")}, {"type": "null"}]
+    for name, model in options.items():
+        prefix = f"options.{name}."
+        own = model.model_json_schema(ref_template=f"#/$defs/{prefix}{{model}}")
+        sections |= {prefix + inner: table for inner, table in own.pop("$defs", {}).items()}
+        sections["Options"]["additionalProperties"] = False
+        sections["Options"]["properties"][name] = own
     imports = {"properties": {"experimental": {"required": ["custom_import"]}}}
     known: dict[str, Any] = {}
     for (section, key), values in names.items():

@@ -67,7 +67,7 @@ class Model(Section):
     """Parameters that aren't trained, as glob patterns of their names: `tok_embeddings.*`,
     `layers.[01].*`, `*norm.weight`."""
 
-    tokenizer: str = ""
+    tokenizer_type: str = ""
     """Tokenizer that `experimental.custom_import` adds, by its name; `tokenizer_path` is then its
     file, if it needs one. Absent: the one in `tokenizer_path`, whose kind its content decides."""
 
@@ -296,8 +296,8 @@ class Experimental(Section):
     """[experimental] Your own code."""
 
     custom_import: Annotated[InputPath, PATH_OR_NAME] = ""
-    """Module with models, datasets, optimizers, schedules, losses, metrics, sinks or options:
-    "package.module", or "path/to/file.py"."""
+    """Module with models, datasets, formats, tokenizers, optimizers, schedules, losses, metrics,
+    sinks or options: "package.module", or "path/to/file.py"."""
 
 
 class Options(Section):

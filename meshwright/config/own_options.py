@@ -1,5 +1,6 @@
 """The tables [options.NAME], checked by models of the user's own module."""
 
+import json
 from collections.abc import Iterator, Mapping
 from functools import partial
 
@@ -31,12 +32,13 @@ def checked_options(options: Options, models: Models) -> dict[str, BaseModel]:
     Raises:
         ConfigError: for each name that has no model, and each mistake that a model finds.
     """
-    given = options.model_extra or {}
+    given = options.model_dump(mode="json")
     unknown = given.keys() - models.keys()
     mistakes, found = list(map(partial(_unknown_name, models), unknown)), dict[str, BaseModel]()
     for name, model in models.items():
         try:
-            found[name] = _strict(model).model_validate(given.get(name, {}))
+            # as JSON, a strict model takes an array for a tuple, and a date or its text for a date
+            found[name] = strict(model).model_validate_json(json.dumps(given.get(name, {})))
         except ValidationError as error:
             mistakes += _explain(name, model, error)
     if mistakes:
@@ -44,12 +46,14 @@ def checked_options(options: Options, models: Models) -> dict[str, BaseModel]:
     return found
 
 
-def _strict(model: type[BaseModel]) -> type[BaseModel]:
+def strict(model: type[BaseModel]) -> type[BaseModel]:
     """Return a model that rejects unknown keys, unless it says what becomes of them: pydantic would
     ignore a misspelled one."""
     if "extra" in model.model_config:
         return model
-    return create_model(model.__name__, __base__=model, __cls_kwargs__={"extra": "forbid"})
+    return create_model(
+        model.__name__, __doc__=model.__doc__, __base__=model, __cls_kwargs__={"extra": "forbid"}
+    )
 
 
 def _unknown_name(models: Models, name: str) -> ConfigError:

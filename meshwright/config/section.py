@@ -79,6 +79,7 @@ class Section(BaseModel):
         frozen=True,
         use_attribute_docstrings=True,
         allow_inf_nan=False,
+        ser_json_inf_nan="constants",  # or an infinite number of [options.NAME] would be null
         protected_namespaces=(),
     )
 

@@ -200,7 +200,7 @@ def announce_end(
         module = config.experimental.custom_import
         # a module without model and tokenizer: of a sink, or a dataset
         is_ours = f"meshwright.models.families.{config.model.name}" in FAMILIES
-        is_ours = is_ours and not config.model.tokenizer
+        is_ours = is_ours and not config.model.tokenizer_type
         own = f" --custom-import {shlex.quote(module)}" if module and not is_ours else ""
         commands.append(f'meshwright generate {folder} --prompt "..."{own}')
         if not config.checkpoint.last_save_in_hf:

@@ -85,18 +85,23 @@ def user_sinks(config: JobConfig) -> dict[str, BuildSink]:
     return dict(_table(name, "SINKS", IMPORT_KEY)) if name else {}
 
 
+def option_models(config: JobConfig) -> Mapping[str, type[BaseModel]]:
+    """Return the models of [options.NAME] that the user's module declares, by name."""
+    name = config.experimental.custom_import
+    models = _table(name, "OPTIONS", IMPORT_KEY) if name else {}
+    if not all(issubclass(model, BaseModel) for model in models.values()):
+        what = "OPTIONS must be a dict from names to classes of pydantic's BaseModel"
+        raise _error(name, what, IMPORT_KEY)
+    return models
+
+
 def own_options(config: JobConfig) -> dict[str, BaseModel]:
     """Return the options that the user's module declares, by name, with the values of the config.
 
     Raises:
         ConfigError: for each mistake in [options.NAME].
     """
-    name = config.experimental.custom_import
-    models = _table(name, "OPTIONS", IMPORT_KEY) if name else {}
-    if not all(issubclass(model, BaseModel) for model in models.values()):
-        what = "OPTIONS must be a dict from names to classes of pydantic's BaseModel"
-        raise _error(name, what, IMPORT_KEY)
-    return checked_options(config.options, models)
+    return checked_options(config.options, option_models(config))
 
 
 def check_own_parts(config: JobConfig, own_options: Mapping[str, Any]) -> None:

@@ -32,7 +32,7 @@ RECIPES: dict[str, tuple[str, dict[str, Any]]] = {
     "tokenizer": (
         "tokenizer",
         {
-            "model.tokenizer": "characters",
+            "model.tokenizer_type": "characters",
             "model.tokenizer_path": "poem.txt",
             "options.characters.lower": True,
             "training.dataset": "text",

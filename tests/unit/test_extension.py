@@ -106,7 +106,7 @@ def test_a_dataset_and_a_tokenizer_that_two_processes_use(tmp_path) -> None:
     sizes = ("--training.seq_len", "32", "--training.token_cache_folder", str(tmp_path / "cache"))
     own = words(tmp_path, example("dataset") + example("tokenizer"), *data, *sizes)
     own[own.index("bytes")] = str(text)
-    config = load_config([*own, "--model.tokenizer", "characters"])
+    config = load_config([*own, "--model.tokenizer_type", "characters"])
     resolved(config, 1)
     (source,) = open_data("training", config, num_workers=2)
     assert source.cache.num_documents == 40

@@ -39,7 +39,7 @@ def job(folder: Path, code: str, **changes: object) -> JobConfig:
     (folder / "text.txt").write_text("".join(map(chr, range(32, 127))))
     keys = {
         "experimental.custom_import": f"{folder}/mine.py",
-        "model.tokenizer": "characters",
+        "model.tokenizer_type": "characters",
         "model.tokenizer_path": f"{folder}/text.txt",
         "training.dataset": "json",
         "training.dataset_path": f"{folder}/rows.jsonl",
@@ -110,9 +110,11 @@ def test_a_tokenizer_that_breaks_its_contract_is_named(tmp_path, old, new, messa
 
 
 def test_a_name_that_no_module_has_is_one_error(tmp_path) -> None:
-    with pytest.raises(ConfigError, match="model.tokenizer = 'charakters': no such tokenizer\n"):
-        looked_at(job(tmp_path, BOTH, model__tokenizer="charakters"))
-    bare = load_config(["--model.tokenizer=characters"])
+    with pytest.raises(
+        ConfigError, match="model.tokenizer_type = 'charakters': no such tokenizer\n"
+    ):
+        looked_at(job(tmp_path, BOTH, model__tokenizer_type="charakters"))
+    bare = load_config(["--model.tokenizer_type=characters"])
     with pytest.raises(ConfigError, match="no such tokenizer\n  fix: name the module that has it"):
         looked_at(bare)
 

@@ -291,7 +291,7 @@ def plan_job(config: JobConfig, world_size: int, *, is_gpu: bool) -> ResolvedJob
         config,
         {
             "job": {"max_run_seconds": 0, "dump_folder": tempfile.gettempdir()},
-            "model": {"tokenizer": "", "tokenizer_path": BYTES, "chat_template_path": ""},
+            "model": {"tokenizer_type": "", "tokenizer_path": BYTES, "chat_template_path": ""},
             "training": {n: getattr(DEFAULTS.training, n) for n in data & {*Training.model_fields}},
             "checkpoint": {
                 name: getattr(checkpoint, name) for name in ("enable", "async_mode", "average")

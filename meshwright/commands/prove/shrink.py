@@ -156,7 +156,7 @@ def shrink(config: JobConfig, args: DecoderArgs) -> JobConfig:
     frozen = _matching(config.model.frozen, names)
     layers = small_args.table.linear_layers()
     left_out = [part for part in config.float8.filter_fqns if any(part in name for name in layers)]
-    tokenizer = {"tokenizer": "", "tokenizer_path": BYTES}
+    tokenizer = {"tokenizer_type": "", "tokenizer_path": BYTES}
     model = {"args": user_args | dimensions, "frozen": frozen, **tokenizer}
     parts = _weighted_parts(config)
     training = {

@@ -226,7 +226,7 @@ TOKENIZERS: dict[str, Callable[[str, Any], Tokenizer]] = {}
 """The tokenizers of the user's module, by name: from `model.tokenizer_path` and the options of
 [options.NAME] to the tokenizer, which may be a `TokenizerBase`."""
 
-NAME_KEY = "model.tokenizer"
+NAME_KEY = "model.tokenizer_type"
 
 
 def build_tokenizer(path: str, keys: TokenizerKeys = OWN) -> Tokenizer:

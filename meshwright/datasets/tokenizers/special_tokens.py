@@ -25,7 +25,7 @@ def tokenizer_keys(config: Mapping[str, Any]) -> TokenizerKeys:
     """Return what the sections `model` and `options` of a config, as plain data, say of the
     tokenizer."""
     model = config.get("model", {})
-    name = model.get("tokenizer", "")
+    name = model.get("tokenizer_type", "")
     options = config.get("options", {}).get(name)
     written = json.dumps(options, sort_keys=True) if options else ""
     return TokenizerKeys(model.get("bos_token"), model.get("eos_token"), name, written)
