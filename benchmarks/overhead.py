@@ -19,8 +19,9 @@ from statistics import median
 import torch
 
 from meshwright.config.loader import load_config
+from meshwright.datasets.cached_source import CachedSource
 from meshwright.datasets.opening import open_data
-from meshwright.datasets.samples import CachedSamples, CachedSource
+from meshwright.datasets.samples import CachedSamples
 from meshwright.metrics.sinks import Record
 from meshwright.models.decoder import Decoder
 from meshwright.parallelisms.initialize import initialize

@@ -27,7 +27,8 @@ from meshwright.train.end import check_has_data
 from meshwright.train.facts import look, look_at_files
 from meshwright.train.job import FinishedStep, figures_of, save, take_step
 from meshwright.train.resolve import ResolvedJob, resolve
-from meshwright.train.set_up import RunningJob, init_ranks, set_up
+from meshwright.train.running_job import RunningJob
+from meshwright.train.set_up import init_ranks, set_up
 from meshwright.train.validation import evaluate_texts
 
 

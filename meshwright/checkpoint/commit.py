@@ -27,8 +27,9 @@ from meshwright.checkpoint.manifest import (
     to_json,
 )
 from meshwright.system.errors import StorageError
-from meshwright.system.files import ABSENT, lock, read_patiently, sync_file, sync_folder
+from meshwright.system.files import lock, sync_file, sync_folder
 from meshwright.system.log import logger
+from meshwright.system.retries import ABSENT, read_patiently
 
 NAME = re.compile(
     r"step-(?P<step>0|[1-9][0-9]*)"

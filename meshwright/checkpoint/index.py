@@ -15,7 +15,8 @@ from typing import Any, ClassVar
 
 from meshwright.checkpoint.manifest import check_file_name
 from meshwright.system.errors import ConfigError, StorageError
-from meshwright.system.files import LFS_FIX, LFS_POINTER, LFS_RULE, NamedPath, read_patiently
+from meshwright.system.files import LFS_FIX, LFS_POINTER, LFS_RULE, NamedPath
+from meshwright.system.retries import read_patiently
 
 
 class Record:

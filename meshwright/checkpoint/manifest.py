@@ -18,7 +18,7 @@ from zlib_ng.zlib_ng import crc32
 
 from meshwright.config.job_config import Checkpoint
 from meshwright.system.errors import ConfigError
-from meshwright.system.files import ABSENT, read_patiently
+from meshwright.system.retries import ABSENT, read_patiently
 
 MANIFEST = "checkpoint.json"
 

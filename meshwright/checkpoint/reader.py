@@ -19,7 +19,8 @@ from meshwright.checkpoint.on_ranks import on_every_rank
 from meshwright.checkpoint.state import AVERAGE, MODEL
 from meshwright.parallelisms.shards import Box, local_box, part_of_box
 from meshwright.system.errors import ConfigError, StorageError
-from meshwright.system.files import NamedPath, may_pass
+from meshwright.system.files import NamedPath
+from meshwright.system.retries import may_pass
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from meshwright.config.loader import load_config
 from meshwright.config.training import Source
+from meshwright.datasets.data_file import DataFile
 from meshwright.datasets.file_kinds import TABLE_FIX, TABLES
 from meshwright.datasets.files import (
     ROW_FORMATS,
@@ -27,7 +28,6 @@ from meshwright.datasets.named_sources import CHAT_COLUMNS, check_files
 from meshwright.datasets.readers import PARAGRAPH, Layout, read
 from meshwright.datasets.rows import LocalDocuments
 from meshwright.datasets.sources import by_suffix, other_files
-from meshwright.datasets.storage import DataFile
 from meshwright.datasets.tokenizers.kinds import build_tokenizer
 from meshwright.datasets.tokenizers.special_tokens import well_formed
 from meshwright.system import errors

@@ -12,9 +12,10 @@ import numpy as np
 from meshwright.checkpoint import commit
 from meshwright.checkpoint.manifest import DamagedError
 from meshwright.config.job_config import JobConfig
+from meshwright.datasets.cached_source import CachedSource
 from meshwright.datasets.named_sources import entries, is_streamed, validation_entries
 from meshwright.datasets.opening import recipe_of
-from meshwright.datasets.samples import CachedSource, Sample, SampleRules
+from meshwright.datasets.samples import Sample, SampleRules
 from meshwright.datasets.stream import Cursor, OpenSource, draw_samples, find_samples
 from meshwright.datasets.token_cache.cache import TokenCache
 from meshwright.datasets.token_cache.locate import document_tokens, locate

@@ -15,9 +15,9 @@ from typing import NamedTuple
 import meshwright
 from meshwright.config.command_line import EVERY_KEY, Parser, add_config, parse
 from meshwright.system import errors
-from meshwright.system.files import may_pass
 from meshwright.system.log import print_error, steady_streams
 from meshwright.system.modules import uncollected
+from meshwright.system.retries import may_pass
 
 
 class Command(NamedTuple):

@@ -255,7 +255,7 @@ def _patience(ranks: Ranks, sources: "Sequence[OpenSource]", place: NetworkPlace
     whether the others meet here, if torchrun wouldn't see it."""
     if ranks.machines == 1:
         return []
-    from meshwright.datasets.samples import CachedSource  # not at the top: see `run`
+    from meshwright.datasets.cached_source import CachedSource  # not at the top: see `run`
 
     tokens = sum(source.cache.num_tokens for source in sources if isinstance(source, CachedSource))
     seconds = MEET_WITHIN_S + math.ceil(tokens / (TOKENS_PER_CORE_S * count_cores()))

@@ -8,8 +8,9 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
+from meshwright.datasets.cached_source import CachedSource
 from meshwright.datasets.encoding import NO_LOSS
-from meshwright.datasets.samples import CachedSamples, CachedSource, Sample
+from meshwright.datasets.samples import CachedSamples, Sample
 from meshwright.datasets.shards import StreamedSource
 from meshwright.system.errors import check
 

@@ -5,8 +5,8 @@ import shlex
 from collections.abc import Sequence
 from contextlib import suppress
 
+from meshwright.datasets.data_file import DataFile
 from meshwright.datasets.files import PACKED, chunks
-from meshwright.datasets.storage import DataFile
 from meshwright.system.errors import config_error
 
 TABLES = tuple(f"{name}{packed}" for name in (".csv", ".tsv") for packed in ("", *PACKED))

@@ -13,26 +13,13 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from meshwright.config.training import Source
-from meshwright.datasets.storage import (
-    DataFile,
-    UnsupportedError,
-    find_files,
-    is_address,
-    open_file,
-    stat,
-    stat_all,
-)
+from meshwright.datasets.data_file import DataFile, UnsupportedError, is_address
+from meshwright.datasets.ranges import open_file
+from meshwright.datasets.storage import find_files, stat, stat_all
 from meshwright.system import errors
-from meshwright.system.files import (
-    LFS_BYTES,
-    LFS_FIX,
-    LFS_POINTER,
-    LFS_RULE,
-    may_pass,
-    read_patiently,
-    warn_once,
-)
+from meshwright.system.files import LFS_BYTES, LFS_FIX, LFS_POINTER, LFS_RULE, warn_once
 from meshwright.system.log import logger
+from meshwright.system.retries import may_pass, read_patiently
 
 PACKED = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".lz4": "lz4"}
 """Endings of compressed files, and pyarrow's names of the methods."""

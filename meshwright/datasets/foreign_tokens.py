@@ -15,8 +15,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from meshwright.datasets.data_file import DataFile
 from meshwright.datasets.files import SourceEntry, beside
-from meshwright.datasets.storage import DataFile, RangeFile, open_file, stat
+from meshwright.datasets.ranges import RangeFile, open_file
+from meshwright.datasets.storage import stat
 from meshwright.datasets.tokenizers.kinds import Tokenizer
 
 MEGATRON_MAGIC = b"MMIDIDX\x00\x00"

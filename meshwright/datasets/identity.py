@@ -15,8 +15,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from meshwright.config.section import MODULE_OBJECT
+from meshwright.datasets.data_file import DataFile
 from meshwright.datasets.files import ROW_FORMATS, SourceEntry
-from meshwright.datasets.storage import DataFile, open_file
+from meshwright.datasets.ranges import open_file
 from meshwright.datasets.tokenizers.kinds import Tokenizer, find_template
 from meshwright.system.errors import ConfigError
 

@@ -15,12 +15,12 @@ from meshwright.config.changes import shown
 from meshwright.config.job_config import JobConfig, Model
 from meshwright.config.training import Source, Training, Validation, WeightedSource
 from meshwright.datasets.conversations import FORMATS, Format
+from meshwright.datasets.data_file import DataFile, is_address
 from meshwright.datasets.file_kinds import TABLE_FIX, TABLES, check_kind
 from meshwright.datasets.files import ROW_FORMATS, SUFFIXES, Range, SourceEntry
 from meshwright.datasets.readers import Layout, read
 from meshwright.datasets.rows import LocalDocuments, RowReader
 from meshwright.datasets.sources import DATASETS, DatasetSpec, find_dataset
-from meshwright.datasets.storage import DataFile, is_address
 from meshwright.datasets.sympy_source import version_note
 from meshwright.datasets.tables import Row
 from meshwright.datasets.tokenizers.kinds import Tokenizer, find_template, prompt_tokens

@@ -9,6 +9,9 @@ from typing import Any, Literal
 
 from meshwright.config.job_config import JobConfig
 from meshwright.datasets import identity
+from meshwright.datasets.block_cache import BlockCache
+from meshwright.datasets.cached_source import CachedSource
+from meshwright.datasets.data_file import DataFile, is_address
 from meshwright.datasets.files import ROW_FORMATS, SourceEntry
 from meshwright.datasets.named_sources import (
     entries,
@@ -16,12 +19,11 @@ from meshwright.datasets.named_sources import (
     validation_entries,
     with_options,
 )
+from meshwright.datasets.packing import open_packing
 from meshwright.datasets.recipe import TokenizationSpec
 from meshwright.datasets.rows import Documents, LocalDocuments, unreadable
-from meshwright.datasets.samples import CachedSource, open_packing
 from meshwright.datasets.shards import StreamedSource
 from meshwright.datasets.sources import StreamedRows
-from meshwright.datasets.storage import BlockCache, DataFile, is_address
 from meshwright.datasets.stream import OpenSource
 from meshwright.datasets.token_cache.cache import DamagedCacheError, TokenCache
 from meshwright.datasets.token_cache.tokenizing import cache_root, open_cache

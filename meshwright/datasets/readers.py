@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any
 
+from meshwright.datasets.data_file import ChangedError, DataFile, UnsupportedError
 from meshwright.datasets.files import CHUNK, Range, RowPlace, chunks, codec_of
-from meshwright.datasets.storage import ChangedError, DataFile, UnsupportedError, open_file
+from meshwright.datasets.ranges import open_file
 from meshwright.datasets.tables import UNREADABLE, Row, asked_for, table_rows
 from meshwright.system.errors import first_line, shortened
 

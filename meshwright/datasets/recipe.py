@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 from meshwright.config.own_options import OPTIONS, options_of
 from meshwright.datasets import identity
 from meshwright.datasets.conversations import FORMATS
+from meshwright.datasets.data_file import DataFile
 from meshwright.datasets.encoding import Encoder
 from meshwright.datasets.files import SourceEntry
 from meshwright.datasets.foreign_tokens import TokenFiles
 from meshwright.datasets.rows import Documents, IndexedDocuments, unreadable_now
 from meshwright.datasets.sources import DATASETS, DatasetSpec, find_dataset
-from meshwright.datasets.storage import DataFile
 from meshwright.datasets.tokenizers.kinds import (
     TOKENIZERS,
     Tokenizer,
@@ -22,8 +22,8 @@ from meshwright.datasets.tokenizers.kinds import (
 )
 from meshwright.datasets.tokenizers.special_tokens import OWN, TokenizerKeys
 from meshwright.system.errors import PASSED_ON, ConfigError, StorageError
-from meshwright.system.files import may_pass
 from meshwright.system.modules import code_of, describe_error, import_user_module
+from meshwright.system.retries import may_pass
 
 if TYPE_CHECKING:
     from meshwright.datasets.tokenizers.chat import ChatTemplate

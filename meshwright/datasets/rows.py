@@ -28,13 +28,13 @@ from meshwright.datasets.conversations import (
     unused_columns,
     without_nulls,
 )
+from meshwright.datasets.data_file import ChangedError, DataFile, UnsupportedError
 from meshwright.datasets.files import Range, RowPlace, SourceEntry
 from meshwright.datasets.readers import Layout, cut, read
-from meshwright.datasets.storage import ChangedError, DataFile, UnsupportedError
 from meshwright.datasets.tables import Row
 from meshwright.system import errors
-from meshwright.system.files import may_pass
 from meshwright.system.modules import describe_error, file_of, import_user_module
+from meshwright.system.retries import may_pass
 
 AGAIN = "run the same command again when the network or the file system answers"
 

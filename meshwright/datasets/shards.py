@@ -14,8 +14,9 @@ from meshwright.datasets.order import permutation
 from meshwright.datasets.rows import Documents, Item, Reader
 from meshwright.datasets.samples import Sample, SampleRules, to_sample
 from meshwright.system.errors import RecordError, first_line
-from meshwright.system.files import ABSENT, may_pass, read_patiently, warn_once
+from meshwright.system.files import warn_once
 from meshwright.system.log import logger
+from meshwright.system.retries import ABSENT, may_pass, read_patiently
 
 PassOver = Callable[[RecordError], None]
 """Called with a record that is to be skipped; raises if it isn't to be."""

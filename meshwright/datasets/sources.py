@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from meshwright.datasets import identity
+from meshwright.datasets.data_file import DataFile
 from meshwright.datasets.files import (
     ROW_FORMATS,
     SourceEntry,
@@ -30,11 +31,11 @@ from meshwright.datasets.rows import (
     RowReader,
     unreadable_now,
 )
-from meshwright.datasets.storage import DataFile, stat
+from meshwright.datasets.storage import stat
 from meshwright.datasets.sympy_source import open_sympy, sympy_files
 from meshwright.datasets.tables import Row
 from meshwright.system.errors import PASSED_ON, ConfigError, first_line
-from meshwright.system.files import may_pass
+from meshwright.system.retries import may_pass
 
 if TYPE_CHECKING:
     from meshwright.datasets.foreign_tokens import TokenFiles

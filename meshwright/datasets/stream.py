@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 from pydantic import TypeAdapter
 
 from meshwright.config.job_config import JobConfig
+from meshwright.datasets.cached_source import CachedSource
 from meshwright.datasets.excluded import ExcludedParts
 from meshwright.datasets.order import Mixture
-from meshwright.datasets.samples import CachedSource, Sample, SampleRules
+from meshwright.datasets.samples import Sample, SampleRules
 from meshwright.datasets.shards import EndOfData, Shard, ShardPlace, StreamedSource
 from meshwright.system.errors import RecordError
 from meshwright.system.files import warn_once

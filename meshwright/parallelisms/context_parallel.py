@@ -1,6 +1,5 @@
 """Context parallelism: each rank has a part of every sequence, and sees the keys of all."""
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -15,7 +14,6 @@ from meshwright.config.training import Training
 from meshwright.models.attention import Mask, is_seen, masked_attention, repeat_heads
 from meshwright.models.decoder import Decoder
 from meshwright.models.latent import LatentSpec
-from meshwright.models.loss import Batch
 from meshwright.models.sinks import (
     differentiate_on_cpu,
     flash_on_cpu,
@@ -37,36 +35,6 @@ Chunks = tuple[int, int]
 
 Part = tuple[Tensor, Tensor]
 """Attention to some of the keys: (B, N, queries, H), and its logarithms, (B, N, queries) fp32."""
-
-
-def local_positions(seq_len: int, mesh: DeviceMesh, device: torch.device) -> Tensor:
-    """Return which of the positions 0 .. S-1 this rank of the cp axis has: (S/cp,) int64.
-
-    The sequence is cut into 2 cp chunks; rank r has chunks r and 2 cp - 1 - r. With causal
-    attention that is the same work for every rank, where neighboring chunks would give the last
-    rank most of it. Source: Grattafiori et al. 2024, arXiv:2407.21783, section 3.3.2.
-    """
-    if mesh.size() == 1:
-        return torch.arange(seq_len, device=device)
-    chunks = torch.arange(seq_len, device=device).chunk(2 * mesh.size())
-    rank = mesh.get_local_rank()
-    return torch.cat([chunks[rank], chunks[-1 - rank]])
-
-
-def local_part(batch: Batch, positions: Tensor) -> Batch:
-    """Return tokens and labels at `positions` of every sequence; the batch, if that is all.
-
-    `documents` stays whole: masking a query needs the document ids of all keys.
-    """
-    if len(positions) == batch.tokens.shape[1]:
-        return batch
-    tokens, labels = batch.tokens[:, positions], batch.labels[:, positions]
-    own = dataclasses.replace(batch, tokens=tokens, labels=labels)
-    if batch.future_tokens is None or batch.future_labels is None:
-        return own
-    future_tokens = batch.future_tokens[..., positions]
-    future_labels = batch.future_labels[..., positions]
-    return dataclasses.replace(own, future_tokens=future_tokens, future_labels=future_labels)
 
 
 def apply_cp(model: Decoder, mesh: DeviceMesh, training: Training) -> str:

@@ -11,7 +11,7 @@ from meshwright.config.training import Training
 from meshwright.models.decoder import Decoder
 from meshwright.models.loss import Batch, SummedLoss
 from meshwright.models.parameter import block_of
-from meshwright.parallelisms.expert_parallel import Balance
+from meshwright.parallelisms.expert_load import Balance
 from meshwright.parallelisms.meshes import Meshes
 from meshwright.parallelisms.rules.stages import stages_of_rank
 from meshwright.parallelisms.shards import is_fsdp

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from meshwright.models.decoder import Decoder, Routing
 from meshwright.models.table import MixtureSpec
-from meshwright.parallelisms.context_parallel import local_positions
 from meshwright.parallelisms.meshes import Meshes
+from meshwright.parallelisms.sequence_parts import local_positions
 
 Choices = Mapping[int, Tensor]
 """By number of the layer: the experts of each token, (sequences, S, K) int64, with sequences of

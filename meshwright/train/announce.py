@@ -11,8 +11,8 @@ import torch.distributed as dist
 from meshwright.config.changes import LEFT_OPEN, changed, differences, shown, to_json
 from meshwright.config.loader import to_toml
 from meshwright.config.provenance import with_comments
+from meshwright.datasets.cached_source import CachedSource
 from meshwright.datasets.named_sources import local_paths
-from meshwright.datasets.samples import CachedSource
 from meshwright.datasets.sources import by_suffix, other_files
 from meshwright.datasets.stream import OpenSource
 from meshwright.datasets.tokenizers.kinds import Tokenizer, end_of_chat

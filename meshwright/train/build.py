@@ -1,7 +1,7 @@
-"""Builds the parts of a resolved job: model, initial weights, loader."""
+"""Builds the parts of a resolved job: model, trainer, initial weights, loader."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -11,19 +11,31 @@ from meshwright.checkpoint.conversion.initial_load import family_there
 from meshwright.config.job_config import JobConfig
 from meshwright.datasets.excluded import ExcludedParts, find_excluded
 from meshwright.datasets.loader import Loader, slots_of
+from meshwright.datasets.named_sources import entries
 from meshwright.datasets.samples import SampleRules
 from meshwright.datasets.stream import Cursor, OpenSource, SampleStream
-from meshwright.metrics.reporter import Work
+from meshwright.metrics.reporter import Phase, Phases, Work
 from meshwright.models.decoder import Decoder
+from meshwright.models.parameter import block_of
 from meshwright.parallelisms.initialize import initialize, initialize_parameters
 from meshwright.parallelisms.local_model import Allocate, LocalModel, allocate, build_local_model
 from meshwright.parallelisms.meshes import Meshes
 from meshwright.parallelisms.parallelize import parallelize
 from meshwright.system.hardware import peak_of
 from meshwright.system.log import logger
+from meshwright.train.layer_stats import LayerStats
+from meshwright.train.loss_by_source import LossBySource
 from meshwright.train.losses import own_loss
+from meshwright.train.optim.average import Average
+from meshwright.train.optim.in_backward import OptimizerInBackward
+from meshwright.train.optim.optimizers import build_optimizer
+from meshwright.train.optim.qk_clip import QKClip
+from meshwright.train.optim.registry import average_decay
+from meshwright.train.optim.schedules import learning_rate
+from meshwright.train.own_metrics import OwnMetrics
 from meshwright.train.resolve import ResolvedJob
 from meshwright.train.resolve_model import own_options
+from meshwright.train.trainer import Trainer
 
 
 def build_model(
@@ -65,6 +77,56 @@ def build_model(
     for line in dict.fromkeys(applied):  # of all stages
         logger.info("%s", line)
     return model
+
+
+def build_trainer(
+    resolved: ResolvedJob,
+    meshes: Meshes,
+    device: torch.device,
+    *,
+    allocate: Allocate = allocate,
+    note: Callable[[Phase], None] | None = None,
+) -> Trainer:
+    """Build this rank's part of a job. Collective.
+
+    Args:
+        note: gets each phase of each step as it starts.
+    """
+    config = resolved.config
+    model = build_model(resolved, meshes, device, allocate=allocate)
+    spec, ranks = resolved.model_args.table, meshes.stage.get_group()
+    table = spec.parameters
+    optimizer = build_optimizer(
+        model.named_parameters(), config.optimizer, table, ranks, own_options(config)
+    )
+    is_early, decay = config.optimizer.early_step_in_backward, average_decay(config)
+    normed = table if config.metrics.grad_norm_by_group else ()
+    freq, threshold = config.metrics.layer_stats_freq, config.optimizer.qk_clip_threshold
+    interval = config.optimizer.qk_clip_interval
+    sources = entries(config.training, "training")
+    names = [entry.name for entry in sources]
+    loss_weights = [entry.loss_weight for entry in sources]
+    return Trainer(
+        model,
+        optimizer,
+        meshes,
+        learning_rate(config, resolved.steps, own_options(config)),
+        Phases(device, note),
+        early=OptimizerInBackward(optimizer) if is_early else None,
+        average=None if decay is None else Average(model, decay),
+        max_norm=config.training.max_norm,
+        reduce_every_microbatch=config.parallelism.fsdp_reduce_gradients == "every_microbatch",
+        reshard_every_microbatch=config.parallelism.fsdp_reshard_after_forward != "never",
+        by_source=LossBySource(model, names, meshes, device) if len(names) > 1 else None,
+        own_metrics=OwnMetrics(own_options(config)),
+        norm_groups=list(dict.fromkeys(map(block_of, normed))),
+        layer_stats=LayerStats(model, meshes, spec, resolved.frozen, freq) if freq else None,
+        qk_clip=None if threshold is None else QKClip(model, meshes, spec, threshold, interval),
+        loss_weights=torch.tensor(loss_weights, device=device)
+        if set(loss_weights) != {1}
+        else None,
+        mtp_loss_weight=config.training.mtp_loss_weight,
+    )
 
 
 def initialize_weights(resolved: ResolvedJob, model: LocalModel, group: dist.ProcessGroup) -> None:

@@ -16,9 +16,9 @@ from meshwright.config.training import Training
 from meshwright.models.decoder import Decoder
 from meshwright.models.loss import Batch
 from meshwright.models.parameter import block_of
-from meshwright.parallelisms.context_parallel import local_part, local_positions
 from meshwright.parallelisms.local_model import LocalModel
 from meshwright.parallelisms.meshes import Meshes
+from meshwright.parallelisms.sequence_parts import local_part, local_positions
 from meshwright.parallelisms.shards import is_fsdp, local_shard
 from meshwright.parallelisms.shared_memory import fsdp_groups
 from meshwright.train.fingerprints import bit_sum

@@ -18,7 +18,7 @@ from meshwright.system.log import logger
 from meshwright.system.processes import Requests
 from meshwright.train.announce import announce_end, note_end
 from meshwright.train.resolve import ResolvedJob
-from meshwright.train.set_up import RunningJob
+from meshwright.train.running_job import RunningJob
 from meshwright.train.stop import StopAgreement
 
 

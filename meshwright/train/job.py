@@ -27,7 +27,8 @@ from meshwright.train.announce import note_failure
 from meshwright.train.end import End, check_has_data, end_steps, export_at_end, prepare_export
 from meshwright.train.resolve import ResolvedJob
 from meshwright.train.resume import manifest_of, too_many_bad_records
-from meshwright.train.set_up import RunningJob, init_ranks, set_up
+from meshwright.train.running_job import RunningJob
+from meshwright.train.set_up import init_ranks, set_up
 from meshwright.train.step_actions import StepActions, actions_after
 from meshwright.train.stop import StopAgreement, remove_stop_file
 from meshwright.train.trainer import StepResult
@@ -166,6 +167,7 @@ class Steps:
     def __init__(self, job: RunningJob, agreement: StopAgreement, requests: Requests) -> None:
         self._job, self._agreement, self._requests = job, agreement, requests
         self._config = job.resolved.config
+        self._saves = self._config.checkpoint.saves
         self.step = job.resolved.resume_step
         self.is_complete = False
 
@@ -197,7 +199,7 @@ class Steps:
             if not is_over:
                 self._save_if_due(finished, actions)
             self._finish_step(actions)
-        if finished is not None and self._config.checkpoint.saves:
+        if finished is not None and self._saves:
             save(job, finished, is_last=True, is_complete=self.is_complete)
 
     @property
@@ -293,7 +295,7 @@ class Steps:
         wants_save = [observer.wants_save(self.step) for observer in job.observers.values()]
         if actions.save or any(wants_save):
             save(job, finished, is_last=False)
-        elif self._is_first and self._config.checkpoint.saves:
+        elif self._is_first and self._saves:
             with job.phase("preparing saves", self.step):
                 job.checkpoints.prepare_saves(job.trainer.tensors)
 

@@ -13,8 +13,9 @@ from meshwright.models.parameter import Parameter
 from meshwright.system.errors import ConfigError, config_error
 from meshwright.system.modules import describe_error, import_user_module
 from meshwright.train.metric_table import OF_RECORDS, Metric
-from meshwright.train.optim.optimizers import build_optimizer, check_state, update
+from meshwright.train.optim.optimizers import build_optimizer, check_state
 from meshwright.train.optim.registry import ElementWise, MatrixWise
+from meshwright.train.optim.update import update
 from meshwright.train.own_metrics import Shard, StepParts
 
 ROWS, COLUMNS = 4, 6

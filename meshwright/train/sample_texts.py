@@ -10,10 +10,10 @@ from meshwright.datasets.tokenizers.kinds import prompt_tokens, text_ends
 from meshwright.metrics.observers import Evaluate, Observer
 from meshwright.metrics.sinks import Texts
 from meshwright.models.loss import IGNORE, Batch, SummedLoss, has_loss
-from meshwright.parallelisms.context_parallel import local_part, local_positions
 from meshwright.parallelisms.data_parallel import reset_after_no_grad
 from meshwright.parallelisms.local_model import LocalModel
 from meshwright.parallelisms.meshes import Meshes
+from meshwright.parallelisms.sequence_parts import local_part, local_positions
 from meshwright.train.resolve import ResolvedJob
 
 

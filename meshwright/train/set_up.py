@@ -14,8 +14,7 @@ import gc
 import itertools
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -26,24 +25,21 @@ from meshwright.checkpoint import commit
 from meshwright.checkpoint.conversion.initial_load import check_initial
 from meshwright.checkpoint.manager import CheckpointManager
 from meshwright.checkpoint.manifest import Manifest
-from meshwright.datasets.loader import Loader
 from meshwright.datasets.opening import TABLES, find_data, open_data
 from meshwright.datasets.stream import Cursor, OpenSource, steps_of_data
 from meshwright.launch.heartbeat import Heartbeat
-from meshwright.metrics.observers import Observer
-from meshwright.metrics.reporter import Pause, Reporter, SinkWriter
+from meshwright.metrics.reporter import Reporter, SinkWriter
 from meshwright.metrics.sinks import Sink, set_aside_run
 from meshwright.parallelisms.activation_checkpoint import find_ops
 from meshwright.parallelisms.local_model import LocalModel
 from meshwright.parallelisms.meshes import Meshes, build_meshes, set_timeout, start_process_group
 from meshwright.system import hardware
-from meshwright.system.log import busy, log_to_file, logger
+from meshwright.system.log import log_to_file, logger
 from meshwright.system.processes import Launch
 from meshwright.train.agreement import check_agreement, check_same, take_choices
 from meshwright.train.announce import announce, note_failure
-from meshwright.train.bad_steps import BadStepDetector
 from meshwright.train.best_validation import BestValidation, best_of
-from meshwright.train.build import build_loader, initialize_weights, work_of
+from meshwright.train.build import build_loader, build_trainer, initialize_weights, work_of
 from meshwright.train.build_observers import (
     build_bad_steps,
     build_observers,
@@ -53,17 +49,11 @@ from meshwright.train.build_observers import (
 from meshwright.train.facts import Saved
 from meshwright.train.resolve import ResolvedJob, resume_from, with_choices
 from meshwright.train.resume import place_in_data
+from meshwright.train.running_job import RunningJob
 from meshwright.train.start_facts import note_start
 from meshwright.train.step_record import StepRecord
-from meshwright.train.trainer import Trainer, build_trainer
+from meshwright.train.trainer import Trainer
 from meshwright.train.validation import Validation
-
-PAUSES: dict[str, Pause | None] = {
-    "validation": "validation",
-    "save": "checkpoint",
-    "preparing saves": None,
-}
-"""Phases that rates leave out, and the metric that the time of each adds to, if any."""
 
 
 @dataclass(frozen=True)
@@ -74,51 +64,6 @@ class Data:
     validation_sources: Sequence[OpenSource]
     begin: Cursor = field(default_factory=Cursor)
     """Where the first step of a new job starts to read."""
-
-
-@dataclass(frozen=True)
-class RunningJob:
-    """The parts of one rank's job, ready for the step after `resolved.resume_step`."""
-
-    resolved: ResolvedJob
-    device: torch.device
-    attention: Sequence[str]
-    """torch's kernels of attention in the order in which they are to be tried; empty: its own."""
-    sources: Sequence[OpenSource]
-    validation_sources: Sequence[OpenSource]
-    begin: Cursor
-    """Where the samples of its first step start."""
-    checkpoints: CheckpointManager
-    heartbeat: Heartbeat
-    meshes: Meshes
-    trainer: Trainer
-    loader: Loader
-    reporter: Reporter
-    validate: Validation | None
-    detector: BadStepDetector
-    best_validation: BestValidation
-    step_record: StepRecord
-    observers: Mapping[str, Observer]
-    """Everything optional, by name, such as the report of skipped steps."""
-    since: float
-    """`time.perf_counter()` when its set-up started."""
-
-    @contextmanager
-    def phase(self, name: str, step: int | None = None, *, is_long: bool = False) -> Iterator[None]:
-        """Tell the launcher, the log and the clock which part of the job this rank does inside.
-
-        Args:
-            step: the one under way; None: as before.
-            is_long: the log says every ten seconds that the phase isn't over, as it does of a
-                phase in `PAUSES`.
-        """
-        self.heartbeat.update(name, step)
-        with ExitStack() as stack:
-            if name in PAUSES:
-                stack.enter_context(self.reporter.paused(PAUSES[name]))
-            if is_long or name in PAUSES:
-                stack.enter_context(busy(name))
-            yield
 
 
 def init_ranks(

@@ -9,12 +9,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright.models.loss import IGNORE, Batch, SummedLoss, has_loss
-from meshwright.parallelisms.context_parallel import local_part, local_positions
 from meshwright.parallelisms.data_parallel import reset_after_no_grad
 from meshwright.parallelisms.local_model import LocalModel
 from meshwright.parallelisms.meshes import Meshes
+from meshwright.parallelisms.sequence_parts import local_part, local_positions
+from meshwright.train.future_labels import count_future_labels, weigh_future
 from meshwright.train.optim.gradients import local_square_sums
-from meshwright.train.trainer import Trainer, count_future_labels, count_labels, summed
+from meshwright.train.trainer import Trainer, count_labels, summed
 
 
 class LossPerToken(SummedLoss):
@@ -103,7 +104,7 @@ def norm_of_part(
     else:
         whole = [local_part(batch, positions) for batch in batches]
         num_future = count_future_labels(whole, meshes)
-    wanted = trainer.weigh_future(wanted, num_labels, num_future)
+    wanted = weigh_future(wanted, num_labels, num_future, trainer.mtp_loss_weight)
     if model.pipeline is None:  # others are left out by all ranks; a schedule has a fixed number
         is_needed = is_kept.view(len(batches), -1).any(1).tolist()
         wanted = [one for one, needed in zip(wanted, is_needed, strict=True) if needed]

@@ -9,34 +9,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.datasets.named_sources import entries
-from meshwright.metrics.reporter import Phase, Phases
+from meshwright.metrics.reporter import Phases
 from meshwright.models.decoder import Decoder
 from meshwright.models.loss import Batch, has_loss
-from meshwright.models.parameter import block_of
-from meshwright.parallelisms.context_parallel import local_part, local_positions
-from meshwright.parallelisms.local_model import Allocate, LocalModel, allocate
+from meshwright.parallelisms.local_model import LocalModel
 from meshwright.parallelisms.meshes import Meshes
+from meshwright.parallelisms.sequence_parts import local_part, local_positions
 from meshwright.parallelisms.shards import is_fsdp
 from meshwright.train.bad_steps import BadStepDetector
-from meshwright.train.build import build_model
+from meshwright.train.future_labels import count_future_labels, weigh_future
 from meshwright.train.layer_stats import LayerStats
 from meshwright.train.loss_by_source import LossBySource
 from meshwright.train.optim.average import Average
 from meshwright.train.optim.gradients import divisor_to_clip, local_square_sums
-from meshwright.train.optim.optimizers import (
-    OptimizerInBackward,
-    build_optimizer,
-    check_state,
-    learning_rate,
-    set_learning_rate,
-    update,
-)
+from meshwright.train.optim.in_backward import OptimizerInBackward
+from meshwright.train.optim.optimizers import check_state
 from meshwright.train.optim.qk_clip import QKClip
-from meshwright.train.optim.registry import average_decay
+from meshwright.train.optim.update import set_learning_rate, update
 from meshwright.train.own_metrics import OwnMetrics, from_limbs, to_limbs
-from meshwright.train.resolve import ResolvedJob
-from meshwright.train.resolve_model import own_options
 
 if TYPE_CHECKING:
     from meshwright.checkpoint.state import ModelTensors, TrainingTensors
@@ -175,7 +165,7 @@ class Trainer:
         batches = [local_part(self.with_loss_weights(batch), positions) for batch in batches]
         num_labels = count_labels(batches, meshes)
         num_future = count_future_labels(batches, meshes)
-        batches = self.weigh_future(batches, num_labels, num_future)
+        batches = weigh_future(batches, num_labels, num_future, self.mtp_loss_weight)
         if self.by_source is not None:
             self.by_source.begin(batches)
         layer_stats = self._layer_stats_at(step)
@@ -248,24 +238,6 @@ class Trainer:
         is_due = self.layer_stats is not None and self.layer_stats.is_due(step)
         return self.layer_stats if is_due else None
 
-    def weigh_future(
-        self, batches: Sequence[Batch], num_labels: Tensor, num_future: Tensor
-    ) -> list[Batch]:
-        """Return the microbatches with the factors that give the loss of each depth its weight in
-        the mean loss. DeepSeek-AI 2024, arXiv:2412.19437, equations 24 and 25, but with a mean over
-        the labels that count.
-
-        Args:
-            num_labels, num_future: as `count_labels` and `count_future_labels` return them.
-        """
-        if not len(num_future):
-            return [*batches]
-        # the sum of all losses is divided by `num_labels`
-        scales = self.mtp_loss_weight / len(num_future) * num_labels / num_future.clamp(min=1)
-        return [
-            replace(batch, future_scales=scales.expand(len(batch.tokens), -1)) for batch in batches
-        ]
-
     def forward_backward(
         self, batches: Sequence[Batch], positions: Tensor, num_labels: Tensor
     ) -> Tensor:
@@ -285,56 +257,6 @@ class Trainer:
         return _accumulate(self.model.stages[0], batches, positions, num_labels, self)
 
 
-def build_trainer(
-    resolved: ResolvedJob,
-    meshes: Meshes,
-    device: torch.device,
-    *,
-    allocate: Allocate = allocate,
-    note: Callable[[Phase], None] | None = None,
-) -> Trainer:
-    """Build this rank's part of a job. Collective.
-
-    Args:
-        note: gets each phase of each step as it starts.
-    """
-    config = resolved.config
-    model = build_model(resolved, meshes, device, allocate=allocate)
-    spec, ranks = resolved.model_args.table, meshes.stage.get_group()
-    table = spec.parameters
-    optimizer = build_optimizer(
-        model.named_parameters(), config.optimizer, table, ranks, own_options(config)
-    )
-    is_early, decay = config.optimizer.early_step_in_backward, average_decay(config)
-    normed = table if config.metrics.grad_norm_by_group else ()
-    freq, threshold = config.metrics.layer_stats_freq, config.optimizer.qk_clip_threshold
-    interval = config.optimizer.qk_clip_interval
-    sources = entries(config.training, "training")
-    names = [entry.name for entry in sources]
-    loss_weights = [entry.loss_weight for entry in sources]
-    return Trainer(
-        model,
-        optimizer,
-        meshes,
-        learning_rate(config, resolved.steps, own_options(config)),
-        Phases(device, note),
-        early=OptimizerInBackward(optimizer) if is_early else None,
-        average=None if decay is None else Average(model, decay),
-        max_norm=config.training.max_norm,
-        reduce_every_microbatch=config.parallelism.fsdp_reduce_gradients == "every_microbatch",
-        reshard_every_microbatch=config.parallelism.fsdp_reshard_after_forward != "never",
-        by_source=LossBySource(model, names, meshes, device) if len(names) > 1 else None,
-        own_metrics=OwnMetrics(own_options(config)),
-        norm_groups=list(dict.fromkeys(map(block_of, normed))),
-        layer_stats=LayerStats(model, meshes, spec, resolved.frozen, freq) if freq else None,
-        qk_clip=None if threshold is None else QKClip(model, meshes, spec, threshold, interval),
-        loss_weights=torch.tensor(loss_weights, device=device)
-        if set(loss_weights) != {1}
-        else None,
-        mtp_loss_weight=config.training.mtp_loss_weight,
-    )
-
-
 def count_labels(batches: Sequence[Batch], meshes: Meshes) -> Tensor:
     """Return how many labels of the global batch count, () int64; with loss weights the sum of
     these over labels, () fp32. Collective.
@@ -351,17 +273,6 @@ def count_labels(batches: Sequence[Batch], meshes: Meshes) -> Tensor:
     num_labels = torch.stack(counts).sum()
     dist.all_reduce(num_labels, group=meshes.loss.get_group())
     return num_labels.float() if num_labels.is_floating_point() else num_labels
-
-
-def count_future_labels(batches: Sequence[Batch], meshes: Meshes) -> Tensor:
-    """Return how many labels of each depth count in the global batch: (k,) int64, which is empty if
-    the model predicts the next token only. Collective."""
-    labels = [batch.future_labels for batch in batches if batch.future_labels is not None]
-    if not labels:
-        return torch.empty(0, device=batches[0].tokens.device)
-    counts = torch.stack([has_loss(one).sum((0, 2)) for one in labels]).sum(0)
-    dist.all_reduce(counts, group=meshes.loss.get_group())
-    return counts
 
 
 def _accumulate(

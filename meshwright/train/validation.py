@@ -8,20 +8,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from meshwright.datasets.cached_source import CachedSource
 from meshwright.datasets.loader import padded_samples, to_batches
-from meshwright.datasets.samples import (
-    CachedSource,
-    Sample,
-    SampleRules,
-    blank_sample,
-    to_sample,
-)
+from meshwright.datasets.samples import Sample, SampleRules, blank_sample, to_sample
 from meshwright.datasets.stream import Cursor, OpenSource
 from meshwright.models.loss import Batch, has_loss
-from meshwright.parallelisms.context_parallel import local_part, local_positions
 from meshwright.parallelisms.data_parallel import reset_after_no_grad
 from meshwright.parallelisms.local_model import LocalModel
 from meshwright.parallelisms.meshes import Meshes
+from meshwright.parallelisms.sequence_parts import local_part, local_positions
 from meshwright.system.errors import ConfigError, check
 from meshwright.train.build import build_stream
 from meshwright.train.resolve import ResolvedJob

@@ -15,9 +15,9 @@ from meshwright.parallelisms.context_parallel import (
     attend,
     attend_in_chunks,
     gradients_in_chunks,
-    local_positions,
 )
 from meshwright.parallelisms.rules.degrees import ParallelDims
+from meshwright.parallelisms.sequence_parts import local_positions
 from tests.helpers.operators import Operators
 from tests.helpers.slow import slow
 from tests.helpers.tiny import meshes_of

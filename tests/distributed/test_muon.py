@@ -8,7 +8,8 @@ from meshwright.config.optimizer import Muon, Optimizer
 from meshwright.models.decoder import Decoder
 from meshwright.models.families.llama import LlamaArgs
 from meshwright.parallelisms.shards import local_box, part_of_box
-from meshwright.train.optim.optimizers import build_optimizer, set_learning_rate, update
+from meshwright.train.optim.optimizers import build_optimizer
+from meshwright.train.optim.update import set_learning_rate, update
 from tests.helpers.job import mesh
 from tests.helpers.slow import slow
 from tests.helpers.tiny import MIXED, TINY, parallel_model, plain_model

@@ -11,7 +11,8 @@ from torch.profiler import ProfilerActivity, profile
 from meshwright.config.optimizer import Optimizer
 from meshwright.parallelisms.local_model import LocalModel
 from meshwright.parallelisms.rules.degrees import ParallelDims
-from meshwright.train.optim.optimizers import build_optimizer, update
+from meshwright.train.optim.optimizers import build_optimizer
+from meshwright.train.optim.update import update
 from tests.helpers.job import Job, mesh, plain_steps
 from tests.helpers.operators import Operators
 from tests.helpers.optimizers import GROUPS, plain_groups

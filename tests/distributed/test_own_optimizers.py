@@ -18,13 +18,9 @@ from meshwright.models.decoder import Decoder
 from meshwright.parallelisms.shards import local_box, part_of_box
 from meshwright.system.errors import ConfigError
 from meshwright.train.optim.matrices import OWNED
-from meshwright.train.optim.optimizers import (
-    build_optimizer,
-    check_state,
-    set_learning_rate,
-    update,
-)
+from meshwright.train.optim.optimizers import build_optimizer, check_state
 from meshwright.train.optim.registry import OPTIMIZERS, MatrixWise
+from meshwright.train.optim.update import set_learning_rate, update
 from tests.campaigns.new_user import example
 from tests.helpers.job import mesh
 from tests.helpers.slow import slow

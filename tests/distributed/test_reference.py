@@ -11,7 +11,7 @@ from meshwright.config.job_config import JobConfig
 from meshwright.config.loader import load_config
 from meshwright.models.args import ExpertArgs
 from meshwright.models.families import MODELS
-from meshwright.train.optim import optimizers, registry
+from meshwright.train.optim import registry, schedules
 from meshwright.train.resolve_model import resolve_model
 from tests.campaigns.random_references import words_of
 from tests.helpers.slow import slow_but
@@ -33,9 +33,6 @@ CONFIGS = {
     "frozen": ['--model.frozen=["tok_embeddings.*","layers.0.*"]'],
     "groups": [GROUPS],
     "muon": ["--optimizer.name=muon --optimizer.muon.split_heads=true"],
-    "muon, linear attention": [
-        "--model.name=qwen3_5_text --optimizer.name=muon --optimizer.muon.split_heads=true"
-    ],
     "experts": [
         f"--model.name=qwen3_moe --optimizer.name=muon --experts.router_z_loss=0.01 {ROUTER} {EMA} "
         "--training.packing=best_fit --optimizer.muon.nesterov=false"
@@ -93,10 +90,10 @@ def a_step_late(*job: object):
     return lambda step: lr_at(max(step - 1, 1))
 
 
-registry_learning_rate = optimizers.learning_rate
+registry_learning_rate = schedules.learning_rate
 FAULTS = {
     "decay": ("meshwright.train.optim.optimizers.settings_of", without_decay),
-    "rate": ("meshwright.train.trainer.learning_rate", a_step_late),
+    "rate": ("meshwright.train.build.learning_rate", a_step_late),
 }
 
 

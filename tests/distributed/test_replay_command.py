@@ -24,8 +24,9 @@ from meshwright.commands.replay.samples import (
     robust_deviations,
 )
 from meshwright.config.loader import load_config
+from meshwright.datasets.cached_source import CachedSource
 from meshwright.datasets.opening import open_data
-from meshwright.datasets.samples import CachedSource, SampleRules
+from meshwright.datasets.samples import SampleRules
 from meshwright.system.errors import ConfigError
 from tests.helpers.cli import command
 from tests.helpers.files import contents

@@ -13,8 +13,8 @@ from torch.distributed.fsdp import fully_shard
 
 from meshwright.config.loader import load_config
 from meshwright.config.training import Source
+from meshwright.datasets.cached_source import CachedSource
 from meshwright.datasets.files import SourceEntry
-from meshwright.datasets.samples import CachedSource
 from meshwright.metrics.sinks import validation_loss
 from meshwright.models.families.llama import LlamaArgs
 from meshwright.models.loss import IGNORE, Batch

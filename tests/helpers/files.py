@@ -70,7 +70,7 @@ def failing_reads(name: str, number: int, times: int) -> Iterator[list[str]]:
         patch("builtins.open", failing(builtins.open)),
         patch("io.open", failing(io.open)),
         patch("os.stat", failing(os.stat)),
-        patch("meshwright.system.files.RETRY_AFTER_S", (0.0, 0.0)),
+        patch("meshwright.system.retries.RETRY_AFTER_S", (0.0, 0.0)),
     ):
         yield failed
 

@@ -18,7 +18,8 @@ from meshwright.parallelisms.local_model import LocalModel
 from meshwright.parallelisms.meshes import Meshes
 from meshwright.parallelisms.rules.degrees import ParallelDims
 from meshwright.train.bad_steps import BadStepDetector
-from meshwright.train.optim.optimizers import LR_SCALE, OptimizerInBackward
+from meshwright.train.optim.in_backward import OptimizerInBackward
+from meshwright.train.optim.update import LR_SCALE
 from meshwright.train.trainer import StepResult, Trainer
 from tests.helpers.rounding import adamw
 from tests.helpers.tiny import CPU, SEQ_LEN, TINY, parallel_model, whole

@@ -6,8 +6,9 @@ from meshwright.models.loss import Batch
 from meshwright.parallelisms.initialize import initialize
 from meshwright.parallelisms.meshes import Meshes
 from meshwright.train.bad_steps import BadStepDetector
+from meshwright.train.build import build_trainer
 from meshwright.train.resolve import ResolvedJob
-from meshwright.train.trainer import StepResult, build_trainer
+from meshwright.train.trainer import StepResult
 
 
 class OneRank:

@@ -3,7 +3,7 @@
 import torch
 
 from meshwright.models.families.llama import LlamaArgs
-from meshwright.train.optim.optimizers import LR_SCALE
+from meshwright.train.optim.update import LR_SCALE
 from tests.helpers.tiny import SEQ_LEN, TINY
 
 ROUNDOFF = 2.0**-24

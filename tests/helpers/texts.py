@@ -10,12 +10,12 @@ from typing import ClassVar
 
 from meshwright.config.section import BYTES
 from meshwright.config.training import Source
+from meshwright.datasets.cached_source import CachedSource
 from meshwright.datasets.conversations import Message
 from meshwright.datasets.encoding import Encoder
 from meshwright.datasets.files import SourceEntry
 from meshwright.datasets.recipe import TokenizationSpec
 from meshwright.datasets.rows import Document, IndexedDocuments, Item
-from meshwright.datasets.samples import CachedSource
 from meshwright.datasets.shards import StreamedSource
 from meshwright.datasets.stream import OpenSource
 from meshwright.datasets.token_cache.tokenizing import open_cache

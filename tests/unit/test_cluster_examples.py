@@ -16,7 +16,7 @@ from meshwright.commands.main import build_parser
 from meshwright.commands.train import _log_ranks, _patience, _rendezvous, _rendezvous_alone
 from meshwright.config.command_line import parse
 from meshwright.config.loader import find_config
-from meshwright.datasets.samples import CachedSource
+from meshwright.datasets.cached_source import CachedSource
 from meshwright.datasets.shards import StreamedSource
 from meshwright.system.errors import (
     EXIT_CONFIG,

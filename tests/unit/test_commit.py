@@ -401,7 +401,7 @@ def test_a_checkpoint_may_be_a_link_to_a_folder_elsewhere_and_is_then_kept(tmp_p
 
 def test_a_folder_that_cannot_be_listed_for_a_moment_is_not_empty(tmp_path, monkeypatch) -> None:
     publish(tmp_path, 5)
-    monkeypatch.setattr("meshwright.system.files.RETRY_AFTER_S", (0.0,))
+    monkeypatch.setattr("meshwright.system.retries.RETRY_AFTER_S", (0.0,))
     answers = [OSError(errno.ESTALE, "Stale file handle"), os.scandir(tmp_path)]
     monkeypatch.setattr(os, "scandir", Mock(side_effect=answers))
     assert commit.saved_steps(tmp_path) == [5]

@@ -17,7 +17,14 @@ from meshwright.models import attention, decoder, layers, loss, table
 from meshwright.models.families import llama
 from meshwright.parallelisms import activation_checkpoint, parallelize, tensor_parallel
 from meshwright.parallelisms.cpu_kernels import attention as cpu_attention
-from meshwright.train.optim import gradients, matrices, optimizers, registry
+from meshwright.train.optim import (
+    gradients,
+    in_backward,
+    matrices,
+    optimizers,
+    registry,
+    update,
+)
 from scripts import draw_diagrams, draw_house
 
 PACKAGE = Path(meshwright.__file__).parent
@@ -203,7 +210,7 @@ def file_of(thing: object) -> str:
 def test_the_plan_knows_the_loss_and_the_optimizers() -> None:
     """Or logits would count as temporary, and an update as anything else, in every plan."""
     assert trace._kind_of(file_of(loss.SummedLoss), "f")[0] == trace.LOSS
-    for module in (optimizers, registry, matrices):
+    for module in (optimizers, registry, matrices, update, in_backward):
         assert trace._kind_of(file_of(module), "f")[0] == trace.UPDATE
     for module in (decoder, gradients):  # the norm of gradients comes before the update
         assert trace._kind_of(file_of(module), "f")[0] not in (trace.LOSS, trace.UPDATE)

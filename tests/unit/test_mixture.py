@@ -32,7 +32,7 @@ from meshwright.models.router import BalanceLosses, choose_experts
 from meshwright.models.table import FeedForwardSpec, LayerSpec, MixtureSpec
 from meshwright.parallelisms.activation_checkpoint import apply_ac
 from meshwright.parallelisms.data_parallel import compute_in_fp32
-from meshwright.parallelisms.expert_parallel import Balance
+from meshwright.parallelisms.expert_load import Balance
 from meshwright.parallelisms.initialize import initialize
 from meshwright.system.errors import ConfigError
 from meshwright.system.files import NamedPath

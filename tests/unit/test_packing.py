@@ -18,19 +18,13 @@ from meshwright.config.changes import changed, changes, config_defaults
 from meshwright.config.job_config import JobConfig
 from meshwright.config.loader import load_config
 from meshwright.config.training import Training
-from meshwright.datasets import samples as packing
+from meshwright.datasets import packing
+from meshwright.datasets.cached_source import CachedSource
 from meshwright.datasets.encoding import NO_LOSS
 from meshwright.datasets.loader import to_batches
 from meshwright.datasets.opening import find_data, open_data
-from meshwright.datasets.samples import (
-    CachedSource,
-    PackedSamples,
-    Sample,
-    SampleRules,
-    best_fit,
-    open_packing,
-    stored_packing,
-)
+from meshwright.datasets.packing import PackedSamples, best_fit, open_packing, stored_packing
+from meshwright.datasets.samples import Sample, SampleRules
 from meshwright.datasets.stream import Cursor, find_samples
 from meshwright.datasets.token_cache.cache import DamagedCacheError
 from meshwright.models.loss import IGNORE, PADDING

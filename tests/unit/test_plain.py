@@ -28,7 +28,7 @@ from meshwright.models.args import DecoderArgs
 from meshwright.models.decoder import Decoder
 from meshwright.models.families import FAMILIES, MODELS
 from meshwright.models.loss import IGNORE
-from meshwright.train.optim.optimizers import warmup_stable_decay
+from meshwright.train.optim.schedules import warmup_stable_decay
 from tests.helpers.families import cases, family_of, two_of_each
 from tests.helpers.hf import in_transformers, random_model, their_tensors
 from tests.helpers.plain import Recorded, plain_loss, some_batch

@@ -17,6 +17,7 @@ import pytest
 from pyarrow import parquet
 
 from meshwright.datasets import files, readers
+from meshwright.datasets.data_file import ChangedError
 from meshwright.datasets.files import (
     PACKED,
     SUFFIXES,
@@ -26,7 +27,7 @@ from meshwright.datasets.files import (
 )
 from meshwright.datasets.readers import END, Layout, cut, read
 from meshwright.datasets.rows import LocalDocuments
-from meshwright.datasets.storage import ChangedError, stat
+from meshwright.datasets.storage import stat
 from meshwright.datasets.tables import Unreadable
 from meshwright.system.errors import ConfigError, RecordError
 from meshwright.system.files import warn_once

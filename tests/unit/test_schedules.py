@@ -11,9 +11,9 @@ from meshwright.config.loader import load_config
 from meshwright.config.training import LRScheduler
 from meshwright.system.errors import ConfigError
 from meshwright.train.facts import look
-from meshwright.train.optim import optimizers, registry
-from meshwright.train.optim.optimizers import learning_rate, warmup_stable_decay
+from meshwright.train.optim import registry, schedules
 from meshwright.train.optim.registry import SCHEDULES
+from meshwright.train.optim.schedules import learning_rate, warmup_stable_decay
 from meshwright.train.resolve import resolve
 from meshwright.train.resolve_model import TABLES
 from tests.campaigns.new_user import example
@@ -116,7 +116,7 @@ def test_inverse_sqrt_is_transformers_without_its_late_step() -> None:
 def own(tmp_path, monkeypatch):
     """Words of a job with a module of schedules."""
     monkeypatch.setattr("meshwright.train.resolve_model.SCHEDULES", table := dict(SCHEDULES))
-    for module in (registry, optimizers):
+    for module in (registry, schedules):
         monkeypatch.setattr(module, "SCHEDULES", table)
     monkeypatch.setitem(TABLES, "SCHEDULES", (table, TABLES["SCHEDULES"][1]))
 

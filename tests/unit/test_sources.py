@@ -31,7 +31,7 @@ from meshwright.datasets.sources import by_suffix, find_dataset, openable
 from meshwright.datasets.token_cache.tokenizing import open_cache
 from meshwright.datasets.tokenizers.kinds import build_tokenizer
 from meshwright.system.errors import ConfigError, RecordError, StorageError
-from meshwright.system.files import may_pass, read_patiently
+from meshwright.system.retries import may_pass, read_patiently
 from tests.helpers.texts import entry, tokenization
 from tests.helpers.tokenizer_files import byte_level_json
 

@@ -17,8 +17,8 @@ from meshwright.config.changes import changed, changes, config_defaults, to_json
 from meshwright.config.job_config import JobConfig
 from meshwright.config.loader import load_config
 from meshwright.config.stages import staged
+from meshwright.datasets.cached_source import CachedSource
 from meshwright.datasets.opening import open_data
-from meshwright.datasets.samples import CachedSource
 from meshwright.datasets.shards import ShardPlace
 from meshwright.datasets.stream import Cursor
 from meshwright.system.errors import ConfigError

@@ -16,15 +16,18 @@ from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.registry import _registry as fsspec_registry
 
 from meshwright.datasets import storage
+from meshwright.datasets.block_cache import BlockCache
+from meshwright.datasets.data_file import ChangedError
 from meshwright.datasets.files import local_files
+from meshwright.datasets.ranges import RangeFile, open_file
 from meshwright.datasets.rows import LocalDocuments
 from meshwright.datasets.samples import CachedSamples, SampleRules
 from meshwright.datasets.shards import StreamedSource
-from meshwright.datasets.storage import BlockCache, ChangedError, RangeFile, open_file, stat
+from meshwright.datasets.storage import stat
 from meshwright.datasets.stream import Cursor, SampleStream
 from meshwright.datasets.token_cache.cache import TokenCache
 from meshwright.datasets.token_cache.tokenizing import open_cache
-from meshwright.system import files
+from meshwright.system import retries
 from meshwright.system.errors import ConfigError, StorageError
 from tests.helpers.server import Server
 from tests.helpers.texts import entry, tokenization
@@ -34,7 +37,7 @@ EOS = 257
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    monkeypatch.setattr(files, "RETRY_AFTER_S", (0.0,) * 6)
+    monkeypatch.setattr(retries, "RETRY_AFTER_S", (0.0,) * 6)
     monkeypatch.setattr(storage, "TIMEOUT_S", 0.5)
     server = Server()
     yield server
@@ -245,7 +248,7 @@ class Bucket(MemoryFileSystem):
 
 @pytest.fixture
 def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
-    monkeypatch.setattr(files, "RETRY_AFTER_S", (0.0,) * 6)
+    monkeypatch.setattr(retries, "RETRY_AFTER_S", (0.0,) * 6)
     fsspec.register_implementation("s3", Bucket, clobber=True)
     yield Bucket()
     Bucket.store.clear()

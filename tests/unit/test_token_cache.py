@@ -25,10 +25,10 @@ from meshwright.datasets import identity
 from meshwright.datasets.conversations import Conversation
 from meshwright.datasets.encoding import NO_LOSS
 from meshwright.datasets.opening import open_data
+from meshwright.datasets.ranges import DESCRIPTORS, RangeFile
 from meshwright.datasets.recipe import TokenizationSpec
 from meshwright.datasets.rows import IndexedDocuments
 from meshwright.datasets.samples import CachedSamples
-from meshwright.datasets.storage import DESCRIPTORS, RangeFile
 from meshwright.datasets.token_cache import tokenizing
 from meshwright.datasets.token_cache.cache import Part, TokenCache
 from meshwright.datasets.token_cache.tokenizing import open_cache

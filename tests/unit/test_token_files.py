@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from meshwright.datasets.data_file import DataFile
 from meshwright.datasets.files import token_paths
 from meshwright.datasets.foreign_tokens import open_array
 from meshwright.datasets.named_sources import check_files, check_path
 from meshwright.datasets.samples import CachedSamples
 from meshwright.datasets.sources import find_dataset
-from meshwright.datasets.storage import DataFile, stat
+from meshwright.datasets.storage import stat
 from meshwright.datasets.token_cache.cache import TokenCache
 from meshwright.datasets.token_cache.tokenizing import open_cache
 from meshwright.system.errors import ConfigError

@@ -12,8 +12,9 @@ import numpy as np
 from meshwright.commands.replay.recorded import RecordedRun
 from meshwright.config.job_config import JobConfig
 from meshwright.config.loader import load_config
+from meshwright.datasets.cached_source import CachedSource
 from meshwright.datasets.opening import open_data, recipe_of
-from meshwright.datasets.samples import CachedSource, SampleRules
+from meshwright.datasets.samples import SampleRules
 from meshwright.datasets.token_cache.locate import locate
 from meshwright.metrics.report.run import Row
 from meshwright.system.errors import ConfigError, first_line

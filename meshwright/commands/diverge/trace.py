@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.models.loss import Batch
-from meshwright.train.set_up import RunningJob
+from meshwright.train.running_job import RunningJob
 
 MOST_VALUES = 1 << 15
 

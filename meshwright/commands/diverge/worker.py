@@ -17,7 +17,7 @@ from meshwright.config.loader import load_config
 from meshwright.models.loss import Batch
 from meshwright.system.errors import EXIT_CONFIG, ConfigError
 from meshwright.system.modules import source_hash
-from meshwright.train.set_up import RunningJob
+from meshwright.train.running_job import RunningJob
 
 
 @dataclass(frozen=True)

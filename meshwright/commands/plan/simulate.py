@@ -44,11 +44,12 @@ from meshwright.parallelisms.meshes import Meshes, build_meshes
 from meshwright.system.errors import check
 from meshwright.system.modules import has_torch
 from meshwright.train.bad_steps import BadStepDetector
+from meshwright.train.build import build_trainer
 from meshwright.train.facts import look
 from meshwright.train.optim import gradients
-from meshwright.train.optim.optimizers import update
+from meshwright.train.optim.update import update
 from meshwright.train.resolve import ResolvedJob, resolve
-from meshwright.train.trainer import Trainer, build_trainer
+from meshwright.train.trainer import Trainer
 
 CPU = torch.device("cpu")
 

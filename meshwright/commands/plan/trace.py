@@ -124,6 +124,13 @@ class Scope:
                 self.module, self.microbatch = self._places[max(index, 0)]
 
 
+UPDATES = frozenset(
+    f"{OURS}/train/optim/{name}.py"
+    for name in ("optimizers", "registry", "matrices", "update", "in_backward")
+)
+"""Files whose code runs in an update."""
+
+
 @cache
 def _kind_of(file: str, name: str) -> tuple[str, str]:
     """Return the kind of a frame of this function, and the purpose of tensors made in it."""
@@ -135,8 +142,7 @@ def _kind_of(file: str, name: str) -> tuple[str, str]:
         return BACKWARD, ""
     if file.startswith(f"{TORCH}/distributed/pipelining/") and "recv" in name:
         return "receive", "communication buffers"
-    ours = (f"{OURS}/train/optim/{f}.py" for f in ("optimizers", "registry", "matrices"))
-    if file.startswith((f"{TORCH}/optim/", *ours)):
+    if file.startswith(f"{TORCH}/optim/") or file in UPDATES:
         return UPDATE, ""
     if file == f"{OURS}/models/loss.py":
         return LOSS, ""

@@ -10,11 +10,12 @@ import numpy.typing as npt
 
 from meshwright.commands.prove.measurement import SAVED_STEP
 from meshwright.config.training import Source, Training
+from meshwright.datasets.cached_source import CachedSource
 from meshwright.datasets.encoding import NO_LOSS, Encoder, Tokens
 from meshwright.datasets.files import SourceEntry
 from meshwright.datasets.named_sources import entries
+from meshwright.datasets.packing import packed_in_memory
 from meshwright.datasets.rows import IndexedDocuments
-from meshwright.datasets.samples import CachedSource, packed_in_memory
 from meshwright.datasets.shards import StreamedSource
 from meshwright.datasets.stream import Cursor, OpenSource
 from meshwright.datasets.token_cache.cache import BLOCK_DOCUMENTS, TokenCache

@@ -34,9 +34,10 @@ from meshwright.system.processes import Launch
 from meshwright.train.bad_steps import BadStepDetector
 from meshwright.train.facts import look
 from meshwright.train.job import FinishedStep, save
-from meshwright.train.optim.optimizers import LR_SCALE
+from meshwright.train.optim.update import LR_SCALE
 from meshwright.train.resolve import resolve
-from meshwright.train.set_up import Data, RunningJob, set_up
+from meshwright.train.running_job import RunningJob
+from meshwright.train.set_up import Data, set_up
 from meshwright.train.trainer import Trainer
 
 Samples = dict[tuple[int, int], str]

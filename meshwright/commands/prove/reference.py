@@ -24,8 +24,8 @@ from meshwright.config.training import BadSteps
 from meshwright.models.decoder import Decoder
 from meshwright.train.bad_steps import BadStepDetector
 from meshwright.train.losses import CROSS_ENTROPY
-from meshwright.train.optim.optimizers import learning_rate
 from meshwright.train.optim.registry import average_decay
+from meshwright.train.optim.schedules import learning_rate
 from meshwright.train.resolve_model import resolve_model
 
 SHAPE = "shape"

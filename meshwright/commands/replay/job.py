@@ -17,7 +17,8 @@ from meshwright.system.hardware import ordered_attention
 from meshwright.system.processes import Launch
 from meshwright.train.facts import look
 from meshwright.train.resolve import ResolvedJob, resolve
-from meshwright.train.set_up import RunningJob, init_ranks, set_up
+from meshwright.train.running_job import RunningJob
+from meshwright.train.set_up import init_ranks, set_up
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from meshwright.commands.replay.scan import Scan, scan_documents
 from meshwright.config.job_config import JobConfig
 from meshwright.metrics.report.run import Row
 from meshwright.models.loss import Batch
-from meshwright.train.set_up import RunningJob
+from meshwright.train.running_job import RunningJob
 
 LEAST_ROUNDING = 1e-7
 """Relative differences below it are taken for rounding: an ulp of float32 is 6e-8 to 1.2e-7."""

@@ -8,14 +8,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.config.job_config import JobConfig
+from meshwright.datasets.cached_source import CachedSource
 from meshwright.datasets.opening import recipe_of
-from meshwright.datasets.samples import CachedSource, SampleRules
+from meshwright.datasets.samples import SampleRules
 from meshwright.datasets.stream import DrawnSample, OpenSource, draw_samples
 from meshwright.datasets.token_cache.cache import CachedDocument
 from meshwright.datasets.token_cache.locate import locate
 from meshwright.models.loss import Batch, has_loss
 from meshwright.system.errors import ConfigError, first_line
-from meshwright.train.set_up import RunningJob
+from meshwright.train.running_job import RunningJob
 from meshwright.train.token_losses import norm_of_part, token_losses
 from meshwright.train.trainer import count_labels
 

@@ -9,12 +9,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.commands.replay.samples import Places, robust_deviations
-from meshwright.datasets.samples import CachedSource
+from meshwright.datasets.cached_source import CachedSource
 from meshwright.datasets.token_cache.cache import CachedDocument
 from meshwright.datasets.token_cache.locate import document_tokens
 from meshwright.models.loss import IGNORE, Batch, has_loss
 from meshwright.system.errors import check
-from meshwright.train.set_up import RunningJob
+from meshwright.train.running_job import RunningJob
 from meshwright.train.token_losses import places_of, token_losses
 
 LEAST_TOKENS = 9

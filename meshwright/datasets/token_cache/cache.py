@@ -18,8 +18,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from meshwright.datasets.block_cache import BlockCache
+from meshwright.datasets.data_file import ChangedError, DataFile, is_address
 from meshwright.datasets.encoding import loss_line
-from meshwright.datasets.storage import BlockCache, ChangedError, DataFile, RangeFile, is_address
+from meshwright.datasets.ranges import RangeFile
 from meshwright.system.errors import ConfigError
 from meshwright.system.files import warn_once
 

@@ -17,10 +17,10 @@ from typing import Any
 
 from tqdm import tqdm
 
+from meshwright.datasets.block_cache import BlockCache
 from meshwright.datasets.conversations import note_of_unused
 from meshwright.datasets.foreign_tokens import TokenFiles
 from meshwright.datasets.recipe import TokenizationSpec
-from meshwright.datasets.storage import BlockCache
 from meshwright.datasets.token_cache.cache import (
     CACHE_KEY,
     DAMAGED,

@@ -11,11 +11,11 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from meshwright.datasets.conversations import Document
+from meshwright.datasets.data_file import ChangedError
 from meshwright.datasets.encoding import NO_LOSS, Encoder
 from meshwright.datasets.foreign_tokens import TokenFiles
 from meshwright.datasets.recipe import TokenizationSpec
 from meshwright.datasets.rows import Documents
-from meshwright.datasets.storage import ChangedError
 from meshwright.datasets.token_cache.cache import (
     BLOCK_BYTES,
     BLOCK_DOCUMENTS,

@@ -16,10 +16,7 @@ An optimizer of the table
 `tests/unit/test_optimizers.py` holds every entry to it.
 """
 
-import math
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from inspect import unwrap
 from pkgutil import resolve_name
@@ -30,23 +27,21 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from meshwright.config.job_config import JobConfig
 from meshwright.config.optimizer import Optimizer
-from meshwright.config.training import LRScheduler
 from meshwright.models.parameter import Parameter
-from meshwright.parallelisms.shards import has_layout_of, is_dtensor, local_shard
+from meshwright.parallelisms.shards import has_layout_of, local_shard
 from meshwright.system.errors import ConfigError
-from meshwright.train.optim.gradients import local_square_sums
 from meshwright.train.optim.matrices import OWNED, MatrixFunction, MatrixOptimizer
 from meshwright.train.optim.registry import (
     OPTIMIZERS,
-    SCHEDULES,
     ElementWise,
     Function,
     Groups,
     Settings,
+    heads_of,
     settings_of,
 )
+from meshwright.train.optim.update import LR_SCALE, PART, SeveralOptimizers, set_learning_rate
 
 Kind = TypeVar("Kind", bound=torch.optim.Optimizer)
 
@@ -70,12 +65,6 @@ def _build(
 
 
 build_adamw, build_adam = partial(_build, torch.optim.AdamW), partial(_build, torch.optim.Adam)
-
-LR_SCALE = "lr_scale"
-"""Key of a parameter group: factor on the job's learning rate."""
-
-PART = "part"
-"""Key of a parameter group: number of its optimizer among `SeveralOptimizers`."""
 
 
 def found(function: Function) -> Callable[..., Any]:
@@ -107,7 +96,7 @@ def build_optimizer(
         group = {"weight_decay": settings.weight_decay, LR_SCALE: settings.lr_scale}
         groups.setdefault(settings, {"params": [], **group})["params"].append(parameter)
         if config.muon.split_heads:
-            heads[parameter] = table[name].heads
+            heads[parameter] = heads_of(name, table[name])
     parts: list[torch.optim.Optimizer] = []
     for name in dict.fromkeys(settings.optimizer for settings in groups):
         members = [group for settings, group in groups.items() if settings.optimizer == name]
@@ -157,210 +146,3 @@ def check_state(
                 "\n  fix: keep a tensor of the parameter's shape or of one element; an optimizer "
                 "that needs whole matrices is a MatrixWise with `state`",
             )
-
-
-class SeveralOptimizers(torch.optim.Optimizer):
-    """Optimizers as one: each has its own groups, and all of them one state."""
-
-    def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
-        groups = [
-            group | {PART: number}
-            for number, part in enumerate(parts)
-            for group in part.param_groups
-        ]
-        super().__init__(groups, {})
-        self._parts = parts
-
-    @property
-    def matrix_parts(self) -> frozenset[int]:
-        """Numbers of the parts that are `MatrixOptimizer`."""
-        kinds = enumerate(self._parts)
-        return frozenset(number for number, one in kinds if isinstance(one, MatrixOptimizer))
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Let each take its step, with the result of `update`."""
-        for number, part in enumerate(self._parts):
-            # a load makes new ones of both
-            part.param_groups = [group for group in self.param_groups if group[PART] == number]
-            part.state = self.state
-            told = {k: v for k, v in vars(self).items() if k in ("found_inf", "grad_scale")}
-            vars(part).update(told)
-            whole_matrices = isinstance(part, MatrixOptimizer)
-            with nullcontext() if whole_matrices else _on_local_shards(part):
-                if part.param_groups:
-                    part.step()
-            for name in told:  # a tensor that nobody needs until the next step
-                delattr(part, name)
-
-
-def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Give every parameter group the job's learning rate times its own factor."""
-    for group in optimizer.param_groups:
-        group["lr"] = lr * group[LR_SCALE]
-
-
-def update(
-    optimizer: torch.optim.Optimizer, skip_update: Tensor, divisor: Tensor | None = None
-) -> None:
-    """Update the parameters of `optimizer`, unless they are to stay as they are.
-
-    Args:
-        skip_update: () bool, on the device: leave parameters and state bitwise unchanged.
-        divisor: () fp32, on the device, of all gradients; None: 1. The kernel divides them as it
-            reads them, and leaves them divided.
-    """
-    # The optimizer would move them itself, but not wait: too early a read for offloaded weights.
-    parameter_device = optimizer.param_groups[0]["params"][0].device
-    # torch's fused optimizers read these attributes, as GradScaler sets them; without them they
-    # would update all the same. They aren't documented: the test of the contract fails if they go.
-    optimizer.found_inf = skip_update.float().to(parameter_device)  # type: ignore[attr-defined]
-    optimizer.grad_scale = (  # type: ignore[attr-defined]
-        None if divisor is None else divisor.to(parameter_device)
-    )
-    is_one = not isinstance(optimizer, SeveralOptimizers)  # these do so themselves
-    with _on_local_shards(optimizer) if is_one else nullcontext():
-        optimizer.step()
-    del optimizer.found_inf, optimizer.grad_scale  # type: ignore[attr-defined]
-
-
-@contextmanager
-def _on_local_shards(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Let a step of `optimizer` see this rank's shards instead of DTensors.
-
-    Each update needs nothing of other shards (the contract), so the result is the same. For
-    DTensors torch works out at every step how each list of them may be sharded, with whole-size
-    tensors. Between steps parameters and states are DTensors, as checkpoints need.
-    """
-    groups, states = optimizer.param_groups, optimizer.state
-    shards: dict[Tensor, nn.Parameter] = {}
-
-    @torch.no_grad()
-    def swap(*_: object) -> None:
-        optimizer.param_groups, optimizer.state = [], defaultdict(dict)
-        for group in groups:
-            parameters = [p for p in group["params"] if p.grad is not None]
-            local = [local_shard(parameter).detach() for parameter in parameters]
-            for shard, parameter in zip(local, parameters, strict=True):
-                shard.grad = local_shard(parameter.grad)
-                slots = states[parameter]
-                optimizer.state[shard] = {key: local_shard(value) for key, value in slots.items()}
-                shards[shard] = parameter
-            optimizer.param_groups.append(group | {"params": local})
-
-    # the last of the hooks, so that others see parameters
-    hook = optimizer.register_step_pre_hook(swap)
-    try:
-        yield
-        for shard, parameter in shards.items():
-            slots = optimizer.state.pop(shard)
-            for key in [*slots]:  # each is freed before the next is copied: memory is full here
-                value = slots.pop(key)
-                if key in states[parameter]:
-                    continue
-                if is_dtensor(parameter) and value.shape == shard.shape:
-                    # `DTensor.from_local` would move an offloaded one to the device
-                    whole = torch.empty_like(parameter, dtype=value.dtype)
-                    local_shard(whole).copy_(value)
-                    value = whole
-                states[parameter][key] = value  # of the first step
-    finally:
-        hook.remove()
-        optimizer.param_groups, optimizer.state = groups, states
-
-
-class OptimizerInBackward:
-    """Makes `optimizer` update each parameter as soon as its gradient is final, and frees that.
-
-    Its state and learning rate stay where they are, so checkpoints are the same with or without.
-    """
-
-    square_sum: Tensor
-    """() fp32: of the gradients of this step so far, as of `local_square_sums`."""
-    gradients_are_final: bool
-    """Whether a gradient that is computed now is its parameter's last in this step. Where FSDP2
-    reduces gradients, it hands over no other."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
-        for index, group in enumerate(optimizer.param_groups):
-            for parameter in group["params"]:
-                if parameter.requires_grad:
-                    parameter.register_post_accumulate_grad_hook(partial(self._update, index))
-
-    def begin(self, skip_update: Tensor) -> None:
-        """Start a step, in which no parameter is to change if `skip_update`, () bool."""
-        self._skip_update = skip_update
-        self.square_sum = torch.zeros((), device=skip_update.device)
-        self.gradients_are_final = True
-
-    def _update(self, group: int, parameter: nn.Parameter) -> None:
-        if not self.gradients_are_final:
-            return
-        square_sum = local_square_sums([("", parameter)], (), self.square_sum.device)[0]
-        self.square_sum += square_sum
-        optimizer = self._optimizer
-        # gradients of other parameters and ranks aren't known yet
-        is_bad = self._skip_update | ~torch.isfinite(square_sum)
-        groups = optimizer.param_groups
-        optimizer.param_groups = [groups[group] | {"params": [parameter]}]
-        update(optimizer, is_bad)
-        optimizer.param_groups = groups
-        parameter.grad = None
-
-
-def warmup_stable_decay(step: int, steps: int, schedule: LRScheduler) -> float:
-    """Return the fraction of the peak learning rate at a step of `steps`, counted from 1.
-
-    Linear from 0 to the peak over `warmup_steps`, then the peak, then down. Step 0 would have 0 and
-    step `steps` + 1 would have `min_lr_factor`, so no step has a rate of 0: with D steps of decay,
-    the last step is (D - 1) / D of the way down. torchtitan 0.2 counts alike. transformers' decay
-    is the same, but its warm-up is a step behind: its first step has a rate of 0.
-
-    Source: Hu et al. 2024, arXiv:2404.06395 (warm-up, stable, decay); "sqrt" is 1 - sqrt(part
-    decayed), of Haegele et al. 2024, arXiv:2405.18392.
-    """
-    warmup_steps, ratio, start = schedule.warmup_steps, schedule.decay_ratio, schedule.decay_start
-    if step <= warmup_steps:
-        return step / warmup_steps
-    decay_steps = steps - warmup_steps
-    if ratio is not None:  # `training.max_epochs` may leave the decay fewer steps than it asks for
-        decay_steps = min(decay_steps, round(steps * ratio))
-    elif start is not None:
-        decay_steps = min(decay_steps, max(steps - start, 0))
-    decayed = step - 1 - (steps - decay_steps)
-    if min(decayed, decay_steps) <= 0:
-        return 1.0
-    done = min(decayed / decay_steps, 1.0)  # a mixture with new weights may end later
-    left = {
-        "linear": 1 - done,
-        "sqrt": 1 - math.sqrt(done),
-        "cosine": 0.5 * (1 + math.cos(math.pi * done)),
-    }[schedule.decay_type]
-    return schedule.min_lr_factor + (1 - schedule.min_lr_factor) * left
-
-
-def inverse_sqrt(step: int, steps: int, schedule: LRScheduler) -> float:
-    """Return the fraction of the peak learning rate at a step, counted from 1: linear from 0 over
-    the W steps of `warmup_steps`, then sqrt(W / step).
-
-    Source: Vaswani et al. 2017, arXiv:1706.03762, section 5.3.
-    """
-    warmup_steps = max(schedule.warmup_steps, 1)
-    if step > warmup_steps:
-        return max(math.sqrt(warmup_steps / step), schedule.min_lr_factor)
-    return step / warmup_steps
-
-
-def learning_rate(
-    config: JobConfig, steps: int, own_options: Mapping[str, Any] = MappingProxyType({})
-) -> Callable[[int], float]:
-    """Return the learning rate at each step of a job of `steps`, counted from 1.
-
-    Args:
-        own_options: of the user's module, by name.
-    """
-    schedule = config.lr_scheduler
-    steps, fraction = schedule.total_steps or steps, found(SCHEDULES[schedule.name])
-    options = own_options.get(schedule.name, schedule)
-    return lambda step: config.optimizer.lr * fraction(step, steps, options)

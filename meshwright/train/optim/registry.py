@@ -67,8 +67,8 @@ OPTIMIZERS: dict[str, ElementWise | MatrixWise] = {
 }
 
 SCHEDULES: dict[str, Function] = {
-    "wsd": "meshwright.train.optim.optimizers:warmup_stable_decay",
-    "inverse_sqrt": "meshwright.train.optim.optimizers:inverse_sqrt",
+    "wsd": "meshwright.train.optim.schedules:warmup_stable_decay",
+    "inverse_sqrt": "meshwright.train.optim.schedules:inverse_sqrt",
 }
 """By name: from a step, counted from 1, the number of steps, and options to the fraction of the
 peak learning rate. The options are those of [options.NAME], if the function's module has a model of
@@ -142,6 +142,16 @@ def settings_of(name: str, declared: Parameter, config: Optimizer) -> Settings:
         group.lr_scale * declared.lr_scale,
         own_decay / declared.lr_scale,
     )
+
+
+HEADS = (".wq", ".wg", ".wk", ".wv", ".wq_b", ".wkv_b")
+"""Ends of the names of layers whose rows belong to heads, one after the other."""
+
+
+def heads_of(name: str, parameter: Parameter) -> int:
+    """Return into how many matrices `optimizer.muon.split_heads` cuts a parameter, by rows."""
+    is_projection = name.rpartition(".")[0].endswith(HEADS)
+    return parameter.parts[1] if is_projection and parameter.parts else 1
 
 
 def check_optimizers(config: Optimizer, table: Mapping[str, Parameter]) -> dict[str, str]:
