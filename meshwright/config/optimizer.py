@@ -52,7 +52,8 @@ class Muon(Section):
     for rates of about 0.02 (Jordan 2024)."""
 
     split_heads: bool = False
-    """Make queries, keys and values orthogonal head by head, instead of all heads as one matrix."""
+    """Make queries, keys, values and gates orthogonal head by head, also those of linear attention,
+    instead of all heads as one matrix."""
 
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Type of the Newton-Schulz steps, and of the matrices that ranks exchange."""

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from meshwright.models.args import FullEveryArgs
 from meshwright.models.checks import check_positive
-from meshwright.models.parameter import Layout, Parameter
+from meshwright.models.parameter import Parameter
 from meshwright.models.table import AttentionSpec, MixerSpec, Module, RopeSpec
 
 
@@ -60,8 +60,12 @@ class DeltaSpec(MixerSpec):
         keys, values = self.n_key_heads * self.key_dim, self.n_heads * self.value_dim
         parts = ("linear_num_key_heads", self.n_key_heads)
 
-        def of_rows(rows: int, layout: Layout = "colwise") -> Parameter:
-            return Parameter((rows, self.dim), layout, self.std, parts=parts)
+        def of_heads(heads: int, width: int) -> Parameter:
+            shape = heads * width, self.dim
+            return Parameter(shape, "colwise", self.std, parts=parts, heads=heads)
+
+        def numbers_of_heads() -> Parameter:
+            return Parameter((self.n_heads, self.dim), "colwise", self.std, parts=parts)
 
         def filters(channels: int) -> Parameter:
             # the deviation that torch's convolutions start with
@@ -72,12 +76,12 @@ class DeltaSpec(MixerSpec):
             return Parameter((self.n_heads,), "heads", None, 0, parts, quantile=quantile)
 
         return {
-            "in_q.weight": of_rows(keys),
-            "in_k.weight": of_rows(keys),
-            "in_v.weight": of_rows(values),
-            "in_z.weight": of_rows(values),
-            "in_b.weight": of_rows(self.n_heads),
-            "in_a.weight": of_rows(self.n_heads),
+            "in_q.weight": of_heads(self.n_key_heads, self.key_dim),
+            "in_k.weight": of_heads(self.n_key_heads, self.key_dim),
+            "in_v.weight": of_heads(self.n_heads, self.value_dim),
+            "in_z.weight": of_heads(self.n_heads, self.value_dim),
+            "in_b.weight": numbers_of_heads(),
+            "in_a.weight": numbers_of_heads(),
             "conv_q.weight": filters(keys),
             "conv_k.weight": filters(keys),
             "conv_v.weight": filters(values),

@@ -61,7 +61,8 @@ class LatentSpec(AttentionSpec):
 
         def matrix(rows: int, columns: int, *, of_heads: bool) -> Parameter:
             layout, own = ("colwise_gathered", parts) if of_heads else ("on_tokens", None)
-            return Parameter((rows, columns), layout, self.std, parts=own)  # type: ignore[arg-type]  # one of two
+            heads = self.n_heads if of_heads else 1
+            return Parameter((rows, columns), layout, self.std, parts=own, heads=heads)  # type: ignore[arg-type]  # one of two
 
         def norm(width: int) -> Parameter:
             return Parameter((width,), "on_tokens", None, 0)

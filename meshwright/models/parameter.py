@@ -77,6 +77,9 @@ class Parameter:
     """Its layer multiplies by 1 + w, so its initial values are less by one."""
     quantile: Callable[[float], float] | None = None
     """The initial values of a vector are this function of uniform numbers in (0, 1)."""
+    heads: int = 1
+    """Heads whose rows follow each other in a matrix. With `optimizer.muon.split_heads` each head's
+    are a separate matrix."""
 
     @cached_property  # as the next: a search asks for them a million times
     def numel(self) -> int:

@@ -136,13 +136,18 @@ class AttentionSpec(MixerSpec):
         """By name in the module."""
         query, kv = self.n_heads * self.head_dim, self.n_kv_heads * self.head_dim
         heads, kv_heads = ("n_heads", self.n_heads), ("n_kv_heads", self.n_kv_heads)
+
+        def of_heads(parts: tuple[str, int]) -> Parameter:
+            shape = parts[1] * self.head_dim, self.dim
+            return Parameter(shape, "colwise", self.std, parts=parts, heads=parts[1])
+
         matrices = {
-            "wq": Parameter((query, self.dim), "colwise", self.std, parts=heads),
-            "wk": Parameter((kv, self.dim), "colwise", self.std, parts=kv_heads),
-            "wv": Parameter((kv, self.dim), "colwise", self.std, parts=kv_heads),
+            "wq": of_heads(heads),
+            "wk": of_heads(kv_heads),
+            "wv": of_heads(kv_heads),
         }
         if self.is_gated:
-            matrices["wg"] = Parameter((query, self.dim), "colwise", self.std, parts=heads)
+            matrices["wg"] = of_heads(heads)
         matrices |= {
             "wo": Parameter((self.dim, query), "rowwise", self.out_std, parts=heads),
         }

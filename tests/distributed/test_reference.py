@@ -33,6 +33,9 @@ CONFIGS = {
     "frozen": ['--model.frozen=["tok_embeddings.*","layers.0.*"]'],
     "groups": [GROUPS],
     "muon": ["--optimizer.name=muon --optimizer.muon.split_heads=true"],
+    "muon, linear attention": [
+        "--model.name=qwen3_5_text --optimizer.name=muon --optimizer.muon.split_heads=true"
+    ],
     "experts": [
         f"--model.name=qwen3_moe --optimizer.name=muon --experts.router_z_loss=0.01 {ROUTER} {EMA} "
         "--training.packing=best_fit --optimizer.muon.nesterov=false"

@@ -13,7 +13,6 @@ from meshwright.models.families import MODELS
 from meshwright.models.generation import CachedLatents, generate, greedy
 from meshwright.models.rope_scaling import Yarn
 from meshwright.system.errors import ConfigError
-from meshwright.train.optim.registry import heads_of
 from tests.helpers.families import small
 from tests.helpers.hf import random_model
 from tests.helpers.resolved import resolved
@@ -86,7 +85,7 @@ def test_generation_keeps_latents_and_rotated_keys_alone(monkeypatch) -> None:
 def test_muon_splits_the_matrices_of_heads() -> None:
     table = small(MODELS["deepseek_v3"], vocab_size=131).table.parameters
     heads = {
-        name.removeprefix("layers.0.attention."): heads_of(name, parameter)
+        name.removeprefix("layers.0.attention."): parameter.heads
         for name, parameter in table.items()
         if name.startswith("layers.0.attention.") and parameter.role == "matrix"
     }

@@ -17,7 +17,6 @@ from meshwright.train.optim.registry import (
     OPTIMIZERS,
     MatrixWise,
     check_optimizers,
-    heads_of,
 )
 from meshwright.train.optim.update import set_learning_rate, update
 from meshwright.train.resolve_model import extend_by
@@ -106,8 +105,7 @@ def test_experts_and_heads_are_matrices_each() -> None:
 
     name = "layers.0.attention.wq.weight"
     split = config.model_copy(update={"muon": Muon(dtype="float32", split_heads=True)})
-    assert [heads_of(n, TABLE[n]) for n in (name, name.replace("wq", "wk"))] == [4, 2]
-    assert heads_of("layers.0.attention.wo.weight", TABLE["layers.0.attention.wo.weight"]) == 1
+    assert [TABLE[name.replace("wq", kind)].heads for kind in ("wq", "wk", "wo")] == [4, 2, 1]
     queries = nn.Parameter(torch.zeros(TABLE[name].shape))
     queries.grad = torch.randn(queries.shape, generator=torch.Generator().manual_seed(1))
     given = queries.grad.clone()

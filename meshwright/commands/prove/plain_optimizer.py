@@ -26,6 +26,14 @@ from meshwright.config.training import LRScheduler
 
 SHIPPED = ("AdamW", "Adam", "muon")
 
+SPLIT = {
+    **dict.fromkeys(("wq", "wg", "wq_b", "wkv_b"), "n_heads"),
+    **dict.fromkeys(("wk", "wv"), "n_kv_heads"),
+    **dict.fromkeys(("in_q", "in_k"), "linear_num_key_heads"),
+    **dict.fromkeys(("in_v", "in_z"), "linear_num_value_heads"),
+}
+"""Matrices of several heads by rows, and the dimension that is their number."""
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -39,14 +47,15 @@ class Settings:
 def settings(name: str, weight: Tensor, config: Optimizer, ratio: float = 1.0) -> Settings:
     """Return the settings of a parameter by the rules of `[optimizer]` and its groups.
 
-    Matrices and embeddings have weight decay, and vectors don't. Muon takes the matrices of layers.
+    Matrices and embeddings have weight decay, and vectors don't. Muon takes the matrices of layers,
+    but for the filters of convolutions.
 
     Args:
         ratio: of widths, by which muP lowers the rate of these, and raises their decay.
     """
     # the biases of a layer's experts are stacked: one vector a row
     is_matrix = weight.dim() > (2 if ".experts." in name else 1)
-    is_of_layer = is_matrix and name.startswith("layers.")
+    is_of_layer = is_matrix and name.startswith("layers.") and ".conv_" not in name
     optimizer = "AdamW" if config.name == "muon" and not is_of_layer else config.name
     decay = config.weight_decay if is_matrix or config.decay_norm_and_bias else 0.0
     factor = ratio if is_of_layer else 1.0
@@ -104,8 +113,8 @@ def optimizers(
     for name, weight in weights.items():
         own, heads = settings(name, weight, config, widening(args)), 1
         layer = name.removesuffix(".weight").rpartition(".")[2]
-        if config.muon.split_heads and layer in ("wq", "wg", "wk", "wv", "wq_b", "wkv_b"):
-            heads = args["n_kv_heads" if layer in ("wk", "wv") else "n_heads"]
+        if config.muon.split_heads and layer in SPLIT:
+            heads = args[SPLIT[layer]]
         group = {"params": [weight], "weight_decay": own.weight_decay, "lr": 0.0, "heads": heads}
         if own.optimizer not in SHIPPED:
             yield None, own

@@ -38,7 +38,6 @@ from meshwright.train.optim.registry import (
     Function,
     Groups,
     Settings,
-    heads_of,
     settings_of,
 )
 from meshwright.train.optim.update import LR_SCALE, PART, SeveralOptimizers, set_learning_rate
@@ -96,7 +95,7 @@ def build_optimizer(
         group = {"weight_decay": settings.weight_decay, LR_SCALE: settings.lr_scale}
         groups.setdefault(settings, {"params": [], **group})["params"].append(parameter)
         if config.muon.split_heads:
-            heads[parameter] = heads_of(name, table[name])
+            heads[parameter] = table[name].heads
     parts: list[torch.optim.Optimizer] = []
     for name in dict.fromkeys(settings.optimizer for settings in groups):
         members = [group for settings, group in groups.items() if settings.optimizer == name]

@@ -144,16 +144,6 @@ def settings_of(name: str, declared: Parameter, config: Optimizer) -> Settings:
     )
 
 
-HEADS = (".wq", ".wg", ".wk", ".wv", ".wq_b", ".wkv_b")
-"""Ends of the names of layers whose rows belong to heads, one after the other."""
-
-
-def heads_of(name: str, parameter: Parameter) -> int:
-    """Return into how many matrices `optimizer.muon.split_heads` cuts a parameter, by rows."""
-    is_projection = name.rpartition(".")[0].endswith(HEADS)
-    return parameter.parts[1] if is_projection and parameter.parts else 1
-
-
 def check_optimizers(config: Optimizer, table: Mapping[str, Parameter]) -> dict[str, str]:
     """Return the name of each parameter's optimizer.
 
