@@ -8,18 +8,14 @@ import functools
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import (
-    all_reduce,
-    all_to_all_single_autograd,
-    wait_tensor,
-)
+from torch.distributed._functional_collectives import all_reduce, wait_tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.config.training import Experts, Training
 from meshwright.models.decoder import Decoder
 from meshwright.models.mixture import feed_forward, inverse, spread
 from meshwright.models.router import BalanceLosses
-from meshwright.parallelisms.meshes import Meshes
+from meshwright.parallelisms.meshes import Meshes, all_to_all
 from meshwright.parallelisms.shards import local_shard
 
 
@@ -116,11 +112,3 @@ def on_host(splits: Tensor, num_rows: int) -> list[list[int]]:  # (2, ranks) int
     """Return the values; planning, whose tensors have none, gives equal ones of this sum."""
     found: list[list[int]] = splits.tolist()
     return found
-
-
-def all_to_all(rows: Tensor, by: list[int], to: list[int], group: dist.ProcessGroup) -> Tensor:
-    """Send rows to every rank of a group, and get theirs; backward goes the other way.
-
-    The operator gives a new tensor, so that selective activation checkpointing can keep it.
-    """
-    return wait_tensor(all_to_all_single_autograd(rows.contiguous(), by, to, group))

@@ -293,3 +293,15 @@ def reduce_scatter(x: Tensor, mesh: DeviceMesh) -> Tensor:
         mesh: of one axis.
     """
     return _reduce_scatter(x.contiguous(), "sum", scatter_dim=0, group=(mesh, 0))
+
+
+def all_to_all(rows: Tensor, by: list[int], to: list[int], group: dist.ProcessGroup) -> Tensor:
+    """Send rows to every rank of a group, and get theirs; backward goes the other way. Collective.
+
+    Args:
+        by, to: rows that come from each rank, and that go to each.
+
+    The operator gives a new tensor, so that selective activation checkpointing can keep it.
+    """
+    rows = _functional_collectives.all_to_all_single_autograd(rows.contiguous(), by, to, group)
+    return _functional_collectives.wait_tensor(rows)
