@@ -243,46 +243,59 @@ def makes_blocks(device: torch.device) -> bool:
 
 
 def build_mask(
-    documents: Tensor, positions: Tensor | None = None, window: int | None = None
+    documents: Tensor,
+    positions: Tensor | None = None,
+    window: int | None = None,
+    keys: Tensor | None = None,
 ) -> Mask:
     """Build a causal mask inside documents, in the form that suits the device of `documents`.
 
     Args:
-        documents: (B, S) int of the keys.
+        documents: (B, S) int of whole sequences.
         positions: (S/cp,) or (B, S/cp) int64 in the sequence, of the queries; None: all.
         window: tokens that a token sees, with itself; None: all before.
+        keys: (keys,) int64 positions of the keys, in any order; None: all S.
     """
     if makes_blocks(documents.device):
-        return block_mask(documents, positions, window)
-    return dense_mask(documents, positions, window)
+        return block_mask(documents, positions, window, keys)
+    return dense_mask(documents, positions, window, keys)
 
 
 def dense_mask(
-    documents: Tensor, positions: Tensor | None = None, window: int | None = None
+    documents: Tensor,
+    positions: Tensor | None = None,
+    window: int | None = None,
+    keys: Tensor | None = None,
 ) -> Tensor:
-    """(B, 1, S/cp, S) bool, arguments as `build_mask`'s. Its memory grows with S^2."""
+    """(B, 1, S/cp, keys) bool, arguments as `build_mask`'s. Its memory grows with S^2."""
     place = torch.arange(documents.shape[1], device=documents.device)
     own = _at(documents, positions).unsqueeze(2)  # (B, S/cp, 1)
     rows = (place if positions is None else positions).unsqueeze(-1)  # (S/cp, 1) or (B, S/cp, 1)
-    return ((own == documents.unsqueeze(1)) & is_seen(rows, place, window)).unsqueeze(1)
+    columns = place if keys is None else keys
+    is_own = own == _at(documents, keys).unsqueeze(1)
+    return (is_own & is_seen(rows, columns, window)).unsqueeze(1)
 
 
 @torch.no_grad()  # always: compiled, it would have a second graph for validation
 def block_mask(
-    documents: Tensor, positions: Tensor | None = None, window: int | None = None
+    documents: Tensor,
+    positions: Tensor | None = None,
+    window: int | None = None,
+    keys: Tensor | None = None,
 ) -> BlockMask:
     """Blocks of queries by keys that are seen in full, in part or not at all, as `build_mask`'s."""
     batch, seq_len = documents.shape
     place = torch.arange(seq_len, device=documents.device).expand(batch, -1)
     own, rows = _at(documents, positions), _at(place, positions)  # (B, S/cp) each
+    others, columns = _at(documents, keys), _at(place, keys)  # (B, keys) each
 
     def is_in_mask(b: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        is_own = own[b, query] == documents[b, key]
-        return is_own & is_seen(rows[b, query], key, window)
+        is_own = own[b, query] == others[b, key]
+        return is_own & is_seen(rows[b, query], columns[b, key], window)
 
     create = _compiled(create_block_mask) if documents.is_cuda else create_block_mask
     device = documents.device
-    return create(is_in_mask, batch, None, own.shape[1], seq_len, device=device)
+    return create(is_in_mask, batch, None, own.shape[1], others.shape[1], device=device)
 
 
 def masked_attention(

@@ -20,6 +20,7 @@ def max_logits(
     window: int | None = None,
     soft_cap: float | None = None,
     positions: Tensor | None = None,
+    key_positions: Tensor | None = None,
 ) -> Tensor:
     """(B, N, queries, H), (B, K, keys, H) -> (N,) fp32: the largest logit of each head that its
     softmax sees; K divides N, and sinks aren't counted. Products are in fp32.
@@ -29,19 +30,25 @@ def max_logits(
     Args:
         mask: from `build_mask`, so it is causal and has the window as well; None: one document.
         scale, window, soft_cap: as `CausalAttention` takes them.
-        positions: (queries,) int64, where the queries are among the keys; None: queries and keys
+        positions: (queries,) int64, where the queries are in the sequence; None: queries and keys
             are of the same positions.
+        key_positions: (keys,) int64, where the keys are; None: from the first on.
     """
     num_queries, num_keys = q.shape[2], k.shape[2]
     if positions is None:
         positions = torch.arange(num_queries, device=q.device)
+    if key_positions is None:
+        key_positions = torch.arange(num_keys, device=q.device)
     grouped = q.float().unflatten(1, (k.shape[1], -1)) * scale  # (B, K, N/K, queries, H)
     largest = torch.full(grouped.shape[1:3], -torch.inf, device=q.device)
     for first in range(0, num_queries, TILE):
         queries = slice(first, min(first + TILE, num_queries))
         for start in range(0, num_keys, TILE):
             keys = slice(start, min(start + TILE, num_keys))
-            seen = _seen(mask, positions, window, queries, keys)
+            if mask is None:
+                seen = is_seen(positions[queries].unsqueeze(1), key_positions[keys], window)
+            else:
+                seen = _seen(mask, queries, keys)
             logits = grouped[:, :, :, queries] @ k[:, :, None, keys].float().mT
             logits.masked_fill_(~seen, -torch.inf)
             largest = torch.maximum(largest, logits.amax((0, 3, 4)))
@@ -50,18 +57,15 @@ def max_logits(
     return largest if soft_cap is None else soft_cap * torch.tanh(largest / soft_cap)
 
 
-def _seen(
-    mask: Mask | None, positions: Tensor, window: int | None, queries: slice, keys: slice
-) -> Tensor:
+def _seen(mask: Mask, queries: slice, keys: slice) -> Tensor:
     """Return whether each query of a tile sees each key: bool, to broadcast to (B, K, N/K, queries,
     keys)."""
-    places = torch.arange(keys.start, keys.stop, device=positions.device)
-    if mask is None:
-        return is_seen(positions[queries].unsqueeze(1), places, window)
-    if isinstance(mask, BlockMask):
-        sequences = torch.arange(mask.shape[0], device=places.device).view(-1, 1, 1)
-        rows = torch.arange(queries.start, queries.stop, device=places.device).view(-1, 1)
-        # no head is told from another by our masks
-        seen = mask.mask_mod(sequences, torch.zeros_like(sequences), rows, places)
-        return seen[:, None, None]
-    return mask[:, :, None, queries, keys]
+    if not isinstance(mask, BlockMask):
+        return mask[:, :, None, queries, keys]
+    device = mask.kv_num_blocks.device
+    sequences = torch.arange(mask.shape[0], device=device).view(-1, 1, 1)
+    rows = torch.arange(queries.start, queries.stop, device=device).view(-1, 1)
+    columns = torch.arange(keys.start, keys.stop, device=device)
+    # no head is told from another by our masks
+    seen = mask.mask_mod(sequences, torch.zeros_like(sequences), rows, columns)
+    return seen[:, None, None]

@@ -185,6 +185,8 @@ class Decoder(nn.Module):
 
     Attributes:
         own_part: of (B, S), the part whose routers are here; sequence parallelism replaces it.
+        key_positions: of a window, S and a device, (keys,) int64 where the keys are that cores with
+            the window get, in their order, or None for all; context parallelism replaces it.
         mtp_losses: (k,) fp32, of a model that predicts further tokens: the losses of each depth in
             this step so far, on this rank.
     """
@@ -202,6 +204,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.args, self.table, self.seq_len = args, args.table, seq_len
         self.own_part: Callable[[Tensor], Tensor] = lambda of_tokens: of_tokens
+        self.key_positions: Callable[..., Tensor | None] = lambda *_: None
         spec, modules = self.table, self.table.modules
         embedding = build_layer(modules["tok_embeddings"]["weight"])
         assert isinstance(embedding, Embedding)
@@ -383,8 +386,14 @@ class Decoder(nn.Module):
             # a rank with a part of the sequence gives positions, and `seq_len` is the whole
             num_keys = x.shape[1] if positions is None else self.seq_len
             documents = torch.zeros(len(x), num_keys, dtype=torch.int32, device=x.device)
-        kinds = dict.fromkeys((spec.window, spec.has_own_core) for spec in specs)
-        return {
-            (window, is_own): (dense_mask if is_own else build_mask)(documents, positions, window)
-            for window, is_own in kinds
-        }
+        masks: dict[tuple[int | None, bool], Mask] = {}
+        for spec in specs:
+            window, is_own = kind = spec.window, spec.has_own_core
+            if kind in masks:
+                continue
+            if is_own:  # gets the keys of all positions
+                masks[kind] = dense_mask(documents, positions, window)
+            else:
+                keys = self.key_positions(window, documents.shape[1], x.device)
+                masks[kind] = build_mask(documents, positions, window, keys)
+        return masks

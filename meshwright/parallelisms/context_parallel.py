@@ -23,6 +23,8 @@ from meshwright.models.sinks import (
 from meshwright.models.table import AttentionSpec
 from meshwright.parallelisms.delta_context import recur
 from meshwright.parallelisms.meshes import all_gather, reduce_scatter
+from meshwright.parallelisms.sequence_parts import chunks_of
+from meshwright.parallelisms.window_context import Halo, add_halo, halo_of
 
 SEQUENCE = 2
 """Of (B, N, S, H), the dimension that is cut."""
@@ -47,6 +49,7 @@ def apply_cp(model: Decoder, mesh: DeviceMesh, training: Training) -> str:
     # one for all blocks, so that they share a graph
     shared = functools.partial(attend, mesh=mesh, has_flash=has_flash)
     recurrent = functools.partial(recur, mesh=mesh)
+    model.key_positions = functools.partial(key_positions, mesh=mesh)
     for name, block in model.layers.items():
         core, spec = block.get_submodule("attention.core"), model.table.layers[int(name)].attention
         if spec.has_own_core:
@@ -61,7 +64,11 @@ def apply_cp(model: Decoder, mesh: DeviceMesh, training: Training) -> str:
     what = "latents" if latents else "keys and values"
     if len(model.table.attentions) < len(model.table.layers):
         what += ", and maps of linear attention's states,"
-    return f"context parallelism: sequences cut in {mesh.size()}; {what} are gathered"
+    windows = {spec.window for spec in model.table.attentions.values() if not spec.has_own_core}
+    line = f"context parallelism: sequences cut in {mesh.size()}; {what} are gathered"
+    if any(halo_of(window, model.seq_len, mesh) for window in windows):
+        line += ", and in layers with a window those before a chunk that it sees"
+    return line
 
 
 @functools.cache  # one class for all layers, so that they share a graph
@@ -86,6 +93,25 @@ def gather_in_order(own: Tensor, mesh: DeviceMesh) -> Tensor:
     Of latent attention the latents are gathered, since keys and values are wider by far: V3's 128
     heads have 40,960 numbers of a token, and a latent 576."""
     return _in_order(all_gather(own.unsqueeze(0), mesh))
+
+
+def key_positions(
+    window: int | None, seq_len: int, device: torch.device, *, mesh: DeviceMesh
+) -> Tensor | None:
+    """Return where the keys are that `attend` gets for this rank's queries: (keys,) int64; None:
+    they are of all positions."""
+    halo = halo_of(window, seq_len, mesh)
+    return None if halo is None else halo.positions(device)
+
+
+def keys_seen(k: Tensor, window: int | None, mesh: DeviceMesh) -> tuple[Tensor, Tensor | None]:
+    """(B, K, S/cp, H) -> (B, K, keys, H), those that this rank's queries may see, and their
+    `key_positions`. Collective."""
+    halo = halo_of(window, k.shape[SEQUENCE] * mesh.size(), mesh)
+    if halo is None:
+        return gather_in_order(k, mesh), None
+    (k,) = add_halo([k], halo, mesh)
+    return k, halo.positions(k.device)
 
 
 def has_flash_attention(device_type: str, dtype: torch.dtype, head_dim: int) -> bool:
@@ -117,15 +143,13 @@ def attend(
     It keeps the contract of `CausalAttention`. Collective over `mesh`, in forward and backward.
 
     Args:
-        mask: of this rank's queries and all keys; None: only causal.
+        mask: of this rank's queries, and the keys at `key_positions`; None: only causal.
         has_flash: of `has_flash_attention`, for these heads.
     """
-    rank, size = mesh.get_local_rank(), mesh.size()
-    chunks = (rank, 2 * size - 1 - rank)
-    if window is not None and window >= q.shape[SEQUENCE] * size:
-        window = None
+    chunks = chunks_of(mesh.get_local_rank(), mesh.size())
+    halo = halo_of(window, q.shape[SEQUENCE] * mesh.size(), mesh)
     is_whole = k.shape[SEQUENCE] > q.shape[SEQUENCE]
-    is_causal = mask is None and window is None and soft_cap is None
+    is_causal = mask is None and halo is None and soft_cap is None
     if is_causal and has_flash and q.dtype in FLASH[q.device.type].dtypes:
         width = q.shape[-1]
         if q.is_cuda and width % WIDTHS:  # zeros change neither scores nor other columns
@@ -136,11 +160,14 @@ def attend(
             return in_chunks(q, k, v, chunks, scale)[..., :width]
         apply: Callable[..., Tensor] = _GatheredAttention.apply
         return apply(q, k, v, sinks, chunks, mesh, scale)[..., :width]
-    if not is_whole:
+    if halo is not None:
+        assert not is_whole  # latent attention has no windows
+        k, v = add_halo([k, v], halo, mesh)  # (B, K, keys, H)
+    elif not is_whole:
         k, v = _gather(torch.stack([k, v]), mesh).unbind(0)  # (B, K, S, H)
     if isinstance(mask, BlockMask):  # skips later keys by itself
         return masked_attention(q, k, v, mask, sinks, scale=scale, soft_cap=soft_cap)
-    return masked_in_chunks(q, k, v, mask, chunks, scale, window, soft_cap, sinks)
+    return masked_in_chunks(q, k, v, mask, chunks, scale, halo, soft_cap, sinks)
 
 
 def masked_in_chunks(
@@ -150,7 +177,7 @@ def masked_in_chunks(
     mask: Tensor | None,
     chunks: Chunks,
     scale: float,
-    window: int | None = None,
+    halo: Halo | None = None,
     soft_cap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
@@ -158,27 +185,37 @@ def masked_in_chunks(
     none before the window of its first query.
 
     Args:
-        mask: (B, 1, S/cp, S) bool, with the window as well; None: one document.
+        k, v: of all positions, or with `halo` of those that it has.
+        mask: (B, 1, S/cp, keys) bool, with the window as well; None: one document.
     """
     if mask is None and q.is_cuda:  # in fp32, whose kernel has no grouped heads
         k, v = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1])
-    length = q.shape[SEQUENCE] // 2
+    length, device = q.shape[SEQUENCE] // 2, q.device
+    places, window = torch.arange(k.shape[SEQUENCE], device=device), None
+    if halo is not None:
+        places, window = halo.positions(device), halo.window
     outputs = []
     for part, chunk in enumerate(chunks):
         rows = slice(part * length, (part + 1) * length)
-        first = 0 if window is None else max(0, chunk * length - window + 1)
-        seen = slice(first, (chunk + 1) * length)
+        seen = [slice((chunk + 1) * length)] if halo is None else halo.seen(chunk)
         if mask is None:
-            places = torch.arange(seen.start, seen.stop, device=q.device)
-            part_mask = is_seen(places[-length:].unsqueeze(1), places, window)
+            own = torch.arange(chunk * length, (chunk + 1) * length, device=device)
+            part_mask = is_seen(own.unsqueeze(1), _joined(places, seen, 0), window)
         else:
-            part_mask = mask[:, :, rows, seen]
-        keys, values = k[:, :, seen], v[:, :, seen]
+            part_mask = _joined(mask[:, :, rows], seen, 3)
+        keys, values = _joined(k, seen, SEQUENCE), _joined(v, seen, SEQUENCE)
         out = masked_attention(
             q[:, :, rows], keys, values, part_mask, sinks, scale=scale, soft_cap=soft_cap
         )
         outputs.append(out)
     return torch.cat(outputs, SEQUENCE)
+
+
+def _joined(x: Tensor, parts: list[slice], dim: int) -> Tensor:
+    """Return some parts of a dimension, one after the other; without a copy if it is one part."""
+    before = (slice(None),) * dim
+    found = [x[(*before, part)] for part in parts]
+    return found[0] if len(found) == 1 else torch.cat(found, dim)
 
 
 class _GatheredAttention(torch.autograd.Function):

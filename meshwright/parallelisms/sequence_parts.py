@@ -9,18 +9,22 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshwright.models.loss import Batch
 
 
+def chunks_of(rank: int, size: int) -> tuple[int, int]:
+    """Return a rank's two chunks, by their number among the 2 cp equal chunks of the sequence."""
+    return rank, 2 * size - 1 - rank
+
+
 def local_positions(seq_len: int, mesh: DeviceMesh, device: torch.device) -> Tensor:
     """Return which of the positions 0 .. S-1 this rank of the cp axis has: (S/cp,) int64.
 
-    The sequence is cut into 2 cp chunks; rank r has chunks r and 2 cp - 1 - r. With causal
-    attention that is the same work for every rank, where neighboring chunks would give the last
-    rank most of it. Source: Grattafiori et al. 2024, arXiv:2407.21783, section 3.3.2.
+    With causal attention, `chunks_of` are the same work for every rank, where neighboring chunks
+    would give the last rank most of it. Source: Grattafiori et al. 2024, arXiv:2407.21783, section
+    3.3.2.
     """
     if mesh.size() == 1:
         return torch.arange(seq_len, device=device)
     chunks = torch.arange(seq_len, device=device).chunk(2 * mesh.size())
-    rank = mesh.get_local_rank()
-    return torch.cat([chunks[rank], chunks[-1 - rank]])
+    return torch.cat([chunks[own] for own in chunks_of(mesh.get_local_rank(), mesh.size())])
 
 
 def local_part(batch: Batch, positions: Tensor) -> Batch:

@@ -13,7 +13,7 @@ from meshwright.models.attention_logits import max_logits
 from meshwright.models.decoder import Routing
 from meshwright.models.loss import Batch, SummedLoss
 from meshwright.models.table import DecoderSpec
-from meshwright.parallelisms.context_parallel import gather_in_order
+from meshwright.parallelisms.context_parallel import keys_seen
 from meshwright.parallelisms.data_parallel import reset_after_no_grad
 from meshwright.parallelisms.local_model import LocalModel
 from meshwright.parallelisms.meshes import Meshes
@@ -72,11 +72,13 @@ def _see_logits(
 ) -> None:
     """Note the largest logits of attention to the arguments of `CausalAttention`."""
     q, k, _values, *masks = args
+    places = None
     if k.shape[2] < positions.numel() * meshes.cp.size():  # latent attention has gathered them
-        k = gather_in_order(k, meshes.cp)
+        k, places = keys_seen(k, options.get("window"), meshes.cp)
     given = {key: value for key, value in options.items() if key in ("window", "soft_cap")}
+    given |= {"positions": positions, "key_positions": places}
     mask = masks[0] if masks else None
-    note(max_logits(q, k, mask, scale=options["scale"], positions=positions, **given))
+    note(max_logits(q, k, mask, scale=options["scale"], **given))
 
 
 class _NoLoss(SummedLoss):

@@ -15,12 +15,14 @@ from torch._higher_order_ops import wrap
 from torch._inductor import compile_fx
 
 from meshwright.config.parallelism import ActivationCheckpoint
+from meshwright.models.families import MODELS
 from meshwright.parallelisms import parallelize
 from meshwright.parallelisms.activation_checkpoint import MESHES_HAVE_NO_SIZE
 from meshwright.parallelisms.cpu_kernels import attention
 from meshwright.parallelisms.rules.degrees import ParallelDims
 from meshwright.system.modules import has_torch
 from tests.distributed.test_step import steps_on_mesh
+from tests.helpers.families import small
 from tests.helpers.job import DEEP, SCHEDULES, Job, mesh
 from tests.helpers.needs import needs_compiler
 from tests.helpers.packed import packed, reference
@@ -35,6 +37,8 @@ PP = mesh(pp=2)
 INDUCTOR = {"compile_backend": "inductor"}
 # what is recomputed is settled before a backend's own part, whose kernels take minutes
 AOT = {"compile_backend": "aot_eager"}
+WINDOWED = small(MODELS["olmo3"], 131)
+"""With layers of two kinds, and a window of several chunks."""
 OP, FULL, BUDGET = {"ac_mode": "selective"}, {"ac_mode": "full"}, {"ac_mode": "memory_budget"}
 CASES = {
     "fsdp": (FSDP, AOT),
@@ -46,6 +50,8 @@ CASES = {
     "gather-op": (CP, AOT | OP),
     "gather": (CP, INDUCTOR),
     "gather-budget": (CP, AOT | BUDGET),
+    "halo-op": (CP, AOT | OP | {"args": WINDOWED}),
+    "halo": (CP, INDUCTOR | {"args": WINDOWED}),
     "pp-full": (PP, AOT | FULL | SCHEDULES["1F1B"]),
     "pp-op": (PP, AOT | OP | SCHEDULES["Interleaved1F1B"]),
 }
@@ -72,6 +78,8 @@ def graphs_of_compared_steps(dims: ParallelDims, options: dict) -> int:
     """Graphs of all steps, whose figures and weights equal those of plain PyTorch."""
     graphs = Graphs()
     num_microbatches, args = (4, DEEP) if dims.pp > 1 else (2, TINY)
+    options = {"args": args} | options
+    args = options.pop("args")
     steps_on_mesh(dims, num_microbatches, options, args)
     return graphs.new()
 
@@ -93,7 +101,8 @@ def test_one_graph_for_all_blocks_and_the_same_numbers(on_ranks, case) -> None:
     dims, options = CASES[case]
     if options.get("ac_mode") == "memory_budget" and dims.tp > 1 and not HAS_BUDGET_OF_MESHES:
         pytest.skip("torch cannot, and says so")
-    want = [1 if dims.pp > 1 else 1 + LOSS, 1 + LOSS]  # the last stage has the loss
+    kinds = 2 if options.get("args") is WINDOWED else 1
+    want = [1 if dims.pp > 1 else kinds + LOSS, kinds + LOSS]  # the last stage has the loss
     assert on_ranks(2, graphs_of_compared_steps, dims, options) == want
 
 

@@ -15,6 +15,7 @@ from meshwright.parallelisms.context_parallel import (
     attend,
     attend_in_chunks,
     gradients_in_chunks,
+    key_positions,
 )
 from meshwright.parallelisms.rules.degrees import ParallelDims
 from meshwright.parallelisms.sequence_parts import local_positions
@@ -102,11 +103,12 @@ def test_gradients_with_sinks_are_the_formulas(is_masked, window, soft_cap) -> N
         assert (got - want).abs().max() <= 1e-6 * want.abs().max(), name
 
 
-@pytest.mark.parametrize("cp", [2, 4])
+@pytest.mark.parametrize("cp", [2, 4, *slow(8)])
 @pytest.mark.parametrize("sinks", [None, SINKS], ids=["plain", "sinks"])
 @pytest.mark.ranks("cp")
 def test_gathered_keys_are_attention_to_the_whole_sequence(cp, sinks) -> None:
-    """With and without a kernel and a mask; in bf16 up to rounding."""
+    """With and without a kernel and a mask; in bf16 up to rounding. Windows end within a chunk, at
+    its ends, and several chunks before."""
     mesh = meshes_of(ParallelDims(dp_replicate=1, dp_shard=1, cp=cp), "cpu").cp
     positions = local_positions(SEQ_LEN, mesh, torch.device("cpu"))
     for case in (
@@ -114,13 +116,14 @@ def test_gathered_keys_are_attention_to_the_whole_sequence(cp, sinks) -> None:
         (torch.float32, False, False, None),
         (torch.float32, True, True, None),
         (torch.bfloat16, True, False, None),
-        *((torch.float32, True, False, window) for window in WINDOWS[1:]),
-        *((torch.float32, True, True, window) for window in WINDOWS[1:]),
+        *((torch.float32, True, False, window) for window in WINDOWS),
+        *((torch.float32, True, True, window) for window in WINDOWS),
         (torch.bfloat16, True, False, 5),
     ):
         dtype, has_flash, is_masked, window = case
         *given, grad = inputs(dtype)
-        masks = (dense_mask(DOCUMENTS), dense_mask(DOCUMENTS, positions, window))
+        places = key_positions(window, SEQ_LEN, grad.device, mesh=mesh)
+        masks = (dense_mask(DOCUMENTS), dense_mask(DOCUMENTS, positions, window, places))
         whole_mask, own_mask = masks if is_masked else (None, None)
         whole = [part.float().requires_grad_() for part in given]
         own = [part[:, :, positions].requires_grad_() for part in given]
@@ -135,7 +138,8 @@ def test_gathered_keys_are_attention_to_the_whole_sequence(cp, sinks) -> None:
         for name, got, want in zip("oqkvs", gets, wants, strict=False):
             assert got.dtype == (torch.float32 if name == "s" else dtype)
             want = want if name == "s" else want[:, :, positions]
-            error = (got.float() - want).norm() / want.norm()
+            # with W = 1 and no sinks, the gradients of queries and keys are zero
+            error = (got.float() - want).norm() / want.norm().clamp(min=4)
             assert error < (1e-6 if dtype == torch.float32 else 5e-3), f"{case}, {name}: {error}"
 
 

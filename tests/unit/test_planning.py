@@ -31,12 +31,13 @@ from meshwright.commands.plan.report import (
     to_json,
     to_text,
 )
-from meshwright.commands.plan.simulate import as_gpu, deal, plan_job
-from meshwright.commands.plan.torch_names import FakeTensorMode
+from meshwright.commands.plan.simulate import _block_mask, as_gpu, deal, plan_job
+from meshwright.commands.plan.torch_names import FakeTensorMode, flex_attention_operator
 from meshwright.commands.plan.trace import Moment
 from meshwright.config.loader import load_config
 from meshwright.models import loss
 from meshwright.parallelisms.context_parallel import attend_in_chunks, gradients_in_chunks
+from meshwright.parallelisms.window_context import Halo
 from meshwright.system.errors import ConfigError
 from meshwright.system.processes import Launch, Requests
 from meshwright.train import main
@@ -321,10 +322,26 @@ def test_pairs_of_attention_are_those_that_its_kernels_compute(cp: int) -> None:
         assert seen.calls == 2 * (4 if rank else 3)
 
 
+@pytest.mark.parametrize(("rank", "cp", "blocks"), [(0, 1, 2 * 32 - 1), (1, 4, 2 * 8)])
+def test_pairs_of_windows_are_those_of_the_blocks_that_queries_see(rank, cp, blocks) -> None:
+    """Of 128 queries and keys: their own, and the one before, which the first queries of a sequence
+    don't have."""
+    seq_len, width, halo = 4096, 16, Halo(129, 4096 // (2 * cp), rank, cp)
+    keys = halo.positions(torch.device("cpu"))
+    positions = keys[: seq_len // cp]
+    with FakeTensorMode(allow_non_fake_inputs=True), Computed() as seen:
+        q, k, v = (torch.empty(1, 1, len(x), width) for x in (positions, keys, keys))
+        documents = torch.zeros(1, seq_len, dtype=torch.int32)
+        mask = _block_mask(documents, positions, 129, keys)
+        flex_attention_operator(q, k, v, block_mask=mask, scale=1.0, enable_gqa=False)
+    assert seen.flops == pytest.approx(4 * width * 128**2 * blocks, rel=0.02)
+
+
 class Computed(TorchDispatchMode):
     """FLOPs that the plan takes kernels of attention to compute."""
 
     flops, calls = 0.0, 0
+    supports_higher_order_operators = True
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         output = func(*args, **(kwargs or {}))

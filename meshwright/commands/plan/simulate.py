@@ -366,7 +366,10 @@ class RMSNorm(torch.autograd.Function):
 
 
 def _block_mask(
-    documents: Tensor, positions: Tensor | None = None, window: int | None = None
+    documents: Tensor,
+    positions: Tensor | None = None,
+    window: int | None = None,
+    keys: Tensor | None = None,
 ) -> BlockMask:
     """Make a mask of the size of `attention.block_mask`, without the dense one that the
     compiler spares a GPU.
@@ -374,9 +377,10 @@ def _block_mask(
     Its lists of blocks are as wide as a row of queries sees blocks with a window, by which
     `trace` knows how many pairs are computed. (torch's are as wide as all keys: a few bytes more.)
     """
-    batch, keys = documents.shape
-    queries = keys if positions is None else positions.shape[-1]
-    rows, columns = -(-queries // MASK_BLOCK), -(-keys // MASK_BLOCK)
+    batch, seq_len = documents.shape
+    num_queries = seq_len if positions is None else positions.shape[-1]
+    num_keys = seq_len if keys is None else len(keys)
+    rows, columns = -(-num_queries // MASK_BLOCK), -(-num_keys // MASK_BLOCK)
     if window is not None:
         columns = min(columns, 1 + -(-(window - 1) // MASK_BLOCK))
     counts = documents.new_zeros(batch, 1, rows, dtype=torch.int32)
@@ -388,5 +392,5 @@ def _block_mask(
         indices.clone(),
         BLOCK_SIZE=MASK_BLOCK,
         mask_mod=lambda b, head, query, key: documents[b, query] == documents[b, key],
-        seq_lengths=(queries, keys),
+        seq_lengths=(num_queries, num_keys),
     )

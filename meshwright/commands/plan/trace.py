@@ -182,7 +182,8 @@ class TraceEntry:
     ranks: range = range(1)
     """Of a collective's group: along an axis of the mesh they are evenly spaced."""
     sent_bytes: float = 0.0
-    """That this rank sends, in a ring."""
+    """That this rank sends, in a ring; or where ranks exchange parts of any size, sends or gets,
+    whichever is more."""
     pairs: float = 1.0
     """Part of the pairs that a kernel of attention computes of those in `flops`."""
 
@@ -229,6 +230,9 @@ class Trace:
         size = max((x.numel() * x.element_size() for x in tensors), default=0)
         part, scope = (len(ranks) - 1) / len(ranks), self._scope
         sent = size * (IN_RINGS[kind] * part if kind in IN_RINGS else float(SENT[kind]))
+        if kind == "all_to_all" and func.namespace == "_c10d_functional":
+            rows, by, to, *_ = args
+            sent = _exchanged_bytes(rows, by, to, ranks.index(torch.distributed.get_rank()))
         found = TraceEntry(kind, scope.moment, scope.is_fsdp, size, 0, "", axis, ranks, sent)
         self.entries.append(found)
 
@@ -249,6 +253,17 @@ def _axes(meshes: Meshes) -> dict[str, tuple[str, range]]:
             step = ranks[1] - ranks[0] if len(ranks) > 1 else 1
             found[group.group_name] = (axis, range(ranks[0], ranks[-1] + 1, step))
     return found
+
+
+def _exchanged_bytes(rows: Tensor, by: list[int], to: list[int], own: int) -> float:
+    """Return the bytes that a rank sends to others or gets from them, whichever is more.
+
+    Args:
+        by, to: rows from each rank of the group, and to each.
+        own: the rank's place in the group.
+    """
+    others = max(sum(splits) - splits[own] for splits in (by, to))
+    return float(others * rows[0].numel() * rows.element_size())
 
 
 @cache
@@ -280,6 +295,9 @@ def _pairs(func: Any, args: Any, kwargs: Any) -> float:
     """
     if "flex_attention" in str(func):
         seen, every = _blocks_of_keys(args)
+        q, k, *_ = _heads(args)
+        if seen < every and q.shape[2] < k.shape[2]:  # a window, whose keys other ranks sent
+            return 1.0
         return 1 - seen / every / 2  # the first queries have fewer blocks before them
     schema = getattr(func, "_schema", None)
     names = [] if schema is None else [argument.name for argument in schema.arguments]
