@@ -538,14 +538,29 @@ class DecoderSpec:
         """Return the parameters of the modules in `blocks`."""
         return [parameter for block in blocks for parameter in self.by_block[block].values()]
 
-    @cached_property
-    def in_matrices(self) -> Mapping[str, int]:
-        """Parameters in matrices of each layer, of "tok_embeddings" and of "output": its share in a
-        stage's time and memory."""
-        return {
+    def stage_costs(self, seq_len: int) -> Mapping[str, int]:
+        """Return the share of each layer, of "tok_embeddings" and of "output" in the time and
+        memory of a pipeline's stage, counted in parameters in matrices.
+
+        Where layers differ in attention, as with a window in some of them, the FLOPs beyond those
+        of the cheapest layer count as the parameters that take as many.
+        """
+        costs = {
             block: sum(p.numel for p in own.values() if p.role not in ("norm", "bias"))
             for block, own in self.by_block.items()
         }
+        of_layers = [self._kernel_flops(layer.attention, seq_len) for layer in self.layers]
+        for index, of_layer in enumerate(of_layers):
+            beyond = (of_layer - min(of_layers)) // (2 * seq_len)  # 2 per parameter and token
+            costs[f"layers.{index}"] += beyond
+        return costs
+
+    @staticmethod
+    def _kernel_flops(mixer: MixerSpec, seq_len: int) -> int:
+        """Return the FLOPs of a layer's forward for a sequence, but for products with parameters:
+        of attention those of the pairs that a causal mask leaves."""
+        flops = mixer.num_flops(seq_len)
+        return flops // 2 if isinstance(mixer, AttentionSpec) else flops
 
     def flops_per_token(self, seq_len: int, *, is_causal: bool = False) -> int:
         """Floating point operations of forward and backward, per token of a sequence of `seq_len`.

@@ -262,7 +262,7 @@ def _complete(config: JobConfig, reasons: Mapping[str, str], facts: JobFacts) ->
     assert facts.model is not None
     assert facts.tokenizer is not None
     table = facts.spec
-    pipeline_modules = stages.assign_modules(config.parallelism, table)
+    pipeline_modules = stages.assign_modules(config.parallelism, table, config.training.seq_len)
     fp32_modules = precision.find_fp32_modules(config, table)
     frozen = find_frozen(config, list(table.parameters))
     load = memory.heaviest_load(config, table, pipeline_modules, frozen)

@@ -146,7 +146,7 @@ def parallel_model(
     model = build_local_model(
         functools.partial(Decoder, args, SEQ_LEN),
         prepare,
-        assign_modules(pipeline, args.table),
+        assign_modules(pipeline, args.table, SEQ_LEN),
         frozen=frozen,
         fp32_modules=fp32_modules,
         meshes=meshes,

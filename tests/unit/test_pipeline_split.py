@@ -3,7 +3,14 @@
 import pytest
 
 from meshwright.config.loader import load_config
-from meshwright.parallelisms.rules.stages import SCHEDULES, split_evenly, stages_of_rank
+from meshwright.config.parallelism import Parallelism
+from meshwright.models.families import MODELS
+from meshwright.parallelisms.rules.stages import (
+    SCHEDULES,
+    assign_modules,
+    split_evenly,
+    stages_of_rank,
+)
 from meshwright.system.errors import ConfigError
 from tests.helpers.resolved import resolved
 
@@ -53,6 +60,22 @@ def test_a_large_vocabulary_takes_the_place_of_layers() -> None:
     assert sizes(plan().pipeline_modules) == [3, 3]
     many = plan("model.args.n_layers=12", f"model.args.vocab_size={4 * 2048}")
     assert sizes(many.pipeline_modules) == [6, 6]
+
+
+def test_a_full_layer_among_windowed_ones_takes_the_place_of_several() -> None:
+    """OLMo 3 7B: layers 3, 7, ... are full. Where layers are alike, attention changes nothing."""
+    table, pipeline = (
+        MODELS["olmo3"].flavors["olmo3_7b"].table,
+        Parallelism(pipeline_parallel_degree=4),
+    )
+    for seq_len, want in ((4096, [7, 9, 9, 7]), (131072, [8, 9, 9, 6])):
+        costs = table.stage_costs(seq_len)
+        unseen = (seq_len - 4096) ** 2 / 2  # pairs of a full layer beyond those of a window
+        # 2 FLOPs per pair and element of 32 heads of 128, twice; and 2 per parameter and token
+        assert costs["layers.3"] - costs["layers.0"] == 4 * 32 * 128 * unseen / (2 * seq_len)
+        assert sizes(assign_modules(pipeline, table, seq_len)) == want
+    alike = MODELS["llama"].flavors["llama3_8b"].table
+    assert alike.stage_costs(4096) == alike.stage_costs(131072)
 
 
 @pytest.mark.parametrize(

@@ -111,7 +111,8 @@ def _sizes(config: JobConfig, args: DecoderArgs) -> Iterator[JobConfig]:
         size = changed(size, choose_type(size, facts).update)
         if broken_rules(size, facts, stages.RULES):
             continue
-        load = memory.heaviest_load(size, table, stages.assign_modules(p, table), frozen)
+        modules = stages.assign_modules(p, table, config.training.seq_len)
+        load = memory.heaviest_load(size, table, modules, frozen)
         size = changed(size, memory.choose_reduction(size, load))
         if not broken_rules(size, facts, memory.RULES):
             yield size

@@ -224,7 +224,7 @@ TAKES_STAGES = Check(_takes_stages)
 """Judged on the config as it is written: a batch of -1 follows from the number of stages."""
 
 
-def assign_modules(parallelism: Parallelism, model: DecoderSpec) -> list[list[str]]:
+def assign_modules(parallelism: Parallelism, model: DecoderSpec, seq_len: int) -> list[list[str]]:
     """Return the names of the modules of every stage: as the config says, else split evenly.
 
     The last stage also has the layers of MTP. Then, or if embeddings are tied, it has the embedding
@@ -234,7 +234,7 @@ def assign_modules(parallelism: Parallelism, model: DecoderSpec) -> list[list[st
     parts = parallelism.module_fqns_per_model_part
     predictors = [f"layers.{name}" for name in model.predictors]
     if not parts or parallelism.pipeline_parallel_degree == 1:
-        size = model.in_matrices
+        size = model.stage_costs(seq_len)
         count = len(model.layers) - model.mtp_depth
         layers = [size[f"layers.{index}"] for index in range(count)]
         embedding = size["tok_embeddings"]
