@@ -24,10 +24,10 @@ class Phases:
     host launched them. Elsewhere they are the host's, which computes.
 
     Args:
-        note: gets the name of each phase when the host starts it.
+        note: gets each phase when the host starts it, in words: "forward/backward".
     """
 
-    def __init__(self, device: torch.device, note: Callable[[Phase], None] | None = None) -> None:
+    def __init__(self, device: torch.device, note: Callable[[str], None] | None = None) -> None:
         self._note = note
         self._is_gpu = device.type == "cuda"
         self._seconds: dict[Phase, float] = {}
@@ -38,7 +38,7 @@ class Phases:
     def mark(self, phase: Phase | None) -> None:
         """End the phase under way, and start `phase`. None: nothing that is timed follows."""
         if self._note is not None and phase is not None:
-            self._note(phase)
+            self._note(phase.replace("_", "/"))
         now: Any = time.perf_counter()
         if self._is_gpu:
             now = torch.cuda.Event(enable_timing=True)

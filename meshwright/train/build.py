@@ -14,7 +14,7 @@ from meshwright.datasets.loader import Loader, slots_of
 from meshwright.datasets.named_sources import entries
 from meshwright.datasets.samples import SampleRules
 from meshwright.datasets.stream import Cursor, OpenSource, SampleStream
-from meshwright.metrics.reporter import Phase, Phases, Work
+from meshwright.metrics.reporter import Phases, Work
 from meshwright.models.decoder import Decoder
 from meshwright.models.parameter import block_of
 from meshwright.parallelisms.initialize import initialize, initialize_parameters
@@ -85,12 +85,12 @@ def build_trainer(
     device: torch.device,
     *,
     allocate: Allocate = allocate,
-    note: Callable[[Phase], None] | None = None,
+    note: Callable[[str], None] | None = None,
 ) -> Trainer:
     """Build this rank's part of a job. Collective.
 
     Args:
-        note: gets each phase of each step as it starts.
+        note: gets each phase of each step as it starts, in words.
     """
     config = resolved.config
     model = build_model(resolved, meshes, device, allocate=allocate)

@@ -142,9 +142,7 @@ def set_up(
         gc.disable()  # a collection on one rank makes all others wait: they collect together
         meshes = meshes or build_meshes(resolved.dims, device.type)
         set_timeout(meshes, resolved.config.comm.init_timeout_seconds)
-        trainer = build_trainer(
-            resolved, meshes, device, note=lambda phase: heartbeat.update(phase.replace("_", "/"))
-        )
+        trainer = build_trainer(resolved, meshes, device, note=heartbeat.update)
         checkpoints.guard(trainer.optimizer)
         _set_values(resolved, checkpoints, trainer, found)
         bad_steps = build_bad_steps(resolved, device, sources, cursor.counts)

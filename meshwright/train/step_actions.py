@@ -36,6 +36,6 @@ def actions_after(
         stop=stop,
         validate=validate,
         log=is_first or stop or validate or has_stats or step % config.metrics.log_freq == 0,
-        save=saves.saves and not stop and is_save_step,
+        save=is_save_step and not stop and saves.saves,
         collect_garbage=step % config.training.gc_freq == 0,
     )
