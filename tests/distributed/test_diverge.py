@@ -294,6 +294,8 @@ def test_the_process_of_other_code_ends_with_an_error_here(
 ) -> None:
     worker, pid = tmp_path / "meshwright/commands/diverge/worker.py", tmp_path / "pid"
     worker.parent.mkdir(parents=True)
+    # a package that is installed comes before one without this file
+    (tmp_path / "meshwright/__init__.py").touch()
     worker.write_text(
         f"import os, time\ndef main(*_):\n    os.mkdir({str(pid)!r} + str(os.getpid()))\n"
         "    time.sleep(60)\n"
