@@ -3,6 +3,7 @@
 `mkdocs build --strict` needs the extra `docs`; these tests do not.
 """
 
+import ast
 import importlib
 import re
 from pathlib import Path
@@ -82,6 +83,22 @@ def test_the_page_of_tasks_has_all_of_them() -> None:
     """On GitHub it stands in the place of the site's navigation."""
     named = {link.partition("#")[0] for link in links(DOCS / "README.md") if ".md" in link}
     assert named == {page.name for page in PAGES if page.parent == DOCS} - {"README.md"}
+
+
+def test_the_public_types_are_those_that_the_pages_import() -> None:
+    text = (DOCS / "extending.md").read_text("utf-8")
+    rows = re.findall(r"^\| `(meshwright[\w.]+)` \| (.*) \|$", text, re.MULTILINE)
+    public = {(module, name) for module, names in rows for name in re.findall(r"\w+", names)}
+    for module, name in public:
+        assert hasattr(importlib.import_module(module), name), f"{module}.{name}"
+    code = "\n".join(re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
+    imported = {
+        (node.module, alias.name)
+        for node in ast.walk(ast.parse(code))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("meshwright.")
+        for alias in node.names
+    }
+    assert imported <= public
 
 
 TROUBLES = (ROOT / "docs/troubleshooting.md").read_text("utf-8")
