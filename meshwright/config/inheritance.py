@@ -1,6 +1,6 @@
 """Lays a TOML, or the command line, over the TOML below it, and fills in paths that follow.
 
-Keys that belong to a replaced value go with it: those of the data, the tokenizer of a model.
+Keys that belong to a replaced value go with it: the keys of data, the tokenizer of a model.
 Otherwise a preset's would be taken for the user's, without a word.
 """
 

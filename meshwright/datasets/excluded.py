@@ -24,7 +24,7 @@ class ExcludedParts:
     """The parts of a source without loss."""
 
     tokens: list[tuple[int, int]] = field(default_factory=list)
-    """Ranges of a cache: those of documents."""
+    """Ranges of documents in a cache."""
     samples: list[range] = field(default_factory=list)
     """Numbers in the source, counted over all epochs."""
 
@@ -56,7 +56,7 @@ def find_excluded(
     """Return what `training.exclude` names, by source.
 
     Args:
-        are_all: there is no other source, as those of later stages, that may have the name.
+        are_all: no other source, such as one of a later stage, may have the name.
 
     Raises:
         ConfigError: if an entry can't be read, or names nothing.

@@ -56,7 +56,7 @@ class SourceEntry:
     is_held_out: bool = False
     """and whether that part is meant, not the rest."""
     weight: float = 1
-    """Its samples among those of all sources; only the ratio counts."""
+    """Its share of the samples of all sources; only the ratio counts."""
     loss_weight: float = 1
     """Factor on the loss of its labels; only the ratio counts."""
     options: str = ""

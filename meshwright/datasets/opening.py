@@ -55,7 +55,7 @@ Facts = Mapping[Table, Sequence[SourceFacts]]
 
 
 def find_data(config: JobConfig) -> Facts:
-    """Find the sources of both tables, and tokenize those that are to be cached and aren't yet.
+    """Find the sources of both tables, and tokenize whatever is to be cached and isn't yet.
 
     Raises:
         ConfigError: if something can't be read, or holds fewer samples than it is to give.

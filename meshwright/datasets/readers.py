@@ -86,7 +86,7 @@ def read(part: Range, layout: Layout, after: RowPlace | None = None) -> Rows:
 
 
 def _json(part: Range, layout: Layout, after: RowPlace | None) -> Rows:
-    """Yield objects: one per line, or those of a file that is one JSON value in several lines."""
+    """Yield objects: one per line, or from a file that is one JSON value in several lines."""
     if not _has_lines(part.file):
         yield from _json_value(part, after)
         return

@@ -35,7 +35,7 @@ def stat(path: str) -> DataFile:
 
 
 def stat_all(paths: Sequence[str]) -> list[DataFile]:
-    """Look at many files, those of object storage by many requests at once."""
+    """Look at many files, in object storage by many requests at once."""
     with ThreadPoolExecutor(AT_ONCE) as threads:
         return list(threads.map(stat, paths))
 

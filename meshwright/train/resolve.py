@@ -335,7 +335,7 @@ def resolve(config: JobConfig, facts: JobFacts) -> ResolvedJob:
     """Return the job of `config`: its first stage, or the one that its checkpoint continues with.
 
     Args:
-        facts: all that is known here, as `look` returns it.
+        facts: everything known here, as `look` returns it.
 
     Raises:
         ConfigError: for every rule that is broken, as far as the facts tell; of several stages,

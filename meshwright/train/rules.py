@@ -1,4 +1,4 @@
-"""Every rule of a job: of the config, the mesh and the device, and those of data and optimizers.
+"""Every rule of a job: of the config, the mesh, the device, data and optimizers.
 Free of torch.
 """
 

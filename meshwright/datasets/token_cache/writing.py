@@ -1,4 +1,4 @@
-"""Writes the files of a token cache: those of a part, and those of the whole."""
+"""Writes the files of a token cache: of a part, and of the whole."""
 
 import functools
 import hashlib

@@ -1,4 +1,4 @@
-"""Chat templates: a Jinja environment as transformers has it, and those that are shipped."""
+"""Chat templates: a Jinja environment as transformers has it, and the shipped ones."""
 
 import json
 import re
