@@ -102,6 +102,7 @@ def folder(tmp_path: Path) -> Path:
         (clone / name).symlink_to(ROOT / name)
     (clone / "my_exaone4.py").write_text(example("exaone4") + example("model"), "utf-8")
     (clone / "my_sigmoid.py").write_text(example("sigmoid"), "utf-8")
+    (clone / "my_adafactor.py").write_text(example("adafactor"), "utf-8")
     (clone / "my_largest.py").write_text(example("optimizer"), "utf-8")
     small = f'exec {sys.executable} -m tests.helpers.small_meshwright {{}}"$@"\n'
     for name, words in (("bin/meshwright", ""), ("run_llama_train.sh", "train ")):
