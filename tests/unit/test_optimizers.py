@@ -1,9 +1,6 @@
 """Parameter groups by name, and every optimizer of the table held to its contract."""
 
 import io
-import re
-import textwrap
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +13,7 @@ from meshwright.config.optimizer import Optimizer, ParameterGroup
 from meshwright.models.decoder import Decoder
 from meshwright.models.families.llama import FLAVORS
 from meshwright.system.errors import ConfigError
-from meshwright.train.optim import optimizers, registry
+from meshwright.train.optim import registry
 from meshwright.train.optim.in_backward import OptimizerInBackward
 from meshwright.train.optim.optimizers import build_optimizer, check_state, found
 from meshwright.train.optim.registry import (
@@ -49,16 +46,10 @@ def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
     return found
 
 
-@pytest.fixture(params=[*OPTIMIZERS, "SGD"])
-def name(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """An entry of the table, or the one that CONTRIBUTING.md adds."""
-    if request.param not in OPTIMIZERS:
-        text = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text("utf-8")
-        (code,) = re.findall(r"```python\n( *def build_sgd.*?)```", text, re.DOTALL)
-        added = vars(optimizers).copy()
-        exec(textwrap.dedent(code), added)
-        monkeypatch.setitem(OPTIMIZERS, request.param, ElementWise(added["build_sgd"]))
-    return request.param
+@pytest.fixture(params=OPTIMIZERS)
+def name(request: pytest.FixtureRequest) -> str:
+    """An entry of the table."""
+    return str(request.param)
 
 
 @pytest.fixture

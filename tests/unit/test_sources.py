@@ -348,7 +348,14 @@ def test_a_path_that_is_there_is_no_pattern(folder: Path) -> None:
         assert read_all(documents) == want, path
 
 
-@pytest.mark.parametrize("name", ["c4", "fineweb-edu", "someone/something"])
+COPIED = [
+    "c4",
+    "fineweb-edu",
+    "someone/something",
+]
+
+
+@pytest.mark.parametrize("name", COPIED)
 def test_datasets_of_the_hub_are_read_from_a_local_copy(name: str, folder: Path) -> None:
     write("json", folder)
     for streamed in (True, False):
