@@ -47,6 +47,15 @@ def test_every_kind_of_part_has_a_recipe() -> None:
     assert PAGE.count("```diff") == len(parts)
 
 
+def test_the_edits_fit_the_code(tmp_path: Path) -> None:
+    for name, (edits, _) in RECIPES.items():
+        for file in re.findall(r"^\+\+\+ (.*)", edits, re.MULTILINE):
+            (tmp_path / name / file).parent.mkdir(parents=True, exist_ok=True)
+            if (ROOT / file).exists():
+                shutil.copy(ROOT / file, tmp_path / name / file)
+        edit(tmp_path / name, edits)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RECIPES)
 def test_the_edits_of_a_recipe_pass_its_tests(name: str, copy: Path) -> None:
