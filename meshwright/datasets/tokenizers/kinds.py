@@ -54,6 +54,7 @@ OF_PRESETS = {
     "deepseek_v3": "deepseek-ai/DeepSeek-V3-Base",
     "qwen2.5": "Qwen/Qwen2.5-7B",
     "mistral_v0.1": "mistralai/Mistral-7B-v0.1",
+    "mistral_v0.3": "mistralai/Mistral-7B-v0.3",
     "granite": "ibm-granite/granite-3.1-8b-base",
 }
 """Repositories on the Hugging Face hub, by the folder in assets/tokenizers that presets name."""

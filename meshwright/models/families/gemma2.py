@@ -1,7 +1,7 @@
 """Gemma 2 as data. Free of torch.
 
 Source: Gemma Team 2024, arXiv:2408.00118; dimensions come from the config.json of
-google/gemma-2-2b.
+google/gemma-2-2b to google/gemma-2-27b.
 """
 
 import math
@@ -102,6 +102,8 @@ DEFAULTS: dict[str, object] = {
 FLAVORS: dict[str, Gemma2Args] = {
     "debugmodel": Gemma2Args(256, 6, 8, 4, 768, 2048, window=64),
     "gemma2_2b": Gemma2Args(2304, 26, 8, 4, 9216, 256000, head_dim=256),
+    "gemma2_9b": Gemma2Args(3584, 42, 16, 8, 14336, 256000, head_dim=256),
+    "gemma2_27b": Gemma2Args(4608, 46, 32, 16, 36864, 256000, head_dim=128, query_scale=144),
 }
 
 FAMILY = Family(

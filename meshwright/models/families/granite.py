@@ -1,7 +1,7 @@
 """Granite 3 as data. Free of torch.
 
 Source: IBM 2024 (Granite 3.0 Language Models); dimensions come from the config.json of
-ibm-granite/granite-3.1-8b-base.
+ibm-granite/granite-3.1-2b-base and ibm-granite/granite-3.1-8b-base.
 """
 
 from collections.abc import Sequence
@@ -66,6 +66,12 @@ class GraniteArgs(MultiplierArgs):
 
 FLAVORS: dict[str, GraniteArgs] = {
     "debugmodel": GraniteArgs(256, 6, 8, 4, 768, 2048),
+    "granite3.1_2b": GraniteArgs(
+        *(2048, 40, 32, 8, 8192, 49155),
+        rope_theta=5000000.0,
+        attention_multiplier=0.015625,
+        logits_scaling=8.0,
+    ),
     "granite3.1_8b": GraniteArgs(
         *(4096, 40, 32, 8, 12800, 49155),
         rope_theta=10000000.0,

@@ -1,7 +1,7 @@
 """Mistral 7B as data. Free of torch.
 
 Source: Jiang et al. 2023, arXiv:2310.06825; dimensions come from the config.json of
-mistralai/Mistral-7B-v0.1.
+mistralai/Mistral-7B-v0.1 and mistralai/Mistral-7B-v0.3.
 """
 
 import math
@@ -53,6 +53,7 @@ def _read(config: Mapping[str, Any]) -> dict[str, Dimension]:
 FLAVORS: dict[str, MistralArgs] = {
     "debugmodel": MistralArgs(256, 6, 8, 4, 768, 2048, window=64),
     "mistral_7b_v0.1": MistralArgs(4096, 32, 32, 8, 14336, 32000, rope_theta=1e4, window=4096),
+    "mistral_7b_v0.3": MistralArgs(4096, 32, 32, 8, 14336, 32768),
 }
 
 FAMILY = Family(

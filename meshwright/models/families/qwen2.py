@@ -1,6 +1,7 @@
 """Qwen2 and Qwen2.5 as data. Free of torch.
 
-Source: Qwen Team 2024, arXiv:2412.15115; dimensions come from the config.json of Qwen/Qwen2.5-7B.
+Source: Qwen Team 2024, arXiv:2412.15115; dimensions come from the config.json of Qwen/Qwen2.5-1.5B
+to Qwen/Qwen2.5-72B.
 """
 
 import math
@@ -37,7 +38,12 @@ class Qwen2Args(MupArgs):
 
 FLAVORS: dict[str, Qwen2Args] = {
     "debugmodel": Qwen2Args(256, 6, 8, 4, 768, 2048),
+    "qwen2.5_1.5b": Qwen2Args(1536, 28, 12, 2, 8960, 151936, tie_embeddings=True),
+    "qwen2.5_3b": Qwen2Args(2048, 36, 16, 2, 11008, 151936, tie_embeddings=True),
     "qwen2.5_7b": Qwen2Args(3584, 28, 28, 4, 18944, 152064),
+    "qwen2.5_14b": Qwen2Args(5120, 48, 40, 8, 13824, 152064, norm_eps=1e-5),
+    "qwen2.5_32b": Qwen2Args(5120, 64, 40, 8, 27648, 152064, norm_eps=1e-5),
+    "qwen2.5_72b": Qwen2Args(8192, 80, 64, 8, 29568, 152064, norm_eps=1e-5),
 }
 
 FAMILY = Family(
