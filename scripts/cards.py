@@ -22,6 +22,7 @@ import tempfile
 import time
 import tomllib
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -176,17 +177,30 @@ def machine() -> str:
 
 
 def verify(names: list[str]) -> int:
-    """Repeat cards of CPUs, and return how many differ."""
+    """Repeat cards of CPUs, one per core at a time, and return how many figures differ."""
+    from meshwright.system.machine import count_cores
+
     start, wrong = time.monotonic(), 0
-    for name, card in read_cards().items():
-        if card.on != "cpu" or (names and name not in names):
-            continue
-        found = measure(card)
-        for key, was in card.figures.items():
-            is_equal = abs(found[key] - was) <= card.within * abs(was)
-            wrong += not is_equal
-            print(f"{name}: {key} {found[key]:g}, card {was:g}", "" if is_equal else "WRONG")
-    print(f"{wrong} differ; {time.monotonic() - start:.0f} s")
+    cards = {
+        name: card
+        for name, card in read_cards().items()
+        if card.on == "cpu" and (not names or name in names)
+    }
+    with ThreadPoolExecutor(count_cores()) as pool:
+        runs = {name: pool.submit(measure, card) for name, card in cards.items()}
+        for name, run in runs.items():
+            try:
+                found = run.result()
+            except ValueError as error:
+                wrong += 1
+                print(f"{name}: {error} WRONG", flush=True)
+                continue
+            for key, was in cards[name].figures.items():
+                is_equal = abs(found[key] - was) <= cards[name].within * abs(was)
+                wrong += not is_equal
+                note = "" if is_equal else " WRONG"
+                print(f"{name}: {key} {found[key]:g}, card {was:g}{note}", flush=True)
+    print(f"{wrong} differ; {len(cards)} cards, {time.monotonic() - start:.0f} s")
     return wrong
 
 

@@ -19,15 +19,18 @@ PAGES = [
     *(f"train_configs/{path.name}" for path in (ROOT / "train_configs").glob("*.toml")),
 ]
 FIGURE = re.compile(
-    r"(?<![\w.,])\d[\d.,]*\s(?:[GM]i?B|ms|s|seconds|minutes|tokens/s|TFLOP/s|% MFU)(?![\w/])"
+    r"(?<![\w.,])\d[\d.,]*\s"
+    r"(?:[GM]i?B|ms|s|seconds|minutes|tokens/s|TFLOP/s|% MFU|nats|bits per byte)(?![\w/])"
+    r"|\b(?:loss|perplexity) (?:is |of )?\d[\d.]*"
 )
-"""A number with a unit of speed, memory or time."""
+"""A number with a unit of speed, memory or time, or a loss."""
 SETTINGS = {
     "docs/architecture.md": ["30 s"],
     "docs/checkpoints.md": ["40 s"],
     "docs/clusters.md": ["20 s", "180 s", "30 s"],
     "docs/containers.md": ["64 MB", "10 seconds"],
     "docs/data.md": ["16 MB", "32 seconds", "128 MiB", "256 MiB", "40 seconds"],
+    "docs/experiments.md": ["0.002 nats", "0.03 nats", "2.222 bits per byte"],
     "docs/ladder.md": ["6 minutes"],
     "docs/monitoring.md": ["10 seconds"],
     "docs/quickstart.md": ["5 GB", "1.4 GB"],
@@ -70,8 +73,9 @@ def test_the_figures_are_found(monkeypatch) -> None:
         __name__ + ".CARDS",
         {"one": Card("", printed={"a.md": ["took {s:.1f} s"]}, figures={"s": 2.0})},
     )
-    text = "It took 2.0 s of 1,024 MiB at 5 tokens/s.\n```\n9 s\n```\n3 steps on 80 GB"
-    assert without_card("a.md", text) == {"1,024 MiB", "5 tokens/s"}
+    text = "It took 2.0 s of 1,024 MiB at 5 tokens/s to a loss of 3.2, or 0.1 nats."
+    text += "\n```\n9 s\n```\n3 steps on 80 GB"
+    assert without_card("a.md", text) == {"1,024 MiB", "5 tokens/s", "loss of 3.2", "0.1 nats"}
 
 
 @pytest.mark.parametrize("name", [name for name, card in CARDS.items() if card.config])
@@ -118,6 +122,11 @@ def test_a_card_is_recorded_printed_and_verified(tmp_path, monkeypatch, capsys) 
     )
     assert cards.verify([]) == 1
     assert "echo: a 1234.5, card 1234.4 WRONG" in capsys.readouterr().out
+    (tmp_path / "echo.toml").write_text(
+        tomli_w.dumps({"command": "false", "read": other.read, "figures": other.figures})
+    )
+    assert cards.verify([]) == 1
+    assert "echo: false ended with 1" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("command", ["false", "true"])
