@@ -29,6 +29,7 @@ CONFIGS = {
     **{name: [(f"--model.name={name}",)] for name in MODELS},
     "documents": [(DOCUMENTS,)],
     "documents and experts": [("--model.name=qwen3_moe", DOCUMENTS)],
+    "documents and states": [("--model.name=qwen3_next", DOCUMENTS)],
     "tied": [("--model.args.tie_embeddings=true",)],
 }
 

@@ -24,6 +24,7 @@ from meshwright.commands.prove.measurement import (
 )
 from meshwright.commands.prove.reductions import narrower, watch_reductions
 from meshwright.commands.prove.router_accounting import RouterAccounting
+from meshwright.commands.prove.weights import in_short_chunks
 from meshwright.config.job_config import JobConfig
 from meshwright.metrics.reporter import Pause, Phase
 from meshwright.metrics.sinks import Record
@@ -40,6 +41,7 @@ StepChoices = Mapping[int, tuple[Choices, Tensor]]
 """By step: the experts that tokens go through, and which positions of the batch are tokens."""
 
 
+@in_short_chunks
 def record_reference(config: JobConfig, file: Path) -> Measurement:
     """Train on this one process; write weights, gradients and updates to `file`."""
     measuring = _Measuring(config, 1, file.parent, {})
@@ -52,6 +54,7 @@ def record_reference(config: JobConfig, file: Path) -> Measurement:
     return measuring.result
 
 
+@in_short_chunks
 def measure(config: JobConfig, world_size: int, file: Path) -> Measurement:
     """Train on this rank's part of the mesh and compare with `file`. Collective."""
     reference = torch.load(file, weights_only=True)

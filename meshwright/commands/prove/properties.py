@@ -21,6 +21,7 @@ from meshwright.commands.prove.checked import NAMED
 from meshwright.commands.prove.ranks import RankError, RankPool
 from meshwright.commands.prove.weights import (
     calm_post_norms,
+    in_short_chunks,
     show_attention,
     show_layers_without_positions,
 )
@@ -76,6 +77,7 @@ def check_properties(small: JobConfig) -> list[Property]:
     return properties
 
 
+@in_short_chunks
 def measure_properties(small: JobConfig) -> list[Property]:
     """Measure on this process only, in fp32 and with the attention that the small job has."""
     config = reference_case(small).config

@@ -19,6 +19,7 @@ from meshwright.commands.prove.plain_decoder import FORMS, amplitude, angles, fr
 from meshwright.commands.prove.plain_optimizer import SHIPPED, kept_share, schedule, spikes
 from meshwright.commands.prove.ranks import RankError, RankPool
 from meshwright.commands.prove.reference_steps import TOO_WIDE, UNIT, bound_of_muon, compare_steps
+from meshwright.commands.prove.weights import in_short_chunks
 from meshwright.config.job_config import JobConfig
 from meshwright.config.training import BadSteps
 from meshwright.models.decoder import Decoder
@@ -51,6 +52,7 @@ def check_reference(config: JobConfig, small: JobConfig) -> Checked:
     return checked
 
 
+@in_short_chunks
 def compare_with_plain(config: JobConfig, small: JobConfig) -> Checked:
     """Compare on this process only."""
     start, checked = time.perf_counter(), Checked()

@@ -1,7 +1,11 @@
-"""Changes the first values of a small model, so that mistakes show and rounding doesn't grow."""
+"""Changes the first values of a small model, and the chunks in which it computes, so that mistakes
+show and rounding doesn't grow."""
+
+from unittest import mock
 
 import torch
 
+from meshwright.models import delta_rule
 from meshwright.models.decoder import Decoder
 from meshwright.models.table import DecoderSpec
 from meshwright.parallelisms.local_model import LocalModel
@@ -22,6 +26,10 @@ EMBEDDING_SCALE_OF_EXPERTS = 8.0
 
 SINK_SCALE = 64.0
 """Of sinks."""
+
+in_short_chunks = mock.patch.object(delta_rule, "CHUNK", 5)
+"""Linear attention then has several chunks in the short sequences here, and in a rank's part of
+them, the last of which isn't full."""
 
 
 def prepare_weights(trainer: Trainer) -> None:
