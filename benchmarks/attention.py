@@ -1,10 +1,11 @@
 """Causal attention on this CPU: torch's, and the kernel of cpu_kernels.
 
-Forward and backward of one layer: medians, in turns; and errors of the output and of the gradients
-against fp64, relative to their size.
+Forward and backward of one layer, causal and with windows: medians, in turns; and errors of the
+output and of the gradients against fp64, relative to their size.
 
     python benchmarks/attention.py
     python benchmarks/attention.py --dtype float32
+    python benchmarks/attention.py --dtype float32 --sizes 1x2048 --windows 128 512 1024
     python benchmarks/attention.py --sizes 1x8192 --heads 32 --kv-heads 8 --head-dim 128
 """
 
@@ -14,31 +15,28 @@ from collections.abc import Callable
 from statistics import median
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from meshwright.models.attention import CausalAttention
 from meshwright.parallelisms.cpu_kernels import attention
 
-
-def torchs(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """As the model calls it."""
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-
-
-def own(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """With the kernel."""
-    return attention.attend(q, k, v, scale=q.shape[-1] ** -0.5)
+WAYS = {"torch": CausalAttention(), "own": attention.attend}
+CLOCKS = {"wall": time.perf_counter, "processor": time.process_time}
 
 
 def timed(
-    way: Callable[[Tensor, Tensor, Tensor], Tensor], leaves: list[Tensor], grad: Tensor
+    way: Callable[..., Tensor],
+    leaves: list[Tensor],
+    grad: Tensor,
+    window: int | None,
+    clock: Callable[[], float],
 ) -> tuple[float, float, list[Tensor]]:
     """Return milliseconds of forward and of backward, the output and the gradients."""
-    start = time.perf_counter()
-    out = way(*leaves)
-    middle = time.perf_counter()
+    start = clock()
+    out = way(*leaves, scale=leaves[0].shape[-1] ** -0.5, window=window)
+    middle = clock()
     found = [out.detach(), *torch.autograd.grad(out, leaves, grad)]
-    return 1e3 * (middle - start), 1e3 * (time.perf_counter() - middle), found
+    return 1e3 * (middle - start), 1e3 * (clock() - middle), found
 
 
 def main() -> None:
@@ -49,8 +47,10 @@ def main() -> None:
     for flag, default in (("heads", 8), ("kv-heads", 4), ("head-dim", 64), ("repeats", 12)):
         parser.add_argument(f"--{flag}", type=int, default=default)
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--windows", nargs="*", type=int, default=[], help="beside full attention")
+    parser.add_argument("--clock", choices=CLOCKS, default="wall", help="processor: of all threads")
     args = parser.parse_args()
-    dtype = getattr(torch, args.dtype)
+    dtype, clock = getattr(torch, args.dtype), CLOCKS[args.clock]
     start = time.perf_counter()
     if reason := attention.why_not(args.head_dim, dtype):
         raise SystemExit(f"no kernel: {reason}")
@@ -64,22 +64,28 @@ def main() -> None:
         )
         leaves = [x.requires_grad_() for x in (q, k, v)]
         exact = [x.detach().double().requires_grad_() for x in leaves]
-        want = timed(torchs, exact, grad.double())[2] if length < 4096 else []
-        ways = {"torch": torchs, "own": own}
-        taken: dict[str, list[list[float]]] = {name: [] for name in ways}
-        found: dict[str, list[Tensor]] = {}
+        cases = [(name, window) for window in (None, *args.windows) for name in WAYS]
+        want: dict[int | None, list[Tensor]] = {}
+        if length < 4096:
+            for window in (None, *args.windows):
+                want[window] = timed(WAYS["torch"], exact, grad.double(), window, clock)[2]
+        taken: dict[tuple[str, int | None], list[list[float]]] = {case: [] for case in cases}
+        found: dict[tuple[str, int | None], list[Tensor]] = {}
         for _ in range(args.repeats):
-            for name, way in ways.items():
-                *milliseconds, found[name] = timed(way, leaves, grad)
-                taken[name].append(milliseconds)
-        for name in ways:
-            forward, backward = (median(column) for column in zip(*taken[name], strict=True))
+            for name, window in cases:
+                *milliseconds, found[name, window] = timed(WAYS[name], leaves, grad, window, clock)
+                taken[name, window].append(milliseconds)
+        for name, window in cases:
+            columns = zip(*taken[name, window], strict=True)
+            forward, backward = (median(column) for column in columns)
             errors = [
                 f"{float((a.double() - b).norm() / b.norm()):.1e}"
-                for a, b in zip(found[name], want, strict=False)
+                for a, b in zip(found[name, window], want.get(window, []), strict=False)
             ]
             words = f", errors of output, q, k, v: {' '.join(errors)}" if errors else ""
-            print(f"{size:7} {name:6} forward {forward:6.1f} backward {backward:6.1f} ms{words}")
+            keys = "full" if window is None else f"W {window}"
+            times = f"forward {forward:6.1f} backward {backward:6.1f} ms"
+            print(f"{size:7} {keys:6} {name:6} {times}{words}")
 
 
 if __name__ == "__main__":
