@@ -16,8 +16,8 @@ WIDTH, GAP, MARGIN, LINE = 940, 16, 12, 17
 WAYS = {  # files that it passes, in order
     ("batch", "blue"): (
         *("datasets/rows.py", "datasets/stream.py", "datasets/loader.py"),
-        *("train/trainer.py", "parallelisms/context_parallel.py", "models/decoder.py"),
-        *("models/loss.py", "train/optim/optimizers.py", "metrics/reporter.py"),
+        *("train/trainer.py", "parallelisms/sequence_parts.py", "models/decoder.py"),
+        *("models/loss.py", "train/optim/update.py", "metrics/reporter.py"),
     ),
     ("parameter", "brown"): (
         *("models/table.py", "train/build.py", "parallelisms/parallelize.py"),

@@ -129,6 +129,8 @@ class Loader:
     def _next_step(self) -> StepData | None:
         """None if the data ends before the global batch is full."""
         try:
+            # every rank walks the order of all samples, so the order is the same on any mesh; those
+            # of other ranks are None, and aren't read
             read = [self._stream.next_sample() for _ in range(self._stream.batch)]
         except EndOfData:
             return None
@@ -185,6 +187,7 @@ def to_batches(
 ) -> list[Batch]:
     """Batches of `size` samples, with the tokens and labels of `mtp_depth` further places."""
     raw = np.stack([sample.raw for sample in samples]).astype(np.int64)
+    # a copy, since labels that don't count are overwritten, and the array holds the tokens as well
     tokens, labels = raw[:, :-1], raw[:, 1:].copy()
     if raw.max() >= NO_LOSS:
         labels[labels >= NO_LOSS] = IGNORE

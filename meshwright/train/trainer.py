@@ -180,15 +180,12 @@ class Trainer:
         if early is not None:
             early.begin(detector.is_stopped)
         loss = self.forward_backward(batches, positions, num_labels)
+        # before the sum, which can't tell on which rank the loss wasn't finite
         is_finite_here = torch.isfinite(loss)
 
-        if early is None:
-            own = model.named_parameters_once()
-            groups = self.norm_groups if layer_stats is None else layer_stats.groups
-            squares = local_square_sums(own, groups, loss.device)
-        else:
-            squares = early.square_sum.unsqueeze(0)
+        squares = self._square_sums(layer_stats, loss.device)
         mark("communication")
+        # one all-reduce for all that is added up: each more would cost its latency at every step;
         # ranks of a tp group have the same loss; ranks without the last stage have none
         balance, copies = model.balance, meshes.world.size() // meshes.pp.size()
         of_model = balance.sums(loss.device, copies)
@@ -199,17 +196,11 @@ class Trainer:
         )
         mark("optimizer")
         grad_norm = squares[0].sqrt()
+        # a tensor: the host goes on without knowing whether the device skips this update
         skip_update = detector.judge(step, loss, grad_norm, is_finite_here, num_labels)
         if layer_stats is not None:
-            layer_stats.keep_weights()
-        if early is None:
-            is_clipped = self.max_norm != float("inf")
-            divisor = divisor_to_clip(grad_norm, self.max_norm) if is_clipped else None
-            update(self.optimizer, skip_update, divisor)
-            self.optimizer.zero_grad()
-        if not self.has_checked_state:
-            check_state(self.optimizer, model.named_parameters())
-            self.has_checked_state = True
+            layer_stats.keep_weights()  # the size of the update is a difference
+        self._update(grad_norm, skip_update)
         clipped = {} if qk_clip is None else qk_clip.apply(skip_update)
         if self.average is not None:
             self.average.after_update(skip_update)
@@ -233,6 +224,26 @@ class Trainer:
             return batch
         assert batch.sources is not None  # mixtures tell
         return replace(batch, loss_weights=self.loss_weights[batch.sources])
+
+    def _update(self, grad_norm: Tensor, skip_update: Tensor) -> None:
+        """Clip and update, unless backward has updated already."""
+        if self.early is None:
+            is_clipped = self.max_norm != float("inf")
+            # the update's kernel divides; else all gradients would be read and written once more
+            divisor = divisor_to_clip(grad_norm, self.max_norm) if is_clipped else None
+            update(self.optimizer, skip_update, divisor)
+            self.optimizer.zero_grad()
+        # not sooner: optimizers make their state in the first update
+        if not self.has_checked_state:
+            check_state(self.optimizer, self.model.named_parameters())
+            self.has_checked_state = True
+
+    def _square_sums(self, layer_stats: LayerStats | None, device: torch.device) -> Tensor:
+        """Return this rank's share of the squared norms of all gradients, and of each group."""
+        if self.early is not None:  # which has freed the gradients
+            return self.early.square_sum.unsqueeze(0)
+        groups = self.norm_groups if layer_stats is None else layer_stats.groups
+        return local_square_sums(self.model.named_parameters_once(), groups, device)
 
     def _layer_stats_at(self, step: int) -> LayerStats | None:
         is_due = self.layer_stats is not None and self.layer_stats.is_due(step)
@@ -304,6 +315,8 @@ def _accumulate(
             future_labels=batch.future_labels,
             future_scales=batch.future_scales,
         )
+        # divided before backward, by the number of the whole step: so gradients need only sums over
+        # microbatches and ranks, and no rank's mean has a weight of its own
         share = total / num_labels
         share.backward()
         loss += share.detach()
