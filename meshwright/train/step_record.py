@@ -28,13 +28,16 @@ class StepRecord(Observer):
     the order of the groups; and at logged steps "weights" and "optimizer", of each group. The first
     line of a run is of step 0: the initial weights, and "groups", the names.
 
+    Attributes:
+        groups: names of groups of parameters, in the order of the lists.
+
     Args:
         resolved: lines after its `resume_step` are removed.
     """
 
     def __init__(self, resolved: ResolvedJob, trainer: "Trainer") -> None:
         self._trainer, self._is_new = trainer, resolved.resume_step == 0
-        self._groups = list(dict.fromkeys(map(block_of, resolved.model_args.table.parameters)))
+        self.groups = list(dict.fromkeys(map(block_of, resolved.model_args.table.parameters)))
         self._keeps_all = resolved.config.metrics.every_step
         self._kept: list[tuple[int, Tensor]] = []
         self._file: SafeSink | None = None
@@ -44,7 +47,7 @@ class StepRecord(Observer):
 
     def __enter__(self) -> "StepRecord":
         if self._is_new:
-            self._write({"step": 0, "groups": self._groups} | self.fingerprints())
+            self._write({"step": 0, "groups": self.groups} | self.fingerprints())
         return self
 
     def add(self, step: int, result: "StepResult") -> None:
@@ -74,7 +77,7 @@ class StepRecord(Observer):
         model = self._trainer.model
         device = torch.device(self._trainer.meshes.world.device_type)
         state = self._trainer.optimizer.state
-        return fingerprints(model.named_parameters_once(), state, self._groups, device)
+        return fingerprints(model.named_parameters_once(), state, self.groups, device)
 
     def _write(self, line: dict[str, Any]) -> None:
         if self._file is not None:

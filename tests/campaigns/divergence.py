@@ -1,9 +1,11 @@
 """Plants one difference between two runs and asks `meshwright diverge` for it; or none that
 matters, which it must call rounding.
 
-    python -m tests.campaigns.divergence --kinds key,document,code,flip,kernels,null --count 100
+    python -m tests.campaigns.divergence --planted 60 --nulls 40 --seed 1
 
-A run is the tiny model of the tests, 8 steps on one process or two ranks.
+A run is the tiny model of the tests, 8 steps on one process or two ranks, that fork from a process
+which has imported torch. Runs without a difference are shared. Of the planted ones every key,
+document and patch is one, and the rest are flipped bits.
 """
 
 import json
@@ -25,7 +27,7 @@ import torch
 
 from meshwright.commands.diverge.verdict import Comparison, Verdict
 from meshwright.commands.replay.recorded import read_recorded
-from tests.helpers.jobs import CONFIG, ROOT, environment, start_on_ranks
+from tests.helpers.jobs import CONFIG, ROOT, environment, start_on_ranks, train_alone
 
 SCRIPT = ROOT / "tests/helpers/flipped_train.py"
 WORDS = ["--training.steps", 8, "--checkpoint.interval", 4, "--checkpoint.keep_latest_k", 0]
@@ -71,8 +73,16 @@ NAMED = (
 )
 """What the verdict on each of `CODE` has to say."""
 
-TENSORS = ("layers.0.attention.wq", "layers.1.feed_forward.w1", "layers.1.attention.wo", "output")
+TENSORS = ("layers.0.attention.wq", "layers.1.feed_forward.w1", "layers.1.attention.wo")
 BITS = (0, 3, 6, 10, 14, 18, 20, 22, 23, 25, 27, 30)
+
+INNOCENT: list[list[object]] = [
+    [],
+    ["--metrics.log_freq", 2],
+    ["--training.max_bad_records", 3, "--training.gc_freq", 7],
+    ["--job.description", "other", "--comm.train_timeout_seconds", 99],
+]
+"""Keys that change no number."""
 
 Judge = Callable[[Verdict], bool]
 
@@ -92,7 +102,10 @@ class Case:
 
 
 def alone(folder: Path, *words: object, code: Path = ROOT, **variables: object) -> None:
-    """Train on one process of its own, which may have other code or kernels."""
+    """Train on one process, which has imported everything by itself for other code or kernels."""
+    if code == ROOT and not variables:
+        train_alone(folder, *WORDS[2 * ("--training.steps" in words) :], *words, PYTHONPATH=ROOT)
+        return
     env = environment(OMP_NUM_THREADS=1, PYTHONPATH=code, **variables)
     words = (*WORDS[2 * ("--training.steps" in words) :], *words)
     command = [sys.executable, "-P", "-c", START, *map(str, words)]
@@ -132,29 +145,36 @@ def other_code(folder: Path, number: int) -> Path:
     return checkout
 
 
-def cases(folder: Path, draw: random.Random) -> Iterator[Case]:
-    """Yield the pairs of every kind."""
+def planted(folder: Path, count: int, draw: random.Random) -> list[Case]:
+    """Return pairs of which one run has a difference."""
+    found = list[Case]()
     for key, value in KEYS.items():
-        train = partial(_alone, [f"--{key}", value])
-        yield Case("key", key, train, partial(_is_called, "key", key))
+        words = [f"--{key}", value, *draw.choice(INNOCENT)]
+        found.append(Case("key", key, partial(_alone, words), partial(_is_called, "key", key)))
+    words = ["--model.tokenizer_path", "bytes"]
+    is_named = partial(_is_called, "key", "tokenizer")
+    found.append(Case("tokenizer", "bytes", partial(_alone, words), is_named))
     for number in (0, 17, 41, 59):
         words = documents(folder / f"texts-{number}.jsonl", number)
         is_named = partial(_is_called, "data", f"json {number}")
-        yield Case("document", f"json {number}", partial(_alone, words), is_named, "json")
+        found.append(Case("document", f"json {number}", partial(_alone, words), is_named, "json"))
     for number, (name, old, _) in enumerate(CODE):
         code = other_code(folder, number)
         is_named = partial(_is_module, NAMED[number])
-        planted = f"{name}: {old.strip()[:30]}"
-        yield Case("code", planted, partial(_alone, [], code=code), is_named, code=code)
-    yield from _flips(draw)
-    for words, variables in (
-        ([], {"ATEN_CPU_CAPABILITY": "default"}),
-        ([], {"ATEN_CPU_CAPABILITY": "avx2"}),
-        (["--training.attention_kernel", "math"], {}),
-    ):
-        train = partial(_alone, words, **variables)
-        yield Case("kernels", f"{words}{variables}", train, _is_rounding)
-    yield from _nulls(draw)
+        train = partial(_alone, [], code=code)
+        text = f"{name}: {old.strip()[:30]}"
+        found.append(Case("code", text, train, is_named, code=code))
+    draw.shuffle(found)
+    flips = [*_flips(draw)]
+    draw.shuffle(flips)
+    return [*found, *flips][:count] if count > len(found) else found[:count]
+
+
+def nulls(count: int, draw: random.Random) -> list[Case]:
+    """Return pairs that differ by rounding, or by keys that change no number."""
+    found = [*_nulls(draw)]
+    draw.shuffle(found)
+    return found[:count]
 
 
 def _is_called(kind: str, name: str, verdict: Verdict) -> bool:
@@ -173,7 +193,7 @@ def _flips(draw: random.Random) -> Iterator[Case]:
     for value in ("gradient", "weight", "exp_avg", "exp_avg_sq", "collective"):
         for bit in BITS if value != "collective" else (20, 22):
             rank, local = draw.randrange(2), draw.randrange(512)
-            name = f"{draw.choice(TENSORS[:3])}.weight"
+            name = f"{draw.choice(TENSORS)}.weight"
             text = f"{value} {draw.choice((5, 6, 7))} {rank} {local} {bit} {name}"
             if value == "collective":
                 text = f"collective 6 {rank} 0 {bit}"
@@ -187,12 +207,10 @@ def _flipped(text: str, folder: Path) -> None:
 def _is_flip(text: str, verdict: Verdict) -> bool:
     """Whether run, rank, tensor and element are named; of a collective, the rank."""
     value, _, rank, local, _, *names = text.split()
-    columns = {"layers.1.attention.wo.weight": 32}
     if value == "collective":
         return (verdict.run, verdict.rank) == ("B", int(rank))
     rows = 32 if names[0].endswith("w1.weight") else 16  # of a rank
-    width = columns.get(names[0], 32)
-    element = (int(rank) * rows + int(local) // width, int(local) % width)
+    element = (int(rank) * rows + int(local) // 32, int(local) % 32)
     found = verdict.run, verdict.rank, verdict.names[0], tuple(verdict.element)
     return found == ("B", int(rank), names[0], element)
 
@@ -204,29 +222,48 @@ def _is_rounding(verdict: Verdict) -> bool:
 def _nulls(draw: random.Random) -> Iterator[Case]:
     tp, pp = "--parallelism.tensor_parallel_degree", "--parallelism.pipeline_parallel_degree"
     replicas = ["--parallelism.data_parallel_replicate_degree", 2]
-    meshes = [[tp, 2], [pp, 2, "--training.local_batch_size", 1], TWO, replicas]
+    size = "--training.local_batch_size"
+    meshes: list[list[object]] = [[tp, 2], TWO, replicas]
     meshes += [["--parallelism.context_parallel_degree", 2], [*TWO, tp, 2], [*replicas, tp, 2]]
-    for mesh in meshes:
-        ranks = 2 ** sum(word == 2 for word in mesh)
-        yield Case("null", f"{mesh}", partial(_meshed, mesh, ranks), _is_rounding)
-    for size in (1, 4, 8):
-        words = ["--training.local_batch_size", size]
+    pairs = [(mesh, number) for mesh in meshes for number in (1, 2, 4)]
+    pairs += [([pp, 2], 1), ([pp, 2], 2)]
+    for mesh, number in pairs:
+        ranks = 2 ** (len(mesh) // 2)
+        words = [*mesh, size, number, *draw.choice(INNOCENT)]
+        yield Case("null", f"{words}", partial(_meshed, words, ranks), _is_rounding)
+    for number in (1, 4, 8):
+        yield Case("null", f"{size} {number}", partial(_alone, [size, number]), _is_rounding)
+    for words in INNOCENT[1:]:
         yield Case("null", f"{words}", partial(_alone, words), _is_rounding)
-    yield Case("null", "resumed twice", _resumed, _is_rounding)
+    kernels: list[tuple[list[object], dict[str, str]]] = [
+        ([], {"ATEN_CPU_CAPABILITY": "default"}),
+        ([], {"ATEN_CPU_CAPABILITY": "avx2"}),
+        (["--training.attention_kernel", "math"], {}),
+        ([size, 1], {"ATEN_CPU_CAPABILITY": "default"}),
+    ]
+    for words, variables in kernels:
+        train = partial(_alone, words, **variables)
+        yield Case("null", f"{words} {variables}", train, _is_rounding)
+    for stops in ((3, 6, 8), (1, 8), (5, 7, 8), (2, 4, 6, 8), (4, 8), (7, 8)):
+        yield Case("null", f"resumed {stops}", partial(_resumed, stops), _is_rounding)
     yield Case("null", "the same", partial(_meshed, TWO, 2), _is_rounding, "two")
+    for words in INNOCENT[1:]:
+        train = partial(_meshed, [*TWO, *words], 2)
+        yield Case("null", f"two ranks {words}", train, _is_rounding, "two")
 
 
 def _meshed(mesh: Sequence[object], ranks: int, folder: Path) -> None:
     on_ranks(folder, *mesh, ranks=ranks)
 
 
-def _resumed(folder: Path) -> None:
-    for steps in (3, 6, 8):
+def _resumed(stops: Sequence[int], folder: Path) -> None:
+    for steps in stops:
         alone(folder, "--training.steps", steps)
 
 
 def judge(case: Case, base: Path, folder: Path) -> tuple[str, str, float]:
-    """Return "right", "silent" or "wrong", the verdict in words, and the seconds that it took."""
+    """Return "right", "silent" or "wrong", the verdict in words, and the seconds that it took; of a
+    flip that left no other bit, as rounding may swallow it, "gone"."""
     case.train(folder)
     begin, lines = time.perf_counter(), list[str]()
     a, b = (read_recorded(one) for one in (base, folder))
@@ -234,6 +271,8 @@ def judge(case: Case, base: Path, folder: Path) -> tuple[str, str, float]:
     seconds = time.perf_counter() - begin
     if case.is_named(verdict):
         return "right", verdict.text, seconds
+    if verdict.kind == "equal" and case.kind == "flip":
+        return "gone", verdict.text, seconds
     is_silent = verdict.kind in ("equal", "rounding", "run", "unexplained")
     return "silent" if is_silent else "wrong", "\n    ".join([*lines, verdict.text]), seconds
 
@@ -241,19 +280,20 @@ def judge(case: Case, base: Path, folder: Path) -> tuple[str, str, float]:
 def main() -> None:
     """Judge the pairs that the command line asks for; exit with 1 if one is named wrongly."""
     parser = ArgumentParser()
-    parser.add_argument("--kinds", default="key,document,code,flip,kernels,null")
-    parser.add_argument("--count", type=int, default=1000)
+    parser.add_argument("--planted", type=int, default=60)
+    parser.add_argument("--nulls", type=int, default=40)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--minutes", type=float, default=600)
     given = parser.parse_args()
     torch.set_num_threads(1)
     draw, end = random.Random(given.seed), time.monotonic() + 60 * given.minutes
+    print(f"seed {given.seed}")
     with TemporaryDirectory() as name:
-        folder, totals = Path(name), Counter[str]()
+        folder, totals, longest = Path(name), Counter[str](), 0.0
         os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
-        wanted = [c for c in cases(folder, draw) if c.kind in given.kinds.split(",")]
+        wanted = [*planted(folder, given.planted, draw), *nulls(given.nulls, draw)]
         draw.shuffle(wanted)
-        for number, case in enumerate(wanted[: given.count]):
+        for number, case in enumerate(wanted):
             if time.monotonic() > end:
                 break
             base = folder / case.base
@@ -262,9 +302,10 @@ def main() -> None:
                 _meshed(TWO, 2, base) if case.base == "two" else alone(base, *words)
             result, text, seconds = judge(case, base, folder / f"b-{number}")
             totals[f"{case.kind} {result}"] += 1
+            longest = max(longest, seconds)
             print(f"{result:6} {seconds:5.1f} s  {case.kind} {case.planted}: {text}", flush=True)
             shutil.rmtree(folder / f"b-{number}")
-        print(dict(sorted(totals.items())))
+        print(dict(sorted(totals.items())), f"at most {longest:.1f} s each")
     sys.exit(any("wrong" in name for name in totals))
 
 

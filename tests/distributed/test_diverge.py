@@ -1,20 +1,27 @@
 """`meshwright diverge`: planted differences are named, and what only changes rounding is not."""
 
+import dataclasses
 import json
+import math
 import os
 from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from meshwright.checkpoint.reader import TensorDifference, compare
+from meshwright.checkpoint.reader import compare
 from meshwright.commands.diverge import replays, verdict
-from meshwright.commands.diverge.checkpoints import Pair
+from meshwright.commands.diverge.checkpoints import (
+    MOST_SUSPECTS,
+    Element,
+    lone_element,
+    suspects,
+)
 from meshwright.commands.diverge.command import EXIT_UNEXPLAINED
 from meshwright.commands.diverge.facts import Fact, compare_facts
+from meshwright.commands.diverge.flips import likely_bits
 from meshwright.commands.diverge.records import OtherStep, compare_rows
 from meshwright.commands.diverge.replays import first_far
 from meshwright.commands.diverge.trace import first_other_value
@@ -95,13 +102,12 @@ def test_the_exit_code_of_an_unexplained_difference_means_nothing_else() -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("value", "bit", "index"), [("gradient", 20, (18, 13)), ("exp_avg", 8, (18, 13))]
-)
+@pytest.mark.parametrize(("value", "bit"), [("gradient", 6), ("weight", 22), ("exp_avg", 8)])
 def test_a_flipped_bit_is_named_with_its_element_and_rank(
-    value: str, bit: int, index: tuple[int, int], tmp_path: Path, capsys
+    value: str, bit: int, tmp_path: Path, capsys
 ) -> None:
-    """Of one rank of two; the replay on two ranks gives the bits of the run without it."""
+    """Of one rank of two; the replay on two ranks gives the bits of the run without it, and of the
+    run with it once the same bit is flipped."""
     name = "layers.1.attention.wq.weight"
     on_ranks(tmp_path / "a", *TWO)
     on_ranks(tmp_path / "b", *TWO, FLIP=f"{value} 6 1 77 {bit} {name}")
@@ -109,9 +115,10 @@ def test_a_flipped_bit_is_named_with_its_element_and_rank(
         verdict = _result(capsys, 1, *(tmp_path / one for one in folders))["verdict"]
         found = [verdict[key] for key in ("kind", "run", "step", "rank")]
         assert found == ["tensor", run, 6, 1]
-        assert (verdict["names"][0], tuple(verdict["element"])) == (name, index)
+        assert (verdict["names"], verdict["element"]) == ([name, value], [18, 13])
+        assert f"in bit {bit} of the {value} of {name}" in verdict["text"]
         assert verdict["host"]
-        if value == "exp_avg":
+        if value != "weight":
             return
 
 
@@ -283,7 +290,7 @@ def test_a_replay_leaves_out_what_only_watches(base: Path, tmp_path: Path) -> No
     start["config"]["metrics"]["layer_stats_freq"] = 1
     start["config"]["sentry"]["interval"] = 1
     recorded = read_recorded(base)
-    recorded = replace(recorded, run=replace(recorded.run, history=[start]))
+    recorded = dataclasses.replace(recorded, run=dataclasses.replace(recorded.run, history=[start]))
     given = Namespace(overrides={}, scan=False)
     config = recorded.config(2, 0, 1, given, tmp_path)
     assert (config.metrics.layer_stats_freq, config.sentry.interval) == (0, 0)
@@ -347,27 +354,44 @@ def test_the_second_largest_difference_is_of_a_different_element() -> None:
     assert (found.largest, found.second, found.index) == (1.0, 0.25, (17,))
 
 
-def test_an_element_is_named_only_if_it_stands_out_clearly(monkeypatch) -> None:
-    """What follows from a flipped bit stands out, too, above all in small tensors."""
+def _element(value: str, times: float, size: float, name: str = "layers.0.w") -> Element:
+    return Element(name, value, (3,), size, size, times, 0, has_replicas=False)
 
-    def named(rows: list[tuple], groups: Sequence[str] = ()) -> str | None:
-        found = [
-            (TensorDifference(name, 9, 99, largest, second, (index,), 0, 0), 1.0)
-            for name, largest, second, index in rows
-        ]
-        monkeypatch.setattr(Pair, "others", lambda self: iter(found))
-        monkeypatch.setattr(Pair, "_element", lambda self, best, ranks: best.name)
-        return Pair(Path(), Path()).lone_element(2, groups)[0]
 
-    state = "optimizer.state.layers.0.w.exp_avg"
-    flipped = [(state, 1e-3, 1e-7, 3), ("model.layers.0.w", 1e-5, 1e-9, 3)]
-    after = [("optimizer.state.norm.w.exp_avg", 2e-4, 1e-8, 1), ("model.norm.w", 1e-4, 1e-8, 1)]
-    assert named(flipped) == state
-    assert named([*flipped, *after]) is None
-    assert named([*flipped, *after], groups=["layers.0"]) == state
-    assert named([(state, 1e-3, 5e-4, 3), ("model.layers.0.w", 1e-5, 5e-6, 3)]) is None
-    assert named([*flipped[1:], ("model.norm.w", 1e-4, 1e-8, 1)]) is None, "weights only"
-    assert named([("model.layers.0.w", 1e9, 1e-8, 1), *after]) == "model.layers.0.w"
+def test_an_element_is_named_only_if_it_stands_out_clearly() -> None:
+    """What follows from a flipped bit stands out, too, above all in small tensors; in one value."""
+    flipped = [_element("exp_avg", 1e4, 1e-3), _element("weight", 1e4, 2e-5)]
+    after = [_element("exp_avg", 1e4, 2e-4, "norm"), _element("weight", 1e4, 1e-4, "norm")]
+    assert lone_element(flipped, is_known=False) == flipped[0]
+    assert lone_element([*flipped, *after], is_known=False) is None
+    assert lone_element([*flipped, *after], is_known=True) == flipped[0]
+    assert lone_element([_element("exp_avg", 2, 1e-3), flipped[1]], is_known=True) is None
+    assert lone_element([flipped[1], after[0]], is_known=True) is None, "one value each"
+    assert lone_element(flipped[1:], is_known=True) == flipped[1], "no other tensor differs"
+    ulps = [_element(value, math.inf, 1e-7) for value in ("exp_avg", "weight")]
+    assert lone_element(ulps, is_known=True) is None
+
+
+def test_gradients_are_suspected_of_what_is_in_the_state() -> None:
+    many = [_element("exp_avg", times, 1e-3, f"layers.{times}.w") for times in range(1, 40)]
+    found = suspects([*many, _element("weight", 2, 1e-3)])
+    kinds = [(one.value, one.parameter) for one in found]
+    assert len(found) == len(set(kinds)) == 2 * MOST_SUSPECTS + 1
+    assert {("gradient", "layers.39.w"), ("weight", "layers.0.w")} <= {*kinds}
+    assert ("gradient", "layers.0.w") not in kinds
+
+
+@pytest.mark.parametrize("value", ["weight", "exp_avg", "gradient"])
+def test_the_bits_tried_first_are_those_that_explain_the_distance(value: str) -> None:
+    """By as much as it was off, or a twentieth of that for a gradient; of none a sign."""
+    share = 0.05 if value == "gradient" else 1.0
+    for bit in range(3, 23):
+        distance = share * 2.0 ** (bit - 23)  # of 1.0
+        element = _element(value, 9, 1e-3)
+        first, *others = likely_bits(dataclasses.replace(element, distance=distance), 1.0)
+        assert first == bit
+        assert len(others) == (7 if value == "gradient" else 2)
+    assert 30 in likely_bits(dataclasses.replace(element, distance=math.inf), 1.0)
 
 
 def _entry(kind: str, name: str, values: list[float]) -> dict[str, dict]:

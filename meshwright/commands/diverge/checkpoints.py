@@ -2,38 +2,50 @@
 
 import math
 import re
+from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from meshwright.checkpoint import commit
-from meshwright.checkpoint.reader import CheckpointWeights, TensorDifference, compare
+from meshwright.checkpoint.index import Chunk
+from meshwright.checkpoint.reader import CheckpointWeights, compare
 from meshwright.checkpoint.state import OPTIMIZER, RNG
-from meshwright.models.parameter import block_of
 from meshwright.system.files import NamedPath
 
-Lone = tuple[float, TensorDifference]
-"""By how much of its tensor's scale an element differs, and the difference."""
+GRADIENT = "gradient"
+"""A value of a parameter, next to "weight" and the keys of the optimizer's state."""
 
-STANDS_OUT = 3.0
+STANDS_OUT = 10.0
 """Times the second largest difference of a tensor from which the largest stands by itself: rounding
 spreads over many elements."""
+
+LEAST_SIZE = 1e-5
+"""Of what stands out, over the root mean square of the tensor: in a small tensor, rounding may
+change a single element by an ulp."""
+
+MOST_SUSPECTS = 12
+"""Elements of each value whose bits are tried."""
 
 WRITER = re.compile(r"__(\d+)_\d+\.distcp")
 """In the name of a file of a checkpoint: the rank that wrote it."""
 
 
 @dataclass(frozen=True)
-class LoneElement:
-    """An element that differs by more than all others."""
+class Element:
+    """The element of a tensor that differs most between two checkpoints."""
 
     parameter: str
     value: str
-    """"weight" or the key of the optimizer's state."""
+    """"weight", "gradient" or the key of the optimizer's state."""
     index: tuple[int, ...]
+    distance: float
+    """By how much it differs."""
+    size: float
+    """The same, over the root mean square of the tensor."""
     times: float
-    """The next difference in the tensor; infinite: no other element differs."""
+    """Of the next difference in the tensor; infinite: no other element differs."""
     rank: int
     """That saved it."""
     has_replicas: bool
@@ -54,77 +66,79 @@ class LoneElement:
         return f"{self.times:.3g} x the next difference"
 
 
-@dataclass(frozen=True)
-class Pair:
-    """The checkpoints of both runs at one step."""
+def elements(a: Path, b: Path, step: int, ranks: int) -> Iterator[Element]:
+    """Yield the element that differs most of each tensor with any other bit in the checkpoints of a
+    step.
 
-    a: Path
-    b: Path
-
-    def _open(self) -> tuple[CheckpointWeights, CheckpointWeights]:
-        both = (NamedPath(*one) for one in (("A", self.a), ("B", self.b)))
-        a, b = (CheckpointWeights(place, saved_name=str) for place in both)
-        return a, b
-
-    def others(self) -> Iterator[tuple[TensorDifference, float]]:
-        """Yield the tensors that differ in any bit, each with the root mean square of A's."""
-        a, b = self._open()
-        for name, saved in a.saved.items():
-            if name.startswith(RNG) or b.saved.get(name) != saved:
-                continue
-            tensor = a.read(name)
-            if difference := compare(name, tensor, b.read(name)):
-                finite = tensor.double().nan_to_num(0.0, 0.0, 0.0)
-                yield difference, float(finite.square().mean().sqrt())
-
-    def differs(self) -> bool:
-        """Return whether any bit of any tensor differs."""
-        return any(True for _ in self.others())
-
-    def lone_element(self, ranks: int, groups: Collection[str]) -> tuple[LoneElement | None, int]:
-        """Return the element that stands out most, by the scale of its tensor, if one does; and how
-        many tensors differ.
-
-        Args:
-            ranks: of the run B.
-            groups: of parameters in which the runs differed first; none: not known.
-        """
-        found, alone = (
-            list(self.others()),
-            defaultdict[tuple[str, tuple[int, ...]], list[Lone]](list),
+    Args:
+        a, b: folders of checkpoints.
+        ranks: of the run B.
+    """
+    ours, theirs = (
+        CheckpointWeights(NamedPath(name, commit.step_folder(folder, step)), saved_name=str)
+        for name, folder in (("A", a), ("B", b))
+    )
+    for name, saved in ours.saved.items():
+        if name.startswith(RNG) or theirs.saved.get(name) != saved:
+            continue
+        tensor = ours.read(name)
+        found = compare(name, tensor, theirs.read(name))
+        if found is None:
+            continue
+        scale = float(tensor.double().nan_to_num(0.0, 0.0, 0.0).square().mean().sqrt())
+        chunks = theirs.saved[name].chunks
+        yield Element(
+            *_parts_of(name),
+            index=found.index,
+            distance=found.largest,
+            size=found.largest / max(scale, 1e-30),
+            times=found.largest / found.second if found.second else math.inf,
+            rank=next((_writer(chunk) for chunk in chunks if _holds(chunk, found.index)), 0),
+            has_replicas=len(set(map(_writer, chunks))) < ranks,
         )
-        for difference, scale in found:
-            place = _parts_of(difference.name)[0], difference.index
-            is_candidate = not groups or block_of(place[0]) in groups
-            is_lone = difference.numel > 1 and difference.largest > STANDS_OUT * difference.second
-            if is_candidate and is_lone:
-                alone[place].append((difference.largest / max(scale, 1e-30), difference))
-        tops = [
-            max(of_place, key=lambda one: one[0])
-            for of_place in alone.values()
-            # an element whose gradient is nearly 0 stands out by chance, in its weight only, by
-            # less than weights are large
-            if len(of_place) > 1 or len(found) == 1 or of_place[0][0] >= 1
-        ]
-        tops.sort(key=lambda one: -one[0])
-        # what follows from a flipped bit may stand out, too
-        times = STANDS_OUT if groups else STANDS_OUT**2
-        is_clear = len(tops) == 1 or (len(tops) > 1 and tops[0][0] > times * tops[1][0])
-        return (self._element(tops[0][1], ranks) if is_clear else None), len(found)
 
-    def _element(self, found: TensorDifference, ranks: int) -> LoneElement:
-        _, b = self._open()
-        chunks = b.saved[found.name].chunks
-        writers = {int(match[1]) for c in chunks if (match := WRITER.fullmatch(c.file))}
-        rank = 0
-        for chunk in chunks:
-            inside = zip(found.index, chunk.offset, chunk.shape, strict=True)
-            if all(begin <= i < begin + size for i, begin, size in inside):
-                match = WRITER.fullmatch(chunk.file)
-                rank = int(match[1]) if match else 0
-        name, value = _parts_of(found.name)
-        times = found.largest / found.second if found.second else math.inf
-        return LoneElement(name, value, found.index, times, rank, len(writers) < ranks)
+
+def _writer(chunk: Chunk) -> int:
+    match = WRITER.fullmatch(chunk.file)
+    return int(match[1]) if match else 0
+
+
+def _holds(chunk: Chunk, index: Sequence[int]) -> bool:
+    inside = zip(index, chunk.offset, chunk.shape, strict=True)
+    return all(begin <= i < begin + size for i, begin, size in inside)
+
+
+def suspects(found: Sequence[Element]) -> list[Element]:
+    """Return what may have been flipped in a bit earlier: of weights, and of each key of the state,
+    the elements that stand out most; and the gradients of those."""
+    by_value = defaultdict[str, list[Element]](list)
+    for element in sorted(found, key=lambda one: -one.times):
+        by_value[element.value].append(element)
+    first = [one for of_value in by_value.values() for one in of_value[:MOST_SUSPECTS]]
+    gradients = {(one.parameter, one.index): one for one in first if one.value != "weight"}
+    return [*first, *(replace(one, value=GRADIENT) for one in gradients.values())]
+
+
+def lone_element(found: Sequence[Element], *, is_known: bool) -> Element | None:
+    """Return the element that stands out most, by the scale of its tensor, if one does so clearly
+    and in several values: what follows from it stands out in one.
+
+    Args:
+        is_known: the elements are of the groups in which the runs differed first.
+    """
+    alone = defaultdict[object, list[Element]](list)
+    for element in found:
+        if element.times > STANDS_OUT and element.size > LEAST_SIZE:
+            alone[element.parameter, element.index].append(element)
+    tops = [
+        max(of_place, key=lambda one: one.size)
+        for of_place in alone.values()
+        if len(of_place) > 1 or len(found) == 1
+    ]
+    tops.sort(key=lambda one: -one.size)
+    times = 3.0 if is_known else 10.0
+    is_clear = len(tops) == 1 or (len(tops) > 1 and tops[0].size > times * tops[1].size)
+    return tops[0] if is_clear else None
 
 
 def _parts_of(saved_name: str) -> tuple[str, str]:
@@ -145,16 +159,5 @@ def common_steps(a: Path, b: Path) -> list[int]:
 def first_other(a: Path, b: Path, steps: Sequence[int]) -> int | None:
     """Return the first of `steps` whose checkpoints differ in any bit; they are bisected, since
     runs that have parted don't meet again."""
-    low, high = 0, len(steps)
-    while low < high:
-        middle = (low + high) // 2
-        if pair_at(a, b, steps[middle]).differs():
-            high = middle
-        else:
-            low = middle + 1
-    return steps[low] if low < len(steps) else None
-
-
-def pair_at(a: Path, b: Path, step: int) -> Pair:
-    """Return the checkpoints of one step."""
-    return Pair(commit.step_folder(a, step), commit.step_folder(b, step))
+    index = bisect_left(steps, True, key=lambda step: any(elements(a, b, step, 0)))
+    return steps[index] if index < len(steps) else None

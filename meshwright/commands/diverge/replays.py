@@ -15,6 +15,8 @@ from typing import Any
 import torch
 
 from meshwright.checkpoint import commit
+from meshwright.commands.diverge.checkpoints import Element
+from meshwright.commands.diverge.flips import Flip
 from meshwright.commands.diverge.trace import OtherValue, first_other_value
 from meshwright.commands.diverge.worker import Interval, take_all
 from meshwright.commands.replay.recorded import RecordedRun, held, relative
@@ -99,13 +101,19 @@ class Replays:
     def __exit__(self, *_: object) -> None:
         self._exit.close()
 
-    def on_own_mesh(self) -> Steps:
-        """Return the steps of A on its mesh, which have the bits of its record."""
-        ranks, threads = self._start["ranks"], self._start["kernels"]["threads"]
-        config = self._config(self._a, self._a, ranks, {})
-        ((taken,),), _, _ = self._work([Interval(config, ranks, self._last, threads=threads)], [])
-        steps: Steps = taken["steps"]
-        return steps
+    def on_own_mesh(self, suspects: Sequence[Element]) -> tuple[Steps, Flip | None]:
+        """Return the steps of A on its mesh, which have the bits of its record; and the flipped bit
+        of a suspect that explains the last step of the run that doesn't come back."""
+        interval = Interval(
+            self._config(self._a, self._a, self._start["ranks"], {}),
+            self._start["ranks"],
+            self._last,
+            threads=self._start["kernels"]["threads"],
+            suspects=suspects,
+            records=[run.steps.get(self._last, {}) for run in (self._a, self._b)],
+        )
+        ((taken,),), _, _ = self._work([interval], [])
+        return taken["steps"], next(iter(taken["flips"]), None)
 
     def on_one_process(self, traced: int, *, is_crossed: bool) -> Findings:
         """Take the steps with the facts of each run, A's also with other microbatches.

@@ -7,9 +7,17 @@ from typing import Literal
 
 from pydantic import ValidationError
 
-from meshwright.commands.diverge.checkpoints import LoneElement, common_steps, first_other, pair_at
+from meshwright.commands.diverge.checkpoints import (
+    Element,
+    common_steps,
+    elements,
+    first_other,
+    lone_element,
+    suspects,
+)
 from meshwright.commands.diverge.documents import other_document
 from meshwright.commands.diverge.facts import Fact, compare_facts, other_files
+from meshwright.commands.diverge.flips import Flip
 from meshwright.commands.diverge.records import (
     OtherStep,
     compare_rows,
@@ -21,6 +29,7 @@ from meshwright.commands.prove.ranks import RankError
 from meshwright.commands.replay.recorded import RecordedRun
 from meshwright.commands.replay.replay import LEAST_ROUNDING, TIMES_ROUNDING, WITHOUT_TWIN
 from meshwright.metrics.report.run import Row
+from meshwright.models.parameter import block_of
 from meshwright.system.errors import ConfigError, check, first_line, numbered
 from meshwright.system.modules import PACKAGE
 
@@ -168,25 +177,22 @@ class Comparison:
         """Return the last checkpoint that is equal as far as is known, and the first one behind a
         step that differs, if it was saved. Where all bits should be equal, they are bisected."""
         if not self._expects_bits:
-            later = (saved for saved in self._saved if saved >= step)
-            return max((saved for saved in self._saved if saved <= before), default=0), next(
-                later, None
-            )
+            begin = max((saved for saved in self._saved if saved <= before), default=0)
+            return begin, next((saved for saved in self._saved if saved >= step), None)
         other = first_other(*self._folders, self._saved)
         is_equal = [saved for saved in self._saved if other is None or saved < other]
         name = f"step-{is_equal[-1]}" if is_equal else "the initial weights"
         self.say("3 checkpoints", f"equal to {name}")
         return max((saved for saved in is_equal if saved < step), default=0), other
 
-    def _lone(self, saved: int, first: OtherStep) -> LoneElement | None:
-        """Return the element that stands out in a checkpoint."""
-        groups = first.groups if len(first.groups) < len(self.a.groups) else ()
-        pair = pair_at(*self._folders, saved)
-        lone, count = pair.lone_element(self._starts[1]["ranks"], groups)
-        self.say("3 checkpoints", f"step-{saved}: {numbered(count, 'tensor')} differ")
-        if lone is not None:
-            self.say("3 checkpoints", f"{lone.value} of {lone.place}: {lone.how_far}")
-        return lone
+    def _elements(self, saved: int | None, first: OtherStep) -> list[Element]:
+        """Return the elements that differ most in a checkpoint, of the groups that differ first."""
+        if saved is None:
+            return []
+        found = [*elements(*self._folders, saved, self._starts[1]["ranks"])]
+        self.say("3 checkpoints", f"step-{saved}: {numbered(len(found), 'tensor')} differ")
+        groups = first.groups
+        return [one for one in found if not groups or block_of(one.parameter) in groups]
 
     # 4 replay
 
@@ -225,9 +231,11 @@ class Comparison:
             before: the last step that doesn't.
         """
         (begin, later), last = self._around(before, other.step), max(other.step, 1)
+        apart, flip = list[Element](), None
         with Replays(self.a, self.b, self.code_b, begin, last) as replays:
             if self._expects_bits and self._starts[0]["ranks"] <= (self.num_gpus or MOST_CPU_RANKS):
-                is_off = self._bits(replays, begin, last)
+                apart = self._elements(later, other)
+                is_off, flip = self._bits(replays, begin, last, apart)
             else:
                 found = self._retake(replays, begin, last)
                 if found is None:
@@ -245,15 +253,18 @@ class Comparison:
             return Verdict("code", f"{text}. --code-b CHECKOUT names the module", named, step=last)
         if not (run or self._expects_bits):
             return Verdict("unexplained", "neither record comes back: this isn't their machine")
-        return self._went_wrong(run, other, None if later is None else self._lone(later, other))
+        return self._went_wrong(run, other, apart or self._elements(later, other), flip)
 
-    def _bits(self, replays: Replays, begin: int, last: int) -> tuple[bool, bool]:
-        """Return whether the bits of A, and of B, don't come back on their mesh."""
+    def _bits(
+        self, replays: Replays, begin: int, last: int, apart: Sequence[Element]
+    ) -> tuple[tuple[bool, bool], Flip | None]:
+        """Return whether the bits of A, and of B, don't come back on their mesh; and the flipped
+        bit, if one explains it."""
         try:
-            steps = replays.on_own_mesh()
+            steps, flip = replays.on_own_mesh(suspects(apart))
         except (ConfigError, RankError) as error:
             self.say("4 replay", f"can't be taken here: {first_line(error)}")
-            return True, True
+            return (True, True), None
         a, b = (
             any(
                 step not in run.steps or bool(compare_rows(row, run.steps[step], self.a.groups))
@@ -265,18 +276,28 @@ class Comparison:
         whose = {(True, False): "run B", (False, True): "run A"}.get((a, b), "neither run")
         ranks = numbered(self._starts[0]["ranks"], "rank")
         self.say("4 replay", f"steps {begin + 1} to {last} on {ranks}: the bits of {whose}")
-        return a, b
+        return (a, b), flip
 
-    def _went_wrong(self, run: Which, first: OtherStep, lone: LoneElement | None) -> Verdict:
+    def _went_wrong(
+        self, run: Which, first: OtherStep, apart: Sequence[Element], flip: Flip | None = None
+    ) -> Verdict:
+        """Return the verdict on a run that doesn't come back, with the element, if it's clear."""
         text = f"the arithmetic of {f'run {run}' if run else 'one run'} went wrong by itself"
         text += f" in step {first.step}"
         why = "; config, code and data are innocent"
+        is_known = 0 < len(first.groups) < len(self.a.groups)
+        lone = flip.element if flip else lone_element(apart, is_known=is_known)
         if lone is None:
             text += f", first in {first.names[0]}{why}"
             return Verdict("run", text, first.names[:1], run, first.step)
         host, gpu = _gpus(self._starts[0 if run == "A" else 1]).get(lone.rank, ("", ""))
-        text += f", in the gradient or the state of {lone.place} (host {host}"
-        text += f"{f', GPU {gpu}' if gpu else ''}){why}"
+        if flip:
+            what = f"bit {flip.bit} of the {flip.element.value}"
+            self.say("4 replay", f"with {what} flipped, {lone.place}: the bits of run {run}")
+        else:
+            what = "the gradient or the state"
+            self.say("3 checkpoints", f"{lone.value} of {lone.place}: {lone.how_far}")
+        text += f", in {what} of {lone.place} (host {host}{f', GPU {gpu}' if gpu else ''}){why}"
         names = [lone.parameter, lone.value]
         return Verdict("tensor", text, names, run, first.step, lone.index, lone.rank, host, gpu)
 
@@ -284,7 +305,7 @@ class Comparison:
         """Return the verdict where nothing can be replayed; None: it may be rounding."""
         named = self._names("key", "data", "code")
         if self._expects_bits:
-            return self._went_wrong("", other, None)
+            return self._went_wrong("", other, [])
         if other.largest <= self._limit:
             return None
         if not named:

@@ -9,11 +9,14 @@ from typing import Any
 
 import torch
 
+from meshwright.commands.diverge.checkpoints import Element
+from meshwright.commands.diverge.flips import Flip, find_flip
 from meshwright.commands.diverge.trace import Trace
 from meshwright.commands.replay.command import on_ranks
 from meshwright.commands.replay.job import close_job, open_job, take_steps
 from meshwright.commands.replay.replay import other_microbatch
 from meshwright.config.loader import load_config
+from meshwright.metrics.report.run import Row
 from meshwright.models.loss import Batch
 from meshwright.system.errors import EXIT_CONFIG, ConfigError
 from meshwright.system.modules import source_hash
@@ -34,6 +37,9 @@ class Interval:
     """Of each rank on a CPU; 0: torch's choice."""
     has_twin: bool = False
     """The same once more with other microbatches."""
+    suspects: Sequence[Element] = ()
+    """Elements of which bits are flipped before the last step, which `records` has twice."""
+    records: Sequence[Row] = ()
 
 
 def take_interval(interval: Interval) -> list[dict[str, Any]]:
@@ -52,11 +58,17 @@ def take_interval(interval: Interval) -> list[dict[str, Any]]:
 
 
 def _take(job: RunningJob, interval: Interval) -> dict[str, Any]:
-    """Return "steps", lines as those of steps.jsonl by step, and "trace"."""
+    """Return "steps", lines as those of steps.jsonl by step, "trace", and "flips": the one that
+    explains the last step, if there is one."""
     trace, sums = Trace(interval.traced), dict[int, dict[str, list[str]]]()
+    flips = list[Flip]()
 
     def look(job: RunningJob, step: int, batches: list[Batch]) -> None:
         trace.begin(job, step, batches)
+        # before the first step there is no optimizer state to put back
+        if step == interval.last > 1 and interval.suspects:
+            flip = find_flip(job, step, batches, interval.suspects, interval.records)
+            flips.extend([flip] if flip else [])
 
     def note(step: int) -> None:
         trace.end(job, step)
@@ -65,7 +77,7 @@ def _take(job: RunningJob, interval: Interval) -> dict[str, Any]:
     steps = take_steps(job, interval.last, look, note=note)
     close_job(job)
     rows = {one.step: asdict(one) | {"norms": [*one.norms]} | sums[one.step] for one in steps}
-    return {"steps": rows, "trace": trace.entries}
+    return {"steps": rows, "trace": trace.entries, "flips": flips}
 
 
 def take_all(intervals: Sequence[Interval]) -> list[list[dict[str, Any]]]:

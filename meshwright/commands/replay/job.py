@@ -19,6 +19,7 @@ from meshwright.train.facts import look
 from meshwright.train.resolve import ResolvedJob, resolve
 from meshwright.train.running_job import RunningJob
 from meshwright.train.set_up import init_ranks, set_up
+from meshwright.train.trainer import StepResult
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,12 @@ def take_steps(
             if look is not None:
                 look(job, step, batches)
             result = job.trainer.step(step, batches, job.detector)
-            norms = [] if result.group_norms is None else result.group_norms.tolist()
-            figures.append(StepFigures(step, result.loss.item(), result.grad_norm.item(), norms))
+            figures.append(figures_of(step, result))
             note(step)
     return figures
+
+
+def figures_of(step: int, result: StepResult) -> StepFigures:
+    """Return the results of a step on the host."""
+    norms = [] if result.group_norms is None else result.group_norms.tolist()
+    return StepFigures(step, result.loss.item(), result.grad_norm.item(), norms)
