@@ -24,8 +24,10 @@ MESHES = {
 }
 """Degrees by the name in the picture; the first is the reference."""
 COLOURS = ("#8c959f", "#2f81f7", "#e0823d", "#2da44e", "#bf4bce", "#e5534b")
-WIDTH, LEFT, RIGHT = 720, 64, 150
-TOP, UPPER, GAP, LOWER = 28, 210, 46, 130
+WIDTH, LEFT, RIGHT = 600, 72, 16
+TOP, UPPER, GAP, LOWER = 32, 230, 50, 140
+FONT = 18
+"""Readable on a phone, where the drawing is about 0.6 times as wide."""
 
 
 def losses(name: str, folder: Path) -> list[float]:
@@ -61,6 +63,7 @@ def drawing(runs: dict[str, list[float]]) -> Iterator[str]:
     (first, reference), *others = runs.items()
     low, high = math.floor(min(reference)), math.ceil(max(reference))
     below = TOP + UPPER + GAP
+    yield f'<g font-size="{FONT}">'
     yield text(LEFT, 16, "loss of one TOML on six meshes (nats per token)")
     for value in range(low, high + 1):
         yield from rule(TOP + (high - value) / (high - low) * UPPER, str(value))
@@ -70,11 +73,11 @@ def drawing(runs: dict[str, list[float]]) -> Iterator[str]:
         style = f'{dashes} stroke-dashoffset="{-9 * i}"' if i else 'stroke-width="7" opacity="0.6"'
         points = line(values, low, high, TOP, UPPER)
         yield f'<polyline stroke="{COLOURS[i]}" {style} points="{points}"/>'
-        y = TOP + 14 + 18 * i
-        key = f'x="{WIDTH - RIGHT + 16}" y="{y - 9}" width="12" height="8"'
+        y = TOP + 18 + 22 * i  # of its name: the curves leave the upper right free
+        key = f'x="{WIDTH - 190}" y="{y - 11}" width="14" height="10"'
         yield f'<rect {key} fill="{COLOURS[i]}"/>'
-        yield text(WIDTH - RIGHT + 34, y, name)
-    yield text(LEFT, below - 10, f"relative difference from {first}")
+        yield text(WIDTH - 168, y, name)
+    yield text(LEFT, below - 12, f"relative difference from {first}")
     for power in range(-8, -3):
         yield from rule(below + (-4 - power) / 4 * LOWER, f"1e{power}" if power > -8 else "equal")
     for i, (_, values) in enumerate(others, 1):
@@ -85,13 +88,14 @@ def drawing(runs: dict[str, list[float]]) -> Iterator[str]:
         points = line(differences, -8, -4, below, LOWER)
         yield f'<polyline stroke="{COLOURS[i]}" stroke-width="1.5" points="{points}"/>'
     yield text(LEFT, below + LOWER + 24, "step 1")
-    yield text(WIDTH - RIGHT, below + LOWER + 24, str(STEPS), centered=True)
+    yield text(WIDTH - RIGHT - 10, below + LOWER + 24, str(STEPS), centered=True)
+    yield "</g>"
 
 
 def rule(y: float, label: str) -> Iterator[str]:
     """A line of the grid, with its value."""
     yield f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
-    yield f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{label}</text>'
+    yield f'<text x="{LEFT - 8}" y="{y + 6:.1f}" text-anchor="end">{label}</text>'
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from meshwright.metrics.report.run import read_run
 from meshwright.metrics.report.tables import loads_map
 from meshwright.metrics.sinks import LoadsFile
 from meshwright.system.errors import ConfigError
-from scripts import take_picture
+from scripts import pictures
 from tests.helpers.cli import command
 
 report = command("report")
@@ -152,7 +152,7 @@ def test_a_proof_in_the_folder_is_shown(folder) -> None:
     page, _ = page_of(folder)
     whole = '<h2>Proof</h2><p class="good">1 of 1 cases</p>'
     assert whole in page
-    alone = take_picture.cut(page, "Proof")  # as the picture of docs/correctness.md has it
+    alone = pictures.keep(page, ["Proof"])  # as the picture of docs/correctness.md has it
     assert (alone.count("<h2>"), alone.count("<details open>")) == (1, 1)
     assert whole in alone
     proof |= {"proved": False, "reference": {"verdict": "FAILED"}}
