@@ -22,7 +22,7 @@ from meshwright.datasets.named_sources import (
 from meshwright.datasets.packing import open_packing
 from meshwright.datasets.recipe import TokenizationSpec
 from meshwright.datasets.rows import Documents, LocalDocuments, unreadable
-from meshwright.datasets.shards import StreamedSource
+from meshwright.datasets.shards import StreamedSource, check_shards
 from meshwright.datasets.sources import StreamedRows
 from meshwright.datasets.stream import OpenSource
 from meshwright.datasets.token_cache.cache import DamagedCacheError, TokenCache
@@ -197,7 +197,10 @@ class Opening:
     def _find_stream(self, recipe: TokenizationSpec) -> SourceFacts:
         documents = _hash(recipe, recipe.files)
         if not recipe.is_of_hub:
-            return SourceFacts(documents=documents, files=recipe.files)
+            facts = SourceFacts(documents=documents, files=recipe.files)
+            if not any(is_address(file.path) for file in recipe.files):
+                check_shards(self._open_stream(recipe, facts, False), self._length)
+            return facts
         opened, commit = recipe.open(streamed=True), identity.commit_of(recipe.files)
         rows = opened.rows if isinstance(opened, StreamedRows) else None
         return SourceFacts(commit, documents=documents, rows=rows)

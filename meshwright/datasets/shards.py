@@ -13,7 +13,7 @@ from meshwright.datasets.files import SourceEntry
 from meshwright.datasets.order import permutation
 from meshwright.datasets.rows import Documents, Item, Reader
 from meshwright.datasets.samples import Sample, SampleRules, to_sample
-from meshwright.system.errors import RecordError, first_line
+from meshwright.system.errors import ConfigError, RecordError, first_line
 from meshwright.system.files import warn_once
 from meshwright.system.log import logger
 from meshwright.system.retries import ABSENT, may_pass, read_patiently
@@ -125,12 +125,7 @@ class Shard:
             if missing:
                 self._tokens = next(self._documents)
                 if at.epoch > first_epoch + 1:  # the whole epoch between went in
-                    raise self._source.entry.error(
-                        "dataset",
-                        f"one of {self._source.num_shards} shards of it holds less than one sample "
-                        f"of {self._rules.length} tokens",
-                        "lower training.stream_shards or training.seq_len, or add data",
-                    )
+                    raise _too_short(self._source, self._rules.length)
         return replace(to_sample(pieces), streamed_from=names)
 
     def _encoded(self) -> Iterator[npt.NDArray[np.uint32]]:
@@ -195,6 +190,33 @@ class Shard:
                 raise
 
         return read_patiently(f"{source.entry.name}: shard {number} of {source.num_shards}", read)
+
+
+def check_shards(source: StreamedSource, length: int) -> None:
+    """Read a sample of each shard, so that a job doesn't find out later.
+
+    Args:
+        source: for this only, as what is read is counted.
+        length: of a sample, in tokens.
+
+    Raises:
+        ConfigError: if a shard holds less than one sample, or no good record.
+    """
+    # no longer window is read than a sample takes
+    source, rules = replace(source, window=1), SampleRules(length, seed=None, max_epochs=1)
+    for number in range(source.num_shards):
+        bad, place = list[RecordError](), ShardPlace()
+        shard = Shard(source, number, rules=rules, pass_over=bad.append, place=place)
+        try:
+            shard.next_sample()
+        except EndOfData:
+            raise bad[0] if bad else _too_short(source, length) from None
+
+
+def _too_short(source: StreamedSource, length: int) -> ConfigError:
+    what = f"one of {source.num_shards} shards of it holds less than one sample of {length} tokens"
+    fix = "lower training.stream_shards or training.seq_len, or add data"
+    return source.entry.error("dataset", what, fix)
 
 
 def _count(items: Sequence[Item]) -> int:

@@ -17,7 +17,13 @@ from meshwright.config.fields import all_keys, find_section
 from meshwright.config.job_config import JobConfig
 from meshwright.config.loader import load_config, parse_config, preset_names, read
 from meshwright.models.families import MODELS
-from meshwright.system.errors import CombinedConfigError, ConfigError, RecordError, did_you_mean
+from meshwright.system.errors import (
+    CombinedConfigError,
+    ConfigError,
+    RecordError,
+    config_error,
+    did_you_mean,
+)
 from scripts import config_reference
 from tests.helpers.cli import check_job
 
@@ -382,6 +388,16 @@ def test_errors_survive_processes() -> None:
     assert [(e.key, str(e)) for e in again.errors] == [("a", "one"), ("b", "two")]
     record = pickle.loads(pickle.dumps(RecordError("a", "row 3 is bad")))
     assert (isinstance(record, ConfigError), str(record)) == (True, "row 3 is bad")
+
+
+@pytest.mark.parametrize("kind", [ConfigError, RecordError])
+def test_advice_never_follows_advice(kind: type[ConfigError]) -> None:
+    """Also where a message with advice is the rule of another; each of several errors has its."""
+    first = config_error("a", 1, "is wrong", "lower it")
+    wrapped = kind("b", f"b: {first}\n  fix: look elsewhere\n  fix: ask")
+    assert str(wrapped) == "b: a = 1: is wrong\n  fix: lower it"
+    assert str(pickle.loads(pickle.dumps(wrapped))) == str(wrapped)
+    assert str(CombinedConfigError([first, first])).count("  fix: lower it") == 2
 
 
 def test_the_schema_that_is_shipped_is_the_config_s() -> None:

@@ -114,13 +114,13 @@ def test_other_data_is_refused_before_ranks_start(tmp_path, monkeypatch) -> None
 
 def test_a_stream_of_own_code_that_has_changed_is_other_data(tmp_path, monkeypatch) -> None:
     module = tmp_path / "own.py"
-    module.write_text(OWN_DATASET.format("before"))
+    module.write_text(OWN_DATASET.format("the text before"))
     monkeypatch.setitem(DATASETS, "own", import_user_module(str(module)).DATASETS["own"])
     words = (*BYTES, "--training.dataset", "own")
     words += ("--experimental.custom_import", str(module))
     source = opened(*words)
     assert place_of(source, source.content).sample == 3
-    module.write_text(OWN_DATASET.format("after"))
+    module.write_text(OWN_DATASET.format("the text after"))
     check_is_noticed(opened(*words), source.content)
 
 

@@ -206,6 +206,29 @@ def test_a_stream_that_cannot_be_looked_at_now_is_started_again(folder: Path, mo
         open_data("training", config)
 
 
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([{"text": "a long text"}] * 3 + [{"text": "a"}],
+         r"one of 2 shards of it holds less than one sample of 17 tokens\n  fix: lower"),
+        ([{"text": "a long text"}] * 3 + [{"words": "a"}], r"b.jsonl:1: no column 'text', but w"),
+        ([{"text": "a long text of one sample"}] * 4, ""),
+    ],
+)  # fmt: skip
+def test_a_stream_too_short_for_its_shards_ends_before_a_step(rows, message, tmp_path) -> None:
+    for name, lines in (("a", rows[:-1]), ("b", rows[-1:])):
+        (tmp_path / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in lines))
+    words = [f"--training.dataset_path={tmp_path}", "--training.seq_len=16"]
+    words += ["--training.dataset=json", "--training.dataset_mode=streamed"]
+    config = load_config([*words, "--model.tokenizer_path=bytes", "--training.stream_shards=2"])
+    if not message:
+        (source,) = open_data("training", config)
+        assert source.num_shards == 2
+        return
+    with pytest.raises(ConfigError, match=message):
+        open_data("training", config)
+
+
 def test_indexed_documents_are_cut_evenly() -> None:
     documents = IndexedDocuments(10, str)
     parts = [list(documents.read(shard, 4)) for shard in range(4)]
