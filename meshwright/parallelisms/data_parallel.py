@@ -257,7 +257,7 @@ def accumulate_in_reduce_dtype(model: nn.Module) -> None:
 def sum_over_tp_in_reduce_dtype(model: nn.Module) -> None:
     """Have gradients of parameters that tensor parallelism replicates summed in `reduce_dtype`.
 
-    Of a norm or a router each rank has the gradient of its own tokens. FSDP2 sums these over tp
+    Of a norm or a router each rank has the gradient of its tokens. FSDP2 sums these over tp
     before it reduces over its own mesh, and up to torch 2.14 in the type they were computed in
     (pytorch issue 190626). All gradients of a group are cast, because it takes one type.
     """
