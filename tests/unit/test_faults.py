@@ -2,6 +2,8 @@
 
 import dataclasses
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -35,6 +37,18 @@ def test_every_fault_can_be_planted(tmp_path: Path) -> None:
     changed = dataclasses.replace(first, patches={"models/loss.py": [("no such line", "")]})
     with pytest.raises(ValueError, match="has changed"):
         patched(changed)
+
+
+def test_no_fault_uses_a_name_that_its_module_lacks(tmp_path: Path) -> None:
+    """It would be found as a NameError, by any test."""
+    for fault in FAULTS:
+        for file, text in patched(fault).items():
+            path = tmp_path / fault.name / file
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, "utf-8")
+    words = ["ruff", "check", "--isolated", "--no-cache", "--select=F821", "--output-format=concise"]
+    done = subprocess.run([sys.executable, "-m", *words, tmp_path], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_every_test_that_must_find_a_fault_exists() -> None:
