@@ -26,6 +26,7 @@ EXAMPLES = {
     "job.max_run_seconds": "3600",
     "model.args": "{n_layers = 4, rope_theta = 500000.0}",
     "model.frozen": '["tok_embeddings.*", "layers.[01].*"]',
+    "model.tokenizer_type": '"characters"',
     "model.bos_token": '"<s>"',
     "model.eos_token": '"</s>"',
     "training.dataset_path": '"my_texts/*.txt"',

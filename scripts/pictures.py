@@ -33,13 +33,13 @@ COLUMNS = 100
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "TERM": "xterm-256color"}
 
 SMALL = (
-    "meshwright train game_cpu --ngpu 2 --training.steps 80 --training.local_batch_size 4"
-    " --metrics.log_freq 2 --validation.freq 20"
+    "meshwright train game_cpu --ngpu 2 --training.steps 80 --metrics.log_freq 2"
+    " --validation.freq 20"
     " --job.description 'Llama of 1.3 M parameters on the source code of sympy'"
 )
 RUNS = {
-    "adamw": f"{SMALL} --job.dump_folder adamw",
-    "muon": f"{SMALL} --job.dump_folder muon --optimizer.name muon",
+    "adamw": f"{SMALL} --job.dump_folder adamw --training.local_batch_size 4",
+    "muon": f"{SMALL} --job.dump_folder muon --training.local_batch_size 4 --optimizer.name muon",
     "tp": f"{SMALL} --job.dump_folder tp --training.local_batch_size 8"
     " --parallelism.tensor_parallel_degree 2",
     "proof": "meshwright prove debug_model_2d --job.dump_folder proof",

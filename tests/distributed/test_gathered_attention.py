@@ -139,8 +139,11 @@ def test_gathered_keys_are_attention_to_the_whole_sequence(cp, sinks) -> None:
             assert got.dtype == (torch.float32 if name == "s" else dtype)
             want = want if name == "s" else want[:, :, positions]
             # with W = 1 and no sinks, the gradients of queries and keys are zero
-            error = (got.float() - want).norm() / want.norm().clamp(min=4)
-            assert error < (1e-6 if dtype == torch.float32 else 5e-3), f"{case}, {name}: {error}"
+            is_zero = window == 1 and sinks is None and name in "qk"
+            error = (got.float() - want).norm() / (grad.float() if is_zero else want).norm()
+            # a rounding of the value, and one of each rank's part of a sum
+            bound = 1e-6 if dtype == torch.float32 else (1 + cp) * 2**-9
+            assert error < bound, f"{case}, {name}: {error}"
 
 
 @pytest.mark.parametrize("is_compiled", [False, *slow(True)])

@@ -263,7 +263,7 @@ def _exchanged_bytes(rows: Tensor, by: list[int], to: list[int], own: int) -> fl
         own: the rank's place in the group.
     """
     others = max(sum(splits) - splits[own] for splits in (by, to))
-    return float(others * rows[0].numel() * rows.element_size())
+    return float(others * rows.shape[1:].numel() * rows.element_size())
 
 
 @cache
