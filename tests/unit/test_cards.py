@@ -25,6 +25,7 @@ FIGURE = re.compile(
 )
 """A number with a unit of speed, memory or time, or a loss."""
 SETTINGS = {
+    "README.md": ["5 GB", "1.4 GB"],
     "docs/architecture.md": ["30 s"],
     "docs/checkpoints.md": ["40 s"],
     "docs/clusters.md": ["20 s", "180 s", "30 s"],
@@ -34,6 +35,7 @@ SETTINGS = {
     "docs/ladder.md": ["6 minutes"],
     "docs/monitoring.md": ["10 seconds"],
     "docs/quickstart.md": ["5 GB", "1.4 GB"],
+    "docs/replay.md": ["30 s"],
     "docs/troubleshooting.md": ["600 s", "10 s", "60 s"],
     "train_configs/game_cpu.toml": ["2 minutes"],
 }

@@ -46,7 +46,7 @@ def test_no_fault_uses_a_name_that_its_module_lacks(tmp_path: Path) -> None:
             path = tmp_path / fault.name / file
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, "utf-8")
-    words = ["ruff", "check", "--isolated", "--no-cache", "--select=F821", "--output-format=concise"]
+    words = ["ruff", "check", "--isolated", "--no-cache", "--select=F821"]
     done = subprocess.run([sys.executable, "-m", *words, tmp_path], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
