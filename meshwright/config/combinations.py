@@ -442,13 +442,18 @@ def _suits_qk_clip(config: JobConfig, facts: Facts) -> Iterator[ConfigError]:
         for name in one.logit_rows
     ]
     kept = [name for name in changed if any(fnmatchcase(name, pattern) for pattern in frozen)]
+    missing = [name for name in changed if name not in facts.spec.parameters]
     specs = attentions.values()
     reasons = {
         "the model normalizes queries and keys, so their weights don't make logits large": any(
             one.qk_norm for one in specs
         ),
         "the model caps its logits": any(one.soft_cap is not None for one in specs),
-        "the logits of a core of your own aren't known": any(one.has_own_core for one in specs),
+        "no layer has attention": not attentions,
+        "the logits of a core of your own aren't known": any(
+            one.has_own_core or "core" not in one.bare_modules for one in specs
+        ),
+        f"the model has no {missing[:1]}, which it would change": bool(missing),
         f"model.frozen has {kept[:1]}, which it would change": bool(kept),
         f"{EARLY_STEP} updates before a step is known to be good": (
             config.optimizer.early_step_in_backward

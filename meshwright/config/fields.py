@@ -74,7 +74,7 @@ def _keys_below(section: type[BaseModel]) -> Iterator[tuple[Key, type[BaseModel]
             for key, inner, of_inner in _keys_below(field.annotation):
                 yield (name, *key), inner, of_inner
         else:
-            yield (name,), section, field
+            yield (field.alias or name,), section, field
 
 
 class KeyEntry(NamedTuple):

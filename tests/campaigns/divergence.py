@@ -59,7 +59,7 @@ CODE = [
     ("train/optim/optimizers.py", "eps=config.eps, fused", "eps=config.eps * 100, fused"),
     ("train/optim/optimizers.py", "betas = (config.beta1, config.beta2", "{} * 0.999"),
     (
-        "train/optim/optimizers.py",
+        "train/optim/schedules.py",
         "return step / warmup_steps\n    decay",
         "return (step + 0.01) / warmup_steps\n    decay",
     ),

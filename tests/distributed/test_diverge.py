@@ -374,7 +374,8 @@ def test_an_element_is_named_only_if_it_stands_out_clearly() -> None:
 
 def test_gradients_are_suspected_of_what_is_in_the_state() -> None:
     many = [_element("exp_avg", times, 1e-3, f"layers.{times}.w") for times in range(1, 40)]
-    found = suspects([*many, _element("weight", 2, 1e-3)])
+    count_of_steps = dataclasses.replace(_element("step", math.inf, 1.0), index=())
+    found = suspects([*many, _element("weight", 2, 1e-3), count_of_steps])
     kinds = [(one.value, one.parameter) for one in found]
     assert len(found) == len(set(kinds)) == 2 * MOST_SUSPECTS + 1
     assert {("gradient", "layers.39.w"), ("weight", "layers.0.w")} <= {*kinds}

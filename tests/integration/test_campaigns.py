@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.campaigns import mutations, signals
+from tests.campaigns import divergence, mutations, signals
 from tests.helpers.jobs import ROOT, ended, environment
 
 pytestmark = pytest.mark.slow
@@ -50,6 +50,11 @@ def test_the_job_stands_a_short_campaign(name: str, tmp_path: Path) -> None:
     words, end = CASES[name]
     output = run(f"tests.campaigns.{name}", *words, folder=tmp_path)
     assert re.search(end, output), output
+
+
+def test_every_patch_of_the_divergence_campaign_has_its_place() -> None:
+    for file, old, _ in divergence.CODE:
+        assert (ROOT / "meshwright" / file).read_text("utf-8").count(old) == 1, (file, old)
 
 
 QUICK = (  # of faults that other frameworks had

@@ -6,8 +6,10 @@ from datetime import date
 from pathlib import Path
 
 import pytest
+from pydantic import BaseModel, Field
 
 from meshwright.commands.main import run
+from meshwright.config.fields import entries
 from meshwright.config.loader import load_config
 from meshwright.system.errors import ConfigError
 from meshwright.train.resolve_model import own_options
@@ -90,6 +92,13 @@ def output_of(capsys: pytest.CaptureFixture[str], command: str, folder: Path, *w
     (folder / "mine.py").write_text(WITH_DATES)
     run([command, "debug_model", f"--experimental.custom_import={folder}/mine.py", *words])
     return capsys.readouterr().out
+
+
+def test_help_has_the_name_that_a_toml_gives_an_option(tmp_path: Path) -> None:
+    class Named(BaseModel):
+        x: int = Field(1, alias="ex", description="The option.")
+
+    assert [entry.name for entry in entries(Named)] == ["ex"]
 
 
 def test_the_help_of_a_config_has_the_options_of_its_module(tmp_path: Path, capsys) -> None:

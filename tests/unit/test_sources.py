@@ -229,6 +229,17 @@ def test_a_stream_too_short_for_its_shards_ends_before_a_step(rows, message, tmp
         open_data("training", config)
 
 
+def test_a_validation_reads_only_shards_that_its_samples_need(tmp_path: Path) -> None:
+    for name, text in (("a", "a long text of one sample"), ("b", "a")):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"text": text}) + "\n")
+    keys = f"dataset_path={tmp_path}", "dataset=json", "dataset_mode=streamed"
+    words = ["--model.tokenizer_path=bytes", "--training.seq_len=16", "--training.stream_shards=2"]
+    words += ["--validation.enable=true", *(f"--validation.{key}" for key in keys)]
+    config = load_config(words)
+    (source,) = open_data("validation", config)
+    assert source.num_shards == 2
+
+
 def test_indexed_documents_are_cut_evenly() -> None:
     documents = IndexedDocuments(10, str)
     parts = [list(documents.read(shard, 4)) for shard in range(4)]

@@ -551,6 +551,6 @@ def test_a_cache_of_an_earlier_version_is_found_by_its_name(tmp_path, monkeypatc
     ]
     words = ["--model.tokenizer_path=bytes", "--training.dataset=json"]
     words += ["--training.dataset_path=rows.jsonl", "--training.dataset_mode=streamed"]
-    (stream,) = open_data("training", load_config(words))
+    (stream,) = open_data("training", load_config([*words, "--training.seq_len=64"]))
     hashes = "d9072a01c4b3ab5f, 2999aebf356ab7e8, 3ef775f29e6b80ac"
     assert stream.content == f"1 shards, 256 documents a window, {hashes}"

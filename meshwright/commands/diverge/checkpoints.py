@@ -113,7 +113,8 @@ def suspects(found: Sequence[Element]) -> list[Element]:
     the elements that stand out most; and the gradients of those."""
     by_value = defaultdict[str, list[Element]](list)
     for element in sorted(found, key=lambda one: -one.times):
-        by_value[element.value].append(element)
+        if element.index:  # not an optimizer's count of steps
+            by_value[element.value].append(element)
     first = [one for of_value in by_value.values() for one in of_value[:MOST_SUSPECTS]]
     gradients = {(one.parameter, one.index): one for one in first if one.value != "weight"}
     return [*first, *(replace(one, value=GRADIENT) for one in gradients.values())]

@@ -6,6 +6,7 @@ The record of a step has sums of all bits of weights and optimizer state, so a m
 import math
 import time
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
@@ -107,7 +108,8 @@ def _take(job: RunningJob, step: int, batches: list[Batch], call: Callable[[], N
 
     trainer.forward_backward = watched  # type: ignore[method-assign,assignment]
     try:
-        return row_of(job, figures_of(step, trainer.step(step, batches, job.detector)))
+        # a try isn't a step of the run: a copy learns from it, and stops after it
+        return row_of(job, figures_of(step, trainer.step(step, batches, deepcopy(job.detector))))
     finally:
         del trainer.forward_backward
 
