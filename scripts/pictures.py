@@ -42,7 +42,8 @@ RUNS = {
     "muon": f"{SMALL} --job.dump_folder muon --training.local_batch_size 4 --optimizer.name muon",
     "tp": f"{SMALL} --job.dump_folder tp --training.local_batch_size 8"
     " --parallelism.tensor_parallel_degree 2",
-    "proof": "meshwright prove debug_model_2d --job.dump_folder proof",
+    "proof": "meshwright train debug_model_2d --training.steps 2 --job.dump_folder proof",
+    "proof/proof": "meshwright prove debug_model_2d --job.dump_folder proof",
 }
 """What trains, by dump folder."""
 
@@ -113,7 +114,7 @@ PICTURES = {
     "proof.png": Picture(
         "meshwright report proof",
         ("meshwright/metrics/report/document.py", "meshwright/metrics/report/tables.py"),
-        runs=("proof",),
+        runs=("proof", "proof/proof"),
         page="proof/report.html",
         headings=("Proof",),
         width=900,
