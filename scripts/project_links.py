@@ -29,7 +29,7 @@ def readme(text: str, project: dict[str, Any]) -> str:
         f"git clone {address or '<this repository>'} meshwright &&",
         text,
     )
-    text = re.sub(r"(?<=To report a bug, ).+?(?=, with )", report, text)
+    text = re.sub(r"(?<=To report a bug, ).+?(?=\.\n)", report, text)
     text = re.sub(r"author = \{.+?\}(?=,\n)", f"author = {{{authors}}}", text)
     return re.sub(r"(version = \{[\d.]+\})[^`]*\}", rf"\1{link}}}", text)
 

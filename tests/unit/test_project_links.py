@@ -26,7 +26,7 @@ def test_links_appear_once_the_address_is_set_and_go_with_it() -> None:
     text = (ROOT / "README.md").read_text("utf-8")
     filled = FILES["README.md"](text, SET)
     assert f"git clone {ADDRESS} meshwright && cd meshwright" in filled
-    assert f"To report a bug, open an issue at {ADDRESS}/issues, with " in filled
+    assert f"To report a bug, open an issue at {ADDRESS}/issues.\n" in filled
     assert "author = {{A. Lovelace} and {C. Babbage}}" in filled
     assert f"url = {{{ADDRESS}}}}}" in filled
     assert FILES["README.md"](filled, PROJECT) == text
