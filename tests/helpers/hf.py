@@ -113,6 +113,20 @@ def load_hf(folder: Path, args: DecoderArgs = SMALL) -> Decoder:
     return model
 
 
+def words_of_job(tmp_path: Path, folder: Path, *more: str) -> list[str]:
+    """Return the words of a job on one rank with this model folder and a few rows of text."""
+    data = tmp_path / "rows.jsonl"
+    data.write_text('{"text": "a b c"}\n' * 99)
+    job = {
+        "job.dump_folder": tmp_path / "out",
+        "model.flavor": folder,
+        "model.tokenizer_path": "bytes",
+        "training.dataset": "json",
+        "training.dataset_path": data,
+    }
+    return [*(f"--{key}={value}" for key, value in job.items()), "--ngpu", "1", *more]
+
+
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
     """Every tensor, as safetensors itself reads it."""
     found = {}

@@ -16,7 +16,7 @@ from meshwright.system.errors import ConfigError
 from meshwright.system.files import NamedPath, is_lfs_pointer
 from tests.campaigns.model_folders import EMBEDDING, HEAD, INDEX, POINTER, SINGLE, run
 from tests.helpers.cli import command
-from tests.helpers.hf import CASES, save_transformers
+from tests.helpers.hf import CASES, save_transformers, words_of_job
 
 
 @pytest.fixture(autouse=True)
@@ -41,26 +41,12 @@ def tied_folder(path: Path, *, says_tied: bool, head: torch.Tensor | None = None
     return path
 
 
-def words(tmp_path: Path, folder: Path, *more: str) -> list[str]:
-    """A job that starts from the folder."""
-    data = tmp_path / "rows.jsonl"
-    data.write_text('{"text": "a b c"}\n' * 99)
-    job = {
-        "job.dump_folder": tmp_path / "out",
-        "model.flavor": folder,
-        "model.tokenizer_path": "bytes",
-        "training.dataset": "json",
-        "training.dataset_path": data,
-    }
-    return [*(f"--{key}={value}" for key, value in job.items()), "--ngpu", "1", *more]
-
-
 IN_HF = "--checkpoint.initial_load_in_hf=true"
 
 
 def refusal(tmp_path: Path, folder: Path, *more: str) -> str:
     with pytest.raises(ConfigError) as caught:
-        command("check")(words(tmp_path, folder, IN_HF, *more))
+        command("check")(words_of_job(tmp_path, folder, IN_HF, *more))
     return str(caught.value)
 
 
@@ -70,19 +56,19 @@ def test_check_finds_a_head_that_is_missing_and_its_fix_works(tmp_path) -> None:
     assert f"{HEAD}, our output.weight, is in none of its files" in said
     assert "config.json has tie_word_embeddings = false" in said
     assert "fix: set model.args.tie_embeddings = true" in said
-    command("check")(words(tmp_path, folder, IN_HF, "--model.args.tie_embeddings=true"))
+    command("check")(words_of_job(tmp_path, folder, IN_HF, "--model.args.tie_embeddings=true"))
 
 
 def test_another_head_unties_a_model_and_the_user_has_the_last_word(tmp_path, capsys) -> None:
     """transformers 5 unties it too; before, `check` said "can run", and the ranks stopped."""
     folder = tied_folder(tmp_path / "hf", says_tied=True, head=torch.ones(1))
-    command("check")(words(tmp_path, folder, IN_HF))
+    command("check")(words_of_job(tmp_path, folder, IN_HF))
     said = " ".join(capsys.readouterr().out.split())
     assert f"{HEAD} differs from {EMBEDDING}: the model is untied" in said
     untied = int(said.split(" parameters")[0].split()[-1].replace(",", ""))
-    command("check")(words(tmp_path, folder, IN_HF, "--model.args.tie_embeddings=false"))
+    command("check")(words_of_job(tmp_path, folder, IN_HF, "--model.args.tie_embeddings=false"))
     assert f"{untied:,} parameters" in capsys.readouterr().out
-    command("check")(words(tmp_path, folder, IN_HF, "--model.args.tie_embeddings=true"))
+    command("check")(words_of_job(tmp_path, folder, IN_HF, "--model.args.tie_embeddings=true"))
     said = " ".join(capsys.readouterr().out.split())
     assert f"{untied - 259 * 32:,} parameters" in said
     assert f"{HEAD} differs from {EMBEDDING}, and isn't read" in said
@@ -101,7 +87,7 @@ def test_the_tie_of_a_named_size_is_held_against_the_tensors(tmp_path) -> None:
 def test_a_config_without_weights_is_a_model_to_train_from_scratch(tmp_path) -> None:
     folder = tied_folder(tmp_path / "hf", says_tied=True)
     (folder / SINGLE).unlink()
-    command("check")(words(tmp_path, folder))
+    command("check")(words_of_job(tmp_path, folder))
 
 
 def test_a_single_file_that_the_index_does_not_name_is_rejected(tmp_path) -> None:

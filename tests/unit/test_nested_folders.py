@@ -15,7 +15,7 @@ from meshwright.system.errors import ConfigError
 from meshwright.system.files import NamedPath, warn_once
 from tests.helpers.cli import command, export
 from tests.helpers.families import family_of
-from tests.helpers.hf import CASES, fill, load_hf, save_checkpoint
+from tests.helpers.hf import CASES, fill, load_hf, save_checkpoint, words_of_job
 from tests.helpers.slow import slow_but
 
 TOWER = {
@@ -119,17 +119,7 @@ def test_a_text_model_beside_a_vision_tower_is_read_and_exported(
 def test_check_takes_such_a_folder_and_names_what_is_wrong_in_it(tmp_path, capsys) -> None:
     folder = tmp_path / "hf"
     save_nested(folder, "gemma3", "gemma3_text-tied")
-    data = tmp_path / "rows.jsonl"
-    data.write_text('{"text": "a b c"}\n' * 99)
-    job = {
-        "job.dump_folder": tmp_path / "out",
-        "model.flavor": folder,
-        "model.tokenizer_path": "bytes",
-        "training.dataset": "json",
-        "training.dataset_path": data,
-        "checkpoint.initial_load_in_hf": "true",
-    }
-    words = [*(f"--{key}={value}" for key, value in job.items()), "--ngpu", "1"]
+    words = words_of_job(tmp_path, folder, "--checkpoint.initial_load_in_hf=true")
 
     def refusal() -> str:
         with pytest.raises(ConfigError) as caught:
