@@ -4,53 +4,15 @@ Source: Gemma Team 2024, arXiv:2408.00118; dimensions come from the config.json 
 google/gemma-2-2b to google/gemma-2-27b.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from meshwright.models.args import STD, WindowArgs
 from meshwright.models.checks import check_positive
 from meshwright.models.config_json import Windows
-from meshwright.models.family import MODULES, Family, HuggingFaceForm
+from meshwright.models.families.gemma import DEFAULTS, NAMES, GemmaArgs
+from meshwright.models.family import Family, HuggingFaceForm
 from meshwright.models.table import AttentionSpec, DecoderSpec
-
-
-@dataclass(frozen=True)
-class GemmaArgs(WindowArgs):
-    """Dimensions that Gemma 2 and 3 share."""
-
-    norm_eps: float = 1e-6
-    tie_embeddings: bool = True
-    query_scale: int = 256
-    """Products of queries and keys are divided by its square root."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_positive(self, "query_scale")
-
-    def gemma(self, **options: Any) -> DecoderSpec:
-        """Return a model with norms before and after, whose weights are offsets from one, and
-        embeddings times sqrt(D). The reports give no initial values: logits have variance 1.
-
-        Args:
-            options: as `decoder` takes them.
-        """
-        return self.decoder(
-            norm="sandwich",
-            has_norm_offset=True,
-            activation="gelu",
-            embedding_scale=math.sqrt(self.dim),
-            out_std=STD / math.sqrt(2 * self.n_layers),
-            output_std=1 / math.sqrt(self.dim),
-            **options,
-        )
-
-    def attention_layers(self, attention: AttentionSpec) -> Sequence[AttentionSpec]:
-        return super().attention_layers(replace(attention, scale=self.query_scale**-0.5))
-
-    def small(self) -> dict[str, Any]:
-        return super().small() | {"query_scale": 5}
 
 
 @dataclass(frozen=True)
@@ -79,25 +41,6 @@ class Gemma2Args(GemmaArgs):
     def small(self) -> dict[str, Any]:
         return super().small() | {"attention_cap": 2.0, "output_cap": 3.0}
 
-
-NAMES = {
-    **MODULES,
-    "layers.{}.post_attention_norm": "model.layers.{}.post_attention_layernorm",
-    "layers.{}.ffn_norm": "model.layers.{}.pre_feedforward_layernorm",
-    "layers.{}.post_ffn_norm": "model.layers.{}.post_feedforward_layernorm",
-}
-
-DEFAULTS: dict[str, object] = {
-    "hidden_size": 2304,
-    "num_hidden_layers": 26,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "intermediate_size": 9216,
-    "query_pre_attn_scalar": 256,
-    "tie_word_embeddings": True,
-}
-"""Values of absent keys in both classes of transformers. Published files of Gemma 3 have few."""
 
 FLAVORS: dict[str, Gemma2Args] = {
     "debugmodel": Gemma2Args(256, 6, 8, 4, 768, 2048, window=64),

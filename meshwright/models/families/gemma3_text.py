@@ -9,7 +9,7 @@ from typing import Any
 
 from meshwright.models.checks import check_positive
 from meshwright.models.config_json import Windows
-from meshwright.models.families.gemma2 import DEFAULTS, NAMES, GemmaArgs
+from meshwright.models.families.gemma import DEFAULTS, NAMES, GemmaArgs
 from meshwright.models.family import VISION, Family, HuggingFaceForm
 from meshwright.models.rope_scaling import LinearScaling
 from meshwright.models.table import AttentionSpec, DecoderSpec
