@@ -15,6 +15,7 @@ from meshwright.config.parallelism import Compile, Float8
 from meshwright.config.rules import Check, Facts, Idle, Row, Rule, idle_unless, idle_while
 from meshwright.config.section import Section
 from meshwright.config.training import Source, Validation
+from meshwright.models.table import DecoderSpec
 from meshwright.system.errors import ConfigError, config_error
 
 WITHOUT_PIPELINE = "leave it out, or set parallelism.pipeline_parallel_degree = 1"
@@ -500,6 +501,14 @@ OTHERS: tuple[Row[Facts], ...] = (
         lambda c, _: c.training.mask_documents or c.parallelism.context_parallel_degree > 1,
         "documents and context parallelism have their own kernels",
     ),
+    Idle(
+        "training.attention_kernel",
+        lambda _, facts: (
+            facts.model is not None
+            and all(one.needs_mask for one in facts.spec.attentions.values())
+        ),
+        "every layer has a window, a soft cap or sinks, for which GPUs have flex attention",
+    ),
     idle_while("metrics.enable_tensorboard", False, "save_tb_folder"),
     idle_while("metrics.enable_wandb", False, "wandb_project wandb_entity wandb_name"),
     Idle(
@@ -521,4 +530,16 @@ def never_reached(config: JobConfig, steps: int) -> str:
     return (
         f"optimizer.lr = {config.optimizer.lr} is never reached: lr_scheduler.warmup_steps = "
         f"{warmup}, and the job has {steps}"
+    )
+
+
+def long_window(config: JobConfig, spec: DecoderSpec) -> str:
+    """Return a note if a window leaves out no token, since sequences are shorter; or ""."""
+    longest = max((one.window or 0 for one in spec.attentions.values()), default=0)
+    seq_len = config.training.seq_len
+    if longest <= seq_len:
+        return ""
+    return (
+        f"model.args.window = {longest} leaves out no token, since training.seq_len = {seq_len}; "
+        f"a window of less than {seq_len} would"
     )

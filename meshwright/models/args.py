@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar, Literal, Self
 
-from meshwright.models.checks import check_positive
+from meshwright.models.checks import check_positive, check_window
 from meshwright.models.rope_scaling import Stretching
 from meshwright.models.table import (
     AttentionSpec,
@@ -280,7 +280,7 @@ class WindowArgs(FullEveryArgs):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_positive(self, "window")
+        check_window(self.window)
 
     def windowed(self, attention: AttentionSpec) -> AttentionSpec:
         """Return the attention of layers with a window, from that of full ones."""

@@ -13,7 +13,7 @@ from pathlib import Path
 from meshwright.checkpoint.manifest import OPTIMIZER, Manifest, excluded_parts
 from meshwright.checkpoint.resume_diff import ResumeDiff, find_resume_diff
 from meshwright.config.changes import changed
-from meshwright.config.combinations import never_reached
+from meshwright.config.combinations import long_window, never_reached
 from meshwright.config.job_config import JobConfig, Update
 from meshwright.config.rules import Choice, broken_rules, check_rules, idle_keys
 from meshwright.config.stages import error_of_stage, staged
@@ -187,6 +187,9 @@ class ResolvedJob:
             never_reached(stage.config, self.training_stages[-1].steps)
             for stage in self.training_stages
         ]
+        windows = [
+            long_window(stage.config, self.model_args.table) for stage in self.training_stages
+        ]
         lines = (
             self.reasons["training.global_batch_size"],
             validation_note(self.config),
@@ -195,6 +198,7 @@ class ResolvedJob:
             self.reasons["training.mixed_precision_param"],
             self.reasons["compile.enable"],
             min(slow),
+            min(windows),
         )
         return [*filter(None, lines), *self.idle_options.values()]
 

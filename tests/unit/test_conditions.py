@@ -180,6 +180,29 @@ def test_of_keys_without_effect_only_the_user_s_own_are_told(tmp_path, capsys) -
     assert capsys.readouterr().out.count(said) == 1
 
 
+@pytest.mark.parametrize(
+    ("said", "words", "other"),
+    [
+        (
+            "model.args.window = 300 leaves out no token, since training.seq_len = 256; a window "
+            "of less than 256 would",
+            "--model.name=mistral --model.args.window=300",
+            "--model.name=mistral --model.args.window=256",
+        ),
+        (  # in Mistral all layers have the window, in OLMo 3 some are full
+            "training.attention_kernel = 'flash' has no effect: every layer has a window, a soft "
+            "cap or sinks, for which GPUs have flex attention",
+            "--model.name=mistral --training.attention_kernel=flash",
+            "--model.name=olmo3 --training.attention_kernel=flash",
+        ),
+    ],
+)
+def test_a_window_or_a_kernel_that_does_nothing_is_told(said: str, words: str, other: str) -> None:
+    small = ["--model.tokenizer_path=bytes", "--training.seq_len=256"]
+    assert said in resolved(load_config([*small, *words.split()]), 1).notes
+    assert said not in resolved(load_config([*small, *other.split()]), 1).notes
+
+
 def test_validation_on_other_data_than_training_is_told(tmp_path, capsys) -> None:
     (tmp_path / "a.txt").write_text("some words")
     own = 'dataset = "text"\ndataset_path = "a.txt"\n'

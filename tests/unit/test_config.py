@@ -243,6 +243,8 @@ training.steps=3 => expected --section.key value fix: write --training.steps=3
     => the nearest training.seq_len is 256
 --model.args.rope_theta -1 => rope_theta = -1.0: must be positive
 --model.args.rope_scaling.factor 0 => factor = 0.0: must be positive
+--model.name olmo3 --model.args.window 0 => window = 0: must be positive and below 2^31: use 1
+--model.name mistral --model.args.window -3 => window = -3: must be positive and below 2^31: use 1
 --training.seed 99999999999999999999 => training.seed = 99999999999999999999
 --checkpoint.enable=false --checkpoint.exclude_from_loading ["optimizer"]
     => nothing is loaded while checkpoint.enable is false

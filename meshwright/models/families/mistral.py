@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from meshwright.models.args import STD
-from meshwright.models.checks import check_positive
+from meshwright.models.checks import check_window
 from meshwright.models.config_json import Dimension, positive
 from meshwright.models.family import VISION, Family, HuggingFaceForm
 from meshwright.models.mup import MupArgs
@@ -28,7 +28,7 @@ class MistralArgs(MupArgs):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.window is not None:
-            check_positive(self, "window")
+            check_window(self.window)
 
     def expand(self) -> DecoderSpec:
         """The report gives no initial values; these are Llama's."""
