@@ -14,7 +14,7 @@ from pathlib import Path
 import meshwright
 from meshwright.commands.plan import trace
 from meshwright.models import attention, decoder, layers, loss, table
-from meshwright.models.families import llama
+from meshwright.models.families import MODELS, llama
 from meshwright.parallelisms import activation_checkpoint, parallelize, tensor_parallel
 from meshwright.parallelisms.cpu_kernels import attention as cpu_attention
 from meshwright.train.optim import (
@@ -45,6 +45,13 @@ MOST_PRIVATE_NAMES = 63
 """Of torch, and of Python: a new one is a decision, behind one function or one import, with a
 comment on its failure if it goes. `_scaled_dot_product_...` are operators without another name."""
 OF_NAMED_TUPLES = ("_asdict", "_fields", "_make", "_replace")  # public, documented by Python
+
+WITH_NAMES_OF_FAMILIES = {
+    "commands/prove/plain_decoder.py",  # what plain PyTorch computes for each
+    "config/job_config.py",  # the family of a config that names none
+    "config/section.py",  # chat templates, some of which are called as a family is
+    "datasets/tokenizers/kinds.py",  # the repository of each release's tokenizer
+}
 
 LATE_WITHOUT_A_REASON = {
     "checkpoint/manager.py": 3,
@@ -163,6 +170,16 @@ def late_without_a_reason(name: str) -> int:
         has_reason = (is_next and has_reason) or "#" in " ".join(lines[line - 2 : end])
         count += not has_reason
     return count
+
+
+def test_only_tables_outside_the_models_name_a_family() -> None:
+    """What is true of a family follows from its table of layers."""
+    others = [file for file in FILES if not file.startswith("models/")]
+    texts = {
+        file: {node.value for node in ast.walk(parsed(file)) if isinstance(node, ast.Constant)}
+        for file in others
+    }
+    assert {file for file, own in texts.items() if own & MODELS.keys()} == WITH_NAMES_OF_FAMILIES
 
 
 def test_a_late_import_says_why() -> None:
