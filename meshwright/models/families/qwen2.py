@@ -1,6 +1,6 @@
 """Qwen2 and Qwen2.5 as data. Free of torch.
 
-Source: Qwen Team 2024, arXiv:2412.15115; dimensions come from the config.json of Qwen/Qwen2.5-1.5B
+Source: Qwen Team 2024, arXiv:2412.15115; dimensions come from the config.json of Qwen/Qwen2.5-0.5B
 to Qwen/Qwen2.5-72B.
 """
 
@@ -38,6 +38,7 @@ class Qwen2Args(MupArgs):
 
 FLAVORS: dict[str, Qwen2Args] = {
     "debugmodel": Qwen2Args(256, 6, 8, 4, 768, 2048),
+    "qwen2.5_0.5b": Qwen2Args(896, 24, 14, 2, 4864, 151936, tie_embeddings=True),
     "qwen2.5_1.5b": Qwen2Args(1536, 28, 12, 2, 8960, 151936, tie_embeddings=True),
     "qwen2.5_3b": Qwen2Args(2048, 36, 16, 2, 11008, 151936, tie_embeddings=True),
     "qwen2.5_7b": Qwen2Args(3584, 28, 28, 4, 18944, 152064),
