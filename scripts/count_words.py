@@ -67,6 +67,9 @@ TERMS = {
     r"\bnorms of queries and keys\b": "QK-norm",
     r"\bloads of experts\b": "expert load, tokens per expert",
     r"\bplanted\b": "injected",
+    r"\b(?:is|are|be|was|were|not|never) cut\b(?! short)": "sharded, split, truncated",
+    r"\bcut (?:in|into|along)\b": "sharded over, split into",
+    r"\bcopies \(HSDP\)": "replicas",
     r"\bfloors\b|\bthe house\b": "layers, package layout",
     r"\btokenis|\bcolour|\bneighbour|\bmodell|\blicence|\brecognis": "American spelling",
 }

@@ -42,7 +42,7 @@ LOOKED_AT = 100
 """Rows among which one has to hold text."""
 
 FEW = 20
-"""Files that are too few to be a document each: they are cut into more."""
+"""Files that are too few to be a document each: they are split into more."""
 
 PACKED_BY = 3
 """Bytes of text per byte of a compressed file, about."""

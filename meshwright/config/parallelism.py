@@ -21,7 +21,7 @@ class Parallelism(Section):
     """Ranks that share every matrix, and the sequence between matmuls; best within a node."""
 
     enable_async_tensor_parallel: bool = False
-    """With tensor parallelism on GPUs that reach each other's memory, compiled by inductor: cut
+    """With tensor parallelism on GPUs that reach each other's memory, compiled by inductor: split
     collectives and their matmuls into pieces that overlap."""
 
     context_parallel_degree: PositiveInt = 1

@@ -156,11 +156,11 @@ class Training(Source):
     same side in every job, whatever the order and the mesh, and so are its duplicates."""
 
     packing: Literal["cut", "best_fit"] = "cut"
-    """How documents become sequences. cut: they are laid end to end, and cut every `seq_len` + 1
-    tokens. best_fit: a document that fits a sequence is never cut. In windows of 16,384 documents,
-    the longest first, each joins the sequence that it leaves the least room in. The rest of a
-    sequence is padding, which the loss and the balance of experts leave out. Needs cached sources.
-    Validation always cuts."""
+    """How documents become sequences. cut: they are laid end to end, and split every `seq_len` + 1
+    tokens. best_fit: a document that fits a sequence is never split. In windows of 16,384
+    documents, the longest first, each joins the sequence that it leaves the least room in. The rest
+    of a sequence is padding, which the loss and the balance of experts leave out. Needs cached
+    sources. Validation always has "cut"."""
 
     exclude: list[str] = []
     """Documents and samples that the loss leaves out, as `meshwright replay` names them: "json

@@ -17,7 +17,7 @@ class CachedSource:
     commit: str = ""
     """Of a Hub dataset."""
     packing: Packing | None = None
-    """None: documents are cut."""
+    """None: documents are laid end to end."""
 
     @property
     def content(self) -> str:

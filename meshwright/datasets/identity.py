@@ -22,7 +22,7 @@ from meshwright.datasets.tokenizers.kinds import Tokenizer, find_template
 from meshwright.system.errors import ConfigError
 
 READERS_VERSION = 2
-"""Of the documents that `readers.py` makes of local files, and of the parts they are cut into."""
+"""Of the documents that `readers.py` makes of local files, and of the parts they are split into."""
 
 CACHE_FORMAT, CHATS_VERSION = 3, 3
 """Of the files of a token cache, and of what conversations become; another number is another

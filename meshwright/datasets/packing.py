@@ -1,7 +1,7 @@
 """Samples of whole documents: best-fit packing in windows.
 
 Source: Ding et al. 2024, "Fewer Truncations Improve Language Modeling" (arXiv:2404.10830),
-section 3. A document that is longer than a sample is cut into samples and a rest.
+section 3. A document that is longer than a sample is split into samples and a rest.
 """
 
 import functools

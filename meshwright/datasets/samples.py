@@ -1,5 +1,5 @@
 """Samples: tokens of equal number. Of a token cache, any of them at once, in an order that differs
-each epoch; documents are cut where a sample ends."""
+each epoch; documents are split where a sample ends."""
 
 import functools
 from bisect import bisect_right
@@ -86,7 +86,7 @@ BLOCKS_KEPT = 64
 class CachedSamples:
     """Sample n of all epochs is a pure function of the cache, the seed and n.
 
-    In each epoch documents are shuffled in blocks of `BLOCK_DOCUMENTS`, laid end to end, cut into
+    In each epoch documents are shuffled in blocks of `BLOCK_DOCUMENTS`, laid end to end, split into
     samples of `length` tokens, and those shuffled as a whole; without a seed, all stays as it lies.
     A block has the same number of tokens in any order, so neither time nor memory grows with the
     data. The rest at an epoch's end is less than a sample.

@@ -35,7 +35,8 @@ class Batch:
     and `PADDING` where the position has no token."""
     documents: Tensor | None = None
     """(B, S) int32: which document of its sequence each token belongs to, rising from 0. None:
-    attention doesn't stop between documents. Not cut where context parallelism cuts the others."""
+    attention doesn't stop between documents. Full under context parallelism, which shards the
+    others."""
     sources: Tensor | None = None
     """(B,) int64: from which source of a mixture each sequence is. None: it isn't told."""
     loss_weights: Tensor | None = None
@@ -72,7 +73,7 @@ class Batch:
 
 
 SMALL_LOGITS = 1 << 24
-"""Elements of logits that need not be cut further: 32 MiB in bf16."""
+"""Elements of logits that need not be split further: 32 MiB in bf16."""
 
 BLOCKS = {"cpu": 1 << 22, "cuda": 1 << 26}
 """Elements at a time, where there are temporaries for each: on CPUs they stay in the cache."""

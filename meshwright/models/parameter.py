@@ -22,19 +22,20 @@ Layout = Literal[
 """How tensor parallelism holds a parameter. A rank has its part of the sequence between the
 modules of a block, and its part of the heads or of the FFN hidden size inside them.
 
-    embedding: rows are cut; the module takes whole sequences of tokens.
-    colwise: rows (output features) are cut; the module takes whole sequences.
+    embedding: rows are sharded; the module takes whole sequences of tokens.
+    colwise: rows (output features) are sharded; the module takes whole sequences.
     colwise_gathered: the same; the block has gathered the sequences before, as the input of several
         modules, and sums up its gradient over ranks.
-    rowwise: columns (input features) are cut; results are summed over ranks.
+    rowwise: columns (input features) are sharded; results are summed over ranks.
     on_sequence: whole; the module works on the rank's part of the sequence, (B, S/tp, D).
     on_tokens: whole; the module works on the rank's part of the sequence, (B S/tp, D).
     on_heads: whole; the module works on the rank's heads, (B, S, N/tp, H).
-    over_heads: cut as the heads, (B, S, N H/tp); the module is a norm over the heads of all ranks.
-    heads: cut as the heads, (N/tp,) or (N H/tp, taps); the module gives the values.
-    experts: not cut by tensor parallelism, whose ranks share in the experts as others do: the first
-        dimension, one expert each, is cut over the ep axis.
-    output: rows are cut, and so are the logits.
+    over_heads: sharded as the heads, (B, S, N H/tp); the module is a norm over the heads of all
+        ranks.
+    heads: sharded as the heads, (N/tp,) or (N H/tp, taps); the module gives the values.
+    experts: not sharded by tensor parallelism, whose ranks share in the experts as others do: the
+        first dimension, one expert each, is sharded over the ep axis.
+    output: rows are sharded, and so are the logits.
 """
 
 
@@ -68,7 +69,7 @@ class Parameter:
     """Share of tokens that it multiplies as a matrix, above 1 if it multiplies each several times;
     0: a vector, or a table to look up in."""
     parts: tuple[str, int] | None = None
-    """Key in `model.args` of the parts that only whole can be cut apart, and their number."""
+    """Key in `model.args` of the parts that can only be split apart whole, and their number."""
     alternates: bool = False
     """Its initial values are 1, -1, 1, ... instead of one."""
     lr_scale: float = 1.0

@@ -78,7 +78,7 @@ def tally(chosen: Tensor, n_experts: int, counted: Tensor | None = None) -> Tens
 class BalanceLosses:
     """Weights of a router's own losses, each over the number of tokens of a step.
 
-    None depends on how the step is cut into ranks and microbatches.
+    None depends on how the step is split into ranks and microbatches.
     """
 
     batch: float = 0.0

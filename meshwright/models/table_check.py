@@ -85,9 +85,11 @@ def _check_layout(name: str, parameter: Parameter, holder: nn.Module) -> None:
             "the feed-forward"
         )
     if not 0 <= layout.dim < len(parameter.shape):
-        raise ValueError(f"{name} of shape {parameter.shape} has no dimension {layout.dim} to cut")
+        raise ValueError(
+            f"{name} of shape {parameter.shape} can't be sharded along dimension {layout.dim}"
+        )
     if parts is None or parameter.shape[layout.dim] % parts[1]:
         raise ValueError(
-            f"{name} is cut along a dimension of {parameter.shape[layout.dim]}: give it `parts`, a "
-            "key of model.args and a number that divides it"
+            f"{name} is sharded along a dimension of {parameter.shape[layout.dim]}: give it "
+            "`parts`, a key of model.args and a number that divides it"
         )

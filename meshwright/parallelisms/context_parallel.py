@@ -27,7 +27,7 @@ from meshwright.parallelisms.sequence_parts import chunks_of
 from meshwright.parallelisms.window_context import Halo, add_halo, halo_of
 
 SEQUENCE = 2
-"""Of (B, N, S, H), the dimension that is cut."""
+"""Of (B, N, S, H), the dimension that is sharded."""
 
 WIDTHS = 8
 """Flash attention on GPUs takes heads whose width is a multiple of this."""
@@ -65,7 +65,7 @@ def apply_cp(model: Decoder, mesh: DeviceMesh, training: Training) -> str:
     if len(model.table.attentions) < len(model.table.layers):
         what += ", and maps of linear attention's states,"
     windows = {spec.window for spec in model.table.attentions.values() if not spec.has_own_core}
-    line = f"context parallelism: sequences cut in {mesh.size()}; {what} are gathered"
+    line = f"context parallelism: sequences sharded over {mesh.size()} ranks; {what} are gathered"
     if any(halo_of(window, model.seq_len, mesh) for window in windows):
         line += ", and in layers with a window those before a chunk that it sees"
     return line

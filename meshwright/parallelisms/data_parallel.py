@@ -205,9 +205,10 @@ def _placement(model: Decoder, meshes: Meshes) -> Callable[[nn.Parameter], Any] 
 
 def _describe(mesh: DeviceMesh, training: Training) -> str:
     shards = mesh.size(-1)
-    parts = [f"FSDP2: parameters {f'cut in {shards}' if shards > 1 else 'whole'}"]
+    placed = f"sharded over {shards} ranks" if shards > 1 else "not sharded"
+    parts = [f"FSDP2: parameters {placed}"]
     if mesh.ndim > 1:
-        parts[0] += f", {mesh.size(0)} copies"
+        parts[0] += f", {mesh.size(0)} replicas"
     parts.append(f"computes in {training.mixed_precision_param}")
     if mesh.size() > 1:
         parts[1] += f", reduces in {training.mixed_precision_reduce}"

@@ -20,7 +20,7 @@ from meshwright.parallelisms.shards import local_shard
 
 
 def balance(model: Decoder, meshes: Meshes, training: Training, options: Experts) -> None:
-    """Set how routers even out their loads, and how they see sequences that are cut."""
+    """Set how routers even out their loads, and how they see sequences that are sharded."""
     tokens = training.global_batch_size * training.seq_len
     losses = BalanceLosses(
         options.balance_loss / tokens,
@@ -56,7 +56,7 @@ def apply_ep(model: Decoder, mesh: DeviceMesh) -> str:
             cut = nn.Parameter(distribute_tensor(parameter, mesh, [Shard(0)]))
             experts.register_parameter(name, cut)
         experts.compute = shared
-    return f"expert parallelism: experts cut in {mesh.size()}"
+    return f"expert parallelism: experts sharded over {mesh.size()} ranks"
 
 
 def exchanged(

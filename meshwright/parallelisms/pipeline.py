@@ -43,7 +43,7 @@ class Stage(PipelineStage):
 class Pipeline:
     """This rank's part of a schedule of `torch.distributed.pipelining`.
 
-    The model was cut by layer, not traced, so whatever a layer does (casts, custom kernels) it
+    The model was split by layer, not traced, so whatever a layer does (casts, custom kernels) it
     still does.
 
     Args:

@@ -41,7 +41,7 @@ class VocabularyParallelLoss(SummedLoss):
         self.mesh, self.num_ranks, self._vocab_size = mesh, mesh.size(), 0
 
     def logits(self, x: Tensor, weight: Tensor, at: Tensor | None = None) -> Tensor:
-        """(B, S/tp, D), a weight cut along the vocabulary -> (B, S, V), the same on every rank.
+        """(B, S/tp, D), a weight sharded along the vocabulary -> (B, S, V), the same on every rank.
 
         Args:
             at: (B,) positions in the whole sequences, as `SummedLoss.logits` takes them.
@@ -57,7 +57,7 @@ class VocabularyParallelLoss(SummedLoss):
     def of_tokens(
         self, x: Tensor, weight: Tensor, labels: Tensor, factors: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """(B, S/tp, D), a weight cut along the vocabulary, (B, S) -> (B, S) fp32 and () fp32."""
+        """(B, S/tp, D), a weight sharded over the vocabulary, (B, S) -> (B, S) fp32 and () fp32."""
         rows_per_rank = -(-weight.shape[0] // self.mesh.size())  # as `Shard` cuts
         first = min(self.mesh.get_local_rank() * rows_per_rank, weight.shape[0])
         own, self._vocab_size = cast(DTensor, weight).to_local(), weight.shape[0]
@@ -103,11 +103,11 @@ class NormOverRanks(nn.Module):
 
 
 def apply_tp(model: Decoder, mesh: DeviceMesh) -> str:
-    """Cut `model` in place over `mesh`, the tp axis; best while it is on the meta device.
+    """Shard `model` in place over `mesh`, the tp axis; best while it is on the meta device.
 
     Between blocks a rank has (B, S/tp, D): each pair of a column-wise and a row-wise product
     gathers the sequence before and reduce-scatters it after. Source: Korthikanti et al. 2022,
-    arXiv:2205.05198, section 4.2.2. The embedding is cut along the vocabulary; so are the output
+    arXiv:2205.05198, section 4.2.2. The embedding is sharded over the vocabulary; so are the output
     and its loss, which gather the sequence themselves. Return a line for the log.
 
     Raises:
@@ -161,7 +161,7 @@ def apply_tp(model: Decoder, mesh: DeviceMesh) -> str:
         if "narrow" in model.table.layers[int(name)].attention.bare_modules:
             narrow = block.get_submodule("attention.narrow")
             narrow.forward = functools.partial(gather_sequence, mesh=mesh)
-    if model.output is not None:  # a tied one's weight is cut as the embedding's
+    if model.output is not None:  # a tied one's weight is sharded as the embedding's
         model.output.loss = VocabularyParallelLoss(mesh, model.output.loss.cap)
     for module, style in plan.items():  # by name: torch reads a plan's keys as patterns, each anew
         parallelize_module(model.get_submodule(module), mesh, style)
@@ -171,7 +171,8 @@ def apply_tp(model: Decoder, mesh: DeviceMesh) -> str:
     for block in model.layers.values():
         if isinstance(block, Predictor):
             block.head_norm.register_forward_hook(_own_storage)
-    return f"tensor parallelism: matrices, and the sequence between them, cut in {mesh.size()}"
+    what = "matrices, and the sequence between them, are"
+    return f"tensor parallelism: {what} sharded over {mesh.size()} ranks"
 
 
 def gather_sequence(x: Tensor, mesh: DeviceMesh) -> Tensor:

@@ -93,7 +93,7 @@ def evaluate_texts(
 ) -> dict[str, float]:
     """Return the metrics of `model` on text, by name. Collective: every rank has all text.
 
-    Each text is between BOS and EOS, and cut into parts of S + 1 tokens that overlap by one, so
+    Each text is between BOS and EOS, and split into parts of S + 1 tokens that overlap by one, so
     that each token but the first is predicted once, from those before it in its part.
 
     Raises:

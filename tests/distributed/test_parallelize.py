@@ -45,7 +45,7 @@ def test_each_part_is_in_the_log_once_and_not_per_stage(words, parts) -> None:
     logger.setLevel(level)
     assert [message.split(":")[0] for message in messages] == parts, messages
     computes = f"computes in {config.training.mixed_precision_param}, reduces in float32"
-    assert f"parameters cut in 2; {computes}" in messages[-1]
+    assert f"parameters sharded over 2 ranks; {computes}" in messages[-1]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -41,7 +41,7 @@ ALONE: dict[str, Any] = {
     "module_fqns_per_model_part": [],
     "fsdp_reshard_after_forward": "always",
 }
-"""Neither a pipeline nor copies."""
+"""Neither a pipeline nor replicas."""
 
 MODES = ("none", "selective", "full")
 """Of recomputation, the fastest first; each keeps less than the one before it."""
@@ -79,7 +79,7 @@ def _updates(config: JobConfig, ranks: int, device: Device, num_experts: int) ->
     """Yield powers of two: tensor parallelism within a node, pipelines of up to 16 ranks; and of
     expert parallelism no ranks, the config's, as many as a node has, and the most.
 
-    Copies (HSDP) aren't tried: they send and keep more, and the latency that they spare large
+    Replicas (HSDP) aren't tried: they send and keep more, and the latency that they spare large
     groups is in no rate.
     """
     longest = 8 if config.training.seq_len >= LONG else 1

@@ -43,7 +43,7 @@ KEPT = ("norm_eps", "rope_theta", "rope_scaling", "tie_embeddings")
 
 
 def largest_tp(args: DecoderArgs, degree: int = 1) -> int:
-    """Tensor-parallel degree up to which the shrunken model, like the user's, can be cut.
+    """Tensor-parallel degree up to which the shrunken model, like the user's, can be sharded.
 
     Args:
         degree: the user's, if that is above `LARGEST_TP`.

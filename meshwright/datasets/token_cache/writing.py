@@ -220,7 +220,7 @@ def join_parts(recipe: TokenizationSpec, parts: Sequence[Part]) -> None:
             content.update(lengths.tobytes())
             file.write(lengths.tobytes())
             kept = int(lengths.sum(dtype=np.uint64)) / max(index.num_tokens, 1)
-            num_bytes += round(index.num_bytes * kept)  # of a part that is cut, its share
+            num_bytes += round(index.num_bytes * kept)  # of a truncated part, its share
             num_documents += len(lengths)
             num_bad += index.num_bad
             num_lost += index.num_lost

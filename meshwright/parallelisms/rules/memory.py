@@ -49,7 +49,7 @@ def heaviest_load(
     tp, ep = p.tensor_parallel_degree, p.expert_parallel_degree
 
     def size(parameters: Iterable[Parameter], of_experts: int) -> int:
-        """Add up the parts of `parameters`; experts' are cut into so many."""
+        """Add up the parts of `parameters`; experts' are split into so many."""
         total = 0
         for one in parameters:
             of_others = tp if len(one.shape) > 1 else 1
@@ -173,7 +173,7 @@ RULES: tuple[Row[Facts], ...] = (
         "training.mixed_precision_reduce",
         _adds_up_in_bf16,
         "would also add up the {config.num_microbatches} microbatches of a step in bfloat16",
-        'set it to "float32" (only FSDP without pipeline, copies (HSDP) and '
+        'set it to "float32" (only FSDP without pipeline, replicas (HSDP) and '
         'optimizer.early_step_in_backward, with fsdp_reduce_gradients = "every_microbatch" and '
         "fp32 weights, adds them up in fp32)",
     ),
