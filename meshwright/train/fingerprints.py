@@ -37,7 +37,21 @@ def fingerprints(
     device: torch.device,
 ) -> dict[str, list[str]]:
     """Return the sums of bits of weights and of optimizer state of each group of parameters, over
-    all ranks, as 16 hexadecimal digits. Collective. Waits for the device.
+    all ranks, as 16 hexadecimal digits. Collective. Waits for the device. Arguments as of
+    `local_sums`."""
+    sums = local_sums(parameters, state, groups, device)
+    dist.all_reduce(sums)
+    weights, of_state = ([f"{total % 2**64:016x}" for total in row] for row in sums.tolist())
+    return {"weights": weights, "optimizer": of_state}
+
+
+def local_sums(
+    parameters: Iterable[tuple[str, nn.Parameter]],
+    state: Mapping[Tensor, Mapping[str, object]],
+    groups: Sequence[str],
+    device: torch.device,
+) -> Tensor:
+    """Return this rank's share of the sums of bits of weights, and of optimizer state: (2, G).
 
     Args:
         parameters: each once over the ranks of a pipeline, with its name.
@@ -47,7 +61,7 @@ def fingerprints(
     """
     sums = torch.zeros(2, len(groups), dtype=torch.int64, device=device)
     for name, parameter in parameters:
-        is_first, group = _is_first_copy(parameter), groups.index(block_of(name))
+        is_first, group = is_first_copy(parameter), groups.index(block_of(name))
         if is_first:
             sums[0, group] += bit_sum(local_shard(parameter)).to(device)
         for value in state.get(parameter, {}).values():
@@ -57,12 +71,10 @@ def fingerprints(
             # of an optimizer of whole matrices, one rank of all has the state
             if is_first or not is_dtensor(value):
                 sums[1, group] += bit_sum(local_shard(value)).to(device)
-    dist.all_reduce(sums)
-    weights, of_state = ([f"{total % 2**64:016x}" for total in row] for row in sums.tolist())
-    return {"weights": weights, "optimizer": of_state}
+    return sums
 
 
-def _is_first_copy(parameter: Tensor) -> bool:
+def is_first_copy(parameter: Tensor) -> bool:
     """Return whether no other rank counts the same shard of the parameter."""
     if not is_dtensor(parameter):
         return True

@@ -5,7 +5,9 @@ matters, which it must call rounding.
 
 A run is the tiny model of the tests, 8 steps on one process or two ranks, that fork from a process
 which has imported torch. Runs without a difference are shared. Of the planted ones every key,
-document and patch is one, and the rest are flipped bits.
+document, patch and kernel is one, and the rest are flipped bits. `--torch PYTHON` adds a run by a
+different interpreter, whose torch is another version; `--only N` repeats pairs by their numbers.
+`--keep FOLDER` keeps all runs, and takes those that are there.
 """
 
 import json
@@ -18,8 +20,10 @@ import time
 from argparse import ArgumentParser
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -76,6 +80,13 @@ NAMED = (
 TENSORS = ("layers.0.attention.wq", "layers.1.feed_forward.w1", "layers.1.attention.wo")
 BITS = (0, 3, 6, 10, 14, 18, 20, 22, 23, 25, 27, 30)
 
+KERNELS: list[tuple[str, dict[str, str]]] = [
+    ("kernels.cpu", {"ATEN_CPU_CAPABILITY": "default"}),
+    ("kernels.cpu", {"ATEN_CPU_CAPABILITY": "avx2"}),
+    ("kernels.threads", {"OMP_NUM_THREADS": "4"}),
+]
+"""Facts that change only rounding, which the verdict has to say."""
+
 INNOCENT: list[list[object]] = [
     [],
     ["--metrics.log_freq", 2],
@@ -101,14 +112,21 @@ class Case:
     code: Path | None = None
 
 
-def alone(folder: Path, *words: object, code: Path = ROOT, **variables: object) -> None:
-    """Train on one process, which has imported everything by itself for other code or kernels."""
-    if code == ROOT and not variables:
-        train_alone(folder, *WORDS[2 * ("--training.steps" in words) :], *words, PYTHONPATH=ROOT)
+def alone(
+    folder: Path,
+    *words: object,
+    code: Path = ROOT,
+    python: str = sys.executable,
+    **variables: object,
+) -> None:
+    """Train on one process, which has imported everything by itself for other code, kernels or
+    torch."""
+    words = (*WORDS, *words)
+    if (code, python) == (ROOT, sys.executable) and not variables:
+        train_alone(folder, *words, PYTHONPATH=ROOT)
         return
-    env = environment(OMP_NUM_THREADS=1, PYTHONPATH=code, **variables)
-    words = (*WORDS[2 * ("--training.steps" in words) :], *words)
-    command = [sys.executable, "-P", "-c", START, *map(str, words)]
+    env = environment(**{"OMP_NUM_THREADS": 1, "PYTHONPATH": code, **variables})
+    command = [python, "-P", "-c", START, *map(str, words)]
     command += ["--job.config_file", str(CONFIG), "--job.dump_folder", str(folder)]
     done = subprocess.run(command, env=env, cwd="/", capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -135,6 +153,7 @@ def other_code(folder: Path, number: int) -> Path:
     """Return a checkout in which a place of `CODE` is patched."""
     name, old, new = CODE[number]
     checkout = folder / f"code-{number}"
+    shutil.rmtree(checkout, ignore_errors=True)  # of an earlier version
     shutil.copytree(ROOT / "meshwright", checkout / "meshwright")
     for beside in ("train_configs", "assets", "pyproject.toml"):
         (checkout / beside).symlink_to(ROOT / beside)
@@ -145,7 +164,9 @@ def other_code(folder: Path, number: int) -> Path:
     return checkout
 
 
-def planted(folder: Path, count: int, draw: random.Random) -> list[Case]:
+def planted(
+    folder: Path, count: int, draw: random.Random, interpreters: Sequence[str] = ()
+) -> list[Case]:
     """Return pairs of which one run has a difference."""
     found = list[Case]()
     for key, value in KEYS.items():
@@ -164,6 +185,13 @@ def planted(folder: Path, count: int, draw: random.Random) -> list[Case]:
         train = partial(_alone, [], code=code)
         text = f"{name}: {old.strip()[:30]}"
         found.append(Case("code", text, train, is_named, code=code))
+    for name, variables in KERNELS:
+        train, is_named = partial(_alone, [], **variables), partial(_is_rounding_by, name)
+        found.append(Case("kernels", f"{variables}", train, is_named))
+    for python in interpreters:
+        train = partial(_alone, [], python=python)
+        is_named = partial(_is_rounding_by, "versions.torch")
+        found.append(Case("torch", python, train, is_named))
     draw.shuffle(found)
     flips = [*_flips(draw)]
     draw.shuffle(flips)
@@ -219,6 +247,11 @@ def _is_rounding(verdict: Verdict) -> bool:
     return verdict.kind in ("equal", "rounding")
 
 
+def _is_rounding_by(name: str, verdict: Verdict) -> bool:
+    """Whether a fact is named of which no more than rounding followed."""
+    return _is_rounding(verdict) and name in verdict.names
+
+
 def _nulls(draw: random.Random) -> Iterator[Case]:
     tp, pp = "--parallelism.tensor_parallel_degree", "--parallelism.pipeline_parallel_degree"
     replicas = ["--parallelism.data_parallel_replicate_degree", 2]
@@ -235,15 +268,11 @@ def _nulls(draw: random.Random) -> Iterator[Case]:
         yield Case("null", f"{size} {number}", partial(_alone, [size, number]), _is_rounding)
     for words in INNOCENT[1:]:
         yield Case("null", f"{words}", partial(_alone, words), _is_rounding)
-    kernels: list[tuple[list[object], dict[str, str]]] = [
-        ([], {"ATEN_CPU_CAPABILITY": "default"}),
-        ([], {"ATEN_CPU_CAPABILITY": "avx2"}),
-        (["--training.attention_kernel", "math"], {}),
-        ([size, 1], {"ATEN_CPU_CAPABILITY": "default"}),
-    ]
-    for words, variables in kernels:
-        train = partial(_alone, words, **variables)
-        yield Case("null", f"{words} {variables}", train, _is_rounding)
+    for _, variables in KERNELS:
+        train = partial(_alone, [], **variables)
+        yield Case("null", f"{variables}", train, _is_rounding)
+    train = partial(_alone, [size, 1], **KERNELS[0][1])
+    yield Case("null", f"{size} 1 {KERNELS[0][1]}", train, _is_rounding)
     for stops in ((3, 6, 8), (1, 8), (5, 7, 8), (2, 4, 6, 8), (4, 8), (7, 8)):
         yield Case("null", f"resumed {stops}", partial(_resumed, stops), _is_rounding)
     yield Case("null", "the same", partial(_meshed, TWO, 2), _is_rounding, "two")
@@ -261,10 +290,21 @@ def _resumed(stops: Sequence[int], folder: Path) -> None:
         alone(folder, "--training.steps", steps)
 
 
+def base_of(case: Case, folder: Path) -> Path:
+    """Return the run A of a pair, which is trained once."""
+    base = folder / case.base
+    if not base.exists():
+        words = documents(folder / "texts.jsonl") if case.base == "json" else []
+        _meshed(TWO, 2, base) if case.base == "two" else alone(base, *words)
+    return base
+
+
 def judge(case: Case, base: Path, folder: Path) -> tuple[str, str, float]:
     """Return "right", "silent" or "wrong", the verdict in words, and the seconds that it took; of a
     flip that left no other bit, as rounding may swallow it, "gone"."""
-    case.train(folder)
+    torch.set_num_threads(1)
+    if not folder.exists():
+        case.train(folder)
     begin, lines = time.perf_counter(), list[str]()
     a, b = (read_recorded(one) for one in (base, folder))
     verdict = Comparison(a, b, case.code, 0, lambda *line: lines.append(": ".join(line))).verdict()
@@ -277,36 +317,46 @@ def judge(case: Case, base: Path, folder: Path) -> tuple[str, str, float]:
     return "silent" if is_silent else "wrong", "\n    ".join([*lines, verdict.text]), seconds
 
 
+def attack(cases: Sequence[Case], chosen: Sequence[int], workers: int, folder: Path) -> bool:
+    """Judge the chosen of all pairs, some at a time, and print a line for each; return whether no
+    run was named wrongly."""
+    totals, longest = Counter[str](), 0.0
+    bases = {number: base_of(cases[number], folder) for number in chosen}
+    with ProcessPoolExecutor(workers, get_context("spawn")) as pool:
+        numbers = {
+            pool.submit(judge, cases[number], base, folder / f"b-{number}"): number
+            for number, base in bases.items()
+        }
+        for done in as_completed(numbers):
+            case, (result, text, seconds) = cases[numbers[done]], done.result()
+            totals[f"{case.kind} {result}"] += 1
+            longest = max(longest, seconds)
+            line = f"{result:6} {seconds:5.1f} s  {numbers[done]:3} {case.kind} {case.planted}"
+            print(f"{line}: {text}", flush=True)
+    print(dict(sorted(totals.items())), f"at most {longest:.1f} s each")
+    return not any("wrong" in name for name in totals)
+
+
 def main() -> None:
     """Judge the pairs that the command line asks for; exit with 1 if one is named wrongly."""
     parser = ArgumentParser()
     parser.add_argument("--planted", type=int, default=60)
     parser.add_argument("--nulls", type=int, default=40)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--minutes", type=float, default=600)
+    parser.add_argument("--torch", nargs="*", default=[], metavar="PYTHON")
+    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--only", nargs="*", type=int, default=[], metavar="N")
+    parser.add_argument("--keep", type=Path)
     given = parser.parse_args()
-    torch.set_num_threads(1)
-    draw, end = random.Random(given.seed), time.monotonic() + 60 * given.minutes
+    draw = random.Random(given.seed)
     print(f"seed {given.seed}")
     with TemporaryDirectory() as name:
-        folder, totals, longest = Path(name), Counter[str](), 0.0
+        folder = given.keep or Path(name)
         os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
-        wanted = [*planted(folder, given.planted, draw), *nulls(given.nulls, draw)]
-        draw.shuffle(wanted)
-        for number, case in enumerate(wanted):
-            if time.monotonic() > end:
-                break
-            base = folder / case.base
-            if not base.exists():
-                words = documents(folder / "texts.jsonl") if case.base == "json" else []
-                _meshed(TWO, 2, base) if case.base == "two" else alone(base, *words)
-            result, text, seconds = judge(case, base, folder / f"b-{number}")
-            totals[f"{case.kind} {result}"] += 1
-            longest = max(longest, seconds)
-            print(f"{result:6} {seconds:5.1f} s  {case.kind} {case.planted}: {text}", flush=True)
-            shutil.rmtree(folder / f"b-{number}")
-        print(dict(sorted(totals.items())), f"at most {longest:.1f} s each")
-    sys.exit(any("wrong" in name for name in totals))
+        cases = planted(folder, given.planted, draw, given.torch) + nulls(given.nulls, draw)
+        chosen = given.only or draw.sample(range(len(cases)), len(cases))
+        is_right = attack(cases, chosen, given.workers, folder)
+    sys.exit(not is_right)
 
 
 if __name__ == "__main__":

@@ -5,17 +5,19 @@ import re
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
+
+from torch import Tensor
 
 from meshwright.checkpoint import commit
 from meshwright.checkpoint.index import Chunk
 from meshwright.checkpoint.reader import CheckpointWeights, compare
-from meshwright.checkpoint.state import OPTIMIZER, RNG
+from meshwright.checkpoint.state import MODEL, OPTIMIZER, RNG
 from meshwright.system.files import NamedPath
 
-GRADIENT = "gradient"
-"""A value of a parameter, next to "weight" and the keys of the optimizer's state."""
+WEIGHT, GRADIENT, NORM = "weight", "gradient", "sum of squares of all gradients"
+"""Values next to the keys of the optimizer's state."""
 
 STANDS_OUT = 10.0
 """Times the second largest difference of a tensor from which the largest stands by itself: rounding
@@ -25,38 +27,53 @@ LEAST_SIZE = 1e-5
 """Of what stands out, over the root mean square of the tensor: in a small tensor, rounding may
 change a single element by an ulp."""
 
-MOST_SUSPECTS = 12
-"""Elements of each value whose bits are tried."""
+MOST_SUSPECTS = 24
+"""Weights whose bits are tried."""
+
+LARGE = 1e100
+"""In the place of a difference that isn't finite."""
 
 WRITER = re.compile(r"__(\d+)_\d+\.distcp")
 """In the name of a file of a checkpoint: the rank that wrote it."""
 
 
 @dataclass(frozen=True)
-class Element:
-    """The element of a tensor that differs most between two checkpoints."""
+class Place:
+    """An element of a tensor of a run."""
 
     parameter: str
     value: str
-    """"weight", "gradient" or the key of the optimizer's state."""
+    """Of the parameter: `WEIGHT`, `GRADIENT` or a key of the optimizer's state; or `NORM`."""
     index: tuple[int, ...]
+    rank: int
+    """That holds it."""
+    has_replicas: bool
+    """Other ranks hold it too."""
+
+    @property
+    def element(self) -> tuple[object, ...]:
+        """The element, whichever of its values is meant."""
+        return self.parameter, self.index, self.rank
+
+    @property
+    def words(self) -> str:
+        """The element, and who holds it, behind the words of a value."""
+        replicas = " or a replica of its shard" if self.has_replicas else ""
+        index = f" of {self.parameter}, element ({', '.join(map(str, self.index))}),"
+        return f"{index if self.parameter else ''} on rank {self.rank}{replicas}"
+
+
+@dataclass(frozen=True)
+class Element:
+    """The element of a tensor that differs most between two checkpoints."""
+
+    place: Place
     distance: float
     """By how much it differs."""
     size: float
     """The same, over the root mean square of the tensor."""
     times: float
     """Of the next difference in the tensor; infinite: no other element differs."""
-    rank: int
-    """That saved it."""
-    has_replicas: bool
-    """Other ranks hold it too."""
-
-    @property
-    def place(self) -> str:
-        """The element, and who holds it."""
-        replicas = " or a replica of its shard" if self.has_replicas else ""
-        index = ", ".join(map(str, self.index))
-        return f"{self.parameter}, element ({index}), on rank {self.rank}{replicas}"
 
     @property
     def how_far(self) -> str:
@@ -87,14 +104,13 @@ def elements(a: Path, b: Path, step: int, ranks: int) -> Iterator[Element]:
             continue
         scale = float(tensor.double().nan_to_num(0.0, 0.0, 0.0).square().mean().sqrt())
         chunks = theirs.saved[name].chunks
+        rank = next((_writer(chunk) for chunk in chunks if _holds(chunk, found.index)), 0)
+        has_replicas = len(set(map(_writer, chunks))) < ranks
         yield Element(
-            *_parts_of(name),
-            index=found.index,
+            Place(*_parts_of(name), found.index, rank, has_replicas),
             distance=found.largest,
             size=found.largest / max(scale, 1e-30),
             times=found.largest / found.second if found.second else math.inf,
-            rank=next((_writer(chunk) for chunk in chunks if _holds(chunk, found.index)), 0),
-            has_replicas=len(set(map(_writer, chunks))) < ranks,
         )
 
 
@@ -108,16 +124,22 @@ def _holds(chunk: Chunk, index: Sequence[int]) -> bool:
     return all(begin <= i < begin + size for i, begin, size in inside)
 
 
+def difference(folders: Sequence[str], parameter: str, value: str) -> Tensor:
+    """Return the second of two checkpoints of a tensor without the first, fp64.
+
+    Args:
+        folders: of a step.
+        value: `WEIGHT`, or a key of the optimizer's state.
+    """
+    name = MODEL + parameter if value == WEIGHT else f"{OPTIMIZER}state.{parameter}.{value}"
+    a, b = (CheckpointWeights(NamedPath(one, Path(one)), str).read(name) for one in folders)
+    return (b.double() - a.double()).nan_to_num(LARGE, LARGE, -LARGE)
+
+
 def suspects(found: Sequence[Element]) -> list[Element]:
-    """Return what may have been flipped in a bit earlier: of weights, and of each key of the state,
-    the elements that stand out most; and the gradients of those."""
-    by_value = defaultdict[str, list[Element]](list)
-    for element in sorted(found, key=lambda one: -one.times):
-        if element.index:  # not an optimizer's count of steps
-            by_value[element.value].append(element)
-    first = [one for of_value in by_value.values() for one in of_value[:MOST_SUSPECTS]]
-    gradients = {(one.parameter, one.index): one for one in first if one.value != "weight"}
-    return [*first, *(replace(one, value=GRADIENT) for one in gradients.values())]
+    """Return the weights that stand out most."""
+    weights = [one for one in found if one.place.value == WEIGHT]
+    return sorted(weights, key=lambda one: -one.times)[:MOST_SUSPECTS]
 
 
 def lone_element(found: Sequence[Element], *, is_known: bool) -> Element | None:
@@ -130,7 +152,7 @@ def lone_element(found: Sequence[Element], *, is_known: bool) -> Element | None:
     alone = defaultdict[object, list[Element]](list)
     for element in found:
         if element.times > STANDS_OUT and element.size > LEAST_SIZE:
-            alone[element.parameter, element.index].append(element)
+            alone[element.place.parameter, element.place.index].append(element)
     tops = [
         max(of_place, key=lambda one: one.size)
         for of_place in alone.values()
@@ -146,7 +168,7 @@ def _parts_of(saved_name: str) -> tuple[str, str]:
     """Return the parameter of a saved tensor, and "weight" or the key of its optimizer state."""
     _, _, name = saved_name.partition(".")
     if not saved_name.startswith(OPTIMIZER):
-        return name, "weight"
+        return name, WEIGHT
     name, _, value = name.removeprefix("state.").rpartition(".")
     return name, value
 

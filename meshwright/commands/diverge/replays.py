@@ -16,8 +16,9 @@ import torch
 
 from meshwright.checkpoint import commit
 from meshwright.commands.diverge.checkpoints import Element
-from meshwright.commands.diverge.flips import Flip
+from meshwright.commands.diverge.flips import Known
 from meshwright.commands.diverge.trace import OtherValue, first_other_value
+from meshwright.commands.diverge.tries import Flip
 from meshwright.commands.diverge.worker import Interval, take_all
 from meshwright.commands.replay.recorded import RecordedRun, held, relative
 from meshwright.commands.replay.replay import HORIZON, WITHOUT_TWIN, bounds_of
@@ -32,6 +33,9 @@ START = "import sys; from meshwright.commands.diverge.worker import main; main(*
 
 PLAIN: Update = {"compile": {"enable": False}, "activation_checkpoint": {"mode": "none"}}
 """Modules are watched: compiled ones are no calls, and recomputed ones are called twice."""
+
+MOST_BEHIND = 3
+"""Steps behind one with a flipped bit in which it has to explain the record, too."""
 
 Steps = Mapping[int, Row]
 
@@ -101,19 +105,34 @@ class Replays:
     def __exit__(self, *_: object) -> None:
         self._exit.close()
 
-    def on_own_mesh(self, suspects: Sequence[Element]) -> tuple[Steps, Flip | None]:
-        """Return the steps of A on its mesh, which have the bits of its record; and the flipped bit
-        of a suspect that explains the last step of the run that doesn't come back."""
+    def on_own_mesh(
+        self, weights: Sequence[Element], later: int | None
+    ) -> tuple[Steps, list[Flip]]:
+        """Return the steps of A on its mesh, which have the bits of its record; and flipped bits
+        that explain the last step of the run that doesn't come back.
+
+        Args:
+            weights: that may have been flipped before the last step's forward.
+            later: the step of a checkpoint behind it of both.
+        """
+        runs = self._a, self._b
+        folders = [run.checkpoint_folder(run.start_of(self._last)) for run in runs]
+        saved = [] if later is None else [str(commit.step_folder(one, later)) for one in folders]
+        common = self._a.steps.keys() & self._b.steps.keys()
+        steps = sorted(common & {*range(self._last, self._last + 1 + MOST_BEHIND)})
+        records = [{step: run.steps[step] for step in steps} for run in runs]
+        known = None
+        if self._last in steps:
+            known = Known(records, steps[-1] - self._last, weights, saved)
         interval = Interval(
             self._config(self._a, self._a, self._start["ranks"], {}),
             self._start["ranks"],
             self._last,
             threads=self._start["kernels"]["threads"],
-            suspects=suspects,
-            records=[run.steps.get(self._last, {}) for run in (self._a, self._b)],
+            known=known,
         )
         ((taken,),), _, _ = self._work([interval], [])
-        return taken["steps"], next(iter(taken["flips"]), None)
+        return taken["steps"], taken["flips"]
 
     def on_one_process(self, traced: int, *, is_crossed: bool) -> Findings:
         """Take the steps with the facts of each run, A's also with other microbatches.

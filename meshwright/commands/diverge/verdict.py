@@ -17,7 +17,6 @@ from meshwright.commands.diverge.checkpoints import (
 )
 from meshwright.commands.diverge.documents import other_document
 from meshwright.commands.diverge.facts import Fact, compare_facts, other_files
-from meshwright.commands.diverge.flips import Flip
 from meshwright.commands.diverge.records import (
     OtherStep,
     compare_rows,
@@ -25,6 +24,7 @@ from meshwright.commands.diverge.records import (
     other_steps,
 )
 from meshwright.commands.diverge.replays import Findings, Replays
+from meshwright.commands.diverge.tries import Flip
 from meshwright.commands.prove.ranks import RankError
 from meshwright.commands.replay.recorded import RecordedRun
 from meshwright.commands.replay.replay import LEAST_ROUNDING, TIMES_ROUNDING, WITHOUT_TWIN
@@ -95,7 +95,7 @@ class Comparison:
         self._say_facts()
         self._say_records(others, common)
         if not others:
-            return Verdict("equal", f"equal in every bit, to step {common[-1]}")
+            return self._innocent("equal", f"equal in every bit, to step {common[-1]}")
         return self._of_steps(others)
 
     def _begin(self, step: int) -> None:
@@ -192,7 +192,7 @@ class Comparison:
         found = [*elements(*self._folders, saved, self._starts[1]["ranks"])]
         self.say("3 checkpoints", f"step-{saved}: {numbered(len(found), 'tensor')} differ")
         groups = first.groups
-        return [one for one in found if not groups or block_of(one.parameter) in groups]
+        return [one for one in found if not groups or block_of(one.place.parameter) in groups]
 
     # 4 replay
 
@@ -220,9 +220,16 @@ class Comparison:
         if not seen:
             self.say("2 records", "never beyond 1e-6, so nothing has to be replayed")
         text = "rounding only"
-        if self._names("code") and self.code_b is None:
-            text += "; other code has run: --code-b CHECKOUT compares what its modules compute"
-        return Verdict("rounding", text, step=others[0].step)
+        if "source" in self._names("code") and self.code_b is None:
+            text += "; --code-b CHECKOUT compares what the modules of different code compute"
+        return self._innocent("rounding", text, others[0].step)
+
+    def _innocent(self, kind: Kind, text: str, step: int | None = None) -> Verdict:
+        """Return a verdict that also has the facts that could have changed bits."""
+        names = [fact.name for fact in self.facts if fact.changes_bits]
+        return Verdict(
+            kind, f"{text}; different: {', '.join(names)}" if names else text, names, step=step
+        )
 
     def _of_interval(self, before: int, other: OtherStep) -> Verdict | None:
         """Return why a step differs; None: both runs come back, and the facts of B change nothing.
@@ -231,11 +238,11 @@ class Comparison:
             before: the last step that doesn't.
         """
         (begin, later), last = self._around(before, other.step), max(other.step, 1)
-        apart, flip = list[Element](), None
+        apart, flips = list[Element](), list[Flip]()
         with Replays(self.a, self.b, self.code_b, begin, last) as replays:
             if self._expects_bits and self._starts[0]["ranks"] <= (self.num_gpus or MOST_CPU_RANKS):
                 apart = self._elements(later, other)
-                is_off, flip = self._bits(replays, begin, last, apart)
+                is_off, flips = self._bits(replays, begin, last, later, apart)
             else:
                 found = self._retake(replays, begin, last)
                 if found is None:
@@ -250,21 +257,22 @@ class Comparison:
         if named and self.code_b is None:
             whose = {"A": "B", "B": "A", "": "neither run"}[run]
             text = f"the code here gives the record of {whose}: {', '.join(named)}"
-            return Verdict("code", f"{text}. --code-b CHECKOUT names the module", named, step=last)
+            hint = ". --code-b CHECKOUT names the module" if "source" in named else ""
+            return Verdict("code", text + hint, named, step=last)
         if not (run or self._expects_bits):
             return Verdict("unexplained", "neither record comes back: this isn't their machine")
-        return self._went_wrong(run, other, apart or self._elements(later, other), flip)
+        return self._went_wrong(run, other, apart or self._elements(later, other), flips)
 
     def _bits(
-        self, replays: Replays, begin: int, last: int, apart: Sequence[Element]
-    ) -> tuple[tuple[bool, bool], Flip | None]:
+        self, replays: Replays, begin: int, last: int, later: int | None, apart: Sequence[Element]
+    ) -> tuple[tuple[bool, bool], list[Flip]]:
         """Return whether the bits of A, and of B, don't come back on their mesh; and the flipped
         bit, if one explains it."""
         try:
-            steps, flip = replays.on_own_mesh(suspects(apart))
+            steps, flips = replays.on_own_mesh(suspects(apart), later)
         except (ConfigError, RankError) as error:
             self.say("4 replay", f"can't be taken here: {first_line(error)}")
-            return (True, True), None
+            return (True, True), []
         a, b = (
             any(
                 step not in run.steps or bool(compare_rows(row, run.steps[step], self.a.groups))
@@ -276,30 +284,32 @@ class Comparison:
         whose = {(True, False): "run B", (False, True): "run A"}.get((a, b), "neither run")
         ranks = numbered(self._starts[0]["ranks"], "rank")
         self.say("4 replay", f"steps {begin + 1} to {last} on {ranks}: the bits of {whose}")
-        return (a, b), flip
+        return (a, b), flips
 
     def _went_wrong(
-        self, run: Which, first: OtherStep, apart: Sequence[Element], flip: Flip | None = None
+        self, run: Which, first: OtherStep, apart: Sequence[Element], flips: Sequence[Flip] = ()
     ) -> Verdict:
         """Return the verdict on a run that doesn't come back, with the element, if it's clear."""
         text = f"the arithmetic of {f'run {run}' if run else 'one run'} went wrong by itself"
         text += f" in step {first.step}"
         why = "; config, code and data are innocent"
         is_known = 0 < len(first.groups) < len(self.a.groups)
-        lone = flip.element if flip else lone_element(apart, is_known=is_known)
-        if lone is None:
+        lone = None if flips else lone_element(apart, is_known=is_known)
+        place = flips[0].place if flips else lone.place if lone else None
+        if place is None:
             text += f", first in {first.names[0]}{why}"
             return Verdict("run", text, first.names[:1], run, first.step)
-        host, gpu = _gpus(self._starts[0 if run == "A" else 1]).get(lone.rank, ("", ""))
-        if flip:
-            what = f"bit {flip.bit} of the {flip.element.value}"
-            self.say("4 replay", f"with {what} flipped, {lone.place}: the bits of run {run}")
-        else:
-            what = "the gradient or the state"
-            self.say("3 checkpoints", f"{lone.value} of {lone.place}: {lone.how_far}")
-        text += f", in {what} of {lone.place} (host {host}{f', GPU {gpu}' if gpu else ''}){why}"
-        names = [lone.parameter, lone.value]
-        return Verdict("tensor", text, names, run, first.step, lone.index, lone.rank, host, gpu)
+        host, gpu = _gpus(self._starts[0 if run == "A" else 1]).get(place.rank, ("", ""))
+        if flips:
+            bits = " or ".join(f"bit {flip.bit} of the {flip.place.value}" for flip in flips)
+            what = f"{bits}{place.words}"
+            self.say("4 replay", f"with {what} flipped: the bits of run {run}")
+        elif lone:
+            what = f"the gradient or the state{place.words}"
+            self.say("3 checkpoints", f"{place.value}{place.words}: {lone.how_far}")
+        text += f", in {what} (host {host}{f', GPU {gpu}' if gpu else ''}){why}"
+        names = [place.parameter, place.value]
+        return Verdict("tensor", text, names, run, first.step, place.index, place.rank, host, gpu)
 
     def _one_of(self, other: OtherStep) -> Verdict | None:
         """Return the verdict where nothing can be replayed; None: it may be rounding."""

@@ -9,14 +9,13 @@ from typing import Any
 
 import torch
 
-from meshwright.commands.diverge.checkpoints import Element
-from meshwright.commands.diverge.flips import Flip, find_flip
+from meshwright.commands.diverge.flips import Known, find_flips
 from meshwright.commands.diverge.trace import Trace
+from meshwright.commands.diverge.tries import Flip
 from meshwright.commands.replay.command import on_ranks
 from meshwright.commands.replay.job import close_job, open_job, take_steps
 from meshwright.commands.replay.replay import other_microbatch
 from meshwright.config.loader import load_config
-from meshwright.metrics.report.run import Row
 from meshwright.models.loss import Batch
 from meshwright.system.errors import EXIT_CONFIG, ConfigError
 from meshwright.system.modules import source_hash
@@ -37,9 +36,8 @@ class Interval:
     """Of each rank on a CPU; 0: torch's choice."""
     has_twin: bool = False
     """The same once more with other microbatches."""
-    suspects: Sequence[Element] = ()
-    """Elements of which bits are flipped before the last step, which `records` has twice."""
-    records: Sequence[Row] = ()
+    known: Known | None = None
+    """Of a flipped bit in the last step; None: none is looked for."""
 
 
 def take_interval(interval: Interval) -> list[dict[str, Any]]:
@@ -58,17 +56,19 @@ def take_interval(interval: Interval) -> list[dict[str, Any]]:
 
 
 def _take(job: RunningJob, interval: Interval) -> dict[str, Any]:
-    """Return "steps", lines as those of steps.jsonl by step, "trace", and "flips": the one that
-    explains the last step, if there is one."""
+    """Return "steps", lines as those of steps.jsonl by step, "trace", and "flips": those that
+    explain the last step."""
     trace, sums = Trace(interval.traced), dict[int, dict[str, list[str]]]()
     flips = list[Flip]()
 
     def look(job: RunningJob, step: int, batches: list[Batch]) -> None:
         trace.begin(job, step, batches)
         # before the first step there is no optimizer state to put back
-        if step == interval.last > 1 and interval.suspects:
-            flip = find_flip(job, step, batches, interval.suspects, interval.records)
-            flips.extend([flip] if flip else [])
+        if step == interval.last > 1 and interval.known is not None:
+            behind = range(step + 1, step + 1 + interval.known.steps_behind)
+            later = {other: next(job.loader).batches for other in behind}
+            moved = {other: [one.to(job.device) for one in of] for other, of in later.items()}
+            flips.extend(find_flips(job, {step: batches} | moved, interval.known))
 
     def note(step: int) -> None:
         trace.end(job, step)
