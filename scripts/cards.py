@@ -176,6 +176,12 @@ def machine() -> str:
     return f"{found[1] if found else platform.machine()}, {count_cores()} cores"
 
 
+def agrees(found: float, was: float, within: float) -> bool:
+    """Return whether a measured figure is the card's, to as many decimals as the card has."""
+    decimals = len(str(was).partition(".")[2])
+    return abs(round(found, decimals) - was) <= within * abs(was)
+
+
 def verify(names: list[str]) -> int:
     """Repeat cards of CPUs, one per core at a time, and return how many figures differ."""
     from meshwright.system.machine import count_cores
@@ -196,7 +202,7 @@ def verify(names: list[str]) -> int:
                 print(f"{name}: {error} WRONG", flush=True)
                 continue
             for key, was in cards[name].figures.items():
-                is_equal = abs(found[key] - was) <= cards[name].within * abs(was)
+                is_equal = agrees(found[key], was, cards[name].within)
                 wrong += not is_equal
                 note = "" if is_equal else " WRONG"
                 print(f"{name}: {key} {found[key]:g}, card {was:g}{note}", flush=True)

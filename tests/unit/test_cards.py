@@ -131,6 +131,13 @@ def test_a_card_is_recorded_printed_and_verified(tmp_path, monkeypatch, capsys) 
     assert "echo: false ended with 1" in capsys.readouterr().out
 
 
+def test_a_figure_agrees_to_the_decimals_of_its_card() -> None:
+    assert cards.agrees(63.28, 63.3, 0.0)
+    assert not cards.agrees(63.28, 63.27, 0.0)
+    assert not cards.agrees(63.24, 63.3, 0.0)
+    assert cards.agrees(4.4249, 4.4247, 0.001)
+
+
 @pytest.mark.parametrize("command", ["false", "true"])
 def test_a_command_that_fails_or_prints_nothing_is_an_error(command) -> None:
     with pytest.raises(ValueError, match=f"{command} (ended with 1|didn't print)"):
