@@ -26,7 +26,7 @@ from meshwright.datasets.files import (
 )
 from meshwright.datasets.named_sources import CHAT_COLUMNS, check_files
 from meshwright.datasets.readers import PARAGRAPH, Layout, read
-from meshwright.datasets.rows import LocalDocuments
+from meshwright.datasets.rows import LocalDocuments, is_on_side
 from meshwright.datasets.sources import by_suffix, other_files
 from meshwright.datasets.tokenizers.kinds import build_tokenizer
 from meshwright.datasets.tokenizers.special_tokens import well_formed
@@ -64,6 +64,8 @@ class Corpus:
     num_tokens: int
     held_out: float
     """Part of the documents to validate on; 0: there are too few."""
+    num_to_train: int
+    """Tokens that aren't held out."""
     description: str = ""
 
 
@@ -106,7 +108,13 @@ def look_at(path: str) -> Corpus:
         f"the median document has {statistics.median_low(sizes):,} bytes: it is {unit}"
     )
     held_out = _part_to_hold_out(num_documents, num_tokens // sample)
-    return Corpus(source, len(files), num_tokens, held_out, description)
+    share = held_out
+    if is_all:  # the documents themselves say how much of them is held out
+        side = SourceEntry("", "", source, held_out, is_held_out=True)
+        apart = sum(len(text.encode()) for text in texts if held_out and is_on_side(side, text))
+        share = apart / num_bytes
+    to_train = round(num_tokens * (1 - share))
+    return Corpus(source, len(files), num_tokens, held_out, to_train, description)
 
 
 def _kind(path: str) -> tuple[str, str]:

@@ -23,7 +23,9 @@ fast on a core of a Xeon (README's run)."""
 LEAST_STEPS = 50
 """Of a job; the learning rate rises for 20."""
 
-SYMPY = Corpus(Source(dataset="sympy_source"), 0, num_tokens=6_400_000, held_out=0.05)
+SYMPY = Corpus(
+    Source(dataset="sympy_source"), 0, num_tokens=6_400_000, held_out=0.05, num_to_train=6_080_000
+)
 """What the preset trains on, and validates on."""
 
 GPU_BATCH, GPU_SEQ_LEN = 8, 1024
@@ -91,7 +93,7 @@ seq_len = {seq_len}  # tokens
 local_batch_size = {GPU_BATCH}  # sequences per GPU and microbatch
 global_batch_size = {batch}  # sequences per step
 mixed_precision_param = "bfloat16"  # type of the matmuls"""
-    per_step, num_tokens = batch * seq_len, round(corpus.num_tokens * (1 - corpus.held_out))
+    per_step, num_tokens = batch * seq_len, corpus.num_to_train
     steps = EPOCHS * num_tokens // per_step
     if not gpus:
         steps = min(steps, MINUTES * 60 * TOKENS_PER_CORE_S * cores // per_step)

@@ -23,7 +23,7 @@ from meshwright.datasets.named_sources import check_files, entries
 from meshwright.datasets.opening import open_data
 from meshwright.system.errors import ConfigError, RecordError
 from tests.helpers.cli import check_job, command
-from tests.helpers.jobs import records, train_alone
+from tests.helpers.jobs import ROOT, records, train_alone
 
 write_toml = command("init")
 
@@ -81,6 +81,20 @@ def test_the_toml_passes_its_check(kind, gpus, folder, monkeypatch, capsys) -> N
     assert source.cache.num_documents + held_out.cache.num_documents == len(TEXTS)
     assert config.job.dump_folder == "outputs/jobs"
     assert (config.training.seq_len == 1024) == (gpus > 0)
+
+
+def test_the_tutorial_prints_what_init_writes(folder, monkeypatch, capsys) -> None:
+    """Of its own text, which is the same on every Python."""
+    monkeypatch.setattr(init, "count_gpus", lambda: 0)
+    monkeypatch.setattr(init, "count_cores", lambda: 2)
+    page = (ROOT / "docs/tutorial.md").read_text("utf-8")
+    (script,) = re.findall(r"<!-- file: my_texts.py -->\n```python\n(.*?)```", page, re.DOTALL)
+    exec(script, {})
+    write_toml(["--from", "my_texts"])
+    printed, toml = re.findall(r"```\w*\n((?:looking at|# A first job).*?)```", page, re.DOTALL)
+    assert capsys.readouterr().out.split() == printed.split()
+    _, _, written = Path("my_job.toml").read_text("utf-8").partition("\n")  # where its schema is
+    assert written.split() == toml.split()
 
 
 def test_commands_to_copy_are_words_of_a_shell(folder, capsys) -> None:
