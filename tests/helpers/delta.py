@@ -21,12 +21,13 @@ def recurrence(
         shape = len(v), v.shape[2], q.shape[-1], v.shape[-1]
         state = torch.zeros(shape, dtype=q.dtype, requires_grad=True)
     outputs = []
-    for token in range(v.shape[1]):
-        kept = decay[:, token].exp()
+    # the gradient of each x[:, token] would be as large as that of x
+    tokens = (x.unbind(1) for x in (q, k, v.unsqueeze(-2), decay, strength[..., None, None]))
+    for token, (query, key, value, rate, share) in enumerate(zip(*tokens, strict=True)):
+        kept = rate.exp()
         if documents is not None and token:
             kept = kept * (documents[:, token] == documents[:, token - 1]).unsqueeze(1)
         state = state * kept[..., None, None]
-        error = v[:, token].unsqueeze(-2) - k[:, token] @ state
-        state = state + k[:, token].mT @ (error * strength[:, token, :, None, None])
-        outputs.append((q[:, token] @ state).squeeze(-2))
+        state = state + key.mT @ ((value - key @ state) * share)
+        outputs.append((query @ state).squeeze(-2))
     return torch.stack(outputs, 1), state

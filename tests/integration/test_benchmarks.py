@@ -18,6 +18,7 @@ CASES = {  # words, and what the output has
     "throughput": ([*OURS, "--contenders", "ours", "bare"], r"\| ours \| \d.*\n\| bare \| \d"),
     "roofline": ([json.dumps(SMALL)], r'"products_flops_per_s": .*"copy_bytes_per_s": \d'),
     "attention": (["--sizes=1x64", "--repeats=2", "--dtype=float32"], r"own +forward|no kernel: "),
+    "linear_attention": (["--sizes=1x70", "--repeats=2"], r"recurrence +forward .*, errors \d"),
     "overhead": (["--steps=8", "--batch=1"], r"median ratio:\n\d+\.\d+\n$"),
     "checkpoint": (["--saves=2", "--dim=64", "--layers=1"], r"disabled .*\n.*thread .*ratio to"),
     "data": (["--megabytes=1", "--rounds=1"], r"ours +(.*) in (.*\n)*.*map +\1 in "),
