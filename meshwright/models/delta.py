@@ -48,6 +48,10 @@ class DeltaSpec(MixerSpec):
     norm_eps: float
     std: float
     out_std: float
+    strength_scale: float = 1.0
+    """Factor on the strength b, the sigmoid of a product. With 2, a state may change its sign along
+    a key: the map I - b k k^T then has an eigenvalue down to -1 (Grazzi et al. 2024,
+    arXiv:2411.12537)."""
     rope: RopeSpec | None = field(default=None, init=False)
     window: int | None = field(default=None, init=False)
 
@@ -106,8 +110,6 @@ class DeltaArgs(FullEveryArgs):
     """Width V of a head's values."""
     linear_conv_kernel_dim: int = 4
     """Tokens that the convolution sees, with the token itself."""
-    partial_rotary_factor: float = 0.25
-    """Share of a head of softmax attention that is rotated: its first elements."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -125,6 +127,48 @@ class DeltaArgs(FullEveryArgs):
                 f"full_every = {self.full_every}: must be at most n_layers = {self.n_layers}, so "
                 f"that a layer has softmax attention: use {self.n_layers}"
             )
+
+    def softmax_attention(self, attention: AttentionSpec) -> AttentionSpec:
+        """Return the attention of the layers that have no linear one, from `decoder`'s."""
+        return attention
+
+    def linear_attention(self, attention: AttentionSpec) -> DeltaSpec:
+        """Return linear attention; its initial values are those of `attention`."""
+        return DeltaSpec(
+            dim=self.dim,
+            n_heads=self.linear_num_value_heads,
+            n_key_heads=self.linear_num_key_heads,
+            key_dim=self.linear_key_head_dim,
+            value_dim=self.linear_value_head_dim,
+            num_taps=self.linear_conv_kernel_dim,
+            norm_eps=attention.norm_eps,
+            std=attention.std,
+            out_std=attention.out_std,
+        )
+
+    def attention_layers(self, attention: AttentionSpec) -> Sequence[MixerSpec]:
+        """Return softmax attention at every `full_every`-th place, and linear attention between."""
+        full, linear = self.softmax_attention(attention), self.linear_attention(attention)
+        return [full if self.is_full(layer) else linear for layer in range(self.n_layers)]
+
+    def small(self) -> dict[str, Any]:
+        heads = math.gcd(self.linear_num_key_heads, 8)
+        shared = min(self.linear_num_value_heads // self.linear_num_key_heads, 2)
+        # narrower heads may be all near zero after silu, and their norms would magnify rounding
+        widths = {"linear_key_head_dim": 18, "linear_value_head_dim": 14}
+        numbers = {"linear_num_key_heads": heads, "linear_num_value_heads": heads * shared}
+        return super().small() | numbers | widths | {"full_every": 2}
+
+
+@dataclass(frozen=True)
+class GatedDeltaArgs(DeltaArgs):
+    """The same, whose other layers have a gate, and rotate a part of each head."""
+
+    partial_rotary_factor: float = 0.25
+    """Share of a head of softmax attention that is rotated: its first elements."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         if not 0 < self.partial_rotary_factor <= 1 or self.rotated_dim % 2:
             raise ValueError(
                 f"partial_rotary_factor = {self.partial_rotary_factor}: must be in (0, 1], and "
@@ -137,31 +181,8 @@ class DeltaArgs(FullEveryArgs):
         return int((self.head_dim or self.dim // self.n_heads) * self.partial_rotary_factor)
 
     def softmax_attention(self, attention: AttentionSpec) -> AttentionSpec:
-        """Return the attention of the layers that have no linear one, from `decoder`'s."""
         rope = RopeSpec(self.rotated_dim, self.rope_theta)
         return replace(attention, rope=rope, is_gated=True)
 
-    def attention_layers(self, attention: AttentionSpec) -> Sequence[MixerSpec]:
-        """Return softmax attention at every `full_every`-th place, and linear attention between."""
-        full = self.softmax_attention(attention)
-        linear = DeltaSpec(
-            dim=self.dim,
-            n_heads=self.linear_num_value_heads,
-            n_key_heads=self.linear_num_key_heads,
-            key_dim=self.linear_key_head_dim,
-            value_dim=self.linear_value_head_dim,
-            num_taps=self.linear_conv_kernel_dim,
-            norm_eps=attention.norm_eps,
-            std=attention.std,
-            out_std=attention.out_std,
-        )
-        return [full if self.is_full(layer) else linear for layer in range(self.n_layers)]
-
     def small(self) -> dict[str, Any]:
-        heads = math.gcd(self.linear_num_key_heads, 8)
-        shared = min(self.linear_num_value_heads // self.linear_num_key_heads, 2)
-        # narrower heads may be all near zero after silu, and their norms would magnify rounding
-        widths = {"linear_key_head_dim": 18, "linear_value_head_dim": 14}
-        numbers = {"linear_num_key_heads": heads, "linear_num_value_heads": heads * shared}
-        rotary = {"partial_rotary_factor": 0.667}  # 4 of 6 elements, or 6 of 10
-        return super().small() | numbers | widths | rotary | {"full_every": 2}
+        return super().small() | {"partial_rotary_factor": 0.667}  # 4 of 6 elements, or 6 of 10

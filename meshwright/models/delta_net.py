@@ -99,7 +99,7 @@ class DeltaNet(nn.Module):
     def __init__(self, spec: DeltaSpec) -> None:
         super().__init__()
         self.widths = {"value_dim": spec.value_dim, "key_dim": spec.key_dim}
-        self.value_dim = spec.value_dim
+        self.value_dim, self.strength_scale = spec.value_dim, spec.strength_scale
         add_layers(self, spec.parameters, spec.norm_eps)
         self.core = DeltaCore()
 
@@ -118,6 +118,8 @@ class DeltaNet(nn.Module):
         step = torch.logaddexp(raw_step, torch.zeros_like(raw_step))
         decay = -self.a_log(x).exp() * step  # (B, S, H)
         strength = self.in_b(x).sigmoid()
+        if self.strength_scale != 1:
+            strength = strength * self.strength_scale
         out = self.core(rows, taps, decay, strength, documents, **self.widths)
         gate = self.in_z(x).unflatten(-1, (-1, self.value_dim))
         out = self.norm(out.to(gate.dtype)).float() * F.silu(gate.float())

@@ -228,6 +228,8 @@ class HuggingFaceForm:
     """Beginnings of the names of tensors that are no part of our model."""
     modules: Mapping[str, str] = field(default_factory=lambda: MODULES)
     """Our name of a module and theirs, with names that a model may lack; {} is the layer."""
+    linear_modules: Mapping[str, str] = field(default_factory=dict)
+    """The same of modules whose names differ in layers with linear attention."""
     rotated: tuple[str, ...] = ROTATED
     """Ends of the names of our modules whose rows are turned by position: transformers pairs row i
     of a head with i + H/2, Meta and we pair 2i with 2i + 1."""
@@ -251,6 +253,8 @@ class HuggingFaceForm:
     """Tensors of the files that are several of ours."""
     partial_rotary: float | None = None
     """partial_rotary_factor where the key is absent; None: heads are rotated whole."""
+    rotates: str | None = None
+    """Our name of a switch, off where rope_theta is null: softmax attention knows no positions."""
     ignored_rope_keys: tuple[str, ...] = ()
     """Keys of the rotation's table that say nothing of text."""
     quantizations: tuple[str, ...] = ()
@@ -315,7 +319,10 @@ class HuggingFaceForm:
             shape, module = parameter.shape, name.removesuffix(f".{kind}")
             layer = module.split(".")[1] if module.startswith("layers.") else ""
             key = module.replace(f".{layer}.", ".{}.", 1) if layer else module
-            theirs, exact = self.modules.get(key, ""), self.modules.get(f"{key}.{kind}")
+            modules = self.modules
+            if layer and int(layer) not in args.table.attentions:
+                modules = {**modules, **self.linear_modules}
+            theirs, exact = modules.get(key, ""), modules.get(f"{key}.{kind}")
             if key in self.stacked.names and (is_fused or not theirs):
                 found[name] = self.stacked.tensor(key, layer, shape)
             elif "{expert}" in theirs:
@@ -417,7 +424,7 @@ class HuggingFaceForm:
             usual = self.defaults.get(theirs)
             value = config.get(theirs, config.get(SAME.get(theirs, ""), usual))
             if value is None and theirs == "num_key_value_heads":
-                value = config.get("num_attention_heads")
+                value = found["n_heads"].value
             found[ours] = Dimension(theirs, positive(theirs, value))
         head_dim = config.get("head_dim", self.defaults.get("head_dim"))
         if head_dim is None:
@@ -434,7 +441,11 @@ class HuggingFaceForm:
             raise ValueError(f"{key} is {rope!r}, not a table")
         theta = rope.get("rope_theta", config.get("rope_theta", self._usual_theta))
         theta_key = f"{key}.rope_theta" if "rope_theta" in rope else "rope_theta"
-        found = {"rope_theta": Dimension(theta_key, number(theta_key, theta))}
+        found = dict[str, Dimension]()
+        if self.rotates is not None:
+            found[self.rotates] = Dimension(theta_key, theta is not None)
+            theta = self._usual_theta if theta is None else theta
+        found["rope_theta"] = Dimension(theta_key, number(theta_key, theta))
         ignored = self.ignored_rope_keys
         if self.partial_rotary is not None:
             share = rope.get(PARTIAL, config.get(PARTIAL, self.partial_rotary))

@@ -33,7 +33,7 @@ from meshwright.models.decoder import Decoder
 from meshwright.system.errors import ConfigError
 from meshwright.system.files import NamedPath
 from tests.helpers.families import family_of
-from tests.helpers.hf import CASES, transformers_model
+from tests.helpers.hf import CASES, save_as_published, transformers_model
 from tests.helpers.resolved import resolved
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -241,7 +241,8 @@ def draw_folder(path: Path, draw: random.Random) -> Folder:
     args = CASES[draw.choice(sorted(CASES))]
     args = dataclasses.replace(args, tie_embeddings=False)
     path.mkdir()
-    transformers_model(args, seed=draw.randrange(1000)).save_pretrained(path)
+    model = transformers_model(args, seed=draw.randrange(1000))
+    save_as_published(model, path, args, max_shard_size="1GB")
     tensors = load_file(path / SINGLE)
     (path / SINGLE).unlink()
     truth = _with_ties(draw, tensors)

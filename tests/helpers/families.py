@@ -74,6 +74,8 @@ def cases(vocab_size: int) -> dict[str, DecoderArgs]:
             ranks = {"q_lora_rank": 0 if family.flavors["debugmodel"].q_lora_rank else 18}
             yarn = dataclasses.replace(SCALED["yarn"], mscale=0.7, mscale_all_dim=0.9)
             variants["mscale"] = ranks | {"rope_scaling": yarn}
+        if name == "olmo_hybrid":
+            variants["rotating"] = {"rotates": True, "linear_allow_neg_eigval": False}
         if name == "gpt_oss":
             variants["unscaled"] = {"rope_scaling": None}
         if name == "qwen3_moe":

@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from huggingface_hub import save_torch_state_dict
 from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -15,6 +16,7 @@ from meshwright.checkpoint.conversion.readers import HuggingFaceWeights, halves,
 from meshwright.datasets.tokenizers.kinds import build_tokenizer, end_ids
 from meshwright.models.args import DecoderArgs
 from meshwright.models.decoder import Decoder
+from meshwright.models.families.olmo_hybrid import OlmoHybridArgs
 from meshwright.system.files import NamedPath
 from tests.helpers.checkpoints import BARE, records_of
 from tests.helpers.families import cases, family_of
@@ -22,6 +24,11 @@ from tests.helpers.families import cases, family_of
 # 259 rows: uneven on 2 and on 4 ranks, and room for the byte tokenizer's 258
 CASES = cases(vocab_size=259)
 SMALL = CASES["llama-gqa"]
+PUBLISHED_NORMS = {
+    "input_layernorm": "attention_layer_norm",
+    "post_attention_layernorm": "feedforward_layer_norm",
+}
+"""Of layers of an OLMo Hybrid with linear attention, by transformers' names."""
 
 
 def _unfilled(args: DecoderArgs, **special: int) -> PreTrainedModel:
@@ -93,13 +100,59 @@ def their_tensors(ours: Decoder, tensors: dict[str, torch.Tensor]) -> dict[str, 
         whole = found.setdefault(foreign.name, torch.empty(*foreign.parts.values()))
         place = own_part(whole, foreign)
         place.copy_(tensor.view_as(place))
+    return _in_memory(found) if isinstance(ours.args, OlmoHybridArgs) else found
+
+
+def _in_memory(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """As transformers has the tensors of an OLMo Hybrid's files (its conversion_mapping.py)."""
+    found = {}
+    for name, tensor in tensors.items():
+        if "q_conv1d" in name:
+            others = [tensors[name.replace("q_conv1d", f"{part}_conv1d")] for part in "kv"]
+            found[name.replace("q_conv1d", "conv1d")] = torch.cat([tensor, *others])
+        elif "_conv1d" not in name:
+            for theirs, published in PUBLISHED_NORMS.items():
+                name = name.replace(published, theirs)
+            found[name] = tensor
     return found
+
+
+def _published(model: PreTrainedModel, args: OlmoHybridArgs) -> dict[str, torch.Tensor]:
+    """The inverse."""
+    state, found = model.state_dict(), dict[str, torch.Tensor]()
+    keys = args.linear_num_key_heads * args.linear_key_head_dim
+    for name, tensor in state.items():
+        if args.tie_embeddings and name == "lm_head.weight":
+            continue
+        if "conv1d" in name:
+            parts = tensor.split([keys, keys, len(tensor) - 2 * keys])
+            names = (name.replace("conv1d", f"{part}_conv1d") for part in "qkv")
+            found |= {name: part.clone() for name, part in zip(names, parts, strict=True)}
+            continue
+        if ".".join([*name.split(".")[:3], "linear_attn", "A_log"]) in state:
+            for theirs, published in PUBLISHED_NORMS.items():
+                name = name.replace(theirs, published)
+        found[name] = tensor
+    return found
+
+
+def save_as_published(
+    model: PreTrainedModel, folder: Path, args: DecoderArgs, max_shard_size: str
+) -> None:
+    """Save a folder with the names that its publisher gives to tensors. Those that transformers
+    5.24 saves of an OLMo Hybrid are others: of the norms in layers of both kinds, and of filters
+    in three equal parts, whatever the widths of queries, keys and values are."""
+    model.save_pretrained(folder, max_shard_size=max_shard_size)
+    if isinstance(args, OlmoHybridArgs):
+        for file in folder.glob("model*"):
+            file.unlink()
+        save_torch_state_dict(_published(model, args), folder, max_shard_size=max_shard_size)
 
 
 def save_transformers(
     folder: Path, args: DecoderArgs = SMALL, max_shard_size: str = "30KB"
 ) -> Path:
-    transformers_model(args).save_pretrained(folder, max_shard_size=max_shard_size)
+    save_as_published(transformers_model(args), folder, args, max_shard_size)
     return folder
 
 

@@ -5,10 +5,12 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
+from transformers import OlmoHybridConfig
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
 from meshwright.config.loader import load_config
 from meshwright.models.delta_rule import CHUNK, gated_delta_rule
+from meshwright.models.families import MODELS, olmo_hybrid
 from meshwright.models.generation import _cached
 from meshwright.system.errors import ConfigError
 from tests.helpers.delta import recurrence
@@ -75,7 +77,7 @@ def test_a_state_goes_on_where_the_sequence_was_cut() -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("case", ["qwen3_5_text-gqa", "qwen3_next-gqa"])
+@pytest.mark.parametrize("case", ["qwen3_5_text-gqa", "qwen3_next-gqa", "olmo_hybrid-gqa"])
 def test_a_kept_state_gives_the_logits_of_the_whole_sequence(case) -> None:
     model = random_model(CASES[case], seq_len=40)
     tokens = torch.randint(CASES[case].vocab_size, (1, 40))
@@ -111,3 +113,26 @@ def test_tensor_parallelism_must_divide_the_key_heads() -> None:
     words = ["--parallelism.tensor_parallel_degree=4", "--model.args.linear_num_key_heads=2"]
     with pytest.raises(ConfigError, match="4: does not divide linear_num_key_heads = 2\n.*1 or 2"):
         resolved(load_config(["--model.tokenizer_path=bytes", NEXT, *words]), 4)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"num_attention_heads": 6, "hidden_size": 96},
+        {"linear_num_key_heads": 5, "linear_key_head_dim": 10},
+        {"rope_parameters": {"rope_theta": None, "rope_type": "default"}},
+        {"rope_parameters": None, "rope_theta": None},
+        {"rope_theta": 500000.0},
+    ],
+)
+def test_keys_that_an_olmo_hybrid_lacks_are_transformers_own(changes: dict[str, object]) -> None:
+    theirs = OlmoHybridConfig(**changes)
+    found = MODELS["olmo_hybrid"].hf.read_config({"model_type": "olmo_hybrid", **changes})
+    theta = theirs.rope_parameters["rope_theta"]
+    assert found["rotates"].value == (theta is not None)
+    assert found["rope_theta"].value == (theta or 10000.0)
+    keys = (*olmo_hybrid.HEADS, *olmo_hybrid.WIDTHS, "linear_conv_kernel_dim")
+    for key in (*keys, "linear_allow_neg_eigval"):
+        assert found[key].value == getattr(theirs, key), key
+    assert found["full_every"].value == theirs.layer_types.index("full_attention") + 1

@@ -19,6 +19,7 @@ from tests.helpers.families import family_of, two_of_each
 from tests.helpers.hf import (
     CASES,
     load_hf,
+    save_as_published,
     save_checkpoint,
     save_transformers,
     tensors_of,
@@ -32,7 +33,7 @@ V3_FORM = MODELS["deepseek_v3"].hf
 @pytest.mark.parametrize("args", two_of_each(CASES))
 def test_in_and_out_again_is_equal_to_the_bit(args, tmp_path, capsys) -> None:
     theirs = transformers_model(args)
-    theirs.save_pretrained(tmp_path / "hf", max_shard_size="30KB")
+    save_as_published(theirs, tmp_path / "hf", args, "30KB")
     assert len(list((tmp_path / "hf").glob("*.safetensors"))) > 2
     ours = load_hf(tmp_path / "hf", args)
     tokens = torch.arange(2 * 50).view(2, 50) * 7 % args.vocab_size

@@ -26,6 +26,9 @@ UNCOUNTED = -1
 LATENT_EPS = 1e-6
 """Of the norms of latents, in DeepSeek's published code."""
 
+FLA_NORM_EPS = 1e-5
+"""Of the norm of a head's result in the code that OLMo Hybrid is published with."""
+
 L2_EPS = 1e-6
 """Of the lengths of queries and keys of the gated delta rule, in FLA's published code."""
 
@@ -52,6 +55,9 @@ class Form:
     """Heads have sinks, windows are stretched, too, and experts have biases and a clamp."""
     is_qwen3_next: bool = False
     """Norms multiply by 1 + w, attention is gated, and most layers have a recurrence instead."""
+    is_olmo_hybrid: bool = False
+    """Most layers have a recurrence instead, and norms before attention and feed-forward; others
+    know no positions, unless they rotate."""
 
 
 FORMS = {
@@ -73,6 +79,7 @@ FORMS = {
     "deepseek_v3": Form(scores="sigmoid"),  # arXiv:2412.19437
     "qwen3_next": Form(qk_norm="head", is_qwen3_next=True),  # arXiv:2412.06464, 2505.06708
     "qwen3_5_text": Form(qk_norm="head", is_qwen3_next=True),
+    "olmo_hybrid": Form(qk_norm="all", norm="post", is_olmo_hybrid=True),
     "gpt_oss": Form(biases="qkvo", is_gpt_oss=True),  # arXiv:2508.10925
 }
 """By `model.name`."""
@@ -356,6 +363,8 @@ class Plain:
             near = sees if window is None else sees & (distance < window)
             if is_recurrent(args, layer):
                 near, rotation = sees, None
+            if self._form.is_olmo_hybrid and not args["rotates"]:
+                rotation = None
             return self._block(x, part, rotation, near, routers.get(number), is_token)
 
         self.largest_logits.clear()
@@ -412,8 +421,11 @@ class Plain:
         def attend(y: Tensor) -> Tensor:
             return self._attend(y, weights, rotation, sees)
 
-        before = {"pre": "{}_norm", "sandwich": "{}_norm", "post": ""}[self._form.norm]
-        after = {"pre": "", "sandwich": "post_{}_norm", "post": "{}_norm"}[self._form.norm]
+        norm = self._form.norm
+        if self._form.is_olmo_hybrid and "attention.a_log.weight" in weights:
+            norm = "pre"
+        before = {"pre": "{}_norm", "sandwich": "{}_norm", "post": ""}[norm]
+        after = {"pre": "", "sandwich": "post_{}_norm", "post": "{}_norm"}[norm]
         for name, part in (("attention", attend), ("ffn", feed_forward)):
             y = x
             if before:
@@ -428,8 +440,9 @@ class Plain:
         is_offset = self._form.is_gemma or self._form.is_qwen3_next
         return self._scaled(x, weight + 1 if is_offset else weight)
 
-    def _scaled(self, x: Tensor, factor: Tensor) -> Tensor:
-        return x / (x.square().mean(-1, keepdim=True) + self._args["norm_eps"]).sqrt() * factor
+    def _scaled(self, x: Tensor, factor: Tensor, eps: float | None = None) -> Tensor:
+        eps = self._args["norm_eps"] if eps is None else eps
+        return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * factor
 
     def _attend(self, x: Tensor, weights: Weights, rotation: Tensor | None, sees: Tensor) -> Tensor:
         if "attention.a_log.weight" in weights:
@@ -493,6 +506,8 @@ class Plain:
 
         q, k = (convolved(letter, args["linear_num_key_heads"]) for letter in "qk")
         v, strength = convolved("v", heads), of_input("b").sigmoid()
+        if args.get("linear_allow_neg_eigval"):
+            strength = strength * 2
         step = F.softplus(of_input("a") + weights["attention.dt_bias.weight"])
         kept = (-weights["attention.a_log.weight"].exp() * step).exp()
         continues = F.pad(sees.diagonal(-1, 1, 2), (1, 0))  # the document of the token before
@@ -506,7 +521,8 @@ class Plain:
             state = state + torch.einsum("bhk,bhv->bhkv", key, error)
             outputs.append(torch.einsum("bhkv,bhk->bhv", state, q[:, token]))
         out = torch.stack(outputs, 1) / math.sqrt(q.shape[-1])
-        out = self._scaled(out, weights["attention.norm.weight"])
+        eps = FLA_NORM_EPS if self._form.is_olmo_hybrid else None
+        out = self._scaled(out, weights["attention.norm.weight"], eps)
         gate = F.silu(of_input("z").unflatten(-1, (heads, -1)))
         return (out * gate).flatten(-2) @ weights["attention.out.weight"].T
 

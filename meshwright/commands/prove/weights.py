@@ -82,17 +82,17 @@ def calm_post_norms(stage: Decoder) -> None:
     that starts at 0.02: so each rounding would grow from block to block. At these scales blocks add
     to the stream about as much as the blocks of other families do.
     """
-    norm, table = stage.table.layers[0].norm, stage.table
-    if norm == "pre":
-        return
-    if stage.tok_embeddings is not None and table.embedding_scale == 1:
+    table, ends = stage.table, dict[str, int]()
+    for number, layer in enumerate(table.layers):
+        prefix = {"pre": None, "post": "", "sandwich": "post_"}[layer.norm]
+        if prefix is not None:
+            names = (f"layers.{number}.{prefix}{part}_norm.weight" for part in ("attention", "ffn"))
+            ends |= {name: int(table.parameters[name].is_offset) for name in names}
+    if ends and stage.tok_embeddings is not None and table.embedding_scale == 1:
         stage.tok_embeddings.weight.mul_(EMBEDDING_SCALE)
-    prefix = "post_" if norm == "sandwich" else ""
-    ends = f".{prefix}attention_norm.weight", f".{prefix}ffn_norm.weight"
     for name, parameter in stage.named_parameters():
-        if name.endswith(ends):
-            offset = int(table.parameters[name].is_offset)
-            parameter.add_(offset).mul_(BRANCH_SCALE).sub_(offset)
+        if name in ends:
+            parameter.add_(ends[name]).mul_(BRANCH_SCALE).sub_(ends[name])
 
 
 @torch.no_grad()

@@ -43,6 +43,7 @@ OF_PRESETS = {
     "olmoe": "allenai/OLMoE-1B-7B-0924",
     "olmo2": "allenai/OLMo-2-1124-7B",
     "olmo3": "allenai/Olmo-3-1025-7B",
+    "olmo_hybrid": "allenai/Olmo-Hybrid-7B",
     "qwen3": "Qwen/Qwen3-8B",
     "qwen3_next": "Qwen/Qwen3-Next-80B-A3B-Instruct",
     "qwen3.5": "Qwen/Qwen3.5-9B",

@@ -27,6 +27,7 @@ FAMILIES: tuple[str, ...] = (
     "meshwright.models.families.gpt_oss",
     "meshwright.models.families.qwen3_next",
     "meshwright.models.families.qwen3_5_text",
+    "meshwright.models.families.olmo_hybrid",
 )
 """Modules, free of torch, each with a `FAMILY` of the module's name."""
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from meshwright.models.args import STD
 from meshwright.models.config_json import FullEvery
-from meshwright.models.delta import DeltaArgs
+from meshwright.models.delta import GatedDeltaArgs
 from meshwright.models.families.qwen3_next import (
     DEFAULTS,
     FILTERS,
@@ -23,7 +23,7 @@ from meshwright.models.table import DecoderSpec
 
 
 @dataclass(frozen=True)
-class Qwen35TextArgs(DeltaArgs):
+class Qwen35TextArgs(GatedDeltaArgs):
     """Dimensions of a Qwen3.5."""
 
     norm_eps: float = 1e-6

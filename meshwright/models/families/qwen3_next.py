@@ -11,7 +11,7 @@ from typing import Any
 from meshwright.models.args import STD
 from meshwright.models.checks import check_positive
 from meshwright.models.config_json import FullEvery
-from meshwright.models.delta import DeltaArgs
+from meshwright.models.delta import GatedDeltaArgs
 from meshwright.models.families.qwen3_moe import FAMILY as QWEN3_MOE
 from meshwright.models.families.qwen3_moe import Qwen3MoeArgs
 from meshwright.models.family import EXPERTS, MODULES, Family, HuggingFaceForm, Joined
@@ -19,7 +19,7 @@ from meshwright.models.table import DecoderSpec, FeedForwardSpec, MixtureSpec
 
 
 @dataclass(frozen=True)
-class Qwen3NextArgs(DeltaArgs, Qwen3MoeArgs):
+class Qwen3NextArgs(GatedDeltaArgs, Qwen3MoeArgs):
     """Dimensions of a Qwen3-Next."""
 
     rope_theta: float = 10000000.0
