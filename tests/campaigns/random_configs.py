@@ -7,14 +7,16 @@
 
 Draws a family, a mesh, a schedule, policies, precision, documents, packing, accumulation, frozen,
 tied and grouped parameters, activation checkpointing, compilation, offload and more, as words of a
-command line. Half have Muon, and half compute in bf16. Where no product depends on the mesh, most
-of these have weights in bf16, or Muon in bf16. A config that a real job would reject is drawn
-again. Prints the seed, a line for each config and how many had what, and exits with 1 if one is
-wrong.
+command line. Families differ in windows, sinks, latent and linear attention; the width of windows,
+stretched rotations, MTP and QK-clip are drawn where a family has them. Half have Muon, and half
+compute in bf16. Where no product depends on the mesh, most of these have weights in bf16, or Muon
+in bf16. A config that a real job would reject is drawn again. Prints the seed, a line for each
+config and how many had what, and exits with 1 if one is wrong.
 """
 
 import argparse
 import dataclasses
+import itertools
 import math
 import random
 import sys
@@ -37,6 +39,7 @@ from meshwright.commands.prove.user_options import own_options, user_types
 from meshwright.config.changes import changed
 from meshwright.config.job_config import JobConfig
 from meshwright.config.loader import load_config
+from meshwright.models.families import MODELS
 from meshwright.parallelisms.rules.degrees import KEYS
 from meshwright.parallelisms.rules.stages import SCHEDULES
 from meshwright.system.errors import ConfigError
@@ -48,7 +51,12 @@ PATIENCE_S = 600
 COMPILED = 0.06
 """Odds: a compiled config takes ten times as long."""
 ARGS = "--model.args.{}={}"
-DENSE, SPARSE = ("llama", "llama", "qwen3", "olmo2"), ("mixtral", "olmoe", "qwen3_moe")
+SPARSE = [name for name, one in MODELS.items() if one.flavors["debugmodel"].table.mixtures]
+DENSE = [name for name in MODELS if name not in SPARSE]
+TRIES = 100
+"""Of a family, whose rules may reject the mesh whatever else is drawn."""
+KEPT_ARGS = ("window", "full_every")
+"""Args that the small job keeps as they are drawn; a proof has its own."""
 FROZEN = (["tok_embeddings.*"], ["layers.0.*"], ["*norm.weight"], ["*.wq.*", "*.w2.*"])
 GROUPS = """[{parameters = ["*norm.weight"], lr_scale = 0.5}, \
 {parameters = ["*.wv.*", "layers.1.*"], weight_decay = 0.3, optimizer = "AdamW"}]"""
@@ -65,17 +73,25 @@ class Drawn:
     case: Case
 
 
-def draw(seed: int, number: int, most_ranks: int, has_experts: bool = False) -> Drawn:
-    """The config of that number: a function of the arguments."""
+def draw(seed: int, number: int, most_ranks: int, has_experts: bool | None = None) -> Drawn:
+    """The config of that number: a function of the arguments.
+
+    Args:
+        has_experts: whether the model has experts; None: two of five have.
+    """
     chance = random.Random(f"{seed} {number}")
     mesh = _mesh(chance, most_ranks)
+    if has_experts is None:
+        has_experts = chance.random() < 0.4
     if has_experts:
         sharing = math.prod(mesh.get(axis, 1) for axis in SHARING)
         ep = chance.choice([n for n in (1, 2, 2, 4, 4, 8) if n <= sharing])
         mesh |= {"ep": ep} if ep > 1 else {}
-    while True:  # until all the rest goes together with the mesh
-        family = chance.choice(SPARSE if has_experts else DENSE)
+    for attempt in itertools.count():  # until all the rest goes together with the mesh
+        if attempt % TRIES == 0:
+            family = chance.choice(SPARSE if has_experts else DENSE)
         words = [f"--model.name={family}", *_words(chance, mesh)]
+        words += _words_of_layers(chance, _fields(family))
         microbatches = _microbatches(chance, mesh)
         words += _words_of_experts(chance, family, mesh.get("ep", 1)) if has_experts else []
         try:
@@ -84,7 +100,8 @@ def draw(seed: int, number: int, most_ranks: int, has_experts: bool = False) -> 
             resolved(case.config, case.world_size, device_type="cpu")
         except ConfigError:
             continue
-        return Drawn(number, words, small, case)
+        break
+    return Drawn(number, words, small, case)
 
 
 def _case(
@@ -93,7 +110,9 @@ def _case(
     """`config` on `mesh`, and what it is compared with."""
     _, args = resolve_model(config)
     small = shrink(config, args)
-    small = changed(small, {"training": {"steps": LAST_RESUMED_STEP}})
+    drawn = {name: value for name, value in config.model.args.items() if name in KEPT_ARGS}
+    model = {"args": small.model.args | drawn}
+    small = changed(small, {"training": {"steps": LAST_RESUMED_STEP}, "model": model})
     options, training = own_options(config), config.training
     kept = training.model_dump(include={"mixed_precision_reduce", "loss_chunk_tokens"})
     options["training"] |= {key: value for key, value in kept.items() if value}
@@ -203,13 +222,40 @@ def _model_words(chance: random.Random, maybe: Maybe) -> list[str]:
     return words
 
 
+def _fields(family: str) -> set[str]:
+    """Return the names of a family's keys in `model.args`."""
+    return {field.name for field in dataclasses.fields(MODELS[family].args)}
+
+
+def _words_of_layers(chance: random.Random, fields: set[str]) -> list[str]:
+    """Return words of what only some families have, and of layers for MTP or QK-clip."""
+    # a window of one token has no gradient of queries and keys, unless there are sinks
+    choices = {
+        "window": (2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32),
+        "full_every": (1, 2, 2, 3, 5),
+        "q_lora_rank": (0, 64),
+    }
+    words = [ARGS.format(name, chance.choice(choices[name])) for name in choices if name in fields]
+    if "rope_scaling" in fields and chance.random() < 0.3:
+        words.append(ARGS.format("rope_scaling.factor", chance.choice([2.0, 32.0])))
+        words.append(ARGS.format("rope_scaling.original_seq_len", chance.choice([16, 8192])))
+    match chance.choice(["MTP", "QK-clip", "", ""]):
+        case "MTP":
+            words.append(ARGS.format("mtp_depth", chance.choice([1, 2])))
+        case "QK-clip":
+            words.append("--optimizer.qk_clip_threshold=1.0")
+            words.append(f"--optimizer.qk_clip_interval={chance.choice([1, 2])}")
+    return words
+
+
 def _words_of_experts(chance: random.Random, family: str, ep: int) -> list[str]:
     num_active = chance.choice((1, 2, 3))
-    # one expert's share of one is 1: its router has no gradient
-    normalizes = num_active > 1 and chance.random() < 0.5
     words = [ARGS.format("n_active", num_active)]
-    words.append(ARGS.format("normalize_experts", str(normalizes).lower()))
-    if family == "qwen3_moe":
+    # one expert's share of one is 1: its router has no gradient
+    choices = ("true", "false", "") if num_active > 1 else ("false",)
+    if normalizes := chance.choice(choices):
+        words.append(ARGS.format("normalize_experts", normalizes))
+    if "n_dense_layers" in _fields(family):
         words.append(ARGS.format("n_dense_layers", chance.choice((0, 1))))
     for key, weight in (
         ("balance_loss", 0.1),
@@ -272,7 +318,8 @@ def main() -> None:
     options = parser.parse_args()
     print(f"seed {options.seed}, up to {options.most_ranks} ranks", flush=True)
     numbers = range(options.skip, options.configs) if options.only is None else [options.only]
-    drawn = [draw(options.seed, number, options.most_ranks, options.experts) for number in numbers]
+    experts = options.experts or None
+    drawn = [draw(options.seed, number, options.most_ranks, experts) for number in numbers]
     drawn.sort(key=lambda d: (d.case.world_size, str(d.case.mesh)))  # groups are made once
     wrong = [number for number, failures in run(drawn) if failures]
     print(*_counts(drawn), sep=", ")
@@ -286,6 +333,8 @@ def _counts(drawn: Sequence[Drawn]) -> Iterator[str]:
     configs = [one.case.config for one in drawn]
     for kind, count in Counter(one.case.kind for one in drawn).items():
         yield f"{count} in {kind}"
+    for family, count in Counter(c.model.name for c in configs).items():
+        yield f"{count} {family}"
     has = {
         "several microbatches": [c.num_microbatches > 1 for c in configs],
         "weights in bf16": [c.training.dtype == "bfloat16" for c in configs],
@@ -298,6 +347,9 @@ def _counts(drawn: Sequence[Drawn]) -> Iterator[str]:
         ],
         "an update in backward": [c.optimizer.early_step_in_backward for c in configs],
         "offload": [c.training.enable_cpu_offload for c in configs],
+        "windows": ["window" in c.model.args for c in configs],
+        "MTP": [c.model.args["mtp_depth"] > 0 for c in configs],
+        "QK-clip": [c.optimizer.qk_clip_threshold is not None for c in configs],
     }
     for what, found in has.items():
         yield f"{sum(found)} with {what}"
