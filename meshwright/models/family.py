@@ -419,7 +419,7 @@ class HuggingFaceForm:
             raise ValueError(f"{where} is {found!r}, not {self.model_type!r}\n  fix: {fix}")
 
     def _read_integers(self, config: Mapping[str, Any]) -> dict[str, Dimension]:
-        found = {}
+        found = dict[str, Dimension]()
         for ours, theirs in {**INTEGERS, **self.integers}.items():
             usual = self.defaults.get(theirs)
             value = config.get(theirs, config.get(SAME.get(theirs, ""), usual))
