@@ -94,12 +94,13 @@ def summary(section: type[BaseModel]) -> str:
 def entries(section: type[BaseModel]) -> Iterator[KeyEntry]:
     """Yield the keys of a section, in order; of one that a module of the user's declares, too."""
     for key, owner, field in _keys_below(section):
-        default = field.get_default(call_default_factory=True)
-        default = list(default) if isinstance(default, tuple) else default
+        schema = _properties(owner)[key[-1]]
+        # as JSON has it: a default of a user's model may be of a type that no TOML has
+        default = schema.get("default", field.get_default(call_default_factory=True))
         shown = "none, it must be given" if field.is_required() else as_toml(default)
         yield KeyEntry(
             ".".join(key),
-            _kind(_properties(owner)[key[-1]]),
+            _kind(schema),
             "absent" if default is None else shown,
             " ".join((field.description or "").split()),
         )

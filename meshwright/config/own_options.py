@@ -8,7 +8,13 @@ from pydantic import BaseModel, ValidationError, create_model
 
 from meshwright.config.explain import explain_value
 from meshwright.config.job_config import Options
-from meshwright.system.errors import CombinedConfigError, ConfigError, UnknownKeyError, did_you_mean
+from meshwright.system.errors import (
+    CombinedConfigError,
+    ConfigError,
+    Mistakes,
+    UnknownKeyError,
+    did_you_mean,
+)
 
 Models = Mapping[str, type[BaseModel]]
 
@@ -17,13 +23,16 @@ OPTIONS: dict[str, type[BaseModel]] = {}
 
 
 def options_of(name: str, written: str) -> BaseModel | None:
-    """Return the options of a name, which are checked already; None: there is no model for it.
+    """Return the options of a name; None: there is no model for it.
 
     Args:
         written: as JSON; "": the config has none.
+
+    Raises:
+        ConfigError: for each mistake that the model finds.
     """
     model = OPTIONS.get(name)
-    return model.model_validate_json(written or "{}") if model else None
+    return _checked(name, model, written or "{}") if model else None
 
 
 def checked_options(options: Options, models: Models) -> dict[str, BaseModel]:
@@ -34,16 +43,21 @@ def checked_options(options: Options, models: Models) -> dict[str, BaseModel]:
     """
     given = options.model_dump(mode="json")
     unknown = given.keys() - models.keys()
-    mistakes, found = list(map(partial(_unknown_name, models), unknown)), dict[str, BaseModel]()
+    mistakes, found = Mistakes(), dict[str, BaseModel]()
+    mistakes.errors += map(partial(_unknown_name, models), unknown)
     for name, model in models.items():
-        try:
-            # as JSON, a strict model takes an array for a tuple, and a date or its text for a date
-            found[name] = strict(model).model_validate_json(json.dumps(given.get(name, {})))
-        except ValidationError as error:
-            mistakes += _explain(name, model, error)
-    if mistakes:
-        raise CombinedConfigError(mistakes)
+        with mistakes.collect():
+            found[name] = _checked(name, model, json.dumps(given.get(name, {})))
+    mistakes.check()
     return found
+
+
+def _checked(name: str, model: type[BaseModel], written: str) -> BaseModel:
+    try:
+        # as JSON, a strict model takes an array for a tuple, and a date or its text for a date
+        return strict(model).model_validate_json(written)
+    except ValidationError as error:
+        raise CombinedConfigError(list(_explain(name, model, error))) from None
 
 
 def strict(model: type[BaseModel]) -> type[BaseModel]:

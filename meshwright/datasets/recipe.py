@@ -1,6 +1,7 @@
 """A source, and everything that its tokens depend on: the recipe of a token cache or a stream."""
 
 import functools
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -8,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from meshwright.config.own_options import OPTIONS, options_of
 from meshwright.datasets import identity
 from meshwright.datasets.conversations import FORMATS
-from meshwright.datasets.data_file import DataFile
+from meshwright.datasets.data_file import DataFile, is_address
 from meshwright.datasets.encoding import Encoder
 from meshwright.datasets.files import SourceEntry
 from meshwright.datasets.foreign_tokens import TokenFiles
@@ -21,7 +22,14 @@ from meshwright.datasets.tokenizers.kinds import (
     find_template,
 )
 from meshwright.datasets.tokenizers.special_tokens import OWN, TokenizerKeys
-from meshwright.system.errors import PASSED_ON, ConfigError, StorageError
+from meshwright.system.errors import (
+    FIX,
+    PASSED_ON,
+    ConfigError,
+    RecordError,
+    StorageError,
+    where_it_ends,
+)
 from meshwright.system.modules import code_of, describe_error, import_user_module
 from meshwright.system.retries import may_pass
 
@@ -93,13 +101,40 @@ class TokenizationSpec:
             what = describe_error(error, str(import_user_module(self.custom_import).__file__))
             if may_pass(error):
                 raise unreadable_now(self.entry, "dataset", what) from error
-            raise self.entry.error("dataset", f"cannot be opened: {what}") from error
+            fix = "correct it; docs/extending.md has an example"
+            raise self.entry.error("dataset", f"cannot be opened: {what}", fix) from error
         if not (spec.has_tokens or isinstance(documents, Documents)):
             rule = f"its function returns {type(documents).__name__}, and no documents"
             raise self.entry.error("dataset", rule, "return IndexedDocuments(size, get)")
         if isinstance(documents, IndexedDocuments):
             documents.name = self.entry.name
         return documents
+
+    def try_own(self, *, streamed: bool, reads: bool) -> None:
+        """Open a dataset of the user's module before a job starts: ours have their own checks.
+
+        Args:
+            reads: its first document, too.
+
+        Raises:
+            ConfigError: if a file isn't there, or the user's function fails, or returns something
+                else.
+            StorageError: if its error may pass.
+        """
+        if self._spec.path == "required" and not self.entry.source.dataset_path:
+            return  # `check_path` says so
+        for file in self.files:
+            if not (is_address(file.path) or os.path.exists(file.path)):
+                is_given = file.path == self.entry.source.dataset_path
+                rule = "no such file or folder" if is_given else f"no such file: {file.path}"
+                key = "dataset_path" if is_given else "dataset"
+                raise self.entry.error(key, rule, where_it_ends(file.path))
+        documents = self.open(streamed)
+        if reads and isinstance(documents, Documents):
+            first = next(iter(documents.read(0, 1)), None)
+            if isinstance(first, RecordError):
+                fix = "correct it, or set training.max_bad_records to pass over such records"
+                raise RecordError(first.key, f"{first}{FIX}{fix}")
 
     def encoder(self) -> Encoder:
         """Return the encoder of its documents."""

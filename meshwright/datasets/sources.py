@@ -58,6 +58,11 @@ class DatasetSpec:
     """Its documents are made of rows by `RowReader`, which heeds `dataset_where` and what is held
     out for validation."""
 
+    def __post_init__(self) -> None:
+        kinds = ("none", "optional", "required")
+        if self.path not in kinds:
+            raise ValueError(f"path = {self.path!r}: choose from {', '.join(kinds)}")
+
     @property
     def is_of_hub(self) -> bool:
         """Whether it is a dataset of the Hugging Face hub, or a local copy of one."""

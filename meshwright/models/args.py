@@ -219,6 +219,15 @@ class DecoderArgs(ABC):
         feed_forward = FeedForwardSpec(
             self.dim, self.hidden_dim, std=STD, out_std=out_std, activation=activation
         )
+        parts: dict[str, Sequence[Any]] = {
+            "attention_layers": self.attention_layers(attention),
+            "feed_forward_layers": self.feed_forward_layers(feed_forward),
+            "expert_layers": self.expert_layers(out_std),
+        }
+        for name, found in parts.items():
+            if not isinstance(found, Sequence) or len(found) != self.n_layers:
+                size = len(found) if isinstance(found, Sequence) else repr(found)
+                raise ValueError(f"{name} returns {size} specs, and n_layers = {self.n_layers}")
         layers = [
             LayerSpec(
                 own,
@@ -229,12 +238,7 @@ class DecoderArgs(ABC):
                 residual_scale,
                 norms,
             )
-            for own, dense, mixture in zip(
-                self.attention_layers(attention),
-                self.feed_forward_layers(feed_forward),
-                self.expert_layers(out_std),
-                strict=True,
-            )
+            for own, dense, mixture in zip(*parts.values(), strict=True)
         ]
         predictor = PredictorSpec(**vars(layers[-1]))
         return DecoderSpec(

@@ -230,6 +230,10 @@ def config_error(key: str, value: object, rule: str, fix: str = "") -> ConfigErr
 
 def as_toml(value: object) -> str:
     """Return a value as a TOML has it, where text may stand in single quotes as well."""
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(as_toml, value))}]"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key} = {as_toml(one)}' for key, one in value.items())}}}"
     return repr(value).lower() if isinstance(value, bool) else repr(value)
 
 

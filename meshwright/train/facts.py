@@ -18,7 +18,14 @@ from meshwright.config.combinations import EXTRAS
 from meshwright.config.job_config import JobConfig
 from meshwright.config.rules import Facts
 from meshwright.config.stages import error_of_stage, staged
-from meshwright.datasets.named_sources import check_files, check_template, entries, with_options
+from meshwright.datasets.files import SourceEntry
+from meshwright.datasets.named_sources import (
+    check_files,
+    check_template,
+    entries,
+    is_streamed,
+    with_options,
+)
 from meshwright.datasets.tokenizers.contract import check_contract
 from meshwright.datasets.tokenizers.kinds import Tokenizer, build_tokenizer
 from meshwright.datasets.tokenizers.special_tokens import tokenizer_keys
@@ -33,6 +40,7 @@ from meshwright.train.resolve_model import (
     check_own_model,
     check_own_parts,
     extend_only_by,
+    is_own,
     own_options,
     resolve_model,
 )
@@ -75,8 +83,9 @@ def look(config: JobConfig, world_size: int, **known: Any) -> JobFacts:
         facts = replace(facts, own_code=code_of(config.experimental.custom_import))
     with mistakes.collect():
         family, args = resolve_model(config)
-        facts = replace(facts, family=family, model=args)
+        facts = replace(facts, family=family)
         check_own_model(config, family, args)
+        facts = replace(facts, model=args)
     with mistakes.collect():
         facts = replace(facts, tokenizer=_open_tokenizer(config))
     with mistakes.collect():
@@ -154,9 +163,19 @@ def _look_at_sources(config: JobConfig) -> None:
     training, validation = config.training, config.validation
     for entry in entries(training, "training"):
         check_files(with_options(entry, config), training.max_bad_records)
+        _try_own_source(entry, config, reads=not training.max_bad_records)
     if validation.enable and not training.validation_fraction:
         for entry in entries(validation, "validation"):
             check_files(with_options(entry, config))
+            _try_own_source(entry, config, reads=True)
+
+
+def _try_own_source(entry: SourceEntry, config: JobConfig, *, reads: bool) -> None:
+    if is_own("DATASETS", entry.source.dataset):
+        # not at the top: it imports what opens data, which other checks don't wait for
+        from meshwright.datasets.opening import recipe_of
+
+        recipe_of(entry, config).try_own(streamed=is_streamed(entry), reads=reads)
 
 
 def _each_stage(config: JobConfig, look_at: Callable[[JobConfig], None]) -> None:

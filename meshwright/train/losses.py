@@ -1,7 +1,6 @@
 """The losses of the user's module, by name. Free of torch."""
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 from meshwright.config.job_config import JobConfig
@@ -29,4 +28,9 @@ def own_loss(config: JobConfig, own_options: Mapping[str, Any]) -> Callable[...,
         return None
     fix = did_you_mean(name, [CROSS_ENTROPY, *LOSSES])
     check(name in LOSSES, "training.loss", name, "no such loss", fix)
-    return partial(LOSSES[name], options=own_options.get(name))
+    return bound(LOSSES[name], own_options.get(name))
+
+
+def bound(loss: Callable[..., Any], options: Any) -> Callable[..., Any]:
+    """Return a loss of states, logits and targets, whose fourth argument may have any name."""
+    return lambda states, logits, targets: loss(states, logits, targets, options)

@@ -12,6 +12,7 @@ from meshwright.config.optimizer import Optimizer
 from meshwright.models.parameter import Parameter
 from meshwright.system.errors import ConfigError, config_error
 from meshwright.system.modules import describe_error, import_user_module
+from meshwright.train.losses import bound
 from meshwright.train.metric_table import OF_RECORDS, Metric
 from meshwright.train.optim.optimizers import build_optimizer, check_state
 from meshwright.train.optim.registry import ElementWise, MatrixWise
@@ -47,7 +48,7 @@ def check_contracts(module: str, key: str, options: Options, config: Optimizer) 
     for name, entry in getattr(own, "OPTIMIZERS", {}).items():
         trials["OPTIMIZERS", name] = partial(_try_optimizer, name, entry, options, config)
     for name, loss in getattr(own, "LOSSES", {}).items():
-        trials["LOSSES", name] = partial(_try_loss, partial(loss, options=options.get(name)))
+        trials["LOSSES", name] = partial(_try_loss, bound(loss, options.get(name)))
     for name, metric in getattr(own, "METRICS", {}).items():
         trials["METRICS", name] = partial(_try_metric, name, metric, options.get(name))
     for (table, name), run in trials.items():
@@ -58,6 +59,7 @@ def check_contracts(module: str, key: str, options: Options, config: Optimizer) 
             what = str(error)
         except ConfigError as error:  # of the optimizer itself
             what = str(error).partition("\n")[0].removeprefix("optimizer.name: ")
+            what = what.removeprefix("its function ")
         except Exception as error:  # whatever the user's code raises
             what = f"raises {describe_error(error, str(own.__file__))}"
         rule = f"{table} has {name!r}, which {what}"
@@ -95,6 +97,10 @@ def _try_optimizer(
     name: str, entry: ElementWise | MatrixWise, options: Options, config: Optimizer
 ) -> None:
     """Hold an optimizer to the contract of `optim/optimizers.py`."""
+    if isinstance(entry, MatrixWise):
+        factor = entry.scale(ROWS, COLUMNS, options.get(name, config.muon))
+        if not isinstance(factor, int | float):
+            raise BrokenError(f"has {factor!r:.40} as its factor for a matrix, and no number")
     whole, optimizer, parameter = _updated(name, slice(ROWS), options, config)
     check_state(optimizer, [("weight", parameter)])
     if torch.equal(whole, _random(ROWS, COLUMNS)):

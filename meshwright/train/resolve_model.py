@@ -31,19 +31,22 @@ from meshwright.train.optim.registry import OPTIMIZERS, SCHEDULES, ElementWise, 
 
 IMPORT_KEY = "experimental.custom_import"
 
-TABLES: dict[str, tuple[dict[str, Any] | None, tuple[type, ...]]] = {
-    "MODELS": (MODELS, (Family,)),
-    "DATASETS": (DATASETS, (DatasetSpec,)),
-    "FORMATS": (FORMATS, (Callable,)),  # type: ignore[dict-item]
-    "TOKENIZERS": (TOKENIZERS, (Callable,)),  # type: ignore[dict-item]
-    "OPTIMIZERS": (OPTIMIZERS, (ElementWise, MatrixWise)),
-    "METRICS": (METRICS, (Metric,)),
-    "LOSSES": (LOSSES, (Callable,)),  # type: ignore[dict-item]
-    "SCHEDULES": (SCHEDULES, (Callable,)),  # type: ignore[dict-item]
-    "OPTIONS": (OPTIONS, (type,)),
-    "SINKS": (None, (Callable,)),  # type: ignore[dict-item] # built later, by the first rank
+FUNCTION: Any = Callable
+
+TABLES: dict[str, tuple[dict[str, Any] | None, tuple[type, ...], str]] = {
+    "MODELS": (MODELS, (Family,), "Family"),
+    "DATASETS": (DATASETS, (DatasetSpec,), "DatasetSpec"),
+    "FORMATS": (FORMATS, (FUNCTION,), "functions"),
+    "TOKENIZERS": (TOKENIZERS, (FUNCTION,), "classes or functions"),
+    "OPTIMIZERS": (OPTIMIZERS, (ElementWise, MatrixWise), "ElementWise or MatrixWise"),
+    "METRICS": (METRICS, (Metric,), "Metric"),
+    "LOSSES": (LOSSES, (FUNCTION,), "functions"),
+    "SCHEDULES": (SCHEDULES, (FUNCTION,), "functions"),
+    "OPTIONS": (OPTIONS, (type(BaseModel),), "classes of pydantic's BaseModel, such as Section"),
+    "SINKS": (None, (FUNCTION,), "functions"),  # built later, by the first rank
 }
-"""Tables that a module may have, by name: ours that they extend, and the kinds of their values."""
+"""Tables that a module may have, by name: ours that they extend, and the kinds of their values, in
+words too."""
 
 BuildSink = Callable[[JobConfig, Path], Any]
 """From the config and the dump folder to a sink: `write(record)` and `close()`."""
@@ -58,13 +61,14 @@ def extend_by(name: str, key: str = IMPORT_KEY) -> None:
     one; `ConfigError` of `key` if it can't be imported, or takes a name that is ours."""
     if not name:
         return
-    for table, (known, _) in TABLES.items():
+    for table, (known, *_) in TABLES.items():
         for entry, value in _table(name, table, key).items():
             if known is None:
                 continue
             # a notebook imports a module again that was edited
             if entry in known and (table, entry) not in _ADDED:
-                raise _error(name, f"{table} has {entry!r}, which is there already", key)
+                what = f"{table} has {entry!r}, which is there already"
+                raise _error(name, what, key, "give it another name")
             known[entry] = value
             _ADDED.add((table, entry))
 
@@ -72,11 +76,16 @@ def extend_by(name: str, key: str = IMPORT_KEY) -> None:
 def extend_only_by(name: str) -> None:
     """Do so for a job, which has nothing of the modules that earlier jobs of this process named."""
     for table, entry in _ADDED:
-        known, _ = TABLES[table]
+        known, *_ = TABLES[table]
         assert known is not None
         known.pop(entry, None)
     _ADDED.clear()
     extend_by(name)
+
+
+def is_own(table: str, entry: str) -> bool:
+    """Return whether an entry of a table is of the user's module."""
+    return (table, entry) in _ADDED
 
 
 def user_sinks(config: JobConfig) -> dict[str, BuildSink]:
@@ -88,11 +97,7 @@ def user_sinks(config: JobConfig) -> dict[str, BuildSink]:
 def option_models(config: JobConfig) -> Mapping[str, type[BaseModel]]:
     """Return the models of [options.NAME] that the user's module declares, by name."""
     name = config.experimental.custom_import
-    models = _table(name, "OPTIONS", IMPORT_KEY) if name else {}
-    if not all(issubclass(model, BaseModel) for model in models.values()):
-        what = "OPTIONS must be a dict from names to classes of pydantic's BaseModel"
-        raise _error(name, what, IMPORT_KEY)
-    return models
+    return _table(name, "OPTIONS", IMPORT_KEY) if name else {}
 
 
 def own_options(config: JobConfig) -> dict[str, BaseModel]:
@@ -116,6 +121,9 @@ def check_own_parts(config: JobConfig, own_options: Mapping[str, Any]) -> None:
         check_contracts(name, IMPORT_KEY, own_options, config.optimizer)
 
 
+CORRECT_IT = "correct it; docs/extending.md has examples"
+
+
 def _import(name: str, key: str) -> ModuleType:
     try:
         return import_user_module(name)
@@ -126,19 +134,19 @@ def _import(name: str, key: str) -> ModuleType:
         elif name.endswith(".py") and not Path(name).exists():
             raise _error(name, "no such file", key, errors.where_it_ends(name)) from None
         elif name.endswith(".py"):
-            fix = "correct it; docs/extending.md has examples"
+            fix = CORRECT_IT
         what = f"cannot be imported: {describe_error(error, name)}"
         raise _error(name, what, key, fix) from error
 
 
 def _table(name: str, table: str, key: str) -> Mapping[str, Any]:
-    found, (_, kinds) = getattr(_import(name, key), table, {}), TABLES[table]
-    is_table = isinstance(found, Mapping) and all(
-        isinstance(entry, str) and isinstance(value, kinds) for entry, value in found.items()
-    )
-    if not is_table:
-        kind = " or ".join(one.__name__ for one in kinds)
-        raise _error(name, f"{table} must be a dict from names to {kind}", key)
+    found, (_, kinds, words) = getattr(_import(name, key), table, {}), TABLES[table]
+    what = f"{table} must be a dict from names to {words}"
+    if not isinstance(found, Mapping):
+        raise _error(name, f"{what}, and is {found!r:.60}", key, CORRECT_IT)
+    for entry, value in found.items():
+        if not (isinstance(entry, str) and isinstance(value, kinds)):
+            raise _error(name, f"{what}, and has {entry!r}: {value!r:.60}", key, CORRECT_IT)
     return found
 
 
@@ -167,7 +175,7 @@ def resolve_model(config: JobConfig) -> tuple[Family, DecoderArgs]:
     else:
         sizes = family.flavors
         is_folder = f"write ./{flavor} for the folder" if Path(flavor).is_dir() else ""
-        fix = is_folder or errors.did_you_mean(flavor, sizes)
+        fix = is_folder or errors.did_you_mean(flavor, sizes or ["a path to a model's folder"])
         errors.check(flavor in sizes, "model.flavor", flavor, "no such size", fix)
         args = sizes[flavor]
     merged = dataclasses.asdict(args) | config.model.args
@@ -180,22 +188,21 @@ def resolve_model(config: JobConfig) -> tuple[Family, DecoderArgs]:
 
 
 def check_own_model(config: JobConfig, family: Family, args: DecoderArgs) -> None:
-    """Raise `ConfigError` if the user's module has this family, and the model's modules don't hold
-    the parameters of its table."""
+    """Raise `ConfigError` if the user's module has this family, and the model has no table, or its
+    modules don't hold the parameters of that, or don't run."""
     name = config.experimental.custom_import
     if not name or _table(name, "MODELS", IMPORT_KEY).get(family.name) is not family:
         return
     # not at the top: it imports torch, which ours need not, since tests compare them
-    from meshwright.models.table_check import check_modules
+    from meshwright.models.table_check import TableError, check_modules
 
     fix = "correct the table or the module; docs/extending.md has an example"
     try:
-        check_modules(args.table)
-    except ValueError as error:
+        check_modules(args)
+    except TableError as error:
         raise errors.config_error("model.name", family.name, str(error), fix) from None
     except Exception as error:  # whatever the user's code raises
-        file = str(import_user_module(name).__file__)
-        rule = f"its modules can't be built: {describe_error(error, file)}"
+        rule = f"raises {describe_error(error, str(import_user_module(name).__file__))}"
         raise errors.config_error("model.name", family.name, rule, fix) from error
 
 

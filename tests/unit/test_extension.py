@@ -20,6 +20,7 @@ from meshwright.models.generation import generate, greedy
 from meshwright.models.table_check import check_modules
 from meshwright.system.errors import ConfigError, StorageError
 from meshwright.train.announce import announce_end
+from meshwright.train.facts import look_at_data
 from meshwright.train.losses import LOSSES
 from meshwright.train.metric_table import METRICS
 from meshwright.train.optim.registry import OPTIMIZERS
@@ -196,6 +197,28 @@ def test_faults_of_a_dataset_of_the_user_are_named(name, says, tmp_path) -> None
         assert source.cache.num_documents == 37
 
 
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("fails", "cannot be opened: RuntimeError: no such table"),
+        ("list", "its function returns list, and no documents"),
+        ("gone", "no such file: .*/gone.db\n  fix: check the path"),
+        ("null", "^null document 0: is null, which .*\n  fix: correct it, or set training.max_bad"),
+    ],
+)
+def test_check_tries_a_dataset_of_the_user(name, says, tmp_path) -> None:
+    own = f"""
+DATASETS["null"] = DatasetSpec(lambda *_: IndexedDocuments(1, lambda n: None), none)
+DATASETS["gone"] = DatasetSpec(opens, lambda entry: ["{tmp_path}/gone.db"])
+"""
+    config = load_config(words(tmp_path, OWN_DATASETS + own, "--training.dataset", name))
+    (fault,) = look_at_data(config).faults
+    assert re.search(says, str(fault)), fault
+    skips = load_config([*words(tmp_path, OWN_DATASETS + own), "--training.dataset=null",
+                         "--training.max_bad_records=1"])  # fmt: skip
+    assert not look_at_data(skips).faults
+
+
 def test_the_sink_of_the_docs_writes_its_file(tmp_path) -> None:
     config = load_config(words(tmp_path, example("sink")))
     ((name, build),) = user_sinks(config).items()
@@ -255,7 +278,7 @@ def test_the_trackers_of_the_docs_continue_their_run(name, tmp_path, monkeypatch
         ("\n1 / 0", r"cannot be imported: ZeroDivisionError: .*mine.py:2\)\n  fix: correct it"),
         ("raise SystemExit(0)", "cannot be imported: SystemExit: 0"),
         ("MODELS = {'llama': 3}", "MODELS must be a dict from names to Family"),
-        ("SINKS = {'a': 3}", "SINKS must be a dict from names to Callable"),
+        ("SINKS = {'a': 3}", "SINKS must be a dict from names to functions, and has 'a': 3"),
         ("from meshwright.models.families.qwen3 import FAMILY\nMODELS = {'llama': FAMILY}",
          "MODELS has 'llama', which is there already"),
     ],
@@ -297,8 +320,8 @@ def own_model(folder: Path, old: str = "", new: str = "") -> JobConfig:
 
 def test_own_parts_generate_the_tokens_of_whole_sequences(tmp_path) -> None:
     family, args = resolve_model(own_model(tmp_path))
-    check_modules(args.table)
-    check_modules(replace(args, mtp_depth=1).table)
+    check_modules(args)
+    check_modules(replace(args, mtp_depth=1))
     model, prompt = plain_model(small(family, vocab_size=131)), [3, 7, 11, 2]
     chosen = list(prompt)
     for _ in range(4):
@@ -326,7 +349,19 @@ def test_own_parts_generate_the_tokens_of_whole_sequences(tmp_path) -> None:
         ("mix.weight", "blend.weight", "the table declares layers.0.attention.blend.weight"),
         ("self.core = ", "self.kernel = ", "its attention has no module 'core', which the table"),
         ("spec.n_heads * spec", "spec.num_heads * spec",
-         "its modules can't be built: AttributeError: .*'num_heads' .*mine.py:48"),
+         "'sigmoid': raises AttributeError: .*'num_heads' .*mine.py:48"),
+        ("return self.decoder", "self.decoder", "its `expand` returns None, and no DecoderSpec"),
+        ("(attention))] * self.n_layers", "(attention))]",
+         r"attention_layers returns 1 specs, and n_layers = 6 \(.*mine.py"),
+        ("return [Squared", "[Squared", "feed_forward_layers returns None specs, and n_layers"),
+        ("norms=Layer", "norm='prae', norms=Layer",
+         "layer 0: LayerSpec has norm = 'prae', which is none of 'pre', 'post', 'sandwich'"),
+        ("**vars(attention)", "**{**vars(attention), 'biases': ('q',)}", "and no q.bias"),
+        ("return super().parameters | {\"mix", "super().parameters | {\"mix", "attention are None"),
+        ('("n_heads", self.n', '("heads", self.n', "and model.args has no 'heads'"),
+        ("return self.wo", "self.wo", r"layers.0.attention makes None of \(1, 4, 256\)"),
+        (".square())", ".square())[:, 1:]", r"feed_forward makes \(1, 3, 256\) of \(1, 4, 256\)"),
+        ("q, k, v, mask, *, scale", "q, k, v", "TypeError: .*unexpected keyword.*mine.py:65"),
     ],
 )  # fmt: skip
 def test_a_table_that_its_modules_do_not_hold_is_rejected(old, new, message, tmp_path) -> None:
@@ -384,6 +419,12 @@ def test_the_parts_of_the_docs_keep_their_contract(name, tmp_path) -> None:
          "'by', which gives a token another loss next to others, and chunks would change it"),
         ("LOSSES = {'no': lambda states, logits, targets, options: states[:, 0]}",
          "'no', which has no gradient by the logits"),
+        ("LOSSES = {'own': lambda states, logits, targets, anything: logits.logsumexp(-1)}", ""),
+        (example("adafactor").replace("return updates, {", "return {"),
+         "OPTIMIZERS has 'adafactor', which returns no pair of the updates and the new state"),
+        (example("adafactor").replace('{"row": (rows', '{"r": (), "row": (rows'),
+         r"'adafactor', which returns state 'r' as None, and \(1,\) is declared"),
+        (example("adafactor").replace("return 1.0", "pass"), "which has None as its factor for a"),
         (example("metric").replace("(2, dt", "(len(parts.shards), dt").replace("[1] ", "[0] "),
          "METRICS has 'optim/zero_share', which measures other sums on a rank that has no shard"),
         (example("metric").replace("torch.int64", "torch.int32"), "measures torch.int32, and only"),

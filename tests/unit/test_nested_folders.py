@@ -9,7 +9,12 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from meshwright.checkpoint.conversion.hf_folder import check_hf_folder, find_family, read_args
+from meshwright.checkpoint.conversion.hf_folder import (
+    check_hf_folder,
+    declared_ends,
+    find_family,
+    read_args,
+)
 from meshwright.models.families import MODELS
 from meshwright.system.errors import ConfigError
 from meshwright.system.files import NamedPath, warn_once
@@ -147,6 +152,12 @@ def test_check_takes_such_a_folder_and_names_what_is_wrong_in_it(tmp_path, capsy
     ):
         (folder / "config.json").write_text(json.dumps(config | changes))
         assert said in refusal()
+
+
+def test_the_ends_of_a_folder_without_a_text_model_are_an_error(tmp_path) -> None:
+    (tmp_path / "config.json").write_text('{"text_config": 3}')
+    with pytest.raises(ConfigError, match="config.json: text_config is 3, not a table"):
+        declared_ends(NamedPath("checkpoint.initial_load_path", tmp_path))
 
 
 PUBLISHED = {

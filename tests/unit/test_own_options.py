@@ -73,7 +73,9 @@ def test_a_wrong_option_is_one_error(tmp_path: Path, word: str, message: str) ->
 
 
 def test_a_table_of_something_else_is_one_error(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="OPTIONS must be a dict .*classes of pydantic's BaseMo"):
+    with pytest.raises(
+        ConfigError, match="OPTIONS must be a dict .*classes of pydantic's BaseMo.*'plain': <class"
+    ):
         options_of(tmp_path, module="OPTIONS = {'plain': dict}")
 
 
@@ -99,6 +101,21 @@ def test_help_has_the_name_that_a_toml_gives_an_option(tmp_path: Path) -> None:
         x: int = Field(1, alias="ex", description="The option.")
 
     assert [entry.name for entry in entries(Named)] == ["ex"]
+
+
+def test_help_has_defaults_as_a_toml_has_them() -> None:
+    class Typed(BaseModel):
+        flags: list[bool] = [True, False]
+        names: tuple[str, ...] = ("a",)
+        day: date = date(2026, 1, 2)
+        file: Path = Path("a.txt")
+        table: dict[str, bool] = {"on": True}
+        most: float = float("inf")
+        least: float | None = None
+
+    assert [entry.default for entry in entries(Typed)] == [
+        "[true, false]", "['a']", "'2026-01-02'", "'a.txt'", "{on = true}", "inf", "absent",
+    ]  # fmt: skip
 
 
 def test_the_help_of_a_config_has_the_options_of_its_module(tmp_path: Path, capsys) -> None:

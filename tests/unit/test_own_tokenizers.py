@@ -88,7 +88,9 @@ def test_options_of_tokenizer_and_format_make_other_tokens(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ('"characters": Char', '3: Char', "TOKENIZERS must be a dict from names to Callable"),
+        ('"characters": Char', '"characters": lambda *_: None, "other": Char',
+         "'characters': its function returns None, and no tokenizer"),
+        ('"characters": Char', '3: Char', "TOKENIZERS must be a dict from names to cla"),
         ("def decode", "def decodes", "its tokenizer has no decode"),
         ("eos_id + 2", "eos_id", "has a special token outside its vocabulary of 95"),
         ("return [self._ids", "return [1 + self._ids", "with an id outside its vocabulary of 97"),
@@ -105,8 +107,15 @@ def test_a_tokenizer_that_breaks_its_contract_is_named(tmp_path, old, new, messa
     assert TOKENIZER.count(old) >= 1
     code = TOKENIZER.replace(old, new, 1)
     plain = {"training__dataset": "text", "training__dataset_format": ""}
+    plain |= {"model__eos_token": ""} if "lambda" in new else {}
     with pytest.raises(ConfigError, match=message):
         looked_at(job(tmp_path, code, **plain))
+
+
+def test_a_wrong_option_of_a_tokenizer_or_a_format_is_one_error(tmp_path) -> None:
+    for option in ("options__characters__lower", "options__screenplay__assistant"):
+        with pytest.raises(ConfigError, match=option.replace("__", ".") + " = 3: "):
+            looked_at(job(tmp_path, BOTH, **{option: "3"}))
 
 
 def test_a_name_that_no_module_has_is_one_error(tmp_path) -> None:

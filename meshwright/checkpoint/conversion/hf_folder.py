@@ -125,11 +125,18 @@ def _read_header(place: NamedPath, name: str) -> dict[str, StoredTensor]:
 
 
 def declared_ends(place: NamedPath) -> frozenset[int]:
-    """Return the ids that config.json and generation_config.json of a folder give to EOS."""
+    """Return the ids that config.json and generation_config.json of a folder give to EOS.
+
+    Raises:
+        ConfigError: if one of them can't be read.
+    """
     found = set[int]()
     for name in (CONFIG, GENERATION_CONFIG):
         if (place.path / name).is_file():
-            ids: Any = text_config(place.read_json(name)).get("eos_token_id")
+            try:
+                ids: Any = text_config(place.read_json(name)).get("eos_token_id")
+            except ValueError as error:
+                raise place.error(f"{name}: {error}") from None
             found |= {i for i in (ids if isinstance(ids, list) else [ids]) if isinstance(i, int)}
     return frozenset(found)
 

@@ -115,6 +115,9 @@ class Tokenizer(Protocol):
         unknown one, and how many there are."""
 
 
+MEMBERS = [name for name in dir(Tokenizer) if name[0] != "_"] + [*Tokenizer.__annotations__]
+
+
 class _OneTokenEnds:
     """Documents start with BOS and end with EOS, where there are such tokens."""
 
@@ -239,7 +242,7 @@ def build_tokenizer(path: str, keys: TokenizerKeys = OWN) -> Tokenizer:
         ConfigError: if there is none, or it can't be read, or lacks BOS or EOS of `keys`.
     """
     if keys.name:
-        return _with_ends(_build_own(path, keys), keys, keys.name)
+        return _build_own(path, keys)
     if path == BYTES:
         return _with_ends(ByteTokenizer(), keys, path)
     file = find_file(path)
@@ -256,7 +259,12 @@ def _build_own(path: str, keys: TokenizerKeys) -> Tokenizer:
     check(name in TOKENIZERS, NAME_KEY, name, rule, fix)
     build = TOKENIZERS[name]
     try:
-        return build(path, options)
+        tokenizer = build(path, options)
+        missing = [member for member in MEMBERS if not hasattr(tokenizer, member)]
+        rule = f"its tokenizer has no {', '.join(missing)}"
+        rule = "its function returns None, and no tokenizer" if tokenizer is None else rule
+        check(not missing, NAME_KEY, name, rule, "correct it; docs/extending.md has an example")
+        return _with_ends(tokenizer, keys, name)
     except (ConfigError, *PASSED_ON):
         raise
     except BaseException as error:  # whatever the user's code raises

@@ -38,19 +38,26 @@ class MatrixFunction(NamedTuple):
             ConfigError: if these haven't the shapes of the matrices and of the state.
         """
         if self.state is None:
-            updates, new = self.direction(matrices, self.options), dict[str, Tensor]()
+            found = self.direction(matrices, self.options), dict[str, Tensor]()
         else:
-            updates, new = self.direction(matrices, self.options, state)
+            found = self.direction(matrices, self.options, state)
+        if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], Mapping)):
+            raise _broken("returns no pair of the updates and the new state by name")
+        updates, new = found
         wanted = {"the updates": tuple(matrices.shape)}
         wanted |= {f"state {name!r}": tuple(value.shape) for name, value in state.items()}
-        shapes = {"the updates": tuple(updates.shape)}
-        shapes |= {f"state {name!r}": tuple(value.shape) for name, value in new.items()}
-        for name in [*wanted, *shapes]:
-            have, want = shapes.get(name), wanted.get(name)
+        results = {"the updates": updates} | {f"state {name!r}": one for name, one in new.items()}
+        for name in [*wanted, *results]:
+            one, want = results.get(name), wanted.get(name)
+            have = tuple(one.shape) if isinstance(one, Tensor) else None
             if have != want:
-                rule = f"its function gives {name} the shape {have}, and {want} is declared"
-                raise ConfigError("optimizer.name", f"optimizer.name: {rule}")
+                shown = f"with shape {have}" if have is not None else f"as {one!r:.40}"
+                raise _broken(f"returns {name} {shown}, and {want} is declared")
         return updates, new
+
+
+def _broken(rule: str) -> ConfigError:
+    return ConfigError("optimizer.name", f"optimizer.name: its function {rule}")
 
 
 class Move(NamedTuple):
