@@ -23,6 +23,7 @@ CASES = {  # words, and what the output has
     "checkpoint": (["--saves=2", "--dim=64", "--layers=1"], r"disabled .*\n.*thread .*ratio to"),
     "data": (["--megabytes=1", "--rounds=1"], r"ours +(.*) in (.*\n)*.*map +\1 in "),
     "experts": (["--tokens=64", "--dim=64", "--pairs=2"], r"E 64, K 8: .*\n.*\n\d+\.\d+\n$"),
+    "experiments": (["--arms=2"], r"^16 runs: \d\.\d+ s .*\n.*\nshow: \d\.\d+ s\n$"),
     "first_loss": (
         ["--widths=64", "--layers=1", "--vocab-size=64"],
         r"\| mixtral \| 64 \| 1 \| \d",

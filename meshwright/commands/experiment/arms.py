@@ -109,8 +109,7 @@ class Arms:
         self._document, self._spec = document, document.spec
         self._jobs = dict[str, ResolvedJob]()
         # of the node where it started: an arm can be added from one without
-        known_gpus = known.on_gpus if known is not None else None
-        self._on_gpus = has_gpus() if known_gpus is None else known_gpus
+        self._on_gpus = has_gpus() if known is None else known.on_gpus
         self._known = known or self._begin()
         self._arms = dict(self._known.arms)
 
@@ -147,7 +146,7 @@ class Arms:
         check(metric in logged, "metric", metric, "the base doesn't log it", fix)
         arm = replace(arm, tokens_per_step=resolved.config.tokens_per_step)
         identity = identity_of(self._document)
-        return Experiment(identity, metric, {BASE: arm}, on_gpus=self._on_gpus)
+        return Experiment(identity, metric, {BASE: arm}, self._on_gpus)
 
     def _count_ranks(self, own: int | None = None) -> int:
         wanted = own or self._spec.ranks

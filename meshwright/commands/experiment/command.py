@@ -84,7 +84,7 @@ def work(document: Document, given: Namespace, make_state: Callable[..., AnyStat
     from meshwright.commands.experiment.worker import Worker
 
     known = load(document)
-    if known is not None and known.on_gpus not in (None, has_gpus()):
+    if known is not None and known.on_gpus != has_gpus():
         place = f"{document.folder}: its runs are on {'GPUs' if known.on_gpus else 'CPUs'}"
         fix = "start this worker on such a node, or choose a different folder"
         raise ConfigError("", f"{place}, which this node's wouldn't be\n  fix: {fix}")

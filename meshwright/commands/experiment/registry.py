@@ -53,8 +53,8 @@ class Experiment:
     metric: str
     arms: dict[str, Arm]
     """By name, in the order of their numbers; the first is the base."""
-    on_gpus: bool | None = None
-    """Where its runs are; None: it was started before this was kept."""
+    on_gpus: bool
+    """Where its runs are."""
     seconds_to_steps: int = 0
     """Steps that a budget in seconds stands for; 0: not measured, or a different budget."""
 
