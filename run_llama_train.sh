@@ -4,12 +4,12 @@
 #   ./run_llama_train.sh [CONFIG] [--section.key value ...]     e.g. --training.steps 1000
 #   ./run_llama_train.sh --help                                 its options
 #
-#   NGPU         ranks on this machine            (default: its GPUs, else 2 CPU ranks)
+#   NGPU         ranks on this node               (default: its GPUs, else 2 CPU ranks)
 #   CONFIG_FILE  TOML or preset                   (default: debug_model)
-#   LOG_RANK     ranks of each machine whose log is shown  (default: 0; e.g. 0,1)
+#   LOG_RANK     ranks of each node whose log is shown     (default: 0; e.g. 0,1)
 #   PYTORCH_ALLOC_CONF  torch's memory of GPUs      (default: expandable_segments:True)
-#   NNODES       machines                         (default: 1)
-#   RDZV_ENDPOINT  host:port of one of them, the same on all; needed above one machine
+#   NNODES       nodes                            (default: 1)
+#   RDZV_ENDPOINT  host:port of one of them, the same on all; needed above one node
 #   RDZV_ID      name of the job at that endpoint (default: meshwright)
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)

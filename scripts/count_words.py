@@ -51,7 +51,7 @@ MOST_SHORT_SENTENCES = 0.30
 
 TERMS = {
     r"\brefus(?:es?|ed|al)\b": "rejected, not supported, raises an error",
-    r"\bwhole (?:logits|batch|tensors?)\b": "full",
+    r"\bwhole (?:logits|batch|tensors?|gradients)\b": "full, unsharded",
     r"\bbad steps?\b": "skipped step, non-finite step, loss spike",
     r"\bpassed over\b": "skipped",
     r"\bcomplete or absent\b": "atomic",

@@ -66,7 +66,7 @@ class Meeting:
                 host, port, is_master=False, timeout=timeout, wait_for_workers=False
             )
             store = dist.PrefixStore(self._prefix, there)
-            store.set(f"machine {store.add('count', 1)}", self._me)
+            store.set(f"node {store.add('count', 1)}", self._me)
             self._store = store
 
     @property
@@ -78,13 +78,13 @@ class Meeting:
         """Return the nodes that have counted since the last call, this one first."""
         if self._store is None:
             return []
-        keys = [f"machine {number}" for number in range(1, self._store.add("count", 0) + 1)]
+        keys = [f"node {number}" for number in range(1, self._store.add("count", 0) + 1)]
         names = dict.fromkeys([self._me, *(self._store.get(key).decode() for key in keys)])
         before, self._counts = self._counts, {name: self._store.add(name, 0) for name in names}
         return [name for name in names if self._counts[name] != before.get(name, 0)]
 
     def describe(self) -> str:
-        """Say where this machine waits, which nodes have come, and which haven't."""
+        """Say where this node waits, which nodes have come, and which haven't."""
         try:
             here = [name.partition(":")[0] for name in self._here()]
         except RuntimeError:
@@ -92,7 +92,7 @@ class Meeting:
         if self.is_silent:
             return f"waiting at {self._endpoint}: {OTHER_PROGRAM}"
         if not here:
-            return f"waiting at {self._endpoint}, where no machine answers yet{self._why}"
+            return f"waiting at {self._endpoint}, where no node answers yet{self._why}"
         # one of the two may write the domain as well
         short = {name.partition(".")[0] for name in here}
         missing = [

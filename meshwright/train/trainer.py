@@ -83,8 +83,8 @@ class Trainer:
     max_norm: float = float("inf")
     """Bound on the global gradient norm; inf leaves gradients unchanged."""
     reduce_every_microbatch: bool = False
-    """Keep sums of sharded gradients between microbatches, instead of whole gradients: less memory
-    for more communication. A pipeline ignores it."""
+    """Keep sums of sharded gradients between microbatches, not of unsharded ones: less memory for
+    more communication. A pipeline ignores it."""
     reshard_every_microbatch: bool = True
     """Free gathered parameters at the end of every microbatch, not of the step only. A pipeline
     ignores it."""

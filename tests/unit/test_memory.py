@@ -156,7 +156,7 @@ def test_the_least_memory_of_frozen_and_of_cut_models() -> None:
 
 
 def test_a_job_that_cannot_fit_the_device_is_refused_with_the_ways_out() -> None:
-    says = '(?s)41.1 GiB of its device.s 40.0.*whole gradients 29.9.* = "every_microbatch"'
+    says = '(?s)41.1 GiB of its device.s 40.0.*unsharded gradients 29.9.* = "every_microbatch"'
     with pytest.raises(ConfigError, match=says):
         plan(8, 16, **{REDUCTION: ONCE}, job__device_memory_gib=40)
     plan(8, 16, **{REDUCTION: ONCE}, job__device_memory_gib=42)

@@ -111,7 +111,7 @@ LLAMA_8B = ("--model.flavor=llama3_8b", "--training.seq_len=8192")
     ("words", "wanted"),
     [
         ([], ["last_microbatch"]),
-        (LLAMA_8B, ["every_microbatch"]),  # 32 GB of whole gradients
+        (LLAMA_8B, ["every_microbatch"]),  # 32 GB of unsharded gradients
         ([*LLAMA_8B, "--job.device_memory_gib=192"], ["last_microbatch"]),
         ([*LLAMA_8B, "--training.global_batch_size=-1"], ["auto"]),  # one microbatch on any mesh
         ([*LLAMA_8B, "--parallelism.pipeline_parallel_degree=2"], ["last_microbatch"]),

@@ -86,7 +86,7 @@ def test_a_launcher_that_waits_says_where_and_for_whom(tmp_path, monkeypatch, ca
     at = f"127.0.0.1:{port}"
     given = Namespace(nnodes="3", rdzv_endpoint=at, rdzv_id="job")
     torchrun._announce_wait(given, tmp_path)
-    alone = f"waiting at {at}, where no machine answers yet (Connection refused): "
+    alone = f"waiting at {at}, where no node answers yet (Connection refused): "
     wait_for(lambda: alone in caplog.text, "a line", seconds=20)
     store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
     here = socket.gethostname()

@@ -234,7 +234,7 @@ def _least_bytes(resolved: ResolvedJob, activations: float) -> float:
         in_flight = min(ahead, count * per_rank) / per_rank
     then = ["weights", "optimizer", "gathered weights"]
     if count > in_flight:  # an earlier microbatch has left its gradients
-        then.append("whole gradients")
+        then.append("unsharded gradients")
     held = sum(least.get(purpose, 0.0) for purpose in then)
     return max(sum(least.values()), held + in_flight * activations)
 

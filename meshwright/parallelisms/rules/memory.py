@@ -18,8 +18,8 @@ BYTES = {"float32": 4, "bfloat16": 2}
 USUAL_DEVICE_GIB = 80
 
 LARGEST_PART = 0.25
-"""Of the memory that weights and optimizer leave of a device: whole gradients may take it between
-microbatches. The rest is for activations, which aren't known here."""
+"""Of the memory that weights and optimizer leave of a device: unsharded gradients may take it
+between microbatches. The rest is for activations, which aren't known here."""
 
 
 class Load(NamedTuple):
@@ -28,7 +28,7 @@ class Load(NamedTuple):
     parameters: int
     trained: int
     trained_in_stage: int
-    """Of one stage, that with most. A rank's stages need not have whole gradients, nor gathered
+    """Of one stage, that with most. A rank's stages need not have unsharded gradients, nor gathered
     weights, at the same time: torch frees those of a stage that is done."""
     parameters_in_stage: int
 
@@ -77,11 +77,12 @@ def choose_reduction(config: JobConfig, load: Load) -> Update:
     """Decide about `fsdp_reduce_gradients` = "auto", where that has an effect.
 
     "every_microbatch" saves memory, and costs a reduce-scatter of every parameter per microbatch.
-    It is chosen if there are several microbatches, nothing else needs whole gradients, and either
+    It is chosen if there are several microbatches, nothing else needs unsharded gradients, and
+    either
 
-    - whole gradients take more, beyond the rank's shard of them, than `LARGEST_PART` of the memory
-      that weights, optimizer and the shard leave of a device, or
-    - `mixed_precision_reduce` is bfloat16: whole gradients would be added up in that type.
+    - unsharded gradients take more, beyond the rank's shard of them, than `LARGEST_PART` of the
+      memory that weights, optimizer and the shard leave of a device, or
+    - `mixed_precision_reduce` is bfloat16: unsharded gradients would be added up in that type.
     """
     parallelism, training = config.parallelism, config.training
     is_open = parallelism.fsdp_reduce_gradients == "auto"
@@ -90,7 +91,7 @@ def choose_reduction(config: JobConfig, load: Load) -> Update:
     shard = BYTES[training.dtype] / _num_shards(config)
     saved = load.trained * (BYTES[training.mixed_precision_reduce] - shard)
     device = (config.job.device_memory_gib or USUAL_DEVICE_GIB) * GIB
-    # of a config without a choice, so without whole gradients
+    # of a config without a choice, so without unsharded gradients
     free = device - sum(least_memory(config, load).values())
     is_possible = (
         parallelism.pipeline_parallel_degree == 1
@@ -118,7 +119,7 @@ def least_memory(config: JobConfig, load: Load) -> dict[str, float]:
     gathered = 0
     if parallelism.keeps_gathered and shards > 1:
         gathered = load.parameters_in_stage * BYTES[training.mixed_precision_param]
-    in_backward: dict[str, float] = {"gathered weights": gathered, "whole gradients": whole}
+    in_backward: dict[str, float] = {"gathered weights": gathered, "unsharded gradients": whole}
     if training.enable_cpu_offload:
         return in_backward
     shard = load.trained * width / shards
@@ -142,7 +143,7 @@ def _fits_device(config: JobConfig, facts: Facts) -> Iterator[ConfigError]:
     parts = ", ".join(f"{what} {size / GIB:.1f}" for what, size in needed.items() if size)
     ways = ["more ranks, or a higher tensor_parallel_degree"]
     is_alone = parallelism.pipeline_parallel_degree == 1
-    if needed.get("whole gradients") and is_alone:
+    if needed.get("unsharded gradients") and is_alone:
         ways.insert(0, 'parallelism.fsdp_reduce_gradients = "every_microbatch"')
     if not config.training.enable_cpu_offload:
         ways.append("training.enable_cpu_offload = true")
