@@ -129,6 +129,16 @@ def test_a_bit_of_a_collective_is_named_with_its_rank(tmp_path: Path, capsys) ->
 
 
 @pytest.mark.slow
+def test_a_rate_that_no_loss_of_its_step_shows_is_named(tmp_path: Path, capsys) -> None:
+    """Step 7 of the run that was to end there decays further, which changes its update only."""
+    divergence.alone(tmp_path / "a")
+    for steps in (7, 8):
+        divergence.alone(tmp_path / "b", "--training.steps", steps)
+    verdict = _result(capsys, 1, tmp_path / "a", tmp_path / "b")["verdict"]
+    assert (verdict["kind"], verdict["names"]) == ("key", ["training.steps"])
+
+
+@pytest.mark.slow
 def test_patched_code_is_named_by_the_first_buffer_that_it_changes(tmp_path: Path, capsys) -> None:
     """Tables of cos and sin in bf16: the records differ by 2e-6 at most, as by rounding."""
     code = other_code(tmp_path, 0)

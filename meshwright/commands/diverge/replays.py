@@ -53,6 +53,8 @@ class Findings:
     """The first step that the facts of B change, taken from A's checkpoint."""
     rounding: float
     """Largest relative difference of the twin of A."""
+    traced: int
+    """The step whose values were compared."""
     value: OtherValue | None
     """The first value of the traced step that the facts of B change."""
     source_b: str
@@ -90,6 +92,7 @@ class Replays:
         self._exit = ExitStack()
         self._ours: list[Taken] = []
         self._bounds: Sequence[float] = ()
+        self._traced = begin + 1
 
     def __enter__(self) -> "Replays":
         with ExitStack() as stack:
@@ -141,6 +144,7 @@ class Replays:
             traced: the step whose values are compared.
             is_crossed: also take them with the facts of B from the checkpoint of A.
         """
+        self._traced = traced
         of_a = Interval(self._config(self._a, self._a), 1, self._last, traced, has_twin=True)
         of_b = [Interval(self._config(self._b, self._b), 1, self._last, traced)]
         if is_crossed and self._begin:  # initial weights follow from the facts of B anyway
@@ -168,6 +172,7 @@ class Replays:
             ),
             crossed=step,
             rounding=max(map(max, of_twin), default=0.0),
+            traced=traced,
             value=value,
             source_b=source_b,
         )
@@ -180,8 +185,7 @@ class Replays:
         values = with_values(self._start["config"], self._b.start_of(self._last)["config"], keys)
         history = [{**self._start, "config": values}]
         hybrid = replace(self._a, run=replace(self._a.run, history=history))
-        traced = self._begin + 1
-        interval = Interval(self._config(hybrid, self._a), 1, self._last, traced)
+        interval = Interval(self._config(hybrid, self._a), 1, self._last, self._traced)
         ((taken,),), _, _ = self._work([interval], [])
         return any(one is not None for one in self._change(taken))
 

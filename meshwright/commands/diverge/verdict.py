@@ -156,7 +156,8 @@ class Comparison:
         for name, run, other in (("A", self.a, self.b), ("B", self.b, self.a)):
             reason = str(run.run.history[-1].get("reason", ""))
             if reason.startswith("failed") and max(run.steps) == last < max(other.steps):
-                return [OtherStep(last + 1, [f"run {name} {reason}"], float("inf"))]
+                end = f"the end of run {name} ({reason.partition(';')[0]})"
+                return [OtherStep(last + 1, [end], float("inf"))]
         return []
 
     def _say_records(self, others: Sequence[OtherStep], common: Sequence[int]) -> None:
@@ -247,6 +248,9 @@ class Comparison:
                 found = self._retake(replays, begin, last)
                 if found is None:
                     return self._one_of(other)
+                if self._is_crossed and not (found.crossed or found.value):
+                    # what changes the update of the last step shows in no loss or norm of it
+                    found = replays.on_one_process(last, is_crossed=True)
                 if found.crossed or found.value:
                     return self._of_keys(replays) or self._of_value(replays, found, begin)
                 is_off = found.is_off[0] is not None, found.is_off[1] is not None
@@ -367,7 +371,7 @@ class Comparison:
 
     def _of_value(self, replays: Replays, found: Findings, begin: int) -> Verdict:
         """Return the verdict of a replay that the facts of B change, though no key does."""
-        step, value = found.crossed or begin + 1, found.value
+        step, value = found.crossed or found.traced, found.value
         if value is None and step > begin + 1:
             value = replays.on_one_process(step, is_crossed=True).value
         if value is not None:
