@@ -1,5 +1,7 @@
 """A saved model in this process, and the text that it writes."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import takewhile
 from pathlib import Path
 from typing import Literal
@@ -8,12 +10,12 @@ from torch import nn
 
 from meshwright.api.surroundings import restored_process
 from meshwright.commands.generate import check_sampling
-from meshwright.commands.saved import SOURCE, build_model, open_source
+from meshwright.commands.saved import build_model, open_source
 from meshwright.datasets.tokenizers.kinds import Tokenizer, prompt_tokens, text_ends
 from meshwright.models.decoder import Decoder
 from meshwright.models.generation import generate as generate_tokens
 from meshwright.models.generation import greedy, sampler
-from meshwright.system.errors import check
+from meshwright.system.errors import ConfigError, check
 from meshwright.system.files import NamedPath
 from meshwright.train.resolve_model import extend_by
 
@@ -46,11 +48,21 @@ def load_model(
         ConfigError: if there is no model, or it is damaged.
     """
     check(max_len is None or max_len > 0, "max_len", max_len, "must be positive")
-    with restored_process():
+    with restored_process(), _named_as_here():
         extend_by(custom_import, "custom_import")
-        with open_source(NamedPath(SOURCE, Path(source)), tokenizer) as opened:
+        with open_source(NamedPath("source", Path(source)), tokenizer) as opened:
             length = max_len or opened.trained_length or UNKNOWN_LENGTH
             return build_model(opened, length, dtype), opened.tokenizer
+
+
+@contextmanager
+def _named_as_here() -> Iterator[None]:
+    """Let errors name the arguments of `load_model` instead of a command's options."""
+    try:
+        yield
+    except ConfigError as error:
+        said = str(error).replace("--custom-import ", "custom_import = ")
+        raise ConfigError(error.key, said.replace("--tokenizer", "tokenizer")) from error
 
 
 def generate(

@@ -42,7 +42,7 @@ def copy(tmp_path: Path) -> Path:
 
 
 def test_every_kind_of_part_has_a_recipe() -> None:
-    parts = ["key", "metric", "family", "source", "optimizer", "schedule", "command"]
+    parts = ["key", "metric", "family", "source", "optimizer", "schedule", "parallelism", "command"]
     assert [*RECIPES] == parts
     assert PAGE.count("```diff") == len(parts)
 

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from meshwright.api.saved_models import load_model
 from meshwright.config.job_config import JobConfig
 from meshwright.config.loader import load_config
 from meshwright.datasets.opening import open_data
@@ -86,6 +87,8 @@ def test_a_model_is_exported_and_generates_with_its_module_alone(tmp_path, capsy
     for command, options in ((export, (out,)), (generate_text, prompt)):
         with pytest.raises(ConfigError, match=re.escape(f"fix: --custom-import {module} ")):
             command([checkpoint, *options])
+    with pytest.raises(ConfigError, match=re.escape(f"fix: custom_import = {module} ")):
+        load_model(checkpoint)
     with pytest.raises(ConfigError, match="--custom-import = 'no.py': no such file"):
         export([checkpoint, out, "--custom-import", "no.py"])
     own = ("--custom-import", module)
