@@ -161,13 +161,12 @@ def _open_tokenizer(config: JobConfig) -> Tokenizer:
 
 def _look_at_sources(config: JobConfig) -> None:
     training, validation = config.training, config.validation
-    for entry in entries(training, "training"):
+    sources = [*entries(training, "training")]
+    if validation.enable and not training.validation_fraction:
+        sources += entries(validation, "validation")
+    for entry in sources:
         check_files(with_options(entry, config), training.max_bad_records)
         _try_own_source(entry, config, reads=not training.max_bad_records)
-    if validation.enable and not training.validation_fraction:
-        for entry in entries(validation, "validation"):
-            check_files(with_options(entry, config))
-            _try_own_source(entry, config, reads=True)
 
 
 def _try_own_source(entry: SourceEntry, config: JobConfig, *, reads: bool) -> None:

@@ -222,6 +222,18 @@ DATASETS["gone"] = DatasetSpec(opens, lambda entry: ["{tmp_path}/gone.db"])
     assert not look_at_data(skips).faults
 
 
+def test_a_bad_record_of_validation_is_passed_over_as_its_error_says(tmp_path) -> None:
+    (tmp_path / "a.json").write_text('{"text": 3}\n{"text": "words"}\n')
+    null = 'DATASETS["null"] = DatasetSpec(lambda *_: IndexedDocuments(1, lambda n: None), none)'
+    own = words(tmp_path, OWN_DATASETS + null, "--validation.enable=true")
+    for source in ("null", f"json --validation.dataset_path={tmp_path}/a.json"):
+        given = [*own, *f"--validation.dataset={source}".split()]
+        (fault,) = look_at_data(load_config(given)).faults
+        assert "set training.max_bad_records" in str(fault)
+        allows = load_config([*given, "--training.max_bad_records=1"])
+        assert not look_at_data(allows).faults
+
+
 def test_the_sink_of_the_docs_writes_its_file(tmp_path) -> None:
     config = load_config(words(tmp_path, example("sink")))
     ((name, build),) = user_sinks(config).items()
@@ -373,6 +385,22 @@ def test_a_table_that_its_modules_do_not_hold_is_rejected(old, new, message, tmp
     with pytest.raises(ConfigError, match=message) as error:
         check_own_model(config, family, args)
     assert error.value.key == "model.name"
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (".square())", ".square() * float(x.mean() > 0))"),
+        (".square())", ".square()[x > 0])"),
+        (".square())", ".square() + x.numpy())"),
+        ("class SquaredReLUSpec(FeedForwardSpec):",
+         "class SquaredReLUSpec(FeedForwardSpec):\n    limit: 'OfATypeChecker' = 1"),
+    ],
+    ids=["item", "nonzero", "numpy", "hint"],
+)  # fmt: skip
+def test_what_cannot_be_tried_without_numbers_is_no_fault(old, new, tmp_path) -> None:
+    config = own_model(tmp_path, old, new)
+    check_own_model(config, *resolve_model(config))
 
 
 def checked(folder: Path, code: str, *others: str) -> None:
