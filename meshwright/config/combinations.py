@@ -534,10 +534,10 @@ def never_reached(config: JobConfig, steps: int) -> str:
 
 
 def long_window(config: JobConfig, spec: DecoderSpec) -> str:
-    """Return a note if a window leaves out no token, since sequences are shorter; or ""."""
+    """Return a note if a window leaves out no token, since no sequence is longer; or ""."""
     longest = max((one.window or 0 for one in spec.attentions.values()), default=0)
     seq_len = config.training.seq_len
-    if longest <= seq_len:
+    if longest < seq_len:
         return ""
     return (
         f"model.args.window = {longest} leaves out no token, since training.seq_len = {seq_len}; "

@@ -187,9 +187,7 @@ class ResolvedJob:
             never_reached(stage.config, self.training_stages[-1].steps)
             for stage in self.training_stages
         ]
-        windows = [
-            long_window(stage.config, self.model_args.table) for stage in self.training_stages
-        ]
+        longest = max(self.training_stages, key=lambda stage: stage.config.training.seq_len)
         lines = (
             self.reasons["training.global_batch_size"],
             validation_note(self.config),
@@ -198,7 +196,7 @@ class ResolvedJob:
             self.reasons["training.mixed_precision_param"],
             self.reasons["compile.enable"],
             min(slow),
-            min(windows),
+            long_window(longest.config, self.model_args.table),
         )
         return [*filter(None, lines), *self.idle_options.values()]
 
