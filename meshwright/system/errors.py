@@ -233,8 +233,14 @@ def as_toml(value: object) -> str:
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(as_toml, value))}]"
     if isinstance(value, dict):
-        return f"{{{', '.join(f'{key} = {as_toml(one)}' for key, one in value.items())}}}"
+        # an absent key is the only word of TOML for None
+        given = {_as_key(key): as_toml(one) for key, one in value.items() if one is not None}
+        return f"{{{', '.join(f'{key} = {one}' for key, one in given.items())}}}"
     return repr(value).lower() if isinstance(value, bool) else repr(value)
+
+
+def _as_key(key: object) -> str:
+    return str(key) if re.fullmatch(r"[A-Za-z0-9_-]+", str(key)) else repr(key)
 
 
 def first_line(error: BaseException) -> str:

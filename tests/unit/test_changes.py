@@ -4,6 +4,7 @@ import dataclasses
 import json
 import logging
 import re
+import tomllib
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -12,7 +13,7 @@ import pytest
 from meshwright.checkpoint import commit
 from meshwright.checkpoint.manifest import read_manifest
 from meshwright.checkpoint.resume_diff import ResumeDiff
-from meshwright.config.changes import ABSENT, Difference, changed, differences, to_json
+from meshwright.config.changes import ABSENT, Difference, changed, differences, shown, to_json
 from meshwright.config.job_config import JobConfig
 from meshwright.config.loader import load_config
 from meshwright.system.errors import ConfigError
@@ -93,8 +94,8 @@ def test_changed_keys_are_listed_in_one_line(resume, caplog) -> None:
     assert (level, head) == (logging.INFO, "resuming step-5 with changed keys")
     assert changed == (
         "model.frozen = ['norm.weight'] (was []), training.max_norm = inf (was 1.0), "
-        "training.dtype = 'bfloat16' (was 'float32'), optimizer.groups.0 = {'parameters': "
-        "['*norm.weight'], 'lr_scale': 0.5, 'weight_decay': None, 'optimizer': None} (was absent), "
+        "training.dtype = 'bfloat16' (was 'float32'), optimizer.groups.0 = {parameters = "
+        "['*norm.weight'], lr_scale = 0.5} (was absent), "
         "compile.enable = false (was true), metrics.log_freq = 5 (was 10)"
     )
 
@@ -286,7 +287,7 @@ def test_a_config_of_another_version_is_no_obstacle(resume, caplog) -> None:
         "optimizer.beta1 = 0.8 (was 0.9)",
         "training.steps = 10000 (was 'many')",
         "optimizer.momentum = absent (was 0.9)",
-        "fp8 = absent (was {'enable': True})",
+        "fp8 = absent (was {enable = true})",
         "validation.enable = true (was absent)",
     ):
         assert change in text
@@ -332,3 +333,8 @@ def test_a_change_keeps_what_was_given() -> None:
     assert after.model.model_fields_set == {"flavor", "frozen"}
     assert after.training.model_fields_set == {"steps"}
     assert changed(after, {}) == after
+
+
+@pytest.mark.parametrize("table", [{"a b": 1}, {"a.b": [True, {"c-d": "e"}]}, {"é": {}, "f_1": []}])
+def test_a_table_is_shown_as_a_toml_has_it(table) -> None:
+    assert tomllib.loads(f"key = {shown(table | {'none': None})}") == {"key": table}
