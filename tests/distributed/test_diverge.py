@@ -312,6 +312,22 @@ def test_a_replay_leaves_out_what_only_watches(base: Path, tmp_path: Path) -> No
     assert (config.metrics.layer_stats_freq, config.sentry.interval) == (0, 0)
 
 
+def test_steps_behind_a_flip_are_of_the_same_config_ranks_and_stage(base: Path) -> None:
+    start = json.loads((base / "history.jsonl").read_text().splitlines()[0]) | {"event": "start"}
+    others = [{}, {"stage": 2}, {"ranks": 2}, {"config": {**start["config"], "x": 1}}]
+    recorded = read_recorded(base)
+    steps = {step: {} for step in range(4)}
+    runs = []
+    for other in others:
+        history = [start, start | {"step": 2} | other]
+        run = dataclasses.replace(recorded.run, history=history)
+        runs.append(dataclasses.replace(recorded, run=run, steps=steps))
+    for a, b, wanted in ((0, 0, [True, True, False]), (0, 1, [True, False, False]),
+                         (2, 0, [True, False, False]), (0, 3, [True, False, False])):  # fmt: skip
+        taken = replays.Replays(runs[a], runs[b], None, 0, 2)
+        assert [taken._is_as_last(step) for step in (2, 3, 4)] == wanted
+
+
 def test_the_process_of_other_code_ends_with_an_error_here(
     base: Path, tmp_path: Path, monkeypatch
 ) -> None:

@@ -179,7 +179,10 @@ def _of_elements(tries: Tries, wanted: Mapping[int, Row], saved: Sequence[str]) 
         tries.update(step, norms[step], group)
         sound.append({name: _copies(tries.values(name)) for name in names})
     later_of = cache(lambda name, key: _later(tries, saved, name, key))
-    for value, bit in product(dict.fromkeys([GRADIENT, *chain(*sound[0].values())]), BITS):
+    # an update of full matrices is collective, so a rank without such state takes it, too
+    everywhere: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everywhere, [GRADIENT, *chain(*sound[0].values())])
+    for value, bit in product(dict.fromkeys(chain(*everywhere)), BITS):
         hits, changes = dict.fromkeys(names, torch.tensor(True)), dict[str, Values]()
         tries.reset()
         for number, step in enumerate(wanted):

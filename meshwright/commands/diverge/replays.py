@@ -8,6 +8,7 @@ from argparse import Namespace
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
+from itertools import takewhile
 from pathlib import Path
 from tempfile import TemporaryDirectory, mkdtemp
 from typing import Any
@@ -121,11 +122,10 @@ class Replays:
         runs = self._a, self._b
         folders = [run.checkpoint_folder(run.start_of(self._last)) for run in runs]
         saved = [] if later is None else [str(commit.step_folder(one, later)) for one in folders]
-        common = self._a.steps.keys() & self._b.steps.keys()
-        steps = sorted(common & {*range(self._last, self._last + 1 + MOST_BEHIND)})
+        steps = [*takewhile(self._is_as_last, range(self._last, self._last + 1 + MOST_BEHIND))]
         records = [{step: run.steps[step] for step in steps} for run in runs]
         known = None
-        if self._last in steps:
+        if steps:
             known = Known(records, steps[-1] - self._last, weights, saved)
         interval = Interval(
             self._config(self._a, self._a, self._start["ranks"], {}),
@@ -136,6 +136,15 @@ class Replays:
         )
         ((taken,),), _, _ = self._work([interval], [])
         return taken["steps"], taken["flips"]
+
+    def _is_as_last(self, step: int) -> bool:
+        """Return whether both runs have a step, taken with the config and the ranks of the last."""
+        runs, keys = (self._a, self._b), ("config", "ranks", "stage")
+        return all(step in run.steps for run in runs) and all(
+            run.start_of(step).get(key) == run.start_of(self._last).get(key)
+            for run in runs
+            for key in keys
+        )
 
     def on_one_process(self, traced: int, *, is_crossed: bool) -> Findings:
         """Take the steps with the facts of each run, A's also with other microbatches.

@@ -248,7 +248,7 @@ class Comparison:
                 found = self._retake(replays, begin, last)
                 if found is None:
                     return self._one_of(other)
-                if self._is_crossed and not (found.crossed or found.value):
+                if self._is_crossed and last > begin + 1 and not (found.crossed or found.value):
                     # what changes the update of the last step shows in no loss or norm of it
                     found = replays.on_one_process(last, is_crossed=True)
                 if found.crossed or found.value:
