@@ -24,6 +24,7 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
+from decimal import Decimal
 from pathlib import Path
 
 import tomli_w
@@ -178,7 +179,7 @@ def machine() -> str:
 
 def agrees(found: float, was: float, within: float) -> bool:
     """Return whether a measured figure is the card's, to as many decimals as the card has."""
-    decimals = len(str(was).partition(".")[2])
+    decimals = -int(Decimal(str(was)).as_tuple().exponent)
     return abs(round(found, decimals) - was) <= within * abs(was)
 
 

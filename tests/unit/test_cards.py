@@ -136,6 +136,8 @@ def test_a_figure_agrees_to_the_decimals_of_its_card() -> None:
     assert not cards.agrees(63.28, 63.27, 0.0)
     assert not cards.agrees(63.24, 63.3, 0.0)
     assert cards.agrees(4.4249, 4.4247, 0.001)
+    assert cards.agrees(6.14e-06, 6.1e-06, 0.0)
+    assert not cards.agrees(6.16e-06, 6.1e-06, 0.0)
 
 
 @pytest.mark.parametrize("command", ["false", "true"])
