@@ -16,11 +16,11 @@ from meshwright.commands.diverge import replays, verdict
 from meshwright.commands.diverge.checkpoints import Element, Place, lone_element, suspects
 from meshwright.commands.diverge.command import EXIT_UNEXPLAINED
 from meshwright.commands.diverge.facts import Fact, compare_facts
-from meshwright.commands.diverge.flips import likely_bits, size_of, steps_alike
+from meshwright.commands.diverge.flips import likely_bits, size_of, stands_out, steps_alike
 from meshwright.commands.diverge.records import OtherStep, compare_rows
 from meshwright.commands.diverge.replays import first_far
 from meshwright.commands.diverge.trace import first_other_value
-from meshwright.commands.diverge.tries import flip_bits
+from meshwright.commands.diverge.tries import Flip, flip_bits
 from meshwright.commands.diverge.verdict import Comparison, Verdict
 from meshwright.commands.replay.recorded import read_recorded
 from meshwright.system import errors
@@ -437,6 +437,15 @@ def test_steps_are_alike_as_far_as_they_begin_with_the_same_weights() -> None:
     assert steps_alike([rows("a", "b", "c", "d"), rows("a", "b", "x", "y")], range(4)) == [0, 1, 2]
     assert steps_alike([rows("a", None, "c"), rows("a", None, "c")], range(3)) == [0]
     assert steps_alike([rows("a"), {}], range(3)) == []
+
+
+def test_a_flip_stands_out_if_its_element_is_much_further_off_than_others() -> None:
+    first, other = (Place("w", "weight", index, 0, False) for index in ((1,), (2,)))
+    sure = [Flip(first, 3, size=10.5), Flip(first, 4, size=9.0), Flip(other, 3, size=1.0)]
+    assert stands_out(sure)
+    assert stands_out(sure[:2]), "two bits of one element"
+    assert stands_out([])
+    assert not stands_out([Flip(first, 3, size=9.5), *sure[1:]])
 
 
 def test_an_element_is_off_later_by_what_a_flip_can_explain() -> None:

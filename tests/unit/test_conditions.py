@@ -205,6 +205,25 @@ def test_a_window_or_a_kernel_that_does_nothing_is_told(said: str, words: str, o
     assert not any(note.startswith(beginning) for note in notes)
 
 
+def test_a_window_is_told_if_the_longest_sequences_of_all_stages_lie_in_it(tmp_path) -> None:
+    (tmp_path / "a.toml").write_text("""
+training.steps = 20
+model = {name = "mistral", tokenizer_path = "bytes", args = {window = 256}}
+checkpoint.enable = true
+[[training.stages]]
+seq_len = 128
+until_tokens = 10240
+[[training.stages]]
+seq_len = 512
+""")
+    words = [str(tmp_path / "a.toml"), "--training.global_batch_size=8", "--training.seq_len=64"]
+    for window, is_told in (("256", False), ("1000", True)):
+        notes = resolved(load_config([*words, f"--model.args.window={window}"]), 1).notes
+        said = f"model.args.window = {window} leaves out no token, since training.seq_len = 512;"
+        assert any(said in note for note in notes) == is_told
+        assert any("leaves out" in note for note in notes) == is_told
+
+
 def test_validation_on_other_data_than_training_is_told(tmp_path, capsys) -> None:
     (tmp_path / "a.txt").write_text("some words")
     own = 'dataset = "text"\ndataset_path = "a.txt"\n'

@@ -121,6 +121,7 @@ def test_tensor_parallelism_must_divide_the_key_heads() -> None:
         {},
         {"num_attention_heads": 6, "hidden_size": 96},
         {"linear_num_key_heads": 5, "linear_key_head_dim": 10},
+        {"linear_num_key_heads": 15},
         {"rope_parameters": {"rope_theta": None, "rope_type": "default"}},
         {"rope_parameters": None, "rope_theta": None},
         {"rope_theta": 500000.0},

@@ -9,6 +9,7 @@ import pytest
 from pydantic import BaseModel, Field
 
 from meshwright.commands.main import run
+from meshwright.config import own_options as own_options_module
 from meshwright.config.fields import entries
 from meshwright.config.loader import load_config
 from meshwright.system.errors import ConfigError
@@ -70,6 +71,18 @@ def test_options_have_the_values_of_the_config_or_their_defaults(tmp_path: Path)
 def test_a_wrong_option_is_one_error(tmp_path: Path, word: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         options_of(tmp_path, word)
+
+
+@pytest.mark.parametrize("written", ['{"beta": "x"}', '{"betta": 1}'])
+def test_options_of_a_process_that_tokenizes_are_held_to_their_model(written, monkeypatch) -> None:
+    class Plain(BaseModel):
+        beta: float = 0.9
+
+    monkeypatch.setitem(own_options_module.OPTIONS, "plain", Plain)
+    assert own_options_module.options_of("plain", "").model_dump() == {"beta": 0.9}
+    assert own_options_module.options_of("other", written) is None
+    with pytest.raises(ConfigError, match="options.plain.bet"):
+        own_options_module.options_of("plain", written)
 
 
 def test_a_table_of_something_else_is_one_error(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from meshwright.commands.prove.plain_decoder import (
     angles,
 )
 from meshwright.commands.prove.plain_optimizer import PlainMuon, optimizers, schedule
+from meshwright.commands.prove.weights import BRANCH_SCALE, calm_post_norms
 from meshwright.config.job_config import Average, JobConfig
 from meshwright.config.loader import load_config
 from meshwright.config.optimizer import Muon, Optimizer, ParameterGroup
@@ -29,7 +30,7 @@ from meshwright.models.decoder import Decoder
 from meshwright.models.families import FAMILIES, MODELS
 from meshwright.models.loss import IGNORE
 from meshwright.train.optim.schedules import warmup_stable_decay
-from tests.helpers.families import cases, family_of, two_of_each
+from tests.helpers.families import cases, family_of, small, two_of_each
 from tests.helpers.hf import in_transformers, random_model, their_tensors
 from tests.helpers.plain import Recorded, plain_loss, some_batch
 
@@ -270,3 +271,27 @@ def test_a_plain_batch_knows_padding_and_where_documents_begin(mask_documents: b
     else:
         assert second.tokens.tolist() == [[3, 4, 5, 6, 7, 0, 0, 0]]
         assert second.labels.tolist() == [[4, 5, 6, 7, 8] + [plain_decoder.UNCOUNTED] * 3]
+
+
+@pytest.mark.parametrize(
+    ("name", "ends"),
+    [
+        ("llama", r"never"),
+        ("olmo2", r"layers\.\d\.(attention|ffn)_norm\.weight"),
+        ("gemma2", r"layers\.\d\.post_(attention|ffn)_norm\.weight"),
+        # full_every = 2, and norms are at the beginning in layers with linear attention
+        ("olmo_hybrid", r"layers\.1\.(attention|ffn)_norm\.weight"),
+    ],
+)
+def test_a_proof_calms_the_norms_at_the_end_of_blocks_only(name: str, ends: str) -> None:
+    model = random_model(small(MODELS[name], vocab_size=131))
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    calm_post_norms(model)
+    for n, after in model.named_parameters():
+        offset = int(model.table.parameters[n].is_offset)
+        if re.fullmatch(ends, n):
+            assert_close(after + offset, (before[n] + offset) * BRANCH_SCALE, n)
+        elif n != "tok_embeddings.weight":
+            assert torch.equal(after, before[n]), n
+    is_scaled = not torch.equal(before["tok_embeddings.weight"], model.tok_embeddings.weight)
+    assert is_scaled == name.startswith("olmo")

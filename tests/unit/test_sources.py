@@ -27,7 +27,7 @@ from meshwright.datasets.opening import open_data
 from meshwright.datasets.recipe import TokenizationSpec
 from meshwright.datasets.rows import Document, Documents, IndexedDocuments, unreadable
 from meshwright.datasets.samples import CachedSamples
-from meshwright.datasets.sources import by_suffix, find_dataset, openable
+from meshwright.datasets.sources import DatasetSpec, by_suffix, find_dataset, openable
 from meshwright.datasets.token_cache.tokenizing import open_cache
 from meshwright.datasets.tokenizers.kinds import build_tokenizer
 from meshwright.system.errors import ConfigError, RecordError, StorageError
@@ -594,3 +594,8 @@ def test_rare_suffixes_are_added_up() -> None:
     """A folder of shards may have thousands: data.0001, data.0002, ..."""
     paths = ["a.txt", *(f"data.{number:04}" for number in range(1000))]
     assert by_suffix([*paths, "b.txt"]) == ["2 .txt", "1 .0000", "1 .0001", "1 .0002", "997 others"]
+
+
+def test_a_dataset_says_in_known_words_whether_it_has_a_path() -> None:
+    with pytest.raises(ValueError, match="path = 'needed': choose from none, optional, required"):
+        DatasetSpec(print, print, path="needed")

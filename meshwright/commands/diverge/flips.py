@@ -90,7 +90,7 @@ def find_flips(job: RunningJob, batches: Mapping[int, list[Batch]], known: Known
     flips = _before_update(tries, wanted, known.saved[order])
     # a step that begins with other weights is a proof, for every sum of it depends on them
     is_proof = ours[alike[-1]]["weights"] != theirs[alike[-1]]["weights"] and alike != steps
-    if not (is_proof or _stands_out(flips)):
+    if not (is_proof or stands_out(flips)):
         flips = []
     begin, found = time.monotonic(), list[Flip]()
     for number, flip in enumerate([*flips, *_of_weights(tries, known.weights)]):
@@ -118,7 +118,7 @@ def steps_alike(records: Sequence[Mapping[int, Row]], steps: Sequence[int]) -> l
     return found
 
 
-def _stands_out(flips: Sequence[Flip]) -> bool:
+def stands_out(flips: Sequence[Flip]) -> bool:
     """Return whether the first element is much further off than all others."""
     others = [flip.size for flip in flips if flip.place.element != flips[0].place.element]
     return not others or flips[0].size > TIMES_NEXT * others[0]
