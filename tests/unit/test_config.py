@@ -199,7 +199,7 @@ MISTAKES = f"""
 --training.steps => --training.steps: needs a value fix: write --training.steps=VALUE
 --training.steps 3 --training.steps=3 => --training.steps: given twice
 training.steps=3 => expected --section.key value fix: write --training.steps=3
---training.steps.x 3 => training.steps = {{'x': 3}}: must be a whole number
+--training.steps.x 3 => training.steps = {{x = 3}}: must be a whole number
 --training.seed 007 => --training.seed = '007': must be a whole number fix: write 7
 --optimizer.lr=-1e-3 => --optimizer.lr = -0.001: should be greater than 0
 --compile.enable my.toml => but a CONFIG fix: write --compile.enable=true my.toml
