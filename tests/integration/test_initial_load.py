@@ -216,7 +216,7 @@ def sound(tmp_path_factory) -> Path:
         ),
         (
             config(rope_parameters=LLAMA3),
-            ("model.args.rope_scaling = none: ", "fix: set model.args.rope_scaling = { factor = 4"),
+            ("model.args.rope_scaling = none: ", "fix: set model.args.rope_scaling = {factor = 4"),
         ),
     ],
     ids=lambda value: getattr(value, "__name__", None),

@@ -1,6 +1,8 @@
 """Model folders of Hugging Face: in, out, and what is wrong with them."""
 
 import json
+import tomllib
+from dataclasses import asdict
 from pathlib import Path
 from unittest.mock import Mock, patch
 
@@ -9,9 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from meshwright.checkpoint.conversion.hf_folder import find_family, find_tensors
-from meshwright.models.config_json import FULL, SLIDING
+from meshwright.checkpoint.conversion.hf_folder import check_args, find_family, find_tensors
+from meshwright.models.config_json import FULL, SLIDING, Dimension
 from meshwright.models.families import MODELS
+from meshwright.models.rope_scaling import Yarn
 from meshwright.system.errors import ConfigError
 from meshwright.system.files import NamedPath
 from tests.helpers.cli import export
@@ -259,3 +262,13 @@ def test_a_file_that_may_not_be_read_is_not_damaged(tmp_path) -> None:
         pytest.raises(ConfigError, match="model.safetensors cannot be read: Permission denied"),
     ):
         find_tensors(NamedPath("folder", tmp_path))
+
+
+def test_the_fix_of_a_stretched_rotation_is_a_toml_that_has_it() -> None:
+    yarn = Yarn(factor=4.0, original_seq_len=16, truncate=False)
+    args = MODELS["gpt_oss"].flavors["debugmodel"]
+    with pytest.raises(ConfigError) as error:
+        check_args(args, {"rope_scaling": Dimension("rope_scaling", yarn)}, "config.json")
+    toml = tomllib.loads(str(error.value).partition("fix: set ")[2])
+    given = {key: value for key, value in asdict(yarn).items() if value is not None}
+    assert toml == {"model": {"args": {"rope_scaling": given}}}

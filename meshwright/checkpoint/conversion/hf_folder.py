@@ -299,7 +299,7 @@ def check_args(args: DecoderArgs, there: Mapping[str, Dimension], file: str) -> 
 
 def _as_toml(value: object) -> str:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return f"{{ {', '.join(f'{k} = {v}' for k, v in dataclasses.asdict(value).items())} }}"
+        return as_toml(dataclasses.asdict(value))
     return "none" if value is None else as_toml(value)
 
 
