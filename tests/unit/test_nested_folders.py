@@ -154,10 +154,19 @@ def test_check_takes_such_a_folder_and_names_what_is_wrong_in_it(tmp_path, capsy
         assert said in refusal()
 
 
-def test_the_ends_of_a_folder_without_a_text_model_are_an_error(tmp_path) -> None:
-    (tmp_path / "config.json").write_text('{"text_config": 3}')
-    with pytest.raises(ConfigError, match="config.json: text_config is 3, not a table"):
-        declared_ends(NamedPath("checkpoint.initial_load_path", tmp_path))
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ('{"text_config": 3}', "config.json: text_config is 3, not a table"),
+        ("[]", "config.json holds no JSON object"),
+    ],
+)
+def test_ends_that_cannot_be_read_are_an_error_with_one_place(text, says, tmp_path) -> None:
+    (tmp_path / "config.json").write_text(text)
+    place = NamedPath("checkpoint.initial_load_path", tmp_path)
+    with pytest.raises(ConfigError) as error:
+        declared_ends(place)
+    assert str(error.value) == f"checkpoint.initial_load_path = '{tmp_path}': {says}"
 
 
 PUBLISHED = {

@@ -133,8 +133,9 @@ def declared_ends(place: NamedPath) -> frozenset[int]:
     found = set[int]()
     for name in (CONFIG, GENERATION_CONFIG):
         if (place.path / name).is_file():
+            config = place.read_json(name)
             try:
-                ids: Any = text_config(place.read_json(name)).get("eos_token_id")
+                ids: Any = text_config(config).get("eos_token_id")
             except ValueError as error:
                 raise place.error(f"{name}: {error}") from None
             found |= {i for i in (ids if isinstance(ids, list) else [ids]) if isinstance(i, int)}
