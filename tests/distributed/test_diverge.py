@@ -119,6 +119,18 @@ def test_a_flipped_bit_is_named_with_its_element_and_rank(
 
 
 @pytest.mark.slow
+def test_a_replica_takes_each_try_of_updates_that_are_collective(tmp_path: Path, capsys) -> None:
+    """Muon brings matrices together, and only the first replica looks at its state."""
+    words = ["--parallelism.data_parallel_replicate_degree", 2, "--optimizer.name", "muon"]
+    words += ["--parallelism.data_parallel_shard_degree", 1]
+    on_ranks(tmp_path / "a", *words)
+    on_ranks(tmp_path / "b", *words, FLIP="exp_avg 6 0 7 22 layers.1.attention_norm.weight")
+    verdict = _result(capsys, 1, tmp_path / "a", tmp_path / "b")["verdict"]
+    assert verdict["names"] == ["layers.1.attention_norm.weight", "exp_avg"]
+    assert (verdict["step"], verdict["element"]) == (6, [7])
+
+
+@pytest.mark.slow
 def test_a_bit_of_a_collective_is_named_with_its_rank(tmp_path: Path, capsys) -> None:
     """Of the second rank: the first, which writes the record, has the right norm."""
     on_ranks(tmp_path / "a", *TWO)
