@@ -35,7 +35,6 @@ SETTINGS = {
     "docs/ladder.md": ["6 minutes"],
     "docs/monitoring.md": ["10 seconds"],
     "docs/quickstart.md": ["5 GB", "1.4 GB"],
-    "docs/replay.md": ["30 s"],
     "docs/troubleshooting.md": ["600 s", "10 s", "60 s"],
     "train_configs/game_cpu.toml": ["2 minutes"],
 }
