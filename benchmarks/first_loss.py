@@ -62,7 +62,7 @@ def first_losses(args: DecoderArgs, starts: list[tuple[float, float | None, bool
     tokens = torch.randint(args.vocab_size, (1, SEQ_LEN + 1))
     states = [std * rows[tokens[:, :-1]] for std, _, _ in starts]
     signs = 1.0 - 2.0 * (torch.arange(dim) % 2)
-    cos, sin = rope_cache(SEQ_LEN, table.ropes[0]).unbind(0)
+    cos, sin = rope_cache(SEQ_LEN, table.ropes[0]).unbind(0) if table.ropes else (None, None)
     block = Block(table.layers[0])
     for buffer in block.buffers():
         buffer.zero_()

@@ -42,14 +42,14 @@ class RMSNorm(nn.RMSNorm):
 
     Attributes:
         is_offset: the factor is 1 + w, as Gemma's code has it. It is added and multiplied in fp32,
-            since near 1 bf16 would round w away.
+            since near 1 bf16 would round w away; w itself has the type of x, as FSDP2 gives it.
     """
 
     is_offset = False
 
     def forward(self, x: Tensor) -> Tensor:  # (..., D) -> (..., D)
         if self.is_offset:
-            factor = 1.0 + self.weight.float()
+            factor = 1.0 + cast(self.weight, x.dtype).float()
             return F.rms_norm(x.float(), self.normalized_shape, factor, self.eps).type_as(x)
         return F.rms_norm(x, self.normalized_shape, cast(self.weight, x.dtype), self.eps)
 

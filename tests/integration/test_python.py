@@ -228,8 +228,8 @@ def test_load_gives_the_errors_of_the_command_line(tmp_path: Path) -> None:
         mw.load(job, {"training.steps": -5})
     for arguments, fix in (
         ((None,), r"config is None, .*\n  fix: write load\("),
-        (({1: 2},), r"config is \{1: 2\}, .*\n  fix: write load\("),
-        (("debug_model", {1: 2}), r"overrides is \{1: 2\}, not a dict with dotted keys\n  fix: "),
+        (({1: 2},), r"config is \{1 = 2\}, .*\n  fix: write load\("),
+        (("debug_model", {1: 2}), r"overrides is \{1 = 2\}, not a dict with dotted keys\n  fix: "),
         (("debug_model", "training.steps=5"), "overrides is 'training.steps=5', not a dict"),
     ):
         with pytest.raises(mw.ConfigError, match=fix):

@@ -49,7 +49,7 @@ RECIPES: dict[str, tuple[str, dict[str, Any]]] = {
 def _as_before(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     monkeypatch.chdir(tmp_path)
     Path("poem.txt").write_text("--".join(f"stanza {i} of a long poem" for i in range(400)))
-    tables = [(known, dict(known)) for known, _ in TABLES.values() if known is not None]
+    tables = [(known, dict(known)) for known, *_ in TABLES.values() if known is not None]
     yield
     for known, before in tables:
         known.clear()

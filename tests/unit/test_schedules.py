@@ -118,7 +118,7 @@ def own(tmp_path, monkeypatch):
     monkeypatch.setattr("meshwright.train.resolve_model.SCHEDULES", table := dict(SCHEDULES))
     for module in (registry, schedules):
         monkeypatch.setattr(module, "SCHEDULES", table)
-    monkeypatch.setitem(TABLES, "SCHEDULES", (table, TABLES["SCHEDULES"][1]))
+    monkeypatch.setitem(TABLES, "SCHEDULES", (table, *TABLES["SCHEDULES"][1:]))
 
     def words(code: str, name: str, *others: str) -> list[str]:
         path = tmp_path / f"{name}.py"

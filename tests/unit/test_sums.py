@@ -112,6 +112,21 @@ def test_gradients_of_a_norms_weight(own) -> None:
     assert norm.weight.grad.tolist() == [MANY] * DIM
 
 
+@pytest.mark.parametrize("is_offset", [False, True])
+def test_a_norms_weight_in_fp32_counts_and_is_summed_as_fsdp2s_in_bf16(is_offset: bool) -> None:
+    """One process has it in fp32: equal to ranks, it is rounded before use, and its gradient is."""
+    found, x = [], torch.randn(1, 64, DIM, generator=torch.manual_seed(0)).bfloat16()
+    for own in (torch.bfloat16, torch.float32):
+        norm = RMSNorm(DIM, eps=0.0).to(own)
+        norm.is_offset = is_offset
+        with torch.no_grad():
+            norm.weight.fill_(0.1003)
+        y = norm(x)
+        y.backward(x)
+        found.append((y.tolist(), norm.weight.grad.tolist()))
+    assert found[0] == found[1]
+
+
 def test_gradients_of_an_experts_weight() -> None:
     x = rows_of(*[1.0] * MANY)
     ends = torch.tensor([MANY - 64, MANY], dtype=torch.int32)

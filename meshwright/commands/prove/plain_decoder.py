@@ -174,7 +174,12 @@ def widening(args: Args) -> float:
 
 def is_recurrent(args: Args, layer: int) -> bool:
     """Return whether a layer has the gated delta rule, arXiv:2412.06464, instead of attention."""
-    return "linear_num_key_heads" in args and (layer + 1) % args["full_every"] != 0
+    return "linear_num_key_heads" in args and not is_nth(args, layer, "full_every")
+
+
+def is_nth(args: Args, layer: int, key: str) -> bool:
+    """Return whether a layer is one of every so many; those of MTP are as the last one."""
+    return min(layer + 1, args["n_layers"]) % args[key] == 0
 
 
 def _recurrent_shapes(args: Args) -> dict[str, tuple[int, ...]]:
@@ -214,7 +219,7 @@ def rotated_width(args: Args) -> int:
 
 def window_of(args: Args, layer: int) -> int | None:
     """Return how many tokens a token sees in a layer, with itself; None: all before."""
-    if "full_every" in args and (layer + 1) % args["full_every"] == 0:
+    if "full_every" in args and is_nth(args, layer, "full_every"):
         return None
     return args.get("window")
 
@@ -358,7 +363,7 @@ class Plain:
             turned, window = angles(self._name, args, positions, layer), window_of(args, layer)
             length = self._stretch[positions].unsqueeze(-1) * amplitude(self._name, args, layer)
             rotation: Tensor | None = torch.polar(length.expand_as(turned), turned)
-            if "no_rope_every" in args and (layer + 1) % args["no_rope_every"] == 0:
+            if "no_rope_every" in args and is_nth(args, layer, "no_rope_every"):
                 rotation = None
             near = sees if window is None else sees & (distance < window)
             if is_recurrent(args, layer):
