@@ -266,7 +266,7 @@ def test_diff_names_what_one_of_them_lacks(made, tmp_path, capsys) -> None:
         "model.layers.2.ffn_norm.weight: float32 32 in A, absent in B",
         "model.layers.0.feed_forward.w1.weight: float32 66x32 in A, float32 64x32 in B",
         "model_args.n_layers 3 2",
-        "training absent {'steps': 3}",
+        "training absent {steps = 3}",
         "config, keys that differ: 2",
     ):
         assert line.split() in found, line

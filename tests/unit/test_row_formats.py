@@ -177,7 +177,7 @@ def test_any_other_column_that_is_not_used_is_counted(name: str) -> None:
         ("messages", {"messages": [{"role": "user", "content": None}]},
          "message 1 (user) has neither content nor tool_calls"),
         ("messages", {"messages": [HELLO[0], {"role": "assistant", "content": {"a": 1}}]},
-         "message 2 (assistant): its content is {'a': 1}, not a text"),
+         "message 2 (assistant): its content is {a = 1}, not a text"),
         ("messages", {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
          "message 1 (user): a part of its content is of type 'image', not a text"),
         ("messages", {"messages": [HELLO[0], HELLO[1] | {"weight": 0.5}]},

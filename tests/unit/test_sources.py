@@ -282,7 +282,7 @@ def test_a_function_makes_documents_of_rows(folder: Path, monkeypatch) -> None:
         ("my_formats2:turn", "has no function turn\n  fix: did you mean turns"),
         ("no_such_module:f", "cannot be imported: ModuleNotFoundError"),
         ("/no/such.py:f", "cannot be imported: FileNotFoundError"),
-        ("alpacca", 'cannot be imported: .*\n.* or "alpaca", "sharegpt", "messages"'),
+        ("alpacca", "no such format\n  fix: did you mean alpaca"),
         ("my_formats2:constant", "has no function constant"),
     ],
 )
