@@ -27,6 +27,7 @@ CASES = {  # words, and the end of the output
         + [f"--only={fault}" for fault in FAULTS],
         "all as they should be, in .* s\n$",
     ),
+    "moved_jobs": (["--jobs=1", "--seed=1"], "  0 equal .*\n1 jobs, seed 1: 0 wrong .*\n$"),
     "random_configs": (
         ["--configs=2", "--seed=11", "--most-ranks=2"],
         "(.* equal .*\n){2}.* in .*\n2 configs, seed 11: 0 wrong\n$",
