@@ -14,7 +14,7 @@ import pytest
 from meshwright.system.errors import EXIT_CONFIG
 from tests.helpers.forked import Forked, ForkedRanks
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).resolve().parents[2]
 LAUNCHER = ROOT / "run_llama_train.sh"
 CONFIG = ROOT / "tests/integration/tiny.toml"
 
