@@ -25,7 +25,9 @@ MESHES = {
 """Degrees by the name in the picture; the first is the reference."""
 COLOURS = ("#8c959f", "#2f81f7", "#e0823d", "#2da44e", "#bf4bce", "#e5534b")
 WIDTH, LEFT, RIGHT = 600, 72, 16
-TOP, UPPER, GAP, LOWER = 32, 230, 50, 140
+TOP, UPPER, GAP, LOWER = 32, 230, 50, 150
+EQUAL, LARGEST = -8, -2
+"""Powers of ten at the ends of the lower axis."""
 FONT = 18
 """Readable on a phone, where the drawing is about 0.6 times as wide."""
 
@@ -78,14 +80,15 @@ def drawing(runs: dict[str, list[float]]) -> Iterator[str]:
         yield f'<rect {key} fill="{COLOURS[i]}"/>'
         yield text(WIDTH - 168, y, name)
     yield text(LEFT, below - 12, f"relative difference from {first}")
-    for power in range(-8, -3):
-        yield from rule(below + (-4 - power) / 4 * LOWER, f"1e{power}" if power > -8 else "equal")
+    for power in range(EQUAL, LARGEST + 1, 2):
+        y = below + (LARGEST - power) / (LARGEST - EQUAL) * LOWER
+        yield from rule(y, f"1e{power}" if power > EQUAL else "equal")
     for i, (_, values) in enumerate(others, 1):
         differences = [
-            math.log10(max(abs(mine - one) / one, 1e-8))
+            math.log10(max(abs(mine - one) / one, 10**EQUAL))
             for mine, one in zip(values, reference, strict=True)
         ]
-        points = line(differences, -8, -4, below, LOWER)
+        points = line(differences, EQUAL, LARGEST, below, LOWER)
         yield f'<polyline stroke="{COLOURS[i]}" stroke-width="1.5" points="{points}"/>'
     yield text(LEFT, below + LOWER + 24, "step 1")
     yield text(WIDTH - RIGHT - 10, below + LOWER + 24, str(STEPS), centered=True)
