@@ -16,10 +16,12 @@ from tests.helpers.jobs import ROOT, ended, environment
 pytestmark = pytest.mark.slow
 FAULTS = ["stray_files", *["full"] * (os.geteuid() == 0)]
 CASES = {  # words, and the end of the output
+    "carried_rates": (["--widths", "32", "64", "--steps=12"], r"best: \S+, \S+, in .* min\n$"),
     "consumers": (
         ["--only=transformers", "--family=qwen3", "--seed=3"],
         r"(\| transformers .* \| (bytes|pieces) \| equal; \de-0[5-9] \|\n){2}$",
     ),
+    "every_mesh": (["gpt_oss", "--cases=1"], "gpt_oss: 1 of 1 cases equal one process\n$"),
     "hangs": (["--ranks=2", "--limit=5", "--cases=save:stop"], r"save +stop +0 +save .*\n$"),
     "interruptions": (
         # a kill during a save in the background
@@ -28,6 +30,10 @@ CASES = {  # words, and the end of the output
         "all as they should be, in .* s\n$",
     ),
     "moved_jobs": (["--jobs=1", "--seed=1"], "  0 equal .*\n1 jobs, seed 1: 0 wrong .*\n$"),
+    "real_arms": (
+        ["nulls", "--count=1", "--only", "log_freq"],
+        "log_freq +identical +1\n1 null arms, seed 0: 0 of 1 verdicts are wrong\nin .* s\n$",
+    ),
     "random_configs": (
         ["--configs=2", "--seed=11", "--most-ranks=2"],
         "(.* equal .*\n){2}.* in .*\n2 configs, seed 11: 0 wrong\n$",
