@@ -50,7 +50,7 @@ def main() -> None:
             rows.append(row)
             minutes = (time.perf_counter() - start) / 60
             print(report.line(f"{minutes:5.1f}", report.cells(row)), flush=True)
-            for line in row.verdict.failures:
+            for line in [*row.verdict.failures, *row.verdict.details.splitlines()]:
                 print(f"      {line}", flush=True)
             has_failed |= bool(row.verdict.failures)
         print(f"{name}: {report.summary(rows, len(part))}", flush=True)
