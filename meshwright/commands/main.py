@@ -235,7 +235,9 @@ def run(words: Sequence[str]) -> None:
     if name not in COMMANDS:
         within = [command for command in COMMANDS if command.startswith(f"{name} ")]
         if within and words[1:2] in ([], ["--help"], ["-h"]):
-            _print_commands(f"{name} ", within)
+            print(f"usage: meshwright {name} COMMAND ...\n")
+            _print_purposes(within)
+            print(f"\n`meshwright {name} COMMAND --help` has options and an example.")
             return
         wrong = " ".join(words[:2]) if within else name
         fix = errors.did_you_mean(wrong, within or [*COMMANDS, "--help", "--version"])
@@ -297,12 +299,6 @@ def _print_groups() -> None:
         _print_purposes(list(group))
     print("\n--version prints the version.")
     print("\nA first run, in minutes on a CPU: meshwright train debug_model")
-
-
-def _print_commands(prefix: str, names: Sequence[str]) -> None:
-    print(f"usage: meshwright {prefix}COMMAND ...\n")
-    _print_purposes(names)
-    print(f"\n`meshwright {prefix}COMMAND --help` has options and an example.")
 
 
 def _print_purposes(names: Sequence[str]) -> None:

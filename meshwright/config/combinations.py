@@ -8,11 +8,20 @@ from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from math import inf
 
-from meshwright.config.fields import value_of
 from meshwright.config.job_config import Checkpoint, JobConfig, suits_cpu_attention
 from meshwright.config.optimizer import Muon
 from meshwright.config.parallelism import Compile, Float8
-from meshwright.config.rules import Check, Facts, Idle, Row, Rule, idle_unless, idle_while
+from meshwright.config.rules import (
+    Check,
+    Facts,
+    Idle,
+    Row,
+    Rule,
+    given_while,
+    idle_unless,
+    idle_while,
+    is_given,
+)
 from meshwright.config.section import Section
 from meshwright.config.training import Source, Validation
 from meshwright.models.table import DecoderSpec
@@ -20,6 +29,7 @@ from meshwright.system.errors import ConfigError, config_error
 
 WITHOUT_PIPELINE = "leave it out, or set parallelism.pipeline_parallel_degree = 1"
 ENABLE_CHECKPOINTS = "set checkpoint.enable = true"
+WITHOUT_SENTRY = "leave [sentry] out"
 ONE_OF_TWO = "leave one of the two out"
 USE_INDUCTOR = 'set compile.enable = true and compile.backend = "inductor"'
 EARLY_STEP = "optimizer.early_step_in_backward"
@@ -28,12 +38,14 @@ EXTRAS = {"wandb": "wandb", "torchao": "float8"}
 
 
 def _not_installed(key: str, package: str) -> Rule[Facts]:
-    return Rule(
-        key,
-        lambda c, facts: value_of(c, key) and package in facts.missing_packages,
-        f"{package} is not installed",
-        f"pip install 'meshwright[{EXTRAS[package]}]'",
-    )
+    fix = f"pip install 'meshwright[{EXTRAS[package]}]'"
+    is_missing = f"{package} is not installed"
+    return given_while(key, lambda _, facts: package in facts.missing_packages, is_missing, fix)
+
+
+def _one_of_two(key: str, other: str, says: str) -> Rule[Facts]:
+    """Return the row of two keys of which only one may be given."""
+    return given_while(key, lambda c, _: is_given(c, other), says, ONE_OF_TWO)
 
 
 def _idle_if_off(section: type[Section], name: str) -> Idle[Facts]:
@@ -63,13 +75,10 @@ def _decay_fits(config: JobConfig, _: Facts) -> Iterator[ConfigError]:
 
 SCHEDULE: tuple[Row[Facts], ...] = (
     Check(_decay_fits),
-    Rule(
+    _one_of_two(
         "lr_scheduler.decay_start",
-        lambda c, _: (
-            c.lr_scheduler.decay_start is not None and c.lr_scheduler.decay_ratio is not None
-        ),
+        "lr_scheduler.decay_ratio",
         "lr_scheduler.decay_ratio = {lr_scheduler.decay_ratio} gives the start as well",
-        ONE_OF_TWO,
     ),
     Rule(
         "lr_scheduler.decay_start",
@@ -107,87 +116,72 @@ SCHEDULE: tuple[Row[Facts], ...] = (
 NOTHING_LOADED = "nothing is loaded while checkpoint.enable is false"
 NO_INITIAL_PATH = "nothing is loaded: checkpoint.initial_load_path is not given"
 
+
+def _has_no_checkpoints(config: JobConfig, _: Facts) -> bool:
+    return not config.checkpoint.enable
+
+
+def _has_no_initial_path(config: JobConfig, _: Facts) -> bool:
+    return not config.checkpoint.initial_load_path
+
+
 CHECKPOINTS: tuple[Row[Facts], ...] = (
-    Rule(
+    given_while("checkpoint.load_step", _has_no_checkpoints, NOTHING_LOADED, ENABLE_CHECKPOINTS),
+    given_while("checkpoint.rewind_to", _has_no_checkpoints, NOTHING_LOADED, ENABLE_CHECKPOINTS),
+    _one_of_two(
+        "checkpoint.rewind_to",
         "checkpoint.load_step",
-        lambda c, _: not c.checkpoint.enable and c.checkpoint.load_step != -1,
-        NOTHING_LOADED,
-        ENABLE_CHECKPOINTS,
-    ),
-    Rule(
-        "checkpoint.rewind_to",
-        lambda c, _: not c.checkpoint.enable and c.checkpoint.rewind_to != -1,
-        NOTHING_LOADED,
-        ENABLE_CHECKPOINTS,
-    ),
-    Rule(
-        "checkpoint.rewind_to",
-        lambda c, _: c.checkpoint.rewind_to != -1 and c.checkpoint.load_step != -1,
         "checkpoint.load_step = {checkpoint.load_step} names a checkpoint as well",
-        ONE_OF_TWO,
     ),
-    Rule(
-        "checkpoint.exclude_from_loading",
-        lambda c, _: not c.checkpoint.enable and c.checkpoint.exclude_from_loading,
-        NOTHING_LOADED,
-        ENABLE_CHECKPOINTS,
+    given_while(
+        "checkpoint.exclude_from_loading", _has_no_checkpoints, NOTHING_LOADED, ENABLE_CHECKPOINTS
     ),
-    Rule(
+    given_while(
         "checkpoint.keep_best",
-        lambda c, _: c.checkpoint.keep_best and not c.validation.enable,
+        lambda c, _: not c.validation.enable,
         "without validation no checkpoint is the best",
         "set validation.enable = true, or leave it out",
     ),
-    Rule(
+    given_while(
         "job.max_run_seconds",
-        lambda c, _: c.job.max_run_seconds and not c.checkpoint.enable,
+        _has_no_checkpoints,
         "the steps trained by then would be lost: checkpoint.enable is false",
         ENABLE_CHECKPOINTS,
     ),
-    Rule(
+    given_while(
         "job.max_run_seconds",
-        lambda c, _: c.job.max_run_seconds and c.checkpoint.enable and c.checkpoint.load_only,
+        lambda c, _: c.checkpoint.enable and c.checkpoint.load_only,
         "the steps trained by then would be lost: checkpoint.load_only is true",
         "set checkpoint.load_only = false",
     ),
-    Rule(
+    given_while(
         "checkpoint.initial_load_in_hf",
-        lambda c, _: c.checkpoint.initial_load_in_hf and not c.checkpoint.initial_load_path,
+        _has_no_initial_path,
         NO_INITIAL_PATH,
         "name the folder there; or in model.flavor, which then gives dimensions and tokenizer too",
     ),
-    Rule(
+    given_while(
         "checkpoint.initial_load_upcycle_noise",
-        lambda c, _: (
-            c.checkpoint.initial_load_upcycle_noise is not None
-            and not c.checkpoint.initial_load_path
-        ),
+        _has_no_initial_path,
         NO_INITIAL_PATH,
         "name the dense model's folder there, or leave it out",
     ),
-    Rule(
+    given_while(
         "checkpoint.initial_load_new_mtp",
-        lambda c, _: c.checkpoint.initial_load_new_mtp and not c.checkpoint.initial_load_path,
+        _has_no_initial_path,
         NO_INITIAL_PATH,
         "leave it out: all weights are new",
     ),
-    Rule(
+    given_while(
         "checkpoint.initial_load_new_mtp",
-        lambda c, _: (
-            c.checkpoint.initial_load_new_mtp
-            and c.checkpoint.initial_load_upcycle_noise is not None
-        ),
+        lambda c, _: is_given(c, "checkpoint.initial_load_upcycle_noise"),
         "is not known to work with checkpoint.initial_load_upcycle_noise",
         "start with model.args.mtp_depth = 0, and add the layers in a later job",
     ),
-    Rule(
+    _one_of_two(
         "checkpoint.average.window_tokens",
-        lambda c, _: (
-            c.checkpoint.average.decay is not None
-            and c.checkpoint.average.window_tokens is not None
-        ),
+        "checkpoint.average.decay",
         "checkpoint.average.decay gives the mean as well",
-        ONE_OF_TWO,
     ),
     _idle_if_off(Checkpoint, "checkpoint"),
     idle_while("checkpoint.keep_latest_k", 0, "keep_every_n_steps"),
@@ -228,9 +222,9 @@ def _optimizers(config: JobConfig) -> set[str]:
 
 
 OPTIMIZER: tuple[Row[Facts], ...] = (
-    Rule(
+    given_while(
         EARLY_STEP,
-        lambda c, _: c.optimizer.early_step_in_backward and c.training.max_norm != inf,
+        lambda c, _: c.training.max_norm != inf,
         "gradients are gone before their norm is known, so training.max_norm = {training.max_norm} "
         "cannot be kept",
         "set training.max_norm = inf",
@@ -244,29 +238,17 @@ OPTIMIZER: tuple[Row[Facts], ...] = (
         f"{EARLY_STEP} would update with the gradients of one microbatch",
         ONE_OF_TWO,
     ),
-    Rule(
-        "bad_steps.policy",
-        lambda c, _: c.optimizer.early_step_in_backward and c.bad_steps.policy == "skip",
-        TOO_EARLY,
-        ONE_OF_TWO,
-    ),
-    Rule(
-        "bad_steps.spike_std",
-        lambda c, _: c.optimizer.early_step_in_backward and c.bad_steps.spike_std > 0,
-        TOO_EARLY,
-        ONE_OF_TWO,
-    ),
-    Rule(
+    _one_of_two("bad_steps.policy", EARLY_STEP, TOO_EARLY),
+    _one_of_two("bad_steps.spike_std", EARLY_STEP, TOO_EARLY),
+    _one_of_two(
         "metrics.grad_norm_by_group",
-        lambda c, _: c.optimizer.early_step_in_backward and c.metrics.grad_norm_by_group,
+        EARLY_STEP,
         f"{EARLY_STEP} frees each gradient before the norms are taken",
-        ONE_OF_TWO,
     ),
-    Rule(
+    _one_of_two(
         "metrics.layer_stats_freq",
-        lambda c, _: c.optimizer.early_step_in_backward and c.metrics.layer_stats_freq,
+        EARLY_STEP,
         f"{EARLY_STEP} frees each gradient before its RMS is taken",
-        ONE_OF_TWO,
     ),
     Rule(
         "optimizer.name",
@@ -275,9 +257,9 @@ OPTIMIZER: tuple[Row[Facts], ...] = (
         "leave out one of the two",
         needs="model",
     ),
-    Rule(
+    given_while(
         "checkpoint.initial_load_in_hf",
-        lambda c, facts: _has_mup(facts) and c.checkpoint.initial_load_in_hf,
+        lambda _, facts: _has_mup(facts),
         "these weights are of a model without muP, and model.args.mup_base_dim is given",
         "leave out one of the two",
         needs="model",
@@ -285,10 +267,7 @@ OPTIMIZER: tuple[Row[Facts], ...] = (
     idle_while("optimizer.weight_decay", 0.0, "decay_norm_and_bias"),
     Idle(
         " ".join(f"optimizer.muon.{key}" for key in Muon.model_fields),
-        lambda c, _: (
-            {c.optimizer.name, *(group.optimizer for group in c.optimizer.groups)}
-            <= {"AdamW", "Adam", None}
-        ),
+        lambda c, _: _optimizers(c) <= {"AdamW", "Adam"},
         "no optimizer of matrices is chosen",
     ),
     idle_while("bad_steps.policy", "stop", "budget"),
@@ -343,17 +322,15 @@ COMPILER: tuple[Row[Facts], ...] = (
 )
 
 PRECISION: tuple[Row[Facts], ...] = (
-    Rule(
+    given_while(
         "training.dtype",
-        lambda c, _: (
-            c.training.dtype == "bfloat16" and c.training.mixed_precision_param == "float32"
-        ),
+        lambda c, _: c.training.mixed_precision_param == "float32",
         "weights stored in bfloat16 cannot be computed with in float32",
         'set training.mixed_precision_param = "bfloat16"',
     ),
-    Rule(
+    given_while(
         "float8.enable",
-        lambda c, _: c.float8.enable and c.training.mixed_precision_param == "float32",
+        lambda c, _: c.training.mixed_precision_param == "float32",
         "results of float8 products are bfloat16, and training.mixed_precision_param is float32",
         'set training.mixed_precision_param = "bfloat16"',
     ),
@@ -363,11 +340,9 @@ PRECISION: tuple[Row[Facts], ...] = (
 )
 
 MESH: tuple[Row[Facts], ...] = (
-    Rule(
+    given_while(
         "parallelism.fsdp_prefetch_layers",
-        lambda c, _: (
-            c.parallelism.pipeline_parallel_degree > 1 and c.parallelism.fsdp_prefetch_layers > 1
-        ),
+        lambda c, _: c.parallelism.pipeline_parallel_degree > 1,
         "a pipeline's stages stay gathered, so nothing is gathered ahead",
         WITHOUT_PIPELINE,
     ),
@@ -493,6 +468,19 @@ OTHERS: tuple[Row[Facts], ...] = (
     ),
     _not_installed("metrics.enable_wandb", "wandb"),
     _idle_if_off(Validation, "validation"),
+    given_while(
+        "sentry.interval",
+        lambda c, _: c.num_data_ranks == 1,
+        "there is one data-parallel rank, so no other one computes the same",
+        f"{WITHOUT_SENTRY}, or set parallelism.data_parallel_shard_degree = 2 or more",
+        needs="world_size",
+    ),
+    given_while(
+        "sentry.interval",
+        lambda c, _: c.parallelism.expert_parallel_degree > 1,
+        "with expert parallelism ranks compute rows of each other, so it isn't known who was wrong",
+        f"{WITHOUT_SENTRY}, or set parallelism.expert_parallel_degree = 1",
+    ),
     idle_unless("training.datasets", [], SOURCE_KEYS),
     idle_unless("validation.datasets", [], SOURCE_KEYS),
     idle_while("validation.sample_prompts", [], "sample_tokens"),

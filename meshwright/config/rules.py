@@ -6,6 +6,7 @@ laptop, the launcher and the ranks judge the same tables, each with more facts t
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Generic, NamedTuple, TypeVar
 
 from meshwright.config.changes import shown
@@ -138,6 +139,23 @@ class Choice(NamedTuple):
 Row = Rule[F] | Check[F] | Idle[F]
 
 
+@cache
+def _defaults() -> JobConfig:
+    return JobConfig()
+
+
+def is_given(config: JobConfig, key: str) -> bool:
+    """Return whether the value of a key differs from its default."""
+    return value_of(config, key) != value_of(_defaults(), key)
+
+
+def given_while(
+    key: str, when: Callable[[JobConfig, Facts], object], says: str, fix: str, needs: str = ""
+) -> Rule[Facts]:
+    """Return the row of a key that has to keep its default where `when` is true."""
+    return Rule(key, lambda c, facts: is_given(c, key) and when(c, facts), says, fix, needs)
+
+
 def idle_while(key: str, value: object, names: str) -> Idle[Facts]:
     """Return the row of `names`, keys of the section of `key` that do nothing at this `value`."""
     return Idle(_beside(key, names), lambda config, _: value_of(config, key) == value, _cause(key))
@@ -183,8 +201,6 @@ def idle_keys(config: JobConfig, facts: F, table: Iterable[Row[F]]) -> Iterator[
         if isinstance(row, Idle) and row.when(config, facts):
             for key in row.keys.split():
                 reasons.setdefault(key, row.why if isinstance(row.why, str) else row.why(config))
-    defaults = JobConfig()
     for key, why in reasons.items():
-        value = value_of(config, key)
-        if value != value_of(defaults, key):
-            yield f"{key} = {shown(value)} has no effect: {why}"
+        if is_given(config, key):
+            yield f"{key} = {shown(value_of(config, key))} has no effect: {why}"

@@ -41,6 +41,16 @@ MOST_EXPERTS = 2**16
 STD = 0.02
 """Of the initial values of most matrices."""
 
+DEBUG_SIZE = {
+    "dim": 256,
+    "n_layers": 6,
+    "n_heads": 8,
+    "n_kv_heads": 4,
+    "hidden_dim": 768,
+    "vocab_size": 2048,
+}
+"""Of most families' debug model."""
+
 
 @dataclass(frozen=True)
 class DecoderArgs(ABC):
@@ -178,6 +188,17 @@ class DecoderArgs(ABC):
     def scaled(self, size: int, dim: int) -> int:
         """Return a size that has the same ratio to a different width, to the next whole number."""
         return max(round(size * dim / self.dim), 1)
+
+    def with_unit_logits(self, **options: Any) -> DecoderSpec:
+        """Return a model that starts with logits of variance 1 at any width. Matrices that end on
+        the residual stream start smaller the more layers there are, so that its variance doesn't
+        grow with depth (Radford et al. 2019, GPT-2, section 2.3).
+
+        Args:
+            options: as `decoder` takes them.
+        """
+        out_std = STD / math.sqrt(2 * self.n_layers)
+        return self.decoder(out_std=out_std, output_std=1 / math.sqrt(self.dim), **options)
 
     def decoder(
         self,
@@ -348,3 +369,35 @@ class ExpertArgs(DecoderArgs):
             out_std=out_std,
             **options,
         )
+
+
+@dataclass(frozen=True)
+class DenseFirstArgs(ExpertArgs):
+    """The dimensions of a decoder whose experts have their own width, and whose first layers have
+    none."""
+
+    expert_dim: int = 768
+    """FFN hidden size F of an expert."""
+    n_dense_layers: int = 0
+    """First layers that have one feed-forward of `hidden_dim` instead."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_positive(self, "expert_dim")
+        if not 0 <= self.n_dense_layers < self.n_layers:
+            raise ValueError(
+                f"n_dense_layers = {self.n_dense_layers}: must be at least 0 and below n_layers = "
+                f"{self.n_layers}: use {self.n_layers - 1}"
+            )
+
+    def expert_layers(self, out_std: float) -> Sequence[MixtureSpec | None]:
+        mixture, dense = self.mixture(self.expert_dim, out_std), self.n_dense_layers
+        return [*[None] * dense, *[mixture] * (self.n_layers - dense)]
+
+    def of_width(self, dim: int) -> dict[str, int]:
+        found = super().of_width(dim)
+        dense = min(self.n_dense_layers, found["n_layers"] - 1)
+        return found | {"expert_dim": self.scaled(self.expert_dim, dim), "n_dense_layers": dense}
+
+    def small(self) -> dict[str, Any]:
+        return super().small() | {"expert_dim": 24, "n_dense_layers": min(self.n_dense_layers, 1)}

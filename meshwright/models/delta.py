@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
-from meshwright.models.args import FullEveryArgs
+from meshwright.models.args import DEBUG_SIZE, FullEveryArgs
 from meshwright.models.checks import check_positive
 from meshwright.models.parameter import Parameter
 from meshwright.models.table import AttentionSpec, MixerSpec, Module, RopeSpec
@@ -186,3 +186,13 @@ class GatedDeltaArgs(DeltaArgs):
 
     def small(self) -> dict[str, Any]:
         return super().small() | {"partial_rotary_factor": 0.667}  # 4 of 6 elements, or 6 of 10
+
+
+DEBUG: dict[str, Any] = DEBUG_SIZE | {
+    "full_every": 3,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+}
+"""What the debug models of all these families share."""

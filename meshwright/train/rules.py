@@ -16,7 +16,7 @@ from meshwright.datasets.named_sources import (
     check_sources,
     check_validation,
 )
-from meshwright.parallelisms.rules import compile_choice, degrees, precision, sentry, stages
+from meshwright.parallelisms.rules import compile_choice, degrees, precision, stages
 from meshwright.system.errors import ConfigError, Mistakes, check
 from meshwright.train.facts import JobFacts
 from meshwright.train.metric_table import METRICS
@@ -125,7 +125,6 @@ WITHOUT_DATA: tuple[Row[Facts], ...] = (
     *precision.RULES,
     *compile_choice.RULES,
     *stages.RULES,
-    *sentry.RULES,
 )
 """Rules that need the model and the device at most."""
 

@@ -18,16 +18,24 @@ from meshwright.parallelisms.rules.degrees import ParallelDims
 from meshwright.train.layer_stats import LayerStats
 from tests.campaigns.new_user import example
 from tests.helpers.families import small
-from tests.helpers.job import DEEP, SCHEDULES, Job, assert_equal, global_batch, mesh
+from tests.helpers.job import (
+    DEEP,
+    DOCUMENTS,
+    PP,
+    SCHEDULES,
+    assert_equal,
+    global_batch,
+    job_of,
+    mesh,
+)
+from tests.helpers.plain import watch_logits
 from tests.helpers.rounding import adamw
 from tests.helpers.slow import slow_but
-from tests.helpers.tiny import MIXED, SEQ_LEN, TIED, TINY, plain_model
+from tests.helpers.tiny import MIXED, TIED, TINY, plain_model
 
 STEPS = (1, 2)
 FROZEN = frozenset(["layers.1.attention_norm.weight"])
 GEMMA = small(MODELS["gemma2"], 131, window=6)  # every other layer, and soft caps
-DOCUMENTS = torch.arange(SEQ_LEN, dtype=torch.int32).div(5, rounding_mode="floor").expand(8, -1)
-PP = mesh(pp=2)
 MESHES = {
     "one": (mesh(), {}),
     "microbatches": (mesh(), {"num_microbatches": 4}),
@@ -47,13 +55,11 @@ MESHES = {
 
 def _train(dims: ParallelDims, options: dict, *, has_stats: bool) -> tuple:
     """Losses, weights, figures of two steps, and the number of graphs compiled for them."""
-    defaults = {"args": TINY, "num_microbatches": 4 if dims.pp > 1 else 1, "balance_loss": 0.0}
-    options = defaults | options  # the plain model has no loss of routers
-    documents = options.pop("documents", None)
     torch.compiler.reset()
     counters.clear()
-    job = Job(dims, **options)
-    spec, frozen = options["args"].table, options.get("frozen", ())
+    # the plain model has no loss of routers
+    job, documents = job_of(dims, {"args": TINY, "balance_loss": 0.0} | options)
+    spec, frozen = job.model.stages[0].table, options.get("frozen", ())
     stats = LayerStats(job.model, job.meshes, spec, frozen, 1) if has_stats else None
     results = []
     for step in STEPS:
@@ -77,40 +83,30 @@ def _rms(tensors: list[torch.Tensor]) -> float:
     return torch.cat([x.detach().double().flatten() for x in tensors]).square().mean().sqrt().item()
 
 
-class _Watch:
-    """What a plain model computes: RMS of results of modules, largest of all logits at once."""
+@torch.no_grad()
+def _forward(
+    model: torch.nn.Module, tokens: torch.Tensor, documents: torch.Tensor | None
+) -> dict[str, float]:
+    """RMS of results of modules, and the largest of all logits at once."""
+    figures = dict[str, float]()
 
-    def __init__(self, model: torch.nn.Module, documents: torch.Tensor | None) -> None:
-        self.figures: dict[str, float] = {}
-        self.documents, self.hooks = documents, []
-        for name, module in model.named_modules():
-            if name in ("tok_embeddings", "norm") or (name.count(".") == 1 and "layers." in name):
-                note = functools.partial(self.note, name)
-                self.hooks.append(module.register_forward_hook(note))
-            if name.endswith(".attention.core"):
-                see = functools.partial(self.see, block_of(name))
-                self.hooks.append(module.register_forward_pre_hook(see, with_kwargs=True))
-
-    def note(self, name: str, _: object, __: object, output: torch.Tensor | tuple) -> None:
+    def note(name: str, _: object, __: object, output: torch.Tensor | tuple) -> None:
         output = output[0] if isinstance(output, tuple) else output
-        self.figures[f"activation_rms/{name}"] = _rms([output])
+        figures[f"activation_rms/{name}"] = _rms([output])
 
-    def see(self, name: str, _: object, inputs: tuple, options: dict) -> None:
-        q, k = inputs[:2]
-        logits = q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).mT * options["scale"]
-        if cap := options["soft_cap"]:
-            logits = cap * torch.tanh(logits / cap)
-        is_seen = torch.ones(SEQ_LEN, SEQ_LEN, dtype=torch.bool).tril()
-        if options["window"] is not None:
-            is_seen = is_seen.triu(1 - options["window"])
-        if self.documents is not None:
-            is_seen = is_seen & (self.documents[0].unsqueeze(1) == self.documents[0])
-        largest = logits.masked_fill(~is_seen, -torch.inf).max().item()
-        self.figures[f"max_attention_logit/{name}"] = largest
+    def see(layer: str, logits: torch.Tensor) -> None:
+        figures[f"max_attention_logit/{layer}"] = logits.max().item()
 
-    def close(self) -> None:
-        for hook in self.hooks:
-            hook.remove()
+    hooks = [
+        module.register_forward_hook(functools.partial(note, name))
+        for name, module in model.named_modules()
+        if name in ("tok_embeddings", "norm") or (name.count(".") == 1 and "layers." in name)
+    ]
+    hooks += watch_logits(model, documents, see)
+    model(tokens, documents=documents)
+    for hook in hooks:
+        hook.remove()
+    return figures
 
 
 def reference(options: dict) -> list[dict[str, float]]:
@@ -123,15 +119,11 @@ def reference(options: dict) -> list[dict[str, float]]:
     optimizer, found = adamw(model), []
     for step in STEPS:
         tokens, labels = global_batch(step)
-        watch = _Watch(model, documents)
-        with torch.no_grad():
-            model(tokens[:1], documents=None if documents is None else documents[:1])
-        watch.close()
+        figures = _forward(model, tokens[:1], None if documents is None else documents[:1])
         logits = model(tokens, documents=documents).flatten(0, 1)
         F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORE).backward()
         before = {name: p.detach().clone() for name, p in named.items()}
         optimizer.step()
-        figures = watch.figures
         for group in dict.fromkeys(map(block_of, named)):
             own = [name for name in named if block_of(name) == group]
             figures[f"gradient_rms/{group}"] = _rms([named[name].grad for name in own])

@@ -1,6 +1,5 @@
 """QK-clip: on any mesh weights are those of a loop in plain PyTorch, clipped at the same steps."""
 
-import functools
 import math
 
 import pytest
@@ -11,11 +10,21 @@ from meshwright.models.args import DecoderArgs
 from meshwright.models.families import MODELS
 from meshwright.models.latent import LatentArgs
 from meshwright.models.loss import IGNORE, Batch
-from meshwright.models.parameter import block_of
 from meshwright.parallelisms.rules.degrees import ParallelDims
 from meshwright.train.optim.qk_clip import QKClip, clip_factors, row_factors
 from tests.helpers.families import small
-from tests.helpers.job import DEEP, SCHEDULES, Job, assert_equal, global_batch, mesh
+from tests.helpers.job import (
+    DEEP,
+    DOCUMENTS,
+    PP,
+    SCHEDULES,
+    Job,
+    assert_equal,
+    global_batch,
+    job_of,
+    mesh,
+)
+from tests.helpers.plain import watch_logits
 from tests.helpers.rounding import CONDITION, adamw, gradient_bound
 from tests.helpers.slow import slow_but
 from tests.helpers.tiny import SEQ_LEN, TIED, TINY, plain_model
@@ -24,14 +33,12 @@ STEPS = (1, 2, 3)
 INTERVAL = 2
 BOUND = len(STEPS) * CONDITION * gradient_bound()
 """Of a weight, relative: updates are about as large as it is, and factors as exact as logits."""
-DOCUMENTS = torch.arange(SEQ_LEN, dtype=torch.int32).div(5, rounding_mode="floor").expand(8, -1)
 # tokens go through all experts: otherwise rounding chooses others
 ALL = {"n_experts": 2, "n_active": 2, "n_groups": 1, "n_active_groups": 1}
 LATENT, NO_QUERY_LATENT = (
     small(MODELS[name], 131, **ALL) for name in ("deepseek_v3", "deepseek_v2")
 )
 BIASED = small(MODELS["qwen2"], 131)
-PP = mesh(pp=2)
 MESHES = {
     "one": (mesh(), {}),
     "microbatches": (mesh(), {"num_microbatches": 4}),
@@ -51,22 +58,16 @@ MESHES = {
 }
 
 
-def _batches(job: Job, step: int, documents: torch.Tensor | None) -> list[Batch]:
-    return job.part(Batch(*global_batch(step), documents))
-
-
 def _train(dims: ParallelDims, options: dict, threshold: float) -> tuple[list[dict], dict]:
     """Figures of each step, and the weights after the last."""
-    defaults = {"args": TINY, "num_microbatches": 4 if dims.pp > 1 else 1, "balance_loss": 0.0}
-    options = defaults | options
-    documents = options.pop("documents", None)
     torch.compiler.reset()
-    job = Job(dims, **options)
+    job, documents = job_of(dims, {"args": TINY, "balance_loss": 0.0} | options)
     _sharpen(dict(job.model.named_parameters()))
-    clip = QKClip(job.model, job.meshes, options["args"].table, threshold, INTERVAL)
+    clip = QKClip(job.model, job.meshes, job.model.stages[0].table, threshold, INTERVAL)
     figures = []
     for step in STEPS:
-        result = job.take_step(step, _batches(job, step, documents), qk_clip=clip)
+        batches = job.part(Batch(*global_batch(step), documents))
+        result = job.take_step(step, batches, qk_clip=clip)
         figures.append({name: x.item() for name, x in result.figures.items()})
     return figures, job.weights()
 
@@ -79,38 +80,17 @@ def _sharpen(parameters: dict[str, torch.Tensor]) -> None:
             parameter.mul_(16)
 
 
-class _Watch:
-    """Hooks of a plain model that note the largest logit of each head, from all logits at once."""
-
-    def __init__(self, model: torch.nn.Module, documents: torch.Tensor | None) -> None:
-        self.documents = documents
-        self.largest: dict[str, torch.Tensor] = {}
-        for name, module in model.named_modules():
-            if name.endswith(".attention.core"):
-                see = functools.partial(self.see, block_of(name))
-                module.register_forward_pre_hook(see, with_kwargs=True)
-
-    def see(self, layer: str, _: object, inputs: tuple, options: dict) -> None:
-        q, k = inputs[:2]
-        logits = q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).mT * options["scale"]
-        distance = torch.arange(SEQ_LEN).unsqueeze(1) - torch.arange(SEQ_LEN)
-        is_seen = (distance >= 0) & (distance < (options["window"] or SEQ_LEN))
-        if self.documents is not None:
-            is_seen = is_seen & (self.documents[0].unsqueeze(1) == self.documents[0])
-        self.largest[layer] = logits.detach().masked_fill(~is_seen, -torch.inf).amax((0, 2, 3))
-
-
 def _factor(largest: torch.Tensor, threshold: float) -> float:
     return min(1.0, threshold / largest.max().item())
 
 
 @torch.no_grad()
 def _clip(
-    model: torch.nn.Module, args: DecoderArgs, watch: _Watch, threshold: float
+    model: torch.nn.Module, args: DecoderArgs, noted: dict[str, torch.Tensor], threshold: float
 ) -> list[float]:
     """Head by head, and return the factors."""
     factors = []
-    for layer, largest in watch.largest.items():
+    for layer, largest in noted.items():
         attention, heads = model.get_submodule(f"{layer}.attention"), largest.split(1)
         if isinstance(args, LatentArgs):
             plain, turned = args.qk_nope_head_dim, args.qk_rope_head_dim
@@ -137,7 +117,12 @@ def reference(options: dict) -> tuple[float, list[dict], dict]:
     args, documents = options.get("args", TINY), options.get("documents")
     model = plain_model(args)
     _sharpen(dict(model.named_parameters()))
-    watch, optimizer, figures = _Watch(model, documents), adamw(model), []
+    optimizer, figures, noted = adamw(model), [], dict[str, torch.Tensor]()
+
+    def note(layer: str, logits: torch.Tensor) -> None:
+        noted[layer] = logits.amax((0, 2, 3))  # of each head
+
+    watch_logits(model, documents, note)
     for step in STEPS:
         tokens, labels = global_batch(step)
         logits = model(tokens, documents=documents).flatten(0, 1)
@@ -146,9 +131,9 @@ def reference(options: dict) -> tuple[float, list[dict], dict]:
         optimizer.zero_grad()
         figures.append({})
         if step == INTERVAL:
-            largest = max(own.max().item() for own in watch.largest.values())
+            largest = max(own.max().item() for own in noted.values())
             threshold = 0.8 * largest
-            factors = _clip(model, args, watch, threshold)
+            factors = _clip(model, args, noted, threshold)
             assert 0 < sum(factor < 1 for factor in factors) < len(factors)
             figures[-1] = {"qk_clip/max_logit": largest, "qk_clip/smallest_factor": min(factors)}
     return threshold, figures, {name: p.detach().clone() for name, p in model.named_parameters()}

@@ -39,6 +39,12 @@ def mesh(dp_replicate: int = 1, dp_shard: int = 1, **axes: int) -> ParallelDims:
     return ParallelDims(dp_replicate=dp_replicate, dp_shard=dp_shard, **axes)
 
 
+PP = mesh(pp=2)
+DOCUMENTS = torch.arange(SEQ_LEN, dtype=torch.int32).div(5, rounding_mode="floor")
+DOCUMENTS = DOCUMENTS.expand(GLOBAL_BATCH, -1)
+"""Of `global_batch`: four in each sequence."""
+
+
 def frozen(*patterns: str, args: LlamaArgs = TINY) -> dict[str, frozenset[str]]:
     """As the trainer makes it of `model.frozen`."""
     names = args.table.parameters
@@ -160,6 +166,13 @@ class Job:
 
     def weights(self) -> dict[str, torch.Tensor]:
         return {name: whole(p).clone() for name, p in self.model.named_parameters()}
+
+
+def job_of(dims: ParallelDims, options: dict) -> tuple[Job, torch.Tensor | None]:
+    """A job with microbatches enough for any schedule, and the documents among its options."""
+    others = {name: value for name, value in options.items() if name != "documents"}
+    job = Job(dims, **({"num_microbatches": 4 if dims.pp > 1 else 1} | others))
+    return job, options.get("documents")
 
 
 def assert_equal(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:

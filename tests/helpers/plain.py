@@ -1,12 +1,16 @@
 """The plain decoder that `prove` trusts, with the weights of ours."""
 
 import dataclasses
+import functools
+from collections.abc import Callable
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from meshwright.commands.prove.plain_decoder import UNCOUNTED, Plain, PlainBatch, Router
 from meshwright.config.training import Experts
 from meshwright.models.decoder import Decoder, Routing
+from meshwright.models.parameter import block_of
 from tests.helpers.families import family_of
 
 
@@ -48,3 +52,30 @@ def some_batch(vocab_size: int, *, with_documents: bool = False) -> PlainBatch:
         documents[1, 9:] = 1
         documents[1, 20:] = 2
     return PlainBatch(tokens, labels, torch.ones(3, 32, dtype=torch.bool), documents)
+
+
+def watch_logits(
+    model: Decoder,
+    documents: torch.Tensor | None,
+    note: Callable[[str, torch.Tensor], None],
+) -> list[RemovableHandle]:
+    """Have `note` called with a layer and its logits of attention, (B, N, S, S), all of them at
+    once; those of keys that a query doesn't see are -inf."""
+
+    def see(layer: str, _: object, inputs: tuple, options: dict) -> None:
+        q, k = inputs[:2]
+        logits = q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).mT * options["scale"]
+        if cap := options["soft_cap"]:
+            logits = cap * torch.tanh(logits / cap)
+        positions = torch.arange(q.shape[2])
+        distance = positions.unsqueeze(1) - positions
+        is_seen = (distance >= 0) & (distance < (options["window"] or len(positions)))
+        if documents is not None:
+            is_seen = is_seen & (documents[0].unsqueeze(1) == documents[0])
+        note(layer, logits.detach().masked_fill(~is_seen, -torch.inf))
+
+    return [
+        module.register_forward_pre_hook(functools.partial(see, block_of(name)), with_kwargs=True)
+        for name, module in model.named_modules()
+        if name.endswith(".attention.core")
+    ]

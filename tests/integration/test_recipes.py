@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import meshwright as mw
-from meshwright.train.resolve_model import TABLES
+from meshwright.train.resolve_model import extend_only_by
 from tests.campaigns.new_user import example
 from tests.helpers.jobs import CONFIG
 
@@ -49,11 +49,8 @@ RECIPES: dict[str, tuple[str, dict[str, Any]]] = {
 def _as_before(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     monkeypatch.chdir(tmp_path)
     Path("poem.txt").write_text("--".join(f"stanza {i} of a long poem" for i in range(400)))
-    tables = [(known, dict(known)) for known, *_ in TABLES.values() if known is not None]
     yield
-    for known, before in tables:
-        known.clear()
-        known.update(before)
+    extend_only_by("")
 
 
 def losses_of(folder: str, keys: dict[str, Any]) -> list[float]:

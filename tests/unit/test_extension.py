@@ -14,7 +14,6 @@ from meshwright.api.saved_models import load_model
 from meshwright.config.job_config import JobConfig
 from meshwright.config.loader import load_config
 from meshwright.datasets.opening import open_data
-from meshwright.datasets.sources import DATASETS
 from meshwright.metrics.sinks import SafeSink
 from meshwright.models.families import MODELS
 from meshwright.models.generation import generate, greedy
@@ -22,13 +21,11 @@ from meshwright.models.table_check import check_modules
 from meshwright.system.errors import ConfigError, StorageError
 from meshwright.train.announce import announce_end
 from meshwright.train.facts import look_at_data
-from meshwright.train.losses import LOSSES
-from meshwright.train.metric_table import METRICS
-from meshwright.train.optim.registry import OPTIMIZERS
 from meshwright.train.resolve_model import (
     check_own_model,
     check_own_parts,
     extend_by,
+    extend_only_by,
     own_options,
     resolve_model,
     user_sinks,
@@ -47,11 +44,8 @@ from tests.unit import test_families
 @pytest.fixture(autouse=True)
 def _as_before() -> Iterator[None]:
     """Names that a test adds go with it."""
-    tables = [(table, dict(table)) for table in (MODELS, DATASETS, OPTIMIZERS, LOSSES, METRICS)]
     yield
-    for table, before in tables:
-        table.clear()
-        table.update(before)
+    extend_only_by("")
 
 
 def words(folder: Path, code: str, *others: str) -> list[str]:

@@ -80,6 +80,9 @@ def test_every_family_has_models_of_other_widths(name: str) -> None:
         args = replace(base, **base.of_width(dim))
         assert args.dim / args.n_layers == pytest.approx(base.dim / base.n_layers, rel=0.01)
         assert args.table.head_dim == base.table.head_dim
+        for key in {"hidden_dim", "expert_dim", "shared_expert_dim"} & vars(args).keys():
+            wanted = getattr(base, key) / base.dim
+            assert getattr(args, key) / args.dim == pytest.approx(wanted), key
         sizes.append(args.table.num_params)
     # matrices grow by 4, and at most from 2 layers with experts to 5; embeddings by 2
     assert 2 < sizes[1] / sizes[0] < 10

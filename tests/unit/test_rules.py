@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from meshwright.config.changes import differences, to_json
+from meshwright.config.combinations import OTHERS
 from meshwright.config.job_config import JobConfig
 from meshwright.config.loader import load_config
 from meshwright.config.rules import Check, Facts, Idle, Rule, broken_rules, check_rules, idle_keys
-from meshwright.parallelisms.rules import sentry
 from meshwright.system.errors import CombinedConfigError, ConfigError, config_error
 from meshwright.train.facts import look
 from meshwright.train.resolve import OPEN_KEYS, resolve
@@ -66,10 +66,10 @@ def test_all_broken_rows_are_reported_together() -> None:
 )
 def test_a_sentry_needs_ranks_that_compute_the_same(degrees, says) -> None:
     config = JobConfig(parallelism=degrees, sentry={"interval": 100})
-    errors = broken_rules(config, Facts(world_size=4), sentry.RULES)
+    errors = broken_rules(config, Facts(world_size=4), OTHERS)
     assert [says in str(error) for error in errors] == [True] * bool(says)
     config = JobConfig(parallelism=degrees)
-    assert broken_rules(config, Facts(world_size=4), sentry.RULES) == []
+    assert broken_rules(config, Facts(world_size=4), OTHERS) == []
 
 
 def test_advice_never_follows_advice() -> None:

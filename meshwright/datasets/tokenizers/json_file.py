@@ -128,16 +128,12 @@ def _without_holes(raw: dict[str, Any]) -> dict[str, Any]:
     model, names = raw["model"], {*pieces, *(token["content"] for token in added.values())}
     if isinstance(model["vocab"], dict):  # Unigram's is a list, which has no holes
         free = [number for number in range(size) if number not in taken]
-        inside = {_name(number, added, names): number for number in free}
+        named = {number: added.get(number) or _placeholder(number, names) for number in free}
+        inside = {token["content"]: number for number, token in named.items()}
         model = {**model, "vocab": {**model["vocab"], **inside}}
     tail = range(size, max(added) + 1)
     filled = added | {i: _placeholder(i, names) for i in tail if i not in added}
     return {**raw, "model": model, "added_tokens": [filled[i] for i in sorted(filled)]}
-
-
-def _name(number: int, added: dict[int, dict[str, Any]], names: set[str]) -> str:
-    """Return the text of an id that the vocabulary lacks: the added token's, or a placeholder's."""
-    return str((added.get(number) or _placeholder(number, names))["content"])
 
 
 def _placeholder(number: int, names: set[str]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from html import escape
 from itertools import pairwise
 from statistics import fmean, median
 
-from meshwright.config.changes import Difference, differences, shown
+from meshwright.config.changes import differences, shown
 from meshwright.metrics.console import duration
 from meshwright.metrics.report.document import Chart, Curve, document, draw, short, table
 from meshwright.metrics.report.run import TOKENS, Row, Run
@@ -307,7 +307,8 @@ def _pairs(named: Named) -> str:
     losses = dict(base.series("loss/train"))
     curves, rows, notes = [Curve(reference, [])], [], ""
     for name, run in others:
-        apart = [d.key for d in differences(base.config, run.config) if _is_decisive(d)]
+        apart = [d.key for d in differences(base.config, run.config)]
+        apart = [key for key in apart if key.startswith(DECISIVE)]
         points = [(s, v - losses[s]) for s, v in run.series("loss/train") if s in losses]
         if apart or not points:
             why = ", ".join(f"a different {key}" for key in apart) or "no step is in both logs"
@@ -324,11 +325,6 @@ def _pairs(named: Named) -> str:
     drawn = draw(Chart(f"Loss minus the loss of {reference}", "nats per token", curves))
     head = ("run", "steps in both", "first", "largest", "mean of the last quarter")
     return (f'<div class="charts">{drawn}</div>' if drawn else "") + table(head, rows) + notes
-
-
-def _is_decisive(difference: Difference) -> bool:
-    """Whether two runs that differ so have other weights at the start, or other batches."""
-    return difference.key.startswith(DECISIVE)
 
 
 def _configs(named: Named) -> str:

@@ -1,11 +1,10 @@
 """Dimensions, names and keys that DeepSeek-V2 and V3 share. Free of torch."""
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from meshwright.models.args import STD, ExpertArgs
+from meshwright.models.args import DEBUG_SIZE, STD, DenseFirstArgs
 from meshwright.models.checks import check_positive
 from meshwright.models.config_json import Dimension, positive
 from meshwright.models.family import EXPERTS, MODULES
@@ -14,13 +13,13 @@ from meshwright.models.table import DecoderSpec, FeedForwardSpec, MixtureSpec
 
 
 @dataclass(frozen=True)
-class DeepseekArgs(LatentArgs, ExpertArgs):
+class DeepseekArgs(LatentArgs, DenseFirstArgs):
     """Dimensions of a DeepSeek: latent attention, and experts next to a shared one."""
 
     norm_eps: float = 1e-6
     rope_theta: float = 10000.0
     expert_dim: int = 1408
-    """FFN hidden size F of an expert."""
+    n_dense_layers: int = 1
     n_shared_experts: int = 2
     """Experts that every token goes through, as one feed-forward of so many times the width."""
     n_groups: int = 1
@@ -29,19 +28,12 @@ class DeepseekArgs(LatentArgs, ExpertArgs):
     """Groups that a token's experts are in."""
     routed_scaling_factor: float = 1.0
     """Factor on the weights of a token's experts."""
-    n_dense_layers: int = 1
-    """First layers that have one feed-forward of `hidden_dim` instead."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_positive(self, "expert_dim", "n_shared_experts", "n_groups", "n_active_groups")
+        check_positive(self, "n_shared_experts", "n_groups", "n_active_groups")
         check_positive(self, "routed_scaling_factor")
-        if not 0 <= self.n_dense_layers < self.n_layers:
-            raise ValueError(
-                f"n_dense_layers = {self.n_dense_layers}: must be at least 0 and below n_layers = "
-                f"{self.n_layers}: use {self.n_layers - 1}"
-            )
-        self.mixture(self.expert_dim, STD, **self.router)  # it checks the groups
+        self.mixture(self.expert_dim, STD)  # it checks the groups
 
     @property
     def router(self) -> dict[str, Any]:
@@ -52,33 +44,20 @@ class DeepseekArgs(LatentArgs, ExpertArgs):
     def expand(self) -> DecoderSpec:
         """The reports' initial values are 0.006 at widths of 5120 and 7168; these make logits of
         variance 1 at any width."""
-        return self.decoder(
-            out_std=STD / math.sqrt(2 * self.n_layers),
-            output_std=1 / math.sqrt(self.dim),
-            rope_scaling=self.rope_scaling,
-        )
+        return self.with_unit_logits(rope_scaling=self.rope_scaling)
 
-    def expert_layers(self, out_std: float) -> Sequence[MixtureSpec | None]:
-        """Return experts next to one that all tokens go through, after the dense layers."""
-        width = self.expert_dim * self.n_shared_experts
-        key = "expert_dim * n_shared_experts"
+    def mixture(self, hidden_dim: int, out_std: float, **options: Any) -> MixtureSpec:
+        """Return experts next to one that all tokens go through."""
+        width, key = hidden_dim * self.n_shared_experts, "expert_dim * n_shared_experts"
         shared = FeedForwardSpec(self.dim, width, STD, out_std, width_key=key)
-        mixture = self.mixture(self.expert_dim, out_std, shared=shared, **self.router)
-        dense = self.n_dense_layers
-        return [*[None] * dense, *[mixture] * (self.n_layers - dense)]
-
-    def of_width(self, dim: int) -> dict[str, int]:
-        found = super().of_width(dim)
-        dense = min(self.n_dense_layers, found["n_layers"] - 1)
-        return found | {"expert_dim": self.scaled(self.expert_dim, dim), "n_dense_layers": dense}
+        return super().mixture(hidden_dim, out_std, shared=shared, **self.router, **options)
 
     def small(self) -> dict[str, Any]:
         groups = {
             "n_groups": min(self.n_groups, 4),
             "n_active_groups": min(self.n_active_groups, 2),
-            "n_dense_layers": min(self.n_dense_layers, 1),
         }
-        return super().small() | groups | {"expert_dim": 24}
+        return super().small() | groups
 
 
 SELF, MLP = "model.layers.{}.self_attn", "model.layers.{}.mlp"
@@ -152,13 +131,8 @@ def write(args: DeepseekArgs) -> dict[str, object]:
     }
 
 
-DEBUG: dict[str, Any] = {
-    "dim": 256,
-    "n_layers": 6,
-    "n_heads": 8,
+DEBUG: dict[str, Any] = DEBUG_SIZE | {
     "n_kv_heads": 8,
-    "hidden_dim": 768,
-    "vocab_size": 2048,
     "n_experts": 16,
     "n_active": 4,
     "kv_lora_rank": 64,

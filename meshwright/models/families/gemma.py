@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from meshwright.models.args import STD, WindowArgs
+from meshwright.models.args import WindowArgs
 from meshwright.models.checks import check_positive
 from meshwright.models.family import MODULES
 from meshwright.models.table import AttentionSpec, DecoderSpec
@@ -26,18 +26,16 @@ class GemmaArgs(WindowArgs):
 
     def gemma(self, **options: Any) -> DecoderSpec:
         """Return a model with norms before and after, whose weights are offsets from one, and
-        embeddings times sqrt(D). The reports give no initial values: logits have variance 1.
+        embeddings times sqrt(D). The reports give no initial values.
 
         Args:
             options: as `decoder` takes them.
         """
-        return self.decoder(
+        return self.with_unit_logits(
             norm="sandwich",
             has_norm_offset=True,
             activation="gelu",
             embedding_scale=math.sqrt(self.dim),
-            out_std=STD / math.sqrt(2 * self.n_layers),
-            output_std=1 / math.sqrt(self.dim),
             **options,
         )
 

@@ -3,10 +3,8 @@
 Source: Touvron et al. 2023, arXiv:2307.09288; Llama Team 2024, arXiv:2407.21783.
 """
 
-import math
 from dataclasses import dataclass
 
-from meshwright.models.args import STD
 from meshwright.models.family import Family, HuggingFaceForm
 from meshwright.models.mup import MupArgs
 from meshwright.models.rope_scaling import RopeScaling
@@ -20,14 +18,7 @@ class LlamaArgs(MupArgs):
     rope_scaling: RopeScaling | None = None
 
     def expand(self) -> DecoderSpec:
-        """Matrices that end on the residual stream start smaller the more layers there are, so that
-        its variance doesn't grow with depth (Radford et al. 2019, GPT-2, section 2.3). The output
-        projection starts so that logits have variance 1 at any width."""
-        return self.decoder(
-            out_std=STD / math.sqrt(2 * self.n_layers),
-            output_std=1 / math.sqrt(self.dim),
-            rope_scaling=self.rope_scaling,
-        )
+        return self.with_unit_logits(rope_scaling=self.rope_scaling)
 
 
 def _llama2(dim: int, layers: int, heads: int, kv_heads: int, hidden: int) -> LlamaArgs:

@@ -4,12 +4,10 @@ Source: Jiang et al. 2023, arXiv:2310.06825; dimensions come from the config.jso
 mistralai/Mistral-7B-v0.1 and mistralai/Mistral-7B-v0.3.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from meshwright.models.args import STD
 from meshwright.models.checks import check_window
 from meshwright.models.config_json import Dimension, positive
 from meshwright.models.family import VISION, Family, HuggingFaceForm
@@ -32,9 +30,7 @@ class MistralArgs(MupArgs):
 
     def expand(self) -> DecoderSpec:
         """The report gives no initial values; these are Llama's."""
-        return self.decoder(
-            out_std=STD / math.sqrt(2 * self.n_layers), output_std=1 / math.sqrt(self.dim)
-        )
+        return self.with_unit_logits()
 
     def attention_layers(self, attention: AttentionSpec) -> Sequence[AttentionSpec]:
         """Return layers with the window, if there is one."""

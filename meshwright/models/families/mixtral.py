@@ -4,10 +4,9 @@ Source: Jiang et al. 2024, arXiv:2401.04088; dimensions come from the config.jso
 mistralai/Mixtral-8x7B-v0.1.
 """
 
-import math
 from dataclasses import dataclass
 
-from meshwright.models.args import STD, ExpertArgs
+from meshwright.models.args import ExpertArgs
 from meshwright.models.families.llama import FAMILY as LLAMA
 from meshwright.models.family import MODULES, Family, HuggingFaceForm
 from meshwright.models.table import DecoderSpec
@@ -25,10 +24,8 @@ class MixtralArgs(ExpertArgs):
             raise ValueError("normalize_experts = false: a Mixtral always normalizes: use true")
 
     def expand(self) -> DecoderSpec:
-        """As Llama's. The paper gives no initial values; these make logits of variance 1 at any
-        width."""
-        out_std = STD / math.sqrt(2 * self.n_layers)
-        return self.decoder(out_std=out_std, output_std=1 / math.sqrt(self.dim))
+        """As Llama's. The paper gives no initial values."""
+        return self.with_unit_logits()
 
 
 FLAVORS: dict[str, MixtralArgs] = {

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from meshwright.models.config_json import Dimension, FullEvery, positive
-from meshwright.models.delta import DeltaArgs, DeltaSpec
+from meshwright.models.delta import DEBUG, DeltaArgs, DeltaSpec
 from meshwright.models.families.olmo2 import FAMILY as OLMO2
 from meshwright.models.families.qwen3_next import LINEAR
 from meshwright.models.family import Family, HuggingFaceForm, Joined
@@ -54,19 +54,7 @@ class OlmoHybridArgs(DeltaArgs):
 
 
 FLAVORS: dict[str, OlmoHybridArgs] = {
-    "debugmodel": OlmoHybridArgs(
-        256,
-        6,
-        8,
-        4,
-        768,
-        2048,
-        full_every=3,
-        linear_num_key_heads=4,
-        linear_num_value_heads=8,
-        linear_key_head_dim=32,
-        linear_value_head_dim=32,
-    ),
+    "debugmodel": OlmoHybridArgs(**DEBUG),
     "olmo_hybrid_7b": OlmoHybridArgs(3840, 32, 30, 30, 11008, 100352),
 }
 

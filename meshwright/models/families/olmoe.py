@@ -35,16 +35,7 @@ class OlmoeArgs(ExpertArgs):
 
 
 FLAVORS: dict[str, OlmoeArgs] = {
-    "debugmodel": OlmoeArgs(
-        dim=256,
-        n_layers=6,
-        n_heads=8,
-        n_kv_heads=8,
-        hidden_dim=192,
-        vocab_size=2048,
-        n_experts=16,
-        n_active=4,
-    ),
+    "debugmodel": OlmoeArgs(256, 6, 8, 8, 192, 2048, n_experts=16, n_active=4),
     "olmoe_1b_7b": OlmoeArgs(2048, 16, 16, 16, 1024, 50304),
 }
 

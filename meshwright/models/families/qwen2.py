@@ -4,11 +4,9 @@ Source: Qwen Team 2024, arXiv:2412.15115; dimensions come from the config.json o
 to Qwen/Qwen2.5-72B.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from meshwright.models.args import STD
 from meshwright.models.family import Family, HuggingFaceForm
 from meshwright.models.mup import MupArgs
 from meshwright.models.rope_scaling import Yarn
@@ -24,12 +22,8 @@ class Qwen2Args(MupArgs):
     rope_scaling: Yarn | None = None
 
     def expand(self) -> DecoderSpec:
-        """The report gives no initial values; these make logits of variance 1 at any width."""
-        return self.decoder(
-            out_std=STD / math.sqrt(2 * self.n_layers),
-            output_std=1 / math.sqrt(self.dim),
-            rope_scaling=self.rope_scaling,
-        )
+        """The report gives no initial values."""
+        return self.with_unit_logits(rope_scaling=self.rope_scaling)
 
     def attention_layers(self, attention: AttentionSpec) -> Sequence[AttentionSpec]:
         """Return layers whose projections to queries, keys and values have biases."""

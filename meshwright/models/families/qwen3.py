@@ -4,10 +4,8 @@ Source: Qwen Team 2025, arXiv:2505.09388; dimensions come from the config.json o
 to Qwen/Qwen3-32B.
 """
 
-import math
 from dataclasses import dataclass
 
-from meshwright.models.args import STD
 from meshwright.models.family import Family, HuggingFaceForm
 from meshwright.models.mup import MupArgs
 from meshwright.models.table import DecoderSpec
@@ -22,12 +20,8 @@ class Qwen3Args(MupArgs):
 
     def expand(self) -> DecoderSpec:
         """Queries and keys are normalised, each head on its own. The report gives no
-        initial values; these make logits of variance 1 at any width."""
-        return self.decoder(
-            qk_norm="head",
-            out_std=STD / math.sqrt(2 * self.n_layers),
-            output_std=1 / math.sqrt(self.dim),
-        )
+        initial values."""
+        return self.with_unit_logits(qk_norm="head")
 
 
 def _qwen3(dim: int, layers: int, heads: int, hidden: int, tied: bool = False) -> Qwen3Args:

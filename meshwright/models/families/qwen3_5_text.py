@@ -4,12 +4,10 @@ Source: Qwen Team 2026 (Qwen3.5); dimensions are the defaults of transformers 5.
 Qwen/Qwen3.5-9B.
 """
 
-import math
 from dataclasses import dataclass
 
-from meshwright.models.args import STD
 from meshwright.models.config_json import FullEvery
-from meshwright.models.delta import GatedDeltaArgs
+from meshwright.models.delta import DEBUG, GatedDeltaArgs
 from meshwright.models.families.qwen3_next import (
     DEFAULTS,
     FILTERS,
@@ -31,29 +29,11 @@ class Qwen35TextArgs(GatedDeltaArgs):
 
     def expand(self) -> DecoderSpec:
         """As Qwen3-Next's, without experts."""
-        return self.decoder(
-            qk_norm="head",
-            has_norm_offset=True,
-            out_std=STD / math.sqrt(2 * self.n_layers),
-            output_std=1 / math.sqrt(self.dim),
-        )
+        return self.with_unit_logits(qk_norm="head", has_norm_offset=True)
 
 
 FLAVORS: dict[str, Qwen35TextArgs] = {
-    "debugmodel": Qwen35TextArgs(
-        256,
-        6,
-        8,
-        4,
-        768,
-        2048,
-        head_dim=48,
-        full_every=3,
-        linear_num_key_heads=4,
-        linear_num_value_heads=8,
-        linear_key_head_dim=32,
-        linear_value_head_dim=32,
-    ),
+    "debugmodel": Qwen35TextArgs(**DEBUG, head_dim=48),
     "qwen3.5_9b": Qwen35TextArgs(4096, 32, 16, 4, 12288, 248320, head_dim=256),
 }
 

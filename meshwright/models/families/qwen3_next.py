@@ -4,14 +4,13 @@ Source: Qwen Team 2025 (Qwen3-Next); dimensions come from the config.json of
 Qwen/Qwen3-Next-80B-A3B-Instruct.
 """
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
 from meshwright.models.args import STD
 from meshwright.models.checks import check_positive
 from meshwright.models.config_json import FullEvery
-from meshwright.models.delta import GatedDeltaArgs
+from meshwright.models.delta import DEBUG, GatedDeltaArgs
 from meshwright.models.families.qwen3_moe import FAMILY as QWEN3_MOE
 from meshwright.models.families.qwen3_moe import Qwen3MoeArgs
 from meshwright.models.family import EXPERTS, MODULES, Family, HuggingFaceForm, Joined
@@ -35,12 +34,7 @@ class Qwen3NextArgs(GatedDeltaArgs, Qwen3MoeArgs):
 
     def expand(self) -> DecoderSpec:
         """As Qwen3's, with norms that multiply by 1 + w."""
-        return self.decoder(
-            qk_norm="head",
-            has_norm_offset=True,
-            out_std=STD / math.sqrt(2 * self.n_layers),
-            output_std=1 / math.sqrt(self.dim),
-        )
+        return self.with_unit_logits(qk_norm="head", has_norm_offset=True)
 
     def mixture(self, hidden_dim: int, out_std: float, **options: Any) -> MixtureSpec:
         """Return experts next to one that all tokens go through, with a gate."""
@@ -49,28 +43,17 @@ class Qwen3NextArgs(GatedDeltaArgs, Qwen3MoeArgs):
         )
         return super().mixture(hidden_dim, out_std, shared=shared, is_shared_gated=True, **options)
 
+    def of_width(self, dim: int) -> dict[str, int]:
+        shared = self.scaled(self.shared_expert_dim, dim)
+        return super().of_width(dim) | {"shared_expert_dim": shared}
+
     def small(self) -> dict[str, Any]:
         return super().small() | {"shared_expert_dim": 40}
 
 
 FLAVORS: dict[str, Qwen3NextArgs] = {
     "debugmodel": Qwen3NextArgs(
-        256,
-        6,
-        8,
-        4,
-        768,
-        2048,
-        head_dim=48,
-        full_every=3,
-        n_experts=16,
-        n_active=4,
-        expert_dim=192,
-        shared_expert_dim=192,
-        linear_num_key_heads=4,
-        linear_num_value_heads=8,
-        linear_key_head_dim=32,
-        linear_value_head_dim=32,
+        **DEBUG, head_dim=48, n_experts=16, n_active=4, expert_dim=192, shared_expert_dim=192
     ),
     "qwen3_next_80b_a3b": Qwen3NextArgs(2048, 48, 16, 2, 5120, 151936, head_dim=256),
 }

@@ -4,12 +4,11 @@ Source: Hugging Face 2025 (huggingface.co/blog/smollm3); dimensions come from th
 HuggingFaceTB/SmolLM3-3B-Base.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from meshwright.models.args import STD, DecoderArgs
+from meshwright.models.args import DecoderArgs
 from meshwright.models.checks import check_positive
 from meshwright.models.config_json import Dimension, positive
 from meshwright.models.family import Family, HuggingFaceForm
@@ -37,12 +36,8 @@ class SmolLM3Args(DecoderArgs):
         return replace(super().resolved, no_rope_every=min(self.no_rope_every, self.n_layers + 1))
 
     def expand(self) -> DecoderSpec:
-        """The report gives no initial values; these make logits of variance 1 at any width."""
-        return self.decoder(
-            out_std=STD / math.sqrt(2 * self.n_layers),
-            output_std=1 / math.sqrt(self.dim),
-            rope_scaling=self.rope_scaling,
-        )
+        """The report gives no initial values."""
+        return self.with_unit_logits(rope_scaling=self.rope_scaling)
 
     def attention_layers(self, attention: AttentionSpec) -> Sequence[AttentionSpec]:
         """Return layers that rotate, and at every `no_rope_every`-th place one that doesn't."""

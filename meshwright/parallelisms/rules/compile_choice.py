@@ -43,10 +43,6 @@ def choose_compile(config: JobConfig, facts: Facts) -> Choice:
     return Choice({"compile": {"enable": is_on}}, line if reason else "")
 
 
-def _has_grouped_heads(facts: Facts) -> bool:
-    return any(one.n_heads != one.n_kv_heads for one in facts.spec.attentions.values())
-
-
 RULES: tuple[Row[Facts], ...] = (
     Rule(
         "compile.enable",
@@ -68,7 +64,7 @@ RULES: tuple[Row[Facts], ...] = (
             and c.activation_checkpoint.mode == "memory_budget"
             and c.training.mixed_precision_param == "bfloat16"
             and not c.training.mask_documents
-            and _has_grouped_heads(facts)
+            and any(one.n_heads != one.n_kv_heads for one in facts.spec.attentions.values())
             and not has_torch(2, 12)
             and torch_version()
         ),

@@ -8,9 +8,8 @@ from dataclasses import asdict, dataclass
 from meshwright.config.fields import value_of
 from meshwright.config.job_config import JobConfig, Update
 from meshwright.config.parallelism import Parallelism
-from meshwright.config.rules import Check, Facts, Row, Rule
+from meshwright.config.rules import Check, Facts, Row, Rule, given_while
 from meshwright.models.args import divisors_of
-from meshwright.models.table import AttentionSpec
 from meshwright.parallelisms.rules.stages import num_stages, splits_backward
 from meshwright.system.errors import ConfigError, config_error
 from meshwright.system.modules import has_torch, torch_version
@@ -157,15 +156,10 @@ def _flex_attention(config: JobConfig, facts: Facts) -> Iterator[ConfigError]:
         )
 
 
-def _goes_backward_twice(attention: AttentionSpec) -> bool:
-    """Return whether eager flex attention of a layer has more than a mask."""
-    return attention.soft_cap is not None or attention.sink_std is not None
-
-
 DEVICE: tuple[Row[Facts], ...] = (
-    Rule(
+    given_while(
         "float8.enable",
-        lambda c, facts: c.float8.enable and not (c.float8.emulate or facts.has_float8),
+        lambda c, facts: not (c.float8.emulate or facts.has_float8),
         "needs NVIDIA GPUs of compute capability 8.9 or newer (Ada, Hopper, Blackwell)",
         "leave it out; or set float8.emulate = true, which is slow, to try it",
         needs="has_float8",
@@ -177,9 +171,9 @@ DEVICE: tuple[Row[Facts], ...] = (
         "leave it out",
         needs="device_type",
     ),
-    Rule(
+    given_while(
         "training.attention_kernel",
-        lambda c, facts: c.training.attention_kernel != "auto" and facts.device_type == "cpu",
+        lambda _, facts: facts.device_type == "cpu",
         "needs GPUs, and this machine trains on its cpu",
         "leave it out",
         needs="device_type",
@@ -206,7 +200,10 @@ DEVICE: tuple[Row[Facts], ...] = (
             and c.activation_checkpoint.mode == "selective"
             and c.activation_checkpoint.selective_ac_option == "op"
             and c.compile.enable is False
-            and any(_goes_backward_twice(one) for one in facts.spec.attentions.values())
+            and any(
+                one.soft_cap is not None or one.sink_std is not None
+                for one in facts.spec.attentions.values()
+            )
         ),
         "isn't known to work with eager flex attention that has a soft cap or sinks: traced, it "
         "goes backward through the cap twice",
@@ -308,16 +305,16 @@ EXPERTS: tuple[Row[Facts], ...] = (
     Check(_without_experts, needs="model"),
     Check(_deals_out_experts, needs="model world_size"),
     Check(_shards_experts, needs="model"),
-    Rule(
+    given_while(
         "float8.enable",
-        lambda c, facts: c.float8.enable and facts.spec.mixtures,
+        lambda _, facts: facts.spec.mixtures,
         "experts in float8 are not proved to train",
         "leave it out",
         needs="model",
     ),
-    Rule(
+    given_while(
         "optimizer.early_step_in_backward",
-        lambda c, facts: c.optimizer.early_step_in_backward and facts.spec.mixtures,
+        lambda _, facts: facts.spec.mixtures,
         "is not proved to train experts",
         "leave it out",
         needs="model",
