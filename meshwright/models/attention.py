@@ -314,57 +314,33 @@ def masked_attention(
         mask: None: every query sees every key.
         sinks, soft_cap: as `CausalAttention` takes them.
     """
+    is_grouped = q.shape[1] != k.shape[1]
     if isinstance(mask, BlockMask):
-        return _attend_in_blocks(q, k, v, mask, sinks, scale, soft_cap)
+        # flex attention, whose memory grows with S; within a compiled block it is compiled with
+        # that
+        is_eager = q.is_cuda and not torch.compiler.is_compiling()
+        attend = _compiled(flex_attention) if is_eager else flex_attention
+        options: dict[str, Any] = {} if soft_cap is None else {"score_mod": capped(soft_cap)}
+        options |= {"block_mask": mask, "scale": scale, "enable_gqa": is_grouped}
+        if sinks is None:
+            return attend(q, k, v, **options)
+        out, aux = attend(q, k, v, **options, return_aux=AuxRequest(lse=True))
+        return with_sinks(out, aux.lse, sinks)[0]  # its logarithms have a gradient
     if soft_cap is not None or (sinks is not None and q.is_cuda):
-        return _plain_attention(q, k, v, mask, sinks, scale, soft_cap)
+        # a matrix of all scores, where no kernel can: with soft caps on CPUs, and with sinks where
+        # a GPU generates text
+        scores = (q @ repeat_heads(k, q.shape[1]).mT * scale).float()
+        if soft_cap is not None:
+            scores = capped(soft_cap)(scores)
+        if mask is not None:
+            scores = scores.masked_fill(~mask, -torch.inf)
+        out = scores.softmax(-1).type_as(q) @ repeat_heads(v, q.shape[1])
+        return out if sinks is None else with_sinks(out, scores.logsumexp(-1), sinks)[0]
     if sinks is not None:
         return sink_attention(q, k, v, mask, sinks, scale=scale)
-    is_grouped = q.shape[1] != k.shape[1]
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, scale=scale, enable_gqa=is_grouped
     )
-
-
-def _attend_in_blocks(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: BlockMask,
-    sinks: Tensor | None,
-    scale: float,
-    soft_cap: float | None,
-) -> Tensor:
-    """Attend by flex attention, whose memory grows with S."""
-    # within a compiled block it is compiled with that
-    is_eager = q.is_cuda and not torch.compiler.is_compiling()
-    attend = _compiled(flex_attention) if is_eager else flex_attention
-    options: dict[str, Any] = {} if soft_cap is None else {"score_mod": capped(soft_cap)}
-    options |= {"block_mask": mask, "scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
-    if sinks is None:
-        return attend(q, k, v, **options)
-    out, aux = attend(q, k, v, **options, return_aux=AuxRequest(lse=True))
-    return with_sinks(out, aux.lse, sinks)[0]  # its logarithms have a gradient
-
-
-def _plain_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    sinks: Tensor | None,
-    scale: float,
-    soft_cap: float | None,
-) -> Tensor:
-    """Attend by a matrix of all scores, where no kernel can: with soft caps on CPUs, and with sinks
-    where a GPU generates text."""
-    scores = (q @ repeat_heads(k, q.shape[1]).mT * scale).float()
-    if soft_cap is not None:
-        scores = capped(soft_cap)(scores)
-    if mask is not None:
-        scores = scores.masked_fill(~mask, -torch.inf)
-    out = scores.softmax(-1).type_as(q) @ repeat_heads(v, q.shape[1])
-    return out if sinks is None else with_sinks(out, scores.logsumexp(-1), sinks)[0]
 
 
 @cache  # so that flex attention is given the same function each time, and compiled once

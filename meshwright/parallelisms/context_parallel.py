@@ -154,12 +154,8 @@ def attend(
         width = q.shape[-1]
         if q.is_cuda and width % WIDTHS:  # zeros change neither scores nor other columns
             q, k, v = (F.pad(x, (0, -width % WIDTHS)) for x in (q, k, v))
-        if is_whole:
-            assert sinks is None  # latent attention has none
-            in_chunks: Callable[..., Tensor] = _AttentionInChunks.apply
-            return in_chunks(q, k, v, chunks, scale)[..., :width]
-        apply: Callable[..., Tensor] = _GatheredAttention.apply
-        return apply(q, k, v, sinks, chunks, mesh, scale)[..., :width]
+        apply: Callable[..., Tensor] = _AttentionInChunks.apply
+        return apply(q, k, v, sinks, chunks, None if is_whole else mesh, scale)[..., :width]
     if halo is not None:
         assert not is_whole  # latent attention has no windows
         k, v = add_halo([k, v], halo, mesh)  # (B, K, keys, H)
@@ -218,8 +214,9 @@ def _joined(x: Tensor, parts: list[slice], dim: int) -> Tensor:
     return found[0] if len(found) == 1 else torch.cat(found, dim)
 
 
-class _GatheredAttention(torch.autograd.Function):
-    """Causal attention that keeps a rank's own keys and values only, and gathers twice.
+class _AttentionInChunks(torch.autograd.Function):
+    """Causal attention of a rank's chunks to the keys and values of all positions. With a mesh it
+    keeps a rank's own keys and values only, and gathers twice.
 
     The fused kernels return the logarithms but no gradient of them, hence our backward.
     """
@@ -232,11 +229,11 @@ class _GatheredAttention(torch.autograd.Function):
         v: Tensor,
         sinks: Tensor | None,
         chunks: Chunks,
-        mesh: DeviceMesh,
+        mesh: DeviceMesh | None,
         scale: float,
     ) -> Tensor:
-        """(B, N, S/cp, H), twice (B, K, S/cp, H), (N,) -> (B, N, S/cp, H)."""
-        keys, values = _gather(torch.stack([k, v]), mesh).unbind(0)
+        """(B, N, S/cp, H), twice (B, K, S/cp or without a mesh S, H), (N,) -> (B, N, S/cp, H)."""
+        keys, values = (k, v) if mesh is None else _gather(torch.stack([k, v]), mesh).unbind(0)
         output, sums = attend_in_chunks(q, keys, values, chunks, scale, sinks)
         ctx.save_for_backward(q, k, v, sinks, output, *sums)
         ctx.options = chunks, mesh, scale
@@ -246,36 +243,20 @@ class _GatheredAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, sinks, output, *sums = ctx.saved_tensors
         chunks, mesh, scale = ctx.options
-        # The compiler would move a gather without a gradient to forward, and keep its result.
-        # So a few numbers of the gradient are gathered too.
-        ahead = grad[0, 0, 0]
-        mine = torch.cat([torch.stack([k, v]).flatten(), ahead]).unsqueeze(0)
-        parts = all_gather(mine, mesh)[:, : -len(ahead)]
-        keys, values = _in_order(parts.unflatten(1, (2, *k.shape))).unbind(0)
-        of_q, of_k, of_v = gradients_in_chunks(grad, q, keys, values, output, sums, chunks, scale)
-        of_k, of_v = _scatter(torch.stack([of_k, of_v]), mesh).unbind(0)
+        if mesh is not None:
+            # The compiler would move a gather without a gradient to forward, and keep its result.
+            # So a few numbers of the gradient are gathered too.
+            ahead = grad[0, 0, 0]
+            mine = torch.cat([torch.stack([k, v]).flatten(), ahead]).unsqueeze(0)
+            parts = all_gather(mine, mesh)[:, : -len(ahead)]
+            k, v = _in_order(parts.unflatten(1, (2, *k.shape))).unbind(0)
+        of_q, of_k, of_v = gradients_in_chunks(grad, q, k, v, output, sums, chunks, scale)
+        if mesh is not None:
+            of_k, of_v = _scatter(torch.stack([of_k, of_v]), mesh).unbind(0)
         of_sinks = None
         if sinks is not None:  # of this rank's queries: sums over ranks are FSDP's
             of_sinks = gradient_of_sinks(grad, output, torch.cat(sums, SEQUENCE), sinks)
         return of_q, of_k, of_v, of_sinks, None, None, None
-
-
-class _AttentionInChunks(torch.autograd.Function):
-    """Causal attention of a rank's chunks to keys and values of all positions."""
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, chunks: Chunks, scale: float) -> Tensor:
-        """(B, N, S/cp, H), twice (B, K, S, H) -> (B, N, S/cp, H)."""
-        output, sums = attend_in_chunks(q, k, v, chunks, scale)
-        ctx.save_for_backward(q, k, v, output, *sums)
-        ctx.options = chunks, scale
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, output, *sums = ctx.saved_tensors
-        gradients = gradients_in_chunks(grad, q, k, v, output, sums, *ctx.options)
-        return *gradients, None, None
 
 
 def attend_in_chunks(

@@ -21,10 +21,6 @@ class LlamaArgs(MupArgs):
         return self.with_unit_logits(rope_scaling=self.rope_scaling)
 
 
-def _llama2(dim: int, layers: int, heads: int, kv_heads: int, hidden: int) -> LlamaArgs:
-    return LlamaArgs(dim, layers, heads, kv_heads, hidden, vocab_size=32000, rope_theta=10000.0)
-
-
 def _llama3(
     dim: int, layers: int, heads: int, hidden: int, stretch: float | None, tied: bool = False
 ) -> LlamaArgs:
@@ -36,9 +32,9 @@ def _llama3(
 
 FLAVORS: dict[str, LlamaArgs] = {
     "debugmodel": LlamaArgs(256, 6, 8, 4, 768, 2048),
-    "llama2_7b": _llama2(4096, 32, 32, 32, 11008),
-    "llama2_13b": _llama2(5120, 40, 40, 40, 13824),
-    "llama2_70b": _llama2(8192, 80, 64, 8, 28672),
+    "llama2_7b": LlamaArgs(4096, 32, 32, 32, 11008, 32000, rope_theta=10000.0),
+    "llama2_13b": LlamaArgs(5120, 40, 40, 40, 13824, 32000, rope_theta=10000.0),
+    "llama2_70b": LlamaArgs(8192, 80, 64, 8, 28672, 32000, rope_theta=10000.0),
     "llama3_1b": _llama3(2048, 16, 32, 8192, stretch=32.0, tied=True),  # Llama 3.2 1B
     "llama3_3b": _llama3(3072, 28, 24, 8192, stretch=32.0, tied=True),  # Llama 3.2 3B
     "llama3_8b": _llama3(4096, 32, 32, 14336, stretch=None),  # Llama 3 8B

@@ -23,16 +23,12 @@ class Olmo2Args(DecoderArgs):
         return self.decoder(norm="post", qk_norm="all")
 
 
-def _olmo2(dim: int, layers: int, heads: int, kv_heads: int, hidden: int) -> Olmo2Args:
-    return Olmo2Args(dim, layers, heads, kv_heads, hidden, 100352)
-
-
 FLAVORS: dict[str, Olmo2Args] = {
     "debugmodel": Olmo2Args(256, 6, 8, 4, 768, 2048),
-    "olmo2_1b": _olmo2(2048, 16, 16, 16, 8192),
-    "olmo2_7b": _olmo2(4096, 32, 32, 32, 11008),
-    "olmo2_13b": _olmo2(5120, 40, 40, 40, 13824),
-    "olmo2_32b": _olmo2(5120, 64, 40, 8, 27648),
+    "olmo2_1b": Olmo2Args(2048, 16, 16, 16, 8192, 100352),
+    "olmo2_7b": Olmo2Args(4096, 32, 32, 32, 11008, 100352),
+    "olmo2_13b": Olmo2Args(5120, 40, 40, 40, 13824, 100352),
+    "olmo2_32b": Olmo2Args(5120, 64, 40, 8, 27648, 100352),
 }
 
 FAMILY = Family(
