@@ -141,7 +141,6 @@ def check_complete(place: NamedPath) -> None:
 
 
 def no_checkpoint(place: NamedPath) -> ConfigError:
-    """Return the error of a path without a checkpoint in it."""
     if not place.path.exists():
         return place.error("no such folder", where_it_ends(place.path))
     return place.error("holds no checkpoint", "name a job.dump_folder, or a step's folder in it")

@@ -37,7 +37,6 @@ class Command(NamedTuple):
     """Of its functions `add_options` (none: no options) and `run`, which takes the parsed ones."""
 
     def function(self, name: str) -> Callable[..., None] | None:
-        """Return one of its functions."""
         with uncollected():
             module = import_module(f"meshwright.commands.{self.module}")
         return getattr(module, f"{name}{self.suffix}", None)

@@ -216,7 +216,6 @@ def _has_mup(facts: Facts) -> bool:
 
 
 def _optimizers(config: JobConfig) -> set[str]:
-    """Return the optimizers of a job, by name."""
     optimizer = config.optimizer
     return {optimizer.name} | {group.optimizer for group in optimizer.groups if group.optimizer}
 

@@ -53,7 +53,6 @@ FOLDER = next(
 
 
 def preset_names() -> list[str]:
-    """Return the names of all presets."""
     return sorted(path.stem for path in FOLDER.glob("*.toml"))
 
 

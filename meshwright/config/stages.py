@@ -87,7 +87,6 @@ def _check_end(key: str, until: int | None, tokens: int, is_last: bool) -> None:
 
 
 def _resolved(config: JobConfig, stage: Stage, number: int) -> JobConfig:
-    """Return the config with the keys of a stage."""
     schedule = config.lr_scheduler.total_steps or config.training.steps
     update: dict[str, dict[str, Any]] = {
         "training": {"stages": []},

@@ -20,7 +20,6 @@ class BlockCache:
         self._written, self._guard = limit, threading.Lock()  # the first write looks at all
 
     def read(self, file: RangeFile, begin: int, size: int) -> bytes:
-        """Return bytes of `file`, as `RangeFile.read`."""
         content = b"".join(self._block(file, block) for block in self._blocks(begin, size))
         return content[begin % self.BLOCK :][:size]
 

@@ -41,7 +41,6 @@ class Conversation:
 
     @property
     def texts(self) -> list[str]:
-        """The text of its messages."""
         contents = [message.get("content") or "" for message in self.messages]
         parts = ([c] if isinstance(c, str) else [part["text"] for part in c] for c in contents)
         return [*itertools.chain.from_iterable(parts)]

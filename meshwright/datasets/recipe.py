@@ -137,7 +137,6 @@ class TokenizationSpec:
                 raise RecordError(first.key, f"{first}{FIX}{fix}")
 
     def encoder(self) -> Encoder:
-        """Return the encoder of its documents."""
         tokenizer = self.tokenizer
 
         def open_template() -> "ChatTemplate":

@@ -79,7 +79,6 @@ class DatasetSpec:
 
 
 def open_local(entry: SourceEntry, streamed: bool) -> Documents:
-    """Open local files."""
     return LocalDocuments(entry, local_files(entry))
 
 

@@ -103,7 +103,6 @@ class Predictor(Block):
 
 
 def build_block(spec: LayerSpec) -> Block:
-    """Return the module of a layer."""
     return Predictor(spec) if isinstance(spec, PredictorSpec) else Block(spec)
 
 

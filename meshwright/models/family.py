@@ -332,7 +332,8 @@ class HuggingFaceForm:
             else:
                 head_dim, rotated = None, None
                 if module.endswith(self.rotated):
-                    head_dim, rotated = args.table.head_dim, self._rotated_dim(args)
+                    head_dim = args.table.head_dim
+                    rotated = args.table.ropes[0].head_dim if self.partial_rotary else None
                 place: dict[str, Any] = {"copies": self._copies(name, args)}
                 there = (exact or f"{theirs}.{kind}").format(layer)
                 if name in joined:
@@ -344,9 +345,6 @@ class HuggingFaceForm:
             if theirs := self.state.get(name.replace(f".{layer}.", ".{}.", 1), ""):
                 found[name] = ForeignTensor(theirs.format(layer), state.shape)
         return found
-
-    def _rotated_dim(self, args: DecoderArgs) -> int | None:
-        return None if self.partial_rotary is None else args.table.ropes[0].head_dim
 
     def _copies(self, name: str, args: DecoderArgs) -> tuple[str, ...]:
         is_both = name == TIED and args.tie_embeddings

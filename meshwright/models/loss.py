@@ -393,7 +393,6 @@ def rows_at(x: Tensor, at: Tensor | None) -> Tensor:
 
 
 def log_sums(logits: Tensor) -> Tensor:  # (tokens, rows) -> (tokens,) fp32
-    """Return the logs of the sums of exponentials."""
     return logits.float().logsumexp(-1)
 
 

@@ -535,7 +535,6 @@ class DecoderSpec:
         return found
 
     def of_blocks(self, blocks: Iterable[str]) -> list[Parameter]:
-        """Return the parameters of the modules in `blocks`."""
         return [parameter for block in blocks for parameter in self.by_block[block].values()]
 
     def stage_costs(self, seq_len: int) -> Mapping[str, int]:

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 
 def is_dtensor(value: object) -> TypeIs[DTensor]:
-    """Return whether `value` is a DTensor."""
     return isinstance(value, _classes("torch.distributed.tensor", "DTensor"))
 
 

@@ -249,7 +249,6 @@ def first_line(error: BaseException) -> str:
 
 
 def shortened(value: object) -> str:
-    """Return a value for a message."""
     text = as_toml(value)
     return text if len(text) < 80 else f"{text[:77]}..."
 

@@ -132,13 +132,11 @@ class ResolvedJob:
         return ParallelDims(**degrees)
 
     def pipeline_stages_of(self, rank: int) -> list[int]:
-        """Return the stages of the pipeline that `rank` has."""
         place = rank // self.dims.first_ranks.step
         schedule = self.config.parallelism.pipeline_parallel_schedule
         return stages.stages_of_rank(place, self.dims.pp, len(self.pipeline_modules), schedule)
 
     def modules_of(self, rank: int) -> list[str]:
-        """Return the modules of all stages of `rank`."""
         return [
             name for index in self.pipeline_stages_of(rank) for name in self.pipeline_modules[index]
         ]

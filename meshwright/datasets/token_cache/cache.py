@@ -281,7 +281,6 @@ class TokenCache:
         return np.frombuffer(content, np.uint32)
 
     def document_at(self, position: int) -> "CachedDocument":
-        """Return the document that token `position` is of."""
         block = int(self.block_starts.searchsorted(position, side="right")) - 1
         ends = self.block_starts[block] + np.cumsum(self.lengths(block), dtype=np.int64)
         index = int(ends.searchsorted(position, side="right"))

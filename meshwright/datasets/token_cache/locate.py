@@ -12,7 +12,6 @@ from meshwright.system.errors import RecordError
 
 
 def document_tokens(cache: TokenCache, document: CachedDocument) -> npt.NDArray[np.int64]:
-    """Return the ids of a document."""
     raw = cache.tokens(document.begin, document.end)
     return raw.astype(np.int64) & ~NO_LOSS
 

@@ -58,7 +58,6 @@ CURVES_PER_CHART = 6
 
 
 def page(run: Run) -> str:
-    """Return the report of a run."""
     title = run.folder.resolve().name
     description = run.config.get("job", {}).get("description", "")
     sections = {
@@ -97,7 +96,6 @@ def _made(runs: Sequence[Run]) -> str:
 
 
 def _validation_losses(run: Run) -> list[str]:
-    """Return the names of the losses of validations."""
     return [name for name in run.names("validation/") if name.endswith("/loss")]
 
 

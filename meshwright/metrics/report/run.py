@@ -69,7 +69,6 @@ class Run:
         return [(int(row[x]), float(row[name])) for row in self.records if name in row and x in row]
 
     def values(self, name: str) -> list[float]:
-        """Return the values of a chart."""
         return [value for _, value in self.series(name)]
 
     def names(self, prefix: str) -> list[str]:

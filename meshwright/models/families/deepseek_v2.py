@@ -24,8 +24,6 @@ from meshwright.models.rope_scaling import Yarn
 
 @dataclass(frozen=True)
 class DeepseekV2Args(DeepseekArgs):
-    """Dimensions of a DeepSeek-V2."""
-
     normalize_experts: bool = False
 
     def __post_init__(self) -> None:
@@ -60,12 +58,7 @@ FLAVORS: dict[str, DeepseekV2Args] = {
         2048, 27, 16, 16, 10944, 102400, n_experts=64, n_active=6, rope_scaling=YARN
     ),
     "deepseek_v2": DeepseekV2Args(
-        5120,
-        60,
-        128,
-        128,
-        12288,
-        102400,
+        *(5120, 60, 128, 128, 12288, 102400),
         n_experts=160,
         n_active=6,
         q_lora_rank=1536,

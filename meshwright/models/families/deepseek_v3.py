@@ -4,11 +4,9 @@ Source: DeepSeek-AI 2024, arXiv:2412.19437; dimensions come from the config.json
 deepseek-ai/DeepSeek-V3-Base, moonshotai/Moonlight-16B-A3B and moonshotai/Kimi-K2-Base.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from meshwright.models.config_json import Dimension
 from meshwright.models.families.deepseek import (
     DEBUG,
     INTEGERS,
@@ -24,8 +22,6 @@ from meshwright.models.rope_scaling import Yarn
 
 @dataclass(frozen=True)
 class DeepseekV3Args(DeepseekArgs):
-    """Dimensions of a DeepSeek-V3."""
-
     n_experts: int = 256
     n_active: int = 8
     q_lora_rank: int = 1536
@@ -39,10 +35,6 @@ class DeepseekV3Args(DeepseekArgs):
         return super().router | {"scores": "sigmoid", "normalizer_eps": 1e-20}
 
 
-def _read(config: Mapping[str, Any]) -> dict[str, Dimension]:
-    return read(config, 3, (8, 4))
-
-
 FLAVORS: dict[str, DeepseekV3Args] = {
     "debugmodel": DeepseekV3Args(
         **DEBUG,
@@ -53,12 +45,7 @@ FLAVORS: dict[str, DeepseekV3Args] = {
         n_dense_layers=1,
     ),
     "moonlight_16b_a3b": DeepseekV3Args(
-        2048,
-        27,
-        16,
-        16,
-        11264,
-        163840,
+        *(2048, 27, 16, 16, 11264, 163840),
         norm_eps=1e-5,
         rope_theta=50000.0,
         n_experts=64,
@@ -70,23 +57,13 @@ FLAVORS: dict[str, DeepseekV3Args] = {
         n_dense_layers=1,
     ),
     "deepseek_v3": DeepseekV3Args(
-        7168,
-        61,
-        128,
-        128,
-        18432,
-        129280,
+        *(7168, 61, 128, 128, 18432, 129280),
         n_groups=8,
         n_active_groups=4,
         rope_scaling=Yarn(40.0, 4096, mscale=1.0, mscale_all_dim=1.0),
     ),
     "kimi_k2": DeepseekV3Args(
-        7168,
-        61,
-        64,
-        64,
-        18432,
-        163840,
+        *(7168, 61, 64, 64, 18432, 163840),
         rope_theta=50000.0,
         n_experts=384,
         routed_scaling_factor=2.827,
@@ -124,7 +101,7 @@ FAMILY = Family(
         numbers={"routed_scaling_factor": ("routed_scaling_factor", 2.5)},
         flags={"normalize_experts": ("norm_topk_prob", True)},
         stretched_rope_type="yarn",
-        read_own=_read,
+        read_own=lambda config: read(config, 3, (8, 4)),
         write_own=write,
     ),
 )

@@ -13,8 +13,6 @@ from meshwright.models.table import AttentionSpec, DecoderSpec
 
 @dataclass(frozen=True)
 class GemmaArgs(WindowArgs):
-    """Dimensions of a Gemma 2 or 3."""
-
     norm_eps: float = 1e-6
     tie_embeddings: bool = True
     query_scale: int = 256

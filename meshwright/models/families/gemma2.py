@@ -17,8 +17,6 @@ from meshwright.models.table import AttentionSpec, DecoderSpec
 
 @dataclass(frozen=True)
 class Gemma2Args(GemmaArgs):
-    """Dimensions of a Gemma 2."""
-
     rope_theta: float = 10000.0
     full_every: int = 2
     attention_cap: float | None = 50.0

@@ -17,8 +17,6 @@ from meshwright.models.table import AttentionSpec, DecoderSpec
 
 @dataclass(frozen=True)
 class Gemma3Args(GemmaArgs):
-    """Dimensions of a Gemma 3."""
-
     rope_theta: float = 1000000.0
     window: int = 1024
     full_every: int = 6

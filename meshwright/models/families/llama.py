@@ -13,8 +13,6 @@ from meshwright.models.table import DecoderSpec
 
 @dataclass(frozen=True)
 class LlamaArgs(MupArgs):
-    """Dimensions of a Llama."""
-
     rope_scaling: RopeScaling | None = None
 
     def expand(self) -> DecoderSpec:

@@ -17,8 +17,6 @@ from meshwright.models.table import AttentionSpec, DecoderSpec
 
 @dataclass(frozen=True)
 class MistralArgs(MupArgs):
-    """Dimensions of a Mistral."""
-
     rope_theta: float = 1000000.0
     window: int | None = None
     """Tokens that a token sees, with itself, in every layer; None: all before."""

@@ -13,8 +13,6 @@ from meshwright.models.table import DecoderSpec
 
 @dataclass(frozen=True)
 class Olmo2Args(DecoderArgs):
-    """Dimensions of an OLMo 2."""
-
     norm_eps: float = 1e-6
 
     def expand(self) -> DecoderSpec:

@@ -16,8 +16,6 @@ from meshwright.models.table import AttentionSpec, DecoderSpec
 
 @dataclass(frozen=True)
 class Olmo3Args(WindowArgs):
-    """Dimensions of an OLMo 3."""
-
     norm_eps: float = 1e-6
     rope_scaling: Yarn | None = None
     """Of full layers; None: they aren't stretched."""

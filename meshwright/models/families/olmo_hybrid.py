@@ -21,8 +21,6 @@ NORM_EPS = 1e-5
 
 @dataclass(frozen=True)
 class OlmoHybridArgs(DeltaArgs):
-    """Dimensions of an OLMo Hybrid."""
-
     norm_eps: float = 1e-6
     rope_theta: float = 10000.0
     linear_num_key_heads: int = 30

@@ -15,8 +15,6 @@ from meshwright.models.table import AttentionSpec, DecoderSpec
 
 @dataclass(frozen=True)
 class Qwen2Args(MupArgs):
-    """Dimensions of a Qwen2."""
-
     norm_eps: float = 1e-6
     rope_theta: float = 1000000.0
     rope_scaling: Yarn | None = None

@@ -13,8 +13,6 @@ from meshwright.models.table import DecoderSpec
 
 @dataclass(frozen=True)
 class Qwen3Args(MupArgs):
-    """Dimensions of a Qwen3."""
-
     norm_eps: float = 1e-6
     rope_theta: float = 1000000.0
 

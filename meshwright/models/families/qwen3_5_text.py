@@ -22,8 +22,6 @@ from meshwright.models.table import DecoderSpec
 
 @dataclass(frozen=True)
 class Qwen35TextArgs(GatedDeltaArgs):
-    """Dimensions of a Qwen3.5."""
-
     norm_eps: float = 1e-6
     rope_theta: float = 10000000.0
 

@@ -19,8 +19,6 @@ from meshwright.models.table import DecoderSpec, FeedForwardSpec, MixtureSpec
 
 @dataclass(frozen=True)
 class Qwen3NextArgs(GatedDeltaArgs, Qwen3MoeArgs):
-    """Dimensions of a Qwen3-Next."""
-
     rope_theta: float = 10000000.0
     n_experts: int = 512
     n_active: int = 10

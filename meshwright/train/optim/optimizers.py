@@ -67,7 +67,6 @@ build_adamw, build_adam = partial(_build, torch.optim.AdamW), partial(_build, to
 
 
 def found(function: Function) -> Callable[..., Any]:
-    """Return a function of the registry."""
     return resolve_name(function) if isinstance(function, str) else function
 
 
