@@ -460,6 +460,14 @@ OTHERS: tuple[Row[Facts], ...] = (
         "cuDNN's backward is not deterministic, and training.deterministic is true",
         'use "flash"',
     ),
+    Rule(
+        "training.attention_kernel",
+        lambda c, _: (
+            c.training.attention_kernel == "fa3" and c.parallelism.context_parallel_degree > 1
+        ),
+        "isn't known to give context parallelism the logarithms of its sums",
+        'use "auto"',
+    ),
     Idle(
         "training.mtp_loss_weight",
         lambda _, facts: facts.model is not None and not facts.model.mtp_depth,
@@ -485,8 +493,8 @@ OTHERS: tuple[Row[Facts], ...] = (
     idle_while("validation.sample_prompts", [], "sample_tokens"),
     Idle(
         "training.attention_kernel",
-        lambda c, _: c.training.mask_documents or c.parallelism.context_parallel_degree > 1,
-        "documents and context parallelism have their own kernels",
+        lambda c, _: c.training.mask_documents,
+        "documents have their own kernel",
     ),
     Idle(
         "training.attention_kernel",

@@ -263,8 +263,8 @@ class Training(Source):
     """Causal attention on GPUs. auto: cuDNN's kernel on H100, B200 and their like, unless the job
     is deterministic or this cuDNN is known to be wrong for `seq_len`; otherwise FlashAttention 2,
     or memory-efficient attention where it takes no such type. fa3: FlashAttention 3, if its
-    package is installed. The log gives the kernel. Documents and context parallelism have kernels
-    of their own."""
+    package is installed; not with context parallelism. The log gives the kernel. Documents have a
+    kernel of their own. With `sentry` and context parallelism, auto is FlashAttention 2."""
 
     deterministic: bool = False
     """Only algorithms that give equal bits in equal runs; slower on GPUs. Without it, kernels of

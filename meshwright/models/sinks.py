@@ -45,7 +45,7 @@ aten = torch.ops.aten
 
 # Operators, since no public function of torch gives the logarithms.
 def flash_on_cpu(
-    q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, scale: float, mask: Tensor | None = None
+    q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return attention on CPUs, (B, N, queries, H), and its logarithms, (B, N, queries).
 
@@ -85,7 +85,7 @@ class _FlashAttention(torch.autograd.Function):
         is_causal: bool,
         scale: float,
     ) -> Tensor:
-        out, log_sums = flash_on_cpu(q, k, v, is_causal=is_causal, scale=scale, mask=mask)
+        out, log_sums = flash_on_cpu(q, k, v, is_causal, scale, mask)
         out, log_sums = with_sinks(out, log_sums, sinks)
         ctx.save_for_backward(q, k, v, sinks, mask, out, log_sums)
         ctx.options = is_causal, scale

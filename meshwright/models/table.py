@@ -502,6 +502,12 @@ class DecoderSpec:
         return {index: spec for index, spec in found.items() if isinstance(spec, AttentionSpec)}
 
     @property
+    def plain_attention(self) -> AttentionSpec | None:
+        """Return the first softmax attention that is only causal, unless documents mask it."""
+        specs = self.attentions.values()
+        return next((spec for spec in specs if not (spec.needs_mask or spec.has_own_core)), None)
+
+    @property
     def needs_masks(self) -> bool:
         """Return whether some layers have windows or soft caps."""
         return any(attention.needs_mask for attention in self.attentions.values())

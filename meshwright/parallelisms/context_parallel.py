@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,14 +14,10 @@ from meshwright.config.training import Training
 from meshwright.models.attention import Mask, is_seen, masked_attention, repeat_heads
 from meshwright.models.decoder import Decoder
 from meshwright.models.latent import LatentSpec
-from meshwright.models.sinks import (
-    differentiate_on_cpu,
-    flash_on_cpu,
-    gradient_of_sinks,
-    with_sinks,
-)
+from meshwright.models.sinks import gradient_of_sinks, with_sinks
 from meshwright.models.table import AttentionSpec
 from meshwright.parallelisms.delta_context import recur
+from meshwright.parallelisms.fused_attention import KERNELS, WIDTHS, Part, choose_kernel
 from meshwright.parallelisms.meshes import all_gather, reduce_scatter
 from meshwright.parallelisms.sequence_parts import chunks_of
 from meshwright.parallelisms.window_context import Halo, add_halo, halo_of
@@ -29,25 +25,27 @@ from meshwright.parallelisms.window_context import Halo, add_halo, halo_of
 SEQUENCE = 2
 """Of (B, N, S, H), the dimension that is sharded."""
 
-WIDTHS = 8
-"""Flash attention on GPUs takes heads whose width is a multiple of this."""
-
 Chunks = tuple[int, int]
 """A rank's two chunks, by their number among the 2 cp equal chunks of the sequence."""
 
-Part = tuple[Tensor, Tensor]
-"""Attention to some of the keys: (B, N, queries, H), and its logarithms, (B, N, queries) fp32."""
 
-
-def apply_cp(model: Decoder, mesh: DeviceMesh, training: Training) -> str:
+def apply_cp(model: Decoder, mesh: DeviceMesh, training: Training, *, is_compared: bool) -> str:
     """Make the attention of every block in `model` span the cp axis `mesh`, in place.
 
     Collective in forward and backward. Return a line for the log.
+
+    Args:
+        is_compared: whether bits of gradients are compared between ranks, by the sentry.
+
+    Raises:
+        ConfigError: if this GPU hasn't the kernel of `training.attention_kernel`.
     """
-    dtype = getattr(torch, training.mixed_precision_param)
-    has_flash = has_flash_attention(mesh.device_type, dtype, model.table.head_dim)
+    chunk = model.seq_len // (2 * mesh.size())
+    kernel, line = choose_kernel(
+        model.table, mesh.device_type, chunk, training, is_compared=is_compared
+    )
     # one for all blocks, so that they share a graph
-    shared = functools.partial(attend, mesh=mesh, has_flash=has_flash)
+    shared = functools.partial(attend, mesh=mesh, kernel=kernel)
     recurrent = functools.partial(recur, mesh=mesh)
     model.key_positions = functools.partial(key_positions, mesh=mesh)
     for name, block in model.layers.items():
@@ -65,10 +63,10 @@ def apply_cp(model: Decoder, mesh: DeviceMesh, training: Training) -> str:
     if len(model.table.attentions) < len(model.table.layers):
         what += ", and maps of linear attention's states,"
     windows = {spec.window for spec in model.table.attentions.values() if not spec.has_own_core}
-    line = f"context parallelism: sequences sharded over {mesh.size()} ranks; {what} are gathered"
+    said = f"context parallelism: sequences sharded over {mesh.size()} ranks; {what} are gathered"
     if any(halo_of(window, model.seq_len, mesh) for window in windows):
-        line += ", and in layers with a window those before a chunk that it sees"
-    return line
+        said += ", and in layers with a window those before a chunk that it sees"
+    return f"{said}; {line}" if line else said
 
 
 @functools.cache  # one class for all layers, so that they share a graph
@@ -114,16 +112,6 @@ def keys_seen(k: Tensor, window: int | None, mesh: DeviceMesh) -> tuple[Tensor, 
     return k, halo.positions(k.device)
 
 
-def has_flash_attention(device_type: str, dtype: torch.dtype, head_dim: int) -> bool:
-    """Return whether this process has flash attention for such heads: not all GPUs have it."""
-    if device_type != "cuda":
-        return True
-    width = head_dim + -head_dim % WIDTHS
-    like_q = torch.empty(1, 1, 128, width, dtype=dtype, device=device_type, requires_grad=True)
-    params = torch.backends.cuda.SDPAParams(like_q, like_q, like_q, None, 0.0, True, False)
-    return torch.backends.cuda.can_use_flash_attention(params)
-
-
 def attend(
     q: Tensor,
     k: Tensor,
@@ -135,7 +123,7 @@ def attend(
     window: int | None = None,
     soft_cap: float | None = None,
     mesh: DeviceMesh,
-    has_flash: bool = True,
+    kernel: str | None = "cpu",
 ) -> Tensor:
     """(B, N, S/cp, H), (B, K, S/cp, H) twice -> (B, N, S/cp, H); or keys and values are of all
     positions already.
@@ -144,18 +132,19 @@ def attend(
 
     Args:
         mask: of this rank's queries, and the keys at `key_positions`; None: only causal.
-        has_flash: of `has_flash_attention`, for these heads.
+        kernel: of `choose_kernel`, for these heads.
     """
     chunks = chunks_of(mesh.get_local_rank(), mesh.size())
     halo = halo_of(window, q.shape[SEQUENCE] * mesh.size(), mesh)
     is_whole = k.shape[SEQUENCE] > q.shape[SEQUENCE]
     is_causal = mask is None and halo is None and soft_cap is None
-    if is_causal and has_flash and q.dtype in FLASH[q.device.type].dtypes:
+    if is_causal and kernel is not None and q.dtype in KERNELS[kernel].dtypes:
         width = q.shape[-1]
         if q.is_cuda and width % WIDTHS:  # zeros change neither scores nor other columns
             q, k, v = (F.pad(x, (0, -width % WIDTHS)) for x in (q, k, v))
         apply: Callable[..., Tensor] = _AttentionInChunks.apply
-        return apply(q, k, v, sinks, chunks, None if is_whole else mesh, scale)[..., :width]
+        over = None if is_whole else mesh
+        return apply(q, k, v, sinks, chunks, over, scale, kernel)[..., :width]
     if halo is not None:
         assert not is_whole  # latent attention has no windows
         k, v = add_halo([k, v], halo, mesh)  # (B, K, keys, H)
@@ -231,18 +220,19 @@ class _AttentionInChunks(torch.autograd.Function):
         chunks: Chunks,
         mesh: DeviceMesh | None,
         scale: float,
+        kernel: str,
     ) -> Tensor:
         """(B, N, S/cp, H), twice (B, K, S/cp or without a mesh S, H), (N,) -> (B, N, S/cp, H)."""
         keys, values = (k, v) if mesh is None else _gather(torch.stack([k, v]), mesh).unbind(0)
-        output, sums = attend_in_chunks(q, keys, values, chunks, scale, sinks)
+        output, sums = attend_in_chunks(q, keys, values, chunks, scale, kernel, sinks)
         ctx.save_for_backward(q, k, v, sinks, output, *sums)
-        ctx.options = chunks, mesh, scale
+        ctx.options = chunks, mesh, scale, kernel
         return output
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, sinks, output, *sums = ctx.saved_tensors
-        chunks, mesh, scale = ctx.options
+        chunks, mesh, scale, kernel = ctx.options
         if mesh is not None:
             # The compiler would move a gather without a gradient to forward, and keep its result.
             # So a few numbers of the gradient are gathered too.
@@ -250,17 +240,23 @@ class _AttentionInChunks(torch.autograd.Function):
             mine = torch.cat([torch.stack([k, v]).flatten(), ahead]).unsqueeze(0)
             parts = all_gather(mine, mesh)[:, : -len(ahead)]
             k, v = _in_order(parts.unflatten(1, (2, *k.shape))).unbind(0)
-        of_q, of_k, of_v = gradients_in_chunks(grad, q, k, v, output, sums, chunks, scale)
+        of_q, of_k, of_v = gradients_in_chunks(grad, q, k, v, output, sums, chunks, scale, kernel)
         if mesh is not None:
             of_k, of_v = _scatter(torch.stack([of_k, of_v]), mesh).unbind(0)
         of_sinks = None
         if sinks is not None:  # of this rank's queries: sums over ranks are FSDP's
             of_sinks = gradient_of_sinks(grad, output, torch.cat(sums, SEQUENCE), sinks)
-        return of_q, of_k, of_v, of_sinks, None, None, None
+        return of_q, of_k, of_v, of_sinks, None, None, None, None
 
 
 def attend_in_chunks(
-    q: Tensor, k: Tensor, v: Tensor, chunks: Chunks, scale: float, sinks: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    chunks: Chunks,
+    scale: float,
+    kernel: str,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, list[Tensor]]:
     """Return causal attention, (B, N, S/cp, H), and the logarithms of each chunk, with sinks.
 
@@ -268,15 +264,12 @@ def attend_in_chunks(
         q: (B, N, S/cp, H), the two chunks one after the other.
         k, v: (B, K, S, H), in the order of positions; K divides N.
     """
-    flash = FLASH[q.device.type].forward
+    fused = KERNELS[kernel].forward
     outputs, sums = [], []
     for queries, seen in zip(q.chunk(2, SEQUENCE), _keys(q, chunks), strict=True):
         parts: list[Part] = []
         for keys, is_causal in seen:
-            out, logsumexp, *_ = flash(
-                queries, k[:, :, keys], v[:, :, keys], is_causal=is_causal, scale=scale
-            )
-            parts.append((out, logsumexp))
+            parts.append(fused(queries, k[:, :, keys], v[:, :, keys], is_causal, scale))
         out, logsumexp = functools.reduce(_merge, parts)
         if sinks is not None:
             out, logsumexp = with_sinks(out, logsumexp, sinks)
@@ -294,9 +287,10 @@ def gradients_in_chunks(
     sums: list[Tensor],
     chunks: Chunks,
     scale: float,
+    kernel: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of `q`, `k` and `v`, from that of `attend_in_chunks`'s output."""
-    flash_backward = FLASH[q.device.type].backward
+    fused_backward = KERNELS[kernel].backward
     # of no element are there more than two parts, so that 16-bit sums as well, are rounded once
     grad_q, grad_k, grad_v = (torch.zeros_like(x) for x in (q, k, v))
     by_chunk = [x.chunk(2, SEQUENCE) for x in (grad_q, grad, q, output)]
@@ -306,7 +300,7 @@ def gradients_in_chunks(
         for keys, is_causal in seen:
             # the logarithms are of all keys: so the parts' gradients add up
             tensors = grad_out, queries, k[:, :, keys], v[:, :, keys], out, logsumexp
-            of_q, of_k, of_v, *_ = flash_backward(tensors, is_causal, scale)
+            of_q, of_k, of_v, *_ = fused_backward(tensors, is_causal, scale)
             into += of_q
             grad_k[:, :, keys] += of_k
             grad_v[:, :, keys] += of_v
@@ -347,39 +341,3 @@ def _scatter(x: Tensor, mesh: DeviceMesh) -> Tensor:
     chunks = x.chunk(2 * mesh.size(), dim=-2)
     parts = [torch.cat([chunks[rank], chunks[-1 - rank]], -2) for rank in range(mesh.size())]
     return reduce_scatter(torch.cat(parts), mesh)
-
-
-aten = torch.ops.aten
-Tensors = tuple[Tensor, ...]
-
-
-# Operators, since no public function of torch gives the logarithms on every device. Arguments by
-# position: the compiler takes one called `out` for a place to write to.
-def _backward_on_gpu(tensors: Tensors, is_causal: bool, scale: float) -> Tensors:
-    _, q, k, *_ = tensors
-    lengths = None, None, q.shape[SEQUENCE], k.shape[SEQUENCE]
-    # for dropout; without it nothing looks (flash_api.cpp, mha_bwd)
-    unused = torch.zeros(2, dtype=torch.int64, device=q.device)
-    return aten._scaled_dot_product_flash_attention_backward(
-        *tensors, *lengths, 0.0, is_causal, unused, unused, scale=scale
-    )
-
-
-class Flash(NamedTuple):
-    """Flash attention of a device."""
-
-    forward: Callable[..., Tensors]
-    """(q, k, v, is_causal=, scale=) -> output, logarithms of the sums of exponential scores, ..."""
-    backward: Callable[[Tensors, bool, float], Tensors]
-    """(gradient of the output, q, k, v, output, logarithms), is_causal, scale -> gradients."""
-    dtypes: tuple[torch.dtype, ...]
-
-
-FLASH = {
-    "cpu": Flash(
-        flash_on_cpu,
-        differentiate_on_cpu,
-        (torch.float32, torch.bfloat16),
-    ),
-    "cuda": Flash(aten._scaled_dot_product_flash_attention, _backward_on_gpu, (torch.bfloat16,)),
-}

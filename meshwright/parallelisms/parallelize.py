@@ -137,7 +137,10 @@ def parallelize(
         if meshes.ep is not None:
             applied.append(expert_parallel.apply_ep(model, meshes.ep))
     if meshes.cp.size() > 1:
-        applied.append(context_parallel.apply_cp(model, meshes.cp, training))
+        is_compared = config.sentry.interval > 0
+        applied.append(
+            context_parallel.apply_cp(model, meshes.cp, training, is_compared=is_compared)
+        )
     is_on_cpu = meshes.world.device_type == "cpu"
     has_meshes = meshes.tp.size() > 1 or meshes.ep is not None  # as parts of DTensors
     if recomputation.mode != "none":

@@ -6,7 +6,7 @@ import resource
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -146,10 +146,21 @@ def attention_order(
     return ["cudnn", *others] if is_right and is_first else others
 
 
+class ChosenAttention(NamedTuple):
+    """Kernels of attention on a GPU, by their names in `SDPA_BACKENDS`."""
+
+    order: list[str]
+    """In which torch tries them."""
+    kernel: str
+    """The first that takes the job's heads."""
+    line: str
+    """For the log."""
+
+
 def choose_attention(
     kernel: str, device: torch.device, seq_len: int, dtype: torch.dtype, heads: tuple[int, int, int]
-) -> tuple[list[str], str]:
-    """Return the order of torch's kernels of attention on a GPU, and a line for the log.
+) -> ChosenAttention:
+    """Choose torch's kernels of attention to sequences, or their chunks, of `seq_len` tokens.
 
     Args:
         kernel: `training.attention_kernel`; "fa3" is activated here.
@@ -174,14 +185,15 @@ def choose_attention(
         seq_len=seq_len,
         is_deterministic=torch.are_deterministic_algorithms_enabled(),
     )
-    wrong = f"cuDNN {cudnn} is not right for seq_len = {seq_len}: use 9.15.1, or a multiple of 128"
+    wrong = f"cuDNN {cudnn} is not right for {seq_len} tokens: use 9.15.1, or a multiple of 128"
     check(kernel != "cudnn" or "cudnn" in order, key, kernel, wrong, fix)
     found = _first_kernel(order, device, seq_len, dtype, heads)
     wanted = {"auto": found, "fa3": "flash"}.get(kernel, kernel)
     rule = f"torch has no such kernel for {heads[0]} heads of {heads[2]} in {dtype} on this GPU"
     check(found == wanted, key, kernel, rule, fix)
     name = "FlashAttention 3" if kernel == "fa3" else found
-    return order, f"attention: {name}{f' {cudnn}' if found == 'cudnn' else ''}"
+    version = f" {cudnn}" if found == "cudnn" else ""
+    return ChosenAttention(order, found, f"attention: {name}{version}")
 
 
 def _first_kernel(

@@ -249,20 +249,19 @@ def _order_attention(resolved: ResolvedJob, device: torch.device) -> list[str]:
     has_own = training.mask_documents or parallelism.context_parallel_degree > 1
     if device.type != "cuda" or has_own:
         return []
-    specs = resolved.model_args.table.attentions.values()
-    spec = next((spec for spec in specs if not (spec.needs_mask or spec.has_own_core)), None)
+    spec = resolved.model_args.table.plain_attention
     if spec is None:
         return []
     tp = parallelism.tensor_parallel_degree
-    order, line = hardware.choose_attention(
+    chosen = hardware.choose_attention(
         training.attention_kernel,
         device,
         training.seq_len,
         getattr(torch, training.mixed_precision_param),
         (spec.n_heads // tp, spec.n_kv_heads // tp, spec.head_dim),
     )
-    logger.info("%s", line)
-    return order
+    logger.info("%s", chosen.line)
+    return chosen.order
 
 
 def _say_done(resolved: ResolvedJob) -> None:

@@ -2,6 +2,8 @@
 with keys gathered over ranks, by kernels that need no mask."""
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -11,12 +13,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from meshwright.models.attention import CausalAttention, dense_mask
 from meshwright.models.generation import CachedAttention
 from meshwright.parallelisms.context_parallel import (
-    FLASH,
     attend,
     attend_in_chunks,
     gradients_in_chunks,
     key_positions,
 )
+from meshwright.parallelisms.fused_attention import KERNELS
 from meshwright.parallelisms.rules.degrees import ParallelDims
 from meshwright.parallelisms.sequence_parts import local_positions
 from tests.helpers.operators import Operators
@@ -103,6 +105,30 @@ def test_gradients_with_sinks_are_the_formulas(is_masked, window, soft_cap) -> N
         assert (got - want).abs().max() <= 1e-6 * want.abs().max(), name
 
 
+@contextmanager
+def cudnn_on_cpu() -> Iterator[None]:
+    """cuDNN's operators, computed by the CPU's kernel."""
+
+    def forward(q, k, v, attn_bias, compute_log_sumexp, dropout_p=0.0, is_causal=False, *_, scale):
+        assert (attn_bias, compute_log_sumexp, dropout_p) == (None, True, 0)
+        out, logarithms = KERNELS["cpu"].forward(q, k, v, is_causal, scale)
+        unused = torch.zeros((), dtype=torch.int64)
+        lengths = q.shape[2], k.shape[2]
+        return out, logarithms.unsqueeze(-1), unused, unused, *lengths, unused, unused, unused
+
+    def backward(grad, q, k, v, out, logarithms, *others, scale):
+        *_, max_q, max_k, dropout_p, is_causal = others
+        assert (max_q, max_k, dropout_p) == (q.shape[2], k.shape[2], 0)
+        tensors = grad, q, k, v, out, logarithms.squeeze(-1)
+        return KERNELS["cpu"].backward(tensors, is_causal, scale)
+
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("_scaled_dot_product_cudnn_attention", forward, "CPU")
+    library.impl("_scaled_dot_product_cudnn_attention_backward", backward, "CPU")
+    yield
+    library._destroy()
+
+
 @pytest.mark.parametrize("cp", [2, 4, *slow(8)])
 @pytest.mark.parametrize("sinks", [None, SINKS], ids=["plain", "sinks"])
 @pytest.mark.ranks("cp")
@@ -112,15 +138,16 @@ def test_gathered_keys_are_attention_to_the_whole_sequence(cp, sinks) -> None:
     mesh = meshes_of(ParallelDims(dp_replicate=1, dp_shard=1, cp=cp), "cpu").cp
     positions = local_positions(SEQ_LEN, mesh, torch.device("cpu"))
     for case in (
-        (torch.float32, True, False, None),
-        (torch.float32, False, False, None),
-        (torch.float32, True, True, None),
-        (torch.bfloat16, True, False, None),
-        *((torch.float32, True, False, window) for window in WINDOWS),
-        *((torch.float32, True, True, window) for window in WINDOWS),
-        (torch.bfloat16, True, False, 5),
+        (torch.float32, "cpu", False, None),
+        (torch.float32, None, False, None),
+        (torch.float32, "cpu", True, None),
+        (torch.bfloat16, "cpu", False, None),
+        (torch.bfloat16, "cudnn", False, None),
+        *((torch.float32, "cpu", False, window) for window in WINDOWS),
+        *((torch.float32, "cpu", True, window) for window in WINDOWS),
+        (torch.bfloat16, "cpu", False, 5),
     ):
-        dtype, has_flash, is_masked, window = case
+        dtype, kernel, is_masked, window = case
         *given, grad = inputs(dtype)
         places = key_positions(window, SEQ_LEN, grad.device, mesh=mesh)
         masks = (dense_mask(DOCUMENTS), dense_mask(DOCUMENTS, positions, window, places))
@@ -130,9 +157,10 @@ def test_gathered_keys_are_attention_to_the_whole_sequence(cp, sinks) -> None:
         of_heads = [] if sinks is None else [sinks.clone().requires_grad_()]
         expected = plain(*whole, *(of_heads or [None]), whole_mask, window or SEQ_LEN)
         wants = [expected, *torch.autograd.grad(expected, [*whole, *of_heads], grad.float())]
-        options = {"scale": SCALE, "window": window, "mesh": mesh, "has_flash": has_flash}
-        output = attend(*own, own_mask, *(of_heads or [None]), **options)
-        gets = [output, *torch.autograd.grad(output, [*own, *of_heads], grad[:, :, positions])]
+        options = {"scale": SCALE, "window": window, "mesh": mesh, "kernel": kernel}
+        with cudnn_on_cpu():
+            output = attend(*own, own_mask, *(of_heads or [None]), **options)
+            gets = [output, *torch.autograd.grad(output, [*own, *of_heads], grad[:, :, positions])]
         for of_sinks in gets[4:]:  # of this rank's queries
             dist.all_reduce(of_sinks, group=mesh.get_group())
         for name, got, want in zip("oqkvs", gets, wants, strict=False):
@@ -181,23 +209,24 @@ def test_there_is_neither_a_mask_nor_a_matrix_of_scores(rank: int) -> None:
     chunks = (rank, 3 - rank)
     sizes: list[int] = []
     with Operators(lambda *call: sizes.extend(map(torch.numel, call[-1]))) as operators:
-        output, sums = attend_in_chunks(q, k, v, chunks, SCALE)
-        gradients_in_chunks(output, q, k, v, output, sums, chunks, SCALE)
+        output, sums = attend_in_chunks(q, k, v, chunks, SCALE, "cpu")
+        gradients_in_chunks(output, q, k, v, output, sums, chunks, SCALE, "cpu")
     assert max(sizes) <= k.numel()  # a mask of the second chunk has 128 x 512 elements
     parts = 3 + (rank > 0)  # of four, one has no key
     forward = "aten._scaled_dot_product_flash_attention_for_cpu"
     assert operators.counts[forward] == operators.counts[f"{forward}_backward"] == parts
 
 
-def test_kernels_of_gpus_take_these_arguments() -> None:
+@pytest.mark.parametrize("kernel", ["flash", "cudnn"])
+def test_kernels_of_gpus_take_these_arguments(kernel: str) -> None:
     """Without a GPU: names, types and shapes."""
+    forward, backward, (dtype,) = KERNELS[kernel]
     with FakeTensorMode():
         for keys, is_causal in ((16, True), (48, False)):
             shapes = [(2, 4, 16, 64), (2, 2, keys, 64), (2, 2, keys, 64)]
-            q, k, v = (torch.empty(shape, device="cuda", dtype=torch.bfloat16) for shape in shapes)
-            out, logsumexp, *_ = FLASH["cuda"].forward(q, k, v, is_causal=is_causal, scale=SCALE)
+            q, k, v = (torch.empty(shape, device="cuda", dtype=dtype) for shape in shapes)
+            out, logsumexp = forward(q, k, v, is_causal, SCALE)
             assert out.shape == q.shape
             assert (logsumexp.shape, logsumexp.dtype) == (q.shape[:-1], torch.float32)
-            tensors = out, q, k, v, out, logsumexp
-            gradients = FLASH["cuda"].backward(tensors, is_causal, SCALE)
+            gradients = backward((out, q, k, v, out, logsumexp), is_causal, SCALE)
             assert [grad.shape for grad in gradients] == shapes

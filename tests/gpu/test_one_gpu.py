@@ -14,12 +14,11 @@ from meshwright.config.loader import load_config
 from meshwright.models.attention import CausalAttention, repeat_heads
 from meshwright.models.loss import SummedLoss
 from meshwright.parallelisms.context_parallel import (
-    WIDTHS,
     attend_in_chunks,
     gradients_in_chunks,
-    has_flash_attention,
     masked_in_chunks,
 )
+from meshwright.parallelisms.fused_attention import WIDTHS
 from meshwright.parallelisms.meshes import build_meshes
 from meshwright.system import hardware
 from tests.gpu.launch import run
@@ -193,29 +192,29 @@ def test_memory_is_what_the_simulation_says(device, tmp_path: Path, case: str) -
     assert growths[1] == pytest.approx(found["peak_bytes"] - found["start_bytes"], rel=0.1)
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
+@pytest.mark.parametrize("kernel", [None, "flash", "cudnn"])
 @pytest.mark.parametrize("width", [64, 60])
-def test_attention_to_gathered_keys_is_that_to_the_whole(device, dtype, tolerance, width) -> None:
+def test_attention_to_gathered_keys_is_that_to_the_whole(device, kernel, width) -> None:
     """Both ranks of a cp axis of 2, one after the other."""
+    dtype, tolerance = (torch.float32, 1e-5) if kernel is None else (torch.bfloat16, 1e-2)
     generator = torch.Generator().manual_seed(0)
-    shapes = [(2, heads, 256, width) for heads in (8, 2, 2, 8)]
+    shapes = [(2, heads, 512, width) for heads in (8, 2, 2, 8)]
     q, k, v, grad = (torch.randn(s, generator=generator).to(device, dtype) for s in shapes)
     whole = [part.double().requires_grad_() for part in (q, k, v)]
     plain = [whole[0], *(repeat_heads(part, 8) for part in whole[1:])]
     scores = plain[0] @ plain[1].transpose(-1, -2) / math.sqrt(width)
-    later = torch.ones(256, 256, dtype=torch.bool, device=device).triu(1)
+    later = torch.ones(512, 512, dtype=torch.bool, device=device).triu(1)
     output = scores.masked_fill(later, -math.inf).softmax(-1) @ plain[2]
     wants = [output, *torch.autograd.grad(output, whole, grad.double())]
     gets = [torch.zeros_like(want) for want in wants]
     scale = width**-0.5
-    is_flash = has_flash_attention(device.type, dtype, width)
     for chunks in ((0, 3), (1, 2)):
-        own = torch.cat([torch.arange(64 * c, 64 * c + 64, device=device) for c in chunks])
-        if is_flash:
+        own = torch.cat([torch.arange(128 * c, 128 * c + 128, device=device) for c in chunks])
+        if kernel is not None:
             inputs = [F.pad(x, (0, -width % WIDTHS)) for x in (q[:, :, own], k, v)]
-            part, sums = attend_in_chunks(*inputs, chunks, scale)
+            part, sums = attend_in_chunks(*inputs, chunks, scale, kernel)
             padded = F.pad(grad[:, :, own], (0, -width % WIDTHS))
-            gradients = gradients_in_chunks(padded, *inputs, part, sums, chunks, scale)
+            gradients = gradients_in_chunks(padded, *inputs, part, sums, chunks, scale, kernel)
         else:
             inputs = [x.clone().requires_grad_() for x in (q[:, :, own], k, v)]
             part = masked_in_chunks(*inputs, None, chunks, scale)

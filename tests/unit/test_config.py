@@ -274,6 +274,8 @@ training.steps=3 => expected --section.key value fix: write --training.steps=3
     => decay_ratio = 0.5 gives the start as well fix: leave one of the two out
 --lr_scheduler.decay_start=19 => lies within the warm-up of 20 steps
 --lr_scheduler.decay_ratio 0.95 => do not fit in 120 after 20
+--parallelism.context_parallel_degree 2 --training.attention_kernel fa3
+    => context parallelism the logarithms of its sums fix: use "auto"
 --profiling.profile_freq 2
     => profiler_warmup 3 + profiler_active 1 fix: raise it to their sum or more
 --training.datasets [{{dataset="sympy_source",weight=1,loss_weight=2}}]
@@ -338,6 +340,7 @@ def test_fp32_modules_are_found_by_pattern_once(job, patterns, found, tmp_path) 
 TP = "--compile.enable --parallelism.tensor_parallel_degree=2"
 FULL = "--activation_checkpoint.mode=full"
 CAPPED = "--model.name=gemma2 --activation_checkpoint.mode=selective"
+CP = "--parallelism.context_parallel_degree=2"
 DOCUMENTS = f"--training.mask_documents --{PIPELINE[2:]} --parallelism.pipeline_parallel_schedule="
 
 
@@ -346,6 +349,7 @@ DOCUMENTS = f"--training.mask_documents --{PIPELINE[2:]} --parallelism.pipeline_
     [
         (f"{ASYNC_TP} --compile.enable", "needs GPUs, and this machine trains on its cpu", ""),
         ("--training.attention_kernel=flash", "needs GPUs, and this", ""),
+        (f"{CP} --training.attention_kernel=cudnn", "needs GPUs, and this", ""),
         (f"{DOCUMENTS}ZBVZeroBubble", "", "not known to work with a"),
         (f"{DOCUMENTS}1F1B", "", ""),
         (f"{TP} {FULL}", "", ""),

@@ -1,12 +1,16 @@
 """Which device a rank takes, and when it refuses to take one."""
 
 import os
+from unittest.mock import Mock
 
 import pytest
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 from meshwright.config.loader import load_config
+from meshwright.models.decoder import Decoder
+from meshwright.parallelisms.context_parallel import apply_cp
 from meshwright.system import hardware
 from meshwright.system.errors import ConfigError
 from meshwright.system.processes import Launch
@@ -116,9 +120,38 @@ def choose(kernel: str, dtype: torch.dtype = torch.bfloat16) -> tuple[list[str],
 
 
 def test_the_log_names_the_kernel(hopper) -> None:
-    assert choose("auto")[1] == "attention: cudnn 91002"
-    assert choose("flash") == (["flash", "efficient", "math"], "attention: flash")
-    assert choose("auto", torch.float32)[1] == "attention: efficient"
+    assert choose("auto").line == "attention: cudnn 91002"
+    order = ["flash", "efficient", "math"]
+    assert choose("flash") == (order, "flash", "attention: flash")
+    assert choose("auto", torch.float32).line == "attention: efficient"
+
+
+@pytest.mark.parametrize(
+    ("words", "is_compared", "kernel", "ending"),
+    [
+        ("", False, "cudnn", "; attention: cudnn 91002"),
+        ("", True, "flash", "; attention: flash"),
+        ("attention_kernel=cudnn", True, "cudnn", "; attention: cudnn 91002"),
+        ("attention_kernel=flash", False, "flash", "; attention: flash"),
+        ("seq_len=256", False, "flash", "; attention: flash"),  # chunks of 64: not cuDNN 9.10
+        ("mixed_precision_param=float32", False, None, "; attention: efficient"),
+        ("mask_documents=true", False, None, " keys and values are gathered"),
+    ],
+)
+def test_context_parallelism_chooses_a_kernel(hopper, words, is_compared, kernel, ending) -> None:
+    """Of 2 ranks, whose chunks are a quarter of the sequence."""
+    keys = {"seq_len": "512", "mixed_precision_param": "bfloat16"}
+    keys |= dict(word.split("=") for word in words.split())
+    options = [f"--training.{key}={value}" for key, value in keys.items()]
+    config = load_config(["debug_model", "--parallelism.context_parallel_degree=2", *options])
+    job = resolved(config, 2)
+    with torch.device("meta"):
+        model = Decoder(job.model_args, config.training.seq_len)
+    mesh = Mock(spec=DeviceMesh, device_type="cuda", **{"size.return_value": 2})
+    line = apply_cp(model, mesh, job.config.training, is_compared=is_compared)
+    assert line.endswith(ending)
+    core = model.layers["0"].attention.core
+    assert core.forward.keywords["kernel"] == kernel
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,7 @@ from meshwright.models import attention, decoder, loss
 from meshwright.models.attention import repeat_heads
 from meshwright.models.loss import Batch
 from meshwright.parallelisms import context_parallel, expert_parallel
+from meshwright.parallelisms.fused_attention import KERNELS
 from meshwright.parallelisms.local_model import LocalModel, allocate
 from meshwright.parallelisms.meshes import Meshes, build_meshes
 from meshwright.system.errors import check
@@ -317,7 +318,7 @@ def as_gpu() -> Iterator[None]:
         (gradients, "CPU_CHUNK", 1 << 60),  # GPUs take the norm of a whole gradient
         (F, "scaled_dot_product_attention", _attention),
         (F, "rms_norm", RMSNorm.apply),
-        (context_parallel, "FLASH", {"cpu": context_parallel.FLASH["cuda"]}),
+        (context_parallel, "KERNELS", {"cpu": KERNELS["flash"]}),
         (decoder, "build_mask", _block_mask),
         (decoder, "makes_blocks", lambda device: True),
         (attention, "flex_attention", flex_attention_operator),

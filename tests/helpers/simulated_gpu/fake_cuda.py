@@ -27,6 +27,7 @@ import meshwright
 from meshwright.commands.plan.simulate import RMSNorm
 from meshwright.commands.plan.torch_names import flex_attention_operator
 from meshwright.models import attention
+from meshwright.system.hardware import RIGHT_CUDNN
 
 aten = torch.ops.aten
 
@@ -181,13 +182,16 @@ def install() -> None:
     }
     for name, value in new.items():
         setattr(torch.cuda, name, value)
+    torch.backends.cudnn.version = lambda: RIGHT_CUDNN
     torch.Stream, torch.Event = Stream, Event  # type: ignore[misc]
     torch.accelerator.current_stream = current_stream  # type: ignore[assignment]
     torch.Tensor.pin_memory = _pin_memory  # type: ignore[method-assign]
     torch.Tensor.is_pinned = is_pinned  # type: ignore[method-assign]
     for module in (torch.backends.cuda, bias):
         module.SDPAParams = lambda *parts: parts
-        module.can_use_flash_attention = lambda parts, debug=False: _takes_flash(*parts[:4])
+        for name in ("cudnn", "flash"):
+            takes = lambda parts, debug=False: _takes_flash(*parts[:4])  # noqa: E731
+            setattr(module, f"can_use_{name}_attention", takes)
         module.can_use_efficient_attention = lambda parts, debug=False: _takes_efficient(*parts[:2])
     F.scaled_dot_product_attention = _attention
     attention._compiled = _uncompiled

@@ -27,6 +27,7 @@ READS_BACK = {
 }
 """Operators that bring a number from the device to the host."""
 KERNELS = {
+    "_scaled_dot_product_cudnn_attention": "cudnn",
     "_scaled_dot_product_flash_attention": "flash",
     "_scaled_dot_product_efficient_attention": "efficient",
     "_efficient_attention_forward": "efficient",
