@@ -312,10 +312,10 @@ def test_pairs_of_attention_are_those_that_its_kernels_compute(cp: int) -> None:
     k, v = torch.randn(2, batch, kv_heads, seq_len, width)
     for rank in range(cp):
         q = torch.randn(batch, heads, seq_len // cp, width)
-        seen = Computed()
+        seen, chunks = Computed(), (rank, 2 * cp - 1 - rank)
         with seen:
-            output, sums = attend_in_chunks(q, k, v, (rank, 2 * cp - 1 - rank), 1.0)
-            gradients_in_chunks(q, q, k, v, output, sums, (rank, 2 * cp - 1 - rank), 1.0)
+            output, sums = attend_in_chunks(q, k, v, chunks, 1.0, "cpu")
+            gradients_in_chunks(q, q, k, v, output, sums, chunks, 1.0, "cpu")
         # two products forward, and five backward, with a multiply-add as two
         half_of_the_pairs = batch * heads * (seq_len // cp) * seq_len / 2
         assert seen.flops == 14 * width * half_of_the_pairs

@@ -342,7 +342,8 @@ def _attention(
         k, v = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1])
         kernel = aten._scaled_dot_product_efficient_attention
         return kernel(q, k, v, None, True, **mask, scale=scale)[0]
-    return aten._scaled_dot_product_flash_attention(q, k, v, **mask, scale=scale)[0]
+    output, _ = KERNELS["flash"].forward(q, k, v, mask["is_causal"], scale)
+    return output
 
 
 class RMSNorm(torch.autograd.Function):
